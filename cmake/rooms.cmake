@@ -1,0 +1,60 @@
+# modicum_room(NAME [DEPENDS rooms...] [PRIVATE libraries...])
+#
+# A static library of modicum/NAME/*.cc, which may include the doors of the rooms it depends on, and
+# (with MODICUM_TESTS) one test program of modicum/NAME/*_test.cc. Files ending in _double.cc or
+# _doubles.cc are test doubles: they go into a library of their own that only tests link.
+
+add_library(modicum_flags INTERFACE)
+target_include_directories(modicum_flags INTERFACE ${CMAKE_SOURCE_DIR})
+target_include_directories(modicum_flags SYSTEM INTERFACE ${XXHASH_INCLUDE_DIR} ${CLI11_INCLUDE_DIR})
+target_compile_options(
+  modicum_flags INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Werror
+                          -Wno-missing-field-initializers)
+target_link_libraries(modicum_flags INTERFACE fmt::fmt-header-only Threads::Threads)
+if(MODICUM_SANITIZE STREQUAL "address")
+  target_compile_options(modicum_flags INTERFACE -fsanitize=address,undefined
+                                                 -fno-sanitize-recover=all -fno-omit-frame-pointer)
+  target_link_options(modicum_flags INTERFACE -fsanitize=address,undefined)
+elseif(MODICUM_SANITIZE STREQUAL "thread")
+  target_compile_options(modicum_flags INTERFACE -fsanitize=thread -fno-omit-frame-pointer)
+  target_link_options(modicum_flags INTERFACE -fsanitize=thread)
+endif()
+
+if(MODICUM_TESTS)
+  enable_testing()
+  find_package(GTest REQUIRED)
+  include(GoogleTest)
+endif()
+
+function(modicum_room name)
+  cmake_parse_arguments(ROOM "" "" "DEPENDS;PRIVATE" ${ARGN})
+  set(directory ${CMAKE_SOURCE_DIR}/modicum/${name})
+  file(GLOB sources CONFIGURE_DEPENDS ${directory}/*.cc)
+  set(tests ${sources})
+  set(doubles ${sources})
+  list(FILTER sources EXCLUDE REGEX "(_test|_doubles?|/main)\\.cc$")
+  list(FILTER tests INCLUDE REGEX "_test\\.cc$")
+  list(FILTER doubles INCLUDE REGEX "_doubles?\\.cc$")
+  list(TRANSFORM ROOM_DEPENDS PREPEND modicum_ OUTPUT_VARIABLE rooms)
+
+  if(sources)
+    add_library(modicum_${name} STATIC ${sources})
+    target_link_libraries(modicum_${name} PUBLIC ${rooms} modicum_flags PRIVATE ${ROOM_PRIVATE})
+  else()
+    add_library(modicum_${name} INTERFACE)
+    target_link_libraries(modicum_${name} INTERFACE ${rooms} modicum_flags)
+  endif()
+
+  if(MODICUM_TESTS AND doubles)
+    add_library(modicum_${name}_doubles STATIC ${doubles})
+    target_link_libraries(modicum_${name}_doubles PUBLIC modicum_${name})
+    set_property(GLOBAL APPEND PROPERTY MODICUM_DOUBLES modicum_${name}_doubles)
+  endif()
+  if(MODICUM_TESTS AND tests)
+    get_property(all_doubles GLOBAL PROPERTY MODICUM_DOUBLES)
+    add_executable(modicum_${name}_test ${tests})
+    target_link_libraries(modicum_${name}_test PRIVATE modicum_${name} ${all_doubles}
+                                                       GTest::gtest_main)
+    gtest_discover_tests(modicum_${name}_test DISCOVERY_TIMEOUT 60)
+  endif()
+endfunction()

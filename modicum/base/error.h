@@ -1,0 +1,113 @@
+// How we fail: one exception type, a closed list of categories, and facts as fields.
+//
+// Every failure of this library ends the operation that met it, so it is thrown, once, as an
+// `Error`. The category decides the exit code and the Python class; the facts (which file, which
+// tensor, what was expected and what was got) are fields first and text second, so that nobody has
+// to parse a message. A message is one line. Thread rules: values; no shared state.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace modicum {
+
+// The closed list of `docs/errors.md`. The order is the order of the table in error.cc.
+enum class Category : uint8_t {
+  format_trunc,
+  format_limit,
+  format_header,
+  format_utf8,
+  format_json,
+  format_schema,
+  format_dup,
+  format_name,
+  format_dtype,
+  format_overflow,
+  format_align,
+  format_offsets,
+  format_size,
+  format_overlap,
+  format_hole,
+  format_trailing,
+  format_pickle,
+  index_json,
+  index_schema,
+  index_dup,
+  index_path,
+  index_missing_shard,
+  index_missing_tensor,
+  index_ambiguous,
+  integrity,
+  io,
+  no_space,
+  budget,
+  no_memory,
+  peer,
+  stall,
+  uncommitted,
+  conflict,
+  preempted,
+  unsupported,
+  mismatch,
+  usage,
+  internal,
+  cancelled,
+  count
+};
+
+std::string_view category_name(Category category) noexcept;  // "FORMAT.TRUNC", "BUDGET", ...
+int exit_code(Category category) noexcept;                   // 10 for FORMAT.*, 15 for BUDGET, ...
+
+// One holder of memory, for refusals: what it is for and how much of it there is.
+struct Owner {
+  std::string purpose;
+  uint64_t bytes = 0;
+};
+
+// What is known about a failure. Everything is optional; what is absent is not printed.
+struct Facts {
+  std::string file;                // base name of the file, never a path from inside a checkpoint
+  std::string tensor;              // FQN as stored
+  std::optional<uint64_t> offset;  // byte offset in `file`
+  std::optional<int> rank;         // the rank that met the failure
+  std::optional<int> culprit_rank;
+  std::optional<int64_t> culprit_pid;
+  std::string expected;
+  std::string got;
+  std::optional<uint64_t> shortfall_bytes;  // over budget only, of the worst node
+  std::vector<Owner> owners;                // over budget only, largest first
+};
+
+class Error : public std::exception {
+ public:
+  Error(Category category, std::string what_happened, Facts facts = {});
+
+  Category category() const noexcept { return category_; }
+  const std::string& what_happened() const noexcept { return what_happened_; }
+  const Facts& facts() const noexcept { return facts_; }
+  // "CATEGORY: what happened (file F, tensor T, offset O, rank R, expected X, got Y)"
+  const char* what() const noexcept override { return line_.c_str(); }
+
+ private:
+  Category category_;
+  std::string what_happened_;
+  Facts facts_;
+  std::string line_;
+};
+
+[[noreturn]] void fail(Category category, std::string what_happened, Facts facts = {});
+
+// A name that came from a file, fit to print: control bytes escaped, cut at 256 bytes.
+std::string printable(std::string_view name);
+
+[[noreturn]] void assertion_failed(const char* condition, const char* file, int line);
+
+}  // namespace modicum
+
+// A programmer's error, on in release: throws `internal` (exit 70). One condition each.
+#define MODICUM_ASSERT(condition) \
+  ((condition) ? void(0) : ::modicum::assertion_failed(#condition, __FILE__, __LINE__))

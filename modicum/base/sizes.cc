@@ -1,0 +1,124 @@
+#include "modicum/base/sizes.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <charconv>
+#include <cmath>
+#include <limits>
+
+#include "modicum/base/error.h"
+
+namespace modicum {
+namespace {
+
+struct Unit {
+  std::string_view suffix;
+  double factor;
+};
+
+constexpr std::array<Unit, 10> kSizeUnits = {{{"", 1},
+                                              {"B", 1},
+                                              {"KB", 1e3},
+                                              {"MB", 1e6},
+                                              {"GB", 1e9},
+                                              {"TB", 1e12},
+                                              {"KiB", 1024.0},
+                                              {"MiB", 1048576.0},
+                                              {"GiB", 1073741824.0},
+                                              {"TiB", 1099511627776.0}}};
+constexpr std::array<Unit, 4> kCountUnits = {{{"", 1}, {"K", 1e3}, {"M", 1e6}, {"B", 1e9}}};
+
+template <size_t N>
+uint64_t parse_with_units(std::string_view text, const std::array<Unit, N>& units,
+                          std::string_view what) {
+  auto refuse = [&](std::string_view why) {
+    fail(Category::usage, fmt::format("not a {}: '{}' ({})", what, printable(text), why));
+  };
+  const size_t digits = std::min(text.find_first_not_of("0123456789."), text.size());
+  const std::string_view number = text.substr(0, digits);
+  const std::string_view suffix = text.substr(digits);
+  const auto unit =
+      std::find_if(units.begin(), units.end(), [&](const Unit& u) { return u.suffix == suffix; });
+  if (unit == units.end()) refuse(fmt::format("unknown unit '{}'", printable(suffix)));
+  // Whole numbers stay exact: a double holds only 53 bits.
+  uint64_t whole = 0;
+  const char* const end = number.data() + number.size();
+  if (const auto [at, error] = std::from_chars(number.data(), end, whole);
+      error == std::errc() && at == end) {
+    const auto bytes = checked_mul(whole, static_cast<uint64_t>(unit->factor));
+    if (!bytes || *bytes > uint64_t{std::numeric_limits<int64_t>::max()}) refuse("too large");
+    return *bytes;
+  }
+  double value = 0;
+  const auto [at, error] = std::from_chars(number.data(), end, value);
+  if (error != std::errc() || at != end) refuse("not a number");
+  const double bytes = std::floor(value * unit->factor);
+  if (!(bytes < 9.2e18)) refuse("too large");
+  return static_cast<uint64_t>(bytes);
+}
+
+size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i;
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
+    }
+  }
+  return row[b.size()];
+}
+
+}  // namespace
+
+uint64_t parse_size(std::string_view text) { return parse_with_units(text, kSizeUnits, "size"); }
+uint64_t parse_count(std::string_view text) { return parse_with_units(text, kCountUnits, "count"); }
+
+std::string format_size(uint64_t bytes) {
+  if (bytes < kKiB) return fmt::format("{} B", bytes);
+  constexpr std::array<std::string_view, 5> kNames = {"KiB", "MiB", "GiB", "TiB", "PiB"};
+  double value = static_cast<double>(bytes) / 1024;
+  size_t unit = 0;
+  while (value >= 1024 && unit + 1 < kNames.size()) {
+    value /= 1024;
+    ++unit;
+  }
+  return fmt::format("{:.2f} {}", value, kNames[unit]);
+}
+
+std::optional<uint64_t> checked_add(uint64_t a, uint64_t b) noexcept {
+  uint64_t sum = 0;
+  if (__builtin_add_overflow(a, b, &sum)) return std::nullopt;
+  return sum;
+}
+std::optional<uint64_t> checked_mul(uint64_t a, uint64_t b) noexcept {
+  uint64_t product = 0;
+  if (__builtin_mul_overflow(a, b, &product)) return std::nullopt;
+  return product;
+}
+std::optional<int64_t> checked_mul(int64_t a, int64_t b) noexcept {
+  int64_t product = 0;
+  if (__builtin_mul_overflow(a, b, &product)) return std::nullopt;
+  return product;
+}
+
+std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates) {
+  std::string best;
+  size_t best_distance = std::min<size_t>(3, std::max<size_t>(1, name.size() / 2)) + 1;
+  for (const std::string& candidate : candidates) {
+    const size_t distance = edit_distance(name, candidate);
+    if (distance < best_distance) {
+      best = candidate;
+      best_distance = distance;
+    }
+  }
+  return best;
+}
+
+}  // namespace modicum

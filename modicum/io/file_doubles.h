@@ -1,0 +1,75 @@
+// The test doubles of the file seam: in memory, failing at the n-th call, recording what is read.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "modicum/io/file.h"
+
+namespace modicum {
+
+// Files in memory. `lose_unsynced()` is a power cut: writes since the last `sync` of a file are
+// gone, and so are names (files made, renamed, removed) since the last `sync_directory`. One
+// thread.
+class MemoryFileSystem final : public FileSystem {
+ public:
+  struct Content;  // bytes as written and as last synced
+
+  MemoryFileSystem();
+  ~MemoryFileSystem() override;
+  std::unique_ptr<File> open(const std::string& path) override;
+  std::unique_ptr<File> create(const std::string& path) override;
+  bool exists(const std::string& path) override;
+  bool is_directory(const std::string& path) override;
+  std::vector<std::string> list(const std::string& directory) override;
+  void make_directory(const std::string& path) override;
+  void rename(const std::string& from, const std::string& to) override;
+  void remove(const std::string& path) override;
+  void sync_directory(const std::string& path) override;
+
+  void lose_unsynced();
+  // Puts a whole file there, synced, its directories made as needed.
+  void put(const std::string& path, std::string bytes);
+  std::string get(const std::string& path) const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// What happened on a RecordingFileSystem, in order.
+struct IoCall {
+  std::string what;  // "open", "read", "write", "sync", ...
+  std::string file;  // base name
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+// Passes every call on to `under`, keeps a record of it, and throws IO (EIO) at the `fail_at`-th
+// call, counted from 1; 0 never fails. Hints are not counted. Several threads may use it.
+class RecordingFileSystem final : public FileSystem {
+ public:
+  explicit RecordingFileSystem(FileSystem& under, int64_t fail_at = 0);
+  ~RecordingFileSystem() override;
+  std::unique_ptr<File> open(const std::string& path) override;
+  std::unique_ptr<File> create(const std::string& path) override;
+  bool exists(const std::string& path) override;
+  bool is_directory(const std::string& path) override;
+  std::vector<std::string> list(const std::string& directory) override;
+  void make_directory(const std::string& path) override;
+  void rename(const std::string& from, const std::string& to) override;
+  void remove(const std::string& path) override;
+  void sync_directory(const std::string& path) override;
+
+  std::vector<IoCall> calls() const;
+  uint64_t bytes_read() const;  // sum over the "read" calls
+
+ private:
+  struct State;
+  FileSystem& under_;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace modicum

@@ -1,0 +1,5 @@
+// The door of `io`: byte ranges of files, and /proc. The only room that makes file system calls.
+#pragma once
+
+#include "modicum/io/file.h"       // IWYU pragma: export
+#include "modicum/io/read_text.h"  // IWYU pragma: export

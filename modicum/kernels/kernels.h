@@ -1,0 +1,39 @@
+// The door of `kernels`: arithmetic over contiguous elements. Pure, noexcept, the same bits on any
+// number of threads. Pointers need no alignment; ranges must not overlap unless said.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "modicum/spec/spec.h"
+
+namespace modicum {
+
+// Casts `n` elements between fp32, bf16 and fp16: round to nearest, ties to even; NaNs stay NaNs
+// (torch's bits: quiet, 0x7fc0 for bf16); values too large become infinities; denormals are kept.
+// fp16 <-> bf16 goes through fp32. Same dtype copies. Any other pair is a programmer's error that
+// the plan has refused.
+void cast(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype,
+          int64_t n) noexcept;
+
+// As `cast`, element i to `to` + i * to_step elements.
+void cast_strided(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, int64_t n,
+                  int64_t to_step) noexcept;
+
+// 64 bits of a name: XXH3 of its bytes.
+uint64_t name_hash(std::string_view name) noexcept;
+
+// The synthesised value of element `index` of the tensor whose name hashes to `tensor_hash`: a
+// counter-based hash, finite in every dtype. Writes elements first .. first+n-1. Types below a
+// byte: `first` and `n` even (four elements for 6 bits).
+void synth_fill(uint64_t tensor_hash, DType dtype, int64_t first, int64_t n,
+                std::byte* to) noexcept;
+
+// Sum over the elements of mix(seed, index, bits), modulo 2^64: the part of a layout-free digest
+// that a contiguous run contributes. Adding the parts of any cut gives the same sum. Element i has
+// index first + i; `element_bytes` is 1, 2, 4 or 8.
+uint64_t digest_run(uint64_t seed, const std::byte* elements, int element_bytes, int64_t first,
+                    int64_t n) noexcept;
+
+}  // namespace modicum

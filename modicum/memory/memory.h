@@ -1,0 +1,110 @@
+// The door of `memory`: every model-sized byte is taken here, in somebody's name, for a purpose,
+// within a limit.
+//
+// `Ledger::charge` is what maps memory: there is no Buffer without a Charge. Memory is committed
+// when it is charged (every page written once, huge pages where the kernel allows them, in
+// parallel) and is not copied into forked children (MADV_DONTFORK), so that nothing which depends
+// on timing can change how much is held. A Ledger must outlive its Charges and Buffers. Thread
+// rules: a Ledger may be used from several threads; a Buffer is moved by one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+
+#include "modicum/base/base.h"
+#include "modicum/spec/spec.h"
+
+namespace modicum {
+
+class Ledger;
+
+// An entry in the ledger; returned when it dies. Move-only.
+class Charge {
+ public:
+  Charge() = default;
+  Charge(Charge&& other) noexcept;
+  Charge& operator=(Charge&& other) noexcept;
+  ~Charge();
+
+  uint64_t bytes() const noexcept { return bytes_; }
+  Purpose purpose() const noexcept { return purpose_; }
+
+ private:
+  friend class Ledger;
+  Charge(Ledger* ledger, Purpose purpose, uint64_t bytes) noexcept
+      : ledger_(ledger), purpose_(purpose), bytes_(bytes) {}
+  Ledger* ledger_ = nullptr;
+  Purpose purpose_ = Purpose::staging;
+  uint64_t bytes_ = 0;
+};
+
+// Pages of our own, unmapped when it dies. Move-only. Shared ones are for processes forked later.
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+  ~Mapping();
+
+  // Whole pages, zero, not committed yet, seen by processes that are forked from now on. NOMEM.
+  static Mapping shared(uint64_t bytes);
+  std::span<std::byte> bytes() const noexcept { return {data_, size_}; }
+
+ private:
+  friend class Ledger;
+  static Mapping private_pages(uint64_t bytes);
+  std::byte* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+// Charged, committed, zeroed memory, 2 MiB aligned where it is that large. Move-only.
+class Buffer {
+ public:
+  Buffer() = default;
+  std::span<std::byte> bytes() const noexcept { return mapping_.bytes(); }
+  bool empty() const noexcept { return mapping_.bytes().empty(); }
+
+ private:
+  friend class Ledger;
+  Buffer(Charge charge, Mapping mapping) noexcept
+      : mapping_(std::move(mapping)), charge_(std::move(charge)) {}
+  Mapping mapping_;
+  Charge charge_;  // dies first: members go in reverse order
+};
+
+class Ledger {
+ public:
+  static constexpr uint64_t kNoLimit = UINT64_MAX;
+  explicit Ledger(uint64_t limit_bytes = kNoLimit) : limit_bytes_(limit_bytes) {}
+  Ledger(const Ledger&) = delete;
+  Ledger& operator=(const Ledger&) = delete;
+
+  // Maps and commits `bytes` (rounded up to whole pages, which is what is charged) on `threads`
+  // threads. Over the limit: BUDGET, and nothing is mapped. The kernel refuses: NOMEM. Zero bytes
+  // give an empty Buffer.
+  Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1);
+  // Commits a part of a shared mapping, whole pages, and charges it.
+  Charge charge_shared(Purpose purpose, std::span<std::byte> part);
+  // Books memory that the caller owns; maps nothing.
+  Charge adopt(Purpose purpose, uint64_t bytes);
+
+  Footprint held() const;
+  Footprint at_peak() const;  // what was held when the total was highest
+  uint64_t peak_bytes() const { return at_peak().total(); }
+  uint64_t limit_bytes() const noexcept { return limit_bytes_; }
+
+ private:
+  friend class Charge;
+  Charge book(Purpose purpose, uint64_t bytes);
+  void give_back(Purpose purpose, uint64_t bytes) noexcept;
+
+  const uint64_t limit_bytes_;
+  mutable std::mutex mutex_;
+  Footprint held_;
+  Footprint at_peak_;
+};
+
+}  // namespace modicum

@@ -1,0 +1,51 @@
+// The door of `probe`: what the kernel says a process, its cgroup and the node hold. Reads only.
+// `root` is put before every path, so that tests can show it another machine's /proc and /sys.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "modicum/base/base.h"
+#include "modicum/spec/spec.h"
+
+namespace modicum {
+
+// Bytes, from /proc/PID/status and /proc/PID/smaps_rollup.
+struct ProcessMemory {
+  uint64_t rss_anon = 0;
+  uint64_t rss_file = 0;
+  uint64_t rss_shmem = 0;
+  uint64_t rss = 0;
+  uint64_t peak_rss = 0;     // VmHWM: the highest `rss` since the start or the last reset
+  uint64_t page_tables = 0;  // VmPTE
+  uint64_t pss_anon = 0;     // shared pages counted in equal parts
+  uint64_t pss_shmem = 0;
+
+  // What this process answers for: pss_anon + pss_shmem + page_tables. Page cache is not in it.
+  uint64_t held() const noexcept { return pss_anon + pss_shmem + page_tables; }
+  // The same at its highest: the counter of the kernel's that can't miss a peak says by how much
+  // the past was above now.
+  uint64_t peak_held() const noexcept { return held() + (peak_rss > rss ? peak_rss - rss : 0); }
+};
+
+// Of process `pid`, 0 for the caller. IO where /proc doesn't say.
+ProcessMemory read_process_memory(int pid = 0, const std::string& root = "");
+// Starts VmHWM of this process anew. False where the kernel doesn't allow it.
+bool reset_peak_rss();
+
+// A memory limit that binds this process: one level of its cgroup chain (v1 or v2), or the node.
+struct MemoryLimit {
+  std::string source;  // "cgroup v1 /a/b", "cgroup v2 /a/b", "MemAvailable"
+  uint64_t limit_bytes = 0;
+  uint64_t available_bytes = 0;  // what is left: limit - usage + page cache that can be reclaimed
+};
+
+// All that bind, tightest (least available) first; never empty on Linux. Levels without a limit are
+// left out.
+std::vector<MemoryLimit> memory_limits(const std::string& root = "");
+
+// How often the kernel has killed for lack of memory in this process's cgroup chain, so far.
+uint64_t oom_kill_count(const std::string& root = "");
+
+}  // namespace modicum

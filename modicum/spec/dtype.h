@@ -1,0 +1,49 @@
+// The 22 element types of a safetensors file: their names there, their sizes, and what may be done
+// with them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+namespace modicum {
+
+enum class DType : uint8_t {
+  boolean,
+  f4,
+  f6_e2m3,
+  f6_e3m2,
+  u8,
+  i8,
+  f8_e5m2,
+  f8_e4m3,
+  f8_e8m0,
+  f8_e4m3fnuz,
+  f8_e5m2fnuz,
+  i16,
+  u16,
+  f16,
+  bf16,
+  i32,
+  u32,
+  f32,
+  c64,
+  f64,
+  i64,
+  u64,
+  count
+};
+
+std::string_view stored_name(DType dtype) noexcept;  // "BF16": the name in a file's header
+std::string_view torch_name(DType dtype) noexcept;   // "bfloat16": the name in flags and reports
+std::optional<DType> dtype_from_stored_name(std::string_view name) noexcept;
+std::optional<DType> dtype_from_torch_name(std::string_view name) noexcept;
+
+int bits_per_element(DType dtype) noexcept;  // 4 and 6 bits exist
+// Whole bytes per element. Types below a byte have none: INTERNAL.
+int64_t bytes_per_element(DType dtype);
+// fp32, bf16, fp16: the types that `--dtype` names and that are cast into each other. Integers,
+// bools and the rest are never cast.
+bool is_castable(DType dtype) noexcept;
+
+}  // namespace modicum

@@ -1,0 +1,84 @@
+#include "modicum/spec/footprint.h"
+
+#include <algorithm>
+
+#include "modicum/base/base.h"
+
+namespace modicum {
+namespace {
+
+constexpr std::array<std::string_view, static_cast<size_t>(Purpose::count)> kNames = {
+    "process", "page_tables", "header",  "plan",    "shards", "window",
+    "master",  "grad",        "moments", "staging", "init",   "snapshot"};
+
+}  // namespace
+
+std::string_view purpose_name(Purpose purpose) noexcept {
+  return kNames[static_cast<size_t>(purpose)];
+}
+
+uint64_t Footprint::total() const noexcept {
+  uint64_t sum = 0;
+  for (const uint64_t b : bytes) sum += b;
+  return sum;
+}
+
+uint64_t Footprint::ledger_total() const noexcept {
+  return total() - (*this)[Purpose::process] - (*this)[Purpose::page_tables];
+}
+
+bool Footprint::fits_in(const Footprint& limit) const noexcept {
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    if (bytes[i] > limit.bytes[i]) return false;
+  }
+  return true;
+}
+
+Footprint& Footprint::operator+=(const Footprint& other) noexcept {
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] += other.bytes[i];
+  return *this;
+}
+
+int Promise::nodes() const noexcept {
+  uint32_t last = 0;
+  for (const uint32_t node : node_of_rank) last = std::max(last, node + 1);
+  return static_cast<int>(last);
+}
+
+const Phase& Promise::peak_phase(int rank) const noexcept {
+  const auto total = [rank](const Phase& phase) {
+    return phase.of_rank[static_cast<size_t>(rank)].total();
+  };
+  return *std::max_element(phases.begin(), phases.end(),
+                           [&](const Phase& a, const Phase& b) { return total(a) < total(b); });
+}
+
+uint64_t Promise::rank_peak_bytes(int rank) const noexcept {
+  return peak_phase(rank).of_rank[static_cast<size_t>(rank)].total();
+}
+
+uint64_t Promise::node_peak_bytes(int node) const noexcept {
+  uint64_t sum = launcher_bytes;
+  for (int rank = 0; rank < ranks(); ++rank) {
+    if (node_of_rank[static_cast<size_t>(rank)] == static_cast<uint32_t>(node)) {
+      sum += rank_peak_bytes(rank);
+    }
+  }
+  return sum;
+}
+
+uint64_t page_table_bytes(uint64_t mapped_bytes) noexcept {
+  const uint64_t entries = round_up(mapped_bytes / 512, kPageBytes);
+  return entries + round_up(mapped_bytes, kGiB) / kGiB * kPageBytes;
+}
+
+uint64_t heap_bytes(const std::string& text) noexcept {
+  constexpr size_t kInPlace = 15;
+  return text.size() <= kInPlace ? 0 : heap_block_bytes(text.size() + 1);
+}
+
+uint64_t heap_bytes(const TensorSpec& spec) noexcept {
+  return heap_bytes(spec.fqn) + heap_block_bytes(spec.shape.size() * sizeof(int64_t));
+}
+
+}  // namespace modicum

@@ -1,0 +1,87 @@
+// What a checkpoint holds, as values: tensors, where their bytes stand, and all of them together.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "modicum/spec/dtype.h"
+
+namespace modicum {
+
+enum class Role : uint8_t { param, buffer, master, master_low, grad, exp_avg, exp_avg_sq };
+
+struct TensorSpec {
+  std::string fqn;
+  Role role = Role::param;
+  DType dtype = DType::f32;
+  std::vector<int64_t> shape;  // row-major; 0-d has no dims and one element
+
+  bool operator==(const TensorSpec&) const = default;
+};
+
+// Elements of a shape that has been proven to fit (checkpoint's R12); 1 for 0-d.
+int64_t numel_of(const std::vector<int64_t>& shape) noexcept;
+// Bytes of that many elements; exact also for types below a byte.
+uint64_t bytes_of(DType dtype, int64_t numel) noexcept;
+std::string shape_text(const std::vector<int64_t>& shape);  // "[2, 3]"
+
+// Half-open range of bytes of one file of a manifest.
+struct Extent {
+  uint32_t file = 0;  // index into Manifest::files
+  uint64_t begin = 0;
+  uint64_t end = 0;
+
+  uint64_t bytes() const noexcept { return end - begin; }
+  bool operator==(const Extent&) const = default;
+};
+
+struct Stored {
+  TensorSpec spec;
+  Extent at;
+
+  bool operator==(const Stored&) const = default;
+};
+
+// 128 bits that stand for a value: equal values have equal digests, different ones practically
+// never.
+struct Digest {
+  uint64_t high = 0;
+  uint64_t low = 0;
+
+  bool operator==(const Digest&) const = default;
+  std::string hex() const;  // 32 lower-case digits
+};
+
+// What a file was when its header was proven; whoever opens it again compares.
+struct FileIdentity {
+  uint64_t device = 0;
+  uint64_t inode = 0;
+  uint64_t size_bytes = 0;
+  int64_t mtime_ns = 0;
+
+  bool operator==(const FileIdentity&) const = default;
+};
+
+struct DataFile {
+  std::string name;  // base name, one path component
+  FileIdentity identity;
+  uint64_t header_bytes = 0;  // length prefix and JSON: where the data begins
+
+  bool operator==(const DataFile&) const = default;
+};
+
+// A proven checkpoint: the tensors of a file tile its data without gap or overlap. Tensors are
+// sorted by (file, begin), so an index in `tensors` orders them as a sequential reader meets them.
+struct Manifest {
+  std::vector<DataFile> files;
+  std::vector<Stored> tensors;
+  Digest identity;  // over names, dtypes, shapes, extents and file identities
+
+  uint64_t data_bytes() const noexcept;  // sum over the tensors
+  uint64_t held_bytes() const noexcept;  // host memory of this value; equal for equal values
+};
+
+}  // namespace modicum
