@@ -23,8 +23,6 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   return fmt::format("[{}]", fmt::join(shape, ", "));
 }
 
-std::string Digest::hex() const { return fmt::format("{:016x}{:016x}", high, low); }
-
 uint64_t Manifest::data_bytes() const noexcept {
   uint64_t bytes = 0;
   for (const Stored& stored : tensors) bytes += stored.at.bytes();

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "modicum/spec/digest.h"
 #include "modicum/spec/dtype.h"
 
 namespace modicum {
@@ -43,16 +44,6 @@ struct Stored {
   Extent at;
 
   bool operator==(const Stored&) const = default;
-};
-
-// 128 bits that stand for a value: equal values have equal digests, different ones practically
-// never.
-struct Digest {
-  uint64_t high = 0;
-  uint64_t low = 0;
-
-  bool operator==(const Digest&) const = default;
-  std::string hex() const;  // 32 lower-case digits
 };
 
 // What a file was when its header was proven; whoever opens it again compares.

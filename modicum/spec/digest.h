@@ -1,0 +1,45 @@
+// 128 bits that stand for a value: equal values have equal digests, different ones practically
+// never.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+namespace modicum {
+
+struct Digest {
+  uint64_t high = 0;
+  uint64_t low = 0;
+
+  bool operator==(const Digest&) const = default;
+  std::string hex() const;  // 32 lower-case digits
+};
+
+// Digests a sequence of values (XXH3, 128 bits). Each text and list is preceded by its length, so
+// that neighbours can't run into each other. One thread.
+class Hasher {
+ public:
+  Hasher();
+  ~Hasher();
+  Hasher(const Hasher&) = delete;
+  Hasher& operator=(const Hasher&) = delete;
+
+  Hasher& add(std::string_view text);
+  Hasher& add(const std::vector<int64_t>& numbers);
+  template <typename T>
+  requires(std::is_arithmetic_v<T> || std::is_enum_v<T>) Hasher& add(T value) {
+    return bytes(&value, sizeof value);
+  }
+  Digest digest() const;
+
+ private:
+  Hasher& bytes(const void* data, size_t size);
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace modicum
