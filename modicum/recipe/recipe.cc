@@ -1,0 +1,182 @@
+#include "modicum/recipe/recipe.h"
+
+#include <algorithm>
+#include <array>
+#include <regex>
+
+namespace modicum {
+namespace {
+
+constexpr std::array<std::string_view, 10> kOpNames = {
+    "stored", "cat", "stack", "slice", "permute", "gather", "reshape", "init", "caller", "alias"};
+
+size_t at(int64_t i) { return static_cast<size_t>(i); }
+
+// Elements inside one index of dim `dim`.
+int64_t inner_of(const std::vector<int64_t>& shape, int dim) {
+  int64_t inner = 1;
+  for (size_t d = at(dim) + 1; d < shape.size(); ++d) inner *= shape[d];
+  return inner;
+}
+
+// A row-major element index, split around one dim.
+struct Around {
+  int64_t outer, index, inner, inner_size;
+};
+Around around(const std::vector<int64_t>& shape, int dim, int64_t element) {
+  const int64_t inner = inner_of(shape, dim);
+  const int64_t size = shape[at(dim)];
+  return {element / (inner * size), element / inner % size, element % inner, inner};
+}
+
+}  // namespace
+
+std::string_view op_name(Op op) noexcept { return kOpNames[static_cast<size_t>(op)]; }
+
+uint64_t Recipe::held_bytes() const noexcept {
+  uint64_t bytes = heap_block_bytes(nodes.size() * sizeof(Node)) +
+                   heap_block_bytes(targets.size() * sizeof(Target)) +
+                   heap_block_bytes(unused.size() * sizeof(uint32_t));
+  for (const Node& node : nodes) {
+    bytes += heap_block_bytes(node.in.size() * sizeof(uint32_t)) +
+             heap_block_bytes(node.arg.size() * sizeof(int64_t)) +
+             heap_block_bytes(node.shape.size() * sizeof(int64_t));
+  }
+  for (const Target& target : targets) bytes += heap_bytes(target.spec);
+  return bytes;
+}
+
+Recipe identity_recipe(const Manifest& manifest,
+                       std::span<const std::pair<std::string, std::string>> ties) {
+  RecipeBuilder builder(manifest);
+  for (size_t i = 0; i < manifest.tensors.size(); ++i) {
+    const TensorSpec& spec = manifest.tensors[i].spec;
+    builder.target(spec.fqn, builder.stored(static_cast<uint32_t>(i)), std::nullopt, spec.role);
+  }
+  const auto is_stored = [&](const std::string& name) {
+    return std::any_of(manifest.tensors.begin(), manifest.tensors.end(),
+                       [&](const Stored& s) { return s.spec.fqn == name; });
+  };
+  for (const auto& [name, of] : ties) {
+    if (!is_stored(name) && is_stored(of)) builder.alias(name, of);
+  }
+  return builder.finish();
+}
+
+std::vector<std::pair<std::string, std::string>> word_embedding_ties(const Manifest& manifest) {
+  constexpr std::string_view kEmbedding = "embed_tokens.weight";
+  std::vector<std::pair<std::string, std::string>> ties;
+  for (const Stored& stored : manifest.tensors) {
+    const std::string& name = stored.spec.fqn;
+    if (name == "wte.weight" || name == "transformer.wte.weight" ||
+        (name.ends_with(kEmbedding) &&
+         (name.size() == kEmbedding.size() || name[name.size() - kEmbedding.size() - 1] == '.'))) {
+      ties.emplace_back("lm_head.weight", name);
+    }
+  }
+  // Several embeddings (an encoder and a decoder, say): which of them the head is, names don't
+  // tell.
+  if (ties.size() != 1) ties.clear();
+  return ties;
+}
+
+void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& keep_fp32) {
+  std::optional<std::regex> keep;
+  try {
+    if (!keep_fp32.empty()) keep.emplace(keep_fp32);
+  } catch (const std::regex_error&) {
+    fail(Category::usage, "--keep-fp32 is not a regular expression", {.got = printable(keep_fp32)});
+  }
+  for (Target& target : recipe.targets) {
+    if (!is_castable(target.spec.dtype)) continue;
+    if (keep && std::regex_search(target.spec.fqn, *keep)) {
+      target.spec.dtype = DType::f32;
+    } else if (dtype) {
+      target.spec.dtype = *dtype;
+    }
+  }
+  // A second name has the dtype of what it names.
+  for (Target& target : recipe.targets) {
+    const Node& root = recipe.nodes[target.root];
+    if (root.op == Op::alias) target.spec.dtype = recipe.targets[root.from].spec.dtype;
+  }
+}
+
+void digest_recipe(const Recipe& recipe, Hasher& hasher) {
+  for (const Node& node : recipe.nodes) {
+    hasher.add(node.op).add(node.dtype).add(node.dim).add(node.from).add(node.in.size());
+    for (const uint32_t id : node.in) hasher.add(id);
+    hasher.add(node.arg).add(node.shape);
+  }
+  for (const Target& target : recipe.targets) {
+    hasher.add(target.spec.fqn).add(target.spec.dtype).add(target.spec.role).add(target.root);
+  }
+}
+
+std::vector<uint32_t> stored_under(const Recipe& recipe, uint32_t node) {
+  std::vector<uint32_t> found;
+  std::vector<uint32_t> open = {node};
+  while (!open.empty()) {
+    const Node& n = recipe.nodes[open.back()];
+    open.pop_back();
+    if (n.op == Op::stored) found.push_back(n.from);
+    open.insert(open.end(), n.in.begin(), n.in.end());
+  }
+  std::sort(found.begin(), found.end());
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  return found;
+}
+
+ElementSource element_source(const Recipe& recipe, uint32_t id, int64_t element) {
+  const Node& node = recipe.nodes[id];
+  const auto through = [&](uint32_t input, int64_t of_input, int64_t limit) {
+    ElementSource source = element_source(recipe, input, of_input);
+    source.count = std::min(source.count, limit);
+    return source;
+  };
+  const auto in_dim = [&] { return around(node.shape, node.dim, element); };
+  const auto input_shape = [&](size_t k) -> const std::vector<int64_t>& {
+    return recipe.nodes[node.in[k]].shape;
+  };
+  switch (node.op) {
+    case Op::stored:
+    case Op::init:
+    case Op::caller: return {&node, element, numel_of(node.shape) - element};
+    case Op::alias: return element_source(recipe, recipe.targets[node.from].root, element);
+    case Op::reshape: return through(node.in[0], element, numel_of(node.shape) - element);
+    case Op::cat: {
+      Around a = in_dim();
+      size_t k = 0;
+      while (a.index >= input_shape(k)[at(node.dim)]) a.index -= input_shape(k++)[at(node.dim)];
+      const int64_t size = input_shape(k)[at(node.dim)];
+      return through(node.in[k], (a.outer * size + a.index) * a.inner_size + a.inner,
+                     (size - a.index) * a.inner_size - a.inner);
+    }
+    case Op::stack: {
+      const Around a = in_dim();
+      return through(node.in[at(a.index)], a.outer * a.inner_size + a.inner,
+                     a.inner_size - a.inner);
+    }
+    case Op::slice:
+    case Op::gather: {
+      const Around a = in_dim();
+      const int64_t index = node.op == Op::slice ? a.index + node.arg[0] : node.arg[at(a.index)];
+      const int64_t size = input_shape(0)[at(node.dim)];
+      return through(node.in[0], (a.outer * size + index) * a.inner_size + a.inner,
+                     a.inner_size - a.inner);
+    }
+    case Op::permute: {
+      int64_t rest = element;
+      int64_t of_input = 0;
+      for (size_t k = node.shape.size(); k-- > 0;) {
+        const auto dim = static_cast<int>(node.arg[k]);
+        of_input += rest % node.shape[k] * inner_of(input_shape(0), dim);
+        rest /= node.shape[k];
+      }
+      return through(node.in[0], of_input, 1);
+    }
+  }
+  fail(Category::internal, "a recipe has a node of an unknown kind");
+}
+
+}  // namespace modicum

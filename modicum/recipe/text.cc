@@ -1,0 +1,228 @@
+// recipe.json: reading and writing.
+#include <fmt/format.h>
+
+#include <bit>
+
+#include "modicum/json/json.h"
+#include "modicum/recipe/recipe.h"
+
+namespace modicum {
+namespace {
+
+// A node as written, before it is known what it means.
+struct Written {
+  std::string op, name, of, rule, dtype;
+  std::optional<int64_t> dim, start, stop;
+  std::optional<double> std;
+  std::vector<int64_t> dims, index, shape;
+  std::vector<Written> in;
+};
+
+std::vector<int64_t> read_integers(JsonValue& value) {
+  std::vector<int64_t> numbers;
+  value.array([&](JsonValue& element) { numbers.push_back(element.integer()); });
+  return numbers;
+}
+
+Written read_node(JsonValue& value) {
+  Written node;
+  value.object([&](std::string_view key, JsonValue& v) {
+    if (key == "op")
+      node.op = v.string();
+    else if (key == "name")
+      node.name = v.string();
+    else if (key == "of")
+      node.of = v.string();
+    else if (key == "rule")
+      node.rule = v.string();
+    else if (key == "dtype")
+      node.dtype = v.string();
+    else if (key == "dim")
+      node.dim = v.integer();
+    else if (key == "start")
+      node.start = v.integer();
+    else if (key == "stop")
+      node.stop = v.integer();
+    else if (key == "std")
+      node.std = v.number();
+    else if (key == "dims")
+      node.dims = read_integers(v);
+    else if (key == "index")
+      node.index = read_integers(v);
+    else if (key == "shape")
+      node.shape = read_integers(v);
+    else if (key == "in")
+      v.array([&](JsonValue& in) { node.in.push_back(read_node(in)); });
+    else
+      fail(Category::mismatch,
+           fmt::format("a recipe node has an unknown key '{}'", printable(key)));
+  });
+  return node;
+}
+
+// Builds written nodes into a recipe, naming the target in whatever goes wrong.
+class Reading {
+ public:
+  explicit Reading(const Manifest& manifest) : builder_(manifest) {}
+
+  void target(const std::string& fqn, const Written& node) {
+    if (node.op == "alias") return builder_.alias(fqn, node.of);
+    try {
+      const uint32_t root = build(node);
+      builder_.target(fqn, root, dtype_of(node));
+    } catch (const Error& error) {
+      Facts facts = error.facts();
+      if (facts.tensor.empty()) facts.tensor = fqn;
+      const std::string where =
+          facts.tensor == fqn ? "" : fmt::format(" (target '{}')", printable(fqn));
+      fail(error.category(), error.what_happened() + where, std::move(facts));
+    }
+  }
+  RecipeBuilder& builder() { return builder_; }
+
+ private:
+  static std::optional<DType> dtype_of(const Written& node) {
+    if (node.dtype.empty()) return std::nullopt;
+    const auto dtype = dtype_from_torch_name(node.dtype);
+    if (!dtype) fail(Category::mismatch, "an unknown dtype", {.got = printable(node.dtype)});
+    return dtype;
+  }
+
+  template <typename T>
+  static T need(const std::optional<T>& value, const Written& node, std::string_view key) {
+    if (!value) fail(Category::mismatch, fmt::format("'{}' lacks its '{}'", node.op, key));
+    return *value;
+  }
+
+  uint32_t only_input(const Written& node) {
+    if (node.in.size() != 1) fail(Category::mismatch, fmt::format("'{}' takes one input", node.op));
+    return build(node.in[0]);
+  }
+
+  uint32_t init(const Written& node) {
+    static constexpr std::array<std::string_view, 3> kRules = {"zeros", "ones", "normal"};
+    for (size_t rule = 0; rule < kRules.size(); ++rule) {
+      if (node.rule != kRules[rule]) continue;
+      const auto kind = static_cast<InitRule>(rule);
+      const double std = kind == InitRule::normal ? need(node.std, node, "std") : 0;
+      return builder_.init(kind, std, node.shape, need(dtype_of(node), node, "dtype"));
+    }
+    fail(Category::unsupported, fmt::format("an unknown init rule '{}'", printable(node.rule)));
+  }
+
+  uint32_t build(const Written& node) {
+    const auto dim = [&] {
+      return static_cast<int>(std::min<int64_t>(need(node.dim, node, "dim"), 64));
+    };
+    if (node.op == "stored") return builder_.stored(std::string_view(node.name));
+    if (node.op == "cat" || node.op == "stack") {
+      std::vector<uint32_t> in;
+      for (const Written& input : node.in) in.push_back(build(input));
+      return node.op == "cat" ? builder_.cat(dim(), std::move(in))
+                              : builder_.stack(dim(), std::move(in));
+    }
+    if (node.op == "slice") {
+      return builder_.slice(dim(), need(node.start, node, "start"), need(node.stop, node, "stop"),
+                            only_input(node));
+    }
+    if (node.op == "permute") return builder_.permute(node.dims, only_input(node));
+    if (node.op == "gather") return builder_.gather(dim(), node.index, only_input(node));
+    if (node.op == "reshape") return builder_.reshape(node.shape, only_input(node));
+    if (node.op == "init") return init(node);
+    if (node.op == "alias") fail(Category::mismatch, "'alias' stands inside another op");
+    fail(Category::unsupported, fmt::format("an unknown op '{}'", printable(node.op)));
+  }
+
+  RecipeBuilder builder_;
+};
+
+void write_node(const Recipe& recipe, const Manifest& manifest, uint32_t id,
+                std::optional<DType> cast_to, JsonWriter& out) {
+  const Node& node = recipe.nodes[id];
+  const auto integers = [&](std::string_view key, const std::vector<int64_t>& numbers) {
+    out.key(key).begin_array();
+    for (const int64_t n : numbers) out.value(n);
+    out.end_array();
+  };
+  out.begin_object().member("op", op_name(node.op));
+  switch (node.op) {
+    case Op::stored: out.member("name", manifest.tensors[node.from].spec.fqn); break;
+    case Op::cat:
+    case Op::stack: out.member("dim", node.dim); break;
+    case Op::slice:
+      out.member("dim", node.dim).member("start", node.arg[0]);
+      out.member("stop", node.arg[0] + node.shape[static_cast<size_t>(node.dim)]);
+      break;
+    case Op::permute: integers("dims", node.arg); break;
+    case Op::gather:
+      out.member("dim", node.dim);
+      integers("index", node.arg);
+      break;
+    case Op::reshape: integers("shape", node.shape); break;
+    case Op::init: {
+      static constexpr std::array<std::string_view, 3> kRules = {"zeros", "ones", "normal"};
+      out.member("rule", kRules[static_cast<size_t>(node.arg[0])]);
+      out.member("std", std::bit_cast<double>(node.arg[1]));
+      integers("shape", node.shape);
+      cast_to = cast_to.value_or(node.dtype);
+      break;
+    }
+    case Op::caller: integers("shape", node.shape); break;
+    case Op::alias: out.member("of", recipe.targets[node.from].spec.fqn); break;
+  }
+  if (!node.in.empty()) {
+    out.key("in").begin_array();
+    for (const uint32_t input : node.in) write_node(recipe, manifest, input, std::nullopt, out);
+    out.end_array();
+  }
+  if (cast_to) out.member("dtype", torch_name(*cast_to));
+  out.end_object();
+}
+
+}  // namespace
+
+Recipe parse_recipe(std::string_view text, const Manifest& manifest) {
+  Reading reading(manifest);
+  bool has_targets = false;
+  try {
+    read_json(text, [&](JsonValue& root) {
+      root.object([&](std::string_view key, JsonValue& value) {
+        if (key == "targets") {
+          has_targets = true;
+          value.object([&](std::string_view fqn, JsonValue& node) {
+            const std::string name(fqn);
+            reading.target(name, read_node(node));
+          });
+        } else if (key == "unused") {
+          value.array([&](JsonValue& name) { reading.builder().unused(name.string()); });
+        } else {
+          fail(Category::mismatch, fmt::format("a recipe has an unknown key '{}'", printable(key)));
+        }
+      });
+    });
+  } catch (const JsonError& error) {
+    fail(Category::mismatch,
+         fmt::format("the recipe is not what recipe.json should be: {}", error.what()),
+         {.offset = error.offset});
+  }
+  if (!has_targets) fail(Category::mismatch, "the recipe has no 'targets'");
+  return reading.builder().finish();
+}
+
+std::string recipe_text(const Recipe& recipe, const Manifest& manifest) {
+  JsonWriter out;
+  out.begin_object().key("targets").begin_object();
+  for (const Target& target : recipe.targets) {
+    const Node& root = recipe.nodes[target.root];
+    out.key(target.spec.fqn);
+    const bool is_cast = root.op != Op::alias && target.spec.dtype != root.dtype;
+    write_node(recipe, manifest, target.root,
+               is_cast ? std::optional(target.spec.dtype) : std::nullopt, out);
+  }
+  out.end_object().key("unused").begin_array();
+  for (const uint32_t tensor : recipe.unused) out.value(manifest.tensors[tensor].spec.fqn);
+  out.end_array().end_object();
+  return out.text();
+}
+
+}  // namespace modicum
