@@ -1,0 +1,127 @@
+#include "modicum/layout/layout.h"
+
+#include <algorithm>
+
+namespace modicum {
+namespace {
+
+// The tensor dim that a shard placement cuts in this target, or -1 where it is held whole.
+int cut_dim(const Placement& placement, const TensorSpec& target) noexcept {
+  if (placement.kind == Placement::Kind::replicate || target.shape.empty()) return -1;
+  return placement.dim < static_cast<int>(target.shape.size()) ? placement.dim : 0;
+}
+
+int coordinate_of(const Mesh& mesh, int rank, size_t axis) noexcept {
+  for (size_t a = mesh.sizes.size(); a-- > axis + 1;) rank /= mesh.sizes[a];
+  return rank % mesh.sizes[axis];
+}
+
+// What `rank` holds along dim `dim`: chunks of chunks, left to right.
+Chunk held_along(const Layout& layout, const TensorSpec& target, int rank, int dim) noexcept {
+  Chunk held{0, target.shape[static_cast<size_t>(dim)]};
+  for (size_t axis = 0; axis < layout.placements.size(); ++axis) {
+    if (cut_dim(layout.placements[axis], target) != dim) continue;
+    const Chunk part = chunk_of(held.hi - held.lo, layout.mesh.sizes[axis],
+                                coordinate_of(layout.mesh, rank, axis));
+    held = {held.lo + part.lo, held.lo + part.hi};
+  }
+  return held;
+}
+
+bool is_cut(const Layout& layout, const TensorSpec& target, int dim) noexcept {
+  return std::any_of(layout.placements.begin(), layout.placements.end(),
+                     [&](const Placement& p) { return cut_dim(p, target) == dim; });
+}
+
+}  // namespace
+
+int Mesh::world_size() const noexcept {
+  int product = 1;
+  for (const int size : sizes) product *= size;
+  return product;
+}
+
+std::vector<int> Mesh::coordinate(int rank) const {
+  std::vector<int> coordinate;
+  for (size_t axis = 0; axis < sizes.size(); ++axis) {
+    coordinate.push_back(coordinate_of(*this, rank, axis));
+  }
+  return coordinate;
+}
+
+Layout whole_layout(int world_size) {
+  return {"none", {{world_size}}, {{Placement::Kind::replicate, 0}}, false};
+}
+
+Layout fsdp2_layout(int world_size, int shard_dim) {
+  if (shard_dim < 0) fail(Category::usage, "--shard-dim is below 0");
+  return {"fsdp2", {{world_size}}, {{Placement::Kind::shard, shard_dim}}, true};
+}
+
+Chunk chunk_of(int64_t size, int parts, int index) noexcept {
+  const int64_t chunk = ceil_div(size, parts);
+  return {std::min(index * chunk, size), std::min((index + 1) * chunk, size)};
+}
+
+std::vector<int64_t> local_shape(const Layout& layout, const TensorSpec& target, int rank) {
+  std::vector<int64_t> shape = target.shape;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    const Chunk held = held_along(layout, target, rank, static_cast<int>(d));
+    shape[d] = held.hi - held.lo;
+  }
+  return shape;
+}
+
+LocalBuffer local_buffer(const Layout& layout, const TensorSpec& target, int rank) {
+  LocalBuffer buffer{target.dtype, 1, 1};
+  for (size_t d = 0; d < target.shape.size(); ++d) {
+    const Chunk held = held_along(layout, target, rank, static_cast<int>(d));
+    buffer.numel *= held.hi - held.lo;
+    // The first rank's shard is the largest: FSDP2 makes every rank's buffer that large.
+    const Chunk largest = layout.pads && d == 0 ? held_along(layout, target, 0, 0) : held;
+    buffer.padded_numel *= largest.hi - largest.lo;
+  }
+  return buffer;
+}
+
+void for_each_piece(const Layout& layout, const TensorSpec& target, int rank,
+                    const std::function<void(const Box& piece)>& piece) {
+  // Neighbouring dims that nothing cuts are one dim: at most kMaxDims stay however many there are.
+  Box box;
+  BoxDim whole;
+  const auto push_whole = [&] {
+    if (whole.size != 1) box.push(whole);
+    whole = {};
+  };
+  for (size_t d = 0; d < target.shape.size(); ++d) {
+    const int64_t size = target.shape[d];
+    if (!is_cut(layout, target, static_cast<int>(d))) {
+      whole.size *= size;
+      whole.hi = whole.size;
+      continue;
+    }
+    push_whole();
+    const Chunk held = held_along(layout, target, rank, static_cast<int>(d));
+    box.push({.size = size, .lo = held.lo, .hi = held.hi});
+  }
+  push_whole();
+  int64_t step = 1;
+  for (int d = box.rank - 1; d >= 0; --d) {
+    BoxDim& dim = box.dims[static_cast<size_t>(d)];
+    dim.step = step;
+    step *= dim.extent();
+  }
+  if (!box.empty()) piece(box);
+}
+
+bool is_primary(const Layout& layout, const TensorSpec& target, int rank) {
+  for (size_t axis = 0; axis < layout.placements.size(); ++axis) {
+    if (cut_dim(layout.placements[axis], target) < 0 &&
+        coordinate_of(layout.mesh, rank, axis) != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace modicum

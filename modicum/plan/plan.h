@@ -1,0 +1,155 @@
+// The door of `plan`: Manifest x Recipe x Layout x Strategy -> Plan and Promise. Touches nothing.
+//
+// A plan is its inputs and generators: `for_each_transfer` walks what one rank needs,
+// `for_each_read` the reads that get it. The same generators fill the promise, so that a prediction
+// can't drift from the run. The manifest and the recipe must outlive the plan. Values; any thread.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "modicum/base/base.h"
+#include "modicum/layout/layout.h"
+#include "modicum/recipe/recipe.h"
+#include "modicum/spec/spec.h"
+
+namespace modicum {
+
+// A strategy is a row: who reads, and what a rank holds whole besides its shards.
+enum class Reader : uint8_t { every_rank, rank_0 };
+enum class Window : uint8_t { none, one_tensor, whole_model };
+struct Strategy {
+  std::string_view name;
+  Reader reader;
+  Window of_reader;
+  Window of_others;
+};
+std::span<const Strategy> strategies() noexcept;
+const Strategy& strategy_named(std::string_view name);  // unknown: USAGE with the nearest name
+
+// Where the loaded elements go: kept in host memory, or digested and dropped.
+enum class Destination : uint8_t { cpu, discard };
+
+// Elements from a source to a local buffer, by element counts (see Runs).
+struct Transfer {
+  enum class Source : uint8_t { stored, zero, init, caller };  // zero: padding
+  Source source = Source::stored;
+  uint32_t from = 0;    // stored: index in the manifest; init: its node; caller: its ordinal
+  uint32_t buffer = 0;  // the target whose local buffer it fills
+  DType from_dtype = DType::f32;
+  DType to_dtype = DType::f32;
+  Runs runs;
+
+  int64_t numel() const noexcept { return runs.runs * runs.run; }
+  bool casts() const noexcept { return from_dtype != to_dtype; }
+};
+
+// One read of a file. `direct`: the bytes are those of the one transfer's one run, cast into
+// nothing, and may go straight to where they belong; else the read goes through staging.
+struct Read {
+  uint32_t file = 0;
+  uint64_t begin = 0;
+  uint64_t end = 0;
+  bool direct = false;
+  std::span<const Transfer> transfers;  // valid during the call only
+};
+
+struct PlanOptions {
+  const Strategy* strategy = nullptr;
+  int ranks_per_node = 0;  // 0: all on one
+  Destination destination = Destination::cpu;
+  uint64_t staging_bytes = 8 * kMiB;
+  uint64_t baseline_bytes = 2 * kMiB;
+};
+
+// The launcher: what the process holds that starts the ranks and watches them.
+constexpr uint64_t kLauncherBytes = 8 * kMiB;
+constexpr uint64_t kMinStagingBytes = 256 * kKiB;
+constexpr uint64_t kMinDefaultStagingBytes = 1 * kMiB;  // the default shrinks no further to fit
+constexpr size_t kReadTableRows = 1024;                 // transfers sorted at a time
+
+// How a rank's staging is divided. One worker's share is a table and a slot.
+struct Staging {
+  uint64_t ring_part_bytes = 0;  // this rank's part of the exchange ring
+  uint64_t table_bytes = 0;
+  uint64_t slot_bytes = 0;
+  uint64_t tile_bytes = 0;   // the most that one staged read brings: a slot, or less if it is
+                             // cast within the slot
+  int workers = 0;           // shares that fit; 0 where nothing is streamed
+  uint64_t total_bytes = 0;  // of the rank
+};
+
+struct Plan {
+  const Manifest* manifest = nullptr;
+  const Recipe* recipe = nullptr;
+  Layout layout;
+  PlanOptions options;
+  std::vector<uint32_t> order;       // targets, by the first stored tensor they need; no aliases
+  std::vector<uint32_t> uses_begin;  // uses[uses_begin[s] .. uses_begin[s + 1]): targets that need
+  std::vector<uint32_t> uses;        // stored tensor s
+  Staging staging;
+  Promise promise;
+  Digest inputs;  // of everything that decides what will happen; ranks agree on it first
+
+  int ranks() const noexcept { return layout.mesh.world_size(); }
+  const Strategy& strategy() const noexcept { return *options.strategy; }
+  uint64_t held_bytes() const noexcept;  // purpose `plan` in each rank: recipe, orders, bookkeeping
+};
+
+Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, PlanOptions options);
+
+// A budget per node, and where it comes from ("flag", "cgroup v1 /a", "MemAvailable").
+struct Budget {
+  uint64_t bytes = 0;
+  std::string source;
+};
+
+// Whether every node's promised peak is within the budget (<=).
+bool fits(const Promise& promise, const Budget& budget) noexcept;
+// BUDGET where it isn't: which node, by how much, and the largest owners.
+void require_fits(const Promise& promise, const Budget& budget);
+// A plan whose staging has shrunk, down to `kMinDefaultStagingBytes`, as far as the budget needs;
+// the plan itself where it fits, or where shrinking can't help.
+Plan shrunk_to_fit(Plan plan, const Budget& budget);
+
+// What a rank's peak is made of: "shards 231.00 MiB, staging 8.00 MiB".
+std::string peak_cause(const Promise& promise, int rank);
+
+// All that rank `rank` must put into its buffers, padding included: the transfers tile each buffer.
+// Targets in `plan.order`. With `only_stored`, just those that come from that stored tensor.
+void for_each_transfer(const Plan& plan, int rank, const std::function<void(const Transfer&)>& fn);
+void for_each_transfer_from(const Plan& plan, int rank, uint32_t only_stored,
+                            const std::function<void(const Transfer&)>& fn);
+
+// The reads by which rank `rank` gets its own bytes (strategies that read what they need), in
+// batches sorted by file offset, neighbours coalesced. `table` is room to sort in (kReadTableRows).
+// `made` gets the transfers that need no reading: zero, init, caller.
+void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
+                   const std::function<void(const Read&)>& read,
+                   const std::function<void(const Transfer&)>& made);
+
+// The stored tensors that a target needs, in manifest order: what is read whole where whole tensors
+// are read. `window_begin` is where each stands in a window that holds them all.
+bool is_needed(const Plan& plan, uint32_t stored) noexcept;
+std::vector<uint64_t> window_begins(const Plan& plan);  // one per stored tensor, and the end
+
+// What the run will read and send, by the generators.
+struct Traffic {
+  uint64_t storage_read_bytes = 0;
+  uint64_t exchanged_bytes = 0;  // received from other ranks, summed over the receivers
+  uint64_t reads = 0;
+  uint64_t transfers = 0;  // own-bytes strategies only
+};
+Traffic traffic_of_rank(const Plan& plan, int rank);
+Traffic traffic(const Plan& plan);
+
+// Bytes [begin, end) of the file that elements of a stored tensor occupy. Elements below a byte
+// must begin and end on one: UNSUPPORTED.
+Extent extent_of(const Stored& stored, int64_t first, int64_t count);
+
+}  // namespace modicum

@@ -1,0 +1,198 @@
+// From transfers to reads: sorted by file offset in batches, cut into tiles, neighbours coalesced.
+#include <algorithm>
+
+#include "modicum/plan/plan.h"
+
+namespace modicum {
+namespace {
+
+// Straight into place, so only as long as it is good to drop page cache behind and report progress.
+constexpr uint64_t kDirectBytes = 8 * kMiB;
+// A run of a strided transfer is read on its own from here on: below, a call costs more than the
+// bytes between the runs do.
+constexpr uint64_t kOwnReadBytes = 2 * kKiB;
+// Tiles up to here may be read together with their neighbours...
+constexpr uint64_t kSmallBytes = 64 * kKiB;
+// ...through gaps that make at most this part of the whole: over-read stays below 1.6 %.
+constexpr uint64_t kUsefulPerGap = 64;
+constexpr size_t kGroupRows = 64;
+
+// Runs [k, k + runs) of a transfer, or part [i, i + run) of its only run.
+Transfer some_runs(const Transfer& of, int64_t k, int64_t runs) {
+  Transfer part = of;
+  part.runs.first += k * of.runs.stride;
+  part.runs.at += k * of.runs.at_stride;
+  part.runs.runs = runs;
+  return part;
+}
+Transfer part_of_run(const Transfer& of, int64_t i, int64_t run) {
+  Transfer part = of;
+  part.runs.first += i;
+  part.runs.at += i * of.runs.at_step;
+  part.runs.run = run;
+  return part;
+}
+
+// First to last byte that a transfer's elements stand in.
+Extent span_of(const Plan& plan, const Transfer& t) {
+  const int64_t count = (t.runs.runs - 1) * t.runs.stride + t.runs.run;
+  return extent_of(plan.manifest->tensors[t.from], t.runs.first, count);
+}
+
+// Collects neighbouring small tiles and hands on one read for them.
+class Coalescer {
+ public:
+  Coalescer(const Plan& plan, const std::function<void(const Read&)>& read)
+      : plan_(plan), read_(read) {}
+
+  void add(const Transfer& tile) {
+    const Extent span = span_of(plan_, tile);
+    if (!joins(span)) {
+      flush();
+      begin_ = span.begin;
+      end_ = span.begin;
+      file_ = span.file;
+      useful_ = 0;
+    }
+    end_ = std::max(end_, span.end);
+    useful_ += span.bytes();
+    group_[rows_++] = tile;
+    if (span.bytes() > kSmallBytes) flush();
+  }
+
+  void flush() {
+    if (rows_ == 0) return;
+    const bool direct = rows_ == 1 && is_direct(plan_, group_[0]);
+    read_({file_, begin_, end_, direct, std::span(group_).first(rows_)});
+    rows_ = 0;
+  }
+
+  // Elements that may be read straight to where they belong.
+  static bool is_direct(const Plan& plan, const Transfer& t) {
+    return plan.options.destination == Destination::cpu && !t.casts() && t.runs.runs == 1 &&
+           (t.runs.at_step == 1 || t.runs.run == 1);
+  }
+
+ private:
+  bool joins(const Extent& span) const {
+    if (rows_ == 0 || rows_ == kGroupRows || span.file != file_ || span.begin < begin_)
+      return false;
+    if (span.bytes() > kSmallBytes) return false;
+    if (std::max(end_, span.end) - begin_ > plan_.staging.tile_bytes) return false;
+    const uint64_t gaps = std::max(end_, span.begin) - begin_ - std::min(useful_, end_ - begin_);
+    return gaps * kUsefulPerGap <= useful_ + span.bytes();
+  }
+
+  const Plan& plan_;
+  const std::function<void(const Read&)>& read_;
+  std::array<Transfer, kGroupRows> group_;
+  size_t rows_ = 0;
+  uint32_t file_ = 0;
+  uint64_t begin_ = 0;
+  uint64_t end_ = 0;
+  uint64_t useful_ = 0;
+};
+
+class Tiler {
+ public:
+  Tiler(const Plan& plan, Coalescer& out) : plan_(plan), out_(out) {}
+
+  void add(const Transfer& t) {
+    if (t.runs.runs == 1) return add_run(t);
+    const Stored& stored = plan_.manifest->tensors[t.from];
+    const uint64_t run_bytes = extent_of(stored, t.runs.first, t.runs.run).bytes();
+    const uint64_t stride_bytes = bytes_of(stored.spec.dtype, t.runs.stride);
+    // A gap within one page is read by the device in any case.
+    if (run_bytes >= kOwnReadBytes || stride_bytes - run_bytes >= kPageBytes) {
+      for (int64_t k = 0; k < t.runs.runs; ++k) add_run(some_runs(t, k, 1));
+      return;
+    }
+    const auto rows =
+        static_cast<int64_t>((plan_.staging.tile_bytes - run_bytes) / stride_bytes) + 1;
+    for (int64_t k = 0; k < t.runs.runs; k += rows) {
+      out_.add(some_runs(t, k, std::min(rows, t.runs.runs - k)));
+    }
+  }
+
+ private:
+  void add_run(const Transfer& t) {
+    const uint64_t most = Coalescer::is_direct(plan_, t) ? kDirectBytes : plan_.staging.tile_bytes;
+    // Whole bytes for every dtype: eight elements are.
+    const auto bits = static_cast<uint64_t>(bits_per_element(t.from_dtype));
+    const auto elements = static_cast<int64_t>(most * 8 / bits / 8 * 8);
+    for (int64_t i = 0; i < t.runs.run; i += elements) {
+      out_.add(part_of_run(t, i, std::min(elements, t.runs.run - i)));
+    }
+  }
+
+  const Plan& plan_;
+  Coalescer& out_;
+};
+
+}  // namespace
+
+void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
+                   const std::function<void(const Read&)>& read,
+                   const std::function<void(const Transfer&)>& made) {
+  MODICUM_ASSERT(table.size() >= kReadTableRows);
+  size_t rows = 0;
+  const auto before = [](const Transfer& a, const Transfer& b) {
+    return a.from != b.from ? a.from < b.from : a.runs.first < b.runs.first;
+  };
+  const auto flush = [&] {
+    // Stored tensors are numbered in file order, so this is the order of their bytes.
+    const auto batch = table.first(rows);
+    if (!std::is_sorted(batch.begin(), batch.end(), before)) {
+      std::sort(batch.begin(), batch.end(), before);
+    }
+    Coalescer coalescer(plan, read);
+    Tiler tiler(plan, coalescer);
+    for (const Transfer& transfer : batch) tiler.add(transfer);
+    coalescer.flush();
+    rows = 0;
+  };
+  for_each_transfer(plan, rank, [&](const Transfer& transfer) {
+    if (transfer.source != Transfer::Source::stored) return made(transfer);
+    table[rows++] = transfer;
+    if (rows == kReadTableRows) flush();
+  });
+  flush();
+}
+
+Traffic traffic_of_rank(const Plan& plan, int rank) {
+  Traffic sum;
+  const Strategy& strategy = plan.strategy();
+  if (strategy.of_reader == Window::none) {
+    std::vector<Transfer> table(kReadTableRows);
+    for_each_read(
+        plan, rank, table,
+        [&](const Read& read) {
+          sum.storage_read_bytes += read.end - read.begin;
+          sum.reads += 1;
+          sum.transfers += read.transfers.size();
+        },
+        [&](const Transfer&) { sum.transfers += 1; });
+    return sum;
+  }
+  for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
+    if (!is_needed(plan, s)) continue;
+    const bool reads = strategy.reader == Reader::every_rank || rank == 0;
+    (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += plan.manifest->tensors[s].at.bytes();
+    if (reads) sum.reads += 1;
+  }
+  return sum;
+}
+
+Traffic traffic(const Plan& plan) {
+  Traffic sum;
+  for (int rank = 0; rank < plan.ranks(); ++rank) {
+    const Traffic of = traffic_of_rank(plan, rank);
+    sum.storage_read_bytes += of.storage_read_bytes;
+    sum.exchanged_bytes += of.exchanged_bytes;
+    sum.reads += of.reads;
+    sum.transfers += of.transfers;
+  }
+  return sum;
+}
+
+}  // namespace modicum
