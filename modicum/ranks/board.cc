@@ -1,0 +1,174 @@
+#include "modicum/ranks/board.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <new>
+
+namespace modicum {
+namespace {
+
+template <size_t N>
+void put(char (&into)[N], const std::string& text) noexcept {
+  const size_t n = std::min(text.size(), N - 1);
+  std::memcpy(into, text.data(), n);
+  into[n] = '\0';
+}
+
+constexpr int64_t kPollNs = kNsPerMs;
+
+}  // namespace
+
+ErrorRecord record_of(const Error& error, int rank) {
+  ErrorRecord record;
+  const Facts& facts = error.facts();
+  record.category = error.category();
+  record.rank = facts.rank.value_or(rank);
+  record.pid = static_cast<int32_t>(getpid());
+  record.culprit_rank = facts.culprit_rank.value_or(-1);
+  record.culprit_pid = static_cast<int32_t>(facts.culprit_pid.value_or(0));
+  record.offset = facts.offset.value_or(UINT64_MAX);
+  put(record.what, error.what_happened());
+  put(record.file, facts.file);
+  put(record.tensor, facts.tensor);
+  put(record.expected, facts.expected);
+  put(record.got, facts.got);
+  return record;
+}
+
+Error error_of(const ErrorRecord& record) {
+  Facts facts{.file = record.file, .tensor = record.tensor};
+  facts.expected = record.expected;
+  facts.got = record.got;
+  if (record.offset != UINT64_MAX) facts.offset = record.offset;
+  if (record.rank >= 0) facts.rank = record.rank;
+  if (record.culprit_rank >= 0) facts.culprit_rank = record.culprit_rank;
+  if (record.culprit_pid != 0) facts.culprit_pid = record.culprit_pid;
+  return Error(record.category, record.what, std::move(facts));
+}
+
+void Board::check() const {
+  if (const auto failed = failure()) {
+    const int culprit = failed->culprit_rank >= 0 ? failed->culprit_rank : failed->rank;
+    const int pid = failed->culprit_rank >= 0 ? failed->culprit_pid : failed->pid;
+    fail(Category::peer, fmt::format("rank {} failed: {}", culprit, failed->what),
+         {.culprit_rank = culprit, .culprit_pid = pid});
+  }
+}
+
+// The first failure is written by whoever takes `claimed`, and read once `written` is set.
+struct SharedBoard::Head {
+  std::atomic<uint32_t> claimed{0};
+  std::atomic<uint32_t> written{0};
+  ErrorRecord failure;
+};
+
+struct alignas(64) SharedBoard::Slot {
+  std::atomic<uint64_t> progress{0};
+  std::atomic<int64_t> beat_ns{0};
+  std::atomic<uint32_t> round{0};  // barriers reached
+  std::atomic<uint32_t> waiting{0};
+  std::atomic<uint32_t> done{0};
+  uint32_t result_bytes = 0;
+  Digest digest;
+  std::byte result[kResultBytes];
+};
+
+SharedBoard::SharedBoard(int ranks, Clock& clock)
+    : mapping_(Mapping::shared(sizeof(Head) + 64 + static_cast<size_t>(ranks) * sizeof(Slot))),
+      ranks_(ranks),
+      clock_(clock) {
+  static_assert(std::atomic<uint64_t>::is_always_lock_free);  // shared between processes
+  new (mapping_.bytes().data()) Head;
+  for (int rank = 0; rank < ranks; ++rank) new (&slot(rank)) Slot;
+}
+
+SharedBoard::~SharedBoard() = default;
+
+SharedBoard::Head& SharedBoard::head() const noexcept {
+  return *reinterpret_cast<Head*>(mapping_.bytes().data());
+}
+
+SharedBoard::Slot& SharedBoard::slot(int rank) const noexcept {
+  std::byte* const first = mapping_.bytes().data() + round_up(sizeof(Head), alignof(Slot));
+  return reinterpret_cast<Slot*>(first)[rank];
+}
+
+void SharedBoard::beat(int rank, uint64_t progress) noexcept {
+  slot(rank).progress.store(progress, std::memory_order_relaxed);
+  slot(rank).beat_ns.store(clock_.now_ns(), std::memory_order_relaxed);
+}
+
+bool SharedBoard::report(const ErrorRecord& failure) noexcept {
+  uint32_t expected = 0;
+  if (!head().claimed.compare_exchange_strong(expected, 1)) return false;
+  head().failure = failure;
+  head().written.store(1, std::memory_order_release);
+  return true;
+}
+
+std::optional<ErrorRecord> SharedBoard::failure() const {
+  if (head().written.load(std::memory_order_acquire) == 0) return std::nullopt;
+  return head().failure;
+}
+
+void SharedBoard::wait_for_all(int rank, uint32_t round) {
+  slot(rank).waiting.store(1, std::memory_order_relaxed);
+  for (int peer = 0; peer < ranks_;) {
+    if (slot(peer).round.load(std::memory_order_acquire) >= round) {
+      ++peer;
+      continue;
+    }
+    check();
+    clock_.sleep_ns(kPollNs);
+  }
+  slot(rank).waiting.store(0, std::memory_order_relaxed);
+  slot(rank).beat_ns.store(clock_.now_ns(), std::memory_order_relaxed);
+}
+
+void SharedBoard::barrier(int rank) {
+  const uint32_t round = slot(rank).round.load(std::memory_order_relaxed) + 1;
+  slot(rank).round.store(round, std::memory_order_release);
+  wait_for_all(rank, round);
+}
+
+void SharedBoard::agree(int rank, const Digest& digest) {
+  slot(rank).digest = digest;
+  barrier(rank);
+  for (int peer = 1; peer < ranks_; ++peer) {
+    if (slot(peer).digest == slot(0).digest) continue;
+    fail(Category::conflict, fmt::format("rank {} has other inputs than rank 0", peer),
+         {.culprit_rank = peer, .expected = slot(0).digest.hex(), .got = slot(peer).digest.hex()});
+  }
+}
+
+uint64_t SharedBoard::progress(int rank) const noexcept {
+  return slot(rank).progress.load(std::memory_order_relaxed);
+}
+int64_t SharedBoard::last_beat_ns(int rank) const noexcept {
+  return slot(rank).beat_ns.load(std::memory_order_relaxed);
+}
+bool SharedBoard::is_waiting(int rank) const noexcept {
+  return slot(rank).waiting.load(std::memory_order_relaxed) != 0;
+}
+void SharedBoard::set_done(int rank) noexcept {
+  slot(rank).done.store(1, std::memory_order_release);
+}
+bool SharedBoard::is_done(int rank) const noexcept {
+  return slot(rank).done.load(std::memory_order_acquire) != 0;
+}
+
+void SharedBoard::post(int rank, std::span<const std::byte> result) noexcept {
+  const size_t n = std::min(result.size(), kResultBytes);
+  std::memcpy(slot(rank).result, result.data(), n);
+  slot(rank).result_bytes = static_cast<uint32_t>(n);
+}
+
+std::span<const std::byte> SharedBoard::posted(int rank) const noexcept {
+  return std::span<const std::byte>(slot(rank).result).first(slot(rank).result_bytes);
+}
+
+}  // namespace modicum

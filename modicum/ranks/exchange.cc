@@ -1,0 +1,111 @@
+#include "modicum/ranks/exchange.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cstring>
+#include <ctime>
+#include <new>
+
+namespace modicum {
+namespace {
+
+constexpr uint32_t kSlots = 4;
+
+// Sleeps while `word` is `value`, at most 50 ms, so that a failed peer is noticed in between.
+void wait_on(const std::atomic<uint32_t>& word, uint32_t value) noexcept {
+  const timespec most{0, 50 * kNsPerMs};
+  syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAIT, value, &most, nullptr,
+          0);
+}
+
+void wake_all(const std::atomic<uint32_t>& word) noexcept {
+  syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr,
+          nullptr, 0);
+}
+
+}  // namespace
+
+// `filled` slots have been filled by the roots so far; slot i may be filled again when all readers
+// have taken it. Counters wrap together; differences are what counts.
+struct SharedRing::Control {
+  std::atomic<uint32_t> filled{0};
+  std::array<std::atomic<uint32_t>, kSlots> taken;  // readers that have copied the slot out
+};
+
+SharedRing::SharedRing(int ranks, uint64_t part_bytes)
+    : ranks_(ranks),
+      part_bytes_(part_bytes),
+      slot_bytes_(part_bytes * static_cast<uint64_t>(ranks) / kSlots),
+      control_(Mapping::shared(sizeof(Control))),
+      data_(Mapping::shared(part_bytes * static_cast<uint64_t>(ranks))) {
+  MODICUM_ASSERT(part_bytes % kPageBytes == 0);
+  MODICUM_ASSERT(slot_bytes_ > 0);
+  auto* const fresh = new (control_.bytes().data()) Control;
+  // No slot has anything to be taken yet.
+  for (auto& taken : fresh->taken) taken.store(static_cast<uint32_t>(ranks - 1));
+}
+
+SharedRing::~SharedRing() = default;
+
+SharedRing::Control& SharedRing::control() const noexcept {
+  return *reinterpret_cast<Control*>(control_.bytes().data());
+}
+
+Charge RingExchange::commit(Ledger& ledger) {
+  const uint64_t begin = ring_.part_bytes_ * static_cast<uint64_t>(rank_);
+  return ledger.charge_shared(Purpose::staging,
+                              ring_.data_.bytes().subspan(begin, ring_.part_bytes_));
+}
+
+void RingExchange::broadcast(int root, std::span<std::byte> bytes) {
+  if (rank_ == root) {
+    send(bytes);
+  } else {
+    receive(root, bytes);
+  }
+}
+
+void RingExchange::send(std::span<const std::byte> bytes) {
+  SharedRing::Control& control = ring_.control();
+  const auto readers = static_cast<uint32_t>(ring_.ranks_ - 1);
+  while (!bytes.empty()) {
+    auto& taken = control.taken[turn_ % kSlots];
+    for (uint32_t now = taken.load(std::memory_order_acquire); now != readers;
+         now = taken.load(std::memory_order_acquire)) {
+      board_.check();
+      wait_on(taken, now);
+    }
+    const size_t n = std::min<size_t>(bytes.size(), ring_.slot_bytes_);
+    std::memcpy(ring_.data_.bytes().data() + turn_ % kSlots * ring_.slot_bytes_, bytes.data(), n);
+    taken.store(0, std::memory_order_relaxed);
+    control.filled.store(++turn_, std::memory_order_release);
+    wake_all(control.filled);
+    bytes = bytes.subspan(n);
+  }
+}
+
+void RingExchange::receive(int /*root*/, std::span<std::byte> bytes) {
+  SharedRing::Control& control = ring_.control();
+  const auto readers = static_cast<uint32_t>(ring_.ranks_ - 1);
+  while (!bytes.empty()) {
+    for (uint32_t filled = control.filled.load(std::memory_order_acquire);
+         static_cast<int32_t>(filled - turn_) <= 0;
+         filled = control.filled.load(std::memory_order_acquire)) {
+      board_.check();
+      wait_on(control.filled, filled);
+    }
+    const size_t n = std::min<size_t>(bytes.size(), ring_.slot_bytes_);
+    std::memcpy(bytes.data(), ring_.data_.bytes().data() + turn_ % kSlots * ring_.slot_bytes_, n);
+    auto& taken = control.taken[turn_ % kSlots];
+    if (taken.fetch_add(1, std::memory_order_acq_rel) + 1 == readers) wake_all(taken);
+    ++turn_;
+    bytes = bytes.subspan(n);
+  }
+}
+
+}  // namespace modicum
