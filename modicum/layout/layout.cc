@@ -114,6 +114,28 @@ void for_each_piece(const Layout& layout, const TensorSpec& target, int rank,
   if (!box.empty()) piece(box);
 }
 
+void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
+                         const std::function<void(int64_t global, int64_t local, int64_t n)>& run) {
+  const int inner = piece.rank - 1;
+  const int64_t row = inner < 0 ? 1 : piece.dims[static_cast<size_t>(inner)].extent();
+  for (int64_t local = begin; local < end;) {
+    const int64_t column = local % row;
+    const int64_t n = std::min(row - column, end - local);
+    int64_t rest = local / row;
+    int64_t stride = 1;
+    int64_t global = 0;
+    for (int d = inner; d >= 0; --d) {
+      const BoxDim& dim = piece.dims[static_cast<size_t>(d)];
+      const int64_t index = d == inner ? column : rest % dim.extent();
+      if (d != inner) rest /= dim.extent();
+      global += (dim.lo + index) * stride;
+      stride *= dim.size;
+    }
+    run(global, local, n);
+    local += n;
+  }
+}
+
 bool is_primary(const Layout& layout, const TensorSpec& target, int rank) {
   for (size_t axis = 0; axis < layout.placements.size(); ++axis) {
     if (cut_dim(layout.placements[axis], target) < 0 &&

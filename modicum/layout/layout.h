@@ -76,6 +76,12 @@ void for_each_piece(const Layout& layout, const TensorSpec& target, int rank,
 // Of the ranks that hold the same elements of `target`, exactly one is primary: the first.
 bool is_primary(const Layout& layout, const TensorSpec& target, int rank);
 
+// Calls `run` with the stretches of local elements [begin, end) of a piece (counted from its own
+// first one) that are neighbours in the target too; `global` is the first one's row-major index
+// there.
+void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
+                         const std::function<void(int64_t global, int64_t local, int64_t n)>& run);
+
 // Where a buffer begins in a rank's arena: each is aligned to this many bytes.
 constexpr uint64_t kBufferAlignment = 64;
 

@@ -155,23 +155,6 @@ int worst_node(const Promise& promise) noexcept {
   return worst;
 }
 
-std::vector<Owner> owners_of(const Promise& promise, int node) {
-  Footprint sum;
-  sum[Purpose::process] = promise.launcher_bytes;
-  for (int rank = 0; rank < promise.ranks(); ++rank) {
-    if (promise.node_of_rank[static_cast<size_t>(rank)] != static_cast<uint32_t>(node)) continue;
-    sum += promise.peak_phase(rank).of_rank[static_cast<size_t>(rank)];
-  }
-  std::vector<Owner> owners;
-  for (size_t p = 0; p < sum.bytes.size(); ++p) {
-    if (sum.bytes[p] == 0) continue;
-    owners.push_back({std::string(purpose_name(static_cast<Purpose>(p))), sum.bytes[p]});
-  }
-  std::stable_sort(owners.begin(), owners.end(),
-                   [](const Owner& a, const Owner& b) { return a.bytes > b.bytes; });
-  return owners;
-}
-
 }  // namespace
 
 uint64_t Plan::held_bytes() const noexcept {
@@ -211,16 +194,11 @@ void require_fits(const Promise& promise, const Budget& budget) {
   const uint64_t need = promise.node_peak_bytes(node);
   Facts facts{.expected = fmt::format("{}", budget.bytes), .got = fmt::format("{}", need)};
   facts.shortfall_bytes = need - budget.bytes;
-  facts.owners = owners_of(promise, node);
-  std::string largest;
-  for (size_t i = 0; i < std::min<size_t>(3, facts.owners.size()); ++i) {
-    largest += fmt::format("{}{} {}", i == 0 ? "" : ", ", facts.owners[i].purpose,
-                           format_size(facts.owners[i].bytes));
-  }
+  facts.owners = peak_owners(promise, node);
   fail(Category::budget,
        fmt::format("node {} needs {} and the budget ({}) is {}: {} too little; largest: {}", node,
                    format_size(need), budget.source, format_size(budget.bytes),
-                   format_size(need - budget.bytes), largest),
+                   format_size(need - budget.bytes), peak_cause(promise, node)),
        std::move(facts));
 }
 
@@ -246,17 +224,26 @@ Plan shrunk_to_fit(Plan plan, const Budget& budget) {
   return fits(least.promise, budget) ? std::move(least) : std::move(plan);
 }
 
-std::string peak_cause(const Promise& promise, int rank) {
-  const Footprint& peak = promise.peak_phase(rank).of_rank[static_cast<size_t>(rank)];
+std::vector<Owner> peak_owners(const Promise& promise, int node) {
+  Footprint sum;
+  sum[Purpose::process] = promise.launcher_bytes;
+  for (int rank = 0; rank < promise.ranks(); ++rank) {
+    if (promise.node_of_rank[static_cast<size_t>(rank)] != static_cast<uint32_t>(node)) continue;
+    sum += promise.peak_phase(rank).of_rank[static_cast<size_t>(rank)];
+  }
   std::vector<Owner> owners;
-  for (size_t p = 0; p < peak.bytes.size(); ++p) {
-    if (peak.bytes[p] > 0) {
-      owners.push_back({std::string(purpose_name(static_cast<Purpose>(p))), peak.bytes[p]});
-    }
+  for (size_t p = 0; p < sum.bytes.size(); ++p) {
+    if (sum.bytes[p] == 0) continue;
+    owners.push_back({std::string(purpose_name(static_cast<Purpose>(p))), sum.bytes[p]});
   }
   std::stable_sort(owners.begin(), owners.end(),
                    [](const Owner& a, const Owner& b) { return a.bytes > b.bytes; });
+  return owners;
+}
+
+std::string peak_cause(const Promise& promise, int node) {
   std::string cause;
+  const std::vector<Owner> owners = peak_owners(promise, node);
   for (size_t i = 0; i < std::min<size_t>(2, owners.size()); ++i) {
     cause +=
         fmt::format("{}{} {}", i == 0 ? "" : ", ", owners[i].purpose, format_size(owners[i].bytes));

@@ -117,8 +117,10 @@ void require_fits(const Promise& promise, const Budget& budget);
 // the plan itself where it fits, or where shrinking can't help.
 Plan shrunk_to_fit(Plan plan, const Budget& budget);
 
-// What a rank's peak is made of: "shards 231.00 MiB, staging 8.00 MiB".
-std::string peak_cause(const Promise& promise, int rank);
+// Who holds what at a node's peak, largest first; and the two largest in words: "shards 924.00 MiB,
+// staging 32.00 MiB".
+std::vector<Owner> peak_owners(const Promise& promise, int node);
+std::string peak_cause(const Promise& promise, int node);
 
 // All that rank `rank` must put into its buffers, padding included: the transfers tile each buffer.
 // Targets in `plan.order`. With `only_stored`, just those that come from that stored tensor.

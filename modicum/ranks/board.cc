@@ -97,8 +97,8 @@ SharedBoard::Slot& SharedBoard::slot(int rank) const noexcept {
   return reinterpret_cast<Slot*>(first)[rank];
 }
 
-void SharedBoard::beat(int rank, uint64_t progress) noexcept {
-  slot(rank).progress.store(progress, std::memory_order_relaxed);
+void SharedBoard::beat(int rank, uint64_t more_bytes) noexcept {
+  slot(rank).progress.fetch_add(more_bytes, std::memory_order_relaxed);
   slot(rank).beat_ns.store(clock_.now_ns(), std::memory_order_relaxed);
 }
 

@@ -36,8 +36,8 @@ class Board {
  public:
   virtual ~Board() = default;
 
-  // "I am here, and `progress` bytes far." Also ends a wait.
-  virtual void beat(int rank, uint64_t progress) noexcept = 0;
+  // "I am here, and `more_bytes` further." Whoever waits for others with good reason beats with 0.
+  virtual void beat(int rank, uint64_t more_bytes) noexcept = 0;
   // The first failure wins; true where it is this one.
   virtual bool report(const ErrorRecord& failure) noexcept = 0;
   virtual std::optional<ErrorRecord> failure() const = 0;
@@ -59,7 +59,7 @@ class SharedBoard final : public Board {
 
   SharedBoard(int ranks, Clock& clock);
   ~SharedBoard() override;
-  void beat(int rank, uint64_t progress) noexcept override;
+  void beat(int rank, uint64_t more_bytes) noexcept override;
   bool report(const ErrorRecord& failure) noexcept override;
   std::optional<ErrorRecord> failure() const override;
   void barrier(int rank) override;

@@ -78,6 +78,7 @@ void RingExchange::send(std::span<const std::byte> bytes) {
     for (uint32_t now = taken.load(std::memory_order_acquire); now != readers;
          now = taken.load(std::memory_order_acquire)) {
       board_.check();
+      board_.beat(rank_, 0);
       wait_on(taken, now);
     }
     const size_t n = std::min<size_t>(bytes.size(), ring_.slot_bytes_);
@@ -97,6 +98,7 @@ void RingExchange::receive(int /*root*/, std::span<std::byte> bytes) {
          static_cast<int32_t>(filled - turn_) <= 0;
          filled = control.filled.load(std::memory_order_acquire)) {
       board_.check();
+      board_.beat(rank_, 0);
       wait_on(control.filled, filled);
     }
     const size_t n = std::min<size_t>(bytes.size(), ring_.slot_bytes_);

@@ -135,7 +135,7 @@ class Supervisor {
         child.stopped_at_ns = now;
       } else if (WIFCONTINUED(status)) {
         child.stopped_at_ns = -1;
-        board_.beat(rank, board_.progress(rank));
+        board_.beat(rank, 0);
       } else {
         child.gone = true;
         judge_end(rank, status);

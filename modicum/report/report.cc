@@ -1,0 +1,265 @@
+#include "modicum/report/report.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "modicum/json/json.h"
+
+namespace modicum {
+namespace {
+
+void checkpoint_member(JsonWriter& out, const CheckpointFacts& checkpoint) {
+  out.key("checkpoint").begin_object();
+  out.member("bytes", checkpoint.bytes);
+  out.member("tensors", checkpoint.tensors);
+  out.member("files", checkpoint.files);
+  out.end_object();
+}
+
+void budget_member(JsonWriter& out, const std::optional<Budget>& budget) {
+  out.key("budget");
+  if (!budget) {
+    out.null();
+    return;
+  }
+  out.begin_object().member("bytes", budget->bytes).member("source", budget->source).end_object();
+}
+
+bool on_node(const Promise& promise, int rank, int node) {
+  return promise.node_of_rank[static_cast<size_t>(rank)] == static_cast<uint32_t>(node);
+}
+
+// What a node holds in one phase: its ranks and the launcher.
+Footprint node_footprint(const Promise& promise, const Phase& phase, int node) {
+  Footprint sum;
+  sum[Purpose::process] = promise.launcher_bytes;
+  for (int rank = 0; rank < promise.ranks(); ++rank) {
+    if (on_node(promise, rank, node)) sum += phase.of_rank[static_cast<size_t>(rank)];
+  }
+  return sum;
+}
+
+std::string_view node_peak_phase(const Promise& promise, int node) {
+  const auto peak = std::max_element(
+      promise.phases.begin(), promise.phases.end(), [&](const Phase& a, const Phase& b) {
+        return node_footprint(promise, a, node).total() < node_footprint(promise, b, node).total();
+      });
+  return peak->name;
+}
+
+void phases_member(JsonWriter& out, const Promise& promise, int node) {
+  out.key("phases").begin_array();
+  for (const Phase& phase : promise.phases) {
+    const Footprint sum = node_footprint(promise, phase, node);
+    out.begin_object().member("phase", phase.name).member("bytes", sum.total());
+    out.key("by_purpose").begin_object();
+    for (size_t p = 0; p < sum.bytes.size(); ++p) {
+      if (sum.bytes[p] > 0) out.member(purpose_name(static_cast<Purpose>(p)), sum.bytes[p]);
+    }
+    out.end_object().end_object();
+  }
+  out.end_array();
+}
+
+void strategy_object(JsonWriter& out, const StrategyReport& of) {
+  out.begin_object().member("name", of.strategy);
+  out.member("storage_read_bytes", of.traffic.storage_read_bytes);
+  out.member("exchanged_bytes", of.traffic.exchanged_bytes);
+  out.member("reads", of.traffic.reads);
+  out.key("nodes").begin_array();
+  for (int node = 0; node < of.promise.nodes(); ++node) {
+    out.begin_object().member("node", node);
+    out.member("peak_bytes", of.promise.node_peak_bytes(node));
+    out.member("peak_phase", node_peak_phase(of.promise, node));
+    out.member("peak_cause", peak_cause(of.promise, node));
+    phases_member(out, of.promise, node);
+    out.end_object();
+  }
+  out.end_array().key("ranks").begin_array();
+  for (int rank = 0; rank < of.promise.ranks(); ++rank) {
+    out.begin_object().member("rank", rank);
+    out.member("node", of.promise.node_of_rank[static_cast<size_t>(rank)]);
+    out.member("peak_bytes", of.promise.rank_peak_bytes(rank)).end_object();
+  }
+  out.end_array().end_object();
+}
+
+void rank_object(JsonWriter& out, const LoadReport& report, const RankOutcome& rank) {
+  out.begin_object().member("rank", rank.rank).member("pid", rank.pid);
+  out.member("node", report.promise.node_of_rank[static_cast<size_t>(rank.rank)]);
+  out.member("promised_bytes", report.promise.rank_peak_bytes(rank.rank));
+  out.member("ledger_peak_bytes", rank.ledger_peak_bytes);
+  out.member("kernel_peak_bytes", rank.kernel_peak_bytes);
+  out.member("baseline_bytes", rank.baseline_bytes);
+  out.member("unexplained_bytes", rank.unexplained_bytes());
+  out.member("page_cache_peak_bytes", rank.page_cache_peak_bytes);
+  out.member("storage_read_bytes", rank.storage_read_bytes);
+  out.member("exchanged_bytes", rank.exchanged_bytes);
+  out.end_object();
+}
+
+uint64_t node_kernel_peak(const LoadReport& report, int node) {
+  uint64_t sum = report.launcher_bytes;
+  for (const RankOutcome& rank : report.ranks) {
+    if (on_node(report.promise, rank.rank, node)) sum += rank.kernel_peak_bytes;
+  }
+  return sum;
+}
+
+template <typename Field>
+uint64_t sum_over(const LoadReport& report, Field field) {
+  uint64_t sum = 0;
+  for (const RankOutcome& rank : report.ranks) sum += rank.*field;
+  return sum;
+}
+
+std::string signed_size(int64_t bytes) {
+  const auto magnitude = static_cast<uint64_t>(bytes < 0 ? -bytes : bytes);
+  return (bytes < 0 ? "-" : "+") + format_size(magnitude);
+}
+
+}  // namespace
+
+std::string plan_json(const PlanReport& report) {
+  JsonWriter out;
+  out.begin_object();
+  checkpoint_member(out, report.checkpoint);
+  out.member("ranks", report.ranks);
+  out.key("strategies").begin_array();
+  for (const StrategyReport& of : report.strategies) strategy_object(out, of);
+  out.end_array();
+  budget_member(out, report.budget);
+  out.key("fits");
+  if (report.fits) {
+    out.value(*report.fits);
+  } else {
+    out.null();
+  }
+  return out.end_object().text();
+}
+
+std::string plan_text(const PlanReport& report) {
+  std::string text = fmt::format("{} in {} tensors, {} file(s); {} rank(s)\n\n",
+                                 format_size(report.checkpoint.bytes), report.checkpoint.tensors,
+                                 report.checkpoint.files, report.ranks);
+  text += fmt::format("{:<17} {:>12} {:>12} {:>12} {:>12}  {}\n", "strategy", "node peak",
+                      "largest rank", "storage", "exchanged", "at the peak");
+  for (const StrategyReport& of : report.strategies) {
+    int worst = 0;
+    for (int node = 1; node < of.promise.nodes(); ++node) {
+      if (of.promise.node_peak_bytes(node) > of.promise.node_peak_bytes(worst)) worst = node;
+    }
+    uint64_t largest = 0;
+    for (int rank = 0; rank < of.promise.ranks(); ++rank) {
+      largest = std::max(largest, of.promise.rank_peak_bytes(rank));
+    }
+    text += fmt::format("{:<17} {:>12} {:>12} {:>12} {:>12}  {}\n", of.strategy,
+                        format_size(of.promise.node_peak_bytes(worst)), format_size(largest),
+                        format_size(of.traffic.storage_read_bytes),
+                        format_size(of.traffic.exchanged_bytes), peak_cause(of.promise, worst));
+  }
+  if (report.budget && report.fits) {
+    text += fmt::format("\nbudget {} per node ({}): {}\n", format_size(report.budget->bytes),
+                        report.budget->source, *report.fits ? "fits" : "does not fit");
+  }
+  return text;
+}
+
+std::string load_json(const LoadReport& report) {
+  JsonWriter out;
+  out.begin_object();
+  checkpoint_member(out, report.checkpoint);
+  out.member("strategy", report.strategy);
+  out.member("elapsed_s", report.elapsed_s).member("check_s", report.check_s);
+  out.member("bytes_loaded", sum_over(report, &RankOutcome::bytes_loaded));
+  out.member("storage_read_bytes", sum_over(report, &RankOutcome::storage_read_bytes));
+  out.member("exchanged_bytes", sum_over(report, &RankOutcome::exchanged_bytes));
+  out.member("coverage", "proven").member("check", report.checked ? "ok" : "off");
+  out.key("digest");
+  if (report.digest) {
+    out.value(fmt::format("{:016x}", *report.digest));
+  } else {
+    out.null();
+  }
+  budget_member(out, report.budget);
+  out.key("nodes").begin_array();
+  for (int node = 0; node < report.promise.nodes(); ++node) {
+    const uint64_t promised = report.promise.node_peak_bytes(node);
+    out.begin_object().member("node", node).member("promised_bytes", promised);
+    out.member("peak_bytes", promised);
+    out.member("kernel_peak_bytes", node_kernel_peak(report, node));
+    out.member("launcher_bytes", report.launcher_bytes);
+    out.end_object();
+  }
+  out.end_array().key("ranks").begin_array();
+  for (const RankOutcome& rank : report.ranks) rank_object(out, report, rank);
+  return out.end_array().end_object().text();
+}
+
+std::string load_text(const LoadReport& report) {
+  const uint64_t loaded = sum_over(report, &RankOutcome::bytes_loaded);
+  const uint64_t read = sum_over(report, &RankOutcome::storage_read_bytes);
+  std::string text =
+      fmt::format("{}: {} loaded in {:.2f} s, {} read ({:.3f} x checkpoint); coverage proven{}\n\n",
+                  report.strategy, format_size(loaded), report.elapsed_s, format_size(read),
+                  static_cast<double>(read) /
+                      static_cast<double>(std::max<uint64_t>(1, report.checkpoint.bytes)),
+                  report.checked ? fmt::format("; values ok ({:.2f} s)", report.check_s) : "");
+  const auto line = [&text](const std::string& who, uint64_t promised, uint64_t ledger,
+                            uint64_t kernel, const std::string& unexplained, uint64_t cache) {
+    text += fmt::format("{:<8} {:>12} {:>12} {:>12} {:>12} {:>12}\n", who, format_size(promised),
+                        ledger == 0 ? "" : format_size(ledger), format_size(kernel), unexplained,
+                        cache == 0 ? "" : format_size(cache));
+  };
+  text += fmt::format("{:<8} {:>12} {:>12} {:>12} {:>12} {:>12}\n", "", "promised", "ledger",
+                      "kernel", "unexplained", "page cache");
+  for (const RankOutcome& rank : report.ranks) {
+    line(fmt::format("rank {}", rank.rank), report.promise.rank_peak_bytes(rank.rank),
+         rank.ledger_peak_bytes, rank.kernel_peak_bytes, signed_size(rank.unexplained_bytes()),
+         rank.page_cache_peak_bytes);
+  }
+  for (int node = 0; node < report.promise.nodes(); ++node) {
+    line(fmt::format("node {}", node), report.promise.node_peak_bytes(node), 0,
+         node_kernel_peak(report, node), "", 0);
+  }
+  if (report.budget) {
+    text += fmt::format("\nbudget {} per node ({})\n", format_size(report.budget->bytes),
+                        report.budget->source);
+  }
+  if (report.digest) text += fmt::format("digest {:016x}\n", *report.digest);
+  return text;
+}
+
+std::string error_json(const Error& error) {
+  const Facts& facts = error.facts();
+  JsonWriter out;
+  out.begin_object().key("error").begin_object();
+  out.member("category", category_name(error.category()));
+  out.member("code", exit_code(error.category()));
+  out.member("message", error.what());
+  const auto text = [&out](std::string_view key, const std::string& value) {
+    if (!value.empty()) out.member(key, value);
+  };
+  text("file", facts.file);
+  text("tensor", facts.tensor);
+  if (facts.offset) out.member("offset", *facts.offset);
+  if (facts.rank) out.member("rank", *facts.rank);
+  if (facts.culprit_rank) out.member("culprit_rank", *facts.culprit_rank);
+  if (facts.culprit_pid) out.member("culprit_pid", *facts.culprit_pid);
+  if (facts.shortfall_bytes) {  // over budget: the figures are integers
+    out.member("shortfall_bytes", *facts.shortfall_bytes);
+    out.member("expected", std::stoull(facts.expected)).member("got", std::stoull(facts.got));
+    out.key("owners").begin_array();
+    for (const Owner& owner : facts.owners) {
+      out.begin_object().member("purpose", owner.purpose).member("bytes", owner.bytes).end_object();
+    }
+    out.end_array();
+  } else {
+    text("expected", facts.expected);
+    text("got", facts.got);
+  }
+  return out.end_object().end_object().text();
+}
+
+}  // namespace modicum

@@ -1,0 +1,77 @@
+// The door of `report`: what was promised beside what happened, as text and as JSON
+// (the keys are a contract; more may be added, none renamed).
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "modicum/plan/plan.h"
+
+namespace modicum {
+
+// What a checkpoint amounts to, for reports.
+struct CheckpointFacts {
+  uint64_t bytes = 0;  // tensor data
+  uint64_t tensors = 0;
+  uint64_t files = 0;
+};
+
+// One strategy's promise, with what it would read and send.
+struct StrategyReport {
+  std::string_view strategy;
+  Promise promise;
+  Traffic traffic;
+};
+
+struct PlanReport {
+  CheckpointFacts checkpoint;
+  int ranks = 0;
+  std::vector<StrategyReport> strategies;
+  std::optional<Budget> budget;
+  std::optional<bool> fits;  // of the strategy that was asked for
+};
+std::string plan_json(const PlanReport& report);
+std::string plan_text(const PlanReport& report);
+
+// What one rank found about itself. Plain data: it crosses from the rank's process.
+struct RankOutcome {
+  int32_t rank = 0;
+  int32_t pid = 0;
+  uint64_t ledger_peak_bytes = 0;
+  uint64_t kernel_peak_bytes = 0;
+  uint64_t baseline_bytes = 0;
+  uint64_t page_cache_peak_bytes = 0;
+  uint64_t storage_read_bytes = 0;
+  uint64_t exchanged_bytes = 0;
+  uint64_t bytes_loaded = 0;
+  uint64_t digest = 0;    // this rank's part
+  int64_t loaded_ns = 0;  // when the last byte was in place, on the launcher's clock
+  int64_t check_ns = 0;   // how long checking took
+
+  int64_t unexplained_bytes() const noexcept {
+    return static_cast<int64_t>(kernel_peak_bytes) - static_cast<int64_t>(ledger_peak_bytes) -
+           static_cast<int64_t>(baseline_bytes);
+  }
+};
+
+struct LoadReport {
+  CheckpointFacts checkpoint;
+  std::string_view strategy;
+  Promise promise;
+  std::vector<RankOutcome> ranks;  // by rank
+  uint64_t launcher_bytes = 0;     // what the launcher held, by the kernel
+  double elapsed_s = 0;
+  double check_s = 0;
+  bool checked = false;
+  std::optional<uint64_t> digest;
+  std::optional<Budget> budget;
+};
+std::string load_json(const LoadReport& report);
+std::string load_text(const LoadReport& report);
+
+// `{"error": {...}}` with what is known.
+std::string error_json(const Error& error);
+
+}  // namespace modicum

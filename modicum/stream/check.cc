@@ -1,0 +1,137 @@
+// After a load: are the values right, what is their digest, and what do they look like as files.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "modicum/kernels/kernels.h"
+#include "modicum/stream/stream.h"
+
+namespace modicum {
+namespace {
+
+constexpr int64_t kCheckElements = 64 * 1024;
+
+int64_t bytes_at(DType dtype, int64_t elements) noexcept {
+  return elements * bits_per_element(dtype) / 8;
+}
+
+std::string hex(std::span<const std::byte> bytes) {
+  std::string text = "0x";
+  for (size_t i = bytes.size(); i-- > 0;) text += fmt::format("{:02x}", static_cast<int>(bytes[i]));
+  return text;
+}
+
+class ValueCheck {
+ public:
+  ValueCheck(const Plan& plan, int rank, const ExpectedElements& expected,
+             const LoadOptions& options)
+      : plan_(plan), rank_(rank), expected_(expected), options_(options) {}
+
+  void target(uint32_t t, std::span<const std::byte> host) {
+    const TensorSpec& spec = plan_.recipe->targets[t].spec;
+    for_each_piece(plan_.layout, spec, rank_, [&](const Box& piece) {
+      for_each_global_run(piece, 0, piece.numel(), [&](int64_t global, int64_t local, int64_t n) {
+        run(t, global, n,
+            host.subspan(static_cast<size_t>(bytes_at(spec.dtype, piece.at + local))));
+      });
+    });
+    const LocalBuffer buffer = local_buffer(plan_.layout, spec, rank_);
+    const auto padding = host.subspan(bytes_of(spec.dtype, buffer.numel));
+    if (std::any_of(padding.begin(), padding.end(), [](std::byte b) { return b != std::byte{}; })) {
+      fail(Category::integrity, "padding is not zero", {.tensor = spec.fqn, .rank = rank_});
+    }
+  }
+
+ private:
+  // `n` neighbouring elements of target `t`, the first being element `global`.
+  void run(uint32_t t, int64_t global, int64_t n, std::span<const std::byte> held) {
+    const Target& target = plan_.recipe->targets[t];
+    const DType dtype = target.spec.dtype;
+    const bool whole_bytes = bits_per_element(dtype) % 8 == 0;
+    for (int64_t i = 0; i < n;) {
+      const ElementSource source = element_source(*plan_.recipe, target.root, global + i);
+      const int64_t count = std::min({source.count, n - i, kCheckElements});
+      MODICUM_ASSERT(whole_bytes || count % 2 == 0);
+      made_.resize(bytes_of(source.leaf->dtype, count));
+      due_.resize(bytes_of(dtype, count));
+      make(t, source, count);
+      cast(made_.data(), source.leaf->dtype, due_.data(), dtype, count);
+      const auto got = held.subspan(static_cast<size_t>(bytes_at(dtype, i)), due_.size());
+      if (std::memcmp(got.data(), due_.data(), due_.size()) != 0) differ(target, global + i, got);
+      i += count;
+    }
+  }
+
+  void make(uint32_t t, const ElementSource& source, int64_t count) {
+    const Node& leaf = *source.leaf;
+    switch (leaf.op) {
+      case Op::stored: return expected_(leaf.from, source.first, count, made_);
+      case Op::caller: {
+        const auto whole = options_.caller[leaf.from];
+        std::memcpy(made_.data(), whole.data() + bytes_at(leaf.dtype, source.first), made_.size());
+        return;
+      }
+      default: {
+        const std::string& fqn = plan_.recipe->targets[t].spec.fqn;
+        init_fill(static_cast<InitKind>(leaf.arg[0]), std::bit_cast<double>(leaf.arg[1]),
+                  options_.init_seed ^ name_hash(fqn), leaf.dtype, source.first, count,
+                  made_.data());
+      }
+    }
+  }
+
+  [[noreturn]] void differ(const Target& target, int64_t first, std::span<const std::byte> got) {
+    const auto size = static_cast<size_t>(std::max(1, bits_per_element(target.spec.dtype) / 8));
+    size_t at = 0;
+    while (got[at] == due_[at]) ++at;
+    at = at / size * size;
+    fail(Category::integrity,
+         fmt::format("a wrong value at element {}", first + static_cast<int64_t>(at / size)),
+         {.tensor = target.spec.fqn,
+          .rank = rank_,
+          .expected = hex(std::span(due_).subspan(at, size)),
+          .got = hex(got.subspan(at, size))});
+  }
+
+  const Plan& plan_;
+  const int rank_;
+  const ExpectedElements& expected_;
+  const LoadOptions& options_;
+  std::vector<std::byte> made_, due_;
+};
+
+}  // namespace
+
+void check_values(const Plan& plan, int rank, Sink& sink, const ExpectedElements& expected,
+                  const LoadOptions& options) {
+  ValueCheck check(plan, rank, expected, options);
+  for (const uint32_t t : plan.order) check.target(t, sink.host(t));
+}
+
+uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink) {
+  DigestSum sum(plan, rank);
+  for (const uint32_t t : plan.order) {
+    const TensorSpec& spec = plan.recipe->targets[t].spec;
+    const int64_t numel = local_buffer(plan.layout, spec, rank).numel;
+    sum.add(t, 0, sink.host(t).first(bytes_of(spec.dtype, numel)));
+  }
+  return sum.value();
+}
+
+void dump_rank(const Plan& plan, int rank, Sink& sink, FileSystem& files, const std::string& path) {
+  std::vector<TensorSpec> specs;
+  for (const Target& target : plan.recipe->targets) {
+    specs.push_back(target.spec);
+    specs.back().shape = local_shape(plan.layout, target.spec, rank);
+  }
+  SafetensorsWriter out(files, path, specs);
+  for (uint32_t t = 0; t < specs.size(); ++t) {
+    const uint64_t bytes = bytes_of(specs[t].dtype, numel_of(specs[t].shape));
+    out.write(t, 0, sink.host(t).first(bytes));
+  }
+  out.finish();
+}
+
+}  // namespace modicum

@@ -1,0 +1,72 @@
+// The seam where elements of a rank's local buffers go.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "modicum/memory/memory.h"
+#include "modicum/plan/plan.h"
+
+namespace modicum {
+
+// Thread rules: several threads, never for the same element.
+class Sink {
+ public:
+  virtual ~Sink() = default;
+  // Host memory of local buffer `buffer`, padding included, to be written straight into; empty
+  // where only copies are taken.
+  virtual std::span<std::byte> host(uint32_t buffer) noexcept = 0;
+  // Elements for place `at` and on of local buffer `buffer`, from staging.
+  virtual void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) = 0;
+};
+
+// The shards in host memory: one arena of `shards`, committed when it is made.
+class HostSink final : public Sink {
+ public:
+  HostSink(const Plan& plan, int rank, Ledger& ledger, int threads = 1);
+  std::span<std::byte> host(uint32_t buffer) noexcept override;
+  void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
+  // Fills everything with a pattern that no load leaves behind.
+  void poison() noexcept;
+
+ private:
+  const Plan& plan_;
+  int rank_ = 0;
+  Buffer arena_;
+  std::vector<uint64_t> begins_;  // of each target's buffer, and the end
+};
+
+// The part of the model's digest that one rank's primary elements make; see `digest_seed`. The sum
+// over all ranks, modulo 2^64, is the digest, whatever the layout.
+class DigestSum {
+ public:
+  DigestSum(const Plan& plan, int rank);
+  // Elements [at, at + n) of a local buffer, in the target's dtype. Any thread, each element once.
+  void add(uint32_t buffer, int64_t at, std::span<const std::byte> elements) noexcept;
+  uint64_t value() const noexcept { return sum_.load(std::memory_order_relaxed); }
+
+ private:
+  const Plan& plan_;
+  const int rank_;
+  std::vector<uint64_t> seeds_;                             // of each target
+  std::vector<std::pair<uint32_t, uint64_t>> alias_seeds_;  // target, seed of its second name
+  std::atomic<uint64_t> sum_{0};
+};
+
+// Digests and drops: the stand-in for a device. Holds no model-sized memory.
+class DigestSink final : public Sink {
+ public:
+  DigestSink(const Plan& plan, int rank) : sum_(plan, rank) {}
+  std::span<std::byte> host(uint32_t) noexcept override { return {}; }
+  void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override {
+    sum_.add(buffer, at, elements);
+  }
+  uint64_t digest() const noexcept { return sum_.value(); }
+
+ private:
+  DigestSum sum_;
+};
+
+}  // namespace modicum

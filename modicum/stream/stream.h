@@ -1,0 +1,63 @@
+// The door of `stream`: carries out a plan within its staging.
+#pragma once
+
+#include <functional>
+#include <span>
+
+#include "modicum/checkpoint/checkpoint.h"
+#include "modicum/memory/memory.h"
+#include "modicum/plan/plan.h"
+#include "modicum/ranks/ranks.h"
+#include "modicum/stream/sink.h"
+
+namespace modicum {
+
+// Where a rank stands among the others. All outlive the load.
+struct RankContext {
+  int rank = 0;
+  Board* board = nullptr;
+  Exchange* exchange = nullptr;  // needed where the strategy sends and there are several ranks
+};
+
+struct LoadOptions {
+  int threads = 1;  // at most; staging decides how many streams fit
+  std::span<const std::span<const std::byte>> caller;  // `caller` tensors, by ordinal
+  uint64_t init_seed = 0;  // of `init` rules: with the target's name, it decides every bit
+};
+
+// What was done; what was held stands in the ledger.
+struct LoadOutcome {
+  uint64_t bytes_loaded = 0;  // put into local buffers, padding left out
+  uint64_t storage_read_bytes = 0;
+  uint64_t exchanged_bytes = 0;
+  uint64_t page_cache_peak_bytes = 0;  // brought in by these reads and not yet dropped
+};
+
+// Loads rank `at.rank`'s part of the plan into `sink`. Everything that is held besides the sink's
+// own is charged to `ledger` and committed before the first data byte is read, and given back at
+// the end. Ranks first agree on the plan's inputs. On return every element of every local buffer,
+// padding too, has been written exactly once: each transfer was ticked off when done, and the ticks
+// were proven to tile the buffers (else INTEGRITY). On an error nothing may be used. Errors:
+// FORMAT.TRUNC, IO, CONFLICT, BUDGET, NOMEM, PEER.
+LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
+                 Ledger& ledger, const LoadOptions& options = {});
+
+// The stored elements [first, first + n) of a tensor as they should be, by other means than a load:
+// what `check_values` compares with.
+using ExpectedElements =
+    std::function<void(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into)>;
+
+// Compares every element that `sink` holds for `rank` with what the recipe makes of `expected`,
+// element by element along the recipe's second reading (element_source). The first difference is
+// INTEGRITY, naming the tensor.
+void check_values(const Plan& plan, int rank, Sink& sink, const ExpectedElements& expected,
+                  const LoadOptions& options = {});
+
+// The rank's part of the digest, read from the sink's host memory.
+uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink);
+
+// Writes `rank`'s local tensors, without padding and under their own names (aliases too), as one
+// safetensors file. CONFLICT where it exists.
+void dump_rank(const Plan& plan, int rank, Sink& sink, FileSystem& files, const std::string& path);
+
+}  // namespace modicum

@@ -1,0 +1,119 @@
+#include "modicum/stream/writer.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+
+#include "modicum/kernels/kernels.h"
+
+namespace modicum {
+namespace {
+
+int64_t bytes_at(DType dtype, int64_t elements) noexcept {
+  return elements * bits_per_element(dtype) / 8;
+}
+
+}  // namespace
+
+Writer::Writer(const Plan& plan, Sink& sink, Coverage& coverage, const LoadOptions& options,
+               std::span<std::byte> slot) noexcept
+    : plan_(plan),
+      sink_(sink),
+      coverage_(coverage),
+      options_(options),
+      cast_room_(slot.subspan(std::min<size_t>(slot.size(), plan.staging.tile_bytes))) {}
+
+void Writer::done(const Transfer& transfer) noexcept {
+  coverage_.tick(transfer);
+  if (transfer.source != Transfer::Source::zero) {
+    bytes_loaded_ += bytes_of(transfer.to_dtype, transfer.numel());
+  }
+}
+
+std::span<std::byte> Writer::place_of(const Transfer& transfer) noexcept {
+  return sink_.host(transfer.buffer)
+      .subspan(static_cast<size_t>(bytes_at(transfer.to_dtype, transfer.runs.at)),
+               bytes_of(transfer.to_dtype, transfer.runs.run));
+}
+
+void Writer::put(const Transfer& transfer, const std::byte* from) {
+  if (const std::span<std::byte> host = sink_.host(transfer.buffer); !host.empty()) {
+    put_into_host(transfer, from, host);
+  } else {
+    put_by_copies(transfer, from);
+  }
+  done(transfer);
+}
+
+void Writer::put_into_host(const Transfer& t, const std::byte* from,
+                           std::span<std::byte> host) noexcept {
+  for (int64_t k = 0; k < t.runs.runs; ++k) {
+    const std::byte* run = from + bytes_at(t.from_dtype, k * t.runs.stride);
+    std::byte* to = host.data() + bytes_at(t.to_dtype, t.runs.at + k * t.runs.at_stride);
+    if (t.runs.at_step == 1 || t.runs.run == 1) {
+      cast(run, t.from_dtype, to, t.to_dtype, t.runs.run);
+    } else {
+      cast_strided(run, t.from_dtype, to, t.to_dtype, t.runs.run, t.runs.at_step);
+    }
+  }
+}
+
+// A copy takes neighbours in the destination: along the run where its elements are neighbours
+// there, else across the runs (a transpose), gathered in the cast room.
+void Writer::put_by_copies(const Transfer& t, const std::byte* from) {
+  const bool along = t.runs.at_step == 1 || t.runs.run == 1;
+  const int64_t lines = along ? t.runs.runs : t.runs.run;
+  const int64_t length = along ? t.runs.run : t.runs.runs;
+  const int64_t line_at = along ? t.runs.at_stride : t.runs.at_step;
+  const bool neighbours = along || t.runs.at_stride == 1 || t.runs.runs == 1;
+  const auto room = neighbours ? static_cast<int64_t>(cast_room_.size() * 8) /
+                                     bits_per_element(t.to_dtype) / 8 * 8
+                               : 1;
+  for (int64_t line = 0; line < lines; ++line) {
+    for (int64_t i = 0; i < length; i += room) {
+      const int64_t n = std::min(room, length - i);
+      const int64_t first = along ? line * t.runs.stride + i : i * t.runs.stride + line;
+      const int64_t at = t.runs.at + line * line_at + i * (along ? 1 : t.runs.at_stride);
+      if (along) {
+        cast(from + bytes_at(t.from_dtype, first), t.from_dtype, cast_room_.data(), t.to_dtype, n);
+      } else {
+        for (int64_t j = 0; j < n; ++j) {
+          cast(from + bytes_at(t.from_dtype, first + j * t.runs.stride), t.from_dtype,
+               cast_room_.data() + bytes_at(t.to_dtype, j), t.to_dtype, 1);
+        }
+      }
+      sink_.copy(t.buffer, at, cast_room_.first(bytes_of(t.to_dtype, n)));
+    }
+  }
+}
+
+void Writer::make(const Transfer& transfer) {
+  if (transfer.source == Transfer::Source::caller) {
+    MODICUM_ASSERT(transfer.from < options_.caller.size());
+    const std::byte* whole = options_.caller[transfer.from].data();
+    return put(transfer, whole + bytes_at(transfer.from_dtype, transfer.runs.first));
+  }
+  // Made a little at a time, on the stack.
+  std::array<std::byte, 4096> made{};
+  const int64_t most =
+      static_cast<int64_t>(made.size()) * 8 / bits_per_element(transfer.from_dtype);
+  for (int64_t k = 0; k < transfer.runs.runs; ++k) {
+    for (int64_t i = 0; i < transfer.runs.run; i += most) {
+      Transfer part = transfer;
+      part.runs.runs = 1;
+      part.runs.first += k * transfer.runs.stride + i;
+      part.runs.at += k * transfer.runs.at_stride + i * transfer.runs.at_step;
+      part.runs.run = std::min(most, transfer.runs.run - i);
+      if (transfer.source == Transfer::Source::init) {
+        const Node& node = plan_.recipe->nodes[transfer.from];
+        const std::string& fqn = plan_.recipe->targets[transfer.buffer].spec.fqn;
+        init_fill(static_cast<InitKind>(node.arg[0]), std::bit_cast<double>(node.arg[1]),
+                  options_.init_seed ^ name_hash(fqn), node.dtype, part.runs.first, part.runs.run,
+                  made.data());
+      }
+      put(part, made.data());
+    }
+  }
+}
+
+}  // namespace modicum

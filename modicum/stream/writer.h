@@ -1,0 +1,45 @@
+// Putting elements that stand in host memory into a sink: cast, place, tick off.
+#pragma once
+
+#include <span>
+
+#include "modicum/plan/plan.h"
+#include "modicum/stream/coverage.h"
+#include "modicum/stream/sink.h"
+#include "modicum/stream/stream.h"
+
+namespace modicum {
+
+// One worker's. `slot` is its staging: where the sink takes only copies, what is cast goes through
+// the part of it behind the tile that was read.
+class Writer {
+ public:
+  Writer(const Plan& plan, Sink& sink, Coverage& coverage, const LoadOptions& options,
+         std::span<std::byte> slot) noexcept;
+
+  // `from` is where element `transfer.runs.first` of the source stands.
+  void put(const Transfer& transfer, const std::byte* from);
+  // A transfer that needs no reading: zero, init, caller.
+  void make(const Transfer& transfer);
+  // The bytes were read straight into the sink's host memory.
+  void placed(const Transfer& transfer) noexcept { done(transfer); }
+  // Where a direct read of `transfer` goes.
+  std::span<std::byte> place_of(const Transfer& transfer) noexcept;
+
+  uint64_t bytes_loaded() const noexcept { return bytes_loaded_; }
+
+ private:
+  void put_into_host(const Transfer& transfer, const std::byte* from,
+                     std::span<std::byte> host) noexcept;
+  void put_by_copies(const Transfer& transfer, const std::byte* from);
+  void done(const Transfer& transfer) noexcept;
+
+  const Plan& plan_;
+  Sink& sink_;
+  Coverage& coverage_;
+  const LoadOptions& options_;
+  const std::span<std::byte> cast_room_;
+  uint64_t bytes_loaded_ = 0;
+};
+
+}  // namespace modicum
