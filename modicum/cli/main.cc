@@ -1,1 +1,62 @@
-int main() { return 0; }
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <exception>
+#include <new>
+
+#include "modicum/cli/verbs.h"
+
+namespace modicum {
+namespace {
+
+int print_help() {
+  std::string text = "modicum: model state of sharded training in a modicum of memory\n\n";
+  for (const Verb& verb : verbs()) text += fmt::format("{:<9}{}\n", verb.name, verb.help);
+  text += "\nmodicum VERB --help lists the flags of a verb.\n";
+  std::fputs(text.c_str(), stdout);
+  return 0;
+}
+
+int run_verb(const std::string& name, const Args& args) {
+  if (name == "--help" || name == "-h" || name == "help") return print_help();
+  if (name == "--version") {
+    std::puts("modicum " MODICUM_VERSION);
+    return 0;
+  }
+  std::vector<std::string> names;
+  for (const Verb& verb : verbs()) {
+    if (verb.name == name) return verb.run(args);
+    names.emplace_back(verb.name);
+  }
+  const std::string near = nearest_name(name, names);
+  fail(Category::usage, fmt::format("unknown verb '{}'{}", printable(name),
+                                    near.empty() ? "; see modicum --help"
+                                                 : fmt::format("; nearest is '{}'", near)));
+}
+
+// One line on stderr, and with --json the same as an object on stdout.
+int explain(const Error& error, const Args& args) {
+  bool json = false;
+  for (const std::string& arg : args) json = json || arg == "--json";
+  if (json) fmt::print("{}\n", error_json(error));
+  fmt::print(stderr, "modicum: {}\n", error.what());
+  return exit_code(error.category());
+}
+
+int run(const Args& args) {
+  try {
+    if (args.empty()) fail(Category::usage, "no verb given; see modicum --help");
+    return run_verb(args[0], {args.begin() + 1, args.end()});
+  } catch (const Error& error) {
+    return explain(error, args);
+  } catch (const std::bad_alloc&) {
+    return explain(Error(Category::no_memory, "out of memory"), args);
+  } catch (const std::exception& error) {
+    return explain(Error(Category::internal, error.what()), args);
+  }
+}
+
+}  // namespace
+}  // namespace modicum
+
+int main(int argc, char** argv) { return modicum::run({argv + 1, argv + argc}); }

@@ -30,6 +30,12 @@ uint64_t name_hash(std::string_view name) noexcept;
 void synth_fill(uint64_t tensor_hash, DType dtype, int64_t first, int64_t n,
                 std::byte* to) noexcept;
 
+// The rules of a recipe's `init`, in its order. `normal` draws from N(0, std^2) by a hash of (seed,
+// index), so the bits don't depend on how a tensor is cut. dtype: fp32, bf16 or fp16.
+enum class InitKind : uint8_t { zeros, ones, normal };
+void init_fill(InitKind kind, double std, uint64_t seed, DType dtype, int64_t first, int64_t n,
+               std::byte* to) noexcept;
+
 // Sum over the elements of mix(seed, index, bits), modulo 2^64: the part of a layout-free digest
 // that a contiguous run contributes. Adding the parts of any cut gives the same sum. Element i has
 // index first + i; `element_bytes` is 1, 2, 4 or 8.

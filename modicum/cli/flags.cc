@@ -1,0 +1,173 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "modicum/cli/verbs.h"
+#include "modicum/probe/probe.h"
+
+namespace modicum {
+namespace {
+
+constexpr std::array<Verb, 4> kVerbs = {{
+    {"inspect", "what is in a checkpoint: tensors, dtypes, files, oddities", run_inspect},
+    {"synth", "write a true-shape checkpoint whose every element is known", run_synth},
+    {"plan", "who reads what, and what each rank and node will hold", run_plan},
+    {"load", "load into real rank processes and prove what was promised", run_load},
+}};
+
+constexpr uint64_t kDefaultStagingBytes = 8 * kMiB;
+
+}  // namespace
+
+std::span<const Verb> verbs() noexcept { return kVerbs; }
+
+void add_common_flags(CLI::App& app, CommonFlags& flags) {
+  app.add_flag("--json", flags.json, "one JSON document on stdout");
+  app.add_flag("-q,--quiet", flags.quiet, "print nothing but errors");
+  app.add_flag("-v,--verbose", flags.verbose, "print more");
+  app.add_option("--threads", flags.threads, "threads (of load: per rank); default: usable CPUs")
+      ->check(CLI::Range(1, 1024));
+  app.add_option("--budget", flags.budget,
+                 "host memory per node: SIZE, auto (what the cgroup and the node leave) or none");
+  app.add_option("--progress", flags.progress, "auto, plain or none; on stderr")
+      ->check(CLI::IsMember({"auto", "plain", "none"}));
+}
+
+void add_run_flags(CLI::App& app, RunFlags& flags) {
+  app.add_option("DIR", flags.directory,
+                 "a directory, a file, or ORG/NAME in the local Hugging Face cache")
+      ->required();
+  app.add_option("--ranks", flags.ranks, "rank processes")->check(CLI::Range(1, 65536));
+  app.add_option("--ranks-per-node", flags.ranks_per_node, "default: all on one node")
+      ->check(CLI::Range(1, 65536));
+  app.add_option("--strategy", flags.strategy, "own-shard, rank0-broadcast or full-per-rank");
+  app.add_option("--layout", flags.layout, "fsdp2 or none (every rank holds everything)");
+  app.add_option("--shard-dim", flags.shard_dim, "the tensor dim that fsdp2 cuts")
+      ->check(CLI::Range(0, 63));
+  app.add_option("--dtype", flags.dtype, "float32, bfloat16 or float16; default: as stored");
+  app.add_option("--keep-fp32", flags.keep_fp32, "names (a regular expression) loaded as float32");
+  app.add_option("--recipe", flags.recipe, "recipe.json; default: every tensor as it is");
+  app.add_option("--destination", flags.destination, "cpu, or discard (digest and drop)");
+  app.add_option("--staging", flags.staging, "per rank, committed whole; default 8 MiB");
+  app.add_option("--baseline", flags.baseline,
+                 "what a rank process holds before Modicum; default 2 MiB");
+}
+
+std::optional<int> parse(CLI::App& app, const Args& args) {
+  app.allow_extras();  // unknown flags are refused below, with the nearest name
+  app.set_help_flag("-h,--help", "this list");
+  try {
+    app.parse(std::vector<std::string>(args.rbegin(), args.rend()));
+  } catch (const CLI::CallForHelp&) {
+    fmt::print("{}", app.help());
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    // Something unknown is the likelier mistake than what is missing because of it.
+    if (app.remaining().empty()) fail(Category::usage, error.what());
+  }
+  if (app.remaining().empty()) return std::nullopt;
+  const std::string& unknown = app.remaining().front();
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+  }
+  const std::string flag = unknown.substr(0, unknown.find('='));
+  const std::string near = nearest_name(flag, names);
+  fail(Category::usage, fmt::format("unexpected '{}'{}", printable(unknown),
+                                    near.empty() ? "" : fmt::format("; nearest is '{}'", near)));
+}
+
+int nodes_of(const RunFlags& flags) noexcept {
+  return flags.ranks_per_node == 0
+             ? 1
+             : static_cast<int>(ceil_div(flags.ranks, flags.ranks_per_node));
+}
+
+std::optional<Budget> budget_of(const std::string& flag, int nodes) {
+  if (flag == "none") return std::nullopt;
+  if (flag != "auto") return Budget{parse_size(flag), "flag"};
+  const MemoryLimit tightest = memory_limits().front();
+  return Budget{tightest.available_bytes / static_cast<uint64_t>(nodes), tightest.source};
+}
+
+void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes) {
+  const auto budget = budget_of(flags.budget.empty() ? "auto" : flags.budget, 1);
+  if (!budget) return;
+  Promise promise;
+  promise.node_of_rank = {0};
+  promise.launcher_bytes = kLauncherBytes;
+  promise.phases = {{"run", {Footprint{}}}};
+  promise.phases[0].of_rank[0][purpose] = bytes;
+  require_fits(promise, *budget);
+}
+
+CheckpointFacts facts_of(const Checkpoint& checkpoint) {
+  return {checkpoint.manifest.data_bytes(), checkpoint.manifest.tensors.size(),
+          checkpoint.manifest.files.size()};
+}
+
+namespace {
+
+Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& checkpoint) {
+  Recipe recipe;
+  if (flags.recipe.empty()) {
+    std::vector<std::pair<std::string, std::string>> ties;
+    if (checkpoint.config.tie_word_embeddings) ties = word_embedding_ties(checkpoint.manifest);
+    recipe = identity_recipe(checkpoint.manifest, ties);
+  } else {
+    const auto file = files.open(flags.recipe);
+    std::string text(file->identity().size_bytes, '\0');
+    file->read(std::as_writable_bytes(std::span(text)), 0);
+    recipe = parse_recipe(text, checkpoint.manifest);
+  }
+  std::optional<DType> dtype;
+  if (!flags.dtype.empty()) {
+    dtype = dtype_from_torch_name(flags.dtype);
+    if (!dtype || !is_castable(*dtype)) {
+      fail(Category::usage, fmt::format("--dtype '{}' is not float32, bfloat16 or float16",
+                                        printable(flags.dtype)));
+    }
+  }
+  set_dtype(recipe, dtype, flags.keep_fp32);
+  return recipe;
+}
+
+Layout layout_of(const RunFlags& flags) {
+  if (flags.layout == "none") return whole_layout(flags.ranks);
+  if (flags.layout == "fsdp2") return fsdp2_layout(flags.ranks, flags.shard_dim);
+  const std::string near = nearest_name(flags.layout, {"fsdp2", "none"});
+  fail(Category::usage, fmt::format("unknown layout '{}'{}", printable(flags.layout),
+                                    near.empty() ? "" : fmt::format("; nearest is '{}'", near)));
+}
+
+}  // namespace
+
+Run open_run(FileSystem& files, const RunFlags& flags) {
+  Run run;
+  run.files = &files;
+  run.options.strategy = &strategy_named(flags.strategy);
+  run.options.ranks_per_node = flags.ranks_per_node;
+  if (flags.destination != "cpu" && flags.destination != "discard") {
+    fail(Category::usage,
+         fmt::format("unknown destination '{}'; cpu or discard", printable(flags.destination)));
+  }
+  run.options.destination =
+      flags.destination == "cpu" ? Destination::cpu : Destination::discard;
+  run.staging_given = !flags.staging.empty();
+  run.options.staging_bytes = run.staging_given ? parse_size(flags.staging) : kDefaultStagingBytes;
+  if (!flags.baseline.empty()) run.options.baseline_bytes = parse_size(flags.baseline);
+  run.layout = layout_of(flags);
+  run.checkpoint = open_checkpoint(files, flags.directory);
+  run.recipe = recipe_of(files, flags, run.checkpoint);
+  return run;
+}
+
+Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budget>& budget) {
+  PlanOptions options = run.options;
+  options.strategy = &strategy;
+  Plan plan = make_plan(run.checkpoint.manifest, run.recipe, run.layout, options);
+  if (budget && !run.staging_given) return shrunk_to_fit(std::move(plan), *budget);
+  return plan;
+}
+
+}  // namespace modicum

@@ -1,0 +1,43 @@
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cstdio>
+
+#include "modicum/cli/verbs.h"
+
+namespace modicum {
+namespace {
+
+constexpr int64_t kPlainEveryNs = 5 * kNsPerSecond;
+constexpr int64_t kRewrittenEveryNs = 200 * kNsPerMs;
+
+}  // namespace
+
+Progress::Progress(const CommonFlags& flags, uint64_t total_bytes, Clock& clock)
+    : total_bytes_(total_bytes), clock_(clock), begin_ns_(clock.now_ns()) {
+  if (flags.progress == "plain") mode_ = Mode::plain;
+  if (flags.progress == "auto" && !flags.quiet && isatty(STDERR_FILENO) != 0) {
+    mode_ = Mode::rewritten;
+  }
+}
+
+Progress::~Progress() {
+  if (mode_ == Mode::rewritten && shown_) std::fputs("\r\x1b[K", stderr);
+}
+
+void Progress::show(uint64_t bytes) {
+  const int64_t now = clock_.now_ns();
+  if (mode_ == Mode::none || now < next_ns_) return;
+  next_ns_ = now + (mode_ == Mode::plain ? kPlainEveryNs : kRewrittenEveryNs);
+  const double elapsed_s = static_cast<double>(now - begin_ns_) / kNsPerSecond;
+  const double rate = elapsed_s > 0 ? static_cast<double>(bytes) / elapsed_s : 0;
+  const uint64_t left = total_bytes_ > bytes ? total_bytes_ - bytes : 0;
+  const std::string eta =
+      rate > 0 ? fmt::format("{:.0f} s left", static_cast<double>(left) / rate) : "";
+  fmt::print(stderr, "{}{} of {}, {}/s, {}{}", mode_ == Mode::rewritten ? "\r\x1b[K" : "",
+             format_size(bytes), format_size(total_bytes_),
+             format_size(static_cast<uint64_t>(rate)), eta, mode_ == Mode::plain ? "\n" : "");
+  shown_ = true;
+}
+
+}  // namespace modicum

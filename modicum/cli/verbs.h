@@ -1,0 +1,100 @@
+// The verbs of the command line, and what they share.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "modicum/checkpoint/checkpoint.h"
+#include "modicum/plan/plan.h"
+#include "modicum/report/report.h"
+
+namespace modicum {
+
+using Args = std::vector<std::string>;
+
+struct Verb {
+  std::string_view name;
+  std::string_view help;
+  int (*run)(const Args& args);  // what stands behind the verb; the exit code. Throws Error.
+};
+std::span<const Verb> verbs() noexcept;
+
+int run_inspect(const Args& args);
+int run_synth(const Args& args);
+int run_plan(const Args& args);
+int run_load(const Args& args);
+
+// What every verb takes.
+struct CommonFlags {
+  bool json = false;
+  bool quiet = false;
+  bool verbose = false;
+  int threads = 0;  // 0: the usable CPUs (of `load`, divided by the ranks)
+  std::string budget;
+  std::string progress = "auto";
+};
+void add_common_flags(CLI::App& app, CommonFlags& flags);
+
+// What says which run is meant: `plan` promises exactly the run that `load` makes of the same flags.
+struct RunFlags {
+  std::string directory;
+  int ranks = 1;
+  int ranks_per_node = 0;
+  std::string strategy = "own-shard";
+  std::string layout = "fsdp2";
+  int shard_dim = 0;
+  std::string dtype;
+  std::string keep_fp32;
+  std::string recipe;
+  std::string destination = "cpu";
+  std::string staging;
+  std::string baseline;
+};
+void add_run_flags(CLI::App& app, RunFlags& flags);
+
+// Parses; prints help and returns 0, or nothing to go on. USAGE, with the nearest name, on an
+// unknown flag.
+std::optional<int> parse(CLI::App& app, const Args& args);
+
+// The run that the flags mean, up to its plan.
+struct Run {
+  FileSystem* files = nullptr;
+  Checkpoint checkpoint;
+  Recipe recipe;
+  Layout layout;
+  PlanOptions options;
+  bool staging_given = false;
+};
+Run open_run(FileSystem& files, const RunFlags& flags);
+// A plan of `run` by `strategy`; with a budget, its default staging shrunk as far as that needs.
+Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budget>& budget);
+CheckpointFacts facts_of(const Checkpoint& checkpoint);
+
+// "SIZE", "auto" or "none" (nothing). `nodes` share this machine: `auto` is divided among them.
+std::optional<Budget> budget_of(const std::string& flag, int nodes);
+int nodes_of(const RunFlags& flags) noexcept;
+// For verbs that hold little: BUDGET where `bytes` for `purpose` and the process itself don't fit.
+void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes);
+
+// `auto` is a line rewritten where stderr is a terminal, and nothing else.
+class Progress {
+ public:
+  Progress(const CommonFlags& flags, uint64_t total_bytes, Clock& clock);
+  ~Progress();
+  void show(uint64_t bytes);
+
+ private:
+  enum class Mode { none, plain, rewritten };
+  Mode mode_ = Mode::none;
+  const uint64_t total_bytes_;
+  Clock& clock_;
+  const int64_t begin_ns_;
+  int64_t next_ns_ = 0;
+  bool shown_ = false;
+};
+
+}  // namespace modicum
