@@ -10,14 +10,18 @@
 
 namespace modicum {
 
-// Casts `n` elements between fp32, bf16 and fp16: round to nearest, ties to even; NaNs stay NaNs
-// (torch's bits: quiet, 0x7fc0 for bf16); values too large become infinities; denormals are kept.
+// Casts `n` elements between fp32, bf16 and fp16: round to nearest, ties to even; values too large
+// become infinities; denormals are kept; the caller's flush-to-zero modes do not matter.
 // fp16 <-> bf16 goes through fp32. Same dtype copies. Any other pair is a programmer's error that
 // the plan has refused.
+//
+// NaNs stay NaNs. Every NaN becomes 0x7fc0 in bf16 (torch 2.13's scalar code; its AVX2 code gives
+// 0xffff, so torch has no one answer). fp32 <-> fp16 keeps the sign and the payload's upper bits
+// and makes it quiet, bf16 -> fp32 keeps all bits: both as torch's vector code.
 void cast(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype,
           int64_t n) noexcept;
 
-// As `cast`, element i to `to` + i * to_step elements.
+// As `cast`, element i to `to` + i * to_step elements. Whole bytes per element only.
 void cast_strided(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, int64_t n,
                   int64_t to_step) noexcept;
 
@@ -25,8 +29,11 @@ void cast_strided(const std::byte* from, DType from_dtype, std::byte* to, DType 
 uint64_t name_hash(std::string_view name) noexcept;
 
 // The synthesised value of element `index` of the tensor whose name hashes to `tensor_hash`: a
-// counter-based hash, finite in every dtype. Writes elements first .. first+n-1. Types below a
-// byte: `first` and `n` even (four elements for 6 bits).
+// counter-based hash, finite in every dtype, the same however a tensor is cut into calls. Floats of
+// 16 bits and more have magnitudes of 2^-16 to 1, any sign and any mantissa (some fp16 are
+// denormal, and bf16 is the upper half of fp32); F8 is any code but NaN and infinity; BOOL is 0 or
+// 1; the rest is any bits. Files depend on this: it never changes. Writes elements first ..
+// first+n-1. Types below a byte: `first` and `n` even (multiples of four for 6 bits).
 void synth_fill(uint64_t tensor_hash, DType dtype, int64_t first, int64_t n,
                 std::byte* to) noexcept;
 
