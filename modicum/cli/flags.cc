@@ -78,9 +78,8 @@ std::optional<int> parse(CLI::App& app, const Args& args) {
 }
 
 int nodes_of(const RunFlags& flags) noexcept {
-  return flags.ranks_per_node == 0
-             ? 1
-             : static_cast<int>(ceil_div(flags.ranks, flags.ranks_per_node));
+  return flags.ranks_per_node == 0 ? 1
+                                   : static_cast<int>(ceil_div(flags.ranks, flags.ranks_per_node));
 }
 
 std::optional<Budget> budget_of(const std::string& flag, int nodes) {
@@ -124,8 +123,8 @@ Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& che
   if (!flags.dtype.empty()) {
     dtype = dtype_from_torch_name(flags.dtype);
     if (!dtype || !is_castable(*dtype)) {
-      fail(Category::usage, fmt::format("--dtype '{}' is not float32, bfloat16 or float16",
-                                        printable(flags.dtype)));
+      fail(Category::usage,
+           fmt::format("--dtype '{}' is not float32, bfloat16 or float16", printable(flags.dtype)));
     }
   }
   set_dtype(recipe, dtype, flags.keep_fp32);
@@ -151,8 +150,7 @@ Run open_run(FileSystem& files, const RunFlags& flags) {
     fail(Category::usage,
          fmt::format("unknown destination '{}'; cpu or discard", printable(flags.destination)));
   }
-  run.options.destination =
-      flags.destination == "cpu" ? Destination::cpu : Destination::discard;
+  run.options.destination = flags.destination == "cpu" ? Destination::cpu : Destination::discard;
   run.staging_given = !flags.staging.empty();
   run.options.staging_bytes = run.staging_given ? parse_size(flags.staging) : kDefaultStagingBytes;
   if (!flags.baseline.empty()) run.options.baseline_bytes = parse_size(flags.baseline);

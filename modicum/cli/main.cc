@@ -29,9 +29,9 @@ int run_verb(const std::string& name, const Args& args) {
     names.emplace_back(verb.name);
   }
   const std::string near = nearest_name(name, names);
-  fail(Category::usage, fmt::format("unknown verb '{}'{}", printable(name),
-                                    near.empty() ? "; see modicum --help"
-                                                 : fmt::format("; nearest is '{}'", near)));
+  fail(Category::usage,
+       fmt::format("unknown verb '{}'{}", printable(name),
+                   near.empty() ? "; see modicum --help" : fmt::format("; nearest is '{}'", near)));
 }
 
 // One line on stderr, and with --json the same as an object on stdout.

@@ -39,7 +39,8 @@ struct CommonFlags {
 };
 void add_common_flags(CLI::App& app, CommonFlags& flags);
 
-// What says which run is meant: `plan` promises exactly the run that `load` makes of the same flags.
+// What says which run is meant: `plan` promises exactly the run that `load` makes of the same
+// flags.
 struct RunFlags {
   std::string directory;
   int ranks = 1;

@@ -249,7 +249,8 @@ std::string error_json(const Error& error) {
   if (facts.culprit_pid) out.member("culprit_pid", *facts.culprit_pid);
   if (facts.shortfall_bytes) {  // over budget: the figures are integers
     out.member("shortfall_bytes", *facts.shortfall_bytes);
-    out.member("expected", std::stoull(facts.expected)).member("got", std::stoull(facts.got));
+    const auto integer = [](const std::string& digits) { return uint64_t{std::stoull(digits)}; };
+    out.member("expected", integer(facts.expected)).member("got", integer(facts.got));
     out.key("owners").begin_array();
     for (const Owner& owner : facts.owners) {
       out.begin_object().member("purpose", owner.purpose).member("bytes", owner.bytes).end_object();

@@ -1,0 +1,209 @@
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "modicum/cli/verbs.h"
+#include "modicum/memory/memory.h"
+#include "modicum/probe/probe.h"
+#include "modicum/ranks/ranks.h"
+#include "modicum/stream/stream.h"
+#include "modicum/synth/synth.h"
+
+namespace modicum {
+namespace {
+
+struct LoadFlags {
+  CommonFlags common;
+  RunFlags run;
+  std::string check;
+  bool digest = false;
+  std::string dump;
+};
+
+// The stored elements by other means than a load: a synthesised checkpoint's hash, or another read.
+class Expectation {
+ public:
+  explicit Expectation(const Checkpoint& checkpoint)
+      : checkpoint_(checkpoint), mark_(synth_mark(checkpoint.metadata)) {}
+
+  void operator()(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into) {
+    const Stored& tensor = checkpoint_.manifest.tensors[stored];
+    if (mark_) {
+      synth_expected(*mark_, tensor.spec, first, n, into.data());
+      return;
+    }
+    if (!file_ || file_index_ != tensor.at.file) {
+      file_ = open_data_file(checkpoint_, tensor.at.file);
+      file_index_ = tensor.at.file;
+    }
+    file_->read(into, extent_of(tensor, first, n).begin);
+  }
+
+ private:
+  const Checkpoint& checkpoint_;
+  const std::optional<SynthMark> mark_;
+  std::unique_ptr<File> file_;
+  uint32_t file_index_ = 0;
+};
+
+// What the rank processes run, made before they are forked.
+struct RankRun {
+  const LoadFlags& flags;
+  const Run& run;
+  const Plan& plan;
+  Clock& clock;
+  SharedBoard& board;
+  SharedRing* ring;
+  int threads;
+};
+
+void check_and_dump(const RankRun& of, int rank, HostSink& sink, RankOutcome& outcome) {
+  if (!of.flags.check.empty()) {
+    const int64_t begin = of.clock.now_ns();
+    check_values(of.plan, rank, sink, Expectation(of.run.checkpoint));
+    outcome.check_ns = of.clock.now_ns() - begin;
+  }
+  if (of.flags.digest) outcome.digest = digest_of_rank(of.plan, rank, sink);
+  if (!of.flags.dump.empty()) {
+    dump_rank(of.plan, rank, sink, *of.run.files,
+              join_path(of.flags.dump, fmt::format("rank-{:05d}.safetensors", rank)));
+  }
+}
+
+// One rank's life.
+void be_rank(const RankRun& of, int rank) {
+  RankOutcome outcome{.rank = rank, .pid = static_cast<int32_t>(getpid())};
+  reset_peak_rss();
+  outcome.baseline_bytes = read_process_memory().held();
+  Ledger ledger(of.plan.promise.phases[1].of_rank[static_cast<size_t>(rank)].ledger_total());
+  std::unique_ptr<RingExchange> exchange;
+  if (of.ring != nullptr) exchange = std::make_unique<RingExchange>(*of.ring, of.board, rank);
+  std::unique_ptr<HostSink> host;
+  std::unique_ptr<DigestSink> discard;
+  if (of.run.options.destination == Destination::cpu) {
+    host = std::make_unique<HostSink>(of.plan, rank, ledger, of.threads);
+    if (!of.flags.check.empty()) host->poison();
+  } else {
+    discard = std::make_unique<DigestSink>(of.plan, rank);
+  }
+  Sink& sink = host ? static_cast<Sink&>(*host) : *discard;
+  const LoadOutcome loaded = load(of.run.checkpoint, of.plan, {rank, &of.board, exchange.get()},
+                                  sink, ledger, {.threads = of.threads});
+  outcome.loaded_ns = of.clock.now_ns();
+  of.board.barrier(rank);  // all hold their shards until the last has finished
+  outcome.kernel_peak_bytes = read_process_memory().peak_held();
+  outcome.ledger_peak_bytes = ledger.peak_bytes();
+  outcome.bytes_loaded = loaded.bytes_loaded;
+  outcome.storage_read_bytes = loaded.storage_read_bytes;
+  outcome.exchanged_bytes = loaded.exchanged_bytes;
+  outcome.page_cache_peak_bytes = loaded.page_cache_peak_bytes;
+  of.board.barrier(rank);  // and until all have looked at what they share
+  if (host) check_and_dump(of, rank, *host, outcome);
+  if (discard) outcome.digest = discard->digest();
+  of.board.post(rank, std::as_bytes(std::span(&outcome, 1)));
+  of.board.barrier(rank);
+}
+
+SuperviseOptions watching(const LoadFlags& flags, SharedBoard& board, Progress& progress) {
+  SuperviseOptions options;
+  options.tick = [&board, &progress, ranks = flags.run.ranks] {
+    uint64_t bytes = 0;
+    for (int rank = 0; rank < ranks; ++rank) bytes += board.progress(rank);
+    progress.show(bytes);
+  };
+  options.out_of_memory = [before = oom_kill_count()] {
+    if (oom_kill_count() == before) return std::string();
+    const MemoryLimit tightest = memory_limits().front();
+    return fmt::format("{} allows {}", tightest.source, format_size(tightest.limit_bytes));
+  };
+  return options;
+}
+
+void refuse_contradictions(const LoadFlags& flags) {
+  if (!flags.check.empty() && flags.check != "values") {
+    fail(Category::usage, fmt::format("unknown check '{}'; values", printable(flags.check)));
+  }
+  if (flags.run.destination == "discard" && (!flags.check.empty() || !flags.dump.empty())) {
+    fail(Category::usage, "--check and --dump need what --destination discard drops");
+  }
+}
+
+LoadReport report_of(const RankRun& of, const std::optional<Budget>& budget, int64_t begin_ns,
+                     uint64_t launcher_bytes) {
+  LoadReport report{.checkpoint = facts_of(of.run.checkpoint),
+                    .strategy = of.plan.strategy().name,
+                    .promise = of.plan.promise,
+                    .launcher_bytes = launcher_bytes,
+                    .checked = !of.flags.check.empty(),
+                    .budget = budget};
+  int64_t end_ns = begin_ns;
+  int64_t check_ns = 0;
+  uint64_t digest = 0;
+  for (int rank = 0; rank < of.plan.ranks(); ++rank) {
+    RankOutcome outcome;
+    const auto posted = of.board.posted(rank);
+    MODICUM_ASSERT(posted.size() == sizeof outcome);
+    std::memcpy(&outcome, posted.data(), sizeof outcome);
+    end_ns = std::max(end_ns, outcome.loaded_ns);
+    check_ns = std::max(check_ns, outcome.check_ns);
+    digest += outcome.digest;
+    report.ranks.push_back(outcome);
+  }
+  report.elapsed_s = static_cast<double>(end_ns - begin_ns) / kNsPerSecond;
+  report.check_s = static_cast<double>(check_ns) / kNsPerSecond;
+  if (of.flags.digest) report.digest = digest;
+  return report;
+}
+
+LoadReport load_with_ranks(const LoadFlags& flags, FileSystem& files, SteadyClock& clock) {
+  const Run run = open_run(files, flags.run);
+  const auto budget =
+      budget_of(flags.common.budget.empty() ? "auto" : flags.common.budget, nodes_of(flags.run));
+  const Plan plan = plan_run(run, *run.options.strategy, budget);
+  if (budget) require_fits(plan.promise, *budget);
+  if (!flags.dump.empty()) files.make_directory(flags.dump);
+
+  SharedBoard board(plan.ranks(), clock);
+  std::unique_ptr<SharedRing> ring;
+  if (plan.staging.ring_part_bytes > 0) {
+    ring = std::make_unique<SharedRing>(plan.ranks(), plan.staging.ring_part_bytes);
+  }
+  const int threads =
+      flags.common.threads > 0 ? flags.common.threads : std::max(1, usable_cpus() / plan.ranks());
+  const RankRun of{flags, run, plan, clock, board, ring.get(), threads};
+  Progress progress(flags.common, traffic(plan).storage_read_bytes, clock);
+  const int64_t begin_ns = clock.now_ns();
+  run_ranks(
+      board, clock, [&of](int rank) { be_rank(of, rank); }, watching(flags, board, progress));
+  return report_of(of, budget, begin_ns, read_process_memory().held());
+}
+
+}  // namespace
+
+int run_load(const Args& args) {
+  CLI::App app("load into real rank processes; prints what was promised beside what happened",
+               "modicum load");
+  LoadFlags flags;
+  add_common_flags(app, flags.common);
+  add_run_flags(app, flags.run);
+  app.add_option("--check", flags.check,
+                 "values: poison the destination first, then compare every value");
+  app.add_flag("--digest", flags.digest, "one number over names, dtypes, shapes and values");
+  app.add_option("--dump", flags.dump, "a new directory: each rank writes its shards there");
+  if (const auto done = parse(app, args)) return *done;
+  refuse_contradictions(flags);
+  PosixFileSystem files;
+  SteadyClock clock;
+  const LoadReport report = load_with_ranks(flags, files, clock);
+  if (flags.common.json) {
+    fmt::print("{}\n", load_json(report));
+  } else if (!flags.common.quiet) {
+    fmt::print("{}", load_text(report));
+  }
+  return 0;
+}
+
+}  // namespace modicum
