@@ -221,12 +221,12 @@ void RecipeBuilder::unused(std::string_view name) {
 
 void RecipeBuilder::resolve_aliases() {
   if (aliases_.empty()) return;
+  recipe_.targets.reserve(recipe_.targets.size() + aliases_.size());  // `made` views their names
   std::vector<std::pair<std::string_view, uint32_t>> made;
   for (size_t i = 0; i < recipe_.targets.size(); ++i) {
     made.emplace_back(recipe_.targets[i].spec.fqn, static_cast<uint32_t>(i));
   }
   std::sort(made.begin(), made.end());
-  recipe_.targets.reserve(recipe_.targets.size() + aliases_.size());  // `made` views their names
   for (auto& [fqn, of] : aliases_) {
     const auto* found = find_name(made, of);
     if (found == nullptr) {

@@ -1,0 +1,278 @@
+#include "modicum/recipe/recipe.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <random>
+
+namespace modicum {
+namespace {
+
+Manifest manifest_of(std::vector<std::pair<std::string, std::vector<int64_t>>> tensors,
+                     DType dtype = DType::f32) {
+  Manifest manifest;
+  manifest.files.push_back({"model.safetensors", {}, 8});
+  uint64_t end = 8;
+  for (auto& [name, shape] : tensors) {
+    const uint64_t bytes = bytes_of(dtype, numel_of(shape));
+    manifest.tensors.push_back({{name, Role::param, dtype, shape}, {0, end, end + bytes}});
+    end += bytes;
+  }
+  return manifest;
+}
+
+Category category_of(const std::function<void()>& act, std::string* tensor = nullptr) {
+  try {
+    act();
+  } catch (const Error& error) {
+    if (tensor != nullptr) *tensor = error.facts().tensor;
+    return error.category();
+  }
+  return Category::count;
+}
+
+using Source = std::pair<uint32_t, int64_t>;  // stored tensor, element
+
+// What pull_back puts where, for a box over the node's shape.
+std::vector<Source> pulled(const Recipe& recipe, uint32_t node, const Box& box, int64_t room) {
+  std::vector<Source> out(static_cast<size_t>(room), {UINT32_MAX, -1});
+  pull_back(recipe, node, box, [&](const Node& leaf, const Box& part) {
+    for_each_runs(part, [&](const Runs& r) {
+      for (int64_t k = 0; k < r.runs; ++k) {
+        for (int64_t i = 0; i < r.run; ++i) {
+          Source& source = out.at(static_cast<size_t>(r.at + k * r.at_stride + i * r.at_step));
+          EXPECT_EQ(source.first, UINT32_MAX) << "an element is made twice";
+          source = {leaf.from, r.first + k * r.stride + i};
+        }
+      }
+    });
+  });
+  return out;
+}
+
+Source by_element(const Recipe& recipe, uint32_t node, int64_t element) {
+  const ElementSource source = element_source(recipe, node, element);
+  EXPECT_GE(source.count, 1);
+  return {source.leaf->from, source.first};
+}
+
+// A random box, with the steps of a row-major destination.
+Box random_box(const std::vector<int64_t>& shape, std::mt19937& random) {
+  Box box;
+  for (const int64_t size : shape) {
+    int64_t lo = std::uniform_int_distribution<int64_t>(0, size)(random);
+    int64_t hi = std::uniform_int_distribution<int64_t>(0, size)(random);
+    if (lo > hi) std::swap(lo, hi);
+    if (random() % 3 == 0) lo = 0, hi = size;
+    box.push({size, lo, hi, 0});
+  }
+  int64_t step = 1;
+  for (int d = box.rank - 1; d >= 0; --d) {
+    box.dims[static_cast<size_t>(d)].step = step;
+    step *= box.dims[static_cast<size_t>(d)].extent();
+  }
+  return box;
+}
+
+void expect_box_agrees(const Recipe& recipe, uint32_t node, const Box& box) {
+  const auto got = pulled(recipe, node, box, box.numel());
+  const std::vector<int64_t>& shape = recipe.nodes[node].shape;
+  for (int64_t local = 0; local < box.numel(); ++local) {
+    int64_t rest = local;
+    int64_t element = 0;
+    int64_t stride = 1;
+    for (size_t d = shape.size(); d-- > 0;) {
+      const BoxDim& dim = box.dims[d];
+      element += (dim.lo + rest % dim.extent()) * stride;
+      rest /= dim.extent();
+      stride *= shape[d];
+    }
+    ASSERT_EQ(got[static_cast<size_t>(local)], by_element(recipe, node, element));
+  }
+}
+
+// One random op on top of `in`.
+uint32_t random_op(RecipeBuilder& builder, const Recipe& shapes, uint32_t in, std::mt19937& random,
+                   const std::function<const std::vector<int64_t>&(uint32_t)>& shape_of) {
+  (void)shapes;
+  const std::vector<int64_t> shape = shape_of(in);
+  const auto rank = static_cast<int>(shape.size());
+  const int dim = rank == 0 ? 0 : static_cast<int>(random() % static_cast<unsigned>(rank));
+  const auto d = static_cast<size_t>(dim);
+  switch (random() % 6) {
+    case 0:
+      return builder.stack(static_cast<int>(random() % static_cast<unsigned>(rank + 1)), {in, in});
+    case 1: return builder.cat(dim, {in, in});
+    case 2: {
+      const auto start = static_cast<int64_t>(random() % static_cast<unsigned>(shape[d]));
+      const auto n = 1 + static_cast<int64_t>(random() % static_cast<unsigned>(shape[d] - start));
+      return builder.slice(dim, start, start + n, in);
+    }
+    case 3: {
+      std::vector<int64_t> dims(shape.size());
+      std::iota(dims.begin(), dims.end(), 0);
+      std::shuffle(dims.begin(), dims.end(), random);
+      return builder.permute(dims, in);
+    }
+    case 4: {
+      std::vector<int64_t> index(static_cast<size_t>(shape[d]));
+      for (int64_t& i : index) i = static_cast<int64_t>(random() % static_cast<unsigned>(shape[d]));
+      return builder.gather(dim, index, in);
+    }
+    default: {
+      const int64_t numel = numel_of(shape);
+      std::vector<int64_t> made;
+      int64_t left = numel;
+      while (left > 1) {
+        int64_t factor = 1 + static_cast<int64_t>(random() % static_cast<unsigned>(left));
+        while (left % factor != 0) ++factor;
+        made.push_back(factor);
+        left /= factor;
+        if (made.size() == 4) break;
+      }
+      made.push_back(left);
+      return builder.reshape(made, in);
+    }
+  }
+}
+
+// Catches: any op of pull_back that maps an element elsewhere than the op's meaning, element by
+// element, for random chains of ops and random boxes.
+TEST(Recipe, PullBackAgreesWithTheElementwiseReading) {
+  for (unsigned seed = 0; seed < 400; ++seed) {
+    std::mt19937 random(seed);
+    const Manifest manifest = manifest_of({{"a", {2, 3, 4}}, {"b", {6, 2}}, {"c", {5}}});
+    RecipeBuilder builder(manifest);
+    std::vector<std::vector<int64_t>> shapes;
+    Recipe probe;  // shapes are read from a finished copy of the same steps
+    std::vector<uint32_t> tops = {builder.stored("a"), builder.stored("b"), builder.stored("c")};
+    // The builder keeps its nodes to itself: rebuild after each step to learn the shape.
+    std::vector<unsigned> steps;
+    uint32_t top = tops[seed % 3];
+    std::vector<int64_t> shape = manifest.tensors[seed % 3].spec.shape;
+    const int depth = 1 + static_cast<int>(random() % 4);
+    for (int i = 0; i < depth && shape.size() < 6 && numel_of(shape) < 200; ++i) {
+      top = random_op(builder, probe, top, random,
+                      [&](uint32_t) -> const std::vector<int64_t>& { return shape; });
+      RecipeBuilder copy = builder;
+      copy.target("t", top);
+      for (const uint32_t other : tops) copy.target("u" + std::to_string(other), other);
+      probe = copy.finish();
+      shape = probe.nodes[top].shape;
+    }
+    if (numel_of(shape) == 0) continue;
+    for (int i = 0; i < 12; ++i) expect_box_agrees(probe, top, random_box(shape, random));
+    // A flat cut, as over a view of one dim.
+    Box flat;
+    const int64_t numel = numel_of(shape);
+    const int64_t lo = numel / 3;
+    flat.push({numel, lo, numel - numel / 4, 1});
+    const auto got = pulled(probe, top, flat, flat.numel());
+    for (int64_t i = 0; i < flat.numel(); ++i) {
+      ASSERT_EQ(got[static_cast<size_t>(i)], by_element(probe, top, lo + i)) << "seed " << seed;
+    }
+  }
+}
+
+// Experts' gate and up stacked and concatenated, by hand: element (e, row, col) of gate_up is
+// gate[e] for the first rows and up[e] for the others. Catches gate and up exchanged.
+TEST(Recipe, ExpertsStackAndConcatenate) {
+  const Manifest manifest = manifest_of(
+      {{"e.0.gate", {2, 3}}, {"e.0.up", {2, 3}}, {"e.1.gate", {2, 3}}, {"e.1.up", {2, 3}}});
+  RecipeBuilder builder(manifest);
+  const uint32_t gates = builder.stack(0, {builder.stored("e.0.gate"), builder.stored("e.1.gate")});
+  const uint32_t ups = builder.stack(0, {builder.stored("e.0.up"), builder.stored("e.1.up")});
+  const uint32_t both = builder.cat(1, {gates, ups});
+  builder.target("gate_up", both);
+  const Recipe recipe = builder.finish();
+  EXPECT_EQ(recipe.targets[0].spec.shape, (std::vector<int64_t>{2, 4, 3}));
+  const auto got = pulled(recipe, both, whole_box({2, 4, 3}), 24);
+  EXPECT_EQ(got[0], (Source{0, 0}));   // gate of expert 0
+  EXPECT_EQ(got[6], (Source{1, 0}));   // its up
+  EXPECT_EQ(got[12], (Source{2, 0}));  // gate of expert 1
+  EXPECT_EQ(got[23], (Source{3, 5}));  // the last element of its up
+  EXPECT_EQ(stored_under(recipe, both), (std::vector<uint32_t>{0, 1, 2, 3}));
+}
+
+TEST(Recipe, IdentityTiesAndUnusedNames) {
+  const Manifest manifest = manifest_of({{"model.embed_tokens.weight", {4, 2}}, {"norm", {2}}});
+  const Recipe recipe = identity_recipe(manifest, word_embedding_ties(manifest));
+  ASSERT_EQ(recipe.targets.size(), 3U);
+  EXPECT_EQ(recipe.targets[2].spec.fqn, "lm_head.weight");
+  EXPECT_TRUE(recipe.is_alias(2));
+  EXPECT_FALSE(recipe.is_alias(0));
+  EXPECT_EQ(recipe.targets[2].spec.shape, (std::vector<int64_t>{4, 2}));
+  // A head that is stored is no tie.
+  const Manifest untied =
+      manifest_of({{"lm_head.weight", {4}}, {"model.embed_tokens.weight", {4}}});
+  EXPECT_EQ(identity_recipe(untied, word_embedding_ties(untied)).targets.size(), 2U);
+}
+
+TEST(Recipe, TextFormReadsBackAsItWasWritten) {
+  const Manifest manifest = manifest_of({{"a", {2, 3}}, {"b", {2, 3}}, {"spare", {1}}});
+  const std::string text = R"({"targets": {
+    "cat": {"op":"cat","dim":0,"in":[{"op":"stored","name":"a"},{"op":"stored","name":"b"}]},
+    "rows": {"op":"gather","dim":0,"index":[1,0],"in":[{"op":"stored","name":"a"}]},
+    "turned": {"op":"permute","dims":[1,0],"in":[{"op":"slice","dim":0,"start":1,"stop":2,
+               "in":[{"op":"stored","name":"b"}]}]},
+    "flat": {"op":"reshape","shape":[6],"in":[{"op":"stored","name":"a"}],"dtype":"bfloat16"},
+    "fresh": {"op":"init","rule":"normal","std":0.02,"shape":[2,2],"dtype":"float32"},
+    "again": {"op":"alias","of":"cat"}}, "unused": ["spare"]})";
+  const Recipe recipe = parse_recipe(text, manifest);
+  EXPECT_EQ(recipe.targets.size(), 6U);
+  EXPECT_EQ(recipe.targets[3].spec.dtype, DType::bf16);
+  EXPECT_EQ(recipe.unused, (std::vector<uint32_t>{2}));
+  const std::string written = recipe_text(recipe, manifest);
+  EXPECT_EQ(recipe_text(parse_recipe(written, manifest), manifest), written);
+}
+
+TEST(Recipe, WhatDoesNotAddUpIsRefusedByName) {
+  const Manifest manifest = manifest_of({{"a", {2, 3}}, {"b", {2, 4}}});
+  const auto parse = [&](const std::string& targets, const std::string& unused = "[]") {
+    return [&manifest, targets, unused] {
+      parse_recipe(R"({"targets":{)" + targets + R"(},"unused":)" + unused + "}", manifest);
+    };
+  };
+  const std::string a = R"("a":{"op":"stored","name":"a"})";
+  std::string tensor;
+  EXPECT_EQ(category_of(parse(a), &tensor), Category::mismatch);  // b forgotten
+  EXPECT_EQ(tensor, "b");
+  EXPECT_EQ(category_of(parse(a, R"(["b"])")), Category::count);
+  EXPECT_EQ(category_of(parse(a, R"(["a","b"])"), &tensor), Category::mismatch);  // both
+  EXPECT_EQ(category_of(parse(a, R"(["b","c"])"), &tensor), Category::mismatch);
+  EXPECT_EQ(tensor, "c");
+  EXPECT_EQ(category_of(parse(R"("t":{"op":"stored","name":"aa"})"), &tensor), Category::mismatch);
+  EXPECT_EQ(tensor, "aa");
+  EXPECT_EQ(category_of(parse(R"("t":{"op":"cat","dim":0,"in":[{"op":"stored","name":"a"},
+                                 {"op":"stored","name":"b"}]})"),
+                        &tensor),
+            Category::mismatch);  // shapes do not meet
+  EXPECT_EQ(tensor, "t");
+  EXPECT_EQ(category_of(parse(R"("t":{"op":"rotate","in":[]})"), &tensor), Category::unsupported);
+  EXPECT_EQ(tensor, "t");
+  EXPECT_EQ(category_of(parse(a + R"(,"t":{"op":"alias","of":"nobody"})", R"(["b"])")),
+            Category::mismatch);
+  EXPECT_EQ(category_of([&] { parse_recipe("{\"targets\":{", manifest); }), Category::mismatch);
+  EXPECT_EQ(category_of([&] { parse_recipe("{}", manifest); }), Category::mismatch);
+}
+
+TEST(Recipe, DTypesAreSetWhereTheyCanBe) {
+  Manifest manifest = manifest_of({{"w", {2}}, {"norm.scale", {2}}, {"ids", {2}}}, DType::bf16);
+  manifest.tensors[2].spec.dtype = DType::i64;
+  Recipe recipe = identity_recipe(manifest);
+  set_dtype(recipe, DType::f16, "norm\\.");
+  EXPECT_EQ(recipe.targets[0].spec.dtype, DType::f16);
+  EXPECT_EQ(recipe.targets[1].spec.dtype, DType::f32);
+  EXPECT_EQ(recipe.targets[2].spec.dtype, DType::i64);
+  EXPECT_EQ(category_of([&] { set_dtype(recipe, std::nullopt, "("); }), Category::usage);
+}
+
+TEST(Recipe, ACastOfIntegersIsRefused) {
+  const Manifest manifest = manifest_of({{"ids", {2}}}, DType::i64);
+  RecipeBuilder builder(manifest);
+  const uint32_t ids = builder.stored("ids");
+  EXPECT_EQ(category_of([&] { builder.target("ids", ids, DType::f32); }), Category::unsupported);
+}
+
+}  // namespace
+}  // namespace modicum
