@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <utility>
 
 #include "modicum/base/base.h"
 #include "modicum/spec/spec.h"
@@ -64,15 +65,17 @@ class Mapping {
 class Buffer {
  public:
   Buffer() = default;
+  Buffer(Buffer&& other) noexcept = default;
+  Buffer& operator=(Buffer&& other) noexcept;
   std::span<std::byte> bytes() const noexcept { return mapping_.bytes(); }
   bool empty() const noexcept { return mapping_.bytes().empty(); }
 
  private:
   friend class Ledger;
   Buffer(Charge charge, Mapping mapping) noexcept
-      : mapping_(std::move(mapping)), charge_(std::move(charge)) {}
-  Mapping mapping_;
-  Charge charge_;  // dies first: members go in reverse order
+      : charge_(std::move(charge)), mapping_(std::move(mapping)) {}
+  Charge charge_;
+  Mapping mapping_;  // dies first, so that no page outlives its entry
 };
 
 class Ledger {
@@ -83,10 +86,12 @@ class Ledger {
   Ledger& operator=(const Ledger&) = delete;
 
   // Maps and commits `bytes` (rounded up to whole pages, which is what is charged) on `threads`
-  // threads. Over the limit: BUDGET, and nothing is mapped. The kernel refuses: NOMEM. Zero bytes
+  // threads. Over the limit: BUDGET (expected is the limit, got what would be held, owners what
+  // is), and nothing is mapped. The kernel refuses: NOMEM, and the ledger is as before. Zero bytes
   // give an empty Buffer.
   Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1);
-  // Commits a part of a shared mapping, whole pages, and charges it.
+  // Commits a part of a shared mapping, whole pages nobody has written to yet, and charges it. The
+  // pages live as long as the Mapping does.
   Charge charge_shared(Purpose purpose, std::span<std::byte> part);
   // Books memory that the caller owns; maps nothing.
   Charge adopt(Purpose purpose, uint64_t bytes);

@@ -29,7 +29,8 @@ struct ProcessMemory {
   uint64_t peak_held() const noexcept { return held() + (peak_rss > rss ? peak_rss - rss : 0); }
 };
 
-// Of process `pid`, 0 for the caller. IO where /proc doesn't say.
+// Of process `pid`, 0 for the caller. IO where /proc doesn't say (no such process, or one that has
+// ended). Where it doesn't say how much is shared, the `pss_` fields are what the `rss_` ones are.
 ProcessMemory read_process_memory(int pid = 0, const std::string& root = "");
 // Starts VmHWM of this process anew. False where the kernel doesn't allow it.
 bool reset_peak_rss();
@@ -41,11 +42,14 @@ struct MemoryLimit {
   uint64_t available_bytes = 0;  // what is left: limit - usage + page cache that can be reclaimed
 };
 
-// All that bind, tightest (least available) first; never empty on Linux. Levels without a limit are
-// left out.
+// All that bind, tightest (least available) first; never empty where /proc is mounted. Levels
+// without a limit, or that can't be read, are left out. For version 2, `limit_bytes` is the lower
+// of memory.max and memory.high.
 std::vector<MemoryLimit> memory_limits(const std::string& root = "");
 
-// How often the kernel has killed for lack of memory in this process's cgroup chain, so far.
+// How often the kernel has killed for lack of memory in this process's cgroup chain, so far: the
+// sum over its levels. One kill may be counted at several of them and the higher ones count their
+// other children's too, so only differences mean something, and only that there was a kill.
 uint64_t oom_kill_count(const std::string& root = "");
 
 }  // namespace modicum

@@ -1,0 +1,71 @@
+#include "modicum/base/workers.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <atomic>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "modicum/base/clock.h"
+#include "modicum/base/error.h"
+
+namespace modicum {
+namespace {
+
+TEST(RunWorkers, CallsEveryWorkerOnceOnItsOwnThread) {
+  std::array<std::thread::id, 5> threads;
+  run_workers(
+      5, [&](int worker) { threads[static_cast<size_t>(worker)] = std::this_thread::get_id(); });
+  const std::set<std::thread::id> distinct(threads.begin(), threads.end());
+  EXPECT_EQ(distinct.size(), 5U);
+  EXPECT_EQ(distinct.count(std::thread::id()), 0U);
+  EXPECT_EQ(threads[4], std::this_thread::get_id()) << "the last runs on the caller's";
+}
+
+TEST(RunWorkers, OneWorkerNeedsNoThread) {
+  std::thread::id thread;
+  run_workers(1, [&](int) { thread = std::this_thread::get_id(); });
+  EXPECT_EQ(thread, std::this_thread::get_id());
+}
+
+TEST(RunWorkers, AnyWorkersExceptionReachesTheCallerAfterAllHaveEnded) {
+  for (int bad = 0; bad < 3; ++bad) {
+    std::atomic<int> ended = 0;
+    try {
+      run_workers(3, [&](int worker) {
+        ++ended;
+        if (worker == bad) fail(Category::io, "worker " + std::to_string(worker));
+      });
+      ADD_FAILURE() << bad;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.what_happened(), "worker " + std::to_string(bad));
+      EXPECT_EQ(ended, 3);
+    }
+  }
+}
+
+TEST(RunWorkers, NoWorkersAreAProgrammersError) {
+  EXPECT_THROW(run_workers(0, [](int) {}), Error);
+}
+
+TEST(UsableCpus, IsAtLeastOne) { EXPECT_GE(usable_cpus(), 1); }
+
+TEST(Clock, TheFakeOneMovesOnlyWhenAsked) {
+  FakeClock clock;
+  EXPECT_EQ(clock.now_ns(), 0);
+  clock.sleep_ns(5);
+  clock.advance_ns(kNsPerSecond);
+  EXPECT_EQ(clock.now_ns(), kNsPerSecond + 5);
+}
+
+TEST(Clock, TheSteadyOneNeverGoesBack) {
+  SteadyClock clock;
+  const int64_t before = clock.now_ns();
+  clock.sleep_ns(kNsPerMs);
+  EXPECT_GE(clock.now_ns() - before, kNsPerMs);
+}
+
+}  // namespace
+}  // namespace modicum

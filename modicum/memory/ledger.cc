@@ -1,0 +1,112 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "modicum/memory/commit.h"
+#include "modicum/memory/memory.h"
+
+namespace modicum {
+namespace {
+
+std::vector<Owner> owners_of(const Footprint& held) {
+  std::vector<Owner> owners;
+  for (size_t i = 0; i < held.bytes.size(); ++i) {
+    if (held.bytes[i] == 0) continue;
+    owners.push_back({std::string(purpose_name(static_cast<Purpose>(i))), held.bytes[i]});
+  }
+  std::stable_sort(owners.begin(), owners.end(),
+                   [](const Owner& a, const Owner& b) { return a.bytes > b.bytes; });
+  return owners;
+}
+
+}  // namespace
+
+Charge::Charge(Charge&& other) noexcept
+    : ledger_(std::exchange(other.ledger_, nullptr)),
+      purpose_(other.purpose_),
+      bytes_(std::exchange(other.bytes_, 0)) {}
+
+Charge& Charge::operator=(Charge&& other) noexcept {
+  if (this == &other) return *this;
+  if (ledger_ != nullptr) ledger_->give_back(purpose_, bytes_);
+  ledger_ = std::exchange(other.ledger_, nullptr);
+  purpose_ = other.purpose_;
+  bytes_ = std::exchange(other.bytes_, 0);
+  return *this;
+}
+
+Charge::~Charge() {
+  if (ledger_ != nullptr) ledger_->give_back(purpose_, bytes_);
+}
+
+// Members move and die so that pages always go before the entry that stands for them: memory that
+// is still there must not look free.
+Buffer& Buffer::operator=(Buffer&& other) noexcept {
+  if (this == &other) return *this;
+  mapping_ = std::move(other.mapping_);
+  charge_ = std::move(other.charge_);
+  return *this;
+}
+
+// Booked before it is mapped: an allocation that is over the limit must not happen even shortly.
+// What was booked goes back with the Charge when the mapping fails.
+Buffer Ledger::charge(Purpose purpose, uint64_t bytes, int threads) {
+  MODICUM_ASSERT(threads >= 1);
+  if (bytes == 0) return {};
+  const std::optional<uint64_t> size = whole_pages(bytes);
+  Charge booked = book(purpose, size.value_or(bytes));
+  if (!size) fail_to_commit(ENOMEM, bytes);
+  Mapping mapping = Mapping::private_pages(*size);
+  commit_pages(mapping.bytes(), threads);
+  return {std::move(booked), std::move(mapping)};
+}
+
+Charge Ledger::charge_shared(Purpose purpose, std::span<std::byte> part) {
+  MODICUM_ASSERT(reinterpret_cast<uintptr_t>(part.data()) % kPageBytes == 0);
+  MODICUM_ASSERT(part.size() % kPageBytes == 0);
+  Charge booked = book(purpose, part.size());
+  commit_pages(part, 1);
+  return booked;
+}
+
+Charge Ledger::adopt(Purpose purpose, uint64_t bytes) { return book(purpose, bytes); }
+
+Charge Ledger::book(Purpose purpose, uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const uint64_t before = held_.total();
+  // The limit is never exceeded, so the difference can't be negative, and the sum is not formed
+  // before it is known to fit.
+  if (bytes > limit_bytes_ - before) {
+    const uint64_t total = checked_add(before, bytes).value_or(UINT64_MAX);
+    fail(Category::budget,
+         fmt::format("no room in the budget for {} bytes of {}", bytes, purpose_name(purpose)),
+         {.expected = std::to_string(limit_bytes_),
+          .got = std::to_string(total),
+          .shortfall_bytes = total - limit_bytes_,
+          .owners = owners_of(held_)});
+  }
+  held_[purpose] += bytes;
+  if (before + bytes > at_peak_.total()) at_peak_ = held_;
+  return Charge(this, purpose, bytes);
+}
+
+void Ledger::give_back(Purpose purpose, uint64_t bytes) noexcept {
+  const std::lock_guard lock(mutex_);
+  held_[purpose] -= bytes;
+}
+
+Footprint Ledger::held() const {
+  const std::lock_guard lock(mutex_);
+  return held_;
+}
+
+Footprint Ledger::at_peak() const {
+  const std::lock_guard lock(mutex_);
+  return at_peak_;
+}
+
+}  // namespace modicum

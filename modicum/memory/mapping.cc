@@ -1,0 +1,111 @@
+#include <sys/mman.h>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "modicum/memory/commit.h"
+#include "modicum/memory/memory.h"
+
+namespace modicum {
+namespace {
+
+// Older C libraries don't have it; Linux has had it since 5.14.
+constexpr int kPopulateWrite = 23;
+
+std::byte* map(uint64_t bytes, int flags) {
+  void* const at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags | MAP_ANONYMOUS, -1, 0);
+  if (at == MAP_FAILED) fail_to_commit(errno, bytes);
+  return static_cast<std::byte*>(at);
+}
+
+void unmap(std::byte* data, size_t size) noexcept {
+  if (size != 0) ::munmap(data, size);
+}
+
+// Writes to every page what stands there.
+void touch(std::span<std::byte> part) noexcept {
+  for (size_t at = 0; at < part.size(); at += kPageBytes) {
+    volatile std::byte* const byte = part.data() + at;
+    *byte = *byte;
+  }
+}
+
+void commit_slice(std::span<std::byte> slice) {
+  int result = 0;
+  do {
+    result = ::madvise(slice.data(), slice.size(), kPopulateWrite);
+  } while (result != 0 && errno == EINTR);
+  if (result == 0) return;
+  // A kernel without the call has to be asked page by page. It can't say no that way, only kill,
+  // so this is the second choice.
+  if (errno != EINVAL && errno != ENOSYS) fail_to_commit(errno, slice.size());
+  touch(slice);
+}
+
+}  // namespace
+
+void fail_to_commit(int error, uint64_t bytes) {
+  fail(Category::no_memory, fmt::format("the kernel refused {} bytes: {}", bytes,
+                                        std::generic_category().message(error)));
+}
+
+void commit_pages(std::span<std::byte> part, int threads) {
+  if (part.empty()) return;
+  // Slices end at huge pages, so that no two threads meet in one.
+  const uint64_t huge_pages = (part.size() + kHugePageBytes - 1) / kHugePageBytes;
+  const uint64_t workers = std::min<uint64_t>(static_cast<uint64_t>(threads), huge_pages);
+  run_workers(static_cast<int>(workers), [&](int worker) {
+    const auto index = static_cast<uint64_t>(worker);
+    const uint64_t begin = huge_pages * index / workers * kHugePageBytes;
+    const uint64_t end =
+        std::min<uint64_t>(huge_pages * (index + 1) / workers * kHugePageBytes, part.size());
+    commit_slice(part.subspan(begin, end - begin));
+  });
+}
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  if (this == &other) return *this;
+  unmap(data_, size_);
+  data_ = std::exchange(other.data_, nullptr);
+  size_ = std::exchange(other.size_, 0);
+  return *this;
+}
+
+Mapping::~Mapping() { unmap(data_, size_); }
+
+Mapping Mapping::shared(uint64_t bytes) {
+  Mapping mapping;
+  if (bytes == 0) return mapping;
+  const std::optional<uint64_t> size = whole_pages(bytes);
+  if (!size) fail_to_commit(ENOMEM, bytes);
+  mapping.data_ = map(*size, MAP_SHARED);
+  mapping.size_ = *size;
+  return mapping;
+}
+
+// Huge pages need their own alignment: map one too many, and give back what is over at both ends.
+Mapping Mapping::private_pages(uint64_t bytes) {
+  Mapping mapping;
+  const uint64_t slack = bytes >= kHugePageBytes ? kHugePageBytes - kPageBytes : 0;
+  std::byte* const reserved = map(bytes + slack, MAP_PRIVATE);
+  const auto address = reinterpret_cast<uintptr_t>(reserved);
+  const uint64_t before = slack == 0 ? 0 : round_up(address, kHugePageBytes) - address;
+  unmap(reserved, before);
+  unmap(reserved + before + bytes, slack - before);
+  mapping.data_ = reserved + before;
+  mapping.size_ = bytes;
+  // Small ones must not get huge pages by themselves: one that two neighbours share would stay
+  // whole when one of them goes. A kernel that doesn't know huge pages refuses both, which is fine.
+  static_cast<void>(::madvise(mapping.data_, bytes, slack != 0 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
+  if (::madvise(mapping.data_, bytes, MADV_DONTFORK) != 0) fail_to_commit(errno, bytes);
+  return mapping;
+}
+
+}  // namespace modicum

@@ -1,0 +1,306 @@
+#include "modicum/memory/memory.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <fstream>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace modicum {
+namespace {
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kIsSanitized = true;
+#elif defined(__has_feature)
+constexpr bool kIsSanitized = __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
+#else
+constexpr bool kIsSanitized = false;
+#endif
+
+#define SKIP_UNDER_SANITIZERS() \
+  if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own for every byte of ours"
+
+// Bytes of a line of /proc/self/status, which stands there in KiB.
+uint64_t status_bytes(const std::string& label) {
+  std::ifstream status("/proc/self/status");
+  std::string line;
+  while (std::getline(status, line)) {
+    if (line.starts_with(label + ":")) return std::stoull(line.substr(label.size() + 1)) * kKiB;
+  }
+  ADD_FAILURE() << "/proc/self/status has no " << label;
+  return 0;
+}
+
+std::optional<Error> error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
+bool is_all_zero(std::span<const std::byte> bytes) {
+  return std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
+}
+
+// Runs `check` in a forked child and returns what it returned.
+bool holds_in_a_child(const std::function<bool()>& check) {
+  const pid_t child = fork();
+  if (child == 0) _exit(check() ? 0 : 1);
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+TEST(Ledger, ChargesWholePagesExactly) {
+  Ledger ledger;
+  const Buffer one = ledger.charge(Purpose::shards, 1);
+  const Buffer two = ledger.charge(Purpose::staging, kPageBytes + 1);
+  EXPECT_EQ(one.bytes().size(), kPageBytes);
+  EXPECT_EQ(two.bytes().size(), 2 * kPageBytes);
+  Footprint expected;
+  expected[Purpose::shards] = kPageBytes;
+  expected[Purpose::staging] = 2 * kPageBytes;
+  EXPECT_EQ(ledger.held(), expected);
+}
+
+TEST(Ledger, PeakIsTheMixWhenTheTotalWasHighest) {
+  Ledger ledger;
+  Footprint expected;
+  expected[Purpose::shards] = 2 * kPageBytes;
+  expected[Purpose::staging] = kPageBytes;
+  {
+    const Buffer shards = ledger.charge(Purpose::shards, 2 * kPageBytes);
+    const Buffer staging = ledger.charge(Purpose::staging, kPageBytes);
+  }
+  const Buffer later = ledger.charge(Purpose::grad, 2 * kPageBytes);
+  EXPECT_EQ(ledger.at_peak(), expected);
+  EXPECT_EQ(ledger.peak_bytes(), 3 * kPageBytes);
+  EXPECT_EQ(ledger.held().total(), 2 * kPageBytes);
+}
+
+TEST(Ledger, MemoryIsZeroWritableAndAligned) {
+  Ledger ledger;
+  for (const uint64_t size : {kPageBytes, 2 * kMiB - kPageBytes, 2 * kMiB, 5 * kMiB + 3}) {
+    Buffer buffer = ledger.charge(Purpose::shards, size, 3);
+    const std::span<std::byte> bytes = buffer.bytes();
+    EXPECT_EQ(bytes.size(), round_up(size, kPageBytes));
+    EXPECT_TRUE(is_all_zero(bytes));
+    std::fill(bytes.begin(), bytes.end(), std::byte{0x5a});
+    const uint64_t alignment = size >= 2 * kMiB ? 2 * kMiB : kPageBytes;
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(bytes.data()) % alignment, 0U);
+  }
+  EXPECT_EQ(ledger.held(), Footprint{});
+}
+
+TEST(Ledger, ZeroBytesAreAnEmptyBuffer) {
+  Ledger ledger(0);
+  const Buffer buffer = ledger.charge(Purpose::shards, 0);
+  EXPECT_TRUE(buffer.empty());
+  EXPECT_TRUE(Buffer().empty());
+  EXPECT_EQ(ledger.adopt(Purpose::plan, 0).bytes(), 0U);
+  EXPECT_EQ(ledger.peak_bytes(), 0U);
+}
+
+TEST(Ledger, TheLimitItselfFits) {
+  Ledger ledger(3 * kPageBytes);
+  const Buffer buffer = ledger.charge(Purpose::shards, 2 * kPageBytes);
+  const Charge adopted = ledger.adopt(Purpose::plan, kPageBytes);
+  EXPECT_EQ(ledger.held().total(), ledger.limit_bytes());
+  EXPECT_TRUE(error_of([&] { ledger.adopt(Purpose::plan, 1); }));
+}
+
+TEST(Ledger, OverTheLimitMapsNothing) {
+  Ledger ledger(kMiB);
+  const Charge plan = ledger.adopt(Purpose::plan, 1000);
+  const Charge header = ledger.adopt(Purpose::header, 2000);
+  const uint64_t before = status_bytes("VmSize");
+  const std::optional<Error> met = error_of([&] { ledger.charge(Purpose::shards, 64 * kGiB); });
+  ASSERT_TRUE(met);
+  EXPECT_EQ(met->category(), Category::budget);
+  EXPECT_STREQ(met->what(),
+               "BUDGET: no room in the budget for 68719476736 bytes of shards "
+               "(expected 1048576, got 68719479736)");
+  EXPECT_EQ(met->facts().shortfall_bytes, 68719479736 - kMiB);
+  ASSERT_EQ(met->facts().owners.size(), 2U);
+  EXPECT_EQ(met->facts().owners[0].purpose, "header");
+  EXPECT_EQ(met->facts().owners[1].bytes, 1000U);
+  EXPECT_EQ(ledger.held().total(), 3000U);
+  EXPECT_EQ(ledger.peak_bytes(), 3000U);
+  EXPECT_LT(status_bytes("VmSize"), before + kGiB);
+  SKIP_UNDER_SANITIZERS();
+  EXPECT_LT(status_bytes("VmPeak"), before + 64 * kGiB) << "not even for a moment";
+}
+
+TEST(Ledger, AskingForMoreThanCanBeCountedIsBudget) {
+  Ledger ledger(kMiB);
+  const Charge plan = ledger.adopt(Purpose::plan, 1000);
+  const std::optional<Error> met = error_of([&] { ledger.adopt(Purpose::plan, UINT64_MAX - 10); });
+  ASSERT_TRUE(met);
+  EXPECT_EQ(met->category(), Category::budget);
+  EXPECT_EQ(ledger.held().total(), 1000U);
+}
+
+TEST(Ledger, TheKernelsRefusalLeavesEverythingAsBefore) {
+  Ledger ledger;
+  const Buffer kept = ledger.charge(Purpose::shards, kPageBytes);
+  for (const uint64_t size : {uint64_t{1} << 50, uint64_t{1} << 60, UINT64_MAX}) {
+    const std::optional<Error> met =
+        error_of([&] { ledger.charge(Purpose::shards, size - kPageBytes); });
+    ASSERT_TRUE(met) << size;
+    EXPECT_EQ(met->category(), Category::no_memory) << met->what();
+    EXPECT_EQ(ledger.held().total(), kPageBytes);
+  }
+}
+
+TEST(Ledger, ARefusedCommitIsGivenBack) {
+  Mapping mapping = Mapping::shared(kPageBytes);
+  if (madvise(mapping.bytes().data(), kPageBytes, 23) != 0) {
+    GTEST_SKIP() << "this kernel commits only page by page and can't refuse";
+  }
+  const std::span<std::byte> gone = mapping.bytes();
+  mapping = Mapping();
+  Ledger ledger;
+  const std::optional<Error> met = error_of([&] { ledger.charge_shared(Purpose::window, gone); });
+  ASSERT_TRUE(met);
+  EXPECT_EQ(met->category(), Category::no_memory) << met->what();
+  EXPECT_EQ(ledger.held(), Footprint{});
+}
+
+TEST(Ledger, MovedChargesAreGivenBackOnce) {
+  Ledger ledger;
+  Charge a = ledger.adopt(Purpose::plan, 100);
+  Charge b = std::move(a);
+  EXPECT_EQ(ledger.held().total(), 100U);
+  Charge c = ledger.adopt(Purpose::header, 7);
+  c = std::move(b);
+  EXPECT_EQ(c.purpose(), Purpose::plan);
+  EXPECT_EQ(c.bytes(), 100U);
+  EXPECT_EQ(ledger.held().total(), 100U);
+  c = Charge();
+  EXPECT_EQ(ledger.held(), Footprint{});
+}
+
+TEST(Ledger, MovedBuffersAreGivenBackOnce) {
+  Ledger ledger;
+  Buffer a = ledger.charge(Purpose::shards, 2 * kPageBytes);
+  a.bytes()[0] = std::byte{7};
+  Buffer b = std::move(a);
+  EXPECT_TRUE(a.empty());  // NOLINT: what is left behind is empty, and that is promised
+  EXPECT_EQ(b.bytes()[0], std::byte{7});
+  Buffer c = ledger.charge(Purpose::grad, kPageBytes);
+  c = std::move(b);
+  EXPECT_EQ(ledger.held()[Purpose::grad], 0U);
+  EXPECT_EQ(ledger.held()[Purpose::shards], 2 * kPageBytes);
+  c = Buffer();
+  EXPECT_EQ(ledger.held(), Footprint{});
+}
+
+TEST(Ledger, ChargedMemoryIsCommittedUntouched) {
+  SKIP_UNDER_SANITIZERS();
+  Ledger ledger;
+  for (const int threads : {1, 4}) {
+    const uint64_t size = 64 * kMiB + 3 * kPageBytes;
+    const uint64_t before = status_bytes("RssAnon");
+    {
+      const Buffer buffer = ledger.charge(Purpose::shards, size, threads);
+      EXPECT_NEAR(static_cast<double>(status_bytes("RssAnon") - before), static_cast<double>(size),
+                  static_cast<double>(kMiB));
+    }
+    EXPECT_LT(status_bytes("RssAnon"), before + kMiB);
+  }
+}
+
+TEST(Ledger, ForkedChildrenDoNotInheritBuffers) {
+  Ledger ledger;
+  for (const uint64_t size : {kPageBytes, 4 * kMiB}) {
+    const Buffer buffer = ledger.charge(Purpose::shards, size);
+    std::vector<unsigned char> pages(size / kPageBytes);
+    const auto is_mapped = [&] {
+      return mincore(buffer.bytes().data(), size, pages.data()) == 0 || errno != ENOMEM;
+    };
+    EXPECT_TRUE(is_mapped());
+    EXPECT_TRUE(holds_in_a_child([&] { return !is_mapped(); }));
+  }
+}
+
+TEST(Ledger, SharedMappingsAreSeenByForkedChildren) {
+  Ledger ledger;
+  const Mapping mapping = Mapping::shared(3 * kPageBytes + 1);
+  ASSERT_EQ(mapping.bytes().size(), 4 * kPageBytes);
+  const Charge charge =
+      ledger.charge_shared(Purpose::window, mapping.bytes().subspan(kPageBytes, 2 * kPageBytes));
+  EXPECT_EQ(charge.bytes(), 2 * kPageBytes);
+  EXPECT_EQ(ledger.held()[Purpose::window], 2 * kPageBytes);
+  EXPECT_TRUE(is_all_zero(mapping.bytes()));
+  mapping.bytes()[kPageBytes] = std::byte{1};
+  EXPECT_TRUE(holds_in_a_child([&] {
+    mapping.bytes()[2 * kPageBytes] = std::byte{2};
+    return mapping.bytes()[kPageBytes] == std::byte{1};
+  }));
+  EXPECT_EQ(mapping.bytes()[2 * kPageBytes], std::byte{2});
+}
+
+TEST(Ledger, SharedPartsAreCommittedAloneAndUntouched) {
+  SKIP_UNDER_SANITIZERS();
+  Ledger ledger;
+  const Mapping mapping = Mapping::shared(32 * kMiB);
+  const uint64_t before = status_bytes("RssShmem");
+  const Charge charge =
+      ledger.charge_shared(Purpose::window, mapping.bytes().subspan(8 * kMiB, 16 * kMiB));
+  EXPECT_EQ(status_bytes("RssShmem") - before, 16 * kMiB);
+}
+
+TEST(Ledger, SharedPartsAreWholePages) {
+  Ledger ledger;
+  const Mapping mapping = Mapping::shared(2 * kPageBytes);
+  const std::optional<Error> met = error_of(
+      [&] { ledger.charge_shared(Purpose::window, mapping.bytes().subspan(1, kPageBytes)); });
+  ASSERT_TRUE(met);
+  EXPECT_EQ(met->category(), Category::internal);
+  EXPECT_EQ(ledger.held(), Footprint{});
+}
+
+TEST(Ledger, ManyThreadsNeverExceedTheLimit) {
+  constexpr uint64_t kLimit = 8 * kPageBytes;
+  Ledger ledger(kLimit);
+  run_workers(4, [&](int worker) {
+    const auto purpose = worker % 2 == 0 ? Purpose::shards : Purpose::staging;
+    for (uint64_t i = 0; i < 200; ++i) {
+      try {
+        const Buffer buffer = ledger.charge(purpose, (i % 4 + 1) * kPageBytes);
+        const Charge adopted = ledger.adopt(Purpose::plan, i);
+        buffer.bytes()[0] = std::byte{1};
+        EXPECT_LE(ledger.held().total(), kLimit);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.category(), Category::budget) << error.what();
+      }
+    }
+  });
+  EXPECT_EQ(ledger.held(), Footprint{});
+  EXPECT_LE(ledger.peak_bytes(), kLimit);
+  EXPECT_GE(ledger.peak_bytes(), 4 * kPageBytes);
+}
+
+TEST(Mapping, MovesAndUnmapsItself) {
+  Mapping a = Mapping::shared(kPageBytes);
+  std::byte* const at = a.bytes().data();
+  Mapping b = std::move(a);
+  EXPECT_TRUE(a.bytes().empty());  // NOLINT: what is left behind is empty, and that is promised
+  EXPECT_EQ(b.bytes().data(), at);
+  b = Mapping::shared(2 * kPageBytes);
+  EXPECT_EQ(b.bytes().size(), 2 * kPageBytes);
+  EXPECT_TRUE(Mapping::shared(0).bytes().empty());
+  EXPECT_TRUE(error_of([] { Mapping::shared(uint64_t{1} << 60); }));
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,220 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "modicum/io/io.h"
+#include "modicum/probe/kernel_text.h"
+#include "modicum/probe/probe.h"
+
+namespace modicum {
+namespace {
+
+// A mounted cgroup hierarchy that may have the memory controller.
+struct Mount {
+  int version = 1;
+  std::string root;   // which cgroup is seen at the mount point
+  std::string point;  // where that is
+};
+
+// One cgroup of the chain from the process's own up to the highest that can be seen.
+struct Level {
+  int version = 1;
+  std::string name;       // its path as /proc/self/cgroup would write it
+  std::string directory;  // where its files are
+};
+
+bool has_word(std::string_view list, std::string_view word) {
+  const std::vector<std::string_view> words = split_kernel_text(list, ',');
+  return std::find(words.begin(), words.end(), word) != words.end();
+}
+
+// Spaces, tabs, newlines and backslashes in mountinfo are written as three octal digits: \040.
+std::string unescaped(std::string_view text) {
+  const auto is_octal = [](char c) { return c >= '0' && c <= '7'; };
+  std::string out;
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (text[i] == '\\' && i + 3 < text.size() && is_octal(text[i + 1]) && is_octal(text[i + 2]) &&
+        is_octal(text[i + 3])) {
+      out +=
+          static_cast<char>((text[i + 1] - '0') * 64 + (text[i + 2] - '0') * 8 + text[i + 3] - '0');
+      i += 3;
+    } else {
+      out += text[i];
+    }
+  }
+  return out;
+}
+
+// A line is "ID PARENT DEVICE ROOT POINT OPTIONS [TAGS...] - TYPE SOURCE SUPER_OPTIONS".
+std::optional<Mount> parse_mount(std::string_view line) {
+  const std::vector<std::string_view> words = split_kernel_text(line, ' ');
+  const auto dash = std::find(words.begin(), words.end(), "-");
+  if (dash - words.begin() < 6 || words.end() - dash < 4) return std::nullopt;
+  Mount mount{.root = unescaped(words[3]), .point = unescaped(words[4])};
+  if (dash[1] == "cgroup2") {
+    mount.version = 2;
+    return mount;
+  }
+  if (dash[1] == "cgroup" && has_word(dash[3], "memory")) return mount;
+  return std::nullopt;
+}
+
+// The process's own cgroup: from "4:memory:/a/b" for version 1, from "0::/a/b" for version 2.
+std::optional<std::string> own_path(std::string_view cgroup_text, int version) {
+  for (const std::string_view line : split_kernel_text(cgroup_text, '\n')) {
+    const size_t first = line.find(':');
+    const size_t second = first == line.npos ? first : line.find(':', first + 1);
+    if (second == line.npos) continue;
+    const std::string_view controllers = line.substr(first + 1, second - first - 1);
+    const bool is_it = version == 2 ? line.substr(0, first) == "0" && controllers.empty()
+                                    : has_word(controllers, "memory");
+    if (is_it) return std::string(line.substr(second + 1));
+  }
+  return std::nullopt;
+}
+
+// The components of `path` below `root`; nothing when it isn't below it. In a cgroup namespace the
+// kernel writes both as seen from the namespace's root, so they can be compared, also where one of
+// them begins with "..". A ".." further down leads out of what is mounted.
+std::optional<std::vector<std::string_view>> below(std::string_view path, std::string_view root) {
+  std::vector<std::string_view> parts = split_kernel_text(path, '/');
+  const std::vector<std::string_view> prefix = split_kernel_text(root, '/');
+  if (parts.size() < prefix.size()) return std::nullopt;
+  const auto rest = parts.begin() + static_cast<std::ptrdiff_t>(prefix.size());
+  if (!std::equal(prefix.begin(), prefix.end(), parts.begin())) return std::nullopt;
+  if (std::find(rest, parts.end(), "..") != parts.end()) return std::nullopt;
+  parts.erase(parts.begin(), rest);
+  return parts;
+}
+
+// The cgroup at the mount point and those below it along `parts`, the lowest first.
+std::vector<Level> levels_of(const Mount& mount, const std::vector<std::string_view>& parts,
+                             const std::string& test_root) {
+  Level level{.version = mount.version,
+              .name = mount.root == "/" ? "" : mount.root,
+              .directory = test_root + (mount.point == "/" ? "" : mount.point)};
+  std::vector<Level> levels = {level};
+  for (const std::string_view part : parts) {
+    level.name += fmt::format("/{}", part);
+    level.directory += fmt::format("/{}", part);
+    levels.push_back(level);
+  }
+  if (levels.front().name.empty()) levels.front().name = "/";
+  std::reverse(levels.begin(), levels.end());
+  return levels;
+}
+
+// Of a hierarchy that is mounted several times, the mount that shows most levels. Where none shows
+// the process's own cgroup (a container that sees a foreign namespace), what stands at the mount
+// point is all that can be known.
+std::vector<Level> memory_levels_of(int version, const std::string& path,
+                                    std::string_view mount_text, const std::string& test_root) {
+  std::vector<Level> most;
+  std::vector<Level> last_resort;
+  for (const std::string_view line : split_kernel_text(mount_text, '\n')) {
+    const std::optional<Mount> mount = parse_mount(line);
+    if (!mount || mount->version != version) continue;
+    const auto parts = below(path, mount->root);
+    std::vector<Level> seen =
+        levels_of(*mount, parts.value_or(std::vector<std::string_view>()), test_root);
+    if (!parts) {
+      last_resort = std::move(seen);
+    } else if (seen.size() > most.size()) {
+      most = std::move(seen);
+    }
+  }
+  return most.empty() ? last_resort : most;
+}
+
+std::vector<Level> memory_levels(const std::string& root) {
+  const std::string cgroup_text = read_kernel_text(root + "/proc/self/cgroup").value_or("");
+  const std::string mount_text = read_kernel_text(root + "/proc/self/mountinfo").value_or("");
+  std::vector<Level> levels;
+  for (const int version : {1, 2}) {
+    const std::optional<std::string> path = own_path(cgroup_text, version);
+    if (!path) continue;
+    const std::vector<Level> found = memory_levels_of(version, *path, mount_text, root);
+    levels.insert(levels.end(), found.begin(), found.end());
+  }
+  return levels;
+}
+
+std::optional<uint64_t> number_in(const Level& level, std::string_view file) {
+  const auto text = read_kernel_text(fmt::format("{}/{}", level.directory, file));
+  return text ? parse_kernel_number(*text) : std::nullopt;
+}
+
+std::optional<uint64_t> limit_of(const Level& level) {
+  if (level.version == 1) {
+    // "No limit" is the largest multiple of the page size below 2^63.
+    constexpr uint64_t kNoLimit = uint64_t{1} << 62;
+    const std::optional<uint64_t> limit = number_in(level, "memory.limit_in_bytes");
+    return limit && *limit < kNoLimit ? limit : std::nullopt;
+  }
+  // Above `high` the kernel slows the processes down until they stand still, so it binds as well.
+  const std::optional<uint64_t> max = number_in(level, "memory.max");
+  const std::optional<uint64_t> high = number_in(level, "memory.high");
+  return max && high ? std::min(*max, *high) : max ? max : high;
+}
+
+// Page cache, which the kernel gives up before it refuses or kills. In version 1 the names without
+// "total_" leave out the children.
+uint64_t reclaimable_of(const Level& level) {
+  const auto stat = read_kernel_text(level.directory + "/memory.stat");
+  if (!stat) return 0;
+  const std::string_view prefix = level.version == 1 ? "total_" : "";
+  const auto count = [&](std::string_view name) {
+    return kernel_number_after(*stat, fmt::format("{}{}", prefix, name)).value_or(0);
+  };
+  return count("inactive_file") + count("active_file");
+}
+
+std::optional<MemoryLimit> memory_limit_of(const Level& level) {
+  const std::optional<uint64_t> limit = limit_of(level);
+  if (!limit) return std::nullopt;
+  const char* const usage_file = level.version == 1 ? "memory.usage_in_bytes" : "memory.current";
+  const uint64_t usage = number_in(level, usage_file).value_or(0);
+  const uint64_t firm = usage - std::min(usage, reclaimable_of(level));
+  return MemoryLimit{.source = fmt::format("cgroup v{} {}", level.version, level.name),
+                     .limit_bytes = *limit,
+                     .available_bytes = *limit - std::min(*limit, firm)};
+}
+
+std::optional<MemoryLimit> node_limit(const std::string& root) {
+  const auto text = read_kernel_text(root + "/proc/meminfo");
+  if (!text) return std::nullopt;
+  const std::optional<uint64_t> total_kib = kernel_number_after(*text, "MemTotal:");
+  const std::optional<uint64_t> available_kib = kernel_number_after(*text, "MemAvailable:");
+  if (!total_kib || !available_kib) return std::nullopt;
+  return MemoryLimit{.source = "MemAvailable",
+                     .limit_bytes = *total_kib * kKiB,
+                     .available_bytes = *available_kib * kKiB};
+}
+
+}  // namespace
+
+std::vector<MemoryLimit> memory_limits(const std::string& root) {
+  std::vector<MemoryLimit> limits;
+  for (const Level& level : memory_levels(root)) {
+    if (auto limit = memory_limit_of(level)) limits.push_back(std::move(*limit));
+  }
+  if (auto limit = node_limit(root)) limits.push_back(std::move(*limit));
+  std::stable_sort(limits.begin(), limits.end(), [](const MemoryLimit& a, const MemoryLimit& b) {
+    return a.available_bytes < b.available_bytes;
+  });
+  return limits;
+}
+
+uint64_t oom_kill_count(const std::string& root) {
+  uint64_t sum = 0;
+  for (const Level& level : memory_levels(root)) {
+    const char* const file = level.version == 1 ? "memory.oom_control" : "memory.events";
+    const auto text = read_kernel_text(fmt::format("{}/{}", level.directory, file));
+    if (text) sum += kernel_number_after(*text, "oom_kill").value_or(0);
+  }
+  return sum;
+}
+
+}  // namespace modicum

@@ -1,0 +1,317 @@
+#include "modicum/probe/probe.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+
+#include "modicum/probe/kernel_text.h"
+
+namespace modicum {
+namespace {
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kIsSanitized = true;
+#elif defined(__has_feature)
+constexpr bool kIsSanitized = __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
+#else
+constexpr bool kIsSanitized = false;
+#endif
+
+constexpr std::string_view kV1Mount =
+    "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n";
+constexpr std::string_view kV2Mount =
+    "41 31 0:38 / /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+constexpr std::string_view kV1NoLimit = "9223372036854771712\n";
+
+// Another machine's /proc and /sys, below a temporary directory.
+class Machine {
+ public:
+  Machine() {
+    std::string pattern = testing::TempDir() + "modicum-probe-XXXXXX";
+    root_ = mkdtemp(pattern.data());
+  }
+  ~Machine() { std::filesystem::remove_all(root_); }
+  Machine(const Machine&) = delete;
+
+  const std::string& root() const { return root_; }
+
+  void put(const std::string& path, std::string_view text) {
+    const std::filesystem::path file = root_ + path;
+    std::filesystem::create_directories(file.parent_path());
+    std::ofstream(file) << text;
+  }
+  void put_node(uint64_t total_kib, uint64_t available_kib) {
+    put("/proc/meminfo", "MemTotal:       " + std::to_string(total_kib) + " kB\nMemFree:  1 kB\n" +
+                             "MemAvailable:   " + std::to_string(available_kib) + " kB\n");
+  }
+  void put_v1(const std::string& path, std::string_view limit, uint64_t usage,
+              uint64_t inactive_file = 0, uint64_t active_file = 0) {
+    const std::string directory = "/sys/fs/cgroup/memory" + path;
+    put(directory + "/memory.limit_in_bytes", limit);
+    put(directory + "/memory.usage_in_bytes", std::to_string(usage) + "\n");
+    put(directory + "/memory.stat", "inactive_file 7\nactive_file 9\ntotal_inactive_file " +
+                                        std::to_string(inactive_file) + "\ntotal_active_file " +
+                                        std::to_string(active_file) + "\n");
+  }
+  void put_v2(const std::string& path, std::string_view max, std::string_view high, uint64_t usage,
+              uint64_t inactive_file = 0, uint64_t active_file = 0) {
+    const std::string directory = "/sys/fs/cgroup" + path;
+    put(directory + "/memory.max", max);
+    put(directory + "/memory.high", high);
+    put(directory + "/memory.current", std::to_string(usage) + "\n");
+    put(directory + "/memory.stat", "anon 5\ninactive_anon 3\ninactive_file " +
+                                        std::to_string(inactive_file) + "\nactive_file " +
+                                        std::to_string(active_file) + "\n");
+  }
+
+ private:
+  std::string root_;
+};
+
+// "source limit available; ..." for one comparison.
+std::string text_of(const std::vector<MemoryLimit>& limits) {
+  std::string text;
+  for (const MemoryLimit& limit : limits) {
+    text += limit.source + " " + std::to_string(limit.limit_bytes) + " " +
+            std::to_string(limit.available_bytes) + "; ";
+  }
+  return text;
+}
+
+TEST(MemoryLimits, WithoutCgroupsItIsTheNode) {
+  Machine machine;
+  machine.put_node(1000, 600);
+  EXPECT_EQ(text_of(memory_limits(machine.root())), "MemAvailable 1024000 614400; ");
+}
+
+TEST(MemoryLimits, NestedVersionOneLimitsAreAllFound) {
+  Machine machine;
+  machine.put_node(100000, 90000);
+  machine.put("/proc/self/cgroup", "5:devices:/x\n4:cpu,memory:/a/b\n0::/\n");
+  machine.put("/proc/self/mountinfo", std::string(kV2Mount) + std::string(kV1Mount));
+  machine.put_v1("/a/b", "5000000\n", 1000000);
+  machine.put_v1("/a", "6000000\n", 4500000, 300000, 200000);
+  machine.put_v1("", kV1NoLimit, 9000000);
+  EXPECT_EQ(text_of(memory_limits(machine.root())),
+            "cgroup v1 /a 6000000 2000000; cgroup v1 /a/b 5000000 4000000; "
+            "MemAvailable 102400000 92160000; ");
+}
+
+TEST(MemoryLimits, VersionTwoTakesTheLowerOfMaxAndHigh) {
+  Machine machine;
+  machine.put_node(100000, 90000);
+  machine.put("/proc/self/cgroup", "0::/a/b/c/d\n");
+  machine.put("/proc/self/mountinfo", kV2Mount);
+  machine.put_v2("/a/b/c/d", "max\n", "max\n", 1);
+  machine.put_v2("/a/b/c", "9000000\n", "5000000\n", 2000000, 500000, 400000);
+  machine.put_v2("/a/b", "max\n", "8000000\n", 1000000);
+  machine.put_v2("/a", "9000000\n", "max\n", 1000000);
+  EXPECT_EQ(text_of(memory_limits(machine.root())),
+            "cgroup v2 /a/b/c 5000000 3900000; cgroup v2 /a/b 8000000 7000000; "
+            "cgroup v2 /a 9000000 8000000; MemAvailable 102400000 92160000; ");
+}
+
+TEST(MemoryLimits, UsageNeverCountsBelowNothingOrLeavesLess) {
+  Machine machine;
+  machine.put("/proc/self/cgroup", "0::/over/cache\n");
+  machine.put("/proc/self/mountinfo", kV2Mount);
+  machine.put_v2("/over/cache", "1000\n", "max\n", 700, 900, 0);
+  machine.put_v2("/over", "1000\n", "max\n", 1700, 100, 0);
+  EXPECT_EQ(text_of(memory_limits(machine.root())),
+            "cgroup v2 /over 1000 0; cgroup v2 /over/cache 1000 1000; ");
+}
+
+TEST(MemoryLimits, UnreadableFilesLeaveTheirLevelOutOrCountAsNothing) {
+  Machine machine;
+  machine.put_node(1000, 600);
+  machine.put("/proc/self/cgroup", "4:memory:/a/b/c\n");
+  machine.put("/proc/self/mountinfo", kV1Mount);
+  machine.put("/sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", "4096\n");
+  machine.put("/sys/fs/cgroup/memory/a/memory.limit_in_bytes", "nonsense\n");
+  EXPECT_EQ(text_of(memory_limits(machine.root())),
+            "cgroup v1 /a/b 4096 4096; MemAvailable 1024000 614400; ");
+}
+
+TEST(MemoryLimits, AContainerSeesItsOwnCgroupAtTheMountPoint) {
+  Machine machine;
+  machine.put("/proc/self/cgroup", "4:memory:/docker/abc/job\n");
+  machine.put("/proc/self/mountinfo",
+              "35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n");
+  machine.put_v1("", "4000\n", 1000);
+  machine.put_v1("/job", "3000\n", 1000);
+  EXPECT_EQ(text_of(memory_limits(machine.root())),
+            "cgroup v1 /docker/abc/job 3000 2000; cgroup v1 /docker/abc 4000 3000; ");
+}
+
+TEST(MemoryLimits, AMountFromOutsideTheNamespaceIsUnderstood) {
+  Machine machine;
+  machine.put("/proc/self/cgroup", "0::/job\n");
+  machine.put("/proc/self/mountinfo",
+              "41 31 0:38 /../.. /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+              "42 31 0:38 / /mnt/my\\040group rw - cgroup2 cgroup2 rw\n");
+  machine.put_v2("", "9000\n", "max\n", 1000);
+  machine.put("/mnt/my group/job/memory.max", "5000\n");
+  EXPECT_EQ(text_of(memory_limits(machine.root())), "cgroup v2 /job 5000 5000; ");
+}
+
+TEST(MemoryLimits, AForeignCgroupPathLeavesTheMountPoint) {
+  for (const char* path : {"0::/../other\n", "0::/elsewhere\n", "0::/\n"}) {
+    Machine machine;
+    machine.put("/proc/self/cgroup", path);
+    machine.put("/proc/self/mountinfo",
+                "41 31 0:38 /docker/abc /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
+    machine.put_v2("", "9000\n", "max\n", 1000);
+    EXPECT_EQ(text_of(memory_limits(machine.root())), "cgroup v2 /docker/abc 9000 8000; ") << path;
+  }
+}
+
+TEST(MemoryLimits, BrokenTextsAreNoLimits) {
+  Machine machine;
+  machine.put("/proc/self/cgroup", "\n:\n4\n0:\nmemory\n4:memory\n0::\n");
+  machine.put("/proc/self/mountinfo", "\n-\n - \n1 2 3 / /x rw -\n1 - cgroup2 a b\n");
+  machine.put("/proc/meminfo", "MemTotal: x kB\nMemAvailable:\n");
+  EXPECT_EQ(text_of(memory_limits(machine.root())), "");
+  EXPECT_EQ(oom_kill_count(machine.root()), 0U);
+}
+
+TEST(OomKillCount, SumsOverTheLevels) {
+  Machine machine;
+  machine.put("/proc/self/cgroup", "4:memory:/a/b\n0::/c\n");
+  machine.put("/proc/self/mountinfo", std::string(kV2Mount) + std::string(kV1Mount));
+  EXPECT_EQ(oom_kill_count(machine.root()), 0U);
+  const std::string v1 = "/sys/fs/cgroup/memory";
+  machine.put(v1 + "/a/b/memory.oom_control", "oom_kill_disable 1\nunder_oom 1\noom_kill 3\n");
+  machine.put(v1 + "/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 10\n");
+  machine.put("/sys/fs/cgroup/c/memory.events",
+              "low 1\nhigh 2\nmax 4\noom 8\noom_kill 100\noom_group_kill 64\n");
+  EXPECT_EQ(oom_kill_count(machine.root()), 113U);
+}
+
+constexpr std::string_view kStatus =
+    "Name:\tmodicum\nVmPeak:\t   9000 kB\nVmHWM:\t    500 kB\nVmRSS:\t    400 kB\n"
+    "RssAnon:\t    300 kB\nRssFile:\t     90 kB\nRssShmem:\t     10 kB\nVmPTE:\t      8 kB\n";
+
+TEST(ProcessMemory, IsReadFromStatusAndRollup) {
+  Machine machine;
+  machine.put("/proc/42/status", kStatus);
+  machine.put("/proc/42/smaps_rollup",
+              "00400000-7fff000 ---p 00000000 00:00 0   [rollup]\nRss:   400 kB\n"
+              "Pss:   200 kB\nPss_Anon:   150 kB\nPss_File:   45 kB\nPss_Shmem:   5 kB\n");
+  const ProcessMemory memory = read_process_memory(42, machine.root());
+  EXPECT_EQ(memory.rss, 400 * kKiB);
+  EXPECT_EQ(memory.rss_anon, 300 * kKiB);
+  EXPECT_EQ(memory.rss_file, 90 * kKiB);
+  EXPECT_EQ(memory.rss_shmem, 10 * kKiB);
+  EXPECT_EQ(memory.peak_rss, 500 * kKiB);
+  EXPECT_EQ(memory.held(), (150 + 5 + 8) * kKiB);
+  EXPECT_EQ(memory.peak_held(), (150 + 5 + 8 + 100) * kKiB);
+}
+
+TEST(ProcessMemory, WithoutPssWhatIsSharedCountsInFull) {
+  Machine machine;
+  machine.put("/proc/self/status", kStatus);
+  EXPECT_EQ(read_process_memory(0, machine.root()).held(), (300 + 10 + 8) * kKiB);
+  machine.put("/proc/self/smaps_rollup", "Rss:   400 kB\nPss:   200 kB\n");
+  EXPECT_EQ(read_process_memory(0, machine.root()).held(), (300 + 10 + 8) * kKiB);
+}
+
+TEST(ProcessMemory, AbsentAndEndedProcessesAreIo) {
+  Machine machine;
+  machine.put("/proc/43/status", "Name:\tmodicum\nState:\tZ (zombie)\n");
+  for (const int pid : {42, 43}) {
+    try {
+      read_process_memory(pid, machine.root());
+      ADD_FAILURE() << pid;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.category(), Category::io);
+      EXPECT_EQ(error.facts().culprit_pid, pid);
+    }
+  }
+}
+
+TEST(KernelText, NumbersAreFoundByTheirWholeLabel) {
+  EXPECT_EQ(kernel_number_after("inactive_file 5\nactive_file 6\n", "active_file"), 6U);
+  EXPECT_EQ(kernel_number_after("oom_kill_disable 1\noom_kill 0", "oom_kill"), 0U);
+  EXPECT_EQ(kernel_number_after("VmRSS:\t  12 kB\n", "VmRSS:"), 12U);
+  EXPECT_EQ(kernel_number_after("VmRSS:\n", "VmRSS:"), std::nullopt);
+  EXPECT_EQ(kernel_number_after("VmRSS: -1 kB\n", "VmRSS:"), std::nullopt);
+  EXPECT_EQ(parse_kernel_number("max\n"), std::nullopt);
+  EXPECT_EQ(parse_kernel_number("18446744073709551615\n"), UINT64_MAX);
+  EXPECT_EQ(parse_kernel_number("18446744073709551616\n"), std::nullopt);
+  EXPECT_EQ(parse_kernel_number(" \n"), std::nullopt);
+}
+
+// The rest asks this machine.
+
+TEST(ThisMachine, HasLimitsTightestFirst) {
+  const std::vector<MemoryLimit> limits = memory_limits();
+  ASSERT_FALSE(limits.empty());
+  for (size_t i = 1; i < limits.size(); ++i) {
+    EXPECT_LE(limits[i - 1].available_bytes, limits[i].available_bytes);
+  }
+  for (const MemoryLimit& limit : limits) {
+    EXPECT_LE(limit.available_bytes, limit.limit_bytes) << limit.source;
+    EXPECT_GT(limit.limit_bytes, 0U) << limit.source;
+  }
+  EXPECT_EQ(oom_kill_count(), oom_kill_count());
+}
+
+TEST(ThisMachine, SeesWhatAProcessTakesAndItsPeak) {
+  if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own";
+  constexpr size_t kSize = 32 * kMiB;
+  if (!reset_peak_rss()) GTEST_SKIP() << "this kernel doesn't let VmHWM start anew";
+  const ProcessMemory before = read_process_memory();
+  void* const block = mmap(nullptr, kSize, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  ASSERT_NE(block, MAP_FAILED);
+  const ProcessMemory during = read_process_memory();
+  munmap(block, kSize);
+  const ProcessMemory after = read_process_memory();
+  const auto margin = static_cast<double>(kMiB);
+  EXPECT_NEAR(static_cast<double>(during.held() - before.held()), kSize, margin);
+  EXPECT_NEAR(static_cast<double>(during.rss_anon - before.rss_anon), kSize, margin);
+  EXPECT_LT(after.held(), before.held() + kMiB);
+  EXPECT_NEAR(static_cast<double>(after.peak_held() - before.held()), kSize, margin);
+}
+
+TEST(ThisMachine, CountsSharedPagesInParts) {
+  if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own";
+  constexpr size_t kSize = 32 * kMiB;
+  void* const block = mmap(nullptr, kSize, PROT_READ | PROT_WRITE,
+                           MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  ASSERT_NE(block, MAP_FAILED);
+  const ProcessMemory alone = read_process_memory();
+  int ready[2];
+  int done[2];
+  ASSERT_EQ(pipe(ready), 0);
+  ASSERT_EQ(pipe(done), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    for (size_t at = 0; at < kSize; at += kPageBytes) static_cast<char*>(block)[at] = 1;
+    char byte = 0;
+    const bool was_heard = write(ready[1], &byte, 1) == 1 && read(done[0], &byte, 1) == 1;
+    _exit(was_heard ? 0 : 1);
+  }
+  char byte = 0;
+  ASSERT_EQ(read(ready[0], &byte, 1), 1);
+  const ProcessMemory together = read_process_memory();
+  const ProcessMemory of_child = read_process_memory(child);
+  ASSERT_EQ(write(done[1], &byte, 1), 1);
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  for (const int fd : {ready[0], ready[1], done[0], done[1]}) close(fd);
+  munmap(block, kSize);
+  EXPECT_EQ(alone.rss_shmem, together.rss_shmem);
+  if (alone.pss_shmem == together.pss_shmem) GTEST_SKIP() << "this kernel has no Pss_Shmem";
+  EXPECT_NEAR(static_cast<double>(together.pss_shmem), kSize / 2, kMiB);
+  EXPECT_NEAR(static_cast<double>(of_child.pss_shmem), kSize / 2, kMiB);
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,47 @@
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "modicum/io/io.h"
+#include "modicum/probe/kernel_text.h"
+#include "modicum/probe/probe.h"
+
+namespace modicum {
+namespace {
+
+std::optional<uint64_t> bytes_after(const std::string& text, std::string_view label) {
+  const std::optional<uint64_t> kib = kernel_number_after(text, label);
+  return kib ? checked_mul(*kib, kKiB) : std::nullopt;
+}
+
+}  // namespace
+
+ProcessMemory read_process_memory(int pid, const std::string& root) {
+  const std::string directory =
+      root + (pid == 0 ? std::string("/proc/self") : fmt::format("/proc/{}", pid));
+  Facts facts{.file = "status"};
+  if (pid != 0) facts.culprit_pid = pid;
+
+  const std::optional<std::string> status = read_kernel_text(directory + "/status");
+  if (!status) fail(Category::io, "the kernel says nothing about the process", std::move(facts));
+  const auto of = [&](std::string_view label) { return bytes_after(*status, label); };
+  // A process that has ended but was not waited for has a status without these lines.
+  if (!of("VmRSS:")) fail(Category::io, "the process has no memory", std::move(facts));
+
+  ProcessMemory memory{.rss_anon = of("RssAnon:").value_or(0),
+                       .rss_file = of("RssFile:").value_or(0),
+                       .rss_shmem = of("RssShmem:").value_or(0),
+                       .rss = *of("VmRSS:"),
+                       .peak_rss = of("VmHWM:").value_or(0),
+                       .page_tables = of("VmPTE:").value_or(0)};
+  // Before Linux 5.4 the file has no such lines, before 4.14 there is no such file, and another
+  // user's may not be read. Counting what is shared in full is the safe side of not knowing.
+  const std::string rollup = read_kernel_text(directory + "/smaps_rollup").value_or("");
+  memory.pss_anon = bytes_after(rollup, "Pss_Anon:").value_or(memory.rss_anon);
+  memory.pss_shmem = bytes_after(rollup, "Pss_Shmem:").value_or(memory.rss_shmem);
+  return memory;
+}
+
+bool reset_peak_rss() { return write_kernel_text("/proc/self/clear_refs", "5"); }
+
+}  // namespace modicum

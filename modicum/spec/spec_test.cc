@@ -1,0 +1,177 @@
+#include "modicum/spec/spec.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "modicum/base/base.h"
+
+namespace modicum {
+namespace {
+
+TEST(DType, TheTableIsTheFormats) {
+  struct Wanted {
+    DType dtype;
+    std::string_view stored;
+    std::string_view torch;
+    int bits;
+  };
+  const Wanted all[] = {
+      {DType::boolean, "BOOL", "bool", 8},
+      {DType::f4, "F4", "float4_e2m1fn_x2", 4},
+      {DType::f6_e2m3, "F6_E2M3", "float6_e2m3", 6},
+      {DType::f6_e3m2, "F6_E3M2", "float6_e3m2", 6},
+      {DType::u8, "U8", "uint8", 8},
+      {DType::i8, "I8", "int8", 8},
+      {DType::f8_e5m2, "F8_E5M2", "float8_e5m2", 8},
+      {DType::f8_e4m3, "F8_E4M3", "float8_e4m3fn", 8},
+      {DType::f8_e8m0, "F8_E8M0", "float8_e8m0fnu", 8},
+      {DType::f8_e4m3fnuz, "F8_E4M3FNUZ", "float8_e4m3fnuz", 8},
+      {DType::f8_e5m2fnuz, "F8_E5M2FNUZ", "float8_e5m2fnuz", 8},
+      {DType::i16, "I16", "int16", 16},
+      {DType::u16, "U16", "uint16", 16},
+      {DType::f16, "F16", "float16", 16},
+      {DType::bf16, "BF16", "bfloat16", 16},
+      {DType::i32, "I32", "int32", 32},
+      {DType::u32, "U32", "uint32", 32},
+      {DType::f32, "F32", "float32", 32},
+      {DType::c64, "C64", "complex64", 64},
+      {DType::f64, "F64", "float64", 64},
+      {DType::i64, "I64", "int64", 64},
+      {DType::u64, "U64", "uint64", 64},
+  };
+  static_assert(std::size(all) == static_cast<size_t>(DType::count));
+  for (const Wanted& wanted : all) {
+    EXPECT_EQ(stored_name(wanted.dtype), wanted.stored);
+    EXPECT_EQ(torch_name(wanted.dtype), wanted.torch);
+    EXPECT_EQ(bits_per_element(wanted.dtype), wanted.bits) << wanted.stored;
+    EXPECT_EQ(dtype_from_stored_name(wanted.stored), wanted.dtype);
+    EXPECT_EQ(dtype_from_torch_name(wanted.torch), wanted.dtype);
+    if (wanted.bits % 8 == 0) {
+      EXPECT_EQ(bytes_per_element(wanted.dtype), wanted.bits / 8);
+    } else {
+      EXPECT_THROW(bytes_per_element(wanted.dtype), Error) << wanted.stored;
+    }
+    const bool is_float =
+        wanted.stored == "F32" || wanted.stored == "F16" || wanted.stored == "BF16";
+    EXPECT_EQ(is_castable(wanted.dtype), is_float) << wanted.stored;
+  }
+}
+
+TEST(DType, NamesAreExact) {
+  for (const char* name : {"", "bf16", "BF16 ", "F8", "FLOAT32", "float32"}) {
+    EXPECT_EQ(dtype_from_stored_name(name), std::nullopt) << name;
+  }
+  EXPECT_EQ(dtype_from_torch_name("F32"), std::nullopt);
+  EXPECT_EQ(dtype_from_torch_name(""), std::nullopt);
+}
+
+TEST(Tensor, CountsElementsAndBytes) {
+  EXPECT_EQ(numel_of({}), 1);
+  EXPECT_EQ(numel_of({2, 3, 4}), 24);
+  EXPECT_EQ(numel_of({2, 0}), 0);
+  EXPECT_EQ(bytes_of(DType::bf16, 3), 6U);
+  EXPECT_EQ(bytes_of(DType::c64, 3), 24U);
+  EXPECT_EQ(bytes_of(DType::f4, 6), 3U);
+  EXPECT_EQ(bytes_of(DType::f6_e2m3, 4), 3U);
+  EXPECT_EQ(bytes_of(DType::u8, int64_t{1} << 62), uint64_t{1} << 62);
+  EXPECT_EQ(shape_text({}), "[]");
+  EXPECT_EQ(shape_text({2, 3}), "[2, 3]");
+}
+
+TEST(Tensor, DigestsAreWrittenWithAllTheirDigits) {
+  EXPECT_EQ((Digest{0x1, 0xabcdef0123456789}).hex(), "0000000000000001abcdef0123456789");
+}
+
+TEST(Manifest, CountsItsDataAndItself) {
+  Manifest manifest;
+  EXPECT_EQ(manifest.data_bytes(), 0U);
+  EXPECT_EQ(manifest.held_bytes(), 0U);
+  const std::string long_name(100, 'n');
+  manifest.files.push_back({.name = "short"});
+  manifest.tensors.push_back({.spec = {.fqn = "w", .shape = {2, 3}}, .at = {0, 0, 24}});
+  manifest.tensors.push_back({.spec = {.fqn = long_name, .shape = {}}, .at = {0, 24, 28}});
+  EXPECT_EQ(manifest.data_bytes(), 28U);
+  // Two dims are 16 bytes, a block of 32; a name of 100 with its terminator and the block's header
+  // makes 112; short names are inside their value.
+  EXPECT_EQ(manifest.held_bytes(), sizeof(DataFile) + 2 * sizeof(Stored) + 32 + 112);
+}
+
+TEST(HeapBytes, FollowTheAllocatorsGranules) {
+  EXPECT_EQ(heap_block_bytes(0), 0U);
+  EXPECT_EQ(heap_block_bytes(1), 32U);
+  EXPECT_EQ(heap_block_bytes(24), 32U);
+  EXPECT_EQ(heap_block_bytes(25), 48U);
+  EXPECT_EQ(heap_block_bytes(40), 48U);
+  EXPECT_EQ(heap_bytes(std::string(15, 'a')), 0U);
+  EXPECT_EQ(heap_bytes(std::string(16, 'a')), 32U);
+}
+
+TEST(Footprint, EveryPurposeHasANameOfItsOwn) {
+  std::set<std::string_view> names;
+  for (size_t i = 0; i < static_cast<size_t>(Purpose::count); ++i) {
+    names.insert(purpose_name(static_cast<Purpose>(i)));
+  }
+  EXPECT_EQ(names.size(), static_cast<size_t>(Purpose::count));
+  EXPECT_EQ(names.count(""), 0U);
+  EXPECT_EQ(purpose_name(Purpose::process), "process");
+  EXPECT_EQ(purpose_name(Purpose::staging), "staging");
+  EXPECT_EQ(purpose_name(Purpose::snapshot), "snapshot");
+}
+
+TEST(Footprint, AddsUpAndCompares) {
+  Footprint a;
+  EXPECT_EQ(a.total(), 0U);
+  a[Purpose::process] = 100;
+  a[Purpose::page_tables] = 10;
+  a[Purpose::shards] = 1;
+  Footprint b;
+  b[Purpose::shards] = 2;
+  b[Purpose::snapshot] = 4;
+  Footprint sum = a;
+  sum += b;
+  EXPECT_EQ(sum.total(), 117U);
+  EXPECT_EQ(sum.ledger_total(), 7U);
+  EXPECT_EQ(sum[Purpose::shards], 3U);
+  EXPECT_TRUE(a.fits_in(sum));
+  EXPECT_TRUE(sum.fits_in(sum));
+  EXPECT_FALSE(sum.fits_in(a));
+  EXPECT_FALSE(b.fits_in(a)) << "a smaller total does not help where one purpose is over";
+  EXPECT_EQ(sum, sum);
+  EXPECT_NE(a, b);
+}
+
+Footprint shards_of(uint64_t bytes) {
+  Footprint footprint;
+  footprint[Purpose::shards] = bytes;
+  return footprint;
+}
+
+TEST(Promise, ANodeHoldsEachRanksOwnPeak) {
+  const Promise promise{.phases = {{"open", {shards_of(5), shards_of(1), shards_of(2)}},
+                                   {"load", {shards_of(3), shards_of(9), shards_of(2)}}},
+                        .node_of_rank = {0, 0, 1},
+                        .launcher_bytes = 100};
+  EXPECT_EQ(promise.ranks(), 3);
+  EXPECT_EQ(promise.nodes(), 2);
+  EXPECT_EQ(promise.rank_peak_bytes(0), 5U);
+  EXPECT_EQ(promise.rank_peak_bytes(1), 9U);
+  EXPECT_EQ(promise.node_peak_bytes(0), 114U) << "though the peaks are in different phases";
+  EXPECT_EQ(promise.node_peak_bytes(1), 102U);
+  EXPECT_EQ(promise.peak_phase(0).name, "open");
+  EXPECT_EQ(promise.peak_phase(1).name, "load");
+  EXPECT_EQ(promise.peak_phase(2).name, "open") << "of equal phases the first";
+}
+
+TEST(PageTables, AreEightBytesPerPageAndAPageOfSlackPerGiB) {
+  EXPECT_EQ(page_table_bytes(0), 0U);
+  EXPECT_EQ(page_table_bytes(2 * kMiB), 2 * kPageBytes);
+  EXPECT_EQ(page_table_bytes(kGiB), 512 * kPageBytes + kPageBytes);
+  EXPECT_EQ(page_table_bytes(4 * kGiB), 4 * (512 * kPageBytes + kPageBytes));
+  EXPECT_EQ(page_table_bytes(kGiB + 2 * kMiB), 513 * kPageBytes + 2 * kPageBytes);
+}
+
+TEST(PageTables, EvenOneMappedPageHasOne) { EXPECT_EQ(page_table_bytes(1), kPageBytes); }
+
+}  // namespace
+}  // namespace modicum
