@@ -2,11 +2,13 @@
 #
 # A static library of modicum/NAME/*.cc, which may include the doors of the rooms it depends on, and
 # (with MODICUM_TESTS) one test program of modicum/NAME/*_test.cc. Files ending in _double.cc or
-# _doubles.cc are test doubles: they go into a library of their own that only tests link.
+# _doubles.cc are test doubles: they go into a library of their own that only tests link. Each
+# test carries the label NAME.
 
 add_library(modicum_flags INTERFACE)
 target_include_directories(modicum_flags INTERFACE ${CMAKE_SOURCE_DIR})
-target_include_directories(modicum_flags SYSTEM INTERFACE ${XXHASH_INCLUDE_DIR} ${CLI11_INCLUDE_DIR})
+target_include_directories(modicum_flags SYSTEM INTERFACE ${XXHASH_INCLUDE_DIR}
+                                                          ${CLI11_INCLUDE_DIR})
 target_compile_options(
   modicum_flags INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Werror
                           -Wno-missing-field-initializers)
@@ -55,6 +57,6 @@ function(modicum_room name)
     add_executable(modicum_${name}_test ${tests})
     target_link_libraries(modicum_${name}_test PRIVATE modicum_${name} ${all_doubles}
                                                        GTest::gtest_main)
-    gtest_discover_tests(modicum_${name}_test DISCOVERY_TIMEOUT 60)
+    gtest_discover_tests(modicum_${name}_test DISCOVERY_TIMEOUT 60 PROPERTIES LABELS ${name})
   endif()
 endfunction()

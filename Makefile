@@ -1,0 +1,74 @@
+# Every target installs the Debian packages that it needs (root) or prints the line that does.
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help demo build test check tidy bench soak format wheel mutants clean
+
+STAGES := dev asan tsan clang python
+CXX_SOURCES = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc'))
+
+help:
+	@echo 'make demo     a synthesised qwen3-0.6b into 4 ranks: promise beside outcome'
+	@echo 'make build    the release build: build/release/modicum'
+	@echo 'make test     every test; make test-STAGE runs one of: $(STAGES)'
+	@echo 'make check    format, the may-include table, sizes, clang-tidy'
+	@echo 'make bench    the programs in benchmarks/'
+	@echo 'make soak     everything under the sanitizers, and the mutants; long'
+	@echo 'make mutants  applies each named mutation and expects its test to fail'
+	@echo 'make wheel    the Python wheel, in dist/'
+	@echo 'make format   formats the C++ sources'
+	@echo 'make clean    removes build/ and dist/'
+
+build:
+	@scripts/packages.sh build
+	@cmake --preset release
+	@cmake --build --preset release
+
+demo: build
+	@scripts/demo.sh build/release/modicum
+
+test: $(STAGES:%=test-%)
+
+test-dev test-asan test-tsan test-tsan-all: test-%:
+	@scripts/packages.sh build
+	@scripts/stage.sh 'test, $*' scripts/test.sh $*
+
+test-clang:
+	@scripts/packages.sh build check
+	@scripts/stage.sh 'test, clang' scripts/test.sh clang
+
+test-python:
+	@scripts/packages.sh build python
+	@scripts/stage.sh 'test, python' scripts/test.sh python
+
+check: check-style tidy
+
+check-style:
+	@scripts/packages.sh check
+	@scripts/stage.sh 'check, format' clang-format-14 --dry-run -Werror $(CXX_SOURCES)
+	@scripts/stage.sh 'check, rules' python3 scripts/check.py
+	@scripts/stage.sh 'check, the rules themselves' python3 scripts/check_test.py
+
+tidy:
+	@scripts/packages.sh build check
+	@scripts/stage.sh 'check, clang-tidy' scripts/tidy.sh
+
+bench: build
+	@scripts/packages.sh python
+	@scripts/bench.sh
+
+soak: test-dev test-asan test-tsan-all mutants
+
+mutants:
+	@scripts/packages.sh build python
+	@scripts/stage.sh 'mutants' python3 scripts/mutants.py
+
+wheel:
+	@scripts/packages.sh build python
+	@scripts/wheel.sh dist
+
+format:
+	@scripts/packages.sh check
+	@clang-format-14 -i $(CXX_SOURCES)
+
+clean:
+	rm -rf build dist

@@ -1,0 +1,27 @@
+# The content of the wheel beside its Python sources: the module `_modicum`, the program `modicum`
+# and the shared libraries that both need and a machine may lack. All of them lie in one folder and
+# look for each other there first.
+
+find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
+execute_process(
+  COMMAND ${Python_EXECUTABLE} -m nanobind --cmake_dir
+  OUTPUT_VARIABLE nanobind_ROOT
+  OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+find_package(nanobind CONFIG REQUIRED)
+
+file(GLOB binding_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/modicum/python/*.cc)
+nanobind_add_module(_modicum NB_STATIC NB_SUPPRESS_WARNINGS ${binding_sources})
+target_compile_definitions(_modicum PRIVATE MODICUM_VERSION="${PROJECT_VERSION}")
+target_link_libraries(_modicum PRIVATE modicum_cli)
+set_target_properties(_modicum modicum PROPERTIES INSTALL_RPATH "$ORIGIN")
+
+install(TARGETS _modicum modicum DESTINATION modicum COMPONENT python)
+
+# Under their sonames, which is what the loader asks for. fmt is header-only here.
+foreach(library simdjson::simdjson)
+  install(
+    FILES $<TARGET_FILE:${library}>
+    DESTINATION modicum
+    RENAME $<TARGET_SONAME_FILE_NAME:${library}>
+    COMPONENT python)
+endforeach()

@@ -1,0 +1,64 @@
+#include "modicum/spec/footprint.h"
+
+#include <gtest/gtest.h>
+
+#include "modicum/base/base.h"
+
+namespace modicum {
+namespace {
+
+Footprint of(uint64_t process, uint64_t shards, uint64_t staging) {
+  Footprint footprint;
+  footprint[Purpose::process] = process;
+  footprint[Purpose::shards] = shards;
+  footprint[Purpose::staging] = staging;
+  return footprint;
+}
+
+TEST(Footprint, WhatEqualsTheLimitFits) {
+  EXPECT_TRUE(of(1, 2, 3).fits_in(of(1, 2, 3)));
+  EXPECT_TRUE(of(1, 2, 3).fits_in(of(2, 2, 4)));
+}
+
+TEST(Footprint, OnePurposeOverItsLimitDoesNotFitWhateverTheTotal) {
+  EXPECT_FALSE(of(0, 3, 0).fits_in(of(100, 2, 100)));
+}
+
+TEST(Footprint, TheLedgersTotalLeavesTheProcessOut) {
+  Footprint footprint = of(10, 2, 3);
+  footprint[Purpose::page_tables] = 100;
+  EXPECT_EQ(footprint.total(), 115u);
+  EXPECT_EQ(footprint.ledger_total(), 5u);
+}
+
+// Rank 0 peaks while loading, rank 1 while holding, and rank 2 lives on another node.
+Promise two_nodes() {
+  return {.phases = {{"load", {of(1, 20, 5), of(1, 10, 0), of(1, 7, 0)}},
+                     {"hold", {of(1, 20, 0), of(1, 30, 0), of(1, 7, 0)}}},
+          .node_of_rank = {0, 0, 1},
+          .launcher_bytes = 1000};
+}
+
+TEST(Promise, ANodesPeakIsTheSumOfEachRanksOwnPeakAndTheLauncher) {
+  const Promise promise = two_nodes();
+  EXPECT_EQ(promise.ranks(), 3);
+  EXPECT_EQ(promise.nodes(), 2);
+  EXPECT_EQ(promise.node_peak_bytes(0), 1000u + 26 + 31);
+  EXPECT_EQ(promise.node_peak_bytes(1), 1000u + 8);
+}
+
+TEST(Promise, APeakKnowsItsPhase) {
+  const Promise promise = two_nodes();
+  EXPECT_EQ(promise.peak_phase(0).name, "load");
+  EXPECT_EQ(promise.peak_phase(1).name, "hold");
+  EXPECT_EQ(promise.rank_peak_bytes(1), 31u);
+}
+
+TEST(PageTables, AreEightBytesAPageInWholePagesAndOnePageAGiB) {
+  EXPECT_EQ(page_table_bytes(0), 0u);
+  EXPECT_EQ(page_table_bytes(2 * kMiB), 2 * kPageBytes);
+  EXPECT_EQ(page_table_bytes(kGiB), 512 * kPageBytes + kPageBytes);
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,183 @@
+#!/usr/bin/env python3
+"""Each rule of check.py fires on a tree that breaks it, and on nothing else."""
+
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import check  # noqa: E402
+
+PAGE = """\
+| room | floor | may include | charter |
+|---|---|---|---|
+| `base` | 1 | - | the ground |
+| `io` | 2 | `base` | files |
+| `kernels` | 2 | `base` | arithmetic |
+| `stream` | 3 | `base` `io` | runs |
+| `cli` | 4 | every door | verbs |
+
+| library header | only in |
+|---|---|
+| `hwy/` | `kernels` |
+"""
+CMAKE = """\
+modicum_room(base)
+modicum_room(io DEPENDS base PRIVATE fast::library)
+modicum_room(kernels DEPENDS base)
+modicum_room(stream DEPENDS base io)
+modicum_room(cli DEPENDS base io
+             kernels stream)
+"""
+GOOD = {
+    "docs/ARCHITECTURE.md": PAGE,
+    "CMakeLists.txt": CMAKE,
+    "modicum/base/base.h": "#pragma once\n",
+    "modicum/base/sizes.h": "#pragma once\n",
+    "modicum/base/sizes.cc": '#include "modicum/base/sizes.h"\n#include <vector>\n',
+    "modicum/io/io.h": '#include "modicum/base/base.h"\n',
+    "modicum/io/file_doubles.h": "#pragma once\n",
+    "modicum/kernels/cast.cc": "#include <hwy/highway.h>\n",
+    "modicum/stream/load_test.cc": '#include "modicum/io/file_doubles.h"\n',
+    "modicum/cli/main.cc": '#include "modicum/stream/stream.h"\n',
+}
+
+
+def long_function(lines: int, head: str = "int f()") -> str:
+    """A function of so many lines, its braces included."""
+    return head + " {\n" + "  g();\n" * (lines - 2) + "}\n"
+
+
+class Check(unittest.TestCase):
+    def findings(self, changed: dict[str, str]) -> list[str]:
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            for name, text in (GOOD | changed).items():
+                path = root / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            return check.findings(root)
+
+    def accepts(self, changed: dict[str, str]) -> None:
+        self.assertEqual(self.findings(changed), [])
+
+    def refuses(self, changed: dict[str, str], where: str, what: str) -> None:
+        found = self.findings(changed)
+        self.assertTrue(found, "nothing was found")
+        self.assertIn(where, found[0])
+        self.assertIn(what, found[0])
+
+    def source(self, path: str, text: str, what: str) -> None:
+        self.refuses({path: text}, path, what)
+
+    def page(self, old: str, new: str, what: str, cmake: tuple[str, str] = ("", "")) -> None:
+        changed = {"docs/ARCHITECTURE.md": PAGE.replace(old, new)}
+        changed["CMakeLists.txt"] = CMAKE.replace(*cmake)
+        self.refuses(changed, "ARCHITECTURE.md", what)
+
+
+class Includes(Check):
+    def test_the_good_tree_is_good(self) -> None:
+        self.accepts({})
+
+    def test_a_room_that_the_table_does_not_allow(self) -> None:
+        text = '#include "modicum/kernels/kernels.h"\n'
+        self.source("modicum/stream/load.cc", text, "`stream` may not include `kernels`")
+
+    def test_an_arrow_up(self) -> None:
+        text = '#include "modicum/io/io.h"\n'
+        self.source("modicum/base/sizes.cc", text, "`base` may not include `io`")
+
+    def test_behind_the_door_of_another_room(self) -> None:
+        text = '\n#  include "modicum/base/sizes.h"\n'
+        self.source("modicum/io/posix.cc", text, "behind the door")
+        self.source("tests/walk.cc", text, "behind the door")
+
+    def test_angle_brackets_do_not_hide_it(self) -> None:
+        self.source("modicum/io/posix.cc", "#include <modicum/base/sizes.h>\n", "behind the door")
+
+    def test_doubles_outside_tests(self) -> None:
+        text = '#include "modicum/io/file_doubles.h"\n'
+        self.source("modicum/stream/load.cc", text, "is for tests")
+        self.source("modicum/kernels/cast_test.cc", text, "`kernels` may not include `io`")
+
+    def test_a_relative_name(self) -> None:
+        self.source("modicum/base/sizes.cc", '#include "sizes.h"\n', "not named from the root")
+
+    def test_a_room_that_is_not_there(self) -> None:
+        text = '#include "modicum/attic/attic.h"\n'
+        self.source("modicum/cli/main.cc", text, "is in no room")
+        self.source("modicum/attic/attic.h", "#pragma once\n", "modicum/attic is no room")
+
+    def test_a_library_outside_its_room(self) -> None:
+        self.source("modicum/stream/load.cc", "#include <hwy/highway.h>\n", "only in kernels")
+
+
+class Table(Check):
+    def test_no_table(self) -> None:
+        self.page("| room |", "| chamber |", "no table of rooms")
+
+    def test_an_arrow_up_in_the_table(self) -> None:
+        self.page("| `base` | 1 | - |", "| `base` | 1 | `io` |", "`io` above it")
+
+    def test_a_cycle_on_one_floor(self) -> None:
+        page = PAGE.replace("| `io` | 2 | `base` |", "| `io` | 2 | `base` `kernels` |")
+        page = page.replace("| `kernels` | 2 | `base` |", "| `kernels` | 2 | `base` `io` |")
+        self.refuses({"docs/ARCHITECTURE.md": page}, "ARCHITECTURE.md", "`io` reaches itself")
+
+    def test_a_name_that_is_no_room(self) -> None:
+        self.page("| `io` | 2 | `base` |", "| `io` | 2 | `base` `attic` |", "which is no room")
+
+    def test_cmake_disagrees_with_the_table(self) -> None:
+        for old, new, what in [
+            ("stream DEPENDS base io", "stream DEPENDS base", "about: io"),
+            ("kernels DEPENDS base", "kernels DEPENDS base io", "about: io"),
+            ("base io\n             kernels stream", "base io kernels", "`cli` disagrees"),
+            ("modicum_room(base)\n", "# modicum_room(base)\n", "`base` has no modicum_room"),
+            ("modicum_room(base)\n", "modicum_room(base)\nmodicum_room(attic)\n", "no room of"),
+        ]:
+            self.refuses({"CMakeLists.txt": CMAKE.replace(old, new)}, "CMakeLists.txt", what)
+
+
+class Sizes(Check):
+    def test_a_long_function(self) -> None:
+        self.accepts({"modicum/io/posix.cc": long_function(70)})
+        self.source("modicum/io/posix.cc", long_function(71), "f has 71 lines")
+        self.source("modicum/io/posix.h", long_function(71, "inline int f()"), "f has 71 lines")
+
+    def test_a_long_test(self) -> None:
+        self.accepts({"modicum/io/posix_test.cc": long_function(120, "TEST(File, Reads)")})
+        self.source(
+            "modicum/io/posix_test.cc", long_function(121, "TEST(File, Reads)"), "121 lines")
+
+    def test_a_long_python_function(self) -> None:
+        text = "def f():\n" + "    g()\n" * 70
+        self.source("scripts/tool.py", text, "f has 71 lines")
+
+    def test_a_long_file(self) -> None:
+        self.accepts({"modicum/io/posix.cc": "//\n" * 500})
+        self.source("modicum/io/posix.cc", "//\n" * 501, "501 lines")
+
+    def test_kernels_and_tests_may_be_longer(self) -> None:
+        for path in ["modicum/kernels/cast.cc", "modicum/io/io_test.cc", "tests/test_load.py"]:
+            comment = "#\n" if path.endswith(".py") else "//\n"
+            self.accepts({path: comment * 800})
+            self.source(path, comment * 801, "801 lines")
+
+    def test_a_wide_line(self) -> None:
+        self.accepts({"modicum/io/posix.cc": "//" + "x" * 98 + "\n"})
+        self.source("modicum/io/posix.cc", "//" + "x" * 99 + "\n", "101 columns")
+
+    def test_columns_are_characters(self) -> None:
+        self.accepts({"modicum/io/posix.cc": "//" + "\u00e9" * 98 + "\n"})
+
+    def test_an_open_task_needs_its_issue(self) -> None:
+        word = "TO" + "DO"
+        self.accepts({"modicum/io/posix.cc": f"// {word}(#12): more\n"})
+        self.source("modicum/io/posix.cc", f"// {word}: more\n", "issue number")
+        self.source("scripts/run.sh", f"# {word}(me): more\n", "issue number")
+
+
+if __name__ == "__main__":
+    unittest.main()

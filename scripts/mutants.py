@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""Applies the wrongs of scripts/mutants.toml, one at a time, and expects their tests to go red.
+
+mutants.py [--only TEXT] [--list] [--jobs N]. Works on a copy of the tree under build/mutants. A
+mutant passes when its tests fail or hang; it fails when they stay green (survived), when it does
+not build, and when its text is not found exactly once. Exit 1 if any mutant fails. Python 3.11 or
+later, standard library only.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "build/mutants"
+SOURCE, BUILD = WORK / "src", WORK / "build"
+TEST_TIMEOUT_S = 120
+# Warnings are off: a wrong that leaves a variable unused is still to be tried.
+CXX_FLAGS = "-O1 -w"
+
+
+class Refusal(Exception):
+    """The list or the tree is not fit for mutations; nothing can be said about the tests."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    house_test: str
+    file: str
+    find: str
+    replace: str
+    tests: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    mutant: Mutant
+    verdict: str
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict == "caught"
+
+
+# ---- the list
+
+
+def read_mutants(path: Path) -> list[Mutant]:
+    entries = tomllib.loads(path.read_text())["mutant"]
+    fields = set(Mutant.__dataclass_fields__)
+    for entry in entries:
+        if set(entry) != fields or not all(isinstance(text, str) for text in entry.values()):
+            raise Refusal(f"{entry.get('name', entry)}: the fields are {', '.join(sorted(fields))}")
+    mutants = [Mutant(**entry) for entry in entries]
+    names = [mutant.name for mutant in mutants]
+    for name in names:
+        if names.count(name) > 1:
+            raise Refusal(f"two mutants are called '{name}'")
+    return mutants
+
+
+def mutated(text: str, mutant: Mutant) -> str:
+    count = text.count(mutant.find)
+    if count != 1:
+        raise Refusal(f"'{mutant.name}': its text stands {count} times in {mutant.file}")
+    if mutant.find == mutant.replace:
+        raise Refusal(f"'{mutant.name}' changes nothing")
+    return text.replace(mutant.find, mutant.replace)
+
+
+# ---- the copy
+
+
+def tree_files() -> list[str]:
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def copy_tree() -> None:
+    """Makes the copy equal to the tree; touches only what differs, so that little is rebuilt."""
+    wanted = set(tree_files())
+    for path in list(SOURCE.rglob("*")) if SOURCE.exists() else []:
+        if path.is_file() and str(path.relative_to(SOURCE)) not in wanted:
+            path.unlink()
+    for name in wanted:
+        here, there = ROOT / name, SOURCE / name
+        there.parent.mkdir(parents=True, exist_ok=True)
+        if not there.exists() or there.read_bytes() != here.read_bytes():
+            shutil.copyfile(here, there)
+
+
+# ---- building and testing
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+def configure() -> None:
+    result = run(["cmake", "-S", str(SOURCE), "-B", str(BUILD), "-G", "Ninja",
+                  "-DCMAKE_BUILD_TYPE=", f"-DCMAKE_CXX_FLAGS={CXX_FLAGS}"])
+    if result.returncode != 0:
+        raise Refusal(f"the tree does not configure:\n{result.stdout}{result.stderr}")
+
+
+def build(targets: list[str], jobs: int) -> subprocess.CompletedProcess[str]:
+    return run(["ninja", "-C", str(BUILD), "-j", str(jobs), *targets])
+
+
+def test(pattern: str, jobs: int) -> subprocess.CompletedProcess[str]:
+    return run(["ctest", "--test-dir", str(BUILD), "-R", pattern, "-j", str(jobs),
+                "--output-on-failure", "--no-tests=error", "--timeout", str(TEST_TIMEOUT_S)])
+
+
+def programs_of(pattern: str) -> list[str]:
+    """The test programs, as build targets, that hold the tests that the pattern selects."""
+    result = run(["ctest", "--test-dir", str(BUILD), "-R", pattern, "--show-only=json-v1"])
+    listed = json.loads(result.stdout)["tests"]
+    return sorted({Path(entry["command"][0]).name for entry in listed if "command" in entry})
+
+
+def check_unmutated(mutants: list[Mutant], jobs: int) -> dict[str, list[str]]:
+    """Without a mutation every selected test is there and green. Returns each mutant's programs."""
+    configure()
+    result = build(["all"], jobs)
+    if result.returncode != 0:
+        raise Refusal(f"the tree does not build:\n{result.stdout}{result.stderr}")
+    programs = {mutant.name: programs_of(mutant.tests) for mutant in mutants}
+    for mutant in mutants:
+        if not programs[mutant.name]:
+            raise Refusal(f"'{mutant.name}': no test matches {mutant.tests}")
+    result = test("|".join(f"({mutant.tests})" for mutant in mutants), jobs)
+    if result.returncode != 0:
+        raise Refusal(f"tests are red before any mutation:\n{result.stdout}{result.stderr}")
+    return programs
+
+
+def verdict_on(mutant: Mutant, programs: list[str], jobs: int) -> str:
+    result = build(programs, jobs)
+    if result.returncode != 0:
+        print(result.stdout[-2000:], file=sys.stderr)
+        return "does not build"
+    return "survived" if test(mutant.tests, jobs).returncode == 0 else "caught"
+
+
+def try_mutant(mutant: Mutant, programs: list[str], jobs: int) -> Outcome:
+    start = time.monotonic()
+    path = SOURCE / mutant.file
+    original = path.read_text()
+    path.write_text(mutated(original, mutant))
+    try:
+        verdict = verdict_on(mutant, programs, jobs)
+    finally:
+        path.write_text(original)
+        os.utime(path)
+    return Outcome(mutant, verdict, time.monotonic() - start)
+
+
+# ---- the report
+
+
+def report(outcomes: list[Outcome]) -> None:
+    width = max(len(outcome.mutant.name) for outcome in outcomes)
+    print()
+    for outcome in outcomes:
+        print(f"{outcome.verdict:<14}  {outcome.mutant.name:<{width}}  {outcome.mutant.house_test}")
+    passed = sum(outcome.passed for outcome in outcomes)
+    print(f"\n{passed} passed, {len(outcomes) - passed} failed")
+
+
+def run_mutants(mutants: list[Mutant], jobs: int) -> int:
+    for mutant in mutants:
+        mutated((ROOT / mutant.file).read_text(), mutant)
+    copy_tree()
+    programs = check_unmutated(mutants, jobs)
+    outcomes = []
+    for mutant in mutants:
+        outcomes.append(try_mutant(mutant, programs[mutant.name], jobs))
+        print(f"{outcomes[-1].verdict}: {mutant.name} ({outcomes[-1].seconds:.1f} s)", flush=True)
+    report(outcomes)
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="mutation tests")
+    parser.add_argument("--only", default="", help="only mutants with this text in their name")
+    parser.add_argument("--list", action="store_true", help="print the mutants and stop")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    try:
+        mutants = read_mutants(ROOT / "scripts/mutants.toml")
+        mutants = [mutant for mutant in mutants if options.only in mutant.name]
+        if options.list:
+            print("\n".join(f"{mutant.name}: {mutant.house_test}" for mutant in mutants))
+            return 0
+        if not mutants:
+            raise Refusal(f"no mutant has '{options.only}' in its name")
+        return run_mutants(mutants, options.jobs)
+    except Refusal as refusal:
+        print(f"mutants.py: {refusal}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

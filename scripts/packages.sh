@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# packages.sh GROUP...: makes sure that the Debian packages of the groups build, check and python
+# are there. Root installs what is missing; anybody else gets the line to run, and exit 1.
+set -euo pipefail
+
+packages_of() {
+  case "$1" in
+    build) echo "g++ cmake ninja-build pkg-config libsimdjson-dev libfmt-dev libcli11-dev" \
+                "libxxhash-dev libgtest-dev" ;;
+    check) echo "clang-14 clang-format-14 clang-tidy-14 universal-ctags python3" ;;
+    python) echo "python3 python3-venv python3-dev" ;;
+    *) echo "packages.sh: no group '$1' (build, check, python)" >&2; return 2 ;;
+  esac
+}
+
+is_installed() {
+  [ "$(dpkg-query --show --showformat='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
+}
+
+# Lists of packages go stale; an install that fails on a fresh list fails for good.
+install() {
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -qq
+  apt-get install -y -qq --no-install-recommends "$@"
+}
+
+missing=()
+for group in "$@"; do
+  list=$(packages_of "$group")
+  command -v dpkg-query >/dev/null || { echo "no Debian here; needed: $list" >&2; continue; }
+  for package in $list; do
+    is_installed "$package" || missing+=("$package")
+  done
+done
+[ ${#missing[@]} -eq 0 ] && exit 0
+
+if [ "$(id -u)" -eq 0 ]; then
+  install "${missing[@]}"
+else
+  echo "packages are missing; run:" >&2
+  echo "  sudo apt-get update && sudo apt-get install --no-install-recommends ${missing[*]}" >&2
+  exit 1
+fi

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# test.sh STAGE: builds what one stage of the tests needs and runs it.
+#   dev     every test program
+#   asan    every test program, with the address and undefined behaviour sanitizers
+#   tsan    the test programs of the rooms that start threads, with the thread sanitizer
+#   tsan-all  every test program, with the thread sanitizer
+#   clang   compiles everything with Clang 14
+#   python  the tests under tests/, against the dev build
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+threaded_rooms="base memory ranks stream"
+jobs=$(nproc)
+
+configure_and_build() {  # PRESET [TARGET...]
+  local preset=$1
+  shift
+  cmake --preset "$preset" > "build/configure-$preset.log" 2>&1 ||
+    { cat "build/configure-$preset.log"; return 1; }
+  cmake --build --preset "$preset" -j "$jobs" ${1:+--target "$@"}
+}
+
+run_ctest() {  # PRESET [CTEST ARGUMENT...]
+  local preset=$1
+  shift
+  ctest --test-dir "build/$preset" --output-on-failure --no-tests=error --timeout 300 \
+    -j "$jobs" "$@" | grep --line-buffered -v -E '^ *Start +[0-9]+:|Passed +[0-9.]+ sec$'
+}
+
+# GCC 12's thread sanitizer can't place its shadow under the widest address randomisation.
+# Discovering the tests runs them, so the build goes without randomisation too.
+without_randomisation() {
+  if setarch "$(uname -m)" -R true 2>/dev/null; then
+    setarch "$(uname -m)" -R "$0" "$@"
+  else
+    "$0" "$@"
+  fi
+}
+
+threaded_programs() {
+  local room
+  for room in $threaded_rooms; do
+    compgen -G "modicum/$room/*_test.cc" >/dev/null && echo "modicum_${room}_test"
+  done
+  return 0
+}
+
+mkdir -p build
+case "${1:-}" in
+  dev | asan)
+    configure_and_build "$1"
+    run_ctest "$1" ;;
+  tsan | tsan-all) without_randomisation "plain-$1" ;;
+  plain-tsan)
+    # shellcheck disable=SC2046
+    configure_and_build tsan $(threaded_programs)
+    run_ctest tsan -L "^(${threaded_rooms// /|})\$" ;;
+  plain-tsan-all)
+    configure_and_build tsan
+    run_ctest tsan ;;
+  clang)
+    # Warnings are the point, so nothing is optimised. The names are the only thing it shares.
+    cmake --preset dev -B build/clang -DCMAKE_CXX_COMPILER=clang++-14 \
+      -DCMAKE_CXX_FLAGS=-O0 -DCMAKE_BUILD_TYPE= > build/configure-clang.log 2>&1 ||
+      { cat build/configure-clang.log; exit 1; }
+    cmake --build build/clang -j "$jobs" ;;
+  python)
+    scripts/venv.sh test wheel
+    .venv/bin/python -m pytest tests --modicum build/dev/modicum ;;
+  *)
+    sed -n '2,8s/^# //p' "$0" >&2
+    exit 2 ;;
+esac

@@ -1,0 +1,140 @@
+"""The wheel works where only glibc and the compiler's runtime are: a fresh environment, and the
+development packages' shared objects out of reach."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+# What every Linux with a C++ runtime has, and what a wheel may therefore lean on.
+SYSTEM_LIBRARIES = re.compile(
+    r"^(linux-vdso|ld-linux-x86-64|ld-linux-aarch64|libc|libm|libdl|librt|libpthread|libgcc_s"
+    r"|libstdc\+\+)\.so(\.\d+)*$"
+)
+
+
+def run(*command: str | Path, **options) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a place of its own, so that nothing is found by being in the tree."""
+    arguments = [str(part) for part in command]
+    return subprocess.run(arguments, capture_output=True, text=True, **options)
+
+
+def checked(*command: str | Path, **options) -> str:
+    result = run(*command, **options)
+    assert result.returncode == 0, f"{shlex.join(result.args)}\n{result.stdout}{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("dist")
+    checked(root / "scripts/wheel.sh", directory)
+    (built,) = directory.glob("modicum-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh virtual environment that holds the wheel and nothing else."""
+    directory = tmp_path_factory.mktemp("venv")
+    venv.create(directory, with_pip=True, symlinks=True)
+    pip = (directory / "bin/python", "-m", "pip", "--disable-pip-version-check")
+    checked(*pip, "install", "--no-deps", "--no-index", wheel)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def package(environment: Path) -> Path:
+    (directory,) = environment.glob("lib/python*/site-packages/modicum")
+    return directory
+
+
+def binaries(package: Path) -> list[Path]:
+    return [package / "modicum", *sorted(package.glob("*.so")), *sorted(package.glob("*.so.*"))]
+
+
+def loaded_libraries(binary: Path) -> dict[str, Path | None]:
+    """Each shared library that the loader would take, and where from; None where it has none."""
+    found: dict[str, Path | None] = {}
+    for line in checked("ldd", binary, cwd="/").splitlines():
+        name, _, rest = line.strip().partition(" => ")
+        name = Path(name.split(" (")[0]).name
+        place = rest.split(" (")[0]
+        found[name] = Path(place) if place.startswith("/") else None
+    return found
+
+
+def system_copies(package: Path) -> list[Path]:
+    """The machine's own copies of the libraries that the wheel has to carry."""
+    needed = {name for binary in binaries(package) for name in loaded_libraries(binary)}
+    names = {name for name in needed if not SYSTEM_LIBRARIES.match(name)}
+    folders = [Path("/usr/lib"), Path("/usr/local/lib"), *Path("/usr/lib").glob("*-linux-gnu")]
+    return sorted({f / name for f in folders for name in names if (f / name).exists()})
+
+
+def can_hide_files() -> bool:
+    return os.geteuid() == 0 and run("unshare", "--mount", "true").returncode == 0
+
+
+def hidden(paths: list[Path], command: list[str | Path]) -> list[str]:
+    """The command, run where each path is an empty file, which no loader takes."""
+    if not paths:
+        return [str(part) for part in command]
+    mounts = [f"mount --bind /dev/null {shlex.quote(str(path))}" for path in paths]
+    script = " && ".join([*mounts, "exec " + shlex.join(str(part) for part in command)])
+    return ["unshare", "--mount", "sh", "-c", script]
+
+
+def commands(environment: Path) -> dict[str, list[str | Path]]:
+    return {
+        "import": [environment / "bin/python", "-c", "import modicum; print(modicum.version())"],
+        "command": [environment / "bin/modicum", "--help"],
+    }
+
+
+def test_the_tag_says_this_python_and_plain_linux(wheel: Path) -> None:
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert re.fullmatch(rf"modicum-[0-9.]+-{tag}-{tag}-linux_\w+\.whl", wheel.name)
+
+
+def test_the_wheel_carries_one_copy_of_everything(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert len(names) == len(set(names))
+    stems = [name.split(".so")[0] for name in names if ".so" in name]
+    assert len(stems) == len(set(stems)), names
+    assert "modicum/modicum" in names
+    assert not [name for name in names if name.endswith((".cc", ".h", ".a", ".cmake"))]
+
+
+def test_version_is_the_wheels(environment: Path, wheel: Path) -> None:
+    printed = checked(*commands(environment)["import"], cwd="/")
+    assert printed.strip() == wheel.name.split("-")[1]
+
+
+def test_nothing_but_the_system_is_taken_from_outside_the_wheel(package: Path) -> None:
+    for binary in binaries(package):
+        for name, place in loaded_libraries(binary).items():
+            from_wheel = place is not None and package in place.parents
+            assert from_wheel or SYSTEM_LIBRARIES.match(name), f"{binary.name}: {name} at {place}"
+
+
+@pytest.mark.parametrize("what", ["import", "command"])
+def test_it_runs_with_the_machines_own_copies_out_of_reach(
+    environment: Path, package: Path, what: str
+) -> None:
+    copies = system_copies(package)
+    if copies and not can_hide_files():
+        pytest.skip("hiding a library takes root and a mount namespace; see the ldd test")
+    checked(*hidden(copies, commands(environment)[what]), cwd="/")
+
+
+def test_the_command_is_the_built_program(environment: Path, modicum: Path) -> None:
+    ours = run(modicum, "--help", cwd="/")
+    installed = run(environment / "bin/modicum", "--help", cwd="/")
+    assert (installed.returncode, installed.stdout) == (ours.returncode, ours.stdout)
