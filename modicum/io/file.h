@@ -25,7 +25,8 @@ class File {
   virtual FileIdentity identity() = 0;                   // by fstat of the open file; throws IO
 
   // Fills all of `into` from byte `offset`. Interrupted and short reads are continued. The end of
-  // the file inside the range is FORMAT.TRUNC; any other failure is IO, once, with errno's name.
+  // the file inside the range is FORMAT.TRUNC (expected and got are bytes of the range); any other
+  // failure is IO, once, with errno's name and the offset that it was met at.
   virtual void read(std::span<std::byte> into, uint64_t offset) = 0;
 
   // Writes all of `from` at byte `offset`. No space or quota: NOSPACE; else IO.
@@ -33,7 +34,8 @@ class File {
   virtual void truncate(uint64_t size_bytes) = 0;
   // Durable when it returns. A failure is never retried: the file is to be thrown away.
   virtual void sync() = 0;
-  // Reports what closing found out. The destructor closes silently what was not closed.
+  // Reports what closing found out; the file can't be used again, whatever it was. The destructor
+  // closes silently what was not closed.
   virtual void close() = 0;
 
   // Hints about the page cache; never an error.
@@ -51,14 +53,16 @@ class FileSystem {
   // A new file, for writing. It must not exist: CONFLICT.
   virtual std::unique_ptr<File> create(const std::string& path) = 0;
 
+  // Symbolic links are followed, so a dangling one doesn't exist. Not allowed to look: IO.
   virtual bool exists(const std::string& path) = 0;
   virtual bool is_directory(const std::string& path) = 0;
   virtual std::vector<std::string> list(const std::string& directory) = 0;  // base names, sorted
   // The parent must exist and the directory must not: CONFLICT.
   virtual void make_directory(const std::string& path) = 0;
+  // Replaces a file or an empty directory at `to`; a directory that holds something: CONFLICT.
   virtual void rename(const std::string& from, const std::string& to) = 0;
-  virtual void remove(const std::string& path) = 0;
-  virtual void sync_directory(const std::string& path) = 0;
+  virtual void remove(const std::string& path) = 0;          // a file or an empty directory
+  virtual void sync_directory(const std::string& path) = 0;  // its names are durable then
 };
 
 // The machine's own. No state.
@@ -75,7 +79,7 @@ class PosixFileSystem final : public FileSystem {
   void sync_directory(const std::string& path) override;
 };
 
-std::string base_name(const std::string& path);
+std::string base_name(const std::string& path);  // "c" of "a/b/c" and of "a/b/c/"
 std::string join_path(const std::string& directory, const std::string& name);
 
 }  // namespace modicum

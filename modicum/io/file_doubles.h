@@ -1,7 +1,7 @@
 // The test doubles of the file seam: in memory, failing at the n-th call, recording what is read.
 #pragma once
 
-#include <map>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,12 +11,10 @@
 namespace modicum {
 
 // Files in memory. `lose_unsynced()` is a power cut: writes since the last `sync` of a file are
-// gone, and so are names (files made, renamed, removed) since the last `sync_directory`. One
-// thread.
+// gone, and so are names (files made, renamed, removed) since the last `sync_directory` of their
+// directory. There are no symbolic links. Several threads may use it.
 class MemoryFileSystem final : public FileSystem {
  public:
-  struct Content;  // bytes as written and as last synced
-
   MemoryFileSystem();
   ~MemoryFileSystem() override;
   std::unique_ptr<File> open(const std::string& path) override;
@@ -30,12 +28,14 @@ class MemoryFileSystem final : public FileSystem {
   void sync_directory(const std::string& path) override;
 
   void lose_unsynced();
-  // Puts a whole file there, synced, its directories made as needed.
+  // Puts a whole file there, synced, its directories made as needed. A file that is there already
+  // keeps its inode: it has been changed in place, and readers that have it open see it.
   void put(const std::string& path, std::string bytes);
-  std::string get(const std::string& path) const;
+  std::string get(const std::string& path) const;  // as written
+
+  struct State;  // for the files it opened
 
  private:
-  struct State;
   std::unique_ptr<State> state_;
 };
 
@@ -48,7 +48,8 @@ struct IoCall {
 };
 
 // Passes every call on to `under`, keeps a record of it, and throws IO (EIO) at the `fail_at`-th
-// call, counted from 1; 0 never fails. Hints are not counted. Several threads may use it.
+// call, counted from 1, which is recorded but not passed on; 0 never fails. Only that call fails.
+// Hints are neither counted nor recorded. Several threads may use it.
 class RecordingFileSystem final : public FileSystem {
  public:
   explicit RecordingFileSystem(FileSystem& under, int64_t fail_at = 0);
@@ -66,8 +67,9 @@ class RecordingFileSystem final : public FileSystem {
   std::vector<IoCall> calls() const;
   uint64_t bytes_read() const;  // sum over the "read" calls
 
+  struct State;  // for the files it opened
+
  private:
-  struct State;
   FileSystem& under_;
   std::unique_ptr<State> state_;
 };

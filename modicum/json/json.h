@@ -1,10 +1,11 @@
 // The door of `json`: strict JSON in, JSON out.
 //
 // Reading is a cursor over a text that the caller keeps: each call takes the next value and hands
-// it on, so that a document is never held twice. Strict: RFC 8259, UTF-8 without overlongs or
-// surrogates, no duplicate keys (compared after unescaping), no nesting over 64, nothing but white
-// space after the document, also in values that are skipped. Whatever is wrong is a JsonError with
-// its byte offset; the caller turns it into its own category. One thread.
+// it on, so that a document is never held twice: reading costs 8 bytes per key that stands in a
+// still open object, and nothing else. Strict: RFC 8259, UTF-8 without overlongs or surrogates, no
+// duplicate keys (compared after unescaping), no nesting over 64, nothing but white space after the
+// document, also in values that are skipped. Whatever is wrong is a JsonError with its byte offset;
+// the caller turns it into its own category. One thread.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,8 @@ struct JsonError : std::runtime_error {
 };
 
 // A value not yet taken. Exactly one of its taking calls is to be made, once, within the callback
-// that got it (an untaken one is skipped, and checked, by the object or array around it).
+// that got it (an untaken one is skipped, and checked, by the object or array around it). A
+// callback may catch `type` (the value is still untaken) and `range` (it is taken), and go on.
 class JsonValue {
  public:
   enum class Kind : uint8_t { object, array, string, number, boolean, null };
@@ -57,8 +59,12 @@ class JsonValue {
   void* state_;
 };
 
-// Reads `text` as one document and calls `root` with its value.
+// Reads `text` as one document, below 4 GiB, and calls `root` with its value. A duplicate key is
+// found when its object ends: what comes before it has been handed on by then.
 void read_json(std::string_view text, const std::function<void(JsonValue& root)>& root);
+// For a text that read_json has accepted: does not look again for duplicates or bad UTF-8, and so
+// needs no memory at all. Syntax is checked all the same.
+void reread_json(std::string_view text, const std::function<void(JsonValue& root)>& root);
 
 // Writes JSON into a string, with commas and escapes where they belong. Misuse (a value where a key
 // is due) is INTERNAL. Numbers: integers as they are, doubles in the shortest form that reads back,

@@ -78,7 +78,9 @@ struct DataFile {
 struct Manifest {
   std::vector<DataFile> files;
   std::vector<Stored> tensors;
-  Digest identity;  // over names, dtypes, shapes, extents and file identities
+  // Over tensors' names, dtypes, shapes and extents, and files' names and sizes; not over inodes or
+  // times, so that copies of a checkpoint agree.
+  Digest identity;
 
   uint64_t data_bytes() const noexcept;  // sum over the tensors
   uint64_t held_bytes() const noexcept;  // host memory of this value; equal for equal values

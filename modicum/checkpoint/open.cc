@@ -1,0 +1,268 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <iterator>
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include "modicum/checkpoint/parts.h"
+
+namespace modicum {
+namespace {
+
+constexpr std::string_view kShardEnding = ".safetensors";
+constexpr std::string_view kIndexEnding = ".safetensors.index.json";
+constexpr const char* kUsualFile = "model.safetensors";
+constexpr const char* kConfigFile = "config.json";
+constexpr uint64_t kLargestConfig = 16 * kMiB;
+
+// Which file of a directory tells what the checkpoint is: an index, or the only data file.
+struct Source {
+  std::string directory;
+  std::string file;
+  bool is_index = false;
+};
+
+// R30: formats that run code when they are read.
+bool is_pickle(std::string_view name) {
+  constexpr std::array<std::string_view, 8> kEndings = {".bin", ".pt",     ".pth",    ".ckpt",
+                                                        ".pkl", ".pickle", ".distcp", ".metadata"};
+  return std::any_of(kEndings.begin(), kEndings.end(),
+                     [name](std::string_view ending) { return name.ends_with(ending); });
+}
+
+[[noreturn]] void refuse(Category category, const std::string& what, const std::string& path) {
+  Facts facts;
+  facts.file = base_name(path);
+  fail(category, what, facts);
+}
+
+std::vector<std::string> names_ending_in(std::string_view ending,
+                                         const std::vector<std::string>& names) {
+  std::vector<std::string> found;
+  std::copy_if(names.begin(), names.end(), std::back_inserter(found),
+               [ending](const std::string& name) { return name.ends_with(ending); });
+  return found;
+}
+
+bool contains(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+Source look_into(FileSystem& files, const std::string& directory) {
+  const std::vector<std::string> names = files.list(directory);
+  const std::vector<std::string> indexes = names_ending_in(kIndexEnding, names);
+  const std::vector<std::string> shards = names_ending_in(kShardEnding, names);
+  auto ambiguous = [&](const std::vector<std::string>& candidates, const char* why) {
+    refuse(Category::index_ambiguous,
+           fmt::format("{}; name one: {}", why,
+                       printable(fmt::format("{}", fmt::join(candidates, ", ")))),
+           directory);
+  };
+  if (indexes.size() > 1) ambiguous(indexes, "several indexes in one directory");
+  if (indexes.size() == 1) return {directory, indexes.front(), true};
+  if (shards.size() == 1) return {directory, shards.front()};
+  // A saved step keeps the optimizer's state beside the model's only file.
+  if (contains(shards, kUsualFile)) return {directory, kUsualFile};
+  if (shards.size() > 1) ambiguous(shards, "several safetensors files and no index");
+  const auto pickle = std::find_if(names.begin(), names.end(), is_pickle);
+  if (pickle == names.end())
+    refuse(Category::io, "no safetensors file in the directory", directory);
+  refuse(Category::format_pickle, "only pickle files in the directory, which are never read",
+         *pickle);
+}
+
+std::string directory_of(const std::string& path) {
+  const size_t slash = path.find_last_of('/');
+  if (slash == std::string::npos) return ".";
+  return path.substr(0, std::max<size_t>(slash, 1));
+}
+
+bool is_component(std::string_view name) {
+  constexpr std::string_view kLegal =
+      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.";
+  return !name.empty() && name.front() != '.' &&
+         name.find_first_not_of(kLegal) == std::string_view::npos;
+}
+
+std::string cache_directory() {
+  auto variable = [](const char* name) {
+    const char* const value = std::getenv(name);
+    return std::string(value == nullptr ? "" : value);
+  };
+  if (const std::string cache = variable("HF_HUB_CACHE"); !cache.empty()) return cache;
+  if (const std::string home = variable("HF_HOME"); !home.empty()) return join_path(home, "hub");
+  return join_path(variable("HOME"), ".cache/huggingface/hub");
+}
+
+// `org/name` -> CACHE/models--org--name/snapshots/REV, with REV as refs/main has it; "" where
+// `path` is no such name or the cache doesn't have it.
+std::string cached_snapshot(FileSystem& files, const std::string& path) {
+  const size_t slash = path.find('/');
+  if (slash == std::string::npos) return "";
+  const std::string organisation = path.substr(0, slash);
+  const std::string name = path.substr(slash + 1);
+  if (!is_component(organisation) || !is_component(name)) return "";
+  const std::string model =
+      join_path(cache_directory(), fmt::format("models--{}--{}", organisation, name));
+  const std::string reference = join_path(model, "refs/main");
+  if (!files.exists(reference)) return "";
+  const std::unique_ptr<File> file = files.open(reference);
+  if (file->identity().size_bytes > kPageBytes) refuse(Category::io, "no revision", reference);
+  std::string revision = read_text(*file);
+  while (!revision.empty() && revision.back() == '\n') revision.pop_back();
+  if (!is_component(revision)) refuse(Category::io, "no revision", reference);
+  return join_path(join_path(model, "snapshots"), revision);
+}
+
+Source find_source(FileSystem& files, const std::string& path) {
+  if (files.is_directory(path)) return look_into(files, path);
+  if (files.exists(path)) {
+    const std::string name = base_name(path);
+    if (is_pickle(name)) refuse(Category::format_pickle, "pickle files are never read", path);
+    return {directory_of(path), name, name.ends_with(".index.json")};
+  }
+  if (const std::string snapshot = cached_snapshot(files, path); !snapshot.empty()) {
+    return look_into(files, snapshot);
+  }
+  files.open(path);  // which tells why not
+  refuse(Category::io, "the path has only just appeared", path);
+}
+
+// R29: an index, and a single file of the same model that the index doesn't know.
+void prove_unambiguous(FileSystem& files, const Source& source, const Index& index) {
+  constexpr std::string_view kSuffix = ".index.json";
+  const std::string single = source.file.substr(0, source.file.size() - kSuffix.size());
+  if (contains(index.files, single) || !files.exists(join_path(source.directory, single))) return;
+  refuse(Category::index_ambiguous,
+         fmt::format("both {} and an index of other files; name one", printable(single)),
+         source.file);
+}
+
+void add_file(Checkpoint& checkpoint, const std::string& name) {
+  Manifest& manifest = checkpoint.manifest;
+  const std::unique_ptr<File> file = checkpoint.files->open(join_path(checkpoint.directory, name));
+  Header header = read_header(*file, static_cast<uint32_t>(manifest.files.size()));
+  checkpoint.header_bytes_read += header.file.header_bytes;
+  if (manifest.files.empty()) checkpoint.metadata = std::move(header.metadata);
+  manifest.files.push_back(std::move(header.file));
+  // A single file may have millions of tensors: they are not held twice.
+  if (manifest.tensors.capacity() == 0) {
+    manifest.tensors = std::move(header.tensors);
+    return;
+  }
+  std::move(header.tensors.begin(), header.tensors.end(), std::back_inserter(manifest.tensors));
+}
+
+void add_shards(Checkpoint& checkpoint, const Source& source, bool is_named) {
+  const std::unique_ptr<File> file =
+      checkpoint.files->open(join_path(source.directory, source.file));
+  const Index index = read_index(*file);
+  checkpoint.header_bytes_read += file->identity().size_bytes;
+  if (!is_named) prove_unambiguous(*checkpoint.files, source, index);
+  prove_shards_exist(index, *checkpoint.files, source.directory);
+  checkpoint.warnings = index.warnings;
+  checkpoint.manifest.files.reserve(index.files.size());
+  checkpoint.manifest.tensors.reserve(index.file_of.size());
+  for (const std::string& name : index.files) add_file(checkpoint, name);
+  prove_index(index, checkpoint.manifest, checkpoint.warnings);
+  checkpoint.manifest.tensors.shrink_to_fit();
+}
+
+void add_config(Checkpoint& checkpoint) {
+  const std::string path = join_path(checkpoint.directory, kConfigFile);
+  if (!checkpoint.files->exists(path)) return;
+  const std::unique_ptr<File> file = checkpoint.files->open(path);
+  const uint64_t size_bytes = file->identity().size_bytes;
+  if (size_bytes > kLargestConfig) {
+    checkpoint.warnings.push_back(
+        fmt::format("{}: over {}, not read", kConfigFile, format_size(kLargestConfig)));
+    return;
+  }
+  checkpoint.config = parse_config(read_text(*file), checkpoint.warnings);
+  checkpoint.header_bytes_read += size_bytes;
+}
+
+// Feeds a digest with values in a form that is the same on every machine of ours and that can't be
+// cut in two ways: texts and lists carry their length.
+class Digester {
+ public:
+  Digester() { XXH3_128bits_reset(&state_); }
+  void add(uint64_t number) { XXH3_128bits_update(&state_, &number, sizeof number); }
+  void add(const std::string& text) {
+    add(text.size());
+    XXH3_128bits_update(&state_, text.data(), text.size());
+  }
+  Digest digest() const {
+    const XXH128_hash_t hash = XXH3_128bits_digest(&state_);
+    return {hash.high64, hash.low64};
+  }
+
+ private:
+  XXH3_state_t state_;
+};
+
+// Of inode and mtime nothing goes in: a copy of a checkpoint has the identity of its original, so
+// that nodes with copies of their own agree.
+Digest identity_of(const Manifest& manifest) {
+  Digester digester;
+  digester.add(manifest.files.size());
+  for (const DataFile& file : manifest.files) {
+    digester.add(file.name);
+    digester.add(file.identity.size_bytes);
+  }
+  digester.add(manifest.tensors.size());
+  for (const Stored& stored : manifest.tensors) {
+    digester.add(stored.spec.fqn);
+    digester.add(static_cast<uint64_t>(stored.spec.dtype));
+    digester.add(stored.spec.shape.size());
+    for (const int64_t dim : stored.spec.shape) digester.add(static_cast<uint64_t>(dim));
+    digester.add(stored.at.file);
+    digester.add(stored.at.begin);
+    digester.add(stored.at.end);
+  }
+  return digester.digest();
+}
+
+std::string identity_text(const FileIdentity& identity) {
+  return fmt::format("{} bytes, device {}, inode {}, mtime {} ns", identity.size_bytes,
+                     identity.device, identity.inode, identity.mtime_ns);
+}
+
+}  // namespace
+
+Checkpoint open_checkpoint(FileSystem& files, const std::string& path) {
+  const Source source = find_source(files, path);
+  Checkpoint checkpoint;
+  checkpoint.files = &files;
+  checkpoint.directory = source.directory;
+  if (source.is_index) {
+    add_shards(checkpoint, source, base_name(path) == source.file);
+  } else {
+    add_file(checkpoint, source.file);
+  }
+  checkpoint.manifest.identity = identity_of(checkpoint.manifest);
+  add_config(checkpoint);
+  return checkpoint;
+}
+
+std::unique_ptr<File> open_data_file(const Checkpoint& checkpoint, uint32_t file) {
+  const DataFile& proven = checkpoint.manifest.files.at(file);
+  std::unique_ptr<File> opened =
+      checkpoint.files->open(join_path(checkpoint.directory, proven.name));
+  const FileIdentity identity = opened->identity();
+  if (identity != proven.identity) {
+    Facts facts;
+    facts.file = proven.name;
+    facts.expected = identity_text(proven.identity);
+    facts.got = identity_text(identity);
+    fail(Category::conflict, "the file has changed since its header was read", facts);
+  }
+  return opened;
+}
+
+}  // namespace modicum

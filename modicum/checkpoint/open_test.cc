@@ -1,0 +1,235 @@
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "modicum/checkpoint/test_files.h"
+
+namespace modicum {
+namespace {
+
+const std::string kSmall = file_with({{"a", 2}});
+
+// Sets an environment variable, and puts it back.
+class Variable {
+ public:
+  Variable(const char* name, const char* value) : name_(name) {
+    if (const char* const old = std::getenv(name)) old_ = old;
+    set(value);
+  }
+  Variable(const Variable&) = delete;
+  Variable& operator=(const Variable&) = delete;
+  ~Variable() { set(old_ ? old_->c_str() : nullptr); }
+
+ private:
+  void set(const char* value) const {
+    if (value != nullptr) {
+      setenv(name_, value, 1);
+    } else {
+      unsetenv(name_);
+    }
+  }
+  const char* name_;
+  std::optional<std::string> old_;
+};
+
+TEST(Open, TheOnlyFileOfADirectoryIsTheCheckpoint) {
+  MemoryFileSystem files;
+  files.put("/m/weights.safetensors", kSmall);
+  files.put("/m/pytorch_model.bin", "x");
+  const Checkpoint checkpoint = open_checkpoint(files, "/m");
+  EXPECT_EQ(checkpoint.directory, "/m");
+  EXPECT_EQ(checkpoint.manifest.files.at(0).name, "weights.safetensors");
+  EXPECT_EQ(checkpoint.manifest.tensors.size(), 1U);
+}
+
+TEST(Open, ModelSafetensorsWinsOverItsNeighbours) {
+  MemoryFileSystem files;
+  files.put("/m/model.safetensors", kSmall);
+  files.put("/m/optimizer.safetensors", kSmall);
+  EXPECT_EQ(open_checkpoint(files, "/m").manifest.files.at(0).name, "model.safetensors");
+}
+
+TEST(Open, SeveralFilesWithoutAnIndexAreAmbiguousUnlessOneIsNamed) {
+  MemoryFileSystem files;
+  files.put("/m/x.safetensors", kSmall);
+  files.put("/m/y.safetensors", kSmall);
+  const auto error = failure(files, "/m");
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->category(), Category::index_ambiguous);
+  EXPECT_NE(error->what_happened().find("x.safetensors, y.safetensors"), std::string::npos);
+  EXPECT_FALSE(failure(files, "/m/y.safetensors"));
+}
+
+TEST(Open, AnIndexBesideASingleFileIsAmbiguousUnlessOneIsNamed) {
+  MemoryFileSystem files;
+  const std::string index = "/m/model.safetensors.index.json";
+  files.put("/m/model.safetensors", kSmall);
+  files.put("/m/one.safetensors", kSmall);
+  files.put(index, index_with({{"a", "one.safetensors"}}, 2));
+  const auto error = failure(files, "/m");
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->category(), Category::index_ambiguous);
+  EXPECT_EQ(open_checkpoint(files, "/m/model.safetensors").manifest.files.at(0).name,
+            "model.safetensors");
+  EXPECT_EQ(open_checkpoint(files, index).manifest.files.at(0).name, "one.safetensors");
+  files.put(index, index_with({{"a", "model.safetensors"}}, 2));
+  EXPECT_FALSE(failure(files, "/m"));
+  files.put("/m/other.safetensors.index.json", "{}");
+  EXPECT_EQ(failure(files, "/m")->category(), Category::index_ambiguous);
+}
+
+TEST(Open, PickleIsNeverRead) {
+  MemoryFileSystem files;
+  files.put("/m/pytorch_model.bin", kSmall);
+  files.put("/m/config.json", "{}");
+  RecordingFileSystem recording(files);
+  for (const char* path : {"/m", "/m/pytorch_model.bin"}) {
+    const auto error = failure(recording, path);
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->category(), Category::format_pickle);
+    EXPECT_EQ(error->facts().file, "pytorch_model.bin");
+  }
+  EXPECT_EQ(recording.bytes_read(), 0U);
+}
+
+TEST(Open, NothingThereIsIo) {
+  MemoryFileSystem files;
+  files.put("/m/readme.md", "x");
+  const auto empty = failure(files, "/m");
+  ASSERT_TRUE(empty);
+  EXPECT_EQ(empty->category(), Category::io);
+  EXPECT_NE(empty->what_happened().find("no safetensors file in"), std::string::npos);
+  for (const char* path : {"/nowhere", "/m/x.safetensors", "org/name", "org/../name", ""}) {
+    const auto error = failure(files, path);
+    ASSERT_TRUE(error) << path;
+    EXPECT_EQ(error->category(), Category::io) << error->what();
+  }
+  EXPECT_NE(failure(files, "/nowhere")->what_happened().find("ENOENT"), std::string::npos);
+}
+
+TEST(Open, NamesAreFoundInTheHuggingFaceCache) {
+  MemoryFileSystem files;
+  const std::string model = "/hub/models--org--tiny-1.0";
+  files.put(model + "/refs/main", "abc123\n");
+  files.put(model + "/snapshots/abc123/model.safetensors", kSmall);
+  const Variable hub("HF_HUB_CACHE", "/hub");
+  const Variable home("HF_HOME", nullptr);
+  EXPECT_EQ(open_checkpoint(files, "org/tiny-1.0").directory, model + "/snapshots/abc123");
+  EXPECT_EQ(failure(files, "org/other")->category(), Category::io);
+  files.put(model + "/refs/main", "../../elsewhere");
+  EXPECT_EQ(failure(files, "org/tiny-1.0")->category(), Category::io);
+  files.put(model + "/refs/main", "");
+  EXPECT_EQ(failure(files, "org/tiny-1.0")->category(), Category::io);
+}
+
+TEST(Open, TheCacheIsWhereTheVariablesSay) {
+  MemoryFileSystem files;
+  for (const char* hub : {"/home/.cache/huggingface/hub", "/hf/hub", "/cache"}) {
+    files.put(std::string(hub) + "/models--o--n/refs/main", "r");
+    files.put(std::string(hub) + "/models--o--n/snapshots/r/model.safetensors", kSmall);
+  }
+  const std::string snapshot = "/models--o--n/snapshots/r";
+  const Variable home("HOME", "/home");
+  const Variable no_hub("HF_HUB_CACHE", nullptr);
+  const Variable no_hf("HF_HOME", nullptr);
+  EXPECT_EQ(open_checkpoint(files, "o/n").directory, "/home/.cache/huggingface/hub" + snapshot);
+  const Variable hf("HF_HOME", "/hf");
+  EXPECT_EQ(open_checkpoint(files, "o/n").directory, "/hf/hub" + snapshot);
+  const Variable hub("HF_HUB_CACHE", "/cache");
+  EXPECT_EQ(open_checkpoint(files, "o/n").directory, "/cache" + snapshot);
+}
+
+TEST(Open, ConfigAndMetadataComeAlong) {
+  MemoryFileSystem files;
+  files.put("/m/model.safetensors", file_bytes(R"({"__metadata__":{"format":"pt"}})", 0));
+  EXPECT_EQ(open_checkpoint(files, "/m").config.model_type, "");
+  files.put("/m/config.json",
+            R"({"model_type":"qwen3","architectures":["Qwen3ForCausalLM"],"x":[1.5,{}],)"
+            R"("tie_word_embeddings":true})");
+  const Checkpoint checkpoint = open_checkpoint(files, "/m/model.safetensors");
+  EXPECT_EQ(checkpoint.config.model_type, "qwen3");
+  EXPECT_EQ(checkpoint.config.architectures, std::vector<std::string>{"Qwen3ForCausalLM"});
+  EXPECT_TRUE(checkpoint.config.tie_word_embeddings);
+  EXPECT_EQ(checkpoint.metadata.at("format"), "pt");
+  EXPECT_TRUE(checkpoint.warnings.empty());
+}
+
+TEST(Open, TiedEmbeddingsAreTiedOnlyWhereTheConfigSaysSo) {
+  MemoryFileSystem files;
+  files.put("/m/model.safetensors", kSmall);
+  auto is_tied = [&](const char* config) {
+    files.put("/m/config.json", config);
+    return open_checkpoint(files, "/m").config.tie_word_embeddings;
+  };
+  EXPECT_TRUE(is_tied(R"({"text_config":{"model_type":"x","tie_word_embeddings":true}})"));
+  EXPECT_FALSE(is_tied(R"({"text_config":{"tie_word_embeddings":false}})"));
+  EXPECT_FALSE(is_tied(R"({"vision_config":{"tie_word_embeddings":true}})"));
+  EXPECT_FALSE(is_tied(R"({"tie_word_embeddings":"true","text_config":null})"));
+  EXPECT_FALSE(is_tied("{}"));
+}
+
+TEST(Open, AConfigThatIsWrongIsAWarning) {
+  MemoryFileSystem files;
+  files.put("/m/model.safetensors", kSmall);
+  for (const char* config : {"", "{", "[]", "{\"model_type\":\"a\",\"model_type\":\"b\"}"}) {
+    files.put("/m/config.json", config);
+    const Checkpoint checkpoint = open_checkpoint(files, "/m");
+    EXPECT_EQ(checkpoint.warnings.size(), 1U) << config;
+    EXPECT_EQ(checkpoint.config.model_type, "");
+  }
+}
+
+TEST(Open, CopiesHaveOneIdentityAndChangesAnother) {
+  MemoryFileSystem files;
+  auto identity = [&](const std::string& path, const std::string& bytes) {
+    files.put(path, bytes);
+    return open_checkpoint(files, path).manifest.identity;
+  };
+  const Digest original = identity("/a/model.safetensors", kSmall);
+  EXPECT_EQ(identity("/b/model.safetensors", kSmall), original);
+  EXPECT_NE(identity("/b/other.safetensors", kSmall), original);
+  EXPECT_NE(identity("/b/model.safetensors", file_with({{"b", 2}})), original);
+  EXPECT_NE(identity("/b/model.safetensors", file_with({{"a", 3}})), original);
+  EXPECT_NE(identity("/b/model.safetensors",
+                     file_bytes(R"({"a":{"dtype":"I8","shape":[2],"data_offsets":[0,2]}})", 2)),
+            original);
+  EXPECT_NE(identity("/b/model.safetensors",
+                     file_bytes(R"({"a":{"dtype":"U8","shape":[1,2],"data_offsets":[0,2]}})", 2)),
+            original);
+}
+
+TEST(Open, ADataFileThatHasChangedIsAConflict) {
+  MemoryFileSystem files;
+  files.put("/m/model.safetensors", kSmall);
+  const Checkpoint checkpoint = open_checkpoint(files, "/m");
+  EXPECT_EQ(open_data_file(checkpoint, 0)->name(), "model.safetensors");
+  files.put("/m/model.safetensors", kSmall);
+  try {
+    open_data_file(checkpoint, 0);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.category(), Category::conflict);
+    EXPECT_EQ(error.facts().file, "model.safetensors");
+  }
+}
+
+TEST(Open, EachCallThatFailsIsReported) {
+  MemoryFileSystem files;
+  files.put("/m/one.safetensors", kSmall);
+  files.put("/m/model.safetensors.index.json", index_with({{"a", "one.safetensors"}}, 2));
+  files.put("/m/config.json", "{}");
+  RecordingFileSystem counting(files);
+  open_checkpoint(counting, "/m");
+  const auto calls = static_cast<int64_t>(counting.calls().size());
+  for (int64_t n = 1; n <= calls; ++n) {
+    RecordingFileSystem failing(files, n);
+    const auto error = failure(failing, "/m");
+    // Closing happens in a destructor, which has nobody to tell.
+    if (counting.calls()[static_cast<size_t>(n - 1)].what == "close") continue;
+    ASSERT_TRUE(error) << counting.calls()[static_cast<size_t>(n - 1)].what;
+    EXPECT_EQ(error->category(), Category::io) << error->what();
+  }
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,58 @@
+// Inside the room `checkpoint`: what its sources share. Rule numbers (R1 to R30) are those of
+// docs/format.md. Values and functions; one thread.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "modicum/checkpoint/checkpoint.h"
+#include "modicum/json/json.h"
+
+namespace modicum {
+
+constexpr uint64_t kLargestHeader = 100'000'000;  // not 100 MiB: the reference's number
+constexpr uint64_t kLengthPrefix = 8;
+constexpr std::string_view kMetadataKey = "__metadata__";
+
+// The header of one safetensors file, proven (R1 to R20).
+struct Header {
+  DataFile file;
+  std::vector<Stored> tensors;  // sorted by (begin, end, name); offsets count from the file's start
+  std::map<std::string, std::string> metadata;
+};
+// Reads length prefix and JSON only. `file_index` is what the extents carry.
+Header read_header(File& file, uint32_t file_index);
+
+// R8: FORMAT.NAME.
+void prove_name(std::string_view name, const std::string& file);
+// R12, R13: bytes of a tensor; FORMAT.OVERFLOW, FORMAT.ALIGN.
+uint64_t proven_bytes(const TensorSpec& spec, const std::string& file);
+
+// model.safetensors.index.json, proven as far as it can be without its shards (R21, R22).
+struct Index {
+  std::string name;                                       // of its file
+  std::vector<std::string> files;                         // sorted
+  std::vector<std::pair<std::string, uint32_t>> file_of;  // by tensor, sorted; index into `files`
+  std::optional<int64_t> total_size;  // absent where it isn't there or no plain integer
+  std::vector<std::string> warnings;
+};
+Index read_index(File& file);
+// R24: INDEX.MISSING_SHARD, with all of them.
+void prove_shards_exist(const Index& index, FileSystem& files, const std::string& directory);
+// R25 to R28, against a manifest whose files are the index's: INDEX.MISSING_TENSOR, INDEX.DUP, and
+// warnings.
+void prove_index(const Index& index, const Manifest& manifest, std::vector<std::string>& warnings);
+
+// A config that can't be read as JSON is a warning and an empty config.
+ModelConfig parse_config(const std::string& text, std::vector<std::string>& warnings);
+
+// All of a file that is expected to be small.
+std::string read_text(File& file);
+
+}  // namespace modicum

@@ -1,0 +1,99 @@
+#include <algorithm>
+#include <set>
+
+#include "modicum/checkpoint/parts.h"
+
+namespace modicum {
+namespace {
+
+constexpr uint64_t kAlignment = 8;
+
+// Proves what a reader would, so that nothing is written that open_checkpoint would refuse. Returns
+// where each tensor begins, and where the data end.
+std::vector<uint64_t> lay_out(std::span<const TensorSpec> tensors, const std::string& file) {
+  std::vector<uint64_t> begins = {0};
+  begins.reserve(tensors.size() + 1);
+  std::set<std::string_view> names;
+  for (const TensorSpec& spec : tensors) {
+    Facts facts;
+    facts.file = file;
+    facts.tensor = spec.fqn;
+    prove_name(spec.fqn, file);
+    if (spec.fqn == kMetadataKey) fail(Category::format_name, "the name is reserved", facts);
+    if (!names.insert(spec.fqn).second) fail(Category::format_dup, "the name stands twice", facts);
+    for (const int64_t dim : spec.shape) MODICUM_ASSERT(dim >= 0);
+    const auto end = checked_add(begins.back(), proven_bytes(spec, file));
+    if (!end) fail(Category::format_overflow, "the file's size does not fit", facts);
+    begins.push_back(*end);
+  }
+  return begins;
+}
+
+std::string header_json(std::span<const TensorSpec> tensors, const std::vector<uint64_t>& begins,
+                        const std::map<std::string, std::string>& metadata) {
+  JsonWriter json;
+  json.begin_object();
+  if (!metadata.empty()) {
+    json.key(kMetadataKey).begin_object();
+    for (const auto& [key, text] : metadata) json.member(key, text);
+    json.end_object();
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const TensorSpec& spec = tensors[i];
+    json.key(spec.fqn).begin_object().member("dtype", stored_name(spec.dtype));
+    json.key("shape").begin_array();
+    for (const int64_t dim : spec.shape) json.value(dim);
+    json.end_array().key("data_offsets").begin_array();
+    json.value(begins[i]).value(begins[i + 1]).end_array().end_object();
+  }
+  return json.end_object().text();
+}
+
+}  // namespace
+
+SafetensorsWriter::SafetensorsWriter(FileSystem& files, const std::string& path,
+                                     std::span<const TensorSpec> tensors,
+                                     const std::map<std::string, std::string>& metadata)
+    : begins_(lay_out(tensors, base_name(path))) {
+  const std::string json = header_json(tensors, begins_, metadata);
+  const uint64_t length = round_up(json.size(), kAlignment);
+  if (length > kLargestHeader) {
+    Facts facts;
+    facts.file = base_name(path);
+    facts.expected = std::to_string(kLargestHeader) + " bytes at most";
+    facts.got = std::to_string(length) + " bytes";
+    fail(Category::format_limit, "the header is too long", facts);
+  }
+  header_bytes_ = kLengthPrefix + length;
+  std::string header(header_bytes_, ' ');
+  for (size_t i = 0; i < kLengthPrefix; ++i) header[i] = static_cast<char>(length >> (8 * i));
+  std::copy(json.begin(), json.end(), header.begin() + kLengthPrefix);
+  file_ = files.create(path);
+  file_->write(std::as_bytes(std::span(header)), 0);
+}
+
+void SafetensorsWriter::write(size_t index, uint64_t offset, std::span<const std::byte> bytes) {
+  MODICUM_ASSERT(index + 1 < begins_.size());
+  const uint64_t tensor_bytes = begins_[index + 1] - begins_[index];
+  MODICUM_ASSERT(offset <= tensor_bytes);
+  MODICUM_ASSERT(bytes.size() <= tensor_bytes - offset);
+  file_->write(bytes, header_bytes_ + begins_[index] + offset);
+}
+
+void SafetensorsWriter::finish() {
+  file_->truncate(header_bytes_ + begins_.back());
+  file_->sync();
+  file_->close();
+}
+
+std::string index_json(std::span<const std::pair<std::string, std::string>> file_of_tensor,
+                       uint64_t total_bytes) {
+  JsonWriter json;
+  json.begin_object().key("metadata").begin_object();
+  json.member("total_size", total_bytes).end_object();
+  json.key("weight_map").begin_object();
+  for (const auto& [tensor, file] : file_of_tensor) json.member(tensor, file);
+  return json.end_object().end_object().text();
+}
+
+}  // namespace modicum

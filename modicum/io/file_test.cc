@@ -1,0 +1,492 @@
+#include "modicum/io/file.h"
+
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <thread>
+
+#include "modicum/base/base.h"
+#include "modicum/io/errno_error.h"
+#include "modicum/io/file_doubles.h"
+#include "modicum/io/io.h"
+
+namespace modicum {
+namespace {
+
+std::span<const std::byte> as_bytes(const std::string& text) {
+  return std::as_bytes(std::span(text));
+}
+
+std::string read_text(File& file, uint64_t offset, size_t size) {
+  std::string text(size, '?');
+  file.read(std::as_writable_bytes(std::span(text)), offset);
+  return text;
+}
+
+void write_file(FileSystem& files, const std::string& path, const std::string& text) {
+  const std::unique_ptr<File> file = files.create(path);
+  file->write(as_bytes(text), 0);
+  file->sync();
+  file->close();
+}
+
+std::optional<Error> error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
+#define EXPECT_FAILS(wanted, ...)                                                \
+  do {                                                                           \
+    const std::optional<Error> thrown_ = error_of([&] { (void)(__VA_ARGS__); }); \
+    ASSERT_TRUE(thrown_) << "nothing was thrown";                                \
+    EXPECT_EQ(thrown_->category(), wanted) << thrown_->what();                   \
+  } while (false)
+
+class TempDir {
+ public:
+  TempDir() {
+    std::string pattern = testing::TempDir() + "modicum-io-XXXXXX";
+    path_ = mkdtemp(pattern.data());
+  }
+  ~TempDir() { std::filesystem::remove_all(path_); }
+  std::string operator/(const std::string& name) const { return join_path(path_, name); }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+// What any FileSystem must do, the machine's own and the one in memory alike.
+class FileSystemTest : public testing::TestWithParam<bool> {
+ protected:
+  FileSystemTest() {
+    if (!GetParam()) memory_.make_directory("dir");
+  }
+  FileSystem& files() { return GetParam() ? static_cast<FileSystem&>(posix_) : memory_; }
+  std::string at(const std::string& name) const {
+    return GetParam() ? temp_ / name : join_path("dir", name);
+  }
+  std::string directory() const { return GetParam() ? temp_.path() : "dir"; }
+
+ private:
+  TempDir temp_;
+  PosixFileSystem posix_;
+  MemoryFileSystem memory_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Both, FileSystemTest, testing::Bool(), [](const auto& which) {
+  return which.param ? std::string("Posix") : std::string("Memory");
+});
+
+TEST_P(FileSystemTest, ReadsBackWhatWasWritten) {
+  write_file(files(), at("a"), "hello, world");
+  const std::unique_ptr<File> file = files().open(at("a"));
+  EXPECT_EQ(file->name(), "a");
+  EXPECT_EQ(file->identity().size_bytes, 12U);
+  EXPECT_EQ(read_text(*file, 0, 12), "hello, world");
+  EXPECT_EQ(read_text(*file, 7, 5), "world");
+  EXPECT_EQ(read_text(*file, 12, 0), "");
+}
+
+TEST_P(FileSystemTest, WritesAtAnyOffsetAndTheGapIsZero) {
+  const std::unique_ptr<File> out = files().create(at("a"));
+  out->write(as_bytes("end"), 5);
+  out->write(as_bytes("b"), 0);
+  out->truncate(9);
+  out->close();
+  EXPECT_EQ(read_text(*files().open(at("a")), 0, 9), std::string("b\0\0\0\0end\0", 9));
+}
+
+TEST_P(FileSystemTest, EndOfFileInsideTheRangeIsTruncation) {
+  write_file(files(), at("a"), "0123456789");
+  const std::unique_ptr<File> file = files().open(at("a"));
+  const std::optional<Error> met = error_of([&] { read_text(*file, 4, 10); });
+  ASSERT_TRUE(met);
+  EXPECT_EQ(met->category(), Category::format_trunc);
+  EXPECT_EQ(met->facts().file, "a");
+  EXPECT_EQ(met->facts().offset, 4U);
+  EXPECT_EQ(met->facts().expected, "10");
+  EXPECT_EQ(met->facts().got, "6");
+  EXPECT_FAILS(Category::format_trunc, read_text(*file, 100, 1));
+}
+
+TEST_P(FileSystemTest, CreateNeverReplaces) {
+  write_file(files(), at("a"), "first");
+  EXPECT_FAILS(Category::conflict, files().create(at("a")));
+  EXPECT_EQ(read_text(*files().open(at("a")), 0, 5), "first");
+}
+
+TEST_P(FileSystemTest, AbsentFilesAreIoWithErrnosName) {
+  const std::optional<Error> met = error_of([&] { files().open(at("nothing")); });
+  ASSERT_TRUE(met);
+  EXPECT_STREQ(met->what(), "IO: cannot open: ENOENT (No such file or directory) (file nothing)");
+  EXPECT_FAILS(Category::io, files().create(at("no/such/dir")));
+  EXPECT_FAILS(Category::io, files().list(at("nothing")));
+  EXPECT_FAILS(Category::io, files().remove(at("nothing")));
+  EXPECT_FAILS(Category::io, files().rename(at("nothing"), at("b")));
+  EXPECT_FAILS(Category::io, files().sync_directory(at("nothing")));
+}
+
+TEST_P(FileSystemTest, DirectoriesAreRefusedAsFiles) {
+  files().make_directory(at("sub"));
+  EXPECT_FAILS(Category::io, files().open(at("sub")));
+}
+
+TEST_P(FileSystemTest, ListsBaseNamesSorted) {
+  write_file(files(), at("b"), "");
+  write_file(files(), at("a"), "");
+  files().make_directory(at("c"));
+  EXPECT_EQ(files().list(directory()), (std::vector<std::string>{"a", "b", "c"}));
+  EXPECT_EQ(files().list(at("c")), std::vector<std::string>{});
+}
+
+TEST_P(FileSystemTest, KnowsFilesFromDirectories) {
+  write_file(files(), at("a"), "");
+  EXPECT_TRUE(files().exists(at("a")));
+  EXPECT_FALSE(files().is_directory(at("a")));
+  EXPECT_TRUE(files().is_directory(directory()));
+  EXPECT_FALSE(files().exists(at("a/below")));
+  EXPECT_FALSE(files().exists(at("nothing")));
+  EXPECT_FALSE(files().is_directory(at("nothing")));
+}
+
+TEST_P(FileSystemTest, MakeDirectoryNeverReplaces) {
+  files().make_directory(at("sub"));
+  EXPECT_FAILS(Category::conflict, files().make_directory(at("sub")));
+  EXPECT_FAILS(Category::io, files().make_directory(at("no/sub")));
+}
+
+TEST_P(FileSystemTest, RenamesFilesAndWholeDirectories) {
+  files().make_directory(at("one"));
+  write_file(files(), at("one/a"), "text");
+  files().rename(at("one"), at("two"));
+  EXPECT_FALSE(files().exists(at("one")));
+  EXPECT_EQ(read_text(*files().open(at("two/a")), 0, 4), "text");
+  write_file(files(), at("b"), "other");
+  files().rename(at("b"), at("two/a"));
+  EXPECT_EQ(read_text(*files().open(at("two/a")), 0, 5), "other");
+  files().make_directory(at("empty"));
+  EXPECT_FAILS(Category::conflict, files().rename(at("empty"), at("two")));
+}
+
+TEST_P(FileSystemTest, RemovesFilesAndEmptyDirectories) {
+  files().make_directory(at("sub"));
+  write_file(files(), at("sub/a"), "text");
+  EXPECT_FAILS(Category::io, files().remove(at("sub")));
+  const std::unique_ptr<File> still_open = files().open(at("sub/a"));
+  files().remove(at("sub/a"));
+  files().remove(at("sub"));
+  EXPECT_FALSE(files().exists(at("sub")));
+  EXPECT_EQ(read_text(*still_open, 0, 4), "text");
+}
+
+TEST_P(FileSystemTest, IdentityTellsAReplacedFile) {
+  write_file(files(), at("a"), "one");
+  write_file(files(), at("b"), "two");
+  const FileIdentity first = files().open(at("a"))->identity();
+  EXPECT_EQ(files().open(at("a"))->identity(), first);
+  files().rename(at("b"), at("a"));
+  EXPECT_NE(files().open(at("a"))->identity(), first);
+}
+
+TEST_P(FileSystemTest, AFileIsForReadingOrForWriting) {
+  const std::unique_ptr<File> out = files().create(at("a"));
+  out->write(as_bytes("text"), 0);
+  EXPECT_FAILS(Category::io, read_text(*out, 0, 4));
+  const std::unique_ptr<File> in = files().open(at("a"));
+  EXPECT_FAILS(Category::io, in->write(as_bytes("text"), 0));
+}
+
+TEST_P(FileSystemTest, ClosedFilesAreAProgrammersError) {
+  const std::unique_ptr<File> out = files().create(at("a"));
+  out->close();
+  EXPECT_FAILS(Category::internal, out->write(as_bytes("text"), 0));
+  EXPECT_FAILS(Category::internal, out->close());
+}
+
+TEST_P(FileSystemTest, OneFileIsReadByManyThreads) {
+  std::string text(1 << 20, '\0');
+  for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 7 + i / 256);
+  write_file(files(), at("a"), text);
+  const std::unique_ptr<File> file = files().open(at("a"));
+  run_workers(4, [&](int worker) {
+    for (size_t i = static_cast<size_t>(worker); i < 64; i += 4) {
+      EXPECT_EQ(read_text(*file, i * 16384, 16384), text.substr(i * 16384, 16384));
+    }
+  });
+}
+
+TEST(PosixFile, FollowsSymbolicLinks) {
+  const TempDir temp;
+  PosixFileSystem files;
+  write_file(files, temp / "a", "text");
+  ASSERT_EQ(symlink("a", (temp / "link").c_str()), 0);
+  EXPECT_EQ(read_text(*files.open(temp / "link"), 0, 4), "text");
+  EXPECT_EQ(files.open(temp / "link")->identity(), files.open(temp / "a")->identity());
+}
+
+TEST(PosixFile, RefusesDanglingAndCircularLinks) {
+  const TempDir temp;
+  PosixFileSystem files;
+  ASSERT_EQ(symlink("nothing", (temp / "dangling").c_str()), 0);
+  ASSERT_EQ(symlink("circle", (temp / "circle").c_str()), 0);
+  EXPECT_FALSE(files.exists(temp / "dangling"));
+  EXPECT_FAILS(Category::io, files.open(temp / "dangling"));
+  EXPECT_FAILS(Category::conflict, files.create(temp / "dangling"));
+  const std::optional<Error> met = error_of([&] { files.open(temp / "circle"); });
+  ASSERT_TRUE(met);
+  EXPECT_NE(met->what_happened().find("ELOOP"), std::string::npos) << met->what();
+}
+
+TEST(PosixFile, RefusesAFifoAtOnce) {
+  const TempDir temp;
+  ASSERT_EQ(mkfifo((temp / "fifo").c_str(), 0600), 0);
+  const std::optional<Error> met = error_of([&] { PosixFileSystem().open(temp / "fifo"); });
+  ASSERT_TRUE(met);
+  EXPECT_STREQ(met->what(), "IO: not a regular file (file fifo)");
+}
+
+TEST(PosixFile, RefusesDevices) { EXPECT_FAILS(Category::io, PosixFileSystem().open("/dev/zero")); }
+
+TEST(PosixFile, NoPermissionIsIo) {
+  if (geteuid() == 0) GTEST_SKIP() << "root may read everything";
+  const TempDir temp;
+  PosixFileSystem files;
+  write_file(files, temp / "a", "text");
+  ASSERT_EQ(chmod((temp / "a").c_str(), 0), 0);
+  EXPECT_FAILS(Category::io, files.open(temp / "a"));
+}
+
+TEST(PosixFile, AFailedWriteSaysHowFarItCame) {
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const auto handler = signal(SIGXFSZ, SIG_IGN);
+  const TempDir temp;
+  PosixFileSystem files;
+  const std::unique_ptr<File> file = files.create(temp / "a");
+  const rlimit small{.rlim_cur = 100, .rlim_max = before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const std::optional<Error> met =
+      error_of([&] { file->write(as_bytes(std::string(300, 'x')), 50); });
+  setrlimit(RLIMIT_FSIZE, &before);
+  signal(SIGXFSZ, handler);
+  ASSERT_TRUE(met);
+  EXPECT_STREQ(met->what(), "IO: write failed: EFBIG (File too large) (file a, offset 100)");
+}
+
+TEST(ErrnoError, NoSpaceAndNoQuotaAreTheirOwnCategory) {
+  EXPECT_FAILS(Category::no_space, fail_errno(ENOSPC, "write failed"));
+  EXPECT_FAILS(Category::no_space, fail_errno(EDQUOT, "write failed"));
+  EXPECT_FAILS(Category::io, fail_errno(EIO, "write failed"));
+}
+
+TEST(ErrnoError, UnknownNumbersAreStillPrinted) {
+  const std::optional<Error> met = error_of([] { fail_errno(ECHRNG, "read failed"); });
+  ASSERT_TRUE(met);
+  EXPECT_NE(met->what_happened().find("errno 44"), std::string::npos) << met->what();
+}
+
+TEST(PosixFile, IsTruncatedUnderItsReader) {
+  const TempDir temp;
+  PosixFileSystem files;
+  write_file(files, temp / "a", std::string(10000, 'x'));
+  const std::unique_ptr<File> file = files.open(temp / "a");
+  ASSERT_EQ(truncate((temp / "a").c_str(), 5000), 0);
+  EXPECT_FAILS(Category::format_trunc, read_text(*file, 0, 10000));
+}
+
+TEST(PosixFile, SurvivesAStormOfSignals) {
+  struct sigaction action {};
+  struct sigaction before {};
+  action.sa_handler = [](int) {};  // without SA_RESTART
+  ASSERT_EQ(sigaction(SIGUSR1, &action, &before), 0);
+  const TempDir temp;
+  PosixFileSystem files;
+  const std::string text(4 << 20, 'y');
+  std::atomic<bool> is_done = false;
+  const pthread_t target = pthread_self();
+  std::thread storm([&] {
+    while (!is_done) pthread_kill(target, SIGUSR1);
+  });
+  write_file(files, temp / "a", text);
+  const std::string got = read_text(*files.open(temp / "a"), 0, text.size());
+  is_done = true;
+  storm.join();
+  sigaction(SIGUSR1, &before, nullptr);
+  EXPECT_TRUE(got == text);
+}
+
+TEST(PosixFile, CacheHintsAreTrueOrSilent) {
+  const TempDir temp;
+  PosixFileSystem files;
+  write_file(files, temp / "a", std::string(4 << 20, 'x'));
+  const std::unique_ptr<File> file = files.open(temp / "a");
+  read_text(*file, 0, 4 << 20);
+  if (!file->is_cached(0, 4 << 20)) GTEST_SKIP() << "this kernel has no cachestat";
+  file->drop_cached(0, 0);
+  EXPECT_TRUE(file->is_cached(0, 4 << 20)) << "an empty range drops nothing";
+  file->drop_cached(0, 4 << 20);
+  if (file->is_cached(0, 4 << 20)) GTEST_SKIP() << "this file system keeps its files in memory";
+  read_text(*file, 0, 4 << 20);
+  EXPECT_TRUE(file->is_cached(0, 4 << 20));
+}
+
+TEST(PosixFile, DescriptorsDoNotLeak) {
+  const TempDir temp;
+  PosixFileSystem files;
+  write_file(files, temp / "a", "text");
+  const size_t before = files.list("/proc/self/fd").size();
+  for (int i = 0; i < 10; ++i) {
+    files.open(temp / "a");
+    EXPECT_FAILS(Category::io, files.open(temp.path()));
+    files.sync_directory(temp.path());
+    read_kernel_text(temp / "a");
+  }
+  EXPECT_EQ(files.list("/proc/self/fd").size(), before);
+}
+
+TEST(MemoryFileSystem, APowerCutTakesUnsyncedBytes) {
+  MemoryFileSystem files;
+  const std::unique_ptr<File> file = files.create("a");
+  files.sync_directory("/");
+  file->write(as_bytes("synced"), 0);
+  file->sync();
+  file->write(as_bytes("UNSYNCED"), 0);
+  EXPECT_EQ(files.get("a"), "UNSYNCED");
+  files.lose_unsynced();
+  EXPECT_EQ(files.get("a"), "synced");
+}
+
+TEST(MemoryFileSystem, APowerCutTakesUnsyncedNames) {
+  MemoryFileSystem files;
+  files.put("dir/kept", "kept");
+  files.put("dir/removed", "removed");
+  write_file(files, "dir/new", "new");
+  files.remove("dir/removed");
+  files.lose_unsynced();
+  EXPECT_EQ(files.list("dir"), (std::vector<std::string>{"kept", "removed"}));
+  EXPECT_EQ(files.get("dir/removed"), "removed");
+
+  write_file(files, "dir/new", "new");
+  files.sync_directory("dir");
+  files.lose_unsynced();
+  EXPECT_EQ(files.get("dir/new"), "new");
+}
+
+TEST(MemoryFileSystem, ARenameLastsOnlyWithItsDirectory) {
+  MemoryFileSystem files;
+  files.put("tmp/a", "text");
+  files.rename("tmp", "final");
+  EXPECT_EQ(files.get("final/a"), "text");
+  files.lose_unsynced();
+  EXPECT_EQ(files.get("tmp/a"), "text");
+  EXPECT_FALSE(files.exists("final"));
+  files.rename("tmp", "final");
+  files.sync_directory("");
+  files.lose_unsynced();
+  EXPECT_EQ(files.get("final/a"), "text");
+  EXPECT_FALSE(files.exists("tmp"));
+}
+
+TEST(MemoryFileSystem, PutChangesAFileInPlace) {
+  MemoryFileSystem files;
+  files.put("a", "before");
+  const std::unique_ptr<File> file = files.open("a");
+  const FileIdentity before = file->identity();
+  files.put("a", "later");
+  EXPECT_EQ(file->identity().inode, before.inode);
+  EXPECT_NE(file->identity(), before);
+  EXPECT_EQ(read_text(*file, 0, 5), "later");
+}
+
+void save(FileSystem& files) {
+  const std::unique_ptr<File> file = files.create("a.tmp");
+  file->write(as_bytes("0123456789"), 0);
+  file->sync();
+  file->close();
+  files.rename("a.tmp", "a");
+  files.sync_directory("/");
+}
+
+TEST(RecordingFileSystem, RecordsCallsInOrder) {
+  MemoryFileSystem memory;
+  RecordingFileSystem files(memory);
+  save(files);
+  const std::unique_ptr<File> file = files.open("a");
+  read_text(*file, 2, 5);
+  read_text(*file, 9, 1);
+  file->is_cached(0, 1);
+  file->drop_cached(0, 1);
+  std::string text;
+  for (const IoCall& call : files.calls()) text += call.what + " " + call.file + "; ";
+  EXPECT_EQ(text,
+            "create a.tmp; write a.tmp; sync a.tmp; close a.tmp; rename a.tmp; "
+            "sync_directory /; open a; read a; read a; ");
+  EXPECT_EQ(files.calls()[7].begin, 2U);
+  EXPECT_EQ(files.calls()[7].end, 7U);
+  EXPECT_EQ(files.bytes_read(), 6U);
+}
+
+TEST(RecordingFileSystem, FailsExactlyTheNthCall) {
+  for (int64_t n = 1; n <= 6; ++n) {
+    MemoryFileSystem memory;
+    RecordingFileSystem files(memory, n);
+    const std::optional<Error> met = error_of([&] { save(files); });
+    ASSERT_TRUE(met) << n;
+    EXPECT_EQ(met->category(), Category::io);
+    EXPECT_NE(met->what_happened().find("EIO"), std::string::npos) << met->what();
+    EXPECT_EQ(files.calls().size(), static_cast<size_t>(n));
+    EXPECT_EQ(memory.exists("a"), n == 6);
+    files.exists("a");  // the calls after it are passed on again
+  }
+  MemoryFileSystem memory;
+  RecordingFileSystem files(memory, 7);
+  save(files);
+  EXPECT_EQ(memory.get("a"), "0123456789");
+}
+
+TEST(ReadText, ReadsFilesWhoseSizeIsUnknown) {
+  const std::optional<std::string> status = read_kernel_text("/proc/self/status");
+  ASSERT_TRUE(status);
+  EXPECT_NE(status->find("VmRSS:"), std::string::npos);
+  EXPECT_FALSE(read_kernel_text("/proc/self/nothing"));
+  EXPECT_FALSE(read_kernel_text("/proc"));
+  EXPECT_FALSE(read_kernel_text("/dev/zero"));
+}
+
+TEST(ReadText, WritesOnlyWhereItCan) {
+  const TempDir temp;
+  PosixFileSystem files;
+  write_file(files, temp / "a", "");
+  EXPECT_TRUE(write_kernel_text(temp / "a", "5"));
+  EXPECT_EQ(read_kernel_text(temp / "a"), "5");
+  EXPECT_FALSE(write_kernel_text(temp / "nothing", "5"));
+}
+
+TEST(Paths, AreTakenApartAndJoined) {
+  EXPECT_EQ(base_name("a/b/c"), "c");
+  EXPECT_EQ(base_name("a/b/c/"), "c");
+  EXPECT_EQ(base_name("c"), "c");
+  EXPECT_EQ(base_name("/"), "/");
+  EXPECT_EQ(base_name(""), "");
+  EXPECT_EQ(join_path("a", "b"), "a/b");
+  EXPECT_EQ(join_path("a/", "b"), "a/b");
+  EXPECT_EQ(join_path("", "b"), "b");
+}
+
+}  // namespace
+}  // namespace modicum

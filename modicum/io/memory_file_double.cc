@@ -1,0 +1,304 @@
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "modicum/io/errno_error.h"
+#include "modicum/io/file_doubles.h"
+
+namespace modicum {
+namespace {
+
+// A file or a directory, as the programs see it and as it is on the disk.
+struct Inode {
+  struct Side {
+    std::string bytes;
+    std::map<std::string, size_t> entries;  // of a directory: name to number
+  };
+  bool is_directory = false;
+  int64_t mtime_ns = 0;
+  Side now;
+  Side durable;
+};
+
+// Path components; empty ones and "." mean nothing.
+std::vector<std::string> split(const std::string& path) {
+  std::vector<std::string> parts;
+  size_t begin = 0;
+  while (begin <= path.size()) {
+    const size_t end = std::min(path.find('/', begin), path.size());
+    std::string part = path.substr(begin, end - begin);
+    if (!part.empty() && part != ".") parts.push_back(std::move(part));
+    begin = end + 1;
+  }
+  return parts;
+}
+
+Facts about(const std::string& path) { return {.file = base_name(path)}; }
+
+}  // namespace
+
+// Inodes are never freed: a file that is removed while it is open stays readable, as it should, and
+// a test ends soon. Number 0 is the root directory. `mutex` guards everything.
+struct MemoryFileSystem::State {
+  // Where a path leads: the directory of its last component and, if it is there, what it names.
+  struct Place {
+    size_t directory = 0;
+    std::string name;
+    std::optional<size_t> number;
+  };
+
+  State() { add_inode(true); }
+
+  size_t add_inode(bool is_directory) {
+    inodes.emplace_back().is_directory = is_directory;
+    touch(inodes.back());
+    return inodes.size() - 1;
+  }
+
+  void touch(Inode& inode) { inode.mtime_ns = ++ticks; }
+
+  Place find(const std::string& path, std::string_view doing) {
+    const std::vector<std::string> parts = split(path);
+    Place place{.directory = 0, .name = "", .number = 0};
+    for (const std::string& part : parts) {
+      if (!place.number) fail_errno(ENOENT, doing, about(path));
+      if (!inodes[*place.number].is_directory) fail_errno(ENOTDIR, doing, about(path));
+      const auto& entries = inodes[*place.number].now.entries;
+      const auto entry = entries.find(part);
+      place.directory = *place.number;
+      place.name = part;
+      place.number = entry == entries.end() ? std::nullopt : std::optional(entry->second);
+    }
+    return place;
+  }
+
+  size_t find_existing(const std::string& path, std::string_view doing) {
+    const Place place = find(path, doing);
+    if (!place.number) fail_errno(ENOENT, doing, about(path));
+    return *place.number;
+  }
+
+  std::optional<size_t> find_if_any(const std::string& path) {
+    try {
+      return find(path, "cannot look").number;
+    } catch (const Error&) {
+      return std::nullopt;
+    }
+  }
+
+  size_t add_entry(const Place& place, bool is_directory) {
+    const size_t number = add_inode(is_directory);
+    inodes[place.directory].now.entries[place.name] = number;
+    return number;
+  }
+
+  void put(const std::string& path, std::string bytes) {
+    size_t at = 0;
+    const std::vector<std::string> parts = split(path);
+    for (size_t i = 0; i < parts.size(); ++i) {
+      auto& entries = inodes[at].now.entries;
+      auto entry = entries.find(parts[i]);
+      if (entry == entries.end()) {
+        entry = entries.emplace(parts[i], add_inode(i + 1 < parts.size())).first;
+      }
+      inodes[at].durable.entries[parts[i]] = entry->second;
+      at = entry->second;
+    }
+    MODICUM_ASSERT(!inodes[at].is_directory);
+    inodes[at].now.bytes = bytes;
+    inodes[at].durable.bytes = std::move(bytes);
+    touch(inodes[at]);
+  }
+
+  std::mutex mutex;
+  std::deque<Inode> inodes;  // whose elements never move
+  int64_t ticks = 0;
+};
+
+namespace {
+
+class MemoryFile final : public File {
+ public:
+  MemoryFile(MemoryFileSystem::State& state, size_t number, std::string name, bool for_writing)
+      : state_(state), number_(number), name_(std::move(name)), for_writing_(for_writing) {}
+
+  const std::string& name() const noexcept override { return name_; }
+
+  FileIdentity identity() override {
+    const std::lock_guard lock(state_.mutex);
+    const Inode& file = inode();
+    return {.device = 1,
+            .inode = number_,
+            .size_bytes = file.now.bytes.size(),
+            .mtime_ns = file.mtime_ns};
+  }
+
+  void read(std::span<std::byte> into, uint64_t offset) override {
+    const std::lock_guard lock(state_.mutex);
+    const std::string& bytes = inode().now.bytes;
+    if (for_writing_) fail_errno(EBADF, "read failed", {.file = name_, .offset = offset});
+    const uint64_t left = offset < bytes.size() ? bytes.size() - offset : 0;
+    const size_t got = std::min<uint64_t>(left, into.size());
+    if (got != 0) std::memcpy(into.data(), bytes.data() + offset, got);
+    if (got == into.size()) return;
+    fail(Category::format_trunc, "the file ends inside the range that was to be read",
+         {.file = name_,
+          .offset = offset,
+          .expected = std::to_string(into.size()),
+          .got = std::to_string(got)});
+  }
+
+  void write(std::span<const std::byte> from, uint64_t offset) override {
+    const std::lock_guard lock(state_.mutex);
+    Inode& file = inode();
+    check_writable("write failed", offset);
+    if (from.empty()) return;
+    std::string& bytes = file.now.bytes;
+    bytes.resize(std::max<size_t>(bytes.size(), offset + from.size()));
+    std::memcpy(bytes.data() + offset, from.data(), from.size());
+    state_.touch(file);
+  }
+
+  void truncate(uint64_t size_bytes) override {
+    const std::lock_guard lock(state_.mutex);
+    Inode& file = inode();
+    check_writable("truncate failed", size_bytes);
+    file.now.bytes.resize(size_bytes);
+    state_.touch(file);
+  }
+
+  void sync() override {
+    const std::lock_guard lock(state_.mutex);
+    Inode& file = inode();
+    file.durable.bytes = file.now.bytes;
+  }
+
+  void close() override {
+    MODICUM_ASSERT(is_open_);
+    is_open_ = false;
+  }
+
+  bool is_cached(uint64_t, uint64_t) noexcept override { return true; }
+  void drop_cached(uint64_t, uint64_t) noexcept override {}
+
+ private:
+  Inode& inode() {
+    MODICUM_ASSERT(is_open_);
+    return state_.inodes[number_];
+  }
+  void check_writable(std::string_view what_failed, uint64_t offset) {
+    if (!for_writing_) fail_errno(EBADF, what_failed, {.file = name_, .offset = offset});
+  }
+
+  MemoryFileSystem::State& state_;
+  size_t number_;
+  std::string name_;
+  bool for_writing_;
+  bool is_open_ = true;
+};
+
+}  // namespace
+
+MemoryFileSystem::MemoryFileSystem() : state_(std::make_unique<State>()) {}
+MemoryFileSystem::~MemoryFileSystem() = default;
+
+std::unique_ptr<File> MemoryFileSystem::open(const std::string& path) {
+  const std::lock_guard lock(state_->mutex);
+  const size_t number = state_->find_existing(path, "cannot open");
+  if (state_->inodes[number].is_directory) fail(Category::io, "not a regular file", about(path));
+  return std::make_unique<MemoryFile>(*state_, number, base_name(path), false);
+}
+
+std::unique_ptr<File> MemoryFileSystem::create(const std::string& path) {
+  const std::lock_guard lock(state_->mutex);
+  const State::Place place = state_->find(path, "cannot create");
+  if (place.number) fail(Category::conflict, "the file exists already", about(path));
+  const size_t number = state_->add_entry(place, false);
+  return std::make_unique<MemoryFile>(*state_, number, base_name(path), true);
+}
+
+bool MemoryFileSystem::exists(const std::string& path) {
+  const std::lock_guard lock(state_->mutex);
+  return state_->find_if_any(path).has_value();
+}
+
+bool MemoryFileSystem::is_directory(const std::string& path) {
+  const std::lock_guard lock(state_->mutex);
+  const std::optional<size_t> number = state_->find_if_any(path);
+  return number && state_->inodes[*number].is_directory;
+}
+
+std::vector<std::string> MemoryFileSystem::list(const std::string& directory) {
+  const std::lock_guard lock(state_->mutex);
+  const Inode& inode =
+      state_->inodes[state_->find_existing(directory, "cannot list the directory")];
+  if (!inode.is_directory) fail_errno(ENOTDIR, "cannot list the directory", about(directory));
+  std::vector<std::string> names;
+  for (const auto& entry : inode.now.entries) names.push_back(entry.first);
+  return names;
+}
+
+void MemoryFileSystem::make_directory(const std::string& path) {
+  const std::lock_guard lock(state_->mutex);
+  const State::Place place = state_->find(path, "cannot make the directory");
+  if (place.number) fail(Category::conflict, "the directory exists already", about(path));
+  state_->add_entry(place, true);
+}
+
+void MemoryFileSystem::rename(const std::string& from, const std::string& to) {
+  const std::lock_guard lock(state_->mutex);
+  constexpr std::string_view kDoing = "cannot rename";
+  const State::Place source = state_->find(from, kDoing);
+  if (!source.number) fail_errno(ENOENT, kDoing, about(from));
+  const State::Place target = state_->find(to, kDoing);
+  if (target.number && target.number != source.number) {
+    const Inode& replaced = state_->inodes[*target.number];
+    if (replaced.is_directory != state_->inodes[*source.number].is_directory) {
+      fail_errno(replaced.is_directory ? EISDIR : ENOTDIR, kDoing, about(from));
+    }
+    if (!replaced.now.entries.empty()) {
+      fail(Category::conflict, "the directory to be replaced is not empty", about(to));
+    }
+  }
+  state_->inodes[source.directory].now.entries.erase(source.name);
+  state_->inodes[target.directory].now.entries[target.name] = *source.number;
+}
+
+void MemoryFileSystem::remove(const std::string& path) {
+  const std::lock_guard lock(state_->mutex);
+  const State::Place place = state_->find(path, "cannot remove");
+  if (!place.number) fail_errno(ENOENT, "cannot remove", about(path));
+  if (!state_->inodes[*place.number].now.entries.empty()) {
+    fail_errno(ENOTEMPTY, "cannot remove", about(path));
+  }
+  state_->inodes[place.directory].now.entries.erase(place.name);
+}
+
+void MemoryFileSystem::sync_directory(const std::string& path) {
+  const std::lock_guard lock(state_->mutex);
+  Inode& inode = state_->inodes[state_->find_existing(path, "cannot open the directory")];
+  if (!inode.is_directory) fail_errno(ENOTDIR, "cannot open the directory", about(path));
+  inode.durable.entries = inode.now.entries;
+}
+
+void MemoryFileSystem::lose_unsynced() {
+  const std::lock_guard lock(state_->mutex);
+  for (Inode& inode : state_->inodes) inode.now = inode.durable;
+}
+
+void MemoryFileSystem::put(const std::string& path, std::string bytes) {
+  const std::lock_guard lock(state_->mutex);
+  state_->put(path, std::move(bytes));
+}
+
+std::string MemoryFileSystem::get(const std::string& path) const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->inodes[state_->find_existing(path, "cannot open")].now.bytes;
+}
+
+}  // namespace modicum

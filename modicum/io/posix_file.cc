@@ -1,0 +1,238 @@
+#include <dirent.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+#include "modicum/io/descriptor.h"
+#include "modicum/io/errno_error.h"
+#include "modicum/io/file.h"
+
+namespace modicum {
+namespace {
+
+// The kernel moves at most 2 GiB less a page per call; whole GiB keep the calls aligned.
+constexpr size_t kMostPerCall = kGiB;
+
+// A system call once more for as long as signals interrupt it.
+template <typename Call>
+auto uninterrupted(Call call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
+
+Facts about(const std::string& path) { return {.file = base_name(path)}; }
+
+FileIdentity identity_of(const struct stat& status) noexcept {
+  return {.device = status.st_dev,
+          .inode = status.st_ino,
+          .size_bytes = static_cast<uint64_t>(status.st_size),
+          .mtime_ns = int64_t{status.st_mtim.tv_sec} * kNsPerSecond + status.st_mtim.tv_nsec};
+}
+
+class PosixFile final : public File {
+ public:
+  PosixFile(Descriptor descriptor, std::string name)
+      : descriptor_(std::move(descriptor)), name_(std::move(name)) {}
+
+  const std::string& name() const noexcept override { return name_; }
+
+  FileIdentity identity() override {
+    struct stat status {};
+    if (::fstat(fd(), &status) != 0) fail_errno(errno, "cannot look at the file", {.file = name_});
+    return identity_of(status);
+  }
+
+  void read(std::span<std::byte> into, uint64_t offset) override {
+    size_t done = 0;
+    while (done < into.size()) {
+      const size_t size = std::min(into.size() - done, kMostPerCall);
+      const ssize_t got = uninterrupted([&] {
+        return ::pread(fd(), into.data() + done, size, static_cast<off_t>(offset + done));
+      });
+      if (got < 0) fail_errno(errno, "read failed", {.file = name_, .offset = offset + done});
+      if (got == 0) {
+        fail(Category::format_trunc, "the file ends inside the range that was to be read",
+             {.file = name_,
+              .offset = offset,
+              .expected = std::to_string(into.size()),
+              .got = std::to_string(done)});
+      }
+      done += static_cast<size_t>(got);
+    }
+  }
+
+  void write(std::span<const std::byte> from, uint64_t offset) override {
+    size_t done = 0;
+    while (done < from.size()) {
+      const size_t size = std::min(from.size() - done, kMostPerCall);
+      const ssize_t got = uninterrupted([&] {
+        return ::pwrite(fd(), from.data() + done, size, static_cast<off_t>(offset + done));
+      });
+      // Writing nothing, and saying nothing about it, would be a loop without end.
+      if (got == 0) errno = EIO;
+      if (got <= 0) fail_errno(errno, "write failed", {.file = name_, .offset = offset + done});
+      done += static_cast<size_t>(got);
+    }
+  }
+
+  void truncate(uint64_t size_bytes) override {
+    const int result =
+        uninterrupted([&] { return ::ftruncate(fd(), static_cast<off_t>(size_bytes)); });
+    if (result != 0) fail_errno(errno, "truncate failed", {.file = name_, .offset = size_bytes});
+  }
+
+  // Not even an interruption is retried: after a failed fsync the kernel may have dropped the dirty
+  // pages, and the next one would report success for data that is gone.
+  void sync() override {
+    if (::fsync(fd()) != 0) fail_errno(errno, "sync failed", {.file = name_});
+  }
+
+  void close() override {
+    const int open_fd = fd();
+    descriptor_.release();
+    // The descriptor is gone in any case, so an interrupted close must not be repeated; what it
+    // could not say about the data, `sync` has said.
+    if (::close(open_fd) != 0 && errno != EINTR) fail_errno(errno, "close failed", {.file = name_});
+  }
+
+  bool is_cached(uint64_t begin, uint64_t end) noexcept override;
+
+  void drop_cached(uint64_t begin, uint64_t end) noexcept override {
+    // A length of zero would mean the rest of the file.
+    if (begin >= end) return;
+    static_cast<void>(::posix_fadvise(descriptor_.get(), static_cast<off_t>(begin),
+                                      static_cast<off_t>(end - begin), POSIX_FADV_DONTNEED));
+  }
+
+ private:
+  int fd() const {
+    MODICUM_ASSERT(descriptor_.is_valid());
+    return descriptor_.get();
+  }
+
+  Descriptor descriptor_;
+  std::string name_;
+};
+
+// cachestat(2), Linux 6.5, which older C libraries don't know by name.
+bool PosixFile::is_cached(uint64_t begin, uint64_t end) noexcept {
+  constexpr long kCachestatCall = 451;
+  struct Range {
+    uint64_t begin;
+    uint64_t size;
+  };
+  struct Counts {
+    uint64_t cached;
+    uint64_t dirty;
+    uint64_t in_writeback;
+    uint64_t evicted;
+    uint64_t recently_evicted;
+  };
+  if (begin >= end) return true;
+  Range range{begin, end - begin};
+  Counts counts{};
+  if (::syscall(kCachestatCall, descriptor_.get(), &range, &counts, 0U) != 0) return false;
+  return counts.cached >= (end - 1) / kPageBytes - begin / kPageBytes + 1;
+}
+
+// What stands at `path`, links followed; false where nothing does.
+bool look_at(const std::string& path, struct stat& status) {
+  if (::stat(path.c_str(), &status) == 0) return true;
+  if (errno != ENOENT && errno != ENOTDIR) fail_errno(errno, "cannot look", about(path));
+  return false;
+}
+
+}  // namespace
+
+std::unique_ptr<File> PosixFileSystem::open(const std::string& path) {
+  // Without O_NONBLOCK, opening a FIFO would wait for a writer, perhaps for ever.
+  Descriptor descriptor = Descriptor::open(path.c_str(), O_RDONLY | O_NONBLOCK);
+  if (!descriptor.is_valid()) fail_errno(errno, "cannot open", about(path));
+  struct stat status {};
+  if (::fstat(descriptor.get(), &status) != 0) {
+    fail_errno(errno, "cannot look at the file", about(path));
+  }
+  if (!S_ISREG(status.st_mode)) fail(Category::io, "not a regular file", about(path));
+  return std::make_unique<PosixFile>(std::move(descriptor), base_name(path));
+}
+
+std::unique_ptr<File> PosixFileSystem::create(const std::string& path) {
+  Descriptor descriptor = Descriptor::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL, 0666);
+  if (!descriptor.is_valid()) {
+    if (errno == EEXIST) fail(Category::conflict, "the file exists already", about(path));
+    fail_errno(errno, "cannot create", about(path));
+  }
+  return std::make_unique<PosixFile>(std::move(descriptor), base_name(path));
+}
+
+bool PosixFileSystem::exists(const std::string& path) {
+  struct stat status {};
+  return look_at(path, status);
+}
+
+bool PosixFileSystem::is_directory(const std::string& path) {
+  struct stat status {};
+  return look_at(path, status) && S_ISDIR(status.st_mode);
+}
+
+std::vector<std::string> PosixFileSystem::list(const std::string& directory) {
+  struct Close {
+    void operator()(DIR* open) const noexcept { ::closedir(open); }
+  };
+  const std::unique_ptr<DIR, Close> stream(::opendir(directory.c_str()));
+  if (!stream) fail_errno(errno, "cannot list the directory", about(directory));
+  std::vector<std::string> names;
+  while (true) {
+    errno = 0;
+    const dirent* const entry = ::readdir(stream.get());
+    if (entry == nullptr) break;
+    std::string name = entry->d_name;
+    if (name != "." && name != "..") names.push_back(std::move(name));
+  }
+  if (errno != 0) fail_errno(errno, "cannot list the directory", about(directory));
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+void PosixFileSystem::make_directory(const std::string& path) {
+  if (::mkdir(path.c_str(), 0777) == 0) return;
+  if (errno == EEXIST) fail(Category::conflict, "the directory exists already", about(path));
+  fail_errno(errno, "cannot make the directory", about(path));
+}
+
+void PosixFileSystem::rename(const std::string& from, const std::string& to) {
+  if (::rename(from.c_str(), to.c_str()) == 0) return;
+  if (errno == EEXIST || errno == ENOTEMPTY) {
+    fail(Category::conflict, "the directory to be replaced is not empty", about(to));
+  }
+  fail_errno(errno, "cannot rename", about(from));
+}
+
+void PosixFileSystem::remove(const std::string& path) {
+  if (std::remove(path.c_str()) != 0) fail_errno(errno, "cannot remove", about(path));
+}
+
+void PosixFileSystem::sync_directory(const std::string& path) {
+  const Descriptor directory = Descriptor::open(path.c_str(), O_RDONLY | O_DIRECTORY);
+  if (!directory.is_valid()) fail_errno(errno, "cannot open the directory", about(path));
+  if (::fsync(directory.get()) != 0) fail_errno(errno, "sync failed", about(path));
+}
+
+std::string base_name(const std::string& path) {
+  const size_t end = path.find_last_not_of('/');
+  if (end == std::string::npos) return path.empty() ? "" : "/";
+  const size_t slash = path.find_last_of('/', end);
+  const size_t begin = slash == std::string::npos ? 0 : slash + 1;
+  return path.substr(begin, end + 1 - begin);
+}
+
+std::string join_path(const std::string& directory, const std::string& name) {
+  if (directory.empty()) return name;
+  return directory.back() == '/' ? directory + name : directory + "/" + name;
+}
+
+}  // namespace modicum

@@ -1,0 +1,140 @@
+#include <cerrno>
+#include <mutex>
+#include <utility>
+
+#include "modicum/io/errno_error.h"
+#include "modicum/io/file_doubles.h"
+
+namespace modicum {
+
+struct RecordingFileSystem::State {
+  // Called before each call is passed on, and never while another lock is held.
+  void note(std::string what, std::string file, uint64_t begin = 0, uint64_t end = 0) {
+    const std::lock_guard lock(mutex);
+    calls.push_back({std::move(what), std::move(file), begin, end});
+    if (static_cast<int64_t>(calls.size()) != fail_at) return;
+    const IoCall& last = calls.back();
+    fail_errno(EIO, last.what + " failed", {.file = last.file, .offset = begin});
+  }
+
+  int64_t fail_at = 0;
+  mutable std::mutex mutex;  // guards `calls`
+  std::vector<IoCall> calls;
+};
+
+namespace {
+
+class RecordingFile final : public File {
+ public:
+  RecordingFile(std::unique_ptr<File> under, RecordingFileSystem::State& state)
+      : under_(std::move(under)), state_(state) {}
+
+  const std::string& name() const noexcept override { return under_->name(); }
+  FileIdentity identity() override {
+    note("identity");
+    return under_->identity();
+  }
+  void read(std::span<std::byte> into, uint64_t offset) override {
+    note("read", offset, offset + into.size());
+    under_->read(into, offset);
+  }
+  void write(std::span<const std::byte> from, uint64_t offset) override {
+    note("write", offset, offset + from.size());
+    under_->write(from, offset);
+  }
+  void truncate(uint64_t size_bytes) override {
+    note("truncate", size_bytes, size_bytes);
+    under_->truncate(size_bytes);
+  }
+  void sync() override {
+    note("sync");
+    under_->sync();
+  }
+  void close() override {
+    note("close");
+    under_->close();
+  }
+  bool is_cached(uint64_t begin, uint64_t end) noexcept override {
+    return under_->is_cached(begin, end);
+  }
+  void drop_cached(uint64_t begin, uint64_t end) noexcept override {
+    under_->drop_cached(begin, end);
+  }
+
+ private:
+  void note(std::string what, uint64_t begin = 0, uint64_t end = 0) {
+    state_.note(std::move(what), under_->name(), begin, end);
+  }
+
+  std::unique_ptr<File> under_;
+  RecordingFileSystem::State& state_;
+};
+
+}  // namespace
+
+RecordingFileSystem::RecordingFileSystem(FileSystem& under, int64_t fail_at)
+    : under_(under), state_(std::make_unique<State>()) {
+  state_->fail_at = fail_at;
+}
+RecordingFileSystem::~RecordingFileSystem() = default;
+
+std::unique_ptr<File> RecordingFileSystem::open(const std::string& path) {
+  state_->note("open", base_name(path));
+  return std::make_unique<RecordingFile>(under_.open(path), *state_);
+}
+
+std::unique_ptr<File> RecordingFileSystem::create(const std::string& path) {
+  state_->note("create", base_name(path));
+  return std::make_unique<RecordingFile>(under_.create(path), *state_);
+}
+
+bool RecordingFileSystem::exists(const std::string& path) {
+  state_->note("exists", base_name(path));
+  return under_.exists(path);
+}
+
+bool RecordingFileSystem::is_directory(const std::string& path) {
+  state_->note("is_directory", base_name(path));
+  return under_.is_directory(path);
+}
+
+std::vector<std::string> RecordingFileSystem::list(const std::string& directory) {
+  state_->note("list", base_name(directory));
+  return under_.list(directory);
+}
+
+void RecordingFileSystem::make_directory(const std::string& path) {
+  state_->note("make_directory", base_name(path));
+  under_.make_directory(path);
+}
+
+void RecordingFileSystem::rename(const std::string& from, const std::string& to) {
+  state_->note("rename", base_name(from));
+  under_.rename(from, to);
+}
+
+void RecordingFileSystem::remove(const std::string& path) {
+  state_->note("remove", base_name(path));
+  under_.remove(path);
+}
+
+void RecordingFileSystem::sync_directory(const std::string& path) {
+  state_->note("sync_directory", base_name(path));
+  under_.sync_directory(path);
+}
+
+std::vector<IoCall> RecordingFileSystem::calls() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->calls;
+}
+
+uint64_t RecordingFileSystem::bytes_read() const {
+  const std::lock_guard lock(state_->mutex);
+  uint64_t sum = 0;
+  for (const IoCall& call : state_->calls) {
+    if (call.what == "read") sum += call.end - call.begin;
+  }
+  return sum;
+}
+
+}  // namespace modicum

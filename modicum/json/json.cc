@@ -1,0 +1,386 @@
+// The reader is a cursor of our own over the text, not simdjson's on-demand parser: that one needs
+// a padded copy, an index of 4 bytes per token and a string buffer (together 3 times a header of
+// many small tensors, where the format room may spend 3 with the tensors themselves), tells no
+// exact offsets, and is undefined on some malformed input. simdjson proves the UTF-8, which is
+// where its speed counts, and is the oracle of the tests.
+#include "modicum/json/json.h"
+
+#include <algorithm>
+#include <charconv>
+#include <limits>
+#include <vector>
+
+#include "modicum/base/base.h"
+#include "modicum/json/utf8.h"
+
+namespace modicum {
+namespace {
+
+constexpr int kDeepest = 64;
+
+[[noreturn]] void refuse(JsonFault fault, size_t offset, const std::string& what) {
+  throw JsonError(fault, offset, what);
+}
+
+bool is_digit(char c) noexcept { return c >= '0' && c <= '9'; }
+
+void append_utf8(std::string& out, uint32_t code) {
+  auto add = [&out](uint32_t byte) { out += static_cast<char>(byte); };
+  if (code < 0x80) return add(code);
+  if (code < 0x800) {
+    add(0xc0 | code >> 6);
+  } else if (code < 0x10000) {
+    add(0xe0 | code >> 12);
+    add(0x80 | (code >> 6 & 0x3f));
+  } else {
+    add(0xf0 | code >> 18);
+    add(0x80 | (code >> 12 & 0x3f));
+    add(0x80 | (code >> 6 & 0x3f));
+  }
+  add(0x80 | (code & 0x3f));
+}
+
+// Takes tokens from the text. Each call begins at the token's first byte and ends behind it.
+struct Cursor {
+  std::string_view text;
+  size_t at = 0;
+
+  // A NUL at the end of the text, and for a NUL in it: neither belongs anywhere in JSON.
+  char peek() const noexcept { return at < text.size() ? text[at] : '\0'; }
+  void skip_space() noexcept {
+    while (at < text.size() &&
+           (peek() == ' ' || peek() == '\n' || peek() == '\r' || peek() == '\t'))
+      ++at;
+  }
+  bool skip_if(char c) noexcept {
+    const bool is = at < text.size() && text[at] == c;
+    if (is) ++at;
+    return is;
+  }
+  void literal(std::string_view word);
+  std::string_view string(std::string& unescaped);
+  std::string_view number();
+
+ private:
+  void digits();
+  void escape(std::string& out);
+  uint32_t hex4(size_t escape_at);
+};
+
+void Cursor::literal(std::string_view word) {
+  if (text.substr(at, word.size()) != word) refuse(JsonFault::syntax, at, "not a value");
+  at += word.size();
+}
+
+void Cursor::digits() {
+  if (!is_digit(peek())) refuse(JsonFault::syntax, at, "a digit is due");
+  while (is_digit(peek())) ++at;
+}
+
+std::string_view Cursor::number() {
+  const size_t begin = at;
+  skip_if('-');
+  if (skip_if('0')) {
+    if (is_digit(peek())) refuse(JsonFault::syntax, at, "a number with a leading zero");
+  } else {
+    digits();
+  }
+  if (skip_if('.')) digits();
+  if (skip_if('e') || skip_if('E')) {
+    if (!skip_if('+')) skip_if('-');
+    digits();
+  }
+  return text.substr(begin, at - begin);
+}
+
+// The text itself where it has no escapes, else `unescaped`.
+std::string_view Cursor::string(std::string& unescaped) {
+  const size_t quote = at++;
+  size_t done = at;  // everything before it is in `unescaped`, once there has been an escape
+  bool escaped = false;
+  for (; at < text.size() && text[at] != '"'; ++at) {
+    if (static_cast<unsigned char>(text[at]) < 0x20) {
+      refuse(JsonFault::syntax, at, "a raw control byte in a string");
+    }
+    if (text[at] != '\\') continue;
+    if (!escaped) unescaped.clear();
+    escaped = true;
+    unescaped += text.substr(done, at - done);
+    escape(unescaped);
+    done = at--;
+  }
+  if (at == text.size()) refuse(JsonFault::syntax, quote, "a string without an end");
+  const std::string_view rest = text.substr(done, at++ - done);
+  if (!escaped) return rest;
+  return unescaped += rest;
+}
+
+void Cursor::escape(std::string& out) {
+  constexpr std::string_view kLetters = "\"\\/bfnrt";
+  constexpr std::string_view kMeanings = "\"\\/\b\f\n\r\t";
+  const size_t begin = at++;
+  const char letter = peek();
+  ++at;
+  if (const size_t i = kLetters.find(letter); i != std::string_view::npos) {
+    out += kMeanings[i];
+    return;
+  }
+  if (letter != 'u') refuse(JsonFault::syntax, begin, "an unknown escape");
+  uint32_t code = hex4(begin);
+  if (code >= 0xd800 && code < 0xdc00 && skip_if('\\') && skip_if('u')) {
+    const uint32_t low = hex4(begin);
+    if (low < 0xdc00 || low >= 0xe000) refuse(JsonFault::syntax, begin, "a lone surrogate");
+    code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
+  }
+  if (code >= 0xd800 && code < 0xe000) refuse(JsonFault::syntax, begin, "a lone surrogate");
+  append_utf8(out, code);
+}
+
+uint32_t Cursor::hex4(size_t escape_at) {
+  const std::string_view digits = text.substr(std::min(at, text.size()), 4);
+  uint32_t code = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), code, 16);
+  if (digits.size() < 4 || error != std::errc() || end != digits.data() + 4) {
+    refuse(JsonFault::syntax, escape_at, "four hexadecimal digits are due");
+  }
+  at += 4;
+  return code;
+}
+
+}  // namespace
+
+JsonError::JsonError(JsonFault fault_, uint64_t offset_, const std::string& what)
+    : std::runtime_error(what), fault(fault_), offset(offset_) {}
+
+// The structure: objects and arrays, their depth, and the keys of the objects that are still open.
+struct JsonReader : Cursor {
+  struct Key {
+    uint32_t hash;
+    uint32_t at;  // of its quote
+  };
+  // What a JsonValue points to.
+  struct Node {
+    JsonReader* reader;
+    size_t begin;
+    bool taken;
+  };
+
+  bool seen_before = false;
+  int depth = 0;
+  std::vector<Key> keys;  // innermost object last
+
+  static JsonReader& take(void* state, JsonValue& value, JsonValue::Kind kind);
+  JsonValue::Kind kind() const;
+  template <typename Use>
+  void value(const Use& use);
+  template <typename Member>
+  void object(const Member& member);
+  template <typename Element>
+  void array(const Element& element);
+  void refuse_duplicates(size_t first);
+  void document(const std::function<void(JsonValue& root)>& root);
+
+ private:
+  void open();
+  bool more(char close, bool first);
+  std::string_view key_text(const Key& key, std::string& unescaped) const;
+};
+
+JsonReader& JsonReader::take(void* state, JsonValue& value, JsonValue::Kind kind) {
+  auto* const node = static_cast<Node*>(state);
+  MODICUM_ASSERT(!node->taken);
+  if (value.kind() != kind) {
+    constexpr const char* kDue[] = {"an object is due", "an array is due",  "a string is due",
+                                    "a number is due",  "a boolean is due", "a null is due"};
+    refuse(JsonFault::type, node->begin, kDue[static_cast<size_t>(kind)]);
+  }
+  node->taken = true;
+  return *node->reader;
+}
+
+JsonValue::Kind JsonReader::kind() const {
+  switch (peek()) {
+    case '{': return JsonValue::Kind::object;
+    case '[': return JsonValue::Kind::array;
+    case '"': return JsonValue::Kind::string;
+    case 't':
+    case 'f': return JsonValue::Kind::boolean;
+    case 'n': return JsonValue::Kind::null;
+    default: break;
+  }
+  if (peek() != '-' && !is_digit(peek())) refuse(JsonFault::syntax, at, "a value is due");
+  return JsonValue::Kind::number;
+}
+
+template <typename Use>
+void JsonReader::value(const Use& use) {
+  kind();
+  Node node{this, at, false};
+  JsonValue value(&node);
+  use(value);
+  if (!node.taken) value.skip();
+}
+
+void JsonReader::open() {
+  if (++depth > kDeepest) refuse(JsonFault::syntax, at, "nesting over 64");
+  ++at;
+}
+
+// Stands at the next key or element, or behind the `close` of the container.
+bool JsonReader::more(char close, bool first) {
+  skip_space();
+  if (skip_if(close)) {
+    --depth;
+    return false;
+  }
+  if (!first && !skip_if(',')) {
+    refuse(JsonFault::syntax, at, std::string("a comma or ") + close + " is due");
+  }
+  skip_space();
+  return true;
+}
+
+template <typename Member>
+void JsonReader::object(const Member& member) {
+  open();
+  const size_t first_key = keys.size();
+  std::string unescaped;
+  for (bool first = true; more('}', first); first = false) {
+    if (peek() != '"') refuse(JsonFault::syntax, at, "a key is due");
+    const auto key_at = static_cast<uint32_t>(at);
+    const std::string_view key = string(unescaped);
+    if (!seen_before) {
+      const auto hash = static_cast<uint32_t>(std::hash<std::string_view>()(key));
+      keys.push_back({hash, key_at});
+    }
+    skip_space();
+    if (!skip_if(':')) refuse(JsonFault::syntax, at, "a colon is due");
+    skip_space();
+    value([&](JsonValue& v) { member(key, v); });
+  }
+  refuse_duplicates(first_key);
+}
+
+template <typename Element>
+void JsonReader::array(const Element& element) {
+  open();
+  for (bool first = true; more(']', first); first = false) value(element);
+}
+
+std::string_view JsonReader::key_text(const Key& key, std::string& unescaped) const {
+  Cursor cursor{text, key.at};
+  return cursor.string(unescaped);
+}
+
+// Forgets the keys from `first` on. The texts decide, also in the order: equal hashes can be made.
+void JsonReader::refuse_duplicates(size_t first) {
+  std::string one;
+  std::string other;
+  const auto begin = keys.begin() + static_cast<ptrdiff_t>(first);
+  std::sort(begin, keys.end(), [&](const Key& a, const Key& b) {
+    if (a.hash != b.hash) return a.hash < b.hash;
+    const int order = key_text(a, one).compare(key_text(b, other));
+    return order != 0 ? order < 0 : a.at < b.at;
+  });
+  for (auto key = begin; key != keys.end(); ++key) {
+    if (key + 1 == keys.end() || key->hash != (key + 1)->hash) continue;
+    const std::string_view name = key_text(*key, one);
+    if (name != key_text(*(key + 1), other)) continue;
+    refuse(JsonFault::duplicate, (key + 1)->at, "the key '" + printable(name) + "' stands twice");
+  }
+  keys.erase(begin, keys.end());
+}
+
+void JsonReader::document(const std::function<void(JsonValue& root)>& root) {
+  if (text.size() > std::numeric_limits<uint32_t>::max()) {
+    refuse(JsonFault::range, 0, "a document over 4 GiB");
+  }
+  if (!seen_before && !is_utf8(text)) {
+    size_t offset = 0;
+    while (const size_t length = utf8_length(text, offset)) offset += length;
+    refuse(JsonFault::utf8, offset, "not UTF-8");
+  }
+  skip_space();
+  value(root);
+  skip_space();
+  if (at != text.size()) refuse(JsonFault::trailing, at, "something after the document");
+}
+
+JsonValue::Kind JsonValue::kind() {
+  const auto* const node = static_cast<JsonReader::Node*>(state_);
+  MODICUM_ASSERT(!node->taken);
+  return node->reader->kind();
+}
+
+uint64_t JsonValue::offset() const noexcept {
+  return static_cast<JsonReader::Node*>(state_)->begin;
+}
+
+void JsonValue::object(const std::function<void(std::string_view, JsonValue&)>& member) {
+  JsonReader::take(state_, *this, Kind::object).object(member);
+}
+
+void JsonValue::array(const std::function<void(JsonValue&)>& element) {
+  JsonReader::take(state_, *this, Kind::array).array(element);
+}
+
+std::string JsonValue::string() {
+  std::string unescaped;
+  const std::string_view text = JsonReader::take(state_, *this, Kind::string).string(unescaped);
+  return std::string(text);
+}
+
+int64_t JsonValue::integer() {
+  const std::string_view digits = JsonReader::take(state_, *this, Kind::number).number();
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+  if (!is_digit(digits.front()) || end != digits.data() + digits.size()) {
+    refuse(JsonFault::range, offset(), "not a plain non-negative integer");
+  }
+  if (error != std::errc()) refuse(JsonFault::range, offset(), "an integer over 2^63-1");
+  return value;
+}
+
+double JsonValue::number() {
+  const std::string_view digits = JsonReader::take(state_, *this, Kind::number).number();
+  double value = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+  if (error != std::errc()) refuse(JsonFault::range, offset(), "a number that no double holds");
+  return value;
+}
+
+bool JsonValue::boolean() {
+  JsonReader& reader = JsonReader::take(state_, *this, Kind::boolean);
+  const bool truth = reader.peek() == 't';
+  reader.literal(truth ? "true" : "false");
+  return truth;
+}
+
+void JsonValue::null() { JsonReader::take(state_, *this, Kind::null).literal("null"); }
+
+void JsonValue::skip() {
+  std::string unescaped;
+  const Kind is = kind();
+  JsonReader& reader = JsonReader::take(state_, *this, is);
+  switch (is) {
+    case Kind::object:
+      return reader.object([](std::string_view, JsonValue& member) { member.skip(); });
+    case Kind::array: return reader.array([](JsonValue& element) { element.skip(); });
+    case Kind::string: reader.string(unescaped); return;
+    case Kind::number: reader.number(); return;
+    case Kind::boolean: return reader.literal(reader.peek() == 't' ? "true" : "false");
+    case Kind::null: return reader.literal("null");
+  }
+}
+
+void read_json(std::string_view text, const std::function<void(JsonValue& root)>& root) {
+  JsonReader reader{{text}};
+  reader.document(root);
+}
+
+void reread_json(std::string_view text, const std::function<void(JsonValue& root)>& root) {
+  JsonReader reader{{text}, true};
+  reader.document(root);
+}
+
+}  // namespace modicum

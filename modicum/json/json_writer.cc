@@ -1,0 +1,149 @@
+#include <array>
+#include <charconv>
+#include <cmath>
+
+#include "modicum/base/base.h"
+#include "modicum/json/json.h"
+#include "modicum/json/utf8.h"
+
+namespace modicum {
+namespace {
+
+void append_escaped(std::string& out, char c) {
+  constexpr std::string_view kHex = "0123456789abcdef";
+  constexpr std::string_view kMeanings = "\"\\\b\f\n\r\t";
+  constexpr std::string_view kLetters = "\"\\bfnrt";
+  const auto byte = static_cast<unsigned char>(c);
+  if (const size_t i = kMeanings.find(c); i != std::string_view::npos) {
+    out += '\\';
+    out += kLetters[i];
+  } else if (byte < 0x20) {
+    out += "\\u00";
+    out += kHex[byte >> 4];
+    out += kHex[byte & 0xf];
+  } else {
+    out += c;
+  }
+}
+
+// What is not UTF-8 (a file's name may be any bytes) becomes U+FFFD, so that the document is JSON
+// whatever it tells of.
+void append_string(std::string& out, std::string_view text) {
+  const bool valid = is_utf8(text);
+  out += '"';
+  for (size_t i = 0; i < text.size(); ++i) {
+    const size_t length = valid ? 1 : utf8_length(text, i);
+    if (length == 0) out += "\xEF\xBF\xBD";
+    if (length == 1) append_escaped(out, text[i]);
+    if (length > 1) {
+      out += text.substr(i, length);
+      i += length - 1;
+    }
+  }
+  out += '"';
+}
+
+template <typename Number>
+void append_number(std::string& out, Number number) {
+  std::array<char, 32> digits;
+  const auto [end, error] = std::to_chars(digits.data(), digits.data() + digits.size(), number);
+  out.append(digits.data(), end);
+}
+
+}  // namespace
+
+// Called before each value.
+void JsonWriter::separate() {
+  if (open_.empty()) {
+    MODICUM_ASSERT(text_.empty());
+  } else if (open_.back() == ':') {
+    open_.pop_back();
+  } else {
+    MODICUM_ASSERT(open_.back() == '[');
+    if (!first_) text_ += ',';
+  }
+  first_ = false;
+}
+
+JsonWriter& JsonWriter::begin_object() {
+  separate();
+  text_ += '{';
+  open_ += '{';
+  first_ = true;
+  return *this;
+}
+
+JsonWriter& JsonWriter::end_object() {
+  MODICUM_ASSERT(!open_.empty());
+  MODICUM_ASSERT(open_.back() == '{');
+  open_.pop_back();
+  text_ += '}';
+  first_ = false;
+  return *this;
+}
+
+JsonWriter& JsonWriter::begin_array() {
+  separate();
+  text_ += '[';
+  open_ += '[';
+  first_ = true;
+  return *this;
+}
+
+JsonWriter& JsonWriter::end_array() {
+  MODICUM_ASSERT(!open_.empty());
+  MODICUM_ASSERT(open_.back() == '[');
+  open_.pop_back();
+  text_ += ']';
+  first_ = false;
+  return *this;
+}
+
+JsonWriter& JsonWriter::key(std::string_view name) {
+  MODICUM_ASSERT(!open_.empty());
+  MODICUM_ASSERT(open_.back() == '{');
+  if (!first_) text_ += ',';
+  append_string(text_, name);
+  text_ += ':';
+  open_ += ':';
+  return *this;
+}
+
+JsonWriter& JsonWriter::value(std::string_view text) {
+  separate();
+  append_string(text_, text);
+  return *this;
+}
+
+JsonWriter& JsonWriter::value(uint64_t number) {
+  separate();
+  append_number(text_, number);
+  return *this;
+}
+
+JsonWriter& JsonWriter::value(int64_t number) {
+  separate();
+  append_number(text_, number);
+  return *this;
+}
+
+JsonWriter& JsonWriter::value(double number) {
+  if (!std::isfinite(number)) return null();
+  separate();
+  append_number(text_, number);
+  return *this;
+}
+
+JsonWriter& JsonWriter::value(bool truth) {
+  separate();
+  text_ += truth ? "true" : "false";
+  return *this;
+}
+
+JsonWriter& JsonWriter::null() {
+  separate();
+  text_ += "null";
+  return *this;
+}
+
+}  // namespace modicum
