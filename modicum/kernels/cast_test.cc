@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -209,7 +210,7 @@ TEST(Cast, AnyLengthAndAlignmentGivesTheSameAndTouchesNothingElse) {
         const auto expected = cast_one_by_one(source.data() + offset, pair, n);
         std::vector<std::byte> to(expected.size() + 16, std::byte{0xab});
         cast(source.data() + offset, pair.from, to.data() + 3, pair.to, n);
-        EXPECT_EQ(std::memcmp(to.data() + 3, expected.data(), expected.size()), 0);
+        EXPECT_TRUE(std::equal(expected.begin(), expected.end(), to.begin() + 3));
         EXPECT_EQ(to[2], std::byte{0xab});
         EXPECT_EQ(to[3 + expected.size()], std::byte{0xab});
       }

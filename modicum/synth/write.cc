@@ -1,0 +1,203 @@
+#include "modicum/synth/write.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <span>
+#include <utility>
+
+#include "modicum/base/base.h"
+#include "modicum/checkpoint/checkpoint.h"
+#include "modicum/synth/arch.h"
+#include "modicum/synth/mark.h"
+#include "modicum/synth/shards.h"
+
+namespace modicum {
+namespace {
+
+constexpr int64_t kChunkBytes = static_cast<int64_t>(4 * kMiB);
+
+// A run of elements that one worker computes and writes at once.
+struct Chunk {
+  size_t tensor = 0;
+  ElementRange elements;
+};
+
+int64_t elements_per_chunk(DType dtype) {
+  const int64_t granule = synth_granule(dtype);
+  return kChunkBytes * 8 / bits_per_element(dtype) / granule * granule;
+}
+
+std::vector<Chunk> chunks_of(std::span<const TensorSpec> tensors, const SynthMark& mark) {
+  std::vector<Chunk> chunks;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const int64_t step = elements_per_chunk(tensors[i].dtype);
+    for (const ElementRange& range :
+         synth_written(mark, tensors[i], 0, numel_of(tensors[i].shape))) {
+      for (int64_t begin = range.begin; begin < range.end; begin += step) {
+        chunks.push_back({i, {begin, std::min(begin + step, range.end)}});
+      }
+    }
+  }
+  return chunks;
+}
+
+// The tensors of one file, computed by several workers and written by one at a time.
+class Filling {
+ public:
+  Filling(SafetensorsWriter& writer, std::span<const TensorSpec> tensors, const SynthMark& mark)
+      : writer_(writer), tensors_(tensors), mark_(mark), chunks_(chunks_of(tensors, mark)) {}
+
+  // Returns the bytes written.
+  uint64_t run(int threads) {
+    const auto workers = std::min<size_t>(static_cast<size_t>(threads), chunks_.size());
+    if (workers == 0) return 0;
+    run_workers(static_cast<int>(workers), [this](int) { work(); });
+    return written_bytes_;
+  }
+
+ private:
+  void work() {
+    std::vector<std::byte> slot;
+    try {
+      for (size_t i = next_++; i < chunks_.size(); i = next_++) write(chunks_[i], slot);
+    } catch (...) {
+      next_ = chunks_.size();  // the others stop too
+      throw;
+    }
+  }
+
+  void write(const Chunk& chunk, std::vector<std::byte>& slot) {
+    const TensorSpec& spec = tensors_[chunk.tensor];
+    const int64_t n = chunk.elements.end - chunk.elements.begin;
+    slot.resize(bytes_of(spec.dtype, n));
+    synth_expected(mark_, spec, chunk.elements.begin, n, slot.data());
+    const std::lock_guard lock(mutex_);
+    writer_.write(chunk.tensor, bytes_of(spec.dtype, chunk.elements.begin), slot);
+    written_bytes_ += slot.size();
+  }
+
+  SafetensorsWriter& writer_;
+  std::span<const TensorSpec> tensors_;
+  const SynthMark& mark_;
+  std::vector<Chunk> chunks_;
+  std::atomic<size_t> next_ = 0;
+  std::mutex mutex_;
+  uint64_t written_bytes_ = 0;
+};
+
+// The directory and what is in it, removed again unless it is finished.
+class NewDirectory {
+ public:
+  NewDirectory(FileSystem& files, const std::string& path) : files_(files), path_(path) {
+    files_.make_directory(path_);
+  }
+  NewDirectory(const NewDirectory&) = delete;
+  NewDirectory& operator=(const NewDirectory&) = delete;
+  ~NewDirectory() {
+    if (is_finished_) return;
+    for (const std::string& file : made_) remove(file);
+    remove(path_);
+  }
+
+  std::string add(const std::string& name) {
+    made_.push_back(join_path(path_, name));
+    return made_.back();
+  }
+
+  void add_text(const std::string& name, const std::string& text) {
+    const auto file = files_.create(add(name));
+    file->write(std::as_bytes(std::span(text)), 0);
+    file->sync();
+    file->close();
+  }
+
+  void finish() {
+    files_.sync_directory(path_);
+    is_finished_ = true;
+  }
+
+ private:
+  void remove(const std::string& path) noexcept {
+    try {
+      files_.remove(path);
+    } catch (const Error&) {
+      // The failure that brought us here is the one to report.
+    }
+  }
+
+  FileSystem& files_;
+  std::string path_;
+  std::vector<std::string> made_;
+  bool is_finished_ = false;
+};
+
+void refuse(const char* what_happened, const std::string& got) {
+  Facts facts;
+  facts.got = got;
+  fail(Category::usage, what_happened, facts);
+}
+
+void check(const SynthOptions& options) {
+  if (options.shard_size_bytes == 0) refuse("files can't hold 0 bytes", "--shard-size 0");
+  if (options.threads < 1) refuse("at least one thread is needed", std::to_string(options.threads));
+  if (options.dtype && !is_castable(*options.dtype)) {
+    refuse("a model is in float32, bfloat16 or float16", std::string(torch_name(*options.dtype)));
+  }
+  if (!options.edges.empty() && !options.is_sparse) {
+    refuse("edges are for sparse files only", "--edges without --sparse");
+  }
+  for (const int64_t world : options.edges) {
+    if (world < 1) refuse("a world has at least one rank", std::to_string(world));
+  }
+}
+
+// Only tensors in the model's own dtype are given another; what stands beside them stays.
+std::vector<TensorSpec> tensors_of(const Arch& arch, const SynthOptions& options) {
+  std::vector<TensorSpec> tensors = arch_tensors(arch, options.layers);
+  for (TensorSpec& spec : tensors) {
+    if (spec.dtype == arch.dtype) spec.dtype = options.dtype.value_or(arch.dtype);
+  }
+  return tensors;
+}
+
+std::string index_of(const std::vector<std::vector<TensorSpec>>& shards, uint64_t data_bytes) {
+  std::vector<std::pair<std::string, std::string>> file_of_tensor;
+  for (size_t i = 0; i < shards.size(); ++i) {
+    for (const TensorSpec& spec : shards[i]) {
+      file_of_tensor.emplace_back(spec.fqn, shard_name(i, shards.size()));
+    }
+  }
+  std::sort(file_of_tensor.begin(), file_of_tensor.end());
+  return index_json(file_of_tensor, data_bytes);
+}
+
+}  // namespace
+
+SynthResult write_synth(FileSystem& files, const std::string& out, const SynthOptions& options) {
+  check(options);
+  const Arch& arch = arch_named(options.arch);
+  const auto shards = split_into_files(tensors_of(arch, options), options.shard_size_bytes);
+  const SynthMark mark{options.is_sparse, options.edges};
+
+  NewDirectory directory(files, out);
+  SynthResult result;
+  result.files = shards.size();
+  for (size_t i = 0; i < shards.size(); ++i) {
+    SafetensorsWriter writer(files, directory.add(shard_name(i, shards.size())), shards[i],
+                             synth_metadata(mark));
+    result.written_bytes += Filling(writer, shards[i], mark).run(options.threads);
+    writer.finish();
+    result.tensors += shards[i].size();
+    result.data_bytes += writer.data_bytes();
+  }
+  if (shards.size() > 1) {
+    directory.add_text("model.safetensors.index.json", index_of(shards, result.data_bytes));
+  }
+  directory.add_text("config.json",
+                     arch_config(arch, options.layers, options.dtype.value_or(arch.dtype)));
+  directory.finish();
+  return result;
+}
+
+}  // namespace modicum

@@ -1,0 +1,200 @@
+#include "modicum/synth/write.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <functional>
+
+#include "modicum/base/base.h"
+#include "modicum/checkpoint/checkpoint.h"
+#include "modicum/io/file_doubles.h"
+#include "modicum/synth/arch.h"
+#include "modicum/synth/mark.h"
+
+namespace modicum {
+namespace {
+
+SynthOptions options_for(const char* arch) {
+  SynthOptions options;
+  options.arch = arch;
+  return options;
+}
+
+Error error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  return Error(Category::count, "nothing was thrown");
+}
+
+// Reads every tensor back and compares it, in pieces, with what the mark says.
+void expect_values(FileSystem& files, const std::string& path) {
+  const Checkpoint checkpoint = open_checkpoint(files, path);
+  const auto mark = synth_mark(checkpoint.metadata);
+  ASSERT_TRUE(mark);
+  for (const Stored& stored : checkpoint.manifest.tensors) {
+    const auto file = open_data_file(checkpoint, stored.at.file);
+    const int64_t numel = numel_of(stored.spec.shape);
+    for (int64_t first = 0; first < numel; first += 100'003) {
+      const int64_t n = std::min<int64_t>(100'003, numel - first);
+      std::vector<std::byte> got(bytes_of(stored.spec.dtype, n));
+      std::vector<std::byte> expected(got.size());
+      file->read(got, stored.at.begin + bytes_of(stored.spec.dtype, first));
+      synth_expected(*mark, stored.spec, first, n, expected.data());
+      ASSERT_EQ(got, expected) << stored.spec.fqn;
+    }
+  }
+}
+
+class TemporaryDirectory {
+ public:
+  TemporaryDirectory() {
+    std::string name = testing::TempDir() + "modicum_synth_XXXXXX";
+    path_ = ::mkdtemp(name.data());
+  }
+  ~TemporaryDirectory() { std::filesystem::remove_all(path_); }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+TEST(WriteSynth, OneFileHoldsWhatTheModelHolds) {
+  MemoryFileSystem files;
+  const SynthResult result = write_synth(files, "out", options_for("tiny-moe"));
+  EXPECT_EQ(files.list("out"), (std::vector<std::string>{"config.json", "model.safetensors"}));
+  EXPECT_EQ(result.files, 1U);
+  EXPECT_EQ(result.data_bytes, 2308U);
+  EXPECT_EQ(result.written_bytes, 2308U);
+  const Checkpoint checkpoint = open_checkpoint(files, "out");
+  EXPECT_EQ(checkpoint.metadata.at("format"), "pt");
+  EXPECT_EQ(checkpoint.metadata.at("modicum.synth"), "1");
+  EXPECT_EQ(checkpoint.config.model_type, "qwen3_moe");
+  EXPECT_TRUE(checkpoint.warnings.empty());
+  auto expected = arch_tensors(arch_named("tiny-moe"));
+  std::sort(expected.begin(), expected.end(),
+            [](const TensorSpec& a, const TensorSpec& b) { return a.fqn < b.fqn; });
+  std::vector<TensorSpec> got;
+  for (const Stored& stored : checkpoint.manifest.tensors) got.push_back(stored.spec);
+  EXPECT_EQ(got, expected);
+  expect_values(files, "out");
+}
+
+TEST(WriteSynth, ShardsComeWithAnIndex) {
+  MemoryFileSystem files;
+  SynthOptions options = options_for("tiny-moe");
+  options.shard_size_bytes = 700;
+  options.dtype = DType::f32;
+  options.layers = 3;
+  const SynthResult result = write_synth(files, "out", options);
+  EXPECT_GT(result.files, 4U);
+  const Checkpoint checkpoint = open_checkpoint(files, "out");
+  EXPECT_EQ(checkpoint.manifest.files.size(), result.files);
+  EXPECT_EQ(checkpoint.manifest.tensors.size(), 45U + 21);
+  EXPECT_EQ(checkpoint.manifest.data_bytes(), result.data_bytes);
+  EXPECT_TRUE(checkpoint.warnings.empty());  // also that total_size is right
+  EXPECT_NE(files.get("out/config.json").find("\"float32\""), std::string::npos);
+  expect_values(files, "out");
+}
+
+TEST(WriteSynth, TiedModelsSaySoAndHaveNoHead) {
+  TemporaryDirectory directory;
+  PosixFileSystem files;
+  SynthOptions options = options_for("qwen3-0.6b");
+  options.layers = 1;
+  options.is_sparse = true;
+  write_synth(files, directory.path() + "/out", options);
+  const Checkpoint checkpoint = open_checkpoint(files, directory.path() + "/out");
+  EXPECT_TRUE(checkpoint.config.tie_word_embeddings);
+  EXPECT_EQ(checkpoint.manifest.tensors.size(), 13U);
+}
+
+TEST(WriteSynth, ManyThreadsWriteTheSameBytes) {
+  TemporaryDirectory directory;
+  PosixFileSystem files;
+  SynthOptions options = options_for("gpt2");
+  options.layers = 1;
+  options.dtype = DType::bf16;
+  std::vector<SynthResult> results;
+  for (const int threads : {1, 3}) {
+    options.threads = threads;
+    const std::string out = directory.path() + "/" + std::to_string(threads);
+    results.push_back(write_synth(files, out, options));
+    expect_values(files, out);
+  }
+  EXPECT_EQ(results[0].written_bytes, results[1].written_bytes);
+}
+
+TEST(WriteSynth, SparseFilesHaveHolesAndTheirExpectationKnowsThem) {
+  TemporaryDirectory directory;
+  PosixFileSystem files;
+  SynthOptions options = options_for("gpt2");
+  options.layers = 1;
+  options.is_sparse = true;
+  options.edges = {2, 3};
+  options.shard_size_bytes = 150'000'000;  // under the embedding: it has its own file
+  options.threads = 2;
+  const SynthResult result = write_synth(files, directory.path() + "/out", options);
+  EXPECT_EQ(result.data_bytes, (50257 + 1024) * 768 * 4 + 32'545'792U + 2 * 768 * 4);
+  EXPECT_LT(result.written_bytes, 300'000U);
+  EXPECT_EQ(result.files, 2U);
+  const Checkpoint checkpoint = open_checkpoint(files, directory.path() + "/out");
+  EXPECT_EQ(checkpoint.metadata.at("modicum.synth.edges"), "2,3");
+  expect_values(files, directory.path() + "/out");
+}
+
+TEST(WriteSynth, RefusesWhatIsThereAlready) {
+  MemoryFileSystem files;
+  write_synth(files, "out", options_for("tiny-moe"));
+  const std::string before = files.get("out/model.safetensors");
+  const Error error = error_of([&] { write_synth(files, "out", options_for("tiny-moe")); });
+  EXPECT_EQ(error.category(), Category::conflict);
+  EXPECT_EQ(files.get("out/model.safetensors"), before);
+  files.put("file", "x");
+  EXPECT_EQ(error_of([&] { write_synth(files, "file", options_for("tiny-moe")); }).category(),
+            Category::conflict);
+}
+
+TEST(WriteSynth, RefusesOptionsThatMakeNoSenseBeforeItMakesAnything) {
+  MemoryFileSystem files;
+  const auto refused = [&](const std::function<void(SynthOptions&)>& spoil) {
+    SynthOptions options = options_for("tiny-moe");
+    spoil(options);
+    const Error error = error_of([&] { write_synth(files, "out", options); });
+    EXPECT_EQ(error.category(), Category::usage) << error.what();
+    EXPECT_FALSE(files.exists("out"));
+  };
+  refused([](SynthOptions& o) { o.arch = "tiny-mo"; });
+  refused([](SynthOptions& o) { o.layers = -1; });
+  refused([](SynthOptions& o) { o.shard_size_bytes = 0; });
+  refused([](SynthOptions& o) { o.threads = 0; });
+  refused([](SynthOptions& o) { o.dtype = DType::i32; });
+  refused([](SynthOptions& o) { o.edges = {2}; });
+  refused([](SynthOptions& o) {
+    o.is_sparse = true;
+    o.edges = {0};
+  });
+}
+
+TEST(WriteSynth, LeavesNothingWhereAnyCallFails) {
+  SynthOptions options = options_for("tiny-moe");
+  options.shard_size_bytes = 700;
+  MemoryFileSystem unfailing;
+  RecordingFileSystem recording(unfailing);
+  write_synth(recording, "out", options);
+  const auto calls = static_cast<int64_t>(recording.calls().size());
+  ASSERT_GT(calls, 50);
+  for (int64_t n = 1; n <= calls; ++n) {
+    MemoryFileSystem under;
+    RecordingFileSystem failing(under, n);
+    const Error error = error_of([&] { write_synth(failing, "out", options); });
+    ASSERT_EQ(error.category(), Category::io) << "call " << n;
+    ASSERT_FALSE(under.exists("out")) << "call " << n;
+  }
+}
+
+}  // namespace
+}  // namespace modicum
