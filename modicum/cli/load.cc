@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <memory>
 
 #include "modicum/cli/verbs.h"
@@ -63,7 +64,8 @@ struct RankRun {
 void check_and_dump(const RankRun& of, int rank, HostSink& sink, RankOutcome& outcome) {
   if (!of.flags.check.empty()) {
     const int64_t begin = of.clock.now_ns();
-    check_values(of.plan, rank, sink, Expectation(of.run.checkpoint));
+    Expectation expectation(of.run.checkpoint);
+    check_values(of.plan, rank, sink, std::ref(expectation));
     outcome.check_ns = of.clock.now_ns() - begin;
   }
   if (of.flags.digest) outcome.digest = digest_of_rank(of.plan, rank, sink);

@@ -1,0 +1,23 @@
+// The test double of the sink seam: a device, which has no host memory and takes only copies.
+#pragma once
+
+#include <vector>
+
+#include "modicum/stream/sink.h"
+
+namespace modicum {
+
+class FakeDeviceSink final : public Sink {
+ public:
+  FakeDeviceSink(const Plan& plan, int rank);
+  std::span<std::byte> host(uint32_t) noexcept override { return {}; }
+  // INTERNAL where the copy runs over the buffer's end.
+  void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
+  const std::vector<std::byte>& buffer(uint32_t index) const { return buffers_[index]; }
+
+ private:
+  const Plan& plan_;
+  std::vector<std::vector<std::byte>> buffers_;
+};
+
+}  // namespace modicum

@@ -1,0 +1,507 @@
+// The house tests of a load: exact, fault and value, with ranks as threads and files in memory.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <thread>
+
+#include "modicum/io/file_doubles.h"
+#include "modicum/kernels/kernels.h"
+#include "modicum/stream/fake_device_double.h"
+#include "modicum/stream/stream.h"
+
+namespace modicum {
+namespace {
+
+constexpr uint64_t kStaging = 256 * kKiB;
+
+using Specs = std::vector<TensorSpec>;
+
+TensorSpec spec(std::string name, DType dtype, std::vector<int64_t> shape) {
+  return {std::move(name), Role::param, dtype, std::move(shape)};
+}
+
+// Finite values of every kind: bit patterns of small floats, some of which are halfway cases.
+std::vector<std::byte> values_of(const TensorSpec& tensor) {
+  std::vector<std::byte> bytes(bytes_of(tensor.dtype, numel_of(tensor.shape)));
+  synth_fill(name_hash(tensor.fqn), tensor.dtype, 0, numel_of(tensor.shape), bytes.data());
+  return bytes;
+}
+
+void put_model(FileSystem& files, const std::string& path, const Specs& specs) {
+  SafetensorsWriter out(files, path, specs);
+  for (size_t i = 0; i < specs.size(); ++i) out.write(i, 0, values_of(specs[i]));
+  out.finish();
+}
+
+// Sizes 0..40 along dim 0 with and without inner dims, and what else comes: 0-d, integers, bools.
+Specs odd_sizes(DType dtype) {
+  Specs specs = {spec("scalar", dtype, {}), spec("ids", DType::i64, {7}),
+                 spec("mask", DType::boolean, {3, 5})};
+  for (int64_t n = 0; n <= 40; ++n) {
+    specs.push_back(spec("v" + std::to_string(n), dtype, {n}));
+    specs.push_back(spec("m" + std::to_string(n), dtype, {n, 3}));
+    specs.push_back(spec("t" + std::to_string(n), dtype, {2, n, 5}));
+  }
+  specs.push_back(spec("large", dtype, {301, 700}));  // more than a slot
+  return specs;
+}
+
+Specs tiny_moe(DType dtype) {
+  Specs specs = {spec("embed", dtype, {13, 6})};
+  for (const char* name : {"gate", "up", "down"}) {
+    for (int e = 0; e < 5; ++e) {
+      const bool down = std::string(name) == "down";
+      specs.push_back(spec("e." + std::to_string(e) + "." + name, dtype,
+                           down ? std::vector<int64_t>{6, 3} : std::vector<int64_t>{3, 6}));
+    }
+  }
+  return specs;
+}
+
+Recipe moe_recipe(const Manifest& manifest) {
+  RecipeBuilder b(manifest);
+  const auto stack = [&](const std::string& name) {
+    std::vector<uint32_t> experts;
+    for (int e = 0; e < 5; ++e) experts.push_back(b.stored("e." + std::to_string(e) + "." + name));
+    return b.stack(0, experts);
+  };
+  b.target("embed", b.stored("embed"));
+  b.target("gate_up", b.cat(1, {stack("gate"), stack("up")}));
+  b.target("down", b.permute({0, 2, 1}, stack("down")));
+  b.target("fresh", b.init(InitRule::normal, 0.5, {9, 2}, DType::f32));
+  b.alias("head", "embed");
+  return b.finish();
+}
+
+// One rank's world in a test: its ledger and what it loaded.
+struct RankResult {
+  Footprint at_peak;
+  Footprint after;  // with the sink gone
+  LoadOutcome outcome;
+  std::vector<std::vector<std::byte>> buffers;  // by target, padding included
+  uint64_t digest = 0;
+};
+
+struct Case {
+  FileSystem* files;
+  const Checkpoint* checkpoint;
+  const Plan* plan;
+  int threads = 1;
+};
+
+RankResult load_one(const Case& c, int rank, Board& board, Exchange* exchange) {
+  RankResult result;
+  const auto& promised = c.plan->promise.phases[1].of_rank[static_cast<size_t>(rank)];
+  Ledger ledger(promised.ledger_total());
+  {
+    HostSink sink(*c.plan, rank, ledger);
+    sink.poison();
+    result.outcome = load(*c.checkpoint, *c.plan, {rank, &board, exchange}, sink, ledger,
+                          {.threads = c.threads});
+    for (uint32_t t = 0; t < c.plan->recipe->targets.size(); ++t) {
+      const auto host = sink.host(t);
+      result.buffers.emplace_back(host.begin(), host.end());
+    }
+    result.digest = digest_of_rank(*c.plan, rank, sink);
+  }
+  result.at_peak = ledger.at_peak();
+  result.after = ledger.held();
+  return result;
+}
+
+// All ranks as threads. A rank that fails reports to the board, as a process would.
+std::vector<RankResult> load_all(const Case& c, std::optional<ErrorRecord>* failure = nullptr) {
+  SteadyClock clock;
+  SharedBoard board(c.plan->ranks(), clock);
+  std::unique_ptr<SharedRing> ring;
+  if (c.plan->staging.ring_part_bytes > 0) {
+    ring = std::make_unique<SharedRing>(c.plan->ranks(), c.plan->staging.ring_part_bytes);
+  }
+  std::vector<RankResult> results(static_cast<size_t>(c.plan->ranks()));
+  run_workers(c.plan->ranks(), [&](int rank) {
+    try {
+      std::unique_ptr<RingExchange> exchange;
+      if (ring) exchange = std::make_unique<RingExchange>(*ring, board, rank);
+      results[static_cast<size_t>(rank)] = load_one(c, rank, board, exchange.get());
+    } catch (const Error& error) {
+      board.report(record_of(error, rank));
+      if (failure == nullptr) throw;
+    }
+  });
+  if (failure != nullptr) *failure = board.failure();
+  return results;
+}
+
+Plan plan_of(const Checkpoint& checkpoint, const Recipe& recipe, Layout layout,
+             const Strategy& strategy) {
+  return make_plan(checkpoint.manifest, recipe, std::move(layout),
+                   {.strategy = &strategy, .staging_bytes = kStaging});
+}
+
+// --- the simulator: what a load holds, from the promise in words; it knows nothing of `plan` ---
+
+struct Simulated {
+  uint64_t shards = 0, window = 0, staging = 0;
+};
+
+Simulated simulate(const Specs& stored, const std::vector<TensorSpec>& targets,
+                   std::string_view strategy, int world, int rank) {
+  Simulated held;
+  for (const TensorSpec& t : targets) {  // padded along dim 0, on 64-byte boundaries, whole pages
+    int64_t elements = 1;
+    for (size_t d = 0; d < t.shape.size(); ++d) {
+      elements *= d == 0 ? (t.shape[0] + world - 1) / world : t.shape[d];
+    }
+    held.shards =
+        (held.shards + 63) / 64 * 64 +
+        static_cast<uint64_t>(elements) * static_cast<uint64_t>(bytes_per_element(t.dtype));
+  }
+  held.shards = (held.shards + 4095) / 4096 * 4096;
+  uint64_t model = 0, largest = 0;
+  for (const TensorSpec& s : stored) {
+    const uint64_t bytes = bytes_of(s.dtype, numel_of(s.shape));
+    model += (bytes + 63) / 64 * 64;
+    largest = std::max(largest, bytes);
+  }
+  const auto pages = [](uint64_t bytes) { return (bytes + 4095) / 4096 * 4096; };
+  if (strategy == "full-per-rank") held.window = pages(model);
+  if (strategy == "rank0-broadcast") {
+    held.window = pages(rank == 0 ? model : largest);
+    if (world > 1) held.staging = kStaging / static_cast<uint64_t>(world) / 4096 * 4096;
+  }
+  if (strategy == "own-shard") held.staging = kStaging;
+  return held;
+}
+
+void expect_exact(const Plan& plan, const Specs& stored, int rank, const RankResult& result) {
+  Footprint promised = plan.promise.phases[1].of_rank[static_cast<size_t>(rank)];
+  promised[Purpose::process] = promised[Purpose::page_tables] = 0;
+  EXPECT_EQ(result.at_peak, promised);
+  EXPECT_EQ(result.after, Footprint{});
+  std::vector<TensorSpec> targets;
+  for (size_t t = 0; t < plan.recipe->targets.size(); ++t) {
+    if (!plan.recipe->is_alias(t)) targets.push_back(plan.recipe->targets[t].spec);
+  }
+  const Simulated simulated = simulate(stored, targets, plan.strategy().name, plan.ranks(), rank);
+  EXPECT_EQ(promised[Purpose::shards], simulated.shards);
+  EXPECT_EQ(promised[Purpose::window], simulated.window);
+  EXPECT_EQ(promised[Purpose::staging], simulated.staging);
+  const Traffic traffic = traffic_of_rank(plan, rank);
+  EXPECT_EQ(result.outcome.storage_read_bytes, traffic.storage_read_bytes);
+  EXPECT_EQ(result.outcome.exchanged_bytes, traffic.exchanged_bytes);
+}
+
+// The value of one element of a target, by the recipe's elementwise reading.
+std::vector<std::byte> element(const Specs& stored, const Recipe& recipe, const Target& target,
+                               int64_t index) {
+  const ElementSource source = element_source(recipe, target.root, index);
+  const auto size = static_cast<size_t>(bytes_per_element(source.leaf->dtype));
+  std::vector<std::byte> value(size);
+  if (source.leaf->op == Op::stored) {
+    const auto all = values_of(stored[source.leaf->from]);
+    std::memcpy(value.data(), all.data() + static_cast<size_t>(source.first) * size, size);
+  } else {
+    init_fill(InitKind::normal, 0.5, name_hash(target.spec.fqn), source.leaf->dtype, source.first,
+              1, value.data());
+  }
+  std::vector<std::byte> out(static_cast<size_t>(bytes_per_element(target.spec.dtype)));
+  cast(value.data(), source.leaf->dtype, out.data(), target.spec.dtype, 1);
+  return out;
+}
+
+void expect_values(const Plan& plan, const Specs& stored, int rank, const RankResult& result) {
+  for (uint32_t t = 0; t < plan.recipe->targets.size(); ++t) {
+    const Target& target = plan.recipe->targets[t];
+    if (target.spec.fqn == "large" && rank != 0) continue;  // slow, and no different
+    const auto size = static_cast<size_t>(bytes_per_element(target.spec.dtype));
+    std::vector<std::byte> due(local_buffer(plan.layout, target.spec, rank).bytes());
+    size_t at = 0;
+    const int64_t rows = target.spec.shape.empty() ? 1 : target.spec.shape[0];
+    const int64_t inner = rows == 0 ? 0 : numel_of(target.spec.shape) / rows;
+    const int64_t chunk = target.spec.shape.empty() ? 1 : (rows + plan.ranks() - 1) / plan.ranks();
+    const int64_t first = target.spec.shape.empty() ? 0 : rank * chunk;
+    const auto all =
+        target.spec.fqn == "large" ? values_of(stored.back()) : std::vector<std::byte>();
+    for (int64_t i = first * inner; i < std::min(rows, first + chunk) * inner; ++i, at += size) {
+      if (!all.empty() && plan.recipe->nodes[target.root].dtype == target.spec.dtype) {
+        std::memcpy(due.data() + at, all.data() + static_cast<size_t>(i) * size, size);
+      } else if (!all.empty()) {
+        const auto from = static_cast<size_t>(bytes_per_element(stored.back().dtype));
+        cast(all.data() + static_cast<size_t>(i) * from, stored.back().dtype, due.data() + at,
+             target.spec.dtype, 1);
+      } else {
+        const auto value = element(stored, *plan.recipe, target, i);
+        std::memcpy(due.data() + at, value.data(), size);
+      }
+    }
+    ASSERT_EQ(result.buffers[t], due)
+        << target.spec.fqn << " rank " << rank << " of " << plan.ranks();
+  }
+}
+
+struct Model {
+  Specs specs;
+  MemoryFileSystem files;
+  Checkpoint checkpoint;
+
+  explicit Model(Specs of) : specs(std::move(of)) {
+    files.make_directory("/model");
+    put_model(files, "/model/model.safetensors", specs);
+    checkpoint = open_checkpoint(files, "/model");
+    // From here on in the manifest's order: empty tensors share their place with a neighbour.
+    for (size_t i = 0; i < specs.size(); ++i) specs[i] = checkpoint.manifest.tensors[i].spec;
+  }
+};
+
+void expect_grid(Model& model, const Recipe& recipe) {
+  std::optional<uint64_t> digest;
+  for (int world = 1; world <= 9; ++world) {
+    for (const Strategy& strategy : strategies()) {
+      const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(world), strategy);
+      const auto results = load_all({&model.files, &model.checkpoint, &plan});
+      uint64_t sum = 0;
+      for (int rank = 0; rank < world; ++rank) {
+        SCOPED_TRACE(testing::Message() << strategy.name << " rank " << rank << " of " << world);
+        const RankResult& result = results[static_cast<size_t>(rank)];
+        expect_exact(plan, model.specs, rank, result);
+        expect_values(plan, model.specs, rank, result);
+        sum += result.digest;
+      }
+      if (!digest) digest = sum;
+      EXPECT_EQ(*digest, sum) << strategy.name << " world " << world;
+      if (testing::Test::HasFailure()) return;
+    }
+  }
+}
+
+// exact: promise == ledger to the byte, and both == a simulator that knows nothing of plan; values
+// right; one digest. Catches: a transfer dropped, doubled, shifted or mis-cast; a read one byte too
+// long; a charge that is not what was promised; a rank's promise one page short.
+TEST(LoadExact, OddSizesAsStored) {
+  Model model(odd_sizes(DType::bf16));
+  expect_grid(model, identity_recipe(model.checkpoint.manifest));
+}
+
+TEST(LoadExact, OddSizesCast) {
+  for (const auto& [from, to] :
+       {std::pair{DType::bf16, DType::f32}, {DType::f32, DType::bf16}, {DType::f16, DType::bf16}}) {
+    Model model(odd_sizes(from));
+    Recipe recipe = identity_recipe(model.checkpoint.manifest);
+    set_dtype(recipe, to, "v1");
+    expect_grid(model, recipe);
+  }
+}
+
+TEST(LoadExact, ExpertsStackedConcatenatedAndTurned) {
+  for (const DType to : {DType::bf16, DType::f32}) {
+    Model model(tiny_moe(DType::bf16));
+    Recipe recipe = moe_recipe(model.checkpoint.manifest);
+    set_dtype(recipe, to, "");
+    expect_grid(model, recipe);
+  }
+}
+
+TEST(LoadExact, OtherLayoutsAndThreads) {
+  Model model(odd_sizes(DType::bf16));
+  const Recipe recipe = identity_recipe(model.checkpoint.manifest);
+  std::optional<uint64_t> digest;
+  for (const Strategy& strategy : strategies()) {
+    for (const Layout& layout : {whole_layout(3), fsdp2_layout(3, 1), fsdp2_layout(2)}) {
+      Plan plan = plan_of(model.checkpoint, recipe, layout, strategy);
+      uint64_t sum = 0;
+      for (const RankResult& r : load_all({&model.files, &model.checkpoint, &plan, 3}))
+        sum += r.digest;
+      if (!digest) digest = sum;
+      EXPECT_EQ(*digest, sum) << strategy.name << " " << layout.name;
+    }
+  }
+}
+
+// A device takes only copies from staging, and gets the same elements.
+TEST(LoadExact, ADeviceGetsTheSameByCopies) {
+  Model model(tiny_moe(DType::bf16));
+  Recipe recipe = moe_recipe(model.checkpoint.manifest);
+  set_dtype(recipe, DType::f32, "");
+  for (const Strategy& strategy : strategies()) {
+    const Plan host = plan_of(model.checkpoint, recipe, fsdp2_layout(1), strategy);
+    PlanOptions options = host.options;
+    options.destination = Destination::discard;
+    const Plan plan = make_plan(model.checkpoint.manifest, recipe, fsdp2_layout(1), options);
+    SteadyClock clock;
+    SharedBoard board(1, clock);
+    Ledger ledger;
+    FakeDeviceSink device(plan, 0);
+    load(model.checkpoint, plan, {0, &board, nullptr}, device, ledger);
+    EXPECT_EQ(ledger.at_peak()[Purpose::shards], 0U);
+    const auto held = load_all({&model.files, &model.checkpoint, &host});
+    for (const uint32_t t : plan.order)
+      EXPECT_EQ(device.buffer(t), held[0].buffers[t]) << strategy.name;
+  }
+}
+
+TEST(LoadExact, DiscardingGivesTheDigestOfKeeping) {
+  Model model(odd_sizes(DType::f32));
+  Recipe recipe = identity_recipe(model.checkpoint.manifest);
+  set_dtype(recipe, DType::bf16, "");
+  uint64_t kept = 0;
+  const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(3), strategy_named("own-shard"));
+  for (const RankResult& r : load_all({&model.files, &model.checkpoint, &plan})) kept += r.digest;
+  PlanOptions options = plan.options;
+  options.destination = Destination::discard;
+  const Plan dropping = make_plan(model.checkpoint.manifest, recipe, fsdp2_layout(3), options);
+  uint64_t dropped = 0;
+  SteadyClock clock;
+  SharedBoard board(3, clock);
+  std::mutex mutex;
+  run_workers(3, [&](int rank) {
+    Ledger ledger;
+    DigestSink sink(dropping, rank);
+    load(model.checkpoint, dropping, {rank, &board, nullptr}, sink, ledger);
+    Footprint promised = dropping.promise.phases[1].of_rank[static_cast<size_t>(rank)];
+    promised[Purpose::process] = promised[Purpose::page_tables] = 0;
+    const std::lock_guard lock(mutex);
+    EXPECT_EQ(ledger.at_peak(), promised);
+    dropped += sink.digest();
+  });
+  EXPECT_EQ(kept, dropped);
+}
+
+// fault: every n-th I/O call fails; a named IO error, the ledger back at its opening balance.
+TEST(LoadFault, EveryFailingCallIsANamedErrorAndLeavesNothingCharged) {
+  Model model(tiny_moe(DType::bf16));
+  const Recipe recipe = moe_recipe(model.checkpoint.manifest);
+  for (const Strategy& strategy : strategies()) {
+    const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(2), strategy);
+    for (int64_t n = 1;; ++n) {
+      RecordingFileSystem failing(model.files, n);
+      Checkpoint checkpoint = model.checkpoint;
+      checkpoint.files = &failing;
+      std::optional<ErrorRecord> failure;
+      const auto results = load_all({&failing, &checkpoint, &plan}, &failure);
+      for (const RankResult& result : results) EXPECT_EQ(result.after, Footprint{});
+      if (static_cast<int64_t>(failing.calls().size()) < n) {
+        EXPECT_FALSE(failure.has_value());
+        EXPECT_GT(n, 3);
+        break;
+      }
+      ASSERT_TRUE(failure.has_value()) << strategy.name << " call " << n;
+      EXPECT_EQ(failure->category, Category::io) << failure->what;
+      EXPECT_STREQ(failure->file, "model.safetensors");
+    }
+  }
+}
+
+TEST(LoadFault, OverTheLimitIsABudgetErrorBeforeADataByteIsRead) {
+  Model model(odd_sizes(DType::bf16));
+  const Recipe recipe = identity_recipe(model.checkpoint.manifest);
+  const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(1), strategy_named("own-shard"));
+  RecordingFileSystem recorded(model.files);
+  model.checkpoint.files = &recorded;
+  SteadyClock clock;
+  SharedBoard board(1, clock);
+  Ledger ledger(plan.promise.phases[1].of_rank[0].ledger_total() - 1);
+  try {
+    HostSink sink(plan, 0, ledger);
+    load(model.checkpoint, plan, {0, &board, nullptr}, sink, ledger);
+    FAIL() << "nothing was refused";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.category(), Category::budget);
+  }
+  EXPECT_EQ(recorded.bytes_read(), 0U);
+  EXPECT_EQ(ledger.held(), Footprint{});
+}
+
+TEST(LoadFault, AFileThatIsNoLongerTheOneProvenIsAConflict) {
+  Model model(tiny_moe(DType::bf16));
+  const Recipe recipe = moe_recipe(model.checkpoint.manifest);
+  const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(2), strategy_named("own-shard"));
+  model.files.remove("/model/model.safetensors");
+  put_model(model.files, "/model/model.safetensors", model.specs);
+  std::optional<ErrorRecord> failure;
+  load_all({&model.files, &model.checkpoint, &plan}, &failure);
+  ASSERT_TRUE(failure.has_value());
+  EXPECT_EQ(failure->category, Category::conflict);
+}
+
+// Own-shard reads each rank's bytes and next to nothing else; broadcast reads on rank 0 only.
+TEST(LoadReads, OwnShardReadsTheCheckpointOnceOverAllRanks) {
+  Model model(odd_sizes(DType::bf16));
+  const Recipe recipe = identity_recipe(model.checkpoint.manifest);
+  const uint64_t bytes = model.checkpoint.manifest.data_bytes();
+  const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(4), strategy_named("own-shard"));
+  RecordingFileSystem recorded(model.files);
+  Checkpoint checkpoint = model.checkpoint;
+  checkpoint.files = &recorded;
+  load_all({&recorded, &checkpoint, &plan});
+  const uint64_t scalar = 3 * 2;  // the 0-d tensor is read by the three other ranks too
+  EXPECT_GE(recorded.bytes_read(), bytes + scalar);
+  EXPECT_LE(recorded.bytes_read(), bytes + bytes / 50);
+  EXPECT_EQ(recorded.bytes_read(), traffic(plan).storage_read_bytes);
+}
+
+// values: a checker that can fail. Catches: one wrong bit anywhere, padding that is not zero.
+TEST(CheckValues, OneWrongBitIsNamed) {
+  Model model(tiny_moe(DType::bf16));
+  const Recipe recipe = moe_recipe(model.checkpoint.manifest);
+  const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(2), strategy_named("own-shard"));
+  SteadyClock clock;
+  SharedBoard board(2, clock);
+  const ExpectedElements expected = [&](uint32_t stored, int64_t first, int64_t n,
+                                        std::span<std::byte> into) {
+    synth_fill(name_hash(model.specs[stored].fqn), model.specs[stored].dtype, first, n,
+               into.data());
+  };
+  run_workers(2, [&](int rank) {
+    Ledger ledger;
+    HostSink sink(plan, rank, ledger);
+    sink.poison();
+    load(model.checkpoint, plan, {rank, &board, nullptr}, sink, ledger);
+    check_values(plan, rank, sink, expected);
+    for (const uint32_t t : plan.order) {
+      for (const size_t at : {size_t{0}, sink.host(t).size() - 1}) {
+        sink.host(t)[at] ^= std::byte{4};
+        try {
+          check_values(plan, rank, sink, expected);
+          ADD_FAILURE() << "a wrong bit passed";
+        } catch (const Error& error) {
+          EXPECT_EQ(error.category(), Category::integrity);
+          EXPECT_EQ(error.facts().tensor, recipe.targets[t].spec.fqn);
+        }
+        sink.host(t)[at] ^= std::byte{4};
+      }
+    }
+  });
+}
+
+TEST(Digest, ChangesWithEveryBitPlaceAndName) {
+  Model model({spec("a", DType::bf16, {4, 2}), spec("b", DType::bf16, {4, 2})});
+  const Recipe recipe = identity_recipe(model.checkpoint.manifest);
+  const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(1), strategy_named("own-shard"));
+  SteadyClock clock;
+  SharedBoard board(1, clock);
+  Ledger ledger;
+  HostSink sink(plan, 0, ledger);
+  load(model.checkpoint, plan, {0, &board, nullptr}, sink, ledger);
+  const uint64_t digest = digest_of_rank(plan, 0, sink);
+  const auto a = sink.host(0);
+  for (std::byte& byte : a) {
+    byte ^= std::byte{1};
+    EXPECT_NE(digest_of_rank(plan, 0, sink), digest);
+    byte ^= std::byte{1};
+  }
+  std::swap_ranges(a.begin(), a.begin() + 4, a.begin() + 4);  // two rows
+  EXPECT_NE(digest_of_rank(plan, 0, sink), digest);
+  std::swap_ranges(a.begin(), a.begin() + 4, a.begin() + 4);
+  std::swap_ranges(a.begin(), a.end(), sink.host(1).begin());  // two tensors
+  EXPECT_NE(digest_of_rank(plan, 0, sink), digest);
+  std::swap_ranges(a.begin(), a.end(), sink.host(1).begin());
+  Recipe renamed = recipe;
+  renamed.targets[1].spec.fqn = "c";
+  Plan other = plan;
+  other.recipe = &renamed;
+  EXPECT_NE(digest_of_rank(other, 0, sink), digest);
+  EXPECT_EQ(digest_of_rank(plan, 0, sink), digest);
+}
+
+}  // namespace
+}  // namespace modicum
