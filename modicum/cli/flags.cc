@@ -100,6 +100,16 @@ void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes) {
   require_fits(promise, *budget);
 }
 
+std::optional<DType> dtype_flag(const std::string& name) {
+  if (name.empty()) return std::nullopt;
+  const auto dtype = dtype_from_torch_name(name);
+  if (!dtype || !is_castable(*dtype)) {
+    fail(Category::usage,
+         fmt::format("--dtype '{}' is not float32, bfloat16 or float16", printable(name)));
+  }
+  return dtype;
+}
+
 CheckpointFacts facts_of(const Checkpoint& checkpoint) {
   return {checkpoint.manifest.data_bytes(), checkpoint.manifest.tensors.size(),
           checkpoint.manifest.files.size()};

@@ -75,6 +75,9 @@ Run open_run(FileSystem& files, const RunFlags& flags);
 Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budget>& budget);
 CheckpointFacts facts_of(const Checkpoint& checkpoint);
 
+// A `--dtype`: nothing where it isn't given; USAGE where it is none that can be cast to.
+std::optional<DType> dtype_flag(const std::string& name);
+
 // "SIZE", "auto" or "none" (nothing). `nodes` share this machine: `auto` is divided among them.
 std::optional<Budget> budget_of(const std::string& flag, int nodes);
 int nodes_of(const RunFlags& flags) noexcept;

@@ -1,0 +1,55 @@
+#include "modicum/synth/synth.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "modicum/cli/verbs.h"
+#include "modicum/json/json.h"
+
+namespace modicum {
+namespace {
+
+constexpr uint64_t kChunkBytes = 4 * kMiB;  // what each of synth's threads fills at a time
+
+void print(const CommonFlags& flags, const SynthResult& made, const std::string& out) {
+  if (flags.json) {
+    JsonWriter json;
+    json.begin_object().member("files", made.files).member("tensors", made.tensors);
+    json.member("data_bytes", made.data_bytes).member("written_bytes", made.written_bytes);
+    fmt::print("{}\n", json.end_object().text());
+  } else if (!flags.quiet) {
+    fmt::print("{}: {} in {} tensors, {} file(s), {} written\n", out, format_size(made.data_bytes),
+               made.tensors, made.files, format_size(made.written_bytes));
+  }
+}
+
+}  // namespace
+
+int run_synth(const Args& args) {
+  CLI::App app("write a true-shape checkpoint: each element a hash of its tensor and index",
+               "modicum synth");
+  CommonFlags common;
+  SynthOptions options;
+  std::string out, dtype, shard_size;
+  add_common_flags(app, common);
+  app.add_option("OUT", out, "a new directory")->required();
+  app.add_option("--arch", options.arch, fmt::format("{}", fmt::join(arch_names(), ", ")))
+      ->required();
+  app.add_option("--layers", options.layers, "only the first N layers")
+      ->check(CLI::Range(1, 100000));
+  app.add_option("--shard-size", shard_size, "most data of one file; default 5 GB");
+  app.add_option("--dtype", dtype, "float32, bfloat16 or float16; default: as on the hub");
+  app.add_flag("--sparse", options.is_sparse, "data in each tensor's first page only; no disk");
+  app.add_option("--edges", options.edges, "with --sparse: also around the cuts of these worlds")
+      ->delimiter(',');
+  if (const auto done = parse(app, args)) return *done;
+  options.dtype = dtype_flag(dtype);
+  if (!shard_size.empty()) options.shard_size_bytes = parse_size(shard_size);
+  options.threads = common.threads > 0 ? common.threads : usable_cpus();
+  require_budget(common, Purpose::staging, kChunkBytes * static_cast<uint64_t>(options.threads));
+  PosixFileSystem files;
+  print(common, write_synth(files, out, options), out);
+  return 0;
+}
+
+}  // namespace modicum
