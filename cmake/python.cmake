@@ -17,8 +17,8 @@ set_target_properties(_modicum modicum PROPERTIES INSTALL_RPATH "$ORIGIN")
 
 install(TARGETS _modicum modicum DESTINATION modicum COMPONENT python)
 
-# Under their sonames, which is what the loader asks for. fmt is header-only here.
-foreach(library simdjson::simdjson)
+# Under their sonames, which is what the loader asks for.
+foreach(library simdjson::simdjson fmt::fmt)
   install(
     FILES $<TARGET_FILE:${library}>
     DESTINATION modicum

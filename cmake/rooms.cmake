@@ -12,7 +12,7 @@ target_include_directories(modicum_flags SYSTEM INTERFACE ${XXHASH_INCLUDE_DIR}
 target_compile_options(
   modicum_flags INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Werror
                           -Wno-missing-field-initializers)
-target_link_libraries(modicum_flags INTERFACE fmt::fmt-header-only Threads::Threads)
+target_link_libraries(modicum_flags INTERFACE fmt::fmt Threads::Threads)
 if(MODICUM_SANITIZE STREQUAL "address")
   target_compile_options(modicum_flags INTERFACE -fsanitize=address,undefined
                                                  -fno-sanitize-recover=all -fno-omit-frame-pointer)
