@@ -2,7 +2,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <numeric>
+#include <functional>
 
 #include "modicum/checkpoint/parts.h"
 
@@ -62,7 +62,6 @@ void IndexParser::parse(std::string_view text) {
     refuse(Category::index_schema, "no weight_map, or an empty one", index_.name);
   }
   number_files_by_name();
-  std::sort(index_.file_of.begin(), index_.file_of.end());
 }
 
 void IndexParser::root(JsonValue& value) {
@@ -113,33 +112,67 @@ void IndexParser::number_files_by_name() {
   for (auto& entry : index_.file_of) entry.second = renumbered[entry.second];
 }
 
-// Indices into the manifest's tensors, by name; a name that two files have is INDEX.DUP.
-std::vector<uint32_t> order_by_name(const Manifest& manifest) {
+// The manifest's tensors by name; a name that two files have is INDEX.DUP. Hashes decide most
+// comparisons: names have long common beginnings.
+class Names {
+ public:
+  explicit Names(const Manifest& manifest);
+  const Stored* find(std::string_view name) const;
+
+ private:
+  struct Row {
+    size_t hash;
+    uint32_t tensor;
+  };
+  std::string_view text(const Row& row) const { return manifest_.tensors[row.tensor].spec.fqn; }
+
+  const Manifest& manifest_;
+  std::vector<Row> rows_;
+};
+
+Names::Names(const Manifest& manifest) : manifest_(manifest) {
   const std::vector<Stored>& tensors = manifest.tensors;
-  std::vector<uint32_t> order(tensors.size());
-  std::iota(order.begin(), order.end(), 0U);
-  std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
-    const int by_name = tensors[a].spec.fqn.compare(tensors[b].spec.fqn);
-    return by_name != 0 ? by_name < 0 : a < b;
-  });
-  for (size_t i = 1; i < order.size(); ++i) {
-    const Stored& one = tensors[order[i - 1]];
-    const Stored& other = tensors[order[i]];
-    if (one.spec.fqn != other.spec.fqn) continue;
-    const std::string what =
-        fmt::format("the tensor is also in {}", printable(manifest.files[one.at.file].name));
-    refuse(Category::index_dup, what, manifest.files[other.at.file].name, other.spec.fqn);
+  rows_.reserve(tensors.size());
+  for (const Stored& stored : tensors) {
+    rows_.push_back(
+        {std::hash<std::string_view>()(stored.spec.fqn), static_cast<uint32_t>(rows_.size())});
   }
-  return order;
+  std::sort(rows_.begin(), rows_.end(), [this](const Row& a, const Row& b) {
+    if (a.hash != b.hash) return a.hash < b.hash;
+    const int order = text(a).compare(text(b));
+    return order != 0 ? order < 0 : a.tensor < b.tensor;
+  });
+  for (size_t i = 1; i < rows_.size(); ++i) {
+    if (rows_[i - 1].hash != rows_[i].hash || text(rows_[i - 1]) != text(rows_[i])) continue;
+    const Extent& one = tensors[rows_[i - 1].tensor].at;
+    const Extent& other = tensors[rows_[i].tensor].at;
+    refuse(Category::index_dup, "the tensor is also in " + printable(manifest.files[one.file].name),
+           manifest.files[other.file].name, text(rows_[i]));
+  }
 }
 
-void warn_of_unmapped(const Manifest& manifest, const std::vector<std::vector<uint32_t>>& unmapped,
+const Stored* Names::find(std::string_view name) const {
+  const size_t hash = std::hash<std::string_view>()(name);
+  auto row = std::lower_bound(rows_.begin(), rows_.end(), hash,
+                              [](const Row& r, size_t h) { return r.hash < h; });
+  for (; row != rows_.end() && row->hash == hash; ++row) {
+    if (text(*row) == name) return &manifest_.tensors[row->tensor];
+  }
+  return nullptr;
+}
+
+void warn_of_unmapped(const Manifest& manifest, const std::vector<bool>& is_mapped,
                       std::vector<std::string>& warnings) {
+  std::vector<std::vector<size_t>> unmapped(manifest.files.size());
+  for (size_t i = 0; i < is_mapped.size(); ++i) {
+    if (!is_mapped[i]) unmapped[manifest.tensors[i].at.file].push_back(i);
+  }
   for (size_t file = 0; file < unmapped.size(); ++file) {
     if (unmapped[file].empty()) continue;
-    warnings.push_back(fmt::format("{}: {} tensors are not in the index, the first is {}",
+    const TensorSpec& first = manifest.tensors[unmapped[file].front()].spec;
+    warnings.push_back(fmt::format("{}: {} of its tensors not in the index, the first is {}",
                                    printable(manifest.files[file].name), unmapped[file].size(),
-                                   printable(manifest.tensors[unmapped[file].front()].spec.fqn)));
+                                   printable(first.fqn)));
   }
 }
 
@@ -177,34 +210,20 @@ void prove_shards_exist(const Index& index, FileSystem& files, const std::string
 }
 
 void prove_index(const Index& index, const Manifest& manifest, std::vector<std::string>& warnings) {
-  const std::vector<uint32_t> order = order_by_name(manifest);
-  std::vector<std::vector<uint32_t>> unmapped(manifest.files.size());
+  const Names names(manifest);
+  std::vector<bool> is_mapped(manifest.tensors.size());
   uint64_t mapped_bytes = 0;
-  auto next = order.begin();
-  auto pass = [&](auto is_before) {
-    for (; next != order.end() && is_before(manifest.tensors[*next].spec.fqn); ++next) {
-      unmapped[manifest.tensors[*next].at.file].push_back(*next);
-    }
-  };
-  // Both sides are sorted by name.
   for (const auto& [tensor, file] : index.file_of) {
-    const std::string& name = tensor;
-    pass([&name](const std::string& fqn) { return fqn < name; });
-    const std::string& shard = index.files[file];
-    const bool found = next != order.end() && manifest.tensors[*next].spec.fqn == tensor;
-    const Extent at = found ? manifest.tensors[*next].at : Extent{};
-    if (!found || at.file != file) {
-      const std::string there =
-          found ? fmt::format(" but {}", printable(manifest.files[at.file].name)) : "";
-      refuse(Category::index_missing_tensor,
-             fmt::format("the file that the index names does not hold the tensor{}", there), shard,
-             tensor);
+    const Stored* const stored = names.find(tensor);
+    if (stored == nullptr || stored->at.file != file) {
+      std::string what = "the tensor is not in the file that the index names";
+      if (stored != nullptr) what += " but in " + printable(manifest.files[stored->at.file].name);
+      refuse(Category::index_missing_tensor, what, index.files[file], tensor);
     }
-    mapped_bytes += at.bytes();
-    ++next;
+    is_mapped[static_cast<size_t>(stored - manifest.tensors.data())] = true;
+    mapped_bytes += stored->at.bytes();
   }
-  pass([](const std::string&) { return true; });
-  warn_of_unmapped(manifest, unmapped, warnings);
+  warn_of_unmapped(manifest, is_mapped, warnings);
   if (!index.total_size || static_cast<uint64_t>(*index.total_size) == mapped_bytes) return;
   warnings.push_back(fmt::format("{}: total_size is {}, the tensors have {} bytes",
                                  printable(index.name), *index.total_size, mapped_bytes));

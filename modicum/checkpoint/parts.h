@@ -38,7 +38,7 @@ uint64_t proven_bytes(const TensorSpec& spec, const std::string& file);
 struct Index {
   std::string name;                                       // of its file
   std::vector<std::string> files;                         // sorted
-  std::vector<std::pair<std::string, uint32_t>> file_of;  // by tensor, sorted; index into `files`
+  std::vector<std::pair<std::string, uint32_t>> file_of;  // by tensor; index into `files`
   std::optional<int64_t> total_size;  // absent where it isn't there or no plain integer
   std::vector<std::string> warnings;
 };

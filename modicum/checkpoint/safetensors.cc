@@ -71,11 +71,18 @@ class HeaderParser {
   void parse();
 
  private:
+  struct Entry {
+    Stored stored;
+    bool has_dtype = false;
+    bool has_shape = false;
+    bool has_offsets = false;
+  };
   size_t prove_json();
   void member(std::string_view name, JsonValue& value);
   void metadata(JsonValue& value);
   void entry(JsonValue& value);
-  void integers(JsonValue& value, size_t most, std::string_view what);
+  void field(std::string_view key, JsonValue& value, Entry& entry);
+  void integers(JsonValue& value, size_t most);
   [[noreturn]] void refuse(Category category, const std::string& what, uint64_t offset) const;
 
   std::string_view text_;
@@ -137,12 +144,11 @@ void HeaderParser::metadata(JsonValue& value) {
   });
 }
 
-void HeaderParser::integers(JsonValue& value, size_t most, std::string_view what) {
-  const uint64_t begin = value.offset();
+void HeaderParser::integers(JsonValue& value, size_t most) {
   integers_.clear();
-  value.array([&](JsonValue& element) {
+  value.array([this, most](JsonValue& element) {
     if (integers_.size() == most) {
-      refuse(Category::format_schema, fmt::format("{} has over {} numbers", what, most), begin);
+      refuse(Category::format_schema, fmt::format("over {} numbers", most), element.offset());
     }
     integers_.push_back(element.integer());
   });
@@ -150,83 +156,101 @@ void HeaderParser::integers(JsonValue& value, size_t most, std::string_view what
 
 void HeaderParser::entry(JsonValue& value) {
   const uint64_t begin = value.offset();
-  Stored stored;
-  int dtypes = 0;
-  int shapes = 0;
-  int offsets = 0;
-  value.object([&](std::string_view key, JsonValue& field) {
-    const uint64_t at = field.offset();
-    if (key == "dtype") {
-      ++dtypes;
-      const std::string name = field.string();
-      const auto dtype = dtype_from_stored_name(name);
-      if (!dtype) refuse(Category::format_dtype, "unknown dtype " + printable(name), at);
-      stored.spec.dtype = *dtype;
-    } else if (key == "shape") {
-      ++shapes;
-      integers(field, kMostDims, "shape");
-      stored.spec.shape.assign(integers_.begin(), integers_.end());
-    } else if (key == "data_offsets") {
-      ++offsets;
-      integers(field, 2, "data_offsets");
-      if (integers_.size() != 2) refuse(Category::format_schema, "two data_offsets are due", at);
-      stored.at.begin = static_cast<uint64_t>(integers_[0]);
-      stored.at.end = static_cast<uint64_t>(integers_[1]);
-    } else {
-      refuse(Category::format_schema, "unknown key " + printable(key), at);
-    }
-  });
-  if (dtypes + shapes + offsets != 3) {
-    const char* const missing = dtypes == 0 ? "dtype" : shapes == 0 ? "shape" : "data_offsets";
-    refuse(Category::format_schema, fmt::format("no {}", missing), begin);
-  }
-  stored.spec.fqn = std::string(tensor_);  // an assignment would reserve more than it needs
-  stored.at.file = file_index_;
-  header_.tensors.push_back(std::move(stored));
+  Entry entry;
+  value.object([this, &entry](std::string_view key, JsonValue& v) { field(key, v, entry); });
+  if (!entry.has_dtype) refuse(Category::format_schema, "no dtype", begin);
+  if (!entry.has_shape) refuse(Category::format_schema, "no shape", begin);
+  if (!entry.has_offsets) refuse(Category::format_schema, "no data_offsets", begin);
+  entry.stored.spec.fqn = std::string(tensor_);  // an assignment would reserve more than it needs
+  entry.stored.at.file = file_index_;
+  header_.tensors.push_back(std::move(entry.stored));
 }
+
+void HeaderParser::field(std::string_view key, JsonValue& value, Entry& entry) {
+  const uint64_t at = value.offset();
+  if (key == "dtype") {
+    const std::string name = value.string();
+    const auto dtype = dtype_from_stored_name(name);
+    if (!dtype) refuse(Category::format_dtype, "unknown dtype " + printable(name), at);
+    entry.stored.spec.dtype = *dtype;
+    entry.has_dtype = true;
+  } else if (key == "shape") {
+    integers(value, kMostDims);
+    entry.stored.spec.shape.assign(integers_.begin(), integers_.end());
+    entry.has_shape = true;
+  } else if (key == "data_offsets") {
+    integers(value, 2);
+    if (integers_.size() != 2) refuse(Category::format_schema, "two data_offsets are due", at);
+    entry.stored.at.begin = static_cast<uint64_t>(integers_[0]);
+    entry.stored.at.end = static_cast<uint64_t>(integers_[1]);
+    entry.has_offsets = true;
+  } else {
+    refuse(Category::format_schema, "unknown key " + printable(key), at);
+  }
+}
+
+// Facts cost more than the checks, so they are collected only where one has failed.
+struct Complaint {
+  const Header& header;
+
+  [[noreturn]] void about(Category category, const std::string& what, const Stored& stored,
+                          std::string expected, std::string got) const {
+    Facts facts = facts_of(header.file.name, stored.spec.fqn);
+    facts.offset = header.file.header_bytes + stored.at.begin;
+    facts.expected = std::move(expected);
+    facts.got = std::move(got);
+    fail(category, what, facts);
+  }
+  [[noreturn]] void about_data(Category category, const std::string& what, std::string_view tensor,
+                               uint64_t expected_bytes, uint64_t data_bytes) const {
+    Facts facts = facts_of(header.file.name, tensor);
+    facts.offset = header.file.header_bytes + std::min(expected_bytes, data_bytes);
+    facts.expected = fmt::format("{} bytes of data", expected_bytes);
+    facts.got = fmt::format("{} bytes of data", data_bytes);
+    fail(category, what, facts);
+  }
+};
 
 // R12 to R14.
 void prove_arithmetic(const Header& header) {
+  const Complaint complaint{header};
   for (const Stored& stored : header.tensors) {
     const uint64_t bytes = proven_bytes(stored.spec, header.file.name);
-    const auto [begin, end] = std::pair(stored.at.begin, stored.at.end);
-    Facts facts = facts_of(header.file.name, stored.spec.fqn);
-    facts.got = fmt::format("[{}, {}]", begin, end);
-    if (begin > end) fail(Category::format_offsets, "data_offsets run backwards", facts);
-    if (end - begin == bytes) continue;
-    facts.expected = fmt::format("{} bytes", bytes);
-    fail(Category::format_size, "data_offsets do not fit dtype and shape", facts);
+    const auto got = [&] { return fmt::format("[{}, {}]", stored.at.begin, stored.at.end); };
+    if (stored.at.begin > stored.at.end) {
+      complaint.about(Category::format_offsets, "data_offsets run backwards", stored, "", got());
+    }
+    if (stored.at.bytes() != bytes) {
+      complaint.about(Category::format_size, "data_offsets do not fit dtype and shape", stored,
+                      fmt::format("{} bytes", bytes), got());
+    }
   }
 }
 
 // R15, R16: in order, the tensors tile the data without gap or overlap, from its start to its end.
 void prove_layout(const Header& header, uint64_t data_bytes) {
+  const Complaint complaint{header};
   uint64_t end = 0;
   const Stored* previous = nullptr;
   for (const Stored& stored : header.tensors) {
-    Facts facts = facts_of(header.file.name, stored.spec.fqn);
-    facts.offset = header.file.header_bytes + stored.at.begin;
-    facts.expected = fmt::format("begin {}", end);
-    facts.got = fmt::format("begin {}", stored.at.begin);
-    if (stored.at.begin < end) {
-      fail(Category::format_overlap,
-           fmt::format("the tensor overlaps {}", printable(previous->spec.fqn)), facts);
+    if (stored.at.begin != end) {
+      const bool overlaps = stored.at.begin < end;
+      complaint.about(overlaps ? Category::format_overlap : Category::format_hole,
+                      overlaps ? "the tensor overlaps " + printable(previous->spec.fqn)
+                               : "a hole before the tensor",
+                      stored, fmt::format("begin {}", end),
+                      fmt::format("begin {}", stored.at.begin));
     }
-    if (stored.at.begin > end) fail(Category::format_hole, "a hole before the tensor", facts);
     end = stored.at.end;
     previous = &stored;
-    if (end <= data_bytes) continue;
-    facts.offset = header.file.identity.size_bytes;
-    facts.expected = fmt::format("{} bytes of data", header.tensors.back().at.end);
-    facts.got = fmt::format("{} bytes of data", data_bytes);
-    fail(Category::format_trunc, "the file ends before the tensor does", facts);
+    if (end > data_bytes) {
+      complaint.about_data(Category::format_trunc, "the file ends before the tensor does",
+                           stored.spec.fqn, header.tensors.back().at.end, data_bytes);
+    }
   }
   if (end == data_bytes) return;
-  Facts facts = facts_of(header.file.name);
-  facts.offset = header.file.header_bytes + end;
-  facts.expected = fmt::format("{} bytes of data", end);
-  facts.got = fmt::format("{} bytes of data", data_bytes);
-  fail(Category::format_trailing, "bytes after the last tensor", facts);
+  complaint.about_data(Category::format_trailing, "bytes after the last tensor", "", end,
+                       data_bytes);
 }
 
 void sort_by_place(std::vector<Stored>& tensors) {
@@ -242,24 +266,24 @@ void sort_by_place(std::vector<Stored>& tensors) {
 }  // namespace
 
 void prove_name(std::string_view name, const std::string& file) {
-  Facts facts = facts_of(file, name);
-  facts.got = fmt::format("{} bytes", name.size());
-  if (name.empty()) fail(Category::format_name, "a tensor without a name", facts);
-  if (name.size() > kLongestName) {
-    facts.expected = fmt::format("{} bytes at most", kLongestName);
-    fail(Category::format_name, "a tensor's name is too long", facts);
-  }
   const bool control = std::any_of(name.begin(), name.end(), [](char c) {
     return static_cast<unsigned char>(c) < 0x20 || c == 0x7f;
   });
-  if (control) fail(Category::format_name, "a control byte in a tensor's name", facts);
+  if (!control && !name.empty() && name.size() <= kLongestName) return;
+  Facts facts = facts_of(file, name);
+  facts.expected = fmt::format("1 to {} bytes, none of them a control byte", kLongestName);
+  facts.got = fmt::format("{} bytes", name.size());
+  fail(Category::format_name, "not a legal tensor name", facts);
 }
 
 uint64_t proven_bytes(const TensorSpec& spec, const std::string& file) {
-  Facts facts = facts_of(file, spec.fqn);
-  auto overflow = [&]() {
+  const auto refuse = [&](Category category, const char* what) {
+    Facts facts = facts_of(file, spec.fqn);
     facts.got = fmt::format("{} {}", stored_name(spec.dtype), shape_text(spec.shape));
-    fail(Category::format_overflow, "the tensor's size does not fit 63 bits", facts);
+    fail(category, what, facts);
+  };
+  const auto overflow = [&] {
+    refuse(Category::format_overflow, "the tensor's size does not fit 63 bits");
   };
   int64_t numel = 1;
   for (const int64_t dim : spec.shape) {
@@ -274,8 +298,7 @@ uint64_t proven_bytes(const TensorSpec& spec, const std::string& file) {
   const auto bytes = whole ? checked_add(*whole, rest_bits / 8) : std::nullopt;
   if (!bytes || *bytes > kLargest) overflow();
   if (rest_bits % 8 != 0) {
-    facts.got = fmt::format("{} {}", stored_name(spec.dtype), shape_text(spec.shape));
-    fail(Category::format_align, "the tensor is no whole number of bytes", facts);
+    refuse(Category::format_align, "the tensor is no whole number of bytes");
   }
   return *bytes;
 }

@@ -15,15 +15,18 @@ std::vector<uint64_t> lay_out(std::span<const TensorSpec> tensors, const std::st
   begins.reserve(tensors.size() + 1);
   std::set<std::string_view> names;
   for (const TensorSpec& spec : tensors) {
-    Facts facts;
-    facts.file = file;
-    facts.tensor = spec.fqn;
+    const auto refuse = [&](Category category, const char* what) {
+      Facts facts;
+      facts.file = file;
+      facts.tensor = spec.fqn;
+      fail(category, what, facts);
+    };
     prove_name(spec.fqn, file);
-    if (spec.fqn == kMetadataKey) fail(Category::format_name, "the name is reserved", facts);
-    if (!names.insert(spec.fqn).second) fail(Category::format_dup, "the name stands twice", facts);
+    if (spec.fqn == kMetadataKey) refuse(Category::format_name, "the name is reserved");
+    if (!names.insert(spec.fqn).second) refuse(Category::format_dup, "the name stands twice");
     for (const int64_t dim : spec.shape) MODICUM_ASSERT(dim >= 0);
     const auto end = checked_add(begins.back(), proven_bytes(spec, file));
-    if (!end) fail(Category::format_overflow, "the file's size does not fit", facts);
+    if (!end) refuse(Category::format_overflow, "the file's size does not fit");
     begins.push_back(*end);
   }
   return begins;

@@ -24,6 +24,11 @@ constexpr int kDeepest = 64;
 
 bool is_digit(char c) noexcept { return c >= '0' && c <= '9'; }
 
+// Stands for itself in a string.
+bool is_plain(char c) noexcept {
+  return static_cast<unsigned char>(c) >= 0x20 && c != '"' && c != '\\';
+}
+
 void append_utf8(std::string& out, uint32_t code) {
   auto add = [&out](uint32_t byte) { out += static_cast<char>(byte); };
   if (code < 0x80) return add(code);
@@ -98,18 +103,17 @@ std::string_view Cursor::string(std::string& unescaped) {
   const size_t quote = at++;
   size_t done = at;  // everything before it is in `unescaped`, once there has been an escape
   bool escaped = false;
-  for (; at < text.size() && text[at] != '"'; ++at) {
-    if (static_cast<unsigned char>(text[at]) < 0x20) {
-      refuse(JsonFault::syntax, at, "a raw control byte in a string");
-    }
-    if (text[at] != '\\') continue;
+  for (;; ++at) {
+    while (at < text.size() && is_plain(text[at])) ++at;
+    if (at == text.size()) refuse(JsonFault::syntax, quote, "a string without an end");
+    if (text[at] == '"') break;
+    if (text[at] != '\\') refuse(JsonFault::syntax, at, "a raw control byte in a string");
     if (!escaped) unescaped.clear();
     escaped = true;
     unescaped += text.substr(done, at - done);
     escape(unescaped);
     done = at--;
   }
-  if (at == text.size()) refuse(JsonFault::syntax, quote, "a string without an end");
   const std::string_view rest = text.substr(done, at++ - done);
   if (!escaped) return rest;
   return unescaped += rest;
@@ -162,14 +166,15 @@ struct JsonReader : Cursor {
   struct Node {
     JsonReader* reader;
     size_t begin;
-    bool taken;
+    JsonValue::Kind kind;
+    bool taken = false;
   };
 
   bool seen_before = false;
   int depth = 0;
   std::vector<Key> keys;  // innermost object last
 
-  static JsonReader& take(void* state, JsonValue& value, JsonValue::Kind kind);
+  static JsonReader& take(void* state, JsonValue::Kind kind);
   JsonValue::Kind kind() const;
   template <typename Use>
   void value(const Use& use);
@@ -186,10 +191,10 @@ struct JsonReader : Cursor {
   std::string_view key_text(const Key& key, std::string& unescaped) const;
 };
 
-JsonReader& JsonReader::take(void* state, JsonValue& value, JsonValue::Kind kind) {
+JsonReader& JsonReader::take(void* state, JsonValue::Kind kind) {
   auto* const node = static_cast<Node*>(state);
   MODICUM_ASSERT(!node->taken);
-  if (value.kind() != kind) {
+  if (node->kind != kind) {
     constexpr const char* kDue[] = {"an object is due", "an array is due",  "a string is due",
                                     "a number is due",  "a boolean is due", "a null is due"};
     refuse(JsonFault::type, node->begin, kDue[static_cast<size_t>(kind)]);
@@ -214,8 +219,7 @@ JsonValue::Kind JsonReader::kind() const {
 
 template <typename Use>
 void JsonReader::value(const Use& use) {
-  kind();
-  Node node{this, at, false};
+  Node node{this, at, kind()};
   JsonValue value(&node);
   use(value);
   if (!node.taken) value.skip();
@@ -309,7 +313,7 @@ void JsonReader::document(const std::function<void(JsonValue& root)>& root) {
 JsonValue::Kind JsonValue::kind() {
   const auto* const node = static_cast<JsonReader::Node*>(state_);
   MODICUM_ASSERT(!node->taken);
-  return node->reader->kind();
+  return node->kind;
 }
 
 uint64_t JsonValue::offset() const noexcept {
@@ -317,21 +321,21 @@ uint64_t JsonValue::offset() const noexcept {
 }
 
 void JsonValue::object(const std::function<void(std::string_view, JsonValue&)>& member) {
-  JsonReader::take(state_, *this, Kind::object).object(member);
+  JsonReader::take(state_, Kind::object).object(member);
 }
 
 void JsonValue::array(const std::function<void(JsonValue&)>& element) {
-  JsonReader::take(state_, *this, Kind::array).array(element);
+  JsonReader::take(state_, Kind::array).array(element);
 }
 
 std::string JsonValue::string() {
   std::string unescaped;
-  const std::string_view text = JsonReader::take(state_, *this, Kind::string).string(unescaped);
+  const std::string_view text = JsonReader::take(state_, Kind::string).string(unescaped);
   return std::string(text);
 }
 
 int64_t JsonValue::integer() {
-  const std::string_view digits = JsonReader::take(state_, *this, Kind::number).number();
+  const std::string_view digits = JsonReader::take(state_, Kind::number).number();
   int64_t value = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
   if (!is_digit(digits.front()) || end != digits.data() + digits.size()) {
@@ -342,7 +346,7 @@ int64_t JsonValue::integer() {
 }
 
 double JsonValue::number() {
-  const std::string_view digits = JsonReader::take(state_, *this, Kind::number).number();
+  const std::string_view digits = JsonReader::take(state_, Kind::number).number();
   double value = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
   if (error != std::errc()) refuse(JsonFault::range, offset(), "a number that no double holds");
@@ -350,18 +354,18 @@ double JsonValue::number() {
 }
 
 bool JsonValue::boolean() {
-  JsonReader& reader = JsonReader::take(state_, *this, Kind::boolean);
+  JsonReader& reader = JsonReader::take(state_, Kind::boolean);
   const bool truth = reader.peek() == 't';
   reader.literal(truth ? "true" : "false");
   return truth;
 }
 
-void JsonValue::null() { JsonReader::take(state_, *this, Kind::null).literal("null"); }
+void JsonValue::null() { JsonReader::take(state_, Kind::null).literal("null"); }
 
 void JsonValue::skip() {
   std::string unescaped;
   const Kind is = kind();
-  JsonReader& reader = JsonReader::take(state_, *this, is);
+  JsonReader& reader = JsonReader::take(state_, is);
   switch (is) {
     case Kind::object:
       return reader.object([](std::string_view, JsonValue& member) { member.skip(); });
