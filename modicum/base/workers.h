@@ -13,7 +13,7 @@ namespace modicum {
 // the caller's own means. A thread that can't be made is NOMEM, after those made have ended.
 void run_workers(int workers, const std::function<void(int worker)>& work);
 
-// CPUs that this process may use (affinity and the cgroup's quota), at least 1.
+// CPUs that this process may run on (its affinity), at least 1.
 int usable_cpus();
 
 }  // namespace modicum

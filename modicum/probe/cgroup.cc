@@ -101,7 +101,7 @@ std::vector<Level> levels_of(const Mount& mount, const std::vector<std::string_v
     level.directory += fmt::format("/{}", part);
     levels.push_back(level);
   }
-  if (levels.front().name.empty()) levels.front().name = "/";
+  if (levels.front().name.empty()) levels.front().name.push_back('/');
   std::reverse(levels.begin(), levels.end());
   return levels;
 }
