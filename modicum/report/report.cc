@@ -116,7 +116,7 @@ uint64_t sum_over(const LoadReport& report, Field field) {
 
 std::string signed_size(int64_t bytes) {
   const auto magnitude = static_cast<uint64_t>(bytes < 0 ? -bytes : bytes);
-  return (bytes < 0 ? "-" : "+") + format_size(magnitude);
+  return fmt::format("{}{}", bytes < 0 ? '-' : '+', format_size(magnitude));
 }
 
 }  // namespace
