@@ -2,7 +2,7 @@
 
 #include <cstdlib>
 
-#include "modicum/checkpoint/test_files.h"
+#include "modicum/checkpoint/test_files_doubles.h"
 
 namespace modicum {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "modicum/checkpoint/test_files.h"
+#include "modicum/checkpoint/test_files_doubles.h"
 
 namespace modicum {
 namespace {

@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "modicum/checkpoint/test_files.h"
+#include "modicum/checkpoint/test_files_doubles.h"
 
 namespace modicum {
 namespace {
