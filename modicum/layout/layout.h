@@ -65,6 +65,9 @@ struct Chunk {
 Chunk chunk_of(int64_t size, int parts, int index) noexcept;
 
 LocalBuffer local_buffer(const Layout& layout, const TensorSpec& target, int rank);
+// Whether two ranks have buffers of the same sizes, whatever the targets: what one rank's memory
+// amounts to is then what the other's does.
+bool have_equal_buffers(const Layout& layout, int a, int b) noexcept;
 // The rank's part as torch would show it: `[0, ...]` for an empty shard.
 std::vector<int64_t> local_shape(const Layout& layout, const TensorSpec& target, int rank);
 

@@ -120,7 +120,9 @@ Promise promise_of(const Plan& plan) {
     open[Purpose::header] = header;
     open[Purpose::plan] = held;
     Footprint hold = open;
-    hold[Purpose::shards] = shard_bytes(plan, rank);
+    const bool as_before = rank > 0 && have_equal_buffers(plan.layout, rank - 1, rank);
+    hold[Purpose::shards] =
+        as_before ? promise.phases[2].of_rank.back()[Purpose::shards] : shard_bytes(plan, rank);
     Footprint load = hold;
     load[Purpose::window] = reads ? of_reader : of_others;
     load[Purpose::staging] = plan.staging.total_bytes;
