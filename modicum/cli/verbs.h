@@ -8,9 +8,8 @@
 #include <string_view>
 #include <vector>
 
-#include "modicum/checkpoint/checkpoint.h"
-#include "modicum/plan/plan.h"
 #include "modicum/report/report.h"
+#include "modicum/runs/runs.h"
 
 namespace modicum {
 
@@ -39,48 +38,12 @@ struct CommonFlags {
 };
 void add_common_flags(CLI::App& app, CommonFlags& flags);
 
-// What says which run is meant: `plan` promises exactly the run that `load` makes of the same
-// flags.
-struct RunFlags {
-  std::string directory;
-  int ranks = 1;
-  int ranks_per_node = 0;
-  std::string strategy = "own-shard";
-  std::string layout = "fsdp2";
-  int shard_dim = 0;
-  std::string dtype;
-  std::string keep_fp32;
-  std::string recipe;
-  std::string destination = "cpu";
-  std::string staging;
-  std::string baseline;
-};
 void add_run_flags(CLI::App& app, RunFlags& flags);
 
 // Parses; prints help and returns 0, or nothing to go on. USAGE, with the nearest name, on an
 // unknown flag.
 std::optional<int> parse(CLI::App& app, const Args& args);
 
-// The run that the flags mean, up to its plan.
-struct Run {
-  FileSystem* files = nullptr;
-  Checkpoint checkpoint;
-  Recipe recipe;
-  Layout layout;
-  PlanOptions options;
-  bool staging_given = false;
-};
-Run open_run(FileSystem& files, const RunFlags& flags);
-// A plan of `run` by `strategy`; with a budget, its default staging shrunk as far as that needs.
-Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budget>& budget);
-CheckpointFacts facts_of(const Checkpoint& checkpoint);
-
-// A `--dtype`: nothing where it isn't given; USAGE where it is none that can be cast to.
-std::optional<DType> dtype_flag(const std::string& name);
-
-// "SIZE", "auto" or "none" (nothing). `nodes` share this machine: `auto` is divided among them.
-std::optional<Budget> budget_of(const std::string& flag, int nodes);
-int nodes_of(const RunFlags& flags) noexcept;
 // For verbs that hold little: BUDGET where `bytes` for `purpose` and the process itself don't fit.
 void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes);
 

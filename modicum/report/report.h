@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "modicum/checkpoint/checkpoint.h"
 #include "modicum/plan/plan.h"
 
 namespace modicum {
@@ -17,6 +18,11 @@ struct CheckpointFacts {
   uint64_t tensors = 0;
   uint64_t files = 0;
 };
+CheckpointFacts facts_of(const Checkpoint& checkpoint);
+
+// What is in a checkpoint: files, tensors, dtypes, oddities. `verbose`: each tensor a line.
+std::string inspect_json(const Checkpoint& checkpoint);
+std::string inspect_text(const Checkpoint& checkpoint, bool verbose);
 
 // One strategy's promise, with what it would read and send.
 struct StrategyReport {

@@ -1,0 +1,114 @@
+#include "modicum/runs/runs.h"
+
+#include <fmt/format.h>
+
+#include "modicum/probe/probe.h"
+
+namespace modicum {
+namespace {
+
+constexpr uint64_t kDefaultStagingBytes = 8 * kMiB;
+
+}  // namespace
+
+int nodes_of(const RunFlags& flags) noexcept {
+  return flags.ranks_per_node == 0 ? 1
+                                   : static_cast<int>(ceil_div(flags.ranks, flags.ranks_per_node));
+}
+
+std::optional<Budget> budget_of(const std::string& flag, int nodes) {
+  if (flag == "none") return std::nullopt;
+  if (flag != "auto") return Budget{parse_size(flag), "flag"};
+  const MemoryLimit tightest = memory_limits().front();
+  return Budget{tightest.available_bytes / static_cast<uint64_t>(nodes), tightest.source};
+}
+
+std::optional<DType> dtype_flag(const std::string& name) {
+  if (name.empty()) return std::nullopt;
+  const auto dtype = dtype_from_torch_name(name);
+  if (!dtype || !is_castable(*dtype)) {
+    fail(Category::usage,
+         fmt::format("--dtype '{}' is not float32, bfloat16 or float16", printable(name)));
+  }
+  return dtype;
+}
+
+namespace {
+
+Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& checkpoint) {
+  Recipe recipe;
+  if (flags.recipe.empty()) {
+    std::vector<std::pair<std::string, std::string>> ties;
+    if (checkpoint.config.tie_word_embeddings) ties = word_embedding_ties(checkpoint.manifest);
+    recipe = identity_recipe(checkpoint.manifest, ties);
+  } else {
+    const auto file = files.open(flags.recipe);
+    std::string text(file->identity().size_bytes, '\0');
+    file->read(std::as_writable_bytes(std::span(text)), 0);
+    recipe = parse_recipe(text, checkpoint.manifest);
+  }
+  std::optional<DType> dtype;
+  if (!flags.dtype.empty()) {
+    dtype = dtype_from_torch_name(flags.dtype);
+    if (!dtype || !is_castable(*dtype)) {
+      fail(Category::usage,
+           fmt::format("--dtype '{}' is not float32, bfloat16 or float16", printable(flags.dtype)));
+    }
+  }
+  set_dtype(recipe, dtype, flags.keep_fp32);
+  return recipe;
+}
+
+Layout layout_of(const RunFlags& flags) {
+  if (flags.layout == "none") return whole_layout(flags.ranks);
+  if (flags.layout == "fsdp2") return fsdp2_layout(flags.ranks, flags.shard_dim);
+  const std::string near = nearest_name(flags.layout, {"fsdp2", "none"});
+  fail(Category::usage, fmt::format("unknown layout '{}'{}", printable(flags.layout),
+                                    near.empty() ? "" : fmt::format("; nearest is '{}'", near)));
+}
+
+}  // namespace
+
+Run open_run(FileSystem& files, const RunFlags& flags) {
+  Run run;
+  run.files = &files;
+  run.options.strategy = &strategy_named(flags.strategy);
+  run.options.ranks_per_node = flags.ranks_per_node;
+  if (flags.destination != "cpu" && flags.destination != "discard") {
+    fail(Category::usage,
+         fmt::format("unknown destination '{}'; cpu or discard", printable(flags.destination)));
+  }
+  run.options.destination = flags.destination == "cpu" ? Destination::cpu : Destination::discard;
+  run.staging_given = !flags.staging.empty();
+  run.options.staging_bytes = run.staging_given ? parse_size(flags.staging) : kDefaultStagingBytes;
+  if (!flags.baseline.empty()) run.options.baseline_bytes = parse_size(flags.baseline);
+  run.layout = layout_of(flags);
+  run.checkpoint = open_checkpoint(files, flags.directory);
+  run.recipe = recipe_of(files, flags, run.checkpoint);
+  return run;
+}
+
+Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budget>& budget) {
+  PlanOptions options = run.options;
+  options.strategy = &strategy;
+  Plan plan = make_plan(run.checkpoint.manifest, run.recipe, run.layout, options);
+  if (budget && !run.staging_given) return shrunk_to_fit(std::move(plan), *budget);
+  return plan;
+}
+
+PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::string& budget) {
+  const Run run = open_run(files, flags);
+  PlanReport report{.checkpoint = facts_of(run.checkpoint), .ranks = flags.ranks};
+  if (!budget.empty()) report.budget = budget_of(budget, nodes_of(flags));
+  for (const Strategy& strategy : strategies()) {
+    Plan plan = plan_run(run, strategy, report.budget);
+    if (report.budget && &strategy == run.options.strategy) {
+      report.fits = fits(plan.promise, *report.budget);
+    }
+    const Traffic sent = traffic(plan);
+    report.strategies.push_back({strategy.name, std::move(plan.promise), sent});
+  }
+  return report;
+}
+
+}  // namespace modicum

@@ -1,0 +1,59 @@
+// The door of `runs`: from what a user says to the run that is meant, for every front alike.
+//
+// The flags are the ones of docs and `--help`, as written by the user; what they mean is decided
+// here and nowhere else, so that the command line and Python plan the same run. Nothing is held
+// but values; any thread.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "modicum/checkpoint/checkpoint.h"
+#include "modicum/plan/plan.h"
+#include "modicum/recipe/recipe.h"
+#include "modicum/report/report.h"
+
+namespace modicum {
+
+// What says which run is meant: `plan` promises exactly the run that `load` makes of the same
+// flags.
+struct RunFlags {
+  std::string directory;
+  int ranks = 1;
+  int ranks_per_node = 0;
+  std::string strategy = "own-shard";
+  std::string layout = "fsdp2";
+  int shard_dim = 0;
+  std::string dtype;
+  std::string keep_fp32;
+  std::string recipe;
+  std::string destination = "cpu";
+  std::string staging;
+  std::string baseline;
+};
+
+// The run that the flags mean, up to its plan.
+struct Run {
+  FileSystem* files = nullptr;
+  Checkpoint checkpoint;
+  Recipe recipe;
+  Layout layout;
+  PlanOptions options;
+  bool staging_given = false;
+};
+Run open_run(FileSystem& files, const RunFlags& flags);
+// A plan of `run` by `strategy`; with a budget, its default staging shrunk as far as that needs.
+Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budget>& budget);
+
+// A `--dtype`: nothing where it isn't given; USAGE where it is none that can be cast to.
+std::optional<DType> dtype_flag(const std::string& name);
+
+// "SIZE", "auto" or "none" (nothing). `nodes` share this machine: `auto` is divided among them.
+std::optional<Budget> budget_of(const std::string& flag, int nodes);
+int nodes_of(const RunFlags& flags) noexcept;
+
+// What `plan` answers: every strategy's promise for the run of `flags` and, where `budget` is
+// given, whether the asked one fits it. Reads headers, index and config only.
+PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::string& budget);
+
+}  // namespace modicum
