@@ -61,13 +61,25 @@ std::vector<int> Mesh::coordinate(int rank) const {
   return coordinate;
 }
 
+Layout make_layout(std::string_view name, Mesh mesh, std::vector<Placement> placements) {
+  if (mesh.sizes.size() != placements.size()) {
+    fail(Category::usage, "a layout has one placement per mesh axis");
+  }
+  for (size_t axis = 0; axis < placements.size(); ++axis) {
+    if (mesh.sizes[axis] < 1) fail(Category::usage, "a mesh axis has no ranks");
+    if (placements[axis].dim < 0) fail(Category::usage, "a tensor dim is below 0");
+  }
+  return {name, std::move(mesh), std::move(placements), false};
+}
+
 Layout whole_layout(int world_size) {
-  return {"none", {{world_size}}, {{Placement::Kind::replicate, 0}}, false};
+  return make_layout("none", {{world_size}}, {{Placement::Kind::replicate, 0}});
 }
 
 Layout fsdp2_layout(int world_size, int shard_dim) {
-  if (shard_dim < 0) fail(Category::usage, "--shard-dim is below 0");
-  return {"fsdp2", {{world_size}}, {{Placement::Kind::shard, shard_dim}}, true};
+  Layout layout = make_layout("fsdp2", {{world_size}}, {{Placement::Kind::shard, shard_dim}});
+  layout.pads = true;
+  return layout;
 }
 
 Chunk chunk_of(int64_t size, int parts, int index) noexcept {

@@ -50,6 +50,8 @@ struct LocalBuffer {
   uint64_t bytes() const noexcept { return bytes_of(dtype, padded_numel); }
 };
 
+// One placement per mesh axis, else USAGE. The two below are what users call by name.
+Layout make_layout(std::string_view name, Mesh mesh, std::vector<Placement> placements);
 // Every rank holds every tensor whole.
 Layout whole_layout(int world_size);
 // FSDP2's one-dimensional layout: Shard(dim), padded where dim is 0. A tensor with fewer dims than

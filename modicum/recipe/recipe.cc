@@ -102,6 +102,15 @@ void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& ke
   }
 }
 
+Recipe make_recipe(const Manifest& manifest, const RecipeOptions& options) {
+  std::vector<std::pair<std::string, std::string>> ties;
+  if (options.tie_word_embeddings) ties = word_embedding_ties(manifest);
+  Recipe recipe =
+      options.text.empty() ? identity_recipe(manifest, ties) : parse_recipe(options.text, manifest);
+  set_dtype(recipe, options.dtype, options.keep_fp32);
+  return recipe;
+}
+
 void digest_recipe(const Recipe& recipe, Hasher& hasher) {
   std::vector<int64_t> numbers;  // of one node or target at a time: few long additions
   for (const Node& node : recipe.nodes) {
