@@ -14,8 +14,8 @@ file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/readme_walk.cc CONTENT "${program}" @O
 add_executable(readme_walk ${CMAKE_BINARY_DIR}/readme_walk.cc)
 target_link_libraries(readme_walk PRIVATE modicum_stream)
 set(walk_model ${CMAKE_BINARY_DIR}/readme_walk_model)
-add_test(NAME Readme.MakesACheckpoint
-         COMMAND sh -c "rm -rf ${walk_model} && $<TARGET_FILE:modicum> synth ${walk_model} --arch tiny-moe")
+set(make_model "rm -rf ${walk_model} && $<TARGET_FILE:modicum> synth ${walk_model} --arch tiny-moe")
+add_test(NAME Readme.MakesACheckpoint COMMAND sh -c "${make_model}")
 add_test(NAME Readme.TheWalkRuns COMMAND readme_walk ${walk_model})
 set_tests_properties(Readme.MakesACheckpoint PROPERTIES FIXTURES_SETUP walk_model)
 set_tests_properties(
