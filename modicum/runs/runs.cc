@@ -12,8 +12,7 @@ constexpr uint64_t kDefaultStagingBytes = 8 * kMiB;
 }  // namespace
 
 int nodes_of(const RunFlags& flags) noexcept {
-  return flags.ranks_per_node == 0 ? 1
-                                   : static_cast<int>(ceil_div(flags.ranks, flags.ranks_per_node));
+  return static_cast<int>(ceil_div(flags.ranks, flags.ranks_per_node.value_or(flags.ranks)));
 }
 
 std::optional<Budget> budget_of(const std::string& flag, int nodes) {
@@ -28,7 +27,7 @@ std::optional<DType> dtype_flag(const std::string& name) {
   const auto dtype = dtype_from_torch_name(name);
   if (!dtype || !is_castable(*dtype)) {
     fail(Category::usage,
-         fmt::format("--dtype '{}' is not float32, bfloat16 or float16", printable(name)));
+         fmt::format("dtype '{}' is not float32, bfloat16 or float16", printable(name)));
   }
   return dtype;
 }
@@ -47,16 +46,24 @@ Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& che
     file->read(std::as_writable_bytes(std::span(text)), 0);
     recipe = parse_recipe(text, checkpoint.manifest);
   }
-  std::optional<DType> dtype;
-  if (!flags.dtype.empty()) {
-    dtype = dtype_from_torch_name(flags.dtype);
-    if (!dtype || !is_castable(*dtype)) {
-      fail(Category::usage,
-           fmt::format("--dtype '{}' is not float32, bfloat16 or float16", printable(flags.dtype)));
-    }
-  }
-  set_dtype(recipe, dtype, flags.keep_fp32);
+  set_dtype(recipe, dtype_flag(flags.dtype), flags.keep_fp32);
   return recipe;
+}
+
+void require_within(std::string_view what, int value, int least, int most) {
+  if (value >= least && value <= most) return;
+  fail(Category::usage, fmt::format("{} is {}; {} to {} are allowed", what, value, least, most));
+}
+
+void require_sense(const RunFlags& flags) {
+  require_within("ranks", flags.ranks, 1, kMaxRanks);
+  require_within("ranks per node", flags.ranks_per_node.value_or(1), 1, kMaxRanks);
+  require_within("shard dim", flags.shard_dim, 0, kMaxShardDim);
+  dtype_flag(flags.dtype);
+  if (flags.destination != "cpu" && flags.destination != "discard") {
+    fail(Category::usage,
+         fmt::format("unknown destination '{}'; cpu or discard", printable(flags.destination)));
+  }
 }
 
 Layout layout_of(const RunFlags& flags) {
@@ -70,14 +77,11 @@ Layout layout_of(const RunFlags& flags) {
 }  // namespace
 
 Run open_run(FileSystem& files, const RunFlags& flags) {
+  require_sense(flags);
   Run run;
   run.files = &files;
   run.options.strategy = &strategy_named(flags.strategy);
-  run.options.ranks_per_node = flags.ranks_per_node;
-  if (flags.destination != "cpu" && flags.destination != "discard") {
-    fail(Category::usage,
-         fmt::format("unknown destination '{}'; cpu or discard", printable(flags.destination)));
-  }
+  run.options.ranks_per_node = flags.ranks_per_node.value_or(0);
   run.options.destination = flags.destination == "cpu" ? Destination::cpu : Destination::discard;
   run.staging_given = !flags.staging.empty();
   run.options.staging_bytes = run.staging_given ? parse_size(flags.staging) : kDefaultStagingBytes;
