@@ -33,7 +33,7 @@ test-dev test-asan test-tsan test-tsan-all: test-%:
 	@scripts/stage.sh 'test, $*' scripts/test.sh $*
 
 test-clang:
-	@scripts/packages.sh build check
+	@scripts/packages.sh build check python
 	@scripts/stage.sh 'test, clang' scripts/test.sh clang
 
 test-python:

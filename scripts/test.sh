@@ -4,8 +4,8 @@
 #   asan    every test program, with the address and undefined behaviour sanitizers
 #   tsan    the test programs of the rooms that start threads, with the thread sanitizer
 #   tsan-all  every test program, with the thread sanitizer
-#   clang   compiles everything with Clang 14
-#   python  the tests under tests/, against the dev build
+#   clang   compiles everything with Clang 14, the Python module too
+#   python  the tests under tests/, against the dev build and the wheel, which .venv gets
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -60,12 +60,18 @@ case "${1:-}" in
     run_ctest tsan ;;
   clang)
     # Warnings are the point, so nothing is optimised. The names are the only thing it shares.
+    scripts/venv.sh wheel
     cmake --preset dev -B build/clang -DCMAKE_CXX_COMPILER=clang++-14 \
-      -DCMAKE_CXX_FLAGS=-O0 -DCMAKE_BUILD_TYPE= > build/configure-clang.log 2>&1 ||
+      -DCMAKE_CXX_FLAGS=-O0 -DCMAKE_BUILD_TYPE= \
+      -DMODICUM_PYTHON=ON -DPython_EXECUTABLE="$PWD/.venv/bin/python" \
+      > build/configure-clang.log 2>&1 ||
       { cat build/configure-clang.log; exit 1; }
     cmake --build build/clang -j "$jobs" ;;
   python)
     scripts/venv.sh test wheel
+    scripts/wheel.sh build/python
+    .venv/bin/python -m pip --disable-pip-version-check install --quiet --no-index --no-deps \
+      --force-reinstall build/python/modicum-*.whl
     .venv/bin/python -m pytest tests --modicum build/dev/modicum ;;
   *)
     sed -n '2,8s/^# //p' "$0" >&2

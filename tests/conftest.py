@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--modicum",
         default=str(ROOT / "build/dev/modicum"),
         help="the program that the tests run (default: the dev build)",
+    )
+    parser.addoption(
+        "--wheels",
+        default=str(ROOT / "build/python"),
+        help="the folder of the wheel under test, which is the one installed here",
     )
 
 
@@ -43,6 +49,23 @@ def modicum(request: pytest.FixtureRequest) -> Path:
     program = Path(request.config.getoption("--modicum")).resolve()
     assert program.is_file(), f"{program} is not there; run `make build` or `make test-dev`"
     return program
+
+
+@pytest.fixture(scope="session")
+def wheel(request: pytest.FixtureRequest) -> Path:
+    """The wheel under test; fails where it has not been built."""
+    wheels = sorted(Path(request.config.getoption("--wheels")).resolve().glob("modicum-*.whl"))
+    assert len(wheels) == 1, f"one wheel is due, there are {wheels}; run `make test-python`"
+    return wheels[0]
+
+
+@pytest.fixture(scope="session")
+def gpt2(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of true names and shapes that takes no room: one layer of gpt2."""
+    directory = tmp_path_factory.mktemp("synth") / "gpt2"
+    command = [str(modicum), "synth", str(directory), "--arch", "gpt2", "--layers", "1"]
+    subprocess.run([*command, "--sparse"], check=True, capture_output=True)
+    return directory
 
 
 @pytest.fixture(scope="session")

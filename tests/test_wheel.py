@@ -32,14 +32,6 @@ def checked(*command: str | Path, **options) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("dist")
-    checked(root / "scripts/wheel.sh", directory)
-    (built,) = directory.glob("modicum-*.whl")
-    return built
-
-
-@pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh virtual environment that holds the wheel and nothing else."""
     directory = tmp_path_factory.mktemp("venv")
@@ -91,10 +83,13 @@ def hidden(paths: list[Path], command: list[str | Path]) -> list[str]:
     return ["unshare", "--mount", "sh", "-c", script]
 
 
-def commands(environment: Path) -> dict[str, list[str | Path]]:
+def commands(environment: Path, checkpoint: Path) -> dict[str, list[str | Path]]:
+    python = environment / "bin/python"
+    plan = f"import modicum; print(modicum.plan({str(checkpoint)!r}, ranks=3)['ranks'])"
     return {
-        "import": [environment / "bin/python", "-c", "import modicum; print(modicum.version())"],
-        "command": [environment / "bin/modicum", "--help"],
+        "version": [python, "-c", "import modicum; print(modicum.__version__)"],
+        "plan": [python, "-c", plan],
+        "command": [environment / "bin/modicum", "plan", checkpoint, "--ranks", "3"],
     }
 
 
@@ -112,8 +107,13 @@ def test_the_wheel_carries_one_copy_of_everything(wheel: Path) -> None:
     assert not [name for name in names if name.endswith((".cc", ".h", ".a", ".cmake"))]
 
 
-def test_version_is_the_wheels(environment: Path, wheel: Path) -> None:
-    printed = checked(*commands(environment)["import"], cwd="/")
+def test_types_are_there_for_a_type_checker(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"modicum/py.typed", "modicum/_modicum.pyi"} <= set(names)
+
+
+def test_version_is_the_wheels(environment: Path, wheel: Path, gpt2: Path) -> None:
+    printed = checked(*commands(environment, gpt2)["version"], cwd="/")
     assert printed.strip() == wheel.name.split("-")[1]
 
 
@@ -124,14 +124,14 @@ def test_nothing_but_the_system_is_taken_from_outside_the_wheel(package: Path) -
             assert from_wheel or SYSTEM_LIBRARIES.match(name), f"{binary.name}: {name} at {place}"
 
 
-@pytest.mark.parametrize("what", ["import", "command"])
+@pytest.mark.parametrize("what", ["version", "plan", "command"])
 def test_it_runs_with_the_machines_own_copies_out_of_reach(
-    environment: Path, package: Path, what: str
+    environment: Path, package: Path, gpt2: Path, what: str
 ) -> None:
     copies = system_copies(package)
     if copies and not can_hide_files():
         pytest.skip("hiding a library takes root and a mount namespace; see the ldd test")
-    checked(*hidden(copies, commands(environment)[what]), cwd="/")
+    checked(*hidden(copies, commands(environment, gpt2)[what]), cwd="/")
 
 
 def test_the_command_is_the_built_program(environment: Path, modicum: Path) -> None:

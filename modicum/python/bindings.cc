@@ -1,7 +1,156 @@
-// The Python module `modicum._modicum`.
+// The Python module `modicum._modicum`: what the command line answers, as Python values.
+//
+// An answer crosses as its JSON document, which json.loads of the standard library takes apart, so
+// that the two fronts can't differ. Whatever may take long runs without the interpreter's lock.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <variant>
+
+#include "modicum/checkpoint/checkpoint.h"
+#include "modicum/io/io.h"
+#include "modicum/report/report.h"
+#include "modicum/runs/runs.h"
+
+namespace nb = nanobind;
+
+namespace modicum {
+namespace {
+
+using Path = std::filesystem::path;
+// Bytes, or what the command line takes: "1.5GiB".
+using Size = std::variant<int64_t, std::string>;
+
+std::string text_of(const std::optional<Size>& size) {
+  if (!size) return {};
+  if (const auto* bytes = std::get_if<int64_t>(&*size)) return std::to_string(*bytes);
+  return std::get<std::string>(*size);
+}
+
+template <typename Function>
+std::string without_the_lock(const Function& function) {
+  const nb::gil_scoped_release released;
+  return function();
+}
+
+nb::dict as_dict(const std::string& document) {
+  return nb::cast<nb::dict>(nb::module_::import_("json").attr("loads")(document));
+}
+
+nb::dict inspect(const Path& path) {
+  return as_dict(without_the_lock([&] {
+    PosixFileSystem files;
+    return inspect_json(open_checkpoint(files, path.string()));
+  }));
+}
+
+constexpr auto kInspectDoc = R"(What is in a checkpoint; reads headers, index and config only.
+
+Args:
+    path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
+
+Returns:
+    The document of `modicum inspect --json`: checkpoint, model_type, tie_word_embeddings,
+    dtypes, files, tensors, warnings. Bytes are integers.
+
+Raises:
+    FormatError: a header or the index is malformed.
+    IoError: a file can't be read.)";
+
+// As many parameters as keywords; the defaults are those of the command line.
+nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
+              const std::string& strategy, const std::string& layout, int shard_dim,
+              const std::optional<std::string>& dtype, const std::optional<std::string>& keep_fp32,
+              const std::optional<Path>& recipe, const std::string& destination,
+              const std::optional<Size>& staging, const std::optional<Size>& budget,
+              const std::optional<Size>& baseline) {
+  const RunFlags flags{.directory = path.string(),
+                       .ranks = ranks,
+                       .ranks_per_node = ranks_per_node,
+                       .strategy = strategy,
+                       .layout = layout,
+                       .shard_dim = shard_dim,
+                       .dtype = dtype.value_or(""),
+                       .keep_fp32 = keep_fp32.value_or(""),
+                       .recipe = recipe.value_or(Path()).string(),
+                       .destination = destination,
+                       .staging = text_of(staging),
+                       .baseline = text_of(baseline)};
+  return as_dict(without_the_lock([&, allowed = text_of(budget)] {
+    PosixFileSystem files;
+    return plan_json(plan_report(files, flags, allowed));
+  }));
+}
+
+constexpr auto kPlanDoc = R"(Who reads what, and what each rank and node will hold, by strategy.
+
+Reads headers, index and config only; no rank is started. Sizes are bytes, or text as on
+the command line ("512MB", "1.5GiB").
+
+Args:
+    path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
+    ranks: rank processes, 1 to 65536.
+    ranks_per_node: None: all on one node.
+    strategy: whose verdict `fits` is: own-shard, rank0-broadcast or full-per-rank.
+    layout: fsdp2, or none (every rank holds everything).
+    shard_dim: the tensor dim that fsdp2 cuts.
+    dtype: float32, bfloat16 or float16; None: as stored.
+    keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
+    recipe: a recipe.json; None: every tensor as it is.
+    destination: cpu, or discard (digest and drop).
+    staging: per rank, committed whole; None: 8 MiB, less where a budget needs it.
+    budget: host memory per node; "auto": what the cgroup and the node leave; None: no verdict.
+    baseline: what a rank process holds before Modicum; None: 2 MiB, as the rank processes of
+        `modicum load` do. One that has imported torch holds more: "256MiB" is a fair guess.
+
+Returns:
+    The document of `modicum plan --json`: checkpoint, ranks, strategies, budget, fits. What
+    does not fit is an answer (`fits` is False), not an error.
+
+Raises:
+    FormatError: a header or the index is malformed.
+    IoError: a file can't be read.
+    UsageError: an argument makes no sense, or the recipe is not one for this checkpoint.)";
+
+void define_plan(nb::module_& module) {
+  const RunFlags flags;  // for its defaults
+  module.def("plan", plan, nb::arg("path"), nb::kw_only(), nb::arg("ranks") = flags.ranks,
+             nb::arg("ranks_per_node") = nb::none(), nb::arg("strategy") = flags.strategy,
+             nb::arg("layout") = flags.layout, nb::arg("shard_dim") = flags.shard_dim,
+             nb::arg("dtype") = nb::none(), nb::arg("keep_fp32") = nb::none(),
+             nb::arg("recipe") = nb::none(), nb::arg("destination") = flags.destination,
+             nb::arg("staging") = nb::none(), nb::arg("budget") = nb::none(),
+             nb::arg("baseline") = nb::none(), kPlanDoc);
+}
+
+// An Error becomes the class of modicum.errors that stands for its category.
+void raise(const std::exception_ptr& thrown, void* /*unused*/) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const Error& error) {
+    try {
+      const nb::object raised =
+          nb::module_::import_("modicum.errors").attr("from_json")(error_json(error));
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
+    } catch (nb::python_error& other) {
+      other.restore();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace modicum
 
 NB_MODULE(_modicum, module) {
+  nanobind::register_exception_translator(modicum::raise);
   module.def(
       "version", [] { return MODICUM_VERSION; }, "The version of the library, as in the wheel.");
+  module.def("inspect", modicum::inspect, nanobind::arg("path"), modicum::kInspectDoc);
+  modicum::define_plan(module);
 }

@@ -12,8 +12,7 @@ constexpr uint64_t kDefaultStagingBytes = 8 * kMiB;
 }  // namespace
 
 int nodes_of(const RunFlags& flags) noexcept {
-  return flags.ranks_per_node == 0 ? 1
-                                   : static_cast<int>(ceil_div(flags.ranks, flags.ranks_per_node));
+  return static_cast<int>(ceil_div(flags.ranks, flags.ranks_per_node.value_or(flags.ranks)));
 }
 
 std::optional<Budget> budget_of(const std::string& flag, int nodes) {
@@ -32,7 +31,7 @@ std::optional<DType> dtype_flag(const std::string& name) {
   const auto dtype = dtype_from_torch_name(name);
   if (!dtype || !is_castable(*dtype)) {
     fail(Category::usage,
-         fmt::format("--dtype '{}' is not float32, bfloat16 or float16", printable(name)));
+         fmt::format("dtype '{}' is not float32, bfloat16 or float16", printable(name)));
   }
   return dtype;
 }
@@ -48,7 +47,28 @@ Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& che
     options.text.resize(file->identity().size_bytes);
     file->read(std::as_writable_bytes(std::span(options.text)), 0);
   }
+<<<<<<< HEAD
   return make_recipe(checkpoint.manifest, options);
+=======
+  set_dtype(recipe, dtype_flag(flags.dtype), flags.keep_fp32);
+  return recipe;
+>>>>>>> py
+}
+
+void require_within(std::string_view what, int value, int least, int most) {
+  if (value >= least && value <= most) return;
+  fail(Category::usage, fmt::format("{} is {}; {} to {} are allowed", what, value, least, most));
+}
+
+void require_sense(const RunFlags& flags) {
+  require_within("ranks", flags.ranks, 1, kMaxRanks);
+  require_within("ranks per node", flags.ranks_per_node.value_or(1), 1, kMaxRanks);
+  require_within("shard dim", flags.shard_dim, 0, kMaxShardDim);
+  dtype_flag(flags.dtype);
+  if (flags.destination != "cpu" && flags.destination != "discard") {
+    fail(Category::usage,
+         fmt::format("unknown destination '{}'; cpu or discard", printable(flags.destination)));
+  }
 }
 
 Layout layout_of(const RunFlags& flags) {
@@ -62,14 +82,11 @@ Layout layout_of(const RunFlags& flags) {
 }  // namespace
 
 Run open_run(FileSystem& files, const RunFlags& flags) {
+  require_sense(flags);
   Run run;
   run.files = &files;
   run.options.strategy = &strategy_named(flags.strategy);
-  run.options.ranks_per_node = flags.ranks_per_node;
-  if (flags.destination != "cpu" && flags.destination != "discard") {
-    fail(Category::usage,
-         fmt::format("unknown destination '{}'; cpu or discard", printable(flags.destination)));
-  }
+  run.options.ranks_per_node = flags.ranks_per_node.value_or(0);
   run.options.destination = flags.destination == "cpu" ? Destination::cpu : Destination::discard;
   run.staging_given = !flags.staging.empty();
   run.options.staging_bytes = run.staging_given ? parse_size(flags.staging) : kDefaultStagingBytes;

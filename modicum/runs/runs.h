@@ -15,15 +15,18 @@
 
 namespace modicum {
 
+constexpr int kMaxRanks = 65536;
+constexpr int kMaxShardDim = 63;
+
 // What says which run is meant: `plan` promises exactly the run that `load` makes of the same
 // flags.
 struct RunFlags {
   std::string directory;
-  int ranks = 1;
-  int ranks_per_node = 0;
+  int ranks = 1;                      // 1 to kMaxRanks, as ranks_per_node
+  std::optional<int> ranks_per_node;  // all on one node
   std::string strategy = "own-shard";
   std::string layout = "fsdp2";
-  int shard_dim = 0;
+  int shard_dim = 0;  // 0 to kMaxShardDim
   std::string dtype;
   std::string keep_fp32;
   std::string recipe;
@@ -41,11 +44,13 @@ struct Run {
   PlanOptions options;
   bool staging_given = false;
 };
+// USAGE for what makes no sense, before any file is opened; then as `open_checkpoint`, and MISMATCH
+// or UNSUPPORTED where the recipe isn't one for this checkpoint.
 Run open_run(FileSystem& files, const RunFlags& flags);
 // A plan of `run` by `strategy`; with a budget, its default staging shrunk as far as that needs.
 Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budget>& budget);
 
-// A `--dtype`: nothing where it isn't given; USAGE where it is none that can be cast to.
+// The dtype to load in: nothing where it isn't given; USAGE where it is none that can be cast to.
 std::optional<DType> dtype_flag(const std::string& name);
 
 // "SIZE", "auto" or "none" (nothing). `nodes` share this machine: `auto` is divided among them.

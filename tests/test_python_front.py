@@ -1,0 +1,210 @@
+"""`modicum.inspect` and `modicum.plan`: the command line's documents and errors, from Python."""
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import modicum as front
+
+
+def cli(program: Path, *words: object) -> dict[str, Any]:
+    """What the command line prints with `--json`, be it an answer or an error."""
+    command = [str(program), *[str(word) for word in words], "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
+
+
+def flags_of(arguments: dict[str, Any]) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, gpt2: Path) -> Path:
+    """One target; everything else that is stored is unused."""
+    names = [tensor["name"] for tensor in front.inspect(gpt2)["tensors"]]
+    targets = {"first": {"op": "stored", "name": names[0]}}
+    path = tmp_path_factory.mktemp("recipe") / "recipe.json"
+    path.write_text(json.dumps({"targets": targets, "unused": names[1:]}))
+    return path
+
+
+# ---- documents
+
+
+def test_inspect_is_what_the_command_line_prints(modicum: Path, gpt2: Path) -> None:
+    assert front.inspect(gpt2) == cli(modicum, "inspect", gpt2)
+
+
+def test_a_path_may_be_text_and_a_single_file(gpt2: Path) -> None:
+    (file,) = gpt2.glob("*.safetensors")
+    of_file = front.inspect(str(file))
+    assert of_file["checkpoint"]["bytes"] == front.inspect(gpt2)["checkpoint"]["bytes"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"ranks": 3},
+        {"ranks": 5, "ranks_per_node": 2, "strategy": "rank0-broadcast", "budget": "1GiB"},
+        {"ranks": 4, "layout": "none", "budget": 1 << 20},
+        {"ranks": 4, "shard_dim": 1, "dtype": "bfloat16", "keep_fp32": r"ln_.*"},
+        {"ranks": 2, "destination": "discard", "staging": 3 << 20, "baseline": "256MiB"},
+        {"ranks": 2, "budget": "none"},
+        {"ranks": 2, "staging": "2.5MB", "budget": 200_000_000, "strategy": "full-per-rank"},
+    ],
+)
+def test_plan_is_what_the_command_line_prints(
+    modicum: Path, gpt2: Path, arguments: dict[str, Any]
+) -> None:
+    printed = cli(modicum, "plan", gpt2, *flags_of(arguments))
+    assert front.plan(gpt2, **arguments) == printed
+
+
+def test_a_recipe_is_taken_by_its_path(modicum: Path, gpt2: Path, recipe: Path) -> None:
+    planned = front.plan(gpt2, ranks=2, recipe=recipe)
+    assert planned == cli(modicum, "plan", gpt2, "--ranks=2", "--recipe", recipe)
+    assert planned != front.plan(gpt2, ranks=2)
+
+
+def test_what_does_not_fit_is_an_answer(gpt2: Path) -> None:
+    planned = front.plan(gpt2, ranks=2, budget="1MiB")
+    assert planned["fits"] is False
+    assert front.plan(gpt2, ranks=2)["fits"] is None
+    assert front.plan(gpt2, ranks=2, budget="auto")["budget"]["source"] != "flag"
+
+
+# ---- errors
+
+
+def truncated(directory: Path) -> Path:
+    path = directory / "model.safetensors"
+    path.write_bytes((1000).to_bytes(8, "little") + b'{"a":')
+    return path
+
+
+def attributes(error: Exception) -> dict[str, Any]:
+    return {"message": str(error), **vars(error)}
+
+
+def test_an_error_is_the_command_lines_with_its_facts(modicum: Path, tmp_path: Path) -> None:
+    path = truncated(tmp_path)
+    with pytest.raises(front.FormatError) as caught:
+        front.inspect(path)
+    assert isinstance(caught.value, ValueError)
+    assert attributes(caught.value) == cli(modicum, "inspect", path)["error"]
+    assert caught.value.category == "FORMAT.TRUNC"
+    assert caught.value.file == path.name
+    assert caught.value.rank is None
+
+
+def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="ENOENT") as caught:
+        front.inspect(tmp_path / "absent")
+    assert (type(caught.value), caught.value.code) == (front.IoError, 13)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"ranks": 0},
+        {"ranks": 2, "ranks_per_node": 0},
+        {"shard_dim": -1},
+        {"strategy": "own-shards"},
+        {"layout": "fsdp3"},
+        {"dtype": "int8"},
+        {"keep_fp32": "("},
+        {"destination": "gpu"},
+        {"staging": -1},
+        {"budget": "much"},
+    ],
+)
+def test_senseless_arguments_are_usage_errors_in_both_fronts(
+    modicum: Path, gpt2: Path, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(front.UsageError) as caught:
+        front.plan(gpt2, **arguments)
+    assert isinstance(caught.value, ValueError)
+    assert attributes(caught.value) == cli(modicum, "plan", gpt2, *flags_of(arguments))["error"]
+
+
+def test_a_recipe_that_does_not_add_up_is_a_usage_error(gpt2: Path, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text('{"targets": {}, "unused": []}')
+    with pytest.raises(front.UsageError) as caught:
+        front.plan(gpt2, recipe=path)
+    assert caught.value.category == "MISMATCH"
+
+
+def test_an_argument_of_the_wrong_type_is_a_type_error(gpt2: Path) -> None:
+    with pytest.raises(TypeError):
+        front.plan(gpt2, 4)
+    with pytest.raises(TypeError):
+        front.plan(gpt2, ranks="4")
+
+
+def test_over_budget_carries_the_bytes_and_their_owners(modicum: Path, gpt2: Path) -> None:
+    document = cli(modicum, "load", gpt2, "--ranks=2", "--budget=1MiB")
+    error = front.errors.from_json(json.dumps(document))
+    assert isinstance(error, front.BudgetError) and isinstance(error, MemoryError)
+    assert attributes(error) == document["error"]
+    assert error.shortfall_bytes == error.got - error.expected > 0
+    sizes = [owner["bytes"] for owner in error.owners]
+    assert sizes == sorted(sizes, reverse=True) and sizes
+
+
+def test_each_category_has_a_class(root: Path) -> None:
+    source = (root / "modicum/base/error.cc").read_text()
+    rows = re.findall(r'^    \{"([A-Z0-9_.]+)", (\d+)\},$', source, re.MULTILINE)
+    assert len(rows) > 30
+    for category, code in rows:
+        facts = {"category": category, "code": int(code), "message": "m"}
+        error = front.errors.from_json(json.dumps({"error": facts}))
+        assert (str(error), error.category, error.code) == ("m", category, int(code))
+
+
+def test_an_error_survives_the_way_to_another_process(tmp_path: Path) -> None:
+    with pytest.raises(front.Error) as caught:
+        front.inspect(truncated(tmp_path))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), attributes(again)) == (type(caught.value), attributes(caught.value))
+
+
+# ---- manners
+
+
+def test_a_long_plan_lets_other_threads_run(gpt2: Path) -> None:
+    """A call that kept the lock would leave no tick between its beginning and its end."""
+    span: list[float] = []
+
+    def plan() -> None:
+        span.append(time.monotonic())
+        front.plan(gpt2, ranks=60_000)
+        span.append(time.monotonic())
+
+    planner = threading.Thread(target=plan)
+    planner.start()
+    ticks = []
+    while planner.is_alive():
+        ticks.append(time.monotonic())
+        planner.join(timeout=0.001)
+    begin, end = span
+    # The first and last of the call may be Python's own work.
+    middle = [t for t in ticks if begin + 0.1 * (end - begin) < t < begin + 0.5 * (end - begin)]
+    assert middle, f"no tick in the middle of {end - begin:.3f} s"
+
+
+def test_importing_brings_neither_torch_nor_numpy(tmp_path: Path) -> None:
+    script = "import sys, modicum; print(*sorted(sys.modules))"
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    loaded = {name.partition(".")[0] for name in result.stdout.split()}
+    assert "modicum" in loaded
+    assert not loaded & {"torch", "numpy", "nanobind"}

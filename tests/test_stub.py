@@ -1,0 +1,16 @@
+"""The type stub in the sources is the one that the module would write itself."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+STUB = "modicum/python/modicum/_modicum.pyi"
+
+
+def test_the_stub_is_what_the_module_says(root: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nanobind.stubgen", "--quiet", "--module", "modicum._modicum"]
+    written = tmp_path / "stub.pyi"
+    subprocess.run([*command, "--output-file", str(written)], check=True, cwd=tmp_path)
+    kept = (root / STUB).read_text()
+    hint = " ".join(["python", *command[1:], "--output-file", STUB])
+    assert written.read_text() == kept, f"where the change is meant: {hint}"
