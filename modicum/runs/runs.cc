@@ -47,12 +47,7 @@ Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& che
     options.text.resize(file->identity().size_bytes);
     file->read(std::as_writable_bytes(std::span(options.text)), 0);
   }
-<<<<<<< HEAD
   return make_recipe(checkpoint.manifest, options);
-=======
-  set_dtype(recipe, dtype_flag(flags.dtype), flags.keep_fp32);
-  return recipe;
->>>>>>> py
 }
 
 void require_within(std::string_view what, int value, int least, int most) {
