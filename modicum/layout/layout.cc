@@ -37,12 +37,46 @@ Held held_along(const Layout& layout, const TensorSpec& target, int rank, int di
   Held held{{0, size}, size};
   for (size_t axis = 0; axis < layout.placements.size(); ++axis) {
     if (cut_dim(layout.placements[axis], target) != dim) continue;
-    const int parts = layout.mesh.sizes[axis];
-    const Chunk part = chunk_of(held.size(), parts, coordinate_of(layout.mesh, rank, axis));
+    const Chunk part =
+        chunk_of(held.size(), layout.mesh.sizes[axis], coordinate_of(layout.mesh, rank, axis));
     held.chunk = {held.chunk.lo + part.lo, held.chunk.lo + part.hi};
-    held.most = ceil_div(held.most, parts);
+    held.most = ceil_div(held.most, layout.mesh.sizes[axis]);
   }
   return held;
+}
+
+// The buffer of a rank and, where `box` is given, the piece in it. Neighbouring dims that nothing
+// cuts are one dim of the box: at most kMaxDims stay however many there are.
+LocalBuffer cut(const Layout& layout, const TensorSpec& target, int rank, Box* box) {
+  LocalBuffer buffer{target.dtype, 1, 1};
+  int64_t whole = 1;
+  const auto push_whole = [&] {
+    if (box != nullptr && whole != 1) box->push({.size = whole, .lo = 0, .hi = whole});
+    whole = 1;
+  };
+  for (size_t d = 0; d < target.shape.size(); ++d) {
+    const int64_t size = target.shape[d];
+    if (!is_cut(layout, target, static_cast<int>(d))) {
+      whole *= size;
+      buffer.numel *= size;
+      buffer.padded_numel *= size;
+      continue;
+    }
+    push_whole();
+    const Held held = held_along(layout, target, rank, static_cast<int>(d));
+    if (box != nullptr) box->push({.size = size, .lo = held.chunk.lo, .hi = held.chunk.hi});
+    buffer.numel *= held.size();
+    buffer.padded_numel *= layout.pads && d == 0 ? held.most : held.size();
+  }
+  push_whole();
+  if (box == nullptr) return buffer;
+  int64_t step = 1;
+  for (int d = box->rank - 1; d >= 0; --d) {
+    BoxDim& dim = box->dims[static_cast<size_t>(d)];
+    dim.step = step;
+    step *= dim.extent();
+  }
+  return buffer;
 }
 
 }  // namespace
@@ -82,11 +116,6 @@ Layout fsdp2_layout(int world_size, int shard_dim) {
   return layout;
 }
 
-Chunk chunk_of(int64_t size, int parts, int index) noexcept {
-  const int64_t chunk = ceil_div(size, parts);
-  return {std::min(index * chunk, size), std::min((index + 1) * chunk, size)};
-}
-
 std::vector<int64_t> local_shape(const Layout& layout, const TensorSpec& target, int rank) {
   std::vector<int64_t> shape = target.shape;
   for (size_t d = 0; d < shape.size(); ++d) {
@@ -96,18 +125,7 @@ std::vector<int64_t> local_shape(const Layout& layout, const TensorSpec& target,
 }
 
 LocalBuffer local_buffer(const Layout& layout, const TensorSpec& target, int rank) {
-  LocalBuffer buffer{target.dtype, 1, 1};
-  for (size_t d = 0; d < target.shape.size(); ++d) {
-    if (!is_cut(layout, target, static_cast<int>(d))) {
-      buffer.numel *= target.shape[d];
-      buffer.padded_numel *= target.shape[d];
-      continue;
-    }
-    const Held held = held_along(layout, target, rank, static_cast<int>(d));
-    buffer.numel *= held.size();
-    buffer.padded_numel *= layout.pads && d == 0 ? held.most : held.size();
-  }
-  return buffer;
+  return cut(layout, target, rank, nullptr);
 }
 
 bool have_equal_buffers(const Layout& layout, int a, int b) noexcept {
@@ -123,34 +141,12 @@ bool have_equal_buffers(const Layout& layout, int a, int b) noexcept {
   return true;
 }
 
-void for_each_piece(const Layout& layout, const TensorSpec& target, int rank,
-                    const std::function<void(const Box& piece)>& piece) {
-  // Neighbouring dims that nothing cuts are one dim: at most kMaxDims stay however many there are.
+LocalBuffer for_each_piece(const Layout& layout, const TensorSpec& target, int rank,
+                           const std::function<void(const Box& piece)>& piece) {
   Box box;
-  BoxDim whole;
-  const auto push_whole = [&] {
-    if (whole.size != 1) box.push(whole);
-    whole = {};
-  };
-  for (size_t d = 0; d < target.shape.size(); ++d) {
-    const int64_t size = target.shape[d];
-    if (!is_cut(layout, target, static_cast<int>(d))) {
-      whole.size *= size;
-      whole.hi = whole.size;
-      continue;
-    }
-    push_whole();
-    const Chunk held = held_along(layout, target, rank, static_cast<int>(d)).chunk;
-    box.push({.size = size, .lo = held.lo, .hi = held.hi});
-  }
-  push_whole();
-  int64_t step = 1;
-  for (int d = box.rank - 1; d >= 0; --d) {
-    BoxDim& dim = box.dims[static_cast<size_t>(d)];
-    dim.step = step;
-    step *= dim.extent();
-  }
-  if (!box.empty()) piece(box);
+  const LocalBuffer buffer = cut(layout, target, rank, &box);
+  if (buffer.numel > 0) piece(box);
+  return buffer;
 }
 
 void for_each_global_run(const Box& piece, int64_t begin, int64_t end,

@@ -64,7 +64,11 @@ struct Chunk {
   int64_t lo = 0;
   int64_t hi = 0;
 };
-Chunk chunk_of(int64_t size, int parts, int index) noexcept;
+constexpr Chunk chunk_of(int64_t size, int parts, int index) noexcept {
+  const int64_t chunk = ceil_div(size, parts);
+  const int64_t lo = index * chunk;
+  return {lo < size ? lo : size, lo + chunk < size ? lo + chunk : size};
+}
 
 LocalBuffer local_buffer(const Layout& layout, const TensorSpec& target, int rank);
 // Whether two ranks have buffers of the same sizes, whatever the targets: what one rank's memory
@@ -74,9 +78,10 @@ bool have_equal_buffers(const Layout& layout, int a, int b) noexcept;
 std::vector<int64_t> local_shape(const Layout& layout, const TensorSpec& target, int rank);
 
 // The boxes of `target` that `rank` holds, over a shape with the target's row-major order; each
-// with its place in the rank's local buffer. Empty parts give none.
-void for_each_piece(const Layout& layout, const TensorSpec& target, int rank,
-                    const std::function<void(const Box& piece)>& piece);
+// with its place in the rank's local buffer. Empty parts give none. Returns that buffer
+// (local_buffer).
+LocalBuffer for_each_piece(const Layout& layout, const TensorSpec& target, int rank,
+                           const std::function<void(const Box& piece)>& piece);
 
 // Of the ranks that hold the same elements of `target`, exactly one is primary: the first.
 bool is_primary(const Layout& layout, const TensorSpec& target, int rank);

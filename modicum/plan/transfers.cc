@@ -50,7 +50,7 @@ void emit_padding(const Plan& plan, uint32_t target, const LocalBuffer& buffer, 
 void emit_target(const Plan& plan, int rank, uint32_t target, uint32_t only, const Emit& fn) {
   const Target& of = plan.recipe->targets[target];
   const Node& root = plan.recipe->nodes[of.root];
-  for_each_piece(plan.layout, of.spec, rank, [&](const Box& piece) {
+  const LocalBuffer buffer = for_each_piece(plan.layout, of.spec, rank, [&](const Box& piece) {
     if (root.op == Op::stored) {  // identity: the piece is the part; most transfers of most plans
       if (only == kAnySource || only == root.from) {
         emit_runs(from_leaf(plan, root, target), piece, fn);
@@ -62,9 +62,7 @@ void emit_target(const Plan& plan, int rank, uint32_t target, uint32_t only, con
       emit_runs(from_leaf(plan, leaf, target), part, fn);
     });
   });
-  if (only == kAnySource) {
-    emit_padding(plan, target, local_buffer(plan.layout, of.spec, rank), fn);
-  }
+  if (only == kAnySource) emit_padding(plan, target, buffer, fn);
 }
 
 }  // namespace

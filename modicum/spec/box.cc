@@ -7,11 +7,8 @@
 
 namespace modicum {
 
-void Box::push(const BoxDim& dim) {
-  if (rank == kMaxDims) {
-    fail(Category::unsupported, "a tensor of more than 8 dims is cut or converted");
-  }
-  dims[static_cast<size_t>(rank++)] = dim;
+void Box::too_many_dims() {
+  fail(Category::unsupported, "a tensor of more than 8 dims is cut or converted");
 }
 
 bool Box::empty() const noexcept { return numel() == 0; }

@@ -12,10 +12,10 @@ namespace modicum {
 // Along one dim of a tensor (or of any shape with the same row-major order): the half-open interval
 // [lo, hi) of `size`, whose neighbours land `step` elements apart in the destination.
 struct BoxDim {
-  int64_t size = 1;
-  int64_t lo = 0;
-  int64_t hi = 1;
-  int64_t step = 0;
+  int64_t size;
+  int64_t lo;
+  int64_t hi;
+  int64_t step;
 
   int64_t extent() const noexcept { return hi - lo; }
 };
@@ -27,14 +27,20 @@ struct Box {
 
   int64_t at = 0;
   int rank = 0;
-  std::array<BoxDim, kMaxDims> dims;
+  std::array<BoxDim, kMaxDims> dims;  // the first `rank` of them; the others are not even zero
 
-  void push(const BoxDim& dim);  // more than kMaxDims: UNSUPPORTED
+  void push(const BoxDim& dim) {
+    if (rank == kMaxDims) too_many_dims();
+    dims[static_cast<size_t>(rank++)] = dim;
+  }
   bool empty() const noexcept;
   int64_t numel() const noexcept;
   // The part of this box with dim `d` cut down to [lo, hi), which must lie within; `at` moves
   // along.
   Box narrowed(int d, int64_t lo, int64_t hi) const noexcept;
+
+ private:
+  [[noreturn]] static void too_many_dims();  // UNSUPPORTED
 };
 
 // All of `shape`, row-major from element 0 of the destination.
