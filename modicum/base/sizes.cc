@@ -31,6 +31,23 @@ constexpr std::array<Unit, 10> kSizeUnits = {{{"", 1},
                                               {"TiB", 1099511627776.0}}};
 constexpr std::array<Unit, 4> kCountUnits = {{{"", 1}, {"K", 1e3}, {"M", 1e6}, {"B", 1e9}}};
 
+bool is_same_but_for_case(std::string_view a, std::string_view b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](unsigned char x, unsigned char y) {
+    return std::tolower(x) == std::tolower(y);
+  });
+}
+
+// What somebody who wrote `suffix` may have meant; most often it is the case that is wrong.
+template <size_t N>
+std::string nearest_unit(std::string_view suffix, const std::array<Unit, N>& units) {
+  std::vector<std::string> names;
+  for (const Unit& unit : units) {
+    if (is_same_but_for_case(unit.suffix, suffix)) return std::string(unit.suffix);
+    if (!unit.suffix.empty()) names.emplace_back(unit.suffix);
+  }
+  return nearest_name(suffix, names);
+}
+
 template <size_t N>
 uint64_t parse_with_units(std::string_view text, const std::array<Unit, N>& units,
                           std::string_view what) {
@@ -42,7 +59,11 @@ uint64_t parse_with_units(std::string_view text, const std::array<Unit, N>& unit
   const std::string_view suffix = text.substr(digits);
   const auto unit =
       std::find_if(units.begin(), units.end(), [&](const Unit& u) { return u.suffix == suffix; });
-  if (unit == units.end()) refuse(fmt::format("unknown unit '{}'", printable(suffix)));
+  if (unit == units.end()) {
+    const std::string near = nearest_unit(suffix, units);
+    refuse(fmt::format("unknown unit '{}'{}", printable(suffix),
+                       near.empty() ? "" : fmt::format("; nearest is '{}'", near)));
+  }
   // Whole numbers stay exact: a double holds only 53 bits.
   uint64_t whole = 0;
   const char* const end = number.data() + number.size();

@@ -59,7 +59,7 @@ std::optional<int> parse(CLI::App& app, const Args& args) {
     if (app.remaining().empty()) fail(Category::usage, error.what());
   }
   if (app.remaining().empty()) return std::nullopt;
-  const std::string& unknown = app.remaining().front();
+  const std::string unknown = app.remaining().front();  // of a copy
   std::vector<std::string> names;
   for (const CLI::Option* option : app.get_options()) {
     for (const std::string& name : option->get_lnames()) names.push_back("--" + name);

@@ -80,7 +80,7 @@ void be_rank(const RankRun& of, int rank) {
   RankOutcome outcome{.rank = rank, .pid = static_cast<int32_t>(getpid())};
   reset_peak_rss();
   outcome.baseline_bytes = read_process_memory().held();
-  Ledger ledger(of.plan.promise.phases[1].of_rank[static_cast<size_t>(rank)].ledger_total());
+  Ledger ledger(of.plan.promise.ledger_limit_bytes(rank));
   std::unique_ptr<RingExchange> exchange;
   if (of.ring != nullptr) exchange = std::make_unique<RingExchange>(*of.ring, of.board, rank);
   std::unique_ptr<HostSink> host;
@@ -118,8 +118,9 @@ SuperviseOptions watching(const LoadFlags& flags, SharedBoard& board, Progress& 
   };
   options.out_of_memory = [before = oom_kill_count()] {
     if (oom_kill_count() == before) return std::string();
-    const MemoryLimit tightest = memory_limits().front();
-    return fmt::format("{} allows {}", tightest.source, format_size(tightest.limit_bytes));
+    const std::vector<MemoryLimit> limits = memory_limits();
+    if (limits.empty()) return std::string("the kernel counted an out-of-memory kill");
+    return fmt::format("{} allows {}", limits[0].source, format_size(limits[0].limit_bytes));
   };
   return options;
 }

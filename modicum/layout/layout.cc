@@ -13,24 +13,36 @@ int cut_dim(const Placement& placement, const TensorSpec& target) noexcept {
 
 int coordinate_of(const Mesh& mesh, int rank, size_t axis) noexcept {
   for (size_t a = mesh.sizes.size(); a-- > axis + 1;) rank /= mesh.sizes[a];
-  return rank % mesh.sizes[axis];
-}
-
-// What `rank` holds along dim `dim`: chunks of chunks, left to right.
-Chunk held_along(const Layout& layout, const TensorSpec& target, int rank, int dim) noexcept {
-  Chunk held{0, target.shape[static_cast<size_t>(dim)]};
-  for (size_t axis = 0; axis < layout.placements.size(); ++axis) {
-    if (cut_dim(layout.placements[axis], target) != dim) continue;
-    const Chunk part = chunk_of(held.hi - held.lo, layout.mesh.sizes[axis],
-                                coordinate_of(layout.mesh, rank, axis));
-    held = {held.lo + part.lo, held.lo + part.hi};
-  }
-  return held;
+  return axis == 0 ? rank : rank % mesh.sizes[axis];
 }
 
 bool is_cut(const Layout& layout, const TensorSpec& target, int dim) noexcept {
-  return std::any_of(layout.placements.begin(), layout.placements.end(),
-                     [&](const Placement& p) { return cut_dim(p, target) == dim; });
+  for (const Placement& placement : layout.placements) {
+    if (cut_dim(placement, target) == dim) return true;
+  }
+  return false;
+}
+
+// What a rank holds along one dim, and the most that any rank does.
+struct Held {
+  Chunk chunk;
+  int64_t most = 0;
+
+  int64_t size() const noexcept { return chunk.hi - chunk.lo; }
+};
+
+// Chunks of chunks, left to right. The first chunk is the largest, at every axis.
+Held held_along(const Layout& layout, const TensorSpec& target, int rank, int dim) noexcept {
+  const int64_t size = target.shape[static_cast<size_t>(dim)];
+  Held held{{0, size}, size};
+  for (size_t axis = 0; axis < layout.placements.size(); ++axis) {
+    if (cut_dim(layout.placements[axis], target) != dim) continue;
+    const int parts = layout.mesh.sizes[axis];
+    const Chunk part = chunk_of(held.size(), parts, coordinate_of(layout.mesh, rank, axis));
+    held.chunk = {held.chunk.lo + part.lo, held.chunk.lo + part.hi};
+    held.most = ceil_div(held.most, parts);
+  }
+  return held;
 }
 
 }  // namespace
@@ -49,13 +61,25 @@ std::vector<int> Mesh::coordinate(int rank) const {
   return coordinate;
 }
 
+Layout make_layout(std::string_view name, Mesh mesh, std::vector<Placement> placements) {
+  if (mesh.sizes.size() != placements.size()) {
+    fail(Category::usage, "a layout has one placement per mesh axis");
+  }
+  for (size_t axis = 0; axis < placements.size(); ++axis) {
+    if (mesh.sizes[axis] < 1) fail(Category::usage, "a mesh axis has no ranks");
+    if (placements[axis].dim < 0) fail(Category::usage, "a tensor dim is below 0");
+  }
+  return {name, std::move(mesh), std::move(placements), false};
+}
+
 Layout whole_layout(int world_size) {
-  return {"none", {{world_size}}, {{Placement::Kind::replicate, 0}}, false};
+  return make_layout("none", {{world_size}}, {{Placement::Kind::replicate, 0}});
 }
 
 Layout fsdp2_layout(int world_size, int shard_dim) {
-  if (shard_dim < 0) fail(Category::usage, "--shard-dim is below 0");
-  return {"fsdp2", {{world_size}}, {{Placement::Kind::shard, shard_dim}}, true};
+  Layout layout = make_layout("fsdp2", {{world_size}}, {{Placement::Kind::shard, shard_dim}});
+  layout.pads = true;
+  return layout;
 }
 
 Chunk chunk_of(int64_t size, int parts, int index) noexcept {
@@ -66,8 +90,7 @@ Chunk chunk_of(int64_t size, int parts, int index) noexcept {
 std::vector<int64_t> local_shape(const Layout& layout, const TensorSpec& target, int rank) {
   std::vector<int64_t> shape = target.shape;
   for (size_t d = 0; d < shape.size(); ++d) {
-    const Chunk held = held_along(layout, target, rank, static_cast<int>(d));
-    shape[d] = held.hi - held.lo;
+    shape[d] = held_along(layout, target, rank, static_cast<int>(d)).size();
   }
   return shape;
 }
@@ -75,13 +98,29 @@ std::vector<int64_t> local_shape(const Layout& layout, const TensorSpec& target,
 LocalBuffer local_buffer(const Layout& layout, const TensorSpec& target, int rank) {
   LocalBuffer buffer{target.dtype, 1, 1};
   for (size_t d = 0; d < target.shape.size(); ++d) {
-    const Chunk held = held_along(layout, target, rank, static_cast<int>(d));
-    buffer.numel *= held.hi - held.lo;
-    // The first rank's shard is the largest: FSDP2 makes every rank's buffer that large.
-    const Chunk largest = layout.pads && d == 0 ? held_along(layout, target, 0, 0) : held;
-    buffer.padded_numel *= largest.hi - largest.lo;
+    if (!is_cut(layout, target, static_cast<int>(d))) {
+      buffer.numel *= target.shape[d];
+      buffer.padded_numel *= target.shape[d];
+      continue;
+    }
+    const Held held = held_along(layout, target, rank, static_cast<int>(d));
+    buffer.numel *= held.size();
+    buffer.padded_numel *= layout.pads && d == 0 ? held.most : held.size();
   }
   return buffer;
+}
+
+bool have_equal_buffers(const Layout& layout, int a, int b) noexcept {
+  for (size_t axis = 0; axis < layout.placements.size(); ++axis) {
+    const Placement& placement = layout.placements[axis];
+    const bool sizes_differ =
+        placement.kind == Placement::Kind::shard && !(layout.pads && placement.dim == 0);
+    if (sizes_differ &&
+        coordinate_of(layout.mesh, a, axis) != coordinate_of(layout.mesh, b, axis)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 void for_each_piece(const Layout& layout, const TensorSpec& target, int rank,
@@ -101,7 +140,7 @@ void for_each_piece(const Layout& layout, const TensorSpec& target, int rank,
       continue;
     }
     push_whole();
-    const Chunk held = held_along(layout, target, rank, static_cast<int>(d));
+    const Chunk held = held_along(layout, target, rank, static_cast<int>(d)).chunk;
     box.push({.size = size, .lo = held.lo, .hi = held.hi});
   }
   push_whole();

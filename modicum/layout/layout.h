@@ -50,6 +50,8 @@ struct LocalBuffer {
   uint64_t bytes() const noexcept { return bytes_of(dtype, padded_numel); }
 };
 
+// One placement per mesh axis, else USAGE. The two below are what users call by name.
+Layout make_layout(std::string_view name, Mesh mesh, std::vector<Placement> placements);
 // Every rank holds every tensor whole.
 Layout whole_layout(int world_size);
 // FSDP2's one-dimensional layout: Shard(dim), padded where dim is 0. A tensor with fewer dims than
@@ -65,6 +67,9 @@ struct Chunk {
 Chunk chunk_of(int64_t size, int parts, int index) noexcept;
 
 LocalBuffer local_buffer(const Layout& layout, const TensorSpec& target, int rank);
+// Whether two ranks have buffers of the same sizes, whatever the targets: what one rank's memory
+// amounts to is then what the other's does.
+bool have_equal_buffers(const Layout& layout, int a, int b) noexcept;
 // The rank's part as torch would show it: `[0, ...]` for an empty shard.
 std::vector<int64_t> local_shape(const Layout& layout, const TensorSpec& target, int rank);
 

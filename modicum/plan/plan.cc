@@ -120,16 +120,18 @@ Promise promise_of(const Plan& plan) {
     open[Purpose::header] = header;
     open[Purpose::plan] = held;
     Footprint hold = open;
-    hold[Purpose::shards] = shard_bytes(plan, rank);
+    const bool as_before = rank > 0 && have_equal_buffers(plan.layout, rank - 1, rank);
+    hold[Purpose::shards] = as_before ? promise.phases[kHoldPhase].of_rank.back()[Purpose::shards]
+                                      : shard_bytes(plan, rank);
     Footprint load = hold;
     load[Purpose::window] = reads ? of_reader : of_others;
     load[Purpose::staging] = plan.staging.total_bytes;
     for (Footprint* phase : {&open, &load, &hold}) {
       (*phase)[Purpose::page_tables] = page_table_bytes(phase->ledger_total());
     }
-    promise.phases[0].of_rank.push_back(open);
-    promise.phases[1].of_rank.push_back(load);
-    promise.phases[2].of_rank.push_back(hold);
+    promise.phases[kOpenPhase].of_rank.push_back(open);
+    promise.phases[kLoadPhase].of_rank.push_back(load);
+    promise.phases[kHoldPhase].of_rank.push_back(hold);
   }
   return promise;
 }

@@ -73,6 +73,11 @@ constexpr uint64_t kMinStagingBytes = 256 * kKiB;
 constexpr uint64_t kMinDefaultStagingBytes = 1 * kMiB;  // the default shrinks no further to fit
 constexpr size_t kReadTableRows = 1024;                 // transfers sorted at a time
 
+// The phases of a load's promise: headers are known; everything is held; what remains.
+constexpr size_t kOpenPhase = 0;
+constexpr size_t kLoadPhase = 1;
+constexpr size_t kHoldPhase = 2;
+
 // How a rank's staging is divided. One worker's share is a table and a slot.
 struct Staging {
   uint64_t ring_part_bytes = 0;  // this rank's part of the exchange ring

@@ -1,5 +1,6 @@
 // From transfers to reads: sorted by file offset in batches, cut into tiles, neighbours coalesced.
 #include <algorithm>
+#include <mutex>
 
 #include "modicum/plan/plan.h"
 
@@ -174,9 +175,9 @@ Traffic traffic_of_rank(const Plan& plan, int rank) {
         [&](const Transfer&) { sum.transfers += 1; });
     return sum;
   }
+  const bool reads = strategy.reader == Reader::every_rank || rank == 0;
   for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
     if (!is_needed(plan, s)) continue;
-    const bool reads = strategy.reader == Reader::every_rank || rank == 0;
     (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += plan.manifest->tensors[s].at.bytes();
     if (reads) sum.reads += 1;
   }
@@ -185,13 +186,28 @@ Traffic traffic_of_rank(const Plan& plan, int rank) {
 
 Traffic traffic(const Plan& plan) {
   Traffic sum;
-  for (int rank = 0; rank < plan.ranks(); ++rank) {
-    const Traffic of = traffic_of_rank(plan, rank);
+  const auto add = [&sum](const Traffic& of) {
     sum.storage_read_bytes += of.storage_read_bytes;
     sum.exchanged_bytes += of.exchanged_bytes;
     sum.reads += of.reads;
     sum.transfers += of.transfers;
+  };
+  // Where whole tensors are read, ranks of a kind read alike.
+  if (plan.strategy().of_reader != Window::none) {
+    const Traffic of_first = traffic_of_rank(plan, 0);
+    const Traffic of_others = plan.ranks() > 1 ? traffic_of_rank(plan, 1) : Traffic{};
+    for (int rank = 0; rank < plan.ranks(); ++rank) add(rank == 0 ? of_first : of_others);
+    return sum;
   }
+  std::mutex mutex;
+  const int workers = std::min(plan.ranks(), usable_cpus());
+  run_workers(workers, [&](int worker) {
+    for (int rank = worker; rank < plan.ranks(); rank += workers) {
+      const Traffic of = traffic_of_rank(plan, rank);
+      const std::lock_guard lock(mutex);
+      add(of);
+    }
+  });
   return sum;
 }
 

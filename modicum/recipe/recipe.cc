@@ -102,14 +102,30 @@ void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& ke
   }
 }
 
+Recipe make_recipe(const Manifest& manifest, const RecipeOptions& options) {
+  std::vector<std::pair<std::string, std::string>> ties;
+  if (options.tie_word_embeddings) ties = word_embedding_ties(manifest);
+  Recipe recipe =
+      options.text.empty() ? identity_recipe(manifest, ties) : parse_recipe(options.text, manifest);
+  set_dtype(recipe, options.dtype, options.keep_fp32);
+  return recipe;
+}
+
 void digest_recipe(const Recipe& recipe, Hasher& hasher) {
+  std::vector<int64_t> numbers;  // of one node or target at a time: few long additions
   for (const Node& node : recipe.nodes) {
-    hasher.add(node.op).add(node.dtype).add(node.dim).add(node.from).add(node.in.size());
-    for (const uint32_t id : node.in) hasher.add(id);
-    hasher.add(node.arg).add(node.shape);
+    numbers.assign({static_cast<int64_t>(node.op), static_cast<int64_t>(node.dtype), node.dim,
+                    node.from, static_cast<int64_t>(node.in.size()),
+                    static_cast<int64_t>(node.arg.size())});
+    numbers.insert(numbers.end(), node.in.begin(), node.in.end());
+    numbers.insert(numbers.end(), node.arg.begin(), node.arg.end());
+    numbers.insert(numbers.end(), node.shape.begin(), node.shape.end());
+    hasher.add(numbers);
   }
   for (const Target& target : recipe.targets) {
-    hasher.add(target.spec.fqn).add(target.spec.dtype).add(target.spec.role).add(target.root);
+    numbers.assign({static_cast<int64_t>(target.spec.dtype), static_cast<int64_t>(target.spec.role),
+                    target.root});
+    hasher.add(target.spec.fqn).add(numbers);
   }
 }
 

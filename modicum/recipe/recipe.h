@@ -118,6 +118,16 @@ std::string recipe_text(const Recipe& recipe, const Manifest& manifest);
 // `keep_fp32` (a regular expression, searched) matches get float32. A bad expression is USAGE.
 void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& keep_fp32);
 
+// The recipe that is meant, whole: of `text` (recipe.json) or, where that is empty, identity with
+// the ties that the model's config asks for; then dtypes.
+struct RecipeOptions {
+  std::string text;
+  bool tie_word_embeddings = false;
+  std::optional<DType> dtype;
+  std::string keep_fp32;
+};
+Recipe make_recipe(const Manifest& manifest, const RecipeOptions& options = {});
+
 // What the elements of a target are made of, to digest a plan's inputs.
 void digest_recipe(const Recipe& recipe, Hasher& hasher);
 

@@ -18,8 +18,12 @@ int nodes_of(const RunFlags& flags) noexcept {
 std::optional<Budget> budget_of(const std::string& flag, int nodes) {
   if (flag == "none") return std::nullopt;
   if (flag != "auto") return Budget{parse_size(flag), "flag"};
-  const MemoryLimit tightest = memory_limits().front();
-  return Budget{tightest.available_bytes / static_cast<uint64_t>(nodes), tightest.source};
+  const std::vector<MemoryLimit> limits = memory_limits();
+  if (limits.empty()) {
+    fail(Category::usage, "--budget auto: the kernel does not say what is left; give a size");
+  }
+  return Budget{limits.front().available_bytes / static_cast<uint64_t>(nodes),
+                limits.front().source};
 }
 
 std::optional<DType> dtype_flag(const std::string& name) {
@@ -35,19 +39,15 @@ std::optional<DType> dtype_flag(const std::string& name) {
 namespace {
 
 Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& checkpoint) {
-  Recipe recipe;
-  if (flags.recipe.empty()) {
-    std::vector<std::pair<std::string, std::string>> ties;
-    if (checkpoint.config.tie_word_embeddings) ties = word_embedding_ties(checkpoint.manifest);
-    recipe = identity_recipe(checkpoint.manifest, ties);
-  } else {
+  RecipeOptions options{.tie_word_embeddings = checkpoint.config.tie_word_embeddings,
+                        .dtype = dtype_flag(flags.dtype),
+                        .keep_fp32 = flags.keep_fp32};
+  if (!flags.recipe.empty()) {
     const auto file = files.open(flags.recipe);
-    std::string text(file->identity().size_bytes, '\0');
-    file->read(std::as_writable_bytes(std::span(text)), 0);
-    recipe = parse_recipe(text, checkpoint.manifest);
+    options.text.resize(file->identity().size_bytes);
+    file->read(std::as_writable_bytes(std::span(options.text)), 0);
   }
-  set_dtype(recipe, dtype_flag(flags.dtype), flags.keep_fp32);
-  return recipe;
+  return make_recipe(checkpoint.manifest, options);
 }
 
 void require_within(std::string_view what, int value, int least, int most) {

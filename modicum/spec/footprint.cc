@@ -57,6 +57,14 @@ uint64_t Promise::rank_peak_bytes(int rank) const noexcept {
   return peak_phase(rank).of_rank[static_cast<size_t>(rank)].total();
 }
 
+uint64_t Promise::ledger_limit_bytes(int rank) const noexcept {
+  uint64_t most = 0;
+  for (const Phase& phase : phases) {
+    most = std::max(most, phase.of_rank[static_cast<size_t>(rank)].ledger_total());
+  }
+  return most;
+}
+
 uint64_t Promise::node_peak_bytes(int node) const noexcept {
   uint64_t sum = launcher_bytes;
   for (int rank = 0; rank < ranks(); ++rank) {

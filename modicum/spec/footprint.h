@@ -66,6 +66,8 @@ struct Promise {
   // to be in the same phase.
   uint64_t node_peak_bytes(int node) const noexcept;
   const Phase& peak_phase(int rank) const noexcept;
+  // What rank `rank`'s ledger may hold: its highest phase, less process and page tables.
+  uint64_t ledger_limit_bytes(int rank) const noexcept;
 };
 
 // Page tables over `mapped_bytes` of touched memory (8 bytes per 4 KiB page and a page of slack per

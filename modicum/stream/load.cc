@@ -48,7 +48,7 @@ class Load {
  private:
   // Everything that the run will hold, before the first data byte.
   void commit(Ledger& ledger) {
-    const auto& load = plan_.promise.phases[1].of_rank[static_cast<size_t>(at_.rank)];
+    const auto& load = plan_.promise.phases[kLoadPhase].of_rank[static_cast<size_t>(at_.rank)];
     const int threads = std::max(1, options_.threads);
     window_ = ledger.charge(Purpose::window, load[Purpose::window], threads);
     const Staging& staging = plan_.staging;

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""What do the three strategies hold and take for the same end state?
+
+Workload: a synthesised qwen3-0.6b (1.1 GiB of bf16, one file) into 8 ranks under FSDP2's
+Shard(0). Rivals: the strategies themselves; `full-per-rank` and `rank0-broadcast` are what loaders
+usually do. They run interleaved, ROUNDS times each, page cache warm; figures are medians with their
+range. Memory is the kernel's (PSS and page tables over the rank processes), beside the promise.
+
+Writes the table into README.md and benchmarks/RESULTS.md between their markers.
+"""
+
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MODICUM = ROOT / "build/release/modicum"
+COMMAND = "python3 benchmarks/strategies.py"
+ARCH, RANKS, ROUNDS = "qwen3-0.6b", 8, 5
+STRATEGIES = ("own-shard", "rank0-broadcast", "full-per-rank")
+GIB = 1 << 30
+
+
+def run(*args: str) -> dict:
+    """The JSON document that a modicum verb prints."""
+    done = subprocess.run([MODICUM, *args, "--json"], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+def largest_tensor_bytes(model: Path) -> int:
+    tensors = run("inspect", str(model))["tensors"]
+    return max(tensor["end"] - tensor["begin"] for tensor in tensors)
+
+
+def measure(model: Path) -> dict[str, list[dict]]:
+    """Load reports by strategy; the strategies take turns, so that a slow minute hits all alike."""
+    common = [str(model), "--ranks", str(RANKS), "--budget", "none"]
+    run("load", *common, "--strategy", "full-per-rank")  # warms memory and page cache; not counted
+    reports: dict[str, list[dict]] = {name: [] for name in STRATEGIES}
+    for _ in range(ROUNDS):
+        for name in STRATEGIES:
+            reports[name].append(run("load", *common, "--strategy", name))
+    return reports
+
+
+def node_peak(report: dict) -> int:
+    return max(node["kernel_peak_bytes"] for node in report["nodes"])
+
+
+def row(name: str, promise: dict, reports: list[dict], model_bytes: int) -> str:
+    kernel = statistics.median(node_peak(report) for report in reports)
+    seconds = sorted(report["elapsed_s"] for report in reports)
+    median = statistics.median(seconds)
+    promised = max(node["peak_bytes"] for node in promise["nodes"])
+    models = (kernel - model_bytes) / model_bytes
+    gib = f"{promised / GIB:.2f} | {kernel / GIB:.2f} | {models:.2f}"
+    speed = f"{median:.2f} ({seconds[0]:.2f}-{seconds[-1]:.2f}) | {model_bytes / median / 1e9:.2f}"
+    read = promise["storage_read_bytes"] / model_bytes
+    return f"| `{name}` | {gib} | {read:.2f} | {speed} |"
+
+
+def cpu() -> str:
+    text = Path("/proc/cpuinfo").read_text()
+    name = re.search(r"model name\s*: (.*)", text)
+    flags = re.search(r"^flags\s*: (.*)$", text, re.M)
+    present = set(flags.group(1).split()) if flags else set()
+    isa = next((i for i in ("avx512f", "avx2", "sse4_2") if i in present), platform.machine())
+    return f"{name.group(1) if name else platform.machine()}, {os.cpu_count()} CPUs, {isa}"
+
+
+def table(model: Path) -> str:
+    model_bytes = run("inspect", str(model))["checkpoint"]["bytes"]
+    plan = run("plan", str(model), "--ranks", str(RANKS))
+    promises = {strategy["name"]: strategy for strategy in plan["strategies"]}
+    reports = measure(model)
+    rows = [row(name, promises[name], reports[name], model_bytes) for name in STRATEGIES]
+    version = subprocess.run([MODICUM, "--version"], check=True, capture_output=True, text=True)
+    return "\n".join(
+        [
+            f"{ARCH}, {model_bytes / GIB:.2f} GiB, {RANKS} ranks on one node; "
+            f"largest tensor {largest_tensor_bytes(model) / GIB:.2f} GiB:",
+            "",
+            "| strategy | promised, GiB | held (kernel), GiB | besides the shards, models "
+            "| read, checkpoints | seconds, median (range) | GB/s |",
+            "|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+            f"`{COMMAND}`: {ROUNDS} interleaved rounds, warm page cache, committing memory "
+            f"included; {version.stdout.strip()}, {cpu()}, Linux {platform.release()}.",
+        ]
+    )
+
+
+def write_between_markers(path: Path, text: str) -> None:
+    begin, end = "<!-- bench:strategies -->", "<!-- /bench:strategies -->"
+    page = path.read_text()
+    head, rest = page.split(begin)
+    tail = rest.split(end)[1]
+    path.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
+
+
+def main() -> int:
+    if not MODICUM.is_file():
+        print(f"{MODICUM} is not there; run `make build`", file=sys.stderr)
+        return 1
+    scratch = Path(tempfile.mkdtemp(prefix="modicum-bench-"))
+    try:
+        model = scratch / ARCH
+        run("synth", str(model), "--arch", ARCH)
+        text = table(model)
+    finally:
+        shutil.rmtree(scratch)
+    for page in ("README.md", "benchmarks/RESULTS.md"):
+        write_between_markers(ROOT / page, text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

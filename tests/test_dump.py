@@ -1,0 +1,417 @@
+"""What ranks end up with is torch.chunk of what is stored, byte for byte, under every strategy; and
+the digest is of the model alone.
+
+House test. It catches these mutations: a transfer dropped, doubled, shifted by one element or cast
+by truncation; a chunk rule of "n // W and the remainder to the first ranks"; a digest that forgets
+a name, an index or a bit.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program import (
+    STRATEGIES,
+    failure,
+    flip_bit,
+    joined,
+    offset_of,
+    run_json,
+    stored,
+    write_checkpoint,
+    write_recipe,
+)
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file  # noqa: E402  (after torch is known to be there)
+
+WORLDS = (1, 2, 3, 5, 8)
+Tensors = dict[str, Any]
+
+FLOAT_SHAPES = {
+    "even": (16, 6),
+    "rows_7": (7, 5),
+    "rows_17": (17, 3, 2),
+    "one_row": (1, 33),
+    "vector_13": (13,),
+    "vector_1": (1,),
+    "scalar": (),
+    "no_rows": (0, 4),
+    "no_columns": (5, 0),
+    "tall": (4099, 3),
+}
+
+
+def some_bits(shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
+    """A tensor of every kind of bit pattern: also infinities, NaNs and subnormals."""
+    maker = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=maker)
+    return raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+def odd_tensors() -> Tensors:
+    """Odd shapes in every float dtype, and integers and bools beside them."""
+    made: Tensors = {}
+    for number, (name, shape) in enumerate(FLOAT_SHAPES.items()):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            word = str(dtype).removeprefix("torch.")
+            made[f"{name}.{word}"] = some_bits(shape, dtype, number)
+    for number, dtype in enumerate((torch.int64, torch.int32, torch.int16, torch.int8)):
+        made[f"ints.{number}"] = some_bits((11, 2), dtype, 100 + number)
+    made["bytes"] = some_bits((9,), torch.uint8, 200)
+    made["mask"] = torch.arange(21).reshape(7, 3) % 3 == 0
+    return made
+
+
+def bits(tensor: Any) -> bytes:
+    """A tensor's bytes, whatever its dtype (numpy knows no bfloat16)."""
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def shard_of(tensor: Any, rank: int, world: int, dim: int = 0) -> Any:
+    """What torch.chunk gives a rank, the empty chunks that it leaves out filled in."""
+    if tensor.dim() == 0:
+        return tensor
+    chunks = torch.chunk(tensor, world, dim) if tensor.shape[dim] else ()
+    if rank < len(chunks):
+        return chunks[rank]
+    return tensor.narrow(dim, 0, 0)
+
+
+def assert_same(got: Any, expected: Any, what: str) -> None:
+    assert got.dtype == expected.dtype, f"{what}: {got.dtype} instead of {expected.dtype}"
+    assert got.shape == expected.shape, f"{what}: {got.shape} instead of {expected.shape}"
+    assert bits(got) == bits(expected), f"{what}: other bits"
+
+
+def assert_dumped(
+    out: Path, whole: Tensors, world: int, cut: Callable[..., Any] = shard_of
+) -> None:
+    """Every rank's file holds its cut of every tensor, and nothing else is there."""
+    names = {f"rank-{rank:05d}.safetensors" for rank in range(world)}
+    assert {file.name for file in out.iterdir()} == names
+    for rank in range(world):
+        dumped = load_file(out / f"rank-{rank:05d}.safetensors")
+        assert dumped.keys() == whole.keys()
+        for name, tensor in whole.items():
+            assert_same(dumped[name], cut(tensor, rank, world), f"{name} of rank {rank}/{world}")
+
+
+def cast_by_torch(tensors: Tensors, dtype: str | None) -> Tensors:
+    """What `--dtype` makes of them: floats cast, all else kept."""
+    if dtype is None:
+        return tensors
+    to = getattr(torch, dtype)
+    return {n: t.to(to) if t.is_floating_point() else t for n, t in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
+    """The odd tensors in three files with an index."""
+    tensors = odd_tensors()
+    return write_checkpoint(tmp_path_factory.mktemp("odd") / "model", tensors, files=3), tensors
+
+
+@pytest.fixture
+def dump(modicum: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Loads with `--dump` into a new directory and gives it."""
+
+    def dump_into(directory: Path, *flags: object) -> Path:
+        out = tmp_path / f"dump-{len(list(tmp_path.iterdir()))}"
+        run_json(modicum, "load", directory, "--dump", out, *flags)
+        return out
+
+    return dump_into
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_shards_are_chunks(odd: tuple[Path, Tensors], dump, world: int, strategy: str) -> None:
+    directory, tensors = odd
+    out = dump(directory, "--ranks", world, "--strategy", strategy, "--check", "values")
+    assert_dumped(out, tensors, world)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_casts_are_torchs(tmp_path: Path, dump, dtype: str, strategy: str) -> None:
+    """Bit for bit, also where rounding ties, overflows or goes subnormal; a NaN stays one."""
+    tensors = {n: without_nan(t) for n, t in odd_tensors().items()}
+    directory = write_checkpoint(tmp_path / "model", tensors)
+    out = dump(directory, "--ranks", 3, "--strategy", strategy, "--dtype", dtype)
+    assert_dumped(out, cast_by_torch(tensors, dtype), 3)
+
+
+def without_nan(tensor: Any) -> Any:
+    """NaNs have many bit patterns, and which one a cast gives isn't promised."""
+    return torch.nan_to_num(tensor, nan=1.5) if tensor.is_floating_point() else tensor
+
+
+def test_nan_stays_nan(tmp_path: Path, dump) -> None:
+    stored_nans = torch.tensor([float("nan"), -float("nan"), 1.0]).repeat(7)
+    directory = write_checkpoint(tmp_path / "model", {"x": stored_nans})
+    for dtype in ("bfloat16", "float16"):
+        out = dump(directory, "--dtype", dtype)
+        (loaded,) = load_file(out / "rank-00000.safetensors").values()
+        assert torch.equal(torch.isnan(loaded), torch.isnan(stored_nans))
+
+
+def test_every_bfloat16_and_float16_widens_exactly(tmp_path: Path, dump) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    tensors = {n: without_nan(every.view(getattr(torch, n))) for n in ("bfloat16", "float16")}
+    directory = write_checkpoint(tmp_path / "model", tensors)
+    assert_dumped(dump(directory, "--dtype", "float32"), cast_by_torch(tensors, "float32"), 1)
+    assert_dumped(dump(directory, "--dtype", "bfloat16"), cast_by_torch(tensors, "bfloat16"), 1)
+    assert_dumped(dump(directory, "--dtype", "float16"), cast_by_torch(tensors, "float16"), 1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_layout_none_is_whole_on_every_rank(odd: tuple[Path, Tensors], dump, strategy: str) -> None:
+    directory, tensors = odd
+    out = dump(directory, "--ranks", 3, "--strategy", strategy, "--layout", "none")
+    assert_dumped(out, tensors, 3, lambda tensor, rank, world: tensor)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_shard_dim_1(tmp_path: Path, dump, strategy: str) -> None:
+    tensors = {f"m{n}": some_bits((5, n, 3), torch.float32, n) for n in (1, 4, 7, 8, 300)}
+    directory = write_checkpoint(tmp_path / "model", tensors)
+    out = dump(directory, "--ranks", 4, "--strategy", strategy, "--shard-dim", 1)
+    assert_dumped(out, tensors, 4, lambda t, rank, world: shard_of(t, rank, world, 1))
+
+
+def test_keep_fp32_keeps_by_name(tmp_path: Path, dump) -> None:
+    tensors = {"norm.weight": torch.randn(9), "mlp.weight": torch.randn(9, 3)}
+    directory = write_checkpoint(tmp_path / "model", tensors)
+    out = dump(directory, "--ranks", 2, "--dtype", "bfloat16", "--keep-fp32", "norm")
+    tensors["mlp.weight"] = tensors["mlp.weight"].to(torch.bfloat16)
+    assert_dumped(out, tensors, 2)
+
+
+def test_tied_head_is_dumped_under_both_names(tmp_path: Path, dump) -> None:
+    tensors = {"model.embed_tokens.weight": torch.randn(13, 4), "model.norm.weight": torch.randn(4)}
+    directory = write_checkpoint(tmp_path / "model", tensors)
+    config = {"model_type": "qwen3", "tie_word_embeddings": True}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    assert_dumped(dump(directory, "--ranks", 3), tensors, 3)
+
+
+# ---- recipes
+
+
+def recipe_tensors() -> Tensors:
+    made = {"a": some_bits((6, 4), torch.float32, 1), "b": some_bits((5, 4), torch.float32, 2)}
+    made |= {"c": some_bits((4, 3, 5), torch.bfloat16, 3), "left": torch.ones(3)}
+    return made
+
+
+def recipe_nodes() -> dict[str, Any]:
+    """One target for every op, and some of ops inside ops."""
+    a, b, c = stored("a"), stored("b"), stored("c")
+    turned = {"op": "permute", "dims": [2, 0, 1], "in": [c]}
+    return {
+        "cat": joined("cat", 0, [a, b]),
+        "cat_inner": joined("cat", 1, [a, a]),
+        "stack": joined("stack", 1, [a, a, a]),
+        "slice": {"op": "slice", "dim": 1, "start": 1, "stop": 3, "in": [b]},
+        "permute": turned,
+        "gather": {"op": "gather", "dim": 0, "index": [5, 0, 0, 3, 1], "in": [a]},
+        "reshape": {"op": "reshape", "shape": [2, 30], "in": [c]},
+        "nested": {"op": "slice", "dim": 0, "start": 2, "stop": 5, "in": [turned]},
+        "cast": {"op": "stored", "name": "a", "dtype": "float16"},
+        "tied": {"op": "alias", "of": "cat"},
+        "zeros": {"op": "init", "rule": "zeros", "shape": [7, 2], "dtype": "float32"},
+        "ones": {"op": "init", "rule": "ones", "shape": [5], "dtype": "bfloat16"},
+    }
+
+
+def recipe_expected(of: Tensors) -> Tensors:
+    a, b, c = of["a"], of["b"], of["c"]
+    turned = c.permute(2, 0, 1)
+    cat = torch.cat([a, b])
+    return {
+        "cat": cat,
+        "cat_inner": torch.cat([a, a], 1),
+        "stack": torch.stack([a, a, a], 1),
+        "slice": b[:, 1:3],
+        "permute": turned,
+        "gather": a[[5, 0, 0, 3, 1]],
+        "reshape": c.reshape(2, 30),
+        "nested": turned[2:5],
+        "cast": a.to(torch.float16),
+        "tied": cat,
+        "zeros": torch.zeros(7, 2),
+        "ones": torch.ones(5, dtype=torch.bfloat16),
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", (1, 3, 8))
+def test_recipe_ops(tmp_path: Path, dump, world: int, strategy: str) -> None:
+    tensors = {n: without_nan(t) for n, t in recipe_tensors().items()}
+    directory = write_checkpoint(tmp_path / "model", tensors)
+    recipe = write_recipe(tmp_path / "recipe.json", recipe_nodes(), unused=["left"])
+    out = dump(directory, "--ranks", world, "--strategy", strategy, "--recipe", recipe)
+    assert_dumped(out, recipe_expected(tensors), world)
+
+
+def test_init_is_the_same_at_any_world(tmp_path: Path, dump) -> None:
+    directory = write_checkpoint(tmp_path / "model", {"x": torch.ones(2)})
+    node = {"op": "init", "rule": "normal", "std": 0.5, "shape": [301, 7], "dtype": "float32"}
+    recipe = write_recipe(tmp_path / "recipe.json", {"x": stored("x"), "new": node})
+    (whole,) = whole_of(dump(directory, "--recipe", recipe), ["new"])
+    for world in WORLDS[1:]:
+        out = dump(directory, "--ranks", world, "--recipe", recipe)
+        (joined_up,) = whole_of(out, ["new"])
+        assert_same(joined_up, whole, f"init at {world} ranks")
+    assert abs(whole.std().item() - 0.5) < 0.05
+    assert abs(whole.mean().item()) < 0.05
+
+
+def whole_of(out: Path, names: list[str]) -> Iterator[Any]:
+    """Dumped shards put together again."""
+    ranks = [load_file(file) for file in sorted(out.iterdir())]
+    for name in names:
+        yield torch.cat([rank[name] for rank in ranks])
+
+
+def moe_nodes(header: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """The recipe that stacks experts and joins gate and up, and torch's own result of it."""
+    nodes: dict[str, Any] = {n: stored(n) for n in header if ".experts." not in n}
+    whole: Tensors = {n: header[n] for n in nodes}
+    for layer in (0, 1):
+        prefix = f"model.layers.{layer}.mlp.experts"
+
+        def names(kind: str, prefix: str = prefix) -> list[str]:
+            return [f"{prefix}.{expert}.{kind}_proj.weight" for expert in range(4)]
+
+        stacks = {k: joined("stack", 0, map(stored, names(k))) for k in ("gate", "up", "down")}
+        made = {k: torch.stack([header[n] for n in names(k)]) for k in ("gate", "up", "down")}
+        nodes[f"{prefix}.gate_up_proj"] = joined("cat", 1, [stacks["gate"], stacks["up"]])
+        nodes[f"{prefix}.down_proj"] = stacks["down"]
+        whole[f"{prefix}.gate_up_proj"] = torch.cat([made["gate"], made["up"]], 1)
+        whole[f"{prefix}.down_proj"] = made["down"]
+    return nodes, whole
+
+
+@pytest.fixture(scope="module")
+def tiny_moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tensors]:
+    """A synthesised MoE, its recipe, and what torch makes of it."""
+    place = tmp_path_factory.mktemp("moe")
+    run_json(modicum, "synth", place / "model", "--arch", "tiny-moe")
+    nodes, whole = moe_nodes(load_file(place / "model/model.safetensors"))
+    return place / "model", write_recipe(place / "recipe.json", nodes), whole
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_moe_recipe(tiny_moe, dump, world: int, strategy: str) -> None:
+    directory, recipe, whole = tiny_moe
+    flags = ("--strategy", strategy, "--recipe", recipe, "--check", "values")
+    assert_dumped(dump(directory, "--ranks", world, *flags), whole, world)
+
+
+# ---- the digest
+
+
+def digest(modicum: Path, directory: Path, *flags: object) -> str:
+    found = run_json(modicum, "load", directory, "--digest", *flags)["digest"]
+    assert len(found) >= 16 and int(found, 16) >= 0
+    return found
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
+def test_digest_is_of_the_model_alone(modicum: Path, odd, tmp_path: Path, dtype) -> None:
+    """The same over strategies, worlds, layouts, destinations and files; another per dtype."""
+    directory, tensors = odd
+    single = write_checkpoint(tmp_path / "single", dict(reversed(tensors.items())))
+    cast = ("--dtype", dtype) if dtype else ()
+    seen = {digest(modicum, directory, *cast), digest(modicum, single, *cast)}
+    for strategy in STRATEGIES:
+        how = ("--strategy", strategy, *cast)
+        seen |= {digest(modicum, directory, "--ranks", world, *how) for world in (2, 3, 8)}
+        for destination in ("cpu", "discard"):
+            flags = ("--ranks", 3, "--destination", destination, *how)
+            seen.add(digest(modicum, directory, *flags))
+            seen.add(digest(modicum, directory, "--layout", "none", *flags))
+    assert len(seen) == 1, seen
+
+
+def test_digest_differs_per_dtype(modicum: Path, odd: tuple[Path, Tensors]) -> None:
+    casts = [("--dtype", dtype) for dtype in ("float32", "bfloat16", "float16")]
+    assert len({digest(modicum, odd[0], *cast) for cast in [(), *casts]}) == 4
+
+
+def test_digest_of_shard_dim_1(modicum: Path, tmp_path: Path) -> None:
+    tensors = {"m": some_bits((5, 8, 3), torch.float32, 1)}
+    directory = write_checkpoint(tmp_path / "model", tensors)
+    flags = ("--ranks", 4, "--shard-dim", 1)
+    one = digest(modicum, directory)
+    assert digest(modicum, directory, *flags) == one
+    assert digest(modicum, directory, *flags, "--destination", "discard") == one
+
+
+def test_digest_of_recipe(modicum: Path, tiny_moe) -> None:
+    directory, recipe, _ = tiny_moe
+    every = itertools.product((1, 3), STRATEGIES, ("cpu", "discard"))
+    seen = set()
+    for world, strategy, destination in every:
+        flags = ("--ranks", world, "--strategy", strategy, "--destination", destination)
+        seen.add(digest(modicum, directory, "--recipe", recipe, *flags))
+    assert len(seen) == 1
+    assert seen != {digest(modicum, directory)}
+
+
+def changed(tensors: Tensors) -> Iterator[tuple[str, Tensors]]:
+    """Models that differ from another in one small thing."""
+    last_bit = {n: t.clone() for n, t in tensors.items()}
+    last_bit["a"].view(torch.int32)[-1, -1] ^= 1
+    yield "one bit", last_bit
+    yield "two rows", tensors | {"a": tensors["a"][[1, 0, *range(2, len(tensors["a"]))]]}
+    yield "two elements", tensors | {"a": tensors["a"].roll(1, dims=1)}
+    yield "two tensors", tensors | {"a": tensors["b"], "b": tensors["a"]}
+    yield "a name", {"aa" if n == "a" else n: t for n, t in tensors.items()}
+    yield "a shape", tensors | {"a": tensors["a"].reshape(4, 6)}
+    yield "a dtype", tensors | {"a": tensors["a"].view(torch.int32)}
+
+
+def test_digest_sees_every_change(modicum: Path, tmp_path: Path) -> None:
+    tensors = {"a": some_bits((6, 4), torch.float32, 1), "b": some_bits((6, 4), torch.float32, 2)}
+    models = [("nothing", tensors), *changed(tensors)]
+    seen: dict[str, str] = {}
+    for number, (what, model) in enumerate(models):
+        contiguous = {n: t.contiguous().clone() for n, t in model.items()}
+        found = digest(modicum, write_checkpoint(tmp_path / str(number), contiguous), "--ranks", 2)
+        assert found not in seen, f"changing {what} gives the digest of changing {seen[found]}"
+        seen[found] = what
+
+
+# ---- check
+
+
+def test_check_names_the_wrong_tensor(modicum: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    run_json(modicum, "synth", directory, "--arch", "tiny-moe")
+    assert run_json(modicum, "load", directory, "--check", "values")["check"] == "ok"
+    wrong = "model.layers.1.self_attn.k_proj.weight"
+    file = directory / "model.safetensors"
+    flip_bit(file, offset_of(file, wrong) + 3)
+    for strategy in STRATEGIES:
+        flags = ("--ranks", 3, "--strategy", strategy, "--check", "values")
+        error = failure(modicum, 12, "load", directory, *flags)
+        assert error["category"] == "INTEGRITY"
+        assert error["tensor"] == wrong
+
+
+def test_sparse_synth_passes_the_check(modicum: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    run_json(modicum, "synth", directory, "--arch", "qwen2.5-0.5b", "--layers", 1, "--sparse")
+    done = run_json(modicum, "load", directory, "--ranks", 2, "--check", "values")
+    assert done["check"] == "ok" and done["coverage"] == "proven"
