@@ -5,6 +5,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 
 #include "modicum/cli/verbs.h"
 #include "modicum/memory/memory.h"
@@ -75,6 +76,25 @@ void check_and_dump(const RankRun& of, int rank, HostSink& sink, RankOutcome& ou
   }
 }
 
+// What is dropped is compared on the way; one thread at a time, since the file is shared.
+class DropCheck {
+ public:
+  DropCheck(const RankRun& of, int rank) : of_(of), rank_(rank), expectation_(of.run.checkpoint) {}
+  DiscardSink::Inspect inspect() {
+    if (of_.flags.check.empty()) return {};
+    return [this](uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
+      const std::lock_guard lock(mutex_);
+      check_elements(of_.plan, rank_, buffer, at, elements, std::ref(expectation_));
+    };
+  }
+
+ private:
+  const RankRun& of_;
+  const int rank_;
+  std::mutex mutex_;
+  Expectation expectation_;
+};
+
 // One rank's life.
 void be_rank(const RankRun& of, int rank) {
   RankOutcome outcome{.rank = rank, .pid = static_cast<int32_t>(getpid())};
@@ -83,13 +103,14 @@ void be_rank(const RankRun& of, int rank) {
   Ledger ledger(of.plan.promise.ledger_limit_bytes(rank));
   std::unique_ptr<RingExchange> exchange;
   if (of.ring != nullptr) exchange = std::make_unique<RingExchange>(*of.ring, of.board, rank);
+  DropCheck dropped(of, rank);
   std::unique_ptr<HostSink> host;
-  std::unique_ptr<DigestSink> discard;
+  std::unique_ptr<DiscardSink> discard;
   if (of.run.options.destination == Destination::cpu) {
     host = std::make_unique<HostSink>(of.plan, rank, ledger, of.threads);
     if (!of.flags.check.empty()) host->poison();
   } else {
-    discard = std::make_unique<DigestSink>(of.plan, rank);
+    discard = std::make_unique<DiscardSink>(of.plan, rank, dropped.inspect());
   }
   Sink& sink = host ? static_cast<Sink&>(*host) : *discard;
   const LoadOutcome loaded = load(of.run.checkpoint, of.plan, {rank, &of.board, exchange.get()},
@@ -129,8 +150,8 @@ void refuse_contradictions(const LoadFlags& flags) {
   if (!flags.check.empty() && flags.check != "values") {
     fail(Category::usage, fmt::format("unknown check '{}'; values", printable(flags.check)));
   }
-  if (flags.run.destination == "discard" && (!flags.check.empty() || !flags.dump.empty())) {
-    fail(Category::usage, "--check and --dump need what --destination discard drops");
+  if (flags.run.destination == "discard" && !flags.dump.empty()) {
+    fail(Category::usage, "--dump needs what --destination discard drops");
   }
 }
 

@@ -1,30 +1,13 @@
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "modicum/memory/commit.h"
 #include "modicum/memory/memory.h"
 
 namespace modicum {
-namespace {
-
-std::vector<Owner> owners_of(const Footprint& held) {
-  std::vector<Owner> owners;
-  for (size_t i = 0; i < held.bytes.size(); ++i) {
-    if (held.bytes[i] == 0) continue;
-    owners.push_back({std::string(purpose_name(static_cast<Purpose>(i))), held.bytes[i]});
-  }
-  std::stable_sort(owners.begin(), owners.end(),
-                   [](const Owner& a, const Owner& b) { return a.bytes > b.bytes; });
-  return owners;
-}
-
-}  // namespace
-
 Charge::Charge(Charge&& other) noexcept
     : ledger_(std::exchange(other.ledger_, nullptr)),
       purpose_(other.purpose_),

@@ -233,14 +233,7 @@ std::vector<Owner> peak_owners(const Promise& promise, int node) {
     if (promise.node_of_rank[static_cast<size_t>(rank)] != static_cast<uint32_t>(node)) continue;
     sum += promise.peak_phase(rank).of_rank[static_cast<size_t>(rank)];
   }
-  std::vector<Owner> owners;
-  for (size_t p = 0; p < sum.bytes.size(); ++p) {
-    if (sum.bytes[p] == 0) continue;
-    owners.push_back({std::string(purpose_name(static_cast<Purpose>(p))), sum.bytes[p]});
-  }
-  std::stable_sort(owners.begin(), owners.end(),
-                   [](const Owner& a, const Owner& b) { return a.bytes > b.bytes; });
-  return owners;
+  return owners_of(sum);
 }
 
 std::string peak_cause(const Promise& promise, int node) {

@@ -39,6 +39,17 @@ Footprint& Footprint::operator+=(const Footprint& other) noexcept {
   return *this;
 }
 
+std::vector<Owner> owners_of(const Footprint& footprint) {
+  std::vector<Owner> owners;
+  for (size_t p = 0; p < footprint.bytes.size(); ++p) {
+    if (footprint.bytes[p] == 0) continue;
+    owners.push_back({std::string(purpose_name(static_cast<Purpose>(p))), footprint.bytes[p]});
+  }
+  std::stable_sort(owners.begin(), owners.end(),
+                   [](const Owner& a, const Owner& b) { return a.bytes > b.bytes; });
+  return owners;
+}
+
 int Promise::nodes() const noexcept {
   uint32_t last = 0;
   for (const uint32_t node : node_of_rank) last = std::max(last, node + 1);

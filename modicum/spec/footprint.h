@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "modicum/base/base.h"
 #include "modicum/spec/tensor.h"
 
 namespace modicum {
@@ -46,6 +47,9 @@ struct Footprint {
   Footprint& operator+=(const Footprint& other) noexcept;
   bool operator==(const Footprint&) const = default;
 };
+
+// Who holds what, largest first; purposes that hold nothing are left out.
+std::vector<Owner> owners_of(const Footprint& footprint);
 
 // A stretch of the run with one footprint per rank.
 struct Phase {

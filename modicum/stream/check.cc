@@ -11,7 +11,7 @@
 namespace modicum {
 namespace {
 
-constexpr int64_t kCheckElements = 64 * 1024;
+constexpr int64_t kCheckElements = 8 * 1024;
 
 int64_t bytes_at(DType dtype, int64_t elements) noexcept {
   return elements * bits_per_element(dtype) / 8;
@@ -29,16 +29,24 @@ class ValueCheck {
              const LoadOptions& options)
       : plan_(plan), rank_(rank), expected_(expected), options_(options) {}
 
-  void target(uint32_t t, std::span<const std::byte> host) {
+  // Elements [at, at + n) of the local buffer of target `t`.
+  void local(uint32_t t, int64_t at, std::span<const std::byte> held) {
     const TensorSpec& spec = plan_.recipe->targets[t].spec;
+    const auto n = static_cast<int64_t>(held.size()) * 8 / bits_per_element(spec.dtype);
+    const auto bytes_from = [&](int64_t element) {
+      return held.subspan(static_cast<size_t>(bytes_at(spec.dtype, element - at)));
+    };
     for_each_piece(plan_.layout, spec, rank_, [&](const Box& piece) {
-      for_each_global_run(piece, 0, piece.numel(), [&](int64_t global, int64_t local, int64_t n) {
-        run(t, global, n,
-            host.subspan(static_cast<size_t>(bytes_at(spec.dtype, piece.at + local))));
-      });
+      const int64_t begin = std::max(at, piece.at);
+      const int64_t end = std::min(at + n, piece.at + piece.numel());
+      for_each_global_run(piece, begin - piece.at, end - piece.at,
+                          [&](int64_t global, int64_t local, int64_t count) {
+                            run(t, global, count, bytes_from(piece.at + local));
+                          });
     });
-    const LocalBuffer buffer = local_buffer(plan_.layout, spec, rank_);
-    const auto padding = host.subspan(bytes_of(spec.dtype, buffer.numel));
+    const int64_t numel = local_buffer(plan_.layout, spec, rank_).numel;
+    if (at + n <= numel) return;
+    const auto padding = bytes_from(std::max(at, numel));
     if (std::any_of(padding.begin(), padding.end(), [](std::byte b) { return b != std::byte{}; })) {
       fail(Category::integrity, "padding is not zero", {.tensor = spec.fqn, .rank = rank_});
     }
@@ -104,10 +112,17 @@ class ValueCheck {
 
 }  // namespace
 
+void check_elements(const Plan& plan, int rank, uint32_t buffer, int64_t at,
+                    std::span<const std::byte> elements, const ExpectedElements& expected,
+                    const LoadOptions& options) {
+  ValueCheck(plan, rank, expected, options).local(buffer, at, elements);
+}
+
 void check_values(const Plan& plan, int rank, Sink& sink, const ExpectedElements& expected,
                   const LoadOptions& options) {
-  ValueCheck check(plan, rank, expected, options);
-  for (const uint32_t t : plan.order) check.target(t, sink.host(t));
+  for (const uint32_t t : plan.order) {
+    check_elements(plan, rank, t, 0, sink.host(t), expected, options);
+  }
 }
 
 uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink) {

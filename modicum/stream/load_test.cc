@@ -355,7 +355,7 @@ TEST(LoadExact, DiscardingGivesTheDigestOfKeeping) {
   std::mutex mutex;
   run_workers(3, [&](int rank) {
     Ledger ledger;
-    DigestSink sink(dropping, rank);
+    DiscardSink sink(dropping, rank);
     load(model.checkpoint, dropping, {rank, &board, nullptr}, sink, ledger);
     Footprint promised = dropping.promise.phases[1].of_rank[static_cast<size_t>(rank)];
     promised[Purpose::process] = promised[Purpose::page_tables] = 0;

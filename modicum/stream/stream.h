@@ -47,9 +47,13 @@ LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankConte
 using ExpectedElements =
     std::function<void(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into)>;
 
-// Compares every element that `sink` holds for `rank` with what the recipe makes of `expected`,
-// element by element along the recipe's second reading (element_source). The first difference is
-// INTEGRITY, naming the tensor.
+// Compares elements [at, at + n) of a rank's local buffer, padding included, with what the recipe
+// makes of `expected`, element by element along the recipe's second reading (element_source). The
+// first difference is INTEGRITY, naming the tensor.
+void check_elements(const Plan& plan, int rank, uint32_t buffer, int64_t at,
+                    std::span<const std::byte> elements, const ExpectedElements& expected,
+                    const LoadOptions& options = {});
+// The same for everything that `sink` has in host memory.
 void check_values(const Plan& plan, int rank, Sink& sink, const ExpectedElements& expected,
                   const LoadOptions& options = {});
 

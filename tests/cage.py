@@ -1,0 +1,127 @@
+"""A memory cgroup of one's own, v1 or v2: what is started in it can't hold more than it allows."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Enters the cage before it becomes the program, so that nothing of ours is counted in it.
+ENTER = 'echo $$ > "$0" && exec "$@"'
+
+
+@dataclass(frozen=True)
+class Cage:
+    """A cgroup with a limit."""
+
+    directory: Path
+    version: int
+
+    def start(self, *words: object, **options) -> subprocess.Popen[str]:
+        """Starts a program inside."""
+        arguments = [str(word) for word in words]
+        procs = self.directory / "cgroup.procs"
+        return subprocess.Popen(
+            ["/bin/sh", "-c", ENTER, str(procs), *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
+        )  # fmt: skip
+
+    def peak_bytes(self) -> int:
+        """The most that was ever held inside, page cache included."""
+        name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
+        return int((self.directory / name).read_text())
+
+    def oom_kills(self) -> int:
+        """How many processes the kernel has killed here for lack of memory."""
+        name = "memory.oom_control" if self.version == 1 else "memory.events"
+        for line in (self.directory / name).read_text().splitlines():
+            word, _, count = line.partition(" ")
+            if word == "oom_kill":
+                return int(count)
+        return 0
+
+
+def own_cgroup() -> tuple[Path, int] | None:
+    """The directory of our own memory cgroup and its version, where there is one."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            root = "/sys/fs/cgroup/memory"
+            for directory in (Path(root + path), Path(root)):
+                if (directory / "memory.limit_in_bytes").exists():
+                    return directory, 1
+        elif not controllers and Path("/sys/fs/cgroup/cgroup.controllers").exists():
+            directory = Path("/sys/fs/cgroup" + path)
+            # Version 2 has no processes beside children with a controller: a sibling, then.
+            return (directory if path == "/" else directory.parent), 2
+    return None
+
+
+def why_no_cage() -> str | None:
+    """Why there can be no cage here; None where there can be."""
+    if os.geteuid() != 0:
+        return "a memory cgroup needs root"
+    try:
+        with cage(1 << 30):
+            return None
+    except OSError as error:
+        return f"no memory cgroup can be made: {error}"
+
+
+def set_limit(directory: Path, version: int, limit_bytes: int) -> None:
+    """The limit, and no way round it by swapping."""
+    name, swap = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+    if version == 2:
+        name, swap = ("memory.max", "memory.swap.max")
+    (directory / name).write_text(str(limit_bytes))
+    if (directory / swap).exists():
+        (directory / swap).write_text(str(limit_bytes if version == 1 else 0))
+
+
+@contextlib.contextmanager
+def cage(limit_bytes: int) -> Iterator[Cage]:
+    """A child of our own cgroup with this limit; removed at the end, with whoever is left in it."""
+    own = own_cgroup()
+    if own is None:
+        raise OSError("there is no memory controller")
+    parent, version = own
+    directory = parent / f"modicum-test-{os.getpid()}-{time.monotonic_ns()}"
+    directory.mkdir()
+    try:
+        set_limit(directory, version, limit_bytes)
+        yield Cage(directory, version)
+    finally:
+        remove(directory)
+
+
+def remove(directory: Path) -> None:
+    """Ends who is left inside and removes the cgroup, which the kernel refuses for a moment."""
+    deadline = time.monotonic() + 10
+    while directory.exists():
+        for pid in (directory / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), 9)
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{directory} can't be removed")
+        if directory.exists():
+            time.sleep(0.02)
+
+
+def drop_page_cache(directory: Path) -> None:
+    """Writes the files of a directory out and forgets them, so that reading charges the reader."""
+    for file in directory.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def have(program: str) -> bool:
+    return shutil.which(program) is not None
