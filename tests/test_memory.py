@@ -6,8 +6,10 @@ charged; a window that outlives its use; a refusal that comes after the first re
 """
 
 import json
+import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,12 @@ REFUSAL_BYTES = 32 * MIB
 
 
 @pytest.fixture(scope="module")
-def qwen25(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """qwen2.5-0.5b, written whole."""
+def qwen25(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """qwen2.5-0.5b, written whole: a gigabyte, which is not left behind."""
     directory = tmp_path_factory.mktemp("memory") / "qwen2.5-0.5b"
     run_json(modicum, "synth", directory, "--arch", "qwen2.5-0.5b")
-    return directory
+    yield directory
+    shutil.rmtree(directory)
 
 
 @pytest.fixture(scope="module")

@@ -198,7 +198,9 @@ LoadReport load_with_ranks(const LoadFlags& flags, FileSystem& files, SteadyCloc
   const int threads =
       flags.common.threads > 0 ? flags.common.threads : std::max(1, usable_cpus() / plan.ranks());
   const RankRun of{flags, run, plan, clock, board, ring.get(), threads};
-  Progress progress(flags.common, traffic(plan).storage_read_bytes, clock);
+  // Ranks that take whole tensors take all of them.
+  const uint64_t times = plan.strategy().of_reader == Window::none ? 1 : flags.run.ranks;
+  Progress progress(flags.common, run.checkpoint.manifest.data_bytes() * times, clock);
   const int64_t begin_ns = clock.now_ns();
   run_ranks(
       board, clock, [&of](int rank) { be_rank(of, rank); }, watching(flags, board, progress));

@@ -116,7 +116,8 @@ class Supervisor {
   struct Child {
     pid_t pid = 0;
     bool gone = false;
-    int64_t stopped_at_ns = -1;  // of a stop that lasts
+    int64_t stopped_at_ns = -1;   // of a stop that lasts
+    std::string size_in_silence;  // /proc/PID/statm when it was last silent for the limit
   };
 
   int alive() const {
@@ -146,9 +147,21 @@ class Supervisor {
       blame(Category::peer, rank, "is stopped");
     } else if (child.stopped_at_ns < 0 && !board_.is_waiting(rank) && !board_.is_done(rank) &&
                now - board_.last_beat_ns(rank) >= options_.stall_limit_ns) {
-      blame(Category::stall, rank,
-            fmt::format("has not moved for {} s", options_.stall_limit_ns / kNsPerSecond));
+      judge_silence(rank);
     }
+  }
+
+  // A rank can't beat while the kernel commits its memory; it is then its size that moves.
+  void judge_silence(int rank) {
+    Child& child = children_[static_cast<size_t>(rank)];
+    std::string size = read_kernel_text(fmt::format("/proc/{}/statm", child.pid)).value_or("");
+    if (size != child.size_in_silence) {
+      child.size_in_silence = std::move(size);
+      board_.beat(rank, 0);
+      return;
+    }
+    blame(Category::stall, rank,
+          fmt::format("has not moved for {} s", 2 * options_.stall_limit_ns / kNsPerSecond));
   }
 
   void judge_end(int rank, int status) {

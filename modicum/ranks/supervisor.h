@@ -9,8 +9,9 @@
 namespace modicum {
 
 struct SuperviseOptions {
-  // A rank that has neither moved nor waits for others for this long is stalled.
-  int64_t stall_limit_ns = 120 * kNsPerSecond;
+  // A rank that has neither moved nor waits for others for this long is looked at, and stalled when
+  // it has not even changed its size by the next time.
+  int64_t stall_limit_ns = 60 * kNsPerSecond;
   // A stop (SIGSTOP) shorter than this is nothing.
   int64_t stop_grace_ns = 2 * kNsPerSecond;
   // Called every 100 ms or so while ranks run.

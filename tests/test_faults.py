@@ -1,0 +1,244 @@
+"""Faults from outside while ranks load: killed, stopped and interrupted processes, failing reads.
+
+House test. It catches these mutations: a supervisor that waits for the dead; a stop taken for a
+stall, or not noticed; ranks that outlive their launcher; EINTR taken for an error, EIO retried, a
+short read taken for a whole one.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from program import STRATEGIES, Ended, children_of, run_json, tree_of
+
+RANKS = 4
+SOON_S = 5.0
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def large(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that takes some seconds to load, in holes."""
+    directory = tmp_path_factory.mktemp("faults") / "large"
+    run_json(modicum, "synth", directory, "--arch", "qwen2.5-0.5b", "--sparse")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def small(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of several files whose reads can be made to fail one by one."""
+    directory = tmp_path_factory.mktemp("faults") / "small"
+    run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--shard-size", 1000)
+    return directory
+
+
+def until(claim: Callable[[], bool], what: str, within_s: float = DEADLINE_S) -> float:
+    """Waits until a claim is true; how long that took."""
+    begin = time.monotonic()
+    while not claim():
+        assert time.monotonic() - begin < within_s, f"not within {within_s} s: {what}"
+        time.sleep(0.002)
+    return time.monotonic() - begin
+
+
+def name_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+
+
+class Loading:
+    """A load of four ranks that is under way."""
+
+    def __init__(self, modicum: Path, directory: Path, *flags: object) -> None:
+        words = (modicum, "load", directory, "--ranks", RANKS, "--json", *flags)
+        self.process = subprocess.Popen(
+            [str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.ranks: list[int] = []
+        until(self.has_ranks, "four rank processes that have named themselves")
+
+    def has_ranks(self) -> bool:
+        """Looks for the rank processes; keeps their pids by rank."""
+        assert self.process.poll() is None, f"ended too early: {self.process.communicate()}"
+        named = {name_of(pid): pid for pid in children_of(self.process.pid)}
+        wanted = [f"modicum-rank-{rank}" for rank in range(RANKS)]
+        self.ranks = [named[name] for name in wanted if name in named]
+        return len(self.ranks) == RANKS
+
+    def end(self, within_s: float = DEADLINE_S) -> Ended:
+        """Waits for the end; nobody may be left."""
+        out, err = self.process.communicate(timeout=within_s)
+        left = [pid for pid in self.ranks if is_running(pid)]
+        assert not left, f"left behind: {left}"
+        return Ended(self.process.returncode, out, err)
+
+    def clean_up(self) -> None:
+        """Ends whatever a failed test has left."""
+        for pid in [self.process.pid, *self.ranks]:
+            with contextlib.suppress(ProcessLookupError):
+                if is_running(pid):
+                    os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def loading(modicum: Path, large: Path) -> Iterator[Callable[..., Loading]]:
+    """Starts loads, and ends those that are left."""
+    begun: list[Loading] = []
+
+    def start(*flags: object) -> Loading:
+        begun.append(Loading(modicum, large, "--check", "values", *flags))
+        return begun[-1]
+
+    yield start
+    for one in begun:
+        one.clean_up()
+
+
+def assert_blames(done: Ended, rank: int, pid: int, *causes: str) -> None:
+    """17, with the culprit in JSON and in words."""
+    assert done.code == 17, (done.code, done.stderr)
+    assert done.error["category"] == "PEER" and done.error["code"] == 17
+    assert done.error["culprit_rank"] == rank
+    assert done.error["culprit_pid"] == pid
+    (line,) = [line for line in done.stderr.splitlines() if f"rank {rank}" in line]
+    assert str(pid) in line
+    assert any(cause in line for cause in causes), line
+
+
+# ---- processes
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rank", (0, 2))
+def test_killed_rank(loading, strategy: str, rank: int) -> None:
+    one = loading("--strategy", strategy)
+    os.kill(one.ranks[rank], signal.SIGKILL)
+    done = one.end(SOON_S)
+    assert_blames(done, rank, one.ranks[rank], "signal 9", "Killed", "SIGKILL")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_stopped_rank(loading, strategy: str) -> None:
+    one = loading("--strategy", strategy)
+    os.kill(one.ranks[1], signal.SIGSTOP)
+    done = one.end(SOON_S)
+    assert_blames(done, 1, one.ranks[1], "stopped")
+
+
+def test_short_stop_is_nothing(loading) -> None:
+    one = loading()
+    os.kill(one.ranks[3], signal.SIGSTOP)
+    time.sleep(0.5)
+    assert one.process.poll() is None
+    os.kill(one.ranks[3], signal.SIGCONT)
+    done = one.end()
+    assert done.code == 0, done.stderr
+    assert done.json["check"] == "ok"
+
+
+@pytest.mark.parametrize("fault", [signal.SIGSEGV, signal.SIGTERM])
+def test_rank_that_dies_of_another_signal(loading, fault: signal.Signals) -> None:
+    one = loading()
+    os.kill(one.ranks[0], fault)
+    assert_blames(one.end(SOON_S), 0, one.ranks[0], f"signal {fault.value}")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_killed_launcher_takes_its_ranks_along(loading, strategy: str) -> None:
+    one = loading("--strategy", strategy)
+    os.kill(one.process.pid, signal.SIGKILL)
+    until(lambda: not any(map(is_running, one.ranks)), "no rank left", SOON_S)
+    one.process.communicate()
+    assert one.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
+def test_launcher_that_is_told_to_stop(loading, told: signal.Signals, code: int) -> None:
+    one = loading()
+    os.kill(one.process.pid, told)
+    done = one.end(SOON_S)
+    assert done.code == code, done.stderr
+    assert done.error["code"] == code
+
+
+def test_ranks_are_descendants_in_our_cgroup(loading) -> None:
+    one = loading()
+    own = Path("/proc/self/cgroup").read_text()
+    assert set(one.ranks) <= set(tree_of(one.process.pid))
+    assert {Path(f"/proc/{pid}/cgroup").read_text() for pid in one.ranks} == {own}
+    assert one.end().code == 0
+
+
+# ---- reads
+
+
+@pytest.fixture(scope="module")
+def can_inject() -> None:
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    probe = subprocess.run(["strace", "-e", "inject=none", "true"], capture_output=True, text=True)
+    if "ptrace" in probe.stderr and probe.returncode != 0:
+        pytest.skip(f"strace can't trace here: {probe.stderr.strip()}")
+
+
+def inject(modicum: Path, directory: Path, file: str, fault: str, *flags: object) -> Ended:
+    """A load whose preads of one file fail as strace is told; the file must have been read."""
+    trace = directory.parent / "trace"
+    strace = ("strace", "-f", "-o", trace, "-P", directory / file)
+    strace += ("-e", "trace=pread64", "-e", f"inject=pread64:{fault}")
+    words = (*strace, modicum, "load", directory, "--json", *flags)
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=30)
+    assert "INJECTED" in trace.read_text(), f"{fault} hit nothing of {file}"
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("when", (1, 2, 3, 4))
+def test_failing_read(
+    modicum: Path, small: Path, can_inject: None, strategy: str, when: int
+) -> None:
+    """The n-th read of a file in any process: the first ones are the header, then come values."""
+    shards = sorted(file.name for file in small.glob("*.safetensors"))
+    for file in (shards[0], shards[-1]):
+        flags = ("--ranks", 2, "--strategy", strategy)
+        done = inject(modicum, small, file, f"error=EIO:when={when}", *flags)
+        assert done.code == 13, (done.code, done.stderr)
+        assert done.error["category"] == "IO"
+        assert done.error["file"] == file
+
+
+def test_interrupted_reads_are_made_again(modicum: Path, small: Path, can_inject: None) -> None:
+    right = run_json(modicum, "load", small, "--digest")["digest"]
+    file = sorted(small.glob("*.safetensors"))[0].name
+    for strategy in STRATEGIES:
+        flags = ("--ranks", 3, "--strategy", strategy, "--digest", "--check", "values")
+        done = inject(modicum, small, file, "error=EINTR:when=1+2", *flags)
+        assert done.code == 0, done.stderr
+        assert json.loads(done.stdout)["digest"] == right
+
+
+def test_end_of_file_in_the_middle(modicum: Path, small: Path, can_inject: None) -> None:
+    """A read that brings nothing is no end of waiting: the file is shorter than it was."""
+    file = sorted(small.glob("*.safetensors"))[0].name
+    for when in (1, 3):
+        done = inject(modicum, small, file, f"retval=0:when={when}", "--ranks", 2)
+        assert done.code in (10, 13), (done.code, done.stderr)
+        assert done.error["file"] == file
