@@ -2,10 +2,10 @@
 
 import importlib.util
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
+from program import run_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,8 +63,7 @@ def wheel(request: pytest.FixtureRequest) -> Path:
 def gpt2(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of true names and shapes that takes no room: one layer of gpt2."""
     directory = tmp_path_factory.mktemp("synth") / "gpt2"
-    command = [str(modicum), "synth", str(directory), "--arch", "gpt2", "--layers", "1"]
-    subprocess.run([*command, "--sparse"], check=True, capture_output=True)
+    run_json(modicum, "synth", directory, "--arch", "gpt2", "--layers", 1, "--sparse")
     return directory
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from program import run, stored, write_recipe
 
 import modicum as front
 
 
 def cli(program: Path, *words: object) -> dict[str, Any]:
     """What the command line prints with `--json`, be it an answer or an error."""
-    command = [str(program), *[str(word) for word in words], "--json"]
-    return json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
+    return run(program, *words, "--json").json
 
 
 def flags_of(arguments: dict[str, Any]) -> list[str]:
@@ -29,10 +29,8 @@ def flags_of(arguments: dict[str, Any]) -> list[str]:
 def recipe(tmp_path_factory: pytest.TempPathFactory, gpt2: Path) -> Path:
     """One target; everything else that is stored is unused."""
     names = [tensor["name"] for tensor in front.inspect(gpt2)["tensors"]]
-    targets = {"first": {"op": "stored", "name": names[0]}}
     path = tmp_path_factory.mktemp("recipe") / "recipe.json"
-    path.write_text(json.dumps({"targets": targets, "unused": names[1:]}))
-    return path
+    return write_recipe(path, {"first": stored(names[0])}, names[1:])
 
 
 # ---- documents
@@ -136,8 +134,7 @@ def test_senseless_arguments_are_usage_errors_in_both_fronts(
 
 
 def test_a_recipe_that_does_not_add_up_is_a_usage_error(gpt2: Path, tmp_path: Path) -> None:
-    path = tmp_path / "recipe.json"
-    path.write_text('{"targets": {}, "unused": []}')
+    path = write_recipe(tmp_path / "recipe.json", {})
     with pytest.raises(front.UsageError) as caught:
         front.plan(gpt2, recipe=path)
     assert caught.value.category == "MISMATCH"
