@@ -1,0 +1,98 @@
+// The walk: one parameter from its place in a file to its place in a rank's shards, with the number
+// at every stop worked out by hand.
+//
+//   a  bf16 [8]        w  bf16 [10, 6]         4 ranks, FSDP2: chunks of 2 elements and of 3 rows
+//   | 16 bytes |  36  |  36  |  36  | 12 |
+//               rank 0      1      2    3
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "modicum/io/file_doubles.h"
+#include "modicum/kernels/kernels.h"
+#include "modicum/stream/stream.h"
+
+namespace modicum {
+namespace {
+
+// Catches: any stop that hands on another number than the one before it means.
+TEST(Walk, OneParameterFromItsFileToTheLastRank) {
+  MemoryFileSystem files;
+  files.make_directory("/m");
+  const std::vector<TensorSpec> specs = {{"a", Role::param, DType::bf16, {8}},
+                                         {"w", Role::param, DType::bf16, {10, 6}}};
+  std::vector<std::byte> values(120);
+  synth_fill(name_hash("w"), DType::bf16, 0, 60, values.data());
+  SafetensorsWriter out(files, "/m/model.safetensors", specs);
+  out.write(0, 0, std::vector<std::byte>(16));
+  out.write(1, 0, values);
+  out.finish();
+
+  // checkpoint: two lines of JSON, padded to 8 bytes, behind 8 bytes of length.
+  const Checkpoint checkpoint = open_checkpoint(files, "/m");
+  const uint64_t data = checkpoint.manifest.files[0].header_bytes;
+  EXPECT_EQ(data % 8, 0U);
+  EXPECT_EQ(checkpoint.manifest.tensors[1].at, (Extent{0, data + 16, data + 136}));
+
+  // recipe: identity.
+  const Recipe recipe = make_recipe(checkpoint.manifest);
+  ASSERT_EQ(recipe.targets.size(), 2U);
+  EXPECT_EQ(recipe.targets[1].spec, specs[1]);
+  EXPECT_EQ(recipe.nodes[recipe.targets[1].root].op, Op::stored);
+
+  // layout: rows 3..5 for rank 1; row 9 and two rows of padding for rank 3.
+  const Layout layout = fsdp2_layout(4);
+  EXPECT_EQ(local_shape(layout, specs[1], 1), (std::vector<int64_t>{3, 6}));
+  EXPECT_EQ(local_buffer(layout, specs[1], 3).numel, 6);
+  EXPECT_EQ(local_buffer(layout, specs[1], 3).padded_numel, 18);
+
+  // plan: what rank 3 must put where, and the reads that get it.
+  const Plan plan =
+      make_plan(checkpoint.manifest, recipe, layout, {.strategy = &strategy_named("own-shard")});
+  std::vector<Transfer> transfers;
+  for_each_transfer(plan, 3, [&](const Transfer& t) { transfers.push_back(t); });
+  ASSERT_EQ(transfers.size(), 3U);  // a's last two, w's last row, w's padding
+  EXPECT_EQ(transfers[0].runs.first, 6);
+  EXPECT_EQ(transfers[1].runs.first, 54);
+  EXPECT_EQ(transfers[1].runs.run, 6);
+  EXPECT_EQ(transfers[1].runs.at, 0);
+  EXPECT_EQ(transfers[2].source, Transfer::Source::zero);
+  EXPECT_EQ(transfers[2].runs.at, 6);
+  EXPECT_EQ(transfers[2].runs.run, 12);
+  std::vector<Extent> reads;
+  std::vector<Transfer> table(kReadTableRows);
+  for_each_read(
+      plan, 3, table,
+      [&](const Read& r) {
+        reads.push_back({r.file, r.begin, r.end});
+      },
+      [](const Transfer&) {});
+  EXPECT_EQ(reads, (std::vector<Extent>{{0, data + 12, data + 16}, {0, data + 124, data + 136}}));
+
+  // promise: a at 0, w at 64, 36 bytes: one page of shards, and staging.
+  const Footprint& promised = plan.promise.phases[kLoadPhase].of_rank[3];
+  EXPECT_EQ(promised[Purpose::shards], 4096U);
+  EXPECT_EQ(promised[Purpose::staging], 8 * kMiB);
+  EXPECT_EQ(promised[Purpose::window], 0U);
+  EXPECT_EQ(promised[Purpose::process], 2 * kMiB);
+
+  // load: all ranks, each with its ledger; the last row stands in rank 3, zeros behind it.
+  SteadyClock clock;
+  SharedBoard board(4, clock);
+  run_workers(4, [&](int rank) {
+    Ledger ledger(plan.promise.ledger_limit_bytes(rank));
+    HostSink shards(plan, rank, ledger);
+    const LoadOutcome outcome = load(checkpoint, plan, {rank, &board, nullptr}, shards, ledger);
+    EXPECT_EQ(ledger.peak_bytes(), plan.promise.ledger_limit_bytes(rank));
+    EXPECT_EQ(outcome.storage_read_bytes, rank == 3 ? 4U + 12 : 4U + 36);
+    EXPECT_EQ(outcome.bytes_loaded, outcome.storage_read_bytes);
+    const auto held = shards.host(1);
+    ASSERT_EQ(held.size(), 36U);
+    const size_t rows = rank == 3 ? 12 : 36;
+    EXPECT_EQ(std::memcmp(held.data(), values.data() + 36 * rank, rows), 0);
+    for (size_t i = rows; i < held.size(); ++i) EXPECT_EQ(held[i], std::byte{0});
+  });
+}
+
+}  // namespace
+}  // namespace modicum
