@@ -49,7 +49,8 @@ struct IoCall {
 
 // Passes every call on to `under`, keeps a record of it, and throws IO (EIO) at the `fail_at`-th
 // call, counted from 1, which is recorded but not passed on; 0 never fails. Only that call fails.
-// Hints are neither counted nor recorded. Several threads may use it.
+// Hints are not counted; the ranges that were dropped from the page cache are kept apart. Several
+// threads may use it.
 class RecordingFileSystem final : public FileSystem {
  public:
   explicit RecordingFileSystem(FileSystem& under, int64_t fail_at = 0);
@@ -66,6 +67,8 @@ class RecordingFileSystem final : public FileSystem {
 
   std::vector<IoCall> calls() const;
   uint64_t bytes_read() const;  // sum over the "read" calls
+  std::vector<IoCall> drops() const;
+  void be_cold();  // from now on, no file says that anything of it is cached
 
   struct State;  // for the files it opened
 

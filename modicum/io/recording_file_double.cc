@@ -18,8 +18,10 @@ struct RecordingFileSystem::State {
   }
 
   int64_t fail_at = 0;
-  mutable std::mutex mutex;  // guards `calls`
+  mutable std::mutex mutex;  // guards everything below
   std::vector<IoCall> calls;
+  std::vector<IoCall> drops;
+  bool is_cold = false;
 };
 
 namespace {
@@ -55,9 +57,17 @@ class RecordingFile final : public File {
     under_->close();
   }
   bool is_cached(uint64_t begin, uint64_t end) noexcept override {
+    {
+      const std::lock_guard lock(state_.mutex);
+      if (state_.is_cold) return false;
+    }
     return under_->is_cached(begin, end);
   }
   void drop_cached(uint64_t begin, uint64_t end) noexcept override {
+    {
+      const std::lock_guard lock(state_.mutex);
+      state_.drops.push_back({"drop", under_->name(), begin, end});
+    }
     under_->drop_cached(begin, end);
   }
 
@@ -126,6 +136,16 @@ void RecordingFileSystem::sync_directory(const std::string& path) {
 std::vector<IoCall> RecordingFileSystem::calls() const {
   const std::lock_guard lock(state_->mutex);
   return state_->calls;
+}
+
+std::vector<IoCall> RecordingFileSystem::drops() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->drops;
+}
+
+void RecordingFileSystem::be_cold() {
+  const std::lock_guard lock(state_->mutex);
+  state_->is_cold = true;
 }
 
 uint64_t RecordingFileSystem::bytes_read() const {

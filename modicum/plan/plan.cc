@@ -39,14 +39,23 @@ void order_targets(Plan& plan) {
   }
 }
 
-// Elements below a byte can only be taken as they lie.
+// Elements below a byte can only be taken as they lie, and cut where a byte ends.
 void refuse_unsupported(const Plan& plan) {
   for (const uint32_t t : plan.order) {
     const Target& target = plan.recipe->targets[t];
-    if (bits_per_element(target.spec.dtype) % 8 != 0 &&
-        plan.recipe->nodes[target.root].op != Op::stored) {
+    if (bits_per_element(target.spec.dtype) % 8 == 0) continue;
+    const Node& root = plan.recipe->nodes[target.root];
+    if (root.op != Op::stored) {
       fail(Category::unsupported, "a recipe rearranges elements smaller than a byte",
            {.tensor = target.spec.fqn});
+    }
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      for_each_transfer_from(plan, rank, root.from, [&](const Transfer& transfer) {
+        const Runs& runs = transfer.runs;
+        for (int64_t k = 0; k < std::min<int64_t>(2, runs.runs); ++k) {
+          extent_of(plan.manifest->tensors[root.from], runs.first + k * runs.stride, runs.run);
+        }
+      });
     }
   }
 }
@@ -206,7 +215,8 @@ void require_fits(const Promise& promise, const Budget& budget) {
 
 Plan shrunk_to_fit(Plan plan, const Budget& budget) {
   const uint64_t staging = plan.options.staging_bytes;
-  if (fits(plan.promise, budget) || staging <= kMinDefaultStagingBytes) return plan;
+  const uint64_t held = plan.staging.total_bytes;
+  if (fits(plan.promise, budget) || staging <= kMinDefaultStagingBytes || held == 0) return plan;
   PlanOptions options = plan.options;
   const auto with_staging = [&](uint64_t bytes) {
     options.staging_bytes = bytes;
@@ -217,7 +227,9 @@ Plan shrunk_to_fit(Plan plan, const Budget& budget) {
                                                       plan.promise.node_of_rank.end(),
                                                       static_cast<uint32_t>(node)));
   const uint64_t over = plan.promise.node_peak_bytes(node) - budget.bytes;
-  const uint64_t each = round_up(over / ranks + 1, kPageBytes);
+  // A rank may hold only its part of the staging, as with a ring that all have made together.
+  const uint64_t each =
+      round_up((over + ranks - 1) / ranks, kPageBytes) * (round_up(staging, kPageBytes) / held);
   if (each < staging - kMinDefaultStagingBytes) {
     Plan less = with_staging(staging - each);
     if (fits(less.promise, budget)) return less;

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -70,6 +71,9 @@ class StopSignals {
   } catch (const std::exception& error) {
     board.report(record_of(Error(Category::internal, error.what()), rank));
     code = exit_code(Category::internal);
+  } catch (...) {  // must not get past here: the parent's stack is behind
+    board.report(record_of(Error(Category::internal, "an exception of no known type"), rank));
+    code = exit_code(Category::internal);
   }
   _exit(code);
 }
@@ -101,7 +105,7 @@ class Supervisor {
     while (alive() > 0) {
       for (int rank = 0; rank < board_.ranks(); ++rank) look_at(rank);
       heed_stop_signal();
-      if (board_.failure()) break;
+      if (board_.failure() || blamed_) break;
       if (const int64_t now = clock_.now_ns(); now >= next_tick) {
         options_.tick();
         next_tick = now + kTickNs;
@@ -110,6 +114,7 @@ class Supervisor {
     }
     end_all();
     if (const auto failure = board_.failure()) throw error_of(*failure);
+    if (blamed_) throw *blamed_;
   }
 
  private:
@@ -188,6 +193,7 @@ class Supervisor {
     const Error error(category, fmt::format("rank {} (pid {}) {}", rank, pid, what),
                       {.rank = rank, .culprit_rank = rank, .culprit_pid = pid});
     board_.report(record_of(error, rank));
+    if (!blamed_) blamed_ = error;
   }
 
   void heed_stop_signal() {
@@ -225,6 +231,9 @@ class Supervisor {
   Clock& clock_;
   const SuperviseOptions& options_;
   std::vector<Child> children_;
+  // The first blame. It counts where the board has nothing: its first reporter may have died in the
+  // middle of reporting, after which nobody else can.
+  std::optional<Error> blamed_;
 };
 
 }  // namespace

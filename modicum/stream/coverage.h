@@ -28,4 +28,8 @@ class Coverage {
   std::unique_ptr<Sums[]> sums_;  // by target
 };
 
+// Of 0, 1, ..., n - 1 and of their squares, modulo 2^64.
+uint64_t sum_below(uint64_t n) noexcept;
+uint64_t sum_of_squares_below(uint64_t n) noexcept;
+
 }  // namespace modicum

@@ -1,0 +1,681 @@
+#include "modicum/plan/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <optional>
+
+namespace modicum {
+namespace {
+
+constexpr uint64_t kHeaderBytes = 808;
+
+TensorSpec spec(std::string name, DType dtype, std::vector<int64_t> shape) {
+  return {std::move(name), Role::param, dtype, std::move(shape)};
+}
+
+// What opening a checkpoint with these tensors, so many to a file, would have found.
+Manifest manifest_of(const std::vector<TensorSpec>& specs, size_t per_file = SIZE_MAX) {
+  Manifest manifest;
+  for (size_t i = 0; i < specs.size(); ++i) {
+    if (i % per_file == 0) {
+      manifest.files.push_back({"model-" + std::to_string(i / per_file) + ".safetensors"});
+      manifest.files.back().header_bytes = kHeaderBytes;
+      manifest.files.back().identity.size_bytes = kHeaderBytes;
+    }
+    uint64_t& end = manifest.files.back().identity.size_bytes;
+    const uint64_t bytes = bytes_of(specs[i].dtype, numel_of(specs[i].shape));
+    const auto file = static_cast<uint32_t>(manifest.files.size() - 1);
+    manifest.tensors.push_back({specs[i], {file, end, end + bytes}});
+    end += bytes;
+  }
+  manifest.identity = {1, 2};
+  return manifest;
+}
+
+PlanOptions options_of(std::string_view strategy, uint64_t staging_bytes = kMinStagingBytes) {
+  return {.strategy = &strategy_named(strategy), .staging_bytes = staging_bytes};
+}
+
+std::optional<Error> failure_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
+// --- every element, one by one ---
+
+// Where one place of a local buffer gets its element from.
+struct Origin {
+  Transfer::Source source = Transfer::Source::zero;
+  uint32_t from = 0;  // stored: in the manifest
+  int64_t element = 0;
+
+  bool operator==(const Origin&) const = default;
+};
+using Origins = std::map<std::pair<uint32_t, int64_t>, Origin>;  // by buffer and place
+
+// A place that is met twice is a failure.
+void add_elements(Origins& origins, const Transfer& t) {
+  for (int64_t k = 0; k < t.runs.runs; ++k) {
+    for (int64_t i = 0; i < t.runs.run; ++i) {
+      const int64_t place = t.runs.at + k * t.runs.at_stride + i * t.runs.at_step;
+      const bool stored = t.source == Transfer::Source::stored;
+      const bool zero = t.source == Transfer::Source::zero;
+      const Origin origin{t.source, stored ? t.from : 0,
+                          zero ? 0 : t.runs.first + k * t.runs.stride + i};
+      const bool fresh = origins.emplace(std::pair(t.buffer, place), origin).second;
+      ASSERT_TRUE(fresh) << "place " << place << " of buffer " << t.buffer << " is written twice";
+    }
+  }
+}
+
+// What a rank must hold, from torch's rule in words: dim `dim` in chunks of ceil(size / world), and
+// the recipe's reading of single elements.
+void add_due(Origins& due, const Plan& plan, uint32_t target, int dim, int rank) {
+  const TensorSpec& of = plan.recipe->targets[target].spec;
+  const int world = plan.ranks();
+  std::vector<int64_t> local = of.shape;
+  int64_t first = 0;
+  const auto cut = static_cast<size_t>(dim < static_cast<int>(of.shape.size()) ? dim : 0);
+  int64_t padded = 1;
+  for (size_t d = 0; d < of.shape.size(); ++d) {
+    const int64_t chunk = (of.shape[d] + world - 1) / world;
+    if (d == cut) {
+      first = std::min(of.shape[d], rank * chunk);
+      local[d] = std::min(chunk, of.shape[d] - first);
+    }
+    padded *= d == cut && d == 0 && plan.layout.pads ? chunk : local[d];
+  }
+  for (int64_t place = 0; place < padded; ++place) {
+    if (place >= numel_of(local)) {
+      due[{target, place}] = Origin{};
+      continue;
+    }
+    int64_t rest = place, global = 0, stride = 1;
+    for (size_t d = of.shape.size(); d-- > 0;) {
+      global += (rest % local[d] + (d == cut ? first : 0)) * stride;
+      rest /= local[d];
+      stride *= of.shape[d];
+    }
+    const ElementSource source =
+        element_source(*plan.recipe, plan.recipe->targets[target].root, global);
+    const bool stored = source.leaf->op == Op::stored;
+    due[{target, place}] = {stored ? Transfer::Source::stored : Transfer::Source::init,
+                            stored ? source.leaf->from : 0, source.first};
+  }
+}
+
+// Reads stay inside their file's data, hold what their transfers need and are no longer than they
+// may be.
+void check_read(const Plan& plan, const Read& read) {
+  const DataFile& file = plan.manifest->files[read.file];
+  ASSERT_LT(read.begin, read.end);
+  ASSERT_GE(read.begin, file.header_bytes);
+  ASSERT_LE(read.end, file.identity.size_bytes);
+  if (read.direct) {
+    ASSERT_EQ(plan.options.destination, Destination::cpu);
+    ASSERT_EQ(read.transfers.size(), 1U);
+    const Transfer& only = read.transfers[0];
+    ASSERT_FALSE(only.casts());
+    ASSERT_EQ(only.runs.runs, 1);
+    ASSERT_TRUE(only.runs.at_step == 1 || only.runs.run == 1);
+    ASSERT_EQ(read.end - read.begin, bytes_of(only.from_dtype, only.numel()));
+  } else {
+    ASSERT_LE(read.end - read.begin, plan.staging.tile_bytes);
+  }
+  uint64_t first = UINT64_MAX, last = 0;
+  for (const Transfer& t : read.transfers) {
+    for (int64_t k = 0; k < t.runs.runs; ++k) {
+      const Extent extent =
+          extent_of(plan.manifest->tensors[t.from], t.runs.first + k * t.runs.stride, t.runs.run);
+      ASSERT_EQ(extent.file, read.file);
+      first = std::min(first, extent.begin);
+      last = std::max(last, extent.end);
+    }
+  }
+  ASSERT_EQ(first, read.begin);
+  ASSERT_EQ(last, read.end);
+}
+
+// Catches: a transfer dropped, doubled, shifted or from the wrong place; a read one byte too long.
+void expect_tiled(const Plan& plan, int dim) {
+  for (int rank = 0; rank < plan.ranks(); ++rank) {
+    SCOPED_TRACE(testing::Message() << "rank " << rank << " of " << plan.ranks());
+    Origins due, in_transfers, in_reads, in_parts;
+    for (const uint32_t t : plan.order) add_due(due, plan, t, dim, rank);
+    for_each_transfer(plan, rank, [&](const Transfer& t) { add_elements(in_transfers, t); });
+    ASSERT_EQ(in_transfers, due);
+    std::vector<Transfer> table(kReadTableRows);
+    for_each_read(
+        plan, rank, table,
+        [&](const Read& read) {
+          check_read(plan, read);
+          for (const Transfer& t : read.transfers) add_elements(in_reads, t);
+        },
+        [&](const Transfer& made) { add_elements(in_reads, made); });
+    ASSERT_EQ(in_reads, due);
+    // The same, asked for one stored tensor after the other.
+    for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
+      for_each_transfer_from(plan, rank, s, [&](const Transfer& t) {
+        ASSERT_EQ(t.from, s);
+        add_elements(in_parts, t);
+      });
+    }
+    std::erase_if(due,
+                  [](const auto& row) { return row.second.source != Transfer::Source::stored; });
+    ASSERT_EQ(in_parts, due);
+  }
+}
+
+void expect_grid(const Manifest& manifest, const Recipe& recipe) {
+  for (const int world : {1, 2, 3, 5, 8}) {
+    for (const int dim : {0, 1}) {
+      for (const Destination destination : {Destination::cpu, Destination::discard}) {
+        PlanOptions options = options_of("own-shard");
+        options.destination = destination;
+        expect_tiled(make_plan(manifest, recipe, fsdp2_layout(world, dim), options), dim);
+        if (testing::Test::HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(Transfers, TileEveryBufferOfTensorsAsTheyAre) {
+  std::vector<TensorSpec> specs = {spec("scalar", DType::bf16, {}), spec("i", DType::i64, {7})};
+  for (int64_t n = 0; n <= 17; ++n) {
+    specs.push_back(spec("v" + std::to_string(n), DType::bf16, {n}));
+    specs.push_back(spec("m" + std::to_string(n), DType::f32, {n, 3}));
+    specs.push_back(spec("t" + std::to_string(n), DType::bf16, {3, n, 2}));
+  }
+  const Manifest manifest = manifest_of(specs, 20);
+  Recipe recipe = identity_recipe(manifest);
+  expect_grid(manifest, recipe);
+  set_dtype(recipe, DType::f32, "");
+  expect_grid(manifest, recipe);
+}
+
+TEST(Transfers, TileEveryBufferOfARecipe) {
+  std::vector<TensorSpec> specs;
+  for (const char* name : {"gate", "up", "down"}) {
+    for (int e = 0; e < 5; ++e) {
+      specs.push_back(spec(std::to_string(e) + name, DType::bf16, {3, 6}));
+    }
+  }
+  specs.push_back(spec("qkv", DType::bf16, {12, 4}));
+  const Manifest manifest = manifest_of(specs, 7);
+  RecipeBuilder b(manifest);
+  const auto stack = [&](const std::string& name) {
+    std::vector<uint32_t> experts;
+    for (int e = 0; e < 5; ++e) experts.push_back(b.stored(std::to_string(e) + name));
+    return b.stack(0, experts);
+  };
+  b.target("gate_up", b.cat(1, {stack("gate"), stack("up")}), DType::f32);
+  b.target("down", b.permute({2, 0, 1}, stack("down")));
+  const uint32_t qkv = b.stored("qkv");
+  b.target("q", b.slice(0, 0, 4, qkv));
+  b.target("kv", b.reshape({4, 2, 4}, b.gather(0, {4, 8, 5, 9, 6, 10, 7, 11}, qkv)));
+  b.target("fresh", b.init(InitRule::normal, 1, {5, 3}, DType::f32));
+  b.alias("again", "q");
+  expect_grid(manifest, b.finish());
+}
+
+TEST(Transfers, AreOnePerTensorAndRankNotOnePerElement) {
+  constexpr int kTensors = 1000, kRanks = 64;
+  std::vector<TensorSpec> specs;
+  for (int i = 0; i < kTensors; ++i) {
+    specs.push_back(spec("t" + std::to_string(i), DType::bf16, {2 * kRanks, 32}));
+  }
+  const Manifest manifest = manifest_of(specs);
+  const Recipe recipe = identity_recipe(manifest);
+  const Plan plan = make_plan(manifest, recipe, fsdp2_layout(kRanks), options_of("own-shard"));
+  for (const int rank : {0, 1, kRanks - 1}) {
+    std::vector<int> of_target(kTensors);
+    for_each_transfer(plan, rank, [&](const Transfer& t) { ++of_target[t.buffer]; });
+    EXPECT_EQ(of_target, std::vector<int>(kTensors, 1));
+  }
+  EXPECT_EQ(traffic(plan).transfers, uint64_t{kTensors} * kRanks);
+}
+
+TEST(Transfers, ElementsBelowAByteAreCutWhereAByteEnds) {
+  const auto plan_of = [](std::vector<int64_t> shape, int world, int dim) {
+    const Manifest manifest =
+        manifest_of({spec("whole", DType::bf16, {4}), spec("packed", DType::f4, std::move(shape))});
+    const Recipe recipe = identity_recipe(manifest);
+    const Plan plan =
+        make_plan(manifest, recipe, fsdp2_layout(world, dim), options_of("own-shard"));
+    expect_tiled(plan, dim);
+  };
+  plan_of({3, 2}, 2, 0);
+  plan_of({10}, 3, 0);
+  plan_of({3, 8}, 2, 1);
+  for (const auto& [shape, world, dim] :
+       {std::tuple{std::vector<int64_t>{6}, 2, 0}, {{2, 1}, 2, 0}, {{2, 6}, 2, 1}}) {
+    const auto failure = failure_of([&, s = shape, w = world, d = dim] { plan_of(s, w, d); });
+    ASSERT_TRUE(failure.has_value());
+    EXPECT_EQ(failure->category(), Category::unsupported);
+    EXPECT_EQ(failure->facts().tensor, "packed");
+  }
+}
+
+TEST(Transfers, ElementsBelowAByteAreNotRearranged) {
+  const Manifest manifest = manifest_of({spec("packed", DType::f4, {4, 4})});
+  RecipeBuilder b(manifest);
+  b.target("turned", b.permute({1, 0}, b.stored("packed")));
+  const Recipe recipe = b.finish();
+  const auto failure =
+      failure_of([&] { make_plan(manifest, recipe, fsdp2_layout(1), options_of("own-shard")); });
+  ASSERT_TRUE(failure.has_value());
+  EXPECT_EQ(failure->category(), Category::unsupported);
+  EXPECT_EQ(failure->facts().tensor, "turned");
+}
+
+// --- reads ---
+
+struct ReadRow {
+  uint32_t file;
+  uint64_t begin, end;
+  bool direct;
+  size_t transfers;
+};
+
+std::vector<ReadRow> reads_of(const Plan& plan, int rank) {
+  std::vector<ReadRow> rows;
+  std::vector<Transfer> table(kReadTableRows);
+  for_each_read(
+      plan, rank, table,
+      [&](const Read& read) {
+        rows.push_back({read.file, read.begin, read.end, read.direct, read.transfers.size()});
+      },
+      [](const Transfer&) {});
+  return rows;
+}
+
+// Bytes `a` and `b` of two needed tensors with `gap` bytes between them that nobody needs.
+std::vector<ReadRow> reads_with_gap(int64_t a, int64_t gap, int64_t b) {
+  const Manifest manifest = manifest_of(
+      {spec("a", DType::u8, {a}), spec("gap", DType::u8, {gap}), spec("b", DType::u8, {b})});
+  RecipeBuilder recipe(manifest);
+  recipe.target("a", recipe.stored("a"));
+  recipe.target("b", recipe.stored("b"));
+  recipe.unused("gap");
+  const Recipe made = recipe.finish();
+  return reads_of(make_plan(manifest, made, fsdp2_layout(1), options_of("own-shard")), 0);
+}
+
+TEST(Reads, AreCoalescedThroughGapsOfASixtyFourth) {
+  ASSERT_EQ(reads_with_gap(4096, 128, 4096).size(), 1U);
+  EXPECT_FALSE(reads_with_gap(4096, 128, 4096)[0].direct);
+  EXPECT_EQ(reads_with_gap(4096, 128, 4096)[0].transfers, 2U);
+  const auto apart = reads_with_gap(4096, 129, 4096);
+  ASSERT_EQ(apart.size(), 2U);
+  EXPECT_TRUE(apart[0].direct && apart[1].direct);
+  EXPECT_EQ(apart[0].end, kHeaderBytes + 4096);
+  EXPECT_EQ(apart[1].begin, kHeaderBytes + 4096 + 129);
+}
+
+TEST(Reads, AreCoalescedUpTo64KiB) {
+  EXPECT_EQ(reads_with_gap(64 * 1024, 0, 64 * 1024).size(), 1U);
+  EXPECT_EQ(reads_with_gap(64 * 1024, 0, 64 * 1024 + 1).size(), 2U);
+  EXPECT_EQ(reads_with_gap(64 * 1024 + 1, 0, 64 * 1024).size(), 2U);
+}
+
+TEST(Reads, OverAllBringLittleThatNobodyNeeds) {
+  std::vector<TensorSpec> specs;
+  for (int i = 0; i < 300; ++i) {
+    specs.push_back(spec("t" + std::to_string(i), DType::u8, {1 + i * 7919 % 3000}));
+  }
+  const Manifest manifest = manifest_of(specs, 90);
+  const Recipe recipe = identity_recipe(manifest);
+  for (const int world : {1, 3, 8}) {
+    const Plan plan = make_plan(manifest, recipe, fsdp2_layout(world), options_of("own-shard"));
+    const uint64_t useful = manifest.data_bytes();
+    EXPECT_GE(traffic(plan).storage_read_bytes, useful);
+    EXPECT_LE(traffic(plan).storage_read_bytes, useful + useful / 64);
+    for (int rank = 0; rank < world; ++rank) {
+      const auto rows = reads_of(plan, rank);
+      EXPECT_TRUE(std::is_sorted(rows.begin(), rows.end(), [](const auto& a, const auto& b) {
+        return std::pair(a.file, a.begin) < std::pair(b.file, b.begin);
+      }));
+    }
+  }
+}
+
+TEST(Reads, WhatIsCastOrDiscardedGoesThroughStagingInTiles) {
+  const Manifest manifest = manifest_of({spec("a", DType::bf16, {3 << 20})});
+  Recipe recipe = identity_recipe(manifest);
+  const auto rows_of = [&](const PlanOptions& options) {
+    return reads_of(make_plan(manifest, recipe, fsdp2_layout(1), options), 0);
+  };
+  const auto direct = rows_of(options_of("own-shard"));
+  ASSERT_EQ(direct.size(), 1U);
+  EXPECT_TRUE(direct[0].direct);
+  PlanOptions discards = options_of("own-shard");
+  discards.destination = Destination::discard;
+  const uint64_t small = make_plan(manifest, recipe, fsdp2_layout(1), discards).staging.tile_bytes;
+  EXPECT_EQ(rows_of(discards).size(), ((6 << 20) + small - 1) / small);
+  set_dtype(recipe, DType::f32, "");
+  for (const ReadRow& row : rows_of(options_of("own-shard"))) EXPECT_FALSE(row.direct);
+  const uint64_t tile =
+      make_plan(manifest, recipe, fsdp2_layout(1), options_of("own-shard")).staging.tile_bytes;
+  EXPECT_EQ(rows_of(options_of("own-shard")).size(), ((6 << 20) + tile - 1) / tile);
+}
+
+TEST(Reads, DirectOnesEndAt8MiB) {
+  const Manifest manifest = manifest_of({spec("a", DType::u8, {(8 << 20) + 1})});
+  const Recipe recipe = identity_recipe(manifest);
+  const auto rows =
+      reads_of(make_plan(manifest, recipe, fsdp2_layout(1), options_of("own-shard")), 0);
+  ASSERT_EQ(rows.size(), 2U);
+  EXPECT_EQ(rows[0].end - rows[0].begin, 8U << 20);
+  EXPECT_EQ(rows[1].end - rows[1].begin, 1U);
+}
+
+TEST(Reads, RunsOf2KiBAreReadOnTheirOwnAndShorterOnesTogether) {
+  constexpr int64_t kRows = 10;
+  const auto rows_of = [](int64_t run_elements, int world) {
+    const Manifest manifest = manifest_of({spec("a", DType::bf16, {kRows, run_elements * world})});
+    const Recipe recipe = identity_recipe(manifest);
+    return reads_of(make_plan(manifest, recipe, fsdp2_layout(world, 1), options_of("own-shard")),
+                    0);
+  };
+  const auto own = rows_of(1024, 2);
+  ASSERT_EQ(own.size(), size_t{kRows});
+  for (const ReadRow& row : own) {
+    EXPECT_TRUE(row.direct);
+    EXPECT_EQ(row.end - row.begin, 2048U);
+  }
+  const auto together = rows_of(1023, 2);
+  ASSERT_EQ(together.size(), 1U);
+  EXPECT_FALSE(together[0].direct);
+  EXPECT_EQ(together[0].end - together[0].begin, 2046U * (2 * kRows - 1));
+  EXPECT_EQ(rows_of(1023, 3).size(), 1U) << "gaps of 4092 bytes";
+  EXPECT_EQ(rows_of(683, 4).size(), size_t{kRows}) << "gaps of 4098 bytes";
+}
+
+// --- strategies and staging ---
+
+TEST(Strategy, IsFoundByNameAndATypoIsAnswered) {
+  ASSERT_EQ(strategies().size(), 3U);
+  for (const Strategy& strategy : strategies()) {
+    EXPECT_EQ(&strategy_named(strategy.name), &strategy);
+  }
+  const auto failure = failure_of([] { strategy_named("own-shards"); });
+  ASSERT_TRUE(failure.has_value());
+  EXPECT_EQ(failure->category(), Category::usage);
+  EXPECT_NE(failure->what_happened().find("'own-shard'"), std::string::npos);
+}
+
+class Planned : public testing::Test {
+ protected:
+  Plan plan(std::string_view strategy, int world, uint64_t staging_bytes = 8 * kMiB,
+            Destination destination = Destination::cpu) const {
+    PlanOptions options = options_of(strategy, staging_bytes);
+    options.destination = destination;
+    return make_plan(manifest_, recipe_, fsdp2_layout(world), options);
+  }
+
+  const Manifest manifest_ =
+      manifest_of({spec("a", DType::bf16, {1000, 1000}), spec("b", DType::bf16, {3}),
+                   spec("c", DType::bf16, {300, 100})});
+  const Recipe recipe_ = identity_recipe(manifest_);
+};
+
+TEST_F(Planned, StagingIsDividedByStrategy) {
+  const uint64_t table = round_up(kReadTableRows * sizeof(Transfer), kPageBytes);
+  const auto expect = [](const Staging& s, uint64_t total, uint64_t ring, uint64_t slot,
+                         uint64_t tile, int workers) {
+    EXPECT_EQ(s.total_bytes, total);
+    EXPECT_EQ(s.ring_part_bytes, ring);
+    EXPECT_EQ(s.slot_bytes, slot);
+    EXPECT_EQ(s.tile_bytes, tile);
+    EXPECT_EQ(s.workers, workers);
+  };
+  constexpr auto kDiscard = Destination::discard;
+  const uint64_t fifth = kMiB / 5 / 64 * 64;
+  for (const int world : {1, 4}) {
+    expect(plan("own-shard", world).staging, 8 * kMiB, 0, kMiB, kMiB, 7);
+    expect(plan("own-shard", world, 8 * kMiB, kDiscard).staging, 8 * kMiB, 0, kMiB, fifth, 7);
+    expect(plan("full-per-rank", world).staging, 0, 0, 0, 0, 0);
+    expect(plan("full-per-rank", world, 8 * kMiB, kDiscard).staging, 8 * kMiB, 0, kMiB, fifth, 8);
+  }
+  expect(plan("rank0-broadcast", 1).staging, 0, 0, 0, 0, 0);
+  expect(plan("rank0-broadcast", 4).staging, 2 * kMiB, 2 * kMiB, 0, 0, 0);
+  expect(plan("rank0-broadcast", 4, 8 * kMiB, kDiscard).staging, 8 * kMiB, 2 * kMiB, kMiB, fifth,
+         6);
+  const uint64_t least = kMinStagingBytes - table;
+  expect(plan("own-shard", 4, kMinStagingBytes).staging, kMinStagingBytes, 0, least, least, 1);
+  expect(plan("rank0-broadcast", 100, kMinStagingBytes).staging, kPageBytes, kPageBytes, 0, 0, 0);
+  EXPECT_EQ(plan("own-shard", 1).staging.table_bytes, table);
+}
+
+TEST_F(Planned, SharesAndPartsFitInWhatIsHeld) {
+  for (const Strategy& strategy : strategies()) {
+    for (const Destination destination : {Destination::cpu, Destination::discard}) {
+      for (const uint64_t staging : {kMinStagingBytes, kMiB + 1, 3 * kMiB, 50 * kMiB}) {
+        for (const int world : {1, 2, 7, 64}) {
+          const Staging s = plan(strategy.name, world, staging, destination).staging;
+          const auto workers = static_cast<uint64_t>(s.workers);
+          EXPECT_LE(s.ring_part_bytes + workers * (s.table_bytes + s.slot_bytes), s.total_bytes);
+          EXPECT_LE(s.total_bytes, round_up(staging, kPageBytes));
+          EXPECT_EQ(s.ring_part_bytes % kPageBytes, 0U);
+          const bool streams = strategy.name == "own-shard" || destination == Destination::discard;
+          EXPECT_EQ(workers > 0, streams);
+          EXPECT_EQ(s.tile_bytes > 0, streams);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(Planned, TooLittleStagingOrNoRankIsUsage) {
+  for (const Strategy& strategy : strategies()) {
+    EXPECT_NO_THROW(plan(strategy.name, 1, kMinStagingBytes));
+    const auto failure = failure_of([&] { plan(strategy.name, 1, kMinStagingBytes - 1); });
+    ASSERT_TRUE(failure.has_value());
+    EXPECT_EQ(failure->category(), Category::usage);
+    EXPECT_EQ(failure_of([&] { plan(strategy.name, 0); })->category(), Category::usage);
+  }
+}
+
+// --- promise and budget ---
+
+TEST_F(Planned, ThePromiseSaysWhatEachPhaseHolds) {
+  const uint64_t model = 2000000 + 32 + 64 + 60000;  // each tensor ends on 64 bytes
+  for (const Strategy& strategy : strategies()) {
+    const Plan of = plan(strategy.name, 4);
+    ASSERT_EQ(of.promise.phases.size(), 3U);
+    EXPECT_EQ(of.promise.launcher_bytes, kLauncherBytes);
+    for (int rank = 0; rank < 4; ++rank) {
+      const auto in = [&](size_t phase) {
+        return of.promise.phases[phase].of_rank[static_cast<size_t>(rank)];
+      };
+      Footprint open;
+      open[Purpose::process] = 2 * kMiB;
+      open[Purpose::header] = manifest_.held_bytes();
+      open[Purpose::plan] = of.held_bytes();
+      Footprint hold = open;
+      hold[Purpose::shards] = round_up(500032 + 64 + 15000, kPageBytes);
+      Footprint load = hold;
+      load[Purpose::staging] = of.staging.total_bytes;
+      if (strategy.name == "full-per-rank" || (strategy.name == "rank0-broadcast" && rank == 0)) {
+        load[Purpose::window] = round_up(model, kPageBytes);
+      } else if (strategy.name == "rank0-broadcast") {
+        load[Purpose::window] = round_up(2000000, kPageBytes);
+      }
+      for (Footprint* phase : {&open, &load, &hold}) {
+        (*phase)[Purpose::page_tables] = page_table_bytes(phase->ledger_total());
+      }
+      EXPECT_EQ(in(0), open) << strategy.name;
+      EXPECT_EQ(in(1), load) << strategy.name;
+      EXPECT_EQ(in(2), hold) << strategy.name;
+      EXPECT_EQ(of.promise.peak_phase(rank).name, "load");
+    }
+  }
+}
+
+TEST_F(Planned, ThePeaksCauseNamesTheLargestOwners) {
+  const Plan of = plan("own-shard", 4);
+  const auto owners = peak_owners(of.promise, 0);
+  EXPECT_TRUE(std::is_sorted(owners.begin(), owners.end(),
+                             [](const Owner& a, const Owner& b) { return a.bytes > b.bytes; }));
+  uint64_t sum = 0;
+  for (const Owner& owner : owners) sum += owner.bytes;
+  EXPECT_EQ(sum, of.promise.node_peak_bytes(0));
+  EXPECT_EQ(peak_cause(of.promise, 0), "staging 32.00 MiB, process 16.00 MiB");
+}
+
+TEST_F(Planned, RanksAreSpreadOverNodes) {
+  PlanOptions options = options_of("own-shard");
+  options.ranks_per_node = 2;
+  const Plan of = make_plan(manifest_, recipe_, fsdp2_layout(5), options);
+  EXPECT_EQ(of.promise.node_of_rank, (std::vector<uint32_t>{0, 0, 1, 1, 2}));
+  EXPECT_GT(of.promise.node_peak_bytes(0), of.promise.node_peak_bytes(2));
+}
+
+// Catches: a budget that is met exactly and refused.
+TEST_F(Planned, APeakThatEqualsTheBudgetFits) {
+  PlanOptions options = options_of("own-shard");
+  options.ranks_per_node = 2;
+  for (const Plan& of : {plan("own-shard", 4), plan("full-per-rank", 3),
+                         make_plan(manifest_, recipe_, fsdp2_layout(3), options)}) {
+    const uint64_t peak = of.promise.node_peak_bytes(0);
+    EXPECT_TRUE(fits(of.promise, {peak, "flag"}));
+    EXPECT_NO_THROW(require_fits(of.promise, {peak, "flag"}));
+    EXPECT_FALSE(fits(of.promise, {peak - 1, "flag"})) << "the largest node decides";
+  }
+}
+
+TEST_F(Planned, ARefusalSaysByHowMuchAndForWhom) {
+  const Plan of = plan("own-shard", 4);
+  const uint64_t peak = of.promise.node_peak_bytes(0);
+  const auto failure = failure_of([&] { require_fits(of.promise, {peak - 5, "cgroup v1 /a"}); });
+  ASSERT_TRUE(failure.has_value());
+  EXPECT_EQ(failure->category(), Category::budget);
+  EXPECT_EQ(failure->facts().shortfall_bytes, 5U);
+  EXPECT_EQ(failure->facts().expected, std::to_string(peak - 5));
+  EXPECT_EQ(failure->facts().got, std::to_string(peak));
+  ASSERT_FALSE(failure->facts().owners.empty());
+  EXPECT_EQ(failure->facts().owners[0].purpose, "staging");
+  EXPECT_NE(failure->what_happened().find("cgroup v1 /a"), std::string::npos);
+  EXPECT_NE(failure->what_happened().find("staging 32.00 MiB"), std::string::npos);
+}
+
+TEST_F(Planned, StagingShrinksAsFarAsNeededAndNoFurther) {
+  for (const char* strategy : {"own-shard", "rank0-broadcast"}) {
+    const int ranks = 4;
+    const Plan of = plan(strategy, ranks);
+    const uint64_t parts = 8 * kMiB / of.staging.total_bytes;
+    const uint64_t peak = of.promise.node_peak_bytes(0);
+    for (const uint64_t over : {uint64_t{1}, ranks * kPageBytes, ranks * kPageBytes + 1,
+                                ranks * 100 * kPageBytes, ranks * kMiB}) {
+      const Budget budget{peak - over, "flag"};
+      const Plan less = shrunk_to_fit(of, budget);
+      EXPECT_TRUE(fits(less.promise, budget)) << strategy << " over by " << over;
+      const uint64_t each = round_up((over + ranks - 1) / ranks, kPageBytes);
+      EXPECT_EQ(less.staging.total_bytes, of.staging.total_bytes - each) << strategy;
+      EXPECT_EQ(less.options.staging_bytes, 8 * kMiB - parts * each);
+    }
+  }
+}
+
+TEST_F(Planned, StagingThatNeedNotOrCannotShrinkStaysAsItIs) {
+  for (const Strategy& strategy : strategies()) {
+    const Plan of = plan(strategy.name, 4);
+    const uint64_t peak = of.promise.node_peak_bytes(0);
+    EXPECT_EQ(shrunk_to_fit(of, {peak, "flag"}).options.staging_bytes, 8 * kMiB);
+    EXPECT_EQ(shrunk_to_fit(of, {1, "flag"}).options.staging_bytes, 8 * kMiB) << "in vain";
+  }
+  const Plan of = plan("own-shard", 4);
+  const Plan least = plan("own-shard", 4, kMinDefaultStagingBytes);
+  const uint64_t enough = least.promise.node_peak_bytes(0);
+  EXPECT_EQ(shrunk_to_fit(of, {enough, "flag"}).options.staging_bytes, kMinDefaultStagingBytes);
+  EXPECT_EQ(shrunk_to_fit(of, {enough - 1, "flag"}).options.staging_bytes, 8 * kMiB);
+  const Plan small = plan("own-shard", 4, kMinStagingBytes);
+  EXPECT_EQ(shrunk_to_fit(small, {1, "flag"}).options.staging_bytes, kMinStagingBytes);
+}
+
+// --- traffic and inputs ---
+
+TEST_F(Planned, TrafficIsTheSumOverTheRanks) {
+  const uint64_t model = manifest_.data_bytes();
+  for (const Strategy& strategy : strategies()) {
+    for (const int world : {1, 2, 5}) {
+      const Plan of = plan(strategy.name, world);
+      const auto ranks = static_cast<uint64_t>(world);
+      Traffic sum;
+      for (int rank = 0; rank < world; ++rank) {
+        const Traffic one = traffic_of_rank(of, rank);
+        sum.storage_read_bytes += one.storage_read_bytes;
+        sum.exchanged_bytes += one.exchanged_bytes;
+        sum.reads += one.reads;
+        sum.transfers += one.transfers;
+      }
+      const Traffic all = traffic(of);
+      EXPECT_EQ(all.storage_read_bytes, sum.storage_read_bytes);
+      EXPECT_EQ(all.exchanged_bytes, sum.exchanged_bytes);
+      EXPECT_EQ(all.reads, sum.reads);
+      EXPECT_EQ(all.transfers, sum.transfers);
+      const bool full = strategy.name == "full-per-rank";
+      const bool sends = strategy.name == "rank0-broadcast";
+      const uint64_t due = full ? ranks * model : model;
+      EXPECT_GE(all.storage_read_bytes, due) << strategy.name;
+      EXPECT_LE(all.storage_read_bytes,
+                of.strategy().of_reader == Window::none ? due + due / 64 : due);
+      EXPECT_EQ(all.exchanged_bytes, sends ? (ranks - 1) * model : 0);
+    }
+  }
+}
+
+TEST_F(Planned, TheInputsDigestChangesWithWhatDecidesAndWithNothingElse) {
+  const Digest as_it_is = plan("own-shard", 4).inputs;
+  EXPECT_EQ(plan("own-shard", 4).inputs, as_it_is);
+  const Manifest copy = manifest_;
+  const Recipe again = identity_recipe(copy);
+  PlanOptions options = options_of("own-shard", 8 * kMiB);
+  EXPECT_EQ(make_plan(copy, again, fsdp2_layout(4), options).inputs, as_it_is);
+
+  std::vector<Digest> digests = {as_it_is};
+  const auto add = [&](const Digest& digest) {
+    EXPECT_EQ(std::count(digests.begin(), digests.end(), digest), 0) << digests.size();
+    digests.push_back(digest);
+  };
+  for (const Strategy& strategy : strategies()) {
+    if (strategy.name != "own-shard") add(plan(strategy.name, 4).inputs);
+  }
+  add(plan("own-shard", 5).inputs);
+  add(plan("own-shard", 4, 7 * kMiB).inputs);
+  add(plan("own-shard", 4, 8 * kMiB, Destination::discard).inputs);
+  add(make_plan(copy, again, fsdp2_layout(4, 1), options).inputs);
+  add(make_plan(copy, again, whole_layout(4), options).inputs);
+  Layout unpadded = fsdp2_layout(4);
+  unpadded.pads = false;
+  add(make_plan(copy, again, unpadded, options).inputs);
+  Layout folded = fsdp2_layout(4);
+  folded.mesh.sizes = {2, 2};
+  folded.placements.push_back(folded.placements[0]);
+  add(make_plan(copy, again, folded, options).inputs);
+  options.ranks_per_node = 2;
+  add(make_plan(copy, again, fsdp2_layout(4), options).inputs);
+  options = options_of("own-shard", 8 * kMiB);
+  options.baseline_bytes += 1;
+  add(make_plan(copy, again, fsdp2_layout(4), options).inputs);
+  options = options_of("own-shard", 8 * kMiB);
+  Manifest other = manifest_;
+  other.identity.low ^= 1;
+  add(make_plan(other, again, fsdp2_layout(4), options).inputs);
+  Recipe cast = again;
+  set_dtype(cast, DType::f32, "");
+  add(make_plan(copy, cast, fsdp2_layout(4), options).inputs);
+  Recipe renamed = again;
+  renamed.targets[0].spec.fqn = "z";
+  add(make_plan(copy, renamed, fsdp2_layout(4), options).inputs);
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,266 @@
+#include "modicum/ranks/board.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <string>
+#include <thread>
+
+#include "modicum/ranks/board_double.h"
+
+namespace modicum {
+namespace {
+
+Error full_error() {
+  Facts facts{.file = "model.safetensors", .tensor = "lm_head.weight"};
+  facts.offset = 4711;
+  facts.rank = 3;
+  facts.culprit_rank = 2;
+  facts.culprit_pid = 1234;
+  facts.expected = "8 bytes";
+  facts.got = "7 bytes";
+  return Error(Category::format_trunc, "the file ended", std::move(facts));
+}
+
+ErrorRecord named(int rank, const std::string& what) {
+  return record_of(Error(Category::io, what), rank);
+}
+
+TEST(ErrorRecord, CarriesEveryFactOfAnError) {
+  const Error before = full_error();
+  const Error after = error_of(record_of(before, 5));
+  EXPECT_EQ(after.category(), before.category());
+  EXPECT_STREQ(after.what(), before.what());
+  EXPECT_EQ(after.facts().file, "model.safetensors");
+  EXPECT_EQ(after.facts().tensor, "lm_head.weight");
+  EXPECT_EQ(after.facts().offset, 4711U);
+  EXPECT_EQ(after.facts().rank, 3) << "the rank that is known goes before the one that reports";
+  EXPECT_EQ(after.facts().culprit_rank, 2);
+  EXPECT_EQ(after.facts().culprit_pid, 1234);
+  EXPECT_EQ(after.facts().expected, "8 bytes");
+  EXPECT_EQ(after.facts().got, "7 bytes");
+}
+
+TEST(ErrorRecord, WhatIsAbsentStaysAbsentButTheRank) {
+  const Error after = error_of(record_of(Error(Category::usage, "no"), 5));
+  EXPECT_EQ(after.facts().rank, 5);
+  EXPECT_FALSE(after.facts().offset);
+  EXPECT_FALSE(after.facts().culprit_rank);
+  EXPECT_FALSE(after.facts().culprit_pid);
+  EXPECT_STREQ(error_of(record_of(Error(Category::cancelled, "stopped"), -1)).what(),
+               "CANCELLED: stopped");
+}
+
+TEST(ErrorRecord, LongTextsAreCutAndEnd) {
+  Facts facts{.file = std::string(5000, 'f'), .tensor = std::string(256, 't')};
+  facts.expected = std::string(127, 'e');
+  facts.got = std::string(128, 'g');
+  const Error after = error_of(record_of(Error(Category::io, std::string(512, 'w'), facts), 0));
+  EXPECT_EQ(after.what_happened(), std::string(511, 'w'));
+  EXPECT_EQ(after.facts().file, std::string(255, 'f'));
+  EXPECT_EQ(after.facts().tensor, std::string(255, 't'));
+  EXPECT_EQ(after.facts().expected, std::string(127, 'e')) << "what fits is whole";
+  EXPECT_EQ(after.facts().got, std::string(127, 'g'));
+}
+
+// Catches: a first failure that a later one overwrites.
+TEST(SharedBoard, TheFirstFailureWins) {
+  SteadyClock clock;
+  SharedBoard board(2, clock);
+  EXPECT_FALSE(board.failure().has_value());
+  EXPECT_TRUE(board.report(named(1, "first")));
+  EXPECT_FALSE(board.report(named(0, "second")));
+  EXPECT_STREQ(board.failure()->what, "first");
+  EXPECT_EQ(board.failure()->rank, 1);
+}
+
+TEST(SharedBoard, OneFailureWinsAcrossThreads) {
+  constexpr int kThreads = 8;
+  SteadyClock clock;
+  for (int round = 0; round < 20; ++round) {
+    SharedBoard board(kThreads, clock);
+    std::atomic<int> winners{0};
+    std::atomic<int> winner{-1};
+    run_workers(kThreads, [&](int rank) {
+      if (board.report(named(rank, std::string(400, static_cast<char>('a' + rank))))) {
+        ++winners;
+        winner = rank;
+      }
+      while (!board.failure()) std::this_thread::yield();
+      const ErrorRecord seen = *board.failure();
+      EXPECT_EQ(std::string(seen.what), std::string(400, static_cast<char>('a' + seen.rank)));
+    });
+    EXPECT_EQ(winners, 1);
+    EXPECT_EQ(board.failure()->rank, winner);
+  }
+}
+
+TEST(SharedBoard, CheckNamesTheCulprit) {
+  SteadyClock clock;
+  SharedBoard board(3, clock);
+  EXPECT_NO_THROW(board.check());
+  board.report(named(2, "the disk is on fire"));
+  try {
+    board.check();
+    FAIL() << "a failure was not noticed";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.category(), Category::peer);
+    EXPECT_EQ(error.facts().culprit_rank, 2);
+    EXPECT_EQ(error.facts().culprit_pid, getpid());
+    EXPECT_EQ(error.what_happened(), "rank 2 failed: the disk is on fire");
+  }
+}
+
+TEST(SharedBoard, CheckNamesTheCulpritAndNotWhoReportedIt) {
+  SteadyClock clock;
+  SharedBoard board(3, clock);
+  board.report(record_of(
+      Error(Category::peer, "is stopped", {.rank = 0, .culprit_rank = 1, .culprit_pid = 99}), 0));
+  try {
+    board.check();
+    FAIL() << "a failure was not noticed";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.facts().culprit_rank, 1);
+    EXPECT_EQ(error.facts().culprit_pid, 99);
+  }
+}
+
+// Catches: a barrier that doesn't wait.
+TEST(SharedBoard, NobodyLeavesABarrierBeforeAllHaveCome) {
+  constexpr int kRanks = 4;
+  constexpr int kRounds = 50;
+  SteadyClock clock;
+  SharedBoard board(kRanks, clock);
+  std::atomic<int> come{0};
+  run_workers(kRanks, [&](int rank) {
+    for (int round = 1; round <= kRounds; ++round) {
+      ++come;
+      board.barrier(rank);
+      EXPECT_GE(come.load(), round * kRanks);
+      EXPECT_LE(come.load(), (round + 1) * kRanks);
+      EXPECT_FALSE(board.is_waiting(rank));
+    }
+  });
+}
+
+// The clock stands still but for the barrier's own waiting, so what it shows was waited.
+TEST(SharedBoard, ABarrierWaitsWhileOneIsMissing) {
+  class Late final : public Clock {
+   public:
+    explicit Late(SharedBoard*& board) : board_(board) {}
+    int64_t now_ns() override { return now_ns_; }
+    void sleep_ns(int64_t duration_ns) override {
+      EXPECT_TRUE(board_->is_waiting(0));
+      now_ns_ += duration_ns;
+      if (now_ns_ == 20 * kNsPerMs) board_->report(record_of(Error(Category::io, "gone"), 1));
+    }
+
+   private:
+    SharedBoard*& board_;
+    int64_t now_ns_ = 0;
+  };
+  SharedBoard* there = nullptr;
+  Late clock(there);
+  SharedBoard board(2, clock);
+  there = &board;
+  try {
+    board.barrier(0);
+    ADD_FAILURE() << "rank 1 never came";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.category(), Category::peer);
+    EXPECT_EQ(error.facts().culprit_rank, 1);
+  }
+  EXPECT_EQ(clock.now_ns(), 20 * kNsPerMs);
+}
+
+TEST(SharedBoard, RanksThatAgreeGoOn) {
+  constexpr int kRanks = 3;
+  SteadyClock clock;
+  SharedBoard board(kRanks, clock);
+  run_workers(kRanks, [&](int rank) { EXPECT_NO_THROW(board.agree(rank, {1, 2})); });
+}
+
+TEST(SharedBoard, AgreeNamesWhoDiffersFromRankZero) {
+  constexpr int kRanks = 4;
+  SteadyClock clock;
+  for (int other = 1; other < kRanks; ++other) {
+    SharedBoard board(kRanks, clock);
+    std::atomic<int> conflicts{0};
+    run_workers(kRanks, [&](int rank) {
+      try {
+        board.agree(rank, {7, static_cast<uint64_t>(rank == other ? 9 : 8)});
+      } catch (const Error& error) {
+        EXPECT_EQ(error.category(), Category::conflict);
+        EXPECT_EQ(error.facts().culprit_rank, other);
+        EXPECT_EQ(error.facts().expected, (Digest{7, 8}.hex()));
+        EXPECT_EQ(error.facts().got, (Digest{7, 9}.hex()));
+        ++conflicts;
+      }
+    });
+    EXPECT_EQ(conflicts, kRanks) << "every rank stops, not only the one that differs";
+  }
+}
+
+TEST(SharedBoard, BeatsAddUpAndCarryTheTime) {
+  FakeClock clock;
+  SharedBoard board(2, clock);
+  EXPECT_EQ(board.last_beat_ns(1), 0);
+  clock.advance_ns(5);
+  board.beat(1, 100);
+  clock.advance_ns(5);
+  board.beat(1, 11);
+  EXPECT_EQ(board.progress(1), 111U);
+  EXPECT_EQ(board.last_beat_ns(1), 10);
+  EXPECT_EQ(board.progress(0), 0U);
+  EXPECT_FALSE(board.is_done(1));
+  board.set_done(1);
+  EXPECT_TRUE(board.is_done(1));
+  EXPECT_FALSE(board.is_done(0));
+}
+
+TEST(SharedBoard, ResultsArePostedPerRankAndCutAtTheirRoom) {
+  SteadyClock clock;
+  SharedBoard board(2, clock);
+  EXPECT_TRUE(board.posted(0).empty());
+  const std::vector<std::byte> all(SharedBoard::kResultBytes, std::byte{1});
+  const std::vector<std::byte> more(SharedBoard::kResultBytes + 1, std::byte{2});
+  board.post(0, all);
+  board.post(1, more);
+  EXPECT_TRUE(std::ranges::equal(board.posted(0), all));
+  EXPECT_TRUE(std::ranges::equal(board.posted(1), std::span(more).first(all.size())));
+}
+
+TEST(ScriptedBoard, FailsWhereTheScriptHasIt) {
+  ScriptedBoard looks(1, {.fail_at_look = 2});
+  EXPECT_NO_THROW(looks.check());
+  EXPECT_THROW(looks.check(), Error);
+  EXPECT_EQ(looks.looks(), 2);
+  ScriptedBoard beats(1, {.fail_at_beat = 2, .culprit_rank = 5});
+  beats.beat(0, 10);
+  EXPECT_FALSE(beats.failure().has_value());
+  beats.beat(0, 1);
+  EXPECT_EQ(beats.failure()->rank, 5);
+  EXPECT_EQ(beats.bytes_of_rank(0), 11U);
+  EXPECT_THROW(beats.barrier(0), Error);
+}
+
+TEST(ScriptedBoard, BarriersAndAgreementsAreThoseOfABoard) {
+  ScriptedBoard board(3);
+  std::atomic<int> come{0};
+  std::atomic<int> conflicts{0};
+  run_workers(3, [&](int rank) {
+    ++come;
+    board.barrier(rank);
+    EXPECT_EQ(come, 3);
+    try {
+      board.agree(rank, {0, static_cast<uint64_t>(rank / 2)});
+    } catch (const Error& error) {
+      EXPECT_EQ(error.facts().culprit_rank, 2);
+      ++conflicts;
+    }
+  });
+  EXPECT_EQ(conflicts, 3);
+}
+
+}  // namespace
+}  // namespace modicum

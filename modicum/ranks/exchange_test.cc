@@ -1,0 +1,208 @@
+#include "modicum/ranks/exchange.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <vector>
+
+#include "modicum/ranks/board_double.h"
+#include "modicum/ranks/exchange_double.h"
+
+namespace modicum {
+namespace {
+
+// As in exchange.cc: the ring of all ranks' parts is cut into four.
+uint64_t slot_bytes(int world, uint64_t part_bytes) {
+  return part_bytes * static_cast<uint64_t>(world) / 4;
+}
+
+// Byte `i` of what is sent in turn `turn`.
+std::byte sent(int turn, size_t i) {
+  return static_cast<std::byte>((static_cast<size_t>(turn) * 37 + i * 11 + i / 251) & 0xff);
+}
+
+std::vector<size_t> sizes_around_slots(int world, uint64_t part_bytes) {
+  const size_t slot = slot_bytes(world, part_bytes);
+  return {0, 1, slot - 1, slot, slot + 1, 3, 4 * slot, 5 * slot + 7, 0, 11 * slot};
+}
+
+// Every rank in turn is the root. False where a byte is wrong.
+bool all_arrive(Exchange& exchange, int rank, int world, const std::vector<size_t>& sizes) {
+  int turn = 0;
+  for (int root = 0; root < world; ++root) {
+    for (const size_t size : sizes) {
+      ++turn;
+      std::vector<std::byte> bytes(size);
+      if (rank == root) {
+        for (size_t i = 0; i < size; ++i) bytes[i] = sent(turn, i);
+      }
+      exchange.broadcast(root, bytes);
+      for (size_t i = 0; i < size; ++i) {
+        if (bytes[i] != sent(turn, i)) return false;
+      }
+    }
+  }
+  return true;
+}
+
+TEST(RingExchange, ThreadsGetWhatWasSentWhateverTheSizeAndTheRoot) {
+  SteadyClock clock;
+  for (int world = 1; world <= 5; ++world) {
+    SharedBoard board(world, clock);
+    SharedRing ring(world, kPageBytes);
+    run_workers(world, [&](int rank) {
+      RingExchange exchange(ring, board, rank);
+      EXPECT_TRUE(all_arrive(exchange, rank, world, sizes_around_slots(world, kPageBytes)))
+          << "rank " << rank << " of " << world;
+    });
+  }
+}
+
+// Forks a process per rank and returns how many of them said that all was well.
+int count_well(int world, const std::function<bool(int rank)>& body) {
+  std::vector<pid_t> children;
+  for (int rank = 0; rank < world; ++rank) {
+    const pid_t child = fork();
+    if (child == 0) {
+      bool well = false;
+      try {
+        well = body(rank);
+      } catch (const std::exception&) {
+      }
+      _exit(well ? 0 : 1);
+    }
+    children.push_back(child);
+  }
+  int well = 0;
+  for (const pid_t child : children) {
+    int status = 0;
+    EXPECT_EQ(waitpid(child, &status, 0), child);
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 0) ++well;
+  }
+  return well;
+}
+
+TEST(RingExchange, ProcessesGetWhatWasSentWhateverTheSizeAndTheRoot) {
+  SteadyClock clock;
+  for (int world = 2; world <= 5; ++world) {
+    SharedBoard board(world, clock);
+    SharedRing ring(world, kPageBytes);
+    const int well = count_well(world, [&](int rank) {
+      Ledger ledger;
+      RingExchange exchange(ring, board, rank);
+      const Charge charge = exchange.commit(ledger);
+      board.barrier(rank);
+      return all_arrive(exchange, rank, world, sizes_around_slots(world, kPageBytes));
+    });
+    EXPECT_EQ(well, world);
+  }
+}
+
+// Catches: a part of the ring that nobody is charged for.
+TEST(RingExchange, EachRankIsChargedItsPartAsStaging) {
+  SteadyClock clock;
+  for (const uint64_t part_bytes : {kPageBytes, 7 * kPageBytes}) {
+    for (int world = 1; world <= 5; ++world) {
+      SharedBoard board(world, clock);
+      SharedRing ring(world, part_bytes);
+      for (int rank = 0; rank < world; ++rank) {
+        Ledger ledger(part_bytes);
+        RingExchange exchange(ring, board, rank);
+        {
+          const Charge charge = exchange.commit(ledger);
+          EXPECT_EQ(charge.bytes(), part_bytes);
+          EXPECT_EQ(ledger.held()[Purpose::staging], part_bytes);
+          EXPECT_EQ(ledger.held().total(), part_bytes);
+        }
+        EXPECT_EQ(ledger.held(), Footprint{});
+        Ledger tight(part_bytes - 1);
+        EXPECT_THROW(exchange.commit(tight), Error);
+      }
+    }
+  }
+}
+
+// How rank `waiter` of two leaves a broadcast that its peer, which fails, never joins; and whether
+// it had left within a second.
+void expect_end_by_peer(int waiter, int root, size_t bytes) {
+  SteadyClock clock;
+  SharedBoard board(2, clock);
+  SharedRing ring(2, kPageBytes);
+  std::atomic<int64_t> failed_ns{0};
+  run_workers(2, [&](int rank) {
+    if (rank != waiter) {
+      // Its peer has begun to wait when it beats for the first time.
+      while (board.last_beat_ns(waiter) == 0) clock.sleep_ns(kNsPerMs);
+      failed_ns = clock.now_ns();
+      board.report(record_of(Error(Category::io, "broken"), rank));
+      return;
+    }
+    RingExchange exchange(ring, board, rank);
+    std::vector<std::byte> memory(bytes);
+    try {
+      exchange.broadcast(root, memory);
+      ADD_FAILURE() << "nobody was there";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.category(), Category::peer);
+      EXPECT_EQ(error.facts().culprit_rank, 1 - waiter);
+      EXPECT_LT(clock.now_ns() - failed_ns, kNsPerSecond);
+    }
+  });
+}
+
+TEST(RingExchange, AFailedReaderEndsAWaitingSender) {
+  expect_end_by_peer(0, 0, 5 * slot_bytes(2, kPageBytes));
+}
+
+TEST(RingExchange, AFailedSenderEndsAWaitingReader) {
+  expect_end_by_peer(0, 1, 1);
+  expect_end_by_peer(1, 0, 1);
+}
+
+// Who waits for others beats, so that nobody takes it for stalled.
+TEST(RingExchange, WaitingBeatsWithoutProgress) {
+  SteadyClock clock;
+  SharedBoard board(2, clock);
+  SharedRing ring(2, kPageBytes);
+  run_workers(2, [&](int rank) {
+    RingExchange exchange(ring, board, rank);
+    std::vector<std::byte> memory(1);
+    if (rank == 0) {
+      while (board.last_beat_ns(1) == 0) clock.sleep_ns(kNsPerMs);
+    }
+    exchange.broadcast(0, memory);
+  });
+  EXPECT_EQ(board.progress(1), 0U);
+}
+
+TEST(ThreadExchange, GivesWhatWasSentAndKeepsARecord) {
+  for (int world = 1; world <= 4; ++world) {
+    ScriptedBoard board(world);
+    ThreadHub hub(world, 3 * kPageBytes);
+    run_workers(world, [&](int rank) {
+      Ledger ledger;
+      ThreadExchange exchange(hub, board, rank);
+      const Charge charge = exchange.commit(ledger);
+      EXPECT_EQ(ledger.held()[Purpose::staging], 3 * kPageBytes);
+      EXPECT_TRUE(all_arrive(exchange, rank, world, {0, 1, 5000}));
+    });
+    EXPECT_EQ(hub.calls().size(), static_cast<size_t>(world * world) * 3);
+    for (const ThreadHub::Call& call : hub.calls()) EXPECT_LT(call.root, world);
+  }
+}
+
+TEST(ThreadExchange, AFailedPeerEndsTheWait) {
+  for (const int root : {0, 1}) {
+    ScriptedBoard board(2, {.fail_at_look = 100, .culprit_rank = 1});
+    ThreadHub hub(2, kPageBytes);
+    std::vector<std::byte> memory(4);
+    EXPECT_THROW(ThreadExchange(hub, board, 0).broadcast(root, memory), Error);
+    EXPECT_EQ(board.looks(), 100);
+  }
+}
+
+}  // namespace
+}  // namespace modicum

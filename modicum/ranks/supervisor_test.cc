@@ -1,0 +1,309 @@
+// Every test forks: no other thread may run here.
+#include "modicum/ranks/supervisor.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <fstream>
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+namespace modicum {
+namespace {
+
+using Body = std::function<void(SharedBoard& board, int rank)>;
+
+// What the ranks of one run know of each other.
+struct Shared {
+  std::atomic<pid_t> pid[4];
+  std::atomic<int> ran;
+};
+
+class Supervised : public testing::Test {
+ protected:
+  // How the run failed; nothing where it did not. Whatever it was, no child is left.
+  std::optional<Error> failure_of(int ranks, const Body& body,
+                                  const SuperviseOptions& options = {}) {
+    SharedBoard board(ranks, clock_);
+    std::optional<Error> failure;
+    try {
+      run_ranks(
+          board, clock_,
+          [&](int rank) {
+            shared().pid[rank] = getpid();
+            ++shared().ran;
+            body(board, rank);
+          },
+          options);
+    } catch (const Error& error) {
+      failure = error;
+    }
+    EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1) << "a child is left";
+    EXPECT_EQ(errno, ECHILD);
+    return failure;
+  }
+
+  // Asserts that the run fails with `category` and blames rank `culprit` by its process.
+  void expect_blame(int ranks, int culprit, Category category, const std::string& says,
+                    const Body& body, const SuperviseOptions& options = {}) {
+    const auto failure = failure_of(ranks, body, options);
+    ASSERT_TRUE(failure.has_value());
+    EXPECT_EQ(failure->category(), category) << failure->what();
+    EXPECT_EQ(failure->facts().culprit_rank, culprit) << failure->what();
+    EXPECT_EQ(failure->facts().culprit_pid, shared().pid[culprit].load()) << failure->what();
+    EXPECT_NE(std::string(failure->what()).find(says), std::string::npos) << failure->what();
+  }
+
+  Shared& shared() { return *reinterpret_cast<Shared*>(mapping_.bytes().data()); }
+
+  SteadyClock clock_;
+  Mapping mapping_ = Mapping::shared(sizeof(Shared));
+};
+
+// Beats until another rank has failed, which throws.
+[[noreturn]] void live_on(SharedBoard& board, int rank) {
+  SteadyClock clock;
+  for (;; clock.sleep_ns(kNsPerMs)) {
+    board.beat(rank, 0);
+    board.check();
+  }
+}
+
+[[noreturn]] void hang() {
+  for (;;) pause();
+}
+
+// "T" where a process is stopped: the letter after its name.
+char state_of(pid_t pid) {
+  std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  std::getline(stat, line);
+  const size_t name_end = line.rfind(')');
+  return name_end == std::string::npos ? '?' : line.at(name_end + 2);
+}
+
+TEST_F(Supervised, AllEndWell) {
+  for (const int ranks : {1, 2, 4}) {
+    shared().ran = 0;
+    const auto failure =
+        failure_of(ranks, [](SharedBoard& board, int rank) { board.barrier(rank); });
+    EXPECT_FALSE(failure.has_value());
+    EXPECT_EQ(shared().ran, ranks);
+  }
+}
+
+TEST_F(Supervised, RanksAreProcessesWithNamesAndResults) {
+  SharedBoard board(3, clock_);
+  run_ranks(board, clock_, [&](int rank) {
+    std::string name;
+    std::getline(std::ifstream("/proc/self/comm"), name);
+    if (name != "modicum-rank-" + std::to_string(rank)) fail(Category::internal, name);
+    const std::byte result[] = {static_cast<std::byte>(rank + 1)};
+    board.post(rank, result);
+  });
+  for (int rank = 0; rank < 3; ++rank) {
+    ASSERT_EQ(board.posted(rank).size(), 1U);
+    EXPECT_EQ(board.posted(rank)[0], static_cast<std::byte>(rank + 1));
+    EXPECT_TRUE(board.is_done(rank));
+  }
+}
+
+TEST_F(Supervised, WhatARankThrowsIsThrownWithItsRank) {
+  const auto failure = failure_of(3, [](SharedBoard& board, int rank) {
+    if (rank != 1) live_on(board, rank);
+    fail(Category::io, "the disk is gone", {.file = "a.safetensors", .offset = 5});
+  });
+  ASSERT_TRUE(failure.has_value());
+  EXPECT_EQ(failure->category(), Category::io);
+  EXPECT_EQ(failure->facts().rank, 1);
+  EXPECT_EQ(failure->facts().file, "a.safetensors");
+  EXPECT_EQ(failure->facts().offset, 5U);
+}
+
+TEST_F(Supervised, OtherExceptionsHaveACategoryToo) {
+  const auto category_of = [&](const std::function<void()>& thrower) {
+    const auto failure = failure_of(2, [&](SharedBoard& board, int rank) {
+      if (rank == 0) live_on(board, rank);
+      thrower();
+    });
+    EXPECT_EQ(failure->facts().rank, 1);
+    return failure->category();
+  };
+  EXPECT_EQ(category_of([] { throw std::bad_alloc(); }), Category::no_memory);
+  EXPECT_EQ(category_of([] { throw std::runtime_error("?"); }), Category::internal);
+  EXPECT_EQ(category_of([] { throw 5; }), Category::internal);
+}
+
+TEST_F(Supervised, AKilledRankIsNamedWithItsProcess) {
+  expect_blame(3, 2, Category::peer, "killed by signal 9", [](SharedBoard& board, int rank) {
+    if (rank != 2) live_on(board, rank);
+    raise(SIGKILL);
+  });
+}
+
+TEST_F(Supervised, AKillForLackOfMemoryIsExplained) {
+  const SuperviseOptions options{.out_of_memory = [] { return "oom_kill 1 in /a"; }};
+  const auto killed_by = [](int signal) {
+    return [signal](SharedBoard& board, int rank) {
+      if (rank != 1) live_on(board, rank);
+      raise(signal);
+    };
+  };
+  expect_blame(2, 1, Category::no_memory, "oom_kill 1 in /a", killed_by(SIGKILL), options);
+  expect_blame(2, 1, Category::peer, "killed by signal 15", killed_by(SIGTERM), options);
+}
+
+TEST_F(Supervised, ALastingStopIsTheStoppedRanksFault) {
+  const int64_t begin = clock_.now_ns();
+  expect_blame(2, 0, Category::peer, "is stopped",
+               [](SharedBoard& board, int rank) {
+                 if (rank != 0) live_on(board, rank);
+                 raise(SIGSTOP);
+                 hang();
+               },
+               {.stop_grace_ns = 100 * kNsPerMs});
+  EXPECT_LT(clock_.now_ns() - begin, 4 * kNsPerSecond);
+}
+
+// Catches: a grace that nobody heeds.
+TEST_F(Supervised, AShortStopIsNothing) {
+  const auto failure =
+      failure_of(2,
+                 [this](SharedBoard& board, int rank) {
+                   if (rank == 0) {
+                     raise(SIGSTOP);
+                   } else {
+                     while (shared().pid[0] == 0 || state_of(shared().pid[0]) != 'T') {
+                       clock_.sleep_ns(kNsPerMs);
+                       board.beat(rank, 0);
+                     }
+                     clock_.sleep_ns(100 * kNsPerMs);  // so that the launcher has seen it
+                     kill(shared().pid[0], SIGCONT);
+                   }
+                   board.barrier(rank);
+                 },
+                 {.stop_grace_ns = 60 * kNsPerSecond});
+  EXPECT_FALSE(failure.has_value()) << failure->what();
+}
+
+TEST_F(Supervised, ARankThatLeavesEarlyIsNamedWhateverItsExitCode) {
+  const auto leaves_with = [](int code) {
+    return [code](SharedBoard& board, int rank) {
+      if (rank != 1) live_on(board, rank);
+      _exit(code);
+    };
+  };
+  expect_blame(2, 1, Category::peer, "left before it was done", leaves_with(0));
+  expect_blame(2, 1, Category::peer, "ended with exit code 3", leaves_with(3));
+}
+
+// It has taken the board's one place for a failure and never fills it.
+TEST_F(Supervised, ARankThatDiesWhileReportingIsNamedAllTheSame) {
+  void* const nothing = mmap(nullptr, kPageBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(nothing, MAP_FAILED);
+  expect_blame(2, 1, Category::peer, "rank 1", [&](SharedBoard& board, int rank) {
+    if (rank != 1) board.barrier(rank);
+    signal(SIGSEGV, SIG_DFL);
+    board.report(*static_cast<const ErrorRecord*>(nothing));
+  });
+  munmap(nothing, kPageBytes);
+}
+
+TEST_F(Supervised, ARankThatDoesNotMoveHasStalled) {
+  expect_blame(2, 1, Category::stall, "has not moved",
+               [](SharedBoard& board, int rank) {
+                 if (rank == 0) board.barrier(rank);
+                 hang();
+               },
+               {.stall_limit_ns = 200 * kNsPerMs});
+}
+
+TEST_F(Supervised, WaitingInABarrierIsNoStall) {
+  const auto failure = failure_of(2,
+                                  [this](SharedBoard& board, int rank) {
+                                    const int64_t until = clock_.now_ns() + 1200 * kNsPerMs;
+                                    while (rank == 1 && clock_.now_ns() < until) {
+                                      board.beat(rank, 0);
+                                      clock_.sleep_ns(kNsPerMs);
+                                    }
+                                    board.barrier(rank);
+                                  },
+                                  {.stall_limit_ns = 500 * kNsPerMs});
+  EXPECT_FALSE(failure.has_value()) << failure->what();
+}
+
+TEST_F(Supervised, SignalsToTheLauncherEndTheRun) {
+  for (const auto& [signal, category] :
+       {std::pair{SIGTERM, Category::preempted}, {SIGINT, Category::cancelled}}) {
+    struct sigaction before {};
+    sigaction(signal, nullptr, &before);
+    const pid_t launcher = getpid();
+    const auto failure = failure_of(2, [=, number = signal](SharedBoard& board, int rank) {
+      if (rank == 1) kill(launcher, number);
+      live_on(board, rank);
+    });
+    ASSERT_TRUE(failure.has_value());
+    EXPECT_EQ(failure->category(), category) << failure->what();
+    struct sigaction after {};
+    sigaction(signal, nullptr, &after);
+    EXPECT_EQ(after.sa_handler, before.sa_handler) << "the handler that was there is back";
+  }
+}
+
+TEST_F(Supervised, ARankThatHeedsNothingIsKilled) {
+  const int64_t begin = clock_.now_ns();
+  const auto failure = failure_of(2, [](SharedBoard&, int rank) {
+    if (rank == 0) fail(Category::io, "broken");
+    signal(SIGTERM, SIG_IGN);
+    hang();
+  });
+  ASSERT_TRUE(failure.has_value());
+  EXPECT_EQ(failure->facts().rank, 0);
+  EXPECT_LT(clock_.now_ns() - begin, 4 * kNsPerSecond);
+}
+
+TEST_F(Supervised, TheLauncherTicksAndWhatItThrowsEndsTheRun) {
+  int ticks = 0;
+  SharedBoard board(2, clock_);
+  const SuperviseOptions options{.tick = [&] {
+    if (++ticks == 3) fail(Category::usage, "enough");
+  }};
+  EXPECT_THROW(run_ranks(
+                   board, clock_, [](int) { hang(); }, options),
+               Error);
+  EXPECT_EQ(ticks, 3);
+  EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1);
+}
+
+// The read end sees its end when the last process that may write is gone.
+TEST_F(Supervised, RanksDieWithTheLauncher) {
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  const pid_t launcher = fork();
+  if (launcher == 0) {
+    close(ends[0]);
+    SharedBoard board(2, clock_);
+    run_ranks(board, clock_, [&](int) {
+      const char here = 'r';
+      if (write(ends[1], &here, 1) == 1) hang();
+    });
+    _exit(0);
+  }
+  close(ends[1]);
+  char byte = 0;
+  for (int rank = 0; rank < 2; ++rank) ASSERT_EQ(read(ends[0], &byte, 1), 1);
+  kill(launcher, SIGKILL);
+  EXPECT_EQ(read(ends[0], &byte, 1), 0) << "a rank is still there";
+  close(ends[0]);
+  EXPECT_EQ(waitpid(launcher, nullptr, 0), launcher);
+}
+
+}  // namespace
+}  // namespace modicum

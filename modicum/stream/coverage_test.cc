@@ -1,0 +1,212 @@
+#include "modicum/stream/coverage.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <optional>
+#include <vector>
+
+namespace modicum {
+namespace {
+
+using Places = std::vector<Runs>;
+
+// A plan for one rank and one target of `numel` elements.
+class Buffer1 {
+ public:
+  explicit Buffer1(int64_t numel) {
+    manifest_.files.push_back({"model.safetensors"});
+    const auto bytes = static_cast<uint64_t>(numel);
+    manifest_.tensors.push_back({{"weight", Role::param, DType::u8, {numel}}, {0, 8, 8 + bytes}});
+    recipe_ = identity_recipe(manifest_);
+    plan_ =
+        make_plan(manifest_, recipe_, fsdp2_layout(1), {.strategy = &strategy_named("own-shard")});
+  }
+  Buffer1(const Buffer1&) = delete;
+  Buffer1& operator=(const Buffer1&) = delete;
+
+  // How the proof fails after these places were ticked; nothing where they are proven.
+  std::optional<Error> failure_of(const Places& places) const {
+    Coverage coverage(plan_);
+    for (const Runs& runs : places) {
+      Transfer done;
+      done.runs = runs;
+      coverage.tick(done);
+    }
+    try {
+      coverage.prove(0);
+    } catch (const Error& error) {
+      return error;
+    }
+    return std::nullopt;
+  }
+  bool proves(const Places& places) const { return !failure_of(places).has_value(); }
+
+ private:
+  Manifest manifest_;
+  Recipe recipe_;
+  Plan plan_;
+};
+
+// Contiguous stretches of 1 to 9 elements, none like its neighbour.
+Places stretches(int64_t numel) {
+  Places places;
+  uint64_t state = 7;
+  for (int64_t at = 0; at < numel;) {
+    state = state * 6364136223846793005ULL + 1;
+    const int64_t run = std::min<int64_t>(numel - at, 1 + static_cast<int64_t>(state >> 60) % 9);
+    places.push_back({.run = run, .at = at});
+    at += run;
+  }
+  return places;
+}
+
+// A matrix of `rows` x `columns` put there column by column, as when it is turned, with a few rows
+// in between that are put there as they are.
+Places turned(int64_t rows, int64_t columns) {
+  const int64_t half = rows / 2;
+  return {
+      {.runs = columns, .run = half, .at = 0, .at_stride = 1, .at_step = columns},
+      {.runs = 1, .run = columns, .at = half * columns},
+      {.runs = rows - half - 1, .run = columns, .at = (half + 1) * columns, .at_stride = columns}};
+}
+
+std::vector<std::pair<int64_t, Places>> tilings() {
+  return {{1, {{.run = 1}}},   {100, {{.run = 100}}},     {300, stretches(300)},
+          {97, stretches(97)}, {12 * 10, turned(12, 10)}, {31 * 7, turned(31, 7)}};
+}
+
+TEST(Coverage, ATilingIsProvenInAnyOrder) {
+  for (auto [numel, places] : tilings()) {
+    const Buffer1 buffer(numel);
+    EXPECT_TRUE(buffer.proves(places));
+    std::reverse(places.begin(), places.end());
+    EXPECT_TRUE(buffer.proves(places));
+  }
+  EXPECT_TRUE(Buffer1(0).proves({}));
+}
+
+// Catches: a proof that proves nothing; a transfer dropped, doubled, shifted, of another's length.
+TEST(Coverage, EachMutationOfATilingIsDetected) {
+  for (const auto& [numel, tiling] : tilings()) {
+    const Buffer1 buffer(numel);
+    for (size_t i = 0; i < tiling.size(); ++i) {
+      SCOPED_TRACE(testing::Message() << "transfer " << i << " of " << numel << " elements");
+      const auto with = [&, t = tiling](const std::function<void(Runs&)>& change) {
+        Places places = t;
+        change(places[i]);
+        return places;
+      };
+      Places less = tiling;
+      less.erase(less.begin() + static_cast<ptrdiff_t>(i));
+      EXPECT_FALSE(buffer.proves(less)) << "dropped";
+      Places more = tiling;
+      more.push_back(tiling[i]);
+      EXPECT_FALSE(buffer.proves(more)) << "doubled";
+      EXPECT_FALSE(buffer.proves(with([](Runs& r) { ++r.at; }))) << "shifted by one";
+      EXPECT_FALSE(buffer.proves(with([](Runs& r) { --r.at; }))) << "shifted back by one";
+      EXPECT_FALSE(buffer.proves(with([](Runs& r) { ++r.run; }))) << "one longer";
+      EXPECT_FALSE(buffer.proves(with([](Runs& r) { --r.run; }))) << "one shorter";
+      if (tiling[i].runs > 1) {
+        EXPECT_FALSE(buffer.proves(with([](Runs& r) { ++r.at_stride; }))) << "stride";
+        EXPECT_FALSE(buffer.proves(with([](Runs& r) { --r.at_stride; }))) << "stride";
+        EXPECT_FALSE(buffer.proves(with([](Runs& r) { --r.runs; }))) << "one run less";
+      }
+      if (tiling[i].run > 1) {
+        EXPECT_FALSE(buffer.proves(with([](Runs& r) { ++r.at_step; }))) << "step";
+      }
+    }
+  }
+}
+
+TEST(Coverage, ExchangedLengthsAndPlacesAreDetected) {
+  const Places tiling = stretches(200);
+  const Buffer1 buffer(200);
+  for (size_t i = 0; i < tiling.size(); ++i) {
+    for (size_t j = i + 1; j < tiling.size(); ++j) {
+      if (tiling[i].run == tiling[j].run) continue;
+      Places lengths = tiling;
+      std::swap(lengths[i].run, lengths[j].run);
+      EXPECT_FALSE(buffer.proves(lengths));
+      Places places = tiling;
+      std::swap(places[i].at, places[j].at);
+      EXPECT_FALSE(buffer.proves(places));
+    }
+  }
+}
+
+// One doubled and its mirror image dropped: count and sum stay, the squares don't.
+TEST(Coverage, AMutationThatKeepsTheSumIsDetected) {
+  const Buffer1 buffer(4);
+  EXPECT_TRUE(buffer.proves({{.run = 1, .at = 0}, {.run = 1, .at = 1}, {.run = 2, .at = 2}}));
+  EXPECT_FALSE(buffer.proves(
+      {{.run = 1, .at = 1}, {.run = 1, .at = 1}, {.run = 1, .at = 2}, {.run = 1, .at = 2}}));
+}
+
+TEST(Coverage, TheFailureNamesTheTensorAndTheCounts) {
+  const auto failure = Buffer1(10).failure_of({{.run = 9}});
+  ASSERT_TRUE(failure.has_value());
+  EXPECT_EQ(failure->category(), Category::integrity);
+  EXPECT_EQ(failure->facts().tensor, "weight");
+  EXPECT_EQ(failure->facts().rank, 0);
+  EXPECT_EQ(failure->facts().expected, "10 elements");
+  EXPECT_EQ(failure->facts().got, "9 elements");
+}
+
+// The closed forms against one element at a time.
+TEST(Coverage, TheSumsAreThoseOfSingleElements) {
+  for (int64_t numel = 0; numel <= 200; ++numel) {
+    Places singles;
+    for (int64_t i = 0; i < numel; ++i) singles.push_back({.run = 1, .at = i});
+    const Buffer1 buffer(numel);
+    EXPECT_TRUE(buffer.proves(singles));
+    EXPECT_TRUE(buffer.proves({{.run = numel}}));
+    EXPECT_TRUE(buffer.proves({{.runs = numel, .run = 1, .at_stride = 1}}));
+  }
+}
+
+// The sums of numel up to 2^62 pass 2^64 many times over; cuts of one range still meet.
+TEST(Coverage, WideBuffersDoNotOverflow) {
+  for (const int64_t numel :
+       {(int64_t{1} << 32) - 1, int64_t{1} << 32, (int64_t{1} << 33) + 1, int64_t{6'000'000'007},
+        (int64_t{1} << 53) + 2, (int64_t{1} << 62) - 1, int64_t{1} << 62}) {
+    const Buffer1 buffer(numel);
+    const int64_t third = numel / 3;
+    const int64_t rest = numel - third;
+    EXPECT_TRUE(buffer.proves({{.run = third}, {.run = rest, .at = third}})) << numel;
+    EXPECT_TRUE(buffer.proves({{.runs = (numel + 1) / 2, .run = 1, .at = 0, .at_stride = 2},
+                               {.runs = numel / 2, .run = 1, .at = 1, .at_stride = 2}}))
+        << numel;
+    EXPECT_TRUE(buffer.proves({{.runs = 1000, .run = third / 1000, .at_stride = third / 1000},
+                               {.run = numel - third / 1000 * 1000, .at = third / 1000 * 1000}}))
+        << numel;
+    EXPECT_FALSE(buffer.proves({{.run = third}, {.run = rest, .at = third + 1}})) << numel;
+    EXPECT_FALSE(buffer.proves({{.run = third + 1}, {.run = rest, .at = third}})) << numel;
+    EXPECT_FALSE(buffer.proves({{.run = rest}, {.run = third, .at = third}})) << numel;
+  }
+}
+
+// Against sums that are formed in 128 bits, where they fit, and element by element.
+TEST(Coverage, TheClosedFormsAreThoseOf128Bits) {
+  __extension__ typedef unsigned __int128 Wide;
+  uint64_t sum = 0, squares = 0;
+  for (uint64_t n = 0; n < 5000; ++n) {
+    ASSERT_EQ(sum_below(n), sum);
+    ASSERT_EQ(sum_of_squares_below(n), squares);
+    sum += n;
+    squares += n * n;
+  }
+  for (uint64_t n = 1; n < uint64_t{1} << 41; n = n * 3 + 1) {
+    ASSERT_EQ(sum_below(n), static_cast<uint64_t>(Wide{n} * (n - 1) / 2));
+    ASSERT_EQ(sum_of_squares_below(n), static_cast<uint64_t>(Wide{n} * (n - 1) * (2 * n - 1) / 6));
+  }
+  // Beyond, by the step from n to n + 1.
+  for (const uint64_t n : {uint64_t{1} << 42, (uint64_t{1} << 62) - 1, uint64_t{1} << 62}) {
+    EXPECT_EQ(sum_below(n + 1), sum_below(n) + n);
+    EXPECT_EQ(sum_of_squares_below(n + 1), sum_of_squares_below(n) + n * n);
+  }
+}
+
+}  // namespace
+}  // namespace modicum

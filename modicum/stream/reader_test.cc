@@ -1,0 +1,138 @@
+#include "modicum/stream/reader.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "modicum/io/file_doubles.h"
+
+namespace modicum {
+namespace {
+
+constexpr uint64_t kWindow = 8 * kMiB;  // as in reader.cc
+
+// Two data files of `bytes` each, with headers before them.
+struct Files {
+  explicit Files(int64_t bytes) {
+    memory.make_directory("/m");
+    std::vector<std::pair<std::string, std::string>> rows;
+    for (const char* name : {"a", "b"}) {
+      const TensorSpec spec{name, Role::param, DType::u8, {bytes}};
+      const std::string file = std::string(name) + ".safetensors";
+      SafetensorsWriter out(memory, "/m/" + file, {&spec, 1});
+      for (int64_t at = 0; at < bytes; at += 4099) {
+        const std::byte mark{static_cast<unsigned char>(at / 4099 + name[0])};
+        out.write(0, static_cast<uint64_t>(at), {&mark, 1});
+      }
+      out.finish();
+      rows.emplace_back(name, file);
+    }
+    const std::string index = index_json(rows, 2 * static_cast<uint64_t>(bytes));
+    memory.put("/m/model.safetensors.index.json", index);
+    checkpoint = open_checkpoint(recorded, "/m");
+    opened = recorded.calls().size();
+  }
+
+  // Reads [begin, end) of a file's data in pieces and says whether every byte was right.
+  bool read(DataReader& reader, uint32_t file, uint64_t begin, uint64_t end, uint64_t piece) {
+    const Stored& stored = checkpoint.manifest.tensors[file];
+    bool right = true;
+    for (uint64_t at = begin; at < end; at += piece) {
+      std::vector<std::byte> bytes(std::min(piece, end - at), std::byte{0xff});
+      reader.read(file, stored.at.begin + at, bytes);
+      for (size_t i = 0; i < bytes.size(); ++i) {
+        const uint64_t place = at + i;
+        const auto mark = static_cast<unsigned char>(place / 4099 + stored.spec.fqn[0]);
+        right &= bytes[i] == (place % 4099 == 0 ? std::byte{mark} : std::byte{});
+      }
+    }
+    return right;
+  }
+
+  // The windows dropped, in order, as {file's first letter, index}; each is whole.
+  std::vector<std::pair<char, uint64_t>> dropped() const {
+    std::vector<std::pair<char, uint64_t>> windows;
+    for (const IoCall& call : recorded.drops()) {
+      EXPECT_EQ(call.begin % kWindow, 0U);
+      EXPECT_EQ(call.end, call.begin + kWindow);
+      windows.emplace_back(call.file[0], call.begin / kWindow);
+    }
+    return windows;
+  }
+
+  MemoryFileSystem memory;
+  RecordingFileSystem recorded{memory};
+  Checkpoint checkpoint;
+  size_t opened = 0;  // calls until the checkpoint was open
+};
+
+using Windows = std::vector<std::pair<char, uint64_t>>;
+
+// Catches: page cache that is never dropped.
+TEST(DataReader, DropsWhatItBroughtInOneWindowBehind) {
+  Files files(20 << 20);
+  files.recorded.be_cold();
+  {
+    DataReader reader(files.checkpoint);
+    EXPECT_TRUE(files.read(reader, 0, 0, 15 << 20, (1 << 20) + 3));
+    EXPECT_EQ(files.dropped(), Windows{}) << "in the second window";
+    EXPECT_TRUE(files.read(reader, 0, 15 << 20, 20 << 20, 100'000));
+    EXPECT_EQ(files.dropped(), (Windows{{'a', 0}})) << "in the third";
+    EXPECT_EQ(reader.bytes_read(), 20U << 20);
+    EXPECT_LE(reader.page_cache_peak_bytes(), 2 * kWindow);
+    EXPECT_GT(reader.page_cache_peak_bytes(), kWindow);
+  }
+  EXPECT_EQ(files.dropped(), (Windows{{'a', 0}, {'a', 1}, {'a', 2}}));
+}
+
+TEST(DataReader, LeavesAFileWithNothingOfItInTheCache) {
+  Files files(9 << 20);
+  files.recorded.be_cold();
+  DataReader reader(files.checkpoint);
+  EXPECT_TRUE(files.read(reader, 0, 0, 9 << 20, 1 << 20));
+  EXPECT_TRUE(files.read(reader, 1, 0, 5, 5));
+  EXPECT_EQ(files.dropped(), (Windows{{'a', 0}, {'a', 1}}));
+}
+
+TEST(DataReader, LeavesWhatWasCachedBeforeAsItWas) {
+  Files files(20 << 20);
+  {
+    DataReader reader(files.checkpoint);
+    EXPECT_TRUE(files.read(reader, 0, 0, 20 << 20, 1 << 20));
+    EXPECT_EQ(reader.page_cache_peak_bytes(), 0U);
+  }
+  EXPECT_EQ(files.dropped(), Windows{});
+}
+
+TEST(DataReader, GoingBackCountsNothingTwice) {
+  Files files(20 << 20);
+  files.recorded.be_cold();
+  {
+    DataReader reader(files.checkpoint);
+    for (const uint64_t at : {uint64_t{0}, 9 * kMiB, kMiB, 17 * kMiB, kMiB}) {
+      EXPECT_TRUE(files.read(reader, 0, at, at + kMiB, kMiB));
+    }
+    EXPECT_EQ(reader.page_cache_peak_bytes(), 2 * kMiB);
+  }
+  EXPECT_EQ(files.dropped(), (Windows{{'a', 0}, {'a', 1}, {'a', 0}, {'a', 2}, {'a', 0}}));
+}
+
+TEST(DataReader, ReadsNothingButWhatItIsAskedForAndNoWindowsEndIsInsideARead) {
+  Files files(20 << 20);
+  DataReader reader(files.checkpoint);
+  EXPECT_TRUE(files.read(reader, 0, 7 << 20, 19 << 20, 12 << 20));
+  const auto calls = files.recorded.calls();
+  uint64_t next = files.checkpoint.manifest.tensors[0].at.begin + (7 << 20);
+  for (size_t i = files.opened; i < calls.size(); ++i) {
+    if (calls[i].what != "read") continue;
+    EXPECT_EQ(calls[i].begin, next);
+    EXPECT_EQ(calls[i].begin / kWindow, (calls[i].end - 1) / kWindow);
+    next = calls[i].end;
+  }
+  EXPECT_EQ(next, files.checkpoint.manifest.tensors[0].at.begin + (19 << 20));
+}
+
+}  // namespace
+}  // namespace modicum
