@@ -1,0 +1,231 @@
+// Goldens: the keys and columns are a contract with those who read them.
+#include "modicum/report/report.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace modicum {
+namespace {
+
+// Two nodes, the first with two ranks; rank 1's peak is in another phase than the others'.
+Promise small_promise() {
+  Promise promise;
+  promise.launcher_bytes = 8 * kMiB;
+  promise.node_of_rank = {0, 0, 1};
+  Footprint open, load, hold, late;
+  open[Purpose::process] = load[Purpose::process] = hold[Purpose::process] = 2 * kMiB;
+  late = open;
+  load[Purpose::shards] = hold[Purpose::shards] = 100 * kMiB;
+  load[Purpose::staging] = 8 * kMiB;
+  late[Purpose::shards] = 1;
+  promise.phases = {
+      {"open", {open, open, open}}, {"load", {load, open, load}}, {"hold", {hold, late, hold}}};
+  return promise;
+}
+
+PlanReport small_plan() {
+  PlanReport report;
+  report.checkpoint = {.bytes = 300 * kMiB, .tensors = 7, .files = 2};
+  report.ranks = 3;
+  report.strategies = {{"own-shard",
+                        small_promise(),
+                        {.storage_read_bytes = 300 * kMiB + 5, .reads = 21, .transfers = 22}}};
+  return report;
+}
+
+RankOutcome outcome_of(int rank, uint64_t ledger, uint64_t kernel) {
+  RankOutcome outcome;
+  outcome.rank = rank;
+  outcome.pid = 100 + rank;
+  outcome.ledger_peak_bytes = ledger;
+  outcome.kernel_peak_bytes = kernel;
+  outcome.baseline_bytes = 2 * kMiB;
+  outcome.page_cache_peak_bytes = rank == 1 ? 0 : 16 * kMiB;
+  outcome.storage_read_bytes = 100 * kMiB;
+  outcome.exchanged_bytes = 3;
+  outcome.bytes_loaded = 100 * kMiB;
+  return outcome;
+}
+
+LoadReport small_load() {
+  LoadReport report;
+  report.checkpoint = {.bytes = 300 * kMiB, .tensors = 7, .files = 2};
+  report.strategy = "own-shard";
+  report.promise = small_promise();
+  report.ranks = {outcome_of(0, 108 * kMiB, 111 * kMiB), outcome_of(1, kMiB, 2 * kMiB),
+                  outcome_of(2, 108 * kMiB, 110 * kMiB)};
+  report.launcher_bytes = 5 * kMiB;
+  report.elapsed_s = 1.25;
+  report.check_s = 0.5;
+  return report;
+}
+
+TEST(PlanReport, JsonHasEveryPhaseOfEveryNode) {
+  EXPECT_EQ(
+      plan_json(small_plan()),
+      R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},"ranks":3,)"
+      R"("strategies":[{"name":"own-shard","storage_read_bytes":314572805,)"
+      R"("exchanged_bytes":0,"reads":21,"nodes":[{"node":0,"peak_bytes":125829121,)"
+      R"("peak_phase":"load","peak_cause":"shards 100.00 MiB, process 12.00 MiB",)"
+      R"("phases":[{"phase":"open","bytes":12582912,"by_purpose":{"process":12582912}},)"
+      R"({"phase":"load","bytes":125829120,"by_purpose":{"process":12582912,)"
+      R"("shards":104857600,"staging":8388608}},{"phase":"hold","bytes":117440513,)"
+      R"("by_purpose":{"process":12582912,"shards":104857601}}]},{"node":1,)"
+      R"("peak_bytes":123731968,"peak_phase":"load",)"
+      R"("peak_cause":"shards 100.00 MiB, process 10.00 MiB","phases":[{"phase":"open",)"
+      R"("bytes":10485760,"by_purpose":{"process":10485760}},{"phase":"load",)"
+      R"("bytes":123731968,"by_purpose":{"process":10485760,"shards":104857600,)"
+      R"("staging":8388608}},{"phase":"hold","bytes":115343360,)"
+      R"("by_purpose":{"process":10485760,"shards":104857600}}]}],"ranks":[{"rank":0,)"
+      R"("node":0,"peak_bytes":115343360},{"rank":1,"node":0,"peak_bytes":2097153},{"rank":2,)"
+      R"("node":1,"peak_bytes":115343360}]}],"budget":null,"fits":null})");
+}
+
+TEST(PlanReport, JsonSaysWhetherTheBudgetFits) {
+  PlanReport report = small_plan();
+  report.strategies.clear();
+  report.budget = Budget{1 * kGiB, "cgroup v1 /\"a\""};
+  report.fits = false;
+  EXPECT_EQ(plan_json(report),
+            R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},"ranks":3,"strategies":[],)"
+            R"("budget":{"bytes":1073741824,"source":"cgroup v1 /\"a\""},"fits":false})");
+}
+
+TEST(PlanReport, TextIsATableOfTheStrategies) {
+  PlanReport report = small_plan();
+  report.strategies.push_back(report.strategies[0]);
+  report.strategies[1].strategy = "rank0-broadcast";
+  report.strategies[1].traffic.exchanged_bytes = 2 * kGiB;
+  report.budget = Budget{1 * kGiB, "flag"};
+  report.fits = true;
+  EXPECT_EQ(plan_text(report),
+            "300.00 MiB in 7 tensors, 2 file(s); 3 rank(s)\n"
+            "\n"
+            "strategy             node peak largest rank      storage    exchanged  at the peak\n"
+            "own-shard           120.00 MiB   110.00 MiB   300.00 MiB          0 B  shards 100.00 "
+            "MiB, process 12.00 MiB\n"
+            "rank0-broadcast     120.00 MiB   110.00 MiB   300.00 MiB     2.00 GiB  shards 100.00 "
+            "MiB, process 12.00 MiB\n"
+            "\n"
+            "budget 1.00 GiB per node (flag): fits\n");
+}
+
+TEST(PlanReport, TextWithoutABudgetSaysNothingOfOne) {
+  EXPECT_EQ(plan_text(small_plan()).find("budget"), std::string::npos);
+}
+
+TEST(LoadReport, JsonHasPromiseLedgerAndKernelOfEveryRank) {
+  EXPECT_EQ(load_json(small_load()),
+            R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},"strategy":"own-shard",)"
+            R"("elapsed_s":1.25,"check_s":0.5,"bytes_loaded":314572800,)"
+            R"("storage_read_bytes":314572800,"exchanged_bytes":9,"coverage":"proven",)"
+            R"("check":"off","digest":null,"budget":null,"nodes":[{"node":0,)"
+            R"("promised_bytes":125829121,"peak_bytes":125829121,"kernel_peak_bytes":123731968,)"
+            R"("launcher_bytes":5242880},{"node":1,"promised_bytes":123731968,)"
+            R"("peak_bytes":123731968,"kernel_peak_bytes":120586240,"launcher_bytes":5242880}],)"
+            R"("ranks":[{"rank":0,"pid":100,"node":0,"promised_bytes":115343360,)"
+            R"("ledger_peak_bytes":113246208,"kernel_peak_bytes":116391936,)"
+            R"("baseline_bytes":2097152,"unexplained_bytes":1048576,)"
+            R"("page_cache_peak_bytes":16777216,"storage_read_bytes":104857600,)"
+            R"("exchanged_bytes":3},{"rank":1,"pid":101,"node":0,"promised_bytes":2097153,)"
+            R"("ledger_peak_bytes":1048576,"kernel_peak_bytes":2097152,"baseline_bytes":2097152,)"
+            R"("unexplained_bytes":-1048576,"page_cache_peak_bytes":0,)"
+            R"("storage_read_bytes":104857600,"exchanged_bytes":3},{"rank":2,"pid":102,"node":1,)"
+            R"("promised_bytes":115343360,"ledger_peak_bytes":113246208,)"
+            R"("kernel_peak_bytes":115343360,"baseline_bytes":2097152,"unexplained_bytes":0,)"
+            R"("page_cache_peak_bytes":16777216,"storage_read_bytes":104857600,)"
+            R"("exchanged_bytes":3}]})");
+}
+
+TEST(LoadReport, JsonSaysWhatWasCheckedAndTheDigest) {
+  LoadReport report = small_load();
+  report.ranks.clear();
+  report.promise = {};
+  report.checked = true;
+  report.digest = 0xab;
+  report.budget = Budget{5, "flag"};
+  EXPECT_EQ(load_json(report),
+            R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},"strategy":"own-shard",)"
+            R"("elapsed_s":1.25,"check_s":0.5,"bytes_loaded":0,"storage_read_bytes":0,)"
+            R"("exchanged_bytes":0,"coverage":"proven","check":"ok","digest":"00000000000000ab",)"
+            R"("budget":{"bytes":5,"source":"flag"},"nodes":[],"ranks":[]})");
+}
+
+TEST(LoadReport, TextSetsPromiseBesideOutcome) {
+  LoadReport report = small_load();
+  report.checked = true;
+  report.digest = 0xab;
+  report.budget = Budget{kGiB, "MemAvailable"};
+  EXPECT_EQ(load_text(report),
+            "own-shard: 300.00 MiB loaded in 1.25 s, 300.00 MiB read (1.000 x checkpoint); "
+            "coverage proven; values ok (0.50 s)\n"
+            "\n"
+            "             promised       ledger       kernel  unexplained   page cache\n"
+            "rank 0     110.00 MiB   108.00 MiB   111.00 MiB    +1.00 MiB    16.00 MiB\n"
+            "rank 1       2.00 MiB     1.00 MiB     2.00 MiB    -1.00 MiB             \n"
+            "rank 2     110.00 MiB   108.00 MiB   110.00 MiB         +0 B    16.00 MiB\n"
+            "node 0     120.00 MiB                118.00 MiB                          \n"
+            "node 1     118.00 MiB                115.00 MiB                          \n"
+            "\n"
+            "budget 1.00 GiB per node (MemAvailable)\n"
+            "digest 00000000000000ab\n");
+}
+
+TEST(LoadReport, TextLeavesOutWhatWasNotAsked) {
+  LoadReport report = small_load();
+  report.ranks.resize(1);
+  report.checkpoint.bytes = 80 * kMiB;
+  EXPECT_EQ(load_text(report),
+            "own-shard: 100.00 MiB loaded in 1.25 s, 100.00 MiB read (1.250 x checkpoint); "
+            "coverage proven\n"
+            "\n"
+            "             promised       ledger       kernel  unexplained   page cache\n"
+            "rank 0     110.00 MiB   108.00 MiB   111.00 MiB    +1.00 MiB    16.00 MiB\n"
+            "node 0     120.00 MiB                116.00 MiB                          \n"
+            "node 1     118.00 MiB                  5.00 MiB                          \n");
+}
+
+TEST(RankOutcome, WhatTheKernelDoesNotSeeIsNegative) {
+  const RankOutcome outcome = outcome_of(1, kMiB, 2 * kMiB);
+  EXPECT_EQ(outcome.unexplained_bytes(), -static_cast<int64_t>(kMiB));
+  LoadReport report = small_load();
+  report.ranks = {outcome};
+  EXPECT_NE(load_json(report).find("\"unexplained_bytes\":-1048576"), std::string::npos);
+}
+
+TEST(ErrorReport, WhatIsNotKnownIsLeftOut) {
+  EXPECT_EQ(error_json(Error(Category::usage, "no such flag")),
+            R"({"error":{"category":"USAGE","code":2,"message":"USAGE: no such flag"}})");
+}
+
+TEST(ErrorReport, EveryFactIsAField) {
+  Facts facts{.file = "a.safetensors", .tensor = "w\n"};
+  facts.offset = 0;
+  facts.rank = 0;
+  facts.culprit_rank = 2;
+  facts.culprit_pid = 4711;
+  facts.expected = "8 bytes";
+  facts.got = "7 bytes";
+  EXPECT_EQ(error_json(Error(Category::format_trunc, "the file ended", facts)),
+            R"-({"error":{"category":"FORMAT.TRUNC","code":10,)-"
+            R"-("message":"FORMAT.TRUNC: the file ended (file a.safetensors, tensor w\\x0a, )-"
+            R"-(offset 0, rank 0, culprit rank 2, pid 4711, expected 8 bytes, got 7 bytes)",)-"
+            R"-("file":"a.safetensors","tensor":"w\n","offset":0,"rank":0,"culprit_rank":2,)-"
+            R"-("culprit_pid":4711,"expected":"8 bytes","got":"7 bytes"}})-");
+}
+
+TEST(ErrorReport, ARefusalsFiguresAreIntegers) {
+  Facts facts{.expected = "1000", .got = "18446744073709551615"};
+  facts.shortfall_bytes = 18446744073709550615ULL;
+  facts.owners = {{"shards", 9}, {"staging", 1}};
+  EXPECT_EQ(error_json(Error(Category::budget, "too little", facts)),
+            R"-({"error":{"category":"BUDGET","code":15,)-"
+            R"-("message":"BUDGET: too little (expected 1000, got 18446744073709551615)",)-"
+            R"-("shortfall_bytes":18446744073709550615,"expected":1000,)-"
+            R"-("got":18446744073709551615,"owners":[{"purpose":"shards","bytes":9},)-"
+            R"-({"purpose":"staging","bytes":1}]}})-");
+}
+
+}  // namespace
+}  // namespace modicum
