@@ -1,6 +1,8 @@
 #include <algorithm>
+#include <functional>
 #include <mutex>
 #include <new>
+#include <utility>
 
 #include "modicum/stream/coverage.h"
 #include "modicum/stream/reader.h"
@@ -11,6 +13,18 @@ namespace modicum {
 namespace {
 
 constexpr uint64_t kWindowChunkBytes = 8 * kMiB;
+
+// What goes wrong while `tensor` is read says so.
+template <typename Act>
+void naming(const Stored& tensor, Act act) {
+  try {
+    act();
+  } catch (const Error& error) {
+    Facts facts = error.facts();
+    if (facts.tensor.empty() && !facts.file.empty()) facts.tensor = tensor.spec.fqn;
+    fail(error.category(), error.what_happened(), std::move(facts));
+  }
+}
 
 class Load {
  public:
@@ -74,9 +88,22 @@ class Load {
     return Writer(plan_, sink_, coverage_, options_, slot_of(worker));
   }
 
+  // The first failure goes to the board at once: it ends this rank's other workers, and the other
+  // ranks, at their next look.
+  void in_workers(const std::function<void(int worker)>& work) {
+    run_workers(workers_, [&](int worker) {
+      try {
+        work(worker);
+      } catch (const Error& error) {
+        at_.board->report(record_of(error, at_.rank));
+        throw;
+      }
+    });
+  }
+
   // Each worker walks all reads and takes every n-th: no queue, and the same reads at any number.
   void stream_own_bytes() {
-    run_workers(workers_, [this](int worker) {
+    in_workers([this](int worker) {
       auto* const rows = reinterpret_cast<Transfer*>(share_of(worker).data());
       std::uninitialized_default_construct_n(rows, kReadTableRows);
       DataReader reader(checkpoint_);
@@ -98,17 +125,17 @@ class Load {
 
   void carry_out(const Read& read, DataReader& reader, Writer& writer, std::span<std::byte> slot) {
     at_.board->check();
+    const Transfer& first = read.transfers.front();
+    const std::span<std::byte> into =
+        read.direct ? writer.place_of(first) : slot.first(read.end - read.begin);
+    naming(plan_.manifest->tensors[first.from], [&] { reader.read(read.file, read.begin, into); });
     if (read.direct) {
-      const Transfer& only = read.transfers.front();
-      reader.read(read.file, read.begin, writer.place_of(only));
-      writer.placed(only);
+      writer.placed(first);
     } else {
-      const std::span<std::byte> tile = slot.first(read.end - read.begin);
-      reader.read(read.file, read.begin, tile);
       for (const Transfer& transfer : read.transfers) {
         const Stored& stored = plan_.manifest->tensors[transfer.from];
-        const Extent first = extent_of(stored, transfer.runs.first, transfer.runs.run);
-        writer.put(transfer, tile.data() + (first.begin - read.begin));
+        const Extent run = extent_of(stored, transfer.runs.first, transfer.runs.run);
+        writer.put(transfer, into.data() + (run.begin - read.begin));
       }
     }
     at_.board->beat(at_.rank, read.end - read.begin);
@@ -116,7 +143,7 @@ class Load {
 
   // Every needed tensor whole, in file order, chunk by chunk.
   void fill_window() {
-    run_workers(workers_, [this](int worker) {
+    in_workers([this](int worker) {
       DataReader reader(checkpoint_);
       int64_t turn = 0;
       for (uint32_t s = 0; s < plan_.manifest->tensors.size(); ++s) {
@@ -126,8 +153,10 @@ class Load {
           if (turn++ % workers_ != worker) continue;
           at_.board->check();
           const uint64_t n = std::min(kWindowChunkBytes, extent.bytes() - done);
-          reader.read(extent.file, extent.begin + done,
-                      window_.bytes().subspan(begins_[s] + done, n));
+          naming(plan_.manifest->tensors[s], [&] {
+            reader.read(extent.file, extent.begin + done,
+                        window_.bytes().subspan(begins_[s] + done, n));
+          });
           at_.board->beat(at_.rank, n);
         }
       }
@@ -143,7 +172,7 @@ class Load {
   }
 
   void cut_from_window() {
-    run_workers(workers_, [this](int worker) {
+    in_workers([this](int worker) {
       Writer writer = writer_of(worker);
       int64_t turn = 0;
       for_each_transfer(plan_, at_.rank, [&](const Transfer& transfer) {

@@ -387,6 +387,8 @@ TEST(LoadFault, EveryFailingCallIsANamedErrorAndLeavesNothingCharged) {
       ASSERT_TRUE(failure.has_value()) << strategy.name << " call " << n;
       EXPECT_EQ(failure->category, Category::io) << failure->what;
       EXPECT_STREQ(failure->file, "model.safetensors");
+      const std::string call = failing.calls()[static_cast<size_t>(n) - 1].what;
+      EXPECT_TRUE(call != "read" || failure->tensor[0] != '\0') << "a failed read names its tensor";
     }
   }
 }

@@ -40,7 +40,9 @@ void DataReader::enter(uint64_t window) {
   previous_ = current_;
   current_ = {.index = window};
   window_ = window;
-  brought_in_ = !file_->is_cached(window * kWindowBytes, (window + 1) * kWindowBytes);
+  const uint64_t size = checkpoint_.manifest.files[file_index_].identity.size_bytes;
+  brought_in_ =
+      !file_->is_cached(window * kWindowBytes, std::min((window + 1) * kWindowBytes, size));
 }
 
 void DataReader::read(uint32_t file, uint64_t begin, std::span<std::byte> into) {
