@@ -14,6 +14,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace modicum {
 namespace {
@@ -223,6 +224,22 @@ TEST_F(Supervised, ARankThatDoesNotMoveHasStalled) {
                  hang();
                },
                {.stall_limit_ns = 200 * kNsPerMs});
+}
+
+// The kernel is busy for it: it cannot beat, but it grows.
+TEST_F(Supervised, ARankWhoseMemoryIsBeingCommittedHasNotStalled) {
+  const auto failure = failure_of(1,
+                                  [this](SharedBoard&, int) {
+                                    Ledger ledger;
+                                    std::vector<Buffer> held;
+                                    const int64_t until = clock_.now_ns() + 1500 * kNsPerMs;
+                                    while (clock_.now_ns() < until) {
+                                      held.push_back(ledger.charge(Purpose::shards, 64 * kKiB));
+                                      clock_.sleep_ns(10 * kNsPerMs);
+                                    }
+                                  },
+                                  {.stall_limit_ns = 400 * kNsPerMs});
+  EXPECT_FALSE(failure.has_value()) << failure->what();
 }
 
 TEST_F(Supervised, WaitingInABarrierIsNoStall) {
