@@ -186,6 +186,18 @@ def test_shard_dim_1(tmp_path: Path, dump, strategy: str) -> None:
     assert_dumped(out, tensors, 4, lambda t, rank, world: shard_of(t, rank, world, 1))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hsdp_is_chunks_in_each_replica(odd: tuple[Path, Tensors], dump, strategy: str) -> None:
+    directory, tensors = odd
+    flags = ("--ranks", 6, "--layout", "hsdp", "--mesh", "2x3", "--strategy", strategy)
+    out = dump(directory, *flags)
+    for rank in range(6):
+        held = load_file(out / f"rank-{rank:05d}.safetensors")
+        assert held.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert_same(held[name], shard_of(tensor, rank % 3, 3), f"{name} of rank {rank}")
+
+
 def test_keep_fp32_keeps_by_name(tmp_path: Path, dump) -> None:
     tensors = {"norm.weight": torch.randn(9), "mlp.weight": torch.randn(9, 3)}
     directory = write_checkpoint(tmp_path / "model", tensors)
@@ -347,6 +359,12 @@ def test_digest_is_of_the_model_alone(modicum: Path, odd, tmp_path: Path, dtype)
 def test_digest_differs_per_dtype(modicum: Path, odd: tuple[Path, Tensors]) -> None:
     casts = [("--dtype", dtype) for dtype in ("float32", "bfloat16", "float16")]
     assert len({digest(modicum, odd[0], *cast) for cast in [(), *casts]}) == 4
+
+
+def test_digest_of_hsdp(modicum: Path, odd: tuple[Path, Tensors]) -> None:
+    directory, _ = odd
+    replicated = ("--ranks", 4, "--layout", "hsdp", "--mesh", "2x2")
+    assert digest(modicum, directory, *replicated) == digest(modicum, directory, "--ranks", 2)
 
 
 def test_digest_of_shard_dim_1(modicum: Path, tmp_path: Path) -> None:

@@ -35,8 +35,9 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("--ranks", flags.ranks, "rank processes; default 1");
   app.add_option("--ranks-per-node", flags.ranks_per_node, "default: all on one node");
   app.add_option("--strategy", flags.strategy, "own-shard, rank0-broadcast or full-per-rank");
-  app.add_option("--layout", flags.layout, "fsdp2 or none (every rank holds everything)");
-  app.add_option("--shard-dim", flags.shard_dim, "the tensor dim that fsdp2 cuts; default 0");
+  app.add_option("--layout", flags.layout, "fsdp2, hsdp, or none (every rank holds everything)");
+  app.add_option("--mesh", flags.mesh, "AxB: of hsdp, replicas x shards");
+  app.add_option("--shard-dim", flags.shard_dim, "the tensor dim that is cut; default 0");
   app.add_option("--dtype", flags.dtype, "float32, bfloat16 or float16; default: as stored");
   app.add_option("--keep-fp32", flags.keep_fp32, "names (a regular expression) loaded as float32");
   app.add_option("--recipe", flags.recipe, "recipe.json; default: every tensor as it is");

@@ -110,6 +110,14 @@ Layout whole_layout(int world_size) {
   return make_layout("none", {{world_size}}, {{Placement::Kind::replicate, 0}});
 }
 
+Layout hsdp_layout(int replicas, int shards, int shard_dim) {
+  Layout layout =
+      make_layout("hsdp", {{replicas, shards}},
+                  {{Placement::Kind::replicate, 0}, {Placement::Kind::shard, shard_dim}});
+  layout.pads = true;
+  return layout;
+}
+
 Layout fsdp2_layout(int world_size, int shard_dim) {
   Layout layout = make_layout("fsdp2", {{world_size}}, {{Placement::Kind::shard, shard_dim}});
   layout.pads = true;

@@ -33,7 +33,7 @@ struct Mesh {
 };
 
 struct Layout {
-  std::string_view name;  // "none", "fsdp2"
+  std::string_view name;  // "none", "fsdp2", "hsdp"
   Mesh mesh;
   std::vector<Placement> placements;  // one per mesh axis
   // FSDP2 gives every rank a buffer of the largest shard's size along dim 0.
@@ -57,6 +57,9 @@ Layout whole_layout(int world_size);
 // FSDP2's one-dimensional layout: Shard(dim), padded where dim is 0. A tensor with fewer dims than
 // that is cut along dim 0; one without dims is on every rank.
 Layout fsdp2_layout(int world_size, int shard_dim = 0);
+// HSDP: `replicas` groups of `shards` ranks, rank = replica * shards + shard. Within a group
+// FSDP2's layout, between groups the same.
+Layout hsdp_layout(int replicas, int shards, int shard_dim = 0);
 
 // [lo, hi) of a dim of `size` that index `index` of `parts` owns: torch.chunk's rule (chunks of
 // ceil(size / parts), the last ones short or empty).

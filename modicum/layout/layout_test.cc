@@ -127,7 +127,18 @@ TEST(Layout, WholeLayoutHoldsEverythingEverywhereOnce) {
   EXPECT_FALSE(is_primary(layout, target, 2));
 }
 
-// A mesh of two axes cuts left to right: replicate x shard is HSDP's rule.
+TEST(Layout, HsdpIsFsdp2WithinEachReplica) {
+  const Layout layout = hsdp_layout(2, 3);
+  for (int rank = 0; rank < 6; ++rank) {
+    const TensorSpec target = tensor({7, 2});
+    EXPECT_EQ(held_ids(layout, target, rank), chunk_by_hand({7, 2}, 3, rank % 3, 0));
+    EXPECT_EQ(local_buffer(layout, target, rank).padded_numel, 6);
+    EXPECT_EQ(is_primary(layout, target, rank), rank < 3);
+    EXPECT_EQ(is_primary(layout, tensor({}), rank), rank == 0);
+  }
+}
+
+// A mesh of two axes cuts left to right.
 TEST(Layout, PlacementsApplyLeftToRight) {
   Layout layout{"test", {{2, 3}}, {{Placement::Kind::replicate, 0}, {Placement::Kind::shard, 0}}};
   EXPECT_EQ(layout.mesh.coordinate(4), (std::vector<int>{1, 1}));

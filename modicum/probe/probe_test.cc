@@ -309,8 +309,8 @@ TEST(ThisMachine, CountsSharedPagesInParts) {
   munmap(block, kSize);
   EXPECT_EQ(alone.rss_shmem, together.rss_shmem);
   if (alone.pss_shmem == together.pss_shmem) GTEST_SKIP() << "this kernel has no Pss_Shmem";
-  EXPECT_NEAR(static_cast<double>(together.pss_shmem), kSize / 2, kMiB);
-  EXPECT_NEAR(static_cast<double>(of_child.pss_shmem), kSize / 2, kMiB);
+  EXPECT_NEAR(static_cast<double>(together.pss_shmem), kSize / 2.0, kMiB);
+  EXPECT_NEAR(static_cast<double>(of_child.pss_shmem), kSize / 2.0, kMiB);
 }
 
 }  // namespace

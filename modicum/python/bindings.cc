@@ -65,7 +65,8 @@ Raises:
 
 // As many parameters as keywords; the defaults are those of the command line.
 nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
-              const std::string& strategy, const std::string& layout, int shard_dim,
+              const std::string& strategy, const std::string& layout,
+              const std::optional<std::string>& mesh, int shard_dim,
               const std::optional<std::string>& dtype, const std::optional<std::string>& keep_fp32,
               const std::optional<Path>& recipe, const std::string& destination,
               const std::optional<Size>& staging, const std::optional<Size>& budget,
@@ -75,6 +76,7 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
                        .ranks_per_node = ranks_per_node,
                        .strategy = strategy,
                        .layout = layout,
+                       .mesh = mesh.value_or(""),
                        .shard_dim = shard_dim,
                        .dtype = dtype.value_or(""),
                        .keep_fp32 = keep_fp32.value_or(""),
@@ -98,8 +100,9 @@ Args:
     ranks: rank processes, 1 to 65536.
     ranks_per_node: None: all on one node.
     strategy: whose verdict `fits` is: own-shard, rank0-broadcast or full-per-rank.
-    layout: fsdp2, or none (every rank holds everything).
-    shard_dim: the tensor dim that fsdp2 cuts.
+    layout: fsdp2, hsdp, or none (every rank holds everything).
+    mesh: "AxB": of hsdp, replicas x shards; None elsewhere.
+    shard_dim: the tensor dim that is cut.
     dtype: float32, bfloat16 or float16; None: as stored.
     keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
     recipe: a recipe.json; None: every tensor as it is.
@@ -122,11 +125,11 @@ void define_plan(nb::module_& module) {
   const RunFlags flags;  // for its defaults
   module.def("plan", plan, nb::arg("path"), nb::kw_only(), nb::arg("ranks") = flags.ranks,
              nb::arg("ranks_per_node") = nb::none(), nb::arg("strategy") = flags.strategy,
-             nb::arg("layout") = flags.layout, nb::arg("shard_dim") = flags.shard_dim,
-             nb::arg("dtype") = nb::none(), nb::arg("keep_fp32") = nb::none(),
-             nb::arg("recipe") = nb::none(), nb::arg("destination") = flags.destination,
-             nb::arg("staging") = nb::none(), nb::arg("budget") = nb::none(),
-             nb::arg("baseline") = nb::none(), kPlanDoc);
+             nb::arg("layout") = flags.layout, nb::arg("mesh") = nb::none(),
+             nb::arg("shard_dim") = flags.shard_dim, nb::arg("dtype") = nb::none(),
+             nb::arg("keep_fp32") = nb::none(), nb::arg("recipe") = nb::none(),
+             nb::arg("destination") = flags.destination, nb::arg("staging") = nb::none(),
+             nb::arg("budget") = nb::none(), nb::arg("baseline") = nb::none(), kPlanDoc);
 }
 
 // An Error becomes the class of modicum.errors that stands for its category.

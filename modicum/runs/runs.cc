@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <charconv>
+#include <utility>
+
 #include "modicum/probe/probe.h"
 
 namespace modicum {
@@ -66,10 +69,36 @@ void require_sense(const RunFlags& flags) {
   }
 }
 
+// "2x4" for eight ranks.
+std::pair<int, int> mesh_of(const RunFlags& flags) {
+  const size_t cross = flags.mesh.find('x');
+  const std::string_view text = flags.mesh;
+  int outer = 0;
+  int inner = 0;
+  const auto whole = [](std::string_view digits, int& into) {
+    const char* const end = digits.data() + digits.size();
+    const auto [at, error] = std::from_chars(digits.data(), end, into);
+    return error == std::errc() && at == end && into >= 1;
+  };
+  if (cross == std::string::npos || !whole(text.substr(0, cross), outer) ||
+      !whole(text.substr(cross + 1), inner)) {
+    fail(Category::usage, fmt::format("--mesh '{}' is not AxB, as in 2x4", printable(flags.mesh)));
+  }
+  if (int64_t{outer} * inner != flags.ranks) {
+    fail(Category::usage, fmt::format("a mesh of {} is not {} ranks", flags.mesh, flags.ranks));
+  }
+  return {outer, inner};
+}
+
 Layout layout_of(const RunFlags& flags) {
+  if (flags.layout == "hsdp") {
+    const auto mesh = mesh_of(flags);
+    return hsdp_layout(mesh.first, mesh.second, flags.shard_dim);
+  }
+  if (!flags.mesh.empty()) fail(Category::usage, "--mesh is for --layout hsdp");
   if (flags.layout == "none") return whole_layout(flags.ranks);
   if (flags.layout == "fsdp2") return fsdp2_layout(flags.ranks, flags.shard_dim);
-  const std::string near = nearest_name(flags.layout, {"fsdp2", "none"});
+  const std::string near = nearest_name(flags.layout, {"fsdp2", "hsdp", "none"});
   fail(Category::usage, fmt::format("unknown layout '{}'{}", printable(flags.layout),
                                     near.empty() ? "" : fmt::format("; nearest is '{}'", near)));
 }

@@ -26,6 +26,7 @@ struct RunFlags {
   std::optional<int> ranks_per_node;  // all on one node
   std::string strategy = "own-shard";
   std::string layout = "fsdp2";
+  std::string mesh;   // "AxB": hsdp's replicas x shards
   int shard_dim = 0;  // 0 to kMaxShardDim
   std::string dtype;
   std::string keep_fp32;

@@ -20,7 +20,7 @@ def inspect(path: str | os.PathLike) -> dict:
         IoError: a file can't be read.
     """
 
-def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', shard_dim: int = 0, dtype: str | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None) -> dict:
+def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, dtype: str | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None) -> dict:
     """
     Who reads what, and what each rank and node will hold, by strategy.
 
@@ -32,8 +32,9 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         ranks: rank processes, 1 to 65536.
         ranks_per_node: None: all on one node.
         strategy: whose verdict `fits` is: own-shard, rank0-broadcast or full-per-rank.
-        layout: fsdp2, or none (every rank holds everything).
-        shard_dim: the tensor dim that fsdp2 cuts.
+        layout: fsdp2, hsdp, or none (every rank holds everything).
+        mesh: "AxB": of hsdp, replicas x shards; None elsewhere.
+        shard_dim: the tensor dim that is cut.
         dtype: float32, bfloat16 or float16; None: as stored.
         keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
         recipe: a recipe.json; None: every tensor as it is.
