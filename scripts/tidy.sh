@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# tidy.sh: clang-tidy with the checks of .clang-tidy, all of them errors, over every C++ source but tests.
+# tidy.sh: clang-tidy with the checks of .clang-tidy, all of them errors, over every C++ source but
+# the tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
