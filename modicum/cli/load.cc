@@ -28,10 +28,13 @@ struct LoadFlags {
 // The stored elements by other means than a load: a synthesised checkpoint's hash, or another read.
 class Expectation {
  public:
-  explicit Expectation(const Checkpoint& checkpoint)
-      : checkpoint_(checkpoint), mark_(synth_mark(checkpoint.metadata)) {}
+  Expectation(const Checkpoint& checkpoint, BetweenTensors between)
+      : checkpoint_(checkpoint),
+        between_(std::move(between)),
+        mark_(synth_mark(checkpoint.metadata)) {}
 
   void operator()(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into) {
+    between_();
     const Stored& tensor = checkpoint_.manifest.tensors[stored];
     if (mark_) {
       synth_expected(*mark_, tensor.spec, first, n, into.data());
@@ -46,6 +49,7 @@ class Expectation {
 
  private:
   const Checkpoint& checkpoint_;
+  const BetweenTensors between_;
   const std::optional<SynthMark> mark_;
   std::unique_ptr<File> file_;
   uint32_t file_index_ = 0;
@@ -62,24 +66,34 @@ struct RankRun {
   int threads;
 };
 
+// For what a rank does after its load: it is alive, and wants to know whether the others are.
+BetweenTensors alive(const RankRun& of, int rank) {
+  return [&of, rank] {
+    of.board.check();
+    of.board.beat(rank, 0);
+  };
+}
+
 void check_and_dump(const RankRun& of, int rank, HostSink& sink, RankOutcome& outcome) {
   if (!of.flags.check.empty()) {
     const int64_t begin = of.clock.now_ns();
-    Expectation expectation(of.run.checkpoint);
+    Expectation expectation(of.run.checkpoint, alive(of, rank));
     check_values(of.plan, rank, sink, std::ref(expectation));
     outcome.check_ns = of.clock.now_ns() - begin;
   }
-  if (of.flags.digest) outcome.digest = digest_of_rank(of.plan, rank, sink);
+  if (of.flags.digest) outcome.digest = digest_of_rank(of.plan, rank, sink, alive(of, rank));
   if (!of.flags.dump.empty()) {
     dump_rank(of.plan, rank, sink, *of.run.files,
-              join_path(of.flags.dump, fmt::format("rank-{:05d}.safetensors", rank)));
+              join_path(of.flags.dump, fmt::format("rank-{:05d}.safetensors", rank)),
+              alive(of, rank));
   }
 }
 
 // What is dropped is compared on the way; one thread at a time, since the file is shared.
 class DropCheck {
  public:
-  DropCheck(const RankRun& of, int rank) : of_(of), rank_(rank), expectation_(of.run.checkpoint) {}
+  DropCheck(const RankRun& of, int rank)
+      : of_(of), rank_(rank), expectation_(of.run.checkpoint, alive(of, rank)) {}
   DiscardSink::Inspect inspect() {
     if (of_.flags.check.empty()) return {};
     return [this](uint32_t buffer, int64_t at, std::span<const std::byte> elements) {

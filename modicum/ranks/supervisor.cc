@@ -210,6 +210,9 @@ class Supervisor {
   void end_all() noexcept {
     const int64_t begin = clock_.now_ns();
     bool killed = false;
+    for (const Child& child : children_) {  // a stopped rank can't go by itself
+      if (!child.gone && child.stopped_at_ns >= 0) kill(child.pid, SIGKILL);
+    }
     while (alive() > 0) {
       const int64_t waited = clock_.now_ns() - begin;
       if (!killed && waited >= kGraceNs) {

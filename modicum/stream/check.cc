@@ -125,9 +125,10 @@ void check_values(const Plan& plan, int rank, Sink& sink, const ExpectedElements
   }
 }
 
-uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink) {
+uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, const BetweenTensors& between) {
   DigestSum sum(plan, rank);
   for (const uint32_t t : plan.order) {
+    between();
     const TensorSpec& spec = plan.recipe->targets[t].spec;
     const int64_t numel = local_buffer(plan.layout, spec, rank).numel;
     sum.add(t, 0, sink.host(t).first(bytes_of(spec.dtype, numel)));
@@ -135,7 +136,8 @@ uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink) {
   return sum.value();
 }
 
-void dump_rank(const Plan& plan, int rank, Sink& sink, FileSystem& files, const std::string& path) {
+void dump_rank(const Plan& plan, int rank, Sink& sink, FileSystem& files, const std::string& path,
+               const BetweenTensors& between) {
   std::vector<TensorSpec> specs;
   for (const Target& target : plan.recipe->targets) {
     specs.push_back(target.spec);
@@ -143,6 +145,7 @@ void dump_rank(const Plan& plan, int rank, Sink& sink, FileSystem& files, const 
   }
   SafetensorsWriter out(files, path, specs);
   for (uint32_t t = 0; t < specs.size(); ++t) {
+    between();
     const uint64_t bytes = bytes_of(specs[t].dtype, numel_of(specs[t].shape));
     out.write(t, 0, sink.host(t).first(bytes));
   }

@@ -42,6 +42,10 @@ struct LoadOutcome {
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
                  Ledger& ledger, const LoadOptions& options = {});
 
+// Called once per tensor by what takes long after a load, to say that the rank is alive, or to
+// throw.
+using BetweenTensors = std::function<void()>;
+
 // The stored elements [first, first + n) of a tensor as they should be, by other means than a load:
 // what `check_values` compares with.
 using ExpectedElements =
@@ -58,10 +62,13 @@ void check_values(const Plan& plan, int rank, Sink& sink, const ExpectedElements
                   const LoadOptions& options = {});
 
 // The rank's part of the digest, read from the sink's host memory.
-uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink);
+uint64_t digest_of_rank(
+    const Plan& plan, int rank, Sink& sink, const BetweenTensors& between = [] {});
 
 // Writes `rank`'s local tensors, without padding and under their own names (aliases too), as one
 // safetensors file. CONFLICT where it exists.
-void dump_rank(const Plan& plan, int rank, Sink& sink, FileSystem& files, const std::string& path);
+void dump_rank(
+    const Plan& plan, int rank, Sink& sink, FileSystem& files, const std::string& path,
+    const BetweenTensors& between = [] {});
 
 }  // namespace modicum
