@@ -177,6 +177,7 @@ class Load {
       int64_t turn = 0;
       for_each_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
         if (turn++ % workers_ != worker) return;
+        at_.board->check();
         if (transfer.source != Transfer::Source::stored) return writer.make(transfer);
         writer.put(transfer, element_of(window_.bytes().data() + begins_[transfer.from], transfer));
         at_.board->beat(at_.rank, 0);
