@@ -142,4 +142,9 @@ std::string nearest_name(std::string_view name, const std::vector<std::string>& 
   return best;
 }
 
+std::string nearest_hint(std::string_view name, const std::vector<std::string>& candidates) {
+  const std::string near = nearest_name(name, candidates);
+  return near.empty() ? "" : fmt::format("; nearest is '{}'", near);
+}
+
 }  // namespace modicum

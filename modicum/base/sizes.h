@@ -35,5 +35,7 @@ constexpr int64_t ceil_div(int64_t value, int64_t by) noexcept { return (value +
 // The candidate with the smallest edit distance, or "" where none is near (distance over 3 or over
 // half the name's length).
 std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates);
+// The same as the end of a message: "; nearest is 'NAME'", or "".
+std::string nearest_hint(std::string_view name, const std::vector<std::string>& candidates);
 
 }  // namespace modicum

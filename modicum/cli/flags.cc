@@ -66,9 +66,8 @@ std::optional<int> parse(CLI::App& app, const Args& args) {
     for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
   }
   const std::string flag = unknown.substr(0, unknown.find('='));
-  const std::string near = nearest_name(flag, names);
-  fail(Category::usage, fmt::format("unexpected '{}'{}", printable(unknown),
-                                    near.empty() ? "" : fmt::format("; nearest is '{}'", near)));
+  fail(Category::usage,
+       fmt::format("unexpected '{}'{}", printable(unknown), nearest_hint(flag, names)));
 }
 
 void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes) {

@@ -28,10 +28,9 @@ int run_verb(const std::string& name, const Args& args) {
     if (verb.name == name) return verb.run(args);
     names.emplace_back(verb.name);
   }
-  const std::string near = nearest_name(name, names);
-  fail(Category::usage,
-       fmt::format("unknown verb '{}'{}", printable(name),
-                   near.empty() ? "; see modicum --help" : fmt::format("; nearest is '{}'", near)));
+  const std::string hint = nearest_hint(name, names);
+  fail(Category::usage, fmt::format("unknown verb '{}'{}", printable(name),
+                                    hint.empty() ? "; see modicum --help" : hint));
 }
 
 // One line on stderr, and with --json the same as an object on stdout.

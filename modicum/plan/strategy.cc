@@ -21,9 +21,8 @@ const Strategy& strategy_named(std::string_view name) {
     if (strategy.name == name) return strategy;
     names.emplace_back(strategy.name);
   }
-  const std::string near = nearest_name(name, names);
-  fail(Category::usage, fmt::format("unknown strategy '{}'{}", printable(name),
-                                    near.empty() ? "" : fmt::format("; nearest is '{}'", near)));
+  fail(Category::usage,
+       fmt::format("unknown strategy '{}'{}", printable(name), nearest_hint(name, names)));
 }
 
 }  // namespace modicum

@@ -66,7 +66,7 @@ void RingExchange::broadcast(int root, std::span<std::byte> bytes) {
   if (rank_ == root) {
     send(bytes);
   } else {
-    receive(root, bytes);
+    receive(bytes);
   }
 }
 
@@ -90,7 +90,7 @@ void RingExchange::send(std::span<const std::byte> bytes) {
   }
 }
 
-void RingExchange::receive(int /*root*/, std::span<std::byte> bytes) {
+void RingExchange::receive(std::span<std::byte> bytes) {
   SharedRing::Control& control = ring_.control();
   const auto readers = static_cast<uint32_t>(ring_.ranks_ - 1);
   while (!bytes.empty()) {

@@ -50,7 +50,7 @@ class RingExchange final : public Exchange {
 
  private:
   void send(std::span<const std::byte> bytes);
-  void receive(int root, std::span<std::byte> bytes);
+  void receive(std::span<std::byte> bytes);
 
   SharedRing& ring_;
   Board& board_;

@@ -92,9 +92,8 @@ void expect_box_agrees(const Recipe& recipe, uint32_t node, const Box& box) {
 }
 
 // One random op on top of `in`.
-uint32_t random_op(RecipeBuilder& builder, const Recipe& shapes, uint32_t in, std::mt19937& random,
+uint32_t random_op(RecipeBuilder& builder, uint32_t in, std::mt19937& random,
                    const std::function<const std::vector<int64_t>&(uint32_t)>& shape_of) {
-  (void)shapes;
   const std::vector<int64_t> shape = shape_of(in);
   const auto rank = static_cast<int>(shape.size());
   const int dim = rank == 0 ? 0 : static_cast<int>(random() % static_cast<unsigned>(rank));
@@ -152,7 +151,7 @@ TEST(Recipe, PullBackAgreesWithTheElementwiseReading) {
     std::vector<int64_t> shape = manifest.tensors[seed % 3].spec.shape;
     const int depth = 1 + static_cast<int>(random() % 4);
     for (int i = 0; i < depth && shape.size() < 6 && numel_of(shape) < 200; ++i) {
-      top = random_op(builder, probe, top, random,
+      top = random_op(builder, top, random,
                       [&](uint32_t) -> const std::vector<int64_t>& { return shape; });
       RecipeBuilder copy = builder;
       copy.target("t", top);

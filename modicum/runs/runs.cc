@@ -98,9 +98,8 @@ Layout layout_of(const RunFlags& flags) {
   if (!flags.mesh.empty()) fail(Category::usage, "--mesh is for --layout hsdp");
   if (flags.layout == "none") return whole_layout(flags.ranks);
   if (flags.layout == "fsdp2") return fsdp2_layout(flags.ranks, flags.shard_dim);
-  const std::string near = nearest_name(flags.layout, {"fsdp2", "hsdp", "none"});
   fail(Category::usage, fmt::format("unknown layout '{}'{}", printable(flags.layout),
-                                    near.empty() ? "" : fmt::format("; nearest is '{}'", near)));
+                                    nearest_hint(flags.layout, {"fsdp2", "hsdp", "none"})));
 }
 
 }  // namespace
