@@ -5,6 +5,7 @@
 
 #include "modicum/base/base.h"
 #include "modicum/synth/configs.h"
+#include "modicum/synth/configs_moe.h"
 
 namespace modicum {
 namespace {
