@@ -34,7 +34,7 @@ std::string scale_of(const Manifest& manifest, std::string_view name) {
   return scale ? manifest.tensors[scale->tensor].spec.fqn : "";
 }
 
-TEST(Scales, AreFoundByTheNamesOfTheirCodes) {
+TEST(PairedScales, AreFoundByTheNamesOfTheirCodes) {
   const Manifest manifest = opened({
       spec("a.weight", DType::f8_e4m3, {256, 256}),
       spec("a.weight_scale_inv", DType::f32, {2, 2}),
@@ -73,7 +73,7 @@ TEST(Scales, AreFoundByTheNamesOfTheirCodes) {
   }
 }
 
-TEST(Scales, TakeTheConfigsBlockSizeWhereTheirGridAgrees) {
+TEST(PairedScales, TakeTheConfigsBlockSizeWhereTheirGridAgrees) {
   const std::vector<TensorSpec> specs = {spec("w", DType::f8_e4m3, {200, 300}),
                                          spec("w_scale_inv", DType::f32, {2, 3})};
   const auto block = [&](const char* config) {
@@ -93,7 +93,7 @@ TEST(Scales, TakeTheConfigsBlockSizeWhereTheirGridAgrees) {
   }
 }
 
-TEST(Scales, AGridThatFitsNothingIsKnownNotToFit) {
+TEST(PairedScales, AGridThatFitsNothingIsKnownNotToFit) {
   const Manifest manifest =
       opened({spec("w", DType::f8_e4m3, {200, 300}), spec("w_scale_inv", DType::f32, {2, 7})});
   ASSERT_TRUE(named(manifest, "w").scale.has_value());
@@ -101,7 +101,7 @@ TEST(Scales, AGridThatFitsNothingIsKnownNotToFit) {
 }
 
 // Catches: a plan of one block size that is carried out by ranks that see another.
-TEST(Scales, TheBlockSizeIsPartOfTheIdentity) {
+TEST(PairedScales, TheBlockSizeIsPartOfTheIdentity) {
   const std::vector<TensorSpec> specs = {spec("w", DType::f8_e4m3, {200, 300}),
                                          spec("w_scale_inv", DType::f32, {2, 3})};
   const char* kOther = R"({"quantization_config":{"weight_block_size":[128,128]}})";
@@ -110,7 +110,7 @@ TEST(Scales, TheBlockSizeIsPartOfTheIdentity) {
 }
 
 // 46,000 pairs take a few ms; the square of them would take minutes.
-TEST(Scales, OfALargeModelAreFoundInTime) {
+TEST(PairedScales, OfALargeModelAreFoundInTime) {
   Manifest manifest;
   for (int i = 0; i < 46'000; ++i) {
     const std::string name = "model.layers.0.mlp.experts." + std::to_string(i) + ".weight";
