@@ -303,6 +303,16 @@ def test_a_guarded_renaming_looks_at_what_came_before(converted: bool) -> None:
     assert ours.made.keys() == set(after)
 
 
+def test_of_two_converters_with_one_pattern_the_last_converts() -> None:
+    ids = Ids({})
+    ids.add("x.a.w", (4, 4))
+    pair = [upstream.Transpose(0, 1)], [upstream.Interleave(0)]
+    converters = [upstream.WeightConverter("a.w", "b.w", operations) for operations in pair]
+    model = Names({"x.b.w": (4, 4)})
+    theirs = oracle.load_upstream(deepcopy(converters), ids, model)
+    assert compare(translated(converters, ids, model), theirs, ids) == 1
+
+
 def test_the_order_of_names_is_transformers_own() -> None:
     names = ["b.10", "b.9", "b.x10", "b.x9", "b.x", "b", "a.10.c", "a.x.c", "a.9", "b.1x", "c2.1"]
     assert sorted(names, key=recipes.natural_key) == sorted(names, key=upstream.dot_natural_key)
