@@ -137,6 +137,14 @@ def test_a_tie_of_which_nothing_is_stored_is_missing() -> None:
         recipes.recipe_for(model, stored)
 
 
+def test_a_tie_that_a_rule_makes_is_made_once() -> None:
+    model = llama(tied=True)
+    stored = stored_of(model)
+    del stored[EMBEDDING], stored[HEAD]
+    targets = recipes.recipe_for(model, stored, missing={"embed": ("normal", 1.0)}).targets
+    assert (targets[EMBEDDING]["op"], targets[HEAD]) == ("init", {"op": "alias", "of": EMBEDDING})
+
+
 def test_more_than_two_names_of_one_tensor() -> None:
     """T5 ties its shared embedding to those of both stacks and to the head."""
     config = transformers.T5Config(d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2)
@@ -227,6 +235,9 @@ def test_a_second_stored_tensor_for_one_target_is_refused() -> None:
     with pytest.raises(front.UsageError, match="already") as caught:
         recipes.recipe_for(llama(), stored)
     assert caught.value.tensor == "norm.weight"
+    dropped = recipes.recipe_for(llama(), stored, unexpected=r"^norm\.")
+    assert dropped.unused == ["norm.weight"]
+    assert dropped.targets["model.norm.weight"] == leaf("model.norm.weight")
 
 
 def test_an_expert_that_is_missing_is_noticed() -> None:
