@@ -62,7 +62,7 @@ struct RankRun {
   const Plan& plan;
   Clock& clock;
   SharedBoard& board;
-  SharedRing* ring;
+  Rings& rings;
   int threads;
 };
 
@@ -115,8 +115,7 @@ void be_rank(const RankRun& of, int rank) {
   reset_peak_rss();
   outcome.baseline_bytes = read_process_memory().held();
   Ledger ledger(of.plan.promise.ledger_limit_bytes(rank));
-  std::unique_ptr<RingExchange> exchange;
-  if (of.ring != nullptr) exchange = std::make_unique<RingExchange>(*of.ring, of.board, rank);
+  const std::unique_ptr<Exchange> exchange = of.rings.end_of(rank, of.board);
   DropCheck dropped(of, rank);
   std::unique_ptr<HostSink> host;
   std::unique_ptr<DiscardSink> discard;
@@ -205,13 +204,10 @@ LoadReport load_with_ranks(const LoadFlags& flags, FileSystem& files, SteadyCloc
   if (!flags.dump.empty()) files.make_directory(flags.dump);
 
   SharedBoard board(plan.ranks(), clock);
-  std::unique_ptr<SharedRing> ring;
-  if (plan.staging.ring_part_bytes > 0) {
-    ring = std::make_unique<SharedRing>(plan.ranks(), plan.staging.ring_part_bytes);
-  }
+  Rings rings(plan);
   const int threads =
       flags.common.threads > 0 ? flags.common.threads : std::max(1, usable_cpus() / plan.ranks());
-  const RankRun of{flags, run, plan, clock, board, ring.get(), threads};
+  const RankRun of{flags, run, plan, clock, board, rings, threads};
   // Ranks that take whole tensors take all of them.
   const uint64_t times = plan.strategy().of_reader == Window::none ? 1 : flags.run.ranks;
   Progress progress(flags.common, run.checkpoint.manifest.data_bytes() * times, clock);

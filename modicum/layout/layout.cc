@@ -367,6 +367,23 @@ uint64_t buffer_class(const Layout& layout, int rank) noexcept {
   return key;
 }
 
+std::vector<int> replicas_of(const Layout& layout, int rank) {
+  if (!layout.flats.empty()) return {rank};
+  const auto are_alike = [&](int other) {
+    for (const Sharding& sharding : layout.kinds) {
+      for (const Cut& cut : sharding.cuts) {
+        if (part_of(sharding.mesh, cut, rank) != part_of(sharding.mesh, cut, other)) return false;
+      }
+    }
+    return true;
+  };
+  std::vector<int> ranks;
+  for (int other = 0; other < layout.world_size(); ++other) {
+    if (are_alike(other)) ranks.push_back(other);
+  }
+  return ranks;
+}
+
 LocalBuffer for_each_piece(const Sharding& sharding, const TensorSpec& target, int rank,
                            const std::function<void(const Box& piece)>& piece) {
   Cutting cutting(sharding, target, rank, true);

@@ -148,6 +148,9 @@ Box flat_piece(const FlatGroup& flat, int64_t begin, int64_t numel, int rank) no
 // Of the ranks that hold the same elements of `target`, exactly one is primary: the first.
 bool is_primary(const Sharding& sharding, const TensorSpec& target, int rank);
 
+// The ranks, `rank` among them, that hold the same of every target; in order.
+std::vector<int> replicas_of(const Layout& layout, int rank);
+
 // Calls `run` with the stretches of local elements [begin, end) of a piece (counted from its own
 // first one) that are neighbours in the target too; `global` is the first one's row-major index
 // there, `local` its place in the rank's buffer.

@@ -70,16 +70,15 @@ void refuse_unsupported(const Plan& plan) {
 Staging divide_staging(const Plan& plan) {
   const PlanOptions& options = plan.options;
   const Strategy& strategy = plan.strategy();
-  const bool sends = strategy.reader == Reader::rank_0 && plan.ranks() > 1;
+  const auto group = static_cast<uint64_t>(exchange_group(plan, 0).size());
   const bool streams = strategy.of_reader == Window::none;
   const bool casts_in_slot = options.destination == Destination::discard;
   Staging staging;
   uint64_t left = round_up(options.staging_bytes, kPageBytes);
-  if (sends) {
-    // One ring for all, made by all in equal parts, so that what each is charged is what the kernel
-    // counts for it.
-    staging.ring_part_bytes =
-        std::max(kPageBytes, left / static_cast<uint64_t>(plan.ranks()) / kPageBytes * kPageBytes);
+  if (group > 1) {
+    // One ring for the group, made by all in equal parts, so that what each is charged is what the
+    // kernel counts for it.
+    staging.ring_part_bytes = std::max(kPageBytes, left / group / kPageBytes * kPageBytes);
     left -= std::min(left, staging.ring_part_bytes);
   }
   staging.total_bytes = staging.ring_part_bytes;
@@ -90,7 +89,8 @@ Staging divide_staging(const Plan& plan) {
   staging.slot_bytes = std::min(1 * kMiB, (left - staging.table_bytes) / kPageBytes * kPageBytes);
   // Cast within the slot: what is read and what comes of it, at most four times as much.
   staging.tile_bytes = casts_in_slot ? staging.slot_bytes / 5 / 64 * 64 : staging.slot_bytes;
-  staging.workers = static_cast<int>(left / (staging.table_bytes + staging.slot_bytes));
+  const uint64_t workers = left / (staging.table_bytes + staging.slot_bytes);
+  staging.workers = streams && group > 1 ? 1 : static_cast<int>(workers);
   return staging;
 }
 

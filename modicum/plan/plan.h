@@ -21,7 +21,12 @@
 namespace modicum {
 
 // A strategy is a row: who reads, and what a rank holds whole besides its shards.
-enum class Reader : uint8_t { every_rank, rank_0 };
+enum class Reader : uint8_t {
+  every_rank,
+  rank_0,
+  node_leader,  // the first rank of a node reads what any of its ranks needs
+  replicas,     // ranks that hold the same read in turn
+};
 enum class Window : uint8_t { none, one_tensor, whole_model };
 struct Strategy {
   std::string_view name;
@@ -163,6 +168,36 @@ void for_each_transfer_from(const Plan& plan, int rank, uint32_t only_stored,
 void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
                    const std::function<void(const Read&)>& read,
                    const std::function<void(const Transfer&)>& made);
+
+// The ranks that hand on to each other what one of them has read, `rank` among them, in order; only
+// itself where nothing is sent. Groups don't overlap, and none is larger than rank 0's.
+std::vector<int> exchange_group(const Plan& plan, int rank);
+
+// With `node-reader`: the reads of a node's leader, the same for all its ranks, in file order. A
+// stretch of a stored tensor that somebody on the node needs, as long as fits into a slot; scales,
+// where it is dequantised, stand behind it.
+struct NodeRead {
+  // What a rank needs of the stretch's bytes, scales too.
+  struct Wanted {
+    uint64_t begin = 0;
+    uint64_t end = 0;
+
+    uint64_t bytes() const noexcept { return end - begin; }
+  };
+
+  uint32_t stored = 0;
+  int64_t first = 0;  // element
+  int64_t count = 0;
+  Extent at;
+  Extent scale;
+  std::span<const Wanted> wanted;  // by rank of the node; valid during the call only
+
+  uint64_t bytes() const noexcept { return at.bytes() + scale.bytes(); }
+};
+void for_each_node_read(const Plan& plan, int rank, const std::function<void(const NodeRead&)>& fn);
+// The transfers of `rank` out of such a stretch.
+void for_each_transfer_within(const Plan& plan, int rank, const NodeRead& read,
+                              const std::function<void(const Transfer&)>& fn);
 
 // The stored tensors that a target needs, in manifest order: what is read whole where whole tensors
 // are read. `window_begin` is where each stands in a window that holds them all.

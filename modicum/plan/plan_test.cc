@@ -401,7 +401,7 @@ TEST(Reads, RunsOf2KiBAreReadOnTheirOwnAndShorterOnesTogether) {
 // --- strategies and staging ---
 
 TEST(Strategy, IsFoundByNameAndATypoIsAnswered) {
-  ASSERT_EQ(strategies().size(), 3U);
+  ASSERT_EQ(strategies().size(), 5U);
   for (const Strategy& strategy : strategies()) {
     EXPECT_EQ(&strategy_named(strategy.name), &strategy);
   }
@@ -464,7 +464,8 @@ TEST_F(Planned, SharesAndPartsFitInWhatIsHeld) {
           EXPECT_LE(s.ring_part_bytes + workers * (s.table_bytes + s.slot_bytes), s.total_bytes);
           EXPECT_LE(s.total_bytes, round_up(staging, kPageBytes));
           EXPECT_EQ(s.ring_part_bytes % kPageBytes, 0U);
-          const bool streams = strategy.name == "own-shard" || destination == Destination::discard;
+          const bool streams =
+              strategy.of_reader == Window::none || destination == Destination::discard;
           EXPECT_EQ(workers > 0, streams);
           EXPECT_EQ(s.tile_bytes > 0, streams);
         }
@@ -627,9 +628,49 @@ TEST_F(Planned, TrafficIsTheSumOverTheRanks) {
       EXPECT_GE(all.storage_read_bytes, due) << strategy.name;
       EXPECT_LE(all.storage_read_bytes,
                 of.strategy().of_reader == Window::none ? due + due / 64 : due);
+      if (strategy.name == "node-reader") {  // each rank takes what it needs, the leader sends it
+        EXPECT_LE(all.exchanged_bytes, model - model / ranks + 4 * ranks * kPageBytes);
+        EXPECT_EQ(all.exchanged_bytes > 0, world > 1);
+        continue;
+      }
       EXPECT_EQ(all.exchanged_bytes, sends ? (ranks - 1) * model : 0);
     }
   }
+}
+
+// Two ranks on each node.
+TEST_F(Planned, ANodesLeaderReadsWhatItsRanksNeedOnce) {
+  PlanOptions options = options_of("node-reader", 8 * kMiB);
+  options.ranks_per_node = 2;
+  const uint64_t model = manifest_.data_bytes();
+  const auto read = [&](const Layout& layout) {
+    const Plan of = make_plan(manifest_, recipe_, layout, options);
+    EXPECT_EQ(traffic_of_rank(of, 1).storage_read_bytes, 0U);
+    EXPECT_EQ(traffic_of_rank(of, 0).exchanged_bytes, 0U);
+    return traffic(of).storage_read_bytes;
+  };
+  EXPECT_EQ(read(fsdp2_layout(4)), model);
+  EXPECT_EQ(read(fsdp2_layout(5)), model);  // the last is alone
+  EXPECT_EQ(read(hsdp_layout(2, {2})), 2 * model);
+  EXPECT_EQ(read(hsdp_layout(1, {4})), model);
+  EXPECT_EQ(read(whole_layout(4)), 2 * model);
+}
+
+TEST_F(Planned, ThoseWhoHoldTheSameReadItInTurn) {
+  const uint64_t model = manifest_.data_bytes();
+  const auto due = [&](const Layout& layout) {
+    return traffic(make_plan(manifest_, recipe_, layout, options_of("replica-striped", 8 * kMiB)));
+  };
+  const Traffic of_two = due(hsdp_layout(2, {2}));
+  EXPECT_GE(of_two.storage_read_bytes, model);
+  EXPECT_LE(of_two.storage_read_bytes, model + 64);  // gaps between neighbours
+  EXPECT_EQ(of_two.exchanged_bytes, of_two.storage_read_bytes);
+  EXPECT_EQ(due(whole_layout(3)).storage_read_bytes, model);
+  EXPECT_EQ(due(whole_layout(3)).exchanged_bytes, 2 * model);
+  EXPECT_EQ(due(fsdp2_layout(4)).exchanged_bytes, 0U);
+  const Plan striped =
+      make_plan(manifest_, recipe_, hsdp_layout(2, {3}), options_of("replica-striped", 8 * kMiB));
+  EXPECT_EQ(exchange_group(striped, 4), (std::vector<int>{1, 4}));
 }
 
 TEST_F(Planned, TheInputsDigestChangesWithWhatDecidesAndWithNothingElse) {

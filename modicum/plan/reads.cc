@@ -100,8 +100,8 @@ class Coalescer {
 
   // Elements that may be read straight to where they belong.
   static bool is_direct(const Plan& plan, const Transfer& t) {
-    return plan.options.destination == Destination::cpu && !t.casts() && t.runs.runs == 1 &&
-           (t.runs.at_step == 1 || t.runs.run == 1);
+    return plan.options.destination == Destination::cpu && plan.staging.ring_part_bytes == 0 &&
+           !t.casts() && t.runs.runs == 1 && (t.runs.at_step == 1 || t.runs.run == 1);
   }
 
  private:
@@ -206,21 +206,44 @@ void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
   flush();
 }
 
-Traffic traffic_of_rank(const Plan& plan, int rank) {
+namespace {
+
+// What is read in turn by those who hold the same; by one alone, where nobody does.
+Traffic traffic_of_reads(const Plan& plan, int rank) {
+  Traffic sum;
+  std::vector<Transfer> table(kReadTableRows);
+  const std::vector<int> group = exchange_group(plan, rank);
+  size_t turn = 0;
+  for_each_read(
+      plan, rank, table,
+      [&](const Read& read) {
+        const uint64_t bytes = read.end - read.begin + read.scale.bytes();
+        const bool reads = group[turn++ % group.size()] == rank;
+        (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += bytes;
+        sum.reads += !reads ? 0 : read.scale.bytes() > 0 ? 2 : 1;
+        sum.transfers += read.transfers.size();
+      },
+      [&](const Transfer&) { sum.transfers += 1; });
+  return sum;
+}
+
+// Of each rank of a node whose leader reads.
+std::vector<Traffic> traffic_on_node(const Plan& plan, int leader) {
+  std::vector<Traffic> of_ranks(exchange_group(plan, leader).size());
+  for_each_node_read(plan, leader, [&](const NodeRead& read) {
+    of_ranks[0].storage_read_bytes += read.bytes();
+    of_ranks[0].reads += read.scale.bytes() > 0 ? 2 : 1;
+    for (size_t r = 1; r < of_ranks.size(); ++r) {
+      of_ranks[r].exchanged_bytes += read.wanted[r].bytes();
+    }
+  });
+  return of_ranks;
+}
+
+// Of one rank, where whole tensors are read.
+Traffic traffic_of_windows(const Plan& plan, int rank) {
   Traffic sum;
   const Strategy& strategy = plan.strategy();
-  if (strategy.of_reader == Window::none) {
-    std::vector<Transfer> table(kReadTableRows);
-    for_each_read(
-        plan, rank, table,
-        [&](const Read& read) {
-          sum.storage_read_bytes += read.end - read.begin + read.scale.bytes();
-          sum.reads += read.scale.bytes() > 0 ? 2 : 1;
-          sum.transfers += read.transfers.size();
-        },
-        [&](const Transfer&) { sum.transfers += 1; });
-    return sum;
-  }
   const bool reads = strategy.reader == Reader::every_rank || rank == 0;
   for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
     const uint64_t bytes = plan.manifest->tensors[s].at.bytes();
@@ -237,6 +260,15 @@ Traffic traffic_of_rank(const Plan& plan, int rank) {
   return sum;
 }
 
+}  // namespace
+
+Traffic traffic_of_rank(const Plan& plan, int rank) {
+  if (plan.strategy().of_reader != Window::none) return traffic_of_windows(plan, rank);
+  if (plan.strategy().reader != Reader::node_leader) return traffic_of_reads(plan, rank);
+  const int leader = exchange_group(plan, rank).front();
+  return traffic_on_node(plan, leader)[static_cast<size_t>(rank - leader)];
+}
+
 Traffic traffic(const Plan& plan) {
   Traffic sum;
   const auto add = [&sum](const Traffic& of) {
@@ -247,18 +279,23 @@ Traffic traffic(const Plan& plan) {
   };
   // Where whole tensors are read, ranks of a kind read alike.
   if (plan.strategy().of_reader != Window::none) {
-    const Traffic of_first = traffic_of_rank(plan, 0);
-    const Traffic of_others = plan.ranks() > 1 ? traffic_of_rank(plan, 1) : Traffic{};
+    const Traffic of_first = traffic_of_windows(plan, 0);
+    const Traffic of_others = plan.ranks() > 1 ? traffic_of_windows(plan, 1) : Traffic{};
     for (int rank = 0; rank < plan.ranks(); ++rank) add(rank == 0 ? of_first : of_others);
     return sum;
   }
+  const bool by_node = plan.strategy().reader == Reader::node_leader;
+  const int step = by_node ? static_cast<int>(exchange_group(plan, 0).size()) : 1;
+  const int units = static_cast<int>(ceil_div(plan.ranks(), step));
   std::mutex mutex;
-  const int workers = std::min(plan.ranks(), usable_cpus());
+  const int workers = std::min(units, usable_cpus());
   run_workers(workers, [&](int worker) {
-    for (int rank = worker; rank < plan.ranks(); rank += workers) {
-      const Traffic of = traffic_of_rank(plan, rank);
+    for (int unit = worker; unit < units; unit += workers) {
+      const int rank = unit * step;
+      const std::vector<Traffic> of =
+          by_node ? traffic_on_node(plan, rank) : std::vector{traffic_of_reads(plan, rank)};
       const std::lock_guard lock(mutex);
-      add(of);
+      for (const Traffic& one : of) add(one);
     }
   });
   return sum;

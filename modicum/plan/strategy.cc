@@ -5,10 +5,12 @@
 namespace modicum {
 namespace {
 
-constexpr std::array<Strategy, 3> kStrategies = {{
+constexpr std::array<Strategy, 5> kStrategies = {{
     {"full-per-rank", Reader::every_rank, Window::whole_model, Window::whole_model},
     {"rank0-broadcast", Reader::rank_0, Window::whole_model, Window::one_tensor},
     {"own-shard", Reader::every_rank, Window::none, Window::none},
+    {"node-reader", Reader::node_leader, Window::none, Window::none},
+    {"replica-striped", Reader::replicas, Window::none, Window::none},
 }};
 
 }  // namespace

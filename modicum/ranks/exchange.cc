@@ -57,16 +57,16 @@ SharedRing::Control& SharedRing::control() const noexcept {
 }
 
 Charge RingExchange::commit(Ledger& ledger) {
-  const uint64_t begin = ring_.part_bytes_ * static_cast<uint64_t>(rank_);
+  const uint64_t begin = ring_.part_bytes_ * static_cast<uint64_t>(place_);
   return ledger.charge_shared(Purpose::staging,
                               ring_.data_.bytes().subspan(begin, ring_.part_bytes_));
 }
 
-void RingExchange::broadcast(int root, std::span<std::byte> bytes) {
-  if (rank_ == root) {
+void RingExchange::broadcast(int root, std::span<std::byte> bytes, Part wanted) {
+  if (place_ == root) {
     send(bytes);
   } else {
-    receive(bytes);
+    receive(bytes, wanted);
   }
 }
 
@@ -90,10 +90,11 @@ void RingExchange::send(std::span<const std::byte> bytes) {
   }
 }
 
-void RingExchange::receive(std::span<std::byte> bytes) {
+void RingExchange::receive(std::span<std::byte> bytes, Part wanted) {
+  size_t at = 0;
   SharedRing::Control& control = ring_.control();
   const auto readers = static_cast<uint32_t>(ring_.ranks_ - 1);
-  while (!bytes.empty()) {
+  while (at < bytes.size()) {
     for (uint32_t filled = control.filled.load(std::memory_order_acquire);
          static_cast<int32_t>(filled - turn_) <= 0;
          filled = control.filled.load(std::memory_order_acquire)) {
@@ -101,12 +102,15 @@ void RingExchange::receive(std::span<std::byte> bytes) {
       board_.beat(rank_, 0);
       wait_on(control.filled, filled);
     }
-    const size_t n = std::min<size_t>(bytes.size(), ring_.slot_bytes_);
-    std::memcpy(bytes.data(), ring_.data_.bytes().data() + turn_ % kSlots * ring_.slot_bytes_, n);
+    const size_t n = std::min<size_t>(bytes.size() - at, ring_.slot_bytes_);
+    const size_t begin = std::clamp(wanted.begin, at, at + n);
+    const size_t end = std::clamp(wanted.end, begin, at + n);
+    const std::byte* slot = ring_.data_.bytes().data() + turn_ % kSlots * ring_.slot_bytes_;
+    std::memcpy(bytes.data() + begin, slot + (begin - at), end - begin);
     auto& taken = control.taken[turn_ % kSlots];
     if (taken.fetch_add(1, std::memory_order_acq_rel) + 1 == readers) wake_all(taken);
     ++turn_;
-    bytes = bytes.subspan(n);
+    at += n;
   }
 }
 

@@ -16,8 +16,14 @@ class Exchange {
 
   // Takes what this rank's part of the transport holds, and books it as staging.
   virtual Charge commit(Ledger& ledger) = 0;
-  // On `root`, `bytes` goes out; on all others it comes in. PEER where a rank has failed meanwhile.
-  virtual void broadcast(int root, std::span<std::byte> bytes) = 0;
+  // On `root` (its place among the ranks that exchange), `bytes` goes out; on all others it comes
+  // in, what is not wanted of it perhaps not. PEER where a rank has failed meanwhile.
+  struct Part {
+    size_t begin = 0;
+    size_t end = SIZE_MAX;
+  };
+  virtual void broadcast(int root, std::span<std::byte> bytes, Part wanted) = 0;
+  void broadcast(int root, std::span<std::byte> bytes) { broadcast(root, bytes, Part{}); }
 };
 
 // A ring in shared memory, for ranks on one machine: the root fills slots, every other rank copies
@@ -43,18 +49,23 @@ class SharedRing {
 
 class RingExchange final : public Exchange {
  public:
+  // `place` of the ring's ranks, `rank` on the board.
+  RingExchange(SharedRing& ring, Board& board, int rank, int place) noexcept
+      : ring_(ring), board_(board), rank_(rank), place_(place) {}
   RingExchange(SharedRing& ring, Board& board, int rank) noexcept
-      : ring_(ring), board_(board), rank_(rank) {}
+      : RingExchange(ring, board, rank, rank) {}
   Charge commit(Ledger& ledger) override;
-  void broadcast(int root, std::span<std::byte> bytes) override;
+  using Exchange::broadcast;
+  void broadcast(int root, std::span<std::byte> bytes, Part wanted) override;
 
  private:
   void send(std::span<const std::byte> bytes);
-  void receive(std::span<std::byte> bytes);
+  void receive(std::span<std::byte> bytes, Part wanted);
 
   SharedRing& ring_;
   Board& board_;
   const int rank_;
+  const int place_;
   uint32_t turn_ = 0;  // slots that have passed, on every rank the same
 };
 

@@ -25,7 +25,7 @@ Charge ThreadExchange::commit(Ledger& ledger) {
   return ledger.adopt(Purpose::staging, hub_.part_bytes_);
 }
 
-void ThreadExchange::broadcast(int root, std::span<std::byte> bytes) {
+void ThreadExchange::broadcast(int root, std::span<std::byte> bytes, Part /*wanted*/) {
   std::unique_lock lock(hub_.mutex_);
   hub_.calls_.push_back({rank_, root, bytes.size()});
   ++turn_;

@@ -44,7 +44,8 @@ class ThreadExchange final : public Exchange {
   ThreadExchange(ThreadHub& hub, Board& board, int rank) noexcept
       : hub_(hub), board_(board), rank_(rank) {}
   Charge commit(Ledger& ledger) override;
-  void broadcast(int root, std::span<std::byte> bytes) override;
+  using Exchange::broadcast;
+  void broadcast(int root, std::span<std::byte> bytes, Part wanted) override;
 
  private:
   ThreadHub& hub_;

@@ -232,14 +232,10 @@ void load_all(const Setting& s, const Strategy& strategy, Destination destinatio
       {.strategy = &strategy, .destination = destination, .staging_bytes = kMinStagingBytes});
   SteadyClock clock;
   SharedBoard board(s.world, clock);
-  std::unique_ptr<SharedRing> ring;
-  if (plan.staging.ring_part_bytes > 0) {
-    ring = std::make_unique<SharedRing>(s.world, plan.staging.ring_part_bytes);
-  }
+  Rings rings(plan);
   run_workers(s.world, [&](int rank) {
     try {
-      std::unique_ptr<RingExchange> exchange;
-      if (ring) exchange = std::make_unique<RingExchange>(*ring, board, rank);
+      const auto exchange = rings.end_of(rank, board);
       load_one(s, plan, rank, board, exchange.get());
     } catch (const Error& error) {
       board.report(record_of(error, rank));

@@ -43,7 +43,7 @@ class Load {
 
   LoadOutcome run() {
     switch (plan_.strategy().of_reader) {
-      case Window::none: stream_own_bytes(); break;
+      case Window::none: stream(); break;
       case Window::whole_model:
         if (plan_.strategy().reader == Reader::every_rank) {
           fill_window();
@@ -101,61 +101,141 @@ class Load {
     });
   }
 
+  void stream() {
+    if (plan_.strategy().reader == Reader::node_leader) return stream_on_node();
+    const std::vector<int> group = exchange_group(plan_, at_.rank);
+    if (group.size() > 1) return stream_in_turn(group);
+    stream_own_bytes();
+  }
+
   // Each worker walks all reads and takes every n-th: no queue, and the same reads at any number.
   void stream_own_bytes() {
     in_workers([this](int worker) {
-      auto* const rows = reinterpret_cast<Transfer*>(share_of(worker).data());
-      std::uninitialized_default_construct_n(rows, kReadTableRows);
-      DataReader reader(checkpoint_);
-      DataReader scales(checkpoint_);  // stand elsewhere: a reader of their own loses no window
+      Readers readers(checkpoint_);
       Writer writer = writer_of(worker);
       const std::span<std::byte> slot = slot_of(worker);
       int64_t turn = 0;
       const auto mine = [&] { return turn++ % workers_ == worker; };
       for_each_read(
-          plan_, at_.rank, {rows, kReadTableRows},
+          plan_, at_.rank, table_of(worker),
           [&](const Read& read) {
             if (!mine()) return;
-            const ScalesAtHand at_hand = read_scales(read, scales, slot);
-            carry_out(read, at_hand, reader, writer, slot);
+            const Transfer& first = read.transfers.front();
+            if (read.direct) {
+              at_.board->check();
+              fetch_into(writer.place_of(first), first.from, {read.file, read.begin, read.end},
+                         readers.codes);
+              writer.placed(first);
+            } else {
+              fetch(first.from, {read.file, read.begin, read.end}, read.scale, readers, slot);
+              put(read, writer, slot);
+            }
           },
           [&](const Transfer& made) {
             if (mine()) writer.make(made);
           });
-      count(reader, writer);
-      const std::lock_guard lock(mutex_);
-      add(scales);
+      count(readers, writer);
     });
   }
 
-  // Behind the codes that will be read.
-  ScalesAtHand read_scales(const Read& read, DataReader& reader, std::span<std::byte> slot) {
-    if (read.scale.bytes() == 0) return {};
-    const uint32_t codes = read.transfers.front().from;
-    const std::span<std::byte> into = slot.subspan(read.end - read.begin, read.scale.bytes());
-    naming(plan_.manifest->tensors[plan_.manifest->tensors[codes].scale->tensor],
-           [&] { reader.read(read.scale.file, read.scale.begin, into); });
-    at_.board->beat(at_.rank, read.scale.bytes());
-    return scales_read(plan_, codes, read.scale, into.data());
+  // Ranks that hold the same have the same reads; each makes those whose turn it is.
+  void stream_in_turn(const std::vector<int>& group) {
+    Readers readers(checkpoint_);
+    Writer writer = writer_of(0);
+    const std::span<std::byte> slot = slot_of(0);
+    size_t turn = 0;
+    for_each_read(
+        plan_, at_.rank, table_of(0),
+        [&](const Read& read) {
+          const size_t root = turn++ % group.size();
+          const uint64_t bytes = read.end - read.begin + read.scale.bytes();
+          if (group[root] == at_.rank) {
+            fetch(read.transfers.front().from, {read.file, read.begin, read.end}, read.scale,
+                  readers, slot);
+          } else {
+            outcome_.exchanged_bytes += bytes;
+          }
+          at_.exchange->broadcast(static_cast<int>(root), slot.first(bytes));
+          if (group[root] != at_.rank) at_.board->beat(at_.rank, bytes);
+          put(read, writer, slot);
+        },
+        [&](const Transfer& made) { writer.make(made); });
+    count(readers, writer);
   }
 
-  void carry_out(const Read& read, const ScalesAtHand& scales, DataReader& reader, Writer& writer,
-                 std::span<std::byte> slot) {
-    at_.board->check();
-    const Transfer& first = read.transfers.front();
-    const std::span<std::byte> into =
-        read.direct ? writer.place_of(first) : slot.first(read.end - read.begin);
-    naming(plan_.manifest->tensors[first.from], [&] { reader.read(read.file, read.begin, into); });
-    if (read.direct) {
-      writer.placed(first);
-    } else {
-      for (const Transfer& transfer : read.transfers) {
-        const Stored& stored = plan_.manifest->tensors[transfer.from];
-        const Extent run = extent_of(stored, transfer.runs.first, transfer.runs.run);
-        writer.put(transfer, into.data() + (run.begin - read.begin), scales);
+  // The leader reads what any rank of its node needs, and each takes its own of that.
+  void stream_on_node() {
+    const std::vector<int> group = exchange_group(plan_, at_.rank);
+    const auto place = static_cast<size_t>(at_.rank - group.front());
+    Readers readers(checkpoint_);
+    Writer writer = writer_of(0);
+    const std::span<std::byte> slot = slot_of(0);
+    for_each_node_read(plan_, at_.rank, [&](const NodeRead& read) {
+      at_.board->check();
+      const NodeRead::Wanted& wanted = read.wanted[place];
+      if (place == 0) {
+        fetch(read.stored, read.at, read.scale, readers, slot);
+      } else {
+        outcome_.exchanged_bytes += wanted.bytes();
       }
+      if (group.size() > 1) {
+        at_.exchange->broadcast(0, slot.first(read.bytes()), {wanted.begin, wanted.end});
+      }
+      const ScalesAtHand scales =
+          scales_read(plan_, read.stored, read.scale, slot.data() + read.at.bytes());
+      for_each_transfer_within(plan_, at_.rank, read, [&](const Transfer& transfer) {
+        writer.put(transfer, place_in(slot, read.at.begin, transfer), scales);
+      });
+      if (place != 0) at_.board->beat(at_.rank, wanted.bytes());
+    });
+    for_each_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
+      if (transfer.source != Transfer::Source::stored) writer.make(transfer);
+    });
+    count(readers, writer);
+  }
+
+  std::span<Transfer> table_of(int worker) const {
+    auto* const rows = reinterpret_cast<Transfer*>(share_of(worker).data());
+    std::uninitialized_default_construct_n(rows, kReadTableRows);
+    return {rows, kReadTableRows};
+  }
+
+  // Scales stand elsewhere than their codes: with a reader of their own no window is lost.
+  struct Readers {
+    explicit Readers(const Checkpoint& checkpoint) : codes(checkpoint), scales(checkpoint) {}
+    DataReader codes, scales;
+  };
+
+  void fetch_into(std::span<std::byte> into, uint32_t stored, const Extent& at,
+                  DataReader& reader) {
+    naming(plan_.manifest->tensors[stored], [&] { reader.read(at.file, at.begin, into); });
+    at_.board->beat(at_.rank, at.bytes());
+  }
+
+  // Stored bytes to the front of a slot, scales that they need behind them.
+  void fetch(uint32_t stored, const Extent& at, const Extent& scale, Readers& readers,
+             std::span<std::byte> slot) {
+    at_.board->check();
+    fetch_into(slot.first(at.bytes()), stored, at, readers.codes);
+    if (scale.bytes() == 0) return;
+    fetch_into(slot.subspan(at.bytes(), scale.bytes()),
+               plan_.manifest->tensors[stored].scale->tensor, scale, readers.scales);
+  }
+
+  // Where a transfer's first element stands in a slot that begins with byte `begin` of its file.
+  const std::byte* place_in(std::span<std::byte> slot, uint64_t begin,
+                            const Transfer& transfer) const {
+    const Stored& stored = plan_.manifest->tensors[transfer.from];
+    return slot.data() + (extent_of(stored, transfer.runs.first, transfer.runs.run).begin - begin);
+  }
+
+  // What a read has brought into a slot, to where it belongs.
+  void put(const Read& read, Writer& writer, std::span<std::byte> slot) {
+    const ScalesAtHand scales = scales_read(plan_, read.transfers.front().from, read.scale,
+                                            slot.data() + (read.end - read.begin));
+    for (const Transfer& transfer : read.transfers) {
+      writer.put(transfer, place_in(slot, read.begin, transfer), scales);
     }
-    at_.board->beat(at_.rank, read.end - read.begin);
   }
 
   // Every needed tensor whole, in file order, chunk by chunk.
@@ -241,9 +321,10 @@ class Load {
     outcome_.bytes_loaded += writer.bytes_loaded();
   }
 
-  void count(const DataReader& reader, const Writer& writer) {
+  void count(const Readers& readers, const Writer& writer) {
     const std::lock_guard lock(mutex_);
-    add(reader);
+    add(readers.codes);
+    add(readers.scales);
     outcome_.bytes_loaded += writer.bytes_loaded();
   }
   void add(const DataReader& reader) {

@@ -113,15 +113,11 @@ RankResult load_one(const Case& c, int rank, Board& board, Exchange* exchange) {
 std::vector<RankResult> load_all(const Case& c, std::optional<ErrorRecord>* failure = nullptr) {
   SteadyClock clock;
   SharedBoard board(c.plan->ranks(), clock);
-  std::unique_ptr<SharedRing> ring;
-  if (c.plan->staging.ring_part_bytes > 0) {
-    ring = std::make_unique<SharedRing>(c.plan->ranks(), c.plan->staging.ring_part_bytes);
-  }
+  Rings rings(*c.plan);
   std::vector<RankResult> results(static_cast<size_t>(c.plan->ranks()));
   run_workers(c.plan->ranks(), [&](int rank) {
     try {
-      std::unique_ptr<RingExchange> exchange;
-      if (ring) exchange = std::make_unique<RingExchange>(*ring, board, rank);
+      const auto exchange = rings.end_of(rank, board);
       results[static_cast<size_t>(rank)] = load_one(c, rank, board, exchange.get());
     } catch (const Error& error) {
       board.report(record_of(error, rank));
@@ -133,9 +129,10 @@ std::vector<RankResult> load_all(const Case& c, std::optional<ErrorRecord>* fail
 }
 
 Plan plan_of(const Checkpoint& checkpoint, const Recipe& recipe, Layout layout,
-             const Strategy& strategy) {
-  return make_plan(checkpoint.manifest, recipe, std::move(layout),
-                   {.strategy = &strategy, .staging_bytes = kStaging});
+             const Strategy& strategy, int ranks_per_node = 0) {
+  return make_plan(
+      checkpoint.manifest, recipe, std::move(layout),
+      {.strategy = &strategy, .ranks_per_node = ranks_per_node, .staging_bytes = kStaging});
 }
 
 // --- the simulator: what a load holds, from the promise in words; it knows nothing of `plan` ---
@@ -169,7 +166,10 @@ Simulated simulate(const Specs& stored, const std::vector<TensorSpec>& targets,
     held.window = pages(rank == 0 ? model : largest);
     if (world > 1) held.staging = kStaging / static_cast<uint64_t>(world) / 4096 * 4096;
   }
-  if (strategy == "own-shard") held.staging = kStaging;
+  // Rings are made in equal parts; what is left of the staging streams.
+  if (strategy == "own-shard" || strategy == "node-reader" || strategy == "replica-striped") {
+    held.staging = kStaging;
+  }
   return held;
 }
 
@@ -318,10 +318,15 @@ void expect_one_digest(const Specs& specs) {
           tp_fsdp_layout({2}, 3), tp_fsdp_layout({3}, 2, 1), experts, packed,
           zero3_layout(4, targets), flat_layout("zero1", 3, targets, false),
           flat_layout("zero2", 5, targets, true)}) {
-      Plan plan = plan_of(model.checkpoint, recipe, layout, strategy);
+      Plan plan = plan_of(model.checkpoint, recipe, layout, strategy, 2);
       uint64_t sum = 0;
-      for (const RankResult& r : load_all({&model.files, &model.checkpoint, &plan, 3}))
+      int rank = 0;
+      for (const RankResult& r : load_all({&model.files, &model.checkpoint, &plan, 3})) {
+        const Traffic due = traffic_of_rank(plan, rank++);
+        EXPECT_EQ(r.outcome.storage_read_bytes, due.storage_read_bytes) << strategy.name;
+        EXPECT_EQ(r.outcome.exchanged_bytes, due.exchanged_bytes) << strategy.name;
         sum += r.digest;
+      }
       if (!digest) digest = sum;
       EXPECT_EQ(*digest, sum) << strategy.name << " " << layout.name;
     }

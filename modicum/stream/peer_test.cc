@@ -124,6 +124,7 @@ TEST(LoadAmongPeers, BeatsAddUpToWhatIsReadOrReceived) {
     for (const int world : {1, 3}) {
       const Plan plan = model.plan(strategy.name, world);
       ScriptedBoard board(world);
+      // A group is all ranks, or one, who then needs no exchange.
       const auto loaded = load_scripted(model, plan, board);
       for (int rank = 0; rank < world; ++rank) {
         const Traffic due = traffic_of_rank(plan, rank);

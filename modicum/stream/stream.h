@@ -8,6 +8,7 @@
 #include "modicum/memory/memory.h"
 #include "modicum/plan/plan.h"
 #include "modicum/ranks/ranks.h"
+#include "modicum/stream/rings.h"  // IWYU pragma: export
 #include "modicum/stream/sink.h"
 
 namespace modicum {
