@@ -257,7 +257,7 @@ void RecipeBuilder::resolve(Alias alias, uint32_t of) {
   const bool is_scaled = node(named.root).is_scaled;
   TensorSpec spec = named.spec;
   spec.fqn = std::move(alias.fqn);
-  Node made{.op = Op::alias, .dtype = spec.dtype, .from = of, .shape = spec.shape};
+  Node made{.op = Op::alias, .dtype = dtype, .from = of, .shape = spec.shape};
   if (alias.stored_as) {
     const Node& read = node(*alias.stored_as);
     const bool alike = read.dtype == dtype && read.is_scaled == is_scaled;
