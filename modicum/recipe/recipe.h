@@ -102,6 +102,7 @@ class RecipeBuilder {
   void alias(std::string fqn, std::string of, std::optional<uint32_t> stored_as = std::nullopt);
   void unused(std::string_view name);
   Recipe finish();
+  const Node& node(uint32_t id) const;  // one that this builder has made
 
  private:
   struct Alias {
@@ -109,7 +110,6 @@ class RecipeBuilder {
     std::optional<uint32_t> stored_as;
   };
   uint32_t push(Node node);
-  const Node& node(uint32_t id) const;
   void check_dim(const Node& of, int dim, std::string_view op) const;
   void resolve_aliases();
   void resolve(Alias alias, uint32_t of);
@@ -158,6 +158,21 @@ struct RecipeOptions {
   std::string keep_fp32;
 };
 Recipe make_recipe(const Manifest& manifest, const RecipeOptions& options = {});
+
+// The targets as a manifest: tensor i is target i, without files and extents. Who has the targets
+// somewhere fills these in, in this order.
+Manifest target_manifest(const Recipe& recipe);
+
+// The way back: the recipe that makes the stored tensors of `manifest` out of the targets of
+// `recipe`. Its leaves refer to a manifest of the targets in their order (`target_manifest`), its
+// targets are the tensors that `recipe` uses, in the manifest's order, with their stored names and
+// dtypes; a cast is the cast back. What a gather repeats is taken from its first copy, aliases and
+// what no stored tensor is made of are unused. UNSUPPORTED, naming it, where targets don't hold all
+// elements of a stored tensor, hold its parts in several dtypes, or hold FP8 codes as numbers.
+Recipe inverse_recipe(const Recipe& recipe, const Manifest& manifest);
+
+// The targets whose cast may lose bits: all casts but those to fp32.
+std::vector<uint32_t> lossy_targets(const Recipe& recipe);
 
 // What the elements of a target are made of, to digest a plan's inputs.
 void digest_recipe(const Recipe& recipe, Hasher& hasher);
