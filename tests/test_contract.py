@@ -67,6 +67,7 @@ def test_verb_help_lists_flags(modicum: Path, verb: str) -> None:
     if verb in ("plan", "load"):
         flags |= {"--ranks", "--ranks-per-node", "--strategy", "--layout", "--shard-dim"}
         flags |= {"--dtype", "--keep-fp32", "--recipe", "--destination", "--staging", "--baseline"}
+        flags |= {"--untie"}
     if verb == "load":
         flags |= {"--check", "--digest", "--dump"}
     if verb == "synth":

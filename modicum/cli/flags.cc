@@ -56,6 +56,8 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("--dtype", flags.dtype, "float32, bfloat16 or float16; default: as stored");
   app.add_option("--keep-fp32", flags.keep_fp32, "names (a regular expression) loaded as float32");
   app.add_option("--recipe", flags.recipe, "recipe.json; default: every tensor as it is");
+  app.add_flag("--untie", flags.untie,
+               "load both where a tie is stored under both of its names; default: compare them");
   app.add_option("--destination", flags.destination, "cpu, or discard (digest and drop)");
   app.add_option("--staging", flags.staging, "per rank, committed whole; default 8 MiB");
   app.add_option("--baseline", flags.baseline,

@@ -13,6 +13,8 @@ namespace {
 
 // Kept per buffer while loading: what has been put there (count and two sums) and where it begins.
 constexpr uint64_t kBookkeepingBytesPerBuffer = 4 * sizeof(uint64_t);
+// And per tie: what was compared on either side.
+constexpr uint64_t kBookkeepingBytesPerTie = 2 * sizeof(uint64_t);
 
 void order_targets(Plan& plan) {
   const Recipe& recipe = *plan.recipe;
@@ -20,12 +22,13 @@ void order_targets(Plan& plan) {
   std::vector<uint32_t> first(recipe.targets.size(), UINT32_MAX);
   plan.uses_begin.assign(stored_count + 1, 0);
   const auto needed = [&](uint32_t target, const auto& fn) {
-    const Node& root = recipe.nodes[recipe.targets[target].root];
+    const Node& root = recipe.nodes[recipe.read_node(target)];
     if (root.op == Op::stored) return fn(root.from);
-    for (const uint32_t stored : stored_under(recipe, recipe.targets[target].root)) fn(stored);
+    for (const uint32_t stored : stored_under(recipe, recipe.read_node(target))) fn(stored);
   };
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
-    if (recipe.is_alias(t)) continue;
+    if (recipe.is_alias(t) && !recipe.is_compared(t)) continue;
+    if (recipe.is_compared(t)) plan.ties.push_back({t, recipe.nodes[recipe.targets[t].root].from});
     plan.order.push_back(t);
     needed(t, [&](uint32_t stored) {
       first[t] = std::min(first[t], stored);
@@ -51,7 +54,7 @@ void refuse_unsupported(const Plan& plan) {
   for (const uint32_t t : plan.order) {
     const Target& target = plan.recipe->targets[t];
     if (bits_per_element(target.spec.dtype) % 8 == 0) continue;
-    const Node& root = plan.recipe->nodes[target.root];
+    const Node& root = plan.recipe->nodes[plan.recipe->read_node(t)];
     if (root.op != Op::stored) {
       fail(Category::unsupported, "a recipe rearranges elements smaller than a byte",
            {.tensor = target.spec.fqn});
@@ -185,6 +188,7 @@ uint64_t Plan::held_bytes() const noexcept {
   return recipe->held_bytes() + layout.held_bytes() +
          buffer_count(*this) * kBookkeepingBytesPerBuffer +
          heap_block_bytes((order.size() + uses.size()) * sizeof(uint32_t)) +
+         heap_block_bytes(ties.size() * (sizeof(Tie) + kBookkeepingBytesPerTie)) +
          heap_block_bytes(uses_begin.size() * (sizeof(uint32_t) + sizeof(uint64_t)));
 }
 

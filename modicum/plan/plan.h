@@ -40,7 +40,8 @@ const Strategy& strategy_named(std::string_view name);  // unknown: USAGE with t
 // Where the loaded elements go: kept in host memory, or digested and dropped.
 enum class Destination : uint8_t { cpu, discard };
 
-// Elements from a source to a local buffer, by element counts (see Runs).
+// Elements from a source to a local buffer, by element counts (see Runs). Those of a compared alias
+// (Recipe::is_compared) have the places that its target's elements have.
 struct Transfer {
   enum class Source : uint8_t { stored, zero, init, caller };  // zero: padding
   Source source = Source::stored;
@@ -49,6 +50,7 @@ struct Transfer {
   uint32_t buffer = 0;  // the local buffer that they go to
   DType from_dtype = DType::f32;
   DType to_dtype = DType::f32;
+  bool compared = false;  // of a compared alias, and `buffer` is its number: nothing is written
   Runs runs;
 
   int64_t numel() const noexcept { return runs.runs * runs.run; }
@@ -97,12 +99,21 @@ struct Staging {
   uint64_t total_bytes = 0;  // of the rank
 };
 
+// Two targets whose elements are compared while they are read: an alias that is stored, and what it
+// is an alias of.
+struct Tie {
+  uint32_t alias = 0;
+  uint32_t of = 0;
+};
+
 struct Plan {
   const Manifest* manifest = nullptr;
   const Recipe* recipe = nullptr;
   Layout layout;
   PlanOptions options;
-  std::vector<uint32_t> order;       // targets, by the first stored tensor they need; no aliases
+  std::vector<uint32_t> order;       // targets, by the first stored tensor they need; of aliases
+                                     // those that are compared
+  std::vector<Tie> ties;             // by alias
   std::vector<uint32_t> uses_begin;  // uses[uses_begin[s] .. uses_begin[s + 1]): targets that need
   std::vector<uint32_t> uses;        // stored tensor s, be it as the scale of another
   Staging staging;
@@ -156,8 +167,9 @@ Plan shrunk_to_fit(Plan plan, const Budget& budget);
 std::vector<Owner> peak_owners(const Promise& promise, int node);
 std::string peak_cause(const Promise& promise, int node);
 
-// All that rank `rank` must put into its buffers, padding included: the transfers tile each buffer.
-// Targets in `plan.order`. With `only_stored`, just those that come from that stored tensor.
+// All that rank `rank` must put into its buffers or compare with what it puts there, padding
+// included: the transfers tile each buffer. Targets in `plan.order`. With `only_stored`, just those
+// that come from that stored tensor.
 void for_each_transfer(const Plan& plan, int rank, const std::function<void(const Transfer&)>& fn);
 void for_each_transfer_from(const Plan& plan, int rank, uint32_t only_stored,
                             const std::function<void(const Transfer&)>& fn);

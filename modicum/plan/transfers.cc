@@ -14,6 +14,7 @@ constexpr uint32_t kAnySource = UINT32_MAX;
 Transfer from_leaf(const Plan& plan, const Node& leaf, uint32_t target) {
   Transfer transfer;
   transfer.target = target;
+  transfer.compared = plan.recipe->is_compared(target);
   transfer.from_dtype = leaf.dtype;
   transfer.to_dtype = plan.recipe->targets[target].spec.dtype;
   switch (leaf.op) {
@@ -51,7 +52,7 @@ void emit_padding(uint32_t target, uint32_t buffer, const LocalBuffer& local, co
 
 void emit_piece(const Plan& plan, uint32_t target, uint32_t buffer, const Box& piece, uint32_t only,
                 const Emit& fn) {
-  const uint32_t root_id = plan.recipe->targets[target].root;
+  const uint32_t root_id = plan.recipe->read_node(target);
   const Node& root = plan.recipe->nodes[root_id];
   const auto emit = [&](const Node& leaf, const Box& part) {
     if (only != kAnySource && (leaf.op != Op::stored || leaf.from != only)) return;
@@ -65,6 +66,12 @@ void emit_piece(const Plan& plan, uint32_t target, uint32_t buffer, const Box& p
 }
 
 void emit_target(const Plan& plan, int rank, uint32_t target, uint32_t only, const Emit& fn) {
+  if (plan.recipe->is_compared(target)) {  // where its target's elements are; padding has no value
+    for_each_piece(plan, holder_of(plan, target), rank, [&](uint32_t, const Box& piece) {
+      emit_piece(plan, target, target, piece, only, fn);
+    });
+    return;
+  }
   if (plan.layout.is_flat(target)) {
     for_each_piece(plan, target, rank, [&](uint32_t buffer, const Box& piece) {
       emit_piece(plan, target, buffer, piece, only, fn);

@@ -73,7 +73,7 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
               const std::optional<std::string>& expert_mesh, const std::string& experts,
               bool round_robin, const std::optional<std::string>& dtype,
               const std::optional<std::string>& keep_fp32, const std::optional<Path>& recipe,
-              const std::string& destination, const std::optional<Size>& staging,
+              bool untie, const std::string& destination, const std::optional<Size>& staging,
               const std::optional<Size>& budget, const std::optional<Size>& baseline) {
   const RunFlags flags{.directory = path.string(),
                        .ranks = ranks,
@@ -91,6 +91,7 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
                        .dtype = dtype.value_or(""),
                        .keep_fp32 = keep_fp32.value_or(""),
                        .recipe = recipe.value_or(Path()).string(),
+                       .untie = untie,
                        .destination = destination,
                        .staging = text_of(staging),
                        .baseline = text_of(baseline)};
@@ -123,6 +124,8 @@ Args:
     dtype: float32, bfloat16 or float16; None: as stored.
     keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
     recipe: a recipe.json; None: every tensor as it is.
+    untie: whether what is stored under both names of a tie is loaded as two tensors; else a load
+        compares them.
     destination: cpu, or discard (digest and drop).
     staging: per rank, committed whole; None: 8 MiB, less where a budget needs it.
     budget: host memory per node; "auto": what the cgroup and the node leave; None: no verdict.
@@ -148,8 +151,9 @@ void define_plan(nb::module_& module) {
              nb::arg("expert_mesh") = nb::none(), nb::arg("experts") = flags.experts,
              nb::arg("round_robin") = flags.round_robin, nb::arg("dtype") = nb::none(),
              nb::arg("keep_fp32") = nb::none(), nb::arg("recipe") = nb::none(),
-             nb::arg("destination") = flags.destination, nb::arg("staging") = nb::none(),
-             nb::arg("budget") = nb::none(), nb::arg("baseline") = nb::none(), kPlanDoc);
+             nb::arg("untie") = flags.untie, nb::arg("destination") = flags.destination,
+             nb::arg("staging") = nb::none(), nb::arg("budget") = nb::none(),
+             nb::arg("baseline") = nb::none(), kPlanDoc);
 }
 
 // An Error becomes the class of modicum.errors that stands for its category.

@@ -47,8 +47,11 @@ const std::pair<std::string_view, uint32_t>* find_name(
 
 }  // namespace
 
-RecipeBuilder::RecipeBuilder(const Manifest& manifest)
-    : manifest_(manifest), by_name_(sorted_names(manifest)), used_(manifest.tensors.size()) {}
+RecipeBuilder::RecipeBuilder(const Manifest& manifest, bool unties)
+    : manifest_(manifest),
+      unties_(unties),
+      by_name_(sorted_names(manifest)),
+      used_(manifest.tensors.size()) {}
 
 uint32_t RecipeBuilder::push(Node added) {
   if (added.op != Op::stored && added.shape.size() > kMaxRank) {
@@ -216,8 +219,8 @@ void RecipeBuilder::target(std::string fqn, uint32_t root, std::optional<DType> 
   recipe_.targets.push_back({{std::move(fqn), role, wanted, made.shape}, root});
 }
 
-void RecipeBuilder::alias(std::string fqn, std::string of) {
-  aliases_.emplace_back(std::move(fqn), std::move(of));
+void RecipeBuilder::alias(std::string fqn, std::string of, std::optional<uint32_t> stored_as) {
+  aliases_.push_back({std::move(fqn), std::move(of), stored_as});
 }
 
 void RecipeBuilder::unused(std::string_view name) {
@@ -238,18 +241,43 @@ void RecipeBuilder::resolve_aliases() {
     made.emplace_back(recipe_.targets[i].spec.fqn, static_cast<uint32_t>(i));
   }
   std::sort(made.begin(), made.end());
-  for (auto& [fqn, of] : aliases_) {
-    const auto* found = find_name(made, of);
+  for (Alias& alias : aliases_) {
+    const auto* found = find_name(made, alias.of);
     if (found == nullptr) {
       fail(Category::mismatch, "an alias of a target that the recipe does not make",
-           {.tensor = fqn, .expected = of});
+           {.tensor = alias.fqn, .expected = alias.of});
     }
-    TensorSpec spec = recipe_.targets[found->second].spec;
-    spec.fqn = fqn;
-    const uint32_t root =
-        push({.op = Op::alias, .dtype = spec.dtype, .from = found->second, .shape = spec.shape});
-    recipe_.targets.push_back({std::move(spec), root});
+    resolve(std::move(alias), found->second);
   }
+}
+
+void RecipeBuilder::resolve(Alias alias, uint32_t of) {
+  const Target named = recipe_.targets[of];
+  const DType dtype = node(named.root).dtype;
+  const bool is_scaled = node(named.root).is_scaled;
+  TensorSpec spec = named.spec;
+  spec.fqn = std::move(alias.fqn);
+  Node made{.op = Op::alias, .dtype = dtype, .from = of, .shape = spec.shape};
+  if (alias.stored_as) {
+    const Node& read = node(*alias.stored_as);
+    const bool alike = read.dtype == dtype && read.is_scaled == is_scaled;
+    if (unties_) {
+      const std::optional<DType> cast = alike ? std::optional(spec.dtype) : std::nullopt;
+      return target(std::move(spec.fqn), *alias.stored_as, cast, spec.role);
+    }
+    if (!alike || read.shape != spec.shape) {
+      fail(Category::mismatch,
+           fmt::format("a tensor that is tied to '{}' has another shape or dtype; --untie loads "
+                       "both",
+                       printable(alias.of)),
+           {.tensor = spec.fqn,
+            .expected = fmt::format("{} {}", torch_name(dtype), shape_text(spec.shape)),
+            .got = fmt::format("{} {}", torch_name(read.dtype), shape_text(read.shape))});
+    }
+    made.in = {*alias.stored_as};
+  }
+  const uint32_t root = push(std::move(made));
+  recipe_.targets.push_back({std::move(spec), root});
 }
 
 Recipe RecipeBuilder::finish() {

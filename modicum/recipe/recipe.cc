@@ -29,6 +29,41 @@ Around around(const std::vector<int64_t>& shape, int dim, int64_t element) {
   return {element / (inner * size), element / inner % size, element % inner, inner};
 }
 
+bool is_stored(const Manifest& manifest, std::string_view name) {
+  return std::any_of(manifest.tensors.begin(), manifest.tensors.end(),
+                     [&](const Stored& s) { return s.spec.fqn == name; });
+}
+
+// --- the names that a head and an embedding have in most models ---
+
+constexpr std::string_view kHead = "lm_head.weight";
+
+// `name` is `last`, or ends in it after a dot.
+bool is_called(std::string_view name, std::string_view last) {
+  return name == last || (name.ends_with(last) && name[name.size() - last.size() - 1] == '.');
+}
+
+// What the embedding is called where it isn't stored: it stands beside the layers. Nothing where
+// there are several stacks of layers.
+std::vector<std::string> usual_embedding(const Manifest& manifest) {
+  static constexpr std::array<std::array<std::string_view, 2>, 2> kBeside = {
+      {{"layers.0.", "embed_tokens.weight"}, {"h.0.", "wte.weight"}}};
+  std::vector<std::string> found;
+  for (const Stored& stored : manifest.tensors) {
+    const std::string_view name = stored.spec.fqn;
+    for (const auto& [layer, embedding] : kBeside) {
+      const size_t at = name.find(layer);
+      if (at == std::string_view::npos || (at > 0 && name[at - 1] != '.')) continue;
+      std::string beside(name.substr(0, at));
+      beside += embedding;
+      if (std::find(found.begin(), found.end(), beside) == found.end()) found.push_back(beside);
+    }
+  }
+  if (found.empty()) found.emplace_back("model.embed_tokens.weight");
+  if (found.size() > 1) found.clear();
+  return found;
+}
+
 }  // namespace
 
 std::string_view op_name(Op op) noexcept { return kOpNames[static_cast<size_t>(op)]; }
@@ -48,21 +83,27 @@ uint64_t Recipe::held_bytes() const noexcept {
 
 namespace {
 
-using Ties = std::span<const std::pair<std::string, std::string>>;
-
-Recipe identity_without(const Manifest& manifest, Ties ties, const std::vector<bool>& left_out) {
+Recipe identity_without(const Manifest& manifest, std::span<const NamedTie> ties,
+                        const std::vector<bool>& left_out) {
   RecipeBuilder builder(manifest);
+  std::vector<const NamedTie*> meant;
+  for (const NamedTie& tie : ties) {
+    if (is_stored(manifest, tie.of)) meant.push_back(&tie);
+  }
   for (size_t i = 0; i < manifest.tensors.size(); ++i) {
     if (left_out[i]) continue;
     const TensorSpec& spec = manifest.tensors[i].spec;
-    builder.target(spec.fqn, builder.stored(static_cast<uint32_t>(i)), std::nullopt, spec.role);
+    const uint32_t stored = builder.stored(static_cast<uint32_t>(i));
+    const auto tie = std::find_if(meant.begin(), meant.end(),
+                                  [&](const NamedTie* t) { return t->name == spec.fqn; });
+    if (tie == meant.end()) {
+      builder.target(spec.fqn, stored, std::nullopt, spec.role);
+    } else {
+      builder.alias(spec.fqn, (*tie)->of, stored);
+    }
   }
-  const auto is_stored = [&](const std::string& name) {
-    return std::any_of(manifest.tensors.begin(), manifest.tensors.end(),
-                       [&](const Stored& s) { return s.spec.fqn == name; });
-  };
-  for (const auto& [name, of] : ties) {
-    if (!is_stored(name) && is_stored(of)) builder.alias(name, of);
+  for (const NamedTie* tie : meant) {
+    if (!is_stored(manifest, tie->name)) builder.alias(tie->name, tie->of);
   }
   return builder.finish();
 }
@@ -116,25 +157,29 @@ void set_dtype_by(const DTypeRule& rule, Recipe& recipe) {
 
 }  // namespace
 
-Recipe identity_recipe(const Manifest& manifest, Ties ties) {
+Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties) {
   return identity_without(manifest, ties, std::vector<bool>(manifest.tensors.size()));
 }
 
-std::vector<std::pair<std::string, std::string>> word_embedding_ties(const Manifest& manifest) {
-  constexpr std::string_view kEmbedding = "embed_tokens.weight";
-  std::vector<std::pair<std::string, std::string>> ties;
+std::vector<NamedTie> word_embedding_ties(const Manifest& manifest) {
+  std::vector<std::string> embeddings;
+  std::vector<std::string> heads;
   for (const Stored& stored : manifest.tensors) {
     const std::string& name = stored.spec.fqn;
     if (name == "wte.weight" || name == "transformer.wte.weight" ||
-        (name.ends_with(kEmbedding) &&
-         (name.size() == kEmbedding.size() || name[name.size() - kEmbedding.size() - 1] == '.'))) {
-      ties.emplace_back("lm_head.weight", name);
+        is_called(name, "embed_tokens.weight")) {
+      embeddings.push_back(name);
     }
+    if (is_called(name, kHead)) heads.push_back(name);
   }
-  // Several embeddings (an encoder and a decoder, say): which of them the head is, names don't
-  // tell.
-  if (ties.size() != 1) ties.clear();
-  return ties;
+  // Several embeddings (an encoder and a decoder, say), or heads: which belong together, names
+  // don't tell.
+  if (embeddings.size() > 1 || heads.size() > 1) return {};
+  if (embeddings.empty() && !heads.empty()) embeddings = usual_embedding(manifest);
+  if (embeddings.empty()) return {};
+  const std::string head = heads.empty() ? std::string(kHead) : heads[0];
+  if (is_stored(manifest, embeddings[0])) return {{head, embeddings[0]}};
+  return {{embeddings[0], head}};
 }
 
 void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& keep_fp32) {
@@ -142,12 +187,15 @@ void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& ke
 }
 
 Recipe make_recipe(const Manifest& manifest, const RecipeOptions& options) {
-  std::vector<std::pair<std::string, std::string>> ties;
+  std::vector<NamedTie> ties;
   if (options.tie_word_embeddings) ties = word_embedding_ties(manifest);
+  if (options.untie) {
+    std::erase_if(ties, [&](const NamedTie& tie) { return is_stored(manifest, tie.name); });
+  }
   const DTypeRule rule(options.dtype, options.keep_fp32);
   Recipe recipe = options.text.empty()
                       ? identity_without(manifest, ties, spent_scales(manifest, rule))
-                      : parse_recipe(options.text, manifest);
+                      : parse_recipe(options.text, manifest, options.untie);
   set_dtype_by(rule, recipe);
   return recipe;
 }

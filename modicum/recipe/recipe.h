@@ -30,7 +30,8 @@ enum class Op : uint8_t {
   reshape,  // the same row-major elements under another shape
   init,     // made by a rule: arg[0] is an InitRule, arg[1] the bits of the double `std`
   caller,   // given by the caller of load()
-  alias,    // another target under a second name; has no memory of its own
+  alias,    // another target under a second name; has no memory of its own. An input is a tie's
+            // evidence: its values must be that target's, and are compared while they are read
 };
 std::string_view op_name(Op op) noexcept;
 
@@ -64,14 +65,24 @@ struct Recipe {
   bool is_alias(size_t target) const noexcept {
     return nodes[targets[target].root].op == Op::alias;
   }
+  // An alias whose name is stored too: it is read like a target, compared and never kept.
+  bool is_compared(size_t target) const noexcept {
+    return is_alias(target) && !nodes[targets[target].root].in.empty();
+  }
+  // The node whose elements are read for a target: its root, or what a compared alias has beside
+  // the target it names. Other aliases have none.
+  uint32_t read_node(size_t target) const noexcept {
+    return is_compared(target) ? nodes[targets[target].root].in[0] : targets[target].root;
+  }
 };
 
 // Builds recipes node by node; each call checks that the shapes meet (MISMATCH) and returns the new
 // node. `finish` proves that every stored tensor is used or unused, and no name is made twice. FP8
-// codes bring their scale along: it is used where they are, and may be listed as unused.
+// codes bring their scale along: it is used where they are, and may be listed as unused. With
+// `unties`, an alias that comes with a node becomes a target of its own.
 class RecipeBuilder {
  public:
-  explicit RecipeBuilder(const Manifest& manifest);
+  explicit RecipeBuilder(const Manifest& manifest, bool unties = false);
   uint32_t stored(std::string_view name);  // unknown: MISMATCH with the nearest name
   uint32_t stored(uint32_t tensor);
   uint32_t cat(int dim, std::vector<uint32_t> in);
@@ -86,35 +97,49 @@ class RecipeBuilder {
   // FP8 codes that all have scales, which dequantises; else UNSUPPORTED.
   void target(std::string fqn, uint32_t root, std::optional<DType> dtype = std::nullopt,
               Role role = Role::param);
-  void alias(std::string fqn, std::string of);  // `of` may be made later
+  // `of` may be made later. With `stored_as`, the values of that node must be those of `of`: same
+  // shape, same dtype as the root of `of`.
+  void alias(std::string fqn, std::string of, std::optional<uint32_t> stored_as = std::nullopt);
   void unused(std::string_view name);
   Recipe finish();
+  const Node& node(uint32_t id) const;  // one that this builder has made
 
  private:
+  struct Alias {
+    std::string fqn, of;
+    std::optional<uint32_t> stored_as;
+  };
   uint32_t push(Node node);
-  const Node& node(uint32_t id) const;
   void check_dim(const Node& of, int dim, std::string_view op) const;
   void resolve_aliases();
+  void resolve(Alias alias, uint32_t of);
 
   const Manifest& manifest_;
+  const bool unties_;
   std::vector<std::pair<std::string_view, uint32_t>> by_name_;  // sorted
   Recipe recipe_;
   std::vector<bool> used_;
-  std::vector<std::pair<std::string, std::string>> aliases_;
+  std::vector<Alias> aliases_;
 };
 
-// Every stored tensor as it is, under its own name, in the manifest's order. `ties` are aliases
-// {name, of}; one whose name is stored, or whose `of` is not, is left out.
-Recipe identity_recipe(const Manifest& manifest,
-                       std::span<const std::pair<std::string, std::string>> ties = {});
+// Two names of one tensor. Which of them is stored, or whether both are, is seen in the manifest.
+struct NamedTie {
+  std::string name, of;
 
-// The tie that a model with `tie_word_embeddings` has: its head and the embedding it is, as far as
-// the stored names tell.
-std::vector<std::pair<std::string, std::string>> word_embedding_ties(const Manifest& manifest);
+  bool operator==(const NamedTie&) const = default;
+};
+
+// Every stored tensor as it is, under its own name, in the manifest's order. Each tie is an alias;
+// one whose name is stored too is compared. One whose `of` is not stored is left out.
+Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties = {});
+
+// The tie that a model with `tie_word_embeddings` has, as far as the stored names tell: its head is
+// the embedding, or, where only the head is stored, the embedding is the head.
+std::vector<NamedTie> word_embedding_ties(const Manifest& manifest);
 
 // The text form, `recipe.json` (docs/recipes.md). Errors: MISMATCH where it doesn't add up,
-// UNSUPPORTED for an op that is not known; both name the target.
-Recipe parse_recipe(std::string_view text, const Manifest& manifest);
+// UNSUPPORTED for an op that is not known; both name the target. `unties` as in RecipeBuilder.
+Recipe parse_recipe(std::string_view text, const Manifest& manifest, bool unties = false);
 std::string recipe_text(const Recipe& recipe, const Manifest& manifest);
 
 // `--dtype` and `--keep-fp32`: targets of a castable dtype, and of FP8 codes that all have scales,
@@ -128,10 +153,26 @@ void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& ke
 struct RecipeOptions {
   std::string text;
   bool tie_word_embeddings = false;
+  bool untie = false;  // what is stored under both of its names is loaded as two targets
   std::optional<DType> dtype;
   std::string keep_fp32;
 };
 Recipe make_recipe(const Manifest& manifest, const RecipeOptions& options = {});
+
+// The targets as a manifest: tensor i is target i, without files and extents. Who has the targets
+// somewhere fills these in, in this order.
+Manifest target_manifest(const Recipe& recipe);
+
+// The way back: the recipe that makes the stored tensors of `manifest` out of the targets of
+// `recipe`. Its leaves refer to a manifest of the targets in their order (`target_manifest`), its
+// targets are the tensors that `recipe` uses, in the manifest's order, with their stored names and
+// dtypes; a cast is the cast back. What a gather repeats is taken from its first copy, aliases and
+// what no stored tensor is made of are unused. UNSUPPORTED, naming it, where targets don't hold all
+// elements of a stored tensor, hold its parts in several dtypes, or hold FP8 codes as numbers.
+Recipe inverse_recipe(const Recipe& recipe, const Manifest& manifest);
+
+// The targets whose cast may lose bits: all casts but those to fp32.
+std::vector<uint32_t> lossy_targets(const Recipe& recipe);
 
 // What the elements of a target are made of, to digest a plan's inputs.
 void digest_recipe(const Recipe& recipe, Hasher& hasher);

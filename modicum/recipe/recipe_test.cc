@@ -201,10 +201,81 @@ TEST(Recipe, IdentityTiesAndUnusedNames) {
   EXPECT_TRUE(recipe.is_alias(2));
   EXPECT_FALSE(recipe.is_alias(0));
   EXPECT_EQ(recipe.targets[2].spec.shape, (std::vector<int64_t>{4, 2}));
-  // A head that is stored is no tie.
-  const Manifest untied =
-      manifest_of({{"lm_head.weight", {4}}, {"model.embed_tokens.weight", {4}}});
-  EXPECT_EQ(identity_recipe(untied, word_embedding_ties(untied)).targets.size(), 2U);
+  EXPECT_FALSE(recipe.is_compared(2));
+}
+
+// house: a head that is stored too is the tie's evidence, and used.
+TEST(Recipe, ATieWhoseNamesAreBothStoredIsCompared) {
+  const Manifest both =
+      manifest_of({{"lm_head.weight", {4}}, {"norm", {2}}, {"model.embed_tokens.weight", {4}}});
+  const Recipe recipe = make_recipe(both, {.tie_word_embeddings = true});
+  ASSERT_EQ(recipe.targets.size(), 3U);
+  EXPECT_EQ(recipe.targets[2].spec.fqn, "lm_head.weight");
+  ASSERT_TRUE(recipe.is_compared(2));
+  EXPECT_EQ(recipe.nodes[recipe.targets[2].root].from, 1U);
+  EXPECT_EQ(recipe.nodes[recipe.read_node(2)].from, 0U);
+  EXPECT_EQ(stored_under(recipe, recipe.targets[2].root), (std::vector<uint32_t>{0}));
+  const std::string text = recipe_text(recipe, both);
+  EXPECT_EQ(recipe_text(parse_recipe(text, both), both), text);
+
+  const Recipe untied = make_recipe(both, {.tie_word_embeddings = true, .untie = true});
+  const Recipe untied_text = parse_recipe(text, both, true);
+  for (const Recipe& two : {untied, untied_text}) {
+    ASSERT_EQ(two.targets.size(), 3U);
+    for (size_t t = 0; t < 3; ++t) EXPECT_FALSE(two.is_alias(t));
+  }
+  EXPECT_EQ(make_recipe(both).targets.size(), 3U);
+
+  const Manifest unlike =
+      manifest_of({{"lm_head.weight", {5}}, {"model.embed_tokens.weight", {4}}});
+  std::string tensor;
+  EXPECT_EQ(category_of([&] { make_recipe(unlike, {.tie_word_embeddings = true}); }, &tensor),
+            Category::mismatch);
+  EXPECT_EQ(tensor, "lm_head.weight");
+  EXPECT_EQ(category_of([&] { make_recipe(unlike, {.tie_word_embeddings = true, .untie = true}); }),
+            Category::count);
+}
+
+// house: ties in either direction, as far as names tell.
+TEST(Recipe, WhereOnlyTheHeadIsStoredTheEmbeddingIsItsAlias) {
+  const auto tie_of = [](std::vector<std::string> names) -> NamedTie {
+    std::vector<std::pair<std::string, std::vector<int64_t>>> tensors;
+    for (std::string& name : names) tensors.emplace_back(std::move(name), std::vector<int64_t>{2});
+    const auto ties = word_embedding_ties(manifest_of(std::move(tensors)));
+    return ties.empty() ? NamedTie{} : ties[0];
+  };
+  const std::string head = "lm_head.weight";
+  EXPECT_EQ(tie_of({head, "model.layers.0.a", "model.layers.1.a", "model.norm.weight"}),
+            (NamedTie{"model.embed_tokens.weight", head}));
+  EXPECT_EQ(tie_of({head, "language_model.layers.0.a"}),
+            (NamedTie{"language_model.embed_tokens.weight", head}));
+  EXPECT_EQ(tie_of({head, "transformer.h.0.ln_1.weight"}),
+            (NamedTie{"transformer.wte.weight", head}));
+  EXPECT_EQ(tie_of({head, "norm"}), (NamedTie{"model.embed_tokens.weight", head}));
+  EXPECT_EQ(
+      tie_of({"language_model.lm_head.weight", "language_model.model.embed_tokens.weight"}),
+      (NamedTie{"language_model.lm_head.weight", "language_model.model.embed_tokens.weight"}));
+  // Two stacks of layers, two embeddings: names don't tell.
+  EXPECT_EQ(tie_of({head, "encoder.layers.0.a", "decoder.layers.0.a"}), NamedTie{});
+  EXPECT_EQ(tie_of({"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}), NamedTie{});
+  EXPECT_EQ(tie_of({"norm"}), NamedTie{});
+
+  const Manifest manifest = manifest_of({{head, {4, 2}}, {"model.layers.0.norm", {2}}});
+  const Recipe recipe = make_recipe(manifest, {.tie_word_embeddings = true});
+  ASSERT_EQ(recipe.targets.size(), 3U);
+  EXPECT_EQ(recipe.targets[2].spec.fqn, "model.embed_tokens.weight");
+  EXPECT_TRUE(recipe.is_alias(2));
+  EXPECT_FALSE(recipe.is_compared(2));
+}
+
+// A tie's second name has the dtype of the first, also where they are untied.
+TEST(Recipe, UntyingKeepsTheCast) {
+  const Manifest manifest = manifest_of({{"a", {2}}, {"b", {2}}});
+  const std::string text = R"({"targets": {
+    "a": {"op":"stored","name":"a","dtype":"bfloat16"},
+    "b": {"op":"alias","of":"a","in":[{"op":"stored","name":"b"}]}}, "unused": []})";
+  EXPECT_EQ(parse_recipe(text, manifest).targets[1].spec.dtype, DType::bf16);
+  EXPECT_EQ(parse_recipe(text, manifest, true).targets[1].spec.dtype, DType::bf16);
 }
 
 TEST(Recipe, TextFormReadsBackAsItWasWritten) {

@@ -63,11 +63,11 @@ Written read_node(JsonValue& value) {
 // Builds written nodes into a recipe, naming the target in whatever goes wrong.
 class Reading {
  public:
-  explicit Reading(const Manifest& manifest) : builder_(manifest) {}
+  Reading(const Manifest& manifest, bool unties) : builder_(manifest, unties) {}
 
   void target(const std::string& fqn, const Written& node) {
-    if (node.op == "alias") return builder_.alias(fqn, node.of);
     try {
+      if (node.op == "alias") return alias(fqn, node);
       const uint32_t root = build(node);
       builder_.target(fqn, root, dtype_of(node));
     } catch (const Error& error) {
@@ -97,6 +97,11 @@ class Reading {
   uint32_t only_input(const Written& node) {
     if (node.in.size() != 1) fail(Category::mismatch, fmt::format("'{}' takes one input", node.op));
     return build(node.in[0]);
+  }
+
+  void alias(const std::string& fqn, const Written& node) {
+    if (node.in.empty()) return builder_.alias(fqn, node.of);
+    builder_.alias(fqn, node.of, only_input(node));
   }
 
   uint32_t init(const Written& node) {
@@ -181,8 +186,8 @@ void write_node(const Recipe& recipe, const Manifest& manifest, uint32_t id,
 
 }  // namespace
 
-Recipe parse_recipe(std::string_view text, const Manifest& manifest) {
-  Reading reading(manifest);
+Recipe parse_recipe(std::string_view text, const Manifest& manifest, bool unties) {
+  Reading reading(manifest, unties);
   bool has_targets = false;
   try {
     read_json(text, [&](JsonValue& root) {

@@ -43,6 +43,7 @@ namespace {
 
 Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& checkpoint) {
   RecipeOptions options{.tie_word_embeddings = checkpoint.config.tie_word_embeddings,
+                        .untie = flags.untie,
                         .dtype = dtype_flag(flags.dtype),
                         .keep_fp32 = flags.keep_fp32};
   if (!flags.recipe.empty()) {

@@ -36,6 +36,7 @@ struct RunFlags {
   std::string dtype;
   std::string keep_fp32;
   std::string recipe;
+  bool untie = false;  // what is stored under both names of a tie is loaded as two targets
   std::string destination = "cpu";
   std::string staging;
   std::string baseline;

@@ -116,7 +116,7 @@ class ValueCheck {
 // In the order of their files.
 void for_each_own_buffer(const Plan& plan, const std::function<void(uint32_t buffer)>& fn) {
   for (const uint32_t t : plan.order) {
-    if (!plan.layout.is_flat(t)) fn(t);
+    if (!plan.recipe->is_alias(t) && !plan.layout.is_flat(t)) fn(t);
   }
   for (auto b = static_cast<uint32_t>(plan.recipe->targets.size()); b < buffer_count(plan); ++b)
     fn(b);

@@ -11,8 +11,8 @@ namespace modicum {
 
 // Ticks off finished transfers. Of the places ticked in a buffer it keeps how many they were, their
 // sum and the sum of their squares, modulo 2^64; at the end all three must be those of 0, 1, ...,
-// padded_numel - 1. A transfer that is dropped, doubled or shifted changes at least one of them.
-// Any thread may tick.
+// padded_numel - 1. A transfer that is dropped, doubled or shifted changes at least one of them. A
+// compared alias has the places that its target has in its buffer. Any thread may tick.
 class Coverage {
  public:
   explicit Coverage(const Plan& plan);

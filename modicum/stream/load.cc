@@ -37,7 +37,8 @@ class Load {
         options_(options),
         header_(ledger.adopt(Purpose::header, plan.manifest->held_bytes())),
         plan_charge_(ledger.adopt(Purpose::plan, plan.held_bytes())),
-        coverage_(plan) {
+        coverage_(plan),
+        ties_(plan) {
     commit(ledger);
   }
 
@@ -56,6 +57,7 @@ class Load {
       case Window::one_tensor: MODICUM_ASSERT(false);
     }
     coverage_.prove(at_.rank);
+    ties_.prove(at_.rank);
     return outcome_;
   }
 
@@ -85,7 +87,7 @@ class Load {
     return share_of(worker).subspan(staging_.empty() ? 0 : plan_.staging.table_bytes);
   }
   Writer writer_of(int worker) noexcept {
-    return Writer(plan_, sink_, coverage_, options_, slot_of(worker));
+    return Writer(plan_, sink_, coverage_, ties_, options_, slot_of(worker));
   }
 
   // The first failure goes to the board at once: it ends this rank's other workers, and the other
@@ -342,6 +344,7 @@ class Load {
   int workers_ = 1;
   std::vector<uint64_t> begins_;
   Coverage coverage_;
+  Ties ties_;
   std::mutex mutex_;
   LoadOutcome outcome_;
 };

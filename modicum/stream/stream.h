@@ -38,8 +38,9 @@ struct LoadOutcome {
 // own is charged to `ledger` and committed before the first data byte is read, and given back at
 // the end. Ranks first agree on the plan's inputs. On return every element of every local buffer,
 // padding too, has been written exactly once: each transfer was ticked off when done, and the ticks
-// were proven to tile the buffers (else INTEGRITY). On an error nothing may be used. Errors:
-// FORMAT.TRUNC, IO, CONFLICT, BUDGET, NOMEM, PEER.
+// were proven to tile the buffers (else INTEGRITY). Where a tie is stored under both of its names,
+// what was read of them was the same (else MISMATCH, naming both). On an error nothing may be used.
+// Errors: FORMAT.TRUNC, IO, CONFLICT, BUDGET, NOMEM, PEER.
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
                  Ledger& ledger, const LoadOptions& options = {});
 

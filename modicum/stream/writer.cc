@@ -9,23 +9,27 @@
 namespace modicum {
 namespace {
 
+// On the stack: the cast room may be full of what is put into place.
+constexpr size_t kCompareRoomBytes = 4096;
+
 int64_t bytes_at(DType dtype, int64_t elements) noexcept {
   return elements * bits_per_element(dtype) / 8;
 }
 
 }  // namespace
 
-Writer::Writer(const Plan& plan, Sink& sink, Coverage& coverage, const LoadOptions& options,
-               std::span<std::byte> slot) noexcept
+Writer::Writer(const Plan& plan, Sink& sink, Coverage& coverage, Ties& ties,
+               const LoadOptions& options, std::span<std::byte> slot) noexcept
     : plan_(plan),
       sink_(sink),
       coverage_(coverage),
+      ties_(ties),
       options_(options),
       cast_room_(slot.subspan(std::min<size_t>(slot.size(), plan.staging.tile_bytes))) {}
 
 void Writer::done(const Transfer& transfer) noexcept {
   coverage_.tick(transfer);
-  if (transfer.source != Transfer::Source::zero) {
+  if (transfer.source != Transfer::Source::zero && !transfer.compared) {
     bytes_loaded_ += bytes_of(transfer.to_dtype, transfer.numel());
   }
 }
@@ -36,13 +40,22 @@ std::span<std::byte> Writer::place_of(const Transfer& transfer) noexcept {
                bytes_of(transfer.to_dtype, transfer.runs.run));
 }
 
+void Writer::placed(const Transfer& transfer) noexcept {
+  ties_.add(transfer, sink_.host(transfer.buffer));
+  done(transfer);
+}
+
 void Writer::put(const Transfer& transfer, const std::byte* from, const ScalesAtHand& scales) {
   MODICUM_ASSERT(!transfer.dequantises() || scales.bytes != nullptr);
   const Conversion how(plan_, transfer, scales);
-  if (const std::span<std::byte> host = sink_.host(transfer.buffer); !host.empty()) {
+  if (transfer.compared) {
+    std::array<std::byte, kCompareRoomBytes> room;
+    put_by_copies(transfer, from, how, room);
+  } else if (const std::span<std::byte> host = sink_.host(transfer.buffer); !host.empty()) {
     put_into_host(transfer, from, how, host);
+    ties_.add(transfer, host);
   } else {
-    put_by_copies(transfer, from, how);
+    put_by_copies(transfer, from, how, cast_room_);
   }
   done(transfer);
 }
@@ -58,31 +71,33 @@ void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conve
 }
 
 // A copy takes neighbours in the destination: along the run where its elements are neighbours
-// there, else across the runs (a transpose), gathered in the cast room.
-void Writer::put_by_copies(const Transfer& t, const std::byte* from, const Conversion& how) {
+// there, else across the runs (a transpose), gathered in the room.
+void Writer::put_by_copies(const Transfer& t, const std::byte* from, const Conversion& how,
+                           std::span<std::byte> room) {
   const bool along = t.runs.at_step == 1 || t.runs.run == 1;
   const int64_t lines = along ? t.runs.runs : t.runs.run;
   const int64_t length = along ? t.runs.run : t.runs.runs;
   const int64_t line_at = along ? t.runs.at_stride : t.runs.at_step;
   const bool neighbours = along || t.runs.at_stride == 1 || t.runs.runs == 1;
-  const auto room = neighbours ? static_cast<int64_t>(cast_room_.size() * 8) /
-                                     bits_per_element(t.to_dtype) / 8 * 8
-                               : 1;
+  const auto most =
+      neighbours ? static_cast<int64_t>(room.size() * 8) / bits_per_element(t.to_dtype) / 8 * 8 : 1;
   for (int64_t line = 0; line < lines; ++line) {
-    for (int64_t i = 0; i < length; i += room) {
-      const int64_t n = std::min(room, length - i);
+    for (int64_t i = 0; i < length; i += most) {
+      const int64_t n = std::min(most, length - i);
       const int64_t first = along ? line * t.runs.stride + i : i * t.runs.stride + line;
       const int64_t at = t.runs.at + line * line_at + i * (along ? 1 : t.runs.at_stride);
       if (along) {
-        how.run(from + bytes_at(t.from_dtype, first), t.runs.first + first, cast_room_.data(), n);
+        how.run(from + bytes_at(t.from_dtype, first), t.runs.first + first, room.data(), n);
       } else {
         for (int64_t j = 0; j < n; ++j) {
           const int64_t element = first + j * t.runs.stride;
           how.run(from + bytes_at(t.from_dtype, element), t.runs.first + element,
-                  cast_room_.data() + bytes_at(t.to_dtype, j), 1);
+                  room.data() + bytes_at(t.to_dtype, j), 1);
         }
       }
-      sink_.copy(t.buffer, at, cast_room_.first(bytes_of(t.to_dtype, n)));
+      const std::span<const std::byte> elements = room.first(bytes_of(t.to_dtype, n));
+      if (!t.compared) sink_.copy(t.buffer, at, elements);
+      ties_.add(t, at, elements);
     }
   }
 }

@@ -1,4 +1,4 @@
-// Putting elements that stand in host memory into a sink: cast, place, tick off.
+// Putting elements that stand in host memory into a sink: cast, place or compare, tick off.
 #pragma once
 
 #include <span>
@@ -8,6 +8,7 @@
 #include "modicum/stream/scales.h"
 #include "modicum/stream/sink.h"
 #include "modicum/stream/stream.h"
+#include "modicum/stream/ties.h"
 
 namespace modicum {
 
@@ -15,7 +16,7 @@ namespace modicum {
 // the part of it behind the tile that was read.
 class Writer {
  public:
-  Writer(const Plan& plan, Sink& sink, Coverage& coverage, const LoadOptions& options,
+  Writer(const Plan& plan, Sink& sink, Coverage& coverage, Ties& ties, const LoadOptions& options,
          std::span<std::byte> slot) noexcept;
 
   // `from` is where element `transfer.runs.first` of the source stands, `scales` are those that its
@@ -24,7 +25,7 @@ class Writer {
   // A transfer that needs no reading: zero, init, caller.
   void make(const Transfer& transfer);
   // The bytes were read straight into the sink's host memory.
-  void placed(const Transfer& transfer) noexcept { done(transfer); }
+  void placed(const Transfer& transfer) noexcept;
   // Where a direct read of `transfer` goes.
   std::span<std::byte> place_of(const Transfer& transfer) noexcept;
 
@@ -33,12 +34,15 @@ class Writer {
  private:
   void put_into_host(const Transfer& transfer, const std::byte* from, const Conversion& how,
                      std::span<std::byte> host) noexcept;
-  void put_by_copies(const Transfer& transfer, const std::byte* from, const Conversion& how);
+  // Through `room`, to the sink's copy or, of what is compared, no further.
+  void put_by_copies(const Transfer& transfer, const std::byte* from, const Conversion& how,
+                     std::span<std::byte> room);
   void done(const Transfer& transfer) noexcept;
 
   const Plan& plan_;
   Sink& sink_;
   Coverage& coverage_;
+  Ties& ties_;
   const LoadOptions& options_;
   const std::span<std::byte> cast_room_;
   uint64_t bytes_loaded_ = 0;

@@ -20,7 +20,7 @@ def inspect(path: str | os.PathLike) -> dict:
         IoError: a file can't be read.
     """
 
-def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None, tp_packed: str | None = None, tp_replicate: str | None = None, expert_mesh: str | None = None, experts: str = '\\.experts\\.', round_robin: bool = False, dtype: str | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None) -> dict:
+def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None, tp_packed: str | None = None, tp_replicate: str | None = None, expert_mesh: str | None = None, experts: str = '\\.experts\\.', round_robin: bool = False, dtype: str | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, untie: bool = False, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None) -> dict:
     """
     Who reads what, and what each rank and node will hold, by strategy.
 
@@ -44,6 +44,8 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         dtype: float32, bfloat16 or float16; None: as stored.
         keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
         recipe: a recipe.json; None: every tensor as it is.
+        untie: whether what is stored under both names of a tie is loaded as two tensors; else a load
+            compares them.
         destination: cpu, or discard (digest and drop).
         staging: per rank, committed whole; None: 8 MiB, less where a budget needs it.
         budget: host memory per node; "auto": what the cgroup and the node leave; None: no verdict.

@@ -1,0 +1,69 @@
+#include "modicum/stream/ties.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "modicum/kernels/kernels.h"
+
+namespace modicum {
+namespace {
+
+constexpr uint64_t kSeed = 0x7469652d7469652dULL;  // the same for both sides
+
+}  // namespace
+
+Ties::Ties(const Plan& plan) : plan_(plan), sums_(std::make_unique<Sums[]>(plan.ties.size())) {}
+
+// Ties are few: none in most models, one in nearly all others.
+bool Ties::speaks_of(const Transfer& transfer) const noexcept {
+  if (transfer.source == Transfer::Source::zero) return false;
+  return std::any_of(plan_.ties.begin(), plan_.ties.end(), [&](const Tie& tie) {
+    return tie.alias == transfer.target || tie.of == transfer.target;
+  });
+}
+
+void Ties::add(const Transfer& of, int64_t at, std::span<const std::byte> elements) noexcept {
+  if (!speaks_of(of)) return;
+  // Elements below a byte are taken by the byte, on which their cuts fall.
+  const int bits = bits_per_element(of.to_dtype);
+  const int bytes = std::max(8, bits) / 8;
+  const int64_t first = at * bits / 8 / bytes;
+  const auto n = static_cast<int64_t>(elements.size()) / bytes;
+  const uint64_t sum = digest_run(kSeed, elements.data(), bytes, first, n);
+  for (size_t i = 0; i < plan_.ties.size(); ++i) {
+    if (plan_.ties[i].alias == of.target) sums_[i].alias.fetch_add(sum, std::memory_order_relaxed);
+    if (plan_.ties[i].of == of.target) sums_[i].of.fetch_add(sum, std::memory_order_relaxed);
+  }
+}
+
+void Ties::add(const Transfer& done, std::span<const std::byte> host) noexcept {
+  if (!speaks_of(done)) return;
+  const Runs& runs = done.runs;
+  const bool along = runs.at_step == 1 || runs.run == 1;
+  const int64_t n = along ? runs.run : 1;
+  const auto bytes_at = [&](int64_t elements) {
+    return static_cast<size_t>(elements * bits_per_element(done.to_dtype) / 8);
+  };
+  for (int64_t k = 0; k < runs.runs; ++k) {
+    for (int64_t i = 0; i < runs.run; i += n) {
+      const int64_t at = runs.at + k * runs.at_stride + i * runs.at_step;
+      add(done, at, host.subspan(bytes_at(at), bytes_at(n)));
+    }
+  }
+}
+
+void Ties::prove(int rank) const {
+  for (size_t i = 0; i < plan_.ties.size(); ++i) {
+    if (sums_[i].alias == sums_[i].of) continue;
+    const std::string& of = plan_.recipe->targets[plan_.ties[i].of].spec.fqn;
+    const std::string& alias = plan_.recipe->targets[plan_.ties[i].alias].spec.fqn;
+    fail(Category::mismatch,
+         fmt::format("'{}' is tied to '{}', and the values stored for them differ; --untie loads "
+                     "both",
+                     printable(alias), printable(of)),
+         {.tensor = alias, .rank = rank});
+  }
+}
+
+}  // namespace modicum

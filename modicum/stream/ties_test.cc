@@ -1,0 +1,270 @@
+// Ties whose two names are both stored: read once each, compared, held once.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "modicum/io/file_doubles.h"
+#include "modicum/kernels/kernels.h"
+#include "modicum/stream/stream.h"
+
+namespace modicum {
+namespace {
+
+const std::string kEmbedding = "model.embed_tokens.weight";
+const std::string kHead = "lm_head.weight";
+using Values = std::map<std::string, std::vector<std::byte>>;
+
+// An embedding, its head and a norm; the head's values may be changed before they are written.
+struct Model {
+  MemoryFileSystem files;
+  Checkpoint checkpoint;
+  uint64_t tensor_bytes = 0;  // of the embedding, as stored
+
+  explicit Model(DType dtype, const std::function<void(std::vector<std::byte>&)>& change = {},
+                 bool with_head = true) {
+    std::vector<TensorSpec> specs = {{kEmbedding, Role::param, dtype, {301, 6}},
+                                     {"model.norm.weight", Role::param, dtype, {6}}};
+    if (with_head) specs.push_back({kHead, Role::param, dtype, {301, 6}});
+    files.make_directory("/m");
+    SafetensorsWriter out(files, "/m/model.safetensors", specs);
+    for (size_t i = 0; i < specs.size(); ++i) {
+      std::vector<std::byte> bytes(bytes_of(dtype, numel_of(specs[i].shape)));
+      const std::string& like = specs[i].fqn == kHead ? kEmbedding : specs[i].fqn;
+      synth_fill(name_hash(like), dtype, 0, numel_of(specs[i].shape), bytes.data());
+      if (specs[i].fqn == kHead && change) change(bytes);
+      out.write(i, 0, bytes);
+    }
+    out.finish();
+    checkpoint = open_checkpoint(files, "/m");
+    tensor_bytes = bytes_of(dtype, 301 * 6);
+  }
+};
+
+struct Loaded {
+  uint64_t digest = 0;
+  uint64_t bytes_loaded = 0;
+  uint64_t storage_read_bytes = 0;
+  std::optional<ErrorRecord> failure;
+};
+
+Loaded load_all(const Model& model, const Plan& plan, int threads = 1) {
+  SteadyClock clock;
+  SharedBoard board(plan.ranks(), clock);
+  std::unique_ptr<SharedRing> ring;
+  if (plan.staging.ring_part_bytes > 0) {
+    ring = std::make_unique<SharedRing>(plan.ranks(), plan.staging.ring_part_bytes);
+  }
+  Loaded loaded;
+  std::mutex mutex;
+  run_workers(plan.ranks(), [&](int rank) {
+    try {
+      std::unique_ptr<RingExchange> exchange;
+      if (ring) exchange = std::make_unique<RingExchange>(*ring, board, rank);
+      Footprint promised = plan.promise.phases[kLoadPhase].of_rank[static_cast<size_t>(rank)];
+      promised[Purpose::process] = promised[Purpose::page_tables] = 0;
+      Ledger ledger(promised.ledger_total());
+      std::unique_ptr<HostSink> host;
+      std::unique_ptr<DiscardSink> discard;
+      if (plan.options.destination == Destination::cpu) {
+        host = std::make_unique<HostSink>(plan, rank, ledger);
+        host->poison();
+      } else {
+        discard = std::make_unique<DiscardSink>(plan, rank);
+      }
+      Sink& sink = host ? static_cast<Sink&>(*host) : *discard;
+      const LoadOutcome outcome = load(model.checkpoint, plan, {rank, &board, exchange.get()}, sink,
+                                       ledger, {.threads = threads});
+      const std::lock_guard lock(mutex);
+      EXPECT_EQ(ledger.at_peak(), promised);
+      loaded.digest += host ? digest_of_rank(plan, rank, *host) : discard->digest();
+      loaded.bytes_loaded += outcome.bytes_loaded;
+      loaded.storage_read_bytes += outcome.storage_read_bytes;
+    } catch (const Error& error) {
+      board.report(record_of(error, rank));
+    }
+  });
+  loaded.failure = board.failure();
+  return loaded;
+}
+
+Recipe tied(const Model& model, std::optional<DType> dtype = std::nullopt, bool untie = false) {
+  return make_recipe(model.checkpoint.manifest,
+                     {.tie_word_embeddings = true, .untie = untie, .dtype = dtype});
+}
+
+// Every strategy, destination and a few cuts.
+void for_each_plan(const Model& model, const Recipe& recipe,
+                   const std::function<void(const Plan&)>& act) {
+  std::vector<const TensorSpec*> targets;
+  for (size_t t = 0; t < recipe.targets.size(); ++t) {
+    targets.push_back(recipe.is_alias(t) ? nullptr : &recipe.targets[t].spec);
+  }
+  for (const Strategy& strategy : strategies()) {
+    for (const Destination destination : {Destination::cpu, Destination::discard}) {
+      for (const Layout& layout :
+           {fsdp2_layout(1), fsdp2_layout(4), fsdp2_layout(3, 1), whole_layout(2),
+            hsdp_layout(2, {2}), tp_fsdp_layout({2}, 2), zero3_layout(3, targets),
+            flat_layout("zero1", 3, targets, false)}) {
+        SCOPED_TRACE(testing::Message()
+                     << strategy.name << ' ' << layout.name << ' ' << layout.world_size());
+        act(make_plan(model.checkpoint.manifest, recipe, layout,
+                      {.strategy = &strategy,
+                       .destination = destination,
+                       .staging_bytes = kMinStagingBytes}));
+      }
+    }
+  }
+}
+
+// house, exact: both names are read, one is held, and the digest is that of a file with one name.
+TEST(Ties, EqualNamesAreReadTwiceAndHeldOnce) {
+  for (const auto& [from, to] : {std::pair{DType::bf16, DType::bf16}, {DType::f32, DType::bf16}}) {
+    const Model model(from);
+    const Model single(from, {}, false);
+    const Recipe recipe = tied(model, to);
+    const Recipe of_single = tied(single, to);
+    const Plan reference =
+        make_plan(single.checkpoint.manifest, of_single, fsdp2_layout(1),
+                  {.strategy = &strategy_named("own-shard"), .staging_bytes = kMinStagingBytes});
+    const uint64_t digest = load_all(single, reference).digest;
+    for_each_plan(model, recipe, [&](const Plan& plan) {
+      const Loaded loaded = load_all(model, plan, 2);
+      ASSERT_FALSE(loaded.failure.has_value()) << loaded.failure->what;
+      EXPECT_EQ(loaded.digest, digest);
+      EXPECT_EQ(loaded.storage_read_bytes, traffic(plan).storage_read_bytes);
+      const Plan alone =
+          make_plan(single.checkpoint.manifest, of_single, plan.layout, plan.options);
+      EXPECT_EQ(loaded.bytes_loaded, load_all(single, alone).bytes_loaded);
+      const auto& held = plan.promise.phases[kHoldPhase].of_rank;
+      const auto& due = alone.promise.phases[kHoldPhase].of_rank;
+      for (size_t r = 0; r < held.size(); ++r) {
+        EXPECT_EQ(held[r][Purpose::shards], due[r][Purpose::shards]);
+      }
+      EXPECT_GE(loaded.storage_read_bytes, traffic(alone).storage_read_bytes + model.tensor_bytes);
+    });
+  }
+}
+
+void expect_differing(const Model& model, std::optional<DType> dtype) {
+  const Recipe recipe = tied(model, dtype);
+  for_each_plan(model, recipe, [&](const Plan& plan) {
+    const Loaded loaded = load_all(model, plan);
+    ASSERT_TRUE(loaded.failure.has_value());
+    EXPECT_EQ(loaded.failure->category, Category::mismatch) << loaded.failure->what;
+    EXPECT_EQ(loaded.failure->tensor, kHead);
+    EXPECT_NE(std::string(loaded.failure->what).find(kEmbedding), std::string::npos);
+  });
+}
+
+// house: one bit of the last element, which is the last rank's.
+TEST(Ties, OneBitThatDiffersIsAMismatch) {
+  const Model model(DType::f32, [](auto& bytes) { bytes[bytes.size() - 4] ^= std::byte{1}; });
+  expect_differing(model, std::nullopt);
+}
+
+TEST(Ties, TwoRowsExchangedAreAMismatch) {
+  const Model model(DType::bf16, [](auto& bytes) {
+    std::swap_ranges(bytes.begin(), bytes.begin() + 12, bytes.begin() + 12);
+  });
+  expect_differing(model, DType::f32);
+}
+
+// What is compared is what is loaded: a difference that the cast takes away is none.
+TEST(Ties, AreComparedAfterTheCast) {
+  const Model model(DType::f32, [](auto& bytes) { bytes[bytes.size() - 4] ^= std::byte{1}; });
+  for_each_plan(model, tied(model, DType::bf16),
+                [&](const Plan& plan) { EXPECT_FALSE(load_all(model, plan).failure.has_value()); });
+}
+
+// house: what may differ is loaded as two.
+TEST(Ties, UntiedNamesAreTwoTargets) {
+  const Model model(DType::bf16, [](auto& bytes) { bytes[0] ^= std::byte{1}; });
+  const Recipe recipe = tied(model, std::nullopt, true);
+  EXPECT_EQ(recipe.targets.size(), 3U);
+  for_each_plan(model, recipe, [&](const Plan& plan) {
+    EXPECT_TRUE(plan.ties.empty());
+    EXPECT_FALSE(load_all(model, plan).failure.has_value());
+  });
+}
+
+// The evidence may be any node: here the head is stored turned, in two parts.
+TEST(Ties, AreComparedThroughTheirRecipe) {
+  for (const bool right : {true, false}) {
+    const Model model(DType::bf16);
+    RecipeBuilder b(model.checkpoint.manifest);
+    const uint32_t embedding = b.stored(kEmbedding);
+    b.target("turned", b.permute({1, 0}, embedding));
+    b.target("norm", b.stored("model.norm.weight"));
+    const uint32_t head = b.permute({1, 0}, b.stored(kHead));
+    const uint32_t upper = b.slice(0, 0, 2, head);
+    const uint32_t lower = b.slice(0, 2, 6, head);
+    b.alias("again", "turned", right ? b.cat(0, {upper, lower}) : b.cat(0, {lower, upper}));
+    const Recipe recipe = b.finish();
+    for_each_plan(model, recipe, [&](const Plan& plan) {
+      const Loaded loaded = load_all(model, plan);
+      EXPECT_EQ(loaded.failure.has_value(), !right);
+    });
+  }
+}
+
+// FP8 codes are compared as the numbers that they become.
+TEST(Ties, CodesAreComparedAfterTheirScales) {
+  for (const bool right : {true, false}) {
+    Model model(DType::f8_e4m3);
+    std::vector<TensorSpec> specs;
+    for (const char* name : {"a.weight", "b.weight"}) {
+      specs.push_back({name, Role::param, DType::f8_e4m3, {301, 200}});
+      specs.push_back({std::string(name) + "_scale_inv", Role::param, DType::f32, {3, 2}});
+    }
+    model.files.make_directory("/fp8");
+    SafetensorsWriter out(model.files, "/fp8/model.safetensors", specs);
+    for (size_t i = 0; i < specs.size(); ++i) {
+      std::vector<std::byte> bytes(bytes_of(specs[i].dtype, numel_of(specs[i].shape)));
+      synth_fill(i % 2, specs[i].dtype, 0, numel_of(specs[i].shape), bytes.data());
+      if (i == 3 && !right) bytes.back() ^= std::byte{0x80};  // the sign of the last scale
+      out.write(i, 0, bytes);
+    }
+    out.finish();
+    model.files.put("/fp8/config.json",
+                    R"({"quantization_config":{"weight_block_size":[128,128]}})");
+    model.checkpoint = open_checkpoint(model.files, "/fp8");
+    const Recipe recipe =
+        make_recipe(model.checkpoint.manifest, {.text = R"({"unused": [], "targets": {
+          "a": {"op":"stored","name":"a.weight","dtype":"bfloat16"},
+          "b": {"op":"alias","of":"a","in":[{"op":"stored","name":"b.weight"}]}}})"});
+    for_each_plan(model, recipe, [&](const Plan& plan) {
+      const Loaded loaded = load_all(model, plan);
+      ASSERT_EQ(loaded.failure.has_value(), !right) << loaded.failure->what;
+      if (right) {
+        EXPECT_EQ(loaded.storage_read_bytes, traffic(plan).storage_read_bytes);
+      } else {
+        EXPECT_EQ(loaded.failure->category, Category::mismatch) << loaded.failure->what;
+      }
+    });
+  }
+}
+
+// A comparison that leaves something out is no proof: its transfers are ticked off like any other.
+TEST(Ties, ComparedTransfersTileLikeTheOthers) {
+  const Model model(DType::bf16);
+  const Recipe recipe = tied(model);
+  for_each_plan(model, recipe, [&](const Plan& plan) {
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      int64_t kept = 0;
+      int64_t compared = 0;
+      for_each_transfer(plan, rank, [&](const Transfer& transfer) {
+        EXPECT_EQ(transfer.compared, transfer.target == plan.ties[0].alias);
+        if (transfer.target == plan.ties[0].of && transfer.source == Transfer::Source::stored)
+          kept += transfer.numel();
+        if (transfer.compared) compared += transfer.numel();
+      });
+      EXPECT_GT(kept, 0);
+      EXPECT_EQ(kept, compared);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,172 @@
+"""A tie whose two names are both stored is one tensor that is proven to be one; else an error.
+
+House test. It catches these mutations: the alias of a stored head dropped; its values not compared;
+one rank's, one strategy's or one destination's values not compared.
+"""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program import (
+    STRATEGIES,
+    failure,
+    node_peak,
+    run_json,
+    stored,
+    strategy_of,
+    write_checkpoint,
+    write_recipe,
+)
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file  # noqa: E402  (after torch is known to be there)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DESTINATIONS = ("cpu", "discard")
+Tensors = dict[str, Any]
+
+
+def parts() -> Tensors:
+    made = torch.Generator().manual_seed(7)
+    return {
+        EMBEDDING: torch.randn(1031, 6, generator=made),
+        "model.layers.0.mlp.weight": torch.randn(5, 6, generator=made),
+        "model.norm.weight": torch.randn(6, generator=made),
+    }
+
+
+def write_model(directory: Path, tensors: Tensors, files: int = 1, tied: bool = True) -> Path:
+    write_checkpoint(directory, tensors, files)
+    config = {"model_type": "llama", "tie_word_embeddings": tied}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Path:
+    """Both names, with equal values, in two files."""
+    tensors = parts()
+    return write_model(tmp_path / "both", tensors | {HEAD: tensors[EMBEDDING].clone()}, files=2)
+
+
+@pytest.fixture
+def differing(tmp_path: Path) -> Path:
+    """Both names; the very last element differs by one bit."""
+    tensors = parts()
+    head = tensors[EMBEDDING].clone()
+    head.view(torch.int32)[-1, -1] ^= 1
+    return write_model(tmp_path / "differing", tensors | {HEAD: head})
+
+
+def digest(modicum: Path, directory: Path, *flags: object) -> str:
+    return run_json(modicum, "load", directory, "--digest", *flags)["digest"]
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_equal_names_are_one_tensor(modicum: Path, tmp_path: Path, both: Path, dtype) -> None:
+    """The digest is that of the file that holds one name only."""
+    cast = ("--dtype", dtype) if dtype else ()
+    one = digest(modicum, write_model(tmp_path / "one", parts()), *cast)
+    for strategy, where in itertools.product(STRATEGIES, DESTINATIONS):
+        how = ("--ranks", 3, "--strategy", strategy, "--destination", where, *cast)
+        assert digest(modicum, both, *how, "--check", "values") == one
+
+
+def test_equal_names_are_held_once(modicum: Path, tmp_path: Path, both: Path) -> None:
+    """The head is read and has no buffer: what the ranks hold is what one name needs."""
+    whole = parts()
+    flags = ("--ranks", 2, "--strategy", "own-shard")
+    one = run_json(modicum, "load", write_model(tmp_path / "one", whole), *flags)
+    two = run_json(modicum, "load", both, *flags, "--dump", tmp_path / "dump")
+    assert two["bytes_loaded"] == one["bytes_loaded"]
+    head_bytes = whole[EMBEDDING].numel() * whole[EMBEDDING].itemsize
+    assert two["storage_read_bytes"] - one["storage_read_bytes"] == head_bytes
+    tied = strategy_of(run_json(modicum, "plan", both, *flags), "own-shard")
+    assert tied["storage_read_bytes"] == two["storage_read_bytes"]
+    assert [rank["promised_bytes"] for rank in two["ranks"]] == [
+        rank["peak_bytes"] for rank in tied["ranks"]
+    ]
+    for rank in (0, 1):
+        dumped = load_file(tmp_path / f"dump/rank-{rank:05d}.safetensors")
+        assert torch.equal(dumped[HEAD], torch.chunk(whole[EMBEDDING], 2)[rank])
+        assert torch.equal(dumped[EMBEDDING], dumped[HEAD])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_differing_names_are_an_error(modicum: Path, differing: Path, strategy: str) -> None:
+    for ranks, where in itertools.product((1, 4), DESTINATIONS):
+        how = ("--ranks", ranks, "--strategy", strategy, "--destination", where)
+        error = failure(modicum, 2, "load", differing, *how)
+        assert error["category"] == "MISMATCH"
+        assert error["tensor"] == HEAD and EMBEDDING in error["message"]
+        assert "--untie" in error["message"]
+
+
+def test_what_the_cast_takes_away_is_no_difference(modicum: Path, differing: Path) -> None:
+    run_json(modicum, "load", differing, "--ranks", 2, "--dtype", "bfloat16")
+
+
+def test_untie_loads_both(modicum: Path, tmp_path: Path, differing: Path) -> None:
+    flags = ("--ranks", 2, "--untie")
+    plan = run_json(modicum, "plan", differing, *flags)
+    tied = run_json(modicum, "plan", differing, "--ranks", 2)
+    assert node_peak(plan, "own-shard") > node_peak(tied, "own-shard")
+    out = tmp_path / "dump"
+    done = run_json(modicum, "load", differing, *flags, "--check", "values", "--dump", out)
+    stored_bytes = done["checkpoint"]["bytes"]
+    assert done["bytes_loaded"] == stored_bytes
+    whole = load_file(differing / "model.safetensors")
+    for rank in (0, 1):
+        dumped = load_file(out / f"rank-{rank:05d}.safetensors")
+        for name in (EMBEDDING, HEAD):
+            assert torch.equal(dumped[name], torch.chunk(whole[name], 2)[rank]), name
+    untied = write_model(tmp_path / "untied", whole, tied=False)
+    assert digest(modicum, differing, *flags) == digest(modicum, untied)
+
+
+def test_other_shapes_are_an_error(modicum: Path, tmp_path: Path) -> None:
+    """Seen in the headers: also `plan` refuses."""
+    tensors = parts()
+    tensors[HEAD] = tensors[EMBEDDING][:-1].clone()
+    directory = write_model(tmp_path / "shapes", tensors)
+    for verb in ("plan", "load"):
+        error = failure(modicum, 2, verb, directory)
+        assert error["category"] == "MISMATCH" and error["tensor"] == HEAD
+        assert error["expected"] == "float32 [1031, 6]" and error["got"] == "float32 [1030, 6]"
+        run_json(modicum, verb, directory, "--untie")
+
+
+def test_only_the_head_is_stored(modicum: Path, tmp_path: Path) -> None:
+    """Ties go in either direction: the embedding is the head's second name."""
+    tensors = parts()
+    one = digest(modicum, write_model(tmp_path / "one", tensors))
+    tensors[HEAD] = tensors.pop(EMBEDDING)
+    directory = write_model(tmp_path / "head", tensors)
+    assert digest(modicum, directory, "--ranks", 2) == one
+
+
+def test_a_recipe_says_what_is_tied(modicum: Path, tmp_path: Path) -> None:
+    """The evidence may be rearranged: here the second name is stored turned."""
+    tensors = parts()
+    turned = tensors[EMBEDDING].t().contiguous()
+    directory = write_checkpoint(tmp_path / "model", tensors | {"turned": turned})
+    evidence = {"op": "permute", "dims": [1, 0], "in": [stored("turned")]}
+    nodes = {name: stored(name) for name in tensors}
+    nodes[HEAD] = {"op": "alias", "of": EMBEDDING, "in": [evidence]}
+    recipe = write_recipe(tmp_path / "recipe.json", nodes)
+    one = digest(modicum, write_model(tmp_path / "one", tensors))
+    for strategy, where in itertools.product(STRATEGIES, DESTINATIONS):
+        how = ("--ranks", 3, "--strategy", strategy, "--destination", where, "--recipe", recipe)
+        assert digest(modicum, directory, *how) == one
+    two = run_json(modicum, "load", directory, "--recipe", recipe, "--untie", "--digest")
+    assert two["digest"] == one  # equal values under equal names
+    turned[0, 0] += 1
+    wrong = write_checkpoint(tmp_path / "wrong", tensors | {"turned": turned})
+    error = failure(modicum, 2, "load", wrong, "--recipe", recipe, "--ranks", 2)
+    assert error["category"] == "MISMATCH" and error["tensor"] == HEAD
+    run_json(modicum, "load", wrong, "--recipe", recipe, "--untie", "--ranks", 2)
