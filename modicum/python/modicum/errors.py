@@ -97,3 +97,13 @@ def from_json(document: str) -> Error:
     error = _CLASSES[facts["category"].split(".")[0]](message)
     vars(error).update(facts)
     return error
+
+
+def refusal(category: str, what: str, **facts: str) -> UsageError:
+    """The error of category `UNSUPPORTED`, `MISMATCH` or `USAGE` about `tensor`, with what was
+    `expected` and what there is (`got`), in the words that the library would use."""
+    known = {name: text for name, text in facts.items() if text}
+    told = ", ".join(f"{name} {text}" for name, text in known.items())
+    error = UsageError(f"{category}: {what}" + (f" ({told})" if told else ""))
+    vars(error).update(known, category=category, code=2)
+    return error
