@@ -113,13 +113,13 @@ def dtensor_shards(cut: Cut, tensors: Tensors, rank: int) -> Tensors:
                 n: placed(t, mesh, Replicate(), cut.placement(t)).to_local()
                 for n, t in tensors.items()
             }
-        made = tensors
+        dp, made = mesh["dp"], tensors
         if cut.layout == "tp-fsdp":
+            tp = mesh["tp"]
             made = {
-                n: placed(t, mesh["tp"], cut.tp_placement(n, t)).to_local()
-                for n, t in tensors.items()
+                n: placed(t, tp, cut.tp_placement(n, t)).to_local() for n, t in tensors.items()
             }
-        return {n: placed(t, mesh["dp"], cut.placement(t)).to_local() for n, t in made.items()}
+        return {n: placed(t, dp, cut.placement(t)).to_local() for n, t in made.items()}
 
 
 def fsdp2_shards(cut: Cut, tensors: Tensors, rank: int) -> Tensors:
@@ -130,19 +130,19 @@ def fsdp2_shards(cut: Cut, tensors: Tensors, rank: int) -> Tensors:
     """
     with playing_rank(rank, cut.world):
         mesh = mesh_of(cut)
+        over, tp = (mesh["dp"], mesh["tp"]) if cut.layout == "tp-fsdp" else (mesh, None)
         module = torch.nn.Module()
         names = {}
         for name, tensor in tensors.items():
             value, local = tensor, tensor
-            if cut.layout == "tp-fsdp":
-                value = placed(tensor, mesh["tp"], cut.tp_placement(name, tensor))
+            if tp is not None:
+                value = placed(tensor, tp, cut.tp_placement(name, tensor))
                 local = value.to_local()
             if fully_shard_takes(cut, local):
                 names[f"p{len(names)}"] = name
                 trains = tensor.is_floating_point()
                 parameter = torch.nn.Parameter(value, requires_grad=trains)
                 module.register_parameter(f"p{len(names) - 1}", parameter)
-        over = mesh["dp"] if cut.layout == "tp-fsdp" else mesh
         fully_shard(module, mesh=over, shard_placement_fn=cut.placement)
         return {names[n]: p.to_local() for n, p in module.named_parameters()}
 
