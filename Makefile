@@ -60,6 +60,7 @@ soak: test-dev test-asan test-tsan-all mutants
 
 mutants:
 	@scripts/packages.sh build python
+	@scripts/venv.sh test wheel
 	@scripts/stage.sh 'mutants' python3 scripts/mutants.py
 
 wheel:

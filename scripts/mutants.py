@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """Applies the wrongs of scripts/mutants.toml, one at a time, and expects their tests to go red.
 
-mutants.py [--only TEXT] [--list] [--jobs N]. Works on a copy of the tree under build/mutants. A
-mutant passes when its tests fail or hang; it fails when they stay green (survived), when it does
-not build, and when its text is not found exactly once. Exit 1 if any mutant fails. Python 3.11 or
-later, standard library only.
+mutants.py [--only TEXT] [--list] [--jobs N] [--python PATH]. Works on a copy of the tree under
+build/mutants. A mutant passes when its tests fail or hang; it fails when they stay green
+(survived), when it does not build, and when its text is not found exactly once. Exit 1 if any
+mutant fails. Tests are ctest's, or Python ones, which see the copy's program and package. Python
+3.11 or later, standard library only.
 """
 
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build/mutants"
-SOURCE, BUILD = WORK / "src", WORK / "build"
+SOURCE, BUILD, PACKAGE = WORK / "src", WORK / "build", WORK / "package"
 TEST_TIMEOUT_S = 120
 # Warnings are off: a wrong that leaves a variable unused is still to be tried.
 CXX_FLAGS = "-O1 -w"
@@ -37,7 +39,8 @@ class Mutant:
     file: str
     find: str
     replace: str
-    tests: str
+    tests: str = ""  # a regular expression over ctest's names; or
+    pytest: str = ""  # arguments for pytest
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,13 @@ class Outcome:
 
 def read_mutants(path: Path) -> list[Mutant]:
     entries = tomllib.loads(path.read_text())["mutant"]
-    fields = set(Mutant.__dataclass_fields__)
+    either = {"tests", "pytest"}
+    fields = set(Mutant.__dataclass_fields__) - either
     for entry in entries:
-        if set(entry) != fields or not all(isinstance(text, str) for text in entry.values()):
-            raise Refusal(f"{entry.get('name', entry)}: the fields are {', '.join(sorted(fields))}")
+        is_whole = set(entry) - either == fields and len(set(entry) & either) == 1
+        if not is_whole or not all(isinstance(text, str) for text in entry.values()):
+            told = ", ".join(sorted(fields))
+            raise Refusal(f"{entry.get('name', entry)}: the fields are {told}; tests or pytest")
     mutants = [Mutant(**entry) for entry in entries]
     names = [mutant.name for mutant in mutants]
     for name in names:
@@ -106,9 +112,12 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
-def configure() -> None:
+def configure(python: Path | None) -> None:
+    """With `python`, the Python module is built for it too."""
+    module = [f"-DPython_EXECUTABLE={python}"] if python else []
     result = run(["cmake", "-S", str(SOURCE), "-B", str(BUILD), "-G", "Ninja",
-                  "-DCMAKE_BUILD_TYPE=", f"-DCMAKE_CXX_FLAGS={CXX_FLAGS}"])
+                  "-DCMAKE_BUILD_TYPE=", f"-DCMAKE_CXX_FLAGS={CXX_FLAGS}",
+                  f"-DMODICUM_PYTHON={'ON' if python else 'OFF'}", *module])
     if result.returncode != 0:
         raise Refusal(f"the tree does not configure:\n{result.stdout}{result.stderr}")
 
@@ -122,45 +131,80 @@ def test(pattern: str, jobs: int) -> subprocess.CompletedProcess[str]:
                 "--output-on-failure", "--no-tests=error", "--timeout", str(TEST_TIMEOUT_S)])
 
 
-def programs_of(pattern: str) -> list[str]:
-    """The test programs, as build targets, that hold the tests that the pattern selects."""
-    result = run(["ctest", "--test-dir", str(BUILD), "-R", pattern, "--show-only=json-v1"])
+def lay_out_package() -> None:
+    """The Python package as an installed one would lie, of links into the copy and the build."""
+    package = PACKAGE / "modicum"
+    shutil.rmtree(package, ignore_errors=True)
+    package.mkdir(parents=True)
+    for path in [*(SOURCE / "modicum/python/modicum").iterdir(), *BUILD.glob("_modicum*.so")]:
+        (package / path.name).symlink_to(path)
+
+
+def test_python(arguments: str, python: Path) -> subprocess.CompletedProcess[str]:
+    """Without torch it is red (CI), and no stale byte code is taken for a mutated file."""
+    environment = os.environ | {
+        "PYTHONPATH": str(PACKAGE), "PYTHONDONTWRITEBYTECODE": "1", "CI": "true",
+    }
+    command = [str(python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
+               *shlex.split(arguments), "--modicum", str(BUILD / "modicum")]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=SOURCE, env=environment,
+                              stdin=subprocess.DEVNULL, timeout=TEST_TIMEOUT_S)
+    except subprocess.TimeoutExpired as late:
+        return subprocess.CompletedProcess(command, 1, f"{late}", "")
+
+
+def programs_of(mutant: Mutant) -> list[str]:
+    """The test programs, as build targets, that hold the tests of a mutant."""
+    if mutant.pytest:
+        return ["modicum", "_modicum"]
+    result = run(["ctest", "--test-dir", str(BUILD), "-R", mutant.tests, "--show-only=json-v1"])
     listed = json.loads(result.stdout)["tests"]
     return sorted({Path(entry["command"][0]).name for entry in listed if "command" in entry})
 
 
-def check_unmutated(mutants: list[Mutant], jobs: int) -> dict[str, list[str]]:
+def check_unmutated(mutants: list[Mutant], jobs: int, python: Path) -> dict[str, list[str]]:
     """Without a mutation every selected test is there and green. Returns each mutant's programs."""
-    configure()
+    of_python = sorted({mutant.pytest for mutant in mutants} - {""})
+    if of_python and run([str(python), "-c", "import nanobind, pytest"]).returncode != 0:
+        raise Refusal(f"{python} lacks nanobind or pytest: scripts/venv.sh test wheel")
+    configure(python if of_python else None)
     result = build(["all"], jobs)
     if result.returncode != 0:
         raise Refusal(f"the tree does not build:\n{result.stdout}{result.stderr}")
-    programs = {mutant.name: programs_of(mutant.tests) for mutant in mutants}
+    programs = {mutant.name: programs_of(mutant) for mutant in mutants}
     for mutant in mutants:
         if not programs[mutant.name]:
             raise Refusal(f"'{mutant.name}': no test matches {mutant.tests}")
-    # Without parentheses: ctest's expressions may have few.
-    result = test("|".join(sorted({mutant.tests for mutant in mutants})), jobs)
-    if result.returncode != 0:
-        raise Refusal(f"tests are red before any mutation:\n{result.stdout}{result.stderr}")
+    results = []
+    of_ctest = sorted({mutant.tests for mutant in mutants} - {""})
+    if of_ctest:  # Without parentheses: ctest's expressions may have few.
+        results.append(test("|".join(of_ctest), jobs))
+    if of_python:
+        lay_out_package()
+        results += [test_python(arguments, python) for arguments in of_python]
+    for result in results:
+        if result.returncode != 0:
+            raise Refusal(f"tests are red before any mutation:\n{result.stdout}{result.stderr}")
     return programs
 
 
-def verdict_on(mutant: Mutant, programs: list[str], jobs: int) -> str:
+def verdict_on(mutant: Mutant, programs: list[str], jobs: int, python: Path) -> str:
     result = build(programs, jobs)
     if result.returncode != 0:
         print(result.stdout[-2000:], file=sys.stderr)
         return "does not build"
-    return "survived" if test(mutant.tests, jobs).returncode == 0 else "caught"
+    tested = test_python(mutant.pytest, python) if mutant.pytest else test(mutant.tests, jobs)
+    return "survived" if tested.returncode == 0 else "caught"
 
 
-def try_mutant(mutant: Mutant, programs: list[str], jobs: int) -> Outcome:
+def try_mutant(mutant: Mutant, programs: list[str], jobs: int, python: Path) -> Outcome:
     start = time.monotonic()
     path = SOURCE / mutant.file
     original = path.read_text()
     path.write_text(mutated(original, mutant))
     try:
-        verdict = verdict_on(mutant, programs, jobs)
+        verdict = verdict_on(mutant, programs, jobs, python)
     finally:
         path.write_text(original)
         os.utime(path)
@@ -179,14 +223,14 @@ def report(outcomes: list[Outcome]) -> None:
     print(f"\n{passed} passed, {len(outcomes) - passed} failed")
 
 
-def run_mutants(mutants: list[Mutant], jobs: int) -> int:
+def run_mutants(mutants: list[Mutant], jobs: int, python: Path) -> int:
     for mutant in mutants:
         mutated((ROOT / mutant.file).read_text(), mutant)
     copy_tree()
-    programs = check_unmutated(mutants, jobs)
+    programs = check_unmutated(mutants, jobs, python)
     outcomes = []
     for mutant in mutants:
-        outcomes.append(try_mutant(mutant, programs[mutant.name], jobs))
+        outcomes.append(try_mutant(mutant, programs[mutant.name], jobs, python))
         print(f"{outcomes[-1].verdict}: {mutant.name} ({outcomes[-1].seconds:.1f} s)", flush=True)
     report(outcomes)
     return 0 if all(outcome.passed for outcome in outcomes) else 1
@@ -197,6 +241,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only mutants with this text in their name")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--python", type=Path, default=ROOT / ".venv/bin/python",
+                        help="for the Python tests; has what scripts/venv.sh test wheel installs")
     options = parser.parse_args()
     try:
         mutants = read_mutants(ROOT / "scripts/mutants.toml")
@@ -206,7 +252,7 @@ def main() -> int:
             return 0
         if not mutants:
             raise Refusal(f"no mutant has '{options.only}' in its name")
-        return run_mutants(mutants, options.jobs)
+        return run_mutants(mutants, options.jobs, options.python)
     except Refusal as refusal:
         print(f"mutants.py: {refusal}", file=sys.stderr)
         return 2

@@ -92,7 +92,7 @@ def _split(op: Any, inputs: Values, chain: Chain) -> Values:
 
 
 def _concatenate(op: Any, inputs: Values, chain: Chain) -> Values:
-    """In the order of the converter's patterns; those that an earlier operation took are left out."""
+    """In the order of the converter's patterns, without those that an earlier operation took."""
     arrays: list[Array] = []
     for pattern in chain.sources:
         value = inputs.get(pattern, [])

@@ -1,7 +1,7 @@
 """From stored names to index maps of a model's tensors, by transformers' conversion mapping.
 
-The names are matched by the mapping's own objects (`rename_source_key`); what surrounds a match, the
-order of the names, the groups they form and the fallbacks, is done here as
+The names are matched by the mapping's own objects (`rename_source_key`). What surrounds a match,
+the order of the names, the groups they form and the fallbacks, is done here as
 `transformers.core_model_loading` does it. No torch.
 """
 

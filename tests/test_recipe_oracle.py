@@ -1,0 +1,357 @@
+"""The recipe oracle: transformers' own conversions, run on tensors whose elements are their ids,
+beside the index maps that `modicum.recipes` makes of the same conversion mapping."""
+
+import importlib
+import textwrap
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program import run_json
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import numpy as np  # noqa: E402
+import recipe_oracle as oracle  # noqa: E402
+from recipe_oracle import Ids, Names, evaluate, upstream  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
+
+import modicum as front  # noqa: E402
+from modicum import recipes  # noqa: E402
+from modicum._index_maps import stored  # noqa: E402
+from modicum._operations import Chain, nodes_of  # noqa: E402
+
+GOLDEN = "tests/golden/operations.txt"
+
+
+def fresh(key: str) -> list[Any]:
+    return oracle.mapping_module.get_checkpoint_conversion_mapping(key)
+
+
+def translated(transforms: Sequence[Any], ids: Ids, model: Names) -> recipes.Translation:
+    """The same question, put to ours."""
+    targets = {n: ("int64", tuple(t.shape)) for n, t in model.state_dict().items()}
+    return recipes.translate(
+        transforms,
+        ids.described(),
+        targets,
+        config=model.config,
+        base_model_prefix=model.base_model_prefix,
+    )
+
+
+def compare(ours: recipes.Translation, theirs: oracle.Loaded, ids: Ids) -> int:
+    """Every element of every tensor; returns the tensors compared."""
+    assert theirs.errors == {}
+    assert ours.made.keys() == theirs.tensors.keys()
+    for name, array in ours.made.items():
+        values = evaluate(array.node, ids.tensors)
+        assert array.shape == values.shape, name
+        assert np.array_equal(values, theirs.tensors[name]), f"{name} is {array.node}"
+    assert {name for names in ours.unexpected.values() for name in names} == theirs.unexpected
+    assert ours.doubled == {} and ours.dropped == []
+    return len(ours.made)
+
+
+# ---- every key of the installed mapping
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2], ids=["awkward", "smallest", "larger"])
+def size(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def test_each_key_of_the_mapping_is_translated_as_transformers_converts(size: int) -> None:
+    compared, converters = 0, 0
+    never_used = {}
+    keys = sorted(oracle.mapping())
+    for key in keys:
+        ids, given, unreached = oracle.checkpoint_for(fresh(key), size)
+        assert unreached == [], f"{key}: no name is converted by {unreached}"
+        model = Names(oracle.target_shapes(fresh(key), ids, given))
+        theirs = oracle.load_upstream(fresh(key), ids, model)
+        compared += compare(translated(fresh(key), ids, model), theirs, ids)
+        converters += len(oracle.converters_of(fresh(key)))
+        if theirs.unused_transforms:
+            never_used[key] = [t.source_patterns for t in theirs.unused_transforms]
+    print(f"{len(keys)} keys, {converters} converters, {compared} tensors, 0 fallbacks, 0 skipped")
+    assert compared > 3000
+    # Two that come after another of the same effect, and one of two names for one tensor.
+    assert never_used.keys() <= {"minimax_m2", "pi0"}, never_used
+
+
+# ---- the table
+
+
+SPLIT = [(6, 5), (3, 5), (2, 5)]
+
+
+def synthetic() -> dict[str, tuple[Any, list[oracle.Shape]]]:
+    """Converters for the operations that no entry of the mapping uses, each with the shapes of its
+    sources."""
+    experts = "e.*.gate.w", "e.*.up.w"
+    q, k, v = names = ["q_proj.w", "k_proj.w", "v_proj.w"]
+    rope = {"dim": 0, "permute_layer_names": ["q_proj", "k_proj"]}
+    heads = oracle.HEADS * 2
+    rows = [
+        ("all.w", "e.*.w", [upstream.SplitModulelist(dim=0)], [(3, 5, 2)]),
+        ("a.w", "b.w", [upstream.Interleave(dim=0, inverse=True)], [(6, 5)]),
+        ("a.w", "b.w", [upstream.PermuteForRope(inverse=True)], [(heads * 2, 5)]),
+        ("a.w", "b.w", [upstream.Conv3dToLinear(3, (2, 5, 4))], [(7, 3, 2, 5, 4)]),
+        ("a.w", "b.w", [upstream.LinearToConv3d(3, (2, 5, 4))], [(7, 120)]),
+        ("a.w", "a.w", [upstream._IdentityOp()], [(7, 5)]),
+        ("qkv.w", names, [upstream.VisionUnfuseAndPermuteForRope(**rope)], [(heads * 3 - 1, 5)]),
+        ([q, k, v], "qkv.w", [upstream.VisionFuseAndPermuteForRope(**rope)],
+         [(heads, 5), (heads * 2, 5), (4, 5)]),
+        (["t.gate_up", "v.gate_up"], list(experts),
+         [upstream.ErnieSplitAndDecoupleTextVisionExperts()], [(3, 4, 5), (2, 4, 5)]),
+        ("parts.w", "part_*.w", [upstream.Chunk(0, "split_ngram_parts")], [(7, 5)]),
+        ("emb.w", names, [upstream.Split(dim=0)], [(11, 5)]),
+    ]  # fmt: skip
+    made = {}
+    for sources, targets, operations, shapes in rows:
+        converter = upstream.WeightConverter(sources, targets, operations)
+        made[oracle.chain_of(converter)] = (converter, shapes)
+    return made
+
+
+def asked_alone(converter: Any, shapes: list[oracle.Shape]) -> tuple[Ids, dict[str, Any]]:
+    """The outputs of ours for one operation, under the names of its patterns."""
+    ids = Ids({})
+    inputs: Any = {}
+    for source, shape in zip(converter.source_patterns, shapes, strict=True):
+        ids.add(source, shape)
+        inputs[source] = [stored(source, "int64", shape)]
+    (operation,) = converter.operations
+    targets = converter.target_patterns
+    sizes = dict(zip(targets, SPLIT, strict=False))
+    chain = Chain(converter.source_patterns, targets, targets[0], sizes, oracle.config())
+    return ids, nodes_of(operation, inputs, chain)
+
+
+@pytest.mark.parametrize("chain", sorted(synthetic()))
+def test_operations_that_no_model_uses_are_translated_too(chain: str) -> None:
+    converter, shapes = synthetic()[chain]
+    ids, ours = asked_alone(converter, shapes)
+    targets = converter.target_patterns
+    theirs = converter.operations[0].convert(
+        {name: [torch.from_numpy(array)] for name, array in ids.tensors.items()},
+        source_patterns=converter.source_patterns,
+        target_patterns=targets,
+        full_layer_name=targets[0],
+        model=Names(dict(zip(targets, SPLIT, strict=False))) if "Split(" in chain else None,
+        config=oracle.config(),
+    )
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        value = value[0] if isinstance(value, list) else value
+        array = ours[name][0] if isinstance(ours[name], list) else ours[name]
+        assert array.shape == value.shape
+        assert np.array_equal(evaluate(array.node, ids.tensors), value.numpy())
+
+
+def rows_of_the_mapping() -> dict[str, tuple[set[str], set[str]]]:
+    """By chain: the keys that have it, and what it becomes."""
+    rows: dict[str, tuple[set[str], set[str]]] = {}
+    for key in sorted(oracle.mapping()):
+        for converter in oracle.converters_of(fresh(key)):
+            keys, becomes = rows.setdefault(oracle.chain_of(converter), (set(), set()))
+            keys.add(key)
+            if len(keys) > 1:
+                continue
+            for size in range(3):
+                ids, given, _ = oracle.checkpoint_for([converter], size)
+                model = Names(oracle.target_shapes([converter], ids, given))
+                made = translated([converter], ids, model).made.values()
+                becomes.update(oracle.skeleton(array.node) for array in made)
+    return rows
+
+
+def table() -> str:
+    """The table of docs and golden: what each chain of operations is in nodes."""
+    keys = oracle.mapping()
+    converting = sum(1 for transforms in keys.values() if oracle.converters_of(transforms))
+    lines = [
+        "What each chain of transformers' conversion operations is in nodes of recipe.json.",
+        f"transformers {transformers.__version__}: {len(keys)} keys, {converting} with converters.",
+    ]
+    for chain, (having, becomes) in sorted(rows_of_the_mapping().items()):
+        some = " ".join(sorted(having)[:4]) + (" ..." if len(having) > 4 else "")
+        lines += ["", *textwrap.wrap(chain, 96, subsequent_indent="    ")]
+        lines += [f"  {len(having)} keys: {some}", *(f"    {node}" for node in sorted(becomes))]
+    for chain, (converter, shapes) in sorted(synthetic().items()):
+        made = asked_alone(converter, shapes)[1].values()
+        made = [value[0] if isinstance(value, list) else value for value in made]
+        nodes = sorted({oracle.skeleton(array.node) for array in made})
+        lines += ["", *textwrap.wrap(chain, 96, subsequent_indent="    ")]
+        lines += ["  made up here", *(f"    {node}" for node in nodes)]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_is_the_golden_one(root: Path) -> None:
+    made = table()
+    print(made)
+    path = root / GOLDEN
+    if not path.exists():
+        path.write_text(made)
+        pytest.fail(f"{GOLDEN} was not there and has been written; look at it")
+    assert path.read_text() == made, f"where the change is meant: remove {GOLDEN} and run again"
+
+
+def test_every_operation_of_the_core_is_in_the_table() -> None:
+    """Those that live elsewhere, beside the quantizations, are refused by name."""
+    importlib.import_module("transformers.quantizers.auto")
+    found, classes = set(), [upstream.ConversionOps]
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        if cls is not upstream.ConversionOps:
+            found.add((cls.__module__, cls.__name__))
+    core = {name for module, name in found if module == upstream.__name__}
+    assert core == recipes.OPERATIONS.keys() - {"Fp8Dequantize"}
+
+
+class Concatenate(upstream.Concatenate):
+    """Another operation of a known name."""
+
+
+class Widened(upstream.ConversionOps):
+    """An operation that transformers does not have."""
+
+    def convert(self, input_dict: Any, **_: Any) -> Any:
+        return input_dict
+
+
+def with_setting() -> Any:
+    operation = upstream.Chunk(0)
+    operation.rounds_down = True
+    return operation
+
+
+@pytest.mark.parametrize(
+    ("operation", "word"),
+    [(Concatenate(0), "test_recipe_oracle.Concatenate"), (Widened(), "Widened"),
+     (with_setting(), "rounds_down")],
+)  # fmt: skip
+def test_an_unknown_operation_is_refused_by_name(operation: Any, word: str) -> None:
+    converter = upstream.WeightConverter("a.w", "b.w", [operation])
+    ids = Ids({})
+    ids.add("x.a.w", (4, 2))
+    with pytest.raises(front.UsageError, match=word) as caught:
+        translated([converter], ids, Names({"x.b.w": (4, 2)}))
+    assert (caught.value.category, caught.value.tensor) == ("UNSUPPORTED", "x.b.w")
+
+
+# ---- what surrounds a match
+
+
+def two_sides(
+    names: Sequence[str], targets: dict[str, oracle.Shape], transforms: Sequence[Any]
+) -> recipes.Translation:
+    """A checkpoint of vectors with these names, into a model with these targets, by both."""
+    ids = Ids({})
+    for name in names:
+        ids.add(name, (2,))
+    theirs = oracle.load_upstream(deepcopy(list(transforms)), ids, Names(targets))
+    ours = translated(transforms, ids, Names(targets))
+    for name, array in ours.made.items():
+        assert np.array_equal(evaluate(array.node, ids.tensors), theirs.tensors[name]), name
+    assert ours.made.keys() == theirs.tensors.keys()
+    assert {name for names in ours.unexpected.values() for name in names} == theirs.unexpected
+    assert targets.keys() - ours.made.keys() == theirs.missing
+    return ours
+
+
+@pytest.mark.parametrize(
+    ("names", "targets", "transforms"),
+    [
+        # The base prefix is added, taken away, and neither.
+        (["a.w", "model.b.w", "c.w", "model.d.w"], ["model.a.w", "b.w", "c.w", "model.d.w"], []),
+        # Its dot is any character, and the test for it has none.
+        (["modelxa.w", "models.b.w"], ["a.w"], []),
+        # Renamed to no name of the model, but one before: as it was, with the prefix.
+        (["a.w", "model.b.w"], ["a.w"], [(r"(a|b)", "nowhere")]),
+        # All renamings in turn, the second on what the first has made.
+        (["a.w"], ["c.w"], [("a", "b"), ("b", "c")]),
+        # The first occurrence of the text that matched, which is not where it matched.
+        (["w.scale.w"], ["v.scale.w"], [(r"\bw$", "v")]),
+        # Numbers as numbers, and names that the model lacks.
+        (["x.10.w", "x.9.w", "y_10.w", "y_9.w", "x.a.w"], ["x.9.w", "y_9.w"], []),
+    ],
+)
+def test_names_are_matched_as_transformers_matches_them(
+    names: list[str], targets: list[str], transforms: list[tuple[str, str]]
+) -> None:
+    renamings = [upstream.WeightRenaming(source, target) for source, target in transforms]
+    ours = two_sides(names, dict.fromkeys(targets, (2,)), renamings)
+    assert ours.made.keys() == set(targets)
+
+
+NORMS = [f"model.blocks.{i}.norm{n}.w" for i in (0, 1) for n in (0, 1)]
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_guarded_renaming_looks_at_what_came_before(converted: bool) -> None:
+    group = upstream.GroupWeightRename(
+        [r"blocks.(\d+).norm0", r"blocks.(\d+).norm1"], [r"blocks.\1.norm1", r"blocks.\1.norm2"]
+    )
+    after = [name.replace("norm1", "norm2").replace("norm0", "norm1") for name in NORMS]
+    ours = two_sides(after if converted else NORMS, dict.fromkeys(after, (2,)), [group])
+    assert ours.made.keys() == set(after)
+
+
+def test_of_two_converters_with_one_pattern_the_last_converts() -> None:
+    ids = Ids({})
+    ids.add("x.a.w", (4, 4))
+    pair = [upstream.Transpose(0, 1)], [upstream.Interleave(0)]
+    converters = [upstream.WeightConverter("a.w", "b.w", operations) for operations in pair]
+    model = Names({"x.b.w": (4, 4)})
+    theirs = oracle.load_upstream(deepcopy(converters), ids, model)
+    assert compare(translated(converters, ids, model), theirs, ids) == 1
+
+
+def test_the_order_of_names_is_transformers_own() -> None:
+    names = ["b.10", "b.9", "b.x10", "b.x9", "b.x", "b", "a.10.c", "a.x.c", "a.9", "b.1x", "c2.1"]
+    assert sorted(names, key=recipes.natural_key) == sorted(names, key=upstream.dot_natural_key)
+
+
+# ---- by the program
+
+
+def load_by_program(
+    modicum: Path, directory: Path, recipe: recipes.Recipe, tensors: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """What two ranks hold after `modicum load --recipe`, put together."""
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    path = directory / "recipe.json"
+    path.write_text(recipe.text())
+    run_json(modicum, "load", directory, "--recipe", path, "--ranks=2", "--dump", directory / "d")
+    ranks = [load_file(directory / f"d/rank-{rank:05d}.safetensors") for rank in (0, 1)]
+    return {name: np.concatenate([rank[name] for rank in ranks]) for name in ranks[0]}
+
+
+def one_key_per_chain() -> dict[str, str]:
+    chains: dict[str, str] = {}
+    for key in sorted(oracle.mapping()):
+        for converter in oracle.converters_of(fresh(key)):
+            chains.setdefault(oracle.chain_of(converter), key)
+    return chains
+
+
+@pytest.mark.parametrize("key", sorted(set(one_key_per_chain().values())))
+def test_the_program_loads_what_transformers_converts(
+    key: str, modicum: Path, tmp_path: Path
+) -> None:
+    ids, given, _ = oracle.checkpoint_for(fresh(key), 0)
+    model = Names(oracle.target_shapes(fresh(key), ids, given))
+    ours = translated(fresh(key), ids, model)
+    theirs = oracle.load_upstream(fresh(key), ids, model)
+    recipe = recipes.Recipe({name: array.node for name, array in ours.made.items()})
+    loaded = load_by_program(modicum, tmp_path / "checkpoint", recipe, ids.tensors)
+    assert loaded.keys() == theirs.tensors.keys()
+    for name, values in theirs.tensors.items():
+        assert np.array_equal(loaded[name], values), name

@@ -1,0 +1,416 @@
+"""`modicum.recipes` on real models of transformers: ties, what is missing and left over, dtypes,
+FP8, models that are sharded already, and the command line."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program import failure, run, run_json
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import numpy as np  # noqa: E402
+from recipe_oracle import evaluate, upstream  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
+from transformers.modeling_utils import LoadStateDictConfig  # noqa: E402
+from transformers.quantizers.auto import AutoHfQuantizer  # noqa: E402
+
+import modicum as front  # noqa: E402
+from modicum import recipes  # noqa: E402
+
+SMALL = {
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def on_meta(config: Any, name: str, dtype: Any = None) -> Any:
+    """A model without memory."""
+    with torch.device("meta"):
+        return getattr(transformers, name)._from_config(config, dtype=dtype or torch.float32)
+
+
+def llama(tied: bool = False, dtype: Any = None) -> Any:
+    config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=tied)
+    return on_meta(config, "LlamaForCausalLM", dtype)
+
+
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=11)
+    return on_meta(config, "MixtralForCausalLM")
+
+
+def stored_of(model: Any) -> dict[str, Any]:
+    """What a file that was saved from the model as it stands would hold."""
+    return {name: (str(t.dtype), tuple(t.shape)) for name, t in model.state_dict().items()}
+
+
+def per_expert(model: Any) -> dict[str, Any]:
+    """The hub's layout of a mixtral: each expert's matrices by themselves."""
+    stored: dict[str, Any] = {}
+    for name, (dtype, shape) in stored_of(model).items():
+        block = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")[0]
+        for expert in range(shape[0] if ".experts." in name else 0):
+            if name.endswith("gate_up_proj"):
+                half = (dtype, (shape[1] // 2, shape[2]))
+                stored |= {f"{block}.{expert}.w1.weight": half, f"{block}.{expert}.w3.weight": half}
+            else:
+                stored[f"{block}.{expert}.w2.weight"] = (dtype, shape[1:])
+        if ".experts." not in name:
+            stored[name.replace(".mlp.", ".block_sparse_moe.")] = (dtype, shape)
+    return stored
+
+
+def leaf(name: str) -> dict[str, Any]:
+    return {"op": "stored", "name": name}
+
+
+# ---- what a recipe is
+
+
+def test_a_recipe_names_every_expert() -> None:
+    recipe = recipes.recipe_for(mixtral(), per_expert(mixtral()))
+    experts = "model.layers.1.block_sparse_moe.experts"
+    sides = [[leaf(f"{experts}.{i}.{w}.weight") for i in range(11)] for w in ("w1", "w3")]
+    stacks = [{"op": "stack", "dim": 0, "in": side} for side in sides]
+    made = recipe.targets["model.layers.1.mlp.experts.gate_up_proj"]
+    assert made == {"op": "cat", "dim": 1, "in": stacks}
+    assert list(recipe.targets) == list(mixtral().state_dict())
+    assert json.loads(recipe.text()) == {"targets": recipe.targets, "unused": []}
+    assert ", " not in recipe.text()
+
+
+def test_importing_brings_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    script = "import sys, modicum.recipes; print(*sorted(sys.modules))"
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    loaded = {name.partition(".")[0] for name in result.stdout.split()}
+    assert not loaded & {"torch", "numpy", "transformers"}
+
+
+# ---- ties
+
+
+def test_a_tied_head_is_an_alias() -> None:
+    model = llama(tied=True)
+    stored = stored_of(model)
+    del stored[HEAD]
+    targets = recipes.recipe_for(model, stored).targets
+    assert targets[HEAD] == {"op": "alias", "of": EMBEDDING}
+
+
+def test_where_only_the_head_is_stored_it_is_the_source() -> None:
+    model = llama(tied=True)
+    stored = stored_of(model)
+    del stored[EMBEDDING]
+    targets = recipes.recipe_for(model, stored).targets
+    assert targets[HEAD] == leaf(HEAD)
+    assert targets[EMBEDDING] == {"op": "alias", "of": HEAD}
+
+
+def test_both_names_of_a_tie_are_compared_or_untied() -> None:
+    model = llama(tied=True)
+    stored = stored_of(model)
+    targets = recipes.recipe_for(model, stored, dtype="bfloat16").targets
+    assert targets[EMBEDDING] == leaf(EMBEDDING) | {"dtype": "bfloat16"}
+    assert targets[HEAD] == {"op": "alias", "of": EMBEDDING, "in": [leaf(HEAD)]}
+    untied = recipes.recipe_for(model, stored, untie=True).targets
+    assert (untied[EMBEDDING], untied[HEAD]) == (leaf(EMBEDDING), leaf(HEAD))
+
+
+def test_a_tie_of_which_nothing_is_stored_is_missing() -> None:
+    model = llama(tied=True)
+    stored = stored_of(model)
+    del stored[EMBEDDING], stored[HEAD]
+    with pytest.raises(front.UsageError, match="lacks 2 tensors"):
+        recipes.recipe_for(model, stored)
+
+
+def test_more_than_two_names_of_one_tensor() -> None:
+    """T5 ties its shared embedding to those of both stacks and to the head."""
+    config = transformers.T5Config(d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2)
+    model = on_meta(config, "T5ForConditionalGeneration")
+    stored = stored_of(model)
+    names = ["shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD]
+    for source in names:
+        less = {name: t for name, t in stored.items() if name == source or name not in names}
+        targets = recipes.recipe_for(model, less).targets
+        assert targets[source] == leaf(source)
+        for other in set(names) - {source}:
+            assert targets[other] == {"op": "alias", "of": source}
+
+
+# ---- missing and unexpected
+
+
+def test_what_is_missing_is_named_with_the_nearest_stored_name() -> None:
+    stored = stored_of(llama())
+    stored["model.layers.1.mlp.up_prj.weight"] = stored.pop("model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(front.UsageError) as caught:
+        recipes.recipe_for(llama(), stored, unexpected="ignore")
+    error = caught.value
+    assert (error.category, error.code) == ("MISMATCH", 2)
+    assert error.tensor == "model.layers.1.mlp.up_proj.weight"
+    assert error.got == "nearest 'model.layers.1.mlp.up_prj.weight'"
+
+
+def test_a_declared_missing_tensor_is_made_by_a_rule() -> None:
+    model = llama(dtype=torch.bfloat16)
+    stored = stored_of(model)
+    del stored[HEAD], stored["model.norm.weight"], stored["model.layers.0.mlp.up_proj.weight"]
+    rules = {HEAD: ("normal", 0.02), r"norm\.weight$": "ones", "up_proj": "model"}
+    recipe = recipes.recipe_for(model, stored, missing=rules)
+    shape = {"dtype": "bfloat16", "op": "init"}
+    assert recipe.targets[HEAD] == shape | {"rule": "normal", "std": 0.02, "shape": [50, 24]}
+    assert recipe.targets["model.norm.weight"] == shape | {"rule": "ones", "shape": [24]}
+    assert recipe.missing == {"model.layers.0.mlp.up_proj.weight": ("bfloat16", (20, 24))}
+    assert recipes.recipe_for(model, stored, missing="ignore").missing.keys() == (
+        {HEAD, "model.norm.weight", "model.layers.0.mlp.up_proj.weight"}
+    )
+    with pytest.raises(front.UsageError, match="no rule"):
+        recipes.recipe_for(model, stored, missing=dict.fromkeys(rules, "uniform"))
+
+
+def test_what_a_model_says_may_be_missing_is_left_to_it() -> None:
+    config = transformers.MarianConfig(
+        vocab_size=30, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, pad_token_id=1,
+    )  # fmt: skip
+    model = on_meta(config, "MarianMTModel")
+    stored = {name: t for name, t in stored_of(model).items() if "positions" not in name}
+    del stored["final_logits_bias"]
+    recipe = recipes.recipe_for(model, stored)
+    assert "final_logits_bias" in recipe.missing and len(recipe.missing) == 3
+
+
+@pytest.mark.parametrize("unexpected", ["error", "ignore", r"\.extra$", [r"nowhere", r"extra"]])
+def test_what_is_left_over_is_an_error_unless_dropped(unexpected: Any) -> None:
+    stored = stored_of(llama()) | {"model.layers.0.extra": ("float32", (3,))}
+    if unexpected == "error":
+        with pytest.raises(front.UsageError, match="1 stored tensors are no part") as caught:
+            recipes.recipe_for(llama(), stored)
+        assert caught.value.tensor == "model.layers.0.extra"
+        return
+    recipe = recipes.recipe_for(llama(), stored, unexpected=unexpected)
+    assert recipe.unused == ["model.layers.0.extra"]
+
+
+def test_what_transformers_drops_is_unused() -> None:
+    """Llama-2's per-layer inv_freq, and GPT-2's masks."""
+    extra = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    stored = stored_of(llama()) | {extra: ("float32", (3,))}
+    assert recipes.recipe_for(llama(), stored).unused == [extra]
+    config = transformers.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=20)
+    model = on_meta(config, "GPT2LMHeadModel")
+    stored = {name.removeprefix("transformer."): t for name, t in stored_of(model).items()}
+    del stored[HEAD]
+    stored["h.0.attn.bias"] = ("float32", (1, 1, 4, 4))
+    recipe = recipes.recipe_for(model, stored)
+    assert recipe.unused == ["h.0.attn.bias"]
+    assert recipe.targets["transformer.wte.weight"] == leaf("wte.weight")
+
+
+def test_a_second_stored_tensor_for_one_target_is_refused() -> None:
+    stored = stored_of(llama())
+    stored["norm.weight"] = stored["model.norm.weight"]
+    with pytest.raises(front.UsageError, match="already") as caught:
+        recipes.recipe_for(llama(), stored)
+    assert caught.value.tensor == "norm.weight"
+
+
+def test_an_expert_that_is_missing_is_noticed() -> None:
+    stored = per_expert(mixtral())
+    del stored["model.layers.0.block_sparse_moe.experts.7.w1.weight"]
+    with pytest.raises(front.UsageError, match="do not meet"):
+        recipes.recipe_for(mixtral(), stored)
+    stored = per_expert(mixtral())
+    del stored["model.layers.0.block_sparse_moe.experts.7.w2.weight"]
+    with pytest.raises(front.UsageError, match="another shape") as caught:
+        recipes.recipe_for(mixtral(), stored)
+    assert caught.value.tensor == "model.layers.0.mlp.experts.down_proj"
+    assert (caught.value.expected, caught.value.got) == ("[11, 24, 20]", "[10, 24, 20]")
+
+
+# ---- dtypes
+
+
+def dtypes_of(recipe: recipes.Recipe) -> set[str | None]:
+    return {node.get("dtype") for node in recipe.targets.values()}
+
+
+def test_the_models_dtype_is_named_where_the_stored_one_differs() -> None:
+    stored = stored_of(llama(dtype=torch.bfloat16))
+    assert dtypes_of(recipes.recipe_for(llama(dtype=torch.bfloat16), stored)) == {None}
+    assert dtypes_of(recipes.recipe_for(llama(), stored)) == {"float32"}
+    assert dtypes_of(recipes.recipe_for(llama(), stored, dtype=torch.float16)) == {"float16"}
+    stored["model.norm.weight"] = ("int64", (24,))
+    with pytest.raises(front.UsageError, match="cast") as caught:
+        recipes.recipe_for(llama(), stored)
+    assert (caught.value.category, caught.value.tensor) == ("UNSUPPORTED", "model.norm.weight")
+
+
+def test_what_a_model_keeps_in_float32_is_kept() -> None:
+    config = transformers.T5Config(d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2)
+    model = on_meta(config, "T5ForConditionalGeneration")
+    targets = recipes.recipe_for(model, stored_of(model), dtype="float16").targets
+    kept = {name for name, node in targets.items() if "dtype" not in node and "of" not in node}
+    assert kept == {name for name in targets if ".wo." in name} != set()
+
+
+# ---- FP8
+
+
+def fp8_model() -> Any:
+    config = transformers.Qwen3MoeConfig(
+        **SMALL, num_experts=3, moe_intermediate_size=10, head_dim=6, decoder_sparse_step=1
+    )
+    config.quantization_config = {
+        "quant_method": "fp8", "weight_block_size": [4, 4], "activation_scheme": "dynamic",
+    }  # fmt: skip
+    return on_meta(config, "Qwen3MoeForCausalLM", torch.bfloat16)
+
+
+def fp8_checkpoint(model: Any) -> dict[str, Any]:
+    """Codes in every matrix of a projection, each with a scale of one."""
+    tensors: dict[str, Any] = {}
+
+    def add(name: str, shape: tuple[int, ...]) -> None:
+        codes = torch.randint(0, 0x7F, shape, dtype=torch.uint8)
+        tensors[name] = codes.view(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(shape[0] // 2, shape[1] // 2)
+
+    for name, tensor in model.state_dict().items():
+        shape, before = tuple(tensor.shape), name.rpartition(".")[0]
+        for expert in range(shape[0] if ".experts." in name else 0):
+            if name.endswith("gate_up_proj"):
+                add(f"{before}.{expert}.gate_proj.weight", (shape[1] // 2, shape[2]))
+                add(f"{before}.{expert}.up_proj.weight", (shape[1] // 2, shape[2]))
+            else:
+                add(f"{before}.{expert}.down_proj.weight", shape[1:])
+        if "_proj.weight" in name:
+            add(name, shape)
+        elif ".experts." not in name:
+            tensors[name] = torch.randn(shape).to(tensor.dtype)
+    return tensors
+
+
+def test_fp8_codes_bring_their_scales_along() -> None:
+    torch.manual_seed(0)
+    model = fp8_model()
+    tensors = fp8_checkpoint(model)
+    recipe = recipes.recipe_for(model, tensors)
+    assert recipe.unused == [] and "_scale_inv" not in recipe.text()
+    quantizer = AutoHfQuantizer.from_config(
+        dict(model.config.quantization_config, dequantize=True), pre_quantized=True
+    )
+    loading = LoadStateDictConfig(
+        hf_quantizer=quantizer,
+        dtype=torch.bfloat16,
+        weight_mapping=get_model_conversion_mapping(model, None, quantizer),
+    )
+    info, _ = upstream.convert_and_load_state_dict_in_model(model, tensors, loading)
+    assert not info.missing_keys | info.unexpected_keys and not info.conversion_errors
+    as_numbers = {name: tensor.float().numpy() for name, tensor in tensors.items()}
+    for name, tensor in model.state_dict().items():
+        node = recipe.targets[name]
+        is_code = "_proj" in name
+        assert node.get("dtype") == ("bfloat16" if is_code else None), name
+        assert np.array_equal(evaluate(node, as_numbers), tensor.float().numpy()), name
+
+
+def test_codes_without_a_scale_and_other_quantizations_are_refused() -> None:
+    model = fp8_model()
+    tensors = fp8_checkpoint(model)
+    del tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"]
+    with pytest.raises(front.UsageError, match="without a scale"):
+        recipes.recipe_for(model, tensors)
+    model.config.quantization_config = {"quant_method": "awq"}
+    with pytest.raises(front.UsageError, match="'awq'"):
+        recipes.recipe_for(model, tensors)
+
+
+# ---- models that are sharded already
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """Two ranks, of which this process is one and the other does not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world")
+def test_a_sharded_model_has_the_recipe_of_the_whole_one() -> None:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    config = transformers.NomicBertConfig(
+        hidden_size=12, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=30,
+    )  # fmt: skip
+    model = on_meta(config, "NomicBertModel")
+    stored = stored_of(model)
+    for layer in ("layers.0", "layers.1"):
+        for part in "qkv":
+            del stored[f"{layer}.self_attn.{part}_proj.weight"]
+        stored[f"encoder.{layer}.attn.Wqkv.weight"] = ("float32", (36, 12))
+    whole = recipes.recipe_for(model, stored)
+    for module in [*model.layers, model]:
+        fully_shard(module)
+    assert isinstance(model, FSDPModule)
+    classes = [type(module) for module in model.modules()]
+    assert recipes.recipe_for(model, stored) == whole
+    assert [type(module) for module in model.modules()] == classes
+    assert whole.targets["layers.1.self_attn.k_proj.weight"]["op"] == "slice"
+
+
+# ---- the command line
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A mixtral as the hub has it, with two names of its embedding and an extra tensor."""
+    model = mixtral()
+    model.config.architectures = ["MixtralForCausalLM"]
+    model.config.save_pretrained(tmp_path)
+    tensors = {name: torch.zeros(shape) for name, (_, shape) in per_expert(model).items()}
+    save_file(tensors | {"extra": torch.zeros(3)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_the_command_line_writes_what_plan_takes(modicum: Path, saved: Path) -> None:
+    command = [sys.executable, "-m", "modicum.recipes", str(saved), "--dtype", "bfloat16"]
+    refused = subprocess.run(command, cwd=saved, capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert "modicum: MISMATCH: 1 stored tensors are no part of the model" in refused.stderr
+    path = saved / "recipe.json"
+    command += ["--ignore-unexpected", "-o", str(path)]
+    subprocess.run(command, cwd=saved, check=True, capture_output=True)
+    planned = run_json(modicum, "plan", saved, "--recipe", path, "--ranks=2")
+    assert planned["checkpoint"]["tensors"] == len(per_expert(mixtral())) + 1
+    assert run(modicum, "load", saved, "--recipe", path, "--ranks=2").code == 0
+    recipe = json.loads(path.read_text())
+    assert recipe["unused"] == ["extra"]
+    recipe["unused"] = []
+    path.write_text(json.dumps(recipe))
+    assert failure(modicum, 2, "plan", saved, "--recipe", path)["tensor"] == "extra"
+
+
+def test_a_config_without_a_class_is_refused(saved: Path, capsys: Any) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
+    assert recipes.main([str(saved)]) == 2
+    assert "NoSuchModel" in capsys.readouterr().err
