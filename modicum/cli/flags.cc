@@ -35,9 +35,23 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("--ranks", flags.ranks, "rank processes; default 1");
   app.add_option("--ranks-per-node", flags.ranks_per_node, "default: all on one node");
   app.add_option("--strategy", flags.strategy, "own-shard, rank0-broadcast or full-per-rank");
-  app.add_option("--layout", flags.layout, "fsdp2, hsdp, or none (every rank holds everything)");
-  app.add_option("--mesh", flags.mesh, "AxB: of hsdp, replicas x shards");
+  app.add_option(
+      "--layout", flags.layout,
+      "fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds everything)");
+  app.add_option(
+      "--mesh", flags.mesh,
+      "AxB: of hsdp replicas x shards, of tp-fsdp dp x tp; AxBxC: shards or dp of two axes");
   app.add_option("--shard-dim", flags.shard_dim, "the tensor dim that is cut; default 0");
+  app.add_option("--tp-rowwise", flags.tp_rowwise,
+                 "names (a regular expression) that TP cuts along dim 1; the rest along dim 0");
+  app.add_option("--tp-packed", flags.tp_packed,
+                 "names of two packed halves (gate and up), each cut by itself along dim 0");
+  app.add_option("--tp-replicate", flags.tp_replicate, "names that TP does not cut");
+  app.add_option("--expert-mesh", flags.expert_mesh,
+                 "AxB: experts are dealt to B ranks along dim 0, then FSDP cuts them A times");
+  app.add_option("--experts", flags.experts, "names of the experts; default \\.experts\\.");
+  app.add_flag("--round-robin", flags.round_robin,
+               "of zero1 and zero2: as DeepSpeed's round_robin_gradients");
   app.add_option("--dtype", flags.dtype, "float32, bfloat16 or float16; default: as stored");
   app.add_option("--keep-fp32", flags.keep_fp32, "names (a regular expression) loaded as float32");
   app.add_option("--recipe", flags.recipe, "recipe.json; default: every tensor as it is");

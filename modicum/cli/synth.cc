@@ -38,7 +38,8 @@ int run_synth(const Args& args) {
   app.add_option("--layers", options.layers, "only the first N layers")
       ->check(CLI::Range(1, 100000));
   app.add_option("--shard-size", shard_size, "most data of one file; default 5 GB");
-  app.add_option("--dtype", dtype, "float32, bfloat16 or float16; default: as on the hub");
+  app.add_option("--dtype", dtype,
+                 "float32, bfloat16 or float16, unpacked; default: as on the hub");
   app.add_flag("--sparse", options.is_sparse, "data in each tensor's first page only; no disk");
   app.add_option("--edges", options.edges, "with --sparse: also around the cuts of these worlds")
       ->delimiter(',');

@@ -1,82 +1,235 @@
 #include "modicum/layout/layout.h"
 
 #include <algorithm>
+#include <array>
 
 namespace modicum {
 namespace {
 
-// The tensor dim that a shard placement cuts in this target, or -1 where it is held whole.
-int cut_dim(const Placement& placement, const TensorSpec& target) noexcept {
-  if (placement.kind == Placement::Kind::replicate || target.shape.empty()) return -1;
-  return placement.dim < static_cast<int>(target.shape.size()) ? placement.dim : 0;
-}
-
-int coordinate_of(const Mesh& mesh, int rank, size_t axis) noexcept {
-  for (size_t a = mesh.sizes.size(); a-- > axis + 1;) rank /= mesh.sizes[a];
-  return axis == 0 ? rank : rank % mesh.sizes[axis];
-}
-
-bool is_cut(const Layout& layout, const TensorSpec& target, int dim) noexcept {
-  for (const Placement& placement : layout.placements) {
-    if (cut_dim(placement, target) == dim) return true;
+// Which of the parts of a cut a rank has; and how many parts there are.
+int part_of(const Mesh& mesh, const Cut& cut, int rank) noexcept {
+  int part = 0;
+  for (const int axis : cut.axes) {
+    int inner = 1;
+    for (size_t a = static_cast<size_t>(axis) + 1; a < mesh.sizes.size(); ++a)
+      inner *= mesh.sizes[a];
+    const int size = mesh.sizes[static_cast<size_t>(axis)];
+    part = part * size + rank / inner % size;
   }
-  return false;
+  return part;
 }
 
-// What a rank holds along one dim, and the most that any rank does.
-struct Held {
-  Chunk chunk;
-  int64_t most = 0;
+int parts_of(const Mesh& mesh, const Cut& cut) noexcept {
+  int parts = 1;
+  for (const int axis : cut.axes) parts *= mesh.sizes[static_cast<size_t>(axis)];
+  return parts;
+}
 
-  int64_t size() const noexcept { return chunk.hi - chunk.lo; }
+// The shape that is cut.
+struct Dims {
+  size_t count = 0;
+  const int64_t* sizes = nullptr;
+  int64_t flat = 0;
+
+  Dims(const Sharding& sharding, const TensorSpec& target) noexcept {
+    if (sharding.flattens) {
+      flat = numel_of(target.shape);
+      count = 1;
+      return;
+    }
+    count = target.shape.size();
+    sizes = target.shape.data();
+  }
+  int64_t operator[](size_t d) const noexcept { return sizes == nullptr ? flat : sizes[d]; }
 };
 
-// Chunks of chunks, left to right. The first chunk is the largest, at every axis.
-Held held_along(const Layout& layout, const TensorSpec& target, int rank, int dim) noexcept {
-  const int64_t size = target.shape[static_cast<size_t>(dim)];
-  Held held{{0, size}, size};
-  for (size_t axis = 0; axis < layout.placements.size(); ++axis) {
-    if (cut_dim(layout.placements[axis], target) != dim) continue;
-    const Chunk part =
-        chunk_of(held.size(), layout.mesh.sizes[axis], coordinate_of(layout.mesh, rank, axis));
-    held.chunk = {held.chunk.lo + part.lo, held.chunk.lo + part.hi};
-    held.most = ceil_div(held.most, layout.mesh.sizes[axis]);
+// The tensor dim that a cut cuts, or -1.
+int cut_dim(const Cut& cut, const Dims& dims) noexcept {
+  if (dims.count == 0) return -1;
+  return cut.dim < static_cast<int>(dims.count) ? cut.dim : 0;
+}
+
+// What a rank holds along one dim: intervals, one after the other in its memory.
+class Held {
+ public:
+  explicit Held(int64_t size) noexcept : size_(size), padded_(size) { parts_[0] = {0, size}; }
+
+  void cut(const Mesh& mesh, const Cut& by, int rank, bool pads) {
+    const int parts = parts_of(mesh, by);
+    const int part = part_of(mesh, by, rank);
+    if (by.packed == 1 && count_ == 1) {  // nearly always
+      const Chunk mine = chunk_of(size_, parts, part);
+      padded_ = pads ? chunk_of(size_, parts, 0).size() : mine.size();
+      size_ = mine.size();
+      parts_[0] = {parts_[0].lo + mine.lo, parts_[0].lo + mine.hi};
+      return;
+    }
+    const Held whole = *this;
+    count_ = 0;
+    size_ = padded_ = 0;
+    for (int p = 0; p < by.packed; ++p) {
+      const Chunk packed = chunk_of(whole.size_, by.packed, p);
+      const Chunk mine = chunk_of(packed.size(), parts, part);
+      padded_ += pads ? chunk_of(packed.size(), parts, 0).size() : mine.size();
+      take(whole, packed.lo + mine.lo, packed.lo + mine.hi);
+    }
+  }
+
+  int64_t size() const noexcept { return size_; }
+  int64_t padded() const noexcept { return padded_; }
+  std::span<const Chunk> parts() const noexcept { return std::span(parts_).first(count_); }
+
+ private:
+  // Adds places [lo, hi) of `whole`.
+  void take(const Held& whole, int64_t lo, int64_t hi) {
+    size_ += hi - lo;
+    for (const Chunk& chunk : whole.parts()) {
+      const int64_t from = std::max<int64_t>(lo, 0);
+      const int64_t to = std::min(hi, chunk.size());
+      if (from < to) push({chunk.lo + from, chunk.lo + to});
+      lo -= chunk.size();
+      hi -= chunk.size();
+    }
+  }
+  void push(const Chunk& chunk) {
+    if (count_ > 0 && parts_[count_ - 1].hi == chunk.lo) {
+      parts_[count_ - 1].hi = chunk.hi;
+      return;
+    }
+    if (count_ == parts_.size()) {
+      fail(Category::unsupported, "a shard is of more than 16 stretches along a dim");
+    }
+    parts_[count_++] = chunk;
+  }
+
+  std::array<Chunk, 16> parts_;  // the first `count_` of them
+  size_t count_ = 1;
+  int64_t size_;
+  int64_t padded_;
+};
+
+bool is_cut(const Sharding& sharding, const Dims& dims, size_t d) noexcept {
+  return std::any_of(sharding.cuts.begin(), sharding.cuts.end(),
+                     [&](const Cut& cut) { return cut_dim(cut, dims) == static_cast<int>(d); });
+}
+
+Held held_along(const Sharding& sharding, const Dims& dims, size_t d, int rank) {
+  Held held(dims[d]);
+  for (const Cut& cut : sharding.cuts) {
+    if (cut_dim(cut, dims) == static_cast<int>(d)) {
+      held.cut(sharding.mesh, cut, rank, cut.pads && d == 0);
+    }
   }
   return held;
 }
 
-// The buffer of a rank and, where `box` is given, the piece in it. Neighbouring dims that nothing
-// cuts are one dim of the box: at most kMaxDims stay however many there are.
-LocalBuffer cut(const Layout& layout, const TensorSpec& target, int rank, Box* box) {
-  LocalBuffer buffer{target.dtype, 1, 1};
-  int64_t whole = 1;
-  const auto push_whole = [&] {
-    if (box != nullptr && whole != 1) box->push({.size = whole, .lo = 0, .hi = whole});
-    whole = 1;
-  };
-  for (size_t d = 0; d < target.shape.size(); ++d) {
-    const int64_t size = target.shape[d];
-    if (!is_cut(layout, target, static_cast<int>(d))) {
-      whole *= size;
-      buffer.numel *= size;
-      buffer.padded_numel *= size;
-      continue;
+// The dims of a target as a rank holds them, neighbours that nothing cuts as one: at most kMaxDims
+// stay however many there are.
+class Cutting {
+ public:
+  Cutting(const Sharding& sharding, const TensorSpec& target, int rank, bool wants_pieces)
+      : buffer_{target.dtype, 1, 1} {
+    const Dims dims(sharding, target);
+    int64_t whole = 1;
+    for (size_t d = 0; d < dims.count; ++d) {
+      if (!is_cut(sharding, dims, d)) {
+        whole *= dims[d];
+        continue;
+      }
+      push_whole(whole, wants_pieces);
+      whole = 1;
+      const Held held = held_along(sharding, dims, d, rank);
+      buffer_.numel *= held.size();
+      buffer_.padded_numel *= held.padded();
+      if (!wants_pieces) continue;
+      if (held.parts().size() > 1) packed_.emplace_back(box_.rank, held);
+      const Chunk first = held.parts().empty() ? Chunk{} : held.parts()[0];
+      extents_[static_cast<size_t>(box_.rank)] = held.size();
+      box_.push({.size = dims[d], .lo = first.lo, .hi = first.hi, .step = 1});
     }
-    push_whole();
-    const Held held = held_along(layout, target, rank, static_cast<int>(d));
-    if (box != nullptr) box->push({.size = size, .lo = held.chunk.lo, .hi = held.chunk.hi});
-    buffer.numel *= held.size();
-    buffer.padded_numel *= layout.pads && d == 0 ? held.most : held.size();
+    push_whole(whole, wants_pieces);
   }
-  push_whole();
-  if (box == nullptr) return buffer;
-  int64_t step = 1;
-  for (int d = box->rank - 1; d >= 0; --d) {
-    BoxDim& dim = box->dims[static_cast<size_t>(d)];
-    dim.step = step;
-    step *= dim.extent();
+
+  const LocalBuffer& buffer() const noexcept { return buffer_; }
+
+  void pieces(const std::function<void(const Box&)>& piece) {
+    if (buffer_.numel == 0) return;
+    int64_t step = 1;
+    for (auto d = static_cast<size_t>(box_.rank); d-- > 0;) {
+      box_.dims[d].step = step;
+      step *= extents_[d];
+    }
+    every_part(0, box_, piece);
   }
-  return buffer;
+
+ private:
+  void push_whole(int64_t size, bool wants_pieces) {
+    buffer_.numel *= size;
+    buffer_.padded_numel *= size;
+    if (!wants_pieces || size == 1) return;
+    extents_[static_cast<size_t>(box_.rank)] = size;
+    box_.push({.size = size, .lo = 0, .hi = size, .step = 1});
+  }
+
+  // Every combination of stretches along the packed dims is a box of its own.
+  void every_part(size_t k, const Box& box, const std::function<void(const Box&)>& piece) {
+    if (k == packed_.size()) return piece(box);
+    const auto d = static_cast<size_t>(packed_[k].first);
+    Box part = box;
+    for (const Chunk& chunk : packed_[k].second.parts()) {
+      part.dims[d].lo = chunk.lo;
+      part.dims[d].hi = chunk.hi;
+      every_part(k + 1, part, piece);
+      part.at += chunk.size() * part.dims[d].step;
+    }
+  }
+
+  LocalBuffer buffer_;
+  Box box_;
+  std::array<int64_t, Box::kMaxDims + 1> extents_;
+  std::vector<std::pair<int, Held>> packed_;
+};
+
+void require_sense(const Sharding& sharding) {
+  for (const int size : sharding.mesh.sizes) {
+    if (size < 1) fail(Category::usage, "a mesh axis has no ranks");
+  }
+  std::vector<bool> used(sharding.mesh.sizes.size());
+  for (const Cut& cut : sharding.cuts) {
+    if (cut.dim < 0) fail(Category::usage, "a tensor dim is below 0");
+    if (cut.packed < 1) fail(Category::usage, "a dim is packed of no parts");
+    for (const int axis : cut.axes) {
+      if (axis < 0 || static_cast<size_t>(axis) >= used.size()) {
+        fail(Category::usage, "a cut is along an axis that the mesh does not have");
+      }
+      if (used[static_cast<size_t>(axis)]) fail(Category::usage, "two cuts are along one axis");
+      used[static_cast<size_t>(axis)] = true;
+    }
+  }
+}
+
+Cut fsdp_cut(std::vector<int> axes, int dim) { return {std::move(axes), dim, 1, true}; }
+
+std::vector<int> axes_between(size_t first, size_t end) {
+  std::vector<int> axes;
+  for (size_t a = first; a < end; ++a) axes.push_back(static_cast<int>(a));
+  return axes;
+}
+
+uint8_t add_kind(Layout& layout, Sharding sharding) {
+  require_sense(sharding);
+  if (sharding.mesh.world_size() != layout.world_size()) {
+    fail(Category::usage, "two meshes of one layout are not of the same ranks",
+         {.expected = std::to_string(layout.world_size()),
+          .got = std::to_string(sharding.mesh.world_size())});
+  }
+  layout.kinds.push_back(std::move(sharding));
+  return static_cast<uint8_t>(layout.kinds.size() - 1);
+}
+
+// What ZeRO partitions: what a gradient can be of.
+bool is_partitioned(const TensorSpec* target) noexcept {
+  return target != nullptr && is_floating(target->dtype) && bits_per_element(target->dtype) >= 8;
 }
 
 }  // namespace
@@ -87,106 +240,217 @@ int Mesh::world_size() const noexcept {
   return product;
 }
 
-std::vector<int> Mesh::coordinate(int rank) const {
-  std::vector<int> coordinate;
-  for (size_t axis = 0; axis < sizes.size(); ++axis) {
-    coordinate.push_back(coordinate_of(*this, rank, axis));
+uint64_t Layout::held_bytes() const noexcept {
+  uint64_t bytes =
+      heap_block_bytes(kind_of.size()) + heap_block_bytes(places.size() * sizeof(Place));
+  for (const FlatGroup& flat : flats) {
+    bytes += heap_block_bytes(flat.targets.size() * sizeof(uint32_t)) +
+             heap_block_bytes(flat.begins.size() * sizeof(int64_t));
   }
-  return coordinate;
+  return bytes;
 }
 
-Layout make_layout(std::string_view name, Mesh mesh, std::vector<Placement> placements) {
-  if (mesh.sizes.size() != placements.size()) {
-    fail(Category::usage, "a layout has one placement per mesh axis");
-  }
-  for (size_t axis = 0; axis < placements.size(); ++axis) {
-    if (mesh.sizes[axis] < 1) fail(Category::usage, "a mesh axis has no ranks");
-    if (placements[axis].dim < 0) fail(Category::usage, "a tensor dim is below 0");
-  }
-  return {name, std::move(mesh), std::move(placements), false};
-}
-
-Layout whole_layout(int world_size) {
-  return make_layout("none", {{world_size}}, {{Placement::Kind::replicate, 0}});
-}
-
-Layout hsdp_layout(int replicas, int shards, int shard_dim) {
-  Layout layout =
-      make_layout("hsdp", {{replicas, shards}},
-                  {{Placement::Kind::replicate, 0}, {Placement::Kind::shard, shard_dim}});
-  layout.pads = true;
+Layout make_layout(std::string_view name, Sharding sharding) {
+  require_sense(sharding);
+  Layout layout{.name = name};
+  layout.kinds.push_back(std::move(sharding));
   return layout;
 }
+
+Layout whole_layout(int world_size) { return make_layout("none", {.mesh = {{world_size}}}); }
 
 Layout fsdp2_layout(int world_size, int shard_dim) {
-  Layout layout = make_layout("fsdp2", {{world_size}}, {{Placement::Kind::shard, shard_dim}});
-  layout.pads = true;
+  return make_layout("fsdp2", {.mesh = {{world_size}}, .cuts = {fsdp_cut({0}, shard_dim)}});
+}
+
+Layout hsdp_layout(int replicas, std::vector<int> shards, int shard_dim) {
+  Mesh mesh{std::move(shards)};
+  mesh.sizes.insert(mesh.sizes.begin(), replicas);
+  const std::vector<int> axes = axes_between(1, mesh.sizes.size());
+  return make_layout("hsdp", {.mesh = std::move(mesh), .cuts = {fsdp_cut(axes, shard_dim)}});
+}
+
+Layout tp_fsdp_layout(const std::vector<int>& dp, int tp, int shard_dim) {
+  Mesh mesh{dp};
+  mesh.sizes.push_back(tp);
+  const int tp_axis = static_cast<int>(dp.size());
+  const Cut by_fsdp = fsdp_cut(axes_between(0, dp.size()), shard_dim);
+  const auto after = [&](std::vector<Cut> cuts) {
+    cuts.push_back(by_fsdp);
+    return Sharding{.mesh = mesh, .cuts = std::move(cuts)};
+  };
+  Layout layout = make_layout("tp-fsdp", after({{{tp_axis}, 0}}));
+  add_kind(layout, after({{{tp_axis}, 1}}));
+  add_kind(layout, after({{{tp_axis}, 0, 2}}));
+  add_kind(layout, after({}));
   return layout;
 }
 
-std::vector<int64_t> local_shape(const Layout& layout, const TensorSpec& target, int rank) {
-  std::vector<int64_t> shape = target.shape;
-  for (size_t d = 0; d < shape.size(); ++d) {
-    shape[d] = held_along(layout, target, rank, static_cast<int>(d)).size();
+uint8_t add_expert_kind(Layout& layout, int fsdp, int ep, int shard_dim) {
+  return add_kind(layout, {.mesh = {{fsdp, ep}}, .cuts = {{{1}, 0}, fsdp_cut({0}, shard_dim)}});
+}
+
+Layout zero3_layout(int world_size, Targets targets) {
+  Layout layout =
+      make_layout("zero3", {.mesh = {{world_size}}, .cuts = {fsdp_cut({0}, 0)}, .flattens = true});
+  const uint8_t whole = add_kind(layout, {.mesh = {{world_size}}});
+  for (const TensorSpec* target : targets) {
+    layout.kind_of.push_back(is_partitioned(target) && !target->shape.empty() ? 0 : whole);
+  }
+  return layout;
+}
+
+Layout flat_layout(std::string_view name, int world_size, Targets targets, bool round_robin) {
+  Layout layout = make_layout(name, {.mesh = {{world_size}}});
+  layout.places.assign(targets.size(), {Layout::kNotFlat, 0});
+  std::vector<DType> dtypes;
+  for (uint32_t t = 0; t < targets.size(); ++t) {
+    if (!is_partitioned(targets[t])) continue;
+    const auto found = std::find(dtypes.begin(), dtypes.end(), targets[t]->dtype);
+    const auto flat = static_cast<size_t>(found - dtypes.begin());
+    if (found == dtypes.end()) {
+      dtypes.push_back(targets[t]->dtype);
+      layout.flats.push_back({.dtype = targets[t]->dtype});
+    }
+    layout.flats[flat].targets.push_back(t);
+  }
+  for (uint32_t f = 0; f < layout.flats.size(); ++f) {
+    FlatGroup& flat = layout.flats[f];
+    if (round_robin) {
+      std::vector<uint32_t> dealt;
+      for (int rank = 0; rank < world_size; ++rank) {
+        for (auto i = static_cast<size_t>(rank); i < flat.targets.size();
+             i += static_cast<size_t>(world_size)) {
+          dealt.push_back(flat.targets[i]);
+        }
+      }
+      flat.targets = std::move(dealt);
+    }
+    for (const uint32_t t : flat.targets) {
+      flat.begins.push_back(flat.numel);
+      layout.places[t] = {f, flat.numel};
+      flat.numel += numel_of(targets[t]->shape);
+    }
+    flat.begins.push_back(flat.numel);
+    flat.part = 2 * ceil_div(flat.numel, int64_t{2} * world_size);
+  }
+  return layout;
+}
+
+std::vector<int64_t> local_shape(const Sharding& sharding, const TensorSpec& target, int rank) {
+  const Dims dims(sharding, target);
+  std::vector<int64_t> shape;
+  for (size_t d = 0; d < dims.count; ++d) {
+    shape.push_back(held_along(sharding, dims, d, rank).size());
   }
   return shape;
 }
 
-LocalBuffer local_buffer(const Layout& layout, const TensorSpec& target, int rank) {
-  return cut(layout, target, rank, nullptr);
+LocalBuffer local_buffer(const Sharding& sharding, const TensorSpec& target, int rank) {
+  return Cutting(sharding, target, rank, false).buffer();
 }
 
-bool have_equal_buffers(const Layout& layout, int a, int b) noexcept {
-  for (size_t axis = 0; axis < layout.placements.size(); ++axis) {
-    const Placement& placement = layout.placements[axis];
-    const bool sizes_differ =
-        placement.kind == Placement::Kind::shard && !(layout.pads && placement.dim == 0);
-    if (sizes_differ &&
-        coordinate_of(layout.mesh, a, axis) != coordinate_of(layout.mesh, b, axis)) {
-      return false;
+LocalBuffer local_buffer(const FlatGroup& flat, int rank) noexcept {
+  const int64_t begin = std::min(flat.numel, rank * flat.part);
+  return {flat.dtype, std::min(flat.part, flat.numel - begin), flat.part};
+}
+
+uint64_t buffer_class(const Layout& layout, int rank) noexcept {
+  uint64_t key = 0;
+  for (const Sharding& sharding : layout.kinds) {
+    for (const Cut& cut : sharding.cuts) {
+      if (cut.pads && cut.dim == 0) continue;
+      key = key * static_cast<uint64_t>(parts_of(sharding.mesh, cut)) +
+            static_cast<uint64_t>(part_of(sharding.mesh, cut, rank));
     }
   }
-  return true;
+  return key;
 }
 
-LocalBuffer for_each_piece(const Layout& layout, const TensorSpec& target, int rank,
+LocalBuffer for_each_piece(const Sharding& sharding, const TensorSpec& target, int rank,
                            const std::function<void(const Box& piece)>& piece) {
+  Cutting cutting(sharding, target, rank, true);
+  cutting.pieces(piece);
+  return cutting.buffer();
+}
+
+Box flat_piece(const FlatGroup& flat, int64_t begin, int64_t numel, int rank) noexcept {
+  const int64_t from = rank * flat.part;
+  const int64_t lo = std::max(begin, from);
+  const int64_t hi = std::max(lo, std::min(begin + numel, from + flat.part));
   Box box;
-  const LocalBuffer buffer = cut(layout, target, rank, &box);
-  if (buffer.numel > 0) piece(box);
-  return buffer;
+  box.at = lo - from;
+  box.rank = 1;
+  box.dims[0] = {.size = numel, .lo = lo - begin, .hi = hi - begin, .step = 1};
+  return box;
 }
 
 void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
                          const std::function<void(int64_t global, int64_t local, int64_t n)>& run) {
+  // Places grow with the piece's own row-major order, so the first row that reaches `begin` is
+  // found digit by digit, from the outermost dim inward.
+  std::array<int64_t, Box::kMaxDims> index{};
   const int inner = piece.rank - 1;
+  int64_t rest = std::max<int64_t>(0, begin - piece.at);
+  for (int d = 0; d < inner; ++d) {
+    const BoxDim& dim = piece.dims[static_cast<size_t>(d)];
+    int64_t& i = index[static_cast<size_t>(d)];
+    i = std::min(rest / dim.step, dim.extent() - 1);
+    rest -= i * dim.step;
+  }
   const int64_t row = inner < 0 ? 1 : piece.dims[static_cast<size_t>(inner)].extent();
-  for (int64_t local = begin; local < end;) {
-    const int64_t column = local % row;
-    const int64_t n = std::min(row - column, end - local);
-    int64_t rest = local / row;
-    int64_t stride = 1;
+  for (;;) {
+    int64_t place = piece.at;
     int64_t global = 0;
-    for (int d = inner; d >= 0; --d) {
+    for (int d = 0; d < piece.rank; ++d) {
       const BoxDim& dim = piece.dims[static_cast<size_t>(d)];
-      const int64_t index = d == inner ? column : rest % dim.extent();
-      if (d != inner) rest /= dim.extent();
-      global += (dim.lo + index) * stride;
-      stride *= dim.size;
+      place += index[static_cast<size_t>(d)] * dim.step;
+      global = global * dim.size + dim.lo + index[static_cast<size_t>(d)];
     }
-    run(global, local, n);
-    local += n;
+    if (place >= end) return;
+    const int64_t lo = std::max(begin, place);
+    const int64_t hi = std::min(end, place + row);
+    if (lo < hi) run(global + (lo - place), lo, hi - lo);
+    int d = inner - 1;
+    for (; d >= 0; --d) {
+      if (++index[static_cast<size_t>(d)] < piece.dims[static_cast<size_t>(d)].extent()) break;
+      index[static_cast<size_t>(d)] = 0;
+    }
+    if (d < 0) return;
   }
 }
 
-bool is_primary(const Layout& layout, const TensorSpec& target, int rank) {
-  for (size_t axis = 0; axis < layout.placements.size(); ++axis) {
-    if (cut_dim(layout.placements[axis], target) < 0 &&
-        coordinate_of(layout.mesh, rank, axis) != 0) {
-      return false;
-    }
+bool is_primary(const Sharding& sharding, const TensorSpec& target, int rank) {
+  const Dims dims(sharding, target);
+  int others = sharding.mesh.world_size();  // ranks along the axes that cut nothing
+  std::vector<bool> cuts(sharding.mesh.sizes.size());
+  for (const Cut& cut : sharding.cuts) {
+    if (cut_dim(cut, dims) < 0) continue;
+    for (const int axis : cut.axes) cuts[static_cast<size_t>(axis)] = true;
+  }
+  for (size_t axis = 0; axis < cuts.size(); ++axis) {
+    others /= sharding.mesh.sizes[axis];
+    if (!cuts[axis] && rank / others % sharding.mesh.sizes[axis] != 0) return false;
   }
   return true;
+}
+
+void digest_layout(const Layout& layout, Hasher& hasher) {
+  hasher.add(layout.name);
+  for (const Sharding& sharding : layout.kinds) {
+    hasher.add(sharding.flattens).add(sharding.mesh.sizes.size());
+    for (const int size : sharding.mesh.sizes) hasher.add(size);
+    for (const Cut& cut : sharding.cuts) {
+      hasher.add(cut.axes.size());
+      for (const int axis : cut.axes) hasher.add(axis);
+      hasher.add(cut.dim).add(cut.packed).add(cut.pads);
+    }
+  }
+  for (const uint8_t kind : layout.kind_of) hasher.add(kind);
+  for (const FlatGroup& flat : layout.flats) {
+    hasher.add(flat.part);
+    for (const uint32_t t : flat.targets) hasher.add(t);
+  }
 }
 
 }  // namespace modicum

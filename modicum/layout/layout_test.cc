@@ -13,9 +13,9 @@ TensorSpec tensor(std::vector<int64_t> shape) {
 
 // Row-major ids of the elements that `rank` holds, in local order: what torch would give for
 // chunk(arange(numel).reshape(shape), world, dim)[rank].flatten().
-std::vector<int64_t> held_ids(const Layout& layout, const TensorSpec& target, int rank) {
-  std::vector<int64_t> ids(static_cast<size_t>(local_buffer(layout, target, rank).numel), -1);
-  for_each_piece(layout, target, rank, [&](const Box& piece) {
+std::vector<int64_t> held_ids(const Sharding& sharding, const TensorSpec& target, int rank) {
+  std::vector<int64_t> ids(static_cast<size_t>(local_buffer(sharding, target, rank).numel), -1);
+  for_each_piece(sharding, target, rank, [&](const Box& piece) {
     for_each_runs(piece, [&](const Runs& runs) {
       for (int64_t k = 0; k < runs.runs; ++k) {
         for (int64_t i = 0; i < runs.run; ++i) {
@@ -27,6 +27,10 @@ std::vector<int64_t> held_ids(const Layout& layout, const TensorSpec& target, in
     });
   });
   return ids;
+}
+
+std::vector<int64_t> held_ids(const Layout& layout, const TensorSpec& target, int rank) {
+  return held_ids(layout.kinds[0], target, rank);
 }
 
 // torch.chunk from its documentation, element by element and knowing nothing of boxes.
@@ -92,62 +96,250 @@ TEST(Layout, PiecesAreTorchsChunksForSizesAndWorlds) {
 TEST(Layout, LastRankIsShortAndPaddedWhenDimIsUneven) {
   const Layout layout = fsdp2_layout(4);
   const TensorSpec target = tensor({10, 6});
-  EXPECT_EQ(local_shape(layout, target, 0), (std::vector<int64_t>{3, 6}));
-  EXPECT_EQ(local_shape(layout, target, 3), (std::vector<int64_t>{1, 6}));
-  EXPECT_EQ(local_buffer(layout, target, 3).numel, 6);
-  EXPECT_EQ(local_buffer(layout, target, 3).padded_numel, 18);
-  EXPECT_EQ(local_buffer(layout, target, 3).bytes(), 36U);
+  EXPECT_EQ(local_shape(layout.kinds[0], target, 0), (std::vector<int64_t>{3, 6}));
+  EXPECT_EQ(local_shape(layout.kinds[0], target, 3), (std::vector<int64_t>{1, 6}));
+  EXPECT_EQ(local_buffer(layout.kinds[0], target, 3).numel, 6);
+  EXPECT_EQ(local_buffer(layout.kinds[0], target, 3).padded_numel, 18);
+  EXPECT_EQ(local_buffer(layout.kinds[0], target, 3).bytes(), 36U);
 }
 
 TEST(Layout, EmptyShardsKeepTheOtherDimsAndThePadding) {
   const Layout layout = fsdp2_layout(4);
-  EXPECT_EQ(local_shape(layout, tensor({5, 7}), 3), (std::vector<int64_t>{0, 7}));
-  EXPECT_EQ(local_buffer(layout, tensor({5, 7}), 3).numel, 0);
-  EXPECT_EQ(local_buffer(layout, tensor({5, 7}), 3).padded_numel, 14);
+  EXPECT_EQ(local_shape(layout.kinds[0], tensor({5, 7}), 3), (std::vector<int64_t>{0, 7}));
+  EXPECT_EQ(local_buffer(layout.kinds[0], tensor({5, 7}), 3).numel, 0);
+  EXPECT_EQ(local_buffer(layout.kinds[0], tensor({5, 7}), 3).padded_numel, 14);
 }
 
 TEST(Layout, ZeroDimTensorsAreOnEveryRankAndPrimaryOnTheFirst) {
   const Layout layout = fsdp2_layout(3);
   for (int rank = 0; rank < 3; ++rank) {
     EXPECT_EQ(held_ids(layout, tensor({}), rank), (std::vector<int64_t>{0}));
-    EXPECT_EQ(is_primary(layout, tensor({}), rank), rank == 0);
-    EXPECT_TRUE(is_primary(layout, tensor({4}), rank));
+    EXPECT_EQ(is_primary(layout.kinds[0], tensor({}), rank), rank == 0);
+    EXPECT_TRUE(is_primary(layout.kinds[0], tensor({4}), rank));
   }
 }
 
 TEST(Layout, ACutBeyondATensorsDimsIsAlongDimZero) {
-  EXPECT_EQ(local_shape(fsdp2_layout(2, 1), tensor({5}), 1), (std::vector<int64_t>{2}));
+  EXPECT_EQ(local_shape(fsdp2_layout(2, 1).kinds[0], tensor({5}), 1), (std::vector<int64_t>{2}));
 }
 
 TEST(Layout, WholeLayoutHoldsEverythingEverywhereOnce) {
   const Layout layout = whole_layout(3);
   const TensorSpec target = tensor({4, 2});
-  EXPECT_EQ(local_shape(layout, target, 2), target.shape);
-  EXPECT_TRUE(is_primary(layout, target, 0));
-  EXPECT_FALSE(is_primary(layout, target, 2));
+  EXPECT_EQ(local_shape(layout.kinds[0], target, 2), target.shape);
+  EXPECT_TRUE(is_primary(layout.kinds[0], target, 0));
+  EXPECT_FALSE(is_primary(layout.kinds[0], target, 2));
 }
 
 TEST(Layout, HsdpIsFsdp2WithinEachReplica) {
-  const Layout layout = hsdp_layout(2, 3);
+  const Layout layout = hsdp_layout(2, {3});
   for (int rank = 0; rank < 6; ++rank) {
     const TensorSpec target = tensor({7, 2});
     EXPECT_EQ(held_ids(layout, target, rank), chunk_by_hand({7, 2}, 3, rank % 3, 0));
-    EXPECT_EQ(local_buffer(layout, target, rank).padded_numel, 6);
-    EXPECT_EQ(is_primary(layout, target, rank), rank < 3);
-    EXPECT_EQ(is_primary(layout, tensor({}), rank), rank == 0);
+    EXPECT_EQ(local_buffer(layout.kinds[0], target, rank).padded_numel, 6);
+    EXPECT_EQ(is_primary(layout.kinds[0], target, rank), rank < 3);
+    EXPECT_EQ(is_primary(layout.kinds[0], tensor({}), rank), rank == 0);
   }
 }
 
-// A mesh of two axes cuts left to right.
-TEST(Layout, PlacementsApplyLeftToRight) {
-  Layout layout{"test", {{2, 3}}, {{Placement::Kind::replicate, 0}, {Placement::Kind::shard, 0}}};
-  EXPECT_EQ(layout.mesh.coordinate(4), (std::vector<int>{1, 1}));
-  EXPECT_EQ(held_ids(layout, tensor({7}), 4), (std::vector<int64_t>{3, 4, 5}));
-  EXPECT_TRUE(is_primary(layout, tensor({7}), 1));
-  EXPECT_FALSE(is_primary(layout, tensor({7}), 4));
-  layout.placements = {{Placement::Kind::shard, 0}, {Placement::Kind::shard, 0}};
-  EXPECT_EQ(held_ids(layout, tensor({7}), 0), (std::vector<int64_t>{0, 1}));  // of [0, 4)
-  EXPECT_EQ(held_ids(layout, tensor({7}), 5), (std::vector<int64_t>{6}));     // of [4, 7)
+using Ids = std::vector<int64_t>;
+
+// One cut as torch would make it of a list of elements that lie along a dim: chunks of each packed
+// part, put together.
+Ids cut_by_hand(const Ids& along, int packed, int parts, int part) {
+  Ids mine;
+  const auto chunk = [](int64_t n, int of) { return (n + of - 1) / of; };
+  const auto size = static_cast<int64_t>(along.size());
+  const int64_t q = chunk(size, packed);
+  for (int64_t p = 0; p < packed; ++p) {
+    const int64_t lo = std::min(size, p * q), hi = std::min(size, lo + q);
+    const int64_t r = chunk(hi - lo, parts);
+    for (int64_t i = lo + part * r; i < std::min(hi, lo + (part + 1) * r); ++i) {
+      mine.push_back(along[static_cast<size_t>(i)]);
+    }
+  }
+  return mine;
+}
+
+Ids indices(int64_t n) {
+  Ids all(static_cast<size_t>(n));
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+// Of [rows, columns], where each is a list of indices.
+Ids product(const Ids& rows, const Ids& columns, int64_t row_size) {
+  Ids ids;
+  for (const int64_t r : rows) {
+    for (const int64_t c : columns) ids.push_back(r * row_size + c);
+  }
+  return ids;
+}
+
+TEST(Layout, StridedShardsAreChunksOfEachPart) {
+  const auto held = [](int64_t n, int packed, int world) {
+    const Layout layout =
+        make_layout("test", {.mesh = {{world}}, .cuts = {{.axes = {0}, .packed = packed}}});
+    std::vector<Ids> all;
+    for (int rank = 0; rank < world; ++rank) all.push_back(held_ids(layout, tensor({n}), rank));
+    return all;
+  };
+  using All = std::vector<Ids>;
+  EXPECT_EQ(held(9, 2, 4), (All{{0, 1, 5}, {2, 3, 6}, {4, 7}, {8}}));
+  EXPECT_EQ(held(10, 2, 2), (All{{0, 1, 2, 5, 6, 7}, {3, 4, 8, 9}}));
+  EXPECT_EQ(held(10, 4, 2), (All{{0, 1, 3, 4, 6, 7, 9}, {2, 5, 8}}));
+  EXPECT_EQ(held(5, 2, 4), (All{{0, 3}, {1, 4}, {2}, {}}));
+  EXPECT_EQ(held(7, 2, 2), (All{{0, 1, 4, 5}, {2, 3, 6}}));
+}
+
+TEST(Layout, TpCutsFirstAndFsdpWhatIsLeft) {
+  for (const auto& [dp, tp] : {std::pair(2, 2), {3, 2}, {2, 3}, {4, 4}, {1, 3}, {3, 1}}) {
+    for (const int dim : {0, 1}) {
+      const Layout layout = tp_fsdp_layout({dp}, tp, dim);
+      for (int64_t n = 0; n <= 13; ++n) {
+        const TensorSpec target = tensor({n, n + 1});
+        for (int rank = 0; rank < dp * tp; ++rank) {
+          const auto check = [&](TpKind kind, int tp_dim, int packed, int tp_parts) {
+            Ids along[2] = {indices(n), indices(n + 1)};
+            along[tp_dim] = cut_by_hand(along[tp_dim], packed, tp_parts, rank % tp % tp_parts);
+            const auto of_tp = static_cast<int64_t>(along[0].size());
+            along[dim] = cut_by_hand(along[dim], 1, dp, rank / tp);
+            const Sharding& sharding = layout.kinds[static_cast<size_t>(kind)];
+            ASSERT_EQ(held_ids(sharding, target, rank), product(along[0], along[1], n + 1))
+                << dp << "x" << tp << " n " << n << " rank " << rank << " dim " << dim;
+            // FSDP2 pads what TP left along dim 0.
+            const int64_t rows = dim == 0 ? (of_tp + dp - 1) / dp : of_tp;
+            ASSERT_EQ(local_buffer(sharding, target, rank).padded_numel,
+                      rows * static_cast<int64_t>(along[1].size()));
+          };
+          check(TpKind::columns, 0, 1, tp);
+          check(TpKind::rows, 1, 1, tp);
+          check(TpKind::packed, 0, 2, tp);
+          check(TpKind::replicated, 0, 1, 1);
+        }
+      }
+    }
+  }
+}
+
+// The placement description (strided, shard), read left to right, would give it to rank 4.
+TEST(Layout, AnUnevenTpShardIsCutAsItLies) {
+  const Sharding sharding = tp_fsdp_layout({3}, 2).kinds[0];
+  EXPECT_EQ(held_ids(sharding, tensor({7}), 4), Ids{});
+  EXPECT_EQ(held_ids(sharding, tensor({7}), 5), Ids{6});
+}
+
+TEST(Layout, FlattenedAxesAreOneAxis) {
+  const Sharding flattened = tp_fsdp_layout({2, 3}, 2).kinds[0];
+  const Sharding single = tp_fsdp_layout({6}, 2).kinds[0];
+  for (int rank = 0; rank < 12; ++rank) {
+    EXPECT_EQ(held_ids(flattened, tensor({29, 2}), rank), held_ids(single, tensor({29, 2}), rank));
+  }
+  // Axes that are not neighbours: (a, b, c) with a and c flattened.
+  const Layout apart = make_layout("test", {.mesh = {{2, 3, 2}}, .cuts = {{.axes = {0, 2}}}});
+  for (int rank = 0; rank < 12; ++rank) {
+    EXPECT_EQ(held_ids(apart, tensor({8}), rank),
+              chunk_by_hand({8}, 4, rank / 6 * 2 + rank % 2, 0));
+    EXPECT_EQ(is_primary(apart.kinds[0], tensor({8}), rank), rank / 2 % 3 == 0);
+  }
+}
+
+TEST(Layout, ExpertsAreDealtFirst) {
+  Layout layout = fsdp2_layout(6);
+  const Sharding sharding = layout.kinds[add_expert_kind(layout, 3, 2, 1)];
+  for (int rank = 0; rank < 6; ++rank) {
+    EXPECT_EQ(held_ids(sharding, tensor({4, 7}), rank),
+              product(cut_by_hand(indices(4), 1, 2, rank % 2),
+                      cut_by_hand(indices(7), 1, 3, rank / 2), 7));
+  }
+  EXPECT_THROW(add_expert_kind(layout, 2, 2), Error);
+}
+
+// a, b and c of 10, 7 and 5 elements over 4 ranks: 22, and 2 zeros up to a multiple of 8.
+TEST(Layout, FlatGroupsAreDeepSpeeds) {
+  const TensorSpec a = tensor({10}), b = tensor({7, 1}), c = tensor({5});
+  const TensorSpec step{"step", Role::buffer, DType::i64, {}};
+  const std::vector<const TensorSpec*> targets = {&a, &step, &b, nullptr, &c};
+  const Layout layout = flat_layout("zero2", 4, targets, false);
+  ASSERT_EQ(layout.flats.size(), 1U);
+  const FlatGroup& flat = layout.flats[0];
+  EXPECT_EQ(flat.numel, 22);
+  EXPECT_EQ(flat.part, 6);
+  EXPECT_FALSE(layout.is_flat(1));
+  EXPECT_FALSE(layout.is_flat(3));
+  const auto held = [&](uint32_t t, int rank) {
+    const Box box = flat_piece(flat, layout.places[t].begin, numel_of(targets[t]->shape), rank);
+    return box.empty() ? Ids{} : Ids{box.dims[0].lo, box.dims[0].hi, box.at};
+  };
+  EXPECT_EQ(held(0, 0), (Ids{0, 6, 0}));
+  EXPECT_EQ(held(0, 1), (Ids{6, 10, 0}));
+  EXPECT_EQ(held(2, 1), (Ids{0, 2, 4}));
+  EXPECT_EQ(held(2, 2), (Ids{2, 7, 0}));
+  EXPECT_EQ(held(4, 2), (Ids{0, 1, 5}));
+  EXPECT_EQ(held(4, 3), (Ids{1, 5, 0}));
+  EXPECT_EQ(held(0, 2), Ids{});
+  EXPECT_EQ(local_buffer(flat, 3).numel, 4);
+  EXPECT_EQ(local_buffer(flat, 3).padded_numel, 6);
+  EXPECT_EQ(flat_layout("zero1", 4, targets, false).flats[0].part, 6);
+}
+
+TEST(Layout, RoundRobinDealsTheTargetsOut) {
+  const TensorSpec one = tensor({1});
+  const std::vector<const TensorSpec*> six(6, &one);
+  EXPECT_EQ(flat_layout("zero2", 4, six, true).flats[0].targets,
+            (std::vector<uint32_t>{0, 4, 1, 5, 2, 3}));
+}
+
+TEST(Layout, FlatGroupsAreOneForEachDtype) {
+  const TensorSpec low = tensor({3});
+  const TensorSpec high{"h", Role::param, DType::f32, {2}};
+  const std::vector<const TensorSpec*> targets = {&low, &high, &low};
+  const Layout layout = flat_layout("zero1", 2, targets, false);
+  ASSERT_EQ(layout.flats.size(), 2U);
+  EXPECT_EQ(layout.flats[0].targets, (std::vector<uint32_t>{0, 2}));
+  EXPECT_EQ(layout.flats[1].dtype, DType::f32);
+  EXPECT_EQ(layout.flats[1].part, 2);
+}
+
+TEST(Layout, Zero3FlattensEachTensor) {
+  const TensorSpec matrix = tensor({3, 5}), scalar = tensor({});
+  const TensorSpec mask{"mask", Role::buffer, DType::boolean, {4}};
+  const std::vector<const TensorSpec*> targets = {&matrix, &scalar, &mask};
+  const Layout layout = zero3_layout(4, targets);
+  EXPECT_EQ(held_ids(layout.sharding_of(0), matrix, 2), (Ids{8, 9, 10, 11}));
+  EXPECT_EQ(local_shape(layout.sharding_of(0), matrix, 3), Ids{3});
+  EXPECT_EQ(local_buffer(layout.sharding_of(0), matrix, 3).padded_numel, 4);
+  EXPECT_EQ(held_ids(layout.sharding_of(1), scalar, 3), Ids{0});
+  EXPECT_EQ(local_shape(layout.sharding_of(2), mask, 3), Ids{4});
+}
+
+TEST(Layout, RanksOfOneClassHaveEqualBuffers) {
+  const TensorSpec targets[] = {tensor({7, 5}), tensor({3}), tensor({})};
+  for (const Layout& layout :
+       {fsdp2_layout(4, 1), tp_fsdp_layout({2}, 3), hsdp_layout(2, {3}, 1)}) {
+    for (int a = 0; a < layout.world_size(); ++a) {
+      for (int b = 0; b < layout.world_size(); ++b) {
+        if (buffer_class(layout, a) != buffer_class(layout, b)) continue;
+        for (const TensorSpec& target : targets) {
+          EXPECT_EQ(local_buffer(layout.kinds[0], target, a).padded_numel,
+                    local_buffer(layout.kinds[0], target, b).padded_numel);
+        }
+      }
+    }
+  }
+  EXPECT_EQ(buffer_class(tp_fsdp_layout({2}, 3), 0), buffer_class(tp_fsdp_layout({2}, 3), 3));
+  EXPECT_NE(buffer_class(tp_fsdp_layout({2}, 3), 0), buffer_class(tp_fsdp_layout({2}, 3), 1));
+}
+
+TEST(Layout, NonsenseIsRefused) {
+  const auto cut_along = [](std::vector<Cut> cuts) {
+    return make_layout("test", {.mesh = {{2, 2}}, .cuts = std::move(cuts)});
+  };
+  EXPECT_THROW(cut_along({{.axes = {2}}}), Error);
+  EXPECT_THROW(cut_along({{.axes = {0}}, {.axes = {0}}}), Error);
+  EXPECT_THROW(cut_along({{.axes = {0}, .dim = -1}}), Error);
+  EXPECT_THROW(cut_along({{.axes = {0}, .packed = 0}}), Error);
+  EXPECT_THROW(whole_layout(0), Error);
 }
 
 TEST(Layout, TensorsOfManyDimsAreCutAsFewDims) {
@@ -156,25 +348,29 @@ TEST(Layout, TensorsOfManyDimsAreCutAsFewDims) {
   EXPECT_EQ(held_ids(fsdp2_layout(2), target, 1), (std::vector<int64_t>{}));
 }
 
+// Also where a rank's part is of several pieces that lie between each other.
 TEST(Layout, GlobalRunsSayWhereLocalElementsCameFrom) {
-  const Layout layout = fsdp2_layout(3, 1);
+  const Layout plain = fsdp2_layout(3, 1);
+  const Layout packed =
+      make_layout("test", {.mesh = {{3}}, .cuts = {{.axes = {0}, .dim = 1, .packed = 2}}});
   const TensorSpec target = tensor({4, 7, 2});
-  for (int rank = 0; rank < 3; ++rank) {
-    const std::vector<int64_t> ids = held_ids(layout, target, rank);
-    for_each_piece(layout, target, rank, [&](const Box& piece) {
-      for (int64_t begin = 0; begin < piece.numel(); begin += 5) {
-        const int64_t end = std::min(begin + 5, piece.numel());
-        int64_t next = begin;
-        for_each_global_run(piece, begin, end, [&](int64_t global, int64_t local, int64_t n) {
-          EXPECT_EQ(local, next);
-          for (int64_t i = 0; i < n; ++i) {
-            EXPECT_EQ(ids.at(static_cast<size_t>(piece.at + local + i)), global + i);
-          }
-          next += n;
+  for (const Layout& layout : {plain, packed}) {
+    for (int rank = 0; rank < 3; ++rank) {
+      const Ids ids = held_ids(layout, target, rank);
+      for (int64_t begin = 0; begin < static_cast<int64_t>(ids.size()); begin += 5) {
+        const auto end = std::min(begin + 5, static_cast<int64_t>(ids.size()));
+        Ids found(ids.size(), -1);
+        for_each_piece(layout.kinds[0], target, rank, [&](const Box& piece) {
+          for_each_global_run(piece, begin, end, [&](int64_t global, int64_t local, int64_t n) {
+            for (int64_t i = 0; i < n; ++i) found.at(static_cast<size_t>(local + i)) = global + i;
+          });
         });
-        EXPECT_EQ(next, end);
+        for (int64_t i = 0; i < static_cast<int64_t>(ids.size()); ++i) {
+          const auto at = static_cast<size_t>(i);
+          EXPECT_EQ(found[at], i >= begin && i < end ? ids[at] : -1);
+        }
       }
-    });
+    }
   }
 }
 

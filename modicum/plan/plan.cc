@@ -3,13 +3,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 
 namespace modicum {
 namespace {
 
-// Kept per target while loading: what has been put there (count and two sums) and where it begins.
-constexpr uint64_t kBookkeepingBytesPerTarget = 4 * sizeof(uint64_t);
+// Kept per buffer while loading: what has been put there (count and two sums) and where it begins.
+constexpr uint64_t kBookkeepingBytesPerBuffer = 4 * sizeof(uint64_t);
 
 void order_targets(Plan& plan) {
   const Recipe& recipe = *plan.recipe;
@@ -90,10 +91,9 @@ Staging divide_staging(const Plan& plan) {
 uint64_t shard_bytes(const Plan& plan, int rank) {
   if (plan.options.destination == Destination::discard) return 0;
   uint64_t end = 0;
-  for (uint32_t t = 0; t < plan.recipe->targets.size(); ++t) {
-    if (plan.recipe->is_alias(t)) continue;
-    const uint64_t bytes = local_buffer(plan.layout, plan.recipe->targets[t].spec, rank).bytes();
-    end = round_up(end, kBufferAlignment) + bytes;
+  for (uint32_t b = 0; b < buffer_count(plan); ++b) {
+    const uint64_t bytes = buffer_of(plan, b, rank).bytes();
+    if (bytes > 0) end = round_up(end, kBufferAlignment) + bytes;
   }
   return round_up(end, kPageBytes);
 }
@@ -121,6 +121,7 @@ Promise promise_of(const Plan& plan) {
   const uint64_t held = plan.held_bytes();
   const uint64_t of_reader = window_bytes(plan, plan.strategy().of_reader);
   const uint64_t of_others = window_bytes(plan, plan.strategy().of_others);
+  std::map<uint64_t, uint64_t> shards_of_class;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     promise.node_of_rank.push_back(static_cast<uint32_t>(rank / per_node));
     const bool reads = plan.strategy().reader == Reader::every_rank || rank == 0;
@@ -129,9 +130,9 @@ Promise promise_of(const Plan& plan) {
     open[Purpose::header] = header;
     open[Purpose::plan] = held;
     Footprint hold = open;
-    const bool as_before = rank > 0 && have_equal_buffers(plan.layout, rank - 1, rank);
-    hold[Purpose::shards] = as_before ? promise.phases[kHoldPhase].of_rank.back()[Purpose::shards]
-                                      : shard_bytes(plan, rank);
+    const auto [shards, is_new] = shards_of_class.try_emplace(buffer_class(plan.layout, rank), 0);
+    if (is_new) shards->second = shard_bytes(plan, rank);
+    hold[Purpose::shards] = shards->second;
     Footprint load = hold;
     load[Purpose::window] = reads ? of_reader : of_others;
     load[Purpose::staging] = plan.staging.total_bytes;
@@ -149,9 +150,7 @@ Digest digest_inputs(const Plan& plan) {
   Hasher hasher;
   hasher.add(plan.manifest->identity.high).add(plan.manifest->identity.low);
   digest_recipe(*plan.recipe, hasher);
-  hasher.add(plan.layout.name).add(plan.layout.pads);
-  for (const int size : plan.layout.mesh.sizes) hasher.add(size);
-  for (const Placement& p : plan.layout.placements) hasher.add(p.kind).add(p.dim);
+  digest_layout(plan.layout, hasher);
   const PlanOptions& o = plan.options;
   hasher.add(o.strategy->name).add(o.ranks_per_node).add(o.destination);
   hasher.add(o.staging_bytes).add(o.baseline_bytes);
@@ -169,14 +168,15 @@ int worst_node(const Promise& promise) noexcept {
 }  // namespace
 
 uint64_t Plan::held_bytes() const noexcept {
-  return recipe->held_bytes() + recipe->targets.size() * kBookkeepingBytesPerTarget +
+  return recipe->held_bytes() + layout.held_bytes() +
+         buffer_count(*this) * kBookkeepingBytesPerBuffer +
          heap_block_bytes((order.size() + uses.size()) * sizeof(uint32_t)) +
          heap_block_bytes(uses_begin.size() * (sizeof(uint32_t) + sizeof(uint64_t)));
 }
 
 Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, PlanOptions options) {
   MODICUM_ASSERT(options.strategy != nullptr);
-  if (layout.mesh.world_size() < 1) fail(Category::usage, "a plan needs at least one rank");
+  if (layout.kinds.empty()) fail(Category::usage, "a plan needs at least one rank");
   if (options.staging_bytes < kMinStagingBytes) {
     fail(Category::usage, "--staging is too small to stream through",
          {.expected = fmt::format("at least {}", kMinStagingBytes),

@@ -40,7 +40,8 @@ struct Transfer {
   enum class Source : uint8_t { stored, zero, init, caller };  // zero: padding
   Source source = Source::stored;
   uint32_t from = 0;    // stored: index in the manifest; init: its node; caller: its ordinal
-  uint32_t buffer = 0;  // the target whose local buffer it fills
+  uint32_t target = 0;  // whose elements they are; of padding, the last target before it
+  uint32_t buffer = 0;  // the local buffer that they go to
   DType from_dtype = DType::f32;
   DType to_dtype = DType::f32;
   Runs runs;
@@ -101,12 +102,33 @@ struct Plan {
   Promise promise;
   Digest inputs;  // of everything that decides what will happen; ranks agree on it first
 
-  int ranks() const noexcept { return layout.mesh.world_size(); }
+  int ranks() const noexcept { return layout.world_size(); }
   const Strategy& strategy() const noexcept { return *options.strategy; }
   uint64_t held_bytes() const noexcept;  // purpose `plan` in each rank: recipe, orders, bookkeeping
 };
 
 Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, PlanOptions options);
+
+// A rank's local buffers by their numbers: first one for each target (empty where the target lies
+// in a flat group or is an alias), then one for each flat group.
+uint32_t buffer_count(const Plan& plan) noexcept;
+LocalBuffer buffer_of(const Plan& plan, uint32_t buffer, int rank);
+// The buffer whose memory a buffer's is: itself, or that of what an alias names.
+uint32_t holder_of(const Plan& plan, uint32_t buffer) noexcept;
+// What to call a buffer: the target's name; "flat", or "flat.0", "flat.1"... where there are
+// several.
+std::string buffer_name(const Plan& plan, uint32_t buffer);
+// The pieces of a target that `rank` holds, each over a shape with the target's row-major order,
+// with its place in that buffer.
+void for_each_piece(const Plan& plan, uint32_t target, int rank,
+                    const std::function<void(uint32_t buffer, const Box& piece)>& piece);
+// The other way round: the stretches that lie at [at, at + n) of a buffer and are neighbours in a
+// target, `global` being the first one's row-major index there and `local` its place in the buffer.
+void for_each_held_run(
+    const Plan& plan, uint32_t buffer, int rank, int64_t at, int64_t n,
+    const std::function<void(uint32_t target, int64_t global, int64_t local, int64_t n)>& run);
+// Of the ranks that hold the same elements of a target, exactly one is primary: the first.
+bool is_primary(const Plan& plan, uint32_t target, int rank);
 
 // A budget per node, and where it comes from ("flag", "cgroup v1 /a", "MemAvailable").
 struct Budget {

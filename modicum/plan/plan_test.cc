@@ -90,7 +90,7 @@ void add_due(Origins& due, const Plan& plan, uint32_t target, int dim, int rank)
       first = std::min(of.shape[d], rank * chunk);
       local[d] = std::min(chunk, of.shape[d] - first);
     }
-    padded *= d == cut && d == 0 && plan.layout.pads ? chunk : local[d];
+    padded *= d == cut && d == 0 && plan.layout.kinds[0].cuts[0].pads ? chunk : local[d];
   }
   for (int64_t place = 0; place < padded; ++place) {
     if (place >= numel_of(local)) {
@@ -654,11 +654,10 @@ TEST_F(Planned, TheInputsDigestChangesWithWhatDecidesAndWithNothingElse) {
   add(make_plan(copy, again, fsdp2_layout(4, 1), options).inputs);
   add(make_plan(copy, again, whole_layout(4), options).inputs);
   Layout unpadded = fsdp2_layout(4);
-  unpadded.pads = false;
+  unpadded.kinds[0].cuts[0].pads = false;
   add(make_plan(copy, again, unpadded, options).inputs);
   Layout folded = fsdp2_layout(4);
-  folded.mesh.sizes = {2, 2};
-  folded.placements.push_back(folded.placements[0]);
+  folded.kinds[0].mesh.sizes = {2, 2};
   add(make_plan(copy, again, folded, options).inputs);
   options.ranks_per_node = 2;
   add(make_plan(copy, again, fsdp2_layout(4), options).inputs);

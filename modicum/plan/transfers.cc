@@ -12,7 +12,7 @@ constexpr uint32_t kAnySource = UINT32_MAX;
 
 Transfer from_leaf(const Plan& plan, const Node& leaf, uint32_t target) {
   Transfer transfer;
-  transfer.buffer = target;
+  transfer.target = target;
   transfer.from_dtype = leaf.dtype;
   transfer.to_dtype = plan.recipe->targets[target].spec.dtype;
   switch (leaf.op) {
@@ -37,38 +37,54 @@ void emit_runs(Transfer transfer, const Box& part, const Emit& fn) {
 }
 
 // Padding has a source like everything else: it is named zero.
-void emit_padding(const Plan& plan, uint32_t target, const LocalBuffer& buffer, const Emit& fn) {
-  if (buffer.padded_numel == buffer.numel) return;
+void emit_padding(uint32_t target, uint32_t buffer, const LocalBuffer& local, const Emit& fn) {
+  if (local.padded_numel == local.numel) return;
   Transfer zero;
   zero.source = Transfer::Source::zero;
-  zero.buffer = target;
-  zero.from_dtype = zero.to_dtype = plan.recipe->targets[target].spec.dtype;
-  zero.runs = {.run = buffer.padded_numel - buffer.numel, .at = buffer.numel};
+  zero.target = target;
+  zero.buffer = buffer;
+  zero.from_dtype = zero.to_dtype = local.dtype;
+  zero.runs = {.run = local.padded_numel - local.numel, .at = local.numel};
   fn(zero);
 }
 
+void emit_piece(const Plan& plan, uint32_t target, uint32_t buffer, const Box& piece, uint32_t only,
+                const Emit& fn) {
+  const uint32_t root_id = plan.recipe->targets[target].root;
+  const Node& root = plan.recipe->nodes[root_id];
+  const auto emit = [&](const Node& leaf, const Box& part) {
+    if (only != kAnySource && (leaf.op != Op::stored || leaf.from != only)) return;
+    Transfer transfer = from_leaf(plan, leaf, target);
+    transfer.buffer = buffer;
+    emit_runs(transfer, part, fn);
+  };
+  // Identity: the piece is the part. Most transfers of most plans.
+  if (root.op == Op::stored) return emit(root, piece);
+  pull_back(*plan.recipe, root_id, piece, emit);
+}
+
 void emit_target(const Plan& plan, int rank, uint32_t target, uint32_t only, const Emit& fn) {
-  const Target& of = plan.recipe->targets[target];
-  const Node& root = plan.recipe->nodes[of.root];
-  const LocalBuffer buffer = for_each_piece(plan.layout, of.spec, rank, [&](const Box& piece) {
-    if (root.op == Op::stored) {  // identity: the piece is the part; most transfers of most plans
-      if (only == kAnySource || only == root.from) {
-        emit_runs(from_leaf(plan, root, target), piece, fn);
-      }
-      return;
-    }
-    pull_back(*plan.recipe, of.root, piece, [&](const Node& leaf, const Box& part) {
-      if (only != kAnySource && (leaf.op != Op::stored || leaf.from != only)) return;
-      emit_runs(from_leaf(plan, leaf, target), part, fn);
+  if (plan.layout.is_flat(target)) {
+    for_each_piece(plan, target, rank, [&](uint32_t buffer, const Box& piece) {
+      emit_piece(plan, target, buffer, piece, only, fn);
     });
-  });
-  if (only == kAnySource) emit_padding(plan, target, buffer, fn);
+    return;
+  }
+  const LocalBuffer local =
+      for_each_piece(plan.layout.sharding_of(target), plan.recipe->targets[target].spec, rank,
+                     [&](const Box& piece) { emit_piece(plan, target, target, piece, only, fn); });
+  if (only == kAnySource) emit_padding(target, target, local, fn);
 }
 
 }  // namespace
 
 void for_each_transfer(const Plan& plan, int rank, const Emit& fn) {
   for (const uint32_t target : plan.order) emit_target(plan, rank, target, kAnySource, fn);
+  for (uint32_t f = 0; f < plan.layout.flats.size(); ++f) {
+    const FlatGroup& flat = plan.layout.flats[f];
+    const auto buffer = static_cast<uint32_t>(plan.recipe->targets.size()) + f;
+    emit_padding(flat.targets.back(), buffer, local_buffer(flat, rank), fn);
+  }
 }
 
 void for_each_transfer_from(const Plan& plan, int rank, uint32_t only_stored, const Emit& fn) {

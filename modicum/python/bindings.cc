@@ -67,10 +67,14 @@ Raises:
 nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
               const std::string& strategy, const std::string& layout,
               const std::optional<std::string>& mesh, int shard_dim,
-              const std::optional<std::string>& dtype, const std::optional<std::string>& keep_fp32,
-              const std::optional<Path>& recipe, const std::string& destination,
-              const std::optional<Size>& staging, const std::optional<Size>& budget,
-              const std::optional<Size>& baseline) {
+              const std::optional<std::string>& tp_rowwise,
+              const std::optional<std::string>& tp_packed,
+              const std::optional<std::string>& tp_replicate,
+              const std::optional<std::string>& expert_mesh, const std::string& experts,
+              bool round_robin, const std::optional<std::string>& dtype,
+              const std::optional<std::string>& keep_fp32, const std::optional<Path>& recipe,
+              const std::string& destination, const std::optional<Size>& staging,
+              const std::optional<Size>& budget, const std::optional<Size>& baseline) {
   const RunFlags flags{.directory = path.string(),
                        .ranks = ranks,
                        .ranks_per_node = ranks_per_node,
@@ -78,6 +82,12 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
                        .layout = layout,
                        .mesh = mesh.value_or(""),
                        .shard_dim = shard_dim,
+                       .tp_rowwise = tp_rowwise.value_or(""),
+                       .tp_packed = tp_packed.value_or(""),
+                       .tp_replicate = tp_replicate.value_or(""),
+                       .expert_mesh = expert_mesh.value_or(""),
+                       .experts = experts,
+                       .round_robin = round_robin,
                        .dtype = dtype.value_or(""),
                        .keep_fp32 = keep_fp32.value_or(""),
                        .recipe = recipe.value_or(Path()).string(),
@@ -100,9 +110,15 @@ Args:
     ranks: rank processes, 1 to 65536.
     ranks_per_node: None: all on one node.
     strategy: whose verdict `fits` is: own-shard, rank0-broadcast or full-per-rank.
-    layout: fsdp2, hsdp, or none (every rank holds everything).
-    mesh: "AxB": of hsdp, replicas x shards; None elsewhere.
+    layout: fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds everything).
+    mesh: "AxB": of hsdp replicas x shards, of tp-fsdp dp x tp; "AxBxC": shards or dp of two axes.
     shard_dim: the tensor dim that is cut.
+    tp_rowwise: names (a regular expression) that TP cuts along dim 1; the rest along dim 0.
+    tp_packed: names of two packed halves (gate and up), each cut by itself along dim 0.
+    tp_replicate: names that TP does not cut.
+    expert_mesh: "AxB": experts are dealt to B ranks along dim 0, then FSDP cuts them A times.
+    experts: names of the experts, a regular expression.
+    round_robin: of zero1 and zero2: as DeepSpeed's round_robin_gradients.
     dtype: float32, bfloat16 or float16; None: as stored.
     keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
     recipe: a recipe.json; None: every tensor as it is.
@@ -126,7 +142,10 @@ void define_plan(nb::module_& module) {
   module.def("plan", plan, nb::arg("path"), nb::kw_only(), nb::arg("ranks") = flags.ranks,
              nb::arg("ranks_per_node") = nb::none(), nb::arg("strategy") = flags.strategy,
              nb::arg("layout") = flags.layout, nb::arg("mesh") = nb::none(),
-             nb::arg("shard_dim") = flags.shard_dim, nb::arg("dtype") = nb::none(),
+             nb::arg("shard_dim") = flags.shard_dim, nb::arg("tp_rowwise") = nb::none(),
+             nb::arg("tp_packed") = nb::none(), nb::arg("tp_replicate") = nb::none(),
+             nb::arg("expert_mesh") = nb::none(), nb::arg("experts") = flags.experts,
+             nb::arg("round_robin") = flags.round_robin, nb::arg("dtype") = nb::none(),
              nb::arg("keep_fp32") = nb::none(), nb::arg("recipe") = nb::none(),
              nb::arg("destination") = flags.destination, nb::arg("staging") = nb::none(),
              nb::arg("budget") = nb::none(), nb::arg("baseline") = nb::none(), kPlanDoc);

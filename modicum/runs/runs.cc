@@ -2,10 +2,10 @@
 
 #include <fmt/format.h>
 
-#include <charconv>
 #include <utility>
 
 #include "modicum/probe/probe.h"
+#include "modicum/runs/layouts.h"
 
 namespace modicum {
 namespace {
@@ -69,39 +69,6 @@ void require_sense(const RunFlags& flags) {
   }
 }
 
-// "2x4" for eight ranks.
-std::pair<int, int> mesh_of(const RunFlags& flags) {
-  const size_t cross = flags.mesh.find('x');
-  const std::string_view text = flags.mesh;
-  int outer = 0;
-  int inner = 0;
-  const auto whole = [](std::string_view digits, int& into) {
-    const char* const end = digits.data() + digits.size();
-    const auto [at, error] = std::from_chars(digits.data(), end, into);
-    return error == std::errc() && at == end && into >= 1;
-  };
-  if (cross == std::string::npos || !whole(text.substr(0, cross), outer) ||
-      !whole(text.substr(cross + 1), inner)) {
-    fail(Category::usage, fmt::format("--mesh '{}' is not AxB, as in 2x4", printable(flags.mesh)));
-  }
-  if (int64_t{outer} * inner != flags.ranks) {
-    fail(Category::usage, fmt::format("a mesh of {} is not {} ranks", flags.mesh, flags.ranks));
-  }
-  return {outer, inner};
-}
-
-Layout layout_of(const RunFlags& flags) {
-  if (flags.layout == "hsdp") {
-    const auto mesh = mesh_of(flags);
-    return hsdp_layout(mesh.first, mesh.second, flags.shard_dim);
-  }
-  if (!flags.mesh.empty()) fail(Category::usage, "--mesh is for --layout hsdp");
-  if (flags.layout == "none") return whole_layout(flags.ranks);
-  if (flags.layout == "fsdp2") return fsdp2_layout(flags.ranks, flags.shard_dim);
-  fail(Category::usage, fmt::format("unknown layout '{}'{}", printable(flags.layout),
-                                    nearest_hint(flags.layout, {"fsdp2", "hsdp", "none"})));
-}
-
 }  // namespace
 
 Run open_run(FileSystem& files, const RunFlags& flags) {
@@ -114,9 +81,10 @@ Run open_run(FileSystem& files, const RunFlags& flags) {
   run.staging_given = !flags.staging.empty();
   run.options.staging_bytes = run.staging_given ? parse_size(flags.staging) : kDefaultStagingBytes;
   if (!flags.baseline.empty()) run.options.baseline_bytes = parse_size(flags.baseline);
-  run.layout = layout_of(flags);
+  layout_of(flags, {});  // says what makes no sense before a file is opened
   run.checkpoint = open_checkpoint(files, flags.directory);
   run.recipe = recipe_of(files, flags, run.checkpoint);
+  run.layout = layout_of(flags, targets_of(run.recipe));
   return run;
 }
 

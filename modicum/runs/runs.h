@@ -26,8 +26,13 @@ struct RunFlags {
   std::optional<int> ranks_per_node;  // all on one node
   std::string strategy = "own-shard";
   std::string layout = "fsdp2";
-  std::string mesh;   // "AxB": hsdp's replicas x shards
+  std::string mesh;   // "AxB" or "AxBxC": hsdp's replicas x shards, tp-fsdp's dp x tp
   int shard_dim = 0;  // 0 to kMaxShardDim
+  // Names (regular expressions) that tp-fsdp does not cut along dim 0 as a whole.
+  std::string tp_rowwise, tp_packed, tp_replicate;
+  std::string expert_mesh;  // "AxB": FSDP x EP
+  std::string experts = R"(\.experts\.)";
+  bool round_robin = false;  // of zero1 and zero2
   std::string dtype;
   std::string keep_fp32;
   std::string recipe;

@@ -67,6 +67,11 @@ int64_t bytes_per_element(DType dtype) {
   return row(dtype).bits / 8;
 }
 
+bool is_floating(DType dtype) noexcept {
+  const char kind = stored_name(dtype).front();
+  return kind == 'F' || dtype == DType::bf16;
+}
+
 bool is_castable(DType dtype) noexcept {
   return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
 }

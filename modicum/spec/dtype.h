@@ -42,6 +42,7 @@ std::optional<DType> dtype_from_torch_name(std::string_view name) noexcept;
 int bits_per_element(DType dtype) noexcept;  // 4 and 6 bits exist
 // Whole bytes per element. Types below a byte have none: INTERNAL.
 int64_t bytes_per_element(DType dtype);
+bool is_floating(DType dtype) noexcept;  // complex numbers are not
 // fp32, bf16, fp16: the types that `--dtype` names and that are cast into each other. Integers,
 // bools and the rest are never cast.
 bool is_castable(DType dtype) noexcept;

@@ -29,26 +29,22 @@ class ValueCheck {
              const LoadOptions& options)
       : plan_(plan), rank_(rank), expected_(expected), options_(options) {}
 
-  // Elements [at, at + n) of the local buffer of target `t`.
-  void local(uint32_t t, int64_t at, std::span<const std::byte> held) {
-    const TensorSpec& spec = plan_.recipe->targets[t].spec;
-    const auto n = static_cast<int64_t>(held.size()) * 8 / bits_per_element(spec.dtype);
+  // Elements [at, at + n) of a local buffer.
+  void local(uint32_t buffer, int64_t at, std::span<const std::byte> held) {
+    const LocalBuffer local = buffer_of(plan_, buffer, rank_);
+    const auto n = static_cast<int64_t>(held.size()) * 8 / bits_per_element(local.dtype);
     const auto bytes_from = [&](int64_t element) {
-      return held.subspan(static_cast<size_t>(bytes_at(spec.dtype, element - at)));
+      return held.subspan(static_cast<size_t>(bytes_at(local.dtype, element - at)));
     };
-    for_each_piece(plan_.layout, spec, rank_, [&](const Box& piece) {
-      const int64_t begin = std::max(at, piece.at);
-      const int64_t end = std::min(at + n, piece.at + piece.numel());
-      for_each_global_run(piece, begin - piece.at, end - piece.at,
-                          [&](int64_t global, int64_t local, int64_t count) {
-                            run(t, global, count, bytes_from(piece.at + local));
-                          });
-    });
-    const int64_t numel = local_buffer(plan_.layout, spec, rank_).numel;
-    if (at + n <= numel) return;
-    const auto padding = bytes_from(std::max(at, numel));
+    for_each_held_run(plan_, buffer, rank_, at, n,
+                      [&](uint32_t target, int64_t global, int64_t place, int64_t count) {
+                        run(target, global, count, bytes_from(place));
+                      });
+    if (at + n <= local.numel) return;
+    const auto padding = bytes_from(std::max(at, local.numel));
     if (std::any_of(padding.begin(), padding.end(), [](std::byte b) { return b != std::byte{}; })) {
-      fail(Category::integrity, "padding is not zero", {.tensor = spec.fqn, .rank = rank_});
+      fail(Category::integrity, "padding is not zero",
+           {.tensor = buffer_name(plan_, buffer), .rank = rank_});
     }
   }
 
@@ -110,6 +106,15 @@ class ValueCheck {
   std::vector<std::byte> made_, due_;
 };
 
+// In the order of their files.
+void for_each_own_buffer(const Plan& plan, const std::function<void(uint32_t buffer)>& fn) {
+  for (const uint32_t t : plan.order) {
+    if (!plan.layout.is_flat(t)) fn(t);
+  }
+  for (auto b = static_cast<uint32_t>(plan.recipe->targets.size()); b < buffer_count(plan); ++b)
+    fn(b);
+}
+
 }  // namespace
 
 void check_elements(const Plan& plan, int rank, uint32_t buffer, int64_t at,
@@ -120,34 +125,42 @@ void check_elements(const Plan& plan, int rank, uint32_t buffer, int64_t at,
 
 void check_values(const Plan& plan, int rank, Sink& sink, const ExpectedElements& expected,
                   const LoadOptions& options) {
-  for (const uint32_t t : plan.order) {
-    check_elements(plan, rank, t, 0, sink.host(t), expected, options);
-  }
+  ValueCheck check(plan, rank, expected, options);
+  for_each_own_buffer(plan, [&](uint32_t b) { check.local(b, 0, sink.host(b)); });
 }
 
 uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, const BetweenTensors& between) {
   DigestSum sum(plan, rank);
-  for (const uint32_t t : plan.order) {
+  for_each_own_buffer(plan, [&](uint32_t b) {
     between();
-    const TensorSpec& spec = plan.recipe->targets[t].spec;
-    const int64_t numel = local_buffer(plan.layout, spec, rank).numel;
-    sum.add(t, 0, sink.host(t).first(bytes_of(spec.dtype, numel)));
-  }
+    const LocalBuffer local = buffer_of(plan, b, rank);
+    sum.add(b, 0, sink.host(b).first(bytes_of(local.dtype, local.numel)));
+  });
   return sum.value();
 }
 
 void dump_rank(const Plan& plan, int rank, Sink& sink, FileSystem& files, const std::string& path,
                const BetweenTensors& between) {
   std::vector<TensorSpec> specs;
-  for (const Target& target : plan.recipe->targets) {
-    specs.push_back(target.spec);
-    specs.back().shape = local_shape(plan.layout, target.spec, rank);
+  std::vector<uint32_t> buffers;
+  for (uint32_t b = 0; b < buffer_count(plan); ++b) {
+    const bool is_target = b < plan.recipe->targets.size();
+    const uint32_t held = holder_of(plan, b);
+    if (is_target && plan.layout.is_flat(held)) continue;
+    const LocalBuffer local = buffer_of(plan, held, rank);
+    TensorSpec spec{buffer_name(plan, b), Role::param, local.dtype, {local.numel}};
+    if (is_target) {
+      spec.shape =
+          local_shape(plan.layout.sharding_of(held), plan.recipe->targets[held].spec, rank);
+    }
+    specs.push_back(std::move(spec));
+    buffers.push_back(held);
   }
   SafetensorsWriter out(files, path, specs);
-  for (uint32_t t = 0; t < specs.size(); ++t) {
+  for (size_t i = 0; i < specs.size(); ++i) {
     between();
-    const uint64_t bytes = bytes_of(specs[t].dtype, numel_of(specs[t].shape));
-    out.write(t, 0, sink.host(t).first(bytes));
+    const uint64_t bytes = bytes_of(specs[i].dtype, numel_of(specs[i].shape));
+    out.write(i, 0, sink.host(buffers[i]).first(bytes));
   }
   out.finish();
 }

@@ -23,7 +23,7 @@ uint64_t sum_of_squares_below(uint64_t n) noexcept {
 }
 
 Coverage::Coverage(const Plan& plan)
-    : plan_(plan), sums_(std::make_unique<Sums[]>(plan.recipe->targets.size())) {}
+    : plan_(plan), sums_(std::make_unique<Sums[]>(buffer_count(plan))) {}
 
 void Coverage::tick(const Transfer& done) noexcept {
   const auto u = [](int64_t value) { return static_cast<uint64_t>(value); };
@@ -42,16 +42,15 @@ void Coverage::tick(const Transfer& done) noexcept {
 }
 
 void Coverage::prove(int rank) const {
-  for (const uint32_t t : plan_.order) {
-    const TensorSpec& spec = plan_.recipe->targets[t].spec;
-    const auto due = static_cast<uint64_t>(local_buffer(plan_.layout, spec, rank).padded_numel);
-    const Sums& sums = sums_[t];
+  for (uint32_t b = 0; b < buffer_count(plan_); ++b) {
+    const auto due = static_cast<uint64_t>(buffer_of(plan_, b, rank).padded_numel);
+    const Sums& sums = sums_[b];
     if (sums.count == due && sums.places == sum_below(due) &&
         sums.squares == sum_of_squares_below(due)) {
       continue;
     }
     fail(Category::integrity, "a local buffer was not written exactly once",
-         {.tensor = spec.fqn,
+         {.tensor = buffer_name(plan_, b),
           .rank = rank,
           .expected = fmt::format("{} elements", due),
           .got = fmt::format("{} elements", sums.count.load())});

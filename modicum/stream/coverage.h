@@ -17,7 +17,7 @@ class Coverage {
  public:
   explicit Coverage(const Plan& plan);
   void tick(const Transfer& done) noexcept;
-  // INTEGRITY naming the first target whose places don't come out.
+  // INTEGRITY naming the first buffer whose places don't come out.
   void prove(int rank) const;
 
  private:
@@ -25,7 +25,7 @@ class Coverage {
     std::atomic<uint64_t> count{0}, places{0}, squares{0};
   };
   const Plan& plan_;
-  std::unique_ptr<Sums[]> sums_;  // by target
+  std::unique_ptr<Sums[]> sums_;  // by buffer
 };
 
 // Of 0, 1, ..., n - 1 and of their squares, modulo 2^64.

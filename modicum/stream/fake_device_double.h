@@ -16,7 +16,7 @@ class FakeDeviceSink final : public Sink {
   const std::vector<std::byte>& buffer(uint32_t index) const { return buffers_[index]; }
 
  private:
-  const Plan& plan_;
+  std::vector<DType> dtypes_;
   std::vector<std::vector<std::byte>> buffers_;
 };
 

@@ -18,16 +18,13 @@ uint64_t digest_seed(const TensorSpec& spec) {
 }  // namespace
 
 HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, int threads) : plan_(plan) {
-  begins_.reserve(plan.recipe->targets.size() + 1);
+  begins_.reserve(buffer_count(plan) + 1);
   uint64_t end = 0;
-  for (uint32_t t = 0; t < plan.recipe->targets.size(); ++t) {
-    if (plan.recipe->is_alias(t)) {
-      begins_.push_back(end);
-      continue;
-    }
-    const uint64_t begin = round_up(end, kBufferAlignment);
+  for (uint32_t b = 0; b < buffer_count(plan); ++b) {
+    const uint64_t bytes = buffer_of(plan, b, rank).bytes();
+    const uint64_t begin = bytes > 0 ? round_up(end, kBufferAlignment) : end;
     begins_.push_back(begin);
-    end = begin + local_buffer(plan.layout, plan.recipe->targets[t].spec, rank).bytes();
+    end = begin + bytes;
   }
   begins_.push_back(end);
   arena_ = ledger.charge(Purpose::shards, end, threads);
@@ -35,15 +32,13 @@ HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, int threads) : pl
 }
 
 std::span<std::byte> HostSink::host(uint32_t buffer) noexcept {
-  if (plan_.recipe->is_alias(buffer))
-    buffer = plan_.recipe->nodes[plan_.recipe->targets[buffer].root].from;
-  const LocalBuffer local = local_buffer(plan_.layout, plan_.recipe->targets[buffer].spec, rank_);
-  return arena_.bytes().subspan(begins_[buffer], local.bytes());
+  buffer = holder_of(plan_, buffer);
+  return arena_.bytes().subspan(begins_[buffer], buffer_of(plan_, buffer, rank_).bytes());
 }
 
 void HostSink::copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
   const auto begin =
-      static_cast<size_t>(at * bytes_per_element(plan_.recipe->targets[buffer].spec.dtype));
+      static_cast<size_t>(at * bytes_per_element(buffer_of(plan_, buffer, rank_).dtype));
   std::memcpy(host(buffer).data() + begin, elements.data(), elements.size());
 }
 
@@ -65,34 +60,25 @@ DigestSum::DigestSum(const Plan& plan, int rank) : plan_(plan), rank_(rank) {
 }
 
 void DigestSum::add(uint32_t buffer, int64_t at, std::span<const std::byte> elements) noexcept {
-  const TensorSpec& spec = plan_.recipe->targets[buffer].spec;
-  if (!is_primary(plan_.layout, spec, rank_)) return;
+  const int bits = bits_per_element(buffer_of(plan_, buffer, rank_).dtype);
+  const auto n = static_cast<int64_t>(elements.size()) * 8 / bits;
   // Elements below a byte are digested by the byte.
-  const int bits = std::max(8, bits_per_element(spec.dtype));
-  const int64_t per_byte = bits_per_element(spec.dtype) < 8 ? 8 : bits;
-  const auto n = static_cast<int64_t>(elements.size()) * 8 / bits_per_element(spec.dtype);
-  const int64_t numel = local_buffer(plan_.layout, spec, rank_).numel;
+  const auto scaled = [&](int64_t count) { return bits < 8 ? count * bits / 8 : count; };
+  const bool is_target = buffer < plan_.recipe->targets.size();
+  if (is_target && !is_primary(plan_, buffer, rank_)) return;  // what is flat is held once
   uint64_t sum = 0;
-  for_each_piece(plan_.layout, spec, rank_, [&](const Box& piece) {
-    const int64_t end = std::min(at + n, std::min(numel, piece.at + piece.numel()));
-    const auto scaled = [&](int64_t count) {
-      return count * bits_per_element(spec.dtype) / per_byte;
-    };
-    if (end <= std::max(at, piece.at)) return;
-    for_each_global_run(piece, std::max(at, piece.at) - piece.at, end - piece.at,
-                        [&](int64_t global, int64_t local, int64_t count) {
-                          const std::byte* from =
-                              elements.data() +
-                              (local + piece.at - at) * bits_per_element(spec.dtype) / 8;
-                          const auto add_with = [&](uint64_t seed) {
-                            sum += digest_run(seed, from, bits / 8, scaled(global), scaled(count));
-                          };
-                          add_with(seeds_[buffer]);
-                          for (const auto& [target, seed] : alias_seeds_) {
-                            if (target == buffer) add_with(seed);
-                          }
-                        });
-  });
+  for_each_held_run(plan_, buffer, rank_, at, n,
+                    [&](uint32_t target, int64_t global, int64_t local, int64_t count) {
+                      const std::byte* from = elements.data() + (local - at) * bits / 8;
+                      const auto add_with = [&](uint64_t seed) {
+                        sum += digest_run(seed, from, std::max(8, bits) / 8, scaled(global),
+                                          scaled(count));
+                      };
+                      add_with(seeds_[target]);
+                      for (const auto& [of, seed] : alias_seeds_) {
+                        if (of == target) add_with(seed);
+                      }
+                    });
   sum_.fetch_add(sum, std::memory_order_relaxed);
 }
 

@@ -42,9 +42,9 @@ TEST(Walk, OneParameterFromItsFileToTheLastRank) {
 
   // layout: rows 3..5 for rank 1; row 9 and two rows of padding for rank 3.
   const Layout layout = fsdp2_layout(4);
-  EXPECT_EQ(local_shape(layout, specs[1], 1), (std::vector<int64_t>{3, 6}));
-  EXPECT_EQ(local_buffer(layout, specs[1], 3).numel, 6);
-  EXPECT_EQ(local_buffer(layout, specs[1], 3).padded_numel, 18);
+  EXPECT_EQ(local_shape(layout.kinds[0], specs[1], 1), (std::vector<int64_t>{3, 6}));
+  EXPECT_EQ(local_buffer(layout.kinds[0], specs[1], 3).numel, 6);
+  EXPECT_EQ(local_buffer(layout.kinds[0], specs[1], 3).padded_numel, 18);
 
   // plan: what rank 3 must put where, and the reads that get it.
   const Plan plan =

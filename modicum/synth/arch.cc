@@ -5,107 +5,11 @@
 
 #include "modicum/base/base.h"
 #include "modicum/synth/configs.h"
+#include "modicum/synth/configs_moe.h"
+#include "modicum/synth/families.h"
 
 namespace modicum {
 namespace {
-
-// Tensors of one dtype, in the order in which they are added.
-class List {
- public:
-  explicit List(DType dtype) : dtype_(dtype) {}
-
-  void add(std::string fqn, std::vector<int64_t> shape) {
-    tensors_.push_back({std::move(fqn), Role::param, dtype_, std::move(shape)});
-  }
-  std::vector<TensorSpec> take() { return std::move(tensors_); }
-
- private:
-  DType dtype_;
-  std::vector<TensorSpec> tensors_;
-};
-
-// GPT-2's Conv1D keeps its weight as [in, out].
-void add_conv1d(List& list, const std::string& name, int64_t in, int64_t out) {
-  list.add(name + ".weight", {in, out});
-  list.add(name + ".bias", {out});
-}
-
-void add_layer_norm(List& list, const std::string& name, int64_t width) {
-  list.add(name + ".weight", {width});
-  list.add(name + ".bias", {width});
-}
-
-void add_gpt2_layer(List& list, const std::string& prefix, const ArchWidths& w) {
-  add_layer_norm(list, prefix + "ln_1", w.hidden);
-  // The causal mask: a buffer that today's code no longer has, but the hub's file still does.
-  list.add(prefix + "attn.bias", {1, 1, w.positions, w.positions});
-  add_conv1d(list, prefix + "attn.c_attn", w.hidden, 3 * w.hidden);
-  add_conv1d(list, prefix + "attn.c_proj", w.hidden, w.hidden);
-  add_layer_norm(list, prefix + "ln_2", w.hidden);
-  add_conv1d(list, prefix + "mlp.c_fc", w.hidden, w.intermediate);
-  add_conv1d(list, prefix + "mlp.c_proj", w.intermediate, w.hidden);
-}
-
-std::vector<TensorSpec> list_gpt2(const Arch& arch, int layers) {
-  const ArchWidths& w = arch.widths;
-  List list(arch.dtype);
-  list.add("wte.weight", {w.vocab, w.hidden});
-  list.add("wpe.weight", {w.positions, w.hidden});
-  for (int layer = 0; layer < layers; ++layer) {
-    add_gpt2_layer(list, "h." + std::to_string(layer) + ".", w);
-  }
-  add_layer_norm(list, "ln_f", w.hidden);
-  return list.take();
-}
-
-void add_linear(List& list, const std::string& name, int64_t out, int64_t in, bool has_bias) {
-  list.add(name + ".weight", {out, in});
-  if (has_bias) list.add(name + ".bias", {out});
-}
-
-void add_attention(List& list, const std::string& prefix, const ArchWidths& w) {
-  const int64_t query = w.heads * w.head_dim;
-  const int64_t key = w.kv_heads * w.head_dim;
-  add_linear(list, prefix + "q_proj", query, w.hidden, w.has_qkv_bias);
-  add_linear(list, prefix + "k_proj", key, w.hidden, w.has_qkv_bias);
-  add_linear(list, prefix + "v_proj", key, w.hidden, w.has_qkv_bias);
-  add_linear(list, prefix + "o_proj", w.hidden, query, false);
-  if (!w.has_qk_norm) return;
-  list.add(prefix + "q_norm.weight", {w.head_dim});
-  list.add(prefix + "k_norm.weight", {w.head_dim});
-}
-
-void add_gated_mlp(List& list, const std::string& prefix, int64_t hidden, int64_t intermediate) {
-  add_linear(list, prefix + "gate_proj", intermediate, hidden, false);
-  add_linear(list, prefix + "up_proj", intermediate, hidden, false);
-  add_linear(list, prefix + "down_proj", hidden, intermediate, false);
-}
-
-void add_mlp(List& list, const std::string& prefix, const ArchWidths& w) {
-  if (w.experts == 0) return add_gated_mlp(list, prefix, w.hidden, w.intermediate);
-  add_linear(list, prefix + "gate", w.experts, w.hidden, false);
-  for (int64_t expert = 0; expert < w.experts; ++expert) {
-    const std::string name = prefix + "experts." + std::to_string(expert) + ".";
-    add_gated_mlp(list, name, w.hidden, w.expert_intermediate);
-  }
-}
-
-// The decoder that Llama and its many relatives share.
-std::vector<TensorSpec> list_decoder(const Arch& arch, int layers) {
-  const ArchWidths& w = arch.widths;
-  List list(arch.dtype);
-  list.add("model.embed_tokens.weight", {w.vocab, w.hidden});
-  for (int layer = 0; layer < layers; ++layer) {
-    const std::string prefix = "model.layers." + std::to_string(layer) + ".";
-    add_attention(list, prefix + "self_attn.", w);
-    add_mlp(list, prefix + "mlp.", w);
-    list.add(prefix + "input_layernorm.weight", {w.hidden});
-    list.add(prefix + "post_attention_layernorm.weight", {w.hidden});
-  }
-  list.add("model.norm.weight", {w.hidden});
-  if (!w.is_tied) list.add("lm_head.weight", {w.vocab, w.hidden});
-  return list.take();
-}
 
 constexpr ArchWidths kGpt2{
     .vocab = 50257, .hidden = 768, .intermediate = 3072, .positions = 1024, .is_tied = true};
@@ -128,6 +32,52 @@ constexpr ArchWidths kQwen3Small{.vocab = 151936,
                                  .is_tied = true,
                                  .has_qk_norm = true};
 
+constexpr ArchWidths kQwen3Dense{.vocab = 151936,
+                                 .hidden = 4096,
+                                 .intermediate = 12288,
+                                 .heads = 32,
+                                 .kv_heads = 8,
+                                 .head_dim = 128,
+                                 .has_qk_norm = true};
+
+constexpr ArchWidths kQwen3Large{.vocab = 151936,
+                                 .hidden = 5120,
+                                 .intermediate = 25600,
+                                 .heads = 64,
+                                 .kv_heads = 8,
+                                 .head_dim = 128,
+                                 .has_qk_norm = true};
+
+constexpr ArchWidths kLlama32Small{.vocab = 128256,
+                                   .hidden = 2048,
+                                   .intermediate = 8192,
+                                   .heads = 32,
+                                   .kv_heads = 8,
+                                   .head_dim = 64,
+                                   .is_tied = true};
+
+constexpr ArchWidths kLlama31Large{.vocab = 128256,
+                                   .hidden = 8192,
+                                   .intermediate = 28672,
+                                   .heads = 64,
+                                   .kv_heads = 8,
+                                   .head_dim = 128};
+
+constexpr ArchWidths kQwen25Vl{.vocab = 152064,
+                               .hidden = 3584,
+                               .intermediate = 18944,
+                               .heads = 28,
+                               .kv_heads = 4,
+                               .head_dim = 128,
+                               .has_qkv_bias = true,
+                               .tower = {.depth = 32,
+                                         .hidden = 1280,
+                                         .intermediate = 3420,
+                                         .channels = 3,
+                                         .frames = 2,
+                                         .patch = 14,
+                                         .merge = 2}};
+
 constexpr ArchWidths kQwen3Moe{.vocab = 151936,
                                .hidden = 2048,
                                .heads = 32,
@@ -137,7 +87,66 @@ constexpr ArchWidths kQwen3Moe{.vocab = 151936,
                                .expert_intermediate = 768,
                                .has_qk_norm = true};
 
-// For tests: as the row above, in a few KB, with widths that divide evenly by little.
+constexpr ArchWidths kQwen3LargeMoe{.vocab = 151936,
+                                    .hidden = 4096,
+                                    .heads = 64,
+                                    .kv_heads = 4,
+                                    .head_dim = 128,
+                                    .experts = 128,
+                                    .expert_intermediate = 1536,
+                                    .has_qk_norm = true};
+
+constexpr ArchWidths kQwen3Next{.vocab = 151936,
+                                .hidden = 2048,
+                                .heads = 16,
+                                .kv_heads = 2,
+                                .head_dim = 256,
+                                .experts = 512,
+                                .expert_intermediate = 512,
+                                .shared_intermediate = 512,
+                                .has_qk_norm = true,
+                                .has_query_gate = true,
+                                .has_mtp = true,
+                                .linear = {.interval = 4,
+                                           .key_heads = 16,
+                                           .key_dim = 128,
+                                           .value_heads = 32,
+                                           .value_dim = 128,
+                                           .kernel = 4}};
+
+constexpr ArchWidths kMixtral{.vocab = 32000,
+                              .hidden = 4096,
+                              .heads = 32,
+                              .kv_heads = 8,
+                              .head_dim = 128,
+                              .experts = 8,
+                              .expert_intermediate = 14336};
+
+constexpr ArchWidths kGptOss{.vocab = 201088,
+                             .hidden = 2880,
+                             .heads = 64,
+                             .kv_heads = 8,
+                             .head_dim = 64,
+                             .experts = 32,
+                             .expert_intermediate = 2880,
+                             .has_qkv_bias = true,
+                             .has_o_bias = true,
+                             .has_sinks = true};
+
+constexpr ArchWidths kDeepseekV3{
+    .vocab = 129280,
+    .hidden = 7168,
+    .intermediate = 18432,
+    .heads = 128,
+    .experts = 256,
+    .expert_intermediate = 2048,
+    .shared_intermediate = 2048,
+    .dense_layers = 3,
+    .has_mtp = true,
+    .latent = {
+        .query_rank = 1536, .kv_rank = 512, .plain_dim = 128, .rotated_dim = 64, .value_dim = 128}};
+
+// For tests: as Qwen3's experts, in a few KB, with widths that divide evenly by little.
 constexpr ArchWidths kTinyMoe{.vocab = 13,
                               .hidden = 6,
                               .heads = 3,
@@ -147,12 +156,39 @@ constexpr ArchWidths kTinyMoe{.vocab = 13,
                               .expert_intermediate = 5,
                               .has_qk_norm = true};
 
-constexpr std::array<Arch, 5> kArchs = {{
+// For tests: as DeepSeek-V3, in half a MB, with blocks cut off at both edges. It has no layer that
+// predicts more tokens: transformers knows that one by the number 61 only.
+constexpr ArchWidths kTinyFp8{
+    .vocab = 13,
+    .hidden = 192,
+    .intermediate = 264,
+    .heads = 2,
+    .experts = 4,
+    .expert_intermediate = 40,
+    .shared_intermediate = 40,
+    .dense_layers = 1,
+    .latent = {
+        .query_rank = 40, .kv_rank = 136, .plain_dim = 48, .rotated_dim = 8, .value_dim = 20}};
+
+constexpr DType kBf16 = DType::bf16;
+
+constexpr std::array<Arch, 16> kArchs = {{
     {"gpt2", 12, DType::f32, kGpt2, list_gpt2, kGpt2Config},
-    {"qwen2.5-0.5b", 24, DType::bf16, kQwen25Half, list_decoder, kQwen25HalfConfig},
-    {"qwen3-0.6b", 28, DType::bf16, kQwen3Small, list_decoder, kQwen3SmallConfig},
-    {"qwen3-30b-a3b", 48, DType::bf16, kQwen3Moe, list_decoder, kQwen3MoeConfig},
-    {"tiny-moe", 2, DType::bf16, kTinyMoe, list_decoder, kTinyMoeConfig},
+    {"llama-3.2-1b", 16, kBf16, kLlama32Small, list_decoder, kLlama32SmallConfig},
+    {"llama-3.1-70b", 80, kBf16, kLlama31Large, list_decoder, kLlama31LargeConfig},
+    {"qwen2.5-0.5b", 24, kBf16, kQwen25Half, list_decoder, kQwen25HalfConfig},
+    {"qwen2.5-vl-7b", 28, kBf16, kQwen25Vl, list_qwen25_vl, kQwen25VlConfig},
+    {"qwen3-0.6b", 28, kBf16, kQwen3Small, list_decoder, kQwen3SmallConfig},
+    {"qwen3-8b", 36, kBf16, kQwen3Dense, list_decoder, kQwen3DenseConfig},
+    {"qwen3-32b", 64, kBf16, kQwen3Large, list_decoder, kQwen3LargeConfig},
+    {"qwen3-30b-a3b", 48, kBf16, kQwen3Moe, list_decoder, kQwen3MoeConfig},
+    {"qwen3-235b-a22b", 94, kBf16, kQwen3LargeMoe, list_decoder, kQwen3LargeMoeConfig},
+    {"qwen3-next-80b-a3b", 48, kBf16, kQwen3Next, list_qwen3_next, kQwen3NextConfig},
+    {"mixtral-8x7b", 32, kBf16, kMixtral, list_mixtral, kMixtralConfig},
+    {"gpt-oss-20b", 24, kBf16, kGptOss, list_gpt_oss, kGptOssConfig, kMxfp4},
+    {"deepseek-v3", 61, kBf16, kDeepseekV3, list_deepseek, kDeepseekV3Config, kFp8Blocks},
+    {"tiny-moe", 2, kBf16, kTinyMoe, list_decoder, kTinyMoeConfig},
+    {"tiny-fp8", 3, kBf16, kTinyFp8, list_deepseek, kTinyFp8Config, kFp8Blocks},
 }};
 
 constexpr int kMostLayers = 1000;
@@ -165,10 +201,29 @@ int layers_of(const Arch& arch, int layers) {
   fail(Category::usage, "not a number of layers", facts);
 }
 
-void replace(std::string& text, std::string_view placeholder, const std::string& by) {
-  const size_t at = text.find(placeholder);
-  MODICUM_ASSERT(at != std::string::npos);
-  text.replace(at, placeholder.size(), by);
+ArchVariant variant_of(const Arch& arch, int layers, std::optional<DType> dtype) {
+  ArchVariant variant;
+  variant.layers = layers_of(arch, layers);
+  variant.dtype = dtype.value_or(arch.dtype);
+  variant.is_quantised = !arch.quantization.empty() && !dtype;
+  variant.has_mtp = arch.widths.has_mtp && variant.layers == arch.layers;
+  return variant;
+}
+
+// gpt-oss's layers look at a window and at all by turns.
+std::string layer_types(int layers) {
+  std::string text;
+  for (int layer = 0; layer < layers; ++layer) {
+    if (layer > 0) text += ",\n    ";
+    text += layer % 2 == 0 ? "\"sliding_attention\"" : "\"full_attention\"";
+  }
+  return text;
+}
+
+// A config has only some of the words.
+void replace(std::string& text, std::string_view word, std::string_view by) {
+  const size_t at = text.find(word);
+  if (at != std::string::npos) text.replace(at, word.size(), by);
 }
 
 }  // namespace
@@ -192,14 +247,18 @@ const Arch& arch_named(std::string_view name) {
   fail(Category::usage, "no model is called " + printable(name) + hint, facts);
 }
 
-std::vector<TensorSpec> arch_tensors(const Arch& arch, int layers) {
-  return arch.list(arch, layers_of(arch, layers));
+std::vector<TensorSpec> arch_tensors(const Arch& arch, int layers, std::optional<DType> dtype) {
+  return arch.list(arch.widths, variant_of(arch, layers, dtype));
 }
 
-std::string arch_config(const Arch& arch, int layers, DType dtype) {
+std::string arch_config(const Arch& arch, int layers, std::optional<DType> dtype) {
+  const ArchVariant variant = variant_of(arch, layers, dtype);
   std::string text(arch.config.substr(1));  // the raw literal's first line break
-  replace(text, "@layers", std::to_string(layers_of(arch, layers)));
-  replace(text, "@dtype", std::string(torch_name(dtype)));
+  replace(text, "@layers", std::to_string(variant.layers));
+  replace(text, "@types", layer_types(variant.layers));
+  replace(text, "@mtp", variant.has_mtp ? "1" : "0");
+  replace(text, "@dtype", torch_name(variant.dtype));
+  replace(text, "@quantization", variant.is_quantised ? arch.quantization.substr(1) : "");
   return text;
 }
 

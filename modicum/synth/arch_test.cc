@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
+#include <map>
+#include <optional>
 #include <set>
 
 #include "modicum/base/base.h"
@@ -37,14 +40,61 @@ TEST_P(ArchNumbers, AreThoseOfTheHub) {
   EXPECT_EQ(bytes, GetParam().bytes);
 }
 
-// gpt2: 124,439,808 parameters and twelve masks of 1024 x 1024.
+// gpt2: 124,439,808 parameters and twelve masks of 1024 x 1024. gpt-oss: 1,804,459,584 weights in
+// bf16, and per layer and expert (5760 + 2880) rows of 90 blocks of 16 bytes and a scale. tiny-fp8:
+// weights, two routers' biases, and 39 scales for attention, 18 for the MLP and 60 for experts.
 INSTANTIATE_TEST_SUITE_P(
     Hub, ArchNumbers,
     testing::Values(Known{"gpt2", 160, 124'439'808 + 12 * 1024 * 1024, 548'090'880},
+                    Known{"llama-3.2-1b", 146, 1'235'814'400, 2'471'628'800},
+                    Known{"llama-3.1-70b", 723, 70'553'706'496, 141'107'412'992},
                     Known{"qwen2.5-0.5b", 290, 494'032'768, 988'065'536},
+                    Known{"qwen2.5-vl-7b", 729, 8'292'166'656, 16'584'333'312},
                     Known{"qwen3-0.6b", 310, 596'049'920, 1'192'099'840},
+                    Known{"qwen3-8b", 399, 8'190'735'360, 16'381'470'720},
+                    Known{"qwen3-32b", 707, 32'762'123'264, 65'524'246'528},
                     Known{"qwen3-30b-a3b", 18'867, 30'532'122'624, 61'064'245'248},
-                    Known{"tiny-moe", 45, 1154, 2308}));
+                    Known{"qwen3-235b-a22b", 36'945, 235'093'634'560, 470'187'269'120},
+                    Known{"qwen3-next-80b-a3b", 75'944, 81'324'862'720, 162'649'725'440},
+                    Known{"mixtral-8x7b", 995, 46'702'792'704, 93'405'585'408},
+                    Known{"gpt-oss-20b", 459, 1'804'459'584 + 24L * 32 * 8640 * 90 * 17,
+                          13'761'264'768},
+                    Known{"deepseek-v3", 91'991, 684'531'386'000, 688'574'839'360},
+                    Known{"tiny-moe", 45, 1154, 2308},
+                    Known{"tiny-fp8", 115, 588'816 + 8 + 117, 597'716}));
+
+std::map<DType, int64_t> elements_by_dtype(const std::vector<TensorSpec>& tensors) {
+  std::map<DType, int64_t> elements;
+  for (const TensorSpec& spec : tensors) elements[spec.dtype] += numel_of(spec.shape);
+  return elements;
+}
+
+TEST(Arch, DeepseekHasAsMuchOfEachDtypeAsTheHubCounts) {
+  EXPECT_EQ(elements_by_dtype(arch_tensors(arch_named("deepseek-v3"))),
+            (std::map<DType, int64_t>{{DType::bf16, 3'918'786'560},
+                                      {DType::f8_e4m3, 680'571'043'840},
+                                      {DType::f32, 41'555'600}}));
+}
+
+// Each matrix of codes, and only it, has its scales; those at the edges are for what is left.
+TEST(Arch, EveryBlockOf128RowsAndColumnsHasAScale) {
+  for (const char* name : {"deepseek-v3", "tiny-fp8"}) {
+    std::map<std::string, TensorSpec> by_name;
+    for (TensorSpec& spec : arch_tensors(arch_named(name), 4)) by_name[spec.fqn] = spec;
+    size_t codes = 0, scales = 0;
+    for (const auto& [fqn, spec] : by_name) {
+      scales += fqn.find("_scale_inv") != std::string::npos ? 1 : 0;
+      if (spec.dtype != DType::f8_e4m3) continue;
+      ++codes;
+      const TensorSpec& scale = by_name[fqn + "_scale_inv"];
+      EXPECT_EQ(scale.dtype, DType::f32);
+      EXPECT_EQ(scale.shape,
+                (std::vector<int64_t>{(spec.shape[0] + 127) / 128, (spec.shape[1] + 127) / 128}));
+    }
+    EXPECT_GT(codes, 50U);
+    EXPECT_EQ(codes, scales);
+  }
+}
 
 std::string shape_of(const char* arch, const std::string& fqn) {
   for (const TensorSpec& spec : arch_tensors(arch_named(arch))) {
@@ -68,6 +118,73 @@ TEST(Arch, NamesAndShapesAreThoseOfTheHub) {
             "[2048, 768]");
   EXPECT_EQ(shape_of("qwen3-30b-a3b", "model.layers.0.mlp.gate.weight"), "[128, 2048]");
   EXPECT_EQ(shape_of("qwen3-30b-a3b", "lm_head.weight"), "[151936, 2048]");
+  EXPECT_EQ(shape_of("llama-3.2-1b", "model.layers.15.self_attn.k_proj.weight"), "[512, 2048]");
+  EXPECT_EQ(shape_of("llama-3.2-1b", "lm_head.weight"), "absent");
+  EXPECT_EQ(shape_of("llama-3.1-70b", "model.layers.79.mlp.up_proj.weight"), "[28672, 8192]");
+  EXPECT_EQ(shape_of("qwen3-235b-a22b", "model.layers.93.mlp.experts.0.up_proj.weight"),
+            "[1536, 4096]");
+  EXPECT_EQ(shape_of("mixtral-8x7b", "model.layers.31.block_sparse_moe.experts.7.w2.weight"),
+            "[4096, 14336]");
+}
+
+TEST(Arch, NamesAndShapesOfTheTowerAreThoseOfTheHub) {
+  const char* const vl = "qwen2.5-vl-7b";
+  EXPECT_EQ(shape_of(vl, "visual.patch_embed.proj.weight"), "[1280, 3, 2, 14, 14]");
+  EXPECT_EQ(shape_of(vl, "visual.blocks.31.attn.qkv.bias"), "[3840]");
+  EXPECT_EQ(shape_of(vl, "visual.blocks.0.mlp.down_proj.weight"), "[1280, 3420]");
+  EXPECT_EQ(shape_of(vl, "visual.merger.mlp.0.weight"), "[5120, 5120]");
+  EXPECT_EQ(shape_of(vl, "visual.merger.mlp.2.weight"), "[3584, 5120]");
+  EXPECT_EQ(shape_of(vl, "model.layers.27.self_attn.v_proj.bias"), "[512]");
+  EXPECT_EQ(shape_of(vl, "lm_head.weight"), "[152064, 3584]");
+}
+
+TEST(Arch, NamesAndShapesOfLinearAttentionAreThoseOfTheHub) {
+  const char* const next = "qwen3-next-80b-a3b";
+  EXPECT_EQ(shape_of(next, "model.layers.0.linear_attn.in_proj_qkvz.weight"), "[12288, 2048]");
+  EXPECT_EQ(shape_of(next, "model.layers.0.linear_attn.in_proj_ba.weight"), "[64, 2048]");
+  EXPECT_EQ(shape_of(next, "model.layers.46.linear_attn.conv1d.weight"), "[8192, 1, 4]");
+  EXPECT_EQ(shape_of(next, "model.layers.46.linear_attn.A_log"), "[32]");
+  EXPECT_EQ(shape_of(next, "model.layers.46.linear_attn.norm.weight"), "[128]");
+  EXPECT_EQ(shape_of(next, "model.layers.46.self_attn.q_proj.weight"), "absent");
+  EXPECT_EQ(shape_of(next, "model.layers.47.self_attn.q_proj.weight"), "[8192, 2048]");
+  EXPECT_EQ(shape_of(next, "model.layers.47.self_attn.o_proj.weight"), "[2048, 4096]");
+  EXPECT_EQ(shape_of(next, "model.layers.47.mlp.shared_expert_gate.weight"), "[1, 2048]");
+  EXPECT_EQ(shape_of(next, "mtp.fc.weight"), "[2048, 4096]");
+}
+
+TEST(Arch, NamesAndShapesOfCodesAreThoseOfTheHub) {
+  const char* const oss = "gpt-oss-20b";
+  const std::string experts = "model.layers.23.mlp.experts.";
+  EXPECT_EQ(shape_of(oss, experts + "gate_up_proj_blocks"), "[32, 5760, 90, 16]");
+  EXPECT_EQ(shape_of(oss, experts + "gate_up_proj_scales"), "[32, 5760, 90]");
+  EXPECT_EQ(shape_of(oss, experts + "gate_up_proj_bias"), "[32, 5760]");
+  EXPECT_EQ(shape_of(oss, experts + "down_proj_blocks"), "[32, 2880, 90, 16]");
+  EXPECT_EQ(shape_of(oss, "model.layers.0.self_attn.sinks"), "[64]");
+  EXPECT_EQ(shape_of(oss, "model.layers.0.self_attn.o_proj.bias"), "[2880]");
+  const char* const deepseek = "deepseek-v3";
+  const std::string kv_a = "model.layers.61.self_attn.kv_a_proj_with_mqa.weight";
+  EXPECT_EQ(shape_of(deepseek, kv_a), "[576, 7168]");
+  EXPECT_EQ(shape_of(deepseek, kv_a + "_scale_inv"), "[5, 56]");
+  EXPECT_EQ(shape_of(deepseek, "model.layers.0.self_attn.q_b_proj.weight"), "[24576, 1536]");
+  EXPECT_EQ(shape_of(deepseek, "model.layers.0.self_attn.kv_b_proj.weight"), "[32768, 512]");
+  EXPECT_EQ(shape_of(deepseek, "model.layers.2.mlp.up_proj.weight"), "[18432, 7168]");
+  EXPECT_EQ(shape_of(deepseek, "model.layers.3.mlp.gate.e_score_correction_bias"), "[256]");
+  EXPECT_EQ(shape_of(deepseek, "model.layers.61.eh_proj.weight"), "[7168, 14336]");
+  EXPECT_EQ(shape_of(deepseek, "model.layers.61.shared_head.head.weight"), "[129280, 7168]");
+}
+
+TEST(Arch, WithADtypeThereAreNoCodes) {
+  const auto deepseek = arch_tensors(arch_named("deepseek-v3"), 0, DType::bf16);
+  EXPECT_EQ(elements_by_dtype(deepseek),
+            (std::map<DType, int64_t>{{DType::bf16, 3'918'786'560 + 680'571'043'840},
+                                      {DType::f32, 59 * 256}}));
+  const auto oss = arch_tensors(arch_named("gpt-oss-20b"), 0, DType::f16);
+  EXPECT_EQ(elements_by_dtype(oss), (std::map<DType, int64_t>{{DType::f16, 20'914'757'184}}));
+  for (const TensorSpec& spec : oss) {
+    if (spec.fqn == "model.layers.0.mlp.experts.gate_up_proj") {
+      EXPECT_EQ(shape_text(spec.shape), "[32, 2880, 5760]");
+    }
+  }
 }
 
 TEST(Arch, TensorsStandInTheOrderOfTheStateDict) {
@@ -88,6 +205,31 @@ TEST(Arch, FewerLayersAreAPrefix) {
   EXPECT_EQ(two.size(), 2U + 2 * 11);
   EXPECT_EQ(two.back().fqn, "model.norm.weight");
   EXPECT_EQ(arch_tensors(arch_named("tiny-moe"), 3).size(), 45U + 21);
+}
+
+bool has_name_with(const std::vector<TensorSpec>& tensors, const char* part) {
+  return std::any_of(tensors.begin(), tensors.end(), [part](const TensorSpec& spec) {
+    return spec.fqn.find(part) != std::string::npos;
+  });
+}
+
+// The layer that predicts the token after the next is there where all that come before it are.
+TEST(Arch, AModelCutShortPredictsNoFurther) {
+  const Arch& deepseek = arch_named("deepseek-v3");
+  const Arch& next = arch_named("qwen3-next-80b-a3b");
+  for (const int layers : {0, 61}) {
+    EXPECT_TRUE(has_name_with(arch_tensors(deepseek, layers), "layers.61.eh_proj"));
+    EXPECT_NE(arch_config(deepseek, layers).find("\"num_nextn_predict_layers\": 1"),
+              std::string::npos);
+  }
+  for (const int layers : {1, 60, 62}) {
+    EXPECT_FALSE(has_name_with(arch_tensors(deepseek, layers), "eh_proj"));
+    EXPECT_NE(arch_config(deepseek, layers).find("\"num_nextn_predict_layers\": 0"),
+              std::string::npos);
+  }
+  EXPECT_TRUE(has_name_with(arch_tensors(next, 48), "mtp."));
+  EXPECT_FALSE(has_name_with(arch_tensors(next, 47), "mtp."));
+  EXPECT_TRUE(has_name_with(arch_tensors(arch_named("qwen2.5-vl-7b"), 1), "visual.blocks.31."));
 }
 
 Category category_of(const std::function<void()>& call) {
@@ -112,42 +254,128 @@ TEST(Arch, AnUnknownNameIsToldTheNearest) {
   EXPECT_EQ(category_of([] { arch_tensors(arch_named("gpt2"), 1001); }), Category::usage);
 }
 
-// The numbers of a config.json by name; whatever is no integer is left out.
-std::map<std::string, int64_t> numbers_in(const std::string& text) {
-  std::map<std::string, int64_t> numbers;
-  read_json(text, [&](JsonValue& root) {
-    root.object([&](std::string_view key, JsonValue& value) {
-      if (value.kind() != JsonValue::Kind::number) return;
-      const double number = value.number();
-      numbers[std::string(key)] = static_cast<int64_t>(number);
-    });
+using Numbers = std::map<std::string, int64_t>;
+
+void gather_numbers(JsonValue& object, const std::string& prefix, Numbers& numbers) {
+  object.object([&](std::string_view key, JsonValue& value) {
+    const std::string name = prefix + std::string(key);
+    if (value.kind() == JsonValue::Kind::object) return gather_numbers(value, name + ".", numbers);
+    if (value.kind() == JsonValue::Kind::number) {
+      numbers[name] = static_cast<int64_t>(value.number());
+    }
   });
+}
+
+// The numbers of a config.json by name; of a nested one "outer.inner".
+Numbers numbers_in(const std::string& text) {
+  Numbers numbers;
+  read_json(text, [&](JsonValue& root) { gather_numbers(root, "", numbers); });
   return numbers;
+}
+
+// The config's word for it, of the several that families have, or 0.
+int64_t first_of(const Numbers& numbers, std::initializer_list<const char*> names) {
+  for (const char* name : names) {
+    if (const auto found = numbers.find(name); found != numbers.end()) return found->second;
+  }
+  return 0;
+}
+
+void expect_same_mlp(const Numbers& numbers, const ArchWidths& w) {
+  EXPECT_EQ(first_of(numbers, {"num_experts", "num_local_experts", "n_routed_experts"}), w.experts);
+  if (w.experts != 0) {
+    EXPECT_EQ(first_of(numbers, {"moe_intermediate_size", "intermediate_size"}),
+              w.expert_intermediate);
+  }
+  if (w.intermediate != 0) {
+    EXPECT_EQ(first_of(numbers, {"intermediate_size"}), w.intermediate);
+  }
+  EXPECT_EQ(first_of(numbers, {"first_k_dense_replace"}), w.dense_layers);
+  if (w.linear.interval != 0) {
+    EXPECT_EQ(first_of(numbers, {"shared_expert_intermediate_size"}), w.shared_intermediate);
+  }
+}
+
+void expect_same_attention(const Numbers& numbers, const ArchWidths& w) {
+  EXPECT_EQ(first_of(numbers, {"num_attention_heads"}), w.heads);
+  EXPECT_EQ(first_of(numbers, {"q_lora_rank"}), w.latent.query_rank);
+  EXPECT_EQ(first_of(numbers, {"kv_lora_rank"}), w.latent.kv_rank);
+  EXPECT_EQ(first_of(numbers, {"qk_nope_head_dim"}), w.latent.plain_dim);
+  EXPECT_EQ(first_of(numbers, {"qk_rope_head_dim"}), w.latent.rotated_dim);
+  EXPECT_EQ(first_of(numbers, {"v_head_dim"}), w.latent.value_dim);
+  EXPECT_EQ(first_of(numbers, {"full_attention_interval"}), w.linear.interval);
+  EXPECT_EQ(first_of(numbers, {"linear_num_key_heads"}), w.linear.key_heads);
+  EXPECT_EQ(first_of(numbers, {"linear_key_head_dim"}), w.linear.key_dim);
+  EXPECT_EQ(first_of(numbers, {"linear_num_value_heads"}), w.linear.value_heads);
+  EXPECT_EQ(first_of(numbers, {"linear_value_head_dim"}), w.linear.value_dim);
+  EXPECT_EQ(first_of(numbers, {"linear_conv_kernel_dim"}), w.linear.kernel);
+  if (w.latent.kv_rank != 0) return;
+  EXPECT_EQ(first_of(numbers, {"num_key_value_heads"}), w.kv_heads);
+  const bool says_head_dim = numbers.count("head_dim") != 0;
+  EXPECT_EQ(says_head_dim ? numbers.at("head_dim") : w.hidden / w.heads, w.head_dim);
+}
+
+void expect_same_tower(const Numbers& numbers, const ArchWidths::Tower& tower) {
+  EXPECT_EQ(first_of(numbers, {"vision_config.depth"}), tower.depth);
+  EXPECT_EQ(first_of(numbers, {"vision_config.hidden_size"}), tower.hidden);
+  EXPECT_EQ(first_of(numbers, {"vision_config.intermediate_size"}), tower.intermediate);
+  EXPECT_EQ(first_of(numbers, {"vision_config.in_chans"}), tower.channels);
+  EXPECT_EQ(first_of(numbers, {"vision_config.temporal_patch_size"}), tower.frames);
+  EXPECT_EQ(first_of(numbers, {"vision_config.patch_size"}), tower.patch);
+  EXPECT_EQ(first_of(numbers, {"vision_config.spatial_merge_size"}), tower.merge);
 }
 
 TEST(ArchConfig, AgreesWithTheShapes) {
   for (const std::string& name : arch_names()) {
+    SCOPED_TRACE(name);
     const Arch& arch = arch_named(name);
     const ArchWidths& w = arch.widths;
-    auto numbers = numbers_in(arch_config(arch, 7, DType::f16));
-    EXPECT_EQ(numbers["vocab_size"], w.vocab);
-    const bool is_gpt2 = name == "gpt2";
-    EXPECT_EQ(numbers[is_gpt2 ? "n_layer" : "num_hidden_layers"], 7);
-    EXPECT_EQ(numbers[is_gpt2 ? "n_embd" : "hidden_size"], w.hidden);
-    if (is_gpt2) {
-      EXPECT_EQ(numbers["n_positions"], w.positions);
-      continue;
-    }
-    EXPECT_EQ(numbers["num_attention_heads"], w.heads);
-    EXPECT_EQ(numbers["num_key_value_heads"], w.kv_heads);
-    EXPECT_EQ(numbers["num_experts"], w.experts);
-    EXPECT_EQ(numbers["moe_intermediate_size"], w.expert_intermediate);
-    if (w.experts == 0) {
-      EXPECT_EQ(numbers["intermediate_size"], w.intermediate);
-    }
-    const bool says_head_dim = numbers.count("head_dim") != 0;
-    EXPECT_EQ(says_head_dim ? numbers["head_dim"] : w.hidden / w.heads, w.head_dim);
+    const Numbers numbers = numbers_in(arch_config(arch, 7, DType::f16));
+    EXPECT_EQ(first_of(numbers, {"vocab_size"}), w.vocab);
+    EXPECT_EQ(first_of(numbers, {"num_hidden_layers", "n_layer"}), 7);
+    EXPECT_EQ(first_of(numbers, {"hidden_size", "n_embd"}), w.hidden);
+    EXPECT_EQ(first_of(numbers, {"n_positions"}), w.positions);
+    if (name == "gpt2") continue;
+    expect_same_attention(numbers, w);
+    expect_same_mlp(numbers, w);
+    expect_same_tower(numbers, w.tower);
   }
+}
+
+TEST(ArchConfig, LeavesNoWordUnfilled) {
+  for (const std::string& name : arch_names()) {
+    for (const auto dtype : {std::optional<DType>(), std::optional(DType::f16)}) {
+      const std::string text = arch_config(arch_named(name), 3, dtype);
+      EXPECT_EQ(text.find('@'), std::string::npos) << text;
+      read_json(text, [](JsonValue& root) { root.skip(); });
+    }
+  }
+}
+
+TEST(ArchConfig, SaysHowWeightsAreCodedUnlessThereIsADtype) {
+  const auto block_size = [](const std::string& text) {
+    const size_t at = text.find("\"weight_block_size\"");
+    return at == std::string::npos ? "" : text.substr(at, text.find(']', at) + 1 - at);
+  };
+  for (const char* name : {"deepseek-v3", "tiny-fp8"}) {
+    const Arch& arch = arch_named(name);
+    const std::string coded = arch_config(arch);
+    EXPECT_EQ(block_size(coded), "\"weight_block_size\": [\n      128,\n      128\n    ]");
+    EXPECT_NE(coded.find("\"quant_method\": \"fp8\""), std::string::npos);
+    EXPECT_NE(coded.find("\"torch_dtype\": \"bfloat16\""), std::string::npos);
+    EXPECT_EQ(arch_config(arch, 0, DType::bf16).find("quant"), std::string::npos);
+  }
+  const Arch& oss = arch_named("gpt-oss-20b");
+  EXPECT_NE(arch_config(oss).find("\"quant_method\": \"mxfp4\""), std::string::npos);
+  EXPECT_EQ(arch_config(oss, 0, DType::bf16).find("quant"), std::string::npos);
+}
+
+TEST(ArchConfig, NamesTheTypeOfEachLayer) {
+  const std::string text = arch_config(arch_named("gpt-oss-20b"), 3);
+  EXPECT_NE(text.find("\"layer_types\": [\n    \"sliding_attention\",\n    \"full_attention\",\n"
+                      "    \"sliding_attention\"\n  ]"),
+            std::string::npos)
+      << text;
 }
 
 TEST(ArchConfig, SaysTheDtypeAndWhetherTheHeadIsTied) {
@@ -178,10 +406,27 @@ TEST(SplitIntoFiles, PutsLargerDtypesFirst) {
   EXPECT_EQ(files[0][0].fqn, "b");
 }
 
-TEST(SplitIntoFiles, Qwen3MoeIsSixteenFilesOf4GbAsOnTheHub) {
-  const auto tensors = arch_tensors(arch_named("qwen3-30b-a3b"));
-  EXPECT_EQ(split_into_files(tensors, 4'000'000'000).size(), 16U);
-  EXPECT_EQ(split_into_files(tensors, 5'000'000'000).size(), 13U);
+struct FilesOnTheHub {
+  const char* arch;
+  uint64_t limit_bytes;
+  size_t files;
+};
+
+// DeepSeek's own tool split it by a rule of its own; a limit of 4.25 GB makes as many files.
+TEST(SplitIntoFiles, AreAsManyAsOnTheHub) {
+  constexpr uint64_t kGb = 1'000'000'000;
+  for (const FilesOnTheHub& hub :
+       {FilesOnTheHub{"qwen3-8b", 4 * kGb, 5}, FilesOnTheHub{"qwen3-32b", 4 * kGb, 17},
+        FilesOnTheHub{"qwen3-30b-a3b", 4 * kGb, 16}, FilesOnTheHub{"qwen3-235b-a22b", 4 * kGb, 118},
+        FilesOnTheHub{"qwen3-next-80b-a3b", 4 * kGb, 41},
+        FilesOnTheHub{"qwen2.5-vl-7b", 4 * kGb, 5}, FilesOnTheHub{"llama-3.2-1b", 5 * kGb, 1},
+        FilesOnTheHub{"llama-3.1-70b", 5 * kGb, 30}, FilesOnTheHub{"mixtral-8x7b", 5 * kGb, 19},
+        FilesOnTheHub{"gpt-oss-20b", 5 * kGb, 3},
+        FilesOnTheHub{"deepseek-v3", 4'250'000'000, 163}}) {
+    const auto files = split_into_files(arch_tensors(arch_named(hub.arch)), hub.limit_bytes);
+    EXPECT_EQ(files.size(), hub.files) << hub.arch;
+  }
+  EXPECT_EQ(split_into_files(arch_tensors(arch_named("qwen3-30b-a3b")), 5 * kGb).size(), 13U);
   EXPECT_EQ(shard_name(0, 16), "model-00001-of-00016.safetensors");
   EXPECT_EQ(shard_name(0, 1), "model.safetensors");
 }

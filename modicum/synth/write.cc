@@ -152,15 +152,6 @@ void check(const SynthOptions& options) {
   }
 }
 
-// Only tensors in the model's own dtype are given another; what stands beside them stays.
-std::vector<TensorSpec> tensors_of(const Arch& arch, const SynthOptions& options) {
-  std::vector<TensorSpec> tensors = arch_tensors(arch, options.layers);
-  for (TensorSpec& spec : tensors) {
-    if (spec.dtype == arch.dtype) spec.dtype = options.dtype.value_or(arch.dtype);
-  }
-  return tensors;
-}
-
 std::string index_of(const std::vector<std::vector<TensorSpec>>& shards, uint64_t data_bytes) {
   std::vector<std::pair<std::string, std::string>> file_of_tensor;
   for (size_t i = 0; i < shards.size(); ++i) {
@@ -177,7 +168,8 @@ std::string index_of(const std::vector<std::vector<TensorSpec>>& shards, uint64_
 SynthResult write_synth(FileSystem& files, const std::string& out, const SynthOptions& options) {
   check(options);
   const Arch& arch = arch_named(options.arch);
-  const auto shards = split_into_files(tensors_of(arch, options), options.shard_size_bytes);
+  const auto shards =
+      split_into_files(arch_tensors(arch, options.layers, options.dtype), options.shard_size_bytes);
   const SynthMark mark{options.is_sparse, options.edges};
 
   NewDirectory directory(files, out);
@@ -194,8 +186,7 @@ SynthResult write_synth(FileSystem& files, const std::string& out, const SynthOp
   if (shards.size() > 1) {
     directory.add_text("model.safetensors.index.json", index_of(shards, result.data_bytes));
   }
-  directory.add_text("config.json",
-                     arch_config(arch, options.layers, options.dtype.value_or(arch.dtype)));
+  directory.add_text("config.json", arch_config(arch, options.layers, options.dtype));
   directory.finish();
   return result;
 }

@@ -15,7 +15,7 @@ struct SynthOptions {
   std::string arch;                           // a name of arch_names()
   int layers = 0;                             // 0: as many as the model has
   uint64_t shard_size_bytes = 5'000'000'000;  // of a file's data; a larger tensor has its own file
-  std::optional<DType> dtype;                 // castable; default: as on the hub
+  std::optional<DType> dtype;                 // castable; default: as on the hub, codes and all
   bool is_sparse = false;                     // see SynthMark
   std::vector<int64_t> edges;                 // worlds; sparse only
   int threads = 1;

@@ -100,6 +100,35 @@ TEST(WriteSynth, ShardsComeWithAnIndex) {
   expect_values(files, "out");
 }
 
+TEST(WriteSynth, CodesComeWithTheirScales) {
+  MemoryFileSystem files;
+  write_synth(files, "out", options_for("tiny-fp8"));
+  const Checkpoint checkpoint = open_checkpoint(files, "out");
+  EXPECT_EQ(checkpoint.config.model_type, "deepseek_v3");
+  EXPECT_TRUE(checkpoint.warnings.empty());
+  EXPECT_EQ(checkpoint.manifest.tensors.size(), 115U);
+  EXPECT_NE(files.get("out/config.json").find("\"quant_method\": \"fp8\""), std::string::npos);
+  expect_values(files, "out");
+}
+
+TEST(WriteSynth, WithADtypeCodesAreWeightsOfIt) {
+  MemoryFileSystem files;
+  SynthOptions options = options_for("tiny-fp8");
+  options.dtype = DType::f16;
+  write_synth(files, "out", options);
+  const Checkpoint checkpoint = open_checkpoint(files, "out");
+  size_t biases = 0;
+  for (const Stored& stored : checkpoint.manifest.tensors) {
+    const bool is_bias = stored.spec.fqn.find("e_score_correction_bias") != std::string::npos;
+    biases += is_bias ? 1 : 0;
+    EXPECT_EQ(stored.spec.dtype, is_bias ? DType::f32 : DType::f16) << stored.spec.fqn;
+  }
+  EXPECT_EQ(biases, 2U);
+  EXPECT_EQ(checkpoint.manifest.tensors.size(), 67U);
+  EXPECT_EQ(files.get("out/config.json").find("quantization_config"), std::string::npos);
+  expect_values(files, "out");
+}
+
 TEST(WriteSynth, TiedModelsSaySoAndHaveNoHead) {
   TemporaryDirectory directory;
   PosixFileSystem files;

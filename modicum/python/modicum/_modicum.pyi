@@ -20,7 +20,7 @@ def inspect(path: str | os.PathLike) -> dict:
         IoError: a file can't be read.
     """
 
-def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, dtype: str | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None) -> dict:
+def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None, tp_packed: str | None = None, tp_replicate: str | None = None, expert_mesh: str | None = None, experts: str = '\\.experts\\.', round_robin: bool = False, dtype: str | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None) -> dict:
     """
     Who reads what, and what each rank and node will hold, by strategy.
 
@@ -32,9 +32,15 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         ranks: rank processes, 1 to 65536.
         ranks_per_node: None: all on one node.
         strategy: whose verdict `fits` is: own-shard, rank0-broadcast or full-per-rank.
-        layout: fsdp2, hsdp, or none (every rank holds everything).
-        mesh: "AxB": of hsdp, replicas x shards; None elsewhere.
+        layout: fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds everything).
+        mesh: "AxB": of hsdp replicas x shards, of tp-fsdp dp x tp; "AxBxC": shards or dp of two axes.
         shard_dim: the tensor dim that is cut.
+        tp_rowwise: names (a regular expression) that TP cuts along dim 1; the rest along dim 0.
+        tp_packed: names of two packed halves (gate and up), each cut by itself along dim 0.
+        tp_replicate: names that TP does not cut.
+        expert_mesh: "AxB": experts are dealt to B ranks along dim 0, then FSDP cuts them A times.
+        experts: names of the experts, a regular expression.
+        round_robin: of zero1 and zero2: as DeepSpeed's round_robin_gradients.
         dtype: float32, bfloat16 or float16; None: as stored.
         keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
         recipe: a recipe.json; None: every tensor as it is.

@@ -1,0 +1,84 @@
+// A rank's local buffers, those of targets and those of flat groups alike.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "modicum/plan/plan.h"
+
+namespace modicum {
+namespace {
+
+uint32_t target_count(const Plan& plan) noexcept {
+  return static_cast<uint32_t>(plan.recipe->targets.size());
+}
+
+// Flat groups, and targets where they are found in one.
+const FlatGroup* flat_of_buffer(const Plan& plan, uint32_t buffer) noexcept {
+  return buffer < target_count(plan) ? nullptr : &plan.layout.flats[buffer - target_count(plan)];
+}
+
+}  // namespace
+
+uint32_t buffer_count(const Plan& plan) noexcept {
+  return target_count(plan) + static_cast<uint32_t>(plan.layout.flats.size());
+}
+
+LocalBuffer buffer_of(const Plan& plan, uint32_t buffer, int rank) {
+  if (const FlatGroup* flat = flat_of_buffer(plan, buffer)) return local_buffer(*flat, rank);
+  const TensorSpec& spec = plan.recipe->targets[buffer].spec;
+  if (plan.recipe->is_alias(buffer) || plan.layout.is_flat(buffer)) return {spec.dtype, 0, 0};
+  return local_buffer(plan.layout.sharding_of(buffer), spec, rank);
+}
+
+uint32_t holder_of(const Plan& plan, uint32_t buffer) noexcept {
+  const Recipe& recipe = *plan.recipe;
+  const bool is_alias = buffer < target_count(plan) && recipe.is_alias(buffer);
+  return is_alias ? recipe.nodes[recipe.targets[buffer].root].from : buffer;
+}
+
+std::string buffer_name(const Plan& plan, uint32_t buffer) {
+  if (buffer < target_count(plan)) return plan.recipe->targets[buffer].spec.fqn;
+  if (plan.layout.flats.size() == 1) return "flat";
+  return fmt::format("flat.{}", buffer - target_count(plan));
+}
+
+void for_each_piece(const Plan& plan, uint32_t target, int rank,
+                    const std::function<void(uint32_t buffer, const Box& piece)>& piece) {
+  const TensorSpec& spec = plan.recipe->targets[target].spec;
+  if (!plan.layout.is_flat(target)) {
+    for_each_piece(plan.layout.sharding_of(target), spec, rank,
+                   [&](const Box& box) { piece(target, box); });
+    return;
+  }
+  const Layout::Place& place = plan.layout.places[target];
+  const Box box =
+      flat_piece(plan.layout.flats[place.flat], place.begin, numel_of(spec.shape), rank);
+  if (!box.empty()) piece(target_count(plan) + place.flat, box);
+}
+
+void for_each_held_run(
+    const Plan& plan, uint32_t buffer, int rank, int64_t at, int64_t n,
+    const std::function<void(uint32_t target, int64_t global, int64_t local, int64_t n)>& run) {
+  const auto of_target = [&](uint32_t target) {
+    for_each_piece(plan, target, rank, [&](uint32_t, const Box& piece) {
+      for_each_global_run(piece, at, at + n, [&](int64_t global, int64_t local, int64_t count) {
+        run(target, global, local, count);
+      });
+    });
+  };
+  const FlatGroup* flat = flat_of_buffer(plan, buffer);
+  if (flat == nullptr) return of_target(buffer);
+  const int64_t begin = rank * flat->part + at;
+  const auto after = std::upper_bound(flat->begins.begin(), flat->begins.end(), begin);
+  for (auto i = static_cast<size_t>(std::max<int64_t>(0, after - flat->begins.begin() - 1));
+       i < flat->targets.size() && flat->begins[i] < begin + n; ++i) {
+    of_target(flat->targets[i]);
+  }
+}
+
+bool is_primary(const Plan& plan, uint32_t target, int rank) {
+  if (plan.layout.is_flat(target)) return true;  // each element is held once
+  return is_primary(plan.layout.sharding_of(target), plan.recipe->targets[target].spec, rank);
+}
+
+}  // namespace modicum

@@ -1,0 +1,139 @@
+#include "modicum/runs/layouts.h"
+
+#include <fmt/format.h>
+
+#include <charconv>
+#include <optional>
+#include <regex>
+
+namespace modicum {
+namespace {
+
+// "2x4" for eight ranks; `most` sizes at most, 2 at least.
+std::vector<int> mesh_of(std::string_view flag, const std::string& text, size_t most, int ranks) {
+  std::vector<int> sizes;
+  int64_t product = 1;
+  const char* at = text.data();
+  const char* const end = at + text.size();
+  while (at != end) {
+    int size = 0;
+    const auto [after, error] = std::from_chars(at, end, size);
+    const bool goes_on = after != end && *after == 'x' && after + 1 != end;
+    if (error != std::errc() || size < 1 || (after != end && !goes_on) || sizes.size() == most) {
+      sizes.clear();
+      break;
+    }
+    sizes.push_back(size);
+    product *= std::min(size, kMaxRanks + 1);
+    at = after == end ? end : after + 1;
+  }
+  if (sizes.size() < 2) {
+    const std::string_view also = most > 2 ? " or AxBxC" : "";
+    fail(Category::usage,
+         fmt::format("{} '{}' is not AxB{}, as in 2x4", flag, printable(text), also));
+  }
+  if (product != ranks) {
+    fail(Category::usage, fmt::format("{}: a mesh of {} is not {} ranks", flag, text, ranks));
+  }
+  return sizes;
+}
+
+// Names that a flag's regular expression finds; none where the flag is not given.
+class Names {
+ public:
+  Names(std::string_view flag, const std::string& expression) {
+    try {
+      if (!expression.empty()) regex_.emplace(expression);
+    } catch (const std::regex_error&) {
+      fail(Category::usage, fmt::format("{} is not a regular expression", flag),
+           {.got = printable(expression)});
+    }
+  }
+  bool given() const noexcept { return regex_.has_value(); }
+  bool have(const std::string& name) const { return regex_ && std::regex_search(name, *regex_); }
+
+ private:
+  std::optional<std::regex> regex_;
+};
+
+void assign_kinds(Layout& layout, Targets targets, const RunFlags& flags) {
+  const Names rows("--tp-rowwise", flags.tp_rowwise);
+  const Names packed("--tp-packed", flags.tp_packed);
+  const Names replicated("--tp-replicate", flags.tp_replicate);
+  const Names experts("--experts", flags.expert_mesh.empty() ? "" : flags.experts);
+  std::optional<uint8_t> expert_kind;
+  if (!flags.expert_mesh.empty()) {
+    const auto sizes = mesh_of("--expert-mesh", flags.expert_mesh, 2, flags.ranks);
+    expert_kind = add_expert_kind(layout, sizes[0], sizes[1], flags.shard_dim);
+  }
+  if (!rows.given() && !packed.given() && !replicated.given() && !expert_kind) return;
+  const auto kind = [](TpKind of) { return static_cast<uint8_t>(of); };
+  for (const TensorSpec* target : targets) {
+    layout.kind_of.push_back(target == nullptr              ? 0
+                             : experts.have(target->fqn)    ? *expert_kind
+                             : rows.have(target->fqn)       ? kind(TpKind::rows)
+                             : packed.have(target->fqn)     ? kind(TpKind::packed)
+                             : replicated.have(target->fqn) ? kind(TpKind::replicated)
+                                                            : 0);
+  }
+}
+
+Layout meshed_layout(const RunFlags& flags) {
+  if (flags.layout == "fsdp2") return fsdp2_layout(flags.ranks, flags.shard_dim);
+  std::vector<int> sizes = mesh_of("--mesh", flags.mesh, 3, flags.ranks);
+  if (flags.layout == "hsdp") {
+    return hsdp_layout(sizes[0], {sizes.begin() + 1, sizes.end()}, flags.shard_dim);
+  }
+  const int tp = sizes.back();
+  sizes.pop_back();
+  return tp_fsdp_layout(sizes, tp, flags.shard_dim);
+}
+
+// Flags that say something about some layouts only.
+void refuse_strangers(const RunFlags& flags) {
+  const bool is_meshed = flags.layout == "hsdp" || flags.layout == "tp-fsdp";
+  const bool is_flat = flags.layout == "zero1" || flags.layout == "zero2";
+  const auto only_for = [&](bool given, bool allowed, std::string_view flag, std::string_view of) {
+    if (given && !allowed) {
+      fail(Category::usage, fmt::format("{} is for --layout {}", flag, of));
+    }
+  };
+  const bool is_tp = flags.layout == "tp-fsdp";
+  only_for(!flags.mesh.empty(), is_meshed, "--mesh", "hsdp or tp-fsdp");
+  only_for(!flags.tp_rowwise.empty(), is_tp, "--tp-rowwise", "tp-fsdp");
+  only_for(!flags.tp_packed.empty(), is_tp, "--tp-packed", "tp-fsdp");
+  only_for(!flags.tp_replicate.empty(), is_tp, "--tp-replicate", "tp-fsdp");
+  only_for(!flags.expert_mesh.empty(), is_meshed || flags.layout == "fsdp2", "--expert-mesh",
+           "fsdp2, hsdp or tp-fsdp");
+  only_for(flags.round_robin, is_flat, "--round-robin", "zero1 or zero2");
+}
+
+}  // namespace
+
+Layout layout_of(const RunFlags& flags, Targets targets) {
+  refuse_strangers(flags);
+  if (flags.layout == "none") return whole_layout(flags.ranks);
+  if (flags.layout == "zero3") return zero3_layout(flags.ranks, targets);
+  for (const std::string_view name : {"zero1", "zero2"}) {
+    if (flags.layout == name) return flat_layout(name, flags.ranks, targets, flags.round_robin);
+  }
+  const std::vector<std::string> names = {"none",  "fsdp2", "hsdp", "tp-fsdp",
+                                          "zero1", "zero2", "zero3"};
+  if (std::find(names.begin(), names.end(), flags.layout) == names.end()) {
+    fail(Category::usage, fmt::format("unknown layout '{}'{}", printable(flags.layout),
+                                      nearest_hint(flags.layout, names)));
+  }
+  Layout layout = meshed_layout(flags);
+  assign_kinds(layout, targets, flags);
+  return layout;
+}
+
+std::vector<const TensorSpec*> targets_of(const Recipe& recipe) {
+  std::vector<const TensorSpec*> targets;
+  for (size_t t = 0; t < recipe.targets.size(); ++t) {
+    targets.push_back(recipe.is_alias(t) ? nullptr : &recipe.targets[t].spec);
+  }
+  return targets;
+}
+
+}  // namespace modicum

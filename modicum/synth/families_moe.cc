@@ -1,0 +1,178 @@
+#include "modicum/base/base.h"
+#include "modicum/synth/families.h"
+
+namespace modicum {
+namespace {
+
+constexpr int64_t kScaleBlock = 128;   // rows and columns of codes that share a scale
+constexpr int64_t kMxBlock = 32;       // codes along a row that share a scale
+constexpr int64_t kMxBlockBytes = 16;  // two codes a byte
+
+// ---- gpt-oss
+
+// Experts in one tensor: codes with their scales along the input, or, unpacked, [in, out].
+void add_packed_experts(TensorList& list, const std::string& name, int64_t experts, int64_t in,
+                        int64_t out) {
+  if (list.variant().is_quantised) {
+    list.add(name + "_blocks", DType::u8, {experts, out, in / kMxBlock, kMxBlockBytes});
+    list.add(name + "_scales", DType::u8, {experts, out, in / kMxBlock});
+  } else {
+    list.add(name, {experts, in, out});
+  }
+  list.add(name + "_bias", {experts, out});
+}
+
+// ---- Qwen3-Next
+
+void add_linear_attention(TensorList& list, const std::string& prefix, const ArchWidths& w) {
+  const ArchWidths::LinearAttention& linear = w.linear;
+  const int64_t keys = linear.key_heads * linear.key_dim;
+  const int64_t values = linear.value_heads * linear.value_dim;
+  list.add(prefix + "dt_bias", {linear.value_heads});
+  list.add(prefix + "A_log", {linear.value_heads});
+  list.add(prefix + "conv1d.weight", {2 * keys + values, 1, linear.kernel});
+  // Queries, keys, values and a gate; then a beta and an alpha a head.
+  add_linear(list, prefix + "in_proj_qkvz", 2 * keys + 2 * values, w.hidden, false);
+  add_linear(list, prefix + "in_proj_ba", 2 * linear.value_heads, w.hidden, false);
+  list.add(prefix + "norm.weight", {linear.value_dim});
+  add_linear(list, prefix + "out_proj", w.hidden, values, false);
+}
+
+void add_qwen3_next_layer(TensorList& list, const std::string& prefix, const ArchWidths& w,
+                          bool has_full_attention) {
+  if (has_full_attention) {
+    add_attention(list, prefix + "self_attn.", w);
+  } else {
+    add_linear_attention(list, prefix + "linear_attn.", w);
+  }
+  add_linear(list, prefix + "mlp.gate", w.experts, w.hidden, false);
+  for (int64_t expert = 0; expert < w.experts; ++expert) {
+    const std::string name = prefix + "mlp.experts." + std::to_string(expert) + ".";
+    add_gated_mlp(list, name, w.hidden, w.expert_intermediate);
+  }
+  add_gated_mlp(list, prefix + "mlp.shared_expert.", w.hidden, w.shared_intermediate);
+  add_linear(list, prefix + "mlp.shared_expert_gate", 1, w.hidden, false);
+  list.add(prefix + "input_layernorm.weight", {w.hidden});
+  list.add(prefix + "post_attention_layernorm.weight", {w.hidden});
+}
+
+void add_qwen3_next_mtp(TensorList& list, const ArchWidths& w) {
+  add_linear(list, "mtp.fc", w.hidden, 2 * w.hidden, false);
+  add_qwen3_next_layer(list, "mtp.layers.0.", w, true);
+  list.add("mtp.norm.weight", {w.hidden});
+  list.add("mtp.pre_fc_norm_embedding.weight", {w.hidden});
+  list.add("mtp.pre_fc_norm_hidden.weight", {w.hidden});
+}
+
+// ---- DeepSeek-V3
+
+// A matrix of 8 bit codes and a scale per block of them, at the edges a smaller one; or as it is.
+void add_coded(TensorList& list, const std::string& name, int64_t out, int64_t in) {
+  if (!list.variant().is_quantised) return add_linear(list, name, out, in, false);
+  list.add(name + ".weight", DType::f8_e4m3, {out, in});
+  list.add(name + ".weight_scale_inv", DType::f32,
+           {ceil_div(out, kScaleBlock), ceil_div(in, kScaleBlock)});
+}
+
+void add_coded_mlp(TensorList& list, const std::string& prefix, int64_t hidden,
+                   int64_t intermediate) {
+  add_coded(list, prefix + "gate_proj", intermediate, hidden);
+  add_coded(list, prefix + "up_proj", intermediate, hidden);
+  add_coded(list, prefix + "down_proj", hidden, intermediate);
+}
+
+// Queries, and keys with values, each through a narrow waist; one rotated key serves all heads.
+void add_latent_attention(TensorList& list, const std::string& prefix, const ArchWidths& w) {
+  const ArchWidths::LatentAttention& latent = w.latent;
+  add_coded(list, prefix + "q_a_proj", latent.query_rank, w.hidden);
+  list.add(prefix + "q_a_layernorm.weight", {latent.query_rank});
+  add_coded(list, prefix + "q_b_proj", w.heads * (latent.plain_dim + latent.rotated_dim),
+            latent.query_rank);
+  add_coded(list, prefix + "kv_a_proj_with_mqa", latent.kv_rank + latent.rotated_dim, w.hidden);
+  list.add(prefix + "kv_a_layernorm.weight", {latent.kv_rank});
+  add_coded(list, prefix + "kv_b_proj", w.heads * (latent.plain_dim + latent.value_dim),
+            latent.kv_rank);
+  add_coded(list, prefix + "o_proj", w.hidden, w.heads * latent.value_dim);
+}
+
+void add_deepseek_experts(TensorList& list, const std::string& prefix, const ArchWidths& w) {
+  for (int64_t expert = 0; expert < w.experts; ++expert) {
+    const std::string name = prefix + "experts." + std::to_string(expert) + ".";
+    add_coded_mlp(list, name, w.hidden, w.expert_intermediate);
+  }
+  add_linear(list, prefix + "gate", w.experts, w.hidden, false);
+  // The router's bias is kept in fp32 whatever the model's dtype.
+  list.add(prefix + "gate.e_score_correction_bias", DType::f32, {w.experts});
+  add_coded_mlp(list, prefix + "shared_experts.", w.hidden, w.shared_intermediate);
+}
+
+void add_deepseek_layer(TensorList& list, int layer, const ArchWidths& w) {
+  const std::string prefix = "model.layers." + std::to_string(layer) + ".";
+  add_latent_attention(list, prefix + "self_attn.", w);
+  if (layer < w.dense_layers) {
+    add_coded_mlp(list, prefix + "mlp.", w.hidden, w.intermediate);
+  } else {
+    add_deepseek_experts(list, prefix + "mlp.", w);
+  }
+  list.add(prefix + "input_layernorm.weight", {w.hidden});
+  list.add(prefix + "post_attention_layernorm.weight", {w.hidden});
+}
+
+// One more layer under the next number, with an embedding and a head of its own on the hub.
+void add_deepseek_mtp(TensorList& list, int layer, const ArchWidths& w) {
+  const std::string prefix = "model.layers." + std::to_string(layer) + ".";
+  list.add(prefix + "embed_tokens.weight", {w.vocab, w.hidden});
+  list.add(prefix + "enorm.weight", {w.hidden});
+  list.add(prefix + "hnorm.weight", {w.hidden});
+  add_linear(list, prefix + "eh_proj", w.hidden, 2 * w.hidden, false);
+  add_deepseek_layer(list, layer, w);
+  list.add(prefix + "shared_head.norm.weight", {w.hidden});
+  add_linear(list, prefix + "shared_head.head", w.vocab, w.hidden, false);
+}
+
+}  // namespace
+
+std::vector<TensorSpec> list_gpt_oss(const ArchWidths& w, const ArchVariant& variant) {
+  TensorList list(variant);
+  list.add("model.embed_tokens.weight", {w.vocab, w.hidden});
+  for (int layer = 0; layer < variant.layers; ++layer) {
+    const std::string prefix = "model.layers." + std::to_string(layer) + ".";
+    const std::string experts = prefix + "mlp.experts.";
+    add_attention(list, prefix + "self_attn.", w);
+    add_linear(list, prefix + "mlp.router", w.experts, w.hidden, true);
+    add_packed_experts(list, experts + "gate_up_proj", w.experts, w.hidden,
+                       2 * w.expert_intermediate);
+    add_packed_experts(list, experts + "down_proj", w.experts, w.expert_intermediate, w.hidden);
+    list.add(prefix + "input_layernorm.weight", {w.hidden});
+    list.add(prefix + "post_attention_layernorm.weight", {w.hidden});
+  }
+  list.add("model.norm.weight", {w.hidden});
+  list.add("lm_head.weight", {w.vocab, w.hidden});
+  return list.take();
+}
+
+std::vector<TensorSpec> list_qwen3_next(const ArchWidths& w, const ArchVariant& variant) {
+  TensorList list(variant);
+  list.add("model.embed_tokens.weight", {w.vocab, w.hidden});
+  for (int layer = 0; layer < variant.layers; ++layer) {
+    const bool has_full_attention = (layer + 1) % w.linear.interval == 0;
+    add_qwen3_next_layer(list, "model.layers." + std::to_string(layer) + ".", w,
+                         has_full_attention);
+  }
+  list.add("model.norm.weight", {w.hidden});
+  list.add("lm_head.weight", {w.vocab, w.hidden});
+  if (variant.has_mtp) add_qwen3_next_mtp(list, w);
+  return list.take();
+}
+
+std::vector<TensorSpec> list_deepseek(const ArchWidths& w, const ArchVariant& variant) {
+  TensorList list(variant);
+  list.add("model.embed_tokens.weight", {w.vocab, w.hidden});
+  for (int layer = 0; layer < variant.layers; ++layer) add_deepseek_layer(list, layer, w);
+  list.add("model.norm.weight", {w.hidden});
+  list.add("lm_head.weight", {w.vocab, w.hidden});
+  if (variant.has_mtp) add_deepseek_mtp(list, variant.layers, w);
+  return list.take();
+}
+
+}  // namespace modicum

@@ -1,0 +1,77 @@
+"""Every example of docs/layout.md, computed again by the program and by torch."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from program import run_json
+
+torch = pytest.importorskip("torch")
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+EXAMPLE = re.compile(r"^```layout (.*?)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHAPE = re.compile(r"^\[([\d, ]*)\] ")
+
+
+def examples(page: str) -> list[tuple[list[list[int]], list[str], list[str]]]:
+    """(shapes, flags, lines) of each block."""
+    found = []
+    for head, body in EXAMPLE.findall(page):
+        shapes = []
+        while match := SHAPE.match(head):
+            shapes.append([int(n) for n in match[1].split(",")])
+            head = head[match.end():]
+        found.append((shapes, shlex.split(head), body.splitlines()))
+    return found
+
+
+def stretches(ids: list[int]) -> str:
+    """[0, 1, 2, 7] as "0-2 7"."""
+    out: list[list[int]] = []
+    for i in ids:
+        if out and out[-1][1] == i - 1:
+            out[-1][1] = i
+        else:
+            out.append([i, i])
+    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+
+
+def write(directory: Path, shapes: list[list[int]]) -> None:
+    """Tensors whose elements are numbered, on from one tensor to the next."""
+    tensors, first = {}, 0
+    for number, shape in enumerate(shapes):
+        numel = int(torch.tensor(shape).prod())
+        ids = torch.arange(first, first + numel, dtype=torch.float32)
+        tensors[f"t{number}"] = ids.reshape(shape)
+        first += numel
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_the_examples_are_what_the_program_does(
+    modicum: Path, root: Path, tmp_path: Path
+) -> None:
+    blocks = examples((root / "docs/layout.md").read_text())
+    assert len(blocks) >= 10
+    for number, (shapes, flags, lines) in enumerate(blocks):
+        directory, dump = tmp_path / f"m{number}", tmp_path / f"d{number}"
+        write(directory, shapes)
+        run_json(modicum, "load", directory, *flags, "--dump", dump)
+        for rank, line in enumerate(lines):
+            (local,) = load_file(dump / f"rank-{rank:05d}.safetensors").values()
+            said = f"{rank} {list(local.shape)} {stretches(local.flatten().int().tolist())}"
+            assert said.strip() == line, (flags, rank)
+        assert not (dump / f"rank-{len(lines):05d}.safetensors").exists()
+
+
+def test_the_table_of_chunks_is_torchs(root: Path) -> None:
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| ([\d, ]+) \| ([\d, ]+) \|$",
+                      (root / "docs/layout.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 5
+    for size, world, chunk, sizes, firsts in rows:
+        chunks = list(torch.arange(int(size)).chunk(int(world)))
+        chunks += [torch.arange(0)] * (int(world) - len(chunks))
+        assert int(chunk) == max(len(c) for c in chunks)
+        assert sizes == ", ".join(str(len(c)) for c in chunks)
+        assert firsts == ", ".join(str(int(c[0]) if len(c) else int(size)) for c in chunks)
