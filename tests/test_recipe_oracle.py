@@ -65,19 +65,20 @@ def size(request: pytest.FixtureRequest) -> int:
 
 
 def test_each_key_of_the_mapping_is_translated_as_transformers_converts(size: int) -> None:
-    compared, converters = 0, 0
+    compared, converters, skipped = 0, 0, 0
     never_used = {}
     keys = sorted(oracle.mapping())
     for key in keys:
         ids, given, unreached = oracle.checkpoint_for(fresh(key), size)
-        assert unreached == [], f"{key}: no name is converted by {unreached}"
+        skipped += len(unreached)
         model = Names(oracle.target_shapes(fresh(key), ids, given))
         theirs = oracle.load_upstream(fresh(key), ids, model)
         compared += compare(translated(fresh(key), ids, model), theirs, ids)
         converters += len(oracle.converters_of(fresh(key)))
         if theirs.unused_transforms:
             never_used[key] = [t.source_patterns for t in theirs.unused_transforms]
-    print(f"{len(keys)} keys, {converters} converters, {compared} tensors, 0 fallbacks, 0 skipped")
+    print(f"{len(keys)} keys, {converters} converters, {compared} tensors, {skipped} skipped")
+    assert (len(keys), converters, skipped) == (251, 171, 0)
     assert compared > 3000
     # Two that come after another of the same effect, and one of two names for one tensor.
     assert never_used.keys() <= {"minimax_m2", "pi0"}, never_used

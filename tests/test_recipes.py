@@ -137,6 +137,14 @@ def test_a_tie_of_which_nothing_is_stored_is_missing() -> None:
         recipes.recipe_for(model, stored)
 
 
+def test_a_tie_that_a_rule_makes_is_made_once() -> None:
+    model = llama(tied=True)
+    stored = stored_of(model)
+    del stored[EMBEDDING], stored[HEAD]
+    targets = recipes.recipe_for(model, stored, missing={"embed": ("normal", 1.0)}).targets
+    assert (targets[EMBEDDING]["op"], targets[HEAD]) == ("init", {"op": "alias", "of": EMBEDDING})
+
+
 def test_more_than_two_names_of_one_tensor() -> None:
     """T5 ties its shared embedding to those of both stacks and to the head."""
     config = transformers.T5Config(d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2)
@@ -227,6 +235,9 @@ def test_a_second_stored_tensor_for_one_target_is_refused() -> None:
     with pytest.raises(front.UsageError, match="already") as caught:
         recipes.recipe_for(llama(), stored)
     assert caught.value.tensor == "norm.weight"
+    dropped = recipes.recipe_for(llama(), stored, unexpected=r"^norm\.")
+    assert dropped.unused == ["norm.weight"]
+    assert dropped.targets["model.norm.weight"] == leaf("model.norm.weight")
 
 
 def test_an_expert_that_is_missing_is_noticed() -> None:
@@ -391,13 +402,17 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_line_writes_what_plan_takes(modicum: Path, saved: Path) -> None:
-    command = [sys.executable, "-m", "modicum.recipes", str(saved), "--dtype", "bfloat16"]
-    refused = subprocess.run(command, cwd=saved, capture_output=True, text=True)
-    assert refused.returncode == 2 and refused.stdout == ""
-    assert "modicum: MISMATCH: 1 stored tensors are no part of the model" in refused.stderr
+def test_the_command_line_writes_what_plan_takes(
+    modicum: Path, saved: Path, capsys: Any
+) -> None:
+    words = [str(saved), "--dtype", "bfloat16"]
+    assert recipes.main(words) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "modicum: MISMATCH: 1 stored tensors are no part of the model" in told.err
     path = saved / "recipe.json"
-    command += ["--ignore-unexpected", "-o", str(path)]
+    words += ["--ignore-unexpected", "-o", str(path)]
+    command = [sys.executable, "-m", "modicum.recipes", *words]
     subprocess.run(command, cwd=saved, check=True, capture_output=True)
     planned = run_json(modicum, "plan", saved, "--recipe", path, "--ranks=2")
     assert planned["checkpoint"]["tensors"] == len(per_expert(mixtral())) + 1

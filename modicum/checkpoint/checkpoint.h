@@ -7,6 +7,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -22,6 +23,8 @@ struct ModelConfig {
   std::string model_type;
   std::vector<std::string> architectures;
   bool tie_word_embeddings = false;  // also from a nested text_config; only when it says so
+  // quantization_config.weight_block_size, of the root or of a nested text_config.
+  std::optional<MatrixSize> weight_block_size;
 };
 
 // An opened checkpoint. Holds no open file. `files` must outlive it.

@@ -225,6 +225,14 @@ Digest identity_of(const Manifest& manifest) {
     digester.add(stored.at.begin);
     digester.add(stored.at.end);
   }
+  // The same codes are other numbers in other blocks, and those come from config.json.
+  for (size_t i = 0; i < manifest.tensors.size(); ++i) {
+    const std::optional<BlockScale>& scale = manifest.tensors[i].scale;
+    if (!scale) continue;
+    digester.add(i);
+    digester.add(scale->tensor);
+    for (const int64_t size : scale->block) digester.add(static_cast<uint64_t>(size));
+  }
   return digester.digest();
 }
 
@@ -245,8 +253,9 @@ Checkpoint open_checkpoint(FileSystem& files, const std::string& path) {
   } else {
     add_file(checkpoint, source.file);
   }
-  checkpoint.manifest.identity = identity_of(checkpoint.manifest);
   add_config(checkpoint);
+  pair_scales(checkpoint.manifest, checkpoint.config.weight_block_size);
+  checkpoint.manifest.identity = identity_of(checkpoint.manifest);
   return checkpoint;
 }
 

@@ -49,6 +49,11 @@ void prove_shards_exist(const Index& index, FileSystem& files, const std::string
 // warnings.
 void prove_index(const Index& index, const Manifest& manifest, std::vector<std::string>& warnings);
 
+// Gives each tensor of FP8 codes its scale: the tensor named as it and `_scale_inv`, else as it and
+// `_scale`. One whose grid fits neither the configured block size nor its codes is given all the
+// same, as one that does not fit.
+void pair_scales(Manifest& manifest, const std::optional<MatrixSize>& block_size);
+
 // A config that can't be read as JSON is a warning and an empty config.
 ModelConfig parse_config(const std::string& text, std::vector<std::string>& warnings);
 

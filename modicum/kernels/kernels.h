@@ -25,6 +25,26 @@ void cast(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype
 void cast_strided(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, int64_t n,
                   int64_t to_step) noexcept;
 
+// Neighbouring FP8 codes of one row. Code i has the scale scales[(into_block + i) / block].
+struct ScaledCodes {
+  const std::byte* codes = nullptr;
+  DType dtype = DType::f8_e4m3;  // or f8_e5m2
+  const float* scales = nullptr;
+  int64_t into_block = 0;  // codes of the first one's block that stand before it
+  int64_t block = 1;
+};
+
+// `n` codes times their scales: one fp32 product, rounded to nearest even, then as `cast` to fp32,
+// bf16 or fp16; element i to `to` + i * to_step elements. Denormal scales and products are exact,
+// the caller's flush-to-zero modes do not matter. Every NaN is the one quiet NaN 0x7fc00000,
+// 0x7fc0 or 0x7e00.
+void dequant(const ScaledCodes& from, std::byte* to, DType to_dtype, int64_t n,
+             int64_t to_step = 1) noexcept;
+
+// Stored scales as fp32, exactly. F8_E8M0 and U8 are 2^(byte - 127); 255 is NaN in F8_E8M0 and
+// infinity in U8, as transformers has it.
+void widen_scales(const std::byte* from, DType dtype, int64_t n, float* to) noexcept;
+
 // 64 bits of a name: XXH3 of its bytes.
 uint64_t name_hash(std::string_view name) noexcept;
 

@@ -6,6 +6,8 @@
 #include <map>
 #include <numeric>
 
+#include "modicum/plan/scales.h"
+
 namespace modicum {
 namespace {
 
@@ -28,6 +30,7 @@ void order_targets(Plan& plan) {
     needed(t, [&](uint32_t stored) {
       first[t] = std::min(first[t], stored);
       ++plan.uses_begin[stored + 1];
+      if (const auto scale = scale_for(plan, t, stored)) ++plan.uses_begin[*scale + 1];
     });
   }
   std::stable_sort(plan.order.begin(), plan.order.end(),
@@ -36,7 +39,10 @@ void order_targets(Plan& plan) {
   plan.uses.resize(plan.uses_begin.back());
   std::vector<uint32_t> next(plan.uses_begin.begin(), plan.uses_begin.end() - 1);
   for (const uint32_t t : plan.order) {
-    needed(t, [&](uint32_t stored) { plan.uses[next[stored]++] = t; });
+    needed(t, [&](uint32_t stored) {
+      plan.uses[next[stored]++] = t;
+      if (const auto scale = scale_for(plan, t, stored)) plan.uses[next[*scale]++] = t;
+    });
   }
 }
 
@@ -98,6 +104,14 @@ uint64_t shard_bytes(const Plan& plan, int rank) {
   return round_up(end, kPageBytes);
 }
 
+// A tensor as it is sent: with its scale behind it, where it is dequantised.
+uint64_t bytes_at_once(const Plan& plan, uint32_t stored) {
+  const Stored& tensor = plan.manifest->tensors[stored];
+  const auto scale = scale_beside(plan, stored);
+  if (!scale) return tensor.at.bytes();
+  return scale_place(tensor) + plan.manifest->tensors[*scale].at.bytes();
+}
+
 uint64_t window_bytes(const Plan& plan, Window window) {
   uint64_t largest = 0;
   switch (window) {
@@ -105,7 +119,7 @@ uint64_t window_bytes(const Plan& plan, Window window) {
     case Window::whole_model: return round_up(window_begins(plan).back(), kPageBytes);
     case Window::one_tensor:
       for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
-        if (is_needed(plan, s)) largest = std::max(largest, plan.manifest->tensors[s].at.bytes());
+        if (gives_elements(plan, s)) largest = std::max(largest, bytes_at_once(plan, s));
       }
       return round_up(largest, kPageBytes);
   }
@@ -188,6 +202,7 @@ Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, Pl
   plan.layout = std::move(layout);
   plan.options = options;
   order_targets(plan);
+  prove_scales(plan);
   refuse_unsupported(plan);
   plan.staging = divide_staging(plan);
   plan.promise = promise_of(plan);

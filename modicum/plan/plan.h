@@ -48,6 +48,7 @@ struct Transfer {
 
   int64_t numel() const noexcept { return runs.runs * runs.run; }
   bool casts() const noexcept { return from_dtype != to_dtype; }
+  bool dequantises() const noexcept { return casts() && is_fp8_code(from_dtype); }
 };
 
 // One read of a file. `direct`: the bytes are those of the one transfer's one run, cast into
@@ -57,6 +58,7 @@ struct Read {
   uint64_t begin = 0;
   uint64_t end = 0;
   bool direct = false;
+  Extent scale;  // where FP8 codes are dequantised: their stored scales, which are read too
   std::span<const Transfer> transfers;  // valid during the call only
 };
 
@@ -97,7 +99,7 @@ struct Plan {
   PlanOptions options;
   std::vector<uint32_t> order;       // targets, by the first stored tensor they need; no aliases
   std::vector<uint32_t> uses_begin;  // uses[uses_begin[s] .. uses_begin[s + 1]): targets that need
-  std::vector<uint32_t> uses;        // stored tensor s
+  std::vector<uint32_t> uses;        // stored tensor s, be it as the scale of another
   Staging staging;
   Promise promise;
   Digest inputs;  // of everything that decides what will happen; ranks agree on it first
@@ -166,6 +168,20 @@ void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
 // are read. `window_begin` is where each stands in a window that holds them all.
 bool is_needed(const Plan& plan, uint32_t stored) noexcept;
 std::vector<uint64_t> window_begins(const Plan& plan);  // one per stored tensor, and the end
+
+// FP8 codes and their scales. A scale of codes that are dequantised is needed, too, but it may be
+// that no target has its elements: then only these know it.
+bool gives_elements(const Plan& plan, uint32_t stored) noexcept;
+// The scale that must be at hand where elements of `stored` are put in place; nothing where no
+// target dequantises them.
+std::optional<uint32_t> scale_beside(const Plan& plan, uint32_t stored) noexcept;
+// Where that scale stands in a window that holds one tensor: behind its codes.
+inline uint64_t scale_place(const Stored& codes) noexcept {
+  return round_up(codes.at.bytes(), kBufferAlignment);
+}
+// The part of the stored scales that a transfer needs: whole rows of their grid, or some of one
+// row. Empty where nothing is dequantised.
+Extent scale_extent(const Plan& plan, const Transfer& transfer);
 
 // What the run will read and send, by the generators.
 struct Traffic {

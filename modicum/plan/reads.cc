@@ -40,6 +40,33 @@ Extent span_of(const Plan& plan, const Transfer& t) {
   return extent_of(plan.manifest->tensors[t.from], t.runs.first, count);
 }
 
+// Room in staging for what a tile needs: its span, and the scales of its codes.
+uint64_t staged_bytes(const Plan& plan, const Transfer& tile) {
+  return span_of(plan, tile).bytes() + scale_extent(plan, tile).bytes();
+}
+
+// As many of the `most` first steps (runs, or elements of a run) as fit into a tile with the scales
+// of their codes: `tile(n)` are n of them, a further one takes `step_bytes` more. At least one.
+template <typename Tile>
+int64_t fitting(const Plan& plan, int64_t most, uint64_t step_bytes, const Tile& tile) {
+  int64_t n = most;
+  while (n > 1) {
+    const uint64_t bytes = staged_bytes(plan, tile(n));
+    if (bytes <= plan.staging.tile_bytes) break;
+    const uint64_t over = (bytes - plan.staging.tile_bytes + step_bytes - 1) / step_bytes;
+    // Fewer steps need no more scales: so many less will do, if that leaves any.
+    n = over < static_cast<uint64_t>(n) ? n - static_cast<int64_t>(over) : n / 2;
+  }
+  return n;
+}
+
+// Both, where they are of one file; the other, where one is empty.
+Extent joined(const Extent& a, const Extent& b) {
+  if (a.bytes() == 0) return b;
+  if (b.bytes() == 0) return a;
+  return {a.file, std::min(a.begin, b.begin), std::max(a.end, b.end)};
+}
+
 // Collects neighbouring small tiles and hands on one read for them.
 class Coalescer {
  public:
@@ -48,14 +75,17 @@ class Coalescer {
 
   void add(const Transfer& tile) {
     const Extent span = span_of(plan_, tile);
-    if (!joins(span)) {
+    const Extent scale = scale_extent(plan_, tile);
+    if (!joins(tile, span, scale)) {
       flush();
+      scale_ = {};
       begin_ = span.begin;
       end_ = span.begin;
       file_ = span.file;
       useful_ = 0;
     }
     end_ = std::max(end_, span.end);
+    scale_ = joined(scale_, scale);
     useful_ += span.bytes();
     group_[rows_++] = tile;
     if (span.bytes() > kSmallBytes) flush();
@@ -64,7 +94,7 @@ class Coalescer {
   void flush() {
     if (rows_ == 0) return;
     const bool direct = rows_ == 1 && is_direct(plan_, group_[0]);
-    read_({file_, begin_, end_, direct, std::span(group_).first(rows_)});
+    read_({file_, begin_, end_, direct, scale_, std::span(group_).first(rows_)});
     rows_ = 0;
   }
 
@@ -75,11 +105,15 @@ class Coalescer {
   }
 
  private:
-  bool joins(const Extent& span) const {
+  bool joins(const Transfer& tile, const Extent& span, const Extent& scale) const {
     if (rows_ == 0 || rows_ == kGroupRows || span.file != file_ || span.begin < begin_)
       return false;
     if (span.bytes() > kSmallBytes) return false;
-    if (std::max(end_, span.end) - begin_ > plan_.staging.tile_bytes) return false;
+    // Scales are read as one stretch, and so for codes of one tensor.
+    if ((scale_.bytes() == 0) != (scale.bytes() == 0)) return false;
+    if (scale.bytes() > 0 && tile.from != group_[0].from) return false;
+    const uint64_t staged = std::max(end_, span.end) - begin_ + joined(scale_, scale).bytes();
+    if (staged > plan_.staging.tile_bytes) return false;
     const uint64_t gaps = std::max(end_, span.begin) - begin_ - std::min(useful_, end_ - begin_);
     return gaps * kUsefulPerGap <= useful_ + span.bytes();
   }
@@ -92,6 +126,7 @@ class Coalescer {
   uint64_t begin_ = 0;
   uint64_t end_ = 0;
   uint64_t useful_ = 0;
+  Extent scale_;
 };
 
 class Tiler {
@@ -110,8 +145,15 @@ class Tiler {
     }
     const auto rows =
         static_cast<int64_t>((plan_.staging.tile_bytes - run_bytes) / stride_bytes) + 1;
-    for (int64_t k = 0; k < t.runs.runs; k += rows) {
-      out_.add(some_runs(t, k, std::min(rows, t.runs.runs - k)));
+    for (int64_t k = 0; k < t.runs.runs;) {
+      const auto some = [&](int64_t n) { return some_runs(t, k, n); };
+      const int64_t n = fitting(plan_, std::min(rows, t.runs.runs - k), stride_bytes, some);
+      if (n == 1) {
+        add_run(some(1));
+      } else {
+        out_.add(some(n));
+      }
+      k += n;
     }
   }
 
@@ -121,8 +163,12 @@ class Tiler {
     // Whole bytes for every dtype: eight elements are.
     const auto bits = static_cast<uint64_t>(bits_per_element(t.from_dtype));
     const auto elements = static_cast<int64_t>(most * 8 / bits / 8 * 8);
-    for (int64_t i = 0; i < t.runs.run; i += elements) {
-      out_.add(part_of_run(t, i, std::min(elements, t.runs.run - i)));
+    for (int64_t i = 0; i < t.runs.run;) {
+      const auto part = [&](int64_t n) { return part_of_run(t, i, n); };
+      int64_t n = std::min(elements, t.runs.run - i);
+      if (t.dequantises()) n = fitting(plan_, n, 1, part);
+      out_.add(part(n));
+      i += n;
     }
   }
 
@@ -168,8 +214,8 @@ Traffic traffic_of_rank(const Plan& plan, int rank) {
     for_each_read(
         plan, rank, table,
         [&](const Read& read) {
-          sum.storage_read_bytes += read.end - read.begin;
-          sum.reads += 1;
+          sum.storage_read_bytes += read.end - read.begin + read.scale.bytes();
+          sum.reads += read.scale.bytes() > 0 ? 2 : 1;
           sum.transfers += read.transfers.size();
         },
         [&](const Transfer&) { sum.transfers += 1; });
@@ -177,9 +223,16 @@ Traffic traffic_of_rank(const Plan& plan, int rank) {
   }
   const bool reads = strategy.reader == Reader::every_rank || rank == 0;
   for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
-    if (!is_needed(plan, s)) continue;
-    (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += plan.manifest->tensors[s].at.bytes();
-    if (reads) sum.reads += 1;
+    const uint64_t bytes = plan.manifest->tensors[s].at.bytes();
+    if (reads && is_needed(plan, s)) {
+      sum.storage_read_bytes += bytes;
+      sum.reads += 1;
+    }
+    // A scale is sent with its codes, and once more where a target has it.
+    if (!reads && gives_elements(plan, s)) {
+      const auto scale = scale_beside(plan, s);
+      sum.exchanged_bytes += bytes + (scale ? plan.manifest->tensors[*scale].at.bytes() : 0);
+    }
   }
   return sum;
 }

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include "modicum/plan/plan.h"
+#include "modicum/plan/scales.h"
 
 namespace modicum {
 namespace {
@@ -89,7 +90,8 @@ void for_each_transfer(const Plan& plan, int rank, const Emit& fn) {
 
 void for_each_transfer_from(const Plan& plan, int rank, uint32_t only_stored, const Emit& fn) {
   for (uint32_t i = plan.uses_begin[only_stored]; i < plan.uses_begin[only_stored + 1]; ++i) {
-    emit_target(plan, rank, plan.uses[i], only_stored, fn);
+    const uint32_t target = plan.uses[i];
+    if (takes_elements(plan, target, only_stored)) emit_target(plan, rank, target, only_stored, fn);
   }
 }
 

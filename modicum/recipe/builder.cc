@@ -56,6 +56,10 @@ uint32_t RecipeBuilder::push(Node added) {
          fmt::format("'{}' makes a tensor of more than {} dims", op_name(added.op), kMaxRank));
   }
   for (const uint32_t id : added.in) MODICUM_ASSERT(id < recipe_.nodes.size());
+  if (!added.in.empty()) {
+    added.is_scaled = std::all_of(added.in.begin(), added.in.end(),
+                                  [&](uint32_t id) { return recipe_.nodes[id].is_scaled; });
+  }
   recipe_.nodes.push_back(std::move(added));
   return static_cast<uint32_t>(recipe_.nodes.size() - 1);
 }
@@ -85,9 +89,13 @@ uint32_t RecipeBuilder::stored(std::string_view name) {
 }
 
 uint32_t RecipeBuilder::stored(uint32_t tensor) {
-  const TensorSpec& spec = manifest_.tensors[tensor].spec;
+  const Stored& stored = manifest_.tensors[tensor];
   used_[tensor] = true;
-  return push({.op = Op::stored, .dtype = spec.dtype, .from = tensor, .shape = spec.shape});
+  return push({.op = Op::stored,
+               .dtype = stored.spec.dtype,
+               .is_scaled = stored.scale.has_value(),
+               .from = tensor,
+               .shape = stored.spec.shape});
 }
 
 uint32_t RecipeBuilder::cat(int dim, std::vector<uint32_t> in) {
@@ -196,8 +204,11 @@ uint32_t RecipeBuilder::caller(uint32_t ordinal, std::vector<int64_t> shape, DTy
 void RecipeBuilder::target(std::string fqn, uint32_t root, std::optional<DType> dtype, Role role) {
   const Node& made = node(root);
   const DType wanted = dtype.value_or(made.dtype);
-  if (wanted != made.dtype && !(is_castable(wanted) && is_castable(made.dtype))) {
-    fail(Category::unsupported, "a cast that is not between float32, bfloat16 and float16",
+  const bool has_numbers = is_castable(made.dtype) || made.is_scaled;
+  if (wanted != made.dtype && !(is_castable(wanted) && has_numbers)) {
+    fail(Category::unsupported,
+         is_fp8_code(made.dtype) ? "a cast of FP8 codes that do not all have a scale"
+                                 : "a cast that is not between float32, bfloat16 and float16",
          {.tensor = fqn,
           .expected = std::string(torch_name(wanted)),
           .got = std::string(torch_name(made.dtype))});
@@ -257,6 +268,11 @@ Recipe RecipeBuilder::finish() {
            {.tensor = manifest_.tensors[tensor].spec.fqn});
     }
     used_[tensor] = true;
+  }
+  for (const Node& made : recipe_.nodes) {
+    if (made.op == Op::stored && made.is_scaled) {
+      used_[manifest_.tensors[made.from].scale->tensor] = true;
+    }
   }
   for (size_t i = 0; i < used_.size(); ++i) {
     if (!used_[i]) {

@@ -46,10 +46,14 @@ uint64_t Recipe::held_bytes() const noexcept {
   return bytes;
 }
 
-Recipe identity_recipe(const Manifest& manifest,
-                       std::span<const std::pair<std::string, std::string>> ties) {
+namespace {
+
+using Ties = std::span<const std::pair<std::string, std::string>>;
+
+Recipe identity_without(const Manifest& manifest, Ties ties, const std::vector<bool>& left_out) {
   RecipeBuilder builder(manifest);
   for (size_t i = 0; i < manifest.tensors.size(); ++i) {
+    if (left_out[i]) continue;
     const TensorSpec& spec = manifest.tensors[i].spec;
     builder.target(spec.fqn, builder.stored(static_cast<uint32_t>(i)), std::nullopt, spec.role);
   }
@@ -61,6 +65,59 @@ Recipe identity_recipe(const Manifest& manifest,
     if (!is_stored(name) && is_stored(of)) builder.alias(name, of);
   }
   return builder.finish();
+}
+
+// `--dtype` and `--keep-fp32` as a rule.
+class DTypeRule {
+ public:
+  DTypeRule(std::optional<DType> dtype, const std::string& keep_fp32) : dtype_(dtype) {
+    try {
+      if (!keep_fp32.empty()) keep_.emplace(keep_fp32);
+    } catch (const std::regex_error&) {
+      fail(Category::usage, "--keep-fp32 is not a regular expression",
+           {.got = printable(keep_fp32)});
+    }
+  }
+
+  // What elements of `dtype` become in a target of that name.
+  DType of(const std::string& fqn, DType dtype, bool is_scaled) const {
+    if (!is_castable(dtype) && !is_scaled) return dtype;
+    if (keep_ && std::regex_search(fqn, *keep_)) return DType::f32;
+    return dtype_.value_or(dtype);
+  }
+
+ private:
+  const std::optional<DType> dtype_;
+  std::optional<std::regex> keep_;
+};
+
+// The scales that nobody will ask for: their codes, loaded as they stand, become numbers.
+std::vector<bool> spent_scales(const Manifest& manifest, const DTypeRule& rule) {
+  std::vector<bool> spent(manifest.tensors.size());
+  for (const Stored& codes : manifest.tensors) {
+    if (!codes.scale) continue;
+    const DType dtype = codes.spec.dtype;
+    if (rule.of(codes.spec.fqn, dtype, true) != dtype) spent[codes.scale->tensor] = true;
+  }
+  return spent;
+}
+
+void set_dtype_by(const DTypeRule& rule, Recipe& recipe) {
+  for (Target& target : recipe.targets) {
+    const bool is_scaled = recipe.nodes[target.root].is_scaled;
+    target.spec.dtype = rule.of(target.spec.fqn, target.spec.dtype, is_scaled);
+  }
+  // A second name has the dtype of what it names.
+  for (Target& target : recipe.targets) {
+    const Node& root = recipe.nodes[target.root];
+    if (root.op == Op::alias) target.spec.dtype = recipe.targets[root.from].spec.dtype;
+  }
+}
+
+}  // namespace
+
+Recipe identity_recipe(const Manifest& manifest, Ties ties) {
+  return identity_without(manifest, ties, std::vector<bool>(manifest.tensors.size()));
 }
 
 std::vector<std::pair<std::string, std::string>> word_embedding_ties(const Manifest& manifest) {
@@ -81,34 +138,22 @@ std::vector<std::pair<std::string, std::string>> word_embedding_ties(const Manif
 }
 
 void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& keep_fp32) {
-  std::optional<std::regex> keep;
-  try {
-    if (!keep_fp32.empty()) keep.emplace(keep_fp32);
-  } catch (const std::regex_error&) {
-    fail(Category::usage, "--keep-fp32 is not a regular expression", {.got = printable(keep_fp32)});
-  }
-  for (Target& target : recipe.targets) {
-    if (!is_castable(target.spec.dtype)) continue;
-    if (keep && std::regex_search(target.spec.fqn, *keep)) {
-      target.spec.dtype = DType::f32;
-    } else if (dtype) {
-      target.spec.dtype = *dtype;
-    }
-  }
-  // A second name has the dtype of what it names.
-  for (Target& target : recipe.targets) {
-    const Node& root = recipe.nodes[target.root];
-    if (root.op == Op::alias) target.spec.dtype = recipe.targets[root.from].spec.dtype;
-  }
+  set_dtype_by(DTypeRule(dtype, keep_fp32), recipe);
 }
 
 Recipe make_recipe(const Manifest& manifest, const RecipeOptions& options) {
   std::vector<std::pair<std::string, std::string>> ties;
   if (options.tie_word_embeddings) ties = word_embedding_ties(manifest);
-  Recipe recipe =
-      options.text.empty() ? identity_recipe(manifest, ties) : parse_recipe(options.text, manifest);
-  set_dtype(recipe, options.dtype, options.keep_fp32);
+  const DTypeRule rule(options.dtype, options.keep_fp32);
+  Recipe recipe = options.text.empty()
+                      ? identity_without(manifest, ties, spent_scales(manifest, rule))
+                      : parse_recipe(options.text, manifest);
+  set_dtype_by(rule, recipe);
   return recipe;
+}
+
+bool is_dequantised(const Recipe& recipe, const Target& target) noexcept {
+  return is_fp8_code(recipe.nodes[target.root].dtype) && is_castable(target.spec.dtype);
 }
 
 void digest_recipe(const Recipe& recipe, Hasher& hasher) {

@@ -39,6 +39,7 @@ enum class InitRule : uint8_t { zeros, ones, normal };
 struct Node {
   Op op = Op::stored;
   DType dtype = DType::f32;
+  bool is_scaled = false;  // FP8 codes, and all that are stored below bring a scale along
   int32_t dim = 0;
   uint32_t from = 0;  // stored: index in the manifest; alias: index of the target; caller: ordinal
   std::vector<uint32_t> in;  // earlier nodes
@@ -66,7 +67,8 @@ struct Recipe {
 };
 
 // Builds recipes node by node; each call checks that the shapes meet (MISMATCH) and returns the new
-// node. `finish` proves that every stored tensor is used or unused, and no name is made twice.
+// node. `finish` proves that every stored tensor is used or unused, and no name is made twice. FP8
+// codes bring their scale along: it is used where they are, and may be listed as unused.
 class RecipeBuilder {
  public:
   explicit RecipeBuilder(const Manifest& manifest);
@@ -80,7 +82,8 @@ class RecipeBuilder {
   uint32_t reshape(std::vector<int64_t> shape, uint32_t in);
   uint32_t init(InitRule rule, double std, std::vector<int64_t> shape, DType dtype);
   uint32_t caller(uint32_t ordinal, std::vector<int64_t> shape, DType dtype);
-  // `dtype` other than the node's own is a cast between fp32, bf16 and fp16; else UNSUPPORTED.
+  // `dtype` other than the node's own is a cast between fp32, bf16 and fp16, or to one of them from
+  // FP8 codes that all have scales, which dequantises; else UNSUPPORTED.
   void target(std::string fqn, uint32_t root, std::optional<DType> dtype = std::nullopt,
               Role role = Role::param);
   void alias(std::string fqn, std::string of);  // `of` may be made later
@@ -114,12 +117,14 @@ std::vector<std::pair<std::string, std::string>> word_embedding_ties(const Manif
 Recipe parse_recipe(std::string_view text, const Manifest& manifest);
 std::string recipe_text(const Recipe& recipe, const Manifest& manifest);
 
-// `--dtype` and `--keep-fp32`: targets of a castable dtype get `dtype`; those whose name
-// `keep_fp32` (a regular expression, searched) matches get float32. A bad expression is USAGE.
+// `--dtype` and `--keep-fp32`: targets of a castable dtype, and of FP8 codes that all have scales,
+// get `dtype`; those whose name `keep_fp32` (a regular expression, searched) matches get float32. A
+// bad expression is USAGE.
 void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& keep_fp32);
 
 // The recipe that is meant, whole: of `text` (recipe.json) or, where that is empty, identity with
-// the ties that the model's config asks for; then dtypes.
+// the ties that the model's config asks for; then dtypes. Identity leaves out the scales of what is
+// dequantised.
 struct RecipeOptions {
   std::string text;
   bool tie_word_embeddings = false;
@@ -136,6 +141,9 @@ void digest_recipe(const Recipe& recipe, Hasher& hasher);
 // together have the box's elements, each with its place in the destination.
 void pull_back(const Recipe& recipe, uint32_t node, const Box& box,
                const std::function<void(const Node& leaf, const Box& part)>& leaf);
+
+// Whether a target is FP8 codes times their scales: its root's elements are codes, its own are not.
+bool is_dequantised(const Recipe& recipe, const Target& target) noexcept;
 
 // The stored tensors under node `node`, each once, in manifest order.
 std::vector<uint32_t> stored_under(const Recipe& recipe, uint32_t node);

@@ -76,4 +76,12 @@ bool is_castable(DType dtype) noexcept {
   return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
 }
 
+bool is_fp8_code(DType dtype) noexcept {
+  return dtype == DType::f8_e4m3 || dtype == DType::f8_e5m2;
+}
+
+bool is_scale_dtype(DType dtype) noexcept {
+  return is_castable(dtype) || dtype == DType::f8_e8m0 || dtype == DType::u8;
+}
+
 }  // namespace modicum

@@ -46,5 +46,10 @@ bool is_floating(DType dtype) noexcept;  // complex numbers are not
 // fp32, bf16, fp16: the types that `--dtype` names and that are cast into each other. Integers,
 // bools and the rest are never cast.
 bool is_castable(DType dtype) noexcept;
+// F8_E4M3 and F8_E5M2: codes that are numbers only together with their scales (see BlockScale).
+bool is_fp8_code(DType dtype) noexcept;
+// What such scales may be stored as: F32, BF16, F16, and F8_E8M0 and U8, whose byte b is
+// 2^(b - 127).
+bool is_scale_dtype(DType dtype) noexcept;
 
 }  // namespace modicum

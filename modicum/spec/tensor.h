@@ -1,6 +1,7 @@
 // What a checkpoint holds, as values: tensors, where their bytes stand, and all of them together.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -39,9 +40,21 @@ struct Extent {
   bool operator==(const Extent&) const = default;
 };
 
+// The scales of a tensor of FP8 codes: value = code * scale[r / block[0]][c / block[1]] over the
+// last two dims (a vector is one row), with a grid of scales for each index of the dims before
+// them. ScaleGrid does the arithmetic.
+struct BlockScale {
+  uint32_t tensor = 0;             // the scales' index in the manifest
+  std::array<int64_t, 2> block{};  // zeros: their grid fits no block size
+
+  bool fits() const noexcept { return block[0] > 0; }
+  bool operator==(const BlockScale&) const = default;
+};
+
 struct Stored {
   TensorSpec spec;
   Extent at;
+  std::optional<BlockScale> scale;  // FP8 codes that have one
 
   bool operator==(const Stored&) const = default;
 };
@@ -69,8 +82,8 @@ struct DataFile {
 struct Manifest {
   std::vector<DataFile> files;
   std::vector<Stored> tensors;
-  // Over tensors' names, dtypes, shapes and extents, and files' names and sizes; not over inodes or
-  // times, so that copies of a checkpoint agree.
+  // Over tensors' names, dtypes, shapes, extents and scales, and files' names and sizes; not over
+  // inodes or times, so that copies of a checkpoint agree.
   Digest identity;
 
   uint64_t data_bytes() const noexcept;  // sum over the tensors

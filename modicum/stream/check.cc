@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "modicum/kernels/kernels.h"
+#include "modicum/stream/expected_fp8.h"
 #include "modicum/stream/stream.h"
 
 namespace modicum {
@@ -27,7 +28,7 @@ class ValueCheck {
  public:
   ValueCheck(const Plan& plan, int rank, const ExpectedElements& expected,
              const LoadOptions& options)
-      : plan_(plan), rank_(rank), expected_(expected), options_(options) {}
+      : plan_(plan), rank_(rank), expected_(expected), options_(options), fp8_(plan, expected) {}
 
   // Elements [at, at + n) of a local buffer.
   void local(uint32_t buffer, int64_t at, std::span<const std::byte> held) {
@@ -61,7 +62,12 @@ class ValueCheck {
       made_.resize(bytes_of(source.leaf->dtype, count));
       due_.resize(bytes_of(dtype, count));
       make(t, source, count);
-      cast(made_.data(), source.leaf->dtype, due_.data(), dtype, count);
+      if (is_dequantised(*plan_.recipe, target)) {
+        const auto numbers = fp8_.numbers(source.leaf->from, source.first, made_);
+        cast(numbers.data(), DType::f32, due_.data(), dtype, count);
+      } else {
+        cast(made_.data(), source.leaf->dtype, due_.data(), dtype, count);
+      }
       const auto got = held.subspan(static_cast<size_t>(bytes_at(dtype, i)), due_.size());
       if (std::memcmp(got.data(), due_.data(), due_.size()) != 0) differ(target, global + i, got);
       i += count;
@@ -103,6 +109,7 @@ class ValueCheck {
   const int rank_;
   const ExpectedElements& expected_;
   const LoadOptions& options_;
+  ExpectedFp8 fp8_;
   std::vector<std::byte> made_, due_;
 };
 

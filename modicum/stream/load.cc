@@ -107,6 +107,7 @@ class Load {
       auto* const rows = reinterpret_cast<Transfer*>(share_of(worker).data());
       std::uninitialized_default_construct_n(rows, kReadTableRows);
       DataReader reader(checkpoint_);
+      DataReader scales(checkpoint_);  // stand elsewhere: a reader of their own loses no window
       Writer writer = writer_of(worker);
       const std::span<std::byte> slot = slot_of(worker);
       int64_t turn = 0;
@@ -114,16 +115,32 @@ class Load {
       for_each_read(
           plan_, at_.rank, {rows, kReadTableRows},
           [&](const Read& read) {
-            if (mine()) carry_out(read, reader, writer, slot);
+            if (!mine()) return;
+            const ScalesAtHand at_hand = read_scales(read, scales, slot);
+            carry_out(read, at_hand, reader, writer, slot);
           },
           [&](const Transfer& made) {
             if (mine()) writer.make(made);
           });
       count(reader, writer);
+      const std::lock_guard lock(mutex_);
+      add(scales);
     });
   }
 
-  void carry_out(const Read& read, DataReader& reader, Writer& writer, std::span<std::byte> slot) {
+  // Behind the codes that will be read.
+  ScalesAtHand read_scales(const Read& read, DataReader& reader, std::span<std::byte> slot) {
+    if (read.scale.bytes() == 0) return {};
+    const uint32_t codes = read.transfers.front().from;
+    const std::span<std::byte> into = slot.subspan(read.end - read.begin, read.scale.bytes());
+    naming(plan_.manifest->tensors[plan_.manifest->tensors[codes].scale->tensor],
+           [&] { reader.read(read.scale.file, read.scale.begin, into); });
+    at_.board->beat(at_.rank, read.scale.bytes());
+    return scales_read(plan_, codes, read.scale, into.data());
+  }
+
+  void carry_out(const Read& read, const ScalesAtHand& scales, DataReader& reader, Writer& writer,
+                 std::span<std::byte> slot) {
     at_.board->check();
     const Transfer& first = read.transfers.front();
     const std::span<std::byte> into =
@@ -135,7 +152,7 @@ class Load {
       for (const Transfer& transfer : read.transfers) {
         const Stored& stored = plan_.manifest->tensors[transfer.from];
         const Extent run = extent_of(stored, transfer.runs.first, transfer.runs.run);
-        writer.put(transfer, into.data() + (run.begin - read.begin));
+        writer.put(transfer, into.data() + (run.begin - read.begin), scales);
       }
     }
     at_.board->beat(at_.rank, read.end - read.begin);
@@ -171,6 +188,11 @@ class Load {
            (extent_of(stored, transfer.runs.first, transfer.runs.run).begin - stored.at.begin);
   }
 
+  ScalesAtHand scales_in_window(uint32_t codes) const {
+    const auto scale = scale_beside(plan_, codes);
+    return scale ? ScalesAtHand{window_.bytes().data() + begins_[*scale]} : ScalesAtHand{};
+  }
+
   void cut_from_window() {
     in_workers([this](int worker) {
       Writer writer = writer_of(worker);
@@ -179,7 +201,8 @@ class Load {
         if (turn++ % workers_ != worker) return;
         at_.board->check();
         if (transfer.source != Transfer::Source::stored) return writer.make(transfer);
-        writer.put(transfer, element_of(window_.bytes().data() + begins_[transfer.from], transfer));
+        writer.put(transfer, element_of(window_.bytes().data() + begins_[transfer.from], transfer),
+                   scales_in_window(transfer.from));
         at_.board->beat(at_.rank, 0);
       });
       const std::lock_guard lock(mutex_);
@@ -187,20 +210,30 @@ class Load {
     });
   }
 
+  // Where the tensor stands then: in rank 0's window as before, in the others' at `place`.
+  const std::byte* broadcast_tensor(uint32_t stored, uint64_t place) {
+    const uint64_t bytes = plan_.manifest->tensors[stored].at.bytes();
+    const std::span<std::byte> tensor =
+        window_.bytes().subspan(at_.rank == 0 ? begins_[stored] : place, bytes);
+    if (plan_.ranks() > 1) at_.exchange->broadcast(0, tensor);
+    if (at_.rank != 0) outcome_.exchanged_bytes += bytes;
+    at_.board->beat(at_.rank, at_.rank == 0 ? 0 : bytes);
+    return tensor.data();
+  }
+
   // Rank 0 has the model in its window, the others one tensor at a time in theirs.
   void broadcast_tensors() {
     Writer writer = writer_of(0);
     for (uint32_t s = 0; s < plan_.manifest->tensors.size(); ++s) {
-      if (!is_needed(plan_, s)) continue;
-      const uint64_t bytes = plan_.manifest->tensors[s].at.bytes();
-      const std::span<std::byte> tensor =
-          window_.bytes().subspan(at_.rank == 0 ? begins_[s] : 0, bytes);
-      if (plan_.ranks() > 1) at_.exchange->broadcast(0, tensor);
-      if (at_.rank != 0) outcome_.exchanged_bytes += bytes;
+      if (!gives_elements(plan_, s)) continue;
+      const std::byte* tensor = broadcast_tensor(s, 0);
+      ScalesAtHand scales;
+      if (const auto scale = scale_beside(plan_, s)) {
+        scales.bytes = broadcast_tensor(*scale, scale_place(plan_.manifest->tensors[s]));
+      }
       for_each_transfer_from(plan_, at_.rank, s, [&](const Transfer& transfer) {
-        writer.put(transfer, element_of(tensor.data(), transfer));
+        writer.put(transfer, element_of(tensor, transfer), scales);
       });
-      at_.board->beat(at_.rank, at_.rank == 0 ? 0 : bytes);
     }
     for_each_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
       if (transfer.source != Transfer::Source::stored) writer.make(transfer);

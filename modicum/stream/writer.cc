@@ -36,31 +36,30 @@ std::span<std::byte> Writer::place_of(const Transfer& transfer) noexcept {
                bytes_of(transfer.to_dtype, transfer.runs.run));
 }
 
-void Writer::put(const Transfer& transfer, const std::byte* from) {
+void Writer::put(const Transfer& transfer, const std::byte* from, const ScalesAtHand& scales) {
+  MODICUM_ASSERT(!transfer.dequantises() || scales.bytes != nullptr);
+  const Conversion how(plan_, transfer, scales);
   if (const std::span<std::byte> host = sink_.host(transfer.buffer); !host.empty()) {
-    put_into_host(transfer, from, host);
+    put_into_host(transfer, from, how, host);
   } else {
-    put_by_copies(transfer, from);
+    put_by_copies(transfer, from, how);
   }
   done(transfer);
 }
 
-void Writer::put_into_host(const Transfer& t, const std::byte* from,
+void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conversion& how,
                            std::span<std::byte> host) noexcept {
   for (int64_t k = 0; k < t.runs.runs; ++k) {
     const std::byte* run = from + bytes_at(t.from_dtype, k * t.runs.stride);
     std::byte* to = host.data() + bytes_at(t.to_dtype, t.runs.at + k * t.runs.at_stride);
-    if (t.runs.at_step == 1 || t.runs.run == 1) {
-      cast(run, t.from_dtype, to, t.to_dtype, t.runs.run);
-    } else {
-      cast_strided(run, t.from_dtype, to, t.to_dtype, t.runs.run, t.runs.at_step);
-    }
+    const int64_t step = t.runs.run == 1 ? 1 : t.runs.at_step;
+    how.run(run, t.runs.first + k * t.runs.stride, to, t.runs.run, step);
   }
 }
 
 // A copy takes neighbours in the destination: along the run where its elements are neighbours
 // there, else across the runs (a transpose), gathered in the cast room.
-void Writer::put_by_copies(const Transfer& t, const std::byte* from) {
+void Writer::put_by_copies(const Transfer& t, const std::byte* from, const Conversion& how) {
   const bool along = t.runs.at_step == 1 || t.runs.run == 1;
   const int64_t lines = along ? t.runs.runs : t.runs.run;
   const int64_t length = along ? t.runs.run : t.runs.runs;
@@ -75,11 +74,12 @@ void Writer::put_by_copies(const Transfer& t, const std::byte* from) {
       const int64_t first = along ? line * t.runs.stride + i : i * t.runs.stride + line;
       const int64_t at = t.runs.at + line * line_at + i * (along ? 1 : t.runs.at_stride);
       if (along) {
-        cast(from + bytes_at(t.from_dtype, first), t.from_dtype, cast_room_.data(), t.to_dtype, n);
+        how.run(from + bytes_at(t.from_dtype, first), t.runs.first + first, cast_room_.data(), n);
       } else {
         for (int64_t j = 0; j < n; ++j) {
-          cast(from + bytes_at(t.from_dtype, first + j * t.runs.stride), t.from_dtype,
-               cast_room_.data() + bytes_at(t.to_dtype, j), t.to_dtype, 1);
+          const int64_t element = first + j * t.runs.stride;
+          how.run(from + bytes_at(t.from_dtype, element), t.runs.first + element,
+                  cast_room_.data() + bytes_at(t.to_dtype, j), 1);
         }
       }
       sink_.copy(t.buffer, at, cast_room_.first(bytes_of(t.to_dtype, n)));

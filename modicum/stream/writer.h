@@ -5,6 +5,7 @@
 
 #include "modicum/plan/plan.h"
 #include "modicum/stream/coverage.h"
+#include "modicum/stream/scales.h"
 #include "modicum/stream/sink.h"
 #include "modicum/stream/stream.h"
 
@@ -17,8 +18,9 @@ class Writer {
   Writer(const Plan& plan, Sink& sink, Coverage& coverage, const LoadOptions& options,
          std::span<std::byte> slot) noexcept;
 
-  // `from` is where element `transfer.runs.first` of the source stands.
-  void put(const Transfer& transfer, const std::byte* from);
+  // `from` is where element `transfer.runs.first` of the source stands, `scales` are those that its
+  // dequantisation needs.
+  void put(const Transfer& transfer, const std::byte* from, const ScalesAtHand& scales = {});
   // A transfer that needs no reading: zero, init, caller.
   void make(const Transfer& transfer);
   // The bytes were read straight into the sink's host memory.
@@ -29,9 +31,9 @@ class Writer {
   uint64_t bytes_loaded() const noexcept { return bytes_loaded_; }
 
  private:
-  void put_into_host(const Transfer& transfer, const std::byte* from,
+  void put_into_host(const Transfer& transfer, const std::byte* from, const Conversion& how,
                      std::span<std::byte> host) noexcept;
-  void put_by_copies(const Transfer& transfer, const std::byte* from);
+  void put_by_copies(const Transfer& transfer, const std::byte* from, const Conversion& how);
   void done(const Transfer& transfer) noexcept;
 
   const Plan& plan_;

@@ -217,12 +217,14 @@ def _ties_of(model: Any, tensors: Mapping[str, Any]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _tie(recipe: Recipe, ties: Iterable[list[str]], untie: bool) -> None:
+def _tie(recipe: Recipe, ties: Iterable[list[str]], untie: bool) -> list[list[str]]:
     """The first name that is there has the tensor, the others are aliases. One that is stored too
-    says by what, and is compared."""
+    says by what, and is compared. Returns the ties of which nothing is there."""
+    open_ties = []
     for names in ties:
         there = [name for name in names if name in recipe.targets]
         if not there:
+            open_ties.append(names)
             continue
         for name in names:
             if name == there[0] or (untie and name in there):
@@ -232,6 +234,7 @@ def _tie(recipe: Recipe, ties: Iterable[list[str]], untie: bool) -> None:
                 kept = {k: v for k, v in recipe.targets[name].items() if k != "dtype"}
                 alias["in"] = [kept]
             recipe.targets[name] = alias
+    return open_ties
 
 
 # ---- what is left over, and what is missing
@@ -263,17 +266,23 @@ def _check_unexpected(
 ) -> None:
     if unexpected == "ignore":
         return
-    patterns = _droppable(model)
-    if unexpected != "error":
-        patterns += [unexpected] if isinstance(unexpected, str) else unexpected
-    ignored = _any_of(patterns)
-    refused = [
-        (name, would_be)
+    listed = [unexpected] if isinstance(unexpected, str) else [*unexpected]
+    named = _any_of([] if unexpected == "error" else listed)
+    droppable = _any_of(_droppable(model))
+
+    def may_be_dropped(name: str, would_be: list[str]) -> bool:
+        by_caller = named is not None and named.search(name)
+        return bool(by_caller) or (
+            droppable is not None and all(droppable.search(one) for one in would_be)
+        )
+
+    refused = {
+        name: would_be
         for name, would_be in translation.unexpected.items()
-        if ignored is None or not all(ignored.search(one) for one in would_be)
-    ]
+        if not may_be_dropped(name, would_be)
+    }
     if refused:
-        name, would_be = refused[0]
+        name, would_be = next(iter(refused.items()))
         raise refusal(
             "MISMATCH",
             f"{len(refused)} stored tensors are no part of the model, the first of them "
@@ -281,10 +290,10 @@ def _check_unexpected(
             tensor=name,
             got=_near(would_be[0], targets),
         )
-    if translation.doubled:
-        name, target = next(iter(translation.doubled.items()))
-        what = f"another stored tensor is '{target}' already"
-        raise refusal("MISMATCH", what, tensor=name)
+    for name, target in translation.doubled.items():
+        if named is None or not named.search(name):
+            what = f"another stored tensor is '{target}' already"
+            raise refusal("MISMATCH", what, tensor=name)
 
 
 def _made_by_rule(rule: Rule, dtype: str, shape: tuple[int, ...], name: str) -> Node:
@@ -294,37 +303,33 @@ def _made_by_rule(rule: Rule, dtype: str, shape: tuple[int, ...], name: str) -> 
     return init(kind, std, dtype, shape).node
 
 
-def _add_missing(
-    recipe: Recipe,
-    model: Any,
-    targets: Described,
-    dtypes: _Dtypes,
-    missing: str | Mapping[str, Rule],
-    stored: Described,
+def _initialise(
+    recipe: Recipe, targets: Described, dtypes: _Dtypes, rules: Mapping[str, Rule]
 ) -> None:
-    rules = {} if isinstance(missing, str) else missing
-    left_to_model = _any_of(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
-    refused = []
+    """What is missing and has a rule: its node, or left to the model."""
     for name, (_, shape) in targets.items():
-        if name in recipe.targets:
+        rule = next((r for p, r in rules.items() if name == p or re.search(p, name)), None)
+        if name in recipe.targets or rule is None:
             continue
         dtype = dtypes.of(name, name)
-        rule = next((r for p, r in rules.items() if name == p or re.search(p, name)), None)
-        if rule is not None and rule != "model":
-            recipe.targets[name] = _made_by_rule(rule, dtype, shape, name)
-        elif rule == "model" or missing == "ignore":
-            recipe.missing[name] = (dtype, shape)
-        elif left_to_model is not None and left_to_model.search(name):
+        if rule == "model":
             recipe.missing[name] = (dtype, shape)
         else:
-            refused.append(name)
-    if refused:
-        raise refusal(
-            "MISMATCH",
-            f"the checkpoint lacks {len(refused)} tensors of the model",
-            tensor=refused[0],
-            got=_near(refused[0], stored),
-        )
+            recipe.targets[name] = _made_by_rule(rule, dtype, shape, name)
+
+
+def _lacking(recipe: Recipe, model: Any, targets: Described, dtypes: _Dtypes) -> list[str]:
+    """What nothing makes; first leaves to the model what the model says may be missing."""
+    left_to_model = _any_of(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    lacking = []
+    for name, (_, shape) in targets.items():
+        if name in recipe.targets or name in recipe.missing:
+            continue
+        if left_to_model is not None and left_to_model.search(name):
+            recipe.missing[name] = (dtypes.of(name, name), shape)
+        else:
+            lacking.append(name)
+    return lacking
 
 
 # ---- the whole
@@ -346,12 +351,12 @@ def recipe_for(
     Args:
         model: a transformers model, on meta or not, sharded or not. Nothing of it is changed.
         checkpoint: a directory or file, or a mapping of stored names to (dtype, shape).
-        dtype: None: each tensor as the model has it. A dtype: as `from_pretrained(dtype=...)`,
-            which keeps in float32 what the model lists for it.
+        dtype: None: each tensor as the model has it. A dtype, best the one that the model was
+            built with: as `from_pretrained(dtype=...)`, float32 for what the model lists so.
         missing: "error"; "ignore": left to the model; or what to do by name or regular expression:
             "zeros", "ones", ("normal", std), or "model" to leave it to the model. What the model
             itself says may be missing is left to it.
-        unexpected: "error"; "ignore"; or regular expressions of further names that may be dropped,
+        unexpected: "error"; "ignore"; or regular expressions of stored names that may be dropped,
             beside those that the model itself lists.
         untie: where a tied name is stored too, load both rather than compare them.
         key_mapping: further renamings, as `from_pretrained` takes them.
@@ -383,8 +388,15 @@ def recipe_for(
         if name in translation.made:
             wanted = dtypes.of(name, translation.first[name])
             recipe.targets[name] = _cast(name, translation.made[name], wanted)
-    _tie(recipe, _ties_of(model, tensors), untie)
-    _add_missing(recipe, model, targets, dtypes, missing, stored)
+    open_ties = _tie(recipe, _ties_of(model, tensors), untie)
+    if not isinstance(missing, str):
+        _initialise(recipe, targets, dtypes, missing)
+        _tie(recipe, open_ties, untie=False)
+    lacking = _lacking(recipe, model, targets, dtypes)
+    if lacking and missing != "ignore":
+        what = f"the checkpoint lacks {len(lacking)} tensors of the model"
+        raise refusal("MISMATCH", what, tensor=lacking[0], got=_near(lacking[0], stored))
+    recipe.missing |= {name: (dtypes.of(name, name), targets[name][1]) for name in lacking}
     left = [*translation.dropped, *translation.unexpected, *translation.doubled]
     recipe.unused = sorted(left)
     return recipe

@@ -1,0 +1,129 @@
+#include <gtest/gtest.h>
+
+#include <chrono>
+
+#include <algorithm>
+
+#include "modicum/checkpoint/parts.h"
+#include "modicum/checkpoint/test_files_doubles.h"
+
+namespace modicum {
+namespace {
+
+TensorSpec spec(std::string name, DType dtype, std::vector<int64_t> shape) {
+  return {std::move(name), Role::param, dtype, std::move(shape)};
+}
+
+Manifest opened(const std::vector<TensorSpec>& specs, const char* config = nullptr) {
+  MemoryFileSystem files;
+  files.make_directory("/m");
+  SafetensorsWriter out(files, "/m/model.safetensors", specs);
+  out.finish();
+  if (config != nullptr) files.put("/m/config.json", config);
+  return open_checkpoint(files, "/m").manifest;
+}
+
+const Stored& named(const Manifest& manifest, std::string_view name) {
+  return *std::find_if(manifest.tensors.begin(), manifest.tensors.end(),
+                       [name](const Stored& s) { return s.spec.fqn == name; });
+}
+
+// The name of the scale that a tensor has; "" where it has none.
+std::string scale_of(const Manifest& manifest, std::string_view name) {
+  const auto& scale = named(manifest, name).scale;
+  return scale ? manifest.tensors[scale->tensor].spec.fqn : "";
+}
+
+TEST(PairedScales, AreFoundByTheNamesOfTheirCodes) {
+  const Manifest manifest = opened({
+      spec("a.weight", DType::f8_e4m3, {256, 256}),
+      spec("a.weight_scale_inv", DType::f32, {2, 2}),
+      spec("experts.gate_up_proj", DType::f8_e5m2, {3, 256, 128}),
+      spec("experts.gate_up_proj_scale_inv", DType::bf16, {3, 2, 1}),
+      spec("c.weight", DType::f8_e4m3, {8, 8}),
+      spec("c.weight_scale", DType::f16, {8, 1}),
+      spec("both.weight", DType::f8_e4m3, {8, 8}),
+      spec("both.weight_scale", DType::f32, {8, 1}),
+      spec("both.weight_scale_inv", DType::f32, {1}),
+      spec("bytes", DType::f8_e4m3, {8, 8}),
+      spec("bytes_scale", DType::u8, {8, 1}),
+      spec("powers", DType::f8_e4m3, {8, 8}),
+      spec("powers_scale_inv", DType::f8_e8m0, {1, 8}),
+      spec("alone.weight", DType::f8_e4m3, {8, 8}),
+      spec("wrong.weight", DType::f8_e4m3, {8, 8}),
+      spec("wrong.weight_scale_inv", DType::i32, {8, 1}),
+      spec("plain.weight", DType::bf16, {8, 8}),
+      spec("plain.weight_scale_inv", DType::f32, {8, 1}),
+      spec("fnuz.weight", DType::f8_e4m3fnuz, {8, 8}),
+      spec("fnuz.weight_scale", DType::f32, {8, 1}),
+  });
+  EXPECT_EQ(scale_of(manifest, "a.weight"), "a.weight_scale_inv");
+  EXPECT_EQ(named(manifest, "a.weight").scale->block, (MatrixSize{128, 128}));
+  EXPECT_EQ(scale_of(manifest, "experts.gate_up_proj"), "experts.gate_up_proj_scale_inv");
+  EXPECT_EQ(named(manifest, "experts.gate_up_proj").scale->block, (MatrixSize{128, 128}));
+  EXPECT_EQ(scale_of(manifest, "c.weight"), "c.weight_scale");
+  EXPECT_EQ(named(manifest, "c.weight").scale->block, (MatrixSize{1, 8}));
+  EXPECT_EQ(scale_of(manifest, "both.weight"), "both.weight_scale_inv");
+  EXPECT_EQ(named(manifest, "both.weight").scale->block, (MatrixSize{8, 8}));
+  EXPECT_EQ(scale_of(manifest, "bytes"), "bytes_scale");
+  EXPECT_EQ(scale_of(manifest, "powers"), "powers_scale_inv");
+  for (const char* none : {"alone.weight", "wrong.weight", "plain.weight", "fnuz.weight",
+                           "a.weight_scale_inv", "both.weight_scale"}) {
+    EXPECT_EQ(scale_of(manifest, none), "") << none;
+  }
+}
+
+TEST(PairedScales, TakeTheConfigsBlockSizeWhereTheirGridAgrees) {
+  const std::vector<TensorSpec> specs = {spec("w", DType::f8_e4m3, {200, 300}),
+                                         spec("w_scale_inv", DType::f32, {2, 3})};
+  const auto block = [&](const char* config) {
+    return named(opened(specs, config), "w").scale->block;
+  };
+  const char* kFits = R"({"quantization_config":{"weight_block_size":[128,128]}})";
+  EXPECT_EQ(block(kFits), (MatrixSize{128, 128}));
+  EXPECT_EQ(block(R"({"text_config":{"quantization_config":{"weight_block_size":[199,100]}}})"),
+            (MatrixSize{199, 100}));
+  for (const char* other : {"{}", R"({"quantization_config":{"weight_block_size":[64,64]}})",
+                            R"({"quantization_config":{"weight_block_size":null}})",
+                            R"({"quantization_config":{"weight_block_size":[128]}})",
+                            R"({"quantization_config":{"weight_block_size":[-128,128]}})",
+                            R"({"quantization_config":{"weight_block_size":[0,128]}})",
+                            R"({"quantization_config":[128,128]})"}) {
+    EXPECT_EQ(block(other), (MatrixSize{100, 100})) << other;
+  }
+}
+
+TEST(PairedScales, AGridThatFitsNothingIsKnownNotToFit) {
+  const Manifest manifest =
+      opened({spec("w", DType::f8_e4m3, {200, 300}), spec("w_scale_inv", DType::f32, {2, 7})});
+  ASSERT_TRUE(named(manifest, "w").scale.has_value());
+  EXPECT_FALSE(named(manifest, "w").scale->fits());
+}
+
+// Catches: a plan of one block size that is carried out by ranks that see another.
+TEST(PairedScales, TheBlockSizeIsPartOfTheIdentity) {
+  const std::vector<TensorSpec> specs = {spec("w", DType::f8_e4m3, {200, 300}),
+                                         spec("w_scale_inv", DType::f32, {2, 3})};
+  const char* kOther = R"({"quantization_config":{"weight_block_size":[128,128]}})";
+  EXPECT_NE(opened(specs).identity, opened(specs, kOther).identity);
+  EXPECT_EQ(opened(specs).identity, opened(specs, "{}").identity);
+}
+
+// 46,000 pairs take a few ms; the square of them would take minutes.
+TEST(PairedScales, OfALargeModelAreFoundInTime) {
+  Manifest manifest;
+  for (int i = 0; i < 46'000; ++i) {
+    const std::string name = "model.layers.0.mlp.experts." + std::to_string(i) + ".weight";
+    manifest.tensors.push_back({spec(name, DType::f8_e4m3, {256, 128}), {}});
+    manifest.tensors.push_back({spec(name + "_scale_inv", DType::f32, {2, 1}), {}});
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  pair_scales(manifest, MatrixSize{128, 128});
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+  for (size_t i = 0; i < manifest.tensors.size(); i += 2) {
+    ASSERT_EQ(manifest.tensors[i].scale->tensor, i + 1);
+  }
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,86 @@
+// Scales on their way to their codes.
+#include "modicum/plan/scales.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace modicum {
+namespace {
+
+std::span<const uint32_t> uses_of(const Plan& plan, uint32_t stored) noexcept {
+  const uint32_t begin = plan.uses_begin[stored];
+  return std::span(plan.uses).subspan(begin, plan.uses_begin[stored + 1] - begin);
+}
+
+[[noreturn]] void refuse(const Plan& plan, const Stored& codes, const Target& target) {
+  if (!codes.scale) {
+    fail(Category::unsupported,
+         fmt::format("FP8 codes without a scale can't become {}", torch_name(target.spec.dtype)),
+         {.tensor = codes.spec.fqn});
+  }
+  const TensorSpec& scale = plan.manifest->tensors[codes.scale->tensor].spec;
+  fail(Category::mismatch,
+       fmt::format("the grid of '{}' fits neither its FP8 codes nor the config's block size",
+                   printable(scale.fqn)),
+       {.tensor = codes.spec.fqn,
+        .expected = fmt::format("a grid that divides {}", shape_text(codes.spec.shape)),
+        .got = shape_text(scale.shape)});
+}
+
+}  // namespace
+
+void prove_scales(const Plan& plan) {
+  for (const uint32_t t : plan.order) {
+    const Target& target = plan.recipe->targets[t];
+    if (!is_dequantised(*plan.recipe, target)) continue;
+    for (const uint32_t stored : stored_under(*plan.recipe, target.root)) {
+      const Stored& codes = plan.manifest->tensors[stored];
+      if (!codes.scale || !codes.scale->fits()) refuse(plan, codes, target);
+    }
+  }
+}
+
+std::optional<uint32_t> scale_for(const Plan& plan, uint32_t target, uint32_t stored) noexcept {
+  const std::optional<BlockScale>& scale = plan.manifest->tensors[stored].scale;
+  if (!scale || !is_dequantised(*plan.recipe, plan.recipe->targets[target])) return std::nullopt;
+  return scale->tensor;
+}
+
+// No op changes a dtype, and scales are never stored as codes are.
+bool takes_elements(const Plan& plan, uint32_t target, uint32_t stored) noexcept {
+  const Node& root = plan.recipe->nodes[plan.recipe->targets[target].root];
+  return root.dtype == plan.manifest->tensors[stored].spec.dtype;
+}
+
+bool gives_elements(const Plan& plan, uint32_t stored) noexcept {
+  const auto uses = uses_of(plan, stored);
+  return std::any_of(uses.begin(), uses.end(),
+                     [&](uint32_t target) { return takes_elements(plan, target, stored); });
+}
+
+std::optional<uint32_t> scale_beside(const Plan& plan, uint32_t stored) noexcept {
+  for (const uint32_t target : uses_of(plan, stored)) {
+    if (const auto scale = scale_for(plan, target, stored)) return scale;
+  }
+  return std::nullopt;
+}
+
+Extent scale_extent(const Plan& plan, const Transfer& transfer) {
+  if (!transfer.dequantises()) return {};
+  const Stored& codes = plan.manifest->tensors[transfer.from];
+  const Stored& scales = plan.manifest->tensors[codes.scale->tensor];
+  const ScaleGrid grid = scale_grid(*plan.manifest, codes);
+  const Runs& runs = transfer.runs;
+  const int64_t first = runs.first;
+  const int64_t last = first + (runs.runs - 1) * runs.stride + runs.run - 1;
+  if (first / grid.codes[1] == last / grid.codes[1]) {
+    const int64_t begin = grid.index_of(first);
+    return extent_of(scales, begin, grid.index_of(last) + 1 - begin);
+  }
+  const int64_t begin = grid.row_of(first);
+  const int64_t rows = grid.row_of(last) + 1 - begin;
+  return extent_of(scales, begin * grid.scales[1], rows * grid.scales[1]);
+}
+
+}  // namespace modicum

@@ -1,0 +1,387 @@
+// House tests of FP8 codes on their way to numbers: exact, value and fault, with ranks as threads
+// and files in memory. The reference knows blocks and recipes in words, not the manifest's.
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "modicum/io/file_doubles.h"
+#include "modicum/kernels/kernels.h"
+#include "modicum/stream/fake_device_double.h"
+#include "modicum/stream/stream.h"
+
+namespace modicum {
+namespace {
+
+constexpr const char* kConfig = R"({"quantization_config":{"weight_block_size":[128,128]}})";
+
+struct Tensor {
+  TensorSpec spec;
+  std::vector<std::byte> bytes;
+};
+
+// Codes of any bits, NaN and infinities among them.
+Tensor codes_of(std::string name, DType dtype, std::vector<int64_t> shape) {
+  Tensor tensor{{std::move(name), Role::param, dtype, std::move(shape)}, {}};
+  tensor.bytes.resize(static_cast<size_t>(numel_of(tensor.spec.shape)));
+  synth_fill(name_hash(tensor.spec.fqn), DType::u8, 0, numel_of(tensor.spec.shape),
+             tensor.bytes.data());
+  return tensor;
+}
+
+Tensor scales_of(std::string name, DType dtype, std::vector<int64_t> shape) {
+  Tensor tensor{{std::move(name), Role::param, dtype, std::move(shape)}, {}};
+  const int64_t n = numel_of(tensor.spec.shape);
+  tensor.bytes.resize(bytes_of(dtype, n));
+  synth_fill(name_hash(tensor.spec.fqn), dtype, 0, n, tensor.bytes.data());
+  if (!is_castable(dtype)) {  // powers near 1, and one that is not
+    for (std::byte& b : tensor.bytes) b = static_cast<std::byte>(120 + static_cast<int>(b) % 14);
+    tensor.bytes[0] = std::byte{0};
+  }
+  return tensor;
+}
+
+struct Model {
+  std::map<std::string, Tensor> tensors;
+  MemoryFileSystem files;
+  Checkpoint checkpoint;
+
+  explicit Model(std::vector<Tensor> of) {
+    std::vector<TensorSpec> specs;
+    for (const Tensor& tensor : of) specs.push_back(tensor.spec);
+    files.make_directory("/m");
+    SafetensorsWriter out(files, "/m/model.safetensors", specs);
+    for (size_t i = 0; i < of.size(); ++i) out.write(i, 0, of[i].bytes);
+    out.finish();
+    files.put("/m/config.json", kConfig);
+    checkpoint = open_checkpoint(files, "/m");
+    for (Tensor& tensor : of) tensors[tensor.spec.fqn] = std::move(tensor);
+  }
+};
+
+// Ragged edges in both dims; more than one slot; per tensor, row and column; experts; all dtypes of
+// scales.
+Model all_kinds() {
+  using S = std::vector<int64_t>;
+  constexpr DType kE4m3 = DType::f8_e4m3, kE5m2 = DType::f8_e5m2;
+  std::vector<Tensor> of;
+  const auto pair = [&](const std::string& name, DType codes, const S& shape, DType scales,
+                        const S& grid, const char* ending = "_scale_inv") {
+    of.push_back(codes_of(name, codes, shape));
+    of.push_back(scales_of(name + ending, scales, grid));
+  };
+  pair("ragged.weight", kE4m3, {200, 300}, DType::f32, {2, 3});
+  pair("large.weight", kE4m3, {301, 1100}, DType::f32, {3, 9});
+  pair("half.weight", kE4m3, {130, 130}, DType::bf16, {2, 2});
+  pair("sixteen.weight", kE5m2, {129, 257}, DType::f16, {2, 3});
+  pair("bytes.weight", kE4m3, {256, 128}, DType::u8, {256, 4});
+  pair("powers.weight", kE5m2, {100, 140}, DType::f8_e8m0, {1, 2});
+  pair("row.weight", kE4m3, {37, 50}, DType::f32, {37, 1}, "_scale");
+  pair("column.weight", kE4m3, {37, 50}, DType::bf16, {1, 50}, "_scale");
+  pair("one.weight", kE4m3, {37, 50}, DType::f32, {}, "_scale");
+  pair("experts.gate_up_proj", kE4m3, {3, 200, 140}, DType::f32, {3, 2, 2});
+  pair("vector", kE4m3, {300}, DType::f32, {3});
+  pair("none.weight", kE4m3, {0, 300}, DType::f32, {0, 3});
+  of.push_back(codes_of("bare.weight", kE4m3, {20, 30}));
+  of.push_back({{"norm", Role::param, DType::bf16, {33}}, std::vector<std::byte>(66)});
+  return Model(std::move(of));
+}
+
+float widened(DType dtype, const std::byte* at) {
+  if (dtype == DType::u8 || dtype == DType::f8_e8m0) {
+    return std::ldexp(1.0F, static_cast<int>(*at) - 127);
+  }
+  float value = 0;
+  cast(at, dtype, reinterpret_cast<std::byte*>(&value), DType::f32, 1);
+  return value;
+}
+
+// A code's value by kernels' own scalar way, which its test holds against ldexp.
+float code_of(DType dtype, std::byte code) {
+  const float one = 1;
+  float value = 0;
+  dequant({&code, dtype, &one, 0, 1}, reinterpret_cast<std::byte*>(&value), DType::f32, 1);
+  return value;
+}
+
+// Element `element` of stored tensor `name` as a number of `to`: blocks of ceil(size / count), but
+// of 128 where the config's make the same grid.
+std::vector<std::byte> number(const Model& model, const std::string& name, int64_t element,
+                              DType to) {
+  const Tensor& codes = model.tensors.at(name);
+  const auto found = model.tensors.find(name + "_scale_inv");
+  const Tensor& scales =
+      found != model.tensors.end() ? found->second : model.tensors.at(name + "_scale");
+  const auto dim = [](const std::vector<int64_t>& shape, size_t from_end) {
+    return shape.size() < from_end ? int64_t{1} : shape[shape.size() - from_end];
+  };
+  const int64_t rows = dim(codes.spec.shape, 2), columns = dim(codes.spec.shape, 1);
+  const int64_t grid_rows = dim(scales.spec.shape, 2), grid_columns = dim(scales.spec.shape, 1);
+  const bool is_128 = (rows + 127) / 128 == grid_rows && (columns + 127) / 128 == grid_columns;
+  const int64_t high = is_128 ? 128 : rows / grid_rows,
+                wide = is_128 ? 128 : columns / grid_columns;
+  const int64_t matrix = element / (rows * columns);
+  const int64_t row = element / columns % rows, column = element % columns;
+  int64_t index = (matrix * grid_rows + row / high) * grid_columns + column / wide;
+  if (numel_of(scales.spec.shape) == 1) index = 0;
+  const auto size = static_cast<size_t>(bytes_per_element(scales.spec.dtype));
+  const float product =
+      code_of(codes.spec.dtype, codes.bytes[static_cast<size_t>(element)]) *
+      widened(scales.spec.dtype, scales.bytes.data() + static_cast<size_t>(index) * size);
+  const float canonical = std::isnan(product) ? std::bit_cast<float>(0x7fc00000U) : product;
+  std::vector<std::byte> out(static_cast<size_t>(bytes_per_element(to)));
+  cast(reinterpret_cast<const std::byte*>(&canonical), DType::f32, out.data(), to, 1);
+  return out;
+}
+
+std::vector<std::byte> whole(const Model& model, const Recipe& recipe, const Target& target) {
+  std::vector<std::byte> due;
+  for (int64_t i = 0; i < numel_of(target.spec.shape); ++i) {
+    const ElementSource source = element_source(recipe, target.root, i);
+    const std::string& name = model.checkpoint.manifest.tensors[source.leaf->from].spec.fqn;
+    if (is_dequantised(recipe, target)) {
+      const auto value = number(model, name, source.first, target.spec.dtype);
+      due.insert(due.end(), value.begin(), value.end());
+      continue;
+    }
+    const Tensor& stored = model.tensors.at(name);
+    const auto size = static_cast<size_t>(bytes_per_element(stored.spec.dtype));
+    std::vector<std::byte> value(static_cast<size_t>(bytes_per_element(target.spec.dtype)));
+    cast(stored.bytes.data() + static_cast<size_t>(source.first) * size, stored.spec.dtype,
+         value.data(), target.spec.dtype, 1);
+    due.insert(due.end(), value.begin(), value.end());
+  }
+  return due;
+}
+
+using Wholes = std::vector<std::vector<std::byte>>;  // by target
+
+ExpectedElements expected_of(const Model& model) {
+  return [&model](uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into) {
+    const Tensor& tensor = model.tensors.at(model.checkpoint.manifest.tensors[stored].spec.fqn);
+    const auto size = static_cast<size_t>(bytes_per_element(tensor.spec.dtype));
+    ASSERT_EQ(into.size(), static_cast<size_t>(n) * size);
+    std::memcpy(into.data(), tensor.bytes.data() + static_cast<size_t>(first) * size, into.size());
+  };
+}
+
+// A rank's cut of a whole tensor, along `dim`, in chunks of ceil(size / world).
+std::vector<std::byte> cut(const std::vector<std::byte>& whole, const TensorSpec& spec, int dim,
+                           int world, int rank) {
+  if (spec.shape.empty()) return whole;
+  const auto d = static_cast<size_t>(dim) < spec.shape.size() ? static_cast<size_t>(dim) : 0;
+  const int64_t size = spec.shape[d], chunk = (size + world - 1) / world;
+  const int64_t lo = std::min(size, rank * chunk), hi = std::min(size, lo + chunk);
+  int64_t outer = 1, inner = bytes_per_element(spec.dtype);
+  for (size_t k = 0; k < spec.shape.size(); ++k)
+    (k < d ? outer : inner) *= k == d ? 1 : spec.shape[k];
+  std::vector<std::byte> out;
+  for (int64_t o = 0; o < outer; ++o) {
+    const auto row = whole.begin() + o * size * inner;
+    out.insert(out.end(), row + lo * inner, row + hi * inner);
+  }
+  return out;
+}
+
+struct Setting {
+  const Model& model;
+  const Recipe& recipe;
+  const Wholes& wholes;
+  int world;
+  int dim;
+};
+
+// Loads one rank and holds everything about it against the promise and the reference.
+void load_one(const Setting& s, const Plan& plan, int rank, Board& board, Exchange* exchange) {
+  Ledger ledger(plan.promise.ledger_limit_bytes(rank));
+  std::unique_ptr<HostSink> host;
+  std::unique_ptr<FakeDeviceSink> device;
+  if (plan.options.destination == Destination::cpu) {
+    host = std::make_unique<HostSink>(plan, rank, ledger);
+    host->poison();
+  } else {
+    device = std::make_unique<FakeDeviceSink>(plan, rank);
+  }
+  Sink& sink = host ? static_cast<Sink&>(*host) : *device;
+  const LoadOutcome outcome =
+      load(s.model.checkpoint, plan, {rank, &board, exchange}, sink, ledger, {.threads = 2});
+  Footprint promised = plan.promise.phases[kLoadPhase].of_rank[static_cast<size_t>(rank)];
+  promised[Purpose::process] = promised[Purpose::page_tables] = 0;
+  EXPECT_EQ(ledger.at_peak(), promised);
+  const Traffic traffic = traffic_of_rank(plan, rank);
+  EXPECT_EQ(outcome.storage_read_bytes, traffic.storage_read_bytes);
+  EXPECT_EQ(outcome.exchanged_bytes, traffic.exchanged_bytes);
+  for (const uint32_t t : plan.order) {
+    const TensorSpec& spec = s.recipe.targets[t].spec;
+    const auto due = cut(s.wholes[t], spec, s.dim, s.world, rank);
+    const std::span<const std::byte> got = host ? host->host(t) : std::span(device->buffer(t));
+    ASSERT_GE(got.size(), due.size());
+    ASSERT_EQ(std::memcmp(got.data(), due.data(), due.size()), 0)
+        << spec.fqn << " as " << torch_name(spec.dtype) << ", rank " << rank << " of " << s.world
+        << " along " << s.dim << ", " << plan.strategy().name << (host ? "" : ", discard");
+    check_elements(plan, rank, t, 0, got, expected_of(s.model));
+  }
+}
+
+void load_all(const Setting& s, const Strategy& strategy, Destination destination) {
+  const Plan plan = make_plan(
+      s.model.checkpoint.manifest, s.recipe, fsdp2_layout(s.world, s.dim),
+      {.strategy = &strategy, .destination = destination, .staging_bytes = kMinStagingBytes});
+  SteadyClock clock;
+  SharedBoard board(s.world, clock);
+  std::unique_ptr<SharedRing> ring;
+  if (plan.staging.ring_part_bytes > 0) {
+    ring = std::make_unique<SharedRing>(s.world, plan.staging.ring_part_bytes);
+  }
+  run_workers(s.world, [&](int rank) {
+    try {
+      std::unique_ptr<RingExchange> exchange;
+      if (ring) exchange = std::make_unique<RingExchange>(*ring, board, rank);
+      load_one(s, plan, rank, board, exchange.get());
+    } catch (const Error& error) {
+      board.report(record_of(error, rank));
+      throw;
+    }
+  });
+}
+
+void expect_grid(const Model& model, const Recipe& recipe) {
+  Wholes wholes;
+  for (const Target& target : recipe.targets) {
+    wholes.push_back(recipe.nodes[target.root].op == Op::alias ? std::vector<std::byte>{}
+                                                               : whole(model, recipe, target));
+  }
+  for (int world = 1; world <= 5; ++world) {
+    for (const int dim : {0, 1}) {
+      for (const Strategy& strategy : strategies()) {
+        for (const Destination destination : {Destination::cpu, Destination::discard}) {
+          load_all({model, recipe, wholes, world, dim}, strategy, destination);
+          if (testing::Test::HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+// exact and value: cuts inside of blocks, ragged edges, every strategy, both destinations; the
+// ledger's peak is the promise, and what is read and sent is what the plan counted. Catches: a
+// scale block shifted by one, rows of scales that are not at hand, a product rounded before the
+// scale, a window without room for the scale.
+TEST(LoadFp8, EveryKindOfScaleIsDequantised) {
+  const Model model = all_kinds();
+  for (const DType to : {DType::bf16, DType::f32, DType::f16}) {
+    expect_grid(model, make_recipe(model.checkpoint.manifest, {.dtype = to}));
+  }
+}
+
+TEST(LoadFp8, WithoutADTypeCodesAndScalesStay) {
+  const Model model = all_kinds();
+  const Recipe recipe = make_recipe(model.checkpoint.manifest);
+  EXPECT_EQ(recipe.targets.size(), model.tensors.size());
+  expect_grid(model, recipe);
+}
+
+TEST(LoadFp8, SomeMayBecomeNumbersAndOthersStay) {
+  const Model model = all_kinds();
+  expect_grid(model, make_recipe(model.checkpoint.manifest, {.keep_fp32 = "ragged|experts|row"}));
+}
+
+Model experts() {
+  std::vector<Tensor> of;
+  for (int e = 0; e < 3; ++e) {
+    for (const char* kind : {"gate", "up", "down"}) {
+      const bool down = std::string_view(kind) == "down";
+      const std::string name = "e." + std::to_string(e) + "." + kind + ".weight";
+      of.push_back(
+          codes_of(name, DType::f8_e4m3,
+                   down ? std::vector<int64_t>{130, 200} : std::vector<int64_t>{200, 130}));
+      of.push_back(scales_of(name + "_scale_inv", DType::f32, {2, 2}));
+    }
+  }
+  return Model(std::move(of));
+}
+
+// Rows and columns are exchanged, taken in another order and cut: the scale follows the code.
+TEST(LoadFp8, ExpertsAreStackedTurnedAndDequantised) {
+  const Model model = experts();
+  RecipeBuilder b(model.checkpoint.manifest);
+  const auto of = [&](int e, const char* kind) {
+    return b.stored("e." + std::to_string(e) + "." + kind + ".weight");
+  };
+  const auto stack = [&](const char* kind) {
+    return b.stack(0, {of(0, kind), of(1, kind), of(2, kind)});
+  };
+  b.target("gate_up", b.cat(1, {stack("gate"), stack("up")}), DType::bf16);
+  b.target("down", b.permute({0, 2, 1}, stack("down")), DType::f32);
+  b.target("rows", b.gather(0, {199, 0, 128, 127, 5, 6}, of(0, "gate")), DType::f16);
+  b.target("part", b.slice(1, 100, 130, of(1, "up")), DType::bf16);
+  b.target("flat", b.reshape({260, 100}, of(2, "up")), DType::bf16);
+  b.target("codes", of(0, "down"));  // the same codes twice: as they are, too
+  b.target("scale", b.stored("e.0.down.weight_scale_inv"));
+  b.alias("again", "gate_up");
+  expect_grid(model, b.finish());
+}
+
+// values: a checker that can fail, also by a scale.
+TEST(LoadFp8, AWrongScaleIsSeenByTheCheck) {
+  Model model = experts();
+  const Recipe recipe = make_recipe(model.checkpoint.manifest, {.dtype = DType::bf16});
+  const Plan plan =
+      make_plan(model.checkpoint.manifest, recipe, fsdp2_layout(1),
+                {.strategy = &strategy_named("own-shard"), .staging_bytes = kMinStagingBytes});
+  SteadyClock clock;
+  SharedBoard board(1, clock);
+  Ledger ledger;
+  HostSink sink(plan, 0, ledger);
+  load(model.checkpoint, plan, {0, &board, nullptr}, sink, ledger);
+  check_values(plan, 0, sink, expected_of(model));
+  model.tensors.at("e.1.up.weight_scale_inv").bytes[15] ^= std::byte{2};  // of the last block
+  try {
+    check_values(plan, 0, sink, expected_of(model));
+    FAIL() << "a wrong scale passed";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.category(), Category::integrity);
+    EXPECT_EQ(error.facts().tensor, "e.1.up.weight");
+  }
+}
+
+// fault: every call fails once; the error is an IO error, that of a read names codes or scale.
+TEST(LoadFp8, EveryFailingCallIsNamed) {
+  const Model model = experts();
+  const Recipe recipe = make_recipe(model.checkpoint.manifest, {.dtype = DType::bf16});
+  std::map<std::string, int> named;
+  for (const Strategy& strategy : strategies()) {
+    const Plan plan = make_plan(model.checkpoint.manifest, recipe, fsdp2_layout(1),
+                                {.strategy = &strategy, .staging_bytes = kMinStagingBytes});
+    for (int64_t n = 1;; ++n) {
+      RecordingFileSystem failing(const_cast<MemoryFileSystem&>(model.files), n);
+      Checkpoint checkpoint = model.checkpoint;
+      checkpoint.files = &failing;
+      SteadyClock clock;
+      SharedBoard board(1, clock);
+      Ledger ledger;
+      std::optional<Error> failure;
+      try {
+        HostSink sink(plan, 0, ledger);
+        load(checkpoint, plan, {0, &board, nullptr}, sink, ledger);
+      } catch (const Error& error) {
+        failure = error;
+      }
+      EXPECT_EQ(ledger.held(), Footprint{});
+      if (static_cast<int64_t>(failing.calls().size()) < n) break;
+      const std::string call = failing.calls()[static_cast<size_t>(n) - 1].what;
+      ASSERT_TRUE(failure.has_value()) << strategy.name << " call " << n << " " << call;
+      EXPECT_EQ(failure->category(), Category::io);
+      if (call == "read") ++named[failure->facts().tensor];
+    }
+  }
+  EXPECT_GT(named["e.2.down.weight"], 0);
+  EXPECT_GT(named["e.2.down.weight_scale_inv"], 0);
+  EXPECT_EQ(named.count(""), 0U);
+}
+
+}  // namespace
+}  // namespace modicum
