@@ -1,4 +1,4 @@
-"""What the Python tests share: the program under test, and a loud word where an oracle is missing."""
+"""What the Python tests share: the program under test, and a loud word if an oracle is missing."""
 
 import importlib.util
 import os

@@ -90,9 +90,13 @@ def test_cast(modicum: Path, written: tuple[Family, Path], tmp_path: Path) -> No
     """Stored as float32 and loaded as bfloat16, or the other way round."""
     family, directory = written
     other = torch.bfloat16 if family.dtype == "float32" else torch.float32
-    whole, dtype = loaded_by_transformers(family, directory, other)
-    assert dtype == other
-    recipe = write_recipe(directory, dtype, tmp_path / "recipe.json", whole)
+    whole, _ = loaded_by_transformers(family, directory, other)
+    assert other in {tensor.dtype for tensor in whole.values()}
+    if family.quantization is not None:
+        # Where there are codes, upstream leaves every other `weight` in its stored dtype.
+        assert other == torch.float32
+        whole = {name: tensor.to(other) for name, tensor in whole.items()}
+    recipe = write_recipe(directory, other, tmp_path / "recipe.json", whole)
     assert_loads(modicum, tmp_path, directory, recipe, whole, [Cut("fsdp2", (3,))])
 
 
