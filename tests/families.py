@@ -188,6 +188,7 @@ MLA = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
     "num_key_value_heads": 3,
+    "head_dim": 4,
 }
 FP8_DEEPSEEK = MOE | MLA | {
     "hidden_size": 48,
@@ -198,6 +199,7 @@ FP8_DEEPSEEK = MOE | MLA | {
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
+    "head_dim": 16,
 }
 FP8_QWEN = TEXT | {
     "hidden_size": 256,
@@ -259,7 +261,7 @@ DENSE = (
 )
 
 MIXTURES = (
-    Family("mixtral", "MixtralForCausalLM", "mixtral", TEXT | {"num_local_experts": 5}),
+    Family("mixtral", "MixtralForCausalLM", "mixtral", TEXT | {"num_local_experts": 11}),
     Family("qwen2_moe", "Qwen2MoeForCausalLM", "qwen2_moe",
            EVEN_MOE | {"shared_expert_intermediate_size": 17}),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe", MOE, "bfloat16"),
@@ -423,6 +425,10 @@ VISION_LANGUAGE = (
            hub=transposed_experts),
     Family("qwen3_vl_moe_saved_by_v5", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe",
            QWEN3_VL_MOE),
+    Family("qwen3_vl_moe_square", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe",
+           QWEN3_VL_MOE | {"text_config": QWEN3_VL_MOE["text_config"] | {
+               "hidden_size": 42, "num_attention_heads": 7, "moe_intermediate_size": 21},
+               "vision_config": QWEN3_VL_MOE["vision_config"] | {"out_hidden_size": 42}}),
     Family("ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration", "ernie4_5_vl_moe",
            {"text_config": EVEN_MOE | {"moe_num_experts": 5, "moe_intermediate_size": [13, 7],
                                        "moe_num_shared_experts": 1, "num_hidden_layers": 3,
@@ -442,8 +448,12 @@ VISION_LANGUAGE = (
                               "num_hidden_layers": 4, "num_attention_heads": 7}}),
     Family("mistral_large4", "MistralLarge4ForConditionalGeneration", "mistral_large4",
            {"text_config": MOE | MLA | {"index_head_dim": 6, "index_n_heads": 2, "index_topk": 3,
-                                        "head_dim": 4},
+                                        "n_group": 1},
             "vision_config": VISION | {"model_type": "pixtral", "head_dim": 6}}),
+    Family("step3p7", "Step3p7ForConditionalGeneration", "step3p7",
+           {"text_config": MOE | {"num_local_experts": 5, "n_routed_experts": 5,
+                                  "share_expert_dim": 17, "moe_layers_enum": "1"},
+            "vision_config": VISION | {"num_attention_heads": 3, "hidden_size": 24}}),
 )
 
 FAMILIES = DENSE + MIXTURES + STATE_SPACES + ENCODERS + OTHERS + VISION_LANGUAGE
