@@ -51,6 +51,10 @@ TP_KINDS = ["vector", "rows", "columns", "inner", "rowwise", "replicated"]
 FSDP2_KINDS = ("rows.", "columns.", "rowwise.")
 
 
+def mesh_id(mesh: tuple[int, int]) -> str:
+    return f"{mesh[0]}x{mesh[1]}"
+
+
 class Ids:
     """Hands out elements that are no other element's: a shard of another place can't be equal."""
 
@@ -153,26 +157,26 @@ def test_fsdp2(grid: Case, dumped, world: int, dim: int) -> None:
     assert_cut(dumped(grid, *cut.flags), grid[2], cut)
 
 
-@pytest.mark.parametrize("mesh", HSDP_MESHES)
+@pytest.mark.parametrize("mesh", HSDP_MESHES, ids=mesh_id)
 def test_hsdp(grid: Case, dumped, mesh: tuple[int, int]) -> None:
     cut = Cut("hsdp", mesh)
     assert_cut(dumped(grid, *cut.flags), grid[2], cut)
 
 
-@pytest.mark.parametrize("mesh", ((2, 2), (2, 3), (3, 2)))
+@pytest.mark.parametrize("mesh", ((2, 2), (2, 3), (3, 2)), ids=mesh_id)
 def test_hsdp_of_dim_1(grid: Case, dumped, mesh: tuple[int, int]) -> None:
     cut = Cut("hsdp", mesh, 1)
     assert_cut(dumped(grid, *cut.flags), grid[2], cut)
 
 
-@pytest.mark.parametrize("mesh", TP_MESHES)
+@pytest.mark.parametrize("mesh", TP_MESHES, ids=mesh_id)
 def test_tp_fsdp(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
     """TP first, FSDP what it left: also where torch's description of the result says otherwise."""
     cut = Cut("tp-fsdp", mesh, 0, ROWWISE, REPLICATED)
     assert_cut(dumped(tp_grid, *cut.flags), tp_grid[2], cut)
 
 
-@pytest.mark.parametrize("mesh", [mesh for mesh in TP_MESHES if prod(mesh) <= 6])
+@pytest.mark.parametrize("mesh", [m for m in TP_MESHES if prod(m) <= 6], ids=mesh_id)
 def test_tp_fsdp_of_dim_1(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
     cut = Cut("tp-fsdp", mesh, 1, ROWWISE, REPLICATED)
     assert_cut(dumped(tp_grid, *cut.flags), tp_grid[2], cut)
