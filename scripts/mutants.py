@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Applies the wrongs of scripts/mutants.toml, one at a time, and expects their tests to go red.
+"""Applies the wrongs of scripts/mutants*.toml, one at a time, and expects their tests to go red.
 
 mutants.py [--only TEXT] [--list] [--jobs N] [--python PATH]. Works on a copy of the tree under
 build/mutants. A mutant passes when its tests fail or hang; it fails when they stay green
@@ -57,8 +57,8 @@ class Outcome:
 # ---- the list
 
 
-def read_mutants(path: Path) -> list[Mutant]:
-    entries = tomllib.loads(path.read_text())["mutant"]
+def read_mutants(paths: list[Path]) -> list[Mutant]:
+    entries = [entry for path in paths for entry in tomllib.loads(path.read_text())["mutant"]]
     either = {"tests", "pytest"}
     fields = set(Mutant.__dataclass_fields__) - either
     for entry in entries:
@@ -245,7 +245,7 @@ def main() -> int:
                         help="for the Python tests; has what scripts/venv.sh test wheel installs")
     options = parser.parse_args()
     try:
-        mutants = read_mutants(ROOT / "scripts/mutants.toml")
+        mutants = read_mutants(sorted(ROOT.glob("scripts/mutants*.toml")))
         mutants = [mutant for mutant in mutants if options.only in mutant.name]
         if options.list:
             print("\n".join(f"{mutant.name}: {mutant.house_test}" for mutant in mutants))

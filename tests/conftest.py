@@ -1,4 +1,4 @@
-"""What the Python tests share: the program under test, and a loud word where torch is missing."""
+"""What the Python tests share: the program under test, and a loud word if an oracle is missing."""
 
 import importlib.util
 import os
@@ -23,18 +23,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def torch_is_missing() -> bool:
-    return importlib.util.find_spec("torch") is None
+# What the tests compare with, each of them installed by scripts/venv.sh.
+ORACLES = ("torch", "transformers", "deepspeed")
+
+
+def missing_oracles() -> str:
+    return ", ".join(name for name in ORACLES if importlib.util.find_spec(name) is None)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    if torch_is_missing() and os.environ.get("CI") == "true":
-        pytest.exit("torch is missing, and a CI run proves nothing without it", returncode=1)
+    missing = missing_oracles()
+    if missing and os.environ.get("CI") == "true":
+        pytest.exit(f"missing: {missing}; a CI run proves nothing without", returncode=1)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if torch_is_missing():
-        terminalreporter.write_sep("!", "torch is missing: every test against it was SKIPPED")
+    missing = missing_oracles()
+    if missing:
+        terminalreporter.write_sep("!", f"missing: {missing}; every test against it was SKIPPED")
 
 
 @pytest.fixture(scope="session")

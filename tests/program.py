@@ -102,9 +102,16 @@ def write_checkpoint(directory: Path, tensors: dict[str, Any], files: int = 1) -
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True)
-    if files == 1:
-        save_file(tensors, directory / "model.safetensors")
-        return directory
+    if files > 1:
+        return write_shards(directory, tensors, files)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def write_shards(directory: Path, tensors: dict[str, Any], files: int) -> Path:
+    """Several files and their index, in a directory that is there."""
+    from safetensors.torch import save_file
+
     weight_map: dict[str, str] = {}
     for number, part in enumerate(split(tensors, files), start=1):
         name = f"model-{number:05d}-of-{files:05d}.safetensors"

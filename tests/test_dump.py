@@ -29,9 +29,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from safetensors.torch import load_file  # noqa: E402  (after torch is known to be there)
+from sharding import Tensors, assert_same  # noqa: E402
 
 WORLDS = (1, 2, 3, 5, 8)
-Tensors = dict[str, Any]
 
 FLOAT_SHAPES = {
     "even": (16, 6),
@@ -69,11 +69,6 @@ def odd_tensors() -> Tensors:
     return made
 
 
-def bits(tensor: Any) -> bytes:
-    """A tensor's bytes, whatever its dtype (numpy knows no bfloat16)."""
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
 def shard_of(tensor: Any, rank: int, world: int, dim: int = 0) -> Any:
     """What torch.chunk gives a rank, the empty chunks that it leaves out filled in."""
     if tensor.dim() == 0:
@@ -82,12 +77,6 @@ def shard_of(tensor: Any, rank: int, world: int, dim: int = 0) -> Any:
     if rank < len(chunks):
         return chunks[rank]
     return tensor.narrow(dim, 0, 0)
-
-
-def assert_same(got: Any, expected: Any, what: str) -> None:
-    assert got.dtype == expected.dtype, f"{what}: {got.dtype} instead of {expected.dtype}"
-    assert got.shape == expected.shape, f"{what}: {got.shape} instead of {expected.shape}"
-    assert bits(got) == bits(expected), f"{what}: other bits"
 
 
 def assert_dumped(

@@ -1,0 +1,236 @@
+"""Every size from 0 to 40 in every world from 1 to 9: each rank's shards are those that torch's
+DTensor and FSDP2 or DeepSpeed's ZeRO give it, byte for byte.
+
+House test against outside oracles. It catches these mutations: an off-by-one in any cut, a strided
+one too; TP cutting after FSDP; chunks rounded down; mesh axes exchanged; a partition of ZeRO that
+forgets its alignment, its padding or its order.
+"""
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program import STRATEGIES, run_json, stored, write_checkpoint, write_recipe
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file  # noqa: E402  (after torch is known to be there)
+from sharding import (  # noqa: E402
+    Cut,
+    Tensors,
+    assert_same,
+    dtensor_shards,
+    fsdp2_shards,
+    zero3_shards,
+    zero12_shards,
+)
+
+SIZES = range(41)
+WORLDS = range(1, 10)
+HSDP_MESHES = [(1, 5), (2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2), (3, 3), (4, 2)]
+TP_MESHES = [(dp, tp) for dp in WORLDS for tp in WORLDS if 1 < dp * tp <= 9]
+
+KINDS: dict[str, tuple[Callable[[int], tuple[int, ...]], Any]] = {
+    "vector": (lambda n: (n,), torch.float32),
+    "rows": (lambda n: (n, 3), torch.float32),
+    "columns": (lambda n: (3, n), torch.bfloat16),
+    "inner": (lambda n: (2, n, 3), torch.float16),
+    "last": (lambda n: (5, 2, n), torch.float32),
+    "square": (lambda n: (n, n), torch.float32),
+    "rowwise": (lambda n: (7, n), torch.float32),
+    "replicated": (lambda n: (n, 2), torch.float32),
+    "ints": (lambda n: (n, 2), torch.int64),
+    "bytes": (lambda n: (n,), torch.uint8),
+}
+ROWWISE, REPLICATED = r"^rowwise\.", r"^replicated\."
+TP_KINDS = ["vector", "rows", "columns", "inner", "rowwise", "replicated"]
+# `fully_shard` takes up to a millisecond for a parameter: it's asked about these.
+FSDP2_KINDS = ("rows.", "columns.", "rowwise.")
+
+
+def mesh_id(mesh: tuple[int, int]) -> str:
+    return f"{mesh[0]}x{mesh[1]}"
+
+
+class Ids:
+    """Hands out elements that are no other element's: a shard of another place can't be equal."""
+
+    def __init__(self) -> None:
+        self.given: dict[Any, int] = {}
+
+    def tensor(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        begin = self.given.get(dtype, 1)
+        self.given[dtype] = begin + prod(shape)
+        ids = torch.arange(begin, begin + prod(shape)).reshape(shape)
+        if dtype.itemsize == 2:
+            assert self.given[dtype] <= 1 << 15  # the bit patterns of positive numbers and NaNs
+            return ids.to(torch.int16).view(dtype)
+        assert self.given[dtype] <= 1 << 24 or not dtype.is_floating_point
+        return ids.to(dtype)
+
+
+def every_size(kinds: list[str]) -> Tensors:
+    """One tensor of each kind and size, sizes mixed, and two without dims."""
+    ids = Ids()
+    made: Tensors = {"scalar": ids.tensor((), torch.float32)}
+    for size in SIZES:
+        for kind in kinds:
+            shape, dtype = KINDS[kind]
+            made[f"{kind}.{size}"] = ids.tensor(shape(size), dtype)
+    made["flag"] = torch.tensor(True)
+    return made
+
+
+Case = tuple[Path, Path, Tensors]
+
+
+def case_of(place: Path, tensors: Tensors) -> Case:
+    """A checkpoint, a recipe that says the order of its targets, and the tensors themselves."""
+    directory = write_checkpoint(place / "model", tensors, files=3)
+    return directory, write_recipe(place / "recipe.json", {n: stored(n) for n in tensors}), tensors
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return case_of(tmp_path_factory.mktemp("grid"), every_size(list(KINDS)))
+
+
+@pytest.fixture(scope="module")
+def tp_grid(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return case_of(tmp_path_factory.mktemp("tp_grid"), every_size(TP_KINDS))
+
+
+@pytest.fixture(scope="module")
+def one_group(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Only one floating-point dtype, so that ZeRO makes one group."""
+    kinds = ["vector", "rows", "last", "ints"]
+    return case_of(tmp_path_factory.mktemp("one_group"), every_size(kinds))
+
+
+@pytest.fixture
+def dumped(modicum: Path, tmp_path: Path) -> Callable[..., list[Tensors]]:
+    """What every rank holds after a load."""
+
+    def load(case: Case, *flags: object) -> list[Tensors]:
+        directory, recipe, _ = case
+        out = tmp_path / f"dump-{len(list(tmp_path.iterdir()))}"
+        run_json(modicum, "load", directory, "--recipe", recipe, "--dump", out, *flags)
+        return [load_file(file) for file in sorted(out.iterdir())]
+
+    return load
+
+
+def assert_shards(
+    held: list[Tensors], tensors: Tensors, world: int, *oracles: Callable[[Tensors, int], Tensors]
+) -> None:
+    """Each rank holds exactly what the first oracle gives it; the others may know fewer tensors."""
+    assert len(held) == world
+    for rank, mine in enumerate(held):
+        for number, oracle in enumerate(oracles):
+            expected = oracle(tensors, rank)
+            assert expected
+            if number == 0:
+                assert mine.keys() == expected.keys()
+            for name, shard in expected.items():
+                assert_same(mine[name], shard, f"{name} of rank {rank} of {world}")
+
+
+def assert_cut(held: list[Tensors], tensors: Tensors, cut: Cut) -> None:
+    some = {n: t for n, t in tensors.items() if n.startswith(FSDP2_KINDS)}
+    oracles = (
+        lambda whole, rank: dtensor_shards(cut, whole, rank),
+        lambda whole, rank: fsdp2_shards(cut, some, rank),
+    )
+    assert_shards(held, tensors, cut.world, *oracles)
+
+
+# ---- torch
+
+
+@pytest.mark.parametrize("dim", (0, 1, 2))
+@pytest.mark.parametrize("world", WORLDS)
+def test_fsdp2(grid: Case, dumped, world: int, dim: int) -> None:
+    cut = Cut("fsdp2", (world,), dim)
+    assert_cut(dumped(grid, *cut.flags), grid[2], cut)
+
+
+@pytest.mark.parametrize("mesh", HSDP_MESHES, ids=mesh_id)
+def test_hsdp(grid: Case, dumped, mesh: tuple[int, int]) -> None:
+    cut = Cut("hsdp", mesh)
+    assert_cut(dumped(grid, *cut.flags), grid[2], cut)
+
+
+@pytest.mark.parametrize("mesh", ((2, 2), (2, 3), (3, 2)), ids=mesh_id)
+def test_hsdp_of_dim_1(grid: Case, dumped, mesh: tuple[int, int]) -> None:
+    cut = Cut("hsdp", mesh, 1)
+    assert_cut(dumped(grid, *cut.flags), grid[2], cut)
+
+
+@pytest.mark.parametrize("mesh", TP_MESHES, ids=mesh_id)
+def test_tp_fsdp(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
+    """TP first, FSDP what it left: also where torch's description of the result says otherwise."""
+    cut = Cut("tp-fsdp", mesh, 0, ROWWISE, REPLICATED)
+    assert_cut(dumped(tp_grid, *cut.flags), tp_grid[2], cut)
+
+
+@pytest.mark.parametrize("mesh", [m for m in TP_MESHES if prod(m) <= 6], ids=mesh_id)
+def test_tp_fsdp_of_dim_1(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
+    cut = Cut("tp-fsdp", mesh, 1, ROWWISE, REPLICATED)
+    assert_cut(dumped(tp_grid, *cut.flags), tp_grid[2], cut)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_none(grid: Case, dumped, world: int) -> None:
+    cut = Cut("none", (world,))
+    held = dumped(grid, *cut.flags)
+    assert_shards(held, grid[2], world, lambda whole, rank: dtensor_shards(cut, whole, rank))
+
+
+# ---- DeepSpeed
+
+
+@pytest.mark.parametrize("groups, stage", (("one_group", 1), ("one_group", 2), ("grid", 2)))
+@pytest.mark.parametrize("order", ("in_order", "round_robin"))
+@pytest.mark.parametrize("world", WORLDS)
+def test_zero12(request, dumped, world: int, stage: int, order: str, groups: str) -> None:
+    pytest.importorskip("deepspeed")
+    case = request.getfixturevalue(groups)
+    round_robin = order == "round_robin"
+    flags = ("--layout", f"zero{stage}", "--ranks", world, round_robin and "--round-robin")
+    oracle = zero12_shards(stage, world, round_robin)
+    assert_shards(dumped(case, *flags), case[2], world, oracle)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_zero3(grid: Case, dumped, world: int) -> None:
+    pytest.importorskip("deepspeed")
+    held = dumped(grid, "--layout", "zero3", "--ranks", world)
+    assert_shards(held, grid[2], world, zero3_shards(world))
+
+
+# ---- strategies
+
+
+STRATEGY_CASES = (
+    Cut("fsdp2", (5,)).flags,
+    Cut("hsdp", (2, 3), 1).flags,
+    Cut("tp-fsdp", (3, 2), 0, ROWWISE, REPLICATED).flags,
+    ["--layout", "zero1", "--ranks", 5],
+    ["--layout", "zero2", "--ranks", 3, "--round-robin"],
+    ["--layout", "zero3", "--ranks", 5],
+)
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "own-shard"])
+@pytest.mark.parametrize("flags", STRATEGY_CASES, ids=lambda flags: " ".join(map(str, flags)))
+def test_every_strategy_dumps_the_same(grid: Case, dumped, flags, strategy: str) -> None:
+    own = dumped(grid, *flags, "--strategy", "own-shard")
+    other = dumped(grid, *flags, "--strategy", strategy)
+    assert len(own) == len(other)
+    for rank, (mine, theirs) in enumerate(zip(own, other)):
+        assert mine.keys() == theirs.keys()
+        for name, shard in mine.items():
+            assert_same(theirs[name], shard, f"{name} of rank {rank}")

@@ -1,0 +1,158 @@
+"""The families whose weights come out wrong, and no word said, where each rank reads its part of
+the sources first and converts it then: here the ranks' shards, put together, give the outputs of
+the model that was never sharded, bit for bit.
+
+House test. It catches these mutations: a cut made before a conversion; a conversion decided on a
+shard's shape; rows made up by each rank from the same numbers.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program import run_json, write_index
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from families import FAMILIES, Family  # noqa: E402  (after torch is known to be there)
+from safetensors.torch import load_file, save_file  # noqa: E402
+from sharding import Tensors, assert_same  # noqa: E402
+
+from modicum import recipes  # noqa: E402
+
+RANKS = 2
+BY_NAME = {family.name: family for family in FAMILIES}
+Outputs = Callable[[Any], Any]
+
+
+def numbers(*shape: int) -> Any:
+    """The same input every time."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+def of_tokens(model: Any) -> Any:
+    return model(input_ids=torch.arange(3, 14).reshape(1, 11))
+
+
+def of_an_image(model: Any) -> Any:
+    return model(pixel_values=numbers(1, 3, 15, 15))
+
+
+def kimi_vision(model: Any) -> Any:
+    return model.model.vision_tower(numbers(16, 3, 2, 2), torch.tensor([[1, 4, 4]]))
+
+
+def step_vision(model: Any) -> Any:
+    return model.model.vision_model(numbers(1, 3, 15, 15))
+
+
+def mistral_vision(model: Any) -> Any:
+    return model.model.vision_tower(numbers(1, 3, 15, 15), torch.tensor([[15, 15]]))
+
+
+# What is converted, and the outputs that depend on it.
+CASES: dict[str, tuple[Outputs, ...]] = {
+    "olmo_hybrid": (of_tokens,),  # Concatenate(0): q, k, v convolutions of unequal rows
+    "nomic_bert": (of_tokens,),  # Chunk(0): q, k, v
+    "jina_embeddings_v3": (of_tokens,),  # Chunk(0): q, k, v, their biases too
+    "dinov2": (of_an_image,),  # Chunk(0): gate and up
+    "hrm_text": (of_tokens,),  # Chunk(0) in two and in four, of odd rows
+    "kimi_k25": (kimi_vision, of_tokens),  # Chunk(0), then PermuteForRope; stacked experts
+    "step3p7": (step_vision,),  # the same with biases
+    "mistral_large4": (mistral_vision, of_tokens),  # PermuteForRope alone
+    "inkling": (of_tokens,),  # Interleave, then Chunk
+    "ernie4_5_vl_moe": (of_tokens,),  # experts dealt to two towers; Chunk(0), Transpose
+    "qwen3_vl_moe": (of_tokens,),  # Transpose(check_dims), as the hub has it
+    "qwen3_vl_moe_saved_by_v5": (of_tokens,),  # and as it is saved again
+    "qwen3_vl_moe_square": (of_tokens,),  # and where shapes don't tell which
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def joined(out: Path, ranks: int) -> Tensors:
+    """Dumped shards put together along dim 0; what has no dims is on every rank."""
+    held = [load_file(out / f"rank-{rank:05d}.safetensors") for rank in range(ranks)]
+    return {n: torch.cat([h[n] for h in held]) if t.dim() else t for n, t in held[0].items()}
+
+
+def run(model: Any, outputs: tuple[Outputs, ...]) -> list[Tensors]:
+    """Every tensor of every output; experts one by one, which takes any size."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    with torch.no_grad():
+        made = [output(model.eval()).items() for output in outputs]
+    return [{n: t for n, t in items if isinstance(t, torch.Tensor)} for items in made]
+
+
+def filled(family: Family, tensors: Tensors) -> Any:
+    """A model that nothing but these tensors has been loaded into."""
+    model = family.build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    model.load_state_dict(tensors, strict=True)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_are_the_unsharded_models(modicum: Path, tmp_path: Path, name: str) -> None:
+    family, outputs = BY_NAME[name], CASES[name]
+    directory = family.write(family.build(), tmp_path / "model")
+    unsharded = family.model_class.from_pretrained(directory, dtype="auto")
+    # Copied as ours are: a matrix product's last bit may depend on where its matrix begins.
+    expected = run(filled(family, unsharded.state_dict()), outputs)
+
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(recipes.recipe_for(recipes.meta_model(directory), directory).text())
+    flags = ("--recipe", recipe, "--ranks", RANKS, "--dump", tmp_path / "out")
+    run_json(modicum, "load", directory, *flags)
+    got = run(filled(family, joined(tmp_path / "out", RANKS)), outputs)
+
+    for wanted, made in zip(expected, got, strict=True):
+        assert made.keys() == wanted.keys() and wanted
+        for what, tensor in wanted.items():
+            assert torch.isfinite(tensor).all() and tensor.std() > 0, what
+            assert_same(made[what], tensor, what)
+
+
+def test_a_head_that_is_not_stored_is_made_once(modicum: Path, tmp_path: Path) -> None:
+    """Two ranks make the rows that one would, not twice the same; the rest is as it was."""
+    family = BY_NAME["qwen3"]
+    directory = family.write(family.build(), tmp_path / "model")
+    take_out(directory, "lm_head.weight")
+    missing = {"lm_head.weight": ("normal", 0.02)}
+    recipe = tmp_path / "recipe.json"
+    made = recipes.recipe_for(recipes.meta_model(directory), directory, missing=missing)
+    recipe.write_text(made.text())
+    results = []
+    for ranks in (1, RANKS):
+        out = tmp_path / f"out-{ranks}"
+        run_json(modicum, "load", directory, "--recipe", recipe, "--ranks", ranks, "--dump", out)
+        results.append(filled(family, joined(out, ranks)))
+    head = results[1].lm_head.weight
+    assert len(head.unique(dim=0)) == len(head)
+    (whole,), (sharded,) = (run(model, (of_tokens,)) for model in results)
+    assert_same(sharded["logits"], whole["logits"], "logits")
+    (stored,), (loaded,) = (run(m, (hidden_states,)) for m in (family.build(), results[1]))
+    assert_same(loaded["last_hidden_state"], stored["last_hidden_state"], "last_hidden_state")
+
+
+def hidden_states(model: Any) -> Any:
+    """What comes before the head."""
+    return model.model(input_ids=torch.arange(3, 14).reshape(1, 11))
+
+
+def take_out(directory: Path, name: str) -> None:
+    """Writes a checkpoint's file without a tensor, and its index."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    file = directory / index.pop(name)
+    save_file({n: t for n, t in load_file(file).items() if n != name}, file)
+    write_index(directory, index, 0)
