@@ -52,16 +52,12 @@ struct Loaded {
 Loaded load_all(const Model& model, const Plan& plan, int threads = 1) {
   SteadyClock clock;
   SharedBoard board(plan.ranks(), clock);
-  std::unique_ptr<SharedRing> ring;
-  if (plan.staging.ring_part_bytes > 0) {
-    ring = std::make_unique<SharedRing>(plan.ranks(), plan.staging.ring_part_bytes);
-  }
+  Rings rings(plan);
   Loaded loaded;
   std::mutex mutex;
   run_workers(plan.ranks(), [&](int rank) {
     try {
-      std::unique_ptr<RingExchange> exchange;
-      if (ring) exchange = std::make_unique<RingExchange>(*ring, board, rank);
+      const auto exchange = rings.end_of(rank, board);
       Footprint promised = plan.promise.phases[kLoadPhase].of_rank[static_cast<size_t>(rank)];
       promised[Purpose::process] = promised[Purpose::page_tables] = 0;
       Ledger ledger(promised.ledger_total());

@@ -31,7 +31,8 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
         ranks: rank processes, 1 to 65536.
         ranks_per_node: None: all on one node.
-        strategy: whose verdict `fits` is: own-shard, rank0-broadcast or full-per-rank.
+        strategy: whose verdict `fits` is: own-shard, node-reader, replica-striped,
+            rank0-broadcast or full-per-rank.
         layout: fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds everything).
         mesh: "AxB": of hsdp replicas x shards, of tp-fsdp dp x tp; "AxBxC": shards or dp of two axes.
         shard_dim: the tensor dim that is cut.
