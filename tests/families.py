@@ -314,6 +314,10 @@ STATE_SPACES = (
                         "linear_num_value_heads": 3, "linear_key_head_dim": 5,
                         "linear_value_head_dim": 7},
            hub=convolutions_apart),
+    Family("olmo_hybrid_alike", "OlmoHybridForCausalLM", "olmo_hybrid",
+           EVEN_TEXT | {"num_hidden_layers": 4, "linear_num_key_heads": 2,
+                        "linear_num_value_heads": 2, "linear_key_head_dim": 6,
+                        "linear_value_head_dim": 6}),
     Family("hrm_text", "HrmTextForCausalLM", "hrm_text", TEXT),
 )
 

@@ -56,6 +56,7 @@ def mistral_vision(model: Any) -> Any:
 # What is converted, and the outputs that depend on it.
 CASES: dict[str, tuple[Outputs, ...]] = {
     "olmo_hybrid": (of_tokens,),  # Concatenate(0): q, k, v convolutions of unequal rows
+    "olmo_hybrid_alike": (of_tokens,),  # and of equal ones, where no shape gives it away
     "nomic_bert": (of_tokens,),  # Chunk(0): q, k, v
     "jina_embeddings_v3": (of_tokens,),  # Chunk(0): q, k, v, their biases too
     "dinov2": (of_an_image,),  # Chunk(0): gate and up
