@@ -232,6 +232,18 @@ bool is_partitioned(const TensorSpec* target) noexcept {
   return target != nullptr && is_floating(target->dtype) && bits_per_element(target->dtype) >= 8;
 }
 
+// To the ranks in turn, and put together rank by rank. Those without elements are not dealt.
+void deal(std::vector<uint32_t>& group, Targets targets, size_t ranks) {
+  const auto first_empty = std::stable_partition(
+      group.begin(), group.end(), [&](uint32_t t) { return numel_of(targets[t]->shape) > 0; });
+  const auto count = static_cast<size_t>(first_empty - group.begin());
+  std::vector<uint32_t> dealt;
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    for (size_t i = rank; i < count; i += ranks) dealt.push_back(group[i]);
+  }
+  std::copy(dealt.begin(), dealt.end(), group.begin());
+}
+
 }  // namespace
 
 int Mesh::world_size() const noexcept {
@@ -316,16 +328,7 @@ Layout flat_layout(std::string_view name, int world_size, Targets targets, bool 
   }
   for (uint32_t f = 0; f < layout.flats.size(); ++f) {
     FlatGroup& flat = layout.flats[f];
-    if (round_robin) {
-      std::vector<uint32_t> dealt;
-      for (int rank = 0; rank < world_size; ++rank) {
-        for (auto i = static_cast<size_t>(rank); i < flat.targets.size();
-             i += static_cast<size_t>(world_size)) {
-          dealt.push_back(flat.targets[i]);
-        }
-      }
-      flat.targets = std::move(dealt);
-    }
+    if (round_robin) deal(flat.targets, targets, static_cast<size_t>(world_size));
     for (const uint32_t t : flat.targets) {
       flat.begins.push_back(flat.numel);
       layout.places[t] = {f, flat.numel};

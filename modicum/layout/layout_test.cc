@@ -288,6 +288,10 @@ TEST(Layout, RoundRobinDealsTheTargetsOut) {
   const std::vector<const TensorSpec*> six(6, &one);
   EXPECT_EQ(flat_layout("zero2", 4, six, true).flats[0].targets,
             (std::vector<uint32_t>{0, 4, 1, 5, 2, 3}));
+  const TensorSpec none = tensor({0, 2});
+  const std::vector<const TensorSpec*> some = {&one, &none, &one, &one};
+  EXPECT_EQ(flat_layout("zero2", 2, some, true).flats[0].targets,
+            (std::vector<uint32_t>{0, 3, 2, 1}));
 }
 
 TEST(Layout, FlatGroupsAreOneForEachDtype) {
