@@ -287,6 +287,7 @@ def test_keys_of_plan(modicum: Path, moe: Path) -> None:
     assert planned["budget"]["source"].startswith(("cgroup v1 /", "cgroup v2 /", "MemAvailable"))
     for row in planned["strategies"]:
         keys_of(row, name=str, storage_read_bytes=int, exchanged_bytes=int, nodes=list, ranks=list)
+        keys_of(row, overread_ratio=NUMBER)
         assert [node["node"] for node in row["nodes"]] == [0, 1]
         assert [rank["node"] for rank in row["ranks"]] == [0, 0, 1, 1]
         for node in row["nodes"]:

@@ -235,7 +235,9 @@ struct Traffic {
   uint64_t storage_read_bytes = 0;
   uint64_t exchanged_bytes = 0;  // received from other ranks, summed over the receivers
   uint64_t reads = 0;
-  uint64_t transfers = 0;  // own-bytes strategies only
+  // Own-bytes strategies only:
+  uint64_t transfers = 0;
+  uint64_t needed_bytes = 0;  // of the elements (and their scales) that the ranks asked for
 };
 Traffic traffic_of_rank(const Plan& plan, int rank);
 Traffic traffic(const Plan& plan);

@@ -337,6 +337,7 @@ TEST(Reads, OverAllBringLittleThatNobodyNeeds) {
     const uint64_t useful = manifest.data_bytes();
     EXPECT_GE(traffic(plan).storage_read_bytes, useful);
     EXPECT_LE(traffic(plan).storage_read_bytes, useful + useful / 64);
+    EXPECT_EQ(traffic(plan).needed_bytes, useful);
     for (int rank = 0; rank < world; ++rank) {
       const auto rows = reads_of(plan, rank);
       EXPECT_TRUE(std::is_sorted(rows.begin(), rows.end(), [](const auto& a, const auto& b) {
@@ -616,12 +617,14 @@ TEST_F(Planned, TrafficIsTheSumOverTheRanks) {
         sum.exchanged_bytes += one.exchanged_bytes;
         sum.reads += one.reads;
         sum.transfers += one.transfers;
+        sum.needed_bytes += one.needed_bytes;
       }
       const Traffic all = traffic(of);
       EXPECT_EQ(all.storage_read_bytes, sum.storage_read_bytes);
       EXPECT_EQ(all.exchanged_bytes, sum.exchanged_bytes);
       EXPECT_EQ(all.reads, sum.reads);
       EXPECT_EQ(all.transfers, sum.transfers);
+      EXPECT_EQ(all.needed_bytes, sum.needed_bytes);
       const bool full = strategy.name == "full-per-rank";
       const bool sends = strategy.name == "rank0-broadcast";
       const uint64_t due = full ? ranks * model : model;

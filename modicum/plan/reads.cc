@@ -223,6 +223,10 @@ Traffic traffic_of_reads(const Plan& plan, int rank) {
         (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += bytes;
         sum.reads += !reads ? 0 : read.scale.bytes() > 0 ? 2 : 1;
         sum.transfers += read.transfers.size();
+        sum.needed_bytes += read.scale.bytes();
+        for (const Transfer& t : read.transfers) {
+          sum.needed_bytes += bytes_of(t.from_dtype, t.numel());
+        }
       },
       [&](const Transfer&) { sum.transfers += 1; });
   return sum;
@@ -277,6 +281,7 @@ Traffic traffic(const Plan& plan) {
     sum.exchanged_bytes += of.exchanged_bytes;
     sum.reads += of.reads;
     sum.transfers += of.transfers;
+    sum.needed_bytes += of.needed_bytes;
   };
   // Where whole tensors are read, ranks of a kind read alike.
   if (plan.strategy().of_reader != Window::none) {

@@ -67,6 +67,7 @@ void strategy_object(JsonWriter& out, const StrategyReport& of) {
   out.member("storage_read_bytes", of.traffic.storage_read_bytes);
   out.member("exchanged_bytes", of.traffic.exchanged_bytes);
   out.member("reads", of.traffic.reads);
+  out.member("overread_ratio", of.overread_ratio());
   out.key("nodes").begin_array();
   for (int node = 0; node < of.promise.nodes(); ++node) {
     out.begin_object().member("node", node);
@@ -121,6 +122,11 @@ std::string signed_size(int64_t bytes) {
 
 }  // namespace
 
+double StrategyReport::overread_ratio() const noexcept {
+  if (needed_bytes == 0) return 1;
+  return static_cast<double>(traffic.storage_read_bytes) / static_cast<double>(needed_bytes);
+}
+
 std::string plan_json(const PlanReport& report) {
   JsonWriter out;
   out.begin_object();
@@ -143,8 +149,8 @@ std::string plan_text(const PlanReport& report) {
   std::string text = fmt::format("{} in {} tensors, {} file(s); {} rank(s)\n\n",
                                  format_size(report.checkpoint.bytes), report.checkpoint.tensors,
                                  report.checkpoint.files, report.ranks);
-  text += fmt::format("{:<17} {:>12} {:>12} {:>12} {:>12}  {}\n", "strategy", "node peak",
-                      "largest rank", "storage", "exchanged", "at the peak");
+  text += fmt::format("{:<17} {:>12} {:>12} {:>12} {:>9} {:>12}  {}\n", "strategy", "node peak",
+                      "largest rank", "storage", "x needed", "exchanged", "at the peak");
   for (const StrategyReport& of : report.strategies) {
     int worst = 0;
     for (int node = 1; node < of.promise.nodes(); ++node) {
@@ -154,9 +160,10 @@ std::string plan_text(const PlanReport& report) {
     for (int rank = 0; rank < of.promise.ranks(); ++rank) {
       largest = std::max(largest, of.promise.rank_peak_bytes(rank));
     }
-    text += fmt::format("{:<17} {:>12} {:>12} {:>12} {:>12}  {}\n", of.strategy,
+    text += fmt::format("{:<17} {:>12} {:>12} {:>12} {:>9} {:>12}  {}\n", of.strategy,
                         format_size(of.promise.node_peak_bytes(worst)), format_size(largest),
                         format_size(of.traffic.storage_read_bytes),
+                        fmt::format("{:.3f}", of.overread_ratio()),
                         format_size(of.traffic.exchanged_bytes), peak_cause(of.promise, worst));
   }
   if (report.budget && report.fits) {

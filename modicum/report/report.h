@@ -29,6 +29,11 @@ struct StrategyReport {
   std::string_view strategy;
   Promise promise;
   Traffic traffic;
+  uint64_t needed_bytes = 0;  // of the stored elements that the ranks' buffers are made of
+
+  // How many times what is needed is read: over 1 where ranks read what others keep, or bytes
+  // between strided runs.
+  double overread_ratio() const noexcept;
 };
 
 struct PlanReport {

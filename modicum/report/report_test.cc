@@ -30,7 +30,8 @@ PlanReport small_plan() {
   report.ranks = 3;
   report.strategies = {{"own-shard",
                         small_promise(),
-                        {.storage_read_bytes = 300 * kMiB + 5, .reads = 21, .transfers = 22}}};
+                        {.storage_read_bytes = 300 * kMiB + 5, .reads = 21, .transfers = 22},
+                        240 * kMiB}};
   return report;
 }
 
@@ -66,7 +67,8 @@ TEST(PlanReport, JsonHasEveryPhaseOfEveryNode) {
       plan_json(small_plan()),
       R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},"ranks":3,)"
       R"("strategies":[{"name":"own-shard","storage_read_bytes":314572805,)"
-      R"("exchanged_bytes":0,"reads":21,"nodes":[{"node":0,"peak_bytes":125829121,)"
+      R"("exchanged_bytes":0,"reads":21,"overread_ratio":1.2500000198682149,)"
+      R"("nodes":[{"node":0,"peak_bytes":125829121,)"
       R"("peak_phase":"load","peak_cause":"shards 100.00 MiB, process 12.00 MiB",)"
       R"("phases":[{"phase":"open","bytes":12582912,"by_purpose":{"process":12582912}},)"
       R"({"phase":"load","bytes":125829120,"by_purpose":{"process":12582912,)"
@@ -102,10 +104,13 @@ TEST(PlanReport, TextIsATableOfTheStrategies) {
   EXPECT_EQ(plan_text(report),
             "300.00 MiB in 7 tensors, 2 file(s); 3 rank(s)\n"
             "\n"
-            "strategy             node peak largest rank      storage    exchanged  at the peak\n"
-            "own-shard           120.00 MiB   110.00 MiB   300.00 MiB          0 B  shards 100.00 "
+            "strategy             node peak largest rank      storage  x needed    exchanged  at "
+            "the peak\n"
+            "own-shard           120.00 MiB   110.00 MiB   300.00 MiB     1.250          0 B  "
+            "shards 100.00 "
             "MiB, process 12.00 MiB\n"
-            "rank0-broadcast     120.00 MiB   110.00 MiB   300.00 MiB     2.00 GiB  shards 100.00 "
+            "rank0-broadcast     120.00 MiB   110.00 MiB   300.00 MiB     1.250     2.00 GiB  "
+            "shards 100.00 "
             "MiB, process 12.00 MiB\n"
             "\n"
             "budget 1.00 GiB per node (flag): fits\n");

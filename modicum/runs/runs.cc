@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include <utility>
 
 #include "modicum/probe/probe.h"
@@ -101,14 +103,17 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::stri
   const Run run = open_run(files, flags);
   PlanReport report{.checkpoint = facts_of(run.checkpoint), .ranks = flags.ranks};
   if (!budget.empty()) report.budget = budget_of(budget, nodes_of(flags));
+  uint64_t needed_bytes = 0;
   for (const Strategy& strategy : strategies()) {
     Plan plan = plan_run(run, strategy, report.budget);
     if (report.budget && &strategy == run.options.strategy) {
       report.fits = fits(plan.promise, *report.budget);
     }
     const Traffic sent = traffic(plan);
+    needed_bytes = std::max(needed_bytes, sent.needed_bytes);  // known where it alone is read
     report.strategies.push_back({strategy.name, std::move(plan.promise), sent});
   }
+  for (StrategyReport& of : report.strategies) of.needed_bytes = needed_bytes;
   return report;
 }
 

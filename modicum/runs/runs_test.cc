@@ -92,5 +92,32 @@ TEST(Runs, OnlyTheDefaultStagingShrinksToFit) {
   EXPECT_EQ(peak("8MiB", "14MiB"), peak("8MiB", ""));
 }
 
+// house: how much more than what is needed is read. Contiguous cuts read next to nothing else;
+// columns of a narrow matrix can't be had without the bytes between them.
+TEST(Runs, ThePlanSaysHowMuchIsOverread) {
+  MemoryFileSystem files;
+  files.make_directory("/model");
+  std::vector<TensorSpec> tensors;
+  for (int64_t i = 0; i < 40; ++i) {
+    tensors.push_back({.fqn = "w" + std::to_string(i), .dtype = DType::bf16, .shape = {i, 64}});
+  }
+  SafetensorsWriter(files, "/model/model.safetensors", tensors).finish();
+  RunFlags flags{.directory = "/model", .ranks = 4};
+  const auto ratio_of = [&](std::string_view strategy) {
+    for (const StrategyReport& of : plan_report(files, flags, "").strategies) {
+      if (of.strategy == strategy) return of.overread_ratio();
+    }
+    return 0.0;
+  };
+  EXPECT_GE(ratio_of("own-shard"), 1);
+  EXPECT_LE(ratio_of("own-shard"), 1.02);
+  EXPECT_DOUBLE_EQ(ratio_of("rank0-broadcast"), 1);
+  EXPECT_DOUBLE_EQ(ratio_of("full-per-rank"), 4);
+  flags.shard_dim = 1;  // runs of 32 bytes, 128 apart
+  EXPECT_GT(ratio_of("own-shard"), 3);
+  EXPECT_LT(ratio_of("own-shard"), 4);
+  EXPECT_DOUBLE_EQ(ratio_of("full-per-rank"), 4);
+}
+
 }  // namespace
 }  // namespace modicum
