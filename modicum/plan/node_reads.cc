@@ -45,34 +45,38 @@ void clip(const Transfer& t, int64_t lo, int64_t hi,
   if (end < r.runs && end >= first) cut_run(end);
 }
 
-using Elements = std::pair<int64_t, int64_t>;  // half open
+// What one rank needs of a stored tensor for a target: elements [first, end), perhaps with gaps.
+struct Span {
+  uint32_t stored = 0;
+  int64_t first = 0;
+  int64_t end = 0;
+  int place = 0;  // of the rank on its node
+};
 
-// First and last element of [lo, hi) of a stored tensor that a rank needs.
-Elements needed_within(const Plan& plan, int rank, uint32_t stored, int64_t lo, int64_t hi) {
-  int64_t first = hi, end = lo;
-  for_each_transfer_from(plan, rank, stored, [&](const Transfer& t) {
-    clip(t, lo, hi, [&](const Transfer& part) {
-      const Runs& r = part.runs;
-      first = std::min(first, r.first);
-      end = std::max(end, r.first + (r.runs - 1) * r.stride + r.run);
-    });
-  });
-  return {first, std::max(first, end)};
-}
+struct Elements {
+  int64_t first = INT64_MAX;
+  int64_t end = 0;
+
+  void add(int64_t from, int64_t to) noexcept {
+    first = std::min(first, from);
+    end = std::max(end, to);
+  }
+};
 
 NodeRead::Wanted wanted_of(const Stored& tensor, const NodeRead& read, const Elements& needed) {
-  if (needed.first == needed.second) return {};
-  const Extent extent = extent_of(tensor, needed.first, needed.second - needed.first);
+  if (needed.first >= needed.end) return {};
+  const Extent extent = extent_of(tensor, needed.first, needed.end - needed.first);
   return {extent.begin - read.at.begin,
           read.scale.bytes() > 0 ? read.bytes() : extent.end - read.at.begin};
 }
 
 // As many elements from `first` on as fit into a slot with their scales.
-int64_t fitting(const Plan& plan, const Stored& tensor, Transfer& stretch, int64_t first) {
+int64_t fitting(const Plan& plan, const Stored& tensor, Transfer& stretch, int64_t first,
+                int64_t end) {
   const auto bits = bits_per_element(tensor.spec.dtype);
   const auto whole_bytes = [](int64_t n) { return std::max<int64_t>(8, n / 8 * 8); };
-  const int64_t left = numel_of(tensor.spec.shape) - first;
-  int64_t n = std::min(left, whole_bytes(static_cast<int64_t>(plan.staging.tile_bytes) * 8 / bits));
+  int64_t n =
+      std::min(end - first, whole_bytes(static_cast<int64_t>(plan.staging.tile_bytes) * 8 / bits));
   stretch.runs.first = first;
   for (;;) {
     stretch.runs.run = n;
@@ -81,6 +85,87 @@ int64_t fitting(const Plan& plan, const Stored& tensor, Transfer& stretch, int64
     n = whole_bytes(n - n / 8);
   }
 }
+
+// The reads of one target for the ranks of a node.
+class TargetReads {
+ public:
+  TargetReads(const Plan& plan, int rank, const std::function<void(const NodeRead&)>& fn)
+      : plan_(plan), node_(node_of(plan, rank)), fn_(fn) {
+    wanted_.resize(static_cast<size_t>(node_.second - node_.first));
+    needed_.resize(wanted_.size());
+  }
+
+  void of(uint32_t target) {
+    target_ = target;
+    spans_.clear();
+    for (int r = node_.first; r < node_.second; ++r) {
+      for_each_transfer_of(plan_, r, target, [&](const Transfer& t) {
+        if (t.source != Transfer::Source::stored) return;
+        stretch_ = t;
+        const int64_t end = t.runs.first + (t.runs.runs - 1) * t.runs.stride + t.runs.run;
+        spans_.push_back({t.from, t.runs.first, end, r - node_.first});
+      });
+    }
+    std::sort(spans_.begin(), spans_.end(), [](const Span& a, const Span& b) {
+      return a.stored != b.stored ? a.stored < b.stored : a.first < b.first;
+    });
+    for (size_t i = 0; i < spans_.size();) i = stretch_from(i);
+  }
+
+ private:
+  // The stretch that begins with span `i`: all that follow it without a gap of a page. Returns the
+  // first span behind it.
+  size_t stretch_from(size_t i) {
+    const Stored& tensor = plan_.manifest->tensors[spans_[i].stored];
+    const auto page = static_cast<int64_t>(kPageBytes * 8) / bits_per_element(tensor.spec.dtype);
+    const size_t begin = i;
+    int64_t end = spans_[i].end;
+    for (++i; i < spans_.size() && spans_[i].stored == spans_[begin].stored &&
+              spans_[i].first < end + page;
+         ++i) {
+      end = std::max(end, spans_[i].end);
+    }
+    stretch_.from = spans_[begin].stored;
+    stretch_.from_dtype = tensor.spec.dtype;
+    stretch_.runs = {};
+    for (int64_t at = spans_[begin].first; at < end;) {
+      const int64_t n = fitting(plan_, tensor, stretch_, at, end);
+      tile(tensor, std::span(spans_).subspan(begin, i - begin), at, n);
+      at += n;
+    }
+    return i;
+  }
+
+  void tile(const Stored& tensor, std::span<const Span> spans, int64_t first, int64_t count) {
+    std::fill(needed_.begin(), needed_.end(), Elements{});
+    for (const Span& span : spans) {
+      const int64_t from = std::max(first, span.first);
+      const int64_t to = std::min(first + count, span.end);
+      if (from < to) needed_[static_cast<size_t>(span.place)].add(from, to);
+    }
+    stretch_.runs.first = first;
+    stretch_.runs.run = count;
+    NodeRead read{target_,
+                  stretch_.from,
+                  first,
+                  count,
+                  extent_of(tensor, first, count),
+                  scale_extent(plan_, stretch_),
+                  {}};
+    for (size_t r = 0; r < needed_.size(); ++r) wanted_[r] = wanted_of(tensor, read, needed_[r]);
+    read.wanted = wanted_;
+    fn_(read);
+  }
+
+  const Plan& plan_;
+  const std::pair<int, int> node_;
+  const std::function<void(const NodeRead&)>& fn_;
+  uint32_t target_ = 0;
+  Transfer stretch_;  // as its transfers, but for the runs
+  std::vector<Span> spans_;
+  std::vector<Elements> needed_;
+  std::vector<NodeRead::Wanted> wanted_;
+};
 
 }  // namespace
 
@@ -99,48 +184,21 @@ std::vector<int> exchange_group(const Plan& plan, int rank) {
   MODICUM_ASSERT(false);
 }
 
-void for_each_node_read(const Plan& plan, int rank,
-                        const std::function<void(const NodeRead&)>& fn) {
-  const auto [begin, end] = node_of(plan, rank);
-  std::vector<Elements> needed(static_cast<size_t>(end - begin));
-  std::vector<NodeRead::Wanted> wanted(needed.size());
-  for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
-    if (!gives_elements(plan, s)) continue;
-    const Stored& tensor = plan.manifest->tensors[s];
-    Transfer stretch;
-    stretch.from = s;
-    stretch.from_dtype = stretch.to_dtype = tensor.spec.dtype;
-    if (scale_beside(plan, s)) stretch.to_dtype = DType::f32;
-    const int64_t numel = numel_of(tensor.spec.shape);
-    for (int64_t at = 0; at < numel;) {
-      const int64_t n = fitting(plan, tensor, stretch, at);
-      int64_t lo = at + n, hi = at;
-      for (int r = begin; r < end; ++r) {
-        auto& of_rank = needed[static_cast<size_t>(r - begin)];
-        of_rank = needed_within(plan, r, s, at, at + n);
-        if (of_rank.first == of_rank.second) continue;
-        lo = std::min(lo, of_rank.first);
-        hi = std::max(hi, of_rank.second);
-      }
-      if (lo < hi) {
-        stretch.runs.first = lo;
-        stretch.runs.run = hi - lo;
-        NodeRead read{s, lo, hi - lo, extent_of(tensor, lo, hi - lo), scale_extent(plan, stretch),
-                      {}};
-        for (size_t r = 0; r < needed.size(); ++r) wanted[r] = wanted_of(tensor, read, needed[r]);
-        read.wanted = wanted;
-        fn(read);
-      }
-      at += n;
-    }
-  }
+void for_each_node_read_of(const Plan& plan, int rank, uint32_t target,
+                           const std::function<void(const NodeRead&)>& fn) {
+  TargetReads(plan, rank, fn).of(target);
 }
 
-void for_each_transfer_within(const Plan& plan, int rank, const NodeRead& read,
+void for_each_node_read(const Plan& plan, int rank,
+                        const std::function<void(const NodeRead&)>& fn) {
+  TargetReads reads(plan, rank, fn);
+  for (const uint32_t target : plan.order) reads.of(target);
+}
+
+void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
                               const std::function<void(const Transfer&)>& fn) {
-  for_each_transfer_from(plan, rank, read.stored, [&](const Transfer& transfer) {
-    clip(transfer, read.first, read.first + read.count, fn);
-  });
+  if (transfer.source != Transfer::Source::stored || transfer.from != read.stored) return;
+  clip(transfer, read.first, read.first + read.count, fn);
 }
 
 }  // namespace modicum

@@ -168,9 +168,11 @@ std::vector<Owner> peak_owners(const Promise& promise, int node);
 std::string peak_cause(const Promise& promise, int node);
 
 // All that rank `rank` must put into its buffers or compare with what it puts there, padding
-// included: the transfers tile each buffer. Targets in `plan.order`. With `only_stored`, just those
+// included: the transfers tile each buffer. Targets in `plan.order`. Of one target; and just those
 // that come from that stored tensor.
 void for_each_transfer(const Plan& plan, int rank, const std::function<void(const Transfer&)>& fn);
+void for_each_transfer_of(const Plan& plan, int rank, uint32_t target,
+                          const std::function<void(const Transfer&)>& fn);
 void for_each_transfer_from(const Plan& plan, int rank, uint32_t only_stored,
                             const std::function<void(const Transfer&)>& fn);
 
@@ -185,9 +187,9 @@ void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
 // itself where nothing is sent. Groups don't overlap, and none is larger than rank 0's.
 std::vector<int> exchange_group(const Plan& plan, int rank);
 
-// With `node-reader`: the reads of a node's leader, the same for all its ranks, in file order. A
-// stretch of a stored tensor that somebody on the node needs, as long as fits into a slot; scales,
-// where it is dequantised, stand behind it.
+// With `node-reader`: the reads of a node's leader, the same for all its ranks, target by target. A
+// stretch of a stored tensor that somebody on the node needs for the target, as long as fits into a
+// slot; scales, where it is dequantised, stand behind it.
 struct NodeRead {
   // What a rank needs of the stretch's bytes, scales too.
   struct Wanted {
@@ -197,6 +199,7 @@ struct NodeRead {
     uint64_t bytes() const noexcept { return end - begin; }
   };
 
+  uint32_t target = 0;
   uint32_t stored = 0;
   int64_t first = 0;  // element
   int64_t count = 0;
@@ -207,8 +210,10 @@ struct NodeRead {
   uint64_t bytes() const noexcept { return at.bytes() + scale.bytes(); }
 };
 void for_each_node_read(const Plan& plan, int rank, const std::function<void(const NodeRead&)>& fn);
-// The transfers of `rank` out of such a stretch.
-void for_each_transfer_within(const Plan& plan, int rank, const NodeRead& read,
+void for_each_node_read_of(const Plan& plan, int rank, uint32_t target,
+                           const std::function<void(const NodeRead&)>& fn);
+// The parts of a transfer that such a stretch brings.
+void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
                               const std::function<void(const Transfer&)>& fn);
 
 // The stored tensors that a target needs, in manifest order: what is read whole where whole tensors
@@ -238,6 +243,8 @@ struct Traffic {
   // Own-bytes strategies only:
   uint64_t transfers = 0;
   uint64_t needed_bytes = 0;  // of the elements (and their scales) that the ranks asked for
+
+  Traffic& operator+=(const Traffic& other) noexcept;
 };
 Traffic traffic_of_rank(const Plan& plan, int rank);
 Traffic traffic(const Plan& plan);

@@ -1,6 +1,8 @@
 // From transfers to reads: sorted by file offset in batches, cut into tiles, neighbours coalesced.
 #include <algorithm>
+#include <map>
 #include <mutex>
+#include <tuple>
 
 #include "modicum/plan/plan.h"
 
@@ -232,17 +234,43 @@ Traffic traffic_of_reads(const Plan& plan, int rank) {
   return sum;
 }
 
+// Targets that are cut and read alike, if one is taken as it is stored: how much that comes to does
+// not depend on where it stands.
+using Alike = std::tuple<const Sharding*, DType, DType, bool, std::vector<int64_t>>;
+
+std::optional<Alike> alike(const Plan& plan, uint32_t target) {
+  const Node& root = plan.recipe->nodes[plan.recipe->read_node(target)];
+  if (root.op != Op::stored || plan.layout.is_flat(holder_of(plan, target))) return std::nullopt;
+  return Alike{&plan.layout.sharding_of(holder_of(plan, target)), root.dtype,
+               plan.recipe->targets[target].spec.dtype,
+               plan.manifest->tensors[root.from].scale.has_value(), root.shape};
+}
+
 // Of each rank of a node whose leader reads.
 std::vector<Traffic> traffic_on_node(const Plan& plan, int leader) {
-  std::vector<Traffic> of_ranks(exchange_group(plan, leader).size());
-  for_each_node_read(plan, leader, [&](const NodeRead& read) {
-    of_ranks[0].storage_read_bytes += read.bytes();
-    of_ranks[0].reads += read.scale.bytes() > 0 ? 2 : 1;
-    for (size_t r = 1; r < of_ranks.size(); ++r) {
-      of_ranks[r].exchanged_bytes += read.wanted[r].bytes();
+  std::vector<Traffic> sums(exchange_group(plan, leader).size());
+  std::vector<Traffic> of_target(sums.size());
+  std::map<Alike, std::vector<Traffic>> known;
+  const std::function<void(const NodeRead&)> count = [&](const NodeRead& read) {
+    of_target[0].storage_read_bytes += read.bytes();
+    of_target[0].reads += read.scale.bytes() > 0 ? 2 : 1;
+    for (size_t r = 1; r < of_target.size(); ++r) {
+      of_target[r].exchanged_bytes += read.wanted[r].bytes();
     }
-  });
-  return of_ranks;
+  };
+  for (const uint32_t target : plan.order) {
+    const auto kind = alike(plan, target);
+    const auto seen = kind ? known.find(*kind) : known.end();
+    if (seen != known.end()) {
+      of_target = seen->second;
+    } else {
+      std::fill(of_target.begin(), of_target.end(), Traffic{});
+      for_each_node_read_of(plan, leader, target, count);
+      if (kind) known.emplace(*kind, of_target);
+    }
+    for (size_t r = 0; r < sums.size(); ++r) sums[r] += of_target[r];
+  }
+  return sums;
 }
 
 // Of one rank, where whole tensors are read.
@@ -274,20 +302,22 @@ Traffic traffic_of_rank(const Plan& plan, int rank) {
   return traffic_on_node(plan, leader)[static_cast<size_t>(rank - leader)];
 }
 
+Traffic& Traffic::operator+=(const Traffic& other) noexcept {
+  storage_read_bytes += other.storage_read_bytes;
+  exchanged_bytes += other.exchanged_bytes;
+  reads += other.reads;
+  transfers += other.transfers;
+  needed_bytes += other.needed_bytes;
+  return *this;
+}
+
 Traffic traffic(const Plan& plan) {
   Traffic sum;
-  const auto add = [&sum](const Traffic& of) {
-    sum.storage_read_bytes += of.storage_read_bytes;
-    sum.exchanged_bytes += of.exchanged_bytes;
-    sum.reads += of.reads;
-    sum.transfers += of.transfers;
-    sum.needed_bytes += of.needed_bytes;
-  };
   // Where whole tensors are read, ranks of a kind read alike.
   if (plan.strategy().of_reader != Window::none) {
     const Traffic of_first = traffic_of_windows(plan, 0);
     const Traffic of_others = plan.ranks() > 1 ? traffic_of_windows(plan, 1) : Traffic{};
-    for (int rank = 0; rank < plan.ranks(); ++rank) add(rank == 0 ? of_first : of_others);
+    for (int rank = 0; rank < plan.ranks(); ++rank) sum += rank == 0 ? of_first : of_others;
     return sum;
   }
   const bool by_node = plan.strategy().reader == Reader::node_leader;
@@ -301,7 +331,7 @@ Traffic traffic(const Plan& plan) {
       const std::vector<Traffic> of =
           by_node ? traffic_on_node(plan, rank) : std::vector{traffic_of_reads(plan, rank)};
       const std::lock_guard lock(mutex);
-      for (const Traffic& one : of) add(one);
+      for (const Traffic& one : of) sum += one;
     }
   });
   return sum;

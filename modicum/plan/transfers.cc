@@ -95,6 +95,10 @@ void for_each_transfer(const Plan& plan, int rank, const Emit& fn) {
   }
 }
 
+void for_each_transfer_of(const Plan& plan, int rank, uint32_t target, const Emit& fn) {
+  emit_target(plan, rank, target, kAnySource, fn);
+}
+
 void for_each_transfer_from(const Plan& plan, int rank, uint32_t only_stored, const Emit& fn) {
   for (uint32_t i = plan.uses_begin[only_stored]; i < plan.uses_begin[only_stored + 1]; ++i) {
     const uint32_t target = plan.uses[i];

@@ -104,12 +104,17 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::stri
   PlanReport report{.checkpoint = facts_of(run.checkpoint), .ranks = flags.ranks};
   if (!budget.empty()) report.budget = budget_of(budget, nodes_of(flags));
   uint64_t needed_bytes = 0;
+  std::optional<Traffic> of_own_shards;
   for (const Strategy& strategy : strategies()) {
     Plan plan = plan_run(run, strategy, report.budget);
     if (report.budget && &strategy == run.options.strategy) {
       report.fits = fits(plan.promise, *report.budget);
     }
-    const Traffic sent = traffic(plan);
+    // Where nobody holds the same, replicas read as own-shard does.
+    const bool is_own_shard =
+        strategy.reader == Reader::replicas && plan.staging.ring_part_bytes == 0;
+    const Traffic sent = is_own_shard && of_own_shards ? *of_own_shards : traffic(plan);
+    if (strategy.name == "own-shard") of_own_shards = sent;
     needed_bytes = std::max(needed_bytes, sent.needed_bytes);  // known where it alone is read
     report.strategies.push_back({strategy.name, std::move(plan.promise), sent});
   }

@@ -185,9 +185,14 @@ class Load {
       }
       const ScalesAtHand scales =
           scales_read(plan_, read.stored, read.scale, slot.data() + read.at.bytes());
-      for_each_transfer_within(plan_, at_.rank, read, [&](const Transfer& transfer) {
-        writer.put(transfer, place_in(slot, read.at.begin, transfer), scales);
-      });
+      const std::function<void(const Transfer&)> put = [&](const Transfer& part) {
+        writer.put(part, place_in(slot, read.at.begin, part), scales);
+      };
+      if (wanted.bytes() > 0) {
+        for_each_transfer_of(plan_, at_.rank, read.target, [&](const Transfer& transfer) {
+          for_each_transfer_within(transfer, read, put);
+        });
+      }
       if (place != 0) at_.board->beat(at_.rank, wanted.bytes());
     });
     for_each_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
