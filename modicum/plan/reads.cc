@@ -236,14 +236,21 @@ Traffic traffic_of_reads(const Plan& plan, int rank) {
 
 // Targets that are cut and read alike, if one is taken as it is stored: how much that comes to does
 // not depend on where it stands.
-using Alike = std::tuple<const Sharding*, DType, DType, bool, std::vector<int64_t>>;
+using Alike = std::tuple<const Sharding*, DType, DType, std::vector<int64_t>>;
 
 std::optional<Alike> alike(const Plan& plan, uint32_t target) {
   const Node& root = plan.recipe->nodes[plan.recipe->read_node(target)];
-  if (root.op != Op::stored || plan.layout.is_flat(holder_of(plan, target))) return std::nullopt;
-  return Alike{&plan.layout.sharding_of(holder_of(plan, target)), root.dtype,
-               plan.recipe->targets[target].spec.dtype,
-               plan.manifest->tensors[root.from].scale.has_value(), root.shape};
+  const uint32_t holder = holder_of(plan, target);
+  if (root.op != Op::stored || plan.layout.is_flat(holder)) return std::nullopt;
+  std::vector<int64_t> shapes = root.shape;
+  if (const auto& scale = plan.manifest->tensors[root.from].scale) {
+    const TensorSpec& scales = plan.manifest->tensors[scale->tensor].spec;
+    shapes.insert(shapes.end(), {-1, static_cast<int64_t>(scales.dtype)});
+    shapes.insert(shapes.end(), scale->block.begin(), scale->block.end());
+    shapes.insert(shapes.end(), scales.shape.begin(), scales.shape.end());
+  }
+  return Alike{&plan.layout.sharding_of(holder), root.dtype,
+               plan.recipe->targets[target].spec.dtype, std::move(shapes)};
 }
 
 // Of each rank of a node whose leader reads.
