@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-STRATEGIES = ("own-shard", "rank0-broadcast", "full-per-rank")
+STRATEGIES = ("own-shard", "node-reader", "replica-striped", "rank0-broadcast", "full-per-rank")
 PATIENCE_S = 120
 
 

@@ -34,7 +34,7 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
       ->required();
   app.add_option("--ranks", flags.ranks, "rank processes; default 1");
   app.add_option("--ranks-per-node", flags.ranks_per_node, "default: all on one node");
-  app.add_option("--strategy", flags.strategy, 
+  app.add_option("--strategy", flags.strategy,
                  "own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank");
   app.add_option(
       "--layout", flags.layout,

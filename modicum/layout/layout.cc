@@ -49,9 +49,14 @@ int cut_dim(const Cut& cut, const Dims& dims) noexcept {
   return cut.dim < static_cast<int>(dims.count) ? cut.dim : 0;
 }
 
-// What a rank holds along one dim: intervals, one after the other in its memory.
+// What a rank holds along one dim: stretches, one after the other in its memory.
 class Held {
  public:
+  struct Stretch {  // no initialisers: millions of these are made
+    int64_t lo, hi;
+    int64_t size() const noexcept { return hi - lo; }
+  };
+
   explicit Held(int64_t size) noexcept : size_(size), padded_(size) { parts_[0] = {0, size}; }
 
   void cut(const Mesh& mesh, const Cut& by, int rank, bool pads) {
@@ -77,13 +82,13 @@ class Held {
 
   int64_t size() const noexcept { return size_; }
   int64_t padded() const noexcept { return padded_; }
-  std::span<const Chunk> parts() const noexcept { return std::span(parts_).first(count_); }
+  std::span<const Stretch> parts() const noexcept { return std::span(parts_).first(count_); }
 
  private:
   // Adds places [lo, hi) of `whole`.
   void take(const Held& whole, int64_t lo, int64_t hi) {
     size_ += hi - lo;
-    for (const Chunk& chunk : whole.parts()) {
+    for (const Stretch& chunk : whole.parts()) {
       const int64_t from = std::max<int64_t>(lo, 0);
       const int64_t to = std::min(hi, chunk.size());
       if (from < to) push({chunk.lo + from, chunk.lo + to});
@@ -91,7 +96,7 @@ class Held {
       hi -= chunk.size();
     }
   }
-  void push(const Chunk& chunk) {
+  void push(const Stretch& chunk) {
     if (count_ > 0 && parts_[count_ - 1].hi == chunk.lo) {
       parts_[count_ - 1].hi = chunk.hi;
       return;
@@ -102,25 +107,21 @@ class Held {
     parts_[count_++] = chunk;
   }
 
-  std::array<Chunk, 16> parts_;  // the first `count_` of them
+  std::array<Stretch, 16> parts_;  // the first `count_` of them
   size_t count_ = 1;
   int64_t size_;
   int64_t padded_;
 };
 
-bool is_cut(const Sharding& sharding, const Dims& dims, size_t d) noexcept {
-  return std::any_of(sharding.cuts.begin(), sharding.cuts.end(),
-                     [&](const Cut& cut) { return cut_dim(cut, dims) == static_cast<int>(d); });
-}
-
-Held held_along(const Sharding& sharding, const Dims& dims, size_t d, int rank) {
-  Held held(dims[d]);
+// Returns whether anything cuts dim `d`; `held` is all of it before.
+bool hold_along(const Sharding& sharding, const Dims& dims, size_t d, int rank, Held& held) {
+  bool is_cut = false;
   for (const Cut& cut : sharding.cuts) {
-    if (cut_dim(cut, dims) == static_cast<int>(d)) {
-      held.cut(sharding.mesh, cut, rank, cut.pads && d == 0);
-    }
+    if (cut_dim(cut, dims) != static_cast<int>(d)) continue;
+    held.cut(sharding.mesh, cut, rank, cut.pads && d == 0);
+    is_cut = true;
   }
-  return held;
+  return is_cut;
 }
 
 // The dims of a target as a rank holds them, neighbours that nothing cuts as one: at most kMaxDims
@@ -132,18 +133,18 @@ class Cutting {
     const Dims dims(sharding, target);
     int64_t whole = 1;
     for (size_t d = 0; d < dims.count; ++d) {
-      if (!is_cut(sharding, dims, d)) {
+      Held held(dims[d]);
+      if (!hold_along(sharding, dims, d, rank, held)) {
         whole *= dims[d];
         continue;
       }
       push_whole(whole, wants_pieces);
       whole = 1;
-      const Held held = held_along(sharding, dims, d, rank);
       buffer_.numel *= held.size();
       buffer_.padded_numel *= held.padded();
       if (!wants_pieces) continue;
       if (held.parts().size() > 1) packed_.emplace_back(box_.rank, held);
-      const Chunk first = held.parts().empty() ? Chunk{} : held.parts()[0];
+      const auto first = held.parts().empty() ? Held::Stretch{0, 0} : held.parts()[0];
       extents_[static_cast<size_t>(box_.rank)] = held.size();
       box_.push({.size = dims[d], .lo = first.lo, .hi = first.hi, .step = 1});
     }
@@ -176,7 +177,7 @@ class Cutting {
     if (k == packed_.size()) return piece(box);
     const auto d = static_cast<size_t>(packed_[k].first);
     Box part = box;
-    for (const Chunk& chunk : packed_[k].second.parts()) {
+    for (const Held::Stretch& chunk : packed_[k].second.parts()) {
       part.dims[d].lo = chunk.lo;
       part.dims[d].hi = chunk.hi;
       every_part(k + 1, part, piece);
@@ -344,7 +345,9 @@ std::vector<int64_t> local_shape(const Sharding& sharding, const TensorSpec& tar
   const Dims dims(sharding, target);
   std::vector<int64_t> shape;
   for (size_t d = 0; d < dims.count; ++d) {
-    shape.push_back(held_along(sharding, dims, d, rank).size());
+    Held held(dims[d]);
+    hold_along(sharding, dims, d, rank, held);
+    shape.push_back(held.size());
   }
   return shape;
 }

@@ -78,9 +78,18 @@ void emit_target(const Plan& plan, int rank, uint32_t target, uint32_t only, con
     });
     return;
   }
+  // One reference is all that the callback holds: millions of them are made, and a larger one would
+  // be allocated.
+  const struct {
+    const Plan& plan;
+    uint32_t target, only;
+    const Emit& fn;
+  } own{plan, target, only, fn};
   const LocalBuffer local =
       for_each_piece(plan.layout.sharding_of(target), plan.recipe->targets[target].spec, rank,
-                     [&](const Box& piece) { emit_piece(plan, target, target, piece, only, fn); });
+                     [&own](const Box& piece) {
+                       emit_piece(own.plan, own.target, own.target, piece, own.only, own.fn);
+                     });
   if (only == kAnySource) emit_padding(target, target, local, fn);
 }
 

@@ -1,0 +1,62 @@
+"""A model's digest is of the model alone: the same whatever cuts it, reads it and holds it.
+
+House test. It catches these mutations: FSDP cutting before TP; a flat partition one element off; an
+expert dealt to the wrong rank; a scale taken from the block beside; a stripe that nobody reads.
+"""
+
+import itertools
+from pathlib import Path
+
+import pytest
+from program import STRATEGIES, run_json
+
+LAYOUTS = {
+    "none": (1, 3),
+    "fsdp2": (1, 2, 5),
+    "fsdp2 --shard-dim 1": (3,),
+    "fsdp2 --expert-mesh 2x2 --shard-dim 1": (4,),
+    "hsdp --mesh 2x2": (4,),
+    "hsdp --mesh 1x2x2": (4,),
+    "tp-fsdp --mesh 2x2": (4,),
+    "tp-fsdp --mesh 3x2 --tp-rowwise (o|down)_proj --tp-replicate norm": (6,),
+    "tp-fsdp --mesh 1x2x2 --tp-packed gate": (4,),
+    "zero1": (3,),
+    "zero2 --round-robin": (4,),
+    "zero3": (2, 5),
+}
+# Of the real widths each load takes seconds.
+DEEP = [
+    ("own-shard", "none", 1),
+    ("own-shard", "fsdp2", 4),
+    ("own-shard", "fsdp2 --shard-dim 1", 3),
+    ("own-shard", "zero3", 5),
+    ("node-reader --ranks-per-node 2", "tp-fsdp --mesh 2x2", 4),
+    ("replica-striped", "hsdp --mesh 2x2", 4),
+    ("rank0-broadcast", "zero2", 2),
+]
+
+
+def digest(modicum: Path, directory: Path, strategy: str, layout: str, ranks: int) -> str:
+    flags = (*strategy.split(), "--layout", *layout.split(), "--ranks", ranks)
+    return run_json(modicum, "load", directory, "--digest", "--dtype", "bfloat16",
+                    "--destination", "discard", "--strategy", *flags)["digest"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_of_a_small_model_with_codes_and_experts(
+    modicum: Path, tmp_path: Path, layout: str
+) -> None:
+    directory = tmp_path / "model"
+    run_json(modicum, "synth", directory, "--arch", "tiny-fp8")
+    due = digest(modicum, directory, "own-shard", "fsdp2", 1)
+    for strategy, ranks in itertools.product(STRATEGIES, LAYOUTS[layout]):
+        for where in ("", " --ranks-per-node 2"):
+            assert digest(modicum, directory, strategy + where, layout, ranks) == due, strategy
+
+
+def test_of_two_layers_of_deepseek_v3(modicum: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    flags = ("--arch", "deepseek-v3", "--layers", 2, "--sparse")
+    run_json(modicum, "synth", directory, *flags)
+    found = {how: digest(modicum, directory, *how) for how in DEEP}
+    assert len(set(found.values())) == 1, found
