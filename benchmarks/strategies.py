@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODICUM = ROOT / "build/release/modicum"
 COMMAND = "python3 benchmarks/strategies.py"
 ARCH, RANKS, ROUNDS = "qwen3-0.6b", 8, 5
-STRATEGIES = ("own-shard", "rank0-broadcast", "full-per-rank")
+STRATEGIES = ("own-shard", "node-reader", "rank0-broadcast", "full-per-rank")
 GIB = 1 << 30
 
 
