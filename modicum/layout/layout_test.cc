@@ -193,7 +193,9 @@ TEST(Layout, StridedShardsAreChunksOfEachPart) {
 }
 
 TEST(Layout, TpCutsFirstAndFsdpWhatIsLeft) {
-  for (const auto& [dp, tp] : {std::pair(2, 2), {3, 2}, {2, 3}, {4, 4}, {1, 3}, {3, 1}}) {
+  for (const auto& sizes : {std::pair(2, 2), {3, 2}, {2, 3}, {4, 4}, {1, 3}, {3, 1}}) {
+    const int dp = sizes.first;
+    const int tp = sizes.second;
     for (const int dim : {0, 1}) {
       const Layout layout = tp_fsdp_layout({dp}, tp, dim);
       for (int64_t n = 0; n <= 13; ++n) {
