@@ -18,12 +18,18 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from safetensors.torch import load_file  # noqa: E402  (after torch is known to be there)
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import Replicate, Shard  # noqa: E402
+from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
+
 from sharding import (  # noqa: E402
     Cut,
     Tensors,
     assert_same,
     dtensor_shards,
     fsdp2_shards,
+    placed,
+    playing_rank,
     zero3_shards,
     zero12_shards,
 )
@@ -193,6 +199,73 @@ def test_none(grid: Case, dumped, world: int) -> None:
     cut = Cut("none", (world,))
     held = dumped(grid, *cut.flags)
     assert_shards(held, grid[2], world, lambda whole, rank: dtensor_shards(cut, whole, rank))
+
+
+def along(tensor: Any, dim: int) -> Any:
+    """A cut along `dim`, or along dim 0 where there is no such dim."""
+    if tensor.dim() == 0:
+        return Replicate()
+    return Shard(dim if dim < tensor.dim() else 0)
+
+
+@pytest.mark.parametrize("mesh", ((1, 2), (2, 2), (3, 2), (2, 4)), ids=mesh_id)
+def test_packed_halves(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
+    """Gate and up in one tensor: DTensor's strided shard of two, then FSDP."""
+    dp, tp = mesh
+
+    def oracle(tensors: Tensors, rank: int) -> Tensors:
+        made = {}
+        for name, tensor in tensors.items():
+            if tensor.dim():
+                halves = _StridedShard(0, split_factor=2)
+                parts, _ = halves._split_tensor(tensor, tp, with_padding=False)
+                tensor = parts[rank % tp]
+            made[name] = tensor
+        with playing_rank(rank, dp * tp):
+            over = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "tp"))["dp"]
+            return {n: placed(t, over, along(t, 0)).to_local() for n, t in made.items()}
+
+    flags = ("--layout", "tp-fsdp", "--mesh", f"{dp}x{tp}", "--tp-packed", ".")
+    held = dumped(tp_grid, "--ranks", dp * tp, *flags)
+    assert_shards(held, tp_grid[2], dp * tp, oracle)
+
+
+@pytest.mark.parametrize("dim", (0, 1))
+@pytest.mark.parametrize("mesh", ((1, 3), (2, 2), (3, 2), (2, 4)), ids=mesh_id)
+def test_expert_mesh(tp_grid: Case, dumped, mesh: tuple[int, int], dim: int) -> None:
+    """Experts over one mesh, everything else over another of the same ranks."""
+    world = prod(mesh)
+
+    def oracle(tensors: Tensors, rank: int) -> Tensors:
+        made = {}
+        with playing_rank(rank, world):
+            experts = init_device_mesh("cpu", mesh, mesh_dim_names=("fsdp", "ep"))
+            others = init_device_mesh("cpu", (world,))
+            for name, tensor in tensors.items():
+                over = others
+                if name.startswith("rows."):
+                    tensor = placed(tensor, experts["ep"], along(tensor, 0)).to_local()
+                    over = experts["fsdp"]
+                made[name] = placed(tensor, over, along(tensor, dim)).to_local()
+        return made
+
+    flags = ("--expert-mesh", f"{mesh[0]}x{mesh[1]}", "--experts", r"^rows\.")
+    held = dumped(tp_grid, "--ranks", world, "--shard-dim", dim, *flags)
+    assert_shards(held, tp_grid[2], world, oracle)
+
+
+def test_flattened_axes(tp_grid: Case, dumped) -> None:
+    """FSDP over dp x cp, flattened by torch, of what TP leaves."""
+
+    def oracle(tensors: Tensors, rank: int) -> Tensors:
+        with playing_rank(rank, 8):
+            mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+            over = mesh["dp", "cp"]._flatten("fsdp")
+            local = {n: placed(t, mesh["tp"], along(t, 0)).to_local() for n, t in tensors.items()}
+            return {n: placed(t, over, along(t, 0)).to_local() for n, t in local.items()}
+
+    held = dumped(tp_grid, "--ranks", 8, "--layout", "tp-fsdp", "--mesh", "2x2x2")
+    assert_shards(held, tp_grid[2], 8, oracle)
 
 
 # ---- DeepSpeed
