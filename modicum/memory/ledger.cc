@@ -80,6 +80,7 @@ Charge Ledger::book(Purpose purpose, uint64_t bytes) {
   }
   held_[purpose] += bytes;
   if (before + bytes > at_peak_.total()) at_peak_ = held_;
+  since_mark_ = std::max(since_mark_, before + bytes);
   return Charge(this, purpose, bytes);
 }
 
@@ -96,6 +97,16 @@ uint64_t Ledger::limit_bytes() const {
 void Ledger::set_limit(uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   limit_bytes_ = bytes;
+}
+
+void Ledger::mark() {
+  const std::lock_guard lock(mutex_);
+  since_mark_ = held_.total();
+}
+
+uint64_t Ledger::peak_since_mark() const {
+  const std::lock_guard lock(mutex_);
+  return since_mark_;
 }
 
 Footprint Ledger::held() const {

@@ -105,6 +105,9 @@ class Ledger {
   Footprint held() const;
   Footprint at_peak() const;  // what was held when the total was highest
   uint64_t peak_bytes() const { return at_peak().total(); }
+  // The most that was held since the last mark, or ever.
+  void mark();
+  uint64_t peak_since_mark() const;
   uint64_t limit_bytes() const;
   // From now on; what is held already may be more, and stays.
   void set_limit(uint64_t bytes);
@@ -118,6 +121,7 @@ class Ledger {
   mutable std::mutex mutex_;
   Footprint held_;
   Footprint at_peak_;
+  uint64_t since_mark_ = 0;
 };
 
 }  // namespace modicum

@@ -43,7 +43,7 @@ struct MadeRecipe {
   Recipe recipe;
 };
 struct MadePlan {
-  std::shared_ptr<const MadeRecipe> recipe;
+  std::shared_ptr<MadeRecipe> recipe;
   Plan plan;
 
   const Checkpoint& checkpoint() const noexcept { return recipe->of->checkpoint; }

@@ -229,6 +229,8 @@ std::unique_ptr<Loaded> run_load(const std::shared_ptr<MadePlan>& made, int rank
   RankOutcome& outcome = loaded->outcome;
   outcome.rank = rank;
   outcome.pid = static_cast<int32_t>(getpid());
+  const uint64_t held_before = ledger->held().total();
+  ledger->mark();
   SteadyClock clock;
   const int64_t begin = clock.now_ns();
   const auto seconds_since = [&](int64_t then) {
@@ -243,7 +245,7 @@ std::unique_ptr<Loaded> run_load(const std::shared_ptr<MadePlan>& made, int rank
   outcome.storage_read_bytes = done.storage_read_bytes;
   outcome.exchanged_bytes = done.exchanged_bytes;
   outcome.page_cache_peak_bytes = done.page_cache_peak_bytes;
-  outcome.ledger_peak_bytes = ledger->peak_bytes();
+  outcome.ledger_peak_bytes = ledger->peak_since_mark() - held_before;
   if (check) {
     const int64_t check_begin = clock.now_ns();
     Expectation expectation(made->checkpoint(), [&board] { board.check(); });

@@ -32,6 +32,15 @@ std::shared_ptr<OpenCheckpoint> open(const std::optional<std::filesystem::path>&
   return opened;
 }
 
+nb::dict stored_of(const OpenCheckpoint& opened) {
+  nb::dict stored;
+  for (const Stored& tensor : opened.checkpoint.manifest.tensors) {
+    stored[tensor.spec.fqn.c_str()] = nb::make_tuple(std::string(torch_name(tensor.spec.dtype)),
+                                                     nb::tuple(nb::cast(tensor.spec.shape)));
+  }
+  return stored;
+}
+
 std::shared_ptr<MadeRecipe> recipe(const std::shared_ptr<OpenCheckpoint>& checkpoint,
                                    const std::string& text, const std::optional<std::string>& dtype,
                                    const std::optional<std::string>& keep_fp32, bool untie) {
@@ -195,16 +204,8 @@ void define_values(nb::module_& module) {
       .def_prop_ro(
           "bytes", [](const OpenCheckpoint& c) { return c.checkpoint.manifest.data_bytes(); },
           "Bytes of tensor data.")
-      .def_prop_ro(
-          "names",
-          [](const OpenCheckpoint& c) {
-            std::vector<std::string> names;
-            for (const Stored& tensor : c.checkpoint.manifest.tensors) {
-              names.push_back(tensor.spec.fqn);
-            }
-            return names;
-          },
-          "The stored tensors' names, in the order of the files.");
+      .def_prop_ro("stored", stored_of,
+                   "Dtype and shape of each stored tensor by name, in the order of the files.");
   nb::class_<MadeRecipe>(module, "Recipe", "How each target is made of stored tensors.")
       .def_prop_ro("targets", targets_of_recipe,
                    "A dict for each target: name, dtype, shape, alias_of (a name or None).")
@@ -222,6 +223,8 @@ void define_values(nb::module_& module) {
       .def_prop_ro(
           "strategy", [](const MadePlan& made) { return std::string(made.plan.strategy().name); },
           "The strategy's name.")
+      .def_prop_ro(
+          "recipe", [](const MadePlan& made) { return made.recipe; }, "What was planned.")
       .def_prop_ro("digest", digest_text, "Of everything that decides what happens, as hex.")
       .def_prop_ro(
           "document", [](const MadePlan& made) { return as_dict(document(made)); },
