@@ -6,10 +6,8 @@
 #include <thread>
 #include <vector>
 
-#include "modicum/io/memory_file_double.h"
-#include "modicum/ranks/board_double.h"
+#include "modicum/io/file_doubles.h"
 #include "modicum/stream/stream.h"
-#include "modicum/synth/synth.h"
 
 namespace modicum {
 namespace {
@@ -63,6 +61,16 @@ struct World {
   }
 };
 
+// One rank of several, of whom nobody hears anything.
+class AloneBoard final : public Board {
+ public:
+  void beat(int, uint64_t) noexcept override {}
+  bool report(const ErrorRecord&) noexcept override { return true; }
+  std::optional<ErrorRecord> failure() const override { return std::nullopt; }
+  void barrier(int) override {}
+  void agree(int, const Digest&) override {}
+};
+
 // A rank's rows with padding: FSDP2's four rows of seven, or three and one of zeros.
 std::vector<float> rows_of(int rank, float first) {
   std::vector<float> rows(4 * kColumns);
@@ -87,7 +95,7 @@ TEST(Places, EachTargetGoesToItsOwn) {
     for (int rank = 0; rank < 2; ++rank) {
       World world;
       const Plan plan = world.plan(strategy);
-      LocalBoard board;
+      AloneBoard board;
       Ledger ledger(plan.promise.ledger_limit_bytes(rank));
       std::vector<std::byte> given(4 * kColumns * sizeof(float));
       std::vector<std::byte> device(given.size());
