@@ -203,12 +203,30 @@ struct Functions {
   AnyArray made;  // the caller's last
 };
 
+// The very memory of an array, never a copy that would be filled in its place.
+AnyArray writable(nb::handle array, const std::string& fqn) {
+  Py_buffer view;
+  if (PyObject_CheckBuffer(array.ptr()) != 0) {
+    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_WRITABLE | PyBUF_STRIDES) != 0) {
+      PyErr_Clear();
+      fail(Category::usage, "the memory given for a tensor can't be written", {.tensor = fqn});
+    }
+    PyBuffer_Release(&view);
+  }
+  AnyArray taken;
+  if (!nb::try_cast(array, taken, false)) {
+    fail(Category::usage, "the memory given for a tensor is no contiguous host array",
+         {.tensor = fqn});
+  }
+  return taken;
+}
+
 void take_given(const Plan& plan, const nb::dict& given, Functions& to) {
   to.given.resize(plan.recipe->targets.size());
   for (const auto& [target, array] : given) {
     const auto index = nb::cast<size_t>(target);
     if (index >= to.given.size()) fail(Category::usage, "memory is given for no target");
-    to.arrays.push_back(nb::cast<AnyArray>(array));
+    to.arrays.push_back(writable(array, plan.recipe->targets[index].spec.fqn));
     to.given[index] = bytes_of_array(to.arrays.back());
   }
 }
