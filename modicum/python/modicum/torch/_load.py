@@ -100,7 +100,7 @@ def load(
     """
     if check not in (None, "values"):
         raise refusal("USAGE", "unknown check", expected="values", got=str(check))
-    with Ranks.of_world() as ranks, ranks.together():
+    with Ranks.of_world().together() as ranks:
         walk = _Walk(model, ranks, seed)
         walk.read_source(source)
         walk.make_recipe(dtype, keep_fp32, "init" if source is None else missing, unexpected)
@@ -179,6 +179,7 @@ class _Walk:
     def __init__(self, model: nn.Module, ranks: Ranks, seed: int) -> None:
         self.model = model
         self.ranks = ranks
+        self.per_node = ranks.ranks_per_node or ranks.world_size
         self.seed = seed
         check_pinning(model)
         self.tensors = _tensors_of(model)
@@ -224,6 +225,9 @@ class _Walk:
         ledger: _modicum.Ledger | None,
         budget: Size | None,
     ) -> None:
+        if self.ranks.ranks_per_node is None and strategy == "node-reader":
+            what = "node-reader needs nodes of as many ranks each, which follow each other"
+            raise refusal("UNSUPPORTED", what)
         places = self._place_targets()
         shardings = list(dict.fromkeys(of.sharding for of in places))
         number = {sharding: n for n, sharding in enumerate(shardings)}
@@ -239,7 +243,7 @@ class _Walk:
             self.recipe,
             layout,
             strategy=strategy,
-            ranks_per_node=self.ranks.ranks_per_node,
+            ranks_per_node=self.per_node,
             destinations=[of.destination for of in places],
             staging=staging,
             baseline=self.baseline,
@@ -309,7 +313,6 @@ class _Walk:
         everyone = self.ranks.gather([self.held, available])
         # The same on all ranks, and small changes make no difference.
         self.baseline = -(-max(of[0] for of in everyone) // _MIB) * _MIB
-        per_node = self.ranks.ranks_per_node
         limit = None if ledger is None else ledger.limit_bytes
         if budget == "none":
             self.budget, self.budget_source = None, ""
@@ -318,7 +321,7 @@ class _Walk:
         elif budget is None and limit is not None:
             self.budget, self.budget_source = limit, "ledger"
         else:
-            self.budget = min(of[1] for of in everyone) + per_node * self.baseline
+            self.budget = min(of[1] for of in everyone) + self.per_node * self.baseline
             self.budget_source = source
         self.ledger = ledger or _modicum.Ledger()
 
@@ -337,7 +340,7 @@ class _Walk:
 
     def headline(self) -> str:
         """What is about to happen, in a line."""
-        nodes = self.ranks.world_size // self.ranks.ranks_per_node
+        nodes = self.ranks.world_size // self.per_node
         most = max(self.plan.promised_bytes(rank) for rank in range(self.ranks.world_size))
         return (
             f"{self.plan.strategy}, {self.ranks.world_size} ranks on {nodes} "
@@ -350,6 +353,8 @@ class _Walk:
     def load(self, check: str | None, progress: bool) -> Report:
         board = _modicum.Board(self.ranks)
         group = self.plan.exchange_group(self.ranks.rank)
+        if len(group) > 1:
+            self.ranks.exchange_among(group, whole=self.plan.strategy != "node-reader")
         outside = self.ledger.limit_bytes
         rank = self.ranks.rank
         self.ledger.limit_bytes = self.ledger.held_bytes + self.plan.ledger_limit_bytes(rank)
@@ -357,7 +362,6 @@ class _Walk:
             with (
                 progress_bar(self._bytes_due(), shown=progress and rank == 0) as bar,
                 self.ranks.watching(board, bar),
-                self.ranks.exchange(self._exchange_groups(group)) as broadcast,
             ):
                 loaded = _modicum.load(
                     self.plan,
@@ -367,7 +371,7 @@ class _Walk:
                     given=self._given(),
                     copy=self._copies(),
                     caller=self._made if self.callers else None,
-                    broadcast=broadcast,
+                    broadcast=self.ranks.broadcast if len(group) > 1 else None,
                     threads=self._threads(),
                     check=check is not None,
                     seed=self.seed,
@@ -379,17 +383,10 @@ class _Walk:
         return self._report(loaded, check)
 
     def _threads(self) -> int:
-        return max(1, len(os.sched_getaffinity(0)) // self.ranks.ranks_per_node)
+        return max(1, len(os.sched_getaffinity(0)) // self.per_node)
 
     def _bytes_due(self) -> int:
         return sum(b["bytes"] for t, b in enumerate(self.buffers) if b["holder"] == t)
-
-    def _exchange_groups(self, group: list[int]) -> list[list[int]] | None:
-        if len(group) == 1 and self.ranks.world_size == 1:
-            return None
-        everyone = range(self.ranks.world_size)
-        groups = {tuple(self.plan.exchange_group(rank)) for rank in everyone}
-        return sorted(list(of) for of in groups) if any(len(of) > 1 for of in groups) else None
 
     def _given(self) -> dict[int, Any]:
         return {
