@@ -76,10 +76,9 @@ def load(
         dtype: torch.float32, bfloat16 or float16 for all that transformers' `from_pretrained` would
             load so; None: each parameter's own.
         keep_fp32: a regular expression; names that it matches are loaded as float32.
-        missing: of names that the model has and the source lacks, beyond those that the model
-            itself lists: "error"; "init": made by the model's own rule, the same bits at any world
-            size; or patterns of names to be made so, or rules by pattern ("zeros", "ones",
-            ("normal", std), "model").
+        missing: of names that the source lacks, beyond those that the model itself lists: "error";
+            "init": made by the model's own rule, the same bits at any world size; or patterns of
+            names to be made so, or rules by pattern ("zeros", "ones", ("normal", std), "model").
         unexpected: of stored names that the model has not, beyond those that it lists: "error",
             "ignore", or patterns of names that may be dropped.
         check: None, or "values": poison the memory first and compare every value afterwards with a
@@ -258,7 +257,9 @@ class _Walk:
     def _place_targets(self) -> list[_Tensor]:
         """Where each target goes."""
         dtypes = {target["name"]: _torch_dtype(target["dtype"]) for target in self.targets}
-        check_unit_dtypes(self.model, lambda name: dtypes.get(name, self.tensors[name].tensor.dtype))
+        check_unit_dtypes(
+            self.model, lambda name: dtypes.get(name, self.tensors[name].tensor.dtype)
+        )
         places = []
         for target in self.targets:
             of = self.tensors[target["name"]]
