@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +163,6 @@ def _refuse_meta_buffers(model: nn.Module, loaded: Collection[str]) -> None:
             raise refusal("UNSUPPORTED", what, tensor=canonical(name))
 
 
-def _torch_dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
-
-
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as one line of bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)
@@ -202,7 +198,9 @@ class _Walk:
         )
         self.recipe = _modicum.make_recipe(self.checkpoint, made.text())
         self.targets = self.recipe.targets
+        self.dtypes = {t["name"]: getattr(torch, t["dtype"]) for t in self.targets}
         self.callers = made.callers
+        self.last_made: tuple[str, torch.Tensor | None] = "", None
         self.initialiser = Initialiser(
             self.model, self.callers, seed=self.seed, empty=self._empty_for_init
         )
@@ -256,9 +254,8 @@ class _Walk:
 
     def _place_targets(self) -> list[_Tensor]:
         """Where each target goes."""
-        dtypes = {target["name"]: _torch_dtype(target["dtype"]) for target in self.targets}
         check_unit_dtypes(
-            self.model, lambda name: dtypes.get(name, self.tensors[name].tensor.dtype)
+            self.model, lambda name: self.dtypes.get(name, self.tensors[name].tensor.dtype)
         )
         places = []
         for target in self.targets:
@@ -276,7 +273,7 @@ class _Walk:
                 if of.is_parameter:
                     check_replaceable(of.name, of.tensor)
             else:
-                self._place_in_what_is_there(of, dtypes[of.name])
+                self._place_in_what_is_there(of)
         return places
 
     @staticmethod
@@ -292,8 +289,8 @@ class _Walk:
         device = torch.device(mesh.device_type) if mesh is not None else torch.get_default_device()
         return torch.empty(0, device=device).device if device.type != "cpu" else device
 
-    def _place_in_what_is_there(self, of: _Tensor, dtype: torch.dtype) -> None:
-        local = of.local
+    def _place_in_what_is_there(self, of: _Tensor) -> None:
+        local, dtype = of.local, self.dtypes[of.name]
         if local.dtype != dtype:
             what = "a tensor that has values already has another dtype"
             raise refusal(
@@ -303,7 +300,9 @@ class _Walk:
             raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=of.name)
         of.device = local.device
         of.destination = "given" if local.device.type == "cpu" else "copy"
-        of.sharding = of.sharding.without_padding()
+        of.sharding = replace(
+            of.sharding, cuts=tuple(replace(cut, pads=False) for cut in of.sharding.cuts)
+        )
         of.storage = local.detach().reshape(-1)
 
     def _choose_budget(self, ledger: _modicum.Ledger | None, budget: Size | None) -> None:
@@ -407,7 +406,7 @@ class _Walk:
         for t, of in self._own_targets():
             if of.destination != "copy":
                 continue
-            dtype = _torch_dtype(self.targets[t]["dtype"])
+            dtype = self.dtypes[of.name]
             if of.storage is None:
                 numel = self.buffers[t]["padded_numel"]
                 of.storage = torch.empty(numel, dtype=dtype, device=of.device)
@@ -425,10 +424,13 @@ class _Walk:
 
     def _made(self, ordinal: int) -> torch.Tensor:
         name = self.callers[ordinal]
-        target = next(t for t in self.targets if t["name"] == name)
-        return _as_bytes(self.initialiser.whole(name).to(_torch_dtype(target["dtype"])))
+        if self.last_made[0] != name:
+            self.last_made = "", None  # frees it before there is another
+            self.last_made = name, self.initialiser.whole(name).to(self.dtypes[name])
+        return _as_bytes(self.last_made[1])
 
     def _hand_over(self, loaded: Any) -> None:
+        self.last_made = "", None
         if any(of.managed and of.managed.pins for of in self.tensors.values()):
             arena = torch.from_dlpack(loaded.whole())
             pin(arena)
@@ -442,9 +444,8 @@ class _Walk:
                 of.put(self.tensors[target["alias_of"]].tensor)
 
     def _fill(self, t: int, of: _Tensor, loaded: Any) -> None:
-        dtype = _torch_dtype(self.targets[t]["dtype"])
         if of.storage is None:
-            of.storage = torch.from_dlpack(loaded.storage(t)).view(dtype)
+            of.storage = torch.from_dlpack(loaded.storage(t)).view(self.dtypes[of.name])
         if of.is_parameter:
             hand_over(of.name, of.tensor, of.storage, of.managed)
         else:
