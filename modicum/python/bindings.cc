@@ -160,6 +160,7 @@ void raise(const std::exception_ptr& thrown, void* /*unused*/) {
 
 NB_MODULE(_modicum, module) {
   namespace front = modicum::python;
+  nanobind::set_leak_warnings(false);  // parameters may live as long as the process
   nanobind::register_exception_translator(front::raise);
   module.def(
       "version", [] { return MODICUM_VERSION; }, "The version of the library, as in the wheel.");

@@ -47,6 +47,17 @@ struct Arena {
   std::shared_ptr<Ledger> ledger;
   Buffer buffer;
   bool whole = false;  // is given back as one: a device has it registered
+  nb::object kept;     // dies before the memory does
+
+  Arena(std::shared_ptr<Ledger> of, Buffer taken, bool as_one = false)
+      : ledger(std::move(of)), buffer(std::move(taken)), whole(as_one) {}
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  ~Arena() {
+    if (!kept.is_valid()) return;
+    const nb::gil_scoped_acquire acquired;
+    kept.reset();
+  }
 };
 
 // A buffer's memory in an arena, with its entry in the ledger: pages go before it.
@@ -87,10 +98,11 @@ struct Loaded {
     const auto part = arena->buffer.bytes().subspan(begins[target], is_ours ? size : 0);
     return array_of(std::make_unique<Part>(arena, part), part);
   }
+  // Keeps nothing alive itself: what comes of it is for `keep`.
   nb::object whole() {
     arena->whole = true;
     const auto all = arena->buffer.bytes();
-    return array_of(std::make_unique<std::shared_ptr<Arena>>(arena), all);
+    return nb::cast(Bytes(all.data(), {all.size()}, nb::none()));
   }
 };
 
@@ -191,12 +203,30 @@ struct Functions {
   AnyArray made;  // the caller's last
 };
 
+// The very memory of an array, never a copy that would be filled in its place.
+AnyArray writable(nb::handle array, const std::string& fqn) {
+  Py_buffer view;
+  if (PyObject_CheckBuffer(array.ptr()) != 0) {
+    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_WRITABLE | PyBUF_STRIDES) != 0) {
+      PyErr_Clear();
+      fail(Category::usage, "the memory given for a tensor can't be written", {.tensor = fqn});
+    }
+    PyBuffer_Release(&view);
+  }
+  AnyArray taken;
+  if (!nb::try_cast(array, taken, false)) {
+    fail(Category::usage, "the memory given for a tensor is no contiguous host array",
+         {.tensor = fqn});
+  }
+  return taken;
+}
+
 void take_given(const Plan& plan, const nb::dict& given, Functions& to) {
   to.given.resize(plan.recipe->targets.size());
   for (const auto& [target, array] : given) {
     const auto index = nb::cast<size_t>(target);
     if (index >= to.given.size()) fail(Category::usage, "memory is given for no target");
-    to.arrays.push_back(nb::cast<AnyArray>(array));
+    to.arrays.push_back(writable(array, plan.recipe->targets[index].spec.fqn));
     to.given[index] = bytes_of_array(to.arrays.back());
   }
 }
@@ -253,7 +283,7 @@ std::unique_ptr<Loaded> run_load(const std::shared_ptr<MadePlan>& made, int rank
     outcome.check_ns = clock.now_ns() - check_begin;
   }
   loaded->begins = arena_begins(plan, rank);
-  loaded->arena = std::make_shared<Arena>(Arena{ledger, sink.release()});
+  loaded->arena = std::make_shared<Arena>(ledger, sink.release());
   return loaded;
 }
 
@@ -369,8 +399,7 @@ Args:
   module.def(
       "charge_init",
       [](const std::shared_ptr<Ledger>& ledger, uint64_t bytes) {
-        auto arena =
-            std::make_unique<Arena>(Arena{ledger, ledger->charge(Purpose::init, bytes), true});
+        auto arena = std::make_unique<Arena>(ledger, ledger->charge(Purpose::init, bytes), true);
         const auto all = arena->buffer.bytes().first(bytes);
         return array_of(std::move(arena), all);
       },
@@ -386,7 +415,8 @@ void define_load(nb::module_& module) {
                           R"(A rank among the others of a load.
 
 Args:
-    peers: has barrier(), agree(digest) and report(document), which reach the others; None: alone.)")
+    peers: has barrier(), agree(digest) and report(document), which reach the others; None:
+        alone.)")
       .def(nb::init<nb::object>(), nb::arg("peers").none() = nb::none())
       .def("fail", &CallerBoard::fail_here, nb::arg("what"), nb::arg("rank") = -1,
            "Ends the load that runs at its next look. Any thread.")
@@ -395,7 +425,11 @@ Args:
       .def("storage", &Loaded::storage, nb::arg("target"),
            "The bytes of a target's local buffer with its padding, and its charge: once each.")
       .def("whole", &Loaded::whole,
-           "All bytes as one, from then on given back as one: for a device that registers them.")
+           "All bytes as one, to be kept by `keep` only: from then on they are given back as one.")
+      .def(
+          "keep",
+          [](const Loaded& loaded, nb::object kept) { loaded.arena->kept = std::move(kept); },
+          nb::arg("kept"), "Keeps an object until just before the memory is given back.")
       .def_prop_ro("outcome", outcome_of, "What this rank read and held.");
   module.def("load", load_into, nb::arg("plan"), nb::arg("rank"), nb::arg("board"),
              nb::arg("ledger"), nb::kw_only(), nb::arg("given") = nb::dict(),
