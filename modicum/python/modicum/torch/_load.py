@@ -327,14 +327,15 @@ class _Walk:
 
     def _check_local_shapes(self) -> None:
         """Ours against torch's: a layout that is not understood must not fill anything."""
-        for target, buffer in zip(self.targets, self.buffers, strict=True):
-            of = self.tensors[target["name"]]
-            if target["alias_of"] is None and tuple(of.local.shape) != buffer["shape"]:
+        for t, of in self._own_targets():
+            shape = torch.Size(self.buffers[t]["shape"])
+            # Of nothing there are many shapes.
+            if of.local.shape != shape and (of.local.numel() or shape.numel()):
                 raise refusal(
                     "UNSUPPORTED",
                     "torch cuts this tensor in another way",
                     tensor=of.name,
-                    expected=str(list(buffer["shape"])),
+                    expected=str(list(shape)),
                     got=str(list(of.local.shape)),
                 )
 
