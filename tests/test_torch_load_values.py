@@ -30,7 +30,9 @@ from torch_front import (  # noqa: E402
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
-UNQUANTIZED = [family for family in FAMILIES if family.quantization is None]
+# The last three keep some names in float32: a module's, a buffer's, one of a module's two.
+CAST = [*[family.name for family in FAMILIES if family.quantization is None][::5],
+        "ernie4_5_moe", "deepseek_v3", "inkling"]
 # A tie, packed and permuted rows, stacked experts, a tower of its own.
 FEW = ("llama_tied", "olmo_hybrid", "qwen3_moe", "kimi_k25")
 CUTS = (
@@ -76,7 +78,7 @@ def test_every_cut(name: str, cut: Cut) -> None:
         assert_holds(model, whole, cut, rank)
 
 
-@pytest.mark.parametrize("name", [family.name for family in UNQUANTIZED[::4]])
+@pytest.mark.parametrize("name", CAST)
 def test_cast(name: str) -> None:
     """Stored as float32 and loaded into a model of bfloat16, or the other way round."""
     dtype, cut = other_dtype(BY_NAME[name]), Cut("fsdp2", (2,))

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from families import FAMILIES, Tensors
+from families import FAMILIES, TEXT, Family, Tensors
+from safetensors.torch import load_file
 from sharding import AXES, Cut, assert_same, mesh_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +28,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import modicum.torch
 from modicum import Report
 
-BY_NAME = {family.name: family for family in FAMILIES}
+# More experts than one digit counts.
+MIXTRAL_16 = Family("mixtral_16", "MixtralForCausalLM", "mixtral", TEXT | {"num_local_experts": 16})
+BY_NAME = {family.name: family for family in (*FAMILIES, MIXTRAL_16)}
 WORLDS = (1, 2, 3)
 
 transformers.logging.set_verbosity_error()
@@ -48,6 +51,12 @@ def checkpoint_of(name: str) -> Path:
 @cache
 def from_pretrained(name: str, dtype: Any = "auto") -> Any:
     return BY_NAME[name].model_class.from_pretrained(checkpoint_of(name), dtype=dtype)
+
+
+def stored_in(directory: Path) -> Tensors:
+    """What lies in a checkpoint's files."""
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def config_of(name: str) -> Any:
