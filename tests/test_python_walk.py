@@ -94,13 +94,14 @@ def test_an_array_keeps_its_memory_and_its_entry(small: Path) -> None:
 
 
 def test_a_tie_is_one_buffer(tmp_path: Path) -> None:
-    save_file({"model.embed_tokens.weight": np.ones((4, 2), np.float32)}, tmp_path / "m.safetensors")
+    name = "model.embed_tokens.weight"
+    save_file({name: np.ones((4, 2), np.float32)}, tmp_path / "m.safetensors")
     checkpoint = modicum.open_checkpoint(tmp_path)
     text = json.dumps(
         {
             "targets": {
                 "head": {"op": "alias", "of": "embed"},
-                "embed": {"op": "stored", "name": "model.embed_tokens.weight"},
+                "embed": {"op": "stored", "name": name},
             },
             "unused": [],
         }

@@ -415,7 +415,8 @@ void define_load(nb::module_& module) {
                           R"(A rank among the others of a load.
 
 Args:
-    peers: has barrier(), agree(digest) and report(document), which reach the others; None: alone.)")
+    peers: has barrier(), agree(digest) and report(document), which reach the others; None:
+        alone.)")
       .def(nb::init<nb::object>(), nb::arg("peers").none() = nb::none())
       .def("fail", &CallerBoard::fail_here, nb::arg("what"), nb::arg("rank") = -1,
            "Ends the load that runs at its next look. Any thread.")

@@ -196,9 +196,7 @@ std::string digest_text(const MadePlan& made) {
   return fmt::format("{:016x}{:016x}", digest.high, digest.low);
 }
 
-}  // namespace
-
-void define_values(nb::module_& module) {
+void define_inputs(nb::module_& module) {
   nb::class_<OpenCheckpoint>(module, "Checkpoint",
                              "A checkpoint whose headers have been read and proven.")
       .def_prop_ro(
@@ -217,6 +215,9 @@ void define_values(nb::module_& module) {
           "recipe.json.");
   nb::class_<Layout>(module, "Layout", "Which elements of each target each rank holds, and where.")
       .def_prop_ro("ranks", &Layout::world_size, "World size.");
+}
+
+void define_plan_class(nb::module_& module) {
   nb::class_<MadePlan>(module, "Plan", "What will be read, put where and held, for every rank.")
       .def_prop_ro(
           "ranks", [](const MadePlan& made) { return made.plan.ranks(); }, "World size.")
@@ -253,7 +254,9 @@ void define_values(nb::module_& module) {
             return exchange_group(made.plan, rank);
           },
           nb::arg("rank"), "The ranks that hand bytes on to each other, `rank` among them.");
+}
 
+void define_steps(nb::module_& module) {
   module.def("open_checkpoint", open, nb::arg("path").none(),
              R"(Opens headers, index and config of a checkpoint and proves its layout.
 
@@ -298,6 +301,9 @@ Args:
     shardings: (mesh, cuts) each: sizes of the mesh axes over the whole world, outermost first, and
         the cuts in the order in which they are made, (mesh axes, tensor dim, packed parts, pads).
     sharding_of: for each target the index of its sharding.)");
+}
+
+void define_make_plan(nb::module_& module) {
   module.def("make_plan", plan, nb::arg("recipe"), nb::arg("layout"), nb::kw_only(),
              nb::arg("strategy") = "own-shard", nb::arg("ranks_per_node") = nb::none(),
              nb::arg("destinations") = std::vector<std::string>(), nb::arg("staging") = nb::none(),
@@ -322,6 +328,15 @@ Args:
 
 Raises:
     BudgetError: it does not fit; says by how much and who holds most.)");
+}
+
+}  // namespace
+
+void define_values(nb::module_& module) {
+  define_inputs(module);
+  define_plan_class(module);
+  define_steps(module);
+  define_make_plan(module);
 }
 
 }  // namespace modicum::python

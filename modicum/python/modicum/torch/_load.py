@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +76,9 @@ def load(
         dtype: torch.float32, bfloat16 or float16 for all that transformers' `from_pretrained` would
             load so; None: each parameter's own.
         keep_fp32: a regular expression; names that it matches are loaded as float32.
-        missing: of names that the model has and the source lacks, beyond those that the model
-            itself lists: "error"; "init": made by the model's own rule, the same bits at any world
-            size; or patterns of names to be made so, or rules by pattern ("zeros", "ones",
-            ("normal", std), "model").
+        missing: of names that the source lacks, beyond those that the model itself lists: "error";
+            "init": made by the model's own rule, the same bits at any world size; or patterns of
+            names to be made so, or rules by pattern ("zeros", "ones", ("normal", std), "model").
         unexpected: of stored names that the model has not, beyond those that it lists: "error",
             "ignore", or patterns of names that may be dropped.
         check: None, or "values": poison the memory first and compare every value afterwards with a
@@ -164,10 +163,6 @@ def _refuse_meta_buffers(model: nn.Module, loaded: Collection[str]) -> None:
             raise refusal("UNSUPPORTED", what, tensor=canonical(name))
 
 
-def _torch_dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
-
-
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as one line of bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)
@@ -203,7 +198,9 @@ class _Walk:
         )
         self.recipe = _modicum.make_recipe(self.checkpoint, made.text())
         self.targets = self.recipe.targets
+        self.dtypes = {t["name"]: getattr(torch, t["dtype"]) for t in self.targets}
         self.callers = made.callers
+        self.last_made: tuple[str, torch.Tensor | None] = "", None
         self.initialiser = Initialiser(
             self.model, self.callers, seed=self.seed, empty=self._empty_for_init
         )
@@ -257,8 +254,9 @@ class _Walk:
 
     def _place_targets(self) -> list[_Tensor]:
         """Where each target goes."""
-        dtypes = {target["name"]: _torch_dtype(target["dtype"]) for target in self.targets}
-        check_unit_dtypes(self.model, lambda name: dtypes.get(name, self.tensors[name].tensor.dtype))
+        check_unit_dtypes(
+            self.model, lambda name: self.dtypes.get(name, self.tensors[name].tensor.dtype)
+        )
         places = []
         for target in self.targets:
             of = self.tensors[target["name"]]
@@ -275,7 +273,7 @@ class _Walk:
                 if of.is_parameter:
                     check_replaceable(of.name, of.tensor)
             else:
-                self._place_in_what_is_there(of, dtypes[of.name])
+                self._place_in_what_is_there(of)
         return places
 
     @staticmethod
@@ -291,8 +289,8 @@ class _Walk:
         device = torch.device(mesh.device_type) if mesh is not None else torch.get_default_device()
         return torch.empty(0, device=device).device if device.type != "cpu" else device
 
-    def _place_in_what_is_there(self, of: _Tensor, dtype: torch.dtype) -> None:
-        local = of.local
+    def _place_in_what_is_there(self, of: _Tensor) -> None:
+        local, dtype = of.local, self.dtypes[of.name]
         if local.dtype != dtype:
             what = "a tensor that has values already has another dtype"
             raise refusal(
@@ -302,7 +300,9 @@ class _Walk:
             raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=of.name)
         of.device = local.device
         of.destination = "given" if local.device.type == "cpu" else "copy"
-        of.sharding = of.sharding.without_padding()
+        of.sharding = replace(
+            of.sharding, cuts=tuple(replace(cut, pads=False) for cut in of.sharding.cuts)
+        )
         of.storage = local.detach().reshape(-1)
 
     def _choose_budget(self, ledger: _modicum.Ledger | None, budget: Size | None) -> None:
@@ -327,14 +327,15 @@ class _Walk:
 
     def _check_local_shapes(self) -> None:
         """Ours against torch's: a layout that is not understood must not fill anything."""
-        for target, buffer in zip(self.targets, self.buffers, strict=True):
-            of = self.tensors[target["name"]]
-            if target["alias_of"] is None and tuple(of.local.shape) != buffer["shape"]:
+        for t, of in self._own_targets():
+            shape = torch.Size(self.buffers[t]["shape"])
+            # Of nothing there are many shapes.
+            if of.local.shape != shape and (of.local.numel() or shape.numel()):
                 raise refusal(
                     "UNSUPPORTED",
                     "torch cuts this tensor in another way",
                     tensor=of.name,
-                    expected=str(list(buffer["shape"])),
+                    expected=str(list(shape)),
                     got=str(list(of.local.shape)),
                 )
 
@@ -406,7 +407,7 @@ class _Walk:
         for t, of in self._own_targets():
             if of.destination != "copy":
                 continue
-            dtype = _torch_dtype(self.targets[t]["dtype"])
+            dtype = self.dtypes[of.name]
             if of.storage is None:
                 numel = self.buffers[t]["padded_numel"]
                 of.storage = torch.empty(numel, dtype=dtype, device=of.device)
@@ -424,10 +425,13 @@ class _Walk:
 
     def _made(self, ordinal: int) -> torch.Tensor:
         name = self.callers[ordinal]
-        target = next(t for t in self.targets if t["name"] == name)
-        return _as_bytes(self.initialiser.whole(name).to(_torch_dtype(target["dtype"])))
+        if self.last_made[0] != name:
+            self.last_made = "", None  # frees it before there is another
+            self.last_made = name, self.initialiser.whole(name).to(self.dtypes[name])
+        return _as_bytes(self.last_made[1])
 
     def _hand_over(self, loaded: Any) -> None:
+        self.last_made = "", None
         if any(of.managed and of.managed.pins for of in self.tensors.values()):
             arena = torch.from_dlpack(loaded.whole())
             pin(arena)
@@ -441,9 +445,8 @@ class _Walk:
                 of.put(self.tensors[target["alias_of"]].tensor)
 
     def _fill(self, t: int, of: _Tensor, loaded: Any) -> None:
-        dtype = _torch_dtype(self.targets[t]["dtype"])
         if of.storage is None:
-            of.storage = torch.from_dlpack(loaded.storage(t)).view(dtype)
+            of.storage = torch.from_dlpack(loaded.storage(t)).view(self.dtypes[of.name])
         if of.is_parameter:
             hand_over(of.name, of.tensor, of.storage, of.managed)
         else:
