@@ -19,7 +19,7 @@ import torch.distributed as dist
 import transformers
 from families import FAMILIES, TEXT, Family, Tensors
 from safetensors.torch import load_file
-from sharding import AXES, Cut, assert_same, mesh_of
+from sharding import AXES, Cut, assert_same, bits, mesh_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -199,6 +199,10 @@ def assert_holds(model: nn.Module, whole: nn.Module, cut: Cut, rank: int) -> Non
     for name, buffer in buffers.items():
         assert not buffer.is_meta, f"{name} is on meta"
         assert_same(buffer, computed[name], f"{name} of rank {rank}")
+
+
+def buffer_bits(model: nn.Module) -> dict[str, bytes]:
+    return {name: bits(buffer) for name, buffer in model.named_buffers()}
 
 
 def assert_empty(model: nn.Module) -> None:
