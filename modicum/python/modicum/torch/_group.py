@@ -414,10 +414,14 @@ class Ranks:
             # A peer that left for a reason has told it before.
             if self._failed.wait(4 * TICK_S):
                 self.check()
-            peer = self._members[self._exchange.peer]
-            what = f"the connection to rank {peer} (pid {self._pids[peer]}) ended"
-            raise from_json(
-                self._blaming(peer, "PEER", f"{what}: {_first_line(error)}")) from None
+            place, why = self._exchange.peer, _first_line(error)
+            if place is None:
+                others = f"the {len(self._members) - 1} ranks that it exchanges bytes with"
+                what = f"rank {self.rank} could not connect to {others}: {why}"
+                raise from_json(_document("PEER", what, rank=self.rank)) from None
+            peer = self._members[place]
+            what = f"the connection to rank {peer} (pid {self._pids[peer]}) ended: {why}"
+            raise from_json(self._blaming(peer, "PEER", what)) from None
 
 
 def _document(category: str, what: str, **facts: Any) -> str:
