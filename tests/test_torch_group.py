@@ -399,8 +399,8 @@ ELSEWHERE = ["a", "b", "c"]
 SLOW = {
     "is stopped": (2, None),
     "has given no sign of life": (2, ELSEWHERE),
-    "the store of the process group does not answer": (0, None),
-    "the store of the process group is lost": (0, ELSEWHERE),
+    "which rank 0 has, does not answer": (0, None),
+    "which rank 0 has, is lost": (0, ELSEWHERE),
     "away for 1.5 s": (1, None),
     "away for 1.5 s with the store": (0, ELSEWHERE),
 }

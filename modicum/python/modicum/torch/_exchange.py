@@ -7,6 +7,8 @@ one reads, and can leave at any time. Two ways:
   what it has received, piece by piece; the one before the root keeps it. Every rank sends and
   receives each byte once, however many they are, and has two connections.
 - in parts: each says to the root which part it needs, and receives that.
+
+The network interface is the one that PyTorch's own Gloo groups take.
 """
 
 from __future__ import annotations

@@ -110,4 +110,5 @@ class LoadStore:
                     self._lost = f"is lost: {first_line}"
             else:
                 self._lost = "does not answer"
+            self.end()
         raise self._on_loss(self._lost)
