@@ -40,6 +40,8 @@ class Initialiser:
 
     largest_bytes: int
     """The most bytes that `empty` is asked for at once; a rule may take temporaries beside them."""
+    most_tensors: int
+    """The most tensors that exist at once."""
     order: list[str]
     """The names, together those that one module makes together, else in the model's order."""
 
@@ -88,6 +90,7 @@ class Initialiser:
         rank = {key: i for i, key in enumerate(groups)}
         self.order = sorted(self._made_in, key=lambda name: rank[id(self._made_in[name][0].module)])
         self.largest_bytes = max((group.nbytes for group in groups.values()), default=0)
+        self.most_tensors = max((len(group.members) for group in groups.values()), default=0)
         self._held: _Group | None = None
         self._tensors: dict[str, torch.Tensor] = {}
 
