@@ -1,6 +1,7 @@
 """Recipes of models that are wrapped, and of modules that are none of transformers': PEFT, value
 heads, torch.compile, activation checkpointing, FSDP2. The oracle is what PEFT itself loads."""
 
+import json
 import re
 import subprocess
 import sys
@@ -450,6 +451,7 @@ def test_what_is_left_to_the_model_is_in_the_document_and_not_in_the_text() -> N
     assert targets["model.embed_tokens.weight"] == node
     assert targets["lm_head.weight"] == {"op": "alias", "of": "model.embed_tokens.weight"}
     assert "embed_tokens" not in recipe.text() and head == embedding
+    assert json.loads(recipe.text(callers=True)) == recipe.document
     present = ["model.embed_tokens.weight"]
     assert recipes.recipe_for(model, stored, present=present).targets.keys() == stored.keys()
 

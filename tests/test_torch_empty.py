@@ -24,8 +24,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from families import ENCODER_DECODER, FAMILIES, VISION, Family  # noqa: E402
-from sharding import assert_same, bits  # noqa: E402
+from sharding import assert_same, bits, playing_rank  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import modicum  # noqa: E402
 from modicum.torch._empty import empty_parameters  # noqa: E402
@@ -250,6 +251,8 @@ COMPUTED: dict[str, Callable[[Any], Any]] = {
     "data like the parameter": lambda m: m.weight.new_tensor([1, 2]),
     "ones like the parameter": lambda m: torch.ones_like(m.weight),
     "a number like the parameter": lambda m: m.weight.new_full((2,), 7),
+    "few random numbers": lambda m: torch.randn(3, generator=torch.Generator().manual_seed(1)),
+    "many random numbers": lambda m: torch.rand(1 << 19, generator=torch.Generator()),
     "large": lambda m: torch.zeros(1 << 19).view(2, -1),
     "large and written": lambda m: written(torch.empty(1 << 19), lambda t: t.fill_(2)),
 }
@@ -279,6 +282,8 @@ UNCOMPUTED: dict[str, Callable[[Any], Any]] = {
     "large": lambda m: torch.empty(1 << 19),
     "many random numbers": lambda m: torch.randn(1 << 19) * torch.arange(1 << 19),
     "like a parameter": lambda m: torch.empty_like(m.weight),
+    "ones like a parameter, changed": lambda m: torch.ones_like(m.weight).mul_(2),
+    "ones like a parameter, in part": lambda m: torch.ones_like(m.weight)[0],
     "a parameter's values": lambda m: m.weight.detach().clone(),
     "made of a parameter": lambda m: m.weight.detach() + torch.ones(3),
     "made of a parameter in place": lambda m: torch.ones(2, 3).add_(m.weight.detach()),
@@ -341,7 +346,7 @@ def test_a_parameter_stays_the_same_object() -> None:
         lambda: nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Dropout()),
         lambda: nn.LSTM(3, 5, num_layers=2, bidirectional=True),
         lambda: nn.MultiheadAttention(6, 2, kdim=4, vdim=5),
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 7), 2),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 7, batch_first=True), 2),
         lambda: nn.Embedding(7, 3, padding_idx=1),
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 5)),
         lambda: nn.ParameterList([nn.Parameter(torch.randn(3)), nn.Parameter(torch.rand(2))]),
@@ -405,6 +410,21 @@ def test_nothing_is_different_afterwards() -> None:
             kept = Buffers(UNCOMPUTED["empty"])
     assert_plain()
     assert not kept.table.any()
+
+
+def test_a_model_is_sharded_afterwards() -> None:
+    (family,) = (family for family in BUILT if family.name == "llama")
+    with playing_rank(0, 2):
+        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+        with pytest.raises(modicum.UsageError, match="sharded after") as refused:
+            with empty_parameters():
+                fully_shard(built(family, BF16), mesh=mesh)
+        assert refused.value.tensor == "model.embed_tokens.weight"
+        with empty_parameters():
+            model = built(family, BF16)
+        fully_shard(model, mesh=mesh)
+        assert {tensor.device.type for tensor in model.parameters()} == {"meta"}
+        assert {tensor.device.type for tensor in model.buffers()} == {"cpu"}
 
 
 def test_a_module_that_is_gone_is_not_looked_at() -> None:

@@ -70,6 +70,17 @@ def wrapped_by(module: Any) -> Any:
     return own if own is not None else getattr(module, "base_layer", None)
 
 
+def unwrapped(module: Any) -> Any:
+    """The module as it was before it was compiled, checkpointed or given adapters."""
+    while True:
+        inner = wrapped_by(module)
+        for name in _WRAPPERS & module._modules.keys():
+            inner = module._modules[name]
+        if inner is None:
+            return module
+        module = inner
+
+
 # ---- members
 
 
@@ -82,6 +93,7 @@ class Member:
     module: Any  # whose attribute it is
     attribute: str
     tensor: Any
+    chain: tuple[Any, ...]  # the modules that it is in, outermost first
     root: Any  # the model of transformers that it is in, or None
     adapter: str | None  # whose it is; "" where adapters share it; None: of the model itself
 
@@ -95,26 +107,28 @@ class Member:
 class _Place:
     """A module, on the way down."""
 
-    module: Any
+    chain: tuple[Any, ...]  # the module and, before it, those that it is in
     path: tuple[str, ...] = ()  # in the model
     key: tuple[str, ...] = ()
     root: Any = None
     root_depth: int = 0
     adapter: str | None = None
 
+    @property
+    def module(self) -> Any:
+        return self.chain[-1]
+
 
 def _roots(model: Any) -> dict[int, Any]:
     """The outermost models of transformers, or else what PEFT is around, or the model itself."""
     found: dict[int, Any] = {}
-
-    def search(module: Any) -> None:
+    ahead = [model]
+    while ahead:
+        module = ahead.pop()
         if is_pretrained(module):
             found[id(module)] = module
-            return
-        for child in module.children():
-            search(child)
-
-    search(model)
+        else:
+            ahead += reversed([*module.children()])
     if not found:
         base = model.get_base_model() if hasattr(type(model), "get_base_model") else model
         found[id(base)] = base
@@ -132,12 +146,12 @@ class _Walk:
             if has_adapters(module)
             for adapter in module.peft_config
         }
-        self.places = list(self._below(self._enter(_Place(model))))
+        self.places = list(self._below(self._enter(_Place((model,)))))
 
     def _enter(self, place: _Place) -> _Place:
         if id(place.module) not in self.roots or place.root is not None:
             return place
-        return _Place(place.module, place.path, (), place.module, len(place.path))
+        return _Place(place.chain, place.path, (), place.module, len(place.path))
 
     def _below(self, place: _Place) -> Iterator[_Place]:
         yield place
@@ -147,13 +161,14 @@ class _Walk:
 
     def _child(self, at: _Place, name: str, child: Any) -> _Place:
         path = at.path if name in _WRAPPERS else (*at.path, name)
+        chain = (*at.chain, child)
         wrapped = wrapped_by(at.module)
         if name in _WRAPPERS or (
             wrapped is not None and (child is wrapped or wrapped_by(child) is wrapped)
         ):
-            return _Place(child, path, at.key, at.root, at.root_depth, at.adapter)
+            return _Place(chain, path, at.key, at.root, at.root_depth, at.adapter)
         key, adapter = self.named(at, name)
-        return _Place(child, path, key, at.root, at.root_depth, adapter)
+        return _Place(chain, path, key, at.root, at.root_depth, adapter)
 
     def named(self, at: _Place, name: str) -> tuple[tuple[str, ...], str | None]:
         """The key and the adapter of what has this name in a module."""
@@ -180,7 +195,9 @@ class _Walk:
                 if tensor is not None:
                     key, adapter = self.named(at, name)
                     path = ".".join((*at.path, name))
-                    yield Member(path, ".".join(key), module, name, tensor, at.root, adapter)
+                    yield Member(
+                        path, ".".join(key), module, name, tensor, at.chain, at.root, adapter
+                    )
 
 
 # ---- parts
@@ -196,10 +213,15 @@ class Part:
     keys: dict[str, str] = field(default_factory=dict)  # by name in the model
     saved_as: dict[str, str] = field(default_factory=dict)  # keys by name in an adapter's file
 
+    @property
+    def bare_prefix(self) -> str:
+        """Without what PEFT puts around a model."""
+        return self.prefix.replace(_ADAPTER_PREFIX, "")
+
     def key_of(self, name: str) -> str | None:
         """Of a stored name that has the prefix of this part, with what PEFT puts around a model or
         without, or that of the files that PEFT writes."""
-        for prefix in (self.prefix, self.prefix.replace(_ADAPTER_PREFIX, ""), _ADAPTER_PREFIX):
+        for prefix in (self.prefix, self.bare_prefix, _ADAPTER_PREFIX):
             if prefix and name.startswith(prefix):
                 rest = name.removeprefix(prefix)
                 of_adapter = prefix.endswith(_ADAPTER_PREFIX)
@@ -212,6 +234,7 @@ class Structure:
     """The members of a model that a state dict has, in its order, and the parts they are in."""
 
     members: dict[str, Member]
+    scratch: dict[str, Member]  # buffers that a state dict lacks
     parts: list[Part]  # the last: outside
     copies: dict[str, str] = field(default_factory=dict)
     """By name: the member that PEFT has made this one as a copy of."""
@@ -269,7 +292,9 @@ def structure_of(model: Any, adapter: str | None = None) -> Structure:
         raise refusal("USAGE", f"the model has no adapter '{adapter}'", got=known)
     if adapter is None and len(walk.adapters) == 1:
         (adapter,) = walk.adapters
-    members = {m.name: m for m in walk.members() if m.persistent}
+    everything = list(walk.members())
+    members = {m.name: m for m in everything if m.persistent}
+    scratch = {m.name: m for m in everything if not m.persistent}
     parts: dict[int, Part] = {}
     for at in walk.places:
         if at.module is at.root and id(at.root) not in parts:
@@ -284,7 +309,7 @@ def structure_of(model: Any, adapter: str | None = None) -> Structure:
         if member.adapter is not None:
             # PEFT saves some tensors less the name of the module that it has them in.
             part.saved_as[member.key.removesuffix(".weight")] = member.key
-    structure = Structure(members, list(parts.values()))
+    structure = Structure(members, scratch, list(parts.values()))
     _note_copies(walk, adapter, structure)
     return structure
 

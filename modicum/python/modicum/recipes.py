@@ -78,9 +78,10 @@ class Recipe:
         """Targets and unused stored tensors, what is left to the model among them."""
         return {"targets": self.targets, "unused": self.unused}
 
-    def text(self) -> str:
-        """recipe.json, as short as it can be. What is left to the model is left out."""
-        left = self.missing
+    def text(self, *, callers: bool = False) -> str:
+        """recipe.json, as short as it can be: what is left to the model is left out, except for a
+        reader to which the `callers` are handed over."""
+        left = {} if callers else self.missing
         targets = {
             name: node
             for name, node in self.targets.items()

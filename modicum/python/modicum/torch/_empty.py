@@ -12,7 +12,7 @@ import functools
 import mmap
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -72,6 +72,11 @@ def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
+def _draws(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Random numbers that no other process would draw again."""
+    return _is_random(func) and kwargs.get("generator") is None
+
+
 @functools.cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that `func` puts values into: place and name."""
@@ -94,20 +99,33 @@ class _Memory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # By address. While the reference is held, no other storage can have the same.
+        # By address of the storage: while the reference is held, no other can have the same.
         self._uncomputed: dict[int, StorageWeakRef] = {}
+        self._makers: dict[int, tuple[StorageWeakRef, Callable[[], torch.Tensor]]] = {}
         self._may_use_meta = False
 
     def is_uncomputed(self, tensor: torch.Tensor) -> bool:
         known = tensor.is_meta or tensor.untyped_storage()._cdata in self._uncomputed
         return known and tensor.numel() > 0
 
-    def note(self, tensor: torch.Tensor, *, computed: bool) -> None:
+    def _note(self, tensor: torch.Tensor, *, computed: bool) -> None:
         storage = tensor.untyped_storage()
-        if computed:
+        self._makers.pop(storage._cdata, None)
+        if computed or tensor.is_meta:
             self._uncomputed.pop(storage._cdata, None)
         else:
             self._uncomputed[storage._cdata] = StorageWeakRef(storage)
+
+    def real(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Instead of one on meta: with its values where they are known."""
+        _, maker = self._makers.get(buffer.untyped_storage()._cdata, (None, None))
+        if maker is not None:
+            made = maker()
+            if made.shape == buffer.shape and made.stride() == buffer.stride():
+                return made
+        zeros = _zeros(buffer)
+        self._note(zeros, computed=False)
+        return zeros
 
     def move_to_meta(self, parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         """The same object afterwards, so that ties and whoever else holds it see it move."""
@@ -140,29 +158,38 @@ class _Memory(TorchDispatchMode):
         return self._compute(func, args, kwargs)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        """With its values on a real device, even if asked for a parameter's device or within
-        `torch.device("meta")`. Only what has none that matter may be on meta: many random numbers,
-        or memory as large as a parameter."""
-        packet, device = func.overloadpacket, kwargs.get("device")
-        has_values = packet not in _EMPTY and not _is_random(func)
-        model = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        """On a real device, even if asked for a parameter's device or within
+        `torch.device("meta")`. On meta is what only a parameter can begin as, many random numbers
+        or more memory than there is, and what is like something there."""
+        device = kwargs.get("device")
         if device is None:
-            device = _CPU if model is None else model.device
-            if device.type == "meta" and model is not None and not has_values:
-                return func(*args, **kwargs)
-        device = _CPU if device.type == "meta" else device
+            device = args[0].device if args and isinstance(args[0], torch.Tensor) else _CPU
+            if device.type == "meta":
+                return self._make_like_meta(func, args, kwargs)
+        if device.type == "meta":
+            device = _CPU
         kwargs = {**kwargs, "device": device}
-        if has_values and packet not in _ZEROS:
+        packet, draws = func.overloadpacket, _draws(func, kwargs)
+        if packet not in _EMPTY and packet not in _ZEROS and not draws:
             return func(*args, **kwargs)
         like = func(*args, **{**kwargs, "device": _META, "pin_memory": False})
-        if _is_random(func):
+        if draws:
             is_large = like.untyped_storage().nbytes() >= _LARGE_BYTES
             return like if is_large else func(*args, **kwargs)
         try:
             made = _zeros(like, device)
         except OSError:
-            return like  # More than the node has addresses for, so it is going to be a parameter.
-        self.note(made, computed=has_values)
+            return like
+        self._note(made, computed=packet in _ZEROS)
+        return made
+
+    def _make_like_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """It is going to meet what is on meta; its values are remembered in case of a buffer."""
+        made = func(*args, **kwargs)
+        if func.overloadpacket not in _EMPTY and not _draws(func, kwargs):
+            storage = made.untyped_storage()
+            maker = functools.partial(func, *args, **{**kwargs, "device": _CPU})
+            self._makers[storage._cdata] = StorageWeakRef(storage), maker
         return made
 
     def _resize(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -172,15 +199,13 @@ class _Memory(TorchDispatchMode):
         if storage.nbytes() > old_bytes:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             whole[old_bytes:].zero_()
-            self.note(tensor, computed=False)
+            self._note(tensor, computed=False)
         return tensor
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What is made of something on meta is on meta, and a copy is as computed as its source."""
         places = _written(func)
         written = [*_tensors([args[i] if i < len(args) else kwargs[n] for i, n in places])]
-        if written and written[0].is_meta and _is_random(func):
-            return written[0]  # The kernel for meta would take a millisecond over it.
         tensors = [*_tensors(args, *kwargs.values())]
         computed = not any(tensor.is_meta for tensor in tensors)
         if not computed and not func._schema.is_mutable:
@@ -188,10 +213,12 @@ class _Memory(TorchDispatchMode):
         is_copy = func.overloadpacket in _COPIES
         if is_copy and self.is_uncomputed(tensors[-1]):
             computed = False
-        result = func(*args, **kwargs)
+        if written and written[0].is_meta and _is_random(func):
+            result = written[0]  # The kernel for meta would take a millisecond over it.
+        else:
+            result = func(*args, **kwargs)
         for tensor in [result] if is_copy else written:
-            if not tensor.is_meta:
-                self.note(tensor, computed=computed)
+            self._note(tensor, computed=computed)
         return result
 
 
@@ -203,9 +230,8 @@ class _Data(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _FROM_DATA and not (args and isinstance(args[-1], torch.Tensor)):
-            device = kwargs.get("device")
-            if device is None and func is torch.Tensor.new_tensor:
-                device = args[0].device
+            is_method = func is torch.Tensor.new_tensor
+            device = kwargs.get("device") or (args[0].device if is_method else None)
             if torch.device(device or torch.get_default_device()).type == "meta":
                 kwargs = {**kwargs, "device": _CPU}
         return func(*args, **kwargs)
@@ -241,15 +267,14 @@ class _Modules:
         self._see(module)
         if buffer is None or is_lazy(buffer) or not buffer.is_meta:
             return None
-        real = _zeros(buffer)
-        self._memory.note(real, computed=False)
-        return real
+        return self._memory.real(buffer)
 
     def finish(self) -> None:
         """What `from_pretrained` does once a model is built, and a last look at the buffers."""
         children = {id(child) for module in self._born for child in module.children()}
         roots = [module for module in self._born if id(module) not in children]
         for model in [model for root in roots for model in self._pretrained_models(root)]:
+            self._refuse_sharded(model)
             self._initialise(model)
             self._keep_dtypes(model)
         for root in roots:
@@ -263,6 +288,13 @@ class _Modules:
             return
         for child in module.children():
             yield from self._pretrained_models(child)
+
+    @staticmethod
+    def _refuse_sharded(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, "device_mesh"):
+                what = "a model is to be sharded after empty_parameters(), not within it"
+                raise refusal("UNSUPPORTED", what, tensor=name)
 
     def _initialise(self, model: Any) -> None:
         """Again, and now outside of the dtype that the model was built in: `from_pretrained` does
@@ -323,8 +355,9 @@ def empty_parameters() -> Iterator[None]:
     buffers are best changed after that.
 
     It takes the memory of the buffers, and milliseconds per layer: parameters are neither
-    committed nor initialised. Modules that were there before stay as they are. Nothing is different
-    outside of it, within another one nothing more happens, and it is for one thread at a time.
+    committed nor initialised. A constructor that reads a parameter's values fails, with torch's own
+    error. Modules that were there before stay as they are. Nothing is different outside of it,
+    within another one nothing more happens, and it is for one thread at a time.
 
     Raises:
         UsageError: at the end, UNSUPPORTED, with the name as `tensor`: a buffer that is not

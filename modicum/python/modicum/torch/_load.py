@@ -35,6 +35,7 @@ Size = int | str
 Source = str | Path | None
 
 _MIB = 1 << 20
+_PAGE_BYTES = 4096
 
 
 def load(
@@ -236,6 +237,7 @@ class _Walk:
             sharding_of=[number[of.sharding] for of in places],
         )
         self._choose_budget(ledger, budget)
+        made = self.initialiser  # takes whole pages for each tensor
         self.plan = _modicum.make_plan(
             self.recipe,
             layout,
@@ -244,7 +246,7 @@ class _Walk:
             destinations=[of.destination for of in places],
             staging=staging,
             baseline=self.baseline,
-            init_bytes=self.initialiser.largest_bytes,
+            init_bytes=made.largest_bytes + made.most_tensors * _PAGE_BYTES,
             caller_sends=True,
             budget=self.budget,
             budget_source=self.budget_source,
