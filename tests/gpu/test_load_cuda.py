@@ -1,4 +1,4 @@
-"""What needs a GPU: shards that are copied there, and offloaded ones that are pinned as they lie."""
+"""What needs a GPU: shards copied there, and offloaded ones that are pinned as they lie."""
 
 from pathlib import Path
 
