@@ -311,6 +311,9 @@ def test_interrupted(four: Ranks, model: Path, large: Path, where: str) -> None:
     answers = four.hear()
     assert time.monotonic() - begin <= SOON_S
     assert all(answer["on_meta"] for answer in answers)
+    if where == "in the library":  # in the middle of it: its share was to be read twice
+        stored = (large / "model.safetensors").stat().st_size
+        assert answers[0]["read_bytes"] < 2 * stored / 4, "it was not heard before the end"
     first, *others = [answer["failure"] for answer in answers]
     assert first is not None and first.error == "KeyboardInterrupt", answers
     for failure in others:
