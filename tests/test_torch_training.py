@@ -118,8 +118,9 @@ def test_example_is_refused(modicum: Path, root: Path, tmp_path: Path) -> None:
     done = torchrun(root, 2, EXAMPLE, directory, "--budget", "600MiB")
     assert done.returncode != 0
     lines = re.findall(r"BudgetError: (.*)", done.stderr)
-    assert len(lines) == 2 and len(set(lines)) == 1, done.stderr
-    assert "BUDGET" in lines[0] and "600.00 MiB" in lines[0], lines
+    # torchrun may have ended the second rank before it could print the same.
+    assert lines and len(set(lines)) == 1, done.stderr
+    assert re.search(r"BUDGET: .* 600\.00 MiB: \d+\.\d\d MiB too little", lines[0]), lines
     assert cached_bytes(file) <= 1 * MIB, "headers, and what the kernel reads ahead of them"
     assert "step 0" not in done.stdout
 
