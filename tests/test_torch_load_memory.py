@@ -1,5 +1,5 @@
-"""Whose memory a loaded model has: the load's own, which FSDP2 takes as it is, until the last tensor
-of it dies; and what only passes through the host on its way to a device.
+"""Whose memory a loaded model has: the load's own, which FSDP2 takes as it is, until the last
+tensor of it dies; and what only passes through the host on its way to a device.
 
 House test. It catches these mutations: a parameter that is another object afterwards; a shard that
 FSDP2 pads into a copy; an entry of the ledger that goes too early, or never; memory on a device
