@@ -154,6 +154,13 @@ def test_a_model_wrapped_and_sharded_has_the_same_recipe() -> None:
         assert recipes.recipe_for(wrapped, stored, missing="init") == whole
 
 
+def test_a_copy_that_is_there_already_stays(written: Any) -> None:
+    wrapped = with_adapters(on_meta(BY_NAME["llama"]), KINDS["head"][1])
+    copy = "base_model.model.lm_head.modules_to_save.default.weight"
+    assert copy in recipes.recipe_for(wrapped, written("llama")).targets
+    assert copy not in recipes.recipe_for(wrapped, written("llama"), present=[copy]).targets
+
+
 # ---- PEFT, an adapter
 
 

@@ -389,16 +389,18 @@ def test_other_kinds_of_adapters_have_rules_too(config: Any) -> None:
 # ---- sharded and wrapped
 
 
-def wrapped_in_everything(name: str) -> Any:
-    """Adapters, a compiled block, a checkpointed one."""
+def wrapped_in_everything(name: str, sharded: bool = True) -> Any:
+    """Adapters, FSDP2, a compiled block, a checkpointed one."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import fully_shard
 
     model = with_adapters(on_meta(BY_NAME[name]), target_modules=["q_proj", "c_proj"])
     inner = model.base_model.model
-    blocks = getattr(inner, "transformer", getattr(inner, "model", None))
-    blocks = getattr(blocks, "h", getattr(blocks, "layers", None))
+    blocks = inner.transformer.h if name == "gpt2" else inner.model.layers
+    for module in [*blocks, inner] if sharded else ():
+        fully_shard(module)
     blocks[0], blocks[1] = torch.compile(blocks[0]), checkpoint_wrapper(blocks[1])
-    return model, blocks
+    return model
 
 
 def canonical_names(model: Any) -> list[str]:
@@ -409,18 +411,14 @@ def canonical_names(model: Any) -> list[str]:
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "falcon_h1"])
 def test_every_rank_makes_the_same_bits(name: str) -> None:
     """Also of what each class has become by `fully_shard`, and whatever was drawn before."""
-    from torch.distributed.fsdp import fully_shard
-
     plain = with_adapters(on_meta(BY_NAME[name]), target_modules=["q_proj", "c_proj"])
     names = list(tensors_of(plain))
     expected = made(plain, names)
     for world in (1, 2, 3):
         for rank in range(world):
-            model, blocks = wrapped_in_everything(name)
             torch.manual_seed(1000 * world + rank)
             with playing_rank(rank, world):
-                for module in [*blocks, model]:
-                    fully_shard(module)
+                model = wrapped_in_everything(name)
                 local = dict(model.named_parameters())
                 values = made(model, canonical_names(model))
             assert values.keys() == expected.keys()
@@ -457,15 +455,11 @@ def traces(model: Any) -> dict[int, Any]:
 
 
 def test_nothing_of_the_model_and_no_global_random_number_changes() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    for shards in (False, True):
-        model, blocks = wrapped_in_everything("gpt2")
-        model.base_model.model.transformer.wte.weight._is_hf_initialized = True
-        model.base_model.model._is_hf_initialized = True
+    for sharded in (False, True):
         with playing_rank(0, 2):
-            for module in [*blocks, model] if shards else ():
-                fully_shard(module)
+            model = wrapped_in_everything("gpt2", sharded)
+            model.base_model.model.transformer.wte.weight._is_hf_initialized = True
+            model.base_model.model._is_hf_initialized = True
             before = traces(model), torch.get_rng_state().tolist(), random.getstate()
             made(model, canonical_names(model))
             assert (traces(model), torch.get_rng_state().tolist(), random.getstate()) == before

@@ -128,7 +128,7 @@ def shard(model: nn.Module, cut: Cut) -> nn.Module:
             _shard_dim(getattr(p, "_local_tensor", p).shape, parts, cut.dim)
         ),
     }
-    for module in reversed(list(model.modules())):  # inner ones first
+    for module in reversed([*model.modules()]):  # a unit within another comes first
         own = {p for p in module.parameters(recurse=False)} - options["ignored_params"]
         if any(p.dtype != model.dtype for p in own):
             fully_shard(module, **options)

@@ -18,9 +18,9 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 _ADAPTER_PREFIX = "base_model.model."
 
 
-def canonical(name: str) -> str:
-    """A name without what wrapping has put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def canonical(fqn: str) -> str:
+    """The FQN without the parts that torch's wrappers have put into it."""
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 # ---- classes

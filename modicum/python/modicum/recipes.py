@@ -258,12 +258,16 @@ def _made_by_rule(rule: Rule, dtype: str, shape: tuple[int, ...], name: str) -> 
 
 
 def _copy(
-    recipe: Recipe, copies: Mapping[str, str], made: Mapping[str, Array], dtypes: Dtypes
+    recipe: Recipe,
+    copies: Mapping[str, str],
+    made: Mapping[str, Array],
+    dtypes: Dtypes,
+    present: Container[str],
 ) -> None:
     """PEFT's copy of a module begins as what it is a copy of, also where that is tied."""
     for name, original in copies.items():
         array = made.get(recipe.targets.get(original, {}).get("of", original))
-        if name not in recipe.targets and array is not None:
+        if name not in recipe.targets and name not in present and array is not None:
             recipe.targets[name] = cast(name, array, dtypes.of(name, name))
 
 
@@ -404,8 +408,8 @@ def recipe_for(
     for name, array in translation.made.items():
         recipe.targets[name] = cast(name, array, dtypes.of(name, translation.first[name]))
     open_ties = _tie(recipe, ties_of(structure), untie)
-    _copy(recipe, structure.copies, translation.made, dtypes)
-    left, held = _left_to_model(structure, translation.made), frozenset(present)
+    _copy(recipe, structure.copies, translation.made, dtypes, held := frozenset(present))
+    left = _left_to_model(structure, translation.made)
     lacking = _fill_gaps(
         recipe, targets, dtypes, open_ties, rules=rules, left_to_model=left, present=held
     )

@@ -127,6 +127,7 @@ class Ranks:
         others, of which this one needs at least [begin, end)."""
         if self._store is None:
             raise refusal("UNSUPPORTED", "ranks of a fake process group can't exchange bytes")
+        self.check()
         if len(view) == 0:
             return
         call = self._exchange.begin(root, view, begin, end)
@@ -317,7 +318,9 @@ class Ranks:
             rank, how = lost
             self.report(self._blaming(rank, "PEER", f"rank {rank} (pid {self._pids[rank]}) {how}"))
 
-    def _tell(self, board: Board, progress: Callable[[int], object], ended: threading.Event) -> None:
+    def _tell(
+        self, board: Board, progress: Callable[[int], object], ended: threading.Event
+    ) -> None:
         try:
             while not ended.wait(TICK_S):
                 progress(board.progress)
@@ -418,7 +421,9 @@ class Ranks:
 
 
 def _document(category: str, what: str, **facts: Any) -> str:
-    told = {"category": category, "code": CODES[category], "message": f"{category}: {what}"}
+    details = ", ".join(f"{name} {facts[name]}" for name in ("expected", "got") if name in facts)
+    message = f"{category}: {what}" + (f" ({details})" if details else "")
+    told = {"category": category, "code": CODES[category], "message": message}
     return json.dumps({"error": told | facts})
 
 

@@ -31,17 +31,21 @@ class Process:
     boot: str
     host: str
     pid_space: int
-    """The pid namespace; a pid says nothing outside of it."""
+    """The pid namespace, outside of which a pid says nothing; 0: not known."""
     pid: int
     started: str
     """By the kernel's clock: a pid may be given to somebody else."""
 
     @classmethod
     def this(cls) -> "Process":
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pid = os.getpid()
         _, started = _state_of(pid) or ("", "")
-        return cls(boot, socket.gethostname(), os.stat("/proc/self/ns/pid").st_ino, pid, started)
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            pid_space = os.stat("/proc/self/ns/pid").st_ino
+        except OSError:  # some sandboxes have neither: the host's name has to do
+            boot, pid_space = "", 0
+        return cls(boot, socket.gethostname(), pid_space, pid, started)
 
     @property
     def node(self) -> tuple[str, str]:
@@ -50,7 +54,7 @@ class Process:
     def sees(self, other: "Process") -> bool:
         """True where `/proc` tells this process about the other one."""
         same = (self.boot, self.pid_space) == (other.boot, other.pid_space)
-        return same and other.condition() == ""
+        return same and self.pid_space != 0 and other.condition() == ""
 
     def condition(self) -> str:
         """"is gone", "is stopped", or nothing where it runs; of one on the same host."""

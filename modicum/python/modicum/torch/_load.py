@@ -197,7 +197,7 @@ class _Walk:
             unexpected=unexpected,
             present=present,
         )
-        self.recipe = _modicum.make_recipe(self.checkpoint, made.text())
+        self.recipe = _modicum.make_recipe(self.checkpoint, made.text(callers=True))
         self.targets = self.recipe.targets
         self.dtypes = {t["name"]: getattr(torch, t["dtype"]) for t in self.targets}
         self.callers = made.callers

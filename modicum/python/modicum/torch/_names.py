@@ -2,17 +2,10 @@
 
 from torch import nn
 
+from modicum._structure import canonical
 from modicum.errors import refusal
 
 __all__ = ["canonical", "parameter_names"]
-
-# What torch.compile, activation checkpointing and FSDP1 put into the path of what they wrap.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-
-
-def canonical(fqn: str) -> str:
-    """The FQN without the parts that torch's wrappers have put into it."""
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
