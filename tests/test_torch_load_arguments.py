@@ -46,6 +46,13 @@ TWO = Cut("fsdp2", (2,))
 HEAD, NORM = "lm_head.weight", "model.norm.weight"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def whole_models() -> None:
+    """Are there before a rank is played."""
+    for name in ("llama", "llama_tied"):
+        from_pretrained(name)
+
+
 def copy_without(directory: Path, name: str, *left_out: str, **more: Any) -> Path:
     """A family's checkpoint less some tensors, and with others."""
     stored = {n: t for n, t in stored_in(checkpoint_of(name)).items() if n not in left_out}
@@ -246,8 +253,8 @@ def test_unexpected(unexpected: Any, left_over: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "marian", "bart", "mixtral", "t5"])
 def test_without_a_source_the_model_makes_everything(name: str) -> None:
     """What is constant is the same to the bit; what is random has the same spread."""
-    whole = same_at_every_world(lambda: empty(name), None)
     plain = BY_NAME[name].model_class(config_of(name))
+    whole = same_at_every_world(lambda: empty(name), None)
     for path, parameter in parameters_of(plain).items():
         got, expected = whole[path], parameter.detach()
         if len(expected.unique()) == 1 or name == "marian" and "embed_positions" in path:
@@ -348,8 +355,8 @@ def test_the_process_itself_is_part_of_a_budget() -> None:
     held = modicum._modicum.process_memory()["held_bytes"]
     error = refused(checkpoint_of("llama"), modicum.BudgetError, says="node 0", budget=held)
     owners = {owner["purpose"]: owner["bytes"] for owner in error.owners}
-    assert owners["baseline"] >= 2 * 0.9 * held  # of two ranks
-    assert error.shortfall_bytes >= sum(owners.values()) - held > 0
+    assert owners["process"] >= 1.8 * held  # of two ranks; some of it may be gone by now
+    assert error.shortfall_bytes == error.got - held == sum(owners.values()) - held
 
 
 def test_a_source_that_is_no_checkpoint(tmp_path: Path) -> None:
@@ -382,8 +389,9 @@ def test_a_failure_while_loading_leaves_the_model_as_it_was(
 
 
 def test_a_buffer_that_nobody_computes_is_refused() -> None:
+    config = config_of("llama")
     with torch.device("meta"):
-        model = BY_NAME["llama"].model_class(config_of("llama"))
+        model = BY_NAME["llama"].model_class(config)
     with pytest.raises(modicum.UsageError, match="empty_parameters") as raised:
         load(model, checkpoint_of("llama"))
     assert raised.value.tensor == "model.rotary_emb.inv_freq"

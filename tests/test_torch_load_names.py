@@ -200,9 +200,10 @@ def made_by_each_rank(whole: Any, rank: int) -> Any:
 
 
 def test_13_new_adapters_are_parts_of_one() -> None:
+    directory = checkpoint_of("llama")
     with playing_new_rank(0, 1):
         one = empty_with_adapters(Cut("fsdp2", (1,)))
-        load(one, checkpoint_of("llama"))
+        load(one, directory)
     whole = adapters_of(one)
     naive: dict[str, list[Any]] = {name: [] for name in whole}
     for world in (2, 3):

@@ -43,7 +43,9 @@ _places = tempfile.TemporaryDirectory(prefix="modicum-torch-")
 
 @cache
 def checkpoint_of(name: str) -> Path:
-    """Where a family's checkpoint is, as the hub has it."""
+    """Where a family's checkpoint is, as the hub has it. Only rank 0 of a process group would
+    write it."""
+    assert not dist.is_initialized(), f"{name} has to be there before a rank is played"
     family = BY_NAME[name]
     return family.write(family.build(), Path(_places.name) / name)
 
