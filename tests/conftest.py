@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # What the tests compare with, each of them installed by scripts/venv.sh.
-ORACLES = ("torch", "transformers", "deepspeed")
+ORACLES = ("torch", "transformers", "peft", "deepspeed")
 
 
 def missing_oracles() -> str:

@@ -8,11 +8,13 @@ as torchrun starts them, which share no memory with anybody.
 import contextlib
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -69,10 +71,10 @@ class Ranks:
         waiting = dict(enumerate(self.lines))
         deadline = time.monotonic() + within_s
         while waiting:
-            left_s = deadline - time.monotonic()
-            assert wait(list(waiting.values()), max(left_s, 0)), (
-                f"ranks {sorted(waiting)} are silent after {within_s} s\n{self.logs()}"
-            )
+            if not wait(list(waiting.values()), max(deadline - time.monotonic(), 0)):
+                self.close()
+                silent = f"ranks {sorted(waiting)} were silent for {within_s} s"
+                raise AssertionError(f"{silent}; the others: {heard}\n{self.logs()}")
             for rank, line in list(waiting.items()):
                 if line.poll():
                     del waiting[rank]
@@ -104,9 +106,8 @@ class Ranks:
         deadline = time.monotonic() + 5
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0))
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()
+            process.join()
 
 
 @contextlib.contextmanager
@@ -119,8 +120,8 @@ def ranks(
         world: how many.
         folder: a new one, for what they print and for finding each other.
         fresh: new interpreters, not forked ones.
-        cages: for each rank the `cgroup.procs` of its cgroup, which it enters before it imports
-            anything of size; fresh ones only.
+        cages: for each rank the `cgroup.procs` of its cgroup, which it enters before it becomes the
+            interpreter; fresh ones only.
     """
     folder.mkdir(parents=True)
     started = Ranks(folder)
@@ -129,9 +130,10 @@ def ranks(
         with importable():
             for rank in range(world):
                 ours, theirs = context.Pipe()
-                arguments = (theirs, rank, world, str(folder), cages and str(cages[rank]))
+                arguments = (theirs, rank, world, str(folder))
                 process = context.Process(target=serve, args=arguments, daemon=True)
-                process.start()
+                with entering(cages[rank] if cages else None, folder / f"enter-{rank}"):
+                    process.start()
                 theirs.close()
                 started.processes.append(process)
                 started.lines.append(ours)
@@ -139,6 +141,24 @@ def ranks(
         yield started
     finally:
         started.close()
+
+
+@contextlib.contextmanager
+def entering(cage: Path | None, script: Path) -> Iterator[None]:
+    """What is started meanwhile is in this cgroup from its first page on."""
+    if cage is None:
+        yield
+        return
+    resource_tracker.ensure_running()  # multiprocessing's own, which would be in there too
+    python = sys.executable
+    cgroup, interpreter = shlex.quote(str(cage)), shlex.quote(python)
+    script.write_text(f'#!/bin/sh\necho $$ > {cgroup} && exec {interpreter} "$@"\n')
+    script.chmod(0o755)
+    _fresh.set_executable(str(script))
+    try:
+        yield
+    finally:
+        _fresh.set_executable(python)
 
 
 @contextlib.contextmanager
@@ -158,10 +178,8 @@ def importable() -> Iterator[None]:
 # ---- in a rank's process
 
 
-def serve(line: Connection, rank: int, world: int, folder: str, cage: str | None) -> None:
+def serve(line: Connection, rank: int, world: int, folder: str) -> None:
     """Answers until nobody asks any more."""
-    if cage is not None:
-        Path(cage).write_text(str(os.getpid()))
     log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)

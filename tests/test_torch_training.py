@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cage import have
 from program import run_json
 
 pytest.importorskip("torch")
@@ -108,6 +109,8 @@ def test_example_trains(four: Ranks, models: dict[str, Path], root: Path) -> Non
 
 def test_example_is_refused(modicum: Path, root: Path, tmp_path: Path) -> None:
     """A budget that is too small: every rank says so, and nobody has read data."""
+    if not have("fincore"):
+        pytest.skip("fincore is not installed")
     directory = tmp_path / "qwen3-0.6b"
     run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--layers", 2, "--sparse")
     file = directory / "model.safetensors"

@@ -7,6 +7,8 @@ one reads, and can leave at any time. Two ways:
   what it has received, piece by piece; the one before the root keeps it. Every rank sends and
   receives each byte once, however many they are, and has two connections.
 - in parts: each says to the root which part it needs, and receives that.
+
+The network interface is the one that PyTorch's own Gloo groups take.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Exchange:
     """One rank's end. One thread at a time; every rank makes the same calls in the same order.
 
     Args:
-        store: for this exchange alone, to find each other; used from another thread.
+        store: for this exchange alone, to find each other; is cloned.
         place: this rank's among those that exchange.
         size: how many they are.
         whole: everybody needs everything.
@@ -55,8 +57,8 @@ class Exchange:
         self._caller = Caller("modicum-exchange")
         self._call: Call | None = None
         self._is_connected = self._is_closed = False
-        self.peer = place
-        """The place that is waited for, or was when a call failed."""
+        self.peer: int | None = None
+        """The place that is waited for, or was when a call failed; None while connecting."""
 
     def begin(self, root: int, view: memoryview, begin: int, end: int) -> Call:
         """Begins to bring `view` from the place `root` to all others, of which this one needs at
@@ -81,10 +83,10 @@ class Exchange:
 
     # ---- on the caller's thread
 
-    def _connect(self, name: str, members: Sequence[int]) -> None:
+    def _connect(self, store: dist.Store, name: str, members: Sequence[int]) -> None:
         """Connects the places `members`, of which this is one."""
         mine = members.index(self._place)
-        store = dist.PrefixStore(name, self._store)
+        store = dist.PrefixStore(name, store)
         group = dist.ProcessGroupGloo(store, mine, len(members), CONNECT_LIMIT)
         self._groups.append(group)
         for at, place in enumerate(members):
@@ -92,13 +94,14 @@ class Exchange:
                 self._links[place] = group, at
 
     def _connect_all(self) -> None:
+        store = self._store.clone()
         if not self._whole or self._size == 2:
-            self._connect("all", range(self._size))
+            self._connect(store, "all", range(self._size))
         else:
             # Even links first, so that nobody waits for a neighbour that waits for another one.
             mine = (self._place - 1) % self._size, self._place
             for link in sorted(mine, key=lambda at: (at % 2, at)):
-                self._connect(f"link/{link}", (link, (link + 1) % self._size))
+                self._connect(store, f"link/{link}", (link, (link + 1) % self._size))
         self._is_connected = True
         if self._is_closed:
             raise RuntimeError("closed before it was connected")

@@ -3,7 +3,7 @@
 Everything but bytes goes through the group's store, so that nobody is ever inside a collective
 that others don't come to. A load has its own part of the store:
 
-    failed      the first failure, {"error": {...}}; set once, seen by everybody within LOOK_S
+    failed      the first failure, {"error": {...}}; set once, seen by all within TICK_S
     beat/R      counts while rank R lives
     barrier/N   how many have come to the N-th meeting
     gather/N    the same; gather/N/R is what rank R brought, gather/N/all what came of it
@@ -80,7 +80,7 @@ class Ranks:
         self._watcher = threading.Thread(target=self._watch, name="modicum-watch", daemon=True)
 
     @classmethod
-    def of_world(cls) -> "Ranks":
+    def of_world(cls) -> Ranks:
         """The ranks of torch.distributed's default group, each of which must come here; without
         one, a rank alone. Of a group with the backend "fake", which can't talk, this rank as if
         it were alone: its rank and world size, and everybody says what it says.
@@ -181,7 +181,7 @@ class Ranks:
             raise from_json(self._failure)
 
     @contextmanager
-    def together(self) -> Iterator["Ranks"]:
+    def together(self) -> Iterator[Ranks]:
         """All ranks leave this well, or all raise: the first failure of any of them, as the same
         class with the same message, `culprit_rank` and `culprit_pid`. What is not of Modicum is
         raised as it is where it happened, and is INTERNAL to the others; Ctrl-C is CANCELLED. At
@@ -386,12 +386,11 @@ class Ranks:
     # ---- documents
 
     def _losing_the_store(self, how: str) -> Error:
-        what = f"the store of the process group {how}"
-        # Under torchrun the launcher has it, else rank 0.
+        what = "the store of the process group, which {} has, " + how
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            self._fail(_document("PEER", what))
+            self._fail(_document("PEER", what.format("the launcher")))
         else:
-            self._fail(self._blaming(0, "PEER", f"{what}; rank 0 has it"))
+            self._fail(self._blaming(0, "PEER", what.format("rank 0")))
         return from_json(self._failure)
 
     def _blaming(self, culprit: int, category: str, what: str, **facts: str) -> str:
@@ -414,10 +413,14 @@ class Ranks:
             # A peer that left for a reason has told it before.
             if self._failed.wait(4 * TICK_S):
                 self.check()
-            peer = self._members[self._exchange.peer]
-            what = f"the connection to rank {peer} (pid {self._pids[peer]}) ended"
-            raise from_json(
-                self._blaming(peer, "PEER", f"{what}: {_first_line(error)}")) from None
+            place, why = self._exchange.peer, _first_line(error)
+            if place is None:
+                others = f"the {len(self._members) - 1} ranks that it exchanges bytes with"
+                what = f"rank {self.rank} could not connect to {others}: {why}"
+                raise from_json(_document("PEER", what, rank=self.rank)) from None
+            peer = self._members[place]
+            what = f"the connection to rank {peer} (pid {self._pids[peer]}) ended: {why}"
+            raise from_json(self._blaming(peer, "PEER", what)) from None
 
 
 def _document(category: str, what: str, **facts: Any) -> str:

@@ -19,9 +19,9 @@ from modicum.torch._caller import Caller
 __all__ = ["LoadStore", "store_of_world"]
 
 SLICE_S = 0.1
-SLICES = 60
-"""Of waiting for one answer: 6 s. They are counted, not seconds, because this process may have
-been stopped meanwhile."""
+SLICES, CONNECT_SLICES = 60, 600
+"""Of waiting for one answer: 6 s; a minute to connect, where all ranks may do so at once. They are
+counted, not seconds, because this process may have been stopped meanwhile."""
 PIECE_CHARACTERS = 4 << 20  # a TCPStore breaks off at a message of more than 8 MiB
 
 # Every rank makes its loads in the same order, so that this is the same number on all.
@@ -51,11 +51,12 @@ class LoadStore:
         self._lost: str | None = None
         self._put_here: list[str] = []
         self._line = Caller("modicum-store")
-        self._store = dist.PrefixStore(f"modicum/{next(_loads)}", self._ask(store.clone))
+        own = self._ask(store.clone, slices=CONNECT_SLICES)
+        self._store = dist.PrefixStore(f"modicum/{next(_loads)}", own)
 
     def part(self, name: str) -> dist.Store:
-        """A part of this part, for a thread of the caller's."""
-        return dist.PrefixStore(name, self._ask(self._store.clone))
+        """A part of this part, to be cloned by the thread that uses it."""
+        return dist.PrefixStore(name, self._store)
 
     def has(self, key: str) -> bool:
         return self._ask(self._store.check, [key])
@@ -96,10 +97,12 @@ class LoadStore:
         self._put_here.append(key)
         self._ask(self._store.set, key, text)
 
-    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _ask(
+        self, function: Callable[..., Any], *arguments: Any, slices: int = SLICES
+    ) -> Any:
         if self._lost is None:
             call = self._line.begin(function, *arguments)
-            if any(call.wait(SLICE_S) for _ in range(SLICES)):
+            if any(call.wait(SLICE_S) for _ in range(slices)):
                 try:
                     return call.result()
                 except RuntimeError as error:
@@ -107,4 +110,5 @@ class LoadStore:
                     self._lost = f"is lost: {first_line}"
             else:
                 self._lost = "does not answer"
+            self.end()
         raise self._on_loss(self._lost)
