@@ -21,6 +21,9 @@ peft = pytest.importorskip("peft")
 from program import write_checkpoint, write_shards  # noqa: E402
 from sharding import Cut, assert_same, playing_new_rank  # noqa: E402  (torch is there)
 from torch import nn  # noqa: E402
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
+    checkpoint_wrapper,
+)
 from torch_front import (  # noqa: E402
     BY_NAME,
     assert_empty,
@@ -192,6 +195,24 @@ def test_13_the_base_is_the_same_in_a_wrapper(rank: int) -> None:
     with pytest.raises(AssertionError):
         assert_equal(base_of(naive), {n: t.detach() for n, t in from_pretrained("llama")
                                       .named_parameters()})  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_13_the_same_in_torchs_own_wrappers(rank: int) -> None:
+    """Activation checkpointing and torch.compile put parts into the names, which no file has."""
+    whole, directory = from_pretrained("llama_tied"), checkpoint_of("llama_tied")
+    with playing_new_rank(rank, 2):
+        model = empty("llama_tied")
+        for i, layer in enumerate(model.model.layers):
+            model.model.layers[i] = checkpoint_wrapper(layer)
+        compiled = torch.compile(shard(model, TWO))
+        naive = set(compiled.state_dict()) & set(stored_in(directory))
+        load(compiled, directory)
+    inside = "_orig_mod.", "_checkpoint_wrapped_module."
+    for name, parameter in parameters_of(compiled).items():
+        bare = name.replace(inside[0], "").replace(inside[1], "")
+        assert_same(local(parameter), chunk(whole.get_parameter(bare).detach(), 2, rank), name)
+    assert not naive and all(any(part in n for n in parameters_of(compiled)) for part in inside)
 
 
 def made_by_each_rank(whole: Any, rank: int) -> Any:
