@@ -25,7 +25,7 @@ from typing import Any
 from harness.page import GIB, ROOT, write_between_markers
 from harness.runs import RunFailedError, Zygote, measure
 from harness.watch import available_bytes, cached_bytes, drop, touch_and_release
-from rivals.rows import CASES, ROWS, TUNED, Case, Row
+from rivals.rows import ALLOCATORS, CASES, ROWS, Case, Row
 from rivals.tables import Result, overview, table
 
 RAW = ROOT / "build/loaders.jsonl"
@@ -46,7 +46,7 @@ class Stage:
         self.case = case
         self.scratch = scratch
         self._truth = scratch / f"truth-{case.name}.json"
-        self._zygotes: dict[bool, Zygote] = {}
+        self._zygotes: dict[str, Zygote] = {}
 
     def __enter__(self) -> "Stage":
         self._run(Row("truth", "truth"), lambda: None)
@@ -62,11 +62,11 @@ class Stage:
     def files(self) -> list[Path]:
         return sorted(Path(self.case.directory).glob("*.safetensors"))
 
-    def _zygote(self, tuned: bool) -> Zygote:
-        if tuned not in self._zygotes:
-            environment = ENVIRONMENT | (TUNED if tuned else {})
-            self._zygotes[tuned] = Zygote("rivals.rank", self.case.directory, environment)
-        return self._zygotes[tuned]
+    def _zygote(self, allocator: str) -> Zygote:
+        if allocator not in self._zygotes:
+            environment = ENVIRONMENT | ALLOCATORS[allocator]
+            self._zygotes[allocator] = Zygote("rivals.rank", self.case.directory, environment)
+        return self._zygotes[allocator]
 
     def _run(self, row: Row, at_the_gate: Any) -> dict[str, Any]:
         log = LOGS / f"{self.case.name}-{row.name}.log"
@@ -81,7 +81,7 @@ class Stage:
             "world": 1 if row.function == "truth" else self.case.world,
             "log": str(log),
         }
-        return measure(self._zygote(row.tuned), job, self.scratch, at_the_gate, PATIENCE_S)
+        return measure(self._zygote(row.allocator), job, self.scratch, at_the_gate, PATIENCE_S)
 
     def _prepare(self, cold: bool, need_bytes: float) -> None:
         """Page cache and free memory as the run is to find them."""

@@ -20,6 +20,7 @@ from harness.watch import Watch, available_bytes, group_within
 SAMPLE_PERIOD_S = 0.004
 RESERVE_BYTES = 2 << 30  # what a run leaves to everybody else on the machine
 STARTING_S = 180
+FOLLOWING_S = 0.5  # in which what a failure brings about elsewhere is heard of too
 
 
 class RunFailedError(Exception):
@@ -86,13 +87,23 @@ class Ranks:
             for connection in select.select(list(waiting), [], [], period)[0]:
                 said = self._line(waiting[connection])
                 if said["event"] != event:
-                    raise RunFailedError(said["error"])
+                    raise RunFailedError(self._cause(said, waiting[connection]))
                 heard[waiting[connection]] = said
             if meanwhile:
                 meanwhile()
             if time.monotonic() > deadline:
                 raise RunFailedError(f"still not {event} after {timeout_s:.0f} s")
         return list(heard.values())
+
+    def _cause(self, failure: dict[str, Any], index: int) -> str:
+        """The error that came first: others follow from it on other ranks."""
+        others = {c: i for i, c in enumerate(self._connections) if i != index}
+        failures = [failure]
+        time.sleep(FOLLOWING_S)
+        for connection in select.select(list(others), [], [], 0)[0]:
+            failures.append(self._line(others[connection]))
+        failures = [said for said in failures if said["event"] == "failed"] or [failure]
+        return min(failures, key=lambda said: said.get("at", 0))["error"]
 
     def _line(self, index: int) -> dict[str, Any]:
         line = self._lines[index].readline()

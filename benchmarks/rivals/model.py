@@ -15,10 +15,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rivals.rows import Case
 
-# The plan that transformers itself has for these models, and which it keeps to in its own row.
-COLWISE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
-TP_DIM = dict.fromkeys(COLWISE, 0) | dict.fromkeys(ROWWISE, 1)
+# The plan that transformers itself has for these models, and which it keeps to in its own row: the
+# embedding is cut along the vocabulary, as the head that is tied to it.
+TP_PLAN = {
+    "model.embed_tokens": (0, RowwiseParallel),  # of an embedding, rows are what is put in
+    "model.layers.*.self_attn.q_proj": (0, ColwiseParallel),
+    "model.layers.*.self_attn.k_proj": (0, ColwiseParallel),
+    "model.layers.*.self_attn.v_proj": (0, ColwiseParallel),
+    "model.layers.*.self_attn.o_proj": (1, RowwiseParallel),
+    "model.layers.*.mlp.gate_proj": (0, ColwiseParallel),
+    "model.layers.*.mlp.up_proj": (0, ColwiseParallel),
+    "model.layers.*.mlp.down_proj": (1, RowwiseParallel),
+    "lm_head": (0, ColwiseParallel),
+}
 
 empty_parameters = functools.partial(init_empty_weights, include_buffers=False)
 
@@ -37,10 +46,10 @@ def mesh_of(case: Case) -> DeviceMesh:
 def parallelize(case: Case, model: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Cuts a model along the mesh's tensor-parallel axis, if it has one."""
     if case.tp > 1:
-        plan = {f"model.layers.*.{name}": ColwiseParallel() for name in COLWISE}
-        plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in ROWWISE}
+        plan = {name: style() for name, (_, style) in TP_PLAN.items()}
         # Nothing is sent: every rank has the whole tensor, or none has.
         parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
+        model.tie_weights()
 
 
 def shard(case: Case, model: torch.nn.Module) -> None:
@@ -77,10 +86,10 @@ def chunk(size: int, parts: int, index: int) -> slice:
 
 def cuts(case: Case, name: str, rank: int) -> list[tuple[int, int, int]]:
     """(dim, parts, index) of each cut of a parameter, outermost first."""
-    module = re.sub(r"^model\.layers\.\d+\.|\.weight$", "", name)
+    module = re.sub(r"\.\d+\.", ".*.", name.removesuffix(".weight"))
     made = []
-    if case.tp > 1 and module in TP_DIM:
-        made.append((TP_DIM[module], case.tp, rank % case.tp))
+    if case.tp > 1 and module in TP_PLAN:
+        made.append((TP_PLAN[module][0], case.tp, rank % case.tp))
     return [*made, (0, case.world // case.tp, rank // case.tp)]
 
 

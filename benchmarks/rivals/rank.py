@@ -49,9 +49,15 @@ def rank(rank: int, job: dict[str, Any]) -> None:
     gate.say("hello")
     try:
         run(rank, job, gate)
-    except Exception as error:
-        gate.say("failed", error=f"{type(error).__name__}: {error}")
+    except BaseException as error:  # DCP's is no Exception
+        gate.say("failed", error=told(error), at=time.monotonic())
         raise
+
+
+def told(error: BaseException) -> str:
+    """An error in its own words; of one that holds tracebacks of other ranks, their last line."""
+    words = str(error).strip()
+    return words.splitlines()[-1] if "Traceback" in words else f"{type(error).__name__}: {words}"
 
 
 def run(rank: int, job: dict[str, Any], gate: Gate) -> None:

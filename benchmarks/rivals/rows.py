@@ -1,13 +1,15 @@
 """Which loaders are measured in which cases. Nothing heavy is imported here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-# What glibc keeps of freed memory is no data of a loader's: a user who knows of it sets these.
-TUNED = {
-    "MALLOC_MMAP_THRESHOLD_": "262144",
-    "MALLOC_TRIM_THRESHOLD_": "262144",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+# What glibc does with memory is no merit or fault of a loader's, and a user who knows it sets these
+# before the process starts. Freed memory is given back at once; or large blocks get huge pages too.
+GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+ALLOCATORS: Mapping[str, Mapping[str, str]] = {
+    "": {},
+    "malloc": GIVING_BACK,
+    "hugepages": GIVING_BACK | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
 }
 
 
@@ -39,14 +41,14 @@ class Row:
 
     `function` is `module:name` in this package and takes the options; `need` is what all ranks hold
     at the peak in shards' bytes by case, roughly (`""`: in every other case): a run that would
-    not fit is skipped.
+    not fit is skipped. `environment` is set in the ranks, the allocator's before they are forked.
     """
 
     name: str
     function: str
     options: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    tuned: bool = False
+    allocator: str = ""
     need: Mapping[str, float] = field(default_factory=lambda: {"": 1.2})
     does_not_apply: Mapping[str, str] = field(default_factory=dict)
     in_all: bool = True
@@ -60,21 +62,25 @@ NOT_MASTERS = "makes fp32 masters"
 FOR_MASTERS = dict.fromkeys(("dense", "moe", "tp"), NOT_MASTERS)
 LEAN = {"RUNAI_STREAMER_MEMORY_LIMIT": "0"}
 DISTRIBUTED = {"RUNAI_STREAMER_DIST": "1"}
-WHOLE = {"": 1.3, "masters": 4.2, "moe": 4.2}
-PREPARED = {"": 3.5, "masters": 7.5, "moe": 7.0}
-SENT = {"": 2.0, "moe": 2.5}
+WHOLE = {"": 1.5, "masters": 4.5, "moe": 4.5, "tp": 4.0}
+PREPARED = {"": 3.5, "masters": 8.0, "moe": 7.0}
+SENT = {"": 3.5}
 STREAMED = {"": 4.2}
+SENT_TWICE = {"": 8.0}
 
 
-def with_tuned(row: Row) -> tuple[Row, Row]:
-    """A row, and the same with the allocator tuned."""
-    return row, Row(**{**vars(row), "name": f"{row.name}+tuned", "tuned": True})
+def tuned(row: Row, allocator: str) -> tuple[Row, Row]:
+    """A row, and the same under another allocator."""
+    return row, replace(row, name=f"{row.name}+{allocator}", allocator=allocator)
 
 
 ROWS = (
-    *with_tuned(Row("from_pretrained", "whole:from_pretrained", need=WHOLE)),
-    *with_tuned(Row("accelerate", "whole:accelerate", environment=EFFICIENT, need=PREPARED)),
-    *with_tuned(
+    *tuned(Row("from_pretrained", "whole:from_pretrained", need=WHOLE), "malloc"),
+    *tuned(
+        Row("accelerate", "whole:accelerate", environment=EFFICIENT, need=PREPARED),
+        "malloc",
+    ),
+    *tuned(
         Row(
             "accelerate-bf16",
             "whole:accelerate",
@@ -82,19 +88,21 @@ ROWS = (
             environment=EFFICIENT,
             need=PREPARED,
             does_not_apply=FOR_MASTERS,
-        )
+        ),
+        "malloc",
     ),
-    *with_tuned(Row("torch-broadcast", "whole:torch_broadcast", need=SENT)),
-    *with_tuned(Row("dcp", "slices:dcp")),
-    *with_tuned(Row("transformers", "slices:shard_on_read")),
-    *with_tuned(Row("get_slice", "slices:get_slice")),
-    *with_tuned(Row("preadv", "slices:preadv")),
+    *tuned(Row("torch-broadcast", "whole:torch_broadcast", need=SENT), "malloc"),
+    *tuned(Row("dcp", "slices:dcp"), "hugepages"),
+    Row("transformers", "slices:shard_on_read"),
+    *tuned(Row("get_slice", "slices:get_slice"), "hugepages"),
+    *tuned(Row("preadv", "slices:preadv"), "hugepages"),
     Row("runai", "streamers:runai", need=STREAMED),
-    Row("runai-lean", "streamers:runai", {"lean": True}, LEAN, True, STREAMED),
-    Row("runai-distributed", "streamers:runai", {"distributed": True}, DISTRIBUTED, need=STREAMED),
+    Row("runai-lean", "streamers:runai", {"lean": True}, LEAN, "malloc", STREAMED),
+    Row("runai-distributed", "streamers:runai", {"distributed": True}, DISTRIBUTED, need=SENT_TWICE),
     Row("fastsafetensors", "streamers:fastsafetensors", need=STREAMED),
-    Row("fastsafetensors-local", "streamers:fastsafetensors_local", tuned=True, need=STREAMED),
+    Row("fastsafetensors-local", "streamers:fastsafetensors_local", allocator="malloc",
+        need=STREAMED),
     Row("modicum", "own:modicum"),
     # A row that must come out wrong: what it shows is that the comparison can fail.
     Row("flipped-bit", "slices:flipped_bit", in_all=False),
-)
+)  # fmt: skip

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForCausalLM
@@ -33,6 +33,7 @@ def accelerate(
     On CPU `Accelerator` makes DDP of an FSDP2 plugin without a word, so what it would be is put in
     its place. Mixed precision makes fp32 masters of a bf16 model, which is how users get them.
     """
+    PartialState(cpu=True)  # its logging asks for it
     stored = mixed_precision != "no"
     model = whole(case, torch.bfloat16 if stored else dtype_of(case))
     plugin = FullyShardedDataParallelPlugin(
