@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 Tensors = dict[str, Any]
@@ -46,6 +47,18 @@ def playing_rank(rank: int, world: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook  # torch has put the rank's name before every line
+
+
+@contextmanager
+def playing_new_rank(rank: int, world: int) -> Iterator[None]:
+    """As `playing_rank`; nothing is left of other ranks' meshes.
+
+    torch remembers what an operation on DTensors gives, with the mesh, and takes an equal mesh of
+    another rank for this one.
+    """
+    _clear_sharding_prop_cache()
+    with playing_rank(rank, world):
+        yield
 
 
 # ---- torch

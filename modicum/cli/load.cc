@@ -12,7 +12,6 @@
 #include "modicum/probe/probe.h"
 #include "modicum/ranks/ranks.h"
 #include "modicum/stream/stream.h"
-#include "modicum/synth/synth.h"
 
 namespace modicum {
 namespace {
@@ -23,36 +22,6 @@ struct LoadFlags {
   std::string check;
   bool digest = false;
   std::string dump;
-};
-
-// The stored elements by other means than a load: a synthesised checkpoint's hash, or another read.
-class Expectation {
- public:
-  Expectation(const Checkpoint& checkpoint, BetweenTensors between)
-      : checkpoint_(checkpoint),
-        between_(std::move(between)),
-        mark_(synth_mark(checkpoint.metadata)) {}
-
-  void operator()(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into) {
-    between_();
-    const Stored& tensor = checkpoint_.manifest.tensors[stored];
-    if (mark_) {
-      synth_expected(*mark_, tensor.spec, first, n, into.data());
-      return;
-    }
-    if (!file_ || file_index_ != tensor.at.file) {
-      file_ = open_data_file(checkpoint_, tensor.at.file);
-      file_index_ = tensor.at.file;
-    }
-    file_->read(into, extent_of(tensor, first, n).begin);
-  }
-
- private:
-  const Checkpoint& checkpoint_;
-  const BetweenTensors between_;
-  const std::optional<SynthMark> mark_;
-  std::unique_ptr<File> file_;
-  uint32_t file_index_ = 0;
 };
 
 // What the rank processes run, made before they are forked.

@@ -217,17 +217,6 @@ std::vector<int> axes_between(size_t first, size_t end) {
   return axes;
 }
 
-uint8_t add_kind(Layout& layout, Sharding sharding) {
-  require_sense(sharding);
-  if (sharding.mesh.world_size() != layout.world_size()) {
-    fail(Category::usage, "two meshes of one layout are not of the same ranks",
-         {.expected = std::to_string(layout.world_size()),
-          .got = std::to_string(sharding.mesh.world_size())});
-  }
-  layout.kinds.push_back(std::move(sharding));
-  return static_cast<uint8_t>(layout.kinds.size() - 1);
-}
-
 // What ZeRO partitions: what a gradient can be of.
 bool is_partitioned(const TensorSpec* target) noexcept {
   return target != nullptr && is_floating(target->dtype) && bits_per_element(target->dtype) >= 8;
@@ -268,6 +257,17 @@ Layout make_layout(std::string_view name, Sharding sharding) {
   Layout layout{.name = name};
   layout.kinds.push_back(std::move(sharding));
   return layout;
+}
+
+uint8_t add_kind(Layout& layout, Sharding sharding) {
+  require_sense(sharding);
+  if (sharding.mesh.world_size() != layout.world_size()) {
+    fail(Category::usage, "two meshes of one layout are not of the same ranks",
+         {.expected = std::to_string(layout.world_size()),
+          .got = std::to_string(sharding.mesh.world_size())});
+  }
+  layout.kinds.push_back(std::move(sharding));
+  return static_cast<uint8_t>(layout.kinds.size() - 1);
 }
 
 Layout whole_layout(int world_size) { return make_layout("none", {.mesh = {{world_size}}}); }

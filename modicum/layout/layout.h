@@ -81,6 +81,9 @@ using Targets = std::span<const TensorSpec* const>;
 // All tensors alike. USAGE for a cut that names an axis which the mesh hasn't or names twice, for a
 // dim below 0, and for a mesh without ranks.
 Layout make_layout(std::string_view name, Sharding sharding);
+// Adds a kind of tensors that are cut in another way, or along another mesh of the same ranks (else
+// USAGE). Returns its number.
+uint8_t add_kind(Layout& layout, Sharding sharding);
 // Every rank holds every tensor whole.
 Layout whole_layout(int world_size);
 // FSDP2's one-dimensional layout: Shard(dim), padded where dim is 0.

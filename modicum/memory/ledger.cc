@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <string>
 #include <utility>
@@ -20,6 +21,12 @@ Charge& Charge::operator=(Charge&& other) noexcept {
   purpose_ = other.purpose_;
   bytes_ = std::exchange(other.bytes_, 0);
   return *this;
+}
+
+Charge Charge::split(uint64_t bytes) {
+  MODICUM_ASSERT(bytes <= bytes_);
+  bytes_ -= bytes;
+  return Charge(ledger_, purpose_, bytes);
 }
 
 Charge::~Charge() {
@@ -61,9 +68,8 @@ Charge Ledger::adopt(Purpose purpose, uint64_t bytes) { return book(purpose, byt
 Charge Ledger::book(Purpose purpose, uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   const uint64_t before = held_.total();
-  // The limit is never exceeded, so the difference can't be negative, and the sum is not formed
-  // before it is known to fit.
-  if (bytes > limit_bytes_ - before) {
+  // The sum is not formed before it is known to fit.
+  if (bytes > limit_bytes_ - std::min(before, limit_bytes_)) {
     const uint64_t total = checked_add(before, bytes).value_or(UINT64_MAX);
     fail(Category::budget,
          fmt::format("no room in the budget for {} bytes of {}", bytes, purpose_name(purpose)),
@@ -74,12 +80,33 @@ Charge Ledger::book(Purpose purpose, uint64_t bytes) {
   }
   held_[purpose] += bytes;
   if (before + bytes > at_peak_.total()) at_peak_ = held_;
+  since_mark_ = std::max(since_mark_, before + bytes);
   return Charge(this, purpose, bytes);
 }
 
 void Ledger::give_back(Purpose purpose, uint64_t bytes) noexcept {
   const std::lock_guard lock(mutex_);
   held_[purpose] -= bytes;
+}
+
+uint64_t Ledger::limit_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return limit_bytes_;
+}
+
+void Ledger::set_limit(uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  limit_bytes_ = bytes;
+}
+
+void Ledger::mark() {
+  const std::lock_guard lock(mutex_);
+  since_mark_ = held_.total();
+}
+
+uint64_t Ledger::peak_since_mark() const {
+  const std::lock_guard lock(mutex_);
+  return since_mark_;
 }
 
 Footprint Ledger::held() const {

@@ -90,6 +90,15 @@ Mapping Mapping::shared(uint64_t bytes) {
   return mapping;
 }
 
+void Buffer::give_up(std::span<std::byte> part) noexcept {
+  const auto address = reinterpret_cast<uintptr_t>(part.data());
+  const uintptr_t begin = round_up(address, kPageBytes);
+  const uintptr_t end = (address + part.size()) / kPageBytes * kPageBytes;
+  if (begin >= end) return;
+  static_cast<void>(
+      ::madvise(part.data() + (begin - address), end - begin, MADV_DONTNEED));  // or stay charged
+}
+
 // Huge pages need their own alignment: map one too many, and give back what is over at both ends.
 Mapping Mapping::private_pages(uint64_t bytes) {
   Mapping mapping;

@@ -32,6 +32,8 @@ class Charge {
 
   uint64_t bytes() const noexcept { return bytes_; }
   Purpose purpose() const noexcept { return purpose_; }
+  // A part of it as an entry of its own; nothing is booked anew.
+  Charge split(uint64_t bytes);
 
  private:
   friend class Ledger;
@@ -69,6 +71,10 @@ class Buffer {
   Buffer& operator=(Buffer&& other) noexcept;
   std::span<std::byte> bytes() const noexcept { return mapping_.bytes(); }
   bool empty() const noexcept { return mapping_.bytes().empty(); }
+  // The entry of a part that will be given up before the rest.
+  Charge split(uint64_t bytes) { return charge_.split(bytes); }
+  // Gives the pages that lie wholly in `part` back to the kernel. They read as zero from then on.
+  void give_up(std::span<std::byte> part) noexcept;
 
  private:
   friend class Ledger;
@@ -99,17 +105,23 @@ class Ledger {
   Footprint held() const;
   Footprint at_peak() const;  // what was held when the total was highest
   uint64_t peak_bytes() const { return at_peak().total(); }
-  uint64_t limit_bytes() const noexcept { return limit_bytes_; }
+  // The most that was held since the last mark, or ever.
+  void mark();
+  uint64_t peak_since_mark() const;
+  uint64_t limit_bytes() const;
+  // From now on; what is held already may be more, and stays.
+  void set_limit(uint64_t bytes);
 
  private:
   friend class Charge;
   Charge book(Purpose purpose, uint64_t bytes);
   void give_back(Purpose purpose, uint64_t bytes) noexcept;
 
-  const uint64_t limit_bytes_;
+  uint64_t limit_bytes_;
   mutable std::mutex mutex_;
   Footprint held_;
   Footprint at_peak_;
+  uint64_t since_mark_ = 0;
 };
 
 }  // namespace modicum

@@ -305,5 +305,47 @@ TEST(Mapping, MovesAndUnmapsItself) {
   EXPECT_TRUE(error_of([] { Mapping::shared(uint64_t{1} << 60); }));
 }
 
+// Catches a part that keeps its pages, or the ledger's entry, when it is given up.
+TEST(Buffer, GivesUpAPartBeforeTheRest) {
+  Ledger ledger;
+  Buffer arena = ledger.charge(Purpose::shards, 8 * kPageBytes);
+  std::fill(arena.bytes().begin(), arena.bytes().end(), std::byte{7});
+  {
+    const Charge part = arena.split(3 * kPageBytes);
+    EXPECT_EQ(ledger.held().total(), 8 * kPageBytes);
+    // From the middle of page 1 to the middle of page 5: pages 2, 3 and 4 lie wholly in it.
+    arena.give_up(arena.bytes().subspan(kPageBytes + 100, 4 * kPageBytes));
+  }
+  EXPECT_EQ(ledger.held().total(), 5 * kPageBytes);
+  for (size_t page = 0; page < 8; ++page) {
+    const std::byte* const first = arena.bytes().data() + page * kPageBytes;
+    EXPECT_EQ(*first, page >= 2 && page < 5 ? std::byte{} : std::byte{7}) << page;
+  }
+  arena = {};
+  EXPECT_EQ(ledger.held().total(), 0U);
+}
+
+TEST(Ledger, TakesANewLimitAndKeepsWhatIsHeld) {
+  Ledger ledger;
+  const Charge held = ledger.adopt(Purpose::plan, 1000);
+  ledger.set_limit(600);
+  EXPECT_EQ(ledger.limit_bytes(), 600U);
+  EXPECT_THROW(static_cast<void>(ledger.adopt(Purpose::plan, 1)), Error);
+  ledger.set_limit(1100);
+  EXPECT_EQ(ledger.adopt(Purpose::plan, 100).bytes(), 100U);
+}
+
+TEST(Ledger, CountsItsPeakFromAMark) {
+  Ledger ledger;
+  static_cast<void>(ledger.adopt(Purpose::plan, 5000));
+  const Charge held = ledger.adopt(Purpose::plan, 100);
+  EXPECT_EQ(ledger.peak_since_mark(), 5000U);
+  ledger.mark();
+  EXPECT_EQ(ledger.peak_since_mark(), 100U);
+  static_cast<void>(ledger.adopt(Purpose::plan, 40));
+  EXPECT_EQ(ledger.peak_since_mark(), 140U);
+  EXPECT_EQ(ledger.peak_bytes(), 5000U);
+}
+
 }  // namespace
 }  // namespace modicum

@@ -36,6 +36,27 @@ uint32_t holder_of(const Plan& plan, uint32_t buffer) noexcept {
   return is_alias ? recipe.nodes[recipe.targets[buffer].root].from : buffer;
 }
 
+Destination destination_of(const Plan& plan, uint32_t buffer) noexcept {
+  const PlanOptions& options = plan.options;
+  return buffer < options.destination_of.size() ? options.destination_of[buffer]
+                                                : options.destination;
+}
+
+std::vector<uint64_t> arena_begins(const Plan& plan, int rank) {
+  std::vector<uint64_t> begins;
+  begins.reserve(buffer_count(plan) + 1);
+  uint64_t end = 0;
+  for (uint32_t b = 0; b < buffer_count(plan); ++b) {
+    const bool is_ours = destination_of(plan, b) == Destination::cpu;
+    const uint64_t bytes = is_ours ? buffer_of(plan, b, rank).bytes() : 0;
+    const uint64_t begin = bytes > 0 ? round_up(end, kBufferAlignment) : end;
+    begins.push_back(begin);
+    end = begin + bytes;
+  }
+  begins.push_back(end);
+  return begins;
+}
+
 std::string buffer_name(const Plan& plan, uint32_t buffer) {
   if (buffer < target_count(plan)) return plan.recipe->targets[buffer].spec.fqn;
   if (plan.layout.flats.size() == 1) return "flat";

@@ -75,10 +75,12 @@ Staging divide_staging(const Plan& plan) {
   const Strategy& strategy = plan.strategy();
   const auto group = static_cast<uint64_t>(exchange_group(plan, 0).size());
   const bool streams = strategy.of_reader == Window::none;
-  const bool casts_in_slot = options.destination == Destination::discard;
+  bool casts_in_slot = options.destination == Destination::discard;
+  for (const Destination to : options.destination_of) casts_in_slot |= to == Destination::discard;
   Staging staging;
+  staging.exchanges = group > 1;
   uint64_t left = round_up(options.staging_bytes, kPageBytes);
-  if (group > 1) {
+  if (staging.exchanges && !options.caller_sends) {
     // One ring for the group, made by all in equal parts, so that what each is charged is what the
     // kernel counts for it.
     staging.ring_part_bytes = std::max(kPageBytes, left / group / kPageBytes * kPageBytes);
@@ -98,13 +100,7 @@ Staging divide_staging(const Plan& plan) {
 }
 
 uint64_t shard_bytes(const Plan& plan, int rank) {
-  if (plan.options.destination == Destination::discard) return 0;
-  uint64_t end = 0;
-  for (uint32_t b = 0; b < buffer_count(plan); ++b) {
-    const uint64_t bytes = buffer_of(plan, b, rank).bytes();
-    if (bytes > 0) end = round_up(end, kBufferAlignment) + bytes;
-  }
-  return round_up(end, kPageBytes);
+  return round_up(arena_begins(plan, rank).back(), kPageBytes);
 }
 
 // A tensor as it is sent: with its scale behind it, where it is dequantised.
@@ -153,6 +149,7 @@ Promise promise_of(const Plan& plan) {
     Footprint load = hold;
     load[Purpose::window] = reads ? of_reader : of_others;
     load[Purpose::staging] = plan.staging.total_bytes;
+    load[Purpose::init] = plan.options.init_bytes;
     for (Footprint* phase : {&open, &load, &hold}) {
       (*phase)[Purpose::page_tables] = page_table_bytes(phase->ledger_total());
     }
@@ -170,7 +167,8 @@ Digest digest_inputs(const Plan& plan) {
   digest_layout(plan.layout, hasher);
   const PlanOptions& o = plan.options;
   hasher.add(o.strategy->name).add(o.ranks_per_node).add(o.destination);
-  hasher.add(o.staging_bytes).add(o.baseline_bytes);
+  hasher.add(o.staging_bytes).add(o.baseline_bytes).add(o.init_bytes).add(o.caller_sends);
+  for (const Destination to : o.destination_of) hasher.add(to);
   return hasher.digest();
 }
 

@@ -37,8 +37,9 @@ struct Strategy {
 std::span<const Strategy> strategies() noexcept;
 const Strategy& strategy_named(std::string_view name);  // unknown: USAGE with the nearest name
 
-// Where the loaded elements go: kept in host memory, or digested and dropped.
-enum class Destination : uint8_t { cpu, discard };
+// Where the loaded elements go: host memory of ours; out of the staging by copies (to a device, or
+// digested and dropped); host memory that the caller has already.
+enum class Destination : uint8_t { cpu, discard, given };
 
 // Elements from a source to a local buffer, by element counts (see Runs). Those of a compared alias
 // (Recipe::is_compared) have the places that its target's elements have.
@@ -73,8 +74,11 @@ struct PlanOptions {
   const Strategy* strategy = nullptr;
   int ranks_per_node = 0;  // 0: all on one
   Destination destination = Destination::cpu;
+  std::vector<Destination> destination_of;  // by target; empty: all alike
   uint64_t staging_bytes = 8 * kMiB;
   uint64_t baseline_bytes = 2 * kMiB;
+  uint64_t init_bytes = 0;    // the most that tensors made by the caller take at once
+  bool caller_sends = false;  // what is exchanged goes through the caller's transport: no ring
 };
 
 // The launcher: what the process holds that starts the ranks and watches them.
@@ -96,6 +100,7 @@ struct Staging {
   uint64_t tile_bytes = 0;   // the most that one staged read brings: a slot, or less if it is
                              // cast within the slot
   int workers = 0;           // shares that fit; 0 where nothing is streamed
+  bool exchanges = false;    // what one rank has read is handed on to others
   uint64_t total_bytes = 0;  // of the rank
 };
 
@@ -133,6 +138,9 @@ uint32_t buffer_count(const Plan& plan) noexcept;
 LocalBuffer buffer_of(const Plan& plan, uint32_t buffer, int rank);
 // The buffer whose memory a buffer's is: itself, or that of what an alias names.
 uint32_t holder_of(const Plan& plan, uint32_t buffer) noexcept;
+Destination destination_of(const Plan& plan, uint32_t buffer) noexcept;
+// Where each buffer that is host memory of ours begins in a rank's arena, and the arena's end.
+std::vector<uint64_t> arena_begins(const Plan& plan, int rank);
 // What to call a buffer: the target's name; "flat", or "flat.0", "flat.1"... where there are
 // several.
 std::string buffer_name(const Plan& plan, uint32_t buffer);

@@ -102,7 +102,7 @@ class Coalescer {
 
   // Elements that may be read straight to where they belong.
   static bool is_direct(const Plan& plan, const Transfer& t) {
-    return plan.options.destination == Destination::cpu && plan.staging.ring_part_bytes == 0 &&
+    return !plan.staging.exchanges && destination_of(plan, t.buffer) != Destination::discard &&
            !t.casts() && !t.compared && t.runs.runs == 1 &&
            (t.runs.at_step == 1 || t.runs.run == 1);
   }

@@ -2,30 +2,16 @@
 //
 // An answer crosses as its JSON document, which json.loads of the standard library takes apart, so
 // that the two fronts can't differ. Whatever may take long runs without the interpreter's lock.
-#include <nanobind/nanobind.h>
+#include "modicum/python/bindings.h"
+
 #include <nanobind/stl/filesystem.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/variant.h>
 
 #include <filesystem>
-#include <optional>
-#include <string>
-#include <variant>
 
-#include "modicum/checkpoint/checkpoint.h"
-#include "modicum/io/io.h"
 #include "modicum/report/report.h"
 #include "modicum/runs/runs.h"
 
-namespace nb = nanobind;
-
-namespace modicum {
-namespace {
-
-using Path = std::filesystem::path;
-// Bytes, or what the command line takes: "1.5GiB".
-using Size = std::variant<int64_t, std::string>;
+namespace modicum::python {
 
 std::string text_of(const std::optional<Size>& size) {
   if (!size) return {};
@@ -33,15 +19,13 @@ std::string text_of(const std::optional<Size>& size) {
   return std::get<std::string>(*size);
 }
 
-template <typename Function>
-std::string without_the_lock(const Function& function) {
-  const nb::gil_scoped_release released;
-  return function();
-}
-
 nb::dict as_dict(const std::string& document) {
   return nb::cast<nb::dict>(nb::module_::import_("json").attr("loads")(document));
 }
+
+namespace {
+
+using Path = std::filesystem::path;
 
 nb::dict inspect(const Path& path) {
   return as_dict(without_the_lock([&] {
@@ -172,12 +156,16 @@ void raise(const std::exception_ptr& thrown, void* /*unused*/) {
 }
 
 }  // namespace
-}  // namespace modicum
+}  // namespace modicum::python
 
 NB_MODULE(_modicum, module) {
-  nanobind::register_exception_translator(modicum::raise);
+  namespace front = modicum::python;
+  nanobind::set_leak_warnings(false);  // parameters may live as long as the process
+  nanobind::register_exception_translator(front::raise);
   module.def(
       "version", [] { return MODICUM_VERSION; }, "The version of the library, as in the wheel.");
-  module.def("inspect", modicum::inspect, nanobind::arg("path"), modicum::kInspectDoc);
-  modicum::define_plan(module);
+  module.def("inspect", front::inspect, nanobind::arg("path"), front::kInspectDoc);
+  front::define_plan(module);
+  front::define_values(module);
+  front::define_load(module);
 }

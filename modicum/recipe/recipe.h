@@ -137,8 +137,9 @@ Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties 
 // the embedding, or, where only the head is stored, the embedding is the head.
 std::vector<NamedTie> word_embedding_ties(const Manifest& manifest);
 
-// The text form, `recipe.json` (docs/recipes.md). Errors: MISMATCH where it doesn't add up,
-// UNSUPPORTED for an op that is not known; both name the target. `unties` as in RecipeBuilder.
+// The text form, `recipe.json` (docs/recipes.md). A `caller` takes the next ordinal. Errors:
+// MISMATCH where it doesn't add up, UNSUPPORTED for an op that is not known; both name the target.
+// `unties` as in RecipeBuilder.
 Recipe parse_recipe(std::string_view text, const Manifest& manifest, bool unties = false);
 std::string recipe_text(const Recipe& recipe, const Manifest& manifest);
 

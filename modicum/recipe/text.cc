@@ -134,11 +134,15 @@ class Reading {
     if (node.op == "gather") return builder_.gather(dim(), node.index, only_input(node));
     if (node.op == "reshape") return builder_.reshape(node.shape, only_input(node));
     if (node.op == "init") return init(node);
+    if (node.op == "caller") {
+      return builder_.caller(callers_++, node.shape, need(dtype_of(node), node, "dtype"));
+    }
     if (node.op == "alias") fail(Category::mismatch, "'alias' stands inside another op");
     fail(Category::unsupported, fmt::format("an unknown op '{}'", printable(node.op)));
   }
 
   RecipeBuilder builder_;
+  uint32_t callers_ = 0;
 };
 
 void write_node(const Recipe& recipe, const Manifest& manifest, uint32_t id,
@@ -172,7 +176,10 @@ void write_node(const Recipe& recipe, const Manifest& manifest, uint32_t id,
       cast_to = cast_to.value_or(node.dtype);
       break;
     }
-    case Op::caller: integers("shape", node.shape); break;
+    case Op::caller:
+      integers("shape", node.shape);
+      cast_to = cast_to.value_or(node.dtype);
+      break;
     case Op::alias: out.member("of", recipe.targets[node.from].spec.fqn); break;
   }
   if (!node.in.empty()) {

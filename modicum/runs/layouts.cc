@@ -1,4 +1,4 @@
-#include "modicum/runs/layouts.h"
+#include "modicum/runs/runs.h"
 
 #include <fmt/format.h>
 

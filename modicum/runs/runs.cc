@@ -7,15 +7,8 @@
 #include <utility>
 
 #include "modicum/probe/probe.h"
-#include "modicum/runs/layouts.h"
 
 namespace modicum {
-namespace {
-
-constexpr uint64_t kDefaultStagingBytes = 8 * kMiB;
-
-}  // namespace
-
 int nodes_of(const RunFlags& flags) noexcept {
   return static_cast<int>(ceil_div(flags.ranks, flags.ranks_per_node.value_or(flags.ranks)));
 }
@@ -53,7 +46,13 @@ Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& che
     options.text.resize(file->identity().size_bytes);
     file->read(std::as_writable_bytes(std::span(options.text)), 0);
   }
-  return make_recipe(checkpoint.manifest, options);
+  Recipe recipe = make_recipe(checkpoint.manifest, options);
+  for (const Target& target : recipe.targets) {
+    if (recipe.nodes[target.root].op != Op::caller) continue;
+    fail(Category::unsupported, "a model makes this tensor itself, and there is none here",
+         {.tensor = target.spec.fqn});
+  }
+  return recipe;
 }
 
 void require_within(std::string_view what, int value, int least, int most) {
@@ -111,8 +110,7 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::stri
       report.fits = fits(plan.promise, *report.budget);
     }
     // Where nobody holds the same, replicas read as own-shard does.
-    const bool is_own_shard =
-        strategy.reader == Reader::replicas && plan.staging.ring_part_bytes == 0;
+    const bool is_own_shard = strategy.reader == Reader::replicas && !plan.staging.exchanges;
     const Traffic sent = is_own_shard && of_own_shards ? *of_own_shards : traffic(plan);
     if (strategy.name == "own-shard") of_own_shards = sent;
     needed_bytes = std::max(needed_bytes, sent.needed_bytes);  // known where it alone is read

@@ -12,9 +12,11 @@
 #include "modicum/plan/plan.h"
 #include "modicum/recipe/recipe.h"
 #include "modicum/report/report.h"
+#include "modicum/runs/expectation.h"  // IWYU pragma: export
 
 namespace modicum {
 
+constexpr uint64_t kDefaultStagingBytes = 8 * kMiB;  // of a rank; less where a budget needs it
 constexpr int kMaxRanks = 65536;
 constexpr int kMaxShardDim = 63;
 
@@ -54,6 +56,11 @@ struct Run {
 // USAGE for what makes no sense, before any file is opened; then as `open_checkpoint`, and MISMATCH
 // or UNSUPPORTED where the recipe isn't one for this checkpoint.
 Run open_run(FileSystem& files, const RunFlags& flags);
+// The layout that `layout` and its flags mean; USAGE for what makes no sense.
+Layout layout_of(const RunFlags& flags, Targets targets);
+// The targets of a recipe by their numbers, null for aliases.
+std::vector<const TensorSpec*> targets_of(const Recipe& recipe);
+
 // A plan of `run` by `strategy`; with a budget, its default staging shrunk as far as that needs.
 Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budget>& budget);
 

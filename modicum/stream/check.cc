@@ -79,7 +79,7 @@ class ValueCheck {
     switch (leaf.op) {
       case Op::stored: return expected_(leaf.from, source.first, count, made_);
       case Op::caller: {
-        const auto whole = options_.caller[leaf.from];
+        const auto whole = options_.caller(leaf.from);
         std::memcpy(made_.data(), whole.data() + bytes_at(leaf.dtype, source.first), made_.size());
         return;
       }

@@ -99,6 +99,9 @@ class Load {
       } catch (const Error& error) {
         at_.board->report(record_of(error, at_.rank));
         throw;
+      } catch (const std::exception& error) {  // of the caller's functions
+        at_.board->report(record_of(Error(Category::internal, error.what()), at_.rank));
+        throw;
       }
     });
   }
@@ -124,7 +127,6 @@ class Load {
             if (!mine()) return;
             const Transfer& first = read.transfers.front();
             if (read.direct) {
-              at_.board->check();
               fetch_into(writer.place_of(first), first.from, {read.file, read.begin, read.end},
                          readers.codes);
               writer.placed(first);
@@ -134,10 +136,17 @@ class Load {
             }
           },
           [&](const Transfer& made) {
-            if (mine()) writer.make(made);
+            if (makes(worker, made, mine)) writer.make(made);
           });
       count(readers, writer);
     });
+  }
+
+  // What the caller makes, he makes on his own thread, which is the last worker's.
+  template <typename Turn>
+  bool makes(int worker, const Transfer& made, const Turn& mine) const {
+    if (made.source == Transfer::Source::caller) return worker == workers_ - 1;
+    return mine();
   }
 
   // Ranks that hold the same have the same reads; each makes those whose turn it is.
@@ -215,14 +224,18 @@ class Load {
 
   void fetch_into(std::span<std::byte> into, uint32_t stored, const Extent& at,
                   DataReader& reader) {
-    naming(plan_.manifest->tensors[stored], [&] { reader.read(at.file, at.begin, into); });
-    at_.board->beat(at_.rank, at.bytes());
+    for (uint64_t done = 0; done < at.bytes(); done += kWindowChunkBytes) {
+      const uint64_t n = std::min(kWindowChunkBytes, at.bytes() - done);
+      at_.board->check();
+      naming(plan_.manifest->tensors[stored],
+             [&] { reader.read(at.file, at.begin + done, into.subspan(done, n)); });
+      at_.board->beat(at_.rank, n);
+    }
   }
 
   // Stored bytes to the front of a slot, scales that they need behind them.
   void fetch(uint32_t stored, const Extent& at, const Extent& scale, Readers& readers,
              std::span<std::byte> slot) {
-    at_.board->check();
     fetch_into(slot.first(at.bytes()), stored, at, readers.codes);
     if (scale.bytes() == 0) return;
     fetch_into(slot.subspan(at.bytes(), scale.bytes()),
@@ -284,8 +297,9 @@ class Load {
     in_workers([this](int worker) {
       Writer writer = writer_of(worker);
       int64_t turn = 0;
+      const auto mine = [&] { return turn++ % workers_ == worker; };
       for_each_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
-        if (turn++ % workers_ != worker) return;
+        if (!makes(worker, transfer, mine)) return;
         at_.board->check();
         if (transfer.source != Transfer::Source::stored) return writer.make(transfer);
         writer.put(transfer, element_of(window_.bytes().data() + begins_[transfer.from], transfer),

@@ -18,34 +18,50 @@ uint64_t digest_seed(const TensorSpec& spec) {
 
 }  // namespace
 
-HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, int threads) : plan_(plan) {
-  begins_.reserve(buffer_count(plan) + 1);
-  uint64_t end = 0;
+HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, int threads, Given given, Copy copy)
+    : plan_(plan),
+      rank_(rank),
+      begins_(arena_begins(plan, rank)),
+      given_(std::move(given)),
+      copy_(std::move(copy)) {
   for (uint32_t b = 0; b < buffer_count(plan); ++b) {
-    const uint64_t bytes = buffer_of(plan, b, rank).bytes();
-    const uint64_t begin = bytes > 0 ? round_up(end, kBufferAlignment) : end;
-    begins_.push_back(begin);
-    end = begin + bytes;
+    if (destination_of(plan, b) != Destination::given || holder_of(plan, b) != b) continue;
+    const uint64_t due = buffer_of(plan, b, rank).bytes();
+    const uint64_t got = b < given_.size() ? given_[b].size() : 0;
+    if (got == due) continue;
+    fail(Category::usage, "the memory given for a tensor has not the size that is due",
+         {.tensor = buffer_name(plan, b),
+          .rank = rank,
+          .expected = fmt::format("{} bytes", due),
+          .got = fmt::format("{} bytes", got)});
   }
-  begins_.push_back(end);
-  arena_ = ledger.charge(Purpose::shards, end, threads);
-  rank_ = rank;
+  arena_ = ledger.charge(Purpose::shards, begins_.back(), threads);
 }
 
 std::span<std::byte> HostSink::host(uint32_t buffer) noexcept {
   buffer = holder_of(plan_, buffer);
+  const Destination to = destination_of(plan_, buffer);
+  if (to == Destination::discard) return {};
+  if (to == Destination::given) return given_[buffer];
   return arena_.bytes().subspan(begins_[buffer], buffer_of(plan_, buffer, rank_).bytes());
 }
 
 void HostSink::copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
+  if (destination_of(plan_, holder_of(plan_, buffer)) == Destination::discard) {
+    MODICUM_ASSERT(copy_ != nullptr);
+    return copy_(holder_of(plan_, buffer), at, elements);
+  }
   const auto begin =
       static_cast<size_t>(at * bytes_per_element(buffer_of(plan_, buffer, rank_).dtype));
   std::memcpy(host(buffer).data() + begin, elements.data(), elements.size());
 }
 
 void HostSink::poison() noexcept {
-  const std::span<std::byte> all = arena_.bytes();  // none, where a rank has no elements
-  std::fill(all.begin(), all.end(), std::byte{0xa5});
+  const auto fill = [](std::span<std::byte> all) {  // none, where a rank has no elements
+    std::fill(all.begin(), all.end(), std::byte{0xa5});
+  };
+  fill(arena_.bytes());
+  for (const std::span<std::byte> given : given_) fill(given);
 }
 
 DigestSum::DigestSum(const Plan& plan, int rank) : plan_(plan), rank_(rank) {

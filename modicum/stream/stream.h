@@ -22,7 +22,9 @@ struct RankContext {
 
 struct LoadOptions {
   int threads = 1;  // at most; staging decides how many streams fit
-  std::span<const std::span<const std::byte>> caller;  // `caller` tensors, by ordinal
+  // A `caller` tensor, whole, by its ordinal; valid until the next call. Called on the thread that
+  // calls load(), in the order of the targets.
+  std::function<std::span<const std::byte>(uint32_t ordinal)> caller;
   uint64_t init_seed = 0;  // of `init` rules: with the target's name, it decides every bit
 };
 

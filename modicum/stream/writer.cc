@@ -104,8 +104,8 @@ void Writer::put_by_copies(const Transfer& t, const std::byte* from, const Conve
 
 void Writer::make(const Transfer& transfer) {
   if (transfer.source == Transfer::Source::caller) {
-    MODICUM_ASSERT(transfer.from < options_.caller.size());
-    const std::byte* whole = options_.caller[transfer.from].data();
+    MODICUM_ASSERT(options_.caller != nullptr);
+    const std::byte* whole = options_.caller(transfer.from).data();
     return put(transfer, whole + bytes_at(transfer.from_dtype, transfer.runs.first));
   }
   // Made a little at a time, on the stack.

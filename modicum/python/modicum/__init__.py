@@ -1,6 +1,18 @@
 """Model state of sharded training, in little memory."""
 
-from modicum._modicum import inspect, plan, version
+from modicum._modicum import (
+    Checkpoint,
+    Layout,
+    Ledger,
+    Plan,
+    Recipe,
+    inspect,
+    make_layout,
+    make_recipe,
+    open_checkpoint,
+    plan,
+    version,
+)
 from modicum.errors import (
     BudgetError,
     Error,
@@ -10,16 +22,31 @@ from modicum.errors import (
     PeerError,
     UsageError,
 )
+from modicum._report import Report
+from modicum._walk import Shards, load, make_plan, report
 
 __all__ = [
     "BudgetError",
+    "Checkpoint",
     "Error",
     "FormatError",
     "IntegrityError",
     "IoError",
+    "Layout",
+    "Ledger",
     "PeerError",
+    "Plan",
+    "Recipe",
+    "Report",
+    "Shards",
     "UsageError",
     "inspect",
+    "load",
+    "make_layout",
+    "make_plan",
+    "make_recipe",
+    "open_checkpoint",
     "plan",
+    "report",
 ]
 __version__ = version()

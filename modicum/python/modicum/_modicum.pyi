@@ -1,4 +1,6 @@
+from collections.abc import Sequence
 import os
+from typing import overload
 
 
 def version() -> str:
@@ -62,3 +64,242 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         IoError: a file can't be read.
         UsageError: an argument makes no sense, or the recipe is not one for this checkpoint.
     """
+
+class Checkpoint:
+    """A checkpoint whose headers have been read and proven."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of tensor data."""
+
+    @property
+    def stored(self) -> dict:
+        """
+        Dtype and shape of each stored tensor by name, in the order of the files.
+        """
+
+class Recipe:
+    """How each target is made of stored tensors."""
+
+    @property
+    def targets(self) -> list:
+        """A dict for each target: name, dtype, shape, alias_of (a name or None)."""
+
+    @property
+    def text(self) -> str:
+        """recipe.json."""
+
+class Layout:
+    """Which elements of each target each rank holds, and where."""
+
+    @property
+    def ranks(self) -> int:
+        """World size."""
+
+class Plan:
+    """What will be read, put where and held, for every rank."""
+
+    @property
+    def ranks(self) -> int:
+        """World size."""
+
+    @property
+    def strategy(self) -> str:
+        """The strategy's name."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """What was planned."""
+
+    @property
+    def digest(self) -> str:
+        """Of everything that decides what happens, as hex."""
+
+    @property
+    def document(self) -> dict:
+        """As `modicum plan --json`, for this one strategy."""
+
+    def buffers(self, rank: int) -> list:
+        """
+        A dict for each target: holder (the target whose memory it is), numel, padded_numel, bytes, shape (this rank's part without padding).
+        """
+
+    def promised_bytes(self, rank: int) -> int:
+        """The most that the rank's process will hold, in bytes."""
+
+    def ledger_limit_bytes(self, rank: int) -> int:
+        """The same without the process itself and page tables."""
+
+    def exchange_group(self, rank: int) -> list[int]:
+        """The ranks that hand bytes on to each other, `rank` among them."""
+
+def open_checkpoint(path: str | os.PathLike | None) -> Checkpoint:
+    """
+    Opens headers, index and config of a checkpoint and proves its layout.
+
+    Args:
+        path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache; None: a
+            checkpoint without tensors.
+
+    Raises:
+        FormatError, IoError.
+    """
+
+def make_recipe(checkpoint: Checkpoint, text: str = '', *, dtype: str | None = None, keep_fp32: str | None = None, untie: bool = False) -> Recipe:
+    """
+    How each target is made of the checkpoint's tensors.
+
+    Args:
+        checkpoint: of open_checkpoint.
+        text: recipe.json (docs/recipes.md); empty: every tensor as it is.
+        dtype: float32, bfloat16 or float16; None: as stored.
+        keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
+        untie: whether what is stored under both names of a tie is loaded as two tensors.
+
+    Raises:
+        UsageError: the recipe is not one for this checkpoint.
+    """
+
+@overload
+def make_layout(recipe: Recipe, ranks: int, layout: str = 'fsdp2', *, mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None) -> Layout:
+    """
+    The targets cut for a mesh, as `--layout` of the command line.
+
+    Args:
+        recipe: of make_recipe.
+        ranks: world size.
+        layout: none, fsdp2, hsdp, tp-fsdp, zero1, zero2 or zero3.
+        mesh: "AxB": of hsdp replicas x shards, of tp-fsdp dp x tp.
+        shard_dim: the tensor dim that is cut.
+        tp_rowwise: names (a regular expression) that TP cuts along dim 1; the rest along dim 0.
+    """
+
+@overload
+def make_layout(recipe: Recipe, *, shardings: Sequence[tuple[Sequence[int], Sequence[tuple[Sequence[int], int, int, bool]]]], sharding_of: Sequence[int]) -> Layout:
+    """
+    The targets cut as they say each for itself.
+
+    Args:
+        recipe: of make_recipe.
+        shardings: (mesh, cuts) each: sizes of the mesh axes over the whole world, outermost first, and
+            the cuts in the order in which they are made, (mesh axes, tensor dim, packed parts, pads).
+        sharding_of: for each target the index of its sharding.
+    """
+
+def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'budget') -> Plan:
+    """
+    Who reads what and what every rank will hold.
+
+    Args:
+        recipe: of make_recipe.
+        layout: of make_layout.
+        strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
+        ranks_per_node: None: all on one node.
+        destinations: for each target cpu, copy (only copies are taken, as by a device) or given (memory
+            that the caller has); empty: all cpu.
+        staging: per rank, committed whole; None: 8 MiB, less where a budget needs it.
+        baseline: what a rank process holds before Modicum; None: 2 MiB.
+        init_bytes: the most that tensors made by the caller take at once.
+        caller_sends: whether bytes are exchanged by the caller's own means.
+        budget: host memory per node; None: no verdict.
+        budget_source: what to call the budget where it is too small.
+
+    Raises:
+        BudgetError: it does not fit; says by how much and who holds most.
+    """
+
+class Ledger:
+    """
+    Where model-sized memory comes from, and what it is for.
+
+    Args:
+        limit: what may be held, bytes or text ("200GiB"); None: no limit.
+    """
+
+    def __init__(self, limit: int | str | None = None) -> None: ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held now."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes held at once so far."""
+
+    @property
+    def held(self) -> dict:
+        """Bytes held now, by purpose; largest first."""
+
+    @property
+    def at_peak(self) -> dict:
+        """What was held when it was most, by purpose."""
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What may be held, in bytes; None: no limit."""
+
+    @limit_bytes.setter
+    def limit_bytes(self, bytes: int | None) -> None: ...
+
+def charge_init(ledger: Ledger, bytes: int) -> object:
+    """
+    Zeroed memory for tensors that a model makes itself; given back when it dies.
+    """
+
+class Board:
+    """
+    A rank among the others of a load.
+
+    Args:
+        peers: has barrier(), agree(digest) and report(document), which reach the others; None:
+            alone.
+    """
+
+    def __init__(self, peers: object | None = None) -> None: ...
+
+    def fail(self, what: str, rank: int = -1) -> None:
+        """Ends the load that runs at its next look. Any thread."""
+
+    @property
+    def progress(self) -> int:
+        """Bytes read or received so far."""
+
+class Loaded:
+    """What a load has put into host memory."""
+
+    def storage(self, target: int) -> object:
+        """
+        The bytes of a target's local buffer with its padding, and its charge: once each.
+        """
+
+    def whole(self) -> object:
+        """
+        All bytes as one, to be kept by `keep` only: from then on they are given back as one.
+        """
+
+    def keep(self, kept: object) -> None:
+        """Keeps an object until just before the memory is given back."""
+
+    @property
+    def outcome(self) -> dict:
+        """What this rank read and held."""
+
+def load(plan: Plan, rank: int, board: Board, ledger: Ledger, *, given: dict = {}, copy: object | None = None, caller: object | None = None, broadcast: object | None = None, threads: int = 0, check: bool = False, seed: int = 0) -> Loaded:
+    """Carries out one rank's part of a plan; see modicum.load."""
+
+def load_report(plan: Plan, outcomes: Sequence[dict], checked: bool, budget: int | None = None, budget_source: str = '') -> tuple:
+    """The document of `modicum load --json` and the text of `modicum load`."""
+
+def process_memory() -> dict:
+    """
+    held_bytes and peak_bytes (since reset_peak) of this process, by the kernel.
+    """
+
+def reset_peak() -> bool:
+    """Starts peak_bytes anew; False where the kernel won't."""
+
+def available_memory() -> tuple:
+    """What the cgroup chain and the node leave, in bytes, and who says so."""
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size as the command line takes it."""

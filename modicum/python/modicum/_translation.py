@@ -6,7 +6,7 @@ the order of the names, the groups they form and the fallbacks, is done here as
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -74,6 +74,8 @@ class _Names:
 
     def _with_base_prefix(self, name: str) -> str:
         """Added or taken away, where that makes it a name of the model."""
+        if not self._base_prefix:
+            return name
         if name.startswith(self._base_prefix):
             # The dot is any character, as it is in transformers.
             shorter = re.sub(f"^{self._base_prefix}.", "", name, count=1)
@@ -98,11 +100,13 @@ class _Names:
         return renamed, pattern
 
 
-def _collect(stored_tensors: Described, names: _Names, result: Translation) -> dict[str, _Group]:
+def _collect(
+    stored_tensors: Described, keys: Mapping[str, str], names: _Names, result: Translation
+) -> dict[str, _Group]:
     """The groups, by their first target."""
     groups: dict[str, _Group] = {}
-    for name in sorted(stored_tensors, key=natural_key):
-        target, pattern = names.rename(name)
+    for name in sorted(stored_tensors, key=lambda name: natural_key(keys.get(name, name))):
+        target, pattern = names.rename(keys.get(name, name))
         converter = None if pattern is None else names.converter_of[pattern]
         if target not in names.targets:
             patterns = [""] if converter is None else converter.target_patterns
@@ -180,14 +184,17 @@ def translate(
     *,
     config: Any = None,
     base_model_prefix: str = "",
+    keys: Mapping[str, str] | None = None,
+    may_differ: Callable[[str], bool] = lambda target: False,
 ) -> Translation:
     """What `transforms`, a list as `get_model_conversion_mapping` returns, make of the stored
     tensors for a model with these targets. The list is used up: some of its renamings remember
-    what they have seen."""
+    what they have seen. `keys`: names to match instead of the stored ones. `may_differ`: targets
+    that are not made, rather than an error, where the stored tensors make another shape."""
     result = Translation()
     names = _Names(transforms, targets, base_model_prefix)
     shapes = {name: shape for name, (_, shape) in targets.items()}
-    for target, group in _collect(stored_tensors, names, result).items():
+    for target, group in _collect(stored_tensors, keys or {}, names, result).items():
         if group.converter is None:
             (arrays,) = group.collected.values()
             result.made[target], result.first[target] = arrays[0], target
@@ -195,6 +202,12 @@ def translate(
         sources, patterns = group.converter.source_patterns, group.converter.target_patterns
         chain = Chain(sources, patterns, target, shapes, config)
         _convert(target, group, chain, result)
-    for name, array in result.made.items():
-        _check_shape(name, array, targets)
+    other: set[str] = set()
+    for name, array in list(result.made.items()):
+        if name in targets and array.shape != targets[name][1] and may_differ(name):
+            other.update(_stored_under(result.made.pop(name).node))
+        else:
+            _check_shape(name, array, targets)
+    used = {name for array in result.made.values() for name in _stored_under(array.node)}
+    result.dropped += sorted(other - used)
     return result

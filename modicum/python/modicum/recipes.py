@@ -1,11 +1,11 @@
-"""From transformers' own conversion mapping to an explicit recipe.json.
+"""From a model and a checkpoint to an explicit recipe.json.
 
     recipe = modicum.recipes.recipe_for(model, "path/of/a/checkpoint")
     Path("recipe.json").write_text(recipe.text())
 
-`model` may be on meta, and sharded already. What the installed transformers would rename, stack,
-concatenate, cut, transpose or permute while loading is written down per tensor, with no pattern
-left; `modicum plan` and `modicum load` take it with `--recipe`. The same from the command line:
+`model` may be on meta, sharded already, and wrapped. What the installed transformers would rename,
+stack, concatenate, cut, transpose or permute while loading is written down per tensor, with no
+pattern left; `modicum plan` and `modicum load` take it with `--recipe`. From the command line:
 
     python -m modicum.recipes DIRECTORY -o recipe.json
 
@@ -20,13 +20,23 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modicum._index_maps import Array, Node, init
+from modicum._dtypes import Dtypes, any_of, cast, described, dtype_name
+from modicum._index_maps import Array, Node, caller, init
 from modicum._operations import OPERATIONS
+from modicum._structure import (
+    Part,
+    Structure,
+    canonical,
+    classes_before_sharding,
+    is_pretrained,
+    structure_of,
+    ties_of,
+)
 from modicum._translation import Described, Translation, natural_key, translate
 from modicum.errors import Error, refusal
 
@@ -42,53 +52,46 @@ __all__ = [
 
 Rule = str | tuple[str, float]
 
-# Casts that a recipe may ask for, by where they begin; every FP8 code has a scale.
-_FLOATS = frozenset({"float32", "bfloat16", "float16"})
-_CASTS = dict.fromkeys((*_FLOATS, "float8_e4m3fn", "float8_e5m2"), _FLOATS)
-_SAFETENSORS_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-
-
 @dataclass
 class Recipe:
     """How every tensor of a model is made of those of a checkpoint."""
 
     targets: dict[str, Node] = field(default_factory=dict)
-    """By name in the model, in the model's order."""
+    """By canonical name in the model, in the model's order. A node `caller` is left to the model's
+    own initialisation: whoever loads hands the tensor over."""
     unused: list[str] = field(default_factory=list)
     """Stored tensors that are not read, sorted."""
-    missing: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Dtype and shape of the model's tensors that no target makes: the model initialises them."""
+
+    @property
+    def missing(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of each tensor that is left to the model."""
+        callers = {name: node for name, node in self.targets.items() if node["op"] == "caller"}
+        return {name: (node["dtype"], tuple(node["shape"])) for name, node in callers.items()}
+
+    @property
+    def callers(self) -> list[str]:
+        """The tensors that are left to the model, in the model's order."""
+        return list(self.missing)
 
     @property
     def document(self) -> dict[str, Any]:
-        """What recipe.json holds."""
+        """Targets and unused stored tensors, what is left to the model among them."""
         return {"targets": self.targets, "unused": self.unused}
 
-    def text(self) -> str:
-        """recipe.json, as short as it can be."""
-        return json.dumps(self.document, separators=(",", ":"), ensure_ascii=False)
+    def text(self, *, callers: bool = False) -> str:
+        """recipe.json, as short as it can be: what is left to the model is left out, except for a
+        reader to which the `callers` are handed over."""
+        left = {} if callers else self.missing
+        targets = {
+            name: node
+            for name, node in self.targets.items()
+            if name not in left and node.get("of") not in left
+        }
+        document = self.document | {"targets": targets}
+        return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
 
 # ---- what there is
-
-
-def _dtype_name(dtype: Any) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return _SAFETENSORS_DTYPES.get(name, name)
 
 
 def stored_in(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Described:
@@ -99,36 +102,11 @@ def stored_in(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Describ
             name: (value.dtype, value.shape) if hasattr(value, "shape") else value
             for name, value in checkpoint.items()
         }
-        return {name: (_dtype_name(d), tuple(shape)) for name, (d, shape) in pairs.items()}
+        return {name: (dtype_name(d), tuple(shape)) for name, (d, shape) in pairs.items()}
     from modicum import inspect
 
     tensors = inspect(checkpoint)["tensors"]
     return {t["name"]: (t["dtype"], tuple(t["shape"])) for t in tensors}
-
-
-def _class_before_sharding(module: Any) -> type:
-    wrappers = {"FSDPModule", "DDP"}
-    for cls in type(module).__mro__:
-        if not any(base.__name__ in wrappers for base in cls.__mro__):
-            return cls
-    return type(module)
-
-
-@contextlib.contextmanager
-def _classes_before_sharding(model: Any) -> Iterator[None]:
-    """transformers knows a module by its class, which `fully_shard` changes: nothing would be said,
-    and the conversions of every wrapped model left out."""
-    changed = []
-    try:
-        for module in model.modules():
-            before = _class_before_sharding(module)
-            if before is not type(module):
-                changed.append((module, type(module)))
-                module.__class__ = before
-        yield
-    finally:
-        for module, cls in changed:
-            module.__class__ = cls
 
 
 def _quantizer_of(model: Any, targets: Described) -> Any:
@@ -150,71 +128,7 @@ def _quantizer_of(model: Any, targets: Described) -> Any:
     return quantizer
 
 
-# ---- dtypes
-
-
-class _Dtypes:
-    """The dtype that each target is loaded as."""
-
-    def __init__(self, model: Any, targets: Described, dtype: str | None) -> None:
-        self._targets = targets
-        self._wanted = dtype
-        self._own = _dtype_name(model.dtype)
-        self._float32: re.Pattern[str] | None = None
-        if dtype is not None:
-            import torch
-
-            patterns = model._get_dtype_plan(getattr(torch, dtype))
-            body = "|".join(f"(?:{pattern.replace('*', '.*')})" for pattern in patterns)
-            self._float32 = re.compile(body) if body else None
-
-    def of(self, target: str, first: str) -> str:
-        """`first`: the target whose dtype all that one conversion makes has."""
-        if self._wanted is None:
-            return self._targets[target][0]
-        if self._float32 is not None and self._float32.search(first):
-            return "float32"
-        dtype = self._targets[first][0]
-        return self._wanted if dtype == self._own else dtype
-
-
-def _cast(target: str, array: Array, dtype: str) -> Node:
-    if dtype == array.dtype:
-        return array.node
-    if dtype not in _CASTS.get(array.dtype, ()):
-        raise refusal(
-            "UNSUPPORTED",
-            "a cast that is not between float32, bfloat16 and float16",
-            tensor=target,
-            expected=dtype,
-            got=array.dtype,
-        )
-    return {**array.node, "dtype": dtype}
-
-
 # ---- ties
-
-
-def _ties_of(model: Any, tensors: Mapping[str, Any]) -> list[list[str]]:
-    """Groups of names of one tensor, each with the one that the others are tied to first: what the
-    model declares, and names that share a tensor."""
-    declared = {
-        name: source
-        for name, source in getattr(model, "all_tied_weights_keys", {}).items()
-        if name in tensors and source in tensors
-    }
-    by_identity: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        source = by_identity.setdefault(id(tensor), name)
-        if source != name and name not in declared and source not in declared:
-            declared[name] = source
-    groups: dict[str, list[str]] = {}
-    for name in declared:
-        source = declared[name]
-        while source in declared:
-            source = declared[source]
-        groups.setdefault(source, [source]).append(name)
-    return list(groups.values())
 
 
 def _tie(recipe: Recipe, ties: Iterable[list[str]], untie: bool) -> list[list[str]]:
@@ -240,13 +154,10 @@ def _tie(recipe: Recipe, ties: Iterable[list[str]], untie: bool) -> list[list[st
 # ---- what is left over, and what is missing
 
 
-def _any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
-    body = "|".join(f"(?:{pattern})" for pattern in patterns)
-    return re.compile(body) if body else None
-
-
 def _droppable(model: Any) -> list[str]:
     """What transformers drops without a word."""
+    if model is None:
+        return []
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
@@ -261,78 +172,176 @@ def _near(name: str, names: Iterable[str]) -> str:
     return f"nearest '{near[0]}'" if near else ""
 
 
+def _translate(
+    structure: Structure,
+    stored: Described,
+    targets: Described,
+    ask: Callable[[Part], list[Any]],
+    may_differ: Callable[[str], bool],
+) -> Translation:
+    """Each part's stored tensors to its targets: by their names in the whole model. `ask`: for what
+    transformers would do to a part's tensors."""
+    whole = Translation()
+    for part, keys in zip(structure.parts, structure.split(stored), strict=True):
+        names = {key: name for name, key in part.keys.items()}
+        made = translate(
+            ask(part),
+            {name: stored[name] for name in keys},
+            {key: targets[name] for key, name in names.items()},
+            config=getattr(part.module, "config", None),
+            base_model_prefix=getattr(part.module, "base_model_prefix", ""),
+            keys=keys,
+            may_differ=lambda key: may_differ(names[key]),
+        )
+        whole.made |= {names[key]: array for key, array in made.made.items()}
+        whole.first |= {names[key]: names[first] for key, first in made.first.items()}
+        whole.doubled |= {name: names[key] for name, key in made.doubled.items()}
+        droppable = any_of(_droppable(part.module))
+        whole.dropped += made.dropped
+        for name, would_be in made.unexpected.items():
+            if droppable is not None and all(droppable.search(one) for one in would_be):
+                whole.dropped.append(name)
+            else:
+                whole.unexpected[name] = would_be
+    return whole
+
+
 def _check_unexpected(
-    translation: Translation, model: Any, unexpected: str | Iterable[str], targets: Described
+    translation: Translation, unexpected: str | Iterable[str], structure: Structure
 ) -> None:
     if unexpected == "ignore":
         return
     listed = [unexpected] if isinstance(unexpected, str) else [*unexpected]
-    named = _any_of([] if unexpected == "error" else listed)
-    droppable = _any_of(_droppable(model))
+    named = any_of([] if unexpected == "error" else listed)
 
-    def may_be_dropped(name: str, would_be: list[str]) -> bool:
-        by_caller = named is not None and named.search(name)
-        return bool(by_caller) or (
-            droppable is not None and all(droppable.search(one) for one in would_be)
-        )
+    def is_refused(name: str) -> bool:
+        return named is None or not named.search(name)
 
-    refused = {
-        name: would_be
-        for name, would_be in translation.unexpected.items()
-        if not may_be_dropped(name, would_be)
-    }
+    refused = [name for name in translation.unexpected if is_refused(name)]
     if refused:
-        name, would_be = next(iter(refused.items()))
+        would_be = translation.unexpected[refused[0]][0]
+        keys = (key for part in structure.parts for key in part.keys.values())
         raise refusal(
             "MISMATCH",
             f"{len(refused)} stored tensors are no part of the model, the first of them "
-            f"as '{would_be[0]}'",
-            tensor=name,
-            got=_near(would_be[0], targets),
+            f"as '{would_be}'; `unexpected` says which may be dropped",
+            tensor=refused[0],
+            got=_near(would_be, keys),
         )
     for name, target in translation.doubled.items():
-        if named is None or not named.search(name):
+        if is_refused(name):
             what = f"another stored tensor is '{target}' already"
             raise refusal("MISMATCH", what, tensor=name)
 
 
+def _rules_of(missing: str | Iterable[str] | Mapping[str, Rule]) -> Mapping[str, Rule]:
+    """By name or pattern. Everything matches the empty one."""
+    if isinstance(missing, Mapping):
+        return missing
+    if missing == "error":
+        return {}
+    patterns = [missing] if isinstance(missing, str) else missing
+    return {"" if p in ("ignore", "init") else p: "model" for p in patterns}
+
+
+def _rule_for(name: str, rules: Mapping[str, Rule]) -> Rule | None:
+    return next((rule for p, rule in rules.items() if name == p or re.search(p, name)), None)
+
+
 def _made_by_rule(rule: Rule, dtype: str, shape: tuple[int, ...], name: str) -> Node:
     kind, std = (rule, None) if isinstance(rule, str) else rule
+    if kind == "model":
+        return caller(dtype, shape).node
     if kind not in ("zeros", "ones", "normal") or (kind == "normal") != (std is not None):
         raise refusal("USAGE", f"no rule to make a tensor by: {rule!r}", tensor=name)
     return init(kind, std, dtype, shape).node
 
 
-def _initialise(
-    recipe: Recipe, targets: Described, dtypes: _Dtypes, rules: Mapping[str, Rule]
+def _copy(
+    recipe: Recipe, copies: Mapping[str, str], made: Mapping[str, Array], dtypes: Dtypes
 ) -> None:
-    """What is missing and has a rule: its node, or left to the model."""
+    """PEFT's copy of a module begins as what it is a copy of, also where that is tied."""
+    for name, original in copies.items():
+        array = made.get(recipe.targets.get(original, {}).get("of", original))
+        if name not in recipe.targets and array is not None:
+            recipe.targets[name] = cast(name, array, dtypes.of(name, name))
+
+
+def _left_to_model(structure: Structure, made: Iterable[str]) -> set[str]:
+    """What the model says may be missing, and adapters of which nothing is stored."""
+    left: set[str] = set()
+    for part in structure.parts:
+        listed = any_of(getattr(part.module, "_keys_to_ignore_on_load_missing", None) or ())
+        left |= {name for name, key in part.keys.items() if listed and listed.search(key)}
+    stored = {structure.members[name].adapter for name in made}
+    return left | {
+        name
+        for name, member in structure.members.items()
+        if member.adapter is not None and member.adapter not in stored
+    }
+
+
+def _fill_gaps(
+    recipe: Recipe,
+    targets: Described,
+    dtypes: Dtypes,
+    ties: list[list[str]],
+    *,
+    rules: Mapping[str, Rule],
+    left_to_model: Container[str],
+    present: Container[str],
+) -> list[str]:
+    """What is not stored: made by a rule, or left to the model. Returns what nothing makes."""
+    tied = {name: names for names in ties for name in names}
+
+    def has_source(name: str) -> bool:
+        names = tied.get(name, [name])
+        return any(other in recipe.targets or other in present for other in names)
+
     for name, (_, shape) in targets.items():
-        rule = next((r for p, r in rules.items() if name == p or re.search(p, name)), None)
-        if name in recipe.targets or rule is None:
-            continue
-        dtype = dtypes.of(name, name)
-        if rule == "model":
-            recipe.missing[name] = (dtype, shape)
-        else:
-            recipe.targets[name] = _made_by_rule(rule, dtype, shape, name)
-
-
-def _lacking(recipe: Recipe, model: Any, targets: Described, dtypes: _Dtypes) -> list[str]:
-    """What nothing makes; first leaves to the model what the model says may be missing."""
-    left_to_model = _any_of(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+        rule = _rule_for(name, rules)
+        if rule is not None and not has_source(name):
+            recipe.targets[name] = _made_by_rule(rule, dtypes.of(name, name), shape, name)
     lacking = []
     for name, (_, shape) in targets.items():
-        if name in recipe.targets or name in recipe.missing:
+        if has_source(name):
             continue
-        if left_to_model is not None and left_to_model.search(name):
-            recipe.missing[name] = (dtypes.of(name, name), shape)
+        if name in left_to_model:
+            recipe.targets[name] = caller(dtypes.of(name, name), shape).node
         else:
             lacking.append(name)
+    _tie(recipe, ties, untie=False)
     return lacking
 
 
+def _check_lacking(lacking: list[str], structure: Structure, stored: Described) -> None:
+    if lacking:
+        key = next(part.keys[lacking[0]] for part in structure.parts if lacking[0] in part.keys)
+        what = f"the checkpoint lacks {len(lacking)} tensors of the model; `missing` says what then"
+        raise refusal("MISMATCH", what, tensor=lacking[0], got=_near(key, stored))
+
+
 # ---- the whole
+
+
+def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any) -> list[Any]:
+    """What transformers would do to the stored tensors of a part."""
+    if not is_pretrained(part.module):
+        if part.module is None or not key_mapping:
+            return []
+        from transformers.core_model_loading import WeightRenaming
+
+        return [WeightRenaming(source, target) for source, target in key_mapping.items()]
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    with classes_before_sharding(part.module):
+        quantizer = quantizer or _quantizer_of(part.module, targets)
+        transforms = get_model_conversion_mapping(part.module, key_mapping, quantizer)
+    for transform in transforms:
+        # A nested model's path, which stored names are matched by.
+        if transform.scope_prefix:
+            transform.scope_prefix = canonical(transform.scope_prefix)
+    return transforms
 
 
 def recipe_for(
@@ -340,65 +349,70 @@ def recipe_for(
     checkpoint: str | os.PathLike[str] | Mapping[str, Any],
     *,
     dtype: Any = None,
-    missing: str | Mapping[str, Rule] = "error",
+    keep_fp32: str | None = None,
+    missing: str | Iterable[str] | Mapping[str, Rule] = "error",
     unexpected: str | Iterable[str] = "error",
+    present: Iterable[str] = (),
     untie: bool = False,
     key_mapping: Mapping[str, str] | None = None,
     quantizer: Any = None,
+    adapter: str | None = None,
 ) -> Recipe:
-    """The recipe by which `checkpoint` is loaded into `model` as `from_pretrained` would load it.
+    """The recipe by which `checkpoint` is loaded into `model`: a model of transformers as
+    `from_pretrained` would load it, any other module by name.
 
     Args:
-        model: a transformers model, on meta or not, sharded or not. Nothing of it is changed.
-        checkpoint: a directory or file, or a mapping of stored names to (dtype, shape).
+        model: any module, on meta or not, sharded or not. It may be wrapped: compiled, by PEFT, or
+            be part of another module, which changes nothing but the names of the targets. Nothing
+            of it is changed.
+        checkpoint: a directory or file, or a mapping of stored names to (dtype, shape). The names
+            may be those of the model alone, or those of the whole; or of an adapter's file.
         dtype: None: each tensor as the model has it. A dtype, best the one that the model was
             built with: as `from_pretrained(dtype=...)`, float32 for what the model lists so.
-        missing: "error"; "ignore": left to the model; or what to do by name or regular expression:
-            "zeros", "ones", ("normal", std), or "model" to leave it to the model. What the model
-            itself says may be missing is left to it.
+        keep_fp32: a regular expression: floating-point targets that are loaded as float32.
+        missing: "error"; "init" or "ignore": left to the model's own initialisation; a list of
+            regular expressions: these are left to the model; or what to do by name or regular
+            expression: "zeros", "ones", ("normal", std), or "model" to leave it to the model. What
+            the model itself says may be missing is left to it, and adapters of which nothing is
+            stored. What is named here, and stored in another shape, counts as missing.
         unexpected: "error"; "ignore"; or regular expressions of stored names that may be dropped,
             beside those that the model itself lists.
+        present: canonical names of the model whose values are there already: not missing.
         untie: where a tied name is stored too, load both rather than compare them.
         key_mapping: further renamings, as `from_pretrained` takes them.
         quantizer: None: by the model's config.
+        adapter: whose tensors an adapter's file has; None: those of the model's only adapter.
 
     Raises:
         UsageError: MISMATCH where model and checkpoint do not go together, UNSUPPORTED for an
             operation, a quantization or a cast that is not known.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
     stored = stored_in(checkpoint)
-    tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if hasattr(t, "shape")}
-    targets = {name: (_dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors.items()}
-    with _classes_before_sharding(model):
-        quantizer = quantizer or _quantizer_of(model, targets)
-        transforms = get_model_conversion_mapping(model, key_mapping, quantizer)
-    translation = translate(
-        transforms,
+    structure = structure_of(model, adapter)
+    targets = described(structure)
+    rules = _rules_of(missing)
+    translation = _translate(
+        structure,
         stored,
         targets,
-        config=model.config,
-        base_model_prefix=model.base_model_prefix,
+        ask=lambda part: _transforms(part, targets, key_mapping, quantizer),
+        may_differ=lambda name: "" not in rules and _rule_for(name, rules) is not None,
     )
-    _check_unexpected(translation, model, unexpected, targets)
-    dtypes = _Dtypes(model, targets, None if dtype is None else _dtype_name(dtype))
+    _check_unexpected(translation, unexpected, structure)
+    dtypes = Dtypes(structure, targets, None if dtype is None else dtype_name(dtype), keep_fp32)
     recipe = Recipe()
-    for name in targets:
-        if name in translation.made:
-            wanted = dtypes.of(name, translation.first[name])
-            recipe.targets[name] = _cast(name, translation.made[name], wanted)
-    open_ties = _tie(recipe, _ties_of(model, tensors), untie)
-    if not isinstance(missing, str):
-        _initialise(recipe, targets, dtypes, missing)
-        _tie(recipe, open_ties, untie=False)
-    lacking = _lacking(recipe, model, targets, dtypes)
-    if lacking and missing != "ignore":
-        what = f"the checkpoint lacks {len(lacking)} tensors of the model"
-        raise refusal("MISMATCH", what, tensor=lacking[0], got=_near(lacking[0], stored))
-    recipe.missing |= {name: (dtypes.of(name, name), targets[name][1]) for name in lacking}
-    left = [*translation.dropped, *translation.unexpected, *translation.doubled]
-    recipe.unused = sorted(left)
+    for name, array in translation.made.items():
+        recipe.targets[name] = cast(name, array, dtypes.of(name, translation.first[name]))
+    open_ties = _tie(recipe, ties_of(structure), untie)
+    _copy(recipe, structure.copies, translation.made, dtypes)
+    left, held = _left_to_model(structure, translation.made), frozenset(present)
+    lacking = _fill_gaps(
+        recipe, targets, dtypes, open_ties, rules=rules, left_to_model=left, present=held
+    )
+    _check_lacking(lacking, structure, stored)
+    recipe.targets = {name: recipe.targets[name] for name in targets if name in recipe.targets}
+    unused = [*translation.dropped, *translation.unexpected, *translation.doubled]
+    recipe.unused = sorted(unused)
     return recipe
 
 

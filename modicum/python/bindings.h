@@ -1,0 +1,55 @@
+// What the binding files share. Internal to `python`.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+
+#include "modicum/checkpoint/checkpoint.h"
+#include "modicum/io/io.h"
+#include "modicum/plan/plan.h"
+#include "modicum/recipe/recipe.h"
+
+namespace modicum::python {
+
+namespace nb = nanobind;
+
+// Bytes, or what the command line takes: "1.5GiB".
+using Size = std::variant<int64_t, std::string>;
+std::string text_of(const std::optional<Size>& size);
+
+// What takes long runs without the interpreter's lock.
+template <typename Function>
+auto without_the_lock(const Function& function) {
+  const nb::gil_scoped_release released;
+  return function();
+}
+
+nb::dict as_dict(const std::string& document);
+
+// The values of a walk as Python holds them: each keeps alive what it refers to.
+struct OpenCheckpoint {
+  PosixFileSystem files;
+  Checkpoint checkpoint;
+};
+struct MadeRecipe {
+  std::shared_ptr<const OpenCheckpoint> of;
+  Recipe recipe;
+};
+struct MadePlan {
+  std::shared_ptr<MadeRecipe> recipe;
+  Plan plan;
+
+  const Checkpoint& checkpoint() const noexcept { return recipe->of->checkpoint; }
+};
+
+void define_values(nb::module_& module);
+void define_load(nb::module_& module);
+
+}  // namespace modicum::python

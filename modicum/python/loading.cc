@@ -1,0 +1,458 @@
+// Ledger, Board and load.
+#include <fmt/format.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "modicum/base/base.h"
+#include "modicum/memory/memory.h"
+#include "modicum/probe/probe.h"
+#include "modicum/python/bindings.h"
+#include "modicum/ranks/ranks.h"
+#include "modicum/report/report.h"
+#include "modicum/runs/runs.h"
+#include "modicum/stream/stream.h"
+
+namespace modicum::python {
+namespace {
+
+using Bytes = nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using AnyArray = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+constexpr auto kSignalPause = std::chrono::milliseconds(50);
+
+std::span<std::byte> bytes_of_array(const AnyArray& array) noexcept {
+  return {static_cast<std::byte*>(array.data()), array.nbytes()};
+}
+
+nb::dict by_purpose(const Footprint& footprint) {
+  nb::dict bytes;
+  for (const Owner& owner : owners_of(footprint)) bytes[owner.purpose.c_str()] = owner.bytes;
+  return bytes;
+}
+
+// The memory of one load, kept until the last of its parts has died.
+struct Arena {
+  std::shared_ptr<Ledger> ledger;
+  Buffer buffer;
+  bool whole = false;  // is given back as one: a device has it registered
+  nb::object kept;     // dies before the memory does
+
+  Arena(std::shared_ptr<Ledger> of, Buffer taken, bool as_one = false)
+      : ledger(std::move(of)), buffer(std::move(taken)), whole(as_one) {}
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  ~Arena() {
+    if (!kept.is_valid()) return;
+    const nb::gil_scoped_acquire acquired;
+    kept.reset();
+  }
+};
+
+// A buffer's memory in an arena, with its entry in the ledger: pages go before it.
+struct Part {
+  std::shared_ptr<Arena> arena;
+  std::span<std::byte> bytes;
+  Charge charge;
+
+  Part(std::shared_ptr<Arena> of, std::span<std::byte> part) : arena(std::move(of)), bytes(part) {
+    if (!arena->whole) charge = arena->buffer.split(part.size());
+  }
+  Part(const Part&) = delete;
+  Part& operator=(const Part&) = delete;
+  ~Part() {
+    if (!arena->whole) arena->buffer.give_up(bytes);
+  }
+};
+
+template <typename Held>
+nb::object array_of(std::unique_ptr<Held> held, std::span<std::byte> bytes) {
+  const nb::capsule owner(held.get(), [](void* p) noexcept { delete static_cast<Held*>(p); });
+  held.release();
+  return nb::cast(Bytes(bytes.data(), {bytes.size()}, owner));
+}
+
+struct Loaded {
+  std::shared_ptr<MadePlan> plan;
+  std::shared_ptr<Arena> arena;
+  std::vector<uint64_t> begins;
+  RankOutcome outcome;
+  double elapsed_s = 0;
+
+  // Each once: who takes it has its charge.
+  nb::object storage(uint32_t target) {
+    MODICUM_ASSERT(target + 1 < begins.size());
+    const uint64_t size = buffer_of(plan->plan, target, outcome.rank).bytes();
+    const bool is_ours = destination_of(plan->plan, target) == Destination::cpu;
+    const auto part = arena->buffer.bytes().subspan(begins[target], is_ours ? size : 0);
+    return array_of(std::make_unique<Part>(arena, part), part);
+  }
+  // Keeps nothing alive itself: what comes of it is for `keep`.
+  nb::object whole() {
+    arena->whole = true;
+    const auto all = arena->buffer.bytes();
+    return nb::cast(Bytes(all.data(), {all.size()}, nb::none()));
+  }
+};
+
+// A rank among those of the caller's process group. What it says to the others goes through
+// `peers`, a Python object; what they say comes by `fail`.
+class CallerBoard final : public Board {
+ public:
+  explicit CallerBoard(nb::object peers) : peers_(std::move(peers)) {}
+
+  void beat(int, uint64_t more_bytes) noexcept override { progress_ += more_bytes; }
+  bool report(const ErrorRecord& failure) noexcept override {
+    {
+      const std::lock_guard lock(mutex_);
+      if (failure_) return false;
+      failure_ = failure;
+    }
+    if (!peers_.is_none()) tell(failure);
+    return true;
+  }
+  std::optional<ErrorRecord> failure() const override {
+    look_for_signals();
+    const std::lock_guard lock(mutex_);
+    return failure_;
+  }
+  void barrier(int) override { call("barrier"); }
+  void agree(int, const Digest& digest) override {
+    call("agree", fmt::format("{:016x}{:016x}", digest.high, digest.low));
+  }
+
+  // Another rank's failure, or the caller's wish to stop. Any thread.
+  void fail_here(const std::string& what, int rank) {
+    const std::lock_guard lock(mutex_);
+    if (!failure_) failure_ = record_of(Error(Category::peer, what), rank);
+  }
+  uint64_t progress() const noexcept { return progress_; }
+  // The thread that load() is called on, which is where Python's signals arrive.
+  void set_thread() noexcept { thread_ = std::this_thread::get_id(); }
+
+ private:
+  template <typename... Args>
+  void call(const char* name, Args&&... args) {
+    const nb::gil_scoped_acquire acquired;
+    if (!peers_.is_none()) peers_.attr(name)(std::forward<Args>(args)...);
+  }
+  void tell(const ErrorRecord& failure) noexcept {
+    const nb::gil_scoped_acquire acquired;
+    try {
+      peers_.attr("report")(error_json(error_of(failure)));
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("modicum: a failure could not be reported to the other ranks");
+    }
+  }
+  // Ctrl-C must stop a load that Python knows nothing of.
+  void look_for_signals() const {
+    if (std::this_thread::get_id() != thread_) return;
+    const auto now = std::chrono::steady_clock::now();
+    if (now - looked_ < kSignalPause) return;
+    looked_ = now;
+    const nb::gil_scoped_acquire acquired;
+    if (PyErr_CheckSignals() == 0) return;
+    const std::lock_guard lock(mutex_);
+    failure_ = record_of(Error(Category::cancelled, "interrupted"), -1);
+    throw nb::python_error();
+  }
+
+  nb::object peers_;
+  std::thread::id thread_;
+  mutable std::chrono::steady_clock::time_point looked_;
+  std::atomic<uint64_t> progress_{0};
+  mutable std::mutex mutex_;
+  mutable std::optional<ErrorRecord> failure_;
+};
+
+// Bytes through the caller's own transport.
+class CallerExchange final : public Exchange {
+ public:
+  explicit CallerExchange(nb::callable broadcast) : broadcast_(std::move(broadcast)) {}
+  Charge commit(Ledger&) override { return {}; }
+  using Exchange::broadcast;
+  void broadcast(int root, std::span<std::byte> bytes, Part wanted) override {
+    const nb::gil_scoped_acquire acquired;
+    const auto view = nb::steal(PyMemoryView_FromMemory(
+        reinterpret_cast<char*>(bytes.data()), static_cast<Py_ssize_t>(bytes.size()), PyBUF_WRITE));
+    broadcast_(root, view, std::min(wanted.begin, bytes.size()),
+               std::min(wanted.end, bytes.size()));
+  }
+
+ private:
+  const nb::callable broadcast_;
+};
+
+// What load() is told beside its plan, taken apart while the lock is held.
+struct Functions {
+  std::vector<AnyArray> arrays;  // keep the given memory alive
+  HostSink::Given given;
+  HostSink::Copy copy;
+  LoadOptions options;
+  AnyArray made;  // the caller's last
+};
+
+// The very memory of an array, never a copy that would be filled in its place.
+AnyArray writable(nb::handle array, const std::string& fqn) {
+  Py_buffer view;
+  if (PyObject_CheckBuffer(array.ptr()) != 0) {
+    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_WRITABLE | PyBUF_STRIDES) != 0) {
+      PyErr_Clear();
+      fail(Category::usage, "the memory given for a tensor can't be written", {.tensor = fqn});
+    }
+    PyBuffer_Release(&view);
+  }
+  AnyArray taken;
+  if (!nb::try_cast(array, taken, false)) {
+    fail(Category::usage, "the memory given for a tensor is no contiguous host array",
+         {.tensor = fqn});
+  }
+  return taken;
+}
+
+void take_given(const Plan& plan, const nb::dict& given, Functions& to) {
+  to.given.resize(plan.recipe->targets.size());
+  for (const auto& [target, array] : given) {
+    const auto index = nb::cast<size_t>(target);
+    if (index >= to.given.size()) fail(Category::usage, "memory is given for no target");
+    to.arrays.push_back(writable(array, plan.recipe->targets[index].spec.fqn));
+    to.given[index] = bytes_of_array(to.arrays.back());
+  }
+}
+
+void take_functions(const nb::object& copy, const nb::object& caller, Functions& to) {
+  if (!copy.is_none()) {
+    to.copy = [&copy](uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
+      const nb::gil_scoped_acquire acquired;
+      auto* const data = const_cast<char*>(reinterpret_cast<const char*>(elements.data()));
+      const auto view = nb::steal(
+          PyMemoryView_FromMemory(data, static_cast<Py_ssize_t>(elements.size()), PyBUF_READ));
+      copy(buffer, at, view);
+    };
+  }
+  if (caller.is_none()) return;
+  to.options.caller = [&caller, &to](uint32_t ordinal) -> std::span<const std::byte> {
+    const nb::gil_scoped_acquire acquired;
+    to.made = AnyArray();
+    to.made = nb::cast<AnyArray>(caller(ordinal));
+    return bytes_of_array(to.made);
+  };
+}
+
+std::unique_ptr<Loaded> run_load(const std::shared_ptr<MadePlan>& made, int rank,
+                                 CallerBoard& board, const std::shared_ptr<Ledger>& ledger,
+                                 Exchange* exchange, bool check, Functions& functions) {
+  const Plan& plan = made->plan;
+  auto loaded = std::make_unique<Loaded>();
+  loaded->plan = made;
+  RankOutcome& outcome = loaded->outcome;
+  outcome.rank = rank;
+  outcome.pid = static_cast<int32_t>(getpid());
+  const uint64_t held_before = ledger->held().total();
+  ledger->mark();
+  SteadyClock clock;
+  const int64_t begin = clock.now_ns();
+  const auto seconds_since = [&](int64_t then) {
+    return static_cast<double>(clock.now_ns() - then) / kNsPerSecond;
+  };
+  HostSink sink(plan, rank, *ledger, functions.options.threads, functions.given, functions.copy);
+  if (check) sink.poison();
+  const LoadOutcome done =
+      load(made->checkpoint(), plan, {rank, &board, exchange}, sink, *ledger, functions.options);
+  loaded->elapsed_s = seconds_since(begin);
+  outcome.bytes_loaded = done.bytes_loaded;
+  outcome.storage_read_bytes = done.storage_read_bytes;
+  outcome.exchanged_bytes = done.exchanged_bytes;
+  outcome.page_cache_peak_bytes = done.page_cache_peak_bytes;
+  outcome.ledger_peak_bytes = ledger->peak_since_mark() - held_before;
+  if (check) {
+    const int64_t check_begin = clock.now_ns();
+    Expectation expectation(made->checkpoint(), [&board] { board.check(); });
+    check_values(plan, rank, sink, std::ref(expectation), functions.options);
+    outcome.check_ns = clock.now_ns() - check_begin;
+  }
+  loaded->begins = arena_begins(plan, rank);
+  loaded->arena = std::make_shared<Arena>(ledger, sink.release());
+  return loaded;
+}
+
+std::unique_ptr<Loaded> load_into(const std::shared_ptr<MadePlan>& made, int rank,
+                                  CallerBoard& board, const std::shared_ptr<Ledger>& ledger,
+                                  const nb::dict& given, const nb::object& copy,
+                                  const nb::object& caller, const nb::object& broadcast,
+                                  int threads, bool check, uint64_t seed) {
+  if (rank < 0 || rank >= made->plan.ranks()) fail(Category::usage, "no such rank");
+  Functions functions;
+  take_given(made->plan, given, functions);
+  take_functions(copy, caller, functions);
+  functions.options.threads = threads > 0 ? threads : usable_cpus();
+  functions.options.init_seed = seed;
+  std::unique_ptr<CallerExchange> exchange;
+  if (!broadcast.is_none()) {
+    exchange = std::make_unique<CallerExchange>(nb::cast<nb::callable>(broadcast));
+  }
+  board.set_thread();
+  return without_the_lock(
+      [&] { return run_load(made, rank, board, ledger, exchange.get(), check, functions); });
+}
+
+// A rank's outcome crosses between processes by these names.
+struct OutcomeField {
+  const char* name;
+  uint64_t RankOutcome::*field;
+};
+constexpr std::array<OutcomeField, 7> kOutcomeFields = {{
+    {"ledger_peak_bytes", &RankOutcome::ledger_peak_bytes},
+    {"kernel_peak_bytes", &RankOutcome::kernel_peak_bytes},
+    {"baseline_bytes", &RankOutcome::baseline_bytes},
+    {"page_cache_peak_bytes", &RankOutcome::page_cache_peak_bytes},
+    {"storage_read_bytes", &RankOutcome::storage_read_bytes},
+    {"exchanged_bytes", &RankOutcome::exchanged_bytes},
+    {"bytes_loaded", &RankOutcome::bytes_loaded},
+}};
+
+nb::dict outcome_of(const Loaded& loaded) {
+  nb::dict outcome;
+  outcome["rank"] = loaded.outcome.rank;
+  outcome["pid"] = loaded.outcome.pid;
+  for (const auto& [name, field] : kOutcomeFields) outcome[name] = loaded.outcome.*field;
+  outcome["elapsed_s"] = loaded.elapsed_s;
+  outcome["check_s"] = static_cast<double>(loaded.outcome.check_ns) / kNsPerSecond;
+  return outcome;
+}
+
+nb::tuple report_of(const MadePlan& made, const std::vector<nb::dict>& outcomes, bool checked,
+                    const std::optional<uint64_t>& budget, const std::string& budget_source) {
+  LoadReport report{.checkpoint = facts_of(made.checkpoint()),
+                    .strategy = made.plan.strategy().name,
+                    .promise = made.plan.promise,
+                    .checked = checked};
+  report.promise.launcher_bytes = 0;  // somebody else's
+  if (budget) report.budget = Budget{*budget, budget_source};
+  for (const nb::dict& one : outcomes) {
+    RankOutcome outcome{.rank = nb::cast<int32_t>(one["rank"]),
+                        .pid = nb::cast<int32_t>(one["pid"])};
+    for (const auto& [name, field] : kOutcomeFields) {
+      outcome.*field = nb::cast<uint64_t>(one[name]);
+    }
+    report.ranks.push_back(outcome);
+    report.elapsed_s = std::max(report.elapsed_s, nb::cast<double>(one["elapsed_s"]));
+    report.check_s = std::max(report.check_s, nb::cast<double>(one["check_s"]));
+  }
+  if (report.ranks.size() != static_cast<size_t>(made.plan.ranks())) {
+    fail(Category::usage, "a report needs every rank's outcome");
+  }
+  return nb::make_tuple(as_dict(load_json(report)), load_text(report));
+}
+
+nb::dict process_memory() {
+  const ProcessMemory memory = read_process_memory();
+  nb::dict held;
+  held["held_bytes"] = memory.held();
+  held["peak_bytes"] = memory.peak_held();
+  return held;
+}
+
+void define_ledger(nb::module_& module) {
+  nb::class_<Ledger>(module, "Ledger",
+                     R"(Where model-sized memory comes from, and what it is for.
+
+Args:
+    limit: what may be held, bytes or text ("200GiB"); None: no limit.)")
+      .def(
+          "__init__",
+          [](Ledger* ledger, const std::optional<Size>& limit) {
+            new (ledger) Ledger(limit ? parse_size(text_of(limit)) : Ledger::kNoLimit);
+          },
+          nb::arg("limit") = nb::none())
+      .def_prop_ro(
+          "held_bytes", [](const Ledger& ledger) { return ledger.held().total(); },
+          "Bytes held now.")
+      .def_prop_ro("peak_bytes", &Ledger::peak_bytes, "The most bytes held at once so far.")
+      .def_prop_ro(
+          "held", [](const Ledger& ledger) { return by_purpose(ledger.held()); },
+          "Bytes held now, by purpose; largest first.")
+      .def_prop_ro(
+          "at_peak", [](const Ledger& ledger) { return by_purpose(ledger.at_peak()); },
+          "What was held when it was most, by purpose.")
+      .def_prop_rw(
+          "limit_bytes",
+          [](const Ledger& ledger) -> std::optional<uint64_t> {
+            const uint64_t limit = ledger.limit_bytes();
+            return limit == Ledger::kNoLimit ? std::nullopt : std::optional(limit);
+          },
+          [](Ledger& ledger, std::optional<uint64_t> bytes) {
+            ledger.set_limit(bytes.value_or(Ledger::kNoLimit));
+          },
+          nb::for_setter(nb::arg("bytes").none()), "What may be held, in bytes; None: no limit.");
+  module.def(
+      "charge_init",
+      [](const std::shared_ptr<Ledger>& ledger, uint64_t bytes) {
+        auto arena = std::make_unique<Arena>(ledger, ledger->charge(Purpose::init, bytes), true);
+        const auto all = arena->buffer.bytes().first(bytes);
+        return array_of(std::move(arena), all);
+      },
+      nb::arg("ledger"), nb::arg("bytes"),
+      "Zeroed memory for tensors that a model makes itself; given back when it dies.");
+}
+
+}  // namespace
+
+void define_load(nb::module_& module) {
+  define_ledger(module);
+  nb::class_<CallerBoard>(module, "Board",
+                          R"(A rank among the others of a load.
+
+Args:
+    peers: has barrier(), agree(digest) and report(document), which reach the others; None:
+        alone.)")
+      .def(nb::init<nb::object>(), nb::arg("peers").none() = nb::none())
+      .def("fail", &CallerBoard::fail_here, nb::arg("what"), nb::arg("rank") = -1,
+           "Ends the load that runs at its next look. Any thread.")
+      .def_prop_ro("progress", &CallerBoard::progress, "Bytes read or received so far.");
+  nb::class_<Loaded>(module, "Loaded", "What a load has put into host memory.")
+      .def("storage", &Loaded::storage, nb::arg("target"),
+           "The bytes of a target's local buffer with its padding, and its charge: once each.")
+      .def("whole", &Loaded::whole,
+           "All bytes as one, to be kept by `keep` only: from then on they are given back as one.")
+      .def(
+          "keep",
+          [](const Loaded& loaded, nb::object kept) { loaded.arena->kept = std::move(kept); },
+          nb::arg("kept"), "Keeps an object until just before the memory is given back.")
+      .def_prop_ro("outcome", outcome_of, "What this rank read and held.");
+  module.def("load", load_into, nb::arg("plan"), nb::arg("rank"), nb::arg("board"),
+             nb::arg("ledger"), nb::kw_only(), nb::arg("given") = nb::dict(),
+             nb::arg("copy") = nb::none(), nb::arg("caller") = nb::none(),
+             nb::arg("broadcast") = nb::none(), nb::arg("threads") = 0, nb::arg("check") = false,
+             nb::arg("seed") = 0, "Carries out one rank's part of a plan; see modicum.load.");
+  module.def("load_report", report_of, nb::arg("plan"), nb::arg("outcomes"), nb::arg("checked"),
+             nb::arg("budget") = nb::none(), nb::arg("budget_source") = "",
+             "The document of `modicum load --json` and the text of `modicum load`.");
+  module.def("process_memory", process_memory,
+             "held_bytes and peak_bytes (since reset_peak) of this process, by the kernel.");
+  module.def("reset_peak", reset_peak_rss, "Starts peak_bytes anew; False where the kernel won't.");
+  module.def(
+      "available_memory",
+      [] {
+        const auto limits = memory_limits();
+        if (limits.empty()) fail(Category::usage, "the kernel does not say what is left");
+        return nb::make_tuple(limits.front().available_bytes, limits.front().source);
+      },
+      "What the cgroup chain and the node leave, in bytes, and who says so.");
+  module.def(
+      "parse_size", [](const Size& size) { return parse_size(text_of(size)); }, nb::arg("size"),
+      "Bytes of a size as the command line takes it.");
+}
+
+}  // namespace modicum::python

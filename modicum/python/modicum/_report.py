@@ -1,0 +1,45 @@
+"""What a load promised beside what happened."""
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["Report"]
+
+
+class Report:
+    """Of all ranks of one load, the same on each of them. `str()` is the table that `modicum load`
+    prints."""
+
+    def __init__(self, document: Mapping[str, Any], text: str) -> None:
+        self.document = dict(document)
+        """As `modicum load --json`; bytes are integers, seconds numbers."""
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    @property
+    def strategy(self) -> str:
+        """The strategy that was in force."""
+        return self.document["strategy"]
+
+    @property
+    def coverage(self) -> str:
+        """`proven`: every element of every local buffer was written exactly once."""
+        return self.document["coverage"]
+
+    @property
+    def check(self) -> str:
+        """`ok`: every value was compared with a second reading; `off`: not asked for."""
+        return self.document["check"]
+
+    @property
+    def elapsed_s(self) -> float:
+        """From the commit of memory to the last byte in place, of the slowest rank."""
+        return self.document["elapsed_s"]
+
+    @property
+    def ranks(self) -> list[dict[str, int]]:
+        """By rank: promised_bytes, ledger_peak_bytes, kernel_peak_bytes, baseline_bytes,
+        unexplained_bytes, page_cache_peak_bytes, storage_read_bytes, exchanged_bytes."""
+        return self.document["ranks"]

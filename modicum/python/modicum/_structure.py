@@ -1,0 +1,337 @@
+"""What a model is made of, whatever it is wrapped in: its tensors by name, and the models of
+transformers inside it, each with the names that its tensors have without the wrapping.
+
+Wrappers are known by their attributes: FSDP and DDP by a class added to a module's, PEFT by
+`adapter_layer_names` and `peft_config`, a model of transformers by `base_model_prefix`. No torch.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from modicum.errors import refusal
+
+# What torch.compile, activation checkpointing and FSDP put into the names of what they wrap.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+# Before every name in a file that PEFT writes.
+_ADAPTER_PREFIX = "base_model.model."
+
+
+def canonical(name: str) -> str:
+    """A name without what wrapping has put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+# ---- classes
+
+
+def class_before_sharding(module: Any) -> type:
+    """The class that a module had before `fully_shard` or `replicate` changed it."""
+    wrappers = {"FSDPModule", "DDP"}
+    for cls in type(module).__mro__:
+        if not any(base.__name__ in wrappers for base in cls.__mro__):
+            return cls
+    return type(module)
+
+
+@contextlib.contextmanager
+def classes_before_sharding(model: Any) -> Iterator[None]:
+    """transformers knows a module by its class, which `fully_shard` changes: nothing would be said,
+    and the conversions of every wrapped model left out."""
+    changed = []
+    try:
+        for module in model.modules():
+            before = class_before_sharding(module)
+            if before is not type(module):
+                changed.append((module, type(module)))
+                module.__class__ = before
+        yield
+    finally:
+        for module, cls in changed:
+            module.__class__ = cls
+
+
+def is_pretrained(module: Any) -> bool:
+    """A model of transformers. Its class is asked: wrappers pass on what they lack."""
+    return hasattr(type(module), "base_model_prefix") and hasattr(type(module), "_init_weights")
+
+
+def has_adapters(module: Any) -> bool:
+    """A model that PEFT has put adapters into, or what it has put around one."""
+    return "peft_config" in vars(module) or hasattr(type(module), "peft_config")
+
+
+def wrapped_by(module: Any) -> Any:
+    """The module that PEFT has put this one around; None where it is none of PEFT's."""
+    if not hasattr(type(module), "adapter_layer_names"):
+        return None
+    own = getattr(module, "original_module", None)
+    return own if own is not None else getattr(module, "base_layer", None)
+
+
+def unwrapped(module: Any) -> Any:
+    """The module as it was before it was compiled, checkpointed or given adapters."""
+    while True:
+        inner = wrapped_by(module)
+        for name in _WRAPPERS & module._modules.keys():
+            inner = module._modules[name]
+        if inner is None:
+            return module
+        module = inner
+
+
+# ---- members
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter or buffer."""
+
+    name: str  # in the model, canonical
+    key: str  # in its root: less adapter's name, or less what PEFT has wrapped the module in
+    module: Any  # whose attribute it is
+    attribute: str
+    tensor: Any
+    chain: tuple[Any, ...]  # the modules that it is in, outermost first
+    root: Any  # the model of transformers that it is in, or None
+    adapter: str | None  # whose it is; "" where adapters share it; None: of the model itself
+
+    @property
+    def persistent(self) -> bool:
+        """In a state dict."""
+        return self.attribute not in self.module._non_persistent_buffers_set
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A module, on the way down."""
+
+    chain: tuple[Any, ...]  # the module and, before it, those that it is in
+    path: tuple[str, ...] = ()  # in the model
+    key: tuple[str, ...] = ()
+    root: Any = None
+    root_depth: int = 0
+    adapter: str | None = None
+
+    @property
+    def module(self) -> Any:
+        return self.chain[-1]
+
+
+def _roots(model: Any) -> dict[int, Any]:
+    """The outermost models of transformers, or else what PEFT is around, or the model itself."""
+    found: dict[int, Any] = {}
+    ahead = [model]
+    while ahead:
+        module = ahead.pop()
+        if is_pretrained(module):
+            found[id(module)] = module
+        else:
+            ahead += reversed([*module.children()])
+    if not found:
+        base = model.get_base_model() if hasattr(type(model), "get_base_model") else model
+        found[id(base)] = base
+    return found
+
+
+class _Walk:
+    """Through all modules, in the order of a state dict."""
+
+    def __init__(self, model: Any) -> None:
+        self.roots = _roots(model)
+        self.adapters = {
+            adapter
+            for module in model.modules()
+            if has_adapters(module)
+            for adapter in module.peft_config
+        }
+        self.places = list(self._below(self._enter(_Place((model,)))))
+
+    def _enter(self, place: _Place) -> _Place:
+        if id(place.module) not in self.roots or place.root is not None:
+            return place
+        return _Place(place.chain, place.path, (), place.module, len(place.path))
+
+    def _below(self, place: _Place) -> Iterator[_Place]:
+        yield place
+        for name, child in place.module._modules.items():
+            if child is not None:
+                yield from self._below(self._enter(self._child(place, name, child)))
+
+    def _child(self, at: _Place, name: str, child: Any) -> _Place:
+        path = at.path if name in _WRAPPERS else (*at.path, name)
+        chain = (*at.chain, child)
+        wrapped = wrapped_by(at.module)
+        if name in _WRAPPERS or (
+            wrapped is not None and (child is wrapped or wrapped_by(child) is wrapped)
+        ):
+            return _Place(chain, path, at.key, at.root, at.root_depth, at.adapter)
+        key, adapter = self.named(at, name)
+        return _Place(chain, path, key, at.root, at.root_depth, adapter)
+
+    def named(self, at: _Place, name: str) -> tuple[tuple[str, ...], str | None]:
+        """The key and the adapter of what has this name in a module."""
+        key, adapter = at.key, at.adapter
+        if adapter is None and self._belongs_to_adapters(at, name):
+            # Of two adapters one around the other, each has its own key.
+            key, adapter = at.path[at.root_depth :], ""
+        if adapter == "" and name in self.adapters:
+            return key, name
+        return (*key, name), adapter
+
+    def _belongs_to_adapters(self, at: _Place, name: str) -> bool:
+        if wrapped_by(at.module) is not None:
+            return True
+        if at.root is not None or not has_adapters(at.module):
+            return False
+        child = at.module._modules.get(name)
+        return child is None or all(id(module) not in self.roots for module in child.modules())
+
+    def members(self) -> Iterator[Member]:
+        for at in self.places:
+            module = at.module
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    key, adapter = self.named(at, name)
+                    path = ".".join((*at.path, name))
+                    yield Member(
+                        path, ".".join(key), module, name, tensor, at.chain, at.root, adapter
+                    )
+
+
+# ---- parts
+
+
+@dataclass
+class Part:
+    """A model of transformers in a model; or the model itself, if it holds none; or what lies
+    outside of those."""
+
+    module: Any  # None: outside
+    prefix: str = ""  # of its names in the model, with a dot
+    keys: dict[str, str] = field(default_factory=dict)  # by name in the model
+    saved_as: dict[str, str] = field(default_factory=dict)  # keys by name in an adapter's file
+
+    @property
+    def bare_prefix(self) -> str:
+        """Without what PEFT puts around a model."""
+        return self.prefix.replace(_ADAPTER_PREFIX, "")
+
+    def key_of(self, name: str) -> str | None:
+        """Of a stored name that has the prefix of this part, with what PEFT puts around a model or
+        without, or that of the files that PEFT writes."""
+        for prefix in (self.prefix, self.bare_prefix, _ADAPTER_PREFIX):
+            if prefix and name.startswith(prefix):
+                rest = name.removeprefix(prefix)
+                of_adapter = prefix.endswith(_ADAPTER_PREFIX)
+                return self.saved_as.get(rest, rest) if of_adapter else rest
+        return None
+
+
+@dataclass
+class Structure:
+    """The members of a model that a state dict has, in its order, and the parts they are in."""
+
+    members: dict[str, Member]
+    scratch: dict[str, Member]  # buffers that a state dict lacks
+    parts: list[Part]  # the last: outside
+    copies: dict[str, str] = field(default_factory=dict)
+    """By name: the member that PEFT has made this one as a copy of."""
+
+    def split(self, stored: Iterable[str]) -> list[dict[str, str]]:
+        """For each part the stored tensors that are meant for it, with their keys there.
+
+        A stored name may be as the whole model has it, as a part alone has it, or as PEFT writes
+        it to an adapter's file.
+        """
+        keys: list[dict[str, str]] = [{} for _ in self.parts]
+        *inner, outside = self.parts
+        outside_keys = set(outside.keys.values())
+
+        def place(name: str) -> tuple[int, str]:
+            for i, part in enumerate(self.parts):
+                if name in part.keys:
+                    return i, part.keys[name]
+            if name in outside_keys:
+                return len(inner), name
+            for i, part in enumerate(inner):
+                key = part.key_of(name)
+                if key is not None:
+                    return i, key
+            return (0 if len(inner) == 1 else len(inner)), name
+
+        for name in stored:
+            i, key = place(canonical(name))
+            keys[i][name] = key
+        return keys
+
+
+def _note_copies(walk: _Walk, adapter: str | None, structure: Structure) -> None:
+    """What PEFT trains whole is saved under the name of what it is a copy of."""
+    by_root = {id(part.module): part for part in structure.parts}
+    for at in walk.places:
+        if not hasattr(type(at.module), "adapter_state_dict_load_map"):
+            continue
+        part, path = by_root[id(at.root)], ".".join(at.path)
+        for one in walk.adapters:
+            for saved, own in at.module.adapter_state_dict_load_map(one).items():
+                name, original = f"{path}.{canonical(own)}", f"{path}.original_module.{saved}"
+                if one == adapter and name in part.keys:
+                    saved_as = ".".join((*at.path[at.root_depth :], canonical(saved)))
+                    part.saved_as[saved_as] = part.keys[name]
+                if name in structure.members and original in structure.members:
+                    structure.copies[name] = original
+
+
+def structure_of(model: Any, adapter: str | None = None) -> Structure:
+    """`adapter`: whose tensors the names of an adapter's file are; None: of the only one."""
+    walk = _Walk(model)
+    if adapter is not None and adapter not in walk.adapters:
+        known = ", ".join(sorted(walk.adapters))
+        raise refusal("USAGE", f"the model has no adapter '{adapter}'", got=known)
+    if adapter is None and len(walk.adapters) == 1:
+        (adapter,) = walk.adapters
+    everything = list(walk.members())
+    members = {m.name: m for m in everything if m.persistent}
+    scratch = {m.name: m for m in everything if not m.persistent}
+    parts: dict[int, Part] = {}
+    for at in walk.places:
+        if at.module is at.root and id(at.root) not in parts:
+            parts[id(at.root)] = Part(at.root, "".join(f"{name}." for name in at.path))
+    outside = parts[id(None)] = Part(None)
+    for member in members.values():
+        part = parts.get(id(member.root), outside)
+        if member.adapter not in (None, "", adapter):
+            part.keys[member.name] = member.name  # of another adapter: no file has other names
+            continue
+        part.keys[member.name] = member.key
+        if member.adapter is not None:
+            # PEFT saves some tensors less the name of the module that it has them in.
+            part.saved_as[member.key.removesuffix(".weight")] = member.key
+    structure = Structure(members, scratch, list(parts.values()))
+    _note_copies(walk, adapter, structure)
+    return structure
+
+
+def ties_of(structure: Structure) -> list[list[str]]:
+    """Groups of names of one tensor, each with the one that the others are tied to first: what the
+    models declare, and names that share a tensor."""
+    declared: dict[str, str] = {}
+    for part in structure.parts:
+        names = {key: name for name, key in part.keys.items()}
+        for key, source in getattr(part.module, "all_tied_weights_keys", {}).items():
+            if key in names and source in names:
+                declared[names[key]] = names[source]
+    by_identity: dict[int, str] = {}
+    for name, member in structure.members.items():
+        source = by_identity.setdefault(id(member.tensor), name)
+        if source != name and name not in declared and source not in declared:
+            declared[name] = source
+    groups: dict[str, list[str]] = {}
+    for name in declared:
+        source = declared[name]
+        while source in declared:
+            source = declared[source]
+        groups.setdefault(source, [source]).append(name)
+    return list(groups.values())

@@ -1,0 +1,17 @@
+"""PyTorch programs load through Modicum:
+
+    with modicum.torch.empty_parameters():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    report = modicum.torch.load(model, "path/of/a/checkpoint", budget="200GiB")
+
+Importing it imports torch and nothing above it, and patches nothing.
+"""
+
+from modicum.torch._empty import empty_parameters
+from modicum.torch._load import load
+from modicum.torch._rebinding import rebinding
+
+__all__ = ["empty_parameters", "load", "rebinding"]

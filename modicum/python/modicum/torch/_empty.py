@@ -1,0 +1,386 @@
+"""Models whose parameters are on meta while their buffers are real.
+
+Constructor and initialiser run as they would without it. What changes is where memory comes from:
+a parameter moves to meta when its module takes it, and until then it is pages that nobody has
+touched, which the kernel doesn't commit. All memory is zero when it is born, so nothing is ever
+garbage; what `torch.empty` made and nobody wrote is remembered, and refused if it ends as a buffer
+that no file holds.
+"""
+
+import contextlib
+import functools
+import mmap
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as nn_module
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from modicum.errors import refusal
+
+__all__ = ["empty_parameters"]
+
+_aten = torch.ops.aten
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+
+# From here on memory is mapped rather than cleared, and random numbers are not drawn.
+_LARGE_BYTES = 1 << 20
+
+_EMPTY = frozenset({
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_permuted,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+})
+_ZEROS = frozenset({_aten.zeros, _aten.zeros_like, _aten.new_zeros})
+_COPIES = frozenset({_aten.clone, _aten.copy_, _aten._to_copy})
+_FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
+
+
+def _zeros(like: torch.Tensor, device: torch.device = _CPU) -> torch.Tensor:
+    """As `like` in all but the device; where it is large, committed only when it is written."""
+    nbytes = like.untyped_storage().nbytes()
+    if device.type != "cpu" or nbytes < _LARGE_BYTES:
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        return made.zero_()
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
+
+
+# ---- tensors
+
+
+@functools.cache
+def _is_factory(func: Any) -> bool:
+    names = {argument.name for argument in func._schema.arguments}
+    return {"dtype", "layout", "device"} <= names and func.overloadpacket not in _COPIES
+
+
+@functools.cache
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _draws(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Random numbers that no other process would draw again."""
+    return _is_random(func) and kwargs.get("generator") is None
+
+
+@functools.cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that `func` puts values into: place and name."""
+    if torch.Tag.inplace_view in func.tags:
+        return ()
+    infos = ((i, a.name, a.alias_info) for i, a in enumerate(func._schema.arguments))
+    return tuple((i, name) for i, name, info in infos if info is not None and info.is_write)
+
+
+def _tensors(*arguments: Any) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (tuple, list)):
+            yield from _tensors(*argument)
+
+
+class _Memory(TorchDispatchMode):
+    """Where each tensor's memory comes from, and which of it nobody has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By address of the storage: while the reference is held, no other can have the same.
+        self._uncomputed: dict[int, StorageWeakRef] = {}
+        self._makers: dict[int, tuple[StorageWeakRef, Callable[[], torch.Tensor]]] = {}
+        self._may_use_meta = False
+
+    def is_uncomputed(self, tensor: torch.Tensor) -> bool:
+        known = tensor.is_meta or tensor.untyped_storage()._cdata in self._uncomputed
+        return known and tensor.numel() > 0
+
+    def _note(self, tensor: torch.Tensor, *, computed: bool) -> None:
+        storage = tensor.untyped_storage()
+        self._makers.pop(storage._cdata, None)
+        if computed or tensor.is_meta:
+            self._uncomputed.pop(storage._cdata, None)
+        else:
+            self._uncomputed[storage._cdata] = StorageWeakRef(storage)
+
+    def real(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Instead of one on meta: with its values where they are known."""
+        _, maker = self._makers.get(buffer.untyped_storage()._cdata, (None, None))
+        if maker is not None:
+            made = maker()
+            if made.shape == buffer.shape and made.stride() == buffer.stride():
+                return made
+        zeros = _zeros(buffer)
+        self._note(zeros, computed=False)
+        return zeros
+
+    def move_to_meta(self, parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        """The same object afterwards, so that ties and whoever else holds it see it move."""
+        self._may_use_meta = True
+        try:
+            there = torch.nn.Parameter(
+                torch.empty_like(parameter, device=_META, dtype=dtype),
+                requires_grad=parameter.requires_grad,
+            )
+            there.__class__ = type(parameter)
+            vars(there).update(vars(parameter))
+            swap_tensors(parameter, there)
+        finally:
+            self._may_use_meta = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # A subclass with a dispatch of its own is left to it.
+        if self._may_use_meta or any(cls is not torch.Tensor for cls in types):
+            return func(*args, **kwargs)
+        packet = func.overloadpacket
+        if _is_factory(func) and kwargs.get("layout") in (None, torch.strided):
+            return self._make(func, args, kwargs)
+        if packet is _aten.resize_ and not args[0].is_meta:
+            return self._resize(func, args, kwargs)
+        if packet is _aten._to_copy and kwargs.get("device") == _META:
+            kwargs = {**kwargs, "device": args[0].device}
+        return self._compute(func, args, kwargs)
+
+    def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """On a real device, even if asked for a parameter's device or within
+        `torch.device("meta")`. On meta is what only a parameter can begin as, many random numbers
+        or more memory than there is, and what is like something there."""
+        device = kwargs.get("device")
+        if device is None:
+            device = args[0].device if args and isinstance(args[0], torch.Tensor) else _CPU
+            if device.type == "meta":
+                return self._make_like_meta(func, args, kwargs)
+        if device.type == "meta":
+            device = _CPU
+        kwargs = {**kwargs, "device": device}
+        packet, draws = func.overloadpacket, _draws(func, kwargs)
+        if packet not in _EMPTY and packet not in _ZEROS and not draws:
+            return func(*args, **kwargs)
+        like = func(*args, **{**kwargs, "device": _META, "pin_memory": False})
+        if draws:
+            is_large = like.untyped_storage().nbytes() >= _LARGE_BYTES
+            return like if is_large else func(*args, **kwargs)
+        try:
+            made = _zeros(like, device)
+        except OSError:
+            return like
+        self._note(made, computed=packet in _ZEROS)
+        return made
+
+    def _make_like_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """It is going to meet what is on meta; its values are remembered in case of a buffer."""
+        made = func(*args, **kwargs)
+        if func.overloadpacket not in _EMPTY and not _draws(func, kwargs):
+            storage = made.untyped_storage()
+            maker = functools.partial(func, *args, **{**kwargs, "device": _CPU})
+            self._makers[storage._cdata] = StorageWeakRef(storage), maker
+        return made
+
+    def _resize(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        storage = args[0].untyped_storage()
+        old_bytes = storage.nbytes()
+        tensor = func(*args, **kwargs)
+        if storage.nbytes() > old_bytes:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            whole[old_bytes:].zero_()
+            self._note(tensor, computed=False)
+        return tensor
+
+    def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What is made of something on meta is on meta, and a copy is as computed as its source."""
+        places = _written(func)
+        written = [*_tensors([args[i] if i < len(args) else kwargs[n] for i, n in places])]
+        tensors = [*_tensors(args, *kwargs.values())]
+        computed = not any(tensor.is_meta for tensor in tensors)
+        if not computed and not func._schema.is_mutable:
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(_META), (args, kwargs))
+        is_copy = func.overloadpacket in _COPIES
+        if is_copy and self.is_uncomputed(tensors[-1]):
+            computed = False
+        if written and written[0].is_meta and _is_random(func):
+            result = written[0]  # The kernel for meta would take a millisecond over it.
+        else:
+            result = func(*args, **kwargs)
+        for tensor in [result] if is_copy else written:
+            self._note(tensor, computed=computed)
+        return result
+
+
+class _Data(TorchFunctionMode):
+    """Numbers that Python has become tensors on a real device; no factory is seen for them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FROM_DATA and not (args and isinstance(args[-1], torch.Tensor)):
+            is_method = func is torch.Tensor.new_tensor
+            device = kwargs.get("device") or (args[0].device if is_method else None)
+            if torch.device(device or torch.get_default_device()).type == "meta":
+                kwargs = {**kwargs, "device": _CPU}
+        return func(*args, **kwargs)
+
+
+# ---- modules
+
+
+class _Modules:
+    """Those that are built meanwhile."""
+
+    def __init__(self, memory: _Memory) -> None:
+        self._memory = memory
+        # In the order of birth, so that every rank names the same fault.
+        self._born: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
+
+    def _see(self, module: torch.nn.Module) -> None:
+        """One that has something at the first sight was there before."""
+        if not (module._parameters or module._buffers or module._modules):
+            self._born[module] = None
+
+    def on_module(self, module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+        self._see(module)
+
+    def on_parameter(self, module: torch.nn.Module, name: str, parameter: torch.Tensor) -> None:
+        self._see(module)
+        if not is_lazy(parameter) and not parameter.is_meta:
+            self._memory.move_to_meta(parameter)
+
+    def on_buffer(
+        self, module: torch.nn.Module, name: str, buffer: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        self._see(module)
+        if buffer is None or is_lazy(buffer) or not buffer.is_meta:
+            return None
+        return self._memory.real(buffer)
+
+    def finish(self) -> None:
+        """What `from_pretrained` does once a model is built, and a last look at the buffers."""
+        children = {id(child) for module in self._born for child in module.children()}
+        roots = [module for module in self._born if id(module) not in children]
+        for model in [model for root in roots for model in self._pretrained_models(root)]:
+            self._refuse_sharded(model)
+            self._initialise(model)
+            self._keep_dtypes(model)
+        for root in roots:
+            self._refuse_uncomputed(root)
+
+    def _pretrained_models(self, module: torch.nn.Module) -> Iterator[Any]:
+        """The outermost ones, which answer for those within them."""
+        if hasattr(module, "_get_dtype_plan") and hasattr(module, "initialize_weights"):
+            if module in self._born:
+                yield module
+            return
+        for child in module.children():
+            yield from self._pretrained_models(child)
+
+    @staticmethod
+    def _refuse_sharded(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, "device_mesh"):
+                what = "a model is to be sharded after empty_parameters(), not within it"
+                raise refusal("UNSUPPORTED", what, tensor=name)
+
+    def _initialise(self, model: Any) -> None:
+        """Again, and now outside of the dtype that the model was built in: `from_pretrained` does
+        it there, and bits hang on it where numbers are computed in the default dtype."""
+        for module in model.modules():
+            if module in self._born:
+                vars(module).pop("_is_hf_initialized", None)
+        model.initialize_weights()
+
+    def _keep_dtypes(self, model: Any) -> None:
+        """Some are kept in float32, which the constructor does not know."""
+        plan = model._get_dtype_plan(model.dtype)
+
+        def other_dtype(name: str, tensor: torch.Tensor) -> torch.dtype | None:
+            found = (dtype for p, dtype in plan.items() if re.search(p.replace("*", ".*"), name))
+            dtype = next(found, tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+            return None if dtype == tensor.dtype else dtype
+
+        for name, parameter in model.named_parameters() if plan else ():
+            if parameter.is_meta and (dtype := other_dtype(name, parameter)):
+                self._memory.move_to_meta(parameter, dtype)
+        for name, buffer in [*model.named_buffers()] if plan else ():
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            if leaf in module._non_persistent_buffers_set:
+                continue
+            if dtype := other_dtype(name, buffer):
+                setattr(module, leaf, buffer.to(dtype))
+
+    def _refuse_uncomputed(self, root: torch.nn.Module) -> None:
+        for path, module in root.named_modules():
+            for leaf, buffer in module._buffers.items():
+                if buffer is None or leaf not in module._non_persistent_buffers_set:
+                    continue
+                if self._memory.is_uncomputed(buffer):
+                    what = "no file holds this buffer, and neither the constructor nor the "
+                    name = f"{path}.{leaf}" if path else leaf
+                    raise refusal("UNSUPPORTED", what + "initialiser computes it", tensor=name)
+
+
+_active = False
+
+
+@contextlib.contextmanager
+def empty_parameters() -> Iterator[None]:
+    """A model that is built within it has its parameters on meta, and its buffers real.
+
+        with modicum.torch.empty_parameters():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+    It is any `torch.nn.Module`, and the same on every rank. Ties, `requires_grad`, strides and
+    attributes of parameters are those that the constructor gives. Buffers, persistent or not, are
+    as a single process would compute them, in their own dtypes; a persistent one that is left to
+    `torch.empty` is zero until the file brings it. They are real within `torch.device("meta")` too.
+
+    A transformers model has the dtypes of `from_pretrained`: what it keeps in float32 is so. Its
+    initialiser runs once more at the end, outside of the model's dtype as in `from_pretrained`;
+    buffers are best changed after that.
+
+    It takes the memory of the buffers, and milliseconds per layer: parameters are neither
+    committed nor initialised. A constructor that reads a parameter's values fails, with torch's own
+    error. Modules that were there before stay as they are. Nothing is different outside of it,
+    within another one nothing more happens, and it is for one thread at a time.
+
+    Raises:
+        UsageError: at the end, UNSUPPORTED, with the name as `tensor`: a buffer that is not
+            persistent, and that nobody has computed.
+    """
+    global _active
+    if _active:
+        yield
+        return
+    memory = _Memory()
+    modules = _Modules(memory)
+    with contextlib.ExitStack() as stack:
+        for register, hook in (
+            (nn_module.register_module_module_registration_hook, modules.on_module),
+            (nn_module.register_module_parameter_registration_hook, modules.on_parameter),
+            (nn_module.register_module_buffer_registration_hook, modules.on_buffer),
+        ):
+            stack.callback(register(hook).remove)
+        stack.enter_context(_Data())
+        stack.enter_context(memory)
+        _active = True
+        try:
+            yield
+            modules.finish()
+        finally:
+            _active = False

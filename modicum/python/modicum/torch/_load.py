@@ -1,0 +1,467 @@
+"""`load`: a checkpoint into a model whose parameters are on meta."""
+
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modicum import _modicum
+from modicum._report import Report
+from modicum.errors import refusal
+from modicum.recipes import Rule, recipe_for
+from modicum.torch._fsdp import (
+    Managed,
+    check_pinning,
+    check_replaceable,
+    check_unit_dtypes,
+    fsdp_params,
+    hand_over,
+    pin,
+)
+from modicum.torch._group import Ranks
+from modicum.torch._init import Initialiser
+from modicum.torch._names import canonical
+from modicum.torch._placements import Sharding, sharding_of
+from modicum.torch._progress import progress_bar
+
+__all__ = ["load"]
+
+Size = int | str
+Source = str | Path | None
+
+_MIB = 1 << 20
+_PAGE_BYTES = 4096
+
+
+def load(
+    model: nn.Module,
+    source: Source,
+    *,
+    ledger: _modicum.Ledger | None = None,
+    budget: Size | None = None,
+    strategy: str = "own-shard",
+    dtype: torch.dtype | None = None,
+    keep_fp32: str | None = None,
+    missing: str | Collection[str] | Mapping[str, Rule] = "error",
+    unexpected: str | Collection[str] = "error",
+    check: str | None = None,
+    progress: bool = True,
+    seed: int = 0,
+    staging: Size | None = None,
+) -> Report:
+    """Loads a checkpoint into a model built under `empty_parameters()`, sharded or not.
+
+    Every rank of torch's default process group calls it with the same arguments, after
+    `fully_shard` (or `parallelize_module`, or neither) and before the first forward; without a
+    process group there is one rank. Each rank reads its own bytes only (`own-shard`) into memory
+    that becomes FSDP2's own. Parameter objects stay the same, ties stay one storage, and
+    `requires_grad` is never changed. What is on meta is loaded or initialised; what has values
+    already is overwritten where the source has it, and left alone where not.
+
+    Args:
+        model: any module; a transformers model, or one in a wrapper such as PEFT's, is loaded by
+            its own conversion mapping.
+        source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
+            None: nothing is stored, and everything on meta is initialised.
+        ledger: whose limit is the host memory of the node, and which shows every parameter until
+            its last tensor dies; None: a new one.
+        budget: host memory per node, bytes or text ("200GiB"), the processes themselves included;
+            "none": no limit; None: the ledger's limit, or what the cgroup and the node leave.
+        strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank; the
+            same bits by all of them.
+        dtype: torch.float32, bfloat16 or float16 for all that transformers' `from_pretrained` would
+            load so; None: each parameter's own.
+        keep_fp32: a regular expression; names that it matches are loaded as float32.
+        missing: of names that the source lacks, beyond those that the model itself lists: "error";
+            "init": made by the model's own rule, the same bits at any world size; or patterns of
+            names to be made so, or rules by pattern ("zeros", "ones", ("normal", std), "model").
+        unexpected: of stored names that the model has not, beyond those that it lists: "error",
+            "ignore", or patterns of names that may be dropped.
+        check: None, or "values": poison the memory first and compare every value afterwards with a
+            second reading.
+        progress: whether rank 0 draws a bar on stderr.
+        seed: of what is initialised.
+        staging: host memory of each rank that bytes stream through; None: 8 MiB, less where the
+            budget needs it.
+
+    Returns:
+        The same report on every rank: promised, held and unexplained bytes of each.
+
+    Raises:
+        BudgetError: it does not fit; before anything but headers is read.
+        UsageError: model, source and arguments do not go together.
+        FormatError, IntegrityError, IoError, PeerError: on every rank alike, naming the rank where
+            it began. After an error the model's parameters are on meta, as before.
+    """
+    if check not in (None, "values"):
+        raise refusal("USAGE", "unknown check", expected="values", got=str(check))
+    with Ranks.of_world().together() as ranks:
+        walk = _Walk(model, ranks, seed)
+        walk.read_source(source)
+        walk.make_recipe(dtype, keep_fp32, "init" if source is None else missing, unexpected)
+        walk.make_plan(strategy, staging, ledger, budget)
+        if ranks.rank == 0:
+            print(f"modicum: {walk.headline()}", file=sys.stderr)
+        return walk.load(check, progress)
+
+
+@dataclass
+class _Tensor:
+    """A tensor of the model that will get values."""
+
+    name: str
+    tensor: torch.Tensor
+    owners: list[tuple[nn.Module, str]]
+    managed: Managed | None
+    destination: str = "cpu"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    sharding: Sharding | None = None
+    storage: torch.Tensor | None = None  # one-dimensional, of the parameter's elements
+
+    @property
+    def is_parameter(self) -> bool:
+        return isinstance(self.tensor, nn.Parameter)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Under this name in every module that has it."""
+        for module, attribute in self.owners:
+            (module._parameters if self.is_parameter else module._buffers)[attribute] = tensor
+        self.tensor = tensor
+
+    @property
+    def local(self) -> torch.Tensor:
+        return getattr(self.tensor, "_local_tensor", self.tensor)
+
+
+def _tensors_of(model: nn.Module) -> dict[str, _Tensor]:
+    """What a state dict would have, by canonical name; one entry per name."""
+    managed = fsdp_params(model)
+    found: dict[str, _Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        buffers = {
+            name: buffer
+            for name, buffer in module._buffers.items()
+            if name not in module._non_persistent_buffers_set
+        }
+        for attribute, tensor in {**module._parameters, **buffers}.items():
+            if tensor is None:
+                continue
+            name = canonical(f"{path}.{attribute}" if path else attribute)
+            of = found.setdefault(name, _Tensor(name, tensor, [], managed.get(tensor)))
+            of.owners.append((module, attribute))
+    return found
+
+
+def _refuse_meta_buffers(model: nn.Module, loaded: Collection[str]) -> None:
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and canonical(name) not in loaded:
+            what = "nothing computes this buffer: build the model under empty_parameters()"
+            raise refusal("UNSUPPORTED", what, tensor=canonical(name))
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as one line of bytes."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+class _Walk:
+    """One load, in the order of the calls."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks, seed: int) -> None:
+        self.model = model
+        self.ranks = ranks
+        self.per_node = ranks.ranks_per_node or ranks.world_size
+        self.seed = seed
+        check_pinning(model)
+        self.tensors = _tensors_of(model)
+
+    # ---- what is meant
+
+    def read_source(self, source: Source) -> None:
+        path = None if source is None else Path(source)
+        self.checkpoint = _modicum.open_checkpoint(path)
+
+    def make_recipe(self, dtype: Any, keep_fp32: str | None, missing: Any, unexpected: Any) -> None:
+        present = [name for name, of in self.tensors.items() if not of.tensor.is_meta]
+        made = recipe_for(
+            self.model,
+            self.checkpoint.stored,
+            dtype=dtype,
+            keep_fp32=keep_fp32,
+            missing=missing,
+            unexpected=unexpected,
+            present=present,
+        )
+        self.recipe = _modicum.make_recipe(self.checkpoint, made.text())
+        self.targets = self.recipe.targets
+        self.dtypes = {t["name"]: getattr(torch, t["dtype"]) for t in self.targets}
+        self.callers = made.callers
+        self.last_made: tuple[str, torch.Tensor | None] = "", None
+        self.initialiser = Initialiser(
+            self.model, self.callers, seed=self.seed, empty=self._empty_for_init
+        )
+        _refuse_meta_buffers(self.model, {target["name"] for target in self.targets})
+
+    def _empty_for_init(self, shape: Collection[int], dtype: torch.dtype) -> torch.Tensor:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        line = torch.from_dlpack(_modicum.charge_init(self.ledger, nbytes))
+        return line.view(dtype).view(tuple(shape))
+
+    # ---- what will be done
+
+    def make_plan(
+        self,
+        strategy: str,
+        staging: Size | None,
+        ledger: _modicum.Ledger | None,
+        budget: Size | None,
+    ) -> None:
+        if self.ranks.ranks_per_node is None and strategy == "node-reader":
+            what = "node-reader needs nodes of as many ranks each, which follow each other"
+            raise refusal("UNSUPPORTED", what)
+        places = self._place_targets()
+        shardings = list(dict.fromkeys(of.sharding for of in places))
+        number = {sharding: n for n, sharding in enumerate(shardings)}
+        layout = _modicum.make_layout(
+            self.recipe,
+            shardings=[
+                (s.mesh, [(c.axes, c.dim, c.packed, c.pads) for c in s.cuts]) for s in shardings
+            ],
+            sharding_of=[number[of.sharding] for of in places],
+        )
+        self._choose_budget(ledger, budget)
+        made = self.initialiser  # takes whole pages for each tensor
+        self.plan = _modicum.make_plan(
+            self.recipe,
+            layout,
+            strategy=strategy,
+            ranks_per_node=self.per_node,
+            destinations=[of.destination for of in places],
+            staging=staging,
+            baseline=self.baseline,
+            init_bytes=made.largest_bytes + made.most_tensors * _PAGE_BYTES,
+            caller_sends=True,
+            budget=self.budget,
+            budget_source=self.budget_source,
+        )
+        self.buffers = self.plan.buffers(self.ranks.rank)
+        self._check_local_shapes()
+
+    def _place_targets(self) -> list[_Tensor]:
+        """Where each target goes."""
+        check_unit_dtypes(
+            self.model, lambda name: self.dtypes.get(name, self.tensors[name].tensor.dtype)
+        )
+        places = []
+        for target in self.targets:
+            of = self.tensors[target["name"]]
+            places.append(of)
+            if target["alias_of"] is not None:
+                self._check_tie(of, self.tensors[target["alias_of"]])
+            ranks = of.managed.ranks if of.managed else ()
+            of.sharding = sharding_of(
+                of.tensor, self.ranks.world_size, name=of.name, fsdp_ranks=ranks
+            )
+            if of.tensor.is_meta:
+                of.device = self._device_of(of)
+                of.destination = "cpu" if of.device.type == "cpu" else "copy"
+                if of.is_parameter:
+                    check_replaceable(of.name, of.tensor)
+            else:
+                self._place_in_what_is_there(of)
+        return places
+
+    @staticmethod
+    def _check_tie(of: _Tensor, holder: _Tensor) -> None:
+        if of.tensor is not holder.tensor and (of.managed or holder.managed):
+            what = "two tied names are two parameters of FSDP2: tie them before fully_shard"
+            raise refusal("UNSUPPORTED", what, tensor=of.name, expected=f"that of {holder.name}")
+
+    def _device_of(self, of: _Tensor) -> torch.device:
+        if of.managed:
+            return of.managed.device
+        mesh = getattr(of.tensor, "device_mesh", None)
+        device = torch.device(mesh.device_type) if mesh is not None else torch.get_default_device()
+        return torch.empty(0, device=device).device if device.type != "cpu" else device
+
+    def _place_in_what_is_there(self, of: _Tensor) -> None:
+        local, dtype = of.local, self.dtypes[of.name]
+        if local.dtype != dtype:
+            what = "a tensor that has values already has another dtype"
+            raise refusal(
+                "MISMATCH", what, tensor=of.name, expected=str(dtype), got=str(local.dtype)
+            )
+        if not local.is_contiguous():
+            raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=of.name)
+        of.device = local.device
+        of.destination = "given" if local.device.type == "cpu" else "copy"
+        of.sharding = replace(
+            of.sharding, cuts=tuple(replace(cut, pads=False) for cut in of.sharding.cuts)
+        )
+        of.storage = local.detach().reshape(-1)
+
+    def _choose_budget(self, ledger: _modicum.Ledger | None, budget: Size | None) -> None:
+        """The node's, the processes that are there already included."""
+        _modicum.reset_peak()
+        self.held = _modicum.process_memory()["held_bytes"]
+        available, source = _modicum.available_memory()
+        everyone = self.ranks.gather([self.held, available])
+        # The same on all ranks, and small changes make no difference.
+        self.baseline = -(-max(of[0] for of in everyone) // _MIB) * _MIB
+        limit = None if ledger is None else ledger.limit_bytes
+        if budget == "none":
+            self.budget, self.budget_source = None, ""
+        elif budget not in (None, "auto"):
+            self.budget, self.budget_source = _modicum.parse_size(budget), "budget"
+        elif budget is None and limit is not None:
+            self.budget, self.budget_source = limit, "ledger"
+        else:
+            self.budget = min(of[1] for of in everyone) + self.per_node * self.baseline
+            self.budget_source = source
+        self.ledger = ledger or _modicum.Ledger()
+
+    def _check_local_shapes(self) -> None:
+        """Ours against torch's: a layout that is not understood must not fill anything."""
+        for t, of in self._own_targets():
+            shape = torch.Size(self.buffers[t]["shape"])
+            # Of nothing there are many shapes.
+            if of.local.shape != shape and (of.local.numel() or shape.numel()):
+                raise refusal(
+                    "UNSUPPORTED",
+                    "torch cuts this tensor in another way",
+                    tensor=of.name,
+                    expected=str(list(shape)),
+                    got=str(list(of.local.shape)),
+                )
+
+    def headline(self) -> str:
+        """What is about to happen, in a line."""
+        nodes = self.ranks.world_size // self.per_node
+        most = max(self.plan.promised_bytes(rank) for rank in range(self.ranks.world_size))
+        return (
+            f"{self.plan.strategy}, {self.ranks.world_size} ranks on {nodes} "
+            f"node{'s' if nodes > 1 else ''}, {self.checkpoint.bytes / _MIB:.2f} MiB stored, "
+            f"at most {most / _MIB:.2f} MiB in a rank"
+        )
+
+    # ---- doing it
+
+    def load(self, check: str | None, progress: bool) -> Report:
+        board = _modicum.Board(self.ranks)
+        group = self.plan.exchange_group(self.ranks.rank)
+        if len(group) > 1:
+            self.ranks.exchange_among(group, whole=self.plan.strategy != "node-reader")
+        outside = self.ledger.limit_bytes
+        rank = self.ranks.rank
+        self.ledger.limit_bytes = self.ledger.held_bytes + self.plan.ledger_limit_bytes(rank)
+        try:
+            with (
+                progress_bar(self._bytes_due(), shown=progress and rank == 0) as bar,
+                self.ranks.watching(board, bar),
+            ):
+                loaded = _modicum.load(
+                    self.plan,
+                    rank,
+                    board,
+                    self.ledger,
+                    given=self._given(),
+                    copy=self._copies(),
+                    caller=self._made if self.callers else None,
+                    broadcast=self.ranks.broadcast if len(group) > 1 else None,
+                    threads=self._threads(),
+                    check=check is not None,
+                    seed=self.seed,
+                )
+                self.ranks.barrier()  # all have theirs: from here on nothing is undone
+        finally:
+            self.ledger.limit_bytes = outside
+        self._hand_over(loaded)
+        return self._report(loaded, check)
+
+    def _threads(self) -> int:
+        return max(1, len(os.sched_getaffinity(0)) // self.per_node)
+
+    def _bytes_due(self) -> int:
+        return sum(b["bytes"] for t, b in enumerate(self.buffers) if b["holder"] == t)
+
+    def _given(self) -> dict[int, Any]:
+        return {
+            t: _as_bytes(of.storage)
+            for t, of in self._own_targets()
+            if of.destination == "given" and of.storage.numel() > 0
+        }
+
+    def _own_targets(self) -> Iterator[tuple[int, _Tensor]]:
+        for t, target in enumerate(self.targets):
+            if target["alias_of"] is None:
+                yield t, self.tensors[target["name"]]
+
+    def _copies(self) -> Callable[[int, int, memoryview], None] | None:
+        """Elements out of the staging, for what lies on a device."""
+        lines = {}
+        for t, of in self._own_targets():
+            if of.destination != "copy":
+                continue
+            dtype = self.dtypes[of.name]
+            if of.storage is None:
+                numel = self.buffers[t]["padded_numel"]
+                of.storage = torch.empty(numel, dtype=dtype, device=of.device)
+            lines[t] = _as_bytes(of.storage), dtype.itemsize
+        if not lines:
+            return None
+
+        def copy(target: int, at: int, elements: memoryview) -> None:
+            line, itemsize = lines[target]
+            begin = at * itemsize
+            staged = torch.frombuffer(elements, dtype=torch.uint8)
+            line[begin : begin + len(elements)].copy_(staged)
+
+        return copy
+
+    def _made(self, ordinal: int) -> torch.Tensor:
+        name = self.callers[ordinal]
+        if self.last_made[0] != name:
+            self.last_made = "", None  # frees it before there is another
+            self.last_made = name, self.initialiser.whole(name).to(self.dtypes[name])
+        return _as_bytes(self.last_made[1])
+
+    def _hand_over(self, loaded: Any) -> None:
+        self.last_made = "", None
+        if any(of.managed and of.managed.pins for of in self.tensors.values()):
+            arena = torch.from_dlpack(loaded.whole())
+            pin(arena)
+            loaded.keep(arena)
+        for t, of in self._own_targets():
+            if of.tensor.is_meta:
+                self._fill(t, of, loaded)
+        for target in self.targets:
+            of = self.tensors[target["name"]]
+            if target["alias_of"] is not None:
+                of.put(self.tensors[target["alias_of"]].tensor)
+
+    def _fill(self, t: int, of: _Tensor, loaded: Any) -> None:
+        if of.storage is None:
+            of.storage = torch.from_dlpack(loaded.storage(t)).view(self.dtypes[of.name])
+        if of.is_parameter:
+            hand_over(of.name, of.tensor, of.storage, of.managed)
+        else:
+            of.put(of.storage.view(of.tensor.shape))
+
+    def _report(self, loaded: Any, check: str | None) -> Report:
+        outcome = loaded.outcome | {
+            "baseline_bytes": self.held,
+            "kernel_peak_bytes": _modicum.process_memory()["peak_bytes"],
+        }
+        outcomes = self.ranks.gather(outcome)
+        return Report(
+            *_modicum.load_report(
+                self.plan, outcomes, check is not None, self.budget, self.budget_source
+            )
+        )

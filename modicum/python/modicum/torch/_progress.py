@@ -1,0 +1,36 @@
+"""The bar that rank 0 draws."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+__all__ = ["progress_bar"]
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None] | None]:
+    """What to tell how many bytes there are so far; None where nothing is shown.
+
+    Args:
+        total: bytes that will have been read in the end.
+        shown: whether there is a bar, on stderr.
+    """
+    if not shown:
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(
+        total=total,
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        file=sys.stderr,
+    ) as bar:
+
+        def show(done: int) -> None:
+            bar.update(min(done, total) - bar.n)
+
+        yield show
+        show(total)

@@ -1,0 +1,342 @@
+// The values of the walk up to the plan: open_checkpoint, make_recipe, make_layout, make_plan.
+#include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <fmt/format.h>
+#include <filesystem>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "modicum/python/bindings.h"
+#include "modicum/report/report.h"
+#include "modicum/runs/runs.h"
+
+namespace modicum::python {
+namespace {
+
+using WrittenCut = std::tuple<std::vector<int>, int, int, bool>;
+using WrittenSharding = std::pair<std::vector<int>, std::vector<WrittenCut>>;
+
+std::shared_ptr<OpenCheckpoint> open(const std::optional<std::filesystem::path>& path) {
+  auto opened = std::make_shared<OpenCheckpoint>();
+  opened->checkpoint.files = &opened->files;
+  if (!path) return opened;  // nothing is stored
+  without_the_lock([&] {
+    opened->checkpoint = open_checkpoint(opened->files, path->string());
+    return 0;
+  });
+  return opened;
+}
+
+nb::dict stored_of(const OpenCheckpoint& opened) {
+  nb::dict stored;
+  for (const Stored& tensor : opened.checkpoint.manifest.tensors) {
+    stored[tensor.spec.fqn.c_str()] = nb::make_tuple(std::string(torch_name(tensor.spec.dtype)),
+                                                     nb::tuple(nb::cast(tensor.spec.shape)));
+  }
+  return stored;
+}
+
+std::shared_ptr<MadeRecipe> recipe(const std::shared_ptr<OpenCheckpoint>& checkpoint,
+                                   const std::string& text, const std::optional<std::string>& dtype,
+                                   const std::optional<std::string>& keep_fp32, bool untie) {
+  auto made = std::make_shared<MadeRecipe>();
+  made->of = checkpoint;
+  const Checkpoint& of = checkpoint->checkpoint;
+  made->recipe = make_recipe(of.manifest, {.text = text,
+                                           .tie_word_embeddings = of.config.tie_word_embeddings,
+                                           .untie = untie,
+                                           .dtype = dtype_flag(dtype.value_or("")),
+                                           .keep_fp32 = keep_fp32.value_or("")});
+  return made;
+}
+
+nb::list targets_of_recipe(const MadeRecipe& made) {
+  nb::list targets;
+  const Recipe& recipe = made.recipe;
+  for (size_t t = 0; t < recipe.targets.size(); ++t) {
+    const TensorSpec& spec = recipe.targets[t].spec;
+    nb::dict target;
+    target["name"] = spec.fqn;
+    target["dtype"] = std::string(torch_name(spec.dtype));
+    target["shape"] = nb::tuple(nb::cast(spec.shape));
+    target["alias_of"] =
+        recipe.is_alias(t)
+            ? nb::cast(recipe.targets[recipe.nodes[recipe.targets[t].root].from].spec.fqn)
+            : nb::none();
+    targets.append(target);
+  }
+  return targets;
+}
+
+// What the command line takes for a layout.
+Layout named_layout(const MadeRecipe& recipe, int ranks, const std::string& layout,
+                    const std::optional<std::string>& mesh, int shard_dim,
+                    const std::optional<std::string>& tp_rowwise) {
+  const RunFlags flags{.ranks = ranks,
+                       .layout = layout,
+                       .mesh = mesh.value_or(""),
+                       .shard_dim = shard_dim,
+                       .tp_rowwise = tp_rowwise.value_or("")};
+  return layout_of(flags, targets_of(recipe.recipe));
+}
+
+Layout sharded_layout(const MadeRecipe& recipe, const std::vector<WrittenSharding>& shardings,
+                      const std::vector<uint8_t>& sharding_of) {
+  if (shardings.empty() || shardings.size() > UINT8_MAX) {
+    fail(Category::unsupported, "a layout of that many kinds of tensors",
+         {.expected = "1 to 255", .got = std::to_string(shardings.size())});
+  }
+  std::optional<Layout> layout;
+  for (const auto& [mesh, cuts] : shardings) {
+    Sharding sharding{.mesh = {mesh}};
+    for (const auto& [axes, dim, packed, pads] : cuts) {
+      sharding.cuts.push_back({axes, dim, packed, pads});
+    }
+    if (layout) {
+      add_kind(*layout, std::move(sharding));
+    } else {
+      layout = make_layout("mesh", std::move(sharding));
+    }
+  }
+  if (sharding_of.size() != recipe.recipe.targets.size()) {
+    fail(Category::usage, "not every target has a sharding",
+         {.expected = std::to_string(recipe.recipe.targets.size()),
+          .got = std::to_string(sharding_of.size())});
+  }
+  layout->kind_of = sharding_of;
+  for (const uint8_t kind : sharding_of) {
+    if (kind >= shardings.size())
+      fail(Category::usage, "a target has a sharding that is not given");
+  }
+  return *std::move(layout);
+}
+
+Destination destination_named(const std::string& name) {
+  if (name == "cpu") return Destination::cpu;
+  if (name == "copy" || name == "discard") return Destination::discard;
+  if (name == "given") return Destination::given;
+  fail(Category::usage, "unknown destination '" + printable(name) + "'; cpu, copy or given");
+}
+
+std::shared_ptr<MadePlan> plan(const std::shared_ptr<MadeRecipe>& recipe, const Layout& layout,
+                               const std::string& strategy, std::optional<int> ranks_per_node,
+                               const std::vector<std::string>& destinations,
+                               const std::optional<Size>& staging,
+                               const std::optional<Size>& baseline, uint64_t init_bytes,
+                               bool caller_sends, const std::optional<Size>& budget,
+                               const std::string& budget_source) {
+  PlanOptions options{.strategy = &strategy_named(strategy),
+                      .ranks_per_node = ranks_per_node.value_or(0),
+                      .init_bytes = init_bytes,
+                      .caller_sends = caller_sends};
+  for (const std::string& name : destinations) {
+    options.destination_of.push_back(destination_named(name));
+  }
+  options.staging_bytes = staging ? parse_size(text_of(staging)) : kDefaultStagingBytes;
+  if (baseline) options.baseline_bytes = parse_size(text_of(baseline));
+  auto made = std::make_shared<MadePlan>();
+  made->recipe = recipe;
+  without_the_lock([&] {
+    made->plan = make_plan(recipe->of->checkpoint.manifest, recipe->recipe, layout, options);
+    if (!budget) return 0;
+    const Budget allowed{parse_size(text_of(budget)), budget_source};
+    if (!staging) made->plan = shrunk_to_fit(std::move(made->plan), allowed);
+    require_fits(made->plan.promise, allowed);
+    return 0;
+  });
+  return made;
+}
+
+uint64_t rank_checked(const Plan& plan, int rank) {
+  if (rank >= 0 && rank < plan.ranks()) return static_cast<uint64_t>(rank);
+  fail(Category::usage, "no such rank",
+       {.expected = "0 to " + std::to_string(plan.ranks() - 1), .got = std::to_string(rank)});
+}
+
+// Of each target: where it lies and what of it.
+nb::list buffers(const MadePlan& made, int rank) {
+  const Plan& plan = made.plan;
+  rank_checked(plan, rank);
+  nb::list all;
+  for (uint32_t t = 0; t < plan.recipe->targets.size(); ++t) {
+    nb::dict one;
+    const uint32_t holder = holder_of(plan, t);
+    const LocalBuffer local = buffer_of(plan, holder, rank);
+    const TensorSpec& spec = plan.recipe->targets[holder].spec;
+    one["holder"] = holder;
+    one["numel"] = local.numel;
+    one["padded_numel"] = local.padded_numel;
+    one["bytes"] = local.bytes();
+    one["shape"] =
+        plan.layout.is_flat(holder)
+            ? nb::tuple(nb::make_tuple(local.numel))
+            : nb::tuple(nb::cast(local_shape(plan.layout.sharding_of(holder), spec, rank)));
+    all.append(one);
+  }
+  return all;
+}
+
+std::string document(const MadePlan& made) {
+  return without_the_lock([&] {
+    PlanReport report{.checkpoint = facts_of(made.checkpoint()), .ranks = made.plan.ranks()};
+    const Traffic sent = traffic(made.plan);
+    report.strategies.push_back(
+        {made.plan.strategy().name, made.plan.promise, sent, sent.needed_bytes});
+    return plan_json(report);
+  });
+}
+
+std::string digest_text(const MadePlan& made) {
+  const Digest& digest = made.plan.inputs;
+  return fmt::format("{:016x}{:016x}", digest.high, digest.low);
+}
+
+void define_inputs(nb::module_& module) {
+  nb::class_<OpenCheckpoint>(module, "Checkpoint",
+                             "A checkpoint whose headers have been read and proven.")
+      .def_prop_ro(
+          "bytes", [](const OpenCheckpoint& c) { return c.checkpoint.manifest.data_bytes(); },
+          "Bytes of tensor data.")
+      .def_prop_ro("stored", stored_of,
+                   "Dtype and shape of each stored tensor by name, in the order of the files.");
+  nb::class_<MadeRecipe>(module, "Recipe", "How each target is made of stored tensors.")
+      .def_prop_ro("targets", targets_of_recipe,
+                   "A dict for each target: name, dtype, shape, alias_of (a name or None).")
+      .def_prop_ro(
+          "text",
+          [](const MadeRecipe& made) {
+            return recipe_text(made.recipe, made.of->checkpoint.manifest);
+          },
+          "recipe.json.");
+  nb::class_<Layout>(module, "Layout", "Which elements of each target each rank holds, and where.")
+      .def_prop_ro("ranks", &Layout::world_size, "World size.");
+}
+
+void define_plan_class(nb::module_& module) {
+  nb::class_<MadePlan>(module, "Plan", "What will be read, put where and held, for every rank.")
+      .def_prop_ro(
+          "ranks", [](const MadePlan& made) { return made.plan.ranks(); }, "World size.")
+      .def_prop_ro(
+          "strategy", [](const MadePlan& made) { return std::string(made.plan.strategy().name); },
+          "The strategy's name.")
+      .def_prop_ro(
+          "recipe", [](const MadePlan& made) { return made.recipe; }, "What was planned.")
+      .def_prop_ro("digest", digest_text, "Of everything that decides what happens, as hex.")
+      .def_prop_ro(
+          "document", [](const MadePlan& made) { return as_dict(document(made)); },
+          "As `modicum plan --json`, for this one strategy.")
+      .def("buffers", buffers, nb::arg("rank"),
+           "A dict for each target: holder (the target whose memory it is), numel, padded_numel, "
+           "bytes, shape (this rank's part without padding).")
+      .def(
+          "promised_bytes",
+          [](const MadePlan& made, int rank) {
+            rank_checked(made.plan, rank);
+            return made.plan.promise.rank_peak_bytes(rank);
+          },
+          nb::arg("rank"), "The most that the rank's process will hold, in bytes.")
+      .def(
+          "ledger_limit_bytes",
+          [](const MadePlan& made, int rank) {
+            rank_checked(made.plan, rank);
+            return made.plan.promise.ledger_limit_bytes(rank);
+          },
+          nb::arg("rank"), "The same without the process itself and page tables.")
+      .def(
+          "exchange_group",
+          [](const MadePlan& made, int rank) {
+            rank_checked(made.plan, rank);
+            return exchange_group(made.plan, rank);
+          },
+          nb::arg("rank"), "The ranks that hand bytes on to each other, `rank` among them.");
+}
+
+void define_steps(nb::module_& module) {
+  module.def("open_checkpoint", open, nb::arg("path").none(),
+             R"(Opens headers, index and config of a checkpoint and proves its layout.
+
+Args:
+    path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache; None: a
+        checkpoint without tensors.
+
+Raises:
+    FormatError, IoError.)");
+  module.def("make_recipe", recipe, nb::arg("checkpoint"), nb::arg("text") = "", nb::kw_only(),
+             nb::arg("dtype") = nb::none(), nb::arg("keep_fp32") = nb::none(),
+             nb::arg("untie") = false,
+             R"(How each target is made of the checkpoint's tensors.
+
+Args:
+    checkpoint: of open_checkpoint.
+    text: recipe.json (docs/recipes.md); empty: every tensor as it is.
+    dtype: float32, bfloat16 or float16; None: as stored.
+    keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
+    untie: whether what is stored under both names of a tie is loaded as two tensors.
+
+Raises:
+    UsageError: the recipe is not one for this checkpoint.)");
+  module.def("make_layout", named_layout, nb::arg("recipe"), nb::arg("ranks"),
+             nb::arg("layout") = "fsdp2", nb::kw_only(), nb::arg("mesh") = nb::none(),
+             nb::arg("shard_dim") = 0, nb::arg("tp_rowwise") = nb::none(),
+             R"(The targets cut for a mesh, as `--layout` of the command line.
+
+Args:
+    recipe: of make_recipe.
+    ranks: world size.
+    layout: none, fsdp2, hsdp, tp-fsdp, zero1, zero2 or zero3.
+    mesh: "AxB": of hsdp replicas x shards, of tp-fsdp dp x tp.
+    shard_dim: the tensor dim that is cut.
+    tp_rowwise: names (a regular expression) that TP cuts along dim 1; the rest along dim 0.)");
+  module.def("make_layout", sharded_layout, nb::arg("recipe"), nb::kw_only(), nb::arg("shardings"),
+             nb::arg("sharding_of"),
+             R"(The targets cut as they say each for itself.
+
+Args:
+    recipe: of make_recipe.
+    shardings: (mesh, cuts) each: sizes of the mesh axes over the whole world, outermost first, and
+        the cuts in the order in which they are made, (mesh axes, tensor dim, packed parts, pads).
+    sharding_of: for each target the index of its sharding.)");
+}
+
+void define_make_plan(nb::module_& module) {
+  module.def("make_plan", plan, nb::arg("recipe"), nb::arg("layout"), nb::kw_only(),
+             nb::arg("strategy") = "own-shard", nb::arg("ranks_per_node") = nb::none(),
+             nb::arg("destinations") = std::vector<std::string>(), nb::arg("staging") = nb::none(),
+             nb::arg("baseline") = nb::none(), nb::arg("init_bytes") = 0,
+             nb::arg("caller_sends") = false, nb::arg("budget") = nb::none(),
+             nb::arg("budget_source") = "budget",
+             R"(Who reads what and what every rank will hold.
+
+Args:
+    recipe: of make_recipe.
+    layout: of make_layout.
+    strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
+    ranks_per_node: None: all on one node.
+    destinations: for each target cpu, copy (only copies are taken, as by a device) or given (memory
+        that the caller has); empty: all cpu.
+    staging: per rank, committed whole; None: 8 MiB, less where a budget needs it.
+    baseline: what a rank process holds before Modicum; None: 2 MiB.
+    init_bytes: the most that tensors made by the caller take at once.
+    caller_sends: whether bytes are exchanged by the caller's own means.
+    budget: host memory per node; None: no verdict.
+    budget_source: what to call the budget where it is too small.
+
+Raises:
+    BudgetError: it does not fit; says by how much and who holds most.)");
+}
+
+}  // namespace
+
+void define_values(nb::module_& module) {
+  define_inputs(module);
+  define_plan_class(module);
+  define_steps(module);
+  define_make_plan(module);
+}
+
+}  // namespace modicum::python

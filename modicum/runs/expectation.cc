@@ -1,0 +1,28 @@
+#include "modicum/runs/expectation.h"
+
+#include <utility>
+
+#include "modicum/plan/plan.h"
+
+namespace modicum {
+
+Expectation::Expectation(const Checkpoint& checkpoint, std::function<void()> between)
+    : checkpoint_(checkpoint),
+      between_(std::move(between)),
+      mark_(synth_mark(checkpoint.metadata)) {}
+
+void Expectation::operator()(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into) {
+  between_();
+  const Stored& tensor = checkpoint_.manifest.tensors[stored];
+  if (mark_) {
+    synth_expected(*mark_, tensor.spec, first, n, into.data());
+    return;
+  }
+  if (!file_ || file_index_ != tensor.at.file) {
+    file_ = open_data_file(checkpoint_, tensor.at.file);
+    file_index_ = tensor.at.file;
+  }
+  file_->read(into, extent_of(tensor, first, n).begin);
+}
+
+}  // namespace modicum

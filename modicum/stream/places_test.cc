@@ -1,0 +1,149 @@
+// Targets that go to different places in one load, and tensors that the caller makes.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "modicum/io/file_doubles.h"
+#include "modicum/stream/stream.h"
+
+namespace modicum {
+namespace {
+
+constexpr int64_t kRows = 7;
+constexpr int64_t kColumns = 5;
+
+// Three stored tensors and one that the caller makes, over two ranks.
+struct World {
+  MemoryFileSystem files;
+  Checkpoint checkpoint;
+  Recipe recipe;
+  std::vector<float> made = std::vector<float>(kRows * kColumns);
+  std::vector<std::thread::id> asked;
+
+  World() {
+    std::vector<TensorSpec> specs;
+    for (const char* name : {"device", "given", "ours"}) {
+      specs.push_back({name, Role::param, DType::f32, {kRows, kColumns}});
+    }
+    SafetensorsWriter writer(files, "/m.safetensors", specs);
+    for (size_t t = 0; t < specs.size(); ++t) {
+      std::vector<float> values(kRows * kColumns);
+      std::iota(values.begin(), values.end(), 100.F * static_cast<float>(t));
+      writer.write(t, 0, std::as_bytes(std::span(values)));
+    }
+    writer.finish();
+    checkpoint = open_checkpoint(files, "/m.safetensors");
+    RecipeBuilder builder(checkpoint.manifest);
+    for (const char* name : {"device", "given", "ours"}) builder.target(name, builder.stored(name));
+    builder.target("made", builder.caller(0, {kRows, kColumns}, DType::f32));
+    recipe = builder.finish();
+    std::iota(made.begin(), made.end(), 1000.F);
+  }
+
+  Plan plan(const char* strategy) const {
+    return make_plan(checkpoint.manifest, recipe, fsdp2_layout(2),
+                     {.strategy = &strategy_named(strategy),
+                      .destination_of = {Destination::discard, Destination::given, Destination::cpu,
+                                         Destination::cpu},
+                      .staging_bytes = 1 * kMiB,
+                      .init_bytes = made.size() * sizeof(float)});
+  }
+
+  LoadOptions options() {
+    return {.threads = 3, .caller = [this](uint32_t ordinal) {
+              EXPECT_EQ(ordinal, 0U);
+              asked.push_back(std::this_thread::get_id());
+              return std::as_bytes(std::span(made));
+            }};
+  }
+};
+
+// One rank of several, of whom nobody hears anything.
+class AloneBoard final : public Board {
+ public:
+  void beat(int, uint64_t) noexcept override {}
+  bool report(const ErrorRecord&) noexcept override { return true; }
+  std::optional<ErrorRecord> failure() const override { return std::nullopt; }
+  void barrier(int) override {}
+  void agree(int, const Digest&) override {}
+};
+
+// A rank's rows with padding: FSDP2's four rows of seven, or three and one of zeros.
+std::vector<float> rows_of(int rank, float first) {
+  std::vector<float> rows(4 * kColumns);
+  for (int64_t i = 0; i < 4 * kColumns; ++i) {
+    const int64_t global = rank * 4 * kColumns + i;
+    rows[static_cast<size_t>(i)] =
+        global < kRows * kColumns ? first + static_cast<float>(global) : 0;
+  }
+  return rows;
+}
+
+std::vector<float> floats(std::span<const std::byte> bytes) {
+  std::vector<float> values(bytes.size() / sizeof(float));
+  std::memcpy(values.data(), bytes.data(), bytes.size());
+  return values;
+}
+
+// places: catches what is kept of a target that only copies are taken of, memory of ours for what
+// the caller has given, and a caller's tensor that another thread than his asks for.
+TEST(Places, EachTargetGoesToItsOwn) {
+  for (const char* strategy : {"own-shard", "full-per-rank"}) {
+    for (int rank = 0; rank < 2; ++rank) {
+      World world;
+      const Plan plan = world.plan(strategy);
+      AloneBoard board;
+      Ledger ledger(plan.promise.ledger_limit_bytes(rank));
+      std::vector<std::byte> given(4 * kColumns * sizeof(float));
+      std::vector<std::byte> device(given.size());
+      const HostSink::Copy copy = [&](uint32_t buffer, int64_t at, auto elements) {
+        EXPECT_EQ(buffer, 0U);
+        std::memcpy(device.data() + at * 4, elements.data(), elements.size());
+      };
+      HostSink sink(plan, rank, ledger, 1, {{}, given}, copy);
+      sink.poison();
+      EXPECT_TRUE(sink.host(0).empty());
+      EXPECT_EQ(sink.host(1).data(), given.data());
+      const LoadOptions options = world.options();
+      load(world.checkpoint, plan, {rank, &board, nullptr}, sink, ledger, options);
+      EXPECT_EQ(floats(device), rows_of(rank, 0)) << strategy << rank;
+      EXPECT_EQ(floats(given), rows_of(rank, 100)) << strategy << rank;
+      EXPECT_EQ(floats(sink.host(2)), rows_of(rank, 200)) << strategy << rank;
+      EXPECT_EQ(floats(sink.host(3)), rows_of(rank, 1000)) << strategy << rank;
+      ASSERT_FALSE(world.asked.empty());
+      for (const auto thread : world.asked) EXPECT_EQ(thread, std::this_thread::get_id());
+      // Two of four targets are ours: 80 bytes each, the second one aligned.
+      EXPECT_EQ(arena_begins(plan, rank), (std::vector<uint64_t>{0, 0, 0, 128, 208}));
+      EXPECT_EQ(ledger.held()[Purpose::shards], kPageBytes);
+      EXPECT_EQ(sink.release().bytes().size(), kPageBytes);
+    }
+  }
+}
+
+TEST(Places, GivenMemoryOfAnotherSizeIsRefusedByName) {
+  const World world;
+  const Plan plan = world.plan("own-shard");
+  Ledger ledger;
+  std::vector<std::byte> given(4 * kColumns * sizeof(float) - 1);
+  try {
+    const HostSink sink(plan, 0, ledger, 1, {{}, given});
+    FAIL() << "was taken";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.category(), Category::usage);
+    EXPECT_EQ(error.facts().tensor, "given");
+    EXPECT_EQ(error.facts().expected, "80 bytes");
+  }
+}
+
+TEST(Places, WhatTheCallerMakesIsPromised) {
+  const World world;
+  const Plan plan = world.plan("own-shard");
+  EXPECT_EQ(plan.promise.phases[kLoadPhase].of_rank[1][Purpose::init], kRows * kColumns * 4U);
+  EXPECT_EQ(plan.promise.phases[kHoldPhase].of_rank[1][Purpose::init], 0U);
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,207 @@
+"""The walk in Python without torch: values, the caller's memory, charges, errors, Ctrl-C."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from program import run_json
+from safetensors.numpy import load_file, save_file
+
+import modicum
+
+NAMES = ("a.weight", "b.weight", "scale", "step")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Two matrices, a vector and a number without dims."""
+    generator = np.random.default_rng(7)
+    save_file(
+        {
+            "a.weight": generator.standard_normal((7, 5), np.float32),
+            "b.weight": generator.standard_normal((3, 2), np.float32),
+            "scale": np.arange(9, dtype=np.float16),
+            "step": np.array(12, dtype=np.int64),
+        },
+        tmp_path / "model.safetensors",
+    )
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def large(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real shape: some 0.9 GiB that take no room."""
+    directory = tmp_path_factory.mktemp("walk") / "large"
+    run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--layers", 20, "--sparse")
+    return directory
+
+
+def planned(directory: Path, ranks: int = 3, **options):
+    recipe = modicum.make_recipe(modicum.open_checkpoint(directory))
+    return modicum.make_plan(recipe, modicum.make_layout(recipe, ranks), **options)
+
+
+def rows_of(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
+    """FSDP2's part, padding included: every rank's is as long as the first one's."""
+    if whole.ndim == 0:
+        return whole
+    each = -(-whole.shape[0] // ranks)
+    part = np.zeros((each, *whole.shape[1:]), whole.dtype)
+    mine = whole[rank * each : (rank + 1) * each]
+    part[: len(mine)] = mine
+    return part
+
+
+# Catches a part of another rank's, padding left as it was, or a buffer that is not the caller's.
+@pytest.mark.parametrize("rank", range(3))
+def test_shards_are_what_the_safetensors_package_reads(small: Path, rank: int) -> None:
+    whole = load_file(small / "model.safetensors")
+    plan = planned(small, given=["b.weight"])
+    mine = np.full((1, 2), 9, np.float32)
+    shards = modicum.load(plan, rank, into={"b.weight": mine}, check="values")
+    assert sorted(shards) == sorted(NAMES)
+    for name in ("a.weight", "scale", "step"):
+        due = rows_of(whole[name], rank, 3)
+        assert np.asarray(shards[name]).tobytes() == due.tobytes(), name
+        assert np.from_dlpack(shards[name]).tobytes() == due.tobytes(), name
+    assert mine.tobytes() == rows_of(whole["b.weight"], rank, 3).tobytes()
+    assert shards.shape("a.weight") == (3 if rank < 2 else 1, 5)
+    assert shards.outcome["bytes_loaded"] > 0
+
+
+# Catches memory that goes with the first array, or an entry that stays after the last.
+def test_an_array_keeps_its_memory_and_its_entry(small: Path) -> None:
+    ledger = modicum.Ledger("9MiB")
+    shards = modicum.load(planned(small, ranks=1), ledger=ledger)
+    assert set(ledger.held) == {"shards"}
+    before = ledger.held_bytes
+    view = memoryview(shards["a.weight"])
+    others = sum(memoryview(shards[name]).nbytes for name in NAMES if name != "a.weight")
+    assert ledger.held_bytes == before
+    values = bytes(view)
+    del shards
+    assert ledger.held_bytes == before - others
+    assert bytes(view) == values
+    del view
+    assert ledger.held_bytes == 0
+    assert ledger.peak_bytes > before
+
+
+def test_a_tie_is_one_buffer(tmp_path: Path) -> None:
+    name = "model.embed_tokens.weight"
+    save_file({name: np.ones((4, 2), np.float32)}, tmp_path / "m.safetensors")
+    checkpoint = modicum.open_checkpoint(tmp_path)
+    text = json.dumps(
+        {
+            "targets": {
+                "head": {"op": "alias", "of": "embed"},
+                "embed": {"op": "stored", "name": name},
+            },
+            "unused": [],
+        }
+    )
+    recipe = modicum.make_recipe(checkpoint, text)
+    assert {t["name"]: t["alias_of"] for t in recipe.targets} == {"head": "embed", "embed": None}
+    shards = modicum.load(modicum.make_plan(recipe, modicum.make_layout(recipe, 1)))
+    assert shards["head"] is shards["embed"]
+
+
+def test_the_report_has_a_row_for_each_rank(small: Path) -> None:
+    plan = planned(small, baseline=modicum.Ledger("64MiB").limit_bytes)
+    outcomes = [modicum.load(plan, rank).outcome for rank in range(3)]
+    report = modicum.report(plan, outcomes)
+    assert report.strategy == "own-shard"
+    assert report.coverage == "proven"
+    assert [row["rank"] for row in report.ranks] == [0, 1, 2]
+    for row in report.ranks:
+        kernel, ledger = row["kernel_peak_bytes"], row["ledger_peak_bytes"]
+        assert row["unexplained_bytes"] == kernel - ledger - row["baseline_bytes"]
+        assert row["promised_bytes"] == plan.promised_bytes(row["rank"])
+        assert ledger <= plan.ledger_limit_bytes(row["rank"])
+    assert "rank 2" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("act", "category", "says"),
+    [
+        (lambda d: planned(d, budget=4096), "BUDGET", "node 0"),
+        (lambda d: planned(d, given=["nobody"]), "USAGE", "nobody"),
+        (lambda d: planned(d, strategy="own_shard"), "USAGE", "own-shard"),
+        (lambda d: modicum.load(planned(d), 3), "USAGE", "rank"),
+        (lambda d: modicum.load(planned(d), check="bits"), "USAGE", "values"),
+        (lambda d: modicum.load(planned(d, strategy="rank0-broadcast")), "USAGE", "between ranks"),
+        (lambda d: modicum.load(planned(d, given=["scale"])), "USAGE", "scale"),
+        (lambda d: modicum.load(planned(d), into={"x": bytearray(1)}), "USAGE", "'x'|x"),
+        (lambda d: modicum.load(planned(d), ledger=modicum.Ledger("4KiB")), "BUDGET", "no room"),
+        (lambda d: modicum.open_checkpoint(d / "none"), "IO", "none"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(small: Path, act, category: str, says: str) -> None:
+    with pytest.raises(modicum.Error, match=says) as raised:
+        act(small)
+    assert raised.value.category == category
+
+
+def test_memory_that_is_not_the_callers_to_write_is_refused(small: Path) -> None:
+    plan = planned(small, given=["b.weight"])
+    for wrong in (bytes(8), np.zeros((2, 4), np.float32)[:, ::2][:1]):
+        with pytest.raises(modicum.UsageError, match=r"b\.weight"):
+            modicum.load(plan, into={"b.weight": wrong})
+
+
+# Catches a load that keeps the interpreter's lock.
+def test_other_threads_go_on_meanwhile(large: Path) -> None:
+    plan = planned(large, ranks=1)
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.002):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.monotonic()
+    modicum.load(plan)
+    end = time.monotonic()
+    done.set()
+    thread.join()
+    longest = max(np.diff([begin, *(t for t in ticks if begin < t < end), end]))
+    assert longest < 0.5 * (end - begin)
+
+
+INTERRUPTED = """
+import json, sys, time
+import modicum
+recipe = modicum.make_recipe(modicum.open_checkpoint(sys.argv[1]))
+plan = modicum.make_plan(recipe, modicum.make_layout(recipe, 1))
+ledger = modicum.Ledger()
+print("loading", flush=True)
+try:
+    while True:
+        modicum.load(plan, ledger=ledger, check="values", threads=1)
+except KeyboardInterrupt:
+    print(json.dumps({"held": ledger.held_bytes, "at": time.time()}), flush=True)
+"""
+
+
+# Catches a signal that waits for the end, and memory that an interrupted load keeps.
+def test_ctrl_c_ends_a_load_within_a_second(large: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, large], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "loading\n"
+    time.sleep(0.4)
+    sent = time.time()
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    told = json.loads(out)
+    assert told["held"] == 0
+    assert told["at"] - sent < 1

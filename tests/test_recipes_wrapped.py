@@ -1,0 +1,476 @@
+"""Recipes of models that are wrapped, and of modules that are none of transformers': PEFT, value
+heads, torch.compile, activation checkpointing, FSDP2. The oracle is what PEFT itself loads."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from families import FAMILIES, Family, fill  # noqa: E402  (after torch is known to be there)
+from peft.utils import save_and_load  # noqa: E402
+from recipe_oracle import evaluate  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
+from sharding import playing_rank  # noqa: E402
+
+import modicum as front  # noqa: E402
+from modicum import recipes  # noqa: E402
+
+BY_NAME = {family.name: family for family in FAMILIES}
+LORA = {"r": 2, "target_modules": ["q_proj", "embed_tokens"]}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("llama", LORA),
+    "tied": ("qwen2", LORA),
+    "head": ("llama", LORA | {"modules_to_save": ["lm_head"]}),
+    "tied_head": ("qwen2", {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "dora": ("llama", {"r": 2, "target_modules": ["q_proj"], "use_dora": True}),
+    "tokens": ("llama", {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": [1, 5]}),
+    "experts": ("mixtral", LORA | {
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    "scoped": ("llava", {"r": 2, "target_modules": ["q_proj"]}),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Where a family's checkpoint is."""
+    places: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in places:
+            place = tmp_path_factory.mktemp(name) / "model"
+            places[name] = BY_NAME[name].write(BY_NAME[name].build(), place)
+        return places[name]
+
+    return of
+
+
+def on_meta(family: Family) -> Any:
+    config = transformers.AutoConfig.for_model(family.model_type, **family.config)
+    with torch.device("meta"):
+        return family.model_class._from_config(config, dtype=torch.float32)
+
+
+def with_adapters(model: Any, config: dict[str, Any], name: str = "default") -> Any:
+    with torch.device(next(model.parameters()).device):
+        return peft.get_peft_model(model, peft.LoraConfig(**config), adapter_name=name)
+
+
+def stored_in(directory: Path) -> dict[str, Any]:
+    return {n: t for file in directory.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+def values(recipe: recipes.Recipe, stored: dict[str, Any]) -> dict[str, Any]:
+    """Of all that is not left to the model."""
+    made = {}
+    for name, node in recipe.targets.items():
+        node = recipe.targets[node["of"]] if node["op"] == "alias" else node
+        if node["op"] != "caller":
+            made[name] = torch.from_numpy(evaluate(node, stored).copy())
+    return made
+
+
+def assert_equal(made: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert made.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(made[name], tensor), name
+
+
+# ---- PEFT, the base
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_base_loads_into_what_peft_has_wrapped(kind: str, written: Any) -> None:
+    """As it loads before; what PEFT has copied begins as what it is a copy of; adapters are left
+    to the model."""
+    name, config = KINDS[kind]
+    family, directory = BY_NAME[name], written(name)
+    wrapped = with_adapters(on_meta(family), config)
+    names = list(wrapped.state_dict())
+    recipe = recipes.recipe_for(wrapped, directory)
+    assert list(recipe.targets) == names
+    assert all(re.search("lora_|trainable_tokens", name) for name in recipe.missing)
+
+    before = recipes.recipe_for(on_meta(family), directory)
+    inner = {
+        n: save_and_load._peft_key_to_original_key(wrapped, n.removeprefix("base_model.model."))
+        for n in names
+        if n not in recipe.missing and "modules_to_save" not in n
+    }
+    nodes = {inner[n]: recipe.targets[n] for n in inner}
+    for node in nodes.values():
+        if node["op"] == "alias":
+            node["of"] = inner[node["of"]]
+    assert nodes == before.targets and recipe.unused == before.unused
+
+    loaded = with_adapters(family.model_class.from_pretrained(directory), config).state_dict()
+    expected = {n: t for n, t in loaded.items() if n not in recipe.missing}
+    made = values(recipes.recipe_for(wrapped, directory), stored_in(directory))
+    assert_equal(made, {n: expected[n] for n in made})
+    assert made.keys() == expected.keys()
+
+
+def test_adapters_that_transformers_puts_in_change_nothing_either(written: Any) -> None:
+    model = on_meta(BY_NAME["llama"])
+    before = recipes.recipe_for(model, written("llama"))
+    with torch.device("meta"):
+        model.add_adapter(peft.LoraConfig(**LORA), adapter_name="fine")
+    recipe = recipes.recipe_for(model, written("llama"))
+    assert {
+        name.replace(".base_layer", ""): node
+        for name, node in recipe.targets.items()
+        if name not in recipe.missing
+    } == before.targets
+    assert recipe.missing and all(".fine" in name for name in recipe.missing)
+
+
+def test_a_model_wrapped_and_sharded_has_the_same_recipe() -> None:
+    """transformers would no longer know the inner model by its class."""
+    from torch.distributed.fsdp import fully_shard
+
+    family = BY_NAME["nomic_bert"]
+    wrapped = with_adapters(on_meta(family), {"r": 2, "target_modules": ["up_proj"]})
+    stored = {"encoder.layers.0.attn.Wqkv.weight": ("float32", (126, 42))}
+    whole = recipes.recipe_for(wrapped, stored, missing="init")
+    key = "base_model.model.layers.0.self_attn.k_proj.weight"
+    assert whole.targets[key]["op"] == "slice"
+    with playing_rank(0, 2):
+        for module in [*wrapped.base_model.model.layers, wrapped]:
+            fully_shard(module)
+        assert recipes.recipe_for(wrapped, stored, missing="init") == whole
+
+
+# ---- PEFT, an adapter
+
+
+@pytest.fixture(params=KINDS)
+def adapter(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, str, Path, Any]:
+    """A model on meta with adapters, what the one is called, where it is saved, and all values."""
+    name, config = KINDS[request.param]
+    saved = with_adapters(BY_NAME[name].build(), config)
+    fill(saved)
+    saved.save_pretrained(tmp_path / "adapter")
+    wrapped = with_adapters(on_meta(BY_NAME[name]), config, "fine")
+    expected = {n.replace(".default", ".fine"): t for n, t in saved.state_dict().items()}
+    return wrapped, "fine", tmp_path / "adapter", expected
+
+
+def base_of(model: Any) -> list[str]:
+    """Names that no adapter has."""
+    return [n for n in model.state_dict() if ".fine" not in n]
+
+
+def test_an_adapter_loads_under_its_name_in_the_model(adapter: Any) -> None:
+    wrapped, name, directory, expected = adapter
+    recipe = recipes.recipe_for(wrapped, directory, present=base_of(wrapped))
+    assert recipe.missing == {} and recipe.unused == []
+    made = values(recipe, stored_in(directory))
+    assert made.keys() >= {n for n in expected if f".{name}" in n}
+    assert_equal(made, {n: expected[n] for n in made})
+
+
+def test_a_whole_state_dict_of_a_wrapped_model_loads(adapter: Any) -> None:
+    wrapped, _, _, expected = adapter
+    stored = {n: t.numpy() for n, t in expected.items()}
+    assert_equal(values(recipes.recipe_for(wrapped, expected), stored), expected)
+
+
+def small_adapter() -> tuple[Any, dict[str, Any]]:
+    """A model, and the names and shapes that an adapter's file would have."""
+    wrapped = with_adapters(on_meta(BY_NAME["llama"]), LORA, "fine")
+    stored = {
+        n.replace(".fine", ""): ("float32", tuple(t.shape))
+        for n, t in wrapped.state_dict().items()
+        if ".fine" in n
+    }
+    return wrapped, stored
+
+
+def test_an_adapter_without_a_base_or_with_holes_is_refused() -> None:
+    wrapped, stored = small_adapter()
+    with pytest.raises(front.UsageError, match="the checkpoint lacks 21 tensors"):
+        recipes.recipe_for(wrapped, stored)
+    first = next(iter(stored))
+    holed = {n: t for n, t in stored.items() if n != first}
+    with pytest.raises(front.UsageError, match="the checkpoint lacks 1 tensors") as caught:
+        recipes.recipe_for(wrapped, holed, present=base_of(wrapped))
+    assert caught.value.tensor == f"{first}.fine"
+    bad = {n.replace("layers.1", "layers.2"): t for n, t in stored.items()}
+    with pytest.raises(front.UsageError, match="no part of the model") as caught:
+        recipes.recipe_for(wrapped, bad, present=base_of(wrapped))
+    assert "layers.2" in caught.value.tensor and "lora_A" in caught.value.got
+
+
+def test_of_several_adapters_one_is_named() -> None:
+    wrapped, stored = small_adapter()
+    with torch.device("meta"):
+        wrapped.add_adapter("other", peft.LoraConfig(**LORA))
+    with pytest.raises(front.UsageError, match="no part of the model"):
+        recipes.recipe_for(wrapped, stored, present=base_of(wrapped))
+    with pytest.raises(front.UsageError, match="no adapter 'third'"):
+        recipes.recipe_for(wrapped, stored, adapter="third")
+    present = [n for n in wrapped.state_dict() if ".other" not in n]
+    recipe = recipes.recipe_for(wrapped, stored, present=present, adapter="other")
+    assert recipe.targets.keys() == {n for n in wrapped.state_dict() if ".other" in n}
+
+
+def test_an_adapters_old_names_are_renamed_as_the_bases_are() -> None:
+    wrapped = with_adapters(on_meta(BY_NAME["llava"]), KINDS["scoped"][1])
+    stored = {}
+    for name, tensor in wrapped.state_dict().items():
+        if "lora" in name and "language_model" in name:
+            old = name.replace("model.model.language_model", "model.language_model.model")
+            stored[old.replace(".default", "")] = ("float32", tuple(tensor.shape))
+    present = [n for n in wrapped.state_dict() if "language_model" not in n or "lora" not in n]
+    recipe = recipes.recipe_for(wrapped, stored, present=present)
+    assert recipe.targets.keys() == wrapped.state_dict().keys() - present != set()
+
+
+# ---- modules that are none of transformers'
+
+
+class Plain(torch.nn.Module):
+    """Two names of one tensor, buffers that are saved and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        self.embed = torch.nn.Embedding(5, 4)
+        self.head = torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+def test_a_plain_module_is_loaded_by_name() -> None:
+    with torch.device("meta"):
+        model = Plain()
+    stored = {n: (str(t.dtype), tuple(t.shape)) for n, t in model.state_dict().items()}
+    recipe = recipes.recipe_for(model, stored)
+    assert list(recipe.targets) == list(stored)
+    assert recipe.targets["layers.0.weight"] == {"op": "stored", "name": "layers.0.weight"}
+    assert recipe.targets["head.weight"]["op"] == "alias"
+    del stored["head.weight"], stored["layers.1.running_mean"]
+    with pytest.raises(front.UsageError, match="lacks 1 tensors") as caught:
+        recipes.recipe_for(model, stored)
+    assert caught.value.tensor == "layers.1.running_mean"
+    assert caught.value.got == "nearest 'layers.1.running_var'"
+    assert recipes.recipe_for(model, stored, missing="init").callers == ["layers.1.running_mean"]
+    with pytest.raises(front.UsageError, match="no part") as caught:
+        recipes.recipe_for(model, stored | {"xsteps": ("int64", ())}, missing="init")
+    assert (caught.value.tensor, caught.value.got) == ("xsteps", "nearest 'steps'")
+
+
+def test_a_plain_module_needs_no_transformers(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import torch, modicum.recipes as r\n"
+        "model = torch.nn.Linear(2, 3)\n"
+        "print(*r.recipe_for(model, model.state_dict(), dtype='bfloat16').targets)\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["weight", "bias"]
+
+
+def test_a_plain_module_takes_adapters_too() -> None:
+    with torch.device("meta"):
+        model = Plain()
+        stored = {n: (str(t.dtype), tuple(t.shape)) for n, t in model.state_dict().items()}
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["layers.0"]))
+    recipe = recipes.recipe_for(wrapped, stored)
+    base = "base_model.model.layers.0.base_layer.weight"
+    assert recipe.targets[base] == {"op": "stored", "name": "layers.0.weight"}
+    assert recipe.callers and all("lora" in name for name in recipe.callers)
+
+
+# ---- value heads
+
+
+class ValueHead(torch.nn.Module):
+    """As TRL's: the state dict has the inner model's names without a prefix."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.pretrained_model = inner
+        self.v_head = torch.nn.Linear(39, 1)
+
+    def state_dict(self, **options: Any) -> Any:
+        head = self.v_head.state_dict(prefix="v_head.", **options)
+        return self.pretrained_model.state_dict(**options) | head
+
+
+@pytest.mark.parametrize("prefix", ["", "pretrained_model."])
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_value_head_is_loaded_by_name(prefix: str, wrap: bool, written: Any) -> None:
+    inner = on_meta(BY_NAME["mixtral"])
+    before = recipes.recipe_for(inner, written("mixtral")).targets
+    with torch.device("meta"):
+        model = ValueHead(with_adapters(inner, LORA) if wrap else inner)
+    named = {f"{prefix}{n}": t for n, t in stored_in(written("mixtral")).items()}
+    with pytest.raises(front.UsageError, match="lacks 2 tensors") as caught:
+        recipes.recipe_for(model, named)
+    assert caught.value.tensor == "v_head.weight"
+    stored = named | {n: t for n, t in model.v_head.state_dict(prefix="v_head.").items()}
+    recipe = recipes.recipe_for(model, stored, missing=["lora"])
+    assert recipe.targets["v_head.bias"] == {"op": "stored", "name": "v_head.bias"}
+    path = "pretrained_model.base_model.model." if wrap else "pretrained_model."
+    name = "model.layers.1.self_attn.k_proj.weight"
+    assert recipe.targets[path + name] == {"op": "stored", "name": prefix + name}
+    experts = "mlp.experts.gate_up_proj"
+    node = recipe.targets[f"{path}model.layers.1.{experts}"]
+    assert re.sub(re.escape(prefix), "", str(node)) == str(before[f"model.layers.1.{experts}"])
+    assert [n for n in recipe.callers if "lora" not in n] == []
+
+
+def test_two_models_in_one_module_are_told_apart_by_prefix(written: Any) -> None:
+    model = torch.nn.Module()
+    model.actor, model.critic = on_meta(BY_NAME["llama"]), on_meta(BY_NAME["mixtral"])
+    stored = {
+        f"{prefix}.{n}": t
+        for prefix, name in {"actor": "llama", "critic": "mixtral"}.items()
+        for n, t in stored_in(written(name)).items()
+    }
+    recipe = recipes.recipe_for(model, stored)
+    assert recipe.targets.keys() == model.state_dict().keys()
+    assert recipe.targets["critic.model.layers.0.mlp.experts.down_proj"]["op"] == "stack"
+    assert recipe.unused == ["actor.model.layers.1.self_attn.rotary_emb.inv_freq"]
+    with pytest.raises(front.UsageError, match="no part of the model"):
+        recipes.recipe_for(model, written("llama"))
+
+
+# ---- names without what wrapping puts into them
+
+
+def checkpointed(module: Any) -> Any:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(module)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, checkpointed], ids=["compiled", "checkpointed"])
+def test_names_are_canonical(wrap: Any, written: Any) -> None:
+    """Of the whole, of layers, and of nested models, whose renamings go by their path."""
+    family = BY_NAME["qwen2_5_vl"]
+    before = recipes.recipe_for(on_meta(family), written("qwen2_5_vl"))
+    assert before.targets.keys() == on_meta(family).state_dict().keys()
+    model = on_meta(family)
+    language = model.model.language_model
+    language.layers[0] = wrap(language.layers[0])
+    model.model.visual = wrap(model.model.visual)
+    model.model.language_model = wrap(language)
+    model.model = wrap(model.model)
+    assert recipes.recipe_for(wrap(model), written("qwen2_5_vl")) == before
+
+
+def test_nested_renamings_go_by_canonical_paths() -> None:
+    """A nested model's own renaming, which upstream scopes by its path."""
+    transforms = recipes._transforms
+    model = on_meta(BY_NAME["llava"])
+    (part, _) = recipes.structure_of(model).parts
+    before = [(str(t), t.scope_prefix) for t in transforms(part, {}, None, None)]
+    assert any(scope for _, scope in before)
+    model.model.language_model = torch.compile(model.model.language_model)
+    model.model.vision_tower = torch.compile(model.model.vision_tower)
+    (part, _) = recipes.structure_of(model).parts
+    assert [(str(t), t.scope_prefix) for t in transforms(part, {}, None, None)] == before
+
+
+def test_a_checkpoint_of_a_compiled_model_loads() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    stored = torch.compile(model).state_dict()
+    assert all(name.startswith("_orig_mod.") for name in stored)
+    assert list(recipes.recipe_for(model, stored).targets) == list(model.state_dict())
+
+
+# ---- heads, and what is declared
+
+
+def headless(name: str, labels: int = 3) -> tuple[Any, dict[str, Any]]:
+    """A classifier, and the names and shapes of a causal language model."""
+    family = BY_NAME["llama"]
+    config = transformers.LlamaConfig(**family.config, num_labels=labels)
+    with torch.device("meta"):
+        model = getattr(transformers, name)._from_config(config, dtype=torch.bfloat16)
+    stored = on_meta(family).state_dict().items()
+    return model, {n: ("bfloat16", tuple(t.shape)) for n, t in stored}
+
+
+@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaForTokenClassification"])
+def test_a_head_over_a_causal_model_is_declared(name: str) -> None:
+    model, stored = headless(name)
+    with pytest.raises(front.UsageError, match="`unexpected` says") as caught:
+        recipes.recipe_for(model, stored)
+    assert caught.value.tensor == "lm_head.weight"
+    with pytest.raises(front.UsageError, match="`missing` says") as caught:
+        recipes.recipe_for(model, stored, unexpected="lm_head")
+    assert caught.value.tensor == "score.weight"
+    for missing in ("init", "ignore", "score", ["score"], {r"^score\.": "model"}):
+        recipe = recipes.recipe_for(model, stored, unexpected="lm_head", missing=missing)
+        assert recipe.unused == ["lm_head.weight"]
+        assert recipe.missing["score.weight"] == ("bfloat16", (3, 39))
+        assert all(n.startswith("score.") for n in recipe.callers)
+
+
+def test_what_is_declared_missing_may_be_stored_in_another_shape() -> None:
+    model, stored = headless("LlamaForSequenceClassification")
+    stored["score.weight"] = ("bfloat16", (2, 39))
+    for missing in ("error", "init", ["norm"]):
+        with pytest.raises(front.UsageError, match="another shape") as caught:
+            recipes.recipe_for(model, stored, unexpected="lm_head", missing=missing)
+        assert caught.value.tensor == "score.weight"
+    recipe = recipes.recipe_for(model, stored, unexpected="lm_head", missing=["score"])
+    assert recipe.callers == ["score.weight"]
+    assert recipe.unused == ["lm_head.weight", "score.weight"]
+
+
+def test_what_is_left_to_the_model_is_in_the_document_and_not_in_the_text() -> None:
+    family = BY_NAME["llama_tied"]
+    model = on_meta(family)
+    stored = {n: ("float32", tuple(t.shape)) for n, t in model.state_dict().items()}
+    head, embedding = stored.pop("lm_head.weight"), stored.pop("model.embed_tokens.weight")
+    recipe = recipes.recipe_for(model, stored, missing="init")
+    assert recipe.callers == ["model.embed_tokens.weight"]
+    targets = recipe.document["targets"]
+    assert list(targets) == list(model.state_dict())
+    node = {"op": "caller", "shape": list(embedding[1]), "dtype": "float32"}
+    assert targets["model.embed_tokens.weight"] == node
+    assert targets["lm_head.weight"] == {"op": "alias", "of": "model.embed_tokens.weight"}
+    assert "embed_tokens" not in recipe.text() and head == embedding
+    assert json.loads(recipe.text(callers=True)) == recipe.document
+    present = ["model.embed_tokens.weight"]
+    assert recipes.recipe_for(model, stored, present=present).targets.keys() == stored.keys()
+
+
+def test_some_names_are_kept_in_float32() -> None:
+    model, stored = headless("LlamaForSequenceClassification")
+    options: dict[str, Any] = {"unexpected": "lm_head", "missing": "init"}
+    kept = recipes.recipe_for(model, stored, keep_fp32="norm|score", **options)
+    dtypes = {n: node.get("dtype") for n, node in kept.targets.items()}
+    assert {n for n, d in dtypes.items() if d == "float32"} == {
+        n for n in dtypes if "norm" in n or "score" in n
+    }
+    cast = recipes.recipe_for(model, stored, dtype="float16", keep_fp32="norm", **options)
+    assert cast.targets["model.norm.weight"]["dtype"] == "float32"
+    assert cast.targets["model.embed_tokens.weight"]["dtype"] == "float16"
+    assert cast.missing["score.weight"][0] == "float16"
+
+
+@pytest.fixture(autouse=True)
+def no_trace_of_compiling() -> Iterator[None]:
+    yield
+    torch.compiler.reset()

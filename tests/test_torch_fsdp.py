@@ -1,0 +1,611 @@
+"""FSDP2's private fields, and loaded storage put into them: nothing is padded, copied or pinned
+again, and each parameter stays the object that it was.
+
+House test. It catches these mutations: a parameter exchanged instead of its content (an optimizer
+made before, a tie, a hook would lose it); a storage without padding, which FSDP2 pads into a copy;
+memory pinned in powers of two; a field of torch that is not there any more.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from modicum.errors import BudgetError, UsageError  # noqa: E402  (after torch is known to be there)
+from modicum.torch._fsdp import (  # noqa: E402
+    Managed,
+    check_pinning,
+    check_replaceable,
+    check_unit_dtypes,
+    fsdp_params,
+    hand_over,
+    pin,
+    probe,
+)
+from sharding import bits, placed, playing_new_rank  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import (  # noqa: E402
+    CPUOffloadPolicy,
+    FSDPModule,
+    fully_shard,
+)
+from torch.distributed.fsdp._fully_shard import _fsdp_param  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard  # noqa: E402
+
+# Rows: one, fewer than ranks, a multiple, and neither.
+LAYERS = {"one": (1, 6), "few": (2, 6), "even": (15, 6), "odd": (7, 6), "sideways": (3, 30)}
+WORLDS = (1, 2, 3, 5)
+
+
+class Model(nn.Module):
+    """Matrices that multiply a vector each; `tied` is `odd` by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, (rows, columns) in LAYERS.items():
+            layer = nn.Linear(columns, rows, bias=name == "odd")
+            setattr(self, name, layer)
+        self.tied = nn.Linear(6, 7, bias=False)
+        self.tied.weight = self.odd.weight
+        self.even.weight.requires_grad_(False)
+
+    def forward(self) -> Any:
+        layers = [getattr(self, name) for name in (*LAYERS, "tied")]
+        return sum(layer(torch.ones(layer.in_features)).sum() for layer in layers)
+
+
+def sharded(**arguments: Any) -> Model:
+    """On meta; `sideways` is cut along dim 1."""
+    with torch.device("meta"):
+        model = Model()
+    sideways = model.sideways.weight
+    fully_shard(
+        model,
+        shard_placement_fn=lambda p: Shard(1) if p is sideways else None,
+        **{"mesh": init_device_mesh("cpu", (torch.distributed.get_world_size(),)), **arguments},
+    )
+    return model
+
+
+def storage_for(parameter: Any, managed: Managed | None, dtype: Any = torch.float32) -> Any:
+    """Ones, two, ... and zeros where it is padded, in memory of its own."""
+    numel = parameter._local_tensor.numel() if managed else parameter.numel()
+    storage = torch.zeros(managed.padded_numel if managed else numel, dtype=dtype)
+    storage[:numel] = torch.arange(1, numel + 1)
+    return storage
+
+
+def filled(model: Any, give: Callable[..., None] = hand_over) -> dict[str, Any]:
+    """Hands a storage to each parameter; returns them."""
+    managed = fsdp_params(model)
+    storages = {}
+    for name, parameter in model.named_parameters():
+        storages[name] = storage_for(parameter, managed[parameter])
+        give(name, parameter, storages[name], managed[parameter])
+    return storages
+
+
+def kept(model: Any, storages: dict[str, Any]) -> dict[str, bool]:
+    """Of each parameter, whether both of FSDP2's tensors are still its storage."""
+    managed = fsdp_params(model)
+    found = {}
+    for name, parameter in model.named_parameters():
+        flat = managed[parameter].fsdp_param._sharded_param_data
+        memory = {t.untyped_storage().data_ptr() for t in (flat, parameter._local_tensor)}
+        found[name] = memory == {storages[name].untyped_storage().data_ptr()}
+    return found
+
+
+@pytest.fixture
+def rank() -> Iterator[None]:
+    """Rank 1 of two."""
+    with playing_new_rank(1, 2):
+        yield
+
+
+# ---- what FSDP2 says
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_managed(world: int) -> None:
+    for rank in range(world):
+        with playing_new_rank(rank, world):
+            model = sharded()
+            managed = fsdp_params(model)
+            assert set(managed) == set(model.parameters())
+            for name, (rows, columns) in LAYERS.items():
+                facts = managed[getattr(model, name).weight]
+                cut = columns * rows // world if name == "sideways" else columns * -(-rows // world)
+                assert facts.padded_numel == cut
+                assert facts.ranks == tuple(range(world))
+                assert (facts.unit, facts.device, facts.pins) == (0, torch.device("cpu"), False)
+
+
+def test_units_and_offloading(rank: None) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    fully_shard(model[0], offload_policy=CPUOffloadPolicy())
+    fully_shard([model[1], model[2]], offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(model, ignored_params={model[3].bias})
+    managed = fsdp_params(model)
+    assert model[3].bias not in managed
+    units = [managed[layer.weight].unit for layer in model]
+    assert len(set(units)) == 3 and units[1] == units[2]
+    assert [managed[layer.weight].pins for layer in model] == [True, False, False, False]
+
+
+def test_offloaded_lies_on_the_cpu(rank: None) -> None:
+    model = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    for facts in fsdp_params(model).values():
+        facts.fsdp_param.device = torch.device("cuda:0")
+    assert {facts.device.type for facts in fsdp_params(model).values()} == {"cpu"}
+    for facts in fsdp_params(model).values():
+        facts.fsdp_param.offload_to_cpu = False
+    assert {str(facts.device) for facts in fsdp_params(model).values()} == {"cuda:0"}
+
+
+def test_an_exchanged_parameter_is_refused(rank: None) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    fully_shard(model)
+    model[1].weight = nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(UsageError, match=r"not the one that FSDP2 has cut \(tensor 1.weight\)"):
+        fsdp_params(model)
+
+
+def test_this_torch_is_known() -> None:
+    assert probe() == ""
+
+
+class Bare:
+    """FSDPParam as another torch might have it."""
+
+    def __init__(self) -> None:
+        self._module_info = self._sharded_param_data = self.device = self.mesh_info = None
+        self.offload_to_cpu = self.padded_sharded_param_size = self.sharded_param = None
+        self.pin_memory = None
+
+    def reset_sharded_param(self) -> None:
+        self._sharded_param_data = self.sharded_param.new_zeros(3)
+
+
+class Unpinned(Bare):
+    def __init__(self) -> None:
+        self._module_info = self._sharded_param_data = self.device = self.mesh_info = None
+        self.offload_to_cpu = self.padded_sharded_param_size = self.sharded_param = None
+
+    reset_sharded_param = Bare.reset_sharded_param
+
+
+@pytest.mark.parametrize(
+    "strange, why",
+    (
+        (Bare, "FSDPParam of torch VERSION pads its storage whoever has padded it"),
+        (Unpinned, "FSDPParam of torch VERSION has no pin_memory"),
+    ),
+)
+def test_another_fsdp2_is_refused(rank: None, monkeypatch, strange: type, why: str) -> None:
+    model = sharded()
+    monkeypatch.setattr(_fsdp_param, "FSDPParam", strange)
+    assert probe() == why.replace("VERSION", torch.__version__)
+    with pytest.raises(UsageError) as caught:
+        fsdp_params(model)
+    assert caught.value.category == "UNSUPPORTED"
+    assert probe() in str(caught.value)
+    assert fsdp_params(nn.Linear(3, 3)) == {}
+
+
+def test_another_door_is_refused(monkeypatch) -> None:
+    monkeypatch.delattr(FSDPModule, "_get_fsdp_state")
+    assert probe() == f"FSDPModule of torch {torch.__version__} has no _get_fsdp_state"
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp._fully_shard._fsdp_state", None)
+    assert probe().endswith("has no torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState")
+
+
+# ---- dtypes of a unit
+
+
+def typed(dtypes: dict[str, Any], frozen: str = "") -> tuple[Any, dict[str, Any]]:
+    """Two layers in one unit, filled with what has those dtypes, and all dtypes by FQN."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    if frozen:
+        model.get_parameter(frozen).requires_grad_(False)
+    fully_shard(model)
+    managed = fsdp_params(model)
+    for name, parameter in model.named_parameters():
+        storage = storage_for(parameter, managed[parameter], dtypes[name])
+        hand_over(name, parameter, storage, managed[parameter])
+    return model, dtypes
+
+
+MIXED = {"0.weight": torch.float32, "1.weight": torch.bfloat16}
+
+
+def test_two_dtypes_in_a_unit(rank: None) -> None:
+    model, dtypes = typed(MIXED)
+    with pytest.raises(UsageError) as caught:
+        check_unit_dtypes(model, dtypes.__getitem__)
+    assert caught.value.tensor == "1.weight"
+    assert caught.value.got == "torch.bfloat16"
+    assert caught.value.expected == "torch.float32 as 0.weight"
+    with pytest.raises(AssertionError, match="uniform original parameter dtype"):
+        model(torch.ones(1, 3))
+
+
+def test_two_dtypes_that_fsdp2_takes(rank: None) -> None:
+    """One of them is frozen."""
+    model, dtypes = typed(MIXED, frozen="1.weight")
+    check_unit_dtypes(model, dtypes.__getitem__)
+    model._get_fsdp_state()._lazy_init()
+    model, dtypes = typed(dict.fromkeys(MIXED, torch.bfloat16))
+    check_unit_dtypes(model, dtypes.__getitem__)
+    model._get_fsdp_state()._lazy_init()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_two_dtypes_in_two_units(rank: None) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    fully_shard(model[1])
+    fully_shard(model)
+    check_unit_dtypes(model, MIXED.__getitem__)
+
+
+# ---- handing over
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_nothing_is_copied_again(world: int) -> None:
+    """Neither by FSDP2's own hook nor at the first forward."""
+    for rank in range(world):
+        with playing_new_rank(rank, world), torch.enable_grad():
+            model = sharded()
+            storages = filled(model)
+            assert all(kept(model, storages).values())
+            for name, parameter in model.named_parameters():
+                numel = parameter._local_tensor.numel()
+                assert parameter._local_tensor.is_contiguous()
+                assert parameter._local_tensor.flatten().tolist() == list(range(1, numel + 1))
+            model()
+            model.reshard()
+            assert all(kept(model, storages).values())
+
+
+def test_the_naive_ways_are_copied_again() -> None:
+    """Carried mutants: only the Parameter gets its shard; a shard is assigned by a state dict."""
+
+    def exchanged(name: str, parameter: Any, storage: Any, managed: Managed) -> None:
+        hand_over(name, parameter, storage[: parameter._local_tensor.numel()])
+
+    def assigned(name: str, parameter: Any, storage: Any, managed: Managed) -> None:
+        shape = parameter._local_tensor.shape
+        made = DTensor(storage[: shape.numel()].view(shape), parameter._spec, requires_grad=False)
+        info = managed.fsdp_param._module_info
+        info.module.load_state_dict({info.param_name: made}, assign=True, strict=False)
+
+    for naive in (exchanged, assigned):
+        with playing_new_rank(2, 3), torch.enable_grad():
+            model = sharded()
+            storages = filled(model, naive)
+            model()
+            model.reshard()
+            assert not kept(model, storages)["odd.weight"]
+
+
+def test_a_parameter_stays_itself(rank: None) -> None:
+    with torch.enable_grad():
+        model = sharded()
+        before = dict(model.named_parameters(remove_duplicate=False))
+        facts = {n: (p.requires_grad, p.placements, p.shape, p.stride()) for n, p in before.items()}
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model.odd.weight.tag = "mine"
+        filled(model)
+        after = dict(model.named_parameters(remove_duplicate=False))
+        assert all(after[name] is before[name] for name in before)
+        assert model.tied.weight is model.odd.weight
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+        assert model.odd.weight.tag == "mine"
+        for name, p in after.items():
+            assert (p.requires_grad, p.placements, p.shape, p.stride()) == facts[name]
+            assert isinstance(p, nn.Parameter) and p.is_leaf and p.device.type == "cpu"
+
+
+def test_tensor_parallel_parameters() -> None:
+    """Cut by TP and by FSDP2, by TP alone, and by nobody."""
+    for rank in range(6):
+        with playing_new_rank(rank, 6):
+            mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+            model = nn.Module()
+            for name in ("both", "alone"):
+                value = placed(torch.empty(7, 4, device="meta"), mesh["tp"], Shard(0))
+                model.register_parameter(name, nn.Parameter(value))
+            model.scale = nn.Parameter(torch.empty((), device="meta"))
+            fully_shard(model, mesh=mesh["dp"], ignored_params={model.alone, model.scale})
+            managed = fsdp_params(model)
+            assert list(managed) == [model.both]
+            before = [p.shape for p in model.parameters()]
+            for name, parameter in model.named_parameters():
+                local = getattr(parameter, "_local_tensor", parameter)
+                facts = managed.get(parameter)
+                storage = torch.ones(facts.padded_numel if facts else local.numel())
+                hand_over(name, parameter, storage, facts)
+                local = getattr(parameter, "_local_tensor", parameter)
+                assert local.untyped_storage().data_ptr() == storage.untyped_storage().data_ptr()
+            assert [p.shape for p in model.parameters()] == before
+            assert model.both.placements == managed[model.both].fsdp_param._spmd_placements
+
+
+def test_another_dtype() -> None:
+    parameter = nn.Parameter(torch.empty(2, 3, device="meta"))
+    hand_over("p", parameter, torch.ones(6, dtype=torch.bfloat16))
+    assert (parameter.dtype, parameter.device.type) == (torch.bfloat16, "cpu")
+
+
+def test_hooks_stay() -> None:
+    calls: list[str] = []
+    parameter = nn.Parameter(torch.empty(3, device="meta"))
+    first = parameter.register_hook(lambda grad: calls.append("grad"))
+    parameter.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
+    hand_over("p", parameter, torch.ones(3))
+    (parameter * 2).sum().backward()
+    assert calls == ["grad", "accumulated"]
+    first.remove()
+    (parameter * 2).sum().backward()
+    assert calls == ["grad", "accumulated", "accumulated"]
+
+
+def test_a_class_of_its_own_stays() -> None:
+    class Named(nn.Parameter):
+        pass
+
+    parameter = Named(torch.empty(3, device="meta"), requires_grad=False)
+    hand_over("p", parameter, torch.ones(3))
+    assert type(parameter) is Named and not parameter.requires_grad
+    assert bits(parameter) == bits(torch.ones(3))
+
+
+def on_meta() -> nn.Parameter:
+    return nn.Parameter(torch.empty(2, 3, device="meta"))
+
+
+def referred() -> tuple[nn.Parameter, Any]:
+    parameter = on_meta()
+    return parameter, weakref.WeakKeyDictionary({parameter: 1})
+
+
+def in_a_graph() -> tuple[nn.Parameter, Any]:
+    parameter = on_meta()
+    return parameter, parameter * parameter
+
+
+def accumulator() -> tuple[nn.Parameter, Any]:
+    """As kept by those who hang a hook on it."""
+    parameter = on_meta()
+    return parameter, parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+
+def with_gradient() -> tuple[nn.Parameter, Any]:
+    parameter = on_meta()
+    (parameter * 2).sum().backward()
+    return parameter, None
+
+
+def transposed() -> tuple[nn.Parameter, Any]:
+    return nn.Parameter(torch.empty(2, 3, device="meta").t()), None
+
+
+def of_a_subclass() -> tuple[nn.Parameter, Any]:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    return nn.Parameter(TwoTensor(*[torch.empty(2, 3, device="meta")] * 2)), None
+
+
+UNFIT = {
+    "a weak reference to a parameter": referred,
+    "a parameter is part of an autograd graph": in_a_graph,
+    "a parameter has a gradient already": with_gradient,
+    "strides that are not row-major": transposed,
+    "a tensor subclass": of_a_subclass,
+    "a lazy parameter has no shape yet": lambda: (nn.parameter.UninitializedParameter(), None),
+}
+
+
+@pytest.mark.parametrize("why", UNFIT)
+def test_unfit_parameters(why: str) -> None:
+    parameter, _held = UNFIT[why]()
+    with pytest.raises(UsageError, match=why) as caught:
+        check_replaceable("p", parameter)
+    assert caught.value.tensor == "p"
+
+
+def test_a_kept_accumulator() -> None:
+    parameter, _held = accumulator()
+    with pytest.raises(UsageError, match="a parameter is part of an autograd graph"):
+        hand_over("p", parameter, torch.ones(6))
+    assert parameter.is_meta
+
+
+def test_a_forward_on_meta_leaves_it_fit() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+        torch.compile(model, backend="eager")(torch.empty(2, 3))
+        model(torch.empty(2, 3)).sum().backward()
+    model.zero_grad()
+    for name, parameter in model.named_parameters():
+        check_replaceable(name, parameter)
+
+
+def test_a_storage_of_another_size(rank: None) -> None:
+    model = sharded()
+    facts = fsdp_params(model)[model.odd.weight]
+    numel = model.odd.weight._local_tensor.numel()
+    assert numel != facts.padded_numel
+    for wrong in (torch.ones(numel), torch.ones(4, 6)):
+        with pytest.raises(UsageError, match=rf"expected \[{facts.padded_numel}\]"):
+            hand_over("odd.weight", model.odd.weight, wrong, facts)
+    assert model.odd.weight.is_meta
+
+
+# ---- pinning
+
+
+class Runtime:
+    """CUDA's, as far as memory is registered with it; it fails where ranges overlap, and once
+    `full`."""
+
+    def __init__(self, full: int = 1 << 40) -> None:
+        self.ranges: dict[int, int] = {}
+        self.full = full
+        self.high_water = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        overlaps = any(a < address + nbytes and address < a + n for a, n in self.ranges.items())
+        if overlaps or flags or self.pinned + nbytes > self.full:
+            return 712 if overlaps else 2
+        self.ranges[address] = nbytes
+        self.high_water = max(self.high_water, self.pinned)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.ranges[address]
+        return 0
+
+    @property
+    def pinned(self) -> int:
+        return sum(self.ranges.values())
+
+    def has(self, tensor: Any) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.ranges
+
+
+class PowersOfTwo(Runtime):
+    """The carried mutant: torch's own pinned allocator."""
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.ranges[address] = 1 << (nbytes - 1).bit_length()
+        self.high_water = max(self.high_water, self.pinned)
+        return 0
+
+
+class Offloaded(nn.Module):
+    """Shards of 2^k + 1 elements on each of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for k in range(1, 12):
+            self.register_parameter(f"p{k}", nn.Parameter(torch.empty(2 * (2**k + 1))))
+
+
+def test_exactly_the_bytes_are_pinned(rank: None, monkeypatch) -> None:
+    """FSDP2 finds its storages pinned and makes no copy; in the end nothing is pinned."""
+    exact = sum(4 * (2**k + 1) for k in range(1, 12))
+    for runtime in (Runtime(), PowersOfTwo()):
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t: runtime.has(t))
+        with torch.device("meta"):
+            model = Offloaded()
+        fully_shard(model, offload_policy=CPUOffloadPolicy())
+
+        def give(name: str, parameter: Any, storage: Any, managed: Managed) -> None:
+            assert managed.pins
+            pin(storage, runtime)
+            hand_over(name, parameter, storage, managed)
+
+        storages = filled(model, give)
+        model._get_fsdp_state()._lazy_init()
+        assert all(kept(model, storages).values())
+        assert (runtime.high_water == exact) == (type(runtime) is Runtime)
+        storages.clear()
+        gc.collect()
+        assert len(runtime.ranges) == 11  # the parameters have the memory
+        del model
+        gc.collect()
+        assert runtime.ranges == {}
+
+
+def test_a_view_does_not_let_go() -> None:
+    """Memory is unpinned when nothing has it any more, and before it goes back."""
+    runtime = Runtime()
+    pinned_when_freed: list[int] = []
+
+    class Memory(bytearray):
+        def __del__(self) -> None:
+            pinned_when_freed.append(runtime.pinned)
+
+    storage = torch.frombuffer(Memory(36), dtype=torch.float32)
+    pin(storage, runtime)
+    view = storage[3:5]
+    del storage
+    gc.collect()
+    assert (runtime.pinned, pinned_when_freed) == (36, [])
+    del view
+    gc.collect()
+    assert (runtime.pinned, pinned_when_freed) == (0, [0])
+
+
+def test_nothing_is_nothing() -> None:
+    runtime = Runtime(full=0)
+    pin(torch.zeros(0), runtime)
+    assert runtime.ranges == {}
+
+
+def test_memory_that_cannot_be_pinned() -> None:
+    with pytest.raises(BudgetError, match="NOMEM: 36 bytes were not pinned") as caught:
+        pin(torch.zeros(9), Runtime(full=35))
+    assert (caught.value.category, caught.value.code) == ("NOMEM", 16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
+def test_pinning_without_cuda(rank: None) -> None:
+    check_pinning(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    with pytest.raises(UsageError, match="without CUDA nothing is pinned") as caught:
+        check_pinning(sharded(offload_policy=CPUOffloadPolicy()))
+    assert caught.value.tensor == "one.weight"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_cuda_sees_it_pinned() -> None:
+    storages = [torch.ones(2**k + 1) for k in range(1, 12)]
+    for storage in storages:
+        assert not storage.is_pinned()
+        pin(storage)
+        assert storage.is_pinned() and storage[:0].is_pinned()
+
+
+# ---- training
+
+
+def test_two_ranks_train_as_fsdp2_would(tmp_path) -> None:
+    """What a process group that moves no data can't show."""
+    program = Path(__file__).with_name("two_ranks.py")
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, str(rank), tmp_path / "store"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)

@@ -1,0 +1,574 @@
+"""How the ranks of a process group stand by each other, with real processes and real signals."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed as dist
+from worlds import Ended, Told, World
+
+import modicum
+from modicum import _modicum
+from modicum.errors import Error, IoError, PeerError, UsageError
+from modicum.torch import _exchange, _liveness, _store
+from modicum.torch._group import Ranks
+from modicum.torch._liveness import SILENT_LOOKS, Neighbours, Process, nodes_of
+
+pytestmark = pytest.mark.timeout(90)
+
+ALL_KNOW_S = 10
+
+
+class FakeBoard:
+    """Stands for the library's: a load that looks at it now and then."""
+
+    def __init__(self) -> None:
+        self.progress = 0
+        self.failures: list[tuple[str, int]] = []
+
+    def fail(self, what: str, rank: int = -1) -> None:
+        self.failures.append((what, rank))
+
+    def load(self, seconds: float = 60) -> None:
+        for _ in range(int(seconds * 100)):
+            time.sleep(0.01)
+            self.progress += 1000
+            if self.failures:
+                what, rank = self.failures[0]
+                raise PeerError(f"PEER: rank {rank} failed: {what}")
+
+
+def io_error() -> IoError:
+    document = {"category": "IO", "code": 13, "message": "IO: EIO (file a.safetensors)",
+                "file": "a.safetensors", "offset": 8}
+    return modicum.errors.from_json(json.dumps({"error": document}))
+
+
+def all_raise(ended: dict[int, Ended], error: str, culprit: int, **facts: Any) -> dict[str, Any]:
+    """Every one raised the same, with this culprit."""
+    first = next(iter(ended.values()))
+    for rank, one in ended.items():
+        assert (rank, one.error, one.facts) == (rank, error, first.facts)
+    assert first.facts["culprit_rank"] == culprit
+    assert {name: first.facts[name] for name in facts} == facts
+    return first.facts
+
+
+def slowest_s(ended: dict[int, Ended], since_s: float) -> float:
+    return max(one.at_s for one in ended.values()) - since_s
+
+
+# ---- a rank alone
+
+
+def test_without_a_group_a_rank_is_alone() -> None:
+    with Ranks.of_world().together() as ranks:
+        assert (ranks.rank, ranks.world_size, ranks.node, ranks.ranks_per_node) == (0, 1, 0, 1)
+        ranks.agree("any")
+        ranks.barrier()
+        assert ranks.gather({"a": 1}) == [{"a": 1}]
+        assert ranks.report("what it says") == "what it says"
+    with pytest.raises(KeyError), Ranks.of_world().together():
+        raise KeyError
+
+
+def test_of_a_fake_group_everybody_says_what_this_rank_says() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    try:
+        with Ranks.of_world().together() as ranks:
+            assert (ranks.rank, ranks.world_size, ranks.ranks_per_node) == (3, 8, 8)
+            ranks.agree("any")
+            ranks.barrier()
+            assert ranks.gather(5) == [5] * 8
+            with pytest.raises(UsageError, match="fake"):
+                ranks.broadcast(0, memoryview(bytearray(8)), 0, 8)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_whose_store_is_not_shown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
+    monkeypatch.setattr(dist, "get_backend", lambda: "mpi")
+    with pytest.raises(UsageError, match=r"UNSUPPORTED: PyTorch \S+ shows no store.*mpi"):
+        _store.store_of_world()
+
+
+def test_progress_is_told_while_it_loads_and_at_the_end() -> None:
+    told: list[int] = []
+    board = FakeBoard()
+    with Ranks.of_world().watching(board, told.append):
+        board.load(0.6)
+    assert len(told) >= 2
+    assert told == sorted(told)
+    assert told[-1] == board.progress == 60_000
+
+
+def test_what_progress_raises_ends_the_load() -> None:
+    board = FakeBoard()
+    with pytest.raises(Error, match="INTERNAL: ZeroDivisionError") as caught:
+        with Ranks.of_world().watching(board, lambda done: 1 // (done - done)):
+            board.load()
+    assert caught.value.category == "INTERNAL"
+
+
+def test_the_librarys_board_has_what_is_asked_of_it() -> None:
+    board = _modicum.Board(Ranks.of_world())
+    assert board.progress == 0
+    board.fail("another rank's words", 2)
+
+
+# ---- hosts
+
+
+def processes_on(*hosts: str) -> list[Process]:
+    return [Process("boot", host, 1, 100 + rank, "0") for rank, host in enumerate(hosts)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "node", "per_node"),
+    [("aabb", [0, 0, 1, 1], 2), ("abc", [0, 1, 2], 1), ("aaa", [0, 0, 0], 3),
+     ("aab", [0, 0, 1], None), ("abab", [0, 1, 0, 1], None), ("abba", [0, 1, 1, 0], None)],
+)
+def test_nodes_are_hosts(hosts: str, node: list[int], per_node: int | None) -> None:
+    processes = processes_on(*hosts)
+    assert [nodes_of(processes, rank) for rank in range(len(hosts))] == [
+        (n, per_node) for n in node
+    ]
+
+
+class Beats:
+    """Every rank's, which stand still for `silent` ones."""
+
+    def __init__(self, silent: set[int]) -> None:
+        self.silent, self.now, self.read = silent, 0, 0
+
+    def of(self, rank: int) -> int:
+        self.read += 1
+        return 0 if rank in self.silent else self.now
+
+
+def first_lost(processes: list[Process], rank: int, beats: Beats, looks: int) -> tuple | None:
+    neighbours = Neighbours(processes, rank)
+    for beats.now in range(looks):
+        if lost := neighbours.look(beats.of):
+            return lost
+    return None
+
+
+@pytest.mark.parametrize("hosts", ["abcd", "aabb", "aaab", "abab", "ab", "aaaabbbbccccdddd"])
+def test_a_silent_host_is_seen_by_one_other(hosts: str) -> None:
+    processes = processes_on(*hosts)
+    for host in set(hosts):
+        silent = {rank for rank, name in enumerate(hosts) if name == host}
+        lost = [first_lost(processes, rank, Beats(silent), 9) for rank in range(len(hosts))
+                if rank not in silent]
+        assert [one[0] for one in lost if one] == [min(silent)]
+
+
+def test_of_another_host_one_sign_of_life_is_enough() -> None:
+    """Ranks whose kernel commits their memory can't beat."""
+    assert first_lost(processes_on(*"aabb"), 0, Beats({2}), 30) is None
+    assert first_lost(processes_on(*"aabb"), 0, Beats({2, 3}), SILENT_LOOKS) is None
+    assert first_lost(processes_on(*"aabb"), 0, Beats({2, 3}), SILENT_LOOKS + 1) is not None
+
+
+@pytest.mark.parametrize("hosts", ["a" * 5, "a" * 1000, "abc" * 300])
+def test_nobody_looks_at_everybody(hosts: str) -> None:
+    """Two looks at all 900 ranks by each of them would be two million reads."""
+    processes = processes_on(*hosts)
+    beats = Beats(set())
+    for rank in range(len(hosts)):
+        assert first_lost(processes, rank, beats, 2) is None
+    assert beats.read <= 2 * 2 * len(hosts)
+
+
+def test_on_this_host_the_kernel_is_asked() -> None:
+    """Silent, but running: no loss. A second process that is stopped, then one that is gone."""
+    this = Process.this()
+    sleeper = subprocess.Popen(["sleep", "60"])
+    started = _liveness._state_of(sleeper.pid)[1]
+    both = [this, replace(this, pid=sleeper.pid, started=started)]
+    try:
+        assert first_lost(both, 0, Beats({1}), 30) is None
+        neighbours = Neighbours(both, 0)
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitpid(sleeper.pid, os.WUNTRACED)
+        looks = [neighbours.look(Beats({1}).of) for _ in range(SILENT_LOOKS + 1)]
+        assert looks == [None] * SILENT_LOOKS + [(1, "is stopped")]
+    finally:
+        sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert neighbours.look(Beats(set()).of) == (1, "is gone")  # not reaped yet
+    sleeper.wait()
+    assert neighbours.look(Beats(set()).of) == (1, "is gone")
+    assert replace(this, started="1").condition() == "is gone"  # its pid is somebody else's
+
+
+def test_the_more_ranks_wait_the_less_often_each_asks() -> None:
+    asked = []
+    ranks = Ranks(1, 1000)
+    threading.Timer(1, lambda: ranks._fail(json.dumps({"error": {
+        "category": "IO", "code": 13, "message": "m", "culprit_rank": 0}}))).start()
+    with pytest.raises(IoError):
+        ranks._until(lambda: asked.append(1))
+    assert len(asked) < 25
+
+
+# ---- agreement
+
+
+def agreeing(told: Told, digests: list[str]) -> Any:
+    with Ranks.of_world().together() as ranks:
+        ranks.agree(digests[told.rank])
+        return ranks.gather([told.rank, "x" * told.rank]), ranks.node, ranks.ranks_per_node
+
+
+def test_ranks_that_agree_go_on() -> None:
+    ended = World(agreeing, 3, ["d"] * 3).end()
+    everything = [[0, ""], [1, "x"], [2, "xx"]]
+    assert [one.value for one in ended.values()] == [(everything, 0, 3)] * 3
+
+
+def test_a_file_may_be_the_store(tmp_path: Path) -> None:
+    ended = World(agreeing, 2, ["d", "d"], file=tmp_path / "store").end()
+    assert ended[1].value == ([[0, ""], [1, "x"]], 0, 2)
+
+
+def test_ranks_that_disagree_all_say_who() -> None:
+    ended = World(agreeing, 4, ["d", "d", "e", "f"]).end()
+    facts = all_raise(ended, "IoError", 2, category="CONFLICT", code=20, expected="d", got="e")
+    assert facts["message"] == "CONFLICT: rank 2 (and 1 more) has other inputs than rank 0"
+
+
+def going_in_blindly(told: Told) -> Any:
+    """The naive way: a collective is entered, and rank 1 has another number of tensors."""
+    for _ in range(2 if told.rank == 0 else 3):
+        dist.all_reduce(torch.ones(4))
+
+
+def test_a_collective_would_hang_where_ranks_disagree() -> None:
+    world = World(going_in_blindly, 2, timeout_s=3)
+    ended = world.end()
+    assert ended[0].error == "", "rank 0 knows of nothing"
+    assert ended[1].error == "RuntimeError"
+    assert "category" not in ended[1].facts
+
+
+def bringing_much(told: Told) -> Any:
+    with Ranks.of_world().together() as ranks:
+        return [len(text) for text in ranks.gather("y" * (5 << 20))]
+
+
+def test_what_is_brought_may_be_longer_than_the_store_takes_at_once() -> None:
+    """The message that would go to all is 10 MiB; a TCPStore breaks off at 8."""
+    assert World(bringing_much, 2).end()[1].value == [5 << 20] * 2
+
+
+# ---- failures
+
+
+def one_fails(told: Told, culprit: int, raised: BaseException) -> Any:
+    """Each of the others waits in its own way."""
+    with Ranks.of_world().together() as ranks:
+        ranks.exchange_among(range(ranks.world_size), whole=True)
+        if told.rank == culprit:
+            told.ready()
+            time.sleep(0.5)
+            raise raised
+        board = FakeBoard()
+        waits = [ranks.barrier, lambda: ranks.gather(1), board.load,
+                 lambda: ranks.broadcast(culprit, memoryview(bytearray(64)), 0, 64)]
+        with ranks.watching(board):
+            waits[told.rank]()
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_failure_reaches_all_as_the_same_error(culprit: int) -> None:
+    """Also rank 0's, whose process takes the store along as soon as it has failed."""
+    world = World(one_fails, 4, culprit, io_error())
+    pid = world.pid(culprit)
+    world.await_ready(culprit)
+    since_s = time.monotonic()
+    ended = world.end()
+    facts = all_raise(ended, "IoError", culprit, category="IO", code=13, culprit_pid=pid,
+                      rank=culprit, file="a.safetensors", offset=8)
+    assert facts["message"] == f"IO: EIO (file a.safetensors) (rank {culprit})"
+    assert slowest_s(ended, since_s) < ALL_KNOW_S
+
+
+def test_what_is_not_of_modicum_stays_what_it_is_where_it_happened() -> None:
+    ended = World(one_fails, 3, 1, ValueError("no such\nthing")).end()
+    assert (ended[1].error, ended[1].facts) == ("ValueError", {"message": "no such\nthing"})
+    del ended[1]
+    facts = all_raise(ended, "Error", 1, category="INTERNAL")
+    assert facts["message"] == "INTERNAL: ValueError: no such (rank 1)"
+
+
+def both_fail(told: Told) -> Any:
+    with Ranks.of_world().together() as ranks:
+        ranks.barrier()
+        raise io_error() if told.rank else ValueError("rank 0's")
+
+
+def test_of_two_failures_one_counts_for_all() -> None:
+    ended = World(both_fail, 3).end()
+    counts = ended[1].facts
+    assert ended[2].facts == counts
+    if counts["culprit_rank"] == 0:
+        assert ended[0].error == "ValueError"
+    else:
+        assert ended[0].facts == counts
+
+
+def failing_then_not(told: Told) -> Any:
+    for turn in range(3):
+        try:
+            with Ranks.of_world().together() as ranks:
+                if turn == 1 and told.rank == 1:
+                    raise io_error()
+                ranks.agree(str(turn))
+        except IoError as error:
+            failed = turn, error.culprit_rank
+    return failed, threading.active_count()
+
+
+def test_the_load_after_a_failed_one_is_another() -> None:
+    ended = World(failing_then_not, 2).end()
+    assert [one.value[0] for one in ended.values()] == [(1, 1)] * 2
+    assert all(one.value[1] < 4 for one in ended.values()), "threads are left"
+
+
+def waiting(told: Told, how: str) -> Any:
+    with Ranks.of_world().together() as ranks:
+        ranks.exchange_among(range(ranks.world_size), whole=how == "whole")
+        ranks.barrier()
+        told.ready()
+        if how in ("whole", "parts"):
+            if told.rank == 0:
+                time.sleep(60)
+            ranks.broadcast(0, memoryview(bytearray(64)), 0, 64)
+        elif told.rank == 0:
+            ranks.gather(1)
+        ranks.barrier()
+        time.sleep(60)
+
+
+@contextmanager
+def waiting_world(size: int, how: str = "", **options: Any) -> Iterator[World]:
+    world = World(waiting, size, how, **options)
+    world.await_ready()
+    yield world
+
+
+@pytest.mark.parametrize("how", ["", "whole", "parts"])
+def test_ctrl_c_on_one_rank_while_it_waits(how: str) -> None:
+    with waiting_world(3, how) as world:
+        time.sleep(0.5)
+        since_s = world.signal(1, signal.SIGINT)
+        ended = world.end(without=(0,) if how else ())
+    assert ended.pop(1).error == "KeyboardInterrupt"
+    facts = all_raise(ended, "Error", 1, category="CANCELLED", code=130)
+    assert facts["message"] == "CANCELLED: interrupted (rank 1)"
+    assert slowest_s(ended, since_s) < ALL_KNOW_S
+
+
+# ---- ranks that die or stop
+
+
+def test_a_killed_rank_is_named() -> None:
+    with waiting_world(4) as world:
+        pid = world.pid(2)
+        since_s = world.signal(2, signal.SIGKILL)
+        ended = world.end(without=(2,))
+    facts = all_raise(ended, "PeerError", 2, category="PEER", culprit_pid=pid)
+    assert facts["message"] == f"PEER: rank 2 (pid {pid}) is gone"
+    assert slowest_s(ended, since_s) < 5
+
+
+@pytest.mark.parametrize("how", ["whole", "parts"])
+def test_a_root_that_is_killed_while_others_wait_for_its_bytes(how: str) -> None:
+    """Rank 1 sends nothing, rank 0 has the store."""
+    with waiting_world(3, how, hosts=["a", "b", "c"]) as world:
+        since_s = world.signal(2, signal.SIGKILL)
+        ended = world.end(without=(0, 2))
+    assert ended[1].facts["culprit_rank"] == 2
+    assert slowest_s(ended, since_s) < ALL_KNOW_S
+
+
+SLOW = {
+    "stopped": ({}, 2),
+    "stopped on another host": ({"hosts": ["a", "b", "c"]}, 2),
+    "killed on another host": ({"hosts": ["a", "b", "c"]}, 2),
+    "the store is stopped": ({}, 0),
+    "the store is killed": ({}, 0),
+    "away for 1.5 s": ({}, 1),
+    "away for 1.5 s on another host": ({"hosts": ["a", "b", "c"]}, 1),
+    "the store is away for 1.5 s": ({}, 0),
+}
+
+
+def leaving_later(told: Told) -> Any:
+    """A load of 9 s."""
+    with Ranks.of_world().together() as ranks:
+        board = FakeBoard()
+        told.ready()
+        with ranks.watching(board):
+            board.load(9)
+        return "fine"
+
+
+@pytest.fixture(scope="module")
+def slow() -> dict[str, tuple[World, float]]:
+    """What takes long to be noticed, all at once."""
+    worlds = {name: World(leaving_later, 3, **options) for name, (options, _) in SLOW.items()}
+    sent = {}
+    for name, world in worlds.items():
+        world.await_ready()
+        number = signal.SIGKILL if "killed" in name else signal.SIGSTOP
+        sent[name] = world, world.signal(SLOW[name][1], number)
+    time.sleep(1.5)
+    for name, world in worlds.items():
+        if "away" in name:
+            world.signal(SLOW[name][1], signal.SIGCONT)
+    return sent
+
+
+@pytest.mark.parametrize("name", [name for name in SLOW if "away" not in name])
+def test_a_rank_that_is_gone_or_stopped(slow: dict[str, tuple[World, float]], name: str) -> None:
+    world, since_s = slow[name]
+    culprit = SLOW[name][1]
+    ended = world.end(without=(culprit,))
+    for one in ended.values():
+        assert (one.error, one.facts["category"]) == ("PeerError", "PEER")
+        assert one.facts["culprit_rank"] == culprit
+        assert one.facts["culprit_pid"] == world.pid(culprit)
+    told = {"stopped": "is stopped", "the store is stopped": "does not answer",
+            "the store is killed": "is lost"}.get(name, "no sign of life")
+    assert told in next(iter(ended.values())).facts["message"]
+    assert slowest_s(ended, since_s) < ALL_KNOW_S
+
+
+@pytest.mark.parametrize("name", [name for name in SLOW if "away" in name])
+def test_a_short_stop_is_tolerated(slow: dict[str, tuple[World, float]], name: str) -> None:
+    ended = slow[name][0].end()
+    assert [one.value for one in ended.values()] == ["fine"] * 3
+
+
+def coming_or_not(told: Told) -> Any:
+    if told.rank == 1:
+        time.sleep(60)
+    with Ranks.of_world().together():
+        return None
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_groups_timeout() -> None:
+    ended = World(coming_or_not, 3, timeout_s=3).end(without=(1,))
+    facts = all_raise(ended, "PeerError", 1, category="PEER")
+    assert facts["message"] == "PEER: rank 1 has not come to the load within 3 s"
+
+
+# ---- bytes
+
+PIECE_BYTES, PIECES_AHEAD = 4096, 3  # small ones, so that small buffers show what many do
+SIZES = (1, 7, 4095, 4096, 4097, 12288, 100_001)
+
+
+def pattern(size: int, seed: int) -> torch.Tensor:
+    return torch.arange(seed, seed + size, dtype=torch.int64).mul_(2654435761).to(torch.uint8)
+
+
+def parts_of(size: int, places: int, place: int) -> tuple[int, int]:
+    """Parts that overlap; the last place needs nothing."""
+    if place == places - 1:
+        return 0, 0
+    return size * place // places, min(size, size * (place + 1) // places + 5)
+
+
+def exchanging(told: Told, members: list[int], whole: bool) -> Any:
+    _exchange.PIECE_BYTES, _exchange.PIECES_AHEAD = PIECE_BYTES, PIECES_AHEAD
+    with Ranks.of_world().together() as ranks:
+        if told.rank not in members:
+            return 0
+        ranks.exchange_among(members, whole=whole)
+        place, places = members.index(told.rank), len(members)
+        for size in SIZES:
+            for root in range(places):
+                sent = pattern(size, root)
+                buffer = bytearray(sent.numpy() if place == root else size)
+                begin, end = (0, 1 << 64) if whole else parts_of(size, places, place)
+                ranks.broadcast(root, memoryview(buffer), begin, end)
+                got = torch.frombuffer(buffer, dtype=torch.uint8)[begin : min(end, size)]
+                assert torch.equal(got, sent[begin : min(end, size)]), (size, root)
+        ranks.broadcast(0, memoryview(bytearray()), 0, 0)
+        return len(SIZES) * places
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("members", [[0, 1], [1, 2, 3], [0, 1, 2, 3]])
+def test_bytes_arrive_from_every_root(members: list[int], whole: bool) -> None:
+    ended = World(exchanging, max(members) + 1, members, whole).end()
+    assert {rank: one.value for rank, one in ended.items() if rank in members} == dict.fromkeys(
+        members, len(SIZES) * len(members)
+    )
+
+
+def failing_midway(told: Told, culprit: int, whole: bool) -> Any:
+    with Ranks.of_world().together() as ranks:
+        ranks.exchange_among(range(ranks.world_size), whole=whole)
+        board = FakeBoard()
+        view = memoryview(bytearray(1 << 20))
+        with ranks.watching(board):
+            for turn in range(50):
+                if turn == 20 and told.rank == culprit:
+                    raise io_error()
+                ranks.broadcast(0, view, 0, len(view))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_one_that_fails_midway_ends_the_exchange_for_all(culprit: int, whole: bool) -> None:
+    begin_s = time.monotonic()
+    ended = World(failing_midway, 3, culprit, whole).end()
+    all_raise(ended, "IoError", culprit)
+    assert slowest_s(ended, begin_s) < 2 * ALL_KNOW_S
+
+
+def sending_late(told: Told, whole: bool) -> Any:
+    """Rank 1 leaves before rank 0 sends: its memory must stay as it is."""
+    buffer = bytearray(b"\1" if told.rank == 0 else b"\0") * (8 << 20)
+    try:
+        with Ranks.of_world().together() as ranks:
+            ranks.exchange_among(range(2), whole=whole)
+            ranks.broadcast(0, memoryview(bytearray(8)), 0, 8)
+            told.ready()
+            if told.rank == 0:
+                time.sleep(1)
+            ranks.broadcast(0, memoryview(buffer), 0, len(buffer))
+    finally:
+        time.sleep(1)
+        assert told.rank == 0 or not any(buffer)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_nothing_is_written_where_nobody_waits_any_more(whole: bool) -> None:
+    world = World(sending_late, 2, whole)
+    world.await_ready()
+    world.signal(1, signal.SIGINT)
+    ended = world.end()
+    assert ended[1].error == "KeyboardInterrupt"
+    assert ended[0].facts["category"] == "CANCELLED"

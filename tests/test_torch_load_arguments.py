@@ -1,0 +1,426 @@
+"""What `modicum.torch.load` is told: what may be missing or left over, dtypes, no source at all; and
+what it refuses, which leaves the model as it was.
+
+House test. It catches these mutations: numbers made up by each rank for itself; a tensor that stays
+on meta without a word; a model that keeps half of a load that failed; a missing name that is made
+although a file holds it.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from program import write_checkpoint  # noqa: E402  (after torch is known to be there)
+from sharding import Cut, assert_same, playing_new_rank  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch_front import (  # noqa: E402
+    BY_NAME,
+    WORLDS,
+    assert_empty,
+    assert_holds,
+    buffer_bits,
+    checkpoint_of,
+    chunk,
+    config_of,
+    empty,
+    from_pretrained,
+    load,
+    local,
+    parameters_of,
+    shard,
+    stored_in,
+)
+
+import modicum  # noqa: E402
+import modicum.torch  # noqa: E402
+from modicum.torch import _load, empty_parameters  # noqa: E402
+
+TWO = Cut("fsdp2", (2,))
+HEAD, NORM = "lm_head.weight", "model.norm.weight"
+
+
+def copy_without(directory: Path, name: str, *left_out: str, **more: Any) -> Path:
+    """A family's checkpoint less some tensors, and with others."""
+    stored = {n: t for n, t in stored_in(checkpoint_of(name)).items() if n not in left_out}
+    return write_checkpoint(directory / "model", stored | more)
+
+
+def same_at_every_world(make: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+    """Loads as one rank, and as each of two and of three, which must have parts of the same bits.
+    Returns the parameters of the one; `make` is called for a model."""
+    whole: dict[str, Any] = {}
+    for world in WORLDS:
+        for rank in range(world):
+            with playing_new_rank(rank, world):
+                model = fully_shard(make())
+                load(model, *arguments, **options)
+            assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+            held = {name: local(p) for name, p in parameters_of(model).items()}
+            whole = whole or held
+            for name, tensor in held.items():
+                assert_same(tensor, chunk(whole[name], world, rank), f"{name} of {rank}/{world}")
+    return whole
+
+
+def refused(directory: Any, error: Any = modicum.UsageError, *, says: str, **options: Any) -> Any:
+    """A load into a sharded llama, which must fail and leave it as it was."""
+    with playing_new_rank(1, 2):
+        model = shard(empty("llama"), TWO)
+        before = buffer_bits(model)
+        with pytest.raises(error, match=says) as raised:
+            load(model, directory, **options)
+        assert_empty(model)
+        assert buffer_bits(model) == before
+        # Nothing is in the way of a second attempt.
+        load(model, checkpoint_of("llama"))
+        assert_holds(model, from_pretrained("llama"), TWO, 1)
+    return raised.value
+
+
+# ---- heads
+
+
+class WithValueHead(nn.Module):
+    """As trainers of reward models put it around a model."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.pretrained_model = transformers.LlamaForCausalLM(config)
+        self.v_head = nn.Linear(config.hidden_size, 1)
+
+
+def token_classifier(config: Any) -> Any:
+    config.num_labels = 4
+    return transformers.LlamaForTokenClassification(config)
+
+
+def sequence_classifier(config: Any) -> Any:
+    config.num_labels = 4
+    return transformers.LlamaForSequenceClassification(config)
+
+
+@pytest.mark.parametrize(
+    ("cls", "head", "left_over"),
+    [
+        (token_classifier, "score", HEAD),
+        (sequence_classifier, "score", HEAD),
+        (WithValueHead, "v_head", None),
+    ],
+)
+def test_a_head_that_no_file_holds(cls: Any, head: str, left_over: str | None) -> None:
+    directory = checkpoint_of("llama")
+
+    def make() -> Any:
+        config = config_of("llama")
+        with empty_parameters():
+            return cls(config)
+
+    with playing_new_rank(0, 1):
+        if left_over:
+            with pytest.raises(modicum.UsageError, match="no part of the model") as raised:
+                load(make(), directory)
+            assert raised.value.tensor == left_over
+        with pytest.raises(modicum.UsageError, match="lacks") as raised:
+            load(make(), directory, unexpected="ignore")
+        assert raised.value.tensor == f"{head}.weight"
+    whole = same_at_every_world(make, directory, missing=f"^{head}", unexpected=left_over or "error")
+    made = whole.pop(f"{head}.weight")
+    bias = whole.pop(f"{head}.bias", torch.zeros(1))
+    assert made.std() > 0 and len(made.unique()) == made.numel()
+    assert not bias.any() or cls is WithValueHead
+    stored = {n: p.detach() for n, p in parameters_of(from_pretrained("llama")).items()}
+    for name, tensor in whole.items():
+        assert_same(tensor, stored[name.removeprefix("pretrained_model.")], name)
+
+
+# ---- missing
+
+
+@pytest.fixture(scope="module")
+def lacking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_without(tmp_path_factory.mktemp("lacking"), "llama", HEAD, NORM)
+
+
+def test_what_is_missing_is_an_error(lacking: Path) -> None:
+    assert refused(lacking, says="lacks 2 tensors").tensor == NORM
+    assert refused(lacking, says="lacks 1 tensors", missing="^lm_head").tensor == NORM
+    assert refused(lacking, says="lacks 1 tensors", missing=[NORM, "no such"]).tensor == HEAD
+    assert refused(lacking, says="no rule", missing={"": "twos"}).category == "USAGE"
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "init",
+        r"lm_head|^model\.norm",
+        [r"^lm_head", NORM],
+        {HEAD: "model", NORM: "model"},
+        {HEAD: "zeros", NORM: "ones"},
+        {HEAD: ("normal", 0.5), NORM: "zeros"},
+    ],
+    ids=str,
+)
+def test_missing(missing: Any, lacking: Path) -> None:
+    whole = same_at_every_world(lambda: empty("llama"), lacking, missing=missing)
+    rules = missing if isinstance(missing, dict) else {}
+    head, norm = rules.get(HEAD, "model"), rules.get(NORM, "model")
+    constants = {"zeros": 0.0, "ones": 1.0, "model": 1.0}
+    assert_same(whole[NORM], torch.full((39,), constants[norm]), NORM)
+    if head == "zeros":
+        assert not whole[HEAD].any()
+    else:
+        std = 0.02 if head == "model" else head[1]
+        assert whole[HEAD].std() == pytest.approx(std, rel=0.05)
+        assert whole[HEAD].mean().abs() < std / 10
+    for name, tensor in stored_in(lacking).items():
+        if name in whole:
+            assert_same(whole[name], tensor, name)
+
+
+def test_a_rule_for_what_is_stored_makes_nothing() -> None:
+    rules = {HEAD: "zeros", "": "zeros"}
+    with playing_new_rank(1, 2):
+        model = shard(empty("llama"), TWO)
+        load(model, checkpoint_of("llama"), missing=rules)
+        assert_holds(model, from_pretrained("llama"), TWO, 1)
+
+
+def test_another_seed_makes_other_numbers(lacking: Path) -> None:
+    heads = []
+    for seed in (0, 0, 1):
+        model = empty("llama")
+        load(model, lacking, missing="init", seed=seed)
+        heads.append(local(model.lm_head.weight))
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+
+
+@pytest.mark.parametrize("name", ["marian", "bart", "t5"])
+def test_what_the_model_lists_may_be_missing(name: str) -> None:
+    """The sinusoidal tables of Marian are parameters, and a bias is a buffer; no file holds them."""
+    stored, whole = stored_in(checkpoint_of(name)), from_pretrained(name)
+    tied = whole.all_tied_weights_keys
+    absent = {n for n in whole.state_dict() if n not in stored and n not in tied}
+    assert len(absent) == {"marian": 2, "bart": 0, "t5": 0}[name]
+    listed = {n for n in stored if n == "final_logits_bias"}
+    assert len(listed) == 0 if name == "t5" else 1
+    directory = checkpoint_of(name)
+    with playing_new_rank(1, 3):
+        model = shard(empty(name), Cut("fsdp2", (3,)))
+        load(model, directory)
+        assert_holds(model, whole, Cut("fsdp2", (3,)), 1)
+
+
+# ---- unexpected
+
+
+@pytest.fixture(scope="module")
+def left_over(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    more = {"model.extra.weight": torch.ones(3), "other.bias": torch.ones(2)}
+    return copy_without(tmp_path_factory.mktemp("left_over"), "llama", **more)
+
+
+def test_what_is_left_over_is_an_error(left_over: Path) -> None:
+    refused(left_over, says="2 stored tensors are no part")
+    assert refused(left_over, says="1 stored", unexpected="^other").tensor == "model.extra.weight"
+    assert refused(left_over, says="1 stored", unexpected=["extra"]).tensor == "other.bias"
+
+
+@pytest.mark.parametrize("unexpected", ["ignore", r"extra|other", ["^other", r"\.extra\."]], ids=str)
+def test_unexpected(unexpected: Any, left_over: Path) -> None:
+    with playing_new_rank(1, 2):
+        model = shard(empty("llama"), TWO)
+        load(model, left_over, unexpected=unexpected)
+        assert_holds(model, from_pretrained("llama"), TWO, 1)
+
+
+# ---- no source
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "marian", "bart", "mixtral", "t5"])
+def test_without_a_source_the_model_makes_everything(name: str) -> None:
+    """What is constant is the same to the bit; what is random has the same spread."""
+    whole = same_at_every_world(lambda: empty(name), None)
+    plain = BY_NAME[name].model_class(config_of(name))
+    for path, parameter in parameters_of(plain).items():
+        got, expected = whole[path], parameter.detach()
+        if len(expected.unique()) == 1 or name == "marian" and "embed_positions" in path:
+            assert_same(got, expected, path)
+        else:
+            assert got.std() == pytest.approx(expected.std(), rel=0.5), path
+            assert len(got.unique(dim=0)) == len(expected.unique(dim=0)), path
+
+
+def test_without_a_source_modules_reset_their_parameters() -> None:
+    def make() -> Any:
+        with empty_parameters():
+            layers = nn.Linear(7, 5), nn.LayerNorm(5), nn.Embedding(9, 5), nn.BatchNorm1d(5)
+            return nn.Sequential(*layers)
+
+    whole = same_at_every_world(make, None)
+    assert torch.equal(whole["1.weight"], torch.ones(5)) and not whole["1.bias"].any()
+    assert whole["0.weight"].abs().max() <= 7**-0.5 and whole["2.weight"].std() > 0.5
+
+
+# ---- dtypes
+
+
+def test_a_dtype_that_its_unit_has_not_is_refused_by_name() -> None:
+    error = refused(checkpoint_of("llama"), says="in one dtype", keep_fp32=r"norm", dtype=torch.half)
+    assert error.category == "UNSUPPORTED"
+    assert error.tensor == "model.layers.0.input_layernorm.weight"
+
+
+# ---- what has values already
+
+
+@pytest.mark.parametrize("cut", [Cut("none", (2,)), TWO, Cut("fsdp2", (3,), dim=1)], ids=str)
+def test_a_second_load_overwrites_what_it_has(cut: Cut, tmp_path: Path) -> None:
+    """In the same memory; the rest is left alone."""
+    whole, directory = from_pretrained("llama_tied"), checkpoint_of("llama_tied")
+    partly = {"model.norm.weight": torch.arange(39).bfloat16(),
+              "model.embed_tokens.weight": torch.arange(101 * 39).reshape(101, 39).bfloat16()}
+    second = write_checkpoint(tmp_path / "model", partly)
+    for rank in range(cut.world):
+        with playing_new_rank(rank, cut.world):
+            model = shard(empty("llama_tied"), cut)
+            load(model, directory)
+            before = {n: (id(p), local(p).data_ptr()) for n, p in parameters_of(model).items()}
+            load(model, second, check="values")
+            after = {n: (id(p), local(p).data_ptr()) for n, p in parameters_of(model).items()}
+            assert before == after
+            load(model, directory)
+            assert_holds(model, whole, cut, rank)
+            load(model, second)
+            for name, tensor in partly.items():
+                with torch.no_grad():
+                    got = model.get_parameter(name)
+                    assert_same(local(got), part_of(tensor, cut, rank), name)
+                    # What was there before goes back, and nothing else is different.
+                    local(got).copy_(part_of(whole.get_parameter(name), cut, rank))
+            assert_holds(model, whole, cut, rank)
+
+
+def part_of(tensor: Any, cut: Cut, rank: int) -> Any:
+    if cut.layout == "none":
+        return tensor
+    return chunk(tensor, cut.world, rank, cut.dim if cut.dim < tensor.dim() else 0)
+
+
+def test_what_has_values_keeps_its_dtype() -> None:
+    with playing_new_rank(0, 2):
+        model = shard(empty("llama"), TWO)
+        load(model, checkpoint_of("llama"))
+        with pytest.raises(modicum.UsageError, match="has another dtype") as raised:
+            load(model, checkpoint_of("llama"), dtype=torch.bfloat16)
+        assert raised.value.category == "MISMATCH"
+        assert_holds(model, from_pretrained("llama"), TWO, 0)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"check": "bits"}, modicum.UsageError, "expected values"),
+        ({"strategy": "own_shard"}, modicum.UsageError, "own-shard"),
+        ({"strategy": "rank0-broadcast"}, modicum.UsageError, "can't exchange bytes"),
+        ({"budget": "1KiB"}, modicum.BudgetError, "node 0"),
+        ({"budget": None, "ledger": modicum.Ledger("1KiB")}, modicum.BudgetError, "node 0"),
+        ({"staging": 1}, modicum.Error, "staging"),
+        ({"dtype": torch.int8}, modicum.UsageError, "int8"),
+    ],
+    ids=lambda value: next(iter(value.items())) if isinstance(value, dict) else None,
+)
+def test_what_makes_no_sense_is_refused(options: Any, error: Any, says: str) -> None:
+    refused(checkpoint_of("llama"), error, says=says, **options)
+
+
+def test_a_source_that_is_no_checkpoint(tmp_path: Path) -> None:
+    assert refused(tmp_path / "none", modicum.IoError, says="none").category == "IO"
+    directory = copy_without(tmp_path, "llama")
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    refused(directory, modicum.FormatError, says="model.safetensors")
+
+
+def test_a_failure_while_loading_leaves_the_model_as_it_was(
+    lacking: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = modicum.Ledger()
+    with monkeypatch.context() as patch:
+
+        def fail(self: Any, name: str) -> Any:
+            raise RuntimeError(f"no numbers for {name}")
+
+        patch.setattr(_load.Initialiser, "whole", fail)
+        with playing_new_rank(1, 2):
+            model = shard(empty("llama"), TWO)
+            with pytest.raises(Exception, match=f"no numbers for {NORM}|no numbers for {HEAD}"):
+                load(model, lacking, missing="init", ledger=ledger)
+            assert_empty(model)
+            assert ledger.held_bytes == 0 and ledger.limit_bytes is None
+            patch.undo()
+            load(model, lacking, missing="init", ledger=ledger)
+            assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_buffer_that_nobody_computes_is_refused() -> None:
+    with torch.device("meta"):
+        model = BY_NAME["llama"].model_class(config_of("llama"))
+    with pytest.raises(modicum.UsageError, match="empty_parameters") as raised:
+        load(model, checkpoint_of("llama"))
+    assert raised.value.tensor == "model.rotary_emb.inv_freq"
+    assert_empty(model)
+
+
+# ---- what an import does
+
+IMPORT = """
+import sys
+import torch, torch.nn, torch.distributed, torch.utils
+import torch._dynamo  # which patches torch, and which torch imports when it needs it
+places = [torch, torch.nn, torch.nn.Module, torch.nn.Parameter, torch.nn.init, torch.nn.functional,
+          torch.Tensor, torch.distributed, torch.utils, torch._C, torch.nn.modules.module]
+before = [(place, dict(vars(place))) for place in places]
+modules = set(sys.modules)
+import modicum.torch
+above = {"transformers", "accelerate", "peft", "deepspeed", "torchvision"}
+
+def imported():
+    return above.intersection(name.partition(".")[0] for name in set(sys.modules) - modules)
+
+assert not imported(), imported()
+
+def patched():
+    return [f"{place.__name__}.{name}" for place, was in before for name, value in was.items()
+            if vars(place).get(name) is not value]
+
+assert patched() == [], patched()
+with modicum.torch.empty_parameters():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
+try:
+    modicum.torch.load(model, sys.argv[1], progress=False, budget="none")
+except modicum.UsageError:
+    pass
+else:
+    raise AssertionError("loaded")
+modicum.torch.load(model, None, progress=False, budget="none")
+assert model[0].weight.std() > 0
+assert not imported(), imported()
+assert patched() == [], patched()
+"""
+
+
+def test_an_import_brings_torch_alone_and_patches_nothing() -> None:
+    """Nor does a load, whether it ends well or not."""
+    command = [sys.executable, "-c", IMPORT, checkpoint_of("llama")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

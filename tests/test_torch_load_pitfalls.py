@@ -1,0 +1,656 @@
+"""Wrongs that loaders of sharded models are known for. Each test carries the loader that makes it,
+in as few lines as that takes, and holds it to the assertions that ours has to pass:
+
+     1  memory that nobody has written is taken for values
+     4  each rank cuts the stored tensors and converts its part
+     6  a tie comes apart, and each of the two has a part of the gradient
+     8  buffers are taken for shards, or for parameters
+     9  few rows are dealt out evenly
+    10  the file's dtype instead of the model's; a cast that cuts off bits
+    11  names that don't match are a warning
+    12  a tower's conversions are lost, since its class is another once it is sharded
+    13  a wrapped model's names don't match; each rank makes up numbers of its own
+    16  the tenth expert comes before the second
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from program import write_checkpoint, write_shards  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402  (after torch is known to be there)
+from sharding import Cut, assert_same, playing_new_rank  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch_front import (  # noqa: E402
+    BY_NAME,
+    WORLDS,
+    alone,
+    assert_empty,
+    assert_holds,
+    checkpoint_of,
+    chunk,
+    config_of,
+    empty,
+    from_pretrained,
+    load,
+    local,
+    local_part,
+    parameters_of,
+    shard,
+    stored_in,
+)
+
+import modicum  # noqa: E402
+from modicum.torch import empty_parameters  # noqa: E402
+
+TWO, THREE = Cut("fsdp2", (2,)), Cut("fsdp2", (3,))
+TOKENS = torch.arange(3, 14).reshape(1, 11)
+
+
+def on_meta(name: str) -> Any:
+    """As everybody builds it."""
+    with torch.device("meta"):
+        return BY_NAME[name].model_class._from_config(
+            config_of(name), dtype=getattr(torch, BY_NAME[name].dtype)
+        )
+
+
+def built(cls: type[nn.Module]) -> Any:
+    with empty_parameters():
+        return cls()
+
+
+def differs(got: Any, expected: Any) -> bool:
+    try:
+        assert_same(got, expected, "")
+    except AssertionError:
+        return True
+    return False
+
+
+# ---- 1
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """What torch leaves unwritten is NaN, or the largest number."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def materialised(name: str, whole: Any, cut: Cut, rank: int) -> Any:
+    """Memory for everything, and values for what a file holds."""
+    model = shard(on_meta(name), cut).to_empty(device="cpu")
+    for path, parameter in parameters_of(model).items():
+        local(parameter).copy_(local_part(path, parameters_of(whole)[path].detach(), cut, rank))
+    return model
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_1_memory_that_nobody_has_written(rank: int) -> None:
+    whole = from_pretrained("llama")
+    with playing_new_rank(rank, 2), poisoned():
+        model = shard(empty("llama"), TWO)
+        load(model, checkpoint_of("llama"), check="values")
+        assert_holds(model, whole, TWO, rank)
+        with pytest.raises(AssertionError, match="inv_freq of rank"):
+            assert_holds(materialised("llama", whole, TWO, rank), whole, TWO, rank)
+
+
+# ---- 4
+
+
+def rotary(heads: int) -> Callable[[Any], Any]:
+    """Pairs of neighbours become two halves, in each head."""
+    return lambda w: w.view(heads, -1, 2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
+
+
+def stacked(shape: Any, *parts: Any) -> Any:
+    """Gate and up of each expert."""
+    half = len(parts) // 2
+    return torch.cat([torch.stack(parts[:half]), torch.stack(parts[half:])], 1)
+
+
+HYBRID = "model.layers.0.linear_attn."
+ATTENTION = "model.vision_tower.layers.0.attn."
+# A family, one of its parameters, what it is stored as, how that is converted, and for how many.
+CONVERSIONS: dict[str, tuple[str, str, list[str], Callable[..., Any], int]] = {
+    "Concatenate": (
+        "olmo_hybrid", HYBRID + "conv1d.weight",
+        [f"{HYBRID}{kind}_conv1d.weight" for kind in "qkv"], lambda shape, *w: torch.cat(w), 2),
+    "Concatenate_alike": (
+        "olmo_hybrid_alike", HYBRID + "conv1d.weight",
+        [f"{HYBRID}{kind}_conv1d.weight" for kind in "qkv"], lambda shape, *w: torch.cat(w), 3),
+    "Chunk": (
+        "nomic_bert", "layers.0.self_attn.k_proj.weight",
+        ["encoder.layers.0.attn.Wqkv.weight"], lambda shape, w: w.chunk(3)[1], 2),
+    "Chunk_in_four": (
+        "hrm_text", "model.L_module.layers.0.self_attn.q_proj.weight",
+        ["model.L_module.layers.0.attn.gqkv_proj.weight"], lambda shape, w: w.chunk(4)[1], 3),
+    "PermuteForRope": (
+        "mistral_large4", "model.vision_tower.transformer.layers.0.attention.k_proj.weight",
+        ["vision_encoder.transformer.layers.0.attention.wk.weight"],
+        lambda shape, w: rotary(7)(w), 3),
+    "Chunk_PermuteForRope": (
+        "kimi_k25", ATTENTION + "q_proj.weight",
+        ["vision_tower.encoder.blocks.0.wqkv.weight"],
+        lambda shape, w: rotary(3)(w.chunk(3)[0]), 2),
+    "Interleave": (
+        "inkling", "model.language_model.layers.0.mlp.gate_proj.weight",
+        ["model.llm.layers.0.mlp.w13_dn.weight"], lambda shape, w: w[0::2], 2),
+    "Transpose": (
+        "ernie4_5_vl_moe", "model.language_model.layers.1.mlp.text_moe.gate.weight",
+        ["model.layers.1.mlp.gate.weight"], lambda shape, w: w.t(), 2),
+    "Transpose_square": (
+        "qwen3_vl_moe_square", "model.language_model.layers.0.mlp.experts.gate_up_proj",
+        ["model.language_model.layers.0.mlp.experts.gate_up_proj"],
+        lambda shape, w: w if w.shape == shape else w.transpose(1, 2), 2),
+    "MergeModulelist_Concatenate": (
+        "mixtral", "model.layers.0.mlp.experts.gate_up_proj",
+        [f"model.layers.0.block_sparse_moe.experts.{e}.{w}.weight"
+         for w in ("w1", "w3") for e in range(11)], stacked, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_4_a_part_is_converted(conversion: str) -> None:
+    name, target, sources, convert, world = CONVERSIONS[conversion]
+    directory = checkpoint_of(name)
+    stored = [stored_in(directory)[source] for source in sources]
+    shape = from_pretrained(name).get_parameter(target).shape
+    naive_is_wrong = []
+    for rank in range(world):
+        with playing_new_rank(rank, world):
+            model = shard(empty(name), Cut("fsdp2", (world,)))
+            load(model, directory)
+            expected = chunk(convert(shape, *stored), world, rank)
+            assert_same(local(model.get_parameter(target)), expected, target)
+            naive = convert(shape, *[chunk(source, world, rank) for source in stored])
+            naive_is_wrong.append(differs(naive, expected))
+    assert any(naive_is_wrong)
+
+
+# ---- 6
+
+
+def assert_tied(model: Any) -> None:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    assert head.weight is embedding.weight
+    assert local(head.weight).data_ptr() == local(embedding.weight).data_ptr()
+
+
+def gradients(model: Any) -> dict[str, Any]:
+    model.train()
+    with torch.enable_grad():
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    return {n: local(p.grad) for n, p in parameters_of(model).items()}
+
+
+def assert_gradients(model: Any, whole: Any) -> None:
+    expected = gradients(whole)
+    for name, gradient in gradients(model).items():
+        assert_same(gradient, expected[name], name)
+
+
+def assigned(name: str) -> Any:
+    """Both names are given their values."""
+    whole = BY_NAME[name].model_class.from_pretrained(checkpoint_of(name))
+    model = on_meta(name)
+    model.load_state_dict(whole.state_dict(), assign=True)
+    for path, buffer in whole.named_buffers():
+        module, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(module), leaf, buffer)
+    return model
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama_tied_both_stored", "llama_tied_head_stored", "t5"])
+@pytest.mark.parametrize("layout", ["none", "fsdp2"])
+def test_6_ties_stay_ties(name: str, layout: str) -> None:
+    directory = checkpoint_of(name)
+    with alone():
+        model = shard(empty(name), Cut(layout, (1,)))
+        load(model, directory)
+    assert_tied(model)
+    with pytest.raises(AssertionError):
+        assert_tied(on_meta(name).to_empty(device="cpu"))
+    with pytest.raises(AssertionError):
+        assert_tied(assigned(name))
+
+
+@pytest.mark.parametrize("layout", ["none", "fsdp2"])
+def test_6_the_gradient_is_that_of_both(layout: str) -> None:
+    whole = BY_NAME["qwen2"].model_class.from_pretrained(checkpoint_of("qwen2"))
+    with alone():
+        model = shard(empty("qwen2"), Cut(layout, (1,)))
+        load(model, checkpoint_of("qwen2"))
+        assert_gradients(model, whole)
+    whole.zero_grad()
+    with pytest.raises(AssertionError, match="embed_tokens"):
+        assert_gradients(assigned("qwen2"), whole)
+
+
+# ---- 8
+
+
+class Buffers(nn.Module):
+    """A model of bfloat16 with persistent buffers of every sort, and one that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5, 3, dtype=torch.bfloat16))
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("index", torch.zeros(7, dtype=torch.int64))
+        self.register_buffer("mask", torch.zeros(2, 3, dtype=torch.bool))
+        self.register_buffer("scale", torch.ones(3, dtype=torch.float32))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("table", torch.arange(4) / 3, persistent=False)
+
+    @staticmethod
+    def stored() -> dict[str, Any]:
+        return {
+            "weight": torch.arange(15).reshape(5, 3).bfloat16(),
+            "steps": torch.tensor(2**53 + 1),
+            "index": torch.arange(7) - 3,
+            "mask": torch.tensor([[True, False, True], [False, True, True]]),
+            "scale": torch.tensor([1 / 3, -1e-30, 7e30]),
+            "empty": torch.zeros(0),
+        }
+
+
+def assert_buffers(model: Any) -> None:
+    for name, tensor in Buffers.stored().items():
+        if name != "weight":
+            assert_same(model.get_buffer(name), tensor, name)
+    assert_same(model.table, torch.arange(4) / 3, "table")
+
+
+def all_are_shards(model: Any, stored: dict[str, Any]) -> None:
+    for name, tensor in model.state_dict().items():
+        part = chunk(stored[name], tensor.device_mesh.size(), tensor.device_mesh.get_local_rank())
+        tensor.to_local().copy_(part)
+
+
+def all_are_of_one_dtype(model: Any, stored: dict[str, Any]) -> None:
+    model.load_state_dict(stored)
+    model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_8_persistent_buffers(world: int, tmp_path: Path) -> None:
+    stored = Buffers.stored()
+    directory = write_checkpoint(tmp_path / "model", stored, files=2)
+    for rank in range(world):
+        with playing_new_rank(rank, world):
+            model = fully_shard(built(Buffers))
+            load(model, directory, check="values")
+            assert_buffers(model)
+            assert_same(local(model.weight), chunk(stored["weight"], world, rank), "weight")
+            with pytest.raises(AttributeError, match="device_mesh"):
+                all_are_shards(fully_shard(Buffers()), stored)
+    naive = Buffers()
+    all_are_of_one_dtype(naive, stored)
+    with pytest.raises(AssertionError, match="scale"):
+        assert_buffers(naive)
+
+
+# ---- 9
+
+ROWS = {"none": 0, "one": 1, "two": 2, "three": 3, "four": 4}
+
+
+class Small(nn.Module):
+    """Fewer rows than ranks, as many, and more; a parameter without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, rows in ROWS.items():
+            setattr(self, name, nn.Parameter(torch.zeros(rows, 3)))
+        self.line = nn.Parameter(torch.zeros(1))
+        self.scale = nn.Parameter(torch.zeros(()))
+
+
+def dealt_evenly(whole: Any, world: int, rank: int) -> Any:
+    """A row more for each of the first."""
+    each, more = divmod(len(whole), world)
+    begin = rank * each + min(rank, more)
+    return whole[begin : begin + each + (rank < more)]
+
+
+def small_values() -> dict[str, Any]:
+    state = Small().state_dict()
+    return {n: torch.randn(t.shape, generator=torch.Generator().manual_seed(len(n)))
+            for n, t in state.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_9_few_rows(world: int, tmp_path: Path) -> None:
+    stored = small_values()
+    directory = write_checkpoint(tmp_path / "model", stored)
+    naive_is_wrong = []
+    for rank in range(world):
+        with playing_new_rank(rank, world):
+            model = built(Small)
+            fully_shard(model, ignored_params={model.scale})
+            load(model, directory, check="values")
+            assert_same(model.scale.detach(), stored["scale"], "scale")
+            for name in (*ROWS, "line"):
+                expected = chunk(stored[name], world, rank)
+                assert_same(local(model.get_parameter(name)), expected, name)
+                naive_is_wrong.append(differs(dealt_evenly(stored[name], world, rank), expected))
+    assert any(naive_is_wrong) == (world == 3)
+
+
+def test_9_what_has_no_dims_is_refused_by_name_where_fsdp2_would_cut_it() -> None:
+    with playing_new_rank(0, 2), pytest.raises(ValueError, match="scale"):
+        fully_shard(built(Small))
+
+
+# ---- 10
+
+# Halves between two neighbours of bfloat16 or float16, bits that are cut off, too large, too small.
+HARD = torch.tensor(
+    [1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), 1 + 2**-8 + 2**-23, 1 / 3, 3.4028235e38, 1e-40,
+     float("inf"), float("-inf"), -0.0, 65519.0, 65520.0, 2**-25, 3 * 2**-25]
+)  # fmt: skip
+
+
+class Kept(nn.Module):
+    """Two layers that FSDP2 has as units of their own."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Module(), nn.Module()
+        for module in (self.layer, self.norm):
+            module.weight = nn.Parameter(torch.zeros(len(HARD), dtype=self.dtype))
+
+
+class KeptHalf(Kept):
+    dtype = torch.float16
+
+
+class KeptWide(Kept):
+    dtype = torch.float32
+
+
+def cut_off(values: Any, dtype: Any) -> Any:
+    """bfloat16 is the upper half of float32."""
+    return (values.view(torch.int32) >> 16).to(torch.int16).view(dtype)
+
+
+@pytest.mark.parametrize("cls", [Kept, KeptHalf, KeptWide])
+def test_10_the_models_dtype_and_torchs_rounding(cls: Any, tmp_path: Path) -> None:
+    stored = {"layer.weight": HARD, "norm.weight": HARD.clone()}
+    directory = write_checkpoint(tmp_path / "model", stored)
+    for rank in range(2):
+        with playing_new_rank(rank, 2):
+            model = built(cls)
+            for module in (model.layer, model.norm, model):
+                fully_shard(module)
+            load(model, directory, keep_fp32=r"^norm\.")
+            expected = chunk(HARD.to(cls.dtype), 2, rank)
+            assert_same(local(model.layer.weight), expected, "layer")
+            assert_same(local(model.norm.weight), chunk(HARD, 2, rank), "norm")
+    assigning = cls()
+    assigning.load_state_dict(stored, assign=True)
+    assert differs(assigning.layer.weight, HARD.to(cls.dtype)) == (cls is not KeptWide)
+    ignoring = cls()
+    ignoring.load_state_dict(stored)
+    assert differs(ignoring.norm.weight, HARD) == (cls is not KeptWide)
+    if cls is Kept:
+        assert differs(cut_off(HARD, cls.dtype), HARD.to(cls.dtype))
+
+
+def test_10_a_wider_dtype_has_the_same_numbers(tmp_path: Path) -> None:
+    values = HARD.bfloat16()
+    directory = write_checkpoint(
+        tmp_path / "model", {"layer.weight": values, "norm.weight": values.half()}
+    )
+    with playing_new_rank(0, 1):
+        model = fully_shard(built(KeptWide))
+        load(model, directory)
+    assert_same(local(model.layer.weight), values.float(), "layer")
+    assert_same(local(model.norm.weight), values.half().float(), "norm")
+
+
+# ---- 11
+
+
+def test_11_stacked_experts_are_loaded() -> None:
+    whole, directory = from_pretrained("qwen3_moe"), checkpoint_of("qwen3_moe")
+    with playing_new_rank(1, 2):
+        model = shard(empty("qwen3_moe"), TWO)
+        load(model, directory)
+        assert_holds(model, whole, TWO, 1)
+    naive = BY_NAME["qwen3_moe"].model_class._from_config(whole.config, dtype=whole.dtype)
+    naive.load_state_dict(stored_in(directory), strict=False)
+    with pytest.raises(AssertionError, match="experts"):
+        assert_holds(naive, whole, Cut("none", (1,)), 0)
+
+
+EXPERT = "model.layers.0.mlp.experts.{}.down_proj.weight"
+GATE = "model.layers.1.mlp.gate.weight"
+
+
+def misspelt(stored: dict[str, Any]) -> None:
+    stored["model.layers.1.mlp.gte.weight"] = stored.pop(GATE)
+
+
+def without_an_expert(stored: dict[str, Any]) -> None:
+    del stored[EXPERT.format(4)]
+
+
+def of_another_size(stored: dict[str, Any]) -> None:
+    stored[GATE] = stored[GATE][:-1].clone()
+
+
+def with_one_more(stored: dict[str, Any]) -> None:
+    stored["model.layers.2.mlp.gate.weight"] = torch.ones(2)
+
+
+def without_a_gate(stored: dict[str, Any]) -> None:
+    del stored[GATE]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "tensor", "says"),
+    [
+        (misspelt, "model.layers.1.mlp.gte.weight", rf"unexpected.*nearest '{GATE}'"),
+        (without_a_gate, GATE, r"lacks 1 tensors.*missing.*nearest 'model\.layers\.0\.mlp\.gate"),
+        (with_one_more, "model.layers.2.mlp.gate.weight", r"1 stored.*nearest 'model\.layers\.\d"),
+        (without_an_expert, "model.layers.0.mlp.experts.down_proj",
+         r"another shape.*expected \[5, 39, 13\], got \[4, 39, 13\]"),
+        (of_another_size, GATE, r"another shape.*expected \[5, 39\], got \[4, 39\]"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)  # fmt: skip
+def test_11_names_that_do_not_match(spoil: Any, tensor: str, says: str, tmp_path: Path) -> None:
+    stored = stored_in(checkpoint_of("qwen3_moe"))
+    spoil(stored)
+    directory = write_checkpoint(tmp_path / "model", stored, files=2)
+    with playing_new_rank(1, 2):
+        model = shard(empty("qwen3_moe"), TWO)
+        with pytest.raises(modicum.UsageError, match=says) as raised:
+            load(model, directory)
+        assert raised.value.category == "MISMATCH" and raised.value.tensor == tensor
+        assert_empty(model)
+    # Nothing is raised by what most loaders do.
+    naive = BY_NAME["qwen3_moe"].model_class._from_config(config_of("qwen3_moe"))
+    if spoil is not of_another_size:
+        naive.load_state_dict(stored, strict=False)
+
+
+# ---- 12
+
+
+def renamed_names(model: Any, names: list[str]) -> set[str]:
+    """Where a loader that asks `model` would put stored tensors."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if not isinstance(t, WeightRenaming)]
+    return {rename_source_key(name, renamings, converters)[0] for name in names}
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_12_a_towers_conversions(name: str) -> None:
+    whole, directory = from_pretrained(name), checkpoint_of(name)
+    names, wanted = list(stored_in(directory)), set(whole.state_dict())
+    assert renamed_names(whole, names) == wanted
+    for rank in range(3):
+        with playing_new_rank(rank, 3):
+            model = shard(empty(name), THREE)
+            assert renamed_names(model, names) != wanted
+            load(model, directory)
+            assert_holds(model, whole, THREE, rank)
+
+
+# ---- 13
+
+LORA = {"r": 2, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}
+
+
+def with_adapters(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA))
+
+
+def empty_with_adapters(cut: Cut) -> Any:
+    config = config_of("llama")
+    with empty_parameters():
+        model = with_adapters(BY_NAME["llama"].model_class(config))
+    return shard(model, cut)
+
+
+def base_of(wrapped: Any) -> dict[str, Any]:
+    """The parameters that the model had before, by the names that they had."""
+    return {
+        name.removeprefix("base_model.model.")
+        .replace(".base_layer", "")
+        .replace(".original_module", ""): local(parameter)
+        for name, parameter in parameters_of(wrapped).items()
+        if "lora_" not in name and ".modules_to_save." not in name
+    }
+
+
+def adapters_of(wrapped: Any) -> dict[str, Any]:
+    return {n: local(p) for n, p in parameters_of(wrapped).items() if "lora_" in n}
+
+
+def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same(got[name], tensor, name)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_13_the_base_is_the_same_in_a_wrapper(rank: int) -> None:
+    directory = checkpoint_of("llama")
+    with playing_new_rank(rank, 2):
+        plain, wrapped = shard(empty("llama"), TWO), empty_with_adapters(TWO)
+        load(plain, directory)
+        load(wrapped, directory)
+    expected = {name: local(p) for name, p in parameters_of(plain).items()}
+    assert_equal(base_of(wrapped), expected)
+    copied = [p for n, p in parameters_of(wrapped).items() if ".modules_to_save." in n]
+    assert [differs(local(p), expected["lm_head.weight"]) for p in copied] == [False]
+    naive = with_adapters(BY_NAME["llama"].model_class(config_of("llama")))
+    naive.load_state_dict(stored_in(directory), strict=False)
+    with pytest.raises(AssertionError):
+        assert_equal(base_of(naive), {n: t.detach() for n, t in from_pretrained("llama")
+                                      .named_parameters()})  # fmt: skip
+
+
+def made_by_each_rank(whole: Any, rank: int) -> Any:
+    """Every rank begins with the same random numbers, and fills what it has."""
+    return torch.randn(chunk(whole, 2, rank).shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_13_new_adapters_are_parts_of_one() -> None:
+    with playing_new_rank(0, 1):
+        one = empty_with_adapters(Cut("fsdp2", (1,)))
+        load(one, checkpoint_of("llama"))
+    whole = adapters_of(one)
+    naive: dict[str, list[Any]] = {name: [] for name in whole}
+    for world in (2, 3):
+        for rank in range(world):
+            with playing_new_rank(rank, world):
+                model = empty_with_adapters(Cut("fsdp2", (world,)))
+                load(model, checkpoint_of("llama"))
+            assert_equal(
+                adapters_of(model), {n: chunk(t, world, rank) for n, t in whole.items()}
+            )
+            if world == 2:
+                for name, tensor in whole.items():
+                    naive[name].append(made_by_each_rank(tensor, rank))
+    for name, tensor in whole.items():
+        if "lora_B" in name:
+            assert not tensor.any()
+        else:
+            assert len(tensor.unique(dim=0)) == len(tensor) and tensor.std() > 0
+            drawn = torch.cat(naive[name])
+            assert len(drawn.unique(dim=0)) < len(drawn)
+
+
+def test_13_an_adapters_directory(tmp_path: Path) -> None:
+    base = BY_NAME["llama"].model_class.from_pretrained(checkpoint_of("llama"))
+    trained = with_adapters(base)
+    for number, parameter in enumerate(p for p in trained.parameters() if p.requires_grad):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+    trained.save_pretrained(tmp_path)
+    expected = {n: p.detach() for n, p in parameters_of(trained).items()}
+    for rank in range(2):
+        with playing_new_rank(rank, 2):
+            model = empty_with_adapters(TWO)
+            load(model, checkpoint_of("llama"))
+            load(model, tmp_path)
+        got = {n: local(p) for n, p in parameters_of(model).items()}
+        assert_equal(got, {n: chunk(t, 2, rank) for n, t in expected.items()})
+
+
+# ---- 16
+
+
+def in_lexical_order(stored: dict[str, Any], target: str) -> Any:
+    """The experts as their names are sorted."""
+    prefix = target.replace("mlp.experts.down_proj", "block_sparse_moe.experts.")
+    return torch.stack(
+        [stored[n] for n in sorted(stored) if n.startswith(prefix) and n.endswith("w2.weight")]
+    )
+
+
+def test_16_the_order_of_experts(tmp_path: Path) -> None:
+    """In 12 files, whose numbers have no leading zeros either."""
+    stored, whole = stored_in(checkpoint_of("mixtral_16")), from_pretrained("mixtral_16")
+    tmp_path.joinpath("config.json").write_text(
+        checkpoint_of("mixtral_16").joinpath("config.json").read_text()
+    )
+    write_shards(tmp_path, stored, files=12)
+    index = tmp_path / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    plain = {file: file.replace("-0000", "-").replace("-000", "-") for file in weight_map.values()}
+    for file, name in plain.items():
+        (tmp_path / file).rename(tmp_path / name)
+    index.write_text(json.dumps({"weight_map": {n: plain[f] for n, f in weight_map.items()}}))
+    assert "model-2-of-12.safetensors" in plain.values()
+    for rank in range(3):
+        with playing_new_rank(rank, 3):
+            model = shard(empty("mixtral_16"), THREE)
+            load(model, tmp_path)
+            assert_holds(model, whole, THREE, rank)
+    target = "model.layers.1.mlp.experts.down_proj"
+    assert differs(in_lexical_order(stored, target), whole.get_parameter(target).detach())

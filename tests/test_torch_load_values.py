@@ -1,0 +1,117 @@
+"""What `modicum.torch.load` puts into models that FSDP2 has cut is what `from_pretrained` loads in
+one process: every rank's part of every parameter and every buffer, bit for bit; ties are one
+Parameter, and `requires_grad` is the constructor's.
+
+House test against an outside oracle. It catches these mutations: a tie that becomes two
+parameters; a buffer left as it was built; a dtype of the file instead of the model's; a parameter
+that trains because it was loaded.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from families import FAMILIES, Family  # noqa: E402  (after torch is known to be there)
+from sharding import Cut, playing_new_rank  # noqa: E402
+from torch_front import (  # noqa: E402
+    BY_NAME,
+    WORLDS,
+    assert_holds,
+    assert_trains_as_built,
+    checkpoint_of,
+    empty,
+    from_pretrained,
+    load,
+    shard,
+)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# The last three keep some names in float32: a module's, a buffer's, one of a module's two.
+CAST = [*[family.name for family in FAMILIES if family.quantization is None][::5],
+        "ernie4_5_moe", "deepseek_v3", "inkling"]
+# A tie, packed and permuted rows, stacked experts, a tower of its own.
+FEW = ("llama_tied", "olmo_hybrid", "qwen3_moe", "kimi_k25")
+CUTS = (
+    Cut("none", (2,)),
+    Cut("fsdp2", (5,)),
+    Cut("fsdp2", (3,), dim=1),
+    Cut("hsdp", (2, 2)),
+    Cut("tp-fsdp", (2, 2)),  # queries are cut twice along dim 0, outputs along both dims
+    Cut("tp-fsdp", (2, 3), dim=1),  # outputs are cut twice along dim 1
+)
+
+
+def loaded(name: str, cut: Cut, built: Any, **options: Any) -> Iterator[tuple[int, Any]]:
+    """Each rank and its model, which was built in a dtype."""
+    for rank in range(cut.world):
+        with playing_new_rank(rank, cut.world):
+            model = shard(empty(name, built), cut)
+            report = load(model, checkpoint_of(name), **options)
+            assert report.coverage == "proven" and len(report.ranks) == cut.world
+            yield rank, model
+
+
+def other_dtype(family: Family) -> Any:
+    return BF16 if family.dtype == "float32" else FP32
+
+
+@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=lambda n: FAMILIES[n].name)
+def test_every_family(number: int) -> None:
+    """Over 1, 2 or 3 ranks; of some, every value is compared with a second reading too."""
+    name, cut = FAMILIES[number].name, Cut("fsdp2", (WORLDS[number % 3],))
+    whole = from_pretrained(name)
+    check = "values" if number % 4 == 0 else None
+    for rank, model in loaded(name, cut, whole.dtype, check=check):
+        assert_holds(model, whole, cut, rank)
+        assert_trains_as_built(model, name)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("name", FEW)
+def test_every_cut(name: str, cut: Cut) -> None:
+    whole = from_pretrained(name)
+    for rank, model in loaded(name, cut, whole.dtype):
+        assert_holds(model, whole, cut, rank)
+
+
+@pytest.mark.parametrize("name", CAST)
+def test_cast(name: str) -> None:
+    """Stored as float32 and loaded into a model of bfloat16, or the other way round."""
+    dtype, cut = other_dtype(BY_NAME[name]), Cut("fsdp2", (2,))
+    whole = from_pretrained(name, dtype)
+    assert whole.dtype == dtype
+    for rank, model in loaded(name, cut, dtype):
+        assert_holds(model, whole, cut, rank)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral"])
+@pytest.mark.parametrize("cut", [Cut("none", (1,)), Cut("fsdp2", (3,))], ids=str)
+def test_dtype_is_not_what_the_model_was_built_in(name: str, cut: Cut) -> None:
+    family = BY_NAME[name]
+    dtype = other_dtype(family)
+    whole = from_pretrained(name, dtype)
+    built = getattr(torch, family.dtype)
+    for rank, model in loaded(name, cut, built, dtype=dtype):
+        assert_holds(model, whole, cut, rank)
+
+
+def test_full_per_rank_gives_the_same() -> None:
+    """The strategy that reads everything; others send bytes, which takes real ranks."""
+    cut = Cut("fsdp2", (3,))
+    whole = from_pretrained("qwen3_moe")
+    for rank, model in loaded("qwen3_moe", cut, whole.dtype, strategy="full-per-rank"):
+        assert_holds(model, whole, cut, rank)
+
+
+def test_without_a_process_group() -> None:
+    model, whole = empty("llama_tied"), from_pretrained("llama_tied")
+    report = load(model, checkpoint_of("llama_tied"), check="values")
+    assert report.check == "ok"
+    assert_holds(model, whole, Cut("none", (1,)), 0)
+    tokens = torch.arange(3, 14).reshape(1, 11)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(tokens).logits, whole.eval()(tokens).logits)

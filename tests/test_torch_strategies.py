@@ -1,0 +1,88 @@
+"""Every way of bringing a checkpoint to ranks gives the same bits, and reads what it says: its own
+count beside the kernel's.
+
+House test. It catches these mutations: a piece that goes to the wrong place of a group; a rank that
+reads what another one was to read; bytes that are read and not counted.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
+
+STRATEGIES = ("own-shard", "node-reader", "replica-striped", "rank0-broadcast", "full-per-rank")
+MESHES = ([4], [2, 2])
+# Of headers, config, index and the kernel's own files, per rank.
+BESIDES_BYTES = 192 << 10
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks(4, tmp_path_factory.mktemp("strategies") / "ranks") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def model(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Large enough for bytes to tell: 18 MiB. Sizes that four ranks can't share evenly."""
+    directory = tmp_path_factory.mktemp("models") / "qwen3"
+    sizes = {"vocab_size": 30001, "hidden_size": 101, "intermediate_size": 1013}
+    four.ask("write", directory=str(directory), family="qwen3", config=sizes)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(four: Ranks, model: Path) -> dict[int, list[Any]]:
+    """What torch gives each rank, by the number of mesh axes."""
+    return {len(m): four.ask("loaded", directory=str(model), mesh=m, by="torch") for m in MESHES}
+
+
+def shares(strategy: str, replicas: int, nodes: int) -> list[tuple[float, float]]:
+    """How much of the checkpoint each of four ranks reads, and gets from others."""
+    held, per_node = replicas / 4, 4 // nodes
+    if strategy == "full-per-rank":
+        return [(1.0, 0)] * 4
+    if strategy == "rank0-broadcast":
+        return [(1.0, 0), *[(0, 1.0)] * 3]
+    if strategy == "own-shard":
+        return [(held, 0)] * 4
+    if strategy == "replica-striped":
+        return [(1 / 4, held - 1 / 4)] * 4
+    # A node's first rank reads what any of the node holds. Replicas are the outer mesh axis.
+    leader = (min(1.0, per_node * held), 0)
+    return [(0, held) if rank % per_node else leader for rank in range(4)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=("shards", "replicas"))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("nodes", (1, 2))
+def test_same_bits_and_counted_reads(
+    four: Ranks,
+    model: Path,
+    expected: dict[int, list[Any]],
+    mesh: list[int],
+    strategy: str,
+    nodes: int,
+) -> None:
+    four.ask("on_host", {rank: {"name": f"host-{rank * nodes // 4}"} for rank in range(4)})
+    how = {"strategy": strategy, "staging": "1MiB"}  # in many pieces
+    got = four.ask("loaded", directory=str(model), mesh=mesh, **how)
+    report = got[0]["report"]
+    stored = report["checkpoint"]["bytes"]
+    assert report["strategy"] == strategy and report["coverage"] == "proven"
+    assert len(report["nodes"]) == nodes
+    due = shares(strategy, 4 // mesh[-1], nodes)
+    for rank, (mine, theirs) in enumerate(zip(got, expected[len(mesh)], strict=True)):
+        assert mine["state"] == theirs["state"], f"rank {rank} holds something else"
+        assert mine["report"] == report, "ranks differ about what happened"
+        of, (read, given) = report["ranks"][rank], due[rank]
+        assert of["storage_read_bytes"] == pytest.approx(read * stored, rel=0.05), f"rank {rank}"
+        assert of["exchanged_bytes"] == pytest.approx(given * stored, rel=0.05), f"rank {rank}"
+        uncounted = mine["read_bytes"] - of["storage_read_bytes"]
+        assert 0 <= uncounted <= BESIDES_BYTES, f"rank {rank}"

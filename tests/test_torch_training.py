@@ -1,0 +1,138 @@
+"""Ranks that train what Modicum has loaded, beside ranks that train what torch itself has loaded:
+the same losses and the same parameters after five steps, bit for bit.
+
+House test against an outside oracle, `from_pretrained` on every rank and `fully_shard` of the whole
+model. It catches these mutations: FSDP2 gathers from other memory than the parameter's; an
+optimizer that steps parameters which nobody trains; tied names that come apart; rounding at another
+place than torch's.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program import run_json
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ranks import Ranks, importable, ranks  # noqa: E402  (after torch is known to be there)
+
+MESH = [4]
+MIB = 1 << 20
+EXAMPLE = "examples/finetune_fsdp2.py"
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks(4, tmp_path_factory.mktemp("training") / "ranks") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny ones, as the hub has them: sizes that four ranks can't share evenly, eleven experts."""
+    folder = tmp_path_factory.mktemp("models")
+    tied = {"family": "qwen3", "config": {"tie_word_embeddings": True}}
+    wanted = {
+        "qwen3-fp32": tied,
+        "qwen3-bf16": tied | {"dtype": "bfloat16"},
+        "qwen3_moe": {"family": "qwen3_moe", "config": {"num_experts": 11}},
+        "mixtral": {"family": "mixtral"},
+    }
+    for name, facts in wanted.items():
+        four.ask("write", directory=str(folder / name), **facts)
+    return {name: folder / name for name in wanted}
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "ours"),
+    [
+        pytest.param("qwen3-fp32", {}, {}, id="dense"),
+        pytest.param("qwen3-fp32", {}, {"optimizer": "before"}, id="optimizer before sharding"),
+        pytest.param("qwen3-bf16", {}, {"optimizer": "between"}, id="optimizer before the load"),
+        pytest.param("qwen3-bf16", {"dtype": "float32", "masters": True}, {}, id="fp32 masters"),
+        pytest.param("qwen3-fp32", {"mesh": [2, 2]}, {}, id="replicas"),
+        pytest.param("qwen3_moe", {}, {"optimizer": "before"}, id="experts"),
+        pytest.param("mixtral", {"dtype": "bfloat16"}, {}, id="experts with a cast"),
+    ],
+)
+def test_trains_as_if_torch_had_loaded(
+    four: Ranks, models: dict[str, Path], model: str, how: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    how = {"mesh": MESH, "directory": str(models[model])} | how
+    expected = four.ask("train", by="torch", **how)
+    got = four.ask("train", by="modicum", **how, **ours)
+    for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        assert mine["before"] == theirs["before"], f"rank {rank}: loaded otherwise"
+        assert mine["losses"] == theirs["losses"], f"rank {rank}"
+        assert mine["after"] == theirs["after"], f"rank {rank}: trained otherwise"
+    learnt = [n for n, told in expected[0]["after"].items() if told != expected[0]["before"][n]]
+    assert len(learnt) == len(expected[0]["after"]) - 1, "all but the frozen one"
+    if "qwen3-" in model:
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        assert got[0]["after"][head] == got[0]["after"][embedding] != got[0]["before"][head]
+
+
+# ---- the example
+
+
+def torchrun(root: Path, processes: int, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), *map(str, words)]
+    with importable():
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
+
+
+def test_example_trains(four: Ranks, models: dict[str, Path], root: Path) -> None:
+    """Started as users start it."""
+    directory, steps = models["qwen3-bf16"], 3
+    words = ("--dtype", "float32", "--steps", steps, "--check", "values")
+    done = torchrun(root, 4, EXAMPLE, directory, *words)
+    assert done.returncode == 0, done.stderr
+    four.ask("example", directory=str(directory), mesh=MESH, dtype="float32", steps=steps)
+    pattern = r"step \d+: loss \d+\.\d+"
+    expected = re.findall(pattern, (four.folder / "rank-0.log").read_text())
+    assert len(expected) == steps
+    assert re.findall(pattern, done.stdout) == expected
+    assert re.search(r"own-shard: .* coverage proven", done.stdout)
+    assert re.search(r"promised +ledger +kernel +unexplained", done.stdout)
+    for rank in range(4):
+        assert re.search(rf"rank {rank} +(\d+\.\d+ \wiB +){{3}}[+-]", done.stdout), done.stdout
+
+
+def test_example_is_refused(modicum: Path, root: Path, tmp_path: Path) -> None:
+    """A budget that is too small: every rank says so, and nobody has read data."""
+    directory = tmp_path / "qwen3-0.6b"
+    run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--layers", 2, "--sparse")
+    file = directory / "model.safetensors"
+    forget(file)
+    done = torchrun(root, 2, EXAMPLE, directory, "--budget", "600MiB")
+    assert done.returncode != 0
+    lines = re.findall(r"BudgetError: (.*)", done.stderr)
+    assert len(lines) == 2 and len(set(lines)) == 1, done.stderr
+    assert "BUDGET" in lines[0] and "600.00 MiB" in lines[0], lines
+    assert cached_bytes(file) <= 1 * MIB, "headers, and what the kernel reads ahead of them"
+    assert "step 0" not in done.stdout
+
+
+def forget(file: Path) -> None:
+    """The page cache shall not have it."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert cached_bytes(file) == 0
+
+
+def cached_bytes(file: Path) -> int:
+    """How much of a file is in the page cache."""
+    done = subprocess.run(
+        ["fincore", "--bytes", "--noheadings", "--output", "RES", file],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return int(done.stdout or 0)

@@ -1,0 +1,358 @@
+"""What a rank does when it is asked (`ranks.py`): the table of acts at the end."""
+
+import contextlib
+import gc
+import hashlib
+import importlib.util
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from ranks import failed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+# Imported late otherwise, by every forked rank for itself.
+from transformers.models.mixtral import modeling_mixtral  # noqa: F401
+from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
+
+import modicum.torch
+from modicum.torch import _group
+
+transformers.utils.logging.disable_progress_bar()
+
+STEPS = 5
+CONNECT_LIMIT = timedelta(seconds=120)
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples/finetune_fsdp2.py"
+
+_folder = Path()
+
+
+def join(rank: int, world: int, folder: Path) -> None:
+    """The process group, as torchrun's environment would have made it. Rank 0 has the store."""
+    global _folder
+    _folder = folder
+    torch.set_num_threads(1)
+    port = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, world, True, CONNECT_LIMIT, wait_for_workers=False)
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("localhost", int(port.read_text()), world, False, CONNECT_LIMIT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def greet() -> int:
+    """All have come."""
+    dist.barrier()
+    return os.getpid()
+
+
+# ---- models
+
+
+def built(
+    directory: str, dtype: str | None, mesh: list[int], by: str = "modicum", masters: bool = False
+) -> Any:
+    """A sharded causal language model: with torch's own load before it is cut, or empty."""
+    as_dtype = getattr(torch, dtype) if dtype else "auto"
+    kind = transformers.AutoModelForCausalLM
+    # What the default takes on CPUs wants sizes that are not awkward.
+    config = transformers.AutoConfig.from_pretrained(directory, experts_implementation="eager")
+    if by == "torch":
+        model = kind.from_pretrained(directory, config=config, dtype=as_dtype)
+    else:
+        with modicum.torch.empty_parameters():
+            model = kind.from_config(config, dtype=config.dtype if dtype is None else as_dtype)
+    return sharded(model.train(), mesh, masters)
+
+
+def sharded(model: Any, mesh: list[int], masters: bool = False) -> Any:
+    """Each layer by itself, the rest together; of two mesh axes the first one replicates."""
+    names = ("replica", "shard")[-len(mesh) :]
+    arguments: dict[str, Any] = {"mesh": init_device_mesh("cpu", tuple(mesh), mesh_dim_names=names)}
+    if masters:
+        arguments["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, **arguments)
+    return fully_shard(model, **arguments)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def told(tensor: torch.Tensor) -> str:
+    """Dtype, shape and a digest of the bits."""
+    digest = hashlib.sha256(bits(tensor)).hexdigest()[:16]
+    return f"{tensor.dtype} {list(tensor.shape)} {digest}"
+
+
+def local_state(model: Any) -> dict[str, str]:
+    """What this rank holds, by name."""
+    state = model.state_dict()
+    return {n: told(t.to_local() if isinstance(t, DTensor) else t) for n, t in state.items()}
+
+
+def whole_state(model: Any) -> dict[str, str]:
+    """What all hold together, by name."""
+    state = model.state_dict()
+    return {n: told(t.full_tensor() if isinstance(t, DTensor) else t) for n, t in state.items()}
+
+
+# ---- training
+
+
+def groups(model: Any) -> list[dict[str, Any]]:
+    """Three that learn differently, in another order than the model's; a norm is frozen."""
+    named = dict(model.named_parameters())
+    frozen = "model.layers.0.input_layernorm.weight"
+    named.pop(frozen)
+    model.get_parameter(frozen).requires_grad_(False)
+    norms = [p for n, p in named.items() if "norm" in n]
+    embeddings = [p for n, p in named.items() if "embed" in n or "lm_head" in n]
+    rest = [p for n, p in named.items() if "norm" not in n and "embed" not in n and "lm_h" not in n]
+    return [
+        {"params": rest[::-1], "weight_decay": 0.1},
+        {"params": norms, "weight_decay": 0.0, "lr": 3e-3},
+        {"params": embeddings, "lr": 2e-3},
+    ]
+
+
+def train(
+    directory: str,
+    by: str,
+    mesh: list[int],
+    dtype: str | None = None,
+    optimizer: str = "after",
+    masters: bool = False,
+) -> dict[str, Any]:
+    """Five steps of AdamW.
+
+    Args:
+        by: "modicum", or "torch": `from_pretrained` on every rank.
+        optimizer: when it is made: "before" sharding (and rebound), "between" that and the load, or
+            "after" both.
+    """
+    made = None
+    if by == "torch":
+        model = built(directory, dtype, mesh, by, masters)
+    elif optimizer == "before":
+        config = transformers.AutoConfig.from_pretrained(directory, experts_implementation="eager")
+        with modicum.torch.empty_parameters():
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, dtype) if dtype else config.dtype
+            ).train()
+        made = torch.optim.AdamW(groups(model), lr=1e-3)
+        with modicum.torch.rebinding(model, made):
+            sharded(model, mesh, masters)
+    else:
+        model = built(directory, dtype, mesh, by, masters)
+    if by == "modicum":
+        if optimizer == "between":
+            made = torch.optim.AdamW(groups(model), lr=1e-3)
+        modicum.torch.load(
+            model, directory, dtype=getattr(torch, dtype) if dtype else None, progress=False
+        )
+    before = whole_state(model)
+    made = made or torch.optim.AdamW(groups(model), lr=1e-3)
+    losses = steps(model, made)
+    return {"before": before, "losses": losses, "after": whole_state(model)}
+
+
+def steps(model: Any, optimizer: Any) -> list[str]:
+    """The losses of this rank's batches, in hexadecimal: all bits."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(STEPS):
+        tokens = torch.randint(model.config.vocab_size, (2, 16), generator=generator)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    return losses
+
+
+# ---- one load
+
+
+def loaded(
+    directory: str,
+    mesh: list[int],
+    by: str = "modicum",
+    dtype: str | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """What this rank then holds and has read, and the report."""
+    model = built(directory, dtype, mesh, by)
+    if by == "torch":
+        return {"state": local_state(model)}
+    before = read_bytes()
+    report = modicum.torch.load(
+        model,
+        directory,
+        dtype=getattr(torch, dtype) if dtype else None,
+        progress=False,
+        **arguments,
+    )
+    read = read_bytes() - before
+    return {"state": local_state(model), "read_bytes": read, "report": report.document}
+
+
+def read_bytes() -> int:
+    """What this process has asked `read` for so far, by the kernel's count."""
+    lines = Path("/proc/self/io").read_text().split()
+    return int(lines[lines.index("rchar:") + 1])
+
+
+def on_host(name: str) -> None:
+    """Lets Modicum take this rank for one of another host."""
+    socket.gethostname = lambda: name
+
+
+# ---- loads that fail
+
+
+def tried(
+    directory: str,
+    source: str,
+    mesh: list[int],
+    dtype: str | None = None,
+    pause_s: float = 0,
+    truncate: str | None = None,
+    again: bool = True,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """A load from `source` that may fail: how it did, what it leaves, and a second one from
+    `directory`, which must not.
+
+    Args:
+        pause_s: to sleep when all have agreed and this rank has read nothing.
+        truncate: a file to cut short at that time.
+        again: whether there is a second load.
+    """
+    model = built(directory, None, mesh)
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    as_dtype = getattr(torch, dtype) if dtype else None
+
+    def act() -> None:
+        (_folder / f"begun-{dist.get_rank()}").touch()
+        if truncate is not None:
+            os.truncate(truncate, os.path.getsize(truncate) // 2)
+        time.sleep(pause_s)
+
+    failure, begin, before = None, time.monotonic(), read_bytes()
+    try:
+        with once_agreed(act):
+            modicum.torch.load(model, source, dtype=as_dtype, progress=False, **arguments)
+    except (Exception, KeyboardInterrupt) as error:
+        failure = failed(error, time.monotonic() - begin)
+    made: dict[str, Any] = {"failure": failure, "read_bytes": read_bytes() - before}
+    made["on_meta"] = all(p.is_meta for p in model.parameters()) and shapes == {
+        n: tuple(p.shape) for n, p in model.named_parameters()
+    }
+    if again and failure is not None:
+        modicum.torch.load(model, directory, progress=False)
+    made["state"] = local_state(model) if again or failure is None else None
+    return made
+
+
+@contextlib.contextmanager
+def once_agreed(act: Callable[[], None]) -> Iterator[None]:
+    """Calls `act` when all ranks have found that they have the same plan; no data is read before."""
+    agree = _group.Ranks.agree
+
+    def agree_and_act(self: _group.Ranks, digest: str) -> None:
+        agree(self, digest)
+        act()
+
+    _group.Ranks.agree = agree_and_act
+    try:
+        yield
+    finally:
+        _group.Ranks.agree = agree
+
+
+# ---- memory
+
+
+def held_bytes(*names: str) -> int:
+    """Lines of this process's status, summed."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(lines[name].split()[0]) for name in names) * 1024
+
+
+def measured(
+    directory: str, mesh: list[int], by: str, dtype: str | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """How much anonymous and shared memory this process has more at its peak, by the kernel.
+
+    `by` "torch" is the loader that everybody writes first: every rank loads the model and then
+    keeps its part.
+    """
+    model = None if by == "torch" else built(directory, dtype, mesh)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
+    before = held_bytes("RssAnon", "RssShmem")
+    report = None
+    if by == "torch":
+        model = built(directory, dtype, mesh, by)
+    else:
+        as_dtype = getattr(torch, dtype) if dtype else None
+        report = modicum.torch.load(model, directory, dtype=as_dtype, progress=False, **arguments)
+    now, fallen = held_bytes("RssAnon", "RssShmem"), held_bytes("VmHWM") - held_bytes("VmRSS")
+    answer: dict[str, Any] = {"grown_bytes": now + fallen - before, "kept_bytes": now - before}
+    answer["local_bytes"] = sum(p.to_local().nbytes for p in model.parameters())
+    if report is not None:
+        answer["report"] = report.document
+    return answer
+
+
+# ---- more
+
+
+def write(directory: str, family: str, **changes: Any) -> None:
+    """A tiny model, as the hub has it, in three files; rank 0 writes it."""
+    import families
+
+    if dist.get_rank() != 0:
+        return
+    (one,) = [one for one in families.FAMILIES if one.name == family]
+    config = one.config | changes.pop("config", {})
+    one = replace(one, config=config, **changes)
+    one.write(one.build(), Path(directory))
+
+
+def example(directory: str, mesh: list[int], dtype: str, steps: int) -> None:
+    """The example's training of what torch itself has loaded; it prints losses."""
+    spec = importlib.util.spec_from_file_location("example", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = built(directory, dtype, mesh, "torch")
+    module.train(model, steps, "cpu")
+
+
+ACTS: dict[str, Callable[..., Any]] = {
+    "greet": greet,
+    "train": train,
+    "loaded": loaded,
+    "on_host": on_host,
+    "tried": tried,
+    "measured": measured,
+    "write": write,
+    "example": example,
+}
