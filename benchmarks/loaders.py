@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,15 +85,15 @@ class Stage:
         return measure(self._zygote(row.allocator), job, self.scratch, at_the_gate, PATIENCE_S)
 
     def _prepare(self, cold: bool, need_bytes: float) -> None:
-        """Page cache and free memory as the run is to find them."""
-        directory = Path(self.case.directory)
-        if cold:
-            drop(directory)
-        for path in [] if cold else self.files():
-            with path.open("rb") as file:
-                while file.read(1 << 24):
-                    pass
+        """Free memory and page cache as the run is to find them."""
         touch_and_release(int(min(need_bytes, available_bytes() / 2)))
+        if cold:
+            drop(Path(self.case.directory))
+        else:
+            for path in self.files():
+                with path.open("rb") as file:
+                    while file.read(1 << 24):
+                        pass
 
     def measure(self, row: Row, round_: int, cold: bool) -> Result:
         """One run, whatever comes of it."""
@@ -110,6 +111,8 @@ class Stage:
             nonlocal cached
             self._prepare(cold, need)
             cached = cached_bytes(Path(self.case.directory))
+            if cold and cached > sum(self.stored) / 100:
+                raise RunFailedError(f"{cached} bytes of the files stay in the page cache")
 
         try:
             raw = self._run(row, at_the_gate)
@@ -200,6 +203,8 @@ def is_whole(options: argparse.Namespace) -> bool:
 
 def main() -> int:
     options = parsed()
+    # What is cleaned up at the end is cleaned up then too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     if not options.checkpoint and not options.modicum.is_file():
         raise SystemExit(f"{options.modicum} is not there; run `make build`")
     rows = selected(options.rows)

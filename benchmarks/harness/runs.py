@@ -162,8 +162,10 @@ def measure(
                 seen = watch.end()
             ranks.tell()
             checked = ranks.hear("checked", patience_s)
-        except (RunFailedError, OSError) as error:
+        except BaseException as error:
             ranks.kill()
+            if not isinstance(error, (RunFailedError, OSError)):
+                raise
             limit_reached = group is not None and group.was_out_of_memory()
             what = f"killed: more than {limit >> 20} MiB" if limit_reached else str(error)
             raise RunFailedError(what) from error

@@ -92,7 +92,7 @@ ROWS = (
         "malloc",
     ),
     *tuned(Row("torch-broadcast", "whole:torch_broadcast", need=SENT), "malloc"),
-    *tuned(Row("dcp", "slices:dcp"), "hugepages"),
+    *tuned(Row("dcp", "slices:distributed_checkpoint"), "hugepages"),
     Row("transformers", "slices:shard_on_read"),
     *tuned(Row("get_slice", "slices:get_slice"), "hugepages"),
     *tuned(Row("preadv", "slices:preadv"), "hugepages"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp_module
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
@@ -20,14 +20,14 @@ from rivals.rows import Case
 STAGING_BYTES = 1 << 20
 
 
-def dcp(case: Case, built: Callable[[], None]) -> torch.nn.Module:
+def distributed_checkpoint(case: Case, built: Callable[[], None]) -> torch.nn.Module:
     """torch's distributed checkpoint reads Hugging Face files."""
     model = empty_sharded(case)
     built()
     materialize(model)
     # A tied head is not in the files, and what is not in the files is an error.
     state = dict(model.named_parameters())
-    dcp_module.load(state, storage_reader=HuggingFaceStorageReader(case.directory))
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(case.directory))
     return model
 
 
