@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from harness.page import GIB, ROOT, write_between_markers
 from harness.runs import RunFailedError, Zygote, measure
@@ -118,19 +118,27 @@ class Stage:
             raw = self._run(row, at_the_gate)
         except RunFailedError as error:
             return result | {"outcome": "cannot", "why": str(error)}
-        wrong = sorted({name for said in raw["checked"] for name in said["wrong"]})
-        times = [said["times"] for said in raw["loaded"]]
-        begin = min(t.get("begin_load", t["begin"]) for t in times)
-        builds = [t["built"] - t["begin"] for t in times if "built" in t]
-        return result | raw["seen"] | {
-            "outcome": "wrong" if wrong else "right",
-            "why": ", ".join(wrong),
-            "build_s": max(builds, default=None),
-            "load_s": max(t["loaded"] for t in times) - begin,
-            "seconds": max(t["written"] for t in times) - begin,
-            "cached_before_bytes": cached,
-            "cached_after_bytes": cached_bytes(Path(self.case.directory)),
-        }  # fmt: skip
+        cached_after = cached_bytes(Path(self.case.directory))
+        seen = {"cached_before_bytes": cached, "cached_after_bytes": cached_after} | raw["seen"]
+        return result | seen | timed([said["times"] for said in raw["loaded"]]) | compared(raw)
+
+
+def compared(raw: dict[str, Any]) -> Result:
+    wrong = sorted({name for said in raw["checked"] for name in said["wrong"]})
+    return {"outcome": "wrong" if wrong else "right", "why": ", ".join(wrong)}
+
+
+def timed(ranks: list[dict[str, tuple[float, float]]]) -> Result:
+    """From the first rank's begin to the last one's end; CPU time is of all together."""
+    begins = [marks.get("begin_load", marks["begin"]) for marks in ranks]
+    begin_s = min(seconds for seconds, _ in begins)
+    builds = [marks["built"][0] - marks["begin"][0] for marks in ranks if "built" in marks]
+    return {
+        "build_s": max(builds, default=None),
+        "load_s": max(marks["loaded"][0] for marks in ranks) - begin_s,
+        "seconds": max(marks["written"][0] for marks in ranks) - begin_s,
+        "cpu_s": sum(marks["written"][1] for marks in ranks) - sum(cpu_s for _, cpu_s in begins),
+    }
 
 
 def synthesise(program: Path, case: Case, layers: int | None, scratch: Path) -> Case:
@@ -144,7 +152,10 @@ def synthesise(program: Path, case: Case, layers: int | None, scratch: Path) -> 
     return dataclasses.replace(case, layers=wanted, directory=str(directory))
 
 
-def measure_case(stage: Stage, rows: list[Row], reps: int, cold: int) -> list[Result]:
+def measure_case(
+    stage: Stage, rows: list[Row], reps: int, cold: int, raw: TextIO
+) -> list[Result]:
+    """Every row, in rounds."""
     results: list[Result] = []
     given_up: set[str] = set()
     for round_ in range(reps + cold):
@@ -154,6 +165,7 @@ def measure_case(stage: Stage, rows: list[Row], reps: int, cold: int) -> list[Re
             result = stage.measure(row, round_, cold=round_ >= reps)
             result["at"] = time.time()
             results.append(result)
+            print(json.dumps(result), file=raw, flush=True)
             tell(result, stage.shards_bytes)
             if result["outcome"] in ("cannot", "n/a"):
                 given_up.add(row.name)
@@ -165,7 +177,7 @@ def tell(result: Result, shards_bytes: int) -> None:
     what = result["outcome"]
     if "seconds" in result:
         peak = result["peak_sampled_bytes"] / shards_bytes
-        what += f", {result['seconds']:.2f} s, {peak:.2f} of the shards"
+        what += f", {result['seconds']:.2f} s, {result['cpu_s']:.2f} s of CPU, {peak:.2f} shards"
     why = f": {result['why']}" if result["why"] else ""
     when = "cold" if result["cold"] else "warm"
     print(f"{result['case']} {when} {result['row']}: {what}{why}"[:400], file=sys.stderr)
@@ -220,11 +232,9 @@ def main() -> int:
                 case = dataclasses.replace(case, directory=options.checkpoint)
             else:
                 case = synthesise(options.modicum, case, options.layers, scratch)
-            with Stage(case, scratch) as stage:
-                results = measure_case(stage, rows, options.reps, options.cold)
+            with Stage(case, scratch) as stage, options.raw.open("a") as raw:
+                results = measure_case(stage, rows, options.reps, options.cold, raw)
             cases[case.name] = results, stage.shards_bytes
-            with options.raw.open("a") as raw:
-                raw.writelines(json.dumps(result) + "\n" for result in results)
             text = table(case, rows, results, stage.shards_bytes, stage.stored)
             print(text, flush=True)
             if is_whole(options):

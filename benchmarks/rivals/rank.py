@@ -60,6 +60,11 @@ def told(error: BaseException) -> str:
     return words.splitlines()[-1] if "Traceback" in words else f"{type(error).__name__}: {words}"
 
 
+def now() -> tuple[float, float]:
+    """Seconds of one clock for all ranks, and of CPU time of this one, all its threads together."""
+    return time.monotonic(), time.process_time()
+
+
 def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
     case = Case(**job["case"])
     truth = Path(job["truth"])
@@ -79,18 +84,18 @@ def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
     gate.say("ready")
     gate.wait()
     dist.barrier()
-    times = {"begin": time.monotonic()}
+    times = {"begin": now()}
 
     def built() -> None:
-        times["built"] = time.monotonic()
+        times["built"] = now()
         dist.barrier()
-        times["begin_load"] = time.monotonic()
+        times["begin_load"] = now()
 
     model = load(case, built, **job["options"])
-    times["loaded"] = time.monotonic()
+    times["loaded"] = now()
     with torch.no_grad():
         touch(model)
-    times["written"] = time.monotonic()
+    times["written"] = now()
     gate.say("loaded", times=times)
     gate.wait()
     gate.say("checked", wrong=differences(model, rank, truth))

@@ -127,7 +127,7 @@ def read_into(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
 
 
 def preadv(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """Big reads straight into the shards; what must be cast or cut in columns goes through 1 MiB."""
+    """Big reads straight into the shards; what is cast or cut in columns goes through 1 MiB."""
     model = empty_sharded(case)
     built()
     materialize(model)

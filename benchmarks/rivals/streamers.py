@@ -16,7 +16,7 @@ from rivals.slices import files_of, wanted
 def runai(
     case: Case, built: Callable[[], None], lean: bool = False, distributed: bool = False
 ) -> torch.nn.Module:
-    """runai-model-streamer; lean: no more buffers than it must have, no more tensors than needed."""
+    """runai-model-streamer; lean: as few buffers as it can do with, and needed tensors only."""
     model = empty_sharded(case)
     built()
     materialize(model)

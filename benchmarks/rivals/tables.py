@@ -23,7 +23,7 @@ PACKAGES = (
 MEASURED = ("right", "wrong")
 HEADER = (
     "loader | bits | peak, sampled | peak, kernel | worst rank | kept | from disk, warm / cold "
-    "| page cache left | build, s | load and first write, s | the same, cold"
+    "| page cache left | build, s | load and first write, s | CPU, s | cold, s"
 )
 
 
@@ -83,6 +83,7 @@ def line(row: Row, results: list[Result], shards_bytes: int, stored_bytes: int) 
         ratios(cold, lambda run: run["cached_after_bytes"], stored_bytes),
         spread(run["build_s"] for run in warm),
         spread(run["seconds"] for run in warm),
+        spread(run["cpu_s"] for run in warm),
         spread(run["seconds"] for run in cold),
     ]
     return f"| {' | '.join(cells)} |"
