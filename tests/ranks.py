@@ -1,8 +1,8 @@
 """Real ranks: processes with a process group over gloo, each of which does what it is asked.
 
-What can be asked for is the table of `torch_rank.py`. Two ways to start: *forked* ranks come, within
-a second, from a server that has imported torch and transformers; *fresh* ones are new interpreters,
-as torchrun starts them, which share no memory with anybody.
+What can be asked for is the table of `torch_rank.py`. Two ways to start: *forked* ranks come, in a
+second, from a server that has imported torch and transformers; *fresh* ones are interpreters of
+their own, as torchrun starts them, which share no memory with anybody.
 """
 
 import contextlib

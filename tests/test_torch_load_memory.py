@@ -286,7 +286,6 @@ def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.Monkey
         assert ledger.held_bytes == 0
 
 
-@pytest.mark.xfail(strict=True, reason="elements come as a view that torch takes for read-only")
 def test_a_copy_is_no_reason_for_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_load._Walk, "_device_of", lambda walk, of: META)
     torch.set_warn_always(True)

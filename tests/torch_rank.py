@@ -273,7 +273,7 @@ def tried(
 
 @contextlib.contextmanager
 def once_agreed(act: Callable[[], None]) -> Iterator[None]:
-    """Calls `act` when all ranks have found that they have the same plan; no data is read before."""
+    """Calls `act` when all ranks know that they have the same plan; no data is read before."""
     agree = _group.Ranks.agree
 
     def agree_and_act(self: _group.Ranks, digest: str) -> None:
