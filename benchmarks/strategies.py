@@ -10,9 +10,6 @@ Writes the table into README.md and benchmarks/RESULTS.md between their markers.
 """
 
 import json
-import os
-import platform
-import re
 import shutil
 import statistics
 import subprocess
@@ -20,12 +17,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from harness.page import GIB, ROOT, machine, write_between_markers
+
 MODICUM = ROOT / "build/release/modicum"
 COMMAND = "python3 benchmarks/strategies.py"
 ARCH, RANKS, ROUNDS = "qwen3-0.6b", 8, 5
 STRATEGIES = ("own-shard", "node-reader", "rank0-broadcast", "full-per-rank")
-GIB = 1 << 30
 
 
 def run(*args: str) -> dict:
@@ -66,15 +63,6 @@ def row(name: str, promise: dict, reports: list[dict], model_bytes: int) -> str:
     return f"| `{name}` | {gib} | {read:.2f} | {speed} |"
 
 
-def cpu() -> str:
-    text = Path("/proc/cpuinfo").read_text()
-    name = re.search(r"model name\s*: (.*)", text)
-    flags = re.search(r"^flags\s*: (.*)$", text, re.M)
-    present = set(flags.group(1).split()) if flags else set()
-    isa = next((i for i in ("avx512f", "avx2", "sse4_2") if i in present), platform.machine())
-    return f"{name.group(1) if name else platform.machine()}, {os.cpu_count()} CPUs, {isa}"
-
-
 def table(model: Path) -> str:
     model_bytes = run("inspect", str(model))["checkpoint"]["bytes"]
     plan = run("plan", str(model), "--ranks", str(RANKS))
@@ -93,17 +81,9 @@ def table(model: Path) -> str:
             *rows,
             "",
             f"`{COMMAND}`: {ROUNDS} interleaved rounds, warm page cache, committing memory "
-            f"included; {version.stdout.strip()}, {cpu()}, Linux {platform.release()}.",
+            f"included; {version.stdout.strip()}, {machine()}.",
         ]
     )
-
-
-def write_between_markers(path: Path, text: str) -> None:
-    begin, end = "<!-- bench:strategies -->", "<!-- /bench:strategies -->"
-    page = path.read_text()
-    head, rest = page.split(begin)
-    tail = rest.split(end)[1]
-    path.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
 
 
 def main() -> int:
@@ -118,7 +98,7 @@ def main() -> int:
     finally:
         shutil.rmtree(scratch)
     for page in ("README.md", "benchmarks/RESULTS.md"):
-        write_between_markers(ROOT / page, text)
+        write_between_markers(ROOT / page, "strategies", text)
     print(text)
     return 0
 

@@ -1,5 +1,5 @@
-"""What `modicum.torch.load` is told: what may be missing or left over, dtypes, no source at all; and
-what it refuses, which leaves the model as it was.
+"""What `modicum.torch.load` is told: what may be missing or left over, dtypes, no source at all;
+and what it refuses, which leaves the model as it was.
 
 House test. It catches these mutations: numbers made up by each rank for itself; a tensor that stays
 on meta without a word; a model that keeps half of a load that failed; a missing name that is made
@@ -44,6 +44,13 @@ from modicum.torch import _load, empty_parameters  # noqa: E402
 
 TWO = Cut("fsdp2", (2,))
 HEAD, NORM = "lm_head.weight", "model.norm.weight"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole_models() -> None:
+    """Are there before a rank is played."""
+    for name in ("llama", "llama_tied"):
+        from_pretrained(name)
 
 
 def copy_without(directory: Path, name: str, *left_out: str, **more: Any) -> Path:
@@ -130,7 +137,8 @@ def test_a_head_that_no_file_holds(cls: Any, head: str, left_over: str | None) -
         with pytest.raises(modicum.UsageError, match="lacks") as raised:
             load(make(), directory, unexpected="ignore")
         assert raised.value.tensor == f"{head}.weight"
-    whole = same_at_every_world(make, directory, missing=f"^{head}", unexpected=left_over or "error")
+    options = {"missing": f"^{head}", "unexpected": left_over or "error"}
+    whole = same_at_every_world(make, directory, **options)
     made = whole.pop(f"{head}.weight")
     bias = whole.pop(f"{head}.bias", torch.zeros(1))
     assert made.std() > 0 and len(made.unique()) == made.numel()
@@ -231,7 +239,7 @@ def test_what_is_left_over_is_an_error(left_over: Path) -> None:
     assert refused(left_over, says="1 stored", unexpected=["extra"]).tensor == "other.bias"
 
 
-@pytest.mark.parametrize("unexpected", ["ignore", r"extra|other", ["^other", r"\.extra\."]], ids=str)
+@pytest.mark.parametrize("unexpected", ["ignore", "extra|other", ["^other", "extra"]], ids=str)
 def test_unexpected(unexpected: Any, left_over: Path) -> None:
     with playing_new_rank(1, 2):
         model = shard(empty("llama"), TWO)
@@ -245,8 +253,8 @@ def test_unexpected(unexpected: Any, left_over: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "marian", "bart", "mixtral", "t5"])
 def test_without_a_source_the_model_makes_everything(name: str) -> None:
     """What is constant is the same to the bit; what is random has the same spread."""
-    whole = same_at_every_world(lambda: empty(name), None)
     plain = BY_NAME[name].model_class(config_of(name))
+    whole = same_at_every_world(lambda: empty(name), None)
     for path, parameter in parameters_of(plain).items():
         got, expected = whole[path], parameter.detach()
         if len(expected.unique()) == 1 or name == "marian" and "embed_positions" in path:
@@ -271,7 +279,8 @@ def test_without_a_source_modules_reset_their_parameters() -> None:
 
 
 def test_a_dtype_that_its_unit_has_not_is_refused_by_name() -> None:
-    error = refused(checkpoint_of("llama"), says="in one dtype", keep_fp32=r"norm", dtype=torch.half)
+    options = {"keep_fp32": "norm", "dtype": torch.half}
+    error = refused(checkpoint_of("llama"), says="in one dtype", **options)
     assert error.category == "UNSUPPORTED"
     assert error.tensor == "model.layers.0.input_layernorm.weight"
 
@@ -279,12 +288,12 @@ def test_a_dtype_that_its_unit_has_not_is_refused_by_name() -> None:
 # ---- what has values already
 
 
-@pytest.mark.parametrize("cut", [Cut("none", (2,)), TWO, Cut("fsdp2", (3,), dim=1)], ids=str)
+@pytest.mark.parametrize("cut", [Cut("none", (2,)), Cut("fsdp2", (3,), dim=1), TWO], ids=str)
 def test_a_second_load_overwrites_what_it_has(cut: Cut, tmp_path: Path) -> None:
-    """In the same memory; the rest is left alone."""
+    """In the same memory, cast to the dtype that is there; the rest is left alone."""
     whole, directory = from_pretrained("llama_tied"), checkpoint_of("llama_tied")
-    partly = {"model.norm.weight": torch.arange(39).bfloat16(),
-              "model.embed_tokens.weight": torch.arange(101 * 39).reshape(101, 39).bfloat16()}
+    partly = {NORM: torch.arange(39) / 3,
+              "model.embed_tokens.weight": torch.arange(101 * 39).reshape(101, 39) / 7}
     second = write_checkpoint(tmp_path / "model", partly)
     for rank in range(cut.world):
         with playing_new_rank(rank, cut.world):
@@ -296,14 +305,21 @@ def test_a_second_load_overwrites_what_it_has(cut: Cut, tmp_path: Path) -> None:
             assert before == after
             load(model, directory)
             assert_holds(model, whole, cut, rank)
-            load(model, second)
+            load(model, second, missing="init")
             for name, tensor in partly.items():
-                with torch.no_grad():
-                    got = model.get_parameter(name)
-                    assert_same(local(got), part_of(tensor, cut, rank), name)
-                    # What was there before goes back, and nothing else is different.
-                    local(got).copy_(part_of(whole.get_parameter(name), cut, rank))
+                got = local(model.get_parameter(name))
+                assert_same(got, part_of(tensor.bfloat16(), cut, rank), name)
+                # What was there before goes back, and nothing else is different.
+                got.copy_(part_of(whole.get_parameter(name), cut, rank))
             assert_holds(model, whole, cut, rank)
+
+
+def test_where_nothing_is_on_meta_nothing_is_made() -> None:
+    with playing_new_rank(1, 2):
+        model = shard(empty("llama"), TWO)
+        load(model, checkpoint_of("llama"))
+        load(model, None)
+        assert_holds(model, from_pretrained("llama"), TWO, 1)
 
 
 def part_of(tensor: Any, cut: Cut, rank: int) -> Any:
@@ -320,6 +336,47 @@ def test_what_has_values_keeps_its_dtype() -> None:
             load(model, checkpoint_of("llama"), dtype=torch.bfloat16)
         assert raised.value.category == "MISMATCH"
         assert_holds(model, from_pretrained("llama"), TWO, 0)
+
+
+# ---- where it comes from, where it goes
+
+
+@pytest.mark.parametrize("form", [str, Path, lambda place: place / "model.safetensors"])
+def test_a_source_is_a_directory_or_a_file(form: Any, tmp_path: Path) -> None:
+    directory = copy_without(tmp_path, "llama")
+    with playing_new_rank(1, 2):
+        model = shard(empty("llama"), TWO)
+        load(model, form(directory))
+        assert_holds(model, from_pretrained("llama"), TWO, 1)
+
+
+@pytest.mark.parametrize("layout", ["none", "fsdp2"])
+def test_a_load_does_not_go_by_the_device_that_a_model_is_built_on(layout: str) -> None:
+    cut = Cut(layout, (2,))
+    with playing_new_rank(1, 2):
+        model = shard(empty("llama"), cut)
+        with torch.device("meta"):
+            load(model, checkpoint_of("llama"))
+        assert_holds(model, from_pretrained("llama"), cut, 1)
+
+
+# ---- what is seen of it
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_rank_0_shows_what_happens(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with playing_new_rank(rank, 2):
+        model = shard(empty("llama"), TWO)
+        load(model, checkpoint_of("llama"), progress=True)
+    told = capfd.readouterr().err
+    assert ("own-shard, 2 ranks on 1 node" in told) == (rank == 0)
+    assert ("Loading weights: 100%" in told) == (rank == 0)
+
+
+def test_a_bar_needs_nothing_but_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with playing_new_rank(0, 1):
+        load(shard(empty("llama"), Cut("fsdp2", (1,))), checkpoint_of("llama"), progress=True)
 
 
 # ---- refusals
@@ -340,6 +397,14 @@ def test_what_has_values_keeps_its_dtype() -> None:
 )
 def test_what_makes_no_sense_is_refused(options: Any, error: Any, says: str) -> None:
     refused(checkpoint_of("llama"), error, says=says, **options)
+
+
+def test_the_process_itself_is_part_of_a_budget() -> None:
+    held = modicum._modicum.process_memory()["held_bytes"]
+    error = refused(checkpoint_of("llama"), modicum.BudgetError, says="node 0", budget=held)
+    owners = {owner["purpose"]: owner["bytes"] for owner in error.owners}
+    assert owners["process"] >= 1.8 * held  # of two ranks; some of it may be gone by now
+    assert error.shortfall_bytes == error.got - held == sum(owners.values()) - held
 
 
 def test_a_source_that_is_no_checkpoint(tmp_path: Path) -> None:
@@ -372,8 +437,9 @@ def test_a_failure_while_loading_leaves_the_model_as_it_was(
 
 
 def test_a_buffer_that_nobody_computes_is_refused() -> None:
+    config = config_of("llama")
     with torch.device("meta"):
-        model = BY_NAME["llama"].model_class(config_of("llama"))
+        model = BY_NAME["llama"].model_class(config)
     with pytest.raises(modicum.UsageError, match="empty_parameters") as raised:
         load(model, checkpoint_of("llama"))
     assert raised.value.tensor == "model.rotary_emb.inv_freq"

@@ -99,6 +99,28 @@ def test_dtype_is_not_what_the_model_was_built_in(name: str, cut: Cut) -> None:
         assert_holds(model, whole, cut, rank)
 
 
+@pytest.mark.parametrize("name", ["t5", "gpt_oss"])
+def test_float16(name: str) -> None:
+    """Other names are kept in float32 than in bfloat16."""
+    whole = from_pretrained(name, torch.float16)
+    assert {p.dtype for p in whole.parameters()} == {torch.float16, FP32}
+    for rank, model in loaded(name, Cut("fsdp2", (2,)), torch.float16):
+        assert_holds(model, whole, Cut("fsdp2", (2,)), rank)
+
+
+def test_what_is_frozen_stays_frozen() -> None:
+    """Some of a unit, too."""
+    cut, whole = Cut("fsdp2", (2,)), from_pretrained("llama")
+    with playing_new_rank(1, 2):
+        model = empty("llama")
+        frozen = {n for n, _ in model.named_parameters() if "q_proj" in n or ".0." in n}
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        load(shard(model, cut), checkpoint_of("llama"))
+        assert {n for n, p in model.named_parameters() if not p.requires_grad} == frozen
+        assert_holds(model, whole, cut, 1)
+
+
 def test_full_per_rank_gives_the_same() -> None:
     """The strategy that reads everything; others send bytes, which takes real ranks."""
     cut = Cut("fsdp2", (3,))

@@ -43,7 +43,9 @@ _places = tempfile.TemporaryDirectory(prefix="modicum-torch-")
 
 @cache
 def checkpoint_of(name: str) -> Path:
-    """Where a family's checkpoint is, as the hub has it."""
+    """Where a family's checkpoint is, as the hub has it. Only rank 0 of a process group would
+    write it."""
+    assert not dist.is_initialized(), f"{name} has to be there before a rank is played"
     family = BY_NAME[name]
     return family.write(family.build(), Path(_places.name) / name)
 
@@ -199,6 +201,15 @@ def assert_holds(model: nn.Module, whole: nn.Module, cut: Cut, rank: int) -> Non
     for name, buffer in buffers.items():
         assert not buffer.is_meta, f"{name} is on meta"
         assert_same(buffer, computed[name], f"{name} of rank {rank}")
+
+
+def differs(got: Any, expected: Any) -> bool:
+    """Whether a tensor of another loader is not what it has to be."""
+    try:
+        assert_same(got, expected, "")
+    except AssertionError:
+        return True
+    return False
 
 
 def buffer_bits(model: nn.Module) -> dict[str, bytes]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 PATIENCE_S = 60
 PRELOADED = ("torch", "torch.distributed", "modicum.torch._group")
 
+# There is one such server; who says last what it imports first only makes ranks start faster.
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(list(PRELOADED))
 

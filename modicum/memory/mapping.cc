@@ -15,6 +15,7 @@ namespace {
 
 // Older C libraries don't have it; Linux has had it since 5.14.
 constexpr int kPopulateWrite = 23;
+constexpr size_t kCommitStepBytes = 64 * kMiB;
 
 std::byte* map(uint64_t bytes, int flags) {
   void* const at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags | MAP_ANONYMOUS, -1, 0);
@@ -35,10 +36,14 @@ void touch(std::span<std::byte> part) noexcept {
 }
 
 void commit_slice(std::span<std::byte> slice) {
+  // In steps: meanwhile no other thread of the process can map memory.
   int result = 0;
-  do {
-    result = ::madvise(slice.data(), slice.size(), kPopulateWrite);
-  } while (result != 0 && errno == EINTR);
+  for (size_t at = 0; at < slice.size() && result == 0; at += kCommitStepBytes) {
+    const size_t n = std::min(kCommitStepBytes, slice.size() - at);
+    do {
+      result = ::madvise(slice.data() + at, n, kPopulateWrite);
+    } while (result != 0 && errno == EINTR);
+  }
   if (result == 0) return;
   // A kernel without the call has to be asked page by page. It can't say no that way, only kill,
   // so this is the second choice.

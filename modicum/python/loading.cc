@@ -237,7 +237,7 @@ void take_functions(const nb::object& copy, const nb::object& caller, Functions&
       const nb::gil_scoped_acquire acquired;
       auto* const data = const_cast<char*>(reinterpret_cast<const char*>(elements.data()));
       const auto view = nb::steal(
-          PyMemoryView_FromMemory(data, static_cast<Py_ssize_t>(elements.size()), PyBUF_READ));
+          PyMemoryView_FromMemory(data, static_cast<Py_ssize_t>(elements.size()), PyBUF_WRITE));
       copy(buffer, at, view);
     };
   }

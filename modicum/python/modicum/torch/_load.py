@@ -157,13 +157,6 @@ def _tensors_of(model: nn.Module) -> dict[str, _Tensor]:
     return found
 
 
-def _refuse_meta_buffers(model: nn.Module, loaded: Collection[str]) -> None:
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta and canonical(name) not in loaded:
-            what = "nothing computes this buffer: build the model under empty_parameters()"
-            raise refusal("UNSUPPORTED", what, tensor=canonical(name))
-
-
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as one line of bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)
@@ -205,7 +198,17 @@ class _Walk:
         self.initialiser = Initialiser(
             self.model, self.callers, seed=self.seed, empty=self._empty_for_init
         )
-        _refuse_meta_buffers(self.model, {target["name"] for target in self.targets})
+        self._refuse_what_nothing_makes()
+
+    def _refuse_what_nothing_makes(self) -> None:
+        """Every element has a source, or nothing is loaded."""
+        for name, of in self.tensors.items():
+            if of.tensor.is_meta and name not in self.dtypes:
+                raise refusal("MISMATCH", "nothing makes this tensor", tensor=name)
+        for fqn, buffer in self.model.named_buffers():
+            if buffer.is_meta and canonical(fqn) not in self.dtypes:
+                what = "nothing computes this buffer: build the model under empty_parameters()"
+                raise refusal("UNSUPPORTED", what, tensor=canonical(fqn))
 
     def _empty_for_init(self, shape: Collection[int], dtype: torch.dtype) -> torch.Tensor:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
@@ -227,7 +230,8 @@ class _Walk:
             what = "node-reader needs nodes of as many ranks each, which follow each other"
             raise refusal("UNSUPPORTED", what)
         places = self._place_targets()
-        shardings = list(dict.fromkeys(of.sharding for of in places))
+        whole = Sharding((self.ranks.world_size,), ())  # of a load without targets
+        shardings = list(dict.fromkeys(of.sharding for of in places)) or [whole]
         number = {sharding: n for n, sharding in enumerate(shardings)}
         layout = _modicum.make_layout(
             self.recipe,
@@ -289,7 +293,9 @@ class _Walk:
             return of.managed.device
         mesh = getattr(of.tensor, "device_mesh", None)
         device = torch.device(mesh.device_type) if mesh is not None else torch.get_default_device()
-        return torch.empty(0, device=device).device if device.type != "cpu" else device
+        if device.type in ("cpu", "meta"):  # meta is where a model is built, not where it lives
+            return torch.device("cpu")
+        return torch.empty(0, device=device).device
 
     def _place_in_what_is_there(self, of: _Tensor) -> None:
         local, dtype = of.local, self.dtypes[of.name]

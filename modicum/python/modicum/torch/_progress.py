@@ -3,8 +3,18 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 __all__ = ["progress_bar"]
+
+
+def _tqdm() -> Any:
+    """torch doesn't bring it; a load without a bar is a load."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm
 
 
 @contextlib.contextmanager
@@ -15,10 +25,10 @@ def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None] |
         total: bytes that will have been read in the end.
         shown: whether there is a bar, on stderr.
     """
-    if not shown:
+    tqdm = _tqdm() if shown else None
+    if tqdm is None:
         yield None
         return
-    from tqdm import tqdm
 
     with tqdm(
         total=total,

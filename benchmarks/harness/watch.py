@@ -1,0 +1,217 @@
+"""What a group of processes holds and reads while it runs, by the kernel's own counters.
+
+Two counters of memory beside each other. The sum of anonymous memory, shared memory and page tables
+over the processes is sampled, so a peak between two samples escapes it; the peak of their cgroup is
+the kernel's, and nothing escapes it. Where no cgroup can be made, the high-water marks of the
+processes stand in: less exact, as they count mapped files too, but an upper bound.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+from harness.page import ROOT
+
+sys.path.append(str(ROOT / "tests"))
+from cage import Cage, cage, drop_page_cache, why_no_cage
+
+PAGE = mmap.PAGESIZE
+TICKS = os.sysconf("SC_CLK_TCK")
+STATUS = re.compile(rb"^(RssAnon|RssFile|RssShmem|VmPTE|VmHWM):\s+(\d+) kB", re.M)
+
+
+def available_bytes() -> int:
+    """What the node can still give."""
+    text = Path("/proc/meminfo").read_text()
+    return int(re.search(r"MemAvailable:\s+(\d+) kB", text)[1]) << 10
+
+
+def cached_bytes(directory: Path) -> int:
+    """How much of a checkpoint is in the page cache."""
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    total = 0
+    for path in directory.glob("*.safetensors"):
+        size = path.stat().st_size
+        with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE) as mapped:
+            pages = (ctypes.c_ubyte * -(-size // PAGE))()
+            view = (ctypes.c_char * size).from_buffer(mapped)
+            if mincore(ctypes.byref(view), ctypes.c_size_t(size), pages) != 0:
+                raise OSError(ctypes.get_errno(), f"mincore of {path}")
+            del view
+            total += sum(page & 1 for page in pages) * PAGE
+    return total
+
+
+def drop(directory: Path) -> None:
+    """Forgets a directory's files, so that they are read from storage."""
+    drop_page_cache(directory)
+
+
+def touch_and_release(size: int) -> None:
+    """Makes the host back this much memory, which a virtual machine may have given back to it:
+    otherwise the first to touch it pays for that, and not for what it does."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    mmap.mmap(-1, size, flags=flags).close()
+
+
+def busy_seconds() -> float:
+    """CPU time that the whole machine has spent on anything."""
+    fields = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / TICKS
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def io_of(pid: int) -> dict[str, int]:
+    """/proc/PID/io: rchar is what was asked of read(), read_bytes what came from storage."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return {name: int(count) for name, count in (line.split(": ") for line in lines)}
+
+
+class Process:
+    """One process's memory, cheap to ask for often."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._status = os.open(f"/proc/{pid}/status", os.O_RDONLY)
+
+    def status(self) -> dict[str, int]:
+        """Bytes by the kernel's name; nothing once the process is gone."""
+        try:
+            text = os.pread(self._status, 8192, 0)
+        except ProcessLookupError:
+            return {}
+        return {name.decode(): int(kib) << 10 for name, kib in STATUS.findall(text)}
+
+    def reset_high_water(self) -> None:
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    def close(self) -> None:
+        os.close(self._status)
+
+
+def held(status: dict[str, int]) -> int:
+    """What no one else can have: anonymous and shared memory, and the tables that map it."""
+    return sum(status.get(name, 0) for name in ("RssAnon", "RssShmem", "VmPTE"))
+
+
+class Group:
+    """The memory cgroup that a run's processes are in."""
+
+    def __init__(self, cage: Cage) -> None:
+        self._cage = cage
+        self._v1 = cage.version == 1
+
+    def _read(self, v1: str, v2: str) -> str:
+        return (self._cage.directory / (v1 if self._v1 else v2)).read_text()
+
+    def usage(self) -> int:
+        return int(self._read("memory.usage_in_bytes", "memory.current"))
+
+    def cache(self) -> int:
+        """Page cache that is charged to it."""
+        pattern = r"^total_cache (\d+)" if self._v1 else r"^file (\d+)"
+        return int(re.search(pattern, self._read("memory.stat", "memory.stat"), re.M)[1])
+
+    def reset_peak(self) -> None:
+        # Of version 2 the peak since the ranks' start is kept, which is lower than any load's.
+        if self._v1:
+            (self._cage.directory / "memory.max_usage_in_bytes").write_text("0")
+
+    def peak(self) -> int:
+        return self._cage.peak_bytes()
+
+    def was_out_of_memory(self) -> bool:
+        return self._cage.oom_kills() > 0
+
+
+@contextlib.contextmanager
+def group_within(limit_bytes: int) -> Iterator[tuple[Group | None, str]]:
+    """A cgroup to put ranks into and the file that does so, where there can be one."""
+    if why_no_cage():
+        yield None, ""
+        return
+    with cage(limit_bytes) as made:
+        yield Group(made), str(made.directory / "cgroup.procs")
+
+
+class Watch:
+    """Watches processes from its making to `end`; `sample` is to be called often between them."""
+
+    def __init__(self, pids: Iterable[int], group: Group | None) -> None:
+        self._processes = [Process(pid) for pid in pids]
+        self._group = group
+        self._samples = 0
+        for process in self._processes:
+            process.reset_high_water()
+        if group:
+            group.reset_peak()
+        self._first = [process.status() for process in self._processes]
+        self._usage = group.usage() if group else 0
+        self._io = [io_of(process.pid) for process in self._processes]
+        self._began = time.monotonic()
+        self._busy = busy_seconds()
+        self._cpu = self._cpu_seconds()
+        self._peak_bytes = 0
+        self._peak_rank_bytes = 0
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in self._processes:
+            process.close()
+
+    def _cpu_seconds(self) -> float:
+        return sum(cpu_seconds(pid) for pid in [*(p.pid for p in self._processes), os.getpid()])
+
+    def _grown(self) -> list[int]:
+        now = (held(process.status()) for process in self._processes)
+        return [held_now - held(first) for held_now, first in zip(now, self._first, strict=True)]
+
+    def sample(self) -> None:
+        grown = self._grown()
+        self._samples += 1
+        self._peak_bytes = max(self._peak_bytes, sum(grown))
+        self._peak_rank_bytes = max(self._peak_rank_bytes, *grown)
+
+    def end(self) -> dict[str, float]:
+        """What has been seen, in bytes above the start. The processes must still be there."""
+        self.sample()
+        last = [process.status() for process in self._processes]
+        io = [io_of(process.pid) for process in self._processes]
+        seen = {
+            "samples": self._samples,
+            "peak_sampled_bytes": self._peak_bytes,
+            "peak_rank_bytes": self._peak_rank_bytes,
+            "kept_bytes": sum(self._grown()),
+            # At most: what is mapped of files when the peak is reached is taken for its start.
+            "peak_high_water_bytes": sum(
+                now["VmHWM"] - first["RssFile"] - first["RssAnon"] - first["RssShmem"]
+                for now, first in zip(last, self._first, strict=True)
+            ),
+            "baseline_bytes": sum(map(held, self._first)),
+            "watched_s": time.monotonic() - self._began,
+            "foreign_cpu_s": busy_seconds() - self._busy - self._cpu_seconds() + self._cpu,
+        }
+        for name in ("rchar", "read_bytes"):
+            seen[name] = sum(b[name] - a[name] for a, b in zip(self._io, io, strict=True))
+        if self._group:
+            seen["peak_group_bytes"] = self._group.peak() - self._usage
+            seen["group_cache_bytes"] = self._group.cache()
+        return seen

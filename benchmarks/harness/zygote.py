@@ -1,0 +1,70 @@
+"""A process that has imported what is slow to import, and forks ranks that are asked of it.
+
+python -m harness.zygote MODULE ARGUMENT: calls `MODULE.preload(ARGUMENT)`; then takes one JSON job
+a line from stdin, forks `world` processes that call `MODULE.rank(RANK, JOB)`, and prints their exit
+codes when all have ended. Ranks end with it, and it with whoever has started it.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run_rank(module: Any, rank: int, job: dict[str, Any]) -> None:
+    """The forked process; does not return."""
+    end_with_parent()
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(descriptor, target)
+    os.environ.update(job["environment"])
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    code = 1
+    try:
+        module.rank(rank, job)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    # Neither destructors nor collectives have anything left to do.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def fork_ranks(module: Any, job: dict[str, Any]) -> list[int]:
+    pids = []
+    for rank in range(job["world"]):
+        pid = os.fork()
+        if pid == 0:
+            run_rank(module, rank, job)
+        pids.append(pid)
+    return pids
+
+
+def main() -> None:
+    end_with_parent()
+    module = importlib.import_module(sys.argv[1])
+    module.preload(sys.argv[2])
+    gc.collect()
+    gc.freeze()  # what is shared with the ranks stays shared
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        pids = fork_ranks(module, json.loads(line))
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(json.dumps({"codes": codes}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

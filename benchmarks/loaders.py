@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""What does each loader hold, read and take for the same checkpoint in the same end state?
+
+Four cases, one checkpoint each, and every loader that there is for them, in 4 gloo ranks on this
+machine. Loaders take turns, so that a slow minute hits all alike; figures are medians with their
+range. Time is from the empty sharded model to the first write of every page of every shard, for a
+loader that maps files has done nothing until then. Each run's shards are compared with those that
+torch.chunk cuts of a single-process `from_pretrained`.
+
+Writes its tables into benchmarks/RESULTS.md and README.md between their markers, and every run into
+build/loaders.jsonl.
+"""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from harness.page import GIB, ROOT, write_between_markers
+from harness.runs import RunFailedError, Zygote, measure
+from harness.watch import available_bytes, cached_bytes, drop, touch_and_release
+from rivals.rows import ALLOCATORS, CASES, ROWS, Case, Row
+from rivals.tables import Result, overview, table
+
+RAW = ROOT / "build/loaders.jsonl"
+LOGS = ROOT / "build/loaders"
+RESULTS = ROOT / "benchmarks/RESULTS.md"
+WORLD = 4
+PATIENCE_S = 300
+SHARD_SIZE = "300MB"  # some files, as large checkpoints have
+# What torchrun sets, and nothing is asked of the network.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+STARTED_BYTES = 2 * GIB  # the processes themselves, imports and all
+
+
+class Stage:
+    """A case's checkpoint, what is right of it, and the processes that fork its ranks."""
+
+    def __init__(self, case: Case, scratch: Path) -> None:
+        self.case = case
+        self.scratch = scratch
+        self._truth = scratch / f"truth-{case.name}.json"
+        self._zygotes: dict[str, Zygote] = {}
+
+    def __enter__(self) -> "Stage":
+        self._run(Row("truth", "truth"), lambda: None)
+        truth = json.loads(self._truth.read_text())
+        self.shards_bytes: int = truth["bytes"]
+        self.stored = [path.stat().st_size for path in self.files()]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for zygote in self._zygotes.values():
+            zygote.end()
+
+    def files(self) -> list[Path]:
+        return sorted(Path(self.case.directory).glob("*.safetensors"))
+
+    def _zygote(self, allocator: str) -> Zygote:
+        if allocator not in self._zygotes:
+            environment = ENVIRONMENT | ALLOCATORS[allocator]
+            self._zygotes[allocator] = Zygote("rivals.rank", self.case.directory, environment)
+        return self._zygotes[allocator]
+
+    def _run(self, row: Row, at_the_gate: Any) -> dict[str, Any]:
+        log = LOGS / f"{self.case.name}-{row.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
+        job = {
+            "case": dataclasses.asdict(self.case),
+            "function": row.function,
+            "options": dict(row.options),
+            "environment": dict(row.environment),
+            "truth": str(self._truth),
+            "world": 1 if row.function == "truth" else self.case.world,
+            "log": str(log),
+        }
+        return measure(self._zygote(row.allocator), job, self.scratch, at_the_gate, PATIENCE_S)
+
+    def _prepare(self, cold: bool, need_bytes: float) -> None:
+        """Free memory and page cache as the run is to find them."""
+        touch_and_release(int(min(need_bytes, available_bytes() / 2)))
+        if cold:
+            drop(Path(self.case.directory))
+        else:
+            for path in self.files():
+                with path.open("rb") as file:
+                    while file.read(1 << 24):
+                        pass
+
+    def measure(self, row: Row, round_: int, cold: bool) -> Result:
+        """One run, whatever comes of it."""
+        result: Result = {"case": self.case.name, "row": row.name, "round": round_, "cold": cold}
+        need = row.need_in(self.case) * self.shards_bytes
+        free = available_bytes()
+        if self.case.name in row.does_not_apply:
+            return result | {"outcome": "n/a", "why": row.does_not_apply[self.case.name]}
+        if need + STARTED_BYTES > free:
+            why = f"needs about {need / GIB:.1f} GiB, {free / GIB:.1f} GiB are free"
+            return result | {"outcome": "skipped", "why": why}
+        cached = -1
+
+        def at_the_gate() -> None:
+            nonlocal cached
+            self._prepare(cold, need)
+            cached = cached_bytes(Path(self.case.directory))
+            if cold and cached > sum(self.stored) / 100:
+                raise RunFailedError(f"{cached} bytes of the files stay in the page cache")
+
+        try:
+            raw = self._run(row, at_the_gate)
+        except RunFailedError as error:
+            return result | {"outcome": "cannot", "why": str(error)}
+        cached_after = cached_bytes(Path(self.case.directory))
+        seen = {"cached_before_bytes": cached, "cached_after_bytes": cached_after} | raw["seen"]
+        return result | seen | timed([said["times"] for said in raw["loaded"]]) | compared(raw)
+
+
+def compared(raw: dict[str, Any]) -> Result:
+    wrong = sorted({name for said in raw["checked"] for name in said["wrong"]})
+    return {"outcome": "wrong" if wrong else "right", "why": ", ".join(wrong)}
+
+
+def timed(ranks: list[dict[str, tuple[float, float]]]) -> Result:
+    """From the first rank's begin to the last one's end; CPU time is of all together."""
+    begins = [marks.get("begin_load", marks["begin"]) for marks in ranks]
+    begin_s = min(seconds for seconds, _ in begins)
+    builds = [marks["built"][0] - marks["begin"][0] for marks in ranks if "built" in marks]
+    return {
+        "build_s": max(builds, default=None),
+        "load_s": max(marks["loaded"][0] for marks in ranks) - begin_s,
+        "seconds": max(marks["written"][0] for marks in ranks) - begin_s,
+        "cpu_s": sum(marks["written"][1] for marks in ranks) - sum(cpu_s for _, cpu_s in begins),
+    }
+
+
+def synthesise(program: Path, case: Case, layers: int | None, scratch: Path) -> Case:
+    """The case with its checkpoint, which cases of the same architecture share."""
+    wanted = case.layers if layers is None else layers
+    directory = scratch / f"{case.arch}-{wanted}"
+    if not directory.exists():
+        words = ["--arch", case.arch, "--shard-size", SHARD_SIZE]
+        words += ["--layers", str(wanted)] if wanted else []
+        subprocess.run([program, "synth", directory, *words, "--quiet"], check=True)
+    return dataclasses.replace(case, layers=wanted, directory=str(directory))
+
+
+def measure_case(
+    stage: Stage, rows: list[Row], reps: int, cold: int, raw: TextIO
+) -> list[Result]:
+    """Every row, in rounds."""
+    results: list[Result] = []
+    given_up: set[str] = set()
+    for round_ in range(reps + cold):
+        for row in rows:
+            if row.name in given_up:
+                continue
+            result = stage.measure(row, round_, cold=round_ >= reps)
+            result["at"] = time.time()
+            results.append(result)
+            print(json.dumps(result), file=raw, flush=True)
+            tell(result, stage.shards_bytes)
+            if result["outcome"] in ("cannot", "n/a"):
+                given_up.add(row.name)
+    return results
+
+
+def tell(result: Result, shards_bytes: int) -> None:
+    """One line of progress on stderr."""
+    what = result["outcome"]
+    if "seconds" in result:
+        peak = result["peak_sampled_bytes"] / shards_bytes
+        what += f", {result['seconds']:.2f} s, {result['cpu_s']:.2f} s of CPU, {peak:.2f} shards"
+    why = f": {result['why']}" if result["why"] else ""
+    when = "cold" if result["cold"] else "warm"
+    print(f"{result['case']} {when} {result['row']}: {what}{why}"[:400], file=sys.stderr)
+
+
+def selected(names: str) -> list[Row]:
+    if names == "all":
+        return [row for row in ROWS if row.in_all]
+    by_name = {row.name: row for row in ROWS}
+    unknown = set(names.split(",")) - by_name.keys()
+    if unknown:
+        raise SystemExit(f"no rows {', '.join(sorted(unknown))}; there are {', '.join(by_name)}")
+    return [by_name[name] for name in names.split(",")]
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--case", default="all", choices=["all", *(case.name for case in CASES)])
+    parser.add_argument("--rows", default="all", help="names, with commas between them")
+    parser.add_argument("--reps", type=int, default=5, help="rounds with a warm page cache")
+    parser.add_argument("--cold", type=int, default=3, help="rounds with a cold one")
+    parser.add_argument("--ranks", type=int, default=WORLD)
+    parser.add_argument("--layers", type=int, help="only the first so many (0: all)")
+    parser.add_argument("--checkpoint", help="a directory to load instead of a synthesised one")
+    parser.add_argument("--modicum", type=Path, default=ROOT / "build/release/modicum")
+    parser.add_argument("--raw", type=Path, default=RAW, help="where every run is added")
+    return parser.parse_args()
+
+
+def is_whole(options: argparse.Namespace) -> bool:
+    """Whether a run is one that the pages show."""
+    narrowed = options.layers is not None or options.checkpoint or options.ranks != WORLD
+    return options.rows == "all" and not narrowed
+
+
+def main() -> int:
+    options = parsed()
+    # What is cleaned up at the end is cleaned up then too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    if not options.checkpoint and not options.modicum.is_file():
+        raise SystemExit(f"{options.modicum} is not there; run `make build`")
+    rows = selected(options.rows)
+    scratch = Path(tempfile.mkdtemp(prefix="modicum-bench-"))
+    options.raw.parent.mkdir(exist_ok=True)
+    cases: dict[str, tuple[list[Result], int]] = {}
+    try:
+        for case in CASES:
+            if options.case not in ("all", case.name):
+                continue
+            case = dataclasses.replace(case, world=options.ranks)
+            if options.checkpoint:
+                case = dataclasses.replace(case, directory=options.checkpoint)
+            else:
+                case = synthesise(options.modicum, case, options.layers, scratch)
+            with Stage(case, scratch) as stage, options.raw.open("a") as raw:
+                results = measure_case(stage, rows, options.reps, options.cold, raw)
+            cases[case.name] = results, stage.shards_bytes
+            text = table(case, rows, results, stage.shards_bytes, stage.stored)
+            print(text, flush=True)
+            if is_whole(options):
+                write_between_markers(RESULTS, f"loaders-{case.name}", text)
+    finally:
+        shutil.rmtree(scratch)
+    if is_whole(options) and options.case == "all":
+        write_between_markers(ROOT / "README.md", "loaders", overview(rows, cases))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The model of a case: empty and sharded, and where each rank's part of a tensor lies."""
+
+import functools
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rivals.rows import Case
+
+# The plan that transformers itself has for these models, and which it keeps to in its own row: the
+# embedding is cut along the vocabulary, as the head that is tied to it.
+TP_PLAN = {
+    "model.embed_tokens": (0, RowwiseParallel),  # of an embedding, rows are what is put in
+    "model.layers.*.self_attn.q_proj": (0, ColwiseParallel),
+    "model.layers.*.self_attn.k_proj": (0, ColwiseParallel),
+    "model.layers.*.self_attn.v_proj": (0, ColwiseParallel),
+    "model.layers.*.self_attn.o_proj": (1, RowwiseParallel),
+    "model.layers.*.mlp.gate_proj": (0, ColwiseParallel),
+    "model.layers.*.mlp.up_proj": (0, ColwiseParallel),
+    "model.layers.*.mlp.down_proj": (1, RowwiseParallel),
+    "lm_head": (0, ColwiseParallel),
+}
+
+empty_parameters = functools.partial(init_empty_weights, include_buffers=False)
+
+
+def dtype_of(case: Case) -> torch.dtype:
+    return getattr(torch, case.dtype)
+
+
+def mesh_of(case: Case) -> DeviceMesh:
+    if case.tp == 1:
+        return init_device_mesh("cpu", (case.world,), mesh_dim_names=("dp",))
+    shape = (case.world // case.tp, case.tp)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+
+
+def parallelize(case: Case, model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Cuts a model along the mesh's tensor-parallel axis, if it has one."""
+    if case.tp > 1:
+        plan = {name: style() for name, (_, style) in TP_PLAN.items()}
+        # Nothing is sent: every rank has the whole tensor, or none has.
+        parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
+        model.tie_weights()
+
+
+def shard(case: Case, model: torch.nn.Module) -> None:
+    """The end state's layout: TP where the case has it, each decoder layer a unit of FSDP2's."""
+    mesh = mesh_of(case)
+    parallelize(case, model, mesh)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+
+
+def empty_sharded(
+    case: Case, empty: Callable[[], AbstractContextManager[object]] = empty_parameters
+) -> torch.nn.Module:
+    """The model with its parameters on the meta device and its buffers real, sharded."""
+    config = AutoConfig.from_pretrained(case.directory)
+    with empty():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype_of(case))
+    shard(case, model)
+    return model
+
+
+def materialize(model: torch.nn.Module) -> None:
+    """Gives each parameter memory, which holds anything."""
+    model._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t)
+    model.tie_weights()  # each name has got memory of its own
+
+
+def chunk(size: int, parts: int, index: int) -> slice:
+    """What torch.chunk gives the index-th of so many."""
+    step = -(-size // parts)
+    return slice(min(index * step, size), min((index + 1) * step, size))
+
+
+def cuts(case: Case, name: str, rank: int) -> list[tuple[int, int, int]]:
+    """(dim, parts, index) of each cut of a parameter, outermost first."""
+    module = re.sub(r"\.\d+\.", ".*.", name.removesuffix(".weight"))
+    made = []
+    if case.tp > 1 and module in TP_PLAN:
+        made.append((TP_PLAN[module][0], case.tp, rank % case.tp))
+    return [*made, (0, case.world // case.tp, rank // case.tp)]
+
+
+def region(case: Case, name: str, shape: torch.Size) -> tuple[slice, ...]:
+    """This rank's part of a parameter, in the whole one's indices."""
+    found = [slice(0, size) for size in shape]
+    for dim, parts, index in cuts(case, name, dist.get_rank()):
+        inner = chunk(found[dim].stop - found[dim].start, parts, index)
+        found[dim] = slice(found[dim].start + inner.start, found[dim].start + inner.stop)
+    return tuple(found)
+
+
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's own elements, as plain memory."""
+    detached = parameter.detach()
+    return detached.to_local() if hasattr(detached, "to_local") else detached
+
+
+def touch(model: torch.nn.Module) -> None:
+    """The first write of an optimizer: each page of each shard, in place, the same bits."""
+    for parameter in model.parameters():
+        local = local_of(parameter)
+        if local.is_contiguous():
+            local.view(-1).view(torch.uint8)[::4096].bitwise_or_(0)
+        else:
+            local.view({2: torch.int16, 4: torch.int32}[local.itemsize]).bitwise_or_(0)

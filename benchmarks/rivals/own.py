@@ -1,0 +1,17 @@
+"""Modicum."""
+
+from collections.abc import Callable
+
+import torch
+from modicum.torch import empty_parameters, load
+
+from rivals.model import empty_sharded
+from rivals.rows import Case
+
+
+def modicum(case: Case, built: Callable[[], None]) -> torch.nn.Module:
+    """Shards the model while it is empty, and fills it."""
+    model = empty_sharded(case, empty_parameters)
+    built()
+    load(model, case.directory, budget="none", progress=False)
+    return model

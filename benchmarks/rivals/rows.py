@@ -1,0 +1,109 @@
+"""Which loaders are measured in which cases. Nothing heavy is imported here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+# What glibc does with memory is no merit or fault of a loader's, and a user who knows it sets these
+# before the process starts. Freed memory is given back at once; or large blocks get huge pages too.
+GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+ALLOCATORS: Mapping[str, Mapping[str, str]] = {
+    "": {},
+    "malloc": GIVING_BACK,
+    "hugepages": GIVING_BACK | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, and the end state that it is to be loaded into."""
+
+    name: str
+    what: str
+    arch: str
+    layers: int  # 0: all
+    dtype: str  # of the parameters when loaded, as torch calls it
+    tp: int = 1  # ranks along the mesh's tensor-parallel axis; the others are FSDP's
+    world: int = 4
+    directory: str = ""
+
+
+CASES = (
+    Case("dense", "bf16 as stored", "qwen3-0.6b", 0, "bfloat16"),
+    Case("masters", "bf16 to fp32 masters", "qwen3-0.6b", 0, "float32"),
+    Case("moe", "experts stacked, gate and up fused", "qwen3-30b-a3b", 1, "bfloat16"),
+    Case("tp", "TP 2 x FSDP", "qwen3-0.6b", 0, "bfloat16", tp=2),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A loader as it is measured.
+
+    `function` is `module:name` in this package and takes the options; `need` is what all ranks hold
+    at the peak in shards' bytes by case, roughly (`""`: in every other case): a run that would
+    not fit is skipped. `environment` is set in the ranks, the allocator's before they are forked.
+    """
+
+    name: str
+    function: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    allocator: str = ""
+    need: Mapping[str, float] = field(default_factory=lambda: {"": 1.2})
+    does_not_apply: Mapping[str, str] = field(default_factory=dict)
+    in_all: bool = True
+
+    def need_in(self, case: Case) -> float:
+        return self.need.get(case.name, self.need[""])
+
+
+EFFICIENT = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+NOT_MASTERS = "makes fp32 masters"
+FOR_MASTERS = dict.fromkeys(("dense", "moe", "tp"), NOT_MASTERS)
+LEAN = {"RUNAI_STREAMER_MEMORY_LIMIT": "0"}
+DISTRIBUTED = {"RUNAI_STREAMER_DIST": "1"}
+WHOLE = {"": 1.5, "masters": 4.5, "moe": 4.5, "tp": 4.0}
+PREPARED = {"": 3.5, "masters": 8.0, "moe": 7.0}
+SENT = {"": 3.5}
+STREAMED = {"": 4.2}
+SENT_TWICE = {"": 8.0}
+
+
+def tuned(row: Row, allocator: str) -> tuple[Row, Row]:
+    """A row, and the same under another allocator."""
+    return row, replace(row, name=f"{row.name}+{allocator}", allocator=allocator)
+
+
+ROWS = (
+    *tuned(Row("from_pretrained", "whole:from_pretrained", need=WHOLE), "malloc"),
+    *tuned(
+        Row("accelerate", "whole:accelerate", environment=EFFICIENT, need=PREPARED),
+        "malloc",
+    ),
+    *tuned(
+        Row(
+            "accelerate-bf16",
+            "whole:accelerate",
+            options={"mixed_precision": "bf16"},
+            environment=EFFICIENT,
+            need=PREPARED,
+            does_not_apply=FOR_MASTERS,
+        ),
+        "malloc",
+    ),
+    *tuned(Row("torch-broadcast", "whole:torch_broadcast", need=SENT), "malloc"),
+    *tuned(Row("dcp", "slices:distributed_checkpoint"), "hugepages"),
+    Row("transformers", "slices:shard_on_read"),
+    *tuned(Row("get_slice", "slices:get_slice"), "hugepages"),
+    *tuned(Row("preadv", "slices:preadv"), "hugepages"),
+    Row("runai", "streamers:runai", need=STREAMED),
+    Row("runai-lean", "streamers:runai", {"lean": True}, LEAN, "malloc", STREAMED),
+    Row("runai-distributed", "streamers:runai", {"distributed": True}, DISTRIBUTED,
+        need=SENT_TWICE),
+    Row("fastsafetensors", "streamers:fastsafetensors", need=STREAMED),
+    Row("fastsafetensors-local", "streamers:fastsafetensors_local", allocator="malloc",
+        need=STREAMED),
+    Row("modicum", "own:modicum"),
+    # A row that must come out wrong: what it shows is that the comparison can fail.
+    Row("flipped-bit", "slices:flipped_bit", in_all=False),
+)  # fmt: skip

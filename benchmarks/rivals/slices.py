@@ -1,0 +1,161 @@
+"""Loaders that read each rank's own part of the files."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from rivals.model import dtype_of, empty_sharded, local_of, materialize, region
+from rivals.rows import Case
+
+STAGING_BYTES = 1 << 20
+
+
+def distributed_checkpoint(case: Case, built: Callable[[], None]) -> torch.nn.Module:
+    """torch's distributed checkpoint reads Hugging Face files."""
+    model = empty_sharded(case)
+    built()
+    materialize(model)
+    # A tied head is not in the files, and what is not in the files is an error.
+    state = dict(model.named_parameters())
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(case.directory))
+    return model
+
+
+def shard_on_read(case: Case, built: Callable[[], None]) -> torch.nn.Module:
+    """transformers' own: builds, shards and reads in one call."""
+    config = DistributedConfig(tp_size=case.tp, fsdp_size=case.world // case.tp)
+    return AutoModelForCausalLM.from_pretrained(
+        case.directory, dtype=dtype_of(case), distributed_config=config
+    )
+
+
+# ---- loops written by hand, for these models
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a stored tensor, and where it goes."""
+
+    destination: torch.Tensor
+    region: tuple[slice, ...]
+
+
+def wanted(case: Case, model: torch.nn.Module) -> dict[str, Piece]:
+    """What this rank needs, by the stored tensor's name."""
+    pieces = {}
+    for name, parameter in model.named_parameters():
+        local = local_of(parameter)
+        part = region(case, name, parameter.shape)
+        stem, experts, projection = name.partition(".experts.")
+        if experts:
+            for expert, rows in enumerate(local, start=part[0].start):
+                for stored, view in sources(projection, rows):
+                    inside = tuple(slice(0, size) for size in view.shape)
+                    pieces[f"{stem}.experts.{expert}.{stored}.weight"] = Piece(view, inside)
+        else:
+            pieces[name] = Piece(local, part)
+    return {name: piece for name, piece in pieces.items() if piece.destination.numel()}
+
+
+def sources(projection: str, rows: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is stored of one expert, and where it goes."""
+    if projection == "gate_up_proj":
+        yield from zip(("gate_proj", "up_proj"), rows.chunk(2), strict=True)
+    else:
+        yield projection, rows
+
+
+def files_of(case: Case) -> list[str]:
+    return sorted(str(path) for path in Path(case.directory).glob("*.safetensors"))
+
+
+def get_slice(case: Case, built: Callable[[], None]) -> torch.nn.Module:
+    """safetensors' lazy slices, copied into place."""
+    model = empty_sharded(case)
+    built()
+    materialize(model)
+    pieces = wanted(case, model)
+    for path in files_of(case):
+        with safe_open(path, framework="pt") as file:
+            for name in pieces.keys() & file.keys():
+                piece = pieces[name]
+                piece.destination.copy_(file.get_slice(name)[piece.region])
+    return model
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor's bytes are."""
+
+    descriptor: int
+    offset: int
+    dtype: torch.dtype
+    shape: list[int]
+
+
+def stored_tensors(case: Case) -> dict[str, Stored]:
+    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    found = {}
+    for path in files_of(case):
+        descriptor = os.open(path, os.O_RDONLY)
+        size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        for name, entry in json.loads(os.pread(descriptor, size, 8)).items():
+            if name != "__metadata__":
+                begin = 8 + size + entry["data_offsets"][0]
+                found[name] = Stored(descriptor, begin, dtypes[entry["dtype"]], entry["shape"])
+    return found
+
+
+def read_into(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
+    """Fills a contiguous tensor from a file."""
+    memory = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    while memory:
+        count = os.preadv(descriptor, [memory], offset)
+        if count == 0:
+            raise EOFError(f"the file ends {len(memory)} bytes early")
+        memory, offset = memory[count:], offset + count
+
+
+def preadv(case: Case, built: Callable[[], None]) -> torch.nn.Module:
+    """Big reads straight into the shards; what is cast or cut in columns goes through 1 MiB."""
+    model = empty_sharded(case)
+    built()
+    materialize(model)
+    pieces, stored = wanted(case, model), stored_tensors(case)
+    for name in sorted(pieces, key=lambda name: (stored[name].descriptor, stored[name].offset)):
+        piece, source = pieces[name], stored[name]
+        first, last = piece.region[0].start, piece.region[0].stop
+        row = torch.empty(source.shape[1:], dtype=source.dtype)
+        begin = source.offset + first * row.nbytes
+        if piece.destination.dtype == source.dtype and piece.destination[0].shape == row.shape:
+            read_into(source.descriptor, begin, piece.destination)
+            continue
+        rows = max(1, min(last - first, STAGING_BYTES // row.nbytes))
+        staging = row.new_empty(rows, *row.shape)
+        for done in range(0, last - first, rows):
+            block = staging[: min(rows, last - first - done)]
+            read_into(source.descriptor, begin + done * row.nbytes, block)
+            piece.destination[done : done + rows].copy_(block[(slice(None), *piece.region[1:])])
+    for descriptor in {source.descriptor for source in stored.values()}:
+        os.close(descriptor)
+    return model
+
+
+def flipped_bit(case: Case, built: Callable[[], None]) -> torch.nn.Module:
+    """preadv, and one bit of one shard of the last rank is wrong."""
+    model = preadv(case, built)
+    if dist.get_rank() == case.world - 1:
+        locals_ = (local_of(parameter) for parameter in model.parameters())
+        local = next(local for local in locals_ if local.numel())
+        local.view(-1).view(torch.uint8)[:1].bitwise_xor_(1)
+    return model

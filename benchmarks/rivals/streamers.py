@@ -1,0 +1,97 @@
+"""Loaders that stream whole tensors past each rank, which copies its part."""
+
+import math
+from collections.abc import Callable
+
+import fastsafetensors as fast
+import torch
+import torch.distributed as dist
+from runai_model_streamer import SafetensorsStreamer
+
+from rivals.model import empty_sharded, materialize
+from rivals.rows import Case
+from rivals.slices import files_of, wanted
+
+
+def runai(
+    case: Case, built: Callable[[], None], lean: bool = False, distributed: bool = False
+) -> torch.nn.Module:
+    """runai-model-streamer; lean: as few buffers as it can do with, and needed tensors only."""
+    model = empty_sharded(case)
+    built()
+    materialize(model)
+    pieces = wanted(case, model)
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(
+            files_of(case),
+            is_distributed=distributed,
+            tensor_names=pieces.keys() if lean else None,
+            owned=not lean,
+        )
+        for name, tensor in streamer.get_tensors():
+            if name in pieces:
+                pieces[name].destination.copy_(tensor[pieces[name].region])
+    return model
+
+
+def fastsafetensors(case: Case, built: Callable[[], None]) -> torch.nn.Module:
+    """Each rank reads some of the files, and tensors are scattered by rows.
+
+    An expert goes to its rank alone; with TP tensors are sent whole, as there is one scatter only.
+    """
+    model = empty_sharded(case)
+    built()
+    materialize(model)
+    pieces = wanted(case, model)
+    loader = fast.SafeTensorsFileLoader(dist.group.WORLD, device="cpu", nogds=True)
+    files = files_of(case)
+    loader.add_filenames({rank: files[rank :: case.world] for rank in range(case.world)})
+    buffers = loader.copy_files_to_device()
+    for name in loader.get_keys():
+        expert = expert_rank(case, model, name)
+        if expert is not None:
+            tensor = buffers.push_tensor(name, expert)
+            if tensor is not None:
+                pieces[name].destination.copy_(tensor)
+        elif case.tp > 1:
+            tensor = buffers.get_tensor(name)
+            pieces[name].destination.copy_(tensor[pieces[name].region])
+        else:
+            tensor = buffers.get_sharded(name, 0)
+            if name in pieces:
+                pieces[name].destination.copy_(tensor)
+    buffers.close()
+    loader.close()
+    return model
+
+
+def expert_rank(case: Case, model: torch.nn.Module, name: str) -> int | None:
+    """The rank whose shard a stored expert is in; None of anything else."""
+    _, experts, rest = name.partition(".experts.")
+    if not experts:
+        return None
+    return int(rest.partition(".")[0]) // math.ceil(model.config.num_experts / case.world)
+
+
+def fastsafetensors_local(case: Case, built: Callable[[], None]) -> torch.nn.Module:
+    """Each rank reads what it needs by itself, as much at a time as the largest tensor."""
+    model = empty_sharded(case)
+    built()
+    materialize(model)
+    pieces = wanted(case, model)
+    loader = fast.ParallelLoader(
+        None,
+        files_of(case),
+        queue_size=-1,
+        use_tqdm_on_load=False,
+        nogds=True,
+        all_local=True,
+        tensor_filter=pieces.__contains__,
+        max_batch_bytes=2 * max(parameter.numel() for parameter in model.parameters()),
+        accumulate_resident=False,
+        borrowed_tensors=True,
+    )
+    for name, tensor in loader.iterate_weights():
+        pieces[name].destination.copy_(tensor[pieces[name].region])
+    loader.close()
+    return model

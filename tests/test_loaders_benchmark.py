@@ -1,0 +1,132 @@
+"""The harness that compares loaders: it sees what is right, what is wrong, and what is held."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cage import why_no_cage
+from program import run_json
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+from harness.watch import Watch, group_within  # noqa: E402
+from rivals import tables  # noqa: E402
+from rivals.rows import CASES, ROWS, Row  # noqa: E402
+
+import loaders  # noqa: E402
+
+MIB = 1 << 20
+
+# Writes 64 MiB and gives them back, each time that it is told to.
+BRIEF = """
+import mmap, os, sys
+if sys.argv[1]:
+    open(sys.argv[1], "w").write(str(os.getpid()))
+print("ready", flush=True)
+for _ in sys.stdin:
+    with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        for page in range(0, len(memory), mmap.PAGESIZE):
+            memory[page] = 1
+    print("gone", flush=True)
+"""
+
+
+def start_brief(procs: str) -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", BRIEF, procs],
+        text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert child.stdout and child.stdout.readline() == "ready\n"
+    return child
+
+
+def use_memory_briefly(child: subprocess.Popen[str]) -> None:
+    assert child.stdin and child.stdout
+    print("go", file=child.stdin, flush=True)
+    assert child.stdout.readline() == "gone\n"
+
+
+def test_a_peak_between_two_samples_is_not_missed() -> None:
+    with group_within(1 << 30) as (group, procs):
+        child = start_brief(procs)
+        try:
+            use_memory_briefly(child)  # before the start, and so not to be counted
+            with Watch([child.pid], group) as watch:
+                quiet = watch.end()
+            with Watch([child.pid], group) as watch:
+                use_memory_briefly(child)
+                seen = watch.end()
+        finally:
+            child.kill()
+            child.communicate()
+    assert quiet["peak_high_water_bytes"] < 32 * MIB
+    assert seen["peak_sampled_bytes"] < 32 * MIB
+    assert 60 * MIB < seen["peak_high_water_bytes"] < 96 * MIB
+    if why_no_cage():
+        pytest.skip("the processes' own high-water marks were seen; no cgroup can be made here")
+    assert quiet["peak_group_bytes"] < 32 * MIB
+    assert 60 * MIB < seen["peak_group_bytes"] < 96 * MIB
+
+
+def test_a_run_that_would_not_fit_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stage = loaders.Stage(CASES[0], tmp_path)
+    stage.shards_bytes = 1 << 30
+    row = next(row for row in ROWS if row.name == "accelerate")
+    monkeypatch.setattr(loaders, "available_bytes", lambda: 5 << 30)
+    result = stage.measure(row, 0, cold=False)
+    assert result["outcome"] == "skipped"
+    assert result["why"] == "needs about 3.5 GiB, 5.0 GiB are free"
+
+
+def outcome(row: str, outcome: str, why: str = "") -> dict[str, Any]:
+    return {"row": row, "round": 0, "cold": False, "outcome": outcome, "why": why}
+
+
+def test_a_table_says_why_there_is_no_figure() -> None:
+    rows = [Row("one", ""), Row("two", "")]
+    results = [outcome("one", "cannot", "no |\nsuch key"), outcome("two", "n/a", "not its end")]
+    text = tables.table(CASES[0], rows, results, shards_bytes=1, stored=[1])
+    assert "| `one` | **cannot** | - |" in text
+    assert "- cannot: `one`: `no | such key`" in text
+    assert "- n/a: `two`: `not its end`" in text
+
+
+def test_one_wrong_run_among_right_ones_is_told() -> None:
+    runs = [outcome("one", "right"), outcome("one", "wrong", "a.weight"), outcome("one", "right")]
+    assert tables.outcome_of(runs) == "wrong"
+    assert tables.spread([3.0, 1.0, 2.0]) == "2.00 (1.00-3.00)"
+    assert tables.spread([1.001, 1.002]) == "1.00"
+
+
+def test_loaders_are_measured_and_a_wrong_one_is_caught(
+    modicum: Path, torch: SimpleNamespace, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    model = tmp_path / "tiny"
+    # Two layers, uneven rows, and the last of three ranks has no experts at all.
+    run_json(modicum, "synth", model, "--arch", "tiny-moe")
+    raw = tmp_path / "raw.jsonl"
+    words = ["--case", "moe", "--checkpoint", model, "--rows", "preadv,get_slice,flipped-bit"]
+    words += ["--reps", "1", "--cold", "0", "--ranks", "3", "--raw", raw]
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/loaders.py", *words],
+        capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = {r["row"]: r for r in map(json.loads, raw.read_text().splitlines())}
+    assert results["preadv"]["outcome"] == "right", results["preadv"]
+    assert results["get_slice"]["outcome"] == "right", results["get_slice"]
+    assert results["flipped-bit"]["outcome"] == "wrong"
+    assert results["flipped-bit"]["why"] == "model.embed_tokens.weight"
+    assert "| `flipped-bit` | **wrong** |" in done.stdout
+    for result in results.values():
+        assert 0 < result["load_s"] <= result["seconds"]
+        assert result["peak_sampled_bytes"] >= result["kept_bytes"] > 0
