@@ -160,7 +160,7 @@ def test_one_ranks_files(
         ({"strategy": "node-reader"}, "IoError", "CONFLICT"),
         ({"staging": "2MiB"}, "IoError", "CONFLICT"),
         ({"keep_fp32": "."}, "IoError", "CONFLICT"),
-        ({"source": "other"}, "UsageError", "MISMATCH"),
+        ({"source": "other"}, "IoError", "CONFLICT"),
         ({"budget": "1MiB"}, "BudgetError", "BUDGET"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

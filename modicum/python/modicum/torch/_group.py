@@ -110,6 +110,14 @@ class Ranks:
         """What every rank brought, by rank; JSON values."""
         return self._settle(value, list)
 
+    def once(self, make: Callable[[], Any]) -> Any:
+        """What `make` makes on rank 0, on every rank; JSON values. A rank that can't talk to the
+        others makes it itself."""
+        if self._store is None:
+            return make()
+        value = make() if self.rank == 0 else None
+        return self._settle(value, lambda brought: brought[0])
+
     def agree(self, digest: str) -> None:
         """CONFLICT, naming the first rank that differs from rank 0, where not all bring the
         same."""

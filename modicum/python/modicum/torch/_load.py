@@ -1,5 +1,7 @@
 """`load`: a checkpoint into a model whose parameters are on meta."""
 
+import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -181,24 +183,45 @@ class _Walk:
 
     def make_recipe(self, dtype: Any, keep_fp32: str | None, missing: Any, unexpected: Any) -> None:
         present = [name for name, of in self.tensors.items() if not of.tensor.is_meta]
-        made = recipe_for(
-            self.model,
-            self.checkpoint.stored,
-            dtype=dtype,
-            keep_fp32=keep_fp32,
-            missing=missing,
-            unexpected=unexpected,
-            present=present,
-        )
-        self.recipe = _modicum.make_recipe(self.checkpoint, made.text(callers=True))
+        wanted = [str(dtype), keep_fp32, repr(missing), repr(unexpected), self._own_tensors()]
+        self.ranks.agree(hashlib.blake2b(json.dumps(wanted).encode(), digest_size=16).hexdigest())
+
+        def make() -> list[Any]:
+            made = recipe_for(
+                self.model,
+                self.checkpoint.stored,
+                dtype=dtype,
+                keep_fp32=keep_fp32,
+                missing=missing,
+                unexpected=unexpected,
+                present=present,
+            )
+            return [made.text(callers=True), made.callers]
+
+        # Asking transformers takes seconds of every core; of equal questions one is enough.
+        text, self.callers = self.ranks.once(make)
+        self.recipe = _modicum.make_recipe(self.checkpoint, text)
         self.targets = self.recipe.targets
         self.dtypes = {t["name"]: getattr(torch, t["dtype"]) for t in self.targets}
-        self.callers = made.callers
         self.last_made: tuple[str, torch.Tensor | None] = "", None
         self.initialiser = Initialiser(
             self.model, self.callers, seed=self.seed, empty=self._empty_for_init
         )
         self._refuse_what_nothing_makes()
+
+    def _own_tensors(self) -> list[Any]:
+        """What a recipe for this model depends on; of tied names, also the first."""
+        first: dict[int, str] = {}
+        return [
+            [
+                name,
+                str(of.tensor.dtype),
+                list(of.tensor.shape),
+                of.tensor.is_meta,
+                first.setdefault(id(of.tensor), name),
+            ]
+            for name, of in self.tensors.items()
+        ]
 
     def _refuse_what_nothing_makes(self) -> None:
         """Every element has a source, or nothing is loaded."""
