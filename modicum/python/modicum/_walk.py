@@ -97,6 +97,12 @@ class Shards(Mapping[str, Any]):
         return self._buffers[self._index[name]]["shape"]
 
 
+def require_check(check: str | None) -> None:
+    """Refuses a `check=` that there is none of."""
+    if check not in (None, "values"):
+        raise refusal("USAGE", "unknown check", expected="values", got=str(check))
+
+
 def load(
     plan: Plan,
     rank: int = 0,
@@ -127,8 +133,7 @@ def load(
     Raises:
         BudgetError, FormatError, IntegrityError, IoError, UsageError.
     """
-    if check not in (None, "values"):
-        raise refusal("USAGE", "unknown check", expected="values", got=str(check))
+    require_check(check)
     if len(plan.exchange_group(rank)) > 1:
         what = f"strategy {plan.strategy} sends bytes between ranks, and there is one"
         raise refusal("USAGE", what)

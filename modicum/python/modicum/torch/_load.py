@@ -14,6 +14,7 @@ from torch import nn
 
 from modicum import _modicum
 from modicum._report import Report
+from modicum._walk import require_check
 from modicum.errors import refusal
 from modicum.recipes import Rule, recipe_for
 from modicum.torch._fsdp import (
@@ -100,8 +101,7 @@ def load(
         FormatError, IntegrityError, IoError, PeerError: on every rank alike, naming the rank where
             it began. After an error the model's parameters are on meta, as before.
     """
-    if check not in (None, "values"):
-        raise refusal("USAGE", "unknown check", expected="values", got=str(check))
+    require_check(check)
     with Ranks.of_world().together() as ranks:
         walk = _Walk(model, ranks, seed)
         walk.read_source(source)
