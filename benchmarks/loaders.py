@@ -50,7 +50,7 @@ class Stage:
         self._zygotes: dict[str, Zygote] = {}
 
     def __enter__(self) -> "Stage":
-        self._run(Row("truth", "truth"), lambda: None)
+        self._run(Row("truth", "truth"), lambda: None, lambda: None)
         truth = json.loads(self._truth.read_text())
         self.shards_bytes: int = truth["bytes"]
         self.stored = [path.stat().st_size for path in self.files()]
@@ -69,7 +69,7 @@ class Stage:
             self._zygotes[allocator] = Zygote("rivals.rank", self.case.directory, environment)
         return self._zygotes[allocator]
 
-    def _run(self, row: Row, at_the_gate: Any) -> dict[str, Any]:
+    def _run(self, row: Row, at_the_gate: Any, before_loading: Any) -> dict[str, Any]:
         log = LOGS / f"{self.case.name}-{row.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
@@ -82,11 +82,11 @@ class Stage:
             "world": 1 if row.function == "truth" else self.case.world,
             "log": str(log),
         }
-        return measure(self._zygote(row.allocator), job, self.scratch, at_the_gate, PATIENCE_S)
+        zygote = self._zygote(row.allocator)
+        return measure(zygote, job, self.scratch, at_the_gate, before_loading, PATIENCE_S)
 
-    def _prepare(self, cold: bool, need_bytes: float) -> None:
-        """Free memory and page cache as the run is to find them."""
-        touch_and_release(int(min(need_bytes, available_bytes() / 2)))
+    def _prepare(self, cold: bool) -> None:
+        """The page cache as the run is to find it."""
         if cold:
             drop(Path(self.case.directory))
         else:
@@ -109,13 +109,16 @@ class Stage:
 
         def at_the_gate() -> None:
             nonlocal cached
-            self._prepare(cold, need)
+            self._prepare(cold)
             cached = cached_bytes(Path(self.case.directory))
             if cold and cached > sum(self.stored) / 100:
                 raise RunFailedError(f"{cached} bytes of the files stay in the page cache")
 
+        def before_loading() -> None:
+            touch_and_release(int(min(need + GIB, available_bytes() / 3)))
+
         try:
-            raw = self._run(row, at_the_gate)
+            raw = self._run(row, at_the_gate, before_loading)
         except RunFailedError as error:
             return result | {"outcome": "cannot", "why": str(error)}
         cached_after = cached_bytes(Path(self.case.directory))

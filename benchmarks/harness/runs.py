@@ -76,9 +76,10 @@ class Ranks:
             connection.sendall(b"\n")
 
     def hear(
-        self, event: str, timeout_s: float, meanwhile: Callable[[], None] | None = None
+        self, events: str, timeout_s: float, meanwhile: Callable[[], None] | None = None
     ) -> list[dict[str, Any]]:
-        """Waits until every rank has said that it is there, and calls `meanwhile` all the time."""
+        """Waits until every rank has said that it is at the event, or at one of several with spaces
+        between them, and calls `meanwhile` all the time."""
         deadline = time.monotonic() + timeout_s
         heard: dict[int, dict[str, Any]] = {}
         while len(heard) < len(self._lines):
@@ -86,13 +87,13 @@ class Ranks:
             period = SAMPLE_PERIOD_S if meanwhile else 1.0
             for connection in select.select(list(waiting), [], [], period)[0]:
                 said = self._line(waiting[connection])
-                if said["event"] != event:
+                if said["event"] not in events.split():
                     raise RunFailedError(self._cause(said, waiting[connection]))
                 heard[waiting[connection]] = said
             if meanwhile:
                 meanwhile()
             if time.monotonic() > deadline:
-                raise RunFailedError(f"still not {event} after {timeout_s:.0f} s")
+                raise RunFailedError(f"still not {events} after {timeout_s:.0f} s")
         return list(heard.values())
 
     def _cause(self, failure: dict[str, Any], index: int) -> str:
@@ -137,12 +138,14 @@ def measure(
     job: dict[str, Any],
     scratch: Path,
     at_the_gate: Callable[[], None],
+    before_loading: Callable[[], None],
     patience_s: float,
 ) -> dict[str, Any]:
     """One run of a job: what was seen from outside, and what each rank has said.
 
-    `at_the_gate` is called when all ranks are ready to begin. Raises `RunFailedError`, with every
-    rank ended.
+    `at_the_gate` is called when all ranks are ready to begin, `before_loading` also where they stop
+    once more between building the model and loading it. Raises `RunFailedError`, with every rank
+    ended.
     """
     where = scratch / "gate"
     where.unlink(missing_ok=True)
@@ -156,9 +159,14 @@ def measure(
         try:
             ranks.hear("ready", STARTING_S)
             at_the_gate()
+            before_loading()
             with Watch(ranks.pids, group) as watch:
                 ranks.tell()
-                loaded = ranks.hear("loaded", patience_s, watch.sample)
+                loaded = ranks.hear("built loaded", patience_s, watch.sample)
+                if loaded[0]["event"] == "built":
+                    before_loading()
+                    ranks.tell()
+                    loaded = ranks.hear("loaded", patience_s, watch.sample)
                 seen = watch.end()
             ranks.tell()
             checked = ranks.hear("checked", patience_s)

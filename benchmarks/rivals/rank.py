@@ -88,6 +88,8 @@ def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
 
     def built() -> None:
         times["built"] = now()
+        gate.say("built")
+        gate.wait()
         dist.barrier()
         times["begin_load"] = now()
 

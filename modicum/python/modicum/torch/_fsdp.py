@@ -10,7 +10,7 @@ import dis
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from modicum.errors import BudgetError, refusal
-from modicum.torch._names import canonical, parameter_names
+from modicum.torch._names import canonical
 
 __all__ = [
     "Managed",
@@ -147,21 +147,22 @@ def _managed(fsdp_param: Any, unit: int) -> Managed:
     )
 
 
-def check_unit_dtypes(model: nn.Module, dtype_of: Callable[[str], torch.dtype]) -> None:
+def check_unit_dtypes(
+    managed: Mapping[str, Managed], dtype_of: Callable[[str], torch.dtype]
+) -> None:
     """Refuses what FSDP2 would refuse at the first forward: trainable parameters of one unit that
     have several dtypes. `dtype_of` says which dtype the parameter of an FQN will have."""
-    managed = fsdp_params(model)
     first: dict[int, tuple[str, torch.dtype]] = {}
-    for parameter, names in parameter_names(model).items():
-        if parameter in managed and parameter.requires_grad:
-            dtype = dtype_of(names[0])
-            other, expected = first.setdefault(managed[parameter].unit, (names[0], dtype))
+    for name, of in managed.items():
+        if of.fsdp_param.sharded_param.requires_grad:
+            dtype = dtype_of(name)
+            other, expected = first.setdefault(of.unit, (name, dtype))
             if dtype != expected:
                 raise refusal(
                     "UNSUPPORTED",
                     "FSDP2 wants the trainable parameters of a unit in one dtype: shard the module "
                     "of this one by itself",
-                    tensor=names[0],
+                    tensor=name,
                     expected=f"{expected} as {other}",
                     got=str(dtype),
                 )
@@ -244,15 +245,14 @@ def _like(parameter: Any, local: torch.Tensor) -> Any:
 # ---- pinning
 
 
-def check_pinning(model: nn.Module) -> None:
+def check_pinning(managed: Mapping[str, Managed]) -> None:
     """Refuses `CPUOffloadPolicy(pin_memory=True)` where there is no CUDA that would pin."""
     if torch.cuda.is_available():
         return
-    managed = fsdp_params(model)
-    for parameter, names in parameter_names(model).items():
-        if parameter in managed and managed[parameter].pins:
+    for name, of in managed.items():
+        if of.pins:
             what = "without CUDA nothing is pinned: CPUOffloadPolicy(pin_memory=False)?"
-            raise refusal("UNSUPPORTED", what, tensor=names[0])
+            raise refusal("UNSUPPORTED", what, tensor=name)
 
 
 def pin(storage: torch.Tensor, cudart: Any = None) -> None:

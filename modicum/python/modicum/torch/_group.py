@@ -110,13 +110,15 @@ class Ranks:
         """What every rank brought, by rank; JSON values."""
         return self._settle(value, list)
 
-    def once(self, make: Callable[[], Any]) -> Any:
-        """What `make` makes on rank 0, on every rank; JSON values. A rank that can't talk to the
-        others makes it itself."""
-        if self._store is None:
+    def once(self, make: Callable[[], Any], digest: str) -> Any:
+        """What `make` makes on rank 0, on every rank, once they have agreed on `digest`; JSON
+        values. A rank that can't talk to the others makes it itself."""
+
+        def judge(digests: list[str]) -> Any:
+            self._judge(digests)
             return make()
-        value = make() if self.rank == 0 else None
-        return self._settle(value, lambda brought: brought[0])
+
+        return self._settle(digest, judge)
 
     def agree(self, digest: str) -> None:
         """CONFLICT, naming the first rank that differs from rank 0, where not all bring the

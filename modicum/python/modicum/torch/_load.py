@@ -29,7 +29,7 @@ from modicum.torch._fsdp import (
 from modicum.torch._group import Ranks
 from modicum.torch._init import Initialiser
 from modicum.torch._names import canonical
-from modicum.torch._placements import Sharding, sharding_of
+from modicum.torch._placements import Meshes, Sharding, sharding_of
 from modicum.torch._progress import progress_bar
 
 __all__ = ["load"]
@@ -172,8 +172,9 @@ class _Walk:
         self.ranks = ranks
         self.per_node = ranks.ranks_per_node or ranks.world_size
         self.seed = seed
-        check_pinning(model)
         self.tensors = _tensors_of(model)
+        self.managed = {name: of.managed for name, of in self.tensors.items() if of.managed}
+        check_pinning(self.managed)
 
     # ---- what is meant
 
@@ -184,7 +185,7 @@ class _Walk:
     def make_recipe(self, dtype: Any, keep_fp32: str | None, missing: Any, unexpected: Any) -> None:
         present = [name for name, of in self.tensors.items() if not of.tensor.is_meta]
         wanted = [str(dtype), keep_fp32, repr(missing), repr(unexpected), self._own_tensors()]
-        self.ranks.agree(hashlib.blake2b(json.dumps(wanted).encode(), digest_size=16).hexdigest())
+        digest = hashlib.blake2b(json.dumps(wanted).encode(), digest_size=16).hexdigest()
 
         def make() -> list[Any]:
             made = recipe_for(
@@ -199,7 +200,7 @@ class _Walk:
             return [made.text(callers=True), made.callers]
 
         # Asking transformers takes seconds of every core; of equal questions one is enough.
-        text, self.callers = self.ranks.once(make)
+        text, self.callers = self.ranks.once(make, digest)
         self.recipe = _modicum.make_recipe(self.checkpoint, text)
         self.targets = self.recipe.targets
         self.dtypes = {t["name"]: getattr(torch, t["dtype"]) for t in self.targets}
@@ -284,8 +285,9 @@ class _Walk:
     def _place_targets(self) -> list[_Tensor]:
         """Where each target goes."""
         check_unit_dtypes(
-            self.model, lambda name: self.dtypes.get(name, self.tensors[name].tensor.dtype)
+            self.managed, lambda name: self.dtypes.get(name, self.tensors[name].tensor.dtype)
         )
+        meshes = Meshes()
         places = []
         for target in self.targets:
             of = self.tensors[target["name"]]
@@ -294,7 +296,7 @@ class _Walk:
                 self._check_tie(of, self.tensors[target["alias_of"]])
             ranks = of.managed.ranks if of.managed else ()
             of.sharding = sharding_of(
-                of.tensor, self.ranks.world_size, name=of.name, fsdp_ranks=ranks
+                of.tensor, self.ranks.world_size, name=of.name, fsdp_ranks=ranks, meshes=meshes
             )
             if of.tensor.is_meta:
                 of.device = self._device_of(of)
@@ -463,7 +465,7 @@ class _Walk:
 
     def _hand_over(self, loaded: Any) -> None:
         self.last_made = "", None
-        if any(of.managed and of.managed.pins for of in self.tensors.values()):
+        if any(of.pins for of in self.managed.values()):
             arena = torch.from_dlpack(loaded.whole())
             pin(arena)
             loaded.keep(arena)

@@ -15,7 +15,7 @@ import torch
 
 from modicum.errors import refusal
 
-__all__ = ["Cut", "Sharding", "sharding_of"]
+__all__ = ["Cut", "Meshes", "Sharding", "sharding_of"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,27 @@ class Sharding:
     """As they are made: each cuts what those before it left."""
 
 
+class Meshes:
+    """Ranks, row-major, and shape of each mesh of a load: torch works them out at every look. By
+    identity, for flattened meshes of other ranks are equal to each other."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {}
+
+    def __call__(self, mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if id(mesh) not in self._known:
+            ranks = mesh.mesh  # and the mesh itself, which must live as long as its identity
+            self._known[id(mesh)] = mesh, tuple(ranks.flatten().tolist()), tuple(ranks.shape)
+        return self._known[id(mesh)][1:]
+
+
 def sharding_of(
-    tensor: torch.Tensor, world_size: int, *, name: str, fsdp_ranks: Sequence[int] = ()
+    tensor: torch.Tensor,
+    world_size: int,
+    *,
+    name: str,
+    fsdp_ranks: Sequence[int] = (),
+    meshes: Meshes | None = None,
 ) -> Sharding:
     """The sharding of a tensor, as every rank of the world finds it.
 
@@ -52,6 +71,7 @@ def sharding_of(
         world_size: the ranks of torch's default process group.
         name: what to call the tensor in an error.
         fsdp_ranks: the ranks among which FSDP2 has cut it, if it has (`Managed.ranks`).
+        meshes: what the load has seen of its meshes so far; None: nothing.
 
     `UsageError` for what no sharding describes: a mesh that is no regular grid of the world or
     lacks this rank, and placements other than Replicate, Shard and those strided ones that FSDP2
@@ -64,7 +84,7 @@ def sharding_of(
     if not isinstance(tensor, DTensor):
         return Sharding((world_size,), ())
     mesh = tensor.device_mesh
-    ranks, shape = tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape)
+    ranks, shape = (meshes or Meshes())(mesh)
     rank = torch.distributed.get_rank()
     if rank not in ranks:
         expected = f"one with rank {rank}"
