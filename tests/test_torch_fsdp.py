@@ -63,6 +63,11 @@ class Model(nn.Module):
         return sum(layer(torch.ones(layer.in_features)).sum() for layer in layers)
 
 
+def by_name(model: nn.Module) -> dict[str, Managed]:
+    managed = fsdp_params(model)
+    return {fqn: managed[p] for fqn, p in model.named_parameters() if p in managed}
+
+
 def sharded(**arguments: Any) -> Model:
     """On meta; `sideways` is cut along dim 1."""
     with torch.device("meta"):
@@ -235,7 +240,7 @@ MIXED = {"0.weight": torch.float32, "1.weight": torch.bfloat16}
 def test_two_dtypes_in_a_unit(rank: None) -> None:
     model, dtypes = typed(MIXED)
     with pytest.raises(UsageError) as caught:
-        check_unit_dtypes(model, dtypes.__getitem__)
+        check_unit_dtypes(by_name(model), dtypes.__getitem__)
     assert caught.value.tensor == "1.weight"
     assert caught.value.got == "torch.bfloat16"
     assert caught.value.expected == "torch.float32 as 0.weight"
@@ -246,10 +251,10 @@ def test_two_dtypes_in_a_unit(rank: None) -> None:
 def test_two_dtypes_that_fsdp2_takes(rank: None) -> None:
     """One of them is frozen."""
     model, dtypes = typed(MIXED, frozen="1.weight")
-    check_unit_dtypes(model, dtypes.__getitem__)
+    check_unit_dtypes(by_name(model), dtypes.__getitem__)
     model._get_fsdp_state()._lazy_init()
     model, dtypes = typed(dict.fromkeys(MIXED, torch.bfloat16))
-    check_unit_dtypes(model, dtypes.__getitem__)
+    check_unit_dtypes(by_name(model), dtypes.__getitem__)
     model._get_fsdp_state()._lazy_init()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
@@ -259,7 +264,7 @@ def test_two_dtypes_in_two_units(rank: None) -> None:
         model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     fully_shard(model[1])
     fully_shard(model)
-    check_unit_dtypes(model, MIXED.__getitem__)
+    check_unit_dtypes(by_name(model), MIXED.__getitem__)
 
 
 # ---- handing over
@@ -567,9 +572,9 @@ def test_memory_that_cannot_be_pinned() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
 def test_pinning_without_cuda(rank: None) -> None:
-    check_pinning(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    check_pinning(by_name(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))))
     with pytest.raises(UsageError, match="without CUDA nothing is pinned") as caught:
-        check_pinning(sharded(offload_policy=CPUOffloadPolicy()))
+        check_pinning(by_name(sharded(offload_policy=CPUOffloadPolicy())))
     assert caught.value.tensor == "one.weight"
 
 

@@ -68,7 +68,9 @@ class RecordingFileSystem final : public FileSystem {
   std::vector<IoCall> calls() const;
   uint64_t bytes_read() const;  // sum over the "read" calls
   std::vector<IoCall> drops() const;
-  void be_cold();  // from now on, no file says that anything of it is cached
+  // From now on, a file says that nothing of it is cached; once it has been read from, all is, as
+  // with a kernel that reads ahead.
+  void be_cold();
 
   struct State;  // for the files it opened
 

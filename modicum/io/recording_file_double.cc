@@ -1,5 +1,6 @@
 #include <cerrno>
 #include <mutex>
+#include <set>
 #include <utility>
 
 #include "modicum/io/errno_error.h"
@@ -22,6 +23,7 @@ struct RecordingFileSystem::State {
   std::vector<IoCall> calls;
   std::vector<IoCall> drops;
   bool is_cold = false;
+  std::set<std::string> read_since;  // files, by name
 };
 
 namespace {
@@ -38,6 +40,10 @@ class RecordingFile final : public File {
   }
   void read(std::span<std::byte> into, uint64_t offset) override {
     note("read", offset, offset + into.size());
+    {
+      const std::lock_guard lock(state_.mutex);
+      state_.read_since.insert(under_->name());
+    }
     under_->read(into, offset);
   }
   void write(std::span<const std::byte> from, uint64_t offset) override {
@@ -59,7 +65,7 @@ class RecordingFile final : public File {
   bool is_cached(uint64_t begin, uint64_t end) noexcept override {
     {
       const std::lock_guard lock(state_.mutex);
-      if (state_.is_cold) return false;
+      if (state_.is_cold) return state_.read_since.contains(under_->name());
     }
     return under_->is_cached(begin, end);
   }
@@ -146,6 +152,7 @@ std::vector<IoCall> RecordingFileSystem::drops() const {
 void RecordingFileSystem::be_cold() {
   const std::lock_guard lock(state_->mutex);
   state_->is_cold = true;
+  state_->read_since.clear();
 }
 
 uint64_t RecordingFileSystem::bytes_read() const {

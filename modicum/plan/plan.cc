@@ -194,7 +194,7 @@ Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, Pl
   MODICUM_ASSERT(options.strategy != nullptr);
   if (layout.kinds.empty()) fail(Category::usage, "a plan needs at least one rank");
   if (options.staging_bytes < kMinStagingBytes) {
-    fail(Category::usage, "--staging is too small to stream through",
+    fail(Category::usage, "staging is too small to stream through",
          {.expected = fmt::format("at least {}", kMinStagingBytes),
           .got = fmt::format("{}", options.staging_bytes)});
   }

@@ -309,7 +309,7 @@ void define_make_plan(nb::module_& module) {
              nb::arg("destinations") = std::vector<std::string>(), nb::arg("staging") = nb::none(),
              nb::arg("baseline") = nb::none(), nb::arg("init_bytes") = 0,
              nb::arg("caller_sends") = false, nb::arg("budget") = nb::none(),
-             nb::arg("budget_source") = "budget",
+             nb::arg("budget_source") = "argument",
              R"(Who reads what and what every rank will hold.
 
 Args:

@@ -16,33 +16,34 @@ void DataReader::open(uint32_t file) {
   leave();
   file_ = open_data_file(checkpoint_, file);
   file_index_ = file;
+  const uint64_t size = checkpoint_.manifest.files[file].identity.size_bytes;
+  was_cached_.clear();
+  for (uint64_t begin = 0; begin < size; begin += kWindowBytes) {
+    was_cached_.push_back(file_->is_cached(begin, std::min(begin + kWindowBytes, size)));
+  }
 }
 
 void DataReader::leave() noexcept {
   if (!file_) return;
-  drop(previous_);
-  drop(current_);
+  while (!behind_.empty()) drop_first();
   file_.reset();
   window_ = UINT64_MAX;
 }
 
-void DataReader::drop(Behind& behind) noexcept {
+void DataReader::drop_first() noexcept {
+  const Behind& behind = behind_.front();
   if (behind.bytes > 0) {
     file_->drop_cached(behind.index * kWindowBytes, (behind.index + 1) * kWindowBytes);
     cached_ -= behind.bytes;
   }
-  behind = {};
+  behind_.pop_front();
 }
 
 void DataReader::enter(uint64_t window) {
   if (window == window_) return;
-  drop(previous_);
-  previous_ = current_;
-  current_ = {.index = window};
+  if (behind_.size() > kWindowsBehind) drop_first();
+  behind_.push_back({.index = window});
   window_ = window;
-  const uint64_t size = checkpoint_.manifest.files[file_index_].identity.size_bytes;
-  brought_in_ =
-      !file_->is_cached(window * kWindowBytes, std::min((window + 1) * kWindowBytes, size));
 }
 
 void DataReader::read(uint32_t file, uint64_t begin, std::span<std::byte> into) {
@@ -52,8 +53,8 @@ void DataReader::read(uint32_t file, uint64_t begin, std::span<std::byte> into) 
     const size_t n = std::min<uint64_t>(into.size(), (window_ + 1) * kWindowBytes - begin);
     file_->read(into.first(n), begin);
     bytes_read_ += n;
-    if (brought_in_) {
-      current_.bytes += n;
+    if (!was_cached_[window_]) {
+      behind_.back().bytes += n;
       cached_ += n;
       cached_peak_ = std::max(cached_peak_, cached_);
     }

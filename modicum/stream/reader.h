@@ -1,20 +1,24 @@
 // Reading data files in order, with the page cache dropped behind.
 #pragma once
 
-#include <array>
 #include <cstddef>
+#include <deque>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "modicum/checkpoint/checkpoint.h"
 
 namespace modicum {
 
 // One worker's view of a checkpoint's data: at most one file is open. Page cache that its reads
-// brought in is dropped one window of 8 MiB behind the reader (less, or unaligned, leaves large
-// folios in the cache); windows that were wholly cached before are left as they were.
+// brought in is dropped in windows of 8 MiB (less, or unaligned, leaves large folios in the cache),
+// kWindowsBehind of them behind the reader: ranks read neighbouring parts of a window at about the
+// same time, and what is dropped too early is read twice. Windows that were wholly cached when the
+// file was opened are left as they were; later the kernel's own reading ahead would look the same.
 class DataReader {
  public:
+  static constexpr size_t kWindowsBehind = 8;
   explicit DataReader(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
   ~DataReader();
   DataReader(const DataReader&) = delete;
@@ -33,15 +37,15 @@ class DataReader {
 
   void open(uint32_t file);
   void enter(uint64_t window);
-  void drop(Behind& behind) noexcept;
+  void drop_first() noexcept;
   void leave() noexcept;
 
   const Checkpoint& checkpoint_;
   std::unique_ptr<File> file_;
   uint32_t file_index_ = 0;
   uint64_t window_ = UINT64_MAX;  // where the reader is
-  bool brought_in_ = false;       // whether that window is ours to drop
-  Behind current_, previous_;
+  std::vector<bool> was_cached_;  // by window
+  std::deque<Behind> behind_;     // the last one is where the reader is
   uint64_t bytes_read_ = 0;
   uint64_t cached_ = 0;
   uint64_t cached_peak_ = 0;

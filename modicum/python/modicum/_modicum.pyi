@@ -186,7 +186,7 @@ def make_layout(recipe: Recipe, *, shardings: Sequence[tuple[Sequence[int], Sequ
         sharding_of: for each target the index of its sharding.
     """
 
-def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'budget') -> Plan:
+def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'argument') -> Plan:
     """
     Who reads what and what every rank will hold.
 

@@ -350,7 +350,7 @@ class _Walk:
         if budget == "none":
             self.budget, self.budget_source = None, ""
         elif budget not in (None, "auto"):
-            self.budget, self.budget_source = _modicum.parse_size(budget), "budget"
+            self.budget, self.budget_source = _modicum.parse_size(budget), "argument"
         elif budget is None and limit is not None:
             self.budget, self.budget_source = limit, "ledger"
         else:
