@@ -56,10 +56,11 @@ def drop(directory: Path) -> None:
 
 def touch_and_release(size: int) -> None:
     """Makes the host back this much memory, which a virtual machine may have given back to it:
-    otherwise the first to touch it pays for that, and not for what it does. As much in huge pages as
-    in small ones, which the kernel takes from elsewhere, and both at a time."""
+    otherwise the first to touch it pays for that, and not for what it does. As much in huge pages
+    as in small ones, which the kernel takes from elsewhere, and both at a time."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    with mmap.mmap(-1, size, flags=flags | mmap.MAP_POPULATE), mmap.mmap(-1, size, flags=flags) as huge:
+    small = mmap.mmap(-1, size, flags=flags | mmap.MAP_POPULATE)
+    with small, mmap.mmap(-1, size, flags=flags) as huge:
         huge.madvise(mmap.MADV_HUGEPAGE)
         for at in range(0, size, mmap.PAGESIZE):
             huge[at] = 1
