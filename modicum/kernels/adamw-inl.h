@@ -71,13 +71,11 @@ HWY_INLINE Floats<D> next_master(D d, const Constants& c, Floats<D> p, Floats<D>
   const Floats<D> decay = hn::Set(d, n.decay);
   const Floats<D> step_size = hn::Set(d, n.step_size);
   if constexpr (kRule == Rule::deepspeed) {
-    const Floats<D> update =
-        hn::Div(m, fma(d, root, hn::Set(d, n.bias2), hn::Set(d, n.eps)));
+    const Floats<D> update = hn::Div(m, fma(d, root, hn::Set(d, n.bias2), hn::Set(d, n.eps)));
     if (c.decays_master) p = fma(d, p, decay, p);
     return fma(d, update, step_size, p);
   } else {
-    const Floats<D> denominator =
-        hn::Add(hn::Div(root, hn::Set(d, n.bias2)), hn::Set(d, n.eps));
+    const Floats<D> denominator = hn::Add(hn::Div(root, hn::Set(d, n.bias2)), hn::Set(d, n.eps));
     if (c.decays_master) p = hn::Mul(p, decay);
     return hn::Add(p, hn::Div(hn::Mul(step_size, m), denominator));
   }
@@ -215,15 +213,13 @@ struct Step {
     g = hn::Mul(hn::Mul(g, hn::Set(d, c.unscale)), hn::Set(d, c.numbers.clip));
     const Floats<D> p = load_master<kFormat>(d, span.master, span.master_low, i);
     g = gradient_with_decay(d, c, g, p);
-    const Floats<D> m =
-        next_exp_avg<kRule>(d, c, g, load_exp_avg<kFormat>(d, span, piece, i));
+    const Floats<D> m = next_exp_avg<kRule>(d, c, g, load_exp_avg<kFormat>(d, span, piece, i));
     const Floats<D> v = next_exp_avg_sq<kRule>(
-        d, c, g,
-        load_exp_avg_sq<kFormat>(d, span.exp_avg_sq, span.exp_avg_sq_scale, piece, i));
+        d, c, g, load_exp_avg_sq<kFormat>(d, span.exp_avg_sq, span.exp_avg_sq_scale, piece, i));
     Floats<D> most = v;
     if constexpr (kAmsgrad) {
-      most = hn::Max(v, load_exp_avg_sq<kFormat>(d, span.max_exp_avg_sq,
-                                                 span.max_exp_avg_sq_scale, piece, i));
+      most = hn::Max(
+          v, load_exp_avg_sq<kFormat>(d, span.max_exp_avg_sq, span.max_exp_avg_sq_scale, piece, i));
     }
     const Floats<D> root = hn::Sqrt(most);
     const Floats<D> next = next_master<kRule>(d, c, p, m, root);

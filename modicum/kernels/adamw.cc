@@ -8,14 +8,13 @@
 #include "modicum/kernels/planes-inl.h"
 
 // Calls function<format>(...) for the format in force.
-#define MODICUM_BY_FORMAT(format, function, ...)                                              \
-  switch (format) {                                                                           \
-    case StateFormat::fp32: return function<StateFormat::fp32>(__VA_ARGS__);                  \
-    case StateFormat::fp32_split: return function<StateFormat::fp32_split>(__VA_ARGS__);      \
-    case StateFormat::bf16_moments: return function<StateFormat::bf16_moments>(__VA_ARGS__);  \
-    case StateFormat::int8_moments: return function<StateFormat::int8_moments>(__VA_ARGS__);  \
-    case StateFormat::int8_moments_24:                                                        \
-      return function<StateFormat::int8_moments_24>(__VA_ARGS__);                             \
+#define MODICUM_BY_FORMAT(format, function, ...)                                                   \
+  switch (format) {                                                                                \
+    case StateFormat::fp32: return function<StateFormat::fp32>(__VA_ARGS__);                       \
+    case StateFormat::fp32_split: return function<StateFormat::fp32_split>(__VA_ARGS__);           \
+    case StateFormat::bf16_moments: return function<StateFormat::bf16_moments>(__VA_ARGS__);       \
+    case StateFormat::int8_moments: return function<StateFormat::int8_moments>(__VA_ARGS__);       \
+    case StateFormat::int8_moments_24: return function<StateFormat::int8_moments_24>(__VA_ARGS__); \
   }
 
 HWY_BEFORE_NAMESPACE();

@@ -95,12 +95,11 @@ HWY_INLINE Floats<D> load_signed_codes(D d, float scale, const std::byte* codes,
 HWY_INLINE float divisor_of(float scale) { return scale > 0 ? scale : 1.0F; }
 
 template <class D>
-HWY_INLINE void store_signed_codes(D d, Floats<D> v, float scale, Words<D> random,
-                                   std::byte* codes, int64_t i) {
+HWY_INLINE void store_signed_codes(D d, Floats<D> v, float scale, Words<D> random, std::byte* codes,
+                                   int64_t i) {
   const hn::Rebind<int8_t, D> d8;
   const hn::Rebind<int32_t, D> di;
-  const Floats<D> y =
-      hn::Div(hn::Add(v, v), hn::Add(hn::Set(d, divisor_of(scale)), hn::Abs(v)));
+  const Floats<D> y = hn::Div(hn::Add(v, v), hn::Add(hn::Set(d, divisor_of(scale)), hn::Abs(v)));
   const Ints<D> fixed = hn::ConvertTo(di, hn::Mul(y, hn::Set(d, 127 * 0x1p23F)));
   const Ints<D> up = hn::BitCast(di, hn::ShiftRight<9>(random));
   store(d8, hn::DemoteTo(d8, hn::ShiftRight<23>(hn::Add(fixed, up))), codes, i);

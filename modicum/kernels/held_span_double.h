@@ -34,7 +34,9 @@ struct HeldSpan {
   HeldSpan(StateFormat its_format, int64_t its_first, int64_t its_n, int skew = 0)
       : format(its_format), first(its_first), n(its_n), grad_dtype(row_of(format).grad) {
     const StateFormatRow& row = row_of(format);
-    const auto plane = [&](DType dtype) { return HeldPlane(n * bits_per_element(dtype) / 8, skew); };
+    const auto plane = [&](DType dtype) {
+      return HeldPlane(n * bits_per_element(dtype) / 8, skew);
+    };
     master = plane(row.master);
     if (row.is_split()) master_low = plane(row.master_low);
     grad = plane(DType::f32);
@@ -97,7 +99,8 @@ struct HeldSpan {
   }
 };
 
-// fp32 of any sign and 24 random bits, at 16 sizes between 2^-15 and 1; record_adamw.py has the same.
+// fp32 of any sign and 24 random bits, at 16 sizes between 2^-15 and 1; record_adamw.py has the
+// same.
 inline std::vector<float> spread_values(int64_t stream, int64_t n) {
   std::vector<float> values(static_cast<size_t>(n));
   for (size_t i = 0; i < values.size(); ++i) {

@@ -40,8 +40,12 @@ constexpr Isa kIsas[] = {
     {HWY_NEON, "neon"},       {HWY_EMU128, "emulated"}, {HWY_SCALAR, "scalar"},
 };
 
-// Whatever the machine, the static target runs: the compiler takes it for granted.
-int64_t runnable() { return (hwy::SupportedTargets() | HWY_STATIC_TARGET) & HWY_TARGETS; }
+// Whatever the machine, the static target runs: the compiler takes it for granted. Asked once,
+// since a virtual machine takes tens of microseconds to answer.
+int64_t runnable() {
+  static const int64_t targets = (hwy::SupportedTargets() | HWY_STATIC_TARGET) & HWY_TARGETS;
+  return targets;
+}
 
 std::vector<std::string_view> names_of(int64_t targets) {
   std::vector<std::string_view> names;
@@ -71,9 +75,8 @@ void use_isa(std::string_view name) {
     if (isa.name == name) return hwy::GetChosenTarget().Update(isa.target);
     names.emplace_back(isa.name);
   }
-  fail(Category::usage,
-       fmt::format("no kernels for the instruction set '{}' run here, but for {}", printable(name),
-                   fmt::join(names, ", ")));
+  fail(Category::usage, fmt::format("no kernels for the instruction set '{}' run here, but for {}",
+                                    printable(name), fmt::join(names, ", ")));
 }
 
 }  // namespace modicum

@@ -105,8 +105,7 @@ HWY_INLINE Words<D> narrow_bf16(D d, Floats<D> v) {
   const hn::Rebind<uint32_t, D> du;
   const Words<D> bits = bits_of(d, v);
   const Words<D> odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1U));
-  const Words<D> rounded =
-      hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(du, 0x7fffU))));
+  const Words<D> rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(du, 0x7fffU))));
   const auto is_nan = hn::RebindMask(du, hn::IsNaN(v));
   return hn::IfThenElse(is_nan, hn::Set(du, 0x7fc0U), rounded);
 }
@@ -144,8 +143,7 @@ HWY_INLINE Words<D> narrow_f16(D d, Floats<D> v) {
   const Ints<D> places = hn::Sub(hn::BitCast(di, sum), anchor);
   const Ints<D> binade = hn::ShiftLeft<10>(hn::Sub(exponent, hn::Set(di, 127 - 14)));
   const auto is_nan = hn::Gt(magnitude, hn::Set(di, 0x7f800000));
-  const Ints<D> number =
-      hn::IfThenElse(is_nan, hn::Set(di, 0x7e00), hn::Add(binade, places));
+  const Ints<D> number = hn::IfThenElse(is_nan, hn::Set(di, 0x7e00), hn::Add(binade, places));
   return hn::Or(sign, hn::BitCast(du, number));
 }
 

@@ -2,7 +2,8 @@
 // nothing but (seed, step, parameter, global index). Internal to `kernels`.
 //
 // What the 64-bit hash below makes are keys of whole blocks; the words of a block's elements are
-// made of them in 32-bit lanes (lanes-inl.h). The formats' results depend on this: it never changes.
+// made of them in 32-bit lanes (lanes-inl.h). The formats' results depend on this: it never
+// changes.
 #pragma once
 
 #include <cstdint>
