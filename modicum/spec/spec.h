@@ -1,9 +1,10 @@
 // The door of `spec`: what model state is and costs, as values. Nothing here does anything.
 #pragma once
 
-#include "modicum/spec/box.h"         // IWYU pragma: export
-#include "modicum/spec/digest.h"      // IWYU pragma: export
-#include "modicum/spec/dtype.h"       // IWYU pragma: export
-#include "modicum/spec/footprint.h"   // IWYU pragma: export
-#include "modicum/spec/scale_grid.h"  // IWYU pragma: export
-#include "modicum/spec/tensor.h"      // IWYU pragma: export
+#include "modicum/spec/box.h"           // IWYU pragma: export
+#include "modicum/spec/digest.h"        // IWYU pragma: export
+#include "modicum/spec/dtype.h"         // IWYU pragma: export
+#include "modicum/spec/footprint.h"     // IWYU pragma: export
+#include "modicum/spec/scale_grid.h"    // IWYU pragma: export
+#include "modicum/spec/state_format.h"  // IWYU pragma: export
+#include "modicum/spec/tensor.h"        // IWYU pragma: export

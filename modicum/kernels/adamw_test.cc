@@ -1,0 +1,311 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+
+#include "modicum/base/base.h"
+#include "modicum/kernels/adamw_reference_double.h"
+#include "modicum/kernels/adamw_torch_double.h"
+#include "modicum/kernels/held_span_double.h"
+
+namespace modicum {
+namespace {
+
+uint64_t digest_of(const std::vector<std::byte>& bytes) {
+  uint64_t digest = 0xcbf29ce484222325U;
+  for (size_t i = 0; i < bytes.size(); i += 4) {
+    uint32_t word = 0;
+    std::memcpy(&word, bytes.data() + i, sizeof word);
+    digest = (digest ^ word) * 0x100000001b3U;
+  }
+  return digest;
+}
+
+void expect_torch(const TorchRun& run) {
+  HeldSpan held(StateFormat::fp32, 0, kTorchCount);
+  const std::vector<float> start = spread_values(0, kTorchCount);
+  std::memcpy(held.master.data(), start.data(), start.size() * sizeof(float));
+  size_t row = 0;
+  for (int64_t step = 1; step <= kTorchSteps.back(); ++step) {
+    AdamNumbers numbers = adam_numbers(run.options, step, 0);
+    numbers.unscale = run.unscale;
+    numbers.clip = run.clip;
+    held.set_grad(spread_values(step, kTorchCount));
+    adamw(numbers, held.span());
+    if (step != kTorchSteps[row]) continue;
+    const TorchDigests& digests = run.after[row++];
+    EXPECT_EQ(digest_of(held.master.bytes()), digests[0]) << "step " << step;
+    EXPECT_EQ(digest_of(held.exp_avg.bytes()), digests[1]) << "step " << step;
+    EXPECT_EQ(digest_of(held.exp_avg_sq.bytes()), digests[2]) << "step " << step;
+    if (!run.options.amsgrad) continue;
+    EXPECT_EQ(digest_of(held.max_exp_avg_sq.bytes()), digests[3]) << "step " << step;
+  }
+}
+
+// Two units in the last place of the parameter or of what it has moved, whichever is larger.
+void expect_near_in_one_step(float ours, float torchs, float before) {
+  const float size = std::max(std::fabs(torchs), std::fabs(torchs - before));
+  const float place = std::nextafter(size, 2 * size) - size;
+  EXPECT_NEAR(ours, torchs, 2 * place);
+}
+
+void expect_near_torch(const TorchRun& run) {
+  HeldSpan held(StateFormat::fp32, 0, kTorchCount);
+  const std::vector<float> start = spread_values(0, kTorchCount);
+  std::memcpy(held.master.data(), start.data(), start.size() * sizeof(float));
+  std::vector<float> p(kTorchCount);
+  for (int64_t step = 1; step <= kTorchSteps.back(); ++step) {
+    AdamNumbers numbers = adam_numbers(run.options, step, 0);
+    numbers.unscale = run.unscale;
+    numbers.clip = run.clip;
+    held.set_grad(spread_values(step, kTorchCount));
+    adamw(numbers, held.span());
+    std::memcpy(p.data(), held.master.data(), p.size() * sizeof(float));
+    for (size_t i = 0; step == 1 && i < run.after_first.size(); ++i) {
+      expect_near_in_one_step(p[i], run.after_first[i], start[i]);
+    }
+  }
+  for (size_t i = 0; i < run.after_last.size(); ++i) {
+    const float size = std::max(std::fabs(p[i]), std::fabs(p[i] - start[i]));
+    EXPECT_NEAR(p[i], run.after_last[i], 1e-6F * size);
+  }
+}
+
+TEST(AdamW, NearTorchWithItsOwnSquareRoots) {
+  for (size_t i = 0; i < kTorchRuns.size(); ++i) {
+    SCOPED_TRACE("run " + std::to_string(i));
+    expect_near_torch(kTorchRuns[i]);
+  }
+}
+
+TEST(AdamW, TorchsBitsAfterAThousandSteps) {
+  for (const std::string_view isa : isas()) {
+    use_isa(isa);
+    for (size_t i = 0; i < kTorchRuns.size(); ++i) {
+      SCOPED_TRACE(std::string(isa) + ", run " + std::to_string(i));
+      expect_torch(kTorchRuns[i]);
+    }
+  }
+  use_isa(isas().front());
+}
+
+// What a step can be told, one from each row.
+struct Told {
+  AdamSemantics semantics;
+  bool decoupled, amsgrad, maximize, bias_correction;
+  double beta1;
+  float unscale, clip;
+  DType grad;
+  DType out;
+};
+constexpr Told kTold[] = {
+    {AdamSemantics::torch, true, false, false, true, 0.9, 1, 1, DType::bf16, DType::bf16},
+    {AdamSemantics::torch, false, false, true, true, 0.4, 0.125F, 0.37F, DType::f16, DType::f16},
+    {AdamSemantics::torch, true, true, false, false, 0.95, 1, 0.7F, DType::f32, DType::bf16},
+    {AdamSemantics::deepspeed, true, false, false, true, 0.9, 1, 0.9F, DType::bf16, DType::f16},
+    {AdamSemantics::deepspeed, false, false, false, false, 0.8, 0.5F, 1, DType::f32, DType::bf16},
+};
+
+AdamNumbers numbers_of(const Told& told, int64_t step) {
+  AdamOptions options;
+  options.semantics = told.semantics;
+  options.beta1 = told.beta1;
+  options.decoupled = told.decoupled;
+  options.amsgrad = told.amsgrad;
+  options.maximize = told.maximize;
+  options.bias_correction = told.bias_correction;
+  AdamNumbers numbers = adam_numbers(options, step, 0xfeedbeefU);
+  numbers.unscale = told.unscale;
+  numbers.clip = told.clip;
+  return numbers;
+}
+
+HeldSpan begun(StateFormat format, const Told& told, int64_t first, int64_t n) {
+  HeldSpan held(format, first, n, 1);
+  held.grad_dtype = told.grad;
+  held.out_dtype = told.out;
+  import_state(numbers_of(told, 1), held.span(), StatePlane::master, spread_values(0, n).data());
+  return held;
+}
+
+void expect_reference(StateFormat format, const Told& told, int64_t first, int64_t n,
+                      int64_t steps) {
+  HeldSpan expected = begun(format, told, first, n);
+  std::vector<HeldSpan> held(isas().size(), expected);
+  for (int64_t step = 1; step <= steps; ++step) {
+    const std::vector<float> grad = spread_values(step, n);
+    const AdamNumbers numbers = numbers_of(told, step);
+    expected.set_grad(grad);
+    reference_adamw(numbers, expected.span());
+    for (size_t i = 0; i < held.size(); ++i) {
+      use_isa(isas()[i]);
+      held[i].set_grad(grad);
+      adamw(numbers, held[i].span());
+    }
+  }
+  for (size_t i = 0; i < held.size(); ++i) {
+    EXPECT_TRUE(held[i] == expected) << isas()[i] << ", " << row_of(format).name << ", told "
+                                     << &told - kTold << ", " << n << " from " << first;
+  }
+  use_isa(isas().front());
+}
+
+TEST(AdamW, NoBitDiffersFromTheReferenceAfterAThousandSteps) {
+  for (const StateFormatRow& row : state_formats()) {
+    for (const Told& told : kTold) expect_reference(row.format, told, 120, 45, 1000);
+  }
+}
+
+TEST(AdamW, NoBitDiffersFromTheReferenceAtAnyOffsetAndLength) {
+  for (const StateFormatRow& row : state_formats()) {
+    for (const int64_t first : {int64_t{0}, int64_t{5}, int64_t{127}, (int64_t{1} << 33) + 77}) {
+      for (const int64_t n : {0, 1, 7, 128, 131, 400}) {
+        for (const Told& told : kTold) expect_reference(row.format, told, first, n, 2);
+      }
+    }
+  }
+}
+
+// At multiples of a scale block where moments are codes, elsewhere anywhere.
+TEST(AdamW, NoCutChangesABit) {
+  for (const StateFormatRow& row : state_formats()) {
+    const int64_t first = 3 * kScaleBlock;
+    HeldSpan whole = begun(row.format, kTold[0], first, 1000);
+    HeldSpan cut = whole;
+    for (int64_t step = 1; step <= 3; ++step) {
+      const AdamNumbers numbers = numbers_of(kTold[0], step);
+      for (HeldSpan* held : {&whole, &cut}) held->set_grad(spread_values(step, 1000));
+      adamw(numbers, whole.span());
+      const std::vector<int64_t> cuts = row.has_scales()
+                                            ? std::vector<int64_t>{0, 128, 512, 640, 1000}
+                                            : std::vector<int64_t>{0, 1, 130, 131, 700, 1000};
+      for (size_t k = cuts.size() - 1; k > 0; --k) {
+        adamw(numbers, cut.part(cuts[k - 1], cuts[k] - cuts[k - 1]));
+      }
+    }
+    EXPECT_TRUE(whole == cut) << row.name;
+  }
+}
+
+// A step that moves nothing: what comes out is the parameter, rounded as `cast` rounds it.
+TEST(AdamW, WhatComesOutIsRoundedAsCastRounds) {
+  constexpr int64_t kN = 1 << 17;
+  for (const std::string_view isa : isas()) {
+    use_isa(isa);
+    for (const DType out : {DType::bf16, DType::f16}) {
+      HeldSpan held(StateFormat::fp32, 0, kN);
+      held.out_dtype = out;
+      for (int64_t i = 0; i < kN; ++i) {
+        auto bits = static_cast<uint32_t>(i) << 15;  // ties of bf16 and all binades
+        if ((bits & 0x7f800000U) == 0x7f800000U) bits = 0x387fffffU;
+        std::memcpy(held.master.data() + 4 * i, &bits, sizeof bits);
+      }
+      const std::vector<std::byte> before = held.master.bytes();
+      AdamNumbers numbers;
+      numbers.decay = 1;
+      adamw(numbers, held.span());
+      ASSERT_EQ(held.master.bytes(), before);
+      HeldPlane expected(kN * 2, 0);
+      cast(before.data(), DType::f32, expected.data(), out, kN);
+      EXPECT_EQ(held.out.bytes(), expected.bytes()) << isa;
+    }
+  }
+  use_isa(isas().front());
+}
+
+// Computed with numpy's float32 and a running product.
+TEST(AdamNumbers, DeepSpeedsAreFloatsAllTheWay) {
+  struct Known {
+    double beta1, beta2;
+    int64_t step;
+    float step_size, bias2, one_minus_beta2;
+  };
+  constexpr Known kKnown[] = {
+      {0.9, 0.999, 1, -0x1.893746p-9F, 0x1.f9f7bap+4F, 0x1.0624p-10F},
+      {0.9, 0.999, 10, -0x1.e2f9e4p-12F, 0x1.40b8fep+3F, 0x1.0624p-10F},
+      {0.9, 0.95, 1000, -0x1.3a92a4p-12F, 1.0F, 0x1.9999ap-5F},
+      {0.8, 0.9999, 5000, -0x1.3a92a4p-12F, 0x1.98154p+0F, 0x1.a38p-14F},
+  };
+  for (const Known& known : kKnown) {
+    AdamOptions options;
+    options.semantics = AdamSemantics::deepspeed;
+    options.lr = 3e-4;
+    options.weight_decay = 0.1;
+    options.beta1 = known.beta1;
+    options.beta2 = known.beta2;
+    const AdamNumbers numbers = adam_numbers(options, known.step, 0);
+    EXPECT_EQ(numbers.step_size, known.step_size) << known.step;
+    EXPECT_EQ(numbers.bias2, known.bias2) << known.step;
+    EXPECT_EQ(numbers.one_minus_beta2, known.one_minus_beta2);
+    EXPECT_EQ(numbers.decay, -0x1.f75106p-16F);
+  }
+}
+
+TEST(AdamNumbers, TorchCountsStepsUpToTwoToTheTwentyFourth) {
+  AdamOptions options;
+  options.beta2 = 1 - 1e-8;
+  const int64_t most = int64_t{1} << 24;
+  EXPECT_NE(adam_numbers(options, most, 0).bias2, adam_numbers(options, most - 1000, 0).bias2);
+  EXPECT_EQ(adam_numbers(options, most, 0).bias2, adam_numbers(options, 3 * most, 0).bias2);
+}
+
+TEST(Isa, TheOneInForceIsTheOneThatWasAskedFor) {
+  ASSERT_FALSE(isas().empty());
+  EXPECT_EQ(isa(), isas().front());
+  for (const std::string_view name : isas()) {
+    use_isa(name);
+    EXPECT_EQ(isa(), name);
+  }
+  for (const std::string_view name : isas_not_run()) EXPECT_THROW(use_isa(name), Error);
+  EXPECT_EQ(isa(), isas().back());
+  EXPECT_THROW(use_isa("none"), Error);
+  use_isa(isas().front());
+}
+
+// ---- random bits
+
+// Correlation of two sequences of words, as numbers in [-1/2, 1/2), in its standard deviations.
+double correlation(const std::vector<uint32_t>& a, const std::vector<uint32_t>& b) {
+  double sum = 0;
+  for (size_t i = 0; i < a.size(); ++i) sum += (a[i] * 0x1p-32 - 0.5) * (b[i] * 0x1p-32 - 0.5);
+  return 12 * sum / std::sqrt(static_cast<double>(a.size()));
+}
+
+std::vector<uint32_t> words(uint64_t seed, int64_t step, uint64_t parameter, int64_t first,
+                            int shift, bool second) {
+  std::vector<uint32_t> kept;
+  for (int64_t i = 0; i < 100'000; ++i) {
+    const RandomWords random = reference_words(seed, step, parameter, first + i);
+    kept.push_back((second ? random.b : random.a) << shift);
+  }
+  return kept;
+}
+
+TEST(RandomBits, NoTwoStreamsAreAlike) {
+  const int64_t far = int64_t{1} << 32;
+  const std::vector<std::vector<uint32_t>> streams = {
+      words(1, 1, 1, 0, 0, false),   words(1, 1, 1, 0, 16, false), words(1, 1, 1, 0, 24, false),
+      words(1, 1, 1, 0, 0, true),    words(1, 1, 1, 1, 0, false),  words(1, 1, 1, 128, 0, false),
+      words(1, 1, 1, far, 0, false), words(1, 2, 1, 0, 0, false),  words(1, 1, 2, 0, 0, false),
+      words(2, 1, 1, 0, 0, false),
+  };
+  for (size_t i = 0; i < streams.size(); ++i) {
+    for (size_t k = 0; k < i; ++k) {
+      EXPECT_LT(std::fabs(correlation(streams[i], streams[k])), 4.5) << i << ", " << k;
+    }
+  }
+}
+
+TEST(RandomBits, EveryBitIsSetHalfOfTheTime) {
+  for (const bool second : {false, true}) {
+    const std::vector<uint32_t> all = words(1, 1, 1, 0, 0, second);
+    for (int bit = 0; bit < 32; ++bit) {
+      double sum = 0;
+      for (const uint32_t word : all) sum += (word >> bit & 1U) != 0 ? 1 : -1;
+      EXPECT_LT(std::fabs(sum), 4.5 * std::sqrt(static_cast<double>(all.size()))) << bit;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,42 @@
+#include "modicum/spec/state_format.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include "modicum/base/base.h"
+
+namespace modicum {
+namespace {
+
+// The moments' dtype is that of exp_avg; exp_avg_sq's codes have no sign.
+constexpr std::array<StateFormatRow, 5> kRows = {{
+    {StateFormat::fp32, "fp32", DType::f32, DType::boolean, DType::f32, DType::f32},
+    {StateFormat::fp32_split, "fp32-split", DType::bf16, DType::i16, DType::bf16, DType::f32},
+    {StateFormat::bf16_moments, "bf16-moments", DType::bf16, DType::i16, DType::bf16, DType::bf16},
+    {StateFormat::int8_moments, "int8-moments", DType::bf16, DType::i16, DType::bf16, DType::i8},
+    {StateFormat::int8_moments_24, "int8-moments-24", DType::bf16, DType::i8, DType::bf16,
+     DType::i8},
+}};
+
+}  // namespace
+
+std::span<const StateFormatRow> state_formats() noexcept { return kRows; }
+
+const StateFormatRow& row_of(StateFormat format) noexcept {
+  return kRows[static_cast<size_t>(format)];
+}
+
+const StateFormatRow& state_format_named(std::string_view name) {
+  std::vector<std::string> names;
+  for (const StateFormatRow& row : kRows) {
+    if (row.name == name) return row;
+    names.emplace_back(row.name);
+  }
+  fail(Category::usage,
+       fmt::format("unknown state format '{}'{}", printable(name), nearest_hint(name, names)));
+}
+
+}  // namespace modicum
