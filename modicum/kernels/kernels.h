@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "modicum/kernels/adamw.h"  // IWYU pragma: export
 #include "modicum/spec/spec.h"
 
 namespace modicum {
