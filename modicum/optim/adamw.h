@@ -10,7 +10,8 @@
 //
 // Thread rules: arrive, arrived_in_place and leave_out may be called by several threads at once,
 // except that a parameter's elements arrive for the second time when all calls that brought it for
-// the first have returned. All else: one thread, while no gradient is arriving. A state that has
+// the first have returned; export_to and import_from, too, for elements that don't overlap. All
+// else: one thread, while no gradient is arriving. A state that has
 // been used before a fork belongs to the parent.
 #pragma once
 
@@ -56,7 +57,7 @@ struct Piece {
 };
 
 // New parameters that are ready to leave: local elements [at, at + n) of a shard.
-struct Chunk {
+struct ReadyChunk {
   size_t shard = 0;
   int64_t at = 0;
   int64_t n = 0;
@@ -71,7 +72,7 @@ struct Outlet {
   // The caller's memory, kRingSlotBytes a slot and at least a slot per thread; a split master is
   // sent from where it lies and needs none.
   std::span<std::byte> ring;
-  std::function<void(const Chunk&)> send;
+  std::function<void(const ReadyChunk&)> send;
   std::function<void(int slot)> wait;  // until the slot may be written again; empty: at once
 };
 constexpr uint64_t kRingSlotBytes = kBucketElements * 2;

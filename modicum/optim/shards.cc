@@ -23,7 +23,7 @@ bool holds(const AdamWSpec& spec, const ShardSpec& shard, Plane plane) {
 
 int64_t ShardSpec::numel() const noexcept {
   int64_t sum = 0;
-  for (const Run& run : runs) sum += run.n;
+  for (const ShardRun& run : runs) sum += run.n;
   return sum;
 }
 
@@ -71,7 +71,7 @@ void check_options(const AdamOptions& of) {
 
 ShardIndex::ShardIndex(const ShardSpec& spec) {
   int64_t end = 0;
-  for (const Run& run : spec.runs) {
+  for (const ShardRun& run : spec.runs) {
     if (run.n <= 0 || run.first < end || run.first > INT64_MAX - run.n) {
       fail(Category::mismatch, "a shard's runs must be ascending, apart and not empty",
            {.tensor = spec.fqn,

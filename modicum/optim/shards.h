@@ -12,16 +12,16 @@
 namespace modicum {
 
 // Neighbouring elements of a parameter in its global row-major order.
-struct Run {
+struct ShardRun {
   int64_t first = 0;
   int64_t n = 0;
-  bool operator==(const Run&) const = default;
+  bool operator==(const ShardRun&) const = default;
 };
 
 // A rank's part of one parameter. Its local elements are those of the runs, one after another.
 struct ShardSpec {
   std::string fqn;
-  std::vector<Run> runs;  // ascending and apart; none where the rank has nothing of it
+  std::vector<ShardRun> runs;  // ascending and apart; none where the rank has nothing of it
   int group = 0;          // index into AdamWSpec::groups
   // The caller's own memory, in local order; it must outlive the state and is not charged here.
   std::byte* master = nullptr;    // instead of ours: fp32, or the bf16 half of a split master

@@ -80,7 +80,7 @@ void AdamW::step_of(int worker, const StepOptions& options) {
       of_numbers = shard;
     }
     AdamSpan span = span_of(shard, stretch);
-    Chunk chunk{shard, stretch.at, stretch.n, span.master, -1};
+    ReadyChunk chunk{shard, stretch.at, stretch.n, span.master, -1};
     if (slots) {
       chunk.slot = slots->next();
       span.out = slots->begin(chunk.slot);

@@ -204,16 +204,16 @@ TEST(Outlet, SendsEveryNewParameterOnceThroughAFixedRing) {
     std::vector<std::vector<std::byte>> sent;
     for (size_t s = 0; s < state.shards(); ++s) sent.emplace_back(state.shard(s).numel() * 2);
     std::mutex mutex;
-    std::vector<Chunk> on_its_way(slots, Chunk{.n = 0});
+    std::vector<ReadyChunk> on_its_way(slots, ReadyChunk{.n = 0});
     const auto land = [&](int slot) {  // only now is it read, as a copy that takes its time
-      Chunk& chunk = on_its_way[static_cast<size_t>(slot)];
+      ReadyChunk& chunk = on_its_way[static_cast<size_t>(slot)];
       std::memcpy(sent[chunk.shard].data() + chunk.at * 2, chunk.elements,
                   static_cast<size_t>(chunk.n) * 2);
       chunk.n = 0;
     };
     const Outlet outlet{.ring = ring,
                         .send =
-                            [&](const Chunk& chunk) {
+                            [&](const ReadyChunk& chunk) {
                               const std::lock_guard lock(mutex);
                               EXPECT_EQ(on_its_way[static_cast<size_t>(chunk.slot)].n, 0);
                               on_its_way[static_cast<size_t>(chunk.slot)] = chunk;
@@ -239,7 +239,7 @@ TEST(Outlet, SendsASplitMasterFromWhereItLies) {
   AdamW& state = *world.ranks[0];
   std::mutex mutex;
   int64_t elements = 0;
-  const Outlet outlet{.send = [&](const Chunk& chunk) {
+  const Outlet outlet{.send = [&](const ReadyChunk& chunk) {
     const std::lock_guard lock(mutex);
     EXPECT_EQ(chunk.elements, state.plane(chunk.shard, Plane::master).data() + chunk.at * 2);
     EXPECT_EQ(chunk.slot, -1);
@@ -253,7 +253,7 @@ TEST(Outlet, SendsASplitMasterFromWhereItLies) {
 TEST(Outlet, RefusesARingWithoutASlotForEachThread) {
   World world(StateFormat::fp32, 1, 2);
   std::vector<std::byte> ring(kRingSlotBytes);
-  const Outlet outlet{.ring = ring, .send = [](const Chunk&) {}};
+  const Outlet outlet{.ring = ring, .send = [](const ReadyChunk&) {}};
   deliver_tiny(*world.ranks[0], 1);
   const auto before = bytes_of_state(*world.ranks[0]);
   EXPECT_EQ(error_of([&] { world.ranks[0]->step({.outlet = &outlet}); })->category(),

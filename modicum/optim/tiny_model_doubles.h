@@ -52,7 +52,7 @@ inline AdamWSpec tiny_spec(StateFormat format, int rank = 0, int ranks = 1) {
 // Values that depend on the parameter, `seed` and the global index only.
 inline std::vector<float> tiny_values(const ShardSpec& shard, uint64_t seed) {
   std::vector<float> values;
-  for (const Run& run : shard.runs) {
+  for (const ShardRun& run : shard.runs) {
     std::vector<float> part(static_cast<size_t>(run.n));
     synth_fill(name_hash(shard.fqn) + seed * 0x9e3779b97f4a7c15U, DType::f32, run.first, run.n,
                reinterpret_cast<std::byte*>(part.data()));
