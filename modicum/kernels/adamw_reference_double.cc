@@ -1,0 +1,226 @@
+#include "modicum/kernels/adamw_reference_double.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+namespace modicum {
+namespace {
+
+template <typename T>
+T at(const void* array, int64_t i) {
+  T value;
+  std::memcpy(&value, static_cast<const char*>(array) + i * static_cast<int64_t>(sizeof value),
+              sizeof value);
+  return value;
+}
+template <typename T>
+void put(void* array, int64_t i, T value) {
+  std::memcpy(static_cast<char*>(array) + i * static_cast<int64_t>(sizeof value), &value,
+              sizeof value);
+}
+
+float as_f32(DType dtype, const std::byte* array, int64_t i) {
+  float value = 0;
+  cast(array + i * bits_per_element(dtype) / 8, dtype, reinterpret_cast<std::byte*>(&value),
+       DType::f32, 1);
+  return value;
+}
+
+uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
+  return x ^ (x >> 31);
+}
+
+uint32_t word(uint64_t key, uint32_t in_block) {
+  uint32_t x = static_cast<uint32_t>(key) + in_block;
+  x ^= x >> 16;
+  x = x * 0x7feb352dU + static_cast<uint32_t>(key >> 32);
+  x ^= x >> 15;
+  x *= 0x846ca68bU;
+  return x ^ (x >> 16);
+}
+
+// ---- the master parameter
+
+float read_master(const AdamSpan& s, int64_t i) {
+  if (s.format == StateFormat::fp32) return at<float>(s.master, i);
+  const uint32_t high = static_cast<uint32_t>(at<uint16_t>(s.master, i)) << 16;
+  const bool is_short = s.format == StateFormat::int8_moments_24;
+  const int32_t low = is_short ? at<int8_t>(s.master_low, i) * 256 : at<int16_t>(s.master_low, i);
+  return std::bit_cast<float>(high + static_cast<uint32_t>(low));
+}
+
+void write_master(const AdamSpan& s, int64_t i, float value, RandomWords random) {
+  if (s.format == StateFormat::fp32) return put(s.master, i, value);
+  auto bits = std::bit_cast<uint32_t>(value);
+  const bool is_short = s.format == StateFormat::int8_moments_24;
+  if (is_short) bits = (bits + random.a % 256) / 256 * 256;
+  const uint32_t high = (bits + 0x8000U) / 0x10000U;
+  const auto low = static_cast<int32_t>(bits - high * 0x10000U);
+  put(s.master, i, static_cast<uint16_t>(high));
+  if (is_short) {
+    put(s.master_low, i, static_cast<int8_t>(low / 256));
+  } else {
+    put(s.master_low, i, static_cast<int16_t>(low));
+  }
+}
+
+// ---- moments in codes; `scale` is that of the block
+
+float signed_of(int8_t q, float scale) {
+  const auto code = static_cast<float>(q);
+  return code / (254.0F - std::fabs(code)) * scale;
+}
+int8_t signed_code(float value, float scale, uint32_t random) {
+  const float y = (value + value) / ((scale > 0 ? scale : 1.0F) + std::fabs(value));
+  const auto fixed = static_cast<int64_t>(y * (127 * 8388608.0F));  // 23 places
+  return static_cast<int8_t>(std::floor(static_cast<double>(fixed + (random >> 9)) / 8388608.0));
+}
+float root_of(uint8_t q, float scale) { return static_cast<float>(q) * (scale / 255.0F); }
+uint8_t root_code(float root, float scale, uint32_t random) {
+  const float per_root = 255 * 4194304.0F / (scale > 0 ? scale : 1.0F);
+  const auto fixed = static_cast<int64_t>(root * per_root);  // 22 places
+  const int64_t code = std::min<int64_t>((fixed + (random >> 10)) / 4194304, 255);
+  return static_cast<uint8_t>(root > 0 ? std::max<int64_t>(code, 1) : code);
+}
+
+float read_square(const AdamSpan& s, const std::byte* plane, const float* scales, int64_t block,
+                  int64_t i) {
+  const DType moment = row_of(s.format).moment;
+  if (moment == DType::f32) return at<float>(plane, i);
+  if (moment == DType::bf16) return as_f32(DType::bf16, plane, i);
+  const float root = root_of(at<uint8_t>(plane, i), scales[block]);
+  return root * root;
+}
+
+struct Element {
+  float p, m, v, most;
+};
+
+Element torch_step(const AdamNumbers& n, Element e, float g) {
+  if (!n.decoupled && n.decay != 0) g = std::fma(n.decay, e.p, g);
+  if (n.decoupled) e.p = e.p * n.decay;
+  if (std::fabs(n.one_minus_beta1) < 0.5F) {
+    e.m = std::fma(n.one_minus_beta1, g - e.m, e.m);
+  } else {
+    e.m = std::fma(n.one_minus_beta1 - 1, g - e.m, g);
+  }
+  e.v = std::fma(n.one_minus_beta2 * g, g, e.v * n.beta2);
+  e.most = n.amsgrad ? std::max(e.most, e.v) : e.v;
+  const float denominator = std::sqrt(e.most) / n.bias2 + n.eps;
+  e.p = e.p + n.step_size * e.m / denominator;
+  return e;
+}
+
+Element deepspeed_step(const AdamNumbers& n, Element e, float g) {
+  if (!n.decoupled && n.decay != 0) g = std::fma(e.p, n.decay, g);
+  e.m = std::fma(g, n.one_minus_beta1, e.m * n.beta1);
+  e.v = std::fma(g * g, n.one_minus_beta2, e.v * n.beta2);
+  e.most = e.v;
+  const float update = e.m / std::fma(std::sqrt(e.v), n.bias2, n.eps);
+  if (n.decoupled && n.decay != 0) e.p = std::fma(e.p, n.decay, e.p);
+  e.p = std::fma(update, n.step_size, e.p);
+  return e;
+}
+
+uint16_t bf16_at_random(float value, uint32_t random16) {
+  return static_cast<uint16_t>((std::bit_cast<uint32_t>(value) + random16) >> 16);
+}
+
+void write_element(const AdamNumbers& n, const AdamSpan& s, int64_t i, const Element& e) {
+  const RandomWords random = reference_words(n.seed, n.step, s.parameter, s.first + i);
+  write_master(s, i, e.p, random);
+  if (s.out != nullptr) {
+    cast(reinterpret_cast<const std::byte*>(&e.p), DType::f32, s.out + 2 * i, s.out_dtype, 1);
+  }
+  const DType moment = row_of(s.format).moment;
+  if (moment == DType::f32) {
+    put(s.exp_avg, i, e.m);
+    put(s.exp_avg_sq, i, e.v);
+    if (n.amsgrad) put(s.max_exp_avg_sq, i, e.most);
+  } else if (moment == DType::bf16) {
+    put(s.exp_avg, i, bf16_at_random(e.m, random.a & 0xffffU));
+    put(s.exp_avg_sq, i, bf16_at_random(e.v, random.a >> 16));
+    if (n.amsgrad) put(s.max_exp_avg_sq, i, bf16_at_random(e.most, random.a >> 16));
+  }
+}
+
+// Elements begin .. end - 1, which are all that the span has of one block.
+void encode_block(const AdamNumbers& n, const AdamSpan& s, int64_t block, int64_t begin,
+                  const std::vector<Element>& elements) {
+  float scale = 0;
+  float root_scale = 0;
+  float max_scale = 0;
+  for (const Element& e : elements) {
+    scale = std::max(scale, std::fabs(e.m));
+    root_scale = std::max(root_scale, std::sqrt(e.v));
+    max_scale = std::max(max_scale, std::sqrt(e.most));
+  }
+  s.exp_avg_scale[block] = scale;
+  s.exp_avg_sq_scale[block] = root_scale;
+  if (n.amsgrad) s.max_exp_avg_sq_scale[block] = max_scale;
+  for (size_t k = 0; k < elements.size(); ++k) {
+    const Element& e = elements[k];
+    const int64_t i = begin + static_cast<int64_t>(k);
+    const RandomWords random = reference_words(n.seed, n.step, s.parameter, s.first + i);
+    put(s.exp_avg, i, signed_code(e.m, scale, random.a));
+    put(s.exp_avg_sq, i, root_code(std::sqrt(e.v), root_scale, random.b));
+    if (n.amsgrad) put(s.max_exp_avg_sq, i, root_code(std::sqrt(e.most), max_scale, random.b));
+  }
+}
+
+}  // namespace
+
+RandomWords reference_words(uint64_t seed, int64_t step, uint64_t parameter, int64_t index) {
+  constexpr uint64_t kGamma = 0x9e3779b97f4a7c15U;
+  const uint64_t of_step = mix(seed + static_cast<uint64_t>(step) * kGamma);
+  const uint64_t stream = mix(of_step ^ mix(parameter + kGamma));
+  const uint64_t counter = stream + 2 * static_cast<uint64_t>(index / 128) * kGamma;
+  const auto in_block = static_cast<uint32_t>(index % 128);
+  return {word(mix(counter + kGamma), in_block), word(mix(counter + 2 * kGamma), in_block)};
+}
+
+void reference_adamw(const AdamNumbers& n, const AdamSpan& s) {
+  const DType moment = row_of(s.format).moment;
+  std::vector<Element> block;
+  for (int64_t i = 0; i < s.n; ++i) {
+    const int64_t block_index = (s.first + i) / kScaleBlock - s.first / kScaleBlock;
+    float g = as_f32(s.grad_dtype, s.grad, i) * n.unscale * n.clip;
+    if (n.maximize) g = -g;
+    Element e{read_master(s, i), 0, 0, 0};
+    if (moment == DType::f32) e.m = at<float>(s.exp_avg, i);
+    if (moment == DType::bf16) e.m = as_f32(DType::bf16, s.exp_avg, i);
+    if (moment == DType::i8)
+      e.m = signed_of(at<int8_t>(s.exp_avg, i), s.exp_avg_scale[block_index]);
+    e.v = read_square(s, s.exp_avg_sq, s.exp_avg_sq_scale, block_index, i);
+    if (n.amsgrad) {
+      e.most = read_square(s, s.max_exp_avg_sq, s.max_exp_avg_sq_scale, block_index, i);
+    }
+    e = n.semantics == AdamSemantics::torch ? torch_step(n, e, g) : deepspeed_step(n, e, g);
+    write_element(n, s, i, e);
+    if (moment != DType::i8) continue;
+    block.push_back(e);
+    if (i + 1 < s.n && (s.first + i + 1) % kScaleBlock != 0) continue;
+    encode_block(n, s, block_index, i + 1 - static_cast<int64_t>(block.size()), block);
+    block.clear();
+  }
+}
+
+Squares reference_squares(const std::byte* grad, DType dtype, int64_t n) {
+  std::vector<double> sums(32);
+  bool finite = true;
+  for (int64_t i = 0; i < n; ++i) {
+    const double x = as_f32(dtype, grad, i);
+    finite = finite && std::isfinite(x);
+    sums[static_cast<size_t>(i % 32)] += x * x;
+  }
+  double sum = 0;
+  for (const double part : sums) sum += part;
+  return {finite ? sum : 0, finite};
+}
+
+}  // namespace modicum

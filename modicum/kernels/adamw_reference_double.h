@@ -1,0 +1,18 @@
+// AdamW as docs/optimizer.md defines it, one element at a time: what the kernels are compared with.
+#pragma once
+
+#include "modicum/kernels/kernels.h"
+
+namespace modicum {
+
+void reference_adamw(const AdamNumbers& numbers, const AdamSpan& span);
+Squares reference_squares(const std::byte* grad, DType dtype, int64_t n);
+
+// The random words of an element of a parameter.
+struct RandomWords {
+  uint32_t a = 0;
+  uint32_t b = 0;
+};
+RandomWords reference_words(uint64_t seed, int64_t step, uint64_t parameter, int64_t index);
+
+}  // namespace modicum

@@ -1,0 +1,152 @@
+// The state formats' planes to fp32 lanes and back (docs/optimizer.md defines them). Internal to
+// `kernels`; compiled once per target.
+#if defined(MODICUM_KERNELS_FORMATS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MODICUM_KERNELS_FORMATS_INL_H_
+#undef MODICUM_KERNELS_FORMATS_INL_H_
+#else
+#define MODICUM_KERNELS_FORMATS_INL_H_
+#endif
+
+#include <algorithm>
+
+#include "modicum/kernels/lanes-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace modicum {
+namespace HWY_NAMESPACE {
+
+constexpr bool is_split(StateFormat format) { return format != StateFormat::fp32; }
+constexpr bool has_codes(StateFormat format) {
+  return format == StateFormat::int8_moments || format == StateFormat::int8_moments_24;
+}
+constexpr bool has_random(StateFormat format) {
+  return format == StateFormat::bf16_moments || has_codes(format);
+}
+
+// ---- the master parameter
+
+template <StateFormat kFormat, class D>
+HWY_INLINE Floats<D> load_master(D d, const std::byte* high, const std::byte* low, int64_t i) {
+  if constexpr (!is_split(kFormat)) {
+    return load(d, high, i);
+  } else {
+    const hn::Rebind<int32_t, D> di;
+    const Ints<D> upper = hn::BitCast(di, hn::ShiftLeft<16>(load_u16(d, high, i)));
+    if constexpr (kFormat == StateFormat::int8_moments_24) {
+      const hn::Rebind<int8_t, D> d8;
+      const Ints<D> lower = hn::PromoteTo(di, load(d8, low, i));
+      return hn::BitCast(d, hn::Add(upper, hn::ShiftLeft<8>(lower)));
+    } else {
+      const hn::Rebind<int16_t, D> d16;
+      return hn::BitCast(d, hn::Add(upper, hn::PromoteTo(di, load(d16, low, i))));
+    }
+  }
+}
+
+// The upper half is rounded half up, in magnitude: at a tie to even two values would have the same
+// halves. `random` is used where the lower half has 8 bits only.
+template <StateFormat kFormat, class D>
+HWY_INLINE void store_master(D d, Floats<D> v, [[maybe_unused]] Words<D> random, std::byte* high,
+                             std::byte* low, int64_t i) {
+  if constexpr (!is_split(kFormat)) {
+    store(d, v, high, i);
+  } else {
+    const hn::Rebind<uint32_t, D> du;
+    const hn::Rebind<int32_t, D> di;
+    constexpr bool kShort = kFormat == StateFormat::int8_moments_24;
+    Words<D> bits = bits_of(d, v);
+    if constexpr (kShort) {
+      const Words<D> up = hn::And(random, hn::Set(du, 0xffU));
+      bits = hn::And(hn::Add(bits, up), hn::Set(du, 0xffffff00U));
+    }
+    const Words<D> upper = hn::ShiftRight<16>(hn::Add(bits, hn::Set(du, 0x8000U)));
+    const Ints<D> rest = hn::BitCast(di, hn::Sub(bits, hn::ShiftLeft<16>(upper)));
+    store_u16(d, upper, high, i);
+    if constexpr (kShort) {
+      const hn::Rebind<int8_t, D> d8;
+      store(d8, hn::DemoteTo(d8, hn::ShiftRight<8>(rest)), low, i);
+    } else {
+      const hn::Rebind<int16_t, D> d16;
+      store(d16, hn::DemoteTo(d16, rest), low, i);
+    }
+  }
+}
+
+// ---- moments in bf16: the lower half of the bits is the chance to go up
+
+template <class D>
+HWY_INLINE void store_bf16_random(D d, Floats<D> v, Words<D> random16, std::byte* to, int64_t i) {
+  store_u16(d, hn::ShiftRight<16>(hn::Add(bits_of(d, v), random16)), to, i);
+}
+
+// ---- moments in 8 bits, with the scale of their block
+
+// exp_avg: y = 2x / (1 + |x|) of x = value / scale; the code is 127 y.
+template <class D>
+HWY_INLINE Floats<D> load_signed_codes(D d, float scale, const std::byte* codes, int64_t i) {
+  const hn::Rebind<int8_t, D> d8;
+  const hn::Rebind<int32_t, D> di;
+  const Floats<D> q = hn::ConvertTo(d, hn::PromoteTo(di, load(d8, codes, i)));
+  const Floats<D> x = hn::Div(q, hn::Sub(hn::Set(d, 254.0F), hn::Abs(q)));
+  return hn::Mul(x, hn::Set(d, scale));
+}
+
+// What is divided by: a scale of zero has only zeros under it.
+HWY_INLINE float divisor_of(float scale) { return scale > 0 ? scale : 1.0F; }
+
+template <class D>
+HWY_INLINE void store_signed_codes(D d, Floats<D> v, float scale, Words<D> random, std::byte* codes,
+                                   int64_t i) {
+  const hn::Rebind<int8_t, D> d8;
+  const hn::Rebind<int32_t, D> di;
+  const Floats<D> y = hn::Div(hn::Add(v, v), hn::Add(hn::Set(d, divisor_of(scale)), hn::Abs(v)));
+  const Ints<D> fixed = hn::ConvertTo(di, hn::Mul(y, hn::Set(d, 127 * 0x1p23F)));
+  const Ints<D> up = hn::BitCast(di, hn::ShiftRight<9>(random));
+  store(d8, hn::DemoteTo(d8, hn::ShiftRight<23>(hn::Add(fixed, up))), codes, i);
+}
+
+// exp_avg_sq: the code is 255 root / scale, and never 0 but for 0.
+template <class D>
+HWY_INLINE Floats<D> load_root_codes(D d, float scale, const std::byte* codes, int64_t i) {
+  const hn::Rebind<uint8_t, D> d8;
+  const hn::Rebind<int32_t, D> di;
+  const Floats<D> q = hn::ConvertTo(d, hn::PromoteTo(di, load(d8, codes, i)));
+  return hn::Mul(q, hn::Set(d, scale / 255.0F));
+}
+
+template <class D>
+HWY_INLINE void store_root_codes(D d, Floats<D> root, float scale, Words<D> random,
+                                 std::byte* codes, int64_t i) {
+  const hn::Rebind<uint8_t, D> d8;
+  const hn::Rebind<int32_t, D> di;
+  const Floats<D> per_root = hn::Set(d, 255 * 0x1p22F / divisor_of(scale));
+  const Ints<D> fixed = hn::ConvertTo(di, hn::Mul(root, per_root));
+  const Ints<D> up = hn::BitCast(di, hn::ShiftRight<10>(random));
+  const Ints<D> rounded = hn::ShiftRight<22>(hn::Add(fixed, up));
+  const auto is_positive = hn::RebindMask(di, hn::Gt(root, hn::Zero(d)));
+  const Ints<D> least = hn::IfThenElseZero(is_positive, hn::Set(di, 1));
+  const Ints<D> code = hn::Max(hn::Min(rounded, hn::Set(di, 255)), least);
+  store(d8, hn::DemoteTo(d8, code), codes, i);
+}
+
+// Largest magnitude of n > 0 floats.
+HWY_INLINE float largest(const float* values, int64_t n) {
+  const hn::ScalableTag<float> d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  float most = 0;
+  int64_t i = 0;
+  if (n >= lanes) {
+    auto all = hn::Zero(d);
+    for (; i + lanes <= n; i += lanes) all = hn::Max(all, hn::Abs(hn::LoadU(d, values + i)));
+    most = hn::GetLane(hn::MaxOfLanes(d, all));
+  }
+  for (; i < n; ++i) most = std::max(most, std::fabs(values[i]));
+  return most;
+}
+
+// NOLINTNEXTLINE(google-readability-namespace-comments)
+}  // namespace HWY_NAMESPACE
+}  // namespace modicum
+HWY_AFTER_NAMESPACE();
+
+#endif  // MODICUM_KERNELS_FORMATS_INL_H_

@@ -1,0 +1,110 @@
+// What happens to gradients before the step: their arrival, and the sum of their squares.
+#include <cmath>
+
+#include "modicum/kernels/kernels.h"
+
+// This file is compiled once per instruction set; what stands below HWY_ONCE, once.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "modicum/kernels/gradients.cc"
+#include <hwy/foreach_target.h>
+// foreach_target.h comes first.
+#include "modicum/kernels/lanes-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace modicum {
+namespace HWY_NAMESPACE {
+
+template <class D>
+HWY_INLINE void add_at(D d, const std::byte* from, DType dtype, std::byte* to, int64_t i) {
+  store(d, hn::Add(load(d, to, i), load_floats(d, dtype, from, i)), to, i);
+}
+
+void add_gradients(const std::byte* from, DType dtype, std::byte* to, int64_t n) {
+  const hn::ScalableTag<float> d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) add_at(d, from, dtype, to, i);
+  for (; i < n; ++i) add_at(OneLane(), from, dtype, to, i);
+}
+
+// Element i belongs to sum i % kSums, whatever the width of a vector, and each sum takes its
+// elements in their order. Squares are exact in fp64, so a fused multiply-add is as good as two.
+constexpr int64_t kSums = 32;
+constexpr int64_t kTileRows = 64;
+constexpr int kAtOnce = 4;  // vectors of sums, which hides the latency of an addition
+using DoubleTag = hn::CappedTag<double, kSums / kAtOnce>;
+
+HWY_INLINE hn::Vec<DoubleTag> add_square(DoubleTag d, DType dtype, const std::byte* grad, int64_t i,
+                                         hn::Vec<DoubleTag> sum) {
+  const auto x = hn::PromoteTo(d, load_floats(hn::Rebind<float, DoubleTag>(), dtype, grad, i));
+  return hn::MulAdd(x, x, sum);
+}
+
+// `rows` rows of kSums elements from element `begin` on.
+HWY_INLINE void add_rows(DType dtype, const std::byte* grad, int64_t begin, int64_t rows,
+                         double* sums) {
+  const DoubleTag d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t k = 0; k < kSums; k += kAtOnce * lanes) {
+    auto a = hn::LoadU(d, sums + k);
+    auto b = hn::LoadU(d, sums + k + lanes);
+    auto e = hn::LoadU(d, sums + k + 2 * lanes);
+    auto f = hn::LoadU(d, sums + k + 3 * lanes);
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t i = begin + row * kSums + k;
+      a = add_square(d, dtype, grad, i, a);
+      b = add_square(d, dtype, grad, i + lanes, b);
+      e = add_square(d, dtype, grad, i + 2 * lanes, e);
+      f = add_square(d, dtype, grad, i + 3 * lanes, f);
+    }
+    hn::StoreU(a, d, sums + k);
+    hn::StoreU(b, d, sums + k + lanes);
+    hn::StoreU(e, d, sums + k + 2 * lanes);
+    hn::StoreU(f, d, sums + k + 3 * lanes);
+  }
+}
+
+double sum_of_squares(const std::byte* grad, DType dtype, int64_t n) {
+  double sums[kSums] = {};
+  const int64_t rows = n / kSums;
+  for (int64_t row = 0; row < rows; row += kTileRows) {
+    add_rows(dtype, grad, row * kSums, std::min(kTileRows, rows - row), sums);
+  }
+  for (int64_t i = rows * kSums; i < n; ++i) {
+    const double x = hn::GetLane(load_floats(OneLane(), dtype, grad, i));
+    sums[i % kSums] += x * x;
+  }
+  double sum = 0;
+  for (const double part : sums) sum += part;
+  return sum;
+}
+
+// NOLINTNEXTLINE(google-readability-namespace-comments)
+}  // namespace HWY_NAMESPACE
+}  // namespace modicum
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace modicum {
+namespace {
+
+HWY_EXPORT(add_gradients);
+HWY_EXPORT(sum_of_squares);
+
+}  // namespace
+
+void arrive(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, bool add,
+            int64_t n) noexcept {
+  if (!add) return cast(from, from_dtype, to, to_dtype, n);
+  HWY_DYNAMIC_DISPATCH(add_gradients)(from, from_dtype, to, n);
+}
+
+Squares squares(const std::byte* grad, DType dtype, int64_t n) noexcept {
+  const double sum = HWY_DYNAMIC_DISPATCH(sum_of_squares)(grad, dtype, n);
+  // No sum of finite fp32 squares overflows, and no infinity cancels: all are positive.
+  const bool finite = std::isfinite(sum);
+  return {finite ? sum : 0, finite};
+}
+
+}  // namespace modicum
+#endif

@@ -1,0 +1,83 @@
+// The instruction sets, by Highway's own table of what it compiles for and what a machine has.
+#include <fmt/format.h>
+
+#include <string>
+
+#include "modicum/base/base.h"
+#include "modicum/kernels/adamw.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "modicum/kernels/isa.cc"
+#include <hwy/foreach_target.h>
+// The order matters.
+#include <hwy/highway.h>
+
+HWY_BEFORE_NAMESPACE();
+namespace modicum {
+namespace HWY_NAMESPACE {
+
+int64_t target_in_force() { return HWY_TARGET; }
+
+// NOLINTNEXTLINE(google-readability-namespace-comments)
+}  // namespace HWY_NAMESPACE
+}  // namespace modicum
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace modicum {
+namespace {
+
+HWY_EXPORT(target_in_force);
+
+struct Isa {
+  int64_t target;
+  std::string_view name;
+};
+constexpr Isa kIsas[] = {
+    {HWY_AVX3_DL, "avx3_dl"}, {HWY_AVX3, "avx3"},       {HWY_AVX2, "avx2"},
+    {HWY_SSE4, "sse4"},       {HWY_SSSE3, "ssse3"},     {HWY_SVE2_128, "sve2_128"},
+    {HWY_SVE_256, "sve_256"}, {HWY_SVE2, "sve2"},       {HWY_SVE, "sve"},
+    {HWY_NEON, "neon"},       {HWY_EMU128, "emulated"}, {HWY_SCALAR, "scalar"},
+};
+
+// Whatever the machine, the static target runs: the compiler takes it for granted. Asked once,
+// since a virtual machine takes tens of microseconds to answer.
+int64_t runnable() {
+  static const int64_t targets = (hwy::SupportedTargets() | HWY_STATIC_TARGET) & HWY_TARGETS;
+  return targets;
+}
+
+std::vector<std::string_view> names_of(int64_t targets) {
+  std::vector<std::string_view> names;
+  for (const Isa& isa : kIsas) {
+    if ((isa.target & targets) != 0) names.push_back(isa.name);
+  }
+  return names;
+}
+
+}  // namespace
+
+std::vector<std::string_view> isas() { return names_of(runnable()); }
+std::vector<std::string_view> isas_not_run() { return names_of(HWY_TARGETS & ~runnable()); }
+
+std::string_view isa() noexcept {
+  const int64_t target = HWY_DYNAMIC_DISPATCH(target_in_force)();
+  for (const Isa& isa : kIsas) {
+    if (isa.target == target) return isa.name;
+  }
+  return "";
+}
+
+void use_isa(std::string_view name) {
+  std::vector<std::string> names;
+  for (const Isa& isa : kIsas) {
+    if ((isa.target & runnable()) == 0) continue;
+    if (isa.name == name) return hwy::GetChosenTarget().Update(isa.target);
+    names.emplace_back(isa.name);
+  }
+  fail(Category::usage, fmt::format("no kernels for the instruction set '{}' run here, but for {}",
+                                    printable(name), fmt::join(names, ", ")));
+}
+
+}  // namespace modicum
+#endif

@@ -1,0 +1,131 @@
+// The planes of a span to fp32 and back. Internal to `kernels`; compiled once per target.
+#if defined(MODICUM_KERNELS_PLANES_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MODICUM_KERNELS_PLANES_INL_H_
+#undef MODICUM_KERNELS_PLANES_INL_H_
+#else
+#define MODICUM_KERNELS_PLANES_INL_H_
+#endif
+
+#include "modicum/kernels/adamw-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace modicum {
+namespace HWY_NAMESPACE {
+
+// exp_avg_sq's, or its maximum's.
+struct SquarePlane {
+  std::byte* codes;
+  float* scales;
+};
+HWY_INLINE SquarePlane square_plane(const AdamSpan& span, StatePlane plane) {
+  if (plane == StatePlane::exp_avg_sq) return {span.exp_avg_sq, span.exp_avg_sq_scale};
+  return {span.max_exp_avg_sq, span.max_exp_avg_sq_scale};
+}
+
+template <StateFormat kFormat>
+struct Export {
+  AdamSpan span;
+  StatePlane plane;
+  Piece piece;
+  std::byte* to;
+
+  template <class D>
+  HWY_INLINE void operator()(D d, int64_t i) const {
+    if (plane == StatePlane::master) {
+      store(d, load_master<kFormat>(d, span.master, span.master_low, i), to, i);
+    } else if (plane == StatePlane::exp_avg) {
+      store(d, load_exp_avg<kFormat>(d, span, piece, i), to, i);
+    } else {
+      const SquarePlane from = square_plane(span, plane);
+      store(d, load_exp_avg_sq<kFormat>(d, from.codes, from.scales, piece, i), to, i);
+    }
+  }
+};
+
+template <StateFormat kFormat>
+void export_all(const AdamSpan& span, StatePlane plane, float* to) {
+  for (Piece piece; piece.end < span.n;) {
+    piece = piece_at<kFormat>(span, 0, piece.end);
+    const Export<kFormat> op{span, plane, piece, reinterpret_cast<std::byte*>(to)};
+    for_lanes(op, piece.begin, piece.end);
+  }
+}
+
+// All but moments in codes.
+template <StateFormat kFormat>
+struct Import {
+  AdamSpan span;
+  StatePlane plane;
+  Piece piece;
+  const std::byte* from;
+
+  template <class D>
+  HWY_INLINE void operator()(D d, int64_t i) const {
+    const hn::Rebind<uint32_t, D> du;
+    const Floats<D> value = load(d, from, i);
+    Words<D> random = hn::Zero(du);
+    if constexpr (has_random(kFormat)) random = word0(d, piece, i);
+    if (plane == StatePlane::master) {
+      store_master<kFormat>(d, value, random, span.master, span.master_low, i);
+    } else if (plane == StatePlane::exp_avg) {
+      random = hn::And(random, hn::Set(du, 0xffffU));
+      store_moment(d, value, random, span.exp_avg, i);
+    } else {
+      random = hn::ShiftRight<16>(random);
+      store_moment(d, value, random, square_plane(span, plane).codes, i);
+    }
+  }
+
+  template <class D>
+  HWY_INLINE void store_moment(D d, Floats<D> value, Words<D> random16, std::byte* to,
+                               int64_t i) const {
+    if constexpr (has_random(kFormat)) {
+      store_bf16_random(d, value, random16, to, i);
+    } else {
+      store(d, value, to, i);
+    }
+  }
+};
+
+// The piece's part of a block of staged values: themselves, or their roots.
+struct Stage {
+  const std::byte* from;
+  float* to;
+  bool roots;
+  Piece piece;
+  template <class D>
+  HWY_INLINE void operator()(D d, int64_t i) const {
+    const Floats<D> value = load(d, from, i);
+    hn::StoreU(roots ? hn::Sqrt(value) : value, d, to + i + piece.to_block);
+  }
+};
+
+template <StateFormat kFormat>
+void import_all(const AdamNumbers& numbers, const AdamSpan& span, StatePlane plane,
+                const float* from) {
+  const uint64_t stream = stream_key(numbers.seed, numbers.step, span.parameter);
+  const auto* bytes = reinterpret_cast<const std::byte*>(from);
+  alignas(64) float staged[kScaleBlock];
+  for (Piece piece; piece.end < span.n;) {
+    piece = piece_at<kFormat>(span, stream, piece.end);
+    if (!has_codes(kFormat) || plane == StatePlane::master) {
+      for_lanes(Import<kFormat>{span, plane, piece, bytes}, piece.begin, piece.end);
+      continue;
+    }
+    const bool is_square = plane != StatePlane::exp_avg;
+    for_lanes(Stage{bytes, staged, is_square, piece}, piece.begin, piece.end);
+    if (is_square) {
+      const SquarePlane to = square_plane(span, plane);
+      encode_root(staged, piece, to.codes, to.scales);
+    } else {
+      encode_exp_avg(staged, piece, span.exp_avg, span.exp_avg_scale);
+    }
+  }
+}
+
+// NOLINTNEXTLINE(google-readability-namespace-comments)
+}  // namespace HWY_NAMESPACE
+}  // namespace modicum
+HWY_AFTER_NAMESPACE();
+
+#endif  // MODICUM_KERNELS_PLANES_INL_H_

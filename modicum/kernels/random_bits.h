@@ -1,0 +1,41 @@
+// The random bits of stochastic rounding: a counter-based hash, so that an element's bits depend on
+// nothing but (seed, step, parameter, global index). Internal to `kernels`.
+//
+// What the 64-bit hash below makes are keys of whole blocks; the words of a block's elements are
+// made of them in 32-bit lanes (lanes-inl.h). The formats' results depend on this: it never
+// changes.
+#pragma once
+
+#include <cstdint>
+
+namespace modicum {
+
+// Two words of 32 bits per element; each takes two keys.
+struct BlockKeys {
+  uint32_t word0[2] = {};
+  uint32_t word1[2] = {};
+};
+
+inline uint64_t scrambled(uint64_t x) noexcept {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
+  return x ^ (x >> 31);
+}
+
+inline constexpr uint64_t kGoldenGamma = 0x9e3779b97f4a7c15U;
+
+inline uint64_t stream_key(uint64_t seed, int64_t step, uint64_t parameter) noexcept {
+  const uint64_t of_step = scrambled(seed + static_cast<uint64_t>(step) * kGoldenGamma);
+  return scrambled(of_step ^ scrambled(parameter + kGoldenGamma));
+}
+
+// `block` is the global index over kScaleBlock.
+inline BlockKeys block_keys(uint64_t stream, int64_t block) noexcept {
+  const uint64_t counter = stream + 2 * static_cast<uint64_t>(block) * kGoldenGamma;
+  const uint64_t first = scrambled(counter + kGoldenGamma);
+  const uint64_t second = scrambled(counter + 2 * kGoldenGamma);
+  return {{static_cast<uint32_t>(first), static_cast<uint32_t>(first >> 32)},
+          {static_cast<uint32_t>(second), static_cast<uint32_t>(second >> 32)}};
+}
+
+}  // namespace modicum
