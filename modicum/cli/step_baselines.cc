@@ -22,8 +22,8 @@ struct Unfused {
   std::byte* exp_avg_sq;
   std::byte* out;
 
-  Unfused(std::span<std::byte> memory, int64_t n)
-      : n(n),
+  Unfused(std::span<std::byte> memory, int64_t params)
+      : n(params),
         master(memory.data()),
         grad(master + 4 * n),
         exp_avg(grad + 4 * n),

@@ -22,7 +22,7 @@ void optional_member(JsonWriter& out, std::string_view name, const std::optional
   }
 }
 
-// With three digits and a power of 1000: "3.42 G".
+// With three digits and a power of 1000: "3.42 G". Bytes: "B/s" behind it.
 std::string rate(double per_second) {
   constexpr std::string_view kPrefixes = "kMG";
   std::string prefix;
@@ -76,7 +76,7 @@ std::string step_json(const StepReport& report) {
 
 std::string step_text(const StepReport& report) {
   std::string text = fmt::format(
-      "{}: {}parameters on {} rank(s) of {} thread(s), {} step(s), {} gradients\n\n",
+      "{}: {} parameters on {} rank(s) of {} thread(s), {} step(s), {} gradients\n\n",
       row_of(report.format).name, rate(static_cast<double>(report.params)), report.promise.ranks(),
       report.threads, report.steps, torch_name(report.grad_dtype));
   const auto line = [&text](std::string_view what, const std::string& first,
@@ -91,7 +91,7 @@ std::string step_text(const StepReport& report) {
                       format_size(report.fixed_bytes),
                       format_size(report.promise.node_peak_bytes(0)), report.children);
   if (report.step_s > 0) {
-    text += fmt::format("{}params/s, {}B/s at {:.4g} bytes moved per parameter ({})\n",
+    text += fmt::format("{} params/s, {}B/s at {:.4g} bytes moved per parameter ({})\n",
                         rate(report.params_per_s()), rate(report.bytes_per_s()),
                         report.bytes_per_param_moved, report.isa);
   }
