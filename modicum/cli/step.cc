@@ -15,8 +15,9 @@
 namespace modicum {
 namespace {
 
-constexpr uint64_t kRankBytes = 4 * kMiB;   // a rank process before the state, its threads too
-constexpr uint64_t kChildBytes = 1 * kMiB;  // a child that does nothing: what it doesn't share
+constexpr uint64_t kRankBytes = 2 * kMiB;     // a rank process before the state
+constexpr uint64_t kThreadBytes = 32 * kKiB;  // a thread's stack
+constexpr uint64_t kChildBytes = 512 * kKiB;  // a child that does nothing: what it doesn't share
 
 struct StepFlags {
   CommonFlags common;
@@ -215,7 +216,8 @@ Promise promise_of(const StepRun& run) {
   for (int rank = 0; rank < run.ranks; ++rank) {
     promise.node_of_rank.push_back(0);
     Footprint always;
-    always[Purpose::process] = kRankBytes + static_cast<uint64_t>(run.children) * 2 * kChildBytes;
+    always[Purpose::process] = kRankBytes + static_cast<uint64_t>(run.threads) * kThreadBytes +
+                               static_cast<uint64_t>(run.children) * 2 * kChildBytes;
     always[Purpose::staging] =
         round_up(gradient_staging_bytes(run), kPageBytes) + round_up(ring_bytes(run), kPageBytes);
     Footprint compare = run.compares ? baseline_footprint(run, rank) : Footprint{};

@@ -23,7 +23,7 @@ struct StepRun {
   int64_t params = 0;
   int ranks = 1;
   int threads = 1;  // per rank
-  int steps = 1;
+  int steps = 5;
   uint64_t seed = 0;
   std::optional<double> max_norm;
   std::optional<float> loss_scale;  // the first one

@@ -161,6 +161,10 @@ class StepWorker {
       if (step == 1) look(0, children, fixed_of_ledger);
     }
     look(1, children, fixed_of_ledger);
+    const int end = of_.run.steps + 1;
+    of_.lanes.lane(end, rank_) = {outcome_.norm, last_step_s_};
+    of_.board.barrier(rank_);
+    note_time(end);
     outcome_.digest = state.digest();
     outcome_.step_s = times_.median();
     of_.board.post(rank_, std::as_bytes(std::span(&outcome_, 1)));
@@ -202,6 +206,7 @@ class StepWorker {
     of_.lanes.lane(step, rank_) = {state.norm(), last_step_s_};
     line_up();
     reduce(step);
+    note_time(step);
     outcome_.unscale = of_.run.loss_scale ? outcome_.loss_scale.unscale() : 1.0F;
     last_step_s_ = 0;
     if (outcome_.norm.finite) {
@@ -219,11 +224,16 @@ class StepWorker {
   // Every rank adds up all parts in the same order, and so comes to the same bits.
   void reduce(int step) {
     outcome_.norm = {};
+    for (int rank = 0; rank < of_.run.ranks; ++rank) {
+      outcome_.norm += of_.lanes.lane(step, rank).norm;
+    }
+  }
+
+  // The time of the step before.
+  void note_time(int step) {
     double slowest_s = 0;
     for (int rank = 0; rank < of_.run.ranks; ++rank) {
-      const StepLanes::Lane& lane = of_.lanes.lane(step, rank);
-      outcome_.norm += lane.norm;
-      slowest_s = std::max(slowest_s, lane.last_step_s);
+      slowest_s = std::max(slowest_s, of_.lanes.lane(step, rank).last_step_s);
     }
     if (slowest_s > 0) times_.add(slowest_s);
   }
