@@ -178,7 +178,7 @@ def instruction_sets(modicum: Path) -> list[str]:
 def test_digests_do_not_depend_on_how_the_work_is_cut(
     modicum: Path, name: str, instruction_sets: list[str]
 ) -> None:
-    words = ("--params", 600_001, "--state-format", name, "--steps", 3, "--clip", 1, "--seed", 5)
+    words = ("--params", 600_001, "--state-format", name, "--steps", 3, "--clip", 1)
     first = step(modicum, *words, "--ranks", 1, "--threads", 1)
     for ranks, threads in ((2, 1), (3, 2), (1, 4)):
         other = step(modicum, *words, "--ranks", ranks, "--threads", threads)

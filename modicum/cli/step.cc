@@ -17,7 +17,7 @@ namespace {
 
 constexpr uint64_t kRankBytes = 2 * kMiB;     // a rank process before the state
 constexpr uint64_t kThreadBytes = 32 * kKiB;  // a thread's stack
-constexpr uint64_t kChildBytes = 512 * kKiB;  // a child that does nothing: what it doesn't share
+constexpr uint64_t kChildBytes = 256 * kKiB;  // a child that does nothing: what it doesn't share
 
 struct StepFlags {
   CommonFlags common;
