@@ -1,7 +1,7 @@
 """The verb `step`: keys, exit codes, bytes per parameter over the process tree, and digests that do
 not depend on how the work is cut.
 
-House test. It catches these mutations: state that forked children copy; state that is not promised;
+House test. It catches these mutations: state that forked children copy; state not promised;
 a budget that is looked at too late; a digest, random bits or a norm that depend on ranks, threads or
 the instruction set; a skipped step that counts.
 """
