@@ -49,7 +49,9 @@ HWY_INLINE Floats<D> next_exp_avg(D d, const Constants& c, Floats<D> g, Floats<D
     const Floats<D> kept = hn::Mul(m, hn::Set(d, c.numbers.beta1));
     return fma(d, g, hn::Set(d, c.numbers.one_minus_beta1), kept);
   } else {
-    return fma(d, hn::Set(d, c.lerp), hn::Sub(g, m), c.from_exp_avg ? m : g);
+    // A blend: of `?:` GCC makes a way through memory.
+    const auto from_exp_avg = hn::Eq(hn::Set(d, c.from_exp_avg ? 0.0F : 1.0F), hn::Zero(d));
+    return fma(d, hn::Set(d, c.lerp), hn::Sub(g, m), hn::IfThenElse(from_exp_avg, m, g));
   }
 }
 

@@ -177,8 +177,7 @@ void encode_block(const AdamNumbers& n, const AdamSpan& s, int64_t block, int64_
 
 RandomWords reference_words(uint64_t seed, int64_t step, uint64_t parameter, int64_t index) {
   constexpr uint64_t kGamma = 0x9e3779b97f4a7c15U;
-  const uint64_t of_step = mix(seed + static_cast<uint64_t>(step) * kGamma);
-  const uint64_t stream = mix(of_step ^ mix(parameter + kGamma));
+  const uint64_t stream = mix(mix(mix(seed + kGamma) + static_cast<uint64_t>(step)) + parameter);
   const uint64_t counter = stream + 2 * static_cast<uint64_t>(index / 128) * kGamma;
   const auto in_block = static_cast<uint32_t>(index % 128);
   return {word(mix(counter + kGamma), in_block), word(mix(counter + 2 * kGamma), in_block)};

@@ -1,7 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string>
 
+#include "modicum/base/base.h"
 #include "modicum/kernels/adamw_reference_double.h"
 #include "modicum/kernels/adamw_torch_double.h"
 #include "modicum/kernels/held_span_double.h"
@@ -182,6 +184,126 @@ TEST(AdamW, NoCutChangesABit) {
       }
     }
     EXPECT_TRUE(whole == cut) << row.name;
+  }
+}
+
+// A step that moves nothing: what comes out is the parameter, rounded as `cast` rounds it.
+TEST(AdamW, WhatComesOutIsRoundedAsCastRounds) {
+  constexpr int64_t kN = 1 << 17;
+  for (const std::string_view isa : isas()) {
+    use_isa(isa);
+    for (const DType out : {DType::bf16, DType::f16}) {
+      HeldSpan held(StateFormat::fp32, 0, kN);
+      held.out_dtype = out;
+      for (int64_t i = 0; i < kN; ++i) {
+        auto bits = static_cast<uint32_t>(i) << 15;  // ties of bf16 and all binades
+        if ((bits & 0x7f800000U) == 0x7f800000U) bits = 0x387fffffU;
+        std::memcpy(held.master.data() + 4 * i, &bits, sizeof bits);
+      }
+      const std::vector<std::byte> before = held.master.bytes();
+      AdamNumbers numbers;
+      numbers.decay = 1;
+      adamw(numbers, held.span());
+      ASSERT_EQ(held.master.bytes(), before);
+      HeldPlane expected(kN * 2, 0);
+      cast(before.data(), DType::f32, expected.data(), out, kN);
+      EXPECT_EQ(held.out.bytes(), expected.bytes()) << isa;
+    }
+  }
+  use_isa(isas().front());
+}
+
+// Computed with numpy's float32 and a running product.
+TEST(AdamNumbers, DeepSpeedsAreFloatsAllTheWay) {
+  struct Known {
+    double beta1, beta2;
+    int64_t step;
+    float step_size, bias2, one_minus_beta2;
+  };
+  constexpr Known kKnown[] = {
+      {0.9, 0.999, 1, -0x1.893746p-9F, 0x1.f9f7bap+4F, 0x1.0624p-10F},
+      {0.9, 0.999, 10, -0x1.e2f9e4p-12F, 0x1.40b8fep+3F, 0x1.0624p-10F},
+      {0.9, 0.95, 1000, -0x1.3a92a4p-12F, 1.0F, 0x1.9999ap-5F},
+      {0.8, 0.9999, 5000, -0x1.3a92a4p-12F, 0x1.98154p+0F, 0x1.a38p-14F},
+  };
+  for (const Known& known : kKnown) {
+    AdamOptions options;
+    options.semantics = AdamSemantics::deepspeed;
+    options.lr = 3e-4;
+    options.weight_decay = 0.1;
+    options.beta1 = known.beta1;
+    options.beta2 = known.beta2;
+    const AdamNumbers numbers = adam_numbers(options, known.step, 0);
+    EXPECT_EQ(numbers.step_size, known.step_size) << known.step;
+    EXPECT_EQ(numbers.bias2, known.bias2) << known.step;
+    EXPECT_EQ(numbers.one_minus_beta2, known.one_minus_beta2);
+    EXPECT_EQ(numbers.decay, -0x1.f75106p-16F);
+  }
+}
+
+TEST(AdamNumbers, TorchCountsStepsUpToTwoToTheTwentyFourth) {
+  AdamOptions options;
+  options.beta2 = 1 - 1e-8;
+  const int64_t most = int64_t{1} << 24;
+  EXPECT_NE(adam_numbers(options, most, 0).bias2, adam_numbers(options, most - 1000, 0).bias2);
+  EXPECT_EQ(adam_numbers(options, most, 0).bias2, adam_numbers(options, 3 * most, 0).bias2);
+}
+
+TEST(Isa, TheOneInForceIsTheOneThatWasAskedFor) {
+  ASSERT_FALSE(isas().empty());
+  EXPECT_EQ(isa(), isas().front());
+  for (const std::string_view name : isas()) {
+    use_isa(name);
+    EXPECT_EQ(isa(), name);
+  }
+  for (const std::string_view name : isas_not_run()) EXPECT_THROW(use_isa(name), Error);
+  EXPECT_EQ(isa(), isas().back());
+  EXPECT_THROW(use_isa("none"), Error);
+  use_isa(isas().front());
+}
+
+// ---- random bits
+
+// Correlation of two sequences of words, as numbers in [-1/2, 1/2), in its standard deviations.
+double correlation(const std::vector<uint32_t>& a, const std::vector<uint32_t>& b) {
+  double sum = 0;
+  for (size_t i = 0; i < a.size(); ++i) sum += (a[i] * 0x1p-32 - 0.5) * (b[i] * 0x1p-32 - 0.5);
+  return 12 * sum / std::sqrt(static_cast<double>(a.size()));
+}
+
+std::vector<uint32_t> words(uint64_t seed, int64_t step, uint64_t parameter, int64_t first,
+                            int shift, bool second) {
+  std::vector<uint32_t> kept;
+  for (int64_t i = 0; i < 100'000; ++i) {
+    const RandomWords random = reference_words(seed, step, parameter, first + i);
+    kept.push_back((second ? random.b : random.a) << shift);
+  }
+  return kept;
+}
+
+TEST(RandomBits, NoTwoStreamsAreAlike) {
+  const int64_t far = int64_t{1} << 32;
+  const std::vector<std::vector<uint32_t>> streams = {
+      words(1, 1, 1, 0, 0, false),   words(1, 1, 1, 0, 16, false), words(1, 1, 1, 0, 24, false),
+      words(1, 1, 1, 0, 0, true),    words(1, 1, 1, 1, 0, false),  words(1, 1, 1, 128, 0, false),
+      words(1, 1, 1, far, 0, false), words(1, 2, 1, 0, 0, false),  words(1, 1, 2, 0, 0, false),
+      words(2, 1, 1, 0, 0, false),
+  };
+  for (size_t i = 0; i < streams.size(); ++i) {
+    for (size_t k = 0; k < i; ++k) {
+      EXPECT_LT(std::fabs(correlation(streams[i], streams[k])), 4.5) << i << ", " << k;
+    }
+  }
+}
+
+TEST(RandomBits, EveryBitIsSetHalfOfTheTime) {
+  for (const bool second : {false, true}) {
+    const std::vector<uint32_t> all = words(1, 1, 1, 0, 0, second);
+    for (int bit = 0; bit < 32; ++bit) {
+      double sum = 0;
+      for (const uint32_t word : all) sum += (word >> bit & 1U) != 0 ? 1 : -1;
+      EXPECT_LT(std::fabs(sum), 4.5 * std::sqrt(static_cast<double>(all.size()))) << bit;
+    }
   }
 }
 

@@ -59,8 +59,8 @@ HWY_INLINE void store_master(D d, Floats<D> v, [[maybe_unused]] Words<D> random,
       const Words<D> up = hn::And(random, hn::Set(du, 0xffU));
       bits = hn::And(hn::Add(bits, up), hn::Set(du, 0xffffff00U));
     }
-    const Words<D> upper = hn::ShiftRight<16>(hn::Add(bits, hn::Set(du, 0x8000U)));
-    const Ints<D> rest = hn::BitCast(di, hn::Sub(bits, hn::ShiftLeft<16>(upper)));
+    const Ints<D> rest = hn::ShiftRight<16>(hn::BitCast(di, hn::ShiftLeft<16>(bits)));
+    const Words<D> upper = hn::ShiftRight<16>(hn::Sub(bits, hn::BitCast(du, rest)));
     store_u16(d, upper, high, i);
     if constexpr (kShort) {
       const hn::Rebind<int8_t, D> d8;

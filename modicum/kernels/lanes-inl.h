@@ -162,7 +162,8 @@ HWY_INLINE Floats<D> load_floats(D d, DType dtype, const std::byte* from, int64_
 template <class D>
 HWY_INLINE Words<D> random_words(D, const uint32_t* keys, int64_t in_block) {
   const hn::Rebind<uint32_t, D> du;
-  Words<D> x = hn::Iota(du, keys[0] + static_cast<uint32_t>(in_block));
+  const uint32_t counter = keys[0] + static_cast<uint32_t>(in_block);
+  Words<D> x = hn::Add(hn::Iota(du, 0), hn::Set(du, counter));  // Iota of a constant is one, too
   x = hn::Xor(x, hn::ShiftRight<16>(x));
   x = hn::Add(hn::Mul(x, hn::Set(du, 0x7feb352dU)), hn::Set(du, keys[1]));
   x = hn::Xor(x, hn::ShiftRight<15>(x));

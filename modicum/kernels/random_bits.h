@@ -24,9 +24,10 @@ inline uint64_t scrambled(uint64_t x) noexcept {
 
 inline constexpr uint64_t kGoldenGamma = 0x9e3779b97f4a7c15U;
 
+// One hash inside the other: an order, so that no two of the three can change places.
 inline uint64_t stream_key(uint64_t seed, int64_t step, uint64_t parameter) noexcept {
-  const uint64_t of_step = scrambled(seed + static_cast<uint64_t>(step) * kGoldenGamma);
-  return scrambled(of_step ^ scrambled(parameter + kGoldenGamma));
+  const uint64_t of_step = scrambled(scrambled(seed + kGoldenGamma) + static_cast<uint64_t>(step));
+  return scrambled(of_step + parameter);
 }
 
 // `block` is the global index over kScaleBlock.

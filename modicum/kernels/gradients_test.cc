@@ -1,0 +1,108 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "modicum/kernels/adamw_reference_double.h"
+#include "modicum/kernels/held_span_double.h"
+
+namespace modicum {
+namespace {
+
+constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
+
+// `values` in `dtype`, one byte past alignment.
+HeldPlane plane_of(const std::vector<float>& values, DType dtype) {
+  const auto n = static_cast<int64_t>(values.size());
+  HeldPlane plane(n * bits_per_element(dtype) / 8, 1);
+  cast(reinterpret_cast<const std::byte*>(values.data()), DType::f32, plane.data(), dtype, n);
+  return plane;
+}
+
+TEST(Squares, TheSameBitsAsOneElementAfterTheOther) {
+  for (const std::string_view isa : isas()) {
+    use_isa(isa);
+    for (const DType dtype : kDTypes) {
+      for (const int64_t n : {0, 1, 31, 32, 33, 100, 2048, 2049, 9999}) {
+        HeldPlane plane = plane_of(spread_values(4, n), dtype);
+        const Squares expected = reference_squares(plane.data(), dtype, n);
+        const Squares got = squares(plane.data(), dtype, n);
+        EXPECT_EQ(got.sum, expected.sum) << isa << ", " << n;
+        EXPECT_TRUE(got.finite);
+      }
+    }
+  }
+  use_isa(isas().front());
+}
+
+TEST(Squares, WhatIsNotFiniteIsAFlagWhereverItStands) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const DType dtype : kDTypes) {
+    for (const float bad : {infinity, -infinity, std::nanf("")}) {
+      for (const size_t at : {size_t{0}, size_t{40}, size_t{98}}) {
+        std::vector<float> values(99, 1.0F);
+        values[at] = bad;
+        HeldPlane plane = plane_of(values, dtype);
+        const Squares got = squares(plane.data(), dtype, 99);
+        EXPECT_FALSE(got.finite);
+        EXPECT_EQ(got.sum, 0.0);
+      }
+    }
+  }
+}
+
+TEST(Squares, TheLargestFloatsAreFinite) {
+  const float largest = std::numeric_limits<float>::max();
+  HeldPlane plane = plane_of(std::vector<float>(1000, largest), DType::f32);
+  const Squares got = squares(plane.data(), DType::f32, 1000);
+  EXPECT_TRUE(got.finite);
+  EXPECT_DOUBLE_EQ(got.sum, 1000.0 * static_cast<double>(largest) * static_cast<double>(largest));
+}
+
+// Every pattern of 16 bits is widened as `cast` widens it, and added in fp32.
+TEST(Arrive, AddsInFp32WhateverArrives) {
+  constexpr int64_t kN = 0x10000;
+  for (const std::string_view isa : isas()) {
+    use_isa(isa);
+    for (const DType dtype : {DType::bf16, DType::f16}) {
+      HeldPlane patterns(kN * 2, 1);
+      for (int64_t i = 0; i < kN; ++i) {
+        const auto bits = static_cast<uint16_t>(i);
+        std::memcpy(patterns.data() + 2 * i, &bits, sizeof bits);
+      }
+      std::vector<float> wide(kN);
+      cast(patterns.data(), dtype, reinterpret_cast<std::byte*>(wide.data()), DType::f32, kN);
+      const std::vector<float> before = spread_values(8, kN);
+      std::vector<float> sums(before);
+      arrive(patterns.data(), dtype, reinterpret_cast<std::byte*>(sums.data()), DType::f32, true,
+             kN);
+      for (size_t i = 0; i < sums.size(); ++i) {
+        const float expected = before[i] + wide[i];
+        if (std::isnan(expected)) {
+          ASSERT_TRUE(std::isnan(sums[i])) << i;
+        } else {
+          ASSERT_EQ(sums[i], expected) << isa << ", " << i;
+        }
+      }
+    }
+  }
+  use_isa(isas().front());
+}
+
+TEST(Arrive, TakesThePlaceOfWhatWasThereUnlessItIsAdded) {
+  const std::vector<float> values = spread_values(5, 333);
+  for (const DType from : kDTypes) {
+    for (const DType to : {DType::f32, DType::bf16}) {
+      HeldPlane source = plane_of(values, from);
+      HeldPlane expected(333 * bits_per_element(to) / 8, 1);
+      HeldPlane got = plane_of(std::vector<float>(333, 7.0F), to);
+      cast(source.data(), from, expected.data(), to, 333);
+      arrive(source.data(), from, got.data(), to, false, 333);
+      EXPECT_EQ(std::memcmp(got.data(), expected.data(), expected.bytes().size() - 1), 0);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace modicum

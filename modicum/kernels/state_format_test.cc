@@ -1,0 +1,285 @@
+// What the formats promise: what is exact, what is unbiased, and what a rounded moment may do.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <random>
+#include <string>
+#include <thread>
+
+#include "modicum/kernels/held_span_double.h"
+
+namespace modicum {
+namespace {
+
+constexpr StateFormat kLowBit[] = {StateFormat::bf16_moments, StateFormat::int8_moments,
+                                   StateFormat::int8_moments_24};
+
+std::string name_of(StateFormat format) { return std::string(row_of(format).name); }
+
+std::vector<float> exported(HeldSpan& held, StatePlane plane) {
+  std::vector<float> values(static_cast<size_t>(held.n));
+  export_state(held.span(), plane, values.data());
+  return values;
+}
+
+// ---- T3
+
+constexpr uint32_t kPatterns = 0x1000;  // at a time: they stay in the first cache
+
+// The fp32 patterns from `first` on, through the two halves and back.
+bool patterns_are_exact(uint32_t first, HeldSpan& held, std::vector<float>& values,
+                        std::vector<float>& back) {
+  for (uint32_t i = 0; i < kPatterns; ++i) values[i] = std::bit_cast<float>(first + i);
+  import_state({}, held.span(), StatePlane::master, values.data());
+  export_state(held.span(), StatePlane::master, back.data());
+  return std::memcmp(values.data(), back.data(), values.size() * sizeof(float)) == 0;
+}
+
+int64_t wrong_patterns(uint32_t begin, uint32_t step) {
+  HeldSpan held(StateFormat::fp32_split, 0, kPatterns);
+  std::vector<float> values(kPatterns);
+  std::vector<float> back(kPatterns);
+  int64_t wrong = 0;
+  for (uint64_t k = begin; k * kPatterns < uint64_t{1} << 32; k += step) {
+    const auto first = static_cast<uint32_t>(k * kPatterns);
+    const bool is_finite = (first & 0x7f800000U) != 0x7f800000U;
+    if (is_finite && !patterns_are_exact(first, held, values, back)) ++wrong;
+  }
+  return wrong;
+}
+
+TEST(StateFormat, ASplitMasterIsExactForEveryFiniteFloat) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  constexpr uint32_t kThreads = 2, kStep = 2 * 97;  // sanitizers take minutes for all
+#else
+  constexpr uint32_t kThreads = 2, kStep = 2;
+#endif
+  int64_t wrong[kThreads] = {};
+  std::vector<std::thread> threads;
+  for (uint32_t t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&wrong, t] { wrong[t] = wrong_patterns(t, kStep); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong[0] + wrong[1], 0);
+}
+
+// ---- what a plane keeps of an fp32
+
+TEST(StateFormat, WholePlanesGoInAndOutUnchanged) {
+  const std::vector<float> values = spread_values(3, 777);
+  for (const StateFormat format : {StateFormat::fp32, StateFormat::fp32_split}) {
+    for (const StatePlane plane : {StatePlane::master, StatePlane::exp_avg, StatePlane::exp_avg_sq,
+                                   StatePlane::max_exp_avg_sq}) {
+      HeldSpan held(format, 11, 777, 3);
+      import_state({}, held.span(), plane, values.data());
+      EXPECT_EQ(exported(held, plane), values) << name_of(format);
+    }
+  }
+}
+
+TEST(StateFormat, AShortMasterIsWithinTwoToTheMinusFifteen) {
+  const std::vector<float> values = spread_values(3, 5000);
+  HeldSpan held(StateFormat::int8_moments_24, 11, 5000);
+  import_state({}, held.span(), StatePlane::master, values.data());
+  const std::vector<float> back = exported(held, StatePlane::master);
+  for (size_t i = 0; i < back.size(); ++i) {
+    ASSERT_LT(std::fabs(back[i] - values[i]), std::fabs(values[i]) * 0x1p-15F);
+  }
+}
+
+TEST(StateFormat, CodesAreWithinTheirSteps) {
+  const int64_t n = 5 * kScaleBlock;
+  const std::vector<float> values = spread_values(3, n);
+  std::vector<float> squares_of(values);
+  for (float& value : squares_of) value *= value;
+  HeldSpan held(StateFormat::int8_moments, 0, n);
+  import_state({}, held.span(), StatePlane::exp_avg, values.data());
+  import_state({}, held.span(), StatePlane::exp_avg_sq, squares_of.data());
+  const std::vector<float> m = exported(held, StatePlane::exp_avg);
+  const std::vector<float> v = exported(held, StatePlane::exp_avg_sq);
+  for (size_t i = 0; i < m.size(); ++i) {
+    const float scale = held.exp_avg_scale[i / kScaleBlock];
+    const float root_scale = held.exp_avg_sq_scale[i / kScaleBlock];
+    // dx/dy of x = y / (2 - |y|) is (1 + |x|)^2 / 2; a code is 1/127 in y.
+    const float x = std::max(std::fabs(values[i]), std::fabs(m[i])) / scale;
+    ASSERT_LE(std::fabs(m[i] - values[i]), scale * (1 + x) * (1 + x) / 254 * 1.001F);
+    ASSERT_LE(std::fabs(std::sqrt(v[i]) - std::fabs(values[i])), root_scale / 255 * 1.001F);
+    ASSERT_TRUE(v[i] > 0 || values[i] == 0);
+  }
+}
+
+TEST(StateFormat, BlocksOfZerosAndOfDenormalsAreHeld) {
+  for (const float size : {0.0F, 0x1p-149F, 0x1p-127F, 0x1p60F}) {
+    HeldSpan held(StateFormat::int8_moments, 0, kScaleBlock);
+    const std::vector<float> values(kScaleBlock, size);
+    for (const StatePlane plane : {StatePlane::exp_avg, StatePlane::exp_avg_sq}) {
+      import_state({}, held.span(), plane, values.data());
+      for (const float back : exported(held, plane)) ASSERT_NEAR(back, size, size * 1e-6F);
+    }
+  }
+}
+
+TEST(StateFormat, PlanesAreTheSameFromEveryInstructionSetAndCut) {
+  const int64_t n = 400;
+  const std::vector<float> values = spread_values(3, n);
+  for (const StateFormat format : kLowBit) {
+    for (const StatePlane plane : {StatePlane::master, StatePlane::exp_avg}) {
+      HeldSpan whole(format, 0, n);
+      import_state(adam_numbers({}, 4, 5), whole.span(), plane, values.data());
+      for (const std::string_view isa : isas()) {
+        use_isa(isa);
+        HeldSpan cut(format, 0, n);
+        for (const auto& [begin, count] : {std::pair{0, 256}, {256, 144}}) {
+          import_state(adam_numbers({}, 4, 5), cut.part(begin, count), plane,
+                       values.data() + begin);
+        }
+        EXPECT_TRUE(whole == cut) << isa << ", " << name_of(format);
+        EXPECT_EQ(exported(whole, plane), exported(cut, plane)) << isa;
+      }
+      use_isa(isas().front());
+    }
+  }
+}
+
+// ---- stochastic rounding is right on average
+
+TEST(StateFormat, TheMeanOfRoundedValuesIsTheValue) {
+  const int64_t n = 1000 * kScaleBlock;
+  for (const StateFormat format : kLowBit) {
+    for (const float value : {0.70001F, 0.5057F, 0.0813F, 0.0046F}) {
+      // Every block has a 1, which is its scale.
+      std::vector<float> values(static_cast<size_t>(n), value);
+      for (int64_t i = 0; i < n; i += kScaleBlock) values[static_cast<size_t>(i)] = 1;
+      HeldSpan held(format, 0, n);
+      import_state(adam_numbers({}, 1, 99), held.span(), StatePlane::exp_avg_sq, values.data());
+      double sum = 0;
+      double sum_of_squares = 0;
+      const std::vector<float> back = exported(held, StatePlane::exp_avg_sq);
+      const auto count = static_cast<double>(n - n / kScaleBlock);
+      for (size_t i = 0; i < back.size(); ++i) {
+        if (i % kScaleBlock == 0) continue;
+        // Codes are of the root, and unbiased there.
+        const double error = row_of(format).has_scales()
+                                 ? std::sqrt(back[i]) - std::sqrt(value)
+                                 : static_cast<double>(back[i]) - static_cast<double>(value);
+        sum += error;
+        sum_of_squares += error * error;
+      }
+      EXPECT_LT(std::fabs(sum), 4 * std::sqrt(sum_of_squares)) << name_of(format) << " " << value;
+      EXPECT_LT(std::sqrt(sum_of_squares / count), 1.0 / 255);
+    }
+  }
+}
+
+// ---- T4
+
+// Gradients of one step: 1/8 of each block stays at standard deviation 1.
+std::vector<float> gradients(std::mt19937& random, int64_t n, float others) {
+  std::normal_distribution<float> normal;
+  std::vector<float> grad(static_cast<size_t>(n));
+  for (size_t i = 0; i < grad.size(); ++i) grad[i] = normal(random) * (i % 8 == 0 ? 1 : others);
+  return grad;
+}
+
+TEST(StateFormat, LowBitExpAvgSqFollowsAFallOfTheGradients) {
+  const int64_t n = 4 * kScaleBlock;
+  std::vector<HeldSpan> held;
+  for (const StateFormat format : kLowBit) held.emplace_back(format, 0, n);
+  for (HeldSpan& each : held) each.grad_dtype = DType::f32;
+  std::vector<double> exact(static_cast<size_t>(n));
+  std::mt19937 random(1);
+  for (int64_t step = 1; step <= 6000; ++step) {
+    const std::vector<float> grad = gradients(random, n, step <= 2000 ? 1.0F : 0.1F);
+    for (size_t i = 0; i < exact.size(); ++i) {
+      exact[i] += 0.001 * (static_cast<double>(grad[i]) * static_cast<double>(grad[i]) - exact[i]);
+    }
+    for (HeldSpan& each : held) {
+      each.set_grad(grad);
+      adamw(adam_numbers({}, step, 7), each.span());
+    }
+  }
+  for (HeldSpan& each : held) {
+    const std::vector<float> v = exported(each, StatePlane::exp_avg_sq);
+    double sum = 0;
+    for (size_t i = 0; i < v.size(); ++i) sum += i % 8 == 0 ? 0 : std::sqrt(v[i] / exact[i]);
+    EXPECT_NEAR(sum / static_cast<double>(n - n / 8), 1.0, 0.02) << name_of(each.format);
+  }
+}
+
+// ---- T5
+
+// Updates of one last place of fp32, which is 1/256 of the short master's.
+TEST(StateFormat, AShortMasterGoesOnAverageWhereSmallUpdatesLead) {
+  const int64_t n = 8 * kScaleBlock;
+  const int64_t steps = 2000;
+  HeldSpan held(StateFormat::int8_moments_24, 0, n);
+  const std::vector<float> start(static_cast<size_t>(n), 1.5F);
+  import_state({}, held.span(), StatePlane::master, start.data());
+  held.set_grad(std::vector<float>(static_cast<size_t>(n), 1.0F));
+  AdamOptions options;
+  options.lr = 0x1p-23;
+  options.weight_decay = 0;
+  for (int64_t step = 1; step <= steps; ++step) {
+    adamw(adam_numbers(options, step, 7), held.span());
+  }
+  double mean = 0;
+  for (const float p : exported(held, StatePlane::master)) {
+    mean += (1.5 - static_cast<double>(p)) / 0x1p-23 / static_cast<double>(n);
+  }
+  // Each step moves by 256 places or not at all, with chances of 1/256 and the rest.
+  const double sigma = 256 * std::sqrt(static_cast<double>(steps) / 256 / static_cast<double>(n));
+  EXPECT_NEAR(mean, static_cast<double>(steps), 3 * sigma);
+}
+
+// As torch and DeepSpeed are: in fp32, 1 - 1e-8 is 1.
+TEST(StateFormat, AnFp32MasterDoesNotDecayByOnePartInTenToTheEighth) {
+  HeldSpan held(StateFormat::fp32, 0, 16);
+  const std::vector<float> start = spread_values(1, 16);
+  import_state({}, held.span(), StatePlane::master, start.data());
+  AdamOptions options;
+  options.lr = 1e-6;
+  for (int64_t step = 1; step <= 1000; ++step) {
+    adamw(adam_numbers(options, step, 0), held.span());
+  }
+  EXPECT_EQ(exported(held, StatePlane::master), start);
+}
+
+// ---- T6
+
+// Largest update in units of lr, over 300 steps of blocks with gradients of 1e-8 to 1e-2.
+float largest_update(StateFormat format) {
+  const int64_t n = 4 * kScaleBlock;
+  HeldSpan held(format, 0, n);
+  held.grad_dtype = DType::f32;
+  std::mt19937 random(5);
+  std::normal_distribution<float> normal;
+  std::vector<float> sizes(static_cast<size_t>(n));
+  for (float& size : sizes)
+    size = std::pow(10.0F, -8 + 6e-3F * static_cast<float>(random() % 1001));
+  AdamOptions options;
+  options.weight_decay = 0;
+  std::vector<float> before(sizes.size());
+  float most = 0;
+  for (int64_t step = 1; step <= 300; ++step) {
+    std::vector<float> grad(sizes);
+    for (float& g : grad) g *= normal(random);
+    held.set_grad(grad);
+    adamw(adam_numbers(options, step, 3), held.span());
+    const std::vector<float> after = exported(held, StatePlane::master);
+    for (size_t i = 0; i < after.size(); ++i)
+      most = std::max(most, std::fabs(after[i] - before[i]));
+    before = after;
+  }
+  return most / static_cast<float>(options.lr);
+}
+
+TEST(StateFormat, NoUpdateIsMuchLargerThanFp32s) {
+  const float whole = largest_update(StateFormat::fp32);
+  for (const StateFormat format : kLowBit) {
+    EXPECT_LE(largest_update(format), 3 * whole) << name_of(format) << ", fp32: " << whole;
+  }
+}
+
+}  // namespace
+}  // namespace modicum
