@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-threaded_rooms="base memory ranks stream"
+threaded_rooms="base memory optim ranks stream"
 jobs=$(nproc)
 
 configure_and_build() {  # PRESET [TARGET...]

@@ -26,7 +26,7 @@ from program import (
     write_index,
 )
 
-VERBS = ("inspect", "synth", "plan", "load")
+VERBS = ("inspect", "synth", "plan", "load", "step")
 NUMBER = (int, float)
 
 
@@ -72,6 +72,9 @@ def test_verb_help_lists_flags(modicum: Path, verb: str) -> None:
         flags |= {"--check", "--digest", "--dump"}
     if verb == "synth":
         flags |= {"--arch", "--layers", "--shard-size", "--dtype", "--sparse", "--edges"}
+    if verb == "step":
+        flags |= {"--params", "--state-format", "--ranks", "--steps", "--seed", "--clip", "--isa"}
+        flags |= {"--loss-scale", "--grad-dtype", "--fork-children", "--no-compare"}
     done = run(modicum, verb, "--help")
     assert done.code == 0
     assert {flag for flag in flags if flag not in done.stdout} == set()

@@ -5,11 +5,12 @@
 namespace modicum {
 namespace {
 
-constexpr std::array<Verb, 4> kVerbs = {{
+constexpr std::array<Verb, 5> kVerbs = {{
     {"inspect", "what is in a checkpoint: tensors, dtypes, files, oddities", run_inspect},
     {"synth", "write a true-shape checkpoint whose every element is known", run_synth},
     {"plan", "who reads what, and what each rank and node will hold", run_plan},
     {"load", "load into real rank processes and prove what was promised", run_load},
+    {"step", "the optimizer on its own: bytes per parameter, and speed beside a copy", run_step},
 }};
 
 }  // namespace
@@ -20,7 +21,8 @@ void add_common_flags(CLI::App& app, CommonFlags& flags) {
   app.add_flag("--json", flags.json, "one JSON document on stdout");
   app.add_flag("-q,--quiet", flags.quiet, "print nothing but errors");
   app.add_flag("-v,--verbose", flags.verbose, "print more");
-  app.add_option("--threads", flags.threads, "threads (of load: per rank); default: usable CPUs")
+  app.add_option("--threads", flags.threads,
+                 "threads (of load and step: per rank); default: usable CPUs")
       ->check(CLI::Range(1, 1024));
   app.add_option("--budget", flags.budget,
                  "host memory per node: SIZE, auto (what the cgroup and the node leave) or none");

@@ -26,6 +26,7 @@ int run_inspect(const Args& args);
 int run_synth(const Args& args);
 int run_plan(const Args& args);
 int run_load(const Args& args);
+int run_step(const Args& args);
 
 // What every verb takes.
 struct CommonFlags {

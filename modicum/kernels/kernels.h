@@ -22,6 +22,9 @@ namespace modicum {
 void cast(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype,
           int64_t n) noexcept;
 
+// values[i] *= factor, one fp32 rounding.
+void scale(float* values, float factor, int64_t n) noexcept;
+
 // As `cast`, element i to `to` + i * to_step elements. Whole bytes per element only.
 void cast_strided(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, int64_t n,
                   int64_t to_step) noexcept;

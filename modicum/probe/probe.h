@@ -47,6 +47,10 @@ struct MemoryLimit {
 // of memory.max and memory.high.
 std::vector<MemoryLimit> memory_limits(const std::string& root = "");
 
+// What this process may still lock or pin: RLIMIT_MEMLOCK less what is locked; UINT64_MAX where the
+// limit doesn't bind it (unlimited, or CAP_IPC_LOCK).
+uint64_t lockable_bytes(const std::string& root = "");
+
 // How often the kernel has killed for lack of memory in this process's cgroup chain, so far: the
 // sum over its levels. One kill may be counted at several of them and the higher ones count their
 // other children's too, so only differences mean something, and only that there was a kill.

@@ -82,6 +82,46 @@ struct LoadReport {
 std::string load_json(const LoadReport& report);
 std::string load_text(const LoadReport& report);
 
+// What held the optimizer's state, per parameter: by the ledger, and what the process tree holds by
+// the kernel beyond `fixed_bytes`.
+struct HeldPerParam {
+  double ledger = 0;
+  double kernel = 0;
+};
+
+// The optimizer on its own.
+struct StepReport {
+  StateFormat format = StateFormat::fp32;
+  int64_t params = 0;
+  int threads = 1;  // per rank
+  int steps = 0;
+  int skipped_steps = 0;
+  uint64_t seed = 0;
+  DType grad_dtype = DType::f32;
+  std::string isa;
+  std::vector<std::string> isas_not_run;
+  int children = 0;  // forked by each rank
+  Promise promise;
+  std::optional<Budget> budget;
+  HeldPerParam step_1;
+  HeldPerParam last_step;  // the most that was held since step 1
+  uint64_t fixed_bytes = 0;
+  double bytes_per_param_moved = 0;
+  double step_s = 0;  // the median; 0: every step was skipped
+  std::optional<double> copy_bytes_per_s;
+  std::optional<double> speedup_vs_unfused;
+  std::optional<double> grad_norm;  // of the last step, unscaled; nothing: not finite
+  std::optional<double> max_norm;
+  std::optional<float> loss_scale;  // after the last step
+  uint64_t state_digest = 0;
+  uint64_t master_digest = 0;
+
+  double params_per_s() const noexcept;
+  double bytes_per_s() const noexcept { return params_per_s() * bytes_per_param_moved; }
+};
+std::string step_json(const StepReport& report);
+std::string step_text(const StepReport& report);
+
 // `{"error": {...}}` with what is known.
 std::string error_json(const Error& error);
 

@@ -1,0 +1,150 @@
+// What the fused pass is compared with: this machine's copy bandwidth, and the same step as passes
+// over memory with equally good kernels.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "modicum/cli/step.h"
+#include "modicum/kernels/kernels.h"
+
+namespace modicum {
+namespace {
+
+constexpr int64_t kMostParams = 32 * 1024 * 1024;      // of a rank; far beyond every cache
+constexpr uint64_t kUnfusedBytes = 4 + 4 + 4 + 4 + 2;  // master, gradient, moments, bf16 copy
+
+// fp32 state of the unfused step over `n` parameters, as separate arrays.
+struct Unfused {
+  int64_t n;
+  std::byte* master;
+  std::byte* grad;
+  std::byte* exp_avg;
+  std::byte* exp_avg_sq;
+  std::byte* out;
+
+  Unfused(std::span<std::byte> memory, int64_t params)
+      : n(params),
+        master(memory.data()),
+        grad(master + 4 * n),
+        exp_avg(grad + 4 * n),
+        exp_avg_sq(exp_avg + 4 * n),
+        out(exp_avg_sq + 4 * n) {}
+};
+
+// One pass over memory, in parts of whole buckets.
+template <typename Fn>
+void pass(int threads, int64_t n, const Fn& fn) {
+  const int64_t buckets = ceil_div(n, kBucketElements);
+  run_workers(threads, [&](int worker) {
+    const int64_t end = std::min(n, buckets * (worker + 1) / threads * kBucketElements);
+    for (int64_t at = buckets * worker / threads * kBucketElements; at < end;
+         at += kBucketElements) {
+      fn(worker, at, std::min(kBucketElements, end - at));
+    }
+  });
+}
+
+void unfused_step(const Unfused& of, int threads, const AdamNumbers& numbers, float unscale) {
+  const auto grad = [&](int64_t at) { return reinterpret_cast<float*>(of.grad) + at; };
+  pass(threads, of.n, [&](int, int64_t at, int64_t n) { scale(grad(at), unscale, n); });
+  std::vector<GradNorm> norms(static_cast<size_t>(threads));
+  pass(threads, of.n, [&](int worker, int64_t at, int64_t n) {
+    const Squares part = squares(of.grad + 4 * at, DType::f32, n);
+    norms[static_cast<size_t>(worker)] += {part.sum, part.finite};
+  });
+  GradNorm norm;
+  for (const GradNorm& part : norms) norm += part;
+  const float clip = clip_factor(norm.norm(), 2 * norm.norm());
+  pass(threads, of.n, [&](int, int64_t at, int64_t n) { scale(grad(at), clip, n); });
+  pass(threads, of.n, [&](int, int64_t at, int64_t n) {
+    adamw(numbers, {.first = at,
+                    .n = n,
+                    .master = of.master + 4 * at,
+                    .grad = of.grad + 4 * at,
+                    .exp_avg = of.exp_avg + 4 * at,
+                    .exp_avg_sq = of.exp_avg_sq + 4 * at});
+  });
+  pass(threads, of.n, [&](int, int64_t at, int64_t n) {
+    cast(of.master + 4 * at, DType::f32, of.out + 2 * at, DType::bf16, n);
+  });
+}
+
+// The first half over the second.
+void copy(std::span<std::byte> memory, int threads) {
+  const size_t half = memory.size() / 2;
+  run_workers(threads, [&](int worker) {
+    const size_t begin = half * static_cast<size_t>(worker) / static_cast<size_t>(threads);
+    const size_t end = half * static_cast<size_t>(worker + 1) / static_cast<size_t>(threads);
+    std::memcpy(memory.data() + half + begin, memory.data() + begin, end - begin);
+  });
+}
+
+AdamWSpec fused_spec(const StepRun& run, int rank) {
+  AdamWSpec spec = run.spec(rank);
+  spec.shards[0].runs = {{0, baseline_params(run, rank)}};
+  return spec;
+}
+
+void deliver(AdamW& state, int threads, const Unfused& from) {
+  pass(threads, from.n, [&](int, int64_t at, int64_t n) {
+    state.arrive({0, at, n, from.grad + 4 * at, DType::f32});
+  });
+}
+
+}  // namespace
+
+int64_t baseline_params(const StepRun& run, int rank) {
+  const AdamWSpec spec = run.spec(rank);
+  const uint64_t state_bytes = adamw_footprint(spec).total();
+  const int64_t numel = std::max<int64_t>(1, spec.shards[0].numel());
+  const uint64_t each = state_bytes / static_cast<uint64_t>(numel) + 1 + kUnfusedBytes;
+  const auto fit = static_cast<int64_t>(state_bytes / each);
+  return std::clamp(fit / kBucketElements * kBucketElements, kBucketElements, kMostParams);
+}
+
+Footprint baseline_footprint(const StepRun& run, int rank) {
+  Footprint footprint = adamw_footprint(fused_spec(run, rank));
+  footprint[Purpose::staging] +=
+      round_up(static_cast<uint64_t>(baseline_params(run, rank)) * kUnfusedBytes, kPageBytes) +
+      round_up(ring_bytes(run), kPageBytes);
+  return footprint;
+}
+
+Baselines measure_baselines(const StepRun& run, int rank, Ledger& ledger,
+                            const std::function<void()>& line_up, Clock& clock) {
+  const int64_t n = baseline_params(run, rank);
+  const Buffer memory =
+      ledger.charge(Purpose::staging, static_cast<uint64_t>(n) * kUnfusedBytes, run.threads);
+  const Unfused unfused(memory.bytes(), n);
+  const Buffer ring = ledger.charge(Purpose::staging, ring_bytes(run));
+  const Outlet outlet{.ring = ring.bytes(), .send = [](const ReadyChunk&) {}};
+  AdamW fused(fused_spec(run, rank), ledger, run.threads);
+  Baselines measured{.copied_bytes = memory.bytes().size() / 2 * 2};
+  const auto timed = [&](std::array<double, Baselines::kRounds>& of, int round, const auto& work) {
+    line_up();
+    const int64_t begin = clock.now_ns();
+    work();
+    if (round >= 0) {
+      of[static_cast<size_t>(round)] = static_cast<double>(clock.now_ns() - begin) / kNsPerSecond;
+    }
+  };
+  for (int round = -1; round < Baselines::kRounds; ++round) {  // the first one warms up
+    timed(measured.copy_s, round, [&] { copy(memory.bytes(), run.threads); });
+    // The copy has left nothing of the state; small numbers, and moments that go with them.
+    pass(run.threads, n, [&](int, int64_t at, int64_t count) {
+      synth_fill(0, DType::f32, at, count, unfused.master + 4 * at);
+      std::memcpy(unfused.grad + 4 * at, unfused.master + 4 * at, 4 * static_cast<size_t>(count));
+      std::memset(unfused.exp_avg + 4 * at, 0, 4 * static_cast<size_t>(count));
+      std::memset(unfused.exp_avg_sq + 4 * at, 0, 4 * static_cast<size_t>(count));
+    });
+    deliver(fused, run.threads, unfused);
+    const AdamNumbers numbers = adam_numbers(AdamOptions{}, round + 2, run.seed);
+    timed(measured.unfused_s, round, [&] { unfused_step(unfused, run.threads, numbers, 1.0F); });
+    const float clip = clip_factor(fused.norm().norm(), 2 * fused.norm().norm());
+    timed(measured.fused_s, round,
+          [&] { fused.step({.clip = clip, .outlet = ring.empty() ? nullptr : &outlet}); });
+  }
+  return measured;
+}
+
+}  // namespace modicum

@@ -1,0 +1,163 @@
+// Gradients on their way in, and the norm that is taken of them on the way.
+#include <fmt/format.h>
+
+#include <atomic>
+#include <iterator>
+
+#include "modicum/optim/adamw.h"
+#include "modicum/optim/arriving.h"
+#include "modicum/optim/shard_map.h"
+
+namespace modicum {
+
+bool Arrived::add(int64_t begin, int64_t end) {
+  auto next = end_of_.lower_bound(begin);
+  if (next != end_of_.end() && next->first < end) return false;
+  if (next != end_of_.begin() && std::prev(next)->second > begin) return false;
+  count_ += end - begin;
+  if (next != end_of_.end() && next->first == end) {
+    end = next->second;
+    next = end_of_.erase(next);
+  }
+  if (next != end_of_.begin() && std::prev(next)->second == begin) {
+    std::prev(next)->second = end;
+  } else {
+    end_of_.emplace_hint(next, begin, end);
+  }
+  return true;
+}
+
+void Arrived::clear() noexcept {
+  end_of_.clear();
+  count_ = 0;
+}
+
+void AdamW::expect(int passes) {
+  if (passes < 1) fail(Category::usage, "a gradient arrives once or more often");
+  if (passes > 1 && row_.grad != DType::f32) {
+    fail(Category::unsupported,
+         fmt::format("{} keeps gradients as {}, in which they can't be added up; {} can: add up "
+                     "before they arrive, or choose it",
+                     row_.name, torch_name(row_.grad), row_of(StateFormat::fp32).name));
+  }
+  for (const Arriving& of : arriving_) {
+    if (of.passes > 0 || of.arrived.count() > 0) {
+      fail(Category::usage, "how often gradients arrive can't change in the middle of a step");
+    }
+  }
+  passes_ = passes;
+  forget_gradients();
+}
+
+// The table of buckets stands behind the gradients, in the order of the shards.
+std::span<Bucket> AdamW::buckets(size_t shard) const noexcept {
+  const std::span<std::byte> arena = arenas_[static_cast<size_t>(Plane::grad)].bytes();
+  auto* const table = reinterpret_cast<Bucket*>(arena.data() + map_->buckets_at());
+  return {table + map_->first_bucket(shard), static_cast<size_t>(map_->index(shard).buckets())};
+}
+
+void AdamW::forget_gradients() {
+  for (size_t shard = 0; shard < shards(); ++shard) {
+    arriving_[shard] = Arriving{};
+    const ShardIndex& index = map_->index(shard);
+    const std::span<Bucket> of_shard = buckets(shard);
+    for (int64_t bucket = 0; bucket < index.buckets(); ++bucket) {
+      const int64_t n = index.bucket_begin(bucket + 1) - index.bucket_begin(bucket);
+      of_shard[static_cast<size_t>(bucket)] = Bucket{.left = n * passes_};
+    }
+  }
+}
+
+// Whether this is the first time in the step that these elements arrive.
+bool AdamW::claim(size_t shard, int64_t at, int64_t n) {
+  MODICUM_ASSERT(shard < shards());
+  const int64_t numel = map_->index(shard).numel();
+  if (at < 0 || n < 0 || at > numel - n) {
+    fail_about(shard, fmt::format("elements {} to {} of its {} can't arrive", at, at + n, numel));
+  }
+  if (n == 0) return true;
+  const std::lock_guard lock(mutex_);
+  Arriving& of = arriving_[shard];
+  if (of.left_out) fail_about(shard, "its gradient was left out of this step");
+  if (of.passes == passes_ || !of.arrived.add(at, at + n)) {
+    fail_about(shard, fmt::format("its gradient arrived more often than expected ({}), at local "
+                                  "element {} or behind",
+                                  passes_, at));
+  }
+  const bool is_first = of.passes == 0;
+  if (of.arrived.count() == numel) {
+    ++of.passes;
+    of.arrived.clear();
+  }
+  return is_first;
+}
+
+void AdamW::arrive(const Piece& piece) {
+  const bool is_first = claim(piece.shard, piece.at, piece.n);
+  const ShardIndex& index = map_->index(piece.shard);
+  const int64_t from_bytes = bytes_per_element(piece.dtype);
+  index.for_each_stretch(piece.at, piece.at + piece.n, [&](const Stretch& stretch) {
+    modicum::arrive(piece.elements + (stretch.at - piece.at) * from_bytes, piece.dtype,
+                    element(piece.shard, Plane::grad, stretch.at), row_.grad, !is_first, stretch.n);
+    settle(piece.shard, index.bucket_of(stretch.first), stretch.n);
+  });
+}
+
+void AdamW::arrived_in_place(size_t shard, int64_t at, int64_t n) {
+  if (passes_ > 1) fail(Category::usage, "what arrives in place can't be added up");
+  claim(shard, at, n);
+  const ShardIndex& index = map_->index(shard);
+  index.for_each_stretch(at, at + n, [&](const Stretch& stretch) {
+    settle(shard, index.bucket_of(stretch.first), stretch.n);
+  });
+}
+
+void AdamW::leave_out(size_t shard) {
+  const std::lock_guard lock(mutex_);
+  Arriving& of = arriving_.at(shard);
+  if (of.passes > 0 || of.arrived.count() > 0)
+    fail_about(shard, "its gradient has arrived already");
+  of.left_out = true;
+}
+
+// Whoever brings a bucket's last element sees what all others have brought, and takes the norm.
+void AdamW::settle(size_t shard, int64_t bucket, int64_t n) {
+  Bucket& of = buckets(shard)[static_cast<size_t>(bucket)];
+  const std::atomic_ref<int64_t> left(of.left);
+  if (left.fetch_sub(n, std::memory_order_acq_rel) == n) take_norm(shard, bucket);
+}
+
+void AdamW::take_norm(size_t shard, int64_t bucket) {
+  const ShardIndex& index = map_->index(shard);
+  GradNorm norm;
+  index.for_each_stretch(
+      index.bucket_begin(bucket), index.bucket_begin(bucket + 1), [&](const Stretch& stretch) {
+        const Squares part = squares(element(shard, Plane::grad, stretch.at), row_.grad, stretch.n);
+        norm += GradNorm{part.sum, part.finite};
+      });
+  Bucket& of = buckets(shard)[static_cast<size_t>(bucket)];
+  of.sum_of_squares = norm.sum_of_squares;
+  of.finite = norm.finite ? 1 : 0;
+}
+
+void AdamW::require_complete() const {
+  for (size_t shard = 0; shard < shards(); ++shard) {
+    const Arriving& of = arriving_[shard];
+    const int64_t numel = map_->index(shard).numel();
+    if (of.left_out || numel == 0 || of.passes == passes_) continue;
+    fail_about(shard, fmt::format("its gradient has not arrived: {} of {} elements, {} of {} times",
+                                  of.arrived.count(), numel, of.passes, passes_));
+  }
+}
+
+GradNorm AdamW::norm() const {
+  require_complete();
+  GradNorm sum;
+  for (size_t shard = 0; shard < shards(); ++shard) {
+    if (arriving_[shard].left_out) continue;
+    for (const Bucket& of : buckets(shard)) sum += GradNorm{of.sum_of_squares, of.finite != 0};
+  }
+  return sum;
+}
+
+}  // namespace modicum

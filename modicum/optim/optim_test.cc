@@ -1,0 +1,274 @@
+// House test: what the state holds. It catches: scales, buckets or amsgrad's maximum that are held
+// and not promised; a refusal after the first page; memory that a forked child copies; memory taken
+// by a step; a pin that is rounded, doubled or forgotten.
+#include "modicum/optim/optim.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "modicum/optim/tiny_model_doubles.h"
+
+namespace modicum {
+namespace {
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kIsSanitized = true;
+#elif defined(__has_feature)
+constexpr bool kIsSanitized = __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
+#else
+constexpr bool kIsSanitized = false;
+#endif
+
+// A shard as TP cuts columns: many short runs that end inside blocks and buckets.
+ShardSpec columns(int64_t rows, int64_t width, int64_t first, int64_t n) {
+  ShardSpec shard{.fqn = "columns.weight"};
+  for (int64_t row = 0; row < rows; ++row) shard.runs.push_back({row * width + first, n});
+  return shard;
+}
+
+TEST(AdamWFootprint, IsWhatIsChargedToTheByte) {
+  for (const StateFormat format : kFormats) {
+    for (const bool amsgrad : {false, true}) {
+      for (const int rank : {0, 1, 2}) {
+        AdamWSpec spec = tiny_spec(format, rank, 3);
+        spec.groups[0].amsgrad = amsgrad;
+        spec.shards.push_back(columns(37, 1000, 333, 334));
+        const Footprint promised = adamw_footprint(spec);
+        Ledger ledger;
+        {
+          const AdamW state(spec, ledger, 2);
+          EXPECT_EQ(ledger.held(), promised) << format_name(format);
+          EXPECT_EQ(ledger.peak_bytes(), promised.total());
+        }
+        EXPECT_EQ(ledger.held(), Footprint{});
+      }
+    }
+  }
+}
+
+TEST(AdamWFootprint, IsTheFormatsBytesPerParameter) {
+  const std::vector<double> expected = {16, 14, 10, 8.0625, 7.0625};
+  const int64_t n = int64_t{1} << 32;
+  for (size_t f = 0; f < kFormats.size(); ++f) {
+    AdamWSpec spec{.format = kFormats[f], .shards = {{.fqn = "w", .runs = {{0, n}}}}};
+    const auto bytes = static_cast<double>(adamw_footprint(spec).total());
+    EXPECT_NEAR(bytes / static_cast<double>(n), expected[f], expected[f] * 1e-4);
+    spec.groups[0].amsgrad = true;
+    EXPECT_GT(static_cast<double>(adamw_footprint(spec).total()), bytes + static_cast<double>(n));
+  }
+}
+
+TEST(AdamWFootprint, BytesMovedAreThoseOfTheTable) {
+  EXPECT_EQ(bytes_moved_per_parameter(StateFormat::fp32, true), 30);
+  EXPECT_EQ(bytes_moved_per_parameter(StateFormat::fp32_split, false), 26);
+  EXPECT_EQ(bytes_moved_per_parameter(StateFormat::bf16_moments, false), 18);
+  EXPECT_EQ(bytes_moved_per_parameter(StateFormat::int8_moments, false), 14.125);
+  EXPECT_EQ(bytes_moved_per_parameter(StateFormat::int8_moments_24, false), 12.125);
+}
+
+TEST(AdamW, OnePercentBelowThePromiseIsRefusedBeforeAPageIsTaken) {
+  for (const StateFormat format : kFormats) {
+    const AdamWSpec spec = tiny_spec(format);
+    const uint64_t promised = adamw_footprint(spec).total();
+    const uint64_t limit = promised * 99 / 100;
+    Ledger ledger(limit);
+    const auto met = error_of([&] { AdamW state(spec, ledger, 1); });
+    ASSERT_TRUE(met) << format_name(format);
+    EXPECT_EQ(met->category(), Category::budget);
+    EXPECT_EQ(met->facts().shortfall_bytes, promised - limit);
+    EXPECT_FALSE(met->facts().owners.empty());
+    EXPECT_EQ(ledger.peak_bytes(), 0U) << "nothing was charged, not even for a moment";
+    Ledger enough(promised);
+    EXPECT_NO_THROW(AdamW(spec, enough, 1));
+  }
+}
+
+TEST(AdamW, WhatTheCallerHoldsIsUsedAndNotCharged) {
+  AdamWSpec spec = tiny_spec(StateFormat::fp32);
+  const uint64_t whole = adamw_footprint(spec)[Purpose::master];
+  std::vector<float> master = tiny_values(spec.shards[0], 3);
+  const std::vector<float> before = master;
+  spec.shards[0].master = reinterpret_cast<std::byte*>(master.data());
+  Ledger ledger;
+  AdamW state(spec, ledger, 1);
+  EXPECT_NEAR(static_cast<double>(whole - ledger.held()[Purpose::master]),
+              static_cast<double>(master.size() * sizeof(float)), 2.0 * kPageBytes);
+  deliver_tiny(state, 1);
+  state.step();
+  EXPECT_NE(master, before);
+  std::vector<float> exported(master.size());
+  state.export_to(0, StatePlane::master, 0, exported);
+  EXPECT_EQ(exported, master);
+}
+
+// ---- T9: over the process tree
+
+uint64_t pss_anon(pid_t pid) {
+  std::ifstream rollup("/proc/" + std::to_string(pid) + "/smaps_rollup");
+  for (std::string line; std::getline(rollup, line);) {
+    if (line.starts_with("Pss_Anon:")) return std::stoull(line.substr(9)) * kKiB;
+  }
+  return 0;
+}
+
+// A child that sleeps until it is ended: a data loader's worker.
+class Child {
+ public:
+  Child() : pid_(fork()) {
+    while (pid_ == 0) pause();
+  }
+  ~Child() {
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
+  pid_t pid() const { return pid_; }
+
+ private:
+  pid_t pid_;
+};
+
+TEST(AdamW, StepsTakeNothingAlsoWithForkedChildrenAlive) {
+  if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own for every byte of ours";
+  if (pss_anon(getpid()) == 0) GTEST_SKIP() << "this kernel does not say what is shared";
+  for (const StateFormat format : {StateFormat::fp32, StateFormat::int8_moments}) {
+    Ledger ledger;
+    constexpr int64_t kPieces = 64;
+    AdamW state(
+        {.format = format, .shards = {{.fqn = "w", .runs = {{0, kPieces * kBucketElements}}}}},
+        ledger, 2);
+    const uint64_t promised = ledger.held().total();
+    const std::vector<float> gradient(kBucketElements, 1.0F);
+    const Child first, second;
+    const auto step = [&] {
+      for (int64_t i = 0; i < kPieces; ++i) {
+        state.arrive(piece_of(0, i * kBucketElements, gradient));
+      }
+      state.step();
+    };
+    const auto tree = [&] {
+      return pss_anon(getpid()) + pss_anon(first.pid()) + pss_anon(second.pid());
+    };
+    step();
+    const uint64_t after_one = tree();
+    ledger.mark();
+    step();
+    const Child again;  // an epoch later
+    step();
+    step();
+    EXPECT_LT(tree() + pss_anon(again.pid()), after_one + promised / 20) << format_name(format);
+    EXPECT_EQ(ledger.peak_since_mark(), promised);
+  }
+}
+
+// ---- pinning
+
+struct CountingPinner {
+  std::vector<std::span<std::byte>> pinned;
+  int unpinned = 0;
+  int fail_at = -1;
+
+  Pinner pinner() {
+    return {.pin =
+                [this](std::span<std::byte> arena) {
+                  if (static_cast<int>(pinned.size()) == fail_at) {
+                    fail(Category::no_memory, "the driver says no");
+                  }
+                  pinned.push_back(arena);
+                },
+            .unpin =
+                [this](std::span<std::byte> arena) {
+                  ++unpinned;
+                  arena[0] = arena[0];  // still there
+                }};
+  }
+};
+
+TEST(AdamWPinning, IsOnceForEachArenaThatADeviceTouchesAtItsExactSize) {
+  for (const StateFormat format : kFormats) {
+    const bool is_split = row_of(format).is_split();
+    CountingPinner counting;
+    Ledger ledger;
+    {
+      const AdamW state(tiny_spec(format), ledger, 1, counting.pinner());
+      ASSERT_EQ(counting.pinned.size(), is_split ? 2U : 1U);
+      EXPECT_EQ(counting.pinned.back().size(), ledger.held()[Purpose::grad]);
+      const std::span<std::byte> grad = state.plane(0, Plane::grad);
+      EXPECT_EQ(counting.pinned.back().data(), grad.data());
+      if (is_split) {
+        EXPECT_EQ(counting.pinned.front().data(), state.plane(0, Plane::master).data());
+        EXPECT_LT(counting.pinned.front().size(), ledger.held()[Purpose::master]);
+      }
+      EXPECT_EQ(counting.unpinned, 0);
+    }
+    EXPECT_EQ(counting.unpinned, is_split ? 2 : 1);
+  }
+}
+
+TEST(AdamWPinning, ThatFailsHalfWayLeavesNothingBehind) {
+  CountingPinner counting;
+  counting.fail_at = 1;
+  Ledger ledger;
+  const auto met =
+      error_of([&] { AdamW(tiny_spec(StateFormat::fp32_split), ledger, 1, counting.pinner()); });
+  ASSERT_TRUE(met);
+  EXPECT_EQ(met->category(), Category::no_memory);
+  EXPECT_EQ(counting.unpinned, 1);
+  EXPECT_EQ(ledger.held(), Footprint{});
+}
+
+TEST(AdamWPinning, MoreThanMayBeLockedIsRefusedBeforeMemoryIsTaken) {
+  CountingPinner counting;
+  Ledger ledger;
+  Pinner pinner = counting.pinner();
+  pinner.limit_bytes = 64 * kKiB;
+  const auto met =
+      error_of([&] { AdamW(tiny_spec(StateFormat::fp32), ledger, 1, std::move(pinner)); });
+  ASSERT_TRUE(met);
+  EXPECT_EQ(met->category(), Category::budget);
+  EXPECT_NE(met->what_happened().find("RLIMIT_MEMLOCK"), std::string::npos);
+  EXPECT_TRUE(counting.pinned.empty());
+  EXPECT_EQ(ledger.peak_bytes(), 0U);
+}
+
+// ---- what makes no sense
+
+TEST(AdamW, RefusesWhatItCantStep) {
+  Ledger ledger;
+  const auto category = [&](const auto& change) {
+    AdamWSpec spec = tiny_spec(StateFormat::fp32);
+    change(spec);
+    const auto met = error_of([&] { AdamW(spec, ledger, 1); });
+    return met ? met->category() : Category::count;
+  };
+  EXPECT_EQ(category([](AdamWSpec&) {}), Category::count);
+  EXPECT_EQ(category([](AdamWSpec& s) { s.groups[0].lr = -1; }), Category::usage);
+  EXPECT_EQ(category([](AdamWSpec& s) { s.groups[1].beta2 = 1; }), Category::usage);
+  EXPECT_EQ(category([](AdamWSpec& s) { s.shards[1].group = 2; }), Category::mismatch);
+  EXPECT_EQ(category([](AdamWSpec& s) {
+              s.shards[1].runs = {{5, 10}, {14, 2}};
+            }),
+            Category::mismatch);
+  EXPECT_EQ(category([](AdamWSpec& s) { s.shards[1].runs = {{5, 0}}; }), Category::mismatch);
+  EXPECT_EQ(category([](AdamWSpec& s) {
+              s.groups[0].semantics = AdamSemantics::deepspeed;
+              s.groups[0].amsgrad = true;
+            }),
+            Category::unsupported);
+  AdamW state(tiny_spec(StateFormat::fp32), ledger, 1);
+  AdamOptions options = state.options(0);
+  options.amsgrad = true;
+  EXPECT_EQ(error_of([&] { state.set_options(0, options); })->category(), Category::usage);
+}
+
+}  // namespace
+}  // namespace modicum

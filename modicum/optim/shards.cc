@@ -1,0 +1,206 @@
+#include "modicum/optim/shards.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+
+#include "modicum/optim/shard_map.h"
+
+namespace modicum {
+namespace {
+
+bool has_scales(const StateFormatRow& row, Plane plane) noexcept {
+  return row.has_scales() && plane_purpose(plane) == Purpose::moments;
+}
+
+bool holds(const AdamWSpec& spec, const ShardSpec& shard, Plane plane) {
+  if (plane == Plane::master) return shard.master == nullptr;
+  if (plane != Plane::max_exp_avg_sq) return true;
+  return spec.groups[static_cast<size_t>(shard.group)].amsgrad;
+}
+
+}  // namespace
+
+int64_t ShardSpec::numel() const noexcept {
+  int64_t sum = 0;
+  for (const ShardRun& run : runs) sum += run.n;
+  return sum;
+}
+
+std::optional<DType> plane_dtype(const StateFormatRow& row, Plane plane) noexcept {
+  switch (plane) {
+    case Plane::master: return row.master;
+    case Plane::master_low:
+      if (row.master_low == DType::boolean) return std::nullopt;
+      return row.master_low;
+    case Plane::grad: return row.grad;
+    case Plane::exp_avg: return row.moment;
+    case Plane::exp_avg_sq:
+    case Plane::max_exp_avg_sq: return row.has_scales() ? DType::u8 : row.moment;
+    case Plane::count: break;
+  }
+  return std::nullopt;
+}
+
+Purpose plane_purpose(Plane plane) noexcept {
+  switch (plane) {
+    case Plane::master:
+    case Plane::master_low: return Purpose::master;
+    case Plane::grad: return Purpose::grad;
+    default: return Purpose::moments;
+  }
+}
+
+void check_options(const AdamOptions& of) {
+  const auto require = [](bool holds, const char* what) {
+    if (!holds) fail(Category::usage, fmt::format("AdamW needs {}", what));
+  };
+  require(std::isfinite(of.lr) && of.lr >= 0, "a learning rate of 0 or more");
+  require(of.beta1 >= 0 && of.beta1 < 1, "beta1 in [0, 1)");
+  require(of.beta2 >= 0 && of.beta2 < 1, "beta2 in [0, 1)");
+  require(std::isfinite(of.eps) && of.eps >= 0, "eps of 0 or more");
+  require(std::isfinite(of.weight_decay) && of.weight_decay >= 0, "a weight decay of 0 or more");
+  if (of.semantics == AdamSemantics::torch) return;
+  if (of.amsgrad || of.maximize) {
+    fail(Category::unsupported,
+         "DeepSpeed's semantics know no amsgrad and no maximize; torch's know both");
+  }
+}
+
+// ---- one shard
+
+ShardIndex::ShardIndex(const ShardSpec& spec) {
+  int64_t end = 0;
+  for (const ShardRun& run : spec.runs) {
+    if (run.n <= 0 || run.first < end || run.first > INT64_MAX - run.n) {
+      fail(Category::mismatch, "a shard's runs must be ascending, apart and not empty",
+           {.tensor = spec.fqn,
+            .expected = fmt::format("a first element of {} or more", end),
+            .got = fmt::format("{} elements from {}", run.n, run.first)});
+    }
+    end = run.first + run.n;
+    runs_.push_back({numel_, run.first, run.n, scales_});
+    numel_ += run.n;
+    scales_ += (end - 1) / kScaleBlock - run.first / kScaleBlock + 1;
+  }
+  if (numel_ == 0) return;
+  first_bucket_ = runs_.front().first / kBucketElements;
+  buckets_ = (end - 1) / kBucketElements - first_bucket_ + 1;
+}
+
+ShardIndex::Runs::const_iterator ShardIndex::run_around(int64_t at) const noexcept {
+  return std::prev(std::upper_bound(runs_.begin(), runs_.end(), at,
+                                    [](int64_t x, const Stretch& run) { return x < run.at; }));
+}
+
+int64_t ShardIndex::before(int64_t first) const noexcept {
+  const auto next = std::upper_bound(runs_.begin(), runs_.end(), first,
+                                     [](int64_t x, const Stretch& run) { return x < run.first; });
+  if (next == runs_.begin()) return 0;
+  const Stretch& run = *std::prev(next);
+  return run.at + std::min(run.n, first - run.first);
+}
+
+int64_t ShardIndex::bucket_end_around(int64_t at) const noexcept {
+  const Stretch& run = *run_around(at);
+  return bucket_begin(bucket_of(run.first + (at - run.at)) + 1);
+}
+
+bool ShardIndex::is_block_edge(int64_t at) const noexcept {
+  if (at == numel_) return true;
+  const Stretch& run = *run_around(at);
+  return at == run.at || (run.first + (at - run.at)) % kScaleBlock == 0;
+}
+
+// ---- all of them
+
+ShardMap::ShardMap(const AdamWSpec& spec) {
+  for (const AdamOptions& options : spec.groups) check_options(options);
+  first_bucket_.push_back(0);
+  for (const ShardSpec& shard : spec.shards) {
+    if (shard.group < 0 || static_cast<size_t>(shard.group) >= spec.groups.size()) {
+      fail(Category::mismatch, "a parameter's group is not there",
+           {.tensor = shard.fqn,
+            .expected = fmt::format("below {}", spec.groups.size()),
+            .got = fmt::format("{}", shard.group)});
+    }
+    shards_.emplace_back(shard);
+    first_bucket_.push_back(first_bucket_.back() + static_cast<uint64_t>(shards_.back().buckets()));
+  }
+  places_.resize(shards_.size());
+  for (size_t plane = 0; plane < kPlanes; ++plane) lay_out(spec, static_cast<Plane>(plane));
+  uint64_t& gradients = arena_bytes_[static_cast<size_t>(Plane::grad)];
+  buckets_at_ = gradients;
+  gradients += buckets() * sizeof(Bucket);
+}
+
+void ShardMap::lay_out(const AdamWSpec& spec, Plane plane) {
+  const StateFormatRow& row = row_of(spec.format);
+  const std::optional<DType> dtype = plane_dtype(row, plane);
+  if (!dtype) return;
+  uint64_t& end = arena_bytes_[static_cast<size_t>(plane)];
+  const auto take = [&end](uint64_t bytes) {
+    const uint64_t begin = end;
+    end = round_up(begin + bytes, kAlignment);
+    return begin;
+  };
+  const auto each = [&](const auto& fn) {
+    for (size_t shard = 0; shard < shards_.size(); ++shard) {
+      if (!holds(spec, spec.shards[shard], plane)) continue;
+      fn(places_[shard][static_cast<size_t>(plane)], shards_[shard]);
+    }
+  };
+  each([&](Place& place, const ShardIndex& shard) {
+    place.codes = take(bytes_of(*dtype, shard.numel()));
+  });
+  if (!has_scales(row, plane)) return;
+  each([&](Place& place, const ShardIndex& shard) {
+    place.scales = take(static_cast<uint64_t>(shard.scales()) * sizeof(float));
+  });
+}
+
+Partition::Partition(const ShardMap& map, int threads) : map_(map) {
+  MODICUM_ASSERT(threads >= 1);
+  int64_t total = 0;
+  for (size_t shard = 0; shard < map.shards(); ++shard) total += map.index(shard).numel();
+  Cut cut;
+  int64_t before = 0;  // elements of the shards before the cut's
+  for (int thread = 0; thread < threads; ++thread) {
+    const auto aim = static_cast<int64_t>(static_cast<double>(total) * thread / threads);
+    while (cut.shard < map.shards() && before + map.index(cut.shard).numel() <= aim) {
+      before += map.index(cut.shard).numel();
+      cut = {cut.shard + 1, 0};
+    }
+    if (cut.shard < map.shards() && before + cut.at < aim) {
+      cut.at = map.index(cut.shard).bucket_end_around(aim - before - 1);
+    }
+    cuts_.push_back(cut);
+  }
+  cuts_.push_back({map.shards(), 0});
+}
+
+Footprint adamw_footprint(const AdamWSpec& spec) {
+  const ShardMap map(spec);
+  Footprint footprint;
+  for (size_t p = 0; p < kPlanes; ++p) {
+    const auto plane = static_cast<Plane>(p);
+    footprint[plane_purpose(plane)] += round_up(map.arena_bytes(plane), kPageBytes);
+  }
+  return footprint;
+}
+
+double bytes_moved_per_parameter(StateFormat format, bool out) noexcept {
+  const StateFormatRow& row = row_of(format);
+  double sum = out ? 2 : 0;
+  for (size_t p = 0; p < static_cast<size_t>(Plane::max_exp_avg_sq); ++p) {
+    const auto plane = static_cast<Plane>(p);
+    const auto dtype = plane_dtype(row, plane);
+    if (!dtype) continue;
+    double bytes = bits_per_element(*dtype) / 8.0;
+    if (has_scales(row, plane)) bytes += static_cast<double>(sizeof(float)) / kScaleBlock;
+    sum += plane == Plane::grad ? bytes : 2 * bytes;  // read and written back
+  }
+  return sum;
+}
+
+}  // namespace modicum

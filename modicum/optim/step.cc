@@ -1,0 +1,95 @@
+// One step, in one pass over memory.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "modicum/optim/adamw.h"
+#include "modicum/optim/arriving.h"
+#include "modicum/optim/shard_map.h"
+
+namespace modicum {
+
+void AdamW::step(const StepOptions& options) {
+  if (!norm().finite) fail(Category::usage, "a gradient is not finite: this step is to be skipped");
+  if (options.outlet != nullptr) check_outlet(*options.outlet);
+  run_workers(threads_, [&](int worker) { step_of(worker, options); });
+  for (size_t shard = 0; shard < shards(); ++shard)
+    steps_[shard] += arriving_[shard].left_out ? 0 : 1;
+  forget_gradients();
+}
+
+void AdamW::skip() { forget_gradients(); }
+
+void AdamW::check_outlet(const Outlet& outlet) const {
+  if (row_.is_split()) {
+    if (outlet.dtype == DType::bf16) return;
+    fail(Category::unsupported,
+         fmt::format("{} keeps its parameters as bfloat16 and sends them as they lie", row_.name));
+  }
+  if (outlet.ring.size() / kRingSlotBytes < static_cast<size_t>(threads_)) {
+    fail(Category::usage, fmt::format("the ring has {} bytes and needs {} for each of {} threads",
+                                      outlet.ring.size(), kRingSlotBytes, threads_));
+  }
+}
+
+// A thread's slots of the ring, taken in turn.
+class AdamW::Slots {
+ public:
+  Slots(const Outlet& outlet, int worker, int threads)
+      : outlet_(outlet),
+        count_(static_cast<int>(outlet.ring.size() / kRingSlotBytes) / threads),
+        first_(worker * count_) {}
+  // Nothing is left in the ring when the step has ended.
+  ~Slots() {
+    for (int64_t slot = 0; slot < std::min<int64_t>(used_, count_); ++slot) wait(slot);
+  }
+  Slots(const Slots&) = delete;
+  Slots& operator=(const Slots&) = delete;
+
+  int next() {
+    if (used_ >= count_) wait(used_ % count_);
+    return first_ + static_cast<int>(used_++ % count_);
+  }
+  std::byte* begin(int slot) const noexcept {
+    return outlet_.ring.data() + static_cast<uint64_t>(slot) * kRingSlotBytes;
+  }
+
+ private:
+  void wait(int64_t slot) const {
+    if (outlet_.wait) outlet_.wait(first_ + static_cast<int>(slot));
+  }
+  const Outlet& outlet_;
+  const int count_;
+  const int first_;
+  int64_t used_ = 0;
+};
+
+void AdamW::step_of(int worker, const StepOptions& options) {
+  const Outlet* const outlet = options.outlet;
+  std::optional<Slots> slots;
+  if (outlet != nullptr && !row_.is_split()) slots.emplace(*outlet, worker, threads_);
+  size_t of_numbers = shards();
+  AdamNumbers numbers;
+  partition_->for_each_stretch(worker, [&](size_t shard, const Stretch& stretch) {
+    if (arriving_[shard].left_out) return;
+    if (of_numbers != shard) {
+      numbers = adam_numbers(options_of(shard), steps_[shard] + 1, spec_.seed);
+      numbers.unscale = options.unscale;
+      numbers.clip = options.clip;
+      of_numbers = shard;
+    }
+    AdamSpan span = span_of(shard, stretch);
+    ReadyChunk chunk{shard, stretch.at, stretch.n, span.master, -1};
+    if (slots) {
+      chunk.slot = slots->next();
+      span.out = slots->begin(chunk.slot);
+      span.out_dtype = outlet->dtype;
+      chunk.elements = span.out;
+    }
+    adamw(numbers, span);
+    if (outlet != nullptr) outlet->send(chunk);
+  });
+}
+
+}  // namespace modicum

@@ -1,0 +1,301 @@
+// House test: a step is the same bits however it is cut (T8), skipped without a trace (T10), and
+// what leaves is what was made. It catches: random bits or blocks that depend on the shard or the
+// thread; a resume that forgets the step count; a skip that writes; a ring slot that is written
+// while it is read.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "modicum/optim/optim.h"
+#include "modicum/optim/tiny_model_doubles.h"
+
+namespace modicum {
+namespace {
+
+struct World {
+  Ledger ledger;
+  std::vector<std::unique_ptr<AdamW>> ranks;
+
+  World(StateFormat format, int n, int threads, bool amsgrad = false) {
+    for (int rank = 0; rank < n; ++rank) {
+      AdamWSpec spec = tiny_spec(format, rank, n);
+      spec.groups[0].amsgrad = amsgrad;
+      ranks.push_back(std::make_unique<AdamW>(std::move(spec), ledger, threads));
+      import_tiny_masters(*ranks.back());
+    }
+  }
+  void step(uint64_t t) {
+    GradNorm norm;
+    for (auto& rank : ranks) {
+      deliver_tiny(*rank, t);
+      norm += rank->norm();
+      AdamOptions options = rank->options(0);
+      options.lr = 1e-2 / static_cast<double>(t);
+      rank->set_options(0, options);
+    }
+    for (auto& rank : ranks) rank->step({.clip = clip_factor(norm.norm(), 1.0)});
+  }
+  StateDigest digest() const {
+    StateDigest sum;
+    for (const auto& rank : ranks) sum += rank->digest();
+    return sum;
+  }
+};
+
+TEST(Step, IsTheSameBitsAtAnyNumberOfShardsAndThreads) {
+  for (const StateFormat format : kFormats) {
+    World one(format, 1, 1, true);
+    const StateDigest before = one.digest();
+    for (uint64_t t = 1; t <= 3; ++t) one.step(t);
+    const StateDigest expected = one.digest();
+    EXPECT_NE(expected.master, before.master);
+    for (const int ranks : {1, 2, 3}) {
+      for (const int threads : {1, 2, 4}) {
+        World world(format, ranks, threads, true);
+        EXPECT_EQ(world.digest(), before);
+        for (uint64_t t = 1; t <= 3; ++t) world.step(t);
+        EXPECT_EQ(world.digest(), expected)
+            << format_name(format) << ", " << ranks << " ranks, " << threads << " threads";
+      }
+    }
+  }
+}
+
+TEST(Step, TheTwoExactFormatsAgreeWhenFedTheSameBf16Gradients) {
+  World whole(StateFormat::fp32, 1, 2);
+  World split(StateFormat::fp32_split, 2, 1);
+  for (uint64_t t = 1; t <= 5; ++t) {
+    for (World* world : {&whole, &split}) {
+      GradNorm norm;
+      for (auto& rank : world->ranks) {
+        for (size_t shard = 0; shard < rank->shards(); ++shard) {
+          const std::vector<float> gradient = tiny_values(rank->shard(shard), t);
+          std::vector<std::byte> rounded(gradient.size() * 2);
+          const auto n = static_cast<int64_t>(gradient.size());
+          cast(reinterpret_cast<const std::byte*>(gradient.data()), DType::f32, rounded.data(),
+               DType::bf16, n);
+          rank->arrive({shard, 0, n, rounded.data(), DType::bf16});
+        }
+        norm += rank->norm();
+      }
+      for (auto& rank : world->ranks) {
+        rank->step({.unscale = 0.25F, .clip = clip_factor(norm.norm(0.25), 1.0)});
+      }
+    }
+  }
+  EXPECT_EQ(whole.digest(), split.digest());
+}
+
+// What a checkpoint of fp32 values would hold.
+void copy_values(const AdamW& from, AdamW& to) {
+  constexpr int64_t kChunk = 10 * kScaleBlock;
+  for (size_t shard = 0; shard < from.shards(); ++shard) {
+    to.set_steps(shard, from.steps(shard));
+    const int64_t numel = from.shard(shard).numel();
+    for (const StatePlane plane :
+         {StatePlane::master, StatePlane::exp_avg, StatePlane::exp_avg_sq}) {
+      for (int64_t at = 0; at < numel; at += kChunk) {
+        std::vector<float> values(static_cast<size_t>(std::min(kChunk, numel - at)));
+        from.export_to(shard, plane, at, values);
+        to.import_from(shard, plane, at, values);
+      }
+    }
+  }
+}
+
+TEST(Step, ResumesFromFp32ValuesBitForBit) {
+  for (const StateFormat format : {StateFormat::fp32, StateFormat::fp32_split}) {
+    World straight(format, 1, 1), before(format, 1, 1), after(format, 1, 2);
+    for (uint64_t t = 1; t <= 4; ++t) straight.step(t);
+    for (uint64_t t = 1; t <= 2; ++t) before.step(t);
+    copy_values(*before.ranks[0], *after.ranks[0]);
+    EXPECT_EQ(bytes_of_state(*after.ranks[0]), bytes_of_state(*before.ranks[0]));
+    for (uint64_t t = 3; t <= 4; ++t) after.step(t);
+    EXPECT_EQ(bytes_of_state(*after.ranks[0]), bytes_of_state(*straight.ranks[0]));
+  }
+}
+
+TEST(Step, ResumesFromItsOwnCodesBitForBitInEveryFormat) {
+  for (const StateFormat format : kFormats) {
+    World straight(format, 1, 1), before(format, 1, 1), after(format, 1, 2);
+    for (uint64_t t = 1; t <= 4; ++t) straight.step(t);
+    for (uint64_t t = 1; t <= 2; ++t) before.step(t);
+    for (size_t shard = 0; shard < before.ranks[0]->shards(); ++shard) {
+      after.ranks[0]->set_steps(shard, 2);
+      for (size_t p = 0; p < kPlanes; ++p) {
+        const auto plane = static_cast<Plane>(p);
+        const auto copy = [](auto from, auto to) {
+          std::copy(from.begin(), from.end(), to.begin());
+        };
+        copy(before.ranks[0]->plane(shard, plane), after.ranks[0]->plane(shard, plane));
+        copy(before.ranks[0]->scales(shard, plane), after.ranks[0]->scales(shard, plane));
+      }
+    }
+    for (uint64_t t = 3; t <= 4; ++t) after.step(t);
+    EXPECT_EQ(bytes_of_state(*after.ranks[0]), bytes_of_state(*straight.ranks[0]))
+        << format_name(format);
+  }
+}
+
+TEST(Step, ImportsAreCloseInEveryFormatAndRefuseToCutABlock) {
+  for (const StateFormat format : kFormats) {
+    Ledger ledger;
+    AdamW state(tiny_spec(format), ledger, 1);
+    const std::vector<float> values = tiny_values(state.shard(0), 11);
+    std::vector<float> squares(values.size());
+    for (size_t i = 0; i < values.size(); ++i) squares[i] = values[i] * values[i];
+    state.import_from(0, StatePlane::exp_avg, 0, values);
+    state.import_from(0, StatePlane::exp_avg_sq, 0, squares);
+    std::vector<float> read(values.size());
+    state.export_to(0, StatePlane::exp_avg, 0, read);
+    for (size_t i = 0; i < values.size(); ++i) ASSERT_NEAR(read[i], values[i], 0.02);
+    state.export_to(0, StatePlane::exp_avg_sq, 0, read);
+    for (size_t i = 0; i < values.size(); ++i) ASSERT_NEAR(read[i], squares[i], 0.02);
+    const auto met = error_of(
+        [&] { state.import_from(0, StatePlane::exp_avg, 5, std::span(values).first(128)); });
+    EXPECT_EQ(met.has_value(), row_of(format).has_scales());
+    EXPECT_FALSE(
+        error_of([&] { state.import_from(0, StatePlane::master, 5, std::span(values).first(9)); }));
+  }
+}
+
+// ---- T10
+
+TEST(Step, ASkippedOneLeavesEveryByteAndTheCountUnchanged) {
+  for (const StateFormat format : kFormats) {
+    World world(format, 2, 2);
+    for (uint64_t t = 1; t <= 2; ++t) world.step(t);
+    const auto before = bytes_of_state(*world.ranks[0]);
+    const auto other = bytes_of_state(*world.ranks[1]);
+    GradNorm norm;
+    deliver_tiny(*world.ranks[0], 3);
+    for (size_t shard = 0; shard < 3; ++shard) {
+      std::vector<float> gradient = tiny_values(world.ranks[1]->shard(shard), 3);
+      if (shard == 2) gradient.back() = NAN;
+      world.ranks[1]->arrive(piece_of(shard, 0, gradient));
+    }
+    for (auto& rank : world.ranks) norm += rank->norm();
+    EXPECT_TRUE(world.ranks[0]->norm().finite);
+    EXPECT_FALSE(norm.finite) << "one element of one rank";
+    for (auto& rank : world.ranks) rank->skip();
+    EXPECT_EQ(bytes_of_state(*world.ranks[0]), before);
+    EXPECT_EQ(bytes_of_state(*world.ranks[1]), other);
+    World clean(format, 2, 1);
+    for (uint64_t t = 1; t <= 3; ++t) clean.step(t);
+    world.step(3);
+    EXPECT_EQ(world.digest(), clean.digest()) << "and the next one is as if it had not been";
+  }
+}
+
+// ---- the way out
+
+TEST(Outlet, SendsEveryNewParameterOnceThroughAFixedRing) {
+  constexpr int kThreads = 2;
+  for (const size_t slots : {kThreads, 3 * kThreads}) {
+    World world(StateFormat::fp32, 1, kThreads);
+    AdamW& state = *world.ranks[0];
+    std::vector<std::byte> ring(slots * kRingSlotBytes);
+    std::vector<std::vector<std::byte>> sent;
+    for (size_t s = 0; s < state.shards(); ++s) sent.emplace_back(state.shard(s).numel() * 2);
+    std::mutex mutex;
+    std::vector<ReadyChunk> on_its_way(slots, ReadyChunk{.n = 0});
+    const auto land = [&](int slot) {  // only now is it read, as a copy that takes its time
+      ReadyChunk& chunk = on_its_way[static_cast<size_t>(slot)];
+      std::memcpy(sent[chunk.shard].data() + chunk.at * 2, chunk.elements,
+                  static_cast<size_t>(chunk.n) * 2);
+      chunk.n = 0;
+    };
+    const Outlet outlet{.ring = ring,
+                        .send =
+                            [&](const ReadyChunk& chunk) {
+                              const std::lock_guard lock(mutex);
+                              EXPECT_EQ(on_its_way[static_cast<size_t>(chunk.slot)].n, 0);
+                              on_its_way[static_cast<size_t>(chunk.slot)] = chunk;
+                            },
+                        .wait =
+                            [&](int slot) {
+                              const std::lock_guard lock(mutex);
+                              land(slot);
+                            }};
+    deliver_tiny(state, 1);
+    state.step({.outlet = &outlet});
+    for (size_t shard = 0; shard < state.shards(); ++shard) {
+      const auto n = state.shard(shard).numel();
+      std::vector<std::byte> expected(static_cast<size_t>(n) * 2);
+      cast(state.plane(shard, Plane::master).data(), DType::f32, expected.data(), DType::bf16, n);
+      EXPECT_EQ(sent[shard], expected) << shard;
+    }
+  }
+}
+
+TEST(Outlet, SendsASplitMasterFromWhereItLies) {
+  World world(StateFormat::bf16_moments, 1, 2);
+  AdamW& state = *world.ranks[0];
+  std::mutex mutex;
+  int64_t elements = 0;
+  const Outlet outlet{.send = [&](const ReadyChunk& chunk) {
+    const std::lock_guard lock(mutex);
+    EXPECT_EQ(chunk.elements, state.plane(chunk.shard, Plane::master).data() + chunk.at * 2);
+    EXPECT_EQ(chunk.slot, -1);
+    elements += chunk.n;
+  }};
+  deliver_tiny(state, 1);
+  state.step({.outlet = &outlet});
+  EXPECT_EQ(elements, kTinyModel[0].numel + kTinyModel[1].numel + kTinyModel[2].numel);
+}
+
+TEST(Outlet, RefusesARingWithoutASlotForEachThread) {
+  World world(StateFormat::fp32, 1, 2);
+  std::vector<std::byte> ring(kRingSlotBytes);
+  const Outlet outlet{.ring = ring, .send = [](const ReadyChunk&) {}};
+  deliver_tiny(*world.ranks[0], 1);
+  const auto before = bytes_of_state(*world.ranks[0]);
+  EXPECT_EQ(error_of([&] { world.ranks[0]->step({.outlet = &outlet}); })->category(),
+            Category::usage);
+  EXPECT_EQ(bytes_of_state(*world.ranks[0]), before);
+}
+
+TEST(Outlet, TheCallersOwnArrayGetsTheNewParameters) {
+  AdamWSpec spec = tiny_spec(StateFormat::fp32);
+  std::vector<std::byte> out(static_cast<size_t>(kTinyModel[0].numel) * 2);
+  spec.shards[0].out = out.data();
+  spec.shards[0].out_dtype = DType::f16;
+  Ledger ledger;
+  AdamW state(std::move(spec), ledger, 2);
+  import_tiny_masters(state);
+  deliver_tiny(state, 1);
+  state.step();
+  std::vector<std::byte> expected(out.size());
+  cast(state.plane(0, Plane::master).data(), DType::f32, expected.data(), DType::f16,
+       kTinyModel[0].numel);
+  EXPECT_EQ(out, expected);
+}
+
+// ---- the digest
+
+TEST(StateDigest, SeesEveryBitPlaneAndPlace) {
+  World world(StateFormat::fp32, 1, 1);
+  world.step(1);
+  AdamW& state = *world.ranks[0];
+  const StateDigest before = state.digest();
+  for (const Plane plane : {Plane::master, Plane::exp_avg, Plane::exp_avg_sq}) {
+    const std::span<std::byte> bytes = state.plane(2, plane);
+    bytes[4] ^= std::byte{1};
+    EXPECT_NE(state.digest().state, before.state);
+    EXPECT_EQ(state.digest().master != before.master, plane == Plane::master);
+    bytes[4] ^= std::byte{1};
+    std::swap_ranges(bytes.begin(), bytes.begin() + 4, bytes.begin() + 4);
+    EXPECT_NE(state.digest().state, before.state);
+    std::swap_ranges(bytes.begin(), bytes.begin() + 4, bytes.begin() + 4);
+  }
+  EXPECT_EQ(state.digest(), before);
+}
+
+}  // namespace
+}  // namespace modicum

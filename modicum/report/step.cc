@@ -1,0 +1,117 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "modicum/json/json.h"
+#include "modicum/report/report.h"
+
+namespace modicum {
+namespace {
+
+void held_member(JsonWriter& out, std::string_view name, const HeldPerParam& held) {
+  out.key(name).begin_object().member("ledger", held.ledger).member("kernel", held.kernel);
+  out.end_object();
+}
+
+template <typename T>
+void optional_member(JsonWriter& out, std::string_view name, const std::optional<T>& value) {
+  out.key(name);
+  if (value) {
+    out.value(static_cast<double>(*value));
+  } else {
+    out.null();
+  }
+}
+
+// With three digits and a power of 1000: "3.42 G". Bytes: "B/s" behind it.
+std::string rate(double per_second) {
+  constexpr std::string_view kPrefixes = "kMG";
+  std::string prefix;
+  for (const char next : kPrefixes) {
+    if (per_second < 1000) break;
+    per_second /= 1000;
+    prefix = next;
+  }
+  return fmt::format("{:.3g} {}", per_second, prefix);
+}
+
+}  // namespace
+
+double StepReport::params_per_s() const noexcept {
+  return step_s > 0 ? static_cast<double>(params) / step_s : 0;
+}
+
+std::string step_json(const StepReport& report) {
+  JsonWriter out;
+  out.begin_object().member("state_format", row_of(report.format).name);
+  out.member("params", report.params).member("ranks", report.promise.ranks());
+  out.member("threads", report.threads).member("steps", report.steps);
+  out.member("skipped_steps", report.skipped_steps).member("seed", report.seed);
+  out.member("grad_dtype", torch_name(report.grad_dtype));
+  out.member("isa", report.isa).key("isas_not_run").begin_array();
+  for (const std::string& isa : report.isas_not_run) out.value(isa);
+  out.end_array().member("fork_children", report.children);
+  out.member("promised_bytes", report.promise.node_peak_bytes(0)).key("budget");
+  if (report.budget) {
+    out.begin_object().member("bytes", report.budget->bytes);
+    out.member("source", report.budget->source).end_object();
+  } else {
+    out.null();
+  }
+  out.key("held_bytes_per_param").begin_object();
+  held_member(out, "step_1", report.step_1);
+  held_member(out, "last_step", report.last_step);
+  out.end_object().member("fixed_bytes", report.fixed_bytes);
+  out.member("bytes_per_param_moved", report.bytes_per_param_moved);
+  out.member("step_s", report.step_s).member("params_per_s", report.params_per_s());
+  out.member("bytes_per_s", report.bytes_per_s());
+  optional_member(out, "copy_bytes_per_s", report.copy_bytes_per_s);
+  optional_member(out, "speedup_vs_unfused", report.speedup_vs_unfused);
+  optional_member(out, "grad_norm", report.grad_norm);
+  optional_member(out, "max_norm", report.max_norm);
+  optional_member(out, "loss_scale", report.loss_scale);
+  out.member("state_digest", fmt::format("{:016x}", report.state_digest));
+  out.member("master_digest", fmt::format("{:016x}", report.master_digest));
+  return out.end_object().text();
+}
+
+std::string step_text(const StepReport& report) {
+  std::string text = fmt::format(
+      "{}: {} parameters on {} rank(s) of {} thread(s), {} step(s), {} gradients\n\n",
+      row_of(report.format).name, rate(static_cast<double>(report.params)), report.promise.ranks(),
+      report.threads, report.steps, torch_name(report.grad_dtype));
+  const auto line = [&text](std::string_view what, const std::string& first,
+                            const std::string& last) {
+    text += fmt::format("{:<26} {:>12} {:>12}\n", what, first, last);
+  };
+  const auto bytes = [](double value) { return fmt::format("{:.4f}", value); };
+  line("bytes per parameter", "step 1", "last step");
+  line("  by the ledger", bytes(report.step_1.ledger), bytes(report.last_step.ledger));
+  line("  by the kernel, the tree", bytes(report.step_1.kernel), bytes(report.last_step.kernel));
+  text += fmt::format("fixed {}, promised {}; {} forked child(ren) a rank\n\n",
+                      format_size(report.fixed_bytes),
+                      format_size(report.promise.node_peak_bytes(0)), report.children);
+  if (report.step_s > 0) {
+    text += fmt::format("{} params/s, {}B/s at {:.4g} bytes moved per parameter ({})\n",
+                        rate(report.params_per_s()), rate(report.bytes_per_s()),
+                        report.bytes_per_param_moved, report.isa);
+  }
+  if (report.copy_bytes_per_s && report.speedup_vs_unfused) {
+    text += fmt::format("{}B/s is what a copy does; {:.2f} x the speed of five separate passes\n",
+                        rate(*report.copy_bytes_per_s), *report.speedup_vs_unfused);
+  }
+  text += report.grad_norm ? fmt::format("gradient norm {:.6g}", *report.grad_norm)
+                           : std::string("gradient not finite");
+  if (report.max_norm) text += fmt::format(", clipped to {:.6g}", *report.max_norm);
+  if (report.loss_scale) {
+    text += fmt::format("; loss scale {:.6g}, {} step(s) skipped", *report.loss_scale,
+                        report.skipped_steps);
+  }
+  text += fmt::format("\nstate digest {:016x}, master digest {:016x}\n", report.state_digest,
+                      report.master_digest);
+  if (!report.isas_not_run.empty()) {
+    text += fmt::format("not run here: {}\n", fmt::join(report.isas_not_run, ", "));
+  }
+  return text;
+}
+
+}  // namespace modicum
