@@ -1,18 +1,22 @@
 """The verb `step`: keys, exit codes, bytes per parameter over the process tree, and digests that do
 not depend on how the work is cut.
 
-House test. It catches these mutations: state that forked children copy; state not promised;
-a budget that is looked at too late; a digest, random bits or a norm that depend on ranks, threads or
-the instruction set; a skipped step that counts.
+House test. It catches these mutations: state that forked children copy; state that is not promised;
+a budget that is looked at too late; a digest, random bits or a norm that depend on ranks, threads
+or kernels; gradients that are not scaled; a step whose time is lost; children that outlive a rank.
 """
 
+import os
 import re
+import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cage import cage, why_no_cage
-from program import Ended, failure, run, run_json
+from program import Ended, failure, run, run_json, tree_of
 
 MIB = 1 << 20
 FIXED_BYTES = 96 * MIB  # at two ranks
@@ -161,6 +165,40 @@ def test_in_a_cage_of_the_promise_with_children(modicum: Path) -> None:
     done, peak = in_cage(promised * 98 // 100, modicum, *words)
     assert done.code == 15, done.stderr
     assert peak <= 32 * MIB
+
+
+# ---- a rank that dies
+
+
+def named(pids: list[int], name: str) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() == name]
+
+
+def is_alive(pid: int) -> bool:
+    """Neither gone nor waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_killed_rank_is_named_and_takes_its_children_along(modicum: Path) -> None:
+    words = ("step", "--params", "1M", "--ranks", 2, "--steps", 10**6, "--fork-children", 1)
+    process = subprocess.Popen(
+        [str(modicum), *map(str, words), "--no-compare", "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while len(named(tree := tree_of(process.pid), "modicum-child")) < 2:
+        assert time.monotonic() < deadline, "there are no children"
+        time.sleep(0.02)
+    (victim,) = named(tree, "modicum-rank-1")
+    os.kill(victim, signal.SIGKILL)
+    out, err = process.communicate(timeout=30)
+    error = Ended(process.returncode, out, err).error
+    assert process.returncode == 17, err
+    assert (error["culprit_rank"], error["culprit_pid"]) == (1, victim)
+    assert not any(map(is_alive, tree))
 
 
 # ---- bits

@@ -152,10 +152,10 @@ class StepWorker {
     const uint64_t fixed_of_ledger = ledger_.held().total();
     of_.board.barrier(rank_);
     can_reset_ = reset_peak_rss();
+    ledger_.mark();
     AdamW state(of_.run.spec(rank_), ledger_, of_.run.threads);
     gradients_.import_masters(state);
     const Children children(of_.run.children);
-    ledger_.mark();
     for (int step = 1; step <= of_.run.steps; ++step) {
       one_step(state, step);
       if (step == 1) look(0, children, fixed_of_ledger);

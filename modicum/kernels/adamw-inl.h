@@ -40,7 +40,8 @@ inline Constants constants_of(const AdamNumbers& n) {
 
 template <class D>
 HWY_INLINE Floats<D> gradient_with_decay(D d, const Constants& c, Floats<D> g, Floats<D> p) {
-  return c.adds_decay ? fma(d, p, hn::Set(d, c.numbers.decay), g) : g;
+  if (!c.adds_decay) return g;
+  return fma(d, p, hn::Set(d, c.numbers.decay), g);
 }
 
 template <Rule kRule, class D>
@@ -150,8 +151,8 @@ HWY_INLINE Floats<D> load_exp_avg_sq(D d, const std::byte* plane, const float* s
 template <class D>
 HWY_INLINE void store_out(D d, Floats<D> p, const AdamSpan& span, int64_t i) {
   if (span.out == nullptr) return;
-  const Words<D> word = span.out_dtype == DType::f16 ? narrow_f16(d, p) : narrow_bf16(d, p);
-  store_u16(d, word, span.out, i);
+  if (span.out_dtype == DType::f16) return store_u16(d, narrow_f16(d, p), span.out, i);
+  store_u16(d, narrow_bf16(d, p), span.out, i);
 }
 
 // ---- moments in codes: a block is updated in fp32 here before its scale is known
@@ -232,8 +233,12 @@ struct Step {
     if constexpr (has_codes(kFormat)) {
       const int64_t at = i + piece.to_block;
       hn::StoreU(m, d, staged->exp_avg + at);
-      hn::StoreU(kAmsgrad ? hn::Sqrt(v) : root, d, staged->root + at);
-      if constexpr (kAmsgrad) hn::StoreU(root, d, staged->max_root + at);
+      if constexpr (kAmsgrad) {
+        hn::StoreU(hn::Sqrt(v), d, staged->root + at);
+        hn::StoreU(root, d, staged->max_root + at);
+      } else {
+        hn::StoreU(root, d, staged->root + at);
+      }
     } else if constexpr (has_random(kFormat)) {
       const hn::Rebind<uint32_t, D> du;
       const Words<D> upper = hn::ShiftRight<16>(random);

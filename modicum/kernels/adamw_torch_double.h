@@ -11,8 +11,8 @@ namespace modicum {
 
 constexpr int64_t kTorchCount = 1003;
 constexpr std::array<int64_t, 5> kTorchSteps = {1, 2, 10, 100, 1000};
-// With every square root rounded to nearest: digests of the parameter, exp_avg, exp_avg_sq
-// and, with amsgrad, its maximum.
+// With every square root rounded to nearest: digests of the parameter, exp_avg,
+// exp_avg_sq and, with amsgrad, its maximum.
 using TorchDigests = std::array<uint64_t, 4>;
 // With torch's own square roots: the first elements.
 using TorchParams = std::array<float, 8>;

@@ -96,7 +96,9 @@ struct Stage {
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
     const Floats<D> value = load(d, from, i);
-    hn::StoreU(roots ? hn::Sqrt(value) : value, d, to + i + piece.to_block);
+    float* at = to + i + piece.to_block;
+    if (roots) return hn::StoreU(hn::Sqrt(value), d, at);
+    hn::StoreU(value, d, at);
   }
 };
 

@@ -22,7 +22,7 @@ struct ShardRun {
 struct ShardSpec {
   std::string fqn;
   std::vector<ShardRun> runs;  // ascending and apart; none where the rank has nothing of it
-  int group = 0;          // index into AdamWSpec::groups
+  int group = 0;               // index into AdamWSpec::groups
   // The caller's own memory, in local order; it must outlive the state and is not charged here.
   std::byte* master = nullptr;    // instead of ours: fp32, or the bf16 half of a split master
   std::byte* out = nullptr;       // each step also writes the new parameter here, as `out_dtype`
