@@ -1,0 +1,245 @@
+"""One process's part of benchmarks/step.py: every chain in turn, and a copy; prints JSON."""
+
+import argparse
+import importlib.util
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from modicum import Ledger, _modicum
+
+TENSORS = 16
+LR, BETAS, EPS, DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.1
+MAX_NORM, UNSCALE = 1.0, 1.0 / 1024
+COPY_BYTES = 1 << 30
+
+
+# What must be moved at least, per parameter: gradients for the norm, everything for the update.
+MOVED = {"fp32": 34, "fp32-split": 28, "bf16-moments": 20, "int8-moments": 16.125,
+         "int8-moments-24": 14.125}  # fmt: skip
+HELD = {"fp32": 16, "fp32-split": 14, "bf16-moments": 10, "int8-moments": 8.0625,
+        "int8-moments-24": 7.0625}  # fmt: skip
+
+
+@dataclass
+class Chain:
+    """Of a step; `refill` puts the gradients back that it changes, and is not timed."""
+
+    what: str
+    step: Callable[[], None]
+    refill: Callable[[], None] = lambda: None
+    state_format: str = "fp32"
+
+
+def gradients(params: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The same for everybody; each has a copy."""
+    made = torch.Generator().manual_seed(0)
+    scale = 1e-3 / UNSCALE
+    return [(torch.randn(n, generator=made) * scale).to(dtype) for n in sizes(params)]
+
+
+def sizes(params: int) -> list[int]:
+    return [params // TENSORS] * TENSORS
+
+
+def clip_factor(norm: float) -> float:
+    return min(1.0, MAX_NORM / (norm * UNSCALE + 1e-6)) * UNSCALE
+
+
+class Torch:
+    """torch.optim.AdamW with torch.amp's unscale and torch's clip_grad_norm_."""
+
+    def __init__(self, params: int, **options: bool) -> None:
+        self.grads = gradients(params, torch.float32)
+        self.params = [torch.nn.Parameter(torch.zeros(n)) for n in sizes(params)]
+        self.low = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes(params)]
+        for parameter in self.params:
+            parameter.grad = torch.zeros_like(parameter)
+        self.of = torch.optim.AdamW(
+            self.params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **options
+        )
+
+    def refill(self) -> None:
+        for parameter, grad in zip(self.params, self.grads, strict=True):
+            parameter.grad.copy_(grad)
+
+    def step(self) -> None:
+        found_inf = torch.zeros(1)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [p.grad for p in self.params], found_inf, torch.tensor([UNSCALE])
+        )
+        torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM, foreach=True)
+        self.of.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.low, self.params)
+
+
+class DeepSpeed:
+    """One flat partition, as ZeRO-2 has it: fp32 gradients, unscale and clip in one `mul_`."""
+
+    def __init__(self, params: int) -> None:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        self.grads = torch.cat(gradients(params, torch.float32))
+        self.flat = torch.nn.Parameter(torch.zeros(params))
+        self.flat.grad = torch.zeros(params)
+        self.low = torch.zeros(params, dtype=torch.bfloat16)
+        self.of = DeepSpeedCPUAdam(
+            [self.flat], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, adamw_mode=True
+        )
+        self.norm_elsewhere = float(torch.linalg.vector_norm(self.grads))
+
+    def refill(self) -> None:
+        self.flat.grad.copy_(self.grads)
+
+    def step(self) -> None:
+        self.step_with(float(torch.linalg.vector_norm(self.flat.grad)))
+
+    def step_without_norm(self) -> None:
+        self.step_with(self.norm_elsewhere)
+
+    def step_with(self, norm: float) -> None:
+        self.flat.grad.mul_(clip_factor(norm))
+        self.of.step()
+        with torch.no_grad():
+            self.low.copy_(self.flat)
+
+
+class PrimeRl:
+    """Scale, AdamW and bf16 copy in one pass, after one of torch's for the norm."""
+
+    def __init__(self, params: int, sources: Path) -> None:
+        path = sources / "src/prime_rl/trainer/optim/cpu_adam/__init__.py"
+        spec = importlib.util.spec_from_file_location("cpu_adam", path)
+        self.kernel = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.kernel)
+        self.grads = gradients(params, torch.float32)
+        self.params, self.m, self.v = ([torch.zeros(n) for n in sizes(params)] for _ in range(3))
+        self.low = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes(params)]
+        self.steps = [torch.zeros(()) for _ in self.params]
+
+    def step(self) -> None:
+        norms = torch._foreach_norm(self.grads)
+        norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+        self.kernel.adamw_step(
+            self.params, self.grads, self.m, self.v, self.steps, self.low,
+            lr=LR, beta1=BETAS[0], beta2=BETAS[1], weight_decay=DECAY, eps=EPS,
+            gradient_scale=clip_factor(norm),
+        )  # fmt: skip
+
+
+class Modicum:
+    """The norm while the gradients arrive in their plane, and one pass."""
+
+    def __init__(self, params: int, form: str, threads: int) -> None:
+        self.low = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes(params)]
+        out = self.low if form == "fp32" else [None] * TENSORS  # a split master is that copy
+        shards = [
+            (f"param.{i}", [(0, n)], 0, None, out[i]) for i, n in enumerate(sizes(params))
+        ]
+        options = _modicum.AdamOptions(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+        self.of = _modicum.AdamW(
+            shards, [options], format=form, ledger=Ledger(), threads=threads
+        )
+        dtype = torch.float32 if form == "fp32" else torch.bfloat16
+        for i, grad in enumerate(gradients(params, dtype)):
+            torch.from_dlpack(self.of.plane(i, "grad")).view(dtype).copy_(grad)
+
+    def step(self) -> None:
+        self.of.arrived_in_place(range(TENSORS))
+        squares, finite = self.of.norm()
+        assert finite
+        self.of.step(UNSCALE, clip_factor(squares**0.5) / UNSCALE)
+
+
+def chains(options: argparse.Namespace) -> dict[str, Chain]:
+    params = options.params
+    made: dict[str, Chain] = {}
+    for form in MOVED:
+        ours = Modicum(params, form, options.threads)
+        grad = "fp32" if form == "fp32" else "bf16"
+        made[form] = Chain(f"Modicum `{form}`, {grad} gradients", ours.step, state_format=form)
+    for kind in ("fused", "foreach"):
+        of = Torch(params, **{kind: True})
+        made[kind] = Chain(f"torch {kind}", of.step, of.refill)
+    deepspeed = DeepSpeed(params)
+    steps = {"norm here": deepspeed.step, "norm elsewhere": deepspeed.step_without_norm}
+    for where, step in steps.items():
+        made[f"deepspeed, {where}"] = Chain(f"DeepSpeedCPUAdam, {where}", step, deepspeed.refill)
+    if options.prime_rl:
+        made["prime-rl"] = Chain("prime-rl", PrimeRl(params, options.prime_rl).step)
+    return made
+
+
+class Copy:
+    """memcpy, as numpy calls it, on all threads."""
+
+    def __init__(self, threads: int) -> None:
+        self.pool = ThreadPoolExecutor(threads)
+        words = COPY_BYTES // 8
+        self.source, self.target = numpy.ones(words), numpy.zeros(words)
+        ends = [words * i // threads for i in range(threads + 1)]
+        self.parts = [slice(begin, end) for begin, end in pairwise(ends)]
+
+    def bytes_per_s(self) -> float:
+        begin = time.perf_counter()
+        list(self.pool.map(self.copy, self.parts))
+        return 2 * COPY_BYTES / (time.perf_counter() - begin)
+
+    def copy(self, part: slice) -> None:
+        numpy.copyto(self.target[part], self.source[part])
+
+
+def found(options: argparse.Namespace) -> dict[str, Any]:
+    copy, rows = Copy(options.threads), chains(options)
+    speeds: list[float] = []
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
+    for round_ in range(options.rounds + 1):
+        speeds.append(copy.bytes_per_s())
+        for name, chain in rows.items():
+            chain.refill()
+            begin = time.perf_counter()
+            chain.step()
+            seconds[name].append(time.perf_counter() - begin)
+        if round_ == 0:  # states are made in everybody's first step
+            speeds.clear()
+            for each in seconds.values():
+                each.clear()
+    return {
+        "params": options.params,
+        "tensors": TENSORS,
+        "copy_bytes_per_s": speeds,
+        "versions": [f"{of} {metadata.version(of)}" for of in ("modicum", "torch", "deepspeed")],
+        "rows": {
+            name: {
+                "what": chain.what,
+                "state_bytes": HELD[chain.state_format],
+                "bytes_per_param": MOVED[chain.state_format],
+                "seconds": seconds[name],
+            }
+            for name, chain in rows.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--params", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--prime-rl", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(json.dumps(found(options)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""How long does the optimizer's step take on the host, beside others', with the same gradients?
+
+Workload: the chain that a training loop with an offloaded optimizer makes of a step: gradients times
+1/scale, global norm, clip, AdamW, and a bf16 copy of the new parameters for the device. Gradients
+lie where each optimizer takes them from, in fp32 or bf16. Rivals: torch's fused and foreach AdamW
+with torch's own unscale and clip; DeepSpeedCPUAdam in the order of DeepSpeed's ZeRO-2 step, with the
+norm taken here and taken elsewhere (as on a GPU); prime-rl's CPU AdamW, where --prime-rl says where
+its sources are. A round is one step of everybody in turn, in one process; figures are medians over
+the rounds with their range, and beside them a plain copy of the same process.
+
+Writes its table into README.md and benchmarks/RESULTS.md between their markers.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from harness.page import ROOT, machine, write_between_markers
+
+THREADS = (1, 2)
+
+
+def measure(options: argparse.Namespace, threads: int) -> dict:
+    """What one process with so many threads has found."""
+    command = [sys.executable, str(Path(__file__).with_name("optim") / "chains.py")]
+    command += ["--threads", str(threads), "--params", str(options.params)]
+    command += ["--rounds", str(options.rounds)]
+    if options.prime_rl:
+        command += ["--prime-rl", str(options.prime_rl)]
+    # Before the interpreter starts: OpenMP and glibc read them once.
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def cell(seconds: list[float], params: int) -> str:
+    rates = sorted(params / each / 1e9 for each in seconds)
+    return f"{statistics.median(rates):.2f} ({rates[0]:.2f}-{rates[-1]:.2f})"
+
+
+def of_copy(row: dict, found: dict) -> str:
+    """The bytes that the chain must move, at the speed of the copy, over the time it took."""
+    copy = statistics.median(found["copy_bytes_per_s"])
+    median_s = statistics.median(row["seconds"])
+    return f"{row['bytes_per_param'] * found['params'] / median_s / copy:.2f}"
+
+
+def table(by_threads: dict[int, dict], command: str) -> str:
+    first = by_threads[THREADS[0]]
+    heads = [f"{t} thread{'s' if t > 1 else ''}, G params/s | x copy" for t in by_threads]
+    lines = [
+        f"AdamW over {first['params'] / 1e6:.0f} M parameters in {first['tensors']} tensors:",
+        "",
+        f"| chain: unscale, norm, clip, AdamW, bf16 copy | state, B/param | {' | '.join(heads)} |",
+        "|---|---|" + "---|---|" * len(by_threads),
+    ]
+    for name, row in first["rows"].items():
+        cells = []
+        for found in by_threads.values():
+            of = found["rows"][name]
+            cells += [cell(of["seconds"], found["params"]), of_copy(of, found)]
+        lines.append(f"| {row['what']} | {row['state_bytes']:g} | {' | '.join(cells)} |")
+    copies = ", ".join(
+        f"{statistics.median(found['copy_bytes_per_s']) / 1e9:.1f} GB/s with {t}"
+        for t, found in by_threads.items()
+    )
+    rounds = len(next(iter(first["rows"].values()))["seconds"])
+    lines += [
+        "",
+        f"`{command}`: medians (ranges) of {rounds} rounds; copy (read + write): {copies}; "
+        f"{', '.join(first['versions'])}; {machine()}. "
+        "`x copy`: what of the copy's bytes per second the chain's least bytes come to.",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--params", type=int, default=64 << 20)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prime-rl", type=Path, help="a checkout of PrimeIntellect-ai/prime-rl")
+    options = parser.parse_args()
+    found = {threads: measure(options, threads) for threads in THREADS}
+    text = table(found, "python benchmarks/step.py" + (" --prime-rl DIR" * bool(options.prime_rl)))
+    print(text)
+    for page in (ROOT / "README.md", ROOT / "benchmarks/RESULTS.md"):
+        write_between_markers(page, "step", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
