@@ -23,9 +23,9 @@ struct TinyParameter {
   int group;
 };
 constexpr std::array<TinyParameter, 3> kTinyModel = {{
-    {"embed.weight", 4 * kBucketElements + 1000, 0},
+    {"embed.weight", 2 * kBucketElements + 1000, 0},
     {"norm.weight", 100, 1},
-    {"head.weight", kBucketElements + 3 * kScaleBlock + 1, 0},
+    {"head.weight", 30 * kScaleBlock + 1, 0},
 }};
 constexpr std::array<StateFormat, 5> kFormats = {
     StateFormat::fp32, StateFormat::fp32_split, StateFormat::bf16_moments,
