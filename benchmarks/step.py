@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """How long does the optimizer's step take on the host, beside others', with the same gradients?
 
-Workload: the chain that a training loop with an offloaded optimizer makes of a step: gradients times
-1/scale, global norm, clip, AdamW, and a bf16 copy of the new parameters for the device. Gradients
-lie where each optimizer takes them from, in fp32 or bf16. Rivals: torch's fused and foreach AdamW
-with torch's own unscale and clip; DeepSpeedCPUAdam in the order of DeepSpeed's ZeRO-2 step, with the
-norm taken here and taken elsewhere (as on a GPU); prime-rl's CPU AdamW, where --prime-rl says where
-its sources are. A round is one step of everybody in turn, in one process; figures are medians over
-the rounds with their range, and beside them a plain copy of the same process.
+Workload: the chain that a training loop with an offloaded optimizer makes of a step: gradients
+times 1/scale, global norm, clip, AdamW, and a bf16 copy of the new parameters for the device.
+Gradients lie where each optimizer takes them from, in fp32; our split formats take bf16 ones.
+Rivals: torch's fused and foreach AdamW with torch's own unscale and clip; DeepSpeedCPUAdam in the
+order of DeepSpeed's ZeRO-2 step, with the norm taken here and taken elsewhere (as on a GPU);
+prime-rl's CPU AdamW, where --prime-rl says where its sources are. A round is one step of everybody
+in turn, in one process; figures are medians over the rounds with their range, and beside them a
+plain copy of the same process.
 
 Writes its table into README.md and benchmarks/RESULTS.md between their markers.
 """

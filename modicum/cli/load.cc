@@ -175,7 +175,7 @@ LoadReport load_with_ranks(const LoadFlags& flags, FileSystem& files, SteadyCloc
   SharedBoard board(plan.ranks(), clock);
   Rings rings(plan);
   const int threads =
-      flags.common.threads > 0 ? flags.common.threads : std::max(1, usable_cpus() / plan.ranks());
+      flags.common.threads > 0 ? flags.common.threads : std::max(1, granted_cpus() / plan.ranks());
   const RankRun of{flags, run, plan, clock, board, rings, threads};
   // Ranks that take whole tensors take all of them.
   const uint64_t times = plan.strategy().of_reader == Window::none ? 1 : flags.run.ranks;

@@ -72,7 +72,7 @@ StepRun run_of(const StepFlags& flags, const CLI::App& app) {
   if (params == 0 || params > kMostParams) fail(Category::usage, "--params: 1 to 2^50");
   run.params = static_cast<int64_t>(params);
   run.threads =
-      flags.common.threads > 0 ? flags.common.threads : std::max(1, usable_cpus() / run.ranks);
+      flags.common.threads > 0 ? flags.common.threads : std::max(1, granted_cpus() / run.ranks);
   run.grad_dtype = dtype_flag(flags.grad_dtype).value_or(DType::f32);
   if (flags.clip) run.max_norm = positive("--clip", *flags.clip);
   if (app.count("--loss-scale") > 0) {

@@ -5,6 +5,7 @@
 
 #include "modicum/cli/verbs.h"
 #include "modicum/json/json.h"
+#include "modicum/probe/probe.h"
 
 namespace modicum {
 namespace {
@@ -46,7 +47,7 @@ int run_synth(const Args& args) {
   if (const auto done = parse(app, args)) return *done;
   options.dtype = dtype_flag(dtype);
   if (!shard_size.empty()) options.shard_size_bytes = parse_size(shard_size);
-  options.threads = common.threads > 0 ? common.threads : usable_cpus();
+  options.threads = common.threads > 0 ? common.threads : granted_cpus();
   require_budget(common, Purpose::staging, kChunkBytes * static_cast<uint64_t>(options.threads));
   PosixFileSystem files;
   print(common, write_synth(files, out, options), out);

@@ -11,7 +11,7 @@
 namespace modicum {
 namespace {
 
-// A mounted cgroup hierarchy that may have the memory controller.
+// A mounted cgroup hierarchy that may have the controller in question.
 struct Mount {
   int version = 1;
   std::string root;   // which cgroup is seen at the mount point
@@ -48,7 +48,7 @@ std::string unescaped(std::string_view text) {
 }
 
 // A line is "ID PARENT DEVICE ROOT POINT OPTIONS [TAGS...] - TYPE SOURCE SUPER_OPTIONS".
-std::optional<Mount> parse_mount(std::string_view line) {
+std::optional<Mount> parse_mount(std::string_view line, std::string_view controller) {
   const std::vector<std::string_view> words = split_kernel_text(line, ' ');
   const auto dash = std::find(words.begin(), words.end(), "-");
   if (dash - words.begin() < 6 || words.end() - dash < 4) return std::nullopt;
@@ -57,19 +57,20 @@ std::optional<Mount> parse_mount(std::string_view line) {
     mount.version = 2;
     return mount;
   }
-  if (dash[1] == "cgroup" && has_word(dash[3], "memory")) return mount;
+  if (dash[1] == "cgroup" && has_word(dash[3], controller)) return mount;
   return std::nullopt;
 }
 
 // The process's own cgroup: from "4:memory:/a/b" for version 1, from "0::/a/b" for version 2.
-std::optional<std::string> own_path(std::string_view cgroup_text, int version) {
+std::optional<std::string> own_path(std::string_view cgroup_text, int version,
+                                    std::string_view controller) {
   for (const std::string_view line : split_kernel_text(cgroup_text, '\n')) {
     const size_t first = line.find(':');
     const size_t second = first == line.npos ? first : line.find(':', first + 1);
     if (second == line.npos) continue;
     const std::string_view controllers = line.substr(first + 1, second - first - 1);
     const bool is_it = version == 2 ? line.substr(0, first) == "0" && controllers.empty()
-                                    : has_word(controllers, "memory");
+                                    : has_word(controllers, controller);
     if (is_it) return std::string(line.substr(second + 1));
   }
   return std::nullopt;
@@ -109,12 +110,12 @@ std::vector<Level> levels_of(const Mount& mount, const std::vector<std::string_v
 // Of a hierarchy that is mounted several times, the mount that shows most levels. Where none shows
 // the process's own cgroup (a container that sees a foreign namespace), what stands at the mount
 // point is all that can be known.
-std::vector<Level> memory_levels_of(int version, const std::string& path,
-                                    std::string_view mount_text, const std::string& test_root) {
+std::vector<Level> levels_below(int version, const std::string& path, std::string_view controller,
+                                std::string_view mount_text, const std::string& test_root) {
   std::vector<Level> most;
   std::vector<Level> last_resort;
   for (const std::string_view line : split_kernel_text(mount_text, '\n')) {
-    const std::optional<Mount> mount = parse_mount(line);
+    const std::optional<Mount> mount = parse_mount(line, controller);
     if (!mount || mount->version != version) continue;
     const auto parts = below(path, mount->root);
     std::vector<Level> seen =
@@ -128,14 +129,14 @@ std::vector<Level> memory_levels_of(int version, const std::string& path,
   return most.empty() ? last_resort : most;
 }
 
-std::vector<Level> memory_levels(const std::string& root) {
+std::vector<Level> levels_with(std::string_view controller, const std::string& root) {
   const std::string cgroup_text = read_kernel_text(root + "/proc/self/cgroup").value_or("");
   const std::string mount_text = read_kernel_text(root + "/proc/self/mountinfo").value_or("");
   std::vector<Level> levels;
   for (const int version : {1, 2}) {
-    const std::optional<std::string> path = own_path(cgroup_text, version);
+    const std::optional<std::string> path = own_path(cgroup_text, version, controller);
     if (!path) continue;
-    const std::vector<Level> found = memory_levels_of(version, *path, mount_text, root);
+    const std::vector<Level> found = levels_below(version, *path, controller, mount_text, root);
     levels.insert(levels.end(), found.begin(), found.end());
   }
   return levels;
@@ -193,11 +194,37 @@ std::optional<MemoryLimit> node_limit(const std::string& root) {
                      .available_bytes = *available_kib * kKiB};
 }
 
+// CPUs' worth of time, rounded up; nothing where there is no limit. Version 2 has "QUOTA PERIOD" or
+// "max PERIOD" in one file, version 1 a file for each, and -1 for none.
+std::optional<int> cpu_quota_of(const Level& level) {
+  std::optional<uint64_t> quota, period;
+  if (level.version == 1) {
+    quota = number_in(level, "cpu.cfs_quota_us");
+    period = number_in(level, "cpu.cfs_period_us");
+  } else if (const auto text = read_kernel_text(level.directory + "/cpu.max")) {
+    const std::vector<std::string_view> words = split_kernel_text(*text, ' ');
+    if (words.size() != 2) return std::nullopt;
+    quota = parse_kernel_number(words[0]);
+    period = parse_kernel_number(words[1]);
+  }
+  if (!quota || period.value_or(0) == 0) return std::nullopt;
+  const uint64_t cpus = *quota / *period + (*quota % *period != 0 ? 1 : 0);
+  return static_cast<int>(std::clamp<uint64_t>(cpus, 1, INT32_MAX));
+}
+
 }  // namespace
+
+int granted_cpus(const std::string& root) {
+  int cpus = usable_cpus();
+  for (const Level& level : levels_with("cpu", root)) {
+    cpus = std::min(cpus, cpu_quota_of(level).value_or(cpus));
+  }
+  return cpus;
+}
 
 std::vector<MemoryLimit> memory_limits(const std::string& root) {
   std::vector<MemoryLimit> limits;
-  for (const Level& level : memory_levels(root)) {
+  for (const Level& level : levels_with("memory", root)) {
     if (auto limit = memory_limit_of(level)) limits.push_back(std::move(*limit));
   }
   if (auto limit = node_limit(root)) limits.push_back(std::move(*limit));
@@ -209,7 +236,7 @@ std::vector<MemoryLimit> memory_limits(const std::string& root) {
 
 uint64_t oom_kill_count(const std::string& root) {
   uint64_t sum = 0;
-  for (const Level& level : memory_levels(root)) {
+  for (const Level& level : levels_with("memory", root)) {
     const char* const file = level.version == 1 ? "memory.oom_control" : "memory.events";
     const auto text = read_kernel_text(fmt::format("{}/{}", level.directory, file));
     if (text) sum += kernel_number_after(*text, "oom_kill").value_or(0);

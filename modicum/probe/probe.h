@@ -51,6 +51,10 @@ std::vector<MemoryLimit> memory_limits(const std::string& root = "");
 // limit doesn't bind it (unlimited, or CAP_IPC_LOCK).
 uint64_t lockable_bytes(const std::string& root = "");
 
+// The CPUs that this process may use: those of its affinity, or fewer where the cgroup chain's
+// quota (v1 or v2) grants less time than theirs; at least one.
+int granted_cpus(const std::string& root = "");
+
 // How often the kernel has killed for lack of memory in this process's cgroup chain, so far: the
 // sum over its levels. One kill may be counted at several of them and the higher ones count their
 // other children's too, so only differences mean something, and only that there was a kill.

@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -191,6 +192,28 @@ TEST(OomKillCount, SumsOverTheLevels) {
   machine.put("/sys/fs/cgroup/c/memory.events",
               "low 1\nhigh 2\nmax 4\noom 8\noom_kill 100\noom_group_kill 64\n");
   EXPECT_EQ(oom_kill_count(machine.root()), 113U);
+}
+
+// Catches: a quota that is not looked at, or only at the process's own level; one rounded down to
+// nothing.
+TEST(GrantedCpus, IsTheSmallestQuotaOfTheChainOrTheAffinity) {
+  const int own = usable_cpus();
+  Machine machine;
+  EXPECT_EQ(granted_cpus(machine.root()), own);
+  machine.put("/proc/self/cgroup", "4:cpu,cpuacct:/a/b\n0::/c/d\n");
+  machine.put("/proc/self/mountinfo",
+              std::string(kV2Mount) +
+                  "36 31 0:33 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu,cpuacct\n");
+  EXPECT_EQ(granted_cpus(machine.root()), own);
+  machine.put("/sys/fs/cgroup/c/d/cpu.max", "max 100000\n");
+  machine.put("/sys/fs/cgroup/cpu/a/b/cpu.cfs_quota_us", "-1\n");
+  machine.put("/sys/fs/cgroup/cpu/a/b/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(granted_cpus(machine.root()), own);
+  machine.put("/sys/fs/cgroup/c/cpu.max", "150000 100000\n");
+  EXPECT_EQ(granted_cpus(machine.root()), std::min(own, 2));
+  machine.put("/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "20000\n");
+  machine.put("/sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "50000\n");
+  EXPECT_EQ(granted_cpus(machine.root()), 1);
 }
 
 constexpr std::string_view kStatus =

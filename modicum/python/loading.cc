@@ -296,7 +296,7 @@ std::unique_ptr<Loaded> load_into(const std::shared_ptr<MadePlan>& made, int ran
   Functions functions;
   take_given(made->plan, given, functions);
   take_functions(copy, caller, functions);
-  functions.options.threads = threads > 0 ? threads : usable_cpus();
+  functions.options.threads = threads > 0 ? threads : granted_cpus();
   functions.options.init_seed = seed;
   std::unique_ptr<CallerExchange> exchange;
   if (!broadcast.is_none()) {
