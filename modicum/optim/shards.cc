@@ -140,7 +140,7 @@ void ShardMap::lay_out(const AdamWSpec& spec, Plane plane) {
   if (!dtype) return;
   uint64_t& end = arena_bytes_[static_cast<size_t>(plane)];
   const uint64_t skew = static_cast<uint64_t>(plane) * kSkew;
-  const auto take = [&end](uint64_t bytes) {
+  const auto take = [&end, skew](uint64_t bytes) {
     const uint64_t begin = end == 0 ? skew : end;
     end = round_up(begin + bytes, kAlignment);
     return begin;
