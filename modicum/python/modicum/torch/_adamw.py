@@ -21,6 +21,8 @@ from modicum.torch._placements import Meshes
 __all__ = ["AdamW"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+# What groups of torch's have besides, so that a checkpoint of one is a checkpoint of the other.
+_NOT_OURS = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 _CHUNK = 1 << 20  # elements of what is cast on its way
 
 
@@ -43,7 +45,7 @@ class AdamW(torch.optim.Optimizer):
         semantics: torch (the bits of torch.optim.AdamW's default path) or deepspeed.
         decoupled: False: the decay is added to the gradient (Adam); of a group,
             `decoupled_weight_decay`.
-        bias_correction: whether the averages' bias is corrected; by group, too.
+        bias_correction: whether the averages' bias is corrected.
         seed: of the random bits; the same on every rank.
         ledger: what is taken is charged to it; None: a new one.
         pin: whether what a device would touch is pinned, by CUDA's runtime, at its exact size; or
@@ -85,10 +87,11 @@ class AdamW(torch.optim.Optimizer):
             "amsgrad": amsgrad,
             "maximize": maximize,
             "decoupled_weight_decay": decoupled,
-            "bias_correction": bias_correction,
+            **_NOT_OURS,
         }
         super().__init__(params, defaults)
         self.state_format, self.semantics, self.seed = state_format, semantics, seed
+        self.bias_correction = bias_correction
         self.ledger = ledger or _modicum.Ledger()
         self.skipped_steps = 0
         self._max_norm: float | None = None
@@ -315,7 +318,7 @@ class AdamW(torch.optim.Optimizer):
             decoupled=group["decoupled_weight_decay"],
             amsgrad=group["amsgrad"],
             maximize=group["maximize"],
-            bias_correction=group["bias_correction"],
+            bias_correction=self.bias_correction,
         )
 
     def _has_stepped(self) -> None:
