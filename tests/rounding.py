@@ -1,4 +1,4 @@
-"""Square roots that are rounded to nearest, for torch's optimizers: MKL's miss the nearest float."""
+"""Square roots that are rounded to nearest, for torch's optimizers: MKL's miss it at times."""
 
 import contextlib
 from collections.abc import Iterator

@@ -10,17 +10,21 @@ compared, torch gets one that is rounded to nearest.
 """
 
 import copy
+import functools
 import gc
+import json
 import math
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from rounding import nearest_sqrt  # noqa: E402  (after torch is known to be there)
+from fixtures import record_deepspeed  # noqa: E402  (after torch is known to be there)
+from rounding import nearest_sqrt  # noqa: E402
 from torch import nn  # noqa: E402
 
 import modicum  # noqa: E402
@@ -163,6 +167,15 @@ def test_near_torch_as_it_is() -> None:
     assert (mine - theirs).abs().max() <= 1000 * moved * 2**-22
     same = ours.state[mine]["exp_avg_sq"] == torchs.state[theirs]["exp_avg_sq"]
     assert same.all()
+
+
+@pytest.mark.parametrize("run", range(len(record_deepspeed.RUNS)))
+def test_bits_are_those_of_deepspeed(run: int, root: Path) -> None:
+    """As recorded."""
+    fixture = json.loads((root / "tests/fixtures/deepspeed_adam.json").read_text())
+    make = functools.partial(AdamW, semantics="deepspeed")
+    got = record_deepspeed.recorded(make, record_deepspeed.RUNS[run][1])
+    assert got == fixture["runs"][run]
 
 
 @pytest.mark.parametrize("how", ("accumulated", "replaced", "not contiguous", "model.zero_grad"))
@@ -350,7 +363,7 @@ def test_grad_scaler(unscale_first: bool) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
         with nearest_sqrt():
             for x in batches(30):
-                scaler.scale(model(x).square().mean()).backward()
+                scaler.scale(1000 * model(x).square().mean()).backward()
                 if unscale_first:
                     scaler.unscale_(optimizer)
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)

@@ -25,6 +25,7 @@ namespace modicum::python {
 namespace {
 
 using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ReadFloats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using WrittenRuns = std::vector<std::pair<int64_t, int64_t>>;
 using WrittenShard = std::tuple<std::string, WrittenRuns, int, nb::object, nb::object>;
 
@@ -62,9 +63,17 @@ DType dtype_of(const AnyArray& array, const std::string& fqn) {
   using Code = nb::dlpack::dtype_code;
   if (dtype.bits == 16 && dtype.code == static_cast<uint8_t>(Code::Bfloat)) return DType::bf16;
   if (dtype.bits == 16 && dtype.code == static_cast<uint8_t>(Code::Float)) return DType::f16;
-  fail(Category::unsupported, "an array that is not float32, bfloat16 or float16",
-       {.tensor = fqn});
+  fail(Category::unsupported, "an array that is not float32, bfloat16 or float16", {.tensor = fqn});
 }
+
+// The memory of an array as it is. Not a parameter of a binding, whose stub would need numpy.
+template <typename Array>
+Array taken(nb::handle given, const std::string& fqn, const char* kind) {
+  Array array;
+  if (nb::try_cast(given, array, false)) return array;
+  fail(Category::usage, fmt::format("{} is due", kind), {.tensor = fqn});
+}
+constexpr auto kFloatsKind = "a contiguous float32 array of one dimension, on the host,";
 
 void require_numel(const AnyArray& array, int64_t numel, const std::string& fqn) {
   const auto got = static_cast<int64_t>(array.size());
@@ -202,8 +211,9 @@ void arrived_in_place(State& state, const std::vector<size_t>& shards) {
   });
 }
 
-void arrive(State& state, size_t shard, const AnyArray& elements, int64_t at) {
+void arrive(State& state, size_t shard, nb::handle given, int64_t at) {
   const std::string& fqn = state.shard(shard).fqn;
+  const auto elements = taken<AnyArray>(given, fqn, "a contiguous array on the host");
   const Piece piece{.shard = shard,
                     .at = at,
                     .n = static_cast<int64_t>(elements.size()),
@@ -258,9 +268,9 @@ nb::object scales(const std::shared_ptr<State>& state, size_t shard, const std::
       std::as_writable_bytes(state->adamw.scales(shard, named(kPlaneNames, "plane", name))));
 }
 
-void export_to(const State& state, size_t shard, const std::string& name, const Floats& to,
+void export_to(const State& state, size_t shard, const std::string& name, nb::handle given,
                int64_t at) {
-  state.shard(shard);
+  const auto to = taken<Floats>(given, state.shard(shard).fqn, kFloatsKind);
   const StatePlane plane = named(kStatePlaneNames, "plane", name);
   without_the_lock([&] {
     state.adamw.export_to(shard, plane, at, {to.data(), to.size()});
@@ -268,9 +278,9 @@ void export_to(const State& state, size_t shard, const std::string& name, const 
   });
 }
 
-void import_from(State& state, size_t shard, const std::string& name, const Floats& from,
+void import_from(State& state, size_t shard, const std::string& name, nb::handle given,
                  int64_t at) {
-  state.shard(shard);
+  const auto from = taken<ReadFloats>(given, state.shard(shard).fqn, kFloatsKind);
   const StatePlane plane = named(kStatePlaneNames, "plane", name);
   without_the_lock([&] {
     state.adamw.import_from(shard, plane, at, {from.data(), from.size()});

@@ -1,22 +1,21 @@
 """`AdamW`: torch's optimizer over state that lies in Modicum's arenas, in a declared format."""
 
 import math
-import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import BudgetError, refusal
+from modicum.errors import refusal
 from modicum.torch._names import canonical
 from modicum.torch._parts import Part, global_sum, local_of, part_of, versions_of
 from modicum.torch._placements import Meshes
+from modicum.torch._states import dtype_of, is_own_master, make_states
 
 __all__ = ["AdamW"]
 
@@ -97,7 +96,8 @@ class AdamW(torch.optim.Optimizer):
         self._max_norm: float | None = None
         self._looked: list[tuple[Any, int]] = []
         self._parts = list(self._make_parts())
-        self._states = self._make_states(pin)
+        options = [self._options(group) for group in self.param_groups]
+        self._states = make_states(self._parts, options, state_format, self.ledger, seed, pin)
         self._steps = torch.zeros(len(self._parts))
         with torch.no_grad():
             self._lay_out()
@@ -124,67 +124,26 @@ class AdamW(torch.optim.Optimizer):
                 names.add(name)
                 yield part_of(name, parameter, index, meshes)
 
-    def _make_states(self, pin: Any) -> dict[str, _modicum.AdamW]:
-        """By format; up to two."""
-        groups = [self._options(group) for group in self.param_groups]
-        _modicum.adamw_footprint([], groups, format=self.state_format)  # is it one?
-        shards: dict[str, list[Any]] = {}
-        for part in self._parts:
-            part.state = self.state_format if part.local.dtype == torch.bfloat16 else "fp32"
-            master = out = None
-            if part.local.numel() > 0:
-                is_master = self._is_own_master(part)
-                master, out = (part.local, None) if is_master else (None, part.local)
-            of_state = shards.setdefault(part.state, [])
-            part.shard = len(of_state)
-            of_state.append((part.name, part.runs, part.group, master, out))
-        _require_room(
-            self.ledger,
-            [_modicum.adamw_footprint(of, groups, format=name) for name, of in shards.items()],
-        )
-        register, unregister = _registrar(pin)
-        threads = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return {
-            name: _modicum.AdamW(
-                of,
-                groups,
-                format=name,
-                ledger=self.ledger,
-                seed=self.seed,
-                threads=max(1, threads),
-                pin=register,
-                unpin=unregister,
-            )
-            for name, of in shards.items()
-        }
-
     def _lay_out(self) -> None:
         """Views of the planes, and masters that are not the parameters' own memory."""
         for index, part in enumerate(self._parts):
             entry = self.state[part.parameter]
             entry["step"] = self._steps[index]
-            if part.local.numel() > 0 and self._dtype(part, "grad") == part.local.dtype:
+            if part.local.numel() > 0 and dtype_of(part, "grad") == part.local.dtype:
                 part.grad = part.like_parameter(self._plane(part, "grad"))
                 part.plane = local_of(part.grad)
-            if self._dtype(part, "moment") == torch.float32:
+            if dtype_of(part, "moment") == torch.float32:
                 for name in self._moments(part):
                     entry[name] = part.like_parameter(self._plane(part, name))
-            if not self._is_own_master(part):
+            if not is_own_master(part):
                 self._import_parameter(part)
-
-    def _dtype(self, part: Part, of: str) -> torch.dtype:
-        return getattr(torch, _ROWS[part.state][of])
-
-    def _is_own_master(self, part: Part) -> bool:
-        """Whether the parameter's memory is the master, or its upper half."""
-        return self._dtype(part, "master") == part.local.dtype
 
     def _moments(self, part: Part) -> tuple[str, ...]:
         return _MOMENTS if self.param_groups[part.group]["amsgrad"] else _MOMENTS[:2]
 
     def _plane(self, part: Part, name: str) -> torch.Tensor:
         """Of a plane that lies there as its dtype says, without scales."""
-        dtype = self._dtype(part, "moment" if name in _MOMENTS else name)
+        dtype = dtype_of(part, "moment" if name in _MOMENTS else name)
         if part.local.numel() == 0:
             return torch.empty(0, dtype=dtype)
         lies = self._states[part.state].plane(part.shard, name)
@@ -338,7 +297,7 @@ class AdamW(torch.optim.Optimizer):
     def _refresh_masters(self) -> None:
         """What somebody has written to a parameter that is a rounded copy goes to its master."""
         for part, version in zip(self._parts, self._versions, strict=True):
-            if self._is_own_master(part) or versions_of(part.parameter) == version:
+            if is_own_master(part) or versions_of(part.parameter) == version:
                 continue
             master = self._plane(part, "master")
             for of, low in zip(master.split(_CHUNK), part.local.split(_CHUNK), strict=True):
@@ -423,7 +382,7 @@ class AdamW(torch.optim.Optimizer):
             self._import_parameter(part)
             return
         state.import_from(part.shard, "master", values["master"].float().contiguous())
-        if not self._is_own_master(part):
+        if not is_own_master(part):
             part.local.copy_(self._plane(part, "master"))
 
     # ---- what it holds
@@ -444,9 +403,6 @@ class AdamW(torch.optim.Optimizer):
         they depend on no sharding."""
         all_of = [state.digest() for state in self._states.values()]
         return {name: sum(of[name] for of in all_of) % (1 << 64) for name in ("state", "master")}
-
-
-_ROWS = {row["name"]: row for row in _modicum.state_formats()}
 
 
 def _taking(part: Part) -> Callable[[nn.Parameter], None]:
@@ -471,36 +427,3 @@ def _remove_all(handles: Iterable[Any]) -> None:
 def _chunks(line: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     for at in range(0, line.numel(), _CHUNK):
         yield at, line[at : at + _CHUNK]
-
-
-def _registrar(pin: Any) -> tuple[Any, Any]:
-    """What pins (address, bytes), and what undoes it."""
-    if pin is False or pin is None:
-        return None, None
-    if pin is True and not torch.cuda.is_available():
-        raise refusal("UNSUPPORTED", "without CUDA nothing is pinned: pin=False?")
-    cudart = torch.cuda.cudart() if pin is True else pin
-
-    def register(address: int, nbytes: int) -> None:
-        status = int(cudart.cudaHostRegister(address, nbytes, 0))
-        if status != 0:
-            error = BudgetError(f"NOMEM: {nbytes} bytes were not pinned (CUDA error {status})")
-            error.category, error.code = "NOMEM", 16
-            raise error
-
-    return register, lambda address, nbytes: cudart.cudaHostUnregister(address)
-
-
-def _require_room(ledger: _modicum.Ledger, footprints: list[dict[str, int]]) -> None:
-    """All states or none: the first one must not be taken when the second won't fit."""
-    needed = sum(chain.from_iterable(of.values() for of in footprints))
-    limit, held = ledger.limit_bytes, ledger.held_bytes
-    if limit is None or held + needed <= limit or len(footprints) < 2:
-        return  # one alone says itself what it lacks
-    short = held + needed - limit
-    error = BudgetError(
-        f"BUDGET: no room in the budget for {needed} bytes of AdamW's states: {short} too little"
-    )
-    error.category, error.code, error.shortfall_bytes = "BUDGET", 15, short
-    error.expected, error.got = str(limit), str(held + needed)
-    raise error
