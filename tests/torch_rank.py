@@ -356,3 +356,7 @@ ACTS: dict[str, Callable[..., Any]] = {
     "write": write,
     "example": example,
 }
+
+import adamw_rank  # noqa: E402  (whose acts are made of those above)
+
+ACTS |= adamw_rank.ACTS

@@ -122,6 +122,8 @@ class AdamW {
 
   // Of this rank, as they arrived. MISMATCH, naming the parameter, where something is missing.
   GradNorm norm() const;
+  // The same by shard, for callers that count what others hold too only once.
+  std::vector<GradNorm> norms() const;
   // One step with all that has arrived, whose norm must be finite. MISMATCH as `norm`.
   void step(const StepOptions& options = {});
   // Forgets the gradients, complete or not. No other byte of the state changes, no step is counted.

@@ -150,6 +150,18 @@ void AdamW::require_complete() const {
   }
 }
 
+std::vector<GradNorm> AdamW::norms() const {
+  require_complete();
+  std::vector<GradNorm> norms(shards());
+  for (size_t shard = 0; shard < shards(); ++shard) {
+    if (arriving_[shard].left_out) continue;
+    for (const Bucket& of : buckets(shard)) {
+      norms[shard] += GradNorm{of.sum_of_squares, of.finite != 0};
+    }
+  }
+  return norms;
+}
+
 GradNorm AdamW::norm() const {
   require_complete();
   GradNorm sum;

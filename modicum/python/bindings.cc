@@ -168,4 +168,5 @@ NB_MODULE(_modicum, module) {
   front::define_plan(module);
   front::define_values(module);
   front::define_load(module);
+  front::define_optim(module);
 }

@@ -1,6 +1,5 @@
 // Ledger, Board and load.
 #include <fmt/format.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -18,6 +17,7 @@
 #include "modicum/base/base.h"
 #include "modicum/memory/memory.h"
 #include "modicum/probe/probe.h"
+#include "modicum/python/arrays.h"
 #include "modicum/python/bindings.h"
 #include "modicum/ranks/ranks.h"
 #include "modicum/report/report.h"
@@ -27,20 +27,7 @@
 namespace modicum::python {
 namespace {
 
-using Bytes = nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using AnyArray = nb::ndarray<nb::c_contig, nb::device::cpu>;
-
 constexpr auto kSignalPause = std::chrono::milliseconds(50);
-
-std::span<std::byte> bytes_of_array(const AnyArray& array) noexcept {
-  return {static_cast<std::byte*>(array.data()), array.nbytes()};
-}
-
-nb::dict by_purpose(const Footprint& footprint) {
-  nb::dict bytes;
-  for (const Owner& owner : owners_of(footprint)) bytes[owner.purpose.c_str()] = owner.bytes;
-  return bytes;
-}
 
 // The memory of one load, kept until the last of its parts has died.
 struct Arena {
@@ -75,13 +62,6 @@ struct Part {
     if (!arena->whole) arena->buffer.give_up(bytes);
   }
 };
-
-template <typename Held>
-nb::object array_of(std::unique_ptr<Held> held, std::span<std::byte> bytes) {
-  const nb::capsule owner(held.get(), [](void* p) noexcept { delete static_cast<Held*>(p); });
-  held.release();
-  return nb::cast(Bytes(bytes.data(), {bytes.size()}, owner));
-}
 
 struct Loaded {
   std::shared_ptr<MadePlan> plan;
@@ -202,24 +182,6 @@ struct Functions {
   LoadOptions options;
   AnyArray made;  // the caller's last
 };
-
-// The very memory of an array, never a copy that would be filled in its place.
-AnyArray writable(nb::handle array, const std::string& fqn) {
-  Py_buffer view;
-  if (PyObject_CheckBuffer(array.ptr()) != 0) {
-    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_WRITABLE | PyBUF_STRIDES) != 0) {
-      PyErr_Clear();
-      fail(Category::usage, "the memory given for a tensor can't be written", {.tensor = fqn});
-    }
-    PyBuffer_Release(&view);
-  }
-  AnyArray taken;
-  if (!nb::try_cast(array, taken, false)) {
-    fail(Category::usage, "the memory given for a tensor is no contiguous host array",
-         {.tensor = fqn});
-  }
-  return taken;
-}
 
 void take_given(const Plan& plan, const nb::dict& given, Functions& to) {
   to.given.resize(plan.recipe->targets.size());

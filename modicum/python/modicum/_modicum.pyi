@@ -303,3 +303,108 @@ def available_memory() -> tuple:
 
 def parse_size(size: int | str) -> int:
     """Bytes of a size as the command line takes it."""
+
+class AdamOptions:
+    """What a user says of one parameter group."""
+
+    def __init__(self, *, semantics: str = 'torch', lr: float = 0.001, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-08, weight_decay: float = 0.01, decoupled: bool = True, amsgrad: bool = False, maximize: bool = False, bias_correction: bool = True) -> None: ...
+
+class AdamW:
+    """
+    AdamW's state over the shards of a rank, taken whole when it is made.
+
+    Args:
+        shards: for each (fqn, runs, group, master, out): runs of neighbouring elements of the
+            parameter as (first, n), ascending; an index into `groups`; the caller's array that is the
+            master (float32, or the bfloat16 half of a split one) or None; the caller's bfloat16 or
+            float16 array that gets the new parameters, or None. Arrays are kept alive.
+        groups: options by group.
+        format: of state_formats.
+        ledger: what is taken is charged to it.
+        seed: of the random bits; the same on every rank.
+        threads: of construction and steps; 0: as many as the process may use CPUs.
+        pin, unpin: called with address and bytes of each arena that a device touches; None: nothing
+            is pinned.
+        pin_limit: bytes that the process may still lock; None: no limit.
+
+    Raises:
+        BudgetError: ledger or pin_limit don't suffice; before a page is touched.
+        UsageError: shards, options and format don't go together.
+    """
+
+    def __init__(self, shards: Sequence[tuple[str, Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, ledger: Ledger, seed: int = 0, threads: int = 0, pin: object | None = None, unpin: object | None = None, pin_limit: int | None = None) -> None: ...
+
+    def set_options(self, group: int, options: AdamOptions) -> None:
+        """For the steps to come."""
+
+    def expect(self, passes: int) -> None:
+        """How often each element arrives in a step, from the next one on."""
+
+    def arrive(self, shard: int, elements: object, at: int = 0) -> None:
+        """A part of a shard's gradient, from local element `at` on."""
+
+    def arrived_in_place(self, shards: Sequence[int]) -> None:
+        """
+        The same for whole shards whose gradients lie in the plane already; on all threads.
+        """
+
+    def leave_out(self, shard: int) -> None:
+        """This step has no gradient for it."""
+
+    def norm(self) -> tuple:
+        """
+        (sum of squares, whether all are finite) of this rank's gradients as they arrived.
+        """
+
+    def norms(self) -> tuple:
+        """The same with a sum for each shard, in a list."""
+
+    def step(self, unscale: float = 1.0, clip: float = 1.0) -> None:
+        """One step with all that has arrived."""
+
+    def skip(self) -> None:
+        """Forgets the gradients; no other byte changes."""
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that each shard's parameter has made."""
+
+    def set_steps(self, shard: int, steps: int) -> None:
+        """Sets a parameter's count."""
+
+    def plane(self, shard: int, plane: str) -> object:
+        """
+        The bytes of master, master_low, grad, exp_avg, exp_avg_sq or max_exp_avg_sq as they lie; they keep the state alive.
+        """
+
+    def scales(self, shard: int, plane: str) -> object:
+        """The float32 scales of 8-bit moments, as bytes."""
+
+    def export_to(self, shard: int, plane: str, to: object, at: int = 0) -> None:
+        """Elements from `at` on as float32 values, exactly."""
+
+    def import_from(self, shard: int, plane: str, values: object, at: int = 0) -> None:
+        """
+        From float32 values: exactly into fp32 and fp32-split, else rounded as a step rounds.
+        """
+
+    @property
+    def footprint(self) -> dict:
+        """What was charged, in bytes by purpose."""
+
+    def digest(self) -> dict:
+        """
+        state and master: of values with their global indices, to be added up over ranks modulo 2^64.
+        """
+
+def adamw_footprint(shards: Sequence[tuple[str, Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str) -> dict:
+    """What AdamW of these will charge, in bytes by purpose."""
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """min(1, max_norm / (norm + 1e-6)), rounded once to float32."""
+
+def state_formats() -> list:
+    """A dict for each format: name, and the dtypes of its planes."""
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on."""

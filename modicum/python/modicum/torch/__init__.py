@@ -10,8 +10,9 @@
 Importing it imports torch and nothing above it, and patches nothing.
 """
 
+from modicum.torch._adamw import AdamW
 from modicum.torch._empty import empty_parameters
 from modicum.torch._load import load
 from modicum.torch._rebinding import rebinding
 
-__all__ = ["empty_parameters", "load", "rebinding"]
+__all__ = ["AdamW", "empty_parameters", "load", "rebinding"]

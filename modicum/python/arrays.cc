@@ -1,0 +1,28 @@
+#include "modicum/python/arrays.h"
+
+namespace modicum::python {
+
+AnyArray writable(nb::handle array, const std::string& fqn) {
+  Py_buffer view;
+  if (PyObject_CheckBuffer(array.ptr()) != 0) {
+    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_WRITABLE | PyBUF_STRIDES) != 0) {
+      PyErr_Clear();
+      fail(Category::usage, "the memory given for a tensor can't be written", {.tensor = fqn});
+    }
+    PyBuffer_Release(&view);
+  }
+  AnyArray taken;
+  if (!nb::try_cast(array, taken, false)) {
+    fail(Category::usage, "the memory given for a tensor is no contiguous host array",
+         {.tensor = fqn});
+  }
+  return taken;
+}
+
+nb::dict by_purpose(const Footprint& footprint) {
+  nb::dict bytes;
+  for (const Owner& owner : owners_of(footprint)) bytes[owner.purpose.c_str()] = owner.bytes;
+  return bytes;
+}
+
+}  // namespace modicum::python

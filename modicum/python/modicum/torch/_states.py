@@ -1,0 +1,99 @@
+"""The states that step an optimizer's parameters: one for each format that they need."""
+
+import os
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from modicum import _modicum
+from modicum.errors import BudgetError, refusal
+from modicum.torch._parts import Part
+
+__all__ = ["dtype_of", "is_own_master", "make_states"]
+
+_ROWS = {row["name"]: row for row in _modicum.state_formats()}
+
+
+def dtype_of(part: Part, plane: str) -> torch.dtype:
+    """Of `master`, `grad` or `moment` in the format that steps it."""
+    return getattr(torch, _ROWS[part.state][plane])
+
+
+def is_own_master(part: Part) -> bool:
+    """Whether the parameter's memory is the master, or its upper half."""
+    return dtype_of(part, "master") == part.local.dtype
+
+
+def make_states(
+    parts: Sequence[Part],
+    options: Sequence[_modicum.AdamOptions],
+    state_format: str,
+    ledger: _modicum.Ledger,
+    seed: int,
+    pin: Any,
+) -> dict[str, _modicum.AdamW]:
+    """By format; says in each part which state is its. bfloat16 parameters have `state_format`,
+    others fp32."""
+    _modicum.adamw_footprint([], options, format=state_format)  # is it one?
+    shards: dict[str, list[Any]] = {}
+    for part in parts:
+        part.state = state_format if part.local.dtype == torch.bfloat16 else "fp32"
+        master = out = None
+        if part.local.numel() > 0:
+            master, out = (part.local, None) if is_own_master(part) else (None, part.local)
+        of_state = shards.setdefault(part.state, [])
+        part.shard = len(of_state)
+        of_state.append((part.name, part.runs, part.group, master, out))
+    _require_room(
+        ledger, [_modicum.adamw_footprint(of, options, format=name) for name, of in shards.items()]
+    )
+    register, unregister = _registrar(pin)
+    threads = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return {
+        name: _modicum.AdamW(
+            of,
+            options,
+            format=name,
+            ledger=ledger,
+            seed=seed,
+            threads=max(1, threads),
+            pin=register,
+            unpin=unregister,
+        )
+        for name, of in shards.items()
+    }
+
+
+def _registrar(pin: Any) -> tuple[Any, Any]:
+    """What pins (address, bytes), and what undoes it."""
+    if pin is False or pin is None:
+        return None, None
+    if pin is True and not torch.cuda.is_available():
+        raise refusal("UNSUPPORTED", "without CUDA nothing is pinned: pin=False?")
+    cudart = torch.cuda.cudart() if pin is True else pin
+
+    def register(address: int, nbytes: int) -> None:
+        status = int(cudart.cudaHostRegister(address, nbytes, 0))
+        if status != 0:
+            error = BudgetError(f"NOMEM: {nbytes} bytes were not pinned (CUDA error {status})")
+            error.category, error.code = "NOMEM", 16
+            raise error
+
+    return register, lambda address, _: cudart.cudaHostUnregister(address)
+
+
+def _require_room(ledger: _modicum.Ledger, footprints: Sequence[dict[str, int]]) -> None:
+    """All states or none: the first one must not be taken when the second won't fit."""
+    needed = sum(chain.from_iterable(of.values() for of in footprints))
+    limit, held = ledger.limit_bytes, ledger.held_bytes
+    if limit is None or held + needed <= limit or len(footprints) < 2:
+        return  # one alone says itself what it lacks
+    short = held + needed - limit
+    error = BudgetError(
+        f"BUDGET: no room in the budget for {needed} bytes of AdamW's states: {short} too little"
+    )
+    error.category, error.code, error.shortfall_bytes = "BUDGET", 15, short
+    error.expected, error.got = str(limit), str(held + needed)
+    raise error

@@ -1,0 +1,442 @@
+// AdamW over shards, its options and formats.
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "modicum/base/base.h"
+#include "modicum/memory/memory.h"
+#include "modicum/optim/optim.h"
+#include "modicum/python/arrays.h"
+#include "modicum/python/bindings.h"
+
+namespace modicum::python {
+namespace {
+
+using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ReadFloats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WrittenRuns = std::vector<std::pair<int64_t, int64_t>>;
+using WrittenShard = std::tuple<std::string, WrittenRuns, int, nb::object, nb::object>;
+
+constexpr int64_t kPieceElements = kBucketElements * 16;  // what a thread takes at a time
+
+template <typename Value, size_t N>
+Value named(const std::array<std::pair<const char*, Value>, N>& names, const char* what,
+            const std::string& name) {
+  for (const auto& [known, value] : names) {
+    if (name == known) return value;
+  }
+  fail(Category::usage, fmt::format("unknown {} '{}'", what, printable(name)));
+}
+
+constexpr std::array<std::pair<const char*, Plane>, kPlanes> kPlaneNames = {
+    {{"master", Plane::master},
+     {"master_low", Plane::master_low},
+     {"grad", Plane::grad},
+     {"exp_avg", Plane::exp_avg},
+     {"exp_avg_sq", Plane::exp_avg_sq},
+     {"max_exp_avg_sq", Plane::max_exp_avg_sq}}};
+
+constexpr std::array<std::pair<const char*, StatePlane>, 4> kStatePlaneNames = {
+    {{"master", StatePlane::master},
+     {"exp_avg", StatePlane::exp_avg},
+     {"exp_avg_sq", StatePlane::exp_avg_sq},
+     {"max_exp_avg_sq", StatePlane::max_exp_avg_sq}}};
+
+constexpr std::array<std::pair<const char*, AdamSemantics>, 2> kSemanticsNames = {
+    {{"torch", AdamSemantics::torch}, {"deepspeed", AdamSemantics::deepspeed}}};
+
+DType dtype_of(const AnyArray& array, const std::string& fqn) {
+  const nb::dlpack::dtype dtype = array.dtype();
+  if (dtype == nb::dtype<float>()) return DType::f32;
+  using Code = nb::dlpack::dtype_code;
+  if (dtype.bits == 16 && dtype.code == static_cast<uint8_t>(Code::Bfloat)) return DType::bf16;
+  if (dtype.bits == 16 && dtype.code == static_cast<uint8_t>(Code::Float)) return DType::f16;
+  fail(Category::unsupported, "an array that is not float32, bfloat16 or float16", {.tensor = fqn});
+}
+
+// The memory of an array as it is. Not a parameter of a binding, whose stub would need numpy.
+template <typename Array>
+Array taken(nb::handle given, const std::string& fqn, const char* kind) {
+  Array array;
+  if (nb::try_cast(given, array, false)) return array;
+  fail(Category::usage, fmt::format("{} is due", kind), {.tensor = fqn});
+}
+constexpr auto kFloatsKind = "a contiguous float32 array of one dimension, on the host,";
+
+void require_numel(const AnyArray& array, int64_t numel, const std::string& fqn) {
+  const auto got = static_cast<int64_t>(array.size());
+  if (got == numel) return;
+  fail(Category::mismatch, "an array has not the elements of its shard",
+       {.tensor = fqn, .expected = std::to_string(numel), .got = std::to_string(got)});
+}
+
+// The shards as they are said in Python, and the arrays whose memory they are.
+struct Written {
+  AdamWSpec spec;
+  std::vector<AnyArray> arrays;
+
+  std::byte* take(const nb::object& given, const ShardSpec& shard, DType* dtype) {
+    if (given.is_none()) return nullptr;
+    const AnyArray array = writable(given, shard.fqn);
+    require_numel(array, shard.numel(), shard.fqn);
+    *dtype = dtype_of(array, shard.fqn);
+    arrays.push_back(array);
+    return bytes_of_array(array).data();
+  }
+};
+
+Written written(const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,
+                const std::string& format, uint64_t seed) {
+  const StateFormatRow& row = state_format_named(format);
+  Written all{.spec = {.format = row.format, .groups = groups, .seed = seed}};
+  for (const auto& [fqn, runs, group, master, out] : shards) {
+    ShardSpec shard{.fqn = fqn, .group = group};
+    for (const auto& [first, n] : runs) shard.runs.push_back({first, n});
+    DType dtype = row.master;
+    shard.master = all.take(master, shard, &dtype);
+    if (dtype != row.master) {
+      fail(Category::mismatch, "a master of another dtype than the format's",
+           {.tensor = fqn,
+            .expected = std::string(torch_name(row.master)),
+            .got = std::string(torch_name(dtype))});
+    }
+    shard.out = all.take(out, shard, &shard.out_dtype);
+    if (shard.out != nullptr && shard.out_dtype == DType::f32) {
+      fail(Category::unsupported, "new parameters leave as bfloat16 or float16", {.tensor = fqn});
+    }
+    all.spec.shards.push_back(std::move(shard));
+  }
+  return all;
+}
+
+Pinner pinner_of(const nb::object& pin, const nb::object& unpin,
+                 const std::optional<uint64_t>& limit) {
+  Pinner pinner;
+  if (pin.is_none()) return pinner;
+  const auto calling = [](nb::object function) {
+    // Copied and dropped wherever the state is, which may be without the lock.
+    const std::shared_ptr<nb::object> held(new nb::object(std::move(function)), [](nb::object* o) {
+      const nb::gil_scoped_acquire acquired;
+      delete o;
+    });
+    return [held](std::span<std::byte> arena) {
+      const nb::gil_scoped_acquire acquired;
+      (*held)(reinterpret_cast<uintptr_t>(arena.data()), arena.size());
+    };
+  };
+  pinner.pin = calling(pin);
+  pinner.unpin = [call = calling(unpin)](std::span<std::byte> arena) {
+    try {
+      call(arena);
+    } catch (nb::python_error& error) {
+      const nb::gil_scoped_acquire acquired;
+      error.discard_as_unraisable("modicum: memory could not be unpinned");
+    }
+  };
+  pinner.limit_bytes = limit.value_or(UINT64_MAX);
+  return pinner;
+}
+
+// A state with all that its memory depends on.
+struct State {
+  const std::shared_ptr<Ledger> ledger;
+  const std::vector<AnyArray> arrays;
+  const Footprint footprint;
+  const int threads;
+  AdamW adamw;
+
+  State(Written made, std::shared_ptr<Ledger> of, int count, Pinner pinner)
+      : ledger(std::move(of)),
+        arrays(std::move(made.arrays)),
+        footprint(adamw_footprint(made.spec)),
+        threads(count),
+        adamw(std::move(made.spec), *ledger, count, std::move(pinner)) {}
+
+  const ShardSpec& shard(size_t index) const {
+    if (index < adamw.shards()) return adamw.shard(index);
+    fail(Category::usage, fmt::format("there is no shard {} of {}", index, adamw.shards()));
+  }
+};
+
+std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
+                             const std::vector<AdamOptions>& groups, const std::string& format,
+                             const std::shared_ptr<Ledger>& ledger, uint64_t seed, int threads,
+                             const nb::object& pin, const nb::object& unpin,
+                             const std::optional<uint64_t>& pin_limit) {
+  if (pin.is_none() != unpin.is_none()) {
+    fail(Category::usage, "what pins memory comes with what unpins it");
+  }
+  Written made = written(shards, groups, format, seed);
+  Pinner pinner = pinner_of(pin, unpin, pin_limit);
+  return without_the_lock([&] {
+    return std::make_shared<State>(std::move(made), ledger, threads > 0 ? threads : usable_cpus(),
+                                   std::move(pinner));
+  });
+}
+
+// Of whole shards, on all threads: the norm is taken on the way.
+void arrived_in_place(State& state, const std::vector<size_t>& shards) {
+  struct Part {
+    size_t shard = 0;
+    int64_t at = 0;
+    int64_t n = 0;
+  };
+  std::vector<Part> parts;
+  for (const size_t shard : shards) {
+    const int64_t numel = state.shard(shard).numel();
+    for (int64_t at = 0; at < numel; at += kPieceElements) {
+      parts.push_back({shard, at, std::min(kPieceElements, numel - at)});
+    }
+  }
+  without_the_lock([&] {
+    std::atomic<size_t> next = 0;
+    run_workers(state.threads, [&](int) {
+      for (size_t i = next++; i < parts.size(); i = next++) {
+        state.adamw.arrived_in_place(parts[i].shard, parts[i].at, parts[i].n);
+      }
+    });
+    return 0;
+  });
+}
+
+void arrive(State& state, size_t shard, nb::handle given, int64_t at) {
+  const std::string& fqn = state.shard(shard).fqn;
+  const auto elements = taken<AnyArray>(given, fqn, "a contiguous array on the host");
+  const Piece piece{.shard = shard,
+                    .at = at,
+                    .n = static_cast<int64_t>(elements.size()),
+                    .elements = bytes_of_array(elements).data(),
+                    .dtype = dtype_of(elements, fqn)};
+  without_the_lock([&] {
+    state.adamw.arrive(piece);
+    return 0;
+  });
+}
+
+nb::tuple norm(const State& state) {
+  const GradNorm norm = state.adamw.norm();
+  return nb::make_tuple(norm.sum_of_squares, norm.finite);
+}
+
+nb::tuple norms(const State& state) {
+  nb::list sums;
+  bool finite = true;
+  for (const GradNorm& norm : state.adamw.norms()) {
+    sums.append(norm.sum_of_squares);
+    finite = finite && norm.finite;
+  }
+  return nb::make_tuple(sums, finite);
+}
+
+std::vector<int64_t> steps(const State& state) {
+  std::vector<int64_t> made;
+  for (size_t shard = 0; shard < state.adamw.shards(); ++shard) {
+    made.push_back(state.adamw.steps(shard));
+  }
+  return made;
+}
+
+void step(State& state, float unscale, float clip) {
+  without_the_lock([&] {
+    state.adamw.step({.unscale = unscale, .clip = clip});
+    return 0;
+  });
+}
+
+nb::object plane(const std::shared_ptr<State>& state, size_t shard, const std::string& name) {
+  state->shard(shard);
+  return array_of(std::make_unique<std::shared_ptr<State>>(state),
+                  state->adamw.plane(shard, named(kPlaneNames, "plane", name)));
+}
+
+nb::object scales(const std::shared_ptr<State>& state, size_t shard, const std::string& name) {
+  state->shard(shard);
+  return array_of(
+      std::make_unique<std::shared_ptr<State>>(state),
+      std::as_writable_bytes(state->adamw.scales(shard, named(kPlaneNames, "plane", name))));
+}
+
+void export_to(const State& state, size_t shard, const std::string& name, nb::handle given,
+               int64_t at) {
+  const auto to = taken<Floats>(given, state.shard(shard).fqn, kFloatsKind);
+  const StatePlane plane = named(kStatePlaneNames, "plane", name);
+  without_the_lock([&] {
+    state.adamw.export_to(shard, plane, at, {to.data(), to.size()});
+    return 0;
+  });
+}
+
+void import_from(State& state, size_t shard, const std::string& name, nb::handle given,
+                 int64_t at) {
+  const auto from = taken<ReadFloats>(given, state.shard(shard).fqn, kFloatsKind);
+  const StatePlane plane = named(kStatePlaneNames, "plane", name);
+  without_the_lock([&] {
+    state.adamw.import_from(shard, plane, at, {from.data(), from.size()});
+    return 0;
+  });
+}
+
+nb::dict digest(const State& state) {
+  const StateDigest made = without_the_lock([&] { return state.adamw.digest(); });
+  nb::dict digest;
+  digest["state"] = made.state;
+  digest["master"] = made.master;
+  return digest;
+}
+
+nb::list formats() {
+  nb::list rows;
+  for (const StateFormatRow& row : state_formats()) {
+    const auto name_of = [](DType dtype) { return std::string(torch_name(dtype)); };
+    nb::dict one;
+    one["name"] = std::string(row.name);
+    one["master"] = name_of(row.master);
+    one["master_low"] =
+        row.master_low == DType::boolean ? nb::none() : nb::cast(name_of(row.master_low));
+    one["grad"] = name_of(row.grad);
+    one["moment"] = name_of(row.moment);
+    rows.append(one);
+  }
+  return rows;
+}
+
+void define_options(nb::module_& module) {
+  const AdamOptions defaults;
+  nb::class_<AdamOptions>(module, "AdamOptions", "What a user says of one parameter group.")
+      .def(
+          "__init__",
+          [](AdamOptions* made, const std::string& semantics, double lr,
+             std::pair<double, double> betas, double eps, double weight_decay, bool decoupled,
+             bool amsgrad, bool maximize, bool bias_correction) {
+            new (made) AdamOptions{named(kSemanticsNames, "semantics", semantics),
+                                   lr,
+                                   betas.first,
+                                   betas.second,
+                                   eps,
+                                   weight_decay,
+                                   decoupled,
+                                   amsgrad,
+                                   maximize,
+                                   bias_correction};
+          },
+          nb::kw_only(), nb::arg("semantics") = "torch", nb::arg("lr") = defaults.lr,
+          nb::arg("betas") = std::pair(defaults.beta1, defaults.beta2),
+          nb::arg("eps") = defaults.eps, nb::arg("weight_decay") = defaults.weight_decay,
+          nb::arg("decoupled") = defaults.decoupled, nb::arg("amsgrad") = defaults.amsgrad,
+          nb::arg("maximize") = defaults.maximize,
+          nb::arg("bias_correction") = defaults.bias_correction);
+}
+
+constexpr auto kStateDoc = R"(AdamW's state over the shards of a rank, taken whole when it is made.
+
+Args:
+    shards: for each (fqn, runs, group, master, out): runs of neighbouring elements of the
+        parameter as (first, n), ascending; an index into `groups`; the caller's array that is the
+        master (float32, or the bfloat16 half of a split one) or None; the caller's bfloat16 or
+        float16 array that gets the new parameters, or None. Arrays are kept alive.
+    groups: options by group.
+    format: of state_formats.
+    ledger: what is taken is charged to it.
+    seed: of the random bits; the same on every rank.
+    threads: of construction and steps; 0: as many as the process may use CPUs.
+    pin, unpin: called with address and bytes of each arena that a device touches; None: nothing
+        is pinned.
+    pin_limit: bytes that the process may still lock; None: no limit.
+
+Raises:
+    BudgetError: ledger or pin_limit don't suffice; before a page is touched.
+    UsageError: shards, options and format don't go together.)";
+
+void define_state(nb::module_& module) {
+  nb::class_<State>(module, "AdamW", kStateDoc)
+      .def(nb::new_(&state), nb::arg("shards"), nb::arg("groups"), nb::kw_only(), nb::arg("format"),
+           nb::arg("ledger"), nb::arg("seed") = 0, nb::arg("threads") = 0,
+           nb::arg("pin").none() = nb::none(), nb::arg("unpin").none() = nb::none(),
+           nb::arg("pin_limit") = nb::none())
+      .def(
+          "set_options",
+          [](State& of, int group, const AdamOptions& options) {
+            of.adamw.set_options(group, options);
+          },
+          nb::arg("group"), nb::arg("options"), "For the steps to come.")
+      .def(
+          "expect", [](State& of, int passes) { of.adamw.expect(passes); }, nb::arg("passes"),
+          "How often each element arrives in a step, from the next one on.")
+      .def("arrive", arrive, nb::arg("shard"), nb::arg("elements"), nb::arg("at") = 0,
+           "A part of a shard's gradient, from local element `at` on.")
+      .def("arrived_in_place", arrived_in_place, nb::arg("shards"),
+           "The same for whole shards whose gradients lie in the plane already; on all threads.")
+      .def(
+          "leave_out",
+          [](State& of, size_t shard) {
+            of.shard(shard);
+            of.adamw.leave_out(shard);
+          },
+          nb::arg("shard"), "This step has no gradient for it.")
+      .def("norm", norm,
+           "(sum of squares, whether all are finite) of this rank's gradients as they arrived.")
+      .def("norms", norms, "The same with a sum for each shard, in a list.")
+      .def("step", step, nb::arg("unscale") = 1.0F, nb::arg("clip") = 1.0F,
+           "One step with all that has arrived.")
+      .def(
+          "skip", [](State& of) { of.adamw.skip(); },
+          "Forgets the gradients; no other byte changes.")
+      .def_prop_ro("steps", steps, "Steps that each shard's parameter has made.")
+      .def(
+          "set_steps",
+          [](State& of, size_t shard, int64_t steps) {
+            of.shard(shard);
+            of.adamw.set_steps(shard, steps);
+          },
+          nb::arg("shard"), nb::arg("steps"), "Sets a parameter's count.")
+      .def("plane", plane, nb::arg("shard"), nb::arg("plane"),
+           "The bytes of master, master_low, grad, exp_avg, exp_avg_sq or max_exp_avg_sq as they "
+           "lie; they keep the state alive.")
+      .def("scales", scales, nb::arg("shard"), nb::arg("plane"),
+           "The float32 scales of 8-bit moments, as bytes.")
+      .def("export_to", export_to, nb::arg("shard"), nb::arg("plane"), nb::arg("to"),
+           nb::arg("at") = 0, "Elements from `at` on as float32 values, exactly.")
+      .def("import_from", import_from, nb::arg("shard"), nb::arg("plane"), nb::arg("values"),
+           nb::arg("at") = 0,
+           "From float32 values: exactly into fp32 and fp32-split, else rounded as a step rounds.")
+      .def_prop_ro(
+          "footprint", [](const State& of) { return by_purpose(of.footprint); },
+          "What was charged, in bytes by purpose.")
+      .def("digest", digest,
+           "state and master: of values with their global indices, to be added up over ranks "
+           "modulo 2^64.");
+}
+
+}  // namespace
+
+void define_optim(nb::module_& module) {
+  define_options(module);
+  define_state(module);
+  module.def(
+      "adamw_footprint",
+      [](const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,
+         const std::string& format) {
+        return by_purpose(adamw_footprint(written(shards, groups, format, 0).spec));
+      },
+      nb::arg("shards"), nb::arg("groups"), nb::kw_only(), nb::arg("format"),
+      "What AdamW of these will charge, in bytes by purpose.");
+  module.def("clip_factor", clip_factor, nb::arg("norm"), nb::arg("max_norm"),
+             "min(1, max_norm / (norm + 1e-6)), rounded once to float32.");
+  module.def("state_formats", formats,
+             "A dict for each format: name, and the dtypes of its planes.");
+  module.def("usable_cpus", usable_cpus, "CPUs that this process may run on.");
+}
+
+}  // namespace modicum::python

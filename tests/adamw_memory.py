@@ -1,0 +1,100 @@
+"""What a process holds for `modicum.torch.AdamW`, by the kernel; a program of its own.
+
+    adamw_memory.py FORMAT...
+
+Prints a JSON object by format. Figures are bytes beyond what was held when the model was there:
+RssAnon of the process, and the Pss_Anon of the process and its forked children together.
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import modicum
+import modicum.torch
+
+ROWS = 1600
+LAYERS = 3
+
+
+def rss_anon(pid: int | str = "self") -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+
+def pss_anon(pids: list[int]) -> int:
+    held = 0
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        held += sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon")) * 1024
+    return held
+
+
+def model_of(dtype: torch.dtype) -> nn.Module:
+    """Parameters that Modicum has made: forked children don't see them."""
+    with modicum.torch.empty_parameters():
+        layers = [nn.Linear(ROWS, ROWS, bias=False, dtype=dtype) for _ in range(LAYERS)]
+        model = nn.Sequential(*layers)
+    modicum.torch.load(model, None, progress=False, budget="none")
+    return model
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        for parameter in model.parameters():  # whose multiplications take nothing for themselves
+            (parameter * 0.5).sum().backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fork() -> int:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+        os._exit(0)
+    return pid
+
+
+def measured(state_format: str) -> dict[str, int]:
+    model = model_of(torch.float32 if state_format == "fp32" else torch.bfloat16)
+    gc.collect()
+    numel = sum(p.numel() for p in model.parameters())
+    before = rss_anon()
+    optimizer = modicum.torch.AdamW(model.named_parameters(), state_format=state_format)
+    made = rss_anon() - before
+    train(model, optimizer, 3)
+    stepped = rss_anon() - before
+    children = [fork(), fork()]
+    time.sleep(0.1)
+    pids = [os.getpid(), *children]
+    forked = pss_anon(pids)
+    train(model, optimizer, 2)
+    written = pss_anon(pids)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    held = sum(optimizer.held[state_format].values()) - numel
+    return {
+        "parameters": numel,
+        "parameter_bytes": sum(p.nbytes for p in model.parameters()),
+        "made": made,
+        "stepped": stepped,
+        "ledger": held,
+        "written_with_children": written - forked,
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warm = modicum.torch.AdamW([nn.Parameter(torch.ones(3))])  # what code takes at its first use
+    del warm
+    print(json.dumps({name: measured(name) for name in sys.argv[1:]}))

@@ -1,0 +1,230 @@
+"""The optimizer's state in Python, without torch's optimizer around it: planes, errors, lifetimes.
+
+House test. It catches these mutations: planes that don't keep the state; a long call that keeps the
+interpreter's lock; arrays that are freed under a state; what is said of a shard put to another.
+"""
+
+import gc
+import threading
+import time
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import modicum  # noqa: E402  (after torch is known to be there)
+from modicum import _modicum  # noqa: E402
+
+GROUPS = [_modicum.AdamOptions(lr=0.5, weight_decay=0.0), _modicum.AdamOptions(amsgrad=True)]
+SHARDS = [("a", [(0, 300)], 0, None, None), ("b", [(128, 100), (1000, 7)], 1, None, None)]
+
+
+def state(shards: Any = SHARDS, format: str = "fp32", **more: Any) -> Any:
+    more.setdefault("ledger", modicum.Ledger())
+    return _modicum.AdamW(shards, GROUPS, format=format, threads=2, **more)
+
+
+def plane(of: Any, shard: int, name: str, dtype: Any = torch.float32) -> torch.Tensor:
+    return torch.from_dlpack(of.plane(shard, name)).view(dtype)
+
+
+def bring(of: Any, *gradients: torch.Tensor) -> None:
+    for shard, gradient in enumerate(gradients):
+        of.arrive(shard, gradient)
+
+
+def test_formats_are_data() -> None:
+    rows = {row["name"]: row for row in _modicum.state_formats()}
+    assert list(rows) == ["fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24"]
+    assert rows["fp32"] == {
+        "name": "fp32", "master": "float32", "master_low": None, "grad": "float32",
+        "moment": "float32",
+    }  # fmt: skip
+    assert rows["int8-moments-24"]["master_low"] == "int8"
+
+
+@pytest.mark.parametrize("format", [row["name"] for row in _modicum.state_formats()])
+def test_a_step(format: str) -> None:
+    """beta 0.9: the first step goes lr along the gradient's sign."""
+    ledger = modicum.Ledger()
+    of = state(format=format, ledger=ledger)
+    assert ledger.held == of.footprint == _modicum.adamw_footprint(SHARDS, GROUPS, format=format)
+    gradient = torch.linspace(-3, 3, 300)
+    bring(of, gradient, torch.ones(107, dtype=torch.bfloat16))
+    sums, finite = of.norms()
+    assert finite and of.norm() == (sum(sums), True) and sums[1] == 107
+    assert sums[0] == pytest.approx(gradient.double().square().sum().item(), rel=0.01)
+    of.step(clip=0.5)
+    assert of.steps == [1, 1]
+    values = torch.empty(300)
+    of.export_to(0, "master", values)
+    torch.testing.assert_close(values, -0.5 * gradient.sign(), rtol=0.01, atol=0)
+    assert torch.from_dlpack(of.plane(0, "max_exp_avg_sq")).numel() == 0
+    assert torch.from_dlpack(of.plane(1, "max_exp_avg_sq")).numel() >= 107
+    # Blocks of 128 of the whole parameter: elements 128 to 228 are one, 1000 to 1007 another.
+    scales = 2 * 4 if format.startswith("int8") else 0
+    assert torch.from_dlpack(of.scales(1, "exp_avg")).numel() == scales
+    of.leave_out(0)
+    of.arrive(1, torch.zeros(50), at=57)
+    of.arrive(1, torch.zeros(57))
+    of.skip()
+    assert of.steps == [1, 1]
+
+
+def test_planes_are_the_memory_and_keep_it() -> None:
+    ledger = modicum.Ledger()
+    of = state(ledger=ledger)
+    master, grad = plane(of, 1, "master"), plane(of, 1, "grad")
+    of.import_from(1, "master", torch.arange(107.0))
+    assert torch.equal(master, torch.arange(107.0))
+    part = torch.empty(7)
+    of.export_to(1, "master", part, at=100)
+    assert torch.equal(part, master[100:])
+    grad.fill_(2.0)
+    of.leave_out(0)
+    of.arrived_in_place([1])
+    assert of.norm() == (4 * 107, True)
+    held = ledger.held_bytes
+    del of, grad
+    gc.collect()
+    assert ledger.held_bytes == held and torch.equal(master, torch.arange(107.0))
+    del master
+    gc.collect()
+    assert ledger.held_bytes == 0
+
+
+def test_a_callers_arrays_are_used_and_kept() -> None:
+    master, out = torch.zeros(300), torch.zeros(107, dtype=torch.float16)
+    shards = [(*SHARDS[0][:3], master, None), (*SHARDS[1][:3], None, out)]
+    of = state(shards)
+    assert of.footprint["master"] == 4096, "one page for the 107"
+    bring(of, torch.ones(300), torch.ones(107))
+    of.step()
+    torch.testing.assert_close(master, torch.full((300,), -0.5))
+    assert torch.equal(out, plane(of, 1, "master").half())
+    again = master.clone()
+    taken = plane(of, 0, "master")
+    del master, shards
+    gc.collect()
+    assert torch.equal(taken, again)
+
+
+def test_arrived_in_place_takes_the_norm_of_all() -> None:
+    """Of shards of several pieces, on both threads, as if they had come one by one."""
+    shards = [("large", [(77, 5_000_000)], 0, None, None), ("small", [(5, 9)], 0, None, None)]
+    one, other = state(shards), state(shards)
+    torch.manual_seed(0)
+    gradient = torch.randn(5_000_000)
+    bring(one, gradient, torch.ones(9))
+    plane(other, 0, "grad").copy_(gradient)
+    plane(other, 1, "grad").fill_(1)
+    other.arrived_in_place([0, 1])
+    assert one.norms() == other.norms()
+    plane(other, 0, "grad")[4_999_999] = float("nan")
+    other.skip()
+    other.arrived_in_place([0, 1])
+    assert other.norm() == (0.0, False)
+
+
+def test_long_calls_let_others_run() -> None:
+    """Another thread counts meanwhile."""
+    shards = [("large", [(0, 8_000_000)], 0, None, None)]
+    of = state(shards)
+    counted, done = [0], threading.Event()
+
+    def count() -> None:
+        while not done.is_set():
+            counted[0] += 1
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=count)
+    calls = {
+        "arrive": lambda: of.arrive(0, torch.ones(8_000_000)),
+        "step": lambda: of.step(),
+        "digest": lambda: of.digest(),
+    }
+    thread.start()
+    try:
+        for name, call in calls.items():
+            before = counted[0]
+            call()
+            assert counted[0] > before, name
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_pins_each_arena_once() -> None:
+    pinned: dict[int, int] = {}
+
+    def pin(address: int, nbytes: int) -> None:
+        pinned[address] = nbytes
+
+    def unpin(address: int, nbytes: int) -> None:
+        assert pinned.pop(address) == nbytes
+
+    of = state(format="fp32-split", pin=pin, unpin=unpin)
+    assert sorted(pinned.values()) == [4096, 4096], "master and gradients"
+    del of
+    assert pinned == {}
+    ledger = modicum.Ledger()
+    with pytest.raises(modicum.BudgetError, match="RLIMIT_MEMLOCK"):
+        state(format="fp32-split", pin=pin, unpin=unpin, pin_limit=4096, ledger=ledger)
+
+    def refuse(address: int, nbytes: int) -> None:
+        raise RuntimeError(f"{nbytes} bytes were not pinned")
+
+    with pytest.raises(RuntimeError, match="4096 bytes were not pinned"):
+        state(pin=refuse, unpin=unpin, ledger=ledger)
+    assert ledger.held_bytes == 0 and ledger.peak_bytes < 20 * 4096
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda of: of.arrive(2, torch.ones(3)), "no shard 2 of 2"),
+        (lambda of: of.plane(9, "grad"), "no shard 9 of 2"),
+        (lambda of: of.plane(0, "momentum"), "unknown plane 'momentum'"),
+        (lambda of: of.export_to(0, "grad", torch.ones(1)), "unknown plane 'grad'"),
+        (lambda of: of.export_to(0, "max_exp_avg_sq", torch.ones(1)), "keeps no maximum"),
+        (lambda of: of.export_to(0, "master", torch.ones(3).double()), "float32 array"),
+        (lambda of: of.import_from(0, "master", torch.ones(6)[::2]), "float32 array"),
+        (lambda of: of.arrive(0, torch.ones(6)[::2]), "a contiguous array"),
+        (lambda of: of.export_to(0, "master", torch.ones(301)), "no elements 0 to 301, of 300"),
+        (lambda of: of.arrive(0, torch.ones(3, dtype=torch.float64)), "not float32, bfloat16 or"),
+        (lambda of: of.arrive(0, torch.ones(301)), "elements 0 to 301 of its 300"),
+        (lambda of: of.step(), "its gradient has not arrived"),
+        (lambda of: of.set_options(0, GROUPS[1]), "amsgrad can't change"),
+        (lambda of: of.set_steps(0, -1), "0 or more"),
+        (lambda of: state(format="fp64"), "unknown state format"),
+        (lambda of: state([("a", [(5, 3), (0, 2)], 0, None, None)]), "ascending"),
+        (lambda of: state([("a", [(0, 2)], 7, None, None)]), "group is not there"),
+        (lambda of: state([("a", [(0, 2)], 0, torch.ones(3), None)]), "elements of its shard"),
+        (lambda of: state([("a", [(0, 2)], 0, torch.ones(2).half(), None)]), "another dtype"),
+        (lambda of: state([("a", [(0, 2)], 0, None, torch.ones(2))]), "leave as bfloat16"),
+        (lambda of: state([("a", [(0, 2)], 0, torch.ones(4)[::2], None)]), "no contiguous host"),
+        (lambda of: state(pin=print), "what unpins it"),
+        (lambda of: _modicum.AdamOptions(semantics="adam"), "unknown semantics"),
+    ],
+)
+def test_wrong_uses_have_typed_errors(wrong: Any, words: str) -> None:
+    of = state()
+    with pytest.raises(modicum.UsageError, match=words):
+        wrong(of)
+
+
+def test_clip_factor_is_fp32_of_fp64() -> None:
+    assert _modicum.clip_factor(5.0, 1.0) == torch.tensor(1 / (5 + 1e-6)).float().item()
+    assert _modicum.clip_factor(5.0, float("inf")) == 1
+    assert _modicum.clip_factor(0.0, 0.0) == 0
+
+
+def test_expect_adds_up() -> None:
+    of = state([SHARDS[0]])
+    of.expect(2)
+    for value in (1.0, 2.0):
+        of.arrive(0, torch.full((300,), value))
+    assert of.norm() == (9 * 300, True)
+    with pytest.raises(modicum.UsageError, match="can't be added up"):
+        state([SHARDS[0]], format="fp32-split").expect(2)

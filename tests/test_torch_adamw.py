@@ -1,0 +1,687 @@
+"""`modicum.torch.AdamW` beside torch's own: bits, options, what belongs to an optimizer.
+
+Oracle test against torch.optim.AdamW and Adam. It catches these mutations: a gradient that is
+brought to its plane twice or not at all; a parameter without a gradient that is stepped; options of
+another group; a clip factor that stays for the step after; a step that is taken although a gradient
+is not finite; a state dict that is another's.
+
+MKL's square root, which torch calls, misses the nearest float in 17 % of the cases. Where bits are
+compared, torch gets one that is rounded to nearest.
+"""
+
+import copy
+import functools
+import gc
+import json
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fixtures import record_deepspeed  # noqa: E402  (after torch is known to be there)
+from rounding import nearest_sqrt  # noqa: E402
+from torch import nn  # noqa: E402
+
+import modicum  # noqa: E402
+from modicum.torch import AdamW  # noqa: E402
+
+STEPS = 100
+FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
+SPLIT = FORMATS[1:]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """What is this small is not for several, which wait for each other by spinning."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Net(nn.Module):
+    """Sizes that no vector divides; a matrix that is used twice; one that may stay unused."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(13, 67)
+        self.norm = nn.LayerNorm(67)
+        self.twice = nn.Linear(67, 67, bias=False)
+        self.unused = nn.Linear(67, 3)
+        self.last = nn.Linear(67, 5)
+        self.to(dtype)
+
+    def forward(self, x: Any, with_unused: bool = False) -> Any:
+        x = self.norm(self.first(x).tanh())
+        x = self.twice(self.twice(x).tanh())
+        return self.last(x) + (self.unused(x).sum() if with_unused else 0)
+
+
+def net(dtype: torch.dtype = torch.float32, seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net(dtype)
+
+
+def batches(count: int, dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        yield torch.randn(8, 13, generator=generator).to(dtype)
+
+
+def train(model: Net, optimizer: Any, steps: int = STEPS, after: Any = None) -> list[float]:
+    """The losses; `after` is called once a step's gradients are there."""
+    losses = []
+    for i, x in enumerate(batches(steps, model.last.weight.dtype)):
+        loss = (model(x, i % 3 == 1) - x[:, :5]).square().mean()
+        loss.backward()
+        if after is not None:
+            after(i)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def groups_of(model: Net) -> list[dict[str, Any]]:
+    return [
+        {"params": [*model.first.parameters()], "lr": 3e-2, "weight_decay": 0.0},
+        {"params": [*model.norm.parameters()], "betas": (0.5, 0.9), "eps": 1e-5, "amsgrad": True},
+        {"params": [*model.twice.parameters(), *model.last.parameters()], "maximize": True},
+        {"params": [*model.unused.parameters()]},
+    ]
+
+
+# ---- the same bits as torch
+
+
+@pytest.mark.parametrize("foreach", (False, True), ids=("single-tensor", "foreach"))
+@pytest.mark.parametrize(
+    ("options", "ours"),
+    [
+        pytest.param({}, {}, id="default"),
+        pytest.param({"amsgrad": True}, {}, id="amsgrad"),
+        pytest.param({"maximize": True, "weight_decay": 0.0}, {}, id="maximize"),
+        pytest.param({"betas": (0.3, 0.7), "eps": 1e-4, "weight_decay": 0.3}, {}, id="betas"),
+        pytest.param({"betas": (0.0, 0.0)}, {}, id="no memory"),
+        pytest.param({"weight_decay": 0.1}, {"decoupled": False}, id="L2"),
+    ],
+)
+def test_bits_are_those_of_torch(
+    options: dict[str, Any], ours: dict[str, Any], foreach: bool
+) -> None:
+    cls = torch.optim.Adam if "decoupled" in ours else torch.optim.AdamW
+    options = {"lr": 1e-2} | options
+    model, whole = net(), net()
+    with nearest_sqrt():
+        expected = train(whole, cls(whole.parameters(), foreach=foreach, **options))
+    assert train(model, AdamW(model.parameters(), **options, **ours)) == expected
+    assert_same(model, whole)
+    assert not torch.equal(model.unused.weight, net().unused.weight), "it was used at times"
+
+
+def test_groups_learn_by_their_own_options() -> None:
+    model, whole = net(), net()
+    with nearest_sqrt():
+        expected = train(whole, torch.optim.AdamW(groups_of(whole), lr=1e-2))
+    assert train(model, AdamW(groups_of(model), lr=1e-2)) == expected
+    assert_same(model, whole)
+
+
+def test_lr_may_be_a_tensor() -> None:
+    """And somebody else's to change."""
+    lr = torch.tensor(0.25)
+    model, other = net(), net()
+    optimizer, expected = AdamW(model.parameters(), lr=lr), AdamW(other.parameters(), lr=0.25)
+    train(model, optimizer, 2)
+    train(other, expected, 2)
+    lr.fill_(0.125)
+    expected.param_groups[0]["lr"] = 0.125
+    assert train(model, optimizer, 2) == train(other, expected, 2)
+    assert_same(model, other)
+
+
+def test_near_torch_as_it_is() -> None:
+    """With MKL's square root: within 1e-6 after 1,000 steps with the same gradients."""
+    torch.manual_seed(0)
+    mine = nn.Parameter(torch.randn(4099))
+    theirs = nn.Parameter(mine.detach().clone())
+    ours, torchs = AdamW([mine], lr=1e-2), torch.optim.AdamW([theirs], lr=1e-2)
+    for _ in range(1000):
+        before = theirs.detach().clone()
+        mine.grad = theirs.grad = torch.randn(4099)
+        ours.step()
+        torchs.step()
+    assert (mine - theirs).norm() <= 1e-6 * theirs.norm()
+    # A last bit of the square root is one or two of the update's.
+    moved = (theirs - before).abs().max().item()
+    assert (mine - theirs).abs().max() <= 1000 * moved * 2**-22
+    same = ours.state[mine]["exp_avg_sq"] == torchs.state[theirs]["exp_avg_sq"]
+    assert same.all()
+
+
+@pytest.mark.parametrize("run", range(len(record_deepspeed.RUNS)))
+def test_bits_are_those_of_deepspeed(run: int, root: Path) -> None:
+    """As recorded."""
+    fixture = json.loads((root / "tests/fixtures/deepspeed_adam.json").read_text())
+    make = functools.partial(AdamW, semantics="deepspeed")
+    got = record_deepspeed.recorded(make, record_deepspeed.RUNS[run][1])
+    assert got == fixture["runs"][run]
+
+
+@pytest.mark.parametrize("how", ("accumulated", "replaced", "not contiguous", "model.zero_grad"))
+def test_gradients_come_as_they_like(how: str) -> None:
+    model, whole = net(), net()
+
+    def run(model: Net, optimizer: Any) -> None:
+        for i, x in enumerate(batches(20)):
+            model(x, i % 3 == 1).square().mean().backward()
+            if how == "accumulated":
+                for scale in (0.5, -2.0):
+                    (scale * model(x).square().mean()).backward()
+            if how == "replaced":
+                for p in model.parameters():
+                    p.grad = None if p.grad is None else p.grad.double().float() * 2
+            if how == "not contiguous":
+                model.twice.weight.grad = (model.twice.weight.grad.clone() + 1).t()
+            optimizer.step()
+            zero = model.zero_grad if how == "model.zero_grad" else optimizer.zero_grad
+            zero(set_to_none=i % 2 == 0)
+
+    with nearest_sqrt():
+        run(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2))
+    run(model, AdamW(model.parameters(), lr=1e-2))
+    assert_same(model, whole)
+
+
+def test_a_gradient_is_a_view_of_the_plane() -> None:
+    model = net()
+    optimizer = AdamW(model.parameters())
+    weight = model.first.weight
+    for x in batches(3):
+        model(x).sum().backward()
+        address = weight.grad.data_ptr()
+        assert address == torch.from_dlpack(optimizer._states["fp32"].plane(0, "grad")).data_ptr()
+        model(x).sum().backward()
+        assert weight.grad.data_ptr() == address
+        assert model.unused.weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+        assert weight.grad is None
+    assert optimizer.held["fp32"]["grad"] >= 4 * sum(p.numel() for p in model.parameters())
+
+
+# ---- formats
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_every_format_trains(state_format: str) -> None:
+    """bfloat16 parameters; the fp32 one beside them is held as fp32 whatever the format."""
+    model = net(torch.bfloat16)
+    model.norm.float()
+    model.norm.forward = lambda x: nn.functional.layer_norm(
+        x.float(), (67,), model.norm.weight, model.norm.bias
+    ).to(x.dtype)
+    optimizer = AdamW(model.named_parameters(), lr=3e-3, state_format=state_format)
+    losses = train(model, optimizer, 150)
+    assert sum(losses[-20:]) < 0.6 * sum(losses[:20])
+    norm = 2 * 67
+    numel = sum(p.numel() for p in model.parameters())
+    assert {name: of["parameters"] for name, of in optimizer.held.items()} == (
+        {"fp32": numel}
+        if state_format == "fp32"
+        else {state_format: numel - norm, "fp32": norm}
+    )
+
+
+def test_split_is_fp32_to_the_bit() -> None:
+    """Fed the same bfloat16 gradients; the parameters are its upper half, but for ties."""
+    one, other = net(torch.bfloat16), net(torch.bfloat16)
+    first, second = AdamW(one.parameters()), AdamW(other.parameters(), state_format="fp32-split")
+    for x in batches(STEPS, torch.bfloat16):
+        one(x, True).square().mean().backward()
+        for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert first.digest() == second.digest()
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert (p != q).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("state_format", SPLIT)
+def test_names_and_seed_key_the_random_bits(state_format: str) -> None:
+    def trained(seed: int, rename: Callable[[str], str]) -> dict[str, int]:
+        model = net(torch.bfloat16)
+        named = [(rename(name), p) for name, p in model.named_parameters()]
+        optimizer = AdamW(named, state_format=state_format, seed=seed)
+        train(model, optimizer, 5)
+        return optimizer.digest()
+
+    before = trained(1, str)
+    assert trained(1, str) == before
+    assert trained(1, lambda name: f"_orig_mod.{name}") == before, "compiling renames"
+    assert (trained(2, str) == before) == (state_format == "fp32-split")
+
+
+def test_values_written_to_a_parameter_are_taken() -> None:
+    """By load_state_dict or by hand: its master follows where it was changed, and only there."""
+    for state_format in ("fp32", "fp32-split"):
+        model = net(torch.bfloat16)
+        optimizer = AdamW(model.parameters(), weight_decay=0.0, state_format=state_format)
+        train(model, optimizer, 3)
+        optimizer.param_groups[0]["lr"] = 0.0
+        before = optimizer.state_dict()["state"][0]["master"]
+        with torch.no_grad():
+            model.first.weight[5] = 0.75
+        train(model, optimizer, 1)
+        after = optimizer.state_dict()["state"][0]["master"]
+        assert (model.first.weight[5] == 0.75).all()
+        assert torch.equal(after[5].bfloat16(), model.first.weight[5])
+        rest = [row for row in range(67) if row != 5]
+        assert not torch.equal(before[rest], before[rest].bfloat16().float()), "it is rounded"
+        assert torch.equal(after[rest], before[rest])
+
+
+# ---- clipping, scaling, skipping
+
+
+@pytest.mark.parametrize("max_norm", (1e-3, 0.3, 1e3, math.inf))
+def test_clips_as_torch(max_norm: float) -> None:
+    """In the step, the same bits; `grad` stays. And torch's own function does as ever."""
+    model, whole, third = net(), net(), net()
+    with nearest_sqrt():
+        theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+        ours, by_torch = (AdamW(m.parameters(), lr=1e-2) for m in (model, third))
+        for x in batches(20):
+            for m in (model, whole, third):
+                m(x).square().mean().backward()
+            before = model.first.weight.grad.clone()
+            norm = ours.clip_grad_norm_(max_norm)
+            assert torch.equal(model.first.weight.grad, before)
+            expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+            torch.nn.utils.clip_grad_norm_(third.parameters(), max_norm)
+            assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+            for optimizer in (ours, theirs, by_torch):
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same(third, whole)
+    for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_factor_is_that_of_fp64() -> None:
+    """And for one step: with lr 1, SGD-like options and one element, the update shows it."""
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = AdamW([p], lr=1.0, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)
+    for max_norm, factor in ((1.0, 0.2 / (1 + 1e-6 / 5)), (None, 1.0)):
+        p.grad = torch.tensor([3.0, 4.0, 0.0])
+        if max_norm is not None:
+            assert optimizer.clip_grad_norm_(max_norm) == 5
+        before = p.detach().clone()
+        optimizer.step()
+        clipped = torch.tensor([3.0, 4.0, 0.0], dtype=torch.float64) * factor
+        expected = -clipped / (clipped.abs() + 1)
+        torch.testing.assert_close((p - before).double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", (math.nan, math.inf, -math.inf))
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_not_finite_changes_no_byte(state_format: str, bad: float) -> None:
+    model = net(torch.bfloat16)
+    optimizer = AdamW(model.parameters(), state_format=state_format)
+    train(model, optimizer, 2)
+    before = optimizer.digest()
+    bits = [p.detach().clone() for p in model.parameters()]
+    model(next(batches(1, torch.bfloat16))).sum().backward()
+    model.norm.weight.grad[66] = bad
+    assert math.isnan(optimizer.clip_grad_norm_(1.0))
+    optimizer.step()
+    assert optimizer.digest() == before
+    assert optimizer.skipped_steps == 1
+    assert all(map(torch.equal, model.parameters(), bits))
+    assert {of["step"].item() for of in optimizer.state.values()} == {0.0, 1.0, 2.0} - {0.0}
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+    assert optimizer.digest() != before
+
+
+def test_what_changes_after_the_norm_is_seen() -> None:
+    """A gradient that goes bad, and one that grows, between clip_grad_norm_ and step."""
+    model, other = net(), net()
+    optimizer, expected = AdamW(model.parameters()), AdamW(other.parameters())
+    x = next(batches(1))
+    for m in (model, other):
+        m(x).square().mean().backward()
+    optimizer.clip_grad_norm_(1e-3)
+    model.norm.bias.grad.mul_(64)
+    other.norm.bias.grad.mul_(64)
+    expected.clip_grad_norm_(1e-3)
+    optimizer.step()
+    expected.step()
+    assert optimizer.digest() == expected.digest()
+    optimizer.clip_grad_norm_(1e-3)
+    model.norm.bias.grad[0] = math.nan
+    optimizer.step()
+    assert optimizer.digest() == expected.digest() and optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("unscale_first", (False, True))
+def test_grad_scaler(unscale_first: bool) -> None:
+    """Scales, skips and halves as with torch's; the clip is that of the unscaled gradient."""
+    results = []
+    for make in (torch.optim.AdamW, AdamW):
+        model = net()
+        optimizer = make(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
+        with nearest_sqrt():
+            for x in batches(30):
+                scaler.scale(1000 * model(x).square().mean()).backward()
+                if unscale_first:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        results.append((scaler.get_scale(), model))
+    assert results[0][0] == results[1][0] != 2.0**127
+    assert_same(results[1][1], results[0][1])
+    assert optimizer.skipped_steps > 0
+
+
+def test_clipping_before_a_scaler_unscales() -> None:
+    clipped = []
+    for scale in (1.0, 2.0**10):
+        model = net()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for x in batches(3):
+            scaler.scale(model(x).square().mean()).backward()
+            optimizer.clip_grad_norm_(0.01)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        clipped.append(model)
+    assert_same(*clipped)
+
+
+# ---- what belongs to an optimizer
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=40),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda i: 0.9**i] * len(o.param_groups)),
+    ],
+    ids=("OneCycle", "cosine", "lambda"),
+)
+def test_schedulers_change_lr_and_betas(schedule: Callable[[Any], Any]) -> None:
+    models, groups = [], []
+    with nearest_sqrt():
+        for make in (torch.optim.AdamW, AdamW):
+            model = net()
+            optimizer = make(groups_of(model), lr=1e-2)
+            scheduler = schedule(optimizer)
+            optimizer.zero_grad()
+            for x in batches(40):
+                model(x).square().mean().backward()
+                optimizer.step()
+                scheduler.step() if scheduler.last_epoch < 39 else None
+                optimizer.zero_grad()
+            models.append(model)
+            groups.append([(g["lr"], g["betas"]) for g in optimizer.param_groups])
+    assert groups[0] == groups[1]
+    assert_same(*models)
+
+
+def test_hooks_and_closures() -> None:
+    model, called = net(), []
+    optimizer = AdamW(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    optimizer.register_state_dict_post_hook(lambda o, d: called.append("state") or d | {"own": 1})
+    x = next(batches(1))
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        called.append("closure")
+        return loss
+
+    assert optimizer.step(closure).requires_grad
+    assert optimizer.state_dict()["own"] == 1
+    assert called == ["before", "closure", "after", "state"]
+    assert optimizer.state[model.first.weight]["step"] == 1
+
+
+def test_a_step_is_a_write_for_autograd() -> None:
+    model = net()
+    optimizer = AdamW(model.parameters())
+    loss = model(next(batches(1))).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# ---- state dicts
+
+
+@pytest.mark.parametrize("amsgrad", (False, True))
+@pytest.mark.parametrize("to_torch", (False, True), ids=("from torch", "to torch"))
+def test_state_dicts_are_torchs(to_torch: bool, amsgrad: bool) -> None:
+    """The second half of a run continues with the other one, to the bit."""
+    makes = (AdamW, torch.optim.AdamW) if to_torch else (torch.optim.AdamW, AdamW)
+    options = {"lr": 1e-2, "amsgrad": amsgrad}
+    whole, model = net(), net()
+    with nearest_sqrt():
+        reference = torch.optim.AdamW(whole.parameters(), **options)
+        train(whole, reference, 10)
+        first = makes[0](model.parameters(), **options)
+        train(model, first, 10)
+        second = makes[1](model.parameters(), lr=5.0, amsgrad=amsgrad)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        train(model, second, 10)
+        train(whole, reference, 10)
+    assert second.param_groups[0]["lr"] == 1e-2
+    assert_same(model, whole)
+    mine, theirs = second.state_dict()["state"], reference.state_dict()["state"]
+    for index, entry in theirs.items():
+        for name, value in entry.items():
+            assert torch.equal(mine[index][name], value), (index, name)
+            assert mine[index][name].shape == value.shape
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_a_run_goes_on_after_save_and_load(state_format: str) -> None:
+    """Lossless at fp32 and fp32-split: as if there had been no break. Below, what was loaded is
+    exactly what was saved where codes can hold it."""
+    model = net(torch.bfloat16)
+    optimizer = AdamW(model.parameters(), lr=1e-2, state_format=state_format)
+    train(model, optimizer, 7)
+    saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict())))
+    other = net(torch.bfloat16, seed=9)
+    again = AdamW(other.parameters(), lr=1.0, state_format=state_format)
+    train(other, again, 2)
+    other.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    assert_same(other, model)
+    if state_format in ("fp32", "fp32-split", "bf16-moments"):
+        assert again.digest() == optimizer.digest()
+        assert train(other, again, 7) == train(model, optimizer, 7)
+        assert again.digest() == optimizer.digest()
+    for name in ("exp_avg", "exp_avg_sq", "master"):
+        was = saved[1]["state"][0][name]
+        now = again.state_dict()["state"][0][name] if name == "master" else None
+        assert was.dtype == torch.float32 and was.shape == model.first.weight.shape
+        if now is not None and state_format.startswith("int8"):
+            torch.testing.assert_close(now, was, rtol=2**-14, atol=0)
+
+
+def test_every_format_loads_every_other() -> None:
+    dicts = {}
+    for state_format in FORMATS:
+        model = net(torch.bfloat16)
+        optimizer = AdamW(model.parameters(), lr=1e-3, state_format=state_format)
+        train(model, optimizer, 5)
+        dicts[state_format] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for name, (weights, saved) in dicts.items():
+        for state_format in FORMATS:
+            model = net(torch.bfloat16)
+            optimizer = AdamW(model.parameters(), state_format=state_format)
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(saved)
+            now = optimizer.state_dict()["state"][0]
+            for part in ("exp_avg", "master"):
+                was = saved["state"][0][part]
+                atol = was.abs().max().item() / 60 if part == "exp_avg" else 1e-30
+                torch.testing.assert_close(now[part], was, rtol=2**-7, atol=atol), name
+            assert now["step"] == 5
+
+
+def test_moments_lie_there_without_a_copy() -> None:
+    model = net()
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, 1)
+    entry = optimizer.state_dict()["state"][0]
+    assert entry["exp_avg"].data_ptr() == optimizer.state[model.first.weight]["exp_avg"].data_ptr()
+    kept = entry["exp_avg"].clone()
+    ledger = optimizer.ledger
+    del optimizer
+    gc.collect()
+    assert torch.equal(entry["exp_avg"], kept) and ledger.held_bytes > 0
+    del entry
+    model.zero_grad()
+    gc.collect()
+    assert ledger.held_bytes == 0, "nothing of the optimizer is held by the model"
+
+
+# ---- memory and refusals
+
+
+def test_refused_when_over_budget() -> None:
+    model = net(torch.bfloat16)
+    model.norm.float()
+    for state_format in ("fp32", "int8-moments"):
+        ledger = modicum.Ledger()
+        made = AdamW(model.parameters(), state_format=state_format, ledger=ledger)
+        needed = ledger.held_bytes
+        assert needed == sum(
+            bytes for of in made.held.values() for p, bytes in of.items() if p != "parameters"
+        )
+        del made
+        gc.collect()
+        assert ledger.held_bytes == 0
+        small = modicum.Ledger(needed - 1)
+        with pytest.raises(modicum.BudgetError, match="too little") as refused:
+            AdamW(model.parameters(), state_format=state_format, ledger=small)
+        assert (refused.value.shortfall_bytes, refused.value.category) == (1, "BUDGET")
+        assert small.peak_bytes == 0, "a page was touched"
+        ledger.limit_bytes = needed
+        AdamW(model.parameters(), state_format=state_format, ledger=ledger)
+
+
+class Registrar:
+    """In place of CUDA's runtime."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.pinned: dict[int, int] = {}
+        self.status = status
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        if self.status == 0:
+            self.pinned[address] = nbytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+def test_pins_what_a_device_touches() -> None:
+    registrar, model = Registrar(), net(torch.bfloat16)
+    optimizer = AdamW(model.parameters(), state_format="int8-moments", pin=registrar)
+    assert sum(registrar.pinned.values()) == optimizer.held["int8-moments"]["grad"]
+    del optimizer
+    gc.collect()
+    assert registrar.pinned == {}
+    ledger = modicum.Ledger()
+    with pytest.raises(modicum.BudgetError, match="CUDA error 2"):
+        AdamW(model.parameters(), pin=Registrar(2), ledger=ledger)
+    assert ledger.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda m: AdamW(m.parameters(), state_format="fp16"), "unknown state format 'fp16'"),
+        (lambda m: AdamW(m.parameters(), semantics="tf"), "unknown semantics 'tf'"),
+        (lambda m: AdamW(m.parameters(), lr=-1.0), "learning rate"),
+        (lambda m: AdamW(m.parameters(), betas=(0.9, 1.0)), "beta2"),
+        (lambda m: AdamW(m.parameters(), amsgrad=True, semantics="deepspeed"), "no amsgrad"),
+        (lambda m: AdamW(m.to("meta").parameters()), "on meta"),
+        (lambda m: AdamW(m.double().parameters()), "not float32, bfloat16 or float16"),
+        (lambda m: AdamW([nn.Parameter(torch.ones(4, 3).t())]), "not row-major"),
+        (lambda m: AdamW([("a", m.first.weight), ("a", m.first.bias)]), "one name"),
+        (lambda m: AdamW(m.parameters(), pin=True), "without CUDA"),
+        (lambda m: AdamW(m.parameters()).add_param_group({"params": []}), "after AdamW has"),
+        (lambda m: copy.deepcopy(AdamW(m.parameters())), "not copied or pickled"),
+        (lambda m: pickle.dumps(AdamW(m.parameters())), "not copied or pickled"),
+        (lambda m: AdamW(m.parameters()).clip_grad_norm_(-1.0), "0 or more"),
+    ],
+)
+def test_wrong_uses_are_refused(make: Callable[[Any], Any], words: str) -> None:
+    if "CUDA" in words and torch.cuda.is_available():
+        pytest.skip("CUDA would pin")
+    with pytest.raises(modicum.UsageError, match=words):
+        make(net())
+
+
+def test_wrong_steps_change_nothing() -> None:
+    """Refused by name; the next right step is as if nothing had been."""
+    model, whole = net(), net()
+    optimizer, reference = (AdamW(m.named_parameters(), lr=1e-2) for m in (model, whole))
+    train(model, optimizer, 2)
+    train(whole, reference, 2)
+    before = optimizer.digest()
+    weight = model.first.weight
+
+    def refused(words: str) -> None:
+        with pytest.raises(modicum.UsageError, match=words):
+            optimizer.step()
+        assert optimizer.digest() == before
+        model.zero_grad()
+
+    weight.grad = torch.sparse_coo_tensor([[0], [0]], [1.0], weight.shape, check_invariants=True)
+    refused("sparse gradient.*first.weight")
+    optimizer.param_groups[0]["lr"] = -1.0
+    refused("learning rate")
+    optimizer.param_groups[0]["lr"] = 1e-2
+    optimizer.param_groups[0]["amsgrad"] = True
+    refused("amsgrad can't change")
+    optimizer.param_groups[0]["amsgrad"] = False
+    kept = weight.data
+    weight.data = kept.clone()
+    refused("other memory than when AdamW was made.*first.weight")
+    weight.data = kept
+    with pytest.raises(modicum.UsageError, match="other parameter groups"):
+        optimizer.load_state_dict(AdamW(groups_of(net())).state_dict())
+    other = reference.state_dict()
+    other["state"][0]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(modicum.UsageError, match="its exp_avg.*first.weight"):
+        optimizer.load_state_dict(other)
+    assert train(model, optimizer, 2) == train(whole, reference, 2)
+    assert optimizer.digest() == reference.digest()

@@ -1,0 +1,76 @@
+"""Which elements of a parameter a rank steps, beside torch.chunk.
+
+Oracle test, on shards that torch has made. It catches these mutations: runs that begin where the
+local tensor does; a cut of what another cut has left that is taken for one of the whole; replicas
+that all count.
+"""
+
+import copy
+from math import prod
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from sharding import Cut, playing_new_rank  # noqa: E402  (after torch is known to be there)
+from torch_front import from_pretrained, local_part, shard  # noqa: E402
+
+import modicum  # noqa: E402
+from modicum.torch._parts import part_of  # noqa: E402
+from modicum.torch._placements import Meshes  # noqa: E402
+
+CUTS = [
+    Cut("none", (2,)),
+    Cut("fsdp2", (3,)),
+    Cut("fsdp2", (4,), dim=1),
+    Cut("hsdp", (2, 3)),
+    Cut("tp-fsdp", (2, 2)),
+    Cut("tp-fsdp", (2, 2), dim=1),
+]
+# Halves of 53 rows, cut again: what made them is not to be seen.
+UNEVEN = [("llama", cut) for cut in CUTS[4:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [(name, cut) for name in ("llama", "mixtral") for cut in CUTS if (name, cut) not in UNEVEN],
+    ids=str,
+)
+def test_runs_are_what_a_rank_holds(name: str, cut: Cut) -> None:
+    """Every element is its own number."""
+    whole = copy.deepcopy(from_pretrained(name)).float()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(torch.arange(float(parameter.numel())).view(parameter.shape))
+    counted = {n: 0 for n, _ in whole.named_parameters()}
+    world = prod(cut.mesh)
+    for rank in range(world):
+        with playing_new_rank(rank, world):
+            model = shard(copy.deepcopy(whole), cut)
+            meshes = Meshes()
+            for n, parameter in model.named_parameters():
+                part = part_of(n, parameter, 0, meshes)
+                runs = [torch.arange(float(first), float(first + k)) for first, k in part.runs]
+                got = torch.cat(runs) if runs else torch.empty(0)
+                held = local_part(n, whole.get_parameter(n).detach(), cut, rank)
+                assert torch.equal(got, held.reshape(-1)), f"{n} of rank {rank}"
+                ends = [first + k for first, k in part.runs[:-1]]
+                assert all(a < b[0] for a, b in zip(ends, part.runs[1:], strict=True)), n
+                counted[n] += got.numel() if part.is_counted else 0
+    if cut.layout == "none":
+        return  # plain parameters are every rank's own
+    for n, parameter in whole.named_parameters():
+        # A parameter that lies on some of the mesh axes only is counted on each of the rest.
+        assert counted[n] % parameter.numel() == 0 and counted[n] > 0, n
+        if cut.layout != "tp-fsdp":
+            assert counted[n] == parameter.numel(), n
+
+
+def test_a_cut_that_is_not_understood_is_refused() -> None:
+    name, cut = UNEVEN[0]
+    whole = copy.deepcopy(from_pretrained(name))
+    with playing_new_rank(0, 4):
+        parameter = shard(whole, cut).get_parameter("model.layers.0.mlp.up_proj.weight")
+        with pytest.raises(modicum.UsageError, match="a strided cut.*up_proj"):
+            part_of("up_proj", parameter, 0, Meshes())

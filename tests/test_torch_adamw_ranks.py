@@ -1,0 +1,101 @@
+"""`modicum.torch.AdamW` on real ranks: FSDP2 shards that Modicum has loaded.
+
+House test against torch.optim.AdamW on the same ranks. It catches these mutations: elements that
+are numbered from the shard's begin; a norm that counts replicas, or one rank's part only; a rank
+that steps while another skips; a gradient that FSDP2 has not brought to the plane.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks(4, tmp_path_factory.mktemp("adamw") / "ranks") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Sizes that four ranks can't share evenly, eleven experts."""
+    folder = tmp_path_factory.mktemp("models")
+    wanted: dict[str, dict[str, Any]] = {
+        "qwen3": {"family": "qwen3", "config": {"tie_word_embeddings": True}},
+        "qwen3_moe": {"family": "qwen3_moe", "config": {"num_experts": 11}, "dtype": "float32"},
+    }
+    for name, facts in wanted.items():
+        four.ask("write", directory=str(folder / name), **facts)
+    return {name: str(folder / name) for name in wanted}
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"), [("qwen3", [4]), ("qwen3_moe", [4]), ("qwen3", [2, 2])], ids=str
+)
+def test_five_steps_are_those_of_torch(
+    four: Ranks, models: dict[str, str], model: str, mesh: list[int]
+) -> None:
+    """Losses and parameters, all bits; several groups, one frozen parameter, no gradient for
+    experts that nobody chose."""
+    how: dict[str, Any] = {"directory": models[model], "mesh": mesh}
+    expected = four.ask("adamw", by="torch", **how)
+    got = four.ask("adamw", by="modicum", **how)
+    for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        assert mine["losses"] == theirs["losses"], f"rank {rank}"
+        assert mine["after"] == theirs["after"], f"rank {rank}: trained otherwise"
+        assert mine["before"] != mine["after"]
+    # Shards of one world add up to the same numbers; replicas are each other's.
+    assert len({answer["digest"]["master"] for answer in got}) == 4 // (mesh[0] if mesh[1:] else 1)
+
+
+@pytest.mark.parametrize("state_format", ("fp32", "bf16-moments"))
+def test_states_do_not_depend_on_shards(
+    four: Ranks, models: dict[str, str], state_format: str
+) -> None:
+    """The same gradients on 4 ranks and on 2 replicas of 2: equal digests of the whole."""
+    how: dict[str, Any] = {"directory": models["qwen3"], "state_format": state_format}
+    whole = []
+    for mesh in ([4], [2, 2]):
+        answers = four.ask("adamw_states", mesh=mesh, **how)
+        shards = answers if mesh == [4] else answers[:2]
+        whole.append(sum(of["state"] for of in shards) % 2**64)
+    assert whole[0] == whole[1]
+
+
+@pytest.mark.parametrize("mesh", ([4], [2, 2]), ids=str)
+def test_clips_by_the_norm_of_all_ranks(
+    four: Ranks, models: dict[str, str], mesh: list[int]
+) -> None:
+    """Below, at and above the norm: the factor is the same on all ranks, and torch's to an ulp of
+    the float32 norm that torch adds up in."""
+    for answer in (answers := four.ask("adamw_norm", directory=models["qwen3"], mesh=mesh)):
+        assert answer == answers[0], "another norm on another rank"
+        assert answer["norm"] == pytest.approx(answer["fp64"], rel=2**-23)
+        assert answer["norm"] == pytest.approx(answer["torch"], rel=2**-20)
+        assert answer["factor"] == pytest.approx(answer["expected_factor"], rel=2**-23)
+
+
+@pytest.mark.parametrize("bad", ("nan", "inf"))
+def test_all_ranks_skip_what_is_bad_on_one(
+    four: Ranks, models: dict[str, str], bad: str
+) -> None:
+    how = {"directory": models["qwen3"], "mesh": [4], "bad": bad}
+    for rank, answer in enumerate(four.ask("adamw_skip", **how)):
+        assert answer["before"] == answer["after"], f"rank {rank} has written"
+        assert answer["skipped"] == 1 and answer["norm"] == "nan", f"rank {rank}"
+        assert answer["then"] != answer["after"], f"rank {rank} goes on"
+
+
+def test_checkpoints_by_dcp(four: Ranks, models: dict[str, str], tmp_path: Path) -> None:
+    """torch.distributed.checkpoint saves it and loads it, here and into torch's own."""
+    how = {"directory": models["qwen3"], "mesh": [4], "folder": str(tmp_path / "saved")}
+    for rank, answer in enumerate(four.ask("adamw_checkpoint", **how)):
+        assert answer["ours"] == answer["expected"], f"rank {rank}"
+        assert answer["torch"] == answer["expected"], f"rank {rank}: torch went on otherwise"
