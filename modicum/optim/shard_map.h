@@ -75,13 +75,18 @@ struct Bucket {
   int64_t finite = 1;
 };
 
+// Bytes of a shard's part of a plane, each a whole number of cache lines: codes, and their scales.
+struct PlaneBytes {
+  static constexpr uint64_t kAlignment = 64;
+  uint64_t codes = 0;
+  uint64_t scales = 0;
+};
+PlaneBytes plane_bytes(const StateFormatRow& row, Plane plane, const ShardIndex& shard);
+
 // All shards, and the arenas that hold them: plane by plane the shards' codes one after another,
-// then their scales; behind the gradients the buckets. The one place that says how large things
-// are.
+// then their scales; behind the gradients the buckets.
 class ShardMap {
  public:
-  static constexpr uint64_t kAlignment = 64;  // of every shard's part: a cache line
-
   explicit ShardMap(const AdamWSpec& spec);
 
   struct Place {
