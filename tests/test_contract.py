@@ -26,7 +26,7 @@ from program import (
     write_index,
 )
 
-VERBS = ("inspect", "synth", "plan", "load", "step")
+VERBS = ("inspect", "synth", "plan", "load", "rehearse", "step")
 NUMBER = (int, float)
 
 
@@ -64,10 +64,14 @@ def test_help_lists_verbs_first(modicum: Path) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_verb_help_lists_flags(modicum: Path, verb: str) -> None:
     flags = {"--json", "--quiet", "--verbose", "--threads", "--budget", "--progress"}
-    if verb in ("plan", "load"):
+    if verb in ("plan", "load", "rehearse"):
         flags |= {"--ranks", "--ranks-per-node", "--strategy", "--layout", "--shard-dim"}
         flags |= {"--dtype", "--keep-fp32", "--recipe", "--destination", "--staging", "--baseline"}
-        flags |= {"--untie"}
+        flags |= {"--untie", "--optimizer"}
+    if verb == "plan":
+        flags |= {"--deepspeed", "--workers", "--persistent-workers"}
+    if verb == "rehearse":
+        flags |= {"--steps", "--seed", "--clip"}
     if verb == "load":
         flags |= {"--check", "--digest", "--dump"}
     if verb == "synth":

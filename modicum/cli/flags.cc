@@ -1,15 +1,20 @@
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cmath>
 
 #include "modicum/cli/verbs.h"
 
 namespace modicum {
 namespace {
 
-constexpr std::array<Verb, 5> kVerbs = {{
+constexpr std::array<Verb, 6> kVerbs = {{
     {"inspect", "what is in a checkpoint: tensors, dtypes, files, oddities", run_inspect},
     {"synth", "write a true-shape checkpoint whose every element is known", run_synth},
     {"plan", "who reads what, and what each rank and node will hold", run_plan},
     {"load", "load into real rank processes and prove what was promised", run_load},
+    {"rehearse", "load and make optimizer steps in one budget; every phase beside its promise",
+     run_rehearse},
     {"step", "the optimizer on its own: bytes per parameter, and speed beside a copy", run_step},
 }};
 
@@ -17,12 +22,18 @@ constexpr std::array<Verb, 5> kVerbs = {{
 
 std::span<const Verb> verbs() noexcept { return kVerbs; }
 
+std::string format_names() {
+  std::vector<std::string_view> names;
+  for (const StateFormatRow& row : state_formats()) names.push_back(row.name);
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
 void add_common_flags(CLI::App& app, CommonFlags& flags) {
   app.add_flag("--json", flags.json, "one JSON document on stdout");
   app.add_flag("-q,--quiet", flags.quiet, "print nothing but errors");
   app.add_flag("-v,--verbose", flags.verbose, "print more");
   app.add_option("--threads", flags.threads,
-                 "threads (of load and step: per rank); default: usable CPUs")
+                 "threads (of load, rehearse and step: per rank); default: usable CPUs")
       ->check(CLI::Range(1, 1024));
   app.add_option("--budget", flags.budget,
                  "host memory per node: SIZE, auto (what the cgroup and the node leave) or none");
@@ -60,6 +71,8 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("--recipe", flags.recipe, "recipe.json; default: every tensor as it is");
   app.add_flag("--untie", flags.untie,
                "load both where a tie is stored under both of its names; default: compare them");
+  app.add_option("--optimizer", flags.optimizer,
+                 fmt::format("none, or adamw:FORMAT: its state is held, too; {}", format_names()));
   app.add_option("--destination", flags.destination, "cpu, or discard (digest and drop)");
   app.add_option("--staging", flags.staging, "per rank, committed whole; default 8 MiB");
   app.add_option("--baseline", flags.baseline,
@@ -87,6 +100,11 @@ std::optional<int> parse(CLI::App& app, const Args& args) {
   const std::string flag = unknown.substr(0, unknown.find('='));
   fail(Category::usage,
        fmt::format("unexpected '{}'{}", printable(unknown), nearest_hint(flag, names)));
+}
+
+double positive(const std::string& flag, double value) {
+  if (std::isfinite(value) && value > 0) return value;
+  fail(Category::usage, fmt::format("{} takes a number above 0", flag));
 }
 
 void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes) {

@@ -2,11 +2,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 
+#include "modicum/cli/training.h"
 #include "modicum/cli/verbs.h"
 #include "modicum/memory/memory.h"
 #include "modicum/probe/probe.h"
@@ -98,34 +99,17 @@ void be_rank(const RankRun& of, int rank) {
   const LoadOutcome loaded = load(of.run.checkpoint, of.plan, {rank, &of.board, exchange.get()},
                                   sink, ledger, {.threads = of.threads});
   outcome.loaded_ns = of.clock.now_ns();
+  std::optional<Training> training;  // what comes after a load is held, but not done
+  if (of.run.optimizer) training.emplace(of.run, of.plan, rank, *host, ledger, of.threads);
   of.board.barrier(rank);  // all hold their shards until the last has finished
   outcome.kernel_peak_bytes = read_process_memory().peak_held();
   outcome.ledger_peak_bytes = ledger.peak_bytes();
-  outcome.bytes_loaded = loaded.bytes_loaded;
-  outcome.storage_read_bytes = loaded.storage_read_bytes;
-  outcome.exchanged_bytes = loaded.exchanged_bytes;
-  outcome.page_cache_peak_bytes = loaded.page_cache_peak_bytes;
+  note(outcome, loaded);
   of.board.barrier(rank);  // and until all have looked at what they share
   if (host) check_and_dump(of, rank, *host, outcome);
   if (discard) outcome.digest = discard->digest();
   of.board.post(rank, std::as_bytes(std::span(&outcome, 1)));
   of.board.barrier(rank);
-}
-
-SuperviseOptions watching(const LoadFlags& flags, SharedBoard& board, Progress& progress) {
-  SuperviseOptions options;
-  options.tick = [&board, &progress, ranks = flags.run.ranks] {
-    uint64_t bytes = 0;
-    for (int rank = 0; rank < ranks; ++rank) bytes += board.progress(rank);
-    progress.show(bytes);
-  };
-  options.out_of_memory = [before = oom_kill_count()] {
-    if (oom_kill_count() == before) return std::string();
-    const std::vector<MemoryLimit> limits = memory_limits();
-    if (limits.empty()) return std::string("the kernel counted an out-of-memory kill");
-    return fmt::format("{} allows {}", limits[0].source, format_size(limits[0].limit_bytes));
-  };
-  return options;
 }
 
 void refuse_contradictions(const LoadFlags& flags) {
@@ -149,10 +133,7 @@ LoadReport report_of(const RankRun& of, const std::optional<Budget>& budget, int
   int64_t check_ns = 0;
   uint64_t digest = 0;
   for (int rank = 0; rank < of.plan.ranks(); ++rank) {
-    RankOutcome outcome;
-    const auto posted = of.board.posted(rank);
-    MODICUM_ASSERT(posted.size() == sizeof outcome);
-    std::memcpy(&outcome, posted.data(), sizeof outcome);
+    const auto outcome = posted<RankOutcome>(of.board, rank);
     end_ns = std::max(end_ns, outcome.loaded_ns);
     check_ns = std::max(check_ns, outcome.check_ns);
     digest += outcome.digest;
@@ -182,7 +163,7 @@ LoadReport load_with_ranks(const LoadFlags& flags, FileSystem& files, SteadyCloc
   Progress progress(flags.common, run.checkpoint.manifest.data_bytes() * times, clock);
   const int64_t begin_ns = clock.now_ns();
   run_ranks(
-      board, clock, [&of](int rank) { be_rank(of, rank); }, watching(flags, board, progress));
+      board, clock, [&of](int rank) { be_rank(of, rank); }, watching(board, progress));
   return report_of(of, budget, begin_ns, read_process_memory().held());
 }
 

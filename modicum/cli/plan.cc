@@ -11,9 +11,17 @@ int run_plan(const Args& args) {
   RunFlags flags;
   add_common_flags(app, common);
   add_run_flags(app, flags);
+  DeepSpeedFlags deepspeed;
+  app.add_option("--deepspeed", deepspeed.config,
+                 "ds_config.json: what DeepSpeed itself would hold, line by line");
+  app.add_option("--workers", deepspeed.workers,
+                 "of --deepspeed: forked data-loader workers of a rank; default 0")
+      ->check(CLI::Range(0, 1024));
+  app.add_flag("--persistent-workers", deepspeed.persistent_workers,
+               "of --deepspeed: the workers live for all epochs; default: forked for each");
   if (const auto done = parse(app, args)) return *done;
   PosixFileSystem files;
-  const PlanReport report = plan_report(files, flags, common.budget);
+  const PlanReport report = plan_report(files, flags, common.budget, deepspeed);
   if (common.json) {
     fmt::print("{}\n", plan_json(report));
   } else if (!common.quiet) {

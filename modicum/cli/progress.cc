@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "modicum/cli/verbs.h"
+#include "modicum/probe/probe.h"
 
 namespace modicum {
 namespace {
@@ -38,6 +39,22 @@ void Progress::show(uint64_t bytes) {
              format_size(bytes), format_size(total_bytes_),
              format_size(static_cast<uint64_t>(rate)), eta, mode_ == Mode::plain ? "\n" : "");
   shown_ = true;
+}
+
+SuperviseOptions watching(const SharedBoard& board, Progress& progress) {
+  SuperviseOptions options;
+  options.tick = [&board, &progress] {
+    uint64_t bytes = 0;
+    for (int rank = 0; rank < board.ranks(); ++rank) bytes += board.progress(rank);
+    progress.show(bytes);
+  };
+  options.out_of_memory = [before = oom_kill_count()] {
+    if (oom_kill_count() == before) return std::string();
+    const std::vector<MemoryLimit> limits = memory_limits();
+    if (limits.empty()) return std::string("the kernel counted an out-of-memory kill");
+    return fmt::format("{} allows {}", limits[0].source, format_size(limits[0].limit_bytes));
+  };
+  return options;
 }
 
 }  // namespace modicum

@@ -5,12 +5,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <vector>
 
 #include "modicum/cli/verbs.h"
 #include "modicum/kernels/kernels.h"
-#include "modicum/probe/probe.h"
 
 namespace modicum {
 namespace {
@@ -30,12 +28,6 @@ struct StepFlags {
   bool no_compare = false;
   StepRun run;
 };
-
-std::string format_names() {
-  std::vector<std::string_view> names;
-  for (const StateFormatRow& row : state_formats()) names.push_back(row.name);
-  return fmt::format("{}", fmt::join(names, ", "));
-}
 
 void add_step_flags(CLI::App& app, StepFlags& flags) {
   add_common_flags(app, flags.common);
@@ -59,11 +51,6 @@ void add_step_flags(CLI::App& app, StepFlags& flags) {
   app.add_flag("--no-compare", flags.no_compare, "without the copy and the five unfused passes");
 }
 
-double positive(const std::string& flag, double value) {
-  if (std::isfinite(value) && value > 0) return value;
-  fail(Category::usage, fmt::format("{} takes a number above 0", flag));
-}
-
 StepRun run_of(const StepFlags& flags, const CLI::App& app) {
   StepRun run = flags.run;
   run.format = state_format_named(flags.format).format;
@@ -82,14 +69,6 @@ StepRun run_of(const StepFlags& flags, const CLI::App& app) {
   }
   run.compares = !flags.no_compare;
   return run;
-}
-
-StepOutcome posted(const SharedBoard& board, int rank) {
-  StepOutcome outcome;
-  const auto bytes = board.posted(rank);
-  MODICUM_ASSERT(bytes.size() == sizeof outcome);
-  std::memcpy(&outcome, bytes.data(), sizeof outcome);
-  return outcome;
 }
 
 double median(std::array<double, Baselines::kRounds> seconds) {
@@ -115,7 +94,7 @@ void compare(StepReport& report, const std::vector<StepOutcome>& outcomes) {
 
 StepReport report_of(const StepRun& run, const Promise& promise, const SharedBoard& board) {
   std::vector<StepOutcome> outcomes;
-  for (int rank = 0; rank < run.ranks; ++rank) outcomes.push_back(posted(board, rank));
+  for (int rank = 0; rank < run.ranks; ++rank) outcomes.push_back(posted<StepOutcome>(board, rank));
   const StepOutcome& first = outcomes[0];
   StepReport report{.format = run.format,
                     .params = run.params,
@@ -156,20 +135,6 @@ StepReport report_of(const StepRun& run, const Promise& promise, const SharedBoa
   return report;
 }
 
-SuperviseOptions watching(const StepRun& run, const SharedBoard& board, Progress& progress) {
-  SuperviseOptions options;
-  options.tick = [&board, &progress, ranks = run.ranks] {
-    uint64_t bytes = 0;
-    for (int rank = 0; rank < ranks; ++rank) bytes += board.progress(rank);
-    progress.show(bytes);
-  };
-  options.out_of_memory = [before = oom_kill_count()] {
-    return oom_kill_count() == before ? std::string()
-                                      : std::string("the kernel counted an out-of-memory kill");
-  };
-  return options;
-}
-
 StepReport step_with_ranks(const StepRun& run, const CommonFlags& common) {
   const auto budget = budget_of(common.budget.empty() ? "auto" : common.budget, 1);
   const Promise promise = promise_of(run);
@@ -182,7 +147,7 @@ StepReport step_with_ranks(const StepRun& run, const CommonFlags& common) {
       common, static_cast<uint64_t>(moved * static_cast<double>(run.params) * run.steps), clock);
   const StepRank of{run, promise, clock, board, lanes};
   run_ranks(
-      board, clock, [&of](int rank) { be_step_rank(of, rank); }, watching(run, board, progress));
+      board, clock, [&of](int rank) { be_step_rank(of, rank); }, watching(board, progress));
   StepReport report = report_of(run, promise, board);
   report.budget = budget;
   return report;
@@ -200,10 +165,6 @@ AdamWSpec StepRun::spec(int rank) const {
   return {.format = format, .shards = {std::move(shard)}, .seed = seed};
 }
 
-uint64_t gradient_staging_bytes(const StepRun& run) noexcept {
-  return static_cast<uint64_t>(run.threads) * kGradientChunk * (sizeof(float) + 2);
-}
-
 uint64_t ring_bytes(const StepRun& run) noexcept {
   if (run.row().is_split()) return 0;
   return static_cast<uint64_t>(run.threads) * kSlotsPerThread * kRingSlotBytes;
@@ -218,8 +179,8 @@ Promise promise_of(const StepRun& run) {
     Footprint always;
     always[Purpose::process] = kRankBytes + static_cast<uint64_t>(run.threads) * kThreadBytes +
                                static_cast<uint64_t>(run.children) * 2 * kChildBytes;
-    always[Purpose::staging] =
-        round_up(gradient_staging_bytes(run), kPageBytes) + round_up(ring_bytes(run), kPageBytes);
+    always[Purpose::staging] = round_up(gradient_staging_bytes(run.threads), kPageBytes) +
+                               round_up(ring_bytes(run), kPageBytes);
     Footprint compare = run.compares ? baseline_footprint(run, rank) : Footprint{};
     Footprint step = adamw_footprint(run.spec(rank));
     for (Footprint* phase : {&compare, &step}) {

@@ -3,12 +3,13 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
 
+#include "modicum/cli/gradients.h"
 #include "modicum/memory/memory.h"
 #include "modicum/optim/optim.h"
 #include "modicum/plan/plan.h"
@@ -35,36 +36,12 @@ struct StepRun {
   AdamWSpec spec(int rank) const;
 };
 
-// What a thread needs to make gradients, and each thread's slots of the ring through which a whole
-// master's low-precision copy leaves.
-constexpr int64_t kGradientChunk = 16384;  // elements
+// Each thread's slots of the ring through which a whole master's low-precision copy leaves.
 constexpr int kSlotsPerThread = 2;
-uint64_t gradient_staging_bytes(const StepRun& run) noexcept;
 uint64_t ring_bytes(const StepRun& run) noexcept;
 
 // Of every rank before and while it steps.
 Promise promise_of(const StepRun& run);
-
-// A page that all ranks write to and read from.
-class StepLanes {
- public:
-  explicit StepLanes(int ranks);
-
-  // Each rank's part of the norm and how long its last step took. The two sets are used in turn, so
-  // that one may be written while the other is still read.
-  struct Lane {
-    GradNorm norm;
-    double last_step_s = 0;
-  };
-  Lane& lane(int64_t step, int rank) const noexcept;
-  // Waits for all ranks without sleeping, so that what is timed next begins at the same time. PEER.
-  void line_up(const Board& board) const;
-
- private:
-  std::atomic<uint64_t>& arrived() const noexcept;
-  const int ranks_;
-  Mapping mapping_;
-};
 
 // Seconds of each round, all ranks at work at the same time: a plain copy; the step as five passes
 // over fp32 state (unscale, norm, clip, Adam, cast to bf16); and the fused pass in the run's format

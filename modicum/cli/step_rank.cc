@@ -53,66 +53,6 @@ class Children {
   std::vector<pid_t> pids_;
 };
 
-// The gradients: made chunk by chunk, rounded to the dtype in which they come, and delivered.
-class Gradients {
- public:
-  Gradients(const StepRun& run, std::span<std::byte> staging) : run_(run), staging_(staging) {}
-
-  void deliver(AdamW& state, int64_t step, float loss_scale,
-               const std::function<void()>& alive) const {
-    const uint64_t hash = name_hash(fmt::format("gradient {} {}", run_.seed, step));
-    each_chunk(state, [&](int worker, int64_t at, int64_t first, int64_t n) {
-      auto* const values = chunk(worker);
-      auto* const bytes = reinterpret_cast<std::byte*>(values);
-      synth_fill(hash, DType::f32, first, n, bytes);
-      if (run_.loss_scale) scale(values, loss_scale, n);
-      std::byte* arriving = bytes;
-      if (run_.grad_dtype != DType::f32) {
-        arriving = reinterpret_cast<std::byte*>(values + kGradientChunk);
-        cast(bytes, DType::f32, arriving, run_.grad_dtype, n);
-      }
-      state.arrive({0, at, n, arriving, run_.grad_dtype});
-      alive();
-    });
-  }
-
-  // The parameters that the run begins with.
-  void import_masters(AdamW& state) const {
-    const uint64_t hash = name_hash(fmt::format("master {}", run_.seed));
-    each_chunk(state, [&](int worker, int64_t at, int64_t first, int64_t n) {
-      float* const values = chunk(worker);
-      synth_fill(hash, DType::f32, first, n, reinterpret_cast<std::byte*>(values));
-      state.import_from(0, StatePlane::master, at, {values, static_cast<size_t>(n)});
-    });
-  }
-
- private:
-  float* chunk(int worker) const {
-    const uint64_t bytes = gradient_staging_bytes(run_) / static_cast<uint64_t>(run_.threads);
-    return reinterpret_cast<float*>(staging_.data() + static_cast<uint64_t>(worker) * bytes);
-  }
-
-  // Each thread has a part of whole buckets.
-  template <typename Fn>
-  void each_chunk(const AdamW& state, const Fn& fn) const {
-    const ShardSpec& shard = state.shard(0);
-    const int64_t numel = shard.numel();
-    const int64_t buckets = ceil_div(numel, kBucketElements);
-    run_workers(run_.threads, [&](int worker) {
-      int64_t at = buckets * worker / run_.threads * kBucketElements;
-      const int64_t end = std::min(numel, buckets * (worker + 1) / run_.threads * kBucketElements);
-      while (at < end) {
-        const int64_t n = std::min(kGradientChunk, end - at);
-        fn(worker, at, shard.runs[0].first + at, n);
-        at += n;
-      }
-    });
-  }
-
-  const StepRun& run_;
-  const std::span<std::byte> staging_;
-};
-
 // The slowest rank's time of the latest steps.
 class StepTimes {
  public:
@@ -136,9 +76,10 @@ class StepWorker {
       : of_(of),
         rank_(rank),
         ledger_(of.promise.ledger_limit_bytes(rank)),
-        staging_(ledger_.charge(Purpose::staging, gradient_staging_bytes(of.run))),
+        staging_(ledger_.charge(Purpose::staging, gradient_staging_bytes(of.run.threads))),
         ring_(ledger_.charge(Purpose::staging, ring_bytes(of.run))),
-        gradients_(of.run, staging_.bytes()) {
+        grad_dtype_{of.run.grad_dtype},
+        gradients_(of.run.seed, of.run.threads, staging_.bytes()) {
     if (of.run.loss_scale) outcome_.loss_scale.scale = *of.run.loss_scale;
   }
 
@@ -154,7 +95,7 @@ class StepWorker {
     can_reset_ = reset_peak_rss();
     ledger_.mark();
     AdamW state(of_.run.spec(rank_), ledger_, of_.run.threads);
-    gradients_.import_masters(state);
+    gradients_.make_masters(state);
     const Children children(of_.run.children);
     for (int step = 1; step <= of_.run.steps; ++step) {
       one_step(state, step);
@@ -198,14 +139,14 @@ class StepWorker {
 
   void one_step(AdamW& state, int step) {
     const float scale = of_.run.loss_scale ? outcome_.loss_scale.scale : 1.0F;
-    gradients_.deliver(state, step, scale, [this] { of_.board.beat(rank_, 0); });
+    gradients_.deliver(state, {step, grad_dtype_, scale}, [this] { of_.board.beat(rank_, 0); });
     // In the middle of the run the loaders of another epoch live beside the first for a step.
     std::optional<Children> more;
     if (step > 1 && step == of_.run.steps / 2 + 1) more.emplace(of_.run.children);
 
     of_.lanes.lane(step, rank_) = {state.norm(), last_step_s_};
     line_up();
-    reduce(step);
+    outcome_.norm = of_.lanes.norm(step);
     note_time(step);
     outcome_.unscale = of_.run.loss_scale ? outcome_.loss_scale.unscale() : 1.0F;
     last_step_s_ = 0;
@@ -219,14 +160,6 @@ class StepWorker {
     const double moved = bytes_moved_per_parameter(of_.run.format, ring_bytes(of_.run) > 0);
     of_.board.beat(rank_,
                    static_cast<uint64_t>(moved * static_cast<double>(state.shard(0).numel())));
-  }
-
-  // Every rank adds up all parts in the same order, and so comes to the same bits.
-  void reduce(int step) {
-    outcome_.norm = {};
-    for (int rank = 0; rank < of_.run.ranks; ++rank) {
-      outcome_.norm += of_.lanes.lane(step, rank).norm;
-    }
   }
 
   // The time of the step before.
@@ -255,7 +188,8 @@ class StepWorker {
   Ledger ledger_;
   const Buffer staging_;
   const Buffer ring_;
-  const Gradients gradients_;
+  const std::array<DType, 1> grad_dtype_;
+  const MadeGradients gradients_;
   StepOutcome outcome_;
   StepTimes times_;
   double last_step_s_ = 0;
@@ -267,33 +201,6 @@ class StepWorker {
 void be_step_rank(const StepRank& of, int rank) {
   static_assert(sizeof(StepOutcome) <= SharedBoard::kResultBytes);
   StepWorker(of, rank).run();
-}
-
-// ---- the page that they share
-
-StepLanes::StepLanes(int ranks)
-    : ranks_(ranks),
-      mapping_(Mapping::shared(sizeof(std::atomic<uint64_t>) +
-                               2 * static_cast<uint64_t>(ranks) * sizeof(Lane))) {}
-
-std::atomic<uint64_t>& StepLanes::arrived() const noexcept {
-  return *reinterpret_cast<std::atomic<uint64_t>*>(mapping_.bytes().data());
-}
-
-StepLanes::Lane& StepLanes::lane(int64_t step, int rank) const noexcept {
-  auto* const lanes =
-      reinterpret_cast<Lane*>(mapping_.bytes().data() + sizeof(std::atomic<uint64_t>));
-  return lanes[(step % 2) * ranks_ + rank];
-}
-
-void StepLanes::line_up(const Board& board) const {
-  const auto ranks = static_cast<uint64_t>(ranks_);
-  const uint64_t ticket = arrived().fetch_add(1);
-  const uint64_t all = (ticket / ranks + 1) * ranks;
-  for (int spins = 1; arrived().load() < all; ++spins) {
-    if (spins % 1024 == 0) board.check();
-    sched_yield();
-  }
 }
 
 }  // namespace modicum

@@ -2,12 +2,15 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <cstring>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "modicum/memory/memory.h"
+#include "modicum/ranks/ranks.h"
 #include "modicum/report/report.h"
 #include "modicum/runs/runs.h"
 
@@ -26,6 +29,7 @@ int run_inspect(const Args& args);
 int run_synth(const Args& args);
 int run_plan(const Args& args);
 int run_load(const Args& args);
+int run_rehearse(const Args& args);
 int run_step(const Args& args);
 
 // What every verb takes.
@@ -40,6 +44,9 @@ struct CommonFlags {
 void add_common_flags(CLI::App& app, CommonFlags& flags);
 
 void add_run_flags(CLI::App& app, RunFlags& flags);
+std::string format_names();  // of the state formats, for help
+// The number after `flag`; USAGE where it is not above 0.
+double positive(const std::string& flag, double value);
 
 // Parses; prints help and returns 0, or nothing to go on. USAGE, with the nearest name, on an
 // unknown flag.
@@ -47,6 +54,20 @@ std::optional<int> parse(CLI::App& app, const Args& args);
 
 // For verbs that hold little: BUDGET where `bytes` for `purpose` and the process itself don't fit.
 void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes);
+
+// What `run_ranks` is to do while `ranks` work: show how far they are, and tell a kill for memory.
+class Progress;
+SuperviseOptions watching(const SharedBoard& board, Progress& progress);
+// What a rank has posted when it was done.
+template <typename Outcome>
+Outcome posted(const SharedBoard& board, int rank) {
+  static_assert(sizeof(Outcome) <= SharedBoard::kResultBytes);
+  Outcome outcome;
+  const auto bytes = board.posted(rank);
+  MODICUM_ASSERT(bytes.size() == sizeof outcome);
+  std::memcpy(&outcome, bytes.data(), sizeof outcome);
+  return outcome;
+}
 
 // `auto` is a line rewritten where stderr is a terminal, and nothing else.
 class Progress {

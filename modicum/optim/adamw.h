@@ -120,7 +120,8 @@ class AdamW {
   // This step has no gradient for it: neither its values nor its step count change.
   void leave_out(size_t shard);
 
-  // Of this rank, as they arrived. MISMATCH, naming the parameter, where something is missing.
+  // Of the shards that count, as they arrived; whether all are finite is said of every shard.
+  // MISMATCH, naming the parameter, where something is missing.
   GradNorm norm() const;
   // The same by shard, for callers that count what others hold too only once.
   std::vector<GradNorm> norms() const;
@@ -144,7 +145,7 @@ class AdamW {
   void export_to(size_t shard, StatePlane plane, int64_t at, std::span<float> to) const;
   void import_from(size_t shard, StatePlane plane, int64_t at, std::span<const float> from);
 
-  StateDigest digest() const;  // this rank's part
+  StateDigest digest() const;  // this rank's part: of the shards that count
 
  private:
   class Pins;

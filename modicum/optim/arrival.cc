@@ -167,7 +167,10 @@ GradNorm AdamW::norm() const {
   GradNorm sum;
   for (size_t shard = 0; shard < shards(); ++shard) {
     if (arriving_[shard].left_out) continue;
-    for (const Bucket& of : buckets(shard)) sum += GradNorm{of.sum_of_squares, of.finite != 0};
+    const bool counts = spec_.shards[shard].counts;
+    for (const Bucket& of : buckets(shard)) {
+      sum += GradNorm{counts ? of.sum_of_squares : 0, of.finite != 0};
+    }
   }
   return sum;
 }

@@ -109,6 +109,30 @@ TEST(AdamW, WhatTheCallerHoldsIsUsedAndNotCharged) {
   EXPECT_EQ(exported, master);
 }
 
+// Of ranks that hold the same, one counts it: the others step it all the same.
+TEST(AdamW, AReplicaThatDoesNotCountIsInNeitherNormNorDigest) {
+  AdamWSpec spec = tiny_spec(StateFormat::fp32);
+  Ledger ledger;
+  AdamW all(spec, ledger, 2);
+  spec.shards[0].counts = false;
+  AdamW some(spec, ledger, 2);
+  spec.shards = {spec.shards[0]};
+  spec.shards[0].counts = true;
+  AdamW rest(spec, ledger, 2);
+  for (AdamW* state : {&all, &some, &rest}) {
+    import_tiny_masters(*state);
+    deliver_tiny(*state, 1);
+  }
+  EXPECT_GT(some.norm().sum_of_squares, 0);
+  EXPECT_DOUBLE_EQ(some.norm().sum_of_squares + rest.norm().sum_of_squares,
+                   all.norm().sum_of_squares);
+  for (AdamW* state : {&all, &some, &rest}) state->step();
+  StateDigest sum = some.digest();
+  sum += rest.digest();
+  EXPECT_EQ(sum, all.digest());
+  EXPECT_EQ(bytes_of_state(some), bytes_of_state(all));
+}
+
 // ---- T9: over the process tree
 
 uint64_t pss_anon(pid_t pid) {

@@ -75,17 +75,22 @@ struct Bucket {
   int64_t finite = 1;
 };
 
+// Bytes of a shard's part of a plane, each a whole number of cache lines: codes, and their scales.
+struct PlaneBytes {
+  static constexpr uint64_t kAlignment = 64;
+  uint64_t codes = 0;
+  uint64_t scales = 0;
+};
+PlaneBytes plane_bytes(const StateFormatRow& row, Plane plane, const ShardIndex& shard);
+// Bytes of a plane's arena before its first shard, where it has any. Arenas are aligned to huge
+// pages: with the same lower address bits in all planes, an element's places push each other out of
+// the cache's ways, and a step takes half as long again.
+constexpr uint64_t bytes_before(Plane plane) noexcept { return static_cast<uint64_t>(plane) * 640; }
+
 // All shards, and the arenas that hold them: plane by plane the shards' codes one after another,
-// then their scales; behind the gradients the buckets. The one place that says how large things
-// are.
+// then their scales; behind the gradients the buckets.
 class ShardMap {
  public:
-  static constexpr uint64_t kAlignment = 64;  // of every shard's part: a cache line
-  // Between the planes' beginnings, modulo a page: where all planes' elements have the same lower
-  // address bits, they push each other out of the cache's ways, and a step takes half as long
-  // again.
-  static constexpr uint64_t kSkew = 640;
-
   explicit ShardMap(const AdamWSpec& spec);
 
   struct Place {

@@ -3,20 +3,36 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <utility>
 
+#include "modicum/optim/arriving.h"
 #include "modicum/optim/shard_map.h"
 
 namespace modicum {
 namespace {
 
+// Per shard, of AdamW's lists of them: the spec, the index, the places, and what is kept of a step.
+constexpr uint64_t kTableBytes = sizeof(ShardSpec) + sizeof(ShardIndex) +
+                                 sizeof(std::array<ShardMap::Place, kPlanes>) + sizeof(Arriving) +
+                                 3 * sizeof(uint64_t);
+
 bool has_scales(const StateFormatRow& row, Plane plane) noexcept {
   return row.has_scales() && plane_purpose(plane) == Purpose::moments;
 }
 
-bool holds(const AdamWSpec& spec, const ShardSpec& shard, Plane plane) {
-  if (plane == Plane::master) return shard.master == nullptr;
-  if (plane != Plane::max_exp_avg_sq) return true;
-  return spec.groups[static_cast<size_t>(shard.group)].amsgrad;
+bool holds(Plane plane, const AdamOptions& group, bool owns_master) {
+  if (plane == Plane::master) return owns_master;
+  return plane != Plane::max_exp_avg_sq || group.amsgrad;
+}
+
+const AdamOptions& group_of(const std::vector<AdamOptions>& groups, const ShardSpec& shard) {
+  if (shard.group < 0 || static_cast<size_t>(shard.group) >= groups.size()) {
+    fail(Category::mismatch, "a parameter's group is not there",
+         {.tensor = shard.fqn,
+          .expected = fmt::format("below {}", groups.size()),
+          .got = fmt::format("{}", shard.group)});
+  }
+  return groups[static_cast<size_t>(shard.group)];
 }
 
 }  // namespace
@@ -71,6 +87,7 @@ void check_options(const AdamOptions& of) {
 
 ShardIndex::ShardIndex(const ShardSpec& spec) {
   int64_t end = 0;
+  runs_.reserve(spec.runs.size());
   for (const ShardRun& run : spec.runs) {
     if (run.n <= 0 || run.first < end || run.first > INT64_MAX - run.n) {
       fail(Category::mismatch, "a shard's runs must be ascending, apart and not empty",
@@ -118,12 +135,7 @@ ShardMap::ShardMap(const AdamWSpec& spec) {
   for (const AdamOptions& options : spec.groups) check_options(options);
   first_bucket_.push_back(0);
   for (const ShardSpec& shard : spec.shards) {
-    if (shard.group < 0 || static_cast<size_t>(shard.group) >= spec.groups.size()) {
-      fail(Category::mismatch, "a parameter's group is not there",
-           {.tensor = shard.fqn,
-            .expected = fmt::format("below {}", spec.groups.size()),
-            .got = fmt::format("{}", shard.group)});
-    }
+    group_of(spec.groups, shard);
     shards_.emplace_back(shard);
     first_bucket_.push_back(first_bucket_.back() + static_cast<uint64_t>(shards_.back().buckets()));
   }
@@ -134,30 +146,35 @@ ShardMap::ShardMap(const AdamWSpec& spec) {
   gradients += buckets() * sizeof(Bucket);
 }
 
+PlaneBytes plane_bytes(const StateFormatRow& row, Plane plane, const ShardIndex& shard) {
+  const std::optional<DType> dtype = plane_dtype(row, plane);
+  if (!dtype) return {};
+  const auto lines = [](uint64_t bytes) { return round_up(bytes, PlaneBytes::kAlignment); };
+  const auto scales = static_cast<uint64_t>(has_scales(row, plane) ? shard.scales() : 0);
+  return {lines(bytes_of(*dtype, shard.numel())), lines(scales * sizeof(float))};
+}
+
 void ShardMap::lay_out(const AdamWSpec& spec, Plane plane) {
   const StateFormatRow& row = row_of(spec.format);
-  const std::optional<DType> dtype = plane_dtype(row, plane);
-  if (!dtype) return;
+  if (!plane_dtype(row, plane)) return;
   uint64_t& end = arena_bytes_[static_cast<size_t>(plane)];
-  const uint64_t skew = static_cast<uint64_t>(plane) * kSkew;
-  const auto take = [&end, skew](uint64_t bytes) {
-    const uint64_t begin = end == 0 ? skew : end;
-    end = round_up(begin + bytes, kAlignment);
-    return begin;
-  };
+  end = bytes_before(plane);
   const auto each = [&](const auto& fn) {
-    for (size_t shard = 0; shard < shards_.size(); ++shard) {
-      if (!holds(spec, spec.shards[shard], plane)) continue;
-      fn(places_[shard][static_cast<size_t>(plane)], shards_[shard]);
+    for (size_t s = 0; s < shards_.size(); ++s) {
+      const ShardSpec& shard = spec.shards[s];
+      if (!holds(plane, group_of(spec.groups, shard), shard.master == nullptr)) continue;
+      fn(places_[s][static_cast<size_t>(plane)], plane_bytes(row, plane, shards_[s]));
     }
   };
-  each([&](Place& place, const ShardIndex& shard) {
-    place.codes = take(bytes_of(*dtype, shard.numel()));
+  each([&](Place& place, const PlaneBytes& bytes) {
+    place.codes = end;
+    end += bytes.codes;
   });
-  if (!has_scales(row, plane)) return;
-  each([&](Place& place, const ShardIndex& shard) {
-    place.scales = take(static_cast<uint64_t>(shard.scales()) * sizeof(float));
+  each([&](Place& place, const PlaneBytes& bytes) {
+    place.scales = end;
+    end += bytes.scales;
   });
+  if (end == bytes_before(plane)) end = 0;
 }
 
 Partition::Partition(const ShardMap& map, int threads) : map_(map) {
@@ -180,14 +197,43 @@ Partition::Partition(const ShardMap& map, int threads) : map_(map) {
   cuts_.push_back({map.shards(), 0});
 }
 
-Footprint adamw_footprint(const AdamWSpec& spec) {
-  const ShardMap map(spec);
-  Footprint footprint;
+// ---- what they hold
+
+AdamWCount::AdamWCount(StateFormat format, std::vector<AdamOptions> groups)
+    : format_(format), groups_(std::move(groups)) {
+  for (const AdamOptions& options : groups_) check_options(options);
+}
+
+void AdamWCount::add(const ShardSpec& shard, bool owns_master) {
+  const AdamOptions& group = group_of(groups_, shard);
+  const ShardIndex index(shard);
   for (size_t p = 0; p < kPlanes; ++p) {
     const auto plane = static_cast<Plane>(p);
-    footprint[plane_purpose(plane)] += round_up(map.arena_bytes(plane), kPageBytes);
+    if (!holds(plane, group, owns_master)) continue;
+    const PlaneBytes bytes = plane_bytes(row_of(format_), plane, index);
+    arena_bytes_[p] += bytes.codes + bytes.scales;
+  }
+  arena_bytes_[static_cast<size_t>(Plane::grad)] +=
+      static_cast<uint64_t>(index.buckets()) * sizeof(Bucket);
+  held_bytes_ += kTableBytes + heap_bytes(shard.fqn) +
+                 heap_block_bytes(shard.runs.size() * sizeof(ShardRun)) +
+                 heap_block_bytes(shard.runs.size() * sizeof(Stretch));
+}
+
+Footprint AdamWCount::footprint() const {
+  Footprint footprint;
+  for (size_t p = 0; p < kPlanes; ++p) {
+    if (arena_bytes_[p] == 0) continue;
+    const auto plane = static_cast<Plane>(p);
+    footprint[plane_purpose(plane)] += round_up(bytes_before(plane) + arena_bytes_[p], kPageBytes);
   }
   return footprint;
+}
+
+Footprint adamw_footprint(const AdamWSpec& spec) {
+  AdamWCount count(spec.format, spec.groups);
+  for (const ShardSpec& shard : spec.shards) count.add(shard, shard.master == nullptr);
+  return count.footprint();
 }
 
 double bytes_moved_per_parameter(StateFormat format, bool out) noexcept {

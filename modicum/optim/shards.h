@@ -1,6 +1,7 @@
 // What a rank's optimizer state is made of, as values, and what it costs.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -27,6 +28,8 @@ struct ShardSpec {
   std::byte* master = nullptr;    // instead of ours: fp32, or the bf16 half of a split master
   std::byte* out = nullptr;       // each step also writes the new parameter here, as `out_dtype`
   DType out_dtype = DType::bf16;  // bf16 or f16
+  // Of the ranks that hold the same elements one counts them: in `norm` and in `digest`.
+  bool counts = true;
 
   int64_t numel() const noexcept;
 };
@@ -57,6 +60,23 @@ constexpr int64_t kBucketElements = 65536;
 // What the state will hold, by purpose: `master`, `grad` (the table of the buckets' norms with it)
 // and `moments` (scales with them). Exactly what AdamW charges. Errors as AdamW's.
 Footprint adamw_footprint(const AdamWSpec& spec);
+
+// The same of shards that come one at a time, so that a promise needs no list of them.
+class AdamWCount {
+ public:
+  AdamWCount(StateFormat format, std::vector<AdamOptions> groups);
+  // `owns_master`: no array of the caller's is the master.
+  void add(const ShardSpec& shard, bool owns_master);
+  Footprint footprint() const;
+  // Host memory of the state's tables: what is not charged by it. About 0.5 KiB per shard.
+  uint64_t held_bytes() const noexcept { return held_bytes_; }
+
+ private:
+  StateFormat format_;
+  std::vector<AdamOptions> groups_;
+  std::array<uint64_t, kPlanes> arena_bytes_{};
+  uint64_t held_bytes_ = 0;
+};
 
 // Bytes per parameter that a step must read and write, scales too: the physical limit of its speed.
 // `out`: with a low-precision copy of the new parameter.

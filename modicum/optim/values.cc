@@ -65,6 +65,7 @@ StateDigest AdamW::digest() const {
     std::array<float, 4096> values;
     StateDigest sum;
     partition_->for_each_stretch(worker, [&](size_t shard, const Stretch& stretch) {
+      if (!spec_.shards[shard].counts) return;
       for (const auto& [plane, name] : kParts) {
         if (plane == StatePlane::max_exp_avg_sq && !options_of(shard).amsgrad) continue;
         const uint64_t seed = parameter_[shard] ^ name_hash(name);

@@ -63,18 +63,22 @@ std::string buffer_name(const Plan& plan, uint32_t buffer) {
   return fmt::format("flat.{}", buffer - target_count(plan));
 }
 
-void for_each_piece(const Plan& plan, uint32_t target, int rank,
+void for_each_piece(const Recipe& recipe, const Layout& layout, uint32_t target, int rank,
                     const std::function<void(uint32_t buffer, const Box& piece)>& piece) {
-  const TensorSpec& spec = plan.recipe->targets[target].spec;
-  if (!plan.layout.is_flat(target)) {
-    for_each_piece(plan.layout.sharding_of(target), spec, rank,
+  const TensorSpec& spec = recipe.targets[target].spec;
+  if (!layout.is_flat(target)) {
+    for_each_piece(layout.sharding_of(target), spec, rank,
                    [&](const Box& box) { piece(target, box); });
     return;
   }
-  const Layout::Place& place = plan.layout.places[target];
-  const Box box =
-      flat_piece(plan.layout.flats[place.flat], place.begin, numel_of(spec.shape), rank);
-  if (!box.empty()) piece(target_count(plan) + place.flat, box);
+  const Layout::Place& place = layout.places[target];
+  const Box box = flat_piece(layout.flats[place.flat], place.begin, numel_of(spec.shape), rank);
+  if (!box.empty()) piece(static_cast<uint32_t>(recipe.targets.size()) + place.flat, box);
+}
+
+void for_each_piece(const Plan& plan, uint32_t target, int rank,
+                    const std::function<void(uint32_t buffer, const Box& piece)>& piece) {
+  for_each_piece(*plan.recipe, plan.layout, target, rank, piece);
 }
 
 void for_each_held_run(
@@ -97,9 +101,13 @@ void for_each_held_run(
   }
 }
 
+bool is_primary(const Recipe& recipe, const Layout& layout, uint32_t target, int rank) {
+  if (layout.is_flat(target)) return true;  // each element is held once
+  return is_primary(layout.sharding_of(target), recipe.targets[target].spec, rank);
+}
+
 bool is_primary(const Plan& plan, uint32_t target, int rank) {
-  if (plan.layout.is_flat(target)) return true;  // each element is held once
-  return is_primary(plan.layout.sharding_of(target), plan.recipe->targets[target].spec, rank);
+  return is_primary(*plan.recipe, plan.layout, target, rank);
 }
 
 }  // namespace modicum

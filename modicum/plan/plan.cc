@@ -130,6 +130,7 @@ Promise promise_of(const Plan& plan) {
   promise.launcher_bytes = kLauncherBytes;
   const int per_node = plan.options.ranks_per_node > 0 ? plan.options.ranks_per_node : plan.ranks();
   promise.phases = {{"open", {}}, {"load", {}}, {"hold", {}}};
+  for (const Phase& phase : plan.options.after) promise.phases.push_back({phase.name, {}});
   const uint64_t header = plan.manifest->held_bytes();
   const uint64_t held = plan.held_bytes();
   const uint64_t of_reader = window_bytes(plan, plan.strategy().of_reader);
@@ -156,6 +157,14 @@ Promise promise_of(const Plan& plan) {
     promise.phases[kOpenPhase].of_rank.push_back(open);
     promise.phases[kLoadPhase].of_rank.push_back(load);
     promise.phases[kHoldPhase].of_rank.push_back(hold);
+    // The ring lies in shared pages, which stay as long as the launcher.
+    hold[Purpose::staging] = plan.staging.ring_part_bytes;
+    for (size_t i = 0; i < plan.options.after.size(); ++i) {
+      Footprint after = hold;
+      after += plan.options.after[i].of_rank.at(static_cast<size_t>(rank));
+      after[Purpose::page_tables] = page_table_bytes(after.ledger_total());
+      promise.phases[kLoadPhases + i].of_rank.push_back(after);
+    }
   }
   return promise;
 }
@@ -169,6 +178,12 @@ Digest digest_inputs(const Plan& plan) {
   hasher.add(o.strategy->name).add(o.ranks_per_node).add(o.destination);
   hasher.add(o.staging_bytes).add(o.baseline_bytes).add(o.init_bytes).add(o.caller_sends);
   for (const Destination to : o.destination_of) hasher.add(to);
+  for (const Phase& phase : o.after) {
+    hasher.add(phase.name);
+    for (const Footprint& of_rank : phase.of_rank) {
+      for (const uint64_t bytes : of_rank.bytes) hasher.add(bytes);
+    }
+  }
   return hasher.digest();
 }
 

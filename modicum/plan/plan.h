@@ -79,6 +79,9 @@ struct PlanOptions {
   uint64_t baseline_bytes = 2 * kMiB;
   uint64_t init_bytes = 0;    // the most that tensors made by the caller take at once
   bool caller_sends = false;  // what is exchanged goes through the caller's transport: no ring
+  // What a rank will hold after its load besides what it holds then: the promise's later phases.
+  // Page tables are added.
+  std::vector<Phase> after;
 };
 
 // The launcher: what the process holds that starts the ranks and watches them.
@@ -87,10 +90,12 @@ constexpr uint64_t kMinStagingBytes = 256 * kKiB;
 constexpr uint64_t kMinDefaultStagingBytes = 1 * kMiB;  // the default shrinks no further to fit
 constexpr size_t kReadTableRows = 1024;                 // transfers sorted at a time
 
-// The phases of a load's promise: headers are known; everything is held; what remains.
+// The phases of a load's promise: headers are known; everything is held; what remains. Those of
+// PlanOptions::after follow.
 constexpr size_t kOpenPhase = 0;
 constexpr size_t kLoadPhase = 1;
 constexpr size_t kHoldPhase = 2;
+constexpr size_t kLoadPhases = 3;
 
 // How a rank's staging is divided. One worker's share is a table and a slot.
 struct Staging {
@@ -148,6 +153,8 @@ std::string buffer_name(const Plan& plan, uint32_t buffer);
 // with its place in that buffer.
 void for_each_piece(const Plan& plan, uint32_t target, int rank,
                     const std::function<void(uint32_t buffer, const Box& piece)>& piece);
+void for_each_piece(const Recipe& recipe, const Layout& layout, uint32_t target, int rank,
+                    const std::function<void(uint32_t buffer, const Box& piece)>& piece);
 // The other way round: the stretches that lie at [at, at + n) of a buffer and are neighbours in a
 // target, `global` being the first one's row-major index there and `local` its place in the buffer.
 void for_each_held_run(
@@ -155,6 +162,7 @@ void for_each_held_run(
     const std::function<void(uint32_t target, int64_t global, int64_t local, int64_t n)>& run);
 // Of the ranks that hold the same elements of a target, exactly one is primary: the first.
 bool is_primary(const Plan& plan, uint32_t target, int rank);
+bool is_primary(const Recipe& recipe, const Layout& layout, uint32_t target, int rank);
 
 // A budget per node, and where it comes from ("flag", "cgroup v1 /a", "MemAvailable").
 struct Budget {

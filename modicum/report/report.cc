@@ -5,30 +5,10 @@
 #include <algorithm>
 
 #include "modicum/json/json.h"
+#include "modicum/report/members.h"
 
 namespace modicum {
 namespace {
-
-void checkpoint_member(JsonWriter& out, const CheckpointFacts& checkpoint) {
-  out.key("checkpoint").begin_object();
-  out.member("bytes", checkpoint.bytes);
-  out.member("tensors", checkpoint.tensors);
-  out.member("files", checkpoint.files);
-  out.end_object();
-}
-
-void budget_member(JsonWriter& out, const std::optional<Budget>& budget) {
-  out.key("budget");
-  if (!budget) {
-    out.null();
-    return;
-  }
-  out.begin_object().member("bytes", budget->bytes).member("source", budget->source).end_object();
-}
-
-bool on_node(const Promise& promise, int rank, int node) {
-  return promise.node_of_rank[static_cast<size_t>(rank)] == static_cast<uint32_t>(node);
-}
 
 // What a node holds in one phase: its ranks and the launcher.
 Footprint node_footprint(const Promise& promise, const Phase& phase, int node) {
@@ -86,38 +66,11 @@ void strategy_object(JsonWriter& out, const StrategyReport& of) {
   out.end_array().end_object();
 }
 
-void rank_object(JsonWriter& out, const LoadReport& report, const RankOutcome& rank) {
-  out.begin_object().member("rank", rank.rank).member("pid", rank.pid);
-  out.member("node", report.promise.node_of_rank[static_cast<size_t>(rank.rank)]);
-  out.member("promised_bytes", report.promise.rank_peak_bytes(rank.rank));
-  out.member("ledger_peak_bytes", rank.ledger_peak_bytes);
-  out.member("kernel_peak_bytes", rank.kernel_peak_bytes);
-  out.member("baseline_bytes", rank.baseline_bytes);
-  out.member("unexplained_bytes", rank.unexplained_bytes());
-  out.member("page_cache_peak_bytes", rank.page_cache_peak_bytes);
-  out.member("storage_read_bytes", rank.storage_read_bytes);
-  out.member("exchanged_bytes", rank.exchanged_bytes);
-  out.end_object();
-}
-
-uint64_t node_kernel_peak(const LoadReport& report, int node) {
-  uint64_t sum = report.launcher_bytes;
-  for (const RankOutcome& rank : report.ranks) {
-    if (on_node(report.promise, rank.rank, node)) sum += rank.kernel_peak_bytes;
-  }
-  return sum;
-}
-
 template <typename Field>
 uint64_t sum_over(const LoadReport& report, Field field) {
   uint64_t sum = 0;
   for (const RankOutcome& rank : report.ranks) sum += rank.*field;
   return sum;
-}
-
-std::string signed_size(int64_t bytes) {
-  const auto magnitude = static_cast<uint64_t>(bytes < 0 ? -bytes : bytes);
-  return fmt::format("{}{}", bytes < 0 ? '-' : '+', format_size(magnitude));
 }
 
 }  // namespace
@@ -142,6 +95,7 @@ std::string plan_json(const PlanReport& report) {
   } else {
     out.null();
   }
+  if (report.deepspeed) deepspeed_member(out, *report.deepspeed);
   return out.end_object().text();
 }
 
@@ -170,6 +124,7 @@ std::string plan_text(const PlanReport& report) {
     text += fmt::format("\nbudget {} per node ({}): {}\n", format_size(report.budget->bytes),
                         report.budget->source, *report.fits ? "fits" : "does not fit");
   }
+  if (report.deepspeed) text += deepspeed_text(*report.deepspeed);
   return text;
 }
 
@@ -190,18 +145,8 @@ std::string load_json(const LoadReport& report) {
     out.null();
   }
   budget_member(out, report.budget);
-  out.key("nodes").begin_array();
-  for (int node = 0; node < report.promise.nodes(); ++node) {
-    const uint64_t promised = report.promise.node_peak_bytes(node);
-    out.begin_object().member("node", node).member("promised_bytes", promised);
-    out.member("peak_bytes", promised);
-    out.member("kernel_peak_bytes", node_kernel_peak(report, node));
-    out.member("launcher_bytes", report.launcher_bytes);
-    out.end_object();
-  }
-  out.end_array().key("ranks").begin_array();
-  for (const RankOutcome& rank : report.ranks) rank_object(out, report, rank);
-  return out.end_array().end_object().text();
+  outcome_members(out, {report.promise, report.ranks, report.launcher_bytes});
+  return out.end_object().text();
 }
 
 std::string load_text(const LoadReport& report) {
@@ -213,23 +158,7 @@ std::string load_text(const LoadReport& report) {
                   static_cast<double>(read) /
                       static_cast<double>(std::max<uint64_t>(1, report.checkpoint.bytes)),
                   report.checked ? fmt::format("; values ok ({:.2f} s)", report.check_s) : "");
-  const auto line = [&text](const std::string& who, uint64_t promised, uint64_t ledger,
-                            uint64_t kernel, const std::string& unexplained, uint64_t cache) {
-    text += fmt::format("{:<8} {:>12} {:>12} {:>12} {:>12} {:>12}\n", who, format_size(promised),
-                        ledger == 0 ? "" : format_size(ledger), format_size(kernel), unexplained,
-                        cache == 0 ? "" : format_size(cache));
-  };
-  text += fmt::format("{:<8} {:>12} {:>12} {:>12} {:>12} {:>12}\n", "", "promised", "ledger",
-                      "kernel", "unexplained", "page cache");
-  for (const RankOutcome& rank : report.ranks) {
-    line(fmt::format("rank {}", rank.rank), report.promise.rank_peak_bytes(rank.rank),
-         rank.ledger_peak_bytes, rank.kernel_peak_bytes, signed_size(rank.unexplained_bytes()),
-         rank.page_cache_peak_bytes);
-  }
-  for (int node = 0; node < report.promise.nodes(); ++node) {
-    line(fmt::format("node {}", node), report.promise.node_peak_bytes(node), 0,
-         node_kernel_peak(report, node), "", 0);
-  }
+  text += outcome_text({report.promise, report.ranks, report.launcher_bytes});
   if (report.budget) {
     text += fmt::format("\nbudget {} per node ({})\n", format_size(report.budget->bytes),
                         report.budget->source);

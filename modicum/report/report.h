@@ -36,12 +36,39 @@ struct StrategyReport {
   double overread_ratio() const noexcept;
 };
 
+// What DeepSpeed itself would hold in host memory for the same training, line by line.
+struct DeepSpeedForecast {
+  struct Line {
+    std::string name;
+    std::string_view owner;      // "deepspeed", "fork", "pinned rounding"
+    std::string_view phase;      // when it is taken: "init", "step_1", "epoch_2"
+    double bytes_per_param = 0;  // of the rank's part of the parameters
+    uint64_t bytes = 0;          // of a rank
+  };
+  struct Ours {
+    StateFormat format = StateFormat::fp32;
+    uint64_t bytes = 0;  // of a rank
+  };
+  std::string_view version;  // of DeepSpeed
+  int stage = 0;
+  uint64_t params = 0;          // of the model
+  uint64_t params_of_rank = 0;  // whose optimizer states a rank keeps
+  int ranks_of_node = 1;        // of the largest node
+  std::vector<Line> lines;
+  std::vector<Ours> ours;
+
+  uint64_t bytes_at(std::string_view phase) const noexcept;  // of a rank: it and those before
+  uint64_t bytes_of(std::string_view owner) const noexcept;
+  double per_param(uint64_t bytes) const noexcept;
+};
+
 struct PlanReport {
   CheckpointFacts checkpoint;
   int ranks = 0;
   std::vector<StrategyReport> strategies;
   std::optional<Budget> budget;
   std::optional<bool> fits;  // of the strategy that was asked for
+  std::optional<DeepSpeedForecast> deepspeed;
 };
 std::string plan_json(const PlanReport& report);
 std::string plan_text(const PlanReport& report);
@@ -81,6 +108,32 @@ struct LoadReport {
 };
 std::string load_json(const LoadReport& report);
 std::string load_text(const LoadReport& report);
+
+// Load and steps in one budget.
+struct RehearseReport {
+  struct Phase {
+    std::string name;                // "load", "step_1", "step_3"
+    Promise promise;                 // of this phase
+    std::vector<RankOutcome> ranks;  // in this phase, by rank
+  };
+  CheckpointFacts checkpoint;
+  std::string_view strategy;
+  StateFormat format = StateFormat::fp32;
+  Promise promise;  // of all
+  std::vector<Phase> phases;
+  uint64_t launcher_bytes = 0;  // what the launcher held, by the kernel
+  int steps = 0;
+  uint64_t seed = 0;
+  double load_s = 0;
+  double elapsed_s = 0;
+  std::optional<double> grad_norm;  // of the last step; nothing: not finite
+  std::optional<double> max_norm;
+  uint64_t state_digest = 0;  // parameters and moments after the last step
+  uint64_t model_digest = 0;  // what training reads then: as `load --digest`
+  std::optional<Budget> budget;
+};
+std::string rehearse_json(const RehearseReport& report);
+std::string rehearse_text(const RehearseReport& report);
 
 // What held the optimizer's state, per parameter: by the ledger, and what the process tree holds by
 // the kernel beyond `fixed_bytes`.

@@ -2,6 +2,7 @@
 #include <fmt/ranges.h>
 
 #include "modicum/json/json.h"
+#include "modicum/report/members.h"
 #include "modicum/report/report.h"
 
 namespace modicum {
@@ -50,13 +51,8 @@ std::string step_json(const StepReport& report) {
   out.member("isa", report.isa).key("isas_not_run").begin_array();
   for (const std::string& isa : report.isas_not_run) out.value(isa);
   out.end_array().member("fork_children", report.children);
-  out.member("promised_bytes", report.promise.node_peak_bytes(0)).key("budget");
-  if (report.budget) {
-    out.begin_object().member("bytes", report.budget->bytes);
-    out.member("source", report.budget->source).end_object();
-  } else {
-    out.null();
-  }
+  out.member("promised_bytes", report.promise.node_peak_bytes(0));
+  budget_member(out, report.budget);
   out.key("held_bytes_per_param").begin_object();
   held_member(out, "step_1", report.step_1);
   held_member(out, "last_step", report.last_step);

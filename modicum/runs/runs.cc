@@ -36,16 +36,19 @@ std::optional<DType> dtype_flag(const std::string& name) {
 
 namespace {
 
+std::string text_of(FileSystem& files, const std::string& path) {
+  const auto file = files.open(path);
+  std::string text(file->identity().size_bytes, '\0');
+  file->read(std::as_writable_bytes(std::span(text)), 0);
+  return text;
+}
+
 Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& checkpoint) {
   RecipeOptions options{.tie_word_embeddings = checkpoint.config.tie_word_embeddings,
                         .untie = flags.untie,
                         .dtype = dtype_flag(flags.dtype),
                         .keep_fp32 = flags.keep_fp32};
-  if (!flags.recipe.empty()) {
-    const auto file = files.open(flags.recipe);
-    options.text.resize(file->identity().size_bytes);
-    file->read(std::as_writable_bytes(std::span(options.text)), 0);
-  }
+  if (!flags.recipe.empty()) options.text = text_of(files, flags.recipe);
   Recipe recipe = make_recipe(checkpoint.manifest, options);
   for (const Target& target : recipe.targets) {
     if (recipe.nodes[target.root].op != Op::caller) continue;
@@ -69,6 +72,9 @@ void require_sense(const RunFlags& flags) {
     fail(Category::usage,
          fmt::format("unknown destination '{}'; cpu or discard", printable(flags.destination)));
   }
+  if (optimizer_flag(flags.optimizer) && flags.destination != "cpu") {
+    fail(Category::unsupported, "--optimizer trains what --destination cpu keeps");
+  }
 }
 
 }  // namespace
@@ -87,6 +93,8 @@ Run open_run(FileSystem& files, const RunFlags& flags) {
   run.checkpoint = open_checkpoint(files, flags.directory);
   run.recipe = recipe_of(files, flags, run.checkpoint);
   run.layout = layout_of(flags, targets_of(run.recipe));
+  run.optimizer = optimizer_flag(flags.optimizer);
+  if (run.optimizer) run.options.after = {step_phase(run.recipe, run.layout, *run.optimizer)};
   return run;
 }
 
@@ -98,9 +106,17 @@ Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budg
   return plan;
 }
 
-PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::string& budget) {
+PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::string& budget,
+                       const DeepSpeedFlags& deepspeed) {
   const Run run = open_run(files, flags);
   PlanReport report{.checkpoint = facts_of(run.checkpoint), .ranks = flags.ranks};
+  if (!deepspeed.config.empty()) {
+    const int ranks_of_node = std::min(flags.ranks, flags.ranks_per_node.value_or(flags.ranks));
+    const std::string text = text_of(files, deepspeed.config);
+    report.deepspeed = deepspeed_forecast(
+        read_deepspeed(text, flags.ranks), trained_sizes(run.recipe),
+        {flags.ranks, ranks_of_node, deepspeed.workers, deepspeed.persistent_workers});
+  }
   if (!budget.empty()) report.budget = budget_of(budget, nodes_of(flags));
   uint64_t needed_bytes = 0;
   std::optional<Traffic> of_own_shards;

@@ -12,7 +12,9 @@
 #include "modicum/plan/plan.h"
 #include "modicum/recipe/recipe.h"
 #include "modicum/report/report.h"
+#include "modicum/runs/deepspeed.h"    // IWYU pragma: export
 #include "modicum/runs/expectation.h"  // IWYU pragma: export
+#include "modicum/runs/trained.h"      // IWYU pragma: export
 
 namespace modicum {
 
@@ -39,6 +41,7 @@ struct RunFlags {
   std::string keep_fp32;
   std::string recipe;
   bool untie = false;  // what is stored under both names of a tie is loaded as two targets
+  std::string optimizer = "none";  // or "adamw:FORMAT": what is loaded will be trained
   std::string destination = "cpu";
   std::string staging;
   std::string baseline;
@@ -51,6 +54,7 @@ struct Run {
   Recipe recipe;
   Layout layout;
   PlanOptions options;
+  std::optional<StateFormat> optimizer;  // whose state is a phase of the plan
   bool staging_given = false;
 };
 // USAGE for what makes no sense, before any file is opened; then as `open_checkpoint`, and MISMATCH
@@ -73,6 +77,7 @@ int nodes_of(const RunFlags& flags) noexcept;
 
 // What `plan` answers: every strategy's promise for the run of `flags` and, where `budget` is
 // given, whether the asked one fits it. Reads headers, index and config only.
-PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::string& budget);
+PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::string& budget,
+                       const DeepSpeedFlags& deepspeed = {});
 
 }  // namespace modicum

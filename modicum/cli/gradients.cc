@@ -1,0 +1,123 @@
+#include "modicum/cli/gradients.h"
+
+#include <fmt/format.h>
+#include <sched.h>
+
+#include <algorithm>
+
+#include "modicum/kernels/kernels.h"
+
+namespace modicum {
+namespace {
+
+// Of a state, in order; each ends at the latest where a bucket does.
+template <typename Fn>
+void for_each_part(const AdamW& state, const Fn& fn) {
+  for (size_t shard = 0; shard < state.shards(); ++shard) {
+    int64_t local = 0;
+    for (const ShardRun& run : state.shard(shard).runs) {
+      for (int64_t first = run.first; first < run.first + run.n;) {
+        const int64_t to_edge = kBucketElements - first % kBucketElements;
+        const int64_t n = std::min(to_edge, run.first + run.n - first);
+        fn(ChunkOfShard{shard, local, first, n});
+        local += n;
+        first += n;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+uint64_t gradient_staging_bytes(int threads) noexcept {
+  return static_cast<uint64_t>(threads) * kGradientChunkBytes;
+}
+
+void for_each_chunk(const AdamW& state, int threads,
+                    const std::function<void(int thread, const ChunkOfShard&)>& fn) {
+  int64_t parts = 0;
+  for_each_part(state, [&](const ChunkOfShard&) { ++parts; });
+  run_workers(threads, [&](int thread) {
+    const int64_t begin = parts * thread / threads;
+    const int64_t end = parts * (thread + 1) / threads;
+    int64_t part = 0;
+    for_each_part(state, [&](ChunkOfShard of) {
+      const int64_t number = part++;
+      if (number < begin || number >= end) return;
+      for (int64_t left = of.n; left > 0; left -= of.n) {
+        of.n = std::min(kGradientChunk, left);
+        fn(thread, of);
+        of.local += of.n;
+        of.global += of.n;
+      }
+    });
+  });
+}
+
+float* MadeGradients::chunk(int thread) const noexcept {
+  return reinterpret_cast<float*>(staging_.data() +
+                                  static_cast<uint64_t>(thread) * kGradientChunkBytes);
+}
+
+void MadeGradients::deliver(AdamW& state, const Step& step,
+                            const std::function<void()>& alive) const {
+  const uint64_t of_step = name_hash(fmt::format("gradient {} {}", seed_, step.number));
+  for_each_chunk(state, threads_, [&](int thread, const ChunkOfShard& of) {
+    auto* const values = chunk(thread);
+    auto* arriving = reinterpret_cast<std::byte*>(values);
+    synth_fill(of_step ^ name_hash(state.shard(of.shard).fqn), DType::f32, of.global, of.n,
+               arriving);
+    if (step.loss_scale != 1) scale(values, step.loss_scale, of.n);
+    const DType dtype = step.dtypes[of.shard];
+    if (dtype != DType::f32) {
+      arriving = reinterpret_cast<std::byte*>(values + kGradientChunk);
+      cast(reinterpret_cast<const std::byte*>(values), DType::f32, arriving, dtype, of.n);
+    }
+    state.arrive({of.shard, of.local, of.n, arriving, dtype});
+    alive();
+  });
+}
+
+void MadeGradients::make_masters(AdamW& state) const {
+  const uint64_t hash = name_hash(fmt::format("master {}", seed_));
+  for_each_chunk(state, threads_, [&](int thread, const ChunkOfShard& of) {
+    float* const values = chunk(thread);
+    synth_fill(hash, DType::f32, of.global, of.n, reinterpret_cast<std::byte*>(values));
+    state.import_from(of.shard, StatePlane::master, of.local, {values, static_cast<size_t>(of.n)});
+  });
+}
+
+// ---- the page that ranks share
+
+StepLanes::StepLanes(int ranks)
+    : ranks_(ranks),
+      mapping_(Mapping::shared(sizeof(std::atomic<uint64_t>) +
+                               2 * static_cast<uint64_t>(ranks) * sizeof(Lane))) {}
+
+std::atomic<uint64_t>& StepLanes::arrived() const noexcept {
+  return *reinterpret_cast<std::atomic<uint64_t>*>(mapping_.bytes().data());
+}
+
+StepLanes::Lane& StepLanes::lane(int64_t step, int rank) const noexcept {
+  auto* const lanes =
+      reinterpret_cast<Lane*>(mapping_.bytes().data() + sizeof(std::atomic<uint64_t>));
+  return lanes[(step % 2) * ranks_ + rank];
+}
+
+GradNorm StepLanes::norm(int64_t step) const noexcept {
+  GradNorm sum;
+  for (int rank = 0; rank < ranks_; ++rank) sum += lane(step, rank).norm;
+  return sum;
+}
+
+void StepLanes::line_up(const Board& board) const {
+  const auto ranks = static_cast<uint64_t>(ranks_);
+  const uint64_t ticket = arrived().fetch_add(1);
+  const uint64_t all = (ticket / ranks + 1) * ranks;
+  for (int spins = 1; arrived().load() < all; ++spins) {
+    if (spins % 1024 == 0) board.check();
+    sched_yield();
+  }
+}
+
+}  // namespace modicum

@@ -1,0 +1,89 @@
+// DeepSpeed's memory beside ours.
+#include <fmt/format.h>
+
+#include <array>
+
+#include "modicum/report/members.h"
+
+namespace modicum {
+namespace {
+
+constexpr std::array<std::string_view, 3> kPhases = {"init", "step_1", "epoch_2"};
+constexpr std::array<std::string_view, 3> kOwners = {"deepspeed", "fork", "pinned rounding"};
+
+}  // namespace
+
+uint64_t DeepSpeedForecast::bytes_at(std::string_view phase) const noexcept {
+  uint64_t sum = 0;
+  for (const std::string_view each : kPhases) {
+    for (const Line& line : lines) sum += line.phase == each ? line.bytes : 0;
+    if (each == phase) break;
+  }
+  return sum;
+}
+
+uint64_t DeepSpeedForecast::bytes_of(std::string_view owner) const noexcept {
+  uint64_t sum = 0;
+  for (const Line& line : lines) sum += line.owner == owner ? line.bytes : 0;
+  return sum;
+}
+
+double DeepSpeedForecast::per_param(uint64_t bytes) const noexcept {
+  return params_of_rank == 0 ? 0 : static_cast<double>(bytes) / static_cast<double>(params_of_rank);
+}
+
+void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& of) {
+  const auto amount = [&](uint64_t bytes) {
+    out.begin_object().member("bytes_per_param", of.per_param(bytes)).member("rank_bytes", bytes);
+    out.member("node_bytes", bytes * static_cast<uint64_t>(of.ranks_of_node)).end_object();
+  };
+  out.key("deepspeed").begin_object().member("version", of.version).member("stage", of.stage);
+  out.member("params", of.params).member("params_of_rank", of.params_of_rank);
+  out.member("ranks_of_node", of.ranks_of_node).key("lines").begin_array();
+  for (const DeepSpeedForecast::Line& line : of.lines) {
+    out.begin_object().member("name", line.name).member("owner", line.owner);
+    out.member("phase", line.phase).member("bytes_per_param", line.bytes_per_param);
+    out.member("bytes", line.bytes).end_object();
+  }
+  out.end_array().key("totals").begin_object();
+  for (const std::string_view phase : kPhases) {
+    out.key(phase);
+    amount(of.bytes_at(phase));
+  }
+  out.end_object().key("by_owner").begin_object();
+  for (const std::string_view owner : kOwners) {
+    out.key(owner);
+    amount(of.bytes_of(owner));
+  }
+  out.end_object().key("ours").begin_array();
+  for (const DeepSpeedForecast::Ours& ours : of.ours) {
+    out.begin_object().member("state_format", row_of(ours.format).name);
+    out.member("bytes_per_param", of.per_param(ours.bytes)).member("rank_bytes", ours.bytes);
+    out.member("node_bytes", ours.bytes * static_cast<uint64_t>(of.ranks_of_node)).end_object();
+  }
+  out.end_array().end_object();
+}
+
+std::string deepspeed_text(const DeepSpeedForecast& of) {
+  std::string text = fmt::format(
+      "\nDeepSpeed {}, ZeRO stage {}: host memory of a rank that keeps {} of {} parameters\n\n",
+      of.version, of.stage, of.params_of_rank, of.params);
+  text += fmt::format("{:<9} {:<16} {:>12} {:>10}  {}\n", "taken at", "owner", "bytes", "per param",
+                      "what");
+  for (const DeepSpeedForecast::Line& line : of.lines) {
+    text += fmt::format("{:<9} {:<16} {:>12} {:>10.2f}  {}\n", line.phase, line.owner,
+                        format_size(line.bytes), line.bytes_per_param, line.name);
+  }
+  const auto nodes = static_cast<uint64_t>(of.ranks_of_node);
+  const auto total = [&](std::string_view what, uint64_t bytes) {
+    text += fmt::format("{:<26} {:>12} {:>10.2f}  a node: {}\n", what, format_size(bytes),
+                        of.per_param(bytes), format_size(bytes * nodes));
+  };
+  text += '\n';
+  for (const std::string_view phase : kPhases) total(phase, of.bytes_at(phase));
+  text += "\nours, all of it from the beginning\n";
+  for (const DeepSpeedForecast::Ours& ours : of.ours) total(row_of(ours.format).name, ours.bytes);
+  return text;
+}
+
+}  // namespace modicum

@@ -1,0 +1,94 @@
+#include "modicum/report/members.h"
+
+#include <fmt/format.h>
+
+namespace modicum {
+namespace {
+
+void rank_object(JsonWriter& out, const Promise& promise, const RankOutcome& rank) {
+  out.begin_object().member("rank", rank.rank).member("pid", rank.pid);
+  out.member("node", promise.node_of_rank[static_cast<size_t>(rank.rank)]);
+  out.member("promised_bytes", promise.rank_peak_bytes(rank.rank));
+  out.member("ledger_peak_bytes", rank.ledger_peak_bytes);
+  out.member("kernel_peak_bytes", rank.kernel_peak_bytes);
+  out.member("baseline_bytes", rank.baseline_bytes);
+  out.member("unexplained_bytes", rank.unexplained_bytes());
+  out.member("page_cache_peak_bytes", rank.page_cache_peak_bytes);
+  out.member("storage_read_bytes", rank.storage_read_bytes);
+  out.member("exchanged_bytes", rank.exchanged_bytes);
+  out.end_object();
+}
+
+uint64_t node_kernel_peak(const Kept& kept, int node) {
+  uint64_t sum = kept.launcher_bytes;
+  for (const RankOutcome& rank : kept.ranks) {
+    if (on_node(kept.promise, rank.rank, node)) sum += rank.kernel_peak_bytes;
+  }
+  return sum;
+}
+
+std::string signed_size(int64_t bytes) {
+  const auto magnitude = static_cast<uint64_t>(bytes < 0 ? -bytes : bytes);
+  return fmt::format("{}{}", bytes < 0 ? '-' : '+', format_size(magnitude));
+}
+
+}  // namespace
+
+void checkpoint_member(JsonWriter& out, const CheckpointFacts& checkpoint) {
+  out.key("checkpoint").begin_object();
+  out.member("bytes", checkpoint.bytes);
+  out.member("tensors", checkpoint.tensors);
+  out.member("files", checkpoint.files);
+  out.end_object();
+}
+
+void budget_member(JsonWriter& out, const std::optional<Budget>& budget) {
+  out.key("budget");
+  if (!budget) {
+    out.null();
+    return;
+  }
+  out.begin_object().member("bytes", budget->bytes).member("source", budget->source).end_object();
+}
+
+bool on_node(const Promise& promise, int rank, int node) noexcept {
+  return promise.node_of_rank[static_cast<size_t>(rank)] == static_cast<uint32_t>(node);
+}
+
+void outcome_members(JsonWriter& out, const Kept& kept) {
+  out.key("nodes").begin_array();
+  for (int node = 0; node < kept.promise.nodes(); ++node) {
+    const uint64_t promised = kept.promise.node_peak_bytes(node);
+    out.begin_object().member("node", node).member("promised_bytes", promised);
+    out.member("peak_bytes", promised);
+    out.member("kernel_peak_bytes", node_kernel_peak(kept, node));
+    out.member("launcher_bytes", kept.launcher_bytes);
+    out.end_object();
+  }
+  out.end_array().key("ranks").begin_array();
+  for (const RankOutcome& rank : kept.ranks) rank_object(out, kept.promise, rank);
+  out.end_array();
+}
+
+std::string outcome_text(const Kept& kept) {
+  std::string text = fmt::format("{:<8} {:>12} {:>12} {:>12} {:>12} {:>12}\n", "", "promised",
+                                 "ledger", "kernel", "unexplained", "page cache");
+  const auto line = [&text](const std::string& who, uint64_t promised, uint64_t ledger,
+                            uint64_t kernel, const std::string& unexplained, uint64_t cache) {
+    text += fmt::format("{:<8} {:>12} {:>12} {:>12} {:>12} {:>12}\n", who, format_size(promised),
+                        ledger == 0 ? "" : format_size(ledger), format_size(kernel), unexplained,
+                        cache == 0 ? "" : format_size(cache));
+  };
+  for (const RankOutcome& rank : kept.ranks) {
+    line(fmt::format("rank {}", rank.rank), kept.promise.rank_peak_bytes(rank.rank),
+         rank.ledger_peak_bytes, rank.kernel_peak_bytes, signed_size(rank.unexplained_bytes()),
+         rank.page_cache_peak_bytes);
+  }
+  for (int node = 0; node < kept.promise.nodes(); ++node) {
+    line(fmt::format("node {}", node), kept.promise.node_peak_bytes(node), 0,
+         node_kernel_peak(kept, node), "", 0);
+  }
+  return text;
+}
+
+}  // namespace modicum

@@ -1,0 +1,29 @@
+// Parts that several reports have. Internal to `report`.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+
+#include "modicum/json/json.h"
+#include "modicum/report/report.h"
+
+namespace modicum {
+
+void checkpoint_member(JsonWriter& out, const CheckpointFacts& checkpoint);
+void budget_member(JsonWriter& out, const std::optional<Budget>& budget);
+bool on_node(const Promise& promise, int rank, int node) noexcept;
+
+// What ranks were promised, or were in a phase, beside what they held.
+struct Kept {
+  const Promise& promise;
+  std::span<const RankOutcome> ranks;  // by rank
+  uint64_t launcher_bytes = 0;
+};
+void outcome_members(JsonWriter& out, const Kept& kept);  // `nodes` and `ranks`
+std::string outcome_text(const Kept& kept);               // a table
+
+void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& forecast);
+std::string deepspeed_text(const DeepSpeedForecast& forecast);
+
+}  // namespace modicum

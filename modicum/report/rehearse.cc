@@ -1,0 +1,54 @@
+#include <fmt/format.h>
+
+#include "modicum/json/json.h"
+#include "modicum/report/members.h"
+#include "modicum/report/report.h"
+
+namespace modicum {
+
+std::string rehearse_json(const RehearseReport& report) {
+  JsonWriter out;
+  out.begin_object();
+  checkpoint_member(out, report.checkpoint);
+  out.member("strategy", report.strategy).member("state_format", row_of(report.format).name);
+  out.member("steps", report.steps).member("seed", report.seed);
+  out.member("elapsed_s", report.elapsed_s).member("load_s", report.load_s);
+  out.member("coverage", "proven");
+  budget_member(out, report.budget);
+  out.key("promised_bytes").begin_array();
+  for (int node = 0; node < report.promise.nodes(); ++node) {
+    out.value(report.promise.node_peak_bytes(node));
+  }
+  out.end_array().key("phases").begin_array();
+  for (const RehearseReport::Phase& phase : report.phases) {
+    out.begin_object().member("phase", phase.name);
+    outcome_members(out, {phase.promise, phase.ranks, report.launcher_bytes});
+    out.end_object();
+  }
+  out.end_array().key("grad_norm");
+  report.grad_norm ? out.value(*report.grad_norm) : out.null();
+  out.key("max_norm");
+  report.max_norm ? out.value(*report.max_norm) : out.null();
+  out.member("model_digest", fmt::format("{:016x}", report.model_digest));
+  out.member("digest_uninterrupted", fmt::format("{:016x}", report.state_digest));
+  return out.end_object().text();
+}
+
+std::string rehearse_text(const RehearseReport& report) {
+  std::string text = fmt::format(
+      "{}, then {} step(s) of AdamW ({}); loaded in {:.2f} s, {:.2f} s in all\n", report.strategy,
+      report.steps, row_of(report.format).name, report.load_s, report.elapsed_s);
+  for (const RehearseReport::Phase& phase : report.phases) {
+    text += fmt::format("\n{}\n{}", phase.name,
+                        outcome_text({phase.promise, phase.ranks, report.launcher_bytes}));
+  }
+  if (report.budget) {
+    text += fmt::format("\nbudget {} per node ({})\n", format_size(report.budget->bytes),
+                        report.budget->source);
+  }
+  if (report.grad_norm) text += fmt::format("gradient norm {:.6g}\n", *report.grad_norm);
+  return text + fmt::format("state digest {:016x}, model digest {:016x}\n", report.state_digest,
+                            report.model_digest);
+}
+
+}  // namespace modicum

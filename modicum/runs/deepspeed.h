@@ -1,0 +1,48 @@
+// What DeepSpeed would hold in host memory for a model, by its configuration: its own arithmetic,
+// line by line, for comparison (docs/memory.md). Values; any thread.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "modicum/report/report.h"
+
+namespace modicum {
+
+constexpr std::string_view kDeepSpeedVersion = "0.19.8";
+
+struct DeepSpeedFlags {
+  std::string config;  // a file; empty: no forecast
+  int workers = 0;     // forked data-loader workers of a rank
+  bool persistent_workers = false;
+};
+
+// What a configuration says about host memory.
+struct DeepSpeedConfig {
+  struct Offload {
+    bool to_cpu = false;
+    bool pin_memory = true;
+  };
+  int stage = 0;
+  Offload optimizer;
+  Offload param;
+  int64_t accumulation_steps = 1;
+  int64_t sub_group_size = 1000000000;  // elements; stage 3 keeps its states in parts of it
+};
+// Of a ds_config.json. USAGE where it is no JSON or its numbers disagree; UNSUPPORTED, by name, for
+// what changes memory in a way that is not known here, and for what is "auto" and decides.
+DeepSpeedConfig read_deepspeed(std::string_view text, int ranks);
+
+struct DeepSpeedWorld {
+  int ranks = 1;
+  int ranks_of_node = 1;
+  int workers = 0;  // forked after DeepSpeed's initialisation; 0: none
+  bool persistent_workers = false;
+};
+// `sizes`: elements of each parameter. Training is in bf16 or fp16.
+DeepSpeedForecast deepspeed_forecast(const DeepSpeedConfig& config, std::span<const int64_t> sizes,
+                                     const DeepSpeedWorld& world);
+
+}  // namespace modicum

@@ -1,0 +1,141 @@
+// House test: the forecast of DeepSpeed's memory against what was measured of DeepSpeed 0.19.8, and
+// what it refuses. It catches: a line that is left out or counted for the wrong workers; rounding
+// of what is not pinned; a key that changes memory and is passed over.
+#include "modicum/runs/deepspeed.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "modicum/spec/spec.h"
+
+namespace modicum {
+namespace {
+
+// 201 million parameters; the largest has 32,768 x 512 elements.
+std::vector<int64_t> measured_model() {
+  std::vector<int64_t> sizes(11, int64_t{1} << 24);
+  sizes.push_back(201000000 - 11 * (int64_t{1} << 24));
+  return sizes;
+}
+
+std::string config_of(int stage, const std::string& zero, const std::string& root = "") {
+  return R"({"bf16": {"enabled": true}, "zero_optimization": {"stage": )" + std::to_string(stage) +
+         zero + "}" + root + "}";
+}
+const std::string kPageable = R"(, "offload_optimizer": {"device": "cpu", "pin_memory": false})";
+const std::string kPinned = R"(, "offload_optimizer": {"device": "cpu"})";
+
+DeepSpeedForecast forecast(const std::string& config, int workers = 0, bool persistent = false,
+                           int ranks = 1) {
+  return deepspeed_forecast(read_deepspeed(config, ranks), measured_model(),
+                            {ranks, ranks, workers, persistent});
+}
+
+double per_param(const DeepSpeedForecast& of, std::string_view phase) {
+  return of.per_param(of.bytes_at(phase));
+}
+
+// Bytes per parameter over the process tree, one rank: within 1 % of what was measured.
+TEST(DeepSpeed, TheForecastIsWhatWasMeasured) {
+  const std::string config = config_of(2, kPageable);
+  EXPECT_NEAR(per_param(forecast(config), "step_1"), 18.76, 0.02);
+  EXPECT_NEAR(per_param(forecast(config), "epoch_2"), 18.76, 0.02);
+  EXPECT_NEAR(per_param(forecast(config, 2, true), "epoch_2"), 28.91, 0.2);
+  EXPECT_NEAR(per_param(forecast(config, 2, false), "epoch_2"), 36.89, 0.2);
+  EXPECT_NEAR(per_param(forecast(config, 1, false), "epoch_2"), 36.89, 0.2) << "pages are shared";
+  const std::string accumulates = config_of(2, kPageable, R"(, "gradient_accumulation_steps": 4)");
+  EXPECT_NEAR(per_param(forecast(accumulates), "step_1"), 20.76, 0.02);
+  EXPECT_NEAR(per_param(forecast(accumulates, 2, true), "step_1"), 31.08, 0.4);
+}
+
+TEST(DeepSpeed, LinesSayWhoseTheyAre) {
+  const DeepSpeedForecast forked = forecast(config_of(2, kPageable), 2, false, 2);
+  EXPECT_EQ(forked.params, 201000000U);
+  EXPECT_EQ(forked.params_of_rank, 100500000U);
+  EXPECT_EQ(forked.bytes_of("fork"), 18 * forked.params_of_rank);
+  EXPECT_EQ(forked.bytes_at("step_1") - forked.bytes_at("init"), 18 * forked.params_of_rank);
+  EXPECT_EQ(forked.bytes_of("pinned rounding"), 0U);
+  uint64_t sum = 0;
+  for (const DeepSpeedForecast::Line& line : forked.lines) sum += line.bytes;
+  EXPECT_EQ(sum, forked.bytes_at("epoch_2"));
+}
+
+// Pinned buffers are rounded to powers of two, each by itself; forks don't copy them.
+TEST(DeepSpeed, PinnedBuffersAreRoundedAndNotForked) {
+  const DeepSpeedForecast pinned = forecast(config_of(2, kPinned), 2, false);
+  const uint64_t params = 201000000;
+  const uint64_t expected =
+      2 * ((uint64_t{1} << 30) - 4 * params) + (uint64_t{1} << 29) - 2 * params;
+  EXPECT_EQ(pinned.bytes_of("pinned rounding"), expected);
+  EXPECT_EQ(pinned.bytes_of("fork"), 8 * params) << "the moments";
+  // Accumulated gradients are a buffer per parameter: eleven of 2^25 bytes, and a last one.
+  const std::string twice = R"(, "gradient_accumulation_steps": 2)";
+  const uint64_t last = 2 * (params - 11 * (uint64_t{1} << 24));
+  EXPECT_EQ(forecast(config_of(2, kPinned, twice)).bytes_of("pinned rounding"),
+            expected + (uint64_t{1} << 25) - last);
+}
+
+TEST(DeepSpeed, Stage3HoldsItsOwnBuffers) {
+  const DeepSpeedForecast alone = forecast(config_of(3, kPageable));
+  EXPECT_EQ(alone.bytes_at("step_1") - alone.bytes_at("init"), 8 * alone.params_of_rank);
+  EXPECT_NEAR(per_param(alone, "step_1"), 18.58, 0.01);
+  const std::string param = R"(, "offload_param": {"device": "cpu", "pin_memory": false})";
+  EXPECT_NEAR(per_param(forecast(config_of(3, kPageable + param)), "step_1"), 20.58, 0.01);
+}
+
+TEST(DeepSpeed, WithoutOffloadTheHostHoldsNothing) {
+  for (int stage = 0; stage <= 3; ++stage) {
+    EXPECT_TRUE(forecast(config_of(stage, "")).lines.empty());
+  }
+}
+
+TEST(DeepSpeed, OursStandBeside) {
+  const DeepSpeedForecast of = forecast(config_of(2, kPageable), 0, false, 4);
+  ASSERT_EQ(of.ours.size(), state_formats().size());
+  EXPECT_NEAR(of.per_param(of.ours.front().bytes), 16, 0.01);
+  EXPECT_NEAR(of.per_param(of.ours.back().bytes), 7.0625, 0.01);
+}
+
+TEST(DeepSpeed, AccumulationFollowsFromTheBatchSizes) {
+  const auto steps = [](const std::string& root, int ranks) {
+    return read_deepspeed(config_of(2, kPageable, root), ranks).accumulation_steps;
+  };
+  EXPECT_EQ(steps("", 4), 1);
+  EXPECT_EQ(steps(R"(, "gradient_accumulation_steps": 8)", 4), 8);
+  const std::string batch = R"(, "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4)";
+  EXPECT_EQ(steps(batch, 4), 4);
+  EXPECT_THROW(steps(batch, 3), Error);
+  EXPECT_THROW(steps(batch + R"(, "gradient_accumulation_steps": 2)", 4), Error);
+}
+
+TEST(DeepSpeed, WhatChangesMemoryAndIsNotKnownIsRefusedByName) {
+  const auto refusal = [](const std::string& config) -> std::string {
+    try {
+      read_deepspeed(config, 1);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.category(), Category::unsupported) << error.what();
+      return error.what();
+    }
+    return "accepted";
+  };
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {config_of(3, kPinned + R"(, "offload_param": {"device": "nvme"})"), "offload_param to nvme"},
+      {config_of(2, R"(, "offload_optimizer": {"device": "nvme"})"), "offload_optimizer to nvme"},
+      {config_of(2, R"(, "offload_optimizer": {"device": "cpu", "ratio": 0.5})"), "ratio"},
+      {config_of(2, kPinned + R"(, "zenflow": {"topk_ratio": 0.1})"), "zero_optimization.zenflow"},
+      {config_of(2, kPinned, R"(, "data_types": {"grad_accum_dtype": "fp32"})"), "data_types"},
+      {config_of(2, kPinned, R"(, "optimizer": {"type": "Lion"})"), "Lion"},
+      {config_of(2, kPinned, R"(, "gradient_accumulation_steps": "auto")"), "accumulation_steps"},
+      {config_of(0, kPinned), "stage 0"},
+      {R"({"zero_optimization": {"stage": 2}})", "bf16 or fp16"}};
+  for (const auto& [config, named] : cases) {
+    EXPECT_NE(refusal(config).find(named), std::string::npos) << refusal(config);
+  }
+  EXPECT_EQ(refusal(config_of(2, kPinned + R"(, "zenflow": null, "overlap_comm": true)")),
+            "accepted");
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,100 @@
+#include "modicum/runs/trained.h"
+
+#include <fmt/format.h>
+
+#include <utility>
+#include <vector>
+
+#include "modicum/plan/plan.h"
+
+namespace modicum {
+namespace {
+
+constexpr std::string_view kAdamW = "adamw:";
+
+bool is_trained(const Recipe& recipe, uint32_t target) {
+  const TensorSpec& spec = recipe.targets[target].spec;
+  if (recipe.is_alias(target) || spec.role != Role::param) return false;
+  if (is_castable(spec.dtype)) return true;
+  if (!is_floating(spec.dtype) && spec.dtype != DType::c64) return false;
+  fail(Category::unsupported,
+       fmt::format("a parameter that is {} can't be trained; --dtype casts what can be cast",
+                   torch_name(spec.dtype)),
+       {.tensor = spec.fqn});
+}
+
+}  // namespace
+
+std::optional<StateFormat> optimizer_flag(const std::string& flag) {
+  if (flag == "none") return std::nullopt;
+  if (flag.starts_with(kAdamW)) return state_format_named(flag.substr(kAdamW.size())).format;
+  fail(Category::usage,
+       fmt::format("unknown optimizer '{}'; none or adamw:FORMAT", printable(flag)));
+}
+
+void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat format, int rank,
+                      const std::function<void(TrainedShard&& shard)>& fn) {
+  for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
+    if (!is_trained(recipe, t)) continue;
+    const TensorSpec& spec = recipe.targets[t].spec;
+    TrainedShard shard{.format = spec.dtype == DType::f32 ? StateFormat::fp32 : format,
+                       .target = t,
+                       .dtype = spec.dtype};
+    std::vector<ShardRun>& of_shard = shard.shard.runs;
+    int64_t next_at = 0;
+    const auto add = [&](uint32_t buffer, int64_t at, const ShardRun& run) {
+      const int64_t next_first = of_shard.empty() ? 0 : of_shard.back().first + of_shard.back().n;
+      if (of_shard.empty()) {
+        shard.buffer = buffer;
+        shard.at = next_at = at;
+      }
+      // All layouts keep a parameter's elements together and in their order.
+      MODICUM_ASSERT(at == next_at);
+      MODICUM_ASSERT(run.first >= next_first);
+      next_at += run.n;
+      if (of_shard.empty() || run.first > next_first) return of_shard.push_back(run);
+      of_shard.back().n += run.n;
+    };
+    for_each_piece(recipe, layout, t, rank, [&](uint32_t buffer, const Box& piece) {
+      for_each_runs(piece, [&](const Runs& runs) {
+        MODICUM_ASSERT(runs.at_step == 1 || runs.run == 1);
+        for (int64_t k = 0; k < runs.runs; ++k) {
+          add(buffer, runs.at + k * runs.at_stride, {runs.first + k * runs.stride, runs.run});
+        }
+      });
+    });
+    if (of_shard.empty()) continue;
+    of_shard.shrink_to_fit();  // kept as long as the state, and counted without room to grow
+    shard.shard.fqn = spec.fqn;
+    shard.shard.counts = is_primary(recipe, layout, t, rank);
+    fn(std::move(shard));
+  }
+}
+
+std::vector<int64_t> trained_sizes(const Recipe& recipe) {
+  std::vector<int64_t> sizes;
+  for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
+    if (is_trained(recipe, t)) sizes.push_back(numel_of(recipe.targets[t].spec.shape));
+  }
+  return sizes;
+}
+
+Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format) {
+  Phase phase{"step", {}};
+  for (int rank = 0; rank < layout.world_size(); ++rank) {
+    // A state for each format that there is.
+    AdamWCount whole(StateFormat::fp32, {AdamOptions{}});
+    AdamWCount rest(format, {AdamOptions{}});
+    for_each_trained(recipe, layout, format, rank, [&](TrainedShard&& shard) {
+      (shard.format == StateFormat::fp32 ? whole : rest).add(shard.shard, !shard.is_master());
+    });
+    Footprint footprint = whole.footprint();
+    footprint += rest.footprint();
+    footprint[Purpose::plan] += whole.held_bytes() + rest.held_bytes();
+    footprint[Purpose::staging] += kGradientStagingBytes;
+    phase.of_rank.push_back(footprint);
+  }
+  return phase;
+}
+
+}  // namespace modicum

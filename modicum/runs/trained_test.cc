@@ -1,0 +1,200 @@
+// House test (exact): what of a load is trained. It catches: padding, aliases, integers or buffers
+// that become state; elements that no rank or two ranks train; a master that is held twice; fp32
+// that is trained in fewer bits; a promise that leaves the optimizer out of its digest.
+#include "modicum/runs/trained.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "modicum/io/file_doubles.h"
+#include "modicum/runs/runs.h"
+
+namespace modicum {
+namespace {
+
+// Parameters of three dtypes whose rows do not divide, a 0-d one, one of integers, and a tie.
+void put_model(MemoryFileSystem& files) {
+  files.make_directory("/model");
+  const std::vector<TensorSpec> tensors = {
+      {.fqn = "embed", .dtype = DType::bf16, .shape = {13, 6}},
+      {.fqn = "gate_up", .dtype = DType::bf16, .shape = {8, 6}},
+      {.fqn = "norm", .dtype = DType::f32, .shape = {7}},
+      {.fqn = "half", .dtype = DType::f16, .shape = {5, 4}},
+      {.fqn = "scalar", .dtype = DType::bf16, .shape = {}},
+      {.fqn = "ids", .dtype = DType::i64, .shape = {9}}};
+  SafetensorsWriter(files, "/model/model.safetensors", tensors).finish();
+  std::string targets = R"("head": {"op": "alias", "of": "embed"})";
+  for (const TensorSpec& tensor : tensors) {
+    targets += ", \"" + tensor.fqn + R"(": {"op": "stored", "name": ")" + tensor.fqn + "\"}";
+  }
+  files.put("/model/recipe.json", "{\"targets\": {" + targets + "}}");
+}
+
+const std::map<std::string, int64_t> kTrained = {
+    {"embed", 78}, {"gate_up", 48}, {"norm", 7}, {"half", 20}, {"scalar", 1}};
+
+std::vector<RunFlags> grid() {
+  const auto flags = [](const std::string& layout, int ranks, const std::string& mesh = "") {
+    return RunFlags{.directory = "/model",
+                    .ranks = ranks,
+                    .layout = layout,
+                    .mesh = mesh,
+                    .recipe = "/model/recipe.json",
+                    .optimizer = "adamw:fp32-split"};
+  };
+  std::vector<RunFlags> all = {
+      flags("fsdp2", 1),          flags("fsdp2", 4), flags("none", 2),  flags("hsdp", 6, "2x3"),
+      flags("tp-fsdp", 4, "2x2"), flags("zero1", 3), flags("zero2", 4), flags("zero3", 3)};
+  all.push_back(flags("fsdp2", 3));
+  all.back().shard_dim = 1;
+  all.push_back(flags("tp-fsdp", 6, "3x2"));
+  all.back().tp_packed = "gate_up";
+  all.back().tp_rowwise = "embed";
+  return all;
+}
+
+// Each element of each parameter counts on one rank, and lies where the layout says that it does.
+TEST(Trained, ShardsTileTheParametersAndLieInTheLoadedBuffers) {
+  MemoryFileSystem files;
+  put_model(files);
+  for (const RunFlags& flags : grid()) {
+    SCOPED_TRACE(flags.layout + " " + flags.mesh + " " + std::to_string(flags.shard_dim));
+    const modicum::Run run = open_run(files, flags);
+    const Plan plan = plan_run(run, *run.options.strategy, std::nullopt);
+    std::map<std::string, std::vector<int>> counted;
+    for (int rank = 0; rank < flags.ranks; ++rank) {
+      for_each_trained(run.recipe, run.layout, *run.optimizer, rank, [&](TrainedShard&& of) {
+        std::vector<int>& ticks = counted[of.shard.fqn];
+        ticks.resize(static_cast<size_t>(kTrained.at(of.shard.fqn)));
+        int64_t local = of.at;
+        for (const ShardRun& each : of.shard.runs) {
+          for (int64_t i = 0; i < each.n; ++i, ++local) {
+            ticks[static_cast<size_t>(each.first + i)] += of.shard.counts ? 1 : 0;
+            for_each_held_run(plan, of.buffer, rank, local, 1,
+                              [&](uint32_t target, int64_t global, int64_t, int64_t) {
+                                EXPECT_EQ(target, of.target);
+                                EXPECT_EQ(global, each.first + i);
+                              });
+          }
+        }
+        EXPECT_LE(local, buffer_of(plan, of.buffer, rank).numel) << "no padding is trained";
+      });
+    }
+    ASSERT_EQ(counted.size(), kTrained.size());
+    for (const auto& [fqn, ticks] : counted) {
+      EXPECT_EQ(ticks, std::vector<int>(ticks.size(), 1)) << fqn;
+    }
+  }
+}
+
+TEST(Trained, WhatIsLoadedIsTheMasterOrGetsTheParameter) {
+  MemoryFileSystem files;
+  put_model(files);
+  RunFlags flags = grid()[0];
+  const auto states = [&](const std::string& optimizer) {
+    flags.optimizer = optimizer;
+    const modicum::Run run = open_run(files, flags);
+    std::map<std::string, std::string> found;
+    for_each_trained(run.recipe, run.layout, *run.optimizer, 0, [&](TrainedShard&& of) {
+      found[of.shard.fqn] = std::string(row_of(of.format).name) + (of.is_master() ? "" : ", apart");
+    });
+    return found;
+  };
+  using Map = std::map<std::string, std::string>;
+  EXPECT_EQ(states("adamw:fp32"), (Map{{"embed", "fp32, apart"},
+                                       {"gate_up", "fp32, apart"},
+                                       {"norm", "fp32"},
+                                       {"half", "fp32, apart"},
+                                       {"scalar", "fp32, apart"}}));
+  EXPECT_EQ(states("adamw:int8-moments"), (Map{{"embed", "int8-moments"},
+                                               {"gate_up", "int8-moments"},
+                                               {"norm", "fp32"},
+                                               {"half", "int8-moments, apart"},
+                                               {"scalar", "int8-moments"}}));
+}
+
+// Of a million parameters on four ranks: bytes per parameter besides the loaded shards.
+TEST(Trained, TheStepsPhaseIsTheFormatsBytesLessWhatIsLoaded) {
+  MemoryFileSystem files;
+  files.make_directory("/model");
+  const std::vector<TensorSpec> tensors = {
+      {.fqn = "w", .dtype = DType::bf16, .shape = {4096, 256}}};
+  SafetensorsWriter(files, "/model/model.safetensors", tensors).finish();
+  const auto per_param = [&](const std::string& optimizer, const std::string& dtype) {
+    RunFlags flags{.directory = "/model", .ranks = 4, .dtype = dtype, .optimizer = optimizer};
+    const modicum::Run run = open_run(files, flags);
+    Footprint sum;
+    for (const Footprint& of_rank : run.options.after.at(0).of_rank) sum += of_rank;
+    EXPECT_EQ(sum[Purpose::staging], 4 * kGradientStagingBytes);
+    const uint64_t state = sum[Purpose::master] + sum[Purpose::grad] + sum[Purpose::moments];
+    return static_cast<double>(state) / (4096.0 * 256);
+  };
+  constexpr double kPages = 0.1;  // of the planes' ends
+  EXPECT_NEAR(per_param("adamw:fp32", ""), 16, kPages);
+  EXPECT_NEAR(per_param("adamw:fp32", "float32"), 12, kPages);
+  EXPECT_NEAR(per_param("adamw:fp32-split", ""), 12, kPages);
+  EXPECT_NEAR(per_param("adamw:fp32-split", "float16"), 14, kPages);
+  EXPECT_NEAR(per_param("adamw:bf16-moments", ""), 8, kPages);
+  EXPECT_NEAR(per_param("adamw:int8-moments-24", ""), 5.0625, kPages);
+  EXPECT_NEAR(per_param("adamw:int8-moments-24", "float32"), 12, kPages);
+}
+
+TEST(Trained, ThePlanPromisesAndDigestsTheState) {
+  MemoryFileSystem files;
+  put_model(files);
+  RunFlags flags = grid()[1];
+  const auto plan_of = [&](const std::string& optimizer, const std::function<void(Plan &&)>& fn) {
+    flags.optimizer = optimizer;
+    const modicum::Run run = open_run(files, flags);
+    fn(plan_run(run, *run.options.strategy, std::nullopt));
+  };
+  Digest without, with;
+  plan_of("none", [&](Plan&& plan) {
+    EXPECT_EQ(plan.promise.phases.size(), kLoadPhases);
+    without = plan.inputs;
+  });
+  plan_of("adamw:fp32", [&](Plan&& plan) {
+    ASSERT_EQ(plan.promise.phases.size(), kLoadPhases + 1);
+    const Footprint& hold = plan.promise.phases[kHoldPhase].of_rank[0];
+    const Footprint& step = plan.promise.phases[kLoadPhases].of_rank[0];
+    EXPECT_TRUE(hold.fits_in(step));
+    EXPECT_GT(step[Purpose::moments], 0U);
+    EXPECT_EQ(step[Purpose::page_tables], page_table_bytes(step.ledger_total()));
+    with = plan.inputs;
+  });
+  EXPECT_NE(without, with);
+  plan_of("adamw:bf16-moments", [&](Plan&& plan) { EXPECT_NE(plan.inputs, with); });
+}
+
+TEST(Trained, WhatCanNotBeTrainedIsRefused) {
+  MemoryFileSystem files;
+  files.make_directory("/model");
+  const std::vector<TensorSpec> tensors = {{.fqn = "w", .dtype = DType::f64, .shape = {4}}};
+  SafetensorsWriter(files, "/model/model.safetensors", tensors).finish();
+  const auto failure = [&](const RunFlags& flags) -> std::optional<Category> {
+    try {
+      open_run(files, flags);
+    } catch (const Error& error) {
+      return error.category();
+    }
+    return std::nullopt;
+  };
+  RunFlags flags{.directory = "/model"};
+  EXPECT_EQ(failure(flags), std::nullopt);
+  flags.optimizer = "adamw:fp32";
+  EXPECT_EQ(failure(flags), Category::unsupported);
+  flags.optimizer = "adamw:fp16";
+  EXPECT_EQ(failure(flags), Category::usage);
+  flags.optimizer = "sgd";
+  EXPECT_EQ(failure(flags), Category::usage);
+  flags.optimizer = "adamw:fp32";
+  flags.destination = "discard";
+  EXPECT_EQ(failure(flags), Category::unsupported);
+}
+
+}  // namespace
+}  // namespace modicum

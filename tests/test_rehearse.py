@@ -1,0 +1,227 @@
+"""The verb `rehearse` and the flag `--optimizer`: load and steps in one budget, each phase beside
+its promise, in a cage, and digests that neither layout nor format may change.
+
+House test. It catches these mutations: a state that is not promised, or promised and not held; a
+budget that is looked at too late; replicas that count twice; a parameter that training reads and
+the step does not write; a promise of `plan` that is not the one of `load` or `rehearse`.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cage import cage, drop_page_cache, why_no_cage
+from program import Ended, failure, node_peak, run_json, strategy_of
+
+MIB = 1 << 20
+RANK_KEYS = {
+    "rank", "pid", "node", "promised_bytes", "ledger_peak_bytes", "kernel_peak_bytes",
+    "baseline_bytes", "unexplained_bytes", "page_cache_peak_bytes", "storage_read_bytes",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("rehearse") / "moe"
+    run_json(modicum, "synth", directory, "--arch", "tiny-moe")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def gpt2(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One layer of gpt2: 46 M parameters, most of them the embedding."""
+    directory = tmp_path_factory.mktemp("rehearse") / "gpt2"
+    words = ("--arch", "gpt2", "--layers", 1, "--dtype", "bfloat16")
+    run_json(modicum, "synth", directory, *words)
+    yield directory
+    shutil.rmtree(directory)
+
+
+def rehearse(modicum: Path, directory: Path, state_format: str, *flags: object) -> dict[str, Any]:
+    return run_json(modicum, "rehearse", directory, "--optimizer", f"adamw:{state_format}", *flags)
+
+
+def promised(modicum: Path, directory: Path, *flags: object) -> int:
+    return node_peak(run_json(modicum, "plan", directory, *flags), "own-shard")
+
+
+# ---- what it says
+
+
+def test_keys(modicum: Path, moe: Path) -> None:
+    document = rehearse(modicum, moe, "fp32", "--ranks", 3, "--ranks-per-node", 2, "--steps", 3)
+    assert [phase["phase"] for phase in document["phases"]] == ["load", "step_1", "step_3"]
+    for phase in document["phases"]:
+        assert [rank["rank"] for rank in phase["ranks"]] == [0, 1, 2]
+        assert all(set(rank) >= RANK_KEYS for rank in phase["ranks"])
+        assert [node["node"] for node in phase["nodes"]] == [0, 1]
+    assert document["state_format"] == "fp32" and document["coverage"] == "proven"
+    assert len(document["digest_uninterrupted"]) >= 16
+    one = rehearse(modicum, moe, "fp32", "--steps", 1)
+    assert [phase["phase"] for phase in one["phases"]] == ["load", "step_1"]
+
+
+def test_an_optimizer_must_be_named(modicum: Path, moe: Path) -> None:
+    assert "adamw" in failure(modicum, 2, "rehearse", moe)["message"]
+    error = failure(modicum, 2, "plan", moe, "--optimizer", "adamw:fp32-spilt")
+    assert "fp32-split" in error["message"]
+    for flag in ("--save", "--resume-ranks"):
+        failure(modicum, 2, "rehearse", moe, "--optimizer", "adamw:fp32", flag, 1)
+    words = ("--optimizer", "adamw:fp32", "--destination", "discard")
+    error = failure(modicum, 2, "load", moe, *words)
+    assert error["category"] == "UNSUPPORTED"
+
+
+# ---- the same bits, however it is cut
+
+
+def test_neither_layout_nor_replicas_change_a_bit(modicum: Path, moe: Path) -> None:
+    flags: tuple[tuple[object, ...], ...] = (
+        (),
+        ("--ranks", 3, "--shard-dim", 1, "--strategy", "node-reader"),
+        ("--ranks", 4, "--layout", "hsdp", "--mesh", "2x2", "--strategy", "replica-striped"),
+        ("--ranks", 4, "--layout", "tp-fsdp", "--mesh", "2x2", "--threads", 3),
+        ("--ranks", 2, "--layout", "none"),
+        ("--ranks", 3, "--layout", "zero2"),
+        ("--ranks", 3, "--layout", "zero3", "--strategy", "rank0-broadcast"),
+    )
+    for state_format in ("fp32", "bf16-moments"):
+        runs = [rehearse(modicum, moe, state_format, "--clip", 0.5, *words) for words in flags]
+        assert len({run["digest_uninterrupted"] for run in runs}) == 1
+        assert len({run["model_digest"] for run in runs}) == 1
+        norms = [run["grad_norm"] for run in runs]
+        assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-12)
+
+
+def test_split_is_exact_and_training_reads_what_was_stepped(modicum: Path, moe: Path) -> None:
+    """Gradients come in the parameter's dtype, so `fp32` and `fp32-split` get the same ones."""
+    whole = rehearse(modicum, moe, "fp32", "--ranks", 2)
+    split = rehearse(modicum, moe, "fp32-split", "--ranks", 2)
+    assert whole["digest_uninterrupted"] == split["digest_uninterrupted"]
+    assert whole["model_digest"] == split["model_digest"]
+    loaded = run_json(modicum, "load", moe, "--digest")["digest"]
+    assert whole["model_digest"] != loaded
+    for dtype in ("float32", "float16"):
+        cast = run_json(modicum, "load", moe, "--dtype", dtype, "--digest")["digest"]
+        stepped = rehearse(modicum, moe, "int8-moments", "--dtype", dtype)
+        assert stepped["model_digest"] != cast
+
+
+def test_clipping_and_seed_matter(modicum: Path, moe: Path) -> None:
+    free = rehearse(modicum, moe, "fp32")
+    loose = rehearse(modicum, moe, "fp32", "--clip", 2 * free["grad_norm"])
+    tight = rehearse(modicum, moe, "fp32", "--clip", free["grad_norm"] / 2)
+    other = rehearse(modicum, moe, "fp32", "--seed", 1)
+    digests = [run["digest_uninterrupted"] for run in (free, loose, tight, other)]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
+# ---- the promise
+
+
+@pytest.mark.parametrize("state_format", ("fp32", "int8-moments"))
+def test_plan_load_and_rehearse_promise_the_same(
+    modicum: Path, moe: Path, state_format: str
+) -> None:
+    """To the byte against the ledger, for one rank, whose phases are the node's."""
+    words = ("--optimizer", f"adamw:{state_format}", "--staging", "300KiB")
+    plan = run_json(modicum, "plan", moe, *words)
+    phases = strategy_of(plan, "own-shard")["nodes"][0]["phases"]
+    step = next(phase for phase in phases if phase["phase"] == "step")
+    needed = node_peak(plan, "own-shard")
+    not_in_the_ledger = step["by_purpose"]["process"] + step["by_purpose"]["page_tables"]
+    loaded = run_json(modicum, "load", moe, *words, "--budget", needed)
+    assert loaded["nodes"][0]["peak_bytes"] == needed
+    assert loaded["ranks"][0]["ledger_peak_bytes"] == step["bytes"] - not_in_the_ledger
+    rehearsed = run_json(modicum, "rehearse", moe, *words, "--budget", needed)
+    for phase in rehearsed["phases"][1:]:
+        assert phase["nodes"][0]["promised_bytes"] == step["bytes"]
+        assert phase["ranks"][0]["ledger_peak_bytes"] == step["bytes"] - not_in_the_ledger
+    for verb in ("load", "rehearse"):
+        error = failure(modicum, 15, verb, moe, *words, "--budget", needed - 1)
+        assert (error["got"], error["shortfall_bytes"]) == (needed, 1)
+
+
+def assert_kept(phase: dict[str, Any]) -> None:
+    """docs/memory.md's margins."""
+    for rank in phase["ranks"]:
+        due, held = rank["promised_bytes"], rank["kernel_peak_bytes"]
+        assert held <= due, (phase["phase"], rank)
+        assert due - held <= 0.03 * due + 2 * MIB, (phase["phase"], rank)
+        assert abs(rank["unexplained_bytes"]) <= max(0.02 * held, 4 * MIB), rank
+    for node in phase["nodes"]:
+        due, held = node["promised_bytes"], node["kernel_peak_bytes"]
+        assert held <= due
+        assert due - held <= 0.03 * due + (2 * len(phase["ranks"]) + 8) * MIB
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--optimizer", "adamw:int8-moments"),
+        ("--optimizer", "adamw:fp32-split", "--shard-dim", 1, "--strategy", "node-reader"),
+        ("--optimizer", "adamw:bf16-moments", "--layout", "zero2", "--strategy", "rank0-broadcast"),
+    ],
+    ids=lambda flags: " ".join(map(str, flags)),
+)
+def test_every_phase_keeps_its_promise(
+    modicum: Path, gpt2: Path, flags: tuple[object, ...]
+) -> None:
+    rehearsed = run_json(modicum, "rehearse", gpt2, "--ranks", 2, "--steps", 2, *flags)
+    for phase in rehearsed["phases"]:
+        assert_kept(phase)
+
+
+def test_passes_in_a_cage_of_its_promise(modicum: Path, gpt2: Path) -> None:
+    """Promise + 5 %, page cache included; 1 % below the promise no page is touched."""
+    if reason := why_no_cage():
+        pytest.skip(reason)
+    flags = ("--ranks", 4, "--optimizer", "adamw:fp32")
+    needed = promised(modicum, gpt2, *flags)
+    drop_page_cache(gpt2)
+    with cage(needed * 105 // 100) as inside:
+        process = inside.start(modicum, "rehearse", gpt2, *flags, "--steps", 2, "--json")
+        done = Ended(0, *process.communicate(timeout=120))
+        assert process.returncode == 0, done.stderr
+        assert inside.oom_kills() == 0
+        assert inside.peak_bytes() <= needed * 105 // 100
+    for phase in done.json["phases"]:
+        assert_kept(phase)
+    with cage(32 * MIB) as inside:
+        words = (*flags, "--budget", needed * 99 // 100, "--json")
+        process = inside.start(modicum, "rehearse", gpt2, *words)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 15, err
+    error = json.loads(out)["error"]
+    assert error["shortfall_bytes"] == needed - needed * 99 // 100
+    owners = [owner["purpose"] for owner in error["owners"]]
+    assert owners[0] == "moments" and {"master", "grad", "shards"} <= set(owners)
+
+
+# ---- DeepSpeed's own memory
+
+
+def test_deepspeed_stands_beside_ours(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    config = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(config))
+    words = ("plan", gpt2, "--ranks", 2, "--deepspeed", file)
+    of = run_json(modicum, *words, "--workers", 2)["deepspeed"]
+    assert {"version", "stage", "lines", "totals", "ours"} <= set(of) and of["stage"] == 2
+    assert {line["owner"] for line in of["lines"]} == {"deepspeed", "fork", "pinned rounding"}
+    assert all({"name", "phase", "bytes_per_param", "bytes"} <= set(line) for line in of["lines"])
+    total = sum(line["bytes"] for line in of["lines"])
+    assert of["totals"]["epoch_2"]["rank_bytes"] == total
+    assert of["totals"]["epoch_2"]["node_bytes"] == 2 * total
+    assert of["params"] == run_json(modicum, "plan", gpt2)["checkpoint"]["bytes"] // 2
+    assert "deepspeed" not in run_json(modicum, "plan", gpt2)
+    config["zero_optimization"]["stage3_weird_cache"] = 5
+    file.write_text(json.dumps(config))
+    error = failure(modicum, 2, *words)
+    assert error["category"] == "UNSUPPORTED" and "stage3_weird_cache" in error["message"]
