@@ -169,7 +169,7 @@ RehearseReport rehearse_with_ranks(const RehearseFlags& flags) {
   Rings rings(plan);
   const StepLanes lanes(plan.ranks());
   const int threads =
-      flags.common.threads > 0 ? flags.common.threads : std::max(1, usable_cpus() / plan.ranks());
+      flags.common.threads > 0 ? flags.common.threads : std::max(1, granted_cpus() / plan.ranks());
   const RehearseRun of{flags, run, plan, clock, board, rings, lanes, threads};
   Progress progress(flags.common, run.checkpoint.manifest.data_bytes(), clock);
   const int64_t begin_ns = clock.now_ns();

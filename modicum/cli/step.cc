@@ -9,6 +9,7 @@
 
 #include "modicum/cli/verbs.h"
 #include "modicum/kernels/kernels.h"
+#include "modicum/probe/probe.h"
 
 namespace modicum {
 namespace {

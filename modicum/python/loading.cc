@@ -413,6 +413,9 @@ Args:
       },
       "What the cgroup chain and the node leave, in bytes, and who says so.");
   module.def(
+      "granted_cpus", [] { return granted_cpus(); },
+      "CPUs that affinity and the cgroup chain's quota leave to this process.");
+  module.def(
       "parse_size", [](const Size& size) { return parse_size(text_of(size)); }, nb::arg("size"),
       "Bytes of a size as the command line takes it.");
 }

@@ -18,6 +18,7 @@
 #include "modicum/base/base.h"
 #include "modicum/memory/memory.h"
 #include "modicum/optim/optim.h"
+#include "modicum/probe/probe.h"
 #include "modicum/python/arrays.h"
 #include "modicum/python/bindings.h"
 
@@ -181,7 +182,7 @@ std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
   Written made = written(shards, groups, format, seed);
   Pinner pinner = pinner_of(pin, unpin, pin_limit);
   return without_the_lock([&] {
-    return std::make_shared<State>(std::move(made), ledger, threads > 0 ? threads : usable_cpus(),
+    return std::make_shared<State>(std::move(made), ledger, threads > 0 ? threads : granted_cpus(),
                                    std::move(pinner));
   });
 }

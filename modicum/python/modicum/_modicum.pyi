@@ -301,6 +301,9 @@ def reset_peak() -> bool:
 def available_memory() -> tuple:
     """What the cgroup chain and the node leave, in bytes, and who says so."""
 
+def granted_cpus() -> int:
+    """CPUs that affinity and the cgroup chain's quota leave to this process."""
+
 def parse_size(size: int | str) -> int:
     """Bytes of a size as the command line takes it."""
 

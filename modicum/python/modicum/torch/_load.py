@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -417,7 +416,7 @@ class _Walk:
         return self._report(loaded, check)
 
     def _threads(self) -> int:
-        return max(1, len(os.sched_getaffinity(0)) // self.per_node)
+        return max(1, _modicum.granted_cpus() // self.per_node)
 
     def _bytes_due(self) -> int:
         return sum(b["bytes"] for t, b in enumerate(self.buffers) if b["holder"] == t)

@@ -50,7 +50,7 @@ def make_states(
         ledger, [_modicum.adamw_footprint(of, options, format=name) for name, of in shards.items()]
     )
     register, unregister = _registrar(pin)
-    threads = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = _modicum.granted_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return {
         name: _modicum.AdamW(
             of,
