@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,8 @@ def missing_oracles() -> str:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    # A shell starts what runs in its background with Ctrl-C ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     missing = missing_oracles()
     if missing and os.environ.get("CI") == "true":
         pytest.exit(f"missing: {missing}; a CI run proves nothing without", returncode=1)
