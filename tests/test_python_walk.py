@@ -182,6 +182,7 @@ import modicum
 recipe = modicum.make_recipe(modicum.open_checkpoint(sys.argv[1]))
 plan = modicum.make_plan(recipe, modicum.make_layout(recipe, 1))
 ledger = modicum.Ledger()
+modicum.load(plan, ledger=ledger)  # a virtual machine's host may have to find the memory first
 print("loading", flush=True)
 try:
     while True:
