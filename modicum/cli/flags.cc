@@ -1,9 +1,11 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "modicum/cli/verbs.h"
+#include "modicum/probe/probe.h"
 
 namespace modicum {
 namespace {
@@ -107,8 +109,25 @@ double positive(const std::string& flag, double value) {
   fail(Category::usage, fmt::format("{} takes a number above 0", flag));
 }
 
+std::optional<Budget> budget_in_force(const CommonFlags& flags, int nodes) {
+  return budget_of(flags.budget.empty() ? "auto" : flags.budget, nodes);
+}
+
+int threads_per_rank(const CommonFlags& flags, int ranks) {
+  return flags.threads > 0 ? flags.threads : std::max(1, granted_cpus() / ranks);
+}
+
+void print_result(const CommonFlags& flags, const std::function<std::string()>& json,
+                  const std::function<std::string()>& text) {
+  if (flags.json) {
+    fmt::print("{}\n", json());
+  } else if (!flags.quiet) {
+    fmt::print("{}", text());
+  }
+}
+
 void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes) {
-  const auto budget = budget_of(flags.budget.empty() ? "auto" : flags.budget, 1);
+  const auto budget = budget_in_force(flags, 1);
   if (!budget) return;
   Promise promise;
   promise.node_of_rank = {0};

@@ -15,11 +15,9 @@ int run_inspect(const Args& args) {
   PosixFileSystem files;
   const Checkpoint checkpoint = open_checkpoint(files, directory);
   require_budget(flags, Purpose::header, checkpoint.manifest.held_bytes());
-  if (flags.json) {
-    fmt::print("{}\n", inspect_json(checkpoint));
-  } else if (!flags.quiet) {
-    fmt::print("{}", inspect_text(checkpoint, flags.verbose));
-  }
+  print_result(
+      flags, [&] { return inspect_json(checkpoint); },
+      [&] { return inspect_text(checkpoint, flags.verbose); });
   return 0;
 }
 

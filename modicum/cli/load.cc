@@ -147,16 +147,14 @@ LoadReport report_of(const RankRun& of, const std::optional<Budget>& budget, int
 
 LoadReport load_with_ranks(const LoadFlags& flags, FileSystem& files, SteadyClock& clock) {
   const Run run = open_run(files, flags.run);
-  const auto budget =
-      budget_of(flags.common.budget.empty() ? "auto" : flags.common.budget, nodes_of(flags.run));
+  const auto budget = budget_in_force(flags.common, nodes_of(flags.run));
   const Plan plan = plan_run(run, *run.options.strategy, budget);
   if (budget) require_fits(plan.promise, *budget);
   if (!flags.dump.empty()) files.make_directory(flags.dump);
 
   SharedBoard board(plan.ranks(), clock);
   Rings rings(plan);
-  const int threads =
-      flags.common.threads > 0 ? flags.common.threads : std::max(1, granted_cpus() / plan.ranks());
+  const int threads = threads_per_rank(flags.common, plan.ranks());
   const RankRun of{flags, run, plan, clock, board, rings, threads};
   // Ranks that take whole tensors take all of them.
   const uint64_t times = plan.strategy().of_reader == Window::none ? 1 : flags.run.ranks;
@@ -184,11 +182,8 @@ int run_load(const Args& args) {
   PosixFileSystem files;
   SteadyClock clock;
   const LoadReport report = load_with_ranks(flags, files, clock);
-  if (flags.common.json) {
-    fmt::print("{}\n", load_json(report));
-  } else if (!flags.common.quiet) {
-    fmt::print("{}", load_text(report));
-  }
+  print_result(
+      flags.common, [&] { return load_json(report); }, [&] { return load_text(report); });
   return 0;
 }
 

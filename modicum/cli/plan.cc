@@ -22,11 +22,8 @@ int run_plan(const Args& args) {
   if (const auto done = parse(app, args)) return *done;
   PosixFileSystem files;
   const PlanReport report = plan_report(files, flags, common.budget, deepspeed);
-  if (common.json) {
-    fmt::print("{}\n", plan_json(report));
-  } else if (!common.quiet) {
-    fmt::print("{}", plan_text(report));
-  }
+  print_result(
+      common, [&] { return plan_json(report); }, [&] { return plan_text(report); });
   return 0;
 }
 

@@ -160,16 +160,14 @@ RehearseReport rehearse_with_ranks(const RehearseFlags& flags) {
   SteadyClock clock;
   const Run run = open_run(files, flags.run);
   if (!run.optimizer) fail(Category::usage, "rehearse needs --optimizer adamw:FORMAT");
-  const auto budget =
-      budget_of(flags.common.budget.empty() ? "auto" : flags.common.budget, nodes_of(flags.run));
+  const auto budget = budget_in_force(flags.common, nodes_of(flags.run));
   const Plan plan = plan_run(run, *run.options.strategy, budget);
   if (budget) require_fits(plan.promise, *budget);
 
   SharedBoard board(plan.ranks(), clock);
   Rings rings(plan);
   const StepLanes lanes(plan.ranks());
-  const int threads =
-      flags.common.threads > 0 ? flags.common.threads : std::max(1, granted_cpus() / plan.ranks());
+  const int threads = threads_per_rank(flags.common, plan.ranks());
   const RehearseRun of{flags, run, plan, clock, board, rings, lanes, threads};
   Progress progress(flags.common, run.checkpoint.manifest.data_bytes(), clock);
   const int64_t begin_ns = clock.now_ns();
@@ -192,11 +190,8 @@ int run_rehearse(const Args& args) {
   if (const auto done = parse(app, args)) return *done;
   if (flags.clip) positive("--clip", *flags.clip);
   const RehearseReport report = rehearse_with_ranks(flags);
-  if (flags.common.json) {
-    fmt::print("{}\n", rehearse_json(report));
-  } else if (!flags.common.quiet) {
-    fmt::print("{}", rehearse_text(report));
-  }
+  print_result(
+      flags.common, [&] { return rehearse_json(report); }, [&] { return rehearse_text(report); });
   return 0;
 }
 

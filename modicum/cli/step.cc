@@ -59,8 +59,7 @@ StepRun run_of(const StepFlags& flags, const CLI::App& app) {
   constexpr uint64_t kMostParams = uint64_t{1} << 50;
   if (params == 0 || params > kMostParams) fail(Category::usage, "--params: 1 to 2^50");
   run.params = static_cast<int64_t>(params);
-  run.threads =
-      flags.common.threads > 0 ? flags.common.threads : std::max(1, granted_cpus() / run.ranks);
+  run.threads = threads_per_rank(flags.common, run.ranks);
   run.grad_dtype = dtype_flag(flags.grad_dtype).value_or(DType::f32);
   if (flags.clip) run.max_norm = positive("--clip", *flags.clip);
   if (app.count("--loss-scale") > 0) {
@@ -137,7 +136,7 @@ StepReport report_of(const StepRun& run, const Promise& promise, const SharedBoa
 }
 
 StepReport step_with_ranks(const StepRun& run, const CommonFlags& common) {
-  const auto budget = budget_of(common.budget.empty() ? "auto" : common.budget, 1);
+  const auto budget = budget_in_force(common, 1);
   const Promise promise = promise_of(run);
   if (budget) require_fits(promise, *budget);
   SteadyClock clock;
@@ -202,11 +201,8 @@ int run_step(const Args& args) {
   if (const auto done = parse(app, args)) return *done;
   if (!flags.isa.empty()) use_isa(flags.isa);
   const StepReport report = step_with_ranks(run_of(flags, app), flags.common);
-  if (flags.common.json) {
-    fmt::print("{}\n", step_json(report));
-  } else if (!flags.common.quiet) {
-    fmt::print("{}", step_text(report));
-  }
+  print_result(
+      flags.common, [&] { return step_json(report); }, [&] { return step_text(report); });
   return 0;
 }
 

@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstring>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -47,6 +48,14 @@ void add_run_flags(CLI::App& app, RunFlags& flags);
 std::string format_names();  // of the state formats, for help
 // The number after `flag`; USAGE where it is not above 0.
 double positive(const std::string& flag, double value);
+
+// The budget per node that a run is held to: that of the flag, else `auto`.
+std::optional<Budget> budget_in_force(const CommonFlags& flags, int nodes);
+// Threads of each of so many rank processes on this machine.
+int threads_per_rank(const CommonFlags& flags, int ranks);
+// What a verb has to say, on stdout: one of the two, or nothing.
+void print_result(const CommonFlags& flags, const std::function<std::string()>& json,
+                  const std::function<std::string()>& text);
 
 // Parses; prints help and returns 0, or nothing to go on. USAGE, with the nearest name, on an
 // unknown flag.

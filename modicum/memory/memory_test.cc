@@ -13,16 +13,10 @@
 #include <string>
 #include <vector>
 
+#include "modicum/base/sanitizers_double.h"
+
 namespace modicum {
 namespace {
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kIsSanitized = true;
-#elif defined(__has_feature)
-constexpr bool kIsSanitized = __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
-#else
-constexpr bool kIsSanitized = false;
-#endif
 
 #define SKIP_UNDER_SANITIZERS() \
   if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own for every byte of ours"

@@ -66,7 +66,11 @@ AdamW::~AdamW() = default;
 
 // All of it or nothing: the first arena must not be taken when the last one won't fit.
 void AdamW::check_budget(const Ledger& ledger, const Pinner& pinner) const {
-  const Footprint needed = adamw_footprint(spec_);
+  Footprint needed;
+  for (size_t p = 0; p < kPlanes; ++p) {
+    const auto plane = static_cast<Plane>(p);
+    needed[plane_purpose(plane)] += round_up(map_->arena_bytes(plane), kPageBytes);
+  }
   Footprint held = ledger.held();
   held += needed;
   if (held.total() > ledger.limit_bytes()) {

@@ -14,18 +14,11 @@
 #include <utility>
 #include <vector>
 
+#include "modicum/base/sanitizers_double.h"
 #include "modicum/optim/tiny_model_doubles.h"
 
 namespace modicum {
 namespace {
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kIsSanitized = true;
-#elif defined(__has_feature)
-constexpr bool kIsSanitized = __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
-#else
-constexpr bool kIsSanitized = false;
-#endif
 
 // A shard as TP cuts columns: many short runs that end inside blocks and buckets.
 ShardSpec columns(int64_t rows, int64_t width, int64_t first, int64_t n) {

@@ -11,18 +11,11 @@
 #include <fstream>
 #include <optional>
 
+#include "modicum/base/sanitizers_double.h"
 #include "modicum/probe/kernel_text.h"
 
 namespace modicum {
 namespace {
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kIsSanitized = true;
-#elif defined(__has_feature)
-constexpr bool kIsSanitized = __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
-#else
-constexpr bool kIsSanitized = false;
-#endif
 
 constexpr std::string_view kV1Mount =
     "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n";

@@ -51,6 +51,16 @@ void budget_member(JsonWriter& out, const std::optional<Budget>& budget) {
   out.begin_object().member("bytes", budget->bytes).member("source", budget->source).end_object();
 }
 
+std::string budget_text(const std::optional<Budget>& budget) {
+  if (!budget) return "";
+  return fmt::format("\nbudget {} per node ({})\n", format_size(budget->bytes), budget->source);
+}
+
+void optional_member(JsonWriter& out, std::string_view name, std::optional<double> value) {
+  out.key(name);
+  value ? out.value(*value) : out.null();
+}
+
 bool on_node(const Promise& promise, int rank, int node) noexcept {
   return promise.node_of_rank[static_cast<size_t>(rank)] == static_cast<uint32_t>(node);
 }

@@ -4,6 +4,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "modicum/json/json.h"
 #include "modicum/report/report.h"
@@ -12,6 +13,9 @@ namespace modicum {
 
 void checkpoint_member(JsonWriter& out, const CheckpointFacts& checkpoint);
 void budget_member(JsonWriter& out, const std::optional<Budget>& budget);
+std::string budget_text(const std::optional<Budget>& budget);  // a line after an empty one
+// Null where there is none.
+void optional_member(JsonWriter& out, std::string_view name, std::optional<double> value);
 bool on_node(const Promise& promise, int rank, int node) noexcept;
 
 // What ranks were promised, or were in a phase, beside what they held.

@@ -25,10 +25,9 @@ std::string rehearse_json(const RehearseReport& report) {
     outcome_members(out, {phase.promise, phase.ranks, report.launcher_bytes});
     out.end_object();
   }
-  out.end_array().key("grad_norm");
-  report.grad_norm ? out.value(*report.grad_norm) : out.null();
-  out.key("max_norm");
-  report.max_norm ? out.value(*report.max_norm) : out.null();
+  out.end_array();
+  optional_member(out, "grad_norm", report.grad_norm);
+  optional_member(out, "max_norm", report.max_norm);
   out.member("model_digest", fmt::format("{:016x}", report.model_digest));
   out.member("digest_uninterrupted", fmt::format("{:016x}", report.state_digest));
   return out.end_object().text();
@@ -42,10 +41,7 @@ std::string rehearse_text(const RehearseReport& report) {
     text += fmt::format("\n{}\n{}", phase.name,
                         outcome_text({phase.promise, phase.ranks, report.launcher_bytes}));
   }
-  if (report.budget) {
-    text += fmt::format("\nbudget {} per node ({})\n", format_size(report.budget->bytes),
-                        report.budget->source);
-  }
+  text += budget_text(report.budget);
   if (report.grad_norm) text += fmt::format("gradient norm {:.6g}\n", *report.grad_norm);
   return text + fmt::format("state digest {:016x}, model digest {:016x}\n", report.state_digest,
                             report.model_digest);

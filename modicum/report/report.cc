@@ -159,10 +159,7 @@ std::string load_text(const LoadReport& report) {
                       static_cast<double>(std::max<uint64_t>(1, report.checkpoint.bytes)),
                   report.checked ? fmt::format("; values ok ({:.2f} s)", report.check_s) : "");
   text += outcome_text({report.promise, report.ranks, report.launcher_bytes});
-  if (report.budget) {
-    text += fmt::format("\nbudget {} per node ({})\n", format_size(report.budget->bytes),
-                        report.budget->source);
-  }
+  text += budget_text(report.budget);
   if (report.digest) text += fmt::format("digest {:016x}\n", *report.digest);
   return text;
 }

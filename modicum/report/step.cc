@@ -13,16 +13,6 @@ void held_member(JsonWriter& out, std::string_view name, const HeldPerParam& hel
   out.end_object();
 }
 
-template <typename T>
-void optional_member(JsonWriter& out, std::string_view name, const std::optional<T>& value) {
-  out.key(name);
-  if (value) {
-    out.value(static_cast<double>(*value));
-  } else {
-    out.null();
-  }
-}
-
 // With three digits and a power of 1000: "3.42 G". Bytes: "B/s" behind it.
 std::string rate(double per_second) {
   constexpr std::string_view kPrefixes = "kMG";

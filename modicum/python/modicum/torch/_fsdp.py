@@ -30,6 +30,7 @@ __all__ = [
     "hand_over",
     "pin",
     "probe",
+    "register",
 ]
 
 
@@ -255,6 +256,15 @@ def check_pinning(managed: Mapping[str, Managed]) -> None:
             raise refusal("UNSUPPORTED", what, tensor=name)
 
 
+def register(cudart: Any, address: int, nbytes: int) -> None:
+    """Pins memory where it lies, until `cudaHostUnregister`. `BudgetError` where CUDA won't."""
+    status = int(cudart.cudaHostRegister(address, nbytes, 0))
+    if status != 0:
+        error = BudgetError(f"NOMEM: {nbytes} bytes were not pinned (CUDA error {status})")
+        error.category, error.code = "NOMEM", 16
+        raise error
+
+
 def pin(storage: torch.Tensor, cudart: Any = None) -> None:
     """Pins exactly the memory of `storage`, which is nobody else's, until it is given back.
 
@@ -267,10 +277,6 @@ def pin(storage: torch.Tensor, cudart: Any = None) -> None:
     if nbytes == 0:
         return
     cudart = cudart or torch.cuda.cudart()
-    status = int(cudart.cudaHostRegister(address, nbytes, 0))
-    if status != 0:
-        error = BudgetError(f"NOMEM: {nbytes} bytes were not pinned (CUDA error {status})")
-        error.category, error.code = "NOMEM", 16
-        raise error
+    register(cudart, address, nbytes)
     # Runs while the memory is still there. At the process's end the driver sees to it.
     weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import BudgetError, refusal
+from modicum.torch._fsdp import register
 from modicum.torch._parts import Part
 
 __all__ = ["dtype_of", "is_own_master", "make_states"]
@@ -49,7 +51,7 @@ def make_states(
     _require_room(
         ledger, [_modicum.adamw_footprint(of, options, format=name) for name, of in shards.items()]
     )
-    register, unregister = _registrar(pin)
+    pins, unpins = _registrar(pin)
     threads = _modicum.granted_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return {
         name: _modicum.AdamW(
@@ -59,8 +61,8 @@ def make_states(
             ledger=ledger,
             seed=seed,
             threads=max(1, threads),
-            pin=register,
-            unpin=unregister,
+            pin=pins,
+            unpin=unpins,
         )
         for name, of in shards.items()
     }
@@ -73,15 +75,7 @@ def _registrar(pin: Any) -> tuple[Any, Any]:
     if pin is True and not torch.cuda.is_available():
         raise refusal("UNSUPPORTED", "without CUDA nothing is pinned: pin=False?")
     cudart = torch.cuda.cudart() if pin is True else pin
-
-    def register(address: int, nbytes: int) -> None:
-        status = int(cudart.cudaHostRegister(address, nbytes, 0))
-        if status != 0:
-            error = BudgetError(f"NOMEM: {nbytes} bytes were not pinned (CUDA error {status})")
-            error.category, error.code = "NOMEM", 16
-            raise error
-
-    return register, lambda address, _: cudart.cudaHostUnregister(address)
+    return partial(register, cudart), lambda address, _: cudart.cudaHostUnregister(address)
 
 
 def _require_room(ledger: _modicum.Ledger, footprints: Sequence[dict[str, int]]) -> None:

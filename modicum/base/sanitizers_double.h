@@ -1,0 +1,14 @@
+// For tests of memory: whether they run under a sanitizer, which holds memory of its own.
+#pragma once
+
+namespace modicum {
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kIsSanitized = true;
+#elif defined(__has_feature)
+constexpr bool kIsSanitized = __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
+#else
+constexpr bool kIsSanitized = false;
+#endif
+
+}  // namespace modicum
