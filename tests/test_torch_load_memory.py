@@ -16,7 +16,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from sharding import Cut, bits, playing_new_rank  # noqa: E402  (after torch is known to be there)
+from on_device import OnDevice  # noqa: E402  (after torch is known to be there)
+from sharding import Cut, bits, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
@@ -43,7 +44,6 @@ from modicum.torch._fsdp import fsdp_params  # noqa: E402
 ONE, THREE = Cut("fsdp2", (1,)), Cut("fsdp2", (3,))
 TOKENS = torch.arange(3, 14).reshape(1, 11)
 META = torch.device("meta")
-aten = torch.ops.aten
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -212,34 +212,6 @@ def test_tensors_outlive_everything_else() -> None:
 # ---- on a device
 
 
-class OnDevice(torch.Tensor):
-    """Memory that takes copies from the host and nothing else. It says that it is on meta, which
-    every torch knows."""
-
-    host: torch.Tensor
-    copied: list[int] = []
-
-    @staticmethod
-    def __new__(cls, host: torch.Tensor) -> "OnDevice":
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, host.shape, strides=host.stride(), dtype=host.dtype, device="meta"
-        )
-        made.host = host
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet = func.overloadpacket
-        if packet is aten.copy_:
-            to, source = args
-            assert type(source) is torch.Tensor and source.dtype == to.dtype == torch.uint8
-            to.host.copy_(source)
-            cls.copied.append(source.numel())
-            return to
-        assert packet in (aten.detach, aten.view, aten._unsafe_view, aten.slice, aten.alias), func
-        return cls(func(*(a.host if isinstance(a, cls) else a for a in args), **(kwargs or {})))
-
-
 class Device(TorchFunctionMode):
     """Memory of a device is poison when it is new."""
 
@@ -269,11 +241,10 @@ def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(_load._Walk, "_hand_over", from_stand_ins)
     monkeypatch.setattr(_load._Walk, "_device_of", lambda walk, of: META)
-    monkeypatch.setattr(OnDevice, "copied", [])
     for rank in range(3):
         with playing_new_rank(rank, 3):
             model = shard(empty(name), cut)
-            OnDevice.copied.clear()
+            OnDevice.forget()
             with Device():
                 load(model, checkpoint_of(name), ledger=ledger, staging="256KiB")
             assert_holds(model, whole, cut, rank)

@@ -137,19 +137,19 @@ def measure(
     zygote: Zygote,
     job: dict[str, Any],
     scratch: Path,
-    at_the_gate: Callable[[], None],
     before_loading: Callable[[], None],
     patience_s: float,
+    spare_bytes: int = 0,
 ) -> dict[str, Any]:
     """One run of a job: what was seen from outside, and what each rank has said.
 
-    `at_the_gate` is called when all ranks are ready to begin, `before_loading` also where they stop
-    once more between building the model and loading it. Raises `RunFailedError`, with every rank
-    ended.
+    `before_loading` is called when all ranks are ready to begin or, of a job that stops once more
+    between building the model and loading it (`builds_first`), there. The ranks may have what the
+    node can give and `spare_bytes`. Raises `RunFailedError`, with every rank ended.
     """
     where = scratch / "gate"
     where.unlink(missing_ok=True)
-    limit = available_bytes() - RESERVE_BYTES
+    limit = available_bytes() + spare_bytes - RESERVE_BYTES
     with socket.socket(socket.AF_UNIX) as listener, group_within(limit) as (group, procs):
         listener.bind(str(where))
         listener.listen(job["world"])
@@ -158,15 +158,15 @@ def measure(
         ranks = Ranks(listener, job["world"])
         try:
             ranks.hear("ready", STARTING_S)
-            at_the_gate()
-            before_loading()
+            if not job["builds_first"]:
+                before_loading()
             with Watch(ranks.pids, group) as watch:
                 ranks.tell()
-                loaded = ranks.hear("built loaded", patience_s, watch.sample)
-                if loaded[0]["event"] == "built":
+                if job["builds_first"]:
+                    ranks.hear("built", patience_s, watch.sample)
                     before_loading()
                     ranks.tell()
-                    loaded = ranks.hear("loaded", patience_s, watch.sample)
+                loaded = ranks.hear("loaded", patience_s, watch.sample)
                 seen = watch.end()
             ranks.tell()
             checked = ranks.hear("checked", patience_s)

@@ -55,15 +55,39 @@ def drop(directory: Path) -> None:
 
 
 def touch_and_release(size: int) -> None:
-    """Makes the host back this much memory, which a virtual machine may have given back to it:
-    otherwise the first to touch it pays for that, and not for what it does. As much in huge pages
-    as in small ones, which the kernel takes from elsewhere, and both at a time."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    small = mmap.mmap(-1, size, flags=flags | mmap.MAP_POPULATE)
-    with small, mmap.mmap(-1, size, flags=flags) as huge:
-        huge.madvise(mmap.MADV_HUGEPAGE)
+    """Makes the host back so much memory in small pages; see `Ballast`."""
+    mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
+
+
+class Ballast:
+    """Huge pages that are kept until somebody is to find them.
+
+    A virtual machine gives whole blocks that nobody uses back to its host within seconds, and who
+    touches them next waits until the host has found them again, up to a second for 64 MiB, which
+    is no merit or fault of a loader's. Small pages mostly come from blocks in part use, which stay.
+    """
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self._memory) if self._memory else 0
+
+    def take(self, size: int) -> None:
+        """At once after somebody has given it up this is quick."""
+        if self.held_bytes == size:
+            return
+        self.release()
+        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
         for at in range(0, size, mmap.PAGESIZE):
-            huge[at] = 1
+            self._memory[at] = 1
+
+    def release(self) -> None:
+        if self._memory:
+            self._memory.close()
+        self._memory = None
 
 
 def busy_seconds() -> float:

@@ -42,6 +42,8 @@ class Row:
     `function` is `module:name` in this package and takes the options; `need` is what all ranks hold
     at the peak in shards' bytes by case, roughly (`""`: in every other case): a run that would
     not fit is skipped. `environment` is set in the ranks, the allocator's before they are forked.
+    `builds_first`: the function stops between building the model and loading it. `takes_huge_pages`
+    says so of a loader that asks for them itself.
     """
 
     name: str
@@ -52,6 +54,12 @@ class Row:
     need: Mapping[str, float] = field(default_factory=lambda: {"": 1.2})
     does_not_apply: Mapping[str, str] = field(default_factory=dict)
     in_all: bool = True
+    builds_first: bool = True
+    takes_huge_pages: bool = False
+
+    @property
+    def huge_pages(self) -> bool:
+        return self.takes_huge_pages or self.allocator == "hugepages"
 
     def need_in(self, case: Case) -> float:
         return self.need.get(case.name, self.need[""])
@@ -75,9 +83,12 @@ def tuned(row: Row, allocator: str) -> tuple[Row, Row]:
 
 
 ROWS = (
-    *tuned(Row("from_pretrained", "whole:from_pretrained", need=WHOLE), "malloc"),
     *tuned(
-        Row("accelerate", "whole:accelerate", environment=EFFICIENT, need=PREPARED),
+        Row("from_pretrained", "whole:from_pretrained", need=WHOLE, builds_first=False), "malloc"
+    ),
+    *tuned(
+        Row("accelerate", "whole:accelerate", environment=EFFICIENT, need=PREPARED,
+            builds_first=False),
         "malloc",
     ),
     *tuned(
@@ -88,12 +99,13 @@ ROWS = (
             environment=EFFICIENT,
             need=PREPARED,
             does_not_apply=FOR_MASTERS,
+            builds_first=False,
         ),
         "malloc",
     ),
     *tuned(Row("torch-broadcast", "whole:torch_broadcast", need=SENT), "malloc"),
     *tuned(Row("dcp", "slices:distributed_checkpoint"), "hugepages"),
-    Row("transformers", "slices:shard_on_read"),
+    Row("transformers", "slices:shard_on_read", builds_first=False),
     *tuned(Row("get_slice", "slices:get_slice"), "hugepages"),
     *tuned(Row("preadv", "slices:preadv"), "hugepages"),
     Row("runai", "streamers:runai", need=STREAMED),
@@ -103,7 +115,7 @@ ROWS = (
     Row("fastsafetensors", "streamers:fastsafetensors", need=STREAMED),
     Row("fastsafetensors-local", "streamers:fastsafetensors_local", allocator="malloc",
         need=STREAMED),
-    Row("modicum", "own:modicum"),
+    Row("modicum", "own:modicum", takes_huge_pages=True),
     # A row that must come out wrong: what it shows is that the comparison can fail.
     Row("flipped-bit", "slices:flipped_bit", in_all=False),
 )  # fmt: skip

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "modicum/base/base.h"
+#include "modicum/memory/memory.h"
 
 namespace modicum {
 
@@ -19,8 +20,9 @@ constexpr std::optional<uint64_t> whole_pages(uint64_t bytes) noexcept {
   return round_up(bytes, kPageBytes);
 }
 
-// Commits every page of `part`, which has not been written to, on up to `threads` threads. NOMEM.
-void commit_pages(std::span<std::byte> part, int threads);
+// Commits every page of `part`, which has not been written to, on up to `threads` threads. NOMEM,
+// and what `look` throws.
+void commit_pages(std::span<std::byte> part, int threads, const Look& look);
 
 [[noreturn]] void fail_to_commit(int error, uint64_t bytes);  // NOMEM with errno's text
 

@@ -44,14 +44,14 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
 
 // Booked before it is mapped: an allocation that is over the limit must not happen even shortly.
 // What was booked goes back with the Charge when the mapping fails.
-Buffer Ledger::charge(Purpose purpose, uint64_t bytes, int threads) {
+Buffer Ledger::charge(Purpose purpose, uint64_t bytes, int threads, const Look& look) {
   MODICUM_ASSERT(threads >= 1);
   if (bytes == 0) return {};
   const std::optional<uint64_t> size = whole_pages(bytes);
   Charge booked = book(purpose, size.value_or(bytes));
   if (!size) fail_to_commit(ENOMEM, bytes);
   Mapping mapping = Mapping::private_pages(*size);
-  commit_pages(mapping.bytes(), threads);
+  commit_pages(mapping.bytes(), threads, look);
   return {std::move(booked), std::move(mapping)};
 }
 
@@ -59,8 +59,23 @@ Charge Ledger::charge_shared(Purpose purpose, std::span<std::byte> part) {
   MODICUM_ASSERT(reinterpret_cast<uintptr_t>(part.data()) % kPageBytes == 0);
   MODICUM_ASSERT(part.size() % kPageBytes == 0);
   Charge booked = book(purpose, part.size());
-  commit_pages(part, 1);
+  commit_pages(part, 1, {});
   return booked;
+}
+
+void Ledger::require_room(const Footprint& needed, std::string_view what) const {
+  Footprint held = this->held();
+  held += needed;
+  const uint64_t limit = limit_bytes();
+  if (held.total() <= limit) return;
+  const uint64_t shortfall = held.total() - limit;
+  fail(Category::budget,
+       fmt::format("no room in the budget for {} of {}: {} too little", format_size(needed.total()),
+                   what, format_size(shortfall)),
+       {.expected = std::to_string(limit),
+        .got = std::to_string(held.total()),
+        .shortfall_bytes = shortfall,
+        .owners = owners_of(held)});
 }
 
 Charge Ledger::adopt(Purpose purpose, uint64_t bytes) { return book(purpose, bytes); }

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <system_error>
 #include <utility>
@@ -15,7 +16,7 @@ namespace {
 
 // Older C libraries don't have it; Linux has had it since 5.14.
 constexpr int kPopulateWrite = 23;
-constexpr size_t kCommitStepBytes = 64 * kMiB;
+constexpr uint64_t kCommitStepBytes = 64 * kMiB;
 
 std::byte* map(uint64_t bytes, int flags) {
   void* const at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags | MAP_ANONYMOUS, -1, 0);
@@ -35,20 +36,16 @@ void touch(std::span<std::byte> part) noexcept {
   }
 }
 
-void commit_slice(std::span<std::byte> slice) {
-  // In steps: meanwhile no other thread of the process can map memory.
+void commit_step(std::span<std::byte> step) {
   int result = 0;
-  for (size_t at = 0; at < slice.size() && result == 0; at += kCommitStepBytes) {
-    const size_t n = std::min(kCommitStepBytes, slice.size() - at);
-    do {
-      result = ::madvise(slice.data() + at, n, kPopulateWrite);
-    } while (result != 0 && errno == EINTR);
-  }
+  do {
+    result = ::madvise(step.data(), step.size(), kPopulateWrite);
+  } while (result != 0 && errno == EINTR);
   if (result == 0) return;
   // A kernel without the call has to be asked page by page. It can't say no that way, only kill,
   // so this is the second choice.
-  if (errno != EINVAL && errno != ENOSYS) fail_to_commit(errno, slice.size());
-  touch(slice);
+  if (errno != EINVAL && errno != ENOSYS) fail_to_commit(errno, step.size());
+  touch(step);
 }
 
 }  // namespace
@@ -58,17 +55,27 @@ void fail_to_commit(int error, uint64_t bytes) {
                                         std::generic_category().message(error)));
 }
 
-void commit_pages(std::span<std::byte> part, int threads) {
+// In steps: during one no other thread of the process can map memory, and nobody can stop it.
+void commit_pages(std::span<std::byte> part, int threads, const Look& look) {
   if (part.empty()) return;
   // Slices end at huge pages, so that no two threads meet in one.
   const uint64_t huge_pages = (part.size() + kHugePageBytes - 1) / kHugePageBytes;
   const uint64_t workers = std::min<uint64_t>(static_cast<uint64_t>(threads), huge_pages);
+  std::atomic<bool> has_failed = false;
   run_workers(static_cast<int>(workers), [&](int worker) {
     const auto index = static_cast<uint64_t>(worker);
     const uint64_t begin = huge_pages * index / workers * kHugePageBytes;
     const uint64_t end =
         std::min<uint64_t>(huge_pages * (index + 1) / workers * kHugePageBytes, part.size());
-    commit_slice(part.subspan(begin, end - begin));
+    try {
+      for (uint64_t at = begin; at < end && !has_failed; at += kCommitStepBytes) {
+        if (look) look();
+        commit_step(part.subspan(at, std::min(kCommitStepBytes, end - at)));
+      }
+    } catch (...) {
+      has_failed = true;
+      throw;
+    }
   });
 }
 

@@ -10,9 +10,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string_view>
 #include <utility>
 
 #include "modicum/base/base.h"
@@ -84,6 +86,10 @@ class Buffer {
   Mapping mapping_;  // dies first, so that no page outlives its entry
 };
 
+// Called by every thread between steps of what takes long: 64 MiB of pages. What it throws ends the
+// call that it was given to.
+using Look = std::function<void()>;
+
 class Ledger {
  public:
   static constexpr uint64_t kNoLimit = UINT64_MAX;
@@ -93,12 +99,15 @@ class Ledger {
 
   // Maps and commits `bytes` (rounded up to whole pages, which is what is charged) on `threads`
   // threads. Over the limit: BUDGET (expected is the limit, got what would be held, owners what
-  // is), and nothing is mapped. The kernel refuses: NOMEM, and the ledger is as before. Zero bytes
-  // give an empty Buffer.
-  Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1);
+  // is), and nothing is mapped. The kernel refuses (NOMEM) or `look` throws: the ledger is as
+  // before. Zero bytes give an empty Buffer.
+  Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1, const Look& look = {});
   // Commits a part of a shared mapping, whole pages nobody has written to yet, and charges it. The
   // pages live as long as the Mapping does.
   Charge charge_shared(Purpose purpose, std::span<std::byte> part);
+  // BUDGET, as `charge` would say it of `what`, where so much has no room beside what is held. For
+  // memory that is taken in parts: all of it or nothing.
+  void require_room(const Footprint& needed, std::string_view what) const;
   // Books memory that the caller owns; maps nothing.
   Charge adopt(Purpose purpose, uint64_t bytes);
 

@@ -6,11 +6,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <fstream>
 #include <functional>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "modicum/base/sanitizers_double.h"
@@ -93,6 +96,40 @@ TEST(Ledger, MemoryIsZeroWritableAndAligned) {
     EXPECT_EQ(reinterpret_cast<uintptr_t>(bytes.data()) % alignment, 0U);
   }
   EXPECT_EQ(ledger.held(), Footprint{});
+}
+
+TEST(Ledger, WhoLooksBetweenStepsCanStopTheCommit) {
+  Ledger ledger;
+  const uint64_t before = status_bytes("VmSize");
+  std::atomic<int> looks = 0;
+  const auto error = error_of([&] {
+    ledger.charge(Purpose::shards, 40 * 64 * kMiB, 2, [&] {
+      const int look = ++looks;
+      if (look == 3) fail(Category::cancelled, "enough");
+      // An error is slow to leave a thread that others keep from running.
+      if (look > 3) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    });
+  });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->category(), Category::cancelled);
+  EXPECT_LE(looks, 10);  // the other thread ends its step and sees it, of 20
+  EXPECT_EQ(ledger.held(), Footprint{});
+  EXPECT_LT(status_bytes("VmSize"), before + kGiB);
+}
+
+TEST(Ledger, RoomForAllOfItOrNothing) {
+  Ledger ledger(4 * kPageBytes);
+  const Charge plan = ledger.adopt(Purpose::plan, kPageBytes);
+  Footprint needed;
+  needed[Purpose::master] = kPageBytes;
+  needed[Purpose::moments] = 2 * kPageBytes;
+  ledger.require_room(needed, "a state");
+  needed[Purpose::moments] += 1;
+  const auto error = error_of([&] { ledger.require_room(needed, "a state"); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->category(), Category::budget);
+  EXPECT_EQ(error->facts().shortfall_bytes, 1U);
+  EXPECT_EQ(ledger.held().total(), kPageBytes);
 }
 
 TEST(Ledger, ZeroBytesAreAnEmptyBuffer) {

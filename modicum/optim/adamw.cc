@@ -41,7 +41,7 @@ class AdamW::Pins {
   std::vector<std::span<std::byte>> pinned_;
 };
 
-AdamW::AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner)
+AdamW::AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner, const Look& look)
     : spec_(std::move(spec)),
       row_(row_of(spec_.format)),
       threads_(threads),
@@ -50,7 +50,7 @@ AdamW::AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner)
   check_budget(ledger, pinner);
   for (size_t p = 0; p < kPlanes; ++p) {
     const auto plane = static_cast<Plane>(p);
-    arenas_[p] = ledger.charge(plane_purpose(plane), map_->arena_bytes(plane), threads);
+    arenas_[p] = ledger.charge(plane_purpose(plane), map_->arena_bytes(plane), threads, look);
   }
   pins_ = std::make_unique<Pins>(std::move(pinner));
   for (const Plane plane : pinned_planes(row_)) {
@@ -71,18 +71,7 @@ void AdamW::check_budget(const Ledger& ledger, const Pinner& pinner) const {
     const auto plane = static_cast<Plane>(p);
     needed[plane_purpose(plane)] += round_up(map_->arena_bytes(plane), kPageBytes);
   }
-  Footprint held = ledger.held();
-  held += needed;
-  if (held.total() > ledger.limit_bytes()) {
-    const uint64_t shortfall = held.total() - ledger.limit_bytes();
-    fail(Category::budget,
-         fmt::format("no room in the budget for {} of AdamW's state ({}): {} too little",
-                     format_size(needed.total()), row_.name, format_size(shortfall)),
-         {.expected = std::to_string(ledger.limit_bytes()),
-          .got = std::to_string(held.total()),
-          .shortfall_bytes = shortfall,
-          .owners = owners_of(held)});
-  }
+  ledger.require_room(needed, fmt::format("AdamW's state ({})", row_.name));
   uint64_t pinned = 0;
   for (const Plane plane : pinned_planes(row_)) {
     pinned += round_up(map_->arena_bytes(plane), kPageBytes);

@@ -94,11 +94,12 @@ struct StateDigest {
 
 class AdamW {
  public:
-  // Takes and commits everything on `threads` threads, which are also those of `step` and `digest`.
+  // Takes and commits everything on `threads` threads, which are also those of `step` and `digest`;
+  // what `look` throws ends that, and nothing stays taken.
   // Masters and moments are zero. BUDGET, before a page is touched, where the ledger or what may be
   // pinned doesn't suffice; NOMEM; MISMATCH, naming the parameter, for runs that overlap or a group
   // that is not there; USAGE for options out of range; UNSUPPORTED for what semantics don't know.
-  AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner = {});
+  AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner = {}, const Look& look = {});
   ~AdamW();
   AdamW(const AdamW&) = delete;
   AdamW& operator=(const AdamW&) = delete;

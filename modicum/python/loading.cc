@@ -228,7 +228,9 @@ std::unique_ptr<Loaded> run_load(const std::shared_ptr<MadePlan>& made, int rank
   const auto seconds_since = [&](int64_t then) {
     return static_cast<double>(clock.now_ns() - then) / kNsPerSecond;
   };
-  HostSink sink(plan, rank, *ledger, functions.options.threads, functions.given, functions.copy);
+  const Look look = [&board] { board.check(); };
+  HostSink sink(plan, rank, *ledger, functions.options.threads, functions.given, functions.copy,
+                look);
   if (check) sink.poison();
   const LoadOutcome done =
       load(made->checkpoint(), plan, {rank, &board, exchange}, sink, *ledger, functions.options);
@@ -240,7 +242,7 @@ std::unique_ptr<Loaded> run_load(const std::shared_ptr<MadePlan>& made, int rank
   outcome.ledger_peak_bytes = ledger->peak_since_mark() - held_before;
   if (check) {
     const int64_t check_begin = clock.now_ns();
-    Expectation expectation(made->checkpoint(), [&board] { board.check(); });
+    Expectation expectation(made->checkpoint(), look);
     check_values(plan, rank, sink, std::ref(expectation), functions.options);
     outcome.check_ns = clock.now_ns() - check_begin;
   }

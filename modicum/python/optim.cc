@@ -19,6 +19,7 @@
 #include "modicum/memory/memory.h"
 #include "modicum/optim/optim.h"
 #include "modicum/probe/probe.h"
+#include "modicum/python/adamw_state.h"
 #include "modicum/python/arrays.h"
 #include "modicum/python/bindings.h"
 
@@ -27,8 +28,6 @@ namespace {
 
 using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ReadFloats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using WrittenRuns = std::vector<std::pair<int64_t, int64_t>>;
-using WrittenShard = std::tuple<std::string, WrittenRuns, int, nb::object, nb::object>;
 
 constexpr int64_t kPieceElements = kBucketElements * 16;  // what a thread takes at a time
 
@@ -58,15 +57,6 @@ constexpr std::array<std::pair<const char*, StatePlane>, 4> kStatePlaneNames = {
 constexpr std::array<std::pair<const char*, AdamSemantics>, 2> kSemanticsNames = {
     {{"torch", AdamSemantics::torch}, {"deepspeed", AdamSemantics::deepspeed}}};
 
-DType dtype_of(const AnyArray& array, const std::string& fqn) {
-  const nb::dlpack::dtype dtype = array.dtype();
-  if (dtype == nb::dtype<float>()) return DType::f32;
-  using Code = nb::dlpack::dtype_code;
-  if (dtype.bits == 16 && dtype.code == static_cast<uint8_t>(Code::Bfloat)) return DType::bf16;
-  if (dtype.bits == 16 && dtype.code == static_cast<uint8_t>(Code::Float)) return DType::f16;
-  fail(Category::unsupported, "an array that is not float32, bfloat16 or float16", {.tensor = fqn});
-}
-
 // The memory of an array as it is. Not a parameter of a binding, whose stub would need numpy.
 template <typename Array>
 Array taken(nb::handle given, const std::string& fqn, const char* kind) {
@@ -76,114 +66,20 @@ Array taken(nb::handle given, const std::string& fqn, const char* kind) {
 }
 constexpr auto kFloatsKind = "a contiguous float32 array of one dimension, on the host,";
 
-void require_numel(const AnyArray& array, int64_t numel, const std::string& fqn) {
-  const auto got = static_cast<int64_t>(array.size());
-  if (got == numel) return;
-  fail(Category::mismatch, "an array has not the elements of its shard",
-       {.tensor = fqn, .expected = std::to_string(numel), .got = std::to_string(got)});
-}
-
-// The shards as they are said in Python, and the arrays whose memory they are.
-struct Written {
-  AdamWSpec spec;
-  std::vector<AnyArray> arrays;
-
-  std::byte* take(const nb::object& given, const ShardSpec& shard, DType* dtype) {
-    if (given.is_none()) return nullptr;
-    const AnyArray array = writable(given, shard.fqn);
-    require_numel(array, shard.numel(), shard.fqn);
-    *dtype = dtype_of(array, shard.fqn);
-    arrays.push_back(array);
-    return bytes_of_array(array).data();
-  }
-};
-
-Written written(const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,
-                const std::string& format, uint64_t seed) {
-  const StateFormatRow& row = state_format_named(format);
-  Written all{.spec = {.format = row.format, .groups = groups, .seed = seed}};
-  for (const auto& [fqn, runs, group, master, out] : shards) {
-    ShardSpec shard{.fqn = fqn, .group = group};
-    for (const auto& [first, n] : runs) shard.runs.push_back({first, n});
-    DType dtype = row.master;
-    shard.master = all.take(master, shard, &dtype);
-    if (dtype != row.master) {
-      fail(Category::mismatch, "a master of another dtype than the format's",
-           {.tensor = fqn,
-            .expected = std::string(torch_name(row.master)),
-            .got = std::string(torch_name(dtype))});
-    }
-    shard.out = all.take(out, shard, &shard.out_dtype);
-    if (shard.out != nullptr && shard.out_dtype == DType::f32) {
-      fail(Category::unsupported, "new parameters leave as bfloat16 or float16", {.tensor = fqn});
-    }
-    all.spec.shards.push_back(std::move(shard));
-  }
-  return all;
-}
-
-Pinner pinner_of(const nb::object& pin, const nb::object& unpin,
-                 const std::optional<uint64_t>& limit) {
-  Pinner pinner;
-  if (pin.is_none()) return pinner;
-  const auto calling = [](nb::object function) {
-    // Copied and dropped wherever the state is, which may be without the lock.
-    const std::shared_ptr<nb::object> held(new nb::object(std::move(function)), [](nb::object* o) {
-      const nb::gil_scoped_acquire acquired;
-      delete o;
-    });
-    return [held](std::span<std::byte> arena) {
-      const nb::gil_scoped_acquire acquired;
-      (*held)(reinterpret_cast<uintptr_t>(arena.data()), arena.size());
-    };
-  };
-  pinner.pin = calling(pin);
-  pinner.unpin = [call = calling(unpin)](std::span<std::byte> arena) {
-    try {
-      call(arena);
-    } catch (nb::python_error& error) {
-      const nb::gil_scoped_acquire acquired;
-      error.discard_as_unraisable("modicum: memory could not be unpinned");
-    }
-  };
-  pinner.limit_bytes = limit.value_or(UINT64_MAX);
-  return pinner;
-}
-
-// A state with all that its memory depends on.
-struct State {
-  const std::shared_ptr<Ledger> ledger;
-  const std::vector<AnyArray> arrays;
-  const Footprint footprint;
-  const int threads;
-  AdamW adamw;
-
-  State(Written made, std::shared_ptr<Ledger> of, int count, Pinner pinner)
-      : ledger(std::move(of)),
-        arrays(std::move(made.arrays)),
-        footprint(adamw_footprint(made.spec)),
-        threads(count),
-        adamw(std::move(made.spec), *ledger, count, std::move(pinner)) {}
-
-  const ShardSpec& shard(size_t index) const {
-    if (index < adamw.shards()) return adamw.shard(index);
-    fail(Category::usage, fmt::format("there is no shard {} of {}", index, adamw.shards()));
-  }
-};
-
 std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
                              const std::vector<AdamOptions>& groups, const std::string& format,
                              const std::shared_ptr<Ledger>& ledger, uint64_t seed, int threads,
-                             const nb::object& pin, const nb::object& unpin,
+                             int slots, const nb::object& pin, const nb::object& unpin,
                              const std::optional<uint64_t>& pin_limit) {
   if (pin.is_none() != unpin.is_none()) {
     fail(Category::usage, "what pins memory comes with what unpins it");
   }
+  if (slots < 0) fail(Category::usage, "slots: 0 or more");
   Written made = written(shards, groups, format, seed);
-  Pinner pinner = pinner_of(pin, unpin, pin_limit);
+  const Pinner pinner = pinner_of(pin, unpin, pin_limit);
   return without_the_lock([&] {
-    return std::make_shared<State>(std::move(made), ledger, threads > 0 ? threads : granted_cpus(),
-                                   std::move(pinner));
+    return std::make_shared<State>(std::move(made), ledger, slots,
+                                   threads > 0 ? threads : granted_cpus(), pinner);
   });
 }
 
@@ -249,11 +145,16 @@ std::vector<int64_t> steps(const State& state) {
   return made;
 }
 
-void step(State& state, float unscale, float clip) {
+void step(State& state, float unscale, float clip, const nb::object& send, const nb::object& wait,
+          const std::string& dtype) {
+  std::optional<Sending> sending;
+  if (!send.is_none()) sending.emplace(state, send, wait, dtype);
   without_the_lock([&] {
-    state.adamw.step({.unscale = unscale, .clip = clip});
+    state.adamw.step(
+        {.unscale = unscale, .clip = clip, .outlet = sending ? &sending->outlet() : nullptr});
     return 0;
   });
+  if (sending) sending->require_sent();
 }
 
 nb::object plane(const std::shared_ptr<State>& state, size_t shard, const std::string& name) {
@@ -267,6 +168,10 @@ nb::object scales(const std::shared_ptr<State>& state, size_t shard, const std::
   return array_of(
       std::make_unique<std::shared_ptr<State>>(state),
       std::as_writable_bytes(state->adamw.scales(shard, named(kPlaneNames, "plane", name))));
+}
+
+nb::object staging(const std::shared_ptr<State>& state) {
+  return array_of(std::make_unique<std::shared_ptr<State>>(state), state->staging.bytes());
 }
 
 void export_to(const State& state, size_t shard, const std::string& name, nb::handle given,
@@ -352,6 +257,7 @@ Args:
     ledger: what is taken is charged to it.
     seed: of the random bits; the same on every rank.
     threads: of construction and steps; 0: as many as the process may use CPUs.
+    slots: of 128 KiB for each thread, through which new parameters can leave: `staging`.
     pin, unpin: called with address and bytes of each arena that a device touches; None: nothing
         is pinned.
     pin_limit: bytes that the process may still lock; None: no limit.
@@ -363,7 +269,7 @@ Raises:
 void define_state(nb::module_& module) {
   nb::class_<State>(module, "AdamW", kStateDoc)
       .def(nb::new_(&state), nb::arg("shards"), nb::arg("groups"), nb::kw_only(), nb::arg("format"),
-           nb::arg("ledger"), nb::arg("seed") = 0, nb::arg("threads") = 0,
+           nb::arg("ledger"), nb::arg("seed") = 0, nb::arg("threads") = 0, nb::arg("slots") = 0,
            nb::arg("pin").none() = nb::none(), nb::arg("unpin").none() = nb::none(),
            nb::arg("pin_limit") = nb::none())
       .def(
@@ -389,8 +295,14 @@ void define_state(nb::module_& module) {
       .def("norm", norm,
            "(sum of squares, whether all are finite) of this rank's gradients as they arrived.")
       .def("norms", norms, "The same with a sum for each shard, in a list.")
-      .def("step", step, nb::arg("unscale") = 1.0F, nb::arg("clip") = 1.0F,
-           "One step with all that has arrived.")
+      .def("step", step, nb::arg("unscale") = 1.0F, nb::arg("clip") = 1.0F, nb::kw_only(),
+           nb::arg("send").none() = nb::none(), nb::arg("wait").none() = nb::none(),
+           nb::arg("dtype") = "bfloat16",
+           "One step with all that has arrived. `send(shard, at, n, slot)`: n new values of "
+           "`dtype`, "
+           "of a shard from local element `at` on, lie at the beginning of a slot of `staging` "
+           "until `wait(slot)` has returned; called on several threads. Not for split masters. An "
+           "error of theirs is raised when the step has ended, which has stepped the state.")
       .def(
           "skip", [](State& of) { of.adamw.skip(); },
           "Forgets the gradients; no other byte changes.")
@@ -405,6 +317,7 @@ void define_state(nb::module_& module) {
       .def("plane", plane, nb::arg("shard"), nb::arg("plane"),
            "The bytes of master, master_low, grad, exp_avg, exp_avg_sq or max_exp_avg_sq as they "
            "lie; they keep the state alive.")
+      .def_prop_ro("staging", staging, "The slots, as bytes that keep the state alive.")
       .def("scales", scales, nb::arg("shard"), nb::arg("plane"),
            "The float32 scales of 8-bit moments, as bytes.")
       .def("export_to", export_to, nb::arg("shard"), nb::arg("plane"), nb::arg("to"),
@@ -428,11 +341,12 @@ void define_optim(nb::module_& module) {
   module.def(
       "adamw_footprint",
       [](const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,
-         const std::string& format) {
-        return by_purpose(adamw_footprint(written(shards, groups, format, 0).spec));
+         const std::string& format, int slots, int threads) {
+        const AdamWSpec spec = written(shards, groups, format, 0).spec;
+        return by_purpose(footprint_of(spec, slots, threads));
       },
-      nb::arg("shards"), nb::arg("groups"), nb::kw_only(), nb::arg("format"),
-      "What AdamW of these will charge, in bytes by purpose.");
+      nb::arg("shards"), nb::arg("groups"), nb::kw_only(), nb::arg("format"), nb::arg("slots") = 0,
+      nb::arg("threads") = 1, "What AdamW of these will charge, in bytes by purpose.");
   module.def("clip_factor", clip_factor, nb::arg("norm"), nb::arg("max_norm"),
              "min(1, max_norm / (norm + 1e-6)), rounded once to float32.");
   module.def("state_formats", formats,

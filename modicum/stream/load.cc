@@ -66,14 +66,15 @@ class Load {
   void commit(Ledger& ledger) {
     const auto& load = plan_.promise.phases[kLoadPhase].of_rank[static_cast<size_t>(at_.rank)];
     const int threads = std::max(1, options_.threads);
-    window_ = ledger.charge(Purpose::window, load[Purpose::window], threads);
+    const Look look = [this] { at_.board->check(); };
+    window_ = ledger.charge(Purpose::window, load[Purpose::window], threads, look);
     const Staging& staging = plan_.staging;
     if (staging.ring_part_bytes > 0) {
       MODICUM_ASSERT(at_.exchange != nullptr);
       ring_ = at_.exchange->commit(ledger);
     }
-    staging_ =
-        ledger.charge(Purpose::staging, staging.total_bytes - staging.ring_part_bytes, threads);
+    staging_ = ledger.charge(Purpose::staging, staging.total_bytes - staging.ring_part_bytes,
+                             threads, look);
     workers_ = staging.workers == 0 ? threads : std::min(threads, staging.workers);
     if (plan_.strategy().of_reader != Window::none) begins_ = window_begins(plan_);
   }

@@ -18,7 +18,8 @@ uint64_t digest_seed(const TensorSpec& spec) {
 
 }  // namespace
 
-HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, int threads, Given given, Copy copy)
+HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, int threads, Given given, Copy copy,
+                   const Look& look)
     : plan_(plan),
       rank_(rank),
       begins_(arena_begins(plan, rank)),
@@ -35,7 +36,7 @@ HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, int threads, Give
           .expected = fmt::format("{} bytes", due),
           .got = fmt::format("{} bytes", got)});
   }
-  arena_ = ledger.charge(Purpose::shards, begins_.back(), threads);
+  arena_ = ledger.charge(Purpose::shards, begins_.back(), threads, look);
 }
 
 std::span<std::byte> HostSink::host(uint32_t buffer) noexcept {

@@ -31,9 +31,9 @@ class HostSink final : public Sink {
   using Given = std::vector<std::span<std::byte>>;
   using Copy = std::function<void(uint32_t buffer, int64_t at, std::span<const std::byte>)>;
   // `given` has the bytes of each target whose destination that is (USAGE where they are not what
-  // is due), `copy` takes what goes elsewhere; any thread.
+  // is due), `copy` takes what goes elsewhere; any thread. `look`: while the arena is committed.
   HostSink(const Plan& plan, int rank, Ledger& ledger, int threads = 1, Given given = {},
-           Copy copy = {});
+           Copy copy = {}, const Look& look = {});
   std::span<std::byte> host(uint32_t buffer) noexcept override;
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
   // Fills everything with a pattern that no load leaves behind.

@@ -326,6 +326,7 @@ class AdamW:
         ledger: what is taken is charged to it.
         seed: of the random bits; the same on every rank.
         threads: of construction and steps; 0: as many as the process may use CPUs.
+        slots: of 128 KiB for each thread, through which new parameters can leave: `staging`.
         pin, unpin: called with address and bytes of each arena that a device touches; None: nothing
             is pinned.
         pin_limit: bytes that the process may still lock; None: no limit.
@@ -335,7 +336,7 @@ class AdamW:
         UsageError: shards, options and format don't go together.
     """
 
-    def __init__(self, shards: Sequence[tuple[str, Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, ledger: Ledger, seed: int = 0, threads: int = 0, pin: object | None = None, unpin: object | None = None, pin_limit: int | None = None) -> None: ...
+    def __init__(self, shards: Sequence[tuple[str, Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, ledger: Ledger, seed: int = 0, threads: int = 0, slots: int = 0, pin: object | None = None, unpin: object | None = None, pin_limit: int | None = None) -> None: ...
 
     def set_options(self, group: int, options: AdamOptions) -> None:
         """For the steps to come."""
@@ -362,8 +363,10 @@ class AdamW:
     def norms(self) -> tuple:
         """The same with a sum for each shard, in a list."""
 
-    def step(self, unscale: float = 1.0, clip: float = 1.0) -> None:
-        """One step with all that has arrived."""
+    def step(self, unscale: float = 1.0, clip: float = 1.0, *, send: object | None = None, wait: object | None = None, dtype: str = 'bfloat16') -> None:
+        """
+        One step with all that has arrived. `send(shard, at, n, slot)`: n new values of `dtype`, of a shard from local element `at` on, lie at the beginning of a slot of `staging` until `wait(slot)` has returned; called on several threads. Not for split masters. An error of theirs is raised when the step has ended, which has stepped the state.
+        """
 
     def skip(self) -> None:
         """Forgets the gradients; no other byte changes."""
@@ -379,6 +382,10 @@ class AdamW:
         """
         The bytes of master, master_low, grad, exp_avg, exp_avg_sq or max_exp_avg_sq as they lie; they keep the state alive.
         """
+
+    @property
+    def staging(self) -> object:
+        """The slots, as bytes that keep the state alive."""
 
     def scales(self, shard: int, plane: str) -> object:
         """The float32 scales of 8-bit moments, as bytes."""
@@ -400,7 +407,7 @@ class AdamW:
         state and master: of values with their global indices, to be added up over ranks modulo 2^64.
         """
 
-def adamw_footprint(shards: Sequence[tuple[str, Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str) -> dict:
+def adamw_footprint(shards: Sequence[tuple[str, Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, slots: int = 0, threads: int = 1) -> dict:
     """What AdamW of these will charge, in bytes by purpose."""
 
 def clip_factor(norm: float, max_norm: float) -> float:

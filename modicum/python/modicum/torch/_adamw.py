@@ -12,6 +12,7 @@ from torch import nn
 
 from modicum import _modicum
 from modicum.errors import refusal
+from modicum.torch._lanes import Lane
 from modicum.torch._names import canonical
 from modicum.torch._parts import Part, global_sum, local_of, part_of, versions_of
 from modicum.torch._placements import Meshes
@@ -29,10 +30,16 @@ class AdamW(torch.optim.Optimizer):
     """AdamW whose state is taken whole when it is made, in a declared number of bytes.
 
     A `torch.optim.Optimizer`: groups, schedulers, hooks, `GradScaler`, `state_dict` with PyTorch's
-    names and shapes. Parameters are plain tensors or DTensors on the CPU, of float32, bfloat16 or
-    float16. A float32 parameter is its own master, and the bfloat16 parameter of a split format is
-    the upper half of its master: neither is held twice. `parameter.grad` becomes a view of the
+    names and shapes. Parameters are plain tensors or DTensors of float32, bfloat16 or float16.
+
+    On the CPU a float32 parameter is its own master, and the bfloat16 parameter of a split format
+    is the upper half of its master: neither is held twice. `parameter.grad` becomes a view of the
     gradients' plane when a backward brings it, and None is a step without it, as ever.
+
+    Of parameters on a device the whole state is on the host. Their gradients stay on the device, as
+    any optimizer's, and come to the host when a step or a norm needs them; new parameters leave
+    while the step goes on. Nothing of their size is taken for either: 128 KiB of staging are,
+    four times for each thread.
 
     Args:
         params: parameters, groups, or `model.named_parameters()`. Random bits are keyed by names
@@ -98,6 +105,7 @@ class AdamW(torch.optim.Optimizer):
         self._parts = list(self._make_parts())
         options = [self._options(group) for group in self.param_groups]
         self._states = make_states(self._parts, options, state_format, self.ledger, seed, pin)
+        self._lanes: dict[str, Lane] = {}
         self._steps = torch.zeros(len(self._parts))
         with torch.no_grad():
             self._lay_out()
@@ -129,7 +137,9 @@ class AdamW(torch.optim.Optimizer):
         for index, part in enumerate(self._parts):
             entry = self.state[part.parameter]
             entry["step"] = self._steps[index]
-            if part.local.numel() > 0 and dtype_of(part, "grad") == part.local.dtype:
+            if not part.on_host:
+                part.plane = self._plane(part, "grad")
+            elif part.local.numel() > 0 and dtype_of(part, "grad") == part.local.dtype:
                 part.grad = part.like_parameter(self._plane(part, "grad"))
                 part.plane = local_of(part.grad)
             if dtype_of(part, "moment") == torch.float32:
@@ -137,6 +147,16 @@ class AdamW(torch.optim.Optimizer):
                     entry[name] = part.like_parameter(self._plane(part, name))
             if not is_own_master(part):
                 self._import_parameter(part)
+        for key, state in self._states.items():
+            parts = [part for part in self._parts if part.state == key]
+            if not parts[0].on_host:
+                self._lanes[key] = Lane(state, parts, self._masters_that_leave(parts))
+
+    def _masters_that_leave(self, parts: list[Part]) -> dict[int, torch.Tensor] | None:
+        """By shard, where masters lie in the parameters' dtype."""
+        if dtype_of(parts[0], "master") != parts[0].local.dtype:
+            return None
+        return {part.shard: self._plane(part, "master") for part in parts if part.local.numel()}
 
     def _moments(self, part: Part) -> tuple[str, ...]:
         return _MOMENTS if self.param_groups[part.group]["amsgrad"] else _MOMENTS[:2]
@@ -175,6 +195,7 @@ class AdamW(torch.optim.Optimizer):
         scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         try:
+            self._settle()
             self._push_options()
             self._refresh_masters()
             norm = self._norm(found_inf is None or not found_inf.item())
@@ -185,8 +206,8 @@ class AdamW(torch.optim.Optimizer):
             if norm is None:
                 self.skipped_steps += 1
             else:
-                for state in self._states.values():
-                    state.step(unscale, clip)
+                for key, state in self._states.items():
+                    self._lanes.get(key, state).step(unscale, clip)
                 self._has_stepped()
         finally:
             self._forget()
@@ -231,7 +252,8 @@ class AdamW(torch.optim.Optimizer):
         for state in self._states.values():
             state.skip()
         self._looked = []
-        in_place: dict[str, list[int]] = {name: [] for name in self._states}
+        in_place: dict[str, list[int]] = {key: [] for key in self._states}
+        coming: dict[str, list[tuple[Part, torch.Tensor]]] = {key: [] for key in self._lanes}
         for part in self._parts:
             grad = part.parameter.grad
             self._looked.append((grad, 0 if grad is None else versions_of(grad)))
@@ -244,7 +266,13 @@ class AdamW(torch.optim.Optimizer):
             elif grad is part.grad and local_of(grad).data_ptr() == part.plane.data_ptr():
                 in_place[part.state].append(part.shard)
             elif part.local.numel() > 0:
-                state.arrive(part.shard, part.local_like(grad, "gradient").contiguous())
+                line = part.local_like(grad, "gradient").contiguous()
+                if part.on_host:
+                    state.arrive(part.shard, line)
+                else:
+                    coming[part.state].append((part, line))
+        for key, lane in self._lanes.items():
+            in_place[key] += lane.bring(coming[key])
         for name, shards in in_place.items():
             self._states[name].arrived_in_place(shards)
 
@@ -254,6 +282,10 @@ class AdamW(torch.optim.Optimizer):
             part.parameter.grad is grad and (grad is None or versions_of(grad) == version)
             for part, (grad, version) in zip(self._parts, self._looked, strict=True)
         )
+
+    def _settle(self) -> None:
+        for lane in self._lanes.values():
+            lane.settle()
 
     def _forget(self) -> None:
         if self._looked:
@@ -299,14 +331,20 @@ class AdamW(torch.optim.Optimizer):
         for part, version in zip(self._parts, self._versions, strict=True):
             if is_own_master(part) or versions_of(part.parameter) == version:
                 continue
-            master = self._plane(part, "master")
-            for of, low in zip(master.split(_CHUNK), part.local.split(_CHUNK), strict=True):
-                of.copy_(torch.where(of.to(low.dtype) == low, of, low.float()))
+            state, master = self._states[part.state], self._plane(part, "master")
+            for at, low in _chunks(part.local):
+                low = low.to("cpu")
+                is_rounded = master[at : at + low.numel()].to(low.dtype) == low
+                values = torch.empty(low.numel())
+                state.export_to(part.shard, "master", values, at=at)
+                values = torch.where(is_rounded, values, low.float())
+                state.import_from(part.shard, "master", values, at=at)
 
     def _import_parameter(self, part: Part) -> None:
         """The parameter's values as its master."""
         for at, values in _chunks(part.local):
-            self._states[part.state].import_from(part.shard, "master", values.float(), at=at)
+            values = values.to("cpu").float()
+            self._states[part.state].import_from(part.shard, "master", values, at=at)
 
     # ---- state dicts
 
@@ -354,6 +392,7 @@ class AdamW(torch.optim.Optimizer):
         for group, new in zip(self.param_groups, groups, strict=True):
             group.update({k: v for k, v in new.items() if k not in ("params", "param_names")})
         self._forget()
+        self._settle()
         self._push_options()
         for part, of in zip(self._parts, values, strict=True):
             self._import(part, of)
@@ -376,14 +415,15 @@ class AdamW(torch.optim.Optimizer):
             of = values.get(name)
             of = torch.zeros(part.local.numel()) if of is None else of.float().contiguous()
             state.import_from(part.shard, name, of)
-        if part.local.dtype == torch.float32:
+        if part.local.dtype == torch.float32 and is_own_master(part):
             return
         if "master" not in values:
             self._import_parameter(part)
             return
         state.import_from(part.shard, "master", values["master"].float().contiguous())
         if not is_own_master(part):
-            part.local.copy_(self._plane(part, "master"))
+            for at, master in _chunks(self._plane(part, "master")):
+                part.local[at : at + master.numel()].copy_(master.to(part.local.dtype))
 
     # ---- what it holds
 
@@ -391,10 +431,13 @@ class AdamW(torch.optim.Optimizer):
     def held(self) -> dict[str, dict[str, int]]:
         """By state format: `parameters`, the elements that are in it, and bytes by purpose of what
         was taken for them; a parameter's own memory is not in it."""
-        held = {}
-        for name, state in self._states.items():
-            numel = sum(part.local.numel() for part in self._parts if part.state == name)
-            held[name] = {"parameters": numel, **state.footprint}
+        held: dict[str, dict[str, int]] = {}
+        for part in self._parts:
+            of = held.setdefault(part.format, {"parameters": 0})
+            of["parameters"] += part.local.numel()
+            if part.shard == 0:
+                for purpose, size in self._states[part.state].footprint.items():
+                    of[purpose] = of.get(purpose, 0) + size
         return held
 
     def digest(self) -> dict[str, int]:

@@ -32,14 +32,21 @@ class Part:
     """Of neighbouring elements of the whole, row-major: (first, number)."""
     is_counted: bool
     """Whether it is this rank that counts it in a global norm: one of those that hold the same."""
+    format: str = ""
+    """Of the state that steps it."""
     state: str = ""
-    """The format of the state that steps it."""
+    """The key of that state."""
     shard: int = 0
     """Its index there."""
     plane: torch.Tensor | None = None
     """Its part of the gradients' plane, of the local shape, where `grad` may lie there."""
     grad: torch.Tensor | None = None
     """The same as `parameter.grad` can be it."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether its memory can be stepped where it lies."""
+        return self.local.device.type == "cpu"
 
     @property
     def mesh(self) -> Any:
@@ -96,9 +103,6 @@ def part_of(name: str, parameter: nn.Parameter, group: int, meshes: Meshes) -> P
     if local.is_meta:
         what = "a parameter is on meta: load the model before its optimizer is made"
         raise refusal("USAGE", what, tensor=name)
-    if local.device.type != "cpu":
-        what = "a parameter that is not on the CPU"
-        raise refusal("UNSUPPORTED", what, tensor=name, got=str(local.device))
     if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         what = "a parameter that is not float32, bfloat16 or float16"
         raise refusal("UNSUPPORTED", what, tensor=name, got=str(parameter.dtype))

@@ -1,4 +1,4 @@
-"""The states that step an optimizer's parameters: one for each format that they need."""
+"""The states that step an optimizer's parameters: one for each format and place that they need."""
 
 import os
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import torch
 from modicum import _modicum
 from modicum.errors import BudgetError, refusal
 from modicum.torch._fsdp import register
+from modicum.torch._lanes import SLOTS
 from modicum.torch._parts import Part
 
 __all__ = ["dtype_of", "is_own_master", "make_states"]
@@ -20,12 +21,12 @@ _ROWS = {row["name"]: row for row in _modicum.state_formats()}
 
 def dtype_of(part: Part, plane: str) -> torch.dtype:
     """Of `master`, `grad` or `moment` in the format that steps it."""
-    return getattr(torch, _ROWS[part.state][plane])
+    return getattr(torch, _ROWS[part.format][plane])
 
 
 def is_own_master(part: Part) -> bool:
     """Whether the parameter's memory is the master, or its upper half."""
-    return dtype_of(part, "master") == part.local.dtype
+    return part.on_host and dtype_of(part, "master") == part.local.dtype
 
 
 def make_states(
@@ -36,35 +37,36 @@ def make_states(
     seed: int,
     pin: Any,
 ) -> dict[str, _modicum.AdamW]:
-    """By format; says in each part which state is its. bfloat16 parameters have `state_format`,
-    others fp32."""
+    """Says in each part which state is its. bfloat16 parameters have `state_format`, others fp32;
+    those on a device have states of their own, one for each dtype."""
     _modicum.adamw_footprint([], options, format=state_format)  # is it one?
     shards: dict[str, list[Any]] = {}
+    made_with: dict[str, dict[str, Any]] = {}
+    threads = _modicum.granted_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = max(1, threads)
     for part in parts:
-        part.state = state_format if part.local.dtype == torch.bfloat16 else "fp32"
+        part.format = state_format if part.local.dtype == torch.bfloat16 else "fp32"
+        part.state = part.format
+        if not part.on_host:
+            part.state += f" of {part.local.dtype} on {part.local.device}"
         master = out = None
-        if part.local.numel() > 0:
+        if part.on_host and part.local.numel() > 0:
             master, out = (part.local, None) if is_own_master(part) else (None, part.local)
         of_state = shards.setdefault(part.state, [])
         part.shard = len(of_state)
         of_state.append((part.name, part.runs, part.group, master, out))
+        slots = 0 if part.on_host else SLOTS
+        made_with[part.state] = {"format": part.format, "slots": slots, "threads": threads}
     _require_room(
-        ledger, [_modicum.adamw_footprint(of, options, format=name) for name, of in shards.items()]
+        ledger,
+        [_modicum.adamw_footprint(of, options, **made_with[key]) for key, of in shards.items()],
     )
     pins, unpins = _registrar(pin)
-    threads = _modicum.granted_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return {
-        name: _modicum.AdamW(
-            of,
-            options,
-            format=name,
-            ledger=ledger,
-            seed=seed,
-            threads=max(1, threads),
-            pin=pins,
-            unpin=unpins,
+        key: _modicum.AdamW(
+            of, options, ledger=ledger, seed=seed, pin=pins, unpin=unpins, **made_with[key]
         )
-        for name, of in shards.items()
+        for key, of in shards.items()
     }
 
 

@@ -1,0 +1,176 @@
+#include "modicum/python/adamw_state.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <string_view>
+#include <thread>
+#include <utility>
+
+#include "modicum/base/base.h"
+
+namespace modicum::python {
+namespace {
+
+void require_numel(const AnyArray& array, int64_t numel, const std::string& fqn) {
+  const auto got = static_cast<int64_t>(array.size());
+  if (got == numel) return;
+  fail(Category::mismatch, "an array has not the elements of its shard",
+       {.tensor = fqn, .expected = std::to_string(numel), .got = std::to_string(got)});
+}
+
+uint64_t staging_bytes(int slots, int threads) noexcept {
+  return static_cast<uint64_t>(slots) * static_cast<uint64_t>(threads) * kRingSlotBytes;
+}
+
+Footprint with_room_in(const Ledger& ledger, Footprint needed) {
+  ledger.require_room(needed, "AdamW's state and its staging");
+  return needed;
+}
+
+// Ctrl-C must end what takes long; the thread that was called is the one that may get it.
+Look for_signals() {
+  return [caller = std::this_thread::get_id()] {
+    if (std::this_thread::get_id() != caller) return;
+    const nb::gil_scoped_acquire acquired;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  };
+}
+
+// What may be pinned beside so many bytes.
+Pinner but_for(uint64_t bytes, Pinner pinner) {
+  pinner.limit_bytes -= std::min(bytes, pinner.limit_bytes);
+  return pinner;
+}
+
+}  // namespace
+
+DType dtype_of(const AnyArray& array, const std::string& fqn) {
+  const nb::dlpack::dtype dtype = array.dtype();
+  if (dtype == nb::dtype<float>()) return DType::f32;
+  using Code = nb::dlpack::dtype_code;
+  if (dtype.bits == 16 && dtype.code == static_cast<uint8_t>(Code::Bfloat)) return DType::bf16;
+  if (dtype.bits == 16 && dtype.code == static_cast<uint8_t>(Code::Float)) return DType::f16;
+  fail(Category::unsupported, "an array that is not float32, bfloat16 or float16", {.tensor = fqn});
+}
+
+Written written(const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,
+                const std::string& format, uint64_t seed) {
+  const StateFormatRow& row = state_format_named(format);
+  Written all{.spec = {.format = row.format, .groups = groups, .seed = seed}};
+  const auto take = [&all](const nb::object& given, const ShardSpec& shard,
+                           DType* dtype) -> std::byte* {
+    if (given.is_none()) return nullptr;
+    const AnyArray array = writable(given, shard.fqn);
+    require_numel(array, shard.numel(), shard.fqn);
+    *dtype = dtype_of(array, shard.fqn);
+    all.arrays.push_back(array);
+    return bytes_of_array(array).data();
+  };
+  for (const auto& [fqn, runs, group, master, out] : shards) {
+    ShardSpec shard{.fqn = fqn, .group = group};
+    for (const auto& [first, n] : runs) shard.runs.push_back({first, n});
+    DType dtype = row.master;
+    shard.master = take(master, shard, &dtype);
+    if (dtype != row.master) {
+      fail(Category::mismatch, "a master of another dtype than the format's",
+           {.tensor = fqn,
+            .expected = std::string(torch_name(row.master)),
+            .got = std::string(torch_name(dtype))});
+    }
+    shard.out = take(out, shard, &shard.out_dtype);
+    if (shard.out != nullptr && shard.out_dtype == DType::f32) {
+      fail(Category::unsupported, "new parameters leave as bfloat16 or float16", {.tensor = fqn});
+    }
+    all.spec.shards.push_back(std::move(shard));
+  }
+  return all;
+}
+
+Pinner pinner_of(const nb::object& pin, const nb::object& unpin,
+                 const std::optional<uint64_t>& limit) {
+  Pinner pinner;
+  if (pin.is_none()) return pinner;
+  const auto calling = [](nb::object function) {
+    // Copied and dropped wherever the state is, which may be without the lock.
+    const std::shared_ptr<nb::object> held(new nb::object(std::move(function)), [](nb::object* o) {
+      const nb::gil_scoped_acquire acquired;
+      delete o;
+    });
+    return [held](std::span<std::byte> arena) {
+      const nb::gil_scoped_acquire acquired;
+      (*held)(reinterpret_cast<uintptr_t>(arena.data()), arena.size());
+    };
+  };
+  pinner.pin = calling(pin);
+  pinner.unpin = [call = calling(unpin)](std::span<std::byte> arena) {
+    try {
+      call(arena);
+    } catch (nb::python_error& error) {
+      const nb::gil_scoped_acquire acquired;
+      error.discard_as_unraisable("modicum: memory could not be unpinned");
+    }
+  };
+  pinner.limit_bytes = limit.value_or(UINT64_MAX);
+  return pinner;
+}
+
+Footprint footprint_of(const AdamWSpec& spec, int slots, int threads) {
+  Footprint footprint = adamw_footprint(spec);
+  footprint[Purpose::staging] += staging_bytes(slots, threads);
+  return footprint;
+}
+
+State::State(Written made, std::shared_ptr<Ledger> of, int slots, int count, const Pinner& pins)
+    : ledger(std::move(of)),
+      arrays(std::move(made.arrays)),
+      footprint(with_room_in(*ledger, footprint_of(made.spec, slots, count))),
+      threads(count),
+      adamw(std::move(made.spec), *ledger, count, but_for(staging_bytes(slots, count), pins),
+            for_signals()),
+      pinner(pins),
+      staging(ledger->charge(Purpose::staging, staging_bytes(slots, count))) {
+  if (pinner.pin && !staging.empty()) pinner.pin(staging.bytes());
+}
+
+State::~State() {
+  if (pinner.pin && !staging.empty()) pinner.unpin(staging.bytes());
+}
+
+const ShardSpec& State::shard(size_t index) const {
+  if (index < adamw.shards()) return adamw.shard(index);
+  fail(Category::usage, fmt::format("there is no shard {} of {}", index, adamw.shards()));
+}
+
+template <typename Call>
+void Sending::call(Call&& of) noexcept {
+  const nb::gil_scoped_acquire acquired;
+  if (error_) return;
+  try {
+    of();
+  } catch (...) {
+    error_ = std::current_exception();
+  }
+}
+
+Sending::Sending(State& state, const nb::object& send, const nb::object& wait,
+                 const std::string& dtype) {
+  const std::optional<DType> of = dtype_from_torch_name(dtype);
+  if (of != DType::bf16 && of != DType::f16) {
+    fail(Category::unsupported, "new parameters leave as bfloat16 or float16",
+         {.got = printable(dtype)});
+  }
+  outlet_.dtype = *of;
+  outlet_.ring = state.staging.bytes();
+  outlet_.send = [this, &send](const ReadyChunk& chunk) {
+    call([&] { send(chunk.shard, chunk.at, chunk.n, chunk.slot); });
+  };
+  if (wait.is_none()) return;
+  outlet_.wait = [this, &wait](int slot) { call([&] { wait(slot); }); };
+}
+
+void Sending::require_sent() const {
+  if (error_) std::rethrow_exception(error_);
+}
+
+}  // namespace modicum::python

@@ -1,0 +1,256 @@
+"""`modicum.torch.AdamW` over parameters on a device, whose state is on the host.
+
+House test beside the same optimizer over parameters on the CPU, whose bits torch's own have proven
+(test_torch_adamw.py). It catches these mutations: a gradient that stays where it was; a part of the
+new parameters that never leaves, or leaves from a slot that is written again; host memory of the
+parameters' size beside the state; a copy that casts on the device; a master that forgets what was
+written to its parameter.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from on_device import OnDevice  # noqa: E402  (after torch is known to be there)
+from torch import nn  # noqa: E402
+
+import modicum  # noqa: E402
+from modicum import _modicum  # noqa: E402
+from modicum.torch import AdamW, _lanes  # noqa: E402
+
+BUCKET = 65536
+SHAPES = {"embed": (3, BUCKET + 77), "bias": (5,), "one": (), "none": (0, 4), "proj": (67, 129)}
+EVERY = [
+    ("fp32", torch.float32),
+    ("fp32", torch.bfloat16),
+    ("fp32", torch.float16),
+    ("fp32-split", torch.bfloat16),
+    ("bf16-moments", torch.bfloat16),
+    ("int8-moments", torch.bfloat16),
+    ("int8-moments-24", torch.bfloat16),
+]
+STAGING = 4 * (128 << 10)
+
+
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(_modicum, "granted_cpus", lambda: 2)
+    OnDevice.forget()
+    yield
+
+
+class Pair:
+    """The same parameters on the host and on the device, with an optimizer each."""
+
+    def __init__(self, state_format: str, dtype: Any, **options: Any) -> None:
+        generator = torch.Generator().manual_seed(4)
+        self.generator = generator
+        self.host, self.device = {}, {}
+        for name, shape in SHAPES.items():
+            values = torch.randn(shape, generator=generator).to(dtype)
+            self.host[name] = nn.Parameter(values.clone())
+            self.device[name] = nn.Parameter(OnDevice(values.clone()))
+        OnDevice.forget()
+        options = {"lr": 0.01, "state_format": state_format, "seed": 7, **options}
+        self.ledger = modicum.Ledger()
+        self.on_host = AdamW(self.host.items(), **options)
+        self.on_device = AdamW(self.device.items(), ledger=self.ledger, **options)
+
+    def bring_gradients(self, scale: float = 1.0, but: tuple[str, ...] = ()) -> None:
+        for name, parameter in self.host.items():
+            self.host[name].grad = self.device[name].grad = None
+            if name in but:
+                continue
+            values = torch.randn(parameter.shape, generator=self.generator) * scale
+            self.host[name].grad = values.to(parameter.dtype)
+            self.device[name].grad = OnDevice(self.host[name].grad.clone())
+
+    def assert_equal(self) -> None:
+        for name, parameter in self.host.items():
+            here, there = (t.detach().view(torch.uint8) if t.ndim else t.detach()
+                           for t in (parameter, self.device[name].data.host))  # fmt: skip
+            assert torch.equal(here, there), name
+        assert self.on_device.digest() == self.on_host.digest()
+        assert self.on_device.skipped_steps == self.on_host.skipped_steps
+
+    def step(self, **how: Any) -> None:
+        self.bring_gradients(**how)
+        self.on_host.step()
+        self.on_device.step()
+
+
+def bytes_of(parameters: dict[str, Any], but: tuple[str, ...] = ()) -> int:
+    return sum(p.numel() * p.element_size() for name, p in parameters.items() if name not in but)
+
+
+@pytest.mark.parametrize(("state_format", "dtype"), EVERY)
+def test_a_device_gets_the_bits_that_the_host_has(state_format: str, dtype: Any) -> None:
+    pair = Pair(state_format, dtype)
+    pair.assert_equal()
+    for step in range(4):
+        OnDevice.forget()
+        but = ("proj",) if step == 2 else ()
+        pair.step(but=but)
+        pair.assert_equal()
+        assert sum(OnDevice.fetched) == bytes_of(pair.host, but), "gradients, once"
+        assert sum(OnDevice.copied) in (bytes_of(pair.host), bytes_of(pair.host, but))
+
+
+@pytest.mark.parametrize(("state_format", "dtype"), EVERY)
+def test_the_host_holds_the_state_and_its_staging(state_format: str, dtype: Any) -> None:
+    pair = Pair(state_format, dtype)
+    (held,) = pair.on_device.held.values()
+    assert held.pop("parameters") == sum(p.numel() for p in pair.host.values())
+    assert held == pair.ledger.held == pair.ledger.at_peak
+    assert held["staging"] == 2 * STAGING, "of each thread"
+    (of_host,) = pair.on_host.held.values()
+    for purpose in ("grad", "moments"):
+        assert held[purpose] == of_host[purpose]
+    least = 4 if state_format in ("fp32", "fp32-split") else 3
+    assert held["master"] >= least * sum(p.numel() for p in pair.host.values())
+    pair.step()
+    assert pair.ledger.held == pair.ledger.at_peak == held
+    if dtype != torch.float32 and state_format == "fp32":
+        assert max(OnDevice.copied + OnDevice.fetched) <= 2 * STAGING, "all through the staging"
+
+
+def test_over_the_budget_nothing_is_taken() -> None:
+    pair = Pair("fp32", torch.bfloat16)
+    held = pair.ledger.held
+    parameters = [nn.Parameter(OnDevice(torch.zeros(s, dtype=torch.bfloat16)))
+                  for s in SHAPES.values()]  # fmt: skip
+    ledger = modicum.Ledger(sum(held.values()) - 1)
+    with pytest.raises(modicum.BudgetError, match="too little"):
+        AdamW(parameters, ledger=ledger)
+    assert ledger.peak_bytes == 0
+    AdamW(parameters, ledger=modicum.Ledger(sum(held.values())))
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
+def test_a_norm_and_a_step_that_is_skipped(state_format: str) -> None:
+    pair = Pair(state_format, torch.bfloat16)
+    pair.bring_gradients()
+    norms = [float(each.clip_grad_norm_(0.5)) for each in (pair.on_host, pair.on_device)]
+    assert norms[0] == norms[1] > 1
+    pair.on_host.step()
+    pair.on_device.step()
+    pair.assert_equal()
+    pair.bring_gradients()
+    for parameters in (pair.host["proj"].grad, pair.device["proj"].grad.host):
+        parameters[3, 5] = float("inf")
+    OnDevice.forget()
+    pair.on_host.step()
+    pair.on_device.step()
+    pair.assert_equal()
+    assert pair.on_device.skipped_steps == 1 and not OnDevice.copied
+
+
+@pytest.mark.parametrize(("state_format", "dtype"), EVERY)
+def test_what_is_written_to_a_parameter_reaches_its_master(state_format: str, dtype: Any) -> None:
+    """Whole: what a split master has below the written half goes. Other masters stay."""
+    pair = Pair(state_format, dtype)
+    pair.step()
+    with torch.no_grad():
+        pair.device["bias"][2:].copy_(torch.full((3,), 3.25, dtype=dtype))
+    (group,) = pair.on_device.param_groups
+    before = pair.on_device.state_dict()["state"]
+    group["lr"] = group["weight_decay"] = 0.0
+    pair.bring_gradients()
+    pair.on_device.step()
+    after = pair.on_device.state_dict()["state"]
+    assert pair.device["bias"].data.host[2:].tolist() == [3.25] * 3
+    for index, name in enumerate(SHAPES):
+        if dtype == torch.float32:
+            break  # is the master itself, and has been seen
+        due = before[index]["master"].clone()
+        if name == "bias":
+            due[2:] = 3.25
+        assert torch.equal(after[index]["master"], due), name
+
+
+@pytest.mark.parametrize(("state_format", "dtype"), EVERY)
+def test_a_state_goes_over_in_either_direction(state_format: str, dtype: Any) -> None:
+    pair = Pair(state_format, dtype)
+    pair.step()
+    there = Pair(state_format, dtype)
+    for source, to, optimizer in (
+        (pair.host, there.device, there.on_device),
+        (pair.device, there.host, there.on_host),
+    ):
+        with torch.no_grad():
+            for name, parameter in to.items():
+                values = getattr(source[name].data, "host", source[name].data)
+                parameter.copy_(values)
+        other = pair.on_host if to is there.device else pair.on_device
+        optimizer.load_state_dict(other.state_dict())
+    there.generator.set_state(pair.generator.get_state())
+    pair.step()
+    there.step()
+    for pairs in (pair, there):
+        pairs.assert_equal()
+    if state_format in ("fp32", "fp32-split"):
+        assert there.on_device.digest() == pair.on_device.digest()
+
+
+def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+    def of(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], OnDevice) and len(OnDevice.copied) == 2:
+            raise RuntimeError("the device is gone")
+        return call(*args, **kwargs)
+
+    return of
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
+def test_a_copy_that_fails_is_the_steps_error(
+    state_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(state_format, torch.bfloat16)
+    pair.bring_gradients()
+    OnDevice.forget()
+    monkeypatch.setattr(OnDevice, "copy_", failing(torch.Tensor.copy_), raising=False)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        pair.on_device.step()
+    assert len(OnDevice.copied) == 2, "nothing is sent after an error"
+
+
+class Stream:
+    """Of a device whose copies happen when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.entered = self.waits = 0
+        self.events: list[Stream] = []
+
+    def __enter__(self) -> None:
+        self.entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def record_event(self) -> "Stream":
+        self.events.append(Stream())
+        return self.events[-1]
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
+def test_copies_are_waited_for(state_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients before their norm is taken, a slot before it is written again, and a master that
+    leaves as it lies before the next step."""
+    stream = Stream()
+    monkeypatch.setattr(_lanes, "_stream_of", lambda device: stream)
+    pair = Pair(state_format, torch.bfloat16)
+    pair.step()
+    waited = [event.waits for event in stream.events]
+    if state_format == "fp32":
+        assert len(waited) == len(OnDevice.copied) == stream.entered and set(waited) == {1}
+    else:
+        assert waited == [0] and stream.waits == 1
+        pair.step()
+        assert stream.events[0].waits == 1
+    pair.assert_equal()
