@@ -202,56 +202,124 @@ HWY_INLINE void encode_root(const float* roots, const Piece& piece, std::byte* t
 
 // ---- the step
 
+// What a step finds, and what it leaves.
+template <class D>
+struct Elements {
+  Floats<D> p, m, v, most;
+};
+
 template <StateFormat kFormat, Rule kRule>
 struct Step {
+  static constexpr bool kAmsgrad = kRule == Rule::torch_amsgrad;
   Constants c;
   AdamSpan span;
   Piece piece;
   Staged* staged;
 
+  // `root`: of `most` as it will be.
+  template <class D>
+  HWY_INLINE Elements<D> next(D d, Floats<D> g, const Elements<D>& old, Floats<D>* root) const {
+    g = hn::Mul(hn::Mul(g, hn::Set(d, c.unscale)), hn::Set(d, c.numbers.clip));
+    g = gradient_with_decay(d, c, g, old.p);
+    const Floats<D> m = next_exp_avg<kRule>(d, c, g, old.m);
+    const Floats<D> v = next_exp_avg_sq<kRule>(d, c, g, old.v);
+    const Floats<D> most = kAmsgrad ? hn::Max(v, old.most) : v;
+    *root = hn::Sqrt(most);
+    return {next_master<kRule>(d, c, old.p, m, *root), m, v, most};
+  }
+
+  template <class D>
+  HWY_INLINE Floats<D> load_square(D d, const std::byte* plane, const float* scales,
+                                   int64_t i) const {
+    return load_exp_avg_sq<kFormat>(d, plane, scales, piece, i);
+  }
+
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
-    constexpr bool kAmsgrad = kRule == Rule::torch_amsgrad;
-    Floats<D> g = load_floats(d, span.grad_dtype, span.grad, i);
-    g = hn::Mul(hn::Mul(g, hn::Set(d, c.unscale)), hn::Set(d, c.numbers.clip));
-    const Floats<D> p = load_master<kFormat>(d, span.master, span.master_low, i);
-    g = gradient_with_decay(d, c, g, p);
-    const Floats<D> m = next_exp_avg<kRule>(d, c, g, load_exp_avg<kFormat>(d, span, piece, i));
-    const Floats<D> v = next_exp_avg_sq<kRule>(
-        d, c, g, load_exp_avg_sq<kFormat>(d, span.exp_avg_sq, span.exp_avg_sq_scale, piece, i));
-    Floats<D> most = v;
+    const Floats<D> g = load_floats(d, span.grad_dtype, span.grad, i);
+    Elements<D> old{load_master<kFormat>(d, span.master, span.master_low, i),
+                    load_exp_avg<kFormat>(d, span, piece, i),
+                    load_square(d, span.exp_avg_sq, span.exp_avg_sq_scale, i), hn::Zero(d)};
     if constexpr (kAmsgrad) {
-      most = hn::Max(
-          v, load_exp_avg_sq<kFormat>(d, span.max_exp_avg_sq, span.max_exp_avg_sq_scale, piece, i));
+      old.most = load_square(d, span.max_exp_avg_sq, span.max_exp_avg_sq_scale, i);
     }
-    const Floats<D> root = hn::Sqrt(most);
-    const Floats<D> next = next_master<kRule>(d, c, p, m, root);
+    Floats<D> root;
+    const Elements<D> now = next(d, g, old, &root);
     Words<D> random = hn::Zero(hn::Rebind<uint32_t, D>());
     if constexpr (has_random(kFormat)) random = word0(d, piece, i);
-    store_master<kFormat>(d, next, random, span.master, span.master_low, i);
-    store_out(d, next, span, i);
+    store_master<kFormat>(d, now.p, random, span.master, span.master_low, i);
+    store_out(d, now.p, span, i);
     if constexpr (has_codes(kFormat)) {
       const int64_t at = i + piece.to_block;
-      hn::StoreU(m, d, staged->exp_avg + at);
-      if constexpr (kAmsgrad) {
-        hn::StoreU(hn::Sqrt(v), d, staged->root + at);
-        hn::StoreU(root, d, staged->max_root + at);
-      } else {
-        hn::StoreU(root, d, staged->root + at);
-      }
+      hn::StoreU(now.m, d, staged->exp_avg + at);
+      hn::StoreU(kAmsgrad ? hn::Sqrt(now.v) : root, d, staged->root + at);
+      if constexpr (kAmsgrad) hn::StoreU(root, d, staged->max_root + at);
     } else if constexpr (has_random(kFormat)) {
       const hn::Rebind<uint32_t, D> du;
       const Words<D> upper = hn::ShiftRight<16>(random);
-      store_bf16_random(d, m, hn::And(random, hn::Set(du, 0xffffU)), span.exp_avg, i);
-      store_bf16_random(d, v, upper, span.exp_avg_sq, i);
-      if constexpr (kAmsgrad) store_bf16_random(d, most, upper, span.max_exp_avg_sq, i);
+      store_bf16_random(d, now.m, hn::And(random, hn::Set(du, 0xffffU)), span.exp_avg, i);
+      store_bf16_random(d, now.v, upper, span.exp_avg_sq, i);
+      if constexpr (kAmsgrad) store_bf16_random(d, now.most, upper, span.max_exp_avg_sq, i);
     } else {
-      store(d, m, span.exp_avg, i);
-      store(d, v, span.exp_avg_sq, i);
-      if constexpr (kAmsgrad) store(d, most, span.max_exp_avg_sq, i);
+      store(d, now.m, span.exp_avg, i);
+      store(d, now.v, span.exp_avg_sq, i);
+      if constexpr (kAmsgrad) store(d, now.most, span.max_exp_avg_sq, i);
     }
   }
+
+  // Twice as many elements at a time, where every plane has 16 bits per element: packing one
+  // vector's costs as much as its arithmetic.
+  bool has_pairs() const {
+    return kFormat == StateFormat::bf16_moments && span.grad_dtype == DType::bf16 &&
+           span.out == nullptr;
+  }
+  template <class D>
+  HWY_INLINE Pair<Floats<D>> load_bf16_pair(D d, const std::byte* plane, int64_t i) const {
+    const auto words = load_u16_pair(d, plane, i);
+    return {hn::BitCast(d, words.even), hn::BitCast(d, words.odd)};
+  }
+  template <class D>
+  HWY_INLINE void pair(D d, int64_t i) const {
+    const hn::Rebind<uint32_t, D> du;
+    const auto g = load_bf16_pair(d, span.grad, i);
+    const auto p = load_master_pair(d, span.master, span.master_low, i);
+    const auto m = load_bf16_pair(d, span.exp_avg, i);
+    const auto v = load_bf16_pair(d, span.exp_avg_sq, i);
+    Pair<Floats<D>> most{hn::Zero(d), hn::Zero(d)};
+    if constexpr (kAmsgrad) most = load_bf16_pair(d, span.max_exp_avg_sq, i);
+    Floats<D> root;
+    const auto even = next(d, g.even, {p.even, m.even, v.even, most.even}, &root);
+    const auto odd = next(d, g.odd, {p.odd, m.odd, v.odd, most.odd}, &root);
+    const auto random = random_word_pair(d, piece.keys.word0, i + piece.to_block);
+    const Words<D> lower = hn::Set(du, 0xffffU);
+    const Pair<Words<D>> of_m{hn::And(random.even, lower), hn::And(random.odd, lower)};
+    const Pair<Words<D>> of_v{hn::ShiftRight<16>(random.even), hn::ShiftRight<16>(random.odd)};
+    store_master_pair(d, {even.p, odd.p}, span.master, span.master_low, i);
+    store_random_pair(d, even.m, odd.m, of_m, span.exp_avg, i);
+    store_random_pair(d, even.v, odd.v, of_v, span.exp_avg_sq, i);
+    if constexpr (kAmsgrad) {
+      store_random_pair(d, even.most, odd.most, of_v, span.max_exp_avg_sq, i);
+    }
+  }
+  template <class D>
+  HWY_INLINE void store_random_pair(D d, Floats<D> even, Floats<D> odd,
+                                    const Pair<Words<D>>& random16, std::byte* to,
+                                    int64_t i) const {
+    store_u16_pair(
+        d, {hn::Add(bits_of(d, even), random16.even), hn::Add(bits_of(d, odd), random16.odd)}, to,
+        i);
+  }
 };
+
+// As for_lanes; calls op.pair(d, i) for twice as many where that goes.
+template <class Op>
+HWY_INLINE void for_pairs(const Op& op, int64_t begin, int64_t end) {
+  const hn::ScalableTag<float> d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  int64_t i = begin;
+  for (; i + 2 * lanes <= end; i += 2 * lanes) op.pair(d, i);
+  for_lanes(op, i, end);
+}
 
 template <StateFormat kFormat, Rule kRule>
 void step(const AdamNumbers& numbers, const AdamSpan& span) {
@@ -259,8 +327,14 @@ void step(const AdamNumbers& numbers, const AdamSpan& span) {
   Staged staged;
   for (Piece piece; piece.end < span.n;) {
     piece = piece_at<kFormat>(span, stream, piece.end);
-    for_lanes(Step<kFormat, kRule>{constants_of(numbers), span, piece, &staged}, piece.begin,
-              piece.end);
+    const Step<kFormat, kRule> op{constants_of(numbers), span, piece, &staged};
+    if constexpr (kFormat == StateFormat::bf16_moments) {
+      if (op.has_pairs()) {
+        for_pairs(op, piece.begin, piece.end);
+        continue;
+      }
+    }
+    for_lanes(op, piece.begin, piece.end);
     if constexpr (has_codes(kFormat)) {
       encode_exp_avg(staged.exp_avg, piece, span.exp_avg, span.exp_avg_scale);
       encode_root(staged.root, piece, span.exp_avg_sq, span.exp_avg_sq_scale);

@@ -60,8 +60,7 @@ HWY_INLINE void store_master(D d, Floats<D> v, [[maybe_unused]] Words<D> random,
       bits = hn::And(hn::Add(bits, up), hn::Set(du, 0xffffff00U));
     }
     const Ints<D> rest = hn::ShiftRight<16>(hn::BitCast(di, hn::ShiftLeft<16>(bits)));
-    const Words<D> upper = hn::ShiftRight<16>(hn::Sub(bits, hn::BitCast(du, rest)));
-    store_u16(d, upper, high, i);
+    store_u16(d, hn::ShiftRight<16>(hn::Add(bits, hn::Set(du, 0x8000U))), high, i);
     if constexpr (kShort) {
       const hn::Rebind<int8_t, D> d8;
       store(d8, hn::DemoteTo(d8, hn::ShiftRight<8>(rest)), low, i);
@@ -70,6 +69,29 @@ HWY_INLINE void store_master(D d, Floats<D> v, [[maybe_unused]] Words<D> random,
       store(d16, hn::DemoteTo(d16, rest), low, i);
     }
   }
+}
+
+// The same for 2 * Lanes(d) elements with two halves of 16 bits.
+template <class D>
+HWY_INLINE Pair<Floats<D>> load_master_pair(D d, const std::byte* high, const std::byte* low,
+                                            int64_t i) {
+  const hn::Rebind<int32_t, D> di;
+  const auto upper = load_u16_pair(d, high, i);
+  const auto lower = load_u16_pair(d, low, i);
+  const auto sum = [&](Words<D> a, Words<D> b) {
+    return hn::BitCast(d, hn::Add(hn::BitCast(di, a), hn::ShiftRight<16>(hn::BitCast(di, b))));
+  };
+  return {sum(upper.even, lower.even), sum(upper.odd, lower.odd)};
+}
+template <class D>
+HWY_INLINE void store_master_pair(D d, const Pair<Floats<D>>& v, std::byte* high, std::byte* low,
+                                  int64_t i) {
+  const hn::Rebind<uint32_t, D> du;
+  const Words<D> even = bits_of(d, v.even);
+  const Words<D> odd = bits_of(d, v.odd);
+  const Words<D> half = hn::Set(du, 0x8000U);
+  store_u16_pair(d, {hn::Add(even, half), hn::Add(odd, half)}, high, i);
+  store_u16_pair(d, {hn::ShiftLeft<16>(even), hn::ShiftLeft<16>(odd)}, low, i);
 }
 
 // ---- moments in bf16: the lower half of the bits is the chance to go up

@@ -74,6 +74,26 @@ HWY_INLINE void store_u16(D, Words<D> v, std::byte* to, int64_t i) {
   store(d16, hn::DemoteTo(d16, hn::BitCast(hn::Rebind<int32_t, D>(), v)), to, i);
 }
 
+// Of 2 * Lanes(d) elements: those with even indices, and those with odd ones.
+template <class V>
+struct Pair {
+  V even, odd;
+};
+
+// Elements of 16 bits from i on, each as the upper half of a word. No lane is moved for it.
+template <class D>
+HWY_INLINE Pair<Words<D>> load_u16_pair(D, const std::byte* from, int64_t i) {
+  const hn::Rebind<uint32_t, D> du;
+  const Words<D> both = load(du, from + 2 * i, 0);
+  return {hn::ShiftLeft<16>(both), hn::And(both, hn::Set(du, 0xffff0000U))};
+}
+template <class D>
+HWY_INLINE void store_u16_pair(D, const Pair<Words<D>>& v, std::byte* to, int64_t i) {
+  const hn::Rebind<uint32_t, D> du;
+  const Words<D> odd = hn::And(v.odd, hn::Set(du, 0xffff0000U));
+  store(du, hn::Or(hn::ShiftRight<16>(v.even), odd), to + 2 * i, 0);
+}
+
 // a * b + c with one rounding. Highway's own MulAdd has two where the hardware has no such
 // instruction; there the library's, which is slow and exact, takes one lane after the other.
 template <class D>
@@ -157,18 +177,31 @@ HWY_INLINE Floats<D> load_floats(D d, DType dtype, const std::byte* from, int64_
 
 // ---- random bits
 
-// Word of element `in_block` of the block with these keys, and of its neighbours: two rounds of
-// multiplication and xor, with a key before each.
+// Words of elements `in_block` + offset of the block with these keys: two rounds of multiplication
+// and xor, with a key before each.
 template <class D>
-HWY_INLINE Words<D> random_words(D, const uint32_t* keys, int64_t in_block) {
+HWY_INLINE Words<D> random_words(D, const uint32_t* keys, int64_t in_block, Words<D> offset) {
   const hn::Rebind<uint32_t, D> du;
   const uint32_t counter = keys[0] + static_cast<uint32_t>(in_block);
-  Words<D> x = hn::Add(hn::Iota(du, 0), hn::Set(du, counter));  // Iota of a constant is one, too
+  Words<D> x = hn::Add(offset, hn::Set(du, counter));
   x = hn::Xor(x, hn::ShiftRight<16>(x));
   x = hn::Add(hn::Mul(x, hn::Set(du, 0x7feb352dU)), hn::Set(du, keys[1]));
   x = hn::Xor(x, hn::ShiftRight<15>(x));
   x = hn::Mul(x, hn::Set(du, 0x846ca68bU));
   return hn::Xor(x, hn::ShiftRight<16>(x));
+}
+// Of element `in_block` and its neighbours.
+template <class D>
+HWY_INLINE Words<D> random_words(D d, const uint32_t* keys, int64_t in_block) {
+  const hn::Rebind<uint32_t, D> du;
+  return random_words(d, keys, in_block, hn::Iota(du, 0));  // Iota of a constant is one, too
+}
+template <class D>
+HWY_INLINE Pair<Words<D>> random_word_pair(D d, const uint32_t* keys, int64_t in_block) {
+  const hn::Rebind<uint32_t, D> du;
+  const Words<D> even = hn::ShiftLeft<1>(hn::Iota(du, 0));
+  return {random_words(d, keys, in_block, even),
+          random_words(d, keys, in_block, hn::Add(even, hn::Set(du, 1U)))};
 }
 
 // NOLINTNEXTLINE(google-readability-namespace-comments)
