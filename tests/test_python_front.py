@@ -55,6 +55,7 @@ def test_a_path_may_be_text_and_a_single_file(gpt2: Path) -> None:
         {"ranks": 4, "layout": "none", "budget": 1 << 20},
         {"ranks": 4, "shard_dim": 1, "dtype": "bfloat16", "keep_fp32": r"ln_.*"},
         {"ranks": 2, "destination": "discard", "staging": 3 << 20, "baseline": "256MiB"},
+        {"ranks": 2, "dtype": "bfloat16", "optimizer": "adamw:bf16-moments"},
         {"ranks": 2, "budget": "none"},
         {"ranks": 2, "untie": True},
         {"ranks": 2, "staging": "2.5MB", "budget": 200_000_000, "strategy": "full-per-rank"},
@@ -65,6 +66,17 @@ def test_plan_is_what_the_command_line_prints(
 ) -> None:
     printed = cli(modicum, "plan", gpt2, *flags_of(arguments))
     assert front.plan(gpt2, **arguments) == printed
+
+
+def test_deepspeed_is_forecast(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    config = tmp_path / "ds_config.json"
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": offload}))
+    how = {"ranks": 2, "deepspeed": config, "workers": 2, "persistent_workers": True}
+    flags = ("--ranks=2", "--workers=2", "--persistent-workers", "--deepspeed", config)
+    planned = front.plan(gpt2, **how)
+    assert planned == cli(modicum, "plan", gpt2, *flags)
+    assert planned["deepspeed"] != front.plan(gpt2, **{**how, "workers": 0})["deepspeed"]
 
 
 def test_a_recipe_is_taken_by_its_path(modicum: Path, gpt2: Path, recipe: Path) -> None:
@@ -123,6 +135,8 @@ def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
         {"destination": "gpu"},
         {"staging": -1},
         {"budget": "much"},
+        {"optimizer": "adam"},
+        {"workers": -1},
     ],
 )
 def test_senseless_arguments_are_usage_errors_in_both_fronts(

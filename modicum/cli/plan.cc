@@ -15,8 +15,7 @@ int run_plan(const Args& args) {
   app.add_option("--deepspeed", deepspeed.config,
                  "ds_config.json: what DeepSpeed itself would hold, line by line");
   app.add_option("--workers", deepspeed.workers,
-                 "of --deepspeed: forked data-loader workers of a rank; default 0")
-      ->check(CLI::Range(0, 1024));
+                 "of --deepspeed: forked data-loader workers of a rank; default 0");
   app.add_flag("--persistent-workers", deepspeed.persistent_workers,
                "of --deepspeed: the workers live for all epochs; default: forked for each");
   if (const auto done = parse(app, args)) return *done;

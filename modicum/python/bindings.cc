@@ -58,7 +58,9 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
               bool round_robin, const std::optional<std::string>& dtype,
               const std::optional<std::string>& keep_fp32, const std::optional<Path>& recipe,
               bool untie, const std::string& destination, const std::optional<Size>& staging,
-              const std::optional<Size>& budget, const std::optional<Size>& baseline) {
+              const std::optional<Size>& budget, const std::optional<Size>& baseline,
+              const std::string& optimizer, const std::optional<Path>& deepspeed, int workers,
+              bool persistent_workers) {
   const RunFlags flags{.directory = path.string(),
                        .ranks = ranks,
                        .ranks_per_node = ranks_per_node,
@@ -76,12 +78,15 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
                        .keep_fp32 = keep_fp32.value_or(""),
                        .recipe = recipe.value_or(Path()).string(),
                        .untie = untie,
+                       .optimizer = optimizer,
                        .destination = destination,
                        .staging = text_of(staging),
                        .baseline = text_of(baseline)};
+  const DeepSpeedFlags of_deepspeed{deepspeed.value_or(Path()).string(), workers,
+                                    persistent_workers};
   return as_dict(without_the_lock([&, allowed = text_of(budget)] {
     PosixFileSystem files;
-    return plan_json(plan_report(files, flags, allowed));
+    return plan_json(plan_report(files, flags, allowed, of_deepspeed));
   }));
 }
 
@@ -115,6 +120,10 @@ Args:
     budget: host memory per node; "auto": what the cgroup and the node leave; None: no verdict.
     baseline: what a rank process holds before Modicum; None: 2 MiB, as the rank processes of
         `modicum load` do. One that has imported torch holds more: "256MiB" is a fair guess.
+    optimizer: "none", or "adamw:FORMAT": what is loaded will be trained.
+    deepspeed: a ds_config.json; None: no forecast of what DeepSpeed itself would hold.
+    workers: of `deepspeed`: forked data-loader workers of a rank, 0 to 1024.
+    persistent_workers: of `deepspeed`: whether they live for all epochs.
 
 Returns:
     The document of `modicum plan --json`: checkpoint, ranks, strategies, budget, fits. What
@@ -137,7 +146,9 @@ void define_plan(nb::module_& module) {
              nb::arg("keep_fp32") = nb::none(), nb::arg("recipe") = nb::none(),
              nb::arg("untie") = flags.untie, nb::arg("destination") = flags.destination,
              nb::arg("staging") = nb::none(), nb::arg("budget") = nb::none(),
-             nb::arg("baseline") = nb::none(), kPlanDoc);
+             nb::arg("baseline") = nb::none(), nb::arg("optimizer") = flags.optimizer,
+             nb::arg("deepspeed") = nb::none(), nb::arg("workers") = 0,
+             nb::arg("persistent_workers") = false, kPlanDoc);
 }
 
 // An Error becomes the class of modicum.errors that stands for its category.

@@ -13,9 +13,11 @@ namespace modicum {
 
 constexpr std::string_view kDeepSpeedVersion = "0.19.8";
 
+constexpr int kMaxWorkers = 1024;
+
 struct DeepSpeedFlags {
   std::string config;  // a file; empty: no forecast
-  int workers = 0;     // forked data-loader workers of a rank
+  int workers = 0;     // forked data-loader workers of a rank, at most kMaxWorkers
   bool persistent_workers = false;
 };
 

@@ -108,6 +108,9 @@ Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budg
 
 PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::string& budget,
                        const DeepSpeedFlags& deepspeed) {
+  if (deepspeed.workers < 0 || deepspeed.workers > kMaxWorkers) {
+    fail(Category::usage, fmt::format("--workers: 0 to {}", kMaxWorkers));
+  }
   const Run run = open_run(files, flags);
   PlanReport report{.checkpoint = facts_of(run.checkpoint), .ranks = flags.ranks};
   if (!deepspeed.config.empty()) {
