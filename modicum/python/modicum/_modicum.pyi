@@ -22,7 +22,7 @@ def inspect(path: str | os.PathLike) -> dict:
         IoError: a file can't be read.
     """
 
-def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None, tp_packed: str | None = None, tp_replicate: str | None = None, expert_mesh: str | None = None, experts: str = '\\.experts\\.', round_robin: bool = False, dtype: str | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, untie: bool = False, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None) -> dict:
+def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None, tp_packed: str | None = None, tp_replicate: str | None = None, expert_mesh: str | None = None, experts: str = '\\.experts\\.', round_robin: bool = False, dtype: str | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, untie: bool = False, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None, optimizer: str = 'none', deepspeed: str | os.PathLike | None = None, workers: int = 0, persistent_workers: bool = False) -> dict:
     """
     Who reads what, and what each rank and node will hold, by strategy.
 
@@ -54,6 +54,10 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         budget: host memory per node; "auto": what the cgroup and the node leave; None: no verdict.
         baseline: what a rank process holds before Modicum; None: 2 MiB, as the rank processes of
             `modicum load` do. One that has imported torch holds more: "256MiB" is a fair guess.
+        optimizer: "none", or "adamw:FORMAT": what is loaded will be trained.
+        deepspeed: a ds_config.json; None: no forecast of what DeepSpeed itself would hold.
+        workers: of `deepspeed`: forked data-loader workers of a rank, 0 to 1024.
+        persistent_workers: of `deepspeed`: whether they live for all epochs.
 
     Returns:
         The document of `modicum plan --json`: checkpoint, ranks, strategies, budget, fits. What

@@ -1,0 +1,95 @@
+"""Every command of docs/first-hour.md, run as a new user would: in a fresh virtual environment with
+torch, and nothing of the tree within reach.
+
+House test. It catches these mutations: a command or a file of the page that doesn't work any more;
+a line that is shown and not printed, but for its numbers.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+FENCE = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.M | re.S)
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
+# The first commands make the environment; the test has made it.
+MADE_ALREADY = ("python3 -m venv", ". first-hour/bin/activate", "pip install torch")
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
+    """(language, file's name, text) of each fence."""
+    for language, file, text in FENCE.findall(page.read_text()):
+        yield language, file, text
+
+
+def commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Each command of a console, with the lines that it is shown to print."""
+    command, shown = "", []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            if command:
+                yield command, shown
+            command, shown = line[2:], []
+        elif line.strip() and line.strip() != "...":
+            shown.append(line.strip())
+    yield command, shown
+
+
+def pattern_of(line: str) -> str:
+    """The line, with any numbers in the places of its own."""
+    words = NUMBER.split(line)
+    return r"\S*".join(re.sub(r"(\\\s)+", r"\\s+", re.escape(word)) for word in words)
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment with everything that the tests' own has, but for Modicum; the wheel and
+    the example are where the page has them."""
+    place = tmp_path_factory.mktemp("newcomer")
+    directory = place / "first-hour"
+    venv.create(directory, with_pip=True, symlinks=True)
+    (packages,) = directory.glob("lib/python*/site-packages")
+    (own,) = Path(sys.prefix).glob("lib/python*/site-packages")
+    for entry in own.iterdir():
+        if not entry.name.startswith(("modicum", "_modicum", "pip")):
+            target = packages / entry.name
+            if not target.exists():
+                target.symlink_to(entry)
+    shutil.copy(wheel, place)
+    return place
+
+
+def test_every_command_of_the_first_hour(environment: Path, root: Path) -> None:
+    shutil.copy(root / "examples/accelerate_fsdp2.py", environment)
+    paths = [str(environment / "first-hour/bin"), os.environ["PATH"]]
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    around = kept | {"PATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    ran = 0
+    for language, file, text in blocks(root / "docs/first-hour.md"):
+        if file:
+            (environment / file).write_text(text)
+        if language != "console":
+            continue
+        for command, shown in commands(text):
+            if command.startswith(MADE_ALREADY):
+                continue
+            command, _, expected = command.partition("  # exit ")
+            done = subprocess.run(
+                ["bash", "-c", command], cwd=environment, env=around, text=True, timeout=240,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            assert done.returncode == int(expected or 0), f"{command}\n{done.stdout}"
+            for line in shown:
+                assert re.search(pattern_of(line), done.stdout), f"{line}\n{done.stdout}"
+            ran += 1
+    assert ran > 6
