@@ -108,8 +108,7 @@ def _read(lines: list[Any], name: str) -> list[_Curve]:
 
 def _draw_panel(axes: Any, label: str, curves: list[_Curve]) -> None:
     curves.sort(key=lambda curve: curve.rank)
-    outermost = [phase for phase in curves[0].phases if phase.depth == 0]
-    for index, phase in enumerate(outermost):
+    for index, phase in enumerate(_innermost(curves[0].phases)):
         axes.axvspan(phase.begin_s, phase.end_s, color=_SHADES[index % 2], lw=0)
         axes.annotate(
             phase.name,
@@ -127,15 +126,28 @@ def _draw_panel(axes: Any, label: str, curves: list[_Curve]) -> None:
         at = [sample.at_s for sample in curve.samples]
         held = [(sample.held + sample.children) / _GIB for sample in curve.samples]
         (line,) = axes.plot(at, held, lw=1.3, label=f"rank {curve.rank}")
-        for phase in curve.phases:
+        for phase in _innermost(curve.phases):
             axes.hlines(
                 phase.peak_bytes / _GIB, phase.begin_s, phase.end_s, lw=0.8, color=line.get_color()
             )
     _draw_devices(axes, curves[0].samples)
     axes.set_xlabel("seconds")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.3)  # room for names
     axes.set_title(label, fontsize=10)
     axes.legend(fontsize=8, loc="lower right")
+
+
+def _innermost(phases: list[Phase]) -> list[Phase]:
+    """Those that have no other within."""
+    return [
+        phase
+        for phase in phases
+        if not any(
+            phase.begin_s <= other.begin_s and other.end_s <= phase.end_s
+            for other in phases
+            if other.depth > phase.depth
+        )
+    ]
 
 
 def _draw_devices(axes: Any, samples: list[Sample]) -> None:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from modicum import _modicum
 from modicum._nvml import Devices
-from modicum._processes import descendants, held_by_tree, status_of
+from modicum._processes import held_by_tree, status_of
 
 __all__ = ["Phase", "Sample", "phase", "phases", "recorded", "reset_peak", "save"]
 
-_CHILDREN_S = 0.2  # between two looks for new children, which read a file per process
-_SHARE = 0.02  # of a core, which sampling must not exceed
+_CHILDREN_S = 0.1  # between two looks for new children, which read a file per process, at least
+_SHARE = 0.01  # of a core, for samples; and as much for the looks
 
 
 class Sample(NamedTuple):
@@ -69,7 +69,7 @@ class _Recording:
         self._open: list[Phase] = []
         self._devices: Devices | None = None
         self._children: list[int] = []
-        self._looked_s = -_CHILDREN_S
+        self._look_at_s = 0.0  # the next time
         self._peak_rss = 0  # when the mark was last looked at
         self._is_reset = False
         self._stop = threading.Event()
@@ -116,7 +116,7 @@ class _Recording:
 
     def _boundary(self) -> Sample:
         """A sample, and the high-water mark since the last boundary, for all that are open."""
-        self._looked_s = -_CHILDREN_S
+        self._look_for_children()
         sample = self._take()
         own = status_of()
         # Unless it started anew the mark says something only if it has moved.
@@ -130,10 +130,14 @@ class _Recording:
         self._note(sample)
         return sample
 
+    def _look_for_children(self) -> None:
+        began = time.thread_time()
+        self._children = _modicum.descendants()
+        pause_s = max(_CHILDREN_S, (time.thread_time() - began) / _SHARE)
+        self._look_at_s = time.monotonic() + pause_s
+
     def _take(self) -> Sample:
         at_s = time.monotonic() - self._zero
-        if at_s - self._looked_s >= _CHILDREN_S:
-            self._children, self._looked_s = descendants(), at_s
         devices = tuple(self._devices.used_bytes()) if self._devices is not None else ()
         if not self._children:
             return Sample(at_s, status_of().held, 0, devices)
@@ -148,8 +152,10 @@ class _Recording:
     def _sample(self, interval_s: float) -> None:
         pause_s = interval_s
         while not self._stop.wait(pause_s):
-            began = time.thread_time()
             with self._lock:
+                if self._open and time.monotonic() >= self._look_at_s:
+                    self._look_for_children()
+                began = time.thread_time()
                 if self._open:
                     self._note(self._take())
             pause_s = max(interval_s, (time.thread_time() - began) / _SHARE)

@@ -1,13 +1,12 @@
 """What the kernel says that processes hold, for a sampler: as little as possible is read.
 
-The full account of a process tree is `_modicum.read_tree`.
+The full account of a process tree is `_modicum.tree_memory`.
 """
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Status", "descendants", "held_by_tree", "status_of"]
+__all__ = ["Status", "held_by_tree", "status_of"]
 
 _PROC = Path("/proc")
 _KIB = 1024
@@ -58,25 +57,3 @@ def held_by_tree(pids: list[int]) -> list[int]:
         tables = _fields(_PROC / str(pid) / "status", (b"VmPTE",)) or [0]
         held.append(sum(shares) + tables[0])
     return held
-
-
-def _parent_of(pid: str) -> int:
-    try:
-        stat = (_PROC / pid / "stat").read_bytes()
-    except OSError:
-        return 0
-    return int(stat[stat.rindex(b")") + 2 :].split()[1])  # a name may hold anything, ")" too
-
-
-def descendants(pid: int | None = None) -> list[int]:
-    """Of a process (None: this one), whoever has started them; those that have ended too, until
-    somebody waits for them."""
-    parents = {int(name): _parent_of(name) for name in os.listdir(_PROC) if name.isdigit()}
-    found = {os.getpid() if pid is None else pid}
-    ahead = list(found)
-    while ahead:
-        parent = ahead.pop()
-        children = [child for child, of in parents.items() if of == parent and child not in found]
-        found.update(children)
-        ahead += children
-    return sorted(found - {os.getpid() if pid is None else pid})
