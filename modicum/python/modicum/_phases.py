@@ -72,7 +72,7 @@ class _Recording:
         self._look_at_s = 0.0  # the next time
         self._peak_rss = 0  # when the mark was last looked at
         self._is_reset = False
-        self._stop = threading.Event()
+        self._stop = threading.Event()  # of the thread
         self._thread: threading.Thread | None = None
 
     def enter(self, name: str, interval_s: float) -> Phase:
@@ -86,9 +86,12 @@ class _Recording:
             self._open.append(begun)
             _fold(begun, sample)
             if self._thread is None:
-                self._stop.clear()
+                self._stop = threading.Event()
                 self._thread = threading.Thread(
-                    target=self._sample, args=(interval_s,), name="modicum-memory", daemon=True
+                    target=self._sample,
+                    args=(interval_s, self._stop),
+                    name="modicum-memory",
+                    daemon=True,
                 )
                 self._thread.start()
             return begun
@@ -149,9 +152,9 @@ class _Recording:
         for phase in self._open:
             _fold(phase, sample)
 
-    def _sample(self, interval_s: float) -> None:
+    def _sample(self, interval_s: float, stop: threading.Event) -> None:
         pause_s = interval_s
-        while not self._stop.wait(pause_s):
+        while not stop.wait(pause_s):
             with self._lock:
                 if self._open and time.monotonic() >= self._look_at_s:
                     self._look_for_children()
