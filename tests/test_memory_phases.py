@@ -23,6 +23,7 @@ from modicum._nvml import Devices
 
 MIB = 1 << 20
 SPIKE = 64 * MIB
+INEXACT = MIB  # the kernel counts in its own good time, on each CPU
 NEVER = 100.0  # seconds between samples: the mark alone knows
 
 
@@ -42,7 +43,7 @@ def test_the_mark_knows_what_no_sample_saw() -> None:
     with memory.phase("spike", interval_s=NEVER) as held:
         spike()
     assert held.kernel_peak_bytes is not None, "this kernel lets no mark start anew"
-    assert SPIKE <= held.peak_bytes - held.begin_bytes < SPIKE + 4 * MIB
+    assert abs(held.peak_bytes - held.begin_bytes - SPIKE) < INEXACT
     assert held.sampled_peak_bytes < held.begin_bytes + SPIKE // 2
     assert abs(held.end_bytes - held.begin_bytes) < 4 * MIB
 
@@ -53,7 +54,7 @@ def test_outer_phases_keep_what_inner_ones_have_seen() -> None:
             spike()
         with memory.phase("low", interval_s=NEVER) as low:
             spike(8 * MIB)
-    assert outer.peak_bytes - outer.begin_bytes >= SPIKE
+    assert outer.peak_bytes - outer.begin_bytes >= SPIKE - INEXACT
     assert low.peak_bytes - low.begin_bytes < SPIKE // 2
     assert [(one.name, one.depth) for one in memory.phases()] == [
         ("outer", 0),
@@ -69,7 +70,7 @@ def test_a_load_in_a_phase_does_not_take_its_peak() -> None:
     with memory.phase("load", interval_s=NEVER) as held:
         spike()
         modicum.load(plan, rank=0)
-    assert held.peak_bytes - held.begin_bytes >= SPIKE
+    assert held.peak_bytes - held.begin_bytes >= SPIKE - INEXACT
 
 
 def test_samples_see_what_stays_a_while() -> None:
@@ -77,7 +78,7 @@ def test_samples_see_what_stays_a_while() -> None:
         text = b"x" * SPIKE
         time.sleep(0.3)
         del text
-    assert SPIKE <= held.sampled_peak_bytes - held.begin_bytes < SPIKE + 4 * MIB
+    assert abs(held.sampled_peak_bytes - held.begin_bytes - SPIKE) < 4 * MIB
     recorded = _phases.recorded()
     assert sum("sample" in line for line in recorded) >= 5
 

@@ -164,7 +164,8 @@ def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> At
         for of in holdings(source):
             before = len(claims.parts)
             claims.claim(of.begin, of.end, of.owner)
-            if of.owner in numel and len(claims.parts) > before:
+            is_new = len(claims.parts) > before
+            if of.owner in numel and is_new and of.tensor.is_floating_point():  # not planes as bytes
                 numel[of.owner] += of.tensor.numel()
     tree = _modicum.tree_memory([part[:2] for part in claims.parts])
     owners = _by_owner(claims.parts, tree["ranges"])
