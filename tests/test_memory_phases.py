@@ -6,6 +6,7 @@ that goes on with its parent's recording; a library of the device that is needed
 """
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -32,10 +33,16 @@ def no_recording() -> None:
     _phases._recordings.clear()
 
 
+def taken(size: int = SPIKE) -> mmap.mmap:
+    """Memory that is new, whatever has been freed before."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[:: mmap.PAGESIZE] = b"x" * (size // mmap.PAGESIZE)
+    return memory
+
+
 def spike(size: int = SPIKE) -> None:
     """Holds so much, and gives it back before anyone can look."""
-    text = b"x" * size
-    del text
+    taken(size).close()
 
 
 def test_the_mark_knows_what_no_sample_saw() -> None:
@@ -75,9 +82,9 @@ def test_a_load_in_a_phase_does_not_take_its_peak() -> None:
 
 def test_samples_see_what_stays_a_while() -> None:
     with memory.phase("hold") as held:
-        text = b"x" * SPIKE
+        block = taken()
         time.sleep(0.3)
-        del text
+        block.close()
     assert abs(held.sampled_peak_bytes - held.begin_bytes - SPIKE) < 4 * MIB
     recorded = _phases.recorded()
     assert sum("sample" in line for line in recorded) >= 5
@@ -97,8 +104,8 @@ def test_children_count() -> None:
     ready, done = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        text = b"x" * SPIKE
-        os.write(ready[1], text[:1])
+        block = taken()
+        os.write(ready[1], block[:1])
         os.read(done[0], 1)
         os._exit(0)
     try:
