@@ -114,7 +114,7 @@ def with_modicum(model: nn.Module, options: argparse.Namespace) -> tuple[Any, An
     )
 
     if options.protect:  # the weights, which are torch's own memory
-        print(modicum.torch.protect(list(model.parameters())))  # modicum
+        print(modicum.torch.protect(dict(model.named_parameters())))  # modicum
 
     def step(loss: torch.Tensor) -> None:
         loss.backward()

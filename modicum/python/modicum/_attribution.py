@@ -140,7 +140,7 @@ def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> At
     privilege needed): what a forked child, such as a data loader's worker, keeps of a page that has
     been written since is a copy, which no process's RSS shows. Where several forks of different
     times are alive and the process may not see page frames (CAP_SYS_ADMIN), copies that they do not
-    share are counted once. Takes about 10 ms per GiB and process. Works on Linux, 4.2 or later.
+    share are counted once. Takes about 0.1 s per GiB. Works on Linux, 4.2 or later.
 
     Args:
         sources: an engine or ZeRO optimizer of DeepSpeed's (ZeRO-1 and -2; tested with 0.19.8), an

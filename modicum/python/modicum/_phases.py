@@ -194,10 +194,10 @@ def phase(name: str, *, interval_s: float = 0.01) -> Iterator[Phase]:
         print(wrap.peak_bytes)
 
     Phases may lie within each other, and nothing else of Modicum is needed. A sample reads one
-    file of /proc (0.1 ms; where there are children 10 ms per GiB, for shared pages are looked at);
-    a thread takes them, and takes fewer rather than more than 2 % of a core (5 % while there are
-    children). Where the block does not let other threads run, the kernel's own mark still knows
-    the peak. Works on Linux.
+    file of /proc: 0.1 ms, or where there are children, whose shared pages have to be looked at,
+    up to 50 ms per GiB. A thread takes them, and takes fewer rather than more than 2 % of a core
+    (5 % while there are children). Where the block does not let other threads run, the kernel's
+    own mark still knows the peak. Works on Linux.
 
     Args:
         name: what it is called in tables and pictures.
