@@ -172,7 +172,7 @@ def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> At
     owners = _by_owner(claims.parts, tree["ranges"])
     for ledger in ledgers:
         owners += [Owner(f"ledger: {purpose}", size) for purpose, size in ledger.held.items()]
-    owners += _besides(tree, owners)
+    owners += _besides(tree)
     total = sum(map(_total_of, tree["processes"]))
     known = sum(owner.held_bytes + owner.copied_bytes for owner in owners)
     return Attribution(
@@ -199,7 +199,7 @@ def _by_owner(
     return [Owner(name, *sums[name]) for name in names]
 
 
-def _besides(tree: dict[str, Any], named: list[Owner]) -> list[Owner]:
+def _besides(tree: dict[str, Any]) -> list[Owner]:
     """What is no tensor's: of these only the sum of private pages is known to be complete."""
     processes = tree["processes"]
     rest_own, rest_copied = tree["rest"]
