@@ -358,5 +358,7 @@ ACTS: dict[str, Callable[..., Any]] = {
 }
 
 import adamw_rank  # noqa: E402  (whose acts are made of those above)
+import engine_rank  # noqa: E402
 
 ACTS |= adamw_rank.ACTS
+ACTS |= engine_rank.ACTS
