@@ -58,7 +58,7 @@ def _cut(dtype: torch.dtype, shape: tuple[int, ...], at: Index = ()) -> tuple[Ar
     """A tensor put together from pieces, and (place, shape) of each: rows of the outermost dim that
     has rows which are small enough."""
     name = dtype_name(dtype)
-    if math.prod(shape) * dtype.itemsize <= PIECE_BYTES:
+    if not shape or math.prod(shape) * dtype.itemsize <= PIECE_BYTES:
         return caller(name, shape), [(at, shape)]
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     if row_bytes > PIECE_BYTES:
