@@ -45,6 +45,7 @@ class Options:
     memory_efficient_load: bool = False
     offload: bool = False
     dtype: torch.dtype = torch.bfloat16
+    strategy: str = "own-shard"  # who reads; rank0-broadcast as upstream does
     budget: str | None = None  # host memory per node, as in 8GiB
 
 
@@ -77,7 +78,7 @@ class Engine:
     def with_adapters(self, model: torch.nn.Module) -> torch.nn.Module:
         if not self.options.lora:
             return model
-        adapters = LoraConfig(r=8, target_modules="all-linear", modules_to_save=None)
+        adapters = LoraConfig(r=8, target_modules="all-linear")
         return get_peft_model(model, adapters, autocast_adapter_dtype=False)
 
     def parallelise(self) -> None:
@@ -102,7 +103,7 @@ class Engine:
                 self.model,
                 options.directory,  # modicum: in the place of a state dict
                 self.cpu_offload,
-                tie_word_embeddings=self.model.config.get_text_config().tie_word_embeddings,
+                strategy=options.strategy,  # modicum
                 budget=options.budget,  # modicum
                 **(NEW_HEAD if options.task == "value-head" else {}),  # modicum
             )
@@ -133,6 +134,7 @@ def main() -> None:
     parser.add_argument("--memory-efficient-load", action="store_true")
     parser.add_argument("--offload", action="store_true", help="parameters stay on the CPU")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--strategy", default="own-shard", help="who reads")
     parser.add_argument("--budget", help="host memory per node, as in 8GiB")
     parser.add_argument("--steps", type=int, default=3)
     words = vars(parser.parse_args())

@@ -1,5 +1,6 @@
 """What a rank does for the tests of engines: acts for the table of `torch_rank.py`."""
 
+import gc
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,13 +250,9 @@ def _example(name: str) -> Any:
     return module
 
 
-def engine(
-    directory: str, dtype: str = "float32", watch: str | None = None, **options: Any
-) -> dict[str, Any]:
+def engine(directory: str, dtype: str = "bfloat16", **options: Any) -> dict[str, Any]:
     """What the example's engine holds on this rank, and what it has read and held meanwhile."""
-    import gc
-
-    from torch_rank import held_bytes, local_state, read_bytes
+    from torch_rank import held_bytes, local_state, read_bytes, whole_state
 
     module = _example("engine_memory_efficient_load")
     torch.manual_seed(0)
@@ -271,6 +268,7 @@ def engine(
     assert bound == {id(p) for p in parameters if p.requires_grad}
     return {
         "state": local_state(made.model),
+        "whole": whole_state(made.model),
         "buffers": {n: b.tolist() for n, b in made.model.named_buffers()},
         "read_bytes": read,
         "grown_bytes": now + fallen - before,
