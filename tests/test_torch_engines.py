@@ -61,12 +61,10 @@ def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 
 # Task, checkpoint, options, and the names that upstream draws at random on each rank.
 CASES = {
-    "causal-lm": ("causal-lm", "causal-lm", {}, None),
     "trained value head": ("value-head", "value-head", {}, None),
     "new value head": ("value-head", "causal-lm", {}, "^score"),
     "vision-language": ("vision-language", "vision-language", {}, None),
     "lora": ("causal-lm", "causal-lm", {"lora": True}, "lora_"),
-    "vision-language lora": ("vision-language", "vision-language", {"lora": True}, "lora_"),
     "from scratch": ("causal-lm", "causal-lm", {"init_from_scratch": True}, ""),
 }
 
@@ -106,17 +104,14 @@ def test_a_node_holds_shards_and_staging(four: Ranks, models: dict[str, str], ca
     assert upstream > 2 * node, f"{upstream / MIB:.0f} MiB against {node / MIB:.0f} MiB"
 
 
-@pytest.mark.parametrize("case", ("new value head", "vision-language", "lora"))
 @pytest.mark.parametrize("strategy", ("own-shard", "rank0-broadcast"))
 def test_nobody_reads_what_is_anothers(
-    four: Ranks, models: dict[str, str], case: str, strategy: str
+    four: Ranks, models: dict[str, str], strategy: str
 ) -> None:
     """By the kernel's count: a rank's own bytes, or rank 0 everything and the others nothing."""
-    task, directory, options, _ = CASES[case]
-    how = {"task": task, "directory": models[directory], "strategy": strategy, **options}
-    got = four.ask("engine", memory_efficient_load=True, **how)
+    how = {"task": "vision-language", "directory": models["vision-language"]}
+    got = four.ask("engine", memory_efficient_load=True, strategy=strategy, **how)
     model_bytes = sum(answer["local_bytes"] for answer in got)
     for rank, answer in enumerate(got):
         due = answer["local_bytes"] if strategy == "own-shard" else model_bytes * (rank == 0)
-        assert answer["read_bytes"] <= 1.02 * due + BESIDES_BYTES, f"rank {rank}"
-        assert answer["read_bytes"] >= 0.98 * due - BESIDES_BYTES, f"rank {rank}"
+        assert answer["read_bytes"] == pytest.approx(due, rel=0.02, abs=BESIDES_BYTES), f"{rank}"
