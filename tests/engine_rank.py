@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-import modicum
+import modicum.torch.dcp
 from modicum.torch import _dealing, empty_parameters, fsdp2_load_full_state_dict
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -276,7 +277,24 @@ def engine(directory: str, dtype: str = "bfloat16", **options: Any) -> dict[str,
     }
 
 
+def dcp_loaded(directory: str, mesh: list[int]) -> dict[str, Any]:
+    """A state dict on meta, read by torch.distributed.checkpoint through our reader."""
+    from torch_rank import built, local_state, read_bytes
+
+    model = built(directory, None, mesh)
+    read, state = read_bytes(), model.state_dict()
+    reader = modicum.torch.dcp.HuggingFaceReader(directory, model)
+    dcp.load(state, storage_reader=reader)
+    model.load_state_dict(state, assign=True)
+    return {
+        "state": local_state(model),
+        "read_bytes": read_bytes() - read,
+        "local_bytes": sum(p.to_local().nbytes for p in model.parameters()),
+    }
+
+
 ACTS = {
+    "dcp_loaded": dcp_loaded,
     "state_dict_loaded": state_dict_loaded,
     "drop_in_refused": drop_in_refused,
     "engine": engine,

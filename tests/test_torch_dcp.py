@@ -6,6 +6,9 @@ catches these mutations: a box in the wrong place; a strided cut read as one box
 stored names only; a cast of bits; a part that every rank reads whole.
 """
 
+import os
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,24 +34,28 @@ from torch_front import (  # noqa: E402
 
 import modicum  # noqa: E402
 from modicum import _modicum  # noqa: E402
+from modicum.recipes import recipe_for  # noqa: E402
 from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
 
-CUTS = (
-    Cut("none", (1,)),
-    Cut("fsdp2", (3,)),
-    Cut("fsdp2", (3,), dim=1),
-    Cut("hsdp", (2, 2)),
-    Cut("tp-fsdp", (2, 2)),
-    Cut("tp-fsdp", (3, 2)),
-)
+FSDP2, SIDEWAYS = Cut("fsdp2", (3,)), Cut("fsdp2", (3,), dim=1)
+HSDP, AFTER_TP = Cut("hsdp", (2, 2)), Cut("tp-fsdp", (3, 2))
 # As stored; tied; stacked and joined experts; joined along dim 0; transposed experts; renamed; FP8.
-FAMILIES = ("llama", "llama_tied", "qwen3_moe", "olmo_hybrid", "qwen3_vl_moe", "bert", "qwen3_fp8")
+CASES = (
+    ("llama", AFTER_TP),
+    ("llama_tied", HSDP),
+    ("qwen3_moe", FSDP2),
+    ("qwen3_moe", SIDEWAYS),
+    ("olmo_hybrid", FSDP2),
+    ("qwen3_vl_moe", SIDEWAYS),
+    ("bert", FSDP2),
+    ("qwen3_fp8", AFTER_TP),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def whole_models() -> None:
     """Are there before a rank is played."""
-    for name in FAMILIES:
+    for name, _ in CASES:
         from_pretrained(name)
 
 
@@ -70,12 +77,130 @@ def assert_parts(state: dict[str, Any], name: str, cut: Cut, rank: int) -> None:
         assert_same(local(state[key]), part, f"{key} of rank {rank}, {cut}")
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.mark.parametrize(("name", "cut"), CASES, ids=str)
 def test_every_rank_gets_its_part(name: str, cut: Cut) -> None:
     for rank in range(cut.world):
         with playing_new_rank(rank, cut.world):
             model = shard(empty(name), cut)
             state = read(model, HuggingFaceReader(checkpoint_of(name), model))
             assert_parts(state, name, cut, rank)
+
+
+def test_as_torch_reads() -> None:
+    """Where it can: names and shapes as stored, no strided cut."""
+    for rank in range(3):
+        with playing_new_rank(rank, 3):
+            model = shard(empty("llama"), FSDP2)
+            theirs = read(model, HuggingFaceStorageReader(str(checkpoint_of("llama"))))
+            mine = read(model, HuggingFaceReader(checkpoint_of("llama")))
+            assert mine.keys() == theirs.keys()
+            for name, tensor in theirs.items():
+                assert_same(local(mine[name]), local(tensor), f"{name} of rank {rank}")
+
+
+def test_torch_cannot_convert() -> None:
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
+        model = empty("qwen3_moe").to_empty(device="cpu")
+        read(model, HuggingFaceStorageReader(str(checkpoint_of("qwen3_moe"))))
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float16"))
+def test_values_are_rounded_as_torch_rounds(dtype: str) -> None:
+    to = getattr(torch, dtype)
+    state = {n: torch.empty_like(t, dtype=to) for n, t in from_pretrained("llama").named_parameters()}
+    dcp.load(state, storage_reader=HuggingFaceReader(checkpoint_of("llama")), no_dist=True)
+    for name, tensor in from_pretrained("llama").named_parameters():
+        assert_same(state[name], tensor.detach().to(to), name)
+
+
+def test_a_recipe_instead_of_a_model(tmp_path: Path) -> None:
+    """As the command line takes it."""
+    made = recipe_for(empty("qwen3_moe"), checkpoint_of("qwen3_moe"))
+    (tmp_path / "recipe.json").write_text(made.text())
+    whole = from_pretrained("qwen3_moe").state_dict()
+    for recipe in (made, tmp_path / "recipe.json"):
+        reader = HuggingFaceReader(checkpoint_of("qwen3_moe"), recipe=recipe)
+        state = {name: torch.empty_like(tensor) for name, tensor in whole.items()}
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        for name, tensor in whole.items():
+            assert_same(state[name], tensor, name)
+
+
+def test_tied_names_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, given = _modicum.load, []
+    monkeypatch.setattr(_modicum, "load", lambda *a, **o: given.append(o["given"]) or load(*a, **o))
+    model = empty("llama_tied").to_empty(device="cpu")
+    model.tie_weights()
+    state = read(model, HuggingFaceReader(checkpoint_of("llama_tied"), model))
+    assert len(given[0]) == len(state) - 1
+    assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+    assert_parts(state, "llama_tied", Cut("none", (1,)), 0)
+
+
+def test_no_more_than_staging_is_held() -> None:
+    ledger = modicum.Ledger()
+    model, source = empty("qwen3_moe").to_empty(device="cpu"), checkpoint_of("qwen3_moe")
+    read(model, HuggingFaceReader(source, model, staging="256KiB", ledger=ledger))
+    assert 0 < ledger.at_peak["staging"] <= 256 << 10 and "shards" not in ledger.at_peak
+    assert ledger.held_bytes == 0
+
+
+# ---- refused
+
+
+def refused(state: dict[str, Any], reader: Any) -> modicum.Error:
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    ((error, _),) = caught.value.failures.values()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.empty(39, dtype=torch.int64), "MISMATCH: a dtype .*model.norm.weight"),
+        (torch.empty(78)[::2], "UNSUPPORTED: strides that are not row-major .*model.norm.weight"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tensor: Any, message: str) -> None:
+    error = refused({"model.norm.weight": tensor}, HuggingFaceReader(checkpoint_of("llama")))
+    assert isinstance(error, modicum.UsageError) and error.tensor == "model.norm.weight"
+    assert re.match(message, str(error))
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    copy = shutil.copytree(checkpoint_of("llama"), tmp_path / "llama")
+    reader = HuggingFaceReader(copy)
+    for file in copy.glob("*.safetensors"):
+        os.truncate(file, file.stat().st_size - 8)
+    model = empty("llama").to_empty(device="cpu")
+    assert isinstance(refused(model.state_dict(), reader), modicum.FormatError)
+    with pytest.raises(modicum.FormatError):
+        HuggingFaceReader(copy)
+    with pytest.raises(modicum.UsageError, match="lacks|no part"):
+        HuggingFaceReader(checkpoint_of("llama"), empty("bert"))
+    with pytest.raises(modicum.UsageError, match="not both"):
+        HuggingFaceReader(checkpoint_of("llama"), model, recipe="recipe.json")
+
+
+# ---- real ranks
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks(4, tmp_path_factory.mktemp("dcp") / "ranks") as started:
+        yield started
+
+
+def test_real_ranks_read_their_own_bytes(four: Ranks, tmp_path: Path) -> None:
+    directory = str(tmp_path / "qwen3_moe")
+    sizes = {"vocab_size": 30001, "hidden_size": 101, "moe_intermediate_size": 509}
+    four.ask("write", directory=directory, family="qwen3_moe", config=sizes)
+    got = four.ask("dcp_loaded", directory=directory, mesh=[4])
+    expected = four.ask("loaded", directory=directory, mesh=[4], by="torch")
+    for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        assert mine["state"] == theirs["state"], f"rank {rank}"
+        assert mine["read_bytes"] <= 1.02 * mine["local_bytes"] + (256 << 10), f"rank {rank}"
