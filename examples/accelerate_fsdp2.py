@@ -63,21 +63,25 @@ def train(options: argparse.Namespace) -> None:
         tokens = tokens.to(accelerator.device)
         loss = model(input_ids=tokens, labels=tokens).loss
         accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         mean = accelerator.reduce(loss.detach(), reduction="mean").item()
-        accelerator.print(f"step {step}: loss {mean}", flush=True)
+        norm = norm.full_tensor().item() if hasattr(norm, "full_tensor") else norm.item()
+        accelerator.print(f"step {step}: loss {mean}, gradients' norm {norm}", flush=True)
 
 
 class PrintLosses(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and "loss" in logs:
-            print(f"step {state.global_step - 1}: loss {logs['loss']}", flush=True)
+            norm = f"gradients' norm {logs['grad_norm']}"
+            print(f"step {state.global_step - 1}: loss {logs['loss']}, {norm}", flush=True)
 
 
 def train_by_trainer(options: argparse.Namespace, folder: str) -> None:
     arguments = TrainingArguments(
         folder,
+        use_cpu=not torch.cuda.is_available(),
         bf16=True,
         fsdp=True,
         fsdp_config={
