@@ -6,6 +6,7 @@ anything is built.
 """
 
 import dataclasses
+import functools
 import inspect
 import json
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from modicum.errors import refusal
 
@@ -238,22 +240,43 @@ def source_of(files: Sequence[str] | None) -> Path:
 
 
 def with_real_adapters(stack: ExitStack) -> bool:
-    """Until `stack` ends, PEFT puts adapters of an empty layer on the CPU, with their values, and
-    not on meta. Whether PEFT is there: what nobody has imported is not imported here."""
+    """Until `stack` ends, PEFT leaves adapters of an empty layer their values, which otherwise go
+    to meta as the layer's. Whether PEFT is there: what nobody has imported is not imported here."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is None:
         return False
     try:
-        layer = tuners.BaseTunerLayer
-        original = layer._get_base_layer_device_and_dtype
-    except AttributeError:
-        reason = f"{_package('peft')} has no BaseTunerLayer._get_base_layer_device_and_dtype"
-        raise refusal("UNSUPPORTED", f"this PEFT is not known: {reason}") from None
+        layer, tuner = tuners.BaseTunerLayer, tuners.BaseTuner
+        device_and_dtype = layer._get_base_layer_device_and_dtype
+        inject = tuner.inject_adapter
+    except AttributeError as error:
+        raise refusal("UNSUPPORTED", f"{_package('peft')} is not known: {error}") from None
 
-    def device_and_dtype(self: Any, base_layer: Any) -> Any:
-        device, dtype = original(self, base_layer)
-        on_meta = device is not None and torch.device(device).type == "meta"
-        return (torch.device("cpu") if on_meta else device), dtype
+    @functools.wraps(device_and_dtype)
+    def _get_base_layer_device_and_dtype(self: Any, base_layer: Any) -> Any:
+        device, dtype = device_and_dtype(self, base_layer)
+        return (torch.device("cpu") if _is_meta(device) else device), dtype
 
-    replace(stack, layer, "_get_base_layer_device_and_dtype", device_and_dtype)
+    @functools.wraps(inject)
+    def inject_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as meanwhile:
+            replace(meanwhile, nn.Module, "to", _never_to_meta(nn.Module.to))
+            return inject(self, *args, **kwargs)
+
+    replace(stack, layer, "_get_base_layer_device_and_dtype", _get_base_layer_device_and_dtype)
+    replace(stack, tuner, "inject_adapter", inject_adapter)
     return True
+
+
+def _is_meta(device: Any) -> bool:
+    return isinstance(device, torch.device) and device.type == "meta"
+
+
+def _never_to_meta(move: Any) -> Any:
+    @functools.wraps(move)
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        args = tuple(value for value in args if not _is_meta(value))
+        kwargs = {name: value for name, value in kwargs.items() if not _is_meta(value)}
+        return move(self, *args, **kwargs) if args or kwargs else self
+
+    return to

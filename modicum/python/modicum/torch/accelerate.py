@@ -390,7 +390,7 @@ def _refuse_changed(structure: Structure, built: _Built, keys: Mapping[str, str]
             continue
         if member.adapter is not None and name not in structure.copies:
             what = "an adapter that is made of its base's values, or by a PEFT that was imported "
-            what += "after the model was built"
+            what += "after from_pretrained: import peft before"
             raise refusal("UNSUPPORTED", what, tensor=name)
         _, version = built.parameters.get(keys[name], (None, None))
         if name not in structure.copies and version not in (None, member.tensor._version):
