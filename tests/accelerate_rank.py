@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch_rank
 import transformers
 
 import modicum.torch.accelerate
@@ -153,6 +152,8 @@ def steps(accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> list[
 
 def state(model: Any) -> dict[str, str]:
     """Parameters, put together; all buffers; and what trains."""
+    import torch_rank  # which imports this module
+
     told = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

@@ -113,7 +113,7 @@ def loading(
             `modicum.torch.load`.
     """
     require_check(check)
-    if reason := probe():
+    if not _active and (reason := probe()):
         what = f"these accelerate and transformers are not known: {reason}"
         raise refusal("UNSUPPORTED", what)
     arguments = {
