@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,42 @@ struct ProcessMemory {
 ProcessMemory read_process_memory(int pid = 0, const std::string& root = "");
 // Starts VmHWM of this process anew. False where the kernel doesn't allow it.
 bool reset_peak_rss();
+
+// All that descend from process `pid`, 0 for the caller, whoever of them has started them;
+// ascending. Those that have ended are among them until somebody waits for them.
+std::vector<int> descendants(int pid = 0, const std::string& root = "");
+
+// A half-open range of the addresses of one process.
+struct AddressRange {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+// Bytes of private pages that are in memory, each counted once however many processes show it.
+struct RangeMemory {
+  uint64_t own_bytes = 0;  // as the first process shows them
+  // What forked descendants show in their place: one side has written since the fork, and the
+  // other kept what had been there.
+  uint64_t copied_bytes = 0;
+};
+
+struct TreeMemory {
+  struct Process {
+    int pid = 0;
+    bool is_forked = false;  // from the first one, without starting a program since
+    ProcessMemory memory;
+  };
+  std::vector<Process> processes;   // the first one, then its descendants
+  std::vector<RangeMemory> ranges;  // as they were asked for
+  RangeMemory rest;                 // of the first process's address space
+};
+
+// What process `pid`, 0 for the caller, and its descendants hold, and whose it is by the ranges of
+// the first one's addresses: ascending, without overlap (USAGE). No privilege is needed for
+// processes of one's own. Shared memory is in `memory` only; so are pages that descendants have
+// taken for themselves since the fork. What the first process shares with processes that are not
+// its descendants isn't counted. Takes about 10 ms per GiB and process. IO where /proc doesn't say.
+TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::string& root = "");
 
 // A memory limit that binds this process: one level of its cgroup chain (v1 or v2), or the node.
 struct MemoryLimit {

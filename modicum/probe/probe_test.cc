@@ -7,12 +7,11 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <optional>
 
 #include "modicum/base/sanitizers_double.h"
 #include "modicum/probe/kernel_text.h"
+#include "modicum/probe/machine_double.h"
 
 namespace modicum {
 namespace {
@@ -22,51 +21,6 @@ constexpr std::string_view kV1Mount =
 constexpr std::string_view kV2Mount =
     "41 31 0:38 / /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
 constexpr std::string_view kV1NoLimit = "9223372036854771712\n";
-
-// Another machine's /proc and /sys, below a temporary directory.
-class Machine {
- public:
-  Machine() {
-    std::string pattern = testing::TempDir() + "modicum-probe-XXXXXX";
-    root_ = mkdtemp(pattern.data());
-  }
-  ~Machine() { std::filesystem::remove_all(root_); }
-  Machine(const Machine&) = delete;
-
-  const std::string& root() const { return root_; }
-
-  void put(const std::string& path, std::string_view text) {
-    const std::filesystem::path file = root_ + path;
-    std::filesystem::create_directories(file.parent_path());
-    std::ofstream(file) << text;
-  }
-  void put_node(uint64_t total_kib, uint64_t available_kib) {
-    put("/proc/meminfo", "MemTotal:       " + std::to_string(total_kib) + " kB\nMemFree:  1 kB\n" +
-                             "MemAvailable:   " + std::to_string(available_kib) + " kB\n");
-  }
-  void put_v1(const std::string& path, std::string_view limit, uint64_t usage,
-              uint64_t inactive_file = 0, uint64_t active_file = 0) {
-    const std::string directory = "/sys/fs/cgroup/memory" + path;
-    put(directory + "/memory.limit_in_bytes", limit);
-    put(directory + "/memory.usage_in_bytes", std::to_string(usage) + "\n");
-    put(directory + "/memory.stat", "inactive_file 7\nactive_file 9\ntotal_inactive_file " +
-                                        std::to_string(inactive_file) + "\ntotal_active_file " +
-                                        std::to_string(active_file) + "\n");
-  }
-  void put_v2(const std::string& path, std::string_view max, std::string_view high, uint64_t usage,
-              uint64_t inactive_file = 0, uint64_t active_file = 0) {
-    const std::string directory = "/sys/fs/cgroup" + path;
-    put(directory + "/memory.max", max);
-    put(directory + "/memory.high", high);
-    put(directory + "/memory.current", std::to_string(usage) + "\n");
-    put(directory + "/memory.stat", "anon 5\ninactive_anon 3\ninactive_file " +
-                                        std::to_string(inactive_file) + "\nactive_file " +
-                                        std::to_string(active_file) + "\n");
-  }
-
- private:
-  std::string root_;
-};
 
 // "source limit available; ..." for one comparison.
 std::string text_of(const std::vector<MemoryLimit>& limits) {

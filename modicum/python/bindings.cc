@@ -169,4 +169,5 @@ NB_MODULE(_modicum, module) {
   front::define_values(module);
   front::define_load(module);
   front::define_optim(module);
+  front::define_probe(module);
 }

@@ -52,5 +52,6 @@ struct MadePlan {
 void define_values(nb::module_& module);
 void define_load(nb::module_& module);
 void define_optim(nb::module_& module);
+void define_probe(nb::module_& module);
 
 }  // namespace modicum::python

@@ -318,14 +318,6 @@ nb::tuple report_of(const MadePlan& made, const std::vector<nb::dict>& outcomes,
   return nb::make_tuple(as_dict(load_json(report)), load_text(report));
 }
 
-nb::dict process_memory() {
-  const ProcessMemory memory = read_process_memory();
-  nb::dict held;
-  held["held_bytes"] = memory.held();
-  held["peak_bytes"] = memory.peak_held();
-  return held;
-}
-
 void define_ledger(nb::module_& module) {
   nb::class_<Ledger>(module, "Ledger",
                      R"(Where model-sized memory comes from, and what it is for.
@@ -401,20 +393,6 @@ Args:
   module.def("load_report", report_of, nb::arg("plan"), nb::arg("outcomes"), nb::arg("checked"),
              nb::arg("budget") = nb::none(), nb::arg("budget_source") = "",
              "The document of `modicum load --json` and the text of `modicum load`.");
-  module.def("process_memory", process_memory,
-             "held_bytes and peak_bytes (since reset_peak) of this process, by the kernel.");
-  module.def("reset_peak", reset_peak_rss, "Starts peak_bytes anew; False where the kernel won't.");
-  module.def(
-      "available_memory",
-      [] {
-        const auto limits = memory_limits();
-        if (limits.empty()) fail(Category::usage, "the kernel does not say what is left");
-        return nb::make_tuple(limits.front().available_bytes, limits.front().source);
-      },
-      "What the cgroup chain and the node leave, in bytes, and who says so.");
-  module.def(
-      "granted_cpus", [] { return granted_cpus(); },
-      "CPUs that affinity and the cgroup chain's quota leave to this process.");
   module.def(
       "parse_size", [](const Size& size) { return parse_size(text_of(size)); }, nb::arg("size"),
       "Bytes of a size as the command line takes it.");

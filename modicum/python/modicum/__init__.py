@@ -24,6 +24,7 @@ from modicum.errors import (
 )
 from modicum._report import Report
 from modicum._walk import Shards, load, make_plan, report
+from modicum import memory
 
 __all__ = [
     "BudgetError",
@@ -45,6 +46,7 @@ __all__ = [
     "make_layout",
     "make_plan",
     "make_recipe",
+    "memory",
     "open_checkpoint",
     "plan",
     "report",

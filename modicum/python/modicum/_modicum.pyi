@@ -290,20 +290,6 @@ def load(plan: Plan, rank: int, board: Board, ledger: Ledger, *, given: dict = {
 def load_report(plan: Plan, outcomes: Sequence[dict], checked: bool, budget: int | None = None, budget_source: str = '') -> tuple:
     """The document of `modicum load --json` and the text of `modicum load`."""
 
-def process_memory() -> dict:
-    """
-    held_bytes and peak_bytes (since reset_peak) of this process, by the kernel.
-    """
-
-def reset_peak() -> bool:
-    """Starts peak_bytes anew; False where the kernel won't."""
-
-def available_memory() -> tuple:
-    """What the cgroup chain and the node leave, in bytes, and who says so."""
-
-def granted_cpus() -> int:
-    """CPUs that affinity and the cgroup chain's quota leave to this process."""
-
 def parse_size(size: int | str) -> int:
     """Bytes of a size as the command line takes it."""
 
@@ -411,3 +397,37 @@ def state_formats() -> list:
 
 def usable_cpus() -> int:
     """CPUs that this process may run on."""
+
+def process_memory(pid: int = 0) -> dict:
+    """
+    held_bytes and peak_bytes (since reset_peak) of a process, by the kernel; 0: this one.
+    """
+
+def reset_peak() -> bool:
+    """Starts peak_bytes anew; False where the kernel won't."""
+
+def available_memory() -> tuple:
+    """What the cgroup chain and the node leave, in bytes, and who says so."""
+
+def granted_cpus() -> int:
+    """CPUs that affinity and the cgroup chain's quota leave to this process."""
+
+def descendants(pid: int = 0) -> list[int]:
+    """The processes that a process has started, and theirs; 0: this one."""
+
+def tree_memory(ranges: Sequence[tuple[int, int]], pid: int = 0) -> dict:
+    """
+    What a process and its descendants hold, and whose it is.
+
+    Args:
+        ranges: (begin, end) addresses of the process, ascending, without overlap.
+        pid: the process; 0: this one.
+
+    Returns:
+        processes: by process, the first being `pid`: pid, forked (from the first one), anon_bytes,
+        shmem_bytes (shared pages in equal parts), page_table_bytes. ranges: for each (own bytes, bytes
+        that forked descendants hold in their place). rest: the same for the other addresses.
+
+    Raises:
+        IoError: the kernel doesn't say.
+    """

@@ -15,6 +15,7 @@ from typing import Any
 
 from modicum import _modicum
 from modicum._modicum import Ledger, Plan, Recipe
+from modicum._phases import reset_peak
 from modicum.errors import refusal
 from modicum._report import Report
 
@@ -141,7 +142,7 @@ def load(
     if unknown := set(into or ()).difference(index):
         raise refusal("USAGE", "no such target", tensor=min(unknown))
     ledger = ledger or Ledger(plan.ledger_limit_bytes(rank))
-    _modicum.reset_peak()
+    reset_peak()
     before = _modicum.process_memory()["held_bytes"]
     loaded = _modicum.load(
         plan,

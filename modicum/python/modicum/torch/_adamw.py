@@ -20,6 +20,13 @@ from modicum.torch._states import dtype_of, is_own_master, make_states
 __all__ = ["AdamW"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+# Of each plane, as `memory.attribute` calls it.
+_OWNERS = {
+    "master": "master",
+    "master_low": "master",
+    "grad": "gradient",
+    **dict.fromkeys(_MOMENTS, "moments"),
+}
 # What groups of torch's have besides, so that a checkpoint of one is a checkpoint of the other.
 _NOT_OURS = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 _CHUNK = 1 << 20  # elements of what is cast on its way
@@ -396,6 +403,15 @@ class AdamW(torch.optim.Optimizer):
             numel = sum(part.local.numel() for part in self._parts if part.state == name)
             held[name] = {"parameters": numel, **state.footprint}
         return held
+
+    def _holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """For `memory.attribute`: owner, name and memory of all that a step works on."""
+        for part in self._parts:
+            state = self._states[part.state]
+            yield ("master" if is_own_master(part) else "weights"), part.name, part.local
+            for plane, owner in _OWNERS.items():
+                for lies in (state.plane(part.shard, plane), state.scales(part.shard, plane)):
+                    yield owner, f"{part.name}.{plane}", torch.from_dlpack(lies)
 
     def digest(self) -> dict[str, int]:
         """`state` (parameters and moments) and `master` (parameters) of this rank, as fp32 values

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from modicum import _modicum
+from modicum._phases import reset_peak
 from modicum._report import Report
 from modicum._walk import require_check
 from modicum.errors import refusal
@@ -296,7 +297,7 @@ class _Walk:
 
     def _choose_budget(self, ledger: _modicum.Ledger | None, budget: Size | None) -> None:
         """The node's, the processes that are there already included."""
-        _modicum.reset_peak()
+        reset_peak()
         self.held = _modicum.process_memory()["held_bytes"]
         available, source = _modicum.available_memory()
         everyone = self.ranks.gather([self.held, available])

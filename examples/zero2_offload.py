@@ -1,0 +1,185 @@
+"""ZeRO-2 with its optimizer in host memory: who holds each byte, and what forked workers add.
+
+    python examples/zero2_offload.py --workers persistent
+    python examples/zero2_offload.py --workers persistent --protect
+    python examples/zero2_offload.py --workers persistent --optimizer modicum:fp32
+
+Trains a small model with the real DeepSpeed on its CPU accelerator (one process, or several under
+torchrun), or the same model, data and seeds with Modicum's AdamW, and prints the losses and a table
+of bytes per parameter at the end of each epoch. Lines that are Modicum's end in `# modicum`.
+"""
+
+import argparse
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import modicum.torch  # modicum
+from modicum import memory  # modicum
+
+Step = Callable[[torch.Tensor], None]
+
+BATCH = 16
+LAYERS = 6
+ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+
+
+class Vectors(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Pairs of a vector and what the model should make of it, from nothing but their index."""
+
+    def __init__(self, count: int, width: int) -> None:
+        self.count, self.width = count, width
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values = torch.randn(self.width, generator=torch.Generator().manual_seed(index))
+        return values.bfloat16(), values.roll(1).tanh().bfloat16()
+
+
+def model_of(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [nn.Linear(width, width, bias=False), nn.GELU()]
+    return nn.Sequential(*layers[:-1]).bfloat16()
+
+
+def loader_of(options: argparse.Namespace) -> DataLoader[Any]:
+    data = Vectors(options.steps * BATCH, options.width)
+    if options.workers == "none":
+        return DataLoader(data, BATCH)
+    return DataLoader(
+        data,
+        BATCH,
+        num_workers=2,
+        persistent_workers=options.workers == "persistent",
+        multiprocessing_context="fork",  # the default before Python 3.14
+    )
+
+
+# ---- the two ways to step
+
+
+def with_deepspeed(model: nn.Module, options: argparse.Namespace) -> tuple[Any, Any, Step]:
+    """What is attributed, what is called for an output, and what makes a step from a loss."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "bf16": {"enabled": True},
+        "gradient_clipping": options.clip,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "zero_optimization": {
+            "stage": 2,
+            "reduce_bucket_size": 2_000_000,
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        },
+        "steps_per_print": 1_000_000,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )
+    if options.protect:
+        print(modicum.torch.protect(engine))  # modicum
+
+    def step(loss: torch.Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    return engine, engine, step
+
+
+def with_modicum(model: nn.Module, options: argparse.Namespace) -> tuple[Any, Any, Step]:
+    optimizer = modicum.torch.AdamW(  # modicum
+        model.named_parameters(),
+        state_format=options.optimizer.partition(":")[2],
+        semantics="deepspeed",
+        **ADAM,
+    )
+
+    def step(loss: torch.Tensor) -> None:
+        loss.backward()
+        if options.clip:
+            optimizer.clip_grad_norm_(options.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return [optimizer, model], model, step
+
+
+# ---- training
+
+
+def train(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """After each epoch, its workers still there: losses, and who holds what."""
+    before = memory.held()  # modicum
+    model = model_of(options.width)
+    ours = options.optimizer.startswith("modicum")
+    held, forward, step = (with_modicum if ours else with_deepspeed)(model, options)
+    loader = loader_of(options)
+    for epoch in range(options.epochs):
+        losses = []
+        for index, (given, due) in enumerate(loader):
+            with memory.phase(f"step {epoch}.{index}"):  # modicum
+                loss = nn.functional.mse_loss(forward(given).float(), due.float())
+                step(loss)
+            losses.append(loss.item())
+            del loss
+            if index + 1 == len(loader):
+                who = memory.attribute(held, baseline=before)  # modicum
+                yield {"epoch": epoch + 1, "losses": losses, "attribution": who}
+
+
+def join_group() -> None:
+    """Of torchrun, or of one process alone."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_SIZE": 1}.items():
+        os.environ.setdefault(name, str(value))
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def parsed(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--workers", default="none", choices=["none", "persistent", "default"])
+    parser.add_argument("--protect", action="store_true", help="DeepSpeed's state against forks")
+    parser.add_argument("--optimizer", default="deepspeed", help="deepspeed, or modicum:FORMAT")
+    parser.add_argument("--width", type=int, default=2048, help="parameters are 6 x width x width")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2, help="in an epoch")
+    parser.add_argument("--clip", type=float, default=1.0, help="gradients' norm; 0: none")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--picture", help="a PNG or SVG of each step's memory; needs matplotlib")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    options = parsed()
+    warnings.filterwarnings("ignore")
+    join_group()
+    for epoch in train(options):
+        if dist.get_rank() != 0:
+            continue
+        if options.json:
+            print(json.dumps(epoch | {"attribution": epoch["attribution"].document}))
+        else:
+            told = " ".join(f"{loss:.6f}" for loss in epoch["losses"])
+            print(f"\nepoch {epoch['epoch']}: losses {told}\n{epoch['attribution']}")
+    if options.picture:
+        memory.draw(options.picture)  # modicum
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+// For tests: another machine's /proc and /sys.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <string_view>
+
+namespace modicum {
+
+// Another machine's /proc and /sys, below a temporary directory.
+class Machine {
+ public:
+  Machine() {
+    std::string pattern = testing::TempDir() + "modicum-probe-XXXXXX";
+    root_ = mkdtemp(pattern.data());
+  }
+  ~Machine() { std::filesystem::remove_all(root_); }
+  Machine(const Machine&) = delete;
+
+  const std::string& root() const { return root_; }
+
+  void put(const std::string& path, std::string_view text) {
+    const std::filesystem::path file = root_ + path;
+    std::filesystem::create_directories(file.parent_path());
+    std::ofstream(file) << text;
+  }
+  void put_node(uint64_t total_kib, uint64_t available_kib) {
+    put("/proc/meminfo", "MemTotal:       " + std::to_string(total_kib) + " kB\nMemFree:  1 kB\n" +
+                             "MemAvailable:   " + std::to_string(available_kib) + " kB\n");
+  }
+  void put_v1(const std::string& path, std::string_view limit, uint64_t usage,
+              uint64_t inactive_file = 0, uint64_t active_file = 0) {
+    const std::string directory = "/sys/fs/cgroup/memory" + path;
+    put(directory + "/memory.limit_in_bytes", limit);
+    put(directory + "/memory.usage_in_bytes", std::to_string(usage) + "\n");
+    put(directory + "/memory.stat", "inactive_file 7\nactive_file 9\ntotal_inactive_file " +
+                                        std::to_string(inactive_file) + "\ntotal_active_file " +
+                                        std::to_string(active_file) + "\n");
+  }
+  void put_v2(const std::string& path, std::string_view max, std::string_view high, uint64_t usage,
+              uint64_t inactive_file = 0, uint64_t active_file = 0) {
+    const std::string directory = "/sys/fs/cgroup" + path;
+    put(directory + "/memory.max", max);
+    put(directory + "/memory.high", high);
+    put(directory + "/memory.current", std::to_string(usage) + "\n");
+    put(directory + "/memory.stat", "anon 5\ninactive_anon 3\ninactive_file " +
+                                        std::to_string(inactive_file) + "\nactive_file " +
+                                        std::to_string(active_file) + "\n");
+  }
+
+ private:
+  std::string root_;
+};
+
+}  // namespace modicum

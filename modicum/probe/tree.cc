@@ -1,0 +1,289 @@
+// A process and its descendants: who they are, and whose private pages are in memory.
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "modicum/io/io.h"
+#include "modicum/probe/kernel_text.h"
+#include "modicum/probe/probe.h"
+
+namespace modicum {
+namespace {
+
+// Of an entry of /proc/PID/pagemap, which are 8 bytes for each page.
+constexpr uint64_t kPresent = uint64_t{1} << 63;
+constexpr uint64_t kOfFile = uint64_t{1} << 61;      // or of shared memory
+constexpr uint64_t kExclusive = uint64_t{1} << 56;   // no other process shows it
+constexpr uint64_t kFrame = (uint64_t{1} << 55) - 1;  // 0 for those who may not know it
+constexpr uint64_t kBlockPages = 65536;
+
+std::string directory_of(int pid, const std::string& root) {
+  return root + "/proc/" + std::to_string(pid);
+}
+
+template <typename Number>
+std::optional<Number> number_in(std::string_view text, int base) {
+  Number value = 0;
+  const auto [at, error] = std::from_chars(text.data(), text.data() + text.size(), value, base);
+  if (error != std::errc() || at != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+// The second number behind the name, which may hold anything.
+int parent_of(const std::string& stat) {
+  const size_t end = stat.rfind(')');
+  if (end == std::string::npos) return 0;
+  const auto words = split_kernel_text(std::string_view(stat).substr(end + 1), ' ');
+  return words.size() < 2 ? 0 : number_in<int>(words[1], 10).value_or(0);
+}
+
+// ---- address space
+
+// What "7f00-7f20 rw-p ..." begins with.
+struct Line {
+  AddressRange at;
+  bool is_private = false;
+};
+
+std::optional<Line> line_of(std::string_view text) {
+  const auto words = split_kernel_text(text.substr(0, text.find('\n')), ' ');
+  if (words.size() < 2 || words[1].size() != 4) return std::nullopt;
+  const size_t dash = words[0].find('-');
+  if (dash == std::string_view::npos) return std::nullopt;
+  const auto begin = number_in<uint64_t>(words[0].substr(0, dash), 16);
+  const auto end = number_in<uint64_t>(words[0].substr(dash + 1), 16);
+  if (!begin || !end || *begin >= *end) return std::nullopt;
+  return Line{{*begin, *end}, words[1][3] == 'p'};
+}
+
+// Private memory of the first process.
+struct Area {
+  AddressRange at;
+  bool is_inherited = true;  // not marked to be left out of a fork
+};
+
+// From its smaps; areas with nothing in memory are left out.
+std::vector<Area> areas_in(std::string_view smaps) {
+  std::vector<Area> areas;
+  std::optional<Line> line;
+  bool is_resident = false;
+  for (const std::string_view text : split_kernel_text(smaps, '\n')) {
+    if (const auto next = line_of(text)) {
+      line = next;
+      is_resident = false;
+    } else if (text.starts_with("Rss:")) {
+      is_resident = kernel_number_after(text, "Rss:").value_or(0) > 0;
+    } else if (text.starts_with("VmFlags:") && line && line->is_private && is_resident) {
+      // The last line of an area.
+      const bool is_left_out = text.find(" dc") != std::string_view::npos;
+      areas.push_back({line->at, !is_left_out});
+    }
+  }
+  return areas;
+}
+
+// What is mapped, neighbours as one.
+std::vector<AddressRange> mapped_in(std::string_view maps) {
+  std::vector<AddressRange> mapped;
+  for (const std::string_view text : split_kernel_text(maps, '\n')) {
+    const auto line = line_of(text);
+    if (!line) continue;
+    if (!mapped.empty() && mapped.back().end == line->at.begin) {
+      mapped.back().end = line->at.end;
+    } else {
+      mapped.push_back(line->at);
+    }
+  }
+  return mapped;
+}
+
+bool covers(const std::vector<AddressRange>& mapped, const AddressRange& range) {
+  return std::any_of(mapped.begin(), mapped.end(), [&](const AddressRange& one) {
+    return one.begin <= range.begin && range.end <= one.end;
+  });
+}
+
+// ---- pages
+
+class Pages {
+ public:
+  Pages(int pid, const std::string& root)
+      : file_(PosixFileSystem().open(directory_of(pid, root) + "/pagemap")),
+        mapped_(mapped_in(read_kernel_text(directory_of(pid, root) + "/maps").value_or(""))) {}
+
+  // Whether what it shows there can be what the first process had when it was forked. Where that
+  // one leaves an area out of forks, a child from before has all of it; one from after may have put
+  // something of its own into a part of the hole.
+  bool may_show(const Area& area) const { return area.is_inherited || covers(mapped_, area.at); }
+
+  void read(uint64_t address, std::span<uint64_t> entries) {
+    file_->read(std::as_writable_bytes(entries), address / kPageBytes * sizeof(uint64_t));
+  }
+
+ private:
+  std::unique_ptr<File> file_;
+  std::vector<AddressRange> mapped_;
+};
+
+struct Distinct {
+  uint64_t own = 0;
+  uint64_t copied = 0;
+};
+
+// How many pages of memory the processes show at one address, the first process first. Pages that
+// nobody may know the frames of are one, if several show them. What only one of them shows although
+// it is not exclusive is the page of zeros, or shared with somebody else: it isn't counted.
+Distinct distinct(std::span<const uint64_t> entries) {
+  struct Shared {
+    uint64_t frame = 0;
+    int shown_by = 0;
+    bool by_first = false;
+  };
+  std::array<Shared, 8> shared{};
+  size_t n = 0;
+  Distinct pages;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if ((entries[i] & kPresent) == 0 || (entries[i] & kOfFile) != 0) continue;
+    if ((entries[i] & kExclusive) != 0) {
+      ++(i == 0 ? pages.own : pages.copied);
+      continue;
+    }
+    const uint64_t frame = entries[i] & kFrame;
+    size_t at = 0;
+    while (at < n && shared[at].frame != frame) ++at;
+    if (at == n && n < shared.size()) shared[n++] = {frame, 0, i == 0};
+    ++shared[std::min(at, shared.size() - 1)].shown_by;  // more apart than that aren't told apart
+  }
+  for (size_t i = 0; i < n; ++i) {
+    if (shared[i].shown_by > 1) ++(shared[i].by_first ? pages.own : pages.copied);
+  }
+  return pages;
+}
+
+// Bytes by range, of pages that come in ascending order.
+class Account {
+ public:
+  explicit Account(std::span<const AddressRange> ranges) : asked_(ranges), ranges_(ranges.size()) {
+    for (size_t i = 0; i < ranges.size(); ++i) {
+      const uint64_t after = i == 0 ? 0 : ranges[i - 1].end;
+      if (ranges[i].begin >= after && ranges[i].begin <= ranges[i].end) continue;
+      fail(Category::usage, "ranges of addresses are ascending and don't overlap");
+    }
+  }
+
+  void add(uint64_t address, const Distinct& pages) {
+    while (next_ < asked_.size() && asked_[next_].end <= address) ++next_;
+    const uint64_t end = address + kPageBytes;
+    uint64_t left = kPageBytes;
+    for (size_t i = next_; i < asked_.size() && asked_[i].begin < end; ++i) {
+      const uint64_t n = std::min(asked_[i].end, end) - std::max(asked_[i].begin, address);
+      put(ranges_[i], pages, n);
+      left -= n;
+    }
+    put(rest_, pages, left);
+  }
+
+  std::vector<RangeMemory> ranges() { return std::move(ranges_); }
+  RangeMemory rest() const { return rest_; }
+
+ private:
+  static void put(RangeMemory& to, const Distinct& pages, uint64_t bytes) {
+    to.own_bytes += pages.own * bytes;
+    to.copied_bytes += pages.copied * bytes;
+  }
+
+  std::span<const AddressRange> asked_;
+  std::vector<RangeMemory> ranges_;
+  RangeMemory rest_;
+  size_t next_ = 0;
+};
+
+// All processes' entries of an area, some pages at a time.
+void count_area(const Area& area, std::vector<Pages>& processes, Account& account) {
+  std::vector<Pages*> shown;
+  for (Pages& pages : processes) {
+    if (shown.empty() || pages.may_show(area)) shown.push_back(&pages);
+  }
+  const uint64_t all = (area.at.end - area.at.begin) / kPageBytes;
+  std::vector<std::vector<uint64_t>> entries(shown.size());
+  std::vector<uint64_t> at_one(shown.size());
+  for (uint64_t done = 0; done < all; done += kBlockPages) {
+    const uint64_t begin = area.at.begin + done * kPageBytes;
+    const uint64_t n = std::min(kBlockPages, all - done);
+    for (size_t i = 0; i < shown.size(); ++i) {
+      entries[i].assign(n, 0);
+      try {
+        shown[i]->read(begin, entries[i]);
+      } catch (const Error&) {
+        if (i == 0) throw;  // a child that has ended shows nothing
+      }
+    }
+    for (uint64_t page = 0; page < n; ++page) {
+      for (size_t i = 0; i < shown.size(); ++i) at_one[i] = entries[i][page];
+      account.add(begin + page * kPageBytes, distinct(at_one));
+    }
+  }
+}
+
+// A program that was started anew has other addresses of the kernel's words to it.
+bool is_fork_of(int pid, const std::string& auxv, const std::string& root) {
+  return !auxv.empty() && read_kernel_text(directory_of(pid, root) + "/auxv") == auxv;
+}
+
+}  // namespace
+
+std::vector<int> descendants(int pid, const std::string& root) {
+  std::vector<std::pair<int, int>> parents;  // process, its parent
+  for (const std::string& name : PosixFileSystem().list(root + "/proc")) {
+    const auto one = number_in<int>(name, 10);
+    if (!one) continue;
+    parents.emplace_back(
+        *one, parent_of(read_kernel_text(directory_of(*one, root) + "/stat").value_or("")));
+  }
+  std::vector<int> found = {pid == 0 ? static_cast<int>(::getpid()) : pid};
+  for (size_t i = 0; i < found.size(); ++i) {
+    for (const auto& [one, parent] : parents) {
+      const bool is_new = std::find(found.begin(), found.end(), one) == found.end();
+      if (parent == found[i] && is_new) found.push_back(one);
+    }
+  }
+  found.erase(found.begin());
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::string& root) {
+  const int first = pid == 0 ? static_cast<int>(::getpid()) : pid;
+  const std::string directory = directory_of(first, root);
+  const std::string auxv = read_kernel_text(directory + "/auxv").value_or("");
+  Account account(ranges);
+  TreeMemory tree;
+  tree.processes.push_back({first, false, read_process_memory(first, root)});
+  std::vector<Pages> pages;
+  pages.emplace_back(first, root);
+  for (const int child : descendants(first, root)) {
+    try {
+      const bool is_forked = is_fork_of(child, auxv, root);
+      tree.processes.push_back({child, is_forked, read_process_memory(child, root)});
+      if (is_forked) pages.emplace_back(child, root);
+    } catch (const Error&) {
+      continue;  // it has ended
+    }
+  }
+  const std::optional<std::string> smaps = read_kernel_text(directory + "/smaps");
+  if (!smaps) {
+    fail(Category::io, "the kernel doesn't say what of a process is in memory",
+         {.file = "smaps", .culprit_pid = first});
+  }
+  for (const Area& area : areas_in(*smaps)) count_area(area, pages, account);
+  tree.ranges = account.ranges();
+  tree.rest = account.rest();
+  return tree;
+}
+
+}  // namespace modicum

@@ -1,0 +1,260 @@
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <csignal>
+#include <map>
+
+#include "modicum/base/sanitizers_double.h"
+#include "modicum/probe/machine_double.h"
+#include "modicum/probe/probe.h"
+
+namespace modicum {
+namespace {
+
+constexpr uint64_t kPresent = uint64_t{1} << 63;
+constexpr uint64_t kOfFile = uint64_t{1} << 61;
+constexpr uint64_t kAlone = kPresent | uint64_t{1} << 56;  // and no other process shows it
+constexpr std::string_view kAuxv = "the same until a program is started";
+
+// A process of 64 pages whose private memory lies in pages 16 to 31, unless `smaps` says otherwise.
+constexpr std::string_view kSmaps =
+    "00010000-00020000 rw-p 00000000 00:00 0    [heap]\nSize:   64 kB\nRss:   64 kB\n"
+    "AnonHugePages:   0 kB\nVmFlags: rd wr mr mw me ac \n"
+    "00020000-00030000 rw-s 00000000 00:01 7    /dev/shm/x\nRss:   64 kB\nVmFlags: rd wr sh \n";
+constexpr std::string_view kMaps = "00010000-00020000 rw-p 00000000 00:00 0   [heap]\n";
+
+struct Shown {
+  int pid = 0;
+  int parent = 0;
+  std::map<uint64_t, uint64_t> entries;  // by page
+  std::string_view maps = kMaps;
+  std::string_view smaps = kSmaps;
+  std::string_view auxv = kAuxv;
+};
+
+void put(Machine& machine, const Shown& process) {
+  const std::string directory = "/proc/" + std::to_string(process.pid);
+  machine.put(directory + "/stat", std::to_string(process.pid) + " (a ) 7 (b) S " +
+                                       std::to_string(process.parent) + " 1 1 0\n");
+  machine.put(directory + "/status", "VmRSS:\t    8 kB\nRssAnon:\t    8 kB\nVmPTE:\t    4 kB\n");
+  machine.put(directory + "/auxv", process.auxv);
+  machine.put(directory + "/maps", process.maps);
+  machine.put(directory + "/smaps", process.smaps);
+  std::array<uint64_t, 64> table{};
+  for (const auto& [page, entry] : process.entries) table.at(page) = entry;
+  machine.put(directory + "/pagemap",
+              {reinterpret_cast<const char*>(table.data()), sizeof(table)});
+}
+
+// "own+copied" of each range and of the rest, in pages.
+std::string text_of(const TreeMemory& tree) {
+  std::string text;
+  const auto add = [&](const RangeMemory& memory) {
+    text += std::to_string(static_cast<double>(memory.own_bytes) / kPageBytes).substr(0, 4) + "+" +
+            std::to_string(static_cast<double>(memory.copied_bytes) / kPageBytes).substr(0, 4) +
+            " ";
+  };
+  for (const RangeMemory& range : tree.ranges) add(range);
+  add(tree.rest);
+  return text;
+}
+
+constexpr AddressRange page(uint64_t at, uint64_t n = 1) {
+  return {at * kPageBytes, (at + n) * kPageBytes};
+}
+
+// Catches: a name with a bracket in it taken apart at its first; only children found.
+TEST(Descendants, AreFoundThroughTheirParents) {
+  Machine machine;
+  put(machine, {.pid = 100, .parent = 1});
+  put(machine, {.pid = 300, .parent = 100});
+  put(machine, {.pid = 200, .parent = 300});
+  put(machine, {.pid = 400, .parent = 1});
+  machine.put("/proc/500/other", "");
+  EXPECT_EQ(descendants(100, machine.root()), (std::vector<int>{200, 300}));
+  EXPECT_EQ(descendants(200, machine.root()), (std::vector<int>{}));
+}
+
+TEST(Tree, PagesOfOneProcessAreItsOwn) {
+  Machine machine;
+  put(machine, {.pid = 100,
+                .entries = {{16, kAlone}, {17, kAlone | 5}, {18, kPresent | kOfFile}, {20, 0}}});
+  const std::array<AddressRange, 2> ranges = {page(16), page(18, 4)};
+  const TreeMemory tree = read_tree(100, ranges, machine.root());
+  EXPECT_EQ(text_of(tree), "1.00+0.00 0.00+0.00 1.00+0.00 ");
+  ASSERT_EQ(tree.processes.size(), 1U);
+  EXPECT_EQ(tree.processes[0].memory.held(), 12 * kKiB);
+}
+
+// Catches: a page that two children kept from before the parent's write counted twice or not at
+// all; one that all still share counted as a copy.
+TEST(Tree, WhatChildrenKeepIsACopyAndCountsOnce) {
+  for (const uint64_t frame : {0, 7}) {  // known to the privileged only
+    Machine machine;
+    put(machine, {.pid = 100,
+                  .entries = {{16, kAlone | 1}, {17, kPresent | frame}, {18, kAlone | 2}}});
+    put(machine, {.pid = 101,
+                  .parent = 100,
+                  .entries = {{16, kPresent | frame}, {17, kPresent | frame}, {18, kAlone | 3}}});
+    put(machine, {.pid = 102,
+                  .parent = 100,
+                  .entries = {{16, kPresent | frame}, {17, kPresent | frame}, {18, kAlone | 4}}});
+    const std::array<AddressRange, 3> ranges = {page(16), page(17), page(18)};
+    EXPECT_EQ(text_of(read_tree(100, ranges, machine.root())),
+              "1.00+1.00 1.00+0.00 1.00+2.00 0.00+0.00 ");
+  }
+}
+
+TEST(Tree, FramesTellForksOfDifferentTimesApart) {
+  Machine machine;
+  put(machine, {.pid = 100, .entries = {{16, kPresent | 1}}});
+  for (const int pid : {101, 102, 103, 104, 105}) {
+    const uint64_t frame = pid < 103 ? 1 : pid < 105 ? 2 : 3;
+    put(machine, {.pid = pid, .parent = 100, .entries = {{16, kPresent | frame}}});
+  }
+  // The frame that only the last one shows is none of the tree's alone.
+  EXPECT_EQ(text_of(read_tree(100, {}, machine.root())), "1.00+1.00 ");
+}
+
+// Catches: the page of zeros, which is present everywhere, counted as memory.
+TEST(Tree, WhatOthersShareIsNotCounted) {
+  Machine machine;
+  put(machine, {.pid = 100, .entries = {{16, kPresent}, {17, kPresent | 9}}});
+  put(machine, {.pid = 101, .parent = 100, .entries = {{17, kPresent | 8}}});
+  EXPECT_EQ(text_of(read_tree(100, {}, machine.root())), "0.00+0.00 ");
+}
+
+TEST(Tree, AProgramStartedAnewHoldsNoCopies) {
+  Machine machine;
+  put(machine, {.pid = 100, .entries = {{16, kAlone}}});
+  put(machine, {.pid = 101, .parent = 100, .entries = {{16, kAlone}}, .auxv = "another"});
+  const TreeMemory tree = read_tree(100, {}, machine.root());
+  EXPECT_EQ(text_of(tree), "1.00+0.00 ");
+  ASSERT_EQ(tree.processes.size(), 2U);
+  EXPECT_FALSE(tree.processes[1].is_forked);
+}
+
+TEST(Tree, RangesShareAPageByTheByte) {
+  Machine machine;
+  put(machine, {.pid = 100, .entries = {{16, kAlone}, {17, kAlone}}});
+  put(machine, {.pid = 101, .parent = 100, .entries = {{16, kAlone}}});
+  const uint64_t at = 16 * kPageBytes;
+  const std::array<AddressRange, 3> ranges = {
+      AddressRange{at, at + 1024}, AddressRange{at + 1024, at + 3072},
+      AddressRange{at + 3072, at + 6144}};
+  EXPECT_EQ(text_of(read_tree(100, ranges, machine.root())),
+            "0.25+0.25 0.50+0.50 0.75+0.25 0.50+0.00 ");
+}
+
+// Catches: what a child has put into the hole that a protected buffer leaves, taken for a copy of
+// the buffer; and the copies of a child from before the protection overlooked.
+TEST(Tree, AnAreaLeftOutOfForksIsCopiedByThoseFromBefore) {
+  constexpr std::string_view kLeftOut =
+      "00010000-00020000 rw-p 00000000 00:00 0\nRss:   64 kB\nVmFlags: rd wr mr dc ac \n";
+  Machine machine;
+  put(machine, {.pid = 100, .entries = {{16, kAlone}, {17, kAlone}}, .smaps = kLeftOut});
+  put(machine, {.pid = 101,
+                .parent = 100,
+                .entries = {{16, kAlone}},
+                .maps = "0000f000-00018000 rw-p 0 00:00 0\n00018000-00020000 r--p 0 00:00 0\n"});
+  put(machine, {.pid = 102,
+                .parent = 100,
+                .entries = {{16, kAlone}, {17, kAlone}},
+                .maps = "0000f000-00012000 rw-p 0 00:00 0\n"});
+  EXPECT_EQ(text_of(read_tree(100, {}, machine.root())), "2.00+1.00 ");
+}
+
+TEST(Tree, AChildThatHasEndedMeanwhileIsLeftOut) {
+  Machine machine;
+  put(machine, {.pid = 100, .entries = {{16, kAlone}}});
+  machine.put("/proc/101/stat", "101 (gone) Z 100 1\n");
+  EXPECT_EQ(read_tree(100, {}, machine.root()).processes.size(), 1U);
+}
+
+TEST(Tree, RangesThatOverlapAreUsageAndAnAbsentProcessIsIo) {
+  Machine machine;
+  put(machine, {.pid = 100});
+  const std::array<AddressRange, 2> ranges = {page(16, 2), page(17)};
+  const auto category_of = [&](int pid, std::span<const AddressRange> asked) {
+    try {
+      read_tree(pid, asked, machine.root());
+    } catch (const Error& error) {
+      return error.category();
+    }
+    return Category::internal;
+  };
+  EXPECT_EQ(category_of(100, ranges), Category::usage);
+  EXPECT_EQ(category_of(99, {}), Category::io);
+}
+
+// The rest asks this machine.
+
+class Child {
+ public:
+  Child() : pid_(fork()) {
+    if (pid_ != 0) return;
+    pause();
+    _exit(0);
+  }
+  ~Child() {
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  Child(const Child&) = delete;
+
+ private:
+  pid_t pid_;
+};
+
+constexpr size_t kSize = 8 * kMiB;
+
+void write_to(std::byte* data, size_t size) {
+  for (size_t at = 0; at < size; at += kPageBytes) data[at] = std::byte{1};
+}
+
+// Own and copied bytes of a block which, with two children alive, is written again by half.
+RangeMemory held_by_block(bool left_out) {
+  void* const block =
+      mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  auto* const data = static_cast<std::byte*>(block);
+  write_to(data, kSize);
+  if (left_out) madvise(block, kSize, MADV_DONTFORK);
+  RangeMemory held;
+  {
+    const Child one;
+    const Child other;
+    write_to(data, kSize / 2);
+    const auto begin = reinterpret_cast<uint64_t>(data);
+    const std::array<AddressRange, 1> ranges = {AddressRange{begin, begin + kSize}};
+    held = read_tree(0, ranges).ranges[0];
+  }
+  munmap(block, kSize);
+  return held;
+}
+
+TEST(ThisMachine, ShowsWhatAForkCosts) {
+  const RangeMemory inherited = held_by_block(false);
+  EXPECT_EQ(inherited.own_bytes, kSize);
+  EXPECT_EQ(inherited.copied_bytes, kSize / 2);
+  const RangeMemory left_out = held_by_block(true);
+  EXPECT_EQ(left_out.own_bytes, kSize);
+  EXPECT_EQ(left_out.copied_bytes, 0U);
+}
+
+TEST(ThisMachine, TheTreeAddsUpToWhatIsHeld) {
+  if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own";
+  const Child child;
+  const TreeMemory tree = read_tree(0, {});
+  uint64_t anon = 0;
+  for (const TreeMemory::Process& process : tree.processes) anon += process.memory.pss_anon;
+  ASSERT_EQ(tree.processes.size(), 2U);
+  EXPECT_TRUE(tree.processes[1].is_forked);
+  EXPECT_NEAR(static_cast<double>(tree.rest.own_bytes + tree.rest.copied_bytes),
+              static_cast<double>(anon), 256.0 * kKiB);
+}
+
+}  // namespace
+}  // namespace modicum

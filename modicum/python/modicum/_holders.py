@@ -1,0 +1,167 @@
+"""Which tensors an engine, an optimizer or a model holds in host memory, and what for.
+
+Imports neither torch nor DeepSpeed: what is given is looked at, and refused where it isn't known.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from modicum.errors import refusal
+
+__all__ = ["Holding", "holdings", "stepping"]
+
+MASTER, GRADIENT, MOMENTS, STAGING, WEIGHTS = "master", "gradient", "moments", "staging", "weights"
+OTHER = "tensors"
+KNOWN_DEEPSPEED = "0.19"
+
+
+class Holding(NamedTuple):
+    """A tensor that lies in host memory, as a half-open range of addresses."""
+
+    owner: str
+    """master, gradient, moments, staging, weights, or what the caller calls it."""
+    name: str
+    tensor: Any
+    begin: int
+    end: int
+
+
+def holdings(source: Any) -> Iterator[Holding]:
+    """Of an engine or ZeRO optimizer of DeepSpeed's, an optimizer or module of torch's, a tensor, a
+    mapping of owners to any of these, or several of them. Tensors elsewhere than in host memory,
+    and empty ones, are passed over."""
+    for owner, name, tensor in _tensors(source):
+        tensor = getattr(tensor, "_local_tensor", tensor)
+        if tensor.device.type != "cpu" or tensor.numel() == 0:
+            continue
+        begin, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        if not tensor.is_contiguous():
+            storage = tensor.untyped_storage()
+            begin, size = storage.data_ptr(), storage.nbytes()
+        if begin != 0:
+            yield Holding(owner, name, tensor, begin, begin + size)
+
+
+def stepping(source: Any) -> Any:
+    """The optimizer of torch's whose steps make what is not there yet; None where there is none."""
+    if _is_of_deepspeed(source):
+        return _stage_1_or_2(source).optimizer
+    return source if hasattr(source, "register_step_post_hook") else None
+
+
+def _tensors(source: Any) -> Iterator[tuple[str, str, Any]]:
+    if hasattr(source, "data_ptr") and hasattr(source, "untyped_storage"):
+        yield OTHER, "tensor", source
+    elif hasattr(source, "_holdings"):
+        yield from source._holdings()
+    elif _is_of_deepspeed(source):
+        yield from _of_zero(source)
+    elif hasattr(source, "param_groups") and hasattr(source, "state"):
+        yield from _of_optimizer(source)
+    elif hasattr(source, "named_parameters"):
+        yield from _of_module(source)
+    elif isinstance(source, Mapping):
+        for owner, members in source.items():
+            for _, name, tensor in _tensors(members):
+                yield str(owner), name, tensor
+    elif isinstance(source, Iterable) and not isinstance(source, (str, bytes)):
+        for member in source:
+            yield from _tensors(member)
+    else:
+        raise refusal("USAGE", "what this holds is not known", got=type(source).__name__)
+
+
+def _of_module(module: Any) -> Iterator[tuple[str, str, Any]]:
+    for name, parameter in module.named_parameters():
+        yield WEIGHTS, name, parameter
+        if parameter.grad is not None:
+            yield GRADIENT, name, parameter.grad
+    for name, buffer in module.named_buffers():
+        yield WEIGHTS, name, buffer
+
+
+def _of_optimizer(optimizer: Any) -> Iterator[tuple[str, str, Any]]:
+    for group, options in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(options["params"]):
+            name = f"{group}.{index}"
+            yield WEIGHTS, name, parameter
+            if parameter.grad is not None:
+                yield GRADIENT, name, parameter.grad
+            yield from _state_of(optimizer, parameter, name)
+
+
+def _state_of(optimizer: Any, parameter: Any, name: str) -> Iterator[tuple[str, str, Any]]:
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if hasattr(value, "data_ptr") and value.numel() > 1:
+            yield (MASTER if key == "master" else MOMENTS), f"{name}.{key}", value
+
+
+# ---- DeepSpeed
+
+# Of ZeRO-1 and -2 with the optimizer's state in host memory; attributes that hold tensors, lists
+# of them or dicts of them.
+_OFFLOADED = {
+    "param_buffer_of_bit16_for_cpu_offload_groups": STAGING,
+    "temp_grad_buffer_for_cpu_offload": STAGING,
+    "accumulated_grads_in_cpu": GRADIENT,
+}
+
+
+def _is_of_deepspeed(source: Any) -> bool:
+    return any(of.__module__.split(".")[0] == "deepspeed" for of in type(source).__mro__) and (
+        hasattr(source, "optimizer")
+    )
+
+
+def _stage_1_or_2(source: Any) -> Any:
+    """The ZeRO optimizer of an engine, or that which was given."""
+    zero = source.optimizer if hasattr(source, "module") else source
+    names = [of.__name__ for of in type(zero).__mro__]
+    if "DeepSpeedZeroOptimizer" not in names:
+        what = "an engine of DeepSpeed's without ZeRO-1 or ZeRO-2: give its tensors by name"
+        raise refusal("UNSUPPORTED", what, got=names[0])
+    return zero
+
+
+def _of_zero(source: Any) -> Iterator[tuple[str, str, Any]]:
+    zero = _stage_1_or_2(source)
+    masters = _attribute(zero, "single_partition_of_fp32_groups")
+    inner = _attribute(zero, "optimizer")
+    for index, master in enumerate(masters):
+        name = f"single_partition_of_fp32_groups.{index}"
+        yield MASTER, name, master
+        if master.grad is not None:
+            yield GRADIENT, f"{name}.grad", master.grad
+        yield from _state_of(inner, master, name)
+    if _attribute(zero, "cpu_offload"):
+        for attribute, owner in _OFFLOADED.items():
+            for name, tensor in _flat(_attribute(zero, attribute), attribute):
+                yield owner, name, tensor
+    # What a device would hold: with DeepSpeed's CPU accelerator that is host memory, too.
+    for attribute in ("bit16_groups_flat", "temp_grad_buffer_for_gpu_offload"):
+        for name, tensor in _flat(getattr(zero, attribute, ()), attribute):
+            yield WEIGHTS, name, tensor
+    if source is not zero:
+        yield from _of_module(source.module)
+
+
+def _attribute(zero: Any, name: str) -> Any:
+    if hasattr(zero, name):
+        return getattr(zero, name)
+    deepspeed = sys.modules.get("deepspeed")
+    raise refusal(
+        "UNSUPPORTED",
+        f"DeepSpeed's ZeRO optimizer has no '{name}'",
+        expected=f"DeepSpeed {KNOWN_DEEPSPEED}",
+        got=getattr(deepspeed, "__version__", "another"),
+    )
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if hasattr(value, "data_ptr"):
+        yield name, value
+        return
+    members = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, member in members:
+        yield from _flat(member, f"{name}.{key}")

@@ -1,0 +1,59 @@
+"""What the kernel says that processes hold, for a sampler: as little as possible is read.
+
+The full account of a process tree is `_modicum.tree_memory`.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Status", "held_by_tree", "status_of"]
+
+_PROC = Path("/proc")
+_KIB = 1024
+
+
+class Status(NamedTuple):
+    """Of one process, in bytes."""
+
+    held: int
+    """RssAnon + RssShmem + VmPTE: no page cache, but what is shared counts in full."""
+    rss: int
+    peak_rss: int
+    """The highest `rss` since the start of the process or the last reset of the mark."""
+
+
+def _fields(path: Path, names: tuple[bytes, ...]) -> list[int] | None:
+    """The figures on the lines that begin with `names`, in bytes; None where there are none."""
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return None
+    values = dict.fromkeys(names, 0)
+    for line in text.splitlines():
+        name, _, rest = line.partition(b":")
+        if name in values:
+            values[name] = int(rest.split()[0]) * _KIB
+    return list(values.values())
+
+
+_OF_STATUS = (b"VmHWM", b"VmRSS", b"RssAnon", b"RssShmem", b"VmPTE")
+
+
+def status_of(pid: int | str = "self") -> Status:
+    """Of a process; all zero where it has ended."""
+    peak, rss, *held = _fields(_PROC / str(pid) / "status", _OF_STATUS) or [0] * len(_OF_STATUS)
+    return Status(sum(held), rss, peak)
+
+
+def held_by_tree(pids: list[int]) -> list[int]:
+    """Of each process, with shared pages in equal parts: Pss_Anon + Pss_Shmem + VmPTE. Where the
+    kernel does not say how much is shared, in full. Takes up to 10 ms per GiB."""
+    held = []
+    for pid in pids:
+        shares = _fields(_PROC / str(pid) / "smaps_rollup", (b"Pss_Anon", b"Pss_Shmem"))
+        if shares is None or not any(shares):
+            held.append(status_of(pid).held)
+            continue
+        tables = _fields(_PROC / str(pid) / "status", (b"VmPTE",)) or [0]
+        held.append(sum(shares) + tables[0])
+    return held

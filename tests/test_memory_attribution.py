@@ -1,0 +1,280 @@
+"""`modicum.memory.attribute` and `modicum.torch.protect`: whose each byte of a process tree is, and
+buffers of others left out of forks.
+
+Unit and house tests; sums of Pss that are read here are the oracle. They catch these mutations:
+copies that only Pss shows overlooked or counted by child; views counted twice; a protection that is
+not taken back when its memory is freed, or not renewed for what the first step makes.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from adamw_memory import pss_anon
+
+import modicum.torch
+from modicum import UsageError, memory
+
+MIB = 1 << 20
+NUMEL = 4 * MIB  # of float32: 16 MiB
+SIZE = 4 * NUMEL
+EDGE = 2 * 4096
+
+
+@contextmanager
+def children(count: int = 2) -> Iterator[list[int]]:
+    """Forked ones, alive meanwhile."""
+    pids = []
+    for _ in range(count):
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+            os._exit(0)
+        pids.append(pid)
+    try:
+        yield pids
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def near(size: int) -> Any:
+    """Pages at the edges of a tensor belong to its neighbours as well."""
+    return pytest.approx(size, abs=EDGE)
+
+
+# ---- attribution
+
+
+def test_copies_are_told_by_owner() -> None:
+    master, moments = torch.ones(NUMEL), torch.ones(NUMEL)
+    before = memory.attribute({"master": master, "moments": [moments]})
+    assert before.params == NUMEL
+    assert before["master"].held_bytes == near(SIZE)
+    assert before.copied_bytes == 0
+    with children() as pids:
+        master.mul_(2)
+        moments[: NUMEL // 2].mul_(2)
+        who = memory.attribute({"master": master, "moments": [moments]})
+        tree = pss_anon([os.getpid(), *pids])
+    assert (who.processes, who.forked) == (3, 2)
+    assert who["master"].copied_bytes == near(SIZE)
+    assert who["moments"].copied_bytes == near(SIZE // 2)
+    assert who["master"].held_bytes == who["moments"].held_bytes == near(SIZE)
+    shared = who["shared memory"].held_bytes + who["page tables"].held_bytes
+    assert who.total_bytes - shared == pytest.approx(tree, rel=0.01)
+
+
+def test_every_byte_is_somebodys() -> None:
+    before = memory.held()
+    tensors = [torch.ones(NUMEL) for _ in range(4)]
+    who = memory.attribute({"master": tensors}, baseline=before)
+    assert abs(who.unexplained_bytes) < MIB
+    known = sum(owner.held_bytes + owner.copied_bytes for owner in who.owners)
+    assert known + who.baseline_bytes + who.unexplained_bytes == who.total_bytes
+    assert who.document["owners"][0]["held_per_param"] == pytest.approx(4, abs=0.01)
+    assert "master                         64.0     4.000        0.0     0.000" in who.text()
+
+
+def test_views_count_once() -> None:
+    flat = torch.ones(NUMEL)
+    parts = {"first": flat[:1000], "master": flat, "second": list(flat.split(NUMEL // 4))}
+    who = memory.attribute(parts)
+    assert who["first"].held_bytes == 4000
+    assert who["master"].held_bytes == near(SIZE - 4000)
+    assert who["second"].held_bytes == 0
+    assert who.params == NUMEL
+
+
+def test_what_is_not_in_memory_is_not_held() -> None:
+    reserved = torch.empty(64 * NUMEL)
+    elsewhere = torch.empty(NUMEL, device="meta")
+    who = memory.attribute({"reserved": reserved, "elsewhere": elsewhere, "none": torch.empty(0)})
+    assert who["reserved"].held_bytes < MIB
+    assert who["elsewhere"].held_bytes == 0
+
+
+DECLARED = {
+    "fp32": 16 + 2,  # besides the bfloat16 parameter
+    "fp32-split": 14,
+    "bf16-moments": 10,
+    "int8-moments": 8.0625,
+    "int8-moments-24": 7.0625,
+}
+
+
+@pytest.mark.parametrize("state_format", DECLARED)
+def test_our_optimizer_tells_its_planes(state_format: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(NUMEL, dtype=torch.bfloat16))
+    optimizer = modicum.torch.AdamW([parameter], state_format=state_format)
+    who = memory.attribute(optimizer)
+    held = sum(who[name].held_bytes for name in ("master", "gradient", "moments", "weights"))
+    assert held / NUMEL == pytest.approx(DECLARED[state_format], abs=0.01)
+    assert who.params == NUMEL
+    with children():
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        after = memory.attribute(optimizer)
+    own = 0 if state_format == "fp32" else 2 * NUMEL
+    assert sum(after[name].copied_bytes for name in ("gradient", "moments")) == 0
+    assert after["master"].copied_bytes == pytest.approx(own, abs=EDGE)  # the parameter is torch's
+
+
+def test_a_ledger_stands_for_what_lies_in_it() -> None:
+    before = memory.held()
+    ledger = modicum.Ledger()
+    optimizer = modicum.torch.AdamW([torch.nn.Parameter(torch.ones(NUMEL))], ledger=ledger)
+    who = memory.attribute(ledger, params=NUMEL, baseline=before)
+    assert who["ledger: moments"].held_bytes == ledger.held["moments"]
+    assert who.unexplained_bytes == pytest.approx(SIZE, abs=MIB)  # the parameter
+    del optimizer
+
+
+def test_models_and_optimizers_of_torch_are_known() -> None:
+    model = torch.nn.Linear(2048, 2048, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2048)).sum().backward()
+    optimizer.step()
+    who = memory.attribute(model, optimizer)
+    sizes = {name: who[name].held_bytes for name in ("weights", "gradient", "moments")}
+    assert sizes == {"weights": near(SIZE), "gradient": near(SIZE), "moments": near(2 * SIZE)}
+    assert who.params == NUMEL
+
+
+@pytest.mark.parametrize("source", [3, "text", None, object()])
+def test_other_things_are_refused(source: Any) -> None:
+    with pytest.raises(UsageError, match="what this holds is not known"):
+        memory.attribute(source)
+
+
+def zero_optimizer(name: str, **attributes: Any) -> Any:
+    """As DeepSpeed's, so far as anyone can see."""
+    return type(name, (), {"__module__": "deepspeed.runtime.zero", **attributes})()
+
+
+def test_an_engine_that_is_not_known_is_refused() -> None:
+    other = zero_optimizer("DeepSpeedZeroOptimizer_Stage3", optimizer=None)
+    with pytest.raises(UsageError, match=r"ZeRO-1 or ZeRO-2.*got DeepSpeedZeroOptimizer_Stage3"):
+        memory.attribute(other)
+    parts = {"single_partition_of_fp32_groups": [], "optimizer": None, "cpu_offload": True}
+    for missing in (*parts, "param_buffer_of_bit16_for_cpu_offload_groups"):
+        known = {name: value for name, value in parts.items() if name != missing}
+        zero = zero_optimizer("DeepSpeedZeroOptimizer", **known)
+        if missing == "optimizer":
+            continue  # by which it is recognised
+        with pytest.raises(UsageError, match=f"no '{missing}'"):
+            memory.attribute(zero)
+
+
+# ---- protection
+
+
+def test_protected_pages_are_not_copied_until_it_is_undone() -> None:
+    buffer = torch.ones(NUMEL)
+
+    def copied() -> int:
+        with children() as pids:
+            before = pss_anon([os.getpid(), *pids])
+            buffer.mul_(2)
+            after = pss_anon([os.getpid(), *pids])
+            assert memory.attribute({"b": buffer})["b"].copied_bytes == pytest.approx(
+                after - before, abs=MIB
+            )
+        return after - before
+
+    assert copied() == pytest.approx(SIZE, abs=MIB)
+    protection = modicum.torch.protect(buffer)
+    assert protection.bytes + protection.left_bytes == SIZE
+    assert 0 < protection.left_bytes < EDGE  # malloc's own words come before it in its page
+    assert copied() < MIB
+    protection.undo()
+    assert protection.bytes == 0
+    assert copied() == pytest.approx(SIZE, abs=MIB)
+
+
+def test_small_tensors_are_left_and_said_so() -> None:
+    protection = modicum.torch.protect({"gradient": torch.ones(100)})
+    assert (protection.bytes, protection.left_bytes) == (0, 400)
+    assert "gradient" in str(protection)
+
+
+def test_what_the_first_step_makes_is_protected() -> None:
+    parameter = torch.nn.Parameter(torch.ones(NUMEL))
+    optimizer = torch.optim.AdamW([parameter], foreach=False)
+    parameter.grad = torch.ones(NUMEL)
+    protection = modicum.torch.protect(optimizer)
+    assert protection.bytes == pytest.approx(SIZE, abs=EDGE)
+    optimizer.step()
+    assert protection.bytes == pytest.approx(3 * SIZE, abs=3 * EDGE)
+    with children():
+        optimizer.step()
+        who = memory.attribute(optimizer)
+    assert who["moments"].copied_bytes + who["gradient"].copied_bytes <= 3 * EDGE
+    assert who["weights"].copied_bytes == near(SIZE)
+    protection.renew()
+    assert protection.bytes == pytest.approx(3 * SIZE, abs=3 * EDGE)
+
+
+def test_our_own_optimizer_stays_as_it_is() -> None:
+    optimizer = modicum.torch.AdamW([torch.nn.Parameter(torch.ones(NUMEL))])
+    protection = modicum.torch.protect(optimizer)
+    protection.undo()
+    with children():
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(NUMEL)
+        optimizer.step()
+        assert memory.attribute(optimizer)["moments"].copied_bytes == 0
+
+
+def test_with_nothing_to_protect_it_is_refused() -> None:
+    for nothing in ([], torch.nn.Linear(9, 9), torch.empty(9, device="meta")):
+        with pytest.raises(UsageError, match="nothing in host memory to protect"):
+            modicum.torch.protect(nothing)
+
+
+# A child reads memory that was protected and freed: the heap's, which stays mapped and goes to
+# whoever asks next.
+FREED = """
+import os, sys, torch, modicum.torch
+held = [torch.ones(16384) for _ in range(64)]  # below malloc's threshold for mappings
+kept = torch.ones(16)
+protection = modicum.torch.protect(held)
+assert protection.bytes > 1 << 20, protection.bytes
+addresses = {tensor.data_ptr() for tensor in held}
+child = os.fork()
+if child == 0:
+    held[0].sum()  # what the docstring says of it
+    os._exit(0)
+died = os.waitpid(child, 0)[1]
+del held
+again = [torch.ones(16384) for _ in range(64)]
+assert addresses & {tensor.data_ptr() for tensor in again}, "the heap has given other memory"
+child = os.fork()
+if child == 0:
+    os._exit(0 if all(tensor.sum() == 16384 for tensor in again) else 1)
+print(os.WTERMSIG(died), os.waitpid(child, 0)[1])
+"""
+
+
+def test_memory_that_is_freed_is_inherited_again() -> None:
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FREED], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(int(signal.SIGSEGV)), "0"]
+
+
+def test_the_walk_imports_no_deepspeed() -> None:
+    code = "import sys, modicum.torch\nassert 'deepspeed' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)

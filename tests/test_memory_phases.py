@@ -1,0 +1,210 @@
+"""`modicum.memory.phase`: what a block held, by samples and by the kernel's mark; the picture.
+
+Unit and house tests. They catch these mutations: a mark that is not started anew, that inner phases
+or a load take from outer ones, or that is never read; children that are not looked for; a child
+that goes on with its parent's recording; a library of the device that is needed.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import modicum
+from modicum import _phases, memory
+from modicum._nvml import Devices
+
+MIB = 1 << 20
+SPIKE = 64 * MIB
+NEVER = 100.0  # seconds between samples: the mark alone knows
+
+
+@pytest.fixture(autouse=True)
+def no_recording() -> None:
+    _phases._recordings.clear()
+
+
+def spike(size: int = SPIKE) -> None:
+    """Holds so much, and gives it back before anyone can look."""
+    text = b"x" * size
+    del text
+
+
+def test_the_mark_knows_what_no_sample_saw() -> None:
+    spike(2 * SPIKE)
+    with memory.phase("spike", interval_s=NEVER) as held:
+        spike()
+    assert held.kernel_peak_bytes is not None, "this kernel lets no mark start anew"
+    assert SPIKE <= held.peak_bytes - held.begin_bytes < SPIKE + 4 * MIB
+    assert held.sampled_peak_bytes < held.begin_bytes + SPIKE // 2
+    assert abs(held.end_bytes - held.begin_bytes) < 4 * MIB
+
+
+def test_outer_phases_keep_what_inner_ones_have_seen() -> None:
+    with memory.phase("outer", interval_s=NEVER) as outer:
+        with memory.phase("high", interval_s=NEVER):
+            spike()
+        with memory.phase("low", interval_s=NEVER) as low:
+            spike(8 * MIB)
+    assert outer.peak_bytes - outer.begin_bytes >= SPIKE
+    assert low.peak_bytes - low.begin_bytes < SPIKE // 2
+    assert [(one.name, one.depth) for one in memory.phases()] == [
+        ("outer", 0),
+        ("high", 1),
+        ("low", 1),
+    ]
+
+
+def test_a_load_in_a_phase_does_not_take_its_peak() -> None:
+    checkpoint = modicum.open_checkpoint(None)
+    recipe = modicum.make_recipe(checkpoint)
+    plan = modicum.make_plan(recipe, modicum.make_layout(recipe, ranks=1))
+    with memory.phase("load", interval_s=NEVER) as held:
+        spike()
+        modicum.load(plan, rank=0)
+    assert held.peak_bytes - held.begin_bytes >= SPIKE
+
+
+def test_samples_see_what_stays_a_while() -> None:
+    with memory.phase("hold") as held:
+        text = b"x" * SPIKE
+        time.sleep(0.3)
+        del text
+    assert SPIKE <= held.sampled_peak_bytes - held.begin_bytes < SPIKE + 4 * MIB
+    recorded = _phases.recorded()
+    assert sum("sample" in line for line in recorded) >= 5
+
+
+def test_sampling_is_cheap() -> None:
+    """2 % of a core are promised; what a busy machine adds to it is not ours."""
+    with memory.phase("warm", interval_s=NEVER):
+        pass
+    began = time.process_time()
+    with memory.phase("idle"):
+        time.sleep(1.5)
+    assert time.process_time() - began < 0.15
+
+
+def test_children_count() -> None:
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = b"x" * SPIKE
+        os.write(ready[1], text[:1])
+        os.read(done[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        with memory.phase("child", interval_s=NEVER) as held:
+            pass
+    finally:
+        os.write(done[1], b"x")
+        os.waitpid(child, 0)
+    assert held.peak_bytes - (held.kernel_peak_bytes or 0) >= SPIKE
+    with memory.phase("alone", interval_s=NEVER) as alone:
+        pass
+    assert alone.peak_bytes < held.peak_bytes - SPIKE // 2
+
+
+def test_a_forked_child_records_for_itself() -> None:
+    with memory.phase("parent"):
+        child = os.fork()
+        if child == 0:
+            with memory.phase("own"):
+                names = [one.name for one in memory.phases()]
+            os._exit(0 if names == ["own"] else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert [one.name for one in memory.phases()] == ["parent"]
+
+
+def test_a_phase_that_fails_is_complete() -> None:
+    with pytest.raises(KeyError), memory.phase("failing"):
+        raise KeyError
+    (held,) = memory.phases()
+    assert held.end_s >= held.begin_s
+    assert held.end_bytes > 0
+    assert not any(thread.name == "modicum-memory" for thread in threading.enumerate())
+
+
+# ---- files and pictures
+
+
+def saved(directory: Path, name: str, label: str) -> Path:
+    with memory.phase("wrap"):
+        spike(MIB)
+    return memory.save(directory / name, label=label)
+
+
+def test_what_is_saved_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    first = saved(tmp_path, "memory-{rank}.jsonl", "native")
+    assert first.name == "memory-3.jsonl"
+    kinds = [next(iter(json.loads(line))) for line in first.read_text().splitlines()]
+    assert kinds[:2] == ["process", "phase"]
+    assert set(kinds[2:]) == {"sample"}
+    second = saved(tmp_path, "other.jsonl", "accelerate")
+    picture = memory.draw(tmp_path / "memory.svg", [first, second], title="both")
+    text = picture.read_text()
+    for word in ("wrap", "native", "accelerate", "both", "rank 3"):
+        assert f"<!-- {word} -->" in text
+    assert memory.draw(tmp_path / "own.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"sample": {}}', '{"other": {}}', "[]"])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "other.jsonl").write_text(text + "\n" if text else "")
+    with pytest.raises(modicum.UsageError):
+        memory.draw(tmp_path / "memory.png", tmp_path / "other.jsonl")
+
+
+def test_without_matplotlib_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", ModuleType("matplotlib.figure"))
+    with pytest.raises(modicum.UsageError, match="pip install matplotlib") as refused:
+        memory.draw(tmp_path / "memory.png")
+    assert refused.value.category == "UNSUPPORTED"
+
+
+def test_it_needs_neither_torch_nor_matplotlib() -> None:
+    code = "import sys, modicum.memory as m\nwith m.phase('x'): pass\nm.attribute({'x': []})\n"
+    code += "assert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- devices
+
+
+@pytest.fixture(scope="module")
+def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
+    source = Path(__file__).parent / "fixtures/fake_nvml.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
+
+
+def test_devices_say_what_is_used(fake_nvml: Path) -> None:
+    assert Devices(str(fake_nvml)).used_bytes() == [100, 200, 0]
+    assert Devices("no-such-library.so").used_bytes() == []
+
+
+def test_a_phase_has_the_peak_of_each_device(
+    fake_nvml: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(_phases, "Devices", lambda: Devices(str(fake_nvml)))
+    with memory.phase("device") as held:
+        pass
+    assert held.device_peak_bytes == [100, 200, 0]
+    assert "<!-- device 1 -->" in memory.draw(tmp_path / "device.svg").read_text()
+
+
+def test_a_library_that_is_another_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    libc: Any = "libc.so.6"
+    assert Devices(libc).used_bytes() == []
