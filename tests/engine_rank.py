@@ -2,6 +2,9 @@
 
 import gc
 import importlib.util
+import os
+import sys
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -293,7 +296,18 @@ def dcp_loaded(directory: str, mesh: list[int]) -> dict[str, Any]:
     }
 
 
+def strategy(**options: Any) -> dict[str, Any]:
+    """A run of the example's, with launchers' words of the rank."""
+    words = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank()}
+    words |= {"WORLD_SIZE": dist.get_world_size(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ.update({name: str(word) for name, word in words.items()})
+    sys.path.insert(0, str(EXAMPLES))  # as of a script there
+    how = {"dtype": "float32", "budget": None, "steps": 2, "memory_efficient_init": False}
+    return _example("strategies").run(Namespace(**how | options), "cpu")
+
+
 ACTS = {
+    "strategy": strategy,
     "dcp_loaded": dcp_loaded,
     "state_dict_loaded": state_dict_loaded,
     "drop_in_refused": drop_in_refused,
