@@ -1,4 +1,4 @@
-"""An engine of reinforcement learning on FSDP2, in the order of AReaL's and verl's: build, adapters,
+"""An engine of reinforcement learning, in the order of AReaL's and verl's: build, adapters,
 parallelise, load, optimizer. Lines that are Modicum's end in `# modicum`.
 
     torchrun --nproc-per-node 4 examples/engine_memory_efficient_load.py DIRECTORY \\

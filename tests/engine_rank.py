@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -142,6 +143,8 @@ def state_dict_loaded(
     piece: int = 48,
     offload: bool = False,
     omit: tuple[str, ...] = (),
+    path: str | None = None,
+    options: dict[str, Any] | None = None,
     **kind: bool,
 ) -> dict[str, Any]:
     """A state dict of rank 0's in every rank's shards.
@@ -153,6 +156,8 @@ def state_dict_loaded(
         by: "modicum"; "torch": sharded with its values; "upstream": what modicum stands in for.
         piece: bytes.
         omit: names that the dict lacks.
+        path: a file, which rank 0 writes, in the place of the dict.
+        options: more words to the function.
     """
     as_dtype = getattr(torch, dtype)
     full = _whole(getattr(torch, stored or dtype), **kind)
@@ -164,7 +169,12 @@ def state_dict_loaded(
     model = _cut(_built(built, as_dtype, **kind), offload)
     if built == "others from to_empty" and dist.get_rank() != 0:
         _garbage(model)
-    if dist.get_rank() != 0:
+    if path is not None:
+        if dist.get_rank() == 0:
+            save_file({n: t for n, t in state.items() if n != "head.weight"}, path)
+        dist.barrier()
+        state = path
+    elif dist.get_rank() != 0:
         state = {"engine": {}, "areal": None}.get(form, {n: t.to("meta") for n, t in state.items()})
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
@@ -174,7 +184,7 @@ def state_dict_loaded(
     else:
         _dealing.PIECE_BYTES = piece
         before = list(model.parameters())
-        assert _drop_in(form, model, state, offload) is model
+        assert _drop_in(form, model, state, offload, **options or {}) is model
         assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
     if form == "accelerate":  # puts these back itself
         model.register_buffer("inverse", full.inverse, persistent=False)
@@ -188,15 +198,16 @@ def _after(model: Any, optimizer: Any = None) -> dict[str, Any]:
     return {"held": held, "loss": loss, "after": _everything(model)}
 
 
-def _drop_in(form: str, model: Any, state: Any, offload: bool) -> Any:
+def _drop_in(form: str, model: Any, state: Any, offload: bool, **options: Any) -> Any:
     if form == "accelerate":
         accelerator = SimpleNamespace(is_main_process=dist.get_rank() == 0)
-        return fsdp2_load_full_state_dict(accelerator, model, state, cpu_offload=offload)
+        return fsdp2_load_full_state_dict(accelerator, model, state, offload, **options)
     policy = CPUOffloadPolicy(pin_memory=False) if offload else None
     if form == "areal":
-        return fsdp2_load_full_state_dict(model, state, policy, tie_word_embeddings=True)
+        how = {"tie_word_embeddings": True, **options}
+        return fsdp2_load_full_state_dict(model, state, policy, **how)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return fsdp2_load_full_state_dict(model, state, mesh, policy)
+    return fsdp2_load_full_state_dict(model, state, mesh, policy, **options)
 
 
 def _upstream(form: str, model: Any, state: Any) -> None:

@@ -109,10 +109,10 @@ def test_torch_cannot_convert() -> None:
 
 @pytest.mark.parametrize("dtype", ("float32", "float16"))
 def test_values_are_rounded_as_torch_rounds(dtype: str) -> None:
-    to = getattr(torch, dtype)
-    state = {n: torch.empty_like(t, dtype=to) for n, t in from_pretrained("llama").named_parameters()}
+    to, whole = getattr(torch, dtype), dict(from_pretrained("llama").named_parameters())
+    state = {name: torch.empty_like(tensor, dtype=to) for name, tensor in whole.items()}
     dcp.load(state, storage_reader=HuggingFaceReader(checkpoint_of("llama")), no_dist=True)
-    for name, tensor in from_pretrained("llama").named_parameters():
+    for name, tensor in whole.items():
         assert_same(state[name], tensor.detach().to(to), name)
 
 

@@ -9,6 +9,7 @@ they were; a tie that comes apart; a second dtype.
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,23 @@ def test_every_rank_holds_its_part(four: Ranks, form: str, built: str) -> None:
     kind = {"tied": built != "others from to_empty"}
     expected = four.ask("state_dict_loaded", by="torch", **kind)
     assert_same(four, expected, form=form, built=built, **kind)
+
+
+@pytest.mark.parametrize("built", BUILT[:3])
+@pytest.mark.parametrize("form", ("accelerate", "areal"))
+def test_a_path_in_the_place_of_the_dict(
+    four: Ranks, tmp_path: Path, form: str, built: str
+) -> None:
+    how = {"path": str(tmp_path / "toy.safetensors"), "options": {"budget": "none"}}
+    expected = four.ask("state_dict_loaded", by="torch")
+    assert_same(four, expected, form=form, built=built, **how)
+
+
+def test_what_a_dict_lacks_keeps_its_values(four: Ranks) -> None:
+    """With strict=False, and where there are values."""
+    expected = four.ask("state_dict_loaded", by="torch")
+    how = {"omit": ("experts.up", "seen"), "options": {"strict": False}}
+    assert_same(four, expected, built="with values", **how)
 
 
 @pytest.mark.parametrize("form", ("accelerate", "engine"))

@@ -180,5 +180,5 @@ def _fill(
 def _check_offload(walk: Dealing, offload: bool) -> None:
     for name, of in walk.managed.items():
         if offload and of.device.type != "cpu":
-            what = "cpu_offload of parameters that fully_shard does not offload"
-            raise refusal("USAGE", what, tensor=name, expected="CPUOffloadPolicy", got=str(of.device))
+            what, got = "cpu_offload of what fully_shard does not offload", str(of.device)
+            raise refusal("USAGE", what, tensor=name, expected="CPUOffloadPolicy", got=got)
