@@ -19,11 +19,19 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402  (after torch is known to be there)
+from program import write_checkpoint  # noqa: E402
 from ranks import Ranks, ranks  # noqa: E402
 from sharding import Cut, assert_same, playing_new_rank  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # noqa: E402
+from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 from torch_front import (  # noqa: E402
     checkpoint_of,
+    chunk,
     empty,
     from_pretrained,
     left_whole,
@@ -87,6 +95,53 @@ def test_every_rank_gets_its_part(name: str, cut: Cut) -> None:
             model = shard(empty(name), cut)
             state = read(model, HuggingFaceReader(checkpoint_of(name), model))
             assert_parts(state, name, cut, rank)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Rows that say which they are."""
+    tensors = {"packed": 6, "up.weight": 7}
+    made = {n: torch.arange(2.0 * k).reshape(k, 2).floor() for n, k in tensors.items()}
+    return write_checkpoint(tmp_path / "rows", made | {"up.bias": torch.arange(7.0)})
+
+
+def test_packed_parts_are_cut_each_by_itself(rows: Path) -> None:
+    """torch's reader takes as many rows from the first one on: the test can fail."""
+    for rank, expected in enumerate(([0, 1, 3, 4], [2, 5])):
+        with playing_new_rank(rank, 2):
+            part, mesh = torch.empty(len(expected), 2), init_device_mesh("cpu", (2,))
+            by = [_StridedShard(0, split_factor=2)]
+            packed = DTensor.from_local(
+                part, mesh, by, shape=torch.Size((6, 2)), stride=(2, 1), run_check=False
+            )
+            dcp.load({"packed": packed}, storage_reader=HuggingFaceReader(rows), no_dist=True)
+            assert [row // 2 for row in part[:, 0].tolist()] == expected
+            theirs = HuggingFaceStorageReader(str(rows))
+            dcp.load({"packed": packed}, storage_reader=theirs, no_dist=True)
+            assert [row // 2 for row in part[:, 0].tolist()] != expected
+
+
+class Seven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(2, 7)
+
+
+def test_rows_that_a_plan_gives_to_nobody(rows: Path) -> None:
+    """Seven rows on two ranks of TP and three of FSDP2: the plan has the last one for a rank that
+    holds none, and nothing for the one that has it."""
+    whole = torch.arange(14.0).reshape(7, 2)
+    for rank in range(6):
+        with playing_new_rank(rank, 6):
+            mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+            with torch.device("meta"):
+                model = Seven()
+            parallelize_module(model, mesh["tp"], {"up": ColwiseParallel()})
+            fully_shard(model, mesh=mesh["dp"])
+            state = read(model, HuggingFaceReader(rows, model, unexpected=["packed"]))
+            expected = chunk(chunk(whole, 2, rank % 2), 3, rank // 2)
+            got = local(state["up.weight"])
+            assert got.numel() == expected.numel() and torch.equal(got.reshape_as(expected), expected)
 
 
 def test_as_torch_reads() -> None:

@@ -8,7 +8,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class _Target:
 class _Place:
     """Memory of a state dict, and what belongs there."""
 
-    name: str
+    fqn: str
     node: Node
     tensor: torch.Tensor
     sharding: Sharding | None  # None: all that the node makes
@@ -146,8 +146,11 @@ class HuggingFaceReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Everything that the plan asks this rank for, in one pass over the files."""
-        resolved = [(item, planner.resolve_tensor(item).detach()) for item in plan.items]
-        places = list(self._places(resolved, getattr(planner, "state_dict", {})))
+        places = list(self._strided(getattr(planner, "state_dict", {})))
+        strided = {place.fqn for place in places}
+        items = [item for item in plan.items if item.dest_index.fqn not in strided]
+        resolved = [(item, planner.resolve_tensor(item).detach()) for item in items]
+        places += self._boxes(resolved)
         if places:
             self._fill(places)
         for item, tensor in resolved:
@@ -182,36 +185,34 @@ class HuggingFaceReader(StorageReader):
 
     # ---- what is asked for
 
-    def _places(
-        self, resolved: list[tuple[ReadItem, torch.Tensor]], state: Any
-    ) -> Iterator[_Place]:
+    def _boxes(self, resolved: list[tuple[ReadItem, torch.Tensor]]) -> Iterator[_Place]:
+        """What the plan says."""
         seen = set()  # tied names have one memory
-        for number, (item, tensor) in enumerate(resolved):
-            fqn = item.dest_index.fqn
-            target, held = self._targets[item.storage_index.fqn], state.get(fqn)
-            sharding = self._strided(fqn, held)
-            if sharding is not None:
-                tensor = held.to_local().detach()
-            _check_place(fqn, target, tensor)
+        for item, tensor in resolved:
+            target = self._targets[item.storage_index.fqn]
+            _check_place(item.dest_index.fqn, target, tensor)
             memory = tensor.data_ptr(), tensor.shape, tensor.dtype
-            if tensor.numel() == 0 or memory in seen:
-                continue
-            seen.add(memory)
-            node = _as(target.node, dtype_name(tensor.dtype))
-            if sharding is None:
-                node = _boxed(node, target.shape, item)
-            yield _Place(f"{fqn}#{number}", node, tensor, sharding)
+            if tensor.numel() > 0 and memory not in seen:
+                seen.add(memory)
+                node = _boxed(_as(target.node, dtype_name(tensor.dtype)), target.shape, item)
+                yield _Place(item.dest_index.fqn, node, tensor, None)
 
-    def _strided(self, fqn: str, held: Any) -> Sharding | None:
-        """Of a DTensor that holds more than one box of the whole."""
-        if not isinstance(held, DTensor):
-            return None
-        parts = zip(held.placements, held.device_mesh.shape, strict=True)
-        if not any(isinstance(placement, _StridedShard) and n > 1 for placement, n in parts):
-            return None
-        ranks = self._managed.get(canonical(fqn), ())
-        found = sharding_of(held, dist.get_world_size(), name=fqn, fsdp_ranks=ranks)
-        return replace(found, cuts=tuple(replace(cut, pads=False) for cut in found.cuts))
+    def _strided(self, state: Mapping[str, Any]) -> Iterator[_Place]:
+        """DTensors that may hold several boxes of the whole: of such a plan has one, another, or
+        none."""
+        for fqn, held in state.items():
+            if fqn not in self._targets or not isinstance(held, DTensor):
+                continue
+            parts = zip(held.placements, held.device_mesh.shape, strict=True)
+            if not any(isinstance(placement, _StridedShard) and n > 1 for placement, n in parts):
+                continue
+            ranks = self._managed.get(canonical(fqn), ())
+            found = sharding_of(held, dist.get_world_size(), name=fqn, fsdp_ranks=ranks)
+            cuts = tuple(replace(cut, pads=False) for cut in found.cuts)
+            target, tensor = self._targets[fqn], held.to_local().detach()
+            _check_place(fqn, target, tensor)
+            node = _as(target.node, dtype_name(tensor.dtype))
+            yield _Place(fqn, node, tensor, replace(found, cuts=cuts))
 
     # ---- doing it
 
@@ -221,7 +222,7 @@ class HuggingFaceReader(StorageReader):
         whole = Sharding((ranks,), ())
         shardings = [place.sharding or whole for place in places]
         different = list(dict.fromkeys(shardings))
-        nodes = {place.name: place.node for place in places}
+        nodes = {f"{place.fqn}#{t}": place.node for t, place in enumerate(places)}
         unused = sorted(self._checkpoint.stored.keys() - set(_stored_in(list(nodes.values()))))
         recipe = _modicum.make_recipe(self._checkpoint, Recipe(nodes, unused).text())
         layout = _modicum.make_layout(
@@ -240,16 +241,17 @@ class HuggingFaceReader(StorageReader):
             staging=self._staging,
         )
         for place, buffer in zip(places, plan.buffers(rank), strict=True):
-            if place.tensor.shape != torch.Size(buffer["shape"]):
+            shape = torch.Size(buffer["shape"])
+            if place.tensor.shape != shape and (place.tensor.numel() or shape.numel()):
                 what, got = "torch cuts this tensor in another way", list(place.tensor.shape)
-                raise refusal("UNSUPPORTED", what, tensor=_fqn(place), got=str(got))
+                raise refusal("UNSUPPORTED", what, tensor=place.fqn, got=str(got))
         lines = [as_bytes(place.tensor) for place in places]
         _modicum.load(
             plan,
             rank,
             _modicum.Board(),
             self._ledger,
-            given={t: line for t, line in enumerate(lines) if on_host[t]},
+            given={t: line for t, line in enumerate(lines) if on_host[t] and line.numel() > 0},
             copy=_copy_into(lines, [place.tensor.itemsize for place in places]),
             threads=_threads(),
         )
@@ -300,10 +302,6 @@ def _stored_in(nodes: list[Node]) -> Iterator[str]:
         if node["op"] == "stored":
             yield node["name"]
         yield from _stored_in(node.get("in", []))
-
-
-def _fqn(place: _Place) -> str:
-    return place.name.rpartition("#")[0]
 
 
 def _copy_into(
