@@ -10,14 +10,19 @@ they were; a tie that comes apart; a second dtype.
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
+from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
+
+import modicum.torch  # noqa: E402
+from modicum.torch import _full_state  # noqa: E402
 
 BUILT = (
     "alike",
@@ -95,6 +100,40 @@ def test_one_of_two_tied_names_is_enough(four: Ranks, omit: str) -> None:
 def test_offloaded_parameters(four: Ranks, form: str) -> None:
     expected = four.ask("state_dict_loaded", by="torch", offload=True)
     assert_same(four, expected, form=form, built="others on meta", offload=True)
+
+
+def test_offloading_that_fully_shard_was_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each form has its word for it; parameters on a device are refused then, by name."""
+    policy, on_gpu = CPUOffloadPolicy(pin_memory=False), torch.device("cuda", 0)
+
+    class Walk:
+        managed = {"norm.weight": SimpleNamespace(device=on_gpu)}
+
+    def fill(model: Any, full: Any, offload: bool, rules: Any, options: Any) -> Any:
+        _full_state._check_offload(Walk, offload)
+        return model
+
+    monkeypatch.setattr(_full_state, "_fill", fill)
+    model, load = torch.nn.Linear(1, 1), modicum.torch.fsdp2_load_full_state_dict
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        ((model, {}, policy), {}),  # AReaL
+        ((model, {}, None, policy), {}),  # verl
+        ((object(), model, {}, True), {}),  # accelerate
+        ((object(), model, {}), {"offload_to_cpu": True}),  # axolotl
+        ((), {"accelerator": None, "model": model, "full_sd": {}, "cpu_offload": True}),
+    ]
+    for arguments, named in calls:
+        with pytest.raises(modicum.UsageError, match="cpu_offload .*norm.weight.* cuda:0"):
+            load(*arguments, **named)
+    for arguments in ((model, {}, None), (model, {}, None, None), (object(), model, {}, False)):
+        assert load(*arguments) is model
+
+
+def test_words_that_are_none() -> None:
+    model = torch.nn.Linear(1, 1)
+    for full, word in (({}, "budget"), ("/nowhere", "offload"), ({}, "missing")):
+        with pytest.raises(TypeError, match=f"unknown argument '{word}'"):
+            modicum.torch.fsdp2_load_full_state_dict(model, full, **{word: "1GiB"})
 
 
 @pytest.mark.parametrize("piece", (8 << 20, 1 << 7, 1))
