@@ -8,6 +8,7 @@ upcasts of a whole model; pages of the files that stay.
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from families import Family  # noqa: E402  (after torch is known to be there)
-from ranks import GONE, Failed, importable, ranks  # noqa: E402
+from ranks import importable, ranks  # noqa: E402
 
 MIB = 1 << 20
 WORLD = 4
@@ -36,10 +37,10 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 FAMILIES = (
-    Family("dense", "Qwen3ForCausalLM", "qwen3", SIZES | {"num_hidden_layers": 24}, "bfloat16"),
+    Family("dense", "Qwen3ForCausalLM", "qwen3", SIZES | {"num_hidden_layers": 16}, "bfloat16"),
     Family(
         "experts", "Qwen3MoeForCausalLM", "qwen3_moe",
-        SIZES | EXPERTS | {"num_hidden_layers": 12}, "bfloat16",
+        SIZES | EXPERTS | {"num_hidden_layers": 6}, "bfloat16",
     ),
 )  # fmt: skip
 
@@ -98,11 +99,12 @@ def by_fork(root: Path, folder: Path, limit_bytes: int, *words: object) -> Ran:
     with cage(limit_bytes) as inside, ranks(WORLD, folder) as started:
         procs = str(inside.directory / "cgroup.procs")
         started.tell("accelerate_script", cage=procs, words=list(map(str, words)))
-        heard = started.hear()
-        passed = heard == [None] * WORLD
-        assert passed or inside.oom_kills(), [
-            one for one in heard if isinstance(one, Failed) or one is GONE
-        ]
+        # Who waits for one that was killed may wait for long.
+        while not inside.oom_kills() and not all(line.poll() for line in started.lines):
+            time.sleep(0.05)
+        passed = not inside.oom_kills()
+        if passed:
+            assert started.hear() == [None] * WORLD, started.logs()
         log = (folder / "rank-0.log").read_text()
         return Ran(log, inside.peak_bytes(), inside.oom_kills(), passed)
 
@@ -110,7 +112,7 @@ def by_fork(root: Path, folder: Path, limit_bytes: int, *words: object) -> Ran:
 @pytest.mark.parametrize(
     ("run", "model", "words", "share"),
     [
-        pytest.param(by_torchrun, "dense", (), 0.8, id="Accelerator, dense, by torchrun"),
+        pytest.param(by_torchrun, "dense", (), 0.68, id="Accelerator, dense, by torchrun"),
         pytest.param(by_fork, "experts", (), 0.6, id="Accelerator, experts"),
         pytest.param(by_fork, "dense", ("--trainer",), 0.6, id="Trainer, dense"),
     ],
