@@ -178,8 +178,9 @@ def units(model: Any) -> list[tuple[str, list[str]]]:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
-                mine = [f"{names[p.sharded_param]} {p.sharded_param.dtype}" for p in group.fsdp_params]
-                found.append((name, [*mine, str(group._reshard_after_forward)]))
+                mine = [p.sharded_param for p in group.fsdp_params]
+                told = [f"{names[p]} {p.dtype}" for p in mine]
+                found.append((name, [*told, str(group._reshard_after_forward)]))
     return found
 
 
