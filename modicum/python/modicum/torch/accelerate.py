@@ -392,7 +392,7 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
     """What the script has made itself, as accelerate has it with `cpu_ram_efficient_loading`."""
     for parameter in model.parameters():
         if not parameter.is_meta:
-            value = parameter.detach().to(device)
+            value = parameter.detach().to(device).contiguous()
             torch.distributed.broadcast(value, 0)
             parameter.data.copy_(value)
 
