@@ -4,14 +4,13 @@ Modicum's one line around it.
     torchrun --nproc-per-node 4 examples/accelerate_fsdp2.py DIRECTORY
     torchrun --nproc-per-node 4 examples/accelerate_fsdp2.py DIRECTORY --modicum --budget 8GiB
 
-DIRECTORY is a Hugging Face checkpoint (config.json and safetensors). The same on CPUs and GPUs;
-`modicum watch -- torchrun ...` shows what the node holds meanwhile.
+DIRECTORY is a Hugging Face checkpoint (config.json and safetensors). The same on CPUs and GPUs.
+`benchmarks/accelerate.py DIRECTORY` runs it both ways and says what the node holds.
 """
 
 import argparse
 import contextlib
 import os
-import resource
 import tempfile
 
 import torch
@@ -127,8 +126,6 @@ def main() -> None:
             train(options)
     if dist.get_rank() == 0 and loading is not None:
         print(loading.report)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"rank {dist.get_rank()}: {peak:.0f} MiB resident at most", flush=True)
     dist.destroy_process_group()
 
 

@@ -2,9 +2,11 @@
 are accelerate's and Trainer's own, with `modicum.torch.accelerate.loading` around them or not."""
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,13 @@ import modicum.torch.accelerate
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples/accelerate_fsdp2.py"
 STEPS = 2
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 @contextlib.contextmanager
-def fsdp2_on_cpus() -> Iterator[None]:
-    """accelerate as on GPUs: the example's way. Its state is new, and new again afterwards."""
+def fsdp2_on_cpus() -> Iterator[Any]:
+    """accelerate as on GPUs: the example's way. Its state is new, and new again afterwards. The
+    example."""
     from accelerate.state import AcceleratorState, GradientState
 
     spec = importlib.util.spec_from_file_location("accelerate_example", EXAMPLE)
@@ -35,7 +39,7 @@ def fsdp2_on_cpus() -> Iterator[None]:
     GradientState._reset_state()
     try:
         example.fsdp2_on_cpus()
-        yield
+        yield example
     finally:
         AcceleratorState.__init__ = init
         AcceleratorState._reset_state(True)
@@ -174,8 +178,9 @@ def units(model: Any) -> list[tuple[str, list[str]]]:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
-                mine = [f"{names[p.sharded_param]} {p.sharded_param.dtype}" for p in group.fsdp_params]
-                found.append((name, [*mine, str(group._reshard_after_forward)]))
+                mine = [p.sharded_param for p in group.fsdp_params]
+                told = [f"{names[p]} {p.dtype}" for p in mine]
+                found.append((name, [*told, str(group._reshard_after_forward)]))
     return found
 
 
@@ -185,4 +190,17 @@ def bound(model: Any, optimizer: Any) -> list[list[str]]:
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-ACTS: dict[str, Callable[..., Any]] = {"accelerated": accelerated}
+# ---- the example, whole
+
+
+def script(cage: str, words: list[str]) -> None:
+    """The example as it stands, in a memory cgroup. What it prints is in the rank's log."""
+    Path(cage).write_text(str(os.getpid()))
+    # Freed gathers go back to the kernel: what stays in glibc hides what is held.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
+    with fsdp2_on_cpus() as example:
+        sys.argv = [str(EXAMPLE), *words]
+        example.main()
+
+
+ACTS: dict[str, Callable[..., Any]] = {"accelerated": accelerated, "accelerate_script": script}

@@ -401,3 +401,40 @@ def test_a_head_of_ones_own_stays(one_rank: None) -> None:
     assert torch.equal(model.value.weight.full_tensor(), drawn)
     for name, parameter in model.body.named_parameters():
         assert_same(parameter.full_tensor().detach(), whole.get_parameter(name).detach(), name)
+
+
+# ---- trained adapters
+
+
+@pytest.fixture(scope="module")
+def trained(written: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A directory of adapters, and the model that they were saved from."""
+    torch.manual_seed(7)
+    wrapped = peft.get_peft_model(
+        copy.deepcopy(from_pretrained("llama")), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    directory = tmp_path_factory.mktemp("adapters")
+    wrapped.save_pretrained(directory)
+    return directory, wrapped
+
+
+def test_trained_adapters_keep_their_values(trained: Any, one_rank: None) -> None:
+    directory, whole = trained
+    with loading(progress=False):
+        model = peft.PeftModel.from_pretrained(build(), directory, is_trainable=True)
+        model, _ = prepare(model, auto_wrap_policy="no_wrap")
+    for name, parameter in model.named_parameters():
+        assert_same(parameter.full_tensor().detach(), whole.get_parameter(name).detach(), name)
+
+
+def test_a_directory_of_adapters_is_refused(trained: Any) -> None:
+    """transformers would load them while it builds."""
+    directory, _ = trained
+    config = peft.PeftConfig.from_pretrained(directory)
+    config.base_model_name_or_path = str(checkpoint_of("llama"))
+    config.save_pretrained(directory)
+    with pytest.raises(UsageError, match="PeftModel.from_pretrained"), loading():
+        BY_NAME["llama"].model_class.from_pretrained(directory)

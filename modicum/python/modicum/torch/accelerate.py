@@ -5,9 +5,15 @@
     with modicum.torch.accelerate.loading(budget="200GiB"):
         main()  # from_pretrained, an optimizer, Accelerator.prepare or Trainer.train
 
-Within it `from_pretrained` builds models without values on every rank, accelerate itself shards
-them, and each rank fills its own shards. Outside of it nothing of accelerate or transformers is
-touched. Importing this module imports neither.
+What is different within it, and until it ends, also by an exception:
+
+- `from_pretrained` builds the model on every rank with its parameters on meta, in the dtypes that
+  it would have, and with its buffers real. It reads no tensor.
+- `Accelerator.prepare`, which Trainer calls, shards it as ever: accelerate's own code, so its
+  units, upcasts, meshes, offloading and checkpointing. Then `modicum.torch.load` fills the shards,
+  whether `cpu_ram_efficient_loading` is set or not, and optimizers are bound to them by FQN.
+
+Importing this module imports neither accelerate nor transformers.
 """
 
 import functools
@@ -63,16 +69,8 @@ def loading(
     seed: int = 0,
     staging: int | str | None = None,
 ) -> Iterator["Loading"]:
-    """Within it a script of accelerate or Trainer with FSDP2 takes each rank's own bytes only.
-
-    What it changes, and only until it ends, also by an exception:
-
-    - `from_pretrained` builds the model on every rank with its parameters on meta, in the dtypes
-      that it would have, and with its buffers real. It reads no tensor.
-    - `Accelerator.prepare`, which Trainer calls, shards it as ever: accelerate's own code, so its
-      units, upcasts, meshes, offloading and checkpointing. Then `modicum.torch.load` fills the
-      shards, whether `cpu_ram_efficient_loading` is set or not, and the optimizers are bound to
-      them by FQN. The values are those that accelerate would bring, bit for bit.
+    """Within it a script of accelerate or Trainer with FSDP2 takes each rank's own bytes only. The
+    values are those that accelerate would bring, bit for bit.
 
     It has to last until `prepare` or `Trainer.train` is through. Every rank enters it alike, and
     one thread uses it. Of contexts within each other, the innermost one builds. Environment
@@ -87,12 +85,11 @@ def loading(
         ledger: whose limit is the host memory of the node, and which shows every parameter until
             its last tensor dies; None (default): a new one for each load.
         strategy: own-shard (default), node-reader, replica-striped, rank0-broadcast or
-            full-per-rank; the same bits by all of them. The one in force is printed by rank 0.
-        missing: of names that the source lacks, beyond those that the model itself lists: "error"
-            (default); "init", patterns of names, or rules by pattern, as in `modicum.torch.load`.
-            `from_pretrained` would make them with a warning, each rank its own.
+            full-per-rank; the same bits by all of them. Rank 0 prints the one in force.
+        missing: of names that the source lacks, beyond those that the model lists: "error"
+            (default), or what `modicum.torch.load` takes. `from_pretrained` would only warn.
         unexpected: of stored names that the model has not: "error" (default), "ignore", or patterns
-            of names that may be dropped. `from_pretrained` would drop them with a warning.
+            of names that may be dropped. `from_pretrained` would only warn.
         check: None (default), or "values": compare every value with a second reading.
         progress: whether rank 0 draws a bar on stderr; True by default.
         seed: of what is initialised; 0 by default.
@@ -103,12 +100,10 @@ def loading(
         A `Loading`, whose `report` is there after `prepare`.
 
     Raises:
-        UsageError: at once where accelerate or transformers is not as it is known (tested with
-            accelerate 1.15.0, transformers 5.23.0 and peft 0.21.2), with what it lacks. At
-            `from_pretrained` or `prepare` for whatever is not FSDP2 (DDP, FSDP1, one process), and
-            for what would go past the load: adapters made of the base's values, a `state_dict`,
-            weights written to or replaced while they are empty. At the forward of a model that has
-            no values yet. At the end, for a model that was built within it and has none.
+        UsageError: at once for an accelerate or transformers that lacks what is known of it (tested
+            with accelerate 1.15.0, transformers 5.23.0, peft 0.21.2). Later for whatever is not
+            FSDP2, and wherever values would get lost or empty parameters be used; docs/torch.md
+            has the list.
         BudgetError, FormatError, IntegrityError, IoError, PeerError: from `prepare`, as from
             `modicum.torch.load`.
     """
@@ -116,18 +111,13 @@ def loading(
     if not _active and (reason := probe()):
         what = f"these accelerate and transformers are not known: {reason}"
         raise refusal("UNSUPPORTED", what)
-    arguments = {
-        "budget": budget,
-        "ledger": ledger,
-        "strategy": strategy,
-        "missing": missing,
-        "unexpected": unexpected,
-        "check": check,
-        "progress": progress,
-        "seed": seed,
-        "staging": staging,
-    }
-    one = Loading(None if source is None else Path(source), arguments)
+    one = Loading(
+        None if source is None else Path(source),
+        dict(
+            budget=budget, ledger=ledger, strategy=strategy, missing=missing,
+            unexpected=unexpected, check=check, progress=progress, seed=seed, staging=staging,
+        ),
+    )  # fmt: skip
     with ExitStack() as stack:
         if not _active:
             _replace_all(stack)
@@ -402,7 +392,7 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
     """What the script has made itself, as accelerate has it with `cpu_ram_efficient_loading`."""
     for parameter in model.parameters():
         if not parameter.is_meta:
-            value = parameter.detach().to(device)
+            value = parameter.detach().to(device).contiguous()
             torch.distributed.broadcast(value, 0)
             parameter.data.copy_(value)
 
