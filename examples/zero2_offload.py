@@ -69,11 +69,17 @@ def loader_of(options: argparse.Namespace) -> DataLoader[Any]:
 # ---- the two ways to step
 
 
-def with_deepspeed(model: nn.Module, options: argparse.Namespace) -> tuple[Any, Any, Step]:
-    """What is attributed, what is called for an output, and what makes a step from a loss."""
+def deepspeed_here() -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
+    # Collectives through shared memory, which take a minute to compile; gloo does for a few ranks.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def with_deepspeed(model: nn.Module, options: argparse.Namespace) -> tuple[Any, Any, Step]:
+    """What is attributed, what is called for an output, and what makes a step from a loss."""
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "bf16": {"enabled": True},
@@ -86,7 +92,7 @@ def with_deepspeed(model: nn.Module, options: argparse.Namespace) -> tuple[Any, 
         },
         "steps_per_print": 1_000_000,
     }
-    engine, *_ = deepspeed.initialize(
+    engine, *_ = deepspeed_here().initialize(
         model=model, model_parameters=list(model.parameters()), config=config
     )
     if options.protect:
@@ -122,9 +128,11 @@ def with_modicum(model: nn.Module, options: argparse.Namespace) -> tuple[Any, An
 
 def train(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """After each epoch, its workers still there: losses, and who holds what."""
+    ours = options.optimizer.startswith("modicum")
+    if not ours:
+        deepspeed_here()
     before = memory.held()  # modicum
     model = model_of(options.width)
-    ours = options.optimizer.startswith("modicum")
     held, forward, step = (with_modicum if ours else with_deepspeed)(model, options)
     loader = loader_of(options)
     for epoch in range(options.epochs):

@@ -17,8 +17,8 @@ namespace {
 
 // Of an entry of /proc/PID/pagemap, which are 8 bytes for each page.
 constexpr uint64_t kPresent = uint64_t{1} << 63;
-constexpr uint64_t kOfFile = uint64_t{1} << 61;      // or of shared memory
-constexpr uint64_t kExclusive = uint64_t{1} << 56;   // no other process shows it
+constexpr uint64_t kOfFile = uint64_t{1} << 61;       // or of shared memory
+constexpr uint64_t kExclusive = uint64_t{1} << 56;    // no other process shows it
 constexpr uint64_t kFrame = (uint64_t{1} << 55) - 1;  // 0 for those who may not know it
 constexpr uint64_t kBlockPages = 65536;
 

@@ -45,8 +45,7 @@ void put(Machine& machine, const Shown& process) {
   machine.put(directory + "/smaps", process.smaps);
   std::array<uint64_t, 64> table{};
   for (const auto& [page, entry] : process.entries) table.at(page) = entry;
-  machine.put(directory + "/pagemap",
-              {reinterpret_cast<const char*>(table.data()), sizeof(table)});
+  machine.put(directory + "/pagemap", {reinterpret_cast<const char*>(table.data()), sizeof(table)});
 }
 
 // "own+copied" of each range and of the rest, in pages.
@@ -80,8 +79,8 @@ TEST(Descendants, AreFoundThroughTheirParents) {
 
 TEST(Tree, PagesOfOneProcessAreItsOwn) {
   Machine machine;
-  put(machine, {.pid = 100,
-                .entries = {{16, kAlone}, {17, kAlone | 5}, {18, kPresent | kOfFile}, {20, 0}}});
+  put(machine,
+      {.pid = 100, .entries = {{16, kAlone}, {17, kAlone | 5}, {18, kPresent | kOfFile}, {20, 0}}});
   const std::array<AddressRange, 2> ranges = {page(16), page(18, 4)};
   const TreeMemory tree = read_tree(100, ranges, machine.root());
   EXPECT_EQ(text_of(tree), "1.00+0.00 0.00+0.00 1.00+0.00 ");
@@ -94,8 +93,8 @@ TEST(Tree, PagesOfOneProcessAreItsOwn) {
 TEST(Tree, WhatChildrenKeepIsACopyAndCountsOnce) {
   for (const uint64_t frame : {0, 7}) {  // known to the privileged only
     Machine machine;
-    put(machine, {.pid = 100,
-                  .entries = {{16, kAlone | 1}, {17, kPresent | frame}, {18, kAlone | 2}}});
+    put(machine,
+        {.pid = 100, .entries = {{16, kAlone | 1}, {17, kPresent | frame}, {18, kAlone | 2}}});
     put(machine, {.pid = 101,
                   .parent = 100,
                   .entries = {{16, kPresent | frame}, {17, kPresent | frame}, {18, kAlone | 3}}});
@@ -142,9 +141,9 @@ TEST(Tree, RangesShareAPageByTheByte) {
   put(machine, {.pid = 100, .entries = {{16, kAlone}, {17, kAlone}}});
   put(machine, {.pid = 101, .parent = 100, .entries = {{16, kAlone}}});
   const uint64_t at = 16 * kPageBytes;
-  const std::array<AddressRange, 3> ranges = {
-      AddressRange{at, at + 1024}, AddressRange{at + 1024, at + 3072},
-      AddressRange{at + 3072, at + 6144}};
+  const std::array<AddressRange, 3> ranges = {AddressRange{at, at + 1024},
+                                              AddressRange{at + 1024, at + 3072},
+                                              AddressRange{at + 3072, at + 6144}};
   EXPECT_EQ(text_of(read_tree(100, ranges, machine.root())),
             "0.25+0.25 0.50+0.50 0.75+0.25 0.50+0.00 ");
 }

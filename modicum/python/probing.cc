@@ -50,8 +50,9 @@ nb::dict tree_memory(const std::vector<std::pair<uint64_t, uint64_t>>& ranges, i
 }  // namespace
 
 void define_probe(nb::module_& module) {
-  module.def("process_memory", process_memory, nb::arg("pid") = 0,
-             "held_bytes and peak_bytes (since reset_peak) of a process, by the kernel; 0: this one.");
+  module.def(
+      "process_memory", process_memory, nb::arg("pid") = 0,
+      "held_bytes and peak_bytes (since reset_peak) of a process, by the kernel; 0: this one.");
   module.def("reset_peak", reset_peak_rss, "Starts peak_bytes anew; False where the kernel won't.");
   module.def(
       "available_memory",
@@ -64,8 +65,9 @@ void define_probe(nb::module_& module) {
   module.def(
       "granted_cpus", [] { return granted_cpus(); },
       "CPUs that affinity and the cgroup chain's quota leave to this process.");
-  module.def("descendants", [](int pid) { return descendants(pid); }, nb::arg("pid") = 0,
-             "The processes that a process has started, and theirs; 0: this one.");
+  module.def(
+      "descendants", [](int pid) { return descendants(pid); }, nb::arg("pid") = 0,
+      "The processes that a process has started, and theirs; 0: this one.");
   module.def("tree_memory", tree_memory, nb::arg("ranges"), nb::arg("pid") = 0,
              R"(What a process and its descendants hold, and whose it is.
 

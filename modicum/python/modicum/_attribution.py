@@ -164,7 +164,9 @@ def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> At
         for of in holdings(source):
             before = len(claims.parts)
             claims.claim(of.begin, of.end, of.owner)
-            if of.owner in numel and len(claims.parts) > before:
+            # A plane of ours comes as bytes; its parameter says how many elements there are.
+            counts = len(claims.parts) > before and of.tensor.is_floating_point()
+            if counts and of.owner in numel:
                 numel[of.owner] += of.tensor.numel()
     tree = _modicum.tree_memory([part[:2] for part in claims.parts])
     owners = _by_owner(claims.parts, tree["ranges"])
