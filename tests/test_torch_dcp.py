@@ -140,8 +140,7 @@ def test_rows_that_a_plan_gives_to_nobody(rows: Path) -> None:
             fully_shard(model, mesh=mesh["dp"])
             state = read(model, HuggingFaceReader(rows, model, unexpected=["packed"]))
             expected = chunk(chunk(whole, 2, rank % 2), 3, rank // 2)
-            got = local(state["up.weight"])
-            assert got.numel() == expected.numel() and torch.equal(got.reshape_as(expected), expected)
+            assert local(state["up.weight"]).flatten().tolist() == expected.flatten().tolist()
 
 
 def test_as_torch_reads() -> None:

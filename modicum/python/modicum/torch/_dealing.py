@@ -269,9 +269,9 @@ def _looks(of: ModelTensor) -> str:
         return _ON_META
     if of.is_persistent:
         return ""
-    facts = f"{of.tensor.dtype} {list(of.tensor.shape)}".encode()
-    values = as_bytes(of.tensor.cpu().contiguous()).numpy()
-    return hashlib.blake2b(values, key=facts[:64], digest_size=16).hexdigest()
+    digest = hashlib.blake2b(f"{of.tensor.dtype} {of.tensor.shape}".encode(), digest_size=16)
+    digest.update(as_bytes(of.tensor.cpu().contiguous()).numpy())
+    return digest.hexdigest()
 
 
 def _empty(of: ModelTensor) -> None:

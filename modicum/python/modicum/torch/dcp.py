@@ -73,8 +73,8 @@ class HuggingFaceReader(StorageReader):
 
     Tensors and DTensors are filled where they lie, on CPUs or devices, in row-major strides; values
     are rounded to the dtype that they have there. What a rank holds is what DCP's plan says; where
-    a cut is strided (FSDP2 after tensor parallelism along one dim), which a plan can't say, it is
-    what the DTensor and FSDP2 say.
+    a cut is strided (packed projections; FSDP2 after tensor parallelism along one dim), which a
+    plan can't say, it is what the DTensor says and, with `model`, FSDP2.
 
     A tensor that the model would make by its own rules is in no file: DCP calls it missing, and
     `DefaultLoadPlanner(allow_partial_load=True)` leaves it alone.
@@ -95,8 +95,9 @@ class HuggingFaceReader(StorageReader):
 
         Args:
             source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
-            model: whose state dict will be loaded, on meta or not, sharded or not; its conversions
-                are those of the installed transformers. None: names and shapes as stored.
+            model: whose state dict will be loaded, on meta or not, sharded already if it will be;
+                its conversions are those of the installed transformers. None: names and shapes as
+                stored.
             recipe: instead, how each tensor is made: of `modicum.recipes`, or a recipe.json.
             missing, unexpected: as of `modicum.torch.load`; with a model.
             staging: host memory that bytes stream through, per rank; None: 8 MiB.
@@ -107,7 +108,8 @@ class HuggingFaceReader(StorageReader):
         """
         if model is not None and recipe is not None:
             raise refusal("USAGE", "a model or a recipe, not both")
-        self._ask = model, recipe, missing, unexpected
+        self._model, self._given = model, recipe
+        self._names = {"missing": missing, "unexpected": unexpected}
         self._staging, self._ledger = staging, ledger or _modicum.Ledger()
         self._managed = {} if model is None else _managed_by_name(model)
         self.reset(source)
@@ -162,16 +164,15 @@ class HuggingFaceReader(StorageReader):
     # ---- what there is
 
     def _recipe(self) -> Recipe:
-        model, recipe, missing, unexpected = self._ask
-        if isinstance(recipe, Recipe):
-            return recipe
-        if recipe is not None:
-            document = json.loads(Path(recipe).read_text())
+        stored = self._checkpoint.stored
+        if isinstance(self._given, Recipe):
+            return self._given
+        if self._given is not None:
+            document = json.loads(Path(self._given).read_text())
             return Recipe(document["targets"], document.get("unused", []))
-        if model is not None:
-            stored = self._checkpoint.stored
-            return recipe_for(model, stored, missing=missing, unexpected=unexpected)
-        return Recipe({name: {"op": "stored", "name": name} for name in self._checkpoint.stored})
+        if self._model is not None:
+            return recipe_for(self._model, stored, **self._names)
+        return Recipe({name: {"op": "stored", "name": name} for name in stored})
 
     def _targets_of(self, recipe: Recipe) -> dict[str, _Target]:
         """By every name that a state dict may have for it."""
@@ -179,8 +180,7 @@ class HuggingFaceReader(StorageReader):
         for made in _modicum.make_recipe(self._checkpoint, recipe.text()).targets:
             node = nodes[made["alias_of"] or made["name"]]
             targets[made["name"]] = _Target(node, made["dtype"], tuple(made["shape"]))
-        model = self._ask[0]
-        wrapped = [] if model is None else model.state_dict(keep_vars=True)
+        wrapped = [] if self._model is None else self._model.state_dict(keep_vars=True)
         return targets | {n: targets[canonical(n)] for n in wrapped if canonical(n) in targets}
 
     # ---- what is asked for
