@@ -65,8 +65,9 @@ class Engine:
 
     def build(self) -> torch.nn.Module:
         options, kind = self.options, CLASSES[self.options.task]
-        head = {"num_labels": 1} if options.task == "value-head" else {}
-        config = AutoConfig.from_pretrained(options.directory, **head)
+        value_head = {"num_labels": 1, "classifier_dropout": 0.0}
+        changes = value_head if options.task == "value-head" else {}
+        config = AutoConfig.from_pretrained(options.directory, **changes)
         if options.memory_efficient_load:
             with modicum.torch.empty_parameters():  # modicum
                 return self.with_adapters(kind.from_config(config, dtype=options.dtype))
@@ -113,6 +114,7 @@ def train(engine: Engine, steps: int) -> None:
     """What stands here for a policy's or a critic's loss is the mean square of its outputs."""
     vocabulary = engine.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(dist.get_rank())
+    engine.model.train()
     for step in range(steps):
         tokens = torch.randint(vocabulary, (2, 32), generator=generator).to(engine.device)
         loss = engine.model(input_ids=tokens).logits.float().square().mean()

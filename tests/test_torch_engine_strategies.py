@@ -7,6 +7,8 @@ no state dict that is another one's; a phase that is not recorded, or a run that
 """
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,7 @@ def test_what_ranks_hold(ran: Any, what: str) -> None:
             assert on["wrap"] - before < 0.5 * model_bytes + 16 * MIB, f"rank {rank}"
 
 
-def test_one_picture(ran: Any) -> None:
+def test_one_picture(ran: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = ran
     recordings = sorted(folder.glob("*.jsonl"))
     assert len(recordings) == 2 * len(RUNS)
@@ -82,3 +84,7 @@ def test_one_picture(ran: Any) -> None:
     picture = memory.draw(folder / "strategies.svg", recordings)
     drawn = picture.read_text()
     assert all(f"<!-- {label} -->" in drawn for label in labels), "a panel for each run"
+    words = ["strategies.py", str(folder / "qwen3"), "draw", "--record", str(folder)]
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_path(str(root / "examples/strategies.py"), run_name="__main__")
+    assert (folder / "strategies.png").read_bytes().startswith(b"\x89PNG")

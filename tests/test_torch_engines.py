@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from families import EVEN_TEXT, MROPE  # noqa: E402  (after torch is known to be there)
-from ranks import Ranks, ranks  # noqa: E402
+from ranks import Ranks, ranks, torchrun  # noqa: E402
 
 MIB = 1 << 20
 STAGING_BYTES = 8 * MIB
@@ -115,3 +115,15 @@ def test_nobody_reads_what_is_anothers(
     for rank, answer in enumerate(got):
         due = answer["local_bytes"] if strategy == "own-shard" else model_bytes * (rank == 0)
         assert answer["read_bytes"] == pytest.approx(due, rel=0.02, abs=BESIDES_BYTES), f"{rank}"
+
+
+def test_as_users_start_it(models: dict[str, str], root: Path) -> None:
+    """The same losses with and without, from the command line."""
+    words = ["examples/engine_memory_efficient_load.py", models["value-head"]]
+    words += ["--task", "value-head", "--offload", "--steps", "2"]
+    told = []
+    for more in ([], ["--memory-efficient-load", "--budget", "4GiB"]):
+        done = torchrun(root, 2, *words, *more)
+        assert done.returncode == 0, done.stderr
+        told.append(re.findall(r"step \d: loss \d+\.\d+", done.stdout))
+    assert told[0] == told[1] and len(told[0]) == 2
