@@ -133,11 +133,9 @@ def run(options: argparse.Namespace, device: str) -> dict[str, Any]:
     path = Path(options.record) / f"{name}-{{rank}}.jsonl"
     memory.save(path, label=f"{options.what}, {setting}")  # modicum
     peaks = {phase.name: phase.peak_bytes for phase in memory.phases()}  # modicum
-    return {
-        "peaks": peaks,
-        "digest": digest(model),
-        "losses": train(model, optimizer, options.steps, device),
-    }
+    loaded = digest(model)
+    losses = train(model, optimizer, options.steps, device)
+    return {"peaks": peaks, "loaded": loaded, "losses": losses, "trained": digest(model)}
 
 
 def main() -> None:
@@ -163,7 +161,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         for name, peak in done["peaks"].items():
             print(f"{name}: {peak / 2**20:.0f} MiB at most")
-        print(f"parameters and buffers {done['digest']}, losses {done['losses']}")
+        print(f"parameters and buffers {done['loaded']}, trained {done['trained']}")
+        print(f"losses {done['losses']}")
     dist.destroy_process_group()
 
 
