@@ -8,6 +8,7 @@ lost, without a word.
 import contextlib
 import copy
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -152,6 +153,12 @@ def test_one_built_outside_of_the_inner_one(one_rank: None) -> None:
         with loading(progress=False) as inner:
             prepare(model)
     assert inner.reports == [] and len(outer.reports) == 1
+
+
+def test_importing_it_imports_nothing_above_torch() -> None:
+    code = "import sys, modicum.torch.accelerate; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"transformers", "accelerate", "peft"} & {*done.stdout.split()}
 
 
 # ---- what is built
