@@ -113,6 +113,9 @@ def with_modicum(model: nn.Module, options: argparse.Namespace) -> tuple[Any, An
         **ADAM,
     )
 
+    if options.protect:  # the weights, which are torch's own memory
+        print(modicum.torch.protect(dict(model.named_parameters())))  # modicum
+
     def step(loss: torch.Tensor) -> None:
         loss.backward()
         if options.clip:
@@ -161,7 +164,7 @@ def join_group() -> None:
 def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", default="none", choices=["none", "persistent", "default"])
-    parser.add_argument("--protect", action="store_true", help="DeepSpeed's state against forks")
+    parser.add_argument("--protect", action="store_true", help="keep what is written out of forks")
     parser.add_argument("--optimizer", default="deepspeed", help="deepspeed, or modicum:FORMAT")
     parser.add_argument("--width", type=int, default=2048, help="parameters are 6 x width x width")
     parser.add_argument("--epochs", type=int, default=2)

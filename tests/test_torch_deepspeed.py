@@ -52,6 +52,7 @@ class Runs:
         program = Path(__file__).parent / "zero2_memory.py"
         # What is freed goes back to the kernel, so that only what is held is counted.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # its ninja
         command = [sys.executable, str(program), "--workers", workers, f"--width={width}", *words]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=600, env=environment

@@ -69,7 +69,7 @@ struct TreeMemory {
 // the first one's addresses: ascending, without overlap (USAGE). No privilege is needed for
 // processes of one's own. Shared memory is in `memory` only; so are pages that descendants have
 // taken for themselves since the fork. What the first process shares with processes that are not
-// its descendants isn't counted. Takes about 10 ms per GiB and process. IO where /proc doesn't say.
+// its descendants isn't counted. Takes about 0.1 s per GiB. IO where /proc doesn't say.
 TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::string& root = "");
 
 // A memory limit that binds this process: one level of its cgroup chain (v1 or v2), or the node.

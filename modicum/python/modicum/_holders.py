@@ -143,7 +143,8 @@ def _of_zero(source: Any) -> Iterator[tuple[str, str, Any]]:
         for name, tensor in _flat(getattr(zero, attribute, ()), attribute):
             yield WEIGHTS, name, tensor
     if source is not zero:
-        yield from _of_module(source.module)
+        for _, name, tensor in _of_module(source.module):
+            yield WEIGHTS, name, tensor
 
 
 def _attribute(zero: Any, name: str) -> Any:

@@ -19,6 +19,7 @@ __all__ = ["Phase", "Sample", "phase", "phases", "recorded", "reset_peak", "save
 
 _CHILDREN_S = 0.1  # between two looks for new children, which read a file per process, at least
 _SHARE = 0.01  # of a core, for samples; and as much for the looks
+_SHARE_OF_TREE = 0.04  # for samples of several processes, each of which takes milliseconds
 
 
 class Sample(NamedTuple):
@@ -161,7 +162,8 @@ class _Recording:
                 began = time.thread_time()
                 if self._open:
                     self._note(self._take())
-            pause_s = max(interval_s, (time.thread_time() - began) / _SHARE)
+            share = _SHARE_OF_TREE if self._children else _SHARE
+            pause_s = max(interval_s, (time.thread_time() - began) / share)
 
 
 def _fold(phase: Phase, sample: Sample) -> None:
@@ -192,9 +194,10 @@ def phase(name: str, *, interval_s: float = 0.01) -> Iterator[Phase]:
         print(wrap.peak_bytes)
 
     Phases may lie within each other, and nothing else of Modicum is needed. A sample reads one
-    file of /proc (0.1 ms; where there are children 10 ms per GiB, for shared pages are looked at);
-    a thread takes them, and takes fewer rather than more than 2 % of a core. Where the block does
-    not let other threads run, the kernel's own mark still knows the peak. Works on Linux.
+    file of /proc: 0.1 ms, or where there are children, whose shared pages have to be looked at,
+    up to 50 ms per GiB. A thread takes them, and takes fewer rather than more than 2 % of a core
+    (5 % while there are children). Where the block does not let other threads run, the kernel's
+    own mark still knows the peak. Works on Linux.
 
     Args:
         name: what it is called in tables and pictures.

@@ -47,7 +47,7 @@ def status_of(pid: int | str = "self") -> Status:
 
 def held_by_tree(pids: list[int]) -> list[int]:
     """Of each process, with shared pages in equal parts: Pss_Anon + Pss_Shmem + VmPTE. Where the
-    kernel does not say how much is shared, in full. Takes up to 10 ms per GiB."""
+    kernel does not say how much is shared, in full. Takes 10 to 50 ms per GiB."""
     held = []
     for pid in pids:
         shares = _fields(_PROC / str(pid) / "smaps_rollup", (b"Pss_Anon", b"Pss_Shmem"))
