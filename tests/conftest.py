@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # What the tests compare with, each of them installed by scripts/venv.sh.
-ORACLES = ("torch", "transformers", "peft", "deepspeed")
+ORACLES = ("torch", "transformers", "accelerate", "peft", "deepspeed")
 
 
 def missing_oracles() -> str:

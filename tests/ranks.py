@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -173,6 +174,14 @@ def importable() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def torchrun(root: Path, processes: int, *words: object) -> subprocess.CompletedProcess[str]:
+    """Processes as users start them, in the repository."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), *map(str, words)]
+    with importable():
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
 
 
 # ---- in a rank's process

@@ -10,7 +10,6 @@ place than torch's.
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from program import run_json
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import Ranks, importable, ranks  # noqa: E402  (after torch is known to be there)
+from ranks import Ranks, ranks, torchrun  # noqa: E402  (after torch is known to be there)
 
 MESH = [4]
 MIB = 1 << 20
@@ -81,13 +80,6 @@ def test_trains_as_if_torch_had_loaded(
 
 
 # ---- the example
-
-
-def torchrun(root: Path, processes: int, *words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), *map(str, words)]
-    with importable():
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
 
 
 def test_example_trains(four: Ranks, models: dict[str, Path], root: Path) -> None:

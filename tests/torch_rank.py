@@ -357,6 +357,8 @@ ACTS: dict[str, Callable[..., Any]] = {
     "example": example,
 }
 
-import adamw_rank  # noqa: E402  (whose acts are made of those above)
+import accelerate_rank  # noqa: E402  (whose acts are made of those above)
+import adamw_rank  # noqa: E402
+import engine_rank  # noqa: E402
 
-ACTS |= adamw_rank.ACTS
+ACTS |= adamw_rank.ACTS | accelerate_rank.ACTS | engine_rank.ACTS

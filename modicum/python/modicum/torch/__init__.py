@@ -12,8 +12,16 @@ Importing it imports torch and nothing above it, and patches nothing.
 
 from modicum.torch._adamw import AdamW
 from modicum.torch._empty import empty_parameters
+from modicum.torch._full_state import fsdp2_load_full_state_dict
 from modicum.torch._load import load
 from modicum.torch._protection import protect
 from modicum.torch._rebinding import rebinding
 
-__all__ = ["AdamW", "empty_parameters", "load", "protect", "rebinding"]
+__all__ = [
+    "AdamW",
+    "empty_parameters",
+    "fsdp2_load_full_state_dict",
+    "load",
+    "protect",
+    "rebinding",
+]

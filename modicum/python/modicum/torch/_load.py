@@ -4,7 +4,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,11 @@ from modicum._phases import reset_peak
 from modicum._report import Report
 from modicum._walk import require_check
 from modicum.errors import refusal
-from modicum.recipes import Rule, recipe_for
+from modicum.recipes import Recipe, Rule, recipe_for
 from modicum.torch._fsdp import (
-    Managed,
     check_pinning,
     check_replaceable,
     check_unit_dtypes,
-    fsdp_params,
     hand_over,
     pin,
 )
@@ -31,6 +29,7 @@ from modicum.torch._init import Initialiser
 from modicum.torch._names import canonical
 from modicum.torch._placements import Meshes, Sharding, sharding_of
 from modicum.torch._progress import progress_bar
+from modicum.torch._tensors import ModelTensor, as_bytes, tensors_of
 
 __all__ = ["load"]
 
@@ -112,67 +111,17 @@ def load(
         return walk.load(check, progress)
 
 
-@dataclass
-class _Tensor:
-    """A tensor of the model that will get values."""
-
-    name: str
-    tensor: torch.Tensor
-    owners: list[tuple[nn.Module, str]]
-    managed: Managed | None
-    destination: str = "cpu"
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    sharding: Sharding | None = None
-    storage: torch.Tensor | None = None  # one-dimensional, of the parameter's elements
-
-    @property
-    def is_parameter(self) -> bool:
-        return isinstance(self.tensor, nn.Parameter)
-
-    def put(self, tensor: torch.Tensor) -> None:
-        """Under this name in every module that has it."""
-        for module, attribute in self.owners:
-            (module._parameters if self.is_parameter else module._buffers)[attribute] = tensor
-        self.tensor = tensor
-
-    @property
-    def local(self) -> torch.Tensor:
-        return getattr(self.tensor, "_local_tensor", self.tensor)
-
-
-def _tensors_of(model: nn.Module) -> dict[str, _Tensor]:
-    """What a state dict would have, by canonical name; one entry per name."""
-    managed = fsdp_params(model)
-    found: dict[str, _Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        buffers = {
-            name: buffer
-            for name, buffer in module._buffers.items()
-            if name not in module._non_persistent_buffers_set
-        }
-        for attribute, tensor in {**module._parameters, **buffers}.items():
-            if tensor is None:
-                continue
-            name = canonical(f"{path}.{attribute}" if path else attribute)
-            of = found.setdefault(name, _Tensor(name, tensor, [], managed.get(tensor)))
-            of.owners.append((module, attribute))
-    return found
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as one line of bytes."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
 class _Walk:
     """One load, in the order of the calls."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, ranks: Ranks, seed: int, *, scratch: bool = False
+    ) -> None:
         self.model = model
         self.ranks = ranks
         self.per_node = ranks.ranks_per_node or ranks.world_size
         self.seed = seed
-        self.tensors = _tensors_of(model)
+        self.tensors = tensors_of(model, scratch=scratch)
         self.managed = {name: of.managed for name, of in self.tensors.items() if of.managed}
         check_pinning(self.managed)
 
@@ -188,9 +137,7 @@ class _Walk:
         digest = hashlib.blake2b(json.dumps(wanted).encode(), digest_size=16).hexdigest()
 
         def make() -> list[Any]:
-            made = recipe_for(
-                self.model,
-                self.checkpoint.stored,
+            made = self.recipe_of(
                 dtype=dtype,
                 keep_fp32=keep_fp32,
                 missing=missing,
@@ -209,6 +156,10 @@ class _Walk:
             self.model, self.callers, seed=self.seed, empty=self._empty_for_init
         )
         self._refuse_what_nothing_makes()
+
+    def recipe_of(self, **how: Any) -> Recipe:
+        """On rank 0."""
+        return recipe_for(self.model, self.checkpoint.stored, **how)
 
     def _own_tensors(self) -> list[Any]:
         """What a recipe for this model depends on; of tied names, also the first."""
@@ -229,6 +180,9 @@ class _Walk:
         for name, of in self.tensors.items():
             if of.tensor.is_meta and name not in self.dtypes:
                 raise refusal("MISMATCH", "nothing makes this tensor", tensor=name)
+        self._refuse_empty_buffers()
+
+    def _refuse_empty_buffers(self) -> None:
         for fqn, buffer in self.model.named_buffers():
             if buffer.is_meta and canonical(fqn) not in self.dtypes:
                 what = "nothing computes this buffer: build the model under empty_parameters()"
@@ -265,7 +219,6 @@ class _Walk:
             sharding_of=[number[of.sharding] for of in places],
         )
         self._choose_budget(ledger, budget)
-        made = self.initialiser  # takes whole pages for each tensor
         self.plan = _modicum.make_plan(
             self.recipe,
             layout,
@@ -274,7 +227,7 @@ class _Walk:
             destinations=[of.destination for of in places],
             staging=staging,
             baseline=self.baseline,
-            init_bytes=made.largest_bytes + made.most_tensors * _PAGE_BYTES,
+            init_bytes=self._init_bytes(),
             caller_sends=True,
             budget=self.budget,
             budget_source=self.budget_source,
@@ -282,7 +235,11 @@ class _Walk:
         self.buffers = self.plan.buffers(self.ranks.rank)
         self._check_local_shapes()
 
-    def _place_targets(self) -> list[_Tensor]:
+    def _init_bytes(self) -> int:
+        """The most that is made here at once; whole pages for each tensor."""
+        return self.initialiser.largest_bytes + self.initialiser.most_tensors * _PAGE_BYTES
+
+    def _place_targets(self) -> list[ModelTensor]:
         """Where each target goes."""
         check_unit_dtypes(
             self.managed, lambda name: self.dtypes.get(name, self.tensors[name].tensor.dtype)
@@ -308,12 +265,12 @@ class _Walk:
         return places
 
     @staticmethod
-    def _check_tie(of: _Tensor, holder: _Tensor) -> None:
+    def _check_tie(of: ModelTensor, holder: ModelTensor) -> None:
         if of.tensor is not holder.tensor and (of.managed or holder.managed):
             what = "two tied names are two parameters of FSDP2: tie them before fully_shard"
             raise refusal("UNSUPPORTED", what, tensor=of.name, expected=f"that of {holder.name}")
 
-    def _device_of(self, of: _Tensor) -> torch.device:
+    def _device_of(self, of: ModelTensor) -> torch.device:
         if of.managed:
             return of.managed.device
         mesh = getattr(of.tensor, "device_mesh", None)
@@ -322,7 +279,7 @@ class _Walk:
             return torch.device("cpu")
         return torch.empty(0, device=device).device
 
-    def _place_in_what_is_there(self, of: _Tensor) -> None:
+    def _place_in_what_is_there(self, of: ModelTensor) -> None:
         local, dtype = of.local, self.dtypes[of.name]
         if local.dtype != dtype:
             what = "a tensor that has values already has another dtype"
@@ -404,12 +361,13 @@ class _Walk:
                     self.ledger,
                     given=self._given(),
                     copy=self._copies(),
-                    caller=self._made if self.callers else None,
+                    caller=self._made,
                     broadcast=self.ranks.broadcast if len(group) > 1 else None,
                     threads=self._threads(),
                     check=check is not None,
                     seed=self.seed,
                 )
+                self._end_making()
                 self.ranks.barrier()  # all have theirs: from here on nothing is undone
         finally:
             self.ledger.limit_bytes = outside
@@ -424,12 +382,12 @@ class _Walk:
 
     def _given(self) -> dict[int, Any]:
         return {
-            t: _as_bytes(of.storage)
+            t: as_bytes(of.storage)
             for t, of in self._own_targets()
             if of.destination == "given" and of.storage.numel() > 0
         }
 
-    def _own_targets(self) -> Iterator[tuple[int, _Tensor]]:
+    def _own_targets(self) -> Iterator[tuple[int, ModelTensor]]:
         for t, target in enumerate(self.targets):
             if target["alias_of"] is None:
                 yield t, self.tensors[target["name"]]
@@ -444,7 +402,7 @@ class _Walk:
             if of.storage is None:
                 numel = self.buffers[t]["padded_numel"]
                 of.storage = torch.empty(numel, dtype=dtype, device=of.device)
-            lines[t] = _as_bytes(of.storage), dtype.itemsize
+            lines[t] = as_bytes(of.storage), dtype.itemsize
         if not lines:
             return None
 
@@ -461,10 +419,13 @@ class _Walk:
         if self.last_made[0] != name:
             self.last_made = "", None  # frees it before there is another
             self.last_made = name, self.initialiser.whole(name).to(self.dtypes[name])
-        return _as_bytes(self.last_made[1])
+        return as_bytes(self.last_made[1])
+
+    def _end_making(self) -> None:
+        """Nobody will ask for anything more."""
+        self.last_made = "", None
 
     def _hand_over(self, loaded: Any) -> None:
-        self.last_made = "", None
         if any(of.pins for of in self.managed.values()):
             arena = torch.from_dlpack(loaded.whole())
             pin(arena)
@@ -477,7 +438,7 @@ class _Walk:
             if target["alias_of"] is not None:
                 of.put(self.tensors[target["alias_of"]].tensor)
 
-    def _fill(self, t: int, of: _Tensor, loaded: Any) -> None:
+    def _fill(self, t: int, of: ModelTensor, loaded: Any) -> None:
         if of.storage is None:
             of.storage = torch.from_dlpack(loaded.storage(t)).view(self.dtypes[of.name])
         if of.is_parameter:

@@ -1,0 +1,155 @@
+"""An engine of reinforcement learning, in the order of AReaL's and verl's: build, adapters,
+parallelise, load, optimizer. Lines that are Modicum's end in `# modicum`.
+
+    torchrun --nproc-per-node 4 examples/engine_memory_efficient_load.py DIRECTORY \\
+        --task value-head --memory-efficient-load
+
+DIRECTORY is a Hugging Face checkpoint. Without `--memory-efficient-load` everything is as upstream
+does it: every rank loads the whole model and then cuts it. The same on CPUs and GPUs.
+"""
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+)
+
+import modicum.torch  # modicum
+
+CLASSES = {
+    "causal-lm": AutoModelForCausalLM,
+    "vision-language": AutoModelForImageTextToText,
+    "value-head": AutoModelForTokenClassification,
+}
+# A critic begins as a causal language model whose head is another one.
+NEW_HEAD = {"missing": ["^score"], "unexpected": ["^lm_head"]}  # modicum
+
+
+@dataclass
+class Options:
+    directory: str
+    task: str = "causal-lm"
+    lora: bool = False
+    init_from_scratch: bool = False
+    memory_efficient_load: bool = False
+    offload: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    strategy: str = "own-shard"  # who reads; rank0-broadcast as upstream does
+    budget: str | None = None  # host memory per node, as in 8GiB
+
+
+class Engine:
+    def __init__(self, options: Options, device: str) -> None:
+        self.options, self.device = options, device
+        self.model = self.build()
+        # Every rank has drawn adapters of its own; rank 0's are to be everybody's.
+        full_state: dict[str, Any] = {}
+        if options.lora and not options.memory_efficient_load and dist.get_rank() == 0:
+            full_state = self.model.state_dict()
+        self.cpu_offload = CPUOffloadPolicy(device == "cuda") if options.offload else None
+        self.parallelise()
+        self.load(full_state)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-5)
+
+    def build(self) -> torch.nn.Module:
+        options, kind = self.options, CLASSES[self.options.task]
+        value_head = {"num_labels": 1, "classifier_dropout": 0.0}
+        changes = value_head if options.task == "value-head" else {}
+        config = AutoConfig.from_pretrained(options.directory, **changes)
+        if options.memory_efficient_load:
+            with modicum.torch.empty_parameters():  # modicum
+                return self.with_adapters(kind.from_config(config, dtype=options.dtype))
+        if options.init_from_scratch:
+            return self.with_adapters(kind.from_config(config, dtype=options.dtype))
+        model = kind.from_pretrained(options.directory, config=config, dtype=options.dtype)
+        return self.with_adapters(model)
+
+    def with_adapters(self, model: torch.nn.Module) -> torch.nn.Module:
+        if not self.options.lora:
+            return model
+        adapters = LoraConfig(r=8, target_modules="all-linear")
+        return get_peft_model(model, adapters, autocast_adapter_dtype=False)
+
+    def parallelise(self) -> None:
+        how: dict[str, Any] = {"mesh": init_device_mesh(self.device, (dist.get_world_size(),))}
+        if self.cpu_offload is not None:
+            how["offload_policy"] = self.cpu_offload
+        wrapped = set(self.model._no_split_modules)
+        for module in [m for m in self.model.modules() if type(m).__name__ in wrapped]:
+            fully_shard(module, **how)
+        fully_shard(self.model, **how)
+
+    def load(self, full_state: dict[str, Any]) -> None:
+        options = self.options
+        if not options.memory_efficient_load:
+            if options.lora:
+                how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                set_model_state_dict(self.model, full_state, options=how)
+        elif options.init_from_scratch:
+            modicum.torch.load(self.model, None, budget=options.budget)  # modicum
+        else:
+            modicum.torch.fsdp2_load_full_state_dict(  # modicum
+                self.model,
+                options.directory,  # modicum: in the place of a state dict
+                self.cpu_offload,
+                strategy=options.strategy,  # modicum
+                budget=options.budget,  # modicum
+                **(NEW_HEAD if options.task == "value-head" else {}),  # modicum
+            )
+
+
+def train(engine: Engine, steps: int) -> None:
+    """What stands here for a policy's or a critic's loss is the mean square of its outputs."""
+    vocabulary = engine.model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    engine.model.train()
+    for step in range(steps):
+        tokens = torch.randint(vocabulary, (2, 32), generator=generator).to(engine.device)
+        loss = engine.model(input_ids=tokens).logits.float().square().mean()
+        loss.backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        mean = loss.detach()
+        dist.all_reduce(mean)
+        if dist.get_rank() == 0:
+            print(f"step {step}: loss {mean.item() / dist.get_world_size():.6f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("directory")
+    parser.add_argument("--task", default="causal-lm", choices=CLASSES)
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--init-from-scratch", action="store_true")
+    parser.add_argument("--memory-efficient-load", action="store_true")
+    parser.add_argument("--offload", action="store_true", help="parameters stay on the CPU")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--strategy", default="own-shard", help="who reads")
+    parser.add_argument("--budget", help="host memory per node, as in 8GiB")
+    parser.add_argument("--steps", type=int, default=3)
+    words = vars(parser.parse_args())
+    steps, dtype = words.pop("steps"), getattr(torch, words.pop("dtype"))
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group()
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    torch.manual_seed(0)
+    train(Engine(Options(dtype=dtype, **words), device), steps)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,468 @@
+"""Scripts of accelerate and of transformers' Trainer load through Modicum, by one line round them:
+
+    import modicum.torch.accelerate
+
+    with modicum.torch.accelerate.loading(budget="200GiB"):
+        main()  # from_pretrained, an optimizer, Accelerator.prepare or Trainer.train
+
+What is different within it, and until it ends, also by an exception:
+
+- `from_pretrained` builds the model on every rank with its parameters on meta, in the dtypes that
+  it would have, and with its buffers real. It reads no tensor.
+- `Accelerator.prepare`, which Trainer calls, shards it as ever: accelerate's own code, so its
+  units, upcasts, meshes, offloading and checkpointing. Then `modicum.torch.load` fills the shards,
+  whether `cpu_ram_efficient_loading` is set or not, and optimizers are bound to them by FQN.
+
+Importing this module imports neither accelerate nor transformers.
+"""
+
+import functools
+import gc
+import hashlib
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modicum import _modicum
+from modicum._report import Report
+from modicum._structure import Structure, structure_of
+from modicum._walk import require_check
+from modicum.errors import refusal
+from modicum.recipes import Rule
+from modicum.torch._accelerate import (
+    check_built_empty,
+    nothing_loaded,
+    probe,
+    replace,
+    require_fsdp2,
+    source_of,
+    with_real_adapters,
+)
+from modicum.torch._empty import empty_parameters
+from modicum.torch._load import load
+from modicum.torch._names import canonical
+from modicum.torch._rebinding import rebinding
+
+__all__ = ["Loading", "loading"]
+
+_CHUNK = 1 << 20  # elements
+
+
+@contextmanager
+def loading(
+    source: str | Path | None = None,
+    *,
+    budget: int | str | None = None,
+    ledger: _modicum.Ledger | None = None,
+    strategy: str = "own-shard",
+    missing: str | Collection[str] | Mapping[str, Rule] = "error",
+    unexpected: str | Collection[str] = "error",
+    check: str | None = None,
+    progress: bool = True,
+    seed: int = 0,
+    staging: int | str | None = None,
+) -> Iterator["Loading"]:
+    """Within it a script of accelerate or Trainer with FSDP2 takes each rank's own bytes only. The
+    values are those that accelerate would bring, bit for bit.
+
+    It has to last until `prepare` or `Trainer.train` is through. Every rank enters it alike, and
+    one thread uses it. Of contexts within each other, the innermost one builds. Environment
+    variables are neither needed nor changed.
+
+    Args:
+        source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
+            None (default): the files that each `from_pretrained` would read.
+        budget: host memory per node while loading, bytes or text ("200GiB"), the processes
+            themselves included; "none": no limit; None (default): the ledger's limit, or what the
+            cgroup and the node leave.
+        ledger: whose limit is the host memory of the node, and which shows every parameter until
+            its last tensor dies; None (default): a new one for each load.
+        strategy: own-shard (default), node-reader, replica-striped, rank0-broadcast or
+            full-per-rank; the same bits by all of them. Rank 0 prints the one in force.
+        missing: of names that the source lacks, beyond those that the model lists: "error"
+            (default), or what `modicum.torch.load` takes. `from_pretrained` would only warn.
+        unexpected: of stored names that the model has not: "error" (default), "ignore", or patterns
+            of names that may be dropped. `from_pretrained` would only warn.
+        check: None (default), or "values": compare every value with a second reading.
+        progress: whether rank 0 draws a bar on stderr; True by default.
+        seed: of what is initialised; 0 by default.
+        staging: host memory of each rank that bytes stream through, bytes or text; None (default):
+            8 MiB, less where the budget needs it.
+
+    Yields:
+        A `Loading`, whose `report` is there after `prepare`.
+
+    Raises:
+        UsageError: at once for an accelerate or transformers that lacks what is known of it (tested
+            with accelerate 1.15.0, transformers 5.23.0, peft 0.21.2). Later for whatever is not
+            FSDP2, and wherever values would get lost or empty parameters be used; docs/torch.md
+            has the list.
+        BudgetError, FormatError, IntegrityError, IoError, PeerError: from `prepare`, as from
+            `modicum.torch.load`.
+    """
+    require_check(check)
+    if not _active and (reason := probe()):
+        what = f"these accelerate and transformers are not known: {reason}"
+        raise refusal("UNSUPPORTED", what)
+    one = Loading(
+        None if source is None else Path(source),
+        dict(
+            budget=budget, ledger=ledger, strategy=strategy, missing=missing,
+            unexpected=unexpected, check=check, progress=progress, seed=seed, staging=staging,
+        ),
+    )  # fmt: skip
+    with ExitStack() as stack:
+        if not _active:
+            _replace_all(stack)
+        _active.append(one)
+        stack.callback(_active.remove, one)
+        yield one
+    _refuse_unfilled(one)
+
+
+@dataclass(eq=False)
+class Loading:
+    """What `loading` gives."""
+
+    _source: Path | None
+    _arguments: dict[str, Any]
+    reports: list[Report] = field(default_factory=list)
+    """One of each load, in their order."""
+
+    @property
+    def report(self) -> Report | None:
+        """Of the last load; None before the first."""
+        return self.reports[-1] if self.reports else None
+
+
+@dataclass
+class _Built:
+    """What is known of a model that `from_pretrained` has built without values."""
+
+    loading: Loading
+    source: Path
+    parameters: dict[str, tuple[torch.dtype, int]]
+    """By name: the dtype that `from_pretrained` would have loaded, and the tensor's version."""
+    filled: bool = False
+
+
+_active: list[Loading] = []
+_built: weakref.WeakKeyDictionary[nn.Module, _Built] = weakref.WeakKeyDictionary()
+
+
+def _roots(model: nn.Module) -> list[nn.Module]:
+    """The outermost models in it that were built without values."""
+    if model in _built:
+        return [model]
+    return [root for child in model.children() for root in _roots(child)]
+
+
+def _refuse_unfilled(one: Loading) -> None:
+    if any(of.loading is one and not of.filled for of in _built.values()):
+        gc.collect()  # a model that nobody has any more is no reason to complain
+    for model, of in _built.items():
+        if of.loading is one and not of.filled:
+            what = "a model that was built within loading() has no values yet: Accelerator.prepare "
+            what += "or Trainer.train belongs within it too"
+            raise refusal("USAGE", what, got=type(model).__name__)
+
+
+# ---- what is replaced
+
+
+def _replace_all(stack: ExitStack) -> None:
+    import accelerate.accelerator as accelerator
+    from transformers import PreTrainedModel as Pretrained
+
+    contexts = vars(Pretrained)["get_init_context"].__func__
+    adapters = [with_real_adapters(stack)]
+
+    def get_init_context(cls: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        if not adapters[0]:
+            adapters[0] = with_real_adapters(stack)
+        _refuse_state_that_is_known()
+        # The generator goes on as from where transformers leaves it, which draws nothing.
+        empty = [torch.random.fork_rng(devices=[]), empty_parameters()]
+        return [*empty, *contexts(cls, *args, **kwargs)]
+
+    replace(stack, Pretrained, "get_init_context", classmethod(get_init_context))
+    replace(stack, Pretrained, "_load_pretrained_model", staticmethod(_note_built))
+    replace(stack, Pretrained, "_finalize_model_loading", staticmethod(_finalize))
+    cls = accelerator.Accelerator
+    replace(stack, cls, "prepare", _preparing(cls.prepare))
+    shard = _sharding(accelerator.fsdp2_prepare_model)
+    replace(stack, accelerator, "fsdp2_prepare_model", shard)
+    load_into = nn.Module._load_from_state_dict
+    replace(stack, nn.Module, "_load_from_state_dict", _loading_into(load_into))
+
+
+def _refuse_state_that_is_known() -> None:
+    """Before anything is built, if accelerate has been told already what it runs."""
+    from accelerate.state import AcceleratorState
+
+    if AcceleratorState._shared_state:
+        require_fsdp2(AcceleratorState())
+
+
+def _note_built(
+    model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
+) -> tuple[Any, None]:
+    """Instead of reading: ties, and where the values are."""
+    check_built_empty(model, state_dict, load_config, expected_keys)
+    one = _active[-1]
+    source = one._source or source_of(checkpoint_files)
+    model.tie_weights(recompute_mapping=False)
+    named = model.named_parameters(remove_duplicate=False)
+    _built[model] = _Built(one, source, {name: (p.dtype, p._version) for name, p in named})
+    for module in model.modules():
+        if module._parameters:
+            module.register_forward_pre_hook(_refuse_forward)
+    return nothing_loaded(), None
+
+
+def _finalize(model: Any, load_config: Any, loading_info: Any) -> Any:
+    """Nothing is missing yet, and what is on meta stays there."""
+    return loading_info
+
+
+def _loading_into(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def _load_from_state_dict(
+        self: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
+        if not local_metadata.get("assign_to_params_buffers", False) and _is_guarded(self):
+            for name, parameter in self._parameters.items():
+                value = state_dict.get(prefix + name)
+                if parameter is not None and parameter.is_meta and value is not None:
+                    what = "load_state_dict into a model that has no values yet would be lost: "
+                    what += "call it after prepare"
+                    raise refusal("USAGE", what, tensor=prefix + name)
+        original(self, state_dict, prefix, local_metadata, *rest)
+
+    return _load_from_state_dict
+
+
+# ---- until there are values
+
+
+def _refuse_forward(module: nn.Module, args: Any) -> None:
+    """A hook: what is computed of nothing is nothing, and nobody would say so."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta:
+            what = "a forward of a model that was built within loading() and never came to prepare"
+            raise refusal("USAGE", what, tensor=name, got=type(module).__name__)
+
+
+def _is_guarded(module: nn.Module) -> bool:
+    return _refuse_forward in module._forward_pre_hooks.values()
+
+
+def _unguard(model: nn.Module) -> None:
+    for module in model.modules():  # those of copies too, whose hooks have no handle
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _refuse_forward:
+                del module._forward_pre_hooks[key]
+
+
+# ---- prepare
+
+
+def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        models = [one for one in args if isinstance(one, nn.Module)]
+        empty = [model for model in models if not _is_filled(model)]
+        if not empty:
+            return original(accelerator, *args, **kwargs)
+        require_fsdp2(accelerator.state)
+        optimizers = [
+            getattr(one, "optimizer", one) for one in args if isinstance(one, torch.optim.Optimizer)
+        ]
+        with rebinding(empty[0], optimizers), _kept(optimizers):
+            return original(accelerator, *args, **kwargs)
+
+    return prepare
+
+
+def _is_filled(model: nn.Module) -> bool:
+    roots = _roots(model)
+    if not roots:
+        what = "from_pretrained has not built this model within loading(): prepare it outside"
+        raise refusal("USAGE", what, got=type(model).__name__)
+    return all(_built[root].filled for root in roots)
+
+
+@contextmanager
+def _kept(optimizers: Sequence[Any]) -> Iterator[None]:
+    """accelerate tells parameters by their addresses, which on meta are all 0. What it has put into
+    the groups goes, and what was in them comes back, for names to tell."""
+    lists = [[group["params"] for group in one.param_groups] for one in optimizers]
+    parameters = [[list(each) for each in of] for of in lists]
+    try:
+        yield
+    finally:
+        for one, of, before in zip(optimizers, lists, parameters, strict=True):
+            for group, each, were in zip(one.param_groups, of, before, strict=True):
+                each[:] = were
+                group["params"] = each
+
+
+def _sharding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> Any:
+        roots = _roots(model)
+        if not roots or all(_built[root].filled for root in roots):
+            return original(accelerator, model)
+        if len(roots) > 1:
+            names = " and ".join(type(root).__name__ for root in roots[:2])
+            what = "a model of several that from_pretrained has built: only one can be loaded"
+            raise refusal("UNSUPPORTED", what, got=names)
+        return _shard_and_load(accelerator, model, roots[0], original)
+
+    return fsdp2_prepare_model
+
+
+def _shard_and_load(accelerator: Any, model: nn.Module, root: nn.Module, shard: Any) -> Any:
+    built = _built[root]
+    structure = structure_of(model)
+    keys = _keys(structure, model, root)
+    _refuse_changed(structure, built, keys)
+    passed = _dtypes_passed(structure, built, keys)
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.cpu_ram_efficient_loading:
+        _take_from_rank_0(model, accelerator.device)
+    ignored, pattern = plugin.ignored_modules, None
+    if isinstance(ignored, str):
+        pattern = re.compile(ignored)
+        ignored = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    with ExitStack() as stack:
+        # It is on meta already, its buffers must not go there, and there is nothing to send.
+        replace(stack, plugin, "cpu_ram_efficient_loading", False)
+        replace(stack, plugin, "ignored_modules", ignored)
+        model = shard(accelerator, model)
+    narrow = _narrowings(model, passed, built.source)
+    before = _values(model)
+    built.loading.reports.append(load(model, built.source, **built.loading._arguments))
+    _refuse_overwritten(before, _values(model))
+    for parameter, dtypes in narrow:
+        _round(parameter, dtypes)
+    for module in ignored if pattern else ():
+        module.to(accelerator.device)  # as accelerate does it, where it finds them by name
+    for module in model.modules():
+        if module in _built:
+            _built[module].filled = True
+    _unguard(model)
+    return model
+
+
+def _keys(structure: Structure, model: nn.Module, root: nn.Module) -> dict[str, str]:
+    """By name in the model: the name that a parameter had when `root` was built."""
+    path = next(canonical(path) for path, module in model.named_modules() if module is root)
+    prefix = f"{path}." if path else ""
+    keys = {}
+    for name, member in structure.members.items():
+        key = member.key if member.root is root else name.removeprefix(prefix)
+        keys[name] = key
+    return keys | {copy: keys[original] for copy, original in structure.copies.items()}
+
+
+def _refuse_changed(structure: Structure, built: _Built, keys: Mapping[str, str]) -> None:
+    """What a script has done with values that were not there."""
+    for name, member in structure.members.items():
+        if not isinstance(member.tensor, nn.Parameter) or not member.tensor.is_meta:
+            continue
+        if member.adapter is not None and name not in structure.copies:
+            what = "an adapter that is made of its base's values, or by a PEFT that was imported "
+            what += "after from_pretrained: import peft before"
+            raise refusal("UNSUPPORTED", what, tensor=name)
+        _, version = built.parameters.get(keys[name], (None, None))
+        if name not in structure.copies and version not in (None, member.tensor._version):
+            what = "a parameter was written to while it had no values: do it after prepare"
+            raise refusal("USAGE", what, tensor=name)
+
+
+def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
+    """What the script has made itself, as accelerate has it with `cpu_ram_efficient_loading`."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            value = parameter.detach().to(device).contiguous()
+            torch.distributed.broadcast(value, 0)
+            parameter.data.copy_(value)
+
+
+def _values(model: nn.Module) -> dict[str, bytes]:
+    """A digest of each parameter that has values."""
+    return {
+        name: hashlib.blake2b(_bytes(parameter), digest_size=16).digest()
+        for name, parameter in model.named_parameters()
+        if not parameter.is_meta
+    }
+
+
+def _bytes(parameter: nn.Parameter) -> Any:
+    local = _local(parameter).cpu().contiguous()
+    return local.reshape(-1).view(torch.uint8).numpy()
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    return getattr(parameter, "_local_tensor", parameter).detach()
+
+
+def _refuse_overwritten(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
+    for name, value in before.items():
+        if after[name] != value:
+            what = "a parameter that the script has made itself is in the source too, and has that "
+            what += "value now: make it after prepare"
+            raise refusal("USAGE", what, tensor=canonical(name))
+
+
+# ---- dtypes
+
+
+def _dtypes_passed(
+    structure: Structure, built: _Built, keys: Mapping[str, str]
+) -> dict[str, list[torch.dtype]]:
+    """By name: the dtypes that accelerate's values would have had on their way, in order."""
+    passed = {}
+    for name, member in structure.members.items():
+        now = member.tensor.dtype
+        if member.tensor.is_meta and now.is_floating_point:
+            passed[name] = [built.parameters.get(keys[name], (now, 0))[0], now]
+    return passed
+
+
+def _narrowings(
+    model: nn.Module, passed: Mapping[str, list[torch.dtype]], source: Path
+) -> list[tuple[nn.Parameter, list[torch.dtype]]]:
+    """Parameters that are stored in a wider dtype than one of those on the way: a load would bring
+    bits that accelerate rounds off."""
+    stored = {dtype for dtype, _ in _modicum.open_checkpoint(source).stored.values()}
+    floats = {dtype for dtype in stored if "float" in dtype}
+
+    def narrows(dtype: torch.dtype) -> bool:
+        return dtype != torch.float32 and bool(floats - {str(dtype).removeprefix("torch.")})
+
+    found = []
+    for fqn, parameter in model.named_parameters():
+        name = canonical(fqn)
+        dtypes = [d for d in passed.get(name, ()) if d != parameter.dtype and narrows(d)]
+        if dtypes and parameter.dtype != torch.float32:
+            what = "values that are rounded twice, to other dtypes"
+            got = " then ".join(map(str, [*dtypes, parameter.dtype]))
+            raise refusal("UNSUPPORTED", what, tensor=name, got=got)
+        if dtypes:
+            found.append((parameter, dtypes))
+    return found
+
+
+def _round(parameter: nn.Parameter, dtypes: Sequence[torch.dtype]) -> None:
+    for dtype in dtypes:
+        for chunk in _local(parameter).reshape(-1).split(_CHUNK):
+            chunk.copy_(chunk.to(dtype))

@@ -1,0 +1,324 @@
+"""A distributed checkpoint's reader over Hugging Face files:
+
+    reader = modicum.torch.dcp.HuggingFaceReader("path/of/a/checkpoint", model)
+    state = model.state_dict()
+    torch.distributed.checkpoint.load(state, storage_reader=reader)
+    model.load_state_dict(state, assign=True)
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.futures import Future
+
+from modicum import _modicum
+from modicum._dtypes import _FLOATS, dtype_name
+from modicum._index_maps import Node
+from modicum.errors import refusal
+from modicum.recipes import Recipe, recipe_for
+from modicum.torch._fsdp import fsdp_params
+from modicum.torch._names import canonical
+from modicum.torch._placements import Sharding, sharding_of
+from modicum.torch._tensors import as_bytes
+
+__all__ = ["HuggingFaceReader"]
+
+Size = int | str
+Source = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What the checkpoint can bring."""
+
+    node: Node
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass
+class _Place:
+    """Memory of a state dict, and what belongs there."""
+
+    fqn: str
+    node: Node
+    tensor: torch.Tensor
+    sharding: Sharding | None  # None: all that the node makes
+
+
+class HuggingFaceReader(StorageReader):
+    """For `torch.distributed.checkpoint.load(state_dict, storage_reader=...)` (torch 2.13).
+
+    Each rank reads its own bytes of each tensor, through staging of a fixed size, with the
+    conversions of the model: experts that are stored one by one, renamed, joined or transposed
+    tensors, FP8 codes with their scales. torch's own HuggingFaceStorageReader takes what is stored
+    under the very name and shape only. No rank waits for another while it reads.
+
+    Tensors and DTensors are filled where they lie, on CPUs or devices, in row-major strides; values
+    are rounded to the dtype that they have there. What a rank holds is what DCP's plan says; where
+    a cut is strided (packed projections; FSDP2 after tensor parallelism along one dim), which a
+    plan can't say, it is what the DTensor says and, with `model`, FSDP2.
+
+    A tensor that the model would make by its own rules is in no file: DCP calls it missing, and
+    `DefaultLoadPlanner(allow_partial_load=True)` leaves it alone.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        model: nn.Module | None = None,
+        *,
+        recipe: Recipe | Source | None = None,
+        missing: Any = "error",
+        unexpected: Any = "error",
+        staging: Size | None = None,
+        ledger: _modicum.Ledger | None = None,
+    ) -> None:
+        """Opens headers and index; reads no tensor.
+
+        Args:
+            source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
+            model: whose state dict will be loaded, on meta or not, sharded already if it will be;
+                its conversions are those of the installed transformers. None: names and shapes as
+                stored.
+            recipe: instead, how each tensor is made: of `modicum.recipes`, or a recipe.json.
+            missing, unexpected: as of `modicum.torch.load`; with a model.
+            staging: host memory that bytes stream through, per rank; None: 8 MiB.
+            ledger: what is held while reading is charged to it; None: a new one.
+
+        Raises:
+            UsageError: model and checkpoint don't go together; FormatError, IoError.
+        """
+        if model is not None and recipe is not None:
+            raise refusal("USAGE", "a model or a recipe, not both")
+        self._model, self._given = model, recipe
+        self._names = {"missing": missing, "unexpected": unexpected}
+        self._staging, self._ledger = staging, ledger or _modicum.Ledger()
+        self._managed = {} if model is None else _managed_by_name(model)
+        self.reset(source)
+
+    # ---- what DCP calls
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Source) -> bool:
+        """Whether it is a path."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+    def reset(self, checkpoint_id: Source | None = None) -> None:
+        """Opens another checkpoint for the same model or recipe."""
+        if checkpoint_id is None:
+            return
+        self.checkpoint_id = checkpoint_id
+        self._checkpoint = _modicum.open_checkpoint(checkpoint_id)
+        self._targets = self._targets_of(self._recipe())
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """A chunk for each tensor: all of it."""
+        return Metadata({name: _described(target) for name, target in self._targets.items()})
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """There is nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Everything that the plan asks this rank for, in one pass over the files."""
+        places = list(self._strided(getattr(planner, "state_dict", {})))
+        strided = {place.fqn for place in places}
+        items = [item for item in plan.items if item.dest_index.fqn not in strided]
+        resolved = [(item, planner.resolve_tensor(item).detach()) for item in items]
+        places += self._boxes(resolved)
+        if places:
+            self._fill(places)
+        for item, tensor in resolved:
+            planner.commit_tensor(item, tensor)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    # ---- what there is
+
+    def _recipe(self) -> Recipe:
+        stored = self._checkpoint.stored
+        if isinstance(self._given, Recipe):
+            return self._given
+        if self._given is not None:
+            document = json.loads(Path(self._given).read_text())
+            return Recipe(document["targets"], document.get("unused", []))
+        if self._model is not None:
+            return recipe_for(self._model, stored, **self._names)
+        return Recipe({name: {"op": "stored", "name": name} for name in stored})
+
+    def _targets_of(self, recipe: Recipe) -> dict[str, _Target]:
+        """By every name that a state dict may have for it."""
+        nodes, targets = recipe.targets, {}
+        for made in _modicum.make_recipe(self._checkpoint, recipe.text()).targets:
+            node = nodes[made["alias_of"] or made["name"]]
+            targets[made["name"]] = _Target(node, made["dtype"], tuple(made["shape"]))
+        wrapped = [] if self._model is None else self._model.state_dict(keep_vars=True)
+        return targets | {n: targets[canonical(n)] for n in wrapped if canonical(n) in targets}
+
+    # ---- what is asked for
+
+    def _boxes(self, resolved: list[tuple[ReadItem, torch.Tensor]]) -> Iterator[_Place]:
+        """What the plan says."""
+        seen = set()  # tied names have one memory
+        for item, tensor in resolved:
+            target = self._targets[item.storage_index.fqn]
+            _check_place(item.dest_index.fqn, target, tensor)
+            memory = tensor.data_ptr(), tensor.shape, tensor.dtype
+            if tensor.numel() > 0 and memory not in seen:
+                seen.add(memory)
+                node = _boxed(_as(target.node, dtype_name(tensor.dtype)), target.shape, item)
+                yield _Place(item.dest_index.fqn, node, tensor, None)
+
+    def _strided(self, state: Mapping[str, Any]) -> Iterator[_Place]:
+        """DTensors that may hold several boxes of the whole: of such a plan has one, another, or
+        none."""
+        for fqn, held in state.items():
+            if fqn not in self._targets or not isinstance(held, DTensor):
+                continue
+            parts = zip(held.placements, held.device_mesh.shape, strict=True)
+            if not any(isinstance(placement, _StridedShard) and n > 1 for placement, n in parts):
+                continue
+            ranks = self._managed.get(canonical(fqn), ())
+            found = sharding_of(held, dist.get_world_size(), name=fqn, fsdp_ranks=ranks)
+            cuts = tuple(replace(cut, pads=False) for cut in found.cuts)
+            target, tensor = self._targets[fqn], held.to_local().detach()
+            _check_place(fqn, target, tensor)
+            node = _as(target.node, dtype_name(tensor.dtype))
+            yield _Place(fqn, node, tensor, replace(found, cuts=cuts))
+
+    # ---- doing it
+
+    def _fill(self, places: list[_Place]) -> None:
+        is_cut = any(place.sharding for place in places)
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if is_cut else (1, 0)
+        whole = Sharding((ranks,), ())
+        shardings = [place.sharding or whole for place in places]
+        different = list(dict.fromkeys(shardings))
+        nodes = {f"{place.fqn}#{t}": place.node for t, place in enumerate(places)}
+        unused = sorted(self._checkpoint.stored.keys() - set(_stored_in(list(nodes.values()))))
+        recipe = _modicum.make_recipe(self._checkpoint, Recipe(nodes, unused).text())
+        layout = _modicum.make_layout(
+            recipe,
+            shardings=[
+                (s.mesh, [(c.axes, c.dim, c.packed, c.pads) for c in s.cuts]) for s in different
+            ],
+            sharding_of=[different.index(s) for s in shardings],
+        )
+        on_host = [place.tensor.device.type == "cpu" for place in places]
+        plan = _modicum.make_plan(
+            recipe,
+            layout,
+            strategy="own-shard",
+            destinations=["given" if host else "copy" for host in on_host],
+            staging=self._staging,
+        )
+        for place, buffer in zip(places, plan.buffers(rank), strict=True):
+            shape = torch.Size(buffer["shape"])
+            if place.tensor.shape != shape and (place.tensor.numel() or shape.numel()):
+                what, got = "torch cuts this tensor in another way", list(place.tensor.shape)
+                raise refusal("UNSUPPORTED", what, tensor=place.fqn, got=str(got))
+        lines = [as_bytes(place.tensor) for place in places]
+        _modicum.load(
+            plan,
+            rank,
+            _modicum.Board(),
+            self._ledger,
+            given={t: line for t, line in enumerate(lines) if on_host[t] and line.numel() > 0},
+            copy=_copy_into(lines, [place.tensor.itemsize for place in places]),
+            threads=_threads(),
+        )
+
+
+def _described(target: _Target) -> TensorStorageMetadata:
+    size = torch.Size(target.shape)
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    dtype = getattr(torch, target.dtype)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
+
+
+def _managed_by_name(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The ranks among which FSDP2 cuts each parameter."""
+    managed = fsdp_params(model)
+    named = model.named_parameters(remove_duplicate=False)
+    return {canonical(name): managed[p].ranks for name, p in named if p in managed}
+
+
+def _check_place(fqn: str, target: _Target, tensor: torch.Tensor) -> None:
+    dtype = dtype_name(tensor.dtype)
+    if dtype != target.dtype and not _FLOATS.issuperset((dtype, target.dtype)):
+        raise refusal("MISMATCH", "a dtype", tensor=fqn, expected=target.dtype, got=dtype)
+    if not tensor.is_contiguous():
+        raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=fqn)
+
+
+def _as(node: Node, dtype: str) -> Node:
+    """Loaded as that dtype, where there is a choice."""
+    if node["op"] != "init":
+        node = {key: value for key, value in node.items() if key != "dtype"}
+    return node | ({"dtype": dtype} if dtype in _FLOATS else {})
+
+
+def _boxed(node: Node, shape: tuple[int, ...], item: ReadItem) -> Node:
+    """A part of what the node makes; the dtype stands at the root."""
+    dtype = {} if node["op"] == "init" else {k: v for k, v in node.items() if k == "dtype"}
+    inner = {k: v for k, v in node.items() if k not in dtype}
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        if length != shape[dim]:
+            cut = {"op": "slice", "dim": dim, "start": start, "stop": start + length}
+            inner = cut | {"in": [inner]}
+    return inner | dtype
+
+
+def _stored_in(nodes: list[Node]) -> Iterator[str]:
+    for node in nodes:
+        if node["op"] == "stored":
+            yield node["name"]
+        yield from _stored_in(node.get("in", []))
+
+
+def _copy_into(
+    lines: list[torch.Tensor], itemsizes: list[int]
+) -> Callable[[int, int, memoryview], None]:
+    """Elements out of the staging, for what lies on a device."""
+
+    def copy(target: int, at: int, elements: memoryview) -> None:
+        begin = at * itemsizes[target]
+        staged = torch.frombuffer(elements, dtype=torch.uint8)
+        lines[target][begin : begin + len(elements)].copy_(staged)
+
+    return copy
+
+
+def _threads() -> int:
+    """Of the node's CPUs, this rank's share."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # as launchers say it
+    return max(1, _modicum.granted_cpus() // here)

@@ -1,0 +1,326 @@
+"""What a rank does for the tests of engines: acts for the table of `torch_rank.py`."""
+
+import gc
+import importlib.util
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import modicum.torch.dcp
+from modicum.torch import _dealing, empty_parameters, fsdp2_load_full_state_dict
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+class Experts(nn.Module):
+    """What has three dims, and what is cut along the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 5, 4))
+        self.wide = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self) -> torch.Tensor:
+        return self.up.sum(1).sum(0) + self.wide.sum(1)
+
+
+class Toy(nn.Module):
+    """Rows that four ranks can't share evenly, fewer rows than ranks, a tie, a frozen layer, and
+    every kind of buffer."""
+
+    def __init__(self, tied: bool = True, buffers: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.experts = Experts()
+        self.head = nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.blocks[0].bias.requires_grad_(False)
+        if buffers:
+            self.register_buffer("seen", torch.tensor(41))
+            self.register_buffer("mask", torch.tensor([True, False, True]))
+            self.register_buffer("scale", torch.rand(5))
+            self.register_buffer("nothing", torch.zeros(3, 0))
+        self.register_buffer("inverse", torch.arange(1, 4) / 4, persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        x = x + self.experts() * self.inverse.sum()
+        return self.head(x).float().logsumexp(-1).mean()
+
+
+def _cut(model: Any, offload: bool = False) -> Any:
+    how: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+    if offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    for block in model.blocks:
+        fully_shard(block, **how)
+    sideways = model.experts.wide
+    by = {"shard_placement_fn": lambda p: Shard(1) if p is sideways else Shard(0)}
+    return fully_shard(model, **how, **by)
+
+
+def _whole(dtype: torch.dtype, **kind: bool) -> Toy:
+    torch.manual_seed(7)
+    model = Toy(**kind)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _built(how: str, dtype: torch.dtype, **kind: bool) -> Any:
+    """As engines build a model, before it is cut."""
+    if how == "alike":
+        with empty_parameters():
+            return _whole(dtype, **kind)
+    if dist.get_rank() == 0 or how == "with values":
+        return _whole(dtype, **kind)
+    if how == "others without parameters":
+        from accelerate import init_empty_weights
+
+        with init_empty_weights(include_buffers=False):
+            model = _whole(dtype, **kind)
+        model.inverse = torch.full((3,), torch.nan)
+    else:
+        with torch.device("meta"):
+            model = _whole(dtype, **kind)
+    if kind.get("tied", True):  # accelerate's context and .to(dtype) on meta untie
+        model.head.weight = model.embed.weight
+    return model
+
+
+def _garbage(model: Any) -> None:
+    """What `to_empty` leaves: memory that nobody has written."""
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            local = getattr(tensor, "_local_tensor", tensor)
+            local.fill_(torch.nan if local.is_floating_point() else 1)
+
+
+def _step(model: Any, optimizer: Any) -> str:
+    loss = model((torch.arange(6).reshape(2, 3) + dist.get_rank()) % 7)
+    loss.backward()
+    optimizer.step()
+    return loss.item().hex()
+
+
+def _everything(model: Any) -> dict[str, str]:
+    """What this rank holds, also in buffers that no state dict has; and which names are one."""
+    from torch_rank import told
+
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    first: dict[int, str] = {}
+    return {
+        name: f"{told(t.to_local() if isinstance(t, DTensor) else t)} "
+        f"{first.setdefault(id(t), name)} {t.requires_grad}"
+        for name, t in tensors.items()
+    }
+
+
+def state_dict_loaded(
+    form: str = "engine",
+    built: str = "alike",
+    dtype: str = "float32",
+    stored: str | None = None,
+    by: str = "modicum",
+    piece: int = 48,
+    offload: bool = False,
+    omit: tuple[str, ...] = (),
+    path: str | None = None,
+    options: dict[str, Any] | None = None,
+    **kind: bool,
+) -> dict[str, Any]:
+    """A state dict of rank 0's in every rank's shards.
+
+    Args:
+        form: "accelerate", "engine" (verl's) or "areal".
+        built: how, before it is cut.
+        stored: the dict's floating-point dtype, if another.
+        by: "modicum"; "torch": sharded with its values; "upstream": what modicum stands in for.
+        piece: bytes.
+        omit: names that the dict lacks.
+        path: a file, which rank 0 writes, in the place of the dict.
+        options: more words to the function.
+    """
+    as_dtype = getattr(torch, dtype)
+    full = _whole(getattr(torch, stored or dtype), **kind)
+    state: Any = {n: t for n, t in full.state_dict().items() if n not in omit}
+    if by == "torch":
+        for parameter in full.parameters():
+            parameter.data = parameter.data.to(as_dtype)
+        return _after(_cut(full, offload))
+    model = _cut(_built(built, as_dtype, **kind), offload)
+    if built == "others from to_empty" and dist.get_rank() != 0:
+        _garbage(model)
+    if path is not None:
+        if dist.get_rank() == 0:
+            save_file({n: t for n, t in state.items() if n != "head.weight"}, path)
+        dist.barrier()
+        state = path
+    elif dist.get_rank() != 0:
+        state = {"engine": {}, "areal": None}.get(form, {n: t.to("meta") for n, t in state.items()})
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    if by == "upstream":
+        _upstream(form, model, state)
+        optimizer = None  # has what was there before
+    else:
+        _dealing.PIECE_BYTES = piece
+        before = list(model.parameters())
+        assert _drop_in(form, model, state, offload, **options or {}) is model
+        assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    if form == "accelerate":  # puts these back itself
+        model.register_buffer("inverse", full.inverse, persistent=False)
+    return _after(model, optimizer)
+
+
+def _after(model: Any, optimizer: Any = None) -> dict[str, Any]:
+    held = _everything(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    loss = _step(model, optimizer or torch.optim.SGD(trained, lr=0.1))
+    return {"held": held, "loss": loss, "after": _everything(model)}
+
+
+def _drop_in(form: str, model: Any, state: Any, offload: bool, **options: Any) -> Any:
+    if form == "accelerate":
+        accelerator = SimpleNamespace(is_main_process=dist.get_rank() == 0)
+        return fsdp2_load_full_state_dict(accelerator, model, state, offload, **options)
+    policy = CPUOffloadPolicy(pin_memory=False) if offload else None
+    if form == "areal":
+        how = {"tie_word_embeddings": True, **options}
+        return fsdp2_load_full_state_dict(model, state, policy, **how)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return fsdp2_load_full_state_dict(model, state, mesh, policy, **options)
+
+
+def _upstream(form: str, model: Any, state: Any) -> None:
+    """The functions that ours stands in for."""
+    if form == "accelerate":
+        from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict as of_accelerate
+
+        of_accelerate(SimpleNamespace(is_main_process=dist.get_rank() == 0), model, state)
+        return
+    if dist.get_rank() != 0:
+        model.to_empty(device="cpu")
+    how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=how)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+def drop_in_refused(case: str) -> str:
+    """The message of a call that must fail on every rank."""
+    model = _cut(_built("alike", torch.float32))
+    state: Any = _whole(torch.float32).state_dict()
+    if case == "missing":
+        del state["experts.up"]
+    elif case == "unknown":
+        state["head.bias"] = torch.zeros(7)
+    elif case == "shape":
+        state["experts.up"] = state["experts.up"][:2]
+    elif case == "meta":
+        state["experts.up"] = state["experts.up"].to("meta")
+    elif case == "kind":
+        state["seen"] = torch.tensor(1.0)
+    elif case == "tie":
+        state["head.weight"] = state["head.weight"] + 1
+    elif case == "path on one rank" and dist.get_rank() == 1:
+        state = "/nowhere"
+    elif case == "type":
+        state = [1]
+    elif case == "other model" and dist.get_rank() == 2:
+        model = _cut(_built("alike", torch.float32, buffers=False))
+    try:
+        fsdp2_load_full_state_dict(model, state)
+    except modicum.Error as error:
+        assert all(p.is_meta for p in model.parameters()), "half a model"
+        return str(error)
+    return "none"
+
+
+# ---- the engine of the examples
+
+
+def _example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def engine(directory: str, dtype: str = "bfloat16", **options: Any) -> dict[str, Any]:
+    """What the example's engine holds on this rank, and what it has read and held meanwhile."""
+    from torch_rank import held_bytes, local_state, read_bytes, whole_state
+
+    module = _example("engine_memory_efficient_load")
+    torch.manual_seed(0)
+    how = module.Options(directory=directory, dtype=getattr(torch, dtype), **options)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
+    before, read = held_bytes("RssAnon", "RssShmem"), read_bytes()
+    made = module.Engine(how, "cpu")
+    read = read_bytes() - read
+    now, fallen = held_bytes("RssAnon", "RssShmem"), held_bytes("VmHWM") - held_bytes("VmRSS")
+    parameters = list(made.model.parameters())
+    bound = {id(p) for group in made.optimizer.param_groups for p in group["params"]}
+    assert bound == {id(p) for p in parameters if p.requires_grad}
+    return {
+        "state": local_state(made.model),
+        "whole": whole_state(made.model),
+        "buffers": {n: b.tolist() for n, b in made.model.named_buffers()},
+        "read_bytes": read,
+        "grown_bytes": now + fallen - before,
+        "local_bytes": sum(p.to_local().nbytes for p in parameters),
+    }
+
+
+def dcp_loaded(directory: str, mesh: list[int]) -> dict[str, Any]:
+    """A state dict on meta, read by torch.distributed.checkpoint through our reader."""
+    from torch_rank import built, local_state, read_bytes
+
+    model = built(directory, None, mesh)
+    read, state = read_bytes(), model.state_dict()
+    reader = modicum.torch.dcp.HuggingFaceReader(directory, model)
+    dcp.load(state, storage_reader=reader)
+    model.load_state_dict(state, assign=True)
+    return {
+        "state": local_state(model),
+        "read_bytes": read_bytes() - read,
+        "local_bytes": sum(p.to_local().nbytes for p in model.parameters()),
+    }
+
+
+def strategy(**options: Any) -> dict[str, Any]:
+    """A run of the example's, with launchers' words of the rank."""
+    words = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank()}
+    words |= {"WORLD_SIZE": dist.get_world_size(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ.update({name: str(word) for name, word in words.items()})
+    sys.path.insert(0, str(EXAMPLES))  # as of a script there
+    how = {"dtype": "float32", "budget": None, "steps": 2, "memory_efficient_init": False}
+    return _example("strategies").run(Namespace(**how | options), "cpu")
+
+
+ACTS = {
+    "strategy": strategy,
+    "dcp_loaded": dcp_loaded,
+    "state_dict_loaded": state_dict_loaded,
+    "drop_in_refused": drop_in_refused,
+    "engine": engine,
+}

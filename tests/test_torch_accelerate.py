@@ -1,0 +1,133 @@
+"""Scripts of accelerate with `modicum.torch.accelerate.loading` around them, beside the same
+scripts without: the same units, values, optimizers, losses and trained parameters on four ranks,
+bit for bit.
+
+House test against an outside oracle, the real `Accelerator` over FSDP2. It catches these mutations:
+a model that is sharded in other units; values that are not rounded where accelerate rounds them; an
+optimizer that is bound by address; adapters that lose their values; buffers that go to meta.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
+
+BF16 = {"mixed_precision": "bf16"}
+SENT = {"cpu_ram_efficient_loading": True}
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks(4, tmp_path_factory.mktemp("accelerate") / "ranks") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny ones, as the hub has them: sizes that four ranks can't share evenly, eleven experts."""
+    folder = tmp_path_factory.mktemp("models")
+    tied = {"family": "qwen3", "config": {"tie_word_embeddings": True}}
+    wanted: dict[str, dict[str, Any]] = {
+        "qwen3": tied | {"dtype": "bfloat16"},
+        "qwen3-fp32": tied,
+        "llama": {"family": "llama", "dtype": "bfloat16"},
+        "qwen3_moe": {"family": "qwen3_moe", "config": {"num_experts": 11}},
+        "deepseek_v3": {"family": "deepseek_v3"},
+        "gpt2": {"family": "gpt2"},
+        "llava": {"family": "llava"},
+    }
+    for name, facts in wanted.items():
+        four.ask("write", directory=str(folder / name), **facts)
+    return {name: folder / name for name in wanted}
+
+
+def assert_same(four: Ranks, theirs: dict[str, Any], ours: dict[str, Any]) -> list[dict[str, Any]]:
+    expected = four.ask("accelerated", by="accelerate", **theirs)
+    got = four.ask("accelerated", by="modicum", **ours)
+    for rank, (mine, oracle) in enumerate(zip(got, expected, strict=True)):
+        for what in ("units", "bound", "before", "numbers", "after"):
+            assert mine[what] == oracle[what], f"rank {rank}: other {what}"
+    (first, *_) = expected
+    assert any(first["after"][name] != told for name, told in first["before"].items())
+    return got
+
+
+@pytest.mark.parametrize(
+    ("model", "how"),
+    [
+        pytest.param("qwen3", BF16 | SENT, id="dense, tied"),
+        pytest.param("qwen3", BF16, id="every rank loads"),
+        pytest.param("llama", SENT, id="no mixed precision"),
+        pytest.param("qwen3-fp32", BF16 | SENT, id="rounded and upcast"),
+        pytest.param("qwen3-fp32", BF16 | {"dtype": "float32"}, id="float32"),
+        pytest.param("qwen3", BF16 | SENT | {"grouped": True}, id="three groups, frozen, tied"),
+        pytest.param(
+            "qwen3_moe",
+            BF16 | SENT | {"grouped": True, "order": "scheduler optimizer model"},
+            id="experts, another order",
+        ),
+        pytest.param("llama", BF16 | SENT | {"replicas": 2}, id="replicas"),
+        pytest.param("llama", BF16 | SENT | {"offload": True}, id="offloaded"),
+        pytest.param("qwen3", BF16 | SENT | {"checkpointing": True}, id="checkpointing"),
+        pytest.param("llama", BF16 | {"auto_wrap_policy": "no_wrap"}, id="one unit"),
+        pytest.param(
+            "llama", {"ignored_modules": r"model\.layers\.0\.mlp"}, id="ignored by name"
+        ),
+        pytest.param("gpt2", {"dtype": None} | SENT, id="another family"),
+        pytest.param(
+            "llava",
+            BF16
+            | SENT
+            | {"cls": "AutoModelForImageTextToText", "dtype": None}
+            | {"transformer_cls_names_to_wrap": ["LlamaDecoderLayer", "CLIPEncoderLayer"]},
+            id="vision and language",
+        ),
+    ],
+)
+def test_trains_as_accelerate_does(
+    four: Ranks, models: dict[str, Path], model: str, how: dict[str, Any]
+) -> None:
+    how = {"directory": str(models[model])} | how
+    got = assert_same(four, how, how)
+    assert [len(of["report"]["ranks"]) for of in got] == [4] * 4
+
+
+def test_persistent_buffers_are_loaded(four: Ranks, models: dict[str, Path]) -> None:
+    """Which accelerate itself can't send: here it loads on every rank."""
+    how = {"directory": str(models["deepseek_v3"]), "dtype": None} | BF16
+    assert_same(four, how, how | SENT)
+
+
+@pytest.mark.parametrize(
+    ("how", "adapters"),
+    [
+        pytest.param(SENT, {}, id="rank 0's"),
+        pytest.param({}, {"seed": 5}, id="each rank's"),
+        pytest.param(SENT, {"modules_to_save": ["lm_head"]}, id="and a head"),
+    ],
+)
+def test_adapters_keep_their_values(
+    four: Ranks, models: dict[str, Path], how: dict[str, Any], adapters: dict[str, Any]
+) -> None:
+    """Those that PEFT draws when it wraps the model, each rank its own."""
+    how = {"directory": str(models["llama"]), "adapters": adapters} | BF16 | how
+    got = assert_same(four, how, how)
+    trained = [name for name, told in got[0]["before"].items() if " True " in told]
+    assert all("lora_" in name or "modules_to_save" in name for name in trained) and trained
+
+
+@pytest.mark.parametrize("strategy", ["node-reader", "rank0-broadcast"])
+def test_strategies_bring_the_same(
+    four: Ranks, models: dict[str, Path], strategy: str
+) -> None:
+    how = {"directory": str(models["qwen3"])} | BF16 | SENT
+    got = assert_same(four, how, how | {"options": {"strategy": strategy, "check": "values"}})
+    assert got[0]["report"]["strategy"] == strategy

@@ -1,0 +1,139 @@
+"""The example, an unchanged script of accelerate or Trainer, in a memory cgroup: as it is it is
+killed there, with Modicum's one line it passes, and trains to the same bits.
+
+House test. It catches these mutations: weights that come to every rank whole, be it for a moment;
+upcasts of a whole model; pages of the files that stay.
+"""
+
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cage import cage, drop_page_cache, why_no_cage
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from families import FAMILIES as FAMILIES_OF_TESTS  # noqa: E402  (after torch is known)
+from families import Family  # noqa: E402
+from ranks import PATIENCE_S, importable, ranks  # noqa: E402
+
+MIB = 1 << 20
+WORLD = 4
+EXAMPLE = "examples/accelerate_fsdp2.py"
+SIZES = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+FAMILIES = (
+    Family("dense", "Qwen3ForCausalLM", "qwen3", SIZES | {"num_hidden_layers": 16}, "bfloat16"),
+    Family(
+        "experts", "Qwen3MoeForCausalLM", "qwen3_moe",
+        SIZES | EXPERTS | {"num_hidden_layers": 8}, "bfloat16",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run in a cage."""
+
+    stdout: str
+    peak_bytes: int
+    kills: int
+    passed: bool
+
+    @property
+    def numbers(self) -> list[str]:
+        """Losses and norms as Python prints them: in all bits."""
+        return re.findall(r"step \d+: .*", self.stdout)
+
+    @property
+    def promised(self) -> str:
+        """Of the load, by the report; the node's promise and what the kernel counted."""
+        (line,) = re.findall(r"node 0 +(\S+ \S+) +(\S+ \S+)", self.stdout)
+        return f"promised {line[0]}, counted {line[1]}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def can_cage() -> None:
+    if reason := why_no_cage():
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {one.name: one.write(one.build(), folder / one.name) for one in FAMILIES}
+
+
+def run(folder: Path, limit_bytes: int, *words: object, world: int = WORLD) -> Ran:
+    """The example, in processes that are in the cage from when they have imported most of what it
+    needs: what counts is the rest."""
+    with cage(limit_bytes) as inside, ranks(world, folder) as started:
+        procs = str(inside.directory / "cgroup.procs")
+        started.tell("accelerate_script", cage=procs, words=list(map(str, words)))
+        deadline = time.monotonic() + PATIENCE_S
+        # Who waits for one that was killed may wait for long.
+        while not inside.oom_kills() and not all(line.poll() for line in started.lines):
+            assert time.monotonic() < deadline, started.logs()
+            time.sleep(0.05)
+        passed = not inside.oom_kills()
+        if passed:
+            assert started.hear() == [None] * world, started.logs()
+        log = (folder / "rank-0.log").read_text()
+        return Ran(log, inside.peak_bytes(), inside.oom_kills(), passed)
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "share"),
+    [
+        pytest.param("dense", (), 0.8, id="Accelerator, dense"),
+        pytest.param("experts", (), 0.7, id="Accelerator, experts"),
+        pytest.param("dense", ("--trainer",), 0.8, id="Trainer, dense"),
+    ],
+)
+def test_passes_where_it_is_killed(
+    tmp_path: Path, models: dict[str, Path], model: str, words: tuple[str, ...], share: float
+) -> None:
+    """In `share` of what the script needs without the line."""
+    script = (models[model], "--steps", 2, *words)
+    roomy = run(tmp_path / "roomy", 16 << 30, *script)
+    assert roomy.passed and len(roomy.numbers) == 2
+    limit = int(roomy.peak_bytes * share)
+    drop_page_cache(models[model])
+    killed = run(tmp_path / "killed", limit, *script)
+    assert killed.kills > 0 and not killed.passed, "the cage holds it"
+    drop_page_cache(models[model])
+    ours = run(tmp_path / "ours", limit, *script, "--modicum")
+    assert ours.passed and ours.kills == 0
+    print(
+        f"{model}: node peak {roomy.peak_bytes / MIB:.0f} MiB as it is; with the line, in "
+        f"{limit / MIB:.0f} MiB: {ours.peak_bytes / MIB:.0f} MiB; the load {ours.promised}"
+    )
+    assert ours.numbers == roomy.numbers
+
+
+def test_the_example_by_torchrun(root: Path, tmp_path: Path, models: dict[str, Path]) -> None:
+    """As users start it, where nothing is prepared."""
+    (tiny,) = [one for one in FAMILIES_OF_TESTS if one.name == "qwen3"]
+    directory = tiny.write(tiny.build(), tmp_path / "tiny")
+    expected = run(tmp_path / "ranks", 16 << 30, directory, "--steps", 2, world=2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", EXAMPLE, str(directory), "--steps", "2", "--modicum"]
+    with importable():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"step \d+: .*", done.stdout) == expected.numbers
+    assert "modicum: own-shard, 2 ranks on 1 node" in done.stderr

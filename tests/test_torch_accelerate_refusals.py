@@ -1,0 +1,447 @@
+"""What `modicum.torch.accelerate.loading` changes and puts back, and what it refuses.
+
+House test. It catches these mutations: an attribute or a variable that stays changed; an accelerate
+that is taken for the known one; a path by which empty parameters come to a forward, or values get
+lost, without a word.
+"""
+
+import contextlib
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+peft = pytest.importorskip("peft")
+
+import accelerate_rank  # noqa: E402  (after torch is known to be there)
+from accelerate.utils import fsdp_utils  # noqa: E402
+from accelerate_rank import accelerator_of  # noqa: E402
+from families import FAMILIES  # noqa: E402
+from peft.tuners import tuners_utils  # noqa: E402
+from torch import nn  # noqa: E402
+from torch_front import (  # noqa: E402
+    BY_NAME,
+    alone,
+    assert_same,
+    buffer_bits,
+    checkpoint_of,
+    from_pretrained,
+    parameters_of,
+    ties_of,
+)
+
+from modicum.errors import BudgetError, UsageError  # noqa: E402
+from modicum.torch.accelerate import loading  # noqa: E402
+
+TOKENS = torch.arange(3, 14).reshape(1, 11)
+WHAT_CAN_CHANGE = (
+    transformers.PreTrainedModel,
+    accelerate.Accelerator,
+    sys.modules["accelerate.accelerator"],
+    fsdp_utils,
+    nn.Module,
+    tuners_utils.BaseTuner,
+    tuners_utils.BaseTunerLayer,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def written() -> None:
+    """Are there before a rank is played."""
+    for name in ("llama", "qwen2"):
+        from_pretrained(name)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """FSDP2 of accelerate, over one rank."""
+    with alone(), accelerate_rank.fsdp2_on_cpus():
+        yield
+
+
+def build(name: str = "llama", **arguments: Any) -> Any:
+    return BY_NAME[name].model_class.from_pretrained(checkpoint_of(name), **arguments)
+
+
+def prepare(model: Any, optimizer: Any = None, **how: Any) -> Any:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    return accelerator_of(**how).prepare(model, optimizer)
+
+
+def attributes() -> list[dict[str, Any]]:
+    return [dict(vars(owner)) for owner in WHAT_CAN_CHANGE] + [dict(os.environ)]
+
+
+def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:
+    """Names that are there on one side only, or mean something else."""
+    return {
+        name
+        for old, new in zip(before, after, strict=True)
+        for name in old.keys() | new.keys()
+        if old.get(name) is not new.get(name) and old.get(name) != new.get(name)
+    }
+
+
+# ---- what is changed
+
+
+CHANGED = {
+    "get_init_context",
+    "_load_pretrained_model",
+    "_finalize_model_loading",
+    "prepare",
+    "fsdp2_prepare_model",
+    "_load_from_state_dict",
+    "_get_base_layer_device_and_dtype",
+    "inject_adapter",
+}
+
+
+def test_everything_is_put_back() -> None:
+    before = attributes()
+    with loading():
+        assert differences(before, attributes()) == CHANGED
+        inside = attributes()
+        with loading(budget="1GiB"):
+            assert not differences(inside, attributes())
+        assert not differences(inside, attributes())
+        with pytest.raises(ZeroDivisionError), loading():
+            raise ZeroDivisionError
+        assert not differences(inside, attributes())
+    assert not differences(before, attributes())
+    with pytest.raises(ZeroDivisionError), loading():
+        raise ZeroDivisionError
+    assert not differences(before, attributes())
+
+
+def test_a_script_is_put_back(one_rank: None) -> None:
+    """Its accelerator and its optimizer too, where the budget does not allow the load."""
+    before = attributes()
+    with pytest.raises(BudgetError), loading(budget="1MiB", progress=False) as outside:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        accelerator = accelerator_of(cpu_ram_efficient_loading=True)
+        try:
+            accelerator.prepare(model, optimizer)
+        finally:
+            assert accelerator.state.fsdp_plugin.cpu_ram_efficient_loading is True
+            now = [list(group["params"]) for group in optimizer.param_groups]
+            assert [list(map(id, of)) for of in now] == [list(map(id, of)) for of in groups]
+    own = {"ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "MASTER_PORT"}
+    assert differences(before, attributes()) <= own, "more than accelerate itself changes"
+    assert outside.report is None
+
+
+def test_the_innermost_builds(one_rank: None) -> None:
+    with loading(progress=False) as outer, loading(progress=False, check="values") as inner:
+        model, _ = prepare(build())
+        assert model(TOKENS).logits.isfinite().all()
+    assert outer.reports == [] and inner.report is not None and inner.report.check == "ok"
+
+
+def test_one_built_outside_of_the_inner_one(one_rank: None) -> None:
+    with loading(progress=False) as outer:
+        model = build()
+        with loading(progress=False) as inner:
+            prepare(model)
+    assert inner.reports == [] and len(outer.reports) == 1
+
+
+def test_importing_it_imports_nothing_above_torch() -> None:
+    code = "import sys, modicum.torch.accelerate; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"transformers", "accelerate", "peft"} & {*done.stdout.split()}
+
+
+# ---- what is built
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
+def test_builds_as_from_pretrained_but_for_values(family: Any, tmp_path: Any) -> None:
+    """Dtypes, shapes, ties, buffers and random state; of no file more than its header."""
+    whole = from_pretrained(family.name)
+    directory = tmp_path / "headers"
+    directory.mkdir()
+    for file in checkpoint_of(family.name).iterdir():
+        data = file.read_bytes()
+        if file.suffix == ".safetensors":
+            data = data[: 8 + int.from_bytes(data[:8], "little")]
+        (directory / file.name).write_bytes(data)
+    random = torch.get_rng_state()
+    with contextlib.suppress(UsageError), loading():
+        model = family.model_class.from_pretrained(directory)
+        assert torch.equal(torch.get_rng_state(), random)
+        raise UsageError  # not to be asked where its values are
+    mine, theirs = parameters_of(model), parameters_of(whole)
+    assert all(parameter.is_meta for parameter in mine.values())
+    assert {n: (p.dtype, p.shape) for n, p in mine.items()} == {
+        n: (p.dtype, p.shape) for n, p in theirs.items()
+    }
+    assert ties_of(mine) == ties_of(theirs)
+    held = {name for name in whole.state_dict() if name not in theirs}
+    computed = {n: b for n, b in buffer_bits(model).items() if n not in held}
+    assert computed == {n: b for n, b in buffer_bits(whole).items() if n not in held}
+    assert model.training == whole.training and model.dtype == whole.dtype
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"ignore_mismatched_sizes": True}, "ignore_mismatched_sizes"),
+        ({"key_mapping": {"^a": "b"}}, "key_mapping"),
+        ({"device_map": {"": "disk"}, "offload_folder": "."}, "device_map"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arguments_that_would_be_left_out(arguments: dict[str, Any], what: str) -> None:
+    with pytest.raises(UsageError) as refused, loading():
+        build(**arguments)
+    assert refused.value.got == what
+
+
+def test_what_is_no_safetensors(tmp_path: Any) -> None:
+    from_pretrained("llama").config.save_pretrained(tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UsageError, match="no safetensors") as refused, loading():
+        BY_NAME["llama"].model_class.from_pretrained(tmp_path)
+    assert refused.value.got == "pytorch_model.bin"
+
+
+def test_a_source_of_ones_own(one_rank: None, tmp_path: Any) -> None:
+    whole = from_pretrained("llama")
+    zeros = copy.deepcopy(whole)
+    for parameter in zeros.parameters():
+        parameter.data.zero_()
+    zeros.save_pretrained(tmp_path)
+    with loading(checkpoint_of("llama"), progress=False):
+        model, _ = prepare(BY_NAME["llama"].model_class.from_pretrained(tmp_path))
+    for name, parameter in model.named_parameters():
+        assert_same(parameter.full_tensor().detach(), whole.get_parameter(name).detach(), name)
+
+
+# ---- what is not known
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "missing"),
+    [
+        (sys.modules["accelerate.accelerator"], "fsdp2_prepare_model", "fsdp2_prepare_model"),
+        (accelerate.Accelerator, "_prepare_fsdp2", "_prepare_fsdp2"),
+        (transformers.PreTrainedModel, "_finalize_model_loading", "_finalize_model_loading"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("way", ["gone", "other arguments", "other code"])
+def test_unknown_versions_are_refused(
+    owner: Any, name: str, missing: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what is missing and which version lacks it."""
+    original = getattr(owner, name)
+    if way == "gone":
+        monkeypatch.delattr(owner, name)
+    elif way == "other arguments":
+        monkeypatch.setattr(owner, name, lambda something, different: None)
+    else:
+        count = original.__code__.co_argcount
+        names = ", ".join(original.__code__.co_varnames[:count])
+        monkeypatch.setattr(owner, name, eval(f"lambda {names}: None"))
+    before = attributes()
+    with pytest.raises(UsageError, match=missing) as refused, loading():
+        pytest.fail("is entered")
+    assert "accelerate 1." in str(refused.value) or "transformers 5." in str(refused.value)
+    assert not differences(before, attributes())
+
+
+# ---- what is not FSDP2
+
+
+def test_no_fsdp2_is_refused_before_anything_is_built() -> None:
+    """accelerate takes CPUs for DDP or nothing, whatever the plugin says."""
+    with alone(), accelerate_rank.fsdp2_on_cpus():
+        accelerate.Accelerator(cpu=True)
+        with pytest.raises(UsageError, match="on CPUs it takes DDP") as refused, loading():
+            build()
+    assert refused.value.got == "distributed_type MULTI_CPU"
+
+
+def test_no_fsdp2_is_refused_at_prepare() -> None:
+    with alone(), accelerate_rank.fsdp2_on_cpus():
+        with pytest.raises(UsageError) as refused, loading():
+            model = build()
+            accelerate.Accelerator(cpu=True).prepare(model)
+    assert refused.value.got == "distributed_type MULTI_CPU"
+
+
+def test_fsdp1_is_refused() -> None:
+    with alone(), accelerate_rank.fsdp2_on_cpus():
+        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=1)
+        accelerate.Accelerator(fsdp_plugin=plugin)
+        with pytest.raises(UsageError) as refused, loading():
+            build()
+    assert refused.value.got == "distributed_type FSDP with fsdp_version=1"
+
+
+def test_one_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.state import AcceleratorState, GradientState
+
+    try:
+        with pytest.raises(UsageError) as refused, loading():
+            model = build()
+            accelerate.Accelerator(cpu=True).prepare(model)
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+    assert refused.value.got == "distributed_type NO"
+
+
+# ---- values that are not there
+
+
+def test_a_forward_without_values_is_refused() -> None:
+    with pytest.raises(UsageError, match="a forward") as refused, loading():
+        build()(TOKENS)
+    assert refused.value.category == "USAGE"
+
+
+def test_a_forward_afterwards_is_refused() -> None:
+    with contextlib.suppress(ZeroDivisionError), loading():
+        model = build()
+        raise ZeroDivisionError
+    with pytest.raises(UsageError, match="a forward"):
+        model(TOKENS)
+
+
+def test_an_adapters_forward_is_refused() -> None:
+    """PEFT calls what it wraps past the hooks of its root."""
+    with pytest.raises(UsageError, match="a forward"), loading():
+        peft.get_peft_model(build(), peft.LoraConfig(target_modules=["q_proj"]))(TOKENS)
+
+
+def test_a_model_without_prepare_is_refused_at_the_end(one_rank: None) -> None:
+    with pytest.raises(UsageError, match="has no values yet.*LlamaForCausalLM"), loading():
+        model = build()
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        model, _ = prepare(model, cpu_ram_efficient_loading=True)
+        model(TOKENS)
+
+
+def test_a_model_that_is_thrown_away_is_none() -> None:
+    with loading():
+        build()
+
+
+def test_a_model_from_elsewhere_is_refused(one_rank: None) -> None:
+    model = build()
+    with pytest.raises(UsageError, match="prepare it outside"), loading():
+        prepare(model)
+
+
+def test_state_that_would_be_lost_is_refused() -> None:
+    whole = from_pretrained("llama").state_dict()
+    with pytest.raises(UsageError, match="load_state_dict") as refused, loading():
+        build().load_state_dict(whole)
+    assert refused.value.tensor == "model.embed_tokens.weight"
+
+
+def test_writing_to_nothing_is_refused(one_rank: None) -> None:
+    with pytest.raises(UsageError, match="written to") as refused, loading(progress=False):
+        model = build()
+        nn.init.zeros_(model.lm_head.weight)
+        prepare(model)
+    assert refused.value.tensor == "lm_head.weight"
+
+
+def test_a_new_head_that_the_source_overwrites_is_refused(one_rank: None) -> None:
+    with pytest.raises(UsageError, match="in the source too") as refused, loading(progress=False):
+        model = build()
+        model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+        prepare(model)
+    assert refused.value.tensor == "lm_head.weight"
+
+
+def test_adapters_without_values_are_refused(one_rank: None) -> None:
+    """As those are that PEFT makes of what it wraps."""
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    with pytest.raises(UsageError, match="base's values") as refused, loading(progress=False):
+        prepare(peft.get_peft_model(build(), config, low_cpu_mem_usage=True))
+    assert "lora_A" in refused.value.tensor
+
+
+# ---- heads
+
+
+def test_a_head_that_is_missing(one_rank: None) -> None:
+    """`from_pretrained` would warn and make one of its own on each rank."""
+    kind = transformers.LlamaForSequenceClassification
+    lists: dict[str, Any] = {"unexpected": ["^lm_head"]}
+    with pytest.raises(UsageError, match="score.weight"), loading(progress=False, **lists):
+        prepare(kind.from_pretrained(checkpoint_of("llama")))
+    lists |= {"missing": ["^score"]}
+    with loading(progress=False, **lists):
+        model, _ = prepare(kind.from_pretrained(checkpoint_of("llama")))
+        assert model.score.weight.full_tensor().abs().sum() > 0
+
+
+def test_a_head_of_ones_own_stays(one_rank: None) -> None:
+    """Around a body: what the script has made keeps its values, and the body gets the file's."""
+
+    class WithValue(nn.Module):
+        def __init__(self, body: Any) -> None:
+            super().__init__()
+            self.body = body
+            self.value = nn.Linear(body.config.hidden_size, 1)
+
+    whole = from_pretrained("llama")
+    with loading(progress=False, unexpected=["^lm_head"]):
+        torch.manual_seed(3)
+        model = WithValue(build())
+        drawn = model.value.weight.detach().clone()
+        model, _ = prepare(model, auto_wrap_policy="no_wrap")
+    assert torch.equal(model.value.weight.full_tensor(), drawn)
+    for name, parameter in model.body.named_parameters():
+        assert_same(parameter.full_tensor().detach(), whole.get_parameter(name).detach(), name)
+
+
+# ---- trained adapters
+
+
+@pytest.fixture(scope="module")
+def trained(written: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A directory of adapters, and the model that they were saved from."""
+    torch.manual_seed(7)
+    wrapped = peft.get_peft_model(
+        copy.deepcopy(from_pretrained("llama")), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    directory = tmp_path_factory.mktemp("adapters")
+    wrapped.save_pretrained(directory)
+    return directory, wrapped
+
+
+def test_trained_adapters_keep_their_values(trained: Any, one_rank: None) -> None:
+    directory, whole = trained
+    with loading(progress=False):
+        model = peft.PeftModel.from_pretrained(build(), directory, is_trainable=True)
+        model, _ = prepare(model, auto_wrap_policy="no_wrap")
+    for name, parameter in model.named_parameters():
+        assert_same(parameter.full_tensor().detach(), whole.get_parameter(name).detach(), name)
+
+
+def test_a_directory_of_adapters_is_refused(trained: Any) -> None:
+    """transformers would load them while it builds."""
+    directory, _ = trained
+    config = peft.PeftConfig.from_pretrained(directory)
+    config.base_model_name_or_path = str(checkpoint_of("llama"))
+    config.save_pretrained(directory)
+    with pytest.raises(UsageError, match="PeftModel.from_pretrained"), loading():
+        BY_NAME["llama"].model_class.from_pretrained(directory)

@@ -1,0 +1,260 @@
+"""`HuggingFaceReader` under torch.distributed.checkpoint: what each rank then holds is its part of
+what `from_pretrained` gives.
+
+House test against outside oracles, `from_pretrained` cut by torch.chunk and torch's own reader. It
+catches these mutations: a box in the wrong place; a strided cut read as one box; a conversion of
+stored names only; a cast of bits; a part that every rank reads whole.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402  (after torch is known to be there)
+from program import write_checkpoint  # noqa: E402
+from ranks import Ranks, ranks  # noqa: E402
+from sharding import Cut, assert_same, playing_new_rank  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # noqa: E402
+from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
+from torch_front import (  # noqa: E402
+    checkpoint_of,
+    chunk,
+    empty,
+    from_pretrained,
+    left_whole,
+    local,
+    local_part,
+    shard,
+)
+
+import modicum  # noqa: E402
+from modicum import _modicum  # noqa: E402
+from modicum.recipes import recipe_for  # noqa: E402
+from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
+
+FSDP2, SIDEWAYS = Cut("fsdp2", (3,)), Cut("fsdp2", (3,), dim=1)
+HSDP, AFTER_TP = Cut("hsdp", (2, 2)), Cut("tp-fsdp", (3, 2))
+# As stored; tied; stacked and joined experts; joined along dim 0; transposed experts; renamed; FP8.
+CASES = (
+    ("llama", AFTER_TP),
+    ("llama_tied", HSDP),
+    ("qwen3_moe", FSDP2),
+    ("qwen3_moe", SIDEWAYS),
+    ("olmo_hybrid", FSDP2),
+    ("qwen3_vl_moe", SIDEWAYS),
+    ("bert", FSDP2),
+    ("qwen3_fp8", AFTER_TP),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole_models() -> None:
+    """Are there before a rank is played."""
+    for name, _ in CASES:
+        from_pretrained(name)
+
+
+def read(model: Any, reader: Any) -> dict[str, Any]:
+    """The state dict, which is on meta before."""
+    state = model.state_dict()
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def assert_parts(state: dict[str, Any], name: str, cut: Cut, rank: int) -> None:
+    whole = from_pretrained(name)
+    uncut, parameters = left_whole(whole), dict(whole.named_parameters(remove_duplicate=False))
+    expected = whole.state_dict()
+    assert state.keys() == expected.keys()
+    for key, tensor in expected.items():
+        is_cut = key in parameters and key not in uncut
+        part = local_part(key, tensor, cut, rank) if is_cut else tensor
+        assert_same(local(state[key]), part, f"{key} of rank {rank}, {cut}")
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.mark.parametrize(("name", "cut"), CASES, ids=str)
+def test_every_rank_gets_its_part(name: str, cut: Cut) -> None:
+    for rank in range(cut.world):
+        with playing_new_rank(rank, cut.world):
+            model = shard(empty(name), cut)
+            state = read(model, HuggingFaceReader(checkpoint_of(name), model))
+            assert_parts(state, name, cut, rank)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Rows that say which they are."""
+    tensors = {"packed": 6, "up.weight": 7}
+    made = {n: torch.arange(2.0 * k).reshape(k, 2).floor() for n, k in tensors.items()}
+    return write_checkpoint(tmp_path / "rows", made | {"up.bias": torch.arange(7.0)})
+
+
+def test_packed_parts_are_cut_each_by_itself(rows: Path) -> None:
+    """torch's reader takes as many rows from the first one on: the test can fail."""
+    for rank, expected in enumerate(([0, 1, 3, 4], [2, 5])):
+        with playing_new_rank(rank, 2):
+            part, mesh = torch.empty(len(expected), 2), init_device_mesh("cpu", (2,))
+            by = [_StridedShard(0, split_factor=2)]
+            packed = DTensor.from_local(
+                part, mesh, by, shape=torch.Size((6, 2)), stride=(2, 1), run_check=False
+            )
+            dcp.load({"packed": packed}, storage_reader=HuggingFaceReader(rows), no_dist=True)
+            assert [row // 2 for row in part[:, 0].tolist()] == expected
+            theirs = HuggingFaceStorageReader(str(rows))
+            dcp.load({"packed": packed}, storage_reader=theirs, no_dist=True)
+            assert [row // 2 for row in part[:, 0].tolist()] != expected
+
+
+class Seven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(2, 7)
+
+
+def test_rows_that_a_plan_gives_to_nobody(rows: Path) -> None:
+    """Seven rows on two ranks of TP and three of FSDP2: the plan has the last one for a rank that
+    holds none, and nothing for the one that has it."""
+    whole = torch.arange(14.0).reshape(7, 2)
+    for rank in range(6):
+        with playing_new_rank(rank, 6):
+            mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+            with torch.device("meta"):
+                model = Seven()
+            parallelize_module(model, mesh["tp"], {"up": ColwiseParallel()})
+            fully_shard(model, mesh=mesh["dp"])
+            state = read(model, HuggingFaceReader(rows, model, unexpected=["packed"]))
+            expected = chunk(chunk(whole, 2, rank % 2), 3, rank // 2)
+            assert local(state["up.weight"]).flatten().tolist() == expected.flatten().tolist()
+
+
+def test_as_torch_reads() -> None:
+    """Where it can: names and shapes as stored, no strided cut."""
+    for rank in range(3):
+        with playing_new_rank(rank, 3):
+            model = shard(empty("llama"), FSDP2)
+            theirs = read(model, HuggingFaceStorageReader(str(checkpoint_of("llama"))))
+            mine = read(model, HuggingFaceReader(checkpoint_of("llama")))
+            assert mine.keys() == theirs.keys()
+            for name, tensor in theirs.items():
+                assert_same(local(mine[name]), local(tensor), f"{name} of rank {rank}")
+
+
+def test_torch_cannot_convert() -> None:
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
+        model = empty("qwen3_moe").to_empty(device="cpu")
+        read(model, HuggingFaceStorageReader(str(checkpoint_of("qwen3_moe"))))
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float16"))
+def test_values_are_rounded_as_torch_rounds(dtype: str) -> None:
+    to, whole = getattr(torch, dtype), dict(from_pretrained("llama").named_parameters())
+    state = {name: torch.empty_like(tensor, dtype=to) for name, tensor in whole.items()}
+    dcp.load(state, storage_reader=HuggingFaceReader(checkpoint_of("llama")), no_dist=True)
+    for name, tensor in whole.items():
+        assert_same(state[name], tensor.detach().to(to), name)
+
+
+def test_a_recipe_instead_of_a_model(tmp_path: Path) -> None:
+    """As the command line takes it."""
+    made = recipe_for(empty("qwen3_moe"), checkpoint_of("qwen3_moe"))
+    (tmp_path / "recipe.json").write_text(made.text())
+    whole = from_pretrained("qwen3_moe").state_dict()
+    for recipe in (made, tmp_path / "recipe.json"):
+        reader = HuggingFaceReader(checkpoint_of("qwen3_moe"), recipe=recipe)
+        state = {name: torch.empty_like(tensor) for name, tensor in whole.items()}
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        for name, tensor in whole.items():
+            assert_same(state[name], tensor, name)
+
+
+def test_tied_names_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, given = _modicum.load, []
+    monkeypatch.setattr(_modicum, "load", lambda *a, **o: given.append(o["given"]) or load(*a, **o))
+    model = empty("llama_tied").to_empty(device="cpu")
+    model.tie_weights()
+    state = read(model, HuggingFaceReader(checkpoint_of("llama_tied"), model))
+    assert len(given[0]) == len(state) - 1
+    assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+    assert_parts(state, "llama_tied", Cut("none", (1,)), 0)
+
+
+def test_no_more_than_staging_is_held() -> None:
+    ledger = modicum.Ledger()
+    model, source = empty("qwen3_moe").to_empty(device="cpu"), checkpoint_of("qwen3_moe")
+    read(model, HuggingFaceReader(source, model, staging="256KiB", ledger=ledger))
+    assert 0 < ledger.at_peak["staging"] <= 256 << 10 and "shards" not in ledger.at_peak
+    assert ledger.held_bytes == 0
+
+
+# ---- refused
+
+
+def refused(state: dict[str, Any], reader: Any) -> modicum.Error:
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    ((error, _),) = caught.value.failures.values()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.empty(39, dtype=torch.int64), "MISMATCH: a dtype .*model.norm.weight"),
+        (torch.empty(78)[::2], "UNSUPPORTED: strides that are not row-major .*model.norm.weight"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tensor: Any, message: str) -> None:
+    error = refused({"model.norm.weight": tensor}, HuggingFaceReader(checkpoint_of("llama")))
+    assert isinstance(error, modicum.UsageError) and error.tensor == "model.norm.weight"
+    assert re.match(message, str(error))
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    copy = shutil.copytree(checkpoint_of("llama"), tmp_path / "llama")
+    reader = HuggingFaceReader(copy)
+    for file in copy.glob("*.safetensors"):
+        os.truncate(file, file.stat().st_size - 8)
+    model = empty("llama").to_empty(device="cpu")
+    assert isinstance(refused(model.state_dict(), reader), modicum.IoError)  # changed since
+    with pytest.raises(modicum.FormatError):
+        HuggingFaceReader(copy)
+    with pytest.raises(modicum.UsageError, match="lacks|no part"):
+        HuggingFaceReader(checkpoint_of("llama"), empty("bert"))
+    with pytest.raises(modicum.UsageError, match="not both"):
+        HuggingFaceReader(checkpoint_of("llama"), model, recipe="recipe.json")
+
+
+# ---- real ranks
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks(4, tmp_path_factory.mktemp("dcp") / "ranks") as started:
+        yield started
+
+
+def test_real_ranks_read_their_own_bytes(four: Ranks, tmp_path: Path) -> None:
+    directory = str(tmp_path / "qwen3_moe")
+    sizes = {"vocab_size": 30001, "hidden_size": 101, "moe_intermediate_size": 509}
+    four.ask("write", directory=directory, family="qwen3_moe", config=sizes)
+    got = four.ask("dcp_loaded", directory=directory, mesh=[4])
+    expected = four.ask("loaded", directory=directory, mesh=[4], by="torch")
+    for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        assert mine["state"] == theirs["state"], f"rank {rank}"
+        assert mine["read_bytes"] <= 1.02 * mine["local_bytes"] + (256 << 10), f"rank {rank}"

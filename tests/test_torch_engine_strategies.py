@@ -1,0 +1,91 @@
+"""The examples' two strategies of FSDP2, each with `memory_efficient_init` and without: the same
+bits, the same training, and one picture of what all ranks held.
+
+House test against an outside oracle, from_pretrained and accelerate's own `prepare`. It catches
+these mutations: an optimizer that has lost its parameters, or groups that are mixed up; a buffer of
+no state dict that is another one's; a phase that is not recorded, or a run that is not drawn.
+"""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from ranks import ranks  # noqa: E402  (after torch is known to be there)
+
+from modicum import memory  # noqa: E402
+
+MIB = 1 << 20
+RUNS = [(what, efficient) for what in ("native", "accelerate") for efficient in (False, True)]
+PHASES = ["from_pretrained", "optimizer", "wrap"]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, list[dict[str, Any]]]]:
+    """Each run in processes of its own, which hold nothing of another one's."""
+    folder = tmp_path_factory.mktemp("strategies")
+    answers = {}
+    for what, efficient in RUNS:
+        with ranks(2, folder / f"{what}-{efficient}") as two:
+            if not answers:
+                sizes = {"vocab_size": 100003, "hidden_size": 101}
+                what_is = {"family": "qwen3", "config": sizes, "dtype": "bfloat16"}
+                two.ask("write", directory=str(folder / "qwen3"), **what_is)
+            how = {"directory": str(folder / "qwen3"), "record": str(folder)}
+            answers[what, efficient] = two.ask(
+                "strategy", what=what, memory_efficient_init=efficient, **how
+            )
+    return folder, answers
+
+
+def test_same_bits_and_same_training(ran: Any) -> None:
+    """Of buffers too. What a unit of FSDP2 is differs between the strategies, and with it the order
+    in which gradients are summed: losses are compared within one."""
+    answers = ran[1]
+    assert len({of["loaded"] for each in answers.values() for of in each}) == 1
+    for what in ("native", "accelerate"):
+        for mine, theirs in zip(answers[what, True], answers[what, False], strict=True):
+            assert mine["losses"] == theirs["losses"], what
+            assert mine["trained"] == theirs["trained"], what
+            assert mine["trained"] != mine["loaded"], "nothing was learnt"
+
+
+@pytest.mark.parametrize("what", ("native", "accelerate"))
+def test_what_ranks_hold(ran: Any, what: str) -> None:
+    """Cast to float32: every rank the whole model, or nothing before the wrap and then its half."""
+    answers = ran[1]
+    model_bytes = 2 * 4 * 100003 * 101
+    for rank in range(2):
+        off, on = answers[what, False][rank]["peaks"], answers[what, True][rank]["peaks"]
+        assert list(off) == list(on) == PHASES
+        assert max(off.values()) - max(on.values()) > 0.5 * model_bytes, f"rank {rank}"
+        before = max(on["from_pretrained"], on["optimizer"])
+        assert off["from_pretrained"] - before > 0.8 * model_bytes, f"rank {rank}"
+        if what == "native":  # in accelerate's lies an import of 25 MiB
+            assert on["wrap"] - before < 0.5 * model_bytes + 16 * MIB, f"rank {rank}"
+
+
+def test_one_picture(ran: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = ran
+    recordings = sorted(folder.glob("*.jsonl"))
+    assert len(recordings) == 2 * len(RUNS)
+    labels = set()
+    for path in recordings:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        labels.add(lines[0]["process"]["label"])
+        assert [line["phase"]["name"] for line in lines if "phase" in line] == PHASES
+    assert len(labels) == len(RUNS)
+    picture = memory.draw(folder / "strategies.svg", recordings)
+    drawn = picture.read_text()
+    assert all(f"<!-- {label} -->" in drawn for label in labels), "a panel for each run"
+    words = ["strategies.py", str(folder / "qwen3"), "draw", "--record", str(folder)]
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_path(str(root / "examples/strategies.py"), run_name="__main__")
+    assert (folder / "strategies.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,126 @@
+"""The engine of the examples, which is built, given adapters, cut, loaded and given an optimizer in
+AReaL's order: with `memory_efficient_load` each rank holds the bits that it has without, and what
+upstream draws at random is what one process alone would draw.
+
+House test against an outside oracle, `from_pretrained` on every rank and `fully_shard` of the whole
+model. It catches these mutations: a head, a tower or a base under adapters that stays empty; a
+tensor that each rank draws for itself; a whole tensor on the way; a rank that reads what is another
+one's to read.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from families import EVEN_TEXT, MROPE  # noqa: E402  (after torch is known to be there)
+from ranks import Ranks, ranks, torchrun  # noqa: E402
+
+MIB = 1 << 20
+STAGING_BYTES = 8 * MIB
+# Code and names that Python takes in, and what glibc keeps.
+PYTHON_BYTES = 6 * MIB
+# Of headers, config, index and the kernel's own files, per rank.
+BESIDES_BYTES = 256 << 10
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks(4, tmp_path_factory.mktemp("engines") / "ranks", fresh=True) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """A single process."""
+    with ranks(1, tmp_path_factory.mktemp("engines") / "one") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Sizes that four ranks can't share evenly; nine tenths of each are embeddings."""
+    folder = tmp_path_factory.mktemp("models")
+    text = {"vocab_size": 100003, "hidden_size": 101}
+    tower = {"text_config": EVEN_TEXT | {"rope_parameters": MROPE, "vocab_size": 300007}}
+    wanted: dict[str, Any] = {
+        "causal-lm": {"family": "qwen3", "config": text},
+        "value-head": {"family": "qwen3", "cls": "Qwen3ForTokenClassification"},
+        "vision-language": {"family": "qwen2_5_vl", "config": tower},
+    }
+    wanted["value-head"]["config"] = {"num_labels": 1}
+    for name, facts in wanted.items():
+        four.ask("write", directory=str(folder / name), dtype="bfloat16", **facts)
+    return {name: str(folder / name) for name in wanted}
+
+
+# Task, checkpoint, options, and the names that upstream draws at random on each rank.
+CASES = {
+    "trained value head": ("value-head", "value-head", {}, None),
+    "new value head": ("value-head", "causal-lm", {}, "^score"),
+    "vision-language": ("vision-language", "vision-language", {}, None),
+    "lora": ("causal-lm", "causal-lm", {"lora": True}, "lora_"),
+    "from scratch": ("causal-lm", "causal-lm", {"init_from_scratch": True}, ""),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_of_a_single_process(
+    four: Ranks, one: Ranks, models: dict[str, str], case: str
+) -> None:
+    task, directory, options, drawn = CASES[case]
+    how = {"task": task, "directory": models[directory], **options}
+    got = four.ask("engine", memory_efficient_load=True, **how)
+    expected = four.ask("engine", **how)
+    for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        assert mine["state"].keys() == theirs["state"].keys()
+        assert mine["buffers"] == theirs["buffers"], f"rank {rank}"
+        for name, told in theirs["state"].items():
+            if drawn is None or not re.search(drawn, name):
+                assert mine["state"][name] == told, f"{name} of rank {rank}"
+    if drawn is not None:
+        (alone,) = one.ask("engine", memory_efficient_load=True, **how)
+        assert all(mine["whole"] == alone["whole"] for mine in got), "another draw"
+        assert any(re.search(drawn, name) for name in alone["whole"])
+
+
+@pytest.mark.parametrize("case", ("new value head", "vision-language", "lora"))
+def test_a_node_holds_shards_and_staging(four: Ranks, models: dict[str, str], case: str) -> None:
+    """By the kernel's counters, casting to float32; upstream's way is far above."""
+    task, directory, options, _ = CASES[case]
+    how = {"task": task, "directory": models[directory], "dtype": "float32", **options}
+    got = four.ask("engine", memory_efficient_load=True, **how)
+    theirs = four.ask("engine", **how)
+    for rank, answer in enumerate(got):
+        most = answer["local_bytes"] + STAGING_BYTES + PYTHON_BYTES
+        assert answer["grown_bytes"] <= most, f"rank {rank}"
+        assert answer["grown_bytes"] >= answer["local_bytes"], f"rank {rank}"
+    node, upstream = (sum(of["grown_bytes"] for of in each) for each in (got, theirs))
+    assert upstream > 2 * node, f"{upstream / MIB:.0f} MiB against {node / MIB:.0f} MiB"
+
+
+@pytest.mark.parametrize("strategy", ("own-shard", "rank0-broadcast"))
+def test_nobody_reads_what_is_anothers(
+    four: Ranks, models: dict[str, str], strategy: str
+) -> None:
+    """By the kernel's count: a rank's own bytes, or rank 0 everything and the others nothing."""
+    how = {"task": "vision-language", "directory": models["vision-language"]}
+    got = four.ask("engine", memory_efficient_load=True, strategy=strategy, **how)
+    model_bytes = sum(answer["local_bytes"] for answer in got)
+    for rank, answer in enumerate(got):
+        due = answer["local_bytes"] if strategy == "own-shard" else model_bytes * (rank == 0)
+        assert answer["read_bytes"] == pytest.approx(due, rel=0.02, abs=BESIDES_BYTES), f"{rank}"
+
+
+def test_as_users_start_it(models: dict[str, str], root: Path) -> None:
+    """From the command line."""
+    words = ["examples/engine_memory_efficient_load.py", models["value-head"]]
+    words += ["--task", "value-head", "--memory-efficient-load", "--budget", "4GiB", "--offload"]
+    done = torchrun(root, 2, *words, "--steps", 2)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"step \d: loss \d+\.\d+", done.stdout)) == 2
