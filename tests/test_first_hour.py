@@ -65,6 +65,9 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             target = packages / entry.name
             if not target.exists():
                 target.symlink_to(entry)
+    launcher = directory / "bin/torchrun"  # a package's programs are not linked with it
+    launcher.write_text(f'#!/bin/sh\nexec "{directory}/bin/python" -m torch.distributed.run "$@"\n')
+    launcher.chmod(0o755)
     shutil.copy(wheel, place)
     return place
 
