@@ -142,7 +142,7 @@ def test_a_script_is_put_back(one_rank: None) -> None:
 
 def test_the_innermost_builds(one_rank: None) -> None:
     with loading(progress=False) as outer, loading(progress=False, check="values") as inner:
-        model, _ = prepare(build())
+        model, _ = prepare(build(), cpu_ram_efficient_loading=True)
         assert model(TOKENS).logits.isfinite().all()
     assert outer.reports == [] and inner.report is not None and inner.report.check == "ok"
 
