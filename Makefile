@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help demo build test check tidy bench soak format wheel mutants clean
 
-STAGES := dev asan tsan clang python
+STAGES := dev asan tsan python
 CXX_SOURCES = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc'))
 
 help:
@@ -12,7 +12,7 @@ help:
 	@echo 'make test     every test; make test-STAGE runs one of: $(STAGES)'
 	@echo 'make check    format, the may-include table, sizes, clang-tidy'
 	@echo 'make bench    the programs in benchmarks/'
-	@echo 'make soak     everything under the sanitizers, and the mutants; long'
+	@echo 'make soak     everything under the sanitizers and by Clang, and the mutants; long'
 	@echo 'make mutants  applies each named mutation and expects its test to fail'
 	@echo 'make wheel    the Python wheel, in dist/'
 	@echo 'make format   formats the C++ sources'
@@ -28,7 +28,7 @@ demo: build
 
 test: $(STAGES:%=test-%)
 
-test-dev test-asan test-tsan test-tsan-all: test-%:
+test-dev test-asan test-asan-all test-tsan test-tsan-all: test-%:
 	@scripts/packages.sh build
 	@scripts/stage.sh 'test, $*' scripts/test.sh $*
 
@@ -56,7 +56,7 @@ bench: build
 	@scripts/packages.sh python
 	@scripts/bench.sh
 
-soak: test-dev test-asan test-tsan-all mutants
+soak: test-dev test-asan-all test-tsan-all test-clang mutants
 
 mutants:
 	@scripts/packages.sh build python

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # test.sh STAGE: builds what one stage of the tests needs and runs it.
 #   dev     every test program
-#   asan    every test program, with the address and undefined behaviour sanitizers
+#   asan    the test programs of the rooms that parse what they are given or count in pointers,
+#           with the address and undefined behaviour sanitizers
 #   tsan    the test programs of the rooms that start threads, with the thread sanitizer
-#   tsan-all  every test program, with the thread sanitizer
+#   asan-all, tsan-all  every test program with these
 #   clang   compiles everything with Clang 14, the Python module too
 #   python  the tests under tests/, against the dev build and the wheel, which .venv gets
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+guarded_rooms="base json io probe memory kernels recipe checkpoint ranks optim stream"
 threaded_rooms="base memory optim ranks stream"
 jobs=$(nproc)
 
@@ -37,9 +39,9 @@ without_randomisation() {
   fi
 }
 
-threaded_programs() {
+programs_of() {  # ROOM...
   local room
-  for room in $threaded_rooms; do
+  for room in "$@"; do
     compgen -G "modicum/$room/*_test.cc" >/dev/null && echo "modicum_${room}_test"
   done
   return 0
@@ -47,13 +49,20 @@ threaded_programs() {
 
 mkdir -p build
 case "${1:-}" in
-  dev | asan)
-    configure_and_build "$1"
-    run_ctest "$1" ;;
+  dev)
+    configure_and_build dev
+    run_ctest dev ;;
+  asan)
+    # shellcheck disable=SC2046,SC2086
+    configure_and_build asan $(programs_of $guarded_rooms)
+    run_ctest asan -L "^(${guarded_rooms// /|})\$" ;;
+  asan-all)
+    configure_and_build asan
+    run_ctest asan ;;
   tsan | tsan-all) without_randomisation "plain-$1" ;;
   plain-tsan)
-    # shellcheck disable=SC2046
-    configure_and_build tsan $(threaded_programs)
+    # shellcheck disable=SC2046,SC2086
+    configure_and_build tsan $(programs_of $threaded_rooms)
     run_ctest tsan -L "^(${threaded_rooms// /|})\$" ;;
   plain-tsan-all)
     configure_and_build tsan
@@ -74,6 +83,6 @@ case "${1:-}" in
       --force-reinstall build/python/modicum-*.whl
     .venv/bin/python -m pytest tests --modicum build/dev/modicum ;;
   *)
-    sed -n '2,8s/^# //p' "$0" >&2
+    sed -n '2,9s/^# //p' "$0" >&2
     exit 2 ;;
 esac
