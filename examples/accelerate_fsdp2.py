@@ -5,7 +5,7 @@ Modicum's one line around it.
     torchrun --nproc-per-node 4 examples/accelerate_fsdp2.py DIRECTORY --modicum --budget 8GiB
 
 DIRECTORY is a Hugging Face checkpoint (config.json and safetensors). The same on CPUs and GPUs.
-`benchmarks/accelerate.py DIRECTORY` runs it both ways and says what the node holds.
+`benchmarks/systems.py` runs it both ways and says what the node holds.
 """
 
 import argparse
