@@ -81,7 +81,9 @@ case "${1:-}" in
     scripts/wheel.sh build/python
     .venv/bin/python -m pip --disable-pip-version-check install --quiet --no-index --no-deps \
       --force-reinstall build/python/modicum-*.whl
-    .venv/bin/python -m pytest tests --modicum build/dev/modicum ;;
+    # A file's tests share what they have made, and many of them wait: a worker for each CPU.
+    .venv/bin/python -m pytest tests --numprocesses "$jobs" --dist loadfile --durations 15 \
+      --modicum build/dev/modicum ;;
   *)
     sed -n '2,9s/^# //p' "$0" >&2
     exit 2 ;;
