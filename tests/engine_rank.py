@@ -1,5 +1,6 @@
 """What a rank does for the tests of engines: acts for the table of `torch_rank.py`."""
 
+import ctypes
 import gc
 import importlib.util
 import os
@@ -273,6 +274,7 @@ def engine(directory: str, dtype: str = "bfloat16", **options: Any) -> dict[str,
     torch.manual_seed(0)
     how = module.Options(directory=directory, dtype=getattr(torch, dtype), **options)
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what an engine before has left in the heap
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
     before, read = held_bytes("RssAnon", "RssShmem"), read_bytes()
     made = module.Engine(how, "cpu")
