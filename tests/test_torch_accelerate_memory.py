@@ -6,8 +6,6 @@ upcasts of a whole model; pages of the files that stay.
 """
 
 import re
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ pytest.importorskip("accelerate")
 
 from families import FAMILIES as FAMILIES_OF_TESTS  # noqa: E402  (after torch is known)
 from families import Family  # noqa: E402
-from ranks import PATIENCE_S, importable, ranks  # noqa: E402
+from ranks import PATIENCE_S, ranks, torchrun  # noqa: E402
 
 MIB = 1 << 20
 WORLD = 4
@@ -130,10 +128,7 @@ def test_the_example_by_torchrun(root: Path, tmp_path: Path, models: dict[str, P
     (tiny,) = [one for one in FAMILIES_OF_TESTS if one.name == "qwen3"]
     directory = tiny.write(tiny.build(), tmp_path / "tiny")
     expected = run(tmp_path / "ranks", 16 << 30, directory, "--steps", 2, world=2)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", EXAMPLE, str(directory), "--steps", "2", "--modicum"]
-    with importable():
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
+    done = torchrun(root, 2, EXAMPLE, directory, "--steps", 2, "--modicum")
     assert done.returncode == 0, done.stderr
     assert re.findall(r"step \d+: .*", done.stdout) == expected.numbers
     assert "modicum: own-shard, 2 ranks on 1 node" in done.stderr

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from modicum import _modicum
-from modicum._holders import MASTER, WEIGHTS, holdings
+from modicum._holders import GRADIENT, MASTER, MOMENTS, STAGING, WEIGHTS, holdings
 
 __all__ = ["Attribution", "Owner", "attribute", "held"]
 
-_ORDER = ("master", "gradient", "moments", "staging", "weights")
+_ORDER = (MASTER, GRADIENT, MOMENTS, STAGING, WEIGHTS)
 
 
 @dataclass(frozen=True)

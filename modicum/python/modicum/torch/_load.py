@@ -29,7 +29,7 @@ from modicum.torch._init import Initialiser
 from modicum.torch._names import canonical
 from modicum.torch._placements import Meshes, Sharding, sharding_of
 from modicum.torch._progress import progress_bar
-from modicum.torch._tensors import ModelTensor, as_bytes, tensors_of
+from modicum.torch._tensors import ModelTensor, as_bytes, copying_into, tensors_of
 
 __all__ = ["load"]
 
@@ -403,16 +403,7 @@ class _Walk:
                 numel = self.buffers[t]["padded_numel"]
                 of.storage = torch.empty(numel, dtype=dtype, device=of.device)
             lines[t] = as_bytes(of.storage), dtype.itemsize
-        if not lines:
-            return None
-
-        def copy(target: int, at: int, elements: memoryview) -> None:
-            line, itemsize = lines[target]
-            begin = at * itemsize
-            staged = torch.frombuffer(elements, dtype=torch.uint8)
-            line[begin : begin + len(elements)].copy_(staged)
-
-        return copy
+        return copying_into(lines) if lines else None
 
     def _made(self, ordinal: int) -> torch.Tensor:
         name = self.callers[ordinal]

@@ -1,5 +1,6 @@
 """The tensors of a model that a load may give values to."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +10,7 @@ from modicum.torch._fsdp import Managed, fsdp_params
 from modicum.torch._names import canonical
 from modicum.torch._placements import Sharding
 
-__all__ = ["ModelTensor", "as_bytes", "tensors_of"]
+__all__ = ["ModelTensor", "as_bytes", "copying_into", "tensors_of"]
 
 
 @dataclass
@@ -69,3 +70,18 @@ def tensors_of(model: nn.Module, *, scratch: bool = False) -> dict[str, ModelTen
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as one line of bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def copying_into(
+    lines: Mapping[int, tuple[torch.Tensor, int]],
+) -> Callable[[int, int, memoryview], None]:
+    """Elements out of the staging, for what lies on a device; by target, its line of bytes and the
+    bytes of an element."""
+
+    def copy(target: int, at: int, elements: memoryview) -> None:
+        line, itemsize = lines[target]
+        begin = at * itemsize
+        staged = torch.frombuffer(elements, dtype=torch.uint8)
+        line[begin : begin + len(elements)].copy_(staged)
+
+    return copy

@@ -8,7 +8,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from modicum.recipes import Recipe, recipe_for
 from modicum.torch._fsdp import fsdp_params
 from modicum.torch._names import canonical
 from modicum.torch._placements import Sharding, sharding_of
-from modicum.torch._tensors import as_bytes
+from modicum.torch._tensors import as_bytes, copying_into
 
 __all__ = ["HuggingFaceReader"]
 
@@ -252,7 +252,9 @@ class HuggingFaceReader(StorageReader):
             _modicum.Board(),
             self._ledger,
             given={t: line for t, line in enumerate(lines) if on_host[t] and line.numel() > 0},
-            copy=_copy_into(lines, [place.tensor.itemsize for place in places]),
+            copy=copying_into(
+                {t: (line, places[t].tensor.itemsize) for t, line in enumerate(lines)}
+            ),
             threads=_threads(),
         )
 
@@ -302,19 +304,6 @@ def _stored_in(nodes: list[Node]) -> Iterator[str]:
         if node["op"] == "stored":
             yield node["name"]
         yield from _stored_in(node.get("in", []))
-
-
-def _copy_into(
-    lines: list[torch.Tensor], itemsizes: list[int]
-) -> Callable[[int, int, memoryview], None]:
-    """Elements out of the staging, for what lies on a device."""
-
-    def copy(target: int, at: int, elements: memoryview) -> None:
-        begin = at * itemsizes[target]
-        staged = torch.frombuffer(elements, dtype=torch.uint8)
-        lines[target][begin : begin + len(elements)].copy_(staged)
-
-    return copy
 
 
 def _threads() -> int:
