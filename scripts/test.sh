@@ -39,6 +39,10 @@ without_randomisation() {
   fi
 }
 
+run_pytest() {  # ARGUMENT...
+  .venv/bin/python -m pytest --modicum build/dev/modicum "$@"
+}
+
 programs_of() {  # ROOM...
   local room
   for room in "$@"; do
@@ -82,8 +86,13 @@ case "${1:-}" in
     .venv/bin/python -m pip --disable-pip-version-check install --quiet --no-index --no-deps \
       --force-reinstall build/python/modicum-*.whl
     # A file's tests share what they have made, and many of them wait: a worker for each CPU.
-    .venv/bin/python -m pytest tests --numprocesses "$jobs" --dist loadfile --durations 15 \
-      --modicum build/dev/modicum ;;
+    failed=0
+    run_pytest tests -m "not alone" --numprocesses "$jobs" --dist loadfile --durations 15 ||
+      failed=1
+    for file in $(grep -l 'mark\.alone' tests/test_*.py); do
+      run_pytest "$file" -m alone || failed=1
+    done
+    exit $failed ;;
   *)
     sed -n '2,9s/^# //p' "$0" >&2
     exit 2 ;;

@@ -26,6 +26,8 @@ from adamw_memory import pss_anon
 import modicum.torch
 from modicum import UsageError, memory
 
+pytestmark = pytest.mark.alone  # what earlier tests have freed, or left running, is attributed
+
 MIB = 1 << 20
 NUMEL = 4 * MIB  # of float32: 16 MiB
 SIZE = 4 * NUMEL

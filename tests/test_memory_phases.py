@@ -22,6 +22,8 @@ import modicum
 from modicum import _phases, memory
 from modicum._nvml import Devices
 
+pytestmark = pytest.mark.alone  # the mark is the process's, and what ran before has raised it
+
 MIB = 1 << 20
 SPIKE = 64 * MIB
 INEXACT = MIB  # the kernel counts in its own good time, on each CPU

@@ -207,6 +207,7 @@ except KeyboardInterrupt:
 
 
 # Catches a signal that waits for the end, and memory that an interrupted call keeps.
+@pytest.mark.alone  # a second on a machine that serves nobody else
 @pytest.mark.parametrize("program", [INTERRUPTED, INTERRUPTED_STATE], ids=["load", "AdamW"])
 def test_ctrl_c_ends_it_within_a_second(program: str, large: Path) -> None:
     process = subprocess.Popen(

@@ -16,7 +16,7 @@ namespace {
 
 // Older C libraries don't have it; Linux has had it since 5.14.
 constexpr int kPopulateWrite = 23;
-constexpr uint64_t kCommitStepBytes = 64 * kMiB;
+constexpr uint64_t kCommitStepBytes = 16 * kMiB;
 
 std::byte* map(uint64_t bytes, int flags) {
   void* const at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags | MAP_ANONYMOUS, -1, 0);

@@ -86,7 +86,7 @@ class Buffer {
   Mapping mapping_;  // dies first, so that no page outlives its entry
 };
 
-// Called by every thread between steps of what takes long: 64 MiB of pages. What it throws ends the
+// Called by every thread between steps of what takes long: 16 MiB of pages. What it throws ends the
 // call that it was given to.
 using Look = std::function<void()>;
 

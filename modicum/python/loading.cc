@@ -228,6 +228,7 @@ std::unique_ptr<Loaded> run_load(const std::shared_ptr<MadePlan>& made, int rank
   const auto seconds_since = [&](int64_t then) {
     return static_cast<double>(clock.now_ns() - then) / kNsPerSecond;
   };
+  board.agree(rank, plan.inputs);
   const Look look = [&board] { board.check(); };
   HostSink sink(plan, rank, *ledger, functions.options.threads, functions.given, functions.copy,
                 look);

@@ -374,7 +374,6 @@ class Load {
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
                  Ledger& ledger, const LoadOptions& options) {
   MODICUM_ASSERT(at.board != nullptr);
-  at.board->agree(at.rank, plan.inputs);
   return Load(checkpoint, plan, at, sink, ledger, options).run();
 }
 

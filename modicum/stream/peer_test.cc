@@ -199,25 +199,5 @@ TEST(LoadAmongPeers, WhoeverWaitsForAFailedPeerStops) {
   }
 }
 
-TEST(LoadAmongPeers, RanksWithOtherInputsDoNotBegin) {
-  const Model model;
-  const Plan plan = model.plan("own-shard", 2);
-  Plan other = plan;
-  other.inputs.low ^= 1;
-  ScriptedBoard board(2);
-  run_workers(2, [&](int rank) {
-    Ledger ledger;
-    HostSink sink(plan, rank, ledger);
-    try {
-      load(model.checkpoint, rank == 0 ? plan : other, {rank, &board, nullptr}, sink, ledger);
-      ADD_FAILURE() << "rank " << rank << " went on";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.category(), Category::conflict);
-      EXPECT_EQ(error.facts().culprit_rank, 1);
-    }
-  });
-  EXPECT_TRUE(board.beats().empty());
-}
-
 }  // namespace
 }  // namespace modicum

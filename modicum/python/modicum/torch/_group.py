@@ -66,7 +66,7 @@ class Ranks:
         self.rank, self.world_size, self.node, self.ranks_per_node = rank, world_size, 0, world_size
         self._store: LoadStore | None = None
         self._rounds = itertools.count()
-        self._longest_pause_s = 0.02 + world_size / 5000  # 5000 polls a second are not many
+        self._longest_pause_s = 0.004 + world_size / 5000  # 5000 polls a second are not many
         self._pids: list[int] = []
         self._exchange: Exchange | None = None
         self._members: Sequence[int] = (rank,)
@@ -110,15 +110,17 @@ class Ranks:
         """What every rank brought, by rank; JSON values."""
         return self._settle(value, list)
 
-    def once(self, make: Callable[[], Any], digest: str) -> Any:
-        """What `make` makes on rank 0, on every rank, once they have agreed on `digest`; JSON
-        values. A rank that can't talk to the others makes it itself."""
+    def once(self, make: Callable[[], Any], digest: str, beside: Any) -> tuple[Any, list[Any]]:
+        """What `make` makes on rank 0, on every rank, once they have agreed on `digest`, and what
+        every rank brought `beside` it; JSON values. A rank that can't talk to the others makes it
+        itself."""
 
-        def judge(digests: list[str]) -> Any:
-            self._judge(digests)
-            return make()
+        def judge(brought: list[Any]) -> Any:
+            self._judge([digest for digest, _ in brought])
+            return make(), [of for _, of in brought]
 
-        return self._settle(digest, judge)
+        made, others = self._settle([digest, beside], judge)
+        return made, others
 
     def agree(self, digest: str) -> None:
         """CONFLICT, naming the first rank that differs from rank 0, where not all bring the

@@ -144,10 +144,13 @@ class _Walk:
                 unexpected=unexpected,
                 present=present,
             )
-            return [made.text(callers=True), made.callers]
+            return [made.text(callers=True), made.callers, self._look_at_memory()]
 
-        # Asking transformers takes seconds of every core; of equal questions one is enough.
-        text, self.callers = self.ranks.once(make, digest)
+        # Asking transformers takes seconds of every core; of equal questions one is enough. What
+        # it leaves in that rank's memory is not the load's; the others look while they wait.
+        mine = None if self.ranks.rank == 0 else self._look_at_memory()
+        (text, self.callers, first), brought = self.ranks.once(make, digest, mine)
+        self.memories = [first if of is None else of for of in brought]
         self.recipe = _modicum.make_recipe(self.checkpoint, text)
         self.targets = self.recipe.targets
         self.dtypes = {t["name"]: getattr(torch, t["dtype"]) for t in self.targets}
@@ -160,6 +163,12 @@ class _Walk:
     def recipe_of(self, **how: Any) -> Recipe:
         """On rank 0."""
         return recipe_for(self.model, self.checkpoint.stored, **how)
+
+    def _look_at_memory(self) -> list[Any]:
+        """What this process holds before the load, what is left to it, and by whose word."""
+        reset_peak()
+        self.held = _modicum.process_memory()["held_bytes"]
+        return [self.held, *_modicum.available_memory()]
 
     def _own_tensors(self) -> list[Any]:
         """What a recipe for this model depends on; of tied names, also the first."""
@@ -297,12 +306,8 @@ class _Walk:
 
     def _choose_budget(self, ledger: _modicum.Ledger | None, budget: Size | None) -> None:
         """The node's, the processes that are there already included."""
-        reset_peak()
-        self.held = _modicum.process_memory()["held_bytes"]
-        available, source = _modicum.available_memory()
-        everyone = self.ranks.gather([self.held, available])
         # The same on all ranks, and small changes make no difference.
-        self.baseline = -(-max(of[0] for of in everyone) // _MIB) * _MIB
+        self.baseline = -(-max(of[0] for of in self.memories) // _MIB) * _MIB
         limit = None if ledger is None else ledger.limit_bytes
         if budget == "none":
             self.budget, self.budget_source = None, ""
@@ -311,7 +316,8 @@ class _Walk:
         elif budget is None and limit is not None:
             self.budget, self.budget_source = limit, "ledger"
         else:
-            self.budget = min(of[1] for of in everyone) + self.per_node * self.baseline
+            _, available, source = min(self.memories, key=lambda of: of[1])
+            self.budget = available + self.per_node * self.baseline
             self.budget_source = source
         self.ledger = ledger or _modicum.Ledger()
 
