@@ -1,7 +1,7 @@
 # Every target installs the Debian packages that it needs (root) or prints the line that does.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo build test check tidy bench soak format wheel mutants clean
+.PHONY: help demo build test check tidy bench soak conformance format wheel mutants clean
 
 STAGES := dev asan tsan python
 CXX_SOURCES = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc'))
@@ -12,7 +12,8 @@ help:
 	@echo 'make test     every test; make test-STAGE runs one of: $(STAGES)'
 	@echo 'make check    format, the may-include table, sizes, clang-tidy'
 	@echo 'make bench    the programs in benchmarks/'
-	@echo 'make soak     everything under the sanitizers and by Clang, and the mutants; long'
+	@echo 'make soak     everything under the sanitizers and by Clang, the mutants, other versions'
+	@echo 'make conformance  the newest packages, and transformers 4.57: benchmarks/CONFORMANCE.md'
 	@echo 'make mutants  applies each named mutation and expects its test to fail'
 	@echo 'make wheel    the Python wheel, in dist/'
 	@echo 'make format   formats the C++ sources'
@@ -56,7 +57,13 @@ bench: build
 	@scripts/packages.sh python
 	@scripts/bench.sh
 
-soak: test-dev test-asan-all test-tsan-all test-clang mutants
+soak: test-dev test-asan-all test-tsan-all test-clang mutants conformance
+
+conformance: test-dev
+	@scripts/packages.sh build python
+	@scripts/venv.sh test wheel
+	@scripts/wheel.sh build/python install
+	@scripts/stage.sh 'conformance' python3 scripts/conformance.py
 
 mutants:
 	@scripts/packages.sh build python

@@ -178,7 +178,7 @@ def measure_case(
             if row.name in given_up or seen.get((row.name, is_cold), 0) > bar:
                 continue
             result = stage.measure(row, round_, is_cold)
-            result["at"] = time.time()
+            result |= {"at": time.time(), "shards_bytes": stage.shards_bytes}
             results.append(result)
             print(json.dumps(result), file=raw, flush=True)
             tell(result, stage.shards_bytes)

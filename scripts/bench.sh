@@ -9,9 +9,7 @@ programs=(benchmarks/*.py)
 [ ${#programs[@]} -gt 0 ] || { echo "bench.sh: benchmarks/ holds no program" >&2; exit 1; }
 
 scripts/venv.sh test wheel bench
-scripts/wheel.sh build/python
-.venv/bin/python -m pip --disable-pip-version-check install --quiet --no-index --no-deps \
-  --force-reinstall build/python/modicum-*.whl
+scripts/wheel.sh build/python install
 for program in "${programs[@]}"; do
   scripts/stage.sh "$program" .venv/bin/python "$program"
 done

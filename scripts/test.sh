@@ -82,9 +82,7 @@ case "${1:-}" in
     cmake --build build/clang -j "$jobs" ;;
   python)
     scripts/venv.sh test wheel
-    scripts/wheel.sh build/python
-    .venv/bin/python -m pip --disable-pip-version-check install --quiet --no-index --no-deps \
-      --force-reinstall build/python/modicum-*.whl
+    scripts/wheel.sh build/python install
     # A file's tests share what they have made, and many of them wait: a worker for each CPU.
     failed=0
     run_pytest tests -m "not alone" --numprocesses "$jobs" --dist loadfile --durations 15 ||

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# wheel.sh DIRECTORY: builds the Python wheel into DIRECTORY, in place of an older one.
+# wheel.sh DIRECTORY [install]: builds the Python wheel into DIRECTORY, in place of an older one,
+# and installs it into .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,3 +10,7 @@ rm -f "$1"/modicum-*.whl
 .venv/bin/python -m pip --disable-pip-version-check wheel . --quiet --no-deps \
   --no-build-isolation --wheel-dir "$1"
 ls "$1"/modicum-*.whl
+if [ "${2:-}" = install ]; then
+  .venv/bin/python -m pip --disable-pip-version-check install --quiet --no-index --no-deps \
+    --force-reinstall "$1"/modicum-*.whl
+fi

@@ -14,6 +14,7 @@ from program import run_json
 from safetensors.numpy import load_file, save_file
 
 import modicum
+from modicum import _modicum
 
 NAMES = ("a.weight", "b.weight", "scale", "step")
 
@@ -153,6 +154,24 @@ def test_memory_that_is_not_the_callers_to_write_is_refused(small: Path) -> None
     for wrong in (bytes(8), np.zeros((2, 4), np.float32)[:, ::2][:1]):
         with pytest.raises(modicum.UsageError, match=r"b\.weight"):
             modicum.load(plan, into={"b.weight": wrong})
+
+
+class OfOtherMind:
+    """The other ranks, who have another plan."""
+
+    def agree(self, digest: str) -> None:
+        raise KeyError(digest)
+
+    def report(self, document: str) -> str:
+        return document
+
+
+# Catches a load that takes memory, or begins, before all are known to do the same.
+def test_nothing_is_taken_before_all_agree(small: Path) -> None:
+    ledger = modicum.Ledger()
+    with pytest.raises(KeyError):
+        _modicum.load(planned(small), 1, _modicum.Board(OfOtherMind()), ledger)
+    assert ledger.peak_bytes == 0
 
 
 # Catches a load that keeps the interpreter's lock.

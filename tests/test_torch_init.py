@@ -209,6 +209,15 @@ class Follower(nn.Module):
             self.weight.copy_(self.leader.weight)
 
 
+class Table(nn.Embedding):
+    """Puts another parameter in the place of its own, as transformers 4's Marian does."""
+
+    def reset_parameters(self) -> None:
+        if hasattr(self, "weight"):
+            rows = torch.arange(float(self.num_embeddings)).view(-1, 1)
+            self.weight = nn.Parameter(rows.repeat(1, self.embedding_dim), requires_grad=False)
+
+
 def plain() -> Any:
     return nn.ModuleDict(
         {
@@ -237,6 +246,19 @@ def test_modules_of_torch_are_drawn_as_torch_draws_them() -> None:
     for name in model.state_dict():
         expected = [t.state_dict()[name] for t in theirs]
         assert_drawn_alike([o[name] for o in ours], expected, name)
+
+
+def test_a_parameter_that_a_rule_replaces() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Table(5, 3))
+    before = model[0].weight
+    values = Initialiser(model, ["0.weight"]).whole("0.weight")
+    assert torch.equal(values, torch.arange(5.0).view(-1, 1).repeat(1, 3))
+    assert model[0].weight is before and before.is_meta
+    model[0].num_embeddings = 4
+    with pytest.raises(modicum.UsageError, match="in another shape") as caught:
+        Initialiser(model, ["0.weight"]).whole("0.weight")
+    assert caught.value.tensor == "0.weight"
 
 
 @pytest.mark.parametrize("parts", [0, 1])

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import copy
 import difflib
+import importlib.util
 import json
 import os
 import re
@@ -330,6 +331,8 @@ def _check_lacking(lacking: list[str], structure: Structure, stored: Described) 
 
 def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any) -> list[Any]:
     """What transformers would do to the stored tensors of a part."""
+    if is_pretrained(part.module) and not _converts():
+        return _identity(part.module, key_mapping)
     if not is_pretrained(part.module):
         if part.module is None or not key_mapping:
             return []
@@ -346,6 +349,19 @@ def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any
         if transform.scope_prefix:
             transform.scope_prefix = canonical(transform.scope_prefix)
     return transforms
+
+
+def _converts() -> bool:
+    """transformers 5 does while it loads; before, models had the tensors that are stored."""
+    return importlib.util.find_spec("transformers.conversion_mapping") is not None
+
+
+def _identity(module: Any, key_mapping: Any) -> list[Any]:
+    """What transformers 4 would do: nothing, or else it is refused."""
+    if key_mapping or getattr(module, "_checkpoint_conversion_mapping", None):
+        what = f"transformers before 5 renames what {type(module).__name__} has stored"
+        raise refusal("UNSUPPORTED", what, expected="transformers 5")
+    return []
 
 
 def recipe_for(

@@ -10,7 +10,16 @@ from torch import nn
 
 from modicum._structure import Member, Structure, structure_of, ties_of
 from modicum.errors import Error, refusal
-from modicum.torch._rules import Region, Rule, Rules, is_whole, like, running, standing_in
+from modicum.torch._rules import (
+    Region,
+    Rule,
+    Rules,
+    is_whole,
+    like,
+    running,
+    standing_in,
+    tensor_of,
+)
 
 __all__ = ["Initialiser"]
 
@@ -156,8 +165,19 @@ class Initialiser:
                 try:
                     with standing_in(rule, tensor_for):
                         rule.run()
+                        _take_back(group.module, stand_ins)
                 except Exception as error:  # as above
                     raise _failed(rule, error, asked) from error
+
+
+def _take_back(module: nn.Module, stand_ins: dict[str, torch.Tensor]) -> None:
+    """What a rule has put in the place of a tensor, rather than into it."""
+    for attribute, stand_in in stand_ins.items():
+        made = tensor_of(module, attribute)
+        if made is not None and made is not stand_in:
+            if made.shape != stand_in.shape:
+                raise ValueError(f"it makes {attribute} in another shape, {list(made.shape)}")
+            stand_in.copy_(made)
 
 
 def _label_of(member: Member, structure: Structure) -> str:

@@ -130,6 +130,11 @@ def is_whole(numel: int, made: Sequence[Region]) -> bool:
 # ---- running a rule
 
 
+def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The parameter or buffer of a module that has this name."""
+    return module._parameters.get(name, module._buffers.get(name))
+
+
 @dataclass(frozen=True, eq=False)
 class Rule:
     """What makes tensors of a module, and of modules in it."""
@@ -154,7 +159,8 @@ def running(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def standing_in(rule: Rule, tensor_for: TensorFor) -> Iterator[None]:
-    """Other tensors in the place of all that the rule can see; all is put back afterwards."""
+    """Other tensors in the place of all that the rule can see; all is put back afterwards, also
+    what the rule has replaced."""
     held: dict[int, tuple[nn.Module, type, dict[str, Any]]] = {}
     ahead = [rule.module]
     try:
@@ -213,16 +219,21 @@ class Rules:
     def made_by(self, rule: Rule) -> dict[Slot, list[Region]]:
         """What a rule gives values to."""
         if rule not in self._made:
-            seen: dict[Slot, Any] = {}
+            seen: dict[Slot, tuple[nn.Module, Any]] = {}
 
             def outline_for(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-                outline = seen[id(module), name] = self.outline_for(module, name, tensor)
+                outline = self.outline_for(module, name, tensor)
                 outline.made.clear()
+                seen[id(module), name] = module, outline
                 return outline
 
             with running(0), standing_in(rule, outline_for):
                 rule.run()
-            self._made[rule] = {slot: [*o.made] for slot, o in seen.items() if o.made}
+                for (_, name), (module, outline) in seen.items():
+                    now = tensor_of(module, name)
+                    if now is not None and now is not outline:  # another in its place
+                        outline.made.append((outline.size(), outline.stride(), 0))
+            self._made[rule] = {slot: [*o.made] for slot, (_, o) in seen.items() if o.made}
         return self._made[rule]
 
     def outline_for(self, module: nn.Module, name: str, tensor: torch.Tensor) -> Any:

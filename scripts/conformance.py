@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""What other versions of the packages that Modicum stands beside hold, and whether its bits are
+right with them.
+
+Makes an environment for each of ENVIRONMENTS over .venv, whose torch and wheel they share, in
+build/conformance/, and runs in each: the tests of FAMILIES (every model of tests/families.py
+through `modicum.torch.load`, against that version's own `from_pretrained`), the tests of FRONTS
+where they are asked of it, and the rows of LOADERS by benchmarks/loaders.py. Writes
+benchmarks/CONFORMANCE.md. It takes half an hour and needs a package index; `make soak` runs it.
+"""
+
+import argparse
+import collections
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "benchmarks/CONFORMANCE.md"
+PLACE = ROOT / "build/conformance"
+PACKAGES = ("transformers", "accelerate", "peft", "deepspeed")
+FAMILIES = ("tests/test_torch_load_values.py", "-k", "test_every_family")
+FRONTS = (
+    "tests/test_torch_accelerate.py",
+    "tests/test_torch_accelerate_refusals.py",
+    "tests/test_torch_deepspeed.py",
+    "tests/test_torch_dcp.py",
+    "tests/test_torch_engines.py",
+    "tests/test_torch_engine_state.py",
+    "tests/test_torch_empty.py",
+    "tests/test_recipe_oracle.py",
+    "tests/test_recipes_wrapped.py",
+)
+LOADERS = "from_pretrained,accelerate,transformers,dcp,modicum"
+CASES = {"dense": "2", "moe": "1"}  # layers
+WORLD = 4
+SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DS_BUILD_OPS": "0"}
+
+
+@dataclass(frozen=True)
+class Environment:
+    name: str
+    wanted: tuple[str, ...]  # of pip; what is not named is .venv's
+    fronts: bool
+
+    @property
+    def directory(self) -> Path:
+        return PLACE / self.name.replace(" ", "-")
+
+    @property
+    def python(self) -> Path:
+        return self.directory / "bin/python" if self.wanted else ROOT / ".venv/bin/python"
+
+
+ENVIRONMENTS = (
+    Environment("pinned", (), fronts=True),
+    Environment("newest", PACKAGES, fronts=True),
+    # The last that converts nothing: recipes are the identity, and fronts are 5's.
+    Environment("transformers 4.57", ("transformers==4.57.*",), fronts=False),
+)
+
+
+def run(words: list[str | Path], *, may_fail: bool = False) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [str(word) for word in words], cwd=ROOT, env=os.environ | SURROUNDINGS, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    if done.returncode and not may_fail:
+        sys.exit(f"{' '.join(map(str, words))}: {done.returncode}\n{done.stdout}{done.stderr}")
+    return done
+
+
+def make(environment: Environment) -> None:
+    """An environment over .venv: what it has of its own comes first."""
+    if not environment.wanted:
+        return
+    base = run([ROOT / ".venv/bin/python", "-c", "import site; print(site.getsitepackages()[0])"])
+    run([ROOT / ".venv/bin/python", "-m", "venv", environment.directory])
+    (own,) = environment.directory.glob("lib/python*/site-packages")
+    (own / "base.pth").write_text(base.stdout)
+    constraints = environment.directory / "constraints.txt"
+    constraints.write_text(f"torch=={version_of('torch', ROOT / '.venv/bin/python')}\n")
+    pip = [environment.python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    run([*pip, "--upgrade", "--no-build-isolation", "-c", constraints, *environment.wanted])
+
+
+def version_of(package: str, python: Path) -> str:
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    return run([python, "-c", code]).stdout.strip()
+
+
+# ---- tests
+
+
+def outcomes(environment: Environment, words: tuple[str, ...]) -> dict[str, list[str]]:
+    """Names of tests by what came of them."""
+    report = environment.directory.with_suffix(".xml")
+    report.unlink(missing_ok=True)
+    pytest = [environment.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml"]
+    said = run([*pytest, report, "--modicum", ROOT / "build/dev/modicum", *words], may_fail=True)
+    if not report.exists():
+        sys.exit(f"no tests were run by {environment.name}:\n{said.stdout}{said.stderr}")
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for case in ET.parse(report).iter("testcase"):
+        found[outcome_of(case)].append(f"{case.get('classname')}::{case.get('name')}")
+    return found
+
+
+def outcome_of(case: ET.Element) -> str:
+    if case.find("skipped") is not None:
+        return "skipped"
+    failure = case.find("failure")
+    if failure is None:
+        return "right" if case.find("error") is None else "failed"
+    said = failure.get("message") or ""
+    if "module transformers has no attribute" in said or "Unrecognized model" in said:
+        return "not there"
+    if said.startswith("modicum.errors."):
+        return "refused"
+    return "failed"
+
+
+# ---- loaders
+
+
+def held(environment: Environment, case: str) -> dict[str, str]:
+    """By loader: peak of all ranks in shards' bytes, and whether the bits are right."""
+    raw = environment.directory.with_suffix(f".{case}.jsonl")
+    raw.unlink(missing_ok=True)
+    run(
+        [environment.python, "benchmarks/loaders.py", "--case", case, "--layers", CASES[case]]
+        + ["--rows", LOADERS, "--reps", "1", "--cold", "0", "--raw", raw]
+        + ["--modicum", ROOT / "build/dev/modicum"]
+    )
+    rows = {}
+    for line in raw.read_text().splitlines():
+        result = json.loads(line)
+        what = result["outcome"]
+        if "peak_sampled_bytes" in result and result["kept_bytes"]:
+            what += f", {result['peak_sampled_bytes'] / result['shards_bytes']:.2f}"
+        rows[result["row"]] = what
+    return rows
+
+
+# ---- the page
+
+
+def page(found: dict[str, dict]) -> str:
+    names = list(found)
+    lines = [
+        "# Conformance",
+        "",
+        "What other versions hold, and whether the bits are right with them: written by "
+        "`python scripts/conformance.py`, which `make soak` runs.",
+        "",
+        "| | " + " | ".join(names) + " |",
+        "|---" * (len(names) + 1) + "|",
+    ]
+    for package in ("torch", *PACKAGES):
+        versions = [found[name]["versions"][package] for name in names]
+        lines.append(f"| {package} | " + " | ".join(versions) + " |")
+    for what in ("families", "fronts"):
+        cells = [told(found[name].get(what)) for name in names]
+        lines.append(f"| {TESTS[what]} | " + " | ".join(cells) + " |")
+    for case, layers in CASES.items():
+        for row in LOADERS.split(","):
+            cells = [found[name][case].get(row, "-") for name in names]
+            label = f"`{row}`, {case}, {layers} layer{'s' * (layers != '1')}"
+            lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    lines += ["", *FOOTER]
+    for name in names:
+        for kind in ("failed", "refused"):
+            for what in ("families", "fronts"):
+                tests = (found[name].get(what) or {}).get(kind, [])
+                short = ", ".join(f"`{test.partition('::')[2]}`" for test in tests)
+                if short:
+                    lines += ["", f"{name}, {what}, {kind}: {short}."]
+    return "\n".join(lines) + "\n"
+
+
+TESTS = {
+    "families": "models of `tests/families.py` through `modicum.torch.load`",
+    "fronts": "tests of accelerate, DeepSpeed, engines, DCP and recipes",
+}
+FOOTER = (
+    f"The loaders' rows: bits against a single process's `from_pretrained`, and the most that "
+    f"{WORLD} ranks hold together, 1.00 being their shards. Refused: by name, before anything is "
+    "loaded. Not there: the version has no such model.",
+)
+
+
+def told(of: dict[str, list[str]] | None) -> str:
+    if of is None:
+        return "-"
+    kinds = ("right", "refused", "not there", "skipped", "failed")
+    return ", ".join(f"{len(of[kind])} {kind}" for kind in kinds if of.get(kind))
+
+
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__.partition("\n\n")[0]).parse_args()
+    PLACE.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict] = {}
+    for environment in ENVIRONMENTS:
+        print(f"{environment.name} ...", flush=True)
+        make(environment)
+        versions = {name: version_of(name, environment.python) for name in ("torch", *PACKAGES)}
+        families = outcomes(environment, FAMILIES)
+        of = found[environment.name] = {"versions": versions, "families": families}
+        if environment.fronts:
+            of["fronts"] = outcomes(environment, FRONTS)
+        for case in CASES:
+            of[case] = held(environment, case)
+    PAGE.write_text(page(found))
+    print(PAGE.read_text())
+    return 1 if any(found[name]["families"].get("failed") for name in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
