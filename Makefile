@@ -27,7 +27,12 @@ build:
 demo: build
 	@scripts/demo.sh build/release/modicum
 
-test: $(STAGES:%=test-%)
+test: begin-venv $(STAGES:%=test-%)
+
+# What is downloaded comes while C++ is compiled; who needs it waits for it.
+begin-venv:
+	@scripts/packages.sh build python
+	@mkdir -p build; scripts/venv.sh test wheel > build/venv.log 2>&1 &
 
 test-dev test-asan test-asan-all test-tsan test-tsan-all: test-%:
 	@scripts/packages.sh build
@@ -37,9 +42,9 @@ test-clang:
 	@scripts/packages.sh build check python
 	@scripts/stage.sh 'test, clang' scripts/test.sh clang
 
-test-python:
+test-python test-python-soak: test-%:
 	@scripts/packages.sh build python
-	@scripts/stage.sh 'test, python' scripts/test.sh python
+	@scripts/stage.sh 'test, $*' scripts/test.sh $*
 
 check: check-style tidy
 
@@ -57,7 +62,7 @@ bench: build
 	@scripts/packages.sh python
 	@scripts/bench.sh
 
-soak: test-dev test-asan-all test-tsan-all test-clang mutants conformance
+soak: test-dev test-asan-all test-tsan-all test-clang test-python-soak mutants conformance
 
 conformance: test-dev
 	@scripts/packages.sh build python

@@ -86,13 +86,16 @@ def run(words: list[str]) -> tuple[int, str]:
             [sys.executable, *words], cwd=ROOT / "examples", env=os.environ | ENVIRONMENT,
             stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        while process.poll() is None:
-            for pid in tree_of(process.pid):
-                if pid not in known:
-                    with contextlib.suppress(FileNotFoundError):
-                        known[pid] = Process(pid)
-            peak = max(peak, sum(held(one.status()) for one in known.values()))
-            time.sleep(EVERY_S)
+        try:
+            while process.poll() is None:
+                for pid in tree_of(process.pid):
+                    if pid not in known:
+                        with contextlib.suppress(FileNotFoundError):
+                            known[pid] = Process(pid)
+                peak = max(peak, sum(held(one.status()) for one in known.values()))
+                time.sleep(EVERY_S)
+        finally:
+            process.kill()
         log.seek(0)
         printed = log.read()
     for one in known.values():

@@ -121,6 +121,8 @@ def outcome_of(case: ET.Element) -> str:
         return "not there"
     if said.startswith("modicum.errors."):
         return "refused"
+    if "the oracle leaves" in said or "A GPU or XPU is needed" in said:
+        return "not by them either"
     return "failed"
 
 
@@ -189,14 +191,15 @@ TESTS = {
 FOOTER = (
     f"The loaders' rows: bits against a single process's `from_pretrained`, and the most that "
     f"{WORLD} ranks hold together, 1.00 being their shards. Refused: by name, before anything is "
-    "loaded. Not there: the version has no such model.",
+    "loaded. Not there: the version has no such model. Not by them either: their own `from_pretrained` "
+    "leaves tensors empty, or wants a GPU.",
 )
 
 
 def told(of: dict[str, list[str]] | None) -> str:
     if of is None:
         return "-"
-    kinds = ("right", "refused", "not there", "skipped", "failed")
+    kinds = ("right", "refused", "not there", "not by them either", "skipped", "failed")
     return ", ".join(f"{len(of[kind])} {kind}" for kind in kinds if of.get(kind))
 
 

@@ -9,6 +9,11 @@ cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 export DS_BUILD_OPS=0 # of deepspeed its Python is wanted, no kernel
 
+# Who comes while another is at it waits, and finds what that one has installed.
+mkdir -p build
+exec 9> build/venv.lock
+flock 9
+
 [ -x .venv/bin/python ] || python3 -m venv .venv
 
 pip_install() { .venv/bin/python -m pip install --quiet "$@"; }
@@ -41,7 +46,6 @@ install() { # REQUIREMENTS COMMAND...
   if "$@" "$requirements"; then cp "$requirements" "$stamp"; else return 1; fi
 }
 
-mkdir -p build
 for group in "$@"; do
   requirements="scripts/requirements-$group.txt"
   on_torch="scripts/requirements-$group-on-torch.txt"

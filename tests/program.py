@@ -1,5 +1,6 @@
 """Running the program under test: its exit code, its JSON, and checkpoints to run it on."""
 
+import contextlib
 import json
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -71,11 +72,10 @@ def node_peak(plan: dict[str, Any], name: str) -> int:
 def children_of(pid: int) -> list[int]:
     """The processes that a process has started and that are still there."""
     found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found += [int(word) for word in task.read_text().split()]
-        except OSError:
-            continue
+    with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (task / "children").read_text().split())
     return found
 
 

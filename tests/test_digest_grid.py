@@ -54,6 +54,7 @@ def test_of_a_small_model_with_codes_and_experts(
             assert digest(modicum, directory, strategy + where, layout, ranks) == due, strategy
 
 
+@pytest.mark.soak
 def test_of_two_layers_of_deepseek_v3(modicum: Path, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     flags = ("--arch", "deepseek-v3", "--layers", 2, "--sparse")

@@ -97,7 +97,8 @@ def run(folder: Path, limit_bytes: int, *words: object, world: int = WORLD) -> R
 @pytest.mark.parametrize(
     ("model", "words", "share"),
     [
-        pytest.param("dense", (), 0.8, id="Accelerator, dense"),
+        # What Trainer does with the same model is this, and more.
+        pytest.param("dense", (), 0.8, id="Accelerator, dense", marks=pytest.mark.soak),
         pytest.param("experts", (), 0.7, id="Accelerator, experts"),
         pytest.param("dense", ("--trainer",), 0.8, id="Trainer, dense"),
     ],

@@ -52,7 +52,10 @@ def checkpoint_of(name: str) -> Path:
 
 @cache
 def from_pretrained(name: str, dtype: Any = "auto") -> Any:
-    return BY_NAME[name].model_class.from_pretrained(checkpoint_of(name), dtype=dtype)
+    model = BY_NAME[name].model_class.from_pretrained(checkpoint_of(name), dtype=dtype)
+    hollow = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    assert not hollow, f"the oracle leaves {hollow[0]} on meta"  # transformers 4.57 does
+    return model
 
 
 def stored_in(directory: Path) -> Tensors:
