@@ -191,8 +191,8 @@ TESTS = {
 FOOTER = (
     f"The loaders' rows: bits against a single process's `from_pretrained`, and the most that "
     f"{WORLD} ranks hold together, 1.00 being their shards. Refused: by name, before anything is "
-    "loaded. Not there: the version has no such model. Not by them either: their own `from_pretrained` "
-    "leaves tensors empty, or wants a GPU.",
+    "loaded. Not there: the version has no such model. Not by them either: their own "
+    "`from_pretrained` leaves tensors empty, or wants a GPU.",
 )
 
 
