@@ -28,7 +28,7 @@ class Case:
 
 
 CASES = (
-    Case("dense", "bf16 as stored", "llama-3.2-1b", 0, "bfloat16"),
+    Case("dense", "bf16 as stored", "qwen3-8b", 4, "bfloat16"),
     Case("masters", "bf16 to fp32 masters", "qwen3-0.6b", 0, "float32"),
     Case("moe", "experts stacked, gate and up fused", "qwen3-30b-a3b", 1, "bfloat16"),
     Case("tp", "TP 2 x FSDP", "qwen3-0.6b", 0, "bfloat16", tp=2),
