@@ -101,6 +101,7 @@ def test_a_table_says_why_there_is_no_figure() -> None:
 def test_one_wrong_run_among_right_ones_is_told() -> None:
     runs = [outcome("one", "right"), outcome("one", "wrong", "a.weight"), outcome("one", "right")]
     assert tables.outcome_of(runs) == "wrong"
+    assert tables.outcome_of([outcome("one", "skipped", "no room"), runs[0]]) == "right"
     assert tables.spread([3.0, 1.0, 2.0]) == "2.00 (1.00-3.00)"
     assert tables.spread([1.001, 1.002]) == "1.00"
 

@@ -55,8 +55,8 @@ def of_row(results: list[Result], row: Row) -> list[Result]:
 
 
 def outcome_of(results: list[Result]) -> str:
-    """The worst that has come of a row's runs."""
-    order = ("wrong", "cannot", "skipped", "n/a", "right")
+    """The worst that has come of a row's runs; nothing has of those that were skipped."""
+    order = ("wrong", "cannot", "right", "skipped", "n/a")
     return min((result["outcome"] for result in results), key=order.index)
 
 
@@ -157,7 +157,7 @@ def overview(rows: list[Row], cases: dict[str, tuple[list[Result], int]]) -> str
             return outcome
         peak = statistics.median(kernel_peak(run) for run in warm) / shards_bytes
         seconds = statistics.median(run["seconds"] for run in warm)
-        return f"{'' if outcome == 'right' else '**wrong**, '}{peak:.2f}, {seconds:.1f} s"
+        return f"{'' if outcome == 'right' else f'**{outcome}**, '}{peak:.2f}, {seconds:.1f} s"
 
     lines = [
         f"| `{row.name}` | {' | '.join(cell(row, *of_case) for of_case in cases.values())} |"
