@@ -31,7 +31,7 @@ void add_gradients(const std::byte* from, DType dtype, std::byte* to, int64_t n)
 // elements in their order. Squares are exact in fp64, so a fused multiply-add is as good as two.
 constexpr int64_t kSums = 32;
 constexpr int64_t kTileRows = 64;
-constexpr int kAtOnce = 4;  // vectors of sums, which hides the latency of an addition
+constexpr int kAtOnce = 8;  // vectors of sums: all of them in registers where these have 256 bits
 using DoubleTag = hn::CappedTag<double, kSums / kAtOnce>;
 
 HWY_INLINE hn::Vec<DoubleTag> add_square(DoubleTag d, DType dtype, const std::byte* grad, int64_t i,
@@ -40,27 +40,40 @@ HWY_INLINE hn::Vec<DoubleTag> add_square(DoubleTag d, DType dtype, const std::by
   return hn::MulAdd(x, x, sum);
 }
 
-// `rows` rows of kSums elements from element `begin` on.
+// `rows` rows of kSums elements from element `begin` on. (Vectors whose size the compiler does not
+// know can't stand in an array.)
 HWY_INLINE void add_rows(DType dtype, const std::byte* grad, int64_t begin, int64_t rows,
                          double* sums) {
   const DoubleTag d;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   for (int64_t k = 0; k < kSums; k += kAtOnce * lanes) {
-    auto a = hn::LoadU(d, sums + k);
-    auto b = hn::LoadU(d, sums + k + lanes);
-    auto e = hn::LoadU(d, sums + k + 2 * lanes);
-    auto f = hn::LoadU(d, sums + k + 3 * lanes);
+    auto s0 = hn::LoadU(d, sums + k);
+    auto s1 = hn::LoadU(d, sums + k + lanes);
+    auto s2 = hn::LoadU(d, sums + k + 2 * lanes);
+    auto s3 = hn::LoadU(d, sums + k + 3 * lanes);
+    auto s4 = hn::LoadU(d, sums + k + 4 * lanes);
+    auto s5 = hn::LoadU(d, sums + k + 5 * lanes);
+    auto s6 = hn::LoadU(d, sums + k + 6 * lanes);
+    auto s7 = hn::LoadU(d, sums + k + 7 * lanes);
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t i = begin + row * kSums + k;
-      a = add_square(d, dtype, grad, i, a);
-      b = add_square(d, dtype, grad, i + lanes, b);
-      e = add_square(d, dtype, grad, i + 2 * lanes, e);
-      f = add_square(d, dtype, grad, i + 3 * lanes, f);
+      s0 = add_square(d, dtype, grad, i, s0);
+      s1 = add_square(d, dtype, grad, i + lanes, s1);
+      s2 = add_square(d, dtype, grad, i + 2 * lanes, s2);
+      s3 = add_square(d, dtype, grad, i + 3 * lanes, s3);
+      s4 = add_square(d, dtype, grad, i + 4 * lanes, s4);
+      s5 = add_square(d, dtype, grad, i + 5 * lanes, s5);
+      s6 = add_square(d, dtype, grad, i + 6 * lanes, s6);
+      s7 = add_square(d, dtype, grad, i + 7 * lanes, s7);
     }
-    hn::StoreU(a, d, sums + k);
-    hn::StoreU(b, d, sums + k + lanes);
-    hn::StoreU(e, d, sums + k + 2 * lanes);
-    hn::StoreU(f, d, sums + k + 3 * lanes);
+    hn::StoreU(s0, d, sums + k);
+    hn::StoreU(s1, d, sums + k + lanes);
+    hn::StoreU(s2, d, sums + k + 2 * lanes);
+    hn::StoreU(s3, d, sums + k + 3 * lanes);
+    hn::StoreU(s4, d, sums + k + 4 * lanes);
+    hn::StoreU(s5, d, sums + k + 5 * lanes);
+    hn::StoreU(s6, d, sums + k + 6 * lanes);
+    hn::StoreU(s7, d, sums + k + 7 * lanes);
   }
 }
 
