@@ -25,4 +25,17 @@ nb::dict by_purpose(const Footprint& footprint) {
   return bytes;
 }
 
+Footprint from_purposes(const std::map<std::string, uint64_t>& bytes) {
+  Footprint footprint;
+  size_t known = 0;
+  for (size_t i = 0; i < footprint.bytes.size(); ++i) {
+    const auto of = bytes.find(std::string(purpose_name(static_cast<Purpose>(i))));
+    if (of == bytes.end()) continue;
+    footprint.bytes[i] = of->second;
+    ++known;
+  }
+  if (known != bytes.size()) fail(Category::usage, "a purpose of memory that does not exist");
+  return footprint;
+}
+
 }  // namespace modicum::python

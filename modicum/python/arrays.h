@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -33,5 +34,6 @@ nb::object array_of(std::unique_ptr<Held> held, std::span<std::byte> bytes) {
 }
 
 nb::dict by_purpose(const Footprint& footprint);
+Footprint from_purposes(const std::map<std::string, uint64_t>& bytes);
 
 }  // namespace modicum::python

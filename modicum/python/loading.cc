@@ -1,5 +1,6 @@
 // Ledger, Board and load.
 #include <fmt/format.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -9,6 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -352,7 +354,13 @@ Args:
           [](Ledger& ledger, std::optional<uint64_t> bytes) {
             ledger.set_limit(bytes.value_or(Ledger::kNoLimit));
           },
-          nb::for_setter(nb::arg("bytes").none()), "What may be held, in bytes; None: no limit.");
+          nb::for_setter(nb::arg("bytes").none()), "What may be held, in bytes; None: no limit.")
+      .def(
+          "require_room",
+          [](const Ledger& ledger, const std::map<std::string, uint64_t>& needed,
+             const std::string& what) { ledger.require_room(from_purposes(needed), what); },
+          nb::arg("needed"), nb::arg("what"),
+          "BudgetError where so much, in bytes by purpose, has no room beside what is held.");
   module.def(
       "charge_init",
       [](const std::shared_ptr<Ledger>& ledger, uint64_t bytes) {

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import os
 from typing import overload
 
@@ -244,6 +244,11 @@ class Ledger:
 
     @limit_bytes.setter
     def limit_bytes(self, bytes: int | None) -> None: ...
+
+    def require_room(self, needed: Mapping[str, int], what: str) -> None:
+        """
+        BudgetError where so much, in bytes by purpose, has no room beside what is held.
+        """
 
 def charge_init(ledger: Ledger, bytes: int) -> object:
     """

@@ -17,6 +17,7 @@ from modicum._report import Report
 from modicum._walk import require_check
 from modicum.errors import refusal
 from modicum.recipes import Recipe, Rule, recipe_for
+from modicum.torch._cpus import cpus_of_rank
 from modicum.torch._fsdp import (
     check_pinning,
     check_replaceable,
@@ -27,7 +28,7 @@ from modicum.torch._fsdp import (
 from modicum.torch._group import Ranks
 from modicum.torch._init import Initialiser
 from modicum.torch._names import canonical
-from modicum.torch._placements import Meshes, Sharding, sharding_of
+from modicum.torch._placements import Meshes, layout_of, sharding_of
 from modicum.torch._progress import progress_bar
 from modicum.torch._tensors import ModelTensor, as_bytes, copying_into, tensors_of
 
@@ -217,16 +218,7 @@ class _Walk:
             what = "node-reader needs nodes of as many ranks each, which follow each other"
             raise refusal("UNSUPPORTED", what)
         places = self._place_targets()
-        whole = Sharding((self.ranks.world_size,), ())  # of a load without targets
-        shardings = list(dict.fromkeys(of.sharding for of in places)) or [whole]
-        number = {sharding: n for n, sharding in enumerate(shardings)}
-        layout = _modicum.make_layout(
-            self.recipe,
-            shardings=[
-                (s.mesh, [(c.axes, c.dim, c.packed, c.pads) for c in s.cuts]) for s in shardings
-            ],
-            sharding_of=[number[of.sharding] for of in places],
-        )
+        layout = layout_of(self.recipe, [of.sharding for of in places], self.ranks.world_size)
         self._choose_budget(ledger, budget)
         self.plan = _modicum.make_plan(
             self.recipe,
@@ -369,7 +361,7 @@ class _Walk:
                     copy=self._copies(),
                     caller=self._made,
                     broadcast=self.ranks.broadcast if len(group) > 1 else None,
-                    threads=self._threads(),
+                    threads=cpus_of_rank(self.per_node),
                     check=check is not None,
                     seed=self.seed,
                 )
@@ -379,9 +371,6 @@ class _Walk:
             self.ledger.limit_bytes = outside
         self._hand_over(loaded)
         return self._report(loaded, check)
-
-    def _threads(self) -> int:
-        return max(1, _modicum.granted_cpus() // self.per_node)
 
     def _bytes_due(self) -> int:
         return sum(b["bytes"] for t, b in enumerate(self.buffers) if b["holder"] == t)

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from modicum import _modicum
 from modicum.errors import refusal
 
-__all__ = ["Cut", "Meshes", "Sharding", "sharding_of"]
+__all__ = ["Cut", "Meshes", "Sharding", "layout_of", "sharding_of"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,22 @@ class Sharding:
     """Sizes of the axes, outermost first, over the whole world; rank = row-major coordinate."""
     cuts: tuple[Cut, ...]
     """As they are made: each cuts what those before it left."""
+
+
+def layout_of(
+    recipe: _modicum.Recipe, shardings: Sequence[Sharding], world_size: int
+) -> _modicum.Layout:
+    """The layout of a recipe's targets, of which each has its sharding, in their order."""
+    different = list(dict.fromkeys(shardings)) or [Sharding((world_size,), ())]
+    number = {sharding: n for n, sharding in enumerate(different)}
+    return _modicum.make_layout(
+        recipe,
+        shardings=[
+            (of.mesh, [(cut.axes, cut.dim, cut.packed, cut.pads) for cut in of.cuts])
+            for of in different
+        ],
+        sharding_of=[number[sharding] for sharding in shardings],
+    )
 
 
 class Meshes:

@@ -1,15 +1,15 @@
 """The states that step an optimizer's parameters: one for each format and place that they need."""
 
-import os
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 
 from modicum import _modicum
-from modicum.errors import BudgetError, refusal
+from modicum.errors import refusal
+from modicum.torch._cpus import cpus_of_rank
 from modicum.torch._fsdp import register
 from modicum.torch._lanes import SLOTS
 from modicum.torch._parts import Part
@@ -42,8 +42,7 @@ def make_states(
     _modicum.adamw_footprint([], options, format=state_format)  # is it one?
     shards: dict[str, list[Any]] = {}
     made_with: dict[str, dict[str, Any]] = {}
-    threads = _modicum.granted_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    threads = max(1, threads)
+    threads = cpus_of_rank()
     for part in parts:
         part.format = state_format if part.local.dtype == torch.bfloat16 else "fp32"
         part.state = part.format
@@ -57,10 +56,10 @@ def make_states(
         of_state.append((part.name, part.runs, part.group, master, out))
         slots = 0 if part.on_host else SLOTS
         made_with[part.state] = {"format": part.format, "slots": slots, "threads": threads}
-    _require_room(
-        ledger,
-        [_modicum.adamw_footprint(of, options, **made_with[key]) for key, of in shards.items()],
-    )
+    needed: Counter[str] = Counter()  # all states or none
+    for key, of in shards.items():
+        needed.update(_modicum.adamw_footprint(of, options, **made_with[key]))
+    ledger.require_room(needed, "AdamW's states")
     pins, unpins = _registrar(pin)
     return {
         key: _modicum.AdamW(
@@ -78,18 +77,3 @@ def _registrar(pin: Any) -> tuple[Any, Any]:
         raise refusal("UNSUPPORTED", "without CUDA nothing is pinned: pin=False?")
     cudart = torch.cuda.cudart() if pin is True else pin
     return partial(register, cudart), lambda address, _: cudart.cudaHostUnregister(address)
-
-
-def _require_room(ledger: _modicum.Ledger, footprints: Sequence[dict[str, int]]) -> None:
-    """All states or none: the first one must not be taken when the second won't fit."""
-    needed = sum(chain.from_iterable(of.values() for of in footprints))
-    limit, held = ledger.limit_bytes, ledger.held_bytes
-    if limit is None or held + needed <= limit or len(footprints) < 2:
-        return  # one alone says itself what it lacks
-    short = held + needed - limit
-    error = BudgetError(
-        f"BUDGET: no room in the budget for {needed} bytes of AdamW's states: {short} too little"
-    )
-    error.category, error.code, error.shortfall_bytes = "BUDGET", 15, short
-    error.expected, error.got = str(limit), str(held + needed)
-    raise error

@@ -33,9 +33,10 @@ from modicum._dtypes import _FLOATS, dtype_name
 from modicum._index_maps import Node
 from modicum.errors import refusal
 from modicum.recipes import Recipe, recipe_for
+from modicum.torch._cpus import cpus_of_rank
 from modicum.torch._fsdp import fsdp_params
 from modicum.torch._names import canonical
-from modicum.torch._placements import Sharding, sharding_of
+from modicum.torch._placements import Sharding, layout_of, sharding_of
 from modicum.torch._tensors import as_bytes, copying_into
 
 __all__ = ["HuggingFaceReader"]
@@ -220,18 +221,10 @@ class HuggingFaceReader(StorageReader):
         is_cut = any(place.sharding for place in places)
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if is_cut else (1, 0)
         whole = Sharding((ranks,), ())
-        shardings = [place.sharding or whole for place in places]
-        different = list(dict.fromkeys(shardings))
         nodes = {f"{place.fqn}#{t}": place.node for t, place in enumerate(places)}
         unused = sorted(self._checkpoint.stored.keys() - set(_stored_in(list(nodes.values()))))
         recipe = _modicum.make_recipe(self._checkpoint, Recipe(nodes, unused).text())
-        layout = _modicum.make_layout(
-            recipe,
-            shardings=[
-                (s.mesh, [(c.axes, c.dim, c.packed, c.pads) for c in s.cuts]) for s in different
-            ],
-            sharding_of=[different.index(s) for s in shardings],
-        )
+        layout = layout_of(recipe, [place.sharding or whole for place in places], ranks)
         on_host = [place.tensor.device.type == "cpu" for place in places]
         plan = _modicum.make_plan(
             recipe,
@@ -255,7 +248,7 @@ class HuggingFaceReader(StorageReader):
             copy=copying_into(
                 {t: (line, places[t].tensor.itemsize) for t, line in enumerate(lines)}
             ),
-            threads=_threads(),
+            threads=cpus_of_rank(),
         )
 
 
@@ -304,10 +297,3 @@ def _stored_in(nodes: list[Node]) -> Iterator[str]:
         if node["op"] == "stored":
             yield node["name"]
         yield from _stored_in(node.get("in", []))
-
-
-def _threads() -> int:
-    """Of the node's CPUs, this rank's share."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # as launchers say it
-    return max(1, _modicum.granted_cpus() // here)

@@ -1,0 +1,21 @@
+"""How many threads a rank may start."""
+
+import os
+
+import torch.distributed as dist
+
+from modicum import _modicum
+
+__all__ = ["cpus_of_rank"]
+
+
+def cpus_of_rank(ranks_per_node: int | None = None) -> int:
+    """Of the CPUs that the process may use, the rank's share; at least one.
+
+    Args:
+        ranks_per_node: None: as launchers say it, or else all ranks are on one node.
+    """
+    if ranks_per_node is None:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return max(1, _modicum.granted_cpus() // ranks_per_node)
