@@ -6,6 +6,7 @@ a budget that is looked at too late; a digest, random bits or a norm that depend
 or kernels; gradients that are not scaled; a step whose time is lost; children that outlive a rank.
 """
 
+import itertools
 import os
 import re
 import signal
@@ -236,6 +237,25 @@ def test_the_exact_formats_agree_on_bf16_gradients(modicum: Path) -> None:
     assert digests(whole) == digests(split)
     unrounded = step(modicum, "--params", "500K", "--steps", 20, "--clip", 1)
     assert digests(unrounded) != digests(whole)
+
+
+@pytest.mark.soak
+def test_the_exact_formats_agree_over_a_thousand_steps(
+    modicum: Path, instruction_sets: list[str]
+) -> None:
+    """However the work is cut, on every instruction set."""
+    words = ("--params", 50_001, "--steps", 1000, "--grad-dtype", "bfloat16", "--clip", 1)
+    cuts = itertools.product(("fp32", "fp32-split"), instruction_sets, (1, 2, 3), (1, 2, 4))
+    seen = {
+        digests(
+            step(
+                modicum, *words, "--state-format", name, "--isa", isa, "--ranks", ranks,
+                "--threads", threads,
+            )
+        )
+        for name, isa, ranks, threads in cuts
+    }  # fmt: skip
+    assert len(seen) == 1
 
 
 # ---- scales
