@@ -46,6 +46,14 @@ run_pytest() {  # ARGUMENT...
   .venv/bin/python -m pytest --modicum build/dev/modicum "$@"
 }
 
+# Every test file, those first that take minutes: no worker is to wait for another's last one.
+longest_first() {
+  local long="first_hour torch_deepspeed torch_engine_strategies torch_accelerate_memory
+    torch_training torch_adamw_ranks torch_engines torch_strategies value_oracle wheel"
+  # shellcheck disable=SC2086
+  { printf 'tests/test_%s.py\n' $long; printf '%s\n' tests/test_*.py; } | awk '!seen[$0]++'
+}
+
 programs_of() {  # ROOM...
   local room
   for room in "$@"; do
@@ -80,7 +88,7 @@ case "${1:-}" in
     # Warnings are the point, so nothing is optimised. The names are the only thing it shares.
     scripts/venv.sh wheel
     cmake --preset dev -B build/clang -DCMAKE_CXX_COMPILER=clang++-14 \
-      -DCMAKE_CXX_FLAGS=-O0 -DCMAKE_BUILD_TYPE= \
+      -DCMAKE_CXX_FLAGS=-O0 -DCMAKE_BUILD_TYPE= -DMODICUM_PRECOMPILE=OFF \
       -DMODICUM_PYTHON=ON -DPython_EXECUTABLE="$PWD/.venv/bin/python" \
       > build/configure-clang.log 2>&1 ||
       { cat build/configure-clang.log; exit 1; }
@@ -90,8 +98,9 @@ case "${1:-}" in
     scripts/wheel.sh build/python install
     failed=0
     # A file's tests share what they have made, and many of them wait: a worker for each CPU.
-    run_pytest tests -m "not alone and not soak" --numprocesses "$jobs" --dist loadfile \
-      --durations 15 || failed=1
+    # shellcheck disable=SC2046
+    run_pytest $(longest_first) -m "not alone and not soak" --numprocesses "$jobs" \
+      --dist loadfile --no-loadscope-reorder --durations 15 || failed=1
     for file in $(grep -l 'mark\.alone' tests/test_*.py); do
       run_pytest "$file" -m alone || failed=1
     done
