@@ -8,7 +8,7 @@ scripts/venv.sh wheel
 mkdir -p "$1"
 rm -f "$1"/modicum-*.whl
 .venv/bin/python -m pip --disable-pip-version-check wheel . --quiet --no-deps \
-  --no-build-isolation --wheel-dir "$1"
+  --no-build-isolation --config-settings=cmake.define.MODICUM_PRECOMPILE=ON --wheel-dir "$1"
 ls "$1"/modicum-*.whl
 if [ "${2:-}" = install ]; then
   .venv/bin/python -m pip --disable-pip-version-check install --quiet --no-index --no-deps \

@@ -1,7 +1,6 @@
 // The verbs of the command line, and what they share.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstring>
 #include <functional>
 #include <optional>
@@ -14,6 +13,10 @@
 #include "modicum/ranks/ranks.h"
 #include "modicum/report/report.h"
 #include "modicum/runs/runs.h"
+
+namespace CLI {
+class App;
+}  // namespace CLI
 
 namespace modicum {
 
