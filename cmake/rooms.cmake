@@ -45,15 +45,15 @@ set(often_included
     <vector>
     <fmt/format.h>)
 
-# modicum_precompile(TARGET OWNER [headers...]): the owner's, which is the first target to ask.
+# modicum_precompile(TARGET OWNER [headers...]): what the owner has precompiled, which asks first.
 function(modicum_precompile target owner)
   if(NOT MODICUM_PRECOMPILE)
     return()
   endif()
-  if(TARGET ${owner} AND NOT target STREQUAL owner)
-    target_precompile_headers(${target} REUSE_FROM ${owner})
-  else()
+  if(target STREQUAL owner)
     target_precompile_headers(${target} PRIVATE ${often_included} ${ARGN})
+  else()
+    target_precompile_headers(${target} REUSE_FROM ${owner})
   endif()
 endfunction()
 
