@@ -212,10 +212,12 @@ void reference_adamw(const AdamNumbers& n, const AdamSpan& s) {
 Squares reference_squares(const std::byte* grad, DType dtype, int64_t n) {
   std::vector<double> sums(32);
   bool finite = true;
+  const int64_t of_stream = n / 32 * 8;  // elements of each of the four; what is left over follows
   for (int64_t i = 0; i < n; ++i) {
     const double x = as_f32(dtype, grad, i);
     finite = finite && std::isfinite(x);
-    sums[static_cast<size_t>(i % 32)] += x * x;
+    const int64_t sum = i < 4 * of_stream ? i / of_stream * 8 + i % 8 : i % 32;
+    sums[static_cast<size_t>(sum)] += x * x;
   }
   double sum = 0;
   for (const double part : sums) sum += part;

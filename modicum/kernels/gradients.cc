@@ -27,12 +27,16 @@ void add_gradients(const std::byte* from, DType dtype, std::byte* to, int64_t n)
   for (; i < n; ++i) add_at(OneLane(), from, dtype, to, i);
 }
 
-// Element i belongs to sum i % kSums, whatever the width of a vector, and each sum takes its
-// elements in their order. Squares are exact in fp64, so a fused multiply-add is as good as two.
-constexpr int64_t kSums = 32;
+// A call's elements are four streams one after the other, which are read at once: one alone keeps
+// too few of the memory's lines on their way. Each stream has kColumns sums, of which each takes
+// every kColumns-th element in order, whatever the width of a vector. Squares are exact in fp64, so
+// a fused multiply-add is as good as two.
+constexpr int64_t kStreams = 4;
+constexpr int64_t kColumns = 8;
+constexpr int64_t kSums = kStreams * kColumns;
 constexpr int64_t kTileRows = 64;
-constexpr int kAtOnce = 8;  // vectors of sums: all of them in registers where these have 256 bits
-using DoubleTag = hn::CappedTag<double, kSums / kAtOnce>;
+// Two vectors of each stream: all sums are in registers where these have 256 bits.
+using DoubleTag = hn::CappedTag<double, kColumns / 2>;
 
 HWY_INLINE hn::Vec<DoubleTag> add_square(DoubleTag d, DType dtype, const std::byte* grad, int64_t i,
                                          hn::Vec<DoubleTag> sum) {
@@ -40,40 +44,42 @@ HWY_INLINE hn::Vec<DoubleTag> add_square(DoubleTag d, DType dtype, const std::by
   return hn::MulAdd(x, x, sum);
 }
 
-// `rows` rows of kSums elements from element `begin` on. (Vectors whose size the compiler does not
-// know can't stand in an array.)
-HWY_INLINE void add_rows(DType dtype, const std::byte* grad, int64_t begin, int64_t rows,
-                         double* sums) {
+// `rows` rows of kColumns elements of each stream, from element `begin` of the first one on; the
+// next stream begins `apart` elements later. (Vectors whose size the compiler does not know can't
+// stand in an array.)
+HWY_INLINE void add_rows(DType dtype, const std::byte* grad, int64_t begin, int64_t apart,
+                         int64_t rows, double* sums) {
   const DoubleTag d;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  for (int64_t k = 0; k < kSums; k += kAtOnce * lanes) {
-    auto s0 = hn::LoadU(d, sums + k);
-    auto s1 = hn::LoadU(d, sums + k + lanes);
-    auto s2 = hn::LoadU(d, sums + k + 2 * lanes);
-    auto s3 = hn::LoadU(d, sums + k + 3 * lanes);
-    auto s4 = hn::LoadU(d, sums + k + 4 * lanes);
-    auto s5 = hn::LoadU(d, sums + k + 5 * lanes);
-    auto s6 = hn::LoadU(d, sums + k + 6 * lanes);
-    auto s7 = hn::LoadU(d, sums + k + 7 * lanes);
+  for (int64_t k = 0; k < kColumns; k += 2 * lanes) {
+    double* const at = sums + k;
+    auto s0 = hn::LoadU(d, at);
+    auto s1 = hn::LoadU(d, at + lanes);
+    auto s2 = hn::LoadU(d, at + kColumns);
+    auto s3 = hn::LoadU(d, at + kColumns + lanes);
+    auto s4 = hn::LoadU(d, at + 2 * kColumns);
+    auto s5 = hn::LoadU(d, at + 2 * kColumns + lanes);
+    auto s6 = hn::LoadU(d, at + 3 * kColumns);
+    auto s7 = hn::LoadU(d, at + 3 * kColumns + lanes);
     for (int64_t row = 0; row < rows; ++row) {
-      const int64_t i = begin + row * kSums + k;
+      const int64_t i = begin + row * kColumns + k;
       s0 = add_square(d, dtype, grad, i, s0);
       s1 = add_square(d, dtype, grad, i + lanes, s1);
-      s2 = add_square(d, dtype, grad, i + 2 * lanes, s2);
-      s3 = add_square(d, dtype, grad, i + 3 * lanes, s3);
-      s4 = add_square(d, dtype, grad, i + 4 * lanes, s4);
-      s5 = add_square(d, dtype, grad, i + 5 * lanes, s5);
-      s6 = add_square(d, dtype, grad, i + 6 * lanes, s6);
-      s7 = add_square(d, dtype, grad, i + 7 * lanes, s7);
+      s2 = add_square(d, dtype, grad, i + apart, s2);
+      s3 = add_square(d, dtype, grad, i + apart + lanes, s3);
+      s4 = add_square(d, dtype, grad, i + 2 * apart, s4);
+      s5 = add_square(d, dtype, grad, i + 2 * apart + lanes, s5);
+      s6 = add_square(d, dtype, grad, i + 3 * apart, s6);
+      s7 = add_square(d, dtype, grad, i + 3 * apart + lanes, s7);
     }
-    hn::StoreU(s0, d, sums + k);
-    hn::StoreU(s1, d, sums + k + lanes);
-    hn::StoreU(s2, d, sums + k + 2 * lanes);
-    hn::StoreU(s3, d, sums + k + 3 * lanes);
-    hn::StoreU(s4, d, sums + k + 4 * lanes);
-    hn::StoreU(s5, d, sums + k + 5 * lanes);
-    hn::StoreU(s6, d, sums + k + 6 * lanes);
-    hn::StoreU(s7, d, sums + k + 7 * lanes);
+    hn::StoreU(s0, d, at);
+    hn::StoreU(s1, d, at + lanes);
+    hn::StoreU(s2, d, at + kColumns);
+    hn::StoreU(s3, d, at + kColumns + lanes);
+    hn::StoreU(s4, d, at + 2 * kColumns);
+    hn::StoreU(s5, d, at + 2 * kColumns + lanes);
+    hn::StoreU(s6, d, at + 3 * kColumns);
+    hn::StoreU(s7, d, at + 3 * kColumns + lanes);
   }
 }
 
@@ -81,7 +87,7 @@ double sum_of_squares(const std::byte* grad, DType dtype, int64_t n) {
   double sums[kSums] = {};
   const int64_t rows = n / kSums;
   for (int64_t row = 0; row < rows; row += kTileRows) {
-    add_rows(dtype, grad, row * kSums, std::min(kTileRows, rows - row), sums);
+    add_rows(dtype, grad, row * kColumns, rows * kColumns, std::min(kTileRows, rows - row), sums);
   }
   for (int64_t i = rows * kSums; i < n; ++i) {
     const double x = hn::GetLane(load_floats(OneLane(), dtype, grad, i));
