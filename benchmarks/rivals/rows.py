@@ -77,9 +77,10 @@ STREAMED = {"": 4.2}
 SENT_TWICE = {"": 8.0}
 
 
-def tuned(row: Row, allocator: str) -> tuple[Row, Row]:
-    """A row, and the same under another allocator."""
-    return row, replace(row, name=f"{row.name}+{allocator}", allocator=allocator)
+def tuned(row: Row, *allocators: str) -> tuple[Row, ...]:
+    """A row, and the same under other allocators."""
+    others = (replace(row, name=f"{row.name}+{one}", allocator=one) for one in allocators)
+    return row, *others
 
 
 ROWS = (
@@ -104,10 +105,10 @@ ROWS = (
         "malloc",
     ),
     *tuned(Row("torch-broadcast", "whole:torch_broadcast", need=SENT), "malloc"),
-    *tuned(Row("dcp", "slices:distributed_checkpoint"), "hugepages"),
+    *tuned(Row("dcp", "slices:distributed_checkpoint"), "malloc", "hugepages"),
     Row("transformers", "slices:shard_on_read", builds_first=False),
-    *tuned(Row("get_slice", "slices:get_slice"), "hugepages"),
-    *tuned(Row("preadv", "slices:preadv"), "hugepages"),
+    *tuned(Row("get_slice", "slices:get_slice"), "malloc", "hugepages"),
+    *tuned(Row("preadv", "slices:preadv"), "malloc", "hugepages"),
     Row("runai", "streamers:runai", need=STREAMED),
     Row("runai-lean", "streamers:runai", {"lean": True}, LEAN, "malloc", STREAMED),
     Row("runai-distributed", "streamers:runai", {"distributed": True}, DISTRIBUTED,
