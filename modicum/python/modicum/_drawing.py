@@ -65,6 +65,7 @@ def draw(
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for at, (label, curves) in zip(axes, panels.items(), strict=True):
         _draw_panel(at, label, curves)
+    axes[0].set_ylim(0, axes[0].get_ylim()[1] * 1.3)  # of all panels; room for names
     axes[0].set_ylabel("host memory, GiB")
     if title:
         figure.suptitle(title)
@@ -132,9 +133,8 @@ def _draw_panel(axes: Any, label: str, curves: list[_Curve]) -> None:
             )
     _draw_devices(axes, curves[0].samples)
     axes.set_xlabel("seconds")
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.3)  # room for names
     axes.set_title(label, fontsize=10)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="center left")
 
 
 def _innermost(phases: list[Phase]) -> list[Phase]:
