@@ -3,9 +3,11 @@ again, and each parameter stays the object that it was.
 
 House test. It catches these mutations: a parameter exchanged instead of its content (an optimizer
 made before, a tie, a hook would lose it); a storage without padding, which FSDP2 pads into a copy;
-memory pinned in powers of two; a field of torch that is not there any more.
+memory pinned in powers of two; a field of torch that is not there any more, or not seen in a method
+of more than 256 names.
 """
 
+import dis
 import gc
 import os
 import subprocess
@@ -22,6 +24,7 @@ torch = pytest.importorskip("torch")
 from modicum.errors import BudgetError, UsageError  # noqa: E402  (after torch is known to be there)
 from modicum.torch._fsdp import (  # noqa: E402
     Managed,
+    _set_by,
     check_pinning,
     check_replaceable,
     check_unit_dtypes,
@@ -169,6 +172,16 @@ def test_an_exchanged_parameter_is_refused(rank: None) -> None:
 
 def test_this_torch_is_known() -> None:
     assert probe() == ""
+
+
+def test_what_code_sets_is_as_dis_says() -> None:
+    lines = [f"    of.set_{i} = of.read_{i}" for i in range(200)]
+    scope: dict[str, Any] = {}
+    exec("\n".join(["def method(of):", *lines]), scope)
+    code = scope["method"].__code__
+    assert len(code.co_names) > 256
+    told = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
+    assert _set_by(code) == told == {f"set_{i}" for i in range(200)}
 
 
 class Bare:
