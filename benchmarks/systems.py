@@ -2,14 +2,16 @@
 """What do the systems that users run hold, as they are and with Modicum's line in the same script?
 
 Workload: the scripts of examples/ with the real packages, both ways: accelerate's FSDP2 with bf16
-mixed precision, an engine in AReaL's order and a strategy in twinkle's, each with fp32 parameters
-in 4 gloo ranks over the same made-up checkpoint; and DeepSpeed's ZeRO-2 with its optimizer in host
-memory and two data-loader workers, in one process. A node's peak is the largest sum over all
-processes of anonymous and shared memory and page tables, sampled: until the first step (a run
-without steps), and training included. Of DeepSpeed, bytes per parameter by their holder, from the
-kernel's page tables.
+mixed precision (dense and experts), an engine in AReaL's order (causal LM, value head,
+vision-language, LoRA) and the two strategies in twinkle's, each with fp32 parameters in 4 gloo
+ranks over a made-up checkpoint; and DeepSpeed's ZeRO-2 with its optimizer in host memory and two
+data-loader workers, in one process.
+A peak is the largest sum over all ranks of anonymous and shared memory and page tables, sampled:
+until the first step (a run without steps), and training included. Of DeepSpeed, bytes per parameter
+by their holder, from the kernel's page tables.
 
-Both ways must print the same losses. Writes its table into README.md between its markers.
+Both ways must print the same losses. Writes its table into README.md between its markers, and the
+strategies' four curves to docs/strategies.png.
 """
 
 import argparse
@@ -17,16 +19,19 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from harness.page import GIB, ROOT, machine, write_between_markers
 from harness.watch import Process, held
 
 sys.path.append(str(ROOT / "tests"))
+from families import MROPE
 from program import tree_of
 
 EVERY_S = 0.02
@@ -40,16 +45,31 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 18),
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-# System, the example's words, what switches Modicum on, and the lines that must be the same.
+ENGINE = "engine_memory_efficient_load.py"
+STEPS, LOSSES = r"step \d+: .*", r"(?:parameters|losses) .*"
+EFFICIENT = "--memory-efficient-load"
+# System; checkpoint, script and its words; what switches Modicum on; the lines that must be the
+# same. Fresh adapters are another draw upstream, and add nothing before the first update.
 SCRIPTS = (
-    ("accelerate (FSDP2), bf16 mixed precision", ("accelerate_fsdp2.py", "{}"),
-     "--modicum", r"step \d+: .*"),
-    ("engine in AReaL's order", ("engine_memory_efficient_load.py", "{}", "--dtype", "float32"),
-     "--memory-efficient-load", r"step \d+: .*"),
-    ("twinkle's order, native FSDP2", ("strategies.py", "{}", "native", "--record", "{}"),
-     "--memory-efficient-init", r"(?:parameters|losses) .*"),
+    ("accelerate (FSDP2), bf16 mixed precision: dense",
+     "causal-lm", "accelerate_fsdp2.py", (), "--modicum", STEPS),
+    ("accelerate (FSDP2), bf16 mixed precision: experts",
+     "experts", "accelerate_fsdp2.py", (), "--modicum", STEPS),
+    ("AReaL's order: causal LM", "causal-lm", ENGINE, ("--dtype", "float32"), EFFICIENT, STEPS),
+    ("AReaL's order: value head", "value-head", ENGINE,
+     ("--task", "value-head", "--dtype", "float32"), EFFICIENT, STEPS),
+    ("AReaL's order: vision-language", "vision-language", ENGINE,
+     ("--task", "vision-language", "--dtype", "float32"), EFFICIENT, STEPS),
+    ("AReaL's order: LoRA", "causal-lm", ENGINE,
+     ("--lora", "--dtype", "float32"), EFFICIENT, r"step 0: .*"),
+    ("twinkle's order: native FSDP2",
+     "causal-lm", "strategies.py", ("native", "--record", "{}"), "--memory-efficient-init", LOSSES),
+    ("twinkle's order: accelerate", "causal-lm", "strategies.py",
+     ("accelerate", "--record", "{}"), "--memory-efficient-init", LOSSES),
 )  # fmt: skip
+PICTURE = ROOT / "docs" / "strategies.png"
 ZERO2 = (
+    ("as it is, persistent workers", ("--workers", "persistent")),
     ("as it is, workers forked for each epoch", ("--workers", "default")),
     ("the same, `modicum.torch.protect(engine)`", ("--workers", "default", "--protect")),
     ("Modicum's AdamW, `fp32`", ("--workers", "default", "--protect", "--optimizer",
@@ -60,28 +80,48 @@ ZERO2 = (
 HELD = ("master", "gradient", "moments", "staging")
 
 
-def make_checkpoint(directory: Path) -> int:
-    """Returns its parameters."""
+def make_checkpoints(folder: Path) -> dict[str, int]:
+    """Each in a folder of its name; returns their parameters."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers as hub
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=1024,
-        num_hidden_layers=12,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=64,
-        intermediate_size=3072,
-        vocab_size=20480,
-    )
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(directory)
-    return sum(p.numel() for p in model.parameters())
+    text = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 3072,
+        "vocab_size": 20480,
+    }
+    tower = {"depth": 4, "hidden_size": 640, "intermediate_size": 1728, "num_heads": 8}
+    seeing = text | {"rope_parameters": MROPE | {"mrope_section": [8, 12, 12]}}
+    mixture = {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 2}
+    makers = {
+        "causal-lm": lambda: hub.Qwen3ForCausalLM(hub.Qwen3Config(**text)),
+        "experts": lambda: hub.Qwen3MoeForCausalLM(
+            hub.Qwen3MoeConfig(**text | mixture, moe_intermediate_size=768)
+        ),
+        "value-head": lambda: hub.Qwen3ForTokenClassification(
+            hub.Qwen3Config(**text, num_labels=1)
+        ),
+        "vision-language": lambda: hub.Qwen2_5_VLForConditionalGeneration(
+            hub.Qwen2_5_VLConfig(
+                text_config=seeing, vision_config=tower | {"out_hidden_size": 1024}
+            )
+        ),
+    }
+    sizes = {}
+    for name, make in makers.items():
+        torch.manual_seed(0)
+        model = make().to(torch.bfloat16)
+        model.save_pretrained(folder / name)
+        sizes[name] = sum(p.numel() for p in model.parameters())
+    return sizes
 
 
 def run(words: list[str]) -> tuple[int, str]:
-    """A command's peak over all its processes, in bytes, and what it has printed."""
+    """The peak over all processes that a command has started, in bytes, and what it printed."""
     peak, known = 0, {}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -91,7 +131,7 @@ def run(words: list[str]) -> tuple[int, str]:
         try:
             while process.poll() is None:
                 for pid in tree_of(process.pid):
-                    if pid not in known:
+                    if pid != process.pid and pid not in known:
                         with contextlib.suppress(FileNotFoundError):
                             known[pid] = Process(pid)
                 peak = max(peak, sum(held(one.status()) for one in known.values()))
@@ -115,8 +155,9 @@ def promised(said: str) -> str:
     return f"{RANKS * float(found[1]) / 1024:.2f}"
 
 
-def row_of(system: str, example: tuple[str, ...], switch: str, same: str, place: Path) -> str:
-    name, *words = (word.format(place) for word in example)
+def row_of(script: tuple[Any, ...], place: Path, sizes: dict[str, int]) -> str:
+    system, checkpoint, name, words, switch, same = script
+    words = [str(place / checkpoint), *(word.format(place) for word in words)]
     command = [*TORCHRUN, str(RANKS), name, *words]
     cells, printed, said = [], [], ""
     for ours in ([], [switch]):
@@ -124,10 +165,11 @@ def row_of(system: str, example: tuple[str, ...], switch: str, same: str, place:
         trained_bytes, text = run([*command, *ours])
         cells.append(f"{loaded_bytes / GIB:.2f}, {trained_bytes / GIB:.2f}")
         printed.append(re.findall(same, text))
-    cells.append(promised(said))
     if not printed[0] or printed[0] != printed[1]:
-        sys.exit(f"{name}: not the same:\n{printed[0]}\n{printed[1]}")
-    return f"| {system} | `{name}` | {' | '.join(cells)} |"
+        sys.exit(f"{name} {words}: not the same:\n{printed[0]}\n{printed[1]}")
+    shown = [name, *(word for word in words[1:] if word not in ("--record", str(place)))]
+    model = f"{4 * sizes[checkpoint] / GIB:.2f}"
+    return f"| {system} | `{' '.join(shown)}` | {model} | {' | '.join(cells)} | {promised(said)} |"
 
 
 def zero2_row(what: str, words: tuple[str, ...]) -> str:
@@ -148,17 +190,25 @@ def main() -> None:
 
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, "
     versions += f"accelerate {accelerate.__version__}, deepspeed {deepspeed.__version__}"
-    with tempfile.TemporaryDirectory() as place:
-        parameters = make_checkpoint(Path(place))
-        rows = [row_of(*script, Path(place)) for script in SCRIPTS]
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        sizes = make_checkpoints(place)
+        rows = [row_of(script, place, sizes) for script in SCRIPTS]
+        run(["strategies.py", name, "draw", "--record", name])
+        shutil.copy(place / PICTURE.name, PICTURE)
     text = [
-        f"{parameters / 1e6:.0f} M parameters, {4 * parameters / GIB:.2f} GiB in fp32; {RANKS} "
-        "ranks on one node, whose peak in GiB is given until the first step and with 3 steps, the "
-        "processes themselves included; the same losses to the last digit both ways:",
+        f"{RANKS} ranks on one node, fp32 parameters of a bf16 checkpoint. The ranks' peak in GiB, "
+        "until the first step and with 3 steps, interpreters and libraries included; the same "
+        "losses to the last digit both ways (LoRA: that of the first step, the adapters are "
+        "another draw):",
         "",
-        "| system | script | as it is | with Modicum | promised of its load |",
-        "|---|---|---|---|---|",
+        "| system | script | model | as it is | with Modicum | promised of its load |",
+        "|---|---|---|---|---|---|",
         *rows,
+        "",
+        "In twinkle's order the script itself gathers whole tensors after the load, for a digest: "
+        "they come on top of what is promised. Its four runs are "
+        "[one picture](docs/strategies.png).",
         "",
         "DeepSpeed's ZeRO-2, optimizer in host memory, two data-loader workers, second epoch, by "
         "`examples/zero2_offload.py`:",
