@@ -161,6 +161,7 @@ def plan(program: Path, directory: Path, *flags: object) -> tuple[dict, float]:
     return json.loads(done.stdout), took
 
 
+@pytest.mark.alone  # processor time grows where another worker shares caches and memory
 def test_plan_is_quick_and_small(quick: tuple[Path, float], deep: Path) -> None:
     """All strategies together; the best of three, since the machine has others to serve."""
     program, limit_s = quick
