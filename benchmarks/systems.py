@@ -6,6 +6,7 @@ mixed precision (dense and experts), an engine in AReaL's order (causal LM, valu
 vision-language, LoRA) and the two strategies in twinkle's, each with fp32 parameters in 4 gloo
 ranks over a made-up checkpoint; and DeepSpeed's ZeRO-2 with its optimizer in host memory and two
 data-loader workers, in one process.
+
 A peak is the largest sum over all ranks of anonymous and shared memory and page tables, sampled:
 until the first step (a run without steps), and training included. Of DeepSpeed, bytes per parameter
 by their holder, from the kernel's page tables.
@@ -94,7 +95,13 @@ def make_checkpoints(folder: Path) -> dict[str, int]:
         "intermediate_size": 3072,
         "vocab_size": 20480,
     }
-    tower = {"depth": 4, "hidden_size": 640, "intermediate_size": 1728, "num_heads": 8}
+    tower = {
+        "depth": 4,
+        "hidden_size": 640,
+        "intermediate_size": 1728,
+        "num_heads": 8,
+        "out_hidden_size": text["hidden_size"],
+    }
     seeing = text | {"rope_parameters": MROPE | {"mrope_section": [8, 12, 12]}}
     mixture = {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 2}
     makers = {
@@ -106,9 +113,7 @@ def make_checkpoints(folder: Path) -> dict[str, int]:
             hub.Qwen3Config(**text, num_labels=1)
         ),
         "vision-language": lambda: hub.Qwen2_5_VLForConditionalGeneration(
-            hub.Qwen2_5_VLConfig(
-                text_config=seeing, vision_config=tower | {"out_hidden_size": 1024}
-            )
+            hub.Qwen2_5_VLConfig(text_config=seeing, vision_config=tower)
         ),
     }
     sizes = {}
