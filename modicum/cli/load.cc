@@ -91,8 +91,8 @@ void be_rank(const RankRun& of, int rank) {
   std::unique_ptr<HostSink> host;
   std::unique_ptr<DiscardSink> discard;
   if (of.run.options.destination == Destination::cpu) {
-    host = std::make_unique<HostSink>(of.plan, rank, ledger, of.threads);
-    if (!of.flags.check.empty()) host->poison();
+    host = std::make_unique<HostSink>(of.plan, rank, ledger);
+    if (!of.flags.check.empty()) host->poison([&of] { of.board.check(); });
   } else {
     discard = std::make_unique<DiscardSink>(of.plan, rank, dropped.inspect());
   }

@@ -62,7 +62,7 @@ class Rehearsal {
     reset_peak_rss();
     outcome_.loaded.baseline_bytes = read_process_memory().held();
     const std::unique_ptr<Exchange> exchange = of_.rings.end_of(rank_, of_.board);
-    HostSink shards(of_.plan, rank_, ledger_, of_.threads);
+    HostSink shards(of_.plan, rank_, ledger_);
     note(outcome_.loaded, load(of_.run.checkpoint, of_.plan, {rank_, &of_.board, exchange.get()},
                                shards, ledger_, {.threads = of_.threads}));
     outcome_.loaded.loaded_ns = of_.clock.now_ns();

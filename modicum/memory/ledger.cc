@@ -44,15 +44,19 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
 
 // Booked before it is mapped: an allocation that is over the limit must not happen even shortly.
 // What was booked goes back with the Charge when the mapping fails.
-Buffer Ledger::charge(Purpose purpose, uint64_t bytes, int threads, const Look& look) {
-  MODICUM_ASSERT(threads >= 1);
+Buffer Ledger::reserve(Purpose purpose, uint64_t bytes) {
   if (bytes == 0) return {};
   const std::optional<uint64_t> size = whole_pages(bytes);
   Charge booked = book(purpose, size.value_or(bytes));
   if (!size) fail_to_commit(ENOMEM, bytes);
-  Mapping mapping = Mapping::private_pages(*size);
-  commit_pages(mapping.bytes(), threads, look);
-  return {std::move(booked), std::move(mapping)};
+  return {std::move(booked), Mapping::private_pages(*size)};
+}
+
+Buffer Ledger::charge(Purpose purpose, uint64_t bytes, int threads, const Look& look) {
+  MODICUM_ASSERT(threads >= 1);
+  Buffer buffer = reserve(purpose, bytes);
+  commit_pages(buffer.bytes(), threads, look);
+  return buffer;
 }
 
 Charge Ledger::charge_shared(Purpose purpose, std::span<std::byte> part) {

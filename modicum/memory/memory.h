@@ -4,7 +4,9 @@
 // `Ledger::charge` is what maps memory: there is no Buffer without a Charge. Memory is committed
 // when it is charged (every page written once, huge pages where the kernel allows them, in
 // parallel) and is not copied into forked children (MADV_DONTFORK), so that nothing which depends
-// on timing can change how much is held. A Ledger must outlive its Charges and Buffers. Thread
+// on timing can change how much is held. What will be filled from end to end may be reserved
+// instead: its pages come as they are filled, while the zeros that the kernel has written there are
+// still in the CPU's cache. A Ledger must outlive its Charges and Buffers. Thread
 // rules: a Ledger may be used from several threads; a Buffer is moved by one.
 #pragma once
 
@@ -65,7 +67,7 @@ class Mapping {
   size_t size_ = 0;
 };
 
-// Charged, committed, zeroed memory, 2 MiB aligned where it is that large. Move-only.
+// Charged, zeroed memory, committed or reserved, 2 MiB aligned where it is that large. Move-only.
 class Buffer {
  public:
   Buffer() = default;
@@ -102,6 +104,9 @@ class Ledger {
   // is), and nothing is mapped. The kernel refuses (NOMEM) or `look` throws: the ledger is as
   // before. Zero bytes give an empty Buffer.
   Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1, const Look& look = {});
+  // Maps and books as `charge` does, with the same errors, and commits nothing: for who writes to
+  // every page before anybody looks at what is held.
+  Buffer reserve(Purpose purpose, uint64_t bytes);
   // Commits a part of a shared mapping, whole pages nobody has written to yet, and charges it. The
   // pages live as long as the Mapping does.
   Charge charge_shared(Purpose purpose, std::span<std::byte> part);

@@ -250,6 +250,20 @@ TEST(Ledger, ChargedMemoryIsCommittedUntouched) {
   }
 }
 
+TEST(Ledger, ReservedMemoryComesWhenItIsWritten) {
+  SKIP_UNDER_SANITIZERS();
+  Ledger ledger(64 * kMiB);
+  const uint64_t before = status_bytes("RssAnon");
+  const Buffer reserved = ledger.reserve(Purpose::shards, 64 * kMiB);
+  EXPECT_EQ(ledger.held()[Purpose::shards], 64 * kMiB);
+  EXPECT_LT(status_bytes("RssAnon"), before + 16 * kMiB);
+  std::fill(reserved.bytes().begin(), reserved.bytes().end(), std::byte{7});
+  EXPECT_GE(status_bytes("RssAnon") + kMiB, before + 64 * kMiB);
+  const auto error = error_of([&] { ledger.reserve(Purpose::shards, 1); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->category(), Category::budget);
+}
+
 TEST(Ledger, ForkedChildrenDoNotInheritBuffers) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "the thread sanitizer maps memory of its own in the child, just where the gap is";

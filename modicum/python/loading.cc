@@ -232,9 +232,8 @@ std::unique_ptr<Loaded> run_load(const std::shared_ptr<MadePlan>& made, int rank
   };
   board.agree(rank, plan.inputs);
   const Look look = [&board] { board.check(); };
-  HostSink sink(plan, rank, *ledger, functions.options.threads, functions.given, functions.copy,
-                look);
-  if (check) sink.poison();
+  HostSink sink(plan, rank, *ledger, functions.given, functions.copy);
+  if (check) sink.poison(look);
   const LoadOutcome done =
       load(made->checkpoint(), plan, {rank, &board, exchange}, sink, *ledger, functions.options);
   loaded->elapsed_s = seconds_since(begin);

@@ -1,6 +1,8 @@
 // Targets that go to different places in one load, and tensors that the caller makes.
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <thread>
@@ -103,7 +105,7 @@ TEST(Places, EachTargetGoesToItsOwn) {
         EXPECT_EQ(buffer, 0U);
         std::memcpy(device.data() + at * 4, elements.data(), elements.size());
       };
-      HostSink sink(plan, rank, ledger, 1, {{}, given}, copy);
+      HostSink sink(plan, rank, ledger, {{}, given}, copy);
       sink.poison();
       EXPECT_TRUE(sink.host(0).empty());
       EXPECT_EQ(sink.host(1).data(), given.data());
@@ -129,7 +131,7 @@ TEST(Places, GivenMemoryOfAnotherSizeIsRefusedByName) {
   Ledger ledger;
   std::vector<std::byte> given(4 * kColumns * sizeof(float) - 1);
   try {
-    const HostSink sink(plan, 0, ledger, 1, {{}, given});
+    const HostSink sink(plan, 0, ledger, {{}, given});
     FAIL() << "was taken";
   } catch (const Error& error) {
     EXPECT_EQ(error.category(), Category::usage);
@@ -143,6 +145,57 @@ TEST(Places, WhatTheCallerMakesIsPromised) {
   const Plan plan = world.plan("own-shard");
   EXPECT_EQ(plan.promise.phases[kLoadPhase].of_rank[1][Purpose::init], kRows * kColumns * 4U);
   EXPECT_EQ(plan.promise.phases[kHoldPhase].of_rank[1][Purpose::init], 0U);
+}
+
+size_t pages_in_memory(std::span<std::byte> bytes) {
+  std::vector<unsigned char> pages(bytes.size() / kPageBytes);
+  EXPECT_EQ(mincore(bytes.data(), bytes.size(), pages.data()), 0);
+  return static_cast<size_t>(std::ranges::count_if(pages, [](auto page) { return page & 1; }));
+}
+
+// Of one target, which a rule fills.
+Recipe recipe_of_zeros(const World& world, int64_t elements) {
+  RecipeBuilder builder(world.checkpoint.manifest);
+  builder.target("zeros", builder.init(InitRule::zeros, 0, {elements}, DType::f32));
+  for (const char* name : {"device", "given", "ours"}) builder.unused(name);
+  return builder.finish();
+}
+
+Plan plan_alone(const World& world, const Recipe& recipe) {
+  return make_plan(world.checkpoint.manifest, recipe, fsdp2_layout(1),
+                   {.strategy = &strategy_named("own-shard"), .staging_bytes = kMiB});
+}
+
+// places: catches pages that the kernel makes before what fills them: their zeros have left the
+// CPU's cache when the data comes.
+TEST(HostSink, TakesPagesAsTheyAreFilled) {
+  World world;
+  const Recipe recipe = recipe_of_zeros(world, kMiB);
+  const Plan plan = plan_alone(world, recipe);
+  AloneBoard board;
+  Ledger ledger(plan.promise.ledger_limit_bytes(0));
+  HostSink sink(plan, 0, ledger);
+  EXPECT_EQ(ledger.held()[Purpose::shards], 4 * kMiB);
+  EXPECT_EQ(pages_in_memory(sink.host(0)), 0U);
+  load(world.checkpoint, plan, {0, &board, nullptr}, sink, ledger);
+  EXPECT_EQ(pages_in_memory(sink.host(0)), 4 * kMiB / kPageBytes);
+}
+
+// places: catches a poisoning that goes on to the end when its rank is told to stop: it takes all
+// pages of the arena, which is most of a load's time.
+TEST(HostSink, StopsPoisoningWhenItIsTold) {
+  const World world;
+  const Recipe recipe = recipe_of_zeros(world, 10 * kMiB);
+  const Plan plan = plan_alone(world, recipe);  // 40 MiB
+  Ledger ledger;
+  HostSink sink(plan, 0, ledger);
+  struct Stopped {};
+  int looks = 0;
+  const Look look = [&looks] {
+    if (++looks == 3) throw Stopped{};
+  };
+  EXPECT_THROW(sink.poison(look), Stopped);
+  EXPECT_EQ(pages_in_memory(sink.host(0)), 32 * kMiB / kPageBytes);
 }
 
 }  // namespace

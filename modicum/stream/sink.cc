@@ -10,6 +10,8 @@
 namespace modicum {
 namespace {
 
+constexpr size_t kPoisonStepBytes = 16 * kMiB;
+
 // What tells one tensor's elements from another's in the digest: name, dtype and shape.
 uint64_t digest_seed(const TensorSpec& spec) {
   return name_hash(
@@ -18,8 +20,7 @@ uint64_t digest_seed(const TensorSpec& spec) {
 
 }  // namespace
 
-HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, int threads, Given given, Copy copy,
-                   const Look& look)
+HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, Given given, Copy copy)
     : plan_(plan),
       rank_(rank),
       begins_(arena_begins(plan, rank)),
@@ -36,7 +37,7 @@ HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, int threads, Give
           .expected = fmt::format("{} bytes", due),
           .got = fmt::format("{} bytes", got)});
   }
-  arena_ = ledger.charge(Purpose::shards, begins_.back(), threads, look);
+  arena_ = ledger.reserve(Purpose::shards, begins_.back());
 }
 
 std::span<std::byte> HostSink::host(uint32_t buffer) noexcept {
@@ -57,9 +58,14 @@ void HostSink::copy(uint32_t buffer, int64_t at, std::span<const std::byte> elem
   std::memcpy(host(buffer).data() + begin, elements.data(), elements.size());
 }
 
-void HostSink::poison() noexcept {
-  const auto fill = [](std::span<std::byte> all) {  // none, where a rank has no elements
-    std::fill(all.begin(), all.end(), std::byte{0xa5});
+void HostSink::poison(const Look& look) {
+  const auto fill = [&look](std::span<std::byte> all) {
+    while (!all.empty()) {  // as it is where a rank has no elements
+      if (look) look();
+      const std::span<std::byte> step = all.first(std::min(all.size(), kPoisonStepBytes));
+      std::fill(step.begin(), step.end(), std::byte{0xa5});
+      all = all.subspan(step.size());
+    }
   };
   fill(arena_.bytes());
   for (const std::span<std::byte> given : given_) fill(given);

@@ -24,20 +24,19 @@ class Sink {
   virtual void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) = 0;
 };
 
-// The shards in host memory: one arena of `shards`, committed when it is made; and what the caller
-// has given, by target.
+// The shards in host memory: one arena of `shards`, booked and mapped when it is made, whose pages
+// come as a load fills them; and what the caller has given, by target.
 class HostSink final : public Sink {
  public:
   using Given = std::vector<std::span<std::byte>>;
   using Copy = std::function<void(uint32_t buffer, int64_t at, std::span<const std::byte>)>;
   // `given` has the bytes of each target whose destination that is (USAGE where they are not what
-  // is due), `copy` takes what goes elsewhere; any thread. `look`: while the arena is committed.
-  HostSink(const Plan& plan, int rank, Ledger& ledger, int threads = 1, Given given = {},
-           Copy copy = {}, const Look& look = {});
+  // is due), `copy` takes what goes elsewhere; any thread.
+  HostSink(const Plan& plan, int rank, Ledger& ledger, Given given = {}, Copy copy = {});
   std::span<std::byte> host(uint32_t buffer) noexcept override;
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
   // Fills everything with a pattern that no load leaves behind.
-  void poison() noexcept;
+  void poison(const Look& look = {});
   // The arena, for who wants to keep it longer; buffer b begins at arena_begins(plan, rank)[b].
   Buffer release() noexcept { return std::move(arena_); }
 
