@@ -489,3 +489,19 @@ def test_an_import_brings_torch_alone_and_patches_nothing() -> None:
     command = [sys.executable, "-c", IMPORT, checkpoint_of("llama")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_a_set_asks_for_is_the_same_on_every_rank() -> None:
+    """Processes hash names differently, and compare what they were asked for."""
+    program = (
+        "from modicum.torch._load import said\n"
+        "print(said({'missing': {f'layer.{i}' for i in range(20)}, 'dtype': None}))"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": str(seed)}, check=True, capture_output=True, text=True,
+        ).stdout
+        for seed in range(2)
+    }  # fmt: skip
+    assert len(told) == 1 and "layer.19" in told.pop()

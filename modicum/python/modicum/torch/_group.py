@@ -38,7 +38,7 @@ __all__ = ["Board", "Ranks"]
 TICK_S = 0.25
 """Between two looks at the first failure."""
 PART_LIMIT_S = 2.0  # of waiting for all to know that it is over
-POLL_S, POLL_GROWTH = 0.001, 1.5
+POLL_GROWTH = 1.25
 CODES = {"PEER": 17, "CONFLICT": 20, "INTERNAL": 70, "CANCELLED": 130}
 
 
@@ -110,17 +110,12 @@ class Ranks:
         """What every rank brought, by rank; JSON values."""
         return self._settle(value, list)
 
-    def once(self, make: Callable[[], Any], digest: str, beside: Any) -> tuple[Any, list[Any]]:
-        """What `make` makes on rank 0, on every rank, once they have agreed on `digest`, and what
-        every rank brought `beside` it; JSON values. A rank that can't talk to the others makes it
-        itself."""
-
-        def judge(brought: list[Any]) -> Any:
-            self._judge([digest for digest, _ in brought])
-            return make(), [of for _, of in brought]
-
-        made, others = self._settle([digest, beside], judge)
-        return made, others
+    def once(self, make: Callable[[], Any], beside: Callable[[], Any]) -> tuple[Any, list[Any]]:
+        """What `make` makes on rank 0, on every rank, and what `beside` gives on each rank, there
+        after `make`; JSON values. A rank that can't talk to the others makes it itself."""
+        made = make() if self.rank == 0 or self._store is None else None
+        made, brought = self._settle(beside(), lambda brought: [made, brought])
+        return made, brought
 
     def agree(self, digest: str) -> None:
         """CONFLICT, naming the first rank that differs from rank 0, where not all bring the
@@ -269,10 +264,13 @@ class Ranks:
         store.count(key, 1)
         if self.rank == 0:
             self._until(lambda: store.count(key) == self.world_size, key, limit_s)
-            brought = [json.loads(store.take(f"{key}/{rank}")) for rank in range(self.world_size)]
-            store.put(f"{key}/all", json.dumps(judge(brought)))
-        self._until(lambda: store.has(f"{key}/all"), key, limit_s)
-        return json.loads(store.take(f"{key}/all"))
+            brought = store.take(*(f"{key}/{rank}" for rank in range(self.world_size)))
+            made = json.dumps(judge([json.loads(text) for text in brought]))
+            store.put(f"{key}/all", made)
+        else:
+            self._until(lambda: store.has(f"{key}/all"), key, limit_s)
+            [made] = store.take(f"{key}/all")
+        return json.loads(made)
 
     def _judge(self, digests: list[str]) -> None:
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -287,13 +285,21 @@ class Ranks:
     ) -> None:
         """Polls the store; the more ranks there are, the less often. PEER where the ranks that
         are to bring something under `key` have not after `limit_s`."""
-        pause_s, waited_s = POLL_S, 0.0
-        while not is_so():
+        waited_s = 0.0
+        for pause_s in self._pauses():
+            if is_so():
+                return
             if self._failed.wait(pause_s):
                 self.check()
             waited_s += pause_s
             if limit_s is not None and waited_s > limit_s:
                 self._miss_ranks(key, limit_s)
+
+    def _pauses(self) -> Iterator[float]:
+        """Between polls: short at first, for ranks mostly come at about the same time."""
+        pause_s = self._longest_pause_s / 8
+        while True:
+            yield pause_s
             pause_s = min(pause_s * POLL_GROWTH, self._longest_pause_s)
 
     def _miss_ranks(self, key: str, limit_s: float) -> None:
@@ -371,10 +377,13 @@ class Ranks:
             return
         # A rank that has died won't say that it knows.
         is_dead = self._failure is not None and from_json(self._failure).category == "PEER"
-        pause_s, waited_s = self._longest_pause_s, 0.0
+        waited_s = 0.0
         try:
             self._tell_over()
-            while waited_s < PART_LIMIT_S and self._store.count("over") < self.world_size - is_dead:
+            for pause_s in self._pauses():
+                told = self._store.count("over")
+                if waited_s >= PART_LIMIT_S or told >= self.world_size - is_dead:
+                    return
                 self._ended.wait(pause_s)
                 waited_s += pause_s
         except Error:  # the store is gone, so somebody has left

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,11 @@ def load(
         return walk.load(check, progress)
 
 
+def said(arguments: Mapping[str, Any]) -> str:
+    """The same on every rank, where what is in a set comes in another order."""
+    return repr([sorted(of) if isinstance(of, Set) else of for of in arguments.values()])
+
+
 class _Walk:
     """One load, in the order of the calls."""
 
@@ -134,24 +139,19 @@ class _Walk:
 
     def make_recipe(self, dtype: Any, keep_fp32: str | None, missing: Any, unexpected: Any) -> None:
         present = [name for name, of in self.tensors.items() if not of.tensor.is_meta]
-        wanted = [str(dtype), keep_fp32, repr(missing), repr(unexpected), self._own_tensors()]
-        digest = hashlib.blake2b(json.dumps(wanted).encode(), digest_size=16).hexdigest()
+        how = {
+            "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
+        }  # fmt: skip
+        wanted = json.dumps([said(how), self._own_tensors()])
+        self.ranks.agree(hashlib.blake2b(wanted.encode(), digest_size=16).hexdigest())
 
         def make() -> list[Any]:
-            made = self.recipe_of(
-                dtype=dtype,
-                keep_fp32=keep_fp32,
-                missing=missing,
-                unexpected=unexpected,
-                present=present,
-            )
-            return [made.text(callers=True), made.callers, self._look_at_memory()]
+            made = self.recipe_of(present=present, **how)
+            return [made.text(callers=True), made.callers]
 
         # Asking transformers takes seconds of every core; of equal questions one is enough. What
-        # it leaves in that rank's memory is not the load's; the others look while they wait.
-        mine = None if self.ranks.rank == 0 else self._look_at_memory()
-        (text, self.callers, first), brought = self.ranks.once(make, digest, mine)
-        self.memories = [first if of is None else of for of in brought]
+        # it leaves in that rank's memory is not the load's; the others look while it asks.
+        (text, self.callers), self.memories = self.ranks.once(make, self._look_at_memory)
         self.recipe = _modicum.make_recipe(self.checkpoint, text)
         self.targets = self.recipe.targets
         self.dtypes = {t["name"]: getattr(torch, t["dtype"]) for t in self.targets}

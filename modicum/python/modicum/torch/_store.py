@@ -23,6 +23,7 @@ SLICES, CONNECT_SLICES = 60, 600
 """Of waiting for one answer: 6 s; a minute to connect, where all ranks may do so at once. They are
 counted, not seconds, because this process may have been stopped meanwhile."""
 PIECE_CHARACTERS = 4 << 20  # a TCPStore breaks off at a message of more than 8 MiB
+KEYS_AT_ONCE = 256
 
 # Every rank makes its loads in the same order, so that this is the same number on all.
 _loads = itertools.count()
@@ -75,14 +76,21 @@ class LoadStore:
 
     def put(self, key: str, text: str) -> None:
         """Any length; for take()."""
-        places = range(0, len(text), PIECE_CHARACTERS)
+        places = range(PIECE_CHARACTERS, len(text), PIECE_CHARACTERS)
         for index, at in enumerate(places):
             self._set(f"{key}/{index}", text[at : at + PIECE_CHARACTERS])
-        self._set(key, str(len(places)))
+        self._set(key, f"{len(places)} {text[:PIECE_CHARACTERS]}")
 
-    def take(self, key: str) -> str:
-        """What was put under a key that is there."""
-        return "".join(self.get(f"{key}/{index}") for index in range(int(self.get(key))))
+    def take(self, *keys: str) -> list[str]:
+        """What was put under each of these keys, which are there."""
+        texts = []
+        for at in range(0, len(keys), KEYS_AT_ONCE):
+            some = list(keys[at : at + KEYS_AT_ONCE])
+            for key, value in zip(some, self._ask(self._store.multi_get, some), strict=True):
+                pieces, _, text = value.decode().partition(" ")
+                more = [self.get(f"{key}/{index}") for index in range(int(pieces))]
+                texts.append("".join([text, *more]))
+        return texts
 
     def forget(self, *more: str) -> None:
         """Takes out what was put from here, and `more`."""
