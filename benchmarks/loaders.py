@@ -7,8 +7,9 @@ range. Time is from the empty sharded model to the first write of every page of 
 loader that maps files has done nothing until then. Each run's shards are compared with those that
 torch.chunk cuts of a single-process `from_pretrained`.
 
-Writes its tables into benchmarks/RESULTS.md and README.md between their markers, and every run into
-build/loaders.jsonl.
+Every run is added to build/loaders.jsonl. Of each row of a case the newest runs there make the
+tables in benchmarks/RESULTS.md and README.md, between their markers, as soon as there are some of
+all rows: so that cases, and rows, may be measured one after the other.
 """
 
 import argparse
@@ -164,7 +165,7 @@ def synthesise(program: Path, case: Case, layers: int | None, scratch: Path) -> 
 
 
 def measure_case(
-    stage: Stage, rows: list[Row], reps: int, cold: int, raw: TextIO
+    stage: Stage, rows: list[Row], reps: int, cold: int, begun: float, raw: TextIO
 ) -> list[Result]:
     """Every row, in rounds; one that is slow, once warm and once cold."""
     results: list[Result] = []
@@ -178,13 +179,30 @@ def measure_case(
             if row.name in given_up or seen.get((row.name, is_cold), 0) > bar:
                 continue
             result = stage.measure(row, round_, is_cold)
-            result |= {"at": time.time(), "shards_bytes": stage.shards_bytes}
+            result |= {"begun": begun, "at": time.time(), "shards_bytes": stage.shards_bytes}
             results.append(result)
             print(json.dumps(result), file=raw, flush=True)
             tell(result, stage.shards_bytes)
             if result["outcome"] in ("cannot", "n/a"):
                 given_up.add(row.name)
     return results
+
+
+def newest(raw: Path, case: str) -> list[Result]:
+    """Of all runs of a case that a file has, those of each row's last measurement; of the model
+    that the case has now, if it had another before."""
+    results = [json.loads(line) for line in raw.read_text().splitlines()]
+    results = [result for result in results if result["case"] == case]
+    last: dict[tuple[str, bool], float] = {}
+    for result in results:
+        row = result["row"], result["cold"]
+        last[row] = max(last.get(row, 0), result["begun"])
+    return [
+        result
+        for result in results
+        if result["begun"] == last[result["row"], result["cold"]]
+        and result["shards_bytes"] == results[-1]["shards_bytes"]
+    ]
 
 
 def tell(result: Result, shards_bytes: int) -> None:
@@ -218,14 +236,19 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="only the first so many (0: all)")
     parser.add_argument("--checkpoint", help="a directory to load instead of a synthesised one")
     parser.add_argument("--modicum", type=Path, default=ROOT / "build/release/modicum")
-    parser.add_argument("--raw", type=Path, default=RAW, help="where every run is added")
+    parser.add_argument("--raw", type=Path, help="where every run is added")
     return parser.parse_args()
 
 
-def is_whole(options: argparse.Namespace) -> bool:
-    """Whether a run is one that the pages show."""
-    narrowed = options.layers is not None or options.checkpoint or options.ranks != WORLD
-    return options.rows == "all" and not narrowed
+def of_all(results: list[Result], rows: list[Row]) -> list[Row]:
+    """The rows that there are results of, in their order, those measured now among them."""
+    there = {result["row"] for result in results}
+    return [row for row in ROWS if row.name in there and (row.in_all or row in rows)]
+
+
+def is_whole(results: list[Result]) -> bool:
+    """Whether they are what a page shows."""
+    return {row.name for row in selected("all")} <= {result["row"] for result in results}
 
 
 def main() -> int:
@@ -236,8 +259,11 @@ def main() -> int:
         raise SystemExit(f"{options.modicum} is not there; run `make build`")
     rows = selected(options.rows)
     scratch = Path(tempfile.mkdtemp(prefix="modicum-bench-"))
-    options.raw.parent.mkdir(exist_ok=True)
-    cases: dict[str, tuple[list[Result], int]] = {}
+    # Models that the pages don't show are no part of what they are made of.
+    is_other = options.layers is not None or options.checkpoint or options.ranks != WORLD
+    raw_path = options.raw or (scratch / "raw.jsonl" if is_other else RAW)
+    raw_path.parent.mkdir(exist_ok=True)
+    begun = time.time()
     try:
         for case in CASES:
             if options.case not in ("all", case.name):
@@ -247,17 +273,18 @@ def main() -> int:
                 case = dataclasses.replace(case, directory=options.checkpoint)
             else:
                 case = synthesise(options.modicum, case, options.layers, scratch)
-            with Stage(case, scratch) as stage, options.raw.open("a") as raw:
-                results = measure_case(stage, rows, options.reps, options.cold, raw)
-            cases[case.name] = results, stage.shards_bytes
-            text = table(case, rows, results, stage.shards_bytes, stage.stored)
+            with Stage(case, scratch) as stage, raw_path.open("a") as raw:
+                measure_case(stage, rows, options.reps, options.cold, begun, raw)
+            results = newest(raw_path, case.name)
+            text = table(case, of_all(results, rows), results, stage.shards_bytes, stage.stored)
             print(text, flush=True)
-            if is_whole(options):
+            if not is_other and is_whole(results):
                 write_between_markers(RESULTS, f"loaders-{case.name}", text)
+        by_case = {case.name: newest(raw_path, case.name) for case in CASES}
     finally:
         shutil.rmtree(scratch)
-    if is_whole(options) and options.case == "all":
-        write_between_markers(ROOT / "README.md", "loaders", overview(rows, cases))
+    if not is_other and all(map(is_whole, by_case.values())):
+        write_between_markers(ROOT / "README.md", "loaders", overview(selected("all"), by_case))
     return 0
 
 

@@ -86,7 +86,7 @@ def test_a_run_that_would_not_fit_is_skipped(
 
 
 def outcome(row: str, outcome: str, why: str = "") -> dict[str, Any]:
-    return {"row": row, "round": 0, "cold": False, "outcome": outcome, "why": why}
+    return {"row": row, "round": 0, "cold": False, "begun": 0, "outcome": outcome, "why": why}
 
 
 def test_a_table_says_why_there_is_no_figure() -> None:
@@ -104,6 +104,32 @@ def test_one_wrong_run_among_right_ones_is_told() -> None:
     assert tables.outcome_of([outcome("one", "skipped", "no room"), runs[0]]) == "right"
     assert tables.spread([3.0, 1.0, 2.0]) == "2.00 (1.00-3.00)"
     assert tables.spread([1.001, 1.002]) == "1.00"
+
+
+def test_tables_are_of_each_rows_last_measurement(tmp_path: Path) -> None:
+    """And of the model that the case has now."""
+    raw = tmp_path / "raw.jsonl"
+    runs = [  # case, row, cold, begun, bytes of the shards
+        ("dense", "one", False, 1, 8),
+        ("dense", "one", False, 2, 9),
+        ("dense", "one", True, 2, 9),
+        ("dense", "two", False, 2, 9),
+        ("moe", "one", False, 4, 5),
+        ("dense", "three", False, 1, 8),
+        ("dense", "one", False, 3, 9),
+        ("dense", "one", False, 3, 9),
+    ]
+    names = ("case", "row", "cold", "begun", "shards_bytes")
+    lines = [json.dumps(dict(zip(names, run, strict=True))) for run in runs]
+    raw.write_text("\n".join(lines))
+    left = [tuple(result.values()) for result in loaders.newest(raw, "dense")]
+    assert left == [runs[2], runs[3], runs[6], runs[7]]
+    assert loaders.newest(raw, "tp") == []
+    day = 86400
+    assert tables.when([{"begun": 0}]) == "1970-01-01"
+    assert tables.when([{"begun": 2 * day}, {"begun": 9}]) == (
+        "2 measurements, 1970-01-01 to 1970-01-03"
+    )
 
 
 def test_loaders_are_measured_and_a_wrong_one_is_caught(

@@ -2,6 +2,7 @@
 
 import platform
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import Any
@@ -134,8 +135,8 @@ def table(
             *lines,
             "",
             *([*why, ""] if why else []),
-            f"`python benchmarks/loaders.py --case {case.name}`: {rounds(results)}, interleaved; "
-            f"{foreign_load(results)}; {versions()}; {machine()}.",
+            f"`python benchmarks/loaders.py --case {case.name}`: {rounds(results)}, interleaved, "
+            f"{when(results)}; {foreign_load(results)}; {versions()}; {machine()}.",
         ]
     )
 
@@ -146,21 +147,29 @@ def rounds(results: list[Result]) -> str:
     return f"{len(warm)} warm and {len(cold)} cold rounds"
 
 
-def overview(rows: list[Row], cases: dict[str, tuple[list[Result], int]]) -> str:
+def when(results: list[Result]) -> str:
+    """The days on which they were measured."""
+    days = sorted({time.strftime("%Y-%m-%d", time.gmtime(r["begun"])) for r in results})
+    measurements = len({result["begun"] for result in results})
+    of = f"{measurements} measurements, " if measurements > 1 else ""
+    return of + " to ".join(dict.fromkeys([days[0], days[-1]]))
+
+
+def overview(rows: list[Row], cases: dict[str, list[Result]]) -> str:
     """All cases in one table: what is held at the peak and how long it takes, page cache warm."""
 
-    def cell(row: Row, results: list[Result], shards_bytes: int) -> str:
+    def cell(row: Row, results: list[Result]) -> str:
         runs = of_row(results, row)
         outcome = outcome_of(runs)
         warm = measured(runs, cold=False)
         if not warm:
             return outcome
-        peak = statistics.median(kernel_peak(run) for run in warm) / shards_bytes
+        peak = statistics.median(kernel_peak(run) / run["shards_bytes"] for run in warm)
         seconds = statistics.median(run["seconds"] for run in warm)
         return f"{'' if outcome == 'right' else f'**{outcome}**, '}{peak:.2f}, {seconds:.1f} s"
 
     lines = [
-        f"| `{row.name}` | {' | '.join(cell(row, *of_case) for of_case in cases.values())} |"
+        f"| `{row.name}` | {' | '.join(cell(row, of_case) for of_case in cases.values())} |"
         for row in rows
     ]
     return "\n".join(
@@ -169,6 +178,7 @@ def overview(rows: list[Row], cases: dict[str, tuple[list[Result], int]]) -> str
             f"|{'---|' * (len(cases) + 1)}",
             *lines,
             "",
-            f"`python benchmarks/loaders.py`; {versions()}; {machine()}.",
+            f"`python benchmarks/loaders.py`, {when(sum(cases.values(), []))}; {versions()}; "
+            f"{machine()}.",
         ]
     )
