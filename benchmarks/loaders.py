@@ -2,10 +2,11 @@
 """What does each loader hold, read and take for the same checkpoint in the same end state?
 
 Four cases, one checkpoint each, and every loader that there is for them, in 4 gloo ranks on this
-machine. Loaders take turns, so that a slow minute hits all alike; figures are medians with their
-range. Time is from the empty sharded model to the first write of every page of every shard, for a
-loader that maps files has done nothing until then. Each run's shards are compared with those that
-torch.chunk cuts of a single-process `from_pretrained`.
+machine. Loaders take turns, in a new order each round, so that a slow minute, and what ran before,
+hit all alike; figures are medians with their range. Time is from the empty sharded model to the
+first write of every page of every shard, for a loader that maps files has done nothing until then.
+Each run's shards are compared with those that torch.chunk cuts of a single-process
+`from_pretrained`.
 
 Every run is added to build/loaders.jsonl. Of each row of a case the newest runs there make the
 tables in benchmarks/RESULTS.md and README.md, between their markers, as soon as there are some of
@@ -15,6 +16,7 @@ all rows: so that cases, and rows, may be measured one after the other.
 import argparse
 import dataclasses
 import json
+import random
 import shutil
 import signal
 import subprocess
@@ -27,7 +29,7 @@ from typing import Any, TextIO
 
 from harness.page import GIB, ROOT, write_between_markers
 from harness.runs import RunFailedError, Zygote, measure
-from harness.watch import PAGE, Ballast, available_bytes, cached_bytes, drop, touch_and_release
+from harness.watch import PAGE, Ballast, available_bytes, await_report, cached_bytes, drop
 from rivals.rows import ALLOCATORS, CASES, ROWS, Case, Row
 from rivals.tables import Result, overview, table
 
@@ -113,18 +115,16 @@ class Stage:
             why = f"needs about {need / GIB:.1f} GiB, {free / GIB:.1f} GiB are free"
             return result | {"outcome": "skipped", "why": why}
         cached = -1
-        self._ballast.take(self.shards_bytes * 9 // 8 // PAGE * PAGE)
+        self._ballast.take(int(min(need + GIB, free / 2)) // PAGE * PAGE, row.huge_pages)
 
         def before_loading() -> None:
             nonlocal cached
-            if not row.huge_pages:
-                touch_and_release(int(min(need + GIB, available_bytes() / 2)))
             self._prepare(cold)
             cached = cached_bytes(Path(self.case.directory))
             if cold and cached > sum(self.stored) / 100:
                 raise RunFailedError(f"{cached} bytes of the files stay in the page cache")
-            if row.huge_pages:
-                self._ballast.release()
+            await_report()
+            self._ballast.release()
 
         try:
             raw = self._run(row, before_loading)
@@ -174,7 +174,8 @@ def measure_case(
         first = [r for r in results if r["round"] in (0, reps) and "seconds" in r]
         seen = {(r["row"], r["cold"]): r["seconds"] for r in first}
         is_cold = round_ >= reps
-        for row in rows:
+        # What ran before decides how soon there are free pages, so it is another one in each round.
+        for row in random.Random(round_).sample(rows, len(rows)):
             bar = SLOW * min((s for (_, cold_), s in seen.items() if cold_ == is_cold), default=0)
             if row.name in given_up or seen.get((row.name, is_cold), 0) > bar:
                 continue

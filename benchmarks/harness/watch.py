@@ -24,6 +24,8 @@ from cage import Cage, cage, drop_page_cache, why_no_cage
 
 PAGE = mmap.PAGESIZE
 TICKS = os.sysconf("SC_CLK_TCK")
+REPORTS = Path("/sys/module/page_reporting/parameters/passes")
+REPORTED_EVERY_S = 2.2  # or a little less
 STATUS = re.compile(rb"^(RssAnon|RssFile|RssShmem|VmPTE|VmHWM):\s+(\d+) kB", re.M)
 
 
@@ -54,17 +56,12 @@ def drop(directory: Path) -> None:
     drop_page_cache(directory)
 
 
-def touch_and_release(size: int) -> None:
-    """Makes the host back so much memory in small pages; see `Ballast`."""
-    mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
-
-
 class Ballast:
-    """Huge pages that are kept until somebody is to find them.
+    """Memory that is kept until somebody is to find it: in pages of the size that they will take.
 
-    A virtual machine gives whole blocks that nobody uses back to its host within seconds, and who
-    touches them next waits until the host has found them again, up to a second for 64 MiB, which
-    is no merit or fault of a loader's. Small pages mostly come from blocks in part use, which stay.
+    A virtual machine gives whole blocks that nobody uses back to its host, and who touches them next
+    waits until the host has found them again, up to a second for 64 MiB, which is no merit or fault
+    of a loader's.
     """
 
     def __init__(self) -> None:
@@ -74,13 +71,11 @@ class Ballast:
     def held_bytes(self) -> int:
         return len(self._memory) if self._memory else 0
 
-    def take(self, size: int) -> None:
+    def take(self, size: int, huge_pages: bool) -> None:
         """At once after somebody has given it up this is quick."""
-        if self.held_bytes == size:
-            return
         self.release()
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
         for at in range(0, size, mmap.PAGESIZE):
             self._memory[at] = 1
 
@@ -88,6 +83,18 @@ class Ballast:
         if self._memory:
             self._memory.close()
         self._memory = None
+
+
+def await_report() -> None:
+    """Until the kernel has just told its host what is free, or has nothing to tell: it won't take
+    free blocks away in the next two seconds. Not every kernel says when it does."""
+    begin, passes = time.monotonic(), None
+    while REPORTS.exists() and time.monotonic() - begin < REPORTED_EVERY_S:
+        now = REPORTS.read_text()
+        if now != (passes or now):
+            return
+        passes = now
+        time.sleep(0.005)
 
 
 def busy_seconds() -> float:
