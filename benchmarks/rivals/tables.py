@@ -167,7 +167,7 @@ def overview(rows: list[Row], cases: dict[str, list[Result]]) -> str:
             return outcome
         peak = statistics.median(kernel_peak(run) / run["shards_bytes"] for run in warm)
         seconds = statistics.median(run["seconds"] for run in warm)
-        return f"{'' if outcome == 'right' else f'**{outcome}**, '}{peak:.2f}, {seconds:.1f} s"
+        return f"{'' if outcome == 'right' else f'**{outcome}**, '}{peak:.2f}, {seconds:.2f} s"
 
     lines = [
         f"| `{row.name}` | {' | '.join(cell(row, of_case) for of_case in cases.values())} |"
