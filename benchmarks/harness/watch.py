@@ -59,9 +59,9 @@ def drop(directory: Path) -> None:
 class Ballast:
     """Memory that is kept until somebody is to find it: in pages of the size that they will take.
 
-    A virtual machine gives whole blocks that nobody uses back to its host, and who touches them next
-    waits until the host has found them again, up to a second for 64 MiB, which is no merit or fault
-    of a loader's.
+    A virtual machine gives whole blocks that nobody uses back to its host, and who touches them
+    next waits until the host has found them again, up to a second for 64 MiB, which is no merit or
+    fault of a loader's.
     """
 
     def __init__(self) -> None:

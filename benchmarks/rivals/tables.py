@@ -135,9 +135,9 @@ def table(
             *lines,
             "",
             *([*why, ""] if why else []),
-            f"`python benchmarks/loaders.py --case {case.name}`: {rounds(results)}, interleaved in a "
-            f"new order each, {when(results)}; {foreign_load(results)}; {versions()}; "
-            f"{machine()}.",
+            f"`python benchmarks/loaders.py --case {case.name}`: {rounds(results)}, "
+            f"interleaved in a new order each, {when(results)}; {foreign_load(results)}; "
+            f"{versions()}; {machine()}.",
         ]
     )
 
