@@ -99,7 +99,8 @@ def run(folder: Path, limit_bytes: int, *words: object, world: int = WORLD) -> R
     [
         # What Trainer does with the same model is this, and more.
         pytest.param("dense", (), 0.8, id="Accelerator, dense", marks=pytest.mark.soak),
-        pytest.param("experts", (), 0.7, id="Accelerator, experts"),
+        # Of its peak much is the step's own: up to 0.75, by the CPU's kernels for bf16.
+        pytest.param("experts", (), 0.85, id="Accelerator, experts"),
         pytest.param("dense", ("--trainer",), 0.8, id="Trainer, dense"),
     ],
 )
