@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What does each loader hold, read and take for the same checkpoint in the same end state?
 
-Four cases, one checkpoint each, and every loader that there is for them, in 4 gloo ranks on this
+Five cases, a checkpoint each, and every loader that there is for them, in 4 gloo ranks on this
 machine. Loaders take turns, in a new order each round, so that a slow minute, and what ran before,
 hit all alike; figures are medians with their range. Time is from the empty sharded model to the
 first write of every page of every shard, for a loader that maps files has done nothing until then.

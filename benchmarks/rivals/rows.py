@@ -31,7 +31,9 @@ CASES = (
     Case("dense", "bf16 as stored", "qwen3-8b", 4, "bfloat16"),
     Case("masters", "bf16 to fp32 masters", "qwen3-0.6b", 0, "float32"),
     Case("moe", "experts stacked, gate and up fused", "qwen3-30b-a3b", 1, "bfloat16"),
-    Case("tp", "TP 2 x FSDP", "qwen3-0.6b", 0, "bfloat16", tp=2),
+    Case("tp", "TP 2 x FSDP", "qwen3-8b", 4, "bfloat16", tp=2),
+    # Where what a load takes besides its bytes counts for most.
+    Case("tp-small", "TP 2 x FSDP, a small model", "qwen3-0.6b", 0, "bfloat16", tp=2),
 )
 
 
@@ -67,10 +69,10 @@ class Row:
 
 EFFICIENT = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 NOT_MASTERS = "makes fp32 masters"
-FOR_MASTERS = dict.fromkeys(("dense", "moe", "tp"), NOT_MASTERS)
+FOR_MASTERS = dict.fromkeys(("dense", "moe", "tp", "tp-small"), NOT_MASTERS)
 LEAN = {"RUNAI_STREAMER_MEMORY_LIMIT": "0"}
 DISTRIBUTED = {"RUNAI_STREAMER_DIST": "1"}
-WHOLE = {"": 1.5, "masters": 4.5, "moe": 4.5, "tp": 4.0}
+WHOLE = {"": 2.5, "masters": 4.5, "moe": 4.5, "tp-small": 4.0}
 PREPARED = {"": 3.5, "masters": 8.0, "moe": 7.0}
 SENT = {"": 3.5}
 STREAMED = {"": 4.2}
