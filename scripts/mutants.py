@@ -183,9 +183,9 @@ def check_unmutated(mutants: list[Mutant], jobs: int, python: Path) -> dict[str,
     if of_python:
         lay_out_package()
         results += [test_python(arguments, python) for arguments in of_python]
-    for result in results:
-        if result.returncode != 0:
-            raise Refusal(f"tests are red before any mutation:\n{result.stdout}{result.stderr}")
+    red = [result.stdout + result.stderr for result in results if result.returncode != 0]
+    if red:
+        raise Refusal("\n".join(["tests are red before any mutation:", *red]))
     return programs
 
 

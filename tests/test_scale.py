@@ -163,7 +163,7 @@ def plan(program: Path, directory: Path, *flags: object) -> tuple[dict, float]:
 
 @pytest.mark.alone  # processor time grows where another worker shares caches and memory
 def test_plan_is_quick_and_small(quick: tuple[Path, float], deep: Path) -> None:
-    """All strategies together; the best of three, since the machine has others to serve."""
+    """All strategies together; the best of five, since the machine has others to serve."""
     program, limit_s = quick
     runs = [plan(program, deep, "--ranks-per-node", RANKS_PER_NODE) for _ in range(5)]
     planned, times = runs[0][0], [took for _, took in runs]

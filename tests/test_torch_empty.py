@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 import modicum  # noqa: E402
 from modicum.torch._empty import empty_parameters  # noqa: E402
 
-PACKAGE = Path(modicum.__file__).resolve().parent.parent
+PACKAGE = Path(modicum.__file__).absolute().parent.parent  # its files may be links
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 

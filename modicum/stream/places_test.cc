@@ -50,7 +50,7 @@ struct World {
                      {.strategy = &strategy_named(strategy),
                       .destination_of = {Destination::discard, Destination::given, Destination::cpu,
                                          Destination::cpu},
-                      .staging_bytes = 1 * kMiB,
+                      .staging_bytes = 8 * kMiB,  // slots for each worker
                       .init_bytes = made.size() * sizeof(float)});
   }
 
