@@ -12,7 +12,7 @@ namespace modicum {
 namespace {
 
 // Kept per buffer while loading: what has been put there (count and two sums) and where it begins.
-constexpr uint64_t kBookkeepingBytesPerBuffer = 4 * sizeof(uint64_t);
+constexpr uint64_t kBookkeepingBytesPerBuffer = 6 * sizeof(uint64_t);
 // And per tie: what was compared on either side.
 constexpr uint64_t kBookkeepingBytesPerTie = 2 * sizeof(uint64_t);
 

@@ -27,15 +27,16 @@ class Buffer1 {
   Buffer1& operator=(const Buffer1&) = delete;
 
   // How the proof fails after these places were ticked; nothing where they are proven.
-  std::optional<Error> failure_of(const Places& places) const {
-    Coverage coverage(plan_);
+  std::optional<Error> failure_of(const Places& places,
+                                  uint64_t point = Coverage::random_point()) const {
+    Coverage coverage(plan_, 0, point);
     for (const Runs& runs : places) {
       Transfer done;
       done.runs = runs;
       coverage.tick(done);
     }
     try {
-      coverage.prove(0);
+      coverage.prove();
     } catch (const Error& error) {
       return error;
     }
@@ -136,12 +137,36 @@ TEST(Coverage, ExchangedLengthsAndPlacesAreDetected) {
   }
 }
 
-// One doubled and its mirror image dropped: count and sum stay, the squares don't.
-TEST(Coverage, AMutationThatKeepsTheSumIsDetected) {
-  const Buffer1 buffer(4);
-  EXPECT_TRUE(buffer.proves({{.run = 1, .at = 0}, {.run = 1, .at = 1}, {.run = 2, .at = 2}}));
-  EXPECT_FALSE(buffer.proves(
-      {{.run = 1, .at = 1}, {.run = 1, .at = 1}, {.run = 1, .at = 2}, {.run = 1, .at = 2}}));
+// Sets of places that have the same count, the same sum and the same sum of squares (and the last
+// one also of cubes) as a tiling: power sums let them pass.
+TEST(Coverage, EqualPowerSumsAreNoProof) {
+  const auto singles = [](std::vector<int64_t> of) {
+    Places places;
+    for (const int64_t at : of) places.push_back({.run = 1, .at = at});
+    return places;
+  };
+  EXPECT_FALSE(Buffer1(4).proves(singles({1, 1, 2, 2})));
+  EXPECT_FALSE(Buffer1(7).proves(singles({0, 0, 3, 4, 4, 5, 5})));
+  EXPECT_FALSE(Buffer1(16).proves(singles({0, 0, 3, 3, 5, 5, 6, 6, 9, 9, 10, 10, 12, 12, 15, 15})));
+}
+
+// Compensating writes outside of the buffer: x^(p - 1) is 1, so that an exponent alone can't tell.
+TEST(Coverage, PlacesOutsideOfTheBufferAreDetected) {
+  const auto far = static_cast<int64_t>(Powers::kPrime - 1);
+  EXPECT_FALSE(Buffer1(2).proves({{.run = 1, .at = far}, {.run = 1, .at = 1}}));
+  const auto failure = Buffer1(2).failure_of({{.run = 2, .at = 1}, {.run = 1, .at = 0}});
+  ASSERT_TRUE(failure.has_value());
+  EXPECT_STREQ(failure->what_happened().c_str(),
+               "a transfer was written outside of its local buffer");
+  EXPECT_FALSE(Buffer1(4).proves(
+      {{.runs = 2, .run = 2, .at = 1, .at_stride = 2, .at_step = -1}, {.run = 1, .at = -1}}));
+}
+
+// A dim that is read backwards.
+TEST(Coverage, NegativeStridesCountDown) {
+  EXPECT_TRUE(Buffer1(6).proves({{.run = 6, .at = 5, .at_step = -1}}));
+  EXPECT_TRUE(Buffer1(6).proves({{.runs = 3, .run = 2, .at = 4, .at_stride = -2}}));
+  EXPECT_FALSE(Buffer1(6).proves({{.runs = 3, .run = 2, .at = 4, .at_stride = -1}}));
 }
 
 TEST(Coverage, TheFailureNamesTheTensorAndTheCounts) {
@@ -187,24 +212,27 @@ TEST(Coverage, WideBuffersDoNotOverflow) {
   }
 }
 
-// Against sums that are formed in 128 bits, where they fit, and element by element.
-TEST(Coverage, TheClosedFormsAreThoseOf128Bits) {
+// Against one multiplication after the other, in the field of another implementation.
+TEST(Powers, AreThoseOfRepeatedMultiplication) {
   __extension__ typedef unsigned __int128 Wide;
-  uint64_t sum = 0, squares = 0;
-  for (uint64_t n = 0; n < 5000; ++n) {
-    ASSERT_EQ(sum_below(n), sum);
-    ASSERT_EQ(sum_of_squares_below(n), squares);
-    sum += n;
-    squares += n * n;
-  }
-  for (uint64_t n = 1; n < uint64_t{1} << 41; n = n * 3 + 1) {
-    ASSERT_EQ(sum_below(n), static_cast<uint64_t>(Wide{n} * (n - 1) / 2));
-    ASSERT_EQ(sum_of_squares_below(n), static_cast<uint64_t>(Wide{n} * (n - 1) * (2 * n - 1) / 6));
-  }
-  // Beyond, by the step from n to n + 1.
-  for (const uint64_t n : {uint64_t{1} << 42, (uint64_t{1} << 62) - 1, uint64_t{1} << 62}) {
-    EXPECT_EQ(sum_below(n + 1), sum_below(n) + n);
-    EXPECT_EQ(sum_of_squares_below(n + 1), sum_of_squares_below(n) + n * n);
+  constexpr uint64_t kPrime = Powers::kPrime;
+  for (const uint64_t x : {uint64_t{2}, uint64_t{3}, kPrime - 1, uint64_t{1234567890123456789}}) {
+    const Powers powers(x);
+    uint64_t power = 1;
+    for (uint64_t n = 0; n < 3000; ++n) {
+      ASSERT_EQ(powers.power(n), power) << x << "^" << n;
+      power = static_cast<uint64_t>(Wide{power} * x % kPrime);
+    }
+    EXPECT_EQ(powers.power(kPrime - 1), 1u);
+    EXPECT_EQ(powers.power(kPrime), x);
+    for (const int64_t stride : {-7, -1, 0, 1, 2, 1000}) {
+      uint64_t sum = 0;
+      for (uint64_t n = 1; n < 50; ++n) {
+        const auto at = 50'000 + stride * static_cast<int64_t>(n - 1);
+        sum = (sum + powers.power(static_cast<uint64_t>(at))) % kPrime;
+        ASSERT_EQ(powers.sum(50'000, stride, n), sum) << stride << " x " << n;
+      }
+    }
   }
 }
 

@@ -37,7 +37,7 @@ class Load {
         options_(options),
         header_(ledger.adopt(Purpose::header, plan.manifest->held_bytes())),
         plan_charge_(ledger.adopt(Purpose::plan, plan.held_bytes())),
-        coverage_(plan),
+        coverage_(plan, at.rank),
         ties_(plan) {
     commit(ledger);
   }
@@ -56,7 +56,7 @@ class Load {
         break;
       case Window::one_tensor: MODICUM_ASSERT(false);
     }
-    coverage_.prove(at_.rank);
+    coverage_.prove();
     ties_.prove(at_.rank);
     return outcome_;
   }

@@ -40,8 +40,9 @@ struct LoadOutcome {
 // own is charged to `ledger` and committed before the first data byte is read, and given back at
 // the end. Ranks whose plans were not made in one process have agreed on `plan.inputs`, before any
 // of them made its sink (Board::agree). On return every element of every local buffer, padding too,
-// has been written exactly once: each transfer was ticked off when done, and the ticks were proven
-// to tile the buffers (else INTEGRITY). Where a tie is stored under both of its names, what was
+// has been written exactly once: each finished transfer is added to a fingerprint of the places
+// written, which is compared with that of a tiling (else INTEGRITY; a wrong passes with a
+// probability of at most elements / 2^61). Where a tie is stored under both of its names, what was
 // read of them was the same (else MISMATCH, naming both). On an error nothing may be used. Errors:
 // FORMAT.TRUNC, IO, BUDGET, NOMEM, PEER.
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
