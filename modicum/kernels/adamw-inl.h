@@ -188,14 +188,13 @@ struct EncodeRoot {
 };
 
 // `values` and `roots` are those of the whole block, of which the piece's are set.
-HWY_INLINE void encode_exp_avg(const float* values, const Piece& piece, std::byte* to,
-                               float* scales) {
-  const float scale = largest(values + piece.begin + piece.to_block, piece.end - piece.begin);
+HWY_INLINE void encode_exp_avg(float* values, const Piece& piece, std::byte* to, float* scales) {
+  const float scale = scale_of(values + piece.begin + piece.to_block, piece.end - piece.begin);
   scales[piece.scale] = scale;
   for_lanes(EncodeExpAvg{values, to, scale, piece}, piece.begin, piece.end);
 }
-HWY_INLINE void encode_root(const float* roots, const Piece& piece, std::byte* to, float* scales) {
-  const float scale = largest(roots + piece.begin + piece.to_block, piece.end - piece.begin);
+HWY_INLINE void encode_root(float* roots, const Piece& piece, std::byte* to, float* scales) {
+  const float scale = scale_of(roots + piece.begin + piece.to_block, piece.end - piece.begin);
   scales[piece.scale] = scale;
   for_lanes(EncodeRoot{roots, to, scale, piece}, piece.begin, piece.end);
 }

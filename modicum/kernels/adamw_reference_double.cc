@@ -51,6 +51,10 @@ float read_master(const AdamSpan& s, int64_t i) {
   const uint32_t high = static_cast<uint32_t>(at<uint16_t>(s.master, i)) << 16;
   const bool is_short = s.format == StateFormat::int8_moments_24;
   const int32_t low = is_short ? at<int8_t>(s.master_low, i) * 256 : at<int16_t>(s.master_low, i);
+  // A lower half that can't belong to its upper half, which somebody else has written.
+  const bool is_zero = (high & 0x7fffffffU) == 0;
+  const bool is_infinite_or_nan = (high & 0x7f800000U) == 0x7f800000U;
+  if (is_infinite_or_nan || (is_zero && low < 0)) return std::bit_cast<float>(high);
   return std::bit_cast<float>(high + static_cast<uint32_t>(low));
 }
 
@@ -70,6 +74,11 @@ void write_master(const AdamSpan& s, int64_t i, float value, RandomWords random)
 }
 
 // ---- moments in codes; `scale` is that of the block
+
+float codable(float value) {
+  if (std::isnan(value)) return 0;
+  return std::clamp(value, -0x1p63F, 0x1p63F);
+}
 
 float signed_of(int8_t q, float scale) {
   const auto code = static_cast<float>(q);
@@ -156,9 +165,9 @@ void encode_block(const AdamNumbers& n, const AdamSpan& s, int64_t block, int64_
   float root_scale = 0;
   float max_scale = 0;
   for (const Element& e : elements) {
-    scale = std::max(scale, std::fabs(e.m));
-    root_scale = std::max(root_scale, std::sqrt(e.v));
-    max_scale = std::max(max_scale, std::sqrt(e.most));
+    scale = std::max(scale, std::fabs(codable(e.m)));
+    root_scale = std::max(root_scale, codable(std::sqrt(e.v)));
+    max_scale = std::max(max_scale, codable(std::sqrt(e.most)));
   }
   s.exp_avg_scale[block] = scale;
   s.exp_avg_sq_scale[block] = root_scale;
@@ -167,9 +176,10 @@ void encode_block(const AdamNumbers& n, const AdamSpan& s, int64_t block, int64_
     const Element& e = elements[k];
     const int64_t i = begin + static_cast<int64_t>(k);
     const RandomWords random = reference_words(n.seed, n.step, s.parameter, s.first + i);
-    put(s.exp_avg, i, signed_code(e.m, scale, random.a));
-    put(s.exp_avg_sq, i, root_code(std::sqrt(e.v), root_scale, random.b));
-    if (n.amsgrad) put(s.max_exp_avg_sq, i, root_code(std::sqrt(e.most), max_scale, random.b));
+    put(s.exp_avg, i, signed_code(codable(e.m), scale, random.a));
+    put(s.exp_avg_sq, i, root_code(codable(std::sqrt(e.v)), root_scale, random.b));
+    if (!n.amsgrad) continue;
+    put(s.max_exp_avg_sq, i, root_code(codable(std::sqrt(e.most)), max_scale, random.b));
   }
 }
 

@@ -8,6 +8,8 @@
 #endif
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 
 #include "modicum/kernels/lanes-inl.h"
 
@@ -25,6 +27,18 @@ constexpr bool has_random(StateFormat format) {
 
 // ---- the master parameter
 
+// The two halves as one fp32. The upper half may have been written by somebody else since the last
+// step, so that the lower half belongs to another value. A sum that is beyond what bf16 can hold
+// (below an upper half of +-0 it would be a NaN) is such a case: then the upper half stands alone.
+template <class D>
+HWY_INLINE Floats<D> joined(D d, Ints<D> upper, Ints<D> lower) {
+  const hn::Rebind<int32_t, D> di;
+  const Ints<D> sum = hn::Add(upper, lower);
+  const Ints<D> magnitude = hn::And(sum, hn::Set(di, 0x7fffffff));
+  const auto is_beyond = hn::Gt(magnitude, hn::Set(di, 0x7f7f7fff));
+  return hn::BitCast(d, hn::IfThenElse(is_beyond, upper, sum));
+}
+
 template <StateFormat kFormat, class D>
 HWY_INLINE Floats<D> load_master(D d, const std::byte* high, const std::byte* low, int64_t i) {
   if constexpr (!is_split(kFormat)) {
@@ -35,10 +49,10 @@ HWY_INLINE Floats<D> load_master(D d, const std::byte* high, const std::byte* lo
     if constexpr (kFormat == StateFormat::int8_moments_24) {
       const hn::Rebind<int8_t, D> d8;
       const Ints<D> lower = hn::PromoteTo(di, load(d8, low, i));
-      return hn::BitCast(d, hn::Add(upper, hn::ShiftLeft<8>(lower)));
+      return joined(d, upper, hn::ShiftLeft<8>(lower));
     } else {
       const hn::Rebind<int16_t, D> d16;
-      return hn::BitCast(d, hn::Add(upper, hn::PromoteTo(di, load(d16, low, i))));
+      return joined(d, upper, hn::PromoteTo(di, load(d16, low, i)));
     }
   }
 }
@@ -78,10 +92,10 @@ HWY_INLINE Pair<Floats<D>> load_master_pair(D d, const std::byte* high, const st
   const hn::Rebind<int32_t, D> di;
   const auto upper = load_u16_pair(d, high, i);
   const auto lower = load_u16_pair(d, low, i);
-  const auto sum = [&](Words<D> a, Words<D> b) {
-    return hn::BitCast(d, hn::Add(hn::BitCast(di, a), hn::ShiftRight<16>(hn::BitCast(di, b))));
+  const auto master = [&](Words<D> a, Words<D> b) {
+    return joined(d, hn::BitCast(di, a), hn::ShiftRight<16>(hn::BitCast(di, b)));
   };
-  return {sum(upper.even, lower.even), sum(upper.odd, lower.odd)};
+  return {master(upper.even, lower.even), master(upper.odd, lower.odd)};
 }
 template <class D>
 HWY_INLINE void store_master_pair(D d, const Pair<Floats<D>>& v, std::byte* high, std::byte* low,
@@ -151,19 +165,41 @@ HWY_INLINE void store_root_codes(D d, Floats<D> root, float scale, Words<D> rand
   store(d8, hn::DemoteTo(d8, code), codes, i);
 }
 
-// Largest magnitude of n > 0 floats.
+// Largest magnitude of n > 0 floats; NaN where one of them is. As integers: that is the same order,
+// with NaN above infinity, where a maximum of floats may lose it.
 HWY_INLINE float largest(const float* values, int64_t n) {
-  const hn::ScalableTag<float> d;
+  const hn::ScalableTag<float> df;
+  const hn::RebindToSigned<decltype(df)> d;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  float most = 0;
+  constexpr int32_t kMagnitude = 0x7fffffff;
+  int32_t most = 0;
   int64_t i = 0;
   if (n >= lanes) {
     auto all = hn::Zero(d);
-    for (; i + lanes <= n; i += lanes) all = hn::Max(all, hn::Abs(hn::LoadU(d, values + i)));
+    for (; i + lanes <= n; i += lanes) {
+      all =
+          hn::Max(all, hn::And(hn::BitCast(d, hn::LoadU(df, values + i)), hn::Set(d, kMagnitude)));
+    }
     most = hn::GetLane(hn::MaxOfLanes(d, all));
   }
-  for (; i < n; ++i) most = std::max(most, std::fabs(values[i]));
-  return most;
+  for (; i < n; ++i) most = std::max(most, std::bit_cast<int32_t>(values[i]) & kMagnitude);
+  return std::bit_cast<float>(most);
+}
+
+// The largest |exp_avg| and root that a code stands for: below the root of the largest float, so
+// that neither coding nor squaring overflows.
+constexpr float kMostCoded = 0x1p63F;
+
+// The scale of n > 0 values of one block. It serves all of them, so what is too large for a code is
+// first made the largest that is not, and NaN becomes 0: the neighbours keep their values.
+HWY_INLINE float scale_of(float* values, int64_t n) {
+  const float scale = largest(values, n);
+  if (scale <= kMostCoded) return scale;
+  for (int64_t i = 0; i < n; ++i) {
+    const bool is_nan = std::isnan(values[i]);
+    values[i] = is_nan ? 0.0F : std::min(std::max(values[i], -kMostCoded), kMostCoded);
+  }
+  return largest(values, n);
 }
 
 // NOLINTNEXTLINE(google-readability-namespace-comments)

@@ -62,7 +62,10 @@ struct Import {
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
     const hn::Rebind<uint32_t, D> du;
-    const Floats<D> value = load(d, from, i);
+    Floats<D> value = load(d, from, i);
+    // The largest NaNs would carry into the sign where a format rounds, and come back as numbers.
+    const Floats<D> nan = hn::BitCast(d, hn::Set(du, 0x7fc00000U));
+    if constexpr (is_split(kFormat)) value = hn::IfThenElse(hn::IsNaN(value), nan, value);
     Words<D> random = hn::Zero(du);
     if constexpr (has_random(kFormat)) random = word0(d, piece, i);
     if (plane == StatePlane::master) {
@@ -96,9 +99,7 @@ struct Stage {
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
     const Floats<D> value = load(d, from, i);
-    float* at = to + i + piece.to_block;
-    if (roots) return hn::StoreU(hn::Sqrt(value), d, at);
-    hn::StoreU(value, d, at);
+    hn::StoreU(roots ? hn::Sqrt(value) : value, d, to + i + piece.to_block);
   }
 };
 
