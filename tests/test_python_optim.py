@@ -34,6 +34,10 @@ def bring(of: Any, *gradients: torch.Tensor) -> None:
         of.arrive(shard, gradient)
 
 
+def _shared(memory: torch.Tensor) -> Any:
+    return state([("a", [(0, 300)], 0, memory, None), ("b", [(0, 9)], 0, memory[100:109], None)])
+
+
 def test_formats_are_data() -> None:
     rows = {row["name"]: row for row in _modicum.state_formats()}
     assert list(rows) == ["fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24"]
@@ -205,6 +209,10 @@ def test_pins_each_arena_once() -> None:
         (lambda of: state([("a", [(0, 2)], 0, None, torch.ones(2))]), "leave as bfloat16"),
         (lambda of: state([("a", [(0, 2)], 0, torch.ones(4)[::2], None)]), "no contiguous host"),
         (lambda of: state(pin=print), "what unpins it"),
+        (lambda of: state(seed=-1), "got -1"),
+        (lambda of: state(seed=1 << 64), "got 18446744073709551616"),
+        (lambda of: of.step(unscale=float("nan")), "unscale .*got nan"),
+        (lambda of: _shared(torch.ones(300)), "'b' lies in memory that parameter 'a' has"),
         (lambda of: _modicum.AdamOptions(semantics="adam"), "unknown semantics"),
     ],
 )

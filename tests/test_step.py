@@ -94,6 +94,9 @@ def test_help_lists_formats_and_instruction_sets(modicum: Path) -> None:
         ("--grad-dtype", "bf16"),
         ("--steps", "0"),
         ("--fork-child", "1"),
+        ("--seed", "-1"),
+        ("--seed", "18446744073709551616"),
+        ("--seed", "1.5"),
     ],
 )
 def test_what_makes_no_sense_is_usage(modicum: Path, words: tuple[str, ...]) -> None:

@@ -3,7 +3,8 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <system_error>
+#include <atomic>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -23,17 +24,31 @@ void run_workers(int workers, const std::function<void(int worker)>& work) {
       if (!first) first = std::current_exception();
     }
   };
+  // No worker begins before all threads exist: what is half done can't be taken back.
+  enum Gate { closed, open, abandoned };
+  std::atomic<Gate> gate = closed;
+  auto behind_the_gate = [&](int worker) noexcept {
+    gate.wait(closed);
+    if (gate == open) guarded(worker);
+  };
   std::vector<std::thread> threads;
   bool out_of_threads = false;
   try {
     threads.reserve(static_cast<size_t>(workers) - 1);
-    for (int worker = 0; worker + 1 < workers; ++worker) threads.emplace_back(guarded, worker);
-  } catch (const std::system_error&) {
+    for (int worker = 0; worker + 1 < workers; ++worker) {
+      threads.emplace_back(behind_the_gate, worker);
+    }
+  } catch (const std::exception&) {  // std::system_error, or std::bad_alloc
     out_of_threads = true;
   }
+  gate = out_of_threads ? abandoned : open;
+  gate.notify_all();
   if (!out_of_threads) guarded(workers - 1);
   for (std::thread& thread : threads) thread.join();
-  if (out_of_threads) fail(Category::no_memory, "a worker thread could not be started");
+  if (out_of_threads) {
+    fail(Category::no_memory, "a worker thread could not be started",
+         {.expected = std::to_string(workers - 1), .got = std::to_string(threads.size())});
+  }
   if (first) std::rethrow_exception(first);
 }
 

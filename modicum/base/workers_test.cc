@@ -10,6 +10,8 @@
 
 #include "modicum/base/clock.h"
 #include "modicum/base/error.h"
+#include "modicum/base/sanitizers_double.h"
+#include "modicum/base/threads_double.h"
 
 namespace modicum {
 namespace {
@@ -42,6 +44,25 @@ TEST(RunWorkers, AnyWorkersExceptionReachesTheCallerAfterAllHaveEnded) {
     } catch (const Error& error) {
       EXPECT_EQ(error.what_happened(), "worker " + std::to_string(bad));
       EXPECT_EQ(ended, 3);
+    }
+  }
+}
+
+// For each thread in turn: no worker has run when one of them can't be started.
+TEST(RunWorkers, RunsEveryWorkerOrNone) {
+  if (kIsSanitized) GTEST_SKIP() << "its own pthread_create";
+  for (int can_start = 0; can_start <= 3; ++can_start) {
+    std::atomic<int> ran = 0;
+    const ThreadLimit limit(can_start);
+    try {
+      run_workers(4, [&](int) { ++ran; });
+      EXPECT_EQ(can_start, 3);
+      EXPECT_EQ(ran, 4);
+    } catch (const Error& error) {
+      EXPECT_LT(can_start, 3);
+      EXPECT_EQ(error.category(), Category::no_memory);
+      EXPECT_EQ(error.facts().got, std::to_string(can_start));
+      EXPECT_EQ(ran, 0) << can_start;
     }
   }
 }

@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 
 #include "modicum/cli/verbs.h"
@@ -103,6 +104,18 @@ std::optional<int> parse(CLI::App& app, const Args& args) {
   const std::string flag = unknown.substr(0, unknown.find('='));
   fail(Category::usage,
        fmt::format("unexpected '{}'{}", printable(unknown), nearest_hint(flag, names)));
+}
+
+void add_seed(CLI::App& app, uint64_t& seed, const std::string& of) {
+  // CLI11 takes -1 for 2^64 - 1, and so what is too large.
+  const auto parse = [&seed](const std::string& text) {
+    const char* const end = text.data() + text.size();
+    const auto [rest, error] = std::from_chars(text.data(), end, seed);
+    if (error == std::errc() && rest == end) return;
+    fail(Category::usage, "--seed takes a whole number",
+         {.expected = "0 to 2^64 - 1", .got = printable(text)});
+  };
+  app.add_option_function<std::string>("--seed", parse, of + "; default 0");
 }
 
 double positive(const std::string& flag, double value) {

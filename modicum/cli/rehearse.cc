@@ -186,7 +186,7 @@ int run_rehearse(const Args& args) {
   add_common_flags(app, flags.common);
   add_run_flags(app, flags.run);
   app.add_option("--steps", flags.steps, "default 3")->check(CLI::Range(1, 1000000000));
-  app.add_option("--seed", flags.seed, "of gradients and random bits; default 0");
+  add_seed(app, flags.seed, "of gradients and random bits");
   app.add_option("--clip", flags.clip, "the most that the gradient's norm may be");
   if (const auto done = parse(app, args)) return *done;
   if (flags.clip) positive("--clip", *flags.clip);

@@ -38,7 +38,7 @@ void add_step_flags(CLI::App& app, StepFlags& flags) {
   app.add_option("--ranks", flags.run.ranks, "rank processes; default 1")
       ->check(CLI::Range(1, 4096));
   app.add_option("--steps", flags.run.steps, "default 5")->check(CLI::Range(1, 1000000000));
-  app.add_option("--seed", flags.run.seed, "of parameters, gradients and random bits; default 0");
+  add_seed(app, flags.run.seed, "of parameters, gradients and random bits");
   app.add_option("--clip", flags.clip, "the most that the gradient's norm may be");
   app.add_option("--loss-scale", flags.loss_scale,
                  "scale gradients as torch.amp.GradScaler does; from 65536, or the value given")

@@ -49,6 +49,8 @@ void add_common_flags(CLI::App& app, CommonFlags& flags);
 
 void add_run_flags(CLI::App& app, RunFlags& flags);
 std::string format_names();  // of the state formats, for help
+// --seed; USAGE, where the verb's flags are parsed, for what is no whole number of 64 bits.
+void add_seed(CLI::App& app, uint64_t& seed, const std::string& of);
 // The number after `flag`; USAGE where it is not above 0.
 double positive(const std::string& flag, double value);
 

@@ -78,8 +78,8 @@ struct Outlet {
 constexpr uint64_t kRingSlotBytes = kBucketElements * 2;
 
 struct StepOptions {
-  float unscale = 1.0F;
-  float clip = 1.0F;
+  float unscale = 1.0F;  // finite, above 0
+  float clip = 1.0F;     // finite, 0 or more
   const Outlet* outlet = nullptr;
 };
 
@@ -97,8 +97,9 @@ class AdamW {
   // Takes and commits everything on `threads` threads, which are also those of `step` and `digest`;
   // what `look` throws ends that, and nothing stays taken.
   // Masters and moments are zero. BUDGET, before a page is touched, where the ledger or what may be
-  // pinned doesn't suffice; NOMEM; MISMATCH, naming the parameter, for runs that overlap or a group
-  // that is not there; USAGE for options out of range; UNSUPPORTED for what semantics don't know.
+  // pinned doesn't suffice; NOMEM; MISMATCH, naming the parameter, for runs that overlap, for
+  // memory of the caller's (`master`, `out`) that two parameters share or a group that is not
+  // there; USAGE for options out of range; UNSUPPORTED for what semantics don't know.
   AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner = {}, const Look& look = {});
   ~AdamW();
   AdamW(const AdamW&) = delete;
@@ -126,7 +127,9 @@ class AdamW {
   GradNorm norm() const;
   // The same by shard, for callers that count what others hold too only once.
   std::vector<GradNorm> norms() const;
-  // One step with all that has arrived, whose norm must be finite. MISMATCH as `norm`.
+  // One step with all that has arrived, whose norm must be finite. MISMATCH as `norm`. USAGE for
+  // factors out of range; NOMEM where a thread can't be started: then nothing has been stepped, the
+  // gradients are still there, and the call can be repeated.
   void step(const StepOptions& options = {});
   // Forgets the gradients, complete or not. No other byte of the state changes, no step is counted.
   void skip();

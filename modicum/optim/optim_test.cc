@@ -8,7 +8,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <fstream>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -100,6 +102,76 @@ TEST(AdamW, WhatTheCallerHoldsIsUsedAndNotCharged) {
   std::vector<float> exported(master.size());
   state.export_to(0, StatePlane::master, 0, exported);
   EXPECT_EQ(exported, master);
+}
+
+TEST(AdamW, MemoryThatTwoParametersShareIsRefusedByName) {
+  std::vector<std::byte> memory(1 << 20);
+  for (const StateFormat format : kFormats) {
+    const uint64_t width = bytes_of(row_of(format).master, 1);
+    const auto met = [&](uint64_t first, uint64_t second, bool out) {
+      AdamWSpec spec{
+          .format = format,
+          .shards = {
+              {.fqn = "a", .runs = {{0, 100}}}, {.fqn = "b", .runs = {{0, 7}}}, {.fqn = "none"}}};
+      spec.shards[0].master = memory.data() + first;
+      (out ? spec.shards[1].out : spec.shards[1].master) = memory.data() + second;
+      spec.shards[2].master = memory.data() + first;
+      Ledger ledger;
+      return error_of([&] { AdamW(spec, ledger, 1); });
+    };
+    for (const bool out : {false, true}) {
+      const uint64_t own = out ? 2 : width;
+      EXPECT_FALSE(met(0, 100 * width, out));
+      EXPECT_FALSE(met(7 * own, 0, out));
+      for (const auto& [first, second] : {std::pair<uint64_t, uint64_t>{0, 0},
+                                          {0, 100 * width - 2},
+                                          {7 * own - 2, 0},
+                                          {0, 50 * width}}) {
+        const auto refused = met(first, second, out);
+        ASSERT_TRUE(refused) << format_name(format) << " " << first << " " << second;
+        EXPECT_EQ(refused->category(), Category::mismatch);
+        EXPECT_EQ(refused->facts().tensor, "b");
+        EXPECT_NE(refused->what_happened().find("'a'"), std::string::npos);
+      }
+    }
+  }
+}
+
+TEST(AdamW, OptionsOutOfRangeAreRefusedWithTheirValue) {
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  struct Wrong {
+    AdamOptions options;
+    const char* name;
+    const char* got;
+  };
+  const Wrong kWrong[] = {
+      {{.lr = -1e-3}, "lr", "-0.001"},
+      {{.lr = kNan}, "lr", "nan"},
+      {{.lr = 1e300}, "lr and beta1", "1e+300"},
+      {{.beta1 = 1}, "beta1", "1"},
+      {{.beta1 = kNan}, "beta1", "nan"},
+      {{.beta2 = -0.5}, "beta2", "-0.5"},
+      {{.semantics = AdamSemantics::deepspeed, .beta1 = 1 - 1e-9}, "lr and beta1", "0.001"},
+      {{.semantics = AdamSemantics::deepspeed, .beta2 = 1 - 1e-9}, "beta2", "0.999999999"},
+      {{.eps = kNan}, "eps", "nan"},
+      {{.eps = 1e39}, "eps", "1e+39"},
+      {{.weight_decay = INFINITY}, "weight_decay", "inf"},
+      {{.lr = 1, .weight_decay = 1e39}, "weight_decay", "1e+39"},
+  };
+  Ledger ledger;
+  AdamW state(tiny_spec(StateFormat::fp32), ledger, 1);
+  for (const Wrong& wrong : kWrong) {
+    AdamWSpec spec = tiny_spec(StateFormat::fp32);
+    spec.groups[1] = wrong.options;
+    for (const auto& met : {error_of([&] { AdamW(spec, ledger, 1); }),
+                            error_of([&] { state.set_options(1, wrong.options); })}) {
+      ASSERT_TRUE(met) << wrong.name << " " << wrong.got;
+      EXPECT_EQ(met->category(), Category::usage);
+      EXPECT_EQ(met->what_happened(), std::string("AdamW can't step with this ") + wrong.name);
+      EXPECT_EQ(met->facts().got, wrong.got);
+    }
+  }
+  EXPECT_NO_THROW(state.set_options(1, {.lr = 0, .beta1 = 0, .beta2 = 0, .eps = 0}));
 }
 
 // Of ranks that hold the same, one counts it: the others step it all the same.

@@ -2,7 +2,10 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
+#include <span>
 #include <utility>
 
 #include "modicum/optim/arriving.h"
@@ -68,14 +71,25 @@ Purpose plane_purpose(Plane plane) noexcept {
 }
 
 void check_options(const AdamOptions& of) {
-  const auto require = [](bool holds, const char* what) {
-    if (!holds) fail(Category::usage, fmt::format("AdamW needs {}", what));
+  const auto require = [](bool holds, const char* name, const char* range, double got) {
+    if (holds) return;
+    fail(Category::usage, fmt::format("AdamW can't step with this {}", name),
+         {.expected = range, .got = fmt::format("{}", got)});
   };
-  require(std::isfinite(of.lr) && of.lr >= 0, "a learning rate of 0 or more");
-  require(of.beta1 >= 0 && of.beta1 < 1, "beta1 in [0, 1)");
-  require(of.beta2 >= 0 && of.beta2 < 1, "beta2 in [0, 1)");
-  require(std::isfinite(of.eps) && of.eps >= 0, "eps of 0 or more");
-  require(std::isfinite(of.weight_decay) && of.weight_decay >= 0, "a weight decay of 0 or more");
+  const auto is_non_negative = [](double x) { return std::isfinite(x) && x >= 0; };
+  require(is_non_negative(of.lr), "lr", "a finite number of 0 or more", of.lr);
+  require(of.beta1 >= 0 && of.beta1 < 1, "beta1", "a number in [0, 1)", of.beta1);
+  require(of.beta2 >= 0 && of.beta2 < 1, "beta2", "a number in [0, 1)", of.beta2);
+  require(is_non_negative(of.eps), "eps", "a finite number of 0 or more", of.eps);
+  require(is_non_negative(of.weight_decay), "weight_decay", "a finite number of 0 or more",
+          of.weight_decay);
+  // A kernel computes in fp32, where 1 - beta may be 0 and a large number infinite.
+  const AdamNumbers first = adam_numbers(of, 1, 0);
+  const char* const range = "numbers that stay finite in fp32";
+  require(std::isfinite(first.step_size), "lr and beta1", range, of.lr);
+  require(std::isfinite(first.bias2) && first.bias2 > 0, "beta2", range, of.beta2);
+  require(std::isfinite(first.eps), "eps", range, of.eps);
+  require(std::isfinite(first.decay), "weight_decay", range, of.weight_decay);
   if (of.semantics == AdamSemantics::torch) return;
   if (of.amsgrad || of.maximize) {
     fail(Category::unsupported,
@@ -131,8 +145,53 @@ bool ShardIndex::is_block_edge(int64_t at) const noexcept {
 
 // ---- all of them
 
+namespace {
+
+// The caller's memory that a step writes.
+struct Written {
+  std::span<const std::byte> bytes;
+  size_t shard = 0;
+};
+
+std::vector<Written> written_of_caller(const AdamWSpec& spec) {
+  std::vector<Written> all;
+  const DType master = row_of(spec.format).master;
+  for (size_t s = 0; s < spec.shards.size(); ++s) {
+    const ShardSpec& shard = spec.shards[s];
+    const auto add = [&](const std::byte* begin, DType dtype) {
+      const uint64_t bytes = bytes_of(dtype, shard.numel());
+      if (begin != nullptr && bytes > 0) all.push_back({{begin, bytes}, s});
+    };
+    add(shard.master, master);
+    add(shard.out, shard.out_dtype);
+  }
+  return all;
+}
+
+// Two threads would write the same bytes, and one parameter's update would be lost.
+void require_memory_apart(const AdamWSpec& spec) {
+  std::vector<Written> all = written_of_caller(spec);
+  const std::less<const std::byte*> before;
+  std::sort(all.begin(), all.end(), [&](const Written& a, const Written& b) {
+    return before(a.bytes.data(), b.bytes.data());
+  });
+  for (size_t i = 1; i < all.size(); ++i) {
+    const Written& last = all[i - 1];
+    if (!before(all[i].bytes.data(), last.bytes.data() + last.bytes.size())) continue;
+    const auto [one, two] = std::minmax(last.shard, all[i].shard);
+    const std::string& fqn = spec.shards[two].fqn;
+    fail(Category::mismatch,
+         fmt::format("parameter '{}' lies in memory that parameter '{}' has, too", printable(fqn),
+                     printable(spec.shards[one].fqn)),
+         {.tensor = fqn});
+  }
+}
+
+}  // namespace
+
 ShardMap::ShardMap(const AdamWSpec& spec) {
   for (const AdamOptions& options : spec.groups) check_options(options);
+  require_memory_apart(spec);
   first_bucket_.push_back(0);
   for (const ShardSpec& shard : spec.shards) {
     group_of(spec.groups, shard);

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 
 #include "modicum/optim/adamw.h"
@@ -10,7 +11,20 @@
 
 namespace modicum {
 
+namespace {
+
+void require_factor(const char* name, float value, bool may_be_zero) {
+  if (std::isfinite(value) && (value > 0 || (may_be_zero && value == 0))) return;
+  fail(Category::usage, fmt::format("gradients can't be multiplied by this {}", name),
+       {.expected = may_be_zero ? "a finite number of 0 or more" : "a finite number above 0",
+        .got = fmt::format("{}", value)});
+}
+
+}  // namespace
+
 void AdamW::step(const StepOptions& options) {
+  require_factor("unscale", options.unscale, false);
+  require_factor("clip", options.clip, true);
   if (!norm().finite) fail(Category::usage, "a gradient is not finite: this step is to be skipped");
   if (options.outlet != nullptr) check_outlet(*options.outlet);
   run_workers(threads_, [&](int worker) { step_of(worker, options); });

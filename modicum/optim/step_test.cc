@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "modicum/base/sanitizers_double.h"
+#include "modicum/base/threads_double.h"
 #include "modicum/optim/optim.h"
 #include "modicum/optim/tiny_model_doubles.h"
 
@@ -90,6 +92,44 @@ TEST(Step, TheTwoExactFormatsAgreeWhenFedTheSameBf16Gradients) {
     }
   }
   EXPECT_EQ(whole.digest(), split.digest());
+}
+
+TEST(Step, FactorsThatAreNoFactorsAreRefusedAndNothingIsStepped) {
+  World world(StateFormat::bf16_moments, 1, 2);
+  deliver_tiny(*world.ranks[0], 1);
+  const std::vector<std::byte> before = bytes_of_state(*world.ranks[0]);
+  const StepOptions wrong[] = {{.unscale = NAN},  {.unscale = INFINITY}, {.unscale = 0},
+                               {.unscale = -1},   {.clip = NAN},         {.clip = -0.5F},
+                               {.clip = INFINITY}};
+  for (const StepOptions& options : wrong) {
+    const auto met = error_of([&] { world.ranks[0]->step(options); });
+    ASSERT_TRUE(met) << options.unscale << " " << options.clip;
+    EXPECT_EQ(met->category(), Category::usage);
+    EXPECT_FALSE(met->facts().got.empty());
+    EXPECT_EQ(bytes_of_state(*world.ranks[0]), before);
+  }
+  EXPECT_NO_THROW(world.ranks[0]->step({.clip = 0}));
+}
+
+// The call can be repeated, and is then the step that it would have been.
+TEST(Step, IsWholeOrNotMadeWhereAThreadCannotBeStarted) {
+  if (kIsSanitized) GTEST_SKIP() << "its own pthread_create";
+  for (const StateFormat format : kFormats) {
+    World straight(format, 1, 4), hindered(format, 1, 4);
+    for (World* world : {&straight, &hindered}) deliver_tiny(*world->ranks[0], 1);
+    straight.ranks[0]->step();
+    AdamW& state = *hindered.ranks[0];
+    const std::vector<std::byte> before = bytes_of_state(state);
+    for (const int can_start : {0, 1, 2}) {
+      const ThreadLimit limit(can_start);
+      const auto met = error_of([&] { state.step(); });
+      ASSERT_TRUE(met);
+      EXPECT_EQ(met->category(), Category::no_memory);
+      EXPECT_EQ(bytes_of_state(state), before) << format_name(format) << ", " << can_start;
+    }
+    state.step();
+    EXPECT_EQ(bytes_of_state(state), bytes_of_state(*straight.ranks[0]));
+  }
 }
 
 // What a checkpoint of fp32 values would hold.

@@ -13,6 +13,13 @@
 
 namespace modicum::python {
 
+uint64_t seed_of(const nb::int_& seed) {
+  uint64_t value = 0;
+  if (nb::try_cast(seed, value, false)) return value;
+  fail(Category::usage, "a seed is a whole number",
+       {.expected = "0 to 2^64 - 1", .got = nb::str(seed).c_str()});
+}
+
 std::string text_of(const std::optional<Size>& size) {
   if (!size) return {};
   if (const auto* bytes = std::get_if<int64_t>(&*size)) return std::to_string(*bytes);

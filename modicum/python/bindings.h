@@ -24,6 +24,9 @@ namespace nb = nanobind;
 using Size = std::variant<int64_t, std::string>;
 std::string text_of(const std::optional<Size>& size);
 
+// USAGE for an int that is negative or has more than 64 bits.
+uint64_t seed_of(const nb::int_& seed);
+
 // What takes long runs without the interpreter's lock.
 template <typename Function>
 auto without_the_lock(const Function& function) {

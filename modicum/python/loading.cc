@@ -257,13 +257,13 @@ std::unique_ptr<Loaded> load_into(const std::shared_ptr<MadePlan>& made, int ran
                                   CallerBoard& board, const std::shared_ptr<Ledger>& ledger,
                                   const nb::dict& given, const nb::object& copy,
                                   const nb::object& caller, const nb::object& broadcast,
-                                  int threads, bool check, uint64_t seed) {
+                                  int threads, bool check, const nb::int_& seed) {
   if (rank < 0 || rank >= made->plan.ranks()) fail(Category::usage, "no such rank");
   Functions functions;
   take_given(made->plan, given, functions);
   take_functions(copy, caller, functions);
   functions.options.threads = threads > 0 ? threads : granted_cpus();
-  functions.options.init_seed = seed;
+  functions.options.init_seed = seed_of(seed);
   std::unique_ptr<CallerExchange> exchange;
   if (!broadcast.is_none()) {
     exchange = std::make_unique<CallerExchange>(nb::cast<nb::callable>(broadcast));

@@ -68,14 +68,14 @@ constexpr auto kFloatsKind = "a contiguous float32 array of one dimension, on th
 
 std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
                              const std::vector<AdamOptions>& groups, const std::string& format,
-                             const std::shared_ptr<Ledger>& ledger, uint64_t seed, int threads,
-                             int slots, const nb::object& pin, const nb::object& unpin,
+                             const std::shared_ptr<Ledger>& ledger, const nb::int_& seed,
+                             int threads, int slots, const nb::object& pin, const nb::object& unpin,
                              const std::optional<uint64_t>& pin_limit) {
   if (pin.is_none() != unpin.is_none()) {
     fail(Category::usage, "what pins memory comes with what unpins it");
   }
   if (slots < 0) fail(Category::usage, "slots: 0 or more");
-  Written made = written(shards, groups, format, seed);
+  Written made = written(shards, groups, format, seed_of(seed));
   const Pinner pinner = pinner_of(pin, unpin, pin_limit);
   return without_the_lock([&] {
     return std::make_shared<State>(std::move(made), ledger, slots,
