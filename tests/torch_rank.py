@@ -67,13 +67,21 @@ def greet() -> int:
 def built(
     directory: str, dtype: str | None, mesh: list[int], by: str = "modicum", masters: bool = False
 ) -> Any:
-    """A sharded causal language model: with torch's own load before it is cut, or empty."""
+    """A sharded causal language model: with torch's own load before it is cut, or empty, or
+    ("to_empty") with memory that nobody has written."""
     as_dtype = getattr(torch, dtype) if dtype else "auto"
     kind = transformers.AutoModelForCausalLM
     # What the default takes on CPUs wants sizes that are not awkward.
     config = transformers.AutoConfig.from_pretrained(directory, experts_implementation="eager")
     if by == "torch":
         model = kind.from_pretrained(directory, config=config, dtype=as_dtype)
+    elif by == "to_empty":
+        with torch.device("meta"):
+            model = kind.from_config(config, dtype=config.dtype if dtype is None else as_dtype)
+        torch.use_deterministic_algorithms(True)  # what nobody has written is NaN
+        model = sharded(model.train(), mesh, masters).to_empty(device="cpu")
+        torch.use_deterministic_algorithms(False)
+        return model
     else:
         with modicum.torch.empty_parameters():
             model = kind.from_config(config, dtype=config.dtype if dtype is None else as_dtype)
@@ -143,7 +151,7 @@ def train(
     """Five steps of AdamW.
 
     Args:
-        by: "modicum", or "torch": `from_pretrained` on every rank.
+        by: "modicum", "to_empty" before a load by it, or "torch": `from_pretrained` on every rank.
         optimizer: when it is made: "before" sharding (and rebound), "between" that and the load, or
             "after" both.
     """
@@ -161,7 +169,7 @@ def train(
             sharded(model, mesh, masters)
     else:
         model = built(directory, dtype, mesh, by, masters)
-    if by == "modicum":
+    if by != "torch":
         if optimizer == "between":
             made = torch.optim.AdamW(groups(model), lr=1e-3)
         modicum.torch.load(

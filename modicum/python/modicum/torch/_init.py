@@ -61,6 +61,7 @@ class Initialiser:
         *,
         seed: int = 0,
         empty: Callable[..., torch.Tensor] = torch.empty,
+        buffers_only: bool = False,
     ) -> None:
         """Finds the rules of tensors; makes none.
 
@@ -69,6 +70,8 @@ class Initialiser:
             names: canonical names of parameters and buffers of it.
             seed: other numbers for another seed.
             empty: called as `empty(shape, dtype=dtype)` for each tensor that is made.
+            buffers_only: the names are of buffers; nothing else of their modules is made, and those
+                that no rule makes are left out of `order` rather than refused.
 
         Raises:
             UsageError: UNSUPPORTED, naming the tensor, where no rule of the model makes it.
@@ -92,10 +95,18 @@ class Initialiser:
             member = members[structure.copies.get(source, source)]
             key = id(member.module)
             if key not in groups:
-                groups[key] = self._group_of(member, siblings[key], structure)
-            if member.attribute not in groups[key].members:
+                try:
+                    groups[key] = self._group_of(member, siblings[key], structure)
+                except Error:
+                    if not buffers_only:
+                        raise
+                    groups[key] = _Group(member.module, "")
+            if member.attribute in groups[key].members:
+                self._made_in[name] = groups[key], member.attribute
+            elif not buffers_only:
                 raise refusal("UNSUPPORTED", "no rule of the model makes it", tensor=name)
-            self._made_in[name] = groups[key], member.attribute
+        if buffers_only:
+            self._leave_out_what_is_not_asked_for()
         rank = {key: i for i, key in enumerate(groups)}
         self.order = sorted(self._made_in, key=lambda name: rank[id(self._made_in[name][0].module)])
         self.largest_bytes = max((group.nbytes for group in groups.values()), default=0)
@@ -115,6 +126,11 @@ class Initialiser:
             self._make(group, name)
             self._held = group
         return self._tensors[attribute]
+
+    def _leave_out_what_is_not_asked_for(self) -> None:
+        asked = {(id(group), attribute) for group, attribute in self._made_in.values()}
+        for group in {id(group): group for group, _ in self._made_in.values()}.values():
+            group.members = {a: m for a, m in group.members.items() if (id(group), a) in asked}
 
     def _group_of(self, asked: Member, siblings: dict[str, Member], structure: Structure) -> _Group:
         """What the rules make of the tensors of a module."""

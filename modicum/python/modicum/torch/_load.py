@@ -18,6 +18,7 @@ from modicum._walk import require_check
 from modicum.errors import refusal
 from modicum.recipes import Recipe, Rule, recipe_for
 from modicum.torch._cpus import cpus_of_rank
+from modicum.torch._emptied import Emptied
 from modicum.torch._fsdp import (
     check_pinning,
     check_replaceable,
@@ -56,6 +57,7 @@ def load(
     progress: bool = True,
     seed: int = 0,
     staging: Size | None = None,
+    buffers: str | None = None,
 ) -> Report:
     """Loads a checkpoint into a model built under `empty_parameters()`, sharded or not.
 
@@ -71,8 +73,7 @@ def load(
             its own conversion mapping.
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
             None: nothing is stored, and everything on meta is initialised.
-        ledger: whose limit is the host memory of the node, and which shows every parameter until
-            its last tensor dies; None: a new one.
+        ledger: whose limit is the node's host memory, and which shows parameters; None: a new one.
         budget: host memory per node, bytes or text ("200GiB"), the processes themselves included;
             "none": no limit; None: the ledger's limit, or what the cgroup and the node leave.
         strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank; the
@@ -83,8 +84,7 @@ def load(
         missing: of names that the source lacks, beyond those that the model itself lists: "error";
             "init": made by the model's own rule, the same bits at any world size; or patterns of
             names to be made so, or rules by pattern ("zeros", "ones", ("normal", std), "model").
-        unexpected: of stored names that the model has not, beyond those that it lists: "error",
-            "ignore", or patterns of names that may be dropped.
+        unexpected: of stored names that the model lacks: "error", "ignore", or patterns to drop.
         check: None, or "values": poison the memory first and compare every value afterwards with a
             second reading.
         progress: whether rank 0 draws a bar on stderr.
@@ -103,7 +103,7 @@ def load(
     """
     require_check(check)
     with Ranks.of_world().together() as ranks:
-        walk = _Walk(model, ranks, seed)
+        walk = _Walk(model, ranks, seed, emptied=Emptied(model, buffers, ranks, seed))
         walk.read_source(source)
         walk.make_recipe(dtype, keep_fp32, "init" if source is None else missing, unexpected)
         walk.make_plan(strategy, staging, ledger, budget)
@@ -121,8 +121,15 @@ class _Walk:
     """One load, in the order of the calls."""
 
     def __init__(
-        self, model: nn.Module, ranks: Ranks, seed: int, *, scratch: bool = False
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        seed: int,
+        *,
+        scratch: bool = False,
+        emptied: Emptied | None = None,
     ) -> None:
+        self.emptied = emptied
         self.model = model
         self.ranks = ranks
         self.per_node = ranks.ranks_per_node or ranks.world_size
@@ -138,7 +145,12 @@ class _Walk:
         self.checkpoint = _modicum.open_checkpoint(path)
 
     def make_recipe(self, dtype: Any, keep_fp32: str | None, missing: Any, unexpected: Any) -> None:
-        present = [name for name, of in self.tensors.items() if not of.tensor.is_meta]
+        unwritten = self.emptied.unwritten if self.emptied else ()
+        present = [
+            name
+            for name, of in self.tensors.items()
+            if not of.tensor.is_meta and name not in unwritten
+        ]
         how = {
             "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
         }  # fmt: skip
@@ -370,6 +382,8 @@ class _Walk:
         finally:
             self.ledger.limit_bytes = outside
         self._hand_over(loaded)
+        if self.emptied:
+            self.emptied.restore(loaded=self.dtypes)
         return self._report(loaded, check)
 
     def _bytes_due(self) -> int:
@@ -419,6 +433,7 @@ class _Walk:
         for t, of in self._own_targets():
             if of.tensor.is_meta:
                 self._fill(t, of, loaded)
+            torch.autograd.graph.increment_version(of.tensor)  # as any write of torch's own
         for target in self.targets:
             of = self.tensors[target["name"]]
             if target["alias_of"] is not None:

@@ -1,0 +1,199 @@
+"""Models whose memory `to_empty` has made, as is usual after `fully_shard` on meta: what no file
+holds is what `from_pretrained` computes, or is named; what somebody has set is left alone.
+
+House test against an outside oracle. It catches these mutations: a buffer that stays as `to_empty`
+left it; one that is restored although somebody has set it; a tensor that the file lacks and that
+counts as there; garbage of which nothing is said.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import save_file  # noqa: E402  (after torch is known to be there)
+from sharding import Cut, bits, playing_new_rank  # noqa: E402
+from torch import nn  # noqa: E402
+from torch_front import (  # noqa: E402
+    BY_NAME,
+    assert_holds,
+    checkpoint_of,
+    config_of,
+    empty,
+    from_pretrained,
+    load,
+    shard,
+)
+
+from modicum.errors import UsageError  # noqa: E402
+
+TOKENS = torch.arange(3, 14).reshape(1, 11)
+WHOLE, TWO = Cut("none", (1,)), Cut("fsdp2", (2,))
+# Rotary tables of text, of two kinds of layers, of three axes and of images; positions; a
+# scale beside an embedding.
+FAMILIES = ("llama", "gemma3_text", "qwen2_5_vl", "clip", "jina_embeddings_v3", "nomic_bert")
+SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 8}  # fmt: skip
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """What a load says of tensors that no file holds."""
+    lines: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield lines
+    lines += [str(w.message) for w in caught if "no file holds" in str(w.message)]
+
+
+def emptied(model: Any) -> Any:
+    """What torch leaves unwritten is NaN, or the largest number."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return model.to_empty(device="cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def on_meta(name: str, cls: Any = None, **changes: Any) -> Any:
+    config = config_of(name)
+    for field, value in changes.items():
+        setattr(config, field, value)
+    with torch.device("meta"):
+        cls = cls or BY_NAME[name].model_class
+        return cls._from_config(config, dtype=getattr(torch, BY_NAME[name].dtype))
+
+
+def inv_freq_of(model: Any) -> Any:
+    return model.model.rotary_emb.inv_freq
+
+
+# ---- restored
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_load_restores_what_to_empty_left(name: str) -> None:
+    whole = from_pretrained(name)
+    model = emptied(on_meta(name))
+    with said() as lines:
+        load(model, checkpoint_of(name))
+    assert_holds(model, whole, WHOLE, 0)
+    (line,) = lines
+    assert "restored" in line and "to_empty" in line
+    with said() as lines:
+        load(model, checkpoint_of(name))
+    assert not lines
+
+
+@pytest.mark.parametrize("name", ("llama", "gemma3_text", "qwen2_5_vl"))
+@pytest.mark.parametrize("rank", range(2))
+def test_each_rank_of_fsdp2_restores_them(name: str, rank: int) -> None:
+    whole = from_pretrained(name)
+    with playing_new_rank(rank, 2):
+        model = emptied(shard(on_meta(name), TWO))
+        with said() as lines:
+            load(model, checkpoint_of(name))
+        assert_holds(model, whole, TWO, rank)
+        assert len(lines) == (1 if rank == 0 else 0), "one rank speaks for all"
+
+
+@pytest.mark.parametrize("name, changes", [("llama", {}), ("llama", {"rope_parameters": SCALED}),
+                                           ("gemma3_text", {})])  # fmt: skip
+def test_logits_are_those_of_from_pretrained(name: str, changes: dict[str, Any]) -> None:
+    cls, source = BY_NAME[name].model_class, checkpoint_of(name)
+    whole = cls.from_pretrained(source, **changes).eval()
+    model = emptied(on_meta(name, **changes)).eval()
+    with said():
+        load(model, source)
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, whole(TOKENS).logits)
+
+
+def test_what_the_file_lacks_is_missing_then() -> None:
+    cls = transformers.LlamaForSequenceClassification
+    options = {"unexpected": "ignore"}
+    with pytest.raises(UsageError, match="lacks") as refused:
+        load(emptied(on_meta("llama", cls)), checkpoint_of("llama"), **options)
+    assert refused.value.tensor == "score.weight"
+    made, expected = emptied(on_meta("llama", cls)), empty("llama", cls=cls)
+    with said():
+        for model in (made, expected):
+            load(model, checkpoint_of("llama"), missing="init", **options)
+    assert bits(made.score.weight.detach()) == bits(expected.score.weight.detach())
+
+
+# ---- left alone
+
+
+def customised(model: Any) -> Any:
+    model.model.rotary_emb.inv_freq = nn.Buffer(inv_freq_of(model) * 2, persistent=False)
+    return model
+
+
+@pytest.mark.parametrize("built", ("empty", "loaded", "real", "in place"))
+def test_a_buffer_that_somebody_has_set_stays(built: str) -> None:
+    source = checkpoint_of("llama")
+    model = empty("llama") if built != "real" else BY_NAME["llama"].build()
+    if built == "loaded":
+        load(model, source)
+    if built == "in place":
+        model = emptied(on_meta("llama"))
+        with torch.no_grad():
+            inv_freq_of(model).fill_(0.25)
+    else:
+        customised(model)
+    before = bits(inv_freq_of(model))
+    with said() as lines:
+        load(model, source)
+    assert bits(inv_freq_of(model)) == before
+    is_plain = built in ("empty", "in place")  # nothing to be said of what is surely meant so
+    assert [("left alone" in line, "rotary_emb.inv_freq" in line) for line in lines
+            if "original" not in line] == ([] if is_plain else [(True, True)])  # fmt: skip
+
+
+@pytest.mark.parametrize("buffers", ("keep", "restore"))
+def test_the_user_decides(buffers: str) -> None:
+    source = checkpoint_of("llama")
+    model = customised(from_pretrained("llama", torch.float32).__class__.from_pretrained(source))
+    mine = bits(inv_freq_of(model))
+    expected = mine if buffers == "keep" else bits(inv_freq_of(from_pretrained("llama")))
+    with said() as lines:
+        load(model, source, buffers=buffers)
+    assert bits(inv_freq_of(model)) == expected
+    assert len(lines) == (0 if buffers == "keep" else 1)
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(UsageError, match="buffers"):
+        load(empty("llama"), checkpoint_of("llama"), buffers="drop")
+
+
+# ---- modules without a rule
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 5)
+        self.head = nn.Linear(5, 2)
+        self.register_buffer("table", torch.arange(7) / 3, persistent=False)
+
+
+@pytest.mark.parametrize("is_emptied", (False, True))
+def test_what_no_rule_makes_is_named(tmp_path: Any, is_emptied: bool) -> None:
+    save_file(dict(Plain().linear.state_dict(prefix="linear.")), tmp_path / "some.safetensors")
+    if is_emptied:
+        with torch.device("meta"):
+            model = Plain()
+        model = emptied(model)
+    else:
+        model = Plain()
+    with said() as lines:
+        load(model, tmp_path / "some.safetensors")
+    named = [line.rpartition(": ")[2] for line in lines]
+    assert named == (["head.bias, head.weight, table"] if is_emptied else [])
