@@ -81,6 +81,8 @@ struct StepOptions {
   float unscale = 1.0F;
   float clip = 1.0F;
   const Outlet* outlet = nullptr;
+  // First does what `refresh_masters` does, to what is stepped and in the same pass.
+  bool refresh_masters = false;
 };
 
 // Layout-free: the sum over all ranks is the same for every sharding, and for formats that hold the
@@ -128,6 +130,10 @@ class AdamW {
   std::vector<GradNorm> norms() const;
   // One step with all that has arrived, whose norm must be finite. MISMATCH as `norm`.
   void step(const StepOptions& options = {});
+  // An element of a shard's `out` that is not its master rounded has been written by somebody else
+  // since the last step: its value becomes the master. For shards whose `out` holds the parameter
+  // from the beginning; compares bits. Does nothing to split masters.
+  void refresh_masters();
   // Forgets the gradients, complete or not. No other byte of the state changes, no step is counted.
   void skip();
 
@@ -167,6 +173,7 @@ class AdamW {
   void require_held(size_t shard, StatePlane plane, int64_t at, int64_t n) const;
   const AdamOptions& options_of(size_t shard) const { return options(spec_.shards[shard].group); }
   void step_of(int worker, const StepOptions& options);
+  void refresh_masters_of(const AdamSpan& span) const noexcept;
 
   AdamWSpec spec_;
   const StateFormatRow& row_;
