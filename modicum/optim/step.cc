@@ -31,7 +31,8 @@ void AdamW::refresh_masters() {
   });
 }
 
-// In tiles, whose masters are still in the first cache when the step's kernel reads them.
+// In tiles that stay in the first cache, so that nothing of a parameter's size is taken; what a
+// stretch has of the master is in the second one when the kernel reads it again.
 void AdamW::refresh_masters_of(const AdamSpan& span) const noexcept {
   if (span.out == nullptr || row_.is_split()) return;
   constexpr int64_t kTile = 2048;

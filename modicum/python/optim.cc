@@ -159,6 +159,13 @@ void step(State& state, float unscale, float clip, const nb::object& send, const
   if (sending) sending->require_sent();
 }
 
+void refresh_masters(State& state) {
+  without_the_lock([&] {
+    state.adamw.refresh_masters();
+    return 0;
+  });
+}
+
 nb::object plane(const std::shared_ptr<State>& state, size_t shard, const std::string& name) {
   state->shard(shard);
   return array_of(std::make_unique<std::shared_ptr<State>>(state),
@@ -301,21 +308,14 @@ void define_state(nb::module_& module) {
            nb::arg("send").none() = nb::none(), nb::arg("wait").none() = nb::none(),
            nb::arg("dtype") = "bfloat16", nb::arg("refresh_masters") = false,
            "One step with all that has arrived. `send(shard, at, n, slot)`: n new values of "
-           "`dtype`, "
-           "of a shard from local element `at` on, lie at the beginning of a slot of `staging` "
+           "`dtype`, of a shard from local element `at` on, lie at the beginning of a slot of "
+           "`staging` "
            "until `wait(slot)` has returned; called on several threads. Not for split masters. An "
            "error of theirs is raised when the step has ended, which has stepped the state. "
            "`refresh_masters`: the method of this name first, in the same pass.")
-      .def(
-          "refresh_masters",
-          [](State& of) {
-            without_the_lock([&] {
-              of.adamw.refresh_masters();
-              return 0;
-            });
-          },
-          "Takes values that somebody has written to the arrays `out` since the last step: where "
-          "one is not its master rounded, it becomes the master.")
+      .def("refresh_masters", refresh_masters,
+           "Values of the arrays `out` that are not their masters rounded, as somebody has written "
+           "them, become the masters.")
       .def(
           "skip", [](State& of) { of.adamw.skip(); },
           "Forgets the gradients; no other byte changes.")
