@@ -366,7 +366,8 @@ ACTS: dict[str, Callable[..., Any]] = {
 }
 
 import accelerate_rank  # noqa: E402  (whose acts are made of those above)
+import adamw_binding_rank  # noqa: E402
 import adamw_rank  # noqa: E402
 import engine_rank  # noqa: E402
 
-ACTS |= adamw_rank.ACTS | accelerate_rank.ACTS | engine_rank.ACTS
+ACTS |= adamw_binding_rank.ACTS | adamw_rank.ACTS | accelerate_rank.ACTS | engine_rank.ACTS

@@ -81,6 +81,8 @@ struct StepOptions {
   float unscale = 1.0F;  // finite, above 0
   float clip = 1.0F;     // finite, 0 or more
   const Outlet* outlet = nullptr;
+  // First does what `refresh_masters` does, to what is stepped and in the same pass.
+  bool refresh_masters = false;
 };
 
 // Layout-free: the sum over all ranks is the same for every sharding, and for formats that hold the
@@ -131,6 +133,10 @@ class AdamW {
   // factors out of range; NOMEM where a thread can't be started: then nothing has been stepped, the
   // gradients are still there, and the call can be repeated.
   void step(const StepOptions& options = {});
+  // An element of a shard's `out` that is not its master rounded has been written by somebody else
+  // since the last step: its value becomes the master. For shards whose `out` holds the parameter
+  // from the beginning; compares bits. Does nothing to split masters.
+  void refresh_masters();
   // Forgets the gradients, complete or not. No other byte of the state changes, no step is counted.
   void skip();
 
@@ -170,6 +176,7 @@ class AdamW {
   void require_held(size_t shard, StatePlane plane, int64_t at, int64_t n) const;
   const AdamOptions& options_of(size_t shard) const { return options(spec_.shards[shard].group); }
   void step_of(int worker, const StepOptions& options);
+  void refresh_masters_of(const AdamSpan& span) const noexcept;
 
   AdamWSpec spec_;
   const StateFormatRow& row_;

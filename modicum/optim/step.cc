@@ -2,7 +2,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstring>
 #include <optional>
 
 #include "modicum/optim/adamw.h"
@@ -34,6 +36,35 @@ void AdamW::step(const StepOptions& options) {
 }
 
 void AdamW::skip() { forget_gradients(); }
+
+void AdamW::refresh_masters() {
+  run_workers(threads_, [&](int worker) {
+    partition_->for_each_stretch(worker, [&](size_t shard, const Stretch& stretch) {
+      refresh_masters_of(span_of(shard, stretch));
+    });
+  });
+}
+
+// In tiles that stay in the first cache, so that nothing of a parameter's size is taken; what a
+// stretch has of the master is in the second one when the kernel reads it again.
+void AdamW::refresh_masters_of(const AdamSpan& span) const noexcept {
+  if (span.out == nullptr || row_.is_split()) return;
+  constexpr int64_t kTile = 2048;
+  constexpr int64_t kOutBytes = 2;
+  std::array<std::byte, kTile * kOutBytes> rounded;
+  for (int64_t begin = 0; begin < span.n; begin += kTile) {
+    const int64_t n = std::min(kTile, span.n - begin);
+    std::byte* const master = span.master + bytes_of(DType::f32, begin);
+    const std::byte* const out = span.out + begin * kOutBytes;
+    cast(master, DType::f32, rounded.data(), span.out_dtype, n);
+    if (std::memcmp(rounded.data(), out, static_cast<size_t>(n * kOutBytes)) == 0) continue;
+    for (int64_t i = 0; i < n; ++i) {
+      if (std::memcmp(rounded.data() + i * kOutBytes, out + i * kOutBytes, kOutBytes) == 0)
+        continue;
+      cast(out + i * kOutBytes, span.out_dtype, master + bytes_of(DType::f32, i), DType::f32, 1);
+    }
+  }
+}
 
 void AdamW::check_outlet(const Outlet& outlet) const {
   if (row_.is_split()) {
@@ -94,6 +125,7 @@ void AdamW::step_of(int worker, const StepOptions& options) {
       of_numbers = shard;
     }
     AdamSpan span = span_of(shard, stretch);
+    if (options.refresh_masters) refresh_masters_of(span);
     ReadyChunk chunk{shard, stretch.at, stretch.n, span.master, -1};
     if (slots) {
       chunk.slot = slots->next();

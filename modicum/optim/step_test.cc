@@ -317,6 +317,38 @@ TEST(Outlet, TheCallersOwnArrayGetsTheNewParameters) {
   EXPECT_EQ(out, expected);
 }
 
+// Without it a step computes with the master alone and overwrites what somebody has written.
+TEST(Outlet, AValueWrittenToTheCallersArrayBecomesTheMaster) {
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    for (const bool in_step : {false, true}) {
+      AdamWSpec spec = tiny_spec(StateFormat::fp32);
+      const int64_t numel = kTinyModel[0].numel;
+      std::vector<std::byte> out(static_cast<size_t>(numel) * 2);
+      spec.shards[0].out = out.data();
+      spec.shards[0].out_dtype = dtype;
+      spec.groups[0].lr = 0;
+      Ledger ledger;
+      AdamW state(std::move(spec), ledger, 2);
+      import_tiny_masters(state);
+      std::vector<float> before(static_cast<size_t>(numel));
+      state.export_to(0, StatePlane::master, 0, before);
+      deliver_tiny(state, 1);
+      state.step();
+      const float value = 0.75F;
+      const int64_t written = numel - 1;
+      cast(reinterpret_cast<const std::byte*>(&value), DType::f32, out.data() + written * 2, dtype,
+           1);
+      if (!in_step) state.refresh_masters();
+      deliver_tiny(state, 2);
+      state.step({.refresh_masters = in_step});
+      std::vector<float> after(before.size());
+      state.export_to(0, StatePlane::master, 0, after);
+      before[static_cast<size_t>(written)] = value;
+      EXPECT_EQ(after, before);  // lr is 0: all others keep every bit of their masters
+    }
+  }
+}
+
 // ---- the digest
 
 TEST(StateDigest, SeesEveryBitPlaneAndPlace) {

@@ -146,15 +146,24 @@ std::vector<int64_t> steps(const State& state) {
 }
 
 void step(State& state, float unscale, float clip, const nb::object& send, const nb::object& wait,
-          const std::string& dtype) {
+          const std::string& dtype, bool refresh_masters) {
   std::optional<Sending> sending;
   if (!send.is_none()) sending.emplace(state, send, wait, dtype);
   without_the_lock([&] {
-    state.adamw.step(
-        {.unscale = unscale, .clip = clip, .outlet = sending ? &sending->outlet() : nullptr});
+    state.adamw.step({.unscale = unscale,
+                      .clip = clip,
+                      .outlet = sending ? &sending->outlet() : nullptr,
+                      .refresh_masters = refresh_masters});
     return 0;
   });
   if (sending) sending->require_sent();
+}
+
+void refresh_masters(State& state) {
+  without_the_lock([&] {
+    state.adamw.refresh_masters();
+    return 0;
+  });
 }
 
 nb::object plane(const std::shared_ptr<State>& state, size_t shard, const std::string& name) {
@@ -297,12 +306,16 @@ void define_state(nb::module_& module) {
       .def("norms", norms, "The same with a sum for each shard, in a list.")
       .def("step", step, nb::arg("unscale") = 1.0F, nb::arg("clip") = 1.0F, nb::kw_only(),
            nb::arg("send").none() = nb::none(), nb::arg("wait").none() = nb::none(),
-           nb::arg("dtype") = "bfloat16",
+           nb::arg("dtype") = "bfloat16", nb::arg("refresh_masters") = false,
            "One step with all that has arrived. `send(shard, at, n, slot)`: n new values of "
-           "`dtype`, "
-           "of a shard from local element `at` on, lie at the beginning of a slot of `staging` "
+           "`dtype`, of a shard from local element `at` on, lie at the beginning of a slot of "
+           "`staging` "
            "until `wait(slot)` has returned; called on several threads. Not for split masters. An "
-           "error of theirs is raised when the step has ended, which has stepped the state.")
+           "error of theirs is raised when the step has ended, which has stepped the state. "
+           "`refresh_masters`: the method of this name first, in the same pass.")
+      .def("refresh_masters", refresh_masters,
+           "Values of the arrays `out` that are not their masters rounded, as somebody has written "
+           "them, become the masters.")
       .def(
           "skip", [](State& of) { of.adamw.skip(); },
           "Forgets the gradients; no other byte changes.")

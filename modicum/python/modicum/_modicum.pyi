@@ -358,9 +358,14 @@ class AdamW:
     def norms(self) -> tuple:
         """The same with a sum for each shard, in a list."""
 
-    def step(self, unscale: float = 1.0, clip: float = 1.0, *, send: object | None = None, wait: object | None = None, dtype: str = 'bfloat16') -> None:
+    def step(self, unscale: float = 1.0, clip: float = 1.0, *, send: object | None = None, wait: object | None = None, dtype: str = 'bfloat16', refresh_masters: bool = False) -> None:
         """
-        One step with all that has arrived. `send(shard, at, n, slot)`: n new values of `dtype`, of a shard from local element `at` on, lie at the beginning of a slot of `staging` until `wait(slot)` has returned; called on several threads. Not for split masters. An error of theirs is raised when the step has ended, which has stepped the state.
+        One step with all that has arrived. `send(shard, at, n, slot)`: n new values of `dtype`, of a shard from local element `at` on, lie at the beginning of a slot of `staging` until `wait(slot)` has returned; called on several threads. Not for split masters. An error of theirs is raised when the step has ended, which has stepped the state. `refresh_masters`: the method of this name first, in the same pass.
+        """
+
+    def refresh_masters(self) -> None:
+        """
+        Values of the arrays `out` that are not their masters rounded, as somebody has written them, become the masters.
         """
 
     def skip(self) -> None:

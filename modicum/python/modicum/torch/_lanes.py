@@ -48,7 +48,7 @@ class Lane:
         in_place = []
         for part, grad in parts:
             assert part.plane is not None
-            plane = part.plane.view(-1)
+            plane = part.plane
             if grad.dtype == plane.dtype:
                 plane.copy_(grad, non_blocking=True)
                 in_place.append(part.shard)

@@ -14,7 +14,7 @@ from modicum.torch._fsdp import register
 from modicum.torch._lanes import SLOTS
 from modicum.torch._parts import Part
 
-__all__ = ["dtype_of", "is_own_master", "make_states"]
+__all__ = ["dtype_of", "is_own_master", "make_states", "options_of", "require_seed"]
 
 _ROWS = {row["name"]: row for row in _modicum.state_formats()}
 
@@ -27,6 +27,42 @@ def dtype_of(part: Part, plane: str) -> torch.dtype:
 def is_own_master(part: Part) -> bool:
     """Whether the parameter's memory is the master, or its upper half."""
     return part.on_host and dtype_of(part, "master") == part.local.dtype
+
+
+def options_of(group: dict[str, Any], semantics: str, bias_correction: bool) -> Any:
+    """Of a parameter group, each a number of the right kind; the state checks their ranges."""
+    for name in ("capturable", "differentiable"):
+        if group.get(name):
+            what = f"{name}: AdamW's state is on the host, where no graph records a step"
+            raise refusal("UNSUPPORTED", what, expected="False", got=repr(group[name]))
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise refusal("USAGE", "betas", expected="two numbers", got=repr(betas))
+    return _modicum.AdamOptions(
+        semantics=semantics,
+        lr=_number("lr", group["lr"]),
+        betas=(_number("betas", betas[0]), _number("betas", betas[1])),
+        eps=_number("eps", group["eps"]),
+        weight_decay=_number("weight_decay", group["weight_decay"]),
+        decoupled=bool(group["decoupled_weight_decay"]),
+        amsgrad=bool(group["amsgrad"]),
+        maximize=bool(group["maximize"]),
+        bias_correction=bias_correction,
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise refusal("USAGE", name, expected="a number", got=repr(value)) from None
+
+
+def require_seed(seed: Any) -> int:
+    """A seed that the random bits can have."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        raise refusal("USAGE", "seed", expected="an integer from 0 to 2**64 - 1", got=repr(seed))
+    return seed
 
 
 def make_states(

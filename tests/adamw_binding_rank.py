@@ -1,0 +1,130 @@
+"""What a rank does when it is asked whether `modicum.torch.AdamW` steps what the model trains: acts
+for `torch_rank.py`."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import accelerate_rank
+import torch
+import torch.distributed as dist
+import torch_rank
+import transformers
+from rounding import nearest_sqrt
+
+import modicum.torch
+import modicum.torch.accelerate
+
+STEPS = 5
+LR = 3e-2
+
+
+def losses_of(model: Any, optimizer: Any, backward: Any) -> list[float]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(STEPS):
+        tokens = torch.randint(model.config.vocab_size, (2, 16), generator=generator)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def told(body: Callable[[list[float]], None]) -> dict[str, Any]:
+    """The losses, and what a typed refusal said."""
+    losses: list[float] = []
+    try:
+        with nearest_sqrt():
+            body(losses)
+    except modicum.Error as error:
+        return {"losses": losses, "refused": str(error)}
+    return {"losses": losses, "refused": ""}
+
+
+def from_pretrained(directory: str) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model.train()
+
+
+def prepared(directory: str, way: str, sent: bool = False) -> dict[str, Any]:
+    """A script of accelerate. `way`: torch, its lr being 0, modicum, loading, or loading and the
+    lines that its refusal names."""
+
+    def body(losses: list[float]) -> None:
+        around: Any = contextlib.nullcontext()
+        if way.startswith("loading"):
+            around = modicum.torch.accelerate.loading(progress=False)
+        with accelerate_rank.fsdp2_on_cpus(), around:
+            accelerator = accelerate_rank.accelerator_of(cpu_ram_efficient_loading=sent)
+            model = from_pretrained(directory)
+            if way == "loading, named lines":
+                model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+                made = modicum.torch.AdamW(model.named_parameters(), lr=LR)
+                optimizer = accelerator.prepare_optimizer(made)
+            else:
+                make = torch.optim.AdamW if way in ("torch", "zero") else modicum.torch.AdamW
+                made = make(model.parameters(), lr=0.0 if way == "zero" else LR)
+                model, optimizer = accelerator.prepare(model, made)
+            losses += losses_of(model, optimizer, accelerator.backward)
+
+    return told(body)
+
+
+def by_hand(directory: str, when: str, by: str = "modicum") -> dict[str, Any]:
+    """`fully_shard` with the optimizer made before it, and its groups told of the new parameters or
+    not, or after it."""
+
+    def body(losses: list[float]) -> None:
+        model = from_pretrained(directory)
+        make = modicum.torch.AdamW if by == "modicum" else torch.optim.AdamW
+        optimizer = make(model.parameters(), lr=LR) if when != "after" else None
+        torch_rank.sharded(model, [dist.get_world_size()], False)
+        optimizer = optimizer or make(model.parameters(), lr=LR)
+        if when == "before, told":
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        losses += losses_of(model, optimizer, lambda loss: loss.backward())
+
+    return told(body)
+
+
+def one_rank_refuses(directory: str, what: str) -> dict[str, Any]:
+    """Only the last rank has something to refuse, in a second step. The others must not wait."""
+    torch.manual_seed(0)
+    model = from_pretrained(directory)
+    torch_rank.sharded(model, [dist.get_world_size()], False)
+    optimizer = modicum.torch.AdamW(model.named_parameters(), lr=LR)
+    losses_of(model, optimizer, lambda loss: loss.backward())
+    saved = optimizer.state_dict()
+    before = optimizer.digest()
+    name, parameter = next((n, p) for n, p in model.named_parameters() if "q_proj" in n)
+    is_odd = dist.get_rank() == dist.get_world_size() - 1
+    model(input_ids=torch.ones(1, 4, dtype=int), labels=torch.ones(1, 4, dtype=int)).loss.backward()
+    if what == "load_state_dict":
+        saved["state"][0]["exp_avg_sq"] = -1 - saved["state"][0]["exp_avg_sq"].abs()
+        if not is_odd:
+            saved = optimizer.state_dict()
+    elif is_odd and what == "memory":
+        parameter._local_tensor.share_memory_()
+    elif is_odd and what == "options":
+        optimizer.param_groups[0]["lr"] = -1.0
+    elif is_odd and what == "state":
+        optimizer.state[parameter].pop("exp_avg")
+    refused = ""
+    try:
+        optimizer.load_state_dict(saved) if what == "load_state_dict" else optimizer.step()
+    except modicum.Error as error:
+        refused = str(error)
+    told = {"refused": refused, "name": name}
+    if not is_odd:
+        optimizer.zero_grad()
+        told["same"] = optimizer.digest() == before
+    return told
+
+
+ACTS: dict[str, Callable[..., Any]] = {
+    "binding_prepared": prepared,
+    "binding_by_hand": by_hand,
+    "binding_one_refuses": one_rank_refuses,
+}
