@@ -177,11 +177,8 @@ Digest digest_inputs(const Plan& plan) {
   digest_layout(plan.layout, hasher);
   const PlanOptions& o = plan.options;
   hasher.add(o.strategy->name).add(o.ranks_per_node).add(o.destination);
-  hasher.add(o.staging_bytes)
-      .add(o.baseline_bytes)
-      .add(o.init_bytes)
-      .add(o.caller_sends)
-      .add(o.fork);
+  hasher.add(o.staging_bytes).add(o.baseline_bytes).add(o.init_bytes).add(o.caller_sends);
+  hasher.add(o.fork);
   for (const Destination to : o.destination_of) hasher.add(to);
   for (const Phase& phase : o.after) {
     hasher.add(phase.name);

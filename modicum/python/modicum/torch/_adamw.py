@@ -12,6 +12,7 @@ from torch import nn
 
 from modicum import _modicum
 from modicum.errors import refusal
+from modicum.torch._forks import require_fork
 from modicum.torch._lanes import Lane
 from modicum.torch._names import canonical
 from modicum.torch._parts import Part, global_sum, local_of, part_of, versions_of
@@ -63,6 +64,8 @@ class AdamW(torch.optim.Optimizer):
         ledger: what is taken is charged to it; None: a new one.
         pin: whether what a device would touch is pinned, by CUDA's runtime, at its exact size; or
             whatever has cudaHostRegister and cudaHostUnregister.
+        fork: what forked children find of the state: "excluded", "shared" or "inherited" (charged
+            twice), as of `modicum.torch.load`.
 
     Attributes:
         skipped_steps: steps that a gradient which was not finite has left out.
@@ -91,6 +94,7 @@ class AdamW(torch.optim.Optimizer):
         seed: int = 0,
         ledger: _modicum.Ledger | None = None,
         pin: Any = False,
+        fork: str = "excluded",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -102,6 +106,7 @@ class AdamW(torch.optim.Optimizer):
             "decoupled_weight_decay": decoupled,
             **_NOT_OURS,
         }
+        require_fork(fork)
         super().__init__(params, defaults)
         self.state_format, self.semantics, self.seed = state_format, semantics, seed
         self.bias_correction = bias_correction
@@ -111,7 +116,9 @@ class AdamW(torch.optim.Optimizer):
         self._looked: list[tuple[Any, int]] = []
         self._parts = list(self._make_parts())
         options = [self._options(group) for group in self.param_groups]
-        self._states = make_states(self._parts, options, state_format, self.ledger, seed, pin)
+        self._states = make_states(
+            self._parts, options, state_format, self.ledger, seed, pin, fork=fork
+        )
         self._lanes: dict[str, Lane] = {}
         self._steps = torch.zeros(len(self._parts))
         with torch.no_grad():
