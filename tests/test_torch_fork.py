@@ -26,9 +26,13 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 import modicum.torch  # noqa: E402
+from modicum.torch.accelerate import loading  # noqa: E402
 from modicum.errors import BudgetError, Error, UsageError  # noqa: E402
 
 pytestmark = pytest.mark.alone  # forks, and measures what this process and its children hold
+
+# A forked child has none of its parent's threads: OpenMP's would be waited for in vain.
+torch.set_num_threads(1)
 
 ROWS, COLUMNS = 4096, 64
 LR = 1e-4
@@ -72,13 +76,14 @@ class Trainer:
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.parameters = list(model.parameters())
+        self.gradients = [torch.ones_like(parameter) for parameter in self.parameters]
         named = list(model.named_parameters())
         self.optimizer = modicum.torch.AdamW(named, lr=LR, weight_decay=0, **options)
         self.steps = 0
 
     def step(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = torch.ones_like(parameter)
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient.detach()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
@@ -187,7 +192,7 @@ def world(sharded: bool) -> Iterator[None]:
 
 @pytest.mark.parametrize("sharded", (False, True), ids=("plain", "FSDP2"))
 @pytest.mark.parametrize(
-    ("fork", "count"), (("excluded", 100), ("shared", 40), ("inherited", 40))
+    ("fork", "count"), (("excluded", 100), ("shared", 20), ("inherited", 20))
 )
 def test_children_read_right_or_are_told(
     directory: Path, values: dict[str, Any], fork: str, count: int, sharded: bool
@@ -241,8 +246,6 @@ def test_a_child_can_load_for_itself(directory: Path, values: dict[str, Any]) ->
 
 def test_a_childs_child_is_told_too(directory: Path) -> None:
     model = loaded(directory)
-    answer = in_child(in_child(lambda: model.head.weight.sum().item()))()
-    assert isinstance(answer, tuple) and WORDS in answer[1]
     nested = in_child(lambda: in_child(lambda: model.head.weight.sum().item())())()
     assert isinstance(nested, tuple) and WORDS in nested[1]
 
@@ -251,21 +254,18 @@ def test_a_mode_of_the_callers_ends_as_ever(directory: Path) -> None:
     """Its context takes the uppermost mode away, which must be its own."""
     model = loaded(directory)
     with torch.device("meta"):
-        wait = in_child(lambda: None)
-        assert wait() is None
-        if (pid := os.fork()) == 0:
-            code = 1
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            on_cpu = torch.empty(1).device.type == "cpu"
             try:
-                torch.utils._device.CURRENT_DEVICE  # noqa: B018
-                mode = torch.overrides._get_current_function_mode()
-                mode.__exit__(None, None, None)
-                try:
-                    model.head.weight.sum()
-                except UsageError:
-                    code = 0 if torch.empty(1).device.type == "cpu" else 2
-            finally:
-                os._exit(code)
-        assert os.waitpid(pid, 0)[1] == 0
+                model.head.weight.sum()
+            except UsageError:
+                code = 0 if on_cpu else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 @pytest.mark.parametrize("act", ("step", "digest", "state_dict"))
@@ -401,58 +401,47 @@ def test_the_node_holds_what_the_ledger_says(tmp_path: Path, fork: str) -> None:
     with modicum.torch.empty_parameters():
         model = nn.Linear(4096, 1024, bias=False)
     ledger = modicum.Ledger()
-    before = sum(figures(os.getpid()).values())
+    before = figures(os.getpid())
     modicum.torch.load(model, tmp_path, ledger=ledger, budget="none", progress=False, fork=fork)
     trainer = Trainer(model, ledger=ledger, fork=fork)
     own = {p: n for p, n in ledger.held.items() if p != "fork"}
     held = sum(own.values())
     assert ledger.held.get("fork", 0) == (held - own.get("staging", 0)) * (fork == "inherited")
-    slack = 6 * MIB  # Python writes to its own pages, and children have tables
+    slack = 8 * MIB  # Python writes to its own pages, and children have tables
+    trainer.step()
     with living_children(4) as pids:
         time.sleep(0.2)
         idle = figures(os.getpid(), *pids)
-        assert sum(idle.values()) - before <= held + slack
-        trainer.parameters[0].grad = None
         for _ in range(2):
-            trainer.optimizer._states["fp32"].skip()
             trainer.step()
         busy = figures(os.getpid(), *pids)
-    grown = sum(busy.values()) - before
-    assert grown <= ledger.held_bytes + slack
-    if fork == "inherited":
-        assert grown >= held + held // 2, "nothing was copied: this shows nothing"
-    if fork == "shared":
-        assert busy["Pss_Shmem"] >= held and busy["Pss_Shmem"] <= held + slack
+    grown = sum(busy.values()) - sum(idle.values())
+    copies = ledger.held.get("fork", 0)
+    assert copies // 2 <= grown + slack and grown <= copies + slack
+    shared = held - own.get("staging", 0) if fork == "shared" else 0
+    assert abs(busy["Pss_Shmem"] - before["Pss_Shmem"] - shared) <= slack
 
 
 def test_copies_are_in_promise_and_budget(directory: Path) -> None:
-    reports = {}
+    recipe = modicum.make_recipe(modicum.open_checkpoint(directory))
+    layout = modicum.make_layout(recipe, ranks=1)
+    promised, held = {}, {}
     for fork in ("excluded", "shared", "inherited"):
-        ledger = modicum.Ledger()
-        with modicum.torch.empty_parameters():
-            model = Model()
-        report = modicum.torch.load(
-            model, directory, ledger=ledger, budget="none", progress=False, fork=fork
-        )
-        reports[fork] = report.ranks[0]
-        shards = ledger.held["shards"]
-        assert ledger.held.get("fork", 0) == (shards if fork == "inherited" else 0)
-    promised = {fork: of["promised_bytes"] for fork, of in reports.items()}
-    baseline = {fork: -(-of["baseline_bytes"] // MIB) * MIB for fork, of in reports.items()}
-    line = {fork: promised[fork] - baseline[fork] for fork in promised}
-    assert line["shared"] == line["excluded"]
-    assert shards <= line["inherited"] - line["excluded"] <= shards + 8192
-    for of in reports.values():
-        assert of["kernel_peak_bytes"] <= of["promised_bytes"]
-    budget = promised["inherited"] - shards // 2
-    loaded(directory, budget=budget + 8 * MIB)
-    with pytest.raises(BudgetError, match="fork"):
-        with modicum.torch.empty_parameters():
-            model = nn.Linear(4096, 4096)
-        modicum.torch.load(
-            model, None, progress=False, fork="inherited", budget=budget + 96 * MIB
-        )
-    small = modicum.Ledger(40 * 1024)
+        plan = modicum.make_plan(recipe, layout, staging="1MiB", fork=fork)
+        loaded = modicum.load(plan)
+        promised[fork], held[fork] = plan.promised_bytes(0), loaded.ledger.held
+        peak = loaded.ledger.peak_bytes
+        assert peak == plan.ledger_limit_bytes(0), f"{fork}: {peak}"
+    shards = held["excluded"]["shards"]
+    assert promised["shared"] == promised["excluded"]
+    assert shards <= promised["inherited"] - promised["excluded"] <= shards + 8192
+    assert [of.get("fork", 0) for of in held.values()] == [0, 0, shards]
+    budget = promised["inherited"] + (8 << 20)  # the launcher
+    modicum.make_plan(recipe, layout, staging="1MiB", budget=budget, fork="inherited")
+    with pytest.raises(BudgetError) as met:
+        modicum.make_plan(recipe, layout, staging="1MiB", budget=budget - 1, fork="inherited")
+    assert {"purpose": "fork", "bytes": shards} in met.value.owners
+    small = modicum.Ledger(40 * 1024)  # 24 KiB of planes and their copies
     with pytest.raises(BudgetError, match="AdamW"):
         modicum.torch.AdamW([nn.Parameter(torch.ones(2048))], ledger=small, fork="inherited")
     modicum.torch.AdamW([nn.Parameter(torch.ones(2048))], ledger=small)
@@ -467,7 +456,7 @@ def test_other_words_are_refused_with_the_choices(directory: Path) -> None:
     for call in (
         lambda fork: modicum.torch.load(model, directory, fork=fork),
         lambda fork: modicum.torch.AdamW([nn.Parameter(torch.ones(3))], fork=fork),
-        lambda fork: modicum.torch.accelerate.loading(fork=fork).__enter__(),
+        lambda fork: loading(fork=fork).__enter__(),
         lambda fork: modicum.torch.fsdp2_load_full_state_dict(model, str(directory), fork=fork),
     ):
         with pytest.raises(UsageError, match="excluded, shared or inherited.*share") as met:

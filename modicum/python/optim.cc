@@ -299,6 +299,7 @@ void define_state(nb::module_& module) {
           "leave_out",
           [](State& of, size_t shard) {
             of.shard(shard);
+            of.require_here();
             of.adamw.leave_out(shard);
           },
           nb::arg("shard"), "This step has no gradient for it.")
@@ -314,7 +315,11 @@ void define_state(nb::module_& module) {
            "until `wait(slot)` has returned; called on several threads. Not for split masters. An "
            "error of theirs is raised when the step has ended, which has stepped the state.")
       .def(
-          "skip", [](State& of) { of.adamw.skip(); },
+          "skip",
+          [](State& of) {
+            of.require_here();
+            of.adamw.skip();
+          },
           "Forgets the gradients; no other byte changes.")
       .def_prop_ro("steps", steps, "Steps that each shard's parameter has made.")
       .def(
