@@ -61,9 +61,7 @@ def main() -> None:
     of = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         rows = written(Path(directory), of.mib)
-        rounds = {
-            fork: [] for fork in WAYS
-        }  # fmt: skip
+        rounds: dict[str, list[dict[str, float]]] = {fork: [] for fork in WAYS}
         for _ in range(of.rounds):
             for fork in WAYS:
                 rounds[fork].append(round_of(Path(directory), rows, fork))

@@ -11,6 +11,7 @@ views made before the fork, compiled code, threads that the child starts) is not
 kernel ends the child with SIGSEGV, and nothing is ever read.
 """
 
+import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ _METADATA = frozenset(
     "nelement numel output_nr register_hook register_post_accumulate_grad_hook requires_grad "
     "requires_grad_ retains_grad shape size storage_offset stride".split()
 )
+_PAGE_BYTES = mmap.PAGESIZE
 _ACCESSORS = ("__get__", "__set__", "__delete__")
 
 
@@ -74,7 +76,7 @@ def _lacking(values: Iterable[Any]) -> list[torch.Tensor]:
     """The first tensor among them whose memory is not here; or none."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            if _modicum.is_excluded_here(_address_of(value)):
+            if _is_lacking(value):
                 return [value]
         elif isinstance(value, (list, tuple)):
             if found := _lacking(value):
@@ -84,14 +86,21 @@ def _lacking(values: Iterable[Any]) -> list[torch.Tensor]:
     return []
 
 
-def _address_of(tensor: torch.Tensor) -> int:
-    """0 where it has none: on meta, fake, or made of other tensors."""
+def _is_lacking(tensor: torch.Tensor) -> bool:
+    """Whether its storage is not here, or not all of it: of other allocators' memory only the pages
+    in its middle can be left out."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+    if tensor.device.type != "cpu":
+        return False
     try:
-        return tensor.data_ptr() if tensor.device.type == "cpu" else 0
-    except RuntimeError:
-        return 0
+        storage = tensor.untyped_storage()
+        begin, size = storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # fake, sparse, or made of other tensors
+        return False
+    page = -(-begin // _PAGE_BYTES) * _PAGE_BYTES
+    is_excluded = _modicum.is_excluded_here
+    return is_excluded(begin) or (page < begin + size and is_excluded(page))
 
 
 def _guard_child() -> None:
