@@ -125,6 +125,11 @@ void arrive(State& state, size_t shard, nb::handle given, int64_t at) {
   });
 }
 
+void skip(State& state) {
+  state.require_here();
+  state.adamw.skip();
+}
+
 nb::tuple norm(const State& state) {
   state.require_here();
   const GradNorm norm = state.adamw.norm();
@@ -314,13 +319,7 @@ void define_state(nb::module_& module) {
            "of a shard from local element `at` on, lie at the beginning of a slot of `staging` "
            "until `wait(slot)` has returned; called on several threads. Not for split masters. An "
            "error of theirs is raised when the step has ended, which has stepped the state.")
-      .def(
-          "skip",
-          [](State& of) {
-            of.require_here();
-            of.adamw.skip();
-          },
-          "Forgets the gradients; no other byte changes.")
+      .def("skip", skip, "Forgets the gradients; no other byte changes.")
       .def_prop_ro("steps", steps, "Steps that each shard's parameter has made.")
       .def(
           "set_steps",
