@@ -254,24 +254,41 @@ def test_with_nothing_to_protect_it_is_refused() -> None:
 # A child reads memory that was protected and freed: the heap's, which stays mapped and goes to
 # whoever asks next.
 FREED = """
-import os, sys, torch, modicum.torch
+import ctypes, os, torch, modicum.torch
 held = [torch.ones(16384) for _ in range(64)]  # below malloc's threshold for mappings
 kept = torch.ones(16)
 protection = modicum.torch.protect(held)
 assert protection.bytes > 1 << 20, protection.bytes
 addresses = {tensor.data_ptr() for tensor in held}
+address = held[0].data_ptr()
 child = os.fork()
 if child == 0:
-    held[0].sum()  # what the docstring says of it
+    try:
+        held[0].sum()
+    except modicum.UsageError:
+        pass
+    else:
+        os._exit(1)
+    os._exit(7)
+told = os.WEXITSTATUS(os.waitpid(child, 0)[1])
+child = os.fork()
+if child == 0:  # as past torch's functions: nothing is read
+    ctypes.string_at(address + 8192, 8)
     os._exit(0)
 died = os.waitpid(child, 0)[1]
+child = os.fork()
+if child == 0:  # frees what it lacks, and goes on with that memory
+    del held
+    own = [torch.full((16384,), 3.0) for _ in range(64)]
+    os._exit(0 if all(tensor.sum() == 3 * 16384 for tensor in own) else 1)
+freed = os.waitpid(child, 0)[1]
 del held
 again = [torch.ones(16384) for _ in range(64)]
 assert addresses & {tensor.data_ptr() for tensor in again}, "the heap has given other memory"
 child = os.fork()
 if child == 0:
     os._exit(0 if all(tensor.sum() == 16384 for tensor in again) else 1)
-print(os.WTERMSIG(died), os.waitpid(child, 0)[1])
+print(told, os.WTERMSIG(died), freed, os.waitpid(child, 0)[1])
 """
 
 
@@ -281,7 +298,7 @@ def test_memory_that_is_freed_is_inherited_again() -> None:
         [sys.executable, "-c", FREED], capture_output=True, text=True, env=environment, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(int(signal.SIGSEGV)), "0"]
+    assert done.stdout.split() == ["7", str(int(signal.SIGSEGV)), "0", "0"]
 
 
 def test_the_walk_imports_no_deepspeed() -> None:

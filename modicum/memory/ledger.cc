@@ -12,26 +12,32 @@ namespace modicum {
 Charge::Charge(Charge&& other) noexcept
     : ledger_(std::exchange(other.ledger_, nullptr)),
       purpose_(other.purpose_),
-      bytes_(std::exchange(other.bytes_, 0)) {}
+      bytes_(std::exchange(other.bytes_, 0)),
+      is_copied_(other.is_copied_) {}
 
 Charge& Charge::operator=(Charge&& other) noexcept {
   if (this == &other) return *this;
-  if (ledger_ != nullptr) ledger_->give_back(purpose_, bytes_);
+  give_back();
   ledger_ = std::exchange(other.ledger_, nullptr);
   purpose_ = other.purpose_;
   bytes_ = std::exchange(other.bytes_, 0);
+  is_copied_ = other.is_copied_;
   return *this;
 }
 
 Charge Charge::split(uint64_t bytes) {
   MODICUM_ASSERT(bytes <= bytes_);
   bytes_ -= bytes;
-  return Charge(ledger_, purpose_, bytes);
+  return Charge(ledger_, purpose_, bytes, is_copied_);
 }
 
-Charge::~Charge() {
-  if (ledger_ != nullptr) ledger_->give_back(purpose_, bytes_);
+void Charge::give_back() noexcept {
+  if (ledger_ == nullptr) return;
+  ledger_->give_back(purpose_, bytes_);
+  if (is_copied_) ledger_->give_back(Purpose::fork, bytes_);
 }
+
+Charge::~Charge() { give_back(); }
 
 // Members move and die so that pages always go before the entry that stands for them: memory that
 // is still there must not look free.
@@ -44,17 +50,17 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
 
 // Booked before it is mapped: an allocation that is over the limit must not happen even shortly.
 // What was booked goes back with the Charge when the mapping fails.
-Buffer Ledger::reserve(Purpose purpose, uint64_t bytes) {
+Buffer Ledger::reserve(Purpose purpose, uint64_t bytes, Fork fork) {
   if (bytes == 0) return {};
   const std::optional<uint64_t> size = whole_pages(bytes);
-  Charge booked = book(purpose, size.value_or(bytes));
+  Charge booked = book(purpose, size.value_or(bytes), fork == Fork::inherited);
   if (!size) fail_to_commit(ENOMEM, bytes);
-  return {std::move(booked), Mapping::private_pages(*size)};
+  return {std::move(booked), Mapping::aligned(*size, fork)};
 }
 
-Buffer Ledger::charge(Purpose purpose, uint64_t bytes, int threads, const Look& look) {
+Buffer Ledger::charge(Purpose purpose, uint64_t bytes, int threads, const Look& look, Fork fork) {
   MODICUM_ASSERT(threads >= 1);
-  Buffer buffer = reserve(purpose, bytes);
+  Buffer buffer = reserve(purpose, bytes, fork);
   commit_pages(buffer.bytes(), threads, look);
   return buffer;
 }
@@ -84,23 +90,26 @@ void Ledger::require_room(const Footprint& needed, std::string_view what) const 
 
 Charge Ledger::adopt(Purpose purpose, uint64_t bytes) { return book(purpose, bytes); }
 
-Charge Ledger::book(Purpose purpose, uint64_t bytes) {
+Charge Ledger::book(Purpose purpose, uint64_t bytes, bool is_copied) {
   const std::lock_guard lock(mutex_);
   const uint64_t before = held_.total();
+  const uint64_t more = is_copied ? checked_add(bytes, bytes).value_or(UINT64_MAX) : bytes;
   // The sum is not formed before it is known to fit.
-  if (bytes > limit_bytes_ - std::min(before, limit_bytes_)) {
-    const uint64_t total = checked_add(before, bytes).value_or(UINT64_MAX);
+  if (more > limit_bytes_ - std::min(before, limit_bytes_)) {
+    const uint64_t total = checked_add(before, more).value_or(UINT64_MAX);
     fail(Category::budget,
-         fmt::format("no room in the budget for {} bytes of {}", bytes, purpose_name(purpose)),
+         fmt::format("no room in the budget for {} bytes of {}{}", bytes, purpose_name(purpose),
+                     is_copied ? " and as many that forked children may keep" : ""),
          {.expected = std::to_string(limit_bytes_),
           .got = std::to_string(total),
           .shortfall_bytes = total - limit_bytes_,
           .owners = owners_of(held_)});
   }
   held_[purpose] += bytes;
-  if (before + bytes > at_peak_.total()) at_peak_ = held_;
-  since_mark_ = std::max(since_mark_, before + bytes);
-  return Charge(this, purpose, bytes);
+  if (is_copied) held_[Purpose::fork] += bytes;
+  if (before + more > at_peak_.total()) at_peak_ = held_;
+  since_mark_ = std::max(since_mark_, before + more);
+  return Charge(this, purpose, bytes, is_copied);
 }
 
 void Ledger::give_back(Purpose purpose, uint64_t bytes) noexcept {

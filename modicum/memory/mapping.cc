@@ -18,14 +18,10 @@ namespace {
 constexpr int kPopulateWrite = 23;
 constexpr uint64_t kCommitStepBytes = 16 * kMiB;
 
-std::byte* map(uint64_t bytes, int flags) {
-  void* const at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags | MAP_ANONYMOUS, -1, 0);
+std::byte* map(uint64_t bytes, int flags, std::byte* place = nullptr) {
+  void* const at = ::mmap(place, bytes, PROT_READ | PROT_WRITE, flags | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) fail_to_commit(errno, bytes);
   return static_cast<std::byte*>(at);
-}
-
-void unmap(std::byte* data, size_t size) noexcept {
-  if (size != 0) ::munmap(data, size);
 }
 
 // Writes to every page what stands there.
@@ -80,17 +76,25 @@ void commit_pages(std::span<std::byte> part, int threads, const Look& look) {
 }
 
 Mapping::Mapping(Mapping&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)),
+      exclusion_(std::move(other.exclusion_)) {}
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
   if (this == &other) return *this;
-  unmap(data_, size_);
+  unmap();
   data_ = std::exchange(other.data_, nullptr);
   size_ = std::exchange(other.size_, 0);
+  exclusion_ = std::move(other.exclusion_);
   return *this;
 }
 
-Mapping::~Mapping() { unmap(data_, size_); }
+Mapping::~Mapping() { unmap(); }
+
+void Mapping::unmap() noexcept {
+  exclusion_.end();  // first: the next mapping there may be anyone's
+  if (size_ != 0) ::munmap(data_, size_);
+}
 
 Mapping Mapping::shared(uint64_t bytes) {
   Mapping mapping;
@@ -112,20 +116,24 @@ void Buffer::give_up(std::span<std::byte> part) noexcept {
 }
 
 // Huge pages need their own alignment: map one too many, and give back what is over at both ends.
-Mapping Mapping::private_pages(uint64_t bytes) {
+// Shared pages take the place of what is left: of those, a huge page must also begin where a huge
+// page of their file does, which is at its beginning.
+Mapping Mapping::aligned(uint64_t bytes, Fork fork) {
   Mapping mapping;
   const uint64_t slack = bytes >= kHugePageBytes ? kHugePageBytes - kPageBytes : 0;
   std::byte* const reserved = map(bytes + slack, MAP_PRIVATE);
   const auto address = reinterpret_cast<uintptr_t>(reserved);
   const uint64_t before = slack == 0 ? 0 : round_up(address, kHugePageBytes) - address;
-  unmap(reserved, before);
-  unmap(reserved + before + bytes, slack - before);
+  if (before > 0) ::munmap(reserved, before);
+  if (slack > before) ::munmap(reserved + before + bytes, slack - before);
   mapping.data_ = reserved + before;
   mapping.size_ = bytes;
+  if (fork == Fork::shared) map(bytes, MAP_SHARED | MAP_FIXED, mapping.data_);
   // Small ones must not get huge pages by themselves: one that two neighbours share would stay
-  // whole when one of them goes. A kernel that doesn't know huge pages refuses both, which is fine.
+  // whole when one of them goes. A kernel that doesn't know huge pages refuses both, which is fine;
+  // for shared pages it needs /sys/kernel/mm/transparent_hugepage/shmem_enabled besides.
   static_cast<void>(::madvise(mapping.data_, bytes, slack != 0 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
-  if (::madvise(mapping.data_, bytes, MADV_DONTFORK) != 0) fail_to_commit(errno, bytes);
+  if (fork == Fork::excluded) mapping.exclusion_ = Exclusion(mapping.bytes());
   return mapping;
 }
 

@@ -3,11 +3,11 @@
 //
 // `Ledger::charge` is what maps memory: there is no Buffer without a Charge. Memory is committed
 // when it is charged (every page written once, huge pages where the kernel allows them, in
-// parallel) and is not copied into forked children (MADV_DONTFORK), so that nothing which depends
-// on timing can change how much is held. What will be filled from end to end may be reserved
-// instead: its pages come as they are filled, while the zeros that the kernel has written there are
-// still in the CPU's cache. A Ledger must outlive its Charges and Buffers. Thread
-// rules: a Ledger may be used from several threads; a Buffer is moved by one.
+// parallel) and, unless the caller asks otherwise, left out of forked children (Fork::excluded), so
+// that nothing which depends on timing can change how much is held. What will be filled from end to
+// end may be reserved instead: its pages come as they are filled, while the zeros that the kernel
+// has written there are still in the CPU's cache. A Ledger must outlive its Charges and Buffers.
+// Thread rules: a Ledger may be used from several threads; a Buffer is moved by one.
 #pragma once
 
 #include <cstddef>
@@ -20,13 +20,15 @@
 #include <utility>
 
 #include "modicum/base/base.h"
+#include "modicum/memory/exclusion.h"  // IWYU pragma: export
 #include "modicum/spec/spec.h"
 
 namespace modicum {
 
 class Ledger;
 
-// An entry in the ledger; returned when it dies. Move-only.
+// An entry in the ledger; returned when it dies. Move-only. One of inherited memory counts the same
+// bytes once more, as Purpose::fork: what children keep of it while this process writes anew.
 class Charge {
  public:
   Charge() = default;
@@ -41,11 +43,13 @@ class Charge {
 
  private:
   friend class Ledger;
-  Charge(Ledger* ledger, Purpose purpose, uint64_t bytes) noexcept
-      : ledger_(ledger), purpose_(purpose), bytes_(bytes) {}
+  Charge(Ledger* ledger, Purpose purpose, uint64_t bytes, bool is_copied) noexcept
+      : ledger_(ledger), purpose_(purpose), bytes_(bytes), is_copied_(is_copied) {}
+  void give_back() noexcept;
   Ledger* ledger_ = nullptr;
   Purpose purpose_ = Purpose::staging;
   uint64_t bytes_ = 0;
+  bool is_copied_ = false;
 };
 
 // Pages of our own, unmapped when it dies. Move-only. Shared ones are for processes forked later.
@@ -62,9 +66,12 @@ class Mapping {
 
  private:
   friend class Ledger;
-  static Mapping private_pages(uint64_t bytes);
+  // Of whole pages; on a huge page's boundary where it is that large.
+  static Mapping aligned(uint64_t bytes, Fork fork);
+  void unmap() noexcept;
   std::byte* data_ = nullptr;
   size_t size_ = 0;
+  Exclusion exclusion_;
 };
 
 // Charged, zeroed memory, committed or reserved, 2 MiB aligned where it is that large. Move-only.
@@ -78,6 +85,7 @@ class Buffer {
   // The entry of a part that will be given up before the rest.
   Charge split(uint64_t bytes) { return charge_.split(bytes); }
   // Gives the pages that lie wholly in `part` back to the kernel. They read as zero from then on.
+  // Not of shared memory, which children may still read.
   void give_up(std::span<std::byte> part) noexcept;
 
  private:
@@ -103,10 +111,13 @@ class Ledger {
   // threads. Over the limit: BUDGET (expected is the limit, got what would be held, owners what
   // is), and nothing is mapped. The kernel refuses (NOMEM) or `look` throws: the ledger is as
   // before. Zero bytes give an empty Buffer.
-  Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1, const Look& look = {});
+  // `fork` says what forked children find there. Inherited memory counts twice, see Charge; shared
+  // memory stays in the kernel until the last of the processes that have it unmaps it.
+  Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1, const Look& look = {},
+                Fork fork = Fork::excluded);
   // Maps and books as `charge` does, with the same errors, and commits nothing: for who writes to
   // every page before anybody looks at what is held.
-  Buffer reserve(Purpose purpose, uint64_t bytes);
+  Buffer reserve(Purpose purpose, uint64_t bytes, Fork fork = Fork::excluded);
   // Commits a part of a shared mapping, whole pages nobody has written to yet, and charges it. The
   // pages live as long as the Mapping does.
   Charge charge_shared(Purpose purpose, std::span<std::byte> part);
@@ -128,7 +139,7 @@ class Ledger {
 
  private:
   friend class Charge;
-  Charge book(Purpose purpose, uint64_t bytes);
+  Charge book(Purpose purpose, uint64_t bytes, bool is_copied = false);
   void give_back(Purpose purpose, uint64_t bytes) noexcept;
 
   uint64_t limit_bytes_;

@@ -50,7 +50,8 @@ AdamW::AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner, const L
   check_budget(ledger, pinner);
   for (size_t p = 0; p < kPlanes; ++p) {
     const auto plane = static_cast<Plane>(p);
-    arenas_[p] = ledger.charge(plane_purpose(plane), map_->arena_bytes(plane), threads, look);
+    arenas_[p] =
+        ledger.charge(plane_purpose(plane), map_->arena_bytes(plane), threads, look, spec_.fork);
   }
   pins_ = std::make_unique<Pins>(std::move(pinner));
   for (const Plane plane : pinned_planes(row_)) {
@@ -71,6 +72,7 @@ void AdamW::check_budget(const Ledger& ledger, const Pinner& pinner) const {
     const auto plane = static_cast<Plane>(p);
     needed[plane_purpose(plane)] += round_up(map_->arena_bytes(plane), kPageBytes);
   }
+  if (spec_.fork == Fork::inherited) needed[Purpose::fork] = needed.total();
   ledger.require_room(needed, fmt::format("AdamW's state ({})", row_.name));
   uint64_t pinned = 0;
   for (const Plane plane : pinned_planes(row_)) {

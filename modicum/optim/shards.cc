@@ -292,7 +292,9 @@ Footprint AdamWCount::footprint() const {
 Footprint adamw_footprint(const AdamWSpec& spec) {
   AdamWCount count(spec.format, spec.groups);
   for (const ShardSpec& shard : spec.shards) count.add(shard, shard.master == nullptr);
-  return count.footprint();
+  Footprint footprint = count.footprint();
+  if (spec.fork == Fork::inherited) footprint[Purpose::fork] = footprint.total();
+  return footprint;
 }
 
 double bytes_moved_per_parameter(StateFormat format, bool out) noexcept {

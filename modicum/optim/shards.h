@@ -38,7 +38,8 @@ struct AdamWSpec {
   StateFormat format = StateFormat::fp32;
   std::vector<AdamOptions> groups = {AdamOptions{}};
   std::vector<ShardSpec> shards;
-  uint64_t seed = 0;  // of the random bits: the same on every rank
+  uint64_t seed = 0;           // of the random bits: the same on every rank
+  Fork fork = Fork::excluded;  // what forked children find of the state
 };
 
 // The parts of the state. Codes of 8-bit moments have their scales behind them, in the same plane.

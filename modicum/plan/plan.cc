@@ -147,6 +147,7 @@ Promise promise_of(const Plan& plan) {
     const auto [shards, is_new] = shards_of_class.try_emplace(buffer_class(plan.layout, rank), 0);
     if (is_new) shards->second = shard_bytes(plan, rank);
     hold[Purpose::shards] = shards->second;
+    if (plan.options.fork == Fork::inherited) hold[Purpose::fork] = shards->second;
     Footprint load = hold;
     load[Purpose::window] = reads ? of_reader : of_others;
     load[Purpose::staging] = plan.staging.total_bytes;
@@ -177,6 +178,7 @@ Digest digest_inputs(const Plan& plan) {
   const PlanOptions& o = plan.options;
   hasher.add(o.strategy->name).add(o.ranks_per_node).add(o.destination);
   hasher.add(o.staging_bytes).add(o.baseline_bytes).add(o.init_bytes).add(o.caller_sends);
+  hasher.add(o.fork);
   for (const Destination to : o.destination_of) hasher.add(to);
   for (const Phase& phase : o.after) {
     hasher.add(phase.name);

@@ -77,8 +77,9 @@ struct PlanOptions {
   std::vector<Destination> destination_of;  // by target; empty: all alike
   uint64_t staging_bytes = 8 * kMiB;
   uint64_t baseline_bytes = 2 * kMiB;
-  uint64_t init_bytes = 0;    // the most that tensors made by the caller take at once
-  bool caller_sends = false;  // what is exchanged goes through the caller's transport: no ring
+  uint64_t init_bytes = 0;     // the most that tensors made by the caller take at once
+  bool caller_sends = false;   // what is exchanged goes through the caller's transport: no ring
+  Fork fork = Fork::excluded;  // what forked children find of the shards
   // What a rank will hold after its load besides what it holds then: the promise's later phases.
   // Page tables are added.
   std::vector<Phase> after;

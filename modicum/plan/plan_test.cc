@@ -521,6 +521,27 @@ TEST_F(Planned, ThePromiseSaysWhatEachPhaseHolds) {
   }
 }
 
+// What children keep of inherited shards is promised as much again; nothing else changes.
+TEST_F(Planned, ThePromiseCountsWhatForkedChildrenMayKeep) {
+  PlanOptions options = options_of("own-shard");
+  const Plan excluded = make_plan(manifest_, recipe_, fsdp2_layout(2), options);
+  options.fork = Fork::shared;
+  const Plan shared = make_plan(manifest_, recipe_, fsdp2_layout(2), options);
+  options.fork = Fork::inherited;
+  const Plan inherited = make_plan(manifest_, recipe_, fsdp2_layout(2), options);
+  for (size_t phase = 0; phase < 3; ++phase) {
+    Footprint expected = excluded.promise.phases[phase].of_rank[1];
+    EXPECT_EQ(shared.promise.phases[phase].of_rank[1], expected);
+    expected[Purpose::fork] = expected[Purpose::shards];
+    expected[Purpose::page_tables] = page_table_bytes(expected.ledger_total());
+    EXPECT_EQ(inherited.promise.phases[phase].of_rank[1], expected);
+  }
+  EXPECT_GT(inherited.promise.phases[kHoldPhase].of_rank[1][Purpose::fork], 0U);
+  EXPECT_NE(excluded.inputs, shared.inputs);
+  EXPECT_NE(excluded.inputs, inherited.inputs);
+  EXPECT_NE(shared.inputs, inherited.inputs);
+}
+
 TEST_F(Planned, ThePeaksCauseNamesTheLargestOwners) {
   const Plan of = plan("own-shard", 4);
   const auto owners = peak_owners(of.promise, 0);

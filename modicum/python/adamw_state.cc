@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <string_view>
 #include <thread>
 #include <utility>
@@ -140,6 +141,20 @@ State::~State() {
 const ShardSpec& State::shard(size_t index) const {
   if (index < adamw.shards()) return adamw.shard(index);
   fail(Category::usage, fmt::format("there is no shard {} of {}", index, adamw.shards()));
+}
+
+void State::require_here() const {
+  if (!has_exclusions_here()) return;
+  for (size_t index = 0; index < adamw.shards(); ++index) {
+    const std::array<const std::byte*, 3> memory = {adamw.plane(index, Plane::exp_avg).data(),
+                                                    adamw.plane(index, Plane::master).data(),
+                                                    adamw.shard(index).out};
+    if (std::none_of(memory.begin(), memory.end(), is_excluded_here)) continue;
+    fail(Category::unsupported,
+         "this process was forked without the optimizer's memory (fork=\"excluded\"); make AdamW, "
+         "and load the parameters, with fork=\"shared\" to use them in forked children",
+         {.tensor = adamw.shard(index).fqn});
+  }
 }
 
 template <typename Call>

@@ -35,7 +35,7 @@ constexpr auto kSignalPause = std::chrono::milliseconds(50);
 struct Arena {
   std::shared_ptr<Ledger> ledger;
   Buffer buffer;
-  bool whole = false;  // is given back as one: a device has it registered
+  bool whole = false;  // is given back as one: a device has it registered, or children share it
   nb::object kept;     // dies before the memory does
 
   Arena(std::shared_ptr<Ledger> of, Buffer taken, bool as_one = false)
@@ -249,7 +249,9 @@ std::unique_ptr<Loaded> run_load(const std::shared_ptr<MadePlan>& made, int rank
     outcome.check_ns = clock.now_ns() - check_begin;
   }
   loaded->begins = arena_begins(plan, rank);
-  loaded->arena = std::make_shared<Arena>(ledger, sink.release());
+  // What children share can't be given back in parts: they may still read it.
+  loaded->arena =
+      std::make_shared<Arena>(ledger, sink.release(), plan.options.fork == Fork::shared);
   return loaded;
 }
 
@@ -371,10 +373,41 @@ Args:
       "Zeroed memory for tensors that a model makes itself; given back when it dies.");
 }
 
+void define_forks(nb::module_& module) {
+  nb::class_<Exclusion>(module, "Exclusion",
+                        R"(Keeps whole pages of somebody else's memory out of forks.
+
+Args:
+    address, bytes: of the pages; they stay mapped until `undo`.
+
+Raises:
+    BudgetError: the kernel refuses, as for a driver's memory.)")
+      .def(
+          "__init__",
+          [](Exclusion* made, uintptr_t address, size_t bytes) {
+            new (made) Exclusion({reinterpret_cast<std::byte*>(address), bytes});
+          },
+          nb::arg("address"), nb::arg("bytes"))
+      .def("undo", &Exclusion::undo,
+           "Children inherit the pages again. Where this process is a child that lacks them, zero "
+           "pages take their place.");
+  module.def(
+      "is_excluded_here",
+      [](uintptr_t address) { return is_excluded_here(reinterpret_cast<const void*>(address)); },
+      nb::arg("address"),
+      "Whether this process lacks the memory there because it was forked without it.");
+  module.def("has_exclusions_here", has_exclusions_here,
+             "Whether there is any memory that this process was forked without.");
+  module.def(
+      "require_fork", [](const std::string& fork) { fork_named(fork); }, nb::arg("fork"),
+      "UsageError where it is not excluded, shared or inherited.");
+}
+
 }  // namespace
 
 void define_load(nb::module_& module) {
   define_ledger(module);
+  define_forks(module);
   nb::class_<CallerBoard>(module, "Board",
                           R"(A rank among the others of a load.
 

@@ -70,12 +70,13 @@ std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
                              const std::vector<AdamOptions>& groups, const std::string& format,
                              const std::shared_ptr<Ledger>& ledger, const nb::int_& seed,
                              int threads, int slots, const nb::object& pin, const nb::object& unpin,
-                             const std::optional<uint64_t>& pin_limit) {
+                             const std::optional<uint64_t>& pin_limit, const std::string& fork) {
   if (pin.is_none() != unpin.is_none()) {
     fail(Category::usage, "what pins memory comes with what unpins it");
   }
   if (slots < 0) fail(Category::usage, "slots: 0 or more");
   Written made = written(shards, groups, format, seed_of(seed));
+  made.spec.fork = fork_named(fork);
   const Pinner pinner = pinner_of(pin, unpin, pin_limit);
   return without_the_lock([&] {
     return std::make_shared<State>(std::move(made), ledger, slots,
@@ -85,6 +86,7 @@ std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
 
 // Of whole shards, on all threads: the norm is taken on the way.
 void arrived_in_place(State& state, const std::vector<size_t>& shards) {
+  state.require_here();
   struct Part {
     size_t shard = 0;
     int64_t at = 0;
@@ -109,6 +111,7 @@ void arrived_in_place(State& state, const std::vector<size_t>& shards) {
 }
 
 void arrive(State& state, size_t shard, nb::handle given, int64_t at) {
+  state.require_here();
   const std::string& fqn = state.shard(shard).fqn;
   const auto elements = taken<AnyArray>(given, fqn, "a contiguous array on the host");
   const Piece piece{.shard = shard,
@@ -122,12 +125,19 @@ void arrive(State& state, size_t shard, nb::handle given, int64_t at) {
   });
 }
 
+void skip(State& state) {
+  state.require_here();
+  state.adamw.skip();
+}
+
 nb::tuple norm(const State& state) {
+  state.require_here();
   const GradNorm norm = state.adamw.norm();
   return nb::make_tuple(norm.sum_of_squares, norm.finite);
 }
 
 nb::tuple norms(const State& state) {
+  state.require_here();
   nb::list sums;
   bool finite = true;
   for (const GradNorm& norm : state.adamw.norms()) {
@@ -147,6 +157,7 @@ std::vector<int64_t> steps(const State& state) {
 
 void step(State& state, float unscale, float clip, const nb::object& send, const nb::object& wait,
           const std::string& dtype, bool refresh_masters) {
+  state.require_here();
   std::optional<Sending> sending;
   if (!send.is_none()) sending.emplace(state, send, wait, dtype);
   without_the_lock([&] {
@@ -185,6 +196,7 @@ nb::object staging(const std::shared_ptr<State>& state) {
 
 void export_to(const State& state, size_t shard, const std::string& name, nb::handle given,
                int64_t at) {
+  state.require_here();
   const auto to = taken<Floats>(given, state.shard(shard).fqn, kFloatsKind);
   const StatePlane plane = named(kStatePlaneNames, "plane", name);
   without_the_lock([&] {
@@ -195,6 +207,7 @@ void export_to(const State& state, size_t shard, const std::string& name, nb::ha
 
 void import_from(State& state, size_t shard, const std::string& name, nb::handle given,
                  int64_t at) {
+  state.require_here();
   const auto from = taken<ReadFloats>(given, state.shard(shard).fqn, kFloatsKind);
   const StatePlane plane = named(kStatePlaneNames, "plane", name);
   without_the_lock([&] {
@@ -204,6 +217,7 @@ void import_from(State& state, size_t shard, const std::string& name, nb::handle
 }
 
 nb::dict digest(const State& state) {
+  state.require_here();
   const StateDigest made = without_the_lock([&] { return state.adamw.digest(); });
   nb::dict digest;
   digest["state"] = made.state;
@@ -270,6 +284,7 @@ Args:
     pin, unpin: called with address and bytes of each arena that a device touches; None: nothing
         is pinned.
     pin_limit: bytes that the process may still lock; None: no limit.
+    fork: what forked children find of the state: excluded, shared or inherited.
 
 Raises:
     BudgetError: ledger or pin_limit don't suffice; before a page is touched.
@@ -280,7 +295,7 @@ void define_state(nb::module_& module) {
       .def(nb::new_(&state), nb::arg("shards"), nb::arg("groups"), nb::kw_only(), nb::arg("format"),
            nb::arg("ledger"), nb::arg("seed") = 0, nb::arg("threads") = 0, nb::arg("slots") = 0,
            nb::arg("pin").none() = nb::none(), nb::arg("unpin").none() = nb::none(),
-           nb::arg("pin_limit") = nb::none())
+           nb::arg("pin_limit") = nb::none(), nb::arg("fork") = "excluded")
       .def(
           "set_options",
           [](State& of, int group, const AdamOptions& options) {
@@ -298,6 +313,7 @@ void define_state(nb::module_& module) {
           "leave_out",
           [](State& of, size_t shard) {
             of.shard(shard);
+            of.require_here();
             of.adamw.leave_out(shard);
           },
           nb::arg("shard"), "This step has no gradient for it.")
@@ -316,9 +332,7 @@ void define_state(nb::module_& module) {
       .def("refresh_masters", refresh_masters,
            "Values of the arrays `out` that are not their masters rounded, as somebody has written "
            "them, become the masters.")
-      .def(
-          "skip", [](State& of) { of.adamw.skip(); },
-          "Forgets the gradients; no other byte changes.")
+      .def("skip", skip, "Forgets the gradients; no other byte changes.")
       .def_prop_ro("steps", steps, "Steps that each shard's parameter has made.")
       .def(
           "set_steps",
@@ -354,12 +368,14 @@ void define_optim(nb::module_& module) {
   module.def(
       "adamw_footprint",
       [](const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,
-         const std::string& format, int slots, int threads) {
-        const AdamWSpec spec = written(shards, groups, format, 0).spec;
+         const std::string& format, int slots, int threads, const std::string& fork) {
+        AdamWSpec spec = written(shards, groups, format, 0).spec;
+        spec.fork = fork_named(fork);
         return by_purpose(footprint_of(spec, slots, threads));
       },
       nb::arg("shards"), nb::arg("groups"), nb::kw_only(), nb::arg("format"), nb::arg("slots") = 0,
-      nb::arg("threads") = 1, "What AdamW of these will charge, in bytes by purpose.");
+      nb::arg("threads") = 1, nb::arg("fork") = "excluded",
+      "What AdamW of these will charge, in bytes by purpose.");
   module.def("clip_factor", clip_factor, nb::arg("norm"), nb::arg("max_norm"),
              "min(1, max_norm / (norm + 1e-6)), rounded once to float32.");
   module.def("state_formats", formats,

@@ -129,11 +129,12 @@ std::shared_ptr<MadePlan> plan(const std::shared_ptr<MadeRecipe>& recipe, const 
                                const std::optional<Size>& staging,
                                const std::optional<Size>& baseline, uint64_t init_bytes,
                                bool caller_sends, const std::optional<Size>& budget,
-                               const std::string& budget_source) {
+                               const std::string& budget_source, const std::string& fork) {
   PlanOptions options{.strategy = &strategy_named(strategy),
                       .ranks_per_node = ranks_per_node.value_or(0),
                       .init_bytes = init_bytes,
-                      .caller_sends = caller_sends};
+                      .caller_sends = caller_sends,
+                      .fork = fork_named(fork)};
   for (const std::string& name : destinations) {
     options.destination_of.push_back(destination_named(name));
   }
@@ -309,7 +310,7 @@ void define_make_plan(nb::module_& module) {
              nb::arg("destinations") = std::vector<std::string>(), nb::arg("staging") = nb::none(),
              nb::arg("baseline") = nb::none(), nb::arg("init_bytes") = 0,
              nb::arg("caller_sends") = false, nb::arg("budget") = nb::none(),
-             nb::arg("budget_source") = "argument",
+             nb::arg("budget_source") = "argument", nb::arg("fork") = "excluded",
              R"(Who reads what and what every rank will hold.
 
 Args:
@@ -325,6 +326,7 @@ Args:
     caller_sends: whether bytes are exchanged by the caller's own means.
     budget: host memory per node; None: no verdict.
     budget_source: what to call the budget where it is too small.
+    fork: what forked children find of the shards: excluded, shared or inherited (docs/forks.md).
 
 Raises:
     BudgetError: it does not fit; says by how much and who holds most.)");

@@ -8,8 +8,8 @@ namespace modicum {
 namespace {
 
 constexpr std::array<std::string_view, static_cast<size_t>(Purpose::count)> kNames = {
-    "process", "page_tables", "header",  "plan",    "shards", "window",
-    "master",  "grad",        "moments", "staging", "init",   "snapshot"};
+    "process", "page_tables", "header",  "plan", "shards",   "window", "master",
+    "grad",    "moments",     "staging", "init", "snapshot", "fork"};
 
 }  // namespace
 

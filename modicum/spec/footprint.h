@@ -29,6 +29,7 @@ enum class Purpose : uint8_t {
   staging,  // everything else that streaming holds: read slots, cast slots, exchange ring
   init,
   snapshot,
+  fork,  // of inherited memory: what forked children keep while this process writes it anew
   count
 };
 

@@ -37,7 +37,7 @@ HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, Given given, Copy
           .expected = fmt::format("{} bytes", due),
           .got = fmt::format("{} bytes", got)});
   }
-  arena_ = ledger.reserve(Purpose::shards, begins_.back());
+  arena_ = ledger.reserve(Purpose::shards, begins_.back(), plan.options.fork);
 }
 
 std::span<std::byte> HostSink::host(uint32_t buffer) noexcept {

@@ -190,7 +190,7 @@ def make_layout(recipe: Recipe, *, shardings: Sequence[tuple[Sequence[int], Sequ
         sharding_of: for each target the index of its sharding.
     """
 
-def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'argument') -> Plan:
+def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'argument', fork: str = 'excluded') -> Plan:
     """
     Who reads what and what every rank will hold.
 
@@ -207,6 +207,7 @@ def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ra
         caller_sends: whether bytes are exchanged by the caller's own means.
         budget: host memory per node; None: no verdict.
         budget_source: what to call the budget where it is too small.
+        fork: what forked children find of the shards: excluded, shared or inherited (docs/forks.md).
 
     Raises:
         BudgetError: it does not fit; says by how much and who holds most.
@@ -254,6 +255,35 @@ def charge_init(ledger: Ledger, bytes: int) -> object:
     """
     Zeroed memory for tensors that a model makes itself; given back when it dies.
     """
+
+class Exclusion:
+    """
+    Keeps whole pages of somebody else's memory out of forks.
+
+    Args:
+        address, bytes: of the pages; they stay mapped until `undo`.
+
+    Raises:
+        BudgetError: the kernel refuses, as for a driver's memory.
+    """
+
+    def __init__(self, address: int, bytes: int) -> None: ...
+
+    def undo(self) -> None:
+        """
+        Children inherit the pages again. Where this process is a child that lacks them, zero pages take their place.
+        """
+
+def is_excluded_here(address: int) -> bool:
+    """
+    Whether this process lacks the memory there because it was forked without it.
+    """
+
+def has_exclusions_here() -> bool:
+    """Whether there is any memory that this process was forked without."""
+
+def require_fork(fork: str) -> None:
+    """UsageError where it is not excluded, shared or inherited."""
 
 class Board:
     """
@@ -325,13 +355,14 @@ class AdamW:
         pin, unpin: called with address and bytes of each arena that a device touches; None: nothing
             is pinned.
         pin_limit: bytes that the process may still lock; None: no limit.
+        fork: what forked children find of the state: excluded, shared or inherited.
 
     Raises:
         BudgetError: ledger or pin_limit don't suffice; before a page is touched.
         UsageError: shards, options and format don't go together.
     """
 
-    def __init__(self, shards: Sequence[tuple[str, Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, ledger: Ledger, seed: int = 0, threads: int = 0, slots: int = 0, pin: object | None = None, unpin: object | None = None, pin_limit: int | None = None) -> None: ...
+    def __init__(self, shards: Sequence[tuple[str, Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, ledger: Ledger, seed: int = 0, threads: int = 0, slots: int = 0, pin: object | None = None, unpin: object | None = None, pin_limit: int | None = None, fork: str = 'excluded') -> None: ...
 
     def set_options(self, group: int, options: AdamOptions) -> None:
         """For the steps to come."""
@@ -407,7 +438,7 @@ class AdamW:
         state and master: of values with their global indices, to be added up over ranks modulo 2^64.
         """
 
-def adamw_footprint(shards: Sequence[tuple[str, Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, slots: int = 0, threads: int = 1) -> dict:
+def adamw_footprint(shards: Sequence[tuple[str, Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, slots: int = 0, threads: int = 1, fork: str = 'excluded') -> dict:
     """What AdamW of these will charge, in bytes by purpose."""
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -34,6 +34,7 @@ def make_plan(
     staging: Size | None = None,
     baseline: Size | None = None,
     budget: Size | None = None,
+    fork: str = "excluded",
 ) -> Plan:
     """Who reads what, and what every rank will hold. Touches nothing.
 
@@ -46,6 +47,8 @@ def make_plan(
         staging: bytes per rank, committed whole; None: 8 MiB, less where a budget needs it.
         baseline: what a rank process holds before the load; None: 2 MiB.
         budget: host memory per node, bytes or "1.5GiB"; None: no verdict.
+        fork: what forked children find of the shards: "excluded" (nothing: who reads is ended by
+            SIGSEGV), "shared" (live values) or "inherited" (copies, which are promised).
 
     Raises:
         BudgetError: it does not fit; says by how much and who holds most.
@@ -64,6 +67,7 @@ def make_plan(
         staging=staging,
         baseline=baseline,
         budget=budget,
+        fork=fork,
     )
 
 

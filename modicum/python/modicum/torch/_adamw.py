@@ -22,6 +22,7 @@ from modicum.torch._binding import (
     refuse_repeated,
 )
 from modicum.torch._bound import MOMENTS, Bound
+from modicum.torch._forks import require_fork
 from modicum.torch._parts import Part, global_sum, largest
 from modicum.torch._state_dicts import is_noted, merged_groups, saved_values
 from modicum.torch._states import is_own_master, options_of, require_seed
@@ -76,6 +77,8 @@ class AdamW(torch.optim.Optimizer):
         ledger: what is taken is charged to it; None: a new one.
         pin: whether what a device would touch is pinned, by CUDA's runtime, at its exact size; or
             whatever has cudaHostRegister and cudaHostUnregister.
+        fork: what forked children find of the state: "excluded", "shared" or "inherited" (charged
+            twice), as of `modicum.torch.load`.
 
     Attributes:
         skipped_steps: steps that a gradient which was not finite has left out.
@@ -109,6 +112,7 @@ class AdamW(torch.optim.Optimizer):
         seed: int = 0,
         ledger: _modicum.Ledger | None = None,
         pin: Any = False,
+        fork: str = "excluded",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -123,12 +127,13 @@ class AdamW(torch.optim.Optimizer):
             "differentiable": differentiable,
             "fused": fused,
         }
+        require_fork(fork)
         super().__init__(params, defaults)
         self.state_format, self.semantics, self.seed = state_format, semantics, require_seed(seed)
         self.bias_correction = bias_correction
         self.ledger = ledger or _modicum.Ledger()
         self.skipped_steps = 0
-        self._pin = pin
+        self._pin, self._fork = pin, fork
         self._max_norm: float | None = None
         self._has_loaded = self._has_warned = False
         self._is_first = True
@@ -148,7 +153,7 @@ class AdamW(torch.optim.Optimizer):
             options = [self._options(group) for group in self.param_groups]
             self._bound = Bound(
                 parts, self.param_groups, options=options, state_format=self.state_format,
-                ledger=self.ledger, seed=self.seed, pin=self._pin,
+                ledger=self.ledger, seed=self.seed, pin=self._pin, fork=self._fork,
             )  # fmt: skip
             hooks = Hooks(parts)
             self._unhook = weakref.finalize(self, hooks.remove)

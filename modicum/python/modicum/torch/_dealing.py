@@ -190,6 +190,7 @@ class Dealing(_Walk):
         staging: int | str | None,
         ledger: _modicum.Ledger | None,
         budget: int | str | None,
+        fork: str,
     ) -> None:
         for target in self.targets:
             name = target["name"]
@@ -197,7 +198,7 @@ class Dealing(_Walk):
                 dtype, shape = self.dtypes[name], tuple(target["shape"])
                 cuts = _cut(dtype, shape)[1]
                 self.pieces += [_Piece(name, at, part, dtype) for at, part in cuts]
-        super().make_plan(strategy, staging, ledger, budget)
+        super().make_plan(strategy, staging, ledger, budget, fork)
         if not self.pieces:
             return
         if len(self.plan.exchange_group(0)) > 1:

@@ -11,6 +11,7 @@ from torch import nn
 from modicum._walk import require_check
 from modicum.errors import refusal
 from modicum.torch._dealing import Dealing, State
+from modicum.torch._forks import require_fork
 from modicum.torch._group import Ranks
 
 __all__ = ["fsdp2_load_full_state_dict"]
@@ -30,8 +31,9 @@ _OPTIONS: dict[str, Any] = {
     "progress": True,
     "seed": 0,
     "staging": None,
+    "fork": "excluded",
 }
-_WITH_DICT = {"ledger", "progress"}  # rank 0 has the whole model: no budget says anything
+_WITH_DICT = {"ledger", "progress", "fork"}  # rank 0 has the whole model: no budget says anything
 
 
 @overload
@@ -94,7 +96,7 @@ def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
             keeps its values. None, the default, is True; with an accelerator such names are dropped
             in any case. Of dicts only.
         **options: with a path those of `modicum.torch.load`: dtype, missing, unexpected, budget,
-            strategy, seed and so on, with its defaults. With a dict: ledger, progress.
+            strategy, seed, fork and so on, with its defaults. With a dict: ledger, progress, fork.
 
     Returns:
         The model.
@@ -157,6 +159,7 @@ def _fill(
         raise TypeError(f"fsdp2_load_full_state_dict: unknown argument '{unknown[0]}'")
     how |= options
     require_check(how["check"])
+    require_fork(how["fork"])
     with Ranks.of_world().together() as ranks:
         if not is_path and not isinstance(full, (Mapping, type(None))):
             got = type(full).__name__
@@ -167,7 +170,7 @@ def _fill(
         walk.level()
         walk.read_source(full if is_path else None)
         walk.make_recipe(how["dtype"], how["keep_fp32"], how["missing"], how["unexpected"])
-        walk.make_plan(how["strategy"], how["staging"], how["ledger"], how["budget"])
+        walk.make_plan(how["strategy"], how["staging"], how["ledger"], how["budget"], how["fork"])
         if how["check"] and walk.pieces:
             what = "check='values' where ranks have other buffers than rank 0"
             raise refusal("UNSUPPORTED", what)

@@ -19,6 +19,7 @@ from modicum.errors import refusal
 from modicum.recipes import Recipe, Rule, recipe_for
 from modicum.torch._cpus import cpus_of_rank
 from modicum.torch._emptied import Emptied
+from modicum.torch._forks import require_fork
 from modicum.torch._fsdp import (
     check_pinning,
     check_replaceable,
@@ -58,6 +59,7 @@ def load(
     seed: int = 0,
     staging: Size | None = None,
     buffers: str | None = None,
+    fork: str = "excluded",
 ) -> Report:
     """Loads a checkpoint into a model built under `empty_parameters()`, sharded or not.
 
@@ -76,8 +78,7 @@ def load(
         ledger: whose limit is the node's host memory, and which shows parameters; None: a new one.
         budget: host memory per node, bytes or text ("200GiB"), the processes themselves included;
             "none": no limit; None: the ledger's limit, or what the cgroup and the node leave.
-        strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank; the
-            same bits by all of them.
+        strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
         dtype: torch.float32, bfloat16 or float16 for all that transformers' `from_pretrained` would
             load so; None: each parameter's own.
         keep_fp32: a regular expression; names that it matches are loaded as float32.
@@ -85,12 +86,12 @@ def load(
             "init": made by the model's own rule, the same bits at any world size; or patterns of
             names to be made so, or rules by pattern ("zeros", "ones", ("normal", std), "model").
         unexpected: of stored names that the model lacks: "error", "ignore", or patterns to drop.
-        check: None, or "values": poison the memory first and compare every value afterwards with a
-            second reading.
+        check: None, or "values": poison first, then compare every value with a second reading.
         progress: whether rank 0 draws a bar on stderr.
         seed: of what is initialised.
         staging: host memory of each rank that bytes stream through; None: 8 MiB, less where the
             budget needs it.
+        fork: "excluded", "shared" or "inherited": what forked children find (docs/forks.md).
 
     Returns:
         The same report on every rank: promised, held and unexplained bytes of each.
@@ -102,11 +103,12 @@ def load(
             it began. After an error the model's parameters are on meta, as before.
     """
     require_check(check)
+    require_fork(fork)
     with Ranks.of_world().together() as ranks:
         walk = _Walk(model, ranks, seed, emptied=Emptied(model, buffers, ranks, seed))
         walk.read_source(source)
         walk.make_recipe(dtype, keep_fp32, "init" if source is None else missing, unexpected)
-        walk.make_plan(strategy, staging, ledger, budget)
+        walk.make_plan(strategy, staging, ledger, budget, fork)
         if ranks.rank == 0:
             print(f"modicum: {walk.headline()}", file=sys.stderr)
         return walk.load(check, progress)
@@ -225,6 +227,7 @@ class _Walk:
         staging: Size | None,
         ledger: _modicum.Ledger | None,
         budget: Size | None,
+        fork: str,
     ) -> None:
         if self.ranks.ranks_per_node is None and strategy == "node-reader":
             what = "node-reader needs nodes of as many ranks each, which follow each other"
@@ -244,6 +247,7 @@ class _Walk:
             caller_sends=True,
             budget=self.budget,
             budget_source=self.budget_source,
+            fork=fork,
         )
         self.buffers = self.plan.buffers(self.ranks.rank)
         self._check_local_shapes()

@@ -1,22 +1,19 @@
 """`protect`: buffers that others have allocated, left out of forks."""
 
-import ctypes
 import mmap
-import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from modicum import _modicum
 from modicum._holders import WEIGHTS, Holding, holdings, stepping
-from modicum.errors import refusal
+from modicum.errors import BudgetError, refusal
 from modicum.torch._adamw import AdamW
 
 __all__ = ["Protected", "Protection", "protect"]
 
 _PAGE_BYTES = mmap.PAGESIZE
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @dataclass(frozen=True)
@@ -63,11 +60,14 @@ class Protection:
                 self._add(_protectable(alive))
 
     def undo(self) -> None:
-        """Children that are forked from now on inherit everything again."""
+        """Children that are forked from now on inherit everything again. A child that was forked
+        before still lacks it."""
         for hook in self._hooks:
             hook.remove()
-        for _, undone in self._done.values():
-            undone()
+        for (begin, _), (_, undone) in self._done.items():
+            # A child that lacks the pages would read zeros.
+            if not _modicum.is_excluded_here(_first_page(begin)):
+                undone()
         self._hooks, self._done, self._sources = [], {}, []
 
     def __str__(self) -> str:
@@ -79,14 +79,15 @@ class Protection:
             known = self._done.get((of.begin, of.end))
             if known is not None and known[1].alive:
                 continue
-            begin = -(-of.begin // _PAGE_BYTES) * _PAGE_BYTES
+            begin = _first_page(of.begin)
             size = max(0, of.end // _PAGE_BYTES * _PAGE_BYTES - begin)
-            if size > 0 and _madvise(begin, size, mmap.MADV_DONTFORK) != 0:
-                size = 0  # such as memory of a driver's
+            exclusion = _exclude(begin, size)
+            size = size if exclusion else 0
             left = of.end - of.begin - size
-            # Memory that is freed may go to anyone, whose children must find it.
+            # Memory that is freed may go to anyone: the children of this process must find it, and
+            # a child that has only the reservation gets pages again.
             storage = of.tensor.untyped_storage()
-            undone = weakref.finalize(storage, _inherit, os.getpid(), begin, size)
+            undone = weakref.finalize(storage, _inherit, exclusion)
             undone.atexit = False
             self._done[of.begin, of.end] = (Protected(of.owner, of.name, size, left), undone)
 
@@ -112,15 +113,17 @@ def protect(*sources: Any) -> Protection:
     forked: copies that children hold already stay. What is made later (DeepSpeed's moments are, at
     the first step) is protected at the end of the step that made it. Calling it twice is harmless.
 
-    A child that reads or writes a protected page dies of SIGSEGV. Workers of a data loader never
-    do, nor does a program that the child starts; a child that trains on would. Linux; on Python
-    3.14 and later, data loaders fork only if asked to (`multiprocessing_context="fork"`).
+    A child that uses a protected tensor gets a `UsageError`; what reads the memory past torch's
+    functions ends the child with SIGSEGV, and never finds anything else there. Workers of a data
+    loader do neither, nor does a program that the child starts; a child that trains on would.
+    Linux; on Python 3.14 and later, data loaders fork only if asked to
+    (`multiprocessing_context="fork"`).
 
     Args:
         sources: an engine of DeepSpeed's (ZeRO-1 or ZeRO-2 with `offload_optimizer`, tested with
             0.19.8; its private attributes are looked for, and refused by name where missing), an
             optimizer of torch's (its state and gradients), tensors, or a mapping of names to them.
-            Modicum's own AdamW is left as it is: forks don't inherit its memory anyway.
+            Modicum's own AdamW is left as it is: its `fork=` says what children find.
 
     Returns:
         What is protected and what is not: only whole pages can be, so that up to two pages of each
@@ -143,7 +146,18 @@ def _protectable(source: Any) -> Iterator[Holding]:
     return (of for of in holdings(source) if of.owner != WEIGHTS)
 
 
-def _inherit(pid: int, begin: int, size: int) -> None:
-    """Undoes it. In a forked child there is nothing to undo."""
-    if size > 0 and os.getpid() == pid:
-        _madvise(begin, size, mmap.MADV_DOFORK)
+def _first_page(begin: int) -> int:
+    return -(-begin // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _exclude(begin: int, size: int) -> _modicum.Exclusion | None:
+    """None where no page is its alone, or the kernel refuses, as of a driver's memory."""
+    try:
+        return _modicum.Exclusion(begin, size) if size > 0 else None
+    except BudgetError:
+        return None
+
+
+def _inherit(exclusion: _modicum.Exclusion | None) -> None:
+    if exclusion is not None:
+        exclusion.undo()

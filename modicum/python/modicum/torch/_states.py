@@ -72,6 +72,8 @@ def make_states(
     ledger: _modicum.Ledger,
     seed: int,
     pin: Any,
+    *,
+    fork: str,
 ) -> dict[str, _modicum.AdamW]:
     """Says in each part which state is its. bfloat16 parameters have `state_format`, others fp32;
     those on a device have states of their own, one for each dtype."""
@@ -91,7 +93,9 @@ def make_states(
         part.shard = len(of_state)
         of_state.append((part.name, part.runs, part.group, master, out))
         slots = 0 if part.on_host else SLOTS
-        made_with[part.state] = {"format": part.format, "slots": slots, "threads": threads}
+        made_with[part.state] = {
+            "format": part.format, "slots": slots, "threads": threads, "fork": fork,
+        }  # fmt: skip
     needed: Counter[str] = Counter()  # all states or none
     for key, of in shards.items():
         needed.update(_modicum.adamw_footprint(of, options, **made_with[key]))

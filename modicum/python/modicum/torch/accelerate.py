@@ -46,6 +46,7 @@ from modicum.torch._accelerate import (
     with_real_adapters,
 )
 from modicum.torch._empty import empty_parameters
+from modicum.torch._forks import require_fork
 from modicum.torch._load import load
 from modicum.torch._names import canonical
 from modicum.torch._rebinding import rebinding
@@ -68,13 +69,13 @@ def loading(
     progress: bool = True,
     seed: int = 0,
     staging: int | str | None = None,
+    fork: str = "excluded",
 ) -> Iterator["Loading"]:
     """Within it a script of accelerate or Trainer with FSDP2 takes each rank's own bytes only. The
     values are those that accelerate would bring, bit for bit.
 
     It has to last until `prepare` or `Trainer.train` is through. Every rank enters it alike, and
-    one thread uses it. Of contexts within each other, the innermost one builds. Environment
-    variables are neither needed nor changed.
+    one thread uses it. Of contexts within each other, the innermost one builds.
 
     Args:
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
@@ -95,6 +96,7 @@ def loading(
         seed: of what is initialised; 0 by default.
         staging: host memory of each rank that bytes stream through, bytes or text; None (default):
             8 MiB, less where the budget needs it.
+        fork: "excluded" (default), "shared" or "inherited": as of `modicum.torch.load`.
 
     Yields:
         A `Loading`, whose `report` is there after `prepare`.
@@ -102,19 +104,19 @@ def loading(
     Raises:
         UsageError: at once for an accelerate or transformers that lacks what is known of it (tested
             with accelerate 1.15.0, transformers 5.23.0, peft 0.21.2). Later for whatever is not
-            FSDP2, and wherever values would get lost or empty parameters be used; docs/torch.md
-            has the list.
+            FSDP2, and wherever values would get lost or empty parameters be used.
         BudgetError, FormatError, IntegrityError, IoError, PeerError: from `prepare`, as from
             `modicum.torch.load`.
     """
     require_check(check)
+    require_fork(fork)
     if not _active and (reason := probe()):
         what = f"these accelerate and transformers are not known: {reason}"
         raise refusal("UNSUPPORTED", what)
     one = Loading(
         None if source is None else Path(source),
         dict(
-            budget=budget, ledger=ledger, strategy=strategy, missing=missing,
+            budget=budget, ledger=ledger, strategy=strategy, missing=missing, fork=fork,
             unexpected=unexpected, check=check, progress=progress, seed=seed, staging=staging,
         ),
     )  # fmt: skip

@@ -1,0 +1,144 @@
+#include "modicum/memory/exclusion.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <memory>
+#include <utility>
+
+#include "modicum/memory/commit.h"
+
+namespace modicum {
+
+// A row of the table. `begin` is published last and withdrawn first, so that a fork at any moment
+// finds a whole row or none.
+struct ExcludedRange {
+  static constexpr uintptr_t kFree = 0;
+  static constexpr uintptr_t kClaimed = 1;
+
+  std::atomic<uintptr_t> begin{kFree};
+  std::atomic<size_t> size{0};
+  std::atomic<bool> is_reservation{false};  // here: this process was forked since
+
+  bool is_live() const noexcept { return begin.load(std::memory_order_acquire) > kClaimed; }
+  void* address() const noexcept {
+    return reinterpret_cast<void*>(begin.load(std::memory_order_acquire));
+  }
+};
+
+namespace {
+
+// Blocks are added and never taken away: whoever walks them needs no lock.
+struct Block {
+  std::array<ExcludedRange, 64> rows;
+  std::atomic<Block*> next{nullptr};
+};
+
+Block first_block;
+std::atomic<bool> has_reservations{false};
+
+template <typename Function>
+void for_each_live_range(const Function& function) noexcept {
+  for (Block* block = &first_block; block != nullptr; block = block->next) {
+    for (ExcludedRange& row : block->rows) {
+      if (row.is_live()) function(row);
+    }
+  }
+}
+
+// In the child, before fork() returns: calls nothing that could need a lock.
+void reserve_ranges() noexcept {
+  const int error = errno;
+  for_each_live_range([](ExcludedRange& row) {
+    if (row.is_reservation) return;  // of this process already, and inherited as what it is
+    // Where another library's handler has mapped something there first, that stays; ours is still
+    // known to be no memory of this process.
+    static_cast<void>(::mmap(row.address(), row.size, PROT_NONE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1,
+                             0));
+    row.is_reservation = true;
+    has_reservations = true;
+  });
+  errno = error;
+}
+
+// When the program starts, so that no mapping can come before it.
+[[maybe_unused]] const int kIsRegistered = ::pthread_atfork(nullptr, nullptr, reserve_ranges);
+
+Block* block_after(Block& block) {
+  if (Block* const next = block.next) return next;
+  auto made = std::make_unique<Block>();
+  Block* expected = nullptr;
+  if (!block.next.compare_exchange_strong(expected, made.get())) return expected;
+  return made.release();
+}
+
+ExcludedRange* claim_row() {
+  for (Block* block = &first_block;; block = block_after(*block)) {
+    for (ExcludedRange& row : block->rows) {
+      uintptr_t expected = ExcludedRange::kFree;
+      if (row.begin.compare_exchange_strong(expected, ExcludedRange::kClaimed)) return &row;
+    }
+  }
+}
+
+}  // namespace
+
+// In the table before the kernel leaves it out: a fork in between finds the pages still inherited,
+// which nobody has been given yet; the other way round it would find a hole.
+Exclusion::Exclusion(std::span<std::byte> range) : row_(claim_row()) {
+  row_->size = range.size();
+  row_->is_reservation = false;
+  row_->begin.store(reinterpret_cast<uintptr_t>(range.data()), std::memory_order_release);
+  if (::madvise(range.data(), range.size(), MADV_DONTFORK) == 0) return;
+  const int error = errno;
+  end();
+  fail_to_commit(error, range.size());
+}
+
+Exclusion::Exclusion(Exclusion&& other) noexcept : row_(std::exchange(other.row_, nullptr)) {}
+
+Exclusion& Exclusion::operator=(Exclusion&& other) noexcept {
+  if (this == &other) return *this;
+  end();
+  row_ = std::exchange(other.row_, nullptr);
+  return *this;
+}
+
+Exclusion::~Exclusion() { end(); }
+
+void Exclusion::end() noexcept {
+  ExcludedRange* const row = std::exchange(row_, nullptr);
+  if (row != nullptr) row->begin.store(ExcludedRange::kFree, std::memory_order_release);
+}
+
+void Exclusion::undo() noexcept {
+  if (row_ == nullptr) return;
+  void* const begin = row_->address();
+  const size_t size = row_->size;
+  if (row_->is_reservation) {
+    static_cast<void>(::mmap(begin, size, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0));
+  } else {
+    static_cast<void>(::madvise(begin, size, MADV_DOFORK));
+  }
+  end();
+}
+
+bool is_excluded_here(const void* address) noexcept {
+  if (!has_reservations) return false;
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  bool found = false;
+  for_each_live_range([&](const ExcludedRange& row) {
+    const uintptr_t begin = row.begin;
+    found = found || (row.is_reservation && at >= begin && at - begin < row.size);
+  });
+  return found;
+}
+
+bool has_exclusions_here() noexcept { return has_reservations; }
+
+}  // namespace modicum

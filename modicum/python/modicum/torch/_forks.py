@@ -1,0 +1,117 @@
+"""Memory that this process was forked without: whoever uses it gets an error that says so.
+
+What Modicum takes with `fork="excluded"` is not in forked children; its range stays reserved there,
+without access. A tensor knows nothing of that, nor does any view, `.data` or state dict that was
+made before the fork. So a child that lacks such memory runs under a mode of torch's which looks at
+the address of every tensor that a torch function is called with. The parent, and children that lack
+nothing, have no such mode.
+
+The mode belongs to the thread that was forked. What does not pass through torch's functions (NumPy
+views made before the fork, compiled code, threads that the child starts) is not seen; there the
+kernel ends the child with SIGSEGV, and nothing is ever read.
+"""
+
+import mmap
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _pop_mode, _push_mode
+
+from modicum import _modicum
+from modicum.errors import refusal
+
+__all__ = ["require_fork"]
+
+# What can be asked of a tensor without its memory; functions and properties by their names.
+_METADATA = frozenset(
+    "__hash__ __len__ _backward_hooks _base _grad _is_view _version device dim dtype element_size "
+    "get_device grad grad_fn has_names is_complex is_contiguous is_conj is_cpu is_cuda "
+    "is_floating_point is_inference is_leaf is_meta is_mkldnn is_neg is_nested is_quantized "
+    "is_signed is_sparse is_sparse_csr is_xla itemsize layout name names nbytes ndim ndimension "
+    "nelement numel output_nr register_hook register_post_accumulate_grad_hook requires_grad "
+    "requires_grad_ retains_grad shape size storage_offset stride".split()
+)
+_PAGE_BYTES = mmap.PAGESIZE
+_ACCESSORS = ("__get__", "__set__", "__delete__")
+
+
+def require_fork(fork: str) -> None:
+    """Refuses a `fork=` that there is none of."""
+    if not isinstance(fork, str):
+        expected = "excluded, shared or inherited"
+        raise refusal("USAGE", "unknown fork", expected=expected, got=repr(fork))
+    _modicum.require_fork(fork)
+
+
+class _Guard(TorchFunctionMode):
+    """Refuses torch functions over memory that this process was forked without."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = _lacking(args) or _lacking(kwargs.values())
+        if found and _name_of(func) not in _METADATA:
+            tensor = found[0]
+            raise refusal(
+                "UNSUPPORTED",
+                "this tensor's memory was left out when the process was forked "
+                '(fork="excluded"): load the model, and make AdamW, with fork="shared" to use '
+                "live values in forked children",
+                got=f"{_name_of(func)} of {tensor.dtype} {list(tensor.shape)}",
+            )
+        return func(*args, **kwargs)
+
+
+def _name_of(func: Callable) -> str:
+    name = getattr(func, "__name__", "")
+    return getattr(getattr(func, "__self__", None), "__name__", "") if name in _ACCESSORS else name
+
+
+def _lacking(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The first tensor among them whose memory is not here; or none."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if _is_lacking(value):
+                return [value]
+        elif isinstance(value, (list, tuple)):
+            if found := _lacking(value):
+                return found
+        elif isinstance(value, Mapping) and (found := _lacking(value.values())):
+            return found
+    return []
+
+
+def _is_lacking(tensor: torch.Tensor) -> bool:
+    """Whether its storage is not here, or not all of it: of other allocators' memory only the pages
+    in its middle can be left out."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+    if tensor.device.type != "cpu":
+        return False
+    try:
+        storage = tensor.untyped_storage()
+        begin, size = storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # fake, sparse, or made of other tensors
+        return False
+    page = -(-begin // _PAGE_BYTES) * _PAGE_BYTES
+    is_excluded = _modicum.is_excluded_here
+    return is_excluded(begin) or (page < begin + size and is_excluded(page))
+
+
+def _guard_child() -> None:
+    """After a fork, in the child. Below the modes that are there, whose contexts will pop them."""
+    if not _modicum.has_exclusions_here():
+        return
+    if any(isinstance(mode, _Guard) for mode in _get_current_function_mode_stack()):
+        return  # of this process's parent, which is a child itself
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    for mode in [_Guard(), *reversed(modes)]:
+        _push_mode(mode)
+
+
+os.register_at_fork(after_in_child=_guard_child)

@@ -1,0 +1,467 @@
+"""What forked children find of parameters and optimizer state, by each value of `fork=`.
+
+House test. It catches these mutations: a hole in the child that a later mapping fills, which is
+read as the parameter; a child that dies of a signal because it used a parameter; a value of
+`fork=` that does not reach the memory; copies that nobody has promised.
+"""
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import save_file  # noqa: E402  (after torch is known to be there)
+from sharding import playing_new_rank  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
+
+import modicum.torch  # noqa: E402
+from modicum.torch.accelerate import loading  # noqa: E402
+from modicum.errors import BudgetError, Error, UsageError  # noqa: E402
+
+pytestmark = pytest.mark.alone  # forks, and measures what this process and its children hold
+
+# A forked child has none of its parent's threads: OpenMP's would be waited for in vain.
+torch.set_num_threads(1)
+
+ROWS, COLUMNS = 4096, 64
+LR = 1e-4
+MIB = 1 << 20
+WORDS = 'fork="excluded"'
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(ROWS, COLUMNS)
+        self.head = nn.Linear(COLUMNS, 8, bias=False)
+
+
+@pytest.fixture(scope="module")
+def values() -> dict[str, Any]:
+    """None is near 0, which is what pages that nobody has written would have."""
+    torch.manual_seed(1)
+    shapes = {"embed.weight": (ROWS, COLUMNS), "head.weight": (8, COLUMNS)}
+    return {name: torch.rand(shape) + 1 for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def directory(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("forked")
+    save_file(values, folder / "model.safetensors")
+    return folder
+
+
+def loaded(directory: Path, *, sharded: bool = False, **options: Any) -> Any:
+    with modicum.torch.empty_parameters():
+        model = Model()
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
+    modicum.torch.load(model, directory, progress=False, **{"budget": "none"} | options)
+    return model
+
+
+class Trainer:
+    """Steps of about LR each, downwards."""
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        self.parameters = list(model.parameters())
+        self.gradients = [torch.ones_like(parameter) for parameter in self.parameters]
+        named = list(model.named_parameters())
+        self.optimizer = modicum.torch.AdamW(named, lr=LR, weight_decay=0, **options)
+        self.steps = 0
+
+    def step(self) -> None:
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient.detach()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+
+
+# ---- children
+
+
+def in_child(act: Callable[[], Any]) -> Callable[[], Any]:
+    """Forks; what is returned waits for the child and gives what `act` gave there, the error that
+    it raised, or the signal that ended it."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(read)
+            try:
+                answer: Any = act()
+            except Exception as error:
+                answer = (type(error).__name__, str(error), isinstance(error, Error))
+            os.write(write, pickle.dumps(answer))
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(write)
+
+    def wait() -> Any:
+        with os.fdopen(read, "rb") as pipe:
+            answer = pipe.read()
+        status = os.waitpid(pid, 0)[1]
+        if os.WIFSIGNALED(status):
+            return signal.Signals(os.WTERMSIG(status))
+        assert status == 0 and answer, "the child has not said anything"
+        return pickle.loads(answer)
+
+    return wait
+
+
+def map_memory() -> list[Any]:
+    """Of the sizes that would fit into a hole, and full of something else."""
+    sizes = [1024, ROWS * COLUMNS, ROWS * COLUMNS + 2048, 1 << 19]
+    return [torch.full((size,), 1e6) for _ in range(25) for size in sizes]
+
+
+def local_of(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def reads_of(model: Any) -> dict[str, Callable[[], Any]]:
+    """Of embed.weight, as many rows as there are; also by what was taken of it before the fork."""
+    weight = model.embed.weight
+    before = weight.detach(), weight.data, model.state_dict()["embed.weight"]
+    rows = torch.arange(ROWS)
+    reads = {
+        "clone": lambda: local_of(weight).clone(),
+        "detach": lambda: local_of(before[0]) + 0.0,
+        "data": lambda: torch.cat([local_of(before[1])]),
+        "state dict": lambda: local_of(before[2]).to(torch.float64).float(),
+        "numpy": lambda: torch.from_numpy(local_of(weight).detach().numpy().copy()),
+        "list": lambda: torch.tensor(local_of(weight).tolist()),
+        "local": lambda: getattr(weight, "_local_tensor", weight).mul(1.0),
+        "lookup": lambda: nn.functional.embedding(rows, local_of(weight)),
+        "forward": lambda: model.embed(rows) if model.embed.weight is weight else None,
+    }
+    if hasattr(weight, "to_local"):
+        del reads["forward"]  # gathers, which is the ranks' together
+    return reads
+
+
+def is_right(got: Any, expected: Any, steps: int) -> bool:
+    """Of some moment since the load, within the steps that were made meanwhile."""
+    gone = expected - got.detach()
+    return bool((gone >= -1e-6).all() and (gone <= 1.01 * LR * steps + 1e-6).all())
+
+
+def children_while_stepping(model: Any, trainer: Trainer, expected: Any, count: int) -> list[Any]:
+    """What children answer, each by another way of reading, half of them with memory of their own.
+    The parent steps all the time."""
+    reads = list(reads_of(model).values())
+    answers = []
+    for index in range(count):
+        read, maps = reads[index // 2 % len(reads)], index % 2 == 1
+        # The child may see values of steps that its parent makes while it reads.
+        bound = trainer.steps + 50
+
+        def act(read: Any = read, maps: bool = maps, bound: int = bound) -> bool:
+            own = map_memory() if maps else []
+            return is_right(read(), expected, bound) and len(own) >= 0
+
+        wait = in_child(act)
+        trainer.step()
+        answers.append(wait())
+    return answers
+
+
+@contextmanager
+def world(sharded: bool) -> Iterator[None]:
+    """A process group of one, where the model is cut by FSDP2."""
+    if not sharded:
+        yield
+        return
+    with playing_new_rank(0, 1):
+        yield
+
+
+@pytest.mark.parametrize("sharded", (False, True), ids=("plain", "FSDP2"))
+@pytest.mark.parametrize(
+    ("fork", "count"), (("excluded", 100), ("shared", 20), ("inherited", 20))
+)
+def test_children_read_right_or_are_told(
+    directory: Path, values: dict[str, Any], fork: str, count: int, sharded: bool
+) -> None:
+    with world(sharded):
+        model = loaded(directory, sharded=sharded, fork=fork)
+        trainer = Trainer(model, fork=fork)
+        answers = children_while_stepping(model, trainer, values["embed.weight"], count)
+    if fork != "excluded":
+        assert answers == [True] * count
+        return
+    for answer in answers:
+        assert isinstance(answer, tuple), f"a child was not told: {answer!r}"
+        name, words, is_ours = answer
+        assert (name, is_ours) == ("UsageError", True) and WORDS in words, words
+        assert 'fork="shared"' in words and f"[{ROWS}, {COLUMNS}]" in words, words
+
+
+# ---- excluded
+
+
+def test_what_needs_no_memory_works_in_a_child(directory: Path) -> None:
+    model = loaded(directory)
+
+    def act() -> Any:
+        weight = model.embed.weight
+        weight.requires_grad_(False)
+        own = nn.Linear(3, 3)
+        return (
+            sum(parameter.numel() for parameter in model.parameters()),
+            tuple(weight.shape), str(weight.dtype), weight.requires_grad, weight.grad is None,
+            own(torch.ones(3)).shape[0], len({weight, own.weight}),
+        )  # fmt: skip
+
+    count = (ROWS + 8) * COLUMNS
+    assert in_child(act)() == (count, (ROWS, COLUMNS), "torch.float32", False, True, 3, 2)
+    assert model.embed.weight.requires_grad
+
+
+def test_a_child_can_load_for_itself(directory: Path, values: dict[str, Any]) -> None:
+    model = loaded(directory)
+
+    def act() -> bool:
+        del model.head
+        own = loaded(directory)
+        return bool(torch.equal(own.embed.weight, values["embed.weight"]))
+
+    assert in_child(act)() is True
+    assert torch.equal(model.head.weight, values["head.weight"])
+
+
+def test_a_childs_child_is_told_too(directory: Path) -> None:
+    model = loaded(directory)
+    nested = in_child(lambda: in_child(lambda: model.head.weight.sum().item())())()
+    assert isinstance(nested, tuple) and WORDS in nested[1]
+
+
+def test_a_mode_of_the_callers_ends_as_ever(directory: Path) -> None:
+    """Its context takes the uppermost mode away, which must be its own."""
+    model = loaded(directory)
+    with torch.device("meta"):
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            on_cpu = torch.empty(1).device.type == "cpu"
+            try:
+                model.head.weight.sum()
+            except UsageError:
+                code = 0 if on_cpu else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("act", ("step", "digest", "state_dict"))
+def test_an_optimizer_of_a_child_is_told(directory: Path, act: str) -> None:
+    """With shared parameters, so that it is about the state."""
+    model = loaded(directory, fork="shared")
+    trainer = Trainer(model, state_format="fp32")
+    trainer.step()
+
+    def steps() -> Any:
+        if act == "step":
+            trainer.step()
+        return str(getattr(trainer.optimizer, act if act != "step" else "digest")())
+
+    answer = in_child(steps)()
+    assert isinstance(answer, tuple), answer
+    assert answer[0] == "UsageError" and WORDS in answer[1], answer
+
+
+# ---- shared
+
+
+class Lookups(Dataset):
+    """A dataset that looks rows of an embedding up."""
+
+    def __init__(self, embed: nn.Embedding) -> None:
+        self.embed = embed
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        with torch.no_grad():
+            return self.embed(torch.tensor(index))
+
+
+def batches_of(model: Any, workers: int = 4) -> DataLoader:
+    return DataLoader(
+        Lookups(model.embed), batch_size=4, num_workers=workers, multiprocessing_context="fork"
+    )
+
+
+def test_a_loader_of_four_workers_runs_through_steps(
+    directory: Path, values: dict[str, Any]
+) -> None:
+    model = loaded(directory, fork="shared")
+    trainer = Trainer(model)
+    seen = []
+    for batch in batches_of(model):
+        seen.append(batch)
+        trainer.step()
+    assert trainer.steps == 16
+    assert is_right(torch.cat(seen), values["embed.weight"][:64], trainer.steps)
+
+
+def test_the_same_loader_is_told_by_default(directory: Path) -> None:
+    model = loaded(directory)
+    with pytest.raises(UsageError, match=WORDS):
+        next(iter(batches_of(model, workers=1)))
+
+
+def test_what_a_child_writes(directory: Path) -> None:
+    """Everybody's with `shared`, its own with `inherited`."""
+
+    def write() -> float:
+        with torch.no_grad():
+            model.head.weight[0, 0] = 7.0
+        return model.head.weight[0, 0].item()
+
+    for fork, everybody in (("shared", True), ("inherited", False)):
+        model = loaded(directory, fork=fork)
+        assert in_child(write)() == 7.0
+        assert (model.head.weight[0, 0].item() == 7.0) is everybody
+
+
+def test_shared_memory_outlives_the_parents_tensors(
+    directory: Path, values: dict[str, Any]
+) -> None:
+    """The child reads on after its parent has dropped one parameter and then all of them."""
+    model = loaded(directory, fork="shared")
+    ledger = model.embed.weight  # keeps the rest of the memory
+    read, write = os.pipe()
+
+    def act() -> bool:
+        os.read(read, 1)
+        own = torch.cat([model.embed.weight.reshape(-1), model.head.weight.reshape(-1)])
+        expected = torch.cat([of.reshape(-1) for of in values.values()])
+        return bool(torch.equal(own, expected))
+
+    wait = in_child(act)
+    del model.head
+    del model.embed
+    del ledger
+    os.write(write, b"x")
+    assert wait() is True
+
+
+# ---- what it costs
+
+
+def figures(*pids: int) -> dict[str, int]:
+    """Proportional bytes of these processes together."""
+    held = {"Pss_Anon": 0, "Pss_Shmem": 0}
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            name = line.split(":")[0]
+            if name in held:
+                held[name] += int(line.split()[1]) * 1024
+    return held
+
+
+@contextmanager
+def living_children(count: int) -> Iterator[list[int]]:
+    pids = []
+    for _ in range(count):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600)
+            os._exit(0)
+        pids.append(pid)
+    try:
+        yield pids
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("fork", ("excluded", "shared", "inherited"))
+def test_the_node_holds_what_the_ledger_says(tmp_path: Path, fork: str) -> None:
+    """Before children, with four of them alive, and after everything was written again."""
+    save_file({"weight": torch.rand(1024, 4096)}, tmp_path / "model.safetensors")
+    with modicum.torch.empty_parameters():
+        model = nn.Linear(4096, 1024, bias=False)
+    ledger = modicum.Ledger()
+    before = figures(os.getpid())
+    modicum.torch.load(model, tmp_path, ledger=ledger, budget="none", progress=False, fork=fork)
+    trainer = Trainer(model, ledger=ledger, fork=fork)
+    own = {p: n for p, n in ledger.held.items() if p != "fork"}
+    held = sum(own.values())
+    assert ledger.held.get("fork", 0) == (held - own.get("staging", 0)) * (fork == "inherited")
+    slack = 8 * MIB  # Python writes to its own pages, and children have tables
+    trainer.step()
+    with living_children(4) as pids:
+        time.sleep(0.2)
+        idle = figures(os.getpid(), *pids)
+        for _ in range(2):
+            trainer.step()
+        busy = figures(os.getpid(), *pids)
+    grown = sum(busy.values()) - sum(idle.values())
+    copies = ledger.held.get("fork", 0)
+    assert copies // 2 <= grown + slack and grown <= copies + slack
+    shared = held - own.get("staging", 0) if fork == "shared" else 0
+    assert abs(busy["Pss_Shmem"] - before["Pss_Shmem"] - shared) <= slack
+
+
+def test_copies_are_in_promise_and_budget(directory: Path) -> None:
+    recipe = modicum.make_recipe(modicum.open_checkpoint(directory))
+    layout = modicum.make_layout(recipe, ranks=1)
+    promised, held = {}, {}
+    for fork in ("excluded", "shared", "inherited"):
+        plan = modicum.make_plan(recipe, layout, staging="1MiB", fork=fork)
+        loaded = modicum.load(plan)
+        promised[fork], held[fork] = plan.promised_bytes(0), loaded.ledger.held
+        peak = loaded.ledger.peak_bytes
+        assert peak == plan.ledger_limit_bytes(0), f"{fork}: {peak}"
+    shards = held["excluded"]["shards"]
+    assert promised["shared"] == promised["excluded"]
+    assert shards <= promised["inherited"] - promised["excluded"] <= shards + 8192
+    assert [of.get("fork", 0) for of in held.values()] == [0, 0, shards]
+    budget = promised["inherited"] + (8 << 20)  # the launcher
+    modicum.make_plan(recipe, layout, staging="1MiB", budget=budget, fork="inherited")
+    with pytest.raises(BudgetError) as met:
+        modicum.make_plan(recipe, layout, staging="1MiB", budget=budget - 1, fork="inherited")
+    assert {"purpose": "fork", "bytes": shards} in met.value.owners
+    small = modicum.Ledger(40 * 1024)  # 24 KiB of planes and their copies
+    with pytest.raises(BudgetError, match="AdamW"):
+        modicum.torch.AdamW([nn.Parameter(torch.ones(2048))], ledger=small, fork="inherited")
+    modicum.torch.AdamW([nn.Parameter(torch.ones(2048))], ledger=small)
+
+
+# ---- what is asked for
+
+
+def test_other_words_are_refused_with_the_choices(directory: Path) -> None:
+    with modicum.torch.empty_parameters():
+        model = Model()
+    for call in (
+        lambda fork: modicum.torch.load(model, directory, fork=fork),
+        lambda fork: modicum.torch.AdamW([nn.Parameter(torch.ones(3))], fork=fork),
+        lambda fork: loading(fork=fork).__enter__(),
+        lambda fork: modicum.torch.fsdp2_load_full_state_dict(model, str(directory), fork=fork),
+    ):
+        with pytest.raises(UsageError, match="excluded, shared or inherited.*share") as met:
+            call("share")
+        assert "nearest is 'shared'" in str(met.value)
+        with pytest.raises(UsageError, match="excluded, shared or inherited"):
+            call(None)
+    assert model.head.weight.is_meta
