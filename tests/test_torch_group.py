@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,22 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed as dist
-from worlds import Ended, Told, World
+from worlds import Ended, Told, World, killing
 
 import modicum
 from modicum import _modicum
 from modicum.errors import Error, IoError, PeerError, UsageError
 from modicum.torch import _exchange, _liveness, _store
 from modicum.torch._group import Ranks
-from modicum.torch._liveness import SILENT_LOOKS, Neighbours, Process, nodes_of
-
-pytestmark = pytest.mark.timeout(90)
+from modicum.torch._liveness import LOOK_S, SILENT_LOOKS, Neighbours, Process, nodes_of
 
 ALL_KNOW_S = 10
+
+
+@pytest.fixture(autouse=True)
+def no_world_is_left() -> Iterator[None]:
+    with killing():
+        yield
 
 
 class FakeBoard:
@@ -40,8 +45,10 @@ class FakeBoard:
     def fail(self, what: str, rank: int = -1) -> None:
         self.failures.append((what, rank))
 
-    def load(self, seconds: float = 60) -> None:
+    def load(self, seconds: float = 60, until: Callable[[], bool] = lambda: False) -> None:
         for _ in range(int(seconds * 100)):
+            if until():
+                return
             time.sleep(0.01)
             self.progress += 1000
             if self.failures:
@@ -396,46 +403,70 @@ def test_a_killed_rank_is_named() -> None:
 
 ELSEWHERE = ["a", "b", "c"]
 # What is done to which rank. Rank 0 has the store.
-SLOW = {
+LOST = {
     "is stopped": (2, None),
     "has given no sign of life": (2, ELSEWHERE),
     "which rank 0 has, does not answer": (0, None),
     "which rank 0 has, is lost": (0, ELSEWHERE),
-    "away for 1.5 s": (1, None),
-    "away for 1.5 s with the store": (0, ELSEWHERE),
 }
+STOP_S = 2.5  # two looks of a neighbour fall into it
+TOLERATED_S = (SILENT_LOOKS - 1) * LOOK_S  # the last beat may have been a look earlier
+TRIES = 4
 
 
-def leaving_later(told: Told) -> Any:
-    """A load of 9 s."""
+def loading_until_told(told: Told) -> Any:
     with Ranks.of_world().together() as ranks:
         board = FakeBoard()
         told.ready()
         with ranks.watching(board):
-            board.load(9)
+            board.load(until=told.is_told)
         return "fine"
 
 
 @pytest.fixture(scope="module")
-def slow() -> dict[str, tuple[World, float]]:
-    """What takes long to be noticed, all at once."""
-    worlds = {name: World(leaving_later, 3, hosts=SLOW[name][1]) for name in SLOW}
-    done = {}
-    for name, world in worlds.items():
+def lost() -> Iterator[dict[str, tuple[World, float]]]:
+    """What takes long to be noticed, all at once: each world, and when it lost a rank."""
+    with killing():
+        worlds = {name: World(loading_until_told, 3, hosts=LOST[name][1]) for name in LOST}
+        done = {}
+        for name, world in worlds.items():
+            rank, hosts = LOST[name]
+            world.await_ready()
+            done[name] = world, world.signal(rank, signal.SIGKILL if hosts else signal.SIGSTOP)
+        yield done
+
+
+def stopped_for_s(world: World, rank: int) -> float:
+    """Stops a rank for about STOP_S; for how long it really was."""
+    begin_s = world.signal(rank, signal.SIGSTOP)
+    time.sleep(STOP_S)
+    return world.signal(rank, signal.SIGCONT) - begin_s
+
+
+@pytest.mark.usefixtures("lost")  # which are noticed meanwhile
+@pytest.mark.parametrize(
+    ("rank", "hosts"), [(1, None), (0, ELSEWHERE)], ids=["a rank", "with the store"]
+)
+def test_a_short_stop_is_tolerated(rank: int, hosts: list[str] | None) -> None:
+    """What counts is how long it was: on a busy machine it may be longer than was asked for."""
+    stops_s = []
+    for _ in range(TRIES):
+        world = World(loading_until_told, 3, hosts=hosts)
         world.await_ready()
-        number = signal.SIGKILL if SLOW[name][1] and "away" not in name else signal.SIGSTOP
-        done[name] = world, world.signal(SLOW[name][0], number)
-    time.sleep(1.5)
-    for name, world in worlds.items():
-        if "away" in name:
-            world.signal(SLOW[name][0], signal.SIGCONT)
-    return done
+        stops_s.append(stopped_for_s(world, rank))
+        if stops_s[-1] < TOLERATED_S:
+            time.sleep(LOOK_S)
+            world.tell()
+            assert [one.value for one in world.end().values()] == ["fine"] * 3, stops_s
+            return
+        world.kill()
+    pytest.fail(f"too busy a machine: stops of {STOP_S} s took {stops_s}, not < {TOLERATED_S} s")
 
 
-@pytest.mark.parametrize("name", [name for name in SLOW if "away" not in name])
-def test_a_rank_that_is_gone_or_stopped(slow: dict[str, tuple[World, float]], name: str) -> None:
-    world, since_s = slow[name]
-    culprit = SLOW[name][0]
+@pytest.mark.parametrize("name", LOST)
+def test_a_rank_that_is_gone_or_stopped(lost: dict[str, tuple[World, float]], name: str) -> None:
+    world, since_s = lost[name]
+    culprit = LOST[name][0]
     ended = world.end(without=(culprit,))
     for one in ended.values():
         assert (one.error, one.facts["category"]) == ("PeerError", "PEER")
@@ -443,12 +474,6 @@ def test_a_rank_that_is_gone_or_stopped(slow: dict[str, tuple[World, float]], na
         assert one.facts["culprit_pid"] == world.pid(culprit)
         assert name in one.facts["message"]
     assert slowest_s(ended, since_s) < ALL_KNOW_S
-
-
-@pytest.mark.parametrize("name", [name for name in SLOW if "away" in name])
-def test_a_short_stop_is_tolerated(slow: dict[str, tuple[World, float]], name: str) -> None:
-    ended = slow[name][0].end()
-    assert [one.value for one in ended.values()] == ["fine"] * 3
 
 
 def test_under_torchrun_no_rank_has_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -601,7 +626,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def own_shards(checkpoint: Path) -> list[list[bytes]]:
     """What each rank reads by itself."""
-    ended = World(loading, 4, checkpoint, "own-shard").end()
+    with killing():
+        ended = World(loading, 4, checkpoint, "own-shard").end()
     return [one.value for one in ended.values()]
 
 

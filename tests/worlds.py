@@ -5,17 +5,20 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-PATIENCE_S = 60
+PATIENCE_S = 120  # of a machine that others use too
 PRELOADED = ("torch", "torch.distributed", "modicum.torch._group")
 
 # There is one such server; who says last what it imports first only makes ranks start faster.
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(list(PRELOADED))
+
+_running: set["World"] = set()
 
 
 class Ended(NamedTuple):
@@ -53,6 +56,7 @@ class World:
         method = f"file://{file}" if file else f"tcp://127.0.0.1:{_free_port()}"
         self._pipes = []
         self.processes = []
+        _running.add(self)
         for rank in range(size):
             pipe, theirs = _server.Pipe()
             group = {"init_method": method, "rank": rank, "world_size": size}
@@ -78,14 +82,27 @@ class World:
         os.kill(self.pid(rank), number)
         return time.monotonic()
 
+    def tell(self) -> None:
+        """Lets every rank's `is_told` be true."""
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):  # it has failed, which end() tells
+                pipe.send("go on")
+
     def end(self, without: tuple[int, ...] = ()) -> dict[int, Ended]:
         """How the ranks ended, but for those that were killed or are stopped."""
         try:
             ranks = [rank for rank in range(len(self._pipes)) if rank not in without]
             return {rank: self._ending(rank) for rank in ranks}
         finally:
-            for process in self.processes:
-                process.kill()
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends every rank that still runs or is stopped, and waits for it."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        _running.discard(self)
 
     def _ending(self, rank: int) -> Ended:
         while (message := self._receive(rank)) == "ready":
@@ -97,6 +114,18 @@ class World:
         return self._pipes[rank].recv()
 
 
+@contextmanager
+def killing() -> Iterator[None]:
+    """Kills, at the end, the worlds that were started meanwhile. A rank that is left behind
+    stopped would keep pytest from exiting: multiprocessing waits for its processes."""
+    before = set(_running)
+    try:
+        yield
+    finally:
+        for world in _running - before:
+            world.kill()
+
+
 class Told(NamedTuple):
     """What a rank's function is told."""
 
@@ -106,6 +135,10 @@ class Told(NamedTuple):
     def ready(self) -> None:
         """Lets the test go on."""
         self.pipe.send("ready")
+
+    def is_told(self) -> bool:
+        """True once the test has called `tell`."""
+        return self.pipe.poll()
 
 
 def _be_rank(
