@@ -6,6 +6,8 @@ DIRECTORY is a Hugging Face checkpoint (config.json and safetensors). The same o
 """
 
 import argparse
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -67,6 +69,9 @@ def main() -> None:
         print(report)  # modicum
     train(model, options.steps, device)
     dist.destroy_process_group()
+    # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

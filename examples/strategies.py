@@ -15,6 +15,8 @@ DIRECTORY is a Hugging Face checkpoint. Lines that are Modicum's end in `# modic
 import argparse
 import contextlib
 import hashlib
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,9 @@ def main() -> None:
         print(f"parameters and buffers {done['loaded']}, trained {done['trained']}")
         print(f"losses {done['losses']}")
     dist.destroy_process_group()
+    # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from modicum.errors import refusal
+from modicum.torch._gloo import settled
 from modicum.torch._placements import Meshes, sharding_of
 
 __all__ = ["Part", "global_sum", "local_of", "part_of", "versions_of"]
@@ -213,6 +214,6 @@ def _reduced(mesh: Any, value: float, finite: bool) -> tuple[float, bool]:
     )
     for dim in range(mesh.ndim):
         if mesh.size(dim) > 1:
-            dist.all_reduce(both, group=mesh.get_group(dim))
+            settled(dist.all_reduce, both, group=mesh.get_group(dim))
     value, bad = both.tolist()
     return value, bad == 0

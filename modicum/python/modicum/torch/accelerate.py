@@ -46,6 +46,7 @@ from modicum.torch._accelerate import (
     with_real_adapters,
 )
 from modicum.torch._empty import empty_parameters
+from modicum.torch._gloo import settled
 from modicum.torch._load import load
 from modicum.torch._names import canonical
 from modicum.torch._rebinding import rebinding
@@ -393,7 +394,7 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
     for parameter in model.parameters():
         if not parameter.is_meta:
             value = parameter.detach().to(device).contiguous()
-            torch.distributed.broadcast(value, 0)
+            settled(torch.distributed.broadcast, value, 0)
             parameter.data.copy_(value)
 
 
