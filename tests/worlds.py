@@ -43,14 +43,12 @@ class World:
         size: int,
         *arguments: Any,
         hosts: list[str] | None = None,
-        timeout_s: float = PATIENCE_S,
         file: os.PathLike | None = None,
     ) -> None:
         """
         Args:
             body: is called with a rank's `Told`, and `arguments`.
             hosts: names that the ranks take for their hosts'.
-            timeout_s: of the process group.
             file: where a file is the group's store.
         """
         method = f"file://{file}" if file else f"tcp://127.0.0.1:{_free_port()}"
@@ -62,7 +60,7 @@ class World:
             group = {"init_method": method, "rank": rank, "world_size": size}
             host = hosts[rank] if hosts else None
             process = _server.Process(
-                target=_be_rank, args=(theirs, body, arguments, group, timeout_s, host), daemon=True
+                target=_be_rank, args=(theirs, body, arguments, group, host), daemon=True
             )
             process.start()
             theirs.close()
@@ -146,7 +144,6 @@ def _be_rank(
     body: Callable[..., Any],
     arguments: tuple[Any, ...],
     group: dict[str, Any],
-    timeout_s: float,
     host: str | None,
 ) -> None:
     import torch
@@ -156,7 +153,7 @@ def _be_rank(
     torch.set_num_threads(1)
     if host is not None:
         socket.gethostname = lambda: host
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s), **group)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S), **group)
     try:
         ended = Ended(value=body(Told(group["rank"], pipe), *arguments))
     except BaseException as error:
