@@ -128,10 +128,10 @@ def main() -> None:
     if dist.get_rank() == 0 and loading is not None:
         print(loading.report)
     dist.destroy_process_group()
-    # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
     main()
+    # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
+    sys.stdout.flush()
+    os._exit(0)

@@ -151,10 +151,10 @@ def main() -> None:
     torch.manual_seed(0)
     train(Engine(Options(dtype=dtype, **words), device), steps)
     dist.destroy_process_group()
-    # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
     main()
+    # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
+    sys.stdout.flush()
+    os._exit(0)

@@ -166,10 +166,10 @@ def main() -> None:
         print(f"parameters and buffers {done['loaded']}, trained {done['trained']}")
         print(f"losses {done['losses']}")
     dist.destroy_process_group()
-    # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
     main()
+    # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
+    sys.stdout.flush()
+    os._exit(0)
