@@ -41,6 +41,8 @@ class Failed:
     facts: dict[str, Any]
     """The attributes: category, culprit_rank, ..."""
     after_s: float
+    at_s: float
+    """When, by the machine's monotonic clock."""
 
 
 @dataclass
@@ -210,4 +212,5 @@ def serve(line: Connection, rank: int, world: int, folder: str) -> None:
 
 
 def failed(error: BaseException, after_s: float) -> Failed:
-    return Failed(type(error).__name__, str(error), dict(vars(error)), round(after_s, 3))
+    facts = dict(vars(error))
+    return Failed(type(error).__name__, str(error), facts, after_s, time.monotonic())

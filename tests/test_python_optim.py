@@ -5,11 +5,10 @@ interpreter's lock; arrays that are freed under a state; what is said of a shard
 """
 
 import gc
-import threading
-import time
 from typing import Any
 
 import pytest
+from clocks import lets_others_run
 
 torch = pytest.importorskip("torch")
 
@@ -132,31 +131,15 @@ def test_arrived_in_place_takes_the_norm_of_all() -> None:
 
 
 def test_long_calls_let_others_run() -> None:
-    """Another thread counts meanwhile."""
-    shards = [("large", [(0, 8_000_000)], 0, None, None)]
-    of = state(shards)
-    counted, done = [0], threading.Event()
+    of, gradient = state([("large", [(0, 8_000_000)], 0, None, None)]), torch.ones(8_000_000)
 
-    def count() -> None:
-        while not done.is_set():
-            counted[0] += 1
-            time.sleep(0.0005)
+    def arrive() -> None:
+        of.arrive(0, gradient)
 
-    thread = threading.Thread(target=count)
-    calls = {
-        "arrive": lambda: of.arrive(0, torch.ones(8_000_000)),
-        "step": lambda: of.step(),
-        "digest": lambda: of.digest(),
-    }
-    thread.start()
-    try:
-        for name, call in calls.items():
-            before = counted[0]
-            call()
-            assert counted[0] > before, name
-    finally:
-        done.set()
-        thread.join()
+    assert lets_others_run(arrive, before=of.skip)
+    of.skip()
+    assert lets_others_run(of.step, before=arrive)
+    assert lets_others_run(of.digest)
 
 
 def test_pins_each_arena_once() -> None:

@@ -192,13 +192,16 @@ def test_a_killed_rank_is_named_and_takes_its_children_along(modicum: Path) -> N
         [str(modicum), *map(str, words), "--no-compare", "--json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 30
-    while len(named(tree := tree_of(process.pid), "modicum-child")) < 2:
-        assert time.monotonic() < deadline, "there are no children"
-        time.sleep(0.02)
-    (victim,) = named(tree, "modicum-rank-1")
-    os.kill(victim, signal.SIGKILL)
-    out, err = process.communicate(timeout=30)
+    try:
+        deadline = time.monotonic() + 120
+        while len(named(tree := tree_of(process.pid), "modicum-child")) < 2:
+            assert time.monotonic() < deadline, "there are no children"
+            time.sleep(0.02)
+        (victim,) = named(tree, "modicum-rank-1")
+        os.kill(victim, signal.SIGKILL)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
     error = Ended(process.returncode, out, err).error
     assert process.returncode == 17, err
     assert (error["culprit_rank"], error["culprit_pid"]) == (1, victim)

@@ -4,9 +4,12 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +19,23 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed as dist
-from worlds import Ended, Told, World
+from clocks import WaitingClock
+from worlds import Ended, Told, World, killing
 
 import modicum
 from modicum import _modicum
 from modicum.errors import Error, IoError, PeerError, UsageError
-from modicum.torch import _exchange, _liveness, _store
+from modicum.torch import _exchange, _gloo, _liveness, _store
 from modicum.torch._group import Ranks
-from modicum.torch._liveness import SILENT_LOOKS, Neighbours, Process, nodes_of
-
-pytestmark = pytest.mark.timeout(90)
+from modicum.torch._liveness import LOOK_S, SILENT_LOOKS, Neighbours, Process, nodes_of
 
 ALL_KNOW_S = 10
+
+
+@pytest.fixture(autouse=True)
+def no_world_is_left() -> Iterator[None]:
+    with killing():
+        yield
 
 
 class FakeBoard:
@@ -40,8 +48,10 @@ class FakeBoard:
     def fail(self, what: str, rank: int = -1) -> None:
         self.failures.append((what, rank))
 
-    def load(self, seconds: float = 60) -> None:
+    def load(self, seconds: float = 60, until: Callable[[], bool] = lambda: False) -> None:
         for _ in range(int(seconds * 100)):
+            if until():
+                return
             time.sleep(0.01)
             self.progress += 1000
             if self.failures:
@@ -65,8 +75,14 @@ def all_raise(ended: dict[int, Ended], error: str, culprit: int, **facts: Any) -
     return first.facts
 
 
-def slowest_s(ended: dict[int, Ended], since_s: float) -> float:
-    return max(one.at_s for one in ended.values()) - since_s
+@pytest.fixture(scope="module", autouse=True)
+def clock() -> Iterator[WaitingClock]:
+    with WaitingClock() as started:
+        yield started
+
+
+def slowest_s(clock: WaitingClock, ended: dict[int, Ended], since_s: float) -> float:
+    return clock.seconds(since_s, max(one.at_s for one in ended.values()))
 
 
 # ---- a rank alone
@@ -256,16 +272,34 @@ def test_ranks_that_disagree_all_say_who() -> None:
 
 def going_in_blindly(told: Told) -> Any:
     """The naive way: a collective is entered, and rank 1 has another number of tensors."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    dist.barrier()
     for _ in range(2 if told.rank == 0 else 3):
-        dist.all_reduce(torch.ones(4))
+        dist.all_reduce(torch.ones(4), group=group)
 
 
 def test_a_collective_would_hang_where_ranks_disagree() -> None:
-    world = World(going_in_blindly, 2, timeout_s=3)
-    ended = world.end()
+    ended = World(going_in_blindly, 2).end()
     assert ended[0].error == "", "rank 0 knows of nothing"
     assert ended[1].error == "RuntimeError"
     assert "category" not in ended[1].facts
+
+
+def reducing(told: Told) -> Any:
+    """How often a reduced tensor is still held by somebody else when the collective has ended."""
+    _gloo.LIMIT_S, held = 60, 0
+    for _ in range(300):
+        tensor = torch.ones(4)
+        before = sys.getrefcount(tensor)
+        _gloo.settled(dist.all_reduce, tensor)
+        held += sys.getrefcount(tensor) > before
+        assert tensor.tolist() == [2.0] * 4
+    return held
+
+
+def test_what_modicum_reduces_is_not_left_to_a_thread_of_gloos() -> None:
+    """Such a thread aborts a process that exits meanwhile."""
+    assert [one.value for one in World(reducing, 2).end().values()] == [0, 0]
 
 
 def bringing_much(told: Told) -> Any:
@@ -297,7 +331,7 @@ def one_fails(told: Told, culprit: int, raised: BaseException) -> Any:
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_a_failure_reaches_all_as_the_same_error(culprit: int) -> None:
+def test_a_failure_reaches_all_as_the_same_error(clock: WaitingClock, culprit: int) -> None:
     """Also rank 0's, whose process takes the store along as soon as it has failed."""
     world = World(one_fails, 4, culprit, io_error())
     pid = world.pid(culprit)
@@ -307,7 +341,7 @@ def test_a_failure_reaches_all_as_the_same_error(culprit: int) -> None:
     facts = all_raise(ended, "IoError", culprit, category="IO", code=13, culprit_pid=pid,
                       rank=culprit, file="a.safetensors", offset=8)
     assert facts["message"] == f"IO: EIO (file a.safetensors) (rank {culprit})"
-    assert slowest_s(ended, since_s) < ALL_KNOW_S
+    assert slowest_s(clock, ended, since_s) < ALL_KNOW_S
 
 
 def test_what_is_not_of_modicum_stays_what_it_is_where_it_happened() -> None:
@@ -367,7 +401,7 @@ def waiting(told: Told, how: str) -> Any:
         time.sleep(60)
 
 
-def test_ctrl_c_on_one_rank_while_it_waits() -> None:
+def test_ctrl_c_on_one_rank_while_it_waits(clock: WaitingClock) -> None:
     worlds = {how: World(waiting, 3, how) for how in ("", "whole", "parts")}
     for how, world in worlds.items():
         world.await_ready()
@@ -377,13 +411,13 @@ def test_ctrl_c_on_one_rank_while_it_waits() -> None:
         assert ended.pop(1).error == "KeyboardInterrupt"
         facts = all_raise(ended, "Error", 1, category="CANCELLED", code=130)
         assert facts["message"] == "CANCELLED: interrupted (rank 1)"
-        assert slowest_s(ended, since_s) < ALL_KNOW_S
+        assert slowest_s(clock, ended, since_s) < ALL_KNOW_S
 
 
 # ---- ranks that die or stop
 
 
-def test_a_killed_rank_is_named() -> None:
+def test_a_killed_rank_is_named(clock: WaitingClock) -> None:
     world = World(waiting, 4, "")
     world.await_ready()
     pid = world.pid(2)
@@ -391,64 +425,84 @@ def test_a_killed_rank_is_named() -> None:
     ended = world.end(without=(2,))
     facts = all_raise(ended, "PeerError", 2, category="PEER", culprit_pid=pid)
     assert facts["message"] == f"PEER: rank 2 (pid {pid}) is gone"
-    assert slowest_s(ended, since_s) < 5
+    assert slowest_s(clock, ended, since_s) < 5
 
 
 ELSEWHERE = ["a", "b", "c"]
 # What is done to which rank. Rank 0 has the store.
-SLOW = {
+LOST = {
     "is stopped": (2, None),
     "has given no sign of life": (2, ELSEWHERE),
     "which rank 0 has, does not answer": (0, None),
     "which rank 0 has, is lost": (0, ELSEWHERE),
-    "away for 1.5 s": (1, None),
-    "away for 1.5 s with the store": (0, ELSEWHERE),
 }
+STOP_S = 2.5  # two looks of a neighbour fall into it
+TOLERATED_S = 4  # one look less than silence takes: the last beat may be as old
+TRIES = 4
 
 
-def leaving_later(told: Told) -> Any:
-    """A load of 9 s."""
+def loading_until_told(told: Told) -> Any:
     with Ranks.of_world().together() as ranks:
         board = FakeBoard()
         told.ready()
         with ranks.watching(board):
-            board.load(9)
+            board.load(until=told.is_told)
         return "fine"
 
 
 @pytest.fixture(scope="module")
-def slow() -> dict[str, tuple[World, float]]:
-    """What takes long to be noticed, all at once."""
-    worlds = {name: World(leaving_later, 3, hosts=SLOW[name][1]) for name in SLOW}
-    done = {}
-    for name, world in worlds.items():
+def lost() -> Iterator[dict[str, tuple[World, float]]]:
+    """What takes long to be noticed, all at once: each world, and when it lost a rank."""
+    with killing():
+        worlds = {name: World(loading_until_told, 3, hosts=LOST[name][1]) for name in LOST}
+        done = {}
+        for name, world in worlds.items():
+            rank, hosts = LOST[name]
+            world.await_ready()
+            done[name] = world, world.signal(rank, signal.SIGKILL if hosts else signal.SIGSTOP)
+        yield done
+
+
+def stopped_for_s(world: World, rank: int) -> float:
+    """Stops a rank for about STOP_S; for how long it really was."""
+    begin_s = world.signal(rank, signal.SIGSTOP)
+    time.sleep(STOP_S)
+    return world.signal(rank, signal.SIGCONT) - begin_s
+
+
+@pytest.mark.usefixtures("lost")  # which are noticed meanwhile
+@pytest.mark.parametrize(
+    ("rank", "hosts"), [(1, None), (0, ELSEWHERE)], ids=["a rank", "with the store"]
+)
+def test_a_short_stop_is_tolerated(rank: int, hosts: list[str] | None) -> None:
+    """What counts is how long it was: on a busy machine it may be longer than was asked for."""
+    stops_s = []
+    for _ in range(TRIES):
+        world = World(loading_until_told, 3, hosts=hosts)
         world.await_ready()
-        number = signal.SIGKILL if SLOW[name][1] and "away" not in name else signal.SIGSTOP
-        done[name] = world, world.signal(SLOW[name][0], number)
-    time.sleep(1.5)
-    for name, world in worlds.items():
-        if "away" in name:
-            world.signal(SLOW[name][0], signal.SIGCONT)
-    return done
+        stops_s.append(stopped_for_s(world, rank))
+        if stops_s[-1] < TOLERATED_S:
+            time.sleep(LOOK_S)
+            world.tell()
+            assert [one.value for one in world.end().values()] == ["fine"] * 3, stops_s
+            return
+        world.kill()
+    pytest.fail(f"too busy a machine: stops of {STOP_S} s took {stops_s}, not < {TOLERATED_S} s")
 
 
-@pytest.mark.parametrize("name", [name for name in SLOW if "away" not in name])
-def test_a_rank_that_is_gone_or_stopped(slow: dict[str, tuple[World, float]], name: str) -> None:
-    world, since_s = slow[name]
-    culprit = SLOW[name][0]
+@pytest.mark.parametrize("name", LOST)
+def test_a_rank_that_is_gone_or_stopped(
+    clock: WaitingClock, lost: dict[str, tuple[World, float]], name: str
+) -> None:
+    world, since_s = lost[name]
+    culprit = LOST[name][0]
     ended = world.end(without=(culprit,))
     for one in ended.values():
         assert (one.error, one.facts["category"]) == ("PeerError", "PEER")
         assert one.facts["culprit_rank"] == culprit
         assert one.facts["culprit_pid"] == world.pid(culprit)
         assert name in one.facts["message"]
-    assert slowest_s(ended, since_s) < ALL_KNOW_S
-
-
-@pytest.mark.parametrize("name", [name for name in SLOW if "away" in name])
-def test_a_short_stop_is_tolerated(slow: dict[str, tuple[World, float]], name: str) -> None:
-    ended = slow[name][0].end()
-    assert [one.value for one in ended.values()] == ["fine"] * 3
+    assert slowest_s(clock, ended, since_s) < ALL_KNOW_S
 
 
 def test_under_torchrun_no_rank_has_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,6 +512,8 @@ def test_under_torchrun_no_rank_has_the_store(monkeypatch: pytest.MonkeyPatch) -
 
 
 def coming_or_not(told: Told) -> Any:
+    dist.barrier()
+    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=3))
     if told.rank == 1:
         time.sleep(60)
     with Ranks.of_world().together():
@@ -465,7 +521,7 @@ def coming_or_not(told: Told) -> Any:
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_groups_timeout() -> None:
-    ended = World(coming_or_not, 3, timeout_s=3).end(without=(1,))
+    ended = World(coming_or_not, 3).end(without=(1,))
     facts = all_raise(ended, "PeerError", 1, category="PEER")
     assert facts["message"] == "PEER: rank 1 has not come to the load within 3 s"
 
@@ -523,17 +579,22 @@ def failing_midway(told: Told, culprit: int, whole: bool) -> Any:
         with ranks.watching(board):
             for turn in range(50):
                 if turn == 20 and told.rank == culprit:
+                    told.ready()
                     raise io_error()
                 ranks.broadcast(0, view, 0, len(view))
 
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_one_that_fails_midway_ends_the_exchange_for_all(culprit: int, whole: bool) -> None:
-    begin_s = time.monotonic()
-    ended = World(failing_midway, 3, culprit, whole).end()
+def test_one_that_fails_midway_ends_the_exchange_for_all(
+    clock: WaitingClock, culprit: int, whole: bool
+) -> None:
+    world = World(failing_midway, 3, culprit, whole)
+    world.await_ready(culprit)
+    since_s = time.monotonic()
+    ended = world.end()
     all_raise(ended, "IoError", culprit)
-    assert slowest_s(ended, begin_s) < 2 * ALL_KNOW_S
+    assert slowest_s(clock, ended, since_s) < ALL_KNOW_S
 
 
 def leaving_while_it_waits(told: Told, whole: bool) -> Any:
@@ -552,10 +613,8 @@ def leaving_while_it_waits(told: Told, whole: bool) -> Any:
         return str(pytest.raises(RuntimeError, late.result).value)
     waits = exchange.begin(0, memoryview(buffer), 0, len(buffer))
     assert not waits.wait(0.2)
-    begin_s = time.monotonic()
     exchange.close()
     assert waits.wait(0), "a thread still waits"
-    assert time.monotonic() - begin_s < _exchange.SLAM_WAIT_S
     group.set("left", "")
     group.wait(["sent"])
     group.set("seen", "")
@@ -601,7 +660,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def own_shards(checkpoint: Path) -> list[list[bytes]]:
     """What each rank reads by itself."""
-    ended = World(loading, 4, checkpoint, "own-shard").end()
+    with killing():
+        ended = World(loading, 4, checkpoint, "own-shard").end()
     return [one.value for one in ended.values()]
 
 

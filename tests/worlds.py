@@ -5,17 +5,20 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-PATIENCE_S = 60
+PATIENCE_S = 120  # of a machine that others use too
 PRELOADED = ("torch", "torch.distributed", "modicum.torch._group")
 
 # There is one such server; who says last what it imports first only makes ranks start faster.
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(list(PRELOADED))
+
+_running: set["World"] = set()
 
 
 class Ended(NamedTuple):
@@ -40,25 +43,24 @@ class World:
         size: int,
         *arguments: Any,
         hosts: list[str] | None = None,
-        timeout_s: float = PATIENCE_S,
         file: os.PathLike | None = None,
     ) -> None:
         """
         Args:
             body: is called with a rank's `Told`, and `arguments`.
             hosts: names that the ranks take for their hosts'.
-            timeout_s: of the process group.
             file: where a file is the group's store.
         """
         method = f"file://{file}" if file else f"tcp://127.0.0.1:{_free_port()}"
         self._pipes = []
         self.processes = []
+        _running.add(self)
         for rank in range(size):
             pipe, theirs = _server.Pipe()
             group = {"init_method": method, "rank": rank, "world_size": size}
             host = hosts[rank] if hosts else None
             process = _server.Process(
-                target=_be_rank, args=(theirs, body, arguments, group, timeout_s, host), daemon=True
+                target=_be_rank, args=(theirs, body, arguments, group, host), daemon=True
             )
             process.start()
             theirs.close()
@@ -78,14 +80,27 @@ class World:
         os.kill(self.pid(rank), number)
         return time.monotonic()
 
+    def tell(self) -> None:
+        """Lets every rank's `is_told` be true."""
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):  # it has failed, which end() tells
+                pipe.send("go on")
+
     def end(self, without: tuple[int, ...] = ()) -> dict[int, Ended]:
         """How the ranks ended, but for those that were killed or are stopped."""
         try:
             ranks = [rank for rank in range(len(self._pipes)) if rank not in without]
             return {rank: self._ending(rank) for rank in ranks}
         finally:
-            for process in self.processes:
-                process.kill()
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends every rank that still runs or is stopped, and waits for it."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        _running.discard(self)
 
     def _ending(self, rank: int) -> Ended:
         while (message := self._receive(rank)) == "ready":
@@ -95,6 +110,18 @@ class World:
     def _receive(self, rank: int) -> Any:
         assert self._pipes[rank].poll(PATIENCE_S), f"rank {rank} says nothing"
         return self._pipes[rank].recv()
+
+
+@contextmanager
+def killing() -> Iterator[None]:
+    """Kills, at the end, the worlds that were started meanwhile. A rank that is left behind
+    stopped would keep pytest from exiting: multiprocessing waits for its processes."""
+    before = set(_running)
+    try:
+        yield
+    finally:
+        for world in _running - before:
+            world.kill()
 
 
 class Told(NamedTuple):
@@ -107,13 +134,16 @@ class Told(NamedTuple):
         """Lets the test go on."""
         self.pipe.send("ready")
 
+    def is_told(self) -> bool:
+        """True once the test has called `tell`."""
+        return self.pipe.poll()
+
 
 def _be_rank(
     pipe: Connection,
     body: Callable[..., Any],
     arguments: tuple[Any, ...],
     group: dict[str, Any],
-    timeout_s: float,
     host: str | None,
 ) -> None:
     import torch
@@ -123,7 +153,7 @@ def _be_rank(
     torch.set_num_threads(1)
     if host is not None:
         socket.gethostname = lambda: host
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s), **group)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S), **group)
     try:
         ended = Ended(value=body(Told(group["rank"], pipe), *arguments))
     except BaseException as error:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from modicum.errors import refusal
+from modicum.torch._gloo import settled
 from modicum.torch._placements import Meshes, sharding_of
 
 __all__ = [
@@ -295,5 +296,6 @@ def _reduced(mesh: Any, values: list[float], how: str = "SUM") -> list[float]:
     both = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
     for dim in range(mesh.ndim):
         if mesh.size(dim) > 1:
-            dist.all_reduce(both, getattr(dist.ReduceOp, how), group=mesh.get_group(dim))
+            op = getattr(dist.ReduceOp, how)
+            settled(dist.all_reduce, both, op, group=mesh.get_group(dim))
     return both.tolist()

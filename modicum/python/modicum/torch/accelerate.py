@@ -47,6 +47,7 @@ from modicum.torch._accelerate import (
 )
 from modicum.torch._empty import empty_parameters
 from modicum.torch._forks import require_fork
+from modicum.torch._gloo import settled
 from modicum.torch._load import load
 from modicum.torch._names import canonical
 from modicum.torch._rebinding import rebinding
@@ -395,7 +396,7 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
     for parameter in model.parameters():
         if not parameter.is_meta:
             value = parameter.detach().to(device).contiguous()
-            torch.distributed.broadcast(value, 0)
+            settled(torch.distributed.broadcast, value, 0)
             parameter.data.copy_(value)
 
 
