@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,9 @@ def load(
     Returns:
         The same report on every rank: promised, held and unexplained bytes of each.
 
+    Warns:
+        UserWarning: on rank 0, of what in the checkpoint is optional and broken, unused or odd.
+
     Raises:
         BudgetError: it does not fit; before anything but headers is read.
         UsageError: model, source and arguments do not go together.
@@ -136,6 +140,9 @@ class _Walk:
     def read_source(self, source: Source) -> None:
         path = None if source is None else Path(source)
         self.checkpoint = _modicum.open_checkpoint(path)
+        if self.ranks.rank == 0:
+            for warning in self.checkpoint.warnings:
+                warnings.warn(f"modicum: {warning}", stacklevel=3)
 
     def make_recipe(self, dtype: Any, keep_fp32: str | None, missing: Any, unexpected: Any) -> None:
         present = [name for name, of in self.tensors.items() if not of.tensor.is_meta]
