@@ -49,6 +49,7 @@ class ConfigReader {
         model_member(key, value);
       }
     });
+    if (config_.block_size_fault) config_.weight_block_size.reset();
     return std::move(config_);
   }
 
@@ -110,7 +111,7 @@ class ConfigReader {
     const Error not_two = fault("weight_block_size", "two positive integers", value);
     if (value.kind() != Kind::array) return no_block_size(not_two);
     std::vector<int64_t> sizes;
-    value.array([&](JsonValue& element) { sizes.push_back(positive_or_zero(element)); });
+    value.array([&](JsonValue& element) { sizes.push_back(size_or_zero(element)); });
     if (sizes.size() != 2 || sizes[0] < 1 || sizes[1] < 1) return no_block_size(not_two);
     const MatrixSize size{sizes[0], sizes[1]};
     if (config_.weight_block_size && *config_.weight_block_size != size) {
@@ -121,7 +122,7 @@ class ConfigReader {
     config_.weight_block_size = size;
   }
 
-  static int64_t positive_or_zero(JsonValue& value) {
+  static int64_t size_or_zero(JsonValue& value) {
     if (value.kind() != Kind::number) return 0;
     try {
       return value.integer();

@@ -94,10 +94,8 @@ def load(
             budget needs it.
 
     Returns:
-        The same report on every rank: promised, held and unexplained bytes of each.
-
-    Warns:
-        UserWarning: on rank 0, of what in the checkpoint is optional and broken, unused or odd.
+        The same report on every rank: promised, held and unexplained bytes of each. What in the
+        source is optional and broken, unused or odd is a UserWarning on rank 0.
 
     Raises:
         BudgetError: it does not fit; before anything but headers is read.
