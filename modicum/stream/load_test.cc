@@ -464,7 +464,7 @@ TEST(LoadFault, AFileWrittenOverAtAnyMomentIsAConflict) {
   std::string other = original;
   for (size_t i = opened.manifest.files[0].header_bytes; i < other.size(); ++i) other[i] ^= 1;
   for (const Strategy& strategy : strategies()) {
-    const Plan plan = plan_of(opened, recipe, hsdp_layout(2, {2}), strategy);
+    const Plan plan = plan_of(opened, recipe, whole_layout(2), strategy);
     for (int64_t n = 1;; ++n) {
       files.put("/model/first.safetensors", original);
       Checkpoint checkpoint = open_checkpoint(files, "/model");
