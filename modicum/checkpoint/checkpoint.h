@@ -18,13 +18,18 @@
 
 namespace modicum {
 
-// What loading needs of config.json. All empty where there is none.
+// What loading needs of config.json. All empty where there is none. The file is optional: what is
+// wrong with it is a warning, and an error only for who depends on what it should have said.
 struct ModelConfig {
   std::string model_type;
   std::vector<std::string> architectures;
   bool tie_word_embeddings = false;  // also from a nested text_config; only when it says so
   // quantization_config.weight_block_size, of the root or of a nested text_config.
   std::optional<MatrixSize> weight_block_size;
+  // Where config.json is there, why it doesn't answer one of the two above (FORMAT, IO or CONFLICT,
+  // naming it): it can't be read, or has a value of another type. To be thrown where the answer
+  // decides about values.
+  std::optional<Error> tie_fault, block_size_fault;
 };
 
 // An opened checkpoint. Holds no open file. `files` must outlive it.
@@ -34,7 +39,7 @@ struct Checkpoint {
   Manifest manifest;
   ModelConfig config;
   std::map<std::string, std::string> metadata;  // `__metadata__` of the first file
-  std::vector<std::string> warnings;            // what was odd but legal (unmapped tensors, sizes)
+  std::vector<std::string> warnings;            // what is optional and broken, unused or odd
   uint64_t header_bytes_read = 0;               // headers, index and config, as read
 };
 
@@ -44,7 +49,8 @@ struct Checkpoint {
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path);
 
 // Opens data file `file` of the manifest. CONFLICT where it is no longer the file whose header was
-// proven (device, inode, size or mtime differ).
+// proven (device, inode, size, mtime or ctime differ). Whoever reads it calls `require_unchanged`
+// after the last read: a file that is written over between the two would give mixed values.
 std::unique_ptr<File> open_data_file(const Checkpoint& checkpoint, uint32_t file);
 
 // One safetensors file, written front to back. Tensors are laid out in the order given, without

@@ -178,12 +178,6 @@ void warn_of_unmapped(const Manifest& manifest, const std::vector<bool>& is_mapp
 
 }  // namespace
 
-std::string read_text(File& file) {
-  std::string text(file.identity().size_bytes, '\0');
-  file.read(std::as_writable_bytes(std::span(text)), 0);
-  return text;
-}
-
 Index read_index(File& file) {
   Index index;
   index.name = file.name();

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "modicum/checkpoint/test_files_doubles.h"
+#include "modicum/json/json_values_double.h"
 
 namespace modicum {
 namespace {
@@ -218,6 +219,25 @@ TEST(Index, TruncationsAndMutationsAreErrorsOrValid) {
     }
   }
   EXPECT_GT(accepted, 0);
+}
+
+// Every JSON value in each place of an index: read, or a fault of the index.
+TEST(Index, AnyJsonAtAnyKeyIsReadOrRefused) {
+  const std::string map = R"("weight_map": {"a": "one.safetensors", "b": "one.safetensors"})";
+  for (const char* value : kJsonValues) {
+    for (const std::string& index :
+         {std::string(value), R"({"weight_map": )" + std::string(value) + "}",
+          R"({"weight_map": {"a": )" + std::string(value) + "}}",
+          R"({"metadata": )" + std::string(value) + ", " + map + "}",
+          R"({"metadata": {"total_size": )" + std::string(value) + "}, " + map + "}",
+          R"({"metadata": {"unknown": )" + std::string(value) + "}, " + map + "}",
+          R"({"unknown": )" + std::string(value) + ", " + map + "}"}) {
+      const auto error = failure_of(index);
+      if (error) {
+        EXPECT_EQ(exit_code(error->category()), 11) << index << ": " << error->what();
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -17,7 +17,6 @@ namespace {
 constexpr std::string_view kShardEnding = ".safetensors";
 constexpr std::string_view kIndexEnding = ".safetensors.index.json";
 constexpr const char* kUsualFile = "model.safetensors";
-constexpr const char* kConfigFile = "config.json";
 constexpr uint64_t kLargestConfig = 16 * kMiB;
 
 // Which file of a directory tells what the checkpoint is: an index, or the only data file.
@@ -25,6 +24,7 @@ struct Source {
   std::string directory;
   std::string file;
   bool is_index = false;
+  std::vector<std::string> beside;  // all names in the directory; empty where a file was named
 };
 
 // R30: formats that run code when they are read.
@@ -64,10 +64,10 @@ Source look_into(FileSystem& files, const std::string& directory) {
            directory);
   };
   if (indexes.size() > 1) ambiguous(indexes, "several indexes in one directory");
-  if (indexes.size() == 1) return {directory, indexes.front(), true};
-  if (shards.size() == 1) return {directory, shards.front()};
+  if (indexes.size() == 1) return {directory, indexes.front(), true, names};
+  if (shards.size() == 1) return {directory, shards.front(), false, names};
   // A saved step keeps the optimizer's state beside the model's only file.
-  if (contains(shards, kUsualFile)) return {directory, kUsualFile};
+  if (contains(shards, kUsualFile)) return {directory, kUsualFile, false, names};
   if (shards.size() > 1) ambiguous(shards, "several safetensors files and no index");
   const auto pickle = std::find_if(names.begin(), names.end(), is_pickle);
   if (pickle == names.end())
@@ -124,7 +124,7 @@ Source find_source(FileSystem& files, const std::string& path) {
   if (files.exists(path)) {
     const std::string name = base_name(path);
     if (is_pickle(name)) refuse(Category::format_pickle, "pickle files are never read", path);
-    return {directory_of(path), name, name.ends_with(".index.json")};
+    return {directory_of(path), name, name.ends_with(".index.json"), {}};
   }
   if (const std::string snapshot = cached_snapshot(files, path); !snapshot.empty()) {
     return look_into(files, snapshot);
@@ -173,18 +173,36 @@ void add_shards(Checkpoint& checkpoint, const Source& source, bool is_named) {
   checkpoint.manifest.tensors.shrink_to_fit();
 }
 
-void add_config(Checkpoint& checkpoint) {
-  const std::string path = join_path(checkpoint.directory, kConfigFile);
-  if (!checkpoint.files->exists(path)) return;
-  const std::unique_ptr<File> file = checkpoint.files->open(path);
+// Whether a name stands in a directory, also where it is a link to nothing.
+bool is_listed(FileSystem& files, const std::string& directory, const std::string& name) {
+  return files.exists(join_path(directory, name)) || contains(files.list(directory), name);
+}
+
+std::string config_text(FileSystem& files, const std::string& path) {
+  const std::unique_ptr<File> file = files.open(path);
   const uint64_t size_bytes = file->identity().size_bytes;
   if (size_bytes > kLargestConfig) {
-    checkpoint.warnings.push_back(
-        fmt::format("{}: over {}, not read", kConfigFile, format_size(kLargestConfig)));
-    return;
+    Facts facts;
+    facts.file = kConfigFile;
+    facts.expected = fmt::format("at most {} bytes", kLargestConfig);
+    facts.got = fmt::format("{} bytes", size_bytes);
+    fail(Category::format_limit, "the file is too large", facts);
   }
-  checkpoint.config = parse_config(read_text(*file), checkpoint.warnings);
-  checkpoint.header_bytes_read += size_bytes;
+  return read_text(*file);
+}
+
+// One that isn't there says nothing. One that is there and can't be read is another matter: what it
+// should have said is not known, and nothing takes its place.
+void add_config(Checkpoint& checkpoint) {
+  FileSystem& files = *checkpoint.files;
+  try {
+    if (!is_listed(files, checkpoint.directory, kConfigFile)) return;
+    const std::string text = config_text(files, join_path(checkpoint.directory, kConfigFile));
+    checkpoint.header_bytes_read += text.size();
+    checkpoint.config = parse_config(text, checkpoint.warnings);
+  } catch (const Error& error) {
+    checkpoint.config = unread_config(error, checkpoint.warnings);
+  }
 }
 
 // Feeds a digest with values in a form that is the same on every machine of ours and that can't be
@@ -236,11 +254,6 @@ Digest identity_of(const Manifest& manifest) {
   return digester.digest();
 }
 
-std::string identity_text(const FileIdentity& identity) {
-  return fmt::format("{} bytes, device {}, inode {}, mtime {} ns", identity.size_bytes,
-                     identity.device, identity.inode, identity.mtime_ns);
-}
-
 }  // namespace
 
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path) {
@@ -253,8 +266,9 @@ Checkpoint open_checkpoint(FileSystem& files, const std::string& path) {
   } else {
     add_file(checkpoint, source.file);
   }
+  warn_of_files_beside(source.beside, checkpoint.manifest, checkpoint.warnings);
   add_config(checkpoint);
-  pair_scales(checkpoint.manifest, checkpoint.config.weight_block_size);
+  pair_scales(checkpoint.manifest, checkpoint.config, checkpoint.warnings);
   checkpoint.manifest.identity = identity_of(checkpoint.manifest);
   return checkpoint;
 }
@@ -263,14 +277,7 @@ std::unique_ptr<File> open_data_file(const Checkpoint& checkpoint, uint32_t file
   const DataFile& proven = checkpoint.manifest.files.at(file);
   std::unique_ptr<File> opened =
       checkpoint.files->open(join_path(checkpoint.directory, proven.name));
-  const FileIdentity identity = opened->identity();
-  if (identity != proven.identity) {
-    Facts facts;
-    facts.file = proven.name;
-    facts.expected = identity_text(proven.identity);
-    facts.got = identity_text(identity);
-    fail(Category::conflict, "the file has changed since its header was read", facts);
-  }
+  require_unchanged(*opened, proven.identity);
   return opened;
 }
 

@@ -3,6 +3,7 @@
 #include <cstdlib>
 
 #include "modicum/checkpoint/test_files_doubles.h"
+#include "modicum/json/json_values_double.h"
 
 namespace modicum {
 namespace {
@@ -168,15 +169,145 @@ TEST(Open, TiedEmbeddingsAreTiedOnlyWhereTheConfigSaysSo) {
   EXPECT_FALSE(is_tied("{}"));
 }
 
-TEST(Open, AConfigThatIsWrongIsAWarning) {
+// Catches: a config that can't be read taken for one that says nothing.
+TEST(Open, AConfigThatIsWrongIsAWarningAndLeavesOpenWhatItShouldHaveSaid) {
+  using Fault = std::pair<const char*, Category>;
   MemoryFileSystem files;
   files.put("/m/model.safetensors", kSmall);
-  for (const char* config : {"", "{", "[]", "{\"model_type\":\"a\",\"model_type\":\"b\"}"}) {
+  for (const auto& [config, category] :
+       {Fault{"", Category::format_json}, Fault{"{", Category::format_json},
+        Fault{"{} 1", Category::format_json}, Fault{"[]", Category::format_schema},
+        Fault{"{\"a\":\"\xff\"}", Category::format_utf8},
+        Fault{"{\"model_type\":\"a\",\"model_type\":\"b\"}", Category::format_dup}}) {
     files.put("/m/config.json", config);
     const Checkpoint checkpoint = open_checkpoint(files, "/m");
-    EXPECT_EQ(checkpoint.warnings.size(), 1U) << config;
+    ASSERT_EQ(checkpoint.warnings.size(), 1U) << config;
+    EXPECT_TRUE(checkpoint.warnings[0].starts_with("config.json: ")) << checkpoint.warnings[0];
     EXPECT_EQ(checkpoint.config.model_type, "");
+    ASSERT_TRUE(checkpoint.config.tie_fault && checkpoint.config.block_size_fault) << config;
+    EXPECT_EQ(checkpoint.config.tie_fault->category(), category) << config;
+    EXPECT_EQ(checkpoint.config.tie_fault->facts().file, "config.json");
   }
+  files.put("/m/config.json", std::string(16 * kMiB + 1, ' '));
+  EXPECT_EQ(open_checkpoint(files, "/m").config.tie_fault->category(), Category::format_limit);
+}
+
+// A directory, a FIFO or a link to nothing of that name: the same, by the file system's own error.
+TEST(Open, AConfigThatIsNoFileIsAWarning) {
+  MemoryFileSystem files;
+  files.put("/m/model.safetensors", kSmall);
+  files.make_directory("/m/config.json");
+  const Checkpoint checkpoint = open_checkpoint(files, "/m");
+  EXPECT_EQ(checkpoint.warnings.size(), 1U);
+  EXPECT_EQ(checkpoint.config.block_size_fault->category(), Category::io);
+}
+
+TEST(Open, AValueOfAnotherTypeIsAFaultOfItsKeyAlone) {
+  MemoryFileSystem files;
+  files.put("/m/model.safetensors", kSmall);
+  const auto config_of = [&](const std::string& config) {
+    files.put("/m/config.json", config);
+    return open_checkpoint(files, "/m");
+  };
+  for (const char* value : {"\"true\"", "1", "[]", "{}"}) {
+    for (const char* around :
+         {R"({"tie_word_embeddings":)", R"({"text_config":{"tie_word_embeddings":)"}) {
+      const bool is_nested = std::string(around).starts_with("{\"text");
+      const Checkpoint of = config_of(around + std::string(value) + (is_nested ? "}}" : "}"));
+      ASSERT_TRUE(of.config.tie_fault.has_value()) << value;
+      EXPECT_EQ(of.config.tie_fault->category(), Category::format_schema);
+      EXPECT_FALSE(of.config.block_size_fault.has_value());
+      EXPECT_EQ(of.warnings.size(), 1U);
+    }
+  }
+  const Checkpoint shown = config_of(R"({"model_type":7,"architectures":["A",1]})");
+  EXPECT_FALSE(shown.config.tie_fault || shown.config.block_size_fault);
+  EXPECT_EQ(shown.warnings.size(), 2U);
+  EXPECT_TRUE(config_of(R"({"tie_word_embeddings":null,"text_config":null})").warnings.empty());
+}
+
+// Every JSON value at every key that is read, and at one that isn't: opened, with warnings at most.
+TEST(Open, AnyJsonAtAnyKeyOfAConfigIsRead) {
+  MemoryFileSystem files;
+  files.put("/m/model.safetensors", kSmall);
+  const std::vector<std::pair<std::string, std::string>> around = {
+      {"", ""},
+      {R"({"text_config":)", "}"},
+      {R"({"quantization_config":)", "}"},
+      {R"({"text_config":{"quantization_config":)", "}}"}};
+  for (const auto& [begin, end] : around) {
+    for (const char* value : kJsonValues) {
+      files.put("/m/config.json", begin + value + end);
+      EXPECT_NO_THROW(open_checkpoint(files, "/m")) << begin << value;
+      for (const char* key : {"model_type", "architectures", "tie_word_embeddings", "text_config",
+                              "quantization_config", "weight_block_size", "other"}) {
+        files.put("/m/config.json", begin + "{\"" + std::string(key) + "\": " + value + "}" + end);
+        EXPECT_NO_THROW(open_checkpoint(files, "/m")) << begin << key << value;
+      }
+    }
+  }
+}
+
+TEST(Open, WeightsBesideThatAreNotReadAreWarnings) {
+  const auto warnings = [](const std::vector<std::string>& names) {
+    MemoryFileSystem files;
+    for (const std::string& name : names) files.put("/m/" + name, kSmall);
+    return open_checkpoint(files, "/m").warnings;
+  };
+  EXPECT_TRUE(warnings({"model.safetensors", "training_args.bin", "tokenizer.json"}).empty());
+  for (const char* beside : {"old.safetensors", "pytorch_model.bin", "adapter_config.json"}) {
+    const std::vector<std::string> said = warnings({"model.safetensors", beside});
+    ASSERT_EQ(said.size(), 1U) << beside;
+    EXPECT_NE(said[0].find(beside), std::string::npos) << said[0];
+  }
+  const auto adapter = warnings({"adapter_model.safetensors", "adapter_config.json"});
+  ASSERT_EQ(adapter.size(), 1U);
+  EXPECT_NE(adapter[0].find("adapter's"), std::string::npos) << adapter[0];
+  MemoryFileSystem files;
+  files.put("/m/one.safetensors", kSmall);
+  files.put("/m/two.safetensors", kSmall);
+  files.put("/m/model.safetensors.index.json", index_with({{"a", "one.safetensors"}}, 2));
+  const std::vector<std::string> left_over = open_checkpoint(files, "/m").warnings;
+  ASSERT_EQ(left_over.size(), 1U);
+  EXPECT_NE(left_over[0].find("two.safetensors"), std::string::npos);
+}
+
+// Catches: an index or config that is proven half as it was and half as it became.
+TEST(Open, AFileThatChangesWhileItIsReadIsAConflict) {
+  MemoryFileSystem files;
+  const std::string index = index_with({{"a", "one.safetensors"}}, 2);
+  files.put("/m/one.safetensors", kSmall);
+  files.put("/m/model.safetensors.index.json", index);
+  files.put("/m/config.json", "{}");
+  int conflicts = 0;
+  for (int64_t n = 1;; ++n) {
+    RecordingFileSystem changing(files);
+    changing.before_call(n, [&] {
+      files.put("/m/model.safetensors.index.json", index);
+      files.put("/m/config.json", "{}");
+    });
+    std::optional<Error> error;
+    std::optional<Checkpoint> opened;
+    try {
+      opened = open_checkpoint(changing, "/m");
+    } catch (const Error& caught) {
+      error = caught;
+    }
+    const std::vector<IoCall> calls = changing.calls();
+    if (static_cast<int64_t>(calls.size()) < n) break;
+    const IoCall& call = calls[static_cast<size_t>(n) - 1];
+    if (call.what != "read" || call.file == "one.safetensors") continue;
+    ++conflicts;
+    if (call.file == "config.json") {
+      ASSERT_TRUE(opened && opened->config.tie_fault);
+      EXPECT_EQ(opened->config.tie_fault->category(), Category::conflict);
+    } else {
+      ASSERT_TRUE(error.has_value());
+      EXPECT_EQ(error->category(), Category::conflict);
+      EXPECT_EQ(error->facts().file, call.file);
+    }
+  }
+  EXPECT_EQ(conflicts, 2);
 }
 
 TEST(Open, CopiesHaveOneIdentityAndChangesAnother) {
@@ -224,8 +355,14 @@ TEST(Open, EachCallThatFailsIsReported) {
   for (int64_t n = 1; n <= calls; ++n) {
     RecordingFileSystem failing(files, n);
     const auto error = failure(failing, "/m");
+    const IoCall call = counting.calls()[static_cast<size_t>(n - 1)];
     // Closing happens in a destructor, which has nobody to tell.
-    if (counting.calls()[static_cast<size_t>(n - 1)].what == "close") continue;
+    if (call.what == "close") continue;
+    if (call.file == "config.json") {  // optional
+      RecordingFileSystem again(files, n);
+      EXPECT_EQ(open_checkpoint(again, "/m").config.tie_fault->category(), Category::io);
+      continue;
+    }
     ASSERT_TRUE(error) << counting.calls()[static_cast<size_t>(n - 1)].what;
     EXPECT_EQ(error->category(), Category::io) << error->what();
   }

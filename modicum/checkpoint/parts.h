@@ -50,14 +50,20 @@ void prove_shards_exist(const Index& index, FileSystem& files, const std::string
 void prove_index(const Index& index, const Manifest& manifest, std::vector<std::string>& warnings);
 
 // Gives each tensor of FP8 codes its scale: the tensor named as it and `_scale_inv`, else as it and
-// `_scale`. One whose grid fits neither the configured block size nor its codes is given all the
-// same, as one that does not fit.
-void pair_scales(Manifest& manifest, const std::optional<MatrixSize>& block_size);
+// `_scale`. One whose block size neither the config nor its grid determines is given all the same,
+// as one that does not fit. A block size that the config doesn't give and that is taken from shapes
+// is a warning.
+void pair_scales(Manifest& manifest, const ModelConfig& config, std::vector<std::string>& warnings);
 
-// A config that can't be read as JSON is a warning and an empty config.
+// Warns of weights in a directory of these names that belong to no file of the manifest.
+void warn_of_files_beside(const std::vector<std::string>& names, const Manifest& manifest,
+                          std::vector<std::string>& warnings);
+
+constexpr const char* kConfigFile = "config.json";
+// The config of a text. Whatever is wrong with it becomes a warning, and a fault where it leaves
+// open what decides about values.
 ModelConfig parse_config(const std::string& text, std::vector<std::string>& warnings);
-
-// All of a file that is expected to be small.
-std::string read_text(File& file);
+// The config of a file that can't be read.
+ModelConfig unread_config(const Error& fault, std::vector<std::string>& warnings);
 
 }  // namespace modicum

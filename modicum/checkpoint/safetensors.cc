@@ -318,9 +318,7 @@ Header read_header(File& file, uint32_t file_index) {
   prove_arithmetic(header);
   sort_by_place(header.tensors);
   prove_layout(header, size_bytes - header.file.header_bytes);
-  if (file.identity() != header.file.identity) {
-    fail(Category::conflict, "the file changed while its header was read", facts_of(file.name()));
-  }
+  require_unchanged(file, header.file.identity);
   for (Stored& stored : header.tensors) {
     stored.at.begin += header.file.header_bytes;
     stored.at.end += header.file.header_bytes;

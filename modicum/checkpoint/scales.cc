@@ -1,4 +1,6 @@
 // Which tensor holds the scales of which codes: names tell.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 #include <unordered_map>
@@ -27,13 +29,32 @@ Scales scales_of(const Manifest& manifest) {
   return scales;
 }
 
+// Codes whose block size is not given.
+class Unsure {
+ public:
+  void add(const Stored& codes) {
+    if (count_++ == 0) first_ = codes.spec.fqn;
+  }
+  void warn(std::string_view what, std::vector<std::string>& warnings) const {
+    if (count_ == 0) return;
+    warnings.push_back(fmt::format("the block size of {} FP8 tensor(s) {}; the first is {}", count_,
+                                   what, printable(first_)));
+  }
+
+ private:
+  uint64_t count_ = 0;
+  std::string first_;
+};
+
 }  // namespace
 
-void pair_scales(Manifest& manifest, const std::optional<MatrixSize>& block_size) {
+void pair_scales(Manifest& manifest, const ModelConfig& config,
+                 std::vector<std::string>& warnings) {
   const auto is_coded = [](const Stored& stored) { return is_fp8_code(stored.spec.dtype); };
   if (std::none_of(manifest.tensors.begin(), manifest.tensors.end(), is_coded)) return;
   const Scales scales = scales_of(manifest);
   std::string name;
+  Unsure inferred, unknown;
   for (Stored& codes : manifest.tensors) {
     if (!is_coded(codes)) continue;
     for (const std::string_view ending : kScaleEndings) {
@@ -41,11 +62,18 @@ void pair_scales(Manifest& manifest, const std::optional<MatrixSize>& block_size
       const auto found = scales.find(name);
       if (found == scales.end()) continue;
       const std::vector<int64_t>& shape = manifest.tensors[found->second].spec.shape;
-      const auto block = block_of(codes.spec.shape, shape, block_size);
+      auto block = block_of(codes.spec.shape, shape, config.weight_block_size);
+      if (!block && !config.block_size_fault) {
+        block = likely_block(codes.spec.shape, shape);
+        if (block) inferred.add(codes);
+      }
+      if (!block) unknown.add(codes);
       codes.scale = BlockScale{found->second, block.value_or(MatrixSize{0, 0})};
       break;
     }
   }
+  inferred.warn("is taken from shapes: config.json does not give it", warnings);
+  unknown.warn("is not known; they can be loaded as codes only", warnings);
 }
 
 }  // namespace modicum

@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include <algorithm>
+#include <array>
 
 #include "modicum/checkpoint/parts.h"
 #include "modicum/checkpoint/test_files_doubles.h"
@@ -83,14 +84,69 @@ TEST(PairedScales, TakeTheConfigsBlockSizeWhereTheirGridAgrees) {
   EXPECT_EQ(block(kFits), (MatrixSize{128, 128}));
   EXPECT_EQ(block(R"({"text_config":{"quantization_config":{"weight_block_size":[199,100]}}})"),
             (MatrixSize{199, 100}));
+  // Blocks of 100 x 100 would divide evenly; those of 128 x 128 make the same grid.
   for (const char* other : {"{}", R"({"quantization_config":{"weight_block_size":[64,64]}})",
-                            R"({"quantization_config":{"weight_block_size":null}})",
-                            R"({"quantization_config":{"weight_block_size":[128]}})",
-                            R"({"quantization_config":{"weight_block_size":[-128,128]}})",
-                            R"({"quantization_config":{"weight_block_size":[0,128]}})",
-                            R"({"quantization_config":[128,128]})"}) {
-    EXPECT_EQ(block(other), (MatrixSize{100, 100})) << other;
+                            R"({"quantization_config":{"weight_block_size":null}})"}) {
+    EXPECT_EQ(block(other), (MatrixSize{0, 0})) << other;
   }
+}
+
+// Two values of weight_block_size that differ, and what is no pair of positive integers.
+constexpr std::array<const char*, 12> kNoBlockSizes = {
+    R"({"quantization_config":{"weight_block_size":[128]}})",
+    R"({"quantization_config":{"weight_block_size":[128,128,128]}})",
+    R"({"quantization_config":{"weight_block_size":[-128,128]}})",
+    R"({"quantization_config":{"weight_block_size":[0,128]}})",
+    R"({"quantization_config":{"weight_block_size":[1e2,128]}})",
+    R"({"quantization_config":{"weight_block_size":[9223372036854775808,128]}})",
+    R"({"quantization_config":{"weight_block_size":["128","128"]}})",
+    R"({"quantization_config":{"weight_block_size":"128"}})",
+    R"({"quantization_config":{"weight_block_size":128}})",
+    R"({"quantization_config":[128,128]})",
+    R"({"text_config":7})",
+    R"({"quantization_config":{"weight_block_size":[128,128]},
+        "text_config":{"quantization_config":{"weight_block_size":[64,64]}}})"};
+
+// Catches: a config that can't be read, or a value of another type, taken for one that says
+// nothing: 256 rows in two blocks would be guessed to be 128 each.
+TEST(PairedScales, ABrokenConfigLeavesOnlyWhatTheShapesDetermine) {
+  const std::vector<TensorSpec> specs = {
+      spec("w", DType::f8_e4m3, {256, 384}),      spec("w_scale_inv", DType::f32, {2, 3}),
+      spec("rows", DType::f8_e4m3, {256, 384}),   spec("rows_scale_inv", DType::f32, {256, 1}),
+      spec("single", DType::f8_e4m3, {256, 384}), spec("single_scale_inv", DType::f32, {1}),
+      spec("halves", DType::f8_e4m3, {1, 7}),     spec("halves_scale_inv", DType::f32, {1, 4})};
+  std::vector<const char*> broken(kNoBlockSizes.begin(), kNoBlockSizes.end());
+  for (const char* text : {"", "{", "[]", "null", "{\"a\": \xff}", "{} {}",
+                           R"({"quantization_config": {}, "quantization_config": {}})"}) {
+    broken.push_back(text);
+  }
+  for (const char* config : broken) {
+    const Manifest manifest = opened(specs, config);
+    EXPECT_FALSE(named(manifest, "w").scale->fits()) << config;
+    EXPECT_EQ(named(manifest, "rows").scale->block, (MatrixSize{1, 384})) << config;
+    EXPECT_EQ(named(manifest, "single").scale->block, (MatrixSize{256, 384})) << config;
+    EXPECT_EQ(named(manifest, "halves").scale->block, (MatrixSize{1, 2})) << config;
+  }
+  for (const char* config : {"{}", R"({"quantization_config":{"weight_block_size":null}})",
+                             R"({"quantization_config":null,"text_config":null})"}) {
+    EXPECT_EQ(named(opened(specs, config), "w").scale->block, (MatrixSize{128, 128})) << config;
+  }
+}
+
+TEST(PairedScales, WhatIsTakenFromShapesOrNotKnownIsAWarning) {
+  const auto warnings = [](std::vector<int64_t> grid) {
+    MemoryFileSystem files;
+    files.make_directory("/m");
+    const std::vector<TensorSpec> specs = {spec("w", DType::f8_e4m3, {200, 256}),
+                                           spec("w_scale_inv", DType::f32, std::move(grid))};
+    SafetensorsWriter(files, "/m/model.safetensors", specs).finish();
+    return open_checkpoint(files, "/m").warnings;
+  };
+  EXPECT_EQ(warnings({200, 1}), std::vector<std::string>{});
+  ASSERT_EQ(warnings({1, 2}).size(), 1U);
+  EXPECT_NE(warnings({1, 2})[0].find("taken from shapes"), std::string::npos);
+  ASSERT_EQ(warnings({2, 1}).size(), 1U);
+  EXPECT_NE(warnings({2, 1})[0].find("not known"), std::string::npos);
 }
 
 TEST(PairedScales, AGridThatFitsNothingIsKnownNotToFit) {
@@ -118,7 +174,10 @@ TEST(PairedScales, OfALargeModelAreFoundInTime) {
     manifest.tensors.push_back({spec(name + "_scale_inv", DType::f32, {2, 1}), {}});
   }
   const auto begin = std::chrono::steady_clock::now();
-  pair_scales(manifest, MatrixSize{128, 128});
+  ModelConfig config;
+  config.weight_block_size = MatrixSize{128, 128};
+  std::vector<std::string> warnings;
+  pair_scales(manifest, config, warnings);
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
   for (size_t i = 0; i < manifest.tensors.size(); i += 2) {
     ASSERT_EQ(manifest.tensors[i].scale->tensor, i + 1);

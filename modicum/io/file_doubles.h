@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -71,6 +72,9 @@ class RecordingFileSystem final : public FileSystem {
   // From now on, a file says that nothing of it is cached; once it has been read from, all is, as
   // with a kernel that reads ahead.
   void be_cold();
+  // `act` is called once, before the `number`-th call, counted from 1, is passed on: somebody else
+  // does something to the files at just this moment. To be set before the first call.
+  void before_call(int64_t number, std::function<void()> act);
 
   struct State;  // for the files it opened
 

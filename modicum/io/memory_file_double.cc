@@ -135,7 +135,8 @@ class MemoryFile final : public File {
     return {.device = 1,
             .inode = number_,
             .size_bytes = file.now.bytes.size(),
-            .mtime_ns = file.mtime_ns};
+            .mtime_ns = file.mtime_ns,
+            .ctime_ns = file.mtime_ns};
   }
 
   void read(std::span<std::byte> into, uint64_t offset) override {

@@ -26,11 +26,16 @@ auto uninterrupted(Call call) {
 
 Facts about(const std::string& path) { return {.file = base_name(path)}; }
 
+int64_t ns_of(const struct timespec& time) noexcept {
+  return int64_t{time.tv_sec} * kNsPerSecond + time.tv_nsec;
+}
+
 FileIdentity identity_of(const struct stat& status) noexcept {
   return {.device = status.st_dev,
           .inode = status.st_ino,
           .size_bytes = static_cast<uint64_t>(status.st_size),
-          .mtime_ns = int64_t{status.st_mtim.tv_sec} * kNsPerSecond + status.st_mtim.tv_nsec};
+          .mtime_ns = ns_of(status.st_mtim),
+          .ctime_ns = ns_of(status.st_ctim)};
 }
 
 class PosixFile final : public File {

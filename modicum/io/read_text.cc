@@ -1,6 +1,9 @@
 #include "modicum/io/read_text.h"
 
+#include <fmt/format.h>
+
 #include <array>
+#include <span>
 
 #include "modicum/io/descriptor.h"
 
@@ -30,6 +33,30 @@ bool write_kernel_text(const std::string& path, const std::string& text) {
     written = ::write(file.get(), text.data(), text.size());
   } while (written < 0 && errno == EINTR);
   return written == static_cast<ssize_t>(text.size());
+}
+
+namespace {
+
+std::string identity_text(const FileIdentity& of) {
+  return fmt::format("{} bytes, device {}, inode {}, mtime {} ns, ctime {} ns", of.size_bytes,
+                     of.device, of.inode, of.mtime_ns, of.ctime_ns);
+}
+
+}  // namespace
+
+std::string read_text(File& file) {
+  const FileIdentity proven = file.identity();
+  std::string text(proven.size_bytes, '\0');
+  file.read(std::as_writable_bytes(std::span(text)), 0);
+  require_unchanged(file, proven);
+  return text;
+}
+
+void require_unchanged(File& file, const FileIdentity& proven) {
+  const FileIdentity identity = file.identity();
+  if (identity == proven) return;
+  fail(Category::conflict, "the file has changed since it was first read",
+       {.file = file.name(), .expected = identity_text(proven), .got = identity_text(identity)});
 }
 
 }  // namespace modicum

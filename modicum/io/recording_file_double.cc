@@ -1,4 +1,5 @@
 #include <cerrno>
+#include <functional>
 #include <mutex>
 #include <set>
 #include <utility>
@@ -11,14 +12,21 @@ namespace modicum {
 struct RecordingFileSystem::State {
   // Called before each call is passed on, and never while another lock is held.
   void note(std::string what, std::string file, uint64_t begin = 0, uint64_t end = 0) {
-    const std::lock_guard lock(mutex);
-    calls.push_back({std::move(what), std::move(file), begin, end});
-    if (static_cast<int64_t>(calls.size()) != fail_at) return;
-    const IoCall& last = calls.back();
-    fail_errno(EIO, last.what + " failed", {.file = last.file, .offset = begin});
+    const IoCall call{std::move(what), std::move(file), begin, end};
+    int64_t number = 0;
+    {
+      const std::lock_guard lock(mutex);
+      calls.push_back(call);
+      number = static_cast<int64_t>(calls.size());
+    }
+    if (number == act_at) act();
+    if (number != fail_at) return;
+    fail_errno(EIO, call.what + " failed", {.file = call.file, .offset = begin});
   }
 
   int64_t fail_at = 0;
+  int64_t act_at = 0;
+  std::function<void()> act;
   mutable std::mutex mutex;  // guards everything below
   std::vector<IoCall> calls;
   std::vector<IoCall> drops;
@@ -93,6 +101,11 @@ RecordingFileSystem::RecordingFileSystem(FileSystem& under, int64_t fail_at)
   state_->fail_at = fail_at;
 }
 RecordingFileSystem::~RecordingFileSystem() = default;
+
+void RecordingFileSystem::before_call(int64_t number, std::function<void()> act) {
+  state_->act_at = number;
+  state_->act = std::move(act);
+}
 
 std::unique_ptr<File> RecordingFileSystem::open(const std::string& path) {
   state_->note("open", base_name(path));

@@ -21,10 +21,13 @@ std::span<const uint32_t> uses_of(const Plan& plan, uint32_t stored) noexcept {
   }
   const TensorSpec& scale = plan.manifest->tensors[codes.scale->tensor].spec;
   fail(Category::mismatch,
-       fmt::format("the grid of '{}' fits neither its FP8 codes nor the config's block size",
+       fmt::format("neither config.json nor the grid of '{}' says which block size its FP8 codes "
+                   "have",
                    printable(scale.fqn)),
        {.tensor = codes.spec.fqn,
-        .expected = fmt::format("a grid that divides {}", shape_text(codes.spec.shape)),
+        .expected = fmt::format("a weight_block_size, or a grid that only one block size makes of "
+                                "{}",
+                                shape_text(codes.spec.shape)),
         .got = shape_text(scale.shape)});
 }
 

@@ -42,16 +42,15 @@ nb::dict stored_of(const OpenCheckpoint& opened) {
 }
 
 std::shared_ptr<MadeRecipe> recipe(const std::shared_ptr<OpenCheckpoint>& checkpoint,
-                                   const std::string& text, const std::optional<std::string>& dtype,
+                                   const std::optional<std::string>& text,
+                                   const std::optional<std::string>& dtype,
                                    const std::optional<std::string>& keep_fp32, bool untie) {
   auto made = std::make_shared<MadeRecipe>();
   made->of = checkpoint;
-  const Checkpoint& of = checkpoint->checkpoint;
-  made->recipe = make_recipe(of.manifest, {.text = text,
-                                           .tie_word_embeddings = of.config.tie_word_embeddings,
-                                           .untie = untie,
-                                           .dtype = dtype_flag(dtype.value_or("")),
-                                           .keep_fp32 = keep_fp32.value_or("")});
+  made->recipe = make_recipe(checkpoint->checkpoint, {.text = text,
+                                                      .untie = untie,
+                                                      .dtype = dtype_flag(dtype.value_or("")),
+                                                      .keep_fp32 = keep_fp32.value_or("")});
   return made;
 }
 
@@ -204,7 +203,17 @@ void define_inputs(nb::module_& module) {
           "bytes", [](const OpenCheckpoint& c) { return c.checkpoint.manifest.data_bytes(); },
           "Bytes of tensor data.")
       .def_prop_ro("stored", stored_of,
-                   "Dtype and shape of each stored tensor by name, in the order of the files.");
+                   "Dtype and shape of each stored tensor by name, in the order of the files.")
+      .def_prop_ro(
+          "warnings",
+          [](const OpenCheckpoint& c) {
+            nb::list warnings;
+            for (const std::string& warning : c.checkpoint.warnings) {
+              warnings.append(nb::str(warning.data(), warning.size()));
+            }
+            return warnings;
+          },
+          "What is optional and broken, unused or odd: a line of text for each.");
   nb::class_<MadeRecipe>(module, "Recipe", "How each target is made of stored tensors.")
       .def_prop_ro("targets", targets_of_recipe,
                    "A dict for each target: name, dtype, shape, alias_of (a name or None).")
@@ -267,14 +276,14 @@ Args:
 
 Raises:
     FormatError, IoError.)");
-  module.def("make_recipe", recipe, nb::arg("checkpoint"), nb::arg("text") = "", nb::kw_only(),
-             nb::arg("dtype") = nb::none(), nb::arg("keep_fp32") = nb::none(),
+  module.def("make_recipe", recipe, nb::arg("checkpoint"), nb::arg("text") = nb::none(),
+             nb::kw_only(), nb::arg("dtype") = nb::none(), nb::arg("keep_fp32") = nb::none(),
              nb::arg("untie") = false,
              R"(How each target is made of the checkpoint's tensors.
 
 Args:
     checkpoint: of open_checkpoint.
-    text: recipe.json (docs/recipes.md); empty: every tensor as it is.
+    text: recipe.json (docs/recipes.md); None: every tensor as it is.
     dtype: float32, bfloat16 or float16; None: as stored.
     keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
     untie: whether what is stored under both names of a tie is loaded as two tensors.

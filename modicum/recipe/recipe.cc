@@ -161,7 +161,7 @@ Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties)
   return identity_without(manifest, ties, std::vector<bool>(manifest.tensors.size()));
 }
 
-std::vector<NamedTie> word_embedding_ties(const Manifest& manifest) {
+std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie) {
   std::vector<std::string> embeddings;
   std::vector<std::string> heads;
   for (const Stored& stored : manifest.tensors) {
@@ -178,7 +178,11 @@ std::vector<NamedTie> word_embedding_ties(const Manifest& manifest) {
   if (embeddings.empty() && !heads.empty()) embeddings = usual_embedding(manifest);
   if (embeddings.empty()) return {};
   const std::string head = heads.empty() ? std::string(kHead) : heads[0];
-  if (is_stored(manifest, embeddings[0])) return {{head, embeddings[0]}};
+  const bool is_head_stored = !heads.empty();
+  if (is_stored(manifest, embeddings[0])) {
+    if (untie && is_head_stored) return {};
+    return {{head, embeddings[0]}};
+  }
   return {{embeddings[0], head}};
 }
 
@@ -188,14 +192,10 @@ void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& ke
 
 Recipe make_recipe(const Manifest& manifest, const RecipeOptions& options) {
   std::vector<NamedTie> ties;
-  if (options.tie_word_embeddings) ties = word_embedding_ties(manifest);
-  if (options.untie) {
-    std::erase_if(ties, [&](const NamedTie& tie) { return is_stored(manifest, tie.name); });
-  }
+  if (options.tie_word_embeddings) ties = word_embedding_ties(manifest, options.untie);
   const DTypeRule rule(options.dtype, options.keep_fp32);
-  Recipe recipe = options.text.empty()
-                      ? identity_without(manifest, ties, spent_scales(manifest, rule))
-                      : parse_recipe(options.text, manifest, options.untie);
+  Recipe recipe = options.text ? parse_recipe(*options.text, manifest, options.untie)
+                               : identity_without(manifest, ties, spent_scales(manifest, rule));
   set_dtype_by(rule, recipe);
   return recipe;
 }

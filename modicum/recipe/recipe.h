@@ -134,8 +134,9 @@ struct NamedTie {
 Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties = {});
 
 // The tie that a model with `tie_word_embeddings` has, as far as the stored names tell: its head is
-// the embedding, or, where only the head is stored, the embedding is the head.
-std::vector<NamedTie> word_embedding_ties(const Manifest& manifest);
+// the embedding, or, where only the head is stored, the embedding is the head. With `untie`, none
+// where both are stored.
+std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie = false);
 
 // The text form, `recipe.json` (docs/recipes.md). A `caller` takes the next ordinal. Errors:
 // MISMATCH where it doesn't add up, UNSUPPORTED for an op that is not known; both name the target.
@@ -148,11 +149,11 @@ std::string recipe_text(const Recipe& recipe, const Manifest& manifest);
 // bad expression is USAGE.
 void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& keep_fp32);
 
-// The recipe that is meant, whole: of `text` (recipe.json) or, where that is empty, identity with
+// The recipe that is meant, whole: of `text` (recipe.json) or, where there is none, identity with
 // the ties that the model's config asks for; then dtypes. Identity leaves out the scales of what is
 // dequantised.
 struct RecipeOptions {
-  std::string text;
+  std::optional<std::string> text;
   bool tie_word_embeddings = false;
   bool untie = false;  // what is stored under both of its names is loaded as two targets
   std::optional<DType> dtype;

@@ -2,8 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
 #include <numeric>
 #include <random>
+
+#include "modicum/json/json_values_double.h"
 
 namespace modicum {
 namespace {
@@ -342,6 +345,54 @@ TEST(Recipe, ACastOfIntegersIsRefused) {
   RecipeBuilder builder(manifest);
   const uint32_t ids = builder.stored("ids");
   EXPECT_EQ(category_of([&] { builder.target("ids", ids, DType::f32); }), Category::unsupported);
+}
+
+// Every JSON value at every key of every op: read, or refused with an error of the recipe's own.
+TEST(RecipeText, AnyJsonAtAnyKeyIsReadOrRefused) {
+  const Manifest manifest = manifest_of({{"a.b", {2, 3}}});
+  const std::map<std::string, std::string> members = {
+      {"op", ""},
+      {"name", R"("a.b")"},
+      {"of", R"("a.b")"},
+      {"rule", R"("normal")"},
+      {"dtype", R"("float32")"},
+      {"dim", "0"},
+      {"start", "0"},
+      {"stop", "1"},
+      {"std", "1"},
+      {"dims", "[1, 0]"},
+      {"index", "[1]"},
+      {"shape", "[3, 2]"},
+      {"in", R"([{"op": "stored", "name": "a.b"}])"},
+      {"unknown", "1"}};
+  const auto expect_read_or_refused = [&](const std::string& text) {
+    try {
+      parse_recipe(text, manifest);
+    } catch (const Error& error) {
+      EXPECT_EQ(exit_code(error.category()), 2) << text << ": " << error.what();
+    }
+  };
+  for (const char* value : kJsonValues) {
+    for (const std::string& recipe :
+         {std::string(value), R"({"targets": )" + std::string(value) + "}",
+          R"({"targets": {"t": )" + std::string(value) + "}}",
+          R"({"targets": {}, "unused": )" + std::string(value) + "}",
+          R"({"targets": {}, "unused": [)" + std::string(value) + "]}",
+          R"({"targets": {}, "unknown": )" + std::string(value) + "}"}) {
+      expect_read_or_refused(recipe);
+    }
+    for (const char* op : {"stored", "cat", "stack", "slice", "permute", "gather", "reshape",
+                           "init", "caller", "alias", "unknown"}) {
+      for (const auto& [key, unused] : members) {
+        std::string node = R"({"op": )" + (key == "op" ? value : "\"" + std::string(op) + "\"");
+        for (const auto& [name, usual] : members) {
+          if (name == "op" || (name == "unknown" && key != "unknown")) continue;
+          node += ", \"" + name + "\": " + (name == key ? value : usual);
+        }
+        expect_read_or_refused(R"({"targets": {"t": )" + node + "}}}");
+      }
+    }
+  }
 }
 
 }  // namespace

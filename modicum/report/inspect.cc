@@ -3,6 +3,7 @@
 #include <map>
 
 #include "modicum/json/json.h"
+#include "modicum/report/members.h"
 #include "modicum/report/report.h"
 
 namespace modicum {
@@ -48,7 +49,7 @@ void tensor_objects(const Manifest& manifest, JsonWriter& out) {
 
 CheckpointFacts facts_of(const Checkpoint& checkpoint) {
   return {checkpoint.manifest.data_bytes(), checkpoint.manifest.tensors.size(),
-          checkpoint.manifest.files.size()};
+          checkpoint.manifest.files.size(), checkpoint.warnings};
 }
 
 std::string inspect_json(const Checkpoint& checkpoint) {
@@ -75,9 +76,8 @@ std::string inspect_json(const Checkpoint& checkpoint) {
   }
   out.end_array();
   tensor_objects(manifest, out);
-  out.key("warnings").begin_array();
-  for (const std::string& warning : checkpoint.warnings) out.value(warning);
-  return out.end_array().end_object().text();
+  warnings_member(out, checkpoint.warnings);
+  return out.end_object().text();
 }
 
 std::string inspect_text(const Checkpoint& checkpoint, bool verbose) {
@@ -99,10 +99,7 @@ std::string inspect_text(const Checkpoint& checkpoint, bool verbose) {
                           shape_text(stored.spec.shape));
     }
   }
-  for (const std::string& warning : checkpoint.warnings) {
-    text += fmt::format("  note: {}\n", printable(warning));
-  }
-  return text;
+  return text + warnings_text(checkpoint.warnings);
 }
 
 }  // namespace modicum

@@ -34,12 +34,27 @@ std::string signed_size(int64_t bytes) {
 
 }  // namespace
 
-void checkpoint_member(JsonWriter& out, const CheckpointFacts& checkpoint) {
+void checkpoint_members(JsonWriter& out, const CheckpointFacts& checkpoint) {
   out.key("checkpoint").begin_object();
   out.member("bytes", checkpoint.bytes);
   out.member("tensors", checkpoint.tensors);
   out.member("files", checkpoint.files);
   out.end_object();
+  warnings_member(out, checkpoint.warnings);
+}
+
+void warnings_member(JsonWriter& out, std::span<const std::string> warnings) {
+  out.key("warnings").begin_array();
+  for (const std::string& warning : warnings) out.value(warning);
+  out.end_array();
+}
+
+std::string warnings_text(std::span<const std::string> warnings) {
+  std::string text;
+  for (const std::string& warning : warnings) {
+    text += fmt::format("warning: {}\n", printable(warning));
+  }
+  return text;
 }
 
 void budget_member(JsonWriter& out, const std::optional<Budget>& budget) {

@@ -11,7 +11,9 @@
 
 namespace modicum {
 
-void checkpoint_member(JsonWriter& out, const CheckpointFacts& checkpoint);
+void checkpoint_members(JsonWriter& out, const CheckpointFacts& checkpoint);  // and `warnings`
+void warnings_member(JsonWriter& out, std::span<const std::string> warnings);
+std::string warnings_text(std::span<const std::string> warnings);  // a line for each
 void budget_member(JsonWriter& out, const std::optional<Budget>& budget);
 std::string budget_text(const std::optional<Budget>& budget);  // a line after an empty one
 // Null where there is none.

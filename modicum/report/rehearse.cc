@@ -9,7 +9,7 @@ namespace modicum {
 std::string rehearse_json(const RehearseReport& report) {
   JsonWriter out;
   out.begin_object();
-  checkpoint_member(out, report.checkpoint);
+  checkpoint_members(out, report.checkpoint);
   out.member("strategy", report.strategy).member("state_format", row_of(report.format).name);
   out.member("steps", report.steps).member("seed", report.seed);
   out.member("elapsed_s", report.elapsed_s).member("load_s", report.load_s);
@@ -43,8 +43,9 @@ std::string rehearse_text(const RehearseReport& report) {
   }
   text += budget_text(report.budget);
   if (report.grad_norm) text += fmt::format("gradient norm {:.6g}\n", *report.grad_norm);
-  return text + fmt::format("state digest {:016x}, model digest {:016x}\n", report.state_digest,
-                            report.model_digest);
+  text += fmt::format("state digest {:016x}, model digest {:016x}\n", report.state_digest,
+                      report.model_digest);
+  return text + warnings_text(report.checkpoint.warnings);
 }
 
 }  // namespace modicum

@@ -83,7 +83,7 @@ double StrategyReport::overread_ratio() const noexcept {
 std::string plan_json(const PlanReport& report) {
   JsonWriter out;
   out.begin_object();
-  checkpoint_member(out, report.checkpoint);
+  checkpoint_members(out, report.checkpoint);
   out.member("ranks", report.ranks);
   out.key("strategies").begin_array();
   for (const StrategyReport& of : report.strategies) strategy_object(out, of);
@@ -125,13 +125,13 @@ std::string plan_text(const PlanReport& report) {
                         report.budget->source, *report.fits ? "fits" : "does not fit");
   }
   if (report.deepspeed) text += deepspeed_text(*report.deepspeed);
-  return text;
+  return text + warnings_text(report.checkpoint.warnings);
 }
 
 std::string load_json(const LoadReport& report) {
   JsonWriter out;
   out.begin_object();
-  checkpoint_member(out, report.checkpoint);
+  checkpoint_members(out, report.checkpoint);
   out.member("strategy", report.strategy);
   out.member("elapsed_s", report.elapsed_s).member("check_s", report.check_s);
   out.member("bytes_loaded", sum_over(report, &RankOutcome::bytes_loaded));
@@ -161,7 +161,7 @@ std::string load_text(const LoadReport& report) {
   text += outcome_text({report.promise, report.ranks, report.launcher_bytes});
   text += budget_text(report.budget);
   if (report.digest) text += fmt::format("digest {:016x}\n", *report.digest);
-  return text;
+  return text + warnings_text(report.checkpoint.warnings);
 }
 
 std::string error_json(const Error& error) {

@@ -17,6 +17,7 @@ struct CheckpointFacts {
   uint64_t bytes = 0;  // tensor data
   uint64_t tensors = 0;
   uint64_t files = 0;
+  std::vector<std::string> warnings;  // what is optional and broken, unused or odd
 };
 CheckpointFacts facts_of(const Checkpoint& checkpoint);
 

@@ -65,7 +65,8 @@ LoadReport small_load() {
 TEST(PlanReport, JsonHasEveryPhaseOfEveryNode) {
   EXPECT_EQ(
       plan_json(small_plan()),
-      R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},"ranks":3,)"
+      R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},)"
+      R"("warnings":[],"ranks":3,)"
       R"("strategies":[{"name":"own-shard","storage_read_bytes":314572805,)"
       R"("exchanged_bytes":0,"reads":21,"overread_ratio":1.2500000198682149,)"
       R"("nodes":[{"node":0,"peak_bytes":125829121,)"
@@ -90,7 +91,8 @@ TEST(PlanReport, JsonSaysWhetherTheBudgetFits) {
   report.budget = Budget{1 * kGiB, "cgroup v1 /\"a\""};
   report.fits = false;
   EXPECT_EQ(plan_json(report),
-            R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},"ranks":3,"strategies":[],)"
+            R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},)"
+            R"("warnings":[],"ranks":3,"strategies":[],)"
             R"("budget":{"bytes":1073741824,"source":"cgroup v1 /\"a\""},"fits":false})");
 }
 
@@ -122,7 +124,8 @@ TEST(PlanReport, TextWithoutABudgetSaysNothingOfOne) {
 
 TEST(LoadReport, JsonHasPromiseLedgerAndKernelOfEveryRank) {
   EXPECT_EQ(load_json(small_load()),
-            R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},"strategy":"own-shard",)"
+            R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},)"
+            R"("warnings":[],"strategy":"own-shard",)"
             R"("elapsed_s":1.25,"check_s":0.5,"bytes_loaded":314572800,)"
             R"("storage_read_bytes":314572800,"exchanged_bytes":9,"coverage":"proven",)"
             R"("check":"off","digest":null,"budget":null,"nodes":[{"node":0,)"
@@ -151,10 +154,19 @@ TEST(LoadReport, JsonSaysWhatWasCheckedAndTheDigest) {
   report.digest = 0xab;
   report.budget = Budget{5, "flag"};
   EXPECT_EQ(load_json(report),
-            R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},"strategy":"own-shard",)"
+            R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},)"
+            R"("warnings":[],"strategy":"own-shard",)"
             R"("elapsed_s":1.25,"check_s":0.5,"bytes_loaded":0,"storage_read_bytes":0,)"
             R"("exchanged_bytes":0,"coverage":"proven","check":"ok","digest":"00000000000000ab",)"
             R"("budget":{"bytes":5,"source":"flag"},"nodes":[],"ranks":[]})");
+}
+
+TEST(LoadReport, SaysWhatWasOddOfTheCheckpoint) {
+  LoadReport report = small_load();
+  report.checkpoint.warnings = {"config.json: \"x\"", "two"};
+  EXPECT_NE(load_json(report).find(R"("warnings":["config.json: \"x\"","two"])"),
+            std::string::npos);
+  EXPECT_TRUE(load_text(report).ends_with("warning: config.json: \"x\"\nwarning: two\n"));
 }
 
 TEST(LoadReport, TextSetsPromiseBesideOutcome) {

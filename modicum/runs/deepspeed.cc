@@ -160,14 +160,15 @@ class ConfigReader {
     value.object([&](std::string_view key, JsonValue& member) { (this->*of)(key, member); });
   }
 
-  // False and null ask for nothing.
+  // An unknown key that is false or null asks for nothing. A value can be read only once.
   static void neutral(std::string_view section, std::string_view key, JsonValue& value) {
     const Names& names = neutral_of(section);
     if (std::find(names.begin(), names.end(), key) != names.end()) return value.skip();
-    const bool is_off = (value.kind() == JsonValue::Kind::boolean && !value.boolean()) ||
-                        value.kind() == JsonValue::Kind::null;
+    const JsonValue::Kind kind = value.kind();
+    const bool is_boolean = kind == JsonValue::Kind::boolean;
+    if (is_boolean ? !value.boolean() : kind == JsonValue::Kind::null) return;
     const std::string prefix = section.empty() ? "" : fmt::format("{}.", section);
-    if (!is_off) unsupported(fmt::format("{}{}", prefix, key));
+    unsupported(fmt::format("{}{}", prefix, key));
   }
 
   static void refuse_auto(std::string_view key, JsonValue& value) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "modicum/json/json_values_double.h"
 #include "modicum/spec/spec.h"
 
 namespace modicum {
@@ -135,6 +136,41 @@ TEST(DeepSpeed, WhatChangesMemoryAndIsNotKnownIsRefusedByName) {
   }
   EXPECT_EQ(refusal(config_of(2, kPinned + R"(, "zenflow": null, "overlap_comm": true)")),
             "accepted");
+}
+
+// Every JSON value at every key that is known, and at one that isn't.
+TEST(DeepSpeed, AnyJsonAtAnyKeyIsReadOrRefused) {
+  const std::vector<std::pair<std::vector<std::string>, std::vector<const char*>>> sections = {
+      {{"", ""},
+       {"gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu",
+        "zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "unknown"}},
+      {{R"("zero_optimization": {)", "}"},
+       {"stage", "sub_group_size", "offload_optimizer", "offload_param", "overlap_comm",
+        "unknown"}},
+      {{R"("zero_optimization": {"stage": 3, "offload_optimizer": {)", "}}"},
+       {"pin_memory", "device", "ratio", "buffer_count", "unknown"}},
+      {{R"("bf16": {)", "}"}, {"enabled", "loss_scale", "unknown"}},
+      {{R"("optimizer": {)", "}"}, {"type", "params", "unknown"}}};
+  std::vector<std::string> configs;
+  for (const char* value : kJsonValues) {
+    configs.emplace_back(value);
+    for (const auto& [around, keys] : sections) {
+      for (const char* key : keys) {
+        const std::string member = around[0] + "\"" + key + "\": " + value + around[1];
+        configs.push_back("{" + member + "}");
+        if (!member.starts_with("\"bf16\"")) {
+          configs.push_back(R"({"bf16": {"enabled": true}, )" + member + "}");
+        }
+      }
+    }
+  }
+  for (const std::string& config : configs) {
+    try {
+      read_deepspeed(config, 2);
+    } catch (const Error& error) {
+      EXPECT_EQ(exit_code(error.category()), 2) << config << ": " << error.what();
+    }
+  }
 }
 
 }  // namespace

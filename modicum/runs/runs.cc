@@ -37,19 +37,58 @@ std::optional<DType> dtype_flag(const std::string& name) {
 namespace {
 
 std::string text_of(FileSystem& files, const std::string& path) {
-  const auto file = files.open(path);
-  std::string text(file->identity().size_bytes, '\0');
-  file->read(std::as_writable_bytes(std::span(text)), 0);
-  return text;
+  return read_text(*files.open(path));
+}
+
+[[noreturn]] void fail_for(const std::string& tensor, const std::string& what, const Error& fault) {
+  Facts facts = fault.facts();
+  facts.tensor = tensor;
+  fail(fault.category(), fmt::format("{} is not known: {}", what, fault.what_happened()),
+       std::move(facts));
+}
+
+void require_known_ties(const Manifest& manifest, bool untie, const Error& fault) {
+  for (const NamedTie& tie : word_embedding_ties(manifest, untie)) {
+    fail_for(tie.name, fmt::format("whether the tensor is tied to '{}'", printable(tie.of)), fault);
+  }
+}
+
+void require_known_blocks(const Manifest& manifest, const Recipe& recipe, const Error& fault) {
+  for (const Target& target : recipe.targets) {
+    if (!is_dequantised(recipe, target)) continue;
+    for (const uint32_t stored : stored_under(recipe, target.root)) {
+      const Stored& codes = manifest.tensors[stored];
+      if (!codes.scale || codes.scale->fits()) continue;
+      fail_for(codes.spec.fqn, "the block size of FP8 codes", fault);
+    }
+  }
+}
+
+// A recipe that does not add up: the error names the recipe's file where it names no other.
+Recipe named_recipe(const Checkpoint& checkpoint, const RecipeOptions& options,
+                    const std::string& path) {
+  try {
+    return make_recipe(checkpoint, options);
+  } catch (const Error& error) {
+    Facts facts = error.facts();
+    if (facts.file.empty()) facts.file = base_name(path);
+    fail(error.category(), error.what_happened(), std::move(facts));
+  }
+}
+
+void warn_of_unused(const Recipe& recipe, Checkpoint& checkpoint) {
+  if (recipe.unused.empty()) return;
+  const std::string& first = checkpoint.manifest.tensors[recipe.unused.front()].spec.fqn;
+  checkpoint.warnings.push_back(
+      fmt::format("the recipe leaves {} stored tensor(s) unused; the first is {}",
+                  recipe.unused.size(), printable(first)));
 }
 
 Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& checkpoint) {
-  RecipeOptions options{.tie_word_embeddings = checkpoint.config.tie_word_embeddings,
-                        .untie = flags.untie,
-                        .dtype = dtype_flag(flags.dtype),
-                        .keep_fp32 = flags.keep_fp32};
+  RecipeOptions options{
+      .untie = flags.untie, .dtype = dtype_flag(flags.dtype), .keep_fp32 = flags.keep_fp32};
   if (!flags.recipe.empty()) options.text = text_of(files, flags.recipe);
-  Recipe recipe = make_recipe(checkpoint.manifest, options);
+  Recipe recipe = named_recipe(checkpoint, options, flags.recipe);
   for (const Target& target : recipe.targets) {
     if (recipe.nodes[target.root].op != Op::caller) continue;
     fail(Category::unsupported, "a model makes this tensor itself, and there is none here",
@@ -79,6 +118,18 @@ void require_sense(const RunFlags& flags) {
 
 }  // namespace
 
+Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options) {
+  const ModelConfig& config = checkpoint.config;
+  const Manifest& manifest = checkpoint.manifest;
+  if (config.tie_fault && !options.text) {
+    require_known_ties(manifest, options.untie, *config.tie_fault);
+  }
+  options.tie_word_embeddings = config.tie_word_embeddings;
+  Recipe recipe = make_recipe(manifest, std::as_const(options));
+  if (config.block_size_fault) require_known_blocks(manifest, recipe, *config.block_size_fault);
+  return recipe;
+}
+
 Run open_run(FileSystem& files, const RunFlags& flags) {
   require_sense(flags);
   Run run;
@@ -92,6 +143,7 @@ Run open_run(FileSystem& files, const RunFlags& flags) {
   layout_of(flags, {});  // says what makes no sense before a file is opened
   run.checkpoint = open_checkpoint(files, flags.directory);
   run.recipe = recipe_of(files, flags, run.checkpoint);
+  warn_of_unused(run.recipe, run.checkpoint);
   run.layout = layout_of(flags, targets_of(run.recipe));
   run.optimizer = optimizer_flag(flags.optimizer);
   if (run.optimizer) run.options.after = {step_phase(run.recipe, run.layout, *run.optimizer)};

@@ -60,6 +60,10 @@ struct Run {
 // USAGE for what makes no sense, before any file is opened; then as `open_checkpoint`, and MISMATCH
 // or UNSUPPORTED where the recipe isn't one for this checkpoint.
 Run open_run(FileSystem& files, const RunFlags& flags);
+// The recipe of `options` for a checkpoint, ties as its config has them. Where values depend on
+// what a broken config.json should have said (whether an embedding is tied, the block size of FP8
+// codes that become numbers): the config's fault, naming the tensor. A `text` decides ties itself.
+Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options);
 // The layout that `layout` and its flags mean; USAGE for what makes no sense.
 Layout layout_of(const RunFlags& flags, Targets targets);
 // The targets of a recipe by their numbers, null for aliases.

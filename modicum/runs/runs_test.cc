@@ -92,6 +92,89 @@ TEST(Runs, OnlyTheDefaultStagingShrinksToFit) {
   EXPECT_EQ(peak("8MiB", "14MiB"), peak("8MiB", ""));
 }
 
+// Catches: an empty recipe taken for none, which would load every tensor as it is.
+TEST(Runs, AnEmptyRecipeIsNoRecipe) {
+  MemoryFileSystem files;
+  put_checkpoint(files);
+  for (const char* text : {"", " \n", "{", "null", "{}"}) {
+    files.put("/recipe.json", text);
+    try {
+      open_run(files, {.directory = "/model", .recipe = "/recipe.json"});
+      ADD_FAILURE() << "accepted: " << text;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.category(), Category::mismatch) << text;
+      EXPECT_EQ(error.facts().file, "recipe.json");
+    }
+  }
+}
+
+// How a run of /model with this config.json fails, by category; nothing where it doesn't.
+std::optional<Error> failure_with(const std::vector<TensorSpec>& tensors, const char* config,
+                                  const RunFlags& flags = {.directory = "/model"},
+                                  const char* recipe = nullptr) {
+  MemoryFileSystem files;
+  files.make_directory("/model");
+  SafetensorsWriter(files, "/model/model.safetensors", tensors).finish();
+  if (config != nullptr) files.put("/model/config.json", config);
+  if (recipe != nullptr) files.put("/recipe.json", recipe);
+  try {
+    open_run(files, flags);
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
+TensorSpec spec_of(const char* name, DType dtype, std::vector<int64_t> shape) {
+  return {.fqn = name, .dtype = dtype, .shape = std::move(shape)};
+}
+
+// Catches: a tie dropped, or made up, where config.json can't say which; a refusal where the names
+// leave nothing open or somebody else has decided.
+TEST(Runs, ATieThatABrokenConfigLeavesOpenIsAnError) {
+  const TensorSpec embedding = spec_of("model.embed_tokens.weight", DType::bf16, {8, 4});
+  const TensorSpec head = spec_of("lm_head.weight", DType::bf16, {8, 4});
+  const TensorSpec other = spec_of("w", DType::bf16, {8, 4});
+  for (const auto& tensors : {std::vector{embedding}, {head}, {embedding, head}}) {
+    for (const char* broken : {"", R"({"tie_word_embeddings": "no"})"}) {
+      const auto error = failure_with(tensors, broken);
+      ASSERT_TRUE(error.has_value()) << tensors[0].fqn << broken;
+      EXPECT_EQ(exit_code(error->category()), 10);
+      EXPECT_EQ(error->facts().file, "config.json");
+      EXPECT_FALSE(error->facts().tensor.empty());
+    }
+    EXPECT_FALSE(failure_with(tensors, "{}"));
+    EXPECT_FALSE(failure_with(tensors, nullptr));
+    EXPECT_FALSE(failure_with(tensors, R"({"quantization_config": 7})"));
+  }
+  EXPECT_FALSE(failure_with({other}, ""));
+  EXPECT_FALSE(failure_with({embedding, head}, "", {.directory = "/model", .untie = true}));
+  EXPECT_TRUE(failure_with({embedding}, "", {.directory = "/model", .untie = true}));
+  EXPECT_FALSE(failure_with({embedding}, "", {.directory = "/model", .recipe = "/recipe.json"},
+                            R"({"targets": {"e": {"op": "stored",
+                                "name": "model.embed_tokens.weight"}}})"));
+}
+
+// Catches: a block size that is guessed where config.json should have given it.
+TEST(Runs, ABlockSizeThatABrokenConfigLeavesOpenIsAnErrorWhereNumbersAreMade) {
+  const std::vector<TensorSpec> blocks = {spec_of("w", DType::f8_e4m3, {192, 128}),
+                                          spec_of("w_scale_inv", DType::f32, {2, 1})};
+  const std::vector<TensorSpec> rows = {spec_of("w", DType::f8_e4m3, {192, 128}),
+                                        spec_of("w_scale_inv", DType::f32, {192, 1})};
+  const RunFlags numbers{.directory = "/model", .dtype = "bfloat16"};
+  for (const char* broken : {"", "{", R"({"quantization_config": {"weight_block_size": "128"}})"}) {
+    const auto error = failure_with(blocks, broken, numbers);
+    ASSERT_TRUE(error.has_value()) << broken;
+    EXPECT_EQ(exit_code(error->category()), 10) << error->what();
+    EXPECT_EQ(error->facts().file, "config.json");
+    EXPECT_EQ(error->facts().tensor, "w");
+    EXPECT_FALSE(failure_with(blocks, broken)) << "codes stay as they are";
+    EXPECT_FALSE(failure_with(rows, broken, numbers)) << "one size alone makes this grid";
+  }
+  EXPECT_FALSE(failure_with(blocks, R"({"quantization_config": {"weight_block_size": [128, 128]}})",
+                            numbers));
+}
+
 // house: how much more than what is needed is read. Contiguous cuts read next to nothing else;
 // columns of a narrow matrix can't be had without the bytes between them.
 TEST(Runs, ThePlanSaysHowMuchIsOverread) {

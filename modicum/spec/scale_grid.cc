@@ -1,6 +1,7 @@
 #include "modicum/spec/scale_grid.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "modicum/base/base.h"
 
@@ -18,13 +19,48 @@ bool have_equal_outer_dims(const std::vector<int64_t>& a, const std::vector<int6
   return a.size() < 3 || std::equal(a.begin(), a.end() - 2, b.begin());
 }
 
-// One dim of a grid whose last block may be ragged. Not ceil_div: both sizes are a file's.
-bool covers(int64_t size, int64_t block, int64_t count) noexcept {
-  return size / block + (size % block != 0 ? 1 : 0) == count;
+// Not ceil_div, which would overflow: both sizes are a file's.
+int64_t rounded_up(int64_t size, int64_t count) noexcept {
+  return size / count + (size % count != 0 ? 1 : 0);
 }
 
-bool divides(int64_t size, int64_t count) noexcept {
-  return size == 0 ? count == 0 : count > 0 && size % count == 0;
+// One dim of a grid whose last block may be ragged.
+bool covers(int64_t size, int64_t block, int64_t count) noexcept {
+  return rounded_up(size, block) == count;
+}
+
+// The sizes of a block by which `count` scales cover one dim; empty where none does.
+struct BlockSizes {
+  int64_t least = 1, most = 0;
+  bool is_one() const noexcept { return least == most; }
+};
+
+BlockSizes block_sizes(int64_t size, int64_t count) noexcept {
+  if (size == 0) return {1, count == 0 ? 1 : 0};
+  if (count == 1) return {size, size};  // and all above it, which cut nothing either
+  if (count < 1 || count > size) return {};
+  return {rounded_up(size, count), rounded_up(size, count - 1) - 1};
+}
+
+std::optional<int64_t> certain_size(int64_t size, int64_t count) noexcept {
+  const BlockSizes sizes = block_sizes(size, count);
+  return sizes.is_one() ? std::optional(sizes.least) : std::nullopt;
+}
+
+std::optional<int64_t> likely_size(int64_t size, int64_t count) noexcept {
+  const BlockSizes sizes = block_sizes(size, count);
+  if (sizes.is_one()) return sizes.least;
+  if (sizes.least > sizes.most || size % count != 0) return std::nullopt;
+  const uint64_t power = std::bit_ceil(static_cast<uint64_t>(sizes.least));
+  const bool is_rivalled =
+      power != static_cast<uint64_t>(sizes.least) && power <= static_cast<uint64_t>(sizes.most);
+  return is_rivalled ? std::nullopt : std::optional(sizes.least);
+}
+
+std::optional<MatrixSize> both(const std::optional<int64_t>& rows,
+                               const std::optional<int64_t>& columns) noexcept {
+  if (!rows || !columns) return std::nullopt;
+  return MatrixSize{*rows, *columns};
 }
 
 }  // namespace
@@ -53,9 +89,15 @@ std::optional<MatrixSize> block_of(const std::vector<int64_t>& codes,
       covers(size[1], (*configured)[1], count[1])) {
     return configured;
   }
-  if (!divides(size[0], count[0]) || !divides(size[1], count[1])) return std::nullopt;
-  return MatrixSize{at_least_one(size[0] / at_least_one(count[0])),
-                    at_least_one(size[1] / at_least_one(count[1]))};
+  return both(certain_size(size[0], count[0]), certain_size(size[1], count[1]));
+}
+
+std::optional<MatrixSize> likely_block(const std::vector<int64_t>& codes,
+                                       const std::vector<int64_t>& scales) {
+  if (!have_equal_outer_dims(codes, scales)) return std::nullopt;
+  const MatrixSize size = matrix_of(codes);
+  const MatrixSize count = matrix_of(scales);
+  return both(likely_size(size[0], count[0]), likely_size(size[1], count[1]));
 }
 
 }  // namespace modicum

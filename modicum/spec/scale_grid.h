@@ -42,11 +42,18 @@ struct ScaleGrid {
 // Of a tensor whose scale fits.
 ScaleGrid scale_grid(const Manifest& manifest, const Stored& codes);
 
-// The block size by which scales of shape `scales` cover codes of shape `codes`: all of the codes
-// for a single scale; else `configured`, where that makes just this grid (its last blocks may be
-// ragged); else the size that divides the codes evenly. Nothing where no size does.
+// The block size by which scales of shape `scales` cover codes of shape `codes`, where it is
+// certain: all of the codes for a single scale; else `configured`, where that makes just this grid
+// (its last blocks may be ragged); else the only size that makes it. Sizes that cut the codes in
+// the same way count as one. Nothing where no size does, or several do.
 std::optional<MatrixSize> block_of(const std::vector<int64_t>& codes,
                                    const std::vector<int64_t>& scales,
                                    const std::optional<MatrixSize>& configured);
+
+// Where several sizes make this grid and nobody has given one: the size that divides the codes
+// evenly, unless a power of two makes the same grid with a ragged edge (192 rows in two blocks may
+// be 96 + 96 or 128 + 64). Nothing then.
+std::optional<MatrixSize> likely_block(const std::vector<int64_t>& codes,
+                                       const std::vector<int64_t>& scales);
 
 }  // namespace modicum

@@ -17,13 +17,43 @@ TEST(BlockOf, TheConfiguredSizeMayLeaveRaggedEdges) {
   EXPECT_EQ(block_of({0, 300}, {0, 3}, k128), k128);
 }
 
-TEST(BlockOf, AGridOfItsOwnMustDivide) {
-  EXPECT_EQ(block_of({256, 384}, {2, 3}, std::nullopt), k128);
-  EXPECT_EQ(block_of({256, 384}, {8, 3}, k128), (MatrixSize{32, 128}));
+// Catches: a size that is guessed where several make the grid.
+TEST(BlockOf, WithoutAConfiguredSizeOnlyOneMayMakeTheGrid) {
   EXPECT_EQ(block_of({7, 64}, {7, 1}, k128), (MatrixSize{1, 64}));  // one per row
-  EXPECT_EQ(block_of({7, 64}, {7, 2}, std::nullopt), (MatrixSize{1, 32}));
-  EXPECT_EQ(block_of({200, 300}, {2, 4}, std::nullopt), (MatrixSize{100, 75}));
-  EXPECT_EQ(block_of({0, 64}, {0, 2}, std::nullopt), (MatrixSize{1, 32}));
+  EXPECT_EQ(block_of({0, 64}, {0, 1}, std::nullopt), (MatrixSize{1, 64}));
+  EXPECT_EQ(block_of({1, 7}, {1, 4}, std::nullopt), (MatrixSize{1, 2}));  // 2 + 2 + 2 + 1
+  EXPECT_EQ(block_of({256, 384}, {2, 3}, std::nullopt), std::nullopt);    // 128 to 191 columns
+  EXPECT_EQ(block_of({256, 384}, {8, 3}, k128), std::nullopt);
+}
+
+// The same by trying every size.
+TEST(BlockOf, IsTheOnlySizeThatMakesTheGridOrNone) {
+  for (int64_t size = 1; size <= 40; ++size) {
+    for (int64_t count = 1; count <= 42; ++count) {
+      std::vector<int64_t> makes;
+      for (int64_t block = 1; block <= size; ++block) {
+        if ((size + block - 1) / block == count) makes.push_back(block);
+      }
+      const auto block = block_of({1, size}, {1, count}, std::nullopt);
+      ASSERT_EQ(block.has_value(), makes.size() == 1) << size << " in " << count;
+      if (block) {
+        EXPECT_EQ((*block)[1], makes[0]);
+      }
+    }
+  }
+}
+
+TEST(LikelyBlock, DividesEvenlyAndHasNoPowerOfTwoBesideIt) {
+  EXPECT_EQ(likely_block({256, 384}, {2, 3}), k128);
+  EXPECT_EQ(likely_block({256, 384}, {8, 3}), (MatrixSize{32, 128}));
+  EXPECT_EQ(likely_block({7, 64}, {7, 2}), (MatrixSize{1, 32}));
+  EXPECT_EQ(likely_block({0, 64}, {0, 2}), (MatrixSize{1, 32}));
+  EXPECT_EQ(likely_block({960, 64}, {10, 1}), (MatrixSize{96, 64}));  // 96 to 106 rows
+  EXPECT_EQ(likely_block({192, 64}, {2, 1}), std::nullopt);           // 96 + 96, or 128 + 64
+  EXPECT_EQ(likely_block({200, 300}, {2, 3}), std::nullopt);
+  EXPECT_EQ(likely_block({200, 301}, {2, 2}), std::nullopt);
+  EXPECT_EQ(likely_block({4, 256, 256}, {3, 2, 2}), std::nullopt);
+  EXPECT_EQ(likely_block({4, 4}, {8, 8}), std::nullopt);
 }
 
 TEST(BlockOf, OneScaleIsForAll) {

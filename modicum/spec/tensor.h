@@ -59,12 +59,15 @@ struct Stored {
   bool operator==(const Stored&) const = default;
 };
 
-// What a file was when its header was proven; whoever opens it again compares.
+// What tells one content of a file from another, as far as the kernel does. It is taken when the
+// header is proven, and compared whenever the file is opened again and after its last read. Two
+// writes within one tick of the kernel's clock (1 to 10 ms) have the same times.
 struct FileIdentity {
   uint64_t device = 0;
   uint64_t inode = 0;
   uint64_t size_bytes = 0;
-  int64_t mtime_ns = 0;
+  int64_t mtime_ns = 0;  // of the content; any process may set it
+  int64_t ctime_ns = 0;  // of the inode; only the kernel sets it
 
   bool operator==(const FileIdentity&) const = default;
 };

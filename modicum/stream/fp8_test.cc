@@ -345,6 +345,38 @@ TEST(LoadFp8, AWrongScaleIsSeenByTheCheck) {
   }
 }
 
+// fault: scales have a reader of their own. Catches: its last identity not compared.
+TEST(LoadFp8, AFileWrittenOverAtAnyMomentIsAConflict) {
+  Model model = experts();
+  const Recipe recipe = make_recipe(model.checkpoint.manifest, {.dtype = DType::bf16});
+  const std::string original = model.files.get("/m/model.safetensors");
+  for (const char* strategy : {"own-shard", "node-reader"}) {
+    const Plan plan =
+        make_plan(model.checkpoint.manifest, recipe, fsdp2_layout(1),
+                  {.strategy = &strategy_named(strategy), .staging_bytes = kMinStagingBytes});
+    for (int64_t n = 1;; ++n) {
+      model.files.put("/m/model.safetensors", original);
+      Checkpoint checkpoint = open_checkpoint(model.files, "/m");
+      RecordingFileSystem changing(model.files);
+      changing.before_call(n, [&] { model.files.put("/m/model.safetensors", original); });
+      checkpoint.files = &changing;
+      SteadyClock clock;
+      SharedBoard board(1, clock);
+      Ledger ledger;
+      std::optional<Error> failure;
+      try {
+        HostSink sink(plan, 0, ledger);
+        load(checkpoint, plan, {0, &board, nullptr}, sink, ledger);
+      } catch (const Error& error) {
+        failure = error;
+      }
+      if (static_cast<int64_t>(changing.calls().size()) < n) break;
+      ASSERT_TRUE(failure.has_value()) << strategy << " call " << n;
+      EXPECT_EQ(failure->category(), Category::conflict);
+    }
+  }
+}
+
 // fault: every call fails once; the error is an IO error, that of a read names codes or scale.
 TEST(LoadFp8, EveryFailingCallIsNamed) {
   const Model model = experts();

@@ -139,7 +139,7 @@ class Load {
           [&](const Transfer& made) {
             if (makes(worker, made, mine)) writer.make(made);
           });
-      count(readers, writer);
+      finish(readers, writer);
     });
   }
 
@@ -172,7 +172,7 @@ class Load {
           put(read, writer, slot);
         },
         [&](const Transfer& made) { writer.make(made); });
-    count(readers, writer);
+    finish(readers, writer);
   }
 
   // The leader reads what any rank of its node needs, and each takes its own of that.
@@ -208,7 +208,7 @@ class Load {
     for_each_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
       if (transfer.source != Transfer::Source::stored) writer.make(transfer);
     });
-    count(readers, writer);
+    finish(readers, writer);
   }
 
   std::span<Transfer> table_of(int worker) const {
@@ -278,6 +278,7 @@ class Load {
           at_.board->beat(at_.rank, n);
         }
       }
+      reader.finish();
       const std::lock_guard lock(mutex_);
       add(reader);
     });
@@ -343,7 +344,10 @@ class Load {
     outcome_.bytes_loaded += writer.bytes_loaded();
   }
 
-  void count(const Readers& readers, const Writer& writer) {
+  // At the end of a worker's reads.
+  void finish(Readers& readers, const Writer& writer) {
+    readers.codes.finish();
+    readers.scales.finish();
     const std::lock_guard lock(mutex_);
     add(readers.codes);
     add(readers.scales);

@@ -446,6 +446,48 @@ TEST(LoadFault, AFileThatIsNoLongerTheOneProvenIsAConflict) {
   EXPECT_EQ(failure->category, Category::conflict);
 }
 
+// Catches: identities compared at open alone, or not when a reader goes on to another file: a file
+// that is written over between two reads would be loaded half and half.
+TEST(LoadFault, AFileWrittenOverAtAnyMomentIsAConflict) {
+  MemoryFileSystem files;
+  files.make_directory("/model");
+  const Specs first = {spec("a", DType::bf16, {600, 700}), spec("b", DType::bf16, {40, 7})};
+  const Specs second = {spec("c", DType::bf16, {33, 5})};
+  put_model(files, "/model/first.safetensors", first);
+  put_model(files, "/model/second.safetensors", second);
+  const std::vector<std::pair<std::string, std::string>> shards = {
+      {"a", "first.safetensors"}, {"b", "first.safetensors"}, {"c", "second.safetensors"}};
+  files.put("/model/model.safetensors.index.json", index_json(shards, 0));
+  const Checkpoint opened = open_checkpoint(files, "/model");
+  const Recipe recipe = identity_recipe(opened.manifest);
+  const std::string original = files.get("/model/first.safetensors");
+  std::string other = original;
+  for (size_t i = opened.manifest.files[0].header_bytes; i < other.size(); ++i) other[i] ^= 1;
+  for (const Strategy& strategy : strategies()) {
+    const Plan plan = plan_of(opened, recipe, whole_layout(2), strategy);
+    for (int64_t n = 1;; ++n) {
+      files.put("/model/first.safetensors", original);
+      Checkpoint checkpoint = open_checkpoint(files, "/model");
+      RecordingFileSystem changing(files);
+      changing.before_call(n, [&] { files.put("/model/first.safetensors", other); });
+      checkpoint.files = &changing;
+      std::optional<ErrorRecord> failure;
+      load_all({&changing, &checkpoint, &plan}, &failure);
+      const std::vector<IoCall> calls = changing.calls();
+      if (static_cast<int64_t>(calls.size()) < n) {
+        EXPECT_FALSE(failure.has_value());
+        EXPECT_GT(n, 6) << strategy.name;
+        break;
+      }
+      const IoCall& call = calls[static_cast<size_t>(n) - 1];
+      if (call.file != "first.safetensors") continue;
+      ASSERT_TRUE(failure.has_value()) << strategy.name << " call " << n << ", " << call.what;
+      EXPECT_EQ(failure->category, Category::conflict) << failure->what;
+      EXPECT_STREQ(failure->file, "first.safetensors");
+    }
+  }
+}
+
 // Own-shard reads each rank's bytes and next to nothing else; broadcast reads on rank 0 only.
 TEST(LoadReads, OwnShardReadsTheCheckpointOnceOverAllRanks) {
   Model model(odd_sizes(DType::bf16));

@@ -9,11 +9,11 @@ constexpr uint64_t kWindowBytes = 8 * kMiB;
 
 }  // namespace
 
-DataReader::~DataReader() { leave(); }
+DataReader::~DataReader() { close(); }
 
 void DataReader::open(uint32_t file) {
   if (file_ && file == file_index_) return;
-  leave();
+  finish();
   file_ = open_data_file(checkpoint_, file);
   file_index_ = file;
   const uint64_t size = checkpoint_.manifest.files[file].identity.size_bytes;
@@ -23,7 +23,12 @@ void DataReader::open(uint32_t file) {
   }
 }
 
-void DataReader::leave() noexcept {
+void DataReader::finish() {
+  if (file_) require_unchanged(*file_, checkpoint_.manifest.files[file_index_].identity);
+  close();
+}
+
+void DataReader::close() noexcept {
   if (!file_) return;
   while (!behind_.empty()) drop_first();
   file_.reset();

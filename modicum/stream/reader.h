@@ -25,6 +25,9 @@ class DataReader {
   DataReader& operator=(const DataReader&) = delete;
 
   void read(uint32_t file, uint64_t begin, std::span<std::byte> into);
+  // After the last read: CONFLICT where the open file is no longer what was proven. Files that were
+  // read before it have been compared when they were left. Without it, nothing read may be used.
+  void finish();
 
   uint64_t bytes_read() const noexcept { return bytes_read_; }
   uint64_t page_cache_peak_bytes() const noexcept { return cached_peak_; }
@@ -38,7 +41,7 @@ class DataReader {
   void open(uint32_t file);
   void enter(uint64_t window);
   void drop_first() noexcept;
-  void leave() noexcept;
+  void close() noexcept;
 
   const Checkpoint& checkpoint_;
   std::unique_ptr<File> file_;

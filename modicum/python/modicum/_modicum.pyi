@@ -82,6 +82,10 @@ class Checkpoint:
         Dtype and shape of each stored tensor by name, in the order of the files.
         """
 
+    @property
+    def warnings(self) -> list:
+        """What is optional and broken, unused or odd: a line of text for each."""
+
 class Recipe:
     """How each target is made of stored tensors."""
 
@@ -149,13 +153,13 @@ def open_checkpoint(path: str | os.PathLike | None) -> Checkpoint:
         FormatError, IoError.
     """
 
-def make_recipe(checkpoint: Checkpoint, text: str = '', *, dtype: str | None = None, keep_fp32: str | None = None, untie: bool = False) -> Recipe:
+def make_recipe(checkpoint: Checkpoint, text: str | None = None, *, dtype: str | None = None, keep_fp32: str | None = None, untie: bool = False) -> Recipe:
     """
     How each target is made of the checkpoint's tensors.
 
     Args:
         checkpoint: of open_checkpoint.
-        text: recipe.json (docs/recipes.md); empty: every tensor as it is.
+        text: recipe.json (docs/recipes.md); None: every tensor as it is.
         dtype: float32, bfloat16 or float16; None: as stored.
         keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
         untie: whether what is stored under both names of a tie is loaded as two tensors.

@@ -31,6 +31,11 @@ class Report:
         return self.document["coverage"]
 
     @property
+    def warnings(self) -> list[str]:
+        """What of the checkpoint is optional and broken, unused or odd."""
+        return self.document["warnings"]
+
+    @property
     def check(self) -> str:
         """`ok`: every value was compared with a second reading; `off`: not asked for."""
         return self.document["check"]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +95,8 @@ def load(
         fork: "excluded", "shared" or "inherited": what forked children find (docs/forks.md).
 
     Returns:
-        The same report on every rank: promised, held and unexplained bytes of each.
+        The same report on every rank: promised, held and unexplained bytes of each. What in the
+        source is optional and broken, unused or odd is a UserWarning on rank 0.
 
     Raises:
         BudgetError: it does not fit; before anything but headers is read.
@@ -145,6 +147,9 @@ class _Walk:
     def read_source(self, source: Source) -> None:
         path = None if source is None else Path(source)
         self.checkpoint = _modicum.open_checkpoint(path)
+        if self.ranks.rank == 0:
+            for warning in self.checkpoint.warnings:
+                warnings.warn(f"modicum: {warning}", stacklevel=3)
 
     def make_recipe(self, dtype: Any, keep_fp32: str | None, missing: Any, unexpected: Any) -> None:
         unwritten = self.emptied.unwritten if self.emptied else ()

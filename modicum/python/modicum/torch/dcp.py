@@ -8,6 +8,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,6 +129,9 @@ class HuggingFaceReader(StorageReader):
             return
         self.checkpoint_id = checkpoint_id
         self._checkpoint = _modicum.open_checkpoint(checkpoint_id)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            for warning in self._checkpoint.warnings:
+                warnings.warn(f"modicum: {warning}", stacklevel=2)
         self._targets = self._targets_of(self._recipe())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -169,8 +173,7 @@ class HuggingFaceReader(StorageReader):
         if isinstance(self._given, Recipe):
             return self._given
         if self._given is not None:
-            document = json.loads(Path(self._given).read_text())
-            return Recipe(document["targets"], document.get("unused", []))
+            return _recipe_of(Path(self._given))
         if self._model is not None:
             return recipe_for(self._model, stored, **self._names)
         return Recipe({name: {"op": "stored", "name": name} for name in stored})
@@ -250,6 +253,15 @@ class HuggingFaceReader(StorageReader):
             ),
             threads=cpus_of_rank(),
         )
+
+
+def _recipe_of(path: Path) -> Recipe:
+    try:
+        document = json.loads(path.read_text())
+        return Recipe(dict(document["targets"]), list(document.get("unused", [])))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        what = "the recipe is not what recipe.json should be"
+        raise refusal("MISMATCH", what, file=path.name, got=repr(error)) from error
 
 
 def _described(target: _Target) -> TensorStorageMetadata:

@@ -1,0 +1,45 @@
+// What lies beside the files of a checkpoint and is not read, although a reader might think it is.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "modicum/checkpoint/parts.h"
+
+namespace modicum {
+namespace {
+
+constexpr const char* kAdapterConfig = "adapter_config.json";
+
+// One line for all of them.
+void warn_of_unread(const std::vector<std::string>& unread, std::string_view what,
+                    std::vector<std::string>& warnings) {
+  if (unread.empty()) return;
+  warnings.push_back(fmt::format("{} {} in the directory not read; the first is {}", unread.size(),
+                                 what, printable(unread.front())));
+}
+
+}  // namespace
+
+void warn_of_files_beside(const std::vector<std::string>& names, const Manifest& manifest,
+                          std::vector<std::string>& warnings) {
+  const auto is_read = [&](const std::string& name) {
+    return std::any_of(manifest.files.begin(), manifest.files.end(),
+                       [&](const DataFile& file) { return file.name == name; });
+  };
+  std::vector<std::string> shards, pickles;
+  bool has_adapter = false;
+  for (const std::string& name : names) {
+    if (name.ends_with(".safetensors") && !is_read(name)) shards.push_back(name);
+    if (name.starts_with("pytorch_model") && name.ends_with(".bin")) pickles.push_back(name);
+    if (name == kAdapterConfig) has_adapter = true;
+  }
+  warn_of_unread(shards, "safetensors file(s)", warnings);
+  warn_of_unread(pickles, "pickle file(s)", warnings);
+  if (!has_adapter) return;
+  const bool is_adapter = manifest.files.front().name.starts_with("adapter_model");
+  warnings.push_back(fmt::format("{}: {}", kAdapterConfig,
+                                 is_adapter ? "the tensors are an adapter's, not a whole model's"
+                                            : "the adapter beside the model is not applied"));
+}
+
+}  // namespace modicum

@@ -1,0 +1,149 @@
+"""Directories whose optional files are broken, and files that change while they are loaded.
+
+House test. It catches these mutations: a config.json that can't be read taken for one that says
+nothing; a FIFO of that name waited for; warnings that one verb does not show; a file written over
+in the middle of a load that ends well.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import modicum as library
+import pytest
+import torch
+from modicum import _modicum
+from program import failure, run, run_json
+from safetensors.torch import save_file
+
+# What makes a file that can't be read of a path, and what the error is where it is needed.
+BREAKAGES: dict[str, tuple[Callable[[Path], Any], int]] = {
+    "empty": (lambda path: path.write_text(""), 10),
+    "cut off": (lambda path: path.write_text('{"model_type": "x"'), 10),
+    "no UTF-8": (lambda path: path.write_bytes(b'{"a": "\xff"}'), 10),
+    "a key twice": (lambda path: path.write_text('{"a": 1, "a": 2}'), 10),
+    "too large": (lambda path: path.write_bytes(b" " * ((16 << 20) + 1)), 10),
+    "a directory": (lambda path: path.mkdir(), 13),
+    "a FIFO": (os.mkfifo, 13),
+    "a loop of links": (lambda path: path.symlink_to(path.name), 13),
+    "a link to nothing": (lambda path: path.symlink_to("nowhere"), 13),
+}
+
+
+def fp8_checkpoint(directory: Path) -> Path:
+    """Codes in ragged blocks of 128 x 128 that blocks of 96 x 128 would fit, too."""
+    directory.mkdir()
+    tensors = {
+        "w.weight": torch.ones(192, 128).to(torch.float8_e4m3fn),
+        "w.weight_scale_inv": torch.tensor([[1.0], [2.0]]),
+    }
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def tied_checkpoint(directory: Path) -> Path:
+    directory.mkdir()
+    save_file({"model.embed_tokens.weight": torch.ones(8, 4)}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("how", BREAKAGES)
+def test_a_broken_config_is_an_error_where_values_depend_on_it(
+    modicum: Path, tmp_path: Path, how: str
+) -> None:
+    do_break, code = BREAKAGES[how]
+    codes, tied = fp8_checkpoint(tmp_path / "codes"), tied_checkpoint(tmp_path / "tied")
+    for directory in (codes, tied):
+        do_break(directory / "config.json")
+    for verb in ("plan", "load"):
+        error = failure(modicum, code, verb, codes, "--dtype", "bfloat16")
+        assert (error["file"], error["tensor"]) == ("config.json", "w.weight")
+        error = failure(modicum, code, verb, tied)
+        assert (error["file"], error["tensor"]) == ("config.json", "lm_head.weight")
+        (warning, *_) = run_json(modicum, verb, codes)["warnings"]
+        assert warning.startswith("config.json: ")
+    assert run_json(modicum, "inspect", tied)["warnings"]
+
+
+def test_every_verb_shows_its_warnings(modicum: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    save_file({"w": torch.ones(8, 4, dtype=torch.bfloat16)}, directory / "model.safetensors")
+    verbs = [("inspect",), ("plan",), ("load",), ("rehearse", "--optimizer", "adamw:fp32")]
+    for verb, *flags in verbs:
+        assert run_json(modicum, verb, directory, *flags)["warnings"] == []
+    (directory / "config.json").write_text("{")
+    (directory / "adapter_config.json").write_text("{}")
+    for verb, *flags in verbs:
+        said = run_json(modicum, verb, directory, *flags)["warnings"]
+        assert len(said) == 2
+        text = run(modicum, verb, directory, *flags).stdout
+        assert all(f"warning: {warning}\n" in text for warning in said)
+
+
+def test_an_empty_recipe_is_refused(modicum: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.json"
+    recipe.touch()
+    error = failure(modicum, 2, "plan", tied_checkpoint(tmp_path / "m"), "--recipe", recipe)
+    assert (error["category"], error["file"]) == ("MISMATCH", "recipe.json")
+
+
+@pytest.mark.parametrize("value", ["true", "1", '"x"', "[]", "{}"])
+def test_an_unknown_key_of_deepspeeds_is_refused(
+    modicum: Path, tmp_path: Path, value: str
+) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text(f'{{"bf16": {{"enabled": true}}, "unknown": {value}}}')
+    error = failure(modicum, 2, "plan", tied_checkpoint(tmp_path / "m"), "--deepspeed", config)
+    assert error["category"] == "UNSUPPORTED"
+
+
+@pytest.mark.parametrize("strategy", ["own-shard", "node-reader", "replica-striped"])
+def test_a_file_that_changes_between_two_reads_is_a_conflict(tmp_path: Path, strategy: str) -> None:
+    """A real file, touched while the n-th piece of it is copied to where it belongs; strategies
+    that read the whole model first have compared it by then."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    path = directory / "model.safetensors"
+    save_file({"w": torch.ones(1 << 20), "v": torch.ones(3, 5)}, path)
+
+    def load(touched_at: int) -> int:
+        """How many pieces were copied."""
+        os.utime(path, ns=(1, 1))
+        recipe = library.make_recipe(library.open_checkpoint(directory))
+        layout = library.make_layout(recipe, 1)
+        plan = library.make_plan(
+            recipe, layout, strategy=strategy, destinations=["copy", "copy"], staging="1MiB"
+        )
+        pieces = 0
+
+        def copy(target: int, at: int, elements: memoryview) -> None:
+            nonlocal pieces
+            pieces += 1
+            if pieces == touched_at:
+                os.utime(path, ns=(2, 2))
+
+        _modicum.load(plan, 0, _modicum.Board(), library.Ledger(), copy=copy, threads=1)
+        return pieces
+
+    pieces = load(0)
+    assert pieces > 2
+    for touched_at in range(1, pieces + 1):
+        with pytest.raises(library.IoError) as caught:
+            load(touched_at)
+        assert caught.value.category == "CONFLICT"
+        assert caught.value.file == path.name
+        assert "mtime 1 ns" in caught.value.expected
+        assert "mtime 2 ns" in caught.value.got
+
+
+def test_python_carries_the_warnings(tmp_path: Path) -> None:
+    directory = tied_checkpoint(tmp_path / "model")
+    assert library.open_checkpoint(directory).warnings == []
+    (directory / "adapter_config.json").write_text(json.dumps({}))
+    (warning,) = library.open_checkpoint(directory).warnings
+    assert "adapter" in warning
+    with pytest.raises(library.UsageError):
+        library.make_recipe(library.open_checkpoint(directory), "")
