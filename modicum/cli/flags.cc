@@ -106,7 +106,8 @@ void refuse_empty_values(const Args& args) {
 }
 
 // Numbers are decimal: CLI11 by itself reads 010 as eight and 0x10 as sixteen.
-std::string make_decimal(std::string& text) {
+std::string make_decimal(std::string& text, bool is_unsigned) {
+  if (is_unsigned && text.starts_with('-')) return "a number below 0";
   const size_t sign = text.starts_with('-') || text.starts_with('+') ? 1 : 0;
   const bool is_decimal = text.find_first_not_of("0123456789.eE+-", sign) == std::string::npos;
   if (!is_decimal) return fmt::format("'{}' is not a decimal number", printable(text));
@@ -122,7 +123,9 @@ void take_decimal_numbers(CLI::App& app) {
     const bool is_number =
         type.starts_with("INT") || type.starts_with("UINT") || type.starts_with("FLOAT");
     if (is_number && option->get_items_expected_max() > 0) {
-      option->transform(CLI::Validator(make_decimal, ""));
+      const bool is_unsigned = type.starts_with("UINT");  // CLI11 has -1 wrap around
+      option->transform(CLI::Validator(
+          [is_unsigned](std::string& text) { return make_decimal(text, is_unsigned); }, ""));
     }
   }
 }
