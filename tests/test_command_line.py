@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 from program import STRATEGIES, failure, node_peak, run, run_json, strategy_of
 
-MIB = 1 << 20
-
 
 @pytest.fixture(scope="module")
 def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -146,14 +144,14 @@ def test_what_would_fit_does_fit(modicum: Path, dense: Path, asked: tuple[object
     smallest = () if "--staging" in asked else ("--staging", "1MiB")
     least = node_peak(run_json(modicum, "plan", *words, *smallest), strategy)
     seen = 0
-    for budget in (least - 1, least - 4 * MIB, least * 3 // 4):
+    for budget in (least - 1, least * 3 // 4):
         document = refused(modicum, *words, "--budget", budget)
         assert document["fits"] is False
         assert document["shortfall_bytes"] == least - budget
         assert node_peak(document, strategy) == least
         error = failure(modicum, 15, "load", *words, "--budget", budget)
         assert error["shortfall_bytes"] == least - budget
-        for one in document["would_fit"]:
+        for one in document["would_fit"][:6]:
             assert set(one) >= CHANGES
             assert one["peak_bytes"] <= budget
             again = alternative_flags(asked, one)

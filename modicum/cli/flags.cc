@@ -12,8 +12,6 @@
 namespace modicum {
 namespace {
 
-constexpr int kMaxRanksPerCore = 16;
-
 constexpr std::array<Verb, 6> kVerbs = {{
     {"inspect", "what is in a checkpoint: tensors, dtypes, files, oddities", run_inspect},
     {"synth", "write a true-shape checkpoint whose every element is known", run_synth},

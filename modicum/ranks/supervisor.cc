@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -12,6 +13,7 @@
 #include <optional>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "modicum/io/io.h"
@@ -27,8 +29,8 @@ constexpr int64_t kReapNs = 2 * kNsPerSecond;   // for the kernel to take a kill
 // Whoever stops a group of processes (scancel, systemd, timeout) signals one after another: where a
 // rank died of SIGTERM, this process may be next.
 constexpr int64_t kNextInGroupNs = 1 * kNsPerSecond;
-// More ranks than this are not given time to stop by themselves: waking them all takes longer.
-constexpr int kMostThatStop = 256;
+
+bool is_crowd(int ranks) { return ranks > kMaxRanksPerCore * usable_cpus(); }
 
 // What ranks wait at until all have been started: thousands that already work would leave the
 // launcher no processor to start the others, or to hear that it is to stop.
@@ -74,6 +76,10 @@ class StartGate {
   signal(SIGINT, SIG_IGN);
   signal(SIGTERM, SIG_DFL);
   write_kernel_text("/proc/self/oom_score_adj", "500");
+  if (is_crowd(board.ranks())) {
+    const sched_param lowest{};
+    sched_setscheduler(0, SCHED_IDLE, &lowest);
+  }
   gate.pass();
   int code = 0;
   try {
@@ -246,7 +252,8 @@ class Supervisor {
   // Ranks see the failure on the board and go; who doesn't within `grace_ns` is killed; none is
   // waited for without bound, since the kernel may hold one in a system call that never ends.
   void end_all(int64_t grace_ns) noexcept {
-    if (board_.ranks() > kMostThatStop) grace_ns = 0;
+    if (std::exchange(has_ended_, true)) return;
+    if (is_crowd(board_.ranks())) grace_ns = 0;  // waking them all takes longer
     const int64_t begin = clock_.now_ns();
     bool killed = false;
     for (const Child& child : children_) {  // a stopped rank can't go by itself
@@ -274,6 +281,7 @@ class Supervisor {
   const SuperviseOptions& options_;
   const StopSignals stop_;
   std::vector<Child> children_;
+  bool has_ended_ = false;  // all ranks have been told to, and waited for once
   // The first rank that died of SIGTERM, and when that was noticed: it is blamed unless this
   // process is told to stop as well.
   std::optional<Error> terminated_;

@@ -8,6 +8,11 @@
 
 namespace modicum {
 
+// More ranks than this for each usable core are a crowd: they run at the lowest priority, so that
+// the launcher still hears signals and the machine can be used, and are killed without being given
+// time to stop by themselves.
+constexpr int kMaxRanksPerCore = 16;
+
 struct SuperviseOptions {
   // A rank that has neither moved nor waits for others for this long is looked at, and stalled when
   // it has not even changed its size by the next time.
