@@ -1,9 +1,9 @@
 """No flag is taken without effect, no output is lost, no refusal leaves out what would help.
 
 House test. It catches these mutations: an empty value taken for a flag that is not given; a regular
-expression that matches nothing; a number read as octal; a plan that does not fit and ends with 0; an
-alternative that does not fit; lost output with exit code 0; an answer written into a file that has
-got the number of a closed descriptor; more ranks than the machine bears.
+expression that matches nothing; a number read as octal; a plan that does not fit and ends with 0;
+an alternative that does not fit; lost output with exit code 0; an answer written into a file that
+has got the number of a closed descriptor; more ranks than the machine bears.
 """
 
 import json

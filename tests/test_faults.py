@@ -1,9 +1,9 @@
 """Faults from outside while ranks load: killed, stopped and interrupted processes, failing reads.
 
 House test. It catches these mutations: a supervisor that waits for the dead; a stop taken for a
-stall, or not noticed; ranks that outlive their launcher; a rank blamed for the signal that its whole
-group was sent; a launcher that does not hear it while it plans, forks or writes; EINTR taken for an error, EIO retried, a
-short read taken for a whole one.
+stall, or not noticed; ranks that outlive their launcher; a rank blamed for the signal that its
+whole group was sent; a launcher that does not hear it while it plans, forks or writes; EINTR taken
+for an error, EIO retried, a short read taken for a whole one.
 """
 
 import contextlib
@@ -189,7 +189,7 @@ def test_launcher_that_is_told_to_stop(loading, told: signal.Signals, code: int)
 def test_group_that_is_told_to_stop(
     loading, told: signal.Signals, code: int, times: int
 ) -> None:
-    """scancel, systemd and timeout signal every process: the ranks that die of it are no culprits."""
+    """scancel, systemd and timeout signal every process: ranks that die of it are no culprits."""
     for turn in range(times):
         one = loading()
         if turn % 2 == 0:
