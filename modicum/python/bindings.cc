@@ -35,7 +35,7 @@ std::string text_of(std::string_view name, const std::optional<std::string>& giv
 }
 std::string text_of(std::string_view name, const std::optional<Size>& given) {
   if (!given) return {};
-  return text_of(name, python::text_of(given));
+  return text_of(name, std::optional<std::string>(python::text_of(given)));
 }
 
 nb::dict inspect(const Path& path) {
