@@ -67,13 +67,13 @@ def test_verb_help_lists_flags(modicum: Path, verb: str) -> None:
     if verb in ("plan", "load", "rehearse"):
         flags |= {"--ranks", "--ranks-per-node", "--strategy", "--layout", "--shard-dim"}
         flags |= {"--dtype", "--keep-fp32", "--recipe", "--destination", "--staging", "--baseline"}
-        flags |= {"--untie", "--optimizer"}
+        flags |= {"--untie", "--optimizer", "--oversubscribe"}
     if verb == "plan":
         flags |= {"--deepspeed", "--workers", "--persistent-workers"}
     if verb == "rehearse":
         flags |= {"--steps", "--seed", "--clip"}
     if verb == "load":
-        flags |= {"--check", "--digest", "--dump"}
+        flags |= {"--check", "--digest", "--expect-digest", "--dump"}
     if verb == "synth":
         flags |= {"--arch", "--layers", "--shard-size", "--dtype", "--sparse", "--edges"}
     if verb == "step":
@@ -92,9 +92,8 @@ def test_verb_help_lists_flags(modicum: Path, verb: str) -> None:
         (("load", "DIR", "--digset"), "--digest"),
         (("load", "DIR", "--strategy", "own-shards"), "own-shard"),
         (("plan", "DIR", "--layout", "fsdp"), "fsdp2"),
-        (("plan", "DIR", "--staging", "4Mib"), "MiB"),
-        (("plan", "DIR", "--budget", "1GIB"), "GiB"),
-        (("load", "DIR", "--dtype", "bf16"), "bfloat16"),
+        (("plan", "DIR", "--staging", "4MiBs"), "MiB"),
+        (("load", "DIR", "--dtype", "b16"), "bfloat16"),
         (("synth", "OUT", "--arch", "qwen3-0.6"), "qwen3-0.6b"),
     ],
 )
@@ -248,8 +247,16 @@ def test_default_staging_shrinks_to_fit(modicum: Path, moe: Path) -> None:
         assert planned["fits"] is True
         promised = node_peak(planned, "own-shard")
         assert promised == loaded["nodes"][0]["peak_bytes"] <= budget
-    assert run_json(modicum, "plan", *flags, "--budget", least - 1)["fits"] is False
-    failure(modicum, 15, "load", *flags, "--budget", least - 1)
+    assert refused_plan(modicum, *flags, "--budget", least - 1)["shortfall_bytes"] == 1
+    assert failure(modicum, 15, "load", *flags, "--budget", least - 1)["shortfall_bytes"] == 1
+
+
+def refused_plan(modicum: Path, *words: object) -> dict[str, Any]:
+    """The whole document of a plan that does not fit, which ends with 15."""
+    done = run(modicum, "plan", *words, "--json")
+    assert done.code == 15, done.stderr
+    assert done.json["fits"] is False and done.json["would_fit"] is not None
+    return done.json
 
 
 def test_fits_is_about_the_strategy_asked_for(modicum: Path, moe: Path) -> None:
@@ -258,18 +265,20 @@ def test_fits_is_about_the_strategy_asked_for(modicum: Path, moe: Path) -> None:
     assert planned["fits"] is None and planned["budget"] is None
     for strategy in STRATEGIES:
         needed = node_peak(planned, strategy)
-        for budget, fits in ((needed, True), (needed - 1, False)):
-            asked = (*flags, "--strategy", strategy, "--budget", budget)
-            assert run_json(modicum, "plan", *asked)["fits"] is fits
+        asked = (*flags, "--strategy", strategy, "--budget")
+        assert run_json(modicum, "plan", *asked, needed)["fits"] is True
+        assert refused_plan(modicum, *asked, needed - 1)["shortfall_bytes"] == 1
 
 
 def test_sizes(modicum: Path, moe: Path) -> None:
     sizes = {"1000": 1000, "7B": 7, "2KB": 2000, "1.5MB": 1_500_000, "3GB": 3 * 10**9}
     sizes |= {"1TB": 10**12, "2KiB": 2048, "0.5MiB": 1 << 19, "1.5GiB": 3 << 29, "1TiB": 1 << 40}
+    sizes |= {"16G": 16 << 30, "1 GiB": 1 << 30, "16gb": 16 * 10**9, "2k": 2048, "010": 10}
+    sizes |= {"1.5g": 3 << 29, "3m": 3 << 20, "1T": 1 << 40, "5 mib": 5 << 20}
     for written, meant in sizes.items():
-        planned = run_json(modicum, "plan", moe, "--budget", written)
+        planned = run(modicum, "plan", moe, "--budget", written, "--json").json
         assert planned["budget"] == {"bytes": meant, "source": "flag"}
-    for wrong in ("-1", "GiB", "1 XB", "", "1e3", "99999999TiB", "0x10"):
+    for wrong in ("-1", "GiB", "1 XB", "", " ", "1 ", "1e3", "99999999TiB", "0x10"):
         assert run(modicum, "plan", moe, f"--budget={wrong}").code == 2, wrong
 
 

@@ -1,8 +1,9 @@
 """Faults from outside while ranks load: killed, stopped and interrupted processes, failing reads.
 
 House test. It catches these mutations: a supervisor that waits for the dead; a stop taken for a
-stall, or not noticed; ranks that outlive their launcher; EINTR taken for an error, EIO retried, a
-short read taken for a whole one.
+stall, or not noticed; ranks that outlive their launcher; a rank blamed for the signal that its
+whole group was sent; a launcher that does not hear it while it plans, forks or writes; EINTR taken
+for an error, EIO retried, a short read taken for a whole one.
 """
 
 import contextlib
@@ -79,7 +80,11 @@ class Loading:
         self.clock = clock
         words = (modicum, "load", directory, "--ranks", RANKS, "--json", *flags)
         self.process = subprocess.Popen(
-            [str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [str(word) for word in words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         self.ranks: list[int] = []
 
@@ -203,6 +208,74 @@ def test_launcher_that_is_told_to_stop(loading, told: signal.Signals, code: int)
     done = one.end(SOON_S)
     assert done.code == code, done.stderr
     assert done.error["code"] == code
+
+
+@pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
+@pytest.mark.parametrize("times", (20, pytest.param(100, marks=pytest.mark.soak)))
+def test_group_that_is_told_to_stop(
+    loading, told: signal.Signals, code: int, times: int
+) -> None:
+    """scancel, systemd and timeout signal every process: ranks that die of it are no culprits."""
+    for turn in range(times):
+        one = loading()
+        if turn % 2 == 0:
+            os.killpg(one.process.pid, told)
+        else:  # the ranks long before the launcher
+            for pid in one.ranks:
+                os.kill(pid, told)
+            time.sleep(0.05)
+            os.kill(one.process.pid, told)
+        done = one.end(SOON_S)
+        assert done.code == code, (turn, done.stderr)
+        assert done.error["code"] == code
+        assert "culprit_rank" not in done.error and "culprit_pid" not in done.error
+
+
+@pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
+def test_launcher_without_ranks_that_is_told_to_stop(
+    modicum: Path, tmp_path: Path, told: signal.Signals, code: int
+) -> None:
+    """While it plans for very many ranks, and while it writes a checkpoint."""
+    directory = tmp_path / "model"
+    run_json(modicum, "synth", directory, "--arch", "gpt2", "--sparse")
+    out = tmp_path / "out"
+    plan = ("plan", directory, "--ranks", 65536, "--layout", "tp-fsdp", "--mesh", "8192x8")
+    for words in (plan, ("synth", out, "--arch", "qwen2.5-0.5b")):
+        command = [modicum, *map(str, words), "--json"]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            if words[0] == "synth":
+                until(out.exists, "a directory that has been begun")
+            else:
+                opened = Path(f"/proc/{process.pid}/stat")
+                until(lambda: int(opened.read_text().rsplit(")", 1)[1].split()[11]) > 30, "work")
+            process.send_signal(told)
+            stdout, stderr = process.communicate(timeout=SOON_S)
+        finally:
+            process.kill()
+        assert process.returncode == code, (words, stderr)
+        assert json.loads(stdout)["error"]["code"] == code
+        assert not out.exists()
+
+
+def test_launcher_that_starts_very_many_ranks_hears_a_signal(
+    modicum: Path, small: Path
+) -> None:
+    """The ranks wait until all have been started, and leave it the processors to hear with."""
+    words = ("load", small, "--ranks", 5000, "--oversubscribe", "--budget", "none", "--json")
+    process = subprocess.Popen(
+        [modicum, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        until(lambda: len(children_of(process.pid)) >= 40, "some ranks")
+        process.terminate()
+        stdout, stderr = process.communicate(timeout=SOON_S)
+    finally:
+        process.kill()
+    assert process.returncode == 21, stderr
+    assert json.loads(stdout)["error"]["category"] == "PREEMPTED"
 
 
 def test_ranks_are_descendants_in_our_cgroup(loading) -> None:

@@ -19,7 +19,7 @@ struct Unit {
   double factor;
 };
 
-constexpr std::array<Unit, 10> kSizeUnits = {{{"", 1},
+constexpr std::array<Unit, 14> kSizeUnits = {{{"", 1},
                                               {"B", 1},
                                               {"KB", 1e3},
                                               {"MB", 1e6},
@@ -28,7 +28,11 @@ constexpr std::array<Unit, 10> kSizeUnits = {{{"", 1},
                                               {"KiB", 1024.0},
                                               {"MiB", 1048576.0},
                                               {"GiB", 1073741824.0},
-                                              {"TiB", 1099511627776.0}}};
+                                              {"TiB", 1099511627776.0},
+                                              {"K", 1024.0},
+                                              {"M", 1048576.0},
+                                              {"G", 1073741824.0},
+                                              {"T", 1099511627776.0}}};
 constexpr std::array<Unit, 4> kCountUnits = {{{"", 1}, {"K", 1e3}, {"M", 1e6}, {"B", 1e9}}};
 
 bool is_same_but_for_case(std::string_view a, std::string_view b) {
@@ -37,12 +41,11 @@ bool is_same_but_for_case(std::string_view a, std::string_view b) {
   });
 }
 
-// What somebody who wrote `suffix` may have meant; most often it is the case that is wrong.
+// What somebody who wrote `suffix` may have meant.
 template <size_t N>
 std::string nearest_unit(std::string_view suffix, const std::array<Unit, N>& units) {
   std::vector<std::string> names;
   for (const Unit& unit : units) {
-    if (is_same_but_for_case(unit.suffix, suffix)) return std::string(unit.suffix);
     if (!unit.suffix.empty()) names.emplace_back(unit.suffix);
   }
   return nearest_name(suffix, names);
@@ -56,9 +59,12 @@ uint64_t parse_with_units(std::string_view text, const std::array<Unit, N>& unit
   };
   const size_t digits = std::min(text.find_first_not_of("0123456789."), text.size());
   const std::string_view number = text.substr(0, digits);
-  const std::string_view suffix = text.substr(digits);
-  const auto unit =
-      std::find_if(units.begin(), units.end(), [&](const Unit& u) { return u.suffix == suffix; });
+  const size_t letters = std::min(text.find_first_not_of(' ', digits), text.size());
+  // A space is for a unit to follow it.
+  const std::string_view suffix = text.substr(letters < text.size() ? letters : digits);
+  const auto unit = std::find_if(units.begin(), units.end(), [&](const Unit& u) {
+    return is_same_but_for_case(u.suffix, suffix);
+  });
   if (unit == units.end()) {
     const std::string near = nearest_unit(suffix, units);
     refuse(fmt::format("unknown unit '{}'{}", printable(suffix),

@@ -14,10 +14,11 @@ constexpr uint64_t kMiB = 1024 * kKiB;
 constexpr uint64_t kGiB = 1024 * kMiB;
 constexpr uint64_t kPageBytes = 4096;
 
-// `B KB MB GB TB` are powers of 1000, `KiB MiB GiB TiB` of 1024, no unit is bytes; fractions are
-// allowed ("1.5GiB") and rounded down to a byte. Anything else, also a sum over 2^63-1: USAGE.
+// `B KB MB GB TB` are powers of 1000, `KiB MiB GiB TiB` and single letters (`16G`) of 1024, no unit
+// is bytes. Units in any case, with or without a space before them; fractions are allowed
+// ("1.5 GiB") and rounded down to a byte. Anything else, also a sum over 2^63-1: USAGE.
 uint64_t parse_size(std::string_view text);
-// `K M B` are powers of 1000 ("500M"); fractions allowed.
+// `K M B` are powers of 1000 ("500M"), in any case; fractions allowed.
 uint64_t parse_count(std::string_view text);
 // "1.50 GiB"; below one KiB "17 B".
 std::string format_size(uint64_t bytes);

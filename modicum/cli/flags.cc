@@ -6,6 +6,7 @@
 #include <charconv>
 #include <cmath>
 
+#include "modicum/cli/output.h"
 #include "modicum/cli/verbs.h"
 #include "modicum/probe/probe.h"
 
@@ -70,7 +71,8 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("--experts", flags.experts, "names of the experts; default \\.experts\\.");
   app.add_flag("--round-robin", flags.round_robin,
                "of zero1 and zero2: as DeepSpeed's round_robin_gradients");
-  app.add_option("--dtype", flags.dtype, "float32, bfloat16 or float16; default: as stored");
+  app.add_option("--dtype", flags.dtype,
+                 "float32, bfloat16 or float16 (fp32, bf16, fp16); default: as stored");
   app.add_option("--keep-fp32", flags.keep_fp32, "names (a regular expression) loaded as float32");
   app.add_option("--recipe", flags.recipe, "recipe.json; default: every tensor as it is");
   app.add_flag("--untie", flags.untie,
@@ -83,13 +85,61 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
                  "what a rank process holds before Modicum; default 2 MiB");
 }
 
+namespace {
+
+// A variable of a script that is not set must not turn a limit or a check off without a word.
+void refuse_empty_values(const Args& args) {
+  std::string_view flag;  // the word before, where that is one
+  for (const std::string& arg : args) {
+    const bool is_flag = arg.size() > 1 && arg[0] == '-';
+    if (arg.empty()) {
+      fail(Category::usage, flag.empty() ? "an empty argument" : fmt::format("{} ''", flag),
+           {.expected = "a value", .got = "''"});
+    }
+    if (arg.starts_with("--") && arg.find('=') == arg.size() - 1) {
+      fail(Category::usage, fmt::format("{}''", printable(arg)),
+           {.expected = "a value", .got = "''"});
+    }
+    flag = is_flag ? std::string_view(arg) : std::string_view();
+  }
+}
+
+// Numbers are decimal: CLI11 by itself reads 010 as eight and 0x10 as sixteen.
+std::string make_decimal(std::string& text, bool is_unsigned) {
+  if (is_unsigned && text.starts_with('-')) return "a number below 0";
+  const size_t sign = text.starts_with('-') || text.starts_with('+') ? 1 : 0;
+  const bool is_decimal = text.find_first_not_of("0123456789.eE+-", sign) == std::string::npos;
+  if (!is_decimal) return fmt::format("'{}' is not a decimal number", printable(text));
+  const size_t digits = std::min(text.find_first_not_of('0', sign), text.size());
+  const bool has_digit = digits < text.size() && text[digits] >= '0' && text[digits] <= '9';
+  if (digits > sign) text.erase(sign, digits - sign - (has_digit ? 0 : 1));
+  return "";
+}
+
+void take_decimal_numbers(CLI::App& app) {
+  for (CLI::Option* option : app.get_options()) {
+    const std::string type = option->get_type_name();
+    const bool is_number =
+        type.starts_with("INT") || type.starts_with("UINT") || type.starts_with("FLOAT");
+    if (is_number && option->get_items_expected_max() > 0) {
+      const bool is_unsigned = type.starts_with("UINT");  // CLI11 has -1 wrap around
+      option->transform(CLI::Validator(
+          [is_unsigned](std::string& text) { return make_decimal(text, is_unsigned); }, ""));
+    }
+  }
+}
+
+}  // namespace
+
 std::optional<int> parse(CLI::App& app, const Args& args) {
+  refuse_empty_values(args);
+  take_decimal_numbers(app);
   app.allow_extras();  // unknown flags are refused below, with the nearest name
   app.set_help_flag("-h,--help", "this list");
   try {
     app.parse(std::vector<std::string>(args.rbegin(), args.rend()));
   } catch (const CLI::CallForHelp&) {
-    fmt::print("{}", app.help());
+    print(app.help());
     return 0;
   } catch (const CLI::ParseError& error) {
     // Something unknown is the likelier mistake than what is missing because of it.
@@ -127,6 +177,20 @@ std::optional<Budget> budget_in_force(const CommonFlags& flags, int nodes) {
   return budget_of(flags.budget.empty() ? "auto" : flags.budget, nodes);
 }
 
+void add_oversubscribe_flag(CLI::App& app, CommonFlags& flags) {
+  app.add_flag("--oversubscribe", flags.oversubscribe,
+               fmt::format("allow more than {} ranks per usable core", kMaxRanksPerCore));
+}
+
+void require_cores(const CommonFlags& flags, int ranks) {
+  const int most = kMaxRanksPerCore * granted_cpus();
+  if (flags.oversubscribe || ranks <= most) return;
+  fail(Category::usage,
+       fmt::format("--ranks {}: {} processes for each usable core at most, unless --oversubscribe",
+                   ranks, kMaxRanksPerCore),
+       {.expected = fmt::format("{} ranks at most", most), .got = fmt::format("{}", ranks)});
+}
+
 int threads_per_rank(const CommonFlags& flags, int ranks) {
   return flags.threads > 0 ? flags.threads : std::max(1, granted_cpus() / ranks);
 }
@@ -134,9 +198,9 @@ int threads_per_rank(const CommonFlags& flags, int ranks) {
 void print_result(const CommonFlags& flags, const std::function<std::string()>& json,
                   const std::function<std::string()>& text) {
   if (flags.json) {
-    fmt::print("{}\n", json());
+    print(json() + "\n");
   } else if (!flags.quiet) {
-    fmt::print("{}", text());
+    print(text());
   }
 }
 

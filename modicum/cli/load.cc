@@ -23,7 +23,39 @@ struct LoadFlags {
   RunFlags run;
   std::string check;
   bool digest = false;
+  std::string expect_digest;  // as `digest` is printed
   std::string dump;
+};
+
+std::string dump_path(const LoadFlags& flags, int rank) {
+  return join_path(flags.dump, fmt::format("rank-{:05d}.safetensors", rank));
+}
+
+// The directory of `--dump`, removed again with what the ranks have put there unless all of it is.
+class DumpDirectory {
+ public:
+  DumpDirectory(const LoadFlags& flags, FileSystem& files) : flags_(flags), files_(files) {
+    if (!flags_.dump.empty()) files_.make_directory(flags_.dump);
+  }
+  ~DumpDirectory() {
+    if (flags_.dump.empty() || is_finished_) return;
+    try {
+      for (int rank = 0; rank < flags_.run.ranks; ++rank) {
+        if (files_.exists(dump_path(flags_, rank))) files_.remove(dump_path(flags_, rank));
+      }
+      files_.remove(flags_.dump);
+    } catch (const Error&) {
+      // The failure that brought us here is the one to report.
+    }
+  }
+  DumpDirectory(const DumpDirectory&) = delete;
+  DumpDirectory& operator=(const DumpDirectory&) = delete;
+  void finish() noexcept { is_finished_ = true; }
+
+ private:
+  const LoadFlags& flags_;
+  FileSystem& files_;
+  bool is_finished_ = false;
 };
 
 // What the rank processes run, made before they are forked.
@@ -54,9 +86,7 @@ void check_and_dump(const RankRun& of, int rank, HostSink& sink, RankOutcome& ou
   }
   if (of.flags.digest) outcome.digest = digest_of_rank(of.plan, rank, sink, alive(of, rank));
   if (!of.flags.dump.empty()) {
-    dump_rank(of.plan, rank, sink, *of.run.files,
-              join_path(of.flags.dump, fmt::format("rank-{:05d}.safetensors", rank)),
-              alive(of, rank));
+    dump_rank(of.plan, rank, sink, *of.run.files, dump_path(of.flags, rank), alive(of, rank));
   }
 }
 
@@ -117,6 +147,12 @@ void refuse_contradictions(const LoadFlags& flags) {
   if (!flags.check.empty() && flags.check != "values") {
     fail(Category::usage, fmt::format("unknown check '{}'; values", printable(flags.check)));
   }
+  const std::string& digest = flags.expect_digest;
+  if (!digest.empty() &&
+      (digest.size() != 16 || digest.find_first_not_of("0123456789abcdef") != std::string::npos)) {
+    fail(Category::usage, "--expect-digest takes what --digest prints",
+         {.expected = "16 hex digits", .got = printable(digest)});
+  }
   if (flags.run.destination == "discard" && !flags.dump.empty()) {
     fail(Category::usage, "--dump needs what --destination discard drops");
   }
@@ -147,11 +183,11 @@ LoadReport report_of(const RankRun& of, const std::optional<Budget>& budget, int
 }
 
 LoadReport load_with_ranks(const LoadFlags& flags, FileSystem& files, SteadyClock& clock) {
+  require_cores(flags.common, flags.run.ranks);
   const Run run = open_run(files, flags.run);
   const auto budget = budget_in_force(flags.common, nodes_of(flags.run));
   const Plan plan = plan_run(run, *run.options.strategy, budget);
   if (budget) require_fits(plan.promise, *budget);
-  if (!flags.dump.empty()) files.make_directory(flags.dump);
 
   SharedBoard board(plan.ranks(), clock);
   Rings rings(plan);
@@ -160,10 +196,21 @@ LoadReport load_with_ranks(const LoadFlags& flags, FileSystem& files, SteadyCloc
   // Ranks that take whole tensors take all of them.
   const uint64_t times = plan.strategy().of_reader == Window::none ? 1 : flags.run.ranks;
   Progress progress(flags.common, run.checkpoint.manifest.data_bytes() * times, clock);
+  const StopSignals stop;  // the directory below is to be removed before this process ends
+  DumpDirectory dump(flags, files);
   const int64_t begin_ns = clock.now_ns();
   run_ranks(
       board, clock, [&of](int rank) { be_rank(of, rank); }, watching(board, progress));
+  dump.finish();
   return report_of(of, budget, begin_ns, read_process_memory().held());
+}
+
+void require_digest(const LoadFlags& flags, const LoadReport& report) {
+  if (flags.expect_digest.empty()) return;
+  const std::string found = digest_text(report.digest.value());
+  if (found == flags.expect_digest) return;
+  fail(Category::integrity, "the digest of what was loaded is not the expected one",
+       {.expected = flags.expect_digest, .got = found});
 }
 
 }  // namespace
@@ -174,15 +221,20 @@ int run_load(const Args& args) {
   LoadFlags flags;
   add_common_flags(app, flags.common);
   add_run_flags(app, flags.run);
+  add_oversubscribe_flag(app, flags.common);
   app.add_option("--check", flags.check,
                  "values: poison the destination first, then compare every value");
   app.add_flag("--digest", flags.digest, "one number over names, dtypes, shapes and values");
+  app.add_option("--expect-digest", flags.expect_digest,
+                 "fail (12) where the digest is not this one of 16 hex digits");
   app.add_option("--dump", flags.dump, "a new directory: each rank writes its shards there");
   if (const auto done = parse(app, args)) return *done;
   refuse_contradictions(flags);
+  flags.digest = flags.digest || !flags.expect_digest.empty();
   PosixFileSystem files;
   SteadyClock clock;
   const LoadReport report = load_with_ranks(flags, files, clock);
+  require_digest(flags, report);
   print_result(
       flags.common, [&] { return load_json(report); }, [&] { return load_text(report); });
   return 0;

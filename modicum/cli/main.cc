@@ -1,9 +1,10 @@
 #include <fmt/format.h>
 
-#include <cstdio>
+#include <algorithm>
 #include <exception>
 #include <new>
 
+#include "modicum/cli/output.h"
 #include "modicum/cli/verbs.h"
 
 namespace modicum {
@@ -13,14 +14,14 @@ int print_help() {
   std::string text = "modicum: model state of sharded training in a modicum of memory\n\n";
   for (const Verb& verb : verbs()) text += fmt::format("{:<9}{}\n", verb.name, verb.help);
   text += "\nmodicum VERB --help lists the flags of a verb.\n";
-  std::fputs(text.c_str(), stdout);
+  print(text);
   return 0;
 }
 
 int run_verb(const std::string& name, const Args& args) {
   if (name == "--help" || name == "-h" || name == "help") return print_help();
   if (name == "--version") {
-    std::puts("modicum " MODICUM_VERSION);
+    print("modicum " MODICUM_VERSION "\n");
     return 0;
   }
   std::vector<std::string> names;
@@ -34,28 +35,37 @@ int run_verb(const std::string& name, const Args& args) {
 }
 
 // One line on stderr, and with --json the same as an object on stdout.
-int explain(const Error& error, const Args& args) {
-  bool json = false;
-  for (const std::string& arg : args) json = json || arg == "--json";
-  if (json) fmt::print("{}\n", error_json(error));
-  fmt::print(stderr, "modicum: {}\n", error.what());
+int explain(const Error& error, bool json) {
+  if (json) {
+    try {
+      print(error_json(error) + "\n");
+    } catch (const Error&) {
+      // stdout is lost, which may be the very error; stderr and the exit code still say what it is.
+    }
+  }
+  print_error(fmt::format("modicum: {}\n", error.what()));
   return exit_code(error.category());
 }
 
 int run(const Args& args) {
+  const bool json = std::find(args.begin(), args.end(), "--json") != args.end();
   try {
+    exit_on_stop_signals(json);
     if (args.empty()) fail(Category::usage, "no verb given; see modicum --help");
     return run_verb(args[0], {args.begin() + 1, args.end()});
   } catch (const Error& error) {
-    return explain(error, args);
+    return explain(error, json);
   } catch (const std::bad_alloc&) {
-    return explain(Error(Category::no_memory, "out of memory"), args);
+    return explain(Error(Category::no_memory, "out of memory"), json);
   } catch (const std::exception& error) {
-    return explain(Error(Category::internal, error.what()), args);
+    return explain(Error(Category::internal, error.what()), json);
   }
 }
 
 }  // namespace
 }  // namespace modicum
 
-int main(int argc, char** argv) { return modicum::run({argv + 1, argv + argc}); }
+int main(int argc, char** argv) {
+  modicum::guard_standard_descriptors();
+  return modicum::run({argv + 1, argv + argc});
+}

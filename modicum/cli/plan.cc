@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
+#include "modicum/cli/output.h"
 #include "modicum/cli/verbs.h"
 
 namespace modicum {
@@ -12,6 +13,7 @@ int run_plan(const Args& args) {
   RunFlags flags;
   add_common_flags(app, common);
   add_run_flags(app, flags);
+  add_oversubscribe_flag(app, common);  // taken with the other flags of `load`; no rank is started
   DeepSpeedFlags deepspeed;
   app.add_option("--deepspeed", deepspeed.config,
                  "ds_config.json: what DeepSpeed itself would hold, line by line");
@@ -24,7 +26,9 @@ int run_plan(const Args& args) {
   const PlanReport report = plan_report(files, flags, common.budget, deepspeed);
   print_result(
       common, [&] { return plan_json(report); }, [&] { return plan_text(report); });
-  return 0;
+  if (!report.refusal) return 0;
+  print_error(fmt::format("modicum: {}\n", report.refusal->what()));
+  return exit_code(report.refusal->category());
 }
 
 }  // namespace modicum

@@ -1,8 +1,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <cstdio>
-
+#include "modicum/cli/output.h"
 #include "modicum/cli/verbs.h"
 #include "modicum/probe/probe.h"
 
@@ -23,7 +22,7 @@ Progress::Progress(const CommonFlags& flags, uint64_t total_bytes, Clock& clock)
 }
 
 Progress::~Progress() {
-  if (mode_ == Mode::rewritten && shown_) std::fputs("\r\x1b[K", stderr);
+  if (mode_ == Mode::rewritten && shown_) print_error("\r\x1b[K");
 }
 
 void Progress::show(uint64_t bytes) {
@@ -35,9 +34,11 @@ void Progress::show(uint64_t bytes) {
   const uint64_t left = total_bytes_ > bytes ? total_bytes_ - bytes : 0;
   const std::string eta =
       rate > 0 ? fmt::format("{:.0f} s left", static_cast<double>(left) / rate) : "";
-  fmt::print(stderr, "{}{} of {}, {}/s, {}{}", mode_ == Mode::rewritten ? "\r\x1b[K" : "",
-             format_size(bytes), format_size(total_bytes_),
-             format_size(static_cast<uint64_t>(rate)), eta, mode_ == Mode::plain ? "\n" : "");
+  print_error(
+      fmt::format("{}{} of {}, {}/s, {}{}", mode_ == Mode::rewritten ? "\r\x1b[K" : "",
+                  format_size(bytes), format_size(total_bytes_),
+                  format_size(static_cast<uint64_t>(rate)), eta, mode_ == Mode::plain ? "\n" : ""),
+      0);
   shown_ = true;
 }
 

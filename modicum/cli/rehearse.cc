@@ -159,6 +159,7 @@ RehearseReport report_of(const RehearseRun& of, const std::optional<Budget>& bud
 RehearseReport rehearse_with_ranks(const RehearseFlags& flags) {
   PosixFileSystem files;
   SteadyClock clock;
+  require_cores(flags.common, flags.run.ranks);
   const Run run = open_run(files, flags.run);
   if (!run.optimizer) fail(Category::usage, "rehearse needs --optimizer adamw:FORMAT");
   const auto budget = budget_in_force(flags.common, nodes_of(flags.run));
@@ -185,6 +186,7 @@ int run_rehearse(const Args& args) {
   RehearseFlags flags;
   add_common_flags(app, flags.common);
   add_run_flags(app, flags.run);
+  add_oversubscribe_flag(app, flags.common);
   app.add_option("--steps", flags.steps, "default 3")->check(CLI::Range(1, 1000000000));
   add_seed(app, flags.seed, "of gradients and random bits");
   app.add_option("--clip", flags.clip, "the most that the gradient's norm may be");

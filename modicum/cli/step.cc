@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <vector>
 
@@ -33,6 +34,7 @@ struct StepFlags {
 
 void add_step_flags(CLI::App& app, StepFlags& flags) {
   add_common_flags(app, flags.common);
+  add_oversubscribe_flag(app, flags.common);
   app.add_option("--params", flags.params, "parameters, of all ranks together; default 100M");
   app.add_option("--state-format", flags.format, format_names() + "; default fp32");
   app.add_option("--ranks", flags.run.ranks, "rank processes; default 1")
@@ -53,8 +55,17 @@ void add_step_flags(CLI::App& app, StepFlags& flags) {
   app.add_flag("--no-compare", flags.no_compare, "without the copy and the five unfused passes");
 }
 
+double number_of(const std::string& flag, const std::string& text) {
+  double value = 0;
+  const char* const end = text.data() + text.size();
+  const auto [at, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || at != end) value = 0;
+  return positive(flag, value);
+}
+
 StepRun run_of(const StepFlags& flags, const CLI::App& app) {
   StepRun run = flags.run;
+  require_cores(flags.common, run.ranks);
   run.format = state_format_named(flags.format).format;
   const uint64_t params = parse_count(flags.params);
   constexpr uint64_t kMostParams = uint64_t{1} << 50;
@@ -65,8 +76,8 @@ StepRun run_of(const StepFlags& flags, const CLI::App& app) {
   if (flags.clip) run.max_norm = positive("--clip", *flags.clip);
   if (app.count("--loss-scale") > 0) {
     const bool is_given = !flags.loss_scale.empty() && !flags.loss_scale[0].empty();
-    const double scale = is_given ? std::strtod(flags.loss_scale[0].c_str(), nullptr) : 65536;
-    run.loss_scale = static_cast<float>(positive("--loss-scale", scale));
+    run.loss_scale =
+        static_cast<float>(is_given ? number_of("--loss-scale", flags.loss_scale[0]) : 65536);
   }
   run.compares = !flags.no_compare;
   return run;

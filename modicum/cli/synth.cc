@@ -13,15 +13,28 @@ namespace {
 
 constexpr uint64_t kChunkBytes = 4 * kMiB;  // what each of synth's threads fills at a time
 
-void print(const CommonFlags& flags, const SynthResult& made, const std::string& out) {
-  if (flags.json) {
-    JsonWriter json;
-    json.begin_object().member("files", made.files).member("tensors", made.tensors);
-    json.member("data_bytes", made.data_bytes).member("written_bytes", made.written_bytes);
-    fmt::print("{}\n", json.end_object().text());
-  } else if (!flags.quiet) {
-    fmt::print("{}: {} in {} tensors, {} file(s), {} written\n", out, format_size(made.data_bytes),
-               made.tensors, made.files, format_size(made.written_bytes));
+std::string json_of(const SynthResult& made) {
+  JsonWriter json;
+  json.begin_object().member("files", made.files).member("tensors", made.tensors);
+  json.member("data_bytes", made.data_bytes).member("written_bytes", made.written_bytes);
+  return json.end_object().text();
+}
+
+std::string text_of(const SynthResult& made, const std::string& out) {
+  return fmt::format("{}: {} in {} tensors, {} file(s), {} written\n", out,
+                     format_size(made.data_bytes), made.tensors, made.files,
+                     format_size(made.written_bytes));
+}
+
+// A stop signal has what is made by then removed first.
+SynthResult write_unless_stopped(FileSystem& files, const std::string& out, SynthOptions options) {
+  const StopSignals stop;
+  options.check = [&stop] { stop.check(); };
+  try {
+    return write_synth(files, out, options);
+  } catch (const Error&) {
+    stop.check();  // a call that the signal has interrupted may be what failed
+    throw;
   }
 }
 
@@ -51,7 +64,9 @@ int run_synth(const Args& args) {
   options.threads = common.threads > 0 ? common.threads : granted_cpus();
   require_budget(common, Purpose::staging, kChunkBytes * static_cast<uint64_t>(options.threads));
   PosixFileSystem files;
-  print(common, write_synth(files, out, options), out);
+  const SynthResult made = write_unless_stopped(files, out, options);
+  print_result(
+      common, [&] { return json_of(made); }, [&] { return text_of(made, out); });
   return 0;
 }
 

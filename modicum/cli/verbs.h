@@ -44,6 +44,7 @@ struct CommonFlags {
   int threads = 0;  // 0: the usable CPUs (of `load`, divided by the ranks)
   std::string budget;
   std::string progress = "auto";
+  bool oversubscribe = false;  // of verbs with ranks
 };
 void add_common_flags(CLI::App& app, CommonFlags& flags);
 
@@ -56,6 +57,9 @@ double positive(const std::string& flag, double value);
 
 // The budget per node that a run is held to: that of the flag, else `auto`.
 std::optional<Budget> budget_in_force(const CommonFlags& flags, int nodes);
+void add_oversubscribe_flag(CLI::App& app, CommonFlags& flags);
+// For verbs that start rank processes: USAGE where there are too many for the machine's cores.
+void require_cores(const CommonFlags& flags, int ranks);
 // Threads of each of so many rank processes on this machine.
 int threads_per_rank(const CommonFlags& flags, int ranks);
 // What a verb has to say, on stdout: one of the two, or nothing.
@@ -63,7 +67,7 @@ void print_result(const CommonFlags& flags, const std::function<std::string()>& 
                   const std::function<std::string()>& text);
 
 // Parses; prints help and returns 0, or nothing to go on. USAGE, with the nearest name, on an
-// unknown flag.
+// unknown flag; USAGE on an empty value.
 std::optional<int> parse(CLI::App& app, const Args& args);
 
 // For verbs that hold little: BUDGET where `bytes` for `purpose` and the process itself don't fit.

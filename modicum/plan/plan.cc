@@ -189,14 +189,6 @@ Digest digest_inputs(const Plan& plan) {
   return hasher.digest();
 }
 
-int worst_node(const Promise& promise) noexcept {
-  int worst = 0;
-  for (int node = 1; node < promise.nodes(); ++node) {
-    if (promise.node_peak_bytes(node) > promise.node_peak_bytes(worst)) worst = node;
-  }
-  return worst;
-}
-
 }  // namespace
 
 uint64_t Plan::held_bytes() const noexcept {
@@ -229,47 +221,58 @@ Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, Pl
   return plan;
 }
 
-bool fits(const Promise& promise, const Budget& budget) noexcept {
+int worst_node(const Promise& promise) {
+  const std::vector<uint64_t> peaks = promise.node_peaks();
+  return static_cast<int>(std::max_element(peaks.begin(), peaks.end()) - peaks.begin());
+}
+
+bool fits(const Promise& promise, const Budget& budget) {
   return promise.node_peak_bytes(worst_node(promise)) <= budget.bytes;
 }
 
-void require_fits(const Promise& promise, const Budget& budget) {
-  if (fits(promise, budget)) return;
+std::optional<Error> refusal_of(const Promise& promise, const Budget& budget) {
   const int node = worst_node(promise);
   const uint64_t need = promise.node_peak_bytes(node);
+  if (need <= budget.bytes) return std::nullopt;
   Facts facts{.expected = fmt::format("{}", budget.bytes), .got = fmt::format("{}", need)};
   facts.shortfall_bytes = need - budget.bytes;
   facts.owners = peak_owners(promise, node);
-  fail(Category::budget,
-       fmt::format("node {} needs {} and the budget ({}) is {}: {} too little; largest: {}", node,
-                   format_size(need), budget.source, format_size(budget.bytes),
-                   format_size(need - budget.bytes), peak_cause(promise, node)),
-       std::move(facts));
+  return Error(Category::budget,
+               fmt::format("node {} needs {} and the budget ({}) is {}: {} too little; largest: {}",
+                           node, format_size(need), budget.source, format_size(budget.bytes),
+                           format_size(need - budget.bytes), peak_cause(promise, node)),
+               std::move(facts));
 }
 
-Plan shrunk_to_fit(Plan plan, const Budget& budget) {
+void require_fits(const Promise& promise, const Budget& budget) {
+  if (const auto refusal = refusal_of(promise, budget)) throw *refusal;
+}
+
+Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes) {
   const uint64_t staging = plan.options.staging_bytes;
   const uint64_t held = plan.staging.total_bytes;
-  if (fits(plan.promise, budget) || staging <= kMinDefaultStagingBytes || held == 0) return plan;
+  if (fits(plan.promise, budget) || staging <= least_bytes || held == 0) return plan;
   PlanOptions options = plan.options;
   const auto with_staging = [&](uint64_t bytes) {
     options.staging_bytes = bytes;
     return make_plan(*plan.manifest, *plan.recipe, plan.layout, options);
   };
   const int node = worst_node(plan.promise);
+  const uint64_t peak = plan.promise.node_peak_bytes(node);
   const auto ranks = static_cast<uint64_t>(std::count(plan.promise.node_of_rank.begin(),
                                                       plan.promise.node_of_rank.end(),
                                                       static_cast<uint32_t>(node)));
-  const uint64_t over = plan.promise.node_peak_bytes(node) - budget.bytes;
+  const uint64_t over = peak - budget.bytes;
   // A rank may hold only its part of the staging, as with a ring that all have made together.
   const uint64_t each =
       round_up((over + ranks - 1) / ranks, kPageBytes) * (round_up(staging, kPageBytes) / held);
-  if (each < staging - kMinDefaultStagingBytes) {
+  if (each < staging - least_bytes) {
     Plan less = with_staging(staging - each);
     if (fits(less.promise, budget)) return less;
   }
-  Plan least = with_staging(kMinDefaultStagingBytes);
-  return fits(least.promise, budget) ? std::move(least) : std::move(plan);
+  Plan least = with_staging(least_bytes);
+  const bool helps = least.promise.node_peak_bytes(worst_node(least.promise)) < peak;
+  return helps ? std::move(least) : std::move(plan);
 }
 
 std::vector<Owner> peak_owners(const Promise& promise, int node) {

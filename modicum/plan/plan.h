@@ -171,13 +171,18 @@ struct Budget {
   std::string source;
 };
 
+// The node that needs most, the first of them.
+int worst_node(const Promise& promise);
 // Whether every node's promised peak is within the budget (<=).
-bool fits(const Promise& promise, const Budget& budget) noexcept;
+bool fits(const Promise& promise, const Budget& budget);
 // BUDGET where it isn't: which node, by how much, and the largest owners.
+std::optional<Error> refusal_of(const Promise& promise, const Budget& budget);
+// Throws that.
 void require_fits(const Promise& promise, const Budget& budget);
-// A plan whose staging has shrunk, down to `kMinDefaultStagingBytes`, as far as the budget needs;
-// the plan itself where it fits, or where shrinking can't help.
-Plan shrunk_to_fit(Plan plan, const Budget& budget);
+// A plan whose staging has shrunk, down to `least_bytes`, as far as the budget needs; where even
+// that is too much, the plan with that staging, so that a refusal says what is really missing. The
+// plan itself where it fits, or where staging is not what it lacks.
+Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes = kMinDefaultStagingBytes);
 
 // Who holds what at a node's peak, largest first; and the two largest in words: "shards 924.00 MiB,
 // staging 32.00 MiB".

@@ -607,18 +607,24 @@ TEST_F(Planned, StagingShrinksAsFarAsNeededAndNoFurther) {
   }
 }
 
-TEST_F(Planned, StagingThatNeedNotOrCannotShrinkStaysAsItIs) {
+TEST_F(Planned, StagingThatNeedNotShrinkStaysAndWhereNothingFitsItIsTheLeast) {
   for (const Strategy& strategy : strategies()) {
     const Plan of = plan(strategy.name, 4);
     const uint64_t peak = of.promise.node_peak_bytes(0);
     EXPECT_EQ(shrunk_to_fit(of, {peak, "flag"}).options.staging_bytes, 8 * kMiB);
-    EXPECT_EQ(shrunk_to_fit(of, {1, "flag"}).options.staging_bytes, 8 * kMiB) << "in vain";
+    const uint64_t held = of.staging.total_bytes;
+    EXPECT_EQ(shrunk_to_fit(of, {1, "flag"}).options.staging_bytes,
+              held > 0 ? kMinDefaultStagingBytes : 8 * kMiB)
+        << strategy.name;
   }
   const Plan of = plan("own-shard", 4);
   const Plan least = plan("own-shard", 4, kMinDefaultStagingBytes);
   const uint64_t enough = least.promise.node_peak_bytes(0);
   EXPECT_EQ(shrunk_to_fit(of, {enough, "flag"}).options.staging_bytes, kMinDefaultStagingBytes);
-  EXPECT_EQ(shrunk_to_fit(of, {enough - 1, "flag"}).options.staging_bytes, 8 * kMiB);
+  const Plan not_enough = shrunk_to_fit(of, {enough - 1, "flag"});
+  EXPECT_EQ(refusal_of(not_enough.promise, {enough - 1, "flag"})->facts().shortfall_bytes, 1U);
+  const Plan less = shrunk_to_fit(of, {enough - 1, "flag"}, kMinStagingBytes);
+  EXPECT_TRUE(fits(less.promise, {enough - 1, "flag"}));
   const Plan small = plan("own-shard", 4, kMinStagingBytes);
   EXPECT_EQ(shrunk_to_fit(small, {1, "flag"}).options.staging_bytes, kMinStagingBytes);
 }

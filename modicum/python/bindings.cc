@@ -4,6 +4,7 @@
 // that the two fronts can't differ. Whatever may take long runs without the interpreter's lock.
 #include "modicum/python/bindings.h"
 
+#include <fmt/format.h>
 #include <nanobind/stl/filesystem.h>
 
 #include <filesystem>
@@ -33,6 +34,16 @@ nb::dict as_dict(const std::string& document) {
 namespace {
 
 using Path = std::filesystem::path;
+
+// An empty text where nothing is given; for the same reason a given one must not be empty.
+std::string text_of(std::string_view name, const std::optional<std::string>& given) {
+  if (given && given->empty()) fail(Category::usage, fmt::format("{}: an empty value", name));
+  return given.value_or("");
+}
+std::string text_of(std::string_view name, const std::optional<Size>& given) {
+  if (!given) return {};
+  return text_of(name, std::optional<std::string>(python::text_of(given)));
+}
 
 nb::dict inspect(const Path& path) {
   return as_dict(without_the_lock([&] {
@@ -73,25 +84,25 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
                        .ranks_per_node = ranks_per_node,
                        .strategy = strategy,
                        .layout = layout,
-                       .mesh = mesh.value_or(""),
+                       .mesh = text_of("mesh", mesh),
                        .shard_dim = shard_dim,
-                       .tp_rowwise = tp_rowwise.value_or(""),
-                       .tp_packed = tp_packed.value_or(""),
-                       .tp_replicate = tp_replicate.value_or(""),
-                       .expert_mesh = expert_mesh.value_or(""),
+                       .tp_rowwise = text_of("tp_rowwise", tp_rowwise),
+                       .tp_packed = text_of("tp_packed", tp_packed),
+                       .tp_replicate = text_of("tp_replicate", tp_replicate),
+                       .expert_mesh = text_of("expert_mesh", expert_mesh),
                        .experts = experts,
                        .round_robin = round_robin,
-                       .dtype = dtype.value_or(""),
-                       .keep_fp32 = keep_fp32.value_or(""),
+                       .dtype = text_of("dtype", dtype),
+                       .keep_fp32 = text_of("keep_fp32", keep_fp32),
                        .recipe = recipe.value_or(Path()).string(),
                        .untie = untie,
                        .optimizer = optimizer,
                        .destination = destination,
-                       .staging = text_of(staging),
-                       .baseline = text_of(baseline)};
+                       .staging = text_of("staging", staging),
+                       .baseline = text_of("baseline", baseline)};
   const DeepSpeedFlags of_deepspeed{deepspeed.value_or(Path()).string(), workers,
                                     persistent_workers};
-  return as_dict(without_the_lock([&, allowed = text_of(budget)] {
+  return as_dict(without_the_lock([&, allowed = text_of("budget", budget)] {
     PosixFileSystem files;
     return plan_json(plan_report(files, flags, allowed, of_deepspeed));
   }));

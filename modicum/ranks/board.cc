@@ -18,7 +18,9 @@ void put(char (&into)[N], const std::string& text) noexcept {
   into[n] = '\0';
 }
 
-constexpr int64_t kPollNs = kNsPerMs;
+// Waits poll every millisecond; where ranks are many, seldom enough that together they leave the
+// processors to those that work.
+int64_t poll_ns_of(int ranks) noexcept { return kNsPerMs * std::clamp(ranks / 64, 1, 100); }
 
 }  // namespace
 
@@ -123,7 +125,7 @@ void SharedBoard::wait_for_all(int rank, uint32_t round) {
       continue;
     }
     check();
-    clock_.sleep_ns(kPollNs);
+    clock_.sleep_ns(poll_ns_of(ranks_));
   }
   slot(rank).waiting.store(0, std::memory_order_relaxed);
   slot(rank).beat_ns.store(clock_.now_ns(), std::memory_order_relaxed);

@@ -52,7 +52,8 @@ class Board {
   void check() const;
 };
 
-// On one machine: a shared mapping, made before the ranks are forked. Waits poll every millisecond.
+// On one machine: a shared mapping, made before the ranks are forked. Waits poll every millisecond,
+// less often where there are more than 64 ranks.
 class SharedBoard final : public Board {
  public:
   static constexpr size_t kResultBytes = 1024;

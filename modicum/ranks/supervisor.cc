@@ -1,18 +1,23 @@
 #include "modicum/ranks/supervisor.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
+#include <cerrno>
 #include <optional>
 #include <string>
+#include <system_error>
+#include <utility>
 #include <vector>
 
 #include "modicum/io/io.h"
+#include "modicum/ranks/stop_signals.h"
 
 namespace modicum {
 namespace {
@@ -21,34 +26,47 @@ constexpr int64_t kPollNs = 5 * kNsPerMs;
 constexpr int64_t kTickNs = 100 * kNsPerMs;
 constexpr int64_t kGraceNs = 1 * kNsPerSecond;  // for ranks to stop by themselves
 constexpr int64_t kReapNs = 2 * kNsPerSecond;   // for the kernel to take a killed rank apart
+// Whoever stops a group of processes (scancel, systemd, timeout) signals one after another: where a
+// rank died of SIGTERM, this process may be next.
+constexpr int64_t kNextInGroupNs = 1 * kNsPerSecond;
 
-std::atomic<int> asked_to_stop{0};  // the signal; a handler can reach nothing else
-extern "C" void on_stop_signal(int signal) { asked_to_stop.store(signal); }
+bool is_crowd(int ranks) { return ranks > kMaxRanksPerCore * usable_cpus(); }
 
-// SIGINT and SIGTERM set a flag while this lives.
-class StopSignals {
+// What ranks wait at until all have been started: thousands that already work would leave the
+// launcher no processor to start the others, or to hear that it is to stop.
+class StartGate {
  public:
-  StopSignals() {
-    asked_to_stop.store(0);
-    struct sigaction action {};
-    action.sa_handler = on_stop_signal;
-    sigaction(SIGINT, &action, &before_int_);
-    sigaction(SIGTERM, &action, &before_term_);
+  StartGate() {
+    if (pipe2(ends_, O_CLOEXEC) == 0) return;
+    fail(Category::io, fmt::format("a pipe for the rank processes could not be made: {}",
+                                   std::generic_category().message(errno)));
   }
-  ~StopSignals() {
-    sigaction(SIGINT, &before_int_, nullptr);
-    sigaction(SIGTERM, &before_term_, nullptr);
+  ~StartGate() {
+    open();
+    close(ends_[0]);
   }
-  StopSignals(const StopSignals&) = delete;
-  StopSignals& operator=(const StopSignals&) = delete;
+  StartGate(const StartGate&) = delete;
+  StartGate& operator=(const StartGate&) = delete;
+
+  void open() noexcept {
+    if (ends_[1] >= 0) close(ends_[1]);
+    ends_[1] = -1;
+  }
+  // In a rank. The gate is open when no process has the end for writing any more.
+  void pass() noexcept {
+    open();
+    char nothing = 0;
+    while (read(ends_[0], &nothing, 1) < 0 && errno == EINTR) {
+    }
+    close(ends_[0]);
+  }
 
  private:
-  struct sigaction before_int_ {};
-  struct sigaction before_term_ {};
+  int ends_[2] = {-1, -1};
 };
 
 // In the child: never returns, and never runs what the parent set up to run at its exit.
-[[noreturn]] void be_rank(SharedBoard& board, int rank, pid_t parent,
+[[noreturn]] void be_rank(SharedBoard& board, int rank, pid_t parent, StartGate& gate,
                           const std::function<void(int rank)>& body) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(exit_code(Category::peer));
@@ -58,6 +76,11 @@ class StopSignals {
   signal(SIGINT, SIG_IGN);
   signal(SIGTERM, SIG_DFL);
   write_kernel_text("/proc/self/oom_score_adj", "500");
+  if (is_crowd(board.ranks())) {
+    const sched_param lowest{};
+    sched_setscheduler(0, SCHED_IDLE, &lowest);
+  }
+  gate.pass();
   int code = 0;
   try {
     body(rank);
@@ -82,37 +105,35 @@ class Supervisor {
  public:
   Supervisor(SharedBoard& board, Clock& clock, const SuperviseOptions& options)
       : board_(board), clock_(clock), options_(options) {}
-  ~Supervisor() { end_all(); }
+  ~Supervisor() { end_all(kGraceNs); }
   Supervisor(const Supervisor&) = delete;
   Supervisor& operator=(const Supervisor&) = delete;
 
+  // Throws when this process is told to stop, or no more processes can be made.
   void start(const std::function<void(int rank)>& body) {
-    const pid_t parent = getpid();
-    children_.reserve(static_cast<size_t>(board_.ranks()));
-    for (int rank = 0; rank < board_.ranks(); ++rank) {
-      const pid_t pid = fork();
-      if (pid == 0) be_rank(board_, rank, parent, body);
-      if (pid < 0) {
-        fail(Category::no_memory, "a rank process could not be started", {.rank = rank});
-      }
-      children_.push_back({pid});
-      board_.beat(rank, 0);
+    StartGate gate;
+    try {
+      fork_all(gate, body);
+    } catch (const Error&) {
+      end_all(0);  // none has begun, and none may when the gate opens
+      throw;
     }
   }
 
   void watch() {
     int64_t next_tick = clock_.now_ns();
-    while (alive() > 0) {
+    while (alive() > 0 || terminated_) {
       for (int rank = 0; rank < board_.ranks(); ++rank) look_at(rank);
       heed_stop_signal();
+      if (terminated_ && clock_.now_ns() - terminated_at_ns_ >= kNextInGroupNs) blame(*terminated_);
       if (board_.failure() || blamed_) break;
       if (const int64_t now = clock_.now_ns(); now >= next_tick) {
         options_.tick();
         next_tick = now + kTickNs;
       }
-      if (alive() > 0) clock_.sleep_ns(kPollNs);
+      if (alive() > 0 || terminated_) clock_.sleep_ns(kPollNs);
     }
-    end_all();
+    end_all(kGraceNs);
     if (const auto failure = board_.failure()) throw error_of(*failure);
     if (blamed_) throw *blamed_;
   }
@@ -124,6 +145,21 @@ class Supervisor {
     int64_t stopped_at_ns = -1;   // of a stop that lasts
     std::string size_in_silence;  // /proc/PID/statm when it was last silent for the limit
   };
+
+  void fork_all(StartGate& gate, const std::function<void(int rank)>& body) {
+    const pid_t parent = getpid();
+    children_.reserve(static_cast<size_t>(board_.ranks()));
+    for (int rank = 0; rank < board_.ranks(); ++rank) {
+      stop_.check();
+      const pid_t pid = fork();
+      if (pid == 0) be_rank(board_, rank, parent, gate, body);
+      if (pid < 0) {
+        fail(Category::no_memory, "a rank process could not be started", {.rank = rank});
+      }
+      children_.push_back({pid});
+    }
+    for (int rank = 0; rank < board_.ranks(); ++rank) board_.beat(rank, 0);
+  }
 
   int alive() const {
     return static_cast<int>(std::count_if(children_.begin(), children_.end(),
@@ -177,8 +213,15 @@ class Supervisor {
           return blame(Category::no_memory, rank, "was killed for lack of memory: " + how);
         }
       }
-      return blame(Category::peer, rank,
-                   fmt::format("was killed by signal {} ({})", signal, strsignal(signal)));
+      const Error error =
+          blame_for(Category::peer, rank,
+                    fmt::format("was killed by signal {} ({})", signal, strsignal(signal)));
+      if (signal != SIGTERM) return blame(error);
+      if (!terminated_) {
+        terminated_ = error;
+        terminated_at_ns_ = clock_.now_ns();
+      }
+      return;
     }
     const int code = WEXITSTATUS(status);
     if (code != 0) {  // after its own report, if it made one: the first report wins
@@ -188,26 +231,29 @@ class Supervisor {
     }
   }
 
-  void blame(Category category, int rank, const std::string& what) {
+  Error blame_for(Category category, int rank, const std::string& what) const {
     const pid_t pid = children_[static_cast<size_t>(rank)].pid;
-    const Error error(category, fmt::format("rank {} (pid {}) {}", rank, pid, what),
-                      {.rank = rank, .culprit_rank = rank, .culprit_pid = pid});
-    board_.report(record_of(error, rank));
+    return Error(category, fmt::format("rank {} (pid {}) {}", rank, pid, what),
+                 {.rank = rank, .culprit_rank = rank, .culprit_pid = pid});
+  }
+
+  void blame(const Error& error) {
+    board_.report(record_of(error, error.facts().rank.value_or(-1)));
     if (!blamed_) blamed_ = error;
+  }
+  void blame(Category category, int rank, const std::string& what) {
+    blame(blame_for(category, rank, what));
   }
 
   void heed_stop_signal() {
-    const int signal = asked_to_stop.load();
-    if (signal == 0) return;
-    const Category category = signal == SIGINT ? Category::cancelled : Category::preempted;
-    board_.report(record_of(
-        Error(category, fmt::format("stopped by {}", signal == SIGINT ? "SIGINT" : "SIGTERM")),
-        -1));
+    if (const auto error = stop_.received()) board_.report(record_of(*error, -1));
   }
 
-  // Ranks see the failure on the board and go; who doesn't is killed; none is waited for without
-  // bound, since the kernel may hold one in a system call that never ends.
-  void end_all() noexcept {
+  // Ranks see the failure on the board and go; who doesn't within `grace_ns` is killed; none is
+  // waited for without bound, since the kernel may hold one in a system call that never ends.
+  void end_all(int64_t grace_ns) noexcept {
+    if (std::exchange(has_ended_, true)) return;
+    if (is_crowd(board_.ranks())) grace_ns = 0;  // waking them all takes longer
     const int64_t begin = clock_.now_ns();
     bool killed = false;
     for (const Child& child : children_) {  // a stopped rank can't go by itself
@@ -215,13 +261,13 @@ class Supervisor {
     }
     while (alive() > 0) {
       const int64_t waited = clock_.now_ns() - begin;
-      if (!killed && waited >= kGraceNs) {
+      if (!killed && waited >= grace_ns) {
         for (const Child& child : children_) {
           if (!child.gone) kill(child.pid, SIGKILL);
         }
         killed = true;
       }
-      if (waited >= kGraceNs + kReapNs) return;
+      if (waited >= grace_ns + kReapNs) return;
       for (Child& child : children_) {
         int status = 0;
         if (!child.gone && waitpid(child.pid, &status, WNOHANG) == child.pid) child.gone = true;
@@ -233,7 +279,13 @@ class Supervisor {
   SharedBoard& board_;
   Clock& clock_;
   const SuperviseOptions& options_;
+  const StopSignals stop_;
   std::vector<Child> children_;
+  bool has_ended_ = false;  // all ranks have been told to, and waited for once
+  // The first rank that died of SIGTERM, and when that was noticed: it is blamed unless this
+  // process is told to stop as well.
+  std::optional<Error> terminated_;
+  int64_t terminated_at_ns_ = 0;
   // The first blame. It counts where the board has nothing: its first reporter may have died in the
   // middle of reporting, after which nobody else can.
   std::optional<Error> blamed_;
@@ -243,7 +295,6 @@ class Supervisor {
 
 void run_ranks(SharedBoard& board, Clock& clock, const std::function<void(int rank)>& body,
                const SuperviseOptions& options) {
-  const StopSignals signals;
   Supervisor supervisor(board, clock, options);
   supervisor.start(body);
   supervisor.watch();

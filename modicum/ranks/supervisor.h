@@ -8,6 +8,11 @@
 
 namespace modicum {
 
+// More ranks than this for each usable core are a crowd: they run at the lowest priority, so that
+// the launcher still hears signals and the machine can be used, and are killed without being given
+// time to stop by themselves.
+constexpr int kMaxRanksPerCore = 16;
+
 struct SuperviseOptions {
   // A rank that has neither moved nor waits for others for this long is looked at, and stalled when
   // it has not even changed its size by the next time.
@@ -27,7 +32,8 @@ struct SuperviseOptions {
 // Fails with the first failure, after every rank has been ended and reaped (within about 4 s of the
 // fault): what a rank threw (with `rank` set); PEER for one that died, left early or is stopped;
 // NOMEM where the kernel killed it for memory; STALL; CANCELLED or PREEMPTED where this process is
-// told to stop (SIGINT, SIGTERM). Ranks die with this process. To be called from a process without
+// told to stop (SIGINT, SIGTERM), also when ranks have received the same signal. No rank begins
+// before all have been started. Ranks die with this process. To be called from a process without
 // other threads; the signal handlers for SIGINT and SIGTERM are this function's while it runs.
 void run_ranks(SharedBoard& board, Clock& clock, const std::function<void(int rank)>& body,
                const SuperviseOptions& options = {});

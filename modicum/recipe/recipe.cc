@@ -1,5 +1,7 @@
 #include "modicum/recipe/recipe.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 #include <regex>
@@ -111,7 +113,8 @@ Recipe identity_without(const Manifest& manifest, std::span<const NamedTie> ties
 // `--dtype` and `--keep-fp32` as a rule.
 class DTypeRule {
  public:
-  DTypeRule(std::optional<DType> dtype, const std::string& keep_fp32) : dtype_(dtype) {
+  DTypeRule(std::optional<DType> dtype, const std::string& keep_fp32)
+      : dtype_(dtype), keep_fp32_(printable(keep_fp32)) {
     try {
       if (!keep_fp32.empty()) keep_.emplace(keep_fp32);
     } catch (const std::regex_error&) {
@@ -123,12 +126,27 @@ class DTypeRule {
   // What elements of `dtype` become in a target of that name.
   DType of(const std::string& fqn, DType dtype, bool is_scaled) const {
     if (!is_castable(dtype) && !is_scaled) return dtype;
-    if (keep_ && std::regex_search(fqn, *keep_)) return DType::f32;
+    if (keeps(fqn)) return DType::f32;
     return dtype_.value_or(dtype);
   }
 
+  // USAGE where `--keep-fp32` is given and the recipe has no number that it could be about.
+  void require_match(const Recipe& recipe) const {
+    const auto is_kept = [&](const Target& target) {
+      const bool is_number = is_castable(target.spec.dtype) || recipe.nodes[target.root].is_scaled;
+      return is_number && keeps(target.spec.fqn);
+    };
+    if (!keep_ || std::any_of(recipe.targets.begin(), recipe.targets.end(), is_kept)) return;
+    fail(Category::usage,
+         fmt::format("--keep-fp32 '{}' matches no floating-point tensor", keep_fp32_),
+         {.expected = "a regular expression that a tensor's name matches", .got = keep_fp32_});
+  }
+
  private:
+  bool keeps(const std::string& fqn) const { return keep_ && std::regex_search(fqn, *keep_); }
+
   const std::optional<DType> dtype_;
+  const std::string keep_fp32_;
   std::optional<std::regex> keep_;
 };
 
@@ -144,6 +162,7 @@ std::vector<bool> spent_scales(const Manifest& manifest, const DTypeRule& rule) 
 }
 
 void set_dtype_by(const DTypeRule& rule, Recipe& recipe) {
+  rule.require_match(recipe);
   for (Target& target : recipe.targets) {
     const bool is_scaled = recipe.nodes[target.root].is_scaled;
     target.spec.dtype = rule.of(target.spec.fqn, target.spec.dtype, is_scaled);

@@ -66,6 +66,37 @@ void strategy_object(JsonWriter& out, const StrategyReport& of) {
   out.end_array().end_object();
 }
 
+// What `plan` adds where the run does not fit its budget.
+void refusal_members(JsonWriter& out, const PlanReport& report) {
+  out.member("shortfall_bytes", report.refusal->facts().shortfall_bytes.value_or(0));
+  out.key("would_fit").begin_array();
+  for (const Alternative& of : report.alternatives) {
+    out.begin_object().member("strategy", of.strategy);
+    out.member("staging_bytes", of.staging_bytes).key("state_format");
+    if (of.state_format) {
+      out.value(row_of(*of.state_format).name);
+    } else {
+      out.null();
+    }
+    out.member("ranks_per_node", of.ranks_per_node).member("peak_bytes", of.peak_bytes);
+    out.member("flags", of.flags).end_object();
+  }
+  out.end_array();
+}
+
+std::string verdict_text(const PlanReport& report) {
+  std::string text = fmt::format("\nbudget {} per node ({}): ", format_size(report.budget->bytes),
+                                 report.budget->source);
+  if (!report.refusal) return text + "fits\n";
+  text += fmt::format("does not fit, {} too little\n",
+                      format_size(report.refusal->facts().shortfall_bytes.value_or(0)));
+  for (const Alternative& of : report.alternatives) {
+    text += fmt::format("would fit: {} (node peak {})\n", of.flags, format_size(of.peak_bytes));
+  }
+  if (!report.alternatives.empty()) return text;
+  return text + "no other strategy, staging, state format or ranks per node fits either\n";
+}
+
 template <typename Field>
 uint64_t sum_over(const LoadReport& report, Field field) {
   uint64_t sum = 0;
@@ -95,6 +126,7 @@ std::string plan_json(const PlanReport& report) {
   } else {
     out.null();
   }
+  if (report.refusal) refusal_members(out, report);
   if (report.deepspeed) deepspeed_member(out, *report.deepspeed);
   return out.end_object().text();
 }
@@ -120,13 +152,12 @@ std::string plan_text(const PlanReport& report) {
                         fmt::format("{:.3f}", of.overread_ratio()),
                         format_size(of.traffic.exchanged_bytes), peak_cause(of.promise, worst));
   }
-  if (report.budget && report.fits) {
-    text += fmt::format("\nbudget {} per node ({}): {}\n", format_size(report.budget->bytes),
-                        report.budget->source, *report.fits ? "fits" : "does not fit");
-  }
+  if (report.budget && report.fits) text += verdict_text(report);
   if (report.deepspeed) text += deepspeed_text(*report.deepspeed);
   return text + warnings_text(report.checkpoint.warnings);
 }
+
+std::string digest_text(uint64_t digest) { return fmt::format("{:016x}", digest); }
 
 std::string load_json(const LoadReport& report) {
   JsonWriter out;
@@ -140,7 +171,7 @@ std::string load_json(const LoadReport& report) {
   out.member("coverage", "proven").member("check", report.checked ? "ok" : "off");
   out.key("digest");
   if (report.digest) {
-    out.value(fmt::format("{:016x}", *report.digest));
+    out.value(digest_text(*report.digest));
   } else {
     out.null();
   }
@@ -160,7 +191,7 @@ std::string load_text(const LoadReport& report) {
                   report.checked ? fmt::format("; values ok ({:.2f} s)", report.check_s) : "");
   text += outcome_text({report.promise, report.ranks, report.launcher_bytes});
   text += budget_text(report.budget);
-  if (report.digest) text += fmt::format("digest {:016x}\n", *report.digest);
+  if (report.digest) text += "digest " + digest_text(*report.digest) + "\n";
   return text + warnings_text(report.checkpoint.warnings);
 }
 

@@ -63,12 +63,24 @@ struct DeepSpeedForecast {
   double per_param(uint64_t bytes) const noexcept;
 };
 
+// The run with some inputs changed, by a plan of its own that fits the budget.
+struct Alternative {
+  std::string_view strategy;
+  uint64_t staging_bytes = 0;
+  std::optional<StateFormat> state_format;  // of the optimizer, where there is one
+  int ranks_per_node = 0;
+  uint64_t peak_bytes = 0;  // of the largest node
+  std::string flags;        // the changed ones: "--strategy node-reader"
+};
+
 struct PlanReport {
   CheckpointFacts checkpoint;
   int ranks = 0;
   std::vector<StrategyReport> strategies;
   std::optional<Budget> budget;
-  std::optional<bool> fits;  // of the strategy that was asked for
+  std::optional<bool> fits;               // of the strategy that was asked for
+  std::optional<Error> refusal;           // BUDGET with its facts, where it does not fit
+  std::vector<Alternative> alternatives;  // which would, the smallest changes first
   std::optional<DeepSpeedForecast> deepspeed;
 };
 std::string plan_json(const PlanReport& report);
@@ -107,6 +119,7 @@ struct LoadReport {
   std::optional<uint64_t> digest;
   std::optional<Budget> budget;
 };
+std::string digest_text(uint64_t digest);  // 16 hex digits
 std::string load_json(const LoadReport& report);
 std::string load_text(const LoadReport& report);
 

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
 #include <optional>
 #include <regex>
@@ -41,7 +42,8 @@ std::vector<int> mesh_of(std::string_view flag, const std::string& text, size_t 
 // Names that a flag's regular expression finds; none where the flag is not given.
 class Names {
  public:
-  Names(std::string_view flag, const std::string& expression) {
+  Names(std::string_view flag, const std::string& expression)
+      : flag_(flag), expression_(printable(expression)) {
     try {
       if (!expression.empty()) regex_.emplace(expression);
     } catch (const std::regex_error&) {
@@ -51,8 +53,17 @@ class Names {
   }
   bool given() const noexcept { return regex_.has_value(); }
   bool have(const std::string& name) const { return regex_ && std::regex_search(name, *regex_); }
+  // USAGE where the flag is given and finds none of them.
+  void require_match(Targets targets) const {
+    const auto is_found = [&](const TensorSpec* of) { return of != nullptr && have(of->fqn); };
+    if (!given() || std::any_of(targets.begin(), targets.end(), is_found)) return;
+    fail(Category::usage, fmt::format("{} '{}' matches no tensor", flag_, expression_),
+         {.expected = "a regular expression that a tensor's name matches", .got = expression_});
+  }
 
  private:
+  std::string_view flag_;
+  std::string expression_;
   std::optional<std::regex> regex_;
 };
 
@@ -60,13 +71,19 @@ void assign_kinds(Layout& layout, Targets targets, const RunFlags& flags) {
   const Names rows("--tp-rowwise", flags.tp_rowwise);
   const Names packed("--tp-packed", flags.tp_packed);
   const Names replicated("--tp-replicate", flags.tp_replicate);
-  const Names experts("--experts", flags.expert_mesh.empty() ? "" : flags.experts);
+  const Names experts("--expert-mesh with --experts",
+                      flags.expert_mesh.empty() ? "" : flags.experts);
   std::optional<uint8_t> expert_kind;
   if (!flags.expert_mesh.empty()) {
     const auto sizes = mesh_of("--expert-mesh", flags.expert_mesh, 2, flags.ranks);
     expert_kind = add_expert_kind(layout, sizes[0], sizes[1], flags.shard_dim);
   }
   if (!rows.given() && !packed.given() && !replicated.given() && !expert_kind) return;
+  // Without targets it is only asked whether the flags make sense.
+  if (!targets.empty()) {
+    for (const Names* names : {&rows, &packed, &replicated, &experts})
+      names->require_match(targets);
+  }
   const auto kind = [](TpKind of) { return static_cast<uint8_t>(of); };
   for (const TensorSpec* target : targets) {
     layout.kind_of.push_back(target == nullptr              ? 0
@@ -105,6 +122,11 @@ void refuse_strangers(const RunFlags& flags) {
   only_for(!flags.tp_replicate.empty(), is_tp, "--tp-replicate", "tp-fsdp");
   only_for(!flags.expert_mesh.empty(), is_meshed || flags.layout == "fsdp2", "--expert-mesh",
            "fsdp2, hsdp or tp-fsdp");
+  only_for(flags.shard_dim != 0, is_meshed || flags.layout == "fsdp2", "--shard-dim",
+           "fsdp2, hsdp or tp-fsdp");
+  if (flags.experts != kDefaultExperts && flags.expert_mesh.empty()) {
+    fail(Category::usage, "--experts is for --expert-mesh", {.got = printable(flags.experts)});
+  }
   only_for(flags.round_robin, is_flat, "--round-robin", "zero1 or zero2");
 }
 

@@ -15,7 +15,7 @@ int nodes_of(const RunFlags& flags) noexcept {
 
 std::optional<Budget> budget_of(const std::string& flag, int nodes) {
   if (flag == "none") return std::nullopt;
-  if (flag != "auto") return Budget{parse_size(flag), "flag"};
+  if (flag != "auto") return Budget{parse_size(flag), std::string(kFlagSource)};
   const std::vector<MemoryLimit> limits = memory_limits();
   if (limits.empty()) {
     fail(Category::usage, "--budget auto: the kernel does not say what is left; give a size");
@@ -163,6 +163,14 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::stri
   if (deepspeed.workers < 0 || deepspeed.workers > kMaxWorkers) {
     fail(Category::usage, fmt::format("--workers: 0 to {}", kMaxWorkers));
   }
+  if (deepspeed.config.empty() && (deepspeed.workers > 0 || deepspeed.persistent_workers)) {
+    fail(Category::usage,
+         fmt::format("{} is for --deepspeed",
+                     deepspeed.workers > 0 ? "--workers" : "--persistent-workers"));
+  }
+  if (deepspeed.persistent_workers && deepspeed.workers == 0) {
+    fail(Category::usage, "--persistent-workers is for --workers above 0");
+  }
   const Run run = open_run(files, flags);
   PlanReport report{.checkpoint = facts_of(run.checkpoint), .ranks = flags.ranks};
   if (!deepspeed.config.empty()) {
@@ -178,7 +186,8 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::stri
   for (const Strategy& strategy : strategies()) {
     Plan plan = plan_run(run, strategy, report.budget);
     if (report.budget && &strategy == run.options.strategy) {
-      report.fits = fits(plan.promise, *report.budget);
+      report.refusal = refusal_of(plan.promise, *report.budget);
+      report.fits = !report.refusal;
     }
     // Where nobody holds the same, replicas read as own-shard does.
     const bool is_own_shard = strategy.reader == Reader::replicas && !plan.staging.exchanges;
@@ -188,6 +197,7 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::stri
     report.strategies.push_back({strategy.name, std::move(plan.promise), sent});
   }
   for (StrategyReport& of : report.strategies) of.needed_bytes = needed_bytes;
+  if (report.refusal) report.alternatives = would_fit(run, *report.budget);
   return report;
 }
 

@@ -7,6 +7,7 @@
 
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/plan/plan.h"
@@ -15,12 +16,15 @@
 #include "modicum/runs/deepspeed.h"    // IWYU pragma: export
 #include "modicum/runs/expectation.h"  // IWYU pragma: export
 #include "modicum/runs/trained.h"      // IWYU pragma: export
+#include "modicum/runs/would_fit.h"    // IWYU pragma: export
 
 namespace modicum {
 
 constexpr uint64_t kDefaultStagingBytes = 8 * kMiB;  // of a rank; less where a budget needs it
 constexpr int kMaxRanks = 65536;
 constexpr int kMaxShardDim = 63;
+constexpr std::string_view kFlagSource = "flag";  // of a budget that the user has given
+constexpr std::string_view kDefaultExperts = R"(\.experts\.)";
 
 // What says which run is meant: `plan` promises exactly the run that `load` makes of the same
 // flags.
@@ -35,7 +39,7 @@ struct RunFlags {
   // Names (regular expressions) that tp-fsdp does not cut along dim 0 as a whole.
   std::string tp_rowwise, tp_packed, tp_replicate;
   std::string expert_mesh;  // "AxB": FSDP x EP
-  std::string experts = R"(\.experts\.)";
+  std::string experts{kDefaultExperts};
   bool round_robin = false;  // of zero1 and zero2
   std::string dtype;
   std::string keep_fp32;
@@ -80,7 +84,8 @@ std::optional<Budget> budget_of(const std::string& flag, int nodes);
 int nodes_of(const RunFlags& flags) noexcept;
 
 // What `plan` answers: every strategy's promise for the run of `flags` and, where `budget` is
-// given, whether the asked one fits it. Reads headers, index and config only.
+// given, whether the asked one fits it, and what would where it does not. Reads headers, index and
+// config only.
 PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::string& budget,
                        const DeepSpeedFlags& deepspeed = {});
 

@@ -57,6 +57,9 @@ std::optional<DType> dtype_from_stored_name(std::string_view name) noexcept {
   return find(name, [](const Row& r) { return r.stored; });
 }
 std::optional<DType> dtype_from_torch_name(std::string_view name) noexcept {
+  if (name == "fp32") return DType::f32;
+  if (name == "bf16") return DType::bf16;
+  if (name == "fp16") return DType::f16;
   return find(name, [](const Row& r) { return r.torch; });
 }
 

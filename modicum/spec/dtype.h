@@ -37,6 +37,7 @@ enum class DType : uint8_t {
 std::string_view stored_name(DType dtype) noexcept;  // "BF16": the name in a file's header
 std::string_view torch_name(DType dtype) noexcept;   // "bfloat16": the name in flags and reports
 std::optional<DType> dtype_from_stored_name(std::string_view name) noexcept;
+// Also of the short names `fp32`, `bf16` and `fp16`.
 std::optional<DType> dtype_from_torch_name(std::string_view name) noexcept;
 
 int bits_per_element(DType dtype) noexcept;  // 4 and 6 bits exist

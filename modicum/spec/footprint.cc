@@ -86,6 +86,14 @@ uint64_t Promise::node_peak_bytes(int node) const noexcept {
   return sum;
 }
 
+std::vector<uint64_t> Promise::node_peaks() const {
+  std::vector<uint64_t> peaks(static_cast<size_t>(nodes()), launcher_bytes);
+  for (int rank = 0; rank < ranks(); ++rank) {
+    peaks[node_of_rank[static_cast<size_t>(rank)]] += rank_peak_bytes(rank);
+  }
+  return peaks;
+}
+
 uint64_t page_table_bytes(uint64_t mapped_bytes) noexcept {
   const uint64_t entries = round_up(mapped_bytes / 512, kPageBytes);
   return entries + round_up(mapped_bytes, kGiB) / kGiB * kPageBytes;

@@ -70,6 +70,7 @@ struct Promise {
   // Sum over the node's ranks of each rank's own peak, plus the launcher: ranks are never assumed
   // to be in the same phase.
   uint64_t node_peak_bytes(int node) const noexcept;
+  std::vector<uint64_t> node_peaks() const;  // of every node
   const Phase& peak_phase(int rank) const noexcept;
   // What rank `rank`'s ledger may hold: its highest phase, less process and page tables.
   uint64_t ledger_limit_bytes(int rank) const noexcept;

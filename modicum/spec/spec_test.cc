@@ -62,6 +62,9 @@ TEST(DType, NamesAreExact) {
   for (const char* name : {"", "bf16", "BF16 ", "F8", "FLOAT32", "float32"}) {
     EXPECT_EQ(dtype_from_stored_name(name), std::nullopt) << name;
   }
+  EXPECT_EQ(dtype_from_torch_name("fp32"), DType::f32);
+  EXPECT_EQ(dtype_from_torch_name("bf16"), DType::bf16);
+  EXPECT_EQ(dtype_from_torch_name("fp16"), DType::f16);
   EXPECT_EQ(dtype_from_torch_name("F32"), std::nullopt);
   EXPECT_EQ(dtype_from_torch_name(""), std::nullopt);
 }

@@ -45,12 +45,17 @@ std::vector<Chunk> chunks_of(std::span<const TensorSpec> tensors, const SynthMar
 // The tensors of one file, computed by several workers and written by one at a time.
 class Filling {
  public:
-  Filling(SafetensorsWriter& writer, std::span<const TensorSpec> tensors, const SynthMark& mark)
-      : writer_(writer), tensors_(tensors), mark_(mark), chunks_(chunks_of(tensors, mark)) {}
+  Filling(SafetensorsWriter& writer, std::span<const TensorSpec> tensors, const SynthMark& mark,
+          const SynthOptions& options)
+      : writer_(writer),
+        tensors_(tensors),
+        mark_(mark),
+        options_(options),
+        chunks_(chunks_of(tensors, mark)) {}
 
   // Returns the bytes written.
-  uint64_t run(int threads) {
-    const auto workers = std::min<size_t>(static_cast<size_t>(threads), chunks_.size());
+  uint64_t run() {
+    const auto workers = std::min<size_t>(static_cast<size_t>(options_.threads), chunks_.size());
     if (workers == 0) return 0;
     run_workers(static_cast<int>(workers), [this](int) { work(); });
     return written_bytes_;
@@ -68,6 +73,7 @@ class Filling {
   }
 
   void write(const Chunk& chunk, std::vector<std::byte>& slot) {
+    options_.check();
     const TensorSpec& spec = tensors_[chunk.tensor];
     const int64_t n = chunk.elements.end - chunk.elements.begin;
     slot.resize(bytes_of(spec.dtype, n));
@@ -80,6 +86,7 @@ class Filling {
   SafetensorsWriter& writer_;
   std::span<const TensorSpec> tensors_;
   const SynthMark& mark_;
+  const SynthOptions& options_;
   std::vector<Chunk> chunks_;
   std::atomic<size_t> next_ = 0;
   std::mutex mutex_;
@@ -178,7 +185,7 @@ SynthResult write_synth(FileSystem& files, const std::string& out, const SynthOp
   for (size_t i = 0; i < shards.size(); ++i) {
     SafetensorsWriter writer(files, directory.add(shard_name(i, shards.size())), shards[i],
                              synth_metadata(mark));
-    result.written_bytes += Filling(writer, shards[i], mark).run(options.threads);
+    result.written_bytes += Filling(writer, shards[i], mark, options).run();
     writer.finish();
     result.tensors += shards[i].size();
     result.data_bytes += writer.data_bytes();

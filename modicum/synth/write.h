@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -19,6 +20,8 @@ struct SynthOptions {
   bool is_sparse = false;                     // see SynthMark
   std::vector<int64_t> edges;                 // worlds; sparse only
   int threads = 1;
+  // Called for each 4 MiB, by several threads; what it throws ends the writing.
+  std::function<void()> check = [] {};
 };
 
 struct SynthResult {
@@ -32,8 +35,8 @@ struct SynthResult {
 // index, split and ordered as transformers does it, and config.json. Holds 4 MiB per thread and the
 // list of tensors. Equal options make equal bytes on any number of threads.
 //
-// Throws CONFLICT where `out` exists, USAGE for options that make no sense, IO and NOSPACE. What
-// was made is removed again when it throws.
+// Throws CONFLICT where `out` exists, USAGE for options that make no sense, IO and NOSPACE, and
+// what `check` throws. What was made is removed again when it throws.
 SynthResult write_synth(FileSystem& files, const std::string& out, const SynthOptions& options);
 
 }  // namespace modicum

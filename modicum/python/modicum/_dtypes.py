@@ -58,6 +58,9 @@ class Dtypes:
         self._targets = targets
         self._wanted = dtype
         self._keep = None if keep_fp32 is None else re.compile(keep_fp32)
+        if self._keep is not None and not any(map(self._is_kept, targets)):
+            what = f"keep_fp32 '{keep_fp32}' matches no floating-point tensor"
+            raise refusal("USAGE", what, got=keep_fp32)
         self._own: dict[str, str] = {}  # by target: the dtype that its part was built with
         self._float32: set[str] = set()
         for part in structure.parts if dtype is not None else ():
@@ -71,10 +74,14 @@ class Dtypes:
                 kept = any_of(pattern.replace("*", ".*") for pattern in listed)
                 self._float32 |= {n for n, key in part.keys.items() if kept and kept.search(key)}
 
+    def _is_kept(self, target: str) -> bool:
+        is_float = self._targets[target][0] in _FLOATS
+        return is_float and self._keep is not None and bool(self._keep.search(target))
+
     def of(self, target: str, first: str) -> str:
         """`first`: the target whose dtype all that one conversion makes has."""
         dtype = self._targets[target][0]
-        if self._keep is not None and dtype in _FLOATS and self._keep.search(target):
+        if self._is_kept(target):
             return "float32"
         if self._wanted is None:
             return dtype

@@ -1,0 +1,46 @@
+#include "modicum/ranks/stop_signals.h"
+
+#include <fmt/format.h>
+
+#include <atomic>
+
+namespace modicum {
+namespace {
+
+std::atomic<int> received_signal{0};  // static, since a handler can reach nothing else
+static_assert(std::atomic<int>::is_always_lock_free);
+extern "C" void keep_stop_signal(int signal) { received_signal.store(signal); }
+
+}  // namespace
+
+StopSignals::StopSignals() {
+  sigaction(SIGTERM, nullptr, &before_term_);
+  if (before_term_.sa_handler != keep_stop_signal) received_signal.store(0);
+  struct sigaction action {};
+  action.sa_handler = keep_stop_signal;
+  sigaction(SIGINT, &action, &before_int_);
+  sigaction(SIGTERM, &action, &before_term_);
+}
+
+StopSignals::~StopSignals() {
+  sigaction(SIGINT, &before_int_, nullptr);
+  sigaction(SIGTERM, &before_term_, nullptr);
+}
+
+std::optional<Error> StopSignals::received() const {
+  const int signal = received_signal.load();
+  if (signal == 0) return std::nullopt;
+  return stop_error(signal);
+}
+
+void StopSignals::check() const {
+  if (const auto error = received()) throw *error;
+}
+
+Error stop_error(int signal) {
+  const bool is_int = signal == SIGINT;
+  return Error(is_int ? Category::cancelled : Category::preempted,
+               fmt::format("stopped by {}", is_int ? "SIGINT" : "SIGTERM"));
+}
+
+}  // namespace modicum

@@ -1,0 +1,337 @@
+"""No flag is taken without effect, no output is lost, no refusal leaves out what would help.
+
+House test. It catches these mutations: an empty value taken for a flag that is not given; a regular
+expression that matches nothing; a number read as octal; a plan that does not fit and ends with 0;
+an alternative that does not fit; lost output with exit code 0; an answer written into a file that
+has got the number of a closed descriptor; more ranks than the machine bears.
+"""
+
+import json
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program import STRATEGIES, failure, node_peak, run, run_json, strategy_of
+
+
+@pytest.fixture(scope="module")
+def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("command") / "moe"
+    run_json(modicum, "synth", directory, "--arch", "tiny-moe")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def dense(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("command") / "dense"
+    run_json(modicum, "synth", directory, "--arch", "gpt2", "--layers", 1, "--sparse")
+    return directory
+
+
+def flags_with_values(modicum: Path, verb: str) -> Iterator[str]:
+    """The flags of a verb that take a value, from its help."""
+    for line in run(modicum, verb, "--help").stdout.splitlines():
+        words = line.replace(",", " ").split()
+        flags = [word for word in words if word.startswith("--")]
+        takes = {"TEXT", "INT", "UINT", "FLOAT"} & {word.split(":")[0] for word in words}
+        if line.startswith("  -") and flags and takes:
+            yield flags[0]
+
+
+@pytest.mark.parametrize("verb", ("inspect", "synth", "plan", "load", "rehearse", "step"))
+def test_empty_values(modicum: Path, moe: Path, verb: str) -> None:
+    flags = list(flags_with_values(modicum, verb))
+    assert {"--budget", "--progress", "--threads"} <= set(flags)
+    place = () if verb == "step" else (moe,)
+    for flag in flags:
+        for words in ((flag, ""), (f"{flag}=",)):
+            error = failure(modicum, 2, verb, *place, *words)
+            assert error["category"] == "USAGE"
+            assert flag in error["message"], error["message"]
+    if place:
+        assert failure(modicum, 2, verb, "")["category"] == "USAGE"
+
+
+TP = ("--layout", "tp-fsdp", "--mesh", "1x2", "--ranks", 2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*TP, "--tp-rowwise", "nomatch"),
+        (*TP, "--tp-packed", "nomatch"),
+        (*TP, "--tp-replicate", "nomatch"),
+        (*TP, "--tp-rowwise", "attn", "--tp-replicate", "nomatch"),
+        ("--keep-fp32", "nomatch"),
+        ("--keep-fp32", "nomatch", "--dtype", "bfloat16"),
+        ("--ranks", 2, "--expert-mesh", "1x2"),
+        ("--ranks", 2, "--expert-mesh", "1x2", "--experts", "nomatch"),
+        ("--experts", "attn"),
+        ("--layout", "none", "--shard-dim", 1),
+        ("--layout", "zero1", "--shard-dim", 1),
+        ("--layout", "zero3", "--shard-dim", 1),
+        ("--layout", "fsdp2", "--mesh", "1x1"),
+        ("--layout", "fsdp2", "--tp-rowwise", "attn"),
+        ("--layout", "fsdp2", "--round-robin"),
+        ("--layout", "zero3", "--round-robin"),
+        ("--layout", "zero1", "--expert-mesh", "1x1"),
+    ],
+)
+def test_flags_that_would_do_nothing(modicum: Path, dense: Path, words: tuple[object, ...]) -> None:
+    for verb in ("plan", "load"):
+        message = failure(modicum, 2, verb, dense, *words)["message"]
+        assert [word for word in words if str(word).startswith("--") and str(word) in message]
+        assert "nomatch" in message or "nomatch" not in words
+
+
+def test_flags_of_a_forecast_that_is_not_asked_for(modicum: Path, dense: Path) -> None:
+    for words in (("--workers", 2), ("--persistent-workers",)):
+        assert words[0] in failure(modicum, 2, "plan", dense, *words)["message"]
+
+
+def test_regular_expressions_that_match(modicum: Path, dense: Path, moe: Path) -> None:
+    run_json(modicum, "plan", dense, *TP, "--tp-rowwise", "c_proj", "--keep-fp32", "ln_f")
+    run_json(modicum, "plan", moe, "--ranks", 2, "--expert-mesh", "1x2")
+
+
+def test_numbers_are_decimal(modicum: Path, moe: Path) -> None:
+    assert run_json(modicum, "plan", moe, "--ranks", "010")["ranks"] == 10
+    for flag in ("--ranks", "--ranks-per-node", "--threads", "--shard-dim"):
+        for value in ("0x10", "1e1", "2.0", "two", "1_0"):
+            assert flag in failure(modicum, 2, "plan", moe, flag, value)["message"]
+    for words in (("--clip", "0x10"), ("--seed", "0x10"), ("--seed", "-1"), ("--params", "0x10")):
+        failure(modicum, 2, "step", *words)
+    for value in ("12abc", "0x10", "nan", "-1"):
+        failure(modicum, 2, "step", f"--loss-scale={value}")
+
+
+def test_short_names_of_dtypes(modicum: Path, moe: Path) -> None:
+    for short, name in (("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")):
+        as_short = run_json(modicum, "plan", moe, "--dtype", short)
+        assert as_short == run_json(modicum, "plan", moe, "--dtype", name)
+
+
+# ---- a plan that does not fit
+
+
+def refused(modicum: Path, *words: object) -> dict[str, Any]:
+    """The document of a plan that ends with 15."""
+    done = run(modicum, "plan", *words, "--json")
+    assert done.code == 15, (words, done.code, done.stderr)
+    assert "BUDGET" in done.stderr
+    return done.json
+
+
+CHANGES = {"strategy", "staging_bytes", "state_format", "ranks_per_node", "peak_bytes", "flags"}
+ASKED = [
+    ("--strategy", "full-per-rank"),
+    ("--strategy", "rank0-broadcast", "--staging", "8MiB"),
+    ("--optimizer", "adamw:fp32"),
+    ("--ranks-per-node", 2, "--dtype", "float32"),
+    ("--layout", "hsdp", "--mesh", "2x2", "--optimizer", "adamw:bf16-moments"),
+]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_would_fit_does_fit(modicum: Path, dense: Path, asked: tuple[object, ...]) -> None:
+    """Every alternative, fed back as flags, is what `plan` and `load` promise, and fits."""
+    words = (dense, "--ranks", 4, *asked)
+    strategy = asked[asked.index("--strategy") + 1] if "--strategy" in asked else "own-shard"
+    smallest = () if "--staging" in asked else ("--staging", "1MiB")
+    least = node_peak(run_json(modicum, "plan", *words, *smallest), strategy)
+    seen = 0
+    for budget in (least - 1, least * 3 // 4):
+        document = refused(modicum, *words, "--budget", budget)
+        assert document["fits"] is False
+        assert document["shortfall_bytes"] == least - budget
+        assert node_peak(document, strategy) == least
+        error = failure(modicum, 15, "load", *words, "--budget", budget)
+        assert error["shortfall_bytes"] == least - budget
+        for one in document["would_fit"][:6]:
+            assert set(one) >= CHANGES
+            assert one["peak_bytes"] <= budget
+            again = alternative_flags(asked, one)
+            planned = run_json(modicum, "plan", dense, *again, "--budget", budget)
+            assert planned["fits"] is True
+            assert node_peak(planned, str(one["strategy"])) == one["peak_bytes"]
+            as_told = run_json(
+                modicum, "plan", dense, *changed(("--ranks", 4, *asked), one["flags"]),
+                "--budget", budget,
+            )
+            assert node_peak(as_told, str(one["strategy"])) == one["peak_bytes"]
+            seen += 1
+        if document["would_fit"]:
+            again = alternative_flags(asked, document["would_fit"][0])
+            loaded = run_json(modicum, "load", dense, *again, "--budget", budget)
+            promised = max(node["peak_bytes"] for node in loaded["nodes"])
+            assert promised == document["would_fit"][0]["peak_bytes"]
+    assert seen > 0
+
+
+def changed(asked: tuple[object, ...], flags: str) -> list[object]:
+    """The asked flags with those that a text of flags replaces."""
+    words = flags.split()
+    result = list(asked)
+    for flag, value in zip(words[::2], words[1::2], strict=True):
+        if flag in result:
+            result[result.index(flag) + 1] = value
+        else:
+            result += [flag, value]
+    return result
+
+
+def alternative_flags(asked: tuple[object, ...], one: dict[str, Any]) -> list[object]:
+    """The asked flags with every input that an alternative names."""
+    flags = f"--strategy {one['strategy']} --staging {one['staging_bytes']}"
+    flags += f" --ranks-per-node {one['ranks_per_node']}"
+    if one["state_format"] is not None:
+        flags += f" --optimizer adamw:{one['state_format']}"
+    return changed(("--ranks", 4, *asked), flags)
+
+
+def test_alternatives_change_no_more_than_is_needed(modicum: Path, dense: Path) -> None:
+    words = (dense, "--ranks", 4, "--strategy", "full-per-rank")
+    planned = run_json(modicum, "plan", *words)
+    budget = node_peak(planned, "own-shard")
+    found = refused(modicum, *words, "--budget", budget)["would_fit"]
+    assert "own-shard" in {one["strategy"] for one in found}
+    for one in found:
+        differs = (one["strategy"] != "full-per-rank") + (one["ranks_per_node"] != 4)
+        assert differs == 1, one
+
+
+def test_hopeless_budget(modicum: Path, moe: Path) -> None:
+    document = refused(modicum, moe, "--ranks", 2, "--optimizer", "adamw:fp32", "--budget", 5)
+    assert document["would_fit"] == []
+    assert {row["name"] for row in document["strategies"]} == set(STRATEGIES)
+    assert strategy_of(document, "own-shard")["nodes"]
+
+
+def test_text_of_a_plan_that_does_not_fit(modicum: Path, moe: Path) -> None:
+    words = ("plan", moe, "--ranks", 2, "--strategy", "own-shard", "--staging", "32MiB")
+    done = run(modicum, *words, "--budget", "24MiB")
+    assert done.code == 15
+    assert "does not fit" in done.stdout and "too little" in done.stdout
+    assert "would fit: --staging " in done.stdout
+    quiet = run(modicum, *words, "--budget", "24MiB", "-q")
+    assert (quiet.code, quiet.stdout) == (15, "")
+    assert quiet.stderr.startswith("modicum: BUDGET")
+    assert run(modicum, *words, "--budget", "none").code == 0
+
+
+# ---- output
+
+
+def verbs_that_end_well(moe: Path, tmp_path: Path) -> Iterator[tuple[object, ...]]:
+    yield ("--help",)
+    yield ("--version",)
+    yield ("plan", "--help")
+    for how in ((), ("--json",)):
+        yield ("inspect", moe, *how)
+        yield ("plan", moe, *how)
+        yield ("load", moe, "--ranks", 2, *how)
+        yield ("rehearse", moe, "--optimizer", "adamw:fp32", "--steps", 1, *how)
+        yield ("step", "--params", "10K", "--steps", 1, "--no-compare", *how)
+        yield ("synth", tmp_path / f"out{len(how)}", "--arch", "tiny-moe", *how)
+
+
+def shell(modicum: Path, redirection: str, *words: object) -> int:
+    """The exit code of the program with its descriptors as a shell's redirection makes them."""
+    command = f'exec "$0" "$@" {redirection}'
+    return subprocess.run(["bash", "-c", command, modicum, *map(str, words)], timeout=60).returncode
+
+
+def test_output_that_is_lost(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    for n, redirection in enumerate((">/dev/full 2>/dev/null", ">&- 2>/dev/null")):
+        (tmp_path / str(n)).mkdir()
+        for words in verbs_that_end_well(moe, tmp_path / str(n)):
+            assert shell(modicum, redirection, *words) == 13, (redirection, words)
+    # A refusal keeps its own code: that nobody reads it is the lesser fault.
+    assert shell(modicum, ">/dev/full 2>/dev/null", "plan", moe, "--rank") == 2
+
+
+def test_pipe_that_nobody_reads(modicum: Path, moe: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    words = [modicum, "inspect", moe, "--json"]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 13, done.stderr
+    done = subprocess.run([modicum, "plan", "nowhere"], stderr=write, timeout=60)
+    assert done.returncode == 13
+    os.close(write)
+
+
+def test_stderr_that_is_lost(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    for redirection in ("2>/dev/full", "2>&-"):
+        quiet = f"{redirection} >/dev/null"
+        load = ("load", moe, "--ranks", 2, "--progress", "plain")
+        assert shell(modicum, quiet, *load) == 0
+        assert shell(modicum, quiet, "load", moe, "--progress", "plain", "--budget", 5) == 15
+        assert shell(modicum, quiet, "plan", tmp_path / "nowhere") == 13
+        assert shell(modicum, quiet, "lod") == 2
+
+
+def test_closed_descriptors_are_not_given_to_files(
+    modicum: Path, moe: Path, tmp_path: Path
+) -> None:
+    """What is printed must not end up in what is written."""
+    right = tmp_path / "right"
+    run_json(modicum, "load", moe, "--ranks", 2, "--dump", right, "--progress", "plain")
+    words = ("load", moe, "--ranks", 2, "--progress", "plain")
+    for n, closed in enumerate(("<&-", ">&-", "2>&-", "<&- >&- 2>&-")):
+        out = tmp_path / f"dump{n}"
+        shell(modicum, closed, *words, "--dump", out)
+        if out.exists():
+            for file in sorted(right.iterdir()):
+                assert (out / file.name).read_bytes() == file.read_bytes(), closed
+        made = tmp_path / f"synth{n}"
+        shell(modicum, closed, "synth", made, "--arch", "tiny-moe", "--json")
+        for file in moe.iterdir():
+            assert (made / file.name).read_bytes() == file.read_bytes(), closed
+
+
+def limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+
+def test_file_that_may_not_grow(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    """SIGXFSZ would kill; what was begun is removed again."""
+    out = tmp_path / "out"
+    for words in (("load", moe, "--ranks", 2, "--dump", out), ("synth", out, "--arch", "tiny-moe")):
+        done = subprocess.run(
+            [modicum, *map(str, words), "--json"],
+            capture_output=True, text=True, timeout=60, preexec_fn=limit_files,
+        )
+        assert done.returncode == 13, (words, done.returncode, done.stderr)
+        assert "EFBIG" in json.loads(done.stdout)["error"]["message"]
+        assert not out.exists(), list(out.iterdir())
+
+
+# ---- ranks and digests
+
+
+def test_more_ranks_than_the_machine_bears(modicum: Path, moe: Path) -> None:
+    most = 16 * len(os.sched_getaffinity(0))
+    rehearse = ("rehearse", moe, "--optimizer", "adamw:fp32")
+    step = ("step", "--params", "10K", "--no-compare")
+    for words in (("load", moe), rehearse, step):
+        error = failure(modicum, 2, *words, "--ranks", most + 1)
+        assert error["category"] == "USAGE" and "--oversubscribe" in error["message"]
+    assert run_json(modicum, "plan", moe, "--ranks", most + 1)["ranks"] == most + 1
+    over = ("--ranks", most + 1, "--oversubscribe")
+    assert len(run_json(modicum, "load", moe, *over)["ranks"]) == most + 1
+
+
+def test_expected_digest(modicum: Path, moe: Path) -> None:
+    digest = run_json(modicum, "load", moe, "--digest")["digest"]
+    assert run_json(modicum, "load", moe, "--expect-digest", digest)["digest"] == digest
+    other = f"{int(digest, 16) ^ 1:016x}"
+    error = failure(modicum, 12, "load", moe, "--ranks", 2, "--expect-digest", other)
+    assert error["category"] == "INTEGRITY"
+    assert (error["expected"], error["got"]) == (other, digest)
+    for wrong in (digest[1:], "x" * 16):
+        failure(modicum, 2, "load", moe, "--expect-digest", wrong)
