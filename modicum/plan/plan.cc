@@ -169,6 +169,34 @@ Promise promise_of(const Plan& plan) {
   return promise;
 }
 
+// By node, each as Promise::node_peak_bytes has it.
+std::vector<uint64_t> node_peaks(const Promise& promise) {
+  std::vector<uint64_t> peaks(static_cast<size_t>(promise.nodes()), promise.launcher_bytes);
+  for (int rank = 0; rank < promise.ranks(); ++rank) {
+    uint64_t& peak = peaks[promise.node_of_rank[static_cast<size_t>(rank)]];
+    peak = saturating_add(peak, promise.rank_peak_bytes(rank));
+  }
+  return peaks;
+}
+
+// A promise that saturates is none: refused, so that every promise there is can be believed.
+void refuse_uncountable(const Plan& plan) {
+  for (const uint64_t peak : node_peaks(plan.promise)) {
+    if (peak <= uint64_t{INT64_MAX}) continue;
+    const auto bytes = [](const Target& t) {
+      return bytes_of(t.spec.dtype, numel_of(t.spec.shape));
+    };
+    const auto& targets = plan.recipe->targets;
+    const auto largest =
+        std::max_element(targets.begin(), targets.end(),
+                         [&](const Target& a, const Target& b) { return bytes(a) < bytes(b); });
+    fail(Category::mismatch, "the ranks of a node would hold more bytes than can be counted",
+         {.tensor = largest == targets.end() ? "" : largest->spec.fqn,
+          .expected = fmt::format("at most {} bytes", INT64_MAX),
+          .got = peak == UINT64_MAX ? "more than 2^64" : fmt::format("{}", peak)});
+  }
+}
+
 Digest digest_inputs(const Plan& plan) {
   Hasher hasher;
   hasher.add(plan.manifest->identity.high).add(plan.manifest->identity.low);
@@ -187,12 +215,9 @@ Digest digest_inputs(const Plan& plan) {
   return hasher.digest();
 }
 
-int worst_node(const Promise& promise) noexcept {
-  int worst = 0;
-  for (int node = 1; node < promise.nodes(); ++node) {
-    if (promise.node_peak_bytes(node) > promise.node_peak_bytes(worst)) worst = node;
-  }
-  return worst;
+int worst_node(const Promise& promise) {
+  const std::vector<uint64_t> peaks = node_peaks(promise);
+  return static_cast<int>(std::max_element(peaks.begin(), peaks.end()) - peaks.begin());
 }
 
 }  // namespace
@@ -223,11 +248,12 @@ Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, Pl
   refuse_unsupported(plan);
   plan.staging = divide_staging(plan);
   plan.promise = promise_of(plan);
+  refuse_uncountable(plan);
   plan.inputs = digest_inputs(plan);
   return plan;
 }
 
-bool fits(const Promise& promise, const Budget& budget) noexcept {
+bool fits(const Promise& promise, const Budget& budget) {
   return promise.node_peak_bytes(worst_node(promise)) <= budget.bytes;
 }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <regex>
 
 namespace modicum {
 namespace {
@@ -112,24 +111,19 @@ Recipe identity_without(const Manifest& manifest, std::span<const NamedTie> ties
 class DTypeRule {
  public:
   DTypeRule(std::optional<DType> dtype, const std::string& keep_fp32) : dtype_(dtype) {
-    try {
-      if (!keep_fp32.empty()) keep_.emplace(keep_fp32);
-    } catch (const std::regex_error&) {
-      fail(Category::usage, "--keep-fp32 is not a regular expression",
-           {.got = printable(keep_fp32)});
-    }
+    if (!keep_fp32.empty()) keep_.emplace("--keep-fp32", keep_fp32);
   }
 
   // What elements of `dtype` become in a target of that name.
   DType of(const std::string& fqn, DType dtype, bool is_scaled) const {
     if (!is_castable(dtype) && !is_scaled) return dtype;
-    if (keep_ && std::regex_search(fqn, *keep_)) return DType::f32;
+    if (keep_ && keep_->finds(fqn)) return DType::f32;
     return dtype_.value_or(dtype);
   }
 
  private:
   const std::optional<DType> dtype_;
-  std::optional<std::regex> keep_;
+  std::optional<NamePattern> keep_;
 };
 
 // The scales that nobody will ask for: their codes, loaded as they stand, become numbers.
@@ -153,6 +147,7 @@ void set_dtype_by(const DTypeRule& rule, Recipe& recipe) {
     const Node& root = recipe.nodes[target.root];
     if (root.op == Op::alias) target.spec.dtype = recipe.targets[root.from].spec.dtype;
   }
+  require_countable(recipe);  // fp32 is twice as large as bf16
 }
 
 }  // namespace

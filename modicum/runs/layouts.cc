@@ -4,7 +4,6 @@
 
 #include <charconv>
 #include <optional>
-#include <regex>
 
 namespace modicum {
 namespace {
@@ -42,18 +41,13 @@ std::vector<int> mesh_of(std::string_view flag, const std::string& text, size_t 
 class Names {
  public:
   Names(std::string_view flag, const std::string& expression) {
-    try {
-      if (!expression.empty()) regex_.emplace(expression);
-    } catch (const std::regex_error&) {
-      fail(Category::usage, fmt::format("{} is not a regular expression", flag),
-           {.got = printable(expression)});
-    }
+    if (!expression.empty()) pattern_.emplace(flag, expression);
   }
-  bool given() const noexcept { return regex_.has_value(); }
-  bool have(const std::string& name) const { return regex_ && std::regex_search(name, *regex_); }
+  bool given() const noexcept { return pattern_.has_value(); }
+  bool have(const std::string& name) const { return pattern_ && pattern_->finds(name); }
 
  private:
-  std::optional<std::regex> regex_;
+  std::optional<NamePattern> pattern_;
 };
 
 void assign_kinds(Layout& layout, Targets targets, const RunFlags& flags) {
