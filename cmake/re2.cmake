@@ -1,5 +1,5 @@
-# RE2 as Debian packs it, which brings no CMake package: the imported target re2::re2, with the soname
-# that the wheel bundles it under.
+# RE2 as Debian packs it, which brings no CMake package: the imported target re2::re2, with the
+# soname that the wheel bundles it under.
 
 find_path(RE2_INCLUDE_DIR re2/re2.h REQUIRED)
 find_library(RE2_LIBRARY re2 REQUIRED)

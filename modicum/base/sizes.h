@@ -28,10 +28,14 @@ std::optional<uint64_t> checked_mul(uint64_t a, uint64_t b) noexcept;
 std::optional<int64_t> checked_add(int64_t a, int64_t b) noexcept;
 std::optional<int64_t> checked_mul(int64_t a, int64_t b) noexcept;
 
-// Sums of bytes over ranks and purposes, whose number the user chooses: UINT64_MAX where the sum
-// would not fit. What is compared with a limit below 2^63 is then over it, never below.
+// Sums and products of bytes over ranks and purposes, whose number the user chooses: UINT64_MAX
+// where the result would not fit. What is compared with a limit below 2^63 is then over it, never
+// below.
 constexpr uint64_t saturating_add(uint64_t a, uint64_t b) noexcept {
   return b > UINT64_MAX - a ? UINT64_MAX : a + b;
+}
+constexpr uint64_t saturating_mul(uint64_t a, uint64_t b) noexcept {
+  return a != 0 && b > UINT64_MAX / a ? UINT64_MAX : a * b;
 }
 
 // The next multiple of `step`; the largest one that fits where the next would not.

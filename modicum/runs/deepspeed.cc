@@ -329,7 +329,8 @@ class Forecast {
         config_.stage < 3 ? of_.params_of_rank : static_cast<uint64_t>(config_.sub_group_size);
     const uint64_t parts = part == 0 ? 0 : of_.params_of_rank / part;
     const uint64_t rest = of_.params_of_rank - parts * part;
-    return parts * rounding_of(part * buffer.bytes) + rounding_of(rest * buffer.bytes);
+    return parts * rounding_of(part * buffer.bytes) +
+           (rest > 0 ? rounding_of(rest * buffer.bytes) : 0);
   }
 
   void add(std::string_view name, std::string_view owner, std::string_view phase, uint64_t bytes) {

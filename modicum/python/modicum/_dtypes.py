@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from modicum._index_maps import Array, Node
+from modicum._patterns import Patterns
 from modicum._structure import Structure, is_pretrained
 from modicum._translation import Described
 from modicum.errors import refusal
@@ -36,7 +37,8 @@ def dtype_name(dtype: Any) -> str:
 
 
 def any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
-    """What matches where one of them does; None where there are none."""
+    """What matches where one of them does; None where there are none. Of what transformers' models
+    list, in Python's syntax: what users give is `Patterns`."""
     body = "|".join(f"(?:{pattern})" for pattern in patterns)
     return re.compile(body) if body else None
 
@@ -57,7 +59,11 @@ class Dtypes:
     ) -> None:
         self._targets = targets
         self._wanted = dtype
-        self._keep = None if keep_fp32 is None else re.compile(keep_fp32)
+        self._keep = None
+        if keep_fp32 is not None:
+            self._keep = Patterns("keep_fp32", [keep_fp32])
+            floats = (name for name, (of, _) in targets.items() if of in _FLOATS)
+            self._keep.require_match(floats, "floating-point targets")
         self._own: dict[str, str] = {}  # by target: the dtype that its part was built with
         self._float32: set[str] = set()
         for part in structure.parts if dtype is not None else ():
@@ -74,7 +80,7 @@ class Dtypes:
     def of(self, target: str, first: str) -> str:
         """`first`: the target whose dtype all that one conversion makes has."""
         dtype = self._targets[target][0]
-        if self._keep is not None and dtype in _FLOATS and self._keep.search(target):
+        if self._keep is not None and dtype in _FLOATS and self._keep.finds(target):
             return "float32"
         if self._wanted is None:
             return dtype
