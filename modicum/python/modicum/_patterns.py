@@ -27,7 +27,7 @@ class Patterns:
         """USAGE where one of them matches none of `names`: most often it is mistyped."""
         known = [*names]
         for expression, pattern in self._patterns.items():
-            if not any(pattern.finds(name) for name in known):
+            if expression and not any(pattern.finds(name) for name in known):
                 raise refusal(
                     "USAGE",
                     f"{self._argument}: a regular expression matches no name",
