@@ -358,9 +358,9 @@ TEST(Recipe, RefusesDimsThatMultiplyToNoNumber) {
   const auto init = [](const std::string& shape, const std::string& dtype = "float32") {
     return R"({"op":"init","rule":"zeros","dtype":")" + dtype + R"(","shape":)" + shape + "}";
   };
-  for (const char* shape : {"[4611686018427387905]", "[4611686018427387904]", "[-1]", "[0,-1]",
-                            "[4294967296,4294967296,4294967296]", "[288230376151711745]",
-                            "[0,4611686018427387904,4]"}) {
+  for (const char* shape :
+       {"[4611686018427387905]", "[4611686018427387904]", "[4294967296,4294967296,4294967296]",
+        "[288230376151711745]", "[0,4611686018427387904,4]"}) {
     const auto refusal = refusal_of("\"t\":" + init(shape));
     ASSERT_TRUE(refusal) << shape;
     EXPECT_EQ(refusal->category(), Category::mismatch) << shape;
