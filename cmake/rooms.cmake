@@ -20,8 +20,6 @@ if(MODICUM_PRECOMPILE)
   endforeach()
 endif()
 if(MODICUM_SANITIZE STREQUAL "address")
-  # With the sanitizers in between, GCC 12 takes members of std::regex for uninitialized.
-  target_compile_options(modicum_flags INTERFACE $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
   target_compile_options(modicum_flags INTERFACE -fsanitize=address,undefined
                                                  -fno-sanitize-recover=all -fno-omit-frame-pointer)
   target_link_options(modicum_flags INTERFACE -fsanitize=address,undefined)

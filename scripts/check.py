@@ -23,6 +23,9 @@ NOT_A_LIBRARY = "python"
 CXX = {".h", ".cc"}
 CODE = CXX | {".py", ".sh", ".cmake", ".txt", ".toml"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
+# A size (by the function that gives it, or by its name's end) times something.
+SIZE = r"\b(?:numel_of|bytes_of|numel|bytes|total|[a-z_]*_bytes)\([^()]*\)"
+SIZE_PRODUCT = re.compile(rf"(?:{SIZE}|\w(?:_bytes|_numel|_count)\b)\s\*\s|\s\*\s[\w.>-]*{SIZE}")
 OPEN_TASK = re.compile(r"\bTO" + r"DO\b(?!\(#\d+\))")
 
 
@@ -193,6 +196,15 @@ def check_lines(path: str, lines: list[str]) -> Iterator[str]:
             yield f"{path}:{number}: an open task without its issue number, as in (#12)"
 
 
+def check_products(path: str, lines: list[str]) -> Iterator[str]:
+    """Outside the rooms that bound or need them, no product of sizes may overflow unseen."""
+    if is_test(path) or room_of(path) in (None, "base", "kernels"):
+        return
+    for number, line in enumerate(lines, start=1):
+        if SIZE_PRODUCT.search(line.split("//")[0]):
+            yield f"{path}:{number}: a bare product of a size; base/sizes.h has checked_mul"
+
+
 def check_length(path: str, lines: list[str]) -> Iterator[str]:
     long_one = is_test(path) or room_of(path) == "kernels"
     limit = LONG_FILE_LINES if long_one else FILE_LINES
@@ -244,6 +256,7 @@ def findings(root: Path) -> list[str]:
         lines = (root / path).read_text().splitlines()
         if Path(path).suffix in CXX:
             found += check_includes(path, lines, architecture)
+            found += check_products(path, lines)
         found += check_place(path, architecture.rooms)
         found += check_lines(path, lines)
         found += check_length(path, lines)

@@ -165,6 +165,14 @@ class Sizes(Check):
             self.accepts({path: comment * 800})
             self.source(path, comment * 801, "801 lines")
 
+    def test_a_product_of_sizes(self) -> None:
+        for product in ("ranks * numel_of(shape)", "part_bytes * ranks", "m.data_bytes() * 2"):
+            text = f"uint64_t x = {product};\n"
+            self.source("modicum/stream/load.cc", text, "a bare product")
+            self.accepts({"modicum/kernels/cast.cc": text, "modicum/stream/load_test.cc": text})
+        for fine in ("saturating_mul(part_bytes, ranks)", "rows * columns  // part_bytes * 2"):
+            self.accepts({"modicum/stream/load.cc": f"x = {fine};\n"})
+
     def test_a_wide_line(self) -> None:
         self.accepts({"modicum/io/posix.cc": "//" + "x" * 98 + "\n"})
         self.source("modicum/io/posix.cc", "//" + "x" * 99 + "\n", "101 columns")

@@ -229,6 +229,33 @@ def test_what_transformers_drops_is_unused() -> None:
     assert recipe.targets["transformer.wte.weight"] == leaf("wte.weight")
 
 
+@pytest.mark.parametrize("pattern", ["(", "a(?=b)", r"(a)\1", "(" * 30_000])
+@pytest.mark.parametrize("argument", ["keep_fp32", "missing", "unexpected"])
+def test_what_is_no_regular_expression_is_refused(argument: str, pattern: str) -> None:
+    model = llama()
+    with pytest.raises(front.UsageError, match=f"{argument} is no regular expression") as caught:
+        recipes.recipe_for(model, stored_of(model), **{argument: pattern})
+    assert caught.value.category == "USAGE"
+    assert caught.value.got.startswith(pattern[:8])
+
+
+@pytest.mark.parametrize("argument", ["keep_fp32", "missing", "unexpected"])
+def test_a_regular_expression_that_matches_nothing_is_refused(argument: str) -> None:
+    model = llama()
+    with pytest.raises(front.UsageError, match=f"{argument}: .* matches no name") as caught:
+        recipes.recipe_for(model, stored_of(model), **{argument: "no such tensor"})
+    assert caught.value.category == "USAGE"
+    assert caught.value.got == "'no such tensor'"
+    recipes.recipe_for(model, stored_of(model), **{argument: "^model"})
+
+
+def test_no_regular_expression_can_hang() -> None:
+    model = llama()
+    stored = {**stored_of(model), "a" * 60: ("float32", (1,))}
+    with pytest.raises(front.UsageError, match="matches no name"):
+        recipes.recipe_for(model, stored, unexpected="^(a+)+(a+)+(a+)+b$")
+
+
 def test_a_second_stored_tensor_for_one_target_is_refused() -> None:
     stored = stored_of(llama())
     stored["norm.weight"] = stored["model.norm.weight"]

@@ -129,6 +129,11 @@ std::optional<uint64_t> checked_mul(uint64_t a, uint64_t b) noexcept {
   if (__builtin_mul_overflow(a, b, &product)) return std::nullopt;
   return product;
 }
+std::optional<int64_t> checked_add(int64_t a, int64_t b) noexcept {
+  int64_t sum = 0;
+  if (__builtin_add_overflow(a, b, &sum)) return std::nullopt;
+  return sum;
+}
 std::optional<int64_t> checked_mul(int64_t a, int64_t b) noexcept {
   int64_t product = 0;
   if (__builtin_mul_overflow(a, b, &product)) return std::nullopt;

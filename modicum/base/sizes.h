@@ -26,12 +26,28 @@ std::string format_size(uint64_t bytes);
 // Nothing when the result would not fit.
 std::optional<uint64_t> checked_add(uint64_t a, uint64_t b) noexcept;
 std::optional<uint64_t> checked_mul(uint64_t a, uint64_t b) noexcept;
+std::optional<int64_t> checked_add(int64_t a, int64_t b) noexcept;
 std::optional<int64_t> checked_mul(int64_t a, int64_t b) noexcept;
 
+// Sums and products of bytes over ranks and purposes, whose number the user chooses: UINT64_MAX
+// where the result would not fit. What is compared with a limit below 2^63 is then over it, never
+// below.
+constexpr uint64_t saturating_add(uint64_t a, uint64_t b) noexcept {
+  return b > UINT64_MAX - a ? UINT64_MAX : a + b;
+}
+constexpr uint64_t saturating_mul(uint64_t a, uint64_t b) noexcept {
+  return a != 0 && b > UINT64_MAX / a ? UINT64_MAX : a * b;
+}
+
+// The next multiple of `step`; the largest one that fits where the next would not.
 constexpr uint64_t round_up(uint64_t value, uint64_t step) noexcept {
+  if (value > UINT64_MAX - (step - 1)) return UINT64_MAX / step * step;
   return (value + step - 1) / step * step;
 }
-constexpr int64_t ceil_div(int64_t value, int64_t by) noexcept { return (value + by - 1) / by; }
+// Neither is negative, `by` not zero.
+constexpr int64_t ceil_div(int64_t value, int64_t by) noexcept {
+  return value / by + (value % by != 0 ? 1 : 0);
+}
 
 // The candidate with the smallest edit distance, or "" where none is near (distance over 3 or over
 // half the name's length).

@@ -116,6 +116,21 @@ TEST(Checked, GivesNothingInsteadOfWrapping) {
   EXPECT_EQ(checked_mul(INT64_MIN, int64_t{-1}), std::nullopt);
 }
 
+TEST(Saturating, StopsAtTheLargestNumber) {
+  EXPECT_EQ(saturating_add(UINT64_MAX - 1, 1), UINT64_MAX);
+  EXPECT_EQ(saturating_add(UINT64_MAX - 1, 2), UINT64_MAX);
+  EXPECT_EQ(saturating_add(2, 3), 5U);
+  EXPECT_EQ(saturating_mul(uint64_t{1} << 32, uint64_t{1} << 32), UINT64_MAX);
+  EXPECT_EQ(saturating_mul(uint64_t{1} << 32, (uint64_t{1} << 32) - 1), UINT64_MAX - UINT32_MAX);
+  EXPECT_EQ(saturating_mul(0, UINT64_MAX), 0U);
+}
+
+TEST(Rounding, DoesNotWrap) {
+  EXPECT_EQ(round_up(UINT64_MAX, kPageBytes), UINT64_MAX / kPageBytes * kPageBytes);
+  EXPECT_EQ(ceil_div(INT64_MAX, 2), int64_t{1} << 62);
+  EXPECT_EQ(ceil_div(INT64_MAX, INT64_MAX), 1);
+}
+
 TEST(Rounding, IsUpwards) {
   EXPECT_EQ(round_up(0, 4096), 0U);
   EXPECT_EQ(round_up(1, 4096), 4096U);

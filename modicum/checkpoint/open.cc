@@ -254,6 +254,20 @@ Digest identity_of(const Manifest& manifest) {
   return digester.digest();
 }
 
+// Only sparse files get there. Whoever adds up tensors of a manifest need not check the sums.
+void require_countable(const Manifest& manifest) {
+  const uint64_t bytes = manifest.data_bytes();
+  if (bytes <= kMaxModelBytes) return;
+  const auto largest = std::max_element(
+      manifest.tensors.begin(), manifest.tensors.end(),
+      [](const Stored& a, const Stored& b) { return a.at.bytes() < b.at.bytes(); });
+  fail(Category::format_overflow, "the checkpoint's tensors are too large to be counted",
+       {.file = manifest.files[largest->at.file].name,
+        .tensor = largest->spec.fqn,
+        .expected = fmt::format("at most {} bytes together", kMaxModelBytes),
+        .got = fmt::format("{}", bytes)});
+}
+
 }  // namespace
 
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path) {
@@ -266,6 +280,7 @@ Checkpoint open_checkpoint(FileSystem& files, const std::string& path) {
   } else {
     add_file(checkpoint, source.file);
   }
+  require_countable(checkpoint.manifest);
   warn_of_files_beside(source.beside, checkpoint.manifest, checkpoint.warnings);
   add_config(checkpoint);
   pair_scales(checkpoint.manifest, checkpoint.config, checkpoint.warnings);

@@ -285,12 +285,9 @@ uint64_t proven_bytes(const TensorSpec& spec, const std::string& file) {
   const auto overflow = [&] {
     refuse(Category::format_overflow, "the tensor's size does not fit 63 bits");
   };
-  int64_t numel = 1;
-  for (const int64_t dim : spec.shape) {
-    const auto product = checked_mul(numel, dim);
-    if (!product) overflow();
-    numel = *product;
-  }
+  const auto counted = checked_numel(spec.shape);
+  if (!counted) overflow();
+  const int64_t numel = *counted;
   // Eight elements are a whole number of bytes in every dtype.
   const auto bits = static_cast<uint64_t>(bits_per_element(spec.dtype));
   const uint64_t rest_bits = static_cast<uint64_t>(numel) % 8 * bits;

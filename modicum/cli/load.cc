@@ -195,7 +195,8 @@ LoadReport load_with_ranks(const LoadFlags& flags, FileSystem& files, SteadyCloc
   const RankRun of{flags, run, plan, clock, board, rings, threads};
   // Ranks that take whole tensors take all of them.
   const uint64_t times = plan.strategy().of_reader == Window::none ? 1 : flags.run.ranks;
-  Progress progress(flags.common, run.checkpoint.manifest.data_bytes() * times, clock);
+  Progress progress(flags.common, saturating_mul(run.checkpoint.manifest.data_bytes(), times),
+                    clock);
   const StopSignals stop;  // the directory below is to be removed before this process ends
   DumpDirectory dump(flags, files);
   const int64_t begin_ns = clock.now_ns();

@@ -116,9 +116,12 @@ struct Chunk {
   int64_t size() const noexcept { return hi - lo; }
 };
 constexpr Chunk chunk_of(int64_t size, int parts, int index) noexcept {
-  const int64_t chunk = ceil_div(size, parts);
-  const int64_t lo = index * chunk;
-  return {lo < size ? lo : size, lo + chunk < size ? lo + chunk : size};
+  // Unsigned: the last chunks may begin and end behind `size`, which may be as large as 2^63-1.
+  const auto chunk = static_cast<uint64_t>(ceil_div(size, parts));
+  const auto whole = static_cast<uint64_t>(size);
+  const uint64_t lo = static_cast<uint64_t>(index) * chunk;
+  return {static_cast<int64_t>(lo < whole ? lo : whole),
+          static_cast<int64_t>(lo + chunk < whole ? lo + chunk : whole)};
 }
 
 // A stretch of a rank's memory that holds (its part of) one target, or of a flat group.

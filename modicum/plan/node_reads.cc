@@ -99,8 +99,7 @@ class TargetReads {
     target_ = target;
     spans_.clear();
     for (int r = node_.first; r < node_.second; ++r) {
-      for_each_transfer_of(plan_, r, target, [&](const Transfer& t) {
-        if (t.source != Transfer::Source::stored) return;
+      for_each_stored_transfer_of(plan_, r, target, [&](const Transfer& t) {
         stretch_ = t;
         const int64_t end = t.runs.first + (t.runs.runs - 1) * t.runs.stride + t.runs.run;
         spans_.push_back({t.from, t.runs.first, end, r - node_.first});

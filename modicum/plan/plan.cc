@@ -170,6 +170,24 @@ Promise promise_of(const Plan& plan) {
   return promise;
 }
 
+// A promise that saturates is none: refused, so that every promise there is can be believed.
+void refuse_uncountable(const Plan& plan) {
+  for (const uint64_t peak : plan.promise.node_peaks()) {
+    if (peak <= uint64_t{INT64_MAX}) continue;
+    const auto bytes = [](const Target& t) {
+      return bytes_of(t.spec.dtype, numel_of(t.spec.shape));
+    };
+    const auto& targets = plan.recipe->targets;
+    const auto largest =
+        std::max_element(targets.begin(), targets.end(),
+                         [&](const Target& a, const Target& b) { return bytes(a) < bytes(b); });
+    fail(Category::mismatch, "the ranks of a node would hold more bytes than can be counted",
+         {.tensor = largest == targets.end() ? "" : largest->spec.fqn,
+          .expected = fmt::format("at most {} bytes", INT64_MAX),
+          .got = peak == UINT64_MAX ? "more than 2^64" : fmt::format("{}", peak)});
+  }
+}
+
 Digest digest_inputs(const Plan& plan) {
   Hasher hasher;
   hasher.add(plan.manifest->identity.high).add(plan.manifest->identity.low);
@@ -217,6 +235,7 @@ Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, Pl
   refuse_unsupported(plan);
   plan.staging = divide_staging(plan);
   plan.promise = promise_of(plan);
+  refuse_uncountable(plan);
   plan.inputs = digest_inputs(plan);
   return plan;
 }

@@ -195,12 +195,18 @@ std::string peak_cause(const Promise& promise, int node);
 void for_each_transfer(const Plan& plan, int rank, const std::function<void(const Transfer&)>& fn);
 void for_each_transfer_of(const Plan& plan, int rank, uint32_t target,
                           const std::function<void(const Transfer&)>& fn);
+// Without those that need no reading: what these are made of may be large, and is not walked.
+void for_each_stored_transfer(const Plan& plan, int rank,
+                              const std::function<void(const Transfer&)>& fn);
+void for_each_stored_transfer_of(const Plan& plan, int rank, uint32_t target,
+                                 const std::function<void(const Transfer&)>& fn);
 void for_each_transfer_from(const Plan& plan, int rank, uint32_t only_stored,
                             const std::function<void(const Transfer&)>& fn);
 
 // The reads by which rank `rank` gets its own bytes (strategies that read what they need), in
 // batches sorted by file offset, neighbours coalesced. `table` is room to sort in (kReadTableRows).
-// `made` gets the transfers that need no reading: zero, init, caller.
+// `made` gets the transfers that need no reading: zero, init, caller. Where it is empty, they are
+// not walked.
 void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
                    const std::function<void(const Read&)>& read,
                    const std::function<void(const Transfer&)>& made);
@@ -263,7 +269,7 @@ struct Traffic {
   uint64_t exchanged_bytes = 0;  // received from other ranks, summed over the receivers
   uint64_t reads = 0;
   // Own-bytes strategies only:
-  uint64_t transfers = 0;
+  uint64_t transfers = 0;     // from stored tensors
   uint64_t needed_bytes = 0;  // of the elements (and their scales) that the ranks asked for
 
   Traffic& operator+=(const Traffic& other) noexcept;

@@ -201,11 +201,16 @@ void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
     coalescer.flush();
     rows = 0;
   };
-  for_each_transfer(plan, rank, [&](const Transfer& transfer) {
+  const std::function<void(const Transfer&)> add = [&](const Transfer& transfer) {
     if (transfer.source != Transfer::Source::stored) return made(transfer);
     table[rows++] = transfer;
     if (rows == kReadTableRows) flush();
-  });
+  };
+  if (made) {
+    for_each_transfer(plan, rank, add);
+  } else {
+    for_each_stored_transfer(plan, rank, add);
+  }
   flush();
 }
 
@@ -217,20 +222,19 @@ Traffic traffic_of_reads(const Plan& plan, int rank) {
   std::vector<Transfer> table(kReadTableRows);
   const std::vector<int> group = exchange_group(plan, rank);
   size_t turn = 0;
-  for_each_read(
-      plan, rank, table,
-      [&](const Read& read) {
-        const uint64_t bytes = read.end - read.begin + read.scale.bytes();
-        const bool reads = group[turn++ % group.size()] == rank;
-        (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += bytes;
-        sum.reads += !reads ? 0 : read.scale.bytes() > 0 ? 2 : 1;
-        sum.transfers += read.transfers.size();
-        sum.needed_bytes += read.scale.bytes();
-        for (const Transfer& t : read.transfers) {
-          sum.needed_bytes += bytes_of(t.from_dtype, t.numel());
-        }
-      },
-      [&](const Transfer&) { sum.transfers += 1; });
+  for_each_read(plan, rank, table,
+                [&](const Read& read) {
+                  const uint64_t bytes = read.end - read.begin + read.scale.bytes();
+                  const bool reads = group[turn++ % group.size()] == rank;
+                  (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += bytes;
+                  sum.reads += !reads ? 0 : read.scale.bytes() > 0 ? 2 : 1;
+                  sum.transfers += read.transfers.size();
+                  sum.needed_bytes += read.scale.bytes();
+                  for (const Transfer& t : read.transfers) {
+                    sum.needed_bytes += bytes_of(t.from_dtype, t.numel());
+                  }
+                },
+                {});
   return sum;
 }
 
@@ -310,11 +314,12 @@ Traffic traffic_of_rank(const Plan& plan, int rank) {
 }
 
 Traffic& Traffic::operator+=(const Traffic& other) noexcept {
-  storage_read_bytes += other.storage_read_bytes;
-  exchanged_bytes += other.exchanged_bytes;
-  reads += other.reads;
-  transfers += other.transfers;
-  needed_bytes += other.needed_bytes;
+  const auto add = [](uint64_t& sum, uint64_t bytes) { sum = saturating_add(sum, bytes); };
+  add(storage_read_bytes, other.storage_read_bytes);
+  add(exchanged_bytes, other.exchanged_bytes);
+  add(reads, other.reads);
+  add(transfers, other.transfers);
+  add(needed_bytes, other.needed_bytes);
   return *this;
 }
 

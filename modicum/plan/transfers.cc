@@ -9,7 +9,9 @@ namespace {
 
 using Emit = std::function<void(const Transfer&)>;
 
+// Besides a stored tensor's number: of which sources transfers are wanted.
 constexpr uint32_t kAnySource = UINT32_MAX;
+constexpr uint32_t kAnyStored = UINT32_MAX - 1;
 
 Transfer from_leaf(const Plan& plan, const Node& leaf, uint32_t target) {
   Transfer transfer;
@@ -55,14 +57,14 @@ void emit_piece(const Plan& plan, uint32_t target, uint32_t buffer, const Box& p
   const uint32_t root_id = plan.recipe->read_node(target);
   const Node& root = plan.recipe->nodes[root_id];
   const auto emit = [&](const Node& leaf, const Box& part) {
-    if (only != kAnySource && (leaf.op != Op::stored || leaf.from != only)) return;
+    if (only < kAnyStored && (leaf.op != Op::stored || leaf.from != only)) return;
     Transfer transfer = from_leaf(plan, leaf, target);
     transfer.buffer = buffer;
     emit_runs(transfer, part, fn);
   };
   // Identity: the piece is the part. Most transfers of most plans.
   if (root.op == Op::stored) return emit(root, piece);
-  pull_back(*plan.recipe, root_id, piece, emit);
+  pull_back(*plan.recipe, root_id, piece, emit, only == kAnySource ? Leaves::all : Leaves::stored);
 }
 
 void emit_target(const Plan& plan, int rank, uint32_t target, uint32_t only, const Emit& fn) {
@@ -108,6 +110,14 @@ void for_each_transfer_of(const Plan& plan, int rank, uint32_t target, const Emi
   emit_target(plan, rank, target, kAnySource, fn);
 }
 
+void for_each_stored_transfer(const Plan& plan, int rank, const Emit& fn) {
+  for (const uint32_t target : plan.order) emit_target(plan, rank, target, kAnyStored, fn);
+}
+
+void for_each_stored_transfer_of(const Plan& plan, int rank, uint32_t target, const Emit& fn) {
+  emit_target(plan, rank, target, kAnyStored, fn);
+}
+
 void for_each_transfer_from(const Plan& plan, int rank, uint32_t only_stored, const Emit& fn) {
   for (uint32_t i = plan.uses_begin[only_stored]; i < plan.uses_begin[only_stored + 1]; ++i) {
     const uint32_t target = plan.uses[i];
@@ -132,17 +142,17 @@ std::vector<uint64_t> window_begins(const Plan& plan) {
 }
 
 Extent extent_of(const Stored& stored, int64_t first, int64_t count) {
-  const int bits = bits_per_element(stored.spec.dtype);
-  const int64_t begin_bits = first * bits;
-  const int64_t end_bits = (first + count) * bits;
+  const auto bits = static_cast<uint64_t>(bits_per_element(stored.spec.dtype));
+  // At most eight times kMaxModelBytes.
+  const uint64_t begin_bits = static_cast<uint64_t>(first) * bits;
+  const uint64_t end_bits = static_cast<uint64_t>(first + count) * bits;
   if (begin_bits % 8 != 0 || end_bits % 8 != 0) {
     fail(Category::unsupported,
          fmt::format("a cut of a {} tensor that does not fall on a byte",
                      stored_name(stored.spec.dtype)),
          {.tensor = stored.spec.fqn});
   }
-  return {stored.at.file, stored.at.begin + static_cast<uint64_t>(begin_bits / 8),
-          stored.at.begin + static_cast<uint64_t>(end_bits / 8)};
+  return {stored.at.file, stored.at.begin + begin_bits / 8, stored.at.begin + end_bits / 8};
 }
 
 }  // namespace modicum

@@ -2,6 +2,7 @@
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -266,7 +267,23 @@ void define_plan_class(nb::module_& module) {
           nb::arg("rank"), "The ranks that hand bytes on to each other, `rank` among them.");
 }
 
+void define_name_pattern(nb::module_& module) {
+  nb::class_<NamePattern>(module, "NamePattern", R"(Names by a regular expression in RE2's syntax.
+
+Args:
+    argument: what the user gave it to.
+    expression: without look-around and back-references.
+
+Raises:
+    UsageError: USAGE, with RE2's reason.)")
+      .def(nb::init<std::string_view, std::string_view>(), nb::arg("argument"),
+           nb::arg("expression"))
+      .def("finds", &NamePattern::finds, nb::arg("name"),
+           "Whether it matches somewhere in `name`.");
+}
+
 void define_steps(nb::module_& module) {
+  define_name_pattern(module);
   module.def("open_checkpoint", open, nb::arg("path").none(),
              R"(Opens headers, index and config of a checkpoint and proves its layout.
 

@@ -40,9 +40,9 @@ struct SharedRing::Control {
 SharedRing::SharedRing(int ranks, uint64_t part_bytes)
     : ranks_(ranks),
       part_bytes_(part_bytes),
-      slot_bytes_(part_bytes * static_cast<uint64_t>(ranks) / kSlots),
+      slot_bytes_(saturating_mul(part_bytes, static_cast<uint64_t>(ranks)) / kSlots),
       control_(Mapping::shared(sizeof(Control))),
-      data_(Mapping::shared(part_bytes * static_cast<uint64_t>(ranks))) {
+      data_(Mapping::shared(saturating_mul(part_bytes, static_cast<uint64_t>(ranks)))) {
   MODICUM_ASSERT(part_bytes % kPageBytes == 0);
   MODICUM_ASSERT(slot_bytes_ > 0);
   auto* const fresh = new (control_.bytes().data()) Control;

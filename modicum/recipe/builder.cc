@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <numeric>
 
 #include "modicum/recipe/recipe.h"
@@ -12,19 +13,26 @@ namespace {
 
 constexpr size_t kMaxRank = Box::kMaxDims;
 
-[[noreturn]] void mismatch(std::string what, std::string expected = {}, std::string got = {}) {
+[[noreturn]] void refuse(std::string what, std::string expected = {}, std::string got = {}) {
   fail(Category::mismatch, std::move(what),
        {.expected = std::move(expected), .got = std::move(got)});
 }
 
-int64_t checked_numel(const std::vector<int64_t>& shape, std::string_view op) {
-  int64_t numel = 1;
-  for (const int64_t size : shape) {
-    const auto product = size < 0 ? std::nullopt : checked_mul(numel, size);
-    if (!product) mismatch(fmt::format("'{}' has an impossible shape", op), "", shape_text(shape));
-    numel = *product;
+// Elements of a node; MISMATCH where its elements or bytes can't be counted.
+int64_t require_countable(const Node& node) {
+  const auto numel = checked_numel(node.shape);
+  const bool is_negative =
+      std::any_of(node.shape.begin(), node.shape.end(), [](int64_t size) { return size < 0; });
+  if (is_negative) {
+    refuse(fmt::format("'{}' has a negative dim", op_name(node.op)), "dims of 0 or more",
+           shape_text(node.shape));
   }
-  return numel;
+  if (!numel || !checked_bytes(node.dtype, node.shape)) {
+    fail(Category::mismatch, fmt::format("'{}' makes a tensor that is too large", op_name(node.op)),
+         {.expected = fmt::format("at most {} bytes", kMaxModelBytes),
+          .got = fmt::format("{} {}", torch_name(node.dtype), shape_text(node.shape))});
+  }
+  return *numel;
 }
 
 std::vector<std::pair<std::string_view, uint32_t>> sorted_names(const Manifest& manifest) {
@@ -47,6 +55,21 @@ const std::pair<std::string_view, uint32_t>* find_name(
 
 }  // namespace
 
+void require_countable(const Recipe& recipe) {
+  uint64_t bytes = 0;
+  for (size_t t = 0; t < recipe.targets.size(); ++t) {
+    if (recipe.is_alias(t)) continue;
+    const TensorSpec& spec = recipe.targets[t].spec;
+    bytes += checked_bytes(spec.dtype, spec.shape).value_or(kMaxModelBytes + 1);
+    if (bytes <= kMaxModelBytes) continue;
+    fail(Category::mismatch, "the recipe's targets are too large to be counted",
+         {.tensor = spec.fqn,
+          .expected = fmt::format("at most {} bytes together", kMaxModelBytes),
+          .got = fmt::format("{} {}, and those before it", torch_name(spec.dtype),
+                             shape_text(spec.shape))});
+  }
+}
+
 RecipeBuilder::RecipeBuilder(const Manifest& manifest, bool unties)
     : manifest_(manifest),
       unties_(unties),
@@ -54,6 +77,7 @@ RecipeBuilder::RecipeBuilder(const Manifest& manifest, bool unties)
       used_(manifest.tensors.size()) {}
 
 uint32_t RecipeBuilder::push(Node added) {
+  require_countable(added);
   if (added.op != Op::stored && added.shape.size() > kMaxRank) {
     fail(Category::unsupported,
          fmt::format("'{}' makes a tensor of more than {} dims", op_name(added.op), kMaxRank));
@@ -62,6 +86,8 @@ uint32_t RecipeBuilder::push(Node added) {
   if (!added.in.empty()) {
     added.is_scaled = std::all_of(added.in.begin(), added.in.end(),
                                   [&](uint32_t id) { return recipe_.nodes[id].is_scaled; });
+    added.is_made = std::all_of(added.in.begin(), added.in.end(),
+                                [&](uint32_t id) { return recipe_.nodes[id].is_made; });
   }
   recipe_.nodes.push_back(std::move(added));
   return static_cast<uint32_t>(recipe_.nodes.size() - 1);
@@ -74,7 +100,7 @@ const Node& RecipeBuilder::node(uint32_t id) const {
 
 void RecipeBuilder::check_dim(const Node& of, int dim, std::string_view op) const {
   if (dim < 0 || static_cast<size_t>(dim) >= of.shape.size() || of.shape.size() > kMaxRank) {
-    mismatch(fmt::format("'{}' along dim {} of a tensor of {} dims", op, dim, of.shape.size()));
+    refuse(fmt::format("'{}' along dim {} of a tensor of {} dims", op, dim, of.shape.size()));
   }
 }
 
@@ -102,17 +128,19 @@ uint32_t RecipeBuilder::stored(uint32_t tensor) {
 }
 
 uint32_t RecipeBuilder::cat(int dim, std::vector<uint32_t> in) {
-  if (in.empty()) mismatch("'cat' of nothing");
+  if (in.empty()) refuse("'cat' of nothing");
   Node made{.op = Op::cat, .dtype = node(in[0]).dtype, .dim = dim, .shape = node(in[0]).shape};
   check_dim(made, dim, "cat");
   int64_t total = 0;
   for (const uint32_t id : in) {
     std::vector<int64_t> rest = node(id).shape;
     check_dim(node(id), dim, "cat");
-    total += rest[static_cast<size_t>(dim)];
+    const auto sum = checked_add(total, rest[static_cast<size_t>(dim)]);
+    if (!sum) refuse("'cat' makes a dim over 2^63-1", "", shape_text(rest));
+    total = *sum;
     rest[static_cast<size_t>(dim)] = made.shape[static_cast<size_t>(dim)];
     if (rest != made.shape || node(id).dtype != made.dtype) {
-      mismatch("'cat' of tensors that do not meet", shape_text(made.shape), shape_text(rest));
+      refuse("'cat' of tensors that do not meet", shape_text(made.shape), shape_text(rest));
     }
   }
   made.shape[static_cast<size_t>(dim)] = total;
@@ -121,16 +149,15 @@ uint32_t RecipeBuilder::cat(int dim, std::vector<uint32_t> in) {
 }
 
 uint32_t RecipeBuilder::stack(int dim, std::vector<uint32_t> in) {
-  if (in.empty()) mismatch("'stack' of nothing");
+  if (in.empty()) refuse("'stack' of nothing");
   Node made{.op = Op::stack, .dtype = node(in[0]).dtype, .dim = dim, .shape = node(in[0]).shape};
   for (const uint32_t id : in) {
     if (node(id).shape != made.shape || node(id).dtype != made.dtype) {
-      mismatch("'stack' of tensors that differ", shape_text(made.shape),
-               shape_text(node(id).shape));
+      refuse("'stack' of tensors that differ", shape_text(made.shape), shape_text(node(id).shape));
     }
   }
   if (dim < 0 || static_cast<size_t>(dim) > made.shape.size()) {
-    mismatch(fmt::format("'stack' along dim {} of tensors of {} dims", dim, made.shape.size()));
+    refuse(fmt::format("'stack' along dim {} of tensors of {} dims", dim, made.shape.size()));
   }
   made.shape.insert(made.shape.begin() + dim, static_cast<int64_t>(in.size()));
   made.in = std::move(in);
@@ -147,7 +174,7 @@ uint32_t RecipeBuilder::slice(int dim, int64_t start, int64_t stop, uint32_t in)
   check_dim(made, dim, "slice");
   int64_t& size = made.shape[static_cast<size_t>(dim)];
   if (start < 0 || stop < start || stop > size) {
-    mismatch(fmt::format("'slice' [{}, {}) of a dim of {}", start, stop, size));
+    refuse(fmt::format("'slice' [{}, {}) of a dim of {}", start, stop, size));
   }
   size = stop - start;
   return push(std::move(made));
@@ -159,7 +186,7 @@ uint32_t RecipeBuilder::permute(std::vector<int64_t> dims, uint32_t in) {
   std::vector<int64_t> all(node(in).shape.size());
   std::iota(all.begin(), all.end(), 0);
   if (sorted != all || all.size() > kMaxRank) {
-    mismatch("'permute' does not name each dim once", shape_text(all), shape_text(dims));
+    refuse("'permute' does not name each dim once", shape_text(all), shape_text(dims));
   }
   Node made{.op = Op::permute, .dtype = node(in).dtype, .in = {in}, .arg = std::move(dims)};
   for (const int64_t d : made.arg) made.shape.push_back(node(in).shape[static_cast<size_t>(d)]);
@@ -172,7 +199,7 @@ uint32_t RecipeBuilder::gather(int dim, std::vector<int64_t> index, uint32_t in)
   check_dim(made, dim, "gather");
   int64_t& size = made.shape[static_cast<size_t>(dim)];
   for (const int64_t i : index) {
-    if (i < 0 || i >= size) mismatch(fmt::format("'gather' of index {} from a dim of {}", i, size));
+    if (i < 0 || i >= size) refuse(fmt::format("'gather' of index {} from a dim of {}", i, size));
   }
   size = static_cast<int64_t>(index.size());
   made.arg = std::move(index);
@@ -180,31 +207,39 @@ uint32_t RecipeBuilder::gather(int dim, std::vector<int64_t> index, uint32_t in)
 }
 
 uint32_t RecipeBuilder::reshape(std::vector<int64_t> shape, uint32_t in) {
-  if (checked_numel(shape, "reshape") != numel_of(node(in).shape)) {
-    mismatch("'reshape' changes the number of elements", shape_text(node(in).shape),
-             shape_text(shape));
+  Node made{.op = Op::reshape, .dtype = node(in).dtype, .in = {in}, .shape = std::move(shape)};
+  if (require_countable(made) != numel_of(node(in).shape)) {
+    refuse("'reshape' changes the number of elements", shape_text(node(in).shape),
+           shape_text(made.shape));
   }
-  return push({.op = Op::reshape, .dtype = node(in).dtype, .in = {in}, .shape = std::move(shape)});
+  return push(std::move(made));
 }
 
 uint32_t RecipeBuilder::init(InitRule rule, double std, std::vector<int64_t> shape, DType dtype) {
-  checked_numel(shape, "init");
   if (!is_castable(dtype)) {
     fail(Category::unsupported, "'init' makes float32, bfloat16 or float16",
          {.got = std::string(torch_name(dtype))});
   }
+  if (!std::isfinite(std) || std < 0) {
+    refuse("'init' with an impossible std", "a finite number of 0 or more", fmt::format("{}", std));
+  }
   return push({.op = Op::init,
                .dtype = dtype,
+               .is_made = true,
                .arg = {static_cast<int64_t>(rule), std::bit_cast<int64_t>(std)},
                .shape = std::move(shape)});
 }
 
 uint32_t RecipeBuilder::caller(uint32_t ordinal, std::vector<int64_t> shape, DType dtype) {
-  checked_numel(shape, "caller");
-  return push({.op = Op::caller, .dtype = dtype, .from = ordinal, .shape = std::move(shape)});
+  return push({.op = Op::caller,
+               .dtype = dtype,
+               .is_made = true,
+               .from = ordinal,
+               .shape = std::move(shape)});
 }
 
 void RecipeBuilder::target(std::string fqn, uint32_t root, std::optional<DType> dtype, Role role) {
+  if (fqn.empty()) refuse("a target has an empty name");
   const Node& made = node(root);
   const DType wanted = dtype.value_or(made.dtype);
   const bool has_numbers = is_castable(made.dtype) || made.is_scaled;
@@ -220,6 +255,7 @@ void RecipeBuilder::target(std::string fqn, uint32_t root, std::optional<DType> 
 }
 
 void RecipeBuilder::alias(std::string fqn, std::string of, std::optional<uint32_t> stored_as) {
+  if (fqn.empty()) refuse("a target has an empty name");
   aliases_.push_back({std::move(fqn), std::move(of), stored_as});
 }
 
@@ -308,6 +344,7 @@ Recipe RecipeBuilder::finish() {
            {.tensor = manifest_.tensors[i].spec.fqn});
     }
   }
+  require_countable(recipe_);
   recipe_.nodes.shrink_to_fit();
   recipe_.targets.shrink_to_fit();
   return std::move(recipe_);

@@ -155,11 +155,12 @@ bool has_shape(const Box& box, const std::vector<int64_t>& shape) {
 
 class PullBack {
  public:
-  PullBack(const Recipe& recipe, const Leaf& leaf) : nodes_(recipe.nodes), leaf_(leaf) {}
+  PullBack(const Recipe& recipe, const Leaf& leaf, Leaves leaves)
+      : nodes_(recipe.nodes), leaf_(leaf), leaves_(leaves) {}
 
   void pull(uint32_t id, const Box& box) const {
     const Node& node = nodes_[id];
-    if (box.empty()) return;
+    if (box.empty() || (node.is_made && leaves_ == Leaves::stored)) return;
     switch (node.op) {
       // A leaf is row-major itself, so any view of it will do.
       case Op::stored:
@@ -251,12 +252,14 @@ class PullBack {
 
   const std::vector<Node>& nodes_;
   const Leaf& leaf_;
+  const Leaves leaves_;
 };
 
 }  // namespace
 
-void pull_back(const Recipe& recipe, uint32_t node, const Box& box, const Leaf& leaf) {
-  PullBack(recipe, leaf).pull(node, box);
+void pull_back(const Recipe& recipe, uint32_t node, const Box& box, const Leaf& leaf,
+               Leaves leaves) {
+  PullBack(recipe, leaf, leaves).pull(node, box);
 }
 
 }  // namespace modicum

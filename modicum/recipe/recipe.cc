@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <regex>
 
 namespace modicum {
 namespace {
@@ -115,12 +114,7 @@ class DTypeRule {
  public:
   DTypeRule(std::optional<DType> dtype, const std::string& keep_fp32)
       : dtype_(dtype), keep_fp32_(printable(keep_fp32)) {
-    try {
-      if (!keep_fp32.empty()) keep_.emplace(keep_fp32);
-    } catch (const std::regex_error&) {
-      fail(Category::usage, "--keep-fp32 is not a regular expression",
-           {.got = printable(keep_fp32)});
-    }
+    if (!keep_fp32.empty()) keep_.emplace("--keep-fp32", keep_fp32);
   }
 
   // What elements of `dtype` become in a target of that name.
@@ -143,11 +137,11 @@ class DTypeRule {
   }
 
  private:
-  bool keeps(const std::string& fqn) const { return keep_ && std::regex_search(fqn, *keep_); }
+  bool keeps(const std::string& fqn) const { return keep_ && keep_->finds(fqn); }
 
   const std::optional<DType> dtype_;
   const std::string keep_fp32_;
-  std::optional<std::regex> keep_;
+  std::optional<NamePattern> keep_;
 };
 
 // The scales that nobody will ask for: their codes, loaded as they stand, become numbers.
@@ -172,6 +166,7 @@ void set_dtype_by(const DTypeRule& rule, Recipe& recipe) {
     const Node& root = recipe.nodes[target.root];
     if (root.op == Op::alias) target.spec.dtype = recipe.targets[root.from].spec.dtype;
   }
+  require_countable(recipe);  // fp32 is twice as large as bf16
 }
 
 }  // namespace

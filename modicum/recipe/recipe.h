@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "modicum/base/base.h"
+#include "modicum/recipe/name_pattern.h"  // IWYU pragma: export
 #include "modicum/spec/spec.h"
 
 namespace modicum {
@@ -41,6 +42,7 @@ struct Node {
   Op op = Op::stored;
   DType dtype = DType::f32;
   bool is_scaled = false;  // FP8 codes, and all that are stored below bring a scale along
+  bool is_made = false;    // no element comes from the checkpoint: init and caller, and ops on them
   int32_t dim = 0;
   uint32_t from = 0;  // stored: index in the manifest; alias: index of the target; caller: ordinal
   std::vector<uint32_t> in;  // earlier nodes
@@ -181,9 +183,16 @@ void digest_recipe(const Recipe& recipe, Hasher& hasher);
 
 // Pulls a box of node `node`'s elements (over its shape, or over any shape with the same row-major
 // order) back to the leaves: calls `leaf` with disjoint boxes over the leaves' own shapes that
-// together have the box's elements, each with its place in the destination.
+// together have the box's elements, each with its place in the destination. `Leaves::stored`: those
+// that are made, which may be many times larger, are not walked.
+enum class Leaves : uint8_t { all, stored };
 void pull_back(const Recipe& recipe, uint32_t node, const Box& box,
-               const std::function<void(const Node& leaf, const Box& part)>& leaf);
+               const std::function<void(const Node& leaf, const Box& part)>& leaf,
+               Leaves leaves = Leaves::all);
+
+// MISMATCH where the targets, in their dtypes, come to more than kMaxModelBytes. RecipeBuilder and
+// set_dtype ask.
+void require_countable(const Recipe& recipe);
 
 // Whether a target is FP8 codes times their scales: its root's elements are codes, its own are not.
 bool is_dequantised(const Recipe& recipe, const Target& target) noexcept;

@@ -395,5 +395,79 @@ TEST(RecipeText, AnyJsonAtAnyKeyIsReadOrRefused) {
   }
 }
 
+// What parse_recipe says to one target that is made, with nothing stored.
+std::optional<Error> refusal_of(const std::string& target) {
+  try {
+    parse_recipe("{\"targets\":{" + target + "}}", {});
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
+TEST(Recipe, RefusesDimsThatMultiplyToNoNumber) {
+  const auto init = [](const std::string& shape, const std::string& dtype = "float32") {
+    return R"({"op":"init","rule":"zeros","dtype":")" + dtype + R"(","shape":)" + shape + "}";
+  };
+  for (const char* shape :
+       {"[4611686018427387905]", "[4611686018427387904]", "[4294967296,4294967296,4294967296]",
+        "[288230376151711745]", "[0,4611686018427387904,4]"}) {
+    const auto refusal = refusal_of("\"t\":" + init(shape));
+    ASSERT_TRUE(refusal) << shape;
+    EXPECT_EQ(refusal->category(), Category::mismatch) << shape;
+    EXPECT_EQ(refusal->facts().tensor, "t") << shape;
+    EXPECT_NE(refusal->facts().expected, "") << shape;
+    EXPECT_NE(refusal->facts().got, "") << shape;
+  }
+  EXPECT_FALSE(refusal_of("\"t\":" + init("[288230376151711744]"))) << "1 EiB";
+  EXPECT_FALSE(refusal_of("\"t\":" + init("[0,4611686018427387904]")));
+  EXPECT_TRUE(refusal_of("\"a\":" + init("[288230376151711744]") + ",\"b\":" + init("[1]")));
+  const std::string large = init("[9223372036854775807,0]");
+  EXPECT_TRUE(refusal_of(R"("t":{"op":"cat","dim":0,"in":[)" + large + "," + large + "]}"));
+}
+
+// A cast is held against the limit, too: 0.5 EiB of bf16 is one of fp32, and a little more is not.
+TEST(Recipe, ADTypeThatMakesTargetsTooLargeIsRefused) {
+  const Manifest nothing;
+  RecipeBuilder builder(nothing);
+  const int64_t most = int64_t{1} << 58;
+  builder.target("t", builder.init(InitRule::ones, 0, {most + 1}, DType::bf16));
+  Recipe recipe = builder.finish();
+  std::string tensor;
+  EXPECT_EQ(category_of([&] { set_dtype(recipe, DType::f32, ""); }, &tensor), Category::mismatch);
+  EXPECT_EQ(tensor, "t");
+}
+
+TEST(Recipe, RefusesWhatItUsedToPassOver) {
+  const std::string ones = R"({"op":"init","rule":"ones","shape":[2],"dtype":"float32"})";
+  const auto normal = [](const std::string& std) {
+    return R"("t":{"op":"init","rule":"normal","std":)" + std +
+           R"(,"shape":[2],"dtype":"float32"})";
+  };
+  const auto slice = [&](const std::string& more) {
+    return R"({"op":"slice","dim":0,"start":0,"stop":2,"in":[)" + ones + "]" + more + "}";
+  };
+  const auto stacked = [](const std::string& in) {
+    return R"("t":{"op":"stack","dim":0,"in":[)" + in + "]}";
+  };
+  EXPECT_FALSE(refusal_of(normal("0.5")));
+  EXPECT_FALSE(refusal_of(normal("0")));
+  EXPECT_FALSE(refusal_of(stacked(slice(""))));
+  const auto category = [](const std::string& target) {
+    const auto refusal = refusal_of(target);
+    return refusal ? refusal->category() : Category::count;
+  };
+  EXPECT_EQ(category(normal("-0.5")), Category::mismatch);
+  EXPECT_EQ(category(stacked(slice(R"(,"dtype":"bfloat16")"))), Category::mismatch);
+  EXPECT_EQ(category("\"t\":" + ones + R"(,"u":{"op":"alias","of":"t","dtype":"float16"})"),
+            Category::mismatch);
+  EXPECT_EQ(category("\"\":" + ones), Category::mismatch);
+  EXPECT_EQ(category("\"t\":" + ones + R"(,"":{"op":"alias","of":"t"})"), Category::mismatch);
+  EXPECT_EQ(
+      category(R"("t":{"op":"slice","dim":-4294967296,"start":0,"stop":2,"in":[)" + ones + "]}"),
+      Category::mismatch)
+      << "is no dim 0";
+}
+
 }  // namespace
 }  // namespace modicum

@@ -1,6 +1,8 @@
 // recipe.json: reading and writing.
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include <bit>
 
 #include "modicum/json/json.h"
@@ -96,10 +98,24 @@ class Reading {
 
   uint32_t only_input(const Written& node) {
     if (node.in.size() != 1) fail(Category::mismatch, fmt::format("'{}' takes one input", node.op));
-    return build(node.in[0]);
+    return input(node.in[0]);
+  }
+
+  // A cast is of a whole target, so only its root may say one.
+  uint32_t input(const Written& node) {
+    if (!node.dtype.empty() && node.op != "init" && node.op != "caller") {
+      fail(Category::mismatch,
+           fmt::format("'{}' inside another op has a 'dtype'", printable(node.op)),
+           {.expected = "a dtype at the target's root", .got = printable(node.dtype)});
+    }
+    return build(node);
   }
 
   void alias(const std::string& fqn, const Written& node) {
+    if (!node.dtype.empty()) {
+      fail(Category::mismatch, "an alias has a 'dtype'",
+           {.expected = "the dtype of the target that it names", .got = printable(node.dtype)});
+    }
     if (node.in.empty()) return builder_.alias(fqn, node.of);
     builder_.alias(fqn, node.of, only_input(node));
   }
@@ -117,12 +133,12 @@ class Reading {
 
   uint32_t build(const Written& node) {
     const auto dim = [&] {
-      return static_cast<int>(std::min<int64_t>(need(node.dim, node, "dim"), 64));
+      return static_cast<int>(std::clamp<int64_t>(need(node.dim, node, "dim"), -1, 64));
     };
     if (node.op == "stored") return builder_.stored(std::string_view(node.name));
     if (node.op == "cat" || node.op == "stack") {
       std::vector<uint32_t> in;
-      for (const Written& input : node.in) in.push_back(build(input));
+      for (const Written& each : node.in) in.push_back(input(each));
       return node.op == "cat" ? builder_.cat(dim(), std::move(in))
                               : builder_.stack(dim(), std::move(in));
     }

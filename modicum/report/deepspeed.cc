@@ -35,7 +35,8 @@ double DeepSpeedForecast::per_param(uint64_t bytes) const noexcept {
 void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& of) {
   const auto amount = [&](uint64_t bytes) {
     out.begin_object().member("bytes_per_param", of.per_param(bytes)).member("rank_bytes", bytes);
-    out.member("node_bytes", bytes * static_cast<uint64_t>(of.ranks_of_node)).end_object();
+    out.member("node_bytes", saturating_mul(bytes, static_cast<uint64_t>(of.ranks_of_node)))
+        .end_object();
   };
   out.key("deepspeed").begin_object().member("version", of.version).member("stage", of.stage);
   out.member("params", of.params).member("params_of_rank", of.params_of_rank);
@@ -59,7 +60,8 @@ void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& of) {
   for (const DeepSpeedForecast::Ours& ours : of.ours) {
     out.begin_object().member("state_format", row_of(ours.format).name);
     out.member("bytes_per_param", of.per_param(ours.bytes)).member("rank_bytes", ours.bytes);
-    out.member("node_bytes", ours.bytes * static_cast<uint64_t>(of.ranks_of_node)).end_object();
+    out.member("node_bytes", saturating_mul(ours.bytes, static_cast<uint64_t>(of.ranks_of_node)))
+        .end_object();
   }
   out.end_array().end_object();
 }
@@ -77,7 +79,7 @@ std::string deepspeed_text(const DeepSpeedForecast& of) {
   const auto nodes = static_cast<uint64_t>(of.ranks_of_node);
   const auto total = [&](std::string_view what, uint64_t bytes) {
     text += fmt::format("{:<26} {:>12} {:>10.2f}  a node: {}\n", what, format_size(bytes),
-                        of.per_param(bytes), format_size(bytes * nodes));
+                        of.per_param(bytes), format_size(saturating_mul(bytes, nodes)));
   };
   text += '\n';
   for (const std::string_view phase : kPhases) total(phase, of.bytes_at(phase));

@@ -192,7 +192,9 @@ class ConfigReader {
   // DeepSpeed's rule: a batch is micro batches x accumulation steps x ranks.
   int64_t accumulation_steps(int ranks) const {
     if (!batch_ || !micro_batch_) return std::max<int64_t>(1, accumulation_.value_or(1));
-    const int64_t at_once = std::max<int64_t>(1, *micro_batch_) * ranks;
+    // Counts are below 1e18: more at once than any batch has.
+    const int64_t at_once =
+        checked_mul(std::max<int64_t>(1, *micro_batch_), int64_t{ranks}).value_or(INT64_MAX);
     const int64_t steps = *batch_ / at_once;
     if (steps * at_once != *batch_ || steps == 0 || steps != accumulation_.value_or(steps)) {
       fail(Category::usage,
@@ -326,10 +328,10 @@ class Forecast {
     }
     const uint64_t part =
         config_.stage < 3 ? of_.params_of_rank : static_cast<uint64_t>(config_.sub_group_size);
-    for (uint64_t left = of_.params_of_rank; left > 0; left -= std::min(left, part)) {
-      sum += rounding_of(std::min(left, part) * buffer.bytes);
-    }
-    return sum;
+    const uint64_t parts = part == 0 ? 0 : of_.params_of_rank / part;
+    const uint64_t rest = of_.params_of_rank - parts * part;
+    return parts * rounding_of(part * buffer.bytes) +
+           (rest > 0 ? rounding_of(rest * buffer.bytes) : 0);
   }
 
   void add(std::string_view name, std::string_view owner, std::string_view phase, uint64_t bytes) {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <charconv>
 #include <optional>
-#include <regex>
 
 namespace modicum {
 namespace {
@@ -44,15 +43,10 @@ class Names {
  public:
   Names(std::string_view flag, const std::string& expression)
       : flag_(flag), expression_(printable(expression)) {
-    try {
-      if (!expression.empty()) regex_.emplace(expression);
-    } catch (const std::regex_error&) {
-      fail(Category::usage, fmt::format("{} is not a regular expression", flag),
-           {.got = printable(expression)});
-    }
+    if (!expression.empty()) pattern_.emplace(flag, expression);
   }
-  bool given() const noexcept { return regex_.has_value(); }
-  bool have(const std::string& name) const { return regex_ && std::regex_search(name, *regex_); }
+  bool given() const noexcept { return pattern_.has_value(); }
+  bool have(const std::string& name) const { return pattern_ && pattern_->finds(name); }
   // USAGE where the flag is given and finds none of them.
   void require_match(Targets targets) const {
     const auto is_found = [&](const TensorSpec* of) { return of != nullptr && have(of->fqn); };
@@ -64,7 +58,7 @@ class Names {
  private:
   std::string_view flag_;
   std::string expression_;
-  std::optional<std::regex> regex_;
+  std::optional<NamePattern> pattern_;
 };
 
 void assign_kinds(Layout& layout, Targets targets, const RunFlags& flags) {

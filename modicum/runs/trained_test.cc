@@ -196,5 +196,23 @@ TEST(Trained, WhatCanNotBeTrainedIsRefused) {
   EXPECT_EQ(failure(flags), Category::unsupported);
 }
 
+// Rows that are cut across: refused at once, rather than listed until memory ends.
+TEST(Trained, AShardOfTooManyRowsIsRefused) {
+  const Manifest nothing;
+  RecipeBuilder builder(nothing);
+  const int64_t rows = (int64_t{1} << 22) + 1;
+  builder.target("tall", builder.init(InitRule::zeros, 0, {rows, 4}, DType::f32));
+  const Recipe recipe = builder.finish();
+  try {
+    step_phase(recipe, fsdp2_layout(2, 1), StateFormat::fp32);
+    ADD_FAILURE() << "planned";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.category(), Category::unsupported);
+    EXPECT_EQ(error.facts().tensor, "tall");
+  }
+  const Phase whole_rows = step_phase(recipe, fsdp2_layout(2), StateFormat::fp32);
+  EXPECT_GT(whole_rows.of_rank[0].total(), uint64_t{12} << 23) << "moments and gradient of half";
+}
+
 }  // namespace
 }  // namespace modicum

@@ -19,12 +19,14 @@ std::string_view purpose_name(Purpose purpose) noexcept {
 
 uint64_t Footprint::total() const noexcept {
   uint64_t sum = 0;
-  for (const uint64_t b : bytes) sum += b;
+  for (const uint64_t b : bytes) sum = saturating_add(sum, b);
   return sum;
 }
 
 uint64_t Footprint::ledger_total() const noexcept {
-  return total() - (*this)[Purpose::process] - (*this)[Purpose::page_tables];
+  Footprint ledger = *this;
+  ledger[Purpose::process] = ledger[Purpose::page_tables] = 0;
+  return ledger.total();
 }
 
 bool Footprint::fits_in(const Footprint& limit) const noexcept {
@@ -35,7 +37,7 @@ bool Footprint::fits_in(const Footprint& limit) const noexcept {
 }
 
 Footprint& Footprint::operator+=(const Footprint& other) noexcept {
-  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] += other.bytes[i];
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = saturating_add(bytes[i], other.bytes[i]);
   return *this;
 }
 
@@ -80,7 +82,7 @@ uint64_t Promise::node_peak_bytes(int node) const noexcept {
   uint64_t sum = launcher_bytes;
   for (int rank = 0; rank < ranks(); ++rank) {
     if (node_of_rank[static_cast<size_t>(rank)] == static_cast<uint32_t>(node)) {
-      sum += rank_peak_bytes(rank);
+      sum = saturating_add(sum, rank_peak_bytes(rank));
     }
   }
   return sum;
@@ -96,7 +98,8 @@ std::vector<uint64_t> Promise::node_peaks() const {
 
 uint64_t page_table_bytes(uint64_t mapped_bytes) noexcept {
   const uint64_t entries = round_up(mapped_bytes / 512, kPageBytes);
-  return entries + round_up(mapped_bytes, kGiB) / kGiB * kPageBytes;
+  const uint64_t tables = mapped_bytes / kGiB + (mapped_bytes % kGiB != 0 ? 1 : 0);
+  return entries + tables * kPageBytes;
 }
 
 uint64_t heap_bytes(const std::string& text) noexcept {

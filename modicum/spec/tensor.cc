@@ -3,9 +3,30 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "modicum/base/base.h"
 #include "modicum/spec/footprint.h"
 
 namespace modicum {
+
+std::optional<int64_t> checked_numel(const std::vector<int64_t>& shape) noexcept {
+  int64_t product = 1;  // of the dims that are not 0
+  bool is_empty = false;
+  for (const int64_t size : shape) {
+    if (size < 0) return std::nullopt;
+    is_empty |= size == 0;
+    const auto next = size == 0 ? product : checked_mul(product, size);
+    if (!next) return std::nullopt;
+    product = *next;
+  }
+  return is_empty ? 0 : product;
+}
+
+std::optional<uint64_t> checked_bytes(DType dtype, const std::vector<int64_t>& shape) noexcept {
+  const auto numel = checked_numel(shape);
+  if (!numel) return std::nullopt;
+  const uint64_t bytes = bytes_of(dtype, *numel);
+  return bytes <= kMaxModelBytes ? std::optional(bytes) : std::nullopt;
+}
 
 int64_t numel_of(const std::vector<int64_t>& shape) noexcept {
   int64_t numel = 1;
@@ -16,7 +37,9 @@ int64_t numel_of(const std::vector<int64_t>& shape) noexcept {
 uint64_t bytes_of(DType dtype, int64_t numel) noexcept {
   const auto bits = static_cast<uint64_t>(bits_per_element(dtype));
   const auto count = static_cast<uint64_t>(numel);
-  return bits % 8 == 0 ? count * (bits / 8) : (count * bits + 7) / 8;
+  // Eight elements are a whole number of bytes in every dtype. At most 2^63 x 8: saturates.
+  const auto whole = checked_mul(count / 8, bits);
+  return whole ? saturating_add(*whole, (count % 8 * bits + 7) / 8) : UINT64_MAX;
 }
 
 std::string shape_text(const std::vector<int64_t>& shape) {
@@ -25,7 +48,7 @@ std::string shape_text(const std::vector<int64_t>& shape) {
 
 uint64_t Manifest::data_bytes() const noexcept {
   uint64_t bytes = 0;
-  for (const Stored& stored : tensors) bytes += stored.at.bytes();
+  for (const Stored& stored : tensors) bytes = saturating_add(bytes, stored.at.bytes());
   return bytes;
 }
 

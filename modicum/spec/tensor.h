@@ -24,7 +24,22 @@ struct TensorSpec {
   bool operator==(const TensorSpec&) const = default;
 };
 
-// Elements of a shape that has been proven to fit (checkpoint's R12); 1 for 0-d.
+// The most that a checkpoint's tensors, or a recipe's targets, may come to: 1 EiB. Tensors are held
+// against it where they come in, from a header or a recipe. Behind that, what one rank counts (bits
+// of a tensor, offsets, alignment, 16 bytes of optimizer state for 2 of a parameter) fits 64 bits
+// and is not checked again. Sums over ranks are: they saturate.
+constexpr uint64_t kMaxModelBytes = uint64_t{1} << 60;
+
+// The product of the dims; 1 for 0-d. Nothing where a dim is negative or where the dims that are
+// not 0 have a product over 2^63-1, so that of a shape with a numel no stride and no product of
+// some dims overflows either. (torch refuses [0, 2^62, 2^62], too: "Stride calculation
+// overflowed".)
+std::optional<int64_t> checked_numel(const std::vector<int64_t>& shape) noexcept;
+// Bytes of a tensor, sub-byte types rounded up; nothing where it has no numel, or over
+// kMaxModelBytes.
+std::optional<uint64_t> checked_bytes(DType dtype, const std::vector<int64_t>& shape) noexcept;
+
+// Elements of a shape that checked_numel has passed, or of a part of it.
 int64_t numel_of(const std::vector<int64_t>& shape) noexcept;
 // Bytes of that many elements; exact also for types below a byte.
 uint64_t bytes_of(DType dtype, int64_t numel) noexcept;

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from modicum._index_maps import Array, Node
+from modicum._patterns import Patterns
 from modicum._structure import Structure, is_pretrained
 from modicum._translation import Described
 from modicum.errors import refusal
@@ -36,7 +37,8 @@ def dtype_name(dtype: Any) -> str:
 
 
 def any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
-    """What matches where one of them does; None where there are none."""
+    """What matches where one of them does; None where there are none. Of what transformers' models
+    list, in Python's syntax: what users give is `Patterns`."""
     body = "|".join(f"(?:{pattern})" for pattern in patterns)
     return re.compile(body) if body else None
 
@@ -57,10 +59,11 @@ class Dtypes:
     ) -> None:
         self._targets = targets
         self._wanted = dtype
-        self._keep = None if keep_fp32 is None else re.compile(keep_fp32)
-        if self._keep is not None and not any(map(self._is_kept, targets)):
-            what = f"keep_fp32 '{keep_fp32}' matches no floating-point tensor"
-            raise refusal("USAGE", what, got=keep_fp32)
+        self._keep = None
+        if keep_fp32 is not None:
+            self._keep = Patterns("keep_fp32", [keep_fp32])
+            floats = (name for name, (of, _) in targets.items() if of in _FLOATS)
+            self._keep.require_match(floats, "floating-point targets")
         self._own: dict[str, str] = {}  # by target: the dtype that its part was built with
         self._float32: set[str] = set()
         for part in structure.parts if dtype is not None else ():
@@ -74,14 +77,10 @@ class Dtypes:
                 kept = any_of(pattern.replace("*", ".*") for pattern in listed)
                 self._float32 |= {n for n, key in part.keys.items() if kept and kept.search(key)}
 
-    def _is_kept(self, target: str) -> bool:
-        is_float = self._targets[target][0] in _FLOATS
-        return is_float and self._keep is not None and bool(self._keep.search(target))
-
     def of(self, target: str, first: str) -> str:
         """`first`: the target whose dtype all that one conversion makes has."""
         dtype = self._targets[target][0]
-        if self._is_kept(target):
+        if self._keep is not None and dtype in _FLOATS and self._keep.finds(target):
             return "float32"
         if self._wanted is None:
             return dtype

@@ -141,6 +141,23 @@ class Plan:
     def exchange_group(self, rank: int) -> list[int]:
         """The ranks that hand bytes on to each other, `rank` among them."""
 
+class NamePattern:
+    """
+    Names by a regular expression in RE2's syntax.
+
+    Args:
+        argument: what the user gave it to.
+        expression: without look-around and back-references.
+
+    Raises:
+        UsageError: USAGE, with RE2's reason.
+    """
+
+    def __init__(self, argument: str, expression: str) -> None: ...
+
+    def finds(self, name: str) -> bool:
+        """Whether it matches somewhere in `name`."""
+
 def open_checkpoint(path: str | os.PathLike | None) -> Checkpoint:
     """
     Opens headers, index and config of a checkpoint and proves its layout.

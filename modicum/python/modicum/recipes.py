@@ -19,7 +19,6 @@ import difflib
 import importlib.util
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from typing import Any
 from modicum._dtypes import Dtypes, any_of, cast, described, dtype_name
 from modicum._index_maps import Array, Node, caller, init
 from modicum._operations import OPERATIONS
+from modicum._patterns import Patterns, Rule, Rules
 from modicum._structure import (
     Part,
     Structure,
@@ -51,7 +51,6 @@ __all__ = [
     "translate",
 ]
 
-Rule = str | tuple[str, float]
 
 @dataclass
 class Recipe:
@@ -208,17 +207,17 @@ def _translate(
 
 
 def _check_unexpected(
-    translation: Translation, unexpected: str | Iterable[str], structure: Structure
+    translation: Translation,
+    unexpected: str | Iterable[str],
+    structure: Structure,
+    stored: Iterable[str],
 ) -> None:
     if unexpected == "ignore":
         return
     listed = [unexpected] if isinstance(unexpected, str) else [*unexpected]
-    named = any_of([] if unexpected == "error" else listed)
-
-    def is_refused(name: str) -> bool:
-        return named is None or not named.search(name)
-
-    refused = [name for name in translation.unexpected if is_refused(name)]
+    named = Patterns("unexpected", [] if unexpected == "error" else listed)
+    named.require_match(stored, "stored tensors")
+    refused = [name for name in translation.unexpected if not named.finds(name)]
     if refused:
         would_be = translation.unexpected[refused[0]][0]
         keys = (key for part in structure.parts for key in part.keys.values())
@@ -230,23 +229,9 @@ def _check_unexpected(
             got=_near(would_be, keys),
         )
     for name, target in translation.doubled.items():
-        if is_refused(name):
+        if not named.finds(name):
             what = f"another stored tensor is '{target}' already"
             raise refusal("MISMATCH", what, tensor=name)
-
-
-def _rules_of(missing: str | Iterable[str] | Mapping[str, Rule]) -> Mapping[str, Rule]:
-    """By name or pattern. Everything matches the empty one."""
-    if isinstance(missing, Mapping):
-        return missing
-    if missing == "error":
-        return {}
-    patterns = [missing] if isinstance(missing, str) else missing
-    return {"" if p in ("ignore", "init") else p: "model" for p in patterns}
-
-
-def _rule_for(name: str, rules: Mapping[str, Rule]) -> Rule | None:
-    return next((rule for p, rule in rules.items() if name == p or re.search(p, name)), None)
 
 
 def _made_by_rule(rule: Rule, dtype: str, shape: tuple[int, ...], name: str) -> Node:
@@ -292,7 +277,7 @@ def _fill_gaps(
     dtypes: Dtypes,
     ties: list[list[str]],
     *,
-    rules: Mapping[str, Rule],
+    rules: Rules,
     left_to_model: Container[str],
     present: Container[str],
 ) -> list[str]:
@@ -304,7 +289,7 @@ def _fill_gaps(
         return any(other in recipe.targets or other in present for other in names)
 
     for name, (_, shape) in targets.items():
-        rule = _rule_for(name, rules)
+        rule = rules.of(name)
         if rule is not None and not has_source(name):
             recipe.targets[name] = _made_by_rule(rule, dtypes.of(name, name), shape, name)
     lacking = []
@@ -389,7 +374,7 @@ def recipe_for(
             may be those of the model alone, or those of the whole; or of an adapter's file.
         dtype: None: each tensor as the model has it. A dtype, best the one that the model was
             built with: as `from_pretrained(dtype=...)`, float32 for what the model lists so.
-        keep_fp32: a regular expression: floating-point targets that are loaded as float32.
+        keep_fp32: a regular expression (RE2's, searched): targets that are loaded as float32.
         missing: "error"; "init" or "ignore": left to the model's own initialisation; a list of
             regular expressions: these are left to the model; or what to do by name or regular
             expression: "zeros", "ones", ("normal", std), or "model" to leave it to the model. What
@@ -405,20 +390,20 @@ def recipe_for(
 
     Raises:
         UsageError: MISMATCH where model and checkpoint do not go together, UNSUPPORTED for an
-            operation, a quantization or a cast that is not known.
+            operation, a quantization or a cast that is not known, USAGE for a regular expression.
     """
     stored = stored_in(checkpoint)
     structure = structure_of(model, adapter)
     targets = described(structure)
-    rules = _rules_of(missing)
+    rules = Rules(missing, targets)
     translation = _translate(
         structure,
         stored,
         targets,
         ask=lambda part: _transforms(part, targets, key_mapping, quantizer),
-        may_differ=lambda name: "" not in rules and _rule_for(name, rules) is not None,
+        may_differ=lambda name: not rules.take_all and rules.of(name) is not None,
     )
-    _check_unexpected(translation, unexpected, structure)
+    _check_unexpected(translation, unexpected, structure, stored)
     dtypes = Dtypes(structure, targets, None if dtype is None else dtype_name(dtype), keep_fp32)
     recipe = Recipe()
     for name, array in translation.made.items():

@@ -82,7 +82,8 @@ def load(
         strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
         dtype: torch.float32, bfloat16 or float16 for all that transformers' `from_pretrained` would
             load so; None: each parameter's own.
-        keep_fp32: a regular expression; names that it matches are loaded as float32.
+        keep_fp32: a regular expression; names that it matches are loaded as float32. Here and below
+            they are in RE2's syntax and searched; one that matches nothing is refused.
         missing: of names that the source lacks, beyond those that the model itself lists: "error";
             "init": made by the model's own rule, the same bits at any world size; or patterns of
             names to be made so, or rules by pattern ("zeros", "ones", ("normal", std), "model").

@@ -1,0 +1,66 @@
+"""Names by the regular expressions that users give, in RE2's syntax as on the command line."""
+
+from collections.abc import Iterable, Mapping
+
+from modicum import _modicum
+from modicum.errors import refusal
+
+Rule = str | tuple[str, float]
+
+
+class Patterns:
+    """The regular expressions of one argument, each searched in a name."""
+
+    def __init__(self, argument: str, expressions: Iterable[str]) -> None:
+        """USAGE where one of them is no regular expression."""
+        self._argument = argument
+        self._patterns = {e: _modicum.NamePattern(argument, e) for e in expressions}
+
+    def found(self, name: str) -> str | None:
+        """The first of them that matches somewhere in `name`."""
+        return next((e for e, pattern in self._patterns.items() if pattern.finds(name)), None)
+
+    def finds(self, name: str) -> bool:
+        return self.found(name) is not None
+
+    def require_match(self, names: Iterable[str], what: str) -> None:
+        """USAGE where one of them matches none of `names`: most often it is mistyped."""
+        known = [*names]
+        for expression, pattern in self._patterns.items():
+            if expression and not any(pattern.finds(name) for name in known):
+                raise refusal(
+                    "USAGE",
+                    f"{self._argument}: a regular expression matches no name",
+                    expected=f"one that matches one of {len(known)} {what}",
+                    got=repr(expression),
+                )
+
+
+class Rules:
+    """What makes a tensor that is not stored, by name or regular expression."""
+
+    def __init__(
+        self, missing: str | Iterable[str] | Mapping[str, Rule], names: Iterable[str]
+    ) -> None:
+        self._rules = self._by_name(missing)
+        self._patterns = Patterns("missing", self._rules)
+        self._patterns.require_match(names, "targets")
+
+    @staticmethod
+    def _by_name(missing: str | Iterable[str] | Mapping[str, Rule]) -> Mapping[str, Rule]:
+        """Everything matches the empty one."""
+        if isinstance(missing, Mapping):
+            return missing
+        if missing == "error":
+            return {}
+        patterns = [missing] if isinstance(missing, str) else missing
+        return {"" if p in ("ignore", "init") else p: "model" for p in patterns}
+
+    @property
+    def take_all(self) -> bool:
+        return "" in self._rules
+
+    def of(self, name: str) -> Rule | None:
+        """A whole name comes before a regular expression."""
+        by = name if name in self._rules else self._patterns.found(name)
+        return None if by is None else self._rules[by]
