@@ -91,7 +91,8 @@ uint64_t Promise::node_peak_bytes(int node) const noexcept {
 std::vector<uint64_t> Promise::node_peaks() const {
   std::vector<uint64_t> peaks(static_cast<size_t>(nodes()), launcher_bytes);
   for (int rank = 0; rank < ranks(); ++rank) {
-    peaks[node_of_rank[static_cast<size_t>(rank)]] += rank_peak_bytes(rank);
+    uint64_t& peak = peaks[node_of_rank[static_cast<size_t>(rank)]];
+    peak = saturating_add(peak, rank_peak_bytes(rank));
   }
   return peaks;
 }

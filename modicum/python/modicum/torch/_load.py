@@ -80,8 +80,7 @@ def load(
         budget: host memory per node, bytes or text ("200GiB"), the processes themselves included;
             "none": no limit; None: the ledger's limit, or what the cgroup and the node leave.
         strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
-        dtype: torch.float32, bfloat16 or float16 for all that transformers' `from_pretrained` would
-            load so; None: each parameter's own.
+        dtype: for all that `from_pretrained` would load so; None: each parameter's own.
         keep_fp32: a regular expression; names that it matches are loaded as float32. Here and below
             they are in RE2's syntax and searched; one that matches nothing is refused.
         missing: of names that the source lacks, beyond those that the model itself lists: "error";
@@ -91,8 +90,9 @@ def load(
         check: None, or "values": poison first, then compare every value with a second reading.
         progress: whether rank 0 draws a bar on stderr.
         seed: of what is initialised.
-        staging: host memory of each rank that bytes stream through; None: 8 MiB, less where the
-            budget needs it.
+        staging: host memory that a rank streams through; None: 8 MiB, less if the budget needs it.
+        buffers: real buffers that no state dict has, where they are not what the model's rule
+            makes: "restore", "keep", or None: restored if nobody wrote them since `to_empty()`.
         fork: "excluded", "shared" or "inherited": what forked children find (docs/forks.md).
 
     Returns:
