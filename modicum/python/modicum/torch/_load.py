@@ -75,21 +75,20 @@ def load(
         model: any module; a transformers model, or one in a wrapper such as PEFT's, is loaded by
             its own conversion mapping.
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
-            None: nothing is stored, and everything on meta is initialised.
-        ledger: whose limit is the node's host memory, and which shows parameters; None: a new one.
+            None: everything on meta is initialised.
+        ledger: with the node's limit; shows every parameter; None: a new one.
         budget: host memory per node, bytes or text ("200GiB"), the processes themselves included;
             "none": no limit; None: the ledger's limit, or what the cgroup and the node leave.
         strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
         dtype: for all that `from_pretrained` would load so; None: each parameter's own.
-        keep_fp32: a regular expression; names that it matches are loaded as float32. Here and below
-            they are in RE2's syntax and searched; one that matches nothing is refused.
+        keep_fp32: a regular expression (RE2, searched; here and below one that matches nothing is
+            refused): names that it matches are loaded as float32.
         missing: of names that the source lacks, beyond those that the model itself lists: "error";
             "init": made by the model's own rule, the same bits at any world size; or patterns of
             names to be made so, or rules by pattern ("zeros", "ones", ("normal", std), "model").
         unexpected: of stored names that the model lacks: "error", "ignore", or patterns to drop.
         check: None, or "values": poison first, then compare every value with a second reading.
-        progress: whether rank 0 draws a bar on stderr.
-        seed: of what is initialised.
+        progress, seed: whether rank 0 draws a bar on stderr; of what is initialised.
         staging: host memory that a rank streams through; None: 8 MiB, less if the budget needs it.
         buffers: real buffers that no state dict has, where they are not what the model's rule
             makes: "restore", "keep", or None: restored if nobody wrote them since `to_empty()`.
