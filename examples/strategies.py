@@ -170,6 +170,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
-    sys.stdout.flush()
-    os._exit(0)
+    if dist.is_torchelastic_launched():  # a rank, not the picture
+        # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
+        sys.stdout.flush()
+        os._exit(0)

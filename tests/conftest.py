@@ -32,7 +32,17 @@ def missing_oracles() -> str:
     return ", ".join(name for name in ORACLES if importlib.util.find_spec(name) is None)
 
 
+def use_extensions_of_our_own(is_controller: bool) -> None:
+    """torch compiles DeepSpeed's extensions into a folder of this tree, and waits for a lock file
+    there without end, also for the file of a process that was killed."""
+    folder = ROOT / "build/torch-extensions"
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    for lock in folder.glob("**/lock") if is_controller else ():
+        lock.unlink()
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
+    use_extensions_of_our_own(is_controller=not hasattr(session.config, "workerinput"))
     # A shell starts what runs in its background with Ctrl-C ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     missing = missing_oracles()

@@ -114,7 +114,7 @@ def test_a_file_that_changes_between_two_reads_is_a_conflict(tmp_path: Path, str
         os.utime(path, ns=(1, 1))
         recipe = library.make_recipe(library.open_checkpoint(directory))
         layout = library.make_layout(recipe, 1)
-        plan = library.make_plan(
+        plan = _modicum.make_plan(
             recipe, layout, strategy=strategy, destinations=["copy", "copy"], staging="1MiB"
         )
         pieces = 0

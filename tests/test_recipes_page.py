@@ -78,7 +78,8 @@ def of_the_model(name: str, stored: dict[str, Any], targets: dict[str, Any]) -> 
     there = {n: ("bfloat16", tuple(t.shape)) for n, t in model.state_dict().items()}
     assert {n: list(shape) for n, (_, shape) in there.items() if n in stored} == stored
     kept = {n: t for n, t in there.items() if n in stored or n not in targets}
-    recipe = recipes.recipe_for(model, kept, missing={"score": ("normal", 0.02)})
+    missing = {"score": ("normal", 0.02)} if any("score" in n for n in there) else "error"
+    recipe = recipes.recipe_for(model, kept, missing=missing)
     return {n: node for n, node in recipe.targets.items() if n in targets}
 
 

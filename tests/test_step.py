@@ -91,7 +91,7 @@ def test_help_lists_formats_and_instruction_sets(modicum: Path) -> None:
         ("--clip", "0"),
         ("--clip", "nan"),
         ("--loss-scale", "x"),
-        ("--grad-dtype", "bf16"),
+        ("--grad-dtype", "float64"),
         ("--steps", "0"),
         ("--fork-child", "1"),
         ("--seed", "-1"),

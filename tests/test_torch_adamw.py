@@ -630,7 +630,7 @@ def test_pins_what_a_device_touches() -> None:
     [
         (lambda m: AdamW(m.parameters(), state_format="fp16"), "unknown state format 'fp16'"),
         (lambda m: AdamW(m.parameters(), semantics="tf"), "unknown semantics 'tf'"),
-        (lambda m: AdamW(m.parameters(), lr=-1.0), "learning rate"),
+        (lambda m: AdamW(m.parameters(), lr=-1.0), "this lr"),
         (lambda m: AdamW(m.parameters(), betas=(0.9, 1.0)), "beta2"),
         (lambda m: AdamW(m.parameters(), amsgrad=True, semantics="deepspeed"), "no amsgrad"),
         (lambda m: AdamW(m.to("meta").parameters()), "on meta"),
@@ -669,7 +669,7 @@ def test_wrong_steps_change_nothing() -> None:
     weight.grad = torch.sparse_coo_tensor([[0], [0]], [1.0], weight.shape, check_invariants=True)
     refused("sparse gradient.*first.weight")
     optimizer.param_groups[0]["lr"] = -1.0
-    refused("learning rate")
+    refused("this lr")
     optimizer.param_groups[0]["lr"] = 1e-2
     optimizer.param_groups[0]["amsgrad"] = True
     refused("amsgrad can't change")

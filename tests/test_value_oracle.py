@@ -23,7 +23,7 @@ from sharding import Cut, Tensors, assert_same, dtensor_shards  # noqa: E402
 
 from modicum import recipes  # noqa: E402
 
-ROWWISE = r"(o_proj|down_proj|out_proj|fc2|wo|dense_4h_to_h)\.weight$"
+ROWWISE = r"(o_proj|down_proj|out_proj|fc2|wo|dense_4h_to_h|c_proj|output\.dense)\.weight$"
 CUTS = (
     *(Cut("fsdp2", (world,)) for world in (1, 2, 3, 4)),
     Cut("fsdp2", (3,), dim=1),
