@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,6 +236,17 @@ def check_functions(root: Path, paths: list[str]) -> Iterator[str]:
 # ---- the tree
 
 
+def check_mutants(root: Path) -> Iterator[str]:
+    """A mutant whose text is not found exactly once can't be applied, and proves nothing."""
+    for path in sorted((root / "scripts").glob("mutants*.toml")):
+        for mutant in tomllib.loads(path.read_text()).get("mutant", []):
+            source = root / mutant["file"]
+            count = source.read_text().count(mutant["find"]) if source.is_file() else 0
+            if count != 1:
+                where = f"{path.relative_to(root)}:1: mutant '{mutant['name']}'"
+                yield f"{where}: its text stands {count} times in {mutant['file']}, expected once"
+
+
 def source_files(root: Path) -> list[str]:
     """What git knows or would add; all files where there is no git."""
     if (root / ".git").exists():
@@ -261,6 +273,7 @@ def findings(root: Path) -> list[str]:
         found += check_lines(path, lines)
         found += check_length(path, lines)
     found += check_functions(root, paths)
+    found += check_mutants(root)
     return found
 
 

@@ -173,6 +173,14 @@ class Sizes(Check):
         for fine in ("saturating_mul(part_bytes, ranks)", "rows * columns  // part_bytes * 2"):
             self.accepts({"modicum/stream/load.cc": f"x = {fine};\n"})
 
+    def test_a_mutant_whose_text_is_not_there_once(self) -> None:
+        source = {"modicum/io/posix.cc": "int a = 1;\nint b = 1;\n"}
+        mutant = '[[mutant]]\nname = "m"\nfile = "modicum/io/posix.cc"\nfind = "{}"\n'
+        path = "scripts/mutants.toml"
+        self.accepts(source | {path: mutant.format("int a = 1;")})
+        self.refuses(source | {path: mutant.format("= 1;")}, f"{path}:1", "stands 2 times")
+        self.refuses(source | {path: mutant.format("int c")}, f"{path}:1", "stands 0 times")
+
     def test_a_wide_line(self) -> None:
         self.accepts({"modicum/io/posix.cc": "//" + "x" * 98 + "\n"})
         self.source("modicum/io/posix.cc", "//" + "x" * 99 + "\n", "101 columns")
