@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-guarded_rooms="base json io probe memory kernels recipe checkpoint ranks optim stream"
+guarded_rooms="base json io probe memory kernels recipe checkpoint plan ranks optim stream"
 threaded_rooms="base memory optim ranks stream"
 # Under the thread sanitizer these take minutes for values, not for threads.
 of_values='^(LoadFp8\.(Every|Experts)|LoadExact\.OddSizes)'
