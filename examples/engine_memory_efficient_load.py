@@ -34,8 +34,13 @@ CLASSES = {
     "vision-language": AutoModelForImageTextToText,
     "value-head": AutoModelForTokenClassification,
 }
-# A critic begins as a causal language model whose head is another one.
-NEW_HEAD = {"missing": ["^score"], "unexpected": ["^lm_head"]}  # modicum
+
+
+def new_head(directory: str) -> dict[str, list[str]]:  # modicum
+    """A critic begins as a causal language model, whose head is another one or its embedding."""
+    stored = modicum.open_checkpoint(directory).stored  # modicum
+    dropped = {"unexpected": ["^lm_head"]} if "lm_head.weight" in stored else {}  # modicum
+    return {"missing": ["^score"]} | dropped  # modicum
 
 
 @dataclass
@@ -108,7 +113,7 @@ class Engine:
                 self.cpu_offload,
                 strategy=options.strategy,  # modicum
                 budget=options.budget,  # modicum
-                **(NEW_HEAD if options.task == "value-head" else {}),  # modicum
+                **(new_head(options.directory) if options.task == "value-head" else {}),  # modicum
             )
 
 
