@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import modicum.torch.dcp
-from modicum.torch import _dealing, empty_parameters, fsdp2_load_full_state_dict
+from modicum.torch import dealing, empty_parameters, fsdp2_load_full_state_dict
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -183,7 +183,7 @@ def state_dict_loaded(
         _upstream(form, model, state)
         optimizer = None  # has what was there before
     else:
-        _dealing.PIECE_BYTES = piece
+        dealing.PIECE_BYTES = piece
         before = list(model.parameters())
         assert _drop_in(form, model, state, offload, **options or {}) is model
         assert all(now is then for now, then in zip(model.parameters(), before, strict=True))

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 import modicum
-from modicum import _phases, memory
-from modicum._nvml import Devices
+from modicum import phases, memory
+from modicum.memory.nvml import Devices
 
 pytestmark = pytest.mark.alone  # the mark is the process's, and what ran before has raised it
 
@@ -32,7 +32,7 @@ NEVER = 100.0  # seconds between samples: the mark alone knows
 
 @pytest.fixture(autouse=True)
 def no_recording() -> None:
-    _phases._recordings.clear()
+    phases._recordings.clear()
 
 
 def taken(size: int = SPIKE) -> mmap.mmap:
@@ -88,7 +88,7 @@ def test_samples_see_what_stays_a_while() -> None:
         time.sleep(0.3)
         block.close()
     assert abs(held.sampled_peak_bytes - held.begin_bytes - SPIKE) < 4 * MIB
-    recorded = _phases.recorded()
+    recorded = phases.recorded()
     assert sum("sample" in line for line in recorded) >= 5
 
 
@@ -208,7 +208,7 @@ def test_devices_say_what_is_used(fake_nvml: Path) -> None:
 def test_a_phase_has_the_peak_of_each_device(
     fake_nvml: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(_phases, "Devices", lambda: Devices(str(fake_nvml)))
+    monkeypatch.setattr(phases, "Devices", lambda: Devices(str(fake_nvml)))
     with memory.phase("device") as held:
         pass
     assert held.device_peak_bytes == [100, 200, 0]

@@ -21,8 +21,8 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import modicum as front  # noqa: E402
 from modicum import recipes  # noqa: E402
-from modicum._index_maps import stored  # noqa: E402
-from modicum._operations import Chain, nodes_of  # noqa: E402
+from modicum.recipes.nodes import stored  # noqa: E402
+from modicum.recipes.operations import Chain, nodes_of  # noqa: E402
 
 GOLDEN = "tests/golden/operations.txt"
 

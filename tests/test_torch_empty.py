@@ -29,7 +29,7 @@ from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import modicum  # noqa: E402
-from modicum.torch._empty import empty_parameters  # noqa: E402
+from modicum.torch.build.empty import empty_parameters  # noqa: E402
 
 PACKAGE = Path(modicum.__file__).absolute().parent.parent  # its files may be links
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -433,7 +433,7 @@ def test_a_module_that_is_gone_is_not_looked_at() -> None:
 
 
 def test_nothing_above_torch_is_imported() -> None:
-    code = "import sys, modicum.torch._empty; print(*sys.modules)"
+    code = "import sys, modicum.torch.build.empty; print(*sys.modules)"
     names = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": str(PACKAGE)},
@@ -448,7 +448,7 @@ PROBE = """
 import json, sys, time
 from pathlib import Path
 import torch
-from modicum.torch._empty import empty_parameters
+from modicum.torch.build.empty import empty_parameters
 
 def status_kib(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -110,10 +110,10 @@ def test_offloading_that_fully_shard_was_not_told_of(monkeypatch: pytest.MonkeyP
         managed = {"norm.weight": SimpleNamespace(device=on_gpu)}
 
     def fill(model: Any, full: Any, offload: bool, rules: Any, options: Any) -> Any:
-        _full_state._check_offload(Walk, offload)
+        full_state_dict._check_offload(Walk, offload)
         return model
 
-    monkeypatch.setattr(_full_state, "_fill", fill)
+    monkeypatch.setattr(full_state_dict, "_fill", fill)
     model, load = torch.nn.Linear(1, 1), modicum.torch.fsdp2_load_full_state_dict
     calls: list[tuple[Any, dict[str, Any]]] = [
         ((model, {}, policy), {}),  # AReaL

@@ -22,7 +22,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from modicum.errors import BudgetError, UsageError  # noqa: E402  (after torch is known to be there)
-from modicum.torch._fsdp import (  # noqa: E402
+from modicum.upstream.torch_fsdp import (  # noqa: E402
     Managed,
     _set_by,
     check_pinning,

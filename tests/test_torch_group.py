@@ -25,9 +25,9 @@ from worlds import Ended, Told, World, killing
 import modicum
 from modicum import _modicum
 from modicum.errors import Error, IoError, PeerError, UsageError
-from modicum.torch import _exchange, _gloo, _liveness, _store
-from modicum.torch._group import Ranks
-from modicum.torch._liveness import LOOK_S, SILENT_LOOKS, Neighbours, Process, nodes_of
+from modicum.torch import exchange, _gloo, _liveness, _store
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.ranks.liveness import LOOK_S, SILENT_LOOKS, Neighbours, Process, nodes_of
 
 ALL_KNOW_S = 10
 
@@ -544,7 +544,7 @@ def parts_of(size: int, places: int, place: int) -> tuple[int, int]:
 
 
 def exchanging(told: Told, members: list[int], whole: bool) -> Any:
-    _exchange.PIECE_BYTES, _exchange.PIECES_AHEAD = PIECE_BYTES, PIECES_AHEAD
+    exchange.PIECE_BYTES, exchange.PIECES_AHEAD = PIECE_BYTES, PIECES_AHEAD
     with Ranks.of_world().together() as ranks:
         if told.rank not in members:
             return 0
@@ -600,7 +600,7 @@ def test_one_that_fails_midway_ends_the_exchange_for_all(
 def leaving_while_it_waits(told: Told, whole: bool) -> Any:
     """Rank 1 leaves, and rank 0 sends only then: rank 1's memory must stay as it is."""
     group = dist.distributed_c10d._get_default_store()
-    exchange = _exchange.Exchange(dist.PrefixStore("x", group), told.rank, 2, whole)
+    exchange = exchange.Exchange(dist.PrefixStore("x", group), told.rank, 2, whole)
     buffer = bytearray(b"\1" if told.rank == 0 else b"\0") * (8 << 20)
     first = exchange.begin(0, memoryview(bytearray(8)), 0, 8)
     assert first.wait(20)

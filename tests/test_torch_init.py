@@ -20,7 +20,7 @@ from sharding import playing_rank  # noqa: E402
 from torch import nn  # noqa: E402
 
 import modicum  # noqa: E402
-from modicum.torch._init import Initialiser  # noqa: E402
+from modicum.torch.build.initialiser import Initialiser  # noqa: E402
 
 BY_NAME = {family.name: family for family in FAMILIES}
 CHOSEN = (
@@ -559,7 +559,7 @@ def test_what_a_checkpoint_has_is_not_made() -> None:
 
 
 def test_importing_brings_torch_and_nothing_above() -> None:
-    script = "import sys, modicum.torch._init; print(*sorted(sys.modules))"
+    script = "import sys, modicum.torch.build.initialiser; print(*sorted(sys.modules))"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}

@@ -40,7 +40,7 @@ from torch_front import (  # noqa: E402
 
 import modicum  # noqa: E402
 import modicum.torch  # noqa: E402
-from modicum.torch import _load, empty_parameters  # noqa: E402
+from modicum.torch import load, empty_parameters  # noqa: E402
 
 TWO = Cut("fsdp2", (2,))
 HEAD, NORM = "lm_head.weight", "model.norm.weight"
@@ -424,7 +424,7 @@ def test_a_failure_while_loading_leaves_the_model_as_it_was(
         def fail(self: Any, name: str) -> Any:
             raise RuntimeError(f"no numbers for {name}")
 
-        patch.setattr(_load.Initialiser, "whole", fail)
+        patch.setattr(load.Initialiser, "whole", fail)
         with playing_new_rank(1, 2):
             model = shard(empty("llama"), TWO)
             with pytest.raises(Exception, match=f"no numbers for {NORM}|no numbers for {HEAD}"):
@@ -494,7 +494,7 @@ def test_an_import_brings_torch_alone_and_patches_nothing() -> None:
 def test_what_a_set_asks_for_is_the_same_on_every_rank() -> None:
     """Processes hash names differently, and compare what they were asked for."""
     program = (
-        "from modicum.torch._load import said\n"
+        "from modicum.torch.loading.load import said\n"
         "print(said({'missing': {f'layer.{i}' for i in range(20)}, 'dtype': None}))"
     )
     told = {

@@ -39,7 +39,7 @@ from torch_front import (  # noqa: E402
 import modicum  # noqa: E402
 from modicum import _modicum  # noqa: E402
 from modicum.torch import _load  # noqa: E402
-from modicum.torch._fsdp import fsdp_params  # noqa: E402
+from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
 
 ONE, THREE = Cut("fsdp2", (1,)), Cut("fsdp2", (3,))
 TOKENS = torch.arange(3, 14).reshape(1, 11)
@@ -230,7 +230,7 @@ class Device(TorchFunctionMode):
 def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of little pieces; the host holds nothing but these."""
     ledger, cut, whole = modicum.Ledger(), Cut(layout, (3,)), from_pretrained(name)
-    hand_over = _load._Walk._hand_over
+    hand_over = load._Walk._hand_over
 
     def from_stand_ins(walk: Any, loaded: Any) -> None:
         for of in walk.tensors.values():
@@ -239,8 +239,8 @@ def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.Monkey
                 of.storage = of.storage.host
         hand_over(walk, loaded)
 
-    monkeypatch.setattr(_load._Walk, "_hand_over", from_stand_ins)
-    monkeypatch.setattr(_load._Walk, "_device_of", lambda walk, of: META)
+    monkeypatch.setattr(load._Walk, "_hand_over", from_stand_ins)
+    monkeypatch.setattr(load._Walk, "_device_of", lambda walk, of: META)
     for rank in range(3):
         with playing_new_rank(rank, 3):
             model = shard(empty(name), cut)
@@ -258,7 +258,7 @@ def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.Monkey
 
 
 def test_a_copy_is_no_reason_for_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_load._Walk, "_device_of", lambda walk, of: META)
+    monkeypatch.setattr(load._Walk, "_device_of", lambda walk, of: META)
     torch.set_warn_always(True)
     try:
         with warnings.catch_warnings():

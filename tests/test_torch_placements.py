@@ -17,8 +17,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from modicum.errors import UsageError  # noqa: E402  (after torch is known to be there)
-from modicum.torch._fsdp import fsdp_params  # noqa: E402
-from modicum.torch._placements import Cut, Sharding, sharding_of  # noqa: E402
+from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
+from modicum.torch.shards.placements import Cut, Sharding, sharding_of  # noqa: E402
 from sharding import assert_same, placed, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed._composable.replicate_with_fsdp import replicate  # noqa: E402

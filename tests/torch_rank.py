@@ -27,7 +27,7 @@ from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
 import modicum.torch
-from modicum.torch import _group
+from modicum.torch.ranks import group
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -282,17 +282,17 @@ def tried(
 @contextlib.contextmanager
 def once_agreed(act: Callable[[], None]) -> Iterator[None]:
     """Calls `act` when all ranks know that they have the same plan; no data is read before."""
-    agree = _group.Ranks.agree
+    agree = group.Ranks.agree
 
-    def agree_and_act(self: _group.Ranks, digest: str) -> None:
+    def agree_and_act(self: group.Ranks, digest: str) -> None:
         agree(self, digest)
         act()
 
-    _group.Ranks.agree = agree_and_act
+    group.Ranks.agree = agree_and_act
     try:
         yield
     finally:
-        _group.Ranks.agree = agree
+        group.Ranks.agree = agree
 
 
 # ---- memory

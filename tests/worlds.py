@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 PATIENCE_S = 120  # of a machine that others use too
-PRELOADED = ("torch", "torch.distributed", "modicum.torch._group")
+PRELOADED = ("torch", "torch.distributed", "modicum.torch.ranks.group")
 
 # There is one such server; who says last what it imports first only makes ranks start faster.
 _server = multiprocessing.get_context("forkserver")

@@ -22,8 +22,8 @@ from modicum.errors import (
     PeerError,
     UsageError,
 )
-from modicum._report import Report
-from modicum._walk import Shards, load, make_plan, report
+from modicum.walk.report import Report
+from modicum.walk.calls import Shards, load, make_plan, report
 from modicum import memory
 
 __all__ = [

@@ -10,12 +10,12 @@
 Importing it imports torch and nothing above it, and patches nothing.
 """
 
-from modicum.torch._adamw import AdamW
-from modicum.torch._empty import empty_parameters
-from modicum.torch._full_state import fsdp2_load_full_state_dict
-from modicum.torch._load import load
-from modicum.torch._protection import protect
-from modicum.torch._rebinding import rebinding
+from modicum.torch.optim.adamw import AdamW
+from modicum.torch.build.empty import empty_parameters
+from modicum.torch.full_state_dict import fsdp2_load_full_state_dict
+from modicum.torch.loading.load import load
+from modicum.torch.optim.protection import protect
+from modicum.torch.shards.rebinding import rebinding
 
 __all__ = [
     "AdamW",

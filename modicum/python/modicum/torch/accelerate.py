@@ -31,12 +31,12 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum._report import Report
-from modicum._structure import Structure, structure_of
-from modicum._walk import require_check
+from modicum.walk.report import Report
+from modicum.recipes.structure import Structure, structure_of
+from modicum.walk.calls import require_check
 from modicum.errors import refusal
 from modicum.recipes import Rule
-from modicum.torch._accelerate import (
+from modicum.upstream.accelerate import (
     check_built_empty,
     nothing_loaded,
     probe,
@@ -45,12 +45,12 @@ from modicum.torch._accelerate import (
     source_of,
     with_real_adapters,
 )
-from modicum.torch._empty import empty_parameters
-from modicum.torch._forks import require_fork
-from modicum.torch._gloo import settled
-from modicum.torch._load import load
-from modicum.torch._names import canonical
-from modicum.torch._rebinding import rebinding
+from modicum.torch.build.empty import empty_parameters
+from modicum.torch.shards.forks import require_fork
+from modicum.torch.ranks.collectives import settled
+from modicum.torch.loading.load import load
+from modicum.torch.shards.names import canonical
+from modicum.torch.shards.rebinding import rebinding
 
 __all__ = ["Loading", "loading"]
 

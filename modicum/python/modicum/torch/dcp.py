@@ -30,15 +30,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.futures import Future
 
 from modicum import _modicum
-from modicum._dtypes import _FLOATS, dtype_name
-from modicum._index_maps import Node
+from modicum.recipes.dtypes import _FLOATS, dtype_name
+from modicum.recipes.nodes import Node
 from modicum.errors import refusal
 from modicum.recipes import Recipe, recipe_for
-from modicum.torch._cpus import cpus_of_rank
-from modicum.torch._fsdp import fsdp_params
-from modicum.torch._names import canonical
-from modicum.torch._placements import Sharding, layout_of, sharding_of
-from modicum.torch._tensors import as_bytes, copying_into
+from modicum.torch.ranks.cpus import cpus_of_rank
+from modicum.upstream.torch_fsdp import fsdp_params
+from modicum.torch.shards.names import canonical
+from modicum.torch.shards.placements import Sharding, layout_of, sharding_of
+from modicum.torch.shards.tensors import as_bytes, copying_into
 
 __all__ = ["HuggingFaceReader"]
 

@@ -1,0 +1,105 @@
+"""Dtypes: their names, and which of them each target of a recipe is loaded as. No torch."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from modicum.recipes.nodes import Array, Node
+from modicum.recipes.patterns import Patterns
+from modicum.recipes.structure import Structure, is_pretrained
+from modicum.recipes.translation import Described
+from modicum.errors import refusal
+
+# Casts that a recipe may ask for, by where they begin; every FP8 code has a scale.
+_FLOATS = frozenset({"float32", "bfloat16", "float16"})
+_CASTS = dict.fromkeys((*_FLOATS, "float8_e4m3fn", "float8_e5m2"), _FLOATS)
+_SAFETENSORS_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+def dtype_name(dtype: Any) -> str:
+    """As torch calls it, of what torch or safetensors calls it."""
+    name = str(dtype).removeprefix("torch.")
+    return _SAFETENSORS_DTYPES.get(name, name)
+
+
+def any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
+    """What matches where one of them does; None where there are none. Of what transformers' models
+    list, in Python's syntax: what users give is `Patterns`."""
+    body = "|".join(f"(?:{pattern})" for pattern in patterns)
+    return re.compile(body) if body else None
+
+
+def described(structure: Structure) -> Described:
+    """Dtype and shape of each member."""
+    return {
+        name: (dtype_name(member.tensor.dtype), tuple(member.tensor.shape))
+        for name, member in structure.members.items()
+    }
+
+
+class Dtypes:
+    """The dtype that each target is loaded as."""
+
+    def __init__(
+        self, structure: Structure, targets: Described, dtype: str | None, keep_fp32: str | None
+    ) -> None:
+        self._targets = targets
+        self._wanted = dtype
+        self._keep = None
+        if keep_fp32 is not None:
+            self._keep = Patterns("keep_fp32", [keep_fp32])
+            floats = (name for name, (of, _) in targets.items() if of in _FLOATS)
+            self._keep.require_match(floats, "floating-point targets")
+        self._own: dict[str, str] = {}  # by target: the dtype that its part was built with
+        self._float32: set[str] = set()
+        for part in structure.parts if dtype is not None else ():
+            module = structure.parts[0].module if part.module is None else part.module
+            floats = (p.dtype for p in module.parameters() if p.is_floating_point())
+            self._own |= dict.fromkeys(part.keys, dtype_name(next(floats, None)))
+            if is_pretrained(part.module):
+                import torch
+
+                listed = part.module._get_dtype_plan(getattr(torch, dtype))
+                kept = any_of(pattern.replace("*", ".*") for pattern in listed)
+                self._float32 |= {n for n, key in part.keys.items() if kept and kept.search(key)}
+
+    def of(self, target: str, first: str) -> str:
+        """`first`: the target whose dtype all that one conversion makes has."""
+        dtype = self._targets[target][0]
+        if self._keep is not None and dtype in _FLOATS and self._keep.finds(target):
+            return "float32"
+        if self._wanted is None:
+            return dtype
+        if first in self._float32:
+            return "float32"
+        dtype = self._targets[first][0]
+        return self._wanted if dtype == self._own.get(first) else dtype
+
+
+def cast(target: str, array: Array, dtype: str) -> Node:
+    """The node of a target that is loaded as `dtype`."""
+    if dtype == array.dtype:
+        return array.node
+    if dtype not in _CASTS.get(array.dtype, ()):
+        raise refusal(
+            "UNSUPPORTED",
+            "a cast that is not between float32, bfloat16 and float16",
+            tensor=target,
+            expected=dtype,
+            got=array.dtype,
+        )
+    return {**array.node, "dtype": dtype}

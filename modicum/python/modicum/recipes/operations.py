@@ -1,0 +1,326 @@
+"""What each of transformers' conversion operations is, in nodes of recipe.json.
+
+An operation is looked at, never run: its class name, its settings, and the shapes it is given. Its
+inputs and outputs go under the patterns of its converter, as transformers passes them along a chain
+of operations: a list where several stored tensors go under one pattern, one array after that.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from modicum.recipes.nodes import Array, Shape, cat, cut, reshape, stack, transpose
+from modicum.errors import refusal
+
+Value: TypeAlias = list[Array] | Array
+Values: TypeAlias = dict[str, Value]
+
+
+@dataclass
+class Chain:
+    """The converter that an operation stands in, and the targets it is about to make."""
+
+    sources: list[str]
+    targets: list[str]
+    first_target: str  # in full: where the first of `targets` goes
+    shapes: Mapping[str, Shape]  # of the model's tensors
+    config: Any
+    dropped: list[Array] = field(default_factory=list)  # taken out by an operation: no elements
+    scales: list[Array] = field(default_factory=list)  # that FP8 codes bring along
+
+    def only_target(self, op: str) -> str:
+        """Where the one output goes."""
+        if len(self.targets) != 1:
+            raise _senseless(op, f"makes one tensor of a chain with {len(self.targets)} targets")
+        return self.targets[0]
+
+    def shape_of(self, target: str) -> Shape:
+        """The shape that the model has for a target of this chain."""
+        name = self.first_target.replace(self.targets[0], target)
+        if name not in self.shapes:
+            raise refusal("MISMATCH", "the model lacks a target of a conversion", tensor=name)
+        return self.shapes[name]
+
+
+def _senseless(op: str, why: str) -> Exception:
+    return refusal("MISMATCH", f"the conversion operation '{op}' {why}")
+
+
+def _one(value: Value, op: str) -> Array:
+    if isinstance(value, Array):
+        return value
+    if len(value) != 1:
+        raise _senseless(op, f"takes one tensor and is given {len(value)}")
+    return value[0]
+
+
+def _only_input(inputs: Values, op: str) -> Array:
+    if len(inputs) != 1:
+        raise _senseless(op, f"takes one tensor and is given {len(inputs)} patterns")
+    return _one(next(iter(inputs.values())), op)
+
+
+def _chunks(array: Array, count: int, dim: int) -> list[Array]:
+    """As `torch.chunk`: all of the rounded up size, but the last; possibly fewer than `count`."""
+    dim %= len(array.shape)
+    size = array.shape[dim]
+    step = math.ceil(size / count)
+    if step == 0:
+        return [array] * count
+    return [cut(dim, at, min(at + step, size), array) for at in range(0, size, step)]
+
+
+def _chunk(op: Any, inputs: Values, chain: Chain) -> Values:
+    array = _only_input(inputs, "Chunk")
+    targets = chain.targets
+    if op.num_shards_attribute is not None:
+        count = getattr(chain.config.get_text_config(), op.num_shards_attribute)
+        pattern = chain.only_target("Chunk")
+        targets = [pattern.replace("*", str(i)) for i in range(count)]
+    return dict(zip(targets, _chunks(array, len(targets), op.dim), strict=False))
+
+
+def _split(op: Any, inputs: Values, chain: Chain) -> Values:
+    array = _only_input(inputs, "Split")
+    sizes = [chain.shape_of(target)[op.dim] for target in chain.targets]
+    if sum(sizes) != array.shape[op.dim]:
+        raise _senseless("Split", f"cuts {array.shape[op.dim]} into {sizes}")
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    cuts = [cut(op.dim, end - size, end, array) for end, size in zip(ends, sizes, strict=True)]
+    return dict(zip(chain.targets, cuts, strict=True))
+
+
+def _concatenate(op: Any, inputs: Values, chain: Chain) -> Values:
+    """In the order of the converter's patterns, without those that an earlier operation took."""
+    arrays: list[Array] = []
+    for pattern in chain.sources:
+        value = inputs.get(pattern, [])
+        arrays += [value] if isinstance(value, Array) else value
+    if not arrays:
+        raise _senseless("Concatenate", "is given nothing")
+    return {chain.only_target("Concatenate"): cat(op.dim, arrays)}
+
+
+def _interleave(op: Any, inputs: Values, chain: Chain) -> Values:
+    array = _one(next(iter(inputs.values())), "Interleave")
+    half = array.shape[op.dim] // 2
+    pair = [2, half] if op.inverse else [half, 2]
+    apart = reshape([*array.shape[: op.dim], *pair, *array.shape[op.dim + 1 :]], array)
+    made = reshape(array.shape, transpose(op.dim, op.dim + 1, apart))
+    return {chain.targets[0]: made}
+
+
+def _merge_modulelist(op: Any, inputs: Values, chain: Chain) -> Values:
+    made: Values = {}
+    for pattern, value in inputs.items():
+        target = chain.only_target("MergeModulelist") if len(inputs) == 1 else pattern
+        made[target] = value if isinstance(value, Array) else stack(op.dim, value)
+    return made
+
+
+def _split_modulelist(op: Any, inputs: Values, chain: Chain) -> Values:
+    made: Values = {}
+    for pattern, value in inputs.items():
+        array = _one(value, "SplitModulelist")
+        name = chain.only_target("SplitModulelist") if len(inputs) == 1 else pattern
+        made |= {name.replace("*", str(i)): a for i, a in enumerate(_unbind(array, op.dim))}
+    return made
+
+
+def _unbind(array: Array, dim: int) -> list[Array]:
+    dim %= len(array.shape)
+    rest = [*array.shape[:dim], *array.shape[dim + 1 :]]
+    return [reshape(rest, cut(dim, i, i + 1, array)) for i in range(array.shape[dim])]
+
+
+def _name_of_one(inputs: Values, chain: Chain, op: str) -> str:
+    """A target; but the source where the operation begins a chain that ends in several."""
+    if len(inputs) != 1:
+        raise _senseless(op, f"takes one tensor and is given {len(inputs)} patterns")
+    if len(chain.targets) == 1:
+        return chain.targets[0]
+    if len(chain.sources) == 1:
+        return chain.sources[0]
+    raise _senseless(op, "stands in a chain of several sources and several targets")
+
+
+def _transpose(op: Any, inputs: Values, chain: Chain) -> Values:
+    name = _name_of_one(inputs, chain, "Transpose")
+    array = _only_input(inputs, "Transpose")
+    # Both ways round are legal on disk: the whole tensor's shape tells which this is.
+    if op.check_dims and array.shape == chain.shapes[chain.first_target]:
+        return {name: array}
+    return {name: transpose(op.dim0, op.dim1, array)}
+
+
+def _conv3d_to_linear(_: Any, inputs: Values, chain: Chain) -> Values:
+    name = _name_of_one(inputs, chain, "Conv3dToLinear")
+    array = _only_input(inputs, "Conv3dToLinear")
+    if len(array.shape) not in (2, 5):
+        raise _senseless("Conv3dToLinear", f"takes 5 or 2 dims and is given {list(array.shape)}")
+    return {name: reshape([array.shape[0], math.prod(array.shape[1:])], array)}
+
+
+def _linear_to_conv3d(op: Any, inputs: Values, chain: Chain) -> Values:
+    name = _name_of_one(inputs, chain, "LinearToConv3d")
+    array = _only_input(inputs, "LinearToConv3d")
+    return {name: reshape([array.shape[0], op.in_channels, *op.kernel_size], array)}
+
+
+def _rope_rows(op: Any, array: Array, config: Any) -> Array:
+    """The rows of each head: pairs (real, imaginary) to halves, or back."""
+    if len(array.shape) not in (1, 2):
+        return array
+    if op.subconfig_key is not None:
+        config = getattr(config, op.subconfig_key, config)
+    heads = getattr(config, "num_attention_heads", 1)
+    half = array.shape[0] // heads // 2
+    pair = [2, half] if op.inverse else [half, 2]
+    apart = reshape([heads, *pair, *array.shape[1:]], array)
+    return reshape(array.shape, transpose(1, 2, apart))
+
+
+def _permute_for_rope(op: Any, inputs: Values, chain: Chain) -> Values:
+    made: Values = {}
+    for pattern, value in inputs.items():
+        if len(chain.sources) > 1 and len(chain.targets) > 1:
+            raise _senseless("PermuteForRope", "stands in a chain of several to several")
+        alone = len(chain.sources) == len(chain.targets) == 1
+        names = op.permute_layer_names
+        if names is None or any(name in pattern for name in names):
+            value = _rope_rows(op, _one(value, "PermuteForRope"), chain.config)
+        made[chain.targets[0] if alone else pattern] = value
+    return made
+
+
+def _fuse_and_permute(op: Any, inputs: Values, chain: Chain) -> Values:
+    return _concatenate(op.concat_op, _permute_for_rope(op.permute_op, inputs, chain), chain)
+
+
+def _unfuse_and_permute(op: Any, inputs: Values, chain: Chain) -> Values:
+    return _permute_for_rope(op.permute_op, _chunk(op.chunk_op, inputs, chain), chain)
+
+
+def _listed(inputs: Values, pattern: str, op: str) -> list[Array]:
+    value = inputs.get(pattern)
+    if not isinstance(value, list):
+        raise _senseless(op, f"is not given the tensors of '{pattern}'")
+    return value
+
+
+def _fuse_and_split(op: Any, inputs: Values, chain: Chain) -> Values:
+    """The first half of the experts, rounded up, to the first target; sources side by side."""
+    fused: dict[str, list[Array]] = {target: [] for target in chain.targets}
+    for pattern in chain.sources:
+        experts = _listed(inputs, pattern, "ErnieFuseAndSplitTextVisionExperts")
+        step = math.ceil(len(experts) / len(chain.targets))
+        for i, target in enumerate(chain.targets):
+            part = experts[i * step : (i + 1) * step]
+            if not part:
+                raise _senseless("ErnieFuseAndSplitTextVisionExperts", f"leaves '{target}' empty")
+            fused[target].append(stack(op.stack_dim, part))
+    return {target: cat(op.concat_dim, parts) for target, parts in fused.items()}
+
+
+def _split_and_decouple(op: Any, inputs: Values, chain: Chain) -> Values:
+    name = "ErnieSplitAndDecoupleTextVisionExperts"
+    parts = [
+        _chunks(_listed(inputs, pattern, name)[0], len(chain.targets), op.concat_dim)
+        for pattern in chain.sources
+    ]
+    made: Values = {}
+    for i, target in enumerate(chain.targets):
+        experts = [expert for part in parts for expert in _unbind(part[i], op.stack_dim)]
+        made |= {target.replace("*", str(e)): expert for e, expert in enumerate(experts)}
+    return made
+
+
+def _identity(_: Any, inputs: Values, __: Chain) -> Values:
+    return inputs
+
+
+def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
+    """Codes bring their scales along, so the scales leave the chain and nothing else happens."""
+    made: Values = {}
+    for pattern, value in inputs.items():
+        values = [value] if isinstance(value, Array) else value
+        if "activation_scale" in pattern or "weight_scale_inv" in pattern:
+            of_weights = "weight_scale_inv" in pattern
+            (chain.scales if of_weights else chain.dropped).extend(values)
+            continue
+        scales = inputs.get(f"{pattern}_scale_inv")
+        count = 1 if isinstance(scales, Array) else len(scales or [])
+        if scales is not None and count != len(values):
+            raise _senseless("Fp8Dequantize", f"has {len(values)} weights and {count} scales")
+        for array in values:
+            if array.dtype.startswith("float8") != (scales is not None):
+                beside = "without" if scales is None else "with"
+                raise refusal(
+                    "UNSUPPORTED", f"Fp8Dequantize of {array.dtype} {beside} a scale beside it"
+                )
+        made[chain.first_target if pattern == "weight" else pattern] = value
+    return made
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A row of the table: how it is translated, and the settings that the translation knows."""
+
+    nodes: Callable[[Any, Values, Chain], Values]
+    settings: frozenset[str]
+
+
+def _row(nodes: Callable[[Any, Values, Chain], Values], *settings: str) -> Operation:
+    return Operation(nodes, frozenset(settings))
+
+
+_ROPE = ("subconfig_key", "inverse", "permute_layer_names")
+_CONV = ("in_channels", "kernel_size")
+
+# By class name, as installed transformers calls them.
+OPERATIONS: dict[str, Operation] = {
+    "Chunk": _row(_chunk, "dim", "num_shards_attribute"),
+    "Concatenate": _row(_concatenate, "dim", "num_shards_attribute"),
+    "Conv3dToLinear": _row(_conv3d_to_linear, *_CONV),
+    "ErnieFuseAndSplitTextVisionExperts": _row(_fuse_and_split, "stack_dim", "concat_dim"),
+    "ErnieSplitAndDecoupleTextVisionExperts": _row(
+        _split_and_decouple, "stack_dim", "concat_dim"
+    ),
+    "Fp8Dequantize": _row(_fp8_dequantize, "hf_quantizer"),
+    "Interleave": _row(_interleave, "dim", "inverse"),
+    "LinearToConv3d": _row(_linear_to_conv3d, *_CONV),
+    "MergeModulelist": _row(_merge_modulelist, "dim"),
+    "PermuteForRope": _row(_permute_for_rope, *_ROPE),
+    "Split": _row(_split, "dim"),
+    "SplitModulelist": _row(_split_modulelist, "dim"),
+    "Transpose": _row(_transpose, "dim0", "dim1", "check_dims"),
+    "VisionFuseAndPermuteForRope": _row(
+        _fuse_and_permute, "dim", "permute_layer_names", "inverse", "concat_op", "permute_op"
+    ),
+    "VisionUnfuseAndPermuteForRope": _row(
+        _unfuse_and_permute, "dim", "permute_layer_names", "inverse", "chunk_op", "permute_op"
+    ),
+    "_IdentityOp": _row(_identity),
+}
+
+
+def nodes_of(op: Any, inputs: Values, chain: Chain) -> Values:
+    """The outputs of one operation. What the table does not know, in whole or in part, is refused
+    by name."""
+    cls = type(op)
+    known = OPERATIONS.get(cls.__name__)
+    if known is None or cls.__module__.partition(".")[0] != "transformers":
+        raise refusal(
+            "UNSUPPORTED",
+            f"the conversion operation '{cls.__module__}.{cls.__name__}' is not known",
+            tensor=chain.first_target,
+        )
+    strange = sorted(vars(op).keys() - known.settings)
+    if strange:
+        raise refusal(
+            "UNSUPPORTED",
+            f"the conversion operation '{cls.__name__}' has an unknown setting '{strange[0]}'",
+            tensor=chain.first_target,
+        )
+    return known.nodes(op, inputs, chain)

@@ -1,0 +1,213 @@
+"""From stored names to index maps of a model's tensors, by transformers' conversion mapping.
+
+The names are matched by the mapping's own objects (`rename_source_key`). What surrounds a match,
+the order of the names, the groups they form and the fallbacks, is done here as
+`transformers.core_model_loading` does it. No torch.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from modicum.recipes.nodes import Array, Node, Shape, stored
+from modicum.recipes.operations import Chain, Value, Values, nodes_of
+from modicum.errors import refusal
+
+Described: TypeAlias = Mapping[str, tuple[str, Shape]]  # by name: dtype, shape
+
+
+@dataclass
+class Translation:
+    """What a mapping makes of the stored tensors."""
+
+    made: dict[str, Array] = field(default_factory=dict)  # by target
+    # By target: the first target of its group, whose dtype all of the group are cast to.
+    first: dict[str, str] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)  # stored, taken and of no effect
+    # Stored names that are no target: the names they would have in the model.
+    unexpected: dict[str, list[str]] = field(default_factory=dict)
+    # Stored names of a target that another stored tensor has already: that target.
+    doubled: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Group:
+    """The stored tensors that make one target, or several by one converter."""
+
+    converter: Any  # None: as it is
+    collected: dict[str, list[Array]] = field(default_factory=dict)  # by source pattern
+
+
+def natural_key(name: str) -> list[tuple[int, int] | tuple[int, str] | tuple[int, str, int]]:
+    """The order in which names are matched, and experts stacked: numbers as numbers."""
+    key: list[tuple[int, int] | tuple[int, str] | tuple[int, str, int]] = []
+    for part in name.split("."):
+        letters = part.rstrip("0123456789")
+        digits = part[len(letters) :]
+        if part.isdigit():
+            key.append((0, int(part)))
+        else:
+            key.append((1, letters, int(digits)) if digits else (1, letters))
+    return key
+
+
+def _is_a(transform: Any, class_name: str) -> bool:
+    return any(cls.__name__ == class_name for cls in type(transform).__mro__)
+
+
+class _Names:
+    """Renames stored names one after the other: some renamings remember what came before."""
+
+    def __init__(self, transforms: Iterable[Any], targets: Described, base_prefix: str) -> None:
+        transforms = list(transforms)
+        self._renamings = [t for t in transforms if _is_a(t, "WeightRenaming")]
+        self._converters = [t for t in transforms if _is_a(t, "WeightConverter")]
+        for transform in transforms:
+            name = type(transform).__name__
+            if name != "WeightConverter" and not _is_a(transform, "WeightRenaming"):
+                raise refusal("UNSUPPORTED", f"the weight transform '{name}' is not known")
+        # Where several converters have one pattern, the last of them converts.
+        self.converter_of = {p: c for c in self._converters for p in c.source_patterns}
+        self.targets = targets
+        self._base_prefix = base_prefix
+
+    def _with_base_prefix(self, name: str) -> str:
+        """Added or taken away, where that makes it a name of the model."""
+        if not self._base_prefix:
+            return name
+        if name.startswith(self._base_prefix):
+            # The dot is any character, as it is in transformers.
+            shorter = re.sub(f"^{self._base_prefix}.", "", name, count=1)
+            if shorter in self.targets:
+                return shorter
+        longer = f"{self._base_prefix}.{name}"
+        return longer if longer in self.targets else name
+
+    def rename(self, name: str) -> tuple[str, str | None]:
+        """The name in the model, of the first target where there are several, and the source
+        pattern of the converter that matched."""
+        renamed, pattern = name, None
+        for renaming in self._renamings:
+            renamed, _ = renaming.rename_source_key(renamed)
+        for converter in self._converters:
+            renamed, pattern = converter.rename_source_key(renamed)
+            if pattern is not None:
+                break
+        renamed = self._with_base_prefix(renamed)
+        if renamed not in self.targets and name in self.targets:
+            return self._with_base_prefix(name), None
+        return renamed, pattern
+
+
+def _collect(
+    stored_tensors: Described, keys: Mapping[str, str], names: _Names, result: Translation
+) -> dict[str, _Group]:
+    """The groups, by their first target."""
+    groups: dict[str, _Group] = {}
+    for name in sorted(stored_tensors, key=lambda name: natural_key(keys.get(name, name))):
+        target, pattern = names.rename(keys.get(name, name))
+        converter = None if pattern is None else names.converter_of[pattern]
+        if target not in names.targets:
+            patterns = [""] if converter is None else converter.target_patterns
+            result.unexpected[name] = [target.replace(patterns[0], p) for p in patterns]
+            continue
+        group = groups.setdefault(target, _Group(converter))
+        is_plain = converter is None and not group.collected
+        if not is_plain and (group.converter is None or converter is None):
+            result.doubled[name] = target
+            continue
+        dtype, shape = stored_tensors[name]
+        group.collected.setdefault(pattern or name, []).append(stored(name, dtype, shape))
+    return groups
+
+
+def _stored_under(node: Node) -> Iterator[str]:
+    if node["op"] == "stored":
+        yield node["name"]
+    for child in node.get("in", ()):
+        yield from _stored_under(child)
+
+
+def _full_names(first_target: str, values: Values) -> dict[str, Value]:
+    """From names in patterns to names in the model: what stands around the first that fits."""
+    whole = first_target.replace("*.", "0.")
+    for pattern in values:
+        if pattern in whole:
+            before, _, after = whole.partition(pattern)
+            return {before + name + after: value for name, value in values.items()}
+    return values
+
+
+def _convert(first_target: str, group: _Group, chain: Chain, result: Translation) -> None:
+    values: Values = dict(group.collected)
+    for op in group.converter.operations:
+        values = nodes_of(op, values, chain)
+    used: set[str] = set()
+    for name, value in _full_names(first_target, values).items():
+        if not isinstance(value, Array) and len(value) != 1:
+            raise refusal("MISMATCH", "a conversion ends in several tensors for one", tensor=name)
+        array = value if isinstance(value, Array) else value[0]
+        used.update(_stored_under(array.node))
+        if name in result.made:
+            raise refusal("MISMATCH", "two conversions make one target", tensor=name)
+        result.made[name] = array
+        result.first[name] = first_target
+    result.dropped += [array.node["name"] for array in chain.dropped]
+    accounted = used.union(array.node["name"] for array in chain.dropped + chain.scales)
+    for array in (array for arrays in group.collected.values() for array in arrays):
+        if array.node["name"] not in accounted:
+            what = f"a conversion into '{first_target}' leaves out a stored tensor"
+            raise refusal("MISMATCH", what, tensor=array.node["name"])
+
+
+def _check_shape(name: str, array: Array, targets: Described) -> None:
+    if name not in targets:
+        sources = ", ".join(sorted(set(_stored_under(array.node)))[:3])
+        what = f"a conversion of {sources} makes a tensor that the model lacks"
+        raise refusal("MISMATCH", what, tensor=name)
+    shape = targets[name][1]
+    if array.shape != shape:
+        raise refusal(
+            "MISMATCH",
+            "the stored tensors make another shape than the model has",
+            tensor=name,
+            expected=str(list(shape)),
+            got=str(list(array.shape)),
+        )
+
+
+def translate(
+    transforms: Iterable[Any],
+    stored_tensors: Described,
+    targets: Described,
+    *,
+    config: Any = None,
+    base_model_prefix: str = "",
+    keys: Mapping[str, str] | None = None,
+    may_differ: Callable[[str], bool] = lambda target: False,
+) -> Translation:
+    """What `transforms`, a list as `get_model_conversion_mapping` returns, make of the stored
+    tensors for a model with these targets. The list is used up: some of its renamings remember
+    what they have seen. `keys`: names to match instead of the stored ones. `may_differ`: targets
+    that are not made, rather than an error, where the stored tensors make another shape."""
+    result = Translation()
+    names = _Names(transforms, targets, base_model_prefix)
+    shapes = {name: shape for name, (_, shape) in targets.items()}
+    for target, group in _collect(stored_tensors, keys or {}, names, result).items():
+        if group.converter is None:
+            (arrays,) = group.collected.values()
+            result.made[target], result.first[target] = arrays[0], target
+            continue
+        sources, patterns = group.converter.source_patterns, group.converter.target_patterns
+        chain = Chain(sources, patterns, target, shapes, config)
+        _convert(target, group, chain, result)
+    other: set[str] = set()
+    for name, array in list(result.made.items()):
+        if name in targets and array.shape != targets[name][1] and may_differ(name):
+            other.update(_stored_under(result.made.pop(name).node))
+        else:
+            _check_shape(name, array, targets)
+    used = {name for array in result.made.values() for name in _stored_under(array.node)}
+    result.dropped += sorted(other - used)
+    return result

@@ -1,0 +1,207 @@
+"""Tensors that no file holds, made by the model's own rules."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from modicum.recipes.structure import Member, Structure, structure_of, ties_of
+from modicum.errors import Error, refusal
+from modicum.torch.build.rules import (
+    Region,
+    Rule,
+    Rules,
+    is_whole,
+    like,
+    running,
+    standing_in,
+    tensor_of,
+)
+
+__all__ = ["Initialiser"]
+
+
+@dataclass
+class _Group:
+    """The tensors of one module that have a rule: they are made together."""
+
+    module: nn.Module
+    label: str  # what the random numbers depend on: the module's name, as if nothing were wrapped
+    rules: list[Rule] = field(default_factory=list)
+    members: dict[str, Member] = field(default_factory=dict)  # by the module's attribute
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [member.tensor for member in self.members.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Initialiser:
+    """Makes tensors of a model as the model itself would make them, one module's at a time.
+
+    The rules are transformers' `_init_weights`, PEFT's for its adapters, and `reset_parameters`.
+    The model may be on meta, sharded and wrapped; nothing of it is changed, and neither are the
+    global random numbers. Every process makes the same whole tensors, whatever its rank and world.
+    """
+
+    largest_bytes: int
+    """The most bytes that `empty` is asked for at once; a rule may take temporaries beside them."""
+    most_tensors: int
+    """The most tensors that exist at once."""
+    order: list[str]
+    """The names, together those that one module makes together, else in the model's order."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Iterable[str],
+        *,
+        seed: int = 0,
+        empty: Callable[..., torch.Tensor] = torch.empty,
+        buffers_only: bool = False,
+    ) -> None:
+        """Finds the rules of tensors; makes none.
+
+        Args:
+            model: any module.
+            names: canonical names of parameters and buffers of it.
+            seed: other numbers for another seed.
+            empty: called as `empty(shape, dtype=dtype)` for each tensor that is made.
+            buffers_only: the names are of buffers; nothing else of their modules is made, and those
+                that no rule makes are left out of `order` rather than refused.
+
+        Raises:
+            UsageError: UNSUPPORTED, naming the tensor, where no rule of the model makes it.
+        """
+        self._seed = seed
+        self._empty = empty
+        self._rules = Rules()
+        structure = structure_of(model)
+        members = structure.members | structure.scratch
+        siblings: dict[int, dict[str, Member]] = {}
+        for member in members.values():
+            siblings.setdefault(id(member.module), {}).setdefault(member.attribute, member)
+        sources = {name: names[0] for names in ties_of(structure) for name in names}
+        position = {name: i for i, name in enumerate(members)}
+        groups: dict[int, _Group] = {}
+        self._made_in: dict[str, tuple[_Group, str]] = {}  # and the attribute, by name
+        for name in sorted(names, key=lambda name: position.get(name, -1)):
+            if name not in members:
+                raise refusal("USAGE", "the model has no such tensor", tensor=name)
+            source = sources.get(name, name)
+            member = members[structure.copies.get(source, source)]
+            key = id(member.module)
+            if key not in groups:
+                try:
+                    groups[key] = self._group_of(member, siblings[key], structure)
+                except Error:
+                    if not buffers_only:
+                        raise
+                    groups[key] = _Group(member.module, "")
+            if member.attribute in groups[key].members:
+                self._made_in[name] = groups[key], member.attribute
+            elif not buffers_only:
+                raise refusal("UNSUPPORTED", "no rule of the model makes it", tensor=name)
+        if buffers_only:
+            self._leave_out_what_is_not_asked_for()
+        rank = {key: i for i, key in enumerate(groups)}
+        self.order = sorted(self._made_in, key=lambda name: rank[id(self._made_in[name][0].module)])
+        self.largest_bytes = max((group.nbytes for group in groups.values()), default=0)
+        self.most_tensors = max((len(group.members) for group in groups.values()), default=0)
+        self._held: _Group | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The tensor in its global shape, contiguous, on the CPU, as the model would make it; valid
+        until the next call for a tensor of another module, before which it is freed."""
+        if name not in self._made_in:
+            raise refusal("USAGE", "not one of the tensors that were to be made", tensor=name)
+        group, attribute = self._made_in[name]
+        if group is not self._held:
+            self._held = None
+            self._tensors.clear()
+            self._make(group, name)
+            self._held = group
+        return self._tensors[attribute]
+
+    def _leave_out_what_is_not_asked_for(self) -> None:
+        asked = {(id(group), attribute) for group, attribute in self._made_in.values()}
+        for group in {id(group): group for group, _ in self._made_in.values()}.values():
+            group.members = {a: m for a, m in group.members.items() if (id(group), a) in asked}
+
+    def _group_of(self, asked: Member, siblings: dict[str, Member], structure: Structure) -> _Group:
+        """What the rules make of the tensors of a module."""
+        group = _Group(asked.module, _label_of(asked, structure))
+        constructors, rules = self._rules.of(asked)
+        made = self._made_by(rules, asked)
+
+        def is_made(attribute: str) -> bool:
+            return is_whole(siblings[attribute].tensor.numel(), made.get(attribute, []))
+
+        if not all(is_made(attribute) for attribute in siblings):
+            # What the other rules leave alone stays as the constructors have made it.
+            rules = [*constructors, *rules]
+            made = self._made_by(rules, asked)
+        group.rules = [rule for rule in rules if self._made_by([rule], asked)]
+        group.members = {name: of for name, of in siblings.items() if is_made(name)}
+        return group
+
+    def _made_by(self, rules: Iterable[Rule], asked: Member) -> dict[str, list[Region]]:
+        """By attribute of the module in question."""
+        made: dict[str, list[Region]] = {}
+        for rule in rules:
+            try:
+                slots = self._rules.made_by(rule)
+            except Exception as error:  # the model's code, which may raise anything
+                raise _failed(rule, error, asked.name) from error
+            for (module, attribute), regions in slots.items():
+                if module == id(asked.module):
+                    made.setdefault(attribute, []).extend(regions)
+        return made
+
+    def _make(self, group: _Group, asked: str) -> None:
+        stand_ins: dict[str, torch.Tensor] = {}
+        for attribute, member in group.members.items():
+            shape, dtype = tuple(member.tensor.shape), member.tensor.dtype
+            self._tensors[attribute] = self._empty(shape, dtype=dtype)
+            stand_ins[attribute] = like(member.tensor, self._tensors[attribute])
+
+        def tensor_for(module: nn.Module, attribute: str, tensor: torch.Tensor) -> Any:
+            if module is group.module and attribute in stand_ins:
+                return stand_ins[attribute]
+            return self._rules.outline_for(module, attribute, tensor)
+
+        words = f"{self._seed} {group.label}".encode()
+        digest = hashlib.blake2b(words, digest_size=8).digest()
+        with running(int.from_bytes(digest, "little", signed=True)):
+            for rule in group.rules:
+                try:
+                    with standing_in(rule, tensor_for):
+                        rule.run()
+                        _take_back(group.module, stand_ins)
+                except Exception as error:  # as above
+                    raise _failed(rule, error, asked) from error
+
+
+def _take_back(module: nn.Module, stand_ins: dict[str, torch.Tensor]) -> None:
+    """What a rule has put in the place of a tensor, rather than into it."""
+    for attribute, stand_in in stand_ins.items():
+        made = tensor_of(module, attribute)
+        if made is not None and made is not stand_in:
+            if made.shape != stand_in.shape:
+                raise ValueError(f"it makes {attribute} in another shape, {list(made.shape)}")
+            stand_in.copy_(made)
+
+
+def _label_of(member: Member, structure: Structure) -> str:
+    part = next(part for part in structure.parts if part.module is member.root)
+    name = member.key if member.adapter is None else member.name.removeprefix(part.prefix)
+    return (part.bare_prefix + name).rpartition(".")[0]
+
+
+def _failed(rule: Rule, error: Exception, name: str) -> Error:
+    what = f"a rule of {type(rule.module).__name__}, which may make it, fails: {error}"
+    return refusal("UNSUPPORTED", what, tensor=name)

@@ -1,0 +1,304 @@
+"""The rules by which a model's tensors are first made, and what each of them makes.
+
+A rule is code of the model: transformers' `_init_weights` for a module, PEFT's reset of a layer's
+adapter, a module's own `reset_parameters`. Which tensors it makes is found by running it on
+tensors without memory. Nothing of the model is changed by running one: the tensors that it sees
+stand in for the module's own while it runs, and all that a module has is put back.
+"""
+
+import contextlib
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map
+
+from modicum.recipes.structure import (
+    Member,
+    class_before_sharding,
+    has_adapters,
+    is_pretrained,
+    unwrapped,
+    wrapped_by,
+)
+
+Slot = tuple[int, str]  # a module, by identity, and the name of an attribute of it
+Region = tuple[Sequence[int], Sequence[int], int]  # size, strides, offset
+TensorFor = Callable[[nn.Module, str, torch.Tensor], Any]  # for an attribute of a module
+
+# What gives every element of its first argument a value that does not depend on the one before.
+_MAKES = frozenset(
+    {"bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_"}
+    | {"normal_", "random_", "uniform_", "zero_"}
+)
+
+
+# ---- tensors without memory
+
+
+class Outline(torch.Tensor):
+    """A tensor that says that it lies on the CPU, has no memory, and notes what is written to it.
+
+    What depends on its values goes the way of zero and false. A meta tensor would not do: torch's
+    own initialisers leave those alone.
+    """
+
+    inner: torch.Tensor  # on meta
+    made: list[Region]  # the same list for all views
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, made: list[Region] | None = None) -> "Outline":
+        outline = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device="cpu",
+        )
+        outline.inner, outline.made = inner, [] if made is None else made
+        return outline
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return False if args[0].dtype is torch.bool else 0
+        _note_writes(func, args, kwargs)
+        if _name_of(func) in _MAKES:
+            return args[0]
+        outlines: list[Outline] = []
+
+        def inner_of(value: Any) -> Any:
+            if isinstance(value, Outline):
+                outlines.append(value)
+                return value.inner
+            return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+        def outline_of(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            storage = value.untyped_storage()._cdata
+            views = (o.made for o in outlines if o.inner.untyped_storage()._cdata == storage)
+            return Outline(value, next(views, None))
+
+        on_meta = {"device": torch.device("meta")} if "device" in kwargs else {}
+        result = func(*tree_map(inner_of, args), **(tree_map(inner_of, kwargs) | on_meta))
+        return return_and_correct_aliasing(func, args, kwargs, tree_map(outline_of, result))
+
+
+def _name_of(func: Any) -> str:
+    return func._schema.name.removeprefix("aten::")
+
+
+def _note_writes(func: Any, args: Any, kwargs: Any) -> None:
+    arguments = func._schema.arguments
+    values = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
+    for argument in arguments:
+        value = values.get(argument.name)
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if isinstance(value, Outline):
+            if argument.is_out or _name_of(func) in _MAKES:
+                value.made.append((value.size(), value.stride(), value.storage_offset()))
+        elif isinstance(value, torch.Tensor):
+            raise ValueError("it needs the values of a tensor that it does not make")
+
+
+def is_whole(numel: int, made: Sequence[Region]) -> bool:
+    """Whether these regions are all of a tensor."""
+    if numel == 0 or any(math.prod(size) == numel for size, _, _ in made):
+        return True
+    if not made:
+        return False
+    is_made = torch.zeros(numel, dtype=torch.bool)
+    for size, strides, offset in made:
+        is_made.as_strided(size, strides, offset).fill_(True)
+    return bool(is_made.all())
+
+
+# ---- running a rule
+
+
+def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The parameter or buffer of a module that has this name."""
+    return module._parameters.get(name, module._buffers.get(name))
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """What makes tensors of a module, and of modules in it."""
+
+    module: nn.Module
+    run: Callable[[], Any]
+    is_bare: bool  # it sees the module as it was before anything in it was wrapped
+
+
+@contextlib.contextmanager
+def running(seed: int) -> Iterator[None]:
+    """As a model is made: on the CPU, without gradients, with random numbers of its own."""
+    guard = getattr(
+        sys.modules.get("transformers.initialization"),
+        "guard_torch_init_functions",
+        contextlib.nullcontext,
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"), guard():
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def standing_in(rule: Rule, tensor_for: TensorFor) -> Iterator[None]:
+    """Other tensors in the place of all that the rule can see; all is put back afterwards, also
+    what the rule has replaced."""
+    held: dict[int, tuple[nn.Module, type, dict[str, Any]]] = {}
+    ahead = [rule.module]
+    try:
+        while ahead:
+            module = ahead.pop()
+            if id(module) in held:
+                continue
+            own = dict(vars(module))
+            held[id(module)] = module, type(module), own
+            module.__class__ = class_before_sharding(module)
+            for kind in ("_parameters", "_buffers"):
+                vars(module)[kind] = {
+                    name: None if tensor is None else tensor_for(module, name, tensor)
+                    for name, tensor in own[kind].items()
+                }
+            vars(module)["_modules"] = {
+                name: unwrapped(child) if rule.is_bare and child is not None else child
+                for name, child in own["_modules"].items()
+            }
+            ahead += module.children()
+        yield
+    finally:
+        for module, cls, own in held.values():
+            module.__class__ = cls
+            vars(module).clear()
+            vars(module).update(own)
+
+
+# ---- finding the rules
+
+
+class Rules:
+    """The rules of a model."""
+
+    def __init__(self) -> None:
+        self._rules: dict[tuple[int, str], Rule | None] = {}
+        self._outlines: dict[Slot, torch.Tensor] = {}
+        self._made: dict[Rule, dict[Slot, list[Region]]] = {}
+
+    def of(self, member: Member) -> tuple[list[Rule], list[Rule]]:
+        """What may make a tensor, innermost first, as upstream has it: first the constructors of
+        modules, then what runs once the model or adapter is there."""
+        later: list[Rule | None]
+        if member.adapter is None:
+            inner = [module for module in member.chain if unwrapped(module) is module]
+            later = [self._of_weights(inner[:depth]) for depth in range(len(inner), 0, -1)]
+        else:
+            depths = [i for i, m in enumerate(member.chain) if wrapped_by(m) is not None]
+            if not depths:
+                return [], []
+            inner = [*member.chain[depths[-1] + 1 :]]
+            later = [self._of_adapter(member.chain[: depths[-1] + 1], member.adapter)]
+        constructors = [self._of_constructor(module) for module in reversed(inner)]
+        return [*filter(None, constructors)], [*filter(None, later)]
+
+    def made_by(self, rule: Rule) -> dict[Slot, list[Region]]:
+        """What a rule gives values to."""
+        if rule not in self._made:
+            seen: dict[Slot, tuple[nn.Module, Any]] = {}
+
+            def outline_for(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+                outline = self.outline_for(module, name, tensor)
+                outline.made.clear()
+                seen[id(module), name] = module, outline
+                return outline
+
+            with running(0), standing_in(rule, outline_for):
+                rule.run()
+                for (_, name), (module, outline) in seen.items():
+                    now = tensor_of(module, name)
+                    if now is not None and now is not outline:  # another in its place
+                        outline.made.append((outline.size(), outline.stride(), 0))
+            self._made[rule] = {slot: [*o.made] for slot, (_, o) in seen.items() if o.made}
+        return self._made[rule]
+
+    def outline_for(self, module: nn.Module, name: str, tensor: torch.Tensor) -> Any:
+        """One and the same for all rules: some leave a mark on a tensor."""
+        slot = id(module), name
+        if slot not in self._outlines:
+            inner = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            self._outlines[slot] = like(tensor, Outline(inner))
+        return self._outlines[slot]
+
+    def _once(self, module: nn.Module, kind: str, make: Callable[[], Rule | None]) -> Rule | None:
+        if (id(module), kind) not in self._rules:
+            self._rules[id(module), kind] = make()
+        return self._rules[id(module), kind]
+
+    def _of_weights(self, chain: Sequence[nn.Module]) -> Rule | None:
+        module = chain[-1]
+        model: Any = next((m for m in reversed(chain) if is_pretrained(m)), None)
+        if model is None:
+            return None
+        run = partial(model._init_weights, module)
+        return self._once(module, "weights", lambda: Rule(module, run, is_bare=True))
+
+    def _of_constructor(self, module: nn.Module) -> Rule | None:
+        def make() -> Rule | None:
+            for name in ("reset_parameters", "_reset_parameters"):
+                if hasattr(type(module), name):
+                    run = getattr(module, name)
+                    is_asked_for_more = any(
+                        p.default is p.empty and p.kind is not p.VAR_POSITIONAL
+                        for p in inspect.signature(run).parameters.values()
+                        if p.kind is not p.VAR_KEYWORD
+                    )
+                    return None if is_asked_for_more else Rule(module, run, is_bare=True)
+            return None
+
+        return self._once(module, "constructor", make)
+
+    def _of_adapter(self, chain: Sequence[nn.Module], adapter: str) -> Rule | None:
+        def make() -> Rule | None:
+            holder: Any = next(m for m in reversed(chain) if has_adapters(m))
+            run = _reset_of(chain[-1], adapter, holder.peft_config.get(adapter))
+            return None if run is None else Rule(chain[-1], run, is_bare=False)
+
+        return self._once(chain[-1], f"adapter {adapter}", make)
+
+
+def like(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """`made` as the parameter or buffer that `tensor` is."""
+    if not isinstance(tensor, nn.Parameter):
+        return made
+    return nn.Parameter(made, requires_grad=tensor.requires_grad)
+
+
+def _reset_of(layer: nn.Module, adapter: str, config: Any) -> Callable[[], Any] | None:
+    """PEFT's own reset of an adapter's tensors in a layer, `reset_..._parameters(adapter_name)`,
+    with what it asks for from the adapter's configuration. None where there is no such method, or
+    several, or where the configuration asks for another start than the method knows of."""
+    names = [n for n in dir(type(layer)) if re.fullmatch(r"reset_(\w+_)?parameters", n)]
+    if len(names) != 1 or config is None:
+        return None
+    reset = getattr(layer, names[0])
+    parameters = inspect.signature(reset).parameters
+    given = {name: getattr(config, name) for name in parameters if hasattr(config, name)}
+    starts = {n: v for n, v in vars(config).items() if re.fullmatch(r"init_(\w+_)?weights", n)}
+    if any(value is not True for name, value in starts.items() if name not in parameters):
+        return None
+    return partial(reset, adapter, **given)

@@ -1,0 +1,462 @@
+"""`AdamW`: torch's optimizer over state that lies in Modicum's arenas, in a declared format."""
+
+import math
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from modicum import _modicum
+from modicum.errors import Error, UsageError, refusal
+from modicum.torch.optim.binding import (
+    Hooks,
+    bound_parts,
+    changed_since,
+    is_in_place,
+    meshes_of,
+    names_of,
+    refuse_lost,
+    refuse_repeated,
+)
+from modicum.torch.optim.bound import MOMENTS, Bound
+from modicum.torch.shards.forks import require_fork
+from modicum.torch.optim.parts import Part, global_sum, largest
+from modicum.torch.optim.state_dicts import is_noted, merged_groups, saved_values
+from modicum.torch.optim.states import is_own_master, options_of, require_seed
+
+__all__ = ["AdamW"]
+
+# Of each plane, as `memory.attribute` calls it.
+_OWNERS = {
+    "master": "master",
+    "master_low": "master",
+    "grad": "gradient",
+    **dict.fromkeys(MOMENTS, "moments"),
+}
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW whose state is taken whole when it is made, in a declared number of bytes.
+
+    A `torch.optim.Optimizer`: groups, schedulers, hooks, `GradScaler`, `state_dict` with PyTorch's
+    names and shapes. Parameters are plain tensors or DTensors of float32, bfloat16 or float16.
+
+    On the CPU a float32 parameter is its own master, and the bfloat16 parameter of a split format
+    is the upper half of its master: neither is held twice. `parameter.grad` becomes a view of the
+    gradients' plane when a backward brings it, and None is a step without it, as ever.
+
+    Of parameters on a device the whole state is on the host. Their gradients stay on the device, as
+    any optimizer's, and come to the host when a step or a norm needs them; new parameters leave
+    while the step goes on. Nothing of their size is taken for either: 128 KiB of staging are,
+    four times for each thread.
+
+    Parameters of any dense strides are stepped in memory order. A parameter that `param_groups`
+    holds in the place of another one, as after accelerate's `prepare` or `fully_shard`, and memory
+    that was moved, as by `model.to` or `share_memory`, is bound anew as long as there is no state:
+    no step was made and nothing loaded. Afterwards it is refused by name, on every rank of the
+    parameters' meshes. `state` may be changed as torch's: an entry that is gone begins anew, and
+    values that were put there are taken.
+
+    Args:
+        params: parameters, groups, or `model.named_parameters()`. Random bits are keyed by names
+            ("param.N" where there are none), which must not depend on the rank.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW; by group, too.
+        foreach, fused: taken and without effect: they choose between torch's implementations.
+        capturable, differentiable: False; nothing else is supported.
+        state_format: fp32 (16 bytes per parameter, gradient and float32 parameter included),
+            fp32-split (14), bf16-moments (10), int8-moments (8.0625) or int8-moments-24 (7.0625).
+            Those below fp32 are for bfloat16 parameters; others keep `fp32` beside them.
+        semantics: torch (the bits of torch.optim.AdamW's default path) or deepspeed.
+        decoupled: False: the decay is added to the gradient (Adam); of a group,
+            `decoupled_weight_decay`.
+        bias_correction: whether the averages' bias is corrected.
+        seed: of the random bits; the same on every rank.
+        ledger: what is taken is charged to it; None: a new one.
+        pin: whether what a device would touch is pinned, by CUDA's runtime, at its exact size; or
+            whatever has cudaHostRegister and cudaHostUnregister.
+        fork: what forked children find of the state: "excluded", "shared" or "inherited" (charged
+            twice), as of `modicum.torch.load`.
+
+    Attributes:
+        skipped_steps: steps that a gradient which was not finite has left out.
+
+    Raises:
+        BudgetError: the ledger has not enough left; before anything is taken.
+        UsageError: a parameter that can't be stepped where it lies, one that is given twice or
+            shares memory with another, and wrong options.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_format: str = "fp32",
+        semantics: str = "torch",
+        decoupled: bool = True,
+        bias_correction: bool = True,
+        seed: int = 0,
+        ledger: _modicum.Ledger | None = None,
+        pin: Any = False,
+        fork: str = "excluded",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        require_fork(fork)
+        super().__init__(params, defaults)
+        self.state_format, self.semantics, self.seed = state_format, semantics, require_seed(seed)
+        self.bias_correction = bias_correction
+        self.ledger = ledger or _modicum.Ledger()
+        self.skipped_steps = 0
+        self._pin, self._fork = pin, fork
+        self._max_norm: float | None = None
+        self._has_loaded = self._has_warned = False
+        self._is_first = True
+        self._unhook: Any = lambda: None
+        self._bound = Bound([], [])
+        self._bind()
+
+    # ---- which parameters it steps
+
+    @torch.no_grad()
+    def _bind(self) -> None:
+        """Takes state for the parameters of param_groups, of which there is none that would be
+        lost. Where that fails nothing stays taken, and the next call tries again."""
+        given = self._release()
+        try:
+            parts = bound_parts(self.param_groups)
+            options = [self._options(group) for group in self.param_groups]
+            self._bound = Bound(
+                parts, self.param_groups, options=options, state_format=self.state_format,
+                ledger=self.ledger, seed=self.seed, pin=self._pin, fork=self._fork,
+            )  # fmt: skip
+            hooks = Hooks(parts)
+            self._unhook = weakref.finalize(self, hooks.remove)
+            self._unhook.atexit = False
+            for part in parts:  # entries for new parameters, as `rebinding` moves them
+                if part.parameter in given:
+                    self._take(part, given[part.parameter])
+            self._bound.show(self.state, parts)
+        except BaseException:
+            self._release()
+            self.state.update(given)
+            raise
+
+    def _take(self, part: Part, entry: Any) -> None:
+        self._bound.take(part, saved_values(part, entry, self._bound.moments(part)))
+        self._has_loaded = True
+
+    def _release(self) -> dict[Any, Any]:
+        """Lets go of all parameters and of their state. Returns the entries of `state` that are not
+        this optimizer's own."""
+        parts = self._bound.parts
+        own = {part.parameter for part in parts if self._is_untouched(part)}
+        given = {key: entry for key, entry in self.state.items() if entry and key not in own}
+        for part in parts:
+            parameter = part.parameter
+            if parameter.grad is None or not is_in_place(part, parameter.grad):
+                continue
+            if (parameter.shape, parameter.dtype) == (part.grad.shape, part.grad.dtype):
+                parameter.grad = part.grad.clone()  # out of the plane, for the step to come
+        self._unhook()
+        self._bound = Bound([], [])
+        self._has_loaded = False
+        self.state.clear()
+        return given
+
+    def _is_untouched(self, part: Part) -> bool:
+        entry = self.state.get(part.parameter)
+        return is_noted(part, entry) and entry["step"].item() == 0
+
+    def _has_state(self) -> bool:
+        """Whether something would be lost if all parameters were bound anew."""
+        counts = self._bound.counts.tolist()
+        return any(
+            (count > 0 or self._has_loaded) and bool(self.state.get(part.parameter))
+            for part, count in zip(self._bound.parts, counts, strict=True)
+        )
+
+    def _follow(self) -> None:
+        """Binds what param_groups and `state` hold now, or refuses it."""
+        changed = changed_since(self._bound.parts, self.param_groups)
+        if changed is not None:
+            if self._has_state():
+                raise changed
+            self._bind()
+        self._has_loaded |= self._bound.follow(self.state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not after construction: everything has been taken by then."""
+        if "_bound" in self.__dict__:
+            what = "a parameter group after AdamW has been made, when all its memory is taken"
+            raise refusal("UNSUPPORTED", what)
+        super().add_param_group(refuse_repeated(param_group, self.param_groups))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise refusal("UNSUPPORTED", "AdamW is not copied or pickled; its state_dict() is")
+
+    # ---- a step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step with the gradients that are there: unscale, clip, update and cast in one pass.
+
+        Where a gradient is not finite, on any rank that has a part of the same parameters, nothing
+        is written on any of them and `skipped_steps` grows by 1.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        unscale = clip = 1.0
+        try:
+            problem = None
+            try:
+                unscale = self._unscale()
+                self._follow()
+                self._bound.settle()
+                self._push_options()
+                self._bound.refresh_on_device()
+                self._bound.collect()
+                self._check_gradients()
+            except Error as error:
+                problem = error
+            norm = self._norm(found_inf is None or not found_inf.item(), problem)
+            if self._max_norm is not None and norm is not None:
+                clip = _modicum.clip_factor(norm * unscale, self._max_norm)
+            if norm is None:
+                self.skipped_steps += 1
+            else:
+                self._bound.step(unscale, clip)
+        finally:
+            self._forget()
+        return loss
+
+    def _unscale(self) -> float:
+        """1 over the scale that a GradScaler has multiplied the loss with."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is None:
+            return 1.0
+        scale = float(scale)
+        unscale = 1.0 / scale if scale else math.inf
+        if not (0 < scale < math.inf and unscale <= torch.finfo(torch.float32).max):
+            expected = "finite and above 0, as its inverse"
+            raise refusal("USAGE", "GradScaler's scale", expected=expected, got=str(scale))
+        return unscale
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """The norm of all gradients over all ranks, to which the next step is clipped.
+
+        The gradients in `parameter.grad` stay as they are: the factor is part of the step's pass.
+        It is taken of what is stepped, so that a `GradScaler` may unscale before or in the step.
+
+        Returns:
+            The norm as it is now; NaN where a gradient is not finite.
+        """
+        max_norm = float(max_norm)
+        if not max_norm >= 0:
+            raise refusal("USAGE", "a norm to clip to is 0 or more", got=str(max_norm))
+        problem = None
+        try:
+            self._follow()
+            self._bound.collect()
+        except Error as error:
+            problem = error
+        norm = self._norm(True, problem)
+        self._max_norm = max_norm
+        return torch.tensor(float("nan") if norm is None else norm)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of torch's. The gradients' plane stays taken."""
+        super().zero_grad(set_to_none)
+        self._forget()
+
+    def _norm(self, finite: bool, problem: Error | None) -> float | None:
+        """Over all ranks; None where a gradient is not finite. A collective of all of these, which
+        raises on all of them where one has a problem."""
+        values: list[float] = []
+        if problem is None:
+            values, is_finite = self._bound.norms()
+            finite = finite and is_finite
+        total, is_bad = self._agreed(values, not finite, problem)
+        return None if is_bad else math.sqrt(total)
+
+    def _agreed(self, values: list[float], flag: bool, problem: Error | None) -> tuple[float, bool]:
+        """The sum of `values` and whether any rank has `flag`, on all ranks that hold parameters.
+        Where one of them has a problem no rank goes on: it raises its own, or names the other's."""
+        meshes = meshes_of(self._bound.parts, self.param_groups)
+        values = values or [0.0] * len(meshes)
+        total, (flag, refused) = global_sum(meshes, values, (flag, problem is not None))
+        if refused:
+            names = names_of(self.param_groups)
+            known = problem is not None and problem.tensor in names
+            at = largest(meshes, names.index(problem.tensor) + 1 if known else 0)
+            if problem is None:
+                what = "another rank has refused this call, and says why"
+                problem = refusal("USAGE", what, tensor=names[at - 1] if at else "")
+            raise problem
+        return total, flag
+
+    def _check_gradients(self) -> None:
+        """In the first step, and the first time that no parameter has a gradient: refuses
+        parameters that have none because the model has others by now."""
+        looked = zip(self._bound.parts, self._bound.looked, strict=True)
+        lacking = [part for part, (grad, _) in looked if grad is None]
+        has_none = len(lacking) == len(self._bound.parts)
+        is_first, self._is_first = self._is_first, False
+        if (is_first and lacking) or (has_none and not self._has_warned):
+            try:
+                refuse_lost([p for p in lacking if p.parameter.requires_grad], self._bound.parts)
+            except UsageError:
+                self._is_first = is_first
+                raise
+        if has_none and is_first:
+            what = "AdamW's first step finds no gradient in any of its parameters and changes "
+            what += "nothing: was backward called, and has the model other parameters by now?"
+            warnings.warn(what, stacklevel=5)
+        self._has_warned |= has_none
+
+    def _forget(self) -> None:
+        self._bound.forget()
+        self._max_norm = None
+
+    def _push_options(self) -> None:
+        for index, group in enumerate(self.param_groups):
+            options = self._options(group)
+            for state in self._bound.states.values():
+                state.set_options(index, options)
+
+    def _options(self, group: dict[str, Any]) -> _modicum.AdamOptions:
+        return options_of(group, self.semantics, self.bias_correction)
+
+    # ---- state dicts
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As of torch.optim.AdamW, which can load it: step, exp_avg, exp_avg_sq (max_exp_avg_sq)
+        of each parameter's shape in float32; and `master` where the parameter is a rounded copy or
+        the upper half. What lies there as float32 is a view; the rest is 4 bytes per element more
+        as long as the dict lives."""
+        self._follow()
+        self._bound.refresh_masters()
+        lies = self.state
+        try:
+            exported = {
+                part.parameter: self._bound.exported(part, lies[part.parameter])
+                for part in self._bound.parts
+            }
+            self.state = defaultdict(dict, exported)
+            return super().state_dict()
+        finally:
+            self.state = lies
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What this class or torch.optim.AdamW has saved, of any state format. Load the model
+        before: without `master` the parameters' values are taken for it.
+
+        All of it is checked before any of it is taken: a dict that is refused, with `UsageError`,
+        changes nothing on any of the ranks that hold the parameters.
+        """
+        if isinstance(state_dict, Mapping):
+            state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        groups: list[dict[str, Any]] = []
+        values: list[dict[str, Any]] = []
+        problem = None
+        try:
+            self._follow()
+            groups = merged_groups(state_dict, self.param_groups)
+            options = [self._options(group) for group in groups]
+            _modicum.adamw_footprint([], options, format=self.state_format)  # are they in range?
+            values = self._saved(state_dict)
+        except Error as error:
+            problem = error
+        self._agreed([], False, problem)
+        self._forget()
+        self._bound.settle()
+        for group, new in zip(self.param_groups, groups, strict=True):
+            group.update(new)
+        self._push_options()
+        for part, of in zip(self._bound.parts, values, strict=True):
+            self._bound.take(part, of)
+            self._bound.take_master(part, of.get("master"))
+        self._has_loaded = any(map(_is_begun, values))
+        self._bound.note_steps()
+        self._bound.note_versions()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _saved(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        return [
+            saved_values(part, state_dict["state"].get(key, {}), self._bound.moments(part))
+            for part, key in zip(self._bound.parts, keys, strict=True)
+        ]
+
+    # ---- what it holds
+
+    @property
+    def held(self) -> dict[str, dict[str, int]]:
+        """By state format: `parameters`, the elements that are in it, and bytes by purpose of what
+        was taken for them; a parameter's own memory is not in it."""
+        held: dict[str, dict[str, int]] = {}
+        for part in self._bound.parts:
+            of = held.setdefault(part.format, {"parameters": 0})
+            of["parameters"] += part.local.numel()
+            if part.shard == 0:
+                for purpose, size in self._bound.states[part.state].footprint.items():
+                    of[purpose] = of.get(purpose, 0) + size
+        return held
+
+    def _holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """For `memory.attribute`: owner, name and memory of all that a step works on."""
+        for part in self._bound.parts:
+            state = self._bound.states[part.state]
+            yield ("master" if is_own_master(part) else "weights"), part.name, part.local
+            for plane, owner in _OWNERS.items():
+                for lies in (state.plane(part.shard, plane), state.scales(part.shard, plane)):
+                    yield owner, f"{part.name}.{plane}", torch.from_dlpack(lies)
+
+    def digest(self) -> dict[str, int]:
+        """`state` (parameters and moments) and `master` (parameters) of this rank, as fp32 values
+        with names and global indices. Added up over ranks that hold different parts, modulo 2^64,
+        they depend on no sharding."""
+        self._follow()
+        self._bound.refresh_masters()
+        all_of = [state.digest() for state in self._bound.states.values()]
+        return {name: sum(of[name] for of in all_of) % (1 << 64) for name in ("state", "master")}
+
+
+def _is_begun(values: Mapping[str, Any]) -> bool:
+    """Whether a parameter's values are others than those before its first step."""
+    moments = [values.get(name) for name in MOMENTS]
+    return values["step"] > 0 or any(of is not None and bool(of.any()) for of in moments)

@@ -1,0 +1,110 @@
+"""Between a state on the host and the parameters on a device that it steps: gradients come, new
+parameters go, through the state's own planes and a small staging."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from modicum import _modicum
+from modicum.torch.optim.parts import Part
+
+__all__ = ["SLOTS", "Lane"]
+
+SLOTS = 4
+"""Of the ring, for each thread."""
+_SLOT_BYTES = 128 << 10
+
+
+class Lane:
+    """Of one state, all of whose parameters have one dtype and lie on one device.
+
+    Copies are put on the stream that is the device's current one when a call is made, so that what
+    the caller computes before and after it is in order. They overlap with other work where the
+    state's memory is pinned.
+    """
+
+    def __init__(
+        self,
+        state: _modicum.AdamW,
+        parts: Sequence[Part],
+        masters: Mapping[int, torch.Tensor] | None,
+    ) -> None:
+        """`masters`: by shard, where they lie in the parameters' dtype and leave as they are; None:
+        the new parameters leave through the ring, in which they are rounded."""
+        self._state = state
+        self._masters = masters
+        self._parts = {part.shard: part for part in parts if part.local.numel() > 0}
+        self._device = parts[0].local.device
+        self._dtype = parts[0].local.dtype
+        staging = torch.from_dlpack(state.staging)
+        self._staging = staging.view(self._dtype)
+        self._slots = self._staging.view(-1, _SLOT_BYTES // self._dtype.itemsize)
+        self._left: Any = None  # an event: what was sent from where it lies has left
+
+    def bring(self, parts: Sequence[tuple[Part, torch.Tensor]]) -> list[int]:
+        """Gradients, one-dimensional, to the state. Returns the shards whose lie in place now."""
+        in_place = []
+        for part, grad in parts:
+            assert part.plane is not None
+            plane = part.plane
+            if grad.dtype == plane.dtype:
+                plane.copy_(grad, non_blocking=True)
+                in_place.append(part.shard)
+            else:
+                self._bring_in_pieces(part, grad)
+        if in_place and (stream := _stream_of(self._device)):
+            stream.synchronize()
+        return in_place
+
+    def _bring_in_pieces(self, part: Part, grad: torch.Tensor) -> None:
+        staging = self._staging.view(torch.uint8).view(grad.dtype)
+        for at in range(0, grad.numel(), staging.numel()):
+            piece = grad[at : at + staging.numel()]
+            staged = staging[: piece.numel()]
+            staged.copy_(piece)
+            self._state.arrive(part.shard, staged, at=at)
+
+    def step(self, unscale: float, clip: float) -> None:
+        """A step of the state, and the new parameters on their way."""
+        stream = _stream_of(self._device)
+        if self._masters is None:
+            self._step_through_ring(unscale, clip, stream)
+            return
+        self._state.step(unscale, clip)
+        for shard, master in self._masters.items():
+            self._parts[shard].local.copy_(master, non_blocking=True)
+        self._left = stream.record_event() if stream else None
+
+    def _step_through_ring(self, unscale: float, clip: float, stream: Any) -> None:
+        sent: dict[int, Any] = {}  # by slot; each is one thread's
+
+        def send(shard: int, at: int, n: int, slot: int) -> None:
+            with stream or nullcontext():  # a worker has no other than the default one
+                to = self._parts[shard].local[at : at + n]
+                to.copy_(self._slots[slot, :n], non_blocking=True)
+                if stream:
+                    sent[slot] = stream.record_event()
+
+        def wait(slot: int) -> None:
+            if slot in sent:
+                sent.pop(slot).synchronize()
+
+        self._state.step(
+            unscale, clip, send=send, wait=wait, dtype=str(self._dtype).removeprefix("torch.")
+        )
+
+    def settle(self) -> None:
+        """Waits until what was sent has left; before anything is written to a master."""
+        if self._left is not None:
+            self._left.synchronize()
+        self._left = None
+
+
+def _stream_of(device: torch.device) -> Any:
+    """The current one; None where a device has none: its copies have happened when they return."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return None
+    return torch.accelerator.current_stream(device)

@@ -1,0 +1,143 @@
+"""What a state dict, or somebody's own entry of `state`, has of a parameter: proven before any of
+it is taken."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from modicum.errors import refusal
+from modicum.torch.optim.parts import Part
+
+__all__ = ["IMPLEMENTATION", "chunks", "entry_values", "is_noted", "merged_groups", "saved_values"]
+
+IMPLEMENTATION = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+"""Options of a group that choose one of torch's implementations, each with torch's default."""
+_CHUNK = 1 << 20  # elements
+
+Values = dict[str, Any]
+"""`step`, and one-dimensional tensors by name. A moment that is None is all zeros."""
+
+
+def chunks(line: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first element, elements) of pieces that are small beside a parameter."""
+    for at in range(0, line.numel(), _CHUNK):
+        yield at, line[at : at + _CHUNK]
+
+
+# ---- groups
+
+
+def merged_groups(state_dict: Any, own: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The optimizer's own groups with the options of `state_dict`. Nothing of it is shared."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        what = "a state dict of an optimizer has 'state' and 'param_groups'"
+        raise refusal("USAGE", what, got=_keys_of(state_dict))
+    groups = state_dict["param_groups"]
+    if not all(isinstance(group, Mapping) and "params" in group for group in groups):
+        raise refusal("USAGE", "a parameter group of a state dict without 'params'")
+    lengths = [len(group["params"]) for group in groups]
+    if lengths != (expected := [len(group["params"]) for group in own]):
+        what = "a state dict of other parameter groups"
+        raise refusal("MISMATCH", what, expected=str(expected), got=str(lengths))
+    left_out = {"params", "param_names", *IMPLEMENTATION}
+    merged = []
+    for group, new in zip(own, groups, strict=True):
+        if new.get("amsgrad", group["amsgrad"]) != group["amsgrad"]:
+            raise refusal("MISMATCH", "a state dict with another amsgrad")
+        options = {key: value for key, value in new.items() if key not in left_out}
+        merged.append(group | deepcopy(options))
+    return merged
+
+
+def _keys_of(value: Any) -> str:
+    return str(sorted(map(str, value))) if isinstance(value, Mapping) else type(value).__name__
+
+
+# ---- values
+
+
+def saved_values(part: Part, saved: Any, moments: Sequence[str]) -> Values:
+    """Of a parameter in a state dict. Without an entry it has made no step; an entry with a step or
+    a moment has them all."""
+    if not isinstance(saved, Mapping):
+        got = _keys_of(saved)
+        raise refusal("USAGE", "its state", tensor=part.name, expected="a dict", got=got)
+    values: Values = {"step": _step(part, saved.get("step", 0)), **dict.fromkeys(moments)}
+    has_any = values["step"] > 0 or any(name in saved for name in moments)
+    for name in moments if has_any else ():
+        values[name] = _checked(part, saved, name)
+    if has_any and "step" not in saved:
+        raise refusal("MISMATCH", "its state lacks 'step'", tensor=part.name)
+    if saved.get("master") is not None:
+        values["master"] = _checked(part, saved, "master")
+    return values
+
+
+def entry_values(part: Part, entry: Any, moments: Sequence[str]) -> Values:
+    """Of an entry of `state`: only what is not this optimizer's own. An empty one begins anew, as
+    torch's optimizers do with it."""
+    if not entry:
+        return {"step": 0, **dict.fromkeys(moments)}
+    values: Values = {}
+    if "step" not in entry:
+        raise refusal("MISMATCH", "its state lacks 'step'", tensor=part.name)
+    values["step"] = _step(part, entry["step"])
+    for name in moments:
+        if name in entry and not _is_same(entry, name, part.entry):
+            values[name] = _checked(part, entry, name)
+        elif name not in entry and name in part.entry:
+            raise refusal("MISMATCH", f"its state lacks '{name}'", tensor=part.name)
+    return values
+
+
+def is_noted(part: Part, entry: Any) -> bool:
+    """Whether the tensors of an entry of `state` are those that the optimizer has put there, in the
+    memory that they had. Says nothing of their values."""
+    return (
+        entry is not None
+        and len(entry) == len(part.entry)
+        and all(_is_same(entry, name, part.entry) for name in part.entry)
+    )
+
+
+def _is_same(entry: Any, name: str, noted: dict[str, tuple[torch.Tensor, int]]) -> bool:
+    tensor, address = noted.get(name, (None, 0))
+    return tensor is not None and entry.get(name) is tensor and _address(tensor) == address
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return getattr(tensor, "_local_tensor", tensor).data_ptr()
+
+
+def _step(part: Part, value: Any) -> int:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not (number >= 0 and number.is_integer()):
+        expected = "a whole number, 0 or more"
+        raise refusal("MISMATCH", "its step", tensor=part.name, expected=expected, got=repr(value))
+    return int(number)
+
+
+def _checked(part: Part, saved: Mapping[str, Any], name: str) -> torch.Tensor:
+    """This rank's elements of a tensor, finite, and where they are squares not negative."""
+    value = saved.get(name)
+    if not isinstance(value, torch.Tensor):
+        what = f"its state lacks '{name}'" if value is None else f"its {name} is no tensor"
+        raise refusal("MISMATCH", what, tensor=part.name)
+    line = part.local_like(value, name).to("cpu")
+    least = -math.inf if name in ("exp_avg", "master") else 0.0
+    for at, piece in chunks(line):
+        low, high = (bound.item() for bound in piece.aminmax())  # NaN, where there is one
+        if math.isfinite(low) and math.isfinite(high) and low >= least:
+            continue
+        bad = ~piece.isfinite() | (piece < least)
+        first = int(bad.nonzero()[0])
+        expected = "finite values" + (", 0 or more" if least == 0 else "")
+        got = f"{piece[first].item()} at local element {at + first}"
+        raise refusal("MISMATCH", f"its {name}", tensor=part.name, expected=expected, got=got)
+    return line

@@ -1,0 +1,119 @@
+"""The states that step an optimizer's parameters: one for each format and place that they need."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.torch.ranks.cpus import cpus_of_rank
+from modicum.upstream.torch_fsdp import register
+from modicum.torch.optim.lanes import SLOTS
+from modicum.torch.optim.parts import Part
+
+__all__ = ["dtype_of", "is_own_master", "make_states", "options_of", "require_seed"]
+
+_ROWS = {row["name"]: row for row in _modicum.state_formats()}
+
+
+def dtype_of(part: Part, plane: str) -> torch.dtype:
+    """Of `master`, `grad` or `moment` in the format that steps it."""
+    return getattr(torch, _ROWS[part.format][plane])
+
+
+def is_own_master(part: Part) -> bool:
+    """Whether the parameter's memory is the master, or its upper half."""
+    return part.on_host and dtype_of(part, "master") == part.local.dtype
+
+
+def options_of(group: dict[str, Any], semantics: str, bias_correction: bool) -> Any:
+    """Of a parameter group, each a number of the right kind; the state checks their ranges."""
+    for name in ("capturable", "differentiable"):
+        if group.get(name):
+            what = f"{name}: AdamW's state is on the host, where no graph records a step"
+            raise refusal("UNSUPPORTED", what, expected="False", got=repr(group[name]))
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise refusal("USAGE", "betas", expected="two numbers", got=repr(betas))
+    return _modicum.AdamOptions(
+        semantics=semantics,
+        lr=_number("lr", group["lr"]),
+        betas=(_number("betas", betas[0]), _number("betas", betas[1])),
+        eps=_number("eps", group["eps"]),
+        weight_decay=_number("weight_decay", group["weight_decay"]),
+        decoupled=bool(group["decoupled_weight_decay"]),
+        amsgrad=bool(group["amsgrad"]),
+        maximize=bool(group["maximize"]),
+        bias_correction=bias_correction,
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise refusal("USAGE", name, expected="a number", got=repr(value)) from None
+
+
+def require_seed(seed: Any) -> int:
+    """A seed that the random bits can have."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        raise refusal("USAGE", "seed", expected="an integer from 0 to 2**64 - 1", got=repr(seed))
+    return seed
+
+
+def make_states(
+    parts: Sequence[Part],
+    options: Sequence[_modicum.AdamOptions],
+    state_format: str,
+    ledger: _modicum.Ledger,
+    seed: int,
+    pin: Any,
+    *,
+    fork: str,
+) -> dict[str, _modicum.AdamW]:
+    """Says in each part which state is its. bfloat16 parameters have `state_format`, others fp32;
+    those on a device have states of their own, one for each dtype."""
+    _modicum.adamw_footprint([], options, format=state_format)  # is it one?
+    shards: dict[str, list[Any]] = {}
+    made_with: dict[str, dict[str, Any]] = {}
+    threads = cpus_of_rank()
+    for part in parts:
+        part.format = state_format if part.local.dtype == torch.bfloat16 else "fp32"
+        part.state = part.format
+        if not part.on_host:
+            part.state += f" of {part.local.dtype} on {part.local.device}"
+        master = out = None
+        if part.on_host and part.local.numel() > 0:
+            master, out = (part.local, None) if is_own_master(part) else (None, part.local)
+        of_state = shards.setdefault(part.state, [])
+        part.shard = len(of_state)
+        of_state.append((part.name, part.runs, part.group, master, out))
+        slots = 0 if part.on_host else SLOTS
+        made_with[part.state] = {
+            "format": part.format, "slots": slots, "threads": threads, "fork": fork,
+        }  # fmt: skip
+    needed: Counter[str] = Counter()  # all states or none
+    for key, of in shards.items():
+        needed.update(_modicum.adamw_footprint(of, options, **made_with[key]))
+    ledger.require_room(needed, "AdamW's states")
+    pins, unpins = _registrar(pin)
+    return {
+        key: _modicum.AdamW(
+            of, options, ledger=ledger, seed=seed, pin=pins, unpin=unpins, **made_with[key]
+        )
+        for key, of in shards.items()
+    }
+
+
+def _registrar(pin: Any) -> tuple[Any, Any]:
+    """What pins (address, bytes), and what undoes it."""
+    if pin is False or pin is None:
+        return None, None
+    if pin is True and not torch.cuda.is_available():
+        raise refusal("UNSUPPORTED", "without CUDA nothing is pinned: pin=False?")
+    cudart = torch.cuda.cudart() if pin is True else pin
+    return partial(register, cudart), lambda address, _: cudart.cudaHostUnregister(address)

@@ -1,0 +1,164 @@
+"""Bytes between some ranks of a load, from one of them to the others, over Gloo.
+
+Point to point only, never a collective: who waits for bytes waits for one peer, as long as that
+one reads, and can leave at any time. Two ways:
+
+- *whole*: everybody needs everything. The ranks are a ring, and each passes on to the next one
+  what it has received, piece by piece; the one before the root keeps it. Every rank sends and
+  receives each byte once, however many they are, and has two connections.
+- in parts: each says to the root which part it needs, and receives that.
+
+The network interface is the one that PyTorch's own Gloo groups take.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from modicum.errors import refusal
+from modicum.torch.ranks.caller import Call, Caller
+
+__all__ = ["Exchange"]
+
+PIECE_BYTES = 2 << 20
+PIECES_AHEAD = 8
+CONNECT_LIMIT = timedelta(minutes=5)
+NO_LIMIT = timedelta(days=365)  # failures end waits, not clocks: a root may read for long
+SLAM = timedelta(milliseconds=1)
+SLAM_WAIT_S = 2.0
+TAG = 0
+# Gloo deals tags to its connections by remainder. This one goes where TAG goes, for up to ten
+# network interfaces, and nobody ever sends with it.
+SLAM_TAG = 5040
+
+
+class Exchange:
+    """One rank's end. One thread at a time; every rank makes the same calls in the same order.
+
+    Args:
+        store: for this exchange alone, to find each other; is cloned.
+        place: this rank's among those that exchange.
+        size: how many they are.
+        whole: everybody needs everything.
+    """
+
+    def __init__(self, store: dist.Store, place: int, size: int, whole: bool) -> None:
+        if not dist.is_gloo_available():
+            raise refusal("UNSUPPORTED", f"PyTorch {torch.__version__} was built without Gloo")
+        self._store, self._place, self._size, self._whole = store, place, size, whole
+        self._groups: list[dist.ProcessGroupGloo] = []
+        # By place: the group that connects us, and the peer's rank in it.
+        self._links: dict[int, tuple[dist.ProcessGroupGloo, int]] = {}
+        self._caller = Caller("modicum-exchange")
+        self._call: Call | None = None
+        self._is_connected = self._is_closed = False
+        self.peer: int | None = None
+        """The place that is waited for, or was when a call failed; None while connecting."""
+
+    def begin(self, root: int, view: memoryview, begin: int, end: int) -> Call:
+        """Begins to bring `view` from the place `root` to all others, of which this one needs at
+        least [begin, end). The call ends with RuntimeError where a connection does. `view` must
+        live until the call has ended or close() has returned."""
+        whole = torch.frombuffer(view, dtype=torch.uint8)
+        send = self._pass_on if self._whole else self._deal
+        self._call = self._caller.begin(send, whole, root, begin, min(end, len(view)))
+        return self._call
+
+    def close(self) -> None:
+        """Ends this rank's connections, also under a call that waits, which is seen by its peers.
+        No memory is touched afterwards."""
+        self._is_closed = True  # a call that is still connecting ends with that
+        if self._is_connected and not self._call.wait(0):
+            for group in self._groups:
+                _slam(group)
+            self._call.wait(SLAM_WAIT_S)
+        self._caller.end()
+        self._links.clear()
+        self._groups.clear()
+
+    # ---- on the caller's thread
+
+    def _connect(self, store: dist.Store, name: str, members: Sequence[int]) -> None:
+        """Connects the places `members`, of which this is one."""
+        mine = members.index(self._place)
+        store = dist.PrefixStore(name, store)
+        group = dist.ProcessGroupGloo(store, mine, len(members), CONNECT_LIMIT)
+        self._groups.append(group)
+        for at, place in enumerate(members):
+            if place != self._place:
+                self._links[place] = group, at
+
+    def _connect_all(self) -> None:
+        store = self._store.clone()
+        if not self._whole or self._size == 2:
+            self._connect(store, "all", range(self._size))
+        else:
+            # Even links first, so that nobody waits for a neighbour that waits for another one.
+            mine = (self._place - 1) % self._size, self._place
+            for link in sorted(mine, key=lambda at: (at % 2, at)):
+                self._connect(store, f"link/{link}", (link, (link + 1) % self._size))
+        self._is_connected = True
+        if self._is_closed:
+            raise RuntimeError("closed before it was connected")
+
+    def _send(self, place: int, part: torch.Tensor) -> dist.Work:
+        group, at = self._links[place]
+        return group.send([part], at, TAG)
+
+    def _receive(self, place: int, part: torch.Tensor) -> dist.Work:
+        group, at = self._links[place]
+        return group.recv([part], at, TAG)
+
+    def _await(self, place: int, work: dist.Work) -> None:
+        self.peer = place
+        work.wait(NO_LIMIT)
+
+    def _pass_on(self, whole: torch.Tensor, root: int, _begin: int, _end: int) -> None:
+        if not self._is_connected:
+            self._connect_all()
+        before, after = (self._place - 1) % self._size, (self._place + 1) % self._size
+        for stretch in whole.split(PIECE_BYTES * PIECES_AHEAD):
+            pieces = stretch.split(PIECE_BYTES)
+            arriving = [] if self._place == root else [self._receive(before, p) for p in pieces]
+            leaving = []
+            for piece, work in itertools.zip_longest(pieces, arriving):
+                if work is not None:
+                    self._await(before, work)
+                if after != root:
+                    leaving.append(self._send(after, piece))
+            for work in leaving:
+                self._await(after, work)
+
+    def _deal(self, whole: torch.Tensor, root: int, begin: int, end: int) -> None:
+        if not self._is_connected:
+            self._connect_all()
+        if self._place != root:
+            asking = self._send(root, torch.tensor([begin, end]))
+            if begin < end:
+                self._await(root, self._receive(root, whole[begin:end]))
+            self._await(root, asking)
+            return
+        wanted = {place: torch.empty(2, dtype=torch.int64) for place in self._links}
+        asked = {place: self._receive(place, wanted[place]) for place in self._links}
+        leaving = {}
+        for place, work in asked.items():
+            self._await(place, work)
+            begin, end = wanted[place].tolist()
+            if begin < end:
+                leaving[place] = self._send(place, whole[begin:end])
+        for place, work in leaving.items():
+            self._await(place, work)
+
+
+def _slam(group: dist.ProcessGroupGloo) -> None:
+    """Gloo has no call that ends its connections, but ends them all when one wait is too long."""
+    peer = 1 if group.rank() == 0 else 0
+    try:
+        group.recv([torch.empty(1, dtype=torch.uint8)], peer, SLAM_TAG).wait(SLAM)
+    except RuntimeError:  # which was asked for; or they had ended before
+        return

@@ -1,0 +1,465 @@
+"""How the ranks of the caller's process group stand by each other during a load.
+
+Everything but bytes goes through the group's store, so that nobody is ever inside a collective
+that others don't come to. A load has its own part of the store:
+
+    failed      the first failure, {"error": {...}}; set once, seen by all within TICK_S
+    beat/R      counts while rank R lives
+    barrier/N   how many have come to the N-th meeting
+    gather/N    the same; gather/N/R is what rank R brought, gather/N/all what came of it
+    over        how many know that the load is over, be it by a failure
+    exchange/R  what Gloo needs to connect the group whose first rank is R
+
+Calls of the store can block without bound (its host may be stopped), so that a thread makes them,
+and whoever asks waits for the thread with a limit. A second thread watches. Traffic: per rank four
+looks at `failed` a second, a beat, and one or two looks at neighbours; a meeting costs each rank
+two calls and some polls, which are rarer the more ranks there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from modicum.errors import Error, from_json, refusal
+from modicum.torch.ranks.exchange import Exchange
+from modicum.torch.ranks.liveness import LOOK_S, Neighbours, Process, nodes_of
+from modicum.torch.ranks.store import LoadStore, store_of_world
+
+__all__ = ["Board", "Ranks"]
+
+TICK_S = 0.25
+"""Between two looks at the first failure."""
+PART_LIMIT_S = 2.0  # of waiting for all to know that it is over
+POLL_GROWTH = 1.25
+CODES = {"PEER": 17, "CONFLICT": 20, "INTERNAL": 70, "CANCELLED": 130}
+
+
+class Board(Protocol):
+    """What a running load is told through, and tells: `modicum._modicum.Board`."""
+
+    progress: int
+
+    def fail(self, what: str, rank: int = -1) -> None: ...
+
+
+class Ranks:
+    """One rank among those of a load. `barrier`, `agree`, `report` and `broadcast` are what the
+    library calls; they raise the first failure of any rank, the same error on all."""
+
+    rank: int
+    world_size: int
+    node: int
+    """Index of this rank's host."""
+    ranks_per_node: int | None
+    """None where hosts have different numbers of ranks, or ranks that don't follow each other."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        """A rank that has nobody to talk to."""
+        self.rank, self.world_size, self.node, self.ranks_per_node = rank, world_size, 0, world_size
+        self._store: LoadStore | None = None
+        self._rounds = itertools.count()
+        self._longest_pause_s = 0.004 + world_size / 5000  # 5000 polls a second are not many
+        self._pids: list[int] = []
+        self._exchange: Exchange | None = None
+        self._members: Sequence[int] = (rank,)
+        self._lock = threading.Lock()  # of these four
+        self._failure: str | None = None
+        self._failed = threading.Event()
+        self._board: Board | None = None
+        self._over_told = False
+        self._neighbours: Neighbours | None = None
+        self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="modicum-watch", daemon=True)
+
+    @classmethod
+    def of_world(cls) -> Ranks:
+        """The ranks of torch.distributed's default group, each of which must come here; without
+        one, a rank alone. Of a group with the backend "fake", which can't talk, this rank as if
+        it were alone: its rank and world size, and everybody says what it says.
+
+        Raises:
+            UsageError: PyTorch shows no store of the group.
+            PeerError: a rank has not come within the group's timeout, or has died.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            return cls(0, 1)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if world_size == 1 or dist.get_backend() == "fake":
+            return cls(rank, world_size)
+        store = store_of_world()
+        ranks = cls(rank, world_size)
+        try:
+            ranks._meet(store)
+        except BaseException as error:
+            verdict = ranks._part_with(error)
+            ranks._close()
+            raise verdict from None
+        return ranks
+
+    # ---- all together
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank brought, by rank; JSON values."""
+        return self._settle(value, list)
+
+    def once(self, make: Callable[[], Any], beside: Callable[[], Any]) -> tuple[Any, list[Any]]:
+        """What `make` makes on rank 0, on every rank, and what `beside` gives on each rank, there
+        after `make`; JSON values. A rank that can't talk to the others makes it itself."""
+        made = make() if self.rank == 0 or self._store is None else None
+        made, brought = self._settle(beside(), lambda brought: [made, brought])
+        return made, brought
+
+    def agree(self, digest: str) -> None:
+        """CONFLICT, naming the first rank that differs from rank 0, where not all bring the
+        same."""
+        self._settle(digest, self._judge)
+
+    def barrier(self) -> None:
+        """Returns once every rank has come here as often as this one."""
+        if self._store is not None:
+            key = f"barrier/{next(self._rounds)}"
+            self._store.count(key, 1)
+            self._until(lambda: self._store.count(key) == self.world_size)
+
+    def broadcast(self, root: int, view: memoryview, begin: int, end: int) -> None:
+        """Brings `view` from the rank at place `root` of the group of `exchange_among` to the
+        others, of which this one needs at least [begin, end)."""
+        if self._store is None:
+            raise refusal("UNSUPPORTED", "ranks of a fake process group can't exchange bytes")
+        self.check()
+        if len(view) == 0:
+            return
+        call = self._exchange.begin(root, view, begin, end)
+        try:
+            while not call.wait(TICK_S):
+                self.check()
+            self._received(call.result)
+        except BaseException as error:
+            # Others must know why before they see that connections end.
+            self.report(_document_of(error))
+            self._exchange.close()
+            raise
+
+    def exchange_among(self, members: Sequence[int], *, whole: bool) -> None:
+        """Says, once, whom broadcast() is among: the ranks `members`, which must all say so.
+
+        Args:
+            whole: every one of them needs everything that is sent.
+        """
+        if self._store is None:
+            return
+        self._members = members
+        store = self._store.part(f"exchange/{members[0]}")
+        self._exchange = Exchange(store, members.index(self.rank), len(members), whole)
+
+    # ---- failures
+
+    def report(self, document: str) -> str:
+        """Tells all ranks that this one has failed.
+
+        Args:
+            document: the error, as the command line prints it with `--json`.
+
+        Returns:
+            The failure that counts, which is the first of any rank.
+        """
+        if self._store is None:
+            return document
+        document = self._naming_this_rank(document)
+        if self._failure is None:
+            try:
+                document = self._store.set_first("failed", document)
+            except Error:  # nobody can be told, and the others see the same
+                pass
+            self._fail(document)
+        return self._failure
+
+    def check(self) -> None:
+        """Raises the first failure of any rank, as far as it is known here."""
+        if self._failed.is_set():
+            raise from_json(self._failure)
+
+    @contextmanager
+    def together(self) -> Iterator[Ranks]:
+        """All ranks leave this well, or all raise: the first failure of any of them, as the same
+        class with the same message, `culprit_rank` and `culprit_pid`. What is not of Modicum is
+        raised as it is where it happened, and is INTERNAL to the others; Ctrl-C is CANCELLED. At
+        the end of it nothing is left of this object but its fields."""
+        try:
+            yield self
+            self.barrier()
+            if self._store is not None:
+                self._store.forget(f"beat/{self.rank}")
+            self._part()
+        except BaseException as error:
+            verdict = self._part_with(error)
+            if verdict is error:
+                raise
+            cause = None if isinstance(error, Error) else error
+            raise verdict.with_traceback(error.__traceback__) from cause
+        finally:
+            self._close()
+
+    @contextmanager
+    def watching(
+        self, board: Board, progress: Callable[[int], object] | None = None
+    ) -> Iterator[None]:
+        """While this is open, another rank's failure ends the load that `board` belongs to.
+
+        Args:
+            board: of the load.
+            progress: is called with the bytes that this rank has got so far, every 0.25 s and at
+                the end, on a thread of its own. What it raises ends the load.
+        """
+        with self._lock:
+            self._board = board
+        self.check()
+        ended = threading.Event()
+        teller = threading.Thread(target=self._tell, args=(board, progress, ended), daemon=True)
+        if progress is not None:
+            teller.start()
+        try:
+            yield
+        except Error:  # the load says of another's failure only that there was one
+            self.check()
+            raise
+        finally:
+            with self._lock:
+                self._board = None
+            ended.set()
+            if progress is not None:
+                teller.join()
+        self.check()
+
+    # ---- meetings
+
+    def _meet(self, store: dist.Store) -> None:
+        self._store = LoadStore(store, self._losing_the_store)
+        self._watcher.start()
+        me = Process.this()
+        limit_s = store.timeout.total_seconds()
+        hello = [me.boot, me.host, me.pid_space, me.pid, me.started]
+        processes = [Process(*fields) for fields in self._settle(hello, list, limit_s)]
+        self._pids = [process.pid for process in processes]
+        self.node, self.ranks_per_node = nodes_of(processes, self.rank)
+        self._neighbours = Neighbours(processes, self.rank)
+
+    def _settle(
+        self, value: Any, judge: Callable[[list[Any]], Any], limit_s: float | None = None
+    ) -> Any:
+        """What `judge` makes, on rank 0, of what every rank brings."""
+        if self._store is None:
+            return judge([value] * self.world_size)
+        key = f"gather/{next(self._rounds)}"
+        store = self._store
+        store.put(f"{key}/{self.rank}", json.dumps(value))
+        store.count(key, 1)
+        if self.rank == 0:
+            self._until(lambda: store.count(key) == self.world_size, key, limit_s)
+            brought = store.take(*(f"{key}/{rank}" for rank in range(self.world_size)))
+            made = json.dumps(judge([json.loads(text) for text in brought]))
+            store.put(f"{key}/all", made)
+        else:
+            self._until(lambda: store.has(f"{key}/all"), key, limit_s)
+            [made] = store.take(f"{key}/all")
+        return json.loads(made)
+
+    def _judge(self, digests: list[str]) -> None:
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+            what = f"rank {others[0]}{more} has other inputs than rank 0"
+            raise from_json(self._blaming(others[0], "CONFLICT", what,
+                                          expected=digests[0], got=digests[others[0]]))
+
+    def _until(
+        self, is_so: Callable[[], bool], key: str = "", limit_s: float | None = None
+    ) -> None:
+        """Polls the store; the more ranks there are, the less often. PEER where the ranks that
+        are to bring something under `key` have not after `limit_s`."""
+        waited_s = 0.0
+        for pause_s in self._pauses():
+            if is_so():
+                return
+            if self._failed.wait(pause_s):
+                self.check()
+            waited_s += pause_s
+            if limit_s is not None and waited_s > limit_s:
+                self._miss_ranks(key, limit_s)
+
+    def _pauses(self) -> Iterator[float]:
+        """Between polls: short at first, for ranks mostly come at about the same time."""
+        pause_s = self._longest_pause_s / 8
+        while True:
+            yield pause_s
+            pause_s = min(pause_s * POLL_GROWTH, self._longest_pause_s)
+
+    def _miss_ranks(self, key: str, limit_s: float) -> None:
+        absent = [rank for rank in range(self.world_size)
+                  if not self._store.has(f"{key}/{rank}")]
+        if absent:
+            more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
+            what = f"rank {absent[0]}{more} has not come to the load within {limit_s:.0f} s"
+            raise from_json(self._blaming(absent[0], "PEER", what))
+
+    # ---- watching
+
+    def _watch(self) -> None:
+        try:
+            for tick in itertools.count(1):
+                if self._ended.wait(TICK_S):
+                    return
+                if self._store.has("failed"):
+                    self._fail(self._store.get("failed"))
+                    self._tell_over()
+                    return
+                if tick * TICK_S % LOOK_S == 0:
+                    self._look()
+        except BaseException as error:  # must reach whoever waits for what this thread sees
+            self._fail(self._naming_this_rank(_document_of(error)))
+
+    def _look(self) -> None:
+        self._store.count(f"beat/{self.rank}", 1)
+        # Once anybody knows that it is over, ranks leave one after the other.
+        if self._neighbours is None or self._store.count("over") > 0:
+            return
+        lost = self._neighbours.look(lambda rank: self._store.count(f"beat/{rank}"))
+        if lost is not None:
+            rank, how = lost
+            self.report(self._blaming(rank, "PEER", f"rank {rank} (pid {self._pids[rank]}) {how}"))
+
+    def _tell(
+        self, board: Board, progress: Callable[[int], object], ended: threading.Event
+    ) -> None:
+        try:
+            while not ended.wait(TICK_S):
+                progress(board.progress)
+            progress(board.progress)
+        except BaseException as error:  # is the load's, which runs on another thread
+            document = self.report(_document_of(error))
+            self._fail(document)
+
+    def _fail(self, document: str) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = document
+            self._failed.set()
+            if self._board is not None:
+                facts = json.loads(document)["error"]
+                self._board.fail(facts["message"], facts.get("culprit_rank", -1))
+
+    # ---- the end
+
+    def _part_with(self, error: BaseException) -> BaseException:
+        """What this rank has to raise when it leaves with `error`."""
+        if self._store is None:
+            return error
+        own = self._naming_this_rank(_document_of(error))
+        counts = self.report(own)
+        self._part()
+        if not isinstance(error, Exception) or (counts == own and not isinstance(error, Error)):
+            return error
+        return from_json(counts)
+
+    def _part(self) -> None:
+        """Nobody leaves before all know that it is over: the one whose process has the store may
+        end it next."""
+        if self._store is None:
+            return
+        # A rank that has died won't say that it knows.
+        is_dead = self._failure is not None and from_json(self._failure).category == "PEER"
+        waited_s = 0.0
+        try:
+            self._tell_over()
+            for pause_s in self._pauses():
+                told = self._store.count("over")
+                if waited_s >= PART_LIMIT_S or told >= self.world_size - is_dead:
+                    return
+                self._ended.wait(pause_s)
+                waited_s += pause_s
+        except Error:  # the store is gone, so somebody has left
+            return
+
+    def _tell_over(self) -> None:
+        with self._lock:
+            told, self._over_told = self._over_told, True
+        if not told:
+            self._store.count("over", 1)
+
+    def _close(self) -> None:
+        if self._store is None:
+            return
+        self._ended.set()
+        self._watcher.join()
+        if self._exchange is not None:
+            self._exchange.close()
+        self._store.end()
+
+    # ---- documents
+
+    def _losing_the_store(self, how: str) -> Error:
+        what = "the store of the process group, which {} has, " + how
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            self._fail(_document("PEER", what.format("the launcher")))
+        else:
+            self._fail(self._blaming(0, "PEER", what.format("rank 0")))
+        return from_json(self._failure)
+
+    def _blaming(self, culprit: int, category: str, what: str, **facts: str) -> str:
+        pid = {"culprit_pid": self._pids[culprit]} if self._pids else {}
+        return _document(category, what, rank=self.rank, culprit_rank=culprit, **pid, **facts)
+
+    def _naming_this_rank(self, document: str) -> str:
+        """`document` with a culprit, which is this rank where it names none."""
+        facts = json.loads(document)["error"]
+        if "culprit_rank" not in facts:
+            if "rank" not in facts:
+                facts["message"] += f" (rank {self.rank})"
+            facts |= {"rank": self.rank, "culprit_rank": self.rank, "culprit_pid": os.getpid()}
+        return json.dumps({"error": facts})
+
+    def _received(self, result: Callable[[], None]) -> None:
+        try:
+            result()
+        except RuntimeError as error:
+            # A peer that left for a reason has told it before.
+            if self._failed.wait(4 * TICK_S):
+                self.check()
+            place, why = self._exchange.peer, _first_line(error)
+            if place is None:
+                others = f"the {len(self._members) - 1} ranks that it exchanges bytes with"
+                what = f"rank {self.rank} could not connect to {others}: {why}"
+                raise from_json(_document("PEER", what, rank=self.rank)) from None
+            peer = self._members[place]
+            what = f"the connection to rank {peer} (pid {self._pids[peer]}) ended: {why}"
+            raise from_json(self._blaming(peer, "PEER", what)) from None
+
+
+def _document(category: str, what: str, **facts: Any) -> str:
+    details = ", ".join(f"{name} {facts[name]}" for name in ("expected", "got") if name in facts)
+    message = f"{category}: {what}" + (f" ({details})" if details else "")
+    told = {"category": category, "code": CODES[category], "message": message}
+    return json.dumps({"error": told | facts})
+
+
+def _document_of(error: BaseException) -> str:
+    if isinstance(error, Error):
+        known = {name: fact for name, fact in vars(error).items() if name in Error.__annotations__}
+        told = {"category": error.category, "code": error.code, "message": str(error)}
+        return json.dumps({"error": told | known})
+    if isinstance(error, KeyboardInterrupt):
+        return _document("CANCELLED", "interrupted")
+    return _document("INTERNAL", f"{type(error).__name__}: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

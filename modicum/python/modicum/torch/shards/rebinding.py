@@ -1,0 +1,103 @@
+"""An optimizer follows its parameters, by name, through whatever exchanges them.
+
+`fully_shard` and tensor parallelism put new parameters in the place of those that an optimizer was
+made with. Addresses can't tell which belong together, for on meta they are all 0; nor can the
+order, for an optimizer's groups have one of their own.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from modicum.errors import refusal
+from modicum.torch.shards.names import parameter_names
+
+__all__ = ["rebinding"]
+
+Names = dict[nn.Parameter, list[str]]
+
+
+@contextmanager
+def rebinding(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, resuming: bool = False
+) -> Iterator[None]:
+    """Within it parameters of `model` may be exchanged; afterwards `optimizer` has the new ones.
+
+        with modicum.torch.rebinding(model, optimizer):
+            fully_shard(model)
+
+    Each place in each parameter group gets the parameter that has the FQN of the one before; names
+    that `torch.compile` and activation checkpointing put into an FQN don't count. Where the block
+    or the rebinding fails, the optimizer is as it was. Within the block it keeps the parameters
+    before alive: on meta they take no memory.
+
+    Args:
+        model: what the block works on, in place.
+        optimizer: one, or several.
+        resuming: whether an optimizer that has state is taken. Its state goes to the new parameters
+            where it has their shape and placements. False by default.
+
+    `UsageError`: an optimizer has state and is not resuming; a parameter of it is none of the
+    model; a name is gone afterwards; tied parameters came apart; state does not fit.
+    """
+    optimizers = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
+    names = parameter_names(model)
+    for one in optimizers:
+        _check_before(one, names, resuming)
+    yield
+    after = {name: p for p, fqns in parameter_names(model).items() for name in fqns}
+    exchanged = [_exchanged(one, names, after) for one in optimizers]
+    for one, new_of in zip(optimizers, exchanged, strict=True):
+        for group in one.param_groups:
+            # In place: some optimizers keep the list.
+            group["params"][:] = [new_of[parameter] for parameter in group["params"]]
+        moved = {new_of.get(key, key): state for key, state in one.state.items()}
+        one.state.clear()
+        one.state.update(moved)
+
+
+def _check_before(optimizer: Optimizer, names: Names, resuming: bool) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                got = f"parameter {place} of group {number}, {list(parameter.shape)}"
+                raise refusal("USAGE", "a parameter of an optimizer is none of the model", got=got)
+            if optimizer.state.get(parameter) and not resuming:
+                what = "an optimizer that has state is rebound with resuming=True only"
+                raise refusal("USAGE", what, tensor=names[parameter][0])
+
+
+def _exchanged(
+    optimizer: Optimizer, names: Names, after: dict[str, nn.Parameter]
+) -> dict[nn.Parameter, nn.Parameter]:
+    """By each parameter of the optimizer the one that has its names now."""
+    new_of: dict[nn.Parameter, nn.Parameter] = {}
+    old_of: dict[nn.Parameter, nn.Parameter] = {}
+    for old in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for name in names[old]:
+            if name not in after:
+                raise refusal("MISMATCH", "the model lost a parameter", tensor=name)
+            if new_of.setdefault(old, after[name]) is not after[name]:
+                tied = f"one parameter with {names[old][0]}"
+                raise refusal("MISMATCH", "a tie came apart", tensor=name, expected=tied)
+        if (other := old_of.setdefault(new_of[old], old)) is not old:
+            two = f"another parameter than {names[other][0]}"
+            raise refusal("MISMATCH", "parameters became one", tensor=names[old][0], expected=two)
+        for key, value in optimizer.state.get(old, {}).items():
+            if not _fits(value, old, new_of[old]):
+                what = f"the state '{key}' is not of the parameter's shape and placements"
+                raise refusal("MISMATCH", what, tensor=names[old][0])
+    return new_of
+
+
+def _fits(value: Any, old: nn.Parameter, new: nn.Parameter) -> bool:
+    """Whether a value of an optimizer's state is the same to the new parameter."""
+    if new is old or getattr(value, "ndim", 0) == 0:
+        return True
+    return all(
+        getattr(value, fact, None) == getattr(new, fact, None)
+        for fact in ("shape", "placements", "device_mesh")
+    )
