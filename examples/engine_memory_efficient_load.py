@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import modicum.torch  # modicum
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -26,8 +27,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForTokenClassification,
 )
-
-import modicum.torch  # modicum
 
 CLASSES = {
     "causal-lm": AutoModelForCausalLM,

@@ -9,10 +9,11 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import tomllib
 
 LINE_COLUMNS = 100
 FUNCTION_LINES, TEST_FUNCTION_LINES = 70, 120
@@ -215,10 +216,22 @@ def check_length(path: str, lines: list[str]) -> Iterator[str]:
 
 def functions(root: Path, paths: list[str]) -> Iterator[tuple[str, str, int, int]]:
     """(path, name, first line, last line) of each function body."""
-    command = ["ctags", "--languages=C++,Python", "--langmap=C++:+.h", "--kinds-C++=f",
-               "--kinds-Python=fm", "--fields=+ne", "--output-format=json", "-f", "-", "-L", "-"]
-    result = subprocess.run(command, input="\n".join(paths), cwd=root, capture_output=True,
-                            text=True, check=True)
+    command = [
+        "ctags",
+        "--languages=C++,Python",
+        "--langmap=C++:+.h",
+        "--kinds-C++=f",
+        "--kinds-Python=fm",
+        "--fields=+ne",
+        "--output-format=json",
+        "-f",
+        "-",
+        "-L",
+        "-",
+    ]
+    result = subprocess.run(
+        command, input="\n".join(paths), cwd=root, capture_output=True, text=True, check=True
+    )
     for line in result.stdout.splitlines():
         tag = json.loads(line)
         if "end" in tag:

@@ -7,7 +7,7 @@ import unittest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import check  # noqa: E402
+import check
 
 PAGE = """\
 | room | floor | may include | charter |
@@ -149,7 +149,8 @@ class Sizes(Check):
     def test_a_long_test(self) -> None:
         self.accepts({"modicum/io/posix_test.cc": long_function(120, "TEST(File, Reads)")})
         self.source(
-            "modicum/io/posix_test.cc", long_function(121, "TEST(File, Reads)"), "121 lines")
+            "modicum/io/posix_test.cc", long_function(121, "TEST(File, Reads)"), "121 lines"
+        )
 
     def test_a_long_python_function(self) -> None:
         text = "def f():\n" + "    g()\n" * 70

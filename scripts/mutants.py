@@ -16,9 +16,10 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+
+import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build/mutants"
@@ -115,9 +116,21 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 def configure(python: Path | None) -> None:
     """With `python`, the Python module is built for it too."""
     module = [f"-DPython_EXECUTABLE={python}"] if python else []
-    result = run(["cmake", "-S", str(SOURCE), "-B", str(BUILD), "-G", "Ninja",
-                  "-DCMAKE_BUILD_TYPE=", f"-DCMAKE_CXX_FLAGS={CXX_FLAGS}",
-                  f"-DMODICUM_PYTHON={'ON' if python else 'OFF'}", *module])
+    result = run(
+        [
+            "cmake",
+            "-S",
+            str(SOURCE),
+            "-B",
+            str(BUILD),
+            "-G",
+            "Ninja",
+            "-DCMAKE_BUILD_TYPE=",
+            f"-DCMAKE_CXX_FLAGS={CXX_FLAGS}",
+            f"-DMODICUM_PYTHON={'ON' if python else 'OFF'}",
+            *module,
+        ]
+    )
     if result.returncode != 0:
         raise Refusal(f"the tree does not configure:\n{result.stdout}{result.stderr}")
 
@@ -127,8 +140,21 @@ def build(targets: list[str], jobs: int) -> subprocess.CompletedProcess[str]:
 
 
 def test(pattern: str, jobs: int) -> subprocess.CompletedProcess[str]:
-    return run(["ctest", "--test-dir", str(BUILD), "-R", pattern, "-j", str(jobs),
-                "--output-on-failure", "--no-tests=error", "--timeout", str(TEST_TIMEOUT_S)])
+    return run(
+        [
+            "ctest",
+            "--test-dir",
+            str(BUILD),
+            "-R",
+            pattern,
+            "-j",
+            str(jobs),
+            "--output-on-failure",
+            "--no-tests=error",
+            "--timeout",
+            str(TEST_TIMEOUT_S),
+        ]
+    )
 
 
 def lay_out_package() -> None:
@@ -143,13 +169,32 @@ def lay_out_package() -> None:
 def test_python(arguments: str, python: Path) -> subprocess.CompletedProcess[str]:
     """Without torch it is red (CI), and no stale byte code is taken for a mutated file."""
     environment = os.environ | {
-        "PYTHONPATH": str(PACKAGE), "PYTHONDONTWRITEBYTECODE": "1", "CI": "true",
+        "PYTHONPATH": str(PACKAGE),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "CI": "true",
     }
-    command = [str(python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
-               *shlex.split(arguments), "--modicum", str(BUILD / "modicum")]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *shlex.split(arguments),
+        "--modicum",
+        str(BUILD / "modicum"),
+    ]
     try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=SOURCE, env=environment,
-                              stdin=subprocess.DEVNULL, timeout=TEST_TIMEOUT_S)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=SOURCE,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            timeout=TEST_TIMEOUT_S,
+        )
     except subprocess.TimeoutExpired as late:
         return subprocess.CompletedProcess(command, 1, f"{late}", "")
 
@@ -241,8 +286,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only mutants with this text in their name")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--python", type=Path, default=ROOT / ".venv/bin/python",
-                        help="for the Python tests; has what scripts/venv.sh test wheel installs")
+    parser.add_argument(
+        "--python",
+        type=Path,
+        default=ROOT / ".venv/bin/python",
+        help="for the Python tests; has what scripts/venv.sh test wheel installs",
+    )
     options = parser.parse_args()
     try:
         mutants = read_mutants(sorted(ROOT.glob("scripts/mutants*.toml")))

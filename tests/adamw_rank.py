@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import modicum.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -12,7 +13,6 @@ from rounding import nearest_sqrt
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import distribute_tensor
 
-import modicum.torch
 from modicum import _modicum
 
 
@@ -93,9 +93,9 @@ def skip(directory: str, mesh: list[int], bad: str) -> dict[str, Any]:
     optimizer.step()
     before = optimizer.digest()
     if dist.get_rank() == 3:
-        next(p for p in model.parameters() if p.to_local().numel()).grad.to_local().view(-1)[
-            0
-        ] = float(bad)
+        next(p for p in model.parameters() if p.to_local().numel()).grad.to_local().view(-1)[0] = (
+            float(bad)
+        )
     norm = optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     after, skipped = optimizer.digest(), optimizer.skipped_steps
@@ -126,9 +126,7 @@ def checkpoint(directory: str, mesh: list[int], folder: str) -> dict[str, Any]:
             optimizer = make(model.parameters(), lr=0.5)
             weights, state = get_state_dict(model, optimizer)
             dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
-            set_state_dict(
-                model, optimizer, model_state_dict=weights, optim_state_dict=state
-            )
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
             torch_rank.steps(model, optimizer)
             after[name] = torch_rank.whole_state(model)
     return after

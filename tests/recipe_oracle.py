@@ -249,9 +249,7 @@ class Names(torch.nn.Module):
             module._parameters[last] = torch.nn.Parameter(empty, requires_grad=False)
 
 
-def target_shapes(
-    transforms: Sequence[Any], ids: Ids, given: dict[str, Shape]
-) -> dict[str, Shape]:
+def target_shapes(transforms: Sequence[Any], ids: Ids, given: dict[str, Shape]) -> dict[str, Shape]:
     """The tensors that transformers would make of a checkpoint, were all of them in the model."""
     fresh = deepcopy(list(transforms))
     renamings = [t for t in fresh if isinstance(t, upstream.WeightRenaming)]
@@ -288,9 +286,7 @@ class Loaded:
 
 def load_upstream(transforms: Sequence[Any], ids: Ids, model: Names, **options: Any) -> Loaded:
     """`from_pretrained`'s own loop over the stored tensors. Transforms are used up."""
-    load_config = LoadStateDictConfig(
-        weight_mapping=list(transforms), dtype=torch.int64, **options
-    )
+    load_config = LoadStateDictConfig(weight_mapping=list(transforms), dtype=torch.int64, **options)
     tensors = {name: torch.from_numpy(array) for name, array in ids.tensors.items()}
     info, _ = upstream.convert_and_load_state_dict_in_model(model, tensors, load_config)
     assert not info.mismatched_keys and not info.error_msgs, info
@@ -303,9 +299,7 @@ def load_upstream(transforms: Sequence[Any], ids: Ids, model: Names, **options: 
     return Loaded(values, info.missing_keys, info.unexpected_keys, info.conversion_errors, unused)
 
 
-def checkpoint_for(
-    transforms: Sequence[Any], size: int
-) -> tuple[Ids, dict[str, Shape], list[Any]]:
+def checkpoint_for(transforms: Sequence[Any], size: int) -> tuple[Ids, dict[str, Shape], list[Any]]:
     """Stored tensors that every transform of a list has something to do with, the shapes that
     operations ask the model for, and the converters that no name was found for."""
     ids = Ids({})

@@ -129,9 +129,7 @@ def dtensor_shards(cut: Cut, tensors: Tensors, rank: int) -> Tensors:
         dp, made = mesh["dp"], tensors
         if cut.layout == "tp-fsdp":
             tp = mesh["tp"]
-            made = {
-                n: placed(t, tp, cut.tp_placement(n, t)).to_local() for n, t in tensors.items()
-            }
+            made = {n: placed(t, tp, cut.tp_placement(n, t)).to_local() for n, t in tensors.items()}
         return {n: placed(t, dp, cut.placement(t)).to_local() for n, t in made.items()}
 
 
@@ -261,7 +259,7 @@ def zero3_shards(world: int) -> Callable[[Tensors, int], Tensors]:
             config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
             Init(module, remote_device="cpu", pin_memory=False, config_dict_or_path=config)
             made = {n: t for n, t in tensors.items() if n not in cut}
-            for name, parameter in zip(cut, module.parameters()):
+            for name, parameter in zip(cut, module.parameters(), strict=False):
                 held = parameter.ds_tensor.detach()
                 real = max(0, min(len(held), parameter.ds_numel - rank * len(held)))
                 made[name] = held[:real]

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import modicum as library
 import pytest
 import torch
-from modicum import _modicum
 from program import failure, run, run_json
 from safetensors.torch import save_file
+
+import modicum as library
+from modicum import _modicum
 
 # What makes a file that can't be read of a path, and what the error is where it is needed.
 BREAKAGES: dict[str, tuple[Callable[[Path], Any], int]] = {
@@ -91,9 +92,7 @@ def test_an_empty_recipe_is_refused(modicum: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["true", "1", '"x"', "[]", "{}"])
-def test_an_unknown_key_of_deepspeeds_is_refused(
-    modicum: Path, tmp_path: Path, value: str
-) -> None:
+def test_an_unknown_key_of_deepspeeds_is_refused(modicum: Path, tmp_path: Path, value: str) -> None:
     config = tmp_path / "ds_config.json"
     config.write_text(f'{{"bf16": {{"enabled": true}}, "unknown": {value}}}')
     error = failure(modicum, 2, "plan", tied_checkpoint(tmp_path / "m"), "--deepspeed", config)

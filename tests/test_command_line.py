@@ -159,8 +159,12 @@ def test_what_would_fit_does_fit(modicum: Path, dense: Path, asked: tuple[object
             assert planned["fits"] is True
             assert node_peak(planned, str(one["strategy"])) == one["peak_bytes"]
             as_told = run_json(
-                modicum, "plan", dense, *changed(("--ranks", 4, *asked), one["flags"]),
-                "--budget", budget,
+                modicum,
+                "plan",
+                dense,
+                *changed(("--ranks", 4, *asked), one["flags"]),
+                "--budget",
+                budget,
             )
             assert node_peak(as_told, str(one["strategy"])) == one["peak_bytes"]
             seen += 1
@@ -304,7 +308,10 @@ def test_file_that_may_not_grow(modicum: Path, moe: Path, tmp_path: Path) -> Non
     for words in (("load", moe, "--ranks", 2, "--dump", out), ("synth", out, "--arch", "tiny-moe")):
         done = subprocess.run(
             [modicum, *map(str, words), "--json"],
-            capture_output=True, text=True, timeout=60, preexec_fn=limit_files,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            preexec_fn=limit_files,
         )
         assert done.returncode == 13, (words, done.returncode, done.stderr)
         assert "EFBIG" in json.loads(done.stdout)["error"]["message"]

@@ -38,8 +38,18 @@ DEEP = [
 
 def digest(modicum: Path, directory: Path, strategy: str, layout: str, ranks: int) -> str:
     flags = (*strategy.split(), "--layout", *layout.split(), "--ranks", ranks)
-    return run_json(modicum, "load", directory, "--digest", "--dtype", "bfloat16",
-                    "--destination", "discard", "--strategy", *flags)["digest"]
+    return run_json(
+        modicum,
+        "load",
+        directory,
+        "--digest",
+        "--dtype",
+        "bfloat16",
+        "--destination",
+        "discard",
+        "--strategy",
+        *flags,
+    )["digest"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

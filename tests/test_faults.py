@@ -212,9 +212,7 @@ def test_launcher_that_is_told_to_stop(loading, told: signal.Signals, code: int)
 
 @pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
 @pytest.mark.parametrize("times", (20, pytest.param(100, marks=pytest.mark.soak)))
-def test_group_that_is_told_to_stop(
-    loading, told: signal.Signals, code: int, times: int
-) -> None:
+def test_group_that_is_told_to_stop(loading, told: signal.Signals, code: int, times: int) -> None:
     """scancel, systemd and timeout signal every process: ranks that die of it are no culprits."""
     for turn in range(times):
         one = loading()
@@ -260,9 +258,7 @@ def test_launcher_without_ranks_that_is_told_to_stop(
         assert not out.exists()
 
 
-def test_launcher_that_starts_very_many_ranks_hears_a_signal(
-    modicum: Path, small: Path
-) -> None:
+def test_launcher_that_starts_very_many_ranks_hears_a_signal(modicum: Path, small: Path) -> None:
     """The ranks wait until all have been started, and leave it the processors to hear with."""
     words = ("load", small, "--ranks", 5000, "--oversubscribe", "--budget", "none", "--json")
     process = subprocess.Popen(

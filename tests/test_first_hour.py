@@ -28,8 +28,7 @@ MADE_ALREADY = ("python3 -m venv", ". first-hour/bin/activate", "pip install tor
 
 def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
     """(language, file's name, text) of each fence."""
-    for language, file, text in FENCE.findall(page.read_text()):
-        yield language, file, text
+    yield from FENCE.findall(page.read_text())
 
 
 def commands(text: str) -> Iterator[tuple[str, list[str]]]:

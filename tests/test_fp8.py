@@ -302,7 +302,7 @@ def test_codes_without_a_scale_are_not_cast(modicum: Path, tmp_path: Path) -> No
 
 def test_plan_promises_what_load_reads(modicum: Path, fp8, tmp_path: Path) -> None:
     """Scales are counted: plan's bytes are load's, and above those of the codes alone."""
-    directory, tensors = fp8
+    directory, _tensors = fp8
     for strategy in STRATEGIES:
         flags = ("--ranks", 3, "--strategy", strategy, "--dtype", "bfloat16")
         plan = run_json(modicum, "plan", directory, *flags)

@@ -18,10 +18,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from safetensors.torch import load_file  # noqa: E402  (after torch is known to be there)
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import Replicate, Shard  # noqa: E402
-from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
-
 from sharding import (  # noqa: E402
     Cut,
     Tensors,
@@ -33,6 +29,9 @@ from sharding import (  # noqa: E402
     zero3_shards,
     zero12_shards,
 )
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import Replicate, Shard  # noqa: E402
+from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 
 SIZES = range(41)
 WORLDS = range(1, 10)
@@ -309,7 +308,7 @@ def test_every_strategy_dumps_the_same(grid: Case, dumped, flags, strategy: str)
     own = dumped(grid, *flags, "--strategy", "own-shard")
     other = dumped(grid, *flags, "--strategy", strategy)
     assert len(own) == len(other)
-    for rank, (mine, theirs) in enumerate(zip(own, other)):
+    for rank, (mine, theirs) in enumerate(zip(own, other, strict=True)):
         assert mine.keys() == theirs.keys()
         for name, shard in mine.items():
             assert_same(theirs[name], shard, f"{name} of rank {rank}")

@@ -21,7 +21,7 @@ def examples(page: str) -> list[tuple[list[list[int]], list[str], list[str]]]:
         shapes = []
         while match := SHAPE.match(head):
             shapes.append([int(n) for n in match[1].split(",")])
-            head = head[match.end():]
+            head = head[match.end() :]
         found.append((shapes, shlex.split(head), body.splitlines()))
     return found
 
@@ -49,9 +49,7 @@ def write(directory: Path, shapes: list[list[int]]) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_the_examples_are_what_the_program_does(
-    modicum: Path, root: Path, tmp_path: Path
-) -> None:
+def test_the_examples_are_what_the_program_does(modicum: Path, root: Path, tmp_path: Path) -> None:
     blocks = examples((root / "docs/layout.md").read_text())
     assert len(blocks) >= 10
     for number, (shapes, flags, lines) in enumerate(blocks):
@@ -66,8 +64,11 @@ def test_the_examples_are_what_the_program_does(
 
 
 def test_the_table_of_chunks_is_torchs(root: Path) -> None:
-    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| ([\d, ]+) \| ([\d, ]+) \|$",
-                      (root / "docs/layout.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\d+) \| (\d+) \| (\d+) \| ([\d, ]+) \| ([\d, ]+) \|$",
+        (root / "docs/layout.md").read_text(),
+        re.MULTILINE,
+    )
     assert len(rows) >= 5
     for size, world, chunk, sizes, firsts in rows:
         chunks = list(torch.arange(int(size)).chunk(int(world)))

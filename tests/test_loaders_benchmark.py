@@ -14,11 +14,10 @@ from program import run_json
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
+import loaders  # noqa: E402
 from harness.watch import Watch, group_within  # noqa: E402
 from rivals import tables  # noqa: E402
 from rivals.rows import CASES, ROWS, Row  # noqa: E402
-
-import loaders  # noqa: E402
 
 MIB = 1 << 20
 

@@ -17,10 +17,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from modicum.memory.nvml import Devices
 
 import modicum
-from modicum import phases, memory
-from modicum.memory.nvml import Devices
+from modicum import memory
+from modicum.memory import phases as recording
 
 pytestmark = pytest.mark.alone  # the mark is the process's, and what ran before has raised it
 
@@ -32,7 +33,7 @@ NEVER = 100.0  # seconds between samples: the mark alone knows
 
 @pytest.fixture(autouse=True)
 def no_recording() -> None:
-    phases._recordings.clear()
+    recording._recordings.clear()
 
 
 def taken(size: int = SPIKE) -> mmap.mmap:
@@ -88,7 +89,7 @@ def test_samples_see_what_stays_a_while() -> None:
         time.sleep(0.3)
         block.close()
     assert abs(held.sampled_peak_bytes - held.begin_bytes - SPIKE) < 4 * MIB
-    recorded = phases.recorded()
+    recorded = recording.recorded()
     assert sum("sample" in line for line in recorded) >= 5
 
 
@@ -174,9 +175,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
         memory.draw(tmp_path / "memory.png", tmp_path / "other.jsonl")
 
 
-def test_without_matplotlib_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", ModuleType("matplotlib.figure"))
     with pytest.raises(modicum.UsageError, match="pip install matplotlib") as refused:
         memory.draw(tmp_path / "memory.png")
@@ -208,7 +207,7 @@ def test_devices_say_what_is_used(fake_nvml: Path) -> None:
 def test_a_phase_has_the_peak_of_each_device(
     fake_nvml: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(phases, "Devices", lambda: Devices(str(fake_nvml)))
+    monkeypatch.setattr(recording, "Devices", lambda: Devices(str(fake_nvml)))
     with memory.phase("device") as held:
         pass
     assert held.device_peak_bytes == [100, 200, 0]

@@ -431,9 +431,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_line_writes_what_plan_takes(
-    modicum: Path, saved: Path, capsys: Any
-) -> None:
+def test_the_command_line_writes_what_plan_takes(modicum: Path, saved: Path, capsys: Any) -> None:
     words = [str(saved), "--dtype", "bfloat16"]
     assert recipes.main(words) == 2
     told = capsys.readouterr()

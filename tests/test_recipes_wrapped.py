@@ -332,7 +332,7 @@ def test_a_value_head_is_loaded_by_name(prefix: str, wrap: bool, written: Any) -
     with pytest.raises(front.UsageError, match="lacks 2 tensors") as caught:
         recipes.recipe_for(model, named)
     assert caught.value.tensor == "v_head.weight"
-    stored = named | {n: t for n, t in model.v_head.state_dict(prefix="v_head.").items()}
+    stored = named | dict(model.v_head.state_dict(prefix="v_head.").items())
     recipe = recipes.recipe_for(model, stored, missing=["lora"] if wrap else "error")
     assert recipe.targets["v_head.bias"] == {"op": "stored", "name": "v_head.bias"}
     path = "pretrained_model.base_model.model." if wrap else "pretrained_model."

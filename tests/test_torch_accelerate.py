@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
-from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
+from ranks import Ranks, ranks
 
 BF16 = {"mixed_precision": "bf16"}
 SENT = {"cpu_ram_efficient_loading": True}
@@ -78,9 +78,7 @@ def assert_same(four: Ranks, theirs: dict[str, Any], ours: dict[str, Any]) -> li
         pytest.param("llama", BF16 | SENT | {"offload": True}, id="offloaded"),
         pytest.param("qwen3", BF16 | SENT | {"checkpointing": True}, id="checkpointing"),
         pytest.param("llama", BF16 | {"auto_wrap_policy": "no_wrap"}, id="one unit"),
-        pytest.param(
-            "llama", {"ignored_modules": r"model\.layers\.0\.mlp"}, id="ignored by name"
-        ),
+        pytest.param("llama", {"ignored_modules": r"model\.layers\.0\.mlp"}, id="ignored by name"),
         pytest.param("gpt2", {"dtype": None} | SENT, id="another family"),
         pytest.param(
             "llava",
@@ -125,9 +123,7 @@ def test_adapters_keep_their_values(
 
 
 @pytest.mark.parametrize("strategy", ["node-reader", "rank0-broadcast"])
-def test_strategies_bring_the_same(
-    four: Ranks, models: dict[str, Path], strategy: str
-) -> None:
+def test_strategies_bring_the_same(four: Ranks, models: dict[str, Path], strategy: str) -> None:
     how = {"directory": str(models["qwen3"])} | BF16 | SENT
     got = assert_same(four, how, how | {"options": {"strategy": strategy, "check": "values"}})
     assert got[0]["report"]["strategy"] == strategy

@@ -17,9 +17,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from families import FAMILIES as FAMILIES_OF_TESTS  # noqa: E402  (after torch is known)
-from families import Family  # noqa: E402
-from ranks import PATIENCE_S, ranks, torchrun  # noqa: E402
+from families import FAMILIES as FAMILIES_OF_TESTS
+from families import Family
+from ranks import PATIENCE_S, ranks, torchrun
 
 MIB = 1 << 20
 WORLD = 4

@@ -24,11 +24,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fixtures import record_deepspeed  # noqa: E402  (after torch is known to be there)
+from modicum.torch import AdamW  # noqa: E402
 from rounding import nearest_sqrt  # noqa: E402
 from torch import nn  # noqa: E402
 
 import modicum  # noqa: E402
-from modicum.torch import AdamW  # noqa: E402
 
 STEPS = 100
 FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
@@ -238,9 +238,7 @@ def test_every_format_trains(state_format: str) -> None:
     norm = 2 * 67
     numel = sum(p.numel() for p in model.parameters())
     assert {name: of["parameters"] for name, of in optimizer.held.items()} == (
-        {"fp32": numel}
-        if state_format == "fp32"
-        else {state_format: numel - norm, "fp32": norm}
+        {"fp32": numel} if state_format == "fp32" else {state_format: numel - norm, "fp32": norm}
     )
 
 
@@ -602,12 +600,12 @@ class Registrar:
         self.pinned: dict[int, int] = {}
         self.status = status
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if self.status == 0:
             self.pinned[address] = nbytes
         return self.status
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         del self.pinned[address]
         return 0
 

@@ -7,7 +7,6 @@ goes on with parameters that nobody trains; a rank that raises while the others 
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
+from ranks import Ranks, ranks
 
 
 @pytest.fixture(scope="module", params=(2, 4))

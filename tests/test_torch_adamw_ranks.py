@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
+from ranks import Ranks, ranks
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +83,7 @@ def test_clips_by_the_norm_of_all_ranks(
 
 
 @pytest.mark.parametrize("bad", ("nan", "inf"))
-def test_all_ranks_skip_what_is_bad_on_one(
-    four: Ranks, models: dict[str, str], bad: str
-) -> None:
+def test_all_ranks_skip_what_is_bad_on_one(four: Ranks, models: dict[str, str], bad: str) -> None:
     how = {"directory": models["qwen3"], "mesh": [4], "bad": bad}
     for rank, answer in enumerate(four.ask("adamw_skip", **how)):
         assert answer["before"] == answer["after"], f"rank {rank} has written"

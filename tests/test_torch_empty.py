@@ -24,12 +24,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from families import ENCODER_DECODER, FAMILIES, VISION, Family  # noqa: E402
+from modicum.torch.build.empty import empty_parameters  # noqa: E402
 from sharding import assert_same, bits, playing_rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import modicum  # noqa: E402
-from modicum.torch.build.empty import empty_parameters  # noqa: E402
 
 PACKAGE = Path(modicum.__file__).absolute().parent.parent  # its files may be links
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -40,14 +40,38 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Each class once: the others differ in what their files hold.
 MORE = (
     # Its initialiser computes other bits than its constructor, which runs in the model's dtype.
-    Family("gptj", "GPTJForCausalLM", "gptj",
-           {"vocab_size": 101, "n_embd": 42, "n_layer": 2, "n_head": 3, "n_positions": 33,
-            "rotary_dim": 6}),
-    Family("swin", "SwinModel", "swin",
-           {"image_size": 12, "patch_size": 2, "embed_dim": 6, "depths": [1, 2],
-            "num_heads": [1, 3], "window_size": 3}),
-    Family("resnet", "ResNetModel", "resnet",
-           {"embedding_size": 7, "hidden_sizes": [7, 9], "depths": [1, 2]}),
+    Family(
+        "gptj",
+        "GPTJForCausalLM",
+        "gptj",
+        {
+            "vocab_size": 101,
+            "n_embd": 42,
+            "n_layer": 2,
+            "n_head": 3,
+            "n_positions": 33,
+            "rotary_dim": 6,
+        },
+    ),
+    Family(
+        "swin",
+        "SwinModel",
+        "swin",
+        {
+            "image_size": 12,
+            "patch_size": 2,
+            "embed_dim": 6,
+            "depths": [1, 2],
+            "num_heads": [1, 3],
+            "window_size": 3,
+        },
+    ),
+    Family(
+        "resnet",
+        "ResNetModel",
+        "resnet",
+        {"embedding_size": 7, "hidden_sizes": [7, 9], "depths": [1, 2]},
+    ),
     Family("pegasus", "PegasusForConditionalGeneration", "pegasus", ENCODER_DECODER),
     Family("depth_pro", "Dinov2WithRegistersModel", "dinov2_with_registers", VISION),
 )
@@ -84,7 +108,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def named(tensors: Any) -> dict[str, Any]:
-    return {name: tensor for name, tensor in tensors(remove_duplicate=False)}
+    return dict(tensors(remove_duplicate=False))
 
 
 def ties(model: Any) -> set[frozenset[str]]:
@@ -400,14 +424,12 @@ def test_nothing_is_different_afterwards() -> None:
             assert nn.Linear(2, 2).weight.is_meta
         assert nn.Linear(2, 2).weight.is_meta
     assert_plain()
-    with pytest.raises(ZeroDivisionError):
-        with empty_parameters(), empty_parameters():
-            Buffers(UNCOMPUTED["empty"])
-            1 / 0
+    with pytest.raises(ZeroDivisionError), empty_parameters(), empty_parameters():
+        Buffers(UNCOMPUTED["empty"])
+        1 / 0
     assert_plain()
-    with pytest.raises(modicum.UsageError):
-        with empty_parameters():
-            kept = Buffers(UNCOMPUTED["empty"])
+    with pytest.raises(modicum.UsageError), empty_parameters():
+        kept = Buffers(UNCOMPUTED["empty"])
     assert_plain()
     assert not kept.table.any()
 
@@ -437,7 +459,10 @@ def test_nothing_above_torch_is_imported() -> None:
     names = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": str(PACKAGE)},
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     ).stdout.split()
     assert "torch" in names and not {"transformers", "accelerate", "deepspeed", "peft"} & {*names}
 
@@ -472,7 +497,9 @@ def probe(code: str) -> Any:
     done = subprocess.run(
         [sys.executable, "-c", PROBE + code],
         env=os.environ | {"PYTHONPATH": str(PACKAGE), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=100,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -18,11 +18,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import modicum.torch  # noqa: E402
+from modicum.torch import full_state_dict  # noqa: E402
 from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
 from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
-
-import modicum.torch  # noqa: E402
-from modicum.torch import _full_state  # noqa: E402
 
 BUILT = (
     "alike",

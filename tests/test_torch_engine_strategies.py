@@ -18,9 +18,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from ranks import ranks  # noqa: E402  (after torch is known to be there)
+from ranks import ranks
 
-from modicum import memory  # noqa: E402
+from modicum import memory
 
 MIB = 1 << 20
 RUNS = [(what, efficient) for what in ("native", "accelerate") for efficient in (False, True)]

@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from families import EVEN_TEXT, MROPE  # noqa: E402  (after torch is known to be there)
-from ranks import Ranks, ranks, torchrun  # noqa: E402
+from families import EVEN_TEXT, MROPE
+from ranks import Ranks, ranks, torchrun
 
 MIB = 1 << 20
 STAGING_BYTES = 8 * MIB
@@ -105,9 +105,7 @@ def test_a_node_holds_shards_and_staging(four: Ranks, models: dict[str, str], ca
 
 
 @pytest.mark.parametrize("strategy", ("own-shard", "rank0-broadcast"))
-def test_nobody_reads_what_is_anothers(
-    four: Ranks, models: dict[str, str], strategy: str
-) -> None:
+def test_nobody_reads_what_is_anothers(four: Ranks, models: dict[str, str], strategy: str) -> None:
     """By the kernel's count: a rank's own bytes, or rank 0 everything and the others nothing."""
     how = {"task": "vision-language", "directory": models["vision-language"]}
     four.ask("engine", memory_efficient_load=True, strategy=strategy, **how)  # imports are read too

@@ -22,7 +22,7 @@ from program import run_json
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import GONE, Failed, Ranks, ranks  # noqa: E402  (after torch is known to be there)
+from ranks import GONE, Failed, Ranks, ranks
 
 MESH = [4]
 CULPRIT = 2

@@ -291,7 +291,7 @@ def test_nothing_is_copied_again(world: int) -> None:
             model = sharded()
             storages = filled(model)
             assert all(kept(model, storages).values())
-            for name, parameter in model.named_parameters():
+            for _name, parameter in model.named_parameters():
                 numel = parameter._local_tensor.numel()
                 assert parameter._local_tensor.is_contiguous()
                 assert parameter._local_tensor.flatten().tolist() == list(range(1, numel + 1))

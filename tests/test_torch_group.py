@@ -20,14 +20,14 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from clocks import WaitingClock
+from modicum.errors import Error, IoError, PeerError, UsageError
+from modicum.torch.ranks import collectives, exchange, liveness, store
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.ranks.liveness import LOOK_S, SILENT_LOOKS, Neighbours, Process, nodes_of
 from worlds import Ended, Told, World, killing
 
 import modicum
 from modicum import _modicum
-from modicum.errors import Error, IoError, PeerError, UsageError
-from modicum.torch import exchange, _gloo, _liveness, _store
-from modicum.torch.ranks.group import Ranks
-from modicum.torch.ranks.liveness import LOOK_S, SILENT_LOOKS, Neighbours, Process, nodes_of
 
 ALL_KNOW_S = 10
 
@@ -60,8 +60,13 @@ class FakeBoard:
 
 
 def io_error() -> IoError:
-    document = {"category": "IO", "code": 13, "message": "IO: EIO (file a.safetensors)",
-                "file": "a.safetensors", "offset": 8}
+    document = {
+        "category": "IO",
+        "code": 13,
+        "message": "IO: EIO (file a.safetensors)",
+        "file": "a.safetensors",
+        "offset": 8,
+    }
     return modicum.errors.from_json(json.dumps({"error": document}))
 
 
@@ -119,7 +124,7 @@ def test_a_group_whose_store_is_not_shown_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
     monkeypatch.setattr(dist, "get_backend", lambda: "mpi")
     with pytest.raises(UsageError, match=r"UNSUPPORTED: PyTorch \S+ shows no store.*mpi"):
-        _store.store_of_world()
+        store.store_of_world()
 
 
 def test_progress_is_told_while_it_loads_and_at_the_end() -> None:
@@ -155,8 +160,14 @@ def processes_on(*hosts: str) -> list[Process]:
 
 @pytest.mark.parametrize(
     ("hosts", "node", "per_node"),
-    [("aabb", [0, 0, 1, 1], 2), ("abc", [0, 1, 2], 1), ("aaa", [0, 0, 0], 3),
-     ("aab", [0, 0, 1], None), ("abab", [0, 1, 0, 1], None), ("abba", [0, 1, 1, 0], None)],
+    [
+        ("aabb", [0, 0, 1, 1], 2),
+        ("abc", [0, 1, 2], 1),
+        ("aaa", [0, 0, 0], 3),
+        ("aab", [0, 0, 1], None),
+        ("abab", [0, 1, 0, 1], None),
+        ("abba", [0, 1, 1, 0], None),
+    ],
 )
 def test_nodes_are_hosts(hosts: str, node: list[int], per_node: int | None) -> None:
     processes = processes_on(*hosts)
@@ -189,8 +200,11 @@ def test_a_silent_host_is_seen_by_one_other(hosts: str) -> None:
     processes = processes_on(*hosts)
     for host in set(hosts):
         silent = {rank for rank, name in enumerate(hosts) if name == host}
-        lost = [first_lost(processes, rank, Beats(silent), 9) for rank in range(len(hosts))
-                if rank not in silent]
+        lost = [
+            first_lost(processes, rank, Beats(silent), 9)
+            for rank in range(len(hosts))
+            if rank not in silent
+        ]
         assert [one[0] for one in lost if one] == [min(silent)]
 
 
@@ -215,7 +229,7 @@ def test_on_this_host_the_kernel_is_asked() -> None:
     """Silent, but running: no loss. A second process that is stopped, then one that is gone."""
     this = Process.this()
     sleeper = subprocess.Popen(["sleep", "60"])
-    started = _liveness._state_of(sleeper.pid)[1]
+    started = liveness._state_of(sleeper.pid)[1]
     both = [this, replace(this, pid=sleeper.pid, started=started)]
     try:
         assert first_lost(both, 0, Beats({1}), 30) is None
@@ -236,8 +250,12 @@ def test_on_this_host_the_kernel_is_asked() -> None:
 def test_the_more_ranks_wait_the_less_often_each_asks() -> None:
     asked = []
     ranks = Ranks(1, 1000)
-    threading.Timer(1, lambda: ranks._fail(json.dumps({"error": {
-        "category": "IO", "code": 13, "message": "m", "culprit_rank": 0}}))).start()
+    threading.Timer(
+        1,
+        lambda: ranks._fail(
+            json.dumps({"error": {"category": "IO", "code": 13, "message": "m", "culprit_rank": 0}})
+        ),
+    ).start()
     with pytest.raises(IoError):
         ranks._until(lambda: asked.append(1))
     assert len(asked) < 25
@@ -287,11 +305,11 @@ def test_a_collective_would_hang_where_ranks_disagree() -> None:
 
 def reducing(told: Told) -> Any:
     """How often a reduced tensor is still held by somebody else when the collective has ended."""
-    _gloo.LIMIT_S, held = 60, 0
+    collectives.LIMIT_S, held = 60, 0
     for _ in range(300):
         tensor = torch.ones(4)
         before = sys.getrefcount(tensor)
-        _gloo.settled(dist.all_reduce, tensor)
+        collectives.settled(dist.all_reduce, tensor)
         held += sys.getrefcount(tensor) > before
         assert tensor.tolist() == [2.0] * 4
     return held
@@ -324,8 +342,12 @@ def one_fails(told: Told, culprit: int, raised: BaseException) -> Any:
             time.sleep(0.5)
             raise raised
         board = FakeBoard()
-        waits = [ranks.barrier, lambda: ranks.gather(1), board.load,
-                 lambda: ranks.broadcast(culprit, memoryview(bytearray(64)), 0, 64)]
+        waits = [
+            ranks.barrier,
+            lambda: ranks.gather(1),
+            board.load,
+            lambda: ranks.broadcast(culprit, memoryview(bytearray(64)), 0, 64),
+        ]
         with ranks.watching(board):
             waits[told.rank]()
 
@@ -338,8 +360,17 @@ def test_a_failure_reaches_all_as_the_same_error(clock: WaitingClock, culprit: i
     world.await_ready(culprit)
     since_s = time.monotonic()
     ended = world.end()
-    facts = all_raise(ended, "IoError", culprit, category="IO", code=13, culprit_pid=pid,
-                      rank=culprit, file="a.safetensors", offset=8)
+    facts = all_raise(
+        ended,
+        "IoError",
+        culprit,
+        category="IO",
+        code=13,
+        culprit_pid=pid,
+        rank=culprit,
+        file="a.safetensors",
+        offset=8,
+    )
     assert facts["message"] == f"IO: EIO (file a.safetensors) (rank {culprit})"
     assert slowest_s(clock, ended, since_s) < ALL_KNOW_S
 
@@ -600,20 +631,20 @@ def test_one_that_fails_midway_ends_the_exchange_for_all(
 def leaving_while_it_waits(told: Told, whole: bool) -> Any:
     """Rank 1 leaves, and rank 0 sends only then: rank 1's memory must stay as it is."""
     group = dist.distributed_c10d._get_default_store()
-    exchange = exchange.Exchange(dist.PrefixStore("x", group), told.rank, 2, whole)
+    between = exchange.Exchange(dist.PrefixStore("x", group), told.rank, 2, whole)
     buffer = bytearray(b"\1" if told.rank == 0 else b"\0") * (8 << 20)
-    first = exchange.begin(0, memoryview(bytearray(8)), 0, 8)
+    first = between.begin(0, memoryview(bytearray(8)), 0, 8)
     assert first.wait(20)
     if told.rank == 0:
         group.wait(["left"])
-        late = exchange.begin(0, memoryview(buffer), 0, len(buffer))
+        late = between.begin(0, memoryview(buffer), 0, len(buffer))
         assert late.wait(20)
         group.set("sent", "")
         group.wait(["seen"])
         return str(pytest.raises(RuntimeError, late.result).value)
-    waits = exchange.begin(0, memoryview(buffer), 0, len(buffer))
+    waits = between.begin(0, memoryview(buffer), 0, len(buffer))
     assert not waits.wait(0.2)
-    exchange.close()
+    between.close()
     assert waits.wait(0), "a thread still waits"
     group.set("left", "")
     group.wait(["sent"])

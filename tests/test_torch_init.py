@@ -16,18 +16,47 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from families import FAMILIES, Family  # noqa: E402  (after torch is known to be there)
+from modicum.torch.build.initialiser import Initialiser  # noqa: E402
 from sharding import playing_rank  # noqa: E402
 from torch import nn  # noqa: E402
 
 import modicum  # noqa: E402
-from modicum.torch.build.initialiser import Initialiser  # noqa: E402
 
 BY_NAME = {family.name: family for family in FAMILIES}
-CHOSEN = (
-    "llama qwen2 gemma2 gemma3_text gpt2 gpt_neox bloom opt mixtral qwen2_moe qwen3_moe gpt_oss "
-    "deepseek_v3 qwen3_next jamba mamba mamba2 falcon_h1 olmo_hybrid bert roberta dinov2 vit clip "
-    "siglip t5 bart marian whisper llava qwen2_5_vl kimi_k25"
-).split()
+CHOSEN = [
+    "llama",
+    "qwen2",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_neox",
+    "bloom",
+    "opt",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_next",
+    "jamba",
+    "mamba",
+    "mamba2",
+    "falcon_h1",
+    "olmo_hybrid",
+    "bert",
+    "roberta",
+    "dinov2",
+    "vit",
+    "clip",
+    "siglip",
+    "t5",
+    "bart",
+    "marian",
+    "whisper",
+    "llava",
+    "qwen2_5_vl",
+    "kimi_k25",
+]
 # No rule makes it, the constructor gives it a value of its own.
 WITHOUT_RULE = {"clip": {"logit_scale"}}
 SEEDS = range(4)

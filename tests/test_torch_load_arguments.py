@@ -16,6 +16,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import modicum.torch  # noqa: E402
+from modicum.torch import empty_parameters  # noqa: E402
+from modicum.torch.loading import load as walk  # noqa: E402
 from program import write_checkpoint  # noqa: E402  (after torch is known to be there)
 from sharding import Cut, assert_same, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
@@ -39,8 +42,6 @@ from torch_front import (  # noqa: E402
 )
 
 import modicum  # noqa: E402
-import modicum.torch  # noqa: E402
-from modicum.torch import load, empty_parameters  # noqa: E402
 
 TWO = Cut("fsdp2", (2,))
 HEAD, NORM = "lm_head.weight", "model.norm.weight"
@@ -257,7 +258,7 @@ def test_without_a_source_the_model_makes_everything(name: str) -> None:
     whole = same_at_every_world(lambda: empty(name), None)
     for path, parameter in parameters_of(plain).items():
         got, expected = whole[path], parameter.detach()
-        if len(expected.unique()) == 1 or name == "marian" and "embed_positions" in path:
+        if len(expected.unique()) == 1 or (name == "marian" and "embed_positions" in path):
             assert_same(got, expected, path)
         else:
             assert got.std() == pytest.approx(expected.std(), rel=0.5), path
@@ -292,8 +293,10 @@ def test_a_dtype_that_its_unit_has_not_is_refused_by_name() -> None:
 def test_a_second_load_overwrites_what_it_has(cut: Cut, tmp_path: Path) -> None:
     """In the same memory, cast to the dtype that is there; the rest is left alone."""
     whole, directory = from_pretrained("llama_tied"), checkpoint_of("llama_tied")
-    partly = {NORM: torch.arange(39) / 3,
-              "model.embed_tokens.weight": torch.arange(101 * 39).reshape(101, 39) / 7}
+    partly = {
+        NORM: torch.arange(39) / 3,
+        "model.embed_tokens.weight": torch.arange(101 * 39).reshape(101, 39) / 7,
+    }
     second = write_checkpoint(tmp_path / "model", partly)
     for rank in range(cut.world):
         with playing_new_rank(rank, cut.world):
@@ -424,7 +427,7 @@ def test_a_failure_while_loading_leaves_the_model_as_it_was(
         def fail(self: Any, name: str) -> Any:
             raise RuntimeError(f"no numbers for {name}")
 
-        patch.setattr(load.Initialiser, "whole", fail)
+        patch.setattr(walk.Initialiser, "whole", fail)
         with playing_new_rank(1, 2):
             model = shard(empty("llama"), TWO)
             with pytest.raises(Exception, match=f"no numbers for {NORM}|no numbers for {HEAD}"):

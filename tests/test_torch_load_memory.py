@@ -16,10 +16,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from modicum.torch.loading import load as walk  # noqa: E402
+from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
 from on_device import OnDevice  # noqa: E402  (after torch is known to be there)
 from sharding import Cut, bits, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch_front import (  # noqa: E402
@@ -38,8 +39,6 @@ from torch_front import (  # noqa: E402
 
 import modicum  # noqa: E402
 from modicum import _modicum  # noqa: E402
-from modicum.torch import _load  # noqa: E402
-from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
 
 ONE, THREE = Cut("fsdp2", (1,)), Cut("fsdp2", (3,))
 TOKENS = torch.arange(3, 14).reshape(1, 11)
@@ -176,7 +175,7 @@ def test_the_ledger_shows_each_parameter_until_it_dies(layout: str) -> None:
     assert ledger.limit_bytes == 1 << 30
     assert report.ranks[1]["promised_bytes"] >= report.ranks[1]["ledger_peak_bytes"] > 0
     sizes = {n: local(p).untyped_storage().nbytes() for n, p in model.named_parameters()}
-    (purpose, held), = ledger.held.items()
+    ((purpose, held),) = ledger.held.items()
     between = held - sum(sizes.values())  # parameters begin at a line of the cache, all at a page
     assert purpose == "shards" and 0 <= between < 4096 + 64 * len(sizes)
 
@@ -230,7 +229,7 @@ class Device(TorchFunctionMode):
 def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of little pieces; the host holds nothing but these."""
     ledger, cut, whole = modicum.Ledger(), Cut(layout, (3,)), from_pretrained(name)
-    hand_over = load._Walk._hand_over
+    hand_over = walk._Walk._hand_over
 
     def from_stand_ins(walk: Any, loaded: Any) -> None:
         for of in walk.tensors.values():
@@ -239,8 +238,8 @@ def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.Monkey
                 of.storage = of.storage.host
         hand_over(walk, loaded)
 
-    monkeypatch.setattr(load._Walk, "_hand_over", from_stand_ins)
-    monkeypatch.setattr(load._Walk, "_device_of", lambda walk, of: META)
+    monkeypatch.setattr(walk._Walk, "_hand_over", from_stand_ins)
+    monkeypatch.setattr(walk._Walk, "_device_of", lambda walk, of: META)
     for rank in range(3):
         with playing_new_rank(rank, 3):
             model = shard(empty(name), cut)
@@ -258,7 +257,7 @@ def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.Monkey
 
 
 def test_a_copy_is_no_reason_for_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load._Walk, "_device_of", lambda walk, of: META)
+    monkeypatch.setattr(walk._Walk, "_device_of", lambda walk, of: META)
     torch.set_warn_always(True)
     try:
         with warnings.catch_warnings():

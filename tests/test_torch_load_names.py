@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+from modicum.torch import empty_parameters  # noqa: E402
 from program import write_checkpoint, write_shards  # noqa: E402
 from sharding import Cut, assert_same, playing_new_rank  # noqa: E402  (torch is there)
 from torch import nn  # noqa: E402
@@ -42,7 +43,6 @@ from torch_front import (  # noqa: E402
 )
 
 import modicum  # noqa: E402
-from modicum.torch import empty_parameters  # noqa: E402
 
 TWO, THREE = Cut("fsdp2", (2,)), Cut("fsdp2", (3,))
 
@@ -232,9 +232,7 @@ def test_13_new_adapters_are_parts_of_one() -> None:
             with playing_new_rank(rank, world):
                 model = empty_with_adapters(Cut("fsdp2", (world,)))
                 load(model, checkpoint_of("llama"))
-            assert_equal(
-                adapters_of(model), {n: chunk(t, world, rank) for n, t in whole.items()}
-            )
+            assert_equal(adapters_of(model), {n: chunk(t, world, rank) for n, t in whole.items()})
             if world == 2:
                 for name, tensor in whole.items():
                     naive[name].append(made_by_each_rank(tensor, rank))

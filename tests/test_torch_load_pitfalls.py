@@ -21,6 +21,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from modicum.torch import empty_parameters  # noqa: E402
 from program import write_checkpoint  # noqa: E402  (after torch is known to be there)
 from sharding import Cut, assert_same, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
@@ -45,7 +46,6 @@ from torch_front import (  # noqa: E402
 )
 
 import modicum  # noqa: E402
-from modicum.torch import empty_parameters  # noqa: E402
 
 TWO = Cut("fsdp2", (2,))
 TOKENS = torch.arange(3, 14).reshape(1, 11)
@@ -443,5 +443,3 @@ def test_10_a_wider_dtype_has_the_same_numbers(tmp_path: Path) -> None:
         load(model, directory)
     assert_same(local(model.layer.weight), values.float(), "layer")
     assert_same(local(model.norm.weight), values.half().float(), "norm")
-
-

@@ -31,8 +31,12 @@ from torch_front import (  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # The last three keep some names in float32: a module's, a buffer's, one of a module's two.
-CAST = [*[family.name for family in FAMILIES if family.quantization is None][::5],
-        "ernie4_5_moe", "deepseek_v3", "inkling"]
+CAST = [
+    *[family.name for family in FAMILIES if family.quantization is None][::5],
+    "ernie4_5_moe",
+    "deepseek_v3",
+    "inkling",
+]
 # A tie, packed and permuted rows, stacked experts, a tower of its own.
 FEW = ("llama_tied", "olmo_hybrid", "qwen3_moe", "kimi_k25")
 CUTS = (

@@ -18,7 +18,7 @@ from program import run_json
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import GONE, Ranks, ranks  # noqa: E402  (after torch is known to be there)
+from ranks import GONE, Ranks, ranks
 
 MESH = [4]
 MIB = 1 << 20

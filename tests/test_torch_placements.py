@@ -17,8 +17,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from modicum.errors import UsageError  # noqa: E402  (after torch is known to be there)
-from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
 from modicum.torch.shards.placements import Cut, Sharding, sharding_of  # noqa: E402
+from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
 from sharding import assert_same, placed, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed._composable.replicate_with_fsdp import replicate  # noqa: E402
@@ -435,7 +435,7 @@ def test_the_naive_reading_fails() -> None:
     wrong = []
     for rank in range(case.world):
         with playing_new_rank(rank, case.world):
-            tensor, managed = made_of(case, ids((12, 4)))
+            tensor, _managed = made_of(case, ids((12, 4)))
             naive = left_to_right(tensor, case.world)
             if not torch.equal(held(naive, ids((12, 4)), rank)[0], tensor.to_local()):
                 wrong.append(rank)
@@ -511,9 +511,8 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused(what: str) -> None:
     make, why = REFUSED[what]
-    with playing_new_rank(0, 4):
-        with pytest.raises(UsageError) as caught:
-            sharding_of(make(), 4, name="p")
+    with playing_new_rank(0, 4), pytest.raises(UsageError) as caught:
+        sharding_of(make(), 4, name="p")
     assert (caught.value.category, caught.value.tensor) == ("UNSUPPORTED", "p")
     assert why in str(caught.value)
 

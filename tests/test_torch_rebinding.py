@@ -13,9 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from modicum.errors import UsageError  # noqa: E402  (after torch is known to be there)
-from modicum.upstream.torch_fsdp import fsdp_params, hand_over  # noqa: E402
 from modicum.torch.shards.names import canonical, parameter_names  # noqa: E402
 from modicum.torch.shards.rebinding import rebinding  # noqa: E402
+from modicum.upstream.torch_fsdp import fsdp_params, hand_over  # noqa: E402
 from sharding import playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
@@ -212,9 +212,8 @@ def refused(model: nn.Module, optimizer: Any, block: Any = shard, **arguments: A
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     before = [bound_before(one) for one in optimizers]
     states = [dict(one.state) for one in optimizers]
-    with pytest.raises(UsageError) as caught:
-        with rebinding(model, optimizer, **arguments):
-            block(model)
+    with pytest.raises(UsageError) as caught, rebinding(model, optimizer, **arguments):
+        block(model)
     assert [bound_before(one) for one in optimizers] == before
     assert [dict(one.state) for one in optimizers] == states
     return caught.value
@@ -233,10 +232,9 @@ def test_a_failure_within() -> None:
     model = tiny()
     optimizer = optimizer_of(model)
     before = bound_before(optimizer)
-    with pytest.raises(ZeroDivisionError):
-        with rebinding(model, optimizer):
-            shard(model)
-            raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), rebinding(model, optimizer):
+        shard(model)
+        raise ZeroDivisionError
     assert bound_before(optimizer) == before
 
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
+from ranks import Ranks, ranks
 
 STRATEGIES = ("own-shard", "node-reader", "replica-striped", "rank0-broadcast", "full-per-rank")
 MESHES = ([4], [2, 2])

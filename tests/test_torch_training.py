@@ -21,7 +21,7 @@ from program import run_json
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import Ranks, ranks, torchrun  # noqa: E402  (after torch is known to be there)
+from ranks import Ranks, ranks, torchrun
 
 MESH = [4]
 MIB = 1 << 20

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import modicum.torch
 import torch
 import torch.distributed as dist
 import transformers
@@ -25,7 +26,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import modicum.torch
 from modicum import Report
 
 # More experts than one digit counts.
@@ -134,7 +134,7 @@ def shard(model: nn.Module, cut: Cut) -> nn.Module:
         ),
     }
     for module in reversed([*model.modules()]):  # a unit within another comes first
-        own = {p for p in module.parameters(recurse=False)} - options["ignored_params"]
+        own = set(module.parameters(recurse=False)) - options["ignored_params"]
         if any(p.dtype != model.dtype for p in own):
             fully_shard(module, **options)
     for layer in layers_of(model):

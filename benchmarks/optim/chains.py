@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 import torch
+
 from modicum import Ledger, _modicum
 
 TENSORS = 16
@@ -142,13 +143,9 @@ class Modicum:
     def __init__(self, params: int, form: str, threads: int) -> None:
         self.low = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes(params)]
         out = self.low if form == "fp32" else [None] * TENSORS  # a split master is that copy
-        shards = [
-            (f"param.{i}", [(0, n)], 0, None, out[i]) for i, n in enumerate(sizes(params))
-        ]
+        shards = [(f"param.{i}", [(0, n)], 0, None, out[i]) for i, n in enumerate(sizes(params))]
         options = _modicum.AdamOptions(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-        self.of = _modicum.AdamW(
-            shards, [options], format=form, ledger=Ledger(), threads=threads
-        )
+        self.of = _modicum.AdamW(shards, [options], format=form, ledger=Ledger(), threads=threads)
         dtype = torch.float32 if form == "fp32" else torch.bfloat16
         for i, grad in enumerate(gradients(params, dtype)):
             torch.from_dlpack(self.of.plane(i, "grad")).view(dtype).copy_(grad)

@@ -8,12 +8,11 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
+from rivals.rows import Case
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from rivals.rows import Case
 
 # The plan that transformers itself has for these models, and which it keeps to in its own row: the
 # embedding is cut along the vocabulary, as the head that is tied to it.

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 from modicum.torch import empty_parameters, load
-
 from rivals.model import empty_sharded
 from rivals.rows import Case
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from rivals.model import touch
 from rivals.rows import Case
 from rivals.truth import differences, make_truth
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def preload(directory: str) -> None:

@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from rivals.model import dtype_of, empty_sharded, local_of, materialize, region
+from rivals.rows import Case
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
-
-from rivals.model import dtype_of, empty_sharded, local_of, materialize, region
-from rivals.rows import Case
 
 STAGING_BYTES = 1 << 20
 

@@ -6,11 +6,10 @@ from collections.abc import Callable
 import fastsafetensors as fast
 import torch
 import torch.distributed as dist
-from runai_model_streamer import SafetensorsStreamer
-
 from rivals.model import empty_sharded, materialize
 from rivals.rows import Case
 from rivals.slices import files_of, wanted
+from runai_model_streamer import SafetensorsStreamer
 
 
 def runai(

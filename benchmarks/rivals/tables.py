@@ -8,7 +8,6 @@ from importlib import metadata
 from typing import Any
 
 from harness.page import GIB, machine
-
 from rivals.rows import Case, Row
 
 Result = dict[str, Any]

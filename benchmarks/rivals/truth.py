@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
-
 from rivals.model import cuts, dtype_of, local_of
 from rivals.rows import Case
+from transformers import AutoModelForCausalLM
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import AutoModelForCausalLM
-
 from rivals.model import dtype_of, empty_sharded, mesh_of, parallelize, shard
 from rivals.rows import Case
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from transformers import AutoModelForCausalLM
 
 
 def whole(case: Case, dtype: torch.dtype) -> torch.nn.Module:

@@ -1,5 +1,6 @@
 """Model state of sharded training, in little memory."""
 
+from modicum import memory
 from modicum._modicum import (
     Checkpoint,
     Layout,
@@ -22,9 +23,8 @@ from modicum.errors import (
     PeerError,
     UsageError,
 )
-from modicum.walk.report import Report
 from modicum.walk.calls import Shards, load, make_plan, report
-from modicum import memory
+from modicum.walk.report import Report
 
 __all__ = [
     "BudgetError",

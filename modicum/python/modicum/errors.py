@@ -3,10 +3,10 @@
 import json
 
 __all__ = [
+    "BudgetError",
     "Error",
     "FormatError",
     "IntegrityError",
-    "BudgetError",
     "IoError",
     "PeerError",
     "UsageError",

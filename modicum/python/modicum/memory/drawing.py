@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modicum.memory.phases import Phase, Sample, recorded
 from modicum.errors import refusal
+from modicum.memory.phases import Phase, Sample, recorded
 
 __all__ = ["draw"]
 

@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from modicum.errors import refusal
 from modicum.recipes.nodes import Array, Node
 from modicum.recipes.patterns import Patterns
 from modicum.recipes.structure import Structure, is_pretrained
 from modicum.recipes.translation import Described
-from modicum.errors import refusal
 
 # Casts that a recipe may ask for, by where they begin; every FP8 code has a scale.
 _FLOATS = frozenset({"float32", "bfloat16", "float16"})

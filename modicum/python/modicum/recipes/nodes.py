@@ -40,8 +40,9 @@ def cat(dim: int, arrays: Sequence[Array]) -> Array:
     first = arrays[0]
     dim = _dim_of(first, dim, "cat")
     for array in arrays:
-        met = array.shape[:dim] == first.shape[:dim] and array.shape[dim + 1 :] == (
-            first.shape[dim + 1 :]
+        met = (
+            array.shape[:dim] == first.shape[:dim]
+            and array.shape[dim + 1 :] == (first.shape[dim + 1 :])
         )
         if len(array.shape) != len(first.shape) or not met or array.dtype != first.dtype:
             raise refusal(

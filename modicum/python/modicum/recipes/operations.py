@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from modicum.recipes.nodes import Array, Shape, cat, cut, reshape, stack, transpose
 from modicum.errors import refusal
+from modicum.recipes.nodes import Array, Shape, cat, cut, reshape, stack, transpose
 
 Value: TypeAlias = list[Array] | Array
 Values: TypeAlias = dict[str, Value]
@@ -284,9 +284,7 @@ OPERATIONS: dict[str, Operation] = {
     "Concatenate": _row(_concatenate, "dim", "num_shards_attribute"),
     "Conv3dToLinear": _row(_conv3d_to_linear, *_CONV),
     "ErnieFuseAndSplitTextVisionExperts": _row(_fuse_and_split, "stack_dim", "concat_dim"),
-    "ErnieSplitAndDecoupleTextVisionExperts": _row(
-        _split_and_decouple, "stack_dim", "concat_dim"
-    ),
+    "ErnieSplitAndDecoupleTextVisionExperts": _row(_split_and_decouple, "stack_dim", "concat_dim"),
     "Fp8Dequantize": _row(_fp8_dequantize, "hf_quantizer"),
     "Interleave": _row(_interleave, "dim", "inverse"),
     "LinearToConv3d": _row(_linear_to_conv3d, *_CONV),

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from modicum.errors import refusal
 from modicum.recipes.nodes import Array, Node, Shape, stored
 from modicum.recipes.operations import Chain, Value, Values, nodes_of
-from modicum.errors import refusal
 
 Described: TypeAlias = Mapping[str, tuple[str, Shape]]  # by name: dtype, shape
 

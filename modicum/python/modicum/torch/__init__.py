@@ -10,10 +10,10 @@
 Importing it imports torch and nothing above it, and patches nothing.
 """
 
-from modicum.torch.optim.adamw import AdamW
 from modicum.torch.build.empty import empty_parameters
 from modicum.torch.full_state_dict import fsdp2_load_full_state_dict
 from modicum.torch.loading.load import load
+from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.protection import protect
 from modicum.torch.shards.rebinding import rebinding
 

@@ -31,11 +31,15 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.walk.report import Report
-from modicum.recipes.structure import Structure, structure_of
-from modicum.walk.calls import require_check
 from modicum.errors import refusal
 from modicum.recipes import Rule
+from modicum.recipes.structure import Structure, structure_of
+from modicum.torch.build.empty import empty_parameters
+from modicum.torch.loading.load import load
+from modicum.torch.ranks.collectives import settled
+from modicum.torch.shards.forks import require_fork
+from modicum.torch.shards.names import canonical
+from modicum.torch.shards.rebinding import rebinding
 from modicum.upstream.accelerate import (
     check_built_empty,
     nothing_loaded,
@@ -45,12 +49,8 @@ from modicum.upstream.accelerate import (
     source_of,
     with_real_adapters,
 )
-from modicum.torch.build.empty import empty_parameters
-from modicum.torch.shards.forks import require_fork
-from modicum.torch.ranks.collectives import settled
-from modicum.torch.loading.load import load
-from modicum.torch.shards.names import canonical
-from modicum.torch.shards.rebinding import rebinding
+from modicum.walk.calls import require_check
+from modicum.walk.report import Report
 
 __all__ = ["Loading", "loading"]
 

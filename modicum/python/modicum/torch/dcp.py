@@ -1,9 +1,9 @@
 """A distributed checkpoint's reader over Hugging Face files:
 
-    reader = modicum.torch.dcp.HuggingFaceReader("path/of/a/checkpoint", model)
-    state = model.state_dict()
-    torch.distributed.checkpoint.load(state, storage_reader=reader)
-    model.load_state_dict(state, assign=True)
+reader = modicum.torch.dcp.HuggingFaceReader("path/of/a/checkpoint", model)
+state = model.state_dict()
+torch.distributed.checkpoint.load(state, storage_reader=reader)
+model.load_state_dict(state, assign=True)
 """
 
 import json
@@ -30,15 +30,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.futures import Future
 
 from modicum import _modicum
-from modicum.recipes.dtypes import _FLOATS, dtype_name
-from modicum.recipes.nodes import Node
 from modicum.errors import refusal
 from modicum.recipes import Recipe, recipe_for
+from modicum.recipes.dtypes import _FLOATS, dtype_name
+from modicum.recipes.nodes import Node
 from modicum.torch.ranks.cpus import cpus_of_rank
-from modicum.upstream.torch_fsdp import fsdp_params
 from modicum.torch.shards.names import canonical
 from modicum.torch.shards.placements import Sharding, layout_of, sharding_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
+from modicum.upstream.torch_fsdp import fsdp_params
 
 __all__ = ["HuggingFaceReader"]
 

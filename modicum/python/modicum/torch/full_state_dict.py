@@ -8,11 +8,11 @@ from typing import Any, overload
 
 from torch import nn
 
-from modicum.walk.calls import require_check
 from modicum.errors import refusal
 from modicum.torch.loading.dealing import Dealing, State
-from modicum.torch.shards.forks import require_fork
 from modicum.torch.ranks.group import Ranks
+from modicum.torch.shards.forks import require_fork
+from modicum.walk.calls import require_check
 
 __all__ = ["fsdp2_load_full_state_dict"]
 

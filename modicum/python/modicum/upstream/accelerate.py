@@ -192,9 +192,7 @@ def check_built_empty(model: Any, state_dict: Any, config: Any, expected_keys: A
         what = "a directory of adapters: build the base, and put PeftModel.from_pretrained round it"
         raise refusal("UNSUPPORTED", what)
     quantizer = config.hf_quantizer
-    kept = quantizer is not None and not getattr(
-        quantizer.quantization_config, "dequantize", False
-    )
+    kept = quantizer is not None and not getattr(quantizer.quantization_config, "dequantize", False)
     devices = {str(device) for device in (config.device_map or {}).values()}
     given = {
         "state_dict": state_dict is not None,

@@ -15,8 +15,8 @@ from typing import Any
 
 from modicum import _modicum
 from modicum._modicum import Ledger, Plan, Recipe
-from modicum.memory.phases import reset_peak
 from modicum.errors import refusal
+from modicum.memory.phases import reset_peak
 from modicum.walk.report import Report
 
 __all__ = ["Shards", "load", "make_plan"]

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from modicum.errors import Error, refusal
-from modicum.torch.ranks.group import Ranks
 from modicum.torch.build.initialiser import Initialiser
+from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.tensors import ModelTensor, tensors_of
 
 __all__ = ["Emptied"]
@@ -172,9 +172,7 @@ def _smallest_with_parameters(model: nn.Module) -> Iterator[tuple[int, nn.Module
     return below(model, None)
 
 
-def _made(
-    model: nn.Module, names: Iterable[str], seed: int
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _made(model: nn.Module, names: Iterable[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that a rule of the model makes, and what it makes."""
     names = [*names]
     if not names:

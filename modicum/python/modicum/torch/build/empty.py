@@ -34,14 +34,16 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 # From here on memory is mapped rather than cleared, and random numbers are not drawn.
 _LARGE_BYTES = 1 << 20
 
-_EMPTY = frozenset({
-    _aten.empty,
-    _aten.empty_like,
-    _aten.empty_permuted,
-    _aten.empty_strided,
-    _aten.new_empty,
-    _aten.new_empty_strided,
-})
+_EMPTY = frozenset(
+    {
+        _aten.empty,
+        _aten.empty_like,
+        _aten.empty_permuted,
+        _aten.empty_strided,
+        _aten.new_empty,
+        _aten.new_empty_strided,
+    }
+)
 _ZEROS = frozenset({_aten.zeros, _aten.zeros_like, _aten.new_zeros})
 _COPIES = frozenset({_aten.clone, _aten.copy_, _aten._to_copy})
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from modicum.recipes.structure import Member, Structure, structure_of, ties_of
 from modicum.errors import Error, refusal
+from modicum.recipes.structure import Member, Structure, structure_of, ties_of
 from modicum.torch.build.rules import (
     Region,
     Rule,

@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from modicum import _modicum
+from modicum.errors import refusal
+from modicum.recipes import Recipe
 from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Array, Node, caller, cat, stack
 from modicum.recipes.structure import structure_of, ties_of
-from modicum.errors import refusal
-from modicum.recipes import Recipe
-from modicum.upstream.torch_fsdp import hand_over
-from modicum.torch.ranks.group import Ranks
 from modicum.torch.loading.load import _PAGE_BYTES, _Walk
+from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.names import canonical
 from modicum.torch.shards.tensors import ModelTensor, as_bytes
+from modicum.upstream.torch_fsdp import hand_over
 
 __all__ = ["Dealing"]
 

@@ -13,14 +13,18 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.memory.phases import reset_peak
-from modicum.walk.report import Report
-from modicum.walk.calls import require_check
 from modicum.errors import refusal
+from modicum.memory.phases import reset_peak
 from modicum.recipes import Recipe, Rule, recipe_for
-from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.build.emptied import Emptied
+from modicum.torch.build.initialiser import Initialiser
+from modicum.torch.ranks.cpus import cpus_of_rank
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.ranks.progress import progress_bar
 from modicum.torch.shards.forks import require_fork
+from modicum.torch.shards.names import canonical
+from modicum.torch.shards.placements import Meshes, layout_of, sharding_of
+from modicum.torch.shards.tensors import ModelTensor, as_bytes, copying_into, tensors_of
 from modicum.upstream.torch_fsdp import (
     check_pinning,
     check_replaceable,
@@ -28,12 +32,8 @@ from modicum.upstream.torch_fsdp import (
     hand_over,
     pin,
 )
-from modicum.torch.ranks.group import Ranks
-from modicum.torch.build.initialiser import Initialiser
-from modicum.torch.shards.names import canonical
-from modicum.torch.shards.placements import Meshes, layout_of, sharding_of
-from modicum.torch.ranks.progress import progress_bar
-from modicum.torch.shards.tensors import ModelTensor, as_bytes, copying_into, tensors_of
+from modicum.walk.calls import require_check
+from modicum.walk.report import Report
 
 __all__ = ["load"]
 

@@ -22,10 +22,10 @@ from modicum.torch.optim.binding import (
     refuse_repeated,
 )
 from modicum.torch.optim.bound import MOMENTS, Bound
-from modicum.torch.shards.forks import require_fork
 from modicum.torch.optim.parts import Part, global_sum, largest
 from modicum.torch.optim.state_dicts import is_noted, merged_groups, saved_values
 from modicum.torch.optim.states import is_own_master, options_of, require_seed
+from modicum.torch.shards.forks import require_fork
 
 __all__ = ["AdamW"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from modicum.errors import UsageError, refusal
+from modicum.torch.optim.parts import Part, mesh_of, part_of, place_of
 from modicum.torch.shards.names import canonical
-from modicum.torch.optim.parts import Part, local_of, mesh_of, part_of, place_of
 from modicum.torch.shards.placements import Meshes
 
 __all__ = [

@@ -278,4 +278,3 @@ class Bound:
         torch.autograd.graph.increment_version(stepped)
         self.note_steps()
         self.note_versions()
-

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from modicum import _modicum
-from modicum.memory.holders import WEIGHTS, Holding, holdings, stepping
 from modicum.errors import BudgetError, refusal
+from modicum.memory.holders import WEIGHTS, Holding, holdings, stepping
 from modicum.torch.optim.adamw import AdamW
 
 __all__ = ["Protected", "Protection", "protect"]

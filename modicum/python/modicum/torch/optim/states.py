@@ -9,10 +9,10 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.torch.ranks.cpus import cpus_of_rank
-from modicum.upstream.torch_fsdp import register
 from modicum.torch.optim.lanes import SLOTS
 from modicum.torch.optim.parts import Part
+from modicum.torch.ranks.cpus import cpus_of_rank
+from modicum.upstream.torch_fsdp import register
 
 __all__ = ["dtype_of", "is_own_master", "make_states", "options_of", "require_seed"]
 

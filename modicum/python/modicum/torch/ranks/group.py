@@ -277,8 +277,11 @@ class Ranks:
         if others:
             more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
             what = f"rank {others[0]}{more} has other inputs than rank 0"
-            raise from_json(self._blaming(others[0], "CONFLICT", what,
-                                          expected=digests[0], got=digests[others[0]]))
+            raise from_json(
+                self._blaming(
+                    others[0], "CONFLICT", what, expected=digests[0], got=digests[others[0]]
+                )
+            )
 
     def _until(
         self, is_so: Callable[[], bool], key: str = "", limit_s: float | None = None
@@ -303,8 +306,7 @@ class Ranks:
             pause_s = min(pause_s * POLL_GROWTH, self._longest_pause_s)
 
     def _miss_ranks(self, key: str, limit_s: float) -> None:
-        absent = [rank for rank in range(self.world_size)
-                  if not self._store.has(f"{key}/{rank}")]
+        absent = [rank for rank in range(self.world_size) if not self._store.has(f"{key}/{rank}")]
         if absent:
             more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
             what = f"rank {absent[0]}{more} has not come to the load within {limit_s:.0f} s"

@@ -57,7 +57,7 @@ class Process:
         return same and self.pid_space != 0 and other.condition() == ""
 
     def condition(self) -> str:
-        """"is gone", "is stopped", or nothing where it runs; of one on the same host."""
+        """ "is gone", "is stopped", or nothing where it runs; of one on the same host."""
         state, started = _state_of(self.pid) or ("X", "")
         if state in "ZX" or started != self.started:
             return "is gone"
@@ -78,8 +78,9 @@ def nodes_of(processes: Sequence[Process], rank: int) -> tuple[int, int | None]:
     ranks that don't follow each other."""
     nodes = list(dict.fromkeys(process.node for process in processes))
     per_node, left = divmod(len(processes), len(nodes))
-    even = left == 0 and all(process.node == nodes[r // per_node]
-                             for r, process in enumerate(processes))
+    even = left == 0 and all(
+        process.node == nodes[r // per_node] for r, process in enumerate(processes)
+    )
     return nodes.index(processes[rank].node), per_node if even else None
 
 

@@ -105,9 +105,7 @@ class LoadStore:
         self._put_here.append(key)
         self._ask(self._store.set, key, text)
 
-    def _ask(
-        self, function: Callable[..., Any], *arguments: Any, slices: int = SLICES
-    ) -> Any:
+    def _ask(self, function: Callable[..., Any], *arguments: Any, slices: int = SLICES) -> Any:
         if self._lost is None:
             call = self._line.begin(function, *arguments)
             if any(call.wait(SLICE_S) for _ in range(slices)):

@@ -18,8 +18,12 @@ from typing import Any
 
 import torch
 from torch._C import _len_torch_function_stack
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.overrides import _pop_mode, _push_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from modicum import _modicum
 from modicum.errors import refusal
@@ -28,12 +32,59 @@ __all__ = ["require_fork"]
 
 # What can be asked of a tensor without its memory; functions and properties by their names.
 _METADATA = frozenset(
-    "__hash__ __len__ _backward_hooks _base _grad _is_view _version device dim dtype element_size "
-    "get_device grad grad_fn has_names is_complex is_contiguous is_conj is_cpu is_cuda "
-    "is_floating_point is_inference is_leaf is_meta is_mkldnn is_neg is_nested is_quantized "
-    "is_signed is_sparse is_sparse_csr is_xla itemsize layout name names nbytes ndim ndimension "
-    "nelement numel output_nr register_hook register_post_accumulate_grad_hook requires_grad "
-    "requires_grad_ retains_grad shape size storage_offset stride".split()
+    [
+        "__hash__",
+        "__len__",
+        "_backward_hooks",
+        "_base",
+        "_grad",
+        "_is_view",
+        "_version",
+        "device",
+        "dim",
+        "dtype",
+        "element_size",
+        "get_device",
+        "grad",
+        "grad_fn",
+        "has_names",
+        "is_complex",
+        "is_contiguous",
+        "is_conj",
+        "is_cpu",
+        "is_cuda",
+        "is_floating_point",
+        "is_inference",
+        "is_leaf",
+        "is_meta",
+        "is_mkldnn",
+        "is_neg",
+        "is_nested",
+        "is_quantized",
+        "is_signed",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_xla",
+        "itemsize",
+        "layout",
+        "name",
+        "names",
+        "nbytes",
+        "ndim",
+        "ndimension",
+        "nelement",
+        "numel",
+        "output_nr",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad",
+        "requires_grad_",
+        "retains_grad",
+        "shape",
+        "size",
+        "storage_offset",
+        "stride",
+    ]
 )
 _PAGE_BYTES = mmap.PAGESIZE
 _ACCESSORS = ("__get__", "__set__", "__delete__")

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from modicum.recipes.structure import canonical
 from modicum.errors import refusal
+from modicum.recipes.structure import canonical
 
 __all__ = ["canonical", "parameter_names"]
 

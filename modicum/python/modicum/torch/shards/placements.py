@@ -246,9 +246,7 @@ def _part(rank: int, strides: Sequence[tuple[int, int]]) -> int:
     return part
 
 
-def _line_of(
-    rank: int, ranks: tuple[int, ...], shape: Sequence[int], dim: int
-) -> tuple[int, ...]:
+def _line_of(rank: int, ranks: tuple[int, ...], shape: Sequence[int], dim: int) -> tuple[int, ...]:
     """The ranks that differ from one of them only along `dim`, in their order."""
     step = prod(shape[dim + 1 :])
     position = ranks.index(rank)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from modicum.upstream.torch_fsdp import Managed, fsdp_params
 from modicum.torch.shards.names import canonical
 from modicum.torch.shards.placements import Sharding
+from modicum.upstream.torch_fsdp import Managed, fsdp_params
 
 __all__ = ["ModelTensor", "as_bytes", "copying_into", "tensors_of"]
 

@@ -1,0 +1,42 @@
+"""The recipe.json of a directory, from the command line."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from modicum.errors import Error
+from modicum.recipes.recipe import meta_model, recipe_for
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Writes the recipe.json of a directory."""
+    parser = argparse.ArgumentParser(prog="python -m modicum.recipes", description=main.__doc__)
+    parser.add_argument("directory", help="a Hugging Face directory: config.json and safetensors")
+    parser.add_argument("-o", "--output", help="where to write it; stdout if not given")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16; as the config says if not")
+    parser.add_argument("--untie", action="store_true", help="load both names of a tie")
+    parser.add_argument("--ignore-missing", action="store_true", help="leave them to the model")
+    parser.add_argument("--ignore-unexpected", action="store_true", help="do not read them")
+    options = parser.parse_args(arguments)
+    try:
+        model = meta_model(options.directory, options.dtype)
+        recipe = recipe_for(
+            model,
+            options.directory,
+            dtype=options.dtype or model.dtype,
+            missing="ignore" if options.ignore_missing else "error",
+            unexpected="ignore" if options.ignore_unexpected else "error",
+            untie=options.untie,
+        )
+    except Error as error:
+        print(f"modicum: {error}", file=sys.stderr)
+        return error.code
+    if options.output:
+        Path(options.output).write_text(recipe.text())
+    else:
+        print(recipe.text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,423 @@
+"""A model and a checkpoint to an explicit recipe."""
+
+import contextlib
+import copy
+import difflib
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from modicum.errors import refusal
+from modicum.recipes.dtypes import Dtypes, any_of, cast, described, dtype_name
+from modicum.recipes.nodes import Array, Node, caller, init
+from modicum.recipes.patterns import Patterns, Rule, Rules
+from modicum.recipes.structure import (
+    Part,
+    Structure,
+    canonical,
+    classes_before_sharding,
+    is_pretrained,
+    structure_of,
+    ties_of,
+)
+from modicum.recipes.translation import Described, Translation, translate
+
+__all__ = ["Recipe", "meta_model", "recipe_for"]
+
+
+@dataclass
+class Recipe:
+    """How every tensor of a model is made of those of a checkpoint."""
+
+    targets: dict[str, Node] = field(default_factory=dict)
+    """By canonical name in the model, in the model's order. A node `caller` is left to the model's
+    own initialisation: whoever loads hands the tensor over."""
+    unused: list[str] = field(default_factory=list)
+    """Stored tensors that are not read, sorted."""
+
+    @property
+    def missing(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of each tensor that is left to the model."""
+        callers = {name: node for name, node in self.targets.items() if node["op"] == "caller"}
+        return {name: (node["dtype"], tuple(node["shape"])) for name, node in callers.items()}
+
+    @property
+    def callers(self) -> list[str]:
+        """The tensors that are left to the model, in the model's order."""
+        return list(self.missing)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Targets and unused stored tensors, what is left to the model among them."""
+        return {"targets": self.targets, "unused": self.unused}
+
+    def text(self, *, callers: bool = False) -> str:
+        """recipe.json, as short as it can be: what is left to the model is left out, except for a
+        reader to which the `callers` are handed over."""
+        left = {} if callers else self.missing
+        targets = {
+            name: node
+            for name, node in self.targets.items()
+            if name not in left and node.get("of") not in left
+        }
+        document = self.document | {"targets": targets}
+        return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+
+
+# ---- what there is
+
+
+def stored_in(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Described:
+    """Dtype and shape of each stored tensor: of a path, by `modicum.inspect`; or of a mapping of
+    names to (dtype, shape), or to anything that has a `dtype` and a `shape`."""
+    if isinstance(checkpoint, Mapping):
+        pairs = {
+            name: (value.dtype, value.shape) if hasattr(value, "shape") else value
+            for name, value in checkpoint.items()
+        }
+        return {name: (dtype_name(d), tuple(shape)) for name, (d, shape) in pairs.items()}
+    from modicum import inspect
+
+    tensors = inspect(checkpoint)["tensors"]
+    return {t["name"]: (t["dtype"], tuple(t["shape"])) for t in tensors}
+
+
+def _quantizer_of(model: Any, targets: Described) -> Any:
+    """What transformers would load a quantized checkpoint by; None where it is not quantized."""
+    config = getattr(model.config, "quantization_config", None) or getattr(
+        model.config.get_text_config(decoder=True), "quantization_config", None
+    )
+    if config is None:
+        return None
+    method = config["quant_method"] if isinstance(config, dict) else config.quant_method
+    method = getattr(method, "value", method)
+    if method not in ("fp8", "mxfp8"):
+        raise refusal("UNSUPPORTED", f"the quantization '{method}' is not known")
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    quantizer = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=True)
+    keeps_codes = any(name.endswith("_scale_inv") for name in targets)
+    quantizer.quantization_config.dequantize = not keeps_codes
+    return quantizer
+
+
+# ---- ties
+
+
+def _tie(recipe: Recipe, ties: Iterable[list[str]], untie: bool) -> list[list[str]]:
+    """The first name that is there has the tensor, the others are aliases. One that is stored too
+    says by what, and is compared. Returns the ties of which nothing is there."""
+    open_ties = []
+    for names in ties:
+        there = [name for name in names if name in recipe.targets]
+        if not there:
+            open_ties.append(names)
+            continue
+        for name in names:
+            if name == there[0] or (untie and name in there):
+                continue
+            alias: Node = {"op": "alias", "of": there[0]}
+            if name in there:
+                kept = {k: v for k, v in recipe.targets[name].items() if k != "dtype"}
+                alias["in"] = [kept]
+            recipe.targets[name] = alias
+    return open_ties
+
+
+# ---- what is left over, and what is missing
+
+
+def _droppable(model: Any) -> list[str]:
+    """What transformers drops without a word."""
+    if model is None:
+        return []
+    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.append(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.append(r"(^|\.)position_ids$")
+    return patterns
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    return f"nearest '{near[0]}'" if near else ""
+
+
+def _translate(
+    structure: Structure,
+    stored: Described,
+    targets: Described,
+    ask: Callable[[Part], list[Any]],
+    may_differ: Callable[[str], bool],
+) -> Translation:
+    """Each part's stored tensors to its targets: by their names in the whole model. `ask`: for what
+    transformers would do to a part's tensors."""
+    whole = Translation()
+    for part, keys in zip(structure.parts, structure.split(stored), strict=True):
+        names = {key: name for name, key in part.keys.items()}
+        made = translate(
+            ask(part),
+            {name: stored[name] for name in keys},
+            {key: targets[name] for key, name in names.items()},
+            config=getattr(part.module, "config", None),
+            base_model_prefix=getattr(part.module, "base_model_prefix", ""),
+            keys=keys,
+            may_differ=lambda key: may_differ(names[key]),
+        )
+        whole.made |= {names[key]: array for key, array in made.made.items()}
+        whole.first |= {names[key]: names[first] for key, first in made.first.items()}
+        whole.doubled |= {name: names[key] for name, key in made.doubled.items()}
+        droppable = any_of(_droppable(part.module))
+        whole.dropped += made.dropped
+        for name, would_be in made.unexpected.items():
+            if droppable is not None and all(droppable.search(one) for one in would_be):
+                whole.dropped.append(name)
+            else:
+                whole.unexpected[name] = would_be
+    return whole
+
+
+def _check_unexpected(
+    translation: Translation,
+    unexpected: str | Iterable[str],
+    structure: Structure,
+    stored: Iterable[str],
+) -> None:
+    if unexpected == "ignore":
+        return
+    listed = [unexpected] if isinstance(unexpected, str) else [*unexpected]
+    named = Patterns("unexpected", [] if unexpected == "error" else listed)
+    named.require_match(stored, "stored tensors")
+    refused = [name for name in translation.unexpected if not named.finds(name)]
+    if refused:
+        would_be = translation.unexpected[refused[0]][0]
+        keys = (key for part in structure.parts for key in part.keys.values())
+        raise refusal(
+            "MISMATCH",
+            f"{len(refused)} stored tensors are no part of the model, the first of them "
+            f"as '{would_be}'; `unexpected` says which may be dropped",
+            tensor=refused[0],
+            got=_near(would_be, keys),
+        )
+    for name, target in translation.doubled.items():
+        if not named.finds(name):
+            what = f"another stored tensor is '{target}' already"
+            raise refusal("MISMATCH", what, tensor=name)
+
+
+def _made_by_rule(rule: Rule, dtype: str, shape: tuple[int, ...], name: str) -> Node:
+    kind, std = (rule, None) if isinstance(rule, str) else rule
+    if kind == "model":
+        return caller(dtype, shape).node
+    if kind not in ("zeros", "ones", "normal") or (kind == "normal") != (std is not None):
+        raise refusal("USAGE", f"no rule to make a tensor by: {rule!r}", tensor=name)
+    return init(kind, std, dtype, shape).node
+
+
+def _copy(
+    recipe: Recipe,
+    copies: Mapping[str, str],
+    made: Mapping[str, Array],
+    dtypes: Dtypes,
+    present: Container[str],
+) -> None:
+    """PEFT's copy of a module begins as what it is a copy of, also where that is tied."""
+    for name, original in copies.items():
+        array = made.get(recipe.targets.get(original, {}).get("of", original))
+        if name not in recipe.targets and name not in present and array is not None:
+            recipe.targets[name] = cast(name, array, dtypes.of(name, name))
+
+
+def _left_to_model(structure: Structure, made: Iterable[str]) -> set[str]:
+    """What the model says may be missing, and adapters of which nothing is stored."""
+    left: set[str] = set()
+    for part in structure.parts:
+        listed = any_of(getattr(part.module, "_keys_to_ignore_on_load_missing", None) or ())
+        left |= {name for name, key in part.keys.items() if listed and listed.search(key)}
+    stored = {structure.members[name].adapter for name in made}
+    return left | {
+        name
+        for name, member in structure.members.items()
+        if member.adapter is not None and member.adapter not in stored
+    }
+
+
+def _fill_gaps(
+    recipe: Recipe,
+    targets: Described,
+    dtypes: Dtypes,
+    ties: list[list[str]],
+    *,
+    rules: Rules,
+    left_to_model: Container[str],
+    present: Container[str],
+) -> list[str]:
+    """What is not stored: made by a rule, or left to the model. Returns what nothing makes."""
+    tied = {name: names for names in ties for name in names}
+
+    def has_source(name: str) -> bool:
+        names = tied.get(name, [name])
+        return any(other in recipe.targets or other in present for other in names)
+
+    for name, (_, shape) in targets.items():
+        rule = rules.of(name)
+        if rule is not None and not has_source(name):
+            recipe.targets[name] = _made_by_rule(rule, dtypes.of(name, name), shape, name)
+    lacking = []
+    for name, (_, shape) in targets.items():
+        if has_source(name):
+            continue
+        if name in left_to_model:
+            recipe.targets[name] = caller(dtypes.of(name, name), shape).node
+        else:
+            lacking.append(name)
+    _tie(recipe, ties, untie=False)
+    return lacking
+
+
+def _check_lacking(lacking: list[str], structure: Structure, stored: Described) -> None:
+    if lacking:
+        key = next(part.keys[lacking[0]] for part in structure.parts if lacking[0] in part.keys)
+        what = f"the checkpoint lacks {len(lacking)} tensors of the model; `missing` says what then"
+        raise refusal("MISMATCH", what, tensor=lacking[0], got=_near(key, stored))
+
+
+# ---- the whole
+
+
+def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any) -> list[Any]:
+    """What transformers would do to the stored tensors of a part."""
+    if is_pretrained(part.module) and not _converts():
+        return _identity(part.module, key_mapping)
+    if not is_pretrained(part.module):
+        if part.module is None or not key_mapping:
+            return []
+        from transformers.core_model_loading import WeightRenaming
+
+        return [WeightRenaming(source, target) for source, target in key_mapping.items()]
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    with classes_before_sharding(part.module):
+        quantizer = quantizer or _quantizer_of(part.module, targets)
+        transforms = get_model_conversion_mapping(part.module, key_mapping, quantizer)
+    for transform in transforms:
+        # A nested model's path, which stored names are matched by.
+        if transform.scope_prefix:
+            transform.scope_prefix = canonical(transform.scope_prefix)
+    return transforms
+
+
+def _converts() -> bool:
+    """transformers 5 does while it loads; before, models had the tensors that are stored."""
+    return importlib.util.find_spec("transformers.conversion_mapping") is not None
+
+
+def _identity(module: Any, key_mapping: Any) -> list[Any]:
+    """What transformers 4 would do: nothing, or else it is refused."""
+    if key_mapping or getattr(module, "_checkpoint_conversion_mapping", None):
+        what = f"transformers before 5 renames what {type(module).__name__} has stored"
+        raise refusal("UNSUPPORTED", what, expected="transformers 5")
+    return []
+
+
+def recipe_for(
+    model: Any,
+    checkpoint: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    dtype: Any = None,
+    keep_fp32: str | None = None,
+    missing: str | Iterable[str] | Mapping[str, Rule] = "error",
+    unexpected: str | Iterable[str] = "error",
+    present: Iterable[str] = (),
+    untie: bool = False,
+    key_mapping: Mapping[str, str] | None = None,
+    quantizer: Any = None,
+    adapter: str | None = None,
+) -> Recipe:
+    """The recipe by which `checkpoint` is loaded into `model`: a model of transformers as
+    `from_pretrained` would load it, any other module by name.
+
+    Args:
+        model: any module, on meta or not, sharded or not. It may be wrapped: compiled, by PEFT, or
+            be part of another module, which changes nothing but the names of the targets. Nothing
+            of it is changed.
+        checkpoint: a directory or file, or a mapping of stored names to (dtype, shape). The names
+            may be those of the model alone, or those of the whole; or of an adapter's file.
+        dtype: None: each tensor as the model has it. A dtype, best the one that the model was
+            built with: as `from_pretrained(dtype=...)`, float32 for what the model lists so.
+        keep_fp32: a regular expression (RE2's, searched): targets that are loaded as float32.
+        missing: "error"; "init" or "ignore": left to the model's own initialisation; a list of
+            regular expressions: these are left to the model; or what to do by name or regular
+            expression: "zeros", "ones", ("normal", std), or "model" to leave it to the model. What
+            the model itself says may be missing is left to it, and adapters of which nothing is
+            stored. What is named here, and stored in another shape, counts as missing.
+        unexpected: "error"; "ignore"; or regular expressions of stored names that may be dropped,
+            beside those that the model itself lists.
+        present: canonical names of the model whose values are there already: not missing.
+        untie: where a tied name is stored too, load both rather than compare them.
+        key_mapping: further renamings, as `from_pretrained` takes them.
+        quantizer: None: by the model's config.
+        adapter: whose tensors an adapter's file has; None: those of the model's only adapter.
+
+    Raises:
+        UsageError: MISMATCH where model and checkpoint do not go together, UNSUPPORTED for an
+            operation, a quantization or a cast that is not known, USAGE for a regular expression.
+    """
+    stored = stored_in(checkpoint)
+    structure = structure_of(model, adapter)
+    targets = described(structure)
+    rules = Rules(missing, targets)
+    translation = _translate(
+        structure,
+        stored,
+        targets,
+        ask=lambda part: _transforms(part, targets, key_mapping, quantizer),
+        may_differ=lambda name: not rules.take_all and rules.of(name) is not None,
+    )
+    _check_unexpected(translation, unexpected, structure, stored)
+    dtypes = Dtypes(structure, targets, None if dtype is None else dtype_name(dtype), keep_fp32)
+    recipe = Recipe()
+    for name, array in translation.made.items():
+        recipe.targets[name] = cast(name, array, dtypes.of(name, translation.first[name]))
+    open_ties = _tie(recipe, ties_of(structure), untie)
+    _copy(recipe, structure.copies, translation.made, dtypes, held := frozenset(present))
+    left = _left_to_model(structure, translation.made)
+    lacking = _fill_gaps(
+        recipe, targets, dtypes, open_ties, rules=rules, left_to_model=left, present=held
+    )
+    _check_lacking(lacking, structure, stored)
+    recipe.targets = {name: recipe.targets[name] for name in targets if name in recipe.targets}
+    unused = [*translation.dropped, *translation.unexpected, *translation.doubled]
+    recipe.unused = sorted(unused)
+    return recipe
+
+
+# ---- the model of a directory
+
+
+def meta_model(directory: str | os.PathLike[str], dtype: Any = None) -> Any:
+    """The model that a directory's config.json describes, without memory for its weights.
+
+    `dtype`: None: what the config says, else float32.
+    """
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory)
+    dtype = dtype or config.dtype or torch.float32
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    names = config.architectures or []
+    cls = getattr(transformers, names[0], None) if names else None
+    if cls is None:
+        what = f"transformers {transformers.__version__} has no class of this name"
+        raise refusal("UNSUPPORTED", what, tensor=names[0] if names else "no 'architectures'")
+    with contextlib.ExitStack() as stack:
+        for context in cls.get_init_context(dtype, False, False, None):
+            stack.enter_context(context)
+        return cls(config)
