@@ -52,7 +52,9 @@ check-style:
 	@scripts/packages.sh check
 	@scripts/stage.sh 'check, format' clang-format-14 --dry-run -Werror $(CXX_SOURCES)
 	@scripts/stage.sh 'check, rules' python3 scripts/check.py
+	@scripts/stage.sh 'check, rules of Python' python3 scripts/check_python.py
 	@scripts/stage.sh 'check, the rules themselves' python3 scripts/check_test.py
+	@scripts/stage.sh 'check, those of Python' python3 scripts/check_python_test.py
 
 tidy:
 	@scripts/packages.sh build check

@@ -62,7 +62,7 @@ def table_rows(page: str, first_cell: str) -> list[list[str]]:
 
 
 def names_in(cell: str) -> frozenset[str]:
-    return frozenset(re.findall(r"[a-z_]+", cell))
+    return frozenset(re.findall(r"[a-z_/]+", cell))
 
 
 def read_architecture(page: str) -> Architecture:

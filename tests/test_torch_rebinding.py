@@ -13,7 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from modicum.errors import UsageError  # noqa: E402  (after torch is known to be there)
-from modicum.torch.shards.names import canonical, parameter_names  # noqa: E402
+from modicum.torch.shards.rebinding import parameter_names
+from modicum.upstream.wrappers import canonical  # noqa: E402
 from modicum.torch.shards.rebinding import rebinding  # noqa: E402
 from modicum.upstream.torch_fsdp import fsdp_params, hand_over  # noqa: E402
 from sharding import playing_new_rank  # noqa: E402

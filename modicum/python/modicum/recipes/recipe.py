@@ -11,18 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modicum.errors import refusal
+from modicum import _modicum
 from modicum.recipes.dtypes import Dtypes, any_of, cast, described, dtype_name
 from modicum.recipes.nodes import Array, Node, caller, init
 from modicum.recipes.patterns import Patterns, Rule, Rules
 from modicum.recipes.structure import (
     Part,
     Structure,
-    canonical,
     classes_before_sharding,
     is_pretrained,
     structure_of,
     ties_of,
 )
+from modicum.upstream.wrappers import canonical
 from modicum.recipes.translation import Described, Translation, translate
 
 __all__ = ["Recipe", "meta_model", "recipe_for"]
@@ -79,9 +80,7 @@ def stored_in(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Describ
             for name, value in checkpoint.items()
         }
         return {name: (dtype_name(d), tuple(shape)) for name, (d, shape) in pairs.items()}
-    from modicum import inspect
-
-    tensors = inspect(checkpoint)["tensors"]
+    tensors = _modicum.inspect(checkpoint)["tensors"]
     return {t["name"]: (t["dtype"], tuple(t["shape"])) for t in tensors}
 
 

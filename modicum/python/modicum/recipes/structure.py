@@ -11,16 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modicum.errors import refusal
+from modicum.upstream.wrappers import WRAPPERS, canonical
 
-# What torch.compile, activation checkpointing and FSDP put into the names of what they wrap.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 # Before every name in a file that PEFT writes.
 _ADAPTER_PREFIX = "base_model.model."
-
-
-def canonical(fqn: str) -> str:
-    """The FQN without the parts that torch's wrappers have put into it."""
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 # ---- classes
@@ -74,7 +68,7 @@ def unwrapped(module: Any) -> Any:
     """The module as it was before it was compiled, checkpointed or given adapters."""
     while True:
         inner = wrapped_by(module)
-        for name in _WRAPPERS & module._modules.keys():
+        for name in WRAPPERS & module._modules.keys():
             inner = module._modules[name]
         if inner is None:
             return module
@@ -160,10 +154,10 @@ class _Walk:
                 yield from self._below(self._enter(self._child(place, name, child)))
 
     def _child(self, at: _Place, name: str, child: Any) -> _Place:
-        path = at.path if name in _WRAPPERS else (*at.path, name)
+        path = at.path if name in WRAPPERS else (*at.path, name)
         chain = (*at.chain, child)
         wrapped = wrapped_by(at.module)
-        if name in _WRAPPERS or (
+        if name in WRAPPERS or (
             wrapped is not None and (child is wrapped or wrapped_by(child) is wrapped)
         ):
             return _Place(chain, path, at.key, at.root, at.root_depth, at.adapter)

@@ -32,13 +32,13 @@ from torch import nn
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.recipes import Rule
+from modicum.recipes.patterns import Rule
 from modicum.recipes.structure import Structure, structure_of
 from modicum.torch.build.empty import empty_parameters
 from modicum.torch.loading.load import load
 from modicum.torch.ranks.collectives import settled
 from modicum.torch.shards.forks import require_fork
-from modicum.torch.shards.names import canonical
+from modicum.upstream.wrappers import canonical
 from modicum.torch.shards.rebinding import rebinding
 from modicum.upstream.accelerate import (
     check_built_empty,

@@ -35,7 +35,7 @@ from modicum.recipes import Recipe, recipe_for
 from modicum.recipes.dtypes import _FLOATS, dtype_name
 from modicum.recipes.nodes import Node
 from modicum.torch.ranks.cpus import cpus_of_rank
-from modicum.torch.shards.names import canonical
+from modicum.upstream.wrappers import canonical
 from modicum.torch.shards.placements import Sharding, layout_of, sharding_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_fsdp import fsdp_params

@@ -1,0 +1,1 @@
+"""What is known of other packages: the only place that touches their private names."""

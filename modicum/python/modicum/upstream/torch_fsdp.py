@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from modicum.errors import BudgetError, refusal
-from modicum.torch.shards.names import canonical
+from modicum.upstream.wrappers import canonical
 
 __all__ = [
     "Managed",

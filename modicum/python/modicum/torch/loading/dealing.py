@@ -23,7 +23,7 @@ from modicum.recipes.nodes import Array, Node, caller, cat, stack
 from modicum.recipes.structure import structure_of, ties_of
 from modicum.torch.loading.load import _PAGE_BYTES, _Walk
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.shards.names import canonical
+from modicum.upstream.wrappers import canonical
 from modicum.torch.shards.tensors import ModelTensor, as_bytes
 from modicum.upstream.torch_fsdp import hand_over
 

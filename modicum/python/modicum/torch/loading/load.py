@@ -15,14 +15,15 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.memory.phases import reset_peak
-from modicum.recipes import Recipe, Rule, recipe_for
+from modicum.recipes import Recipe, recipe_for
+from modicum.recipes.patterns import Rule
 from modicum.torch.build.emptied import Emptied
 from modicum.torch.build.initialiser import Initialiser
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.ranks.progress import progress_bar
 from modicum.torch.shards.forks import require_fork
-from modicum.torch.shards.names import canonical
+from modicum.upstream.wrappers import canonical
 from modicum.torch.shards.placements import Meshes, layout_of, sharding_of
 from modicum.torch.shards.tensors import ModelTensor, as_bytes, copying_into, tensors_of
 from modicum.upstream.torch_fsdp import (

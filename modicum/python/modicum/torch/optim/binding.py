@@ -10,7 +10,7 @@ from torch import nn
 
 from modicum.errors import UsageError, refusal
 from modicum.torch.optim.parts import Part, mesh_of, part_of, place_of
-from modicum.torch.shards.names import canonical
+from modicum.upstream.wrappers import canonical
 from modicum.torch.shards.placements import Meshes
 
 __all__ = [

@@ -23,7 +23,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -175,10 +175,8 @@ class Ranks:
             return document
         document = self._naming_this_rank(document)
         if self._failure is None:
-            try:
+            with suppress(Error):  # nobody can be told, and the others see the same
                 document = self._store.set_first("failed", document)
-            except Error:  # nobody can be told, and the others see the same
-                pass
             self._fail(document)
         return self._failure
 

@@ -3,9 +3,9 @@
 from torch import nn
 
 from modicum.errors import refusal
-from modicum.recipes.structure import canonical
+from modicum.upstream.wrappers import canonical
 
-__all__ = ["canonical", "parameter_names"]
+__all__ = ["parameter_names"]
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:

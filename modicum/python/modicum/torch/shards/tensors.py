@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from modicum.torch.shards.names import canonical
+from modicum.upstream.wrappers import canonical
 from modicum.torch.shards.placements import Sharding
 from modicum.upstream.torch_fsdp import Managed, fsdp_params
 

@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Holds the imports of the Python package against the table of docs/ARCHITECTURE.md.
+
+check_python.py [TREE]: prints one line per finding, `file:line: what is wrong`, and exits 1 if
+there is any. Standard library only.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from check import Room, check_table, names_in, table_rows
+
+PACKAGE = "modicum/python/modicum"
+EVERYBODY = {"errors", "_modicum"}  # may be imported by every room
+
+
+def read_rooms(page: str) -> dict[str, Room]:
+    """The rooms of the page's table of Python rooms."""
+    return {
+        name.strip("`"): Room(int(floor), names_in(may_import))
+        for name, floor, may_import, _charter in table_rows(page, "Python room")
+    }
+
+
+def room_of(parts: tuple[str, ...]) -> str:
+    """The room of a module, given by its path below the package without the suffix."""
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    if not parts:
+        return "modicum"
+    if parts[0] == "torch":
+        return "/".join(parts[:2]) if len(parts) > 2 else "torch"
+    return parts[0]
+
+
+def imported(tree: ast.Module, package: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """(line, path below the package) of each of the package's modules that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            base = tuple(node.module.split("."))
+            names = [(*base, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [tuple(alias.name.split(".")) for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name[0] == "modicum":
+                yield node.lineno, module_of(name[1:], package)
+
+
+def module_of(path: tuple[str, ...], package: Path) -> tuple[str, ...]:
+    """The module that a dotted name lies in: a name that is no module is one of its parent's."""
+    if not path:
+        return ("__init__",)
+    place = package.joinpath(*path)
+    if place.is_dir():
+        return (*path, "__init__")
+    if place.with_suffix(".py").is_file() or place.with_suffix(".pyi").is_file():
+        return path
+    return module_of(path[:-1], package)
+
+
+def check_imports(root: Path, rooms: dict[str, Room]) -> Iterator[str]:
+    """Every import between rooms is in the table, and every room."""
+    package = root / PACKAGE
+    unused = {(name, other) for name, room in rooms.items() for other in room.may_include}
+    for path in sorted(package.rglob("*.py")):
+        where = path.relative_to(root)
+        user = room_of(path.relative_to(package).with_suffix("").parts)
+        if user not in rooms:
+            yield f"{where}:1: `{user}` is no Python room of docs/ARCHITECTURE.md"
+            continue
+        for line, module in imported(ast.parse(path.read_text()), package):
+            room = room_of(module)
+            unused.discard((user, room))
+            if room not in {user, *EVERYBODY, *rooms[user].may_include}:
+                yield f"{where}:{line}: `{user}` may not import `{room}`"
+    for user, other in sorted(unused):
+        yield f"docs/ARCHITECTURE.md:1: `{user}` may import `{other}`, and no file does"
+
+
+def findings(root: Path) -> list[str]:
+    rooms = read_rooms((root / "docs/ARCHITECTURE.md").read_text())
+    return [*check_table(rooms), *check_imports(root, rooms)]
+
+
+def main() -> int:
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent)
+    found = findings(root)
+    for line in found:
+        print(line)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

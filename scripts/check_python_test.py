@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Each rule of check_python.py fires on a tree that breaks it, and on nothing else."""
+
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import check_python
+
+PAGE = """\
+| Python room | floor | may import | charter |
+|---|---|---|---|
+| `errors` | 1 | - | failures |
+| `upstream` | 2 | - | other packages |
+| `torch/optim` | 3 | `upstream` | steps |
+| `torch` | 4 | `torch/optim` | fronts |
+| `modicum` | 4 | - | the front page |
+"""
+GOOD = {
+    "docs/ARCHITECTURE.md": PAGE,
+    "__init__.py": "from modicum.errors import Error\n",
+    "errors.py": "",
+    "_modicum.pyi": "",
+    "upstream/__init__.py": "",
+    "upstream/peft.py": "from modicum import _modicum\nimport peft\n",
+    "torch/__init__.py": "from modicum.torch.optim.adamw import AdamW\n",
+    "torch/optim/__init__.py": "",
+    "torch/optim/adamw.py": "def f():\n    from modicum.upstream import peft\n",
+}
+
+
+class CheckPython(unittest.TestCase):
+    def findings(self, changed: dict[str, str]) -> list[str]:
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            for name, text in (GOOD | changed).items():
+                path = root / (name if name.endswith(".md") else f"{check_python.PACKAGE}/{name}")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            return check_python.findings(root)
+
+    def assert_finds(self, changed: dict[str, str], expected: str) -> None:
+        found = self.findings(changed)
+        self.assertEqual(len(found), 1, found)
+        self.assertIn(expected, found[0])
+
+    def test_a_good_tree_has_no_findings(self) -> None:
+        self.assertEqual(self.findings({}), [])
+
+    def test_an_import_that_the_table_lacks(self) -> None:
+        upward = {"errors.py": "import sys\nfrom modicum.upstream.peft import peft\n"}
+        self.assert_finds(upward, "errors.py:2: `errors` may not import `upstream`")
+        plain = {"upstream/peft.py": "import modicum.torch.optim.adamw\n"}
+        self.assert_finds(plain, "`upstream` may not import `torch/optim`")
+        late = {"torch/optim/adamw.py": "def f():\n    from modicum import torch, upstream\n"}
+        self.assert_finds(late, "adamw.py:2: `torch/optim` may not import `torch`")
+
+    def test_a_room_that_the_table_lacks(self) -> None:
+        self.assert_finds({"torch/extra/x.py": ""}, "`torch/extra` is no Python room")
+
+    def test_an_arrow_that_no_file_needs(self) -> None:
+        unused = {"torch/optim/adamw.py": ""}
+        self.assert_finds(unused, "`torch/optim` may import `upstream`, and no file does")
+
+    def test_an_arrow_upward_in_the_table(self) -> None:
+        page = PAGE.replace("| `upstream` | 2 | - |", "| `upstream` | 2 | `torch` |")
+        found = self.findings({"docs/ARCHITECTURE.md": page})
+        self.assertTrue(any("above it" in line for line in found), found)
+
+
+if __name__ == "__main__":
+    unittest.main()
