@@ -1,5 +1,5 @@
 // The seam for time. Everything that measures or waits takes a Clock, so that tests can decide what
-// time it is. Monotonic only: a jump of the wall clock has no effect anywhere.
+// time it is (clock_double.h). Monotonic only: a jump of the wall clock has no effect anywhere.
 #pragma once
 
 #include <cstdint>
@@ -18,17 +18,6 @@ class SteadyClock final : public Clock {
  public:
   int64_t now_ns() override;
   void sleep_ns(int64_t duration_ns) override;
-};
-
-// The test double: time stands still until somebody sleeps or advances it. One thread.
-class FakeClock final : public Clock {
- public:
-  int64_t now_ns() override { return now_ns_; }
-  void sleep_ns(int64_t duration_ns) override { now_ns_ += duration_ns; }
-  void advance_ns(int64_t duration_ns) { now_ns_ += duration_ns; }
-
- private:
-  int64_t now_ns_ = 0;
 };
 
 constexpr int64_t kNsPerSecond = 1'000'000'000;

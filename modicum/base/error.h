@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace modicum {
@@ -100,6 +101,18 @@ class Error : public std::exception {
 };
 
 [[noreturn]] void fail(Category category, std::string what_happened, Facts facts = {});
+
+// Calls `act`. An Error that it throws without the name of a tensor is thrown on with `fqn`.
+template <typename Act>
+void naming_tensor(const std::string& fqn, Act act) {
+  try {
+    act();
+  } catch (const Error& error) {
+    Facts facts = error.facts();
+    if (facts.tensor.empty()) facts.tensor = fqn;
+    fail(error.category(), error.what_happened(), std::move(facts));
+  }
+}
 
 // A name that came from a file, fit to print: control bytes escaped, cut at 256 bytes.
 std::string printable(std::string_view name);

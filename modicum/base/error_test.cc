@@ -85,6 +85,19 @@ TEST(Error, LongNamesAreCut) {
   EXPECT_LE(printable(std::string(1000, '\n')).size(), 256U + 6);
 }
 
+TEST(Error, IsNamedAfterATensorWhereItNamesNone) {
+  const auto line_of = [](const Facts& facts) -> std::string {
+    try {
+      naming_tensor("outer", [&] { fail(Category::io, "no", facts); });
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(line_of({.file = "f", .got = "0"}), "IO: no (file f, tensor outer, got 0)");
+  EXPECT_EQ(line_of({.tensor = "inner"}), "IO: no (tensor inner)");
+}
+
 TEST(Error, AnAssertionSaysWhatAndWhere) {
   try {
     MODICUM_ASSERT(1 + 1 == 3);

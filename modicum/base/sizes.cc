@@ -41,14 +41,13 @@ bool is_same_but_for_case(std::string_view a, std::string_view b) {
   });
 }
 
-// What somebody who wrote `suffix` may have meant.
 template <size_t N>
-std::string nearest_unit(std::string_view suffix, const std::array<Unit, N>& units) {
+std::vector<std::string> names_of(const std::array<Unit, N>& units) {
   std::vector<std::string> names;
   for (const Unit& unit : units) {
     if (!unit.suffix.empty()) names.emplace_back(unit.suffix);
   }
-  return nearest_name(suffix, names);
+  return names;
 }
 
 template <size_t N>
@@ -66,9 +65,8 @@ uint64_t parse_with_units(std::string_view text, const std::array<Unit, N>& unit
     return is_same_but_for_case(u.suffix, suffix);
   });
   if (unit == units.end()) {
-    const std::string near = nearest_unit(suffix, units);
     refuse(fmt::format("unknown unit '{}'{}", printable(suffix),
-                       near.empty() ? "" : fmt::format("; nearest is '{}'", near)));
+                       nearest_hint(suffix, names_of(units))));
   }
   // Whole numbers stay exact: a double holds only 53 bits.
   uint64_t whole = 0;

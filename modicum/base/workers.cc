@@ -12,7 +12,7 @@
 
 namespace modicum {
 
-void run_workers(int workers, const std::function<void(int worker)>& work) {
+void run_workers(int workers, FunctionRef<void(int worker)> work) {
   MODICUM_ASSERT(workers >= 1);
   std::mutex mutex;
   std::exception_ptr first;

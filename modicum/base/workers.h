@@ -2,8 +2,9 @@
 #pragma once
 
 #include <exception>
-#include <functional>
 #include <mutex>
+
+#include "modicum/base/function_ref.h"
 
 namespace modicum {
 
@@ -11,7 +12,7 @@ namespace modicum {
 // runs on the caller's. Returns when all are done. The first exception (by time) is thrown on the
 // caller's thread; the others run to their end, so a worker that should stop early must be told by
 // the caller's own means. A thread that can't be made is NOMEM, after those made have ended.
-void run_workers(int workers, const std::function<void(int worker)>& work);
+void run_workers(int workers, FunctionRef<void(int worker)> work);
 
 // CPUs that this process may run on (its affinity), at least 1.
 int usable_cpus();

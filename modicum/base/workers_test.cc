@@ -8,7 +8,7 @@
 #include <string>
 #include <thread>
 
-#include "modicum/base/clock.h"
+#include "modicum/base/clock_double.h"
 #include "modicum/base/error.h"
 #include "modicum/base/sanitizers_double.h"
 #include "modicum/base/threads_double.h"

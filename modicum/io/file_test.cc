@@ -11,7 +11,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <functional>
 #include <optional>
 #include <thread>
 
@@ -40,7 +39,7 @@ void write_file(FileSystem& files, const std::string& path, const std::string& t
   file->close();
 }
 
-std::optional<Error> error_of(const std::function<void()>& call) {
+std::optional<Error> error_of(FunctionRef<void()> call) {
   try {
     call();
   } catch (const Error& error) {

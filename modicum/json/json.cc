@@ -183,7 +183,7 @@ struct JsonReader : Cursor {
   template <typename Element>
   void array(const Element& element);
   void refuse_duplicates(size_t first);
-  void document(const std::function<void(JsonValue& root)>& root);
+  void document(FunctionRef<void(JsonValue& root)> root);
 
  private:
   void open();
@@ -295,7 +295,7 @@ void JsonReader::refuse_duplicates(size_t first) {
   keys.erase(begin, keys.end());
 }
 
-void JsonReader::document(const std::function<void(JsonValue& root)>& root) {
+void JsonReader::document(FunctionRef<void(JsonValue& root)> root) {
   if (text.size() > std::numeric_limits<uint32_t>::max()) {
     refuse(JsonFault::range, 0, "a document over 4 GiB");
   }
@@ -320,11 +320,11 @@ uint64_t JsonValue::offset() const noexcept {
   return static_cast<JsonReader::Node*>(state_)->begin;
 }
 
-void JsonValue::object(const std::function<void(std::string_view, JsonValue&)>& member) {
+void JsonValue::object(FunctionRef<void(std::string_view, JsonValue&)> member) {
   JsonReader::take(state_, Kind::object).object(member);
 }
 
-void JsonValue::array(const std::function<void(JsonValue&)>& element) {
+void JsonValue::array(FunctionRef<void(JsonValue&)> element) {
   JsonReader::take(state_, Kind::array).array(element);
 }
 
@@ -377,12 +377,12 @@ void JsonValue::skip() {
   }
 }
 
-void read_json(std::string_view text, const std::function<void(JsonValue& root)>& root) {
+void read_json(std::string_view text, FunctionRef<void(JsonValue& root)> root) {
   JsonReader reader{{text}};
   reader.document(root);
 }
 
-void reread_json(std::string_view text, const std::function<void(JsonValue& root)>& root) {
+void reread_json(std::string_view text, FunctionRef<void(JsonValue& root)> root) {
   JsonReader reader{{text}, true};
   reader.document(root);
 }

@@ -9,12 +9,13 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+
+#include "modicum/base/base.h"
 
 namespace modicum {
 
@@ -44,8 +45,8 @@ class JsonValue {
 
   // Calls `member` for each member in the order written; the key is unescaped and valid during the
   // call only.
-  void object(const std::function<void(std::string_view key, JsonValue& value)>& member);
-  void array(const std::function<void(JsonValue& element)>& element);
+  void object(FunctionRef<void(std::string_view key, JsonValue& value)> member);
+  void array(FunctionRef<void(JsonValue& element)> element);
   std::string string();
   int64_t integer();  // a non-negative integer in its plain form, at most 2^63-1; else `range`
   double number();
@@ -61,10 +62,10 @@ class JsonValue {
 
 // Reads `text` as one document, below 4 GiB, and calls `root` with its value. A duplicate key is
 // found when its object ends: what comes before it has been handed on by then.
-void read_json(std::string_view text, const std::function<void(JsonValue& root)>& root);
+void read_json(std::string_view text, FunctionRef<void(JsonValue& root)> root);
 // For a text that read_json has accepted: does not look again for duplicates or bad UTF-8, and so
 // needs no memory at all. Syntax is checked all the same.
-void reread_json(std::string_view text, const std::function<void(JsonValue& root)>& root);
+void reread_json(std::string_view text, FunctionRef<void(JsonValue& root)> root);
 
 // Writes JSON into a string, with commas and escapes where they belong. Misuse (a value where a key
 // is due) is INTERNAL. Numbers: integers as they are, doubles in the shortest form that reads back,

@@ -91,10 +91,8 @@ void export_state(const AdamSpan& span, StatePlane plane, float* to) noexcept;
 void import_state(const AdamNumbers& numbers, const AdamSpan& span, StatePlane plane,
                   const float* from) noexcept;
 
-// Gradients that arrive: to[i] = from[i], or += in fp32 where `add` (then `to_dtype` is f32).
-// f32, bf16, f16 in; f32, bf16 out, nearest even.
-void arrive(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, bool add,
-            int64_t n) noexcept;
+// to[i] += from[i] in fp32, where `to` holds fp32 and `from` f32, bf16 or f16.
+void add_gradients(const std::byte* from, DType from_dtype, std::byte* to, int64_t n) noexcept;
 
 // Sum of the squares in fp64, always added up in the same order, and whether all are finite.
 // A sum that is not finite is a flag and never a number: `sum` is then 0.

@@ -271,11 +271,17 @@ double correlation(const std::vector<uint32_t>& a, const std::vector<uint32_t>& 
   return 12 * sum / std::sqrt(static_cast<double>(a.size()));
 }
 
-std::vector<uint32_t> words(uint64_t seed, int64_t step, uint64_t parameter, int64_t first,
-                            int shift, bool second) {
+struct Stream {
+  uint64_t seed = 1;
+  int64_t step = 1;
+  uint64_t parameter = 1;
+  int64_t first = 0;
+};
+
+std::vector<uint32_t> words(const Stream& of, int shift = 0, bool second = false) {
   std::vector<uint32_t> kept;
   for (int64_t i = 0; i < 100'000; ++i) {
-    const RandomWords random = reference_words(seed, step, parameter, first + i);
+    const RandomWords random = reference_words(of.seed, of.step, of.parameter, of.first + i);
     kept.push_back((second ? random.b : random.a) << shift);
   }
   return kept;
@@ -284,10 +290,16 @@ std::vector<uint32_t> words(uint64_t seed, int64_t step, uint64_t parameter, int
 TEST(RandomBits, NoTwoStreamsAreAlike) {
   const int64_t far = int64_t{1} << 32;
   const std::vector<std::vector<uint32_t>> streams = {
-      words(1, 1, 1, 0, 0, false),   words(1, 1, 1, 0, 16, false), words(1, 1, 1, 0, 24, false),
-      words(1, 1, 1, 0, 0, true),    words(1, 1, 1, 1, 0, false),  words(1, 1, 1, 128, 0, false),
-      words(1, 1, 1, far, 0, false), words(1, 2, 1, 0, 0, false),  words(1, 1, 2, 0, 0, false),
-      words(2, 1, 1, 0, 0, false),
+      words({}),
+      words({}, 16),
+      words({}, 24),
+      words({}, 0, true),
+      words({.first = 1}),
+      words({.first = 128}),
+      words({.first = far}),
+      words({.step = 2}),
+      words({.parameter = 2}),
+      words({.seed = 2}),
   };
   for (size_t i = 0; i < streams.size(); ++i) {
     for (size_t k = 0; k < i; ++k) {
@@ -298,7 +310,7 @@ TEST(RandomBits, NoTwoStreamsAreAlike) {
 
 TEST(RandomBits, EveryBitIsSetHalfOfTheTime) {
   for (const bool second : {false, true}) {
-    const std::vector<uint32_t> all = words(1, 1, 1, 0, 0, second);
+    const std::vector<uint32_t> all = words({}, 0, second);
     for (int bit = 0; bit < 32; ++bit) {
       double sum = 0;
       for (const uint32_t word : all) sum += (word >> bit & 1U) != 0 ? 1 : -1;

@@ -1,4 +1,4 @@
-// What happens to gradients before the step: their arrival, and the sum of their squares.
+// What happens to gradients before the step: they are added up, and the sum of their squares.
 #include <cmath>
 
 #include "modicum/kernels/kernels.h"
@@ -19,7 +19,7 @@ HWY_INLINE void add_at(D d, const std::byte* from, DType dtype, std::byte* to, i
   store(d, hn::Add(load(d, to, i), load_floats(d, dtype, from, i)), to, i);
 }
 
-void add_gradients(const std::byte* from, DType dtype, std::byte* to, int64_t n) {
+void add(const std::byte* from, DType dtype, std::byte* to, int64_t n) {
   const hn::ScalableTag<float> d;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   int64_t i = 0;
@@ -107,15 +107,13 @@ HWY_AFTER_NAMESPACE();
 namespace modicum {
 namespace {
 
-HWY_EXPORT(add_gradients);
+HWY_EXPORT(add);
 HWY_EXPORT(sum_of_squares);
 
 }  // namespace
 
-void arrive(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, bool add,
-            int64_t n) noexcept {
-  if (!add) return cast(from, from_dtype, to, to_dtype, n);
-  HWY_DYNAMIC_DISPATCH(add_gradients)(from, from_dtype, to, n);
+void add_gradients(const std::byte* from, DType from_dtype, std::byte* to, int64_t n) noexcept {
+  HWY_DYNAMIC_DISPATCH(add)(from, from_dtype, to, n);
 }
 
 Squares squares(const std::byte* grad, DType dtype, int64_t n) noexcept {

@@ -63,7 +63,7 @@ TEST(Squares, TheLargestFloatsAreFinite) {
 }
 
 // Every pattern of 16 bits is widened as `cast` widens it, and added in fp32.
-TEST(Arrive, AddsInFp32WhateverArrives) {
+TEST(AddGradients, AddsInFp32WhateverArrives) {
   constexpr int64_t kN = 0x10000;
   for (const std::string_view isa : isas()) {
     use_isa(isa);
@@ -77,8 +77,7 @@ TEST(Arrive, AddsInFp32WhateverArrives) {
       cast(patterns.data(), dtype, reinterpret_cast<std::byte*>(wide.data()), DType::f32, kN);
       const std::vector<float> before = spread_values(8, kN);
       std::vector<float> sums(before);
-      arrive(patterns.data(), dtype, reinterpret_cast<std::byte*>(sums.data()), DType::f32, true,
-             kN);
+      add_gradients(patterns.data(), dtype, reinterpret_cast<std::byte*>(sums.data()), kN);
       for (size_t i = 0; i < sums.size(); ++i) {
         const float expected = before[i] + wide[i];
         if (std::isnan(expected)) {
@@ -90,20 +89,6 @@ TEST(Arrive, AddsInFp32WhateverArrives) {
     }
   }
   use_isa(isas().front());
-}
-
-TEST(Arrive, TakesThePlaceOfWhatWasThereUnlessItIsAdded) {
-  const std::vector<float> values = spread_values(5, 333);
-  for (const DType from : kDTypes) {
-    for (const DType to : {DType::f32, DType::bf16}) {
-      HeldPlane source = plane_of(values, from);
-      HeldPlane expected(333 * bits_per_element(to) / 8, 1);
-      HeldPlane got = plane_of(std::vector<float>(333, 7.0F), to);
-      cast(source.data(), from, expected.data(), to, 333);
-      arrive(source.data(), from, got.data(), to, false, 333);
-      EXPECT_EQ(std::memcmp(got.data(), expected.data(), expected.bytes().size() - 1), 0);
-    }
-  }
 }
 
 }  // namespace

@@ -26,15 +26,16 @@ double normal_of(uint64_t seed, int64_t index) noexcept {
 
 }  // namespace
 
-void init_fill(InitKind kind, double std, uint64_t seed, DType dtype, int64_t first, int64_t n,
-               std::byte* to) noexcept {
-  const int64_t size = bits_per_element(dtype) / 8;
+void init_fill(const InitFill& fill, int64_t first, int64_t n, std::byte* to) noexcept {
+  const int64_t size = bits_per_element(fill.dtype) / 8;
   for (int64_t i = 0; i < n; ++i) {
-    float value = kind == InitKind::ones ? 1.0F : 0.0F;
-    if (kind == InitKind::normal) value = static_cast<float>(std * normal_of(seed, first + i));
+    float value = fill.kind == InitKind::ones ? 1.0F : 0.0F;
+    if (fill.kind == InitKind::normal) {
+      value = static_cast<float>(fill.std * normal_of(fill.seed, first + i));
+    }
     std::byte bits[sizeof value];
     std::memcpy(bits, &value, sizeof value);
-    cast(bits, DType::f32, to + i * size, dtype, 1);
+    cast(bits, DType::f32, to + i * size, fill.dtype, 1);
   }
 }
 

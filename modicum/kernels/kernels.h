@@ -64,8 +64,14 @@ void synth_fill(uint64_t tensor_hash, DType dtype, int64_t first, int64_t n,
 // The rules of a recipe's `init`, in its order. `normal` draws from N(0, std^2) by a hash of (seed,
 // index), so the bits don't depend on how a tensor is cut. dtype: fp32, bf16 or fp16.
 enum class InitKind : uint8_t { zeros, ones, normal };
-void init_fill(InitKind kind, double std, uint64_t seed, DType dtype, int64_t first, int64_t n,
-               std::byte* to) noexcept;
+struct InitFill {
+  InitKind kind;
+  double std;     // of `normal`
+  uint64_t seed;  // of `normal`
+  DType dtype;
+};
+// Writes elements first .. first + n - 1.
+void init_fill(const InitFill& fill, int64_t first, int64_t n, std::byte* to) noexcept;
 
 // Sum over the elements of mix(seed, index, bits), modulo 2^64: the part of a layout-free digest
 // that a contiguous run contributes. Adding the parts of any cut gives the same sum. Element i has

@@ -3,11 +3,11 @@
 
 #include <algorithm>
 #include <bit>
-#include <functional>
 #include <random>
 #include <string>
 #include <thread>
 
+#include "modicum/base/base.h"
 #include "modicum/kernels/adamw_reference_double.h"
 #include "modicum/kernels/held_span_double.h"
 
@@ -112,7 +112,7 @@ TEST(StateFormat, AWrittenUpperHalfIsRoundedToFromAnyLowerHalf) {
 }
 
 // Half of the elements are written to zero between two steps: they go on from there.
-int64_t zeros_left(StateFormat format, bool out, const std::function<void(AdamSpan)>& step_once) {
+int64_t zeros_left(StateFormat format, bool out, FunctionRef<void(AdamSpan)> step_once) {
   const int64_t n = 4096;
   HeldSpan held(format, 0, n);
   import_state({}, held.span(), StatePlane::master, spread_values(9, n).data());

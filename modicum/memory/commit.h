@@ -22,7 +22,7 @@ constexpr std::optional<uint64_t> whole_pages(uint64_t bytes) noexcept {
 
 // Commits every page of `part`, which has not been written to, on up to `threads` threads. NOMEM,
 // and what `look` throws.
-void commit_pages(std::span<std::byte> part, int threads, const Look& look);
+void commit_pages(std::span<std::byte> part, int threads, Look look);
 
 [[noreturn]] void fail_to_commit(int error, uint64_t bytes);  // NOMEM with errno's text
 

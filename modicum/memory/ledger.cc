@@ -58,7 +58,7 @@ Buffer Ledger::reserve(Purpose purpose, uint64_t bytes, Fork fork) {
   return {std::move(booked), Mapping::aligned(*size, fork)};
 }
 
-Buffer Ledger::charge(Purpose purpose, uint64_t bytes, int threads, const Look& look, Fork fork) {
+Buffer Ledger::charge(Purpose purpose, uint64_t bytes, int threads, Look look, Fork fork) {
   MODICUM_ASSERT(threads >= 1);
   Buffer buffer = reserve(purpose, bytes, fork);
   commit_pages(buffer.bytes(), threads, look);
@@ -69,7 +69,7 @@ Charge Ledger::charge_shared(Purpose purpose, std::span<std::byte> part) {
   MODICUM_ASSERT(reinterpret_cast<uintptr_t>(part.data()) % kPageBytes == 0);
   MODICUM_ASSERT(part.size() % kPageBytes == 0);
   Charge booked = book(purpose, part.size());
-  commit_pages(part, 1, {});
+  commit_pages(part, 1, kNoLook);
   return booked;
 }
 

@@ -12,7 +12,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -96,9 +95,10 @@ class Buffer {
   Mapping mapping_;  // dies first, so that no page outlives its entry
 };
 
-// Called by every thread between steps of what takes long: 16 MiB of pages. What it throws ends the
-// call that it was given to.
-using Look = std::function<void()>;
+// The cancellation callback of a long call: every thread of the call polls it, before each 16 MiB
+// of pages. An exception that it throws aborts the call.
+using Look = FunctionRef<void()>;
+inline constexpr auto kNoLook = [] {};  // never cancels
 
 class Ledger {
  public:
@@ -113,7 +113,7 @@ class Ledger {
   // before. Zero bytes give an empty Buffer.
   // `fork` says what forked children find there. Inherited memory counts twice, see Charge; shared
   // memory stays in the kernel until the last of the processes that have it unmaps it.
-  Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1, const Look& look = {},
+  Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1, Look look = kNoLook,
                 Fork fork = Fork::excluded);
   // Maps and books as `charge` does, with the same errors, and commits nothing: for who writes to
   // every page before anybody looks at what is held.

@@ -11,7 +11,6 @@
 #include <chrono>
 #include <csignal>
 #include <fstream>
-#include <functional>
 #include <optional>
 #include <string>
 #include <thread>
@@ -36,7 +35,7 @@ uint64_t status_bytes(const std::string& label) {
   return 0;
 }
 
-std::optional<Error> error_of(const std::function<void()>& call) {
+std::optional<Error> error_of(FunctionRef<void()> call) {
   try {
     call();
   } catch (const Error& error) {
@@ -50,7 +49,7 @@ bool is_all_zero(std::span<const std::byte> bytes) {
 }
 
 // Runs `check` in a forked child and returns what it returned.
-bool holds_in_a_child(const std::function<bool()>& check) {
+bool holds_in_a_child(FunctionRef<bool()> check) {
   const pid_t child = fork();
   if (child == 0) _exit(check() ? 0 : 1);
   int status = 0;
@@ -362,7 +361,7 @@ TEST(Fork, AChildsChildFindsTheSame) {
 TEST(Fork, AChildThatGivesABufferBackLeavesTheParents) {
   Ledger ledger;
   for (const Fork fork : {Fork::excluded, Fork::shared, Fork::inherited}) {
-    Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB, 1, {}, fork);
+    Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB, 1, kNoLook, fork);
     std::fill(buffer.bytes().begin(), buffer.bytes().end(), std::byte{7});
     const Footprint held = ledger.held();
     const std::byte* const first = buffer.bytes().data();
@@ -394,7 +393,7 @@ TEST(Fork, WhatAProcessLacksMayBeMappedAgainOnceGivenBack) {
 
 TEST(Fork, SharedMemoryIsOneForParentAndChildren) {
   Ledger ledger;
-  const Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB + 1, 2, {}, Fork::shared);
+  const Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB + 1, 2, kNoLook, Fork::shared);
   const std::span<std::byte> bytes = buffer.bytes();
   EXPECT_EQ(reinterpret_cast<uintptr_t>(bytes.data()) % (2 * kMiB), 0U);
   EXPECT_EQ(permissions_at(bytes.data()), "rw-s");
@@ -411,7 +410,7 @@ TEST(Fork, SharedMemoryIsOneForParentAndChildren) {
 TEST(Fork, InheritedMemoryIsTheChildsOwnAndCountsTwice) {
   constexpr uint64_t kSize = 4 * kMiB;
   Ledger ledger(2 * kSize);
-  const Buffer buffer = ledger.charge(Purpose::shards, kSize, 1, {}, Fork::inherited);
+  const Buffer buffer = ledger.charge(Purpose::shards, kSize, 1, kNoLook, Fork::inherited);
   EXPECT_EQ(ledger.held()[Purpose::shards], kSize);
   EXPECT_EQ(ledger.held()[Purpose::fork], kSize);
   EXPECT_EQ(ledger.peak_bytes(), 2 * kSize);
@@ -439,7 +438,7 @@ TEST(Fork, InheritedMemoryNeedsRoomForTheCopies) {
 
 TEST(Fork, PartsOfAnInheritedEntryTakeTheirCopiesAlong) {
   Ledger ledger;
-  Buffer buffer = ledger.charge(Purpose::shards, 2 * kMiB, 1, {}, Fork::inherited);
+  Buffer buffer = ledger.charge(Purpose::shards, 2 * kMiB, 1, kNoLook, Fork::inherited);
   {
     const Charge part = buffer.split(kMiB);
     EXPECT_EQ(ledger.held().total(), 4 * kMiB);

@@ -41,7 +41,7 @@ class AdamW::Pins {
   std::vector<std::span<std::byte>> pinned_;
 };
 
-AdamW::AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner, const Look& look)
+AdamW::AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner, Look look)
     : spec_(std::move(spec)),
       row_(row_of(spec_.format)),
       threads_(threads),

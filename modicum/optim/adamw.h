@@ -102,7 +102,7 @@ class AdamW {
   // pinned doesn't suffice; NOMEM; MISMATCH, naming the parameter, for runs that overlap, for
   // memory of the caller's (`master`, `out`) that two parameters share or a group that is not
   // there; USAGE for options out of range; UNSUPPORTED for what semantics don't know.
-  AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner = {}, const Look& look = {});
+  AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner = {}, Look look = kNoLook);
   ~AdamW();
   AdamW(const AdamW&) = delete;
   AdamW& operator=(const AdamW&) = delete;

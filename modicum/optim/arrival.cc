@@ -97,8 +97,13 @@ void AdamW::arrive(const Piece& piece) {
   const ShardIndex& index = map_->index(piece.shard);
   const int64_t from_bytes = bytes_per_element(piece.dtype);
   index.for_each_stretch(piece.at, piece.at + piece.n, [&](const Stretch& stretch) {
-    modicum::arrive(piece.elements + (stretch.at - piece.at) * from_bytes, piece.dtype,
-                    element(piece.shard, Plane::grad, stretch.at), row_.grad, !is_first, stretch.n);
+    const std::byte* const from = piece.elements + (stretch.at - piece.at) * from_bytes;
+    std::byte* const to = element(piece.shard, Plane::grad, stretch.at);
+    if (is_first) {
+      cast(from, piece.dtype, to, row_.grad, stretch.n);
+    } else {
+      add_gradients(from, piece.dtype, to, stretch.n);
+    }
     settle(piece.shard, index.bucket_of(stretch.first), stretch.n);
   });
 }

@@ -41,15 +41,18 @@ class Machine {
                                         std::to_string(inactive_file) + "\ntotal_active_file " +
                                         std::to_string(active_file) + "\n");
   }
-  void put_v2(const std::string& path, std::string_view max, std::string_view high, uint64_t usage,
-              uint64_t inactive_file = 0, uint64_t active_file = 0) {
+  struct V2 {
+    std::string_view max, high;
+    uint64_t usage, inactive_file = 0, active_file = 0;
+  };
+  void put_v2(const std::string& path, const V2& group) {
     const std::string directory = "/sys/fs/cgroup" + path;
-    put(directory + "/memory.max", max);
-    put(directory + "/memory.high", high);
-    put(directory + "/memory.current", std::to_string(usage) + "\n");
+    put(directory + "/memory.max", group.max);
+    put(directory + "/memory.high", group.high);
+    put(directory + "/memory.current", std::to_string(group.usage) + "\n");
     put(directory + "/memory.stat", "anon 5\ninactive_anon 3\ninactive_file " +
-                                        std::to_string(inactive_file) + "\nactive_file " +
-                                        std::to_string(active_file) + "\n");
+                                        std::to_string(group.inactive_file) + "\nactive_file " +
+                                        std::to_string(group.active_file) + "\n");
   }
 
  private:

@@ -56,10 +56,10 @@ TEST(MemoryLimits, VersionTwoTakesTheLowerOfMaxAndHigh) {
   machine.put_node(100000, 90000);
   machine.put("/proc/self/cgroup", "0::/a/b/c/d\n");
   machine.put("/proc/self/mountinfo", kV2Mount);
-  machine.put_v2("/a/b/c/d", "max\n", "max\n", 1);
-  machine.put_v2("/a/b/c", "9000000\n", "5000000\n", 2000000, 500000, 400000);
-  machine.put_v2("/a/b", "max\n", "8000000\n", 1000000);
-  machine.put_v2("/a", "9000000\n", "max\n", 1000000);
+  machine.put_v2("/a/b/c/d", {"max\n", "max\n", 1});
+  machine.put_v2("/a/b/c", {"9000000\n", "5000000\n", 2000000, 500000, 400000});
+  machine.put_v2("/a/b", {"max\n", "8000000\n", 1000000});
+  machine.put_v2("/a", {"9000000\n", "max\n", 1000000});
   EXPECT_EQ(text_of(memory_limits(machine.root())),
             "cgroup v2 /a/b/c 5000000 3900000; cgroup v2 /a/b 8000000 7000000; "
             "cgroup v2 /a 9000000 8000000; MemAvailable 102400000 92160000; ");
@@ -69,8 +69,8 @@ TEST(MemoryLimits, UsageNeverCountsBelowNothingOrLeavesLess) {
   Machine machine;
   machine.put("/proc/self/cgroup", "0::/over/cache\n");
   machine.put("/proc/self/mountinfo", kV2Mount);
-  machine.put_v2("/over/cache", "1000\n", "max\n", 700, 900, 0);
-  machine.put_v2("/over", "1000\n", "max\n", 1700, 100, 0);
+  machine.put_v2("/over/cache", {"1000\n", "max\n", 700, 900, 0});
+  machine.put_v2("/over", {"1000\n", "max\n", 1700, 100, 0});
   EXPECT_EQ(text_of(memory_limits(machine.root())),
             "cgroup v2 /over 1000 0; cgroup v2 /over/cache 1000 1000; ");
 }
@@ -103,7 +103,7 @@ TEST(MemoryLimits, AMountFromOutsideTheNamespaceIsUnderstood) {
   machine.put("/proc/self/mountinfo",
               "41 31 0:38 /../.. /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
               "42 31 0:38 / /mnt/my\\040group rw - cgroup2 cgroup2 rw\n");
-  machine.put_v2("", "9000\n", "max\n", 1000);
+  machine.put_v2("", {"9000\n", "max\n", 1000});
   machine.put("/mnt/my group/job/memory.max", "5000\n");
   EXPECT_EQ(text_of(memory_limits(machine.root())), "cgroup v2 /job 5000 5000; ");
 }
@@ -114,7 +114,7 @@ TEST(MemoryLimits, AForeignCgroupPathLeavesTheMountPoint) {
     machine.put("/proc/self/cgroup", path);
     machine.put("/proc/self/mountinfo",
                 "41 31 0:38 /docker/abc /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
-    machine.put_v2("", "9000\n", "max\n", 1000);
+    machine.put_v2("", {"9000\n", "max\n", 1000});
     EXPECT_EQ(text_of(memory_limits(machine.root())), "cgroup v2 /docker/abc 9000 8000; ") << path;
   }
 }

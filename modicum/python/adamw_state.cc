@@ -30,7 +30,7 @@ Footprint with_room_in(const Ledger& ledger, Footprint needed) {
 }
 
 // Ctrl-C must end what takes long; the thread that was called is the one that may get it.
-Look for_signals() {
+auto for_signals() {
   return [caller = std::this_thread::get_id()] {
     if (std::this_thread::get_id() != caller) return;
     const nb::gil_scoped_acquire acquired;

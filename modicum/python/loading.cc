@@ -231,7 +231,7 @@ std::unique_ptr<Loaded> run_load(const std::shared_ptr<MadePlan>& made, int rank
     return static_cast<double>(clock.now_ns() - then) / kNsPerSecond;
   };
   board.agree(rank, plan.inputs);
-  const Look look = [&board] { board.check(); };
+  const auto look = [&board] { board.check(); };
   HostSink sink(plan, rank, *ledger, functions.given, functions.copy);
   if (check) sink.poison(look);
   const LoadOutcome done =

@@ -18,6 +18,17 @@ void put(char (&into)[N], const std::string& text) noexcept {
   into[n] = '\0';
 }
 
+// What owners_of() has listed.
+Footprint footprint_of(const std::vector<Owner>& owners) noexcept {
+  Footprint footprint;
+  for (const Owner& owner : owners) {
+    for (size_t p = 0; p < footprint.bytes.size(); ++p) {
+      if (owner.purpose == purpose_name(static_cast<Purpose>(p))) footprint.bytes[p] = owner.bytes;
+    }
+  }
+  return footprint;
+}
+
 // Waits poll every millisecond; where ranks are many, seldom enough that together they leave the
 // processors to those that work.
 int64_t poll_ns_of(int ranks) noexcept { return kNsPerMs * std::clamp(ranks / 64, 1, 100); }
@@ -33,6 +44,8 @@ ErrorRecord record_of(const Error& error, int rank) {
   record.culprit_rank = facts.culprit_rank.value_or(-1);
   record.culprit_pid = static_cast<int32_t>(facts.culprit_pid.value_or(0));
   record.offset = facts.offset.value_or(UINT64_MAX);
+  record.shortfall_bytes = facts.shortfall_bytes.value_or(UINT64_MAX);
+  record.owners = footprint_of(facts.owners);
   put(record.what, error.what_happened());
   put(record.file, facts.file);
   put(record.tensor, facts.tensor);
@@ -46,6 +59,8 @@ Error error_of(const ErrorRecord& record) {
   facts.expected = record.expected;
   facts.got = record.got;
   if (record.offset != UINT64_MAX) facts.offset = record.offset;
+  if (record.shortfall_bytes != UINT64_MAX) facts.shortfall_bytes = record.shortfall_bytes;
+  facts.owners = owners_of(record.owners);
   if (record.rank >= 0) facts.rank = record.rank;
   if (record.culprit_rank >= 0) facts.culprit_rank = record.culprit_rank;
   if (record.culprit_pid != 0) facts.culprit_pid = record.culprit_pid;

@@ -16,6 +16,7 @@
 namespace modicum {
 
 // An Error as a fixed struct, so that it crosses between processes (and nothing needs pickling).
+// Texts that are too long for it are cut.
 struct ErrorRecord {
   Category category = Category::internal;
   int32_t rank = -1;  // who reported it
@@ -23,6 +24,8 @@ struct ErrorRecord {
   int32_t culprit_rank = -1;  // whose fault it is, where that is a rank
   int32_t culprit_pid = 0;
   uint64_t offset = UINT64_MAX;
+  uint64_t shortfall_bytes = UINT64_MAX;
+  Footprint owners;  // over budget, else empty
   char what[512] = {};
   char file[256] = {};
   char tensor[256] = {};

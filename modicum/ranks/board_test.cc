@@ -6,6 +6,7 @@
 #include <string>
 #include <thread>
 
+#include "modicum/base/clock_double.h"
 #include "modicum/ranks/board_double.h"
 
 namespace modicum {
@@ -41,10 +42,24 @@ TEST(ErrorRecord, CarriesEveryFactOfAnError) {
   EXPECT_EQ(after.facts().got, "7 bytes");
 }
 
+TEST(ErrorRecord, CarriesWhatIsOverTheBudgetAndWhoHoldsIt) {
+  Facts facts{.expected = "10", .got = "17", .shortfall_bytes = 7};
+  facts.owners = {{"staging", 9}, {"shards", 5}, {"header", 3}};
+  const Error after = error_of(record_of(Error(Category::budget, "too much", facts), 0));
+  EXPECT_EQ(after.facts().shortfall_bytes, 7U);
+  ASSERT_EQ(after.facts().owners.size(), facts.owners.size());
+  for (size_t i = 0; i < facts.owners.size(); ++i) {
+    EXPECT_EQ(after.facts().owners[i].purpose, facts.owners[i].purpose);
+    EXPECT_EQ(after.facts().owners[i].bytes, facts.owners[i].bytes);
+  }
+}
+
 TEST(ErrorRecord, WhatIsAbsentStaysAbsentButTheRank) {
   const Error after = error_of(record_of(Error(Category::usage, "no"), 5));
   EXPECT_EQ(after.facts().rank, 5);
   EXPECT_FALSE(after.facts().offset);
+  EXPECT_FALSE(after.facts().shortfall_bytes);
+  EXPECT_TRUE(after.facts().owners.empty());
   EXPECT_FALSE(after.facts().culprit_rank);
   EXPECT_FALSE(after.facts().culprit_pid);
   EXPECT_STREQ(error_of(record_of(Error(Category::cancelled, "stopped"), -1)).what(),

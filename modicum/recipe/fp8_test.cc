@@ -35,7 +35,7 @@ std::string names_of(const Recipe& recipe) {
   return names;
 }
 
-std::optional<Error> failure_of(const std::function<void()>& call) {
+std::optional<Error> failure_of(FunctionRef<void()> call) {
   try {
     call();
   } catch (const Error& error) {

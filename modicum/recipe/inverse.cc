@@ -44,18 +44,6 @@ Recipe pruned(Recipe recipe, size_t stored_count) {
   return kept;
 }
 
-// What goes wrong says with which tensor.
-template <typename Act>
-void naming(const std::string& tensor, Act act) {
-  try {
-    act();
-  } catch (const Error& error) {
-    Facts facts = error.facts();
-    if (facts.tensor.empty()) facts.tensor = tensor;
-    fail(error.category(), error.what_happened(), std::move(facts));
-  }
-}
-
 // --- the walk ---
 
 class Inversion {
@@ -79,14 +67,15 @@ class Inversion {
              {.tensor = recipe_.targets[holder].spec.fqn});
       }
       walked_[holder] = true;
-      naming(recipe_.targets[t].spec.fqn, [&] {
+      naming_tensor(recipe_.targets[t].spec.fqn, [&] {
         give(recipe_.read_node(t), views::whole_part(builder_.stored(holder), shape));
       });
     }
     for (uint32_t s = 0; s < parts_.size(); ++s) {
       if (std::binary_search(recipe_.unused.begin(), recipe_.unused.end(), s)) continue;
       const TensorSpec& spec = stored_.tensors[s].spec;
-      naming(spec.fqn, [&] { builder_.target(spec.fqn, put_together(s), spec.dtype, spec.role); });
+      naming_tensor(spec.fqn,
+                    [&] { builder_.target(spec.fqn, put_together(s), spec.dtype, spec.role); });
     }
     for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
       if (!walked_[t]) builder_.unused(recipe_.targets[t].spec.fqn);
@@ -121,13 +110,13 @@ class Inversion {
     // First one dim per group...
     Part flat;
     std::vector<std::vector<views::Product>> products;
-    for (const views::Group& g : views::groups_of(part.sizes(), shape)) {
+    views::for_each_group(part.sizes(), shape, [&](const views::Group& g) {
       const auto of_view = std::span(part.view).subspan(g.from_begin, g.from_end - g.from_begin);
       const auto of_shape = std::span(shape).subspan(g.to_begin, g.to_end - g.to_begin);
       Set set = views::flattened(of_view);
       products.push_back(views::as_products(set, of_shape));
       flat.view.push_back({views::product_of(of_shape), std::move(set)});
-    }
+    });
     flat.made = reshaped(part.made, part.shape(), flat.shape());
     return chosen(flat, products, shape);
   }

@@ -1,34 +1,33 @@
 // Boxes through index maps, from a target to the stored tensors.
 #include <algorithm>
 #include <array>
+#include <span>
 
 #include "modicum/recipe/recipe.h"
+#include "modicum/recipe/views.h"
 
 namespace modicum {
 namespace {
 
-using Leaf = std::function<void(const Node& leaf, const Box& part)>;
+using Leaf = FunctionRef<void(const Node& leaf, const Box& part)>;
 
 size_t at(int d) { return static_cast<size_t>(d); }
 
-// --- reshape: a box over one shape as boxes over another with the same row-major order ---
+// --- reshape ---
 
-// A stretch of dims of `from` and of `to` with equal products: what happens inside it doesn't touch
-// the rest.
-struct Group {
-  int from_begin, from_end;
-  int to_begin, to_end;
-};
-
-struct Groups {
-  std::array<Group, Box::kMaxDims + 1> of;
-  int count = 0;
-};
-
+// A box over one shape as boxes over another with the same row-major order, group of dims by group
+// of dims. In a group, all dims of the box but the last are walked index by index; what is left are
+// intervals of linear indices, and each is split over the other shape's dims. [2, 11) over [3, 4]:
+//
+//            column  0  1  2  3
+//   row 0            .  .  2  3     a first row that is not whole   [0,1) x [2,4)
+//   row 1            4  5  6  7     whole rows                      [1,2) x [0,4)
+//   row 2            8  9 10  .     a last row that is not whole    [2,3) x [0,3)
+//
+// Every box of one group is combined with every box of the next.
 class Reshape {
  public:
-  Reshape(const Box& from, const std::vector<int64_t>& to,
-          const std::function<void(const Box&)>& emit)
+  Reshape(const Box& from, const std::vector<int64_t>& to, FunctionRef<void(const Box&)> emit)
       : from_(merged(from)), to_(to), emit_(emit) {
     find_groups();
     Box out;
@@ -57,90 +56,64 @@ class Reshape {
   }
 
   void find_groups() {
-    int i = 0;
-    int j = 0;
-    const int to_rank = static_cast<int>(to_.size());
-    while (i < from_.rank || j < to_rank) {
-      Group g{i, i, j, j};
-      int64_t a = 1;
-      int64_t b = 1;
-      if (i < from_.rank) a = from_.dims[at(i++)].size;
-      if (j < to_rank) b = to_[at(j++)];
-      while (a != b) {
-        if (a < b) {
-          MODICUM_ASSERT(i < from_.rank);
-          a *= from_.dims[at(i++)].size;
-        } else {
-          MODICUM_ASSERT(j < to_rank);
-          b *= to_[at(j++)];
-        }
-      }
-      g.from_end = i;
-      g.to_end = j;
-      MODICUM_ASSERT(groups_.count <= Box::kMaxDims);
-      groups_.of[at(groups_.count++)] = g;
-    }
+    std::array<int64_t, Box::kMaxDims> sizes;
+    for (int d = 0; d < from_.rank; ++d) sizes[at(d)] = from_.dims[at(d)].size;
+    views::for_each_group({sizes.data(), at(from_.rank)}, to_, [&](const views::Group& group) {
+      MODICUM_ASSERT(group_count_ < groups_.size());
+      groups_[group_count_++] = group;
+    });
   }
 
-  // Appends the dims of group `g`'s share to `out`, in every way that makes, and goes on.
-  void group(int g, const Box& out) {
-    if (g == groups_.count) {
-      emit_(out);
-      return;
-    }
-    rows(g, groups_.of[at(g)].from_begin, 0, out);
+  // Linear indices [lo, hi) of a group, each `step` elements after the one before it in the
+  // destination.
+  struct Stretch {
+    int64_t lo, hi, step;
+  };
+
+  // Appends the dims of group `g` and of those after it to `out`, in every way, and emits each.
+  void group(size_t g, const Box& out) {
+    if (g == group_count_) return emit_(out);
+    rows(g, groups_[g].from_begin, 0, out);
   }
 
-  // Walks all `from` dims of the group but the last; `base` is the linear index so far.
-  void rows(int g, int d, int64_t base, const Box& out) {
-    const Group& group_of = groups_.of[at(g)];
-    if (d >= group_of.from_end) {  // the group is of dims of size 1
-      split(g, group_of.to_begin, base, base + 1, 0, out);
-      return;
-    }
-    const BoxDim& dim = from_.dims[at(d)];
-    if (d + 1 == group_of.from_end) {
-      split(g, group_of.to_begin, base * dim.size + dim.lo, base * dim.size + dim.hi, dim.step,
-            out);
-      return;
+  // Walks the `from` dims d.. of the group but the last; `base` is the linear index so far.
+  void rows(size_t g, size_t d, int64_t base, const Box& out) {
+    const size_t end = groups_[g].from_end;
+    if (d == end) return split(g, groups_[g].to_begin, {0, 1, 0}, out);  // `to` has dims of size 1
+    const BoxDim& dim = from_.dims[d];
+    base *= dim.size;
+    if (d + 1 == end) {
+      return split(g, groups_[g].to_begin, {base + dim.lo, base + dim.hi, dim.step}, out);
     }
     Box next = out;
-    for (int64_t i = dim.lo; i < dim.hi; ++i, next.at += dim.step) {
-      rows(g, d + 1, base * dim.size + i, next);
-    }
+    for (int64_t i = dim.lo; i < dim.hi; ++i, next.at += dim.step) rows(g, d + 1, base + i, next);
   }
 
-  // Writes the linear interval [lo, hi) over `to` dims d.. of the group: a partial first row, whole
-  // rows, a partial last row.
-  void split(int g, int d, int64_t lo, int64_t hi, int64_t step, const Box& out) {
-    const Group& group_of = groups_.of[at(g)];
-    if (d == group_of.to_end) {
-      group(g + 1, out);
-      return;
-    }
-    int64_t inner = 1;
-    for (int k = d + 1; k < group_of.to_end; ++k) inner *= to_[at(k)];
-    int64_t from = lo;
-    while (from < hi) {
+  // Splits the stretch over the `to` dims d.. of the group.
+  void split(size_t g, size_t d, const Stretch& stretch, const Box& out) {
+    const views::Group& of = groups_[g];
+    if (d == of.to_end) return group(g + 1, out);
+    const auto& [lo, hi, step] = stretch;
+    const int64_t inner = views::product_of(std::span(to_).subspan(d + 1, of.to_end - (d + 1)));
+    for (int64_t from = lo; from < hi;) {
       const int64_t row = from / inner;
-      const bool aligned = from % inner == 0 && (hi - from) >= inner;
-      const int64_t to = aligned ? hi / inner * inner : std::min(hi, (row + 1) * inner);
+      const bool whole = from % inner == 0 && hi - from >= inner;
+      const int64_t to = whole ? hi / inner * inner : std::min(hi, (row + 1) * inner);
       Box next = out;
       next.at += (from - lo) * step;
-      next.push({to_[at(d)], row, aligned ? to / inner : row + 1, step * inner});
-      if (aligned) {
-        split(g, d + 1, 0, inner, step, next);
-      } else {
-        split(g, d + 1, from - row * inner, to - row * inner, step, next);
-      }
+      next.push({to_[d], row, whole ? to / inner : row + 1, step * inner});
+      const int64_t begin = row * inner;
+      split(g, d + 1, whole ? Stretch{0, inner, step} : Stretch{from - begin, to - begin, step},
+            next);
       from = to;
     }
   }
 
   const Box from_;
   const std::vector<int64_t>& to_;
-  const std::function<void(const Box&)>& emit_;
-  Groups groups_;
+  const FunctionRef<void(const Box&)> emit_;
+  std::array<views::Group, Box::kMaxDims + 1> groups_;
+  size_t group_count_ = 0;
 };
 
 bool has_shape(const Box& box, const std::vector<int64_t>& shape) {
@@ -155,7 +128,7 @@ bool has_shape(const Box& box, const std::vector<int64_t>& shape) {
 
 class PullBack {
  public:
-  PullBack(const Recipe& recipe, const Leaf& leaf, Leaves leaves)
+  PullBack(const Recipe& recipe, Leaf leaf, Leaves leaves)
       : nodes_(recipe.nodes), leaf_(leaf), leaves_(leaves) {}
 
   void pull(uint32_t id, const Box& box) const {
@@ -170,8 +143,7 @@ class PullBack {
       case Op::alias: break;
       default: {
         if (has_shape(box, node.shape)) return through(node, box);
-        const std::function<void(const Box&)> go_on = [&](const Box& b) { through(node, b); };
-        Reshape(box, node.shape, go_on);
+        Reshape(box, node.shape, [&](const Box& b) { through(node, b); });
         return;
       }
     }
@@ -251,14 +223,13 @@ class PullBack {
   }
 
   const std::vector<Node>& nodes_;
-  const Leaf& leaf_;
+  const Leaf leaf_;
   const Leaves leaves_;
 };
 
 }  // namespace
 
-void pull_back(const Recipe& recipe, uint32_t node, const Box& box, const Leaf& leaf,
-               Leaves leaves) {
+void pull_back(const Recipe& recipe, uint32_t node, const Box& box, Leaf leaf, Leaves leaves) {
   PullBack(recipe, leaf, leaves).pull(node, box);
 }
 

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -187,7 +186,7 @@ void digest_recipe(const Recipe& recipe, Hasher& hasher);
 // that are made, which may be many times larger, are not walked.
 enum class Leaves : uint8_t { all, stored };
 void pull_back(const Recipe& recipe, uint32_t node, const Box& box,
-               const std::function<void(const Node& leaf, const Box& part)>& leaf,
+               FunctionRef<void(const Node& leaf, const Box& part)> leaf,
                Leaves leaves = Leaves::all);
 
 // MISMATCH where the targets, in their dtypes, come to more than kMaxModelBytes. RecipeBuilder and

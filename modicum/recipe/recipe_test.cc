@@ -24,7 +24,7 @@ Manifest manifest_of(std::vector<std::pair<std::string, std::vector<int64_t>>> t
   return manifest;
 }
 
-Category category_of(const std::function<void()>& act, std::string* tensor = nullptr) {
+Category category_of(FunctionRef<void()> act, std::string* tensor = nullptr) {
   try {
     act();
   } catch (const Error& error) {
@@ -96,7 +96,7 @@ void expect_box_agrees(const Recipe& recipe, uint32_t node, const Box& box) {
 
 // One random op on top of `in`.
 uint32_t random_op(RecipeBuilder& builder, uint32_t in, std::mt19937& random,
-                   const std::function<const std::vector<int64_t>&(uint32_t)>& shape_of) {
+                   FunctionRef<const std::vector<int64_t>&(uint32_t)> shape_of) {
   const std::vector<int64_t> shape = shape_of(in);
   const auto rank = static_cast<int>(shape.size());
   const int dim = rank == 0 ? 0 : static_cast<int>(random() % static_cast<unsigned>(rank));

@@ -34,9 +34,10 @@ int64_t count_of(const Set& set) {
 
 bool is_whole(const Set& set, int64_t size) { return set == Set{{0, size}}; }
 
+// An interval of `some` lies within one of `all`, for these don't touch.
 Set positions(const Set& some, const Set& all) {
   Set found;
-  int64_t before = 0;
+  int64_t before = 0;  // elements of `all` in its intervals before k
   size_t k = 0;
   for (const Interval& i : some) {
     while (all[k].hi < i.hi) {
@@ -100,6 +101,13 @@ Part whole_part(uint32_t made, const std::vector<int64_t>& shape) {
 
 // --- from one view to another ---
 
+// One dim at a time: each outer index that the set has gives way to a row of the next dim.
+//
+//   dims        size 3, set {[0,1) [2,3)}    size 4, set {[1,3)}
+//   after dim 0 {[0,1) [2,3)}
+//   after dim 1 {[1,3) [9,11)}               rows 0 and 2 of a 3 x 4 matrix, columns 1 and 2
+//
+// A whole row leaves an interval of outer indices one interval.
 Set flattened(std::span<const ViewDim> dims) {
   Set flat = {{0, 1}};
   for (const ViewDim& dim : dims) {
@@ -118,110 +126,161 @@ Set flattened(std::span<const ViewDim> dims) {
   return flat;
 }
 
+namespace {
+
+// Calls `fn` for each row of a matrix of this width that has elements of `set`, in order, with the
+// columns that it has.
+void for_each_row(const Set& set, int64_t width,
+                  FunctionRef<void(int64_t row, const Set& columns)> fn) {
+  int64_t row = 0;
+  Set columns;  // of `row`, as far as the walk has come
+  for (const Interval& interval : set) {
+    for (int64_t lo = interval.lo; lo < interval.hi;) {
+      if (lo / width != row) {
+        if (!columns.empty()) fn(row, columns);
+        columns.clear();
+        row = lo / width;
+      }
+      const int64_t hi = std::min(interval.hi, (row + 1) * width);
+      append(columns, lo - row * width, hi - row * width);
+      lo = hi;
+    }
+  }
+  if (!columns.empty()) fn(row, columns);
+}
+
+// Rows with the same columns.
+struct Rows {
+  Set rows;
+  std::vector<int64_t> begins;  // of each row: how many of the set's elements lie in rows before it
+};
+
+// `rows` times a product over their columns, whose positions count from the begin of a row.
+Product times(const Rows& rows, const Product& of_columns) {
+  Product product{{rows.rows}, {}};
+  product.sets.insert(product.sets.end(), of_columns.sets.begin(), of_columns.sets.end());
+  for (const int64_t begin : rows.begins) {
+    for (const Interval& i : of_columns.positions) {
+      append(product.positions, begin + i.lo, begin + i.hi);
+    }
+  }
+  return product;
+}
+
+}  // namespace
+
+// The first dim is the rows of a matrix, all others together are its columns, which the same
+// function then divides. {[1,3) [4,8) [9,11)} over 3 x 4, each element with its position:
+//
+//            column  0 1 2 3
+//   row 0            . 0 1 .
+//   row 1            2 3 4 5
+//   row 2            . 6 7 .
+//
+// Rows 0 and 2 have the same columns, so two products come of it:
+//
+//   rows {[0,1) [2,3)} x columns {[1,3)}    at positions {[0,2) [6,8)}
+//   rows {[1,2)}       x columns {[0,4)}    at positions {[2,6)}
 std::vector<Product> as_products(const Set& set, std::span<const int64_t> sizes) {
   if (sizes.empty()) return {{{}, {{0, 1}}}};
   if (sizes.size() == 1) return {{{set}, {{0, count_of(set)}}}};
   const auto inner_sizes = sizes.subspan(1);
-  const int64_t inner = product_of(inner_sizes);
-  struct Rows {
-    Set rows;
-    std::vector<int64_t> begins;  // of each row's elements among the set's
-  };
-  std::map<Set, Rows> alike;
-  int64_t row = -1;
+  std::map<Set, Rows> by_columns;
   int64_t before = 0;
-  Set of_row;
-  const auto close = [&] {
-    if (of_row.empty()) return;
-    Rows& rows = alike[of_row];
-    append(rows.rows, row, row + 1);
-    rows.begins.push_back(before);
-    before += count_of(of_row);
-    of_row.clear();
-  };
-  for (const Interval& interval : set) {
-    for (int64_t lo = interval.lo; lo < interval.hi;) {
-      if (lo / inner != row) close();
-      row = lo / inner;
-      const int64_t hi = std::min(interval.hi, (row + 1) * inner);
-      append(of_row, lo - row * inner, hi - row * inner);
-      lo = hi;
-    }
-  }
-  close();
+  for_each_row(set, product_of(inner_sizes), [&](int64_t row, const Set& columns) {
+    Rows& alike = by_columns[columns];
+    append(alike.rows, row, row + 1);
+    alike.begins.push_back(before);
+    before += count_of(columns);
+  });
   std::vector<Product> products;
-  for (const auto& [inner_set, rows] : alike) {
-    for (Product& of_inner : as_products(inner_set, inner_sizes)) {
-      Product product{{rows.rows}, {}};
-      for (Set& s : of_inner.sets) product.sets.push_back(std::move(s));
-      for (const int64_t begin : rows.begins) {
-        for (const Interval& i : of_inner.positions) {
-          append(product.positions, begin + i.lo, begin + i.hi);
-        }
-      }
-      products.push_back(std::move(product));
+  for (const auto& [columns, rows] : by_columns) {
+    for (const Product& of_columns : as_products(columns, inner_sizes)) {
+      products.push_back(times(rows, of_columns));
     }
   }
   return products;
 }
 
-std::vector<Group> groups_of(const std::vector<int64_t>& from, const std::vector<int64_t>& to) {
-  std::vector<Group> groups;
+// Takes a dim of each shape, then one more of whichever has the smaller product, until both
+// products are equal.
+void for_each_group(std::span<const int64_t> from, std::span<const int64_t> to,
+                    FunctionRef<void(const Group&)> fn) {
   size_t i = 0;
   size_t j = 0;
   while (i < from.size() || j < to.size()) {
     Group group{i, i, j, j};
-    int64_t a = i < from.size() ? from[i++] : 1;
-    int64_t b = j < to.size() ? to[j++] : 1;
-    while (a != b) (a < b ? a : b) *= a < b ? from[i++] : to[j++];
+    // A shape that has ended goes on in dims of size 1.
+    int64_t of_from = i < from.size() ? from[i++] : 1;
+    int64_t of_to = j < to.size() ? to[j++] : 1;
+    while (of_from != of_to) {
+      if (of_from < of_to) {
+        MODICUM_ASSERT(i < from.size());
+        of_from *= from[i++];
+      } else {
+        MODICUM_ASSERT(j < to.size());
+        of_to *= to[j++];
+      }
+    }
     group.from_end = i;
     group.to_end = j;
-    groups.push_back(group);
+    fn(group);
   }
-  return groups;
 }
 
+// A view divides a tensor where its inner dims end: [4, 6] of 24 elements after every 6, [2, 12]
+// after every 12, [3, 8] after every 8. From the smallest on, every stride is kept that the one
+// kept before it divides: of 6, 8 and 12 these are 6 and 12, so the view is [2, 2, 6] and parts
+// over [3, 8] take several products of it.
 std::vector<int64_t> common_view(const std::vector<Part>& parts, int64_t numel) {
-  std::set<int64_t> inner_sizes;
+  std::set<int64_t> strides;
   for (const Part& part : parts) {
-    int64_t inner = 1;
-    for (size_t d = part.view.size(); d-- > 1;) inner_sizes.insert(inner *= part.view[d].size);
+    int64_t stride = 1;
+    for (size_t d = part.view.size(); d-- > 1;) {
+      stride *= part.view[d].size;
+      strides.insert(stride);
+    }
   }
-  std::vector<int64_t> view;
-  int64_t last = 1;
-  for (const int64_t inner : inner_sizes) {
-    if (inner % last != 0 || inner == last || inner == numel) continue;
-    view.insert(view.begin(), inner / last);
-    last = inner;
+  std::vector<int64_t> view;  // from the innermost dim on
+  int64_t kept = 1;
+  for (const int64_t stride : strides) {
+    if (stride % kept != 0 || stride == kept || stride == numel) continue;
+    view.push_back(stride / kept);
+    kept = stride;
   }
-  view.insert(view.begin(), numel / last);
+  view.push_back(numel / kept);
+  std::reverse(view.begin(), view.end());
   return view;
 }
 
+// A sweep over the indices, which stops where a part's set begins or ends.
+//
+//   index     0 1 2 3 4 5
+//   part 0    x x . . x x
+//   part 1    . . x x x x      atoms {[0,2)}: 0    {[2,4)}: 1    {[4,6)}: 0 and 1
+//
+// Intervals of one set never touch, so at every stop a part either begins or ends.
 bool find_atoms(const std::vector<Part>& parts, size_t dim, std::vector<Atom>& atoms) {
-  std::map<int64_t, std::vector<std::pair<size_t, bool>>> edges;  // part, whether it begins here
+  std::map<int64_t, std::vector<size_t>> stops;  // the parts that begin or end at an index
   for (size_t p = 0; p < parts.size(); ++p) {
     for (const Interval& i : parts[p].view[dim].set) {
-      edges[i.lo].emplace_back(p, true);
-      edges[i.hi].emplace_back(p, false);
+      stops[i.lo].push_back(p);
+      stops[i.hi].push_back(p);
     }
   }
-  std::map<std::vector<size_t>, Set> alike;
-  std::set<size_t> open;
+  std::map<std::vector<size_t>, Set> by_parts;
+  std::set<size_t> here;  // the parts that have the indices between `from` and the next stop
   int64_t from = 0;
-  for (const auto& [index, of] : edges) {
-    if (from < index && open.empty()) return false;
-    if (from < index) append(alike[{open.begin(), open.end()}], from, index);
-    for (const auto& [part, begins] : of) {
-      if (begins) open.insert(part);
-    }
-    for (const auto& [part, begins] : of) {
-      if (!begins) open.erase(part);
+  for (const auto& [index, changing] : stops) {
+    if (from < index && here.empty()) return false;
+    if (from < index) append(by_parts[{here.begin(), here.end()}], from, index);
+    for (const size_t part : changing) {
+      if (here.erase(part) == 0) here.insert(part);
     }
     from = index;
   }
   if (from != parts[0].view[dim].size) return false;
-  for (auto& [of, set] : alike) atoms.emplace_back(std::move(set), of);
+  for (auto& [of, set] : by_parts) atoms.emplace_back(std::move(set), of);
   std::sort(atoms.begin(), atoms.end());
   return true;
 }

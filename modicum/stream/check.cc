@@ -85,9 +85,9 @@ class ValueCheck {
       }
       default: {
         const std::string& fqn = plan_.recipe->targets[t].spec.fqn;
-        init_fill(static_cast<InitKind>(leaf.arg[0]), std::bit_cast<double>(leaf.arg[1]),
-                  options_.init_seed ^ name_hash(fqn), leaf.dtype, source.first, count,
-                  made_.data());
+        init_fill({static_cast<InitKind>(leaf.arg[0]), std::bit_cast<double>(leaf.arg[1]),
+                   options_.init_seed ^ name_hash(fqn), leaf.dtype},
+                  source.first, count, made_.data());
       }
     }
   }

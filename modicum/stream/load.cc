@@ -14,18 +14,6 @@ namespace {
 
 constexpr uint64_t kWindowChunkBytes = 8 * kMiB;
 
-// What goes wrong while `tensor` is read says so.
-template <typename Act>
-void naming(const Stored& tensor, Act act) {
-  try {
-    act();
-  } catch (const Error& error) {
-    Facts facts = error.facts();
-    if (facts.tensor.empty() && !facts.file.empty()) facts.tensor = tensor.spec.fqn;
-    fail(error.category(), error.what_happened(), std::move(facts));
-  }
-}
-
 class Load {
  public:
   Load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
@@ -66,7 +54,7 @@ class Load {
   void commit(Ledger& ledger) {
     const auto& load = plan_.promise.phases[kLoadPhase].of_rank[static_cast<size_t>(at_.rank)];
     const int threads = std::max(1, options_.threads);
-    const Look look = [this] { at_.board->check(); };
+    const auto look = [this] { at_.board->check(); };
     window_ = ledger.charge(Purpose::window, load[Purpose::window], threads, look);
     const Staging& staging = plan_.staging;
     if (staging.ring_part_bytes > 0) {
@@ -228,8 +216,8 @@ class Load {
     for (uint64_t done = 0; done < at.bytes(); done += kWindowChunkBytes) {
       const uint64_t n = std::min(kWindowChunkBytes, at.bytes() - done);
       at_.board->check();
-      naming(plan_.manifest->tensors[stored],
-             [&] { reader.read(at.file, at.begin + done, into.subspan(done, n)); });
+      naming_tensor(plan_.manifest->tensors[stored].spec.fqn,
+                    [&] { reader.read(at.file, at.begin + done, into.subspan(done, n)); });
       at_.board->beat(at_.rank, n);
     }
   }
@@ -271,7 +259,7 @@ class Load {
           if (turn++ % workers_ != worker) continue;
           at_.board->check();
           const uint64_t n = std::min(kWindowChunkBytes, extent.bytes() - done);
-          naming(plan_.manifest->tensors[s], [&] {
+          naming_tensor(plan_.manifest->tensors[s].spec.fqn, [&] {
             reader.read(extent.file, extent.begin + done,
                         window_.bytes().subspan(begins_[s] + done, n));
           });

@@ -201,7 +201,7 @@ std::vector<std::byte> element(const Specs& stored, const Recipe& recipe, const 
     const auto all = values_of(stored[source.leaf->from]);
     std::memcpy(value.data(), all.data() + static_cast<size_t>(source.first) * size, size);
   } else {
-    init_fill(InitKind::normal, 0.5, name_hash(target.spec.fqn), source.leaf->dtype, source.first,
+    init_fill({InitKind::normal, 0.5, name_hash(target.spec.fqn), source.leaf->dtype}, source.first,
               1, value.data());
   }
   std::vector<std::byte> out(static_cast<size_t>(bytes_per_element(target.spec.dtype)));

@@ -191,7 +191,7 @@ TEST(HostSink, StopsPoisoningWhenItIsTold) {
   HostSink sink(plan, 0, ledger);
   struct Stopped {};
   int looks = 0;
-  const Look look = [&looks] {
+  const auto look = [&looks] {
     if (++looks == 3) throw Stopped{};
   };
   EXPECT_THROW(sink.poison(look), Stopped);

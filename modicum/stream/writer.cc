@@ -122,9 +122,9 @@ void Writer::make(const Transfer& transfer) {
       if (transfer.source == Transfer::Source::init) {
         const Node& node = plan_.recipe->nodes[transfer.from];
         const std::string& fqn = plan_.recipe->targets[transfer.target].spec.fqn;
-        init_fill(static_cast<InitKind>(node.arg[0]), std::bit_cast<double>(node.arg[1]),
-                  options_.init_seed ^ name_hash(fqn), node.dtype, part.runs.first, part.runs.run,
-                  made.data());
+        init_fill({static_cast<InitKind>(node.arg[0]), std::bit_cast<double>(node.arg[1]),
+                   options_.init_seed ^ name_hash(fqn), node.dtype},
+                  part.runs.first, part.runs.run, made.data());
       }
       put(part, made.data());
     }

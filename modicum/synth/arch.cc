@@ -238,13 +238,12 @@ const Arch& arch_named(std::string_view name) {
   const auto found = std::find_if(kArchs.begin(), kArchs.end(),
                                   [name](const Arch& arch) { return arch.name == name; });
   if (found != kArchs.end()) return *found;
-  const std::string nearest = nearest_name(name, arch_names());
-  const std::string hint = nearest.empty() ? "" : "; did you mean " + nearest + "?";
   std::string known;
   for (const Arch& arch : kArchs) known += (known.empty() ? "" : ", ") + std::string(arch.name);
   Facts facts;
   facts.expected = "one of " + known;
-  fail(Category::usage, "no model is called " + printable(name) + hint, facts);
+  fail(Category::usage, "no model is called " + printable(name) + nearest_hint(name, arch_names()),
+       facts);
 }
 
 std::vector<TensorSpec> arch_tensors(const Arch& arch, int layers, std::optional<DType> dtype) {

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <functional>
 
 #include "modicum/base/base.h"
 #include "modicum/checkpoint/checkpoint.h"
@@ -21,7 +20,7 @@ SynthOptions options_for(const char* arch) {
   return options;
 }
 
-Error error_of(const std::function<void()>& call) {
+Error error_of(FunctionRef<void()> call) {
   try {
     call();
   } catch (const Error& error) {
@@ -189,7 +188,7 @@ TEST(WriteSynth, RefusesWhatIsThereAlready) {
 
 TEST(WriteSynth, RefusesOptionsThatMakeNoSenseBeforeItMakesAnything) {
   MemoryFileSystem files;
-  const auto refused = [&](const std::function<void(SynthOptions&)>& spoil) {
+  const auto refused = [&](FunctionRef<void(SynthOptions&)> spoil) {
     SynthOptions options = options_for("tiny-moe");
     spoil(options);
     const Error error = error_of([&] { write_synth(files, "out", options); });
