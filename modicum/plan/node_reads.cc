@@ -7,7 +7,7 @@ namespace modicum {
 namespace {
 
 // Ranks [first, end) of the node that `rank` is on.
-std::pair<int, int> node_of(const Plan& plan, int rank) {
+std::pair<int, int> node_of(const Plan& plan, int rank) noexcept {
   const int per_node = plan.options.ranks_per_node > 0 ? plan.options.ranks_per_node : plan.ranks();
   const int first = rank / per_node * per_node;
   return {first, std::min(plan.ranks(), first + per_node)};
@@ -181,6 +181,16 @@ std::vector<int> exchange_group(const Plan& plan, int rank) {
     case Reader::replicas: return replicas_of(plan.layout, rank);
   }
   MODICUM_ASSERT(false);
+}
+
+bool reads_storage(const Plan& plan, int rank) noexcept {
+  switch (plan.strategy().reader) {
+    case Reader::every_rank:
+    case Reader::replicas: break;
+    case Reader::rank_0: return rank == 0;
+    case Reader::node_leader: return rank == node_of(plan, rank).first;
+  }
+  return true;
 }
 
 void for_each_node_read_of(const Plan& plan, int rank, uint32_t target,

@@ -103,28 +103,6 @@ uint64_t shard_bytes(const Plan& plan, int rank) {
   return round_up(arena_begins(plan, rank).back(), kPageBytes);
 }
 
-// A tensor as it is sent: with its scale behind it, where it is dequantised.
-uint64_t bytes_at_once(const Plan& plan, uint32_t stored) {
-  const Stored& tensor = plan.manifest->tensors[stored];
-  const auto scale = scale_beside(plan, stored);
-  if (!scale) return tensor.at.bytes();
-  return scale_place(tensor) + plan.manifest->tensors[*scale].at.bytes();
-}
-
-uint64_t window_bytes(const Plan& plan, Window window) {
-  uint64_t largest = 0;
-  switch (window) {
-    case Window::none: return 0;
-    case Window::whole_model: return round_up(window_begins(plan).back(), kPageBytes);
-    case Window::one_tensor:
-      for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
-        if (gives_elements(plan, s)) largest = std::max(largest, bytes_at_once(plan, s));
-      }
-      return round_up(largest, kPageBytes);
-  }
-  return 0;
-}
-
 Promise promise_of(const Plan& plan) {
   Promise promise;
   promise.launcher_bytes = kLauncherBytes;
@@ -133,12 +111,13 @@ Promise promise_of(const Plan& plan) {
   for (const Phase& phase : plan.options.after) promise.phases.push_back({phase.name, {}});
   const uint64_t header = plan.manifest->held_bytes();
   const uint64_t held = plan.held_bytes();
-  const uint64_t of_reader = window_bytes(plan, plan.strategy().of_reader);
-  const uint64_t of_others = window_bytes(plan, plan.strategy().of_others);
+  // Ranks that read have windows alike, and so have those that don't: rank 0 always reads, and if
+  // any rank doesn't, the last one doesn't.
+  const uint64_t of_reader = RankWindow(plan, 0).bytes();
+  const uint64_t of_others = RankWindow(plan, plan.ranks() - 1).bytes();
   std::map<uint64_t, uint64_t> shards_of_class;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     promise.node_of_rank.push_back(static_cast<uint32_t>(rank / per_node));
-    const bool reads = plan.strategy().reader == Reader::every_rank || rank == 0;
     Footprint open;
     open[Purpose::process] = plan.options.baseline_bytes;
     open[Purpose::header] = header;
@@ -149,7 +128,7 @@ Promise promise_of(const Plan& plan) {
     hold[Purpose::shards] = shards->second;
     if (plan.options.fork == Fork::inherited) hold[Purpose::fork] = shards->second;
     Footprint load = hold;
-    load[Purpose::window] = reads ? of_reader : of_others;
+    load[Purpose::window] = reads_storage(plan, rank) ? of_reader : of_others;
     load[Purpose::staging] = plan.staging.total_bytes;
     load[Purpose::init] = plan.options.init_bytes;
     for (Footprint* phase : {&open, &load, &hold}) {
