@@ -1,17 +1,11 @@
 // What one rank of a node reads for all of them.
 #include <algorithm>
 
+#include "modicum/plan/inside.h"
 #include "modicum/plan/plan.h"
 
 namespace modicum {
 namespace {
-
-// Ranks [first, end) of the node that `rank` is on.
-std::pair<int, int> node_of(const Plan& plan, int rank) {
-  const int per_node = plan.options.ranks_per_node > 0 ? plan.options.ranks_per_node : plan.ranks();
-  const int first = rank / per_node * per_node;
-  return {first, std::min(plan.ranks(), first + per_node)};
-}
 
 // The part of `t` whose stored elements lie in [lo, hi): whole runs together, a cut one by itself.
 void clip(const Transfer& t, int64_t lo, int64_t hi,
@@ -91,14 +85,14 @@ class TargetReads {
  public:
   TargetReads(const Plan& plan, int rank, const std::function<void(const NodeRead&)>& fn)
       : plan_(plan), node_(node_of(plan, rank)), fn_(fn) {
-    wanted_.resize(static_cast<size_t>(node_.second - node_.first));
+    wanted_.resize(static_cast<size_t>(node_.end - node_.first));
     needed_.resize(wanted_.size());
   }
 
   void of(uint32_t target) {
     target_ = target;
     spans_.clear();
-    for (int r = node_.first; r < node_.second; ++r) {
+    for (int r = node_.first; r < node_.end; ++r) {
       for_each_stored_transfer_of(plan_, r, target, [&](const Transfer& t) {
         stretch_ = t;
         const int64_t end = t.runs.first + (t.runs.runs - 1) * t.runs.stride + t.runs.run;
@@ -157,7 +151,7 @@ class TargetReads {
   }
 
   const Plan& plan_;
-  const std::pair<int, int> node_;
+  const NodeRanks node_;
   const std::function<void(const NodeRead&)>& fn_;
   uint32_t target_ = 0;
   Transfer stretch_;  // as its transfers, but for the runs
@@ -167,21 +161,6 @@ class TargetReads {
 };
 
 }  // namespace
-
-std::vector<int> exchange_group(const Plan& plan, int rank) {
-  const auto between = [](int first, int end) {
-    std::vector<int> ranks;
-    for (int r = first; r < end; ++r) ranks.push_back(r);
-    return ranks;
-  };
-  switch (plan.strategy().reader) {
-    case Reader::every_rank: return {rank};
-    case Reader::rank_0: return between(0, plan.ranks());
-    case Reader::node_leader: return between(node_of(plan, rank).first, node_of(plan, rank).second);
-    case Reader::replicas: return replicas_of(plan.layout, rank);
-  }
-  MODICUM_ASSERT(false);
-}
 
 void for_each_node_read_of(const Plan& plan, int rank, uint32_t target,
                            const std::function<void(const NodeRead&)>& fn) {

@@ -6,6 +6,7 @@
 #include <map>
 #include <numeric>
 
+#include "modicum/plan/inside.h"
 #include "modicum/plan/scales.h"
 
 namespace modicum {
@@ -103,42 +104,21 @@ uint64_t shard_bytes(const Plan& plan, int rank) {
   return round_up(arena_begins(plan, rank).back(), kPageBytes);
 }
 
-// A tensor as it is sent: with its scale behind it, where it is dequantised.
-uint64_t bytes_at_once(const Plan& plan, uint32_t stored) {
-  const Stored& tensor = plan.manifest->tensors[stored];
-  const auto scale = scale_beside(plan, stored);
-  if (!scale) return tensor.at.bytes();
-  return scale_place(tensor) + plan.manifest->tensors[*scale].at.bytes();
-}
-
-uint64_t window_bytes(const Plan& plan, Window window) {
-  uint64_t largest = 0;
-  switch (window) {
-    case Window::none: return 0;
-    case Window::whole_model: return round_up(window_begins(plan).back(), kPageBytes);
-    case Window::one_tensor:
-      for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
-        if (gives_elements(plan, s)) largest = std::max(largest, bytes_at_once(plan, s));
-      }
-      return round_up(largest, kPageBytes);
-  }
-  return 0;
-}
-
 Promise promise_of(const Plan& plan) {
   Promise promise;
   promise.launcher_bytes = kLauncherBytes;
-  const int per_node = plan.options.ranks_per_node > 0 ? plan.options.ranks_per_node : plan.ranks();
+  const int per_node = ranks_per_node(plan);
   promise.phases = {{"open", {}}, {"load", {}}, {"hold", {}}};
   for (const Phase& phase : plan.options.after) promise.phases.push_back({phase.name, {}});
   const uint64_t header = plan.manifest->held_bytes();
   const uint64_t held = plan.held_bytes();
-  const uint64_t of_reader = window_bytes(plan, plan.strategy().of_reader);
-  const uint64_t of_others = window_bytes(plan, plan.strategy().of_others);
+  // Ranks that read have windows alike, and so have those that don't: rank 0 always reads, and if
+  // any rank doesn't, the last one doesn't.
+  const uint64_t of_reader = RankWindow(plan, 0).bytes();
+  const uint64_t of_others = RankWindow(plan, plan.ranks() - 1).bytes();
   std::map<uint64_t, uint64_t> shards_of_class;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     promise.node_of_rank.push_back(static_cast<uint32_t>(rank / per_node));
-    const bool reads = plan.strategy().reader == Reader::every_rank || rank == 0;
     Footprint open;
     open[Purpose::process] = plan.options.baseline_bytes;
     open[Purpose::header] = header;
@@ -149,7 +129,7 @@ Promise promise_of(const Plan& plan) {
     hold[Purpose::shards] = shards->second;
     if (plan.options.fork == Fork::inherited) hold[Purpose::fork] = shards->second;
     Footprint load = hold;
-    load[Purpose::window] = reads ? of_reader : of_others;
+    load[Purpose::window] = reads_storage(plan, rank) ? of_reader : of_others;
     load[Purpose::staging] = plan.staging.total_bytes;
     load[Purpose::init] = plan.options.init_bytes;
     for (Footprint* phase : {&open, &load, &hold}) {
@@ -238,80 +218,6 @@ Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, Pl
   refuse_uncountable(plan);
   plan.inputs = digest_inputs(plan);
   return plan;
-}
-
-int worst_node(const Promise& promise) {
-  const std::vector<uint64_t> peaks = promise.node_peaks();
-  return static_cast<int>(std::max_element(peaks.begin(), peaks.end()) - peaks.begin());
-}
-
-bool fits(const Promise& promise, const Budget& budget) {
-  return promise.node_peak_bytes(worst_node(promise)) <= budget.bytes;
-}
-
-std::optional<Error> refusal_of(const Promise& promise, const Budget& budget) {
-  const int node = worst_node(promise);
-  const uint64_t need = promise.node_peak_bytes(node);
-  if (need <= budget.bytes) return std::nullopt;
-  Facts facts{.expected = fmt::format("{}", budget.bytes), .got = fmt::format("{}", need)};
-  facts.shortfall_bytes = need - budget.bytes;
-  facts.owners = peak_owners(promise, node);
-  return Error(Category::budget,
-               fmt::format("node {} needs {} and the budget ({}) is {}: {} too little; largest: {}",
-                           node, format_size(need), budget.source, format_size(budget.bytes),
-                           format_size(need - budget.bytes), peak_cause(promise, node)),
-               std::move(facts));
-}
-
-void require_fits(const Promise& promise, const Budget& budget) {
-  if (const auto refusal = refusal_of(promise, budget)) throw *refusal;
-}
-
-Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes) {
-  const uint64_t staging = plan.options.staging_bytes;
-  const uint64_t held = plan.staging.total_bytes;
-  if (fits(plan.promise, budget) || staging <= least_bytes || held == 0) return plan;
-  PlanOptions options = plan.options;
-  const auto with_staging = [&](uint64_t bytes) {
-    options.staging_bytes = bytes;
-    return make_plan(*plan.manifest, *plan.recipe, plan.layout, options);
-  };
-  const int node = worst_node(plan.promise);
-  const uint64_t peak = plan.promise.node_peak_bytes(node);
-  const auto ranks = static_cast<uint64_t>(std::count(plan.promise.node_of_rank.begin(),
-                                                      plan.promise.node_of_rank.end(),
-                                                      static_cast<uint32_t>(node)));
-  const uint64_t over = peak - budget.bytes;
-  // A rank may hold only its part of the staging, as with a ring that all have made together.
-  const uint64_t each =
-      round_up((over + ranks - 1) / ranks, kPageBytes) * (round_up(staging, kPageBytes) / held);
-  if (each < staging - least_bytes) {
-    Plan less = with_staging(staging - each);
-    if (fits(less.promise, budget)) return less;
-  }
-  Plan least = with_staging(least_bytes);
-  const bool helps = least.promise.node_peak_bytes(worst_node(least.promise)) < peak;
-  return helps ? std::move(least) : std::move(plan);
-}
-
-std::vector<Owner> peak_owners(const Promise& promise, int node) {
-  Footprint sum;
-  sum[Purpose::process] = promise.launcher_bytes;
-  for (int rank = 0; rank < promise.ranks(); ++rank) {
-    if (promise.node_of_rank[static_cast<size_t>(rank)] != static_cast<uint32_t>(node)) continue;
-    sum += promise.peak_phase(rank).of_rank[static_cast<size_t>(rank)];
-  }
-  return owners_of(sum);
-}
-
-std::string peak_cause(const Promise& promise, int node) {
-  std::string cause;
-  const std::vector<Owner> owners = peak_owners(promise, node);
-  for (size_t i = 0; i < std::min<size_t>(2, owners.size()); ++i) {
-    cause +=
-        fmt::format("{}{} {}", i == 0 ? "" : ", ", owners[i].purpose, format_size(owners[i].bytes));
-  }
-  return cause;
 }
 
 }  // namespace modicum

@@ -244,10 +244,59 @@ void for_each_node_read_of(const Plan& plan, int rank, uint32_t target,
 void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
                               const std::function<void(const Transfer&)>& fn);
 
-// The stored tensors that a target needs, in manifest order: what is read whole where whole tensors
-// are read. `window_begin` is where each stands in a window that holds them all.
+// The most that one read brings straight into its place: a multiple of the windows in which the
+// page cache is dropped, and little enough to report progress often.
+constexpr uint64_t kMostReadBytes = 8 * kMiB;
+
+// Whether `rank` reads data files at all; the others are sent what they need.
+bool reads_storage(const Plan& plan, int rank) noexcept;
+
+// The window of one rank, with a strategy that reads whole tensors: what comes into it and where it
+// stands there until its elements are taken out. The promise, the counted traffic and the load all
+// follow it. The plan must outlive it; any thread.
+class RankWindow {
+ public:
+  RankWindow(const Plan& plan, int rank);
+  RankWindow(const Plan&& plan, int rank) = delete;
+
+  // One read of the rank into its window.
+  struct Read {
+    uint32_t stored = 0;
+    Extent at;           // a part of that tensor, at most kMostReadBytes
+    uint64_t place = 0;  // of its first byte in the window
+  };
+  // A stored tensor that stands whole in the window, from byte `place` on.
+  struct Whole {
+    uint32_t stored = 0;
+    uint64_t place = 0;
+  };
+  // A tensor whose elements are taken out, with the scale that dequantises them, if any does.
+  struct Tensor {
+    Whole elements;
+    std::optional<Whole> scale;
+  };
+
+  uint64_t bytes() const;  // that it needs, in whole pages
+  // In the order of the files; none where another rank reads.
+  void for_each_read(FunctionRef<void(const Read&)> fn) const;
+  // All, in the order of the files. Where one rank reads, it sends each of them, and its scale, to
+  // the others.
+  void for_each_tensor(FunctionRef<void(const Tensor&)> fn) const;
+  Tensor tensor(uint32_t stored) const noexcept;
+
+ private:
+  uint64_t place_of(uint32_t stored) const noexcept {
+    return begins_.empty() ? 0 : begins_[stored];
+  }
+
+  const Plan& plan_;
+  const bool reads_;
+  Window size_;
+  std::vector<uint64_t> begins_;  // by stored tensor, where the window holds them all
+};
+
+// Whether a target needs the stored tensor, be it as a scale.
 bool is_needed(const Plan& plan, uint32_t stored) noexcept;
-std::vector<uint64_t> window_begins(const Plan& plan);  // one per stored tensor, and the end
 
 // FP8 codes and their scales. A scale of codes that are dequantised is needed, too, but it may be
 // that no target has its elements: then only these know it.
@@ -255,10 +304,6 @@ bool gives_elements(const Plan& plan, uint32_t stored) noexcept;
 // The scale that must be at hand where elements of `stored` are put in place; nothing where no
 // target dequantises them.
 std::optional<uint32_t> scale_beside(const Plan& plan, uint32_t stored) noexcept;
-// Where that scale stands in a window that holds one tensor: behind its codes.
-inline uint64_t scale_place(const Stored& codes) noexcept {
-  return round_up(codes.at.bytes(), kBufferAlignment);
-}
 // The part of the stored scales that a transfer needs: whole rows of their grid, or some of one
 // row. Empty where nothing is dequantised.
 Extent scale_extent(const Plan& plan, const Transfer& transfer);

@@ -9,8 +9,6 @@
 namespace modicum {
 namespace {
 
-// Straight into place, so only as long as it is good to drop page cache behind and report progress.
-constexpr uint64_t kDirectBytes = 8 * kMiB;
 // A run of a strided transfer is read on its own from here on: below, a call costs more than the
 // bytes between the runs do.
 constexpr uint64_t kOwnReadBytes = 2 * kKiB;
@@ -162,7 +160,8 @@ class Tiler {
 
  private:
   void add_run(const Transfer& t) {
-    const uint64_t most = Coalescer::is_direct(plan_, t) ? kDirectBytes : plan_.staging.tile_bytes;
+    const uint64_t most =
+        Coalescer::is_direct(plan_, t) ? kMostReadBytes : plan_.staging.tile_bytes;
     // Whole bytes for every dtype: eight elements are.
     const auto bits = static_cast<uint64_t>(bits_per_element(t.from_dtype));
     const auto elements = static_cast<int64_t>(most * 8 / bits / 8 * 8);
@@ -285,29 +284,28 @@ std::vector<Traffic> traffic_on_node(const Plan& plan, int leader) {
 }
 
 // Of one rank, where whole tensors are read.
-Traffic traffic_of_windows(const Plan& plan, int rank) {
+Traffic traffic_of_window(const Plan& plan, int rank) {
   Traffic sum;
-  const Strategy& strategy = plan.strategy();
-  const bool reads = strategy.reader == Reader::every_rank || rank == 0;
-  for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
-    const uint64_t bytes = plan.manifest->tensors[s].at.bytes();
-    if (reads && is_needed(plan, s)) {
-      sum.storage_read_bytes += bytes;
-      sum.reads += 1;
-    }
-    // A scale is sent with its codes, and once more where a target has it.
-    if (!reads && gives_elements(plan, s)) {
-      const auto scale = scale_beside(plan, s);
-      sum.exchanged_bytes += bytes + (scale ? plan.manifest->tensors[*scale].at.bytes() : 0);
-    }
-  }
+  const RankWindow window(plan, rank);
+  window.for_each_read([&](const RankWindow::Read& read) {
+    sum.storage_read_bytes += read.at.bytes();
+    sum.reads += 1;
+  });
+  if (reads_storage(plan, rank)) return sum;
+  const auto receive = [&](const RankWindow::Whole& of) {
+    sum.exchanged_bytes += plan.manifest->tensors[of.stored].at.bytes();
+  };
+  window.for_each_tensor([&](const RankWindow::Tensor& tensor) {
+    receive(tensor.elements);
+    if (tensor.scale) receive(*tensor.scale);
+  });
   return sum;
 }
 
 }  // namespace
 
 Traffic traffic_of_rank(const Plan& plan, int rank) {
-  if (plan.strategy().of_reader != Window::none) return traffic_of_windows(plan, rank);
+  if (plan.strategy().of_reader != Window::none) return traffic_of_window(plan, rank);
   if (plan.strategy().reader != Reader::node_leader) return traffic_of_reads(plan, rank);
   const int leader = exchange_group(plan, rank).front();
   return traffic_on_node(plan, leader)[static_cast<size_t>(rank - leader)];
@@ -325,11 +323,13 @@ Traffic& Traffic::operator+=(const Traffic& other) noexcept {
 
 Traffic traffic(const Plan& plan) {
   Traffic sum;
-  // Where whole tensors are read, ranks of a kind read alike.
   if (plan.strategy().of_reader != Window::none) {
-    const Traffic of_first = traffic_of_windows(plan, 0);
-    const Traffic of_others = plan.ranks() > 1 ? traffic_of_windows(plan, 1) : Traffic{};
-    for (int rank = 0; rank < plan.ranks(); ++rank) sum += rank == 0 ? of_first : of_others;
+    // As in the promise: two kinds of ranks.
+    const Traffic of_reader = traffic_of_window(plan, 0);
+    const Traffic of_others = traffic_of_window(plan, plan.ranks() - 1);
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      sum += reads_storage(plan, rank) ? of_reader : of_others;
+    }
     return sum;
   }
   const bool by_node = plan.strategy().reader == Reader::node_leader;

@@ -1,5 +1,9 @@
+// Which ranks read and which hand on to each other.
 #include <fmt/format.h>
 
+#include <algorithm>
+
+#include "modicum/plan/inside.h"
 #include "modicum/plan/plan.h"
 
 namespace modicum {
@@ -25,6 +29,40 @@ const Strategy& strategy_named(std::string_view name) {
   }
   fail(Category::usage,
        fmt::format("unknown strategy '{}'{}", printable(name), nearest_hint(name, names)));
+}
+
+int ranks_per_node(const Plan& plan) noexcept {
+  return plan.options.ranks_per_node > 0 ? plan.options.ranks_per_node : plan.ranks();
+}
+
+NodeRanks node_of(const Plan& plan, int rank) noexcept {
+  const int first = rank / ranks_per_node(plan) * ranks_per_node(plan);
+  return {first, std::min(plan.ranks(), first + ranks_per_node(plan))};
+}
+
+std::vector<int> exchange_group(const Plan& plan, int rank) {
+  const auto between = [](int first, int end) {
+    std::vector<int> ranks;
+    for (int r = first; r < end; ++r) ranks.push_back(r);
+    return ranks;
+  };
+  switch (plan.strategy().reader) {
+    case Reader::every_rank: return {rank};
+    case Reader::rank_0: return between(0, plan.ranks());
+    case Reader::node_leader: return between(node_of(plan, rank).first, node_of(plan, rank).end);
+    case Reader::replicas: return replicas_of(plan.layout, rank);
+  }
+  MODICUM_ASSERT(false);
+}
+
+bool reads_storage(const Plan& plan, int rank) noexcept {
+  switch (plan.strategy().reader) {
+    case Reader::every_rank:
+    case Reader::replicas: break;
+    case Reader::rank_0: return rank == 0;
+    case Reader::node_leader: return rank == node_of(plan, rank).first;
+  }
+  return true;
 }
 
 }  // namespace modicum

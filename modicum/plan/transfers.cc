@@ -129,18 +129,6 @@ bool is_needed(const Plan& plan, uint32_t stored) noexcept {
   return plan.uses_begin[stored] != plan.uses_begin[stored + 1];
 }
 
-std::vector<uint64_t> window_begins(const Plan& plan) {
-  std::vector<uint64_t> begins;
-  begins.reserve(plan.manifest->tensors.size() + 1);
-  uint64_t end = 0;
-  for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
-    begins.push_back(end);
-    if (is_needed(plan, s)) end += round_up(plan.manifest->tensors[s].at.bytes(), kBufferAlignment);
-  }
-  begins.push_back(end);
-  return begins;
-}
-
 Extent extent_of(const Stored& stored, int64_t first, int64_t count) {
   const auto bits = static_cast<uint64_t>(bits_per_element(stored.spec.dtype));
   // At most eight times kMaxModelBytes.

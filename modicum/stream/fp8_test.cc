@@ -207,14 +207,21 @@ void load_one(const Setting& s, const Plan& plan, int rank, Board& board, Exchan
     device = std::make_unique<FakeDeviceSink>(plan, rank);
   }
   Sink& sink = host ? static_cast<Sink&>(*host) : *device;
+  RecordingFileSystem recorded(*s.model.checkpoint.files);
+  Checkpoint checkpoint = s.model.checkpoint;
+  checkpoint.files = &recorded;
   const LoadOutcome outcome =
-      load(s.model.checkpoint, plan, {rank, &board, exchange}, sink, ledger, {.threads = 2});
+      load(checkpoint, plan, {rank, &board, exchange}, sink, ledger, {.threads = 2});
   Footprint promised = plan.promise.phases[kLoadPhase].of_rank[static_cast<size_t>(rank)];
   promised[Purpose::process] = promised[Purpose::page_tables] = 0;
   EXPECT_EQ(ledger.at_peak(), promised);
   const Traffic traffic = traffic_of_rank(plan, rank);
   EXPECT_EQ(outcome.storage_read_bytes, traffic.storage_read_bytes);
   EXPECT_EQ(outcome.exchanged_bytes, traffic.exchanged_bytes);
+  const auto calls = recorded.calls();
+  EXPECT_EQ(std::count_if(calls.begin(), calls.end(),
+                          [](const IoCall& call) { return call.what == "read"; }),
+            static_cast<int64_t>(traffic.reads));
   for (const uint32_t t : plan.order) {
     const TensorSpec& spec = s.recipe.targets[t].spec;
     const auto due = cut(s.wholes[t], spec, s.dim, s.world, rank);

@@ -12,8 +12,6 @@
 namespace modicum {
 namespace {
 
-constexpr uint64_t kWindowChunkBytes = 8 * kMiB;
-
 class Load {
  public:
   Load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
@@ -25,24 +23,22 @@ class Load {
         options_(options),
         header_(ledger.adopt(Purpose::header, plan.manifest->held_bytes())),
         plan_charge_(ledger.adopt(Purpose::plan, plan.held_bytes())),
+        in_window_(plan, at.rank),
         coverage_(plan, at.rank),
         ties_(plan) {
     commit(ledger);
   }
 
   LoadOutcome run() {
-    switch (plan_.strategy().of_reader) {
-      case Window::none: stream(); break;
-      case Window::whole_model:
-        if (plan_.strategy().reader == Reader::every_rank) {
-          fill_window();
-          cut_from_window();
-        } else {
-          if (at_.rank == 0) fill_window();
-          broadcast_tensors();
-        }
-        break;
-      case Window::one_tensor: MODICUM_ASSERT(false);
+    if (plan_.strategy().of_reader == Window::none) {
+      stream();
+    } else {
+      fill_window();
+      if (plan_.staging.exchanges) {
+        broadcast_tensors();
+      } else {
+        cut_from_window();
+      }
     }
     coverage_.prove();
     ties_.prove(at_.rank);
@@ -64,7 +60,6 @@ class Load {
     staging_ = ledger.charge(Purpose::staging, staging.total_bytes - staging.ring_part_bytes,
                              threads, look);
     workers_ = staging.workers == 0 ? threads : std::min(threads, staging.workers);
-    if (plan_.strategy().of_reader != Window::none) begins_ = window_begins(plan_);
   }
 
   std::span<std::byte> share_of(int worker) const noexcept {
@@ -211,15 +206,13 @@ class Load {
     DataReader codes, scales;
   };
 
+  // One read of a part of `stored`.
   void fetch_into(std::span<std::byte> into, uint32_t stored, const Extent& at,
                   DataReader& reader) {
-    for (uint64_t done = 0; done < at.bytes(); done += kWindowChunkBytes) {
-      const uint64_t n = std::min(kWindowChunkBytes, at.bytes() - done);
-      at_.board->check();
-      naming_tensor(plan_.manifest->tensors[stored].spec.fqn,
-                    [&] { reader.read(at.file, at.begin + done, into.subspan(done, n)); });
-      at_.board->beat(at_.rank, n);
-    }
+    at_.board->check();
+    naming_tensor(plan_.manifest->tensors[stored].spec.fqn,
+                  [&] { reader.read(at.file, at.begin, into); });
+    at_.board->beat(at_.rank, at.bytes());
   }
 
   // Stored bytes to the front of a slot, scales that they need behind them.
@@ -247,40 +240,32 @@ class Load {
     }
   }
 
-  // Every needed tensor whole, in file order, chunk by chunk.
+  // Nothing where another rank reads.
   void fill_window() {
     in_workers([this](int worker) {
       DataReader reader(checkpoint_);
       int64_t turn = 0;
-      for (uint32_t s = 0; s < plan_.manifest->tensors.size(); ++s) {
-        if (!is_needed(plan_, s)) continue;
-        const Extent& extent = plan_.manifest->tensors[s].at;
-        for (uint64_t done = 0; done < extent.bytes(); done += kWindowChunkBytes) {
-          if (turn++ % workers_ != worker) continue;
-          at_.board->check();
-          const uint64_t n = std::min(kWindowChunkBytes, extent.bytes() - done);
-          naming_tensor(plan_.manifest->tensors[s].spec.fqn, [&] {
-            reader.read(extent.file, extent.begin + done,
-                        window_.bytes().subspan(begins_[s] + done, n));
-          });
-          at_.board->beat(at_.rank, n);
-        }
-      }
+      in_window_.for_each_read([&](const RankWindow::Read& read) {
+        if (turn++ % workers_ != worker) return;
+        fetch_into(window_.bytes().subspan(read.place, read.at.bytes()), read.stored, read.at,
+                   reader);
+      });
       reader.finish();
       const std::lock_guard lock(mutex_);
       add(reader);
     });
   }
 
-  const std::byte* element_of(const std::byte* tensor, const Transfer& transfer) const {
-    const Stored& stored = plan_.manifest->tensors[transfer.from];
-    return tensor +
-           (extent_of(stored, transfer.runs.first, transfer.runs.run).begin - stored.at.begin);
+  std::span<std::byte> bytes_of_whole(const RankWindow::Whole& of) const noexcept {
+    return window_.bytes().subspan(of.place, plan_.manifest->tensors[of.stored].at.bytes());
   }
 
-  ScalesAtHand scales_in_window(uint32_t codes) const {
-    const auto scale = scale_beside(plan_, codes);
-    return scale ? ScalesAtHand{window_.bytes().data() + begins_[*scale]} : ScalesAtHand{};
+  void put_from_window(const RankWindow::Tensor& tensor, const Transfer& transfer, Writer& writer) {
+    ScalesAtHand scales;
+    if (tensor.scale) scales.bytes = bytes_of_whole(*tensor.scale).data();
+    const std::span<std::byte> elements = bytes_of_whole(tensor.elements);
+    const uint64_t begin = plan_.manifest->tensors[transfer.from].at.begin;
+    writer.put(transfer, place_in(elements, begin, transfer), scales);
   }
 
   void cut_from_window() {
@@ -292,8 +277,7 @@ class Load {
         if (!makes(worker, transfer, mine)) return;
         at_.board->check();
         if (transfer.source != Transfer::Source::stored) return writer.make(transfer);
-        writer.put(transfer, element_of(window_.bytes().data() + begins_[transfer.from], transfer),
-                   scales_in_window(transfer.from));
+        put_from_window(in_window_.tensor(transfer.from), transfer, writer);
         at_.board->beat(at_.rank, 0);
       });
       const std::lock_guard lock(mutex_);
@@ -301,31 +285,24 @@ class Load {
     });
   }
 
-  // Where the tensor stands then: in rank 0's window as before, in the others' at `place`.
-  const std::byte* broadcast_tensor(uint32_t stored, uint64_t place) {
-    const uint64_t bytes = plan_.manifest->tensors[stored].at.bytes();
-    const std::span<std::byte> tensor =
-        window_.bytes().subspan(at_.rank == 0 ? begins_[stored] : place, bytes);
-    if (plan_.ranks() > 1) at_.exchange->broadcast(0, tensor);
-    if (at_.rank != 0) outcome_.exchanged_bytes += bytes;
-    at_.board->beat(at_.rank, at_.rank == 0 ? 0 : bytes);
-    return tensor.data();
+  void broadcast(const RankWindow::Whole& of) {
+    const std::span<std::byte> tensor = bytes_of_whole(of);
+    const uint64_t received = reads_storage(plan_, at_.rank) ? 0 : tensor.size();
+    at_.exchange->broadcast(0, tensor);
+    outcome_.exchanged_bytes += received;
+    at_.board->beat(at_.rank, received);
   }
 
-  // Rank 0 has the model in its window, the others one tensor at a time in theirs.
+  // One rank has the model in its window, the others one tensor at a time in theirs.
   void broadcast_tensors() {
     Writer writer = writer_of(0);
-    for (uint32_t s = 0; s < plan_.manifest->tensors.size(); ++s) {
-      if (!gives_elements(plan_, s)) continue;
-      const std::byte* tensor = broadcast_tensor(s, 0);
-      ScalesAtHand scales;
-      if (const auto scale = scale_beside(plan_, s)) {
-        scales.bytes = broadcast_tensor(*scale, scale_place(plan_.manifest->tensors[s]));
-      }
-      for_each_transfer_from(plan_, at_.rank, s, [&](const Transfer& transfer) {
-        writer.put(transfer, element_of(tensor, transfer), scales);
-      });
-    }
+    in_window_.for_each_tensor([&](const RankWindow::Tensor& tensor) {
+      broadcast(tensor.elements);
+      if (tensor.scale) broadcast(*tensor.scale);
+      for_each_transfer_from(
+          plan_, at_.rank, tensor.elements.stored,
+          [&](const Transfer& transfer) { put_from_window(tensor, transfer, writer); });
+    });
     for_each_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
       if (transfer.source != Transfer::Source::stored) writer.make(transfer);
     });
@@ -354,7 +331,7 @@ class Load {
   Charge header_, plan_charge_, ring_;
   Buffer window_, staging_;
   int workers_ = 1;
-  std::vector<uint64_t> begins_;
+  RankWindow in_window_;
   Coverage coverage_;
   Ties ties_;
   std::mutex mutex_;

@@ -53,19 +53,18 @@ void DataReader::enter(uint64_t window) {
 
 void DataReader::read(uint32_t file, uint64_t begin, std::span<std::byte> into) {
   open(file);
-  while (!into.empty()) {
-    enter(begin / kWindowBytes);
-    const size_t n = std::min<uint64_t>(into.size(), (window_ + 1) * kWindowBytes - begin);
-    file_->read(into.first(n), begin);
-    bytes_read_ += n;
-    if (!was_cached_[window_]) {
-      behind_.back().bytes += n;
-      cached_ += n;
-      cached_peak_ = std::max(cached_peak_, cached_);
-    }
-    begin += n;
-    into = into.subspan(n);
+  const uint64_t end = begin + into.size();
+  // Windows are left, and dropped, before those that the read brings in take their place.
+  for (uint64_t at = begin; at < end; at = (window_ + 1) * kWindowBytes) {
+    enter(at / kWindowBytes);
+    if (was_cached_[window_]) continue;
+    const uint64_t n = std::min(end, (window_ + 1) * kWindowBytes) - at;
+    behind_.back().bytes += n;
+    cached_ += n;
+    cached_peak_ = std::max(cached_peak_, cached_);
   }
+  file_->read(into, begin);
+  bytes_read_ += into.size();
 }
 
 }  // namespace modicum

@@ -1,0 +1,16 @@
+// Inside the room `plan`: what its files share and no other room needs.
+#pragma once
+
+#include "modicum/plan/plan.h"
+
+namespace modicum {
+
+// The ranks [first, end) of one node.
+struct NodeRanks {
+  int first = 0;
+  int end = 0;
+};
+int ranks_per_node(const Plan& plan) noexcept;
+NodeRanks node_of(const Plan& plan, int rank) noexcept;
+
+}  // namespace modicum
