@@ -47,6 +47,17 @@ def test_formats_are_data() -> None:
     assert rows["int8-moments-24"]["master_low"] == "int8"
 
 
+def test_only_bfloat16_takes_any_format() -> None:
+    for asked in (row["name"] for row in _modicum.state_formats()):
+        assert _modicum.state_format_of("bfloat16", asked) == asked
+        assert _modicum.state_format_of("float32", asked) == "fp32"
+        assert _modicum.state_format_of("float16", asked) == "fp32"
+    with pytest.raises(modicum.UsageError, match="unknown dtype"):
+        _modicum.state_format_of("half a bit", "fp32")
+    with pytest.raises(modicum.UsageError, match="fp32-split"):
+        _modicum.state_format_of("bfloat16", "fp32-spilt")
+
+
 @pytest.mark.parametrize("format", [row["name"] for row in _modicum.state_formats()])
 def test_a_step(format: str) -> None:
     """beta 0.9: the first step goes lr along the gradient's sign."""

@@ -8,12 +8,12 @@
 #include <mutex>
 #include <optional>
 
-#include "modicum/cli/training.h"
 #include "modicum/cli/verbs.h"
 #include "modicum/memory/memory.h"
 #include "modicum/probe/probe.h"
 #include "modicum/ranks/ranks.h"
 #include "modicum/stream/stream.h"
+#include "modicum/training/training.h"
 
 namespace modicum {
 namespace {

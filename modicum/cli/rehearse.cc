@@ -8,9 +8,9 @@
 #include <memory>
 #include <optional>
 
-#include "modicum/cli/training.h"
 #include "modicum/cli/verbs.h"
 #include "modicum/probe/probe.h"
+#include "modicum/training/training.h"
 
 namespace modicum {
 namespace {

@@ -225,6 +225,12 @@ nb::dict digest(const State& state) {
   return digest;
 }
 
+std::string format_of(const std::string& dtype, const std::string& asked) {
+  const std::optional<DType> known = dtype_from_torch_name(dtype);
+  if (!known) fail(Category::usage, fmt::format("unknown dtype '{}'", printable(dtype)));
+  return std::string(row_of(state_format_of(*known, state_format_named(asked).format)).name);
+}
+
 nb::list formats() {
   nb::list rows;
   for (const StateFormatRow& row : state_formats()) {
@@ -380,6 +386,9 @@ void define_optim(nb::module_& module) {
              "min(1, max_norm / (norm + 1e-6)), rounded once to float32.");
   module.def("state_formats", formats,
              "A dict for each format: name, and the dtypes of its planes.");
+  module.def("state_format_of", format_of, nb::arg("dtype"), nb::arg("asked"),
+             "The format that steps a parameter of `dtype` when `asked` is asked for: a bfloat16 "
+             "parameter takes any, the others fp32.");
   module.def("usable_cpus", usable_cpus, "CPUs that this process may run on.");
 }
 

@@ -40,7 +40,7 @@ void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat fo
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
     if (!is_trained(recipe, t)) continue;
     const TensorSpec& spec = recipe.targets[t].spec;
-    TrainedShard shard{.format = spec.dtype == DType::f32 ? StateFormat::fp32 : format,
+    TrainedShard shard{.format = state_format_of(spec.dtype, format),
                        .target = t,
                        .dtype = spec.dtype};
     std::vector<ShardRun>& of_shard = shard.shard.runs;

@@ -25,7 +25,6 @@ constexpr uint64_t kGradientStagingBytes = 1 * kMiB;
 // fp16) that are no buffers; an alias is trained under the name of what it is an alias of.
 struct TrainedShard {
   ShardSpec shard;  // whose memory is not set
-  // fp32 for what is loaded as fp32, else the one that was asked for.
   StateFormat format = StateFormat::fp32;
   uint32_t target = 0;
   uint32_t buffer = 0;  // where its elements lie one after another, from local element `at` on

@@ -29,6 +29,10 @@ const StateFormatRow& row_of(StateFormat format) noexcept {
   return kRows[static_cast<size_t>(format)];
 }
 
+StateFormat state_format_of(DType dtype, StateFormat asked) noexcept {
+  return dtype == DType::bf16 ? asked : StateFormat::fp32;
+}
+
 const StateFormatRow& state_format_named(std::string_view name) {
   std::vector<std::string> names;
   for (const StateFormatRow& row : kRows) {

@@ -34,4 +34,9 @@ std::span<const StateFormatRow> state_formats() noexcept;
 const StateFormatRow& row_of(StateFormat format) noexcept;
 const StateFormatRow& state_format_named(std::string_view name);  // USAGE with the nearest name
 
+// The format that steps a parameter of `dtype` when the user asks for `asked`: a bf16 parameter is
+// the upper half of a split master and takes any format. Every other dtype takes fp32: a split
+// master would lose its precision or its range.
+StateFormat state_format_of(DType dtype, StateFormat asked) noexcept;
+
 }  // namespace modicum

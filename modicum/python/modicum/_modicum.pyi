@@ -468,6 +468,11 @@ def clip_factor(norm: float, max_norm: float) -> float:
 def state_formats() -> list:
     """A dict for each format: name, and the dtypes of its planes."""
 
+def state_format_of(dtype: str, asked: str) -> str:
+    """
+    The format that steps a parameter of `dtype` when `asked` is asked for: a bfloat16 parameter takes any, the others fp32.
+    """
+
 def usable_cpus() -> int:
     """CPUs that this process may run on."""
 

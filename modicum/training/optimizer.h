@@ -1,4 +1,4 @@
-// The optimizer of a rank over what it has loaded. Internal to `cli`.
+// The optimizer of a rank over what it has loaded.
 #pragma once
 
 #include <functional>
@@ -6,10 +6,10 @@
 #include <span>
 #include <vector>
 
-#include "modicum/cli/gradients.h"
 #include "modicum/report/report.h"
 #include "modicum/runs/runs.h"
 #include "modicum/stream/stream.h"
+#include "modicum/training/gradients.h"
 
 namespace modicum {
 

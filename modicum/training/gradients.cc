@@ -1,4 +1,4 @@
-#include "modicum/cli/gradients.h"
+#include "modicum/training/gradients.h"
 
 #include <fmt/format.h>
 #include <sched.h>

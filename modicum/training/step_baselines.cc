@@ -4,8 +4,8 @@
 #include <cstring>
 #include <vector>
 
-#include "modicum/cli/step.h"
 #include "modicum/kernels/kernels.h"
+#include "modicum/training/step.h"
 
 namespace modicum {
 namespace {

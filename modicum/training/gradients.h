@@ -1,5 +1,4 @@
-// What `step` and `rehearse` train with: made-up gradients, and the norm over all ranks. Internal
-// to `cli`.
+// What `step` and `rehearse` train with: made-up gradients, and the norm over all ranks.
 #pragma once
 
 #include <atomic>

@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "modicum/cli/step.h"
 #include "modicum/kernels/kernels.h"
 #include "modicum/probe/probe.h"
+#include "modicum/training/step.h"
 
 namespace modicum {
 namespace {

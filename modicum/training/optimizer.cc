@@ -1,4 +1,4 @@
-#include "modicum/cli/training.h"
+#include "modicum/training/optimizer.h"
 
 #include <malloc.h>
 

@@ -1,5 +1,4 @@
 // What the verb `step` is made of: the run that its flags mean, a rank's life, the baselines.
-// Internal to `cli`.
 #pragma once
 
 #include <array>
@@ -9,12 +8,12 @@
 #include <span>
 #include <string>
 
-#include "modicum/cli/gradients.h"
 #include "modicum/memory/memory.h"
 #include "modicum/optim/optim.h"
 #include "modicum/plan/plan.h"
 #include "modicum/ranks/ranks.h"
 #include "modicum/report/report.h"
+#include "modicum/training/gradients.h"
 
 namespace modicum {
 
