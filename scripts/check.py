@@ -1,23 +1,26 @@
 #!/usr/bin/env python3
-"""Holds the sources against docs/ARCHITECTURE.md and against the size limits of CONTRIBUTING.md.
+"""Holds the sources against docs/ARCHITECTURE.md and against the limits of CONTRIBUTING.md.
 
 check.py [TREE]: prints one line per finding, `file:line: what is wrong`, and exits 1 if there is
 any. Standard library only; functions are measured with Universal Ctags.
 """
 
+import ast
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import tomllib
+from check_use import Trees, check_use
 
 LINE_COLUMNS = 100
 FUNCTION_LINES, TEST_FUNCTION_LINES = 70, 120
 FILE_LINES, LONG_FILE_LINES = 500, 800
+PARAMETERS = 5
 EVERY_DOOR = "every door"
 # Built by cmake/python.cmake, as a module and not as a library.
 NOT_A_LIBRARY = "python"
@@ -214,36 +217,102 @@ def check_length(path: str, lines: list[str]) -> Iterator[str]:
         yield f"{path}:1: {len(lines)} lines, {limit} are the limit"
 
 
-def functions(root: Path, paths: list[str]) -> Iterator[tuple[str, str, int, int]]:
-    """(path, name, first line, last line) of each function body."""
-    command = [
-        "ctags",
-        "--languages=C++,Python",
-        "--langmap=C++:+.h",
-        "--kinds-C++=f",
-        "--kinds-Python=fm",
-        "--fields=+ne",
-        "--output-format=json",
-        "-f",
-        "-",
-        "-L",
-        "-",
-    ]
+@dataclass(frozen=True)
+class Function:
+    path: str
+    name: str
+    begin: int
+    end: int
+    signature: str  # C++ alone
+
+
+def functions(root: Path, paths: list[str]) -> Iterator[Function]:
+    """Each function body. ctags calls lambdas `__anon...`."""
+    command = (
+        "ctags --languages=C++,Python --langmap=C++:+.h --kinds-C++=f --kinds-Python=fm"
+        " --fields=+neS --output-format=json -f - -L -"
+    )
     result = subprocess.run(
-        command, input="\n".join(paths), cwd=root, capture_output=True, text=True, check=True
+        command.split(),
+        input="\n".join(paths),
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     for line in result.stdout.splitlines():
         tag = json.loads(line)
         if "end" in tag:
-            yield tag["path"], tag["name"], tag["line"], tag["end"]
+            name = "a lambda" if tag["name"].startswith("__anon") else tag["name"]
+            yield Function(tag["path"], name, tag["line"], tag["end"], tag.get("signature", "()"))
 
 
-def check_functions(root: Path, paths: list[str]) -> Iterator[str]:
-    measured = [path for path in paths if Path(path).suffix in CXX | {".py"}]
-    for path, name, begin, end in functions(root, measured):
-        limit = TEST_FUNCTION_LINES if is_test(path) else FUNCTION_LINES
-        if end - begin + 1 > limit:
-            yield f"{path}:{begin}: {name} has {end - begin + 1} lines, {limit} are the limit"
+def check_functions(measured: list[Function]) -> Iterator[str]:
+    for function in measured:
+        limit = TEST_FUNCTION_LINES if is_test(function.path) else FUNCTION_LINES
+        lines = function.end - function.begin + 1
+        if lines > limit:
+            where = f"{function.path}:{function.begin}"
+            yield f"{where}: {function.name} has {lines} lines, {limit} are the limit"
+
+
+# ---- parameters
+
+
+def cxx_parameters(signature: str) -> int:
+    """Of "(int a, std::map<int, int> b) const": the commas that stand in no inner brackets."""
+    depth, commas = 0, 0
+    for character in signature[: signature.rindex(")") + 1]:
+        depth += (character in "(<[{") - (character in ")>]}")
+        commas += character == "," and depth == 1
+    return commas + 1 if signature[1:].strip(" )") not in ("", "void") else 0
+
+
+def python_parameters(path: str, tree: ast.AST) -> Iterator[tuple[str, int, int]]:
+    """(name, line, count) of each function but tests, whose arguments pytest gives. Keyword-only
+    parameters count for private functions alone: of public ones they are the API."""
+    class_of = {
+        method: node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if is_test(path) and node.name.startswith("test_"):
+            continue
+        names = [one.arg for one in node.args.posonlyargs + node.args.args]
+        count = len(names) - (names[:1] in (["self"], ["cls"]))
+        if re.match("_(?!_)", node.name):
+            count += len(node.args.kwonlyargs)
+        owner = class_of.get(node)
+        yield f"{owner}.{node.name}" if owner else node.name, node.lineno, count
+
+
+def check_parameters(measured: list[Function], trees: Trees, page: str) -> Iterator[str]:
+    """The page has a table of those that are still to be mended: it can only shrink."""
+    counted = [
+        (one.path, one.name, one.begin, cxx_parameters(one.signature))
+        for one in measured
+        if one.path not in trees and room_of(one.path) != NOT_A_LIBRARY  # bindings may have more
+    ]
+    for path, tree in trees.items():
+        counted += [(path, *found) for found in python_parameters(path, tree)]
+    listed = {
+        (place.strip("`"), name)
+        for place, names in table_rows(page, "room or folder")
+        for name in re.findall("`([^`]+)`", names)
+    }
+    needed = set()
+    for path, name, line, count in counted:
+        entry = (room_of(path) or path.split("/")[0], name)
+        if count > PARAMETERS and entry in listed:
+            needed.add(entry)
+        elif count > PARAMETERS:
+            yield f"{path}:{line}: {name} has {count} parameters, {PARAMETERS} are the limit"
+    for place, name in sorted(listed - needed):
+        yield f"CONTRIBUTING.md:1: `{name}` of `{place}` needs no exception any more"
 
 
 # ---- the tree
@@ -260,23 +329,23 @@ def check_mutants(root: Path) -> Iterator[str]:
                 yield f"{where}: its text stands {count} times in {mutant['file']}, expected once"
 
 
-def source_files(root: Path) -> list[str]:
+def all_files(root: Path) -> list[str]:
     """What git knows or would add; all files where there is no git."""
     if (root / ".git").exists():
         command = ["git", "ls-files", "-co", "--exclude-standard"]
         listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-        names: Iterable[str] = listed.stdout.splitlines()
+        names = listed.stdout.splitlines()
     else:
-        names = (str(path.relative_to(root)) for path in root.rglob("*"))
-    kept = {name for name in names if (root / name).is_file()}
-    return sorted(name for name in kept if Path(name).suffix in CODE or name == "Makefile")
+        names = [str(path.relative_to(root)) for path in root.rglob("*")]
+    return sorted(name for name in set(names) if (root / name).is_file())
 
 
 def findings(root: Path) -> list[str]:
     architecture = read_architecture((root / "docs/ARCHITECTURE.md").read_text())
     found = list(check_table(architecture.rooms))
     found += check_cmake((root / "CMakeLists.txt").read_text(), architecture.rooms)
-    paths = source_files(root)
+    files = all_files(root)
+    paths = [name for name in files if Path(name).suffix in CODE or name == "Makefile"]
     for path in paths:
         lines = (root / path).read_text().splitlines()
         if Path(path).suffix in CXX:
@@ -285,8 +354,14 @@ def findings(root: Path) -> list[str]:
         found += check_place(path, architecture.rooms)
         found += check_lines(path, lines)
         found += check_length(path, lines)
-    found += check_functions(root, paths)
+    trees: Trees = {
+        path: ast.parse((root / path).read_text()) for path in paths if path.endswith(".py")
+    }
+    measured = list(functions(root, [path for path in paths if Path(path).suffix in CXX | {".py"}]))
+    found += check_functions(measured)
+    found += check_parameters(measured, trees, (root / "CONTRIBUTING.md").read_text())
     found += check_mutants(root)
+    found += check_use(root, files, trees)
     return found
 
 
@@ -296,7 +371,7 @@ def main() -> int:
     for line in found:
         print(line)
     if not found:
-        print(f"{len(source_files(root))} files keep the rules")
+        print(f"{len(all_files(root))} files keep the rules")
     return 1 if found else 0
 
 

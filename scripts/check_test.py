@@ -17,6 +17,7 @@ PAGE = """\
 | `kernels` | 2 | `base` | arithmetic |
 | `stream` | 3 | `base` `io` | runs |
 | `cli` | 4 | every door | verbs |
+| `python` | 4 | every door | bindings |
 
 | library header | only in |
 |---|---|
@@ -30,7 +31,14 @@ modicum_room(stream DEPENDS base io)
 modicum_room(cli DEPENDS base io
              kernels stream)
 """
+MORE_PARAMETERS = """\
+| room or folder | functions with more than five parameters |
+|---|---|
+| `io` | `old` `a lambda` |
+"""
+SIX = "int a, int b, int c, int d, int e, int f"
 GOOD = {
+    "CONTRIBUTING.md": "Five parameters at most.\n",
     "docs/ARCHITECTURE.md": PAGE,
     "CMakeLists.txt": CMAKE,
     "modicum/base/base.h": "#pragma once\n",
@@ -40,7 +48,17 @@ GOOD = {
     "modicum/io/file_doubles.h": "#pragma once\n",
     "modicum/kernels/cast.cc": "#include <hwy/highway.h>\n",
     "modicum/stream/load_test.cc": '#include "modicum/io/file_doubles.h"\n',
-    "modicum/cli/main.cc": '#include "modicum/stream/stream.h"\n',
+    "modicum/cli/main.cc": '#include "modicum/io/io.h"\n',
+    "modicum/python/modicum/errors.py": "class Error(Exception): ...\n",
+    "modicum/python/modicum/__init__.py": "from modicum.errors import Error\n",
+    "tests/test_ranks.py": "import ranks\nNAMES = (ranks, 'bytes.json')\n",
+    "tests/ranks.py": "",
+    "tests/bytes.json": "{}",
+    "scripts/mutants.toml": "",
+    "scripts/mutants.py": "FILES = 'mutants*.toml'\n",
+    "scripts/run.sh": "exec scripts/mutants.py needs-$group.txt\n",
+    "scripts/needs-test.txt": "",
+    "Makefile": "all:\n\tscripts/run.sh\n",
 }
 
 
@@ -170,7 +188,7 @@ class Sizes(Check):
         for product in ("ranks * numel_of(shape)", "part_bytes * ranks", "m.data_bytes() * 2"):
             text = f"uint64_t x = {product};\n"
             self.source("modicum/stream/load.cc", text, "a bare product")
-            self.accepts({"modicum/kernels/cast.cc": text, "modicum/stream/load_test.cc": text})
+            self.accepts({"modicum/kernels/cast.cc": text, "modicum/stream/step_test.cc": text})
         for fine in ("saturating_mul(part_bytes, ranks)", "rows * columns  // part_bytes * 2"):
             self.accepts({"modicum/stream/load.cc": f"x = {fine};\n"})
 
@@ -194,6 +212,71 @@ class Sizes(Check):
         self.accepts({"modicum/io/posix.cc": f"// {word}(#12): more\n"})
         self.source("modicum/io/posix.cc", f"// {word}: more\n", "issue number")
         self.source("scripts/run.sh", f"# {word}(me): more\n", "issue number")
+
+
+class Parameters(Check):
+    def test_a_function_with_six(self) -> None:
+        for source in (f"void g({SIX}) {{\n}}\n", f"struct S {{\n  S({SIX}) {{\n  }}\n}};\n"):
+            self.source("modicum/io/posix.cc", source, "has 6 parameters")
+            self.accepts({"modicum/python/loading.cc": source})
+
+    def test_commas_in_inner_brackets_do_not_count(self) -> None:
+        inner = "std::map<int, int> a, void (*b)(int, int), int c = f(1, 2), int d = {}, int e = 0"
+        self.accepts({"modicum/io/posix.cc": f"void g({inner}) {{\n}}\nvoid h() {{\n}}\n"})
+
+    def test_a_python_function_with_six(self) -> None:
+        path = "scripts/mutants.py"
+        text = "FILES = 'mutants*.toml'\n"
+        self.source(path, text + "def f(a, b, c, d, e, f): ...\n", "f has 6 parameters")
+        self.accepts({path: text + "class C:\n    def f(self, a, b, c, d, e): ...\n"})
+        method = "class C:\n    def __init__(self, a, b, c, d, e, f): ...\n"
+        self.source(path, text + method, "C.__init__ has 6")
+
+    def test_keyword_only_ones_count_for_private_functions(self) -> None:
+        path, text = "scripts/mutants.py", "FILES = 'mutants*.toml'\n"
+        self.accepts({path: text + "def f(a, *, b, c, d, e, f): ...\n"})
+        self.source(path, text + "def _f(a, *, b, c, d, e, f): ...\n", "_f has 6 parameters")
+
+    def test_pytest_gives_a_test_its_arguments(self) -> None:
+        self.accepts({"tests/test_more.py": "def test_it(a, b, c, d, e, f): ...\n"})
+        self.source("tests/test_more.py", "def it(a, b, c, d, e, f): ...\n", "it has 6")
+
+    def test_an_exception_is_listed_and_needed(self) -> None:
+        page = {"CONTRIBUTING.md": MORE_PARAMETERS}
+        both = f"void old({SIX}) {{\n  auto f = []({SIX}) {{\n  }};\n}}\n"
+        self.accepts(page | {"modicum/io/posix.cc": both})
+        self.refuses(page, "CONTRIBUTING.md", "`a lambda` of `io` needs no exception")
+        self.refuses(page | {"modicum/base/sizes.cc": both}, "sizes.cc", "has 6 parameters")
+
+
+class Unused(Check):
+    def test_a_header_that_nobody_includes(self) -> None:
+        path = "modicum/io/posix.h"
+        self.source(path, "#pragma once\n", "nothing uses")
+        self.source(path, f'#include "{path}"\n', "nothing uses")
+        self.accepts({path: "", "modicum/io/posix.cc": f'#include "{path}"\n'})
+
+    def test_a_module_of_the_package_is_imported(self) -> None:
+        path, user = "modicum/python/modicum/memory/nvml.py", "modicum/python/modicum/errors.py"
+        self.source(path, "", "nothing uses")
+        self.refuses({path: "", "Makefile": "scripts/run.sh nvml.py\n"}, path, "nothing uses")
+        self.accepts({path: "", user: "from modicum.memory import nvml\n"})
+        self.accepts({path: "", user: "from modicum.memory.nvml import used\n"})
+
+    def test_other_modules_are_imported_or_named(self) -> None:
+        path = "benchmarks/rivals/rank.py"
+        self.source(path, "", "nothing uses")
+        for text in ("import rivals.rank", "'rivals.rank'", '"rank:main"', "'rank.py'"):
+            self.accepts({path: "", "tests/test_rank.py": text})
+
+    def test_scripts_and_data_are_named(self) -> None:
+        for path in ("scripts/more.sh", "tests/golden/more.txt", "cmake/more.cmake"):
+            self.source(path, "", "nothing uses")
+            self.accepts({path: "", "docs/page.md": f"See `{path}`.\n"})
+
+    def test_some_files_are_found_by_their_place(self) -> None:
+        for path in ("examples/more.py", "tests/conftest.py", ".ci/run", "docs/more.md"):
+            self.accepts({path: ""})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,62 @@
+"""Files that nothing uses: a rule of check.py."""
+
+import ast
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+PACKAGE = "modicum/python/"
+# .cc files, pages, tests, examples, and what begins with a dot need not be named.
+FOUND_BY_PLACE = re.compile(
+    r"^\.|^examples/|\.(cc|md)$|(^|/)(test_[^/]*|conftest|__init__|__main__)\.py$"
+)
+VARIABLE = re.compile(r"\$?\{\w+\}|\$\w+")  # as in "requirements-$group.txt"
+# An included header, a file with its ending, a dotted module, or a module in "module:function".
+NAME = re.compile(r'(?<=#include ")[^"]+|[\w*-]+(?:\.[\w*-]+)+|(?<=")\w+(?=:\w)')
+
+Trees = dict[str, ast.AST]  # of Python files, by path
+
+
+def imported(trees: Trees) -> set[tuple[str, str]]:
+    """(file, dotted name) of everything that Python files import; `a.b` for `from a import b`."""
+    found = set()
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found |= {(path, one.name) for one in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add((path, node.module))
+                found |= {(path, f"{node.module}.{one.name}") for one in node.names}
+    return found
+
+
+def names_of(path: str) -> set[str]:
+    """How another file may name this one."""
+    if path.endswith(".h"):
+        return {path}
+    name, parts = Path(path).name, Path(path.removeprefix(PACKAGE)).with_suffix("").parts
+    if not path.endswith(".py"):
+        return {name}
+    dotted = [".".join(parts[i:]) for i in range(len(parts))]  # from whatever folder is the root
+    return {dotted[0]} if path.startswith(PACKAGE) else {name, *dotted}
+
+
+def check_use(root: Path, paths: list[str], trees: Trees) -> Iterator[str]:
+    """Some other file includes a header, imports a module of the package, and imports or names
+    any other file in a folder. "mutants*.toml" and "requirements-$group.txt" name several."""
+    users: dict[str, set[str]] = {}  # the files that have this name in them
+    for path in paths:
+        text = VARIABLE.sub("*", (root / path).read_text(errors="replace"))
+        for word in set(NAME.findall(text)):
+            users.setdefault(word, set()).add(path)
+    for path, name in imported(trees):
+        users.setdefault(name, set()).add(path)
+    patterns = [word for word in users if "*" in word[3:] and "*" not in word[:3]]
+    for path in paths:
+        if "/" not in path or FOUND_BY_PLACE.search(path):
+            continue
+        names = names_of(path)
+        names |= {word for word in patterns if fnmatch(Path(path).name, word)}
+        if not set().union(*(users.get(name, ()) for name in names)) - {path}:
+            yield f"{path}:1: nothing uses this file"
