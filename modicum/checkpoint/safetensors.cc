@@ -180,7 +180,10 @@ void HeaderParser::field(std::string_view key, JsonValue& value, Entry& entry) {
     entry.has_shape = true;
   } else if (key == "data_offsets") {
     integers(value, 2);
-    if (integers_.size() != 2) refuse(Category::format_schema, "two data_offsets are due", at);
+    if (integers_.size() != 2) {
+      refuse(Category::format_schema,
+             fmt::format("expected two data_offsets, got {}", integers_.size()), at);
+    }
     entry.stored.at.begin = static_cast<uint64_t>(integers_[0]);
     entry.stored.at.end = static_cast<uint64_t>(integers_[1]);
     entry.has_offsets = true;

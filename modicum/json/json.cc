@@ -62,6 +62,8 @@ struct Cursor {
     if (is) ++at;
     return is;
   }
+  // At the next byte, which is none of `wanted`.
+  [[noreturn]] void refuse_for(const std::string& wanted) const;
   void literal(std::string_view word);
   std::string_view string(std::string& unescaped);
   std::string_view number();
@@ -72,13 +74,22 @@ struct Cursor {
   uint32_t hex4(size_t escape_at);
 };
 
+void Cursor::refuse_for(const std::string& wanted) const {
+  std::string got = "the end of the text";
+  if (at < text.size()) {
+    const bool is_ascii = static_cast<unsigned char>(text[at]) < 0x80;
+    got = is_ascii ? "'" + printable(text.substr(at, 1)) + "'" : "a character outside ASCII";
+  }
+  refuse(JsonFault::syntax, at, "expected " + wanted + ", got " + got);
+}
+
 void Cursor::literal(std::string_view word) {
   if (text.substr(at, word.size()) != word) refuse(JsonFault::syntax, at, "not a value");
   at += word.size();
 }
 
 void Cursor::digits() {
-  if (!is_digit(peek())) refuse(JsonFault::syntax, at, "a digit is due");
+  if (!is_digit(peek())) refuse_for("a digit");
   while (is_digit(peek())) ++at;
 }
 
@@ -145,7 +156,7 @@ uint32_t Cursor::hex4(size_t escape_at) {
   uint32_t code = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), code, 16);
   if (digits.size() < 4 || error != std::errc() || end != digits.data() + 4) {
-    refuse(JsonFault::syntax, escape_at, "four hexadecimal digits are due");
+    refuse(JsonFault::syntax, escape_at, "expected four hexadecimal digits");
   }
   at += 4;
   return code;
@@ -195,9 +206,11 @@ JsonReader& JsonReader::take(void* state, JsonValue::Kind kind) {
   auto* const node = static_cast<Node*>(state);
   MODICUM_ASSERT(!node->taken);
   if (node->kind != kind) {
-    constexpr const char* kDue[] = {"an object is due", "an array is due",  "a string is due",
-                                    "a number is due",  "a boolean is due", "a null is due"};
-    refuse(JsonFault::type, node->begin, kDue[static_cast<size_t>(kind)]);
+    constexpr const char* kNames[] = {"an object", "an array",  "a string",
+                                      "a number",  "a boolean", "null"};
+    refuse(JsonFault::type, node->begin,
+           std::string("expected ") + kNames[static_cast<size_t>(kind)] + ", got " +
+               kNames[static_cast<size_t>(node->kind)]);
   }
   node->taken = true;
   return *node->reader;
@@ -213,7 +226,7 @@ JsonValue::Kind JsonReader::kind() const {
     case 'n': return JsonValue::Kind::null;
     default: break;
   }
-  if (peek() != '-' && !is_digit(peek())) refuse(JsonFault::syntax, at, "a value is due");
+  if (peek() != '-' && !is_digit(peek())) refuse_for("a value");
   return JsonValue::Kind::number;
 }
 
@@ -238,7 +251,7 @@ bool JsonReader::more(char close, bool first) {
     return false;
   }
   if (!first && !skip_if(',')) {
-    refuse(JsonFault::syntax, at, std::string("a comma or ") + close + " is due");
+    refuse_for(std::string("a comma or '") + close + "'");
   }
   skip_space();
   return true;
@@ -250,7 +263,7 @@ void JsonReader::object(const Member& member) {
   const size_t first_key = keys.size();
   std::string unescaped;
   for (bool first = true; more('}', first); first = false) {
-    if (peek() != '"') refuse(JsonFault::syntax, at, "a key is due");
+    if (peek() != '"') refuse_for("a key");
     const auto key_at = static_cast<uint32_t>(at);
     const std::string_view key = string(unescaped);
     if (!seen_before) {
@@ -258,7 +271,7 @@ void JsonReader::object(const Member& member) {
       keys.push_back({hash, key_at});
     }
     skip_space();
-    if (!skip_if(':')) refuse(JsonFault::syntax, at, "a colon is due");
+    if (!skip_if(':')) refuse_for("a colon");
     skip_space();
     value([&](JsonValue& v) { member(key, v); });
   }
