@@ -13,6 +13,7 @@ from clocks import lets_others_run
 from program import run, stored, write_recipe
 
 import modicum as front
+from modicum._modicum import exit_codes
 
 
 def cli(program: Path, *words: object) -> dict[str, Any]:
@@ -172,13 +173,14 @@ def test_over_budget_carries_the_bytes_and_their_owners(modicum: Path, gpt2: Pat
     assert sizes == sorted(sizes, reverse=True) and sizes
 
 
-def test_each_category_has_a_class(root: Path) -> None:
-    source = (root / "modicum/base/error.cc").read_text()
-    rows = re.findall(r'^    \{"([A-Z0-9_.]+)", (\d+)\},$', source, re.MULTILINE)
-    assert len(rows) > 30
-    for category, code in rows:
+def test_each_category_has_a_code_a_class_and_a_row_of_the_page(root: Path) -> None:
+    page = (root / "docs/errors.md").read_text()
+    rows = re.findall(r"^\| `([A-Z0-9_.]+)` \| (\d+) \| (\w+) \|", page, re.MULTILINE)
+    assert {category: int(code) for category, code, _ in rows} == exit_codes()
+    for category, code, class_name in rows:
         facts = {"category": category, "code": int(code), "message": "m"}
         error = front.errors.from_json(json.dumps({"error": facts}))
+        assert type(error).__name__ == class_name
         assert (str(error), error.category, error.code) == ("m", category, int(code))
 
 

@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 import numpy as np  # noqa: E402
 import recipe_oracle as oracle  # noqa: E402
+from modicum._modicum import RecipeBuilder  # noqa: E402
 from modicum.recipes.nodes import stored  # noqa: E402
 from modicum.recipes.operations import Chain, nodes_of  # noqa: E402
 from recipe_oracle import Ids, Names, evaluate, upstream  # noqa: E402
@@ -123,9 +124,11 @@ def asked_alone(converter: Any, shapes: list[oracle.Shape]) -> tuple[Ids, dict[s
     """The outputs of ours for one operation, under the names of its patterns."""
     ids = Ids({})
     inputs: Any = {}
-    for source, shape in zip(converter.source_patterns, shapes, strict=True):
+    shapes_of = dict(zip(converter.source_patterns, shapes, strict=True))
+    builder = RecipeBuilder({source: ("int64", shape) for source, shape in shapes_of.items()})
+    for source, shape in shapes_of.items():
         ids.add(source, shape)
-        inputs[source] = [stored(source, "int64", shape)]
+        inputs[source] = [stored(source, builder)]
     (operation,) = converter.operations
     targets = converter.target_patterns
     sizes = dict(zip(targets, SPLIT, strict=False))

@@ -6,8 +6,11 @@
 
 #include <fmt/format.h>
 #include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/map.h>
 
 #include <filesystem>
+#include <map>
+#include <string>
 
 #include "modicum/report/report.h"
 #include "modicum/runs/runs.h"
@@ -184,6 +187,15 @@ void raise(const std::exception_ptr& thrown, void* /*unused*/) {
   }
 }
 
+std::map<std::string, int> exit_codes() {
+  std::map<std::string, int> codes;
+  for (int c = 0; c < static_cast<int>(Category::count); ++c) {
+    const auto category = static_cast<Category>(c);
+    codes.emplace(category_name(category), exit_code(category));
+  }
+  return codes;
+}
+
 }  // namespace
 }  // namespace modicum::python
 
@@ -193,9 +205,11 @@ NB_MODULE(_modicum, module) {
   nanobind::register_exception_translator(front::raise);
   module.def(
       "version", [] { return MODICUM_VERSION; }, "The version of the library, as in the wheel.");
+  module.def("exit_codes", front::exit_codes, "The exit code of each category of errors.");
   module.def("inspect", front::inspect, nanobind::arg("path"), front::kInspectDoc);
   front::define_plan(module);
   front::define_values(module);
+  front::define_recipe_builder(module);
   front::define_load(module);
   front::define_optim(module);
   front::define_probe(module);

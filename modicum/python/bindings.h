@@ -53,6 +53,7 @@ struct MadePlan {
 };
 
 void define_values(nb::module_& module);
+void define_recipe_builder(nb::module_& module);
 void define_load(nb::module_& module);
 void define_optim(nb::module_& module);
 void define_probe(nb::module_& module);

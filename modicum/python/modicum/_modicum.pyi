@@ -6,6 +6,9 @@ from typing import overload
 def version() -> str:
     """The version of the library, as in the wheel."""
 
+def exit_codes() -> dict[str, int]:
+    """The exit code of each category of errors."""
+
 def inspect(path: str | os.PathLike) -> dict:
     """
     What is in a checkpoint; reads headers, index and config only.
@@ -233,6 +236,43 @@ def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ra
     Raises:
         BudgetError: it does not fit; says by how much and who holds most.
     """
+
+class RecipeBuilder:
+    """
+    What index maps make of stored tensors.
+
+    Each call adds a node (docs/recipes.md) and returns its number. No element is touched.
+
+    Args:
+        stored: dtype and shape by name.
+
+    Raises:
+        UsageError: MISMATCH where shapes or dtypes do not go together, UNSUPPORTED for a dtype that is
+            not known and for more than eight dims; the constructor and every call.
+    """
+
+    def __init__(self, stored: Mapping[str, tuple[str, Sequence[int]]]) -> None: ...
+
+    def stored(self, name: str) -> int:
+        """A tensor of the checkpoint."""
+
+    def cat(self, dim: int, inputs: Sequence[int]) -> int:
+        """The inputs one after the other along `dim`."""
+
+    def stack(self, dim: int, inputs: Sequence[int]) -> int:
+        """The inputs along a new dim."""
+
+    def slice(self, dim: int, start: int, stop: int, input: int) -> int:
+        """`[start, stop)` of `dim`."""
+
+    def permute(self, dims: Sequence[int], input: int) -> int:
+        """Dim k of the node is dim `dims[k]` of the input."""
+
+    def reshape(self, shape: Sequence[int], input: int) -> int:
+        """The same row-major elements under another shape."""
+
+    def described(self, node: int) -> tuple[str, list[int]]:
+        """Dtype and shape of a node."""
 
 class Ledger:
     """

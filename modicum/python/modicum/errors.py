@@ -2,6 +2,8 @@
 
 import json
 
+from modicum._modicum import exit_codes
+
 __all__ = [
     "BudgetError",
     "Error",
@@ -105,5 +107,5 @@ def refusal(category: str, what: str, **facts: str) -> UsageError:
     known = {name: text for name, text in facts.items() if text}
     told = ", ".join(f"{name} {text}" for name, text in known.items())
     error = UsageError(f"{category}: {what}" + (f" ({told})" if told else ""))
-    vars(error).update(known, category=category, code=2)
+    vars(error).update(known, category=category, code=exit_codes()[category])
     return error

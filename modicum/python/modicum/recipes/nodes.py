@@ -1,15 +1,15 @@
 """The nodes of recipe.json, each with the shape and dtype of what it makes.
 
-An `Array` is described, never computed: no op here touches an element. Shapes are checked as
-numpy or torch would check them; what changes nothing adds no node.
+An `Array` is described, never computed: no op here touches an element. The library's RecipeBuilder
+checks each op and says what it makes; a dim counts from the end where it is negative, and what
+changes nothing adds no node.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from modicum.errors import refusal
+from modicum._modicum import RecipeBuilder
 
 Node = dict[str, Any]
 Shape = tuple[int, ...]
@@ -22,113 +22,79 @@ class Array:
     node: Node
     shape: Shape
     dtype: str
+    builder: RecipeBuilder = field(repr=False)
+    number: int = field(repr=False)  # among the builder's nodes
 
 
-def stored(name: str, dtype: str, shape: Sequence[int]) -> Array:
+def _made(builder: RecipeBuilder, number: int, node: Node) -> Array:
+    dtype, shape = builder.described(number)
+    return Array(node, tuple(shape), dtype, builder, number)
+
+
+def stored(name: str, builder: RecipeBuilder) -> Array:
     """A tensor of the checkpoint."""
-    return Array({"op": "stored", "name": name}, tuple(shape), dtype)
+    return _made(builder, builder.stored(name), {"op": "stored", "name": name})
 
 
-def _dim_of(array: Array, dim: int, op: str) -> int:
-    if not -len(array.shape) <= dim < len(array.shape):
-        raise refusal("MISMATCH", f"'{op}' along dim {dim} of {list(array.shape)}")
-    return dim % len(array.shape)
+def _from_front(dim: int, dims: int) -> int:
+    return dim + dims if dim < 0 else dim
 
 
 def cat(dim: int, arrays: Sequence[Array]) -> Array:
     """The inputs one after the other along `dim`."""
     first = arrays[0]
-    dim = _dim_of(first, dim, "cat")
-    for array in arrays:
-        met = (
-            array.shape[:dim] == first.shape[:dim]
-            and array.shape[dim + 1 :] == (first.shape[dim + 1 :])
-        )
-        if len(array.shape) != len(first.shape) or not met or array.dtype != first.dtype:
-            raise refusal(
-                "MISMATCH",
-                "'cat' of tensors that do not meet",
-                expected=f"{first.dtype} {list(first.shape)}",
-                got=f"{array.dtype} {list(array.shape)}",
-            )
-    if len(arrays) == 1:
-        return first
-    total = sum(array.shape[dim] for array in arrays)
-    shape = (*first.shape[:dim], total, *first.shape[dim + 1 :])
+    dim = _from_front(dim, len(first.shape))
+    number = first.builder.cat(dim, [array.number for array in arrays])
     node = {"op": "cat", "dim": dim, "in": [array.node for array in arrays]}
-    return Array(node, shape, first.dtype)
+    return _made(first.builder, number, node) if len(arrays) > 1 else first
 
 
 def stack(dim: int, arrays: Sequence[Array]) -> Array:
     """The inputs along a new dim."""
     first = arrays[0]
-    if not -len(first.shape) - 1 <= dim <= len(first.shape):
-        raise refusal("MISMATCH", f"'stack' along dim {dim} of {list(first.shape)}")
-    dim %= len(first.shape) + 1
-    for array in arrays:
-        if (array.shape, array.dtype) != (first.shape, first.dtype):
-            raise refusal(
-                "MISMATCH",
-                "'stack' of tensors that differ",
-                expected=f"{first.dtype} {list(first.shape)}",
-                got=f"{array.dtype} {list(array.shape)}",
-            )
+    dim = _from_front(dim, len(first.shape) + 1)
+    number = first.builder.stack(dim, [array.number for array in arrays])
     node = {"op": "stack", "dim": dim, "in": [array.node for array in arrays]}
-    shape = (*first.shape[:dim], len(arrays), *first.shape[dim:])
-    return Array(node, shape, first.dtype)
+    return _made(first.builder, number, node)
 
 
 def cut(dim: int, start: int, stop: int, array: Array) -> Array:
     """`[start, stop)` of `dim`: the op `slice`."""
-    dim = _dim_of(array, dim, "slice")
-    if not 0 <= start <= stop <= array.shape[dim]:
-        raise refusal("MISMATCH", f"'slice' [{start}, {stop}) of a dim of {array.shape[dim]}")
-    if stop - start == array.shape[dim]:
-        return array
+    dim = _from_front(dim, len(array.shape))
+    number = array.builder.slice(dim, start, stop, array.number)
     node = {"op": "slice", "dim": dim, "start": start, "stop": stop, "in": [array.node]}
-    shape = (*array.shape[:dim], stop - start, *array.shape[dim + 1 :])
-    return Array(node, shape, array.dtype)
+    made = _made(array.builder, number, node)
+    return made if made.shape != array.shape else array
 
 
 def permute(dims: Sequence[int], array: Array) -> Array:
     """Dim k of the output is dim `dims[k]` of the input."""
-    if list(dims) == list(range(len(array.shape))):
-        return array
+    number = array.builder.permute(dims, array.number)
     node = {"op": "permute", "dims": list(dims), "in": [array.node]}
-    return Array(node, tuple(array.shape[dim] for dim in dims), array.dtype)
+    return _made(array.builder, number, node) if list(dims) != sorted(dims) else array
 
 
 def transpose(dim0: int, dim1: int, array: Array) -> Array:
     """Two dims change places."""
-    dim0, dim1 = _dim_of(array, dim0, "permute"), _dim_of(array, dim1, "permute")
-    dims = list(range(len(array.shape)))
-    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
-    return permute(dims, array)
+    count = len(array.shape)
+    dim0, dim1 = _from_front(dim0, count), _from_front(dim1, count)
+    return permute([{dim0: dim1, dim1: dim0}.get(dim, dim) for dim in range(count)], array)
 
 
 def reshape(shape: Sequence[int], array: Array) -> Array:
     """The same row-major elements under another shape."""
-    if math.prod(shape) != math.prod(array.shape):
-        raise refusal(
-            "MISMATCH",
-            "'reshape' changes the number of elements",
-            expected=str(list(array.shape)),
-            got=str(list(shape)),
-        )
-    if tuple(shape) == array.shape:
-        return array
+    number = array.builder.reshape(shape, array.number)
     node = {"op": "reshape", "shape": list(shape), "in": [array.node]}
-    return Array(node, tuple(shape), array.dtype)
+    made = _made(array.builder, number, node)
+    return made if made.shape != array.shape else array
 
 
-def init(rule: str, std: float | None, dtype: str, shape: Sequence[int]) -> Array:
+def init(rule: str, std: float | None, dtype: str, shape: Sequence[int]) -> Node:
     """Made by a rule: `zeros`, `ones`, or `normal` with a standard deviation."""
     node: Node = {"op": "init", "rule": rule, "shape": list(shape), "dtype": dtype}
-    if rule == "normal":
-        node["std"] = std
-    return Array(node, tuple(shape), dtype)
+    return node | {"std": std} if rule == "normal" else node
 
 
-def caller(dtype: str, shape: Sequence[int]) -> Array:
+def caller(dtype: str, shape: Sequence[int]) -> Node:
     """Handed over by whoever loads."""
-    return Array({"op": "caller", "shape": list(shape), "dtype": dtype}, tuple(shape), dtype)
+    return {"op": "caller", "shape": list(shape), "dtype": dtype}

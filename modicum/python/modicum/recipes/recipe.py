@@ -212,10 +212,10 @@ def _check_unexpected(
 def _made_by_rule(rule: Rule, dtype: str, shape: tuple[int, ...], name: str) -> Node:
     kind, std = (rule, None) if isinstance(rule, str) else rule
     if kind == "model":
-        return caller(dtype, shape).node
+        return caller(dtype, shape)
     if kind not in ("zeros", "ones", "normal") or (kind == "normal") != (std is not None):
         raise refusal("USAGE", f"no rule to make a tensor by: {rule!r}", tensor=name)
-    return init(kind, std, dtype, shape).node
+    return init(kind, std, dtype, shape)
 
 
 def _copy(
@@ -272,7 +272,7 @@ def _fill_gaps(
         if has_source(name):
             continue
         if name in left_to_model:
-            recipe.targets[name] = caller(dtypes.of(name, name), shape).node
+            recipe.targets[name] = caller(dtypes.of(name, name), shape)
         else:
             lacking.append(name)
     _tie(recipe, ties, untie=False)

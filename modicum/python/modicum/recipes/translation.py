@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from modicum._modicum import RecipeBuilder
 from modicum.errors import refusal
 from modicum.recipes.nodes import Array, Node, Shape, stored
 from modicum.recipes.operations import Chain, Value, Values, nodes_of
@@ -105,6 +106,7 @@ def _collect(
 ) -> dict[str, _Group]:
     """The groups, by their first target."""
     groups: dict[str, _Group] = {}
+    builder = RecipeBuilder(stored_tensors)
     for name in sorted(stored_tensors, key=lambda name: natural_key(keys.get(name, name))):
         target, pattern = names.rename(keys.get(name, name))
         converter = None if pattern is None else names.converter_of[pattern]
@@ -117,8 +119,7 @@ def _collect(
         if not is_plain and (group.converter is None or converter is None):
             result.doubled[name] = target
             continue
-        dtype, shape = stored_tensors[name]
-        group.collected.setdefault(pattern or name, []).append(stored(name, dtype, shape))
+        group.collected.setdefault(pattern or name, []).append(stored(name, builder))
     return groups
 
 

@@ -19,7 +19,7 @@ from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes import Recipe
 from modicum.recipes.dtypes import dtype_name
-from modicum.recipes.nodes import Array, Node, caller, cat, stack
+from modicum.recipes.nodes import Node, caller
 from modicum.recipes.structure import structure_of, ties_of
 from modicum.torch.loading.load import _PAGE_BYTES, _Walk
 from modicum.torch.ranks.group import Ranks
@@ -54,7 +54,7 @@ class _Piece:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _cut(dtype: torch.dtype, shape: tuple[int, ...], at: Index = ()) -> tuple[Array, list[Any]]:
+def _cut(dtype: torch.dtype, shape: tuple[int, ...], at: Index = ()) -> tuple[Node, list[Any]]:
     """A tensor put together from pieces, and (place, shape) of each: rows of the outermost dim that
     has rows which are small enough."""
     name = dtype_name(dtype)
@@ -63,18 +63,19 @@ def _cut(dtype: torch.dtype, shape: tuple[int, ...], at: Index = ()) -> tuple[Ar
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     if row_bytes > PIECE_BYTES:
         rows = [_cut(dtype, shape[1:], (*at, row)) for row in range(shape[0])]
-        return stack(0, [made for made, _ in rows]), [one for _, cuts in rows for one in cuts]
+        node = {"op": "stack", "dim": 0, "in": [made for made, _ in rows]}
+        return node, [one for _, cuts in rows for one in cuts]
     step = PIECE_BYTES // row_bytes
     cuts: list[Any] = []
     for begin in range(0, shape[0], step):
         end = min(begin + step, shape[0])
         cuts.append(((*at, slice(begin, end)), (end - begin, *shape[1:])))
-    return cat(0, [caller(name, part) for _, part in cuts]), cuts
+    return {"op": "cat", "dim": 0, "in": [caller(name, part) for _, part in cuts]}, cuts
 
 
 def _node(dtype: torch.dtype, shape: tuple[int, ...]) -> Node:
     """A node `caller` at the root would be left to the model's own rules."""
-    return {"op": "reshape", "shape": list(shape), "in": [_cut(dtype, shape)[0].node]}
+    return {"op": "reshape", "shape": list(shape), "in": [_cut(dtype, shape)[0]]}
 
 
 # ---- the load

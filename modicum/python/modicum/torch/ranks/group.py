@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from modicum._modicum import exit_codes
 from modicum.errors import Error, from_json, refusal
 from modicum.torch.ranks.exchange import Exchange
 from modicum.torch.ranks.liveness import LOOK_S, Neighbours, Process, nodes_of
@@ -39,7 +40,6 @@ TICK_S = 0.25
 """Between two looks at the first failure."""
 PART_LIMIT_S = 2.0  # of waiting for all to know that it is over
 POLL_GROWTH = 1.25
-CODES = {"PEER": 17, "CONFLICT": 20, "INTERNAL": 70, "CANCELLED": 130}
 
 
 class Board(Protocol):
@@ -447,7 +447,7 @@ class Ranks:
 def _document(category: str, what: str, **facts: Any) -> str:
     details = ", ".join(f"{name} {facts[name]}" for name in ("expected", "got") if name in facts)
     message = f"{category}: {what}" + (f" ({details})" if details else "")
-    told = {"category": category, "code": CODES[category], "message": message}
+    told = {"category": category, "code": exit_codes()[category], "message": message}
     return json.dumps({"error": told | facts})
 
 
