@@ -43,8 +43,8 @@ def names_of(path: str) -> set[str]:
 
 
 def check_use(root: Path, paths: list[str], trees: Trees) -> Iterator[str]:
-    """Some other file includes a header, imports a module of the package, and imports or names
-    any other file in a folder. "mutants*.toml" and "requirements-$group.txt" name several."""
+    """Some other file includes a header, imports a module of the package or has its dotted name,
+    and imports or names any other file. "mutants*.toml" and "needs-$group.txt" name several."""
     users: dict[str, set[str]] = {}  # the files that have this name in them
     for path in paths:
         text = VARIABLE.sub("*", (root / path).read_text(errors="replace"))

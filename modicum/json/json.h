@@ -23,7 +23,7 @@ enum class JsonFault : uint8_t {
   utf8,       // not UTF-8
   syntax,     // not JSON (also a lone surrogate, a raw control byte, nesting over 64)
   duplicate,  // a key stands twice in one object
-  type,       // JSON, but not what was asked for (a string where a number is due)
+  type,       // JSON, but not what was asked for (a string where a number is expected)
   range,      // an integer that is not written as 0|[1-9][0-9]* or does not fit 2^63-1
   trailing,   // something after the document
 };
@@ -67,8 +67,8 @@ void read_json(std::string_view text, FunctionRef<void(JsonValue& root)> root);
 // needs no memory at all. Syntax is checked all the same.
 void reread_json(std::string_view text, FunctionRef<void(JsonValue& root)> root);
 
-// Writes JSON into a string, with commas and escapes where they belong. Misuse (a value where a key
-// is due) is INTERNAL. Numbers: integers as they are, doubles in the shortest form that reads back,
+// Writes JSON into a string, with commas and escapes where they belong. Misuse (a value instead of
+// a key) is INTERNAL. Numbers: integers as they are, doubles in the shortest form that reads back,
 // non-finite ones as null.
 class JsonWriter {
  public:
