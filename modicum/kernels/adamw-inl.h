@@ -171,7 +171,7 @@ struct EncodeExpAvg {
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
     const Floats<D> value = hn::LoadU(d, values + i + piece.to_block);
-    store_signed_codes(d, value, scale, word0(d, piece, i), to, i);
+    store_signed_codes(d, value, scale, word0(d, piece, i), to + i);
   }
 };
 
@@ -183,7 +183,7 @@ struct EncodeRoot {
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
     const Floats<D> root = hn::LoadU(d, roots + i + piece.to_block);
-    store_root_codes(d, root, scale, word1(d, piece, i), to, i);
+    store_root_codes(d, root, scale, word1(d, piece, i), to + i);
   }
 };
 
@@ -246,7 +246,7 @@ struct Step {
     const Elements<D> now = next(d, g, old, &root);
     Words<D> random = hn::Zero(hn::Rebind<uint32_t, D>());
     if constexpr (has_random(kFormat)) random = word0(d, piece, i);
-    store_master<kFormat>(d, now.p, random, span.master, span.master_low, i);
+    store_master<kFormat>(d, now.p, random, span, i);
     store_out(d, now.p, span, i);
     if constexpr (has_codes(kFormat)) {
       const int64_t at = i + piece.to_block;
@@ -294,19 +294,18 @@ struct Step {
     const Pair<Words<D>> of_m{hn::And(random.even, lower), hn::And(random.odd, lower)};
     const Pair<Words<D>> of_v{hn::ShiftRight<16>(random.even), hn::ShiftRight<16>(random.odd)};
     store_master_pair(d, {even.p, odd.p}, span.master, span.master_low, i);
-    store_random_pair(d, even.m, odd.m, of_m, span.exp_avg, i);
-    store_random_pair(d, even.v, odd.v, of_v, span.exp_avg_sq, i);
+    store_random_pair(d, {even.m, odd.m}, of_m, span.exp_avg, i);
+    store_random_pair(d, {even.v, odd.v}, of_v, span.exp_avg_sq, i);
     if constexpr (kAmsgrad) {
-      store_random_pair(d, even.most, odd.most, of_v, span.max_exp_avg_sq, i);
+      store_random_pair(d, {even.most, odd.most}, of_v, span.max_exp_avg_sq, i);
     }
   }
   template <class D>
-  HWY_INLINE void store_random_pair(D d, Floats<D> even, Floats<D> odd,
-                                    const Pair<Words<D>>& random16, std::byte* to,
-                                    int64_t i) const {
-    store_u16_pair(
-        d, {hn::Add(bits_of(d, even), random16.even), hn::Add(bits_of(d, odd), random16.odd)}, to,
-        i);
+  HWY_INLINE void store_random_pair(D d, const Pair<Floats<D>>& v, const Pair<Words<D>>& random16,
+                                    std::byte* to, int64_t i) const {
+    const auto even = hn::Add(bits_of(d, v.even), random16.even);
+    const auto odd = hn::Add(bits_of(d, v.odd), random16.odd);
+    store_u16_pair(d, {even, odd}, to, i);
   }
 };
 

@@ -60,10 +60,10 @@ HWY_INLINE Floats<D> load_master(D d, const std::byte* high, const std::byte* lo
 // The upper half is rounded half up, in magnitude: at a tie to even two values would have the same
 // halves. `random` is used where the lower half has 8 bits only.
 template <StateFormat kFormat, class D>
-HWY_INLINE void store_master(D d, Floats<D> v, [[maybe_unused]] Words<D> random, std::byte* high,
-                             std::byte* low, int64_t i) {
+HWY_INLINE void store_master(D d, Floats<D> v, [[maybe_unused]] Words<D> random,
+                             const AdamSpan& span, int64_t i) {
   if constexpr (!is_split(kFormat)) {
-    store(d, v, high, i);
+    store(d, v, span.master, i);
   } else {
     const hn::Rebind<uint32_t, D> du;
     const hn::Rebind<int32_t, D> di;
@@ -74,13 +74,13 @@ HWY_INLINE void store_master(D d, Floats<D> v, [[maybe_unused]] Words<D> random,
       bits = hn::And(hn::Add(bits, up), hn::Set(du, 0xffffff00U));
     }
     const Ints<D> rest = hn::ShiftRight<16>(hn::BitCast(di, hn::ShiftLeft<16>(bits)));
-    store_u16(d, hn::ShiftRight<16>(hn::Add(bits, hn::Set(du, 0x8000U))), high, i);
+    store_u16(d, hn::ShiftRight<16>(hn::Add(bits, hn::Set(du, 0x8000U))), span.master, i);
     if constexpr (kShort) {
       const hn::Rebind<int8_t, D> d8;
-      store(d8, hn::DemoteTo(d8, hn::ShiftRight<8>(rest)), low, i);
+      store(d8, hn::DemoteTo(d8, hn::ShiftRight<8>(rest)), span.master_low, i);
     } else {
       const hn::Rebind<int16_t, D> d16;
-      store(d16, hn::DemoteTo(d16, rest), low, i);
+      store(d16, hn::DemoteTo(d16, rest), span.master_low, i);
     }
   }
 }
@@ -131,14 +131,13 @@ HWY_INLINE Floats<D> load_signed_codes(D d, float scale, const std::byte* codes,
 HWY_INLINE float divisor_of(float scale) { return scale > 0 ? scale : 1.0F; }
 
 template <class D>
-HWY_INLINE void store_signed_codes(D d, Floats<D> v, float scale, Words<D> random, std::byte* codes,
-                                   int64_t i) {
+HWY_INLINE void store_signed_codes(D d, Floats<D> v, float scale, Words<D> random, std::byte* to) {
   const hn::Rebind<int8_t, D> d8;
   const hn::Rebind<int32_t, D> di;
   const Floats<D> y = hn::Div(hn::Add(v, v), hn::Add(hn::Set(d, divisor_of(scale)), hn::Abs(v)));
   const Ints<D> fixed = hn::ConvertTo(di, hn::Mul(y, hn::Set(d, 127 * 0x1p23F)));
   const Ints<D> up = hn::BitCast(di, hn::ShiftRight<9>(random));
-  store(d8, hn::DemoteTo(d8, hn::ShiftRight<23>(hn::Add(fixed, up))), codes, i);
+  store(d8, hn::DemoteTo(d8, hn::ShiftRight<23>(hn::Add(fixed, up))), to, 0);
 }
 
 // exp_avg_sq: the code is 255 root / scale, and never 0 but for 0.
@@ -151,8 +150,7 @@ HWY_INLINE Floats<D> load_root_codes(D d, float scale, const std::byte* codes, i
 }
 
 template <class D>
-HWY_INLINE void store_root_codes(D d, Floats<D> root, float scale, Words<D> random,
-                                 std::byte* codes, int64_t i) {
+HWY_INLINE void store_root_codes(D d, Floats<D> root, float scale, Words<D> random, std::byte* to) {
   const hn::Rebind<uint8_t, D> d8;
   const hn::Rebind<int32_t, D> di;
   const Floats<D> per_root = hn::Set(d, 255 * 0x1p22F / divisor_of(scale));
@@ -162,7 +160,7 @@ HWY_INLINE void store_root_codes(D d, Floats<D> root, float scale, Words<D> rand
   const auto is_positive = hn::RebindMask(di, hn::Gt(root, hn::Zero(d)));
   const Ints<D> least = hn::IfThenElseZero(is_positive, hn::Set(di, 1));
   const Ints<D> code = hn::Max(hn::Min(rounded, hn::Set(di, 255)), least);
-  store(d8, hn::DemoteTo(d8, code), codes, i);
+  store(d8, hn::DemoteTo(d8, code), to, 0);
 }
 
 // Largest magnitude of n > 0 floats; NaN where one of them is. As integers: that is the same order,

@@ -44,11 +44,16 @@ HWY_INLINE hn::Vec<DoubleTag> add_square(DoubleTag d, DType dtype, const std::by
   return hn::MulAdd(x, x, sum);
 }
 
-// `rows` rows of kColumns elements of each stream, from element `begin` of the first one on; the
-// next stream begins `apart` elements later. (Vectors whose size the compiler does not know can't
-// stand in an array.)
-HWY_INLINE void add_rows(DType dtype, const std::byte* grad, int64_t begin, int64_t apart,
-                         int64_t rows, double* sums) {
+struct Streams {
+  const std::byte* grad;
+  DType dtype;
+  int64_t apart;  // elements from the begin of a stream to that of the next one
+};
+
+// `rows` rows of kColumns elements of each stream, from element `begin` of the first one on.
+// (Vectors whose size the compiler does not know can't stand in an array.)
+HWY_INLINE void add_rows(const Streams& of, int64_t begin, int64_t rows, double* sums) {
+  const auto [grad, dtype, apart] = of;
   const DoubleTag d;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   for (int64_t k = 0; k < kColumns; k += 2 * lanes) {
@@ -87,7 +92,7 @@ double sum_of_squares(const std::byte* grad, DType dtype, int64_t n) {
   double sums[kSums] = {};
   const int64_t rows = n / kSums;
   for (int64_t row = 0; row < rows; row += kTileRows) {
-    add_rows(dtype, grad, row * kColumns, rows * kColumns, std::min(kTileRows, rows - row), sums);
+    add_rows({grad, dtype, rows * kColumns}, row * kColumns, std::min(kTileRows, rows - row), sums);
   }
   for (int64_t i = rows * kSums; i < n; ++i) {
     const double x = hn::GetLane(load_floats(OneLane(), dtype, grad, i));

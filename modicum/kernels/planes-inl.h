@@ -69,7 +69,7 @@ struct Import {
     Words<D> random = hn::Zero(du);
     if constexpr (has_random(kFormat)) random = word0(d, piece, i);
     if (plane == StatePlane::master) {
-      store_master<kFormat>(d, value, random, span.master, span.master_low, i);
+      store_master<kFormat>(d, value, random, span, i);
     } else if (plane == StatePlane::exp_avg) {
       random = hn::And(random, hn::Set(du, 0xffffU));
       store_moment(d, value, random, span.exp_avg, i);
