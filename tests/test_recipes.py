@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import numpy as np  # noqa: E402
+from modicum.recipes.__main__ import main  # noqa: E402
 from recipe_oracle import evaluate, upstream  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
@@ -433,7 +434,7 @@ def saved(tmp_path: Path) -> Path:
 
 def test_the_command_line_writes_what_plan_takes(modicum: Path, saved: Path, capsys: Any) -> None:
     words = [str(saved), "--dtype", "bfloat16"]
-    assert recipes.main(words) == 2
+    assert main(words) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert "modicum: MISMATCH: 1 stored tensors are no part of the model" in told.err
@@ -454,5 +455,5 @@ def test_the_command_line_writes_what_plan_takes(modicum: Path, saved: Path, cap
 def test_a_config_without_a_class_is_refused(saved: Path, capsys: Any) -> None:
     config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
-    assert recipes.main([str(saved)]) == 2
+    assert main([str(saved)]) == 2
     assert "NoSuchModel" in capsys.readouterr().err

@@ -16,6 +16,8 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from families import FAMILIES, Family, fill  # noqa: E402  (after torch is known to be there)
+from modicum.recipes.recipe import _transforms  # noqa: E402
+from modicum.recipes.structure import structure_of  # noqa: E402
 from peft.utils import save_and_load  # noqa: E402
 from recipe_oracle import evaluate  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
@@ -386,15 +388,14 @@ def test_names_are_canonical(wrap: Any, written: Any) -> None:
 
 def test_nested_renamings_go_by_canonical_paths() -> None:
     """A nested model's own renaming, which upstream scopes by its path."""
-    transforms = recipes._transforms
     model = on_meta(BY_NAME["llava"])
-    (part, _) = recipes.structure_of(model).parts
-    before = [(str(t), t.scope_prefix) for t in transforms(part, {}, None, None)]
+    (part, _) = structure_of(model).parts
+    before = [(str(t), t.scope_prefix) for t in _transforms(part, {}, None, None)]
     assert any(scope for _, scope in before)
     model.model.language_model = torch.compile(model.model.language_model)
     model.model.vision_tower = torch.compile(model.model.vision_tower)
-    (part, _) = recipes.structure_of(model).parts
-    assert [(str(t), t.scope_prefix) for t in transforms(part, {}, None, None)] == before
+    (part, _) = structure_of(model).parts
+    assert [(str(t), t.scope_prefix) for t in _transforms(part, {}, None, None)] == before
 
 
 def test_a_checkpoint_of_a_compiled_model_loads() -> None:
