@@ -153,7 +153,7 @@ class Cutting {
 
   const LocalBuffer& buffer() const noexcept { return buffer_; }
 
-  void pieces(const std::function<void(const Box&)>& piece) {
+  void pieces(FunctionRef<void(const Box&)> piece) {
     if (buffer_.numel == 0) return;
     int64_t step = 1;
     for (auto d = static_cast<size_t>(box_.rank); d-- > 0;) {
@@ -173,7 +173,7 @@ class Cutting {
   }
 
   // Every combination of stretches along the packed dims is a box of its own.
-  void every_part(size_t k, const Box& box, const std::function<void(const Box&)>& piece) {
+  void every_part(size_t k, const Box& box, FunctionRef<void(const Box&)> piece) {
     if (k == packed_.size()) return piece(box);
     const auto d = static_cast<size_t>(packed_[k].first);
     Box part = box;
@@ -391,7 +391,7 @@ std::vector<int> replicas_of(const Layout& layout, int rank) {
 }
 
 LocalBuffer for_each_piece(const Sharding& sharding, const TensorSpec& target, int rank,
-                           const std::function<void(const Box& piece)>& piece) {
+                           FunctionRef<void(const Box& piece)> piece) {
   Cutting cutting(sharding, target, rank, true);
   cutting.pieces(piece);
   return cutting.buffer();
@@ -409,7 +409,7 @@ Box flat_piece(const FlatGroup& flat, int64_t begin, int64_t numel, int rank) no
 }
 
 void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
-                         const std::function<void(int64_t global, int64_t local, int64_t n)>& run) {
+                         FunctionRef<void(int64_t global, int64_t local, int64_t n)> run) {
   // Places grow with the piece's own row-major order, so the first row that reaches `begin` is
   // found digit by digit, from the outermost dim inward.
   std::array<int64_t, Box::kMaxDims> index{};

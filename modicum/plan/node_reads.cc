@@ -8,8 +8,7 @@ namespace modicum {
 namespace {
 
 // The part of `t` whose stored elements lie in [lo, hi): whole runs together, a cut one by itself.
-void clip(const Transfer& t, int64_t lo, int64_t hi,
-          const std::function<void(const Transfer&)>& fn) {
+void clip(const Transfer& t, int64_t lo, int64_t hi, FunctionRef<void(const Transfer&)> fn) {
   const Runs& r = t.runs;
   const auto emit = [&](int64_t k, int64_t runs, int64_t i, int64_t run) {
     if (runs <= 0 || run <= 0) return;
@@ -83,7 +82,7 @@ int64_t fitting(const Plan& plan, const Stored& tensor, Transfer& stretch, int64
 // The reads of one target for the ranks of a node.
 class TargetReads {
  public:
-  TargetReads(const Plan& plan, int rank, const std::function<void(const NodeRead&)>& fn)
+  TargetReads(const Plan& plan, int rank, FunctionRef<void(const NodeRead&)> fn)
       : plan_(plan), node_(node_of(plan, rank)), fn_(fn) {
     wanted_.resize(static_cast<size_t>(node_.end - node_.first));
     needed_.resize(wanted_.size());
@@ -93,7 +92,7 @@ class TargetReads {
     target_ = target;
     spans_.clear();
     for (int r = node_.first; r < node_.end; ++r) {
-      for_each_stored_transfer_of(plan_, r, target, [&](const Transfer& t) {
+      for_each_transfer_of(plan_, r, target, [&](const Transfer& t) {
         stretch_ = t;
         const int64_t end = t.runs.first + (t.runs.runs - 1) * t.runs.stride + t.runs.run;
         spans_.push_back({t.from, t.runs.first, end, r - node_.first});
@@ -152,7 +151,7 @@ class TargetReads {
 
   const Plan& plan_;
   const NodeRanks node_;
-  const std::function<void(const NodeRead&)>& fn_;
+  FunctionRef<void(const NodeRead&)> fn_;
   uint32_t target_ = 0;
   Transfer stretch_;  // as its transfers, but for the runs
   std::vector<Span> spans_;
@@ -163,19 +162,18 @@ class TargetReads {
 }  // namespace
 
 void for_each_node_read_of(const Plan& plan, int rank, uint32_t target,
-                           const std::function<void(const NodeRead&)>& fn) {
+                           FunctionRef<void(const NodeRead&)> fn) {
   TargetReads(plan, rank, fn).of(target);
 }
 
-void for_each_node_read(const Plan& plan, int rank,
-                        const std::function<void(const NodeRead&)>& fn) {
+void for_each_node_read(const Plan& plan, int rank, FunctionRef<void(const NodeRead&)> fn) {
   TargetReads reads(plan, rank, fn);
   for (const uint32_t target : plan.order) reads.of(target);
 }
 
 void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
-                              const std::function<void(const Transfer&)>& fn) {
-  if (transfer.source != Transfer::Source::stored || transfer.from != read.stored) return;
+                              FunctionRef<void(const Transfer&)> fn) {
+  if (transfer.from != read.stored) return;
   clip(transfer, read.first, read.first + read.count, fn);
 }
 

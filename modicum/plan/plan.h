@@ -6,7 +6,6 @@
 #pragma once
 
 #include <array>
-#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -41,17 +40,18 @@ const Strategy& strategy_named(std::string_view name);  // unknown: USAGE with t
 // digested and dropped); host memory that the caller has already.
 enum class Destination : uint8_t { cpu, discard, given };
 
-// Elements from a source to a local buffer, by element counts (see Runs). Those of a compared alias
-// (Recipe::is_compared) have the places that its target's elements have.
+// Elements from a source to a local buffer, by element counts (see Runs).
 struct Transfer {
   enum class Source : uint8_t { stored, zero, init, caller };  // zero: padding
   Source source = Source::stored;
   uint32_t from = 0;    // stored: index in the manifest; init: its node; caller: its ordinal
   uint32_t target = 0;  // whose elements they are; of padding, the last target before it
-  uint32_t buffer = 0;  // the local buffer that they go to
+  uint32_t buffer = 0;  // the local buffer that holds them
   DType from_dtype = DType::f32;
   DType to_dtype = DType::f32;
-  bool compared = false;  // of a compared alias, and `buffer` is its number: nothing is written
+  // Elements of a compared alias (Recipe::is_compared): what is in their places in the buffer,
+  // which the target that it names fills, must be the same. Nothing is written.
+  bool compared = false;
   Runs runs;
 
   int64_t numel() const noexcept { return runs.runs * runs.run; }
@@ -117,16 +117,26 @@ struct Tie {
   uint32_t of = 0;
 };
 
+// The targets that need each stored tensor, for its elements or as the scale of another.
+struct Uses {
+  std::vector<uint32_t> targets;  // those of tensor s stand at [begins[s], begins[s + 1])
+  std::vector<uint32_t> begins;   // by stored tensor, and the end
+
+  std::span<const uint32_t> of(uint32_t stored) const noexcept {
+    return std::span(targets).subspan(begins[stored], begins[stored + 1] - begins[stored]);
+  }
+};
+
 struct Plan {
   const Manifest* manifest = nullptr;
   const Recipe* recipe = nullptr;
   Layout layout;
   PlanOptions options;
-  std::vector<uint32_t> order;       // targets, by the first stored tensor they need; of aliases
-                                     // those that are compared
-  std::vector<Tie> ties;             // by alias
-  std::vector<uint32_t> uses_begin;  // uses[uses_begin[s] .. uses_begin[s + 1]): targets that need
-  std::vector<uint32_t> uses;        // stored tensor s, be it as the scale of another
+  // Targets that are read or made, by the first stored tensor that they need; of aliases, those
+  // that are compared.
+  std::vector<uint32_t> order;
+  std::vector<Tie> ties;  // by alias
+  Uses uses;
   Staging staging;
   Promise promise;
   Digest inputs;  // of everything that decides what will happen; ranks agree on it first
@@ -153,14 +163,14 @@ std::string buffer_name(const Plan& plan, uint32_t buffer);
 // The pieces of a target that `rank` holds, each over a shape with the target's row-major order,
 // with its place in that buffer.
 void for_each_piece(const Plan& plan, uint32_t target, int rank,
-                    const std::function<void(uint32_t buffer, const Box& piece)>& piece);
+                    FunctionRef<void(uint32_t buffer, const Box& piece)> piece);
 void for_each_piece(const Recipe& recipe, const Layout& layout, uint32_t target, int rank,
-                    const std::function<void(uint32_t buffer, const Box& piece)>& piece);
+                    FunctionRef<void(uint32_t buffer, const Box& piece)> piece);
 // The other way round: the stretches that lie at [at, at + n) of a buffer and are neighbours in a
 // target, `global` being the first one's row-major index there and `local` its place in the buffer.
 void for_each_held_run(
     const Plan& plan, uint32_t buffer, int rank, int64_t at, int64_t n,
-    const std::function<void(uint32_t target, int64_t global, int64_t local, int64_t n)>& run);
+    FunctionRef<void(uint32_t target, int64_t global, int64_t local, int64_t n)> run);
 // Of the ranks that hold the same elements of a target, exactly one is primary: the first.
 bool is_primary(const Plan& plan, uint32_t target, int rank);
 bool is_primary(const Recipe& recipe, const Layout& layout, uint32_t target, int rank);
@@ -189,27 +199,22 @@ Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes = kMinD
 std::vector<Owner> peak_owners(const Promise& promise, int node);
 std::string peak_cause(const Promise& promise, int node);
 
-// All that rank `rank` must put into its buffers or compare with what it puts there, padding
-// included: the transfers tile each buffer. Targets in `plan.order`. Of one target; and just those
-// that come from that stored tensor.
-void for_each_transfer(const Plan& plan, int rank, const std::function<void(const Transfer&)>& fn);
+// What rank `rank` puts into its buffers, or compares with what it puts there: from stored tensors,
+// and what needs no reading (zero, init, caller), which may be many more elements and is walked
+// only where it is asked for. Together they tile each buffer, padding included. Targets in
+// `plan.order`.
+void for_each_stored_transfer(const Plan& plan, int rank, FunctionRef<void(const Transfer&)> fn);
+void for_each_made_transfer(const Plan& plan, int rank, FunctionRef<void(const Transfer&)> fn);
+// From stored tensors to one target; from one stored tensor to all targets that take its elements.
 void for_each_transfer_of(const Plan& plan, int rank, uint32_t target,
-                          const std::function<void(const Transfer&)>& fn);
-// Without those that need no reading: what these are made of may be large, and is not walked.
-void for_each_stored_transfer(const Plan& plan, int rank,
-                              const std::function<void(const Transfer&)>& fn);
-void for_each_stored_transfer_of(const Plan& plan, int rank, uint32_t target,
-                                 const std::function<void(const Transfer&)>& fn);
-void for_each_transfer_from(const Plan& plan, int rank, uint32_t only_stored,
-                            const std::function<void(const Transfer&)>& fn);
+                          FunctionRef<void(const Transfer&)> fn);
+void for_each_transfer_from(const Plan& plan, int rank, uint32_t stored,
+                            FunctionRef<void(const Transfer&)> fn);
 
 // The reads by which rank `rank` gets its own bytes (strategies that read what they need), in
 // batches sorted by file offset, neighbours coalesced. `table` is room to sort in (kReadTableRows).
-// `made` gets the transfers that need no reading: zero, init, caller. Where it is empty, they are
-// not walked.
 void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
-                   const std::function<void(const Read&)>& read,
-                   const std::function<void(const Transfer&)>& made);
+                   FunctionRef<void(const Read&)> fn);
 
 // The ranks that hand on to each other what one of them has read, `rank` among them, in order; only
 // itself where nothing is sent. Groups don't overlap, and none is larger than rank 0's.
@@ -237,12 +242,12 @@ struct NodeRead {
 
   uint64_t bytes() const noexcept { return at.bytes() + scale.bytes(); }
 };
-void for_each_node_read(const Plan& plan, int rank, const std::function<void(const NodeRead&)>& fn);
+void for_each_node_read(const Plan& plan, int rank, FunctionRef<void(const NodeRead&)> fn);
 void for_each_node_read_of(const Plan& plan, int rank, uint32_t target,
-                           const std::function<void(const NodeRead&)>& fn);
-// The parts of a transfer that such a stretch brings.
+                           FunctionRef<void(const NodeRead&)> fn);
+// The parts of a transfer from a stored tensor that such a stretch brings.
 void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
-                              const std::function<void(const Transfer&)>& fn);
+                              FunctionRef<void(const Transfer&)> fn);
 
 // The most that one read brings straight into its place: a multiple of the windows in which the
 // page cache is dropped, and little enough to report progress often.

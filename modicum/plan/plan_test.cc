@@ -149,16 +149,22 @@ void expect_tiled(const Plan& plan, int dim) {
     SCOPED_TRACE(testing::Message() << "rank " << rank << " of " << plan.ranks());
     Origins due, in_transfers, in_reads, in_parts;
     for (const uint32_t t : plan.order) add_due(due, plan, t, dim, rank);
-    for_each_transfer(plan, rank, [&](const Transfer& t) { add_elements(in_transfers, t); });
+    const auto add_made = [&](const Transfer& t) {
+      ASSERT_NE(t.source, Transfer::Source::stored);
+      add_elements(in_transfers, t);
+      add_elements(in_reads, t);
+    };
+    for_each_stored_transfer(plan, rank, [&](const Transfer& t) {
+      ASSERT_EQ(t.source, Transfer::Source::stored);
+      add_elements(in_transfers, t);
+    });
+    for_each_made_transfer(plan, rank, add_made);
     ASSERT_EQ(in_transfers, due);
     std::vector<Transfer> table(kReadTableRows);
-    for_each_read(
-        plan, rank, table,
-        [&](const Read& read) {
-          check_read(plan, read);
-          for (const Transfer& t : read.transfers) add_elements(in_reads, t);
-        },
-        [&](const Transfer& made) { add_elements(in_reads, made); });
+    for_each_read(plan, rank, table, [&](const Read& read) {
+      check_read(plan, read);
+      for (const Transfer& t : read.transfers) add_elements(in_reads, t);
+    });
     ASSERT_EQ(in_reads, due);
     // The same, asked for one stored tensor after the other.
     for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
@@ -236,7 +242,7 @@ TEST(Transfers, AreOnePerTensorAndRankNotOnePerElement) {
   const Plan plan = make_plan(manifest, recipe, fsdp2_layout(kRanks), options_of("own-shard"));
   for (const int rank : {0, 1, kRanks - 1}) {
     std::vector<int> of_target(kTensors);
-    for_each_transfer(plan, rank, [&](const Transfer& t) { ++of_target[t.buffer]; });
+    for_each_stored_transfer(plan, rank, [&](const Transfer& t) { ++of_target[t.buffer]; });
     EXPECT_EQ(of_target, std::vector<int>(kTensors, 1));
   }
   EXPECT_EQ(traffic(plan).transfers, uint64_t{kTensors} * kRanks);
@@ -287,12 +293,9 @@ struct ReadRow {
 std::vector<ReadRow> reads_of(const Plan& plan, int rank) {
   std::vector<ReadRow> rows;
   std::vector<Transfer> table(kReadTableRows);
-  for_each_read(
-      plan, rank, table,
-      [&](const Read& read) {
-        rows.push_back({read.file, read.begin, read.end, read.direct, read.transfers.size()});
-      },
-      [](const Transfer&) {});
+  for_each_read(plan, rank, table, [&](const Read& read) {
+    rows.push_back({read.file, read.begin, read.end, read.direct, read.transfers.size()});
+  });
   return rows;
 }
 

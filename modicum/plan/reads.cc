@@ -70,8 +70,7 @@ Extent joined(const Extent& a, const Extent& b) {
 // Collects neighbouring small tiles and hands on one read for them.
 class Coalescer {
  public:
-  Coalescer(const Plan& plan, const std::function<void(const Read&)>& read)
-      : plan_(plan), read_(read) {}
+  Coalescer(const Plan& plan, FunctionRef<void(const Read&)> read) : plan_(plan), read_(read) {}
 
   void add(const Transfer& tile) {
     const Extent span = span_of(plan_, tile);
@@ -120,7 +119,7 @@ class Coalescer {
   }
 
   const Plan& plan_;
-  const std::function<void(const Read&)>& read_;
+  FunctionRef<void(const Read&)> read_;
   std::array<Transfer, kGroupRows> group_;
   size_t rows_ = 0;
   uint32_t file_ = 0;
@@ -181,8 +180,7 @@ class Tiler {
 }  // namespace
 
 void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
-                   const std::function<void(const Read&)>& read,
-                   const std::function<void(const Transfer&)>& made) {
+                   FunctionRef<void(const Read&)> fn) {
   MODICUM_ASSERT(table.size() >= kReadTableRows);
   size_t rows = 0;
   const auto before = [](const Transfer& a, const Transfer& b) {
@@ -194,22 +192,16 @@ void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
     if (!std::is_sorted(batch.begin(), batch.end(), before)) {
       std::sort(batch.begin(), batch.end(), before);
     }
-    Coalescer coalescer(plan, read);
+    Coalescer coalescer(plan, fn);
     Tiler tiler(plan, coalescer);
     for (const Transfer& transfer : batch) tiler.add(transfer);
     coalescer.flush();
     rows = 0;
   };
-  const std::function<void(const Transfer&)> add = [&](const Transfer& transfer) {
-    if (transfer.source != Transfer::Source::stored) return made(transfer);
+  for_each_stored_transfer(plan, rank, [&](const Transfer& transfer) {
     table[rows++] = transfer;
     if (rows == kReadTableRows) flush();
-  };
-  if (made) {
-    for_each_transfer(plan, rank, add);
-  } else {
-    for_each_stored_transfer(plan, rank, add);
-  }
+  });
   flush();
 }
 
@@ -221,19 +213,15 @@ Traffic traffic_of_reads(const Plan& plan, int rank) {
   std::vector<Transfer> table(kReadTableRows);
   const std::vector<int> group = exchange_group(plan, rank);
   size_t turn = 0;
-  for_each_read(plan, rank, table,
-                [&](const Read& read) {
-                  const uint64_t bytes = read.end - read.begin + read.scale.bytes();
-                  const bool reads = group[turn++ % group.size()] == rank;
-                  (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += bytes;
-                  sum.reads += !reads ? 0 : read.scale.bytes() > 0 ? 2 : 1;
-                  sum.transfers += read.transfers.size();
-                  sum.needed_bytes += read.scale.bytes();
-                  for (const Transfer& t : read.transfers) {
-                    sum.needed_bytes += bytes_of(t.from_dtype, t.numel());
-                  }
-                },
-                {});
+  for_each_read(plan, rank, table, [&](const Read& read) {
+    const uint64_t bytes = read.end - read.begin + read.scale.bytes();
+    const bool reads = group[turn++ % group.size()] == rank;
+    (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += bytes;
+    sum.reads += !reads ? 0 : read.scale.bytes() > 0 ? 2 : 1;
+    sum.transfers += read.transfers.size();
+    sum.needed_bytes += read.scale.bytes();
+    for (const Transfer& t : read.transfers) sum.needed_bytes += bytes_of(t.from_dtype, t.numel());
+  });
   return sum;
 }
 
@@ -261,7 +249,7 @@ std::vector<Traffic> traffic_on_node(const Plan& plan, int leader) {
   std::vector<Traffic> sums(exchange_group(plan, leader).size());
   std::vector<Traffic> of_target(sums.size());
   std::map<Alike, std::vector<Traffic>> known;
-  const std::function<void(const NodeRead&)> count = [&](const NodeRead& read) {
+  const auto count = [&](const NodeRead& read) {
     of_target[0].storage_read_bytes += read.bytes();
     of_target[0].reads += read.scale.bytes() > 0 ? 2 : 1;
     for (size_t r = 1; r < of_target.size(); ++r) {

@@ -8,11 +8,6 @@
 namespace modicum {
 namespace {
 
-std::span<const uint32_t> uses_of(const Plan& plan, uint32_t stored) noexcept {
-  const uint32_t begin = plan.uses_begin[stored];
-  return std::span(plan.uses).subspan(begin, plan.uses_begin[stored + 1] - begin);
-}
-
 [[noreturn]] void refuse(const Plan& plan, const Stored& codes, const Target& target) {
   if (!codes.scale) {
     fail(Category::unsupported,
@@ -57,13 +52,13 @@ bool takes_elements(const Plan& plan, uint32_t target, uint32_t stored) noexcept
 }
 
 bool gives_elements(const Plan& plan, uint32_t stored) noexcept {
-  const auto uses = uses_of(plan, stored);
+  const auto uses = plan.uses.of(stored);
   return std::any_of(uses.begin(), uses.end(),
                      [&](uint32_t target) { return takes_elements(plan, target, stored); });
 }
 
 std::optional<uint32_t> scale_beside(const Plan& plan, uint32_t stored) noexcept {
-  for (const uint32_t target : uses_of(plan, stored)) {
+  for (const uint32_t target : plan.uses.of(stored)) {
     if (const auto scale = scale_for(plan, target, stored)) return scale;
   }
   return std::nullopt;

@@ -52,13 +52,10 @@ struct Reading {
 Reading reading_of(const Plan& plan, int rank) {
   Reading reading;
   std::vector<Transfer> table(kReadTableRows);
-  for_each_read(
-      plan, rank, table,
-      [&](const Read& read) {
-        reading.reads.push_back(read);
-        reading.transfers.emplace_back(read.transfers.begin(), read.transfers.end());
-      },
-      [](const Transfer&) {});
+  for_each_read(plan, rank, table, [&](const Read& read) {
+    reading.reads.push_back(read);
+    reading.transfers.emplace_back(read.transfers.begin(), read.transfers.end());
+  });
   return reading;
 }
 

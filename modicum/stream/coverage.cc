@@ -113,8 +113,10 @@ Coverage::Places Coverage::expected(uint32_t buffer) const {
 void Coverage::tick(const Transfer& done) noexcept {
   const Runs& r = done.runs;
   if (r.runs <= 0 || r.run <= 0) return;
-  Written& written = written_[done.buffer];
-  const Places& places = expected_[done.buffer];
+  // A compared alias, which has no buffer of its own, counts under its own number.
+  const uint32_t number = done.compared ? done.target : done.buffer;
+  Written& written = written_[number];
+  const Places& places = expected_[number];
   if (!lies_within(r, places.begin, places.end)) {
     written.outside.store(true, std::memory_order_relaxed);
     return;

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <functional>
 #include <mutex>
 #include <new>
 #include <utility>
@@ -74,12 +73,22 @@ class Load {
     return Writer(plan_, sink_, coverage_, ties_, options_, slot_of(worker));
   }
 
+  // A worker among those that make the same walk: each takes its turn, so that there is no queue,
+  // and what is taken together is the same at any number.
+  struct Turn {
+    int worker = 0;
+    int workers = 1;
+    int64_t next = 0;
+
+    bool is_mine() noexcept { return next++ % workers == worker; }
+  };
+
   // The first failure goes to the board at once: it ends this rank's other workers, and the other
   // ranks, at their next look.
-  void in_workers(const std::function<void(int worker)>& work) {
+  void in_workers(FunctionRef<void(Turn turn)> work) {
     run_workers(workers_, [&](int worker) {
       try {
-        work(worker);
+        work({worker, workers_});
       } catch (const Error& error) {
         at_.board->report(record_of(error, at_.rank));
         throw;
@@ -97,40 +106,37 @@ class Load {
     stream_own_bytes();
   }
 
-  // Each worker walks all reads and takes every n-th: no queue, and the same reads at any number.
   void stream_own_bytes() {
-    in_workers([this](int worker) {
+    in_workers([this](Turn turn) {
       Readers readers(checkpoint_);
-      Writer writer = writer_of(worker);
-      const std::span<std::byte> slot = slot_of(worker);
-      int64_t turn = 0;
-      const auto mine = [&] { return turn++ % workers_ == worker; };
-      for_each_read(
-          plan_, at_.rank, table_of(worker),
-          [&](const Read& read) {
-            if (!mine()) return;
-            const Transfer& first = read.transfers.front();
-            if (read.direct) {
-              fetch_into(writer.place_of(first), first.from, {read.file, read.begin, read.end},
-                         readers.codes);
-              writer.placed(first);
-            } else {
-              fetch(first.from, {read.file, read.begin, read.end}, read.scale, readers, slot);
-              put(read, writer, slot);
-            }
-          },
-          [&](const Transfer& made) {
-            if (makes(worker, made, mine)) writer.make(made);
-          });
+      Writer writer = writer_of(turn.worker);
+      const std::span<std::byte> slot = slot_of(turn.worker);
+      for_each_read(plan_, at_.rank, table_of(turn.worker), [&](const Read& read) {
+        if (!turn.is_mine()) return;
+        const Transfer& first = read.transfers.front();
+        if (read.direct) {
+          fetch_into(writer.place_of(first), first.from, {read.file, read.begin, read.end},
+                     readers.codes);
+          writer.placed(first);
+        } else {
+          fetch(first.from, {read.file, read.begin, read.end}, read.scale, readers, slot);
+          put(read, writer, slot);
+        }
+      });
+      make(writer, turn);
       finish(readers, writer);
     });
   }
 
-  // What the caller makes, he makes on his own thread, which is the last worker's.
-  template <typename Turn>
-  bool makes(int worker, const Transfer& made, const Turn& mine) const {
-    if (made.source == Transfer::Source::caller) return worker == workers_ - 1;
-    return mine();
+  // What needs no reading. What the caller makes, it makes on its own thread, which is the last
+  // worker's.
+  void make(Writer& writer, Turn turn) {
+    for_each_made_transfer(plan_, at_.rank, [&](const Transfer& made) {
+      const bool is_callers = made.source == Transfer::Source::caller;
+      if (is_callers ? turn.worker != turn.workers - 1 : !turn.is_mine()) return;
+      at_.board->check();
+      writer.make(made);
+    });
   }
 
   // Ranks that hold the same have the same reads; each makes those whose turn it is.
@@ -139,22 +145,20 @@ class Load {
     Writer writer = writer_of(0);
     const std::span<std::byte> slot = slot_of(0);
     size_t turn = 0;
-    for_each_read(
-        plan_, at_.rank, table_of(0),
-        [&](const Read& read) {
-          const size_t root = turn++ % group.size();
-          const uint64_t bytes = read.end - read.begin + read.scale.bytes();
-          if (group[root] == at_.rank) {
-            fetch(read.transfers.front().from, {read.file, read.begin, read.end}, read.scale,
-                  readers, slot);
-          } else {
-            outcome_.exchanged_bytes += bytes;
-          }
-          at_.exchange->broadcast(static_cast<int>(root), slot.first(bytes));
-          if (group[root] != at_.rank) at_.board->beat(at_.rank, bytes);
-          put(read, writer, slot);
-        },
-        [&](const Transfer& made) { writer.make(made); });
+    for_each_read(plan_, at_.rank, table_of(0), [&](const Read& read) {
+      const size_t root = turn++ % group.size();
+      const uint64_t bytes = read.end - read.begin + read.scale.bytes();
+      if (group[root] == at_.rank) {
+        fetch(read.transfers.front().from, {read.file, read.begin, read.end}, read.scale, readers,
+              slot);
+      } else {
+        outcome_.exchanged_bytes += bytes;
+      }
+      at_.exchange->broadcast(static_cast<int>(root), slot.first(bytes));
+      if (group[root] != at_.rank) at_.board->beat(at_.rank, bytes);
+      put(read, writer, slot);
+    });
+    make(writer, {});
     finish(readers, writer);
   }
 
@@ -168,7 +172,7 @@ class Load {
     for_each_node_read(plan_, at_.rank, [&](const NodeRead& read) {
       at_.board->check();
       const NodeRead::Wanted& wanted = read.wanted[place];
-      if (place == 0) {
+      if (reads_storage(plan_, at_.rank)) {
         fetch(read.stored, read.at, read.scale, readers, slot);
       } else {
         outcome_.exchanged_bytes += wanted.bytes();
@@ -178,7 +182,7 @@ class Load {
       }
       const ScalesAtHand scales =
           scales_read(plan_, read.stored, read.scale, slot.data() + read.at.bytes());
-      const std::function<void(const Transfer&)> put = [&](const Transfer& part) {
+      const auto put = [&](const Transfer& part) {
         writer.put(part, place_in(slot, read.at.begin, part), scales);
       };
       if (wanted.bytes() > 0) {
@@ -188,9 +192,7 @@ class Load {
       }
       if (place != 0) at_.board->beat(at_.rank, wanted.bytes());
     });
-    for_each_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
-      if (transfer.source != Transfer::Source::stored) writer.make(transfer);
-    });
+    make(writer, {});
     finish(readers, writer);
   }
 
@@ -242,11 +244,10 @@ class Load {
 
   // Nothing where another rank reads.
   void fill_window() {
-    in_workers([this](int worker) {
+    in_workers([this](Turn turn) {
       DataReader reader(checkpoint_);
-      int64_t turn = 0;
       in_window_.for_each_read([&](const RankWindow::Read& read) {
-        if (turn++ % workers_ != worker) return;
+        if (!turn.is_mine()) return;
         fetch_into(window_.bytes().subspan(read.place, read.at.bytes()), read.stored, read.at,
                    reader);
       });
@@ -269,17 +270,15 @@ class Load {
   }
 
   void cut_from_window() {
-    in_workers([this](int worker) {
-      Writer writer = writer_of(worker);
-      int64_t turn = 0;
-      const auto mine = [&] { return turn++ % workers_ == worker; };
-      for_each_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
-        if (!makes(worker, transfer, mine)) return;
+    in_workers([this](Turn turn) {
+      Writer writer = writer_of(turn.worker);
+      for_each_stored_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
+        if (!turn.is_mine()) return;
         at_.board->check();
-        if (transfer.source != Transfer::Source::stored) return writer.make(transfer);
         put_from_window(in_window_.tensor(transfer.from), transfer, writer);
         at_.board->beat(at_.rank, 0);
       });
+      make(writer, turn);
       const std::lock_guard lock(mutex_);
       outcome_.bytes_loaded += writer.bytes_loaded();
     });
@@ -303,9 +302,7 @@ class Load {
           plan_, at_.rank, tensor.elements.stored,
           [&](const Transfer& transfer) { put_from_window(tensor, transfer, writer); });
     });
-    for_each_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
-      if (transfer.source != Transfer::Source::stored) writer.make(transfer);
-    });
+    make(writer, {});
     outcome_.bytes_loaded += writer.bytes_loaded();
   }
 

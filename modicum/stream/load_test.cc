@@ -547,8 +547,7 @@ TEST(CheckValues, OneWrongBitIsNamed) {
   const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(2), strategy_named("own-shard"));
   SteadyClock clock;
   SharedBoard board(2, clock);
-  const ExpectedElements expected = [&](uint32_t stored, int64_t first, int64_t n,
-                                        std::span<std::byte> into) {
+  const auto expected = [&](uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into) {
     synth_fill(name_hash(model.specs[stored].fqn), model.specs[stored].dtype, first, n,
                into.data());
   };
