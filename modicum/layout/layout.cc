@@ -254,7 +254,7 @@ uint64_t Layout::held_bytes() const noexcept {
 
 Layout make_layout(std::string_view name, Sharding sharding) {
   require_sense(sharding);
-  Layout layout{.name = name};
+  Layout layout{.name = std::string(name)};
   layout.kinds.push_back(std::move(sharding));
   return layout;
 }
@@ -459,20 +459,26 @@ bool is_primary(const Sharding& sharding, const TensorSpec& target, int rank) {
 }
 
 void digest_layout(const Layout& layout, Hasher& hasher) {
-  hasher.add(layout.name);
+  // Each list with its length before it: no two layouts give the same sequence.
+  const auto add_all = [&hasher](const auto& list) {
+    hasher.add(list.size());
+    for (const auto value : list) hasher.add(value);
+  };
+  hasher.add(layout.name).add(layout.kinds.size());
   for (const Sharding& sharding : layout.kinds) {
-    hasher.add(sharding.flattens).add(sharding.mesh.sizes.size());
-    for (const int size : sharding.mesh.sizes) hasher.add(size);
+    add_all(sharding.mesh.sizes);
+    hasher.add(sharding.flattens).add(sharding.cuts.size());
     for (const Cut& cut : sharding.cuts) {
-      hasher.add(cut.axes.size());
-      for (const int axis : cut.axes) hasher.add(axis);
+      add_all(cut.axes);
       hasher.add(cut.dim).add(cut.packed).add(cut.pads);
     }
   }
-  for (const uint8_t kind : layout.kind_of) hasher.add(kind);
+  add_all(layout.kind_of);
+  hasher.add(layout.flats.size());
   for (const FlatGroup& flat : layout.flats) {
-    hasher.add(flat.part);
-    for (const uint32_t t : flat.targets) hasher.add(t);
+    hasher.add(flat.dtype).add(flat.numel).add(flat.part);
+    add_all(flat.targets);
+    add_all(flat.begins);
   }
 }
 

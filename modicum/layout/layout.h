@@ -6,6 +6,7 @@
 #pragma once
 
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -53,7 +54,7 @@ struct FlatGroup {
 };
 
 struct Layout {
-  std::string_view name;         // as `--layout` takes it
+  std::string name;              // as `--layout` takes it
   std::vector<Sharding> kinds;   // of one world size
   std::vector<uint8_t> kind_of;  // by target; empty: all are of the first kind
   std::vector<FlatGroup> flats;
