@@ -13,4 +13,8 @@ struct NodeRanks {
 int ranks_per_node(const Plan& plan) noexcept;
 NodeRanks node_of(const Plan& plan, int rank) noexcept;
 
+// Those of for_each_node_read that are for one target.
+void for_each_node_read_of(const Plan& plan, int rank, uint32_t target,
+                           FunctionRef<void(const NodeRead&)> fn);
+
 }  // namespace modicum

@@ -81,8 +81,8 @@ void refuse_unsupported(const Plan& plan) {
     for (int rank = 0; rank < plan.ranks(); ++rank) {
       for_each_transfer_from(plan, rank, root.from, [&](const Transfer& transfer) {
         const Runs& runs = transfer.runs;
-        for (int64_t k = 0; k < std::min<int64_t>(2, runs.runs); ++k) {
-          extent_of(plan.manifest->tensors[root.from], runs.first + k * runs.stride, runs.run);
+        for (int64_t k = 0; k < std::min<int64_t>(2, runs.count); ++k) {
+          extent_of(plan.manifest->tensors[root.from], runs.first + k * runs.stride, runs.length);
         }
       });
     }
@@ -94,8 +94,8 @@ Staging divide_staging(const Plan& plan) {
   const Strategy& strategy = plan.strategy();
   const auto group = static_cast<uint64_t>(exchange_group(plan, 0).size());
   const bool streams = strategy.of_reader == Window::none;
-  bool casts_in_slot = options.destination == Destination::discard;
-  for (const Destination to : options.destination_of) casts_in_slot |= to == Destination::discard;
+  bool casts_in_slot = options.destination == Destination::copy;
+  for (const Destination to : options.destination_of) casts_in_slot |= to == Destination::copy;
   Staging staging;
   staging.exchanges = group > 1;
   uint64_t left = round_up(options.staging_bytes, kPageBytes);
@@ -195,9 +195,11 @@ Digest digest_inputs(const Plan& plan) {
   hasher.add(o.strategy->name).add(o.ranks_per_node).add(o.destination);
   hasher.add(o.staging_bytes).add(o.baseline_bytes).add(o.init_bytes).add(o.caller_sends);
   hasher.add(o.fork);
+  hasher.add(o.destination_of.size());
   for (const Destination to : o.destination_of) hasher.add(to);
+  hasher.add(o.after.size());
   for (const Phase& phase : o.after) {
-    hasher.add(phase.name);
+    hasher.add(phase.name).add(phase.of_rank.size());
     for (const Footprint& of_rank : phase.of_rank) {
       for (const uint64_t bytes : of_rank.bytes) hasher.add(bytes);
     }

@@ -51,6 +51,8 @@ bool takes_elements(const Plan& plan, uint32_t target, uint32_t stored) noexcept
   return root.dtype == plan.manifest->tensors[stored].spec.dtype;
 }
 
+bool is_needed(const Plan& plan, uint32_t stored) noexcept { return !plan.uses.of(stored).empty(); }
+
 bool gives_elements(const Plan& plan, uint32_t stored) noexcept {
   const auto uses = plan.uses.of(stored);
   return std::any_of(uses.begin(), uses.end(),
@@ -71,7 +73,7 @@ Extent scale_extent(const Plan& plan, const Transfer& transfer) {
   const ScaleGrid grid = scale_grid(*plan.manifest, codes);
   const Runs& runs = transfer.runs;
   const int64_t first = runs.first;
-  const int64_t last = first + (runs.runs - 1) * runs.stride + runs.run - 1;
+  const int64_t last = first + runs.span() - 1;
   if (first / grid.codes[1] == last / grid.codes[1]) {
     const int64_t begin = grid.index_of(first);
     return extent_of(scales, begin, grid.index_of(last) + 1 - begin);

@@ -1,13 +1,24 @@
 // What a load will read and send, counted by the generators that it follows.
 #include <algorithm>
+#include <array>
 #include <map>
 #include <mutex>
-#include <tuple>
+#include <optional>
+#include <vector>
 
+#include "modicum/plan/inside.h"
 #include "modicum/plan/plan.h"
 
 namespace modicum {
 namespace {
+
+void add(const Traffic& other, Traffic& sum) noexcept {
+  for (uint64_t Traffic::*const count :
+       {&Traffic::storage_read_bytes, &Traffic::exchanged_bytes, &Traffic::reads,
+        &Traffic::transfers, &Traffic::needed_bytes}) {
+    sum.*count = saturating_add(sum.*count, other.*count);
+  }
+}
 
 // What is read in turn by those who hold the same; by one alone, where nobody does.
 Traffic traffic_of_reads(const Plan& plan, int rank) {
@@ -16,9 +27,8 @@ Traffic traffic_of_reads(const Plan& plan, int rank) {
   const std::vector<int> group = exchange_group(plan, rank);
   size_t turn = 0;
   for_each_read(plan, rank, table, [&](const Read& read) {
-    const uint64_t bytes = read.end - read.begin + read.scale.bytes();
     const bool reads = group[turn++ % group.size()] == rank;
-    (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += bytes;
+    (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += read.bytes();
     sum.reads += !reads ? 0 : read.scale.bytes() > 0 ? 2 : 1;
     sum.transfers += read.transfers.size();
     sum.needed_bytes += read.scale.bytes();
@@ -27,30 +37,42 @@ Traffic traffic_of_reads(const Plan& plan, int rank) {
   return sum;
 }
 
-// Targets that are cut and read alike, if one is taken as it is stored: how much that comes to does
-// not depend on where it stands.
-using Alike = std::tuple<const Sharding*, DType, DType, std::vector<int64_t>>;
+// All that a target's traffic on a node depends on, where it is taken as it is stored: targets that
+// agree in it are read and sent alike, wherever their bytes stand.
+struct TargetKind {
+  struct Scales {
+    DType dtype;
+    std::array<int64_t, 2> block;
+    std::vector<int64_t> shape;
+    auto operator<=>(const Scales&) const = default;
+  };
+  const Sharding* sharding;
+  DType stored_dtype;
+  DType loaded_dtype;
+  std::vector<int64_t> shape;
+  std::optional<Scales> scales;
+  auto operator<=>(const TargetKind&) const = default;
+};
 
-std::optional<Alike> alike(const Plan& plan, uint32_t target) {
+std::optional<TargetKind> kind_of(const Plan& plan, uint32_t target) {
   const Node& root = plan.recipe->nodes[plan.recipe->read_node(target)];
   const uint32_t holder = holder_of(plan, target);
   if (root.op != Op::stored || plan.layout.is_flat(holder)) return std::nullopt;
-  std::vector<int64_t> shapes = root.shape;
+  TargetKind kind{&plan.layout.sharding_of(holder), root.dtype,
+                  plan.recipe->targets[target].spec.dtype, root.shape, std::nullopt};
   if (const auto& scale = plan.manifest->tensors[root.from].scale) {
-    const TensorSpec& scales = plan.manifest->tensors[scale->tensor].spec;
-    shapes.insert(shapes.end(), {-1, static_cast<int64_t>(scales.dtype)});
-    shapes.insert(shapes.end(), scale->block.begin(), scale->block.end());
-    shapes.insert(shapes.end(), scales.shape.begin(), scales.shape.end());
+    const TensorSpec& spec = plan.manifest->tensors[scale->tensor].spec;
+    kind.scales = {spec.dtype, scale->block, spec.shape};
   }
-  return Alike{&plan.layout.sharding_of(holder), root.dtype,
-               plan.recipe->targets[target].spec.dtype, std::move(shapes)};
+  return kind;
 }
 
 // Of each rank of a node whose leader reads.
 std::vector<Traffic> traffic_on_node(const Plan& plan, int leader) {
-  std::vector<Traffic> sums(exchange_group(plan, leader).size());
+  const NodeRanks node = node_of(plan, leader);
+  std::vector<Traffic> sums(static_cast<size_t>(node.end - node.first));
   std::vector<Traffic> of_target(sums.size());
-  std::map<Alike, std::vector<Traffic>> known;
+  std::map<TargetKind, std::vector<Traffic>> known;
   const auto count = [&](const NodeRead& read) {
     of_target[0].storage_read_bytes += read.bytes();
     of_target[0].reads += read.scale.bytes() > 0 ? 2 : 1;
@@ -59,7 +81,7 @@ std::vector<Traffic> traffic_on_node(const Plan& plan, int leader) {
     }
   };
   for (const uint32_t target : plan.order) {
-    const auto kind = alike(plan, target);
+    const auto kind = kind_of(plan, target);
     const auto seen = kind ? known.find(*kind) : known.end();
     if (seen != known.end()) {
       of_target = seen->second;
@@ -68,7 +90,7 @@ std::vector<Traffic> traffic_on_node(const Plan& plan, int leader) {
       for_each_node_read_of(plan, leader, target, count);
       if (kind) known.emplace(*kind, of_target);
     }
-    for (size_t r = 0; r < sums.size(); ++r) sums[r] += of_target[r];
+    for (size_t r = 0; r < sums.size(); ++r) add(of_target[r], sums[r]);
   }
   return sums;
 }
@@ -97,18 +119,8 @@ Traffic traffic_of_window(const Plan& plan, int rank) {
 Traffic traffic_of_rank(const Plan& plan, int rank) {
   if (plan.strategy().of_reader != Window::none) return traffic_of_window(plan, rank);
   if (plan.strategy().reader != Reader::node_leader) return traffic_of_reads(plan, rank);
-  const int leader = exchange_group(plan, rank).front();
+  const int leader = node_of(plan, rank).first;
   return traffic_on_node(plan, leader)[static_cast<size_t>(rank - leader)];
-}
-
-Traffic& Traffic::operator+=(const Traffic& other) noexcept {
-  const auto add = [](uint64_t& sum, uint64_t bytes) { sum = saturating_add(sum, bytes); };
-  add(storage_read_bytes, other.storage_read_bytes);
-  add(exchanged_bytes, other.exchanged_bytes);
-  add(reads, other.reads);
-  add(transfers, other.transfers);
-  add(needed_bytes, other.needed_bytes);
-  return *this;
 }
 
 Traffic traffic(const Plan& plan) {
@@ -118,12 +130,12 @@ Traffic traffic(const Plan& plan) {
     const Traffic of_reader = traffic_of_window(plan, 0);
     const Traffic of_others = traffic_of_window(plan, plan.ranks() - 1);
     for (int rank = 0; rank < plan.ranks(); ++rank) {
-      sum += reads_storage(plan, rank) ? of_reader : of_others;
+      add(reads_storage(plan, rank) ? of_reader : of_others, sum);
     }
     return sum;
   }
   const bool by_node = plan.strategy().reader == Reader::node_leader;
-  const int step = by_node ? static_cast<int>(exchange_group(plan, 0).size()) : 1;
+  const int step = by_node ? ranks_per_node(plan) : 1;
   const int units = static_cast<int>(ceil_div(plan.ranks(), step));
   std::mutex mutex;
   const int workers = std::min(units, usable_cpus());
@@ -133,7 +145,7 @@ Traffic traffic(const Plan& plan) {
       const std::vector<Traffic> of =
           by_node ? traffic_on_node(plan, rank) : std::vector{traffic_of_reads(plan, rank)};
       const std::lock_guard lock(mutex);
-      for (const Traffic& one : of) sum += one;
+      for (const Traffic& one : of) add(one, sum);
     }
   });
   return sum;

@@ -58,7 +58,7 @@ void emit_padding(uint32_t target, uint32_t buffer, const LocalBuffer& local, Em
   zero.target = target;
   zero.buffer = buffer;
   zero.from_dtype = zero.to_dtype = local.dtype;
-  zero.runs = {.run = local.padded_numel - local.numel, .at = local.numel};
+  zero.runs = {.length = local.padded_numel - local.numel, .at = local.numel};
   fn(zero);
 }
 
@@ -116,8 +116,6 @@ void for_each_transfer_from(const Plan& plan, int rank, uint32_t stored, Emit fn
     }
   }
 }
-
-bool is_needed(const Plan& plan, uint32_t stored) noexcept { return !plan.uses.of(stored).empty(); }
 
 Extent extent_of(const Stored& stored, int64_t first, int64_t count) {
   const auto bits = static_cast<uint64_t>(bits_per_element(stored.spec.dtype));

@@ -2,6 +2,8 @@
 #include <algorithm>
 
 #include "modicum/plan/plan.h"
+#include "modicum/plan/scales.h"
+#include "modicum/plan/tiles.h"
 
 namespace modicum {
 

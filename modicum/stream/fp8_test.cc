@@ -261,7 +261,7 @@ void expect_grid(const Model& model, const Recipe& recipe) {
   for (int world = 1; world <= 5; ++world) {
     for (const int dim : {0, 1}) {
       for (const Strategy& strategy : strategies()) {
-        for (const Destination destination : {Destination::cpu, Destination::discard}) {
+        for (const Destination destination : {Destination::cpu, Destination::copy}) {
           load_all({model, recipe, wholes, world, dim}, strategy, destination);
           if (testing::Test::HasFailure()) return;
         }

@@ -22,7 +22,7 @@ class Load {
         options_(options),
         header_(ledger.adopt(Purpose::header, plan.manifest->held_bytes())),
         plan_charge_(ledger.adopt(Purpose::plan, plan.held_bytes())),
-        in_window_(plan, at.rank),
+        window_(plan, at.rank),
         coverage_(plan, at.rank),
         ties_(plan) {
     commit(ledger);
@@ -45,12 +45,12 @@ class Load {
   }
 
  private:
-  // Everything that the run will hold, before the first data byte.
+  // Everything that the load will hold, before the first data byte.
   void commit(Ledger& ledger) {
     const auto& load = plan_.promise.phases[kLoadPhase].of_rank[static_cast<size_t>(at_.rank)];
     const int threads = std::max(1, options_.threads);
     const auto look = [this] { at_.board->check(); };
-    window_ = ledger.charge(Purpose::window, load[Purpose::window], threads, look);
+    window_memory_ = ledger.charge(Purpose::window, load[Purpose::window], threads, look);
     const Staging& staging = plan_.staging;
     if (staging.ring_part_bytes > 0) {
       MODICUM_ASSERT(at_.exchange != nullptr);
@@ -73,8 +73,7 @@ class Load {
     return Writer(plan_, sink_, coverage_, ties_, options_, slot_of(worker));
   }
 
-  // A worker among those that make the same walk: each takes its turn, so that there is no queue,
-  // and what is taken together is the same at any number.
+  // Workers share a walk without a queue: each makes all of it, and acts when it is its turn.
   struct Turn {
     int worker = 0;
     int workers = 1;
@@ -115,11 +114,10 @@ class Load {
         if (!turn.is_mine()) return;
         const Transfer& first = read.transfers.front();
         if (read.direct) {
-          fetch_into(writer.place_of(first), first.from, {read.file, read.begin, read.end},
-                     readers.codes);
+          fetch_into(writer.place_of(first), first.from, read.at, readers.codes);
           writer.placed(first);
         } else {
-          fetch(first.from, {read.file, read.begin, read.end}, read.scale, readers, slot);
+          fetch(first.from, read.at, read.scale, readers, slot);
           put(read, writer, slot);
         }
       });
@@ -147,15 +145,10 @@ class Load {
     size_t turn = 0;
     for_each_read(plan_, at_.rank, table_of(0), [&](const Read& read) {
       const size_t root = turn++ % group.size();
-      const uint64_t bytes = read.end - read.begin + read.scale.bytes();
-      if (group[root] == at_.rank) {
-        fetch(read.transfers.front().from, {read.file, read.begin, read.end}, read.scale, readers,
-              slot);
-      } else {
-        outcome_.exchanged_bytes += bytes;
-      }
-      at_.exchange->broadcast(static_cast<int>(root), slot.first(bytes));
-      if (group[root] != at_.rank) at_.board->beat(at_.rank, bytes);
+      const bool reads = group[root] == at_.rank;
+      if (reads) fetch(read.transfers.front().from, read.at, read.scale, readers, slot);
+      at_.exchange->broadcast(static_cast<int>(root), slot.first(read.bytes()));
+      if (!reads) received(read.bytes());
       put(read, writer, slot);
     });
     make(writer, {});
@@ -172,11 +165,8 @@ class Load {
     for_each_node_read(plan_, at_.rank, [&](const NodeRead& read) {
       at_.board->check();
       const NodeRead::Wanted& wanted = read.wanted[place];
-      if (reads_storage(plan_, at_.rank)) {
-        fetch(read.stored, read.at, read.scale, readers, slot);
-      } else {
-        outcome_.exchanged_bytes += wanted.bytes();
-      }
+      const bool reads = reads_storage(plan_, at_.rank);
+      if (reads) fetch(read.stored, read.at, read.scale, readers, slot);
       if (group.size() > 1) {
         at_.exchange->broadcast(0, slot.first(read.bytes()), {wanted.begin, wanted.end});
       }
@@ -190,7 +180,7 @@ class Load {
           for_each_transfer_within(transfer, read, put);
         });
       }
-      if (place != 0) at_.board->beat(at_.rank, wanted.bytes());
+      if (!reads) received(wanted.bytes());
     });
     make(writer, {});
     finish(readers, writer);
@@ -230,15 +220,21 @@ class Load {
   const std::byte* place_in(std::span<std::byte> slot, uint64_t begin,
                             const Transfer& transfer) const {
     const Stored& stored = plan_.manifest->tensors[transfer.from];
-    return slot.data() + (extent_of(stored, transfer.runs.first, transfer.runs.run).begin - begin);
+    return slot.data() +
+           (extent_of(stored, transfer.runs.first, transfer.runs.length).begin - begin);
+  }
+
+  void received(uint64_t bytes) {
+    outcome_.exchanged_bytes += bytes;
+    at_.board->beat(at_.rank, bytes);
   }
 
   // What a read has brought into a slot, to where it belongs.
   void put(const Read& read, Writer& writer, std::span<std::byte> slot) {
-    const ScalesAtHand scales = scales_read(plan_, read.transfers.front().from, read.scale,
-                                            slot.data() + (read.end - read.begin));
+    const ScalesAtHand scales =
+        scales_read(plan_, read.transfers.front().from, read.scale, slot.data() + read.at.bytes());
     for (const Transfer& transfer : read.transfers) {
-      writer.put(transfer, place_in(slot, read.begin, transfer), scales);
+      writer.put(transfer, place_in(slot, read.at.begin, transfer), scales);
     }
   }
 
@@ -246,10 +242,10 @@ class Load {
   void fill_window() {
     in_workers([this](Turn turn) {
       DataReader reader(checkpoint_);
-      in_window_.for_each_read([&](const RankWindow::Read& read) {
+      window_.for_each_read([&](const RankWindow::Read& read) {
         if (!turn.is_mine()) return;
-        fetch_into(window_.bytes().subspan(read.place, read.at.bytes()), read.stored, read.at,
-                   reader);
+        fetch_into(window_memory_.bytes().subspan(read.place, read.at.bytes()), read.stored,
+                   read.at, reader);
       });
       reader.finish();
       const std::lock_guard lock(mutex_);
@@ -258,7 +254,7 @@ class Load {
   }
 
   std::span<std::byte> bytes_of_whole(const RankWindow::Whole& of) const noexcept {
-    return window_.bytes().subspan(of.place, plan_.manifest->tensors[of.stored].at.bytes());
+    return window_memory_.bytes().subspan(of.place, plan_.manifest->tensors[of.stored].at.bytes());
   }
 
   void put_from_window(const RankWindow::Tensor& tensor, const Transfer& transfer, Writer& writer) {
@@ -275,7 +271,7 @@ class Load {
       for_each_stored_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
         if (!turn.is_mine()) return;
         at_.board->check();
-        put_from_window(in_window_.tensor(transfer.from), transfer, writer);
+        put_from_window(window_.tensor(transfer.from), transfer, writer);
         at_.board->beat(at_.rank, 0);
       });
       make(writer, turn);
@@ -286,16 +282,14 @@ class Load {
 
   void broadcast(const RankWindow::Whole& of) {
     const std::span<std::byte> tensor = bytes_of_whole(of);
-    const uint64_t received = reads_storage(plan_, at_.rank) ? 0 : tensor.size();
     at_.exchange->broadcast(0, tensor);
-    outcome_.exchanged_bytes += received;
-    at_.board->beat(at_.rank, received);
+    received(reads_storage(plan_, at_.rank) ? 0 : tensor.size());
   }
 
   // One rank has the model in its window, the others one tensor at a time in theirs.
   void broadcast_tensors() {
     Writer writer = writer_of(0);
-    in_window_.for_each_tensor([&](const RankWindow::Tensor& tensor) {
+    window_.for_each_tensor([&](const RankWindow::Tensor& tensor) {
       broadcast(tensor.elements);
       if (tensor.scale) broadcast(*tensor.scale);
       for_each_transfer_from(
@@ -326,9 +320,9 @@ class Load {
   Sink& sink_;
   const LoadOptions& options_;
   Charge header_, plan_charge_, ring_;
-  Buffer window_, staging_;
+  Buffer window_memory_, staging_;
   int workers_ = 1;
-  RankWindow in_window_;
+  RankWindow window_;
   Coverage coverage_;
   Ties ties_;
   std::mutex mutex_;

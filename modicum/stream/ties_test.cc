@@ -98,7 +98,7 @@ void for_each_plan(const Model& model, const Recipe& recipe,
     targets.push_back(recipe.is_alias(t) ? nullptr : &recipe.targets[t].spec);
   }
   for (const Strategy& strategy : strategies()) {
-    for (const Destination destination : {Destination::cpu, Destination::discard}) {
+    for (const Destination destination : {Destination::cpu, Destination::copy}) {
       for (const Layout& layout :
            {fsdp2_layout(1), fsdp2_layout(4), fsdp2_layout(3, 1), whole_layout(2),
             hsdp_layout(2, {2}), tp_fsdp_layout({2}, 2), zero3_layout(3, targets),
