@@ -3,8 +3,6 @@
 
 #include "modicum/plan/inside.h"
 #include "modicum/plan/plan.h"
-#include "modicum/plan/scales.h"
-#include "modicum/plan/tiles.h"
 
 namespace modicum {
 namespace {
@@ -42,19 +40,10 @@ struct Span {
   int place = 0;  // of the rank on its node
 };
 
-struct Elements {
-  int64_t first = INT64_MAX;
-  int64_t end = 0;
-
-  void add(int64_t from, int64_t to) noexcept {
-    first = std::min(first, from);
-    end = std::max(end, to);
-  }
-};
-
-NodeRead::Wanted wanted_of(const Stored& tensor, const NodeRead& read, const Elements& needed) {
-  if (needed.first >= needed.end) return {};
-  const Extent extent = extent_of(tensor, needed.first, needed.end - needed.first);
+// `needed`: of the elements of a read, those from the first to the last that a rank needs.
+NodeRead::Wanted wanted_of(const Stored& tensor, const NodeRead& read, const Chunk& needed) {
+  if (needed.size() == 0) return {};
+  const Extent extent = extent_of(tensor, needed.lo, needed.size());
   return {extent.begin - read.at.begin,
           read.scale.bytes() > 0 ? read.bytes() : extent.end - read.at.begin};
 }
@@ -111,11 +100,12 @@ class TargetReads {
   void tile(const Stored& tensor, std::span<const Span> spans) {
     const int64_t first = stretch_.runs.first;
     const int64_t count = stretch_.runs.length;
-    std::fill(needed_.begin(), needed_.end(), Elements{});
-    for (const Span& span : spans) {
+    std::fill(needed_.begin(), needed_.end(), Chunk{});
+    for (const Span& span : spans) {  // in order of their first elements
       const int64_t from = std::max(first, span.first);
       const int64_t to = std::min(first + count, span.end);
-      if (from < to) needed_[static_cast<size_t>(span.place)].add(from, to);
+      Chunk& needed = needed_[static_cast<size_t>(span.place)];
+      if (from < to) needed = {needed.size() == 0 ? from : needed.lo, std::max(needed.hi, to)};
     }
     NodeRead read{target_,
                   stretch_.from,
@@ -135,7 +125,7 @@ class TargetReads {
   uint32_t target_ = 0;
   Transfer stretch_;  // what is read next, as one run of the kind of its transfers
   std::vector<Span> spans_;
-  std::vector<Elements> needed_;
+  std::vector<Chunk> needed_;
   std::vector<NodeRead::Wanted> wanted_;
 };
 

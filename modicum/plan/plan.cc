@@ -7,7 +7,6 @@
 #include <numeric>
 
 #include "modicum/plan/inside.h"
-#include "modicum/plan/scales.h"
 
 namespace modicum {
 namespace {
@@ -118,10 +117,6 @@ Staging divide_staging(const Plan& plan) {
   return staging;
 }
 
-uint64_t shard_bytes(const Plan& plan, int rank) {
-  return round_up(arena_begins(plan, rank).back(), kPageBytes);
-}
-
 Promise promise_of(const Plan& plan) {
   Promise promise;
   promise.launcher_bytes = kLauncherBytes;
@@ -143,7 +138,7 @@ Promise promise_of(const Plan& plan) {
     open[Purpose::plan] = held;
     Footprint hold = open;
     const auto [shards, is_new] = shards_of_class.try_emplace(buffer_class(plan.layout, rank), 0);
-    if (is_new) shards->second = shard_bytes(plan, rank);
+    if (is_new) shards->second = round_up(arena_begins(plan, rank).back(), kPageBytes);
     hold[Purpose::shards] = shards->second;
     if (plan.options.fork == Fork::inherited) hold[Purpose::fork] = shards->second;
     Footprint load = hold;

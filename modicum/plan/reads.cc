@@ -1,9 +1,8 @@
 // From transfers to reads: sorted by file offset in batches, cut into tiles, neighbours coalesced.
 #include <algorithm>
 
+#include "modicum/plan/inside.h"
 #include "modicum/plan/plan.h"
-#include "modicum/plan/scales.h"
-#include "modicum/plan/tiles.h"
 
 namespace modicum {
 namespace {

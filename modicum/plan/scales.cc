@@ -1,5 +1,5 @@
 // Scales on their way to their codes.
-#include "modicum/plan/scales.h"
+#include "modicum/plan/inside.h"
 
 #include <fmt/format.h>
 

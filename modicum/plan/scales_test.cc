@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <functional>
 
+#include "modicum/plan/inside.h"
 #include "modicum/plan/plan.h"
-#include "modicum/plan/scales.h"
 
 namespace modicum {
 namespace {

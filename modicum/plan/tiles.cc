@@ -1,8 +1,6 @@
-#include "modicum/plan/tiles.h"
+#include "modicum/plan/inside.h"
 
 #include <algorithm>
-
-#include "modicum/plan/scales.h"
 
 namespace modicum {
 namespace {

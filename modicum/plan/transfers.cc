@@ -3,7 +3,6 @@
 
 #include "modicum/plan/inside.h"
 #include "modicum/plan/plan.h"
-#include "modicum/plan/scales.h"
 
 namespace modicum {
 namespace {

@@ -1,9 +1,8 @@
 // What passes through a rank's window, with strategies that read whole tensors.
 #include <algorithm>
 
+#include "modicum/plan/inside.h"
 #include "modicum/plan/plan.h"
-#include "modicum/plan/scales.h"
-#include "modicum/plan/tiles.h"
 
 namespace modicum {
 

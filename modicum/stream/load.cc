@@ -29,15 +29,14 @@ class Load {
   }
 
   LoadOutcome run() {
-    if (plan_.strategy().of_reader == Window::none) {
-      stream();
-    } else {
+    const bool sends = plan_.staging.exchanges;
+    if (plan_.strategy().of_reader != Window::none) {
       fill_window();
-      if (plan_.staging.exchanges) {
-        broadcast_tensors();
-      } else {
-        cut_from_window();
-      }
+      sends ? broadcast_tensors() : cut_from_window();
+    } else if (plan_.strategy().reader == Reader::node_leader) {
+      stream_on_node();
+    } else {
+      sends ? stream_in_turn() : stream_own_bytes();
     }
     coverage_.prove();
     ties_.prove(at_.rank);
@@ -98,13 +97,6 @@ class Load {
     });
   }
 
-  void stream() {
-    if (plan_.strategy().reader == Reader::node_leader) return stream_on_node();
-    const std::vector<int> group = exchange_group(plan_, at_.rank);
-    if (group.size() > 1) return stream_in_turn(group);
-    stream_own_bytes();
-  }
-
   void stream_own_bytes() {
     in_workers([this](Turn turn) {
       Readers readers(checkpoint_);
@@ -138,7 +130,8 @@ class Load {
   }
 
   // Ranks that hold the same have the same reads; each makes those whose turn it is.
-  void stream_in_turn(const std::vector<int>& group) {
+  void stream_in_turn() {
+    const std::vector<int> group = exchange_group(plan_, at_.rank);
     Readers readers(checkpoint_);
     Writer writer = writer_of(0);
     const std::span<std::byte> slot = slot_of(0);

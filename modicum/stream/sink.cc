@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "modicum/kernels/kernels.h"
 
@@ -49,13 +48,8 @@ std::span<std::byte> HostSink::host(uint32_t buffer) noexcept {
 }
 
 void HostSink::copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
-  if (destination_of(plan_, holder_of(plan_, buffer)) == Destination::copy) {
-    MODICUM_ASSERT(copy_ != nullptr);
-    return copy_(holder_of(plan_, buffer), at, elements);
-  }
-  const auto begin =
-      static_cast<size_t>(at * bytes_per_element(buffer_of(plan_, buffer, rank_).dtype));
-  std::memcpy(host(buffer).data() + begin, elements.data(), elements.size());
+  MODICUM_ASSERT(copy_ != nullptr);
+  copy_(buffer, at, elements);
 }
 
 void HostSink::poison(Look look) {
