@@ -70,7 +70,7 @@ struct RankRun {
 };
 
 // For what a rank does after its load: it is alive, and wants to know whether the others are.
-BetweenTensors alive(const RankRun& of, int rank) {
+std::function<void()> alive(const RankRun& of, int rank) {
   return [&of, rank] {
     of.board.check();
     of.board.beat(rank, 0);
@@ -81,7 +81,7 @@ void check_and_dump(const RankRun& of, int rank, HostSink& sink, RankOutcome& ou
   if (!of.flags.check.empty()) {
     const int64_t begin = of.clock.now_ns();
     Expectation expectation(of.run.checkpoint, alive(of, rank));
-    check_values(of.plan, rank, sink, std::ref(expectation));
+    check_values(of.plan, rank, sink, expectation);
     outcome.check_ns = of.clock.now_ns() - begin;
   }
   if (of.flags.digest) outcome.digest = digest_of_rank(of.plan, rank, sink, alive(of, rank));
@@ -99,7 +99,7 @@ class DropCheck {
     if (of_.flags.check.empty()) return {};
     return [this](uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
       const std::lock_guard lock(mutex_);
-      check_elements(of_.plan, rank_, buffer, at, elements, std::ref(expectation_));
+      check_elements(of_.plan, rank_, buffer, at, elements, expectation_);
     };
   }
 

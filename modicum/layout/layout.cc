@@ -153,7 +153,7 @@ class Cutting {
 
   const LocalBuffer& buffer() const noexcept { return buffer_; }
 
-  void pieces(const std::function<void(const Box&)>& piece) {
+  void pieces(FunctionRef<void(const Box&)> piece) {
     if (buffer_.numel == 0) return;
     int64_t step = 1;
     for (auto d = static_cast<size_t>(box_.rank); d-- > 0;) {
@@ -173,7 +173,7 @@ class Cutting {
   }
 
   // Every combination of stretches along the packed dims is a box of its own.
-  void every_part(size_t k, const Box& box, const std::function<void(const Box&)>& piece) {
+  void every_part(size_t k, const Box& box, FunctionRef<void(const Box&)> piece) {
     if (k == packed_.size()) return piece(box);
     const auto d = static_cast<size_t>(packed_[k].first);
     Box part = box;
@@ -254,7 +254,7 @@ uint64_t Layout::held_bytes() const noexcept {
 
 Layout make_layout(std::string_view name, Sharding sharding) {
   require_sense(sharding);
-  Layout layout{.name = name};
+  Layout layout{.name = std::string(name)};
   layout.kinds.push_back(std::move(sharding));
   return layout;
 }
@@ -391,7 +391,7 @@ std::vector<int> replicas_of(const Layout& layout, int rank) {
 }
 
 LocalBuffer for_each_piece(const Sharding& sharding, const TensorSpec& target, int rank,
-                           const std::function<void(const Box& piece)>& piece) {
+                           FunctionRef<void(const Box& piece)> piece) {
   Cutting cutting(sharding, target, rank, true);
   cutting.pieces(piece);
   return cutting.buffer();
@@ -409,7 +409,7 @@ Box flat_piece(const FlatGroup& flat, int64_t begin, int64_t numel, int rank) no
 }
 
 void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
-                         const std::function<void(int64_t global, int64_t local, int64_t n)>& run) {
+                         FunctionRef<void(int64_t global, int64_t local, int64_t n)> run) {
   // Places grow with the piece's own row-major order, so the first row that reaches `begin` is
   // found digit by digit, from the outermost dim inward.
   std::array<int64_t, Box::kMaxDims> index{};
@@ -459,20 +459,26 @@ bool is_primary(const Sharding& sharding, const TensorSpec& target, int rank) {
 }
 
 void digest_layout(const Layout& layout, Hasher& hasher) {
-  hasher.add(layout.name);
+  // Each list with its length before it: no two layouts give the same sequence.
+  const auto add_all = [&hasher](const auto& list) {
+    hasher.add(list.size());
+    for (const auto value : list) hasher.add(value);
+  };
+  hasher.add(layout.name).add(layout.kinds.size());
   for (const Sharding& sharding : layout.kinds) {
-    hasher.add(sharding.flattens).add(sharding.mesh.sizes.size());
-    for (const int size : sharding.mesh.sizes) hasher.add(size);
+    add_all(sharding.mesh.sizes);
+    hasher.add(sharding.flattens).add(sharding.cuts.size());
     for (const Cut& cut : sharding.cuts) {
-      hasher.add(cut.axes.size());
-      for (const int axis : cut.axes) hasher.add(axis);
+      add_all(cut.axes);
       hasher.add(cut.dim).add(cut.packed).add(cut.pads);
     }
   }
-  for (const uint8_t kind : layout.kind_of) hasher.add(kind);
+  add_all(layout.kind_of);
+  hasher.add(layout.flats.size());
   for (const FlatGroup& flat : layout.flats) {
-    hasher.add(flat.part);
-    for (const uint32_t t : flat.targets) hasher.add(t);
+    hasher.add(flat.dtype).add(flat.numel).add(flat.part);
+    add_all(flat.targets);
+    add_all(flat.begins);
   }
 }
 

@@ -5,8 +5,8 @@
 // (docs/layout.md, with worked examples). Values; any thread.
 #pragma once
 
-#include <functional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -54,7 +54,7 @@ struct FlatGroup {
 };
 
 struct Layout {
-  std::string_view name;         // as `--layout` takes it
+  std::string name;              // as `--layout` takes it
   std::vector<Sharding> kinds;   // of one world size
   std::vector<uint8_t> kind_of;  // by target; empty: all are of the first kind
   std::vector<FlatGroup> flats;
@@ -146,7 +146,7 @@ std::vector<int64_t> local_shape(const Sharding& sharding, const TensorSpec& tar
 // with its place in the rank's local buffer. Empty parts give none. Returns that buffer
 // (local_buffer).
 LocalBuffer for_each_piece(const Sharding& sharding, const TensorSpec& target, int rank,
-                           const std::function<void(const Box& piece)>& piece);
+                           FunctionRef<void(const Box& piece)> piece);
 // What `rank` holds of a target of `numel` elements that begins at element `begin` of `flat`, with
 // its place in the rank's buffer; an empty box where that is nothing.
 Box flat_piece(const FlatGroup& flat, int64_t begin, int64_t numel, int rank) noexcept;
@@ -161,7 +161,7 @@ std::vector<int> replicas_of(const Layout& layout, int rank);
 // first one) that are neighbours in the target too; `global` is the first one's row-major index
 // there, `local` its place in the rank's buffer.
 void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
-                         const std::function<void(int64_t global, int64_t local, int64_t n)>& run);
+                         FunctionRef<void(int64_t global, int64_t local, int64_t n)> run);
 
 // Adds all that decides what the layout does.
 void digest_layout(const Layout& layout, Hasher& hasher);

@@ -17,8 +17,8 @@ std::vector<int64_t> held_ids(const Sharding& sharding, const TensorSpec& target
   std::vector<int64_t> ids(static_cast<size_t>(local_buffer(sharding, target, rank).numel), -1);
   for_each_piece(sharding, target, rank, [&](const Box& piece) {
     for_each_runs(piece, [&](const Runs& runs) {
-      for (int64_t k = 0; k < runs.runs; ++k) {
-        for (int64_t i = 0; i < runs.run; ++i) {
+      for (int64_t k = 0; k < runs.count; ++k) {
+        for (int64_t i = 0; i < runs.length; ++i) {
           auto& id = ids.at(static_cast<size_t>(runs.at + k * runs.at_stride + i * runs.at_step));
           EXPECT_EQ(id, -1) << "an element is placed twice";
           id = runs.first + k * runs.stride + i;
@@ -378,6 +378,20 @@ TEST(Layout, GlobalRunsSayWhereLocalElementsCameFrom) {
       }
     }
   }
+}
+
+// Catches: lists without their lengths, so that the end of one reads like the beginning of the
+// next.
+TEST(Layout, TheDigestTellsWhereAListEnds) {
+  const auto digest_of = [](const FlatGroup& flat) {
+    Layout layout = whole_layout(2);
+    layout.flats = {flat};
+    Hasher hasher;
+    digest_layout(layout, hasher);
+    return hasher.digest();
+  };
+  EXPECT_EQ(digest_of({.begins = {0}}), digest_of({.begins = {0}}));
+  EXPECT_NE(digest_of({.targets = {0, 0}}), digest_of({.begins = {0}}));
 }
 
 }  // namespace

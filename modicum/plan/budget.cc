@@ -2,10 +2,26 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
+#include "modicum/plan/inside.h"
 #include "modicum/plan/plan.h"
 
 namespace modicum {
+namespace {
+
+// Who holds what at a node's peak, largest first.
+std::vector<Owner> peak_owners(const Promise& promise, int node) {
+  Footprint sum;
+  sum[Purpose::process] = promise.launcher_bytes;
+  for (int rank = 0; rank < promise.ranks(); ++rank) {
+    if (promise.node_of_rank[static_cast<size_t>(rank)] != static_cast<uint32_t>(node)) continue;
+    sum += promise.peak_phase(rank).of_rank[static_cast<size_t>(rank)];
+  }
+  return owners_of(sum);
+}
+
+}  // namespace
 
 int worst_node(const Promise& promise) {
   const std::vector<uint64_t> peaks = promise.node_peaks();
@@ -34,41 +50,32 @@ void require_fits(const Promise& promise, const Budget& budget) {
   if (const auto refusal = refusal_of(promise, budget)) throw *refusal;
 }
 
+// Say that each of 4 ranks on a node holds 8 MiB of staging, and the node is 5 MiB over the budget:
+// each rank gives up a fourth of that, and plans with 6.75 MiB. Where the four make one ring of
+// 8 MiB, a rank holds only 2 MiB of what `--staging` says: for 1.25 MiB less in each rank the ring
+// becomes 5 MiB smaller.
 Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes) {
-  const uint64_t staging = plan.options.staging_bytes;
+  const uint64_t asked = plan.options.staging_bytes;
   const uint64_t held = plan.staging.total_bytes;
-  if (fits(plan.promise, budget) || staging <= least_bytes || held == 0) return plan;
-  PlanOptions options = plan.options;
+  if (fits(plan.promise, budget) || asked <= least_bytes || held == 0) return plan;
   const auto with_staging = [&](uint64_t bytes) {
+    PlanOptions options = plan.options;
     options.staging_bytes = bytes;
-    return make_plan(*plan.manifest, *plan.recipe, plan.layout, options);
+    return make_plan(*plan.manifest, *plan.recipe, plan.layout, std::move(options));
   };
-  const int node = worst_node(plan.promise);
-  const uint64_t peak = plan.promise.node_peak_bytes(node);
-  const auto ranks = static_cast<uint64_t>(std::count(plan.promise.node_of_rank.begin(),
-                                                      plan.promise.node_of_rank.end(),
-                                                      static_cast<uint32_t>(node)));
-  const uint64_t over = peak - budget.bytes;
-  // A rank may hold only its part of the staging, as with a ring that all have made together.
-  const uint64_t each =
-      round_up((over + ranks - 1) / ranks, kPageBytes) * (round_up(staging, kPageBytes) / held);
-  if (each < staging - least_bytes) {
-    Plan less = with_staging(staging - each);
-    if (fits(less.promise, budget)) return less;
+  const int worst = worst_node(plan.promise);
+  const uint64_t peak = plan.promise.node_peak_bytes(worst);
+  const NodeRanks node = node_of(plan, worst * ranks_per_node(plan));
+  const auto ranks = static_cast<uint64_t>(node.end - node.first);
+  const uint64_t of_rank = round_up((peak - budget.bytes + ranks - 1) / ranks, kPageBytes);
+  const uint64_t less = of_rank * (round_up(asked, kPageBytes) / held);
+  if (less < asked - least_bytes) {
+    Plan shrunk = with_staging(asked - less);
+    if (fits(shrunk.promise, budget)) return shrunk;
   }
   Plan least = with_staging(least_bytes);
   const bool helps = least.promise.node_peak_bytes(worst_node(least.promise)) < peak;
   return helps ? std::move(least) : std::move(plan);
-}
-
-std::vector<Owner> peak_owners(const Promise& promise, int node) {
-  Footprint sum;
-  sum[Purpose::process] = promise.launcher_bytes;
-  for (int rank = 0; rank < promise.ranks(); ++rank) {
-    if (promise.node_of_rank[static_cast<size_t>(rank)] != static_cast<uint32_t>(node)) continue;
-    sum += promise.peak_phase(rank).of_rank[static_cast<size_t>(rank)];
-  }
-  return owners_of(sum);
 }
 
 std::string peak_cause(const Promise& promise, int node) {

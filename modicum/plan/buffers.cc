@@ -64,7 +64,7 @@ std::string buffer_name(const Plan& plan, uint32_t buffer) {
 }
 
 void for_each_piece(const Recipe& recipe, const Layout& layout, uint32_t target, int rank,
-                    const std::function<void(uint32_t buffer, const Box& piece)>& piece) {
+                    FunctionRef<void(uint32_t buffer, const Box& piece)> piece) {
   const TensorSpec& spec = recipe.targets[target].spec;
   if (!layout.is_flat(target)) {
     for_each_piece(layout.sharding_of(target), spec, rank,
@@ -77,13 +77,13 @@ void for_each_piece(const Recipe& recipe, const Layout& layout, uint32_t target,
 }
 
 void for_each_piece(const Plan& plan, uint32_t target, int rank,
-                    const std::function<void(uint32_t buffer, const Box& piece)>& piece) {
+                    FunctionRef<void(uint32_t buffer, const Box& piece)> piece) {
   for_each_piece(*plan.recipe, plan.layout, target, rank, piece);
 }
 
 void for_each_held_run(
     const Plan& plan, uint32_t buffer, int rank, int64_t at, int64_t n,
-    const std::function<void(uint32_t target, int64_t global, int64_t local, int64_t n)>& run) {
+    FunctionRef<void(uint32_t target, int64_t global, int64_t local, int64_t n)> run) {
   const auto of_target = [&](uint32_t target) {
     for_each_piece(plan, target, rank, [&](uint32_t, const Box& piece) {
       for_each_global_run(piece, at, at + n, [&](int64_t global, int64_t local, int64_t count) {

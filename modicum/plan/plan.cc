@@ -7,7 +7,6 @@
 #include <numeric>
 
 #include "modicum/plan/inside.h"
-#include "modicum/plan/scales.h"
 
 namespace modicum {
 namespace {
@@ -17,37 +16,55 @@ constexpr uint64_t kBookkeepingBytesPerBuffer = 6 * sizeof(uint64_t);
 // And per tie: what was compared on either side.
 constexpr uint64_t kBookkeepingBytesPerTie = 2 * sizeof(uint64_t);
 
-void order_targets(Plan& plan) {
+// `fn` for each stored tensor that gives elements to `target`, in manifest order.
+template <typename Fn>
+void for_each_source(const Plan& plan, uint32_t target, const Fn& fn) {
+  const uint32_t root = plan.recipe->read_node(target);
+  const Node& node = plan.recipe->nodes[root];
+  if (node.op == Op::stored) return fn(node.from);  // most targets, without a search
+  for (const uint32_t stored : stored_under(*plan.recipe, root)) fn(stored);
+}
+
+std::vector<uint32_t> order_of(const Plan& plan) {
   const Recipe& recipe = *plan.recipe;
-  const size_t stored_count = plan.manifest->tensors.size();
+  std::vector<uint32_t> order;
   std::vector<uint32_t> first(recipe.targets.size(), UINT32_MAX);
-  plan.uses_begin.assign(stored_count + 1, 0);
-  const auto needed = [&](uint32_t target, const auto& fn) {
-    const Node& root = recipe.nodes[recipe.read_node(target)];
-    if (root.op == Op::stored) return fn(root.from);
-    for (const uint32_t stored : stored_under(recipe, recipe.read_node(target))) fn(stored);
-  };
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
     if (recipe.is_alias(t) && !recipe.is_compared(t)) continue;
-    if (recipe.is_compared(t)) plan.ties.push_back({t, recipe.nodes[recipe.targets[t].root].from});
-    plan.order.push_back(t);
-    needed(t, [&](uint32_t stored) {
-      first[t] = std::min(first[t], stored);
-      ++plan.uses_begin[stored + 1];
-      if (const auto scale = scale_for(plan, t, stored)) ++plan.uses_begin[*scale + 1];
-    });
+    order.push_back(t);
+    for_each_source(plan, t, [&](uint32_t stored) { first[t] = std::min(first[t], stored); });
   }
-  std::stable_sort(plan.order.begin(), plan.order.end(),
+  std::stable_sort(order.begin(), order.end(),
                    [&](uint32_t a, uint32_t b) { return first[a] < first[b]; });
-  std::partial_sum(plan.uses_begin.begin(), plan.uses_begin.end(), plan.uses_begin.begin());
-  plan.uses.resize(plan.uses_begin.back());
-  std::vector<uint32_t> next(plan.uses_begin.begin(), plan.uses_begin.end() - 1);
-  for (const uint32_t t : plan.order) {
-    needed(t, [&](uint32_t stored) {
-      plan.uses[next[stored]++] = t;
-      if (const auto scale = scale_for(plan, t, stored)) plan.uses[next[*scale]++] = t;
-    });
+  return order;
+}
+
+std::vector<Tie> ties_of(const Recipe& recipe) {
+  std::vector<Tie> ties;
+  for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
+    if (recipe.is_compared(t)) ties.push_back({t, recipe.nodes[recipe.targets[t].root].from});
   }
+  return ties;
+}
+
+// Counted first, then filled: targets stand in the plan's order.
+Uses uses_of(const Plan& plan) {
+  const auto for_each_use = [&](const auto& fn) {
+    for (const uint32_t t : plan.order) {
+      for_each_source(plan, t, [&](uint32_t stored) {
+        fn(stored, t);
+        if (const auto scale = scale_for(plan, t, stored)) fn(*scale, t);
+      });
+    }
+  };
+  Uses uses;
+  uses.begins.resize(plan.manifest->tensors.size() + 1);
+  for_each_use([&](uint32_t stored, uint32_t) { ++uses.begins[stored + 1]; });
+  std::partial_sum(uses.begins.begin(), uses.begins.end(), uses.begins.begin());
+  uses.targets.resize(uses.begins.back());
+  std::vector<uint32_t> next = uses.begins;
+  for_each_use([&](uint32_t stored, uint32_t target) { uses.targets[next[stored]++] = target; });
+  return uses;
 }
 
 // Elements below a byte can only be taken as they lie, and cut where a byte ends.
@@ -63,8 +80,8 @@ void refuse_unsupported(const Plan& plan) {
     for (int rank = 0; rank < plan.ranks(); ++rank) {
       for_each_transfer_from(plan, rank, root.from, [&](const Transfer& transfer) {
         const Runs& runs = transfer.runs;
-        for (int64_t k = 0; k < std::min<int64_t>(2, runs.runs); ++k) {
-          extent_of(plan.manifest->tensors[root.from], runs.first + k * runs.stride, runs.run);
+        for (int64_t k = 0; k < std::min<int64_t>(2, runs.count); ++k) {
+          extent_of(plan.manifest->tensors[root.from], runs.first + k * runs.stride, runs.length);
         }
       });
     }
@@ -76,8 +93,8 @@ Staging divide_staging(const Plan& plan) {
   const Strategy& strategy = plan.strategy();
   const auto group = static_cast<uint64_t>(exchange_group(plan, 0).size());
   const bool streams = strategy.of_reader == Window::none;
-  bool casts_in_slot = options.destination == Destination::discard;
-  for (const Destination to : options.destination_of) casts_in_slot |= to == Destination::discard;
+  bool casts_in_slot = options.destination == Destination::copy;
+  for (const Destination to : options.destination_of) casts_in_slot |= to == Destination::copy;
   Staging staging;
   staging.exchanges = group > 1;
   uint64_t left = round_up(options.staging_bytes, kPageBytes);
@@ -98,10 +115,6 @@ Staging divide_staging(const Plan& plan) {
   const uint64_t workers = left / (staging.table_bytes + staging.slot_bytes);
   staging.workers = streams && group > 1 ? 1 : static_cast<int>(workers);
   return staging;
-}
-
-uint64_t shard_bytes(const Plan& plan, int rank) {
-  return round_up(arena_begins(plan, rank).back(), kPageBytes);
 }
 
 Promise promise_of(const Plan& plan) {
@@ -125,7 +138,7 @@ Promise promise_of(const Plan& plan) {
     open[Purpose::plan] = held;
     Footprint hold = open;
     const auto [shards, is_new] = shards_of_class.try_emplace(buffer_class(plan.layout, rank), 0);
-    if (is_new) shards->second = shard_bytes(plan, rank);
+    if (is_new) shards->second = round_up(arena_begins(plan, rank).back(), kPageBytes);
     hold[Purpose::shards] = shards->second;
     if (plan.options.fork == Fork::inherited) hold[Purpose::fork] = shards->second;
     Footprint load = hold;
@@ -177,9 +190,11 @@ Digest digest_inputs(const Plan& plan) {
   hasher.add(o.strategy->name).add(o.ranks_per_node).add(o.destination);
   hasher.add(o.staging_bytes).add(o.baseline_bytes).add(o.init_bytes).add(o.caller_sends);
   hasher.add(o.fork);
+  hasher.add(o.destination_of.size());
   for (const Destination to : o.destination_of) hasher.add(to);
+  hasher.add(o.after.size());
   for (const Phase& phase : o.after) {
-    hasher.add(phase.name);
+    hasher.add(phase.name).add(phase.of_rank.size());
     for (const Footprint& of_rank : phase.of_rank) {
       for (const uint64_t bytes : of_rank.bytes) hasher.add(bytes);
     }
@@ -192,9 +207,9 @@ Digest digest_inputs(const Plan& plan) {
 uint64_t Plan::held_bytes() const noexcept {
   return recipe->held_bytes() + layout.held_bytes() +
          buffer_count(*this) * kBookkeepingBytesPerBuffer +
-         heap_block_bytes((order.size() + uses.size()) * sizeof(uint32_t)) +
+         heap_block_bytes((order.size() + uses.targets.size()) * sizeof(uint32_t)) +
          heap_block_bytes(ties.size() * (sizeof(Tie) + kBookkeepingBytesPerTie)) +
-         heap_block_bytes(uses_begin.size() * (sizeof(uint32_t) + sizeof(uint64_t)));
+         heap_block_bytes(uses.begins.size() * (sizeof(uint32_t) + sizeof(uint64_t)));
 }
 
 Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, PlanOptions options) {
@@ -210,7 +225,9 @@ Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, Pl
   plan.recipe = &recipe;
   plan.layout = std::move(layout);
   plan.options = options;
-  order_targets(plan);
+  plan.order = order_of(plan);
+  plan.ties = ties_of(recipe);
+  plan.uses = uses_of(plan);
   prove_scales(plan);
   refuse_unsupported(plan);
   plan.staging = divide_staging(plan);

@@ -1,12 +1,13 @@
 // The door of `plan`: Manifest x Recipe x Layout x Strategy -> Plan and Promise. Touches nothing.
 //
-// A plan is its inputs and generators: `for_each_transfer` walks what one rank needs,
-// `for_each_read` the reads that get it. The same generators fill the promise, so that a prediction
-// can't drift from the run. The manifest and the recipe must outlive the plan. Values; any thread.
+// A plan is its inputs and generators of what a rank does: `for_each_stored_transfer` which
+// elements go where, `for_each_read`, `for_each_node_read` and `RankWindow` the reads that bring
+// them. The promise and the counted traffic come from the same generators as the load, so that a
+// prediction can't drift from it. The manifest and the recipe must outlive the plan. Values; any
+// thread.
 #pragma once
 
 #include <array>
-#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -20,7 +21,8 @@
 
 namespace modicum {
 
-// A strategy is a row: who reads, and what a rank holds whole besides its shards.
+// A strategy is a row: who reads data files, and which whole tensors a rank that reads, and one
+// that does not, hold at a time besides their shards.
 enum class Reader : uint8_t {
   every_rank,
   rank_0,
@@ -37,24 +39,31 @@ struct Strategy {
 std::span<const Strategy> strategies() noexcept;
 const Strategy& strategy_named(std::string_view name);  // unknown: USAGE with the nearest name
 
-// Where the loaded elements go: host memory of ours; out of the staging by copies (to a device, or
-// digested and dropped); host memory that the caller has already.
-enum class Destination : uint8_t { cpu, discard, given };
+// Where the loaded elements go: host memory of ours; copied out of the staging, to a device or to
+// be digested and dropped; host memory that the caller has already.
+enum class Destination : uint8_t { cpu, copy, given };
 
-// Elements from a source to a local buffer, by element counts (see Runs). Those of a compared alias
-// (Recipe::is_compared) have the places that its target's elements have.
+// Elements from a source to a local buffer, by element counts (see Runs).
 struct Transfer {
   enum class Source : uint8_t { stored, zero, init, caller };  // zero: padding
   Source source = Source::stored;
   uint32_t from = 0;    // stored: index in the manifest; init: its node; caller: its ordinal
   uint32_t target = 0;  // whose elements they are; of padding, the last target before it
-  uint32_t buffer = 0;  // the local buffer that they go to
+  uint32_t buffer = 0;  // the local buffer that holds them
   DType from_dtype = DType::f32;
   DType to_dtype = DType::f32;
-  bool compared = false;  // of a compared alias, and `buffer` is its number: nothing is written
+  // Elements of a compared alias (Recipe::is_compared): what is in their places in the buffer,
+  // which the target that it names fills, must be the same. Nothing is written.
+  bool compared = false;
   Runs runs;
 
-  int64_t numel() const noexcept { return runs.runs * runs.run; }
+  int64_t numel() const noexcept { return runs.numel(); }
+  // Of runs [k, k + n_runs) the elements [i, i + n).
+  Transfer part(int64_t k, int64_t n_runs, int64_t i, int64_t n) const noexcept {
+    Transfer part = *this;
+    part.runs = runs.part(k, n_runs, i, n);
+    return part;
+  }
   bool casts() const noexcept { return from_dtype != to_dtype; }
   bool dequantises() const noexcept { return casts() && is_fp8_code(from_dtype); }
 };
@@ -62,12 +71,12 @@ struct Transfer {
 // One read of a file. `direct`: the bytes are those of the one transfer's one run, cast into
 // nothing, and may go straight to where they belong; else the read goes through staging.
 struct Read {
-  uint32_t file = 0;
-  uint64_t begin = 0;
-  uint64_t end = 0;
+  Extent at;
   bool direct = false;
-  Extent scale;  // where FP8 codes are dequantised: their stored scales, which are read too
+  Extent scale;  // where FP8 codes are dequantised: the part of their scales that is read with them
   std::span<const Transfer> transfers;  // valid during the call only
+
+  uint64_t bytes() const noexcept { return at.bytes() + scale.bytes(); }
 };
 
 struct PlanOptions {
@@ -91,12 +100,9 @@ constexpr uint64_t kMinStagingBytes = 256 * kKiB;
 constexpr uint64_t kMinDefaultStagingBytes = 1 * kMiB;  // the default shrinks no further to fit
 constexpr size_t kReadTableRows = 1024;                 // transfers sorted at a time
 
-// The phases of a load's promise: headers are known; everything is held; what remains. Those of
-// PlanOptions::after follow.
-constexpr size_t kOpenPhase = 0;
-constexpr size_t kLoadPhase = 1;
-constexpr size_t kHoldPhase = 2;
-constexpr size_t kLoadPhases = 3;
+// The phases of a load's promise, by index: headers are known; everything is held; what remains.
+// Those of PlanOptions::after follow, from kLoadPhases on.
+enum : size_t { kOpenPhase, kLoadPhase, kHoldPhase, kLoadPhases };
 
 // How a rank's staging is divided. One worker's share is a table and a slot.
 struct Staging {
@@ -117,16 +123,26 @@ struct Tie {
   uint32_t of = 0;
 };
 
+// The targets that need each stored tensor, for its elements or as the scale of another.
+struct Uses {
+  std::vector<uint32_t> targets;  // those of tensor s stand at [begins[s], begins[s + 1])
+  std::vector<uint32_t> begins;   // by stored tensor, and the end
+
+  std::span<const uint32_t> of(uint32_t stored) const noexcept {
+    return std::span(targets).subspan(begins[stored], begins[stored + 1] - begins[stored]);
+  }
+};
+
 struct Plan {
   const Manifest* manifest = nullptr;
   const Recipe* recipe = nullptr;
   Layout layout;
   PlanOptions options;
-  std::vector<uint32_t> order;       // targets, by the first stored tensor they need; of aliases
-                                     // those that are compared
-  std::vector<Tie> ties;             // by alias
-  std::vector<uint32_t> uses_begin;  // uses[uses_begin[s] .. uses_begin[s + 1]): targets that need
-  std::vector<uint32_t> uses;        // stored tensor s, be it as the scale of another
+  // Targets that are read or made, by the first stored tensor that they need; of aliases, those
+  // that are compared.
+  std::vector<uint32_t> order;
+  std::vector<Tie> ties;  // by alias
+  Uses uses;
   Staging staging;
   Promise promise;
   Digest inputs;  // of everything that decides what will happen; ranks agree on it first
@@ -136,31 +152,34 @@ struct Plan {
   uint64_t held_bytes() const noexcept;  // purpose `plan` in each rank: recipe, orders, bookkeeping
 };
 
+// The plan borrows the manifest and the recipe.
 Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, PlanOptions options);
+Plan make_plan(const Manifest&&, const Recipe&, Layout, PlanOptions) = delete;
+Plan make_plan(const Manifest&, const Recipe&&, Layout, PlanOptions) = delete;
+Plan make_plan(const Manifest&&, const Recipe&&, Layout, PlanOptions) = delete;
 
-// A rank's local buffers by their numbers: first one for each target (empty where the target lies
-// in a flat group or is an alias), then one for each flat group.
+// A rank's local buffers by number: first one for each target (empty where the target lies in a
+// flat group or is an alias), then one for each flat group.
 uint32_t buffer_count(const Plan& plan) noexcept;
 LocalBuffer buffer_of(const Plan& plan, uint32_t buffer, int rank);
-// The buffer whose memory a buffer's is: itself, or that of what an alias names.
+// For an alias the target that it names, whose memory it shares; any other buffer itself.
 uint32_t holder_of(const Plan& plan, uint32_t buffer) noexcept;
 Destination destination_of(const Plan& plan, uint32_t buffer) noexcept;
 // Where each buffer that is host memory of ours begins in a rank's arena, and the arena's end.
 std::vector<uint64_t> arena_begins(const Plan& plan, int rank);
-// What to call a buffer: the target's name; "flat", or "flat.0", "flat.1"... where there are
-// several.
+// The target's name; of a flat group "flat", or "flat.0", "flat.1"... where there are several.
 std::string buffer_name(const Plan& plan, uint32_t buffer);
-// The pieces of a target that `rank` holds, each over a shape with the target's row-major order,
-// with its place in that buffer.
+// The pieces of a target that `rank` holds, each over a shape with the target's row-major order and
+// with its place in the local buffer.
 void for_each_piece(const Plan& plan, uint32_t target, int rank,
-                    const std::function<void(uint32_t buffer, const Box& piece)>& piece);
+                    FunctionRef<void(uint32_t buffer, const Box& piece)> piece);
 void for_each_piece(const Recipe& recipe, const Layout& layout, uint32_t target, int rank,
-                    const std::function<void(uint32_t buffer, const Box& piece)>& piece);
+                    FunctionRef<void(uint32_t buffer, const Box& piece)> piece);
 // The other way round: the stretches that lie at [at, at + n) of a buffer and are neighbours in a
 // target, `global` being the first one's row-major index there and `local` its place in the buffer.
 void for_each_held_run(
     const Plan& plan, uint32_t buffer, int rank, int64_t at, int64_t n,
-    const std::function<void(uint32_t target, int64_t global, int64_t local, int64_t n)>& run);
+    FunctionRef<void(uint32_t target, int64_t global, int64_t local, int64_t n)> run);
 // Of the ranks that hold the same elements of a target, exactly one is primary: the first.
 bool is_primary(const Plan& plan, uint32_t target, int rank);
 bool is_primary(const Recipe& recipe, const Layout& layout, uint32_t target, int rank);
@@ -177,39 +196,32 @@ int worst_node(const Promise& promise);
 bool fits(const Promise& promise, const Budget& budget);
 // BUDGET where it isn't: which node, by how much, and the largest owners.
 std::optional<Error> refusal_of(const Promise& promise, const Budget& budget);
-// Throws that.
+// Throws that refusal, if there is one.
 void require_fits(const Promise& promise, const Budget& budget);
-// A plan whose staging has shrunk, down to `least_bytes`, as far as the budget needs; where even
-// that is too much, the plan with that staging, so that a refusal says what is really missing. The
-// plan itself where it fits, or where staging is not what it lacks.
+// The plan with staging as much smaller as the budget needs, but not below `least_bytes`. Where
+// that does not fit either, the plan with `least_bytes`, so that a refusal names the true
+// shortfall; the plan unchanged where it fits, or where less staging would not lower its peak.
 Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes = kMinDefaultStagingBytes);
 
-// Who holds what at a node's peak, largest first; and the two largest in words: "shards 924.00 MiB,
-// staging 32.00 MiB".
-std::vector<Owner> peak_owners(const Promise& promise, int node);
+// Who holds most at a node's peak, in words: "shards 924.00 MiB, staging 32.00 MiB".
 std::string peak_cause(const Promise& promise, int node);
 
-// All that rank `rank` must put into its buffers or compare with what it puts there, padding
-// included: the transfers tile each buffer. Targets in `plan.order`. Of one target; and just those
-// that come from that stored tensor.
-void for_each_transfer(const Plan& plan, int rank, const std::function<void(const Transfer&)>& fn);
+// What rank `rank` puts into its buffers, or compares with what it puts there: from stored tensors,
+// and what needs no reading (zero, init, caller), which may be many more elements and is walked
+// only where it is asked for. Together they tile each buffer, padding included. Targets in
+// `plan.order`.
+void for_each_stored_transfer(const Plan& plan, int rank, FunctionRef<void(const Transfer&)> fn);
+void for_each_made_transfer(const Plan& plan, int rank, FunctionRef<void(const Transfer&)> fn);
+// From stored tensors to one target; from one stored tensor to all targets that take its elements.
 void for_each_transfer_of(const Plan& plan, int rank, uint32_t target,
-                          const std::function<void(const Transfer&)>& fn);
-// Without those that need no reading: what these are made of may be large, and is not walked.
-void for_each_stored_transfer(const Plan& plan, int rank,
-                              const std::function<void(const Transfer&)>& fn);
-void for_each_stored_transfer_of(const Plan& plan, int rank, uint32_t target,
-                                 const std::function<void(const Transfer&)>& fn);
-void for_each_transfer_from(const Plan& plan, int rank, uint32_t only_stored,
-                            const std::function<void(const Transfer&)>& fn);
+                          FunctionRef<void(const Transfer&)> fn);
+void for_each_transfer_from(const Plan& plan, int rank, uint32_t stored,
+                            FunctionRef<void(const Transfer&)> fn);
 
 // The reads by which rank `rank` gets its own bytes (strategies that read what they need), in
 // batches sorted by file offset, neighbours coalesced. `table` is room to sort in (kReadTableRows).
-// `made` gets the transfers that need no reading: zero, init, caller. Where it is empty, they are
-// not walked.
 void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
-                   const std::function<void(const Read&)>& read,
-                   const std::function<void(const Transfer&)>& made);
+                   FunctionRef<void(const Read&)> fn);
 
 // The ranks that hand on to each other what one of them has read, `rank` among them, in order; only
 // itself where nothing is sent. Groups don't overlap, and none is larger than rank 0's.
@@ -237,16 +249,10 @@ struct NodeRead {
 
   uint64_t bytes() const noexcept { return at.bytes() + scale.bytes(); }
 };
-void for_each_node_read(const Plan& plan, int rank, const std::function<void(const NodeRead&)>& fn);
-void for_each_node_read_of(const Plan& plan, int rank, uint32_t target,
-                           const std::function<void(const NodeRead&)>& fn);
-// The parts of a transfer that such a stretch brings.
+void for_each_node_read(const Plan& plan, int rank, FunctionRef<void(const NodeRead&)> fn);
+// The parts of a transfer from a stored tensor that such a stretch brings.
 void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
-                              const std::function<void(const Transfer&)>& fn);
-
-// The most that one read brings straight into its place: a multiple of the windows in which the
-// page cache is dropped, and little enough to report progress often.
-constexpr uint64_t kMostReadBytes = 8 * kMiB;
+                              FunctionRef<void(const Transfer&)> fn);
 
 // Whether `rank` reads data files at all; the others are sent what they need.
 bool reads_storage(const Plan& plan, int rank) noexcept;
@@ -257,12 +263,12 @@ bool reads_storage(const Plan& plan, int rank) noexcept;
 class RankWindow {
  public:
   RankWindow(const Plan& plan, int rank);
-  RankWindow(const Plan&& plan, int rank) = delete;
+  RankWindow(const Plan&&, int) = delete;
 
   // One read of the rank into its window.
   struct Read {
     uint32_t stored = 0;
-    Extent at;           // a part of that tensor, at most kMostReadBytes
+    Extent at;           // a part of that tensor, at most 8 MiB
     uint64_t place = 0;  // of its first byte in the window
   };
   // A stored tensor that stands whole in the window, from byte `place` on.
@@ -295,20 +301,7 @@ class RankWindow {
   std::vector<uint64_t> begins_;  // by stored tensor, where the window holds them all
 };
 
-// Whether a target needs the stored tensor, be it as a scale.
-bool is_needed(const Plan& plan, uint32_t stored) noexcept;
-
-// FP8 codes and their scales. A scale of codes that are dequantised is needed, too, but it may be
-// that no target has its elements: then only these know it.
-bool gives_elements(const Plan& plan, uint32_t stored) noexcept;
-// The scale that must be at hand where elements of `stored` are put in place; nothing where no
-// target dequantises them.
-std::optional<uint32_t> scale_beside(const Plan& plan, uint32_t stored) noexcept;
-// The part of the stored scales that a transfer needs: whole rows of their grid, or some of one
-// row. Empty where nothing is dequantised.
-Extent scale_extent(const Plan& plan, const Transfer& transfer);
-
-// What the run will read and send, by the generators.
+// What a load will read and send, counted by the generators that it follows.
 struct Traffic {
   uint64_t storage_read_bytes = 0;
   uint64_t exchanged_bytes = 0;  // received from other ranks, summed over the receivers
@@ -316,8 +309,6 @@ struct Traffic {
   // Own-bytes strategies only:
   uint64_t transfers = 0;     // from stored tensors
   uint64_t needed_bytes = 0;  // of the elements (and their scales) that the ranks asked for
-
-  Traffic& operator+=(const Traffic& other) noexcept;
 };
 Traffic traffic_of_rank(const Plan& plan, int rank);
 Traffic traffic(const Plan& plan);

@@ -6,6 +6,8 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <type_traits>
+#include <utility>
 
 namespace modicum {
 namespace {
@@ -48,6 +50,19 @@ std::optional<Error> failure_of(const std::function<void()>& call) {
   return std::nullopt;
 }
 
+// --- what is borrowed ---
+
+template <typename M, typename R>
+concept CanBePlanned = requires(M&& manifest, R&& recipe) {
+  make_plan(std::forward<M>(manifest), std::forward<R>(recipe), whole_layout(1), PlanOptions{});
+};
+static_assert(CanBePlanned<Manifest&, const Recipe&>);
+static_assert(!CanBePlanned<Manifest, Recipe&>, "a plan would outlive its manifest");
+static_assert(!CanBePlanned<Manifest&, Recipe>, "a plan would outlive its recipe");
+static_assert(!CanBePlanned<Manifest, Recipe>);
+static_assert(std::is_constructible_v<RankWindow, Plan&, int>);
+static_assert(!std::is_constructible_v<RankWindow, Plan, int>);
+
 // --- every element, one by one ---
 
 // Where one place of a local buffer gets its element from.
@@ -62,8 +77,8 @@ using Origins = std::map<std::pair<uint32_t, int64_t>, Origin>;  // by buffer an
 
 // A place that is met twice is a failure.
 void add_elements(Origins& origins, const Transfer& t) {
-  for (int64_t k = 0; k < t.runs.runs; ++k) {
-    for (int64_t i = 0; i < t.runs.run; ++i) {
+  for (int64_t k = 0; k < t.runs.count; ++k) {
+    for (int64_t i = 0; i < t.runs.length; ++i) {
       const int64_t place = t.runs.at + k * t.runs.at_stride + i * t.runs.at_step;
       const bool stored = t.source == Transfer::Source::stored;
       const bool zero = t.source == Transfer::Source::zero;
@@ -114,33 +129,33 @@ void add_due(Origins& due, const Plan& plan, uint32_t target, int dim, int rank)
 // Reads stay inside their file's data, hold what their transfers need and are no longer than they
 // may be.
 void check_read(const Plan& plan, const Read& read) {
-  const DataFile& file = plan.manifest->files[read.file];
-  ASSERT_LT(read.begin, read.end);
-  ASSERT_GE(read.begin, file.header_bytes);
-  ASSERT_LE(read.end, file.identity.size_bytes);
+  const DataFile& file = plan.manifest->files[read.at.file];
+  ASSERT_LT(read.at.begin, read.at.end);
+  ASSERT_GE(read.at.begin, file.header_bytes);
+  ASSERT_LE(read.at.end, file.identity.size_bytes);
   if (read.direct) {
     ASSERT_EQ(plan.options.destination, Destination::cpu);
     ASSERT_EQ(read.transfers.size(), 1U);
     const Transfer& only = read.transfers[0];
     ASSERT_FALSE(only.casts());
-    ASSERT_EQ(only.runs.runs, 1);
-    ASSERT_TRUE(only.runs.at_step == 1 || only.runs.run == 1);
-    ASSERT_EQ(read.end - read.begin, bytes_of(only.from_dtype, only.numel()));
+    ASSERT_EQ(only.runs.count, 1);
+    ASSERT_TRUE(only.runs.at_step == 1 || only.runs.length == 1);
+    ASSERT_EQ(read.at.end - read.at.begin, bytes_of(only.from_dtype, only.numel()));
   } else {
-    ASSERT_LE(read.end - read.begin, plan.staging.tile_bytes);
+    ASSERT_LE(read.at.end - read.at.begin, plan.staging.tile_bytes);
   }
   uint64_t first = UINT64_MAX, last = 0;
   for (const Transfer& t : read.transfers) {
-    for (int64_t k = 0; k < t.runs.runs; ++k) {
-      const Extent extent =
-          extent_of(plan.manifest->tensors[t.from], t.runs.first + k * t.runs.stride, t.runs.run);
-      ASSERT_EQ(extent.file, read.file);
+    for (int64_t k = 0; k < t.runs.count; ++k) {
+      const Extent extent = extent_of(plan.manifest->tensors[t.from],
+                                      t.runs.first + k * t.runs.stride, t.runs.length);
+      ASSERT_EQ(extent.file, read.at.file);
       first = std::min(first, extent.begin);
       last = std::max(last, extent.end);
     }
   }
-  ASSERT_EQ(first, read.begin);
-  ASSERT_EQ(last, read.end);
+  ASSERT_EQ(first, read.at.begin);
+  ASSERT_EQ(last, read.at.end);
 }
 
 // Catches: a transfer dropped, doubled, shifted or from the wrong place; a read one byte too long.
@@ -149,16 +164,22 @@ void expect_tiled(const Plan& plan, int dim) {
     SCOPED_TRACE(testing::Message() << "rank " << rank << " of " << plan.ranks());
     Origins due, in_transfers, in_reads, in_parts;
     for (const uint32_t t : plan.order) add_due(due, plan, t, dim, rank);
-    for_each_transfer(plan, rank, [&](const Transfer& t) { add_elements(in_transfers, t); });
+    const auto add_made = [&](const Transfer& t) {
+      ASSERT_NE(t.source, Transfer::Source::stored);
+      add_elements(in_transfers, t);
+      add_elements(in_reads, t);
+    };
+    for_each_stored_transfer(plan, rank, [&](const Transfer& t) {
+      ASSERT_EQ(t.source, Transfer::Source::stored);
+      add_elements(in_transfers, t);
+    });
+    for_each_made_transfer(plan, rank, add_made);
     ASSERT_EQ(in_transfers, due);
     std::vector<Transfer> table(kReadTableRows);
-    for_each_read(
-        plan, rank, table,
-        [&](const Read& read) {
-          check_read(plan, read);
-          for (const Transfer& t : read.transfers) add_elements(in_reads, t);
-        },
-        [&](const Transfer& made) { add_elements(in_reads, made); });
+    for_each_read(plan, rank, table, [&](const Read& read) {
+      check_read(plan, read);
+      for (const Transfer& t : read.transfers) add_elements(in_reads, t);
+    });
     ASSERT_EQ(in_reads, due);
     // The same, asked for one stored tensor after the other.
     for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
@@ -176,7 +197,7 @@ void expect_tiled(const Plan& plan, int dim) {
 void expect_grid(const Manifest& manifest, const Recipe& recipe) {
   for (const int world : {1, 2, 3, 5, 8}) {
     for (const int dim : {0, 1}) {
-      for (const Destination destination : {Destination::cpu, Destination::discard}) {
+      for (const Destination destination : {Destination::cpu, Destination::copy}) {
         PlanOptions options = options_of("own-shard");
         options.destination = destination;
         expect_tiled(make_plan(manifest, recipe, fsdp2_layout(world, dim), options), dim);
@@ -236,7 +257,7 @@ TEST(Transfers, AreOnePerTensorAndRankNotOnePerElement) {
   const Plan plan = make_plan(manifest, recipe, fsdp2_layout(kRanks), options_of("own-shard"));
   for (const int rank : {0, 1, kRanks - 1}) {
     std::vector<int> of_target(kTensors);
-    for_each_transfer(plan, rank, [&](const Transfer& t) { ++of_target[t.buffer]; });
+    for_each_stored_transfer(plan, rank, [&](const Transfer& t) { ++of_target[t.buffer]; });
     EXPECT_EQ(of_target, std::vector<int>(kTensors, 1));
   }
   EXPECT_EQ(traffic(plan).transfers, uint64_t{kTensors} * kRanks);
@@ -287,12 +308,9 @@ struct ReadRow {
 std::vector<ReadRow> reads_of(const Plan& plan, int rank) {
   std::vector<ReadRow> rows;
   std::vector<Transfer> table(kReadTableRows);
-  for_each_read(
-      plan, rank, table,
-      [&](const Read& read) {
-        rows.push_back({read.file, read.begin, read.end, read.direct, read.transfers.size()});
-      },
-      [](const Transfer&) {});
+  for_each_read(plan, rank, table, [&](const Read& read) {
+    rows.push_back({read.at.file, read.at.begin, read.at.end, read.direct, read.transfers.size()});
+  });
   return rows;
 }
 
@@ -357,7 +375,7 @@ TEST(Reads, WhatIsCastOrDiscardedGoesThroughStagingInTiles) {
   ASSERT_EQ(direct.size(), 1U);
   EXPECT_TRUE(direct[0].direct);
   PlanOptions discards = options_of("own-shard");
-  discards.destination = Destination::discard;
+  discards.destination = Destination::copy;
   const uint64_t small = make_plan(manifest, recipe, fsdp2_layout(1), discards).staging.tile_bytes;
   EXPECT_EQ(rows_of(discards).size(), ((6 << 20) + small - 1) / small);
   set_dtype(recipe, DType::f32, "");
@@ -437,7 +455,7 @@ TEST_F(Planned, StagingIsDividedByStrategy) {
     EXPECT_EQ(s.tile_bytes, tile);
     EXPECT_EQ(s.workers, workers);
   };
-  constexpr auto kDiscard = Destination::discard;
+  constexpr auto kDiscard = Destination::copy;
   const uint64_t fifth = kMiB / 5 / 64 * 64;
   for (const int world : {1, 4}) {
     expect(plan("own-shard", world).staging, 8 * kMiB, 0, kMiB, kMiB, 7);
@@ -457,7 +475,7 @@ TEST_F(Planned, StagingIsDividedByStrategy) {
 
 TEST_F(Planned, SharesAndPartsFitInWhatIsHeld) {
   for (const Strategy& strategy : strategies()) {
-    for (const Destination destination : {Destination::cpu, Destination::discard}) {
+    for (const Destination destination : {Destination::cpu, Destination::copy}) {
       for (const uint64_t staging : {kMinStagingBytes, kMiB + 1, 3 * kMiB, 50 * kMiB}) {
         for (const int world : {1, 2, 7, 64}) {
           const Staging s = plan(strategy.name, world, staging, destination).staging;
@@ -466,7 +484,7 @@ TEST_F(Planned, SharesAndPartsFitInWhatIsHeld) {
           EXPECT_LE(s.total_bytes, round_up(staging, kPageBytes));
           EXPECT_EQ(s.ring_part_bytes % kPageBytes, 0U);
           const bool streams =
-              strategy.of_reader == Window::none || destination == Destination::discard;
+              strategy.of_reader == Window::none || destination == Destination::copy;
           EXPECT_EQ(workers > 0, streams);
           EXPECT_EQ(s.tile_bytes > 0, streams);
         }
@@ -544,7 +562,7 @@ TEST_F(Planned, ThePromiseCountsWhatForkedChildrenMayKeep) {
 
 TEST_F(Planned, ThePeaksCauseNamesTheLargestOwners) {
   const Plan of = plan("own-shard", 4);
-  const auto owners = peak_owners(of.promise, 0);
+  const auto owners = refusal_of(of.promise, {0, "flag"})->facts().owners;
   EXPECT_TRUE(std::is_sorted(owners.begin(), owners.end(),
                              [](const Owner& a, const Owner& b) { return a.bytes > b.bytes; }));
   uint64_t sum = 0;
@@ -721,7 +739,7 @@ TEST_F(Planned, TheInputsDigestChangesWithWhatDecidesAndWithNothingElse) {
   }
   add(plan("own-shard", 5).inputs);
   add(plan("own-shard", 4, 7 * kMiB).inputs);
-  add(plan("own-shard", 4, 8 * kMiB, Destination::discard).inputs);
+  add(plan("own-shard", 4, 8 * kMiB, Destination::copy).inputs);
   add(make_plan(copy, again, fsdp2_layout(4, 1), options).inputs);
   add(make_plan(copy, again, whole_layout(4), options).inputs);
   Layout unpadded = fsdp2_layout(4);

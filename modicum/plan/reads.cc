@@ -1,9 +1,7 @@
 // From transfers to reads: sorted by file offset in batches, cut into tiles, neighbours coalesced.
 #include <algorithm>
-#include <map>
-#include <mutex>
-#include <tuple>
 
+#include "modicum/plan/inside.h"
 #include "modicum/plan/plan.h"
 
 namespace modicum {
@@ -18,48 +16,6 @@ constexpr uint64_t kSmallBytes = 64 * kKiB;
 constexpr uint64_t kUsefulPerGap = 64;
 constexpr size_t kGroupRows = 64;
 
-// Runs [k, k + runs) of a transfer, or part [i, i + run) of its only run.
-Transfer some_runs(const Transfer& of, int64_t k, int64_t runs) {
-  Transfer part = of;
-  part.runs.first += k * of.runs.stride;
-  part.runs.at += k * of.runs.at_stride;
-  part.runs.runs = runs;
-  return part;
-}
-Transfer part_of_run(const Transfer& of, int64_t i, int64_t run) {
-  Transfer part = of;
-  part.runs.first += i;
-  part.runs.at += i * of.runs.at_step;
-  part.runs.run = run;
-  return part;
-}
-
-// First to last byte that a transfer's elements stand in.
-Extent span_of(const Plan& plan, const Transfer& t) {
-  const int64_t count = (t.runs.runs - 1) * t.runs.stride + t.runs.run;
-  return extent_of(plan.manifest->tensors[t.from], t.runs.first, count);
-}
-
-// Room in staging for what a tile needs: its span, and the scales of its codes.
-uint64_t staged_bytes(const Plan& plan, const Transfer& tile) {
-  return span_of(plan, tile).bytes() + scale_extent(plan, tile).bytes();
-}
-
-// As many of the `most` first steps (runs, or elements of a run) as fit into a tile with the scales
-// of their codes: `tile(n)` are n of them, a further one takes `step_bytes` more. At least one.
-template <typename Tile>
-int64_t fitting(const Plan& plan, int64_t most, uint64_t step_bytes, const Tile& tile) {
-  int64_t n = most;
-  while (n > 1) {
-    const uint64_t bytes = staged_bytes(plan, tile(n));
-    if (bytes <= plan.staging.tile_bytes) break;
-    const uint64_t over = (bytes - plan.staging.tile_bytes + step_bytes - 1) / step_bytes;
-    // Fewer steps need no more scales: so many less will do, if that leaves any.
-    n = over < static_cast<uint64_t>(n) ? n - static_cast<int64_t>(over) : n / 2;
-  }
-  return n;
-}
-
 // Both, where they are of one file; the other, where one is empty.
 Extent joined(const Extent& a, const Extent& b) {
   if (a.bytes() == 0) return b;
@@ -70,21 +26,13 @@ Extent joined(const Extent& a, const Extent& b) {
 // Collects neighbouring small tiles and hands on one read for them.
 class Coalescer {
  public:
-  Coalescer(const Plan& plan, const std::function<void(const Read&)>& read)
-      : plan_(plan), read_(read) {}
+  Coalescer(const Plan& plan, FunctionRef<void(const Read&)> read) : plan_(plan), read_(read) {}
 
   void add(const Transfer& tile) {
     const Extent span = span_of(plan_, tile);
     const Extent scale = scale_extent(plan_, tile);
-    if (!joins(tile, span, scale)) {
-      flush();
-      scale_ = {};
-      begin_ = span.begin;
-      end_ = span.begin;
-      file_ = span.file;
-      useful_ = 0;
-    }
-    end_ = std::max(end_, span.end);
+    if (!joins(tile, span, scale)) flush();
+    at_ = joined(at_, span);
     scale_ = joined(scale_, scale);
     useful_ += span.bytes();
     group_[rows_++] = tile;
@@ -94,40 +42,41 @@ class Coalescer {
   void flush() {
     if (rows_ == 0) return;
     const bool direct = rows_ == 1 && is_direct(plan_, group_[0]);
-    read_({file_, begin_, end_, direct, scale_, std::span(group_).first(rows_)});
+    read_({at_, direct, scale_, std::span(group_).first(rows_)});
+    at_ = scale_ = {};
+    useful_ = 0;
     rows_ = 0;
   }
 
   // Elements that may be read straight to where they belong.
   static bool is_direct(const Plan& plan, const Transfer& t) {
-    return !plan.staging.exchanges && destination_of(plan, t.buffer) != Destination::discard &&
-           !t.casts() && !t.compared && t.runs.runs == 1 &&
-           (t.runs.at_step == 1 || t.runs.run == 1);
+    return !plan.staging.exchanges && destination_of(plan, t.buffer) != Destination::copy &&
+           !t.casts() && !t.compared && t.runs.count == 1 &&
+           (t.runs.at_step == 1 || t.runs.length == 1);
   }
 
  private:
   bool joins(const Transfer& tile, const Extent& span, const Extent& scale) const {
-    if (rows_ == 0 || rows_ == kGroupRows || span.file != file_ || span.begin < begin_)
+    if (rows_ == 0 || rows_ == kGroupRows || span.file != at_.file || span.begin < at_.begin)
       return false;
     if (span.bytes() > kSmallBytes) return false;
     // Scales are read as one stretch, and so for codes of one tensor.
     if ((scale_.bytes() == 0) != (scale.bytes() == 0)) return false;
     if (scale.bytes() > 0 && tile.from != group_[0].from) return false;
-    const uint64_t staged = std::max(end_, span.end) - begin_ + joined(scale_, scale).bytes();
+    const uint64_t staged = joined(at_, span).bytes() + joined(scale_, scale).bytes();
     if (staged > plan_.staging.tile_bytes) return false;
-    const uint64_t gaps = std::max(end_, span.begin) - begin_ - std::min(useful_, end_ - begin_);
+    const uint64_t gaps =
+        std::max(at_.end, span.begin) - at_.begin - std::min(useful_, at_.bytes());
     return gaps * kUsefulPerGap <= useful_ + span.bytes();
   }
 
   const Plan& plan_;
-  const std::function<void(const Read&)>& read_;
+  FunctionRef<void(const Read&)> read_;
   std::array<Transfer, kGroupRows> group_;
   size_t rows_ = 0;
-  uint32_t file_ = 0;
-  uint64_t begin_ = 0;
-  uint64_t end_ = 0;
-  uint64_t useful_ = 0;
+  Extent at_;
   Extent scale_;
+  uint64_t useful_ = 0;
 };
 
 class Tiler {
@@ -135,24 +84,22 @@ class Tiler {
   Tiler(const Plan& plan, Coalescer& out) : plan_(plan), out_(out) {}
 
   void add(const Transfer& t) {
-    if (t.runs.runs == 1) return add_run(t);
+    if (t.runs.count == 1) return add_run(t);
     const Stored& stored = plan_.manifest->tensors[t.from];
-    const uint64_t run_bytes = extent_of(stored, t.runs.first, t.runs.run).bytes();
+    const uint64_t run_bytes = extent_of(stored, t.runs.first, t.runs.length).bytes();
     const uint64_t stride_bytes = bytes_of(stored.spec.dtype, t.runs.stride);
     // A gap within one page is read by the device in any case.
     if (run_bytes >= kOwnReadBytes || stride_bytes - run_bytes >= kPageBytes) {
-      for (int64_t k = 0; k < t.runs.runs; ++k) add_run(some_runs(t, k, 1));
+      for (int64_t k = 0; k < t.runs.count; ++k) add_run(t.part(k, 1, 0, t.runs.length));
       return;
     }
-    const auto rows =
-        static_cast<int64_t>((plan_.staging.tile_bytes - run_bytes) / stride_bytes) + 1;
-    for (int64_t k = 0; k < t.runs.runs;) {
-      const auto some = [&](int64_t n) { return some_runs(t, k, n); };
-      const int64_t n = fitting(plan_, std::min(rows, t.runs.runs - k), stride_bytes, some);
+    for (int64_t k = 0; k < t.runs.count;) {
+      const Transfer rest = t.part(k, t.runs.count - k, 0, t.runs.length);
+      const int64_t n = runs_that_fit(plan_, rest);
       if (n == 1) {
-        add_run(some(1));
+        add_run(rest.part(0, 1, 0, t.runs.length));
       } else {
-        out_.add(some(n));
+        out_.add(rest.part(0, n, 0, t.runs.length));
       }
       k += n;
     }
@@ -162,14 +109,10 @@ class Tiler {
   void add_run(const Transfer& t) {
     const uint64_t most =
         Coalescer::is_direct(plan_, t) ? kMostReadBytes : plan_.staging.tile_bytes;
-    // Whole bytes for every dtype: eight elements are.
-    const auto bits = static_cast<uint64_t>(bits_per_element(t.from_dtype));
-    const auto elements = static_cast<int64_t>(most * 8 / bits / 8 * 8);
-    for (int64_t i = 0; i < t.runs.run;) {
-      const auto part = [&](int64_t n) { return part_of_run(t, i, n); };
-      int64_t n = std::min(elements, t.runs.run - i);
-      if (t.dequantises()) n = fitting(plan_, n, 1, part);
-      out_.add(part(n));
+    for (int64_t i = 0; i < t.runs.length;) {
+      const Transfer rest = t.part(0, 1, i, t.runs.length - i);
+      const int64_t n = elements_that_fit(plan_, rest, most);
+      out_.add(rest.part(0, 1, 0, n));
       i += n;
     }
   }
@@ -181,8 +124,7 @@ class Tiler {
 }  // namespace
 
 void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
-                   const std::function<void(const Read&)>& read,
-                   const std::function<void(const Transfer&)>& made) {
+                   FunctionRef<void(const Read&)> fn) {
   MODICUM_ASSERT(table.size() >= kReadTableRows);
   size_t rows = 0;
   const auto before = [](const Transfer& a, const Transfer& b) {
@@ -194,159 +136,17 @@ void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
     if (!std::is_sorted(batch.begin(), batch.end(), before)) {
       std::sort(batch.begin(), batch.end(), before);
     }
-    Coalescer coalescer(plan, read);
+    Coalescer coalescer(plan, fn);
     Tiler tiler(plan, coalescer);
     for (const Transfer& transfer : batch) tiler.add(transfer);
     coalescer.flush();
     rows = 0;
   };
-  const std::function<void(const Transfer&)> add = [&](const Transfer& transfer) {
-    if (transfer.source != Transfer::Source::stored) return made(transfer);
+  for_each_stored_transfer(plan, rank, [&](const Transfer& transfer) {
     table[rows++] = transfer;
     if (rows == kReadTableRows) flush();
-  };
-  if (made) {
-    for_each_transfer(plan, rank, add);
-  } else {
-    for_each_stored_transfer(plan, rank, add);
-  }
+  });
   flush();
-}
-
-namespace {
-
-// What is read in turn by those who hold the same; by one alone, where nobody does.
-Traffic traffic_of_reads(const Plan& plan, int rank) {
-  Traffic sum;
-  std::vector<Transfer> table(kReadTableRows);
-  const std::vector<int> group = exchange_group(plan, rank);
-  size_t turn = 0;
-  for_each_read(plan, rank, table,
-                [&](const Read& read) {
-                  const uint64_t bytes = read.end - read.begin + read.scale.bytes();
-                  const bool reads = group[turn++ % group.size()] == rank;
-                  (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += bytes;
-                  sum.reads += !reads ? 0 : read.scale.bytes() > 0 ? 2 : 1;
-                  sum.transfers += read.transfers.size();
-                  sum.needed_bytes += read.scale.bytes();
-                  for (const Transfer& t : read.transfers) {
-                    sum.needed_bytes += bytes_of(t.from_dtype, t.numel());
-                  }
-                },
-                {});
-  return sum;
-}
-
-// Targets that are cut and read alike, if one is taken as it is stored: how much that comes to does
-// not depend on where it stands.
-using Alike = std::tuple<const Sharding*, DType, DType, std::vector<int64_t>>;
-
-std::optional<Alike> alike(const Plan& plan, uint32_t target) {
-  const Node& root = plan.recipe->nodes[plan.recipe->read_node(target)];
-  const uint32_t holder = holder_of(plan, target);
-  if (root.op != Op::stored || plan.layout.is_flat(holder)) return std::nullopt;
-  std::vector<int64_t> shapes = root.shape;
-  if (const auto& scale = plan.manifest->tensors[root.from].scale) {
-    const TensorSpec& scales = plan.manifest->tensors[scale->tensor].spec;
-    shapes.insert(shapes.end(), {-1, static_cast<int64_t>(scales.dtype)});
-    shapes.insert(shapes.end(), scale->block.begin(), scale->block.end());
-    shapes.insert(shapes.end(), scales.shape.begin(), scales.shape.end());
-  }
-  return Alike{&plan.layout.sharding_of(holder), root.dtype,
-               plan.recipe->targets[target].spec.dtype, std::move(shapes)};
-}
-
-// Of each rank of a node whose leader reads.
-std::vector<Traffic> traffic_on_node(const Plan& plan, int leader) {
-  std::vector<Traffic> sums(exchange_group(plan, leader).size());
-  std::vector<Traffic> of_target(sums.size());
-  std::map<Alike, std::vector<Traffic>> known;
-  const std::function<void(const NodeRead&)> count = [&](const NodeRead& read) {
-    of_target[0].storage_read_bytes += read.bytes();
-    of_target[0].reads += read.scale.bytes() > 0 ? 2 : 1;
-    for (size_t r = 1; r < of_target.size(); ++r) {
-      of_target[r].exchanged_bytes += read.wanted[r].bytes();
-    }
-  };
-  for (const uint32_t target : plan.order) {
-    const auto kind = alike(plan, target);
-    const auto seen = kind ? known.find(*kind) : known.end();
-    if (seen != known.end()) {
-      of_target = seen->second;
-    } else {
-      std::fill(of_target.begin(), of_target.end(), Traffic{});
-      for_each_node_read_of(plan, leader, target, count);
-      if (kind) known.emplace(*kind, of_target);
-    }
-    for (size_t r = 0; r < sums.size(); ++r) sums[r] += of_target[r];
-  }
-  return sums;
-}
-
-// Of one rank, where whole tensors are read.
-Traffic traffic_of_window(const Plan& plan, int rank) {
-  Traffic sum;
-  const RankWindow window(plan, rank);
-  window.for_each_read([&](const RankWindow::Read& read) {
-    sum.storage_read_bytes += read.at.bytes();
-    sum.reads += 1;
-  });
-  if (reads_storage(plan, rank)) return sum;
-  const auto receive = [&](const RankWindow::Whole& of) {
-    sum.exchanged_bytes += plan.manifest->tensors[of.stored].at.bytes();
-  };
-  window.for_each_tensor([&](const RankWindow::Tensor& tensor) {
-    receive(tensor.elements);
-    if (tensor.scale) receive(*tensor.scale);
-  });
-  return sum;
-}
-
-}  // namespace
-
-Traffic traffic_of_rank(const Plan& plan, int rank) {
-  if (plan.strategy().of_reader != Window::none) return traffic_of_window(plan, rank);
-  if (plan.strategy().reader != Reader::node_leader) return traffic_of_reads(plan, rank);
-  const int leader = exchange_group(plan, rank).front();
-  return traffic_on_node(plan, leader)[static_cast<size_t>(rank - leader)];
-}
-
-Traffic& Traffic::operator+=(const Traffic& other) noexcept {
-  const auto add = [](uint64_t& sum, uint64_t bytes) { sum = saturating_add(sum, bytes); };
-  add(storage_read_bytes, other.storage_read_bytes);
-  add(exchanged_bytes, other.exchanged_bytes);
-  add(reads, other.reads);
-  add(transfers, other.transfers);
-  add(needed_bytes, other.needed_bytes);
-  return *this;
-}
-
-Traffic traffic(const Plan& plan) {
-  Traffic sum;
-  if (plan.strategy().of_reader != Window::none) {
-    // As in the promise: two kinds of ranks.
-    const Traffic of_reader = traffic_of_window(plan, 0);
-    const Traffic of_others = traffic_of_window(plan, plan.ranks() - 1);
-    for (int rank = 0; rank < plan.ranks(); ++rank) {
-      sum += reads_storage(plan, rank) ? of_reader : of_others;
-    }
-    return sum;
-  }
-  const bool by_node = plan.strategy().reader == Reader::node_leader;
-  const int step = by_node ? static_cast<int>(exchange_group(plan, 0).size()) : 1;
-  const int units = static_cast<int>(ceil_div(plan.ranks(), step));
-  std::mutex mutex;
-  const int workers = std::min(units, usable_cpus());
-  run_workers(workers, [&](int worker) {
-    for (int unit = worker; unit < units; unit += workers) {
-      const int rank = unit * step;
-      const std::vector<Traffic> of =
-          by_node ? traffic_on_node(plan, rank) : std::vector{traffic_of_reads(plan, rank)};
-      const std::lock_guard lock(mutex);
-      for (const Traffic& one : of) sum += one;
-    }
-  });
-  return sum;
 }
 
 }  // namespace modicum

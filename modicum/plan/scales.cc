@@ -1,5 +1,5 @@
 // Scales on their way to their codes.
-#include "modicum/plan/scales.h"
+#include "modicum/plan/inside.h"
 
 #include <fmt/format.h>
 
@@ -7,11 +7,6 @@
 
 namespace modicum {
 namespace {
-
-std::span<const uint32_t> uses_of(const Plan& plan, uint32_t stored) noexcept {
-  const uint32_t begin = plan.uses_begin[stored];
-  return std::span(plan.uses).subspan(begin, plan.uses_begin[stored + 1] - begin);
-}
 
 [[noreturn]] void refuse(const Plan& plan, const Stored& codes, const Target& target) {
   if (!codes.scale) {
@@ -56,14 +51,16 @@ bool takes_elements(const Plan& plan, uint32_t target, uint32_t stored) noexcept
   return root.dtype == plan.manifest->tensors[stored].spec.dtype;
 }
 
+bool is_needed(const Plan& plan, uint32_t stored) noexcept { return !plan.uses.of(stored).empty(); }
+
 bool gives_elements(const Plan& plan, uint32_t stored) noexcept {
-  const auto uses = uses_of(plan, stored);
+  const auto uses = plan.uses.of(stored);
   return std::any_of(uses.begin(), uses.end(),
                      [&](uint32_t target) { return takes_elements(plan, target, stored); });
 }
 
 std::optional<uint32_t> scale_beside(const Plan& plan, uint32_t stored) noexcept {
-  for (const uint32_t target : uses_of(plan, stored)) {
+  for (const uint32_t target : plan.uses.of(stored)) {
     if (const auto scale = scale_for(plan, target, stored)) return scale;
   }
   return std::nullopt;
@@ -76,7 +73,7 @@ Extent scale_extent(const Plan& plan, const Transfer& transfer) {
   const ScaleGrid grid = scale_grid(*plan.manifest, codes);
   const Runs& runs = transfer.runs;
   const int64_t first = runs.first;
-  const int64_t last = first + (runs.runs - 1) * runs.stride + runs.run - 1;
+  const int64_t last = first + runs.span() - 1;
   if (first / grid.codes[1] == last / grid.codes[1]) {
     const int64_t begin = grid.index_of(first);
     return extent_of(scales, begin, grid.index_of(last) + 1 - begin);

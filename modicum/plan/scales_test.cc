@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "modicum/plan/inside.h"
 #include "modicum/plan/plan.h"
 
 namespace modicum {
@@ -52,13 +53,10 @@ struct Reading {
 Reading reading_of(const Plan& plan, int rank) {
   Reading reading;
   std::vector<Transfer> table(kReadTableRows);
-  for_each_read(
-      plan, rank, table,
-      [&](const Read& read) {
-        reading.reads.push_back(read);
-        reading.transfers.emplace_back(read.transfers.begin(), read.transfers.end());
-      },
-      [](const Transfer&) {});
+  for_each_read(plan, rank, table, [&](const Read& read) {
+    reading.reads.push_back(read);
+    reading.transfers.emplace_back(read.transfers.begin(), read.transfers.end());
+  });
   return reading;
 }
 
@@ -67,8 +65,8 @@ void expect_scales_at_hand(const Plan& plan, const Read& read, const Transfer& t
   const Stored& codes = plan.manifest->tensors[t.from];
   const Stored& scales = plan.manifest->tensors[codes.scale->tensor];
   const ScaleGrid grid = scale_grid(*plan.manifest, codes);
-  for (int64_t k = 0; k < t.runs.runs; ++k) {
-    for (int64_t i = 0; i < t.runs.run; ++i) {
+  for (int64_t k = 0; k < t.runs.count; ++k) {
+    for (int64_t i = 0; i < t.runs.length; ++i) {
       const int64_t index = grid.index_of(t.runs.first + k * t.runs.stride + i);
       const Extent at = extent_of(scales, index, 1);
       ASSERT_LE(read.scale.begin, at.begin);
@@ -82,10 +80,10 @@ void expect_sound(const Plan& plan, int rank) {
   uint64_t bytes = 0;
   for (size_t i = 0; i < reading.reads.size(); ++i) {
     const Read& read = reading.reads[i];
-    bytes += read.end - read.begin + read.scale.bytes();
+    bytes += read.at.end - read.at.begin + read.scale.bytes();
     ASSERT_FALSE(read.direct);
     ASSERT_GT(read.scale.bytes(), 0U);
-    ASSERT_LE(read.end - read.begin + read.scale.bytes(), plan.staging.tile_bytes);
+    ASSERT_LE(read.at.end - read.at.begin + read.scale.bytes(), plan.staging.tile_bytes);
     const Stored& codes = plan.manifest->tensors[reading.transfers[i][0].from];
     const Extent& scales = plan.manifest->tensors[codes.scale->tensor].at;
     ASSERT_EQ(read.scale.file, scales.file);
@@ -115,7 +113,7 @@ TEST(ScaleReads, AreReadWithTheirCodesAndFitInTheTile) {
   const Recipe recipe = make_recipe(manifest, {.dtype = DType::bf16});
   for (const int world : {1, 3, 5}) {
     for (const int dim : {0, 1}) {
-      for (const Destination destination : {Destination::cpu, Destination::discard}) {
+      for (const Destination destination : {Destination::cpu, Destination::copy}) {
         const Plan plan =
             plan_of(manifest, recipe, fsdp2_layout(world, dim), "own-shard", destination);
         for (int rank = 0; rank < world; ++rank) {
@@ -154,14 +152,14 @@ TEST(ScaleReads, TakeNextToNothingToRead) {
   const Recipe recipe = make_recipe(manifest, {.dtype = DType::bf16});
   const uint64_t bytes = manifest.data_bytes();
   for (const int world : {1, 2, 8}) {
-    for (const Destination destination : {Destination::cpu, Destination::discard}) {
+    for (const Destination destination : {Destination::cpu, Destination::copy}) {
       const Plan plan = plan_of(manifest, recipe, fsdp2_layout(world), "own-shard", destination);
       const Traffic all = traffic(plan);
       EXPECT_GE(all.storage_read_bytes, bytes);
       EXPECT_LE(all.storage_read_bytes, bytes + bytes / 50) << world;  // with the least staging
     }
   }
-  for (const Destination destination : {Destination::cpu, Destination::discard}) {
+  for (const Destination destination : {Destination::cpu, Destination::copy}) {
     const Plan plan =
         make_plan(manifest, recipe, fsdp2_layout(4),
                   {.strategy = &strategy_named("own-shard"), .destination = destination});

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "modicum/plan/inside.h"
 #include "modicum/plan/plan.h"
@@ -41,18 +42,16 @@ NodeRanks node_of(const Plan& plan, int rank) noexcept {
 }
 
 std::vector<int> exchange_group(const Plan& plan, int rank) {
-  const auto between = [](int first, int end) {
-    std::vector<int> ranks;
-    for (int r = first; r < end; ++r) ranks.push_back(r);
-    return ranks;
-  };
+  NodeRanks group{rank, rank + 1};
   switch (plan.strategy().reader) {
-    case Reader::every_rank: return {rank};
-    case Reader::rank_0: return between(0, plan.ranks());
-    case Reader::node_leader: return between(node_of(plan, rank).first, node_of(plan, rank).end);
+    case Reader::every_rank: break;
+    case Reader::rank_0: group = {0, plan.ranks()}; break;
+    case Reader::node_leader: group = node_of(plan, rank); break;
     case Reader::replicas: return replicas_of(plan.layout, rank);
   }
-  MODICUM_ASSERT(false);
+  std::vector<int> ranks(static_cast<size_t>(group.end - group.first));
+  std::iota(ranks.begin(), ranks.end(), group.first);
+  return ranks;
 }
 
 bool reads_storage(const Plan& plan, int rank) noexcept {

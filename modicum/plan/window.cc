@@ -1,6 +1,7 @@
 // What passes through a rank's window, with strategies that read whole tensors.
 #include <algorithm>
 
+#include "modicum/plan/inside.h"
 #include "modicum/plan/plan.h"
 
 namespace modicum {

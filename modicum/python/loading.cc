@@ -9,7 +9,6 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -245,7 +244,7 @@ std::unique_ptr<Loaded> run_load(const std::shared_ptr<MadePlan>& made, int rank
   if (check) {
     const int64_t check_begin = clock.now_ns();
     Expectation expectation(made->checkpoint(), look);
-    check_values(plan, rank, sink, std::ref(expectation), functions.options);
+    check_values(plan, rank, sink, expectation, functions.options);
     outcome.check_ns = clock.now_ns() - check_begin;
   }
   loaded->begins = arena_begins(plan, rank);

@@ -118,7 +118,7 @@ Layout sharded_layout(const MadeRecipe& recipe, const std::vector<WrittenShardin
 
 Destination destination_named(const std::string& name) {
   if (name == "cpu") return Destination::cpu;
-  if (name == "copy" || name == "discard") return Destination::discard;
+  if (name == "copy" || name == "discard") return Destination::copy;
   if (name == "given") return Destination::given;
   fail(Category::usage, "unknown destination '" + printable(name) + "'; cpu, copy or given");
 }

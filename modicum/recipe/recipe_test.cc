@@ -41,8 +41,8 @@ std::vector<Source> pulled(const Recipe& recipe, uint32_t node, const Box& box, 
   std::vector<Source> out(static_cast<size_t>(room), {UINT32_MAX, -1});
   pull_back(recipe, node, box, [&](const Node& leaf, const Box& part) {
     for_each_runs(part, [&](const Runs& r) {
-      for (int64_t k = 0; k < r.runs; ++k) {
-        for (int64_t i = 0; i < r.run; ++i) {
+      for (int64_t k = 0; k < r.count; ++k) {
+        for (int64_t i = 0; i < r.length; ++i) {
           Source& source = out.at(static_cast<size_t>(r.at + k * r.at_stride + i * r.at_step));
           EXPECT_EQ(source.first, UINT32_MAX) << "an element is made twice";
           source = {leaf.from, r.first + k * r.stride + i};

@@ -136,7 +136,7 @@ Run open_run(FileSystem& files, const RunFlags& flags) {
   run.files = &files;
   run.options.strategy = &strategy_named(flags.strategy);
   run.options.ranks_per_node = flags.ranks_per_node.value_or(0);
-  run.options.destination = flags.destination == "cpu" ? Destination::cpu : Destination::discard;
+  run.options.destination = flags.destination == "cpu" ? Destination::cpu : Destination::copy;
   run.staging_given = !flags.staging.empty();
   run.options.staging_bytes = run.staging_given ? parse_size(flags.staging) : kDefaultStagingBytes;
   if (!flags.baseline.empty()) run.options.baseline_bytes = parse_size(flags.baseline);

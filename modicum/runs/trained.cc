@@ -40,9 +40,8 @@ void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat fo
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
     if (!is_trained(recipe, t)) continue;
     const TensorSpec& spec = recipe.targets[t].spec;
-    TrainedShard shard{.format = state_format_of(spec.dtype, format),
-                       .target = t,
-                       .dtype = spec.dtype};
+    TrainedShard shard{
+        .format = state_format_of(spec.dtype, format), .target = t, .dtype = spec.dtype};
     std::vector<ShardRun>& of_shard = shard.shard.runs;
     int64_t next_at = 0;
     const auto add = [&](uint32_t buffer, int64_t at, const ShardRun& run) {
@@ -64,9 +63,9 @@ void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat fo
     };
     for_each_piece(recipe, layout, t, rank, [&](uint32_t buffer, const Box& piece) {
       for_each_runs(piece, [&](const Runs& runs) {
-        MODICUM_ASSERT(runs.at_step == 1 || runs.run == 1);
-        for (int64_t k = 0; k < runs.runs; ++k) {
-          add(buffer, runs.at + k * runs.at_stride, {runs.first + k * runs.stride, runs.run});
+        MODICUM_ASSERT(runs.at_step == 1 || runs.length == 1);
+        for (int64_t k = 0; k < runs.count; ++k) {
+          add(buffer, runs.at + k * runs.at_stride, {runs.first + k * runs.stride, runs.length});
         }
       });
     });

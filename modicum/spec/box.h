@@ -46,11 +46,21 @@ struct Box {
 // All of `shape`, row-major from element 0 of the destination.
 Box whole_box(const std::vector<int64_t>& shape);
 
-// One contiguous or evenly strided walk: element (k, i), k < runs, i < run, is element
-// first + k * stride + i of the source and at + k * at_stride + i * at_step of the destination.
+// `count` runs of `length` neighbours in the source, evenly apart: element (k, i), k < count,
+// i < length, is element first + k * stride + i of the source and at + k * at_stride + i * at_step
+// of the destination.
 struct Runs {
-  int64_t first = 0, stride = 0, runs = 1, run = 0;
+  int64_t first = 0, stride = 0, count = 1, length = 0;
   int64_t at = 0, at_stride = 0, at_step = 1;
+
+  int64_t numel() const noexcept { return count * length; }
+  // From the first element to behind the last one, in the source.
+  int64_t span() const noexcept { return (count - 1) * stride + length; }
+  // Of runs [k, k + n_runs) the elements [i, i + n).
+  Runs part(int64_t k, int64_t n_runs, int64_t i, int64_t n) const noexcept {
+    return {first + k * stride + i,           stride,    n_runs, n,
+            at + k * at_stride + i * at_step, at_stride, at_step};
+  }
 };
 
 // The box, whose dims are those of the source, as the fewest Runs that merging neighbouring dims
@@ -76,16 +86,16 @@ template <typename Fn>
 void for_each_runs(const Box& box, Fn&& fn) {
   if (box.empty()) return;
   box_detail::StridedBox s = box_detail::strided(box);
-  Runs runs{.first = s.first, .run = 1, .at = box.at};
+  Runs runs{.first = s.first, .length = 1, .at = box.at};
   int outer = s.rank;
   if (outer > 0 && s.dims[static_cast<size_t>(outer) - 1].from == 1) {
     const auto& inner = s.dims[static_cast<size_t>(--outer)];
-    runs.run = inner.n;
+    runs.length = inner.n;
     runs.at_step = inner.to;
   }
   if (outer > 0) {
     const auto& middle = s.dims[static_cast<size_t>(--outer)];
-    runs.runs = middle.n;
+    runs.count = middle.n;
     runs.stride = middle.from;
     runs.at_stride = middle.to;
   }

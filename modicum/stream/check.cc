@@ -26,8 +26,7 @@ std::string hex(std::span<const std::byte> bytes) {
 
 class ValueCheck {
  public:
-  ValueCheck(const Plan& plan, int rank, const ExpectedElements& expected,
-             const LoadOptions& options)
+  ValueCheck(const Plan& plan, int rank, ExpectedElements expected, const LoadOptions& options)
       : plan_(plan), rank_(rank), expected_(expected), options_(options), fp8_(plan, expected) {}
 
   // Elements [at, at + n) of a local buffer.
@@ -107,14 +106,14 @@ class ValueCheck {
 
   const Plan& plan_;
   const int rank_;
-  const ExpectedElements& expected_;
+  const ExpectedElements expected_;
   const LoadOptions& options_;
   ExpectedFp8 fp8_;
   std::vector<std::byte> made_, due_;
 };
 
 // In the order of their files.
-void for_each_own_buffer(const Plan& plan, const std::function<void(uint32_t buffer)>& fn) {
+void for_each_own_buffer(const Plan& plan, FunctionRef<void(uint32_t buffer)> fn) {
   for (const uint32_t t : plan.order) {
     if (!plan.recipe->is_alias(t) && !plan.layout.is_flat(t)) fn(t);
   }
@@ -125,21 +124,21 @@ void for_each_own_buffer(const Plan& plan, const std::function<void(uint32_t buf
 }  // namespace
 
 void check_elements(const Plan& plan, int rank, uint32_t buffer, int64_t at,
-                    std::span<const std::byte> elements, const ExpectedElements& expected,
+                    std::span<const std::byte> elements, ExpectedElements expected,
                     const LoadOptions& options) {
   ValueCheck(plan, rank, expected, options).local(buffer, at, elements);
 }
 
-void check_values(const Plan& plan, int rank, Sink& sink, const ExpectedElements& expected,
+void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expected,
                   const LoadOptions& options) {
   ValueCheck check(plan, rank, expected, options);
   for_each_own_buffer(plan, [&](uint32_t b) { check.local(b, 0, sink.host(b)); });
 }
 
-uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, const BetweenTensors& between) {
+uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Look look) {
   DigestSum sum(plan, rank);
   for_each_own_buffer(plan, [&](uint32_t b) {
-    between();
+    look();
     const LocalBuffer local = buffer_of(plan, b, rank);
     sum.add(b, 0, sink.host(b).first(bytes_of(local.dtype, local.numel)));
   });
@@ -147,7 +146,7 @@ uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, const BetweenTen
 }
 
 void dump_rank(const Plan& plan, int rank, Sink& sink, FileSystem& files, const std::string& path,
-               const BetweenTensors& between) {
+               Look look) {
   std::vector<TensorSpec> specs;
   std::vector<uint32_t> buffers;
   for (uint32_t b = 0; b < buffer_count(plan); ++b) {
@@ -165,7 +164,7 @@ void dump_rank(const Plan& plan, int rank, Sink& sink, FileSystem& files, const 
   }
   SafetensorsWriter out(files, path, specs);
   for (size_t i = 0; i < specs.size(); ++i) {
-    between();
+    look();
     const uint64_t bytes = bytes_of(specs[i].dtype, numel_of(specs[i].shape));
     out.write(i, 0, sink.host(buffers[i]).first(bytes));
   }

@@ -42,8 +42,8 @@ uint64_t exponent_of(int64_t stride, uint64_t n) noexcept {
 // Whether `runs` stays within [begin, end). The corners of a walk are its extremes.
 bool lies_within(const Runs& runs, uint64_t begin, uint64_t end) noexcept {
   __extension__ typedef __int128 Signed;
-  const Signed outer = Signed{runs.at_stride} * (runs.runs - 1);
-  const Signed inner = Signed{runs.at_step} * (runs.run - 1);
+  const Signed outer = Signed{runs.at_stride} * (runs.count - 1);
+  const Signed inner = Signed{runs.at_step} * (runs.length - 1);
   const Signed lowest = runs.at + std::min<Signed>(outer, 0) + std::min<Signed>(inner, 0);
   const Signed highest = runs.at + std::max<Signed>(outer, 0) + std::max<Signed>(inner, 0);
   return lowest >= Signed{begin} && highest < Signed{end};
@@ -112,14 +112,16 @@ Coverage::Places Coverage::expected(uint32_t buffer) const {
 // The sum over all (k, i) of x^(at + k at_stride + i at_step) is a product of two series.
 void Coverage::tick(const Transfer& done) noexcept {
   const Runs& r = done.runs;
-  if (r.runs <= 0 || r.run <= 0) return;
-  Written& written = written_[done.buffer];
-  const Places& places = expected_[done.buffer];
+  if (r.count <= 0 || r.length <= 0) return;
+  // A compared alias, which has no buffer of its own, counts under its own number.
+  const uint32_t number = done.compared ? done.target : done.buffer;
+  Written& written = written_[number];
+  const Places& places = expected_[number];
   if (!lies_within(r, places.begin, places.end)) {
     written.outside.store(true, std::memory_order_relaxed);
     return;
   }
-  const auto runs = static_cast<uint64_t>(r.runs), run = static_cast<uint64_t>(r.run);
+  const auto runs = static_cast<uint64_t>(r.count), run = static_cast<uint64_t>(r.length);
   const uint64_t inner = powers_.sum(static_cast<uint64_t>(r.at), r.at_step, run);
   const uint64_t outer = powers_.sum(0, r.at_stride, runs);
   add_to(written.fingerprint, multiply(inner, outer));

@@ -38,6 +38,7 @@ class Coverage {
  public:
   // `point`: a number above 1 and below Powers::kPrime, which nothing in the plan may depend on.
   Coverage(const Plan& plan, int rank, uint64_t point = random_point());
+  Coverage(const Plan&&, int, uint64_t = 0) = delete;
   void tick(const Transfer& done) noexcept;
   // INTEGRITY naming the first buffer whose places are not all written exactly once.
   void prove() const;

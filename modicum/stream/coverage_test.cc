@@ -57,7 +57,7 @@ Places stretches(int64_t numel) {
   for (int64_t at = 0; at < numel;) {
     state = state * 6364136223846793005ULL + 1;
     const int64_t run = std::min<int64_t>(numel - at, 1 + static_cast<int64_t>(state >> 60) % 9);
-    places.push_back({.run = run, .at = at});
+    places.push_back({.length = run, .at = at});
     at += run;
   }
   return places;
@@ -67,15 +67,17 @@ Places stretches(int64_t numel) {
 // in between that are put there as they are.
 Places turned(int64_t rows, int64_t columns) {
   const int64_t half = rows / 2;
-  return {
-      {.runs = columns, .run = half, .at = 0, .at_stride = 1, .at_step = columns},
-      {.runs = 1, .run = columns, .at = half * columns},
-      {.runs = rows - half - 1, .run = columns, .at = (half + 1) * columns, .at_stride = columns}};
+  return {{.count = columns, .length = half, .at = 0, .at_stride = 1, .at_step = columns},
+          {.count = 1, .length = columns, .at = half * columns},
+          {.count = rows - half - 1,
+           .length = columns,
+           .at = (half + 1) * columns,
+           .at_stride = columns}};
 }
 
 std::vector<std::pair<int64_t, Places>> tilings() {
-  return {{1, {{.run = 1}}},   {100, {{.run = 100}}},     {300, stretches(300)},
-          {97, stretches(97)}, {12 * 10, turned(12, 10)}, {31 * 7, turned(31, 7)}};
+  return {{1, {{.length = 1}}}, {100, {{.length = 100}}},  {300, stretches(300)},
+          {97, stretches(97)},  {12 * 10, turned(12, 10)}, {31 * 7, turned(31, 7)}};
 }
 
 TEST(Coverage, ATilingIsProvenInAnyOrder) {
@@ -107,14 +109,14 @@ TEST(Coverage, EachMutationOfATilingIsDetected) {
       EXPECT_FALSE(buffer.proves(more)) << "doubled";
       EXPECT_FALSE(buffer.proves(with([](Runs& r) { ++r.at; }))) << "shifted by one";
       EXPECT_FALSE(buffer.proves(with([](Runs& r) { --r.at; }))) << "shifted back by one";
-      EXPECT_FALSE(buffer.proves(with([](Runs& r) { ++r.run; }))) << "one longer";
-      EXPECT_FALSE(buffer.proves(with([](Runs& r) { --r.run; }))) << "one shorter";
-      if (tiling[i].runs > 1) {
+      EXPECT_FALSE(buffer.proves(with([](Runs& r) { ++r.length; }))) << "one longer";
+      EXPECT_FALSE(buffer.proves(with([](Runs& r) { --r.length; }))) << "one shorter";
+      if (tiling[i].count > 1) {
         EXPECT_FALSE(buffer.proves(with([](Runs& r) { ++r.at_stride; }))) << "stride";
         EXPECT_FALSE(buffer.proves(with([](Runs& r) { --r.at_stride; }))) << "stride";
-        EXPECT_FALSE(buffer.proves(with([](Runs& r) { --r.runs; }))) << "one run less";
+        EXPECT_FALSE(buffer.proves(with([](Runs& r) { --r.count; }))) << "one run less";
       }
-      if (tiling[i].run > 1) {
+      if (tiling[i].length > 1) {
         EXPECT_FALSE(buffer.proves(with([](Runs& r) { ++r.at_step; }))) << "step";
       }
     }
@@ -126,9 +128,9 @@ TEST(Coverage, ExchangedLengthsAndPlacesAreDetected) {
   const Buffer1 buffer(200);
   for (size_t i = 0; i < tiling.size(); ++i) {
     for (size_t j = i + 1; j < tiling.size(); ++j) {
-      if (tiling[i].run == tiling[j].run) continue;
+      if (tiling[i].length == tiling[j].length) continue;
       Places lengths = tiling;
-      std::swap(lengths[i].run, lengths[j].run);
+      std::swap(lengths[i].length, lengths[j].length);
       EXPECT_FALSE(buffer.proves(lengths));
       Places places = tiling;
       std::swap(places[i].at, places[j].at);
@@ -142,7 +144,7 @@ TEST(Coverage, ExchangedLengthsAndPlacesAreDetected) {
 TEST(Coverage, EqualPowerSumsAreNoProof) {
   const auto singles = [](std::vector<int64_t> of) {
     Places places;
-    for (const int64_t at : of) places.push_back({.run = 1, .at = at});
+    for (const int64_t at : of) places.push_back({.length = 1, .at = at});
     return places;
   };
   EXPECT_FALSE(Buffer1(4).proves(singles({1, 1, 2, 2})));
@@ -153,24 +155,24 @@ TEST(Coverage, EqualPowerSumsAreNoProof) {
 // Compensating writes outside of the buffer: x^(p - 1) is 1, so that an exponent alone can't tell.
 TEST(Coverage, PlacesOutsideOfTheBufferAreDetected) {
   const auto far = static_cast<int64_t>(Powers::kPrime - 1);
-  EXPECT_FALSE(Buffer1(2).proves({{.run = 1, .at = far}, {.run = 1, .at = 1}}));
-  const auto failure = Buffer1(2).failure_of({{.run = 2, .at = 1}, {.run = 1, .at = 0}});
+  EXPECT_FALSE(Buffer1(2).proves({{.length = 1, .at = far}, {.length = 1, .at = 1}}));
+  const auto failure = Buffer1(2).failure_of({{.length = 2, .at = 1}, {.length = 1, .at = 0}});
   ASSERT_TRUE(failure.has_value());
   EXPECT_STREQ(failure->what_happened().c_str(),
                "a transfer was written outside of its local buffer");
-  EXPECT_FALSE(Buffer1(4).proves(
-      {{.runs = 2, .run = 2, .at = 1, .at_stride = 2, .at_step = -1}, {.run = 1, .at = -1}}));
+  EXPECT_FALSE(Buffer1(4).proves({{.count = 2, .length = 2, .at = 1, .at_stride = 2, .at_step = -1},
+                                  {.length = 1, .at = -1}}));
 }
 
 // A dim that is read backwards.
 TEST(Coverage, NegativeStridesCountDown) {
-  EXPECT_TRUE(Buffer1(6).proves({{.run = 6, .at = 5, .at_step = -1}}));
-  EXPECT_TRUE(Buffer1(6).proves({{.runs = 3, .run = 2, .at = 4, .at_stride = -2}}));
-  EXPECT_FALSE(Buffer1(6).proves({{.runs = 3, .run = 2, .at = 4, .at_stride = -1}}));
+  EXPECT_TRUE(Buffer1(6).proves({{.length = 6, .at = 5, .at_step = -1}}));
+  EXPECT_TRUE(Buffer1(6).proves({{.count = 3, .length = 2, .at = 4, .at_stride = -2}}));
+  EXPECT_FALSE(Buffer1(6).proves({{.count = 3, .length = 2, .at = 4, .at_stride = -1}}));
 }
 
 TEST(Coverage, TheFailureNamesTheTensorAndTheCounts) {
-  const auto failure = Buffer1(10).failure_of({{.run = 9}});
+  const auto failure = Buffer1(10).failure_of({{.length = 9}});
   ASSERT_TRUE(failure.has_value());
   EXPECT_EQ(failure->category(), Category::integrity);
   EXPECT_EQ(failure->facts().tensor, "weight");
@@ -183,11 +185,11 @@ TEST(Coverage, TheFailureNamesTheTensorAndTheCounts) {
 TEST(Coverage, TheSumsAreThoseOfSingleElements) {
   for (int64_t numel = 0; numel <= 200; ++numel) {
     Places singles;
-    for (int64_t i = 0; i < numel; ++i) singles.push_back({.run = 1, .at = i});
+    for (int64_t i = 0; i < numel; ++i) singles.push_back({.length = 1, .at = i});
     const Buffer1 buffer(numel);
     EXPECT_TRUE(buffer.proves(singles));
-    EXPECT_TRUE(buffer.proves({{.run = numel}}));
-    EXPECT_TRUE(buffer.proves({{.runs = numel, .run = 1, .at_stride = 1}}));
+    EXPECT_TRUE(buffer.proves({{.length = numel}}));
+    EXPECT_TRUE(buffer.proves({{.count = numel, .length = 1, .at_stride = 1}}));
   }
 }
 
@@ -204,16 +206,16 @@ TEST(Coverage, WideBuffersDoNotOverflow) {
     };
     const int64_t third = numel / 3;
     const int64_t rest = numel - third;
-    EXPECT_TRUE(proves({{.run = third}, {.run = rest, .at = third}})) << numel;
-    EXPECT_TRUE(proves({{.runs = (numel + 1) / 2, .run = 1, .at = 0, .at_stride = 2},
-                        {.runs = numel / 2, .run = 1, .at = 1, .at_stride = 2}}))
+    EXPECT_TRUE(proves({{.length = third}, {.length = rest, .at = third}})) << numel;
+    EXPECT_TRUE(proves({{.count = (numel + 1) / 2, .length = 1, .at = 0, .at_stride = 2},
+                        {.count = numel / 2, .length = 1, .at = 1, .at_stride = 2}}))
         << numel;
-    EXPECT_TRUE(proves({{.runs = 1000, .run = third / 1000, .at_stride = third / 1000},
-                        {.run = numel - third / 1000 * 1000, .at = third / 1000 * 1000}}))
+    EXPECT_TRUE(proves({{.count = 1000, .length = third / 1000, .at_stride = third / 1000},
+                        {.length = numel - third / 1000 * 1000, .at = third / 1000 * 1000}}))
         << numel;
-    EXPECT_FALSE(proves({{.run = third}, {.run = rest, .at = third + 1}})) << numel;
-    EXPECT_FALSE(proves({{.run = third + 1}, {.run = rest, .at = third}})) << numel;
-    EXPECT_FALSE(proves({{.run = rest}, {.run = third, .at = third}})) << numel;
+    EXPECT_FALSE(proves({{.length = third}, {.length = rest, .at = third + 1}})) << numel;
+    EXPECT_FALSE(proves({{.length = third + 1}, {.length = rest, .at = third}})) << numel;
+    EXPECT_FALSE(proves({{.length = rest}, {.length = third, .at = third}})) << numel;
   }
 }
 

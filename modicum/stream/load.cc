@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <functional>
 #include <mutex>
 #include <new>
 #include <utility>
@@ -23,22 +22,21 @@ class Load {
         options_(options),
         header_(ledger.adopt(Purpose::header, plan.manifest->held_bytes())),
         plan_charge_(ledger.adopt(Purpose::plan, plan.held_bytes())),
-        in_window_(plan, at.rank),
+        window_(plan, at.rank),
         coverage_(plan, at.rank),
         ties_(plan) {
     commit(ledger);
   }
 
   LoadOutcome run() {
-    if (plan_.strategy().of_reader == Window::none) {
-      stream();
-    } else {
+    const bool sends = plan_.staging.exchanges;
+    if (plan_.strategy().of_reader != Window::none) {
       fill_window();
-      if (plan_.staging.exchanges) {
-        broadcast_tensors();
-      } else {
-        cut_from_window();
-      }
+      sends ? broadcast_tensors() : cut_from_window();
+    } else if (plan_.strategy().reader == Reader::node_leader) {
+      stream_on_node();
+    } else {
+      sends ? stream_in_turn() : stream_own_bytes();
     }
     coverage_.prove();
     ties_.prove(at_.rank);
@@ -46,12 +44,12 @@ class Load {
   }
 
  private:
-  // Everything that the run will hold, before the first data byte.
+  // Everything that the load will hold, before the first data byte.
   void commit(Ledger& ledger) {
     const auto& load = plan_.promise.phases[kLoadPhase].of_rank[static_cast<size_t>(at_.rank)];
     const int threads = std::max(1, options_.threads);
     const auto look = [this] { at_.board->check(); };
-    window_ = ledger.charge(Purpose::window, load[Purpose::window], threads, look);
+    window_memory_ = ledger.charge(Purpose::window, load[Purpose::window], threads, look);
     const Staging& staging = plan_.staging;
     if (staging.ring_part_bytes > 0) {
       MODICUM_ASSERT(at_.exchange != nullptr);
@@ -74,12 +72,21 @@ class Load {
     return Writer(plan_, sink_, coverage_, ties_, options_, slot_of(worker));
   }
 
+  // Workers share a walk without a queue: each makes all of it, and acts when it is its turn.
+  struct Turn {
+    int worker = 0;
+    int workers = 1;
+    int64_t next = 0;
+
+    bool is_mine() noexcept { return next++ % workers == worker; }
+  };
+
   // The first failure goes to the board at once: it ends this rank's other workers, and the other
   // ranks, at their next look.
-  void in_workers(const std::function<void(int worker)>& work) {
+  void in_workers(FunctionRef<void(Turn turn)> work) {
     run_workers(workers_, [&](int worker) {
       try {
-        work(worker);
+        work({worker, workers_});
       } catch (const Error& error) {
         at_.board->report(record_of(error, at_.rank));
         throw;
@@ -90,71 +97,54 @@ class Load {
     });
   }
 
-  void stream() {
-    if (plan_.strategy().reader == Reader::node_leader) return stream_on_node();
-    const std::vector<int> group = exchange_group(plan_, at_.rank);
-    if (group.size() > 1) return stream_in_turn(group);
-    stream_own_bytes();
-  }
-
-  // Each worker walks all reads and takes every n-th: no queue, and the same reads at any number.
   void stream_own_bytes() {
-    in_workers([this](int worker) {
+    in_workers([this](Turn turn) {
       Readers readers(checkpoint_);
-      Writer writer = writer_of(worker);
-      const std::span<std::byte> slot = slot_of(worker);
-      int64_t turn = 0;
-      const auto mine = [&] { return turn++ % workers_ == worker; };
-      for_each_read(
-          plan_, at_.rank, table_of(worker),
-          [&](const Read& read) {
-            if (!mine()) return;
-            const Transfer& first = read.transfers.front();
-            if (read.direct) {
-              fetch_into(writer.place_of(first), first.from, {read.file, read.begin, read.end},
-                         readers.codes);
-              writer.placed(first);
-            } else {
-              fetch(first.from, {read.file, read.begin, read.end}, read.scale, readers, slot);
-              put(read, writer, slot);
-            }
-          },
-          [&](const Transfer& made) {
-            if (makes(worker, made, mine)) writer.make(made);
-          });
+      Writer writer = writer_of(turn.worker);
+      const std::span<std::byte> slot = slot_of(turn.worker);
+      for_each_read(plan_, at_.rank, table_of(turn.worker), [&](const Read& read) {
+        if (!turn.is_mine()) return;
+        const Transfer& first = read.transfers.front();
+        if (read.direct) {
+          fetch_into(writer.place_of(first), first.from, read.at, readers.codes);
+          writer.placed(first);
+        } else {
+          fetch(first.from, read.at, read.scale, readers, slot);
+          put(read, writer, slot);
+        }
+      });
+      make(writer, turn);
       finish(readers, writer);
     });
   }
 
-  // What the caller makes, he makes on his own thread, which is the last worker's.
-  template <typename Turn>
-  bool makes(int worker, const Transfer& made, const Turn& mine) const {
-    if (made.source == Transfer::Source::caller) return worker == workers_ - 1;
-    return mine();
+  // What needs no reading. What the caller makes, it makes on its own thread, which is the last
+  // worker's.
+  void make(Writer& writer, Turn turn) {
+    for_each_made_transfer(plan_, at_.rank, [&](const Transfer& made) {
+      const bool is_callers = made.source == Transfer::Source::caller;
+      if (is_callers ? turn.worker != turn.workers - 1 : !turn.is_mine()) return;
+      at_.board->check();
+      writer.make(made);
+    });
   }
 
   // Ranks that hold the same have the same reads; each makes those whose turn it is.
-  void stream_in_turn(const std::vector<int>& group) {
+  void stream_in_turn() {
+    const std::vector<int> group = exchange_group(plan_, at_.rank);
     Readers readers(checkpoint_);
     Writer writer = writer_of(0);
     const std::span<std::byte> slot = slot_of(0);
     size_t turn = 0;
-    for_each_read(
-        plan_, at_.rank, table_of(0),
-        [&](const Read& read) {
-          const size_t root = turn++ % group.size();
-          const uint64_t bytes = read.end - read.begin + read.scale.bytes();
-          if (group[root] == at_.rank) {
-            fetch(read.transfers.front().from, {read.file, read.begin, read.end}, read.scale,
-                  readers, slot);
-          } else {
-            outcome_.exchanged_bytes += bytes;
-          }
-          at_.exchange->broadcast(static_cast<int>(root), slot.first(bytes));
-          if (group[root] != at_.rank) at_.board->beat(at_.rank, bytes);
-          put(read, writer, slot);
-        },
-        [&](const Transfer& made) { writer.make(made); });
+    for_each_read(plan_, at_.rank, table_of(0), [&](const Read& read) {
+      const size_t root = turn++ % group.size();
+      const bool reads = group[root] == at_.rank;
+      if (reads) fetch(read.transfers.front().from, read.at, read.scale, readers, slot);
+      at_.exchange->broadcast(static_cast<int>(root), slot.first(read.bytes()));
+      if (!reads) received(read.bytes());
+      put(read, writer, slot);
+    });
+    make(writer, {});
     finish(readers, writer);
   }
 
@@ -168,17 +158,14 @@ class Load {
     for_each_node_read(plan_, at_.rank, [&](const NodeRead& read) {
       at_.board->check();
       const NodeRead::Wanted& wanted = read.wanted[place];
-      if (place == 0) {
-        fetch(read.stored, read.at, read.scale, readers, slot);
-      } else {
-        outcome_.exchanged_bytes += wanted.bytes();
-      }
+      const bool reads = reads_storage(plan_, at_.rank);
+      if (reads) fetch(read.stored, read.at, read.scale, readers, slot);
       if (group.size() > 1) {
         at_.exchange->broadcast(0, slot.first(read.bytes()), {wanted.begin, wanted.end});
       }
       const ScalesAtHand scales =
           scales_read(plan_, read.stored, read.scale, slot.data() + read.at.bytes());
-      const std::function<void(const Transfer&)> put = [&](const Transfer& part) {
+      const auto put = [&](const Transfer& part) {
         writer.put(part, place_in(slot, read.at.begin, part), scales);
       };
       if (wanted.bytes() > 0) {
@@ -186,11 +173,9 @@ class Load {
           for_each_transfer_within(transfer, read, put);
         });
       }
-      if (place != 0) at_.board->beat(at_.rank, wanted.bytes());
+      if (!reads) received(wanted.bytes());
     });
-    for_each_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
-      if (transfer.source != Transfer::Source::stored) writer.make(transfer);
-    });
+    make(writer, {});
     finish(readers, writer);
   }
 
@@ -228,27 +213,32 @@ class Load {
   const std::byte* place_in(std::span<std::byte> slot, uint64_t begin,
                             const Transfer& transfer) const {
     const Stored& stored = plan_.manifest->tensors[transfer.from];
-    return slot.data() + (extent_of(stored, transfer.runs.first, transfer.runs.run).begin - begin);
+    return slot.data() +
+           (extent_of(stored, transfer.runs.first, transfer.runs.length).begin - begin);
+  }
+
+  void received(uint64_t bytes) {
+    outcome_.exchanged_bytes += bytes;
+    at_.board->beat(at_.rank, bytes);
   }
 
   // What a read has brought into a slot, to where it belongs.
   void put(const Read& read, Writer& writer, std::span<std::byte> slot) {
-    const ScalesAtHand scales = scales_read(plan_, read.transfers.front().from, read.scale,
-                                            slot.data() + (read.end - read.begin));
+    const ScalesAtHand scales =
+        scales_read(plan_, read.transfers.front().from, read.scale, slot.data() + read.at.bytes());
     for (const Transfer& transfer : read.transfers) {
-      writer.put(transfer, place_in(slot, read.begin, transfer), scales);
+      writer.put(transfer, place_in(slot, read.at.begin, transfer), scales);
     }
   }
 
   // Nothing where another rank reads.
   void fill_window() {
-    in_workers([this](int worker) {
+    in_workers([this](Turn turn) {
       DataReader reader(checkpoint_);
-      int64_t turn = 0;
-      in_window_.for_each_read([&](const RankWindow::Read& read) {
-        if (turn++ % workers_ != worker) return;
-        fetch_into(window_.bytes().subspan(read.place, read.at.bytes()), read.stored, read.at,
-                   reader);
+      window_.for_each_read([&](const RankWindow::Read& read) {
+        if (!turn.is_mine()) return;
+        fetch_into(window_memory_.bytes().subspan(read.place, read.at.bytes()), read.stored,
+                   read.at, reader);
       });
       reader.finish();
       const std::lock_guard lock(mutex_);
@@ -257,7 +247,7 @@ class Load {
   }
 
   std::span<std::byte> bytes_of_whole(const RankWindow::Whole& of) const noexcept {
-    return window_.bytes().subspan(of.place, plan_.manifest->tensors[of.stored].at.bytes());
+    return window_memory_.bytes().subspan(of.place, plan_.manifest->tensors[of.stored].at.bytes());
   }
 
   void put_from_window(const RankWindow::Tensor& tensor, const Transfer& transfer, Writer& writer) {
@@ -269,17 +259,15 @@ class Load {
   }
 
   void cut_from_window() {
-    in_workers([this](int worker) {
-      Writer writer = writer_of(worker);
-      int64_t turn = 0;
-      const auto mine = [&] { return turn++ % workers_ == worker; };
-      for_each_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
-        if (!makes(worker, transfer, mine)) return;
+    in_workers([this](Turn turn) {
+      Writer writer = writer_of(turn.worker);
+      for_each_stored_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
+        if (!turn.is_mine()) return;
         at_.board->check();
-        if (transfer.source != Transfer::Source::stored) return writer.make(transfer);
-        put_from_window(in_window_.tensor(transfer.from), transfer, writer);
+        put_from_window(window_.tensor(transfer.from), transfer, writer);
         at_.board->beat(at_.rank, 0);
       });
+      make(writer, turn);
       const std::lock_guard lock(mutex_);
       outcome_.bytes_loaded += writer.bytes_loaded();
     });
@@ -287,25 +275,21 @@ class Load {
 
   void broadcast(const RankWindow::Whole& of) {
     const std::span<std::byte> tensor = bytes_of_whole(of);
-    const uint64_t received = reads_storage(plan_, at_.rank) ? 0 : tensor.size();
     at_.exchange->broadcast(0, tensor);
-    outcome_.exchanged_bytes += received;
-    at_.board->beat(at_.rank, received);
+    received(reads_storage(plan_, at_.rank) ? 0 : tensor.size());
   }
 
   // One rank has the model in its window, the others one tensor at a time in theirs.
   void broadcast_tensors() {
     Writer writer = writer_of(0);
-    in_window_.for_each_tensor([&](const RankWindow::Tensor& tensor) {
+    window_.for_each_tensor([&](const RankWindow::Tensor& tensor) {
       broadcast(tensor.elements);
       if (tensor.scale) broadcast(*tensor.scale);
       for_each_transfer_from(
           plan_, at_.rank, tensor.elements.stored,
           [&](const Transfer& transfer) { put_from_window(tensor, transfer, writer); });
     });
-    for_each_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
-      if (transfer.source != Transfer::Source::stored) writer.make(transfer);
-    });
+    make(writer, {});
     outcome_.bytes_loaded += writer.bytes_loaded();
   }
 
@@ -329,9 +313,9 @@ class Load {
   Sink& sink_;
   const LoadOptions& options_;
   Charge header_, plan_charge_, ring_;
-  Buffer window_, staging_;
+  Buffer window_memory_, staging_;
   int workers_ = 1;
-  RankWindow in_window_;
+  RankWindow window_;
   Coverage coverage_;
   Ties ties_;
   std::mutex mutex_;

@@ -361,7 +361,7 @@ TEST(LoadExact, ADeviceGetsTheSameByCopies) {
   for (const Strategy& strategy : strategies()) {
     const Plan host = plan_of(model.checkpoint, recipe, fsdp2_layout(1), strategy);
     PlanOptions options = host.options;
-    options.destination = Destination::discard;
+    options.destination = Destination::copy;
     const Plan plan = make_plan(model.checkpoint.manifest, recipe, fsdp2_layout(1), options);
     SteadyClock clock;
     SharedBoard board(1, clock);
@@ -383,7 +383,7 @@ TEST(LoadExact, DiscardingGivesTheDigestOfKeeping) {
   const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(3), strategy_named("own-shard"));
   for (const RankResult& r : load_all({&model.files, &model.checkpoint, &plan})) kept += r.digest;
   PlanOptions options = plan.options;
-  options.destination = Destination::discard;
+  options.destination = Destination::copy;
   const Plan dropping = make_plan(model.checkpoint.manifest, recipe, fsdp2_layout(3), options);
   uint64_t dropped = 0;
   SteadyClock clock;
@@ -547,8 +547,7 @@ TEST(CheckValues, OneWrongBitIsNamed) {
   const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(2), strategy_named("own-shard"));
   SteadyClock clock;
   SharedBoard board(2, clock);
-  const ExpectedElements expected = [&](uint32_t stored, int64_t first, int64_t n,
-                                        std::span<std::byte> into) {
+  const auto expected = [&](uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into) {
     synth_fill(name_hash(model.specs[stored].fqn), model.specs[stored].dtype, first, n,
                into.data());
   };

@@ -14,6 +14,16 @@
 namespace modicum {
 namespace {
 
+// What borrows a plan or a checkpoint is not made of one that dies at once.
+static_assert(std::is_constructible_v<HostSink, Plan&, int, Ledger&>);
+static_assert(!std::is_constructible_v<HostSink, Plan, int, Ledger&>);
+static_assert(std::is_constructible_v<DiscardSink, Plan&, int>);
+static_assert(!std::is_constructible_v<DiscardSink, Plan, int>);
+static_assert(std::is_constructible_v<DigestSum, Plan&, int>);
+static_assert(!std::is_constructible_v<DigestSum, Plan, int>);
+static_assert(std::is_constructible_v<Rings, Plan&>);
+static_assert(!std::is_constructible_v<Rings, Plan>);
+
 constexpr int64_t kRows = 7;
 constexpr int64_t kColumns = 5;
 
@@ -48,7 +58,7 @@ struct World {
   Plan plan(const char* strategy) const {
     return make_plan(checkpoint.manifest, recipe, fsdp2_layout(2),
                      {.strategy = &strategy_named(strategy),
-                      .destination_of = {Destination::discard, Destination::given, Destination::cpu,
+                      .destination_of = {Destination::copy, Destination::given, Destination::cpu,
                                          Destination::cpu},
                       .staging_bytes = 8 * kMiB,  // slots for each worker
                       .init_bytes = made.size() * sizeof(float)});

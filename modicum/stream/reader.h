@@ -20,6 +20,7 @@ class DataReader {
  public:
   static constexpr size_t kWindowsBehind = 8;
   explicit DataReader(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
+  explicit DataReader(const Checkpoint&&) = delete;
   ~DataReader();
   DataReader(const DataReader&) = delete;
   DataReader& operator=(const DataReader&) = delete;

@@ -14,6 +14,7 @@ namespace modicum {
 class Rings {
  public:
   explicit Rings(const Plan& plan);
+  explicit Rings(const Plan&&) = delete;
   // The end of `rank`; null where it sends and receives nothing.
   std::unique_ptr<Exchange> end_of(int rank, Board& board);
 

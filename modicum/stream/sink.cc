@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "modicum/kernels/kernels.h"
 
@@ -28,13 +27,13 @@ HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, Given given, Copy
       copy_(std::move(copy)) {
   for (uint32_t b = 0; b < buffer_count(plan); ++b) {
     if (destination_of(plan, b) != Destination::given || holder_of(plan, b) != b) continue;
-    const uint64_t due = buffer_of(plan, b, rank).bytes();
+    const uint64_t expected = buffer_of(plan, b, rank).bytes();
     const uint64_t got = b < given_.size() ? given_[b].size() : 0;
-    if (got == due) continue;
-    fail(Category::usage, "the memory given for a tensor has not the size that is due",
+    if (got == expected) continue;
+    fail(Category::usage, "the memory given for a tensor has the wrong size",
          {.tensor = buffer_name(plan, b),
           .rank = rank,
-          .expected = fmt::format("{} bytes", due),
+          .expected = fmt::format("{} bytes", expected),
           .got = fmt::format("{} bytes", got)});
   }
   arena_ = ledger.reserve(Purpose::shards, begins_.back(), plan.options.fork);
@@ -43,19 +42,14 @@ HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, Given given, Copy
 std::span<std::byte> HostSink::host(uint32_t buffer) noexcept {
   buffer = holder_of(plan_, buffer);
   const Destination to = destination_of(plan_, buffer);
-  if (to == Destination::discard) return {};
+  if (to == Destination::copy) return {};
   if (to == Destination::given) return given_[buffer];
   return arena_.bytes().subspan(begins_[buffer], buffer_of(plan_, buffer, rank_).bytes());
 }
 
 void HostSink::copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
-  if (destination_of(plan_, holder_of(plan_, buffer)) == Destination::discard) {
-    MODICUM_ASSERT(copy_ != nullptr);
-    return copy_(holder_of(plan_, buffer), at, elements);
-  }
-  const auto begin =
-      static_cast<size_t>(at * bytes_per_element(buffer_of(plan_, buffer, rank_).dtype));
-  std::memcpy(host(buffer).data() + begin, elements.data(), elements.size());
+  MODICUM_ASSERT(copy_ != nullptr);
+  copy_(buffer, at, elements);
 }
 
 void HostSink::poison(Look look) {

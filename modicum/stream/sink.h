@@ -30,9 +30,10 @@ class HostSink final : public Sink {
  public:
   using Given = std::vector<std::span<std::byte>>;
   using Copy = std::function<void(uint32_t buffer, int64_t at, std::span<const std::byte>)>;
-  // `given` has the bytes of each target whose destination that is (USAGE where they are not what
-  // is due), `copy` takes what goes elsewhere; any thread.
+  // `given` has the memory of each target whose destination that is (USAGE where its size is
+  // wrong), `copy` takes the elements of those that are copied; any thread.
   HostSink(const Plan& plan, int rank, Ledger& ledger, Given given = {}, Copy copy = {});
+  HostSink(const Plan&&, int, Ledger&, Given = {}, Copy = {}) = delete;
   std::span<std::byte> host(uint32_t buffer) noexcept override;
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
   // Fills everything with a pattern that no load leaves behind.
@@ -54,6 +55,7 @@ class HostSink final : public Sink {
 class DigestSum {
  public:
   DigestSum(const Plan& plan, int rank);
+  DigestSum(const Plan&&, int) = delete;
   // Elements [at, at + n) of a local buffer, in the target's dtype. Any thread, each element once.
   void add(uint32_t buffer, int64_t at, std::span<const std::byte> elements) noexcept;
   uint64_t value() const noexcept { return sum_.load(std::memory_order_relaxed); }
@@ -73,6 +75,7 @@ class DiscardSink final : public Sink {
   using Inspect = std::function<void(uint32_t buffer, int64_t at, std::span<const std::byte>)>;
   DiscardSink(const Plan& plan, int rank, Inspect inspect = {})
       : sum_(plan, rank), inspect_(std::move(inspect)) {}
+  DiscardSink(const Plan&&, int, Inspect = {}) = delete;
   std::span<std::byte> host(uint32_t) noexcept override { return {}; }
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override {
     if (inspect_) inspect_(buffer, at, elements);

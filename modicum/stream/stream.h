@@ -48,33 +48,28 @@ struct LoadOutcome {
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
                  Ledger& ledger, const LoadOptions& options = {});
 
-// Called once per tensor by what takes long after a load, to say that the rank is alive, or to
-// throw.
-using BetweenTensors = std::function<void()>;
-
 // The stored elements [first, first + n) of a tensor as they should be, by other means than a load:
 // what `check_values` compares with.
 using ExpectedElements =
-    std::function<void(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into)>;
+    FunctionRef<void(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into)>;
 
 // Compares elements [at, at + n) of a rank's local buffer, padding included, with what the recipe
 // makes of `expected`, element by element along the recipe's second reading (element_source). The
 // first difference is INTEGRITY, naming the tensor.
 void check_elements(const Plan& plan, int rank, uint32_t buffer, int64_t at,
-                    std::span<const std::byte> elements, const ExpectedElements& expected,
+                    std::span<const std::byte> elements, ExpectedElements expected,
                     const LoadOptions& options = {});
 // The same for everything that `sink` has in host memory.
-void check_values(const Plan& plan, int rank, Sink& sink, const ExpectedElements& expected,
+void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expected,
                   const LoadOptions& options = {});
 
-// The rank's part of the digest, read from the sink's host memory.
-uint64_t digest_of_rank(
-    const Plan& plan, int rank, Sink& sink, const BetweenTensors& between = [] {});
+// The rank's part of the digest, read from the sink's host memory. `beat`, here and below, is
+// called before each tensor: the rank's heartbeat. It may throw, which ends the call.
+uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Look look = kNoLook);
 
 // Writes `rank`'s local tensors, without padding and under their own names (aliases too), as one
 // safetensors file. CONFLICT where it exists.
-void dump_rank(
-    const Plan& plan, int rank, Sink& sink, FileSystem& files, const std::string& path,
-    const BetweenTensors& between = [] {});
+void dump_rank(const Plan& plan, int rank, Sink& sink, FileSystem& files, const std::string& path,
+               Look look = kNoLook);
 
 }  // namespace modicum

@@ -16,6 +16,7 @@ namespace modicum {
 class Ties {
  public:
   explicit Ties(const Plan& plan);
+  explicit Ties(const Plan&&) = delete;
   // Elements of a transfer as loaded, the first for place `at`. Padding, and targets that no tie
   // speaks of, are passed over.
   void add(const Transfer& of, int64_t at, std::span<const std::byte> elements) noexcept;

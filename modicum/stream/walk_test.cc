@@ -50,23 +50,20 @@ TEST(Walk, OneParameterFromItsFileToTheLastRank) {
   const Plan plan =
       make_plan(checkpoint.manifest, recipe, layout, {.strategy = &strategy_named("own-shard")});
   std::vector<Transfer> transfers;
-  for_each_transfer(plan, 3, [&](const Transfer& t) { transfers.push_back(t); });
+  const auto add = [&](const Transfer& t) { transfers.push_back(t); };
+  for_each_stored_transfer(plan, 3, add);
+  for_each_made_transfer(plan, 3, add);
   ASSERT_EQ(transfers.size(), 3U);  // a's last two, w's last row, w's padding
   EXPECT_EQ(transfers[0].runs.first, 6);
   EXPECT_EQ(transfers[1].runs.first, 54);
-  EXPECT_EQ(transfers[1].runs.run, 6);
+  EXPECT_EQ(transfers[1].runs.length, 6);
   EXPECT_EQ(transfers[1].runs.at, 0);
   EXPECT_EQ(transfers[2].source, Transfer::Source::zero);
   EXPECT_EQ(transfers[2].runs.at, 6);
-  EXPECT_EQ(transfers[2].runs.run, 12);
+  EXPECT_EQ(transfers[2].runs.length, 12);
   std::vector<Extent> reads;
   std::vector<Transfer> table(kReadTableRows);
-  for_each_read(
-      plan, 3, table,
-      [&](const Read& r) {
-        reads.push_back({r.file, r.begin, r.end});
-      },
-      [](const Transfer&) {});
+  for_each_read(plan, 3, table, [&](const Read& r) { reads.push_back(r.at); });
   EXPECT_EQ(reads, (std::vector<Extent>{{0, data + 12, data + 16}, {0, data + 124, data + 136}}));
 
   // promise: a at 0, w at 64, 36 bytes: one page of shards, and staging.

@@ -37,7 +37,7 @@ void Writer::done(const Transfer& transfer) noexcept {
 std::span<std::byte> Writer::place_of(const Transfer& transfer) noexcept {
   return sink_.host(transfer.buffer)
       .subspan(static_cast<size_t>(bytes_at(transfer.to_dtype, transfer.runs.at)),
-               bytes_of(transfer.to_dtype, transfer.runs.run));
+               bytes_of(transfer.to_dtype, transfer.runs.length));
 }
 
 void Writer::placed(const Transfer& transfer) noexcept {
@@ -62,11 +62,11 @@ void Writer::put(const Transfer& transfer, const std::byte* from, const ScalesAt
 
 void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conversion& how,
                            std::span<std::byte> host) noexcept {
-  for (int64_t k = 0; k < t.runs.runs; ++k) {
+  for (int64_t k = 0; k < t.runs.count; ++k) {
     const std::byte* run = from + bytes_at(t.from_dtype, k * t.runs.stride);
     std::byte* to = host.data() + bytes_at(t.to_dtype, t.runs.at + k * t.runs.at_stride);
-    const int64_t step = t.runs.run == 1 ? 1 : t.runs.at_step;
-    how.run(run, t.runs.first + k * t.runs.stride, to, t.runs.run, step);
+    const int64_t step = t.runs.length == 1 ? 1 : t.runs.at_step;
+    how.run(run, t.runs.first + k * t.runs.stride, to, t.runs.length, step);
   }
 }
 
@@ -74,11 +74,11 @@ void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conve
 // there, else across the runs (a transpose), gathered in the room.
 void Writer::put_by_copies(const Transfer& t, const std::byte* from, const Conversion& how,
                            std::span<std::byte> room) {
-  const bool along = t.runs.at_step == 1 || t.runs.run == 1;
-  const int64_t lines = along ? t.runs.runs : t.runs.run;
-  const int64_t length = along ? t.runs.run : t.runs.runs;
+  const bool along = t.runs.at_step == 1 || t.runs.length == 1;
+  const int64_t lines = along ? t.runs.count : t.runs.length;
+  const int64_t length = along ? t.runs.length : t.runs.count;
   const int64_t line_at = along ? t.runs.at_stride : t.runs.at_step;
-  const bool neighbours = along || t.runs.at_stride == 1 || t.runs.runs == 1;
+  const bool neighbours = along || t.runs.at_stride == 1 || t.runs.count == 1;
   const auto most =
       neighbours ? static_cast<int64_t>(room.size() * 8) / bits_per_element(t.to_dtype) / 8 * 8 : 1;
   for (int64_t line = 0; line < lines; ++line) {
@@ -112,19 +112,16 @@ void Writer::make(const Transfer& transfer) {
   std::array<std::byte, 4096> made{};
   const int64_t most =
       static_cast<int64_t>(made.size()) * 8 / bits_per_element(transfer.from_dtype);
-  for (int64_t k = 0; k < transfer.runs.runs; ++k) {
-    for (int64_t i = 0; i < transfer.runs.run; i += most) {
-      Transfer part = transfer;
-      part.runs.runs = 1;
-      part.runs.first += k * transfer.runs.stride + i;
-      part.runs.at += k * transfer.runs.at_stride + i * transfer.runs.at_step;
-      part.runs.run = std::min(most, transfer.runs.run - i);
+  for (int64_t k = 0; k < transfer.runs.count; ++k) {
+    for (int64_t i = 0; i < transfer.runs.length; i += most) {
+      const int64_t n = std::min(most, transfer.runs.length - i);
+      const Transfer part = transfer.part(k, 1, i, n);
       if (transfer.source == Transfer::Source::init) {
         const Node& node = plan_.recipe->nodes[transfer.from];
         const std::string& fqn = plan_.recipe->targets[transfer.target].spec.fqn;
         init_fill({static_cast<InitKind>(node.arg[0]), std::bit_cast<double>(node.arg[1]),
                    options_.init_seed ^ name_hash(fqn), node.dtype},
-                  part.runs.first, part.runs.run, made.data());
+                  part.runs.first, part.runs.length, made.data());
       }
       put(part, made.data());
     }

@@ -1,0 +1,51 @@
+#include "modicum/plan/inside.h"
+
+#include <algorithm>
+
+namespace modicum {
+namespace {
+
+// How many of `most` steps (runs, or elements of a run) fit into `bytes` with the scales of their
+// codes: `first(n)` are the first n of them, a further one takes `step_bytes` more. At least one.
+template <typename First>
+int64_t fitting(const Plan& plan, int64_t most, uint64_t step_bytes, uint64_t bytes,
+                const First& first) {
+  int64_t n = most;
+  while (n > 1) {
+    const Transfer tile = first(n);
+    const uint64_t needed = span_of(plan, tile).bytes() + scale_extent(plan, tile).bytes();
+    if (needed <= bytes) break;
+    const uint64_t over = (needed - bytes + step_bytes - 1) / step_bytes;
+    // Fewer steps need no more scales: so many less will do, if that leaves any.
+    n = over < static_cast<uint64_t>(n) ? n - static_cast<int64_t>(over) : n / 2;
+  }
+  return n;
+}
+
+}  // namespace
+
+Extent span_of(const Plan& plan, const Transfer& transfer) {
+  return extent_of(plan.manifest->tensors[transfer.from], transfer.runs.first,
+                   transfer.runs.span());
+}
+
+int64_t runs_that_fit(const Plan& plan, const Transfer& transfer) {
+  const Runs& runs = transfer.runs;
+  const uint64_t run_bytes = bytes_of(transfer.from_dtype, runs.length);
+  const uint64_t stride_bytes = bytes_of(transfer.from_dtype, runs.stride);
+  const uint64_t tile_bytes = plan.staging.tile_bytes;
+  const auto most = static_cast<int64_t>((tile_bytes - run_bytes) / stride_bytes) + 1;
+  return fitting(plan, std::min(most, runs.count), stride_bytes, tile_bytes,
+                 [&](int64_t n) { return transfer.part(0, n, 0, runs.length); });
+}
+
+int64_t elements_that_fit(const Plan& plan, const Transfer& transfer, uint64_t bytes) {
+  // Whole bytes for every dtype: eight elements are.
+  const auto bits = static_cast<uint64_t>(bits_per_element(transfer.from_dtype));
+  const auto whole = static_cast<int64_t>(bytes * 8 / bits / 8 * 8);
+  const int64_t most = std::min(whole, transfer.runs.length);
+  if (!transfer.dequantises()) return most;
+  return fitting(plan, most, 1, bytes, [&](int64_t n) { return transfer.part(0, 1, 0, n); });
+}
+
+}  // namespace modicum

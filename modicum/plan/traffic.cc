@@ -1,0 +1,154 @@
+// What a load will read and send, counted by the generators that it follows.
+#include <algorithm>
+#include <array>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "modicum/plan/inside.h"
+#include "modicum/plan/plan.h"
+
+namespace modicum {
+namespace {
+
+void add(const Traffic& other, Traffic& sum) noexcept {
+  for (uint64_t Traffic::*const count :
+       {&Traffic::storage_read_bytes, &Traffic::exchanged_bytes, &Traffic::reads,
+        &Traffic::transfers, &Traffic::needed_bytes}) {
+    sum.*count = saturating_add(sum.*count, other.*count);
+  }
+}
+
+// What is read in turn by those who hold the same; by one alone, where nobody does.
+Traffic traffic_of_reads(const Plan& plan, int rank) {
+  Traffic sum;
+  std::vector<Transfer> table(kReadTableRows);
+  const std::vector<int> group = exchange_group(plan, rank);
+  size_t turn = 0;
+  for_each_read(plan, rank, table, [&](const Read& read) {
+    const bool reads = group[turn++ % group.size()] == rank;
+    (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += read.bytes();
+    sum.reads += !reads ? 0 : read.scale.bytes() > 0 ? 2 : 1;
+    sum.transfers += read.transfers.size();
+    sum.needed_bytes += read.scale.bytes();
+    for (const Transfer& t : read.transfers) sum.needed_bytes += bytes_of(t.from_dtype, t.numel());
+  });
+  return sum;
+}
+
+// All that a target's traffic on a node depends on, where it is taken as it is stored: targets that
+// agree in it are read and sent alike, wherever their bytes stand.
+struct TargetKind {
+  struct Scales {
+    DType dtype;
+    std::array<int64_t, 2> block;
+    std::vector<int64_t> shape;
+    auto operator<=>(const Scales&) const = default;
+  };
+  const Sharding* sharding;
+  DType stored_dtype;
+  DType loaded_dtype;
+  std::vector<int64_t> shape;
+  std::optional<Scales> scales;
+  auto operator<=>(const TargetKind&) const = default;
+};
+
+std::optional<TargetKind> kind_of(const Plan& plan, uint32_t target) {
+  const Node& root = plan.recipe->nodes[plan.recipe->read_node(target)];
+  const uint32_t holder = holder_of(plan, target);
+  if (root.op != Op::stored || plan.layout.is_flat(holder)) return std::nullopt;
+  TargetKind kind{&plan.layout.sharding_of(holder), root.dtype,
+                  plan.recipe->targets[target].spec.dtype, root.shape, std::nullopt};
+  if (const auto& scale = plan.manifest->tensors[root.from].scale) {
+    const TensorSpec& spec = plan.manifest->tensors[scale->tensor].spec;
+    kind.scales = {spec.dtype, scale->block, spec.shape};
+  }
+  return kind;
+}
+
+// Of each rank of a node whose leader reads.
+std::vector<Traffic> traffic_on_node(const Plan& plan, int leader) {
+  const NodeRanks node = node_of(plan, leader);
+  std::vector<Traffic> sums(static_cast<size_t>(node.end - node.first));
+  std::vector<Traffic> of_target(sums.size());
+  std::map<TargetKind, std::vector<Traffic>> known;
+  const auto count = [&](const NodeRead& read) {
+    of_target[0].storage_read_bytes += read.bytes();
+    of_target[0].reads += read.scale.bytes() > 0 ? 2 : 1;
+    for (size_t r = 1; r < of_target.size(); ++r) {
+      of_target[r].exchanged_bytes += read.wanted[r].bytes();
+    }
+  };
+  for (const uint32_t target : plan.order) {
+    const auto kind = kind_of(plan, target);
+    const auto seen = kind ? known.find(*kind) : known.end();
+    if (seen != known.end()) {
+      of_target = seen->second;
+    } else {
+      std::fill(of_target.begin(), of_target.end(), Traffic{});
+      for_each_node_read_of(plan, leader, target, count);
+      if (kind) known.emplace(*kind, of_target);
+    }
+    for (size_t r = 0; r < sums.size(); ++r) add(of_target[r], sums[r]);
+  }
+  return sums;
+}
+
+// Of one rank, where whole tensors are read.
+Traffic traffic_of_window(const Plan& plan, int rank) {
+  Traffic sum;
+  const RankWindow window(plan, rank);
+  window.for_each_read([&](const RankWindow::Read& read) {
+    sum.storage_read_bytes += read.at.bytes();
+    sum.reads += 1;
+  });
+  if (reads_storage(plan, rank)) return sum;
+  const auto receive = [&](const RankWindow::Whole& of) {
+    sum.exchanged_bytes += plan.manifest->tensors[of.stored].at.bytes();
+  };
+  window.for_each_tensor([&](const RankWindow::Tensor& tensor) {
+    receive(tensor.elements);
+    if (tensor.scale) receive(*tensor.scale);
+  });
+  return sum;
+}
+
+}  // namespace
+
+Traffic traffic_of_rank(const Plan& plan, int rank) {
+  if (plan.strategy().of_reader != Window::none) return traffic_of_window(plan, rank);
+  if (plan.strategy().reader != Reader::node_leader) return traffic_of_reads(plan, rank);
+  const int leader = node_of(plan, rank).first;
+  return traffic_on_node(plan, leader)[static_cast<size_t>(rank - leader)];
+}
+
+Traffic traffic(const Plan& plan) {
+  Traffic sum;
+  if (plan.strategy().of_reader != Window::none) {
+    // As in the promise: two kinds of ranks.
+    const Traffic of_reader = traffic_of_window(plan, 0);
+    const Traffic of_others = traffic_of_window(plan, plan.ranks() - 1);
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      add(reads_storage(plan, rank) ? of_reader : of_others, sum);
+    }
+    return sum;
+  }
+  const bool by_node = plan.strategy().reader == Reader::node_leader;
+  const int step = by_node ? ranks_per_node(plan) : 1;
+  const int units = static_cast<int>(ceil_div(plan.ranks(), step));
+  std::mutex mutex;
+  const int workers = std::min(units, usable_cpus());
+  run_workers(workers, [&](int worker) {
+    for (int unit = worker; unit < units; unit += workers) {
+      const int rank = unit * step;
+      const std::vector<Traffic> of =
+          by_node ? traffic_on_node(plan, rank) : std::vector{traffic_of_reads(plan, rank)};
+      const std::lock_guard lock(mutex);
+      for (const Traffic& one : of) add(one, sum);
+    }
+  });
+  return sum;
+}
+
+}  // namespace modicum
