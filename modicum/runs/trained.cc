@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <utility>
 #include <vector>
 
@@ -40,9 +41,8 @@ void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat fo
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
     if (!is_trained(recipe, t)) continue;
     const TensorSpec& spec = recipe.targets[t].spec;
-    TrainedShard shard{.format = state_format_of(spec.dtype, format),
-                       .target = t,
-                       .dtype = spec.dtype};
+    TrainedShard shard{
+        .format = state_format_of(spec.dtype, format), .target = t, .dtype = spec.dtype};
     std::vector<ShardRun>& of_shard = shard.shard.runs;
     int64_t next_at = 0;
     const auto add = [&](uint32_t buffer, int64_t at, const ShardRun& run) {
@@ -86,20 +86,26 @@ std::vector<int64_t> trained_sizes(const Recipe& recipe) {
   return sizes;
 }
 
+Footprint training_footprint(std::span<const AdamWCount> states) {
+  Footprint footprint;
+  for (const AdamWCount& state : states) {
+    footprint += state.footprint();
+    footprint[Purpose::plan] += state.held_bytes();
+  }
+  footprint[Purpose::staging] += kGradientStagingBytes;
+  return footprint;
+}
+
 Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format) {
   Phase phase{"step", {}};
   for (int rank = 0; rank < layout.world_size(); ++rank) {
     // A state for each format that there is.
-    AdamWCount whole(StateFormat::fp32, {AdamOptions{}});
-    AdamWCount rest(format, {AdamOptions{}});
+    std::array<AdamWCount, 2> states = {AdamWCount(StateFormat::fp32, {AdamOptions{}}),
+                                        AdamWCount(format, {AdamOptions{}})};
     for_each_trained(recipe, layout, format, rank, [&](TrainedShard&& shard) {
-      (shard.format == StateFormat::fp32 ? whole : rest).add(shard.shard, !shard.is_master());
+      states[shard.format == StateFormat::fp32 ? 0 : 1].add(shard.shard, !shard.is_master());
     });
-    Footprint footprint = whole.footprint();
-    footprint += rest.footprint();
-    footprint[Purpose::plan] += whole.held_bytes() + rest.held_bytes();
-    footprint[Purpose::staging] += kGradientStagingBytes;
-    phase.of_rank.push_back(footprint);
+    phase.of_rank.push_back(training_footprint(states));
   }
   return phase;
 }
