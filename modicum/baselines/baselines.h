@@ -1,4 +1,5 @@
-// The door of `baselines`: what the optimizer's fused step is compared with.
+// The door of `baselines`: what Modicum is compared with. The memory of DeepSpeed stands in
+// deepspeed.h; here are the baselines of the optimizer's fused step.
 //
 // Three timings over the same memory, in rounds, all ranks at work at the same time: a plain copy,
 // which is the machine's bandwidth; the step as five passes over fp32 state (unscale, norm, clip,
@@ -9,6 +10,7 @@
 #include <cstdint>
 
 #include "modicum/base/base.h"
+#include "modicum/baselines/deepspeed.h"  // IWYU pragma: export
 #include "modicum/memory/memory.h"
 #include "modicum/optim/optim.h"
 

@@ -9,11 +9,11 @@
 #include <string>
 #include <string_view>
 
+#include "modicum/baselines/baselines.h"
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/plan/plan.h"
 #include "modicum/recipe/recipe.h"
 #include "modicum/report/report.h"
-#include "modicum/runs/deepspeed.h"    // IWYU pragma: export
 #include "modicum/runs/expectation.h"  // IWYU pragma: export
 #include "modicum/runs/trained.h"      // IWYU pragma: export
 #include "modicum/runs/would_fit.h"    // IWYU pragma: export

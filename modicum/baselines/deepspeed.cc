@@ -1,4 +1,4 @@
-#include "modicum/runs/deepspeed.h"
+#include "modicum/baselines/deepspeed.h"
 
 #include <fmt/format.h>
 
