@@ -37,7 +37,7 @@ std::optional<StateFormat> optimizer_flag(const std::string& flag) {
 }
 
 void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat format, int rank,
-                      const std::function<void(TrainedShard&& shard)>& fn) {
+                      FunctionRef<void(TrainedShard&& shard)> fn) {
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
     if (!is_trained(recipe, t)) continue;
     const TensorSpec& spec = recipe.targets[t].spec;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -38,7 +37,7 @@ struct TrainedShard {
 };
 // UNSUPPORTED, naming it, for a floating-point target that can't be trained (FP8 codes, fp64).
 void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat format, int rank,
-                      const std::function<void(TrainedShard&& shard)>& fn);
+                      FunctionRef<void(TrainedShard&& shard)> fn);
 
 // Elements of each parameter of the model; errors as for_each_trained.
 std::vector<int64_t> trained_sizes(const Recipe& recipe);
