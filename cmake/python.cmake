@@ -12,7 +12,7 @@ find_package(nanobind CONFIG REQUIRED)
 file(GLOB binding_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/modicum/python/*.cc)
 nanobind_add_module(_modicum NB_STATIC NB_SUPPRESS_WARNINGS ${binding_sources})
 target_compile_definitions(_modicum PRIVATE MODICUM_VERSION="${PROJECT_VERSION}")
-target_link_libraries(_modicum PRIVATE modicum_runs modicum_stream modicum_optim modicum_json)
+target_link_libraries(_modicum PRIVATE modicum_training)
 set_target_properties(_modicum modicum PROPERTIES INSTALL_RPATH "$ORIGIN")
 
 install(TARGETS _modicum modicum DESTINATION modicum COMPONENT python)

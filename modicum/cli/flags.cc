@@ -3,12 +3,14 @@
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <cmath>
 
 #include "modicum/cli/output.h"
 #include "modicum/cli/verbs.h"
 #include "modicum/probe/probe.h"
+#include "modicum/ranks/ranks.h"
 
 namespace modicum {
 namespace {
@@ -195,8 +197,8 @@ int threads_per_rank(const CommonFlags& flags, int ranks) {
   return flags.threads > 0 ? flags.threads : std::max(1, granted_cpus() / ranks);
 }
 
-void print_result(const CommonFlags& flags, const std::function<std::string()>& json,
-                  const std::function<std::string()>& text) {
+void print_result(const CommonFlags& flags, FunctionRef<std::string()> json,
+                  FunctionRef<std::string()> text) {
   if (flags.json) {
     print(json() + "\n");
   } else if (!flags.quiet) {
@@ -207,12 +209,9 @@ void print_result(const CommonFlags& flags, const std::function<std::string()>& 
 void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes) {
   const auto budget = budget_in_force(flags, 1);
   if (!budget) return;
-  Promise promise;
-  promise.node_of_rank = {0};
-  promise.launcher_bytes = kLauncherBytes;
-  promise.phases = {{"run", {Footprint{}}}};
-  promise.phases[0].of_rank[0][purpose] = bytes;
-  require_fits(promise, *budget);
+  Footprint held;
+  held[purpose] = bytes;
+  require_fits(make_promise({{"hold", {held}}}, 0), *budget);
 }
 
 }  // namespace modicum

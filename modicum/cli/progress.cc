@@ -3,7 +3,6 @@
 
 #include "modicum/cli/output.h"
 #include "modicum/cli/verbs.h"
-#include "modicum/probe/probe.h"
 
 namespace modicum {
 namespace {
@@ -13,8 +12,8 @@ constexpr int64_t kRewrittenEveryNs = 200 * kNsPerMs;
 
 }  // namespace
 
-Progress::Progress(const CommonFlags& flags, uint64_t total_bytes, Clock& clock)
-    : total_bytes_(total_bytes), clock_(clock), begin_ns_(clock.now_ns()) {
+Progress::Progress(const CommonFlags& flags, uint64_t total_bytes)
+    : total_bytes_(total_bytes), begin_ns_(clock_.now_ns()) {
   if (flags.progress == "plain") mode_ = Mode::plain;
   if (flags.progress == "auto" && !flags.quiet && isatty(STDERR_FILENO) != 0) {
     mode_ = Mode::rewritten;
@@ -40,22 +39,6 @@ void Progress::show(uint64_t bytes) {
                   format_size(static_cast<uint64_t>(rate)), eta, mode_ == Mode::plain ? "\n" : ""),
       0);
   shown_ = true;
-}
-
-SuperviseOptions watching(const SharedBoard& board, Progress& progress) {
-  SuperviseOptions options;
-  options.tick = [&board, &progress] {
-    uint64_t bytes = 0;
-    for (int rank = 0; rank < board.ranks(); ++rank) bytes += board.progress(rank);
-    progress.show(bytes);
-  };
-  options.out_of_memory = [before = oom_kill_count()] {
-    if (oom_kill_count() == before) return std::string();
-    const std::vector<MemoryLimit> limits = memory_limits();
-    if (limits.empty()) return std::string("the kernel counted an out-of-memory kill");
-    return fmt::format("{} allows {}", limits[0].source, format_size(limits[0].limit_bytes));
-  };
-  return options;
 }
 
 }  // namespace modicum

@@ -7,6 +7,7 @@
 #include "modicum/cli/verbs.h"
 #include "modicum/json/json.h"
 #include "modicum/probe/probe.h"
+#include "modicum/ranks/ranks.h"
 
 namespace modicum {
 namespace {

@@ -1,16 +1,12 @@
 // The verbs of the command line, and what they share.
 #pragma once
 
-#include <cstring>
-#include <functional>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "modicum/memory/memory.h"
-#include "modicum/ranks/ranks.h"
 #include "modicum/report/report.h"
 #include "modicum/runs/runs.h"
 
@@ -63,8 +59,8 @@ void require_cores(const CommonFlags& flags, int ranks);
 // Threads of each of so many rank processes on this machine.
 int threads_per_rank(const CommonFlags& flags, int ranks);
 // What a verb has to say, on stdout: one of the two, or nothing.
-void print_result(const CommonFlags& flags, const std::function<std::string()>& json,
-                  const std::function<std::string()>& text);
+void print_result(const CommonFlags& flags, FunctionRef<std::string()> json,
+                  FunctionRef<std::string()> text);
 
 // Parses; prints help and returns 0, or nothing to go on. USAGE, with the nearest name, on an
 // unknown flag; USAGE on an empty value.
@@ -73,24 +69,10 @@ std::optional<int> parse(CLI::App& app, const Args& args);
 // For verbs that hold little: BUDGET where `bytes` for `purpose` and the process itself don't fit.
 void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes);
 
-// What `run_ranks` is to do while `ranks` work: show how far they are, and tell a kill for memory.
-class Progress;
-SuperviseOptions watching(const SharedBoard& board, Progress& progress);
-// What a rank has posted when it was done.
-template <typename Outcome>
-Outcome posted(const SharedBoard& board, int rank) {
-  static_assert(sizeof(Outcome) <= SharedBoard::kResultBytes);
-  Outcome outcome;
-  const auto bytes = board.posted(rank);
-  MODICUM_ASSERT(bytes.size() == sizeof outcome);
-  std::memcpy(&outcome, bytes.data(), sizeof outcome);
-  return outcome;
-}
-
 // `auto` is a line rewritten where stderr is a terminal, and nothing else.
 class Progress {
  public:
-  Progress(const CommonFlags& flags, uint64_t total_bytes, Clock& clock);
+  Progress(const CommonFlags& flags, uint64_t total_bytes);
   ~Progress();
   void show(uint64_t bytes);
 
@@ -98,7 +80,7 @@ class Progress {
   enum class Mode { none, plain, rewritten };
   Mode mode_ = Mode::none;
   const uint64_t total_bytes_;
-  Clock& clock_;
+  SteadyClock clock_;
   const int64_t begin_ns_;
   int64_t next_ns_ = 0;
   bool shown_ = false;

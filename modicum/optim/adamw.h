@@ -1,18 +1,34 @@
 // AdamW's state over the shards of a rank.
 //
+//   declared     an AdamWSpec: a value; adamw_footprint says what it will take
+//      |           AdamW(spec, ledger, ...): budget and memory of the caller's are checked
+//   bound        each shard has its place in a plane, or in memory of the caller's
+//      |           the same call charges, commits and pins: all of it or nothing
+//   committed    masters and moments are zero; set_options, set_steps, import_from, expect
+//      |
+//      |  arrive, arrived_in_place, leave_out   <---------------------+
+//      v                                                              |
+//   arriving     until every shard has arrived `expect`ed times or is left out
+//      |           norm, norms; before that: MISMATCH                 |
+//   complete                                                          |
+//      |           step: masters and moments move, steps count  ------+
+//      +---------  skip (also while arriving): nothing moves    ------+
+//
+// plane, scales, export_to, digest and refresh_masters: at any time but within a step.
+//
 // Memory: one arena per plane, charged and committed when the state is made, huge pages where the
 // kernel allows them, never inherited by forked children. No call takes memory of that size later.
 //
-// Gradients: every element arrives once per step, or `expect`ed times and is then added up in fp32.
+// Gradients: every element arrives once per step, or as often as `expect` says, added up in fp32.
 // The norm is taken while what arrives is in the cache: when a bucket's last element has come for
 // the last time, its squares are added up, and `norm` adds the buckets in their order. So neither
 // the order of arrival, nor its pieces, nor threads change a bit.
 //
-// Thread rules: arrive, arrived_in_place and leave_out may be called by several threads at once,
-// except that a parameter's elements arrive for the second time when all calls that brought it for
+// Threads: arrive, arrived_in_place and leave_out may be called by several threads at once, except
+// that a parameter's elements arrive for the second time only when all calls that brought it for
 // the first have returned; export_to and import_from, too, for elements that don't overlap. All
-// else: one thread, while no gradient is arriving. A state that has
-// been used before a fork belongs to the parent.
+// else: one thread, while no gradient is arriving. A state that was used before a fork belongs to
+// the parent.
 #pragma once
 
 #include <array>
@@ -124,7 +140,8 @@ class AdamW {
   // This step has no gradient for it: neither its values nor its step count change.
   void leave_out(size_t shard);
 
-  // Of the shards that count, as they arrived; whether all are finite is said of every shard.
+  // The sum is over primary replicas (ShardSpec::counts), as gradients arrived; `finite` covers all
+  // shards.
   // MISMATCH, naming the parameter, where something is missing.
   GradNorm norm() const;
   // The same by shard, for callers that count what others hold too only once.

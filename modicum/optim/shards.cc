@@ -263,6 +263,10 @@ AdamWCount::AdamWCount(StateFormat format, std::vector<AdamOptions> groups)
   for (const AdamOptions& options : groups_) check_options(options);
 }
 
+AdamWCount::AdamWCount(const AdamWSpec& spec) : AdamWCount(spec.format, spec.groups) {
+  for (const ShardSpec& shard : spec.shards) add(shard, shard.master == nullptr);
+}
+
 void AdamWCount::add(const ShardSpec& shard, bool owns_master) {
   const AdamOptions& group = group_of(groups_, shard);
   const ShardIndex index(shard);
@@ -290,9 +294,7 @@ Footprint AdamWCount::footprint() const {
 }
 
 Footprint adamw_footprint(const AdamWSpec& spec) {
-  AdamWCount count(spec.format, spec.groups);
-  for (const ShardSpec& shard : spec.shards) count.add(shard, shard.master == nullptr);
-  Footprint footprint = count.footprint();
+  Footprint footprint = AdamWCount(spec).footprint();
   if (spec.fork == Fork::inherited) footprint[Purpose::fork] = footprint.total();
   return footprint;
 }

@@ -66,6 +66,7 @@ Footprint adamw_footprint(const AdamWSpec& spec);
 class AdamWCount {
  public:
   AdamWCount(StateFormat format, std::vector<AdamOptions> groups);
+  explicit AdamWCount(const AdamWSpec& spec);  // all of its shards
   // `owns_master`: no array of the caller's is the master.
   void add(const ShardSpec& shard, bool owns_master);
   Footprint footprint() const;

@@ -118,11 +118,8 @@ Staging divide_staging(const Plan& plan) {
 }
 
 Promise promise_of(const Plan& plan) {
-  Promise promise;
-  promise.launcher_bytes = kLauncherBytes;
-  const int per_node = ranks_per_node(plan);
-  promise.phases = {{"open", {}}, {"load", {}}, {"hold", {}}};
-  for (const Phase& phase : plan.options.after) promise.phases.push_back({phase.name, {}});
+  std::vector<Phase> phases = {{"open", {}}, {"load", {}}, {"hold", {}}};
+  for (const Phase& phase : plan.options.after) phases.push_back({phase.name, {}});
   const uint64_t header = plan.manifest->held_bytes();
   const uint64_t held = plan.held_bytes();
   // Ranks that read have windows alike, and so have those that don't: rank 0 always reads, and if
@@ -131,9 +128,7 @@ Promise promise_of(const Plan& plan) {
   const uint64_t of_others = RankWindow(plan, plan.ranks() - 1).bytes();
   std::map<uint64_t, uint64_t> shards_of_class;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
-    promise.node_of_rank.push_back(static_cast<uint32_t>(rank / per_node));
     Footprint open;
-    open[Purpose::process] = plan.options.baseline_bytes;
     open[Purpose::header] = header;
     open[Purpose::plan] = held;
     Footprint hold = open;
@@ -145,22 +140,18 @@ Promise promise_of(const Plan& plan) {
     load[Purpose::window] = reads_storage(plan, rank) ? of_reader : of_others;
     load[Purpose::staging] = plan.staging.total_bytes;
     load[Purpose::init] = plan.options.init_bytes;
-    for (Footprint* phase : {&open, &load, &hold}) {
-      (*phase)[Purpose::page_tables] = page_table_bytes(phase->ledger_total());
-    }
-    promise.phases[kOpenPhase].of_rank.push_back(open);
-    promise.phases[kLoadPhase].of_rank.push_back(load);
-    promise.phases[kHoldPhase].of_rank.push_back(hold);
+    phases[kOpenPhase].of_rank.push_back(open);
+    phases[kLoadPhase].of_rank.push_back(load);
+    phases[kHoldPhase].of_rank.push_back(hold);
     // The ring lies in shared pages, which stay as long as the launcher.
     hold[Purpose::staging] = plan.staging.ring_part_bytes;
     for (size_t i = 0; i < plan.options.after.size(); ++i) {
       Footprint after = hold;
       after += plan.options.after[i].of_rank.at(static_cast<size_t>(rank));
-      after[Purpose::page_tables] = page_table_bytes(after.ledger_total());
-      promise.phases[kLoadPhases + i].of_rank.push_back(after);
+      phases[kLoadPhases + i].of_rank.push_back(after);
     }
   }
-  return promise;
+  return make_promise(std::move(phases), plan.options.baseline_bytes, ranks_per_node(plan));
 }
 
 // A promise that saturates is none: refused, so that every promise there is can be believed.

@@ -85,7 +85,7 @@ struct PlanOptions {
   Destination destination = Destination::cpu;
   std::vector<Destination> destination_of;  // by target; empty: all alike
   uint64_t staging_bytes = 8 * kMiB;
-  uint64_t baseline_bytes = 2 * kMiB;
+  uint64_t baseline_bytes = kBaselineBytes;
   uint64_t init_bytes = 0;     // the most that tensors made by the caller take at once
   bool caller_sends = false;   // what is exchanged goes through the caller's transport: no ring
   Fork fork = Fork::excluded;  // what forked children find of the shards
@@ -94,8 +94,6 @@ struct PlanOptions {
   std::vector<Phase> after;
 };
 
-// The launcher: what the process holds that starts the ranks and watches them.
-constexpr uint64_t kLauncherBytes = 8 * kMiB;
 constexpr uint64_t kMinStagingBytes = 256 * kKiB;
 constexpr uint64_t kMinDefaultStagingBytes = 1 * kMiB;  // the default shrinks no further to fit
 constexpr size_t kReadTableRows = 1024;                 // transfers sorted at a time

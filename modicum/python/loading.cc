@@ -24,6 +24,7 @@
 #include "modicum/report/report.h"
 #include "modicum/runs/runs.h"
 #include "modicum/stream/stream.h"
+#include "modicum/training/training.h"
 
 namespace modicum::python {
 namespace {
@@ -213,44 +214,21 @@ void take_functions(const nb::object& copy, const nb::object& caller, Functions&
   };
 }
 
-std::unique_ptr<Loaded> run_load(const std::shared_ptr<MadePlan>& made, int rank,
-                                 CallerBoard& board, const std::shared_ptr<Ledger>& ledger,
-                                 Exchange* exchange, bool check, Functions& functions) {
-  const Plan& plan = made->plan;
+std::unique_ptr<Loaded> loaded_by(const std::shared_ptr<MadePlan>& made, const RankLoadTask& task,
+                                  const std::shared_ptr<Ledger>& ledger,
+                                  const Functions& functions) {
+  const int64_t begin = task.clock.now_ns();
+  RankLoad load(task, functions.given, functions.copy);
+  load.load();
+  if (task.check) load.check_values();
   auto loaded = std::make_unique<Loaded>();
   loaded->plan = made;
-  RankOutcome& outcome = loaded->outcome;
-  outcome.rank = rank;
-  outcome.pid = static_cast<int32_t>(getpid());
-  const uint64_t held_before = ledger->held().total();
-  ledger->mark();
-  SteadyClock clock;
-  const int64_t begin = clock.now_ns();
-  const auto seconds_since = [&](int64_t then) {
-    return static_cast<double>(clock.now_ns() - then) / kNsPerSecond;
-  };
-  board.agree(rank, plan.inputs);
-  const auto look = [&board] { board.check(); };
-  HostSink sink(plan, rank, *ledger, functions.given, functions.copy);
-  if (check) sink.poison(look);
-  const LoadOutcome done =
-      load(made->checkpoint(), plan, {rank, &board, exchange}, sink, *ledger, functions.options);
-  loaded->elapsed_s = seconds_since(begin);
-  outcome.bytes_loaded = done.bytes_loaded;
-  outcome.storage_read_bytes = done.storage_read_bytes;
-  outcome.exchanged_bytes = done.exchanged_bytes;
-  outcome.page_cache_peak_bytes = done.page_cache_peak_bytes;
-  outcome.ledger_peak_bytes = ledger->peak_since_mark() - held_before;
-  if (check) {
-    const int64_t check_begin = clock.now_ns();
-    Expectation expectation(made->checkpoint(), look);
-    check_values(plan, rank, sink, expectation, functions.options);
-    outcome.check_ns = clock.now_ns() - check_begin;
-  }
-  loaded->begins = arena_begins(plan, rank);
+  loaded->outcome = load.outcome();
+  loaded->elapsed_s = static_cast<double>(loaded->outcome.loaded_ns - begin) / kNsPerSecond;
+  loaded->begins = arena_begins(task.plan, task.at.rank);
   // What children share can't be given back in parts: they may still read it.
-  loaded->arena =
-      std::make_shared<Arena>(ledger, sink.release(), plan.options.fork == Fork::shared);
+  const bool as_one = task.plan.options.fork == Fork::shared;
+  loaded->arena = std::make_shared<Arena>(ledger, load.shards().release(), as_one);
   return loaded;
 }
 
@@ -270,8 +248,11 @@ std::unique_ptr<Loaded> load_into(const std::shared_ptr<MadePlan>& made, int ran
     exchange = std::make_unique<CallerExchange>(nb::cast<nb::callable>(broadcast));
   }
   board.set_thread();
-  return without_the_lock(
-      [&] { return run_load(made, rank, board, ledger, exchange.get(), check, functions); });
+  SteadyClock clock;
+  const RankLoadTask task{
+      made->checkpoint(), made->plan, {rank, &board, exchange.get()}, *ledger, clock,
+      functions.options,  check};
+  return without_the_lock([&] { return loaded_by(made, task, ledger, functions); });
 }
 
 // A rank's outcome crosses between processes by these names.
@@ -415,7 +396,7 @@ Args:
         alone.)")
       .def(nb::init<nb::object>(), nb::arg("peers").none() = nb::none())
       .def("fail", &CallerBoard::fail_here, nb::arg("what"), nb::arg("rank") = -1,
-           "Ends the load that runs at its next look. Any thread.")
+           "Cancels the load that runs, when it next checks. Any thread.")
       .def_prop_ro("progress", &CallerBoard::progress, "Bytes read or received so far.");
   nb::class_<Loaded>(module, "Loaded", "What a load has put into host memory.")
       .def("storage", &Loaded::storage, nb::arg("target"),

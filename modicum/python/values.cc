@@ -82,7 +82,7 @@ Layout named_layout(const MadeRecipe& recipe, int ranks, const std::string& layo
                        .mesh = mesh.value_or(""),
                        .shard_dim = shard_dim,
                        .tp_rowwise = tp_rowwise.value_or("")};
-  return layout_of(flags, targets_of(recipe.recipe));
+  return AskedLayout(flags).of(targets_of(recipe.recipe));
 }
 
 Layout sharded_layout(const MadeRecipe& recipe, const std::vector<WrittenSharding>& shardings,

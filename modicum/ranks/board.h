@@ -5,9 +5,11 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <span>
 #include <string_view>
+#include <type_traits>
 
 #include "modicum/base/base.h"
 #include "modicum/memory/memory.h"
@@ -79,6 +81,20 @@ class SharedBoard final : public Board {
   // A rank's result: up to kResultBytes, read by the launcher after the rank is done.
   void post(int rank, std::span<const std::byte> result) noexcept;
   std::span<const std::byte> posted(int rank) const noexcept;
+  // What a rank has posted as its last act, a plain value.
+  template <typename Outcome>
+  Outcome posted_value(int rank) const {
+    static_assert(sizeof(Outcome) <= kResultBytes && std::is_trivially_copyable_v<Outcome>);
+    Outcome outcome;
+    MODICUM_ASSERT(posted(rank).size() == sizeof outcome);
+    std::memcpy(&outcome, posted(rank).data(), sizeof outcome);
+    return outcome;
+  }
+  template <typename Outcome>
+  void post_value(int rank, const Outcome& outcome) noexcept {
+    static_assert(sizeof(Outcome) <= kResultBytes && std::is_trivially_copyable_v<Outcome>);
+    post(rank, std::as_bytes(std::span(&outcome, 1)));
+  }
 
  private:
   struct Head;

@@ -67,7 +67,7 @@ class StartGate {
 
 // In the child: never returns, and never runs what the parent set up to run at its exit.
 [[noreturn]] void be_rank(SharedBoard& board, int rank, pid_t parent, StartGate& gate,
-                          const std::function<void(int rank)>& body) {
+                          FunctionRef<void(int rank)> body) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(exit_code(Category::peer));
   prctl(PR_SET_NAME, fmt::format("modicum-rank-{}", rank).c_str());
@@ -110,7 +110,7 @@ class Supervisor {
   Supervisor& operator=(const Supervisor&) = delete;
 
   // Throws when this process is told to stop, or no more processes can be made.
-  void start(const std::function<void(int rank)>& body) {
+  void start(FunctionRef<void(int rank)> body) {
     StartGate gate;
     try {
       fork_all(gate, body);
@@ -146,7 +146,7 @@ class Supervisor {
     std::string size_in_silence;  // /proc/PID/statm when it was last silent for the limit
   };
 
-  void fork_all(StartGate& gate, const std::function<void(int rank)>& body) {
+  void fork_all(StartGate& gate, FunctionRef<void(int rank)> body) {
     const pid_t parent = getpid();
     children_.reserve(static_cast<size_t>(board_.ranks()));
     for (int rank = 0; rank < board_.ranks(); ++rank) {
@@ -293,7 +293,7 @@ class Supervisor {
 
 }  // namespace
 
-void run_ranks(SharedBoard& board, Clock& clock, const std::function<void(int rank)>& body,
+void run_ranks(SharedBoard& board, Clock& clock, FunctionRef<void(int rank)> body,
                const SuperviseOptions& options) {
   Supervisor supervisor(board, clock, options);
   supervisor.start(body);

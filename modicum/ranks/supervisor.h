@@ -35,7 +35,7 @@ struct SuperviseOptions {
 // told to stop (SIGINT, SIGTERM), also when ranks have received the same signal. No rank begins
 // before all have been started. Ranks die with this process. To be called from a process without
 // other threads; the signal handlers for SIGINT and SIGTERM are this function's while it runs.
-void run_ranks(SharedBoard& board, Clock& clock, const std::function<void(int rank)>& body,
+void run_ranks(SharedBoard& board, Clock& clock, FunctionRef<void(int rank)> body,
                const SuperviseOptions& options = {});
 
 }  // namespace modicum

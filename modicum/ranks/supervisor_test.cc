@@ -51,15 +51,20 @@ class Supervised : public testing::Test {
     return failure;
   }
 
-  // Asserts that the run fails with `category` and blames rank `culprit` by its process.
-  void expect_blame(int ranks, int culprit, Category category, const std::string& says,
-                    const Body& body, const SuperviseOptions& options = {}) {
+  // Asserts that the run fails as `blame` says, which names a rank by its process, too.
+  struct Blame {
+    int culprit = 0;
+    Category category = Category::peer;
+    std::string says;
+  };
+  void expect_blame(int ranks, const Blame& blame, const Body& body,
+                    const SuperviseOptions& options = {}) {
     const auto failure = failure_of(ranks, body, options);
     ASSERT_TRUE(failure.has_value());
-    EXPECT_EQ(failure->category(), category) << failure->what();
-    EXPECT_EQ(failure->facts().culprit_rank, culprit) << failure->what();
-    EXPECT_EQ(failure->facts().culprit_pid, shared().pid[culprit].load()) << failure->what();
-    EXPECT_NE(std::string(failure->what()).find(says), std::string::npos) << failure->what();
+    EXPECT_EQ(failure->category(), blame.category) << failure->what();
+    EXPECT_EQ(failure->facts().culprit_rank, blame.culprit) << failure->what();
+    EXPECT_EQ(failure->facts().culprit_pid, shared().pid[blame.culprit].load()) << failure->what();
+    EXPECT_NE(std::string(failure->what()).find(blame.says), std::string::npos) << failure->what();
   }
 
   Shared& shared() { return *reinterpret_cast<Shared*>(mapping_.bytes().data()); }
@@ -143,7 +148,7 @@ TEST_F(Supervised, OtherExceptionsHaveACategoryToo) {
 }
 
 TEST_F(Supervised, AKilledRankIsNamedWithItsProcess) {
-  expect_blame(3, 2, Category::peer, "killed by signal 9", [](SharedBoard& board, int rank) {
+  expect_blame(3, {2, Category::peer, "killed by signal 9"}, [](SharedBoard& board, int rank) {
     if (rank != 2) live_on(board, rank);
     raise(SIGKILL);
   });
@@ -157,13 +162,13 @@ TEST_F(Supervised, AKillForLackOfMemoryIsExplained) {
       raise(signal);
     };
   };
-  expect_blame(2, 1, Category::no_memory, "oom_kill 1 in /a", killed_by(SIGKILL), options);
-  expect_blame(2, 1, Category::peer, "killed by signal 15", killed_by(SIGTERM), options);
+  expect_blame(2, {1, Category::no_memory, "oom_kill 1 in /a"}, killed_by(SIGKILL), options);
+  expect_blame(2, {1, Category::peer, "killed by signal 15"}, killed_by(SIGTERM), options);
 }
 
 TEST_F(Supervised, ALastingStopIsTheStoppedRanksFault) {
   const int64_t begin = clock_.now_ns();
-  expect_blame(2, 0, Category::peer, "is stopped",
+  expect_blame(2, {0, Category::peer, "is stopped"},
                [](SharedBoard& board, int rank) {
                  if (rank != 0) live_on(board, rank);
                  raise(SIGSTOP);
@@ -201,15 +206,15 @@ TEST_F(Supervised, ARankThatLeavesEarlyIsNamedWhateverItsExitCode) {
       _exit(code);
     };
   };
-  expect_blame(2, 1, Category::peer, "left before it was done", leaves_with(0));
-  expect_blame(2, 1, Category::peer, "ended with exit code 3", leaves_with(3));
+  expect_blame(2, {1, Category::peer, "left before it was done"}, leaves_with(0));
+  expect_blame(2, {1, Category::peer, "ended with exit code 3"}, leaves_with(3));
 }
 
 // It has taken the board's one place for a failure and never fills it.
 TEST_F(Supervised, ARankThatDiesWhileReportingIsNamedAllTheSame) {
   void* const nothing = mmap(nullptr, kPageBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(nothing, MAP_FAILED);
-  expect_blame(2, 1, Category::peer, "rank 1", [&](SharedBoard& board, int rank) {
+  expect_blame(2, {1, Category::peer, "rank 1"}, [&](SharedBoard& board, int rank) {
     if (rank != 1) board.barrier(rank);
     signal(SIGSEGV, SIG_DFL);
     board.report(*static_cast<const ErrorRecord*>(nothing));
@@ -218,7 +223,7 @@ TEST_F(Supervised, ARankThatDiesWhileReportingIsNamedAllTheSame) {
 }
 
 TEST_F(Supervised, ARankThatDoesNotMoveHasStalled) {
-  expect_blame(2, 1, Category::stall, "has not moved",
+  expect_blame(2, {1, Category::stall, "has not moved"},
                [](SharedBoard& board, int rank) {
                  if (rank == 0) board.barrier(rank);
                  hang();

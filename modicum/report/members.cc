@@ -98,20 +98,20 @@ void outcome_members(JsonWriter& out, const Kept& kept) {
 std::string outcome_text(const Kept& kept) {
   std::string text = fmt::format("{:<8} {:>12} {:>12} {:>12} {:>12} {:>12}\n", "", "promised",
                                  "ledger", "kernel", "unexplained", "page cache");
-  const auto line = [&text](const std::string& who, uint64_t promised, uint64_t ledger,
-                            uint64_t kernel, const std::string& unexplained, uint64_t cache) {
+  const auto line = [&text](const std::string& who, uint64_t promised, const RankOutcome& of,
+                            const std::string& unexplained) {
+    const auto size_or_nothing = [](uint64_t size) { return size == 0 ? "" : format_size(size); };
     text += fmt::format("{:<8} {:>12} {:>12} {:>12} {:>12} {:>12}\n", who, format_size(promised),
-                        ledger == 0 ? "" : format_size(ledger), format_size(kernel), unexplained,
-                        cache == 0 ? "" : format_size(cache));
+                        size_or_nothing(of.ledger_peak_bytes), format_size(of.kernel_peak_bytes),
+                        unexplained, size_or_nothing(of.page_cache_peak_bytes));
   };
   for (const RankOutcome& rank : kept.ranks) {
-    line(fmt::format("rank {}", rank.rank), kept.promise.rank_peak_bytes(rank.rank),
-         rank.ledger_peak_bytes, rank.kernel_peak_bytes, signed_size(rank.unexplained_bytes()),
-         rank.page_cache_peak_bytes);
+    line(fmt::format("rank {}", rank.rank), kept.promise.rank_peak_bytes(rank.rank), rank,
+         signed_size(rank.unexplained_bytes()));
   }
   for (int node = 0; node < kept.promise.nodes(); ++node) {
-    line(fmt::format("node {}", node), kept.promise.node_peak_bytes(node), 0,
-         node_kernel_peak(kept, node), "", 0);
+    line(fmt::format("node {}", node), kept.promise.node_peak_bytes(node),
+         {.kernel_peak_bytes = node_kernel_peak(kept, node)}, "");
   }
   return text;
 }

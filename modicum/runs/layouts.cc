@@ -3,8 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <optional>
+#include <utility>
 
 namespace modicum {
 namespace {
@@ -61,35 +63,8 @@ class Names {
   std::optional<NamePattern> pattern_;
 };
 
-void assign_kinds(Layout& layout, Targets targets, const RunFlags& flags) {
-  const Names rows("--tp-rowwise", flags.tp_rowwise);
-  const Names packed("--tp-packed", flags.tp_packed);
-  const Names replicated("--tp-replicate", flags.tp_replicate);
-  const Names experts("--expert-mesh with --experts",
-                      flags.expert_mesh.empty() ? "" : flags.experts);
-  std::optional<uint8_t> expert_kind;
-  if (!flags.expert_mesh.empty()) {
-    const auto sizes = mesh_of("--expert-mesh", flags.expert_mesh, 2, flags.ranks);
-    expert_kind = add_expert_kind(layout, sizes[0], sizes[1], flags.shard_dim);
-  }
-  if (!rows.given() && !packed.given() && !replicated.given() && !expert_kind) return;
-  // Without targets it is only asked whether the flags make sense.
-  if (!targets.empty()) {
-    for (const Names* names : {&rows, &packed, &replicated, &experts})
-      names->require_match(targets);
-  }
-  const auto kind = [](TpKind of) { return static_cast<uint8_t>(of); };
-  for (const TensorSpec* target : targets) {
-    layout.kind_of.push_back(target == nullptr              ? 0
-                             : experts.have(target->fqn)    ? *expert_kind
-                             : rows.have(target->fqn)       ? kind(TpKind::rows)
-                             : packed.have(target->fqn)     ? kind(TpKind::packed)
-                             : replicated.have(target->fqn) ? kind(TpKind::replicated)
-                                                            : 0);
-  }
-}
-
 Layout meshed_layout(const RunFlags& flags) {
+  if (flags.layout == "none") return whole_layout(flags.ranks);
   if (flags.layout == "fsdp2") return fsdp2_layout(flags.ranks, flags.shard_dim);
   std::vector<int> sizes = mesh_of("--mesh", flags.mesh, 3, flags.ranks);
   if (flags.layout == "hsdp") {
@@ -124,23 +99,59 @@ void refuse_strangers(const RunFlags& flags) {
   only_for(flags.round_robin, is_flat, "--round-robin", "zero1 or zero2");
 }
 
+// As it stands here, since a Layout borrows its name.
+std::string_view known_layout(const std::string& layout) {
+  static constexpr std::array<std::string_view, 7> kNames = {"none",  "fsdp2", "hsdp", "tp-fsdp",
+                                                             "zero1", "zero2", "zero3"};
+  const auto found = std::find(kNames.begin(), kNames.end(), layout);
+  if (found != kNames.end()) return *found;
+  fail(Category::usage, fmt::format("unknown layout '{}'{}", printable(layout),
+                                    nearest_hint(layout, {kNames.begin(), kNames.end()})));
+}
+
 }  // namespace
 
-Layout layout_of(const RunFlags& flags, Targets targets) {
+struct AskedLayout::Kind {
+  Names names;
+  uint8_t kind;
+};
+
+AskedLayout::AskedLayout(const RunFlags& flags)
+    : ranks_(flags.ranks), is_round_robin_(flags.round_robin) {
   refuse_strangers(flags);
-  if (flags.layout == "none") return whole_layout(flags.ranks);
-  if (flags.layout == "zero3") return zero3_layout(flags.ranks, targets);
-  for (const std::string_view name : {"zero1", "zero2"}) {
-    if (flags.layout == name) return flat_layout(name, flags.ranks, targets, flags.round_robin);
+  const std::string_view name = known_layout(flags.layout);
+  if (name.starts_with("zero")) {
+    zero_ = name;
+    return;
   }
-  const std::vector<std::string> names = {"none",  "fsdp2", "hsdp", "tp-fsdp",
-                                          "zero1", "zero2", "zero3"};
-  if (std::find(names.begin(), names.end(), flags.layout) == names.end()) {
-    fail(Category::usage, fmt::format("unknown layout '{}'{}", printable(flags.layout),
-                                      nearest_hint(flags.layout, names)));
+  meshed_ = meshed_layout(flags);
+  const auto add = [this](Names names, auto kind) {
+    if (names.given()) kinds_.push_back({std::move(names), static_cast<uint8_t>(kind)});
+  };
+  if (!flags.expert_mesh.empty()) {
+    const auto sizes = mesh_of("--expert-mesh", flags.expert_mesh, 2, flags.ranks);
+    add({"--expert-mesh with --experts", flags.experts},
+        add_expert_kind(meshed_, sizes[0], sizes[1], flags.shard_dim));
   }
-  Layout layout = meshed_layout(flags);
-  assign_kinds(layout, targets, flags);
+  add({"--tp-rowwise", flags.tp_rowwise}, TpKind::rows);
+  add({"--tp-packed", flags.tp_packed}, TpKind::packed);
+  add({"--tp-replicate", flags.tp_replicate}, TpKind::replicated);
+}
+
+AskedLayout::~AskedLayout() = default;
+
+Layout AskedLayout::of(Targets targets) const {
+  if (zero_ == "zero3") return zero3_layout(ranks_, targets);
+  if (!zero_.empty()) return flat_layout(zero_, ranks_, targets, is_round_robin_);
+  Layout layout = meshed_;
+  if (kinds_.empty() || targets.empty()) return layout;
+  for (const Kind& kind : kinds_) kind.names.require_match(targets);
+  for (const TensorSpec* target : targets) {
+    const auto has_it = [&](const Kind& kind) { return kind.names.have(target->fqn); };
+    const auto kind =
+        target == nullptr ? kinds_.end() : std::find_if(kinds_.begin(), kinds_.end(), has_it);
+    layout.kind_of.push_back(kind == kinds_.end() ? 0 : kind->kind);
+  }
   return layout;
 }
 

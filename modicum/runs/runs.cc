@@ -84,9 +84,9 @@ void warn_of_unused(const Recipe& recipe, Checkpoint& checkpoint) {
                   recipe.unused.size(), printable(first)));
 }
 
-Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& checkpoint) {
-  RecipeOptions options{
-      .untie = flags.untie, .dtype = dtype_flag(flags.dtype), .keep_fp32 = flags.keep_fp32};
+Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& checkpoint,
+                 const std::optional<DType>& dtype) {
+  RecipeOptions options{.untie = flags.untie, .dtype = dtype, .keep_fp32 = flags.keep_fp32};
   if (!flags.recipe.empty()) options.text = text_of(files, flags.recipe);
   Recipe recipe = named_recipe(checkpoint, options, flags.recipe);
   for (const Target& target : recipe.targets) {
@@ -106,14 +106,21 @@ void require_sense(const RunFlags& flags) {
   require_within("ranks", flags.ranks, 1, kMaxRanks);
   require_within("ranks per node", flags.ranks_per_node.value_or(1), 1, kMaxRanks);
   require_within("shard dim", flags.shard_dim, 0, kMaxShardDim);
-  dtype_flag(flags.dtype);
-  if (flags.destination != "cpu" && flags.destination != "discard") {
-    fail(Category::usage,
-         fmt::format("unknown destination '{}'; cpu or discard", printable(flags.destination)));
-  }
-  if (optimizer_flag(flags.optimizer) && flags.destination != "cpu") {
-    fail(Category::unsupported, "--optimizer trains what --destination cpu keeps");
-  }
+}
+
+Destination destination_flag(const std::string& name) {
+  if (name == "cpu") return Destination::cpu;
+  if (name == "discard") return Destination::copy;
+  fail(Category::usage, fmt::format("unknown destination '{}'; cpu or discard", printable(name)));
+}
+
+PlanOptions options_of(const RunFlags& flags) {
+  PlanOptions options{.strategy = &strategy_named(flags.strategy),
+                      .ranks_per_node = flags.ranks_per_node.value_or(0),
+                      .destination = destination_flag(flags.destination)};
+  options.staging_bytes = flags.staging.empty() ? kDefaultStagingBytes : parse_size(flags.staging);
+  if (!flags.baseline.empty()) options.baseline_bytes = parse_size(flags.baseline);
+  return options;
 }
 
 }  // namespace
@@ -132,20 +139,20 @@ Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options) {
 
 Run open_run(FileSystem& files, const RunFlags& flags) {
   require_sense(flags);
-  Run run;
-  run.files = &files;
-  run.options.strategy = &strategy_named(flags.strategy);
-  run.options.ranks_per_node = flags.ranks_per_node.value_or(0);
-  run.options.destination = flags.destination == "cpu" ? Destination::cpu : Destination::copy;
-  run.staging_given = !flags.staging.empty();
-  run.options.staging_bytes = run.staging_given ? parse_size(flags.staging) : kDefaultStagingBytes;
-  if (!flags.baseline.empty()) run.options.baseline_bytes = parse_size(flags.baseline);
-  layout_of(flags, {});  // says what makes no sense before a file is opened
+  // All that is written is read before a file is opened.
+  const std::optional<DType> dtype = dtype_flag(flags.dtype);
+  const AskedLayout layout(flags);
+  Run run{.files = &files,
+          .options = options_of(flags),
+          .optimizer = optimizer_flag(flags.optimizer),
+          .staging_given = !flags.staging.empty()};
+  if (run.optimizer && run.options.destination != Destination::cpu) {
+    fail(Category::unsupported, "--optimizer trains what --destination cpu keeps");
+  }
   run.checkpoint = open_checkpoint(files, flags.directory);
-  run.recipe = recipe_of(files, flags, run.checkpoint);
+  run.recipe = recipe_of(files, flags, run.checkpoint, dtype);
   warn_of_unused(run.recipe, run.checkpoint);
-  run.layout = layout_of(flags, targets_of(run.recipe));
-  run.optimizer = optimizer_flag(flags.optimizer);
+  run.layout = layout.of(targets_of(run.recipe));
   if (run.optimizer) run.options.after = {step_phase(run.recipe, run.layout, *run.optimizer)};
   return run;
 }

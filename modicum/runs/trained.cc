@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <utility>
 #include <vector>
 
@@ -36,7 +37,7 @@ std::optional<StateFormat> optimizer_flag(const std::string& flag) {
 }
 
 void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat format, int rank,
-                      const std::function<void(TrainedShard&& shard)>& fn) {
+                      FunctionRef<void(TrainedShard&& shard)> fn) {
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
     if (!is_trained(recipe, t)) continue;
     const TensorSpec& spec = recipe.targets[t].spec;
@@ -85,20 +86,26 @@ std::vector<int64_t> trained_sizes(const Recipe& recipe) {
   return sizes;
 }
 
+Footprint training_footprint(std::span<const AdamWCount> states) {
+  Footprint footprint;
+  for (const AdamWCount& state : states) {
+    footprint += state.footprint();
+    footprint[Purpose::plan] += state.held_bytes();
+  }
+  footprint[Purpose::staging] += kGradientStagingBytes;
+  return footprint;
+}
+
 Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format) {
   Phase phase{"step", {}};
   for (int rank = 0; rank < layout.world_size(); ++rank) {
     // A state for each format that there is.
-    AdamWCount whole(StateFormat::fp32, {AdamOptions{}});
-    AdamWCount rest(format, {AdamOptions{}});
+    std::array<AdamWCount, 2> states = {AdamWCount(StateFormat::fp32, {AdamOptions{}}),
+                                        AdamWCount(format, {AdamOptions{}})};
     for_each_trained(recipe, layout, format, rank, [&](TrainedShard&& shard) {
-      (shard.format == StateFormat::fp32 ? whole : rest).add(shard.shard, !shard.is_master());
+      states[shard.format == StateFormat::fp32 ? 0 : 1].add(shard.shard, !shard.is_master());
     });
-    Footprint footprint = whole.footprint();
-    footprint += rest.footprint();
-    footprint[Purpose::plan] += whole.held_bytes() + rest.held_bytes();
-    footprint[Purpose::staging] += kGradientStagingBytes;
-    phase.of_rank.push_back(footprint);
+    phase.of_rank.push_back(training_footprint(states));
   }
   return phase;
 }

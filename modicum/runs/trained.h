@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -37,13 +37,15 @@ struct TrainedShard {
 };
 // UNSUPPORTED, naming it, for a floating-point target that can't be trained (FP8 codes, fp64).
 void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat format, int rank,
-                      const std::function<void(TrainedShard&& shard)>& fn);
+                      FunctionRef<void(TrainedShard&& shard)> fn);
 
 // Elements of each parameter of the model; errors as for_each_trained.
 std::vector<int64_t> trained_sizes(const Recipe& recipe);
 
-// What the optimizer's state holds on each rank besides the shards, its tables (purpose `plan`) and
-// the staging of gradients with it: the phase `step` of a plan. Nothing more is taken by a step.
+// What training adds on a rank to the shards: the optimizer's states, their tables (purpose `plan`)
+// and the staging of gradients. A step takes nothing more.
+Footprint training_footprint(std::span<const AdamWCount> states);
+// The same for each rank of a load: the phase `step` of a plan.
 Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format);
 
 }  // namespace modicum

@@ -58,6 +58,20 @@ int Promise::nodes() const noexcept {
   return static_cast<int>(last);
 }
 
+Promise make_promise(std::vector<Phase> charged, uint64_t process_bytes, int ranks_per_node) {
+  Promise promise{.phases = std::move(charged), .launcher_bytes = kLauncherBytes};
+  for (Phase& phase : promise.phases) {
+    for (Footprint& of_rank : phase.of_rank) {
+      of_rank[Purpose::process] += process_bytes;
+      of_rank[Purpose::page_tables] = page_table_bytes(of_rank.ledger_total());
+    }
+  }
+  const auto ranks = static_cast<uint32_t>(promise.phases.front().of_rank.size());
+  const uint32_t per_node = ranks_per_node > 0 ? static_cast<uint32_t>(ranks_per_node) : ranks;
+  for (uint32_t rank = 0; rank < ranks; ++rank) promise.node_of_rank.push_back(rank / per_node);
+  return promise;
+}
+
 const Phase& Promise::peak_phase(int rank) const noexcept {
   const auto total = [rank](const Phase& phase) {
     return phase.of_rank[static_cast<size_t>(rank)].total();

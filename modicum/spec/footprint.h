@@ -76,6 +76,16 @@ struct Promise {
   uint64_t ledger_limit_bytes(int rank) const noexcept;
 };
 
+// The launcher: what the process holds that starts the ranks and watches them.
+constexpr uint64_t kLauncherBytes = 8 * kMiB;
+// A rank process before Modicum does anything.
+constexpr uint64_t kBaselineBytes = 2 * kMiB;
+
+// The promise of phases that say what each rank charges: what each process holds besides
+// (`process_bytes`) and page tables are added. `ranks_per_node` 0: all on one.
+Promise make_promise(std::vector<Phase> charged, uint64_t process_bytes = kBaselineBytes,
+                     int ranks_per_node = 0);
+
 // Page tables over `mapped_bytes` of touched memory (8 bytes per 4 KiB page and a page of slack per
 // GiB), whole pages. Measured: 0.196 % with 4 KiB pages and with huge ones.
 uint64_t page_table_bytes(uint64_t mapped_bytes) noexcept;

@@ -1,7 +1,6 @@
 #include "modicum/training/gradients.h"
 
 #include <fmt/format.h>
-#include <sched.h>
 
 #include <algorithm>
 
@@ -27,14 +26,12 @@ void for_each_part(const AdamW& state, const Fn& fn) {
   }
 }
 
+constexpr auto kMostThreads = static_cast<int>(kGradientStagingBytes / kGradientChunkBytes);
+
 }  // namespace
 
-uint64_t gradient_staging_bytes(int threads) noexcept {
-  return static_cast<uint64_t>(threads) * kGradientChunkBytes;
-}
-
 void for_each_chunk(const AdamW& state, int threads,
-                    const std::function<void(int thread, const ChunkOfShard&)>& fn) {
+                    FunctionRef<void(int thread, const ChunkOfShard&)> fn) {
   int64_t parts = 0;
   for_each_part(state, [&](const ChunkOfShard&) { ++parts; });
   run_workers(threads, [&](int thread) {
@@ -54,13 +51,17 @@ void for_each_chunk(const AdamW& state, int threads,
   });
 }
 
+MadeGradients::MadeGradients(uint64_t seed, int threads, Ledger& ledger)
+    : seed_(seed),
+      threads_(std::min(threads, kMostThreads)),
+      staging_(ledger.charge(Purpose::staging, kGradientStagingBytes)) {}
+
 float* MadeGradients::chunk(int thread) const noexcept {
-  return reinterpret_cast<float*>(staging_.data() +
+  return reinterpret_cast<float*>(staging_.bytes().data() +
                                   static_cast<uint64_t>(thread) * kGradientChunkBytes);
 }
 
-void MadeGradients::deliver(AdamW& state, const Step& step,
-                            const std::function<void()>& alive) const {
+void MadeGradients::deliver(AdamW& state, const Step& step, Heartbeat heartbeat) const {
   const uint64_t of_step = name_hash(fmt::format("gradient {} {}", seed_, step.number));
   for_each_chunk(state, threads_, [&](int thread, const ChunkOfShard& of) {
     auto* const values = chunk(thread);
@@ -74,7 +75,7 @@ void MadeGradients::deliver(AdamW& state, const Step& step,
       cast(reinterpret_cast<const std::byte*>(values), DType::f32, arriving, dtype, of.n);
     }
     state.arrive({of.shard, of.local, of.n, arriving, dtype});
-    alive();
+    heartbeat();
   });
 }
 
@@ -85,39 +86,6 @@ void MadeGradients::make_masters(AdamW& state) const {
     synth_fill(hash, DType::f32, of.global, of.n, reinterpret_cast<std::byte*>(values));
     state.import_from(of.shard, StatePlane::master, of.local, {values, static_cast<size_t>(of.n)});
   });
-}
-
-// ---- the page that ranks share
-
-StepLanes::StepLanes(int ranks)
-    : ranks_(ranks),
-      mapping_(Mapping::shared(sizeof(std::atomic<uint64_t>) +
-                               2 * static_cast<uint64_t>(ranks) * sizeof(Lane))) {}
-
-std::atomic<uint64_t>& StepLanes::arrived() const noexcept {
-  return *reinterpret_cast<std::atomic<uint64_t>*>(mapping_.bytes().data());
-}
-
-StepLanes::Lane& StepLanes::lane(int64_t step, int rank) const noexcept {
-  auto* const lanes =
-      reinterpret_cast<Lane*>(mapping_.bytes().data() + sizeof(std::atomic<uint64_t>));
-  return lanes[(step % 2) * ranks_ + rank];
-}
-
-GradNorm StepLanes::norm(int64_t step) const noexcept {
-  GradNorm sum;
-  for (int rank = 0; rank < ranks_; ++rank) sum += lane(step, rank).norm;
-  return sum;
-}
-
-void StepLanes::line_up(const Board& board) const {
-  const auto ranks = static_cast<uint64_t>(ranks_);
-  const uint64_t ticket = arrived().fetch_add(1);
-  const uint64_t all = (ticket / ranks + 1) * ranks;
-  for (int spins = 1; arrived().load() < all; ++spins) {
-    if (spins % 1024 == 0) board.check();
-    sched_yield();
-  }
 }
 
 }  // namespace modicum

@@ -2,7 +2,6 @@
 
 #include <malloc.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "modicum/kernels/kernels.h"
@@ -10,89 +9,80 @@
 namespace modicum {
 namespace {
 
-constexpr auto kGradientThreads = static_cast<int>(kGradientStagingBytes / kGradientChunkBytes);
+uint64_t table_bytes(const std::vector<Trained>& trained) {
+  uint64_t sum = 0;
+  for (const Trained& of : trained) sum += AdamWCount(of.spec).held_bytes();
+  return sum;
+}
 
 }  // namespace
 
-void note(RankOutcome& outcome, const LoadOutcome& loaded) noexcept {
-  outcome.bytes_loaded = loaded.bytes_loaded;
-  outcome.storage_read_bytes = loaded.storage_read_bytes;
-  outcome.exchanged_bytes = loaded.exchanged_bytes;
-  outcome.page_cache_peak_bytes = loaded.page_cache_peak_bytes;
-}
-
-Training::Training(const Run& run, const Plan& plan, int rank, HostSink& loaded, Ledger& ledger,
-                   int threads, uint64_t seed)
-    : header_(ledger.adopt(Purpose::header, plan.manifest->held_bytes())),
-      plan_(ledger.adopt(Purpose::plan, plan.held_bytes())),
-      ring_(ledger.adopt(Purpose::staging, plan.staging.ring_part_bytes)),
-      staging_(ledger.charge(Purpose::staging, kGradientStagingBytes)),
-      gradients_(seed, std::min(threads, kGradientThreads), staging_.bytes()),
-      states_(states_of(run, plan, rank, loaded, ledger)) {
-  for (State& state : states_) {
-    state.spec.seed = seed;
-    state.adamw = std::make_unique<AdamW>(std::move(state.spec), ledger, threads);
-  }
-}
-
-std::vector<Training::State> Training::states_of(const Run& run, const Plan& plan, int rank,
-                                                 HostSink& loaded, Ledger& ledger) {
+std::vector<Trained> trained_of(const Run& run, const Plan& plan, int rank, HostSink& loaded) {
   // Lists of runs come and go. Were the threshold left to follow them, the allocator would keep
   // their memory.
   mallopt(M_MMAP_THRESHOLD, static_cast<int>(128 * kKiB));
-  std::vector<State> states;
-  std::vector<AdamWCount> counts;
-  for (const StateFormat format : {StateFormat::fp32, run.optimizer.value()}) {
-    if (!states.empty() && format == StateFormat::fp32) continue;
-    states.push_back({.spec = {.format = format}});
-    counts.emplace_back(format, states.back().spec.groups);
-  }
+  std::vector<Trained> trained = {{.spec = {.format = StateFormat::fp32}}};
+  if (*run.optimizer != StateFormat::fp32) trained.push_back({.spec = {.format = *run.optimizer}});
   for_each_trained(run.recipe, plan.layout, *run.optimizer, rank, [&](TrainedShard&& of) {
-    const size_t i = of.format == StateFormat::fp32 ? 0 : 1;
-    counts[i].add(of.shard, !of.is_master());
+    Trained& to = of.format == StateFormat::fp32 ? trained.front() : trained.back();
     std::byte* const elements = loaded.host(of.buffer).data() + bytes_of(of.dtype, of.at);
-    ShardSpec& shard = states[i].spec.shards.emplace_back(std::move(of.shard));
+    ShardSpec& shard = to.spec.shards.emplace_back(std::move(of.shard));
     shard.out_dtype = of.dtype;
     (of.is_master() ? shard.master : shard.out) = elements;
-    states[i].dtypes.push_back(of.dtype);
-    states[i].apart_from.push_back(of.is_master() ? nullptr : elements);
+    to.grad_dtypes.push_back(of.dtype);
+    to.cast_from.push_back(shard.out);
   });
-  uint64_t tables = 0;
-  for (const AdamWCount& count : counts) tables += count.held_bytes();
-  tables_ = ledger.adopt(Purpose::plan, tables);
-  return states;
+  return trained;
 }
 
-void Training::begin(const std::function<void()>& alive) {
+RankOptimizer::RankOptimizer(std::vector<Trained> trained, const MadeGradients& gradients,
+                             Ledger& ledger, int threads)
+    : gradients_(gradients), tables_(ledger.adopt(Purpose::plan, table_bytes(trained))) {
+  for (Trained& of : trained) {
+    of.spec.seed = gradients.seed();
+    states_.push_back({std::make_unique<AdamW>(std::move(of.spec), ledger, threads),
+                       std::move(of.grad_dtypes), std::move(of.cast_from)});
+  }
+}
+
+void RankOptimizer::cast_masters(Heartbeat heartbeat) {
   for (const State& state : states_) {
     for_each_chunk(*state.adamw, gradients_.threads(), [&](int thread, const ChunkOfShard& of) {
-      const std::byte* const elements = state.apart_from[of.shard];
+      const std::byte* const elements = state.cast_from[of.shard];
       if (elements == nullptr) return;
-      const DType dtype = state.dtypes[of.shard];
+      const DType dtype = state.grad_dtypes[of.shard];
       float* const values = gradients_.chunk(thread);
       cast(elements + bytes_of(dtype, of.local), dtype, reinterpret_cast<std::byte*>(values),
            DType::f32, of.n);
       state.adamw->import_from(of.shard, StatePlane::master, of.local,
                                {values, static_cast<size_t>(of.n)});
-      alive();
+      heartbeat();
     });
   }
 }
 
-GradNorm Training::deliver(int64_t step, const std::function<void()>& alive) {
+void RankOptimizer::make_masters() {
+  for (const State& state : states_) gradients_.make_masters(*state.adamw);
+}
+
+GradNorm RankOptimizer::deliver(int64_t step, float loss_scale, Heartbeat heartbeat) {
   GradNorm norm;
   for (const State& state : states_) {
-    gradients_.deliver(*state.adamw, {.number = step, .dtypes = state.dtypes}, alive);
+    gradients_.deliver(*state.adamw, {step, state.grad_dtypes, loss_scale}, heartbeat);
     norm += state.adamw->norm();
   }
   return norm;
 }
 
-void Training::step(const StepOptions& options) {
+void RankOptimizer::step(const StepOptions& options) {
   for (const State& state : states_) state.adamw->step(options);
 }
 
-StateDigest Training::digest() const {
+void RankOptimizer::skip() {
+  for (const State& state : states_) state.adamw->skip();
+}
+
+StateDigest RankOptimizer::digest() const {
   StateDigest digest;
   for (const State& state : states_) digest += state.adamw->digest();
   return digest;

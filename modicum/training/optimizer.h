@@ -1,51 +1,55 @@
-// The optimizer of a rank over what it has loaded.
+// The optimizer of a rank: every AdamW that its parameters need, fed with made-up gradients. Part
+// of the door of `training`.
 #pragma once
 
-#include <functional>
 #include <memory>
-#include <span>
 #include <vector>
 
-#include "modicum/report/report.h"
 #include "modicum/runs/runs.h"
 #include "modicum/stream/stream.h"
 #include "modicum/training/gradients.h"
 
 namespace modicum {
 
-// What a load has brought, into a rank's outcome.
-void note(RankOutcome& outcome, const LoadOutcome& loaded) noexcept;
+// What one AdamW steps; lists by shard.
+struct Trained {
+  AdamWSpec spec;
+  std::vector<DType> grad_dtypes;  // as gradients arrive
+  // Loaded elements from which the master is cast before the first step; null where it is not.
+  std::vector<const std::byte*> cast_from;
+};
 
-// A state for each format that there is: fp32 for what was loaded as fp32, else the run's. From the
-// beginning it holds all that steps need, which is the plan's phase `step` to the byte; one thread.
-class Training {
+// What `rank` has loaded and trains, in the run's format and in fp32, as state_format_of says. The
+// loaded memory becomes the masters, or gets each new parameter.
+std::vector<Trained> trained_of(const Run& run, const Plan& plan, int rank, HostSink& loaded);
+
+// Holds from the beginning all that steps need: with the gradients' staging, training_footprint to
+// the byte. One thread.
+class RankOptimizer {
  public:
-  // `loaded` has the rank's shards and outlives this; they become the masters, or get each new
-  // parameter. Charges and commits everything. BUDGET, NOMEM.
-  Training(const Run& run, const Plan& plan, int rank, HostSink& loaded, Ledger& ledger,
-           int threads, uint64_t seed = 0);
+  // `threads` construct, step and digest. The memory that `trained` refers to and `gradients` must
+  // outlive this. BUDGET, NOMEM.
+  RankOptimizer(std::vector<Trained> trained, const MadeGradients& gradients, Ledger& ledger,
+                int threads);
 
-  // The masters are what was loaded. `alive` is called by several threads, here and below.
-  void begin(const std::function<void()>& alive);
-  // The gradients of a step arrive, each in the dtype of its parameter. Returns this rank's part of
-  // the norm.
-  GradNorm deliver(int64_t step, const std::function<void()>& alive);
+  // The masters are what was loaded; or made up.
+  void cast_masters(Heartbeat heartbeat);
+  void make_masters();
+  // All gradients of a step arrive. Returns this rank's part of the norm.
+  GradNorm deliver(int64_t step, float loss_scale, Heartbeat heartbeat);
   void step(const StepOptions& options);
+  void skip();
   StateDigest digest() const;  // this rank's part
 
  private:
   struct State {
-    AdamWSpec spec;                            // until `adamw` has it
-    std::vector<DType> dtypes;                 // of each shard, as loaded
-    std::vector<const std::byte*> apart_from;  // loaded elements that are not the master, or null
     std::unique_ptr<AdamW> adamw;
+    std::vector<DType> grad_dtypes;
+    std::vector<const std::byte*> cast_from;
   };
-  std::vector<State> states_of(const Run& run, const Plan& plan, int rank, HostSink& loaded,
-                               Ledger& ledger);
 
-  Charge header_, plan_, ring_, tables_;
-  const Buffer staging_;
-  const MadeGradients gradients_;
+  const MadeGradients& gradients_;
+  Charge tables_;
   std::vector<State> states_;
 };
 

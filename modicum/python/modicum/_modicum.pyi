@@ -358,7 +358,7 @@ class Board:
     def __init__(self, peers: object | None = None) -> None: ...
 
     def fail(self, what: str, rank: int = -1) -> None:
-        """Ends the load that runs at its next look. Any thread."""
+        """Cancels the load that runs, when it next checks. Any thread."""
 
     @property
     def progress(self) -> int:

@@ -1,4 +1,4 @@
-#include "modicum/runs/deepspeed.h"
+#include "modicum/baselines/deepspeed.h"
 
 #include <fmt/format.h>
 
@@ -97,10 +97,15 @@ class ConfigReader {
     if (key == "gradient_accumulation_steps") return number(key, value, accumulation_);
     if (key == "train_batch_size") return number(key, value, batch_);
     if (key == "train_micro_batch_size_per_gpu") return number(key, value, micro_batch_);
-    if (key == "zero_optimization") return each(key, value, &ConfigReader::of_zero);
-    if (key == "bf16" || key == "fp16") return each(key, value, &ConfigReader::of_precision);
-    if (key == "optimizer") return each(key, value, &ConfigReader::of_optimizer);
-    neutral("", key, value);
+    if (key == "zero_optimization") {
+      value.object([&](std::string_view name, JsonValue& member) { of_zero(name, member); });
+    } else if (key == "bf16" || key == "fp16") {
+      value.object([&](std::string_view name, JsonValue& member) { of_precision(name, member); });
+    } else if (key == "optimizer") {
+      value.object([&](std::string_view name, JsonValue& member) { of_optimizer(name, member); });
+    } else {
+      neutral("", key, value);
+    }
   }
 
   void of_zero(std::string_view key, JsonValue& value) {
@@ -153,11 +158,6 @@ class ConfigReader {
     if (key != "type") unsupported(fmt::format("optimizer.{}", key));
     const std::string type = value.string();
     if (type != "Adam" && type != "AdamW") unsupported(fmt::format("optimizer.type {}", type));
-  }
-
-  void each(std::string_view, JsonValue& value,
-            void (ConfigReader::*of)(std::string_view, JsonValue&)) {
-    value.object([&](std::string_view key, JsonValue& member) { (this->*of)(key, member); });
   }
 
   // An unknown key that is false or null asks for nothing. A value can be read only once.

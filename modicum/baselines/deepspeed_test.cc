@@ -1,7 +1,7 @@
 // House test: the forecast of DeepSpeed's memory against what was measured of DeepSpeed 0.19.8, and
 // what it refuses. It catches: a line that is left out or counted for the wrong workers; rounding
 // of what is not pinned; a key that changes memory and is passed over.
-#include "modicum/runs/deepspeed.h"
+#include "modicum/baselines/deepspeed.h"
 
 #include <gtest/gtest.h>
 

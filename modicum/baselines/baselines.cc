@@ -1,11 +1,10 @@
-// What the fused pass is compared with: this machine's copy bandwidth, and the same step as passes
-// over memory with equally good kernels.
+#include "modicum/baselines/baselines.h"
+
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "modicum/kernels/kernels.h"
-#include "modicum/training/step.h"
 
 namespace modicum {
 namespace {
@@ -79,9 +78,18 @@ void copy(std::span<std::byte> memory, int threads) {
   });
 }
 
-AdamWSpec fused_spec(const StepRun& run, int rank) {
-  AdamWSpec spec = run.spec(rank);
-  spec.shards[0].runs = {{0, baseline_params(run, rank)}};
+// How many parameters are stepped: as many as fit into the memory of the state.
+int64_t params_of(const BaselineTask& task) {
+  const uint64_t state_bytes = adamw_footprint(task.spec).total();
+  const int64_t numel = std::max<int64_t>(1, task.spec.shards[0].numel());
+  const uint64_t each = state_bytes / static_cast<uint64_t>(numel) + 1 + kUnfusedBytes;
+  const auto fit = static_cast<int64_t>(state_bytes / each);
+  return std::clamp(fit / kBucketElements * kBucketElements, kBucketElements, kMostParams);
+}
+
+AdamWSpec fused_spec(const BaselineTask& task) {
+  AdamWSpec spec = task.spec;
+  spec.shards[0].runs = {{0, params_of(task)}};
   return spec;
 }
 
@@ -93,32 +101,23 @@ void deliver(AdamW& state, int threads, const Unfused& from) {
 
 }  // namespace
 
-int64_t baseline_params(const StepRun& run, int rank) {
-  const AdamWSpec spec = run.spec(rank);
-  const uint64_t state_bytes = adamw_footprint(spec).total();
-  const int64_t numel = std::max<int64_t>(1, spec.shards[0].numel());
-  const uint64_t each = state_bytes / static_cast<uint64_t>(numel) + 1 + kUnfusedBytes;
-  const auto fit = static_cast<int64_t>(state_bytes / each);
-  return std::clamp(fit / kBucketElements * kBucketElements, kBucketElements, kMostParams);
-}
-
-Footprint baseline_footprint(const StepRun& run, int rank) {
-  Footprint footprint = adamw_footprint(fused_spec(run, rank));
+Footprint baseline_footprint(const BaselineTask& task) {
+  Footprint footprint = adamw_footprint(fused_spec(task));
   footprint[Purpose::staging] +=
-      round_up(static_cast<uint64_t>(baseline_params(run, rank)) * kUnfusedBytes, kPageBytes) +
-      round_up(ring_bytes(run), kPageBytes);
+      round_up(static_cast<uint64_t>(params_of(task)) * kUnfusedBytes, kPageBytes) +
+      round_up(task.ring_bytes, kPageBytes);
   return footprint;
 }
 
-Baselines measure_baselines(const StepRun& run, int rank, Ledger& ledger,
-                            const std::function<void()>& line_up, Clock& clock) {
-  const int64_t n = baseline_params(run, rank);
+Baselines measure_baselines(const BaselineTask& task, Ledger& ledger, FunctionRef<void()> line_up,
+                            Clock& clock) {
+  const int64_t n = params_of(task);
   const Buffer memory =
-      ledger.charge(Purpose::staging, static_cast<uint64_t>(n) * kUnfusedBytes, run.threads);
+      ledger.charge(Purpose::staging, static_cast<uint64_t>(n) * kUnfusedBytes, task.threads);
   const Unfused unfused(memory.bytes(), n);
-  const Buffer ring = ledger.charge(Purpose::staging, ring_bytes(run));
+  const Buffer ring = ledger.charge(Purpose::staging, task.ring_bytes);
   const Outlet outlet{.ring = ring.bytes(), .send = [](const ReadyChunk&) {}};
-  AdamW fused(fused_spec(run, rank), ledger, run.threads);
+  AdamW fused(fused_spec(task), ledger, task.threads);
   Baselines measured{.copied_bytes = memory.bytes().size() / 2 * 2};
   const auto timed = [&](std::array<double, Baselines::kRounds>& of, int round, const auto& work) {
     line_up();
@@ -129,17 +128,17 @@ Baselines measure_baselines(const StepRun& run, int rank, Ledger& ledger,
     }
   };
   for (int round = -1; round < Baselines::kRounds; ++round) {  // the first one warms up
-    timed(measured.copy_s, round, [&] { copy(memory.bytes(), run.threads); });
+    timed(measured.copy_s, round, [&] { copy(memory.bytes(), task.threads); });
     // The copy has left nothing of the state; small numbers, and moments that go with them.
-    pass(run.threads, n, [&](int, int64_t at, int64_t count) {
+    pass(task.threads, n, [&](int, int64_t at, int64_t count) {
       synth_fill(0, DType::f32, at, count, unfused.master + 4 * at);
       std::memcpy(unfused.grad + 4 * at, unfused.master + 4 * at, 4 * static_cast<size_t>(count));
       std::memset(unfused.exp_avg + 4 * at, 0, 4 * static_cast<size_t>(count));
       std::memset(unfused.exp_avg_sq + 4 * at, 0, 4 * static_cast<size_t>(count));
     });
-    deliver(fused, run.threads, unfused);
-    const AdamNumbers numbers = adam_numbers(AdamOptions{}, round + 2, run.seed);
-    timed(measured.unfused_s, round, [&] { unfused_step(unfused, run.threads, numbers, 1.0F); });
+    deliver(fused, task.threads, unfused);
+    const AdamNumbers numbers = adam_numbers(AdamOptions{}, round + 2, task.spec.seed);
+    timed(measured.unfused_s, round, [&] { unfused_step(unfused, task.threads, numbers, 1.0F); });
     const float clip = clip_factor(fused.norm().norm(), 2 * fused.norm().norm());
     timed(measured.fused_s, round,
           [&] { fused.step({.clip = clip, .outlet = ring.empty() ? nullptr : &outlet}); });

@@ -1,0 +1,36 @@
+// Loading, and loading to train, in rank processes of this machine. Part of the door of `training`.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "modicum/report/report.h"
+#include "modicum/runs/runs.h"
+#include "modicum/training/rank_processes.h"
+
+namespace modicum {
+
+// A load of all ranks of `run` by `plan`, which fits the budget.
+struct LoadTask {
+  const Run& run;
+  const Plan& plan;
+  int threads = 1;      // per rank
+  bool check = false;   // poison the destination, then compare every value
+  bool digest = false;  // of what was loaded
+  std::string dump;     // a new directory, where each rank writes its shards; empty: none does
+};
+// With an optimizer, its state is made and held, but takes no step. What is in `dump` is removed
+// again where the load fails. Errors as run_ranks'.
+LoadReport load_in_ranks(const LoadTask& task, ShowBytes show);
+
+struct RehearsalTask {
+  const Run& run;  // with an optimizer
+  const Plan& plan;
+  int threads = 1;  // per rank
+  int steps = 1;
+  uint64_t seed = 0;  // of gradients and random bits
+  std::optional<double> max_norm;
+};
+RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show);
+
+}  // namespace modicum

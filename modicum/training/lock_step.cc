@@ -1,0 +1,63 @@
+#include "modicum/training/lock_step.h"
+
+#include <algorithm>
+
+namespace modicum {
+
+LockStep::LockStep(RankOptimizer& optimizer, const StepContext& at, const LockStepOptions& options)
+    : optimizer_(optimizer), at_(at), options_(options) {
+  if (options.loss_scale) taken_.loss_scale.scale = *options.loss_scale;
+}
+
+void LockStep::step(int64_t number) {
+  const bool scales = options_.loss_scale.has_value();
+  const float scale = scales ? taken_.loss_scale.scale : 1.0F;
+  const GradNorm own = optimizer_.deliver(number, scale, [this] { at_.board->beat(at_.rank, 0); });
+  at_.page->lane(number, at_.rank) = {own, last_step_s_};
+  at_.board->barrier(at_.rank);
+  at_.page->line_up(*at_.board);
+  taken_.norm = at_.page->norm(number);
+  note_time(number);
+  taken_.unscale = scales ? taken_.loss_scale.unscale() : 1.0F;
+  last_step_s_ = 0;
+  if (taken_.norm.finite) {
+    step_timed();
+  } else {
+    optimizer_.skip();
+    ++taken_.skipped;
+  }
+  if (scales) taken_.loss_scale.update(taken_.norm.finite);
+  at_.board->beat(at_.rank, options_.bytes_of_step);
+}
+
+void LockStep::step_timed() {
+  const Outlet outlet{.ring = options_.ring, .send = [](const ReadyChunk&) {}};
+  StepOptions options{.unscale = taken_.unscale};
+  if (options_.max_norm) {
+    options.clip = clip_factor(taken_.norm.norm(taken_.unscale), *options_.max_norm);
+  }
+  if (!options_.ring.empty()) options.outlet = &outlet;
+  const int64_t begin = at_.clock->now_ns();
+  optimizer_.step(options);
+  last_step_s_ = static_cast<double>(at_.clock->now_ns() - begin) / kNsPerSecond;
+}
+
+// What the lanes of `step` say is the time of the step before it.
+void LockStep::note_time(int64_t step) {
+  const double slowest_s = at_.page->slowest_s(step);
+  if (slowest_s > 0) seconds_[static_cast<size_t>(timed_++) % seconds_.size()] = slowest_s;
+}
+
+StepsTaken LockStep::finish(int64_t last) {
+  at_.page->lane(last + 1, at_.rank) = {taken_.norm, last_step_s_};
+  at_.board->barrier(at_.rank);
+  note_time(last + 1);
+  const auto end = seconds_.begin() + std::min<int64_t>(timed_, seconds_.size());
+  const auto middle = seconds_.begin() + (end - seconds_.begin()) / 2;
+  if (end == seconds_.begin()) return taken_;
+  std::nth_element(seconds_.begin(), middle, end);
+  taken_.step_s = *middle;
+  return taken_;
+}
+
+}  // namespace modicum

@@ -1,0 +1,63 @@
+// Optimizer steps of all ranks at the same time. Part of the door of `training`.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "modicum/training/norm_page.h"
+#include "modicum/training/optimizer.h"
+
+namespace modicum {
+
+// One rank among those that step together. All outlives the LockStep.
+struct StepContext {
+  int rank = 0;
+  Board* board = nullptr;
+  const NormPage* page = nullptr;
+  Clock* clock = nullptr;
+};
+
+struct LockStepOptions {
+  std::optional<double> max_norm;
+  std::optional<float> loss_scale;  // the first, as torch.amp.GradScaler has it; none: no scaling
+  std::span<std::byte> ring;        // through which low-precision copies leave; empty: none do
+  uint64_t bytes_of_step = 0;       // of progress
+};
+
+// What the steps came to. Plain data.
+struct StepsTaken {
+  GradNorm norm;      // of the last step, over all ranks
+  float unscale = 1;  // that the last step used
+  LossScale loss_scale;
+  int32_t skipped = 0;  // for a gradient that was not finite
+  double step_s = 0;    // the median over the last steps of the slowest rank's; 0: all were skipped
+};
+
+// Gradients, the norm over all ranks, clipping, and the step or its skipping. Every rank makes the
+// same calls.
+class LockStep {
+ public:
+  LockStep(RankOptimizer& optimizer, const StepContext& at, const LockStepOptions& options);
+
+  // Step 1, 2, ... PEER where another rank has failed.
+  void step(int64_t number);
+  // After the last step, whose number is given.
+  StepsTaken finish(int64_t last);
+
+ private:
+  void step_timed();
+  void note_time(int64_t step);
+
+  RankOptimizer& optimizer_;
+  const StepContext at_;
+  const LockStepOptions options_;
+  StepsTaken taken_;
+  double last_step_s_ = 0;
+  // The slowest rank's time of the latest steps.
+  std::array<double, 1024> seconds_{};
+  int64_t timed_ = 0;
+};
+
+}  // namespace modicum

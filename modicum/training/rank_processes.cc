@@ -1,0 +1,26 @@
+#include "modicum/training/rank_processes.h"
+
+#include <fmt/format.h>
+
+#include "modicum/probe/probe.h"
+
+namespace modicum {
+
+void run_watched(SharedBoard& board, Clock& clock, FunctionRef<void(int rank)> body,
+                 ShowBytes show) {
+  SuperviseOptions options;
+  options.tick = [&board, show] {
+    uint64_t bytes = 0;
+    for (int rank = 0; rank < board.ranks(); ++rank) bytes += board.progress(rank);
+    show(bytes);
+  };
+  options.out_of_memory = [before = oom_kill_count()] {
+    if (oom_kill_count() == before) return std::string();
+    const std::vector<MemoryLimit> limits = memory_limits();
+    if (limits.empty()) return std::string("the kernel counted an out-of-memory kill");
+    return fmt::format("{} allows {}", limits[0].source, format_size(limits[0].limit_bytes));
+  };
+  run_ranks(board, clock, body, options);
+}
+
+}  // namespace modicum
