@@ -7,7 +7,7 @@ padded, copied or pinned again at the first forward.
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -56,20 +56,33 @@ class Managed:
 # ---- what FSDP2 says
 
 
-def _groups(model: nn.Module) -> list[Any]:
+def _groups(modules: Iterable[nn.Module]) -> list[Any]:
     """FSDP2's parameter groups, of which each is gathered as a whole."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nobody can have used it
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):
         return []
-    modules = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    sharded = [module for module in modules if isinstance(module, fsdp.FSDPModule)]
     # Modules that were sharded together have one state.
-    states = dict.fromkeys(module._get_fsdp_state() for module in modules)
+    states = dict.fromkeys(module._get_fsdp_state() for module in sharded)
     return [group for state in states for group in state._fsdp_param_groups]
+
+
+def _known_groups(modules: Iterable[nn.Module]) -> list[Any]:
+    """As `_groups`. `UsageError` where this torch's FSDP2 is not the one that is known."""
+    try:
+        groups = _groups(modules)
+        meshes = [group.fsdp_params[0].mesh_info.mesh for group in groups[:1]]
+    except AttributeError as error:
+        what, expected = f"this FSDP2 is not known: {error}", f"torch {' or '.join(TESTED)}"
+        raise refusal("UNSUPPORTED", what, expected=expected, got=torch.__version__) from None
+    for mesh in meshes:
+        known(mesh).require()
+    return groups
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 manages parameters of it."""
-    return bool(_groups(model))
+    return bool(_known_groups(model.modules()))
 
 
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Managed]:
@@ -78,15 +91,7 @@ def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Managed]:
     `UsageError` where this torch's FSDP2 is not the one that is known, and for a model whose
     parameters are gathered now or were exchanged since `fully_shard`.
     """
-    try:
-        groups = _groups(model)
-        mesh = groups[0].fsdp_params[0].mesh_info.mesh if groups else None
-    except AttributeError as error:
-        what, expected = f"this FSDP2 is not known: {error}", f"torch {' or '.join(TESTED)}"
-        raise refusal("UNSUPPORTED", what, expected=expected, got=torch.__version__) from None
-    if mesh is not None:
-        known(mesh).require()
-    return _managed_in(model, groups)
+    return _managed_in(model, _known_groups(model.modules()))
 
 
 def _managed_in(model: nn.Module, groups: Sequence[Any]) -> dict[nn.Parameter, Managed]:
@@ -198,8 +203,8 @@ def hand_over(
 
 
 def known(mesh: Any) -> Known:
-    """Facts of FSDP2, checked on a tiny unit of its own over `mesh`, a mesh that FSDP2 has cut
-    along: half a millisecond without communication, at each load."""
+    """Facts of FSDP2, checked on a tiny unit over `mesh`, a mesh that FSDP2 has cut a model along.
+    No communication, and about a millisecond."""
     fact = "FSDPParam takes a storage that is padded, without a copy"
     return Known("torch", TESTED, {fact: partial(_takes_storage, mesh)})
 
@@ -209,7 +214,7 @@ def _takes_storage(mesh: Any) -> bool:
 
     layer = nn.Linear(1, 1, bias=False, device="meta")
     fully_shard(layer, mesh=mesh)
-    (of,) = (managed := _managed_in(layer, _groups(layer))).values()
+    (of,) = (managed := _managed_in(layer, _groups(layer.modules()))).values()
     # No rank has as many elements as this, so each one sees its shard padded.
     of.fsdp_param.padded_sharded_param_size = torch.Size((2, 1))
     storage = torch.zeros(2, device="cpu")
