@@ -98,9 +98,9 @@ def loading(
         A `Loading`, whose `report` is there after `prepare`.
 
     Raises:
-        UsageError: at once for an accelerate or transformers that lacks what is known of it (tested
-            with accelerate 1.15.0, transformers 5.23.0, peft 0.21.2). Later for whatever is not
-            FSDP2, and wherever values would get lost or empty parameters be used.
+        UsageError: at once for an accelerate, transformers or PEFT that behaves differently from
+            the tested ones (1.15.0, 5.23.0, 0.21.2). Later for whatever is not FSDP2, and wherever
+            values would get lost or empty parameters be used.
         BudgetError, FormatError, IntegrityError, IoError, PeerError: from `prepare`, as from
             `modicum.torch.load`.
     """

@@ -100,7 +100,7 @@ def is_persistent(module: Any, attribute: str) -> bool:
 def clone_of(module: Any, kind: type, **registered: dict[str, Any]) -> Any:
     """A module of class `kind` with the attributes of `module`, but these `parameters`, `buffers`
     and `modules`. What is set on the clone is not set on the module."""
-    clone = object.__new__(kind)
+    clone: Any = object.__new__(kind)
     vars(clone).update(vars(module))
     vars(clone).update({f"_{name}": of for name, of in registered.items()})
     return clone
@@ -159,11 +159,19 @@ def _storages_are_told_apart() -> bool:
     return storage_id(one) == storage_id(one[1:]) != storage_id(other)
 
 
+def _a_hook(*_: Any) -> None:
+    pass
+
+
+def _another_hook(*_: Any) -> None:
+    pass
+
+
 def _hooks_are_carried() -> bool:
     import torch
 
     one, other = map(torch.nn.Parameter, _plain())
-    handles = [one.register_hook(print), one.register_post_accumulate_grad_hook(print)]
+    handles = [one.register_hook(_a_hook), one.register_post_accumulate_grad_hook(_a_hook)]
     carry_hooks(one, other)
     hooks = other._backward_hooks or {}, other._post_accumulate_grad_hooks or {}
     had = [len(of) for of in hooks]
@@ -193,11 +201,11 @@ def _hooks_are_dropped() -> bool:
     import torch
 
     module = torch.nn.Module()
-    module.register_forward_pre_hook(_plain)
-    module.register_load_state_dict_pre_hook(_storages_are_told_apart)
+    module.register_forward_pre_hook(_a_hook)
+    module.register_load_state_dict_pre_hook(_another_hook)
     hooks = module._forward_pre_hooks, module._load_state_dict_pre_hooks
     had = [len(of) for of in hooks]
-    drop_hooks(module, _plain, _storages_are_told_apart)
+    drop_hooks(module, _a_hook, _another_hook)
     return had == [1, 1] and not any(hooks)
 
 
@@ -206,8 +214,9 @@ def _optimizers_have_load_hooks() -> bool:
 
     one, other = map(torch.nn.Parameter, _plain())
     optimizer = torch.optim.SGD([one, other])
-    optimizer.register_load_state_dict_pre_hook(_plain)
-    return load_hooks(optimizer) == ([_plain], [])
+    optimizer.register_load_state_dict_pre_hook(_a_hook)
+    optimizer.register_load_state_dict_post_hook(_another_hook)
+    return load_hooks(optimizer) == ([_a_hook], [_another_hook])
 
 
 KNOWN = Known(

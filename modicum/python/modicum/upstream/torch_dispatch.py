@@ -129,13 +129,13 @@ def is_mutable(operator: Any) -> bool:
 def without_memory(cls: type, inner: torch.Tensor, device: str) -> Any:
     """A tensor of the subclass `cls` that says that it lies on `device`; of the size and strides
     of `inner`."""
-    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return torch.Tensor._make_wrapper_subclass(
         cls,
         inner.size(),
         strides=inner.stride(),
         storage_offset=inner.storage_offset(),
         dtype=inner.dtype,
-        device=device,
+        device=torch.device(device),
     )
 
 

@@ -29,7 +29,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 # ---- the store
 
 
-def default_store() -> dist.Store:
+def default_store() -> Any:
     """The store of the default process group; UNSUPPORTED where torch shows none that can be
     cloned."""
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
@@ -79,7 +79,7 @@ def require_gloo() -> None:
         raise refusal("UNSUPPORTED", f"PyTorch {torch.__version__} was built without Gloo")
 
 
-def gloo_group(store: dist.Store, rank: int, size: int, limit: timedelta) -> Any:
+def gloo_group(store: Any, rank: int, size: int, limit: timedelta) -> Any:
     """Connects `size` ranks by point-to-point connections, beside torch's process groups and on
     the network interface that those take. `limit` is the time to connect."""
     return dist.ProcessGroupGloo(store, rank, size, limit)

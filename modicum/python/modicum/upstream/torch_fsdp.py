@@ -214,16 +214,14 @@ def _takes_storage(mesh: Any) -> bool:
 
     layer = nn.Linear(1, 1, bias=False, device="meta")
     fully_shard(layer, mesh=mesh)
-    (of,) = (managed := _managed_in(layer, _groups(layer.modules()))).values()
+    ((parameter, of),) = _managed_in(layer, _groups(layer.modules())).items()
+    inner, storage = of.fsdp_param, torch.zeros(2, device="cpu")
     # No rank has as many elements as this, so each one sees its shard padded.
-    of.fsdp_param.padded_sharded_param_size = torch.Size((2, 1))
-    storage = torch.zeros(2, device="cpu")
-    (parameter,) = managed
+    inner.padded_sharded_param_size = torch.Size((2, 1))
     hand_over("weight", parameter, storage, replace(of, padded_numel=2))
-    kept = (of.fsdp_param._sharded_param_data, local_of(of.fsdp_param.sharded_param))
-    return layer.weight is parameter is of.fsdp_param.sharded_param and {
-        tensor.untyped_storage().data_ptr() for tensor in kept
-    } == {storage.data_ptr()}
+    both = inner._sharded_param_data, local_of(inner.sharded_param)
+    memory = {tensor.untyped_storage().data_ptr() for tensor in both}
+    return layer.weight is parameter is inner.sharded_param and memory == {storage.data_ptr()}
 
 
 # ---- pinning

@@ -211,7 +211,7 @@ def _builds_without_values() -> bool:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    class Tiny(PreTrainedModel):  # type: ignore[misc]
+    class Tiny(PreTrainedModel):
         config_class = PreTrainedConfig
 
         def __init__(self, config: Any) -> None:
