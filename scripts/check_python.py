@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Holds the imports of the Python package against the table of docs/ARCHITECTURE.md.
+"""Holds the imports of the Python package against the table of docs/ARCHITECTURE.md, and private
+names of other packages to `upstream/`.
 
 check_python.py [TREE]: prints one line per finding, `file:line: what is wrong`, and exits 1 if
 there is any. Standard library only.
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,14 @@ from check import Room, check_table, names_in, table_rows
 
 PACKAGE = "modicum/python/modicum"
 EVERYBODY = {"errors", "_modicum"}  # may be imported by every room
+UPSTREAM = "upstream"
+# Names with one leading underscore that are nobody's private ones.
+PUBLIC = {
+    "_asdict",  # of NamedTuple
+    "_modicum",  # our bindings
+    "_replace",  # of NamedTuple
+    "_scale_inv",  # ends the names of stored tensors
+}
 
 
 def read_rooms(page: str) -> dict[str, Room]:
@@ -80,9 +90,57 @@ def check_imports(root: Path, rooms: dict[str, Room]) -> Iterator[str]:
         yield f"docs/ARCHITECTURE.md:1: `{user}` may import `{other}`, and no file does"
 
 
+def defined_in(tree: ast.Module) -> Iterator[str]:
+    """Names that a module defines: functions, classes, parameters, variables, own attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            yield from [node.attr] if own else []
+
+
+def used_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of attributes, of what is imported, and of strings that are nothing but names:
+    those are what getattr and its like are given."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value] if re.fullmatch(r"[\w.]+", node.value) else []
+        for name in names:
+            for part in name.split("."):
+                yield getattr(node, "lineno", 1), part
+
+
+def check_names(root: Path) -> Iterator[str]:
+    """Private names of other packages are in upstream/ only."""
+    package = root / PACKAGE
+    outside = {
+        path: ast.parse(path.read_text())
+        for path in sorted([*package.rglob("*.py"), *package.rglob("*.pyi")])
+        if path.relative_to(package).parts[0] != UPSTREAM
+    }
+    own = PUBLIC.union(*(defined_in(tree) for tree in outside.values()))
+    for path, tree in outside.items():
+        for line, name in used_in(tree):
+            if re.match(r"_[^_]", name) and name not in own:
+                where = path.relative_to(root)
+                yield f"{where}:{line}: `{name}` is private to another package: {UPSTREAM}/ has it"
+
+
 def findings(root: Path) -> list[str]:
     rooms = read_rooms((root / "docs/ARCHITECTURE.md").read_text())
-    return [*check_table(rooms), *check_imports(root, rooms)]
+    return [*check_table(rooms), *check_imports(root, rooms), *check_names(root)]
 
 
 def main() -> int:

@@ -69,6 +69,23 @@ class CheckPython(unittest.TestCase):
         found = self.findings({"docs/ARCHITECTURE.md": page})
         self.assertTrue(any("above it" in line for line in found), found)
 
+    def test_a_private_name_of_another_package(self) -> None:
+        own = "class Own:\n    _count = 0\n\n    def _get(self):\n        self._own = self._get\n"
+        self.assertEqual(self.findings({"errors.py": own + "Own()._count._own._asdict()\n"}), [])
+        private = "`_version` is private to another package"
+        for text in (
+            "def f(tensor):\n    return tensor._version\n",
+            "def f(tensor):\n    tensor._version = 0\n",
+            'def f(tensor):\n    return getattr(tensor, "_version", 0)\n',
+            "def f():\n    from torch import _version\n",
+            "def f():\n    from torch._version import number\n",
+            "def f():\n    import torch._version\n",
+        ):
+            self.assert_finds({"errors.py": text}, f"errors.py:2: {private}")
+        upstream = {"upstream/peft.py": "def _version(tensor):\n    return tensor._version\n"}
+        self.assertEqual(self.findings(upstream), [])
+        self.assert_finds(upstream | {"errors.py": "Error._version\n"}, private)
+
 
 if __name__ == "__main__":
     unittest.main()

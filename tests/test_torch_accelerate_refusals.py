@@ -21,6 +21,7 @@ accelerate = pytest.importorskip("accelerate")
 peft = pytest.importorskip("peft")
 
 import accelerate_rank  # noqa: E402  (after torch is known to be there)
+from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import fsdp_utils  # noqa: E402
 from accelerate_rank import accelerator_of  # noqa: E402
 from families import FAMILIES  # noqa: E402
@@ -40,10 +41,11 @@ from torch_front import (  # noqa: E402
 )
 
 TOKENS = torch.arange(3, 14).reshape(1, 11)
+accelerate_module = sys.modules["accelerate.accelerator"]
 WHAT_CAN_CHANGE = (
     transformers.PreTrainedModel,
     accelerate.Accelerator,
-    sys.modules["accelerate.accelerator"],
+    accelerate_module,
     fsdp_utils,
     nn.Module,
     tuners_utils.BaseTuner,
@@ -97,7 +99,6 @@ CHANGED = {
     "_finalize_model_loading",
     "prepare",
     "fsdp2_prepare_model",
-    "_load_from_state_dict",
     "_get_base_layer_device_and_dtype",
     "inject_adapter",
 }
@@ -229,34 +230,78 @@ def test_a_source_of_ones_own(one_rank: None, tmp_path: Any) -> None:
 # ---- what is not known
 
 
+def reading(cls: Any, path: Any, *args: Any, config: Any, **kwargs: Any) -> Any:
+    """A `from_pretrained` that reads tensors by itself."""
+    return cls(config)
+
+
+def finishing(cls: Any, path: Any, *args: Any, config: Any, **kwargs: Any) -> Any:
+    """A `from_pretrained` that finishes a load in another way."""
+    for context in cls.get_init_context(torch.float32, False, False, None):
+        with context:
+            model = cls(config)
+    cls._load_pretrained_model(model, None, [], None, None)
+    cls._finalize_model_loading(model, None, None, None)
+
+
 @pytest.mark.parametrize(
-    ("owner", "name", "missing"),
+    ("owner", "name", "instead", "missing"),
     [
-        (sys.modules["accelerate.accelerator"], "fsdp2_prepare_model", "fsdp2_prepare_model"),
-        (accelerate.Accelerator, "_prepare_fsdp2", "_prepare_fsdp2"),
-        (transformers.PreTrainedModel, "_finalize_model_loading", "_finalize_model_loading"),
+        (accelerate_module, "fsdp2_prepare_model", None, "fsdp2_prepare_model"),
+        (accelerate_module, "fsdp2_prepare_model", lambda model: None, "fsdp2_prepare_model"),
+        (AcceleratorState, "is_fsdp2", None, "says whether it runs FSDP2"),
+        (transformers.PreTrainedModel, "get_init_context", None, "get_init_context"),
+        (transformers.PreTrainedModel, "from_pretrained", classmethod(reading), "it does not"),
+        (transformers.PreTrainedModel, "from_pretrained", classmethod(finishing), "_load"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["gone", "other arguments", "no property", "no contexts", "reads", "finishes"],
 )
-@pytest.mark.parametrize("way", ["gone", "other arguments", "other code"])
 def test_unknown_versions_are_refused(
-    owner: Any, name: str, missing: str, way: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, instead: Any, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what is missing and which version lacks it."""
-    original = getattr(owner, name)
-    if way == "gone":
+    """By what they do otherwise, and which version does."""
+    if instead is None:
         monkeypatch.delattr(owner, name)
-    elif way == "other arguments":
-        monkeypatch.setattr(owner, name, lambda something, different: None)
     else:
-        count = original.__code__.co_argcount
-        names = ", ".join(original.__code__.co_varnames[:count])
-        monkeypatch.setattr(owner, name, eval(f"lambda {names}: None"))
+        monkeypatch.setattr(owner, name, instead)
     before = attributes()
     with pytest.raises(UsageError, match=missing) as refused, loading():
         pytest.fail("is entered")
+    assert refused.value.category == "UNSUPPORTED"
     assert "accelerate 1." in str(refused.value) or "transformers 5." in str(refused.value)
     assert not differences(before, attributes())
+
+
+def test_an_unknown_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that moves adapters in a way of its own."""
+    inject = tuners_utils.BaseTuner.inject_adapter
+
+    def moving(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        inject(self, model, *args, **kwargs)
+        model.to("meta")
+
+    monkeypatch.setattr(tuners_utils.BaseTuner, "inject_adapter", moving)
+    with pytest.raises(UsageError, match="_replace_module") as refused, loading():
+        pytest.fail("is entered")
+    assert "peft 0." in str(refused.value)
+
+
+@pytest.mark.parametrize("way", ["never shards", "shards nothing"])
+def test_an_accelerate_that_shards_otherwise(
+    way: str, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is replaced by, `prepare` has to come to a sharded model with its values."""
+    if way == "never shards":
+        monkeypatch.setattr(accelerate.Accelerator, "_prepare_fsdp2", lambda self, *args: args)
+    else:
+        monkeypatch.setattr(
+            accelerate_module, "fsdp2_prepare_model", lambda accelerator, model: model
+        )
+    before = attributes()[:-1]
+    with pytest.raises(UsageError, match="fsdp2_prepare_model") as refused, loading(progress=False):
+        prepare(build())
+    assert refused.value.category == "UNSUPPORTED"
+    assert not differences(before, attributes()[:-1])
 
 
 # ---- what is not FSDP2
@@ -289,7 +334,7 @@ def test_fsdp1_is_refused() -> None:
 
 
 def test_one_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import GradientState
 
     try:
         with pytest.raises(UsageError) as refused, loading():

@@ -3,11 +3,9 @@ again, and each parameter stays the object that it was.
 
 House test. It catches these mutations: a parameter exchanged instead of its content (an optimizer
 made before, a tie, a hook would lose it); a storage without padding, which FSDP2 pads into a copy;
-memory pinned in powers of two; a field of torch that is not there any more, or not seen in a method
-of more than 256 names.
+memory pinned in powers of two; a torch that behaves differently and is taken for the known one.
 """
 
-import dis
 import gc
 import os
 import subprocess
@@ -22,16 +20,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from modicum.errors import BudgetError, UsageError  # noqa: E402  (after torch is known to be there)
+from modicum.upstream import torch_core, torch_dispatch  # noqa: E402
 from modicum.upstream.torch_fsdp import (  # noqa: E402
     Managed,
-    _set_by,
     check_pinning,
     check_replaceable,
     check_unit_dtypes,
     fsdp_params,
     hand_over,
+    known,
     pin,
-    probe,
 )
 from sharding import bits, placed, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
@@ -170,64 +168,81 @@ def test_an_exchanged_parameter_is_refused(rank: None) -> None:
         fsdp_params(model)
 
 
-def test_this_torch_is_known() -> None:
-    assert probe() == ""
+# ---- another torch
 
 
-def test_what_code_sets_is_as_dis_says() -> None:
-    lines = [f"    of.set_{i} = of.read_{i}" for i in range(200)]
-    scope: dict[str, Any] = {}
-    exec("\n".join(["def method(of):", *lines]), scope)
-    code = scope["method"].__code__
-    assert len(code.co_names) > 256
-    told = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
-    assert _set_by(code) == told == {f"set_{i}" for i in range(200)}
+def test_this_torch_is_known(rank: None) -> None:
+    assert known(init_device_mesh("cpu", (2,))).mismatch() == ""
 
 
-class Bare:
-    """FSDPParam as another torch might have it."""
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_rank_sees_that_shards_are_padded_again(world: int, monkeypatch) -> None:
+    """Whether its own shard of the probe's parameter would be padded or not."""
 
-    def __init__(self) -> None:
-        self._module_info = self._sharded_param_data = self.device = self.mesh_info = None
-        self.offload_to_cpu = self.padded_sharded_param_size = self.sharded_param = None
-        self.pin_memory = None
+    def pads(self: Any) -> None:
+        reset(self)
+        if self.sharded_param._local_tensor.size() != self.padded_sharded_param_size:
+            self._sharded_param_data = self._sharded_param_data.clone()
 
-    def reset_sharded_param(self) -> None:
-        self._sharded_param_data = self.sharded_param.new_zeros(3)
-
-
-class Unpinned(Bare):
-    def __init__(self) -> None:
-        self._module_info = self._sharded_param_data = self.device = self.mesh_info = None
-        self.offload_to_cpu = self.padded_sharded_param_size = self.sharded_param = None
-
-    reset_sharded_param = Bare.reset_sharded_param
+    reset = _fsdp_param.FSDPParam.reset_sharded_param
+    monkeypatch.setattr(_fsdp_param.FSDPParam, "reset_sharded_param", pads)
+    for rank in range(world):
+        with playing_new_rank(rank, world):
+            why = known(init_device_mesh("cpu", (world,))).mismatch()
+            assert "takes a storage that is padded, without a copy" in why
+            assert why.startswith(f"torch {torch.__version__}")
 
 
-@pytest.mark.parametrize(
-    "strange, why",
-    (
-        (Bare, "FSDPParam of torch VERSION pads its storage whoever has padded it"),
-        (Unpinned, "FSDPParam of torch VERSION has no pin_memory"),
-    ),
-)
-def test_another_fsdp2_is_refused(rank: None, monkeypatch, strange: type, why: str) -> None:
+def test_another_fsdp2_is_refused(rank: None, monkeypatch) -> None:
+    def unpinned(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        del self.pin_memory
+
+    made = _fsdp_param.FSDPParam.__init__
     model = sharded()
-    monkeypatch.setattr(_fsdp_param, "FSDPParam", strange)
-    assert probe() == why.replace("VERSION", torch.__version__)
-    with pytest.raises(UsageError) as caught:
+    monkeypatch.setattr(_fsdp_param.FSDPParam, "__init__", unpinned)
+    with pytest.raises(UsageError, match="no attribute 'pin_memory'") as caught:
         fsdp_params(model)
     assert caught.value.category == "UNSUPPORTED"
-    assert probe() in str(caught.value)
+    assert caught.value.expected == "torch 2.13.0 or 2.15.0"
     assert fsdp_params(nn.Linear(3, 3)) == {}
 
 
-def test_another_door_is_refused(monkeypatch) -> None:
+def test_another_door_is_refused(rank: None, monkeypatch) -> None:
+    model = sharded()
     monkeypatch.delattr(FSDPModule, "_get_fsdp_state")
-    assert probe() == f"FSDPModule of torch {torch.__version__} has no _get_fsdp_state"
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp._fully_shard._fsdp_state", None)
-    assert probe().endswith("has no torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState")
+    with pytest.raises(UsageError, match="_get_fsdp_state") as caught:
+        fsdp_params(model)
+    assert caught.value.category == "UNSUPPORTED"
+
+
+# What is known of tensors, modules, optimizers and modes, and an attribute that it depends on.
+FACTS = {
+    "_version grows": (torch_core, "version_of", lambda tensor: 0),
+    "_use_count": (torch_core, "use_count", lambda tensor: 1),
+    "_cdata": (torch_core, "storage_id", lambda tensor: 0),
+    "dictionaries move": (torch_core, "carry_hooks", lambda source, target: None),
+    "_parameters": (torch_core, "parameters_of", lambda module: {}),
+    "pre-hooks": (torch_core, "drop_hooks", lambda module, *hooks: None),
+    "load_state_dict hooks": (torch_core, "load_hooks", lambda optimizer: ([], [])),
+    "aten._to_copy": (torch_dispatch, "TO_COPY", torch.ops.aten.clone),
+    "function modes": (torch_dispatch, "push_lowest", lambda mode: None),
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_another_torch_is_refused(fact: str, monkeypatch) -> None:
+    """Each fact is checked by what it is used for, wherever the caller makes his tensors."""
+    torch_core.require_known.cache_clear()
+    with torch.device("meta"), torch.inference_mode():
+        torch_core.require_known()
+    assert torch.tensor(1).device.type == "cpu"
+    torch_core.require_known.cache_clear()
+    monkeypatch.setattr(*FACTS[fact])
+    with pytest.raises(UsageError) as caught:
+        torch_core.require_known()
+    assert fact in caught.value.got and caught.value.got.startswith(f"torch {torch.__version__}")
+    assert caught.value.category == "UNSUPPORTED"
 
 
 # ---- dtypes of a unit

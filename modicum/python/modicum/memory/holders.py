@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from modicum.errors import refusal
+from modicum.upstream.torch_core import local_of
 
 __all__ = ["Holding", "holdings", "stepping"]
 
@@ -32,7 +33,7 @@ def holdings(source: Any) -> Iterator[Holding]:
     mapping of owners to any of these, or several of them. Tensors elsewhere than in host memory,
     and empty ones, are passed over."""
     for owner, name, tensor in _tensors(source):
-        tensor = getattr(tensor, "_local_tensor", tensor)
+        tensor = local_of(tensor)
         if tensor.device.type != "cpu" or tensor.numel() == 0:
             continue
         begin, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()

@@ -7,8 +7,9 @@ from typing import Any
 from modicum.errors import refusal
 from modicum.recipes.nodes import Array, Node
 from modicum.recipes.patterns import Patterns
-from modicum.recipes.structure import Structure, is_pretrained
+from modicum.recipes.structure import Structure
 from modicum.recipes.translation import Described
+from modicum.upstream.transformers import dtype_plan, is_pretrained
 
 # Casts that a recipe may ask for, by where they begin; every FP8 code has a scale.
 _FLOATS = frozenset({"float32", "bfloat16", "float16"})
@@ -73,7 +74,7 @@ class Dtypes:
             if is_pretrained(part.module):
                 import torch
 
-                listed = part.module._get_dtype_plan(getattr(torch, dtype))
+                listed = dtype_plan(part.module, getattr(torch, dtype))
                 kept = any_of(pattern.replace("*", ".*") for pattern in listed)
                 self._float32 |= {n for n, key in part.keys.items() if kept and kept.search(key)}
 

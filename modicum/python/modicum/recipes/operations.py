@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from modicum.errors import refusal
 from modicum.recipes.nodes import Array, Shape, cat, cut, reshape, stack, transpose
+from modicum.upstream.transformers import IDENTITY
 
 Value: TypeAlias = list[Array] | Array
 Values: TypeAlias = dict[str, Value]
@@ -299,7 +300,7 @@ OPERATIONS: dict[str, Operation] = {
     "VisionUnfuseAndPermuteForRope": _row(
         _unfuse_and_permute, "dim", "permute_layer_names", "inverse", "chunk_op", "permute_op"
     ),
-    "_IdentityOp": _row(_identity),
+    IDENTITY: _row(_identity),
 }
 
 

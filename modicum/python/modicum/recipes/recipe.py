@@ -10,8 +10,8 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from modicum.errors import refusal
 from modicum import _modicum
+from modicum.errors import refusal
 from modicum.recipes.dtypes import Dtypes, any_of, cast, described, dtype_name
 from modicum.recipes.nodes import Array, Node, caller, init
 from modicum.recipes.patterns import Patterns, Rule, Rules
@@ -19,12 +19,17 @@ from modicum.recipes.structure import (
     Part,
     Structure,
     classes_before_sharding,
-    is_pretrained,
     structure_of,
     ties_of,
 )
-from modicum.upstream.wrappers import canonical
 from modicum.recipes.translation import Described, Translation, translate
+from modicum.upstream.transformers import (
+    is_pretrained,
+    may_be_missing,
+    may_be_unexpected,
+    renames_stored,
+)
+from modicum.upstream.wrappers import canonical
 
 __all__ = ["Recipe", "meta_model", "recipe_for"]
 
@@ -133,7 +138,7 @@ def _droppable(model: Any) -> list[str]:
     """What transformers drops without a word."""
     if model is None:
         return []
-    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    patterns = may_be_unexpected(model)
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.append(r"rotary_emb\.inv_freq")
@@ -236,7 +241,7 @@ def _left_to_model(structure: Structure, made: Iterable[str]) -> set[str]:
     """What the model says may be missing, and adapters of which nothing is stored."""
     left: set[str] = set()
     for part in structure.parts:
-        listed = any_of(getattr(part.module, "_keys_to_ignore_on_load_missing", None) or ())
+        listed = any_of(may_be_missing(part.module))
         left |= {name for name, key in part.keys.items() if listed and listed.search(key)}
     stored = {structure.members[name].adapter for name in made}
     return left | {
@@ -318,7 +323,7 @@ def _converts() -> bool:
 
 def _identity(module: Any, key_mapping: Any) -> list[Any]:
     """What transformers 4 would do: nothing, or else it is refused."""
-    if key_mapping or getattr(module, "_checkpoint_conversion_mapping", None):
+    if key_mapping or renames_stored(module):
         what = f"transformers before 5 renames what {type(module).__name__} has stored"
         raise refusal("UNSUPPORTED", what, expected="transformers 5")
     return []

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modicum.errors import refusal
+from modicum.upstream.torch_core import buffers_of, children_of, is_persistent, parameters_of
+from modicum.upstream.transformers import is_pretrained
 from modicum.upstream.wrappers import WRAPPERS, canonical
 
 # Before every name in a file that PEFT writes.
@@ -46,11 +48,6 @@ def classes_before_sharding(model: Any) -> Iterator[None]:
             module.__class__ = cls
 
 
-def is_pretrained(module: Any) -> bool:
-    """A model of transformers. Its class is asked: wrappers pass on what they lack."""
-    return hasattr(type(module), "base_model_prefix") and hasattr(type(module), "_init_weights")
-
-
 def has_adapters(module: Any) -> bool:
     """A model that PEFT has put adapters into, or what it has put around one."""
     return "peft_config" in vars(module) or hasattr(type(module), "peft_config")
@@ -68,8 +65,8 @@ def unwrapped(module: Any) -> Any:
     """The module as it was before it was compiled, checkpointed or given adapters."""
     while True:
         inner = wrapped_by(module)
-        for name in WRAPPERS & module._modules.keys():
-            inner = module._modules[name]
+        for name in WRAPPERS & children_of(module).keys():
+            inner = children_of(module)[name]
         if inner is None:
             return module
         module = inner
@@ -94,7 +91,7 @@ class Member:
     @property
     def persistent(self) -> bool:
         """In a state dict."""
-        return self.attribute not in self.module._non_persistent_buffers_set
+        return is_persistent(self.module, self.attribute)
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ class _Walk:
 
     def _below(self, place: _Place) -> Iterator[_Place]:
         yield place
-        for name, child in place.module._modules.items():
+        for name, child in children_of(place.module).items():
             if child is not None:
                 yield from self._below(self._enter(self._child(place, name, child)))
 
@@ -179,13 +176,13 @@ class _Walk:
             return True
         if at.root is not None or not has_adapters(at.module):
             return False
-        child = at.module._modules.get(name)
+        child = children_of(at.module).get(name)
         return child is None or all(id(module) not in self.roots for module in child.modules())
 
     def members(self) -> Iterator[Member]:
         for at in self.places:
             module = at.module
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
                 if tensor is not None:
                     key, adapter = self.named(at, name)
                     path = ".".join((*at.path, name))

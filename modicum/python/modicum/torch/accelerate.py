@@ -22,7 +22,7 @@ import hashlib
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,12 @@ from modicum.torch.build.empty import empty_parameters
 from modicum.torch.loading.load import load
 from modicum.torch.ranks.collectives import settled
 from modicum.torch.shards.forks import require_fork
-from modicum.upstream.wrappers import canonical
 from modicum.torch.shards.rebinding import rebinding
-from modicum.upstream.accelerate import (
-    check_built_empty,
-    nothing_loaded,
-    probe,
-    replace,
-    require_fsdp2,
-    source_of,
-    with_real_adapters,
-)
+from modicum.upstream import accelerate, peft, transformers
+from modicum.upstream.patching import replace
+from modicum.upstream.torch_core import drop_hooks, local_of, parameters_of, version_of
+from modicum.upstream.torch_fsdp import is_sharded
+from modicum.upstream.wrappers import canonical
 from modicum.walk.calls import require_check
 from modicum.walk.report import Report
 
@@ -103,17 +98,14 @@ def loading(
         A `Loading`, whose `report` is there after `prepare`.
 
     Raises:
-        UsageError: at once for an accelerate or transformers that lacks what is known of it (tested
-            with accelerate 1.15.0, transformers 5.23.0, peft 0.21.2). Later for whatever is not
-            FSDP2, and wherever values would get lost or empty parameters be used.
+        UsageError: at once for an accelerate, transformers or PEFT that behaves differently from
+            the tested ones (1.15.0, 5.23.0, 0.21.2). Later for whatever is not FSDP2, and wherever
+            values would get lost or empty parameters be used.
         BudgetError, FormatError, IntegrityError, IoError, PeerError: from `prepare`, as from
             `modicum.torch.load`.
     """
     require_check(check)
     require_fork(fork)
-    if not _active and (reason := probe()):
-        what = f"these accelerate and transformers are not known: {reason}"
-        raise refusal("UNSUPPORTED", what)
     one = Loading(
         None if source is None else Path(source),
         dict(
@@ -122,10 +114,9 @@ def loading(
         ),
     )  # fmt: skip
     with ExitStack() as stack:
-        if not _active:
-            _replace_all(stack)
-        _active.append(one)
-        stack.callback(_active.remove, one)
+        scripts = transformers.builder(_pretrained_model()) or _Scripts(stack)
+        scripts.loadings.append(one)
+        stack.callback(scripts.loadings.remove, one)
         yield one
     _refuse_unfilled(one)
 
@@ -138,6 +129,9 @@ class Loading:
     _arguments: dict[str, Any]
     reports: list[Report] = field(default_factory=list)
     """One of each load, in their order."""
+    _built: weakref.WeakKeyDictionary[nn.Module, "_Built"] = field(
+        default_factory=weakref.WeakKeyDictionary, repr=False
+    )
 
     @property
     def report(self) -> Report | None:
@@ -147,7 +141,7 @@ class Loading:
 
 @dataclass
 class _Built:
-    """What is known of a model that `from_pretrained` has built without values."""
+    """A model that `from_pretrained` has built without values."""
 
     loading: Loading
     source: Path
@@ -156,22 +150,11 @@ class _Built:
     filled: bool = False
 
 
-_active: list[Loading] = []
-_built: weakref.WeakKeyDictionary[nn.Module, _Built] = weakref.WeakKeyDictionary()
-
-
-def _roots(model: nn.Module) -> list[nn.Module]:
-    """The outermost models in it that were built without values."""
-    if model in _built:
-        return [model]
-    return [root for child in model.children() for root in _roots(child)]
-
-
 def _refuse_unfilled(one: Loading) -> None:
-    if any(of.loading is one and not of.filled for of in _built.values()):
-        gc.collect()  # a model that nobody has any more is no reason to complain
-    for model, of in _built.items():
-        if of.loading is one and not of.filled:
+    if not all(of.filled for of in one._built.values()):
+        gc.collect()  # a model that nobody refers to any more is no reason to complain
+    for model, of in one._built.items():
+        if not of.filled:
             what = "a model that was built within loading() has no values yet: Accelerator.prepare "
             what += "or Trainer.train belongs within it too"
             raise refusal("USAGE", what, got=type(model).__name__)
@@ -180,126 +163,133 @@ def _refuse_unfilled(one: Loading) -> None:
 # ---- what is replaced
 
 
-def _replace_all(stack: ExitStack) -> None:
-    import accelerate.accelerator as accelerator
-    from transformers import PreTrainedModel as Pretrained
+def _pretrained_model() -> Any:
+    from transformers import PreTrainedModel
 
-    contexts = vars(Pretrained)["get_init_context"].__func__
-    adapters = [with_real_adapters(stack)]
+    return PreTrainedModel
 
-    def get_init_context(cls: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        if not adapters[0]:
-            adapters[0] = with_real_adapters(stack)
-        _refuse_state_that_is_known()
+
+class _Scripts:
+    """What accelerate, transformers and PEFT call instead of their own functions. One for all
+    `loading()` within each other; the innermost builds."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        accelerate.KNOWN.require()
+        transformers.KNOWN.require()
+        self.loadings: list[Loading] = []
+        self._stack = stack
+        self._has_peft = peft.with_real_adapters(stack)
+        transformers.replace_loading(stack, _pretrained_model(), self)
+        accelerate.replace_prepare(stack, self._preparing, self._sharding)
+
+    def contexts(self) -> list[AbstractContextManager[Any]]:
+        """Of `from_pretrained`."""
+        if not self._has_peft:  # imported since
+            self._has_peft = peft.with_real_adapters(self._stack)
+        accelerate.require_fsdp2_if_set()
         # The generator goes on as from where transformers leaves it, which draws nothing.
-        empty = [torch.random.fork_rng(devices=[]), empty_parameters()]
-        return [*empty, *contexts(cls, *args, **kwargs)]
+        return [torch.random.fork_rng(devices=[]), empty_parameters()]
 
-    replace(stack, Pretrained, "get_init_context", classmethod(get_init_context))
-    replace(stack, Pretrained, "_load_pretrained_model", staticmethod(_note_built))
-    replace(stack, Pretrained, "_finalize_model_loading", staticmethod(_finalize))
-    cls = accelerator.Accelerator
-    replace(stack, cls, "prepare", _preparing(cls.prepare))
-    shard = _sharding(accelerator.fsdp2_prepare_model)
-    replace(stack, accelerator, "fsdp2_prepare_model", shard)
-    load_into = nn.Module._load_from_state_dict
-    replace(stack, nn.Module, "_load_from_state_dict", _loading_into(load_into))
+    def built(self, model: Any, files: Sequence[str] | None, *given: Any) -> None:
+        """Instead of reading: notes where the values are, and guards the model until they come."""
+        transformers.check_arguments(model, *given)
+        one = self.loadings[-1]
+        source = one._source or transformers.source_of(files)
+        named = model.named_parameters(remove_duplicate=False)
+        parameters = {name: (p.dtype, version_of(p)) for name, p in named}
+        one._built[model] = _Built(one, source, parameters)
+        for module in model.modules():
+            if parameters_of(module):
+                module.register_forward_pre_hook(_refuse_forward)
+                module.register_load_state_dict_pre_hook(_refuse_state)
 
+    def _record(self, module: nn.Module) -> _Built | None:
+        return next((of for one in self.loadings if (of := one._built.get(module))), None)
 
-def _refuse_state_that_is_known() -> None:
-    """Before anything is built, if accelerate has been told already what it runs."""
-    from accelerate.state import AcceleratorState
+    def _roots(self, model: nn.Module) -> dict[nn.Module, _Built]:
+        """The outermost models in it that were built without values."""
+        if built := self._record(model):
+            return {model: built}
+        return {m: of for child in model.children() for m, of in self._roots(child).items()}
 
-    if AcceleratorState._shared_state:
-        require_fsdp2(AcceleratorState())
+    def _is_filled(self, model: nn.Module) -> bool:
+        roots = self._roots(model)
+        if not roots and not is_sharded(model):
+            what = "from_pretrained has not built this model within loading(): prepare it outside"
+            raise refusal("USAGE", what, got=type(model).__name__)
+        return all(built.filled for built in roots.values())
 
+    # ---- prepare
 
-def _note_built(
-    model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
-) -> tuple[Any, None]:
-    """Instead of reading: ties, and where the values are."""
-    check_built_empty(model, state_dict, load_config, expected_keys)
-    one = _active[-1]
-    source = one._source or source_of(checkpoint_files)
-    model.tie_weights(recompute_mapping=False)
-    named = model.named_parameters(remove_duplicate=False)
-    _built[model] = _Built(one, source, {name: (p.dtype, p._version) for name, p in named})
-    for module in model.modules():
-        if module._parameters:
-            module.register_forward_pre_hook(_refuse_forward)
-    return nothing_loaded(), None
+    def _preparing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            models = [one for one in args if isinstance(one, nn.Module)]
+            empty = [model for model in models if not self._is_filled(model)]
+            if not empty:
+                return original(accelerator, *args, **kwargs)
+            accelerate.require_fsdp2(accelerator.state)
+            optimizers = [
+                getattr(one, "optimizer", one)
+                for one in args
+                if isinstance(one, torch.optim.Optimizer)
+            ]
+            with rebinding(empty[0], optimizers), _kept(optimizers):
+                prepared = original(accelerator, *args, **kwargs)
+            if not all(map(self._is_filled, empty)):
+                what = "this accelerate prepares a model without fsdp2_prepare_model"
+                expected = f"accelerate {' or '.join(accelerate.KNOWN.tested)}"
+                raise refusal("UNSUPPORTED", what, expected=expected)
+            return prepared
 
+        return prepare
 
-def _finalize(model: Any, load_config: Any, loading_info: Any) -> Any:
-    """Nothing is missing yet, and what is on meta stays there."""
-    return loading_info
+    def _sharding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> Any:
+            roots = self._roots(model)
+            if all(built.filled for built in roots.values()):
+                return original(accelerator, model)
+            if len(roots) > 1:
+                names = " and ".join(type(root).__name__ for root in [*roots][:2])
+                what = "a model of several that from_pretrained has built: only one can be loaded"
+                raise refusal("UNSUPPORTED", what, got=names)
+            ((root, built),) = roots.items()
+            model = _shard_and_load(accelerator, model, root, built, original)
+            for module in model.modules():
+                drop_hooks(module, _refuse_forward, _refuse_state)
+                if one := self._record(module):
+                    one.filled = True
+            return model
 
-
-def _loading_into(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def _load_from_state_dict(
-        self: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
-    ) -> None:
-        if not local_metadata.get("assign_to_params_buffers", False) and _is_guarded(self):
-            for name, parameter in self._parameters.items():
-                value = state_dict.get(prefix + name)
-                if parameter is not None and parameter.is_meta and value is not None:
-                    what = "load_state_dict into a model that has no values yet would be lost: "
-                    what += "call it after prepare"
-                    raise refusal("USAGE", what, tensor=prefix + name)
-        original(self, state_dict, prefix, local_metadata, *rest)
-
-    return _load_from_state_dict
+        return fsdp2_prepare_model
 
 
 # ---- until there are values
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
-    """A hook: what is computed of nothing is nothing, and nobody would say so."""
-    for name, parameter in module._parameters.items():
+    """A hook: a forward of meta tensors gives meta tensors, without an error."""
+    for name, parameter in parameters_of(module).items():
         if parameter is not None and parameter.is_meta:
             what = "a forward of a model that was built within loading() and never came to prepare"
             raise refusal("USAGE", what, tensor=name, got=type(module).__name__)
 
 
-def _is_guarded(module: nn.Module) -> bool:
-    return _refuse_forward in module._forward_pre_hooks.values()
-
-
-def _unguard(model: nn.Module) -> None:
-    for module in model.modules():  # those of copies too, whose hooks have no handle
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if hook is _refuse_forward:
-                del module._forward_pre_hooks[key]
+def _refuse_state(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+) -> None:
+    """A hook: values that are copied to meta are lost, without an error."""
+    if local_metadata.get("assign_to_params_buffers", False):
+        return
+    for name, parameter in parameters_of(module).items():
+        if parameter is not None and parameter.is_meta and prefix + name in state_dict:
+            what = "load_state_dict into a model that has no values yet would be lost: "
+            what += "call it after prepare"
+            raise refusal("USAGE", what, tensor=prefix + name)
 
 
 # ---- prepare
-
-
-def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-        models = [one for one in args if isinstance(one, nn.Module)]
-        empty = [model for model in models if not _is_filled(model)]
-        if not empty:
-            return original(accelerator, *args, **kwargs)
-        require_fsdp2(accelerator.state)
-        optimizers = [
-            getattr(one, "optimizer", one) for one in args if isinstance(one, torch.optim.Optimizer)
-        ]
-        with rebinding(empty[0], optimizers), _kept(optimizers):
-            return original(accelerator, *args, **kwargs)
-
-    return prepare
-
-
-def _is_filled(model: nn.Module) -> bool:
-    roots = _roots(model)
-    if not roots:
-        what = "from_pretrained has not built this model within loading(): prepare it outside"
-        raise refusal("USAGE", what, got=type(model).__name__)
-    return all(_built[root].filled for root in roots)
 
 
 @contextmanager
@@ -317,23 +307,9 @@ def _kept(optimizers: Sequence[Any]) -> Iterator[None]:
                 group["params"] = each
 
 
-def _sharding(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> Any:
-        roots = _roots(model)
-        if not roots or all(_built[root].filled for root in roots):
-            return original(accelerator, model)
-        if len(roots) > 1:
-            names = " and ".join(type(root).__name__ for root in roots[:2])
-            what = "a model of several that from_pretrained has built: only one can be loaded"
-            raise refusal("UNSUPPORTED", what, got=names)
-        return _shard_and_load(accelerator, model, roots[0], original)
-
-    return fsdp2_prepare_model
-
-
-def _shard_and_load(accelerator: Any, model: nn.Module, root: nn.Module, shard: Any) -> Any:
-    built = _built[root]
+def _shard_and_load(
+    accelerator: Any, model: nn.Module, root: nn.Module, built: _Built, shard: Callable[..., Any]
+) -> Any:
     structure = structure_of(model)
     keys = _keys(structure, model, root)
     _refuse_changed(structure, built, keys)
@@ -350,6 +326,8 @@ def _shard_and_load(accelerator: Any, model: nn.Module, root: nn.Module, shard: 
         replace(stack, plugin, "cpu_ram_efficient_loading", False)
         replace(stack, plugin, "ignored_modules", ignored)
         model = shard(accelerator, model)
+    if not is_sharded(model):
+        raise refusal("UNSUPPORTED", "this accelerate's fsdp2_prepare_model shards nothing")
     narrow = _narrowings(model, passed, built.source)
     before = _values(model)
     built.loading.reports.append(load(model, built.source, **built.loading._arguments))
@@ -358,10 +336,6 @@ def _shard_and_load(accelerator: Any, model: nn.Module, root: nn.Module, shard: 
         _round(parameter, dtypes)
     for module in ignored if pattern else ():
         module.to(accelerator.device)  # as accelerate does it, where it finds them by name
-    for module in model.modules():
-        if module in _built:
-            _built[module].filled = True
-    _unguard(model)
     return model
 
 
@@ -386,7 +360,7 @@ def _refuse_changed(structure: Structure, built: _Built, keys: Mapping[str, str]
             what += "after from_pretrained: import peft before"
             raise refusal("UNSUPPORTED", what, tensor=name)
         _, version = built.parameters.get(keys[name], (None, None))
-        if name not in structure.copies and version not in (None, member.tensor._version):
+        if name not in structure.copies and version not in (None, version_of(member.tensor)):
             what = "a parameter was written to while it had no values: do it after prepare"
             raise refusal("USAGE", what, tensor=name)
 
@@ -410,12 +384,8 @@ def _values(model: nn.Module) -> dict[str, bytes]:
 
 
 def _bytes(parameter: nn.Parameter) -> Any:
-    local = _local(parameter).cpu().contiguous()
+    local = local_of(parameter).detach().cpu().contiguous()
     return local.reshape(-1).view(torch.uint8).numpy()
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    return getattr(parameter, "_local_tensor", parameter).detach()
 
 
 def _refuse_overwritten(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
@@ -467,5 +437,5 @@ def _narrowings(
 
 def _round(parameter: nn.Parameter, dtypes: Sequence[torch.dtype]) -> None:
     for dtype in dtypes:
-        for chunk in _local(parameter).reshape(-1).split(_CHUNK):
+        for chunk in local_of(parameter).detach().reshape(-1).split(_CHUNK):
             chunk.copy_(chunk.to(dtype))

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.futures import Future
 
 from modicum import _modicum
@@ -38,6 +37,7 @@ from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.upstream.wrappers import canonical
 from modicum.torch.shards.placements import Sharding, layout_of, sharding_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
+from modicum.upstream.torch_distributed import strided_shard
 from modicum.upstream.torch_fsdp import fsdp_params
 
 __all__ = ["HuggingFaceReader"]
@@ -208,7 +208,7 @@ class HuggingFaceReader(StorageReader):
             if fqn not in self._targets or not isinstance(held, DTensor):
                 continue
             parts = zip(held.placements, held.device_mesh.shape, strict=True)
-            if not any(isinstance(placement, _StridedShard) and n > 1 for placement, n in parts):
+            if not any(isinstance(placement, strided_shard()) and n > 1 for placement, n in parts):
                 continue
             ranks = self._managed.get(canonical(fqn), ())
             found = sharding_of(held, dist.get_world_size(), name=fqn, fsdp_ranks=ranks)

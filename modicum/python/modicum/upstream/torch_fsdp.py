@@ -1,24 +1,25 @@
 """FSDP2's parameters: what its private fields say, and loaded storage put into them.
 
-Every private field of torch that a load relies on is named here and looked for before anything is
-read. FSDP2 keeps a parameter's shard twice: as the local tensor of a DTensor Parameter, and as the
+FSDP2 keeps a parameter's shard twice: as the local tensor of a DTensor Parameter, and as the
 flat, padded buffer that it gathers from. Both are made to be the loaded storage, so that nothing is
 padded, copied or pinned again at the first forward.
 """
 
-import dis
-import inspect
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from modicum.errors import BudgetError, refusal
+from modicum.upstream.known import Known
+from modicum.upstream.torch_core import TESTED, carry_hooks, local_of, use_count
+from modicum.upstream.torch_dispatch import is_traceable_wrapper_subclass
+from modicum.upstream.torch_distributed import dtensor_like
 from modicum.upstream.wrappers import canonical
 
 __all__ = [
@@ -28,8 +29,9 @@ __all__ = [
     "check_unit_dtypes",
     "fsdp_params",
     "hand_over",
+    "is_sharded",
+    "known",
     "pin",
-    "probe",
     "register",
 ]
 
@@ -51,81 +53,36 @@ class Managed:
     """Whether the storage must be pinned."""
 
 
-# ---- what is known
+# ---- what FSDP2 says
 
 
-# By module and class below torch.distributed: methods, and fields that its methods set.
-_KNOWN = {
-    "fsdp.FSDPModule": {"_get_fsdp_state"},
-    "fsdp._fully_shard._fsdp_state.FSDPState": {"_fsdp_param_groups"},
-    "fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {"fsdp_params"},
-    "fsdp._fully_shard._fsdp_common.FSDPMeshInfo": {"shard_process_group"},
-    "fsdp._fully_shard._fsdp_param.ParamModuleInfo": {"module", "param_name"},
-    "fsdp._fully_shard._fsdp_param.FSDPParam": {
-        "_module_info",
-        "_sharded_param_data",
-        "device",
-        "mesh_info",
-        "offload_to_cpu",
-        "padded_sharded_param_size",
-        "pin_memory",
-        "reset_sharded_param",
-        "sharded_param",
-    },
-    "tensor.DTensor": {"_local_tensor", "_spec"},
-}
-_STORE_ATTR = dis.opmap["STORE_ATTR"]
-
-
-def probe() -> str:
-    """What is not as it is known in this torch's FSDP2, in one line; empty where all is."""
-    torch_is = f"torch {torch.__version__}"
-    for path, expected in _KNOWN.items():
-        module, _, name = path.rpartition(".")
-        try:
-            cls = getattr(import_module(f"torch.distributed.{module}"), name)
-        except (ImportError, AttributeError):
-            return f"{torch_is} has no torch.distributed.{path}"
-        if lacks := _lacks(cls, expected):
-            return f"{name} of {torch_is} has no {lacks[0]}"
-        # Whether a shard has to be padded anew is decided by whose storage it is.
-        if name == "FSDPParam" and "untyped_storage" not in _code(cls.reset_sharded_param).co_names:
-            return f"FSDPParam of {torch_is} pads its storage whoever has padded it"
-    return ""
-
-
-def _code(member: Any) -> Any:
-    return getattr(inspect.unwrap(member), "__code__", None)
-
-
-def _lacks(cls: type, members: set[str]) -> list[str]:
-    """Those that the class neither has nor any method of it sets."""
-    missing = members - set(vars(cls)) - set(getattr(cls, "__dataclass_fields__", ()))
-    for code in filter(None, map(_code, vars(cls).values())):
-        if missing.intersection(code.co_names):
-            missing -= _set_by(code)
-    return sorted(missing)
-
-
-def _set_by(code: Any) -> set[str]:
-    """The attributes that it sets. (`dis.get_instructions` takes 15 ms for these.)"""
-    names, high = set(), 0
-    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        if op == _STORE_ATTR:
-            names.add(code.co_names[high | low])
-        high = (high | low) << 8 if op == dis.EXTENDED_ARG else 0
-    return names
-
-
-def _fsdp_states(model: nn.Module) -> list[Any]:
+def _groups(modules: Iterable[nn.Module]) -> list[Any]:
+    """FSDP2's parameter groups, of which each is gathered as a whole."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nobody can have used it
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):
         return []
-    modules = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    if modules and (reason := probe()):
-        raise refusal("UNSUPPORTED", f"this FSDP2 is not known: {reason}")
+    sharded = [module for module in modules if isinstance(module, fsdp.FSDPModule)]
     # Modules that were sharded together have one state.
-    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))
+    states = dict.fromkeys(module._get_fsdp_state() for module in sharded)
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+def _known_groups(modules: Iterable[nn.Module]) -> list[Any]:
+    """As `_groups`. `UsageError` where this torch's FSDP2 is not the one that is known."""
+    try:
+        groups = _groups(modules)
+        meshes = [group.fsdp_params[0].mesh_info.mesh for group in groups[:1]]
+    except AttributeError as error:
+        what, expected = f"this FSDP2 is not known: {error}", f"torch {' or '.join(TESTED)}"
+        raise refusal("UNSUPPORTED", what, expected=expected, got=torch.__version__) from None
+    for mesh in meshes:
+        known(mesh).require()
+    return groups
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 manages parameters of it."""
+    return bool(_known_groups(model.modules()))
 
 
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Managed]:
@@ -134,7 +91,10 @@ def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Managed]:
     `UsageError` where this torch's FSDP2 is not the one that is known, and for a model whose
     parameters are gathered now or were exchanged since `fully_shard`.
     """
-    groups = [group for state in _fsdp_states(model) for group in state._fsdp_param_groups]
+    return _managed_in(model, _known_groups(model.modules()))
+
+
+def _managed_in(model: nn.Module, groups: Sequence[Any]) -> dict[nn.Parameter, Managed]:
     managed: dict[nn.Parameter, Managed] = {}
     for unit, group in enumerate(groups):
         for fsdp_param in group.fsdp_params:
@@ -185,9 +145,7 @@ def check_unit_dtypes(
 
 def check_replaceable(name: str, parameter: nn.Parameter) -> None:
     """Refuses a parameter whose content can't be exchanged without somebody noticing."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-    local = getattr(parameter, "_local_tensor", parameter)
+    local = local_of(parameter)
     if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
         raise refusal("UNSUPPORTED", "a lazy parameter has no shape yet", tensor=name)
     if is_traceable_wrapper_subclass(local):
@@ -200,7 +158,7 @@ def check_replaceable(name: str, parameter: nn.Parameter) -> None:
         raise refusal("USAGE", "a parameter has a gradient already", tensor=name)
     if weakref.getweakrefs(parameter):
         raise refusal("UNSUPPORTED", "a weak reference to a parameter", tensor=name)
-    if parameter._use_count() > 1:
+    if use_count(parameter) > 1:
         raise refusal("USAGE", "a parameter is part of an autograd graph", tensor=name)
 
 
@@ -221,37 +179,49 @@ def hand_over(
     `UsageError` as from `check_replaceable`, and for a storage of another size.
     """
     check_replaceable(name, parameter)
-    shape = getattr(parameter, "_local_tensor", parameter).shape
+    shape = local_of(parameter).shape
     numel = managed.padded_numel if managed else shape.numel()
     if storage.shape != (numel,):
         got = str(list(storage.shape))
         raise refusal("MISMATCH", "a storage", tensor=name, expected=f"[{numel}]", got=got)
     with torch.no_grad():
         # What is padded is padded at the end: FSDP2 pads along dim 0 only.
-        made = _like(parameter, storage[: shape.numel()].view(shape))
+        local = storage[: shape.numel()].view(shape)
+        made = dtensor_like(parameter, local)
+        made = nn.Parameter(local, requires_grad=False) if made is local else made
     made.__class__ = type(parameter)
     made.__dict__.update(parameter.__dict__)
     made.requires_grad_(parameter.requires_grad)
-    # The very dictionaries: handles that remove a hook have them.
-    made._backward_hooks = parameter._backward_hooks
-    made._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    carry_hooks(parameter, made)
     torch.utils.swap_tensors(parameter, made)
     if managed:
         managed.fsdp_param._sharded_param_data = storage
         managed.fsdp_param.reset_sharded_param()
 
 
-def _like(parameter: Any, local: torch.Tensor) -> Any:
-    """`local` as `parameter` is: plain, or a DTensor of the same mesh, placements and shape."""
-    spec = getattr(parameter, "_spec", None)
-    if spec is None:
-        return nn.Parameter(local, requires_grad=False)
-    from torch.distributed.tensor import DTensor
+# ---- what is known
 
-    if spec.tensor_meta.dtype != local.dtype:
-        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-    # `DTensor.from_local` would move what is offloaded to the mesh's device.
-    return DTensor(local, spec, requires_grad=False)
+
+def known(mesh: Any) -> Known:
+    """Facts of FSDP2, checked on a tiny unit over `mesh`, a mesh that FSDP2 has cut a model along.
+    No communication, and about a millisecond."""
+    fact = "FSDPParam takes a storage that is padded, without a copy"
+    return Known("torch", TESTED, {fact: partial(_takes_storage, mesh)})
+
+
+def _takes_storage(mesh: Any) -> bool:
+    from torch.distributed.fsdp import fully_shard
+
+    layer = nn.Linear(1, 1, bias=False, device="meta")
+    fully_shard(layer, mesh=mesh)
+    ((parameter, of),) = _managed_in(layer, _groups(layer.modules())).items()
+    inner, storage = of.fsdp_param, torch.zeros(2, device="cpu")
+    # No rank has as many elements as this, so each one sees its shard padded.
+    inner.padded_sharded_param_size = torch.Size((2, 1))
+    hand_over("weight", parameter, storage, replace(of, padded_numel=2))
+    both = inner._sharded_param_data, local_of(inner.sharded_param)
+    memory = {tensor.untyped_storage().data_ptr() for tensor in both}
+    return layer.weight is parameter is inner.sharded_param and memory == {storage.data_ptr()}
 
 
 # ---- pinning

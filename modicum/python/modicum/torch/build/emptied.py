@@ -18,6 +18,7 @@ from modicum.errors import Error, refusal
 from modicum.torch.build.initialiser import Initialiser
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.tensors import ModelTensor, tensors_of
+from modicum.upstream.torch_core import version_of
 
 __all__ = ["Emptied"]
 
@@ -29,7 +30,7 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
     `torch.empty` gave, or what one operation returned. Of a DTensor the outer one counts: FSDP2
     itself copies a local tensor that it pads."""
     try:
-        return tensor._version == 0
+        return version_of(tensor) == 0
     except RuntimeError:  # an inference tensor does not count
         return False
 

@@ -21,10 +21,25 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from modicum.errors import refusal
+from modicum.upstream.torch_core import (
+    buffers_of,
+    children_of,
+    is_persistent,
+    parameters_of,
+    require_known,
+    storage_id,
+)
+from modicum.upstream.torch_dispatch import (
+    TO_COPY,
+    TorchDispatchMode,
+    arguments_of,
+    is_dispatching,
+    is_mutable,
+    tree_map_only,
+)
+from modicum.upstream.transformers import dtype_plan, forget_initialised, has_dtype_plan
 
 __all__ = ["empty_parameters"]
 
@@ -45,7 +60,7 @@ _EMPTY = frozenset(
     }
 )
 _ZEROS = frozenset({_aten.zeros, _aten.zeros_like, _aten.new_zeros})
-_COPIES = frozenset({_aten.clone, _aten.copy_, _aten._to_copy})
+_COPIES = frozenset({_aten.clone, _aten.copy_, TO_COPY})
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
 
 
@@ -65,7 +80,7 @@ def _zeros(like: torch.Tensor, device: torch.device = _CPU) -> torch.Tensor:
 
 @functools.cache
 def _is_factory(func: Any) -> bool:
-    names = {argument.name for argument in func._schema.arguments}
+    names = {argument.name for argument in arguments_of(func)}
     return {"dtype", "layout", "device"} <= names and func.overloadpacket not in _COPIES
 
 
@@ -84,7 +99,7 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that `func` puts values into: place and name."""
     if torch.Tag.inplace_view in func.tags:
         return ()
-    infos = ((i, a.name, a.alias_info) for i, a in enumerate(func._schema.arguments))
+    infos = ((i, a.name, a.alias_info) for i, a in enumerate(arguments_of(func)))
     return tuple((i, name) for i, name, info in infos if info is not None and info.is_write)
 
 
@@ -107,20 +122,20 @@ class _Memory(TorchDispatchMode):
         self._may_use_meta = False
 
     def is_uncomputed(self, tensor: torch.Tensor) -> bool:
-        known = tensor.is_meta or tensor.untyped_storage()._cdata in self._uncomputed
+        known = tensor.is_meta or storage_id(tensor) in self._uncomputed
         return known and tensor.numel() > 0
 
     def _note(self, tensor: torch.Tensor, *, computed: bool) -> None:
-        storage = tensor.untyped_storage()
-        self._makers.pop(storage._cdata, None)
+        key = storage_id(tensor)
+        self._makers.pop(key, None)
         if computed or tensor.is_meta:
-            self._uncomputed.pop(storage._cdata, None)
+            self._uncomputed.pop(key, None)
         else:
-            self._uncomputed[storage._cdata] = StorageWeakRef(storage)
+            self._uncomputed[key] = StorageWeakRef(tensor.untyped_storage())
 
     def real(self, buffer: torch.Tensor) -> torch.Tensor:
         """Instead of one on meta: with its values where they are known."""
-        _, maker = self._makers.get(buffer.untyped_storage()._cdata, (None, None))
+        _, maker = self._makers.get(storage_id(buffer), (None, None))
         if maker is not None:
             made = maker()
             if made.shape == buffer.shape and made.stride() == buffer.stride():
@@ -155,7 +170,7 @@ class _Memory(TorchDispatchMode):
             return self._make(func, args, kwargs)
         if packet is _aten.resize_ and not args[0].is_meta:
             return self._resize(func, args, kwargs)
-        if packet is _aten._to_copy and kwargs.get("device") == _META:
+        if packet is TO_COPY and kwargs.get("device") == _META:
             kwargs = {**kwargs, "device": args[0].device}
         return self._compute(func, args, kwargs)
 
@@ -189,9 +204,8 @@ class _Memory(TorchDispatchMode):
         """It is going to meet what is on meta; its values are remembered in case of a buffer."""
         made = func(*args, **kwargs)
         if func.overloadpacket not in _EMPTY and not _draws(func, kwargs):
-            storage = made.untyped_storage()
             maker = functools.partial(func, *args, **{**kwargs, "device": _CPU})
-            self._makers[storage._cdata] = StorageWeakRef(storage), maker
+            self._makers[storage_id(made)] = StorageWeakRef(made.untyped_storage()), maker
         return made
 
     def _resize(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -210,7 +224,7 @@ class _Memory(TorchDispatchMode):
         written = [*_tensors([args[i] if i < len(args) else kwargs[n] for i, n in places])]
         tensors = [*_tensors(args, *kwargs.values())]
         computed = not any(tensor.is_meta for tensor in tensors)
-        if not computed and not func._schema.is_mutable:
+        if not computed and not is_mutable(func):
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(_META), (args, kwargs))
         is_copy = func.overloadpacket in _COPIES
         if is_copy and self.is_uncomputed(tensors[-1]):
@@ -252,7 +266,7 @@ class _Modules:
 
     def _see(self, module: torch.nn.Module) -> None:
         """One that has something at the first sight was there before."""
-        if not (module._parameters or module._buffers or module._modules):
+        if not (parameters_of(module) or buffers_of(module) or children_of(module)):
             self._born[module] = None
 
     def on_module(self, module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
@@ -284,7 +298,7 @@ class _Modules:
 
     def _pretrained_models(self, module: torch.nn.Module) -> Iterator[Any]:
         """The outermost ones, which answer for those within them."""
-        if hasattr(module, "_get_dtype_plan") and hasattr(module, "initialize_weights"):
+        if has_dtype_plan(module):
             if module in self._born:
                 yield module
             return
@@ -303,12 +317,12 @@ class _Modules:
         it there, and bits hang on it where numbers are computed in the default dtype."""
         for module in model.modules():
             if module in self._born:
-                vars(module).pop("_is_hf_initialized", None)
+                forget_initialised(module)
         model.initialize_weights()
 
     def _keep_dtypes(self, model: Any) -> None:
         """Some are kept in float32, which the constructor does not know."""
-        plan = model._get_dtype_plan(model.dtype)
+        plan = dtype_plan(model, model.dtype)
 
         def other_dtype(name: str, tensor: torch.Tensor) -> torch.dtype | None:
             found = (dtype for p, dtype in plan.items() if re.search(p.replace("*", ".*"), name))
@@ -321,23 +335,20 @@ class _Modules:
         for name, buffer in [*model.named_buffers()] if plan else ():
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
-            if leaf in module._non_persistent_buffers_set:
+            if not is_persistent(module, leaf):
                 continue
             if dtype := other_dtype(name, buffer):
                 setattr(module, leaf, buffer.to(dtype))
 
     def _refuse_uncomputed(self, root: torch.nn.Module) -> None:
         for path, module in root.named_modules():
-            for leaf, buffer in module._buffers.items():
-                if buffer is None or leaf not in module._non_persistent_buffers_set:
+            for leaf, buffer in buffers_of(module).items():
+                if buffer is None or is_persistent(module, leaf):
                     continue
                 if self._memory.is_uncomputed(buffer):
                     what = "no file holds this buffer, and neither the constructor nor the "
                     name = f"{path}.{leaf}" if path else leaf
                     raise refusal("UNSUPPORTED", what + "initialiser computes it", tensor=name)
-
-
-_active = False
 
 
 @contextlib.contextmanager
@@ -365,10 +376,10 @@ def empty_parameters() -> Iterator[None]:
         UsageError: at the end, UNSUPPORTED, with the name as `tensor`: a buffer that is not
             persistent, and that nobody has computed.
     """
-    global _active
-    if _active:
+    if is_dispatching(_Memory):
         yield
         return
+    require_known()
     memory = _Memory()
     modules = _Modules(memory)
     with contextlib.ExitStack() as stack:
@@ -380,9 +391,5 @@ def empty_parameters() -> Iterator[None]:
             stack.callback(register(hook).remove)
         stack.enter_context(_Data())
         stack.enter_context(memory)
-        _active = True
-        try:
-            yield
-            modules.finish()
-        finally:
-            _active = False
+        yield
+        modules.finish()

@@ -17,7 +17,7 @@ from modicum.torch.build.rules import (
     is_whole,
     like,
     running,
-    standing_in,
+    stand_ins,
     tensor_of,
 )
 
@@ -163,15 +163,15 @@ class Initialiser:
         return made
 
     def _make(self, group: _Group, asked: str) -> None:
-        stand_ins: dict[str, torch.Tensor] = {}
+        made: dict[str, torch.Tensor] = {}
         for attribute, member in group.members.items():
             shape, dtype = tuple(member.tensor.shape), member.tensor.dtype
             self._tensors[attribute] = self._empty(shape, dtype=dtype)
-            stand_ins[attribute] = like(member.tensor, self._tensors[attribute])
+            made[attribute] = like(member.tensor, self._tensors[attribute])
 
         def tensor_for(module: nn.Module, attribute: str, tensor: torch.Tensor) -> Any:
-            if module is group.module and attribute in stand_ins:
-                return stand_ins[attribute]
+            if module is group.module and attribute in made:
+                return made[attribute]
             return self._rules.outline_for(module, attribute, tensor)
 
         words = f"{self._seed} {group.label}".encode()
@@ -179,21 +179,21 @@ class Initialiser:
         with running(int.from_bytes(digest, "little", signed=True)):
             for rule in group.rules:
                 try:
-                    with standing_in(rule, tensor_for):
-                        rule.run()
-                        _take_back(group.module, stand_ins)
+                    copies = stand_ins(rule, tensor_for)
+                    rule.run(copies[id(rule.module)])
+                    _take_back(copies[id(group.module)], made)
                 except Exception as error:  # as above
                     raise _failed(rule, error, asked) from error
 
 
-def _take_back(module: nn.Module, stand_ins: dict[str, torch.Tensor]) -> None:
+def _take_back(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """What a rule has put in the place of a tensor, rather than into it."""
-    for attribute, stand_in in stand_ins.items():
+    for attribute, tensor in tensors.items():
         made = tensor_of(module, attribute)
-        if made is not None and made is not stand_in:
-            if made.shape != stand_in.shape:
+        if made is not None and made is not tensor:
+            if made.shape != tensor.shape:
                 raise ValueError(f"it makes {attribute} in another shape, {list(made.shape)}")
-            stand_in.copy_(made)
+            tensor.copy_(made)
 
 
 def _label_of(member: Member, structure: Structure) -> str:

@@ -3,7 +3,7 @@
 A rule is code of the model: transformers' `_init_weights` for a module, PEFT's reset of a layer's
 adapter, a module's own `reset_parameters`. Which tensors it makes is found by running it on
 tensors without memory. Nothing of the model is changed by running one: the tensors that it sees
-stand in for the module's own while it runs, and all that a module has is put back.
+belong to copies of the modules, which stand in for these.
 """
 
 import contextlib
@@ -18,17 +18,32 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map
 
 from modicum.recipes.structure import (
     Member,
     class_before_sharding,
     has_adapters,
-    is_pretrained,
     unwrapped,
     wrapped_by,
 )
+from modicum.upstream.torch_core import (
+    RESETS,
+    buffers_of,
+    children_of,
+    clone_of,
+    parameters_of,
+    storage_id,
+)
+from modicum.upstream.torch_dispatch import (
+    LOCAL_SCALAR,
+    NO_TORCH_FUNCTION,
+    arguments_of,
+    operator_name,
+    return_and_correct_aliasing,
+    tree_map,
+    without_memory,
+)
+from modicum.upstream.transformers import initialise, is_pretrained
 
 Slot = tuple[int, str]  # a module, by identity, and the name of an attribute of it
 Region = tuple[Sequence[int], Sequence[int], int]  # size, strides, offset
@@ -54,28 +69,21 @@ class Outline(torch.Tensor):
     inner: torch.Tensor  # on meta
     made: list[Region]  # the same list for all views
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, made: list[Region] | None = None) -> "Outline":
-        outline = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device="cpu",
-        )
+        outline: Outline = without_memory(cls, inner, "cpu")
         outline.inner, outline.made = inner, [] if made is None else made
         return outline
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is LOCAL_SCALAR:
             return False if args[0].dtype is torch.bool else 0
         _note_writes(func, args, kwargs)
-        if _name_of(func) in _MAKES:
+        if operator_name(func) in _MAKES:
             return args[0]
         outlines: list[Outline] = []
 
@@ -88,8 +96,8 @@ class Outline(torch.Tensor):
         def outline_of(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            storage = value.untyped_storage()._cdata
-            views = (o.made for o in outlines if o.inner.untyped_storage()._cdata == storage)
+            storage = storage_id(value)
+            views = (o.made for o in outlines if storage_id(o.inner) == storage)
             return Outline(value, next(views, None))
 
         on_meta = {"device": torch.device("meta")} if "device" in kwargs else {}
@@ -97,19 +105,15 @@ class Outline(torch.Tensor):
         return return_and_correct_aliasing(func, args, kwargs, tree_map(outline_of, result))
 
 
-def _name_of(func: Any) -> str:
-    return func._schema.name.removeprefix("aten::")
-
-
 def _note_writes(func: Any, args: Any, kwargs: Any) -> None:
-    arguments = func._schema.arguments
+    arguments = arguments_of(func)
     values = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
     for argument in arguments:
         value = values.get(argument.name)
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         if isinstance(value, Outline):
-            if argument.is_out or _name_of(func) in _MAKES:
+            if argument.is_out or operator_name(func) in _MAKES:
                 value.made.append((value.size(), value.stride(), value.storage_offset()))
         elif isinstance(value, torch.Tensor):
             raise ValueError("it needs the values of a tensor that it does not make")
@@ -132,7 +136,7 @@ def is_whole(numel: int, made: Sequence[Region]) -> bool:
 
 def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
     """The parameter or buffer of a module that has this name."""
-    return module._parameters.get(name, module._buffers.get(name))
+    return parameters_of(module).get(name, buffers_of(module).get(name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +144,7 @@ class Rule:
     """What makes tensors of a module, and of modules in it."""
 
     module: nn.Module
-    run: Callable[[], Any]
+    run: Callable[[Any], Any]  # with the module, or with one that stands in for it
     is_bare: bool  # it sees the module as it was before anything in it was wrapped
 
 
@@ -157,36 +161,39 @@ def running(seed: int) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def standing_in(rule: Rule, tensor_for: TensorFor) -> Iterator[None]:
-    """Other tensors in the place of all that the rule can see; all is put back afterwards, also
-    what the rule has replaced."""
-    held: dict[int, tuple[nn.Module, type, dict[str, Any]]] = {}
+def stand_ins(rule: Rule, tensor_for: TensorFor) -> dict[int, nn.Module]:
+    """Copies of the rule's module and of the modules in it, by identity of the originals, for the
+    rule to run on: with other tensors, in the classes that they had before `fully_shard`, without
+    wrappers if the rule is bare. What a rule sets on a copy is not set on the original."""
+    copies: dict[int, nn.Module] = {}
     ahead = [rule.module]
-    try:
-        while ahead:
-            module = ahead.pop()
-            if id(module) in held:
-                continue
-            own = dict(vars(module))
-            held[id(module)] = module, type(module), own
-            module.__class__ = class_before_sharding(module)
-            for kind in ("_parameters", "_buffers"):
-                vars(module)[kind] = {
-                    name: None if tensor is None else tensor_for(module, name, tensor)
-                    for name, tensor in own[kind].items()
-                }
-            vars(module)["_modules"] = {
-                name: unwrapped(child) if rule.is_bare and child is not None else child
-                for name, child in own["_modules"].items()
+    while ahead:
+        module = ahead.pop()
+        if id(module) in copies:
+            continue
+        parameters, buffers = (
+            {
+                name: None if tensor is None else tensor_for(module, name, tensor)
+                for name, tensor in own.items()
             }
-            ahead += module.children()
-        yield
-    finally:
-        for module, cls, own in held.values():
-            module.__class__ = cls
-            vars(module).clear()
-            vars(module).update(own)
+            for own in (parameters_of(module), buffers_of(module))
+        )
+        children = {
+            name: unwrapped(child) if rule.is_bare and child is not None else child
+            for name, child in children_of(module).items()
+        }
+        copies[id(module)] = clone_of(
+            module,
+            class_before_sharding(module),
+            parameters=parameters,
+            buffers=buffers,
+            modules=children,
+        )
+        ahead += [child for child in children.values() if child is not None]
+    for copy in copies.values():
+        inner = children_of(copy)
+        inner.update({name: copies.get(id(child)) for name, child in inner.items()})
+    return copies
 
 
 # ---- finding the rules
@@ -227,12 +234,13 @@ class Rules:
                 seen[id(module), name] = module, outline
                 return outline
 
-            with running(0), standing_in(rule, outline_for):
-                rule.run()
-                for (_, name), (module, outline) in seen.items():
-                    now = tensor_of(module, name)
-                    if now is not None and now is not outline:  # another in its place
-                        outline.made.append((outline.size(), outline.stride(), 0))
+            with running(0):
+                copies = stand_ins(rule, outline_for)
+                rule.run(copies[id(rule.module)])
+            for (_, name), (module, outline) in seen.items():
+                now = tensor_of(copies[id(module)], name)
+                if now is not None and now is not outline:  # another in its place
+                    outline.made.append((outline.size(), outline.stride(), 0))
             self._made[rule] = {slot: [*o.made] for slot, (_, o) in seen.items() if o.made}
         return self._made[rule]
 
@@ -254,19 +262,22 @@ class Rules:
         model: Any = next((m for m in reversed(chain) if is_pretrained(m)), None)
         if model is None:
             return None
-        run = partial(model._init_weights, module)
+
+        def run(one: nn.Module) -> None:
+            initialise(one if model is module else model, one)
+
         return self._once(module, "weights", lambda: Rule(module, run, is_bare=True))
 
     def _of_constructor(self, module: nn.Module) -> Rule | None:
         def make() -> Rule | None:
-            for name in ("reset_parameters", "_reset_parameters"):
+            for name in RESETS:
                 if hasattr(type(module), name):
-                    run = getattr(module, name)
                     is_asked_for_more = any(
                         p.default is p.empty and p.kind is not p.VAR_POSITIONAL
-                        for p in inspect.signature(run).parameters.values()
+                        for p in inspect.signature(getattr(module, name)).parameters.values()
                         if p.kind is not p.VAR_KEYWORD
                     )
+                    run = partial(_call, name)
                     return None if is_asked_for_more else Rule(module, run, is_bare=True)
             return None
 
@@ -288,17 +299,21 @@ def like(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(made, requires_grad=tensor.requires_grad)
 
 
-def _reset_of(layer: nn.Module, adapter: str, config: Any) -> Callable[[], Any] | None:
+def _call(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A method by its name; of the class, for a module's own attribute belongs to the original."""
+    return getattr(type(module), name)(module, *args, **kwargs)
+
+
+def _reset_of(layer: nn.Module, adapter: str, config: Any) -> Callable[[Any], Any] | None:
     """PEFT's own reset of an adapter's tensors in a layer, `reset_..._parameters(adapter_name)`,
     with what it asks for from the adapter's configuration. None where there is no such method, or
     several, or where the configuration asks for another start than the method knows of."""
     names = [n for n in dir(type(layer)) if re.fullmatch(r"reset_(\w+_)?parameters", n)]
     if len(names) != 1 or config is None:
         return None
-    reset = getattr(layer, names[0])
-    parameters = inspect.signature(reset).parameters
+    parameters = inspect.signature(getattr(layer, names[0])).parameters
     given = {name: getattr(config, name) for name in parameters if hasattr(config, name)}
     starts = {n: v for n, v in vars(config).items() if re.fullmatch(r"init_(\w+_)?weights", n)}
     if any(value is not True for name, value in starts.items() if name not in parameters):
         return None
-    return partial(reset, adapter, **given)
+    return lambda one: _call(names[0], one, adapter, **given)

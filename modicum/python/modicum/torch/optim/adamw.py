@@ -26,6 +26,7 @@ from modicum.torch.optim.parts import Part, global_sum, largest
 from modicum.torch.optim.state_dicts import is_noted, merged_groups, saved_values
 from modicum.torch.optim.states import is_own_master, options_of, require_seed
 from modicum.torch.shards.forks import require_fork
+from modicum.upstream.torch_core import load_hooks
 
 __all__ = ["AdamW"]
 
@@ -387,7 +388,8 @@ class AdamW(torch.optim.Optimizer):
         """
         if isinstance(state_dict, Mapping):
             state_dict = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
+        hooks_before, hooks_after = load_hooks(self)
+        for before in hooks_before:
             state_dict = before(self, state_dict) or state_dict
         groups: list[dict[str, Any]] = []
         values: list[dict[str, Any]] = []
@@ -412,7 +414,7 @@ class AdamW(torch.optim.Optimizer):
         self._has_loaded = any(map(_is_begun, values))
         self._bound.note_steps()
         self._bound.note_versions()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
+        for after in hooks_after:
             after(self)
 
     def _saved(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,8 +10,9 @@ from torch import nn
 
 from modicum.errors import UsageError, refusal
 from modicum.torch.optim.parts import Part, mesh_of, part_of, place_of
-from modicum.upstream.wrappers import canonical
 from modicum.torch.shards.placements import Meshes
+from modicum.upstream.torch_core import parameters_of, require_known
+from modicum.upstream.wrappers import canonical
 
 __all__ = [
     "Hooks",
@@ -33,6 +34,7 @@ Group = dict[str, Any]
 def bound_parts(groups: Sequence[Group]) -> list[Part]:
     """A part of every parameter in `groups`, in their order. `UsageError` for what can't be stepped
     where it lies, for a name that two have, and for memory that two have."""
+    require_known()
     meshes = Meshes()
     parts: list[Part] = []
     names: set[str] = set()
@@ -122,7 +124,7 @@ def refuse_lost(lacking: Sequence[Part], parts: Sequence[Part]) -> None:
     of the same shape, with a gradient, that is none of `parts`: that one has replaced it, in the
     module and not in the groups. Goes over all objects of the process."""
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    live = {id(p): p for module in modules for p in vars(module).get("_parameters", {}).values()}
+    live = {id(p): p for module in modules for p in parameters_of(module).values()}
     own = {id(part.parameter) for part in parts}
     strangers = [p for p in live.values() if p is not None and id(p) not in own]
     shapes = {p.shape for p in strangers if p.grad is not None}

@@ -10,9 +10,10 @@ from modicum import _modicum
 from modicum.errors import UsageError
 from modicum.torch.optim.binding import is_in_place
 from modicum.torch.optim.lanes import Lane
-from modicum.torch.optim.parts import Part, local_of, place_of, versions_of
+from modicum.torch.optim.parts import Part, place_of, versions_of
 from modicum.torch.optim.state_dicts import chunks, entry_values, is_noted
 from modicum.torch.optim.states import dtype_of, is_own_master, make_states
+from modicum.upstream.torch_core import local_of
 
 __all__ = ["MOMENTS", "Bound"]
 

@@ -2,7 +2,7 @@
 whole these are, and who else holds them."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from math import fsum, prod
 from typing import Any
@@ -13,12 +13,13 @@ from torch import nn
 from modicum.errors import refusal
 from modicum.torch.ranks.collectives import settled
 from modicum.torch.shards.placements import Meshes, sharding_of
+from modicum.upstream.torch_core import local_of, version_of
+from modicum.upstream.torch_distributed import dtensor_like
 
 __all__ = [
     "Part",
     "global_sum",
     "largest",
-    "local_of",
     "mesh_of",
     "part_of",
     "place_of",
@@ -79,14 +80,7 @@ class Part:
         else:
             back = [self.order.index(dim) for dim in range(len(shape))]
             local = local.view([shape[dim] for dim in self.order]).permute(back)
-        spec = getattr(self.parameter, "_spec", None)
-        if spec is None:
-            return local
-        from torch.distributed.tensor import DTensor
-
-        if spec.tensor_meta.dtype != local.dtype:
-            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-        return DTensor(local, spec, requires_grad=False)
+        return dtensor_like(self.parameter, local)
 
     def local_like(self, whole: torch.Tensor, what: str) -> torch.Tensor:
         """This rank's elements, in the order of `local`, of a tensor that is cut as the parameter
@@ -107,7 +101,7 @@ class Part:
             to = self.parameter
             if (whole.device_mesh, whole.placements) != (to.device_mesh, to.placements):
                 whole = whole.redistribute(to.device_mesh, to.placements)
-            whole = whole._local_tensor
+            whole = local_of(whole)
         _require_stored(whole, f"its {what}", self.name)
         whole = whole.detach()
         return (whole if self.is_row_major else whole.permute(self.order)).reshape(-1)
@@ -116,11 +110,6 @@ class Part:
     def is_row_major(self) -> bool:
         """Whether the local elements are contiguous as they are."""
         return self.order == tuple(range(len(self.order)))
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that a tensor, plain or a DTensor, has on this rank."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def mesh_of(tensor: torch.Tensor) -> Any:
@@ -150,7 +139,7 @@ def _require_stored(local: torch.Tensor, what: str, name: str) -> None:
 
 def versions_of(tensor: torch.Tensor) -> int:
     """Grows whenever somebody writes to it through torch."""
-    return tensor._version + local_of(tensor)._version
+    return version_of(tensor) + version_of(local_of(tensor))
 
 
 def part_of(name: str, parameter: nn.Parameter, group: int, meshes: Meshes) -> Part:

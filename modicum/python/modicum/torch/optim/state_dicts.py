@@ -10,6 +10,7 @@ import torch
 
 from modicum.errors import refusal
 from modicum.torch.optim.parts import Part
+from modicum.upstream.torch_core import local_of
 
 __all__ = ["IMPLEMENTATION", "chunks", "entry_values", "is_noted", "merged_groups", "saved_values"]
 
@@ -109,7 +110,7 @@ def _is_same(entry: Any, name: str, noted: dict[str, tuple[torch.Tensor, int]]) 
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return getattr(tensor, "_local_tensor", tensor).data_ptr()
+    return local_of(tensor).data_ptr()
 
 
 def _step(part: Part, value: Any) -> int:

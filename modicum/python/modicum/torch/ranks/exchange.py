@@ -20,8 +20,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from modicum.errors import refusal
 from modicum.torch.ranks.caller import Call, Caller
+from modicum.upstream.torch_distributed import break_connections, gloo_group, require_gloo
 
 __all__ = ["Exchange"]
 
@@ -29,12 +29,8 @@ PIECE_BYTES = 2 << 20
 PIECES_AHEAD = 8
 CONNECT_LIMIT = timedelta(minutes=5)
 NO_LIMIT = timedelta(days=365)  # failures end waits, not clocks: a root may read for long
-SLAM = timedelta(milliseconds=1)
-SLAM_WAIT_S = 2.0
+BREAK_WAIT_S = 2.0
 TAG = 0
-# Gloo deals tags to its connections by remainder. This one goes where TAG goes, for up to ten
-# network interfaces, and nobody ever sends with it.
-SLAM_TAG = 5040
 
 
 class Exchange:
@@ -48,8 +44,7 @@ class Exchange:
     """
 
     def __init__(self, store: dist.Store, place: int, size: int, whole: bool) -> None:
-        if not dist.is_gloo_available():
-            raise refusal("UNSUPPORTED", f"PyTorch {torch.__version__} was built without Gloo")
+        require_gloo()
         self._store, self._place, self._size, self._whole = store, place, size, whole
         self._groups: list[dist.ProcessGroupGloo] = []
         # By place: the group that connects us, and the peer's rank in it.
@@ -75,8 +70,8 @@ class Exchange:
         self._is_closed = True  # a call that is still connecting ends with that
         if self._is_connected and not self._call.wait(0):
             for group in self._groups:
-                _slam(group)
-            self._call.wait(SLAM_WAIT_S)
+                break_connections(group)
+            self._call.wait(BREAK_WAIT_S)
         self._caller.end()
         self._links.clear()
         self._groups.clear()
@@ -87,7 +82,7 @@ class Exchange:
         """Connects the places `members`, of which this is one."""
         mine = members.index(self._place)
         store = dist.PrefixStore(name, store)
-        group = dist.ProcessGroupGloo(store, mine, len(members), CONNECT_LIMIT)
+        group = gloo_group(store, mine, len(members), CONNECT_LIMIT)
         self._groups.append(group)
         for at, place in enumerate(members):
             if place != self._place:
@@ -153,12 +148,3 @@ class Exchange:
                 leaving[place] = self._send(place, whole[begin:end])
         for place, work in leaving.items():
             self._await(place, work)
-
-
-def _slam(group: dist.ProcessGroupGloo) -> None:
-    """Gloo has no call that ends its connections, but ends them all when one wait is too long."""
-    peer = 1 if group.rank() == 0 else 0
-    try:
-        group.recv([torch.empty(1, dtype=torch.uint8)], peer, SLAM_TAG).wait(SLAM)
-    except RuntimeError:  # which was asked for; or they had ended before
-        return

@@ -32,7 +32,8 @@ from modicum._modicum import exit_codes
 from modicum.errors import Error, from_json, refusal
 from modicum.torch.ranks.exchange import Exchange
 from modicum.torch.ranks.liveness import LOOK_S, Neighbours, Process, nodes_of
-from modicum.torch.ranks.store import LoadStore, store_of_world
+from modicum.torch.ranks.store import LoadStore
+from modicum.upstream.torch_distributed import default_store
 
 __all__ = ["Board", "Ranks"]
 
@@ -94,7 +95,7 @@ class Ranks:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if world_size == 1 or dist.get_backend() == "fake":
             return cls(rank, world_size)
-        store = store_of_world()
+        store = default_store()
         ranks = cls(rank, world_size)
         try:
             ranks._meet(store)

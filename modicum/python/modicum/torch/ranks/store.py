@@ -10,13 +10,12 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from modicum.errors import Error, refusal
+from modicum.errors import Error
 from modicum.torch.ranks.caller import Caller
 
-__all__ = ["LoadStore", "store_of_world"]
+__all__ = ["LoadStore"]
 
 SLICE_S = 0.1
 SLICES, CONNECT_SLICES = 60, 600
@@ -27,16 +26,6 @@ KEYS_AT_ONCE = 256
 
 # Every rank makes its loads in the same order, so that this is the same number on all.
 _loads = itertools.count()
-
-
-def store_of_world() -> dist.Store:
-    """The store of the default process group; UNSUPPORTED where PyTorch shows none."""
-    find = getattr(dist.distributed_c10d, "_get_default_store", None)
-    store = find() if find is not None else None
-    if store is None or not hasattr(store, "clone"):
-        what = f"PyTorch {torch.__version__} shows no store of the group that can be cloned"
-        raise refusal("UNSUPPORTED", what, got=f"backend {dist.get_backend()}")
-    return store
 
 
 class LoadStore:

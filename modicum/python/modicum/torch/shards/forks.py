@@ -17,75 +17,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import _len_torch_function_stack
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.overrides import TorchFunctionMode
 
 from modicum import _modicum
 from modicum.errors import refusal
+from modicum.upstream.torch_core import local_of
+from modicum.upstream.torch_dispatch import METADATA, push_lowest
 
 __all__ = ["require_fork"]
 
-# What can be asked of a tensor without its memory; functions and properties by their names.
-_METADATA = frozenset(
-    [
-        "__hash__",
-        "__len__",
-        "_backward_hooks",
-        "_base",
-        "_grad",
-        "_is_view",
-        "_version",
-        "device",
-        "dim",
-        "dtype",
-        "element_size",
-        "get_device",
-        "grad",
-        "grad_fn",
-        "has_names",
-        "is_complex",
-        "is_contiguous",
-        "is_conj",
-        "is_cpu",
-        "is_cuda",
-        "is_floating_point",
-        "is_inference",
-        "is_leaf",
-        "is_meta",
-        "is_mkldnn",
-        "is_neg",
-        "is_nested",
-        "is_quantized",
-        "is_signed",
-        "is_sparse",
-        "is_sparse_csr",
-        "is_xla",
-        "itemsize",
-        "layout",
-        "name",
-        "names",
-        "nbytes",
-        "ndim",
-        "ndimension",
-        "nelement",
-        "numel",
-        "output_nr",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "requires_grad",
-        "requires_grad_",
-        "retains_grad",
-        "shape",
-        "size",
-        "storage_offset",
-        "stride",
-    ]
-)
 _PAGE_BYTES = mmap.PAGESIZE
 _ACCESSORS = ("__get__", "__set__", "__delete__")
 
@@ -106,7 +46,7 @@ class _Guard(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         found = _lacking(args) or _lacking(kwargs.values())
-        if found and _name_of(func) not in _METADATA:
+        if found and _name_of(func) not in METADATA:
             tensor = found[0]
             raise refusal(
                 "UNSUPPORTED",
@@ -141,7 +81,7 @@ def _is_lacking(tensor: torch.Tensor) -> bool:
     """Whether its storage is not here, or not all of it: of other allocators' memory only the pages
     in its middle can be left out."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+        tensor = local_of(tensor)  # a DTensor's
     if tensor.device.type != "cpu":
         return False
     try:
@@ -155,14 +95,10 @@ def _is_lacking(tensor: torch.Tensor) -> bool:
 
 
 def _guard_child() -> None:
-    """After a fork, in the child. Below the modes that are there, whose contexts will pop them."""
+    """After a fork, in the child. Has no effect in the child of a child, which has the guard."""
     if not _modicum.has_exclusions_here():
         return
-    if any(isinstance(mode, _Guard) for mode in _get_current_function_mode_stack()):
-        return  # of this process's parent, which is a child itself
-    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
-    for mode in [_Guard(), *reversed(modes)]:
-        _push_mode(mode)
+    push_lowest(_Guard())  # below the modes that are there, whose contexts will pop them
 
 
 os.register_at_fork(after_in_child=_guard_child)

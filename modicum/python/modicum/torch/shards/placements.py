@@ -15,6 +15,7 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import refusal
+from modicum.upstream.torch_distributed import shard_order, strided_shard
 
 __all__ = ["Cut", "Meshes", "Sharding", "layout_of", "sharding_of"]
 
@@ -139,10 +140,9 @@ class _Shard:
 def _shards(placements: Iterable[Any], shape: Sequence[int], name: str) -> Iterator[_Shard]:
     """The mesh dims that cut, in the mesh's order; those of one rank cut nothing."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
 
     for mesh_dim, (placement, parts) in enumerate(zip(placements, shape, strict=True)):
-        if isinstance(placement, (Shard, _StridedShard)):
+        if isinstance(placement, (Shard, strided_shard())):
             if parts > 1:
                 split_factor = getattr(placement, "split_factor", 1)
                 yield _Shard(mesh_dim, parts, placement.dim, split_factor)
@@ -156,7 +156,7 @@ def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard,
     Mesh dims cut from left to right. A split factor says that so many parts were there before: made
     by later mesh dims that cut the same tensor dim or, where there are none of these, packed.
     """
-    told = getattr(tensor._spec, "shard_order", None) or ()  # newer torch: where nothing is strided
+    told = shard_order(tensor)
     made: dict[int, list[tuple[_Shard, int]]] = {}
     for shard in reversed(shards):
         same_dim = made.setdefault(shard.dim, [])

@@ -6,9 +6,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from modicum.upstream.wrappers import canonical
 from modicum.torch.shards.placements import Sharding
+from modicum.upstream.torch_core import (
+    buffers_of,
+    is_persistent,
+    local_of,
+    parameters_of,
+    require_known,
+)
 from modicum.upstream.torch_fsdp import Managed, fsdp_params
+from modicum.upstream.wrappers import canonical
 
 __all__ = ["ModelTensor", "as_bytes", "copying_into", "tensors_of"]
 
@@ -34,31 +41,32 @@ class ModelTensor:
     def is_persistent(self) -> bool:
         """In a state dict."""
         module, attribute = self.owners[0]
-        return attribute not in module._non_persistent_buffers_set
+        return is_persistent(module, attribute)
 
     def put(self, tensor: torch.Tensor) -> None:
         """Under this name in every module that has it."""
         for module, attribute in self.owners:
-            (module._parameters if self.is_parameter else module._buffers)[attribute] = tensor
+            (parameters_of if self.is_parameter else buffers_of)(module)[attribute] = tensor
         self.tensor = tensor
 
     @property
     def local(self) -> torch.Tensor:
-        return getattr(self.tensor, "_local_tensor", self.tensor)
+        return local_of(self.tensor)
 
 
 def tensors_of(model: nn.Module, *, scratch: bool = False) -> dict[str, ModelTensor]:
     """What a state dict would have, by canonical name, one entry per name; with `scratch` also the
     buffers that a state dict lacks."""
+    require_known()
     managed = fsdp_params(model)
     found: dict[str, ModelTensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         buffers = {
             name: buffer
-            for name, buffer in module._buffers.items()
-            if scratch or name not in module._non_persistent_buffers_set
+            for name, buffer in buffers_of(module).items()
+            if scratch or is_persistent(module, name)
         }
-        for attribute, tensor in {**module._parameters, **buffers}.items():
+        for attribute, tensor in {**parameters_of(module), **buffers}.items():
             if tensor is None:
                 continue
             name = canonical(f"{path}.{attribute}" if path else attribute)

@@ -1,0 +1,39 @@
+"""Facts about another package that Modicum relies on, each with a check of its behaviour."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from modicum.errors import refusal
+
+__all__ = ["Known"]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What one file of this room relies on in one package."""
+
+    package: str
+    tested: tuple[str, ...]
+    """The versions that the tests have run with. Another one is taken if every fact holds."""
+    facts: Mapping[str, Callable[[], bool]]
+    """By the statement: whether the installed package behaves so. A check may raise anything."""
+
+    def mismatch(self) -> str:
+        """The first fact that does not hold, in one line with the installed version; '' if all
+        hold."""
+        for fact, holds in self.facts.items():
+            try:
+                why = "" if holds() else "it does not"
+            except Exception as error:  # another version may raise anything
+                why = f"{error}".partition("\n")[0] or type(error).__name__
+            if why:
+                return f"{self.package} {version(self.package)}: expected that {fact}: {why}"
+        return ""
+
+    def require(self) -> None:
+        """`UsageError`, UNSUPPORTED, where a fact does not hold."""
+        if reason := self.mismatch():
+            expected = f"{self.package} {' or '.join(self.tested)}"
+            what = "this version behaves differently from those that are supported"
+            raise refusal("UNSUPPORTED", what, expected=expected, got=reason)

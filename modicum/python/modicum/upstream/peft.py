@@ -1,0 +1,101 @@
+"""PEFT: how it puts adapters around the layers of a model."""
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from modicum.upstream.known import Known
+from modicum.upstream.patching import replace
+
+__all__ = ["KNOWN", "with_real_adapters"]
+
+
+def with_real_adapters(stack: ExitStack) -> bool:
+    """Until `stack` ends, PEFT leaves adapters of an empty layer their values; otherwise they move
+    to meta as the layer's. False where nobody has imported PEFT, which is not imported here.
+    `UsageError` for a PEFT that does otherwise."""
+    if "peft.tuners.tuners_utils" not in sys.modules:
+        return False
+    KNOWN.require()
+    _replace(stack)
+    return True
+
+
+def _replace(stack: ExitStack) -> None:
+    tuners = sys.modules["peft.tuners.tuners_utils"]
+    layer, tuner = tuners.BaseTunerLayer, tuners.BaseTuner
+    device_and_dtype = layer._get_base_layer_device_and_dtype
+    inject = tuner.inject_adapter
+
+    @functools.wraps(device_and_dtype)
+    def _get_base_layer_device_and_dtype(self: Any, base_layer: Any) -> Any:
+        device, dtype = device_and_dtype(self, base_layer)
+        return (torch.device("cpu") if _is_meta(device) else device), dtype
+
+    @functools.wraps(inject)
+    def inject_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        put = getattr(self, "_replace_module", None)
+        if put is None:  # of a kind that wraps no layer
+            return inject(self, *args, **kwargs)
+
+        def _replace_module(parent: Any, child_name: str, new_module: Any, child: Any) -> Any:
+            with _staying(new_module):
+                return put(parent, child_name, new_module, child)
+
+        with ExitStack() as meanwhile:
+            replace(meanwhile, self, "_replace_module", _replace_module)
+            return inject(self, *args, **kwargs)
+
+    replace(stack, layer, "_get_base_layer_device_and_dtype", _get_base_layer_device_and_dtype)
+    replace(stack, tuner, "inject_adapter", inject_adapter)
+
+
+def _is_meta(device: Any) -> bool:
+    return isinstance(device, torch.device) and device.type == "meta"
+
+
+@contextmanager
+def _staying(module: nn.Module) -> Iterator[None]:
+    """`to` of the modules in `module` does not move them to meta."""
+    with ExitStack() as stack:
+        for one in module.modules():
+            replace(stack, one, "to", _never_to_meta(one))
+        yield
+
+
+def _never_to_meta(module: nn.Module) -> Any:
+    move = module.to
+
+    def to(*args: Any, **kwargs: Any) -> nn.Module:
+        args = tuple(value for value in args if not _is_meta(value))
+        kwargs = {name: value for name, value in kwargs.items() if not _is_meta(value)}
+        return move(*args, **kwargs) if args or kwargs else module
+
+    return to
+
+
+# ---- what is known
+
+
+def _adapters_stay_real() -> bool:
+    """A model of one empty layer, which gets an adapter."""
+    import peft
+
+    model = nn.Sequential(nn.Linear(1, 1, device="meta"))
+    with ExitStack() as stack, torch.random.fork_rng(devices=[]):
+        _replace(stack)
+        peft.inject_adapter_in_model(peft.LoraConfig(r=1, target_modules=["0"]), model)
+    adapters = [p for name, p in model.named_parameters() if "lora_" in name]
+    return len(adapters) == 2 and not any(adapter.is_meta for adapter in adapters)
+
+
+KNOWN = Known(
+    "peft",
+    ("0.21.2",),
+    {"adapters move by _get_base_layer_device_and_dtype and _replace_module": _adapters_stay_real},
+)

@@ -1,0 +1,244 @@
+"""torch's tensors, modules and optimizers: their private attributes, and accessors for them.
+
+torch itself is imported by the checks alone: `modicum.memory` and `modicum.recipes` use these
+accessors on objects that they are given, and need no torch.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from modicum.upstream.known import Known
+
+__all__ = [
+    "KNOWN",
+    "RESETS",
+    "TESTED",
+    "buffers_of",
+    "carry_hooks",
+    "children_of",
+    "clone_of",
+    "drop_hooks",
+    "is_persistent",
+    "load_hooks",
+    "local_of",
+    "parameters_of",
+    "require_known",
+    "storage_id",
+    "use_count",
+    "version_of",
+]
+
+TESTED = ("2.13.0", "2.15.0")
+"""Versions of torch that the tests have run with; others are taken if they behave alike."""
+RESETS = ("reset_parameters", "_reset_parameters")
+"""The methods by which torch's own modules draw their first values; the second name is
+MultiheadAttention's and Transformer's."""
+
+
+# ---- tensors
+
+
+def local_of(tensor: Any) -> Any:
+    """The memory that a tensor has on this rank: a DTensor's local tensor, or the tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def version_of(tensor: Any) -> int:
+    """Grows with each write in place through torch. `RuntimeError` for an inference tensor."""
+    version: int = tensor._version
+    return version
+
+
+def use_count(tensor: Any) -> int:
+    """References to the tensor from Python and from autograd graphs; 1 for one in no graph."""
+    count: int = tensor._use_count()
+    return count
+
+
+def storage_id(tensor: Any) -> int:
+    """The same for tensors that share a storage, different for storages that live together."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def carry_hooks(source: Any, target: Any) -> None:
+    """Gives `target` the gradient hooks of `source`: the very dictionaries, which the handles that
+    remove a hook refer to."""
+    target._backward_hooks = source._backward_hooks
+    target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+# ---- modules
+
+
+def parameters_of(module: Any) -> dict[str, Any]:
+    """By attribute, a module's own parameters; None where one is registered without a tensor. The
+    module's own dictionary: what is set here is set past torch's registration hooks. Empty for a
+    module whose constructor has not run."""
+    found: dict[str, Any] = vars(module).get("_parameters", {})
+    return found
+
+
+def buffers_of(module: Any) -> dict[str, Any]:
+    """As `parameters_of`, for buffers."""
+    found: dict[str, Any] = module._buffers
+    return found
+
+
+def children_of(module: Any) -> dict[str, Any]:
+    """As `parameters_of`, for modules; a shared one under each of its names."""
+    found: dict[str, Any] = module._modules
+    return found
+
+
+def is_persistent(module: Any, attribute: str) -> bool:
+    """Whether a state dict has this parameter or buffer of the module."""
+    return attribute not in module._non_persistent_buffers_set
+
+
+def clone_of(module: Any, kind: type, **registered: dict[str, Any]) -> Any:
+    """A module of class `kind` with the attributes of `module`, but these `parameters`, `buffers`
+    and `modules`. What is set on the clone is not set on the module."""
+    clone: Any = object.__new__(kind)
+    vars(clone).update(vars(module))
+    vars(clone).update({f"_{name}": of for name, of in registered.items()})
+    return clone
+
+
+def drop_hooks(module: Any, *hooks: Callable[..., Any]) -> None:
+    """Removes forward pre-hooks and load_state_dict pre-hooks. A deep copy of a module has the
+    hooks of the original, but nobody has their handles."""
+    for of_module in (module._forward_pre_hooks, module._load_state_dict_pre_hooks):
+        for key, one in list(of_module.items()):
+            if getattr(one, "hook", one) in hooks:
+                del of_module[key]
+
+
+# ---- optimizers
+
+
+def load_hooks(optimizer: Any) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """What `register_load_state_dict_pre_hook` and `register_load_state_dict_post_hook` were
+    given, each in the order of calls."""
+    before = optimizer._optimizer_load_state_dict_pre_hooks
+    after = optimizer._optimizer_load_state_dict_post_hooks
+    return [*before.values()], [*after.values()]
+
+
+# ---- what is known
+
+
+def _plain() -> Iterator[Any]:
+    """Two tensors on the CPU, wherever the caller makes his."""
+    import torch
+
+    with torch.inference_mode(False):
+        yield from (torch.zeros(2, device="cpu") for _ in range(2))
+
+
+def _writes_are_counted() -> bool:
+    tensor, _ = _plain()
+    before = version_of(tensor)
+    tensor.add_(1)
+    return version_of(tensor) > before
+
+
+def _graphs_are_counted() -> bool:
+    import torch
+
+    parameter, _ = map(torch.nn.Parameter, _plain())
+    alone = use_count(parameter)
+    with torch.inference_mode(False), torch.enable_grad():
+        product = parameter * 2
+    return alone == 1 < use_count(parameter) and product.requires_grad
+
+
+def _storages_are_told_apart() -> bool:
+    one, other = _plain()
+    return storage_id(one) == storage_id(one[1:]) != storage_id(other)
+
+
+def _a_hook(*_: Any) -> None:
+    pass
+
+
+def _another_hook(*_: Any) -> None:
+    pass
+
+
+def _hooks_are_carried() -> bool:
+    import torch
+
+    one, other = map(torch.nn.Parameter, _plain())
+    handles = [one.register_hook(_a_hook), one.register_post_accumulate_grad_hook(_a_hook)]
+    carry_hooks(one, other)
+    hooks = other._backward_hooks or {}, other._post_accumulate_grad_hooks or {}
+    had = [len(of) for of in hooks]
+    for handle in handles:
+        handle.remove()
+    return had == [1, 1] and not any(hooks)
+
+
+def _modules_keep_dictionaries() -> bool:
+    import torch
+
+    module = torch.nn.Module()
+    module.register_parameter("parameter", None)
+    module.register_buffer("kept", None)
+    module.register_buffer("scratch", None, persistent=False)
+    module.add_module("child", torch.nn.Module())
+    return (
+        [*parameters_of(module)] == ["parameter"]
+        and [*buffers_of(module)] == ["kept", "scratch"]
+        and [*children_of(module)] == ["child"]
+        and is_persistent(module, "kept")
+        and not is_persistent(module, "scratch")
+    )
+
+
+def _hooks_are_dropped() -> bool:
+    import torch
+
+    module = torch.nn.Module()
+    module.register_forward_pre_hook(_a_hook)
+    module.register_load_state_dict_pre_hook(_another_hook)
+    hooks = module._forward_pre_hooks, module._load_state_dict_pre_hooks
+    had = [len(of) for of in hooks]
+    drop_hooks(module, _a_hook, _another_hook)
+    return had == [1, 1] and not any(hooks)
+
+
+def _optimizers_have_load_hooks() -> bool:
+    import torch
+
+    one, other = map(torch.nn.Parameter, _plain())
+    optimizer = torch.optim.SGD([one, other])
+    optimizer.register_load_state_dict_pre_hook(_a_hook)
+    optimizer.register_load_state_dict_post_hook(_another_hook)
+    return load_hooks(optimizer) == ([_a_hook], [_another_hook])
+
+
+KNOWN = Known(
+    "torch",
+    TESTED,
+    {
+        "Tensor._version grows with each write in place": _writes_are_counted,
+        "Tensor._use_count() counts autograd graphs": _graphs_are_counted,
+        "UntypedStorage._cdata tells storages apart": _storages_are_told_apart,
+        "a Parameter's hooks stay when their dictionaries move": _hooks_are_carried,
+        "a Module keeps _parameters, _buffers and _modules": _modules_keep_dictionaries,
+        "a Module's pre-hooks are values of dictionaries": _hooks_are_dropped,
+        "an Optimizer keeps its load_state_dict hooks": _optimizers_have_load_hooks,
+    },
+)
+
+
+@functools.cache
+def require_known() -> None:
+    """`UsageError` where the installed torch does not behave as `KNOWN` says, here and in
+    torch_dispatch. Checked once per process, which takes milliseconds."""
+    from modicum.upstream import torch_dispatch
+
+    KNOWN.require()
+    torch_dispatch.KNOWN.require()

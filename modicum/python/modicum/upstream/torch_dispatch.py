@@ -1,0 +1,211 @@
+"""torch's dispatcher: modes, schemas of operators, and tensors without memory.
+
+What is missing in another torch fails at import, by its name.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from torch._C import _len_torch_function_stack
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+    return_and_correct_aliasing,
+)
+from torch.utils._pytree import tree_map, tree_map_only
+
+from modicum.upstream.known import Known
+from modicum.upstream.torch_core import TESTED
+
+__all__ = [
+    "KNOWN",
+    "LOCAL_SCALAR",
+    "METADATA",
+    "NO_TORCH_FUNCTION",
+    "TO_COPY",
+    "TorchDispatchMode",
+    "arguments_of",
+    "is_dispatching",
+    "is_mutable",
+    "is_traceable_wrapper_subclass",
+    "operator_name",
+    "push_lowest",
+    "return_and_correct_aliasing",
+    "tree_map",
+    "tree_map_only",
+    "without_memory",
+]
+
+TO_COPY = torch.ops.aten._to_copy
+"""What `Tensor.to` comes to."""
+LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
+"""What `Tensor.item` comes to."""
+NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
+"""As `__torch_function__`: a subclass that has `__torch_dispatch__` only."""
+
+METADATA = frozenset(
+    [
+        "__hash__",
+        "__len__",
+        "_backward_hooks",
+        "_base",
+        "_grad",
+        "_is_view",
+        "_version",
+        "device",
+        "dim",
+        "dtype",
+        "element_size",
+        "get_device",
+        "grad",
+        "grad_fn",
+        "has_names",
+        "is_complex",
+        "is_contiguous",
+        "is_conj",
+        "is_cpu",
+        "is_cuda",
+        "is_floating_point",
+        "is_inference",
+        "is_leaf",
+        "is_meta",
+        "is_mkldnn",
+        "is_neg",
+        "is_nested",
+        "is_quantized",
+        "is_signed",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_xla",
+        "itemsize",
+        "layout",
+        "name",
+        "names",
+        "nbytes",
+        "ndim",
+        "ndimension",
+        "nelement",
+        "numel",
+        "output_nr",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad",
+        "requires_grad_",
+        "retains_grad",
+        "shape",
+        "size",
+        "storage_offset",
+        "stride",
+    ]
+)
+"""Functions and properties that can be asked of a tensor without reading its memory."""
+
+
+def arguments_of(operator: Any) -> Any:
+    """The arguments in an operator's schema: `name`, `alias_info`, `is_out`."""
+    return operator._schema.arguments
+
+
+def operator_name(operator: Any) -> str:
+    """Without the namespace of aten."""
+    name: str = operator._schema.name
+    return name.removeprefix("aten::")
+
+
+def is_mutable(operator: Any) -> bool:
+    """Whether an operator writes to one of its arguments."""
+    mutable: bool = operator._schema.is_mutable
+    return mutable
+
+
+def without_memory(cls: type, inner: torch.Tensor, device: str) -> Any:
+    """A tensor of the subclass `cls` that says that it lies on `device`; of the size and strides
+    of `inner`."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        inner.size(),
+        strides=inner.stride(),
+        storage_offset=inner.storage_offset(),
+        dtype=inner.dtype,
+        device=torch.device(device),
+    )
+
+
+# ---- modes
+
+
+def is_dispatching(kind: type[TorchDispatchMode]) -> bool:
+    """Whether a dispatch mode of this class is active on this thread."""
+    return any(isinstance(mode, kind) for mode in _get_current_dispatch_mode_stack())
+
+
+def push_lowest(mode: TorchFunctionMode) -> None:
+    """Activates a function mode on this thread below those that are there, whose contexts pop
+    them; nothing happens where one of its class is active."""
+    if any(isinstance(one, type(mode)) for one in _get_current_function_mode_stack()):
+        return
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    for one in [mode, *reversed(modes)]:
+        _push_mode(one)
+
+
+# ---- what is known
+
+
+class _Noting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _operators_are_seen() -> bool:
+    with torch.inference_mode(False), _Noting() as mode:
+        is_active = is_dispatching(_Noting)
+        torch.zeros(1, device="cpu").to(torch.float64)
+    (copy,) = (func for func in mode.seen if func.overloadpacket is TO_COPY)
+    names = [argument.name for argument in arguments_of(copy)]
+    return is_active and operator_name(copy) == "_to_copy" and "device" in names
+
+
+class _Passing(TorchFunctionMode):
+    pass
+
+
+class _Above(TorchFunctionMode):
+    pass
+
+
+def _modes_are_a_stack() -> bool:
+    kinds: list[type] = []
+
+    def push() -> None:
+        with _Above():
+            push_lowest(_Passing())
+            kinds.extend(map(type, _get_current_function_mode_stack()))
+
+    thread = threading.Thread(target=push)  # each thread has a stack of its own
+    thread.start()
+    thread.join()
+    return kinds == [_Passing, _Above]
+
+
+KNOWN = Known(
+    "torch",
+    TESTED,
+    {
+        "a dispatch mode sees Tensor.to as aten._to_copy": _operators_are_seen,
+        "function modes are a stack that is popped and pushed": _modes_are_a_stack,
+    },
+)

@@ -1,0 +1,96 @@
+"""torch.distributed: the store of the default group, DTensor's specification, and Gloo."""
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from modicum.errors import refusal
+
+__all__ = [
+    "break_connections",
+    "default_store",
+    "dtensor_like",
+    "gloo_group",
+    "require_gloo",
+    "shard_order",
+    "strided_shard",
+]
+
+# Gloo hands tags to its connections by remainder. This one goes where tag 0 goes, for up to ten
+# network interfaces (5040 is divisible by 1 to 10), and nobody ever sends with it. Tested with the
+# Gloo of torch 2.13.0 and 2.15.0.
+_UNSENT_TAG = 5040
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+# ---- the store
+
+
+def default_store() -> Any:
+    """The store of the default process group; UNSUPPORTED where torch shows none that can be
+    cloned."""
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    store = find() if find is not None else None
+    if store is None or not hasattr(store, "clone"):
+        what = f"PyTorch {torch.__version__} shows no store of the group that can be cloned"
+        raise refusal("UNSUPPORTED", what, got=f"backend {dist.get_backend()}")
+    return store
+
+
+# ---- DTensor, which is imported by whoever has one
+
+
+def strided_shard() -> type:
+    """The placement of what FSDP2 has cut after another cut of the same dim."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard
+
+
+def shard_order(tensor: Any) -> tuple[Any, ...]:
+    """By tensor dim (`tensor_dim`), the mesh dims that cut it in the order of cuts (`mesh_dims`).
+    Empty before torch 2.15, and where a placement is strided."""
+    return getattr(tensor._spec, "shard_order", None) or ()
+
+
+def dtensor_like(tensor: Any, local: torch.Tensor) -> Any:
+    """A DTensor of the mesh, placements and global shape of `tensor` whose local tensor is
+    `local`, of any dtype; `local` itself where `tensor` is plain."""
+    spec = getattr(tensor, "_spec", None)
+    if spec is None:
+        return local
+    from torch.distributed.tensor import DTensor
+
+    if spec.tensor_meta.dtype != local.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    # `DTensor.from_local` would move what is offloaded to the mesh's device.
+    return DTensor(local, spec, requires_grad=False)
+
+
+# ---- Gloo
+
+
+def require_gloo() -> None:
+    """UNSUPPORTED where torch was built without Gloo."""
+    if not dist.is_gloo_available():
+        raise refusal("UNSUPPORTED", f"PyTorch {torch.__version__} was built without Gloo")
+
+
+def gloo_group(store: Any, rank: int, size: int, limit: timedelta) -> Any:
+    """Connects `size` ranks by point-to-point connections, beside torch's process groups and on
+    the network interface that those take. `limit` is the time to connect."""
+    return dist.ProcessGroupGloo(store, rank, size, limit)
+
+
+def break_connections(group: Any) -> None:
+    """Ends a group's connections, which its peers see as an error. Gloo has no call for that, but
+    ends them all when one wait exceeds its limit."""
+    peer = 1 if group.rank() == 0 else 0
+    never = torch.empty(1, dtype=torch.uint8)
+    try:
+        group.recv([never], peer, _UNSENT_TAG).wait(_AT_ONCE)
+    except RuntimeError:  # the wait that was too long; or the connections had ended before
+        return
