@@ -58,7 +58,7 @@ struct LoadWorld {
 // one thread at a time, since the file is shared.
 class Dropped {
  public:
-  Dropped(const LoadWorld& world, int rank, const BetweenTensors& heartbeat)
+  Dropped(const LoadWorld& world, int rank, Look heartbeat)
       : task_(world.task),
         rank_(rank),
         expectation_(task_.run.checkpoint, heartbeat),
@@ -66,7 +66,7 @@ class Dropped {
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
     if (task_.check) {
       const std::lock_guard lock(mutex_);
-      check_elements(task_.plan, rank_, buffer, at, elements, std::ref(expectation_));
+      check_elements(task_.plan, rank_, buffer, at, elements, expectation_);
     }
     digested_.add(buffer, at, elements);
   }
@@ -88,7 +88,7 @@ void be_rank(const LoadWorld& world, int rank) {
   const uint64_t baseline_bytes = read_process_memory().held();
   Ledger ledger(task.plan.promise.ledger_limit_bytes(rank));
   const std::unique_ptr<Exchange> exchange = world.rings.end_of(rank, board);
-  const BetweenTensors heartbeat = [&board, rank] {
+  const auto heartbeat = [&board, rank] {
     board.check();
     board.beat(rank, 0);
   };

@@ -44,7 +44,7 @@ void RankLoad::check_values() {
     task_.at.board->check();
     task_.at.board->beat(task_.at.rank, 0);
   });
-  modicum::check_values(task_.plan, task_.at.rank, shards_, std::ref(expectation), task_.options);
+  modicum::check_values(task_.plan, task_.at.rank, shards_, expectation, task_.options);
   outcome_.check_ns = task_.clock.now_ns() - begin;
 }
 
