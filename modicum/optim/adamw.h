@@ -113,7 +113,7 @@ struct StateDigest {
 class AdamW {
  public:
   // Takes and commits everything on `threads` threads, which are also those of `step` and `digest`;
-  // what `look` throws ends that, and nothing stays taken.
+  // `look` is the cancellation callback: an exception from it aborts that, and nothing stays taken.
   // Masters and moments are zero. BUDGET, before a page is touched, where the ledger or what may be
   // pinned doesn't suffice; NOMEM; MISMATCH, naming the parameter, for runs that overlap, for
   // memory of the caller's (`master`, `out`) that two parameters share or a group that is not

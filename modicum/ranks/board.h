@@ -41,7 +41,7 @@ class Board {
  public:
   virtual ~Board() = default;
 
-  // "I am here, and `more_bytes` further." Whoever waits for others with good reason beats with 0.
+  // A heartbeat, with progress. A rank that waits for others with good reason beats with 0.
   virtual void beat(int rank, uint64_t more_bytes) noexcept = 0;
   // The first failure wins; true where it is this one.
   virtual bool report(const ErrorRecord& failure) noexcept = 0;
@@ -75,7 +75,7 @@ class SharedBoard final : public Board {
   // What the supervisor reads.
   uint64_t progress(int rank) const noexcept;
   int64_t last_beat_ns(int rank) const noexcept;  // by the board's clock; 0 before the first
-  bool is_waiting(int rank) const noexcept;       // in a barrier: no progress is due
+  bool is_waiting(int rank) const noexcept;       // in a barrier: no heartbeat is expected
   void set_done(int rank) noexcept;
   bool is_done(int rank) const noexcept;
   // A rank's result: up to kResultBytes, read by the launcher after the rank is done.

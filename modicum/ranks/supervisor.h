@@ -14,8 +14,8 @@ namespace modicum {
 constexpr int kMaxRanksPerCore = 16;
 
 struct SuperviseOptions {
-  // A rank that has neither moved nor waits for others for this long is looked at, and stalled when
-  // it has not even changed its size by the next time.
+  // A rank without a heartbeat for this long, and outside a barrier, is suspected; it has stalled
+  // when its memory has not changed either by the next check.
   int64_t stall_limit_ns = 60 * kNsPerSecond;
   // A stop (SIGSTOP) shorter than this is nothing.
   int64_t stop_grace_ns = 2 * kNsPerSecond;

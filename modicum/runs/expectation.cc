@@ -6,13 +6,13 @@
 
 namespace modicum {
 
-Expectation::Expectation(const Checkpoint& checkpoint, std::function<void()> between)
+Expectation::Expectation(const Checkpoint& checkpoint, std::function<void()> heartbeat)
     : checkpoint_(checkpoint),
-      between_(std::move(between)),
+      heartbeat_(std::move(heartbeat)),
       mark_(synth_mark(checkpoint.metadata)) {}
 
 void Expectation::operator()(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into) {
-  between_();
+  heartbeat_();
   const Stored& tensor = checkpoint_.manifest.tensors[stored];
   if (mark_) {
     synth_expected(*mark_, tensor.spec, first, n, into.data());

@@ -1,4 +1,5 @@
-// What a load should have put in place, by other means than a load. Part of the door of `runs`.
+// The values that a load is checked against, got by other means than a load. Part of the door of
+// `runs`.
 #pragma once
 
 #include <functional>
@@ -13,16 +14,16 @@
 namespace modicum {
 
 // The stored elements of a checkpoint for `check_values`: the hash of a synthesised one, of others
-// a second read. `between` is called once per call, to say that the caller is alive, or to throw.
-// One thread; the checkpoint must outlive it.
+// a second read. `heartbeat` is called once per call; an exception from it ends the check. One
+// thread; the checkpoint must outlive it.
 class Expectation {
  public:
-  Expectation(const Checkpoint& checkpoint, std::function<void()> between);
+  Expectation(const Checkpoint& checkpoint, std::function<void()> heartbeat);
   void operator()(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into);
 
  private:
   const Checkpoint& checkpoint_;
-  const std::function<void()> between_;
+  const std::function<void()> heartbeat_;
   const std::optional<SynthMark> mark_;
   std::unique_ptr<File> file_;
   uint32_t file_index_ = 0;

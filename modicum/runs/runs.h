@@ -1,8 +1,9 @@
-// The door of `runs`: from what a user says to the run that is meant, for every front alike.
+// The door of `runs`: flags are parsed and validated, and a checkpoint is planned as they say, for
+// every front alike.
 //
-// The flags are the ones of docs and `--help`, as written by the user; what they mean is decided
-// here and nowhere else, so that the command line and Python plan the same run. Nothing is held
-// but values; any thread.
+// RunFlags is text as a user has written it; open_run reads each flag once, before it opens a file,
+// and all that follows is typed. So the command line and Python plan the same. Nothing is held but
+// values; any thread.
 #pragma once
 
 #include <optional>

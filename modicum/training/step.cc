@@ -1,17 +1,153 @@
 #include "modicum/training/step.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
+#include <optional>
+#include <utility>
 #include <vector>
 
+#include "modicum/baselines/baselines.h"
 #include "modicum/kernels/kernels.h"
+#include "modicum/probe/probe.h"
 #include "modicum/training/children.h"
-#include "modicum/training/step_rank.h"
+#include "modicum/training/lock_step.h"
 
 namespace modicum {
 namespace {
 
 constexpr int kSlotsPerThread = 2;  // of the ring
+
+// What the ranks share, made before they are forked.
+struct StepWorld {
+  const StepTask& task;
+  const Promise& promise;
+  Clock& clock;
+  SharedBoard& board;
+  const NormPage& page;
+};
+
+// What a rank found. Plain data: it crosses from the rank's process.
+struct StepOutcome {
+  uint64_t fixed_bytes = 0;  // of this rank and its children, rank 0 with the launcher
+  std::array<uint64_t, 2> kernel_bytes{};  // the same at step 1 and since, at their highest
+  std::array<uint64_t, 2> ledger_bytes{};  // of the state
+  Baselines baselines;
+  StepsTaken taken;
+  StateDigest digest;  // this rank's part
+};
+
+// A rank's part of the parameter.
+AdamWSpec spec_of(const StepTask& task, int rank) {
+  const int64_t buckets = ceil_div(task.params, kBucketElements);
+  const auto cut = [&](int64_t r) {
+    return std::min(task.params, buckets * r / task.ranks * kBucketElements);
+  };
+  ShardSpec shard{.fqn = "weight", .runs = {{cut(rank), cut(rank + 1) - cut(rank)}}};
+  if (shard.runs[0].n == 0) shard.runs.clear();
+  return {.format = task.format, .shards = {std::move(shard)}, .seed = task.seed};
+}
+
+// The ring through which a whole master's low-precision copy leaves; 0 where the master is split.
+uint64_t ring_bytes(const StepTask& task) noexcept {
+  if (row_of(task.format).is_split()) return 0;
+  return static_cast<uint64_t>(task.threads) * kSlotsPerThread * kRingSlotBytes;
+}
+
+double bytes_per_param_moved(const StepTask& task) noexcept {
+  return bytes_moved_per_parameter(task.format, ring_bytes(task) > 0);
+}
+
+class StepRank {
+ public:
+  StepRank(const StepWorld& world, int rank)
+      : world_(world),
+        task_(world.task),
+        rank_(rank),
+        ledger_(world.promise.ledger_limit_bytes(rank)) {}
+
+  void live() {
+    if (task_.compares) {
+      const auto line_up = [this] {
+        world_.board.barrier(rank_);
+        world_.page.line_up(world_.board);
+      };
+      outcome_.baselines =
+          measure_baselines({spec_of(task_, rank_), task_.threads, ring_bytes(task_)}, ledger_,
+                            line_up, world_.clock);
+    }
+    const MadeGradients gradients(task_.seed, task_.threads, ledger_);
+    const Buffer ring = ledger_.charge(Purpose::staging, ring_bytes(task_));
+    world_.board.barrier(rank_);
+    outcome_.fixed_bytes = tree_bytes(nullptr);
+    fixed_of_ledger_ = ledger_.held().total();
+    world_.board.barrier(rank_);
+    can_reset_ = reset_peak_rss();
+    ledger_.mark();
+    RankOptimizer optimizer(trained(), gradients, ledger_, task_.threads);
+    optimizer.make_masters();
+    take_steps(optimizer, ring.bytes());
+    outcome_.digest = optimizer.digest();
+    world_.board.post_value(rank_, outcome_);
+    world_.board.barrier(rank_);
+  }
+
+ private:
+  std::vector<Trained> trained() const {
+    std::vector<Trained> trained(1);
+    trained[0] = {spec_of(task_, rank_), {task_.grad_dtype}, {nullptr}};
+    return trained;
+  }
+
+  void take_steps(RankOptimizer& optimizer, std::span<std::byte> ring) {
+    const AdamWSpec spec = spec_of(task_, rank_);
+    LockStep steps(
+        optimizer, {rank_, &world_.board, &world_.page, &world_.clock},
+        {.max_norm = task_.max_norm,
+         .loss_scale = task_.loss_scale,
+         .ring = ring,
+         .bytes_of_step = static_cast<uint64_t>(bytes_per_param_moved(task_) *
+                                                static_cast<double>(spec.shards[0].numel()))});
+    const Children children(task_.children);
+    for (int step = 1; step <= task_.steps; ++step) {
+      // Half-way the loaders of another epoch live beside the first for a step.
+      std::optional<Children> more;
+      if (step > 1 && step == task_.steps / 2 + 1) more.emplace(task_.children);
+      steps.step(step);
+      if (step == 1) note_held(0, children);
+    }
+    note_held(1, children);
+    outcome_.taken = steps.finish(task_.steps);
+  }
+
+  // What this rank answers for, its highest since it was last noted.
+  uint64_t tree_bytes(const Children* children) const {
+    const ProcessMemory own = read_process_memory();
+    uint64_t sum = children != nullptr && can_reset_ ? own.peak_held() : own.held();
+    if (children != nullptr) sum += children->held_bytes();
+    if (rank_ == 0) sum += read_process_memory(getppid()).held();
+    return sum;
+  }
+
+  // All ranks at the same time, while nobody works. At step 1, then of all that followed.
+  void note_held(size_t which, const Children& children) {
+    world_.board.barrier(rank_);
+    outcome_.kernel_bytes[which] = tree_bytes(&children);
+    outcome_.ledger_bytes[which] = ledger_.peak_since_mark() - fixed_of_ledger_;
+    world_.board.barrier(rank_);
+    ledger_.mark();
+    static_cast<void>(reset_peak_rss());
+  }
+
+  const StepWorld& world_;
+  const StepTask& task_;
+  const int rank_;
+  Ledger ledger_;
+  StepOutcome outcome_;
+  uint64_t fixed_of_ledger_ = 0;
+  bool can_reset_ = false;
+};
 
 // Of every rank before and while it steps.
 Promise promise_of(const StepTask& task) {
@@ -105,25 +241,6 @@ StepReport report_of(const StepWorld& world, const std::optional<Budget>& budget
 
 }  // namespace
 
-AdamWSpec spec_of(const StepTask& task, int rank) {
-  const int64_t buckets = ceil_div(task.params, kBucketElements);
-  const auto cut = [&](int64_t r) {
-    return std::min(task.params, buckets * r / task.ranks * kBucketElements);
-  };
-  ShardSpec shard{.fqn = "weight", .runs = {{cut(rank), cut(rank + 1) - cut(rank)}}};
-  if (shard.runs[0].n == 0) shard.runs.clear();
-  return {.format = task.format, .shards = {std::move(shard)}, .seed = task.seed};
-}
-
-uint64_t ring_bytes(const StepTask& task) noexcept {
-  if (row_of(task.format).is_split()) return 0;
-  return static_cast<uint64_t>(task.threads) * kSlotsPerThread * kRingSlotBytes;
-}
-
-double bytes_per_param_moved(const StepTask& task) noexcept {
-  return bytes_moved_per_parameter(task.format, ring_bytes(task) > 0);
-}
-
 uint64_t bytes_to_move(const StepTask& task) noexcept {
   return static_cast<uint64_t>(bytes_per_param_moved(task) * static_cast<double>(task.params) *
                                task.steps);
@@ -138,7 +255,7 @@ StepReport step_in_ranks(const StepTask& task, const std::optional<Budget>& budg
   const NormPage page(task.ranks);
   const StepWorld world{task, promise, clock, board, page};
   run_watched(
-      board, clock, [&world](int rank) { be_step_rank(world, rank); }, show);
+      board, clock, [&world](int rank) { StepRank(world, rank).live(); }, show);
   return report_of(world, budget);
 }
 

@@ -8,7 +8,6 @@
 #include "modicum/training/gradients.h"       // IWYU pragma: export
 #include "modicum/training/load_ranks.h"      // IWYU pragma: export
 #include "modicum/training/lock_step.h"       // IWYU pragma: export
-#include "modicum/training/norm_page.h"       // IWYU pragma: export
 #include "modicum/training/optimizer.h"       // IWYU pragma: export
 #include "modicum/training/rank_load.h"       // IWYU pragma: export
 #include "modicum/training/rank_processes.h"  // IWYU pragma: export
