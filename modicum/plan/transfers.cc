@@ -78,9 +78,13 @@ void emit_piece(const Plan& plan, uint32_t target, uint32_t buffer, const Box& p
 
 void emit_target(const Plan& plan, int rank, uint32_t target, const Wanted& wanted, Emit fn) {
   // What is compared has the places of the target that it is compared with.
-  for_each_piece(plan, holder_of(plan, target), rank, [&](uint32_t buffer, const Box& piece) {
+  const uint32_t holder = holder_of(plan, target);
+  const auto emit = [&](uint32_t buffer, const Box& piece) {
     emit_piece(plan, target, buffer, piece, wanted, fn);
-  });
+  };
+  if (plan.layout.is_flat(holder)) return for_each_piece(plan, holder, rank, emit);
+  for_each_piece(plan.layout.sharding_of(holder), plan.recipe->targets[holder].spec, rank,
+                 [&](const Box& piece) { emit(holder, piece); });
 }
 
 }  // namespace
