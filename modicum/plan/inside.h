@@ -49,6 +49,10 @@ constexpr uint64_t kMostReadBytes = 8 * kMiB;
 
 // First to last byte that a transfer's elements stand in.
 Extent span_of(const Plan& plan, const Transfer& transfer);
+// What it takes in staging: that span, and the scales of its codes.
+uint64_t staged_bytes(const Plan& plan, const Transfer& transfer);
+// The most elements that `bytes` hold and that end on a whole byte.
+int64_t elements_within(DType dtype, uint64_t bytes) noexcept;
 // So many of a transfer's runs, from its first on, fit into a tile together with the bytes between
 // them and the scales of their codes; at least one.
 int64_t runs_that_fit(const Plan& plan, const Transfer& transfer);

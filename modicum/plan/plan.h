@@ -173,10 +173,11 @@ void for_each_piece(const Plan& plan, uint32_t target, int rank,
                     FunctionRef<void(uint32_t buffer, const Box& piece)> piece);
 void for_each_piece(const Recipe& recipe, const Layout& layout, uint32_t target, int rank,
                     FunctionRef<void(uint32_t buffer, const Box& piece)> piece);
-// The other way round: the stretches that lie at [at, at + n) of a buffer and are neighbours in a
-// target, `global` being the first one's row-major index there and `local` its place in the buffer.
+// The other way round: the stretches of a buffer's elements [held.lo, held.hi) that are neighbours
+// in a target, `global` being the first one's row-major index there and `local` its place in the
+// buffer.
 void for_each_held_run(
-    const Plan& plan, uint32_t buffer, int rank, int64_t at, int64_t n,
+    const Plan& plan, uint32_t buffer, int rank, const Chunk& held,
     FunctionRef<void(uint32_t target, int64_t global, int64_t local, int64_t n)> run);
 // Of the ranks that hold the same elements of a target, exactly one is primary: the first.
 bool is_primary(const Plan& plan, uint32_t target, int rank);

@@ -447,29 +447,26 @@ class Planned : public testing::Test {
 
 TEST_F(Planned, StagingIsDividedByStrategy) {
   const uint64_t table = round_up(kReadTableRows * sizeof(Transfer), kPageBytes);
-  const auto expect = [](const Staging& s, uint64_t total, uint64_t ring, uint64_t slot,
-                         uint64_t tile, int workers) {
-    EXPECT_EQ(s.total_bytes, total);
-    EXPECT_EQ(s.ring_part_bytes, ring);
-    EXPECT_EQ(s.slot_bytes, slot);
-    EXPECT_EQ(s.tile_bytes, tile);
-    EXPECT_EQ(s.workers, workers);
+  const auto expect = [](const Staging& s, const std::vector<uint64_t>& expected) {
+    EXPECT_EQ((std::vector{s.total_bytes, s.ring_part_bytes, s.slot_bytes, s.tile_bytes,
+                           static_cast<uint64_t>(s.workers)}),
+              expected);
   };
   constexpr auto kDiscard = Destination::copy;
   const uint64_t fifth = kMiB / 5 / 64 * 64;
   for (const int world : {1, 4}) {
-    expect(plan("own-shard", world).staging, 8 * kMiB, 0, kMiB, kMiB, 7);
-    expect(plan("own-shard", world, 8 * kMiB, kDiscard).staging, 8 * kMiB, 0, kMiB, fifth, 7);
-    expect(plan("full-per-rank", world).staging, 0, 0, 0, 0, 0);
-    expect(plan("full-per-rank", world, 8 * kMiB, kDiscard).staging, 8 * kMiB, 0, kMiB, fifth, 8);
+    expect(plan("own-shard", world).staging, {8 * kMiB, 0, kMiB, kMiB, 7});
+    expect(plan("own-shard", world, 8 * kMiB, kDiscard).staging, {8 * kMiB, 0, kMiB, fifth, 7});
+    expect(plan("full-per-rank", world).staging, {0, 0, 0, 0, 0});
+    expect(plan("full-per-rank", world, 8 * kMiB, kDiscard).staging, {8 * kMiB, 0, kMiB, fifth, 8});
   }
-  expect(plan("rank0-broadcast", 1).staging, 0, 0, 0, 0, 0);
-  expect(plan("rank0-broadcast", 4).staging, 2 * kMiB, 2 * kMiB, 0, 0, 0);
-  expect(plan("rank0-broadcast", 4, 8 * kMiB, kDiscard).staging, 8 * kMiB, 2 * kMiB, kMiB, fifth,
-         6);
+  expect(plan("rank0-broadcast", 1).staging, {0, 0, 0, 0, 0});
+  expect(plan("rank0-broadcast", 4).staging, {2 * kMiB, 2 * kMiB, 0, 0, 0});
+  expect(plan("rank0-broadcast", 4, 8 * kMiB, kDiscard).staging,
+         {8 * kMiB, 2 * kMiB, kMiB, fifth, 6});
   const uint64_t least = kMinStagingBytes - table;
-  expect(plan("own-shard", 4, kMinStagingBytes).staging, kMinStagingBytes, 0, least, least, 1);
-  expect(plan("rank0-broadcast", 100, kMinStagingBytes).staging, kPageBytes, kPageBytes, 0, 0, 0);
+  expect(plan("own-shard", 4, kMinStagingBytes).staging, {kMinStagingBytes, 0, least, least, 1});
+  expect(plan("rank0-broadcast", 100, kMinStagingBytes).staging, {kPageBytes, kPageBytes, 0, 0, 0});
   EXPECT_EQ(plan("own-shard", 1).staging.table_bytes, table);
 }
 

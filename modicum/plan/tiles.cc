@@ -12,8 +12,7 @@ int64_t fitting(const Plan& plan, int64_t most, uint64_t step_bytes, uint64_t by
                 const First& first) {
   int64_t n = most;
   while (n > 1) {
-    const Transfer tile = first(n);
-    const uint64_t needed = span_of(plan, tile).bytes() + scale_extent(plan, tile).bytes();
+    const uint64_t needed = staged_bytes(plan, first(n));
     if (needed <= bytes) break;
     const uint64_t over = (needed - bytes + step_bytes - 1) / step_bytes;
     // Fewer steps need no more scales: so many less will do, if that leaves any.
@@ -29,6 +28,15 @@ Extent span_of(const Plan& plan, const Transfer& transfer) {
                    transfer.runs.span());
 }
 
+uint64_t staged_bytes(const Plan& plan, const Transfer& transfer) {
+  return span_of(plan, transfer).bytes() + scale_extent(plan, transfer).bytes();
+}
+
+int64_t elements_within(DType dtype, uint64_t bytes) noexcept {
+  const auto bits = static_cast<uint64_t>(bits_per_element(dtype));
+  return static_cast<int64_t>(bytes * 8 / bits / 8 * 8);  // eight elements are whole bytes
+}
+
 int64_t runs_that_fit(const Plan& plan, const Transfer& transfer) {
   const Runs& runs = transfer.runs;
   const uint64_t run_bytes = bytes_of(transfer.from_dtype, runs.length);
@@ -40,10 +48,7 @@ int64_t runs_that_fit(const Plan& plan, const Transfer& transfer) {
 }
 
 int64_t elements_that_fit(const Plan& plan, const Transfer& transfer, uint64_t bytes) {
-  // Whole bytes for every dtype: eight elements are.
-  const auto bits = static_cast<uint64_t>(bits_per_element(transfer.from_dtype));
-  const auto whole = static_cast<int64_t>(bytes * 8 / bits / 8 * 8);
-  const int64_t most = std::min(whole, transfer.runs.length);
+  const int64_t most = std::min(elements_within(transfer.from_dtype, bytes), transfer.runs.length);
   if (!transfer.dequantises()) return most;
   return fitting(plan, most, 1, bytes, [&](int64_t n) { return transfer.part(0, 1, 0, n); });
 }

@@ -4,6 +4,8 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "modicum/plan/inside.h"
@@ -67,12 +69,27 @@ std::optional<TargetKind> kind_of(const Plan& plan, uint32_t target) {
   return kind;
 }
 
+// A number by target, the same for all of one kind; kNoKind where a target's traffic is its own.
+constexpr uint32_t kNoKind = UINT32_MAX;
+std::vector<uint32_t> kinds_of(const Plan& plan) {
+  std::map<TargetKind, uint32_t> numbers;
+  std::vector<uint32_t> kinds(plan.recipe->targets.size(), kNoKind);
+  for (const uint32_t t : plan.order) {
+    const auto next = static_cast<uint32_t>(numbers.size());
+    if (auto kind = kind_of(plan, t)) {
+      kinds[t] = numbers.try_emplace(*std::move(kind), next).first->second;
+    }
+  }
+  return kinds;
+}
+
 // Of each rank of a node whose leader reads.
-std::vector<Traffic> traffic_on_node(const Plan& plan, int leader) {
+std::vector<Traffic> traffic_on_node(const Plan& plan, int leader,
+                                     std::span<const uint32_t> kinds) {
   const NodeRanks node = node_of(plan, leader);
   std::vector<Traffic> sums(static_cast<size_t>(node.end - node.first));
   std::vector<Traffic> of_target(sums.size());
-  std::map<TargetKind, std::vector<Traffic>> known;
+  std::map<uint32_t, std::vector<Traffic>> known;  // by kind
   const auto count = [&](const NodeRead& read) {
     of_target[0].storage_read_bytes += read.bytes();
     of_target[0].reads += read.scale.bytes() > 0 ? 2 : 1;
@@ -81,14 +98,12 @@ std::vector<Traffic> traffic_on_node(const Plan& plan, int leader) {
     }
   };
   for (const uint32_t target : plan.order) {
-    const auto kind = kind_of(plan, target);
-    const auto seen = kind ? known.find(*kind) : known.end();
-    if (seen != known.end()) {
+    if (const auto seen = known.find(kinds[target]); seen != known.end()) {
       of_target = seen->second;
     } else {
       std::fill(of_target.begin(), of_target.end(), Traffic{});
       for_each_node_read_of(plan, leader, target, count);
-      if (kind) known.emplace(*kind, of_target);
+      if (kinds[target] != kNoKind) known.emplace(kinds[target], of_target);
     }
     for (size_t r = 0; r < sums.size(); ++r) add(of_target[r], sums[r]);
   }
@@ -120,7 +135,7 @@ Traffic traffic_of_rank(const Plan& plan, int rank) {
   if (plan.strategy().of_reader != Window::none) return traffic_of_window(plan, rank);
   if (plan.strategy().reader != Reader::node_leader) return traffic_of_reads(plan, rank);
   const int leader = node_of(plan, rank).first;
-  return traffic_on_node(plan, leader)[static_cast<size_t>(rank - leader)];
+  return traffic_on_node(plan, leader, kinds_of(plan))[static_cast<size_t>(rank - leader)];
 }
 
 Traffic traffic(const Plan& plan) {
@@ -136,6 +151,7 @@ Traffic traffic(const Plan& plan) {
   }
   const bool by_node = plan.strategy().reader == Reader::node_leader;
   const int step = by_node ? ranks_per_node(plan) : 1;
+  const std::vector<uint32_t> kinds = by_node ? kinds_of(plan) : std::vector<uint32_t>();
   const int units = static_cast<int>(ceil_div(plan.ranks(), step));
   std::mutex mutex;
   const int workers = std::min(units, usable_cpus());
@@ -143,7 +159,7 @@ Traffic traffic(const Plan& plan) {
     for (int unit = worker; unit < units; unit += workers) {
       const int rank = unit * step;
       const std::vector<Traffic> of =
-          by_node ? traffic_on_node(plan, rank) : std::vector{traffic_of_reads(plan, rank)};
+          by_node ? traffic_on_node(plan, rank, kinds) : std::vector{traffic_of_reads(plan, rank)};
       const std::lock_guard lock(mutex);
       for (const Traffic& one : of) add(one, sum);
     }

@@ -61,26 +61,25 @@ void emit_padding(uint32_t target, uint32_t buffer, const LocalBuffer& local, Em
   fn(zero);
 }
 
-void emit_piece(const Plan& plan, uint32_t target, uint32_t buffer, const Box& piece,
-                const Wanted& wanted, Emit fn) {
+void emit_target(const Plan& plan, int rank, uint32_t target, const Wanted& wanted, Emit fn) {
   const uint32_t root_id = plan.recipe->read_node(target);
   const Node& root = plan.recipe->nodes[root_id];
-  const auto emit = [&](const Node& leaf, const Box& part) {
-    if (!wanted.takes(leaf)) return;
-    Transfer transfer = from_leaf(plan, leaf, target);
-    transfer.buffer = buffer;
-    emit_runs(transfer, part, fn);
+  const auto emit_piece = [&](uint32_t buffer, const Box& piece) {
+    const auto emit = [&](const Node& leaf, const Box& part) {
+      if (!wanted.takes(leaf)) return;
+      Transfer transfer = from_leaf(plan, leaf, target);
+      transfer.buffer = buffer;
+      emit_runs(transfer, part, fn);
+    };
+    // Identity: the piece is the part. Most transfers of most plans.
+    if (root.op == Op::stored) return emit(root, piece);
+    pull_back(*plan.recipe, root_id, piece, emit, wanted.made ? Leaves::all : Leaves::stored);
   };
-  // Identity: the piece is the part. Most transfers of most plans.
-  if (root.op == Op::stored) return emit(root, piece);
-  pull_back(*plan.recipe, root_id, piece, emit, wanted.made ? Leaves::all : Leaves::stored);
-}
-
-void emit_target(const Plan& plan, int rank, uint32_t target, const Wanted& wanted, Emit fn) {
   // What is compared has the places of the target that it is compared with.
-  for_each_piece(plan, holder_of(plan, target), rank, [&](uint32_t buffer, const Box& piece) {
-    emit_piece(plan, target, buffer, piece, wanted, fn);
-  });
+  const uint32_t holder = holder_of(plan, target);
+  if (plan.layout.is_flat(holder)) return for_each_piece(plan, holder, rank, emit_piece);
+  for_each_piece(plan.layout.sharding_of(holder), plan.recipe->targets[holder].spec, rank,
+                 [&](const Box& piece) { emit_piece(holder, piece); });
 }
 
 }  // namespace

@@ -250,7 +250,7 @@ std::unique_ptr<Loaded> load_into(const std::shared_ptr<MadePlan>& made, int ran
   board.set_thread();
   SteadyClock clock;
   const RankLoadTask task{
-      made->checkpoint(), made->plan, {rank, &board, exchange.get()}, *ledger, clock,
+      made->checkpoint(), made->plan, {rank, &board, exchange.get(), ledger.get()}, clock,
       functions.options,  check};
   return without_the_lock([&] { return loaded_by(made, task, ledger, functions); });
 }

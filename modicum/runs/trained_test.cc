@@ -74,7 +74,7 @@ TEST(Trained, ShardsTileTheParametersAndLieInTheLoadedBuffers) {
         for (const ShardRun& each : of.shard.runs) {
           for (int64_t i = 0; i < each.n; ++i, ++local) {
             ticks[static_cast<size_t>(each.first + i)] += of.shard.counts ? 1 : 0;
-            for_each_held_run(plan, of.buffer, rank, local, 1,
+            for_each_held_run(plan, of.buffer, rank, {local, local + 1},
                               [&](uint32_t target, int64_t global, int64_t, int64_t) {
                                 EXPECT_EQ(target, of.target);
                                 EXPECT_EQ(global, each.first + i);

@@ -36,7 +36,7 @@ class ValueCheck {
     const auto bytes_from = [&](int64_t element) {
       return held.subspan(static_cast<size_t>(bytes_at(local.dtype, element - at)));
     };
-    for_each_held_run(plan_, buffer, rank_, at, n,
+    for_each_held_run(plan_, buffer, rank_, {at, at + n},
                       [&](uint32_t target, int64_t global, int64_t place, int64_t count) {
                         run(target, global, count, bytes_from(place));
                       });
@@ -123,10 +123,9 @@ void for_each_own_buffer(const Plan& plan, FunctionRef<void(uint32_t buffer)> fn
 
 }  // namespace
 
-void check_elements(const Plan& plan, int rank, uint32_t buffer, int64_t at,
-                    std::span<const std::byte> elements, ExpectedElements expected,
+void check_elements(const Plan& plan, const HeldElements& held, ExpectedElements expected,
                     const LoadOptions& options) {
-  ValueCheck(plan, rank, expected, options).local(buffer, at, elements);
+  ValueCheck(plan, held.rank, expected, options).local(held.buffer, held.at, held.bytes);
 }
 
 void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expected,
@@ -145,8 +144,7 @@ uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Look look) {
   return sum.value();
 }
 
-void dump_rank(const Plan& plan, int rank, Sink& sink, FileSystem& files, const std::string& path,
-               Look look) {
+void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Look look) {
   std::vector<TensorSpec> specs;
   std::vector<uint32_t> buffers;
   for (uint32_t b = 0; b < buffer_count(plan); ++b) {
@@ -162,7 +160,7 @@ void dump_rank(const Plan& plan, int rank, Sink& sink, FileSystem& files, const 
     specs.push_back(std::move(spec));
     buffers.push_back(held);
   }
-  SafetensorsWriter out(files, path, specs);
+  SafetensorsWriter out(to.files, to.path, specs);
   for (size_t i = 0; i < specs.size(); ++i) {
     look();
     const uint64_t bytes = bytes_of(specs[i].dtype, numel_of(specs[i].shape));

@@ -69,23 +69,24 @@ Model all_kinds() {
   using S = std::vector<int64_t>;
   constexpr DType kE4m3 = DType::f8_e4m3, kE5m2 = DType::f8_e5m2;
   std::vector<Tensor> of;
-  const auto pair = [&](const std::string& name, DType codes, const S& shape, DType scales,
-                        const S& grid, const char* ending = "_scale_inv") {
-    of.push_back(codes_of(name, codes, shape));
-    of.push_back(scales_of(name + ending, scales, grid));
+  using Kind = std::pair<DType, S>;
+  const auto pair = [&](const std::string& name, const Kind& codes, const Kind& scales,
+                        const char* ending = "_scale_inv") {
+    of.push_back(codes_of(name, codes.first, codes.second));
+    of.push_back(scales_of(name + ending, scales.first, scales.second));
   };
-  pair("ragged.weight", kE4m3, {200, 300}, DType::f32, {2, 3});
-  pair("large.weight", kE4m3, {301, 1100}, DType::f32, {3, 9});
-  pair("half.weight", kE4m3, {130, 130}, DType::bf16, {2, 2});
-  pair("sixteen.weight", kE5m2, {129, 257}, DType::f16, {2, 3});
-  pair("bytes.weight", kE4m3, {256, 128}, DType::u8, {256, 4});
-  pair("powers.weight", kE5m2, {100, 140}, DType::f8_e8m0, {1, 2});
-  pair("row.weight", kE4m3, {37, 50}, DType::f32, {37, 1}, "_scale");
-  pair("column.weight", kE4m3, {37, 50}, DType::bf16, {1, 50}, "_scale");
-  pair("one.weight", kE4m3, {37, 50}, DType::f32, {}, "_scale");
-  pair("experts.gate_up_proj", kE4m3, {3, 200, 140}, DType::f32, {3, 2, 2});
-  pair("vector", kE4m3, {300}, DType::f32, {3});
-  pair("none.weight", kE4m3, {0, 300}, DType::f32, {0, 3});
+  pair("ragged.weight", {kE4m3, {200, 300}}, {DType::f32, {2, 3}});
+  pair("large.weight", {kE4m3, {301, 1100}}, {DType::f32, {3, 9}});
+  pair("half.weight", {kE4m3, {130, 130}}, {DType::bf16, {2, 2}});
+  pair("sixteen.weight", {kE5m2, {129, 257}}, {DType::f16, {2, 3}});
+  pair("bytes.weight", {kE4m3, {256, 128}}, {DType::u8, {256, 4}});
+  pair("powers.weight", {kE5m2, {100, 140}}, {DType::f8_e8m0, {1, 2}});
+  pair("row.weight", {kE4m3, {37, 50}}, {DType::f32, {37, 1}}, "_scale");
+  pair("column.weight", {kE4m3, {37, 50}}, {DType::bf16, {1, 50}}, "_scale");
+  pair("one.weight", {kE4m3, {37, 50}}, {DType::f32, {}}, "_scale");
+  pair("experts.gate_up_proj", {kE4m3, {3, 200, 140}}, {DType::f32, {3, 2, 2}});
+  pair("vector", {kE4m3, {300}}, {DType::f32, {3}});
+  pair("none.weight", {kE4m3, {0, 300}}, {DType::f32, {0, 3}});
   of.push_back(codes_of("bare.weight", kE4m3, {20, 30}));
   of.push_back({{"norm", Role::param, DType::bf16, {33}}, std::vector<std::byte>(66)});
   return Model(std::move(of));
@@ -211,7 +212,7 @@ void load_one(const Setting& s, const Plan& plan, int rank, Board& board, Exchan
   Checkpoint checkpoint = s.model.checkpoint;
   checkpoint.files = &recorded;
   const LoadOutcome outcome =
-      load(checkpoint, plan, {rank, &board, exchange}, sink, ledger, {.threads = 2});
+      load(checkpoint, plan, {rank, &board, exchange, &ledger}, sink, {.threads = 2});
   Footprint promised = plan.promise.phases[kLoadPhase].of_rank[static_cast<size_t>(rank)];
   promised[Purpose::process] = promised[Purpose::page_tables] = 0;
   EXPECT_EQ(ledger.at_peak(), promised);
@@ -230,7 +231,7 @@ void load_one(const Setting& s, const Plan& plan, int rank, Board& board, Exchan
     ASSERT_TRUE(std::equal(due.begin(), due.end(), got.begin()))
         << spec.fqn << " as " << torch_name(spec.dtype) << ", rank " << rank << " of " << s.world
         << " along " << s.dim << ", " << plan.strategy().name << (host ? "" : ", discard");
-    check_elements(plan, rank, t, 0, got, expected_of(s.model));
+    check_elements(plan, {rank, t, 0, got}, expected_of(s.model));
   }
 }
 
@@ -340,7 +341,7 @@ TEST(LoadFp8, AWrongScaleIsSeenByTheCheck) {
   SharedBoard board(1, clock);
   Ledger ledger;
   HostSink sink(plan, 0, ledger);
-  load(model.checkpoint, plan, {0, &board, nullptr}, sink, ledger);
+  load(model.checkpoint, plan, {0, &board, nullptr, &ledger}, sink);
   check_values(plan, 0, sink, expected_of(model));
   model.tensors.at("e.1.up.weight_scale_inv").bytes[15] ^= std::byte{2};  // of the last block
   try {
@@ -373,7 +374,7 @@ TEST(LoadFp8, AFileWrittenOverAtAnyMomentIsAConflict) {
       std::optional<Error> failure;
       try {
         HostSink sink(plan, 0, ledger);
-        load(checkpoint, plan, {0, &board, nullptr}, sink, ledger);
+        load(checkpoint, plan, {0, &board, nullptr, &ledger}, sink);
       } catch (const Error& error) {
         failure = error;
       }
@@ -402,7 +403,7 @@ TEST(LoadFp8, EveryFailingCallIsNamed) {
       std::optional<Error> failure;
       try {
         HostSink sink(plan, 0, ledger);
-        load(checkpoint, plan, {0, &board, nullptr}, sink, ledger);
+        load(checkpoint, plan, {0, &board, nullptr, &ledger}, sink);
       } catch (const Error& error) {
         failure = error;
       }

@@ -14,18 +14,18 @@ namespace {
 class Load {
  public:
   Load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
-       Ledger& ledger, const LoadOptions& options)
+       const LoadOptions& options)
       : checkpoint_(checkpoint),
         plan_(plan),
         at_(at),
         sink_(sink),
         options_(options),
-        header_(ledger.adopt(Purpose::header, plan.manifest->held_bytes())),
-        plan_charge_(ledger.adopt(Purpose::plan, plan.held_bytes())),
+        header_(at.ledger->adopt(Purpose::header, plan.manifest->held_bytes())),
+        plan_charge_(at.ledger->adopt(Purpose::plan, plan.held_bytes())),
         window_(plan, at.rank),
         coverage_(plan, at.rank),
         ties_(plan) {
-    commit(ledger);
+    commit(*at.ledger);
   }
 
   LoadOutcome run() {
@@ -69,7 +69,7 @@ class Load {
     return share_of(worker).subspan(staging_.empty() ? 0 : plan_.staging.table_bytes);
   }
   Writer writer_of(int worker) noexcept {
-    return Writer(plan_, sink_, coverage_, ties_, options_, slot_of(worker));
+    return Writer(plan_, sink_, {coverage_, ties_}, options_, slot_of(worker));
   }
 
   // Workers share a walk without a queue: each makes all of it, and acts when it is its turn.
@@ -325,9 +325,10 @@ class Load {
 }  // namespace
 
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
-                 Ledger& ledger, const LoadOptions& options) {
+                 const LoadOptions& options) {
   MODICUM_ASSERT(at.board != nullptr);
-  return Load(checkpoint, plan, at, sink, ledger, options).run();
+  MODICUM_ASSERT(at.ledger != nullptr);
+  return Load(checkpoint, plan, at, sink, options).run();
 }
 
 }  // namespace modicum

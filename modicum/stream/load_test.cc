@@ -101,7 +101,7 @@ RankResult load_one(const Case& c, int rank, Board& board, Exchange* exchange) {
     HostSink sink(*c.plan, rank, ledger);
     sink.poison();
     result.outcome =
-        load(checkpoint, *c.plan, {rank, &board, exchange}, sink, ledger, {.threads = c.threads});
+        load(checkpoint, *c.plan, {rank, &board, exchange, &ledger}, sink, {.threads = c.threads});
     for (uint32_t t = 0; t < c.plan->recipe->targets.size(); ++t) {
       const auto host = sink.host(t);
       result.buffers.emplace_back(host.begin(), host.end());
@@ -367,7 +367,7 @@ TEST(LoadExact, ADeviceGetsTheSameByCopies) {
     SharedBoard board(1, clock);
     Ledger ledger;
     FakeDeviceSink device(plan, 0);
-    load(model.checkpoint, plan, {0, &board, nullptr}, device, ledger);
+    load(model.checkpoint, plan, {0, &board, nullptr, &ledger}, device);
     EXPECT_EQ(ledger.at_peak()[Purpose::shards], 0U);
     const auto held = load_all({&model.files, &model.checkpoint, &host});
     for (const uint32_t t : plan.order)
@@ -392,7 +392,7 @@ TEST(LoadExact, DiscardingGivesTheDigestOfKeeping) {
   run_workers(3, [&](int rank) {
     Ledger ledger;
     DiscardSink sink(dropping, rank);
-    load(model.checkpoint, dropping, {rank, &board, nullptr}, sink, ledger);
+    load(model.checkpoint, dropping, {rank, &board, nullptr, &ledger}, sink);
     Footprint promised = dropping.promise.phases[1].of_rank[static_cast<size_t>(rank)];
     promised[Purpose::process] = promised[Purpose::page_tables] = 0;
     const std::lock_guard lock(mutex);
@@ -440,7 +440,7 @@ TEST(LoadFault, OverTheLimitIsABudgetErrorBeforeADataByteIsRead) {
   Ledger ledger(plan.promise.phases[1].of_rank[0].ledger_total() - 1);
   try {
     HostSink sink(plan, 0, ledger);
-    load(model.checkpoint, plan, {0, &board, nullptr}, sink, ledger);
+    load(model.checkpoint, plan, {0, &board, nullptr, &ledger}, sink);
     FAIL() << "nothing was refused";
   } catch (const Error& error) {
     EXPECT_EQ(error.category(), Category::budget);
@@ -555,7 +555,7 @@ TEST(CheckValues, OneWrongBitIsNamed) {
     Ledger ledger;
     HostSink sink(plan, rank, ledger);
     sink.poison();
-    load(model.checkpoint, plan, {rank, &board, nullptr}, sink, ledger);
+    load(model.checkpoint, plan, {rank, &board, nullptr, &ledger}, sink);
     check_values(plan, rank, sink, expected);
     for (const uint32_t t : plan.order) {
       for (const size_t at : {size_t{0}, sink.host(t).size() - 1}) {
@@ -581,7 +581,7 @@ TEST(Digest, ChangesWithEveryBitPlaceAndName) {
   SharedBoard board(1, clock);
   Ledger ledger;
   HostSink sink(plan, 0, ledger);
-  load(model.checkpoint, plan, {0, &board, nullptr}, sink, ledger);
+  load(model.checkpoint, plan, {0, &board, nullptr, &ledger}, sink);
   const uint64_t digest = digest_of_rank(plan, 0, sink);
   const auto a = sink.host(0);
   for (std::byte& byte : a) {

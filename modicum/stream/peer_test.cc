@@ -67,7 +67,7 @@ std::vector<Loaded> load_all(const Model& model, const Plan& plan, Board& board,
       const auto exchange = make_exchange(rank);
       HostSink sink(plan, rank, ledger);
       sink.poison();
-      mine.outcome = load(model.checkpoint, plan, {rank, &board, exchange.get()}, sink, ledger);
+      mine.outcome = load(model.checkpoint, plan, {rank, &board, exchange.get(), &ledger}, sink);
       for (uint32_t t = 0; t < plan.recipe->targets.size(); ++t) {
         mine.buffers.emplace_back(sink.host(t).begin(), sink.host(t).end());
       }

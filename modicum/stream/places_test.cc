@@ -120,7 +120,7 @@ TEST(Places, EachTargetGoesToItsOwn) {
       EXPECT_TRUE(sink.host(0).empty());
       EXPECT_EQ(sink.host(1).data(), given.data());
       const LoadOptions options = world.options();
-      load(world.checkpoint, plan, {rank, &board, nullptr}, sink, ledger, options);
+      load(world.checkpoint, plan, {rank, &board, nullptr, &ledger}, sink, options);
       EXPECT_EQ(floats(device), rows_of(rank, 0)) << strategy << rank;
       EXPECT_EQ(floats(given), rows_of(rank, 100)) << strategy << rank;
       EXPECT_EQ(floats(sink.host(2)), rows_of(rank, 200)) << strategy << rank;
@@ -187,7 +187,7 @@ TEST(HostSink, TakesPagesAsTheyAreFilled) {
   HostSink sink(plan, 0, ledger);
   EXPECT_EQ(ledger.held()[Purpose::shards], 4 * kMiB);
   EXPECT_EQ(pages_in_memory(sink.host(0)), 0U);
-  load(world.checkpoint, plan, {0, &board, nullptr}, sink, ledger);
+  load(world.checkpoint, plan, {0, &board, nullptr, &ledger}, sink);
   EXPECT_EQ(pages_in_memory(sink.host(0)), 4 * kMiB / kPageBytes);
 }
 

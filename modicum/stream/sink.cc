@@ -86,7 +86,7 @@ void DigestSum::add(uint32_t buffer, int64_t at, std::span<const std::byte> elem
   const bool is_target = buffer < plan_.recipe->targets.size();
   if (is_target && !is_primary(plan_, buffer, rank_)) return;  // what is flat is held once
   uint64_t sum = 0;
-  for_each_held_run(plan_, buffer, rank_, at, n,
+  for_each_held_run(plan_, buffer, rank_, {at, at + n},
                     [&](uint32_t target, int64_t global, int64_t local, int64_t count) {
                       const std::byte* from = elements.data() + (local - at) * bits / 8;
                       const auto add_with = [&](uint64_t seed) {

@@ -18,6 +18,7 @@ struct RankContext {
   int rank = 0;
   Board* board = nullptr;
   Exchange* exchange = nullptr;  // needed where the strategy sends and there are several ranks
+  Ledger* ledger = nullptr;      // what the load holds is charged to it
 };
 
 struct LoadOptions {
@@ -37,7 +38,7 @@ struct LoadOutcome {
 };
 
 // Loads rank `at.rank`'s part of the plan into `sink`. Everything that is held besides the sink's
-// own is charged to `ledger` and committed before the first data byte is read, and given back at
+// own is charged to `at.ledger` and committed before the first data byte is read, and given back at
 // the end. Ranks whose plans were not made in one process have agreed on `plan.inputs`, before any
 // of them made its sink (Board::agree). On return every element of every local buffer, padding too,
 // has been written exactly once: each finished transfer is added to a fingerprint of the places
@@ -46,18 +47,25 @@ struct LoadOutcome {
 // read of them was the same (else MISMATCH, naming both). On an error nothing may be used. Errors:
 // FORMAT.TRUNC, IO, BUDGET, NOMEM, PEER.
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
-                 Ledger& ledger, const LoadOptions& options = {});
+                 const LoadOptions& options = {});
 
 // The stored elements [first, first + n) of a tensor as they should be, by other means than a load:
 // what `check_values` compares with.
 using ExpectedElements =
     FunctionRef<void(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into)>;
 
-// Compares elements [at, at + n) of a rank's local buffer, padding included, with what the recipe
+// Elements of a rank's local buffer, from its element `at` on.
+struct HeldElements {
+  int rank = 0;
+  uint32_t buffer = 0;
+  int64_t at = 0;
+  std::span<const std::byte> bytes;
+};
+
+// Compares what a rank holds, padding included, with what the recipe
 // makes of `expected`, element by element along the recipe's second reading (element_source). The
 // first difference is INTEGRITY, naming the tensor.
-void check_elements(const Plan& plan, int rank, uint32_t buffer, int64_t at,
-                    std::span<const std::byte> elements, ExpectedElements expected,
+void check_elements(const Plan& plan, const HeldElements& held, ExpectedElements expected,
                     const LoadOptions& options = {});
 // The same for everything that `sink` has in host memory.
 void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expected,
@@ -69,7 +77,10 @@ uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Look look = kNoL
 
 // Writes `rank`'s local tensors, without padding and under their own names (aliases too), as one
 // safetensors file. CONFLICT where it exists.
-void dump_rank(const Plan& plan, int rank, Sink& sink, FileSystem& files, const std::string& path,
-               Look look = kNoLook);
+struct DumpFile {
+  FileSystem& files;
+  const std::string& path;
+};
+void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Look look = kNoLook);
 
 }  // namespace modicum

@@ -70,8 +70,9 @@ Loaded load_all(const Model& model, const Plan& plan, int threads = 1) {
         discard = std::make_unique<DiscardSink>(plan, rank);
       }
       Sink& sink = host ? static_cast<Sink&>(*host) : *discard;
-      const LoadOutcome outcome = load(model.checkpoint, plan, {rank, &board, exchange.get()}, sink,
-                                       ledger, {.threads = threads});
+      const LoadOutcome outcome =
+          load(model.checkpoint, plan, {rank, &board, exchange.get(), &ledger}, sink,
+               {.threads = threads});
       const std::lock_guard lock(mutex);
       EXPECT_EQ(ledger.at_peak(), promised);
       loaded.digest += host ? digest_of_rank(plan, rank, *host) : discard->digest();

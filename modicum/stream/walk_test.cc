@@ -79,7 +79,7 @@ TEST(Walk, OneParameterFromItsFileToTheLastRank) {
   run_workers(4, [&](int rank) {
     Ledger ledger(plan.promise.ledger_limit_bytes(rank));
     HostSink shards(plan, rank, ledger);
-    const LoadOutcome outcome = load(checkpoint, plan, {rank, &board, nullptr}, shards, ledger);
+    const LoadOutcome outcome = load(checkpoint, plan, {rank, &board, nullptr, &ledger}, shards);
     EXPECT_EQ(ledger.peak_bytes(), plan.promise.ledger_limit_bytes(rank));
     EXPECT_EQ(outcome.storage_read_bytes, rank == 3 ? 4U + 12 : 4U + 36);
     EXPECT_EQ(outcome.bytes_loaded, outcome.storage_read_bytes);

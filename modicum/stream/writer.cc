@@ -18,12 +18,12 @@ int64_t bytes_at(DType dtype, int64_t elements) noexcept {
 
 }  // namespace
 
-Writer::Writer(const Plan& plan, Sink& sink, Coverage& coverage, Ties& ties,
-               const LoadOptions& options, std::span<std::byte> slot) noexcept
+Writer::Writer(const Plan& plan, Sink& sink, const Proofs& proofs, const LoadOptions& options,
+               std::span<std::byte> slot) noexcept
     : plan_(plan),
       sink_(sink),
-      coverage_(coverage),
-      ties_(ties),
+      coverage_(proofs.coverage),
+      ties_(proofs.ties),
       options_(options),
       cast_room_(slot.subspan(std::min<size_t>(slot.size(), plan.staging.tile_bytes))) {}
 

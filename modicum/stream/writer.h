@@ -16,7 +16,11 @@ namespace modicum {
 // the part of it behind the tile that was read.
 class Writer {
  public:
-  Writer(const Plan& plan, Sink& sink, Coverage& coverage, Ties& ties, const LoadOptions& options,
+  struct Proofs {
+    Coverage& coverage;
+    Ties& ties;
+  };
+  Writer(const Plan& plan, Sink& sink, const Proofs& proofs, const LoadOptions& options,
          std::span<std::byte> slot) noexcept;
 
   // `from` is where element `transfer.runs.first` of the source stands, `scales` are those that its

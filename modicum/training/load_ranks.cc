@@ -66,7 +66,7 @@ class Dropped {
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
     if (task_.check) {
       const std::lock_guard lock(mutex_);
-      check_elements(task_.plan, rank_, buffer, at, elements, expectation_);
+      check_elements(task_.plan, {rank_, buffer, at, elements}, expectation_);
     }
     digested_.add(buffer, at, elements);
   }
@@ -102,8 +102,7 @@ void be_rank(const LoadWorld& world, int rank) {
   }
   RankLoad load({task.run.checkpoint,
                  task.plan,
-                 {rank, &board, exchange.get()},
-                 ledger,
+                 {rank, &board, exchange.get(), &ledger},
                  world.clock,
                  {.threads = task.threads},
                  task.check},
@@ -128,7 +127,8 @@ void be_rank(const LoadWorld& world, int rank) {
     if (task.check) load.check_values();
     if (task.digest) outcome.digest = digest_of_rank(task.plan, rank, load.shards(), heartbeat);
     if (!task.dump.empty()) {
-      dump_rank(task.plan, rank, load.shards(), *task.run.files, dump_path(task, rank), heartbeat);
+      dump_rank(task.plan, rank, load.shards(), {*task.run.files, dump_path(task, rank)},
+                heartbeat);
     }
   }
   board.post_value(rank, outcome);

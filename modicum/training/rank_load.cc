@@ -13,7 +13,7 @@ namespace {
 
 // The plan, once all ranks have the same.
 const Plan& agreed(const RankLoadTask& task) {
-  task.ledger.mark();
+  task.at.ledger->mark();
   task.at.board->agree(task.at.rank, task.plan.inputs);
   return task.plan;
 }
@@ -23,19 +23,19 @@ const Plan& agreed(const RankLoadTask& task) {
 RankLoad::RankLoad(const RankLoadTask& task, HostSink::Given given, HostSink::Copy copy)
     : task_(task),
       outcome_{.rank = task.at.rank, .pid = static_cast<int32_t>(getpid())},
-      held_before_(task.ledger.held().total()),
-      shards_(agreed(task), task.at.rank, task.ledger, std::move(given), std::move(copy)) {}
+      held_before_(task.at.ledger->held().total()),
+      shards_(agreed(task), task.at.rank, *task.at.ledger, std::move(given), std::move(copy)) {}
 
 void RankLoad::load() {
   if (task_.check) shards_.poison([this] { task_.at.board->check(); });
   const LoadOutcome loaded =
-      modicum::load(task_.checkpoint, task_.plan, task_.at, shards_, task_.ledger, task_.options);
+      modicum::load(task_.checkpoint, task_.plan, task_.at, shards_, task_.options);
   outcome_.loaded_ns = task_.clock.now_ns();
   outcome_.bytes_loaded = loaded.bytes_loaded;
   outcome_.storage_read_bytes = loaded.storage_read_bytes;
   outcome_.exchanged_bytes = loaded.exchanged_bytes;
   outcome_.page_cache_peak_bytes = loaded.page_cache_peak_bytes;
-  outcome_.ledger_peak_bytes = task_.ledger.peak_since_mark() - held_before_;
+  outcome_.ledger_peak_bytes = task_.at.ledger->peak_since_mark() - held_before_;
 }
 
 void RankLoad::check_values() {
@@ -49,14 +49,14 @@ void RankLoad::check_values() {
 }
 
 void RankLoad::book_what_stays() {
-  header_ = task_.ledger.adopt(Purpose::header, task_.plan.manifest->held_bytes());
-  plan_ = task_.ledger.adopt(Purpose::plan, task_.plan.held_bytes());
-  ring_ = task_.ledger.adopt(Purpose::staging, task_.plan.staging.ring_part_bytes);
+  header_ = task_.at.ledger->adopt(Purpose::header, task_.plan.manifest->held_bytes());
+  plan_ = task_.at.ledger->adopt(Purpose::plan, task_.plan.held_bytes());
+  ring_ = task_.at.ledger->adopt(Purpose::staging, task_.plan.staging.ring_part_bytes);
 }
 
 void RankLoad::note_peaks() {
   outcome_.kernel_peak_bytes = read_process_memory().peak_held();
-  outcome_.ledger_peak_bytes = task_.ledger.peak_since_mark() - held_before_;
+  outcome_.ledger_peak_bytes = task_.at.ledger->peak_since_mark() - held_before_;
 }
 
 }  // namespace modicum

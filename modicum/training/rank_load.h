@@ -13,7 +13,6 @@ struct RankLoadTask {
   const Checkpoint& checkpoint;
   const Plan& plan;
   RankContext at;
-  Ledger& ledger;
   Clock& clock;
   LoadOptions options;
   bool check = false;  // poison the destination before, so that `check_values` misses nothing

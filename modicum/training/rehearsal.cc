@@ -52,8 +52,7 @@ class RehearsalRank {
     const std::unique_ptr<Exchange> exchange = world_.rings.end_of(rank_, world_.board);
     RankLoad load({task_.run.checkpoint,
                    task_.plan,
-                   {rank_, &world_.board, exchange.get()},
-                   ledger_,
+                   {rank_, &world_.board, exchange.get(), &ledger_},
                    world_.clock,
                    {.threads = task_.threads}});
     load.load();
