@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from clocks import WaitingClock
 from modicum.errors import Error, IoError, PeerError, UsageError
-from modicum.torch.ranks import collectives, exchange, liveness, store
+from modicum.torch.ranks import collectives, exchange, liveness
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.ranks.liveness import LOOK_S, SILENT_LOOKS, Neighbours, Process, nodes_of
+from modicum.upstream.torch_distributed import default_store
 from worlds import Ended, Told, World, killing
 
 import modicum
@@ -124,7 +125,7 @@ def test_a_group_whose_store_is_not_shown_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
     monkeypatch.setattr(dist, "get_backend", lambda: "mpi")
     with pytest.raises(UsageError, match=r"UNSUPPORTED: PyTorch \S+ shows no store.*mpi"):
-        store.store_of_world()
+        default_store()
 
 
 def test_progress_is_told_while_it_loads_and_at_the_end() -> None:

@@ -59,18 +59,14 @@ def _shards_by_function() -> bool:
 
 
 def _says_what_it_runs() -> bool:
-    from accelerate.state import AcceleratorState
-
-    return isinstance(AcceleratorState._shared_state, dict) and hasattr(
-        AcceleratorState, "is_fsdp2"
-    )
-
-
-def _plugin_has_fields() -> bool:
-    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate import FullyShardedDataParallelPlugin, state
 
     fields = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
-    return fields >= {"cpu_ram_efficient_loading", "fsdp_version", "ignored_modules"}
+    return (
+        fields >= {"cpu_ram_efficient_loading", "fsdp_version", "ignored_modules"}
+        and isinstance(state.AcceleratorState._shared_state, dict)
+        and hasattr(state.AcceleratorState, "is_fsdp2")
+    )
 
 
 KNOWN = Known(
@@ -78,7 +74,6 @@ KNOWN = Known(
     ("1.15.0",),
     {
         "accelerate.accelerator has fsdp2_prepare_model(accelerator, model)": _shards_by_function,
-        "AcceleratorState says whether it runs FSDP2": _says_what_it_runs,
-        "the plugin has cpu_ram_efficient_loading and ignored_modules": _plugin_has_fields,
+        "AcceleratorState and its plugin say how FSDP2 is run": _says_what_it_runs,
     },
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib import import_module
 
 from modicum.errors import refusal
 
@@ -28,7 +28,8 @@ class Known:
             except Exception as error:  # another version may raise anything
                 why = f"{error}".partition("\n")[0] or type(error).__name__
             if why:
-                return f"{self.package} {version(self.package)}: expected that {fact}: {why}"
+                version = import_module(self.package).__version__
+                return f"{self.package} {version}: expected that {fact}: {why}"
         return ""
 
     def require(self) -> None:

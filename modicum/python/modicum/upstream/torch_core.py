@@ -46,20 +46,17 @@ def local_of(tensor: Any) -> Any:
 
 def version_of(tensor: Any) -> int:
     """Grows with each write in place through torch. `RuntimeError` for an inference tensor."""
-    version: int = tensor._version
-    return version
+    return tensor._version
 
 
 def use_count(tensor: Any) -> int:
     """References to the tensor from Python and from autograd graphs; 1 for one in no graph."""
-    count: int = tensor._use_count()
-    return count
+    return tensor._use_count()
 
 
 def storage_id(tensor: Any) -> int:
     """The same for tensors that share a storage, different for storages that live together."""
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
+    return tensor.untyped_storage()._cdata
 
 
 def carry_hooks(source: Any, target: Any) -> None:
@@ -76,20 +73,17 @@ def parameters_of(module: Any) -> dict[str, Any]:
     """By attribute, a module's own parameters; None where one is registered without a tensor. The
     module's own dictionary: what is set here is set past torch's registration hooks. Empty for a
     module whose constructor has not run."""
-    found: dict[str, Any] = vars(module).get("_parameters", {})
-    return found
+    return vars(module).get("_parameters", {})
 
 
 def buffers_of(module: Any) -> dict[str, Any]:
     """As `parameters_of`, for buffers."""
-    found: dict[str, Any] = module._buffers
-    return found
+    return module._buffers
 
 
 def children_of(module: Any) -> dict[str, Any]:
     """As `parameters_of`, for modules; a shared one under each of its names."""
-    found: dict[str, Any] = module._modules
-    return found
+    return module._modules
 
 
 def is_persistent(module: Any, attribute: str) -> bool:

@@ -51,61 +51,18 @@ LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 """As `__torch_function__`: a subclass that has `__torch_dispatch__` only."""
 
-METADATA = frozenset(
-    [
-        "__hash__",
-        "__len__",
-        "_backward_hooks",
-        "_base",
-        "_grad",
-        "_is_view",
-        "_version",
-        "device",
-        "dim",
-        "dtype",
-        "element_size",
-        "get_device",
-        "grad",
-        "grad_fn",
-        "has_names",
-        "is_complex",
-        "is_contiguous",
-        "is_conj",
-        "is_cpu",
-        "is_cuda",
-        "is_floating_point",
-        "is_inference",
-        "is_leaf",
-        "is_meta",
-        "is_mkldnn",
-        "is_neg",
-        "is_nested",
-        "is_quantized",
-        "is_signed",
-        "is_sparse",
-        "is_sparse_csr",
-        "is_xla",
-        "itemsize",
-        "layout",
-        "name",
-        "names",
-        "nbytes",
-        "ndim",
-        "ndimension",
-        "nelement",
-        "numel",
-        "output_nr",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "requires_grad",
-        "requires_grad_",
-        "retains_grad",
-        "shape",
-        "size",
-        "storage_offset",
-        "stride",
-    ]
-)
+# fmt: off
+METADATA = frozenset([
+    "__hash__", "__len__", "_backward_hooks", "_base", "_grad", "_is_view", "_version", "device",
+    "dim", "dtype", "element_size", "get_device", "grad", "grad_fn", "has_names", "is_complex",
+    "is_contiguous", "is_conj", "is_cpu", "is_cuda", "is_floating_point", "is_inference",
+    "is_leaf", "is_meta", "is_mkldnn", "is_neg", "is_nested", "is_quantized", "is_signed",
+    "is_sparse", "is_sparse_csr", "is_xla", "itemsize", "layout", "name", "names", "nbytes",
+    "ndim", "ndimension", "nelement", "numel", "output_nr", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad", "requires_grad_", "retains_grad",
+    "shape", "size", "storage_offset", "stride",
+])
+# fmt: on
 """Functions and properties that can be asked of a tensor without reading its memory."""
 
 
@@ -116,14 +73,12 @@ def arguments_of(operator: Any) -> Any:
 
 def operator_name(operator: Any) -> str:
     """Without the namespace of aten."""
-    name: str = operator._schema.name
-    return name.removeprefix("aten::")
+    return operator._schema.name.removeprefix("aten::")
 
 
 def is_mutable(operator: Any) -> bool:
     """Whether an operator writes to one of its arguments."""
-    mutable: bool = operator._schema.is_mutable
-    return mutable
+    return operator._schema.is_mutable
 
 
 def without_memory(cls: type, inner: torch.Tensor, device: str) -> Any:

@@ -59,8 +59,7 @@ def has_dtype_plan(module: Any) -> bool:
 
 def dtype_plan(model: Any, dtype: Any) -> dict[str, Any]:
     """Patterns of names, each with the dtype that such tensors have in a model of `dtype`."""
-    plan: dict[str, Any] = model._get_dtype_plan(dtype)
-    return plan
+    return model._get_dtype_plan(dtype)
 
 
 def may_be_missing(model: Any) -> list[str]:
