@@ -71,7 +71,7 @@ class Dtypes:
             module = structure.parts[0].module if part.module is None else part.module
             floats = (p.dtype for p in module.parameters() if p.is_floating_point())
             self._own |= dict.fromkeys(part.keys, dtype_name(next(floats, None)))
-            if is_pretrained(part.module):
+            if dtype is not None and is_pretrained(part.module):
                 import torch
 
                 listed = dtype_plan(part.module, getattr(torch, dtype))

@@ -180,7 +180,9 @@ class AdamW(torch.optim.Optimizer):
         given = {key: entry for key, entry in self.state.items() if entry and key not in own}
         for part in parts:
             parameter = part.parameter
-            if parameter.grad is None or not is_in_place(part, parameter.grad):
+            if part.grad is None or parameter.grad is None:
+                continue
+            if not is_in_place(part, parameter.grad):
                 continue
             if (parameter.shape, parameter.dtype) == (part.grad.shape, part.grad.dtype):
                 parameter.grad = part.grad.clone()  # out of the plane, for the step to come
@@ -192,7 +194,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _is_untouched(self, part: Part) -> bool:
         entry = self.state.get(part.parameter)
-        return is_noted(part, entry) and entry["step"].item() == 0
+        return entry is not None and is_noted(part, entry) and entry["step"].item() == 0
 
     def _has_state(self) -> bool:
         """Whether something would be lost if all parameters were bound anew."""
@@ -317,8 +319,8 @@ class AdamW(torch.optim.Optimizer):
         total, (flag, refused) = global_sum(meshes, values, (flag, problem is not None))
         if refused:
             names = names_of(self.param_groups)
-            known = problem is not None and problem.tensor in names
-            at = largest(meshes, names.index(problem.tensor) + 1 if known else 0)
+            named = problem.tensor if problem is not None else None
+            at = largest(meshes, names.index(named) + 1 if named in names else 0)
             if problem is None:
                 what = "another rank has refused this call, and says why"
                 problem = refusal("USAGE", what, tensor=names[at - 1] if at else "")
@@ -369,7 +371,7 @@ class AdamW(torch.optim.Optimizer):
         self._bound.refresh_masters()
         lies = self.state
         try:
-            exported = {
+            exported: dict[torch.Tensor, Any] = {
                 part.parameter: self._bound.exported(part, lies[part.parameter])
                 for part in self._bound.parts
             }

@@ -157,13 +157,15 @@ class Hooks:
 
 def _taking(part: Part) -> Callable[[nn.Parameter], None]:
     def take(parameter: nn.Parameter) -> None:
-        grad = parameter.grad
-        if grad is None or grad is part.grad or grad.is_sparse or grad.dtype != part.plane.dtype:
+        grad, plane = parameter.grad, part.plane
+        if grad is None or plane is None or part.grad is None or grad is part.grad:
+            return
+        if grad.is_sparse or grad.dtype != plane.dtype:
             return
         if grad.shape != part.grad.shape or place_of(part.grad) != part.grad_place:
             return  # the step compares both, and takes it or refuses it
         with torch.no_grad():
-            part.plane.copy_(part.local_like(grad, "gradient"))
+            plane.copy_(part.local_like(grad, "gradient"))
         parameter.grad = part.grad
 
     return take

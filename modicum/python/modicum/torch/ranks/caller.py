@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 __all__ = ["Call", "Caller"]
@@ -12,7 +13,7 @@ class Call:
     """A call under way on another thread."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._function: Callable[..., Any] | None = function
+        self._function = function
         self._arguments = arguments
         self._ended = threading.Event()
         self._value: Any = None
@@ -29,15 +30,15 @@ class Call:
         return self._value
 
     def run(self) -> None:
-        function, arguments = self._function, self._arguments
+        call = partial(self._function, *self._arguments)
         # Nothing may keep a caller's memory beyond the call.
-        self._function, self._arguments = None, ()
+        del self._function, self._arguments
         try:
-            self._value = function(*arguments)
+            self._value = call()
         except BaseException as error:  # is raised again by result(), where it is waited for
             self._error = error
         finally:
-            del function, arguments
+            del call
             self._ended.set()
 
 

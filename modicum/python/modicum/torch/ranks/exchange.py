@@ -43,12 +43,12 @@ class Exchange:
         whole: everybody needs everything.
     """
 
-    def __init__(self, store: dist.Store, place: int, size: int, whole: bool) -> None:
+    def __init__(self, store: Any, place: int, size: int, whole: bool) -> None:
         require_gloo()
         self._store, self._place, self._size, self._whole = store, place, size, whole
-        self._groups: list[dist.ProcessGroupGloo] = []
+        self._groups: list[Any] = []
         # By place: the group that connects us, and the peer's rank in it.
-        self._links: dict[int, tuple[dist.ProcessGroupGloo, int]] = {}
+        self._links: dict[int, tuple[Any, int]] = {}
         self._caller = Caller("modicum-exchange")
         self._call: Call | None = None
         self._is_connected = self._is_closed = False
@@ -68,7 +68,7 @@ class Exchange:
         """Ends this rank's connections, also under a call that waits, which is seen by its peers.
         No memory is touched afterwards."""
         self._is_closed = True  # a call that is still connecting ends with that
-        if self._is_connected and not self._call.wait(0):
+        if self._is_connected and self._call is not None and not self._call.wait(0):
             for group in self._groups:
                 break_connections(group)
             self._call.wait(BREAK_WAIT_S)
@@ -78,7 +78,7 @@ class Exchange:
 
     # ---- on the caller's thread
 
-    def _connect(self, store: dist.Store, name: str, members: Sequence[int]) -> None:
+    def _connect(self, store: Any, name: str, members: Sequence[int]) -> None:
         """Connects the places `members`, of which this is one."""
         mine = members.index(self._place)
         store = dist.PrefixStore(name, store)

@@ -128,7 +128,7 @@ class Ranks:
         if self._store is not None:
             key = f"barrier/{next(self._rounds)}"
             self._store.count(key, 1)
-            self._until(lambda: self._store.count(key) == self.world_size)
+            self._until(lambda: self._shared.count(key) == self.world_size)
 
     def broadcast(self, root: int, view: memoryview, begin: int, end: int) -> None:
         """Brings `view` from the rank at place `root` of the group of `exchange_among` to the
@@ -138,6 +138,7 @@ class Ranks:
         self.check()
         if len(view) == 0:
             return
+        assert self._exchange is not None, "broadcast() before exchange_among()"
         call = self._exchange.begin(root, view, begin, end)
         try:
             while not call.wait(TICK_S):
@@ -161,6 +162,11 @@ class Ranks:
         store = self._store.part(f"exchange/{members[0]}")
         self._exchange = Exchange(store, members.index(self.rank), len(members), whole)
 
+    @property
+    def _shared(self) -> LoadStore:
+        assert self._store is not None, "ranks of a fake process group share nothing"
+        return self._store
+
     # ---- failures
 
     def report(self, document: str) -> str:
@@ -179,12 +185,12 @@ class Ranks:
             with suppress(Error):  # nobody can be told, and the others see the same
                 document = self._store.set_first("failed", document)
             self._fail(document)
-        return self._failure
+        return self._failure or document
 
     def check(self) -> None:
         """Raises the first failure of any rank, as far as it is known here."""
         if self._failed.is_set():
-            raise from_json(self._failure)
+            raise from_json(self._failure or "")
 
     @contextmanager
     def together(self) -> Iterator[Ranks]:
@@ -240,7 +246,7 @@ class Ranks:
 
     # ---- meetings
 
-    def _meet(self, store: dist.Store) -> None:
+    def _meet(self, store: Any) -> None:
         self._store = LoadStore(store, self._losing_the_store)
         self._watcher.start()
         me = Process.this()
@@ -305,7 +311,7 @@ class Ranks:
             pause_s = min(pause_s * POLL_GROWTH, self._longest_pause_s)
 
     def _miss_ranks(self, key: str, limit_s: float) -> None:
-        absent = [rank for rank in range(self.world_size) if not self._store.has(f"{key}/{rank}")]
+        absent = [rank for rank in range(self.world_size) if not self._shared.has(f"{key}/{rank}")]
         if absent:
             more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
             what = f"rank {absent[0]}{more} has not come to the load within {limit_s:.0f} s"
@@ -318,8 +324,8 @@ class Ranks:
             for tick in itertools.count(1):
                 if self._ended.wait(TICK_S):
                     return
-                if self._store.has("failed"):
-                    self._fail(self._store.get("failed"))
+                if self._shared.has("failed"):
+                    self._fail(self._shared.get("failed"))
                     self._tell_over()
                     return
                 if tick * TICK_S % LOOK_S == 0:
@@ -328,11 +334,11 @@ class Ranks:
             self._fail(self._naming_this_rank(_document_of(error)))
 
     def _look(self) -> None:
-        self._store.count(f"beat/{self.rank}", 1)
+        self._shared.count(f"beat/{self.rank}", 1)
         # Once anybody knows that it is over, ranks leave one after the other.
-        if self._neighbours is None or self._store.count("over") > 0:
+        if self._neighbours is None or self._shared.count("over") > 0:
             return
-        lost = self._neighbours.look(lambda rank: self._store.count(f"beat/{rank}"))
+        lost = self._neighbours.look(lambda rank: self._shared.count(f"beat/{rank}"))
         if lost is not None:
             rank, how = lost
             self.report(self._blaming(rank, "PEER", f"rank {rank} (pid {self._pids[rank]}) {how}"))
@@ -394,7 +400,7 @@ class Ranks:
         with self._lock:
             told, self._over_told = self._over_told, True
         if not told:
-            self._store.count("over", 1)
+            self._shared.count("over", 1)
 
     def _close(self) -> None:
         if self._store is None:
@@ -413,7 +419,7 @@ class Ranks:
             self._fail(_document("PEER", what.format("the launcher")))
         else:
             self._fail(self._blaming(0, "PEER", what.format("rank 0")))
-        return from_json(self._failure)
+        return from_json(self._failure or "")
 
     def _blaming(self, culprit: int, category: str, what: str, **facts: str) -> str:
         pid = {"culprit_pid": self._pids[culprit]} if self._pids else {}
@@ -435,7 +441,8 @@ class Ranks:
             # A peer that left for a reason has told it before.
             if self._failed.wait(4 * TICK_S):
                 self.check()
-            place, why = self._exchange.peer, _first_line(error)
+            place = self._exchange.peer if self._exchange else None
+            why = _first_line(error)
             if place is None:
                 others = f"the {len(self._members) - 1} ranks that it exchanges bytes with"
                 what = f"rank {self.rank} could not connect to {others}: {why}"

@@ -36,7 +36,7 @@ class LoadStore:
         on_loss: makes the error of what has happened to the store; every call raises it then.
     """
 
-    def __init__(self, store: dist.Store, on_loss: Callable[[str], Error]) -> None:
+    def __init__(self, store: Any, on_loss: Callable[[str], Error]) -> None:
         self._on_loss = on_loss
         self._lost: str | None = None
         self._put_here: list[str] = []
@@ -44,7 +44,7 @@ class LoadStore:
         own = self._ask(store.clone, slices=CONNECT_SLICES)
         self._store = dist.PrefixStore(f"modicum/{next(_loads)}", own)
 
-    def part(self, name: str) -> dist.Store:
+    def part(self, name: str) -> Any:
         """A part of this part, to be cloned by the thread that uses it."""
         return dist.PrefixStore(name, self._store)
 

@@ -42,7 +42,7 @@ class _Guard(TorchFunctionMode):
     """Refuses torch functions over memory that this process was forked without."""
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         found = _lacking(args) or _lacking(kwargs.values())
@@ -58,7 +58,7 @@ class _Guard(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _name_of(func: Callable) -> str:
+def _name_of(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", "")
     return getattr(getattr(func, "__self__", None), "__name__", "") if name in _ACCESSORS else name
 

@@ -43,7 +43,7 @@ def rebinding(
     `UsageError`: an optimizer has state and is not resuming; a parameter of it is none of the
     model; a name is gone afterwards; tied parameters came apart; state does not fit.
     """
-    optimizers = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     names = parameter_names(model)
     for one in optimizers:
         _check_before(one, names, resuming)
@@ -54,7 +54,8 @@ def rebinding(
         for group in one.param_groups:
             # In place: some optimizers keep the list.
             group["params"][:] = [new_of[parameter] for parameter in group["params"]]
-        moved = {new_of.get(key, key): state for key, state in one.state.items()}
+        found: dict[Any, Any] = dict(one.state)
+        moved = {new_of.get(key, key): state for key, state in found.items()}
         one.state.clear()
         one.state.update(moved)
 
