@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help demo build test check tidy bench soak conformance format wheel mutants clean
 
-STAGES := dev asan tsan python
+STAGES := dev asan tsan python lint
 CXX_SOURCES = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc'))
 
 help:
@@ -32,7 +32,7 @@ test: begin-venv $(STAGES:%=test-%)
 # What is downloaded comes while C++ is compiled; who needs it waits for it.
 begin-venv:
 	@scripts/packages.sh build python
-	@mkdir -p build; scripts/venv.sh test wheel > build/venv.log 2>&1 &
+	@mkdir -p build; scripts/venv.sh test wheel lint > build/venv.log 2>&1 &
 
 test-dev test-asan test-asan-all test-tsan test-tsan-all: test-%:
 	@scripts/packages.sh build
@@ -41,6 +41,10 @@ test-dev test-asan test-asan-all test-tsan test-tsan-all: test-%:
 test-clang:
 	@scripts/packages.sh build check python
 	@scripts/stage.sh 'test, clang' scripts/test.sh clang
+
+test-lint:
+	@scripts/packages.sh python
+	@scripts/stage.sh 'test, lint' scripts/lint.sh
 
 test-python test-python-soak: test-%:
 	@scripts/packages.sh build python

@@ -34,11 +34,11 @@ from modicum.recipes import Recipe, recipe_for
 from modicum.recipes.dtypes import _FLOATS, dtype_name
 from modicum.recipes.nodes import Node
 from modicum.torch.ranks.cpus import cpus_of_rank
-from modicum.upstream.wrappers import canonical
 from modicum.torch.shards.placements import Sharding, layout_of, sharding_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_distributed import strided_shard
 from modicum.upstream.torch_fsdp import fsdp_params
+from modicum.upstream.wrappers import canonical
 
 __all__ = ["HuggingFaceReader"]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from modicum.errors import BudgetError, refusal
 from modicum.upstream.known import Known
@@ -146,7 +147,7 @@ def check_unit_dtypes(
 def check_replaceable(name: str, parameter: nn.Parameter) -> None:
     """Refuses a parameter whose content can't be exchanged without somebody noticing."""
     local = local_of(parameter)
-    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+    if isinstance(parameter, UninitializedTensorMixin):
         raise refusal("UNSUPPORTED", "a lazy parameter has no shape yet", tensor=name)
     if is_traceable_wrapper_subclass(local):
         got = type(local).__name__

@@ -152,7 +152,7 @@ class _Memory(TorchDispatchMode):
                 torch.empty_like(parameter, device=_META, dtype=dtype),
                 requires_grad=parameter.requires_grad,
             )
-            there.__class__ = type(parameter)
+            there.__class__ = type(parameter)  # type: ignore[assignment]
             vars(there).update(vars(parameter))
             swap_tensors(parameter, there)
         finally:
@@ -383,11 +383,12 @@ def empty_parameters() -> Iterator[None]:
     memory = _Memory()
     modules = _Modules(memory)
     with contextlib.ExitStack() as stack:
-        for register, hook in (
+        hooks: tuple[tuple[Any, Any], ...] = (
             (nn_module.register_module_module_registration_hook, modules.on_module),
             (nn_module.register_module_parameter_registration_hook, modules.on_parameter),
             (nn_module.register_module_buffer_registration_hook, modules.on_buffer),
-        ):
+        )
+        for register, hook in hooks:
             stack.callback(register(hook).remove)
         stack.enter_context(_Data())
         stack.enter_context(memory)

@@ -46,7 +46,7 @@ from modicum.upstream.torch_dispatch import (
 from modicum.upstream.transformers import initialise, is_pretrained
 
 Slot = tuple[int, str]  # a module, by identity, and the name of an attribute of it
-Region = tuple[Sequence[int], Sequence[int], int]  # size, strides, offset
+Region = tuple[Sequence[int], Sequence[int], int | torch.SymInt]  # size, strides, offset
 TensorFor = Callable[[nn.Module, str, torch.Tensor], Any]  # for an attribute of a module
 
 # What gives every element of its first argument a value that does not depend on the one before.
@@ -66,10 +66,10 @@ class Outline(torch.Tensor):
     own initialisers leave those alone.
     """
 
-    inner: torch.Tensor  # on meta
+    inner: torch.Tensor  # type: ignore[assignment]  # on meta
     made: list[Region]  # the same list for all views
 
-    __torch_function__ = NO_TORCH_FUNCTION
+    __torch_function__ = NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, made: list[Region] | None = None) -> "Outline":
@@ -78,7 +78,9 @@ class Outline(torch.Tensor):
         return outline
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is LOCAL_SCALAR:
             return False if args[0].dtype is torch.bool else 0

@@ -23,9 +23,9 @@ from modicum.recipes.nodes import Node, caller
 from modicum.recipes.structure import structure_of, ties_of
 from modicum.torch.loading.load import _PAGE_BYTES, _Walk
 from modicum.torch.ranks.group import Ranks
-from modicum.upstream.wrappers import canonical
 from modicum.torch.shards.tensors import ModelTensor, as_bytes
 from modicum.upstream.torch_fsdp import hand_over
+from modicum.upstream.wrappers import canonical
 
 __all__ = ["Dealing"]
 

@@ -23,7 +23,6 @@ from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.ranks.progress import progress_bar
 from modicum.torch.shards.forks import require_fork
-from modicum.upstream.wrappers import canonical
 from modicum.torch.shards.placements import Meshes, layout_of, sharding_of
 from modicum.torch.shards.tensors import ModelTensor, as_bytes, copying_into, tensors_of
 from modicum.upstream.torch_fsdp import (
@@ -33,6 +32,7 @@ from modicum.upstream.torch_fsdp import (
     hand_over,
     pin,
 )
+from modicum.upstream.wrappers import canonical
 from modicum.walk.calls import require_check
 from modicum.walk.report import Report
 
