@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from modicum.torch import empty_parameters, fsdp2_load_full_state_dict
-from modicum.torch.loading import dealing
+from modicum.torch.loading import memory
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -141,7 +141,6 @@ def state_dict_loaded(
     dtype: str = "float32",
     stored: str | None = None,
     by: str = "modicum",
-    piece: int = 48,
     offload: bool = False,
     omit: tuple[str, ...] = (),
     path: str | None = None,
@@ -155,7 +154,6 @@ def state_dict_loaded(
         built: how, before it is cut.
         stored: the dict's floating-point dtype, if another.
         by: "modicum"; "torch": sharded with its values; "upstream": what modicum stands in for.
-        piece: bytes.
         omit: names that the dict lacks.
         path: a file, which rank 0 writes, in the place of the dict.
         options: more words to the function.
@@ -183,7 +181,6 @@ def state_dict_loaded(
         _upstream(form, model, state)
         optimizer = None  # has what was there before
     else:
-        dealing.PIECE_BYTES = piece
         before = list(model.parameters())
         assert _drop_in(form, model, state, offload, **options or {}) is model
         assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
@@ -256,6 +253,71 @@ def drop_in_refused(case: str) -> str:
     return "none"
 
 
+class Large(nn.Module):
+    """Tensors that staging does not hold whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6000, 1024)
+        self.mix = nn.Linear(1024, 1536, bias=False)
+        self.register_buffer("table", torch.arange(1 << 18), persistent=False)
+
+
+def dict_measured(offers: str = "none", dtype: str = "float32") -> dict[str, Any]:
+    """A dict of rank 0's with a transposed tensor, in a model of another dtype perhaps: what this
+    rank held meanwhile beside what was reported."""
+    from torch_rank import held_bytes
+
+    with empty_parameters():
+        model: Any = Large().to(getattr(torch, dtype))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    torch.manual_seed(3)
+    # By rows of its own memory, so that the others never have the whole.
+    drawn = {n: [p.shape, torch.randint(1 << 30, ())] for n, p in model.named_parameters()}
+    full = {n: _drawn(*of) for n, of in drawn.items()} if dist.get_rank() == 0 else {}
+    if full:
+        full["mix.weight"] = full["mix.weight"].t().contiguous().t()
+    if dist.get_rank() != 0:
+        model.table = torch.zeros_like(model.table)
+    reports: list[Any] = []
+    reads: list[int] = []
+    copy_run = memory._copy_run
+    memory._copy_run = lambda *run: (reads.append(run[2].nbytes), copy_run(*run))
+    ledger = modicum.Ledger()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = held_bytes("RssAnon", "RssShmem")
+    try:
+        how = {"budget": offers, "ledger": ledger, "on_report": reports.append}
+        fsdp2_load_full_state_dict(model, full, **how)
+    except modicum.BudgetError as error:
+        assert all(p.is_meta for p in model.parameters())
+        return {"refused": str(error), "reads": reads}
+    finally:
+        memory._copy_run = copy_run
+    now, fallen = held_bytes("RssAnon", "RssShmem"), held_bytes("VmHWM") - held_bytes("VmRSS")
+    for name, parameter in model.named_parameters():
+        whole, local = _drawn(*drawn[name]).to(parameter.dtype), parameter.to_local()
+        begin = dist.get_rank() * -(-len(whole) // dist.get_world_size())
+        assert torch.equal(local, whole[begin : begin + len(local)]), name
+    assert torch.equal(model.table, torch.arange(1 << 18))
+    (report,) = reports
+    return {
+        "report": report.document,
+        "largest_read": max(reads, default=0),
+        "at_peak": ledger.at_peak,
+        "grown_bytes": now + fallen - before,
+        "local_bytes": sum(p.to_local().nbytes for p in model.parameters()),
+        "buffer_bytes": model.table.nbytes,
+    }
+
+
+def _drawn(shape: torch.Size, seed: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(int(seed))
+    return torch.rand(shape, generator=generator)
+
+
 # ---- the engine of the examples
 
 
@@ -324,5 +386,6 @@ ACTS = {
     "dcp_loaded": dcp_loaded,
     "state_dict_loaded": state_dict_loaded,
     "drop_in_refused": drop_in_refused,
+    "dict_measured": dict_measured,
     "engine": engine,
 }

@@ -20,9 +20,13 @@ pytest.importorskip("transformers")
 
 import modicum.torch  # noqa: E402
 from modicum.torch import full_state_dict  # noqa: E402
+from modicum.torch.loading import memory  # noqa: E402
 from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
 from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
 
+STAGING_BYTES = 8 << 20
+# Code and names that Python takes in at the first load.
+PYTHON_BYTES = 4 << 20
 BUILT = (
     "alike",
     "others without parameters",
@@ -63,6 +67,15 @@ def test_a_path_in_the_place_of_the_dict(
     how = {"path": str(tmp_path / "toy.safetensors"), "options": {"budget": "none"}}
     expected = four.ask("state_dict_loaded", by="torch")
     assert_same(four, expected, form=form, built=built, **how)
+
+
+@pytest.mark.parametrize("strategy", ("rank0-broadcast", "node-reader"))
+def test_buffers_of_rank_0_beside_what_is_sent(four: Ranks, tmp_path: Path, strategy: str) -> None:
+    """Two loads, each of which exchanges bytes in its own way."""
+    options = {"budget": "none", "strategy": strategy}
+    how = {"path": str(tmp_path / "toy.safetensors"), "options": options}
+    expected = four.ask("state_dict_loaded", by="torch")
+    assert_same(four, expected, form="areal", built="others without parameters", **how)
 
 
 def test_what_a_dict_lacks_keeps_its_values(four: Ranks) -> None:
@@ -130,15 +143,68 @@ def test_offloading_that_fully_shard_was_not_told_of(monkeypatch: pytest.MonkeyP
 
 def test_words_that_are_none() -> None:
     model = torch.nn.Linear(1, 1)
-    for full, word in (({}, "budget"), ("/nowhere", "offload"), ({}, "missing")):
+    for full, word in (({}, "strategy"), ("/nowhere", "offload"), ({}, "missing")):
         with pytest.raises(TypeError, match=f"unknown argument '{word}'"):
             modicum.torch.fsdp2_load_full_state_dict(model, full, **{word: "1GiB"})
 
 
-@pytest.mark.parametrize("piece", (8 << 20, 1 << 7, 1))
-def test_pieces_of_any_size(four: Ranks, piece: int) -> None:
-    expected = four.ask("state_dict_loaded", by="torch")
-    assert_same(four, expected, built="others on meta", piece=piece)
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24),
+        torch.arange(24).view(2, 3, 4).permute(2, 0, 1),
+        torch.arange(60).view(3, 4, 5)[:, 1:3, ::2],
+        torch.arange(6).expand(4, 6),
+        torch.tensor(5),
+        torch.arange(24.0).view(4, 6).t(),
+    ],
+    ids=("contiguous", "permuted", "strided", "expanded", "scalar", "cast"),
+)
+def test_any_run_of_any_tensor(tensor: Any) -> None:
+    """What rank 0 reads of its tensors, whatever their strides."""
+    whole = tensor.reshape(-1).to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
+    for first in range(len(whole)):
+        for end in range(first, len(whole) + 1):
+            into = torch.full((end - first,), -1).to(whole.dtype)
+            memory._copy_run(tensor, first, into)
+            assert torch.equal(into, whole[first:end])
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_a_dict_is_sent_within_the_promise(four: Ranks, dtype: str) -> None:
+    """By the kernel's counters and in the report: the others hold shards and staging, rank 0 its
+    dict besides; what is sent is what each needs, no more, and is counted."""
+    answers = four.ask("dict_measured", dtype=dtype)
+    ranks, itemsize = answers[0]["report"]["ranks"], getattr(torch, dtype).itemsize
+    whole_bytes = (6000 + 1536) * 1024
+    for rank, answer in enumerate(answers):
+        of, table = ranks[rank], answer["buffer_bytes"]
+        kept = answer["local_bytes"] + table
+        assert answer["local_bytes"] * 4 == whole_bytes * itemsize
+        assert answer["grown_bytes"] <= kept + STAGING_BYTES + PYTHON_BYTES, f"rank {rank}"
+        assert 0 < answer["at_peak"]["staging"] <= STAGING_BYTES
+        assert of["ledger_peak_bytes"] <= of["promised_bytes"] - of["baseline_bytes"]
+        assert of["kernel_peak_bytes"] <= of["promised_bytes"]
+        assert of["exchanged_bytes"] == (kept if rank > 0 else 0)
+        assert of["storage_read_bytes"] == (0 if rank > 0 else whole_bytes * itemsize + table)
+        assert answer["largest_read"] <= 1 << 20 and (answer["largest_read"] > 0) == (rank == 0)
+    assert answers[0]["report"]["strategy"] == "node-reader"
+    dict_bytes = ranks[0]["baseline_bytes"] - ranks[1]["baseline_bytes"]
+    assert dict_bytes == pytest.approx(whole_bytes * 4, abs=2 * PYTHON_BYTES)
+    assert ranks[0]["promised_bytes"] - ranks[1]["promised_bytes"] >= dict_bytes - (1 << 20)
+
+
+def test_a_dict_obeys_its_budget(four: Ranks) -> None:
+    """Rank 0's dict is part of what its node holds. Refused everywhere, before a tensor is read."""
+    report = four.ask("dict_measured")[0]["report"]
+    promised = sum(of["promised_bytes"] for of in report["ranks"])
+    assert report["budget"] is None
+    for answer in four.ask("dict_measured", offers=str(promised - (64 << 20))):
+        assert answer["reads"] == []
+        assert re.match("BUDGET: .*node 0", answer["refused"]), answer["refused"]
+    offers = promised + (64 << 20)
+    report = four.ask("dict_measured", offers=str(offers))[0]["report"]
+    assert report["budget"] == {"bytes": offers, "source": "argument"}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 import modicum.torch  # noqa: E402
 from modicum.torch import empty_parameters  # noqa: E402
-from modicum.torch.loading import load as walk  # noqa: E402
+from modicum.torch.build.initialiser import Initialiser  # noqa: E402
 from program import write_checkpoint  # noqa: E402  (after torch is known to be there)
 from sharding import Cut, assert_same, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
@@ -427,7 +427,7 @@ def test_a_failure_while_loading_leaves_the_model_as_it_was(
         def fail(self: Any, name: str) -> Any:
             raise RuntimeError(f"no numbers for {name}")
 
-        patch.setattr(walk.Initialiser, "whole", fail)
+        patch.setattr(Initialiser, "whole", fail)
         with playing_new_rank(1, 2):
             model = shard(empty("llama"), TWO)
             with pytest.raises(Exception, match=f"no numbers for {NORM}|no numbers for {HEAD}"):
@@ -497,7 +497,7 @@ def test_an_import_brings_torch_alone_and_patches_nothing() -> None:
 def test_what_a_set_asks_for_is_the_same_on_every_rank() -> None:
     """Processes hash names differently, and compare what they were asked for."""
     program = (
-        "from modicum.torch.loading.load import said\n"
+        "from modicum.torch.loading.goal import said\n"
         "print(said({'missing': {f'layer.{i}' for i in range(20)}, 'dtype': None}))"
     )
     told = {

@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from modicum.torch.loading import load as walk  # noqa: E402
+from modicum.torch.loading import planning, running  # noqa: E402
 from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
 from on_device import OnDevice  # noqa: E402  (after torch is known to be there)
 from sharding import Cut, bits, playing_new_rank  # noqa: E402
@@ -229,17 +229,14 @@ class Device(TorchFunctionMode):
 def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of little pieces; the host holds nothing but these."""
     ledger, cut, whole = modicum.Ledger(), Cut(layout, (3,)), from_pretrained(name)
-    hand_over = walk._Walk._hand_over
+    hand_over = running._hand_over
 
-    def from_stand_ins(walk: Any, loaded: Any) -> None:
-        for of in walk.tensors.values():
-            if of.storage is not None:
-                assert type(of.storage) is OnDevice
-                of.storage = of.storage.host
-        hand_over(walk, loaded)
+    def from_stand_ins(planned: Any, model: Any, loaded: Any, storages: Any) -> None:
+        assert all(type(storage) is OnDevice for storage in storages.values())
+        hand_over(planned, model, loaded, {t: s.host for t, s in storages.items()})
 
-    monkeypatch.setattr(walk._Walk, "_hand_over", from_stand_ins)
-    monkeypatch.setattr(walk._Walk, "_device_of", lambda walk, of: META)
+    monkeypatch.setattr(running, "_hand_over", from_stand_ins)
+    monkeypatch.setattr(planning, "_device_of", lambda model, of: META)
     for rank in range(3):
         with playing_new_rank(rank, 3):
             model = shard(empty(name), cut)
@@ -257,7 +254,7 @@ def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.Monkey
 
 
 def test_a_copy_is_no_reason_for_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk._Walk, "_device_of", lambda walk, of: META)
+    monkeypatch.setattr(planning, "_device_of", lambda model, of: META)
     torch.set_warn_always(True)
     try:
         with warnings.catch_warnings():

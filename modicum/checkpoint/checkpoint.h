@@ -53,8 +53,13 @@ Checkpoint open_checkpoint(FileSystem& files, const std::string& path);
 // after the last read: a file that is written over between the two would give mixed values.
 std::unique_ptr<File> open_data_file(const Checkpoint& checkpoint, uint32_t file);
 
-// One safetensors file, written front to back. Tensors are laid out in the order given, without
-// gaps; the header is padded with spaces to 8 bytes.
+// The header of a safetensors file of these tensors, laid out in the order given without gaps:
+// length prefix and JSON, padded with spaces to 8 bytes. FORMAT.* where open_checkpoint would
+// refuse the file.
+std::string safetensors_header(std::span<const TensorSpec> tensors, const std::string& file,
+                               const std::map<std::string, std::string>& metadata = {});
+
+// One safetensors file, written front to back. Its header is that of safetensors_header.
 class SafetensorsWriter {
  public:
   // Creates the file (CONFLICT where it exists) and writes its header.

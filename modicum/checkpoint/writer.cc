@@ -54,23 +54,29 @@ std::string header_json(std::span<const TensorSpec> tensors, const std::vector<u
 
 }  // namespace
 
-SafetensorsWriter::SafetensorsWriter(FileSystem& files, const std::string& path,
-                                     std::span<const TensorSpec> tensors,
-                                     const std::map<std::string, std::string>& metadata)
-    : begins_(lay_out(tensors, base_name(path))) {
-  const std::string json = header_json(tensors, begins_, metadata);
+std::string safetensors_header(std::span<const TensorSpec> tensors, const std::string& file,
+                               const std::map<std::string, std::string>& metadata) {
+  const std::string json = header_json(tensors, lay_out(tensors, file), metadata);
   const uint64_t length = round_up(json.size(), kAlignment);
   if (length > kLargestHeader) {
     Facts facts;
-    facts.file = base_name(path);
+    facts.file = file;
     facts.expected = std::to_string(kLargestHeader) + " bytes at most";
     facts.got = std::to_string(length) + " bytes";
     fail(Category::format_limit, "the header is too long", facts);
   }
-  header_bytes_ = kLengthPrefix + length;
-  std::string header(header_bytes_, ' ');
+  std::string header(kLengthPrefix + length, ' ');
   for (size_t i = 0; i < kLengthPrefix; ++i) header[i] = static_cast<char>(length >> (8 * i));
   std::copy(json.begin(), json.end(), header.begin() + kLengthPrefix);
+  return header;
+}
+
+SafetensorsWriter::SafetensorsWriter(FileSystem& files, const std::string& path,
+                                     std::span<const TensorSpec> tensors,
+                                     const std::map<std::string, std::string>& metadata)
+    : begins_(lay_out(tensors, base_name(path))) {
+  const std::string header = safetensors_header(tensors, base_name(path), metadata);
+  header_bytes_ = header.size();
   file_ = files.create(path);
   file_->write(std::as_bytes(std::span(header)), 0);
 }

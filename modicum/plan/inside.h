@@ -7,7 +7,8 @@
 
 namespace modicum {
 
-// The ranks [first, end) of one node.
+// The ranks [first, end) for which the first one reads under node-reader: those of one node, or all
+// where only rank 0 can read.
 struct NodeRanks {
   int first = 0;
   int end = 0;

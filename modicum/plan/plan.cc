@@ -88,6 +88,15 @@ void refuse_unsupported(const Plan& plan) {
   }
 }
 
+void refuse_unreadable(const Plan& plan) {
+  if (!plan.manifest->only_rank_0) return;
+  for (int rank = 1; rank < plan.ranks(); ++rank) {
+    if (!reads_storage(plan, rank)) continue;
+    fail(Category::usage, "only rank 0 can read what is stored",
+         {.expected = "node-reader", .got = std::string(plan.strategy().name)});
+  }
+}
+
 Staging divide_staging(const Plan& plan) {
   const PlanOptions& options = plan.options;
   const Strategy& strategy = plan.strategy();
@@ -129,6 +138,9 @@ Promise promise_of(const Plan& plan) {
   std::map<uint64_t, uint64_t> shards_of_class;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     Footprint open;
+    if (!plan.options.baseline_of.empty()) {
+      open[Purpose::process] = plan.options.baseline_of.at(static_cast<size_t>(rank));
+    }
     open[Purpose::header] = header;
     open[Purpose::plan] = held;
     Footprint hold = open;
@@ -151,7 +163,8 @@ Promise promise_of(const Plan& plan) {
       phases[kLoadPhases + i].of_rank.push_back(after);
     }
   }
-  return make_promise(std::move(phases), plan.options.baseline_bytes, ranks_per_node(plan));
+  const uint64_t of_each = plan.options.baseline_of.empty() ? plan.options.baseline_bytes : 0;
+  return make_promise(std::move(phases), of_each, ranks_per_node(plan));
 }
 
 // A promise that saturates is none: refused, so that every promise there is can be believed.
@@ -183,6 +196,8 @@ Digest digest_inputs(const Plan& plan) {
   hasher.add(o.fork);
   hasher.add(o.destination_of.size());
   for (const Destination to : o.destination_of) hasher.add(to);
+  hasher.add(o.baseline_of.size());
+  for (const uint64_t bytes : o.baseline_of) hasher.add(bytes);
   hasher.add(o.after.size());
   for (const Phase& phase : o.after) {
     hasher.add(phase.name).add(phase.of_rank.size());
@@ -221,6 +236,7 @@ Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, Pl
   plan.uses = uses_of(plan);
   prove_scales(plan);
   refuse_unsupported(plan);
+  refuse_unreadable(plan);
   plan.staging = divide_staging(plan);
   plan.promise = promise_of(plan);
   refuse_uncountable(plan);

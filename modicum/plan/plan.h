@@ -85,7 +85,8 @@ struct PlanOptions {
   Destination destination = Destination::cpu;
   std::vector<Destination> destination_of;  // by target; empty: all alike
   uint64_t staging_bytes = 8 * kMiB;
-  uint64_t baseline_bytes = kBaselineBytes;
+  uint64_t baseline_bytes = kBaselineBytes;  // what a rank's process holds before the load
+  std::vector<uint64_t> baseline_of;         // the same by rank; empty: baseline_bytes each
   uint64_t init_bytes = 0;     // the most that tensors made by the caller take at once
   bool caller_sends = false;   // what is exchanged goes through the caller's transport: no ring
   Fork fork = Fork::excluded;  // what forked children find of the shards

@@ -576,6 +576,15 @@ TEST_F(Planned, RanksAreSpreadOverNodes) {
   EXPECT_GT(of.promise.node_peak_bytes(0), of.promise.node_peak_bytes(2));
 }
 
+TEST_F(Planned, EachRankHasItsOwnBaseline) {
+  PlanOptions options = options_of("own-shard");
+  options.baseline_of = {5 * kMiB, 2 * kMiB};
+  const Plan of = make_plan(manifest_, recipe_, fsdp2_layout(2), options);
+  const Plan alike = make_plan(manifest_, recipe_, fsdp2_layout(2), options_of("own-shard"));
+  EXPECT_EQ(of.promise.rank_peak_bytes(0), alike.promise.rank_peak_bytes(0) + 3 * kMiB);
+  EXPECT_EQ(of.promise.rank_peak_bytes(1), alike.promise.rank_peak_bytes(1));
+}
+
 // Catches: a budget that is met exactly and refused.
 TEST_F(Planned, APeakThatEqualsTheBudgetFits) {
   PlanOptions options = options_of("own-shard");
@@ -701,6 +710,26 @@ TEST_F(Planned, ANodesLeaderReadsWhatItsRanksNeedOnce) {
   EXPECT_EQ(read(whole_layout(4)), 2 * model);
 }
 
+// Catches: a leader of another node that reads; nodes that become one in the promise, too.
+TEST_F(Planned, WhatOnlyRank0CanReadItSendsToAllNodes) {
+  Manifest held = manifest_;
+  held.only_rank_0 = true;
+  PlanOptions options = options_of("node-reader", 8 * kMiB);
+  options.ranks_per_node = 2;
+  const Plan of = make_plan(held, recipe_, fsdp2_layout(4), options);
+  EXPECT_EQ(of.promise.node_of_rank, (std::vector<uint32_t>{0, 0, 1, 1}));
+  EXPECT_EQ(exchange_group(of, 3), (std::vector<int>{0, 1, 2, 3}));
+  EXPECT_EQ(traffic_of_rank(of, 0).storage_read_bytes, held.data_bytes());
+  for (int rank = 1; rank < 4; ++rank) {
+    EXPECT_FALSE(reads_storage(of, rank));
+    EXPECT_GT(traffic_of_rank(of, rank).exchanged_bytes, 0U);
+  }
+  options.strategy = &strategy_named("own-shard");
+  const auto refusal = failure_of([&] { make_plan(held, recipe_, fsdp2_layout(4), options); });
+  ASSERT_TRUE(refusal.has_value());
+  EXPECT_EQ(refusal->category(), Category::usage);
+}
+
 TEST_F(Planned, ThoseWhoHoldTheSameReadItInTurn) {
   const uint64_t model = manifest_.data_bytes();
   const auto due = [&](const Layout& layout) {
@@ -749,6 +778,8 @@ TEST_F(Planned, TheInputsDigestChangesWithWhatDecidesAndWithNothingElse) {
   add(make_plan(copy, again, fsdp2_layout(4), options).inputs);
   options = options_of("own-shard", 8 * kMiB);
   options.baseline_bytes += 1;
+  add(make_plan(copy, again, fsdp2_layout(4), options).inputs);
+  options.baseline_of = {1, 2, 3, 4};
   add(make_plan(copy, again, fsdp2_layout(4), options).inputs);
   options = options_of("own-shard", 8 * kMiB);
   Manifest other = manifest_;

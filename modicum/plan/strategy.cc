@@ -37,6 +37,7 @@ int ranks_per_node(const Plan& plan) noexcept {
 }
 
 NodeRanks node_of(const Plan& plan, int rank) noexcept {
+  if (plan.manifest->only_rank_0) return {0, plan.ranks()};
   const int first = rank / ranks_per_node(plan) * ranks_per_node(plan);
   return {first, std::min(plan.ranks(), first + ranks_per_node(plan))};
 }

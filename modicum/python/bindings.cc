@@ -208,6 +208,7 @@ NB_MODULE(_modicum, module) {
   module.def("exit_codes", front::exit_codes, "The exit code of each category of errors.");
   module.def("inspect", front::inspect, nanobind::arg("path"), front::kInspectDoc);
   front::define_plan(module);
+  front::define_source(module);
   front::define_values(module);
   front::define_recipe_builder(module);
   front::define_load(module);

@@ -38,7 +38,7 @@ nb::dict as_dict(const std::string& document);
 
 // The values of a walk as Python holds them: each keeps alive what it refers to.
 struct OpenCheckpoint {
-  PosixFileSystem files;
+  std::unique_ptr<FileSystem> files = std::make_unique<PosixFileSystem>();
   Checkpoint checkpoint;
 };
 struct MadeRecipe {
@@ -52,6 +52,7 @@ struct MadePlan {
   const Checkpoint& checkpoint() const noexcept { return recipe->of->checkpoint; }
 };
 
+void define_source(nb::module_& module);
 void define_values(nb::module_& module);
 void define_recipe_builder(nb::module_& module);
 void define_load(nb::module_& module);

@@ -22,12 +22,15 @@ namespace {
 using WrittenCut = std::tuple<std::vector<int>, int, int, bool>;
 using WrittenSharding = std::pair<std::vector<int>, std::vector<WrittenCut>>;
 
+// What each rank holds before, or by rank what it holds.
+using Baseline = std::variant<Size, std::vector<uint64_t>>;
+
 std::shared_ptr<OpenCheckpoint> open(const std::optional<std::filesystem::path>& path) {
   auto opened = std::make_shared<OpenCheckpoint>();
-  opened->checkpoint.files = &opened->files;
+  opened->checkpoint.files = opened->files.get();
   if (!path) return opened;  // nothing is stored
   without_the_lock([&] {
-    opened->checkpoint = open_checkpoint(opened->files, path->string());
+    opened->checkpoint = open_checkpoint(*opened->files, path->string());
     return 0;
   });
   return opened;
@@ -123,11 +126,23 @@ Destination destination_named(const std::string& name) {
   fail(Category::usage, "unknown destination '" + printable(name) + "'; cpu, copy or given");
 }
 
+void take_baseline(const Baseline& baseline, const Layout& layout, PlanOptions& options) {
+  if (const auto* const one = std::get_if<Size>(&baseline)) {
+    options.baseline_bytes = parse_size(text_of(*one));
+    return;
+  }
+  options.baseline_of = std::get<std::vector<uint64_t>>(baseline);
+  if (options.baseline_of.size() == static_cast<size_t>(layout.world_size())) return;
+  fail(Category::usage, "not every rank has a baseline",
+       {.expected = std::to_string(layout.world_size()),
+        .got = std::to_string(options.baseline_of.size())});
+}
+
 std::shared_ptr<MadePlan> plan(const std::shared_ptr<MadeRecipe>& recipe, const Layout& layout,
                                const std::string& strategy, std::optional<int> ranks_per_node,
                                const std::vector<std::string>& destinations,
                                const std::optional<Size>& staging,
-                               const std::optional<Size>& baseline, uint64_t init_bytes,
+                               const std::optional<Baseline>& baseline, uint64_t init_bytes,
                                bool caller_sends, const std::optional<Size>& budget,
                                const std::string& budget_source, const std::string& fork) {
   PlanOptions options{.strategy = &strategy_named(strategy),
@@ -139,7 +154,7 @@ std::shared_ptr<MadePlan> plan(const std::shared_ptr<MadeRecipe>& recipe, const 
     options.destination_of.push_back(destination_named(name));
   }
   options.staging_bytes = staging ? parse_size(text_of(staging)) : kDefaultStagingBytes;
-  if (baseline) options.baseline_bytes = parse_size(text_of(baseline));
+  if (baseline) take_baseline(*baseline, layout, options);
   auto made = std::make_shared<MadePlan>();
   made->recipe = recipe;
   without_the_lock([&] {
@@ -347,7 +362,7 @@ Args:
     destinations: for each target cpu, copy (only copies are taken, as by a device) or given (memory
         that the caller has); empty: all cpu.
     staging: per rank, committed whole; None: 8 MiB, less where a budget needs it.
-    baseline: what a rank process holds before Modicum; None: 2 MiB.
+    baseline: what a rank process holds before Modicum, or a list of that by rank; None: 2 MiB.
     init_bytes: the most that tensors made by the caller take at once.
     caller_sends: whether bytes are exchanged by the caller's own means.
     budget: host memory per node; None: no verdict.

@@ -103,6 +103,7 @@ struct Manifest {
   // Over tensors' names, dtypes, shapes, extents and scales, and files' names and sizes; not over
   // inodes or times, so that copies of a checkpoint agree.
   Digest identity;
+  bool only_rank_0 = false;  // the files are in rank 0's memory: no other rank can read them
 
   uint64_t data_bytes() const noexcept;  // sum over the tensors
   uint64_t held_bytes() const noexcept;  // host memory of this value; equal for equal values

@@ -72,6 +72,19 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         UsageError: an argument makes no sense, or the recipe is not one for this checkpoint.
     """
 
+def open_tensors(tensors: Sequence[tuple[str, str, Sequence[int]]], read: object | None) -> Checkpoint:
+    """
+    Tensors in rank 0's memory as a checkpoint, whose bytes rank 0 alone can read.
+
+    Args:
+        tensors: (name, dtype, shape) each, the same on every rank.
+        read: of rank 0: fills a view with the bytes of a tensor, read(index, offset, view). Called on
+            the thread that calls load().
+
+    Raises:
+        FormatError, UsageError.
+    """
+
 class Checkpoint:
     """A checkpoint whose headers have been read and proven."""
 
@@ -214,7 +227,7 @@ def make_layout(recipe: Recipe, *, shardings: Sequence[tuple[Sequence[int], Sequ
         sharding_of: for each target the index of its sharding.
     """
 
-def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'argument', fork: str = 'excluded') -> Plan:
+def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | Sequence[int] | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'argument', fork: str = 'excluded') -> Plan:
     """
     Who reads what and what every rank will hold.
 
@@ -226,7 +239,7 @@ def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ra
         destinations: for each target cpu, copy (only copies are taken, as by a device) or given (memory
             that the caller has); empty: all cpu.
         staging: per rank, committed whole; None: 8 MiB, less where a budget needs it.
-        baseline: what a rank process holds before Modicum; None: 2 MiB.
+        baseline: what a rank process holds before Modicum, or a list of that by rank; None: 2 MiB.
         init_bytes: the most that tensors made by the caller take at once.
         caller_sends: whether bytes are exchanged by the caller's own means.
         budget: host memory per node; None: no verdict.

@@ -342,14 +342,14 @@ def recipe_for(
     key_mapping: Mapping[str, str] | None = None,
     quantizer: Any = None,
     adapter: str | None = None,
+    structure: Structure | None = None,
 ) -> Recipe:
     """The recipe by which `checkpoint` is loaded into `model`: a model of transformers as
     `from_pretrained` would load it, any other module by name.
 
     Args:
-        model: any module, on meta or not, sharded or not. It may be wrapped: compiled, by PEFT, or
-            be part of another module, which changes nothing but the names of the targets. Nothing
-            of it is changed.
+        model: any module, on meta or not, sharded or not; it is not changed. Wrapping it (PEFT,
+            compiling, another module around it) changes nothing but the names of the targets.
         checkpoint: a directory or file, or a mapping of stored names to (dtype, shape). The names
             may be those of the model alone, or those of the whole; or of an adapter's file.
         dtype: None: each tensor as the model has it. A dtype, best the one that the model was
@@ -367,13 +367,14 @@ def recipe_for(
         key_mapping: further renamings, as `from_pretrained` takes them.
         quantizer: None: by the model's config.
         adapter: whose tensors an adapter's file has; None: those of the model's only adapter.
+        structure: of the model, where it is known already.
 
     Raises:
         UsageError: MISMATCH where model and checkpoint do not go together, UNSUPPORTED for an
             operation, a quantization or a cast that is not known, USAGE for a regular expression.
     """
     stored = stored_in(checkpoint)
-    structure = structure_of(model, adapter)
+    structure = structure or structure_of(model, adapter)
     targets = described(structure)
     rules = Rules(missing, targets)
     translation = _translate(
@@ -396,8 +397,7 @@ def recipe_for(
     )
     _check_lacking(lacking, structure, stored)
     recipe.targets = {name: recipe.targets[name] for name in targets if name in recipe.targets}
-    unused = [*translation.dropped, *translation.unexpected, *translation.doubled]
-    recipe.unused = sorted(unused)
+    recipe.unused = sorted([*translation.dropped, *translation.unexpected, *translation.doubled])
     return recipe
 
 

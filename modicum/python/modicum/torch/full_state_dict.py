@@ -1,24 +1,26 @@
 """`fsdp2_load_full_state_dict`, with the arguments by which frameworks know it."""
 
 import os
-import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
 from torch import nn
 
+from modicum import _modicum
 from modicum.errors import refusal
-from modicum.torch.loading.dealing import Dealing, State
+from modicum.torch.loading.goal import Goal, Model, agree_on, goal_of_source, refuse_gaps
+from modicum.torch.loading.memory import State, chosen_from, goal_of_memory, level
+from modicum.torch.loading.planning import Options, Planned, plan_of
+from modicum.torch.loading.running import run
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.shards.forks import require_fork
-from modicum.walk.calls import require_check
 
 __all__ = ["fsdp2_load_full_state_dict"]
 
 Full = State | str | Path | None
 
-# Those of `load`, with its defaults.
+# Those of `load`, with its defaults, and `on_report`.
 _OPTIONS: dict[str, Any] = {
     "ledger": None,
     "budget": None,
@@ -32,8 +34,9 @@ _OPTIONS: dict[str, Any] = {
     "seed": 0,
     "staging": None,
     "fork": "excluded",
+    "on_report": None,
 }
-_WITH_DICT = {"ledger", "progress", "fork"}  # rank 0 has the whole model: no budget says anything
+_WITH_DICT = {"ledger", "budget", "progress", "staging", "fork", "on_report"}
 
 
 @overload
@@ -66,8 +69,8 @@ def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
     A **path** is the lean way: each rank reads its own bytes as `modicum.torch.load` does, with the
     model's own conversions, and no rank holds more than its shards and the staging. A **dict** is
     rank 0's, whole, under the names of `model.state_dict()`; what the others give (`{}`, None,
-    tensors on meta) is not looked at. It stays rank 0's, who deals it out in pieces of 8 MiB: the
-    others hold their shards and one piece.
+    tensors on meta) is ignored. Rank 0 reads it piece by piece and sends each rank its part: the
+    others hold their shards and the staging. It is part of what rank 0 holds, and of the budget.
 
     It does not matter how ranks have built the model: on meta, under `empty_parameters()`, with
     values (rank 0, commonly), or with memory of `to_empty` that nobody has written. What is on meta
@@ -83,25 +86,27 @@ def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
     - **Where parameters lie** is what `fully_shard` was told, with CPUOffloadPolicy the CPU.
 
     Args:
-        accelerator: is not looked at.
+        accelerator: ignored.
         model: as of `modicum.torch.load`.
         full_sd, full_state: a dict on rank 0; or the directory, file or `org/name` of a checkpoint,
             the same on every rank.
-        device_mesh: is not looked at: the model's parameters know theirs. AReaL's `cpu_offload`
-            stands here.
+        device_mesh: ignored: the model's parameters know theirs. AReaL's `cpu_offload` comes here.
         cpu_offload: True, or any policy: parameters that `fully_shard` would not offload are
             refused. False and None, the defaults, say nothing.
-        tie_word_embeddings: is not looked at; False by default.
-        strict: False: names of the dict that the model has not are dropped, and what the dict lacks
-            keeps its values. None, the default, is True; with an accelerator such names are dropped
-            in any case. Of dicts only.
+        tie_word_embeddings: ignored.
+        strict: False: names of the dict that are not in the model are dropped, and what the dict
+            lacks keeps its values. None, the default, is True; with an accelerator such names are
+            dropped in any case. Of dicts only.
         **options: with a path those of `modicum.torch.load`: dtype, missing, unexpected, budget,
-            strategy, seed, fork and so on, with its defaults. With a dict: ledger, progress, fork.
+            strategy, seed, fork and so on, with its defaults. With a dict: ledger, budget, staging,
+            progress, fork. With both `on_report`, which is called with the report of the load on
+            every rank; and of a load before it, where buffers beside a checkpoint are rank 0's.
 
     Returns:
         The model.
 
     Raises:
+        BudgetError: it does not fit; before anything is read.
         UsageError: MISMATCH where dict and model don't go together, naming the tensor; CONFLICT
             where the ranks' models or arguments don't.
         What `modicum.torch.load` raises. On every rank alike; the model's parameters are on meta
@@ -149,39 +154,56 @@ def _is_policy(given: Any) -> bool:
 
 
 def _fill(
-    model: nn.Module, full: Full, offload: bool, rules: dict[str, bool], options: dict[str, Any]
+    module: nn.Module, full: Full, offload: bool, rules: dict[str, bool], options: dict[str, Any]
 ) -> nn.Module:
     """Both forms, from here on."""
     is_path = isinstance(full, (str, os.PathLike))
-    how = _OPTIONS | ({} if is_path else {"budget": "none"})
     known = _OPTIONS.keys() if is_path else _WITH_DICT
     if unknown := sorted(options.keys() - known):
         raise TypeError(f"fsdp2_load_full_state_dict: unknown argument '{unknown[0]}'")
-    how |= options
-    require_check(how["check"])
-    require_fork(how["fork"])
+    how = _OPTIONS | options
+    names = ("budget", "strategy", "staging", "fork", "seed", "check", "progress")
+    said = Options(how["ledger"] or _modicum.Ledger(), *(how[name] for name in names))
     with Ranks.of_world().together() as ranks:
         if not is_path and not isinstance(full, (Mapping, type(None))):
             got = type(full).__name__
             raise refusal("USAGE", "a state dict", expected="a dict, or a path", got=got)
-        state = None if is_path else full or {}
-        walk = Dealing(model, ranks, how["seed"], state=state, **rules)
-        _check_offload(walk, offload)
-        walk.level()
-        walk.read_source(full if is_path else None)
-        walk.make_recipe(how["dtype"], how["keep_fp32"], how["missing"], how["unexpected"])
-        walk.make_plan(how["strategy"], how["staging"], how["ledger"], how["budget"], how["fork"])
-        if how["check"] and walk.pieces:
-            what = "check='values' where ranks have other buffers than rank 0"
-            raise refusal("UNSUPPORTED", what)
-        if ranks.rank == 0:
-            print(f"modicum: {walk.headline()}", file=sys.stderr)
-        walk.load(how["check"], how["progress"])
-    return model
+        model = Model.of(module, scratch=rules["scratch"], buffers_follow_fsdp=True)
+        _check_offload(model, offload)
+        goals = _goals_of(model, ranks, full, rules, how)
+        made = {name for goal in goals for name in goal.dtypes}
+        refuse_gaps(model, made, buffers=rules["scratch"])
+        planned: list[Planned] = []
+        for goal in goals:  # all fit or none is carried out
+            planned.append(plan_of(model, ranks, goal, said, planned[-1] if planned else None))
+        for load in planned:
+            report = run(load, model, ranks)
+            if how["on_report"] is not None:
+                how["on_report"](report)
+    return module
 
 
-def _check_offload(walk: Dealing, offload: bool) -> None:
-    for name, of in walk.managed.items():
+def _goals_of(
+    model: Model, ranks: Ranks, full: Full, rules: dict[str, bool], how: dict[str, Any]
+) -> list[Goal]:
+    """What of rank 0's memory goes into the model, and then what of a checkpoint."""
+    kind = "path" if isinstance(full, (str, os.PathLike)) else "dict"
+    agree_on(ranks, [kind, rules, *model.tensors])
+    uneven = level(model, ranks)
+    if full is None or isinstance(full, Mapping):
+        strict, drops = rules["strict"], rules["drops"]
+        choose = partial(chosen_from, model, full or {}, uneven, strict=strict, drops=drops)
+        return [goal_of_memory(model, ranks, choose)]
+    if how["check"] and uneven:
+        what = "check='values' where ranks have other buffers than rank 0"
+        raise refusal("UNSUPPORTED", what)
+    recipe = {name: how[name] for name in ("dtype", "keep_fp32", "missing", "unexpected")}
+    beside = [goal_of_memory(model, ranks, lambda: (uneven, {}))] if uneven else []
+    return [*beside, goal_of_source(model, ranks, full, recipe, ())]
+
+
+def _check_offload(model: Model, offload: bool) -> None:
+    for name, of in model.managed.items():
         if offload and of.device.type != "cpu":
             what, got = "cpu_offload of what fully_shard does not offload", str(of.device)
             raise refusal("USAGE", what, tensor=name, expected="CPUOffloadPolicy", got=got)

@@ -7,14 +7,16 @@ no state dict has, as rotary embeddings keep them, and tensors that the file lac
 
 import itertools
 import warnings
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from modicum.errors import Error, refusal
+from modicum.recipes.structure import Structure
 from modicum.torch.build.initialiser import Initialiser
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.tensors import ModelTensor, tensors_of
@@ -23,6 +25,9 @@ from modicum.upstream.torch_core import version_of
 __all__ = ["Emptied"]
 
 _NAMES_SHOWN = 8
+
+# What the model's own rules make of tensors with these names.
+_Makes = Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]]
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
@@ -60,9 +65,17 @@ class Emptied:
     unwritten: set[str]
     """Names of parameters and persistent buffers that have memory and no values, on any rank."""
 
-    def __init__(self, model: nn.Module, buffers: str | None, ranks: Ranks, seed: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        buffers: str | None,
+        ranks: Ranks,
+        seed: int,
+    ) -> None:
         """
         Args:
+            structure: of the model.
             buffers: "restore": every buffer that differs is restored; "keep": none is, and nothing
                 is examined; None: as said above.
             seed: of rules that draw random numbers.
@@ -72,25 +85,25 @@ class Emptied:
         self._values: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer, and what for
         self._differ: list[str] = []  # left alone
         self._unknown: list[str] = []  # never written, and no rule makes them
-        is_emptied = False
+        unwritten: list[str] = []
         if buffers != "keep":
-            found = _examined(model, everything=buffers == "restore")
-            is_emptied = self._compare(model, found, buffers == "restore", seed)
+            makes = partial(_made, model, structure, seed)
+            tensors = tensors_of(model, structure, scratch=True)
+            found = _examined(model, tensors, everything=buffers == "restore")
+            is_emptied = self._compare(makes, found, everything=buffers == "restore")
             if not is_emptied and _has_no_values(model):
-                self._unknown += _never_written(model)
-        unwritten = _never_written(model) if is_emptied else []
+                self._unknown += _never_written(tensors)
+            unwritten = _never_written(tensors) if is_emptied else []
         everyone = ranks.gather([unwritten, [*self._values], self._differ, self._unknown])
         names = [sorted({name for rank in everyone for name in rank[i]}) for i in range(4)]
         self.unwritten = set(names[0])
         self._named = names[1:] if ranks.rank == 0 else [[], [], []]
 
-    def _compare(
-        self, model: nn.Module, found: dict[str, _Buffer], everything: bool, seed: int
-    ) -> bool:
+    def _compare(self, makes: _Makes, found: dict[str, _Buffer], *, everything: bool) -> bool:
         """Whether a buffer shows that `to_empty` has made the model's memory."""
         is_emptied = False
         made = set()
-        for name, value in _made(model, found, seed):
+        for name, value in makes(found):
             buffer = found[name]
             made.add(name)
             value = value.to(buffer.tensor.dtype)
@@ -135,18 +148,20 @@ class Emptied:
 def _warn(what: str, names: list[str]) -> None:
     shown = ", ".join(names[:_NAMES_SHOWN])
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    warnings.warn(f"tensors that no file holds {what}: {shown}{more}", stacklevel=5)
+    warnings.warn(f"tensors that no file holds {what}: {shown}{more}", stacklevel=4)
 
 
-def _examined(model: nn.Module, *, everything: bool) -> dict[str, _Buffer]:
+def _examined(
+    model: nn.Module, tensors: dict[str, ModelTensor], *, everything: bool
+) -> dict[str, _Buffer]:
     """By name, buffers that no state dict has and that may be garbage. Where a parameter is still
     on meta, `to_empty` was not called; what somebody has written in place is values."""
     around = dict(_smallest_with_parameters(model))
     found = {}
-    for name, of in tensors_of(model, scratch=True).items():
+    for name, of in tensors.items():
         if of.is_parameter or of.is_persistent or of.tensor.is_meta or of.tensor.numel() == 0:
             continue
-        module = around[id(of.owners[0][0])]
+        module = around[id(of.module)]
         parameters = [] if module is None else [*module.parameters()]
         is_real = not any(parameter.is_meta for parameter in parameters)
         if everything or (is_real and is_unwritten(of.tensor)):
@@ -173,12 +188,14 @@ def _smallest_with_parameters(model: nn.Module) -> Iterator[tuple[int, nn.Module
     return below(model, None)
 
 
-def _made(model: nn.Module, names: Iterable[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _made(
+    model: nn.Module, structure: Structure, seed: int, names: Iterable[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that a rule of the model makes, and what it makes."""
     names = [*names]
     if not names:
         return
-    initialiser = Initialiser(model, names, seed=seed, buffers_only=True)
+    initialiser = Initialiser(model, names, seed=seed, buffers_only=True, structure=structure)
     for name in initialiser.order:
         try:
             yield name, initialiser.whole(name)
@@ -186,9 +203,12 @@ def _made(model: nn.Module, names: Iterable[str], seed: int) -> Iterator[tuple[s
             continue
 
 
-def _never_written(model: nn.Module) -> list[str]:
+def _never_written(tensors: dict[str, ModelTensor]) -> list[str]:
+    """Of parameters and persistent buffers."""
     return [
         name
-        for name, of in tensors_of(model).items()
-        if not of.tensor.is_meta and is_unwritten(of.tensor)
+        for name, of in tensors.items()
+        if (of.is_parameter or of.is_persistent)
+        and not of.tensor.is_meta
+        and is_unwritten(of.tensor)
     ]

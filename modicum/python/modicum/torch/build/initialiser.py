@@ -62,6 +62,7 @@ class Initialiser:
         seed: int = 0,
         empty: Callable[..., torch.Tensor] = torch.empty,
         buffers_only: bool = False,
+        structure: Structure | None = None,
     ) -> None:
         """Finds the rules of tensors; makes none.
 
@@ -72,6 +73,7 @@ class Initialiser:
             empty: called as `empty(shape, dtype=dtype)` for each tensor that is made.
             buffers_only: the names are of buffers; nothing else of their modules is made, and those
                 that no rule makes are left out of `order` rather than refused.
+            structure: of the model, where it is known already.
 
         Raises:
             UsageError: UNSUPPORTED, naming the tensor, where no rule of the model makes it.
@@ -79,7 +81,7 @@ class Initialiser:
         self._seed = seed
         self._empty = empty
         self._rules = Rules()
-        structure = structure_of(model)
+        structure = structure or structure_of(model)
         members = structure.members | structure.scratch
         siblings: dict[int, dict[str, Member]] = {}
         for member in members.values():

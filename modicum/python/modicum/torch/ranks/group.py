@@ -8,7 +8,7 @@ that others don't come to. A load has its own part of the store:
     barrier/N   how many have come to the N-th meeting
     gather/N    the same; gather/N/R is what rank R brought, gather/N/all what came of it
     over        how many know that the load is over, be it by a failure
-    exchange/R  what Gloo needs to connect the group whose first rank is R
+    exchange/N/R  what Gloo needs to connect the group whose first rank is R, after N meetings
 
 Calls of the store can block without bound (its host may be stopped), so that a thread makes them,
 and whoever asks waits for the thread with a limit. A second thread watches. Traffic: per rank four
@@ -46,7 +46,8 @@ POLL_GROWTH = 1.25
 class Board(Protocol):
     """What a running load is told through, and tells: `modicum._modicum.Board`."""
 
-    progress: int
+    @property
+    def progress(self) -> int: ...
 
     def fail(self, what: str, rank: int = -1) -> None: ...
 
@@ -66,7 +67,7 @@ class Ranks:
         """A rank that has nobody to talk to."""
         self.rank, self.world_size, self.node, self.ranks_per_node = rank, world_size, 0, world_size
         self._store: LoadStore | None = None
-        self._rounds = itertools.count()
+        self._meetings = 0  # so far; every rank comes to all of them
         self._longest_pause_s = 0.004 + world_size / 5000  # 5000 polls a second are not many
         self._pids: list[int] = []
         self._exchange: Exchange | None = None
@@ -126,7 +127,7 @@ class Ranks:
     def barrier(self) -> None:
         """Returns once every rank has come here as often as this one."""
         if self._store is not None:
-            key = f"barrier/{next(self._rounds)}"
+            key = f"barrier/{self._next_meeting()}"
             self._store.count(key, 1)
             self._until(lambda: self._shared.count(key) == self.world_size)
 
@@ -151,15 +152,18 @@ class Ranks:
             raise
 
     def exchange_among(self, members: Sequence[int], *, whole: bool) -> None:
-        """Says, once, whom broadcast() is among: the ranks `members`, which must all say so.
+        """Says whom broadcast() is among from now on: the ranks `members`, which must all say so,
+        after a barrier if bytes were exchanged before.
 
         Args:
             whole: every one of them needs everything that is sent.
         """
         if self._store is None:
             return
+        if self._exchange is not None:
+            self._exchange.close()
         self._members = members
-        store = self._store.part(f"exchange/{members[0]}")
+        store = self._store.part(f"exchange/{self._meetings}/{members[0]}")
         self._exchange = Exchange(store, members.index(self.rank), len(members), whole)
 
     @property
@@ -257,13 +261,17 @@ class Ranks:
         self.node, self.ranks_per_node = nodes_of(processes, self.rank)
         self._neighbours = Neighbours(processes, self.rank)
 
+    def _next_meeting(self) -> int:
+        self._meetings += 1
+        return self._meetings
+
     def _settle(
         self, value: Any, judge: Callable[[list[Any]], Any], limit_s: float | None = None
     ) -> Any:
         """What `judge` makes, on rank 0, of what every rank brings."""
         if self._store is None:
             return judge([value] * self.world_size)
-        key = f"gather/{next(self._rounds)}"
+        key = f"gather/{self._next_meeting()}"
         store = self._store
         store.put(f"{key}/{self.rank}", json.dumps(value))
         store.count(key, 1)

@@ -1,12 +1,12 @@
 """The tensors of a model that a load may give values to."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from modicum.torch.shards.placements import Sharding
+from modicum.recipes.structure import Structure, structure_of
 from modicum.upstream.torch_core import (
     buffers_of,
     is_persistent,
@@ -15,23 +15,21 @@ from modicum.upstream.torch_core import (
     require_known,
 )
 from modicum.upstream.torch_fsdp import Managed, fsdp_params
-from modicum.upstream.wrappers import canonical
 
 __all__ = ["ModelTensor", "as_bytes", "copying_into", "tensors_of"]
 
 
 @dataclass
 class ModelTensor:
-    """A tensor of the model that will get values."""
+    """A tensor of a model."""
 
     name: str
+    """In the model, canonical."""
     tensor: torch.Tensor
-    owners: list[tuple[nn.Module, str]]
+    module: nn.Module
+    """Whose `attribute` it is."""
+    attribute: str
     managed: Managed | None
-    destination: str = "cpu"
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    sharding: Sharding | None = None
-    storage: torch.Tensor | None = None  # one-dimensional, of the parameter's elements
 
     @property
     def is_parameter(self) -> bool:
@@ -40,13 +38,11 @@ class ModelTensor:
     @property
     def is_persistent(self) -> bool:
         """In a state dict."""
-        module, attribute = self.owners[0]
-        return is_persistent(module, attribute)
+        return is_persistent(self.module, self.attribute)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Under this name in every module that has it."""
-        for module, attribute in self.owners:
-            (parameters_of if self.is_parameter else buffers_of)(module)[attribute] = tensor
+        """Another tensor in its place."""
+        (parameters_of if self.is_parameter else buffers_of)(self.module)[self.attribute] = tensor
         self.tensor = tensor
 
     @property
@@ -54,25 +50,22 @@ class ModelTensor:
         return local_of(self.tensor)
 
 
-def tensors_of(model: nn.Module, *, scratch: bool = False) -> dict[str, ModelTensor]:
-    """What a state dict would have, by canonical name, one entry per name; with `scratch` also the
-    buffers that a state dict lacks."""
+def tensors_of(
+    model: nn.Module, structure: Structure | None = None, *, scratch: bool = False
+) -> dict[str, ModelTensor]:
+    """What a state dict would have, by canonical name, one entry per name.
+
+    Args:
+        structure: of the model, where it is known already.
+        scratch: also the buffers that a state dict lacks.
+    """
     require_known()
+    structure = structure or structure_of(model)
     managed = fsdp_params(model)
-    found: dict[str, ModelTensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        buffers = {
-            name: buffer
-            for name, buffer in buffers_of(module).items()
-            if scratch or is_persistent(module, name)
-        }
-        for attribute, tensor in {**parameters_of(module), **buffers}.items():
-            if tensor is None:
-                continue
-            name = canonical(f"{path}.{attribute}" if path else attribute)
-            of = found.setdefault(name, ModelTensor(name, tensor, [], managed.get(tensor)))
-            of.owners.append((module, attribute))
-    return found
+    return {
+        name: ModelTensor(name, of.tensor, of.module, of.attribute, managed.get(of.tensor))
+        for name, of in (structure.members | (structure.scratch if scratch else {})).items()
+    }
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,189 @@
+"""Tensors in rank 0's memory as the source of a load.
+
+They are a checkpoint of one file whose header every rank has and whose data rank 0 alone can read:
+out of its tensors, piece by piece, in the dtypes that the model has. Rank 0 is the reader for all
+ranks, and sends each what it needs, within the staging.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.recipes import Recipe
+from modicum.recipes.dtypes import dtype_name
+from modicum.recipes.nodes import Node
+from modicum.recipes.structure import ties_of
+from modicum.torch.loading.goal import Goal, Model, agree_on, look_at_memory
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.shards.tensors import ModelTensor, as_bytes
+from modicum.upstream.torch_fsdp import hand_over
+from modicum.upstream.wrappers import canonical
+
+__all__ = ["State", "chosen_from", "goal_of_memory", "level"]
+
+State = Mapping[str, Any]
+Tensors = dict[str, torch.Tensor]
+
+_ON_META = "meta"
+
+
+# ---- what ranks have built
+
+
+def level(model: Model, ranks: Ranks) -> Tensors:
+    """Puts on meta in every rank what is on meta in one: ranks may have built the model in
+    different ways. Returns the buffers of no state dict that differ between ranks or are on meta
+    everywhere: rank 0's are to be sent."""
+    everyone = ranks.gather([_fingerprint(of) for of in model.tensors.values()])
+    uneven = {}
+    for of, prints in zip(model.tensors.values(), zip(*everyone, strict=True), strict=True):
+        is_same = len(set(prints)) == 1
+        if not of.is_persistent and (not is_same or prints[0] == _ON_META):
+            uneven[of.name] = of.tensor
+        if not is_same:
+            _empty(of)
+    return uneven
+
+
+def _fingerprint(of: ModelTensor) -> str:
+    """What ranks compare: of buffers that no state dict has, the values too."""
+    if of.tensor.is_meta:
+        return _ON_META
+    if of.is_persistent:
+        return ""
+    digest = hashlib.blake2b(f"{of.tensor.dtype} {of.tensor.shape}".encode(), digest_size=16)
+    digest.update(as_bytes(of.tensor.cpu().contiguous()).numpy().data)
+    return digest.hexdigest()
+
+
+def _empty(of: ModelTensor) -> None:
+    """Gives its memory back; it is then as if it had been built on meta."""
+    if of.tensor.is_meta:
+        return
+    if not isinstance(of.tensor, torch.nn.Parameter):
+        of.put(torch.empty_like(of.tensor, device="meta"))
+        return
+    numel = of.managed.padded_numel if of.managed else of.local.numel()
+    storage = torch.empty(numel, dtype=of.local.dtype, device="meta")
+    hand_over(of.name, of.tensor, storage, of.managed)
+
+
+# ---- what is sent
+
+
+def chosen_from(
+    model: Model, state: State, uneven: Tensors, *, strict: bool, drops: bool
+) -> tuple[Tensors, dict[str, str]]:
+    """The tensors of a full state dict that the model needs, and names tied to one of them.
+
+    Args:
+        uneven: of `level`.
+        strict: whether a tensor that has values and that the dict lacks is refused.
+        drops: whether names that are not in the model are dropped; else they are refused.
+    """
+    given = uneven | {canonical(name): tensor for name, tensor in state.items()}
+    unknown = [name for name in given if name not in model.tensors]
+    if unknown and not drops:
+        what = f"{len(unknown)} tensors of the state dict are no part of the model"
+        raise refusal("MISMATCH", what, tensor=unknown[0])
+    alias_of: dict[str, str] = {}
+    for names in ties_of(model.structure):
+        there = [name for name in names if name in given]
+        for name in there[1:]:
+            if not _same_bits(given[there[0]], given[name]):
+                what = "two tied names have different values in the state dict"
+                raise refusal("MISMATCH", what, tensor=name, expected=f"that of {there[0]}")
+        alias_of |= {name: there[0] for name in names if there and name != there[0]}
+    for name, of in model.tensors.items():
+        is_there = name in given or name in alias_of
+        if not is_there and of.is_persistent and (strict or of.tensor.is_meta):
+            raise refusal("MISMATCH", "the state dict of rank 0 lacks a tensor", tensor=name)
+    names = [name for name in model.tensors if name in given and name not in alias_of]
+    return {name: given[name] for name in names}, alias_of
+
+
+def goal_of_memory(
+    model: Model, ranks: Ranks, choose: Callable[[], tuple[Tensors, dict[str, str]]]
+) -> Goal:
+    """Tensors of rank 0 into the model.
+
+    Args:
+        choose: called on rank 0: the tensors by the names that they have in the model, and names
+            tied to one of them.
+    """
+    chosen: list[tuple[torch.Tensor, torch.dtype]] = []
+    agree_on(ranks, model.described())
+
+    def make() -> list[Any]:
+        tensors, alias_of = choose()
+        targets: dict[str, Node] = {
+            name: {"op": "alias", "of": of} for name, of in alias_of.items()
+        }
+        described = []
+        for name, tensor in tensors.items():
+            target = model.tensors[name].tensor
+            _check_source(name, tensor, target)
+            chosen.append((tensor.detach(), target.dtype))
+            described.append((name, dtype_name(target.dtype), list(tensor.shape)))
+            targets[name] = {"op": "stored", "name": name}
+        ordered = {name: targets[name] for name in model.tensors if name in targets}
+        return [Recipe(ordered).text(), described]
+
+    def read(index: int, offset: int, view: memoryview) -> None:
+        tensor, dtype = chosen[index]
+        into = torch.frombuffer(view, dtype=torch.uint8).view(dtype)
+        _copy_run(tensor, offset // dtype.itemsize, into)
+
+    (text, described), memories = ranks.once(make, look_at_memory)
+    checkpoint = _modicum.open_tensors(described, read if chosen else None)
+    recipe = _modicum.make_recipe(checkpoint, text)
+    return Goal(checkpoint, recipe, memories, [], only_rank_0=True)
+
+
+def _check_source(name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+    if type(source) not in (torch.Tensor, torch.nn.Parameter):
+        got = type(source).__name__
+        raise refusal("UNSUPPORTED", "rank 0 has no plain tensor", tensor=name, got=got)
+    if source.is_meta:
+        what = "nothing has computed this tensor: rank 0 has it on meta"
+        raise refusal("UNSUPPORTED", what, tensor=name)
+    facts = [f"{dtype_name(t.dtype)} {list(t.shape)}" for t in (target, source)]
+    if source.shape != target.shape or not _casts(source.dtype, target.dtype):
+        what = "rank 0 has another tensor than the model"
+        raise refusal("MISMATCH", what, tensor=name, expected=facts[0], got=facts[1])
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return one.shape == other.shape
+    alike = (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
+    return alike and torch.equal(as_bytes(one), as_bytes(other))
+
+
+def _casts(source: torch.dtype, target: torch.dtype) -> bool:
+    """FP8 codes mean nothing without their scales."""
+    wide = [d.is_floating_point and d.itemsize > 1 for d in (source, target)]
+    return source == target or all(wide)
+
+
+def _copy_run(tensor: torch.Tensor, first: int, into: torch.Tensor) -> None:
+    """Elements [first, first + into.numel()) in row-major order, whatever the tensor's strides,
+    device and dtype; nothing larger is made on the way."""
+    if tensor.is_contiguous():
+        into.copy_(tensor.view(-1)[first : first + into.numel()])
+        return
+    row = tensor[0].numel()
+    while into.numel() > 0:
+        at, within = divmod(first, row)
+        if within > 0 or into.numel() < row:
+            n = min(row - within, into.numel())
+            _copy_run(tensor[at], within, into[:n])
+        else:
+            rows = into.numel() // row
+            n = rows * row
+            into[:n].view(rows, *tensor.shape[1:]).copy_(tensor[at : at + rows])
+        first, into = first + n, into[n:]

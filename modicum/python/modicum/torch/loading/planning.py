@@ -1,0 +1,244 @@
+"""What a load will do: where each target goes, and the plan within the budget."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.dlpack import from_dlpack
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.torch.build.initialiser import Initialiser
+from modicum.torch.loading.goal import Goal, Model
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.shards.forks import require_fork
+from modicum.torch.shards.placements import Meshes, Sharding, layout_of, sharding_of
+from modicum.torch.shards.tensors import ModelTensor
+from modicum.upstream.torch_fsdp import check_replaceable, check_unit_dtypes
+from modicum.walk.calls import require_check
+
+__all__ = ["Options", "Place", "Planned", "plan_of"]
+
+Size = int | str
+
+_MIB = 1 << 20
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a load is done, as its user says; see `load`."""
+
+    ledger: _modicum.Ledger
+    budget: Size | None
+    strategy: str
+    staging: Size | None
+    fork: str
+    seed: int
+    check: str | None
+    progress: bool
+
+    def __post_init__(self) -> None:
+        require_check(self.check)
+        require_fork(self.fork)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a target goes."""
+
+    of: ModelTensor
+    dtype: torch.dtype
+    sharding: Sharding
+    device: torch.device
+    destination: str
+    """`cpu`: new host memory; `given`: the tensor's own, on the host; `copy`: on a device."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A load that fits, before its first byte."""
+
+    goal: Goal
+    places: list[Place]
+    """Of each target."""
+    initialiser: Initialiser
+    plan: _modicum.Plan
+    buffers: list[dict[str, Any]]
+    """This rank's, of each target."""
+    options: Options
+    budget: int | None
+    budget_source: str
+    ranks_per_node: int
+
+    def headline(self) -> str:
+        """What is about to happen, in a line."""
+        ranks = self.plan.ranks
+        nodes = ranks // self.ranks_per_node
+        where = "in rank 0's memory" if self.goal.only_rank_0 else "stored"
+        most = max(self.plan.promised_bytes(rank) for rank in range(ranks))
+        return (
+            f"{self.plan.strategy}, {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}, "
+            f"{self.goal.checkpoint.bytes / _MIB:.2f} MiB {where}, "
+            f"at most {most / _MIB:.2f} MiB in a rank"
+        )
+
+
+def plan_of(
+    model: Model, ranks: Ranks, goal: Goal, options: Options, before: Planned | None = None
+) -> Planned:
+    """The plan of a load, on every rank the same.
+
+    Args:
+        before: another load of the same model, which is carried out first and whose buffers stay.
+
+    Raises:
+        BudgetError: it does not fit.
+    """
+    strategy = "node-reader" if goal.only_rank_0 else options.strategy
+    if ranks.ranks_per_node is None and strategy == "node-reader" and not goal.only_rank_0:
+        what = "node-reader needs nodes of as many ranks each, which follow each other"
+        raise refusal("UNSUPPORTED", what)
+    per_node = ranks.ranks_per_node or ranks.world_size
+    initialiser = Initialiser(
+        model.module,
+        goal.callers,
+        seed=options.seed,
+        structure=model.structure,
+        empty=lambda shape, dtype: _charged(options.ledger, shape, dtype),
+    )
+    places = _places_of(model, goal, ranks.world_size)
+    baselines = [-(-memory[0] // _MIB) * _MIB for memory in goal.memories]
+    budget, budget_source = _budget_of(options, goal.memories, baselines, per_node)
+    plan = _modicum.make_plan(
+        goal.recipe,
+        layout_of(goal.recipe, [place.sharding for place in places], ranks.world_size),
+        strategy=strategy,
+        ranks_per_node=per_node,
+        destinations=[place.destination for place in places],
+        staging=options.staging,
+        baseline=[b + _kept_bytes(before, rank) for rank, b in enumerate(baselines)],
+        init_bytes=initialiser.largest_bytes + initialiser.most_tensors * _PAGE_BYTES,
+        caller_sends=True,
+        budget=budget,
+        budget_source=budget_source,
+        fork=options.fork,
+    )
+    buffers = plan.buffers(ranks.rank)
+    _check_local_shapes(places, buffers)
+    return Planned(
+        goal, places, initialiser, plan, buffers, options, budget, budget_source, per_node
+    )
+
+
+def _kept_bytes(before: Planned | None, rank: int) -> int:
+    """What a load leaves in host memory of its own, in whole pages."""
+    if before is None:
+        return 0
+    buffers = before.plan.buffers(rank)
+    kept: int = sum(b["bytes"] for t, b in enumerate(buffers) if b["holder"] == t)
+    return -(-kept // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _charged(ledger: _modicum.Ledger, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor for the model's own rules."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    line = from_dlpack(_modicum.charge_init(ledger, nbytes))
+    return line.view(dtype).view(tuple(shape))
+
+
+def _budget_of(
+    options: Options, memories: list[Any], baselines: list[int], per_node: int
+) -> tuple[int | None, str]:
+    """The budget of a node and where it comes from. What the processes of a node hold already is
+    within it."""
+    limit = options.ledger.limit_bytes
+    if options.budget == "none":
+        return None, ""
+    if options.budget not in (None, "auto"):
+        return _modicum.parse_size(options.budget), "argument"
+    if options.budget is None and limit is not None:
+        return limit, "ledger"
+    offers = []
+    for rank, (_, available, source) in enumerate(memories):
+        first = rank // per_node * per_node
+        offers.append((available + sum(baselines[first : first + per_node]), source))
+    return min(offers, key=lambda offer: offer[0])
+
+
+# ---- where targets go
+
+
+def _places_of(model: Model, goal: Goal, world_size: int) -> list[Place]:
+    check_unit_dtypes(
+        model.managed, lambda name: goal.dtypes.get(name, model.tensors[name].tensor.dtype)
+    )
+    meshes = Meshes()
+    places = []
+    for target in goal.targets:
+        of = model.tensors[target["name"]]
+        if target["alias_of"] is not None:
+            _check_tie(of, model.tensors[target["alias_of"]])
+        ranks = of.managed.ranks if of.managed else ()
+        sharding = sharding_of(of.tensor, world_size, name=of.name, fsdp_ranks=ranks, meshes=meshes)
+        dtype = goal.dtypes[of.name]
+        if of.tensor.is_meta:
+            if isinstance(of.tensor, nn.Parameter):
+                check_replaceable(of.name, of.tensor)
+            device = _device_of(model, of)
+            destination = "cpu" if device.type == "cpu" else "copy"
+            places.append(Place(of, dtype, sharding, device, destination))
+        else:
+            places.append(_place_in_what_is_there(of, dtype, sharding))
+    return places
+
+
+def _check_tie(of: ModelTensor, holder: ModelTensor) -> None:
+    if of.tensor is not holder.tensor and (of.managed or holder.managed):
+        what = "two tied names are two parameters of FSDP2: tie them before fully_shard"
+        raise refusal("UNSUPPORTED", what, tensor=of.name, expected=f"that of {holder.name}")
+
+
+def _device_of(model: Model, of: ModelTensor) -> torch.device:
+    if of.managed:
+        return of.managed.device
+    if model.buffers_follow_fsdp and model.managed and not of.is_parameter:
+        computes_on: torch.device = next(iter(model.managed.values())).fsdp_param.device
+        return computes_on
+    mesh = getattr(of.tensor, "device_mesh", None)
+    device = torch.device(mesh.device_type) if mesh is not None else torch.get_default_device()
+    if device.type in ("cpu", "meta"):  # meta is where a model is built, not where it lives
+        return torch.device("cpu")
+    return torch.empty(0, device=device).device
+
+
+def _place_in_what_is_there(of: ModelTensor, dtype: torch.dtype, sharding: Sharding) -> Place:
+    local = of.local
+    if local.dtype != dtype:
+        what = "a tensor that has values already has another dtype"
+        raise refusal("MISMATCH", what, tensor=of.name, expected=str(dtype), got=str(local.dtype))
+    if not local.is_contiguous():
+        raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=of.name)
+    cuts = tuple(replace(cut, pads=False) for cut in sharding.cuts)
+    destination = "given" if local.device.type == "cpu" else "copy"
+    return Place(of, dtype, replace(sharding, cuts=cuts), local.device, destination)
+
+
+def _check_local_shapes(places: list[Place], buffers: list[dict[str, Any]]) -> None:
+    """Ours against torch's: a layout that is not understood must not fill anything."""
+    for t, place in enumerate(places):
+        shape, local = torch.Size(buffers[t]["shape"]), place.of.local
+        if buffers[t]["holder"] != t or local.shape == shape:
+            continue
+        if local.numel() or shape.numel():  # empty tensors may differ in shape
+            raise refusal(
+                "UNSUPPORTED",
+                "torch cuts this tensor in another way",
+                tensor=place.of.name,
+                expected=str(list(shape)),
+                got=str(list(local.shape)),
+            )

@@ -1,0 +1,139 @@
+"""Carries out a planned load: the model's tensors get their values, or keep what they had."""
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.utils.dlpack import from_dlpack
+
+from modicum import _modicum
+from modicum.torch.loading.goal import Model
+from modicum.torch.loading.planning import Place, Planned
+from modicum.torch.ranks.cpus import cpus_of_rank
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.ranks.progress import progress_bar
+from modicum.torch.shards.tensors import as_bytes, copying_into
+from modicum.upstream.torch_fsdp import hand_over, pin
+from modicum.walk.report import Report
+
+__all__ = ["run"]
+
+Storages = dict[int, torch.Tensor]
+
+
+def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
+    """Loads, and returns the same report on every rank. Where a rank fails, all do, and no tensor
+    has been handed over."""
+    if ranks.rank == 0:
+        print(f"modicum: {planned.headline()}", file=sys.stderr)
+    plan, options, rank = planned.plan, planned.options, ranks.rank
+    ledger = options.ledger
+    storages = _storages_of(planned)
+    given = {t: s for t, s in storages.items() if planned.places[t].destination == "given"}
+    copied = {t: s for t, s in storages.items() if planned.places[t].destination == "copy"}
+    lines = {t: (as_bytes(s), planned.places[t].dtype.itemsize) for t, s in copied.items()}
+    board = _modicum.Board(ranks)
+    group = plan.exchange_group(rank)
+    if len(group) > 1:
+        ranks.exchange_among(group, whole=plan.strategy != "node-reader")
+    own = list(_own_targets(planned))
+    outside = ledger.limit_bytes
+    ledger.limit_bytes = ledger.held_bytes + plan.ledger_limit_bytes(rank)
+    try:
+        with (
+            progress_bar(
+                sum(planned.buffers[t]["bytes"] for t, _ in own),
+                shown=options.progress and rank == 0,
+            ) as bar,
+            ranks.watching(board, bar),
+        ):
+            loaded = _modicum.load(
+                plan,
+                rank,
+                board,
+                ledger,
+                given={t: as_bytes(s) for t, s in given.items() if s.numel() > 0},
+                copy=copying_into(lines) if lines else None,
+                caller=_Maker(planned),
+                broadcast=ranks.broadcast if len(group) > 1 else None,
+                threads=cpus_of_rank(planned.ranks_per_node),
+                check=options.check is not None,
+                seed=options.seed,
+            )
+            ranks.barrier()  # all have theirs: from here on nothing is undone
+    finally:
+        ledger.limit_bytes = outside
+    _hand_over(planned, model, loaded, storages)
+    return _report(planned, ranks, loaded)
+
+
+def _own_targets(planned: Planned) -> Iterator[tuple[int, Place]]:
+    """All but aliases."""
+    for t, (target, place) in enumerate(zip(planned.goal.targets, planned.places, strict=True)):
+        if target["alias_of"] is None:
+            yield t, place
+
+
+def _storages_of(planned: Planned) -> Storages:
+    """Memory that is there before the load, each as one line of elements: a tensor's own, or new
+    memory on a device."""
+    storages = {}
+    for t, place in _own_targets(planned):
+        if not place.of.tensor.is_meta:
+            storages[t] = place.of.local.detach().reshape(-1)
+        elif place.destination == "copy":
+            numel = planned.buffers[t]["padded_numel"]
+            storages[t] = torch.empty(numel, dtype=place.dtype, device=place.device)
+    return storages
+
+
+class _Maker:
+    """Tensors that the model's own rules make, as the load asks for them; one is held at a time."""
+
+    def __init__(self, planned: Planned) -> None:
+        self._goal, self._initialiser = planned.goal, planned.initialiser
+        self._name, self._last = "", torch.empty(0)
+
+    def __call__(self, ordinal: int) -> torch.Tensor:
+        name = self._goal.callers[ordinal]
+        if self._name != name:
+            self._name, self._last = "", torch.empty(0)  # freed before there is another
+            self._last = self._initialiser.whole(name).to(self._goal.dtypes[name])
+            self._name = name
+        return as_bytes(self._last)
+
+
+def _hand_over(planned: Planned, model: Model, loaded: _modicum.Loaded, storages: Storages) -> None:
+    if any(of.pins for of in model.managed.values()):
+        arena = from_dlpack(loaded.whole())
+        pin(arena)
+        loaded.keep(arena)
+    for t, place in _own_targets(planned):
+        of = place.of
+        if of.tensor.is_meta:
+            storage = storages.get(t)
+            if storage is None:
+                storage = from_dlpack(loaded.storage(t)).view(place.dtype)
+            if isinstance(of.tensor, nn.Parameter):
+                hand_over(of.name, of.tensor, storage, of.managed)
+            else:
+                of.put(storage.view(of.tensor.shape))
+        torch.autograd.graph.increment_version(of.tensor)  # as any write of torch's own
+    for target, place in zip(planned.goal.targets, planned.places, strict=True):
+        if target["alias_of"] is not None:
+            place.of.put(model.tensors[target["alias_of"]].tensor)
+
+
+def _report(planned: Planned, ranks: Ranks, loaded: _modicum.Loaded) -> Report:
+    outcome = loaded.outcome | {
+        "baseline_bytes": planned.goal.memories[ranks.rank][0],
+        "kernel_peak_bytes": _modicum.process_memory()["peak_bytes"],
+    }
+    outcomes = ranks.gather(outcome)
+    checked, budget, source = (
+        planned.options.check is not None,
+        planned.budget,
+        planned.budget_source,
+    )
+    return Report(*_modicum.load_report(planned.plan, outcomes, checked, budget, source))

@@ -1,0 +1,150 @@
+// A checkpoint in the caller's memory: tensors of rank 0 behind the seam `File`.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "modicum/python/bindings.h"
+
+namespace modicum::python {
+namespace {
+
+constexpr const char* kName = "rank-0-memory.safetensors";
+
+using Described = std::tuple<std::string, std::string, std::vector<int64_t>>;
+
+// What the one file is made of: a safetensors header, and tensors that the caller reads. `read` is
+// called as read(index, offset, view), to fill `view` with the bytes of a tensor from byte `offset`
+// on; None on ranks that have none.
+struct CallersTensors {
+  std::string header;
+  std::vector<uint64_t> begins;  // in the file, of each tensor, and the end
+  nb::object read;
+};
+
+[[noreturn]] void refuse_change() {
+  fail(Category::internal, "tensors in memory are only read", {.file = kName});
+}
+
+class CallerFile final : public File {
+ public:
+  explicit CallerFile(const CallersTensors& of) : of_(of), name_(kName) {}
+
+  const std::string& name() const noexcept override { return name_; }
+  FileIdentity identity() override {
+    FileIdentity identity;
+    identity.size_bytes = of_.begins.back();
+    return identity;
+  }
+  void read(std::span<std::byte> into, uint64_t offset) override {
+    if (offset < of_.header.size()) {
+      const auto rest = std::as_bytes(std::span(of_.header)).subspan(offset);
+      const uint64_t n = std::min(into.size(), rest.size());
+      std::copy_n(rest.begin(), n, into.begin());
+      into = into.subspan(n);
+      offset += n;
+    }
+    if (!into.empty()) read_tensors(into, offset);
+  }
+  void write(std::span<const std::byte>, uint64_t) override { refuse_change(); }
+  void truncate(uint64_t) override { refuse_change(); }
+  void sync() override { refuse_change(); }
+  void close() override {}
+  // There is no page cache to be dropped.
+  bool is_cached(uint64_t, uint64_t) noexcept override { return true; }
+  void drop_cached(uint64_t, uint64_t) noexcept override {}
+
+ private:
+  void read_tensors(std::span<std::byte> into, uint64_t offset) {
+    if (offset > of_.begins.back() || into.size() > of_.begins.back() - offset) {
+      fail(Category::format_trunc, "the file ends inside the range that was to be read",
+           {.file = name_, .offset = offset});
+    }
+    const nb::gil_scoped_acquire acquired;
+    if (of_.read.is_none()) {
+      fail(Category::internal, "only rank 0 can read its memory", {.file = name_});
+    }
+    while (!into.empty()) {
+      const auto after = std::upper_bound(of_.begins.begin(), of_.begins.end(), offset);
+      const uint64_t n = std::min<uint64_t>(into.size(), *after - offset);
+      const auto view = nb::steal(PyMemoryView_FromMemory(reinterpret_cast<char*>(into.data()),
+                                                          static_cast<Py_ssize_t>(n), PyBUF_WRITE));
+      of_.read(after - of_.begins.begin() - 1, offset - *std::prev(after), view);
+      into = into.subspan(n);
+      offset += n;
+    }
+  }
+
+  const CallersTensors& of_;
+  const std::string name_;
+};
+
+// One directory with that file.
+class CallerFiles final : public FileSystem {
+ public:
+  explicit CallerFiles(CallersTensors of) : of_(std::move(of)) {}
+
+  std::unique_ptr<File> open(const std::string&) override {
+    return std::make_unique<CallerFile>(of_);
+  }
+  bool exists(const std::string& path) override { return base_name(path) == kName; }
+  bool is_directory(const std::string&) override { return false; }
+  std::vector<std::string> list(const std::string&) override { return {kName}; }
+  std::unique_ptr<File> create(const std::string&) override { refuse_change(); }
+  void make_directory(const std::string&) override { refuse_change(); }
+  void rename(const std::string&, const std::string&) override { refuse_change(); }
+  void remove(const std::string&) override { refuse_change(); }
+  void sync_directory(const std::string&) override { refuse_change(); }
+
+ private:
+  const CallersTensors of_;
+};
+
+std::vector<TensorSpec> specs_of(const std::vector<Described>& tensors) {
+  std::vector<TensorSpec> specs;
+  specs.reserve(tensors.size());
+  for (const auto& [name, dtype, shape] : tensors) {
+    const auto known = dtype_from_torch_name(dtype);
+    if (!known) {
+      fail(Category::unsupported, "a dtype that no checkpoint has", {.tensor = name, .got = dtype});
+    }
+    specs.push_back({.fqn = name, .dtype = *known, .shape = shape});
+  }
+  return specs;
+}
+
+std::shared_ptr<OpenCheckpoint> open_tensors(const std::vector<Described>& tensors,
+                                             nb::object read) {
+  const std::vector<TensorSpec> specs = specs_of(tensors);
+  CallersTensors of{safetensors_header(specs, kName), {}, std::move(read)};
+  of.begins.push_back(of.header.size());
+  for (const TensorSpec& spec : specs) {
+    of.begins.push_back(of.begins.back() + bytes_of(spec.dtype, numel_of(spec.shape)));
+  }
+  auto opened = std::make_shared<OpenCheckpoint>();
+  opened->files = std::make_unique<CallerFiles>(std::move(of));
+  opened->checkpoint = open_checkpoint(*opened->files, kName);
+  opened->checkpoint.manifest.only_rank_0 = true;
+  return opened;
+}
+
+}  // namespace
+
+void define_source(nb::module_& module) {
+  module.def("open_tensors", open_tensors, nb::arg("tensors"), nb::arg("read").none(),
+             R"(Tensors in rank 0's memory as a checkpoint, whose bytes rank 0 alone can read.
+
+Args:
+    tensors: (name, dtype, shape) each, the same on every rank.
+    read: of rank 0: fills a view with the bytes of a tensor, read(index, offset, view). Called on
+        the thread that calls load().
+
+Raises:
+    FormatError, UsageError.)");
+}
+
+}  // namespace modicum::python
