@@ -31,6 +31,7 @@ from modicum.upstream.torch_fsdp import (  # noqa: E402
     hand_over,
     known,
     pin,
+    shard_ranks,
 )
 from sharding import bits, placed, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
@@ -134,7 +135,7 @@ def test_managed(world: int) -> None:
                 facts = managed[getattr(model, name).weight]
                 cut = columns * rows // world if name == "sideways" else columns * -(-rows // world)
                 assert facts.padded_numel == cut
-                assert facts.ranks == tuple(range(world))
+                assert shard_ranks(facts.fsdp_param) == tuple(range(world))
                 assert (facts.unit, facts.device, facts.pins) == (0, torch.device("cpu"), False)
 
 

@@ -45,8 +45,6 @@ class Managed:
     fsdp_param: Any
     unit: int
     """Number of the group that is gathered together; the model's groups are counted from 0."""
-    ranks: tuple[int, ...]
-    """The ranks among which it is cut, in their order; none where it is only replicated."""
     padded_numel: int
     """Elements of each rank's buffer."""
     device: torch.device
@@ -142,7 +140,6 @@ def _managed(fsdp_param: Any, unit: int) -> Managed:
     return Managed(
         fsdp_param=fsdp_param,
         unit=unit,
-        ranks=shard_ranks(fsdp_param),
         padded_numel=fsdp_param.padded_sharded_param_size.numel(),
         device=torch.device("cpu") if fsdp_param.offload_to_cpu else fsdp_param.device,
         pins=fsdp_param.pin_memory,

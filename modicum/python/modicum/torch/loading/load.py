@@ -5,7 +5,6 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.ranks.progress import progress_bar
 from modicum.torch.shards.forks import require_fork
 from modicum.upstream.wrappers import canonical
-from modicum.torch.shards.placements import Meshes, layout_of, sharding_of
+from modicum.torch.shards.placements import Shardings, layout_of
 from modicum.torch.shards.tensors import ModelTensor, as_bytes, copying_into, tensors_of
 from modicum.upstream.torch_fsdp import (
     check_pinning,
@@ -256,7 +255,6 @@ class _Walk:
             fork=fork,
         )
         self.buffers = self.plan.buffers(self.ranks.rank)
-        self._check_local_shapes()
 
     def _init_bytes(self) -> int:
         """The most that is made here at once; whole pages for each tensor."""
@@ -267,17 +265,14 @@ class _Walk:
         check_unit_dtypes(
             self.managed, lambda name: self.dtypes.get(name, self.tensors[name].tensor.dtype)
         )
-        meshes = Meshes()
+        shardings = Shardings()
         places = []
         for target in self.targets:
             of = self.tensors[target["name"]]
             places.append(of)
             if target["alias_of"] is not None:
                 self._check_tie(of, self.tensors[target["alias_of"]])
-            ranks = of.managed.ranks if of.managed else ()
-            of.sharding = sharding_of(
-                of.tensor, self.ranks.world_size, name=of.name, fsdp_ranks=ranks, meshes=meshes
-            )
+            of.sharding = shardings.of(of.tensor, of.name)
             if of.tensor.is_meta:
                 of.device = self._device_of(of)
                 of.destination = "cpu" if of.device.type == "cpu" else "copy"
@@ -313,9 +308,7 @@ class _Walk:
             raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=of.name)
         of.device = local.device
         of.destination = "given" if local.device.type == "cpu" else "copy"
-        of.sharding = replace(
-            of.sharding, cuts=tuple(replace(cut, pads=False) for cut in of.sharding.cuts)
-        )
+        of.sharding = of.sharding.unpadded()
         of.storage = local.detach().reshape(-1)
 
     def _choose_budget(self, ledger: _modicum.Ledger | None, budget: Size | None) -> None:
@@ -334,20 +327,6 @@ class _Walk:
             self.budget = available + self.per_node * self.baseline
             self.budget_source = source
         self.ledger = ledger or _modicum.Ledger()
-
-    def _check_local_shapes(self) -> None:
-        """Ours against torch's: a layout that is not understood must not fill anything."""
-        for t, of in self._own_targets():
-            shape = torch.Size(self.buffers[t]["shape"])
-            # Of nothing there are many shapes.
-            if of.local.shape != shape and (of.local.numel() or shape.numel()):
-                raise refusal(
-                    "UNSUPPORTED",
-                    "torch cuts this tensor in another way",
-                    tensor=of.name,
-                    expected=str(list(shape)),
-                    got=str(list(of.local.shape)),
-                )
 
     def headline(self) -> str:
         """What is about to happen, in a line."""
