@@ -8,10 +8,17 @@ import modicum.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch_front
 import torch_rank
+import transformers
+from modicum.torch.optim.parts import part_of
+from modicum.torch.shards.placements import Shardings
 from rounding import nearest_sqrt
+from sharding import Cut, bits
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from modicum import _modicum
 
@@ -132,10 +139,60 @@ def checkpoint(directory: str, mesh: list[int], folder: str) -> dict[str, Any]:
     return after
 
 
+def tp_fsdp(directory: str, mesh: list[int], dtype: str, state_format: str) -> dict[str, Any]:
+    """Three steps of a model that tensor parallelism cuts first, then FSDP2: what this rank then
+    holds of every parameter and of its state, by name, and the norm of one more gradient."""
+    cut, rank = Cut("tp-fsdp", tuple(mesh)), dist.get_rank()
+    config = transformers.AutoConfig.from_pretrained(directory)
+    as_dtype = getattr(torch, dtype)
+    with modicum.torch.empty_parameters():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=as_dtype)
+    torch_front.shard(model, cut)
+    modicum.torch.load(model, directory, dtype=as_dtype, progress=False)
+    optimizer = modicum.torch.AdamW(model.named_parameters(), lr=1e-2, state_format=state_format)
+
+    def bring(step: int) -> None:
+        for name, parameter in model.named_parameters():
+            whole = torch_front.whole_gradient(name, parameter.shape, step).to(as_dtype)
+            local = torch_front.local_part(name, whole, cut, rank).contiguous()
+            parameter.grad = DTensor(local, parameter._spec, requires_grad=False)
+
+    for step in range(3):
+        bring(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    bring(3)
+    norm = optimizer.clip_grad_norm_(math.inf).item()
+    held = dict(model.named_parameters())
+    for name, entry in zip(list(held), optimizer.state_dict()["state"].values(), strict=True):
+        held |= {f"{name} {of}": entry[of] for of in ("exp_avg", "exp_avg_sq")}
+    return {"held": {n: bits(t.to_local()) for n, t in held.items()}, "norm": norm}
+
+
+def elements(mesh: list[int]) -> list[str]:
+    """Shards whose elements, as AdamW numbers them, are not those of `full_tensor`."""
+    grid, wrong = init_device_mesh("cpu", tuple(mesh), mesh_dim_names=("dp", "tp")), []
+    for rows in (*range(1, 14), 53):
+        whole = torch.arange(rows * 3.0).view(rows, 3)
+        for tp in (Shard(0), Shard(1), Replicate()):
+            module = torch.nn.Module()
+            cut = distribute_tensor(whole, grid["tp"], [tp], src_data_rank=None)
+            module.p = torch.nn.Parameter(cut)
+            fully_shard(module, mesh=grid["dp"])
+            part = part_of("p", module.p, 0, Shardings())
+            full = module.p.full_tensor().reshape(-1)
+            mine = torch.cat([full[first : first + n] for first, n in part.runs] or [full[:0]])
+            if not torch.equal(mine, part.local) or not torch.equal(full, whole.reshape(-1)):
+                wrong.append(f"{rows} rows, {tp}, of rank {dist.get_rank()}")
+    return wrong
+
+
 ACTS: dict[str, Callable[..., Any]] = {
     "adamw": five_steps,
     "adamw_states": states,
     "adamw_norm": norm,
     "adamw_skip": skip,
     "adamw_checkpoint": checkpoint,
+    "adamw_tp_fsdp": tp_fsdp,
+    "adamw_elements": elements,
 }

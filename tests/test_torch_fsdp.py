@@ -26,13 +26,16 @@ from modicum.upstream.torch_fsdp import (  # noqa: E402
     check_pinning,
     check_replaceable,
     check_unit_dtypes,
+    cut_by_fsdp,
     fsdp_params,
     hand_over,
     known,
     pin,
+    shard_ranks,
 )
 from sharding import bits, placed, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed import _composable_state  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import (  # noqa: E402
     CPUOffloadPolicy,
@@ -132,7 +135,7 @@ def test_managed(world: int) -> None:
                 facts = managed[getattr(model, name).weight]
                 cut = columns * rows // world if name == "sideways" else columns * -(-rows // world)
                 assert facts.padded_numel == cut
-                assert facts.ranks == tuple(range(world))
+                assert shard_ranks(facts.fsdp_param) == tuple(range(world))
                 assert (facts.unit, facts.device, facts.pins) == (0, torch.device("cpu"), False)
 
 
@@ -213,6 +216,21 @@ def test_another_door_is_refused(rank: None, monkeypatch) -> None:
     monkeypatch.delattr(FSDPModule, "_get_fsdp_state")
     with pytest.raises(UsageError, match="_get_fsdp_state") as caught:
         fsdp_params(model)
+    assert caught.value.category == "UNSUPPORTED"
+
+
+def test_what_is_cut_is_found_without_its_model(rank: None, monkeypatch) -> None:
+    class Closed(dict[Any, Any]):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    model, mesh = sharded(), init_device_mesh("cpu", (2,))
+    assert fsdp_params(model).keys() <= cut_by_fsdp().keys()
+    monkeypatch.setattr(_composable_state, "_module_state_mapping", Closed())
+    assert "registers the modules" in known(mesh).mismatch()
+    monkeypatch.delattr(_composable_state, "_module_state_mapping")
+    with pytest.raises(UsageError, match="_module_state_mapping") as caught:
+        cut_by_fsdp()
     assert caught.value.category == "UNSUPPORTED"
 
 

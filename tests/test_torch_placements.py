@@ -4,7 +4,8 @@ torch's own DTensor and FSDP2 have put there.
 House test against an outside oracle: real `fully_shard`, tensor parallelism and `distribute_tensor`
 under a process group that plays each rank. It catches these mutations: placements read from left to
 right where FSDP2 cut what TP left; flattened or left-out mesh axes in another order; padding on
-another cut than FSDP2's; packed parts taken for an order.
+another cut than FSDP2's; packed parts taken for an order; runs of elements in another order than
+that of a rank's memory; replicas that are all counted, or none.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from modicum.errors import UsageError  # noqa: E402  (after torch is known to be there)
-from modicum.torch.shards.placements import Cut, Sharding, sharding_of  # noqa: E402
+from modicum.errors import UsageError  # noqa: E402
+from modicum.torch.shards.placements import Cut, Sharding, Shardings  # noqa: E402
 from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
 from sharding import assert_same, placed, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
@@ -30,12 +31,19 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (  # noqa: E402
     ShardPlacementResult,
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
+from torch.distributed.tensor._dtensor_spec import (  # noqa: E402
+    DTensorSpec,
+    ShardOrderEntry,
+    TensorMeta,
+)
 from torch.distributed.tensor.parallel import (  # noqa: E402
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
+
+from modicum import _modicum  # noqa: E402  (after torch is known to be there)
 
 # ---- what a sharding says, by torch.chunk
 
@@ -390,43 +398,59 @@ CASES = [
 ]
 
 
+def elements(sharding: Sharding, shape: tuple[int, ...], rank: int) -> Any:
+    """The numbers that the runs of a rank name, in the order of `ids`."""
+    runs = _modicum.shard_runs(sharding, shape, rank, range(len(shape)))
+    return torch.tensor([i for first, n in runs for i in range(first + 1, first + n + 1)])
+
+
 def made_of(case: Case, value: Any) -> tuple[Any, Any]:
     made = case.make(value)
     return made if isinstance(made, tuple) else (made, None)
 
 
-def read(case: Case, tensor: Any, managed: Any) -> Sharding:
-    ranks = managed.ranks if managed else ()
-    return sharding_of(tensor, case.world, name="p", fsdp_ranks=ranks)
+def read(tensor: Any) -> Sharding:
+    return Shardings().of(tensor, "p")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_rank_holds_what_torch_gave_it(case: Case) -> None:
     expected = Sharding(case.mesh, case.cuts)
+    counted: dict[Any, list[int]] = {}  # by size, and the ranks of the tensor's mesh
     for rank in range(case.world):
         with playing_new_rank(rank, case.world):
             for size in case.sizes:
-                whole = ids(case.shape(size))
+                whole, shardings = ids(case.shape(size)), Shardings()
                 tensor, managed = made_of(case, whole)
-                assert read(case, tensor, managed) == expected
+                assert shardings.of(tensor, "p") == expected
                 mine, numel = held(expected, whole, rank)
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 # FSDP2 calls a shard [0, 0] of which another cut left [4, 0].
                 local = local.reshape(mine.shape) if mine.numel() == 0 else local
                 assert_same(local, mine, f"{size} rows, rank {rank}")
+                named = elements(expected, whole.shape, rank)
+                assert named.tolist() == local.reshape(-1).tolist(), f"runs of rank {rank}"
+                if isinstance(tensor, DTensor):
+                    of_mesh = counted.setdefault(
+                        (size, *tensor.device_mesh.mesh.ravel().tolist()), []
+                    )
+                    of_mesh += named.tolist() if shardings.counts(tensor, expected) else []
                 if managed:
                     assert managed.padded_numel == numel
                     flat = managed.fsdp_param._sharded_param_data
                     assert_same(flat[: mine.numel()], mine.reshape(-1), "the flat buffer")
                     assert not flat[mine.numel() :].any()
+    for (size, *_), named in counted.items():
+        # In every mesh each element is counted once.
+        assert sorted(named) == ids(case.shape(size)).reshape(-1).tolist()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_is_the_same_on_meta(case: Case) -> None:
     with playing_new_rank(case.world - 1, case.world):
         value = torch.empty(case.shape(8), device="meta")
-        tensor, managed = made_of(case, value)
-        assert read(case, tensor, managed) == Sharding(case.mesh, case.cuts)
+        tensor, _managed = made_of(case, value)
+        assert read(tensor) == Sharding(case.mesh, case.cuts)
 
 
 def test_the_naive_reading_fails() -> None:
@@ -447,20 +471,19 @@ def test_what_is_no_dtensor_is_whole() -> None:
         pass
 
     for tensor in (torch.zeros(3), nn.Parameter(torch.zeros(())), Named(torch.zeros(3))):
-        assert sharding_of(tensor, 6, name="p") == Sharding((6,), ())
+        with playing_new_rank(0, 6):
+            assert read(tensor) == Sharding((6,), ())
 
 
 def test_an_order_of_its_own() -> None:
     """Newer torch can say the order of plain placements apart from them."""
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
-
     with playing_new_rank(0, 4):
         meta = TensorMeta(torch.Size([8]), (1,), torch.float32)
         order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
         mesh = on_mesh((2, 2), "a b")
         spec = DTensorSpec(mesh, (Shard(0), Shard(0)), meta, shard_order=order)
         tensor = DTensor(torch.zeros(2), spec, requires_grad=False)
-        assert sharding_of(tensor, 4, name="p").cuts == (Cut((1,), 0), Cut((0,), 0))
+        assert read(tensor).cuts == (Cut((1,), 0), Cut((0,), 0))
 
 
 # ---- what is refused
@@ -478,6 +501,12 @@ def partial() -> Any:
     return DTensor.from_local(torch.zeros(3), on_mesh((4,), "dp"), [Partial()], run_check=False)
 
 
+def from_spec(local: Any, shape: Any) -> Any:
+    """Cut along dim 0, as its maker says."""
+    spec = DTensorSpec(on_mesh((4,), "dp"), (Shard(0),), TensorMeta(shape, (1,), local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
 REFUSED = {
     "partial": (partial, "the placement Partial"),
     "three of four": (lambda: over([0, 1, 2]), "a regular grid of 4 ranks"),
@@ -492,6 +521,10 @@ REFUSED = {
             Shard(0),
         ),
         "a regular grid of 4 ranks",
+    ),
+    "another local shape": (
+        lambda: from_spec(torch.zeros(3), torch.Size([8])),
+        "torch cuts this tensor in another way (tensor p, expected [2], got [3])",
     ),
     "no such order": (
         lambda: strided((2, 2), _StridedShard(0, split_factor=3), Shard(0)),
@@ -512,7 +545,7 @@ REFUSED = {
 def test_refused(what: str) -> None:
     make, why = REFUSED[what]
     with playing_new_rank(0, 4), pytest.raises(UsageError) as caught:
-        sharding_of(make(), 4, name="p")
+        read(make())
     assert (caught.value.category, caught.value.tensor) == ("UNSUPPORTED", "p")
     assert why in str(caught.value)
 
@@ -521,7 +554,7 @@ def test_fsdp2_over_ranks_in_another_order() -> None:
     """FSDP2 cuts by the order of ranks in a process group, which its DTensor does not say."""
     with playing_new_rank(1, 4):
         mesh = DeviceMesh("cpu", [0, 2, 1, 3])
-        tensor, managed = one_parameter(ids((8, 4)), mesh=mesh)
+        tensor, _managed = one_parameter(ids((8, 4)), mesh=mesh)
         assert tensor.to_local()[0, 0] == ids((8, 4))[2, 0]  # and not row 4
         with pytest.raises(UsageError, match="FSDP2 cuts along no mesh axis"):
-            sharding_of(tensor, 4, name="p", fsdp_ranks=managed.ranks)
+            read(tensor)

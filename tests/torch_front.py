@@ -7,6 +7,7 @@ and nothing else.
 import re
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -35,10 +36,15 @@ WORLDS = (1, 2, 3)
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-_places = tempfile.TemporaryDirectory(prefix="modicum-torch-")
 
 
 # ---- families
+
+
+@cache
+def _places() -> tempfile.TemporaryDirectory[str]:
+    """Only where something is written: ranks that import this module end without cleaning up."""
+    return tempfile.TemporaryDirectory(prefix="modicum-torch-")
 
 
 @cache
@@ -47,7 +53,7 @@ def checkpoint_of(name: str) -> Path:
     write it."""
     assert not dist.is_initialized(), f"{name} has to be there before a rank is played"
     family = BY_NAME[name]
-    return family.write(family.build(), Path(_places.name) / name)
+    return family.write(family.build(), Path(_places().name) / name)
 
 
 @cache
@@ -164,6 +170,13 @@ def local_part(name: str, whole: Any, cut: Cut, rank: int) -> Any:
     if cut.layout == "tp-fsdp" and re.search(_ROWWISE, module) and leaf == "weight":
         whole = chunk(whole, size["tp"], at["tp"], 1)
     return chunk(whole, size["dp"], at["dp"], _shard_dim(whole.shape, size["dp"], cut.dim))
+
+
+def whole_gradient(name: str, shape: Any, step: int) -> Any:
+    """By the parameter's name, the step and its elements' global indices: the same in every
+    world."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    return torch.randn(shape, generator=generator)
 
 
 # ---- what is in a model

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 # Imported late otherwise, by every forked rank for itself.
+from transformers.models.llama import modeling_llama  # noqa: F401
 from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401

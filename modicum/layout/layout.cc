@@ -217,6 +217,12 @@ std::vector<int> axes_between(size_t first, size_t end) {
   return axes;
 }
 
+bool are_replicas(const Sharding& sharding, int rank, int other) noexcept {
+  return std::all_of(sharding.cuts.begin(), sharding.cuts.end(), [&](const Cut& cut) {
+    return part_of(sharding.mesh, cut, rank) == part_of(sharding.mesh, cut, other);
+  });
+}
+
 // What ZeRO partitions: what a gradient can be of.
 bool is_partitioned(const TensorSpec* target) noexcept {
   return target != nullptr && is_floating(target->dtype) && bits_per_element(target->dtype) >= 8;
@@ -373,20 +379,22 @@ uint64_t buffer_class(const Layout& layout, int rank) noexcept {
   return key;
 }
 
+std::vector<int> replicas_of(const Sharding& sharding, int rank) {
+  std::vector<int> ranks;
+  for (int other = 0; other < sharding.mesh.world_size(); ++other) {
+    if (are_replicas(sharding, rank, other)) ranks.push_back(other);
+  }
+  return ranks;
+}
+
 std::vector<int> replicas_of(const Layout& layout, int rank) {
   if (!layout.flats.empty()) return {rank};
-  const auto are_alike = [&](int other) {
-    for (const Sharding& sharding : layout.kinds) {
-      for (const Cut& cut : sharding.cuts) {
-        if (part_of(sharding.mesh, cut, rank) != part_of(sharding.mesh, cut, other)) return false;
-      }
-    }
-    return true;
-  };
-  std::vector<int> ranks;
-  for (int other = 0; other < layout.world_size(); ++other) {
-    if (are_alike(other)) ranks.push_back(other);
-  }
+  std::vector<int> ranks = replicas_of(layout.kinds.front(), rank);
+  std::erase_if(ranks, [&](int other) {
+    return std::any_of(layout.kinds.begin(), layout.kinds.end(), [&](const Sharding& sharding) {
+      return !are_replicas(sharding, rank, other);
+    });
+  });
   return ranks;
 }
 

@@ -151,10 +151,27 @@ LocalBuffer for_each_piece(const Sharding& sharding, const TensorSpec& target, i
 // its place in the rank's buffer; an empty box where that is nothing.
 Box flat_piece(const FlatGroup& flat, int64_t begin, int64_t numel, int rank) noexcept;
 
+// Neighbouring elements [first, first + n) of a target.
+struct ElementRun {
+  int64_t first = 0;
+  int64_t n = 0;
+
+  bool operator==(const ElementRun&) const = default;
+};
+
+// The elements of `target` that `rank` holds, in the order of its memory: as few runs as there can
+// be, ascending. `order` names the dims by which the local elements are contiguous, slowest first
+// (USAGE unless each dim is named once); elements are counted by it, too: {0, 1, ...} counts them
+// row-major, {1, 0} those of a matrix column by column.
+std::vector<ElementRun> runs_of(const Sharding& sharding, const TensorSpec& target, int rank,
+                                std::span<const int> order);
+
 // Of the ranks that hold the same elements of `target`, exactly one is primary: the first.
 bool is_primary(const Sharding& sharding, const TensorSpec& target, int rank);
 
-// The ranks, `rank` among them, that hold the same of every target; in order.
+// The ranks, `rank` among them, that hold the same of every target, or of one that is cut like
+// `sharding`; in order.
+std::vector<int> replicas_of(const Sharding& sharding, int rank);
 std::vector<int> replicas_of(const Layout& layout, int rank);
 
 // Calls `run` with the stretches of local elements [begin, end) of a piece (counted from its own

@@ -394,5 +394,60 @@ TEST(Layout, TheDigestTellsWhereAListEnds) {
   EXPECT_NE(digest_of({.targets = {0, 0}}), digest_of({.begins = {0}}));
 }
 
+// The same by index lists per dim: packed and uneven cuts of cuts, in every order of the dims.
+TEST(Layout, RunsAreWhatARankHoldsInMemoryOrder) {
+  const std::vector<int64_t> shape = {7, 5, 3};
+  const Sharding sharding =
+      make_layout("test", {.mesh = {{2, 3}}, .cuts = {{{1}, 0, 2}, {{0}, 0, 1, true}}}).kinds[0];
+  const Sharding across =
+      make_layout("test", {.mesh = {{2, 3}}, .cuts = {{{1}, 1, 2}, {{0}, 2}}}).kinds[0];
+  std::vector<int> order = {0, 1, 2};
+  do {
+    for (int rank = 0; rank < 6; ++rank) {
+      for (const Sharding* of : {&sharding, &across}) {
+        std::vector<Ids> held = {indices(7), indices(5), indices(3)};
+        for (const Cut& cut : of->cuts) {
+          Ids& along = held[static_cast<size_t>(cut.dim)];
+          const bool outer = cut.axes[0] == 0;
+          along = cut_by_hand(along, cut.packed, outer ? 2 : 3, outer ? rank / 3 : rank % 3);
+        }
+        const auto at = [&](size_t place) { return static_cast<size_t>(order[place]); };
+        Ids expected = product(held[at(0)], held[at(1)], shape[at(1)]);
+        expected = product(expected, held[at(2)], shape[at(2)]);
+        Ids got;
+        int64_t behind = -1;
+        for (const ElementRun& run : runs_of(*of, tensor(shape), rank, order)) {
+          EXPECT_GT(run.first, behind) << "two runs that are neighbours, or not ascending";
+          for (int64_t i = 0; i < run.n; ++i) got.push_back(run.first + i);
+          behind = run.first + run.n;
+        }
+        ASSERT_EQ(got, expected) << "rank " << rank;
+      }
+    }
+  } while (std::next_permutation(order.begin(), order.end()));
+}
+
+TEST(Layout, RunsOfOddShapes) {
+  const Sharding whole = whole_layout(2).kinds[0];
+  const Sharding halves = fsdp2_layout(2, 1).kinds[0];
+  using Elements = std::vector<ElementRun>;
+  EXPECT_EQ(runs_of(whole, tensor({}), 1, {}), (Elements{{0, 1}}));
+  EXPECT_EQ(runs_of(whole, tensor({2, 0}), 0, std::vector{0, 1}), Elements{});
+  EXPECT_EQ(runs_of(halves, tensor({5}), 1, std::vector{0}), (Elements{{3, 2}}));
+  using Order = std::vector<int>;
+  for (const Order& order : {Order{}, {0}, {0, 0}, {0, 2}, {0, -1}, {0, 1, 2}}) {
+    EXPECT_THROW(runs_of(whole, tensor({2, 3}), 0, order), Error);
+  }
+}
+
+TEST(Layout, ReplicasHoldTheSame) {
+  const Sharding hsdp = hsdp_layout(2, {3}).kinds[0];
+  EXPECT_EQ(replicas_of(hsdp, 4), (std::vector{1, 4}));
+  EXPECT_EQ(replicas_of(whole_layout(3).kinds[0], 1), (std::vector{0, 1, 2}));
+  Layout layout = make_layout("test", hsdp);
+  add_kind(layout, {.mesh = {{2, 3}}, .cuts = {{.axes = {0}}}});
+  EXPECT_EQ(replicas_of(layout, 4), (std::vector{4}));
+}
+
 }  // namespace
 }  // namespace modicum

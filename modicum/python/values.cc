@@ -88,6 +88,14 @@ Layout named_layout(const MadeRecipe& recipe, int ranks, const std::string& layo
   return AskedLayout(flags).of(targets_of(recipe.recipe));
 }
 
+Sharding sharding_from(const WrittenSharding& written) {
+  Sharding sharding{.mesh = {written.first}};
+  for (const auto& [axes, dim, packed, pads] : written.second) {
+    sharding.cuts.push_back({axes, dim, packed, pads});
+  }
+  return sharding;
+}
+
 Layout sharded_layout(const MadeRecipe& recipe, const std::vector<WrittenSharding>& shardings,
                       const std::vector<uint8_t>& sharding_of) {
   if (shardings.empty() || shardings.size() > UINT8_MAX) {
@@ -95,15 +103,11 @@ Layout sharded_layout(const MadeRecipe& recipe, const std::vector<WrittenShardin
          {.expected = "1 to 255", .got = std::to_string(shardings.size())});
   }
   std::optional<Layout> layout;
-  for (const auto& [mesh, cuts] : shardings) {
-    Sharding sharding{.mesh = {mesh}};
-    for (const auto& [axes, dim, packed, pads] : cuts) {
-      sharding.cuts.push_back({axes, dim, packed, pads});
-    }
+  for (const WrittenSharding& written : shardings) {
     if (layout) {
-      add_kind(*layout, std::move(sharding));
+      add_kind(*layout, sharding_from(written));
     } else {
-      layout = make_layout("mesh", std::move(sharding));
+      layout = make_layout("mesh", sharding_from(written));
     }
   }
   if (sharding_of.size() != recipe.recipe.targets.size()) {
@@ -117,6 +121,44 @@ Layout sharded_layout(const MadeRecipe& recipe, const std::vector<WrittenShardin
       fail(Category::usage, "a target has a sharding that is not given");
   }
   return *std::move(layout);
+}
+
+// One tensor's sharding, without a recipe: what a rank of it is asked for.
+struct ShardOf {
+  Sharding sharding;
+  TensorSpec target;
+
+  ShardOf(const WrittenSharding& written, const std::vector<int64_t>& shape, int rank)
+      : sharding(make_layout("mesh", sharding_from(written)).kinds.front()) {
+    if (!checked_numel(shape)) fail(Category::usage, "a shape that no tensor has");
+    if (rank < 0 || rank >= sharding.mesh.world_size()) {
+      fail(Category::usage, "there is no such rank",
+           {.expected = fmt::format("0 to {}", sharding.mesh.world_size() - 1),
+            .got = std::to_string(rank)});
+    }
+    target.shape = shape;
+  }
+};
+
+nb::tuple shape_of_shard(const WrittenSharding& written, const std::vector<int64_t>& shape,
+                         int rank) {
+  const ShardOf of(written, shape, rank);
+  return nb::tuple(nb::cast(local_shape(of.sharding, of.target, rank)));
+}
+
+std::vector<std::pair<int64_t, int64_t>> runs_of_shard(const WrittenSharding& written,
+                                                       const std::vector<int64_t>& shape, int rank,
+                                                       const std::vector<int>& order) {
+  const ShardOf of(written, shape, rank);
+  std::vector<std::pair<int64_t, int64_t>> runs;
+  for (const ElementRun& run : runs_of(of.sharding, of.target, rank, order)) {
+    runs.emplace_back(run.first, run.n);
+  }
+  return runs;
+}
+
+std::vector<int> replicas_of_shard(const WrittenSharding& written, int rank) {
+  return replicas_of(ShardOf(written, {}, rank).sharding, rank);
 }
 
 Destination destination_named(const std::string& name) {
@@ -345,6 +387,24 @@ Args:
     sharding_of: for each target the index of its sharding.)");
 }
 
+// The layout of one tensor, which needs no recipe. A sharding is written as for make_layout.
+void define_shards(nb::module_& module) {
+  module.def("shard_shape", shape_of_shard, nb::arg("sharding"), nb::arg("shape"), nb::arg("rank"),
+             "The shape of a rank's shard of a tensor, without padding.");
+  module.def("shard_runs", runs_of_shard, nb::arg("sharding"), nb::arg("shape"), nb::arg("rank"),
+             nb::arg("order"),
+             R"(The elements of a tensor in a rank's shard, as runs (first, n), in memory order.
+
+Args:
+    sharding: (mesh, cuts) as for make_layout.
+    shape: of the whole tensor.
+    rank: of the world.
+    order: the dims by which the shard is contiguous, slowest first; elements are counted by it,
+        too: [0, 1, ...] is row-major.)");
+  module.def("shard_replicas", replicas_of_shard, nb::arg("sharding"), nb::arg("rank"),
+             "The ranks, `rank` among them, that hold the same elements; ascending.");
+}
+
 void define_make_plan(nb::module_& module) {
   module.def("make_plan", plan, nb::arg("recipe"), nb::arg("layout"), nb::kw_only(),
              nb::arg("strategy") = "own-shard", nb::arg("ranks_per_node") = nb::none(),
@@ -379,6 +439,7 @@ void define_values(nb::module_& module) {
   define_inputs(module);
   define_plan_class(module);
   define_steps(module);
+  define_shards(module);
   define_make_plan(module);
 }
 

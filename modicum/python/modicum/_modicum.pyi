@@ -227,6 +227,24 @@ def make_layout(recipe: Recipe, *, shardings: Sequence[tuple[Sequence[int], Sequ
         sharding_of: for each target the index of its sharding.
     """
 
+def shard_shape(sharding: tuple[Sequence[int], Sequence[tuple[Sequence[int], int, int, bool]]], shape: Sequence[int], rank: int) -> tuple:
+    """The shape of a rank's shard of a tensor, without padding."""
+
+def shard_runs(sharding: tuple[Sequence[int], Sequence[tuple[Sequence[int], int, int, bool]]], shape: Sequence[int], rank: int, order: Sequence[int]) -> list[tuple[int, int]]:
+    """
+    The elements of a tensor in a rank's shard, as runs (first, n), in memory order.
+
+    Args:
+        sharding: (mesh, cuts) as for make_layout.
+        shape: of the whole tensor.
+        rank: of the world.
+        order: the dims by which the shard is contiguous, slowest first; elements are counted by it,
+            too: [0, 1, ...] is row-major.
+    """
+
+def shard_replicas(sharding: tuple[Sequence[int], Sequence[tuple[Sequence[int], int, int, bool]]], rank: int) -> list[int]:
+    """The ranks, `rank` among them, that hold the same elements; ascending."""
+
 def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | Sequence[int] | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'argument', fork: str = 'excluded') -> Plan:
     """
     Who reads what and what every rank will hold.

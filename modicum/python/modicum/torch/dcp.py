@@ -10,7 +10,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,9 @@ from modicum.recipes import Recipe, recipe_for
 from modicum.recipes.dtypes import _FLOATS, dtype_name
 from modicum.recipes.nodes import Node
 from modicum.torch.ranks.cpus import cpus_of_rank
-from modicum.torch.shards.placements import Sharding, layout_of, sharding_of
+from modicum.torch.shards.placements import Sharding, Shardings, layout_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_distributed import strided_shard
-from modicum.upstream.torch_fsdp import fsdp_params
 from modicum.upstream.wrappers import canonical
 
 __all__ = ["HuggingFaceReader"]
@@ -113,7 +112,6 @@ class HuggingFaceReader(StorageReader):
         self._model, self._given = model, recipe
         self._names = {"missing": missing, "unexpected": unexpected}
         self._staging, self._ledger = staging, ledger or _modicum.Ledger()
-        self._managed = {} if model is None else _managed_by_name(model)
         self.reset(source)
 
     # ---- what DCP calls
@@ -204,19 +202,23 @@ class HuggingFaceReader(StorageReader):
     def _strided(self, state: Mapping[str, Any]) -> Iterator[_Place]:
         """DTensors that may hold several boxes of the whole: of such a plan has one, another, or
         none."""
+        shardings, parameters = Shardings(), self._parameters()
         for fqn, held in state.items():
             if fqn not in self._targets or not isinstance(held, DTensor):
                 continue
             parts = zip(held.placements, held.device_mesh.shape, strict=True)
             if not any(isinstance(placement, strided_shard()) and n > 1 for placement, n in parts):
                 continue
-            ranks = self._managed.get(canonical(fqn), ())
-            found = sharding_of(held, dist.get_world_size(), name=fqn, fsdp_ranks=ranks)
-            cuts = tuple(replace(cut, pads=False) for cut in found.cuts)
+            found = shardings.of(held, fqn, alias_of=parameters.get(canonical(fqn)))
             target, tensor = self._targets[fqn], held.to_local().detach()
             _check_place(fqn, target, tensor)
             node = _as(target.node, dtype_name(tensor.dtype))
-            yield _Place(fqn, node, tensor, replace(found, cuts=cuts))
+            yield _Place(fqn, node, tensor, found.unpadded())
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Of the model, by their names: a state dict has other objects for them."""
+        named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
+        return {canonical(name): parameter for name, parameter in named}
 
     # ---- doing it
 
@@ -236,11 +238,6 @@ class HuggingFaceReader(StorageReader):
             destinations=["given" if host else "copy" for host in on_host],
             staging=self._staging,
         )
-        for place, buffer in zip(places, plan.buffers(rank), strict=True):
-            shape = torch.Size(buffer["shape"])
-            if place.tensor.shape != shape and (place.tensor.numel() or shape.numel()):
-                what, got = "torch cuts this tensor in another way", list(place.tensor.shape)
-                raise refusal("UNSUPPORTED", what, tensor=place.fqn, got=str(got))
         lines = [as_bytes(place.tensor) for place in places]
         _modicum.load(
             plan,
@@ -269,13 +266,6 @@ def _described(target: _Target) -> TensorStorageMetadata:
     chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
     dtype = getattr(torch, target.dtype)
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
-
-
-def _managed_by_name(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The ranks among which FSDP2 cuts each parameter."""
-    managed = fsdp_params(model)
-    named = model.named_parameters(remove_duplicate=False)
-    return {canonical(name): managed[p].ranks for name, p in named if p in managed}
 
 
 def _check_place(fqn: str, target: _Target, tensor: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from modicum.errors import BudgetError, refusal
+from modicum.errors import BudgetError, UsageError, refusal
 from modicum.upstream.known import Known
 from modicum.upstream.torch_core import TESTED, carry_hooks, local_of, use_count
 from modicum.upstream.torch_dispatch import is_traceable_wrapper_subclass
@@ -28,12 +28,14 @@ __all__ = [
     "check_pinning",
     "check_replaceable",
     "check_unit_dtypes",
+    "cut_by_fsdp",
     "fsdp_params",
     "hand_over",
     "is_sharded",
     "known",
     "pin",
     "register",
+    "shard_ranks",
 ]
 
 
@@ -44,8 +46,6 @@ class Managed:
     fsdp_param: Any
     unit: int
     """Number of the group that is gathered together; the model's groups are counted from 0."""
-    ranks: tuple[int, ...]
-    """The ranks among which it is cut, in their order; none where it is only replicated."""
     padded_numel: int
     """Elements of each rank's buffer."""
     device: torch.device
@@ -74,11 +74,40 @@ def _known_groups(modules: Iterable[nn.Module]) -> list[Any]:
         groups = _groups(modules)
         meshes = [group.fsdp_params[0].mesh_info.mesh for group in groups[:1]]
     except AttributeError as error:
-        what, expected = f"this FSDP2 is not known: {error}", f"torch {' or '.join(TESTED)}"
-        raise refusal("UNSUPPORTED", what, expected=expected, got=torch.__version__) from None
+        raise _not_known(error) from None
     for mesh in meshes:
         known(mesh).require()
     return groups
+
+
+def _not_known(error: Exception) -> UsageError:
+    what, expected = f"this FSDP2 is not known: {error}", f"torch {' or '.join(TESTED)}"
+    return refusal("UNSUPPORTED", what, expected=expected, got=torch.__version__)
+
+
+def cut_by_fsdp() -> dict[torch.Tensor, Any]:
+    """Every parameter in this process that FSDP2 manages, whatever its model, by its identity; each
+    with what `shard_ranks` takes. `UsageError` where this torch does not tell."""
+    try:
+        # Every module that `fully_shard` was called on and that lives.
+        from torch.distributed._composable_state import _module_state_mapping
+
+        groups = _groups(list(_module_state_mapping))
+        return {of.sharded_param: of for group in groups for of in group.fsdp_params}
+    except (ImportError, AttributeError) as error:
+        raise _not_known(error) from None
+
+
+def shard_ranks(fsdp_param: Any) -> tuple[int, ...]:
+    """The ranks among which FSDP2 has cut a parameter, in their order; none where it is only
+    replicated. `UsageError` where this torch does not tell."""
+    try:
+        if fsdp_param.mesh_info.shard_mesh_dim is None:
+            return ()
+        among = fsdp_param.mesh_info.shard_process_group
+    except AttributeError as error:
+        raise _not_known(error) from None
+    return tuple(torch.distributed.get_process_group_ranks(among))
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -109,11 +138,9 @@ def _managed_in(model: nn.Module, groups: Sequence[Any]) -> dict[nn.Parameter, M
 
 
 def _managed(fsdp_param: Any, unit: int) -> Managed:
-    among = getattr(fsdp_param.mesh_info, "shard_process_group", None)  # none where all replicate
     return Managed(
         fsdp_param=fsdp_param,
         unit=unit,
-        ranks=tuple(torch.distributed.get_process_group_ranks(among)) if among else (),
         padded_numel=fsdp_param.padded_sharded_param_size.numel(),
         device=torch.device("cpu") if fsdp_param.offload_to_cpu else fsdp_param.device,
         pins=fsdp_param.pin_memory,
@@ -206,15 +233,28 @@ def hand_over(
 def known(mesh: Any) -> Known:
     """Facts of FSDP2, checked on a tiny unit over `mesh`, a mesh that FSDP2 has cut a model along.
     No communication, and about a millisecond."""
-    fact = "FSDPParam takes a storage that is padded, without a copy"
-    return Known("torch", TESTED, {fact: partial(_takes_storage, mesh)})
+    facts = {
+        "FSDPParam takes a storage that is padded, without a copy": partial(_takes_storage, mesh),
+        "a process registers the modules that it shards": partial(_is_registered, mesh),
+    }
+    return Known("torch", TESTED, facts)
 
 
-def _takes_storage(mesh: Any) -> bool:
+def _tiny_unit(mesh: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     layer = nn.Linear(1, 1, bias=False, device="meta")
     fully_shard(layer, mesh=mesh)
+    return layer
+
+
+def _is_registered(mesh: Any) -> bool:
+    layer = _tiny_unit(mesh)
+    return layer.weight in cut_by_fsdp()
+
+
+def _takes_storage(mesh: Any) -> bool:
+    layer = _tiny_unit(mesh)
     ((parameter, of),) = _managed_in(layer, _groups(layer.modules())).items()
     inner, storage = of.fsdp_param, torch.zeros(2, device="cpu")
     # No rank has as many elements as this, so each one sees its shard padded.

@@ -1,7 +1,7 @@
 """What a load will do: where each target goes, and the plan within the budget."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from modicum.torch.build.initialiser import Initialiser
 from modicum.torch.loading.goal import Goal, Model
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.forks import require_fork
-from modicum.torch.shards.placements import Meshes, Sharding, layout_of, sharding_of
+from modicum.torch.shards.placements import Sharding, Shardings, layout_of
 from modicum.torch.shards.tensors import ModelTensor
 from modicum.upstream.torch_fsdp import check_replaceable, check_unit_dtypes
 from modicum.walk.calls import require_check
@@ -109,7 +109,7 @@ def plan_of(
         structure=model.structure,
         empty=lambda shape, dtype: _charged(options.ledger, shape, dtype),
     )
-    places = _places_of(model, goal, ranks.world_size)
+    places = _places_of(model, goal)
     baselines = [-(-memory[0] // _MIB) * _MIB for memory in goal.memories]
     budget, budget_source = _budget_of(options, goal.memories, baselines, per_node)
     plan = _modicum.make_plan(
@@ -127,7 +127,6 @@ def plan_of(
         fork=options.fork,
     )
     buffers = plan.buffers(ranks.rank)
-    _check_local_shapes(places, buffers)
     return Planned(
         goal, places, initialiser, plan, buffers, options, budget, budget_source, per_node
     )
@@ -173,18 +172,17 @@ def _budget_of(
 # ---- where targets go
 
 
-def _places_of(model: Model, goal: Goal, world_size: int) -> list[Place]:
+def _places_of(model: Model, goal: Goal) -> list[Place]:
     check_unit_dtypes(
         model.managed, lambda name: goal.dtypes.get(name, model.tensors[name].tensor.dtype)
     )
-    meshes = Meshes()
+    shardings = Shardings()
     places = []
     for target in goal.targets:
         of = model.tensors[target["name"]]
         if target["alias_of"] is not None:
             _check_tie(of, model.tensors[target["alias_of"]])
-        ranks = of.managed.ranks if of.managed else ()
-        sharding = sharding_of(of.tensor, world_size, name=of.name, fsdp_ranks=ranks, meshes=meshes)
+        sharding = shardings.of(of.tensor, of.name)
         dtype = goal.dtypes[of.name]
         if of.tensor.is_meta:
             if isinstance(of.tensor, nn.Parameter):
@@ -223,22 +221,5 @@ def _place_in_what_is_there(of: ModelTensor, dtype: torch.dtype, sharding: Shard
         raise refusal("MISMATCH", what, tensor=of.name, expected=str(dtype), got=str(local.dtype))
     if not local.is_contiguous():
         raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=of.name)
-    cuts = tuple(replace(cut, pads=False) for cut in sharding.cuts)
     destination = "given" if local.device.type == "cpu" else "copy"
-    return Place(of, dtype, replace(sharding, cuts=cuts), local.device, destination)
-
-
-def _check_local_shapes(places: list[Place], buffers: list[dict[str, Any]]) -> None:
-    """Ours against torch's: a layout that is not understood must not fill anything."""
-    for t, place in enumerate(places):
-        shape, local = torch.Size(buffers[t]["shape"]), place.of.local
-        if buffers[t]["holder"] != t or local.shape == shape:
-            continue
-        if local.numel() or shape.numel():  # empty tensors may differ in shape
-            raise refusal(
-                "UNSUPPORTED",
-                "torch cuts this tensor in another way",
-                tensor=place.of.name,
-                expected=str(list(shape)),
-                got=str(list(local.shape)),
-            )
+    return Place(of, dtype, sharding.unpadded(), local.device, destination)

@@ -10,7 +10,7 @@ from torch import nn
 
 from modicum.errors import UsageError, refusal
 from modicum.torch.optim.parts import Part, mesh_of, part_of, place_of
-from modicum.torch.shards.placements import Meshes
+from modicum.torch.shards.placements import Shardings
 from modicum.upstream.torch_core import parameters_of, require_known
 from modicum.upstream.wrappers import canonical
 
@@ -35,14 +35,14 @@ def bound_parts(groups: Sequence[Group]) -> list[Part]:
     """A part of every parameter in `groups`, in their order. `UsageError` for what can't be stepped
     where it lies, for a name that two have, and for memory that two have."""
     require_known()
-    meshes = Meshes()
+    shardings = Shardings()
     parts: list[Part] = []
     names: set[str] = set()
     for name, index, parameter in _named(groups):
         if name in names:
             raise refusal("USAGE", "two parameters have one name", tensor=name)
         names.add(name)
-        parts.append(part_of(name, parameter, index, meshes))
+        parts.append(part_of(name, parameter, index, shardings))
     _refuse_overlaps(parts)
     return parts
 

@@ -1,18 +1,18 @@
 """What this rank holds of each parameter that an optimizer steps: its memory, which elements of the
 whole these are, and who else holds them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
-from math import fsum, prod
+from math import fsum
 from typing import Any
 
 import torch
 from torch import nn
 
+from modicum import _modicum
 from modicum.errors import refusal
 from modicum.torch.ranks.collectives import settled
-from modicum.torch.shards.placements import Meshes, sharding_of
+from modicum.torch.shards.placements import Shardings
 from modicum.upstream.torch_core import local_of, version_of
 from modicum.upstream.torch_distributed import dtensor_like
 
@@ -25,8 +25,6 @@ __all__ = [
     "place_of",
     "versions_of",
 ]
-
-Interval = tuple[int, int]
 
 
 @dataclass(eq=False)
@@ -142,8 +140,8 @@ def versions_of(tensor: torch.Tensor) -> int:
     return version_of(tensor) + version_of(local_of(tensor))
 
 
-def part_of(name: str, parameter: nn.Parameter, group: int, meshes: Meshes) -> Part:
-    """`UsageError` for what can't be stepped where it lies, or is cut in a way that no runs say."""
+def part_of(name: str, parameter: nn.Parameter, group: int, shardings: Shardings) -> Part:
+    """`UsageError` for what can't be stepped where it lies, and as from `Shardings.of`."""
     local = local_of(parameter)
     if local.is_meta:
         what = "a parameter is on meta: load the model before its optimizer is made; accelerate's "
@@ -160,7 +158,9 @@ def part_of(name: str, parameter: nn.Parameter, group: int, meshes: Meshes) -> P
         what = "a parameter whose elements overlap in memory, or have others between them"
         got = f"strides {list(local.stride())} of shape {list(local.shape)}"
         raise refusal("UNSUPPORTED", what, tensor=name, got=got)
-    runs, is_counted = _place(name, parameter, order, meshes)
+    sharding = shardings.of(parameter, name)
+    runs = _modicum.shard_runs(sharding, parameter.shape, shardings.rank, order)
+    is_counted = shardings.counts(parameter, sharding)
     line = local.detach()
     line = line.view(-1) if local.is_contiguous() else line.permute(order).view(-1)
     return Part(name, parameter, group, line, order, runs, is_counted, place_of(parameter))
@@ -171,80 +171,6 @@ def _memory_order(local: torch.Tensor) -> tuple[int, ...]:
     if local.is_contiguous():
         return tuple(dims)
     return tuple(sorted(dims, key=lambda dim: (local.shape[dim] > 1, -local.stride(dim))))
-
-
-# ---- which elements
-
-
-def _place(
-    name: str, parameter: Any, order: tuple[int, ...], meshes: Meshes
-) -> tuple[list[tuple[int, int]], bool]:
-    """The runs, and whether this rank counts them."""
-    mesh, local = mesh_of(parameter), local_of(parameter)
-    shape = tuple(parameter.shape)
-    if mesh is None:
-        return [(0, prod(shape))] if prod(shape) else [], True
-    import torch.distributed as dist
-
-    sharding = sharding_of(parameter, dist.get_world_size(), name=name, meshes=meshes)
-    held = [[(0, size)] for size in shape]
-    for cut in sharding.cuts:
-        parts = prod(sharding.mesh[axis] for axis in cut.axes)
-        index = 0
-        for axis in cut.axes:
-            size = sharding.mesh[axis]
-            index = index * size + dist.get_rank() // prod(sharding.mesh[axis + 1 :]) % size
-        held[cut.dim] = list(_cut(held[cut.dim], parts, index, cut.packed))
-    got = [sum(end - begin for begin, end in of) for of in held]
-    if got != list(local.shape) and (prod(got) or local.numel()):
-        what = "torch cuts this tensor in another way"
-        expected, got = str(got), str(list(local.shape))
-        raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=got)
-    coordinate = mesh.get_coordinate()
-    replicas = (at for at, how in zip(coordinate, parameter.placements, strict=True)
-                if how.is_replicate())  # fmt: skip
-    runs = _runs(tuple(shape[dim] for dim in order), [held[dim] for dim in order])
-    return list(runs), not any(replicas)
-
-
-def _cut(held: list[Interval], parts: int, index: int, packed: int) -> Iterator[Interval]:
-    """One of so many parts, as torch.chunk counts; of packed halves one of each."""
-    size = sum(end - begin for begin, end in held) // packed
-    step = -(-size // parts)
-    for half in range(packed):
-        begin, end = (half * size + min(size, step * i) for i in (index, index + 1))
-        at = 0
-        for first, last in held:
-            here = max(begin - at, 0), min(end - at, last - first)
-            if here[0] < here[1]:
-                yield first + here[0], first + here[1]
-            at += last - first
-
-
-def _runs(shape: tuple[int, ...], held: list[list[Interval]]) -> Iterator[tuple[int, int]]:
-    """Row-major, of a box whose sides may have gaps; neighbouring ones as one."""
-    if not all(held) or 0 in shape:
-        return
-    whole = [of == [(0, size)] for of, size in zip(held, shape, strict=True)]
-    dim = max((d for d in range(len(shape)) if not whole[d]), default=-1)
-    if dim < 0:
-        yield 0, prod(shape)
-        return
-    inner = prod(shape[dim + 1 :])
-    outer = [[i for begin, end in of for i in range(begin, end)] for of in held[:dim]]
-    first = n = 0
-    for at in product(*outer):
-        row = 0
-        for index, size in zip(at, shape, strict=False):
-            row = row * size + index
-        for begin, end in held[dim]:
-            begin_at = (row * shape[dim] + begin) * inner
-            if n and begin_at != first + n:
-                yield first, n
-                n = 0
-            first = first if n else begin_at
-            n += (end - begin) * inner
-    yield first, n
 
 
 # ---- all together

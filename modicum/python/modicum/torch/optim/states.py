@@ -75,14 +75,16 @@ def make_states(
     *,
     fork: str,
 ) -> dict[str, _modicum.AdamW]:
-    """Says in each part which state is its. bfloat16 parameters have `state_format`, others fp32;
-    those on a device have states of their own, one for each dtype."""
+    """Says in each part which state is its: there is one for each format that `state_format` means
+    for the parameters' dtypes, and those on a device have states of their own, one for each dtype.
+    """
     _modicum.adamw_footprint([], options, format=state_format)  # is it one?
     shards: dict[str, list[Any]] = {}
     made_with: dict[str, dict[str, Any]] = {}
     threads = cpus_of_rank()
     for part in parts:
-        part.format = state_format if part.local.dtype == torch.bfloat16 else "fp32"
+        dtype = str(part.local.dtype).removeprefix("torch.")
+        part.format = _modicum.state_format_of(dtype, state_format)
         part.state = part.format
         if not part.on_host:
             part.state += f" of {part.local.dtype} on {part.local.device}"

@@ -2,26 +2,28 @@
 
 A DTensor says which mesh it lies on and what each mesh dim does to it. Two things are not said
 there: what lies beyond its mesh, where that is a part of the world only; and in which order the
-cuts were made, where FSDP2 cut what tensor parallelism had left. Both are found out here.
+cuts were made, where FSDP2 cut what tensor parallelism had left. `Shardings` finds out both. Which
+elements a rank then holds is the core's answer alone.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from modicum import _modicum
 from modicum.errors import refusal
+from modicum.upstream.torch_core import local_of
 from modicum.upstream.torch_distributed import shard_order, strided_shard
+from modicum.upstream.torch_fsdp import cut_by_fsdp, shard_ranks
 
-__all__ = ["Cut", "Meshes", "Sharding", "layout_of", "sharding_of"]
+__all__ = ["Cut", "Sharding", "Shardings", "layout_of"]
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """One tensor dim, cut along mesh axes by torch.chunk's rule."""
 
     axes: tuple[int, ...]
@@ -34,14 +36,17 @@ class Cut:
     """Every rank's buffer is as long as the longest one's."""
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """What each rank of the world holds of a tensor."""
+class Sharding(NamedTuple):
+    """What each rank of the world holds of a tensor; as `_modicum` takes it."""
 
     mesh: tuple[int, ...]
     """Sizes of the axes, outermost first, over the whole world; rank = row-major coordinate."""
     cuts: tuple[Cut, ...]
     """As they are made: each cuts what those before it left."""
+
+    def unpadded(self) -> "Sharding":
+        """The same elements in buffers without padding."""
+        return self._replace(cuts=tuple(cut._replace(pads=False) for cut in self.cuts))
 
 
 def layout_of(
@@ -51,77 +56,105 @@ def layout_of(
     different = list(dict.fromkeys(shardings)) or [Sharding((world_size,), ())]
     number = {sharding: n for n, sharding in enumerate(different)}
     return _modicum.make_layout(
-        recipe,
-        shardings=[
-            (of.mesh, [(cut.axes, cut.dim, cut.packed, cut.pads) for cut in of.cuts])
-            for of in different
-        ],
-        sharding_of=[number[sharding] for sharding in shardings],
+        recipe, shardings=different, sharding_of=[number[sharding] for sharding in shardings]
     )
 
 
-class Meshes:
-    """Ranks, row-major, and shape of each mesh of a load: torch works them out at every look. By
-    identity, for flattened meshes of other ranks are equal to each other."""
+class Shardings:
+    """Finds the sharding of one tensor after the other, as every rank of the world finds it.
+
+    Between two tensors it remembers the meshes that it has seen and what FSDP2 has cut.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {}
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        self.world_size = 1 if is_alone else torch.distributed.get_world_size()
+        self.rank = 0 if is_alone else torch.distributed.get_rank()
+        self._by_fsdp: dict[torch.Tensor, Any] | None = None
+        # By identity: torch works ranks and shape out at every look, and flattened meshes of other
+        # ranks are equal to each other.
+        self._meshes: dict[int, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {}
 
-    def __call__(self, mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if id(mesh) not in self._known:
+    def of(
+        self, tensor: torch.Tensor, name: str, *, alias_of: torch.Tensor | None = None
+    ) -> Sharding:
+        """The sharding of a tensor, plain (every rank has it whole) or a DTensor, on meta or not.
+
+        Args:
+            tensor: of the model, of an optimizer or of a state dict.
+            name: what to call it in an error.
+            alias_of: the parameter whose memory it shows, where it is another object.
+
+        `UsageError` for what no sharding describes: a mesh that is no regular grid of the world or
+        lacks this rank, placements other than Replicate, Shard and those strided ones that FSDP2
+        and packed projections make, strided ones whose order nothing tells, and local elements of
+        another shape than the one that follows.
+        """
+        whole = Sharding((self.world_size,), ())
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # DTensor need not be imported
+            return whole
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(tensor, DTensor):
+            return whole
+        if self._by_fsdp is None:
+            self._by_fsdp = cut_by_fsdp()
+        managed = self._by_fsdp.get(tensor if alias_of is None else alias_of)
+        sharding = self._read(tensor, shard_ranks(managed) if managed else (), name)
+        expected = _modicum.shard_shape(sharding, tensor.shape, self.rank)
+        got = local_of(tensor).shape
+        # FSDP2 calls a shard [0, 0] of which another cut left [4, 0].
+        if got != expected and (got.numel() or prod(expected)):
+            raise refusal(
+                "UNSUPPORTED",
+                "torch cuts this tensor in another way",
+                tensor=name,
+                expected=str(list(expected)),
+                got=str(list(got)),
+            )
+        return sharding
+
+    def counts(self, tensor: torch.Tensor, sharding: Sharding) -> bool:
+        """Whether it is this rank that counts its elements in a sum over the tensor's mesh: the
+        first of those ranks of the mesh that hold the same. Always of a tensor without a mesh."""
+        mesh = getattr(tensor, "device_mesh", None)
+        if mesh is None:
+            return True
+        ranks, _ = self._mesh(mesh)
+        replicas = _modicum.shard_replicas(sharding, self.rank)
+        return self.rank == next(rank for rank in replicas if rank in ranks)
+
+    def _mesh(self, mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Its ranks, row-major, and its shape."""
+        if id(mesh) not in self._meshes:
             ranks = mesh.mesh  # and the mesh itself, which must live as long as its identity
-            self._known[id(mesh)] = mesh, tuple(ranks.flatten().tolist()), tuple(ranks.shape)
-        return self._known[id(mesh)][1:]
+            self._meshes[id(mesh)] = mesh, tuple(ranks.flatten().tolist()), tuple(ranks.shape)
+        return self._meshes[id(mesh)][1:]
 
-
-def sharding_of(
-    tensor: torch.Tensor,
-    world_size: int,
-    *,
-    name: str,
-    fsdp_ranks: Sequence[int] = (),
-    meshes: Meshes | None = None,
-) -> Sharding:
-    """The sharding of a tensor, as every rank of the world finds it.
-
-    Args:
-        tensor: a plain one (every rank has it whole) or a DTensor, on meta or not.
-        world_size: the ranks of torch's default process group.
-        name: what to call the tensor in an error.
-        fsdp_ranks: the ranks among which FSDP2 has cut it, if it has (`Managed.ranks`).
-        meshes: what the load has seen of its meshes so far; None: nothing.
-
-    `UsageError` for what no sharding describes: a mesh that is no regular grid of the world or
-    lacks this rank, and placements other than Replicate, Shard and those strided ones that FSDP2
-    and packed projections make.
-    """
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # DTensor need not be imported
-        return Sharding((world_size,), ())
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return Sharding((world_size,), ())
-    mesh = tensor.device_mesh
-    ranks, shape = (meshes or Meshes())(mesh)
-    rank = torch.distributed.get_rank()
-    if rank not in ranks:
-        expected = f"one with rank {rank}"
-        raise refusal("UNSUPPORTED", "a mesh", tensor=name, expected=expected, got=str(mesh))
-    shards = list(_shards(tensor.placements, shape, name))
-    grid = _grid(ranks, shape, tuple(shard.mesh_dim for shard in shards), world_size)
-    if grid is None:
-        expected = f"a regular grid of {world_size} ranks"
-        raise refusal("UNSUPPORTED", "a mesh", tensor=name, expected=expected, got=str(mesh))
-    axes = dict(zip((shard.mesh_dim for shard in shards), grid.axes, strict=True))
-
-    by_fsdp = [s for s in shards if _line_of(rank, ranks, shape, s.mesh_dim) == tuple(fsdp_ranks)]
-    if len(fsdp_ranks) > 1 and not by_fsdp:
-        raise refusal("UNSUPPORTED", "FSDP2 cuts along no mesh axis", tensor=name, got=str(mesh))
-    others = _as_made(tensor, [shard for shard in shards if shard not in by_fsdp], name)
-    cuts = [Cut(axes[shard.mesh_dim], shard.dim, packed) for shard, packed in others]
-    # FSDP2 cuts what a rank holds by then, however its placement describes that.
-    cuts += [Cut(axes[s.mesh_dim], s.dim, pads=s.dim == 0) for s in by_fsdp]
-    return Sharding(grid.mesh, tuple(cuts))
+    def _read(self, tensor: Any, fsdp_ranks: tuple[int, ...], name: str) -> Sharding:
+        """By its mesh and placements; FSDP2 has cut it among `fsdp_ranks`, if it has."""
+        mesh = tensor.device_mesh
+        ranks, shape = self._mesh(mesh)
+        if self.rank not in ranks:
+            expected = f"one with rank {self.rank}"
+            raise refusal("UNSUPPORTED", "a mesh", tensor=name, expected=expected, got=str(mesh))
+        shards = list(_shards(tensor.placements, shape, name))
+        grid = _grid(ranks, shape, tuple(shard.mesh_dim for shard in shards), self.world_size)
+        if grid is None:
+            expected = f"a regular grid of {self.world_size} ranks"
+            raise refusal("UNSUPPORTED", "a mesh", tensor=name, expected=expected, got=str(mesh))
+        axes = dict(zip((shard.mesh_dim for shard in shards), grid.axes, strict=True))
+        lines = {s.mesh_dim: _line_of(self.rank, ranks, shape, s.mesh_dim) for s in shards}
+        by_fsdp = [shard for shard in shards if lines[shard.mesh_dim] == fsdp_ranks]
+        if len(fsdp_ranks) > 1 and not by_fsdp:
+            raise refusal(
+                "UNSUPPORTED", "FSDP2 cuts along no mesh axis", tensor=name, got=str(mesh)
+            )
+        others = _as_made(tensor, [shard for shard in shards if shard not in by_fsdp], name)
+        cuts = [Cut(axes[shard.mesh_dim], shard.dim, packed) for shard, packed in others]
+        # FSDP2 cuts what a rank holds by then, however its placement describes that.
+        cuts += [Cut(axes[s.mesh_dim], s.dim, pads=s.dim == 0) for s in by_fsdp]
+        return Sharding(grid.mesh, tuple(cuts))
 
 
 # ---- placements
@@ -141,8 +174,9 @@ def _shards(placements: Iterable[Any], shape: Sequence[int], name: str) -> Itera
     """The mesh dims that cut, in the mesh's order; those of one rank cut nothing."""
     from torch.distributed.tensor import Replicate, Shard
 
+    kinds: Any = (Shard, strided_shard())
     for mesh_dim, (placement, parts) in enumerate(zip(placements, shape, strict=True)):
-        if isinstance(placement, (Shard, strided_shard())):
+        if isinstance(placement, kinds):
             if parts > 1:
                 split_factor = getattr(placement, "split_factor", 1)
                 yield _Shard(mesh_dim, parts, placement.dim, split_factor)

@@ -1,0 +1,61 @@
+#include <algorithm>
+#include <utility>
+
+#include "modicum/layout/layout.h"
+
+namespace modicum {
+namespace {
+
+// A target whose dims come in another order, and the sharding that cuts the same elements of it.
+std::pair<TensorSpec, Sharding> reordered(const TensorSpec& target, const Sharding& sharding,
+                                          std::span<const int> order) {
+  std::pair<TensorSpec, Sharding> made(target, sharding);
+  const size_t dims = target.shape.size();
+  const auto refuse = [&] {
+    fail(Category::usage, "an order names each dim of a tensor once", {.tensor = target.fqn});
+  };
+  if (order.size() != dims) refuse();
+  std::vector<int> place_of(dims, -1);
+  for (size_t place = 0; place < dims; ++place) {
+    const auto dim = static_cast<size_t>(order[place]);
+    if (dim >= dims || place_of[dim] >= 0) refuse();
+    place_of[dim] = static_cast<int>(place);
+    made.first.shape[place] = target.shape[dim];
+  }
+  for (Cut& cut : made.second.cuts) {
+    const size_t dim = static_cast<size_t>(cut.dim) < dims ? static_cast<size_t>(cut.dim) : 0;
+    if (dims > 0) cut.dim = place_of[dim];
+  }
+  return made;
+}
+
+}  // namespace
+
+std::vector<ElementRun> runs_of(const Sharding& sharding, const TensorSpec& target, int rank,
+                                std::span<const int> order) {
+  const auto [seen, cut] = reordered(target, sharding, order);
+  std::vector<std::pair<int64_t, ElementRun>> placed;  // by place in the rank's memory
+  for_each_piece(cut, seen, rank, [&](const Box& piece) {
+    for_each_runs(piece, [&](const Runs& runs) {
+      MODICUM_ASSERT(runs.at_step == 1 || runs.length == 1);
+      for (int64_t k = 0; k < runs.count; ++k) {
+        placed.push_back(
+            {runs.at + k * runs.at_stride, {runs.first + k * runs.stride, runs.length}});
+      }
+    });
+  });
+  // The pieces of packed parts take turns in memory.
+  std::sort(placed.begin(), placed.end(),
+            [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<ElementRun> all;
+  for (const auto& [at, run] : placed) {
+    if (all.empty() || all.back().first + all.back().n != run.first) {
+      all.push_back(run);
+    } else {
+      all.back().n += run.n;
+    }
+  }
+  return all;
+}
+
+}  // namespace modicum

@@ -1,0 +1,78 @@
+"""`modicum.torch.AdamW` where tensor parallelism and FSDP2 cut one dim unevenly, on real ranks.
+
+House test against one process that has the whole model, bit for bit, where what a rank holds is cut
+by torch.chunk alone; oracle test against DTensor's `full_tensor`. They catch these mutations: a cut
+of a cut that is taken for one of the whole; elements that are numbered from the shard's begin
+(random bits go by global index); replicas that a norm counts twice.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import modicum.torch  # noqa: E402  (after torch is known to be there)
+from ranks import Ranks, ranks  # noqa: E402
+from sharding import Cut, bits  # noqa: E402
+from torch_front import checkpoint_of, from_pretrained, local_part, whole_gradient  # noqa: E402
+
+MESHES = ((2, 2), (3, 2), (2, 3))  # dp x tp of 53 rows, 39, 101
+FORMATS = (("float32", "fp32"), ("bfloat16", "bf16-moments"))
+
+
+@pytest.fixture(scope="module", params=(4, 6), ids="{} ranks".format)
+def world(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks(request.param, tmp_path_factory.mktemp("tp-fsdp") / "ranks") as started:
+        yield started
+
+
+def meshes_of(world: Ranks) -> list[tuple[int, int]]:
+    return [mesh for mesh in MESHES if math.prod(mesh) == len(world.lines)]
+
+
+@cache
+def by_one_process(dtype: str, state_format: str) -> tuple[dict[str, Any], float]:
+    """Every parameter and its state after three steps, and the norm of one more gradient."""
+    model = copy.deepcopy(from_pretrained("llama", getattr(torch, dtype)))
+    optimizer = modicum.torch.AdamW(model.named_parameters(), lr=1e-2, state_format=state_format)
+    squares = []
+    for step in range(4):
+        for name, parameter in model.named_parameters():
+            parameter.grad = whole_gradient(name, parameter.shape, step).to(parameter.dtype)
+            squares.append(parameter.grad.double().square().sum().item())
+        if step < 3:
+            optimizer.step()
+            optimizer.zero_grad()
+            squares.clear()
+    held = dict(model.named_parameters())
+    for name, entry in zip(list(held), optimizer.state_dict()["state"].values(), strict=True):
+        held |= {f"{name} {of}": entry[of] for of in ("exp_avg", "exp_avg_sq")}
+    return held, math.sqrt(math.fsum(squares))
+
+
+@pytest.mark.parametrize(("dtype", "state_format"), FORMATS)
+def test_what_is_loaded_is_stepped(world: Ranks, dtype: str, state_format: str) -> None:
+    """Parameters and moments of every rank, all bits; the norm of all ranks."""
+    whole, norm = by_one_process(dtype, state_format)
+    directory = str(checkpoint_of("llama"))
+    for mesh in meshes_of(world):
+        how = {"mesh": list(mesh), "dtype": dtype, "state_format": state_format}
+        answers = world.ask("adamw_tp_fsdp", directory=directory, **how)
+        for rank, answer in enumerate(answers):
+            assert answer["held"].keys() == whole.keys()
+            for name, mine in answer["held"].items():
+                of = local_part(name.split()[0], whole[name], Cut("tp-fsdp", mesh), rank)
+                assert mine == bits(of), f"{name} of rank {rank}, {mesh}"
+            assert answer["norm"] == pytest.approx(norm, rel=2**-22)
+
+
+def test_elements_are_those_of_full_tensor(world: Ranks) -> None:
+    """Of many shapes, what a rank holds is what torch's DTensor says of the whole."""
+    for mesh in meshes_of(world):
+        assert not sum(world.ask("adamw_elements", mesh=list(mesh)), []), mesh
