@@ -96,10 +96,11 @@ class Part:
             got = f"{type(whole).__name__} of {list(whole.shape)}"
             raise refusal("MISMATCH", f"its {what}", tensor=self.name, expected=expected, got=got)
         if self.mesh is not None:
-            to = self.parameter
-            if (whole.device_mesh, whole.placements) != (to.device_mesh, to.placements):
-                whole = whole.redistribute(to.device_mesh, to.placements)
-            whole = local_of(whole)
+            to: Any = self.parameter
+            cut: Any = whole
+            if (cut.device_mesh, cut.placements) != (to.device_mesh, to.placements):
+                cut = cut.redistribute(to.device_mesh, to.placements)
+            whole = local_of(cut)
         _require_stored(whole, f"its {what}", self.name)
         whole = whole.detach()
         return (whole if self.is_row_major else whole.permute(self.order)).reshape(-1)
@@ -167,10 +168,10 @@ def part_of(name: str, parameter: nn.Parameter, group: int, shardings: Shardings
 
 
 def _memory_order(local: torch.Tensor) -> tuple[int, ...]:
-    dims = range(local.dim())
+    dims, strides = range(local.dim()), local.stride()
     if local.is_contiguous():
         return tuple(dims)
-    return tuple(sorted(dims, key=lambda dim: (local.shape[dim] > 1, -local.stride(dim))))
+    return tuple(sorted(dims, key=lambda dim: (local.shape[dim] > 1, -strides[dim])))
 
 
 # ---- all together
