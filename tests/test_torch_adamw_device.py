@@ -14,7 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from modicum.torch import AdamW, _lanes  # noqa: E402
+from modicum.torch import AdamW  # noqa: E402
+from modicum.torch.optim import lanes  # noqa: E402
 from on_device import OnDevice  # noqa: E402  (after torch is known to be there)
 from torch import nn  # noqa: E402
 
@@ -244,7 +245,7 @@ def test_copies_are_waited_for(state_format: str, monkeypatch: pytest.MonkeyPatc
     """Gradients before their norm is taken, a slot before it is written again, and a master that
     leaves as it lies before the next step."""
     stream = Stream()
-    monkeypatch.setattr(_lanes, "_stream_of", lambda device: stream)
+    monkeypatch.setattr(lanes, "_stream_of", lambda device: stream)
     pair = Pair(state_format, torch.bfloat16)
     pair.step()
     waited = [event.waits for event in stream.events]

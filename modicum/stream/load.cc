@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <utility>
@@ -83,18 +84,26 @@ class Load {
 
   // The first failure goes to the board at once: it ends this rank's other workers, and the other
   // ranks, at their next look.
+  // A failure is kept before it is reported: those that the report makes fail come after it.
   void in_workers(FunctionRef<void(Turn turn)> work) {
+    std::exception_ptr first;
+    const auto fail_with = [&](const Error& error) {
+      {
+        const std::lock_guard lock(mutex_);
+        if (!first) first = std::current_exception();
+      }
+      at_.board->report(record_of(error, at_.rank));
+    };
     run_workers(workers_, [&](int worker) {
       try {
         work({worker, workers_});
       } catch (const Error& error) {
-        at_.board->report(record_of(error, at_.rank));
-        throw;
+        fail_with(error);
       } catch (const std::exception& error) {  // of the caller's functions
-        at_.board->report(record_of(Error(Category::internal, error.what()), at_.rank));
-        throw;
+        fail_with(Error(Category::internal, error.what()));
       }
     });
+    if (first) std::rethrow_exception(first);
   }
 
   void stream_own_bytes() {

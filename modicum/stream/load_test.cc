@@ -1,7 +1,10 @@
 // The house tests of a load: exact, fault and value, with ranks as threads and files in memory.
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <mutex>
 #include <thread>
 
 #include "modicum/io/file_doubles.h"
@@ -11,6 +14,8 @@
 
 namespace modicum {
 namespace {
+
+using namespace std::chrono_literals;
 
 constexpr uint64_t kStaging = 256 * kKiB;
 
@@ -425,6 +430,63 @@ TEST(LoadFault, EveryFailingCallIsANamedErrorAndLeavesNothingCharged) {
       EXPECT_STREQ(failure->file, "model.safetensors");
       const std::string call = failing.calls()[static_cast<size_t>(n) - 1].what;
       EXPECT_TRUE(call != "read" || failure->tensor[0] != '\0') << "a failed read names its tensor";
+    }
+  }
+}
+
+// Reports return only when another worker has seen the failure, if one looks within 50 ms.
+class LateBoard final : public Board {
+ public:
+  void beat(int, uint64_t) noexcept override { std::this_thread::sleep_for(1ms); }
+  bool report(const ErrorRecord& failure) noexcept override {
+    std::unique_lock lock(mutex_);
+    if (failure_) return false;
+    failure_ = failure;
+    if (seen_.wait_for(lock, 50ms, [this] { return was_seen_; })) {
+      lock.unlock();
+      std::this_thread::sleep_for(10ms);  // until that worker has failed, too
+    }
+    return true;
+  }
+  std::optional<ErrorRecord> failure() const override {
+    const std::lock_guard lock(mutex_);
+    was_seen_ = failure_.has_value();
+    if (was_seen_) seen_.notify_all();
+    return failure_;
+  }
+  void barrier(int) override {}
+  void agree(int, const Digest&) override {}
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable seen_;
+  mutable bool was_seen_ = false;
+  std::optional<ErrorRecord> failure_;
+};
+
+// Catches: what a worker's failure makes of the other workers is taken for the failure.
+TEST(LoadFault, TheFirstFailureOfAnyWorkerIsTheRanks) {
+  Specs specs;
+  for (int i = 0; i < 40; ++i)
+    specs.push_back(spec("t" + std::to_string(10 + i), DType::bf16, {64, 997}));
+  Model model(specs);
+  Recipe recipe = identity_recipe(model.checkpoint.manifest);
+  for (Target& target : recipe.targets) target.spec.dtype = DType::f32;  // through staging
+  const Plan plan =
+      make_plan(model.checkpoint.manifest, recipe, fsdp2_layout(1),
+                {.strategy = &strategy_named("own-shard"), .staging_bytes = 16 * kMiB});
+  for (int64_t n = 3; n < 16; ++n) {
+    RecordingFileSystem failing(model.files, n);
+    Checkpoint checkpoint = model.checkpoint;
+    checkpoint.files = &failing;
+    LateBoard board;
+    Ledger ledger(UINT64_MAX);
+    HostSink sink(plan, 0, ledger);
+    try {
+      load(checkpoint, plan, {0, &board, nullptr, &ledger}, sink, {.threads = 4});
+      ADD_FAILURE() << "call " << n << " did not fail";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.category(), Category::io) << error.what();
     }
   }
 }
