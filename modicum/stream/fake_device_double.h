@@ -1,4 +1,4 @@
-// The test double of the sink seam: a device, which has no host memory and takes only copies.
+// Test doubles of the sink seam: a device, which has no host memory and takes only copies.
 #pragma once
 
 #include <vector>
@@ -18,6 +18,20 @@ class FakeDeviceSink final : public Sink {
  private:
   std::vector<DType> dtypes_;
   std::vector<std::vector<std::byte>> buffers_;
+};
+
+// Digests and drops. Holds no model-sized memory.
+class DiscardSink final : public Sink {
+ public:
+  DiscardSink(const Plan& plan, int rank) : sum_(plan, rank) {}
+  std::span<std::byte> host(uint32_t) noexcept override { return {}; }
+  void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override {
+    sum_.add(buffer, at, elements);
+  }
+  uint64_t digest() const noexcept { return sum_.value(); }
+
+ private:
+  DigestSum sum_;
 };
 
 }  // namespace modicum

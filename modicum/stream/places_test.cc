@@ -17,8 +17,6 @@ namespace {
 // What borrows a plan or a checkpoint is not made of one that dies at once.
 static_assert(std::is_constructible_v<HostSink, Plan&, int, Ledger&>);
 static_assert(!std::is_constructible_v<HostSink, Plan, int, Ledger&>);
-static_assert(std::is_constructible_v<DiscardSink, Plan&, int>);
-static_assert(!std::is_constructible_v<DiscardSink, Plan, int>);
 static_assert(std::is_constructible_v<DigestSum, Plan&, int>);
 static_assert(!std::is_constructible_v<DigestSum, Plan, int>);
 static_assert(std::is_constructible_v<Rings, Plan&>);

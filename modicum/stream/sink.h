@@ -68,24 +68,4 @@ class DigestSum {
   std::atomic<uint64_t> sum_{0};
 };
 
-// Digests and drops: the stand-in for a device. Holds no model-sized memory. `inspect`, where
-// given, sees what is dropped.
-class DiscardSink final : public Sink {
- public:
-  using Inspect = std::function<void(uint32_t buffer, int64_t at, std::span<const std::byte>)>;
-  DiscardSink(const Plan& plan, int rank, Inspect inspect = {})
-      : sum_(plan, rank), inspect_(std::move(inspect)) {}
-  DiscardSink(const Plan&&, int, Inspect = {}) = delete;
-  std::span<std::byte> host(uint32_t) noexcept override { return {}; }
-  void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override {
-    if (inspect_) inspect_(buffer, at, elements);
-    sum_.add(buffer, at, elements);
-  }
-  uint64_t digest() const noexcept { return sum_.value(); }
-
- private:
-  DigestSum sum_;
-  const Inspect inspect_;
-};
-
 }  // namespace modicum
