@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "modicum/memory/memory.h"
 #include "modicum/probe/probe.h"
@@ -58,10 +59,10 @@ struct LoadWorld {
 // one thread at a time, since the file is shared.
 class Dropped {
  public:
-  Dropped(const LoadWorld& world, int rank, Look heartbeat)
+  Dropped(const LoadWorld& world, int rank, std::function<void()> heartbeat)
       : task_(world.task),
         rank_(rank),
-        expectation_(task_.run.checkpoint, heartbeat),
+        expectation_(task_.run.checkpoint, std::move(heartbeat)),
         digested_(task_.plan, rank) {}
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
     if (task_.check) {
