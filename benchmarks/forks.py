@@ -44,9 +44,10 @@ def seconds(act: Callable[[], Any]) -> float:
 
 def measured(directory: str, way: str) -> dict[str, float]:
     """By one process of its own."""
-    import modicum.torch
     import torch
     import transformers
+
+    import modicum.torch
 
     warnings.filterwarnings("ignore")
     config = transformers.AutoConfig.from_pretrained(directory)

@@ -18,10 +18,11 @@ from pydoc_data.topics import topics
 
 import torch
 from harness.page import ROOT, machine, write_between_markers
-from modicum.torch import AdamW
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
+
+from modicum.torch import AdamW
 
 WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 64, 2, 4, 64, 16
 FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")

@@ -14,12 +14,13 @@ import os
 import sys
 import tempfile
 
-import modicum.torch.accelerate
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import modicum.torch.accelerate
 
 
 def fsdp2_on_cpus() -> None:

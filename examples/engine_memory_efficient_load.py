@@ -14,7 +14,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import modicum.torch  # modicum
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -27,6 +26,8 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForTokenClassification,
 )
+
+import modicum.torch  # modicum
 
 CLASSES = {
     "causal-lm": AutoModelForCausalLM,

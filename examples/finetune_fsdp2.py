@@ -9,12 +9,13 @@ import argparse
 import os
 import sys
 
-import modicum.torch  # modicum
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
+
+import modicum.torch  # modicum
 
 
 def sharded_model(directory: str, dtype: torch.dtype, device: str) -> torch.nn.Module:

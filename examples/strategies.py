@@ -20,7 +20,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import modicum.torch  # modicum
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import modicum.torch  # modicum
 from modicum import memory  # modicum
 
 Made = tuple[torch.nn.Module, Any]
@@ -69,9 +69,10 @@ def native(options: argparse.Namespace, dtype: torch.dtype, device: str) -> Made
 
 
 def by_accelerate(options: argparse.Namespace, dtype: torch.dtype, device: str) -> Made:
-    import modicum.torch.accelerate  # modicum
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate_fsdp2 import fsdp2_on_cpus  # the example beside this one
+
+    import modicum.torch.accelerate  # modicum
 
     if device == "cpu":
         fsdp2_on_cpus()

@@ -17,12 +17,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import modicum.torch  # modicum
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import modicum.torch  # modicum
 from modicum import memory  # modicum
 
 Step = Callable[[torch.Tensor], None]

@@ -138,9 +138,28 @@ def check_names(root: Path) -> Iterator[str]:
                 yield f"{where}:{line}: `{name}` is private to another package: {UPSTREAM}/ has it"
 
 
+def check_hidden(root: Path) -> Iterator[str]:
+    """No name that a package's `__init__` imports or defines hides one of the package's modules:
+    `from package import name` would give the one where the other is meant."""
+    for path in sorted((root / PACKAGE).rglob("__init__.py")):
+        tree = ast.parse(path.read_text())
+        names = set(defined_in(tree))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                names |= {alias.asname or alias.name for alias in node.names}
+        modules = {module.stem for module in path.parent.glob("*.py")}
+        for name in sorted(names & modules):
+            yield f"{path.relative_to(root)}:1: `{name}` hides the module of that name"
+
+
 def findings(root: Path) -> list[str]:
     rooms = read_rooms((root / "docs/ARCHITECTURE.md").read_text())
-    return [*check_table(rooms), *check_imports(root, rooms), *check_names(root)]
+    return [
+        *check_table(rooms),
+        *check_imports(root, rooms),
+        *check_names(root),
+        *check_hidden(root),
+    ]
 
 
 def main() -> int:

@@ -86,6 +86,11 @@ class CheckPython(unittest.TestCase):
         self.assertEqual(self.findings(upstream), [])
         self.assert_finds(upstream | {"errors.py": "Error._version\n"}, private)
 
+    def test_a_name_that_hides_a_module(self) -> None:
+        hides = "torch/optim/__init__.py:1: `adamw` hides the module"
+        for text in ("def adamw():\n    pass\n", "from modicum.errors import Error as adamw\n"):
+            self.assert_finds({"torch/optim/__init__.py": text}, hides)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import modicum.torch.accelerate
 import torch
 import torch.distributed as dist
 import transformers
+
+import modicum.torch.accelerate
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples/accelerate_fsdp2.py"
 STEPS = 2

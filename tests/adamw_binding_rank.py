@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import accelerate_rank
-import modicum.torch
-import modicum.torch.accelerate
 import torch
 import torch.distributed as dist
 import torch_rank
 import transformers
 from rounding import nearest_sqrt
+
+import modicum.torch
+import modicum.torch.accelerate
 
 STEPS = 5
 LR = 3e-2

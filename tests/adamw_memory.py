@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import modicum.torch
 import torch
 from torch import nn
 
 import modicum
+import modicum.torch
 
 ROWS = 1600
 LAYERS = 3

@@ -9,12 +9,13 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-import modicum.torch
 import torch
 import torch.multiprocessing  # tells ForkingPickler of tensors
 from rounding import nearest_sqrt
 from safetensors.torch import save_file
 from torch import nn
+
+import modicum.torch
 
 torch.set_num_threads(1)
 

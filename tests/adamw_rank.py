@@ -4,15 +4,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import modicum.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch_front
 import torch_rank
 import transformers
-from modicum.torch.optim.parts import part_of
-from modicum.torch.shards.placements import Shardings
 from rounding import nearest_sqrt
 from sharding import Cut, bits
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -20,7 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import modicum.torch
 from modicum import _modicum
+from modicum.torch.optim.parts import part_of
+from modicum.torch.shards.placements import Shardings
 
 
 def model_of(directory: str, mesh: list[int], dtype: str | None = None) -> Any:

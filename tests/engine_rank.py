@@ -10,18 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import modicum.torch.dcp
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from modicum.torch import empty_parameters, fsdp2_load_full_state_dict
-from modicum.torch.loading import memory
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+
+import modicum.torch.dcp
+from modicum.torch import empty_parameters, fsdp2_load_full_state_dict
+from modicum.torch.loading import memory
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

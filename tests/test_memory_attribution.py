@@ -20,10 +20,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-import modicum.torch
 import torch
 from adamw_memory import pss_anon
 
+import modicum.torch
 from modicum import UsageError, memory
 
 pytestmark = pytest.mark.alone  # what earlier tests have freed, or left running, is attributed

@@ -17,11 +17,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from modicum.memory.nvml import Devices
 
 import modicum
 from modicum import memory
-from modicum.memory import phases as recording
+from modicum.memory import recording
+from modicum.memory.nvml import Devices
 
 pytestmark = pytest.mark.alone  # the mark is the process's, and what ran before has raised it
 

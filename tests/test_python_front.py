@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from clocks import lets_others_run
-from modicum._modicum import exit_codes
 from program import run, stored, write_recipe
 
 import modicum as front
+from modicum._modicum import exit_codes
 
 
 def cli(program: Path, *words: object) -> dict[str, Any]:

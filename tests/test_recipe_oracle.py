@@ -16,14 +16,14 @@ transformers = pytest.importorskip("transformers")
 
 import numpy as np  # noqa: E402
 import recipe_oracle as oracle  # noqa: E402
-from modicum._modicum import RecipeBuilder  # noqa: E402
-from modicum.recipes.nodes import stored  # noqa: E402
-from modicum.recipes.operations import Chain, nodes_of  # noqa: E402
 from recipe_oracle import Ids, Names, evaluate, upstream  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import modicum as front  # noqa: E402
 from modicum import recipes  # noqa: E402
+from modicum._modicum import RecipeBuilder  # noqa: E402
+from modicum.recipes.nodes import stored  # noqa: E402
+from modicum.recipes.operations import Chain, nodes_of  # noqa: E402
 
 GOLDEN = "tests/golden/operations.txt"
 

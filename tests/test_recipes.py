@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import numpy as np  # noqa: E402
-from modicum.recipes.__main__ import main  # noqa: E402
 from recipe_oracle import evaluate, upstream  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
@@ -24,6 +23,7 @@ from transformers.quantizers.auto import AutoHfQuantizer  # noqa: E402
 
 import modicum as front  # noqa: E402
 from modicum import recipes  # noqa: E402
+from modicum.recipes.__main__ import main  # noqa: E402
 
 SMALL = {
     "hidden_size": 24,

@@ -16,8 +16,6 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from families import FAMILIES, Family, fill  # noqa: E402  (after torch is known to be there)
-from modicum.recipes.recipe import _transforms  # noqa: E402
-from modicum.recipes.structure import structure_of  # noqa: E402
 from peft.utils import save_and_load  # noqa: E402
 from recipe_oracle import evaluate  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
@@ -25,6 +23,8 @@ from sharding import playing_rank  # noqa: E402
 
 import modicum as front  # noqa: E402
 from modicum import recipes  # noqa: E402
+from modicum.recipes.recipe import _transforms  # noqa: E402
+from modicum.recipes.structure import structure_of  # noqa: E402
 
 BY_NAME = {family.name: family for family in FAMILIES}
 LORA = {"r": 2, "target_modules": ["q_proj", "embed_tokens"]}

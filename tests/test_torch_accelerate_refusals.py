@@ -25,8 +25,6 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import fsdp_utils  # noqa: E402
 from accelerate_rank import accelerator_of  # noqa: E402
 from families import FAMILIES  # noqa: E402
-from modicum.errors import BudgetError, UsageError  # noqa: E402
-from modicum.torch.accelerate import loading  # noqa: E402
 from peft.tuners import tuners_utils  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_front import (  # noqa: E402
@@ -39,6 +37,9 @@ from torch_front import (  # noqa: E402
     parameters_of,
     ties_of,
 )
+
+from modicum.errors import BudgetError, UsageError  # noqa: E402
+from modicum.torch.accelerate import loading  # noqa: E402
 
 TOKENS = torch.arange(3, 14).reshape(1, 11)
 accelerate_module = sys.modules["accelerate.accelerator"]

@@ -24,11 +24,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fixtures import record_deepspeed  # noqa: E402  (after torch is known to be there)
-from modicum.torch import AdamW  # noqa: E402
 from rounding import nearest_sqrt  # noqa: E402
 from torch import nn  # noqa: E402
 
 import modicum  # noqa: E402
+from modicum.torch import AdamW  # noqa: E402
 
 STEPS = 100
 FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")

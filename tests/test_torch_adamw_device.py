@@ -14,13 +14,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from modicum.torch import AdamW  # noqa: E402
-from modicum.torch.optim import lanes  # noqa: E402
 from on_device import OnDevice  # noqa: E402  (after torch is known to be there)
 from torch import nn  # noqa: E402
 
 import modicum  # noqa: E402
 from modicum import _modicum  # noqa: E402
+from modicum.torch import AdamW  # noqa: E402
+from modicum.torch.optim import lanes  # noqa: E402
 
 BUCKET = 65536
 SHAPES = {"embed": (3, BUCKET + 77), "bias": (5,), "one": (), "none": (0, 4), "proj": (67, 129)}

@@ -13,12 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from modicum.torch.optim.parts import part_of  # noqa: E402
-from modicum.torch.shards.placements import Shardings  # noqa: E402
 from sharding import Cut, playing_new_rank  # noqa: E402  (after torch is known to be there)
 from torch_front import from_pretrained, local_part, shard  # noqa: E402
 
 import modicum  # noqa: E402
+from modicum.torch.optim.parts import part_of  # noqa: E402
+from modicum.torch.shards.placements import Shardings  # noqa: E402
 
 CUTS = [
     Cut("none", (2,)),

@@ -17,10 +17,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import modicum.torch  # noqa: E402  (after torch is known to be there)
 from ranks import Ranks, ranks  # noqa: E402
 from sharding import Cut, bits  # noqa: E402
 from torch_front import checkpoint_of, from_pretrained, local_part, whole_gradient  # noqa: E402
+
+import modicum.torch  # noqa: E402  (after torch is known to be there)
 
 MESHES = ((2, 2), (3, 2), (2, 3))  # dp x tp of 53 rows, 39, 101
 FORMATS = (("float32", "fp32"), ("bfloat16", "bf16-moments"))

@@ -19,8 +19,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402  (after torch is known to be there)
-from modicum.recipes import recipe_for  # noqa: E402
-from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
 from program import write_checkpoint  # noqa: E402
 from ranks import Ranks, ranks  # noqa: E402
 from sharding import Cut, assert_same, playing_new_rank  # noqa: E402
@@ -44,6 +42,8 @@ from torch_front import (  # noqa: E402
 
 import modicum  # noqa: E402
 from modicum import _modicum  # noqa: E402
+from modicum.recipes import recipe_for  # noqa: E402
+from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
 
 FSDP2, SIDEWAYS = Cut("fsdp2", (3,)), Cut("fsdp2", (3,), dim=1)
 HSDP, AFTER_TP = Cut("hsdp", (2, 2)), Cut("tp-fsdp", (3, 2))

@@ -16,7 +16,6 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from modicum.errors import UsageError  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402  (after torch is known to be there)
 from sharding import Cut, bits, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
@@ -30,6 +29,8 @@ from torch_front import (  # noqa: E402
     load,
     shard,
 )
+
+from modicum.errors import UsageError  # noqa: E402
 
 TOKENS = torch.arange(3, 14).reshape(1, 11)
 WHOLE, TWO = Cut("none", (1,)), Cut("fsdp2", (2,))

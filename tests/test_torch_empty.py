@@ -24,12 +24,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from families import ENCODER_DECODER, FAMILIES, VISION, Family  # noqa: E402
-from modicum.torch.build.empty import empty_parameters  # noqa: E402
 from sharding import assert_same, bits, playing_rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import modicum  # noqa: E402
+from modicum.torch.build.empty import empty_parameters  # noqa: E402
 
 PACKAGE = Path(modicum.__file__).absolute().parent.parent  # its files may be links
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -18,11 +18,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
+from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
+
 import modicum.torch  # noqa: E402
 from modicum.torch import full_state_dict  # noqa: E402
 from modicum.torch.loading import memory  # noqa: E402
-from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
-from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
 
 STAGING_BYTES = 8 << 20
 # Code and names that Python takes in at the first load.

@@ -18,15 +18,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import modicum.torch  # noqa: E402
-from modicum.errors import BudgetError, Error, UsageError  # noqa: E402
-from modicum.torch.accelerate import loading  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402  (after torch is known to be there)
 from sharding import playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
+
+import modicum.torch  # noqa: E402
+from modicum.errors import BudgetError, Error, UsageError  # noqa: E402
+from modicum.torch.accelerate import loading  # noqa: E402
 
 pytestmark = pytest.mark.alone  # forks, and measures what this process and its children hold
 

@@ -19,6 +19,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from sharding import bits, placed, playing_new_rank  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed import _composable_state  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import (  # noqa: E402
+    CPUOffloadPolicy,
+    FSDPModule,
+    fully_shard,
+)
+from torch.distributed.fsdp._fully_shard import _fsdp_param  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard  # noqa: E402
+
 from modicum.errors import BudgetError, UsageError  # noqa: E402  (after torch is known to be there)
 from modicum.upstream import torch_core, torch_dispatch  # noqa: E402
 from modicum.upstream.torch_fsdp import (  # noqa: E402
@@ -33,17 +45,6 @@ from modicum.upstream.torch_fsdp import (  # noqa: E402
     pin,
     shard_ranks,
 )
-from sharding import bits, placed, playing_new_rank  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed import _composable_state  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import (  # noqa: E402
-    CPUOffloadPolicy,
-    FSDPModule,
-    fully_shard,
-)
-from torch.distributed.fsdp._fully_shard import _fsdp_param  # noqa: E402
-from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 
 # Rows: one, fewer than ranks, a multiple, and neither.
 LAYERS = {"one": (1, 6), "few": (2, 6), "even": (15, 6), "odd": (7, 6), "sideways": (3, 30)}

@@ -20,15 +20,15 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from clocks import WaitingClock
+from worlds import Ended, Told, World, killing
+
+import modicum
+from modicum import _modicum
 from modicum.errors import Error, IoError, PeerError, UsageError
 from modicum.torch.ranks import collectives, exchange, liveness
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.ranks.liveness import LOOK_S, SILENT_LOOKS, Neighbours, Process, nodes_of
 from modicum.upstream.torch_distributed import default_store
-from worlds import Ended, Told, World, killing
-
-import modicum
-from modicum import _modicum
 
 ALL_KNOW_S = 10
 

@@ -16,11 +16,11 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from families import FAMILIES, Family  # noqa: E402  (after torch is known to be there)
-from modicum.torch.build.initialiser import Initialiser  # noqa: E402
 from sharding import playing_rank  # noqa: E402
 from torch import nn  # noqa: E402
 
 import modicum  # noqa: E402
+from modicum.torch.build.initialiser import Initialiser  # noqa: E402
 
 BY_NAME = {family.name: family for family in FAMILIES}
 CHOSEN = [

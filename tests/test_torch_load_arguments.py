@@ -16,9 +16,6 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import modicum.torch  # noqa: E402
-from modicum.torch import empty_parameters  # noqa: E402
-from modicum.torch.build.initialiser import Initialiser  # noqa: E402
 from program import write_checkpoint  # noqa: E402  (after torch is known to be there)
 from sharding import Cut, assert_same, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
@@ -42,6 +39,9 @@ from torch_front import (  # noqa: E402
 )
 
 import modicum  # noqa: E402
+import modicum.torch  # noqa: E402
+from modicum.torch import empty_parameters  # noqa: E402
+from modicum.torch.build.initialiser import Initialiser  # noqa: E402
 
 TWO = Cut("fsdp2", (2,))
 HEAD, NORM = "lm_head.weight", "model.norm.weight"

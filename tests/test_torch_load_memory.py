@@ -16,8 +16,6 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from modicum.torch.loading import planning, running  # noqa: E402
-from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
 from on_device import OnDevice  # noqa: E402  (after torch is known to be there)
 from sharding import Cut, bits, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
@@ -39,6 +37,8 @@ from torch_front import (  # noqa: E402
 
 import modicum  # noqa: E402
 from modicum import _modicum  # noqa: E402
+from modicum.torch.loading import planning, running  # noqa: E402
+from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
 
 ONE, THREE = Cut("fsdp2", (1,)), Cut("fsdp2", (3,))
 TOKENS = torch.arange(3, 14).reshape(1, 11)

@@ -18,7 +18,6 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from modicum.torch import empty_parameters  # noqa: E402
 from program import write_checkpoint, write_shards  # noqa: E402
 from sharding import Cut, assert_same, playing_new_rank  # noqa: E402  (torch is there)
 from torch import nn  # noqa: E402
@@ -43,6 +42,7 @@ from torch_front import (  # noqa: E402
 )
 
 import modicum  # noqa: E402
+from modicum.torch import empty_parameters  # noqa: E402
 
 TWO, THREE = Cut("fsdp2", (2,)), Cut("fsdp2", (3,))
 

@@ -21,7 +21,6 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from modicum.torch import empty_parameters  # noqa: E402
 from program import write_checkpoint  # noqa: E402  (after torch is known to be there)
 from sharding import Cut, assert_same, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
@@ -46,6 +45,7 @@ from torch_front import (  # noqa: E402
 )
 
 import modicum  # noqa: E402
+from modicum.torch import empty_parameters  # noqa: E402
 
 TWO = Cut("fsdp2", (2,))
 TOKENS = torch.arange(3, 14).reshape(1, 11)

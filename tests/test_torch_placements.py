@@ -17,9 +17,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from modicum.errors import UsageError  # noqa: E402
-from modicum.torch.shards.placements import Cut, Sharding, Shardings  # noqa: E402
-from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
 from sharding import assert_same, placed, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed._composable.replicate_with_fsdp import replicate  # noqa: E402
@@ -44,6 +41,9 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 
 from modicum import _modicum  # noqa: E402  (after torch is known to be there)
+from modicum.errors import UsageError  # noqa: E402
+from modicum.torch.shards.placements import Cut, Sharding, Shardings  # noqa: E402
+from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
 
 # ---- what a sharding says, by torch.chunk
 

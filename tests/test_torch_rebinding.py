@@ -12,16 +12,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from modicum.errors import UsageError  # noqa: E402  (after torch is known to be there)
-from modicum.torch.shards.rebinding import parameter_names, rebinding  # noqa: E402
-from modicum.upstream.torch_fsdp import fsdp_params, hand_over  # noqa: E402
-from modicum.upstream.wrappers import canonical  # noqa: E402
 from sharding import playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import fully_shard  # noqa: E402
+
+from modicum.errors import UsageError  # noqa: E402  (after torch is known to be there)
+from modicum.torch.shards.rebinding import parameter_names, rebinding  # noqa: E402
+from modicum.upstream.torch_fsdp import fsdp_params, hand_over  # noqa: E402
+from modicum.upstream.wrappers import canonical  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import modicum.torch
 import torch
 import torch.distributed as dist
 import transformers
@@ -27,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import modicum.torch
 from modicum import Report
 
 # More experts than one digit counts.

@@ -13,11 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import modicum.torch
 import torch
 import torch.distributed as dist
 import transformers
-from modicum.torch.ranks import group
 from ranks import failed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -28,6 +26,9 @@ from transformers.models.llama import modeling_llama  # noqa: F401
 from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
+
+import modicum.torch
+from modicum.torch.ranks import group
 
 transformers.utils.logging.disable_progress_bar()
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from modicum.torch.shards.rebinding import rebinding
-from modicum.upstream.torch_fsdp import fsdp_params, hand_over
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+
+from modicum.torch.shards.rebinding import rebinding
+from modicum.upstream.torch_fsdp import fsdp_params, hand_over
 
 WORLD = 2
 STEPS = 2

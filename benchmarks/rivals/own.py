@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from modicum.torch import empty_parameters, load
 from rivals.model import empty_sharded
 from rivals.rows import Case
+
+from modicum.torch import empty_parameters, load
 
 
 def modicum(case: Case, built: Callable[[], None]) -> torch.nn.Module:

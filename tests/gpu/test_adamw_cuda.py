@@ -6,10 +6,10 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA", allow_module_level=True)
 
-from modicum.torch import AdamW  # noqa: E402
 from torch import nn  # noqa: E402
 
 import modicum  # noqa: E402
+from modicum.torch import AdamW  # noqa: E402
 
 EVERY = [
     ("fp32", torch.float32),

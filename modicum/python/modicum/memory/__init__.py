@@ -12,7 +12,7 @@ memory.draw("memory.png", ["memory-0.jsonl", "memory-1.jsonl"])
 
 from modicum.memory.attribution import Attribution, Owner, attribute, held
 from modicum.memory.drawing import draw
-from modicum.memory.phases import Phase, phase, phases, save
+from modicum.memory.recording import Phase, phase, phases, save
 
 __all__ = [
     "Attribution",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from modicum.errors import refusal
-from modicum.memory.phases import Phase, Sample, recorded
+from modicum.memory.recording import Phase, Sample, recorded
 
 __all__ = ["draw"]
 

@@ -16,7 +16,7 @@ from typing import Any
 from modicum import _modicum
 from modicum._modicum import Ledger, Plan, Recipe
 from modicum.errors import refusal
-from modicum.memory.phases import reset_peak
+from modicum.memory.recording import reset_peak
 from modicum.walk.report import Report
 
 __all__ = ["Shards", "load", "make_plan"]

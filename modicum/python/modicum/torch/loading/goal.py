@@ -14,7 +14,7 @@ from torch import nn
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.memory.phases import reset_peak
+from modicum.memory.recording import reset_peak
 from modicum.recipes import recipe_for
 from modicum.recipes.structure import Structure, structure_of
 from modicum.torch.ranks.group import Ranks
