@@ -5,7 +5,7 @@ Workload: a byte-level transformer of 120 k parameters (bf16 weights and gradien
 learns the text of Python's own reference, once per seed and state format, with the same batches in
 the same order. Rival: the format `fp32`, which is exact; a format's difference is taken seed by
 seed. This is a coarse sieve: a second moment that is several times too large hides in such a curve.
-The tests of `kernels` look for that (docs/optimizer.md).
+The tests of `kernels` look for that (docs/internals/numerics.md).
 
 Writes its table into benchmarks/RESULTS.md between its markers.
 """

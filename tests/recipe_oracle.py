@@ -23,7 +23,7 @@ HEADS = 3
 
 
 def evaluate(node: dict[str, Any], stored: dict[str, np.ndarray]) -> np.ndarray:
-    """A node's elements: an independent reading of docs/recipes.md."""
+    """A node's elements: an independent reading of docs/reference/recipes.md."""
     if node["op"] == "stored":
         return stored[node["name"]]
     parts = [evaluate(part, stored) for part in node["in"]]

@@ -1,5 +1,5 @@
-"""Every command of docs/first-hour.md, run as a new user would: in a fresh virtual environment with
-torch, and nothing of the tree within reach.
+"""Every command of docs/guide/first-hour.md, run as a new user would: in a fresh virtual
+environment with torch, and nothing of the tree within reach.
 
 House test. It catches these mutations: a command or a file of the page that doesn't work any more;
 a line that is shown and not printed, but for its numbers.
@@ -77,7 +77,7 @@ def test_every_command_of_the_first_hour(environment: Path, root: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     around = kept | {"PATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     ran = 0
-    for language, file, text in blocks(root / "docs/first-hour.md"):
+    for language, file, text in blocks(root / "docs/guide/first-hour.md"):
         if file:
             (environment / file).write_text(text)
         if language != "console":

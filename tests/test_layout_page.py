@@ -1,4 +1,4 @@
-"""Every example of docs/layout.md, computed again by the program and by torch."""
+"""Every example of docs/internals/layout.md, computed again by the program and by torch."""
 
 import re
 import shlex
@@ -50,7 +50,7 @@ def write(directory: Path, shapes: list[list[int]]) -> None:
 
 
 def test_the_examples_are_what_the_program_does(modicum: Path, root: Path, tmp_path: Path) -> None:
-    blocks = examples((root / "docs/layout.md").read_text())
+    blocks = examples((root / "docs/internals/layout.md").read_text())
     assert len(blocks) >= 10
     for number, (shapes, flags, lines) in enumerate(blocks):
         directory, dump = tmp_path / f"m{number}", tmp_path / f"d{number}"
@@ -66,7 +66,7 @@ def test_the_examples_are_what_the_program_does(modicum: Path, root: Path, tmp_p
 def test_the_table_of_chunks_is_torchs(root: Path) -> None:
     rows = re.findall(
         r"^\| (\d+) \| (\d+) \| (\d+) \| ([\d, ]+) \| ([\d, ]+) \|$",
-        (root / "docs/layout.md").read_text(),
+        (root / "docs/internals/layout.md").read_text(),
         re.MULTILINE,
     )
     assert len(rows) >= 5

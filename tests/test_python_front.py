@@ -174,7 +174,7 @@ def test_over_budget_carries_the_bytes_and_their_owners(modicum: Path, gpt2: Pat
 
 
 def test_each_category_has_a_code_a_class_and_a_row_of_the_page(root: Path) -> None:
-    page = (root / "docs/errors.md").read_text()
+    page = (root / "docs/reference/errors.md").read_text()
     rows = re.findall(r"^\| `([A-Z0-9_.]+)` \| (\d+) \| (\w+) \|", page, re.MULTILINE)
     assert {category: int(code) for category, code, _ in rows} == exit_codes()
     for category, code, class_name in rows:

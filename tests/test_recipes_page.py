@@ -1,4 +1,4 @@
-"""docs/recipes.md: each of its examples comes from the installed transformers, and is planned."""
+"""docs/reference/recipes.md: each example comes from the installed transformers, and is planned."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping  #
 
 from modicum import recipes  # noqa: E402
 
-PAGE = Path(__file__).resolve().parent.parent / "docs/recipes.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs/reference/recipes.md"
 CONFIG = SimpleNamespace(vision_config=SimpleNamespace(num_attention_heads=2))
 SMALL = {
     "hidden_size": 24,

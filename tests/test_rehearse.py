@@ -146,7 +146,7 @@ def test_plan_load_and_rehearse_promise_the_same(
 
 
 def assert_kept(phase: dict[str, Any]) -> None:
-    """docs/memory.md's margins."""
+    """docs/internals/memory.md's margins."""
     for rank in phase["ranks"]:
         due, held = rank["promised_bytes"], rank["kernel_peak_bytes"]
         assert held <= due, (phase["phase"], rank)

@@ -16,7 +16,7 @@
 
 namespace modicum {
 
-// The closed list of `docs/errors.md`. The order is the order of the table in error.cc.
+// The closed list of `docs/reference/errors.md`. The order is the order of the table in error.cc.
 enum class Category : uint8_t {
   format_trunc,
   format_limit,

@@ -1,5 +1,5 @@
 // What DeepSpeed would hold in host memory for a model, by its configuration: its own arithmetic,
-// line by line, for comparison (docs/memory.md). Values; any thread.
+// line by line, for comparison (docs/internals/memory.md). Values; any thread.
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,7 @@
 //
 // Reading opens headers and the index only, with File::read, and proves the whole layout before
 // anything is sized by it: after that a Manifest needs no further checks. What is accepted is a
-// subset of what the reference library accepts. docs/format.md gives the rules.
+// subset of what the reference library accepts. docs/reference/formats.md gives the rules.
 #pragma once
 
 #include <map>

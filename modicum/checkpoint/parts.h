@@ -1,5 +1,5 @@
 // Inside the room `checkpoint`: what its sources share. Rule numbers (R1 to R30) are those of
-// docs/format.md. Values and functions; one thread.
+// docs/reference/formats.md. Values and functions; one thread.
 #pragma once
 
 #include <cstdint>

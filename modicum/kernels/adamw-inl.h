@@ -14,7 +14,7 @@ HWY_BEFORE_NAMESPACE();
 namespace modicum {
 namespace HWY_NAMESPACE {
 
-// ---- the arithmetic, rounding by rounding (docs/optimizer.md)
+// ---- the arithmetic, rounding by rounding (docs/internals/numerics.md)
 
 enum class Rule : uint8_t { torch, torch_amsgrad, deepspeed };
 

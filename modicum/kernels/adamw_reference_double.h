@@ -1,4 +1,5 @@
-// AdamW as docs/optimizer.md defines it, one element at a time: what the kernels are compared with.
+// AdamW as docs/internals/numerics.md defines it, one element at a time: the kernels are compared
+// with it.
 #pragma once
 
 #include "modicum/kernels/kernels.h"

@@ -1,5 +1,5 @@
-// The state formats' planes to fp32 lanes and back (docs/optimizer.md defines them). Internal to
-// `kernels`; compiled once per target.
+// The state formats' planes to fp32 lanes and back (docs/internals/numerics.md defines them).
+// Internal to `kernels`; compiled once per target.
 #if defined(MODICUM_KERNELS_FORMATS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MODICUM_KERNELS_FORMATS_INL_H_
 #undef MODICUM_KERNELS_FORMATS_INL_H_

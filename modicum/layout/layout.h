@@ -2,7 +2,7 @@
 //
 // A layout is rules, not lists: 64 ranks of 92,000 tensors are millions of pieces, so each is made
 // when it is asked for. The rules are those of torch.chunk, DTensor, FSDP2 and DeepSpeed's ZeRO
-// (docs/layout.md, with worked examples). Values; any thread.
+// (docs/internals/layout.md, with worked examples). Values; any thread.
 #pragma once
 
 #include <span>

@@ -56,7 +56,7 @@ Described described(const DescribedBuilder& builder, uint32_t node) {
 void define_recipe_builder(nb::module_& module) {
   nb::class_<DescribedBuilder>(module, "RecipeBuilder", R"(What index maps make of stored tensors.
 
-Each call adds a node (docs/recipes.md) and returns its number. No element is touched.
+Each call adds a node (docs/reference/recipes.md) and returns its number. No element is touched.
 
 Args:
     stored: dtype and shape by name.

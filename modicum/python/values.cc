@@ -357,7 +357,7 @@ Raises:
 
 Args:
     checkpoint: of open_checkpoint.
-    text: recipe.json (docs/recipes.md); None: every tensor as it is.
+    text: recipe.json (docs/reference/recipes.md); None: every tensor as it is.
     dtype: float32, bfloat16 or float16; None: as stored.
     keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
     untie: whether what is stored under both names of a tie is loaded as two tensors.
@@ -427,7 +427,8 @@ Args:
     caller_sends: whether bytes are exchanged by the caller's own means.
     budget: host memory per node; None: no verdict.
     budget_source: what to call the budget where it is too small.
-    fork: what forked children find of the shards: excluded, shared or inherited (docs/forks.md).
+    fork: what forked children find of the shards: excluded, shared or inherited
+        (docs/guide/workers.md).
 
 Raises:
     BudgetError: it does not fit; says by how much and who holds most.)");

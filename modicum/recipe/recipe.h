@@ -3,7 +3,7 @@
 // A recipe is a small DAG. Each node is an index map from its own elements to those of its inputs,
 // so a shard can be cut in target space and pulled back to the stored elements it needs: convert
 // first, shard second, and yet read only the shard. Identity is a recipe; nothing loads without
-// one. docs/recipes.md shows each op. Values; any thread may read one.
+// one. docs/reference/recipes.md shows each op. Values; any thread may read one.
 #pragma once
 
 #include <cstdint>
@@ -139,8 +139,9 @@ Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties 
 // where both are stored.
 std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie = false);
 
-// The text form, `recipe.json` (docs/recipes.md). A `caller` takes the next ordinal. Errors:
-// MISMATCH where it doesn't add up, UNSUPPORTED for an op that is not known; both name the target.
+// The text form, `recipe.json` (docs/reference/recipes.md). A `caller` takes the next ordinal.
+// Errors: MISMATCH where it doesn't add up, UNSUPPORTED for an op that is not known; both name the
+// target.
 // `unties` as in RecipeBuilder.
 Recipe parse_recipe(std::string_view text, const Manifest& manifest, bool unties = false);
 std::string recipe_text(const Recipe& recipe, const Manifest& manifest);

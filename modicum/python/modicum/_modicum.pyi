@@ -192,7 +192,7 @@ def make_recipe(checkpoint: Checkpoint, text: str | None = None, *, dtype: str |
 
     Args:
         checkpoint: of open_checkpoint.
-        text: recipe.json (docs/recipes.md); None: every tensor as it is.
+        text: recipe.json (docs/reference/recipes.md); None: every tensor as it is.
         dtype: float32, bfloat16 or float16; None: as stored.
         keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
         untie: whether what is stored under both names of a tie is loaded as two tensors.
@@ -262,7 +262,8 @@ def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ra
         caller_sends: whether bytes are exchanged by the caller's own means.
         budget: host memory per node; None: no verdict.
         budget_source: what to call the budget where it is too small.
-        fork: what forked children find of the shards: excluded, shared or inherited (docs/forks.md).
+        fork: what forked children find of the shards: excluded, shared or inherited
+            (docs/guide/workers.md).
 
     Raises:
         BudgetError: it does not fit; says by how much and who holds most.
@@ -272,7 +273,7 @@ class RecipeBuilder:
     """
     What index maps make of stored tensors.
 
-    Each call adds a node (docs/recipes.md) and returns its number. No element is touched.
+    Each call adds a node (docs/reference/recipes.md) and returns its number. No element is touched.
 
     Args:
         stored: dtype and shape by name.

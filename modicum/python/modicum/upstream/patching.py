@@ -1,6 +1,6 @@
 """Attributes of other packages' classes and modules that are replaced for a while.
 
-docs/patches.md lists each of them."""
+docs/reference/patches.md lists each of them."""
 
 from contextlib import ExitStack
 from typing import Any

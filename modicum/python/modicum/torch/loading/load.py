@@ -65,7 +65,7 @@ def load(
         staging: host memory that a rank streams through; None: 8 MiB, less if the budget needs it.
         buffers: real buffers that no state dict has, where they are not what the model's rule
             makes: "restore", "keep", or None: restored if nobody wrote them since `to_empty()`.
-        fork: "excluded", "shared" or "inherited": what forked children find (docs/forks.md).
+        fork: "excluded", "shared" or "inherited" memory in forked children (docs/guide/workers.md).
 
     Returns:
         The same report on every rank. Its warnings are UserWarnings on rank 0, too.
