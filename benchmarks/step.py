@@ -10,7 +10,7 @@ prime-rl's CPU AdamW, where --prime-rl says where its sources are. A round is on
 in turn, in one process; figures are medians over the rounds with their range, and beside them a
 plain copy of the same process.
 
-Writes its table into README.md and benchmarks/RESULTS.md between their markers.
+Writes its table into benchmarks/RESULTS.md between its markers.
 """
 
 import argparse
@@ -89,8 +89,7 @@ def main() -> int:
     found = {threads: measure(options, threads) for threads in THREADS}
     text = table(found, "python benchmarks/step.py" + (" --prime-rl DIR" * bool(options.prime_rl)))
     print(text)
-    for page in (ROOT / "README.md", ROOT / "benchmarks/RESULTS.md"):
-        write_between_markers(page, "step", text)
+    write_between_markers(ROOT / "benchmarks/RESULTS.md", "step", text)
     return 0
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What do the three strategies hold and take for the same end state?
+"""What do the strategies hold and take for the same end state?
 
 Workload: a synthesised qwen3-0.6b (1.1 GiB of bf16, one file) into 8 ranks under FSDP2's
 Shard(0). Rivals: the strategies themselves; `full-per-rank` and `rank0-broadcast` are what loaders
 usually do. They run interleaved, ROUNDS times each, page cache warm; figures are medians with their
 range. Memory is the kernel's (PSS and page tables over the rank processes), beside the promise.
 
-Writes the table into README.md and benchmarks/RESULTS.md between their markers.
+Writes the table into benchmarks/RESULTS.md between its markers.
 """
 
 import json
@@ -97,8 +97,7 @@ def main() -> int:
         text = table(model)
     finally:
         shutil.rmtree(scratch)
-    for page in ("README.md", "benchmarks/RESULTS.md"):
-        write_between_markers(ROOT / page, "strategies", text)
+    write_between_markers(ROOT / "benchmarks/RESULTS.md", "strategies", text)
     print(text)
     return 0
 

@@ -11,8 +11,8 @@ A peak is the largest sum over all ranks of anonymous and shared memory and page
 until the first step (a run without steps), and training included. Of DeepSpeed, bytes per parameter
 by their holder, from the kernel's page tables.
 
-Both ways must print the same losses. Writes its table into README.md between its markers, and the
-strategies' four curves to docs/strategies.png.
+Both ways must print the same losses. Writes its table into benchmarks/RESULTS.md between its
+markers, and the strategies' four curves to docs/strategies.png.
 """
 
 import argparse
@@ -212,8 +212,8 @@ def main() -> None:
         *rows,
         "",
         "In twinkle's order the script itself gathers whole tensors after the load, for a digest: "
-        "they come on top of what is promised. Its four runs are "
-        "[one picture](docs/strategies.png).",
+        "they come on top of the promise. Its four runs are "
+        "[one picture](../docs/strategies.png).",
         "",
         "DeepSpeed's ZeRO-2, optimizer in host memory, two data-loader workers, second epoch, by "
         "`examples/zero2_offload.py`:",
@@ -225,7 +225,7 @@ def main() -> None:
         f"`{COMMAND}`: {versions}; {machine()}.",
     ]
     print("\n".join(text))
-    write_between_markers(ROOT / "README.md", "systems", "\n".join(text))
+    write_between_markers(ROOT / "benchmarks/RESULTS.md", "systems", "\n".join(text))
 
 
 if __name__ == "__main__":

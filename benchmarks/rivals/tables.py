@@ -114,8 +114,8 @@ def title(case: Case, stored_bytes: int, shards_bytes: int, files: int) -> str:
     layers = f"{case.layers} layers" if case.layers else "all layers"
     return (
         f"{case.what}: {case.arch}, {layers}, {stored_bytes / GIB:.2f} GiB in {files} files, into "
-        f"{shards_bytes / GIB:.2f} GiB of shards in {case.world} ranks (1.00 is these shards, and "
-        "of what is read the files):"
+        f"{shards_bytes / GIB:.2f} GiB of shards in {case.world} ranks (1.00: these shards; "
+        "of reads: the files):"
     )
 
 
