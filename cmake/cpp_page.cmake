@@ -1,4 +1,4 @@
-# The program of docs/guide/cpp.md is a test: cut out of the page, compiled, and run on a checkpoint.
+# The program of docs/guide/cpp.md is a test: it is cut out, compiled, and run on a checkpoint.
 set(page docs/guide/cpp.md)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/${page})
 file(READ ${CMAKE_SOURCE_DIR}/${page} text)
