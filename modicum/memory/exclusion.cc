@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cerrno>
 #include <memory>
-#include <utility>
 
 #include "modicum/memory/commit.h"
 
@@ -94,29 +93,15 @@ Exclusion::Exclusion(std::span<std::byte> range) : row_(claim_row()) {
   row_->is_reservation = false;
   row_->begin.store(reinterpret_cast<uintptr_t>(range.data()), std::memory_order_release);
   if (::madvise(range.data(), range.size(), MADV_DONTFORK) == 0) return;
-  const int error = errno;
-  end();
-  fail_to_commit(error, range.size());
+  fail_to_commit(errno, range.size());
 }
 
-Exclusion::Exclusion(Exclusion&& other) noexcept : row_(std::exchange(other.row_, nullptr)) {}
-
-Exclusion& Exclusion::operator=(Exclusion&& other) noexcept {
-  if (this == &other) return *this;
-  end();
-  row_ = std::exchange(other.row_, nullptr);
-  return *this;
-}
-
-Exclusion::~Exclusion() { end(); }
-
-void Exclusion::end() noexcept {
-  ExcludedRange* const row = std::exchange(row_, nullptr);
-  if (row != nullptr) row->begin.store(ExcludedRange::kFree, std::memory_order_release);
+void Exclusion::Free::operator()(ExcludedRange* row) const noexcept {
+  row->begin.store(ExcludedRange::kFree, std::memory_order_release);
 }
 
 void Exclusion::undo() noexcept {
-  if (row_ == nullptr) return;
+  if (!row_) return;
   void* const begin = row_->address();
   const size_t size = row_->size;
   if (row_->is_reservation) {

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <span>
 
 namespace modicum {
@@ -23,18 +24,18 @@ class Exclusion {
   Exclusion() = default;
   // Whole pages. NOMEM where the kernel refuses, as it does for a driver's memory.
   explicit Exclusion(std::span<std::byte> range);
-  Exclusion(Exclusion&& other) noexcept;
-  Exclusion& operator=(Exclusion&& other) noexcept;
-  ~Exclusion();
 
   // Before the range is unmapped: forgets it. What the kernel was told stays.
-  void end() noexcept;
+  void end() noexcept { row_.reset(); }
   // Before the range goes to another use: children inherit it again. In a child that has only the
   // reservation, zero pages take its place.
   void undo() noexcept;
 
  private:
-  ExcludedRange* row_ = nullptr;
+  struct Free {
+    void operator()(ExcludedRange* row) const noexcept;
+  };
+  std::unique_ptr<ExcludedRange, Free> row_;
 };
 
 // Whether `address` lies in a range that this process has only as a reservation, because it was

@@ -9,35 +9,32 @@
 #include "modicum/memory/memory.h"
 
 namespace modicum {
-Charge::Charge(Charge&& other) noexcept
-    : ledger_(std::exchange(other.ledger_, nullptr)),
-      purpose_(other.purpose_),
-      bytes_(std::exchange(other.bytes_, 0)),
-      is_copied_(other.is_copied_) {}
+namespace {
 
-Charge& Charge::operator=(Charge&& other) noexcept {
-  if (this == &other) return *this;
-  give_back();
-  ledger_ = std::exchange(other.ledger_, nullptr);
-  purpose_ = other.purpose_;
-  bytes_ = std::exchange(other.bytes_, 0);
-  is_copied_ = other.is_copied_;
-  return *this;
+[[noreturn]] void fail_over_budget(const std::string& what_happened, uint64_t limit, uint64_t total,
+                                   const Footprint& owners) {
+  fail(Category::budget, what_happened,
+       {.expected = std::to_string(limit),
+        .got = std::to_string(total),
+        .shortfall_bytes = total - limit,
+        .owners = owners_of(owners)});
 }
+
+}  // namespace
 
 Charge Charge::split(uint64_t bytes) {
-  MODICUM_ASSERT(bytes <= bytes_);
-  bytes_ -= bytes;
-  return Charge(ledger_, purpose_, bytes, is_copied_);
+  MODICUM_ASSERT(bytes <= this->bytes());
+  Entry part = entry();
+  part.bytes = bytes;
+  ledger_.get_deleter().bytes -= bytes;
+  return Charge(ledger_.get(), part);
 }
 
-void Charge::give_back() noexcept {
-  if (ledger_ == nullptr) return;
-  ledger_->give_back(purpose_, bytes_);
-  if (is_copied_) ledger_->give_back(Purpose::fork, bytes_);
+void Charge::Entry::operator()(Ledger* ledger) const noexcept {
+  const std::lock_guard lock(ledger->mutex_);
+  ledger->held_[purpose] -= bytes;
+  if (is_copied) ledger->held_[Purpose::fork] -= bytes;
 }
-
-Charge::~Charge() { give_back(); }
 
 // Members move and die so that pages always go before the entry that stands for them: memory that
 // is still there must not look free.
@@ -78,14 +75,10 @@ void Ledger::require_room(const Footprint& needed, std::string_view what) const 
   held += needed;
   const uint64_t limit = limit_bytes();
   if (held.total() <= limit) return;
-  const uint64_t shortfall = held.total() - limit;
-  fail(Category::budget,
-       fmt::format("no room in the budget for {} of {}: {} too little", format_size(needed.total()),
-                   what, format_size(shortfall)),
-       {.expected = std::to_string(limit),
-        .got = std::to_string(held.total()),
-        .shortfall_bytes = shortfall,
-        .owners = owners_of(held)});
+  fail_over_budget(
+      fmt::format("no room in the budget for {} of {}: {} too little", format_size(needed.total()),
+                  what, format_size(held.total() - limit)),
+      limit, held.total(), held);
 }
 
 Charge Ledger::adopt(Purpose purpose, uint64_t bytes) { return book(purpose, bytes); }
@@ -93,33 +86,19 @@ Charge Ledger::adopt(Purpose purpose, uint64_t bytes) { return book(purpose, byt
 Charge Ledger::book(Purpose purpose, uint64_t bytes, bool is_copied) {
   const std::lock_guard lock(mutex_);
   const uint64_t before = held_.total();
-  const uint64_t more = is_copied ? checked_add(bytes, bytes).value_or(UINT64_MAX) : bytes;
+  const uint64_t more = is_copied ? saturating_add(bytes, bytes) : bytes;
   // The sum is not formed before it is known to fit.
   if (more > limit_bytes_ - std::min(before, limit_bytes_)) {
-    const uint64_t total = checked_add(before, more).value_or(UINT64_MAX);
-    fail(Category::budget,
-         fmt::format("no room in the budget for {} bytes of {}{}", bytes, purpose_name(purpose),
-                     is_copied ? " and as many that forked children may keep" : ""),
-         {.expected = std::to_string(limit_bytes_),
-          .got = std::to_string(total),
-          .shortfall_bytes = total - limit_bytes_,
-          .owners = owners_of(held_)});
+    fail_over_budget(
+        fmt::format("no room in the budget for {} bytes of {}{}", bytes, purpose_name(purpose),
+                    is_copied ? " and as many that forked children may keep" : ""),
+        limit_bytes_, saturating_add(before, more), held_);
   }
   held_[purpose] += bytes;
   if (is_copied) held_[Purpose::fork] += bytes;
   if (before + more > at_peak_.total()) at_peak_ = held_;
   since_mark_ = std::max(since_mark_, before + more);
-  return Charge(this, purpose, bytes, is_copied);
-}
-
-void Ledger::give_back(Purpose purpose, uint64_t bytes) noexcept {
-  const std::lock_guard lock(mutex_);
-  held_[purpose] -= bytes;
-}
-
-uint64_t Ledger::limit_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return limit_bytes_;
+  return Charge(this, {purpose, bytes, is_copied});
 }
 
 void Ledger::set_limit(uint64_t bytes) {
@@ -130,21 +109,6 @@ void Ledger::set_limit(uint64_t bytes) {
 void Ledger::mark() {
   const std::lock_guard lock(mutex_);
   since_mark_ = held_.total();
-}
-
-uint64_t Ledger::peak_since_mark() const {
-  const std::lock_guard lock(mutex_);
-  return since_mark_;
-}
-
-Footprint Ledger::held() const {
-  const std::lock_guard lock(mutex_);
-  return held_;
-}
-
-Footprint Ledger::at_peak() const {
-  const std::lock_guard lock(mutex_);
-  return at_peak_;
 }
 
 }  // namespace modicum

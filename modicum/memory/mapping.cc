@@ -75,35 +75,16 @@ void commit_pages(std::span<std::byte> part, int threads, Look look) {
   });
 }
 
-Mapping::Mapping(Mapping&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)),
-      size_(std::exchange(other.size_, 0)),
-      exclusion_(std::move(other.exclusion_)) {}
-
-Mapping& Mapping::operator=(Mapping&& other) noexcept {
-  if (this == &other) return *this;
-  unmap();
-  data_ = std::exchange(other.data_, nullptr);
-  size_ = std::exchange(other.size_, 0);
-  exclusion_ = std::move(other.exclusion_);
-  return *this;
-}
-
-Mapping::~Mapping() { unmap(); }
-
-void Mapping::unmap() noexcept {
-  exclusion_.end();  // first: the next mapping there may be anyone's
-  if (size_ != 0) ::munmap(data_, size_);
+void Mapping::Unmap::operator()(std::byte* data) noexcept {
+  exclusion.end();  // first: the next mapping there may be anyone's
+  ::munmap(data, size);
 }
 
 Mapping Mapping::shared(uint64_t bytes) {
-  Mapping mapping;
-  if (bytes == 0) return mapping;
+  if (bytes == 0) return {};
   const std::optional<uint64_t> size = whole_pages(bytes);
   if (!size) fail_to_commit(ENOMEM, bytes);
-  mapping.data_ = map(*size, MAP_SHARED);
-  mapping.size_ = *size;
-  return mapping;
+  return {map(*size, MAP_SHARED), *size};
 }
 
 void Buffer::give_up(std::span<std::byte> part) noexcept {
@@ -119,21 +100,20 @@ void Buffer::give_up(std::span<std::byte> part) noexcept {
 // Shared pages take the place of what is left: of those, a huge page must also begin where a huge
 // page of their file does, which is at its beginning.
 Mapping Mapping::aligned(uint64_t bytes, Fork fork) {
-  Mapping mapping;
   const uint64_t slack = bytes >= kHugePageBytes ? kHugePageBytes - kPageBytes : 0;
   std::byte* const reserved = map(bytes + slack, MAP_PRIVATE);
   const auto address = reinterpret_cast<uintptr_t>(reserved);
   const uint64_t before = slack == 0 ? 0 : round_up(address, kHugePageBytes) - address;
   if (before > 0) ::munmap(reserved, before);
   if (slack > before) ::munmap(reserved + before + bytes, slack - before);
-  mapping.data_ = reserved + before;
-  mapping.size_ = bytes;
-  if (fork == Fork::shared) map(bytes, MAP_SHARED | MAP_FIXED, mapping.data_);
+  std::byte* const data = reserved + before;
+  Mapping mapping(data, bytes);
+  if (fork == Fork::shared) map(bytes, MAP_SHARED | MAP_FIXED, data);
   // Small ones must not get huge pages by themselves: one that two neighbours share would stay
   // whole when one of them goes. A kernel that doesn't know huge pages refuses both, which is fine;
   // for shared pages it needs /sys/kernel/mm/transparent_hugepage/shmem_enabled besides.
-  static_cast<void>(::madvise(mapping.data_, bytes, slack != 0 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
-  if (fork == Fork::excluded) mapping.exclusion_ = Exclusion(mapping.bytes());
+  static_cast<void>(::madvise(data, bytes, slack != 0 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
+  if (fork == Fork::excluded) mapping.pages_.get_deleter().exclusion = Exclusion(mapping.bytes());
   return mapping;
 }
 

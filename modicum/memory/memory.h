@@ -31,46 +31,48 @@ class Ledger;
 class Charge {
  public:
   Charge() = default;
-  Charge(Charge&& other) noexcept;
-  Charge& operator=(Charge&& other) noexcept;
-  ~Charge();
 
-  uint64_t bytes() const noexcept { return bytes_; }
-  Purpose purpose() const noexcept { return purpose_; }
+  uint64_t bytes() const noexcept { return ledger_ ? entry().bytes : 0; }
+  Purpose purpose() const noexcept { return entry().purpose; }
   // A part of it as an entry of its own; nothing is booked anew.
   Charge split(uint64_t bytes);
 
  private:
   friend class Ledger;
-  Charge(Ledger* ledger, Purpose purpose, uint64_t bytes, bool is_copied) noexcept
-      : ledger_(ledger), purpose_(purpose), bytes_(bytes), is_copied_(is_copied) {}
-  void give_back() noexcept;
-  Ledger* ledger_ = nullptr;
-  Purpose purpose_ = Purpose::staging;
-  uint64_t bytes_ = 0;
-  bool is_copied_ = false;
+  // As a deleter it returns the entry to the ledger, which it does not own.
+  struct Entry {
+    Purpose purpose;
+    uint64_t bytes;
+    bool is_copied;
+    void operator()(Ledger* ledger) const noexcept;
+  };
+  Charge(Ledger* ledger, const Entry& entry) noexcept : ledger_(ledger, entry) {}
+  const Entry& entry() const noexcept { return ledger_.get_deleter(); }
+  std::unique_ptr<Ledger, Entry> ledger_;
 };
 
 // Pages of our own, unmapped when it dies. Move-only. Shared ones are for processes forked later.
 class Mapping {
  public:
   Mapping() = default;
-  Mapping(Mapping&& other) noexcept;
-  Mapping& operator=(Mapping&& other) noexcept;
-  ~Mapping();
 
   // Whole pages, zero, not committed yet, seen by processes that are forked from now on. NOMEM.
   static Mapping shared(uint64_t bytes);
-  std::span<std::byte> bytes() const noexcept { return {data_, size_}; }
+  std::span<std::byte> bytes() const noexcept {
+    return {pages_.get(), pages_ ? pages_.get_deleter().size : 0};
+  }
 
  private:
   friend class Ledger;
+  struct Unmap {
+    size_t size;
+    Exclusion exclusion;
+    void operator()(std::byte* data) noexcept;
+  };
+  Mapping(std::byte* data, size_t size) noexcept : pages_(data, Unmap{size, {}}) {}
   // Of whole pages; on a huge page's boundary where it is that large.
   static Mapping aligned(uint64_t bytes, Fork fork);
-  void unmap() noexcept;
-  std::byte* data_ = nullptr;
-  size_t size_ = 0;
-  Exclusion exclusion_;
+  std::unique_ptr<std::byte, Unmap> pages_;
 };
 
 // Charged, zeroed memory, committed or reserved, 2 MiB aligned where it is that large. Move-only.
@@ -127,20 +129,26 @@ class Ledger {
   // Books memory that the caller owns; maps nothing.
   Charge adopt(Purpose purpose, uint64_t bytes);
 
-  Footprint held() const;
-  Footprint at_peak() const;  // what was held when the total was highest
+  Footprint held() const { return locked(held_); }
+  Footprint at_peak() const {
+    return locked(at_peak_);
+  }  // what was held when the total was highest
   uint64_t peak_bytes() const { return at_peak().total(); }
   // The most that was held since the last mark, or ever.
   void mark();
-  uint64_t peak_since_mark() const;
-  uint64_t limit_bytes() const;
+  uint64_t peak_since_mark() const { return locked(since_mark_); }
+  uint64_t limit_bytes() const { return locked(limit_bytes_); }
   // From now on; what is held already may be more, and stays.
   void set_limit(uint64_t bytes);
 
  private:
   friend class Charge;
   Charge book(Purpose purpose, uint64_t bytes, bool is_copied = false);
-  void give_back(Purpose purpose, uint64_t bytes) noexcept;
+  template <typename T>
+  T locked(const T& member) const {
+    const std::lock_guard lock(mutex_);
+    return member;
+  }
 
   uint64_t limit_bytes_;
   mutable std::mutex mutex_;
