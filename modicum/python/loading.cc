@@ -117,7 +117,8 @@ class CallerBoard final : public Board {
   // Another rank's failure, or the caller's wish to stop. Any thread.
   void fail_here(const std::string& what, int rank) {
     const std::lock_guard lock(mutex_);
-    if (!failure_) failure_ = record_of(Error(Category::peer, what), rank);
+    const auto culprit = rank < 0 ? std::nullopt : std::optional(rank);
+    if (!failure_) failure_ = record_of(Error(Category::peer, what), culprit);
   }
   uint64_t progress() const noexcept { return progress_; }
   // The thread that load() is called on, which is where Python's signals arrive.
@@ -146,7 +147,7 @@ class CallerBoard final : public Board {
     const nb::gil_scoped_acquire acquired;
     if (PyErr_CheckSignals() == 0) return;
     const std::lock_guard lock(mutex_);
-    failure_ = record_of(Error(Category::cancelled, "interrupted"), -1);
+    failure_ = record_of(Error(Category::cancelled, "interrupted"), std::nullopt);
     throw nb::python_error();
   }
 

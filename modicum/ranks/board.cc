@@ -35,16 +35,16 @@ int64_t poll_ns_of(int ranks) noexcept { return kNsPerMs * std::clamp(ranks / 64
 
 }  // namespace
 
-ErrorRecord record_of(const Error& error, int rank) {
+ErrorRecord record_of(const Error& error, std::optional<int> rank) {
   ErrorRecord record;
   const Facts& facts = error.facts();
   record.category = error.category();
-  record.rank = facts.rank.value_or(rank);
-  record.pid = static_cast<int32_t>(getpid());
-  record.culprit_rank = facts.culprit_rank.value_or(-1);
-  record.culprit_pid = static_cast<int32_t>(facts.culprit_pid.value_or(0));
-  record.offset = facts.offset.value_or(UINT64_MAX);
-  record.shortfall_bytes = facts.shortfall_bytes.value_or(UINT64_MAX);
+  record.rank = facts.rank ? facts.rank : rank;
+  record.pid = getpid();
+  record.culprit_rank = facts.culprit_rank;
+  record.culprit_pid = facts.culprit_pid;
+  record.offset = facts.offset;
+  record.shortfall_bytes = facts.shortfall_bytes;
   record.owners = footprint_of(facts.owners);
   put(record.what, error.what_happened());
   put(record.file, facts.file);
@@ -55,22 +55,23 @@ ErrorRecord record_of(const Error& error, int rank) {
 }
 
 Error error_of(const ErrorRecord& record) {
-  Facts facts{.file = record.file, .tensor = record.tensor};
-  facts.expected = record.expected;
-  facts.got = record.got;
-  if (record.offset != UINT64_MAX) facts.offset = record.offset;
-  if (record.shortfall_bytes != UINT64_MAX) facts.shortfall_bytes = record.shortfall_bytes;
-  facts.owners = owners_of(record.owners);
-  if (record.rank >= 0) facts.rank = record.rank;
-  if (record.culprit_rank >= 0) facts.culprit_rank = record.culprit_rank;
-  if (record.culprit_pid != 0) facts.culprit_pid = record.culprit_pid;
-  return Error(record.category, record.what, std::move(facts));
+  return Error(record.category, record.what,
+               {.file = record.file,
+                .tensor = record.tensor,
+                .offset = record.offset,
+                .rank = record.rank,
+                .culprit_rank = record.culprit_rank,
+                .culprit_pid = record.culprit_pid,
+                .expected = record.expected,
+                .got = record.got,
+                .shortfall_bytes = record.shortfall_bytes,
+                .owners = owners_of(record.owners)});
 }
 
 void Board::check() const {
   if (const auto failed = failure()) {
-    const int culprit = failed->culprit_rank >= 0 ? failed->culprit_rank : failed->rank;
-    const int pid = failed->culprit_rank >= 0 ? failed->culprit_pid : failed->pid;
+    const int culprit = failed->culprit_rank.value_or(failed->rank.value_or(-1));
+    const int64_t pid = failed->culprit_rank ? failed->culprit_pid.value_or(0) : failed->pid;
     fail(Category::peer, fmt::format("rank {} failed: {}", culprit, failed->what),
          {.culprit_rank = culprit, .culprit_pid = pid});
   }
@@ -102,8 +103,6 @@ SharedBoard::SharedBoard(int ranks, Clock& clock)
   new (mapping_.bytes().data()) Head;
   for (int rank = 0; rank < ranks; ++rank) new (&slot(rank)) Slot;
 }
-
-SharedBoard::~SharedBoard() = default;
 
 SharedBoard::Head& SharedBoard::head() const noexcept {
   return *reinterpret_cast<Head*>(mapping_.bytes().data());

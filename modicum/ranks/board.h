@@ -21,12 +21,12 @@ namespace modicum {
 // Texts that are too long for it are cut.
 struct ErrorRecord {
   Category category = Category::internal;
-  int32_t rank = -1;  // who reported it
-  int32_t pid = 0;
-  int32_t culprit_rank = -1;  // whose fault it is, where that is a rank
-  int32_t culprit_pid = 0;
-  uint64_t offset = UINT64_MAX;
-  uint64_t shortfall_bytes = UINT64_MAX;
+  std::optional<int> rank;  // who reported it; nothing: no rank, but who watches them
+  int64_t pid = 0;
+  std::optional<int> culprit_rank;  // whose fault it is, where that is a rank
+  std::optional<int64_t> culprit_pid;
+  std::optional<uint64_t> offset;
+  std::optional<uint64_t> shortfall_bytes;
   Footprint owners;  // over budget, else empty
   char what[512] = {};
   char file[256] = {};
@@ -34,7 +34,7 @@ struct ErrorRecord {
   char expected[128] = {};
   char got[128] = {};
 };
-ErrorRecord record_of(const Error& error, int rank);
+ErrorRecord record_of(const Error& error, std::optional<int> rank);
 Error error_of(const ErrorRecord& record);
 
 class Board {
@@ -64,7 +64,6 @@ class SharedBoard final : public Board {
   static constexpr size_t kResultBytes = 1024;
 
   SharedBoard(int ranks, Clock& clock);
-  ~SharedBoard() override;
   void beat(int rank, uint64_t more_bytes) noexcept override;
   bool report(const ErrorRecord& failure) noexcept override;
   std::optional<ErrorRecord> failure() const override;

@@ -62,7 +62,7 @@ TEST(ErrorRecord, WhatIsAbsentStaysAbsentButTheRank) {
   EXPECT_TRUE(after.facts().owners.empty());
   EXPECT_FALSE(after.facts().culprit_rank);
   EXPECT_FALSE(after.facts().culprit_pid);
-  EXPECT_STREQ(error_of(record_of(Error(Category::cancelled, "stopped"), -1)).what(),
+  EXPECT_STREQ(error_of(record_of(Error(Category::cancelled, "stopped"), std::nullopt)).what(),
                "CANCELLED: stopped");
 }
 
@@ -103,7 +103,7 @@ TEST(SharedBoard, OneFailureWinsAcrossThreads) {
       }
       while (!board.failure()) std::this_thread::yield();
       const ErrorRecord seen = *board.failure();
-      EXPECT_EQ(std::string(seen.what), std::string(400, static_cast<char>('a' + seen.rank)));
+      EXPECT_EQ(std::string(seen.what), std::string(400, static_cast<char>('a' + *seen.rank)));
     });
     EXPECT_EQ(winners, 1);
     EXPECT_EQ(board.failure()->rank, winner);

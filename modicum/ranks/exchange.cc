@@ -50,8 +50,6 @@ SharedRing::SharedRing(int ranks, uint64_t part_bytes)
   for (auto& taken : fresh->taken) taken.store(static_cast<uint32_t>(ranks - 1));
 }
 
-SharedRing::~SharedRing() = default;
-
 SharedRing::Control& SharedRing::control() const noexcept {
   return *reinterpret_cast<Control*>(control_.bytes().data());
 }
@@ -70,17 +68,23 @@ void RingExchange::broadcast(int root, std::span<std::byte> bytes, Part wanted) 
   }
 }
 
+// PEER where a rank fails meanwhile. Beats without progress, so that nobody takes it for stalled.
+template <typename IsReady>
+void RingExchange::wait_until(const std::atomic<uint32_t>& counter, const IsReady& is_ready) {
+  for (uint32_t now = counter.load(std::memory_order_acquire); !is_ready(now);
+       now = counter.load(std::memory_order_acquire)) {
+    board_.check();
+    board_.beat(rank_, 0);
+    wait_on(counter, now);
+  }
+}
+
 void RingExchange::send(std::span<const std::byte> bytes) {
   SharedRing::Control& control = ring_.control();
   const auto readers = static_cast<uint32_t>(ring_.ranks_ - 1);
   while (!bytes.empty()) {
     auto& taken = control.taken[turn_ % kSlots];
-    for (uint32_t now = taken.load(std::memory_order_acquire); now != readers;
-         now = taken.load(std::memory_order_acquire)) {
-      board_.check();
-      board_.beat(rank_, 0);
-      wait_on(taken, now);
-    }
+    wait_until(taken, [&](uint32_t now) { return now == readers; });
     const size_t n = std::min<size_t>(bytes.size(), ring_.slot_bytes_);
     std::memcpy(ring_.data_.bytes().data() + turn_ % kSlots * ring_.slot_bytes_, bytes.data(), n);
     taken.store(0, std::memory_order_relaxed);
@@ -95,13 +99,8 @@ void RingExchange::receive(std::span<std::byte> bytes, Part wanted) {
   SharedRing::Control& control = ring_.control();
   const auto readers = static_cast<uint32_t>(ring_.ranks_ - 1);
   while (at < bytes.size()) {
-    for (uint32_t filled = control.filled.load(std::memory_order_acquire);
-         static_cast<int32_t>(filled - turn_) <= 0;
-         filled = control.filled.load(std::memory_order_acquire)) {
-      board_.check();
-      board_.beat(rank_, 0);
-      wait_on(control.filled, filled);
-    }
+    wait_until(control.filled,
+               [&](uint32_t filled) { return static_cast<int32_t>(filled - turn_) > 0; });
     const size_t n = std::min<size_t>(bytes.size() - at, ring_.slot_bytes_);
     const size_t begin = std::clamp(wanted.begin, at, at + n);
     const size_t end = std::clamp(wanted.end, begin, at + n);

@@ -1,6 +1,7 @@
 // The seam between ranks for bytes.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <span>
 
@@ -33,7 +34,6 @@ class SharedRing {
  public:
   // `part_bytes` per rank, whole pages.
   SharedRing(int ranks, uint64_t part_bytes);
-  ~SharedRing();
 
  private:
   friend class RingExchange;
@@ -52,8 +52,6 @@ class RingExchange final : public Exchange {
   // `place` of the ring's ranks, `rank` on the board.
   RingExchange(SharedRing& ring, Board& board, int rank, int place) noexcept
       : ring_(ring), board_(board), rank_(rank), place_(place) {}
-  RingExchange(SharedRing& ring, Board& board, int rank) noexcept
-      : RingExchange(ring, board, rank, rank) {}
   Charge commit(Ledger& ledger) override;
   using Exchange::broadcast;
   void broadcast(int root, std::span<std::byte> bytes, Part wanted) override;
@@ -61,6 +59,8 @@ class RingExchange final : public Exchange {
  private:
   void send(std::span<const std::byte> bytes);
   void receive(std::span<std::byte> bytes, Part wanted);
+  template <typename IsReady>
+  void wait_until(const std::atomic<uint32_t>& counter, const IsReady& is_ready);
 
   SharedRing& ring_;
   Board& board_;

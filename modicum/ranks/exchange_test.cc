@@ -54,7 +54,7 @@ TEST(RingExchange, ThreadsGetWhatWasSentWhateverTheSizeAndTheRoot) {
     SharedBoard board(world, clock);
     SharedRing ring(world, kPageBytes);
     run_workers(world, [&](int rank) {
-      RingExchange exchange(ring, board, rank);
+      RingExchange exchange(ring, board, rank, rank);
       EXPECT_TRUE(all_arrive(exchange, rank, world, sizes_around_slots(world, kPageBytes)))
           << "rank " << rank << " of " << world;
     });
@@ -92,7 +92,7 @@ TEST(RingExchange, ProcessesGetWhatWasSentWhateverTheSizeAndTheRoot) {
     SharedRing ring(world, kPageBytes);
     const int well = count_well(world, [&](int rank) {
       Ledger ledger;
-      RingExchange exchange(ring, board, rank);
+      RingExchange exchange(ring, board, rank, rank);
       const Charge charge = exchange.commit(ledger);
       board.barrier(rank);
       return all_arrive(exchange, rank, world, sizes_around_slots(world, kPageBytes));
@@ -110,7 +110,7 @@ TEST(RingExchange, EachRankIsChargedItsPartAsStaging) {
       SharedRing ring(world, part_bytes);
       for (int rank = 0; rank < world; ++rank) {
         Ledger ledger(part_bytes);
-        RingExchange exchange(ring, board, rank);
+        RingExchange exchange(ring, board, rank, rank);
         {
           const Charge charge = exchange.commit(ledger);
           EXPECT_EQ(charge.bytes(), part_bytes);
@@ -140,7 +140,7 @@ void expect_end_by_peer(int waiter, int root, size_t bytes) {
       board.report(record_of(Error(Category::io, "broken"), rank));
       return;
     }
-    RingExchange exchange(ring, board, rank);
+    RingExchange exchange(ring, board, rank, rank);
     std::vector<std::byte> memory(bytes);
     try {
       exchange.broadcast(root, memory);
@@ -168,7 +168,7 @@ TEST(RingExchange, WaitingBeatsWithoutProgress) {
   SharedBoard board(2, clock);
   SharedRing ring(2, kPageBytes);
   run_workers(2, [&](int rank) {
-    RingExchange exchange(ring, board, rank);
+    RingExchange exchange(ring, board, rank, rank);
     std::vector<std::byte> memory(1);
     if (rank == 0) {
       while (board.last_beat_ns(1) == 0) clock.sleep_ns(kNsPerMs);

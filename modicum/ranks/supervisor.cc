@@ -81,24 +81,23 @@ class StartGate {
     sched_setscheduler(0, SCHED_IDLE, &lowest);
   }
   gate.pass();
-  int code = 0;
+  const auto end_with = [&](const Error& error) {
+    board.report(record_of(error, rank));
+    _exit(exit_code(error.category()));
+  };
   try {
     body(rank);
     board.set_done(rank);
   } catch (const Error& error) {
-    board.report(record_of(error, rank));
-    code = exit_code(error.category());
+    end_with(error);
   } catch (const std::bad_alloc&) {
-    board.report(record_of(Error(Category::no_memory, "out of memory"), rank));
-    code = exit_code(Category::no_memory);
+    end_with(Error(Category::no_memory, "out of memory"));
   } catch (const std::exception& error) {
-    board.report(record_of(Error(Category::internal, error.what()), rank));
-    code = exit_code(Category::internal);
+    end_with(Error(Category::internal, error.what()));
   } catch (...) {  // must not get past here: the parent's stack is behind
-    board.report(record_of(Error(Category::internal, "an exception of no known type"), rank));
-    code = exit_code(Category::internal);
+    end_with(Error(Category::internal, "an exception of no known type"));
   }
-  _exit(code);
+  _exit(0);
 }
 
 class Supervisor {
@@ -124,7 +123,7 @@ class Supervisor {
     int64_t next_tick = clock_.now_ns();
     while (alive() > 0 || terminated_) {
       for (int rank = 0; rank < board_.ranks(); ++rank) look_at(rank);
-      heed_stop_signal();
+      if (const auto error = stop_.received()) board_.report(record_of(*error, std::nullopt));
       if (terminated_ && clock_.now_ns() - terminated_at_ns_ >= kNextInGroupNs) blame(*terminated_);
       if (board_.failure() || blamed_) break;
       if (const int64_t now = clock_.now_ns(); now >= next_tick) {
@@ -142,6 +141,7 @@ class Supervisor {
   struct Child {
     pid_t pid = 0;
     bool gone = false;
+    bool killed = false;
     int64_t stopped_at_ns = -1;   // of a stop that lasts
     std::string size_in_silence;  // /proc/PID/statm when it was last silent for the limit
   };
@@ -238,15 +238,11 @@ class Supervisor {
   }
 
   void blame(const Error& error) {
-    board_.report(record_of(error, error.facts().rank.value_or(-1)));
+    board_.report(record_of(error, std::nullopt));
     if (!blamed_) blamed_ = error;
   }
   void blame(Category category, int rank, const std::string& what) {
     blame(blame_for(category, rank, what));
-  }
-
-  void heed_stop_signal() {
-    if (const auto error = stop_.received()) board_.report(record_of(*error, -1));
   }
 
   // Ranks see the failure on the board and go; who doesn't within `grace_ns` is killed; none is
@@ -255,22 +251,15 @@ class Supervisor {
     if (std::exchange(has_ended_, true)) return;
     if (is_crowd(board_.ranks())) grace_ns = 0;  // waking them all takes longer
     const int64_t begin = clock_.now_ns();
-    bool killed = false;
-    for (const Child& child : children_) {  // a stopped rank can't go by itself
-      if (!child.gone && child.stopped_at_ns >= 0) kill(child.pid, SIGKILL);
-    }
     while (alive() > 0) {
       const int64_t waited = clock_.now_ns() - begin;
-      if (!killed && waited >= grace_ns) {
-        for (const Child& child : children_) {
-          if (!child.gone) kill(child.pid, SIGKILL);
-        }
-        killed = true;
-      }
       if (waited >= grace_ns + kReapNs) return;
       for (Child& child : children_) {
-        int status = 0;
-        if (!child.gone && waitpid(child.pid, &status, WNOHANG) == child.pid) child.gone = true;
+        if (child.gone) continue;
+        // A stopped rank can't go by itself.
+        const bool is_over = waited >= grace_ns || child.stopped_at_ns >= 0;
+        if (is_over && !std::exchange(child.killed, true)) kill(child.pid, SIGKILL);
+        child.gone = waitpid(child.pid, nullptr, WNOHANG) == child.pid;
       }
       if (alive() > 0) clock_.sleep_ns(kPollNs);
     }

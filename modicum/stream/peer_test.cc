@@ -98,7 +98,7 @@ TEST(LoadAmongPeers, AnyExchangeGivesTheSameBytes) {
     SharedBoard shared(world, clock);
     SharedRing ring(world, plan.staging.ring_part_bytes);
     const auto by_ring = load_all(model, plan, shared, [&](int rank) -> std::unique_ptr<Exchange> {
-      return std::make_unique<RingExchange>(ring, shared, rank);
+      return std::make_unique<RingExchange>(ring, shared, rank, rank);
     });
     ScriptedBoard board(world);
     std::vector<ThreadHub::Call> calls;
