@@ -123,8 +123,23 @@ def one_rank_refuses(directory: str, what: str) -> dict[str, Any]:
     return told
 
 
+def one_rank_lacks_memory(directory: str) -> dict[str, Any]:
+    """Only the last rank's ledger has no room for the state. The others must not be left with an
+    optimizer whose first step waits for that rank."""
+    model = from_pretrained(directory)
+    torch_rank.sharded(model, [dist.get_world_size()], False)
+    is_odd = dist.get_rank() == dist.get_world_size() - 1
+    ledger = modicum.Ledger("1KiB" if is_odd else None)
+    try:
+        modicum.torch.AdamW(model.named_parameters(), lr=LR, ledger=ledger)
+    except modicum.Error as error:
+        return {"refused": str(error), "held": ledger.held_bytes}
+    return {"refused": "", "held": ledger.held_bytes}
+
+
 ACTS: dict[str, Callable[..., Any]] = {
     "binding_prepared": prepared,
     "binding_by_hand": by_hand,
     "binding_one_refuses": one_rank_refuses,
+    "binding_one_lacks_memory": one_rank_lacks_memory,
 }

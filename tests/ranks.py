@@ -22,6 +22,8 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parent
 PATIENCE_S = 240.0  # of a machine that others use too
+LEFT_ALONE_S = 45.0
+"""How long ranks may go on once another one has failed: longer is a hang."""
 
 GONE = "the process has ended"
 """What a rank answers that does no more."""
@@ -76,13 +78,15 @@ class Ranks:
         while waiting:
             if not wait(list(waiting.values()), max(deadline - time.monotonic(), 0)):
                 self.close()
-                silent = f"ranks {sorted(waiting)} were silent for {within_s} s"
+                silent = f"no answer from ranks {sorted(waiting)}"
                 raise AssertionError(f"{silent}; the others: {heard}\n{self.logs()}")
             for rank, line in list(waiting.items()):
                 if line.poll():
                     del waiting[rank]
                     with contextlib.suppress(EOFError, ConnectionResetError):
                         heard[rank] = line.recv()
+                    if heard[rank] is GONE or isinstance(heard[rank], Failed):
+                        deadline = min(deadline, time.monotonic() + LEFT_ALONE_S)
         return heard
 
     def ask(self, act: str, each: Mapping[int, dict[str, Any]] | None = None, **said: Any) -> Any:

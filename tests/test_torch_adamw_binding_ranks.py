@@ -66,9 +66,18 @@ def test_trains_after_fully_shard_or_says_why_not(world: Ranks, model: str) -> N
 @pytest.mark.parametrize("what", ("memory", "options", "state", "load_state_dict"))
 def test_all_ranks_refuse_what_one_refuses(world: Ranks, model: str, what: str) -> None:
     *others, odd = world.ask("binding_one_refuses", directory=model, what=what)
-    assert odd["refused"] and "another rank" not in odd["refused"]
+    assert odd["refused"] and "refused this call" not in odd["refused"]
     for answer in others:
-        assert "another rank has refused" in answer["refused"]
+        assert f"rank {len(others)} refused this call" in answer["refused"]
         assert answer["same"], "has stepped alone"
         if what in ("memory", "state"):
             assert answer["name"] in answer["refused"] and answer["name"] in odd["refused"]
+
+
+def test_no_rank_makes_what_one_cannot_make(world: Ranks, model: str) -> None:
+    """A step would wait for the rank whose constructor raised."""
+    *others, odd = world.ask("binding_one_lacks_memory", directory=model)
+    assert odd["refused"].startswith("BUDGET")
+    for answer in others:
+        assert f"rank {len(others)} refused this call" in answer["refused"]
+        assert answer["held"] == 0

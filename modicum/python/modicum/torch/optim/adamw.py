@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from modicum import _modicum
-from modicum.errors import Error, UsageError, refusal
+from modicum.errors import UsageError, refusal
 from modicum.torch.optim.binding import (
     Hooks,
     bound_parts,
@@ -57,9 +57,12 @@ class AdamW(torch.optim.Optimizer):
     Parameters of any dense strides are stepped in memory order. A parameter that `param_groups`
     holds in the place of another one, as after accelerate's `prepare` or `fully_shard`, and memory
     that was moved, as by `model.to` or `share_memory`, is bound anew as long as there is no state:
-    no step was made and nothing loaded. Afterwards it is refused by name, on every rank of the
-    parameters' meshes. `state` may be changed as torch's: an entry that is gone begins anew, and
-    values that were put there are taken.
+    no step was made and nothing loaded. Afterwards it is refused by name. `state` may be changed as
+    torch's: an entry that is gone begins anew, and values that were put there are taken.
+
+    Every rank of the parameters' meshes makes the optimizer and calls `step`, `clip_grad_norm_` and
+    `load_state_dict`: these are collectives, and where one of them raises on a rank it raises on
+    all of these ranks.
 
     Args:
         params: parameters, groups, or `model.named_parameters()`. Random bits are keyed by names
@@ -140,7 +143,16 @@ class AdamW(torch.optim.Optimizer):
         self._is_first = True
         self._unhook: Any = lambda: None
         self._bound = Bound([], [])
-        self._bind()
+        problem = None
+        try:
+            self._bind()
+        except Exception as error:
+            problem = error
+        try:
+            self._agreed([], False, problem)
+        except BaseException:
+            self._release()
+            raise
 
     # ---- which parameters it steps
 
@@ -248,7 +260,7 @@ class AdamW(torch.optim.Optimizer):
                 self._bound.refresh_on_device()
                 self._bound.collect()
                 self._check_gradients()
-            except Error as error:
+            except Exception as error:
                 problem = error
             norm = self._norm(found_inf is None or not found_inf.item(), problem)
             if self._max_norm is not None and norm is not None:
@@ -290,7 +302,7 @@ class AdamW(torch.optim.Optimizer):
         try:
             self._follow()
             self._bound.collect()
-        except Error as error:
+        except Exception as error:
             problem = error
         norm = self._norm(True, problem)
         self._max_norm = max_norm
@@ -301,7 +313,7 @@ class AdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         self._forget()
 
-    def _norm(self, finite: bool, problem: Error | None) -> float | None:
+    def _norm(self, finite: bool, problem: Exception | None) -> float | None:
         """Over all ranks; None where a gradient is not finite. A collective of all of these, which
         raises on all of them where one has a problem."""
         values: list[float] = []
@@ -311,21 +323,26 @@ class AdamW(torch.optim.Optimizer):
         total, is_bad = self._agreed(values, not finite, problem)
         return None if is_bad else math.sqrt(total)
 
-    def _agreed(self, values: list[float], flag: bool, problem: Error | None) -> tuple[float, bool]:
-        """The sum of `values` and whether any rank has `flag`, on all ranks that hold parameters.
-        Where one of them has a problem no rank goes on: it raises its own, or names the other's."""
+    def _agreed(
+        self, values: list[float], flag: bool, problem: Exception | None
+    ) -> tuple[float, bool]:
+        """The sum of `values` and whether any rank has `flag`, on all ranks of the parameters'
+        meshes. Where one of them has a problem all raise: it its own, the others `UsageError`
+        with its rank. A collective: a rank that raised without it would leave the others waiting
+        in their next one."""
         meshes = meshes_of(self._bound.parts, self.param_groups)
         values = values or [0.0] * len(meshes)
         total, (flag, refused) = global_sum(meshes, values, (flag, problem is not None))
-        if refused:
-            names = names_of(self.param_groups)
-            named = problem.tensor if problem is not None else None
-            at = largest(meshes, names.index(named) + 1 if named in names else 0)
-            if problem is None:
-                what = "another rank has refused this call, and says why"
-                problem = refusal("USAGE", what, tensor=names[at - 1] if at else "")
-            raise problem
-        return total, flag
+        if not refused:
+            return total, flag
+        names = ["", *names_of(self.param_groups)]
+        named = getattr(problem, "tensor", None)
+        at = names.index(named) if named in names else 0
+        rank = next((mesh.get_rank() for mesh in meshes if mesh is not None), 0)
+        code = 0 if problem is None else 1 + rank * len(names) + at
+        rank, at = divmod(largest(meshes, code) - 1, len(names))
+        what = f"rank {rank} refused this call, and its error says why"
+        raise problem or refusal("USAGE", what, tensor=names[at])
 
     def _check_gradients(self) -> None:
         """In the first step, and the first time that no parameter has a gradient: refuses
@@ -402,7 +419,7 @@ class AdamW(torch.optim.Optimizer):
             options = [self._options(group) for group in groups]
             _modicum.adamw_footprint([], options, format=self.state_format)  # are they in range?
             values = self._saved(state_dict)
-        except Error as error:
+        except Exception as error:
             problem = error
         self._agreed([], False, problem)
         self._forget()
