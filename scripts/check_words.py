@@ -19,10 +19,14 @@ PHRASES = {
     r"\bbeside\b": "next to, alongside, as well as",
     r"\b(is|are|was|were) due\b|\bwhat\b.{0,20}\bdue\b": "expected X, got Y",
     r"\bdeal(s|t|ing)?\b(?! with\b)": "scatter, send",
-    r"\b(has|have) not\b(?! \w+(ed|en|un|ad|ut|it|ost|one|ome|eft|ept)\b| yet\b)": "lacks, not in X",
+    r"\b(has|have) not\b(?! \w+(ed|en|un|ad|ut|it|ost|one|ome|eft|ept)\b| yet\b)": (
+        "lacks, not in X"
+    ),
     r"\b[Ww]hat nobody\b|\bnobody\b": "no rank, no process, no reader",
     r"\b[Oo]f nothing\b": "an empty tensor",
-    r"\b[Ww]ho (reads|asks|wants|needs|gives|makes|calls|says|holds|has|is|was)\b(?!.*\?)": "name the role",
+    r"\b[Ww]ho (reads|asks|wants|needs|gives|makes|calls|says|holds|has|is|was)\b(?!.*\?)": (
+        "name the role"
+    ),
     r"\bsays so\b|\bsaid so\b": "reports it",
     r"\bfor good\b": "permanently",
     r"\bin its own good time\b": "asynchronously",
