@@ -31,7 +31,7 @@ from typing import Any
 from harness.page import GIB, ROOT, machine, write_between_markers
 from harness.watch import Process, held
 
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests/support"))
 from families import MROPE
 from program import tree_of
 

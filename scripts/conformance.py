@@ -3,10 +3,11 @@
 right with them.
 
 Makes an environment for each of ENVIRONMENTS over .venv, whose torch and wheel they share, in
-build/conformance/, and runs in each: the tests of FAMILIES (every model of tests/families.py
-through `modicum.torch.load`, against that version's own `from_pretrained`), the tests of FRONTS
-where they are asked of it, and the rows of LOADERS by benchmarks/loaders.py. Writes
-benchmarks/CONFORMANCE.md. It takes half an hour and needs a package index; `make soak` runs it.
+build/conformance/, and runs in each: the tests of FAMILIES (every model of
+tests/support/families.py through `modicum.torch.load`, against that version's own
+`from_pretrained`), the tests of FRONTS where they are asked of it,
+and the rows of LOADERS by benchmarks/loaders.py. Writes benchmarks/CONFORMANCE.md. It takes half
+an hour and needs a package index; `make soak` runs it.
 """
 
 import argparse
@@ -23,17 +24,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "benchmarks/CONFORMANCE.md"
 PLACE = ROOT / "build/conformance"
 PACKAGES = ("transformers", "accelerate", "peft", "deepspeed")
-FAMILIES = ("tests/test_torch_load_values.py", "-k", "test_every_family")
+FAMILIES = ("tests/torch/load/test_values.py", "-k", "test_every_family")
 FRONTS = (
-    "tests/test_torch_accelerate.py",
-    "tests/test_torch_accelerate_refusals.py",
-    "tests/test_torch_deepspeed.py",
-    "tests/test_torch_dcp.py",
-    "tests/test_torch_engines.py",
-    "tests/test_torch_engine_state.py",
-    "tests/test_torch_empty.py",
-    "tests/test_recipe_oracle.py",
-    "tests/test_recipes_wrapped.py",
+    "tests/torch/fronts/test_accelerate.py",
+    "tests/torch/fronts/test_accelerate_refusals.py",
+    "tests/torch/optim/test_deepspeed.py",
+    "tests/torch/fronts/test_dcp.py",
+    "tests/torch/fronts/test_engines.py",
+    "tests/torch/fronts/test_engine_state.py",
+    "tests/torch/build/test_empty.py",
+    "tests/recipes/test_recipe_oracle.py",
+    "tests/recipes/test_recipes_wrapped.py",
 )
 LOADERS = "from_pretrained,accelerate,transformers,dcp,modicum"
 CASES = {"dense": "2", "moe": "1"}  # layers
@@ -117,7 +118,7 @@ def outcome_of(case: ET.Element) -> str:
     if failure is None:
         return "right" if case.find("error") is None else "failed"
     said, where = failure.get("message") or "", failure.text or ""
-    if "tests/families.py" in where and "modicum/torch" not in where:
+    if "tests/support/families.py" in where and "modicum/torch" not in where:
         return "not there"
     if said.startswith("modicum.errors."):
         return "refused"
@@ -185,7 +186,7 @@ def page(found: dict[str, dict]) -> str:
 
 
 TESTS = {
-    "families": "models of `tests/families.py` through `modicum.torch.load`",
+    "families": "models of `tests/support/families.py` through `modicum.torch.load`",
     "fronts": "tests of accelerate, DeepSpeed, engines, DCP and recipes",
 }
 FOOTER = (

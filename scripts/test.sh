@@ -46,12 +46,18 @@ run_pytest() {  # ARGUMENT...
   .venv/bin/python -m pytest --modicum build/dev/modicum "$@"
 }
 
+test_files() {
+  find tests -name 'test_*.py' -not -path 'tests/gpu/*' | sort
+}
+
 # Every test file, those first that take minutes: no worker is to wait for another's last one.
 longest_first() {
-  local long="first_hour torch_deepspeed torch_engine_strategies torch_accelerate_memory
-    torch_training torch_adamw_ranks torch_engines torch_strategies value_oracle wheel"
+  local long="package/test_first_hour torch/optim/test_deepspeed
+    torch/fronts/test_engine_strategies torch/fronts/test_accelerate_memory
+    torch/load/test_training torch/optim/test_adamw_ranks torch/fronts/test_engines
+    torch/load/test_strategies recipes/test_value_oracle package/test_wheel"
   # shellcheck disable=SC2086
-  { printf 'tests/test_%s.py\n' $long; printf '%s\n' tests/test_*.py; } | awk '!seen[$0]++'
+  { printf 'tests/%s.py\n' $long; test_files; } | awk '!seen[$0]++'
 }
 
 programs_of() {  # ROOM...
@@ -101,7 +107,7 @@ case "${1:-}" in
     # shellcheck disable=SC2046
     run_pytest $(longest_first) -m "not alone and not soak" --numprocesses "$jobs" \
       --dist loadfile --no-loadscope-reorder --durations 15 || failed=1
-    for file in $(grep -l 'mark\.alone' tests/test_*.py); do
+    for file in $(test_files | xargs grep -l 'mark\.alone'); do
       run_pytest "$file" -m alone || failed=1
     done
     exit $failed ;;

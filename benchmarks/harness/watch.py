@@ -19,7 +19,7 @@ from types import TracebackType
 
 from harness.page import ROOT
 
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests/support"))
 from cage import Cage, cage, drop_page_cache, why_no_cage
 
 PAGE = mmap.PAGESIZE

@@ -594,7 +594,7 @@ def test_memory_that_goes_is_never_written(memory: str, root: Path, tmp_path: Pa
         "LD_PRELOAD": debug,
         "GLIBC_TUNABLES": "glibc.malloc.check=3:glibc.malloc.perturb=165",
     }
-    script = root / "tests/adamw_moves.py"
+    script = root / "tests/support/adamw_moves.py"
     done = subprocess.run(
         [sys.executable, str(script), memory, str(tmp_path)],
         env=environment, capture_output=True, text=True, timeout=240,

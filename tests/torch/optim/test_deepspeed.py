@@ -49,7 +49,7 @@ class Runs:
 
     @staticmethod
     def _run(workers: str, width: int, *words: str) -> list[dict[str, Any]]:
-        program = Path(__file__).parent / "zero2_memory.py"
+        program = Path(__file__).parents[2] / "support/zero2_memory.py"
         # What is freed goes back to the kernel, so that only what is held is counted.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # its ninja

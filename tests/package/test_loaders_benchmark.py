@@ -11,7 +11,7 @@ import pytest
 from cage import why_no_cage
 from program import run_json
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import loaders  # noqa: E402

@@ -24,7 +24,7 @@ import modicum.torch.dcp
 from modicum.torch import empty_parameters, fsdp2_load_full_state_dict
 from modicum.torch.loading import memory
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 class Experts(nn.Module):

@@ -28,7 +28,7 @@ COPIED = 3 << 20  # of what Python writes to, a reference count at a time
 
 @pytest.fixture(scope="module")
 def held() -> dict[str, dict[str, int]]:
-    program = Path(__file__).parent / "adamw_memory.py"
+    program = Path(__file__).parents[2] / "support/adamw_memory.py"
     # What is freed goes back to the kernel, so that only what is held is counted.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -1,5 +1,5 @@
 """Wrongs that loaders of sharded models are known for, those about names, numbered on from
-`test_torch_load_pitfalls.py`. Each test carries the loader that makes it, in as few lines as that
+`test_pitfalls.py`. Each test carries the loader that makes it, in as few lines as that
 takes, and holds it to the assertions that ours has to pass:
 
     11  names that don't match are a warning

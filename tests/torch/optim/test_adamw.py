@@ -23,12 +23,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fixtures import record_deepspeed  # noqa: E402  (after torch is known to be there)
 from rounding import nearest_sqrt  # noqa: E402
 from torch import nn  # noqa: E402
 
 import modicum  # noqa: E402
 from modicum.torch import AdamW  # noqa: E402
+from tests.fixtures import record_deepspeed  # noqa: E402  (after torch is known to be there)
 
 STEPS = 100
 FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")

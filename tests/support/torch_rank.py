@@ -34,7 +34,7 @@ transformers.utils.logging.disable_progress_bar()
 
 STEPS = 5
 CONNECT_LIMIT = timedelta(seconds=120)
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples/finetune_fsdp2.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/finetune_fsdp2.py"
 
 _folder = Path()
 

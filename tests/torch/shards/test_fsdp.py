@@ -639,7 +639,7 @@ def test_cuda_sees_it_pinned() -> None:
 
 def test_two_ranks_train_as_fsdp2_would(tmp_path) -> None:
     """What a process group that moves no data can't show."""
-    program = Path(__file__).with_name("two_ranks.py")
+    program = Path(__file__).parents[2] / "support/two_ranks.py"
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",

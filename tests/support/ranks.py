@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parent
 PATIENCE_S = 240.0  # of a machine that others use too
 LEFT_ALONE_S = 45.0
 """How long ranks may go on once another one has failed: longer is a hang."""
@@ -172,7 +172,7 @@ def entering(cage: Path | None, script: Path) -> Iterator[None]:
 def importable() -> Iterator[None]:
     """What is started meanwhile finds these modules, and uses one thread to compute."""
     before = dict(os.environ)
-    path = [str(TESTS), *filter(None, [before.get("PYTHONPATH")])]
+    path = [str(SUPPORT), *filter(None, [before.get("PYTHONPATH")])]
     os.environ |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:

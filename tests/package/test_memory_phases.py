@@ -194,7 +194,7 @@ def test_it_needs_neither_torch_nor_matplotlib() -> None:
 @pytest.fixture(scope="module")
 def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
-    source = Path(__file__).parent / "fixtures/fake_nvml.c"
+    source = Path(__file__).parents[1] / "fixtures/fake_nvml.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     return library
 

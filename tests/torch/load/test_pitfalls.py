@@ -8,7 +8,7 @@ in as few lines as that takes, and holds it to the assertions that ours has to p
      9  few rows are dealt out evenly
     10  the file's dtype instead of the model's; a cast that cuts off bits
 
-Those about names are in `test_torch_load_names.py`.
+Those about names are in `test_names.py`.
 """
 
 from collections.abc import Callable, Iterator

@@ -20,7 +20,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping  #
 
 from modicum import recipes  # noqa: E402
 
-PAGE = Path(__file__).resolve().parent.parent / "docs/reference/recipes.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/recipes.md"
 CONFIG = SimpleNamespace(vision_config=SimpleNamespace(num_attention_heads=2))
 SMALL = {
     "hidden_size": 24,

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples/zero2_offload.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/zero2_offload.py"
 
 
 def of_lines(path: str, names: tuple[str, ...]) -> int:

@@ -1,4 +1,4 @@
-"""What `test_torch_adamw_binding.py` runs under glibc's checks of its heap: memory of parameters,
+"""What `test_adamw_binding.py` runs under glibc's checks of its heap: memory of parameters,
 gradients and state goes, before a step and between steps. Ends with `done`, or by a signal."""
 
 import copy

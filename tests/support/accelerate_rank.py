@@ -17,7 +17,7 @@ import transformers
 
 import modicum.torch.accelerate
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples/accelerate_fsdp2.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/accelerate_fsdp2.py"
 STEPS = 2
 M_MMAP_THRESHOLD = -3  # of malloc.h
 

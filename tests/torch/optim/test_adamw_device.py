@@ -1,7 +1,7 @@
 """`modicum.torch.AdamW` over parameters on a device, whose state is on the host.
 
 House test beside the same optimizer over parameters on the CPU, whose bits torch's own have proven
-(test_torch_adamw.py). It catches these mutations: a gradient that stays where it was; a part of the
+(test_adamw.py). It catches these mutations: a gradient that stays where it was; a part of the
 new parameters that never leaves, or leaves from a slot that is written again; host memory of the
 parameters' size beside the state; a copy that casts on the device; a master that forgets what was
 written to its parameter.
