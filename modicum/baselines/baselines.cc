@@ -48,8 +48,7 @@ void unfused_step(const Unfused& of, int threads, const AdamNumbers& numbers, fl
   pass(threads, of.n, [&](int, int64_t at, int64_t n) { scale(grad(at), unscale, n); });
   std::vector<GradNorm> norms(static_cast<size_t>(threads));
   pass(threads, of.n, [&](int worker, int64_t at, int64_t n) {
-    const Squares part = squares(of.grad + 4 * at, DType::f32, n);
-    norms[static_cast<size_t>(worker)] += {part.sum, part.finite};
+    norms[static_cast<size_t>(worker)] += squares(of.grad + 4 * at, DType::f32, n);
   });
   GradNorm norm;
   for (const GradNorm& part : norms) norm += part;

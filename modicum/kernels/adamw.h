@@ -94,13 +94,18 @@ void import_state(const AdamNumbers& numbers, const AdamSpan& span, StatePlane p
 // to[i] += from[i] in fp32, where `to` holds fp32 and `from` f32, bf16 or f16.
 void add_gradients(const std::byte* from, DType from_dtype, std::byte* to, int64_t n) noexcept;
 
-// Sum of the squares in fp64, always added up in the same order, and whether all are finite.
-// A sum that is not finite is a flag and never a number: `sum` is then 0.
-struct Squares {
-  double sum = 0;
+// A part of a gradient's norm, or the sum of parts. Whether all elements are finite is a flag and
+// never a number: where it is false, the sum means nothing and is 0.
+struct GradNorm {
+  double sum_of_squares = 0;  // of the gradients as they arrived
   bool finite = true;
+
+  GradNorm& operator+=(const GradNorm& other) noexcept;
+  // Of the gradients times `unscale`.
+  double norm(double unscale = 1) const noexcept;
 };
-Squares squares(const std::byte* grad, DType dtype, int64_t n) noexcept;
+// Of `n` elements: squares in fp64, always added up in the same order.
+GradNorm squares(const std::byte* grad, DType dtype, int64_t n) noexcept;
 
 // The instruction sets that this program has kernels for and this machine runs, best first, by the
 // names that `--isa` takes; and those that were built but can't run here.

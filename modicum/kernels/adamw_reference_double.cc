@@ -219,7 +219,7 @@ void reference_adamw(const AdamNumbers& n, const AdamSpan& s) {
   }
 }
 
-Squares reference_squares(const std::byte* grad, DType dtype, int64_t n) {
+GradNorm reference_squares(const std::byte* grad, DType dtype, int64_t n) {
   std::vector<double> sums(32);
   bool finite = true;
   const int64_t of_stream = n / 32 * 8;  // elements of each of the four; what is left over follows

@@ -7,7 +7,7 @@
 namespace modicum {
 
 void reference_adamw(const AdamNumbers& numbers, const AdamSpan& span);
-Squares reference_squares(const std::byte* grad, DType dtype, int64_t n);
+GradNorm reference_squares(const std::byte* grad, DType dtype, int64_t n);
 
 // The random words of an element of a parameter.
 struct RandomWords {

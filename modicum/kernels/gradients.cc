@@ -121,7 +121,15 @@ void add_gradients(const std::byte* from, DType from_dtype, std::byte* to, int64
   HWY_DYNAMIC_DISPATCH(add)(from, from_dtype, to, n);
 }
 
-Squares squares(const std::byte* grad, DType dtype, int64_t n) noexcept {
+GradNorm& GradNorm::operator+=(const GradNorm& other) noexcept {
+  finite = finite && other.finite;
+  sum_of_squares = finite ? sum_of_squares + other.sum_of_squares : 0;
+  return *this;
+}
+
+double GradNorm::norm(double unscale) const noexcept { return std::sqrt(sum_of_squares) * unscale; }
+
+GradNorm squares(const std::byte* grad, DType dtype, int64_t n) noexcept {
   const double sum = HWY_DYNAMIC_DISPATCH(sum_of_squares)(grad, dtype, n);
   // No sum of finite fp32 squares overflows, and no infinity cancels: all are positive.
   const bool finite = std::isfinite(sum);

@@ -28,9 +28,9 @@ TEST(Squares, TheSameBitsAsOneElementAfterTheOther) {
     for (const DType dtype : kDTypes) {
       for (const int64_t n : lengths) {
         HeldPlane plane = plane_of(spread_values(4, n), dtype);
-        const Squares expected = reference_squares(plane.data(), dtype, n);
-        const Squares got = squares(plane.data(), dtype, n);
-        EXPECT_EQ(got.sum, expected.sum) << isa << ", " << n;
+        const GradNorm expected = reference_squares(plane.data(), dtype, n);
+        const GradNorm got = squares(plane.data(), dtype, n);
+        EXPECT_EQ(got.sum_of_squares, expected.sum_of_squares) << isa << ", " << n;
         EXPECT_TRUE(got.finite);
       }
     }
@@ -46,9 +46,9 @@ TEST(Squares, WhatIsNotFiniteIsAFlagWhereverItStands) {
         std::vector<float> values(99, 1.0F);
         values[at] = bad;
         HeldPlane plane = plane_of(values, dtype);
-        const Squares got = squares(plane.data(), dtype, 99);
+        const GradNorm got = squares(plane.data(), dtype, 99);
         EXPECT_FALSE(got.finite);
-        EXPECT_EQ(got.sum, 0.0);
+        EXPECT_EQ(got.sum_of_squares, 0.0);
       }
     }
   }
@@ -57,9 +57,10 @@ TEST(Squares, WhatIsNotFiniteIsAFlagWhereverItStands) {
 TEST(Squares, TheLargestFloatsAreFinite) {
   const float largest = std::numeric_limits<float>::max();
   HeldPlane plane = plane_of(std::vector<float>(1000, largest), DType::f32);
-  const Squares got = squares(plane.data(), DType::f32, 1000);
+  const GradNorm got = squares(plane.data(), DType::f32, 1000);
   EXPECT_TRUE(got.finite);
-  EXPECT_DOUBLE_EQ(got.sum, 1000.0 * static_cast<double>(largest) * static_cast<double>(largest));
+  EXPECT_DOUBLE_EQ(got.sum_of_squares,
+                   1000.0 * static_cast<double>(largest) * static_cast<double>(largest));
 }
 
 // Every pattern of 16 bits is widened as `cast` widens it, and added in fp32.

@@ -67,12 +67,7 @@ AdamW::~AdamW() = default;
 
 // All of it or nothing: the first arena must not be taken when the last one won't fit.
 void AdamW::check_budget(const Ledger& ledger, const Pinner& pinner) const {
-  Footprint needed;
-  for (size_t p = 0; p < kPlanes; ++p) {
-    const auto plane = static_cast<Plane>(p);
-    needed[plane_purpose(plane)] += round_up(map_->arena_bytes(plane), kPageBytes);
-  }
-  if (spec_.fork == Fork::inherited) needed[Purpose::fork] = needed.total();
+  const Footprint needed = adamw_footprint(spec_);
   ledger.require_room(needed, fmt::format("AdamW's state ({})", row_.name));
   uint64_t pinned = 0;
   for (const Plane plane : pinned_planes(row_)) {

@@ -184,6 +184,8 @@ class AdamW {
   void settle(size_t shard, int64_t bucket, int64_t n);
   void take_norm(size_t shard, int64_t bucket);
   void require_complete() const;
+  template <typename Fn>
+  void for_each_norm(const Fn& fn) const;
   void forget_gradients();
   [[noreturn]] void fail_about(size_t shard, const std::string& what) const;
 

@@ -27,11 +27,6 @@ bool Arrived::add(int64_t begin, int64_t end) {
   return true;
 }
 
-void Arrived::clear() noexcept {
-  end_of_.clear();
-  count_ = 0;
-}
-
 void AdamW::expect(int passes) {
   if (passes < 1) fail(Category::usage, "a gradient arrives once or more often");
   if (passes > 1 && row_.grad != DType::f32) {
@@ -87,7 +82,7 @@ bool AdamW::claim(size_t shard, int64_t at, int64_t n) {
   const bool is_first = of.passes == 0;
   if (of.arrived.count() == numel) {
     ++of.passes;
-    of.arrived.clear();
+    of.arrived = {};
   }
   return is_first;
 }
@@ -137,12 +132,9 @@ void AdamW::take_norm(size_t shard, int64_t bucket) {
   GradNorm norm;
   index.for_each_stretch(
       index.bucket_begin(bucket), index.bucket_begin(bucket + 1), [&](const Stretch& stretch) {
-        const Squares part = squares(element(shard, Plane::grad, stretch.at), row_.grad, stretch.n);
-        norm += GradNorm{part.sum, part.finite};
+        norm += squares(element(shard, Plane::grad, stretch.at), row_.grad, stretch.n);
       });
-  Bucket& of = buckets(shard)[static_cast<size_t>(bucket)];
-  of.sum_of_squares = norm.sum_of_squares;
-  of.finite = norm.finite ? 1 : 0;
+  buckets(shard)[static_cast<size_t>(bucket)].norm = norm;
 }
 
 void AdamW::require_complete() const {
@@ -155,28 +147,26 @@ void AdamW::require_complete() const {
   }
 }
 
-std::vector<GradNorm> AdamW::norms() const {
+template <typename Fn>
+void AdamW::for_each_norm(const Fn& fn) const {
   require_complete();
-  std::vector<GradNorm> norms(shards());
   for (size_t shard = 0; shard < shards(); ++shard) {
     if (arriving_[shard].left_out) continue;
-    for (const Bucket& of : buckets(shard)) {
-      norms[shard] += GradNorm{of.sum_of_squares, of.finite != 0};
-    }
+    for (const Bucket& of : buckets(shard)) fn(shard, of.norm);
   }
+}
+
+std::vector<GradNorm> AdamW::norms() const {
+  std::vector<GradNorm> norms(shards());
+  for_each_norm([&](size_t shard, const GradNorm& norm) { norms[shard] += norm; });
   return norms;
 }
 
 GradNorm AdamW::norm() const {
-  require_complete();
   GradNorm sum;
-  for (size_t shard = 0; shard < shards(); ++shard) {
-    if (arriving_[shard].left_out) continue;
-    const bool counts = spec_.shards[shard].counts;
-    for (const Bucket& of : buckets(shard)) {
-      sum += GradNorm{counts ? of.sum_of_squares : 0, of.finite != 0};
-    }
-  }
+  for_each_norm([&](size_t shard, const GradNorm& norm) {
+    sum += {spec_.shards[shard].counts ? norm.sum_of_squares : 0, norm.finite};
+  });
   return sum;
 }
 

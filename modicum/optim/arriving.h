@@ -12,7 +12,6 @@ class Arrived {
  public:
   // Adds [begin, end); false, and nothing is added, where some of it is there already.
   bool add(int64_t begin, int64_t end);
-  void clear() noexcept;
   int64_t count() const noexcept { return count_; }
 
  private:

@@ -5,14 +5,6 @@
 
 namespace modicum {
 
-GradNorm& GradNorm::operator+=(const GradNorm& other) noexcept {
-  finite = finite && other.finite;
-  sum_of_squares = finite ? sum_of_squares + other.sum_of_squares : 0;
-  return *this;
-}
-
-double GradNorm::norm(double unscale) const noexcept { return std::sqrt(sum_of_squares) * unscale; }
-
 float clip_factor(double norm, double max_norm) noexcept {
   return static_cast<float>(std::min(1.0, max_norm / (norm + 1e-6)));
 }

@@ -1,20 +1,7 @@
-// The gradient's norm, what follows of it, and the scale of a loss. Values; any thread.
+// What follows of the gradient's norm, and the scale of a loss. Values; any thread.
 #pragma once
 
-#include <cstdint>
-
 namespace modicum {
-
-// A rank's part, or the sum over ranks. Whether all gradients are finite is a flag and never a
-// number: where it is false, the sum means nothing and is 0.
-struct GradNorm {
-  double sum_of_squares = 0;  // of the gradients as they arrived
-  bool finite = true;
-
-  GradNorm& operator+=(const GradNorm& other) noexcept;
-  // Of the gradients times `unscale`.
-  double norm(double unscale = 1) const noexcept;
-};
 
 // min(1, max_norm / (norm + 1e-6)), torch's formula, in fp64 and rounded once. `max_norm` is not
 // negative; infinity clips nothing.

@@ -8,6 +8,8 @@
 #include <limits>
 #include <vector>
 
+#include "modicum/kernels/kernels.h"
+
 namespace modicum {
 namespace {
 

@@ -71,8 +71,7 @@ class ShardIndex {
 // A bucket's norm, in the making.
 struct Bucket {
   int64_t left = 0;  // elements that have yet to arrive, each as often as it is expected
-  double sum_of_squares = 0;
-  int64_t finite = 1;
+  GradNorm norm;
 };
 
 // Bytes of a shard's part of a plane, each a whole number of cache lines: codes, and their scales.
