@@ -26,11 +26,11 @@ std::vector<std::string_view> split_kernel_text(std::string_view text, char sepa
   return parts;
 }
 
-std::optional<uint64_t> parse_kernel_number(std::string_view text) noexcept {
+std::optional<uint64_t> parse_kernel_number(std::string_view text, int base) noexcept {
   const std::string_view digits = trimmed(text);
   const char* const end = digits.data() + digits.size();
   uint64_t value = 0;
-  const auto [at, error] = std::from_chars(digits.data(), end, value);
+  const auto [at, error] = std::from_chars(digits.data(), end, value, base);
   if (digits.empty() || error != std::errc() || at != end) return std::nullopt;
   return value;
 }

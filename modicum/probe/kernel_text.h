@@ -12,7 +12,7 @@ namespace modicum {
 std::vector<std::string_view> split_kernel_text(std::string_view text, char separator);
 
 // All of `text` but white space around it, as a number; nothing where it isn't one ("max").
-std::optional<uint64_t> parse_kernel_number(std::string_view text) noexcept;
+std::optional<uint64_t> parse_kernel_number(std::string_view text, int base = 10) noexcept;
 
 // The number on the line "LABEL  123" or "LABEL  123 kB", in the unit that stands there. Only the
 // whole label counts: "active_file" is not found in "inactive_file 5".

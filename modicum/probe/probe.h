@@ -15,7 +15,6 @@ namespace modicum {
 // Bytes, from /proc/PID/status and /proc/PID/smaps_rollup.
 struct ProcessMemory {
   uint64_t rss_anon = 0;
-  uint64_t rss_file = 0;
   uint64_t rss_shmem = 0;
   uint64_t rss = 0;
   uint64_t peak_rss = 0;     // VmHWM: the highest `rss` since the start or the last reset
@@ -83,10 +82,6 @@ struct MemoryLimit {
 // without a limit, or that can't be read, are left out. For version 2, `limit_bytes` is the lower
 // of memory.max and memory.high.
 std::vector<MemoryLimit> memory_limits(const std::string& root = "");
-
-// What this process may still lock or pin: RLIMIT_MEMLOCK less what is locked; UINT64_MAX where the
-// limit doesn't bind it (unlimited, or CAP_IPC_LOCK).
-uint64_t lockable_bytes(const std::string& root = "");
 
 // The CPUs that this process may use: those of its affinity, or fewer where the cgroup chain's
 // quota (v1 or v2) grants less time than theirs; at least one.

@@ -176,7 +176,6 @@ TEST(ProcessMemory, IsReadFromStatusAndRollup) {
   const ProcessMemory memory = read_process_memory(42, machine.root());
   EXPECT_EQ(memory.rss, 400 * kKiB);
   EXPECT_EQ(memory.rss_anon, 300 * kKiB);
-  EXPECT_EQ(memory.rss_file, 90 * kKiB);
   EXPECT_EQ(memory.rss_shmem, 10 * kKiB);
   EXPECT_EQ(memory.peak_rss, 500 * kKiB);
   EXPECT_EQ(memory.held(), (150 + 5 + 8) * kKiB);
@@ -281,25 +280,6 @@ TEST(ThisMachine, CountsSharedPagesInParts) {
   if (alone.pss_shmem == together.pss_shmem) GTEST_SKIP() << "this kernel has no Pss_Shmem";
   EXPECT_NEAR(static_cast<double>(together.pss_shmem), kSize / 2.0, kMiB);
   EXPECT_NEAR(static_cast<double>(of_child.pss_shmem), kSize / 2.0, kMiB);
-}
-
-TEST(LockableBytes, AreTheLimitLessWhatIsLockedUnlessItDoesNotBind) {
-  const auto lockable = [](std::string_view limit, std::string_view capabilities) {
-    Machine machine;
-    machine.put("/proc/self/limits",
-                "Limit                     Soft Limit  Hard Limit  Units\n"
-                "Max locked memory         " +
-                    std::string(limit) + " 9999999 bytes\n");
-    machine.put("/proc/self/status",
-                "VmLck:\t      24 kB\nCapEff:\t" + std::string(capabilities) + "\n");
-    return lockable_bytes(machine.root());
-  };
-  EXPECT_EQ(lockable("65536", "0000000000000000"), 65536 - 24 * kKiB);
-  EXPECT_EQ(lockable("8192", "0000000000000000"), 0U);
-  EXPECT_EQ(lockable("unlimited", "0000000000000000"), UINT64_MAX);
-  EXPECT_EQ(lockable("65536", "0000000000004000"), UINT64_MAX);
-  EXPECT_EQ(lockable("65536", "000001ffffffbfff"), 65536 - 24 * kKiB);
-  EXPECT_EQ(lockable_bytes(Machine().root()), UINT64_MAX);
 }
 
 }  // namespace

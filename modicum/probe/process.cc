@@ -29,7 +29,6 @@ ProcessMemory read_process_memory(int pid, const std::string& root) {
   if (!of("VmRSS:")) fail(Category::io, "the process has no memory", std::move(facts));
 
   ProcessMemory memory{.rss_anon = of("RssAnon:").value_or(0),
-                       .rss_file = of("RssFile:").value_or(0),
                        .rss_shmem = of("RssShmem:").value_or(0),
                        .rss = *of("VmRSS:"),
                        .peak_rss = of("VmHWM:").value_or(0),

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -26,20 +25,12 @@ std::string directory_of(int pid, const std::string& root) {
   return root + "/proc/" + std::to_string(pid);
 }
 
-template <typename Number>
-std::optional<Number> number_in(std::string_view text, int base) {
-  Number value = 0;
-  const auto [at, error] = std::from_chars(text.data(), text.data() + text.size(), value, base);
-  if (error != std::errc() || at != text.data() + text.size()) return std::nullopt;
-  return value;
-}
-
 // The second number behind the name, which may hold anything.
 int parent_of(const std::string& stat) {
   const size_t end = stat.rfind(')');
   if (end == std::string::npos) return 0;
   const auto words = split_kernel_text(std::string_view(stat).substr(end + 1), ' ');
-  return words.size() < 2 ? 0 : number_in<int>(words[1], 10).value_or(0);
+  return words.size() < 2 ? 0 : static_cast<int>(parse_kernel_number(words[1]).value_or(0));
 }
 
 // ---- address space
@@ -55,8 +46,8 @@ std::optional<Line> line_of(std::string_view text) {
   if (words.size() < 2 || words[1].size() != 4) return std::nullopt;
   const size_t dash = words[0].find('-');
   if (dash == std::string_view::npos) return std::nullopt;
-  const auto begin = number_in<uint64_t>(words[0].substr(0, dash), 16);
-  const auto end = number_in<uint64_t>(words[0].substr(dash + 1), 16);
+  const auto begin = parse_kernel_number(words[0].substr(0, dash), 16);
+  const auto end = parse_kernel_number(words[0].substr(dash + 1), 16);
   if (!begin || !end || *begin >= *end) return std::nullopt;
   return Line{{*begin, *end}, words[1][3] == 'p'};
 }
@@ -240,10 +231,11 @@ bool is_fork_of(int pid, const std::string& auxv, const std::string& root) {
 std::vector<int> descendants(int pid, const std::string& root) {
   std::vector<std::pair<int, int>> parents;  // process, its parent
   for (const std::string& name : PosixFileSystem().list(root + "/proc")) {
-    const auto one = number_in<int>(name, 10);
-    if (!one) continue;
+    const auto number = parse_kernel_number(name);
+    if (!number) continue;
+    const int one = static_cast<int>(*number);
     parents.emplace_back(
-        *one, parent_of(read_kernel_text(directory_of(*one, root) + "/stat").value_or("")));
+        one, parent_of(read_kernel_text(directory_of(one, root) + "/stat").value_or("")));
   }
   std::vector<int> found = {pid == 0 ? static_cast<int>(::getpid()) : pid};
   for (size_t i = 0; i < found.size(); ++i) {
