@@ -9,6 +9,14 @@
 
 namespace modicum {
 
+// A system call once more for as long as signals interrupt it.
+template <typename Call>
+auto uninterrupted(Call call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
+
 class Descriptor {
  public:
   explicit Descriptor(int fd) noexcept : fd_(fd) {}
@@ -21,11 +29,7 @@ class Descriptor {
   // open(2) with O_CLOEXEC, again when a signal interrupted it. Not valid when it failed; errno
   // says why.
   static Descriptor open(const char* path, int flags, mode_t mode = 0) noexcept {
-    int fd = -1;
-    do {
-      fd = ::open(path, flags | O_CLOEXEC, mode);
-    } while (fd < 0 && errno == EINTR);
-    return Descriptor(fd);
+    return Descriptor(uninterrupted([&] { return ::open(path, flags | O_CLOEXEC, mode); }));
   }
 
   bool is_valid() const noexcept { return fd_ >= 0; }

@@ -16,14 +16,6 @@ namespace {
 // The kernel moves at most 2 GiB less a page per call; whole GiB keep the calls aligned.
 constexpr size_t kMostPerCall = kGiB;
 
-// A system call once more for as long as signals interrupt it.
-template <typename Call>
-auto uninterrupted(Call call) {
-  auto result = call();
-  while (result < 0 && errno == EINTR) result = call();
-  return result;
-}
-
 Facts about(const std::string& path) { return {.file = base_name(path)}; }
 
 int64_t ns_of(const struct timespec& time) noexcept {

@@ -16,8 +16,8 @@ std::optional<std::string> read_kernel_text(const std::string& path) {
   // The kernel writes such files page by page; a larger block only saves calls on long ones.
   std::array<char, 16384> block;
   while (true) {
-    const ssize_t got = ::read(file.get(), block.data(), block.size());
-    if (got < 0 && errno == EINTR) continue;
+    const ssize_t got =
+        uninterrupted([&] { return ::read(file.get(), block.data(), block.size()); });
     if (got < 0) return std::nullopt;
     if (got == 0) return text;
     text.append(block.data(), static_cast<size_t>(got));
@@ -28,10 +28,8 @@ std::optional<std::string> read_kernel_text(const std::string& path) {
 bool write_kernel_text(const std::string& path, const std::string& text) {
   const Descriptor file = Descriptor::open(path.c_str(), O_WRONLY);
   if (!file.is_valid()) return false;
-  ssize_t written = -1;
-  do {
-    written = ::write(file.get(), text.data(), text.size());
-  } while (written < 0 && errno == EINTR);
+  const ssize_t written =
+      uninterrupted([&] { return ::write(file.get(), text.data(), text.size()); });
   return written == static_cast<ssize_t>(text.size());
 }
 
