@@ -377,16 +377,13 @@ void JsonValue::null() { JsonReader::take(state_, Kind::null).literal("null"); }
 
 void JsonValue::skip() {
   std::string unescaped;
-  const Kind is = kind();
-  JsonReader& reader = JsonReader::take(state_, is);
-  switch (is) {
-    case Kind::object:
-      return reader.object([](std::string_view, JsonValue& member) { member.skip(); });
-    case Kind::array: return reader.array([](JsonValue& element) { element.skip(); });
-    case Kind::string: reader.string(unescaped); return;
-    case Kind::number: reader.number(); return;
-    case Kind::boolean: return reader.literal(reader.peek() == 't' ? "true" : "false");
-    case Kind::null: return reader.literal("null");
+  switch (kind()) {  // an object or an array skips the values that its callback leaves
+    case Kind::object: return object([](std::string_view, JsonValue&) {});
+    case Kind::array: return array([](JsonValue&) {});
+    case Kind::string: JsonReader::take(state_, Kind::string).string(unescaped); return;
+    case Kind::number: JsonReader::take(state_, Kind::number).number(); return;
+    case Kind::boolean: boolean(); return;
+    case Kind::null: return null();
   }
 }
 

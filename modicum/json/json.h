@@ -8,6 +8,7 @@
 // the caller turns it into its own category. One thread.
 #pragma once
 
+#include <concepts>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -72,21 +73,21 @@ void reread_json(std::string_view text, FunctionRef<void(JsonValue& root)> root)
 // non-finite ones as null.
 class JsonWriter {
  public:
-  JsonWriter& begin_object();
-  JsonWriter& end_object();
-  JsonWriter& begin_array();
-  JsonWriter& end_array();
+  JsonWriter& begin_object() { return begin('{'); }
+  JsonWriter& end_object() { return end('{', '}'); }
+  JsonWriter& begin_array() { return begin('['); }
+  JsonWriter& end_array() { return end('[', ']'); }
   JsonWriter& key(std::string_view name);
   JsonWriter& value(std::string_view text);
   JsonWriter& value(const char* text) { return value(std::string_view(text)); }
   JsonWriter& value(const std::string& text) { return value(std::string_view(text)); }
-  JsonWriter& value(uint64_t number);
-  JsonWriter& value(int64_t number);
-  JsonWriter& value(int number) { return value(static_cast<int64_t>(number)); }
-  JsonWriter& value(uint32_t number) { return value(static_cast<uint64_t>(number)); }
+  template <std::integral Integer>
+  JsonWriter& value(Integer number) {
+    return literal(std::to_string(number));
+  }
   JsonWriter& value(double number);
-  JsonWriter& value(bool truth);
-  JsonWriter& null();
+  JsonWriter& value(bool truth) { return literal(truth ? "true" : "false"); }
+  JsonWriter& null() { return literal("null"); }
   template <typename T>
   JsonWriter& member(std::string_view name, const T& v) {
     return key(name).value(v);
@@ -96,6 +97,9 @@ class JsonWriter {
 
  private:
   void separate();
+  JsonWriter& begin(char open);
+  JsonWriter& end(char open, char close);
+  JsonWriter& literal(std::string_view word);
   std::string text_;
   std::string open_;  // one of `{` `[` per open level, and `:` after a key
   bool first_ = true;

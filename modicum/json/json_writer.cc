@@ -43,13 +43,6 @@ void append_string(std::string& out, std::string_view text) {
   out += '"';
 }
 
-template <typename Number>
-void append_number(std::string& out, Number number) {
-  std::array<char, 32> digits;
-  const auto [end, error] = std::to_chars(digits.data(), digits.data() + digits.size(), number);
-  out.append(digits.data(), end);
-}
-
 }  // namespace
 
 // Called before each value.
@@ -65,37 +58,26 @@ void JsonWriter::separate() {
   first_ = false;
 }
 
-JsonWriter& JsonWriter::begin_object() {
+JsonWriter& JsonWriter::begin(char open) {
   separate();
-  text_ += '{';
-  open_ += '{';
+  text_ += open;
+  open_ += open;
   first_ = true;
   return *this;
 }
 
-JsonWriter& JsonWriter::end_object() {
+JsonWriter& JsonWriter::end(char open, char close) {
   MODICUM_ASSERT(!open_.empty());
-  MODICUM_ASSERT(open_.back() == '{');
+  MODICUM_ASSERT(open_.back() == open);
   open_.pop_back();
-  text_ += '}';
+  text_ += close;
   first_ = false;
   return *this;
 }
 
-JsonWriter& JsonWriter::begin_array() {
+JsonWriter& JsonWriter::literal(std::string_view word) {
   separate();
-  text_ += '[';
-  open_ += '[';
-  first_ = true;
-  return *this;
-}
-
-JsonWriter& JsonWriter::end_array() {
-  MODICUM_ASSERT(!open_.empty());
-  MODICUM_ASSERT(open_.back() == '[');
-  open_.pop_back();
-  text_ += ']';
-  first_ = false;
+  text_ += word;
   return *this;
 }
 
@@ -115,35 +97,11 @@ JsonWriter& JsonWriter::value(std::string_view text) {
   return *this;
 }
 
-JsonWriter& JsonWriter::value(uint64_t number) {
-  separate();
-  append_number(text_, number);
-  return *this;
-}
-
-JsonWriter& JsonWriter::value(int64_t number) {
-  separate();
-  append_number(text_, number);
-  return *this;
-}
-
 JsonWriter& JsonWriter::value(double number) {
   if (!std::isfinite(number)) return null();
-  separate();
-  append_number(text_, number);
-  return *this;
-}
-
-JsonWriter& JsonWriter::value(bool truth) {
-  separate();
-  text_ += truth ? "true" : "false";
-  return *this;
-}
-
-JsonWriter& JsonWriter::null() {
-  separate();
-  text_ += "null";
-  return *this;
+  std::array<char, 32> digits;
+  const auto [end, error] = std::to_chars(digits.data(), digits.data() + digits.size(), number);
+  return literal({digits.data(), end});
 }
 
 }  // namespace modicum
