@@ -117,27 +117,6 @@ std::string format_size(uint64_t bytes) {
   return fmt::format("{:.2f} {}", value, kNames[unit]);
 }
 
-std::optional<uint64_t> checked_add(uint64_t a, uint64_t b) noexcept {
-  uint64_t sum = 0;
-  if (__builtin_add_overflow(a, b, &sum)) return std::nullopt;
-  return sum;
-}
-std::optional<uint64_t> checked_mul(uint64_t a, uint64_t b) noexcept {
-  uint64_t product = 0;
-  if (__builtin_mul_overflow(a, b, &product)) return std::nullopt;
-  return product;
-}
-std::optional<int64_t> checked_add(int64_t a, int64_t b) noexcept {
-  int64_t sum = 0;
-  if (__builtin_add_overflow(a, b, &sum)) return std::nullopt;
-  return sum;
-}
-std::optional<int64_t> checked_mul(int64_t a, int64_t b) noexcept {
-  int64_t product = 0;
-  if (__builtin_mul_overflow(a, b, &product)) return std::nullopt;
-  return product;
-}
-
 std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates) {
   std::string best;
   size_t best_distance = std::min<size_t>(3, std::max<size_t>(1, name.size() / 2)) + 1;

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 namespace modicum {
@@ -24,10 +25,18 @@ uint64_t parse_count(std::string_view text);
 std::string format_size(uint64_t bytes);
 
 // Nothing when the result would not fit.
-std::optional<uint64_t> checked_add(uint64_t a, uint64_t b) noexcept;
-std::optional<uint64_t> checked_mul(uint64_t a, uint64_t b) noexcept;
-std::optional<int64_t> checked_add(int64_t a, int64_t b) noexcept;
-std::optional<int64_t> checked_mul(int64_t a, int64_t b) noexcept;
+template <typename T>
+constexpr std::optional<T> checked_add(T a, std::type_identity_t<T> b) noexcept {
+  static_assert(sizeof(T) == sizeof(int64_t));
+  if (T sum = 0; !__builtin_add_overflow(a, b, &sum)) return sum;
+  return std::nullopt;
+}
+template <typename T>
+constexpr std::optional<T> checked_mul(T a, std::type_identity_t<T> b) noexcept {
+  static_assert(sizeof(T) == sizeof(int64_t));
+  if (T product = 0; !__builtin_mul_overflow(a, b, &product)) return product;
+  return std::nullopt;
+}
 
 // Sums and products of bytes over ranks and purposes, whose number the user chooses: UINT64_MAX
 // where the result would not fit. What is compared with a limit below 2^63 is then over it, never
