@@ -21,8 +21,8 @@ constexpr std::optional<uint64_t> whole_pages(uint64_t bytes) noexcept {
 }
 
 // Commits every page of `part`, which has not been written to, on up to `threads` threads. NOMEM,
-// and what `look` throws.
-void commit_pages(std::span<std::byte> part, int threads, Look look);
+// and what `poll` throws.
+void commit_pages(std::span<std::byte> part, int threads, Poll poll);
 
 [[noreturn]] void fail_to_commit(int error, uint64_t bytes);  // NOMEM with errno's text
 

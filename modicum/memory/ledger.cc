@@ -55,10 +55,10 @@ Buffer Ledger::reserve(Purpose purpose, uint64_t bytes, Fork fork) {
   return {std::move(booked), Mapping::aligned(*size, fork)};
 }
 
-Buffer Ledger::charge(Purpose purpose, uint64_t bytes, int threads, Look look, Fork fork) {
+Buffer Ledger::charge(Purpose purpose, uint64_t bytes, int threads, Poll poll, Fork fork) {
   MODICUM_ASSERT(threads >= 1);
   Buffer buffer = reserve(purpose, bytes, fork);
-  commit_pages(buffer.bytes(), threads, look);
+  commit_pages(buffer.bytes(), threads, poll);
   return buffer;
 }
 
@@ -66,7 +66,7 @@ Charge Ledger::charge_shared(Purpose purpose, std::span<std::byte> part) {
   MODICUM_ASSERT(reinterpret_cast<uintptr_t>(part.data()) % kPageBytes == 0);
   MODICUM_ASSERT(part.size() % kPageBytes == 0);
   Charge booked = book(purpose, part.size());
-  commit_pages(part, 1, kNoLook);
+  commit_pages(part, 1, kNoPoll);
   return booked;
 }
 

@@ -52,7 +52,7 @@ void fail_to_commit(int error, uint64_t bytes) {
 }
 
 // In steps: during one no other thread of the process can map memory, and nobody can stop it.
-void commit_pages(std::span<std::byte> part, int threads, Look look) {
+void commit_pages(std::span<std::byte> part, int threads, Poll poll) {
   if (part.empty()) return;
   // Slices end at huge pages, so that no two threads meet in one.
   const uint64_t huge_pages = (part.size() + kHugePageBytes - 1) / kHugePageBytes;
@@ -65,7 +65,7 @@ void commit_pages(std::span<std::byte> part, int threads, Look look) {
         std::min<uint64_t>(huge_pages * (index + 1) / workers * kHugePageBytes, part.size());
     try {
       for (uint64_t at = begin; at < end && !has_failed; at += kCommitStepBytes) {
-        look();
+        poll();
         commit_step(part.subspan(at, std::min(kCommitStepBytes, end - at)));
       }
     } catch (...) {

@@ -99,8 +99,8 @@ class Buffer {
 
 // The cancellation callback of a long call: every thread of the call polls it, before each 16 MiB
 // of pages. An exception that it throws aborts the call.
-using Look = FunctionRef<void()>;
-inline constexpr auto kNoLook = [] {};  // never cancels
+using Poll = FunctionRef<void()>;
+inline constexpr auto kNoPoll = [] {};  // never cancels
 
 class Ledger {
  public:
@@ -111,11 +111,11 @@ class Ledger {
 
   // Maps and commits `bytes` (rounded up to whole pages, which is what is charged) on `threads`
   // threads. Over the limit: BUDGET (expected is the limit, got what would be held, owners what
-  // is), and nothing is mapped. The kernel refuses (NOMEM) or `look` throws: the ledger is as
-  // before. Zero bytes give an empty Buffer.
-  // `fork` says what forked children find there. Inherited memory counts twice, see Charge; shared
-  // memory stays in the kernel until the last of the processes that have it unmaps it.
-  Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1, Look look = kNoLook,
+  // is), and nothing is mapped. The kernel refuses (NOMEM) or `poll` throws: the ledger
+  // is as before. Zero bytes give an empty Buffer. `fork` says what forked children find there.
+  // Inherited memory counts twice, see Charge; shared memory stays in the kernel until the last of
+  // the processes that have it unmaps it.
+  Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1, Poll poll = kNoPoll,
                 Fork fork = Fork::excluded);
   // Maps and books as `charge` does, with the same errors, and commits nothing: for who writes to
   // every page before anybody looks at what is held.

@@ -361,7 +361,7 @@ TEST(Fork, AChildsChildFindsTheSame) {
 TEST(Fork, AChildThatGivesABufferBackLeavesTheParents) {
   Ledger ledger;
   for (const Fork fork : {Fork::excluded, Fork::shared, Fork::inherited}) {
-    Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB, 1, kNoLook, fork);
+    Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB, 1, kNoPoll, fork);
     std::fill(buffer.bytes().begin(), buffer.bytes().end(), std::byte{7});
     const Footprint held = ledger.held();
     const std::byte* const first = buffer.bytes().data();
@@ -393,7 +393,7 @@ TEST(Fork, WhatAProcessLacksMayBeMappedAgainOnceGivenBack) {
 
 TEST(Fork, SharedMemoryIsOneForParentAndChildren) {
   Ledger ledger;
-  const Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB + 1, 2, kNoLook, Fork::shared);
+  const Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB + 1, 2, kNoPoll, Fork::shared);
   const std::span<std::byte> bytes = buffer.bytes();
   EXPECT_EQ(reinterpret_cast<uintptr_t>(bytes.data()) % (2 * kMiB), 0U);
   EXPECT_EQ(permissions_at(bytes.data()), "rw-s");
@@ -410,7 +410,7 @@ TEST(Fork, SharedMemoryIsOneForParentAndChildren) {
 TEST(Fork, InheritedMemoryIsTheChildsOwnAndCountsTwice) {
   constexpr uint64_t kSize = 4 * kMiB;
   Ledger ledger(2 * kSize);
-  const Buffer buffer = ledger.charge(Purpose::shards, kSize, 1, kNoLook, Fork::inherited);
+  const Buffer buffer = ledger.charge(Purpose::shards, kSize, 1, kNoPoll, Fork::inherited);
   EXPECT_EQ(ledger.held()[Purpose::shards], kSize);
   EXPECT_EQ(ledger.held()[Purpose::fork], kSize);
   EXPECT_EQ(ledger.peak_bytes(), 2 * kSize);
@@ -438,7 +438,7 @@ TEST(Fork, InheritedMemoryNeedsRoomForTheCopies) {
 
 TEST(Fork, PartsOfAnInheritedEntryTakeTheirCopiesAlong) {
   Ledger ledger;
-  Buffer buffer = ledger.charge(Purpose::shards, 2 * kMiB, 1, kNoLook, Fork::inherited);
+  Buffer buffer = ledger.charge(Purpose::shards, 2 * kMiB, 1, kNoPoll, Fork::inherited);
   {
     const Charge part = buffer.split(kMiB);
     EXPECT_EQ(ledger.held().total(), 4 * kMiB);

@@ -41,7 +41,7 @@ class AdamW::Pins {
   std::vector<std::span<std::byte>> pinned_;
 };
 
-AdamW::AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner, Look look)
+AdamW::AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner, Poll poll)
     : spec_(std::move(spec)),
       row_(row_of(spec_.format)),
       threads_(threads),
@@ -51,7 +51,7 @@ AdamW::AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner, Look lo
   for (size_t p = 0; p < kPlanes; ++p) {
     const auto plane = static_cast<Plane>(p);
     arenas_[p] =
-        ledger.charge(plane_purpose(plane), map_->arena_bytes(plane), threads, look, spec_.fork);
+        ledger.charge(plane_purpose(plane), map_->arena_bytes(plane), threads, poll, spec_.fork);
   }
   pins_ = std::make_unique<Pins>(std::move(pinner));
   for (const Plane plane : pinned_planes(row_)) {

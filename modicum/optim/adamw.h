@@ -113,12 +113,12 @@ struct StateDigest {
 class AdamW {
  public:
   // Takes and commits everything on `threads` threads, which are also those of `step` and `digest`;
-  // `look` is the cancellation callback: an exception from it aborts that, and nothing stays taken.
-  // Masters and moments are zero. BUDGET, before a page is touched, where the ledger or what may be
-  // pinned doesn't suffice; NOMEM; MISMATCH, naming the parameter, for runs that overlap, for
-  // memory of the caller's (`master`, `out`) that two parameters share or a group that is not
-  // there; USAGE for options out of range; UNSUPPORTED for what semantics don't know.
-  AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner = {}, Look look = kNoLook);
+  // `poll` is the cancellation callback: an exception from it aborts that, and nothing
+  // stays taken. Masters and moments are zero. BUDGET, before a page is touched, where the ledger
+  // or what may be pinned doesn't suffice; NOMEM; MISMATCH, naming the parameter, for runs that
+  // overlap, for memory of the caller's (`master`, `out`) that two parameters share or a group that
+  // is not there; USAGE for options out of range; UNSUPPORTED for what semantics don't know.
+  AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner = {}, Poll poll = kNoPoll);
   ~AdamW();
   AdamW(const AdamW&) = delete;
   AdamW& operator=(const AdamW&) = delete;

@@ -30,7 +30,7 @@ bool ScriptedBoard::report(const ErrorRecord& failure) noexcept {
 
 std::optional<ErrorRecord> ScriptedBoard::failure() const {
   const std::lock_guard lock(mutex_);
-  if (++looks_ == script_.fail_at_look && !failure_) failure_ = scripted();
+  if (++checks_ == script_.fail_at_check && !failure_) failure_ = scripted();
   return failure_;
 }
 
@@ -61,9 +61,9 @@ void ScriptedBoard::agree(int rank, const Digest& digest) {
   }
 }
 
-int64_t ScriptedBoard::looks() const {
+int64_t ScriptedBoard::checks() const {
   const std::lock_guard lock(mutex_);
-  return looks_;
+  return checks_;
 }
 
 std::vector<ScriptedBoard::Beat> ScriptedBoard::beats() const {

@@ -246,10 +246,10 @@ TEST(SharedBoard, ResultsArePostedPerRankAndCutAtTheirRoom) {
 }
 
 TEST(ScriptedBoard, FailsWhereTheScriptHasIt) {
-  ScriptedBoard looks(1, {.fail_at_look = 2});
-  EXPECT_NO_THROW(looks.check());
-  EXPECT_THROW(looks.check(), Error);
-  EXPECT_EQ(looks.looks(), 2);
+  ScriptedBoard checks(1, {.fail_at_check = 2});
+  EXPECT_NO_THROW(checks.check());
+  EXPECT_THROW(checks.check(), Error);
+  EXPECT_EQ(checks.checks(), 2);
   ScriptedBoard beats(1, {.fail_at_beat = 2, .culprit_rank = 5});
   beats.beat(0, 10);
   EXPECT_FALSE(beats.failure().has_value());

@@ -196,11 +196,11 @@ TEST(ThreadExchange, GivesWhatWasSentAndKeepsARecord) {
 
 TEST(ThreadExchange, AFailedPeerEndsTheWait) {
   for (const int root : {0, 1}) {
-    ScriptedBoard board(2, {.fail_at_look = 100, .culprit_rank = 1});
+    ScriptedBoard board(2, {.fail_at_check = 100, .culprit_rank = 1});
     ThreadHub hub(2, kPageBytes);
     std::vector<std::byte> memory(4);
     EXPECT_THROW(ThreadExchange(hub, board, 0).broadcast(root, memory), Error);
-    EXPECT_EQ(board.looks(), 100);
+    EXPECT_EQ(board.checks(), 100);
   }
 }
 

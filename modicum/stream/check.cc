@@ -134,17 +134,17 @@ void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expec
   for_each_own_buffer(plan, [&](uint32_t b) { check.local(b, 0, sink.host(b)); });
 }
 
-uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Look look) {
+uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll) {
   DigestSum sum(plan, rank);
   for_each_own_buffer(plan, [&](uint32_t b) {
-    look();
+    poll();
     const LocalBuffer local = buffer_of(plan, b, rank);
     sum.add(b, 0, sink.host(b).first(bytes_of(local.dtype, local.numel)));
   });
   return sum.value();
 }
 
-void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Look look) {
+void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Poll poll) {
   std::vector<TensorSpec> specs;
   std::vector<uint32_t> buffers;
   for (uint32_t b = 0; b < buffer_count(plan); ++b) {
@@ -162,7 +162,7 @@ void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Look 
   }
   SafetensorsWriter out(to.files, to.path, specs);
   for (size_t i = 0; i < specs.size(); ++i) {
-    look();
+    poll();
     const uint64_t bytes = bytes_of(specs[i].dtype, numel_of(specs[i].shape));
     out.write(i, 0, sink.host(buffers[i]).first(bytes));
   }

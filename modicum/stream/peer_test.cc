@@ -149,10 +149,10 @@ TEST(LoadAmongPeers, APeerThatFailsBeforeTheNthLookEndsTheLoad) {
   for (const Strategy& strategy : strategies()) {
     const Plan plan = model.plan(strategy.name, 1);
     for (int64_t n = 1;; ++n) {
-      ScriptedBoard board(1, {.fail_at_look = n});
+      ScriptedBoard board(1, {.fail_at_check = n});
       const Loaded loaded = load_scripted(model, plan, board)[0];
       EXPECT_EQ(loaded.after, Footprint{});
-      if (board.looks() < n) {
+      if (board.checks() < n) {
         EXPECT_FALSE(loaded.failure.has_value());
         EXPECT_GT(n, 1);
         break;

@@ -52,10 +52,10 @@ void HostSink::copy(uint32_t buffer, int64_t at, std::span<const std::byte> elem
   copy_(buffer, at, elements);
 }
 
-void HostSink::poison(Look look) {
-  const auto fill = [&look](std::span<std::byte> all) {
+void HostSink::poison(Poll poll) {
+  const auto fill = [&poll](std::span<std::byte> all) {
     while (!all.empty()) {  // as it is where a rank has no elements
-      look();
+      poll();
       const std::span<std::byte> step = all.first(std::min(all.size(), kPoisonStepBytes));
       std::fill(step.begin(), step.end(), std::byte{0xa5});
       all = all.subspan(step.size());

@@ -37,7 +37,7 @@ class HostSink final : public Sink {
   std::span<std::byte> host(uint32_t buffer) noexcept override;
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
   // Fills everything with a pattern that no load leaves behind.
-  void poison(Look look = kNoLook);
+  void poison(Poll poll = kNoPoll);
   // The arena, for who wants to keep it longer; buffer b begins at arena_begins(plan, rank)[b].
   Buffer release() noexcept { return std::move(arena_); }
 

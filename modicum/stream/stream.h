@@ -73,7 +73,7 @@ void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expec
 
 // The rank's part of the digest, read from the sink's host memory. `beat`, here and below, is
 // called before each tensor: the rank's heartbeat. It may throw, which ends the call.
-uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Look look = kNoLook);
+uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll = kNoPoll);
 
 // Writes `rank`'s local tensors, without padding and under their own names (aliases too), as one
 // safetensors file. CONFLICT where it exists.
@@ -81,6 +81,6 @@ struct DumpFile {
   FileSystem& files;
   const std::string& path;
 };
-void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Look look = kNoLook);
+void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Poll poll = kNoPoll);
 
 }  // namespace modicum
