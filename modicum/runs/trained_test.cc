@@ -161,7 +161,7 @@ TEST(Trained, ThePlanPromisesAndDigestsTheState) {
     ASSERT_EQ(plan.promise.phases.size(), kLoadPhases + 1);
     const Footprint& hold = plan.promise.phases[kHoldPhase].of_rank[0];
     const Footprint& step = plan.promise.phases[kLoadPhases].of_rank[0];
-    EXPECT_TRUE(hold.fits_in(step));
+    for (size_t p = 0; p < hold.bytes.size(); ++p) EXPECT_LE(hold.bytes[p], step.bytes[p]);
     EXPECT_GT(step[Purpose::moments], 0U);
     EXPECT_EQ(step[Purpose::page_tables], page_table_bytes(step.ledger_total()));
     with = plan.inputs;

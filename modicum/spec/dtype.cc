@@ -40,10 +40,9 @@ constexpr std::array<Row, static_cast<size_t>(DType::count)> kRows = {{
 
 const Row& row(DType dtype) noexcept { return kRows[static_cast<size_t>(dtype)]; }
 
-template <typename Name>
-std::optional<DType> find(std::string_view name, Name name_of) noexcept {
+std::optional<DType> find(std::string_view name, std::string_view Row::*name_of) noexcept {
   for (size_t i = 0; i < kRows.size(); ++i) {
-    if (name_of(kRows[i]) == name) return static_cast<DType>(i);
+    if (kRows[i].*name_of == name) return static_cast<DType>(i);
   }
   return std::nullopt;
 }
@@ -54,13 +53,13 @@ std::string_view stored_name(DType dtype) noexcept { return row(dtype).stored; }
 std::string_view torch_name(DType dtype) noexcept { return row(dtype).torch; }
 
 std::optional<DType> dtype_from_stored_name(std::string_view name) noexcept {
-  return find(name, [](const Row& r) { return r.stored; });
+  return find(name, &Row::stored);
 }
 std::optional<DType> dtype_from_torch_name(std::string_view name) noexcept {
   if (name == "fp32") return DType::f32;
   if (name == "bf16") return DType::bf16;
   if (name == "fp16") return DType::f16;
-  return find(name, [](const Row& r) { return r.torch; });
+  return find(name, &Row::torch);
 }
 
 int bits_per_element(DType dtype) noexcept { return row(dtype).bits; }

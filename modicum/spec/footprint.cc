@@ -29,13 +29,6 @@ uint64_t Footprint::ledger_total() const noexcept {
   return ledger.total();
 }
 
-bool Footprint::fits_in(const Footprint& limit) const noexcept {
-  for (size_t i = 0; i < bytes.size(); ++i) {
-    if (bytes[i] > limit.bytes[i]) return false;
-  }
-  return true;
-}
-
 Footprint& Footprint::operator+=(const Footprint& other) noexcept {
   for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = saturating_add(bytes[i], other.bytes[i]);
   return *this;
@@ -92,15 +85,17 @@ uint64_t Promise::ledger_limit_bytes(int rank) const noexcept {
   return most;
 }
 
-uint64_t Promise::node_peak_bytes(int node) const noexcept {
-  uint64_t sum = launcher_bytes;
+Footprint Promise::on_node(int node, const Phase* phase) const noexcept {
+  Footprint sum;
+  sum[Purpose::process] = launcher_bytes;
   for (int rank = 0; rank < ranks(); ++rank) {
-    if (node_of_rank[static_cast<size_t>(rank)] == static_cast<uint32_t>(node)) {
-      sum = saturating_add(sum, rank_peak_bytes(rank));
-    }
+    if (!is_on(node, rank)) continue;
+    sum += (phase != nullptr ? *phase : peak_phase(rank)).of_rank[static_cast<size_t>(rank)];
   }
   return sum;
 }
+
+uint64_t Promise::node_peak_bytes(int node) const noexcept { return on_node(node).total(); }
 
 std::vector<uint64_t> Promise::node_peaks() const {
   std::vector<uint64_t> peaks(static_cast<size_t>(nodes()), launcher_bytes);

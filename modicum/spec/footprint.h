@@ -1,5 +1,5 @@
-// Memory as a value: bytes per purpose. A budget, a promise and an outcome are all Footprints, so
-// that fitting is `fits_in` and being exact is `==`.
+// Memory as a value: bytes per purpose. Promises and outcomes are made of Footprints, so that being
+// exact is `==`.
 #pragma once
 
 #include <array>
@@ -43,8 +43,7 @@ struct Footprint {
     return bytes[static_cast<size_t>(purpose)];
   }
   uint64_t total() const noexcept;
-  uint64_t ledger_total() const noexcept;               // without process and page_tables
-  bool fits_in(const Footprint& limit) const noexcept;  // <= in every purpose
+  uint64_t ledger_total() const noexcept;  // without process and page_tables
   Footprint& operator+=(const Footprint& other) noexcept;
   bool operator==(const Footprint&) const = default;
 };
@@ -66,9 +65,13 @@ struct Promise {
 
   int ranks() const noexcept { return static_cast<int>(node_of_rank.size()); }
   int nodes() const noexcept;
+  bool is_on(int node, int rank) const noexcept {
+    return node_of_rank[static_cast<size_t>(rank)] == static_cast<uint32_t>(node);
+  }
   uint64_t rank_peak_bytes(int rank) const noexcept;  // its highest phase
-  // Sum over the node's ranks of each rank's own peak, plus the launcher: ranks are never assumed
-  // to be in the same phase.
+  // The node's ranks, each in its own peak phase or all in `phase`, plus the launcher.
+  Footprint on_node(int node, const Phase* phase = nullptr) const noexcept;
+  // The sum of on_node(node): ranks are never assumed to be in the same phase.
   uint64_t node_peak_bytes(int node) const noexcept;
   std::vector<uint64_t> node_peaks() const;  // of every node
   const Phase& peak_phase(int rank) const noexcept;

@@ -15,15 +15,6 @@ Footprint of(uint64_t process, uint64_t shards, uint64_t staging) {
   return footprint;
 }
 
-TEST(Footprint, WhatEqualsTheLimitFits) {
-  EXPECT_TRUE(of(1, 2, 3).fits_in(of(1, 2, 3)));
-  EXPECT_TRUE(of(1, 2, 3).fits_in(of(2, 2, 4)));
-}
-
-TEST(Footprint, OnePurposeOverItsLimitDoesNotFitWhateverTheTotal) {
-  EXPECT_FALSE(of(0, 3, 0).fits_in(of(100, 2, 100)));
-}
-
 TEST(Footprint, TheLedgersTotalLeavesTheProcessOut) {
   Footprint footprint = of(10, 2, 3);
   footprint[Purpose::page_tables] = 100;
@@ -45,6 +36,8 @@ TEST(Promise, ANodesPeakIsTheSumOfEachRanksOwnPeakAndTheLauncher) {
   EXPECT_EQ(promise.nodes(), 2);
   EXPECT_EQ(promise.node_peak_bytes(0), 1000u + 26 + 31);
   EXPECT_EQ(promise.node_peak_bytes(1), 1000u + 8);
+  EXPECT_EQ(promise.on_node(0), of(1002, 50, 5));
+  EXPECT_EQ(promise.on_node(0, &promise.phases[1]), of(1002, 50, 0));
 }
 
 TEST(Promise, APeakKnowsItsPhase) {

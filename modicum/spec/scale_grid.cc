@@ -19,16 +19,6 @@ bool have_equal_outer_dims(const std::vector<int64_t>& a, const std::vector<int6
   return a.size() < 3 || std::equal(a.begin(), a.end() - 2, b.begin());
 }
 
-// Not ceil_div, which would overflow: both sizes are a file's.
-int64_t rounded_up(int64_t size, int64_t count) noexcept {
-  return size / count + (size % count != 0 ? 1 : 0);
-}
-
-// One dim of a grid whose last block may be ragged.
-bool covers(int64_t size, int64_t block, int64_t count) noexcept {
-  return rounded_up(size, block) == count;
-}
-
 // The sizes of a block by which `count` scales cover one dim; empty where none does.
 struct BlockSizes {
   int64_t least = 1, most = 0;
@@ -39,7 +29,7 @@ BlockSizes block_sizes(int64_t size, int64_t count) noexcept {
   if (size == 0) return {1, count == 0 ? 1 : 0};
   if (count == 1) return {size, size};  // and all above it, which cut nothing either
   if (count < 1 || count > size) return {};
-  return {rounded_up(size, count), rounded_up(size, count - 1) - 1};
+  return {ceil_div(size, count), ceil_div(size, count - 1) - 1};
 }
 
 std::optional<int64_t> certain_size(int64_t size, int64_t count) noexcept {
@@ -85,8 +75,9 @@ std::optional<MatrixSize> block_of(const std::vector<int64_t>& codes,
   if (numel_of(scales) == 1) return MatrixSize{at_least_one(size[0]), at_least_one(size[1])};
   if (!have_equal_outer_dims(codes, scales)) return std::nullopt;
   const MatrixSize count = matrix_of(scales);
-  if (configured && covers(size[0], (*configured)[0], count[0]) &&
-      covers(size[1], (*configured)[1], count[1])) {
+  // The last block of a dim may be ragged.
+  if (configured && ceil_div(size[0], (*configured)[0]) == count[0] &&
+      ceil_div(size[1], (*configured)[1]) == count[1]) {
     return configured;
   }
   return both(certain_size(size[0], count[0]), certain_size(size[1], count[1]));

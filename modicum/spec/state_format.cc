@@ -1,12 +1,8 @@
 #include "modicum/spec/state_format.h"
 
-#include <fmt/format.h>
-
 #include <array>
-#include <string>
-#include <vector>
 
-#include "modicum/base/base.h"
+#include "modicum/spec/named.h"
 
 namespace modicum {
 namespace {
@@ -34,13 +30,7 @@ StateFormat state_format_of(DType dtype, StateFormat asked) noexcept {
 }
 
 const StateFormatRow& state_format_named(std::string_view name) {
-  std::vector<std::string> names;
-  for (const StateFormatRow& row : kRows) {
-    if (row.name == name) return row;
-    names.emplace_back(row.name);
-  }
-  fail(Category::usage,
-       fmt::format("unknown state format '{}'{}", printable(name), nearest_hint(name, names)));
+  return row_named("state format", name, kRows);
 }
 
 }  // namespace modicum
