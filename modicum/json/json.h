@@ -88,6 +88,11 @@ class JsonWriter {
   JsonWriter& value(double number);
   JsonWriter& value(bool truth) { return literal(truth ? "true" : "false"); }
   JsonWriter& null() { return literal("null"); }
+  // Null where there is none.
+  template <typename T>
+  JsonWriter& value(const std::optional<T>& v) {
+    return v ? value(*v) : null();
+  }
   template <typename T>
   JsonWriter& member(std::string_view name, const T& v) {
     return key(name).value(v);
