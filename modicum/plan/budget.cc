@@ -8,21 +8,6 @@
 #include "modicum/plan/plan.h"
 
 namespace modicum {
-namespace {
-
-// Who holds what at a node's peak, largest first.
-std::vector<Owner> peak_owners(const Promise& promise, int node) {
-  Footprint sum;
-  sum[Purpose::process] = promise.launcher_bytes;
-  for (int rank = 0; rank < promise.ranks(); ++rank) {
-    if (promise.node_of_rank[static_cast<size_t>(rank)] != static_cast<uint32_t>(node)) continue;
-    sum += promise.peak_phase(rank).of_rank[static_cast<size_t>(rank)];
-  }
-  return owners_of(sum);
-}
-
-}  // namespace
-
 int worst_node(const Promise& promise) {
   const std::vector<uint64_t> peaks = promise.node_peaks();
   return static_cast<int>(std::max_element(peaks.begin(), peaks.end()) - peaks.begin());
@@ -38,7 +23,7 @@ std::optional<Error> refusal_of(const Promise& promise, const Budget& budget) {
   if (need <= budget.bytes) return std::nullopt;
   Facts facts{.expected = fmt::format("{}", budget.bytes), .got = fmt::format("{}", need)};
   facts.shortfall_bytes = need - budget.bytes;
-  facts.owners = peak_owners(promise, node);
+  facts.owners = owners_of(promise.on_node(node));
   return Error(Category::budget,
                fmt::format("node {} needs {} and the budget ({}) is {}: {} too little; largest: {}",
                            node, format_size(need), budget.source, format_size(budget.bytes),
@@ -80,7 +65,7 @@ Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes) {
 
 std::string peak_cause(const Promise& promise, int node) {
   std::string cause;
-  const std::vector<Owner> owners = peak_owners(promise, node);
+  const std::vector<Owner> owners = owners_of(promise.on_node(node));
   for (size_t i = 0; i < std::min<size_t>(2, owners.size()); ++i) {
     cause +=
         fmt::format("{}{} {}", i == 0 ? "" : ", ", owners[i].purpose, format_size(owners[i].bytes));

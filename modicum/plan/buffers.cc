@@ -76,16 +76,11 @@ void for_each_piece(const Recipe& recipe, const Layout& layout, uint32_t target,
   if (!box.empty()) piece(static_cast<uint32_t>(recipe.targets.size()) + place.flat, box);
 }
 
-void for_each_piece(const Plan& plan, uint32_t target, int rank,
-                    FunctionRef<void(uint32_t buffer, const Box& piece)> piece) {
-  for_each_piece(*plan.recipe, plan.layout, target, rank, piece);
-}
-
 void for_each_held_run(
     const Plan& plan, uint32_t buffer, int rank, const Chunk& held,
     FunctionRef<void(uint32_t target, int64_t global, int64_t local, int64_t n)> run) {
   const auto of_target = [&](uint32_t target) {
-    for_each_piece(plan, target, rank, [&](uint32_t, const Box& piece) {
+    for_each_piece(*plan.recipe, plan.layout, target, rank, [&](uint32_t, const Box& piece) {
       for_each_global_run(
           piece, held.lo, held.hi,
           [&](int64_t global, int64_t local, int64_t count) { run(target, global, local, count); });
@@ -104,10 +99,6 @@ void for_each_held_run(
 bool is_primary(const Recipe& recipe, const Layout& layout, uint32_t target, int rank) {
   if (layout.is_flat(target)) return true;  // each element is held once
   return is_primary(layout.sharding_of(target), recipe.targets[target].spec, rank);
-}
-
-bool is_primary(const Plan& plan, uint32_t target, int rank) {
-  return is_primary(*plan.recipe, plan.layout, target, rank);
 }
 
 }  // namespace modicum

@@ -7,31 +7,6 @@
 namespace modicum {
 namespace {
 
-// The part of `t` whose stored elements lie in [lo, hi): whole runs together, a cut one by itself.
-void clip(const Transfer& t, int64_t lo, int64_t hi, FunctionRef<void(const Transfer&)> fn) {
-  const Runs& r = t.runs;
-  const auto emit = [&](int64_t k, int64_t runs, int64_t i, int64_t n) {
-    if (runs > 0 && n > 0) fn(t.part(k, runs, i, n));
-  };
-  const auto cut_run = [&](int64_t k) {
-    const int64_t begin = r.first + k * r.stride;
-    const int64_t from = std::clamp<int64_t>(lo - begin, 0, r.length);
-    const int64_t to = std::clamp<int64_t>(hi - begin, 0, r.length);
-    emit(k, 1, from, to - from);
-  };
-  if (r.count == 1) return cut_run(0);
-  // Runs that lie within wholly; those beside them may do so in part.
-  const int64_t after_lo = lo - r.first;
-  const int64_t before_hi = hi - r.first - r.length;
-  const int64_t first =
-      std::clamp<int64_t>(after_lo <= 0 ? 0 : ceil_div(after_lo, r.stride), 0, r.count);
-  const int64_t end =
-      std::clamp<int64_t>(before_hi < 0 ? 0 : before_hi / r.stride + 1, first, r.count);
-  if (first > 0) cut_run(first - 1);
-  emit(first, end - first, 0, r.length);
-  if (end < r.count && end >= first) cut_run(end);
-}
-
 // What one rank needs of a stored tensor for a target: elements [first, end), perhaps with gaps.
 struct Span {
   uint32_t stored = 0;
@@ -155,7 +130,29 @@ void for_each_node_read(const Plan& plan, int rank, FunctionRef<void(const NodeR
 void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
                               FunctionRef<void(const Transfer&)> fn) {
   if (transfer.from != read.stored) return;
-  clip(transfer, read.first, read.first + read.count, fn);
+  const Runs& r = transfer.runs;
+  const int64_t lo = read.first;
+  const int64_t hi = read.first + read.count;
+  const auto emit = [&](int64_t k, int64_t runs, int64_t i, int64_t n) {
+    if (runs > 0 && n > 0) fn(transfer.part(k, runs, i, n));
+  };
+  const auto cut_run = [&](int64_t k) {
+    const int64_t begin = r.first + k * r.stride;
+    const int64_t from = std::clamp<int64_t>(lo - begin, 0, r.length);
+    const int64_t to = std::clamp<int64_t>(hi - begin, 0, r.length);
+    emit(k, 1, from, to - from);
+  };
+  if (r.count == 1) return cut_run(0);
+  // Runs that lie within wholly; those beside them may do so in part.
+  const int64_t after_lo = lo - r.first;
+  const int64_t before_hi = hi - r.first - r.length;
+  const int64_t first =
+      std::clamp<int64_t>(after_lo <= 0 ? 0 : ceil_div(after_lo, r.stride), 0, r.count);
+  const int64_t end =
+      std::clamp<int64_t>(before_hi < 0 ? 0 : before_hi / r.stride + 1, first, r.count);
+  if (first > 0) cut_run(first - 1);
+  emit(first, end - first, 0, r.length);
+  if (end < r.count) cut_run(end);
 }
 
 }  // namespace modicum

@@ -170,8 +170,6 @@ std::vector<uint64_t> arena_begins(const Plan& plan, int rank);
 std::string buffer_name(const Plan& plan, uint32_t buffer);
 // The pieces of a target that `rank` holds, each over a shape with the target's row-major order and
 // with its place in the local buffer.
-void for_each_piece(const Plan& plan, uint32_t target, int rank,
-                    FunctionRef<void(uint32_t buffer, const Box& piece)> piece);
 void for_each_piece(const Recipe& recipe, const Layout& layout, uint32_t target, int rank,
                     FunctionRef<void(uint32_t buffer, const Box& piece)> piece);
 // The other way round: the stretches of a buffer's elements [held.lo, held.hi) that are neighbours
@@ -181,7 +179,6 @@ void for_each_held_run(
     const Plan& plan, uint32_t buffer, int rank, const Chunk& held,
     FunctionRef<void(uint32_t target, int64_t global, int64_t local, int64_t n)> run);
 // Of the ranks that hold the same elements of a target, exactly one is primary: the first.
-bool is_primary(const Plan& plan, uint32_t target, int rank);
 bool is_primary(const Recipe& recipe, const Layout& layout, uint32_t target, int rank);
 
 // A budget per node, and where it comes from ("flag", "cgroup v1 /a", "MemAvailable").
@@ -309,9 +306,20 @@ struct Traffic {
   // Own-bytes strategies only:
   uint64_t transfers = 0;     // from stored tensors
   uint64_t needed_bytes = 0;  // of the elements (and their scales) that the ranks asked for
+
+  Traffic& operator+=(const Traffic& other) noexcept;  // saturates
+  bool operator==(const Traffic&) const = default;
 };
 Traffic traffic_of_rank(const Plan& plan, int rank);
 Traffic traffic(const Plan& plan);
+
+// What one rank's load has read, received and written; what it held is in its ledger.
+struct LoadOutcome {
+  uint64_t bytes_loaded = 0;  // put into local buffers, padding left out
+  uint64_t storage_read_bytes = 0;
+  uint64_t exchanged_bytes = 0;
+  uint64_t page_cache_peak_bytes = 0;  // brought in by these reads and not yet dropped
+};
 
 // Bytes [begin, end) of the file that elements of a stored tensor occupy. Elements below a byte
 // must begin and end on one: UNSUPPORTED.

@@ -663,19 +663,10 @@ TEST_F(Planned, TrafficIsTheSumOverTheRanks) {
       const auto ranks = static_cast<uint64_t>(world);
       Traffic sum;
       for (int rank = 0; rank < world; ++rank) {
-        const Traffic one = traffic_of_rank(of, rank);
-        sum.storage_read_bytes += one.storage_read_bytes;
-        sum.exchanged_bytes += one.exchanged_bytes;
-        sum.reads += one.reads;
-        sum.transfers += one.transfers;
-        sum.needed_bytes += one.needed_bytes;
+        sum += traffic_of_rank(of, rank);
       }
       const Traffic all = traffic(of);
-      EXPECT_EQ(all.storage_read_bytes, sum.storage_read_bytes);
-      EXPECT_EQ(all.exchanged_bytes, sum.exchanged_bytes);
-      EXPECT_EQ(all.reads, sum.reads);
-      EXPECT_EQ(all.transfers, sum.transfers);
-      EXPECT_EQ(all.needed_bytes, sum.needed_bytes);
+      EXPECT_EQ(all, sum);
       const bool full = strategy.name == "full-per-rank";
       const bool sends = strategy.name == "rank0-broadcast";
       const uint64_t due = full ? ranks * model : model;

@@ -1,6 +1,4 @@
 // Which ranks read and which hand on to each other.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <numeric>
 
@@ -23,13 +21,7 @@ constexpr std::array<Strategy, 5> kStrategies = {{
 std::span<const Strategy> strategies() noexcept { return kStrategies; }
 
 const Strategy& strategy_named(std::string_view name) {
-  std::vector<std::string> names;
-  for (const Strategy& strategy : kStrategies) {
-    if (strategy.name == name) return strategy;
-    names.emplace_back(strategy.name);
-  }
-  fail(Category::usage,
-       fmt::format("unknown strategy '{}'{}", printable(name), nearest_hint(name, names)));
+  return row_named("strategy", name, kStrategies);
 }
 
 int ranks_per_node(const Plan& plan) noexcept {

@@ -14,14 +14,6 @@
 namespace modicum {
 namespace {
 
-void add(const Traffic& other, Traffic& sum) noexcept {
-  for (uint64_t Traffic::*const count :
-       {&Traffic::storage_read_bytes, &Traffic::exchanged_bytes, &Traffic::reads,
-        &Traffic::transfers, &Traffic::needed_bytes}) {
-    sum.*count = saturating_add(sum.*count, other.*count);
-  }
-}
-
 // What is read in turn by those who hold the same; by one alone, where nobody does.
 Traffic traffic_of_reads(const Plan& plan, int rank) {
   Traffic sum;
@@ -105,7 +97,7 @@ std::vector<Traffic> traffic_on_node(const Plan& plan, int leader,
       for_each_node_read_of(plan, leader, target, count);
       if (kinds[target] != kNoKind) known.emplace(kinds[target], of_target);
     }
-    for (size_t r = 0; r < sums.size(); ++r) add(of_target[r], sums[r]);
+    for (size_t r = 0; r < sums.size(); ++r) sums[r] += of_target[r];
   }
   return sums;
 }
@@ -131,6 +123,15 @@ Traffic traffic_of_window(const Plan& plan, int rank) {
 
 }  // namespace
 
+Traffic& Traffic::operator+=(const Traffic& other) noexcept {
+  for (uint64_t Traffic::*const count :
+       {&Traffic::storage_read_bytes, &Traffic::exchanged_bytes, &Traffic::reads,
+        &Traffic::transfers, &Traffic::needed_bytes}) {
+    this->*count = saturating_add(this->*count, other.*count);
+  }
+  return *this;
+}
+
 Traffic traffic_of_rank(const Plan& plan, int rank) {
   if (plan.strategy().of_reader != Window::none) return traffic_of_window(plan, rank);
   if (plan.strategy().reader != Reader::node_leader) return traffic_of_reads(plan, rank);
@@ -145,7 +146,7 @@ Traffic traffic(const Plan& plan) {
     const Traffic of_reader = traffic_of_window(plan, 0);
     const Traffic of_others = traffic_of_window(plan, plan.ranks() - 1);
     for (int rank = 0; rank < plan.ranks(); ++rank) {
-      add(reads_storage(plan, rank) ? of_reader : of_others, sum);
+      sum += reads_storage(plan, rank) ? of_reader : of_others;
     }
     return sum;
   }
@@ -161,7 +162,7 @@ Traffic traffic(const Plan& plan) {
       const std::vector<Traffic> of =
           by_node ? traffic_on_node(plan, rank, kinds) : std::vector{traffic_of_reads(plan, rank)};
       const std::lock_guard lock(mutex);
-      for (const Traffic& one : of) add(one, sum);
+      for (const Traffic& one : of) sum += one;
     }
   });
   return sum;

@@ -77,9 +77,7 @@ void emit_target(const Plan& plan, int rank, uint32_t target, const Wanted& want
   };
   // What is compared has the places of the target that it is compared with.
   const uint32_t holder = holder_of(plan, target);
-  if (plan.layout.is_flat(holder)) return for_each_piece(plan, holder, rank, emit_piece);
-  for_each_piece(plan.layout.sharding_of(holder), plan.recipe->targets[holder].spec, rank,
-                 [&](const Box& piece) { emit_piece(holder, piece); });
+  for_each_piece(*plan.recipe, plan.layout, holder, rank, emit_piece);
 }
 
 }  // namespace

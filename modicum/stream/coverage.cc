@@ -102,10 +102,11 @@ Coverage::Places Coverage::expected(uint32_t buffer) const {
   }
   Places places{UINT64_MAX, 0};
   uint64_t count = 0;
-  for_each_piece(plan_, holder_of(plan_, buffer), rank_, [&](uint32_t, const Box& piece) {
-    places.begin = std::min(places.begin, static_cast<uint64_t>(piece.at));
-    count += static_cast<uint64_t>(piece.numel());
-  });
+  for_each_piece(*plan_.recipe, plan_.layout, holder_of(plan_, buffer), rank_,
+                 [&](uint32_t, const Box& piece) {
+                   places.begin = std::min(places.begin, static_cast<uint64_t>(piece.at));
+                   count += static_cast<uint64_t>(piece.numel());
+                 });
   return count == 0 ? Places{} : Places{places.begin, places.begin + count};
 }
 

@@ -29,14 +29,6 @@ struct LoadOptions {
   uint64_t init_seed = 0;  // of `init` rules: with the target's name, it decides every bit
 };
 
-// What was done; what was held stands in the ledger.
-struct LoadOutcome {
-  uint64_t bytes_loaded = 0;  // put into local buffers, padding left out
-  uint64_t storage_read_bytes = 0;
-  uint64_t exchanged_bytes = 0;
-  uint64_t page_cache_peak_bytes = 0;  // brought in by these reads and not yet dropped
-};
-
 // Loads rank `at.rank`'s part of the plan into `sink`. Everything that is held besides the sink's
 // own is charged to `at.ledger` and committed before the first data byte is read, and given back at
 // the end. Ranks whose plans were not made in one process have agreed on `plan.inputs`, before any
