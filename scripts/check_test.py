@@ -52,7 +52,7 @@ GOOD = {
     "modicum/python/modicum/errors.py": "class Error(Exception): ...\n",
     "modicum/python/modicum/__init__.py": "from modicum.errors import Error\n",
     "tests/test_ranks.py": "import ranks\nNAMES = (ranks, 'bytes.json')\n",
-    "tests/ranks.py": "",
+    "tests/support/ranks.py": "",
     "tests/bytes.json": "{}",
     "scripts/mutants.toml": "",
     "scripts/mutants.py": "FILES = 'mutants*.toml'\n",

@@ -14,10 +14,6 @@ namespace {
 
 constexpr int64_t kCheckElements = 8 * 1024;
 
-int64_t bytes_at(DType dtype, int64_t elements) noexcept {
-  return elements * bits_per_element(dtype) / 8;
-}
-
 std::string hex(std::span<const std::byte> bytes) {
   std::string text = "0x";
   for (size_t i = bytes.size(); i-- > 0;) text += fmt::format("{:02x}", static_cast<int>(bytes[i]));
@@ -34,7 +30,7 @@ class ValueCheck {
     const LocalBuffer local = buffer_of(plan_, buffer, rank_);
     const auto n = static_cast<int64_t>(held.size()) * 8 / bits_per_element(local.dtype);
     const auto bytes_from = [&](int64_t element) {
-      return held.subspan(static_cast<size_t>(bytes_at(local.dtype, element - at)));
+      return held.subspan(bytes_of(local.dtype, element - at));
     };
     for_each_held_run(plan_, buffer, rank_, {at, at + n},
                       [&](uint32_t target, int64_t global, int64_t place, int64_t count) {
@@ -67,7 +63,7 @@ class ValueCheck {
       } else {
         cast(made_.data(), source.leaf->dtype, due_.data(), dtype, count);
       }
-      const auto got = held.subspan(static_cast<size_t>(bytes_at(dtype, i)), due_.size());
+      const auto got = held.subspan(bytes_of(dtype, i), due_.size());
       if (std::memcmp(got.data(), due_.data(), due_.size()) != 0) differ(target, global + i, got);
       i += count;
     }
@@ -79,7 +75,7 @@ class ValueCheck {
       case Op::stored: return expected_(leaf.from, source.first, count, made_);
       case Op::caller: {
         const auto whole = options_.caller(leaf.from);
-        std::memcpy(made_.data(), whole.data() + bytes_at(leaf.dtype, source.first), made_.size());
+        std::memcpy(made_.data(), whole.data() + bytes_of(leaf.dtype, source.first), made_.size());
         return;
       }
       default: {

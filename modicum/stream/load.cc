@@ -32,12 +32,13 @@ class Load {
   LoadOutcome run() {
     const bool sends = plan_.staging.exchanges;
     if (plan_.strategy().of_reader != Window::none) {
-      fill_window();
-      sends ? broadcast_tensors() : cut_from_window();
+      in_workers(workers_, &Load::fill_window);
+      sends ? in_workers(1, &Load::broadcast_tensors)
+            : in_workers(workers_, &Load::cut_from_window);
     } else if (plan_.strategy().reader == Reader::node_leader) {
-      stream_on_node();
+      in_workers(1, &Load::stream_on_node);
     } else {
-      sends ? stream_in_turn() : stream_own_bytes();
+      sends ? in_workers(1, &Load::stream_in_turn) : in_workers(workers_, &Load::stream_own_bytes);
     }
     coverage_.prove();
     ties_.prove(at_.rank);
@@ -66,26 +67,39 @@ class Load {
     return staging_.bytes().subspan(std::min(staging_.bytes().size(), worker * share),
                                     staging_.empty() ? 0 : share);
   }
-  std::span<std::byte> slot_of(int worker) const noexcept {
-    return share_of(worker).subspan(staging_.empty() ? 0 : plan_.staging.table_bytes);
-  }
-  Writer writer_of(int worker) noexcept {
-    return Writer(plan_, sink_, {coverage_, ties_}, options_, slot_of(worker));
-  }
 
-  // Workers share a walk without a queue: each makes all of it, and acts when it is its turn.
-  struct Turn {
-    int worker = 0;
-    int workers = 1;
+  // One thread of the load. Workers share a walk without a queue: each makes all of it, and acts
+  // when it is its turn.
+  struct Worker {
+    Worker(Load& load, int index_of, int workers)
+        : index(index_of),
+          count(workers),
+          share(load.share_of(index)),
+          slot(share.subspan(share.empty() ? 0 : load.plan_.staging.table_bytes)),
+          codes(load.checkpoint_),
+          scales(load.checkpoint_),
+          writer(load.plan_, load.sink_, {load.coverage_, load.ties_}, load.options_, slot) {}
+
+    bool is_my_turn() noexcept { return next++ % count == index; }
+    bool is_last() const noexcept { return index == count - 1; }
+    std::span<Transfer> table() const {
+      auto* const rows = reinterpret_cast<Transfer*>(share.data());
+      std::uninitialized_default_construct_n(rows, kReadTableRows);
+      return {rows, kReadTableRows};
+    }
+
+    const int index, count;
     int64_t next = 0;
-
-    bool is_mine() noexcept { return next++ % workers == worker; }
+    const std::span<std::byte> share, slot;
+    // Scales stand elsewhere than their codes: with a reader of their own no window is lost.
+    DataReader codes, scales;
+    Writer writer;
   };
 
   // The first failure goes to the board at once: it ends this rank's other workers, and the other
   // ranks, at their next look.
   // A failure is kept before it is reported: those that the report makes fail come after it.
-  void in_workers(FunctionRef<void(Turn turn)> work) {
+  void in_workers(int count, void (Load::*work)(Worker&)) {
     std::exception_ptr first;
     const auto fail_with = [&](const Error& error) {
       {
@@ -94,9 +108,11 @@ class Load {
       }
       at_.board->report(record_of(error, at_.rank));
     };
-    run_workers(workers_, [&](int worker) {
+    run_workers(count, [&](int index) {
       try {
-        work({worker, workers_});
+        Worker worker(*this, index, count);
+        (this->*work)(worker);
+        finish(worker);
       } catch (const Error& error) {
         fail_with(error);
       } catch (const std::exception& error) {  // of the caller's functions
@@ -106,76 +122,74 @@ class Load {
     if (first) std::rethrow_exception(first);
   }
 
-  void stream_own_bytes() {
-    in_workers([this](Turn turn) {
-      Readers readers(checkpoint_);
-      Writer writer = writer_of(turn.worker);
-      const std::span<std::byte> slot = slot_of(turn.worker);
-      for_each_read(plan_, at_.rank, table_of(turn.worker), [&](const Read& read) {
-        if (!turn.is_mine()) return;
-        const Transfer& first = read.transfers.front();
-        if (read.direct) {
-          fetch_into(writer.place_of(first), first.from, read.at, readers.codes);
-          writer.placed(first);
-        } else {
-          fetch(first.from, read.at, read.scale, readers, slot);
-          put(read, writer, slot);
-        }
-      });
-      make(writer, turn);
-      finish(readers, writer);
+  void finish(Worker& worker) {
+    worker.codes.finish();
+    worker.scales.finish();
+    const std::lock_guard lock(mutex_);
+    for (const DataReader* reader : {&worker.codes, &worker.scales}) {
+      outcome_.storage_read_bytes += reader->bytes_read();
+      outcome_.page_cache_peak_bytes += reader->page_cache_peak_bytes();
+    }
+    outcome_.bytes_loaded += worker.writer.bytes_loaded();
+  }
+
+  void stream_own_bytes(Worker& worker) {
+    for_each_read(plan_, at_.rank, worker.table(), [&](const Read& read) {
+      if (!worker.is_my_turn()) return;
+      const Transfer& first = read.transfers.front();
+      if (read.direct) {
+        fetch_into(worker.writer.place_of(first), first.from, read.at, worker.codes);
+        worker.writer.placed(first);
+      } else {
+        fetch(worker, first.from, read.at, read.scale);
+        put(worker, read);
+      }
     });
+    make(worker);
   }
 
   // What needs no reading. What the caller makes, it makes on its own thread, which is the last
   // worker's.
-  void make(Writer& writer, Turn turn) {
+  void make(Worker& worker) {
     for_each_made_transfer(plan_, at_.rank, [&](const Transfer& made) {
       const bool is_callers = made.source == Transfer::Source::caller;
-      if (is_callers ? turn.worker != turn.workers - 1 : !turn.is_mine()) return;
+      if (!(is_callers ? worker.is_last() : worker.is_my_turn())) return;
       at_.board->check();
-      writer.make(made);
+      worker.writer.make(made);
     });
   }
 
   // Ranks that hold the same have the same reads; each makes those whose turn it is.
-  void stream_in_turn() {
+  void stream_in_turn(Worker& worker) {
     const std::vector<int> group = exchange_group(plan_, at_.rank);
-    Readers readers(checkpoint_);
-    Writer writer = writer_of(0);
-    const std::span<std::byte> slot = slot_of(0);
     size_t turn = 0;
-    for_each_read(plan_, at_.rank, table_of(0), [&](const Read& read) {
+    for_each_read(plan_, at_.rank, worker.table(), [&](const Read& read) {
       const size_t root = turn++ % group.size();
       const bool reads = group[root] == at_.rank;
-      if (reads) fetch(read.transfers.front().from, read.at, read.scale, readers, slot);
-      at_.exchange->broadcast(static_cast<int>(root), slot.first(read.bytes()));
+      if (reads) fetch(worker, read.transfers.front().from, read.at, read.scale);
+      at_.exchange->broadcast(static_cast<int>(root), worker.slot.first(read.bytes()));
       if (!reads) received(read.bytes());
-      put(read, writer, slot);
+      put(worker, read);
     });
-    make(writer, {});
-    finish(readers, writer);
+    make(worker);
   }
 
   // The leader reads what any rank of its node needs, and each takes its own of that.
-  void stream_on_node() {
+  void stream_on_node(Worker& worker) {
     const std::vector<int> group = exchange_group(plan_, at_.rank);
     const auto place = static_cast<size_t>(at_.rank - group.front());
-    Readers readers(checkpoint_);
-    Writer writer = writer_of(0);
-    const std::span<std::byte> slot = slot_of(0);
+    const bool reads = reads_storage(plan_, at_.rank);
     for_each_node_read(plan_, at_.rank, [&](const NodeRead& read) {
       at_.board->check();
       const NodeRead::Wanted& wanted = read.wanted[place];
-      const bool reads = reads_storage(plan_, at_.rank);
-      if (reads) fetch(read.stored, read.at, read.scale, readers, slot);
+      if (reads) fetch(worker, read.stored, read.at, read.scale);
       if (group.size() > 1) {
-        at_.exchange->broadcast(0, slot.first(read.bytes()), {wanted.begin, wanted.end});
+        at_.exchange->broadcast(0, worker.slot.first(read.bytes()), {wanted.begin, wanted.end});
       }
       const ScalesAtHand scales =
-          scales_read(plan_, read.stored, read.scale, slot.data() + read.at.bytes());
+          scales_read(plan_, read.stored, read.scale, worker.slot.data() + read.at.bytes());
       const auto put = [&](const Transfer& part) {
-        writer.put(part, place_in(slot, read.at.begin, part), scales);
+        worker.writer.put(part, place_in(worker.slot, read.at.begin, part), scales);
       };
       if (wanted.bytes() > 0) {
         for_each_transfer_of(plan_, at_.rank, read.target, [&](const Transfer& transfer) {
@@ -184,21 +198,8 @@ class Load {
       }
       if (!reads) received(wanted.bytes());
     });
-    make(writer, {});
-    finish(readers, writer);
+    make(worker);
   }
-
-  std::span<Transfer> table_of(int worker) const {
-    auto* const rows = reinterpret_cast<Transfer*>(share_of(worker).data());
-    std::uninitialized_default_construct_n(rows, kReadTableRows);
-    return {rows, kReadTableRows};
-  }
-
-  // Scales stand elsewhere than their codes: with a reader of their own no window is lost.
-  struct Readers {
-    explicit Readers(const Checkpoint& checkpoint) : codes(checkpoint), scales(checkpoint) {}
-    DataReader codes, scales;
-  };
 
   // One read of a part of `stored`.
   void fetch_into(std::span<std::byte> into, uint32_t stored, const Extent& at,
@@ -209,13 +210,12 @@ class Load {
     at_.board->beat(at_.rank, at.bytes());
   }
 
-  // Stored bytes to the front of a slot, scales that they need behind them.
-  void fetch(uint32_t stored, const Extent& at, const Extent& scale, Readers& readers,
-             std::span<std::byte> slot) {
-    fetch_into(slot.first(at.bytes()), stored, at, readers.codes);
+  // Stored bytes to the front of the worker's slot, scales that they need behind them.
+  void fetch(Worker& worker, uint32_t stored, const Extent& at, const Extent& scale) {
+    fetch_into(worker.slot.first(at.bytes()), stored, at, worker.codes);
     if (scale.bytes() == 0) return;
-    fetch_into(slot.subspan(at.bytes(), scale.bytes()),
-               plan_.manifest->tensors[stored].scale->tensor, scale, readers.scales);
+    fetch_into(worker.slot.subspan(at.bytes(), scale.bytes()),
+               plan_.manifest->tensors[stored].scale->tensor, scale, worker.scales);
   }
 
   // Where a transfer's first element stands in a slot that begins with byte `begin` of its file.
@@ -232,26 +232,20 @@ class Load {
   }
 
   // What a read has brought into a slot, to where it belongs.
-  void put(const Read& read, Writer& writer, std::span<std::byte> slot) {
-    const ScalesAtHand scales =
-        scales_read(plan_, read.transfers.front().from, read.scale, slot.data() + read.at.bytes());
+  void put(Worker& worker, const Read& read) {
+    const ScalesAtHand scales = scales_read(plan_, read.transfers.front().from, read.scale,
+                                            worker.slot.data() + read.at.bytes());
     for (const Transfer& transfer : read.transfers) {
-      writer.put(transfer, place_in(slot, read.at.begin, transfer), scales);
+      worker.writer.put(transfer, place_in(worker.slot, read.at.begin, transfer), scales);
     }
   }
 
   // Nothing where another rank reads.
-  void fill_window() {
-    in_workers([this](Turn turn) {
-      DataReader reader(checkpoint_);
-      window_.for_each_read([&](const RankWindow::Read& read) {
-        if (!turn.is_mine()) return;
-        fetch_into(window_memory_.bytes().subspan(read.place, read.at.bytes()), read.stored,
-                   read.at, reader);
-      });
-      reader.finish();
-      const std::lock_guard lock(mutex_);
-      add(reader);
+  void fill_window(Worker& worker) {
+    window_.for_each_read([&](const RankWindow::Read& read) {
+      if (!worker.is_my_turn()) return;
+      fetch_into(window_memory_.bytes().subspan(read.place, read.at.bytes()), read.stored, read.at,
+                 worker.codes);
     });
   }
 
@@ -267,19 +261,14 @@ class Load {
     writer.put(transfer, place_in(elements, begin, transfer), scales);
   }
 
-  void cut_from_window() {
-    in_workers([this](Turn turn) {
-      Writer writer = writer_of(turn.worker);
-      for_each_stored_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
-        if (!turn.is_mine()) return;
-        at_.board->check();
-        put_from_window(window_.tensor(transfer.from), transfer, writer);
-        at_.board->beat(at_.rank, 0);
-      });
-      make(writer, turn);
-      const std::lock_guard lock(mutex_);
-      outcome_.bytes_loaded += writer.bytes_loaded();
+  void cut_from_window(Worker& worker) {
+    for_each_stored_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
+      if (!worker.is_my_turn()) return;
+      at_.board->check();
+      put_from_window(window_.tensor(transfer.from), transfer, worker.writer);
+      at_.board->beat(at_.rank, 0);
     });
+    make(worker);
   }
 
   void broadcast(const RankWindow::Whole& of) {
@@ -289,31 +278,15 @@ class Load {
   }
 
   // One rank has the model in its window, the others one tensor at a time in theirs.
-  void broadcast_tensors() {
-    Writer writer = writer_of(0);
+  void broadcast_tensors(Worker& worker) {
     window_.for_each_tensor([&](const RankWindow::Tensor& tensor) {
       broadcast(tensor.elements);
       if (tensor.scale) broadcast(*tensor.scale);
       for_each_transfer_from(
           plan_, at_.rank, tensor.elements.stored,
-          [&](const Transfer& transfer) { put_from_window(tensor, transfer, writer); });
+          [&](const Transfer& transfer) { put_from_window(tensor, transfer, worker.writer); });
     });
-    make(writer, {});
-    outcome_.bytes_loaded += writer.bytes_loaded();
-  }
-
-  // At the end of a worker's reads.
-  void finish(Readers& readers, const Writer& writer) {
-    readers.codes.finish();
-    readers.scales.finish();
-    const std::lock_guard lock(mutex_);
-    add(readers.codes);
-    add(readers.scales);
-    outcome_.bytes_loaded += writer.bytes_loaded();
-  }
-  void add(const DataReader& reader) {
-    outcome_.storage_read_bytes += reader.bytes_read();
-    outcome_.page_cache_peak_bytes += reader.page_cache_peak_bytes();
+    make(worker);
   }
 
   const Checkpoint& checkpoint_;

@@ -42,13 +42,10 @@ void Ties::add(const Transfer& done, std::span<const std::byte> host) noexcept {
   const Runs& runs = done.runs;
   const bool along = runs.at_step == 1 || runs.length == 1;
   const int64_t n = along ? runs.length : 1;
-  const auto bytes_at = [&](int64_t elements) {
-    return static_cast<size_t>(elements * bits_per_element(done.to_dtype) / 8);
-  };
   for (int64_t k = 0; k < runs.count; ++k) {
     for (int64_t i = 0; i < runs.length; i += n) {
       const int64_t at = runs.at + k * runs.at_stride + i * runs.at_step;
-      add(done, at, host.subspan(bytes_at(at), bytes_at(n)));
+      add(done, at, host.subspan(bytes_of(done.to_dtype, at), bytes_of(done.to_dtype, n)));
     }
   }
 }
