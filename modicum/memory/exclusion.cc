@@ -12,15 +12,15 @@
 
 namespace modicum {
 
-// A row of the table. `begin` is published last and withdrawn first, so that a fork at any moment
-// finds a whole row or none.
+// A row of the table. `begin` is stored last and cleared first, so that a fork at any moment sees a
+// complete row or none.
 struct ExcludedRange {
   static constexpr uintptr_t kFree = 0;
   static constexpr uintptr_t kClaimed = 1;
 
   std::atomic<uintptr_t> begin{kFree};
   std::atomic<size_t> size{0};
-  std::atomic<bool> is_reservation{false};  // here: this process was forked since
+  std::atomic<bool> is_reservation{false};  // this process was forked after the row was made
 
   bool is_live() const noexcept { return begin.load(std::memory_order_acquire) > kClaimed; }
   void* address() const noexcept {
@@ -30,7 +30,7 @@ struct ExcludedRange {
 
 namespace {
 
-// Blocks are added and never taken away: whoever walks them needs no lock.
+// Blocks are added and never removed: walking them needs no lock.
 struct Block {
   std::array<ExcludedRange, 64> rows;
   std::atomic<Block*> next{nullptr};
@@ -48,13 +48,13 @@ void for_each_live_range(const Function& function) noexcept {
   }
 }
 
-// In the child, before fork() returns: calls nothing that could need a lock.
+// Runs in the child, before fork() returns: must not take a lock.
 void reserve_ranges() noexcept {
   const int error = errno;
   for_each_live_range([](ExcludedRange& row) {
-    if (row.is_reservation) return;  // of this process already, and inherited as what it is
-    // Where another library's handler has mapped something there first, that stays; ours is still
-    // known to be no memory of this process.
+    if (row.is_reservation) return;  // of an earlier fork: the reservation itself was inherited
+    // If another library's fork handler has mapped memory there already, that mapping stays; the
+    // row still says that the excluded bytes are absent.
     static_cast<void>(::mmap(row.address(), row.size, PROT_NONE,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1,
                              0));
@@ -64,7 +64,7 @@ void reserve_ranges() noexcept {
   errno = error;
 }
 
-// When the program starts, so that no mapping can come before it.
+// Registered at program start, before any mapping can be made.
 [[maybe_unused]] const int kIsRegistered = ::pthread_atfork(nullptr, nullptr, reserve_ranges);
 
 Block* block_after(Block& block) {
@@ -86,8 +86,8 @@ ExcludedRange* claim_row() {
 
 }  // namespace
 
-// In the table before the kernel leaves it out: a fork in between finds the pages still inherited,
-// which nobody has been given yet; the other way round it would find a hole.
+// The row comes first: a child forked between the two steps inherits pages that no caller has
+// received yet. In the other order it would have a hole.
 Exclusion::Exclusion(std::span<std::byte> range) : row_(claim_row()) {
   row_->size = range.size();
   row_->is_reservation = false;

@@ -1,13 +1,15 @@
-// Ranges that forked children don't get.
+// Memory ranges that forked children do not inherit.
 //
-// The kernel leaves a mapping marked MADV_DONTFORK out of a child, which leaves a hole there: any
-// later mapping of the child may fill it, and who still has the address reads that one's bytes. A
-// handler that runs in the child before fork() returns reserves every such range at once, without
-// access, so that nothing else is ever found there.
+// MADV_DONTFORK alone leaves a hole in the child, which any later mapping may fill: code that still
+// holds the address would read foreign bytes. A fork handler in the child therefore reserves every
+// excluded range without access before fork() returns:
 //
-// fork() is the process's, and so is the table of ranges: this is the one place of global state. It
-// takes no lock, because a lock that another thread held at the fork would stay locked in the
-// child.
+//   parent    |  heap  |  weights (excluded)  |  libs  |
+//   child     |  heap  |  PROT_NONE           |  libs  |    access is a SIGSEGV, never foreign
+//   bytes
+//
+// fork() acts on the process, so the table of ranges is global: the only global state here. It is
+// lock-free, because a lock held by another thread at the fork would stay locked in the child.
 #pragma once
 
 #include <cstddef>
@@ -18,17 +20,17 @@ namespace modicum {
 
 struct ExcludedRange;
 
-// Keeps a mapped range out of processes that are forked while it lives. Move-only. Any thread.
+// Excludes a mapped range from children forked while this object lives. Move-only. Any thread.
 class Exclusion {
  public:
   Exclusion() = default;
-  // Whole pages. NOMEM where the kernel refuses, as it does for a driver's memory.
+  // `range` consists of whole pages. NOMEM if the kernel refuses, as it does for a driver's memory.
   explicit Exclusion(std::span<std::byte> range);
 
-  // Before the range is unmapped: forgets it. What the kernel was told stays.
+  // To be called before the range is unmapped: removes it from the table, without a system call.
   void end() noexcept { row_.reset(); }
-  // Before the range goes to another use: children inherit it again. In a child that has only the
-  // reservation, zero pages take its place.
+  // Lets children inherit the range again. In a child, where the range is only reserved, maps zero
+  // pages there.
   void undo() noexcept;
 
  private:
@@ -38,8 +40,8 @@ class Exclusion {
   std::unique_ptr<ExcludedRange, Free> row_;
 };
 
-// Whether `address` lies in a range that this process has only as a reservation, because it was
-// forked while the range was excluded.
+// Whether `address` lies in a range that is only reserved in this process, because a parent had
+// excluded it at the fork.
 bool is_excluded_here(const void* address) noexcept;
 // Whether there is any such range.
 bool has_exclusions_here() noexcept;

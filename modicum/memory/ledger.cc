@@ -36,8 +36,7 @@ void Charge::Entry::operator()(Ledger* ledger) const noexcept {
   if (is_copied) ledger->held_[Purpose::fork] -= bytes;
 }
 
-// Members move and die so that pages always go before the entry that stands for them: memory that
-// is still there must not look free.
+// The pages go before their entry: memory that is still mapped must not count as free.
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
   if (this == &other) return *this;
   mapping_ = std::move(other.mapping_);
@@ -45,8 +44,8 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
   return *this;
 }
 
-// Booked before it is mapped: an allocation that is over the limit must not happen even shortly.
-// What was booked goes back with the Charge when the mapping fails.
+// Booked before it is mapped: an allocation over the limit must not happen even briefly. If mapping
+// fails, the Charge returns the entry.
 Buffer Ledger::reserve(Purpose purpose, uint64_t bytes, Fork fork) {
   if (bytes == 0) return {};
   const std::optional<uint64_t> size = whole_pages(bytes);
@@ -87,11 +86,11 @@ Charge Ledger::book(Purpose purpose, uint64_t bytes, bool is_copied) {
   const std::lock_guard lock(mutex_);
   const uint64_t before = held_.total();
   const uint64_t more = is_copied ? saturating_add(bytes, bytes) : bytes;
-  // The sum is not formed before it is known to fit.
+  // Compares without forming the sum, which may overflow.
   if (more > limit_bytes_ - std::min(before, limit_bytes_)) {
     fail_over_budget(
         fmt::format("no room in the budget for {} bytes of {}{}", bytes, purpose_name(purpose),
-                    is_copied ? " and as many that forked children may keep" : ""),
+                    is_copied ? " and as many again that forked children may keep" : ""),
         limit_bytes_, saturating_add(before, more), held_);
   }
   held_[purpose] += bytes;

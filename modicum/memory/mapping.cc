@@ -14,7 +14,7 @@
 namespace modicum {
 namespace {
 
-// Older C libraries don't have it; Linux has had it since 5.14.
+// MADV_POPULATE_WRITE, Linux 5.14; older C libraries lack the name.
 constexpr int kPopulateWrite = 23;
 constexpr uint64_t kCommitStepBytes = 16 * kMiB;
 
@@ -24,7 +24,7 @@ std::byte* map(uint64_t bytes, int flags, std::byte* place = nullptr) {
   return static_cast<std::byte*>(at);
 }
 
-// Writes to every page what stands there.
+// Writes the first byte of every page back to itself.
 void touch(std::span<std::byte> part) noexcept {
   for (size_t at = 0; at < part.size(); at += kPageBytes) {
     volatile std::byte* const byte = part.data() + at;
@@ -38,8 +38,8 @@ void commit_step(std::span<std::byte> step) {
     result = ::madvise(step.data(), step.size(), kPopulateWrite);
   } while (result != 0 && errno == EINTR);
   if (result == 0) return;
-  // A kernel without the call has to be asked page by page. It can't say no that way, only kill,
-  // so this is the second choice.
+  // Older kernels commit only on a page fault, which cannot fail: the kernel kills the process
+  // instead. Hence the second choice.
   if (errno != EINVAL && errno != ENOSYS) fail_to_commit(errno, step.size());
   touch(step);
 }
@@ -51,10 +51,10 @@ void fail_to_commit(int error, uint64_t bytes) {
                                         std::generic_category().message(error)));
 }
 
-// In steps: during one no other thread of the process can map memory, and nobody can stop it.
+// In steps: one step holds the process's mmap lock and cannot be interrupted.
 void commit_pages(std::span<std::byte> part, int threads, Poll poll) {
   if (part.empty()) return;
-  // Slices end at huge pages, so that no two threads meet in one.
+  // Slices end at huge page boundaries, so that no two threads commit the same page.
   const uint64_t huge_pages = (part.size() + kHugePageBytes - 1) / kHugePageBytes;
   const uint64_t workers = std::min<uint64_t>(static_cast<uint64_t>(threads), huge_pages);
   std::atomic<bool> has_failed = false;
@@ -76,7 +76,7 @@ void commit_pages(std::span<std::byte> part, int threads, Poll poll) {
 }
 
 void Mapping::Unmap::operator()(std::byte* data) noexcept {
-  exclusion.end();  // first: the next mapping there may be anyone's
+  exclusion.end();  // first: after munmap another mapping may take these addresses
   ::munmap(data, size);
 }
 
@@ -92,13 +92,18 @@ void Buffer::give_up(std::span<std::byte> part) noexcept {
   const uintptr_t begin = round_up(address, kPageBytes);
   const uintptr_t end = (address + part.size()) / kPageBytes * kPageBytes;
   if (begin >= end) return;
-  static_cast<void>(
-      ::madvise(part.data() + (begin - address), end - begin, MADV_DONTNEED));  // or stay charged
+  static_cast<void>(::madvise(part.data() + (begin - address), end - begin,
+                              MADV_DONTNEED));  // on failure they stay resident
 }
 
-// Huge pages need their own alignment: map one too many, and give back what is over at both ends.
-// Shared pages take the place of what is left: of those, a huge page must also begin where a huge
-// page of their file does, which is at its beginning.
+// Huge pages need 2 MiB alignment, which mmap does not give: maps one huge page more, less a page,
+// and unmaps both ends. 4 MiB mapped at 7 MiB:
+//
+//   address   7 MiB    8 MiB                 12 MiB   13 MiB
+//             | before |  the 4 MiB that stay  |  rest  |
+//
+// Shared pages replace the private ones in place: the kernel also aligns the huge pages of a shared
+// mapping to the beginning of its file, so the mapping must begin at the boundary.
 Mapping Mapping::aligned(uint64_t bytes, Fork fork) {
   const uint64_t slack = bytes >= kHugePageBytes ? kHugePageBytes - kPageBytes : 0;
   std::byte* const reserved = map(bytes + slack, MAP_PRIVATE);
@@ -109,9 +114,9 @@ Mapping Mapping::aligned(uint64_t bytes, Fork fork) {
   std::byte* const data = reserved + before;
   Mapping mapping(data, bytes);
   if (fork == Fork::shared) map(bytes, MAP_SHARED | MAP_FIXED, data);
-  // Small ones must not get huge pages by themselves: one that two neighbours share would stay
-  // whole when one of them goes. A kernel that doesn't know huge pages refuses both, which is fine;
-  // for shared pages it needs /sys/kernel/mm/transparent_hugepage/shmem_enabled besides.
+  // Small mappings opt out: a huge page across two neighbours would stay resident after one of them
+  // is unmapped. Both hints fail on kernels without huge pages, which is fine; shared memory also
+  // needs /sys/kernel/mm/transparent_hugepage/shmem_enabled.
   static_cast<void>(::madvise(data, bytes, slack != 0 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
   if (fork == Fork::excluded) mapping.pages_.get_deleter().exclusion = Exclusion(mapping.bytes());
   return mapping;

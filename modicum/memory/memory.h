@@ -1,13 +1,24 @@
-// The door of `memory`: every model-sized byte is taken here, in somebody's name, for a purpose,
-// within a limit.
+// The door of `memory`: every model-sized allocation is charged to a ledger, for a purpose, within
+// a limit. There is no Buffer without a Charge:
 //
-// `Ledger::charge` is what maps memory: there is no Buffer without a Charge. Memory is committed
-// when it is charged (every page written once, huge pages where the kernel allows them, in
-// parallel) and, unless the caller asks otherwise, left out of forked children (Fork::excluded), so
-// that nothing which depends on timing can change how much is held. What will be filled from end to
-// end may be reserved instead: its pages come as they are filled, while the zeros that the kernel
-// has written there are still in the CPU's cache. A Ledger must outlive its Charges and Buffers.
-// Thread rules: a Ledger may be used from several threads; a Buffer is moved by one.
+//   charge(Purpose::shards, 5 MiB, threads)
+//     book     held[shards] += 5 MiB      over the limit: BUDGET, nothing has been mapped
+//     map      mmap, 2 MiB aligned        refused: NOMEM, the entry is returned
+//     commit   write every page once      refused or cancelled: pages and entry are returned
+//   ~Buffer    munmap, then held[shards] -= 5 MiB
+//
+// A ledger with a limit of 8 MiB:                       held    at_peak
+//   a = charge(Purpose::shards, 4 MiB)                  4 MiB   4 MiB
+//   b = charge(Purpose::staging, 2 MiB)                 6 MiB   6 MiB
+//   b is destroyed                                      4 MiB   6 MiB
+//   charge(Purpose::grad, 5 MiB): BUDGET, 1 MiB short   4 MiB   6 MiB
+//
+// `charge` commits the pages (in parallel, huge pages where the kernel allows them), so that the
+// resident set does not depend on timing. `reserve` leaves that to the first write, for memory that
+// is filled from end to end: the kernel's zeros are then still in the CPU's cache.
+//
+// Ownership: a Ledger must outlive its Charges and Buffers. Threads: a Ledger may be used from
+// several threads; a Charge, Mapping or Buffer by one at a time.
 #pragma once
 
 #include <cstddef>
@@ -26,15 +37,16 @@ namespace modicum {
 
 class Ledger;
 
-// An entry in the ledger; returned when it dies. Move-only. One of inherited memory counts the same
-// bytes once more, as Purpose::fork: what children keep of it while this process writes anew.
+// An entry in the ledger, returned on destruction. Move-only. An entry of inherited memory counts
+// its bytes twice, the second time as Purpose::fork: pages that forked children keep when this
+// process writes to them (copy-on-write).
 class Charge {
  public:
   Charge() = default;
 
   uint64_t bytes() const noexcept { return ledger_ ? entry().bytes : 0; }
   Purpose purpose() const noexcept { return entry().purpose; }
-  // A part of it as an entry of its own; nothing is booked anew.
+  // Moves `bytes` of this entry into one of its own. The ledger's total does not change.
   Charge split(uint64_t bytes);
 
  private:
@@ -51,12 +63,13 @@ class Charge {
   std::unique_ptr<Ledger, Entry> ledger_;
 };
 
-// Pages of our own, unmapped when it dies. Move-only. Shared ones are for processes forked later.
+// Mapped pages, unmapped on destruction. Move-only.
 class Mapping {
  public:
   Mapping() = default;
 
-  // Whole pages, zero, not committed yet, seen by processes that are forked from now on. NOMEM.
+  // Zero pages shared with processes forked from now on; `bytes` is rounded up to whole pages. They
+  // are committed by Ledger::charge_shared. On failure: NOMEM.
   static Mapping shared(uint64_t bytes);
   std::span<std::byte> bytes() const noexcept {
     return {pages_.get(), pages_ ? pages_.get_deleter().size : 0};
@@ -70,12 +83,13 @@ class Mapping {
     void operator()(std::byte* data) noexcept;
   };
   Mapping(std::byte* data, size_t size) noexcept : pages_(data, Unmap{size, {}}) {}
-  // Of whole pages; on a huge page's boundary where it is that large.
+  // `bytes` is a multiple of the page size; aligned to a huge page if it is at least one.
   static Mapping aligned(uint64_t bytes, Fork fork);
   std::unique_ptr<std::byte, Unmap> pages_;
 };
 
-// Charged, zeroed memory, committed or reserved, 2 MiB aligned where it is that large. Move-only.
+// Charged, zeroed memory, committed or reserved; aligned to 2 MiB if it is at least 2 MiB.
+// Move-only.
 class Buffer {
  public:
   Buffer() = default;
@@ -83,10 +97,10 @@ class Buffer {
   Buffer& operator=(Buffer&& other) noexcept;
   std::span<std::byte> bytes() const noexcept { return mapping_.bytes(); }
   bool empty() const noexcept { return mapping_.bytes().empty(); }
-  // The entry of a part that will be given up before the rest.
+  // The entry of a part that will be given up earlier than the rest, see `give_up`.
   Charge split(uint64_t bytes) { return charge_.split(bytes); }
-  // Gives the pages that lie wholly in `part` back to the kernel. They read as zero from then on.
-  // Not of shared memory, which children may still read.
+  // Returns the pages that lie entirely in `part` to the kernel; they read as zero afterwards. Not
+  // for shared memory, which children may still read.
   void give_up(std::span<std::byte> part) noexcept;
 
  private:
@@ -94,7 +108,7 @@ class Buffer {
   Buffer(Charge charge, Mapping mapping) noexcept
       : charge_(std::move(charge)), mapping_(std::move(mapping)) {}
   Charge charge_;
-  Mapping mapping_;  // dies first, so that no page outlives its entry
+  Mapping mapping_;  // destroyed first, so that no page outlives its entry
 };
 
 // The cancellation callback of a long call: every thread of the call polls it, before each 16 MiB
@@ -109,36 +123,34 @@ class Ledger {
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
 
-  // Maps and commits `bytes` (rounded up to whole pages, which is what is charged) on `threads`
-  // threads. Over the limit: BUDGET (expected is the limit, got what would be held, owners what
-  // is), and nothing is mapped. The kernel refuses (NOMEM) or `poll` throws: the ledger
-  // is as before. Zero bytes give an empty Buffer. `fork` says what forked children find there.
-  // Inherited memory counts twice, see Charge; shared memory stays in the kernel until the last of
-  // the processes that have it unmaps it.
+  // Maps `bytes`, rounded up to whole pages, and commits them on `threads` threads. Zero bytes give
+  // an empty Buffer. On failure the ledger is unchanged and nothing stays mapped: BUDGET over the
+  // limit (expected is the limit, got the total that would be held, owners the memory held now),
+  // NOMEM if the kernel refuses, and any exception of `poll`.
+  // `fork` decides what forked children see: no memory (excluded), the same memory (shared; it
+  // stays in the kernel until the last process unmaps it) or a copy (inherited; counts twice).
   Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1, Poll poll = kNoPoll,
                 Fork fork = Fork::excluded);
-  // Maps and books as `charge` does, with the same errors, and commits nothing: for who writes to
-  // every page before anybody looks at what is held.
+  // As `charge`, but commits no page: for callers that write every page before they measure.
   Buffer reserve(Purpose purpose, uint64_t bytes, Fork fork = Fork::excluded);
-  // Commits a part of a shared mapping, whole pages nobody has written to yet, and charges it. The
-  // pages live as long as the Mapping does.
+  // Commits and charges a page-aligned part of a shared mapping that has not been written yet. The
+  // pages live as long as the Mapping. BUDGET, NOMEM.
   Charge charge_shared(Purpose purpose, std::span<std::byte> part);
-  // BUDGET, as `charge` would say it of `what`, where so much has no room beside what is held. For
-  // memory that is taken in parts: all of it or nothing.
+  // BUDGET, naming `what`, unless all of `needed` fits next to the memory held now: for
+  // allocations that consist of several charges.
   void require_room(const Footprint& needed, std::string_view what) const;
-  // Books memory that the caller owns; maps nothing.
+  // Books memory that the caller owns; maps nothing. BUDGET.
   Charge adopt(Purpose purpose, uint64_t bytes);
 
   Footprint held() const { return locked(held_); }
-  Footprint at_peak() const {
-    return locked(at_peak_);
-  }  // what was held when the total was highest
+  // `held()` when its total was highest.
+  Footprint at_peak() const { return locked(at_peak_); }
   uint64_t peak_bytes() const { return at_peak().total(); }
-  // The most that was held since the last mark, or ever.
+  // Starts a new measurement of `peak_since_mark`, the highest total since the last mark.
   void mark();
   uint64_t peak_since_mark() const { return locked(since_mark_); }
   uint64_t limit_bytes() const { return locked(limit_bytes_); }
-  // From now on; what is held already may be more, and stays.
+  // For charges from now on. Memory held already stays, even if it exceeds `bytes`.
   void set_limit(uint64_t bytes);
 
  private:

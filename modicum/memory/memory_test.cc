@@ -24,7 +24,7 @@ namespace {
 #define SKIP_UNDER_SANITIZERS() \
   if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own for every byte of ours"
 
-// Bytes of a line of /proc/self/status, which stands there in KiB.
+// A value of /proc/self/status (in KiB there), in bytes.
 uint64_t status_bytes(const std::string& label) {
   std::ifstream status("/proc/self/status");
   std::string line;
@@ -48,7 +48,7 @@ bool is_all_zero(std::span<const std::byte> bytes) {
   return std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
 }
 
-// Runs `check` in a forked child and returns what it returned.
+// Runs `check` in a forked child and returns its result.
 bool holds_in_a_child(FunctionRef<bool()> check) {
   const pid_t child = fork();
   if (child == 0) _exit(check() ? 0 : 1);
@@ -69,7 +69,7 @@ TEST(Ledger, ChargesWholePagesExactly) {
   EXPECT_EQ(ledger.held(), expected);
 }
 
-TEST(Ledger, PeakIsTheMixWhenTheTotalWasHighest) {
+TEST(Ledger, AtPeakIsTheFootprintOfTheHighestTotal) {
   Ledger ledger;
   Footprint expected;
   expected[Purpose::shards] = 2 * kPageBytes;
@@ -98,26 +98,26 @@ TEST(Ledger, MemoryIsZeroWritableAndAligned) {
   EXPECT_EQ(ledger.held(), Footprint{});
 }
 
-TEST(Ledger, WhoLooksBetweenStepsCanStopTheCommit) {
+TEST(Ledger, APollThatThrowsAbortsTheCommit) {
   Ledger ledger;
   const uint64_t before = status_bytes("VmSize");
-  std::atomic<int> looks = 0;
+  std::atomic<int> polls = 0;
   const auto error = error_of([&] {
     ledger.charge(Purpose::shards, 40 * 64 * kMiB, 2, [&] {
-      const int look = ++looks;
-      if (look == 3) fail(Category::cancelled, "enough");
-      // An error is slow to leave a thread that others keep from running.
-      if (look > 3) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      const int number = ++polls;
+      if (number == 3) fail(Category::cancelled, "enough");
+      // Gives the thread that throws time to raise the flag, on a loaded machine too.
+      if (number > 3) std::this_thread::sleep_for(std::chrono::milliseconds(50));
     });
   });
   ASSERT_TRUE(error);
   EXPECT_EQ(error->category(), Category::cancelled);
-  EXPECT_LE(looks, 10);  // the other thread ends its step and sees it, of 20
+  EXPECT_LE(polls, 10) << "of 160: the other thread ends its step and stops";
   EXPECT_EQ(ledger.held(), Footprint{});
   EXPECT_LT(status_bytes("VmSize"), before + kGiB);
 }
 
-TEST(Ledger, RoomForAllOfItOrNothing) {
+TEST(Ledger, RequireRoomIsAllOrNothing) {
   Ledger ledger(4 * kPageBytes);
   const Charge plan = ledger.adopt(Purpose::plan, kPageBytes);
   Footprint needed;
@@ -171,7 +171,7 @@ TEST(Ledger, OverTheLimitMapsNothing) {
   EXPECT_LT(status_bytes("VmPeak"), before + 64 * kGiB) << "not even for a moment";
 }
 
-TEST(Ledger, AskingForMoreThanCanBeCountedIsBudget) {
+TEST(Ledger, AChargeThatOverflowsIsBudget) {
   Ledger ledger(kMiB);
   const Charge plan = ledger.adopt(Purpose::plan, 1000);
   const std::optional<Error> met = error_of([&] { ledger.adopt(Purpose::plan, UINT64_MAX - 10); });
@@ -180,7 +180,7 @@ TEST(Ledger, AskingForMoreThanCanBeCountedIsBudget) {
   EXPECT_EQ(ledger.held().total(), 1000U);
 }
 
-TEST(Ledger, TheKernelsRefusalLeavesEverythingAsBefore) {
+TEST(Ledger, AFailedMappingLeavesTheLedgerUnchanged) {
   Ledger ledger;
   const Buffer kept = ledger.charge(Purpose::shards, kPageBytes);
   for (const uint64_t size : {uint64_t{1} << 50, uint64_t{1} << 60, UINT64_MAX}) {
@@ -192,7 +192,7 @@ TEST(Ledger, TheKernelsRefusalLeavesEverythingAsBefore) {
   }
 }
 
-TEST(Ledger, ARefusedCommitIsGivenBack) {
+TEST(Ledger, AFailedCommitReturnsItsEntry) {
   Mapping mapping = Mapping::shared(kPageBytes);
   if (madvise(mapping.bytes().data(), kPageBytes, 23) != 0) {
     GTEST_SKIP() << "this kernel commits only page by page and can't refuse";
@@ -206,7 +206,7 @@ TEST(Ledger, ARefusedCommitIsGivenBack) {
   EXPECT_EQ(ledger.held(), Footprint{});
 }
 
-TEST(Ledger, MovedChargesAreGivenBackOnce) {
+TEST(Ledger, AMovedChargeIsReturnedOnce) {
   Ledger ledger;
   Charge a = ledger.adopt(Purpose::plan, 100);
   Charge b = std::move(a);
@@ -220,12 +220,12 @@ TEST(Ledger, MovedChargesAreGivenBackOnce) {
   EXPECT_EQ(ledger.held(), Footprint{});
 }
 
-TEST(Ledger, MovedBuffersAreGivenBackOnce) {
+TEST(Ledger, AMovedBufferIsReturnedOnce) {
   Ledger ledger;
   Buffer a = ledger.charge(Purpose::shards, 2 * kPageBytes);
   a.bytes()[0] = std::byte{7};
   Buffer b = std::move(a);
-  EXPECT_TRUE(a.empty());  // NOLINT: what is left behind is empty, and that is promised
+  EXPECT_TRUE(a.empty());  // NOLINT: a moved-from object is empty by contract
   EXPECT_EQ(b.bytes()[0], std::byte{7});
   Buffer c = ledger.charge(Purpose::grad, kPageBytes);
   c = std::move(b);
@@ -250,7 +250,7 @@ TEST(Ledger, ChargedMemoryIsCommittedUntouched) {
   }
 }
 
-TEST(Ledger, ReservedMemoryComesWhenItIsWritten) {
+TEST(Ledger, ReservedMemoryIsCommittedOnWrite) {
   SKIP_UNDER_SANITIZERS();
   Ledger ledger(64 * kMiB);
   const uint64_t before = status_bytes("RssAnon");
@@ -264,7 +264,7 @@ TEST(Ledger, ReservedMemoryComesWhenItIsWritten) {
   EXPECT_EQ(error->category(), Category::budget);
 }
 
-// Permissions of the mapping that holds an address ("rw-p"), by /proc/self/maps; none: "".
+// Permissions ("rw-p") of the mapping at an address, from /proc/self/maps; "" if there is none.
 std::string permissions_at(const std::byte* address) {
   std::ifstream maps("/proc/self/maps");
   std::string line;
@@ -278,7 +278,7 @@ std::string permissions_at(const std::byte* address) {
   return "";
 }
 
-// Whether a child of this process that reads there is ended by SIGSEGV.
+// Whether a forked child that reads `address` is killed by SIGSEGV.
 bool reading_kills_a_child(const std::byte* address) {
   const pid_t child = fork();
   if (child == 0) {
@@ -287,7 +287,7 @@ bool reading_kills_a_child(const std::byte* address) {
   }
   int status = 0;
   EXPECT_EQ(waitpid(child, &status, 0), child);
-  // A sanitizer reports it and exits.
+  // A sanitizer reports the fault and exits instead.
   return WIFSIGNALED(status) ? WTERMSIG(status) == SIGSEGV : kIsSanitized;
 }
 
@@ -319,8 +319,8 @@ TEST(Fork, ExcludedMemoryIsReservedInChildrenWithoutAccess) {
   }
 }
 
-// The founding fault: a hole that a later mapping fills is read as if it were the parameter.
-TEST(Fork, WhatAChildMapsNeverLandsInAnExcludedRange) {
+// Catches a hole in the child: a later mapping fills it and is read as if it were the parameter.
+TEST(Fork, AChildNeverMapsMemoryInAnExcludedRange) {
   SKIP_WHERE_CHILDREN_MAP_FIRST();
   Ledger ledger;
   constexpr uint64_t kSize = 8 * kMiB;
@@ -343,7 +343,7 @@ TEST(Fork, WhatAChildMapsNeverLandsInAnExcludedRange) {
   }));
 }
 
-TEST(Fork, AChildsChildFindsTheSame) {
+TEST(Fork, AGrandchildFindsTheSameReservations) {
   SKIP_WHERE_CHILDREN_MAP_FIRST();
   Ledger ledger;
   const Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB);
@@ -357,8 +357,8 @@ TEST(Fork, AChildsChildFindsTheSame) {
   }));
 }
 
-// Python drops objects in a child as anywhere: nothing of the parent's may change by it.
-TEST(Fork, AChildThatGivesABufferBackLeavesTheParents) {
+// Python destroys objects in a child like anywhere else; the parent must not notice.
+TEST(Fork, ABufferDestroyedInAChildLeavesTheParentsIntact) {
   Ledger ledger;
   for (const Fork fork : {Fork::excluded, Fork::shared, Fork::inherited}) {
     Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB, 1, kNoPoll, fork);
@@ -377,7 +377,7 @@ TEST(Fork, AChildThatGivesABufferBackLeavesTheParents) {
   }
 }
 
-TEST(Fork, WhatAProcessLacksMayBeMappedAgainOnceGivenBack) {
+TEST(Fork, AReturnedRangeIsInheritedAgain) {
   SKIP_WHERE_CHILDREN_MAP_FIRST();
   Ledger ledger;
   Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB);
@@ -391,7 +391,7 @@ TEST(Fork, WhatAProcessLacksMayBeMappedAgainOnceGivenBack) {
   munmap(again, kPageBytes);
 }
 
-TEST(Fork, SharedMemoryIsOneForParentAndChildren) {
+TEST(Fork, SharedMemoryIsTheSameInParentAndChildren) {
   Ledger ledger;
   const Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB + 1, 2, kNoPoll, Fork::shared);
   const std::span<std::byte> bytes = buffer.bytes();
@@ -436,7 +436,7 @@ TEST(Fork, InheritedMemoryNeedsRoomForTheCopies) {
   EXPECT_FALSE(ledger.reserve(Purpose::shards, kMiB).empty());
 }
 
-TEST(Fork, PartsOfAnInheritedEntryTakeTheirCopiesAlong) {
+TEST(Fork, SplittingAnInheritedEntrySplitsItsCopies) {
   Ledger ledger;
   Buffer buffer = ledger.charge(Purpose::shards, 2 * kMiB, 1, kNoPoll, Fork::inherited);
   {
@@ -447,7 +447,7 @@ TEST(Fork, PartsOfAnInheritedEntryTakeTheirCopiesAlong) {
   EXPECT_EQ(ledger.held()[Purpose::shards], kMiB);
 }
 
-// Rows are used again, and more than a block of them is found.
+// Catches rows that are not reused, and a walk that ends after the first block of 64.
 TEST(Fork, ManyRangesAtOnceAreAllReserved) {
   SKIP_WHERE_CHILDREN_MAP_FIRST();
   Ledger ledger;
@@ -462,7 +462,7 @@ TEST(Fork, ManyRangesAtOnceAreAllReserved) {
   }
 }
 
-TEST(Fork, MemoryOfOthersCanBeLeftOutAndTakenBack) {
+TEST(Fork, ForeignMemoryCanBeExcludedAndIncludedAgain) {
   SKIP_WHERE_CHILDREN_MAP_FIRST();
   constexpr size_t kSize = 4 * kPageBytes;
   auto* const data = static_cast<std::byte*>(
@@ -471,7 +471,7 @@ TEST(Fork, MemoryOfOthersCanBeLeftOutAndTakenBack) {
   Exclusion exclusion({data, kSize});
   EXPECT_TRUE(holds_in_a_child([&] {
     if (!is_excluded_here(data)) return false;
-    exclusion.undo();  // as where the tensor dies in a child: its allocator goes on with the range
+    exclusion.undo();  // as when a tensor is freed in a child: its allocator reuses the range
     data[0] = std::byte{6};
     return !is_excluded_here(data) && permissions_at(data) == "rw-p";
   }));
@@ -545,7 +545,7 @@ TEST(Mapping, MovesAndUnmapsItself) {
   Mapping a = Mapping::shared(kPageBytes);
   std::byte* const at = a.bytes().data();
   Mapping b = std::move(a);
-  EXPECT_TRUE(a.bytes().empty());  // NOLINT: what is left behind is empty, and that is promised
+  EXPECT_TRUE(a.bytes().empty());  // NOLINT: a moved-from object is empty by contract
   EXPECT_EQ(b.bytes().data(), at);
   b = Mapping::shared(2 * kPageBytes);
   EXPECT_EQ(b.bytes().size(), 2 * kPageBytes);
@@ -553,7 +553,7 @@ TEST(Mapping, MovesAndUnmapsItself) {
   EXPECT_TRUE(error_of([] { Mapping::shared(uint64_t{1} << 60); }));
 }
 
-// Catches a part that keeps its pages, or the ledger's entry, when it is given up.
+// Catches a part that keeps its pages or its entry after give_up.
 TEST(Buffer, GivesUpAPartBeforeTheRest) {
   Ledger ledger;
   Buffer arena = ledger.charge(Purpose::shards, 8 * kPageBytes);
@@ -561,7 +561,7 @@ TEST(Buffer, GivesUpAPartBeforeTheRest) {
   {
     const Charge part = arena.split(3 * kPageBytes);
     EXPECT_EQ(ledger.held().total(), 8 * kPageBytes);
-    // From the middle of page 1 to the middle of page 5: pages 2, 3 and 4 lie wholly in it.
+    // From the middle of page 1 to the middle of page 5: pages 2, 3 and 4 lie entirely in it.
     arena.give_up(arena.bytes().subspan(kPageBytes + 100, 4 * kPageBytes));
   }
   EXPECT_EQ(ledger.held().total(), 5 * kPageBytes);
@@ -573,7 +573,7 @@ TEST(Buffer, GivesUpAPartBeforeTheRest) {
   EXPECT_EQ(ledger.held().total(), 0U);
 }
 
-TEST(Ledger, TakesANewLimitAndKeepsWhatIsHeld) {
+TEST(Ledger, ANewLimitKeepsMemoryHeldAlready) {
   Ledger ledger;
   const Charge held = ledger.adopt(Purpose::plan, 1000);
   ledger.set_limit(600);
@@ -583,7 +583,7 @@ TEST(Ledger, TakesANewLimitAndKeepsWhatIsHeld) {
   EXPECT_EQ(ledger.adopt(Purpose::plan, 100).bytes(), 100U);
 }
 
-TEST(Ledger, CountsItsPeakFromAMark) {
+TEST(Ledger, MarkStartsANewPeak) {
   Ledger ledger;
   static_cast<void>(ledger.adopt(Purpose::plan, 5000));
   const Charge held = ledger.adopt(Purpose::plan, 100);
