@@ -24,14 +24,7 @@ int run_verb(const std::string& name, const Args& args) {
     print("modicum " MODICUM_VERSION "\n");
     return 0;
   }
-  std::vector<std::string> names;
-  for (const Verb& verb : verbs()) {
-    if (verb.name == name) return verb.run(args);
-    names.emplace_back(verb.name);
-  }
-  const std::string hint = nearest_hint(name, names);
-  fail(Category::usage, fmt::format("unknown verb '{}'{}", printable(name),
-                                    hint.empty() ? "; see modicum --help" : hint));
+  return row_named("verb", name, verbs()).run(args);
 }
 
 // One line on stderr, and with --json the same as an object on stdout.

@@ -85,7 +85,7 @@ Layout named_layout(const MadeRecipe& recipe, int ranks, const std::string& layo
                        .mesh = mesh.value_or(""),
                        .shard_dim = shard_dim,
                        .tp_rowwise = tp_rowwise.value_or("")};
-  return AskedLayout(flags).of(targets_of(recipe.recipe));
+  return asked_layout(flags, targets_of(recipe.recipe));
 }
 
 Sharding sharding_from(const WrittenSharding& written) {

@@ -40,29 +40,6 @@ std::vector<int> mesh_of(std::string_view flag, const std::string& text, size_t 
   return sizes;
 }
 
-// Names that a flag's regular expression finds; none where the flag is not given.
-class Names {
- public:
-  Names(std::string_view flag, const std::string& expression)
-      : flag_(flag), expression_(printable(expression)) {
-    if (!expression.empty()) pattern_.emplace(flag, expression);
-  }
-  bool given() const noexcept { return pattern_.has_value(); }
-  bool have(const std::string& name) const { return pattern_ && pattern_->finds(name); }
-  // USAGE where the flag is given and finds none of them.
-  void require_match(Targets targets) const {
-    const auto is_found = [&](const TensorSpec* of) { return of != nullptr && have(of->fqn); };
-    if (!given() || std::any_of(targets.begin(), targets.end(), is_found)) return;
-    fail(Category::usage, fmt::format("{} '{}' matches no tensor", flag_, expression_),
-         {.expected = "a regular expression that a tensor's name matches", .got = expression_});
-  }
-
- private:
-  std::string_view flag_;
-  std::string expression_;
-  std::optional<NamePattern> pattern_;
-};
-
 Layout meshed_layout(const RunFlags& flags) {
   if (flags.layout == "none") return whole_layout(flags.ranks);
   if (flags.layout == "fsdp2") return fsdp2_layout(flags.ranks, flags.shard_dim);
@@ -99,58 +76,52 @@ void refuse_strangers(const RunFlags& flags) {
   only_for(flags.round_robin, is_flat, "--round-robin", "zero1 or zero2");
 }
 
-// As it stands here, since a Layout borrows its name.
+// From this table, since a Layout borrows its name.
 std::string_view known_layout(const std::string& layout) {
-  static constexpr std::array<std::string_view, 7> kNames = {"none",  "fsdp2", "hsdp", "tp-fsdp",
-                                                             "zero1", "zero2", "zero3"};
-  const auto found = std::find(kNames.begin(), kNames.end(), layout);
-  if (found != kNames.end()) return *found;
-  fail(Category::usage, fmt::format("unknown layout '{}'{}", printable(layout),
-                                    nearest_hint(layout, {kNames.begin(), kNames.end()})));
+  static const std::vector<std::string> names = {"fsdp2", "hsdp",  "tp-fsdp", "zero1",
+                                                 "zero2", "zero3", "none"};
+  return names[index_named("layout", layout, names)];
 }
+
+// Names that are cut otherwise than the rest.
+struct Kind {
+  NamePattern names;
+  uint8_t kind;
+
+  bool has(const TensorSpec* target) const { return target != nullptr && names.finds(target->fqn); }
+};
 
 }  // namespace
 
-struct AskedLayout::Kind {
-  Names names;
-  uint8_t kind;
-};
-
-AskedLayout::AskedLayout(const RunFlags& flags)
-    : ranks_(flags.ranks), is_round_robin_(flags.round_robin) {
+Layout asked_layout(const RunFlags& flags, Targets targets) {
   refuse_strangers(flags);
   const std::string_view name = known_layout(flags.layout);
-  if (name.starts_with("zero")) {
-    zero_ = name;
-    return;
-  }
-  meshed_ = meshed_layout(flags);
-  const auto add = [this](Names names, auto kind) {
-    if (names.given()) kinds_.push_back({std::move(names), static_cast<uint8_t>(kind)});
+  if (name == "zero3") return zero3_layout(flags.ranks, targets);
+  if (name.starts_with("zero")) return flat_layout(name, flags.ranks, targets, flags.round_robin);
+  Layout layout = meshed_layout(flags);
+  std::vector<Kind> kinds;  // the first that has a target's name decides
+  const auto add = [&](std::string_view flag, const std::string& expression, auto number) {
+    if (expression.empty()) return;
+    kinds.push_back({NamePattern(flag, expression), static_cast<uint8_t>(number)});
+    const auto is_found = [&](const TensorSpec* target) { return kinds.back().has(target); };
+    if (targets.empty() || std::any_of(targets.begin(), targets.end(), is_found)) return;
+    fail(Category::usage, fmt::format("{} '{}' matches no tensor", flag, printable(expression)),
+         {.expected = "a regular expression that a tensor's name matches",
+          .got = printable(expression)});
   };
   if (!flags.expert_mesh.empty()) {
     const auto sizes = mesh_of("--expert-mesh", flags.expert_mesh, 2, flags.ranks);
-    add({"--expert-mesh with --experts", flags.experts},
-        add_expert_kind(meshed_, sizes[0], sizes[1], flags.shard_dim));
+    add("--expert-mesh with --experts", flags.experts,
+        add_expert_kind(layout, sizes[0], sizes[1], flags.shard_dim));
   }
-  add({"--tp-rowwise", flags.tp_rowwise}, TpKind::rows);
-  add({"--tp-packed", flags.tp_packed}, TpKind::packed);
-  add({"--tp-replicate", flags.tp_replicate}, TpKind::replicated);
-}
-
-AskedLayout::~AskedLayout() = default;
-
-Layout AskedLayout::of(Targets targets) const {
-  if (zero_ == "zero3") return zero3_layout(ranks_, targets);
-  if (!zero_.empty()) return flat_layout(zero_, ranks_, targets, is_round_robin_);
-  Layout layout = meshed_;
-  if (kinds_.empty() || targets.empty()) return layout;
-  for (const Kind& kind : kinds_) kind.names.require_match(targets);
+  add("--tp-rowwise", flags.tp_rowwise, TpKind::rows);
+  add("--tp-packed", flags.tp_packed, TpKind::packed);
+  add("--tp-replicate", flags.tp_replicate, TpKind::replicated);
+  if (kinds.empty()) return layout;
   for (const TensorSpec* target : targets) {
-    const auto has_it = [&](const Kind& kind) { return kind.names.have(target->fqn); };
     const auto kind =
-        target == nullptr ? kinds_.end() : std::find_if(kinds_.begin(), kinds_.end(), has_it);
-    layout.kind_of.push_back(kind == kinds_.end() ? 0 : kind->kind);
+        std::find_if(kinds.begin(), kinds.end(), [&](const Kind& of) { return of.has(target); });
+    layout.kind_of.push_back(kind == kinds.end() ? 0 : kind->kind);
   }
   return layout;
 }

@@ -108,16 +108,13 @@ void require_sense(const RunFlags& flags) {
   require_within("shard dim", flags.shard_dim, 0, kMaxShardDim);
 }
 
-Destination destination_flag(const std::string& name) {
-  if (name == "cpu") return Destination::cpu;
-  if (name == "discard") return Destination::copy;
-  fail(Category::usage, fmt::format("unknown destination '{}'; cpu or discard", printable(name)));
-}
-
 PlanOptions options_of(const RunFlags& flags) {
-  PlanOptions options{.strategy = &strategy_named(flags.strategy),
-                      .ranks_per_node = flags.ranks_per_node.value_or(0),
-                      .destination = destination_flag(flags.destination)};
+  PlanOptions options{
+      .strategy = &strategy_named(flags.strategy),
+      .ranks_per_node = flags.ranks_per_node.value_or(0),
+      .destination = index_named("destination", flags.destination, {"cpu", "discard"}) == 0
+                         ? Destination::cpu
+                         : Destination::copy};
   options.staging_bytes = flags.staging.empty() ? kDefaultStagingBytes : parse_size(flags.staging);
   if (!flags.baseline.empty()) options.baseline_bytes = parse_size(flags.baseline);
   return options;
@@ -141,7 +138,7 @@ Run open_run(FileSystem& files, const RunFlags& flags) {
   require_sense(flags);
   // All that is written is read before a file is opened.
   const std::optional<DType> dtype = dtype_flag(flags.dtype);
-  const AskedLayout layout(flags);
+  asked_layout(flags, {});
   Run run{.files = &files,
           .options = options_of(flags),
           .optimizer = optimizer_flag(flags.optimizer),
@@ -152,7 +149,7 @@ Run open_run(FileSystem& files, const RunFlags& flags) {
   run.checkpoint = open_checkpoint(files, flags.directory);
   run.recipe = recipe_of(files, flags, run.checkpoint, dtype);
   warn_of_unused(run.recipe, run.checkpoint);
-  run.layout = layout.of(targets_of(run.recipe));
+  run.layout = asked_layout(flags, targets_of(run.recipe));
   if (run.optimizer) run.options.after = {step_phase(run.recipe, run.layout, *run.optimizer)};
   return run;
 }

@@ -70,24 +70,9 @@ Run open_run(FileSystem& files, const RunFlags& flags);
 // what a broken config.json should have said (whether an embedding is tied, the block size of FP8
 // codes that become numbers): the config's fault, naming the tensor. A `text` decides ties itself.
 Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options);
-// The layout that `layout` and its flags mean, before there are targets.
-class AskedLayout {
- public:
-  explicit AskedLayout(const RunFlags& flags);  // USAGE for what makes no sense
-  ~AskedLayout();
-  AskedLayout(const AskedLayout&) = delete;
-  AskedLayout& operator=(const AskedLayout&) = delete;
-
-  Layout of(Targets targets) const;  // USAGE where a regular expression finds none of them
-
- private:
-  struct Kind;  // names that are cut otherwise than the rest
-  const int ranks_;
-  const bool is_round_robin_;
-  std::string_view zero_;  // "zero1", "zero2" or "zero3"; empty: `meshed_` with kinds
-  Layout meshed_;
-  std::vector<Kind> kinds_;  // the first that has a target's name decides
-};
+// The layout of the flags for these targets. USAGE for flags that contradict each other, and where
+// a regular expression matches none of the targets; without targets, only the flags are validated.
+Layout asked_layout(const RunFlags& flags, Targets targets);
 // The targets of a recipe by their numbers, null for aliases.
 std::vector<const TensorSpec*> targets_of(const Recipe& recipe);
 

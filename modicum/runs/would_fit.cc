@@ -56,13 +56,9 @@ class Search {
   Search(const Run& run, const Budget& budget) : run_(run), budget_(budget) {}
 
   std::optional<Alternative> try_change(const Change& change) {
-    std::optional<Plan> plan;
     const int asked = per_node(run_.options.ranks_per_node);
-    if (change.nodes) {
-      plan = with_fewer_per_node(change, asked);
-    } else {
-      plan = plan_of(change, asked);
-    }
+    const std::optional<Plan> plan =
+        change.nodes ? with_fewer_per_node(change, asked) : plan_of(change, asked);
     if (!plan || (change.staging && plan->options.staging_bytes >= run_.options.staging_bytes)) {
       return std::nullopt;
     }
