@@ -1,8 +1,7 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
-#include "modicum/cli/verbs.h"
-#include "modicum/training/training.h"
+#include "modicum/cli/within_budget.h"
 
 namespace modicum {
 namespace {
@@ -18,7 +17,8 @@ struct LoadFlags {
 
 void refuse_contradictions(const LoadFlags& flags) {
   if (!flags.check.empty() && flags.check != "values") {
-    fail(Category::usage, fmt::format("unknown check '{}'; values", printable(flags.check)));
+    fail(Category::usage, fmt::format("unknown check '{}'", printable(flags.check)),
+         {.expected = "values"});
   }
   const std::string& digest = flags.expect_digest;
   if (!digest.empty() &&
@@ -29,27 +29,6 @@ void refuse_contradictions(const LoadFlags& flags) {
   if (flags.run.destination == "discard" && !flags.dump.empty()) {
     fail(Category::usage, "--dump needs what --destination discard drops");
   }
-}
-
-LoadReport load_with_ranks(const LoadFlags& flags) {
-  require_cores(flags.common, flags.run.ranks);
-  PosixFileSystem files;
-  const Run run = open_run(files, flags.run);
-  const auto budget = budget_in_force(flags.common, nodes_of(flags.run));
-  const Plan plan = plan_run(run, *run.options.strategy, budget);
-  if (budget) require_fits(plan.promise, *budget);
-  // Ranks that take whole tensors take all of them.
-  const uint64_t times = plan.strategy().of_reader == Window::none ? 1 : flags.run.ranks;
-  Progress progress(flags.common, saturating_mul(run.checkpoint.manifest.data_bytes(), times));
-  LoadReport report = load_in_ranks({.run = run,
-                                     .plan = plan,
-                                     .threads = threads_per_rank(flags.common, plan.ranks()),
-                                     .check = !flags.check.empty(),
-                                     .digest = flags.digest,
-                                     .dump = flags.dump},
-                                    [&progress](uint64_t bytes) { progress.show(bytes); });
-  report.budget = budget;
-  return report;
 }
 
 void require_digest(const LoadFlags& flags, const LoadReport& report) {
@@ -78,7 +57,13 @@ int run_load(const Args& args) {
   if (const auto done = parse(app, args)) return *done;
   refuse_contradictions(flags);
   flags.digest = flags.digest || !flags.expect_digest.empty();
-  const LoadReport report = load_with_ranks(flags);
+  const LoadReport report =
+      within_budget(flags.common, flags.run, [&flags](LoadTask task, ShowBytes show) {
+        task.check = !flags.check.empty();
+        task.digest = flags.digest;
+        task.dump = flags.dump;
+        return load_in_ranks(task, show);
+      });
   require_digest(flags, report);
   print_result(
       flags.common, [&] { return load_json(report); }, [&] { return load_text(report); });

@@ -2,8 +2,7 @@
 
 #include <optional>
 
-#include "modicum/cli/verbs.h"
-#include "modicum/training/training.h"
+#include "modicum/cli/within_budget.h"
 
 namespace modicum {
 namespace {
@@ -15,27 +14,6 @@ struct RehearseFlags {
   uint64_t seed = 0;
   std::optional<double> clip;
 };
-
-RehearseReport rehearse_with_ranks(const RehearseFlags& flags) {
-  PosixFileSystem files;
-  require_cores(flags.common, flags.run.ranks);
-  const Run run = open_run(files, flags.run);
-  if (!run.optimizer) fail(Category::usage, "rehearse needs --optimizer adamw:FORMAT");
-  const auto budget = budget_in_force(flags.common, nodes_of(flags.run));
-  const Plan plan = plan_run(run, *run.options.strategy, budget);
-  if (budget) require_fits(plan.promise, *budget);
-  Progress progress(flags.common, run.checkpoint.manifest.data_bytes());
-  RehearseReport report =
-      rehearse_in_ranks({.run = run,
-                         .plan = plan,
-                         .threads = threads_per_rank(flags.common, plan.ranks()),
-                         .steps = flags.steps,
-                         .seed = flags.seed,
-                         .max_norm = flags.clip},
-                        [&progress](uint64_t bytes) { progress.show(bytes); });
-  report.budget = budget;
-  return report;
-}
 
 }  // namespace
 
@@ -51,7 +29,14 @@ int run_rehearse(const Args& args) {
   app.add_option("--clip", flags.clip, "the most that the gradient's norm may be");
   if (const auto done = parse(app, args)) return *done;
   if (flags.clip) positive("--clip", *flags.clip);
-  const RehearseReport report = rehearse_with_ranks(flags);
+  if (!optimizer_flag(flags.run.optimizer)) {
+    fail(Category::usage, "rehearse needs --optimizer adamw:FORMAT");
+  }
+  const RehearseReport report =
+      within_budget(flags.common, flags.run, [&flags](const LoadTask& task, ShowBytes show) {
+        return rehearse_in_ranks(
+            {.load = task, .steps = flags.steps, .seed = flags.seed, .max_norm = flags.clip}, show);
+      });
   print_result(
       flags.common, [&] { return rehearse_json(report); }, [&] { return rehearse_text(report); });
   return 0;

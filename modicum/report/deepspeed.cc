@@ -34,7 +34,7 @@ double DeepSpeedForecast::per_param(uint64_t bytes) const noexcept {
 
 void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& of) {
   const auto amount = [&](uint64_t bytes) {
-    out.begin_object().member("bytes_per_param", of.per_param(bytes)).member("rank_bytes", bytes);
+    out.member("bytes_per_param", of.per_param(bytes)).member("rank_bytes", bytes);
     out.member("node_bytes", saturating_mul(bytes, static_cast<uint64_t>(of.ranks_of_node)))
         .end_object();
   };
@@ -48,20 +48,18 @@ void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& of) {
   }
   out.end_array().key("totals").begin_object();
   for (const std::string_view phase : kPhases) {
-    out.key(phase);
+    out.key(phase).begin_object();
     amount(of.bytes_at(phase));
   }
   out.end_object().key("by_owner").begin_object();
   for (const std::string_view owner : kOwners) {
-    out.key(owner);
+    out.key(owner).begin_object();
     amount(of.bytes_of(owner));
   }
   out.end_object().key("ours").begin_array();
   for (const DeepSpeedForecast::Ours& ours : of.ours) {
     out.begin_object().member("state_format", row_of(ours.format).name);
-    out.member("bytes_per_param", of.per_param(ours.bytes)).member("rank_bytes", ours.bytes);
-    out.member("node_bytes", saturating_mul(ours.bytes, static_cast<uint64_t>(of.ranks_of_node)))
-        .end_object();
+    amount(ours.bytes);
   }
   out.end_array().end_object();
 }

@@ -22,7 +22,7 @@ void rank_object(JsonWriter& out, const Promise& promise, const RankOutcome& ran
 uint64_t node_kernel_peak(const Kept& kept, int node) {
   uint64_t sum = kept.launcher_bytes;
   for (const RankOutcome& rank : kept.ranks) {
-    if (on_node(kept.promise, rank.rank, node)) sum += rank.kernel_peak_bytes;
+    if (kept.promise.is_on(node, rank.rank)) sum += rank.kernel_peak_bytes;
   }
   return sum;
 }
@@ -69,15 +69,6 @@ void budget_member(JsonWriter& out, const std::optional<Budget>& budget) {
 std::string budget_text(const std::optional<Budget>& budget) {
   if (!budget) return "";
   return fmt::format("\nbudget {} per node ({})\n", format_size(budget->bytes), budget->source);
-}
-
-void optional_member(JsonWriter& out, std::string_view name, std::optional<double> value) {
-  out.key(name);
-  value ? out.value(*value) : out.null();
-}
-
-bool on_node(const Promise& promise, int rank, int node) noexcept {
-  return promise.node_of_rank[static_cast<size_t>(rank)] == static_cast<uint32_t>(node);
 }
 
 void outcome_members(JsonWriter& out, const Kept& kept) {

@@ -16,9 +16,6 @@ void warnings_member(JsonWriter& out, std::span<const std::string> warnings);
 std::string warnings_text(std::span<const std::string> warnings);  // a line for each
 void budget_member(JsonWriter& out, const std::optional<Budget>& budget);
 std::string budget_text(const std::optional<Budget>& budget);  // a line after an empty one
-// Null where there is none.
-void optional_member(JsonWriter& out, std::string_view name, std::optional<double> value);
-bool on_node(const Promise& promise, int rank, int node) noexcept;
 
 // What ranks were promised, or were in a phase, beside what they held.
 struct Kept {

@@ -16,9 +16,7 @@ std::string rehearse_json(const RehearseReport& report) {
   out.member("coverage", "proven");
   budget_member(out, report.budget);
   out.key("promised_bytes").begin_array();
-  for (int node = 0; node < report.promise.nodes(); ++node) {
-    out.value(report.promise.node_peak_bytes(node));
-  }
+  for (const uint64_t peak : report.promise.node_peaks()) out.value(peak);
   out.end_array().key("phases").begin_array();
   for (const RehearseReport::Phase& phase : report.phases) {
     out.begin_object().member("phase", phase.name);
@@ -26,10 +24,9 @@ std::string rehearse_json(const RehearseReport& report) {
     out.end_object();
   }
   out.end_array();
-  optional_member(out, "grad_norm", report.grad_norm);
-  optional_member(out, "max_norm", report.max_norm);
-  out.member("model_digest", fmt::format("{:016x}", report.model_digest));
-  out.member("digest_uninterrupted", fmt::format("{:016x}", report.state_digest));
+  out.member("grad_norm", report.grad_norm).member("max_norm", report.max_norm);
+  out.member("model_digest", digest_text(report.model_digest));
+  out.member("digest_uninterrupted", digest_text(report.state_digest));
   return out.end_object().text();
 }
 
@@ -43,8 +40,8 @@ std::string rehearse_text(const RehearseReport& report) {
   }
   text += budget_text(report.budget);
   if (report.grad_norm) text += fmt::format("gradient norm {:.6g}\n", *report.grad_norm);
-  text += fmt::format("state digest {:016x}, model digest {:016x}\n", report.state_digest,
-                      report.model_digest);
+  text += fmt::format("state digest {}, model digest {}\n", digest_text(report.state_digest),
+                      digest_text(report.model_digest));
   return text + warnings_text(report.checkpoint.warnings);
 }
 

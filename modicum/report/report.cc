@@ -10,28 +10,18 @@
 namespace modicum {
 namespace {
 
-// What a node holds in one phase: its ranks and the launcher.
-Footprint node_footprint(const Promise& promise, const Phase& phase, int node) {
-  Footprint sum;
-  sum[Purpose::process] = promise.launcher_bytes;
-  for (int rank = 0; rank < promise.ranks(); ++rank) {
-    if (on_node(promise, rank, node)) sum += phase.of_rank[static_cast<size_t>(rank)];
-  }
-  return sum;
-}
-
 std::string_view node_peak_phase(const Promise& promise, int node) {
-  const auto peak = std::max_element(
-      promise.phases.begin(), promise.phases.end(), [&](const Phase& a, const Phase& b) {
-        return node_footprint(promise, a, node).total() < node_footprint(promise, b, node).total();
-      });
+  const auto total = [&](const Phase& phase) { return promise.on_node(node, &phase).total(); };
+  const auto peak =
+      std::max_element(promise.phases.begin(), promise.phases.end(),
+                       [&](const Phase& a, const Phase& b) { return total(a) < total(b); });
   return peak->name;
 }
 
 void phases_member(JsonWriter& out, const Promise& promise, int node) {
   out.key("phases").begin_array();
   for (const Phase& phase : promise.phases) {
-    const Footprint sum = node_footprint(promise, phase, node);
+    const Footprint sum = promise.on_node(node, &phase);
     out.begin_object().member("phase", phase.name).member("bytes", sum.total());
     out.key("by_purpose").begin_object();
     for (size_t p = 0; p < sum.bytes.size(); ++p) {
@@ -72,12 +62,9 @@ void refusal_members(JsonWriter& out, const PlanReport& report) {
   out.key("would_fit").begin_array();
   for (const Alternative& of : report.alternatives) {
     out.begin_object().member("strategy", of.strategy);
-    out.member("staging_bytes", of.staging_bytes).key("state_format");
-    if (of.state_format) {
-      out.value(row_of(*of.state_format).name);
-    } else {
-      out.null();
-    }
+    std::optional<std::string_view> format;
+    if (of.state_format) format = row_of(*of.state_format).name;
+    out.member("staging_bytes", of.staging_bytes).member("state_format", format);
     out.member("ranks_per_node", of.ranks_per_node).member("peak_bytes", of.peak_bytes);
     out.member("flags", of.flags).end_object();
   }
@@ -120,12 +107,7 @@ std::string plan_json(const PlanReport& report) {
   for (const StrategyReport& of : report.strategies) strategy_object(out, of);
   out.end_array();
   budget_member(out, report.budget);
-  out.key("fits");
-  if (report.fits) {
-    out.value(*report.fits);
-  } else {
-    out.null();
-  }
+  out.member("fits", report.fits);
   if (report.refusal) refusal_members(out, report);
   if (report.deepspeed) deepspeed_member(out, *report.deepspeed);
   return out.end_object().text();
@@ -138,10 +120,7 @@ std::string plan_text(const PlanReport& report) {
   text += fmt::format("{:<17} {:>12} {:>12} {:>12} {:>9} {:>12}  {}\n", "strategy", "node peak",
                       "largest rank", "storage", "x needed", "exchanged", "at the peak");
   for (const StrategyReport& of : report.strategies) {
-    int worst = 0;
-    for (int node = 1; node < of.promise.nodes(); ++node) {
-      if (of.promise.node_peak_bytes(node) > of.promise.node_peak_bytes(worst)) worst = node;
-    }
+    const int worst = worst_node(of.promise);
     uint64_t largest = 0;
     for (int rank = 0; rank < of.promise.ranks(); ++rank) {
       largest = std::max(largest, of.promise.rank_peak_bytes(rank));
@@ -169,12 +148,9 @@ std::string load_json(const LoadReport& report) {
   out.member("storage_read_bytes", sum_over(report, &RankOutcome::storage_read_bytes));
   out.member("exchanged_bytes", sum_over(report, &RankOutcome::exchanged_bytes));
   out.member("coverage", "proven").member("check", report.checked ? "ok" : "off");
-  out.key("digest");
-  if (report.digest) {
-    out.value(digest_text(*report.digest));
-  } else {
-    out.null();
-  }
+  std::optional<std::string> digest;
+  if (report.digest) digest = digest_text(*report.digest);
+  out.member("digest", digest);
   budget_member(out, report.budget);
   outcome_members(out, {report.promise, report.ranks, report.launcher_bytes});
   return out.end_object().text();

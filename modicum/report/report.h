@@ -87,16 +87,12 @@ std::string plan_json(const PlanReport& report);
 std::string plan_text(const PlanReport& report);
 
 // What one rank found about itself. Plain data: it crosses from the rank's process.
-struct RankOutcome {
+struct RankOutcome : LoadOutcome {
   int32_t rank = 0;
   int32_t pid = 0;
   uint64_t ledger_peak_bytes = 0;
   uint64_t kernel_peak_bytes = 0;
   uint64_t baseline_bytes = 0;
-  uint64_t page_cache_peak_bytes = 0;
-  uint64_t storage_read_bytes = 0;
-  uint64_t exchanged_bytes = 0;
-  uint64_t bytes_loaded = 0;
   uint64_t digest = 0;    // this rank's part
   int64_t loaded_ns = 0;  // when the last byte was in place, on the launcher's clock
   int64_t check_ns = 0;   // how long checking took
@@ -149,6 +145,21 @@ struct RehearseReport {
 std::string rehearse_json(const RehearseReport& report);
 std::string rehearse_text(const RehearseReport& report);
 
+// Steps over one parameter of `params` elements, cut for the ranks where buckets end.
+struct StepTask {
+  StateFormat format = StateFormat::fp32;
+  int64_t params = 0;
+  int ranks = 1;
+  int threads = 1;  // per rank
+  int steps = 5;
+  uint64_t seed = 0;
+  std::optional<double> max_norm;
+  std::optional<float> loss_scale;  // the first one
+  DType grad_dtype = DType::f32;
+  int children = 0;  // forked by each rank
+  bool compares = true;
+};
+
 // What held the optimizer's state, per parameter: by the ledger, and what the process tree holds by
 // the kernel beyond `fixed_bytes`.
 struct HeldPerParam {
@@ -158,16 +169,10 @@ struct HeldPerParam {
 
 // The optimizer on its own.
 struct StepReport {
-  StateFormat format = StateFormat::fp32;
-  int64_t params = 0;
-  int threads = 1;  // per rank
-  int steps = 0;
+  StepTask task;
   int skipped_steps = 0;
-  uint64_t seed = 0;
-  DType grad_dtype = DType::f32;
   std::string isa;
   std::vector<std::string> isas_not_run;
-  int children = 0;  // forked by each rank
   Promise promise;
   std::optional<Budget> budget;
   HeldPerParam step_1;
@@ -178,7 +183,6 @@ struct StepReport {
   std::optional<double> copy_bytes_per_s;
   std::optional<double> speedup_vs_unfused;
   std::optional<double> grad_norm;  // of the last step, unscaled; nothing: not finite
-  std::optional<double> max_norm;
   std::optional<float> loss_scale;  // after the last step
   uint64_t state_digest = 0;
   uint64_t master_digest = 0;

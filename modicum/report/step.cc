@@ -8,11 +8,6 @@
 namespace modicum {
 namespace {
 
-void held_member(JsonWriter& out, std::string_view name, const HeldPerParam& held) {
-  out.key(name).begin_object().member("ledger", held.ledger).member("kernel", held.kernel);
-  out.end_object();
-}
-
 // With three digits and a power of 1000: "3.42 G". Bytes: "B/s" behind it.
 std::string rate(double per_second) {
   constexpr std::string_view kPrefixes = "kMG";
@@ -28,43 +23,46 @@ std::string rate(double per_second) {
 }  // namespace
 
 double StepReport::params_per_s() const noexcept {
-  return step_s > 0 ? static_cast<double>(params) / step_s : 0;
+  return step_s > 0 ? static_cast<double>(task.params) / step_s : 0;
 }
 
 std::string step_json(const StepReport& report) {
   JsonWriter out;
-  out.begin_object().member("state_format", row_of(report.format).name);
-  out.member("params", report.params).member("ranks", report.promise.ranks());
-  out.member("threads", report.threads).member("steps", report.steps);
-  out.member("skipped_steps", report.skipped_steps).member("seed", report.seed);
-  out.member("grad_dtype", torch_name(report.grad_dtype));
+  out.begin_object().member("state_format", row_of(report.task.format).name);
+  out.member("params", report.task.params).member("ranks", report.promise.ranks());
+  out.member("threads", report.task.threads).member("steps", report.task.steps);
+  out.member("skipped_steps", report.skipped_steps).member("seed", report.task.seed);
+  out.member("grad_dtype", torch_name(report.task.grad_dtype));
   out.member("isa", report.isa).key("isas_not_run").begin_array();
   for (const std::string& isa : report.isas_not_run) out.value(isa);
-  out.end_array().member("fork_children", report.children);
+  out.end_array().member("fork_children", report.task.children);
   out.member("promised_bytes", report.promise.node_peak_bytes(0));
   budget_member(out, report.budget);
   out.key("held_bytes_per_param").begin_object();
-  held_member(out, "step_1", report.step_1);
-  held_member(out, "last_step", report.last_step);
+  for (const auto& [step, held] :
+       {std::pair("step_1", report.step_1), {"last_step", report.last_step}}) {
+    out.key(step).begin_object().member("ledger", held.ledger).member("kernel", held.kernel);
+    out.end_object();
+  }
   out.end_object().member("fixed_bytes", report.fixed_bytes);
   out.member("bytes_per_param_moved", report.bytes_per_param_moved);
   out.member("step_s", report.step_s).member("params_per_s", report.params_per_s());
   out.member("bytes_per_s", report.bytes_per_s());
-  optional_member(out, "copy_bytes_per_s", report.copy_bytes_per_s);
-  optional_member(out, "speedup_vs_unfused", report.speedup_vs_unfused);
-  optional_member(out, "grad_norm", report.grad_norm);
-  optional_member(out, "max_norm", report.max_norm);
-  optional_member(out, "loss_scale", report.loss_scale);
-  out.member("state_digest", fmt::format("{:016x}", report.state_digest));
-  out.member("master_digest", fmt::format("{:016x}", report.master_digest));
+  out.member("copy_bytes_per_s", report.copy_bytes_per_s);
+  out.member("speedup_vs_unfused", report.speedup_vs_unfused);
+  out.member("grad_norm", report.grad_norm).member("max_norm", report.task.max_norm);
+  out.member("loss_scale", report.loss_scale);
+  out.member("state_digest", digest_text(report.state_digest));
+  out.member("master_digest", digest_text(report.master_digest));
   return out.end_object().text();
 }
 
 std::string step_text(const StepReport& report) {
-  std::string text = fmt::format(
-      "{}: {} parameters on {} rank(s) of {} thread(s), {} step(s), {} gradients\n\n",
-      row_of(report.format).name, rate(static_cast<double>(report.params)), report.promise.ranks(),
-      report.threads, report.steps, torch_name(report.grad_dtype));
+  std::string text =
+      fmt::format("{}: {} parameters on {} rank(s) of {} thread(s), {} step(s), {} gradients\n\n",
+                  row_of(report.task.format).name, rate(static_cast<double>(report.task.params)),
+                  report.promise.ranks(), report.task.threads, report.task.steps,
+                  torch_name(report.task.grad_dtype));
   const auto line = [&text](std::string_view what, const std::string& first,
                             const std::string& last) {
     text += fmt::format("{:<26} {:>12} {:>12}\n", what, first, last);
@@ -75,7 +73,7 @@ std::string step_text(const StepReport& report) {
   line("  by the kernel, the tree", bytes(report.step_1.kernel), bytes(report.last_step.kernel));
   text += fmt::format("fixed {}, promised {}; {} forked child(ren) a rank\n\n",
                       format_size(report.fixed_bytes),
-                      format_size(report.promise.node_peak_bytes(0)), report.children);
+                      format_size(report.promise.node_peak_bytes(0)), report.task.children);
   if (report.step_s > 0) {
     text += fmt::format("{} params/s, {}B/s at {:.4g} bytes moved per parameter ({})\n",
                         rate(report.params_per_s()), rate(report.bytes_per_s()),
@@ -87,13 +85,13 @@ std::string step_text(const StepReport& report) {
   }
   text += report.grad_norm ? fmt::format("gradient norm {:.6g}", *report.grad_norm)
                            : std::string("gradient not finite");
-  if (report.max_norm) text += fmt::format(", clipped to {:.6g}", *report.max_norm);
+  if (report.task.max_norm) text += fmt::format(", clipped to {:.6g}", *report.task.max_norm);
   if (report.loss_scale) {
     text += fmt::format("; loss scale {:.6g}, {} step(s) skipped", *report.loss_scale,
                         report.skipped_steps);
   }
-  text += fmt::format("\nstate digest {:016x}, master digest {:016x}\n", report.state_digest,
-                      report.master_digest);
+  text += fmt::format("\nstate digest {}, master digest {}\n", digest_text(report.state_digest),
+                      digest_text(report.master_digest));
   if (!report.isas_not_run.empty()) {
     text += fmt::format("not run here: {}\n", fmt::join(report.isas_not_run, ", "));
   }

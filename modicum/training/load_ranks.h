@@ -24,9 +24,7 @@ struct LoadTask {
 LoadReport load_in_ranks(const LoadTask& task, ShowBytes show);
 
 struct RehearsalTask {
-  const Run& run;  // with an optimizer
-  const Plan& plan;
-  int threads = 1;  // per rank
+  LoadTask load;  // of a run with an optimizer
   int steps = 1;
   uint64_t seed = 0;  // of gradients and random bits
   std::optional<double> max_norm;

@@ -28,22 +28,15 @@ RankLoad::RankLoad(const RankLoadTask& task, HostSink::Given given, HostSink::Co
 
 void RankLoad::load() {
   if (task_.check) shards_.poison([this] { task_.at.board->check(); });
-  const LoadOutcome loaded =
+  static_cast<LoadOutcome&>(outcome_) =
       modicum::load(task_.checkpoint, task_.plan, task_.at, shards_, task_.options);
   outcome_.loaded_ns = task_.clock.now_ns();
-  outcome_.bytes_loaded = loaded.bytes_loaded;
-  outcome_.storage_read_bytes = loaded.storage_read_bytes;
-  outcome_.exchanged_bytes = loaded.exchanged_bytes;
-  outcome_.page_cache_peak_bytes = loaded.page_cache_peak_bytes;
   outcome_.ledger_peak_bytes = task_.at.ledger->peak_since_mark() - held_before_;
 }
 
 void RankLoad::check_values() {
   const int64_t begin = task_.clock.now_ns();
-  Expectation expectation(task_.checkpoint, [this] {
-    task_.at.board->check();
-    task_.at.board->beat(task_.at.rank, 0);
-  });
+  Expectation expectation(task_.checkpoint, [this] { beat(); });
   modicum::check_values(task_.plan, task_.at.rank, shards_, expectation, task_.options);
   outcome_.check_ns = task_.clock.now_ns() - begin;
 }
@@ -52,6 +45,11 @@ void RankLoad::book_what_stays() {
   header_ = task_.at.ledger->adopt(Purpose::header, task_.plan.manifest->held_bytes());
   plan_ = task_.at.ledger->adopt(Purpose::plan, task_.plan.held_bytes());
   ring_ = task_.at.ledger->adopt(Purpose::staging, task_.plan.staging.ring_part_bytes);
+}
+
+void RankLoad::beat() const {
+  task_.at.board->check();
+  task_.at.board->beat(task_.at.rank, 0);
 }
 
 void RankLoad::note_peaks() {

@@ -33,6 +33,8 @@ class RankLoad {
   void book_what_stays();
   // The most that this rank has held since it was made, by the ledger and by the kernel.
   void note_peaks();
+  // A heartbeat; PEER where another rank has failed.
+  void beat() const;
 
   HostSink& shards() noexcept { return shards_; }
   RankOutcome& outcome() noexcept { return outcome_; }

@@ -6,10 +6,9 @@
 
 namespace modicum {
 
-void run_watched(SharedBoard& board, Clock& clock, FunctionRef<void(int rank)> body,
-                 ShowBytes show) {
+void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show) {
   SuperviseOptions options;
-  options.tick = [&board, show] {
+  options.tick = [&board = world.board, show] {
     uint64_t bytes = 0;
     for (int rank = 0; rank < board.ranks(); ++rank) bytes += board.progress(rank);
     show(bytes);
@@ -20,7 +19,8 @@ void run_watched(SharedBoard& board, Clock& clock, FunctionRef<void(int rank)> b
     if (limits.empty()) return std::string("the kernel counted an out-of-memory kill");
     return fmt::format("{} allows {}", limits[0].source, format_size(limits[0].limit_bytes));
   };
-  run_ranks(board, clock, body, options);
+  world.begin_ns = world.clock.now_ns();
+  run_ranks(world.board, world.clock, body, options);
 }
 
 }  // namespace modicum

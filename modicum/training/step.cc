@@ -19,13 +19,13 @@ namespace {
 
 constexpr int kSlotsPerThread = 2;  // of the ring
 
-// What the ranks share, made before they are forked.
-struct StepWorld {
+struct StepWorld : World {
+  StepWorld(const StepTask& of, const Promise& promised)
+      : World(of.ranks), task(of), promise(promised), page(of.ranks) {}
+
   const StepTask& task;
   const Promise& promise;
-  Clock& clock;
-  SharedBoard& board;
-  const NormPage& page;
+  const NormPage page;
 };
 
 // What a rank found. Plain data: it crosses from the rank's process.
@@ -61,13 +61,13 @@ double bytes_per_param_moved(const StepTask& task) noexcept {
 
 class StepRank {
  public:
-  StepRank(const StepWorld& world, int rank)
+  StepRank(StepWorld& world, int rank)
       : world_(world),
         task_(world.task),
         rank_(rank),
         ledger_(world.promise.ledger_limit_bytes(rank)) {}
 
-  void live() {
+  StepOutcome live() {
     if (task_.compares) {
       const auto line_up = [this] {
         world_.board.barrier(rank_);
@@ -89,8 +89,7 @@ class StepRank {
     optimizer.make_masters();
     take_steps(optimizer, ring.bytes());
     outcome_.digest = optimizer.digest();
-    world_.board.post_value(rank_, outcome_);
-    world_.board.barrier(rank_);
+    return outcome_;
   }
 
  private:
@@ -140,7 +139,7 @@ class StepRank {
     static_cast<void>(reset_peak_rss());
   }
 
-  const StepWorld& world_;
+  StepWorld& world_;
   const StepTask& task_;
   const int rank_;
   Ledger ledger_;
@@ -198,45 +197,12 @@ void add_held(StepReport& report, const std::vector<StepOutcome>& outcomes) {
     }
   }
   const auto per_param = [&](size_t i) {
-    const auto params = static_cast<double>(report.params);
+    const auto params = static_cast<double>(report.task.params);
     return HeldPerParam{static_cast<double>(ledger[i]) / params,
                         static_cast<double>(kernel[i]) / params};
   };
   report.step_1 = per_param(0);
   report.last_step = per_param(1);
-}
-
-StepReport report_of(const StepWorld& world, const std::optional<Budget>& budget) {
-  const StepTask& task = world.task;
-  std::vector<StepOutcome> outcomes;
-  StateDigest digest;
-  for (int rank = 0; rank < task.ranks; ++rank) {
-    outcomes.push_back(world.board.posted_value<StepOutcome>(rank));
-    digest += outcomes.back().digest;
-  }
-  const StepsTaken& taken = outcomes[0].taken;
-  StepReport report{.format = task.format,
-                    .params = task.params,
-                    .threads = task.threads,
-                    .steps = task.steps,
-                    .skipped_steps = taken.skipped,
-                    .seed = task.seed,
-                    .grad_dtype = task.grad_dtype,
-                    .isa = std::string(isa()),
-                    .children = task.children,
-                    .promise = world.promise,
-                    .budget = budget,
-                    .bytes_per_param_moved = bytes_per_param_moved(task),
-                    .step_s = taken.step_s,
-                    .max_norm = task.max_norm,
-                    .state_digest = digest.state,
-                    .master_digest = digest.master};
-  for (const std::string_view name : isas_not_run()) report.isas_not_run.emplace_back(name);
-  add_held(report, outcomes);
-  if (task.compares) compare(report, outcomes);
-  if (taken.norm.finite) report.grad_norm = taken.norm.norm(taken.unscale);
-  if (task.loss_scale) report.loss_scale = taken.loss_scale.scale;
-  return report;
 }
 
 }  // namespace
@@ -250,13 +216,26 @@ StepReport step_in_ranks(const StepTask& task, const std::optional<Budget>& budg
                          ShowBytes show) {
   const Promise promise = promise_of(task);
   if (budget) require_fits(promise, *budget);
-  SteadyClock clock;
-  SharedBoard board(task.ranks, clock);
-  const NormPage page(task.ranks);
-  const StepWorld world{task, promise, clock, board, page};
-  run_watched(
-      board, clock, [&world](int rank) { StepRank(world, rank).live(); }, show);
-  return report_of(world, budget);
+  StepWorld world(task, promise);
+  const std::vector<StepOutcome> outcomes = outcomes_of<StepRank>(world, show);
+  StateDigest digest;
+  for (const StepOutcome& outcome : outcomes) digest += outcome.digest;
+  const StepsTaken& taken = outcomes[0].taken;
+  StepReport report{.task = task,
+                    .skipped_steps = taken.skipped,
+                    .isa = std::string(isa()),
+                    .promise = promise,
+                    .budget = budget,
+                    .bytes_per_param_moved = bytes_per_param_moved(task),
+                    .step_s = taken.step_s,
+                    .state_digest = digest.state,
+                    .master_digest = digest.master};
+  for (const std::string_view name : isas_not_run()) report.isas_not_run.emplace_back(name);
+  add_held(report, outcomes);
+  if (task.compares) compare(report, outcomes);
+  if (taken.norm.finite) report.grad_norm = taken.norm.norm(taken.unscale);
+  if (task.loss_scale) report.loss_scale = taken.loss_scale.scale;
+  return report;
 }
 
 }  // namespace modicum

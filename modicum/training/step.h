@@ -9,21 +9,6 @@
 
 namespace modicum {
 
-// Steps over one parameter of `params` elements, cut for the ranks where buckets end.
-struct StepTask {
-  StateFormat format = StateFormat::fp32;
-  int64_t params = 0;
-  int ranks = 1;
-  int threads = 1;  // per rank
-  int steps = 5;
-  uint64_t seed = 0;
-  std::optional<double> max_norm;
-  std::optional<float> loss_scale;  // the first one
-  DType grad_dtype = DType::f32;
-  int children = 0;  // forked by each rank
-  bool compares = true;
-};
-
 // Bytes that all steps together must read and write.
 uint64_t bytes_to_move(const StepTask& task) noexcept;
 

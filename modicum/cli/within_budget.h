@@ -1,0 +1,29 @@
+// What `load` and `rehearse` have in common. Internal to `cli`.
+#pragma once
+
+#include "modicum/cli/verbs.h"
+#include "modicum/training/training.h"
+
+namespace modicum {
+
+// The run of `flags`, planned to fit its budget and carried out by `carry_out`: a report of a
+// LoadTask, showing progress.
+template <typename CarryOut>
+auto within_budget(const CommonFlags& common, const RunFlags& flags, const CarryOut& carry_out) {
+  require_cores(common, flags.ranks);
+  PosixFileSystem files;
+  const Run run = open_run(files, flags);
+  const auto budget = budget_in_force(common, nodes_of(flags));
+  const Plan plan = plan_run(run, *run.options.strategy, budget);
+  if (budget) require_fits(plan.promise, *budget);
+  // Ranks that take whole tensors take all of them.
+  const int times = plan.strategy().of_reader == Window::none ? 1 : flags.ranks;
+  Progress progress(
+      common, saturating_mul(run.checkpoint.manifest.data_bytes(), static_cast<uint64_t>(times)));
+  const LoadTask task{.run = run, .plan = plan, .threads = threads_per_rank(common, plan.ranks())};
+  auto report = carry_out(task, [&progress](uint64_t bytes) { progress.show(bytes); });
+  report.budget = budget;
+  return report;
+}
+
+}  // namespace modicum

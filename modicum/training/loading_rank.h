@@ -1,0 +1,42 @@
+// What rank processes that load have in common. Internal to `training`.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "modicum/probe/probe.h"
+#include "modicum/training/load_ranks.h"
+#include "modicum/training/rank_load.h"
+
+namespace modicum {
+
+struct LoadWorld : World {
+  explicit LoadWorld(const LoadTask& of) : World(of.plan.ranks()), task(of), rings(of.plan) {}
+
+  const LoadTask& task;
+  Rings rings;
+};
+
+// A rank's ledger, its end of the ring and its load.
+struct LoadingRank {
+  LoadingRank(LoadWorld& world, int rank, HostSink::Copy copy = {})
+      : baseline_bytes((reset_peak_rss(), read_process_memory().held())),
+        ledger(world.task.plan.promise.ledger_limit_bytes(rank)),
+        exchange(world.rings.end_of(rank, world.board)),
+        load({world.task.run.checkpoint,
+              world.task.plan,
+              {rank, &world.board, exchange.get(), &ledger},
+              world.clock,
+              {.threads = world.task.threads},
+              world.task.check},
+             {}, std::move(copy)) {
+    load.outcome().baseline_bytes = baseline_bytes;
+  }
+
+  const uint64_t baseline_bytes;  // before anything is taken
+  Ledger ledger;
+  const std::unique_ptr<Exchange> exchange;
+  RankLoad load;
+};
+
+}  // namespace modicum
