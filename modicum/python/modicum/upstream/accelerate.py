@@ -11,8 +11,6 @@ from modicum.errors import refusal
 from modicum.upstream.known import Known
 from modicum.upstream.patching import replace
 
-__all__ = ["KNOWN", "replace_prepare", "require_fsdp2", "require_fsdp2_if_set"]
-
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

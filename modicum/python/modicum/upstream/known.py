@@ -6,8 +6,6 @@ from importlib import import_module
 
 from modicum.errors import refusal
 
-__all__ = ["Known"]
-
 
 @dataclass(frozen=True)
 class Known:

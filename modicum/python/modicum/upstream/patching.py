@@ -5,8 +5,6 @@ docs/reference/patches.md lists each of them."""
 from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["replace"]
-
 _ABSENT = object()
 
 

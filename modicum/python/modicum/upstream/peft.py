@@ -12,8 +12,6 @@ from torch import nn
 from modicum.upstream.known import Known
 from modicum.upstream.patching import replace
 
-__all__ = ["KNOWN", "with_real_adapters"]
-
 
 def with_real_adapters(stack: ExitStack) -> bool:
     """Until `stack` ends, PEFT leaves adapters of an empty layer their values; otherwise they move

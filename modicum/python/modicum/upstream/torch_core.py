@@ -10,25 +10,6 @@ from typing import Any
 
 from modicum.upstream.known import Known
 
-__all__ = [
-    "KNOWN",
-    "RESETS",
-    "TESTED",
-    "buffers_of",
-    "carry_hooks",
-    "children_of",
-    "clone_of",
-    "drop_hooks",
-    "is_persistent",
-    "load_hooks",
-    "local_of",
-    "parameters_of",
-    "require_known",
-    "storage_id",
-    "use_count",
-    "version_of",
-]
-
 TESTED = ("2.13.0", "2.15.0")
 """Versions of torch that the tests have run with; others are taken if they behave alike."""
 RESETS = ("reset_parameters", "_reset_parameters")

@@ -17,32 +17,18 @@ from torch.overrides import (
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass,
-    return_and_correct_aliasing,
 )
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
+from torch.utils._python_dispatch import (
+    return_and_correct_aliasing as return_and_correct_aliasing,
+)
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 from modicum.upstream.known import Known
 from modicum.upstream.torch_core import TESTED
-
-__all__ = [
-    "KNOWN",
-    "LOCAL_SCALAR",
-    "METADATA",
-    "NO_TORCH_FUNCTION",
-    "TO_COPY",
-    "TorchDispatchMode",
-    "arguments_of",
-    "is_dispatching",
-    "is_mutable",
-    "is_traceable_wrapper_subclass",
-    "operator_name",
-    "push_lowest",
-    "return_and_correct_aliasing",
-    "tree_map",
-    "tree_map_only",
-    "without_memory",
-]
 
 TO_COPY = torch.ops.aten._to_copy
 """What `Tensor.to` comes to."""

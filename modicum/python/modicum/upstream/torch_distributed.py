@@ -9,16 +9,6 @@ import torch.distributed as dist
 
 from modicum.errors import refusal
 
-__all__ = [
-    "break_connections",
-    "default_store",
-    "dtensor_like",
-    "gloo_group",
-    "require_gloo",
-    "shard_order",
-    "strided_shard",
-]
-
 # Gloo hands tags to its connections by remainder. This one goes where tag 0 goes, for up to ten
 # network interfaces (5040 is divisible by 1 to 10), and nobody ever sends with it. Tested with the
 # Gloo of torch 2.13.0 and 2.15.0.

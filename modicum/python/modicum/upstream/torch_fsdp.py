@@ -23,21 +23,6 @@ from modicum.upstream.torch_dispatch import is_traceable_wrapper_subclass
 from modicum.upstream.torch_distributed import dtensor_like
 from modicum.upstream.wrappers import canonical
 
-__all__ = [
-    "Managed",
-    "check_pinning",
-    "check_replaceable",
-    "check_unit_dtypes",
-    "cut_by_fsdp",
-    "fsdp_params",
-    "hand_over",
-    "is_sharded",
-    "known",
-    "pin",
-    "register",
-    "shard_ranks",
-]
-
 
 @dataclass(frozen=True)
 class Managed:

@@ -14,24 +14,6 @@ from modicum.errors import refusal
 from modicum.upstream.known import Known
 from modicum.upstream.patching import replace
 
-__all__ = [
-    "IDENTITY",
-    "KNOWN",
-    "Builder",
-    "builder",
-    "check_arguments",
-    "dtype_plan",
-    "forget_initialised",
-    "has_dtype_plan",
-    "initialise",
-    "is_pretrained",
-    "may_be_missing",
-    "may_be_unexpected",
-    "renames_stored",
-    "replace_loading",
-    "source_of",
-]
-
 IDENTITY = "_IdentityOp"
 """The class of a conversion that changes nothing."""
 

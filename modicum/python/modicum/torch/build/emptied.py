@@ -22,8 +22,6 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.tensors import ModelTensor, tensors_of
 from modicum.upstream.torch_core import version_of
 
-__all__ = ["Emptied"]
-
 _NAMES_SHOWN = 8
 
 # What the model's own rules make of tensors with these names.

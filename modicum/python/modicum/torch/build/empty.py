@@ -41,8 +41,6 @@ from modicum.upstream.torch_dispatch import (
 )
 from modicum.upstream.transformers import dtype_plan, forget_initialised, has_dtype_plan
 
-__all__ = ["empty_parameters"]
-
 _aten = torch.ops.aten
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 

@@ -21,8 +21,6 @@ from modicum.torch.build.rules import (
     tensor_of,
 )
 
-__all__ = ["Initialiser"]
-
 
 @dataclass
 class _Group:

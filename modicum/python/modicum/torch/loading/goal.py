@@ -22,8 +22,6 @@ from modicum.torch.shards.tensors import ModelTensor, tensors_of
 from modicum.upstream.torch_fsdp import Managed, check_pinning
 from modicum.upstream.wrappers import canonical
 
-__all__ = ["Goal", "Model", "Source", "agree_on", "goal_of_source", "look_at_memory", "refuse_gaps"]
-
 Source = str | Path | None
 
 

@@ -14,8 +14,6 @@ from modicum.torch.loading.running import run
 from modicum.torch.ranks.group import Ranks
 from modicum.walk.report import Report
 
-__all__ = ["load"]
-
 
 def load(
     model: nn.Module,

@@ -23,8 +23,6 @@ from modicum.torch.shards.tensors import ModelTensor, as_bytes
 from modicum.upstream.torch_fsdp import hand_over
 from modicum.upstream.wrappers import canonical
 
-__all__ = ["State", "chosen_from", "goal_of_memory", "level"]
-
 State = Mapping[str, Any]
 Tensors = dict[str, torch.Tensor]
 

@@ -19,8 +19,6 @@ from modicum.torch.shards.tensors import ModelTensor
 from modicum.upstream.torch_fsdp import check_replaceable, check_unit_dtypes
 from modicum.walk.calls import require_check
 
-__all__ = ["Options", "Place", "Planned", "plan_of"]
-
 Size = int | str
 
 _MIB = 1 << 20

@@ -17,8 +17,6 @@ from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_fsdp import hand_over, pin
 from modicum.walk.report import Report
 
-__all__ = ["run"]
-
 Storages = dict[int, torch.Tensor]
 
 

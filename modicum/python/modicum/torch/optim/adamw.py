@@ -28,8 +28,6 @@ from modicum.torch.optim.states import is_own_master, options_of, require_seed
 from modicum.torch.shards.forks import require_fork
 from modicum.upstream.torch_core import load_hooks
 
-__all__ = ["AdamW"]
-
 # Of each plane, as `memory.attribute` calls it.
 _OWNERS = {
     "master": "master",

@@ -14,17 +14,6 @@ from modicum.torch.shards.placements import Shardings
 from modicum.upstream.torch_core import parameters_of, require_known
 from modicum.upstream.wrappers import canonical
 
-__all__ = [
-    "Hooks",
-    "bound_parts",
-    "changed_since",
-    "is_in_place",
-    "meshes_of",
-    "names_of",
-    "refuse_lost",
-    "refuse_repeated",
-]
-
 Group = dict[str, Any]
 
 

@@ -15,8 +15,6 @@ from modicum.torch.optim.state_dicts import chunks, entry_values, is_noted
 from modicum.torch.optim.states import dtype_of, is_own_master, make_states
 from modicum.upstream.torch_core import local_of
 
-__all__ = ["MOMENTS", "Bound"]
-
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 

@@ -10,8 +10,6 @@ import torch
 from modicum import _modicum
 from modicum.torch.optim.parts import Part
 
-__all__ = ["SLOTS", "Lane"]
-
 SLOTS = 4
 """Of the ring, for each thread."""
 _SLOT_BYTES = 128 << 10

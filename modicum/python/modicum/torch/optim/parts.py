@@ -16,16 +16,6 @@ from modicum.torch.shards.placements import Shardings
 from modicum.upstream.torch_core import local_of, version_of
 from modicum.upstream.torch_distributed import dtensor_like
 
-__all__ = [
-    "Part",
-    "global_sum",
-    "largest",
-    "mesh_of",
-    "part_of",
-    "place_of",
-    "versions_of",
-]
-
 
 @dataclass(eq=False)
 class Part:

@@ -11,8 +11,6 @@ from modicum.errors import BudgetError, refusal
 from modicum.memory.holders import WEIGHTS, Holding, holdings, stepping
 from modicum.torch.optim.adamw import AdamW
 
-__all__ = ["Protected", "Protection", "protect"]
-
 _PAGE_BYTES = mmap.PAGESIZE
 
 

@@ -12,8 +12,6 @@ from modicum.errors import refusal
 from modicum.torch.optim.parts import Part
 from modicum.upstream.torch_core import local_of
 
-__all__ = ["IMPLEMENTATION", "chunks", "entry_values", "is_noted", "merged_groups", "saved_values"]
-
 IMPLEMENTATION = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 """Options of a group that choose one of torch's implementations, each with torch's default."""
 _CHUNK = 1 << 20  # elements

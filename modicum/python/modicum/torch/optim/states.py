@@ -14,8 +14,6 @@ from modicum.torch.optim.parts import Part
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.upstream.torch_fsdp import register
 
-__all__ = ["dtype_of", "is_own_master", "make_states", "options_of", "require_seed"]
-
 _ROWS = {row["name"]: row for row in _modicum.state_formats()}
 
 

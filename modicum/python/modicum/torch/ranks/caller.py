@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-__all__ = ["Call", "Caller"]
-
 
 class Call:
     """A call under way on another thread."""

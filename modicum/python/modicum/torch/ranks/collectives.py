@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["settled"]
-
 LIMIT_S = 1.0
 """Of waiting for a reference that is normally dropped within microseconds."""
 

@@ -6,8 +6,6 @@ import torch.distributed as dist
 
 from modicum import _modicum
 
-__all__ = ["cpus_of_rank"]
-
 
 def cpus_of_rank(ranks_per_node: int | None = None) -> int:
     """Of the CPUs that the process may use, the rank's share; at least one.

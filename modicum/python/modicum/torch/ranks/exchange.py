@@ -24,8 +24,6 @@ import torch.distributed as dist
 from modicum.torch.ranks.caller import Call, Caller
 from modicum.upstream.torch_distributed import break_connections, gloo_group, require_gloo
 
-__all__ = ["Exchange"]
-
 PIECE_BYTES = 2 << 20
 PIECES_AHEAD = 8
 CONNECT_LIMIT = timedelta(minutes=5)

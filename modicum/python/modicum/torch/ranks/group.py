@@ -35,8 +35,6 @@ from modicum.torch.ranks.liveness import LOOK_S, Neighbours, Process, nodes_of
 from modicum.torch.ranks.store import LoadStore
 from modicum.upstream.torch_distributed import default_store
 
-__all__ = ["Board", "Ranks"]
-
 TICK_S = 0.25
 """Between two looks at the first failure."""
 PART_LIMIT_S = 2.0  # of waiting for all to know that it is over

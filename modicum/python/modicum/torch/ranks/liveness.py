@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["LOOK_S", "SILENT_LOOKS", "Neighbours", "Process", "nodes_of"]
-
 LOOK_S = 1.0
 """Seconds between two beats, and between two looks."""
 SILENT_LOOKS = 5

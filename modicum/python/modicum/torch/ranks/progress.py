@@ -5,8 +5,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["progress_bar"]
-
 
 def _tqdm() -> Any:
     """torch doesn't bring it; a load without a bar is a load."""

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from modicum.errors import Error
 from modicum.torch.ranks.caller import Caller
 
-__all__ = ["LoadStore"]
-
 SLICE_S = 0.1
 SLICES, CONNECT_SLICES = 60, 600
 """Of waiting for one answer: 6 s; a minute to connect, where all ranks may do so at once. They are

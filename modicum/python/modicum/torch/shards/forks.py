@@ -24,8 +24,6 @@ from modicum.errors import refusal
 from modicum.upstream.torch_core import local_of
 from modicum.upstream.torch_dispatch import METADATA, push_lowest
 
-__all__ = ["require_fork"]
-
 _PAGE_BYTES = mmap.PAGESIZE
 _ACCESSORS = ("__get__", "__set__", "__delete__")
 

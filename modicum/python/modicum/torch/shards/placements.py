@@ -20,8 +20,6 @@ from modicum.upstream.torch_core import local_of
 from modicum.upstream.torch_distributed import shard_order, strided_shard
 from modicum.upstream.torch_fsdp import cut_by_fsdp, shard_ranks
 
-__all__ = ["Cut", "Sharding", "Shardings", "layout_of"]
-
 
 class Cut(NamedTuple):
     """One tensor dim, cut along mesh axes by torch.chunk's rule."""

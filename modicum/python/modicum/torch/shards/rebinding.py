@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 from modicum.errors import refusal
 from modicum.upstream.wrappers import canonical
 
-__all__ = ["parameter_names", "rebinding"]
-
 Names = dict[nn.Parameter, list[str]]
 
 

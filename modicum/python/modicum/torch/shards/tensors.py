@@ -16,8 +16,6 @@ from modicum.upstream.torch_core import (
 )
 from modicum.upstream.torch_fsdp import Managed, fsdp_params
 
-__all__ = ["ModelTensor", "as_bytes", "copying_into", "tensors_of"]
-
 
 @dataclass
 class ModelTensor:
