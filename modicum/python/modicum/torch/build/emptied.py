@@ -8,7 +8,6 @@ no state dict has, as rotary embeddings keep them, and tensors that the file lac
 import itertools
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,8 @@ from modicum.upstream.torch_core import version_of
 
 _NAMES_SHOWN = 8
 
+# A buffer, and whether neither it nor any other tensor around it was ever written.
+_Buffer = tuple[torch.Tensor, bool]
 # What the model's own rules make of tensors with these names.
 _Makes = Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]]
 
@@ -36,18 +37,6 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
         return version_of(tensor) == 0
     except RuntimeError:  # an inference tensor does not count
         return False
-
-
-@dataclass
-class _Buffer:
-    """One that no state dict has."""
-
-    of: ModelTensor
-    is_emptied: bool  # neither it nor any other tensor around it was ever written
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        return self.of.tensor
 
 
 class Emptied:
@@ -102,17 +91,17 @@ class Emptied:
         is_emptied = False
         made = set()
         for name, value in makes(found):
-            buffer = found[name]
+            buffer, never_written = found[name]
             made.add(name)
-            value = value.to(buffer.tensor.dtype)
-            if torch.equal(value, buffer.tensor.detach().cpu()):
+            value = value.to(buffer.dtype)
+            if torch.equal(value, buffer.detach().cpu()):
                 continue
-            is_emptied |= buffer.is_emptied
-            if everything or buffer.is_emptied:
-                self._values[name] = buffer.tensor, value.clone()
+            is_emptied |= never_written
+            if everything or never_written:
+                self._values[name] = buffer, value.clone()
             else:
                 self._differ.append(name)
-        self._unknown = [n for n, of in found.items() if of.is_emptied and n not in made]
+        self._unknown = [n for n, (_, never) in found.items() if never and n not in made]
         return is_emptied
 
     def restore(self, loaded: Container[str]) -> None:
@@ -163,8 +152,7 @@ def _examined(
         parameters = [] if module is None else [*module.parameters()]
         is_real = not any(parameter.is_meta for parameter in parameters)
         if everything or (is_real and is_unwritten(of.tensor)):
-            is_emptied = module is not None and _has_no_values(module)
-            found[name] = _Buffer(of, is_emptied)
+            found[name] = of.tensor, module is not None and _has_no_values(module)
     return found
 
 

@@ -129,9 +129,6 @@ def _report(planned: Planned, ranks: Ranks, loaded: _modicum.Loaded) -> Report:
         "kernel_peak_bytes": _modicum.process_memory()["peak_bytes"],
     }
     outcomes = ranks.gather(outcome)
-    checked, budget, source = (
-        planned.options.check is not None,
-        planned.budget,
-        planned.budget_source,
-    )
-    return Report(*_modicum.load_report(planned.plan, outcomes, checked, budget, source))
+    is_checked, budget = planned.options.check is not None, planned.budget
+    source = planned.budget_source
+    return Report(*_modicum.load_report(planned.plan, outcomes, is_checked, budget, source))

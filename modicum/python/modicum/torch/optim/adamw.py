@@ -12,9 +12,9 @@ import torch
 from modicum import _modicum
 from modicum.errors import UsageError, refusal
 from modicum.torch.optim.binding import (
-    Hooks,
     bound_parts,
     changed_since,
+    hooks_of,
     is_in_place,
     meshes_of,
     names_of,
@@ -141,13 +141,8 @@ class AdamW(torch.optim.Optimizer):
         self._is_first = True
         self._unhook: Any = lambda: None
         self._bound = Bound([], [])
-        problem = None
         try:
-            self._bind()
-        except Exception as error:
-            problem = error
-        try:
-            self._agreed([], False, problem)
+            self._agreed(self._bind)
         except BaseException:
             self._release()
             raise
@@ -166,8 +161,7 @@ class AdamW(torch.optim.Optimizer):
                 parts, self.param_groups, options=options, state_format=self.state_format,
                 ledger=self.ledger, seed=self.seed, pin=self._pin, fork=self._fork,
             )  # fmt: skip
-            hooks = Hooks(parts)
-            self._unhook = weakref.finalize(self, hooks.remove)
+            self._unhook = weakref.finalize(self, hooks_of(parts).close)
             self._unhook.atexit = False
             for part in parts:  # entries for new parameters, as `rebinding` moves them
                 if part.parameter in given:
@@ -246,26 +240,28 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = getattr(self, "found_inf", None)
         unscale = clip = 1.0
+
+        def prepare() -> tuple[list[float], bool]:
+            nonlocal unscale
+            unscale = self._unscale()
+            self._follow()
+            self._bound.settle()
+            self._push_options()
+            self._bound.refresh_on_device()
+            self._bound.collect()
+            self._check_gradients()
+            found_inf = getattr(self, "found_inf", None)
+            squares, is_bad = self._bound.norms()
+            return squares, is_bad or (found_inf is not None and bool(found_inf.item()))
+
         try:
-            problem = None
-            try:
-                unscale = self._unscale()
-                self._follow()
-                self._bound.settle()
-                self._push_options()
-                self._bound.refresh_on_device()
-                self._bound.collect()
-                self._check_gradients()
-            except Exception as error:
-                problem = error
-            norm = self._norm(found_inf is None or not found_inf.item(), problem)
-            if self._max_norm is not None and norm is not None:
-                clip = _modicum.clip_factor(norm * unscale, self._max_norm)
-            if norm is None:
+            squares, is_bad = self._agreed(prepare)
+            if is_bad:
                 self.skipped_steps += 1
             else:
+                if self._max_norm is not None:
+                    clip = _modicum.clip_factor(math.sqrt(squares) * unscale, self._max_norm)
                 self._bound.step(unscale, clip)
         finally:
             self._forget()
@@ -296,38 +292,32 @@ class AdamW(torch.optim.Optimizer):
         max_norm = float(max_norm)
         if not max_norm >= 0:
             raise refusal("USAGE", "a norm to clip to is 0 or more", got=str(max_norm))
-        problem = None
-        try:
+
+        def prepare() -> tuple[list[float], bool]:
             self._follow()
             self._bound.collect()
-        except Exception as error:
-            problem = error
-        norm = self._norm(True, problem)
+            return self._bound.norms()
+
+        squares, is_bad = self._agreed(prepare)
         self._max_norm = max_norm
-        return torch.tensor(float("nan") if norm is None else norm)
+        return torch.tensor(math.nan if is_bad else math.sqrt(squares))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of torch's. The gradients' plane stays taken."""
         super().zero_grad(set_to_none)
         self._forget()
 
-    def _norm(self, finite: bool, problem: Exception | None) -> float | None:
-        """Over all ranks; None where a gradient is not finite. A collective of all of these, which
-        raises on all of them where one has a problem."""
+    def _agreed(self, prepare: Callable[[], tuple[list[float], bool] | None]) -> tuple[float, bool]:
+        """Calls `prepare` on every rank of the parameters' meshes. It gives a value for each
+        parameter and a flag: returns the sum of all ranks' values, and whether any has the flag.
+        Where it raises on one of them all raise: that rank its own error, the others `UsageError`
+        with its number. Collective: a rank that raised before it would leave the others waiting."""
         values: list[float] = []
-        if problem is None:
-            values, is_finite = self._bound.norms()
-            finite = finite and is_finite
-        total, is_bad = self._agreed(values, not finite, problem)
-        return None if is_bad else math.sqrt(total)
-
-    def _agreed(
-        self, values: list[float], flag: bool, problem: Exception | None
-    ) -> tuple[float, bool]:
-        """The sum of `values` and whether any rank has `flag`, on all ranks of the parameters'
-        meshes. Where one of them has a problem all raise: it its own, the others `UsageError`
-        with its rank. A collective: a rank that raised without it would leave the others waiting
-        in their next one."""
+        flag, problem = False, None
+        try:
+            values, flag = prepare() or ([], False)
+        except Exception as error:
+            problem = error
         meshes = meshes_of(self._bound.parts, self.param_groups)
         values = values or [0.0] * len(meshes)
         total, (flag, refused) = global_sum(meshes, values, (flag, problem is not None))
@@ -410,16 +400,15 @@ class AdamW(torch.optim.Optimizer):
             state_dict = before(self, state_dict) or state_dict
         groups: list[dict[str, Any]] = []
         values: list[dict[str, Any]] = []
-        problem = None
-        try:
+
+        def check() -> None:
             self._follow()
-            groups = merged_groups(state_dict, self.param_groups)
+            groups.extend(merged_groups(state_dict, self.param_groups))
             options = [self._options(group) for group in groups]
             _modicum.adamw_footprint([], options, format=self.state_format)  # are they in range?
-            values = self._saved(state_dict)
-        except Exception as error:
-            problem = error
-        self._agreed([], False, problem)
+            values.extend(self._saved(state_dict))
+
+        self._agreed(check)
         self._forget()
         self._bound.settle()
         for group, new in zip(self.param_groups, groups, strict=True):

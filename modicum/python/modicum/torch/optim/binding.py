@@ -3,6 +3,7 @@ that bring their gradients."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -128,20 +129,15 @@ def refuse_lost(lacking: Sequence[Part], parts: Sequence[Part]) -> None:
 # ---- gradients
 
 
-class Hooks:
-    """Brings each gradient to its plane as soon as it is there, and gives its memory back."""
-
-    def __init__(self, parts: Iterable[Part]) -> None:
-        self._handles = [
-            part.parameter.register_post_accumulate_grad_hook(_taking(part))
-            for part in parts
-            if part.grad is not None and part.parameter.requires_grad
-        ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+def hooks_of(parts: Iterable[Part]) -> ExitStack:
+    """Hooks, until the stack is closed, that move each gradient to its plane when autograd has
+    accumulated it, and give its memory back."""
+    hooks = ExitStack()
+    for part in parts:
+        if part.grad is not None and part.parameter.requires_grad:
+            handle = part.parameter.register_post_accumulate_grad_hook(_taking(part))
+            hooks.callback(handle.remove)
+    return hooks
 
 
 def _taking(part: Part) -> Callable[[nn.Parameter], None]:

@@ -244,14 +244,14 @@ class Bound:
         )
 
     def norms(self) -> tuple[list[float], bool]:
-        """Sums of squares of the parts that this rank counts, and whether all are finite."""
-        sums, finite = {}, True
+        """Sums of squares of the parts that this rank counts, and whether any is not finite."""
+        sums, is_bad = {}, False
         for name, state in self.states.items():
             sums[name], is_finite = state.norms()
-            finite = finite and is_finite
+            is_bad |= not is_finite
         return [
             sums[part.state][part.shard] if part.is_counted else 0.0 for part in self.parts
-        ], finite
+        ], is_bad
 
     def forget(self) -> None:
         if self.looked:

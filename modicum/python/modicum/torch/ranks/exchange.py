@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from modicum.torch.ranks.caller import Call, Caller
+from modicum.torch.ranks.caller import Caller
 from modicum.upstream.torch_distributed import break_connections, gloo_group, require_gloo
 
 PIECE_BYTES = 2 << 20
@@ -49,12 +50,12 @@ class Exchange:
         # By place: the group that connects us, and the peer's rank in it.
         self._links: dict[int, tuple[Any, int]] = {}
         self._caller = Caller("modicum-exchange")
-        self._call: Call | None = None
+        self._call: Future[None] | None = None
         self._is_connected = self._is_closed = False
         self.peer: int | None = None
         """The place that is waited for, or was when a call failed; None while connecting."""
 
-    def begin(self, root: int, view: memoryview, begin: int, end: int) -> Call:
+    def begin(self, root: int, view: memoryview, begin: int, end: int) -> Future[None]:
         """Begins to bring `view` from the place `root` to all others, of which this one needs at
         least [begin, end). The call ends with RuntimeError where a connection does. `view` must
         live until the call has ended or close() has returned."""
@@ -67,10 +68,10 @@ class Exchange:
         """Ends this rank's connections, also under a call that waits, which is seen by its peers.
         No memory is touched afterwards."""
         self._is_closed = True  # a call that is still connecting ends with that
-        if self._is_connected and self._call is not None and not self._call.wait(0):
+        if self._is_connected and self._call is not None and not self._call.done():
             for group in self._groups:
                 break_connections(group)
-            self._call.wait(BREAK_WAIT_S)
+            wait([self._call], BREAK_WAIT_S)
         self._caller.end()
         self._links.clear()
         self._groups.clear()

@@ -23,15 +23,16 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
-from modicum._modicum import exit_codes
+from modicum._modicum import Board, exit_codes
 from modicum.errors import Error, from_json, refusal
 from modicum.torch.ranks.exchange import Exchange
-from modicum.torch.ranks.liveness import LOOK_S, Neighbours, Process, nodes_of
+from modicum.torch.ranks.liveness import LOOK_S, Neighbours, Process, ranks_per_node
 from modicum.torch.ranks.store import LoadStore
 from modicum.upstream.torch_distributed import default_store
 
@@ -41,29 +42,18 @@ PART_LIMIT_S = 2.0  # of waiting for all to know that it is over
 POLL_GROWTH = 1.25
 
 
-class Board(Protocol):
-    """What a running load is told through, and tells: `modicum._modicum.Board`."""
-
-    @property
-    def progress(self) -> int: ...
-
-    def fail(self, what: str, rank: int = -1) -> None: ...
-
-
 class Ranks:
     """One rank among those of a load. `barrier`, `agree`, `report` and `broadcast` are what the
     library calls; they raise the first failure of any rank, the same error on all."""
 
     rank: int
     world_size: int
-    node: int
-    """Index of this rank's host."""
     ranks_per_node: int | None
     """None where hosts have different numbers of ranks, or ranks that don't follow each other."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         """A rank that has nobody to talk to."""
-        self.rank, self.world_size, self.node, self.ranks_per_node = rank, world_size, 0, world_size
+        self.rank, self.world_size, self.ranks_per_node = rank, world_size, world_size
         self._store: LoadStore | None = None
         self._meetings = 0  # so far; every rank comes to all of them
         self._longest_pause_s = 0.004 + world_size / 5000  # 5000 polls a second are not many
@@ -140,7 +130,7 @@ class Ranks:
         assert self._exchange is not None, "broadcast() before exchange_among()"
         call = self._exchange.begin(root, view, begin, end)
         try:
-            while not call.wait(TICK_S):
+            while not wait([call], TICK_S).done:
                 self.check()
             self._received(call.result)
         except BaseException as error:
@@ -205,7 +195,7 @@ class Ranks:
             self.barrier()
             if self._store is not None:
                 self._store.forget(f"beat/{self.rank}")
-            self._part()
+                self._part()
         except BaseException as error:
             verdict = self._part_with(error)
             if verdict is error:
@@ -256,7 +246,7 @@ class Ranks:
         hello = [me.boot, me.host, me.pid_space, me.pid, me.started]
         processes = [Process(*fields) for fields in self._settle(hello, list, limit_s)]
         self._pids = [process.pid for process in processes]
-        self.node, self.ranks_per_node = nodes_of(processes, self.rank)
+        self.ranks_per_node = ranks_per_node(processes)
         self._neighbours = Neighbours(processes, self.rank)
 
     def _next_meeting(self) -> int:
@@ -386,15 +376,13 @@ class Ranks:
     def _part(self) -> None:
         """Nobody leaves before all know that it is over: the one whose process has the store may
         end it next."""
-        if self._store is None:
-            return
         # A rank that has died won't say that it knows.
         is_dead = self._failure is not None and from_json(self._failure).category == "PEER"
         waited_s = 0.0
         try:
             self._tell_over()
             for pause_s in self._pauses():
-                told = self._store.count("over")
+                told = self._shared.count("over")
                 if waited_s >= PART_LIMIT_S or told >= self.world_size - is_dead:
                     return
                 self._ended.wait(pause_s)

@@ -71,15 +71,15 @@ def _state_of(pid: int) -> tuple[str, str] | None:
     return fields[0], fields[19]
 
 
-def nodes_of(processes: Sequence[Process], rank: int) -> tuple[int, int | None]:
-    """A rank's node, and how many ranks every node has; None where nodes differ in size or have
-    ranks that don't follow each other."""
+def ranks_per_node(processes: Sequence[Process]) -> int | None:
+    """How many ranks every node has; None where nodes differ in size or have ranks that don't
+    follow each other."""
     nodes = list(dict.fromkeys(process.node for process in processes))
     per_node, left = divmod(len(processes), len(nodes))
     even = left == 0 and all(
         process.node == nodes[r // per_node] for r, process in enumerate(processes)
     )
-    return nodes.index(processes[rank].node), per_node if even else None
+    return per_node if even else None
 
 
 @dataclass

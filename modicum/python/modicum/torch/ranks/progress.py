@@ -3,16 +3,6 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
-
-
-def _tqdm() -> Any:
-    """torch doesn't bring it; a load without a bar is a load."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm
 
 
 @contextlib.contextmanager
@@ -23,11 +13,13 @@ def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None] |
         total: bytes that will have been read in the end.
         shown: whether there is a bar, on stderr.
     """
-    tqdm = _tqdm() if shown else None
-    if tqdm is None:
+    try:
+        from tqdm import tqdm
+    except ImportError:  # torch does not depend on it
+        shown = False
+    if not shown:
         yield None
         return
-
     with tqdm(
         total=total,
         desc="Loading weights",

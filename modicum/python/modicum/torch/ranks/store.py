@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any
 
 import torch.distributed as dist
@@ -95,7 +96,7 @@ class LoadStore:
     def _ask(self, function: Callable[..., Any], *arguments: Any, slices: int = SLICES) -> Any:
         if self._lost is None:
             call = self._line.begin(function, *arguments)
-            if any(call.wait(SLICE_S) for _ in range(slices)):
+            if any(wait([call], SLICE_S).done for _ in range(slices)):
                 try:
                     return call.result()
                 except RuntimeError as error:

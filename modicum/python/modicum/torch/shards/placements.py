@@ -141,7 +141,8 @@ class Shardings:
         if grid is None:
             expected = f"a regular grid of {self.world_size} ranks"
             raise refusal("UNSUPPORTED", "a mesh", tensor=name, expected=expected, got=str(mesh))
-        axes = dict(zip((shard.mesh_dim for shard in shards), grid.axes, strict=True))
+        world, axes_of = grid
+        axes = dict(zip((shard.mesh_dim for shard in shards), axes_of, strict=True))
         lines = {s.mesh_dim: _line_of(self.rank, ranks, shape, s.mesh_dim) for s in shards}
         by_fsdp = [shard for shard in shards if lines[shard.mesh_dim] == fsdp_ranks]
         if len(fsdp_ranks) > 1 and not by_fsdp:
@@ -152,7 +153,7 @@ class Shardings:
         cuts = [Cut(axes[shard.mesh_dim], shard.dim, packed) for shard, packed in others]
         # FSDP2 cuts what a rank holds by then, however its placement describes that.
         cuts += [Cut(axes[s.mesh_dim], s.dim, pads=s.dim == 0) for s in by_fsdp]
-        return Sharding(grid.mesh, tuple(cuts))
+        return Sharding(world, tuple(cuts))
 
 
 # ---- placements
@@ -213,19 +214,12 @@ def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard,
 # ---- meshes
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """A mesh over the whole world, and which of its axes each of some other mesh's dims is."""
-
-    mesh: tuple[int, ...]
-    axes: tuple[tuple[int, ...], ...]
-
-
 @lru_cache(maxsize=256)  # a model has thousands of tensors and a handful of meshes
 def _grid(
     ranks: tuple[int, ...], shape: tuple[int, ...], dims: tuple[int, ...], world_size: int
-) -> _Grid | None:
-    """The world as a grid of which the `dims` of a mesh are axes; None where they are not.
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None:
+    """The world as a grid of which the `dims` of a mesh are axes: its sizes, and by dim the axes;
+    None where there is no such grid.
 
     `ranks` are the mesh's, row-major over `shape`. A mesh dim that is several axes flattened gives
     them all. What the mesh leaves out of the world is taken to be more of the same.
@@ -253,7 +247,7 @@ def _grid(
         mesh.append(world_size // inner)
     outermost = len(mesh) - 1
     axes = (tuple(outermost - axis_at[stride] for stride, _ in strides[dim]) for dim in dims)
-    return _Grid(tuple(reversed(mesh)), tuple(axes))
+    return tuple(reversed(mesh)), tuple(axes)
 
 
 def _strides(line: Sequence[int]) -> list[tuple[int, int]]:
