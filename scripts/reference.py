@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""Writes docs/reference/python.md from docstrings and docs/reference/command-line.md from --help.
+
+reference.py [MODICUM]: without a program only the first one, which needs the sources alone. A test
+fails when either page is stale (tests/test_reference_page.py). Standard library only.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "modicum/python/modicum"
+PYTHON_PAGE = "docs/reference/python.md"
+COMMAND_PAGE = "docs/reference/command-line.md"
+# Module -> the names to show; None: its __all__.
+MODULES: dict[str, list[str] | None] = {
+    "modicum": None,
+    "modicum.memory": None,
+    "modicum.recipes": ["recipe_for", "meta_model", "Recipe"],
+    "modicum.torch": None,
+    "modicum.torch.accelerate": None,
+    "modicum.torch.dcp": None,
+    "modicum.errors": ["Error"],
+}
+SHARED_BY = ("plan", "load", "rehearse")
+# The kernels that a machine can run differ; the page is the same everywhere.
+OF_THIS_MACHINE = {"--isa": "an instruction set that this machine has; default: the fastest"}
+
+Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+# ---- Python
+
+
+def file_of(root: Path, module: str) -> Path:
+    parts = module.split(".")[1:]
+    folder = root.joinpath(PACKAGE, *parts)
+    for path in (folder / "__init__.py", folder.with_suffix(".py"), folder.with_suffix(".pyi")):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(module)
+
+
+def definition(root: Path, module: str, name: str) -> Node | None:
+    """The function or class that `module.name` is, through imports; None for a value or module."""
+    tree = ast.parse(file_of(root, module).read_text())
+    for node in reversed(tree.body):  # overloads come before the function itself
+        if isinstance(node, Node) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for one in node.names:
+                if (one.asname or one.name) == name and node.module != module:
+                    try:
+                        return definition(root, node.module, one.name)
+                    except FileNotFoundError:
+                        return definition(root, f"{node.module}.{one.name}", name)
+    return None
+
+
+def public_names(root: Path, module: str) -> list[str]:
+    for node in ast.parse(file_of(root, module).read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return sorted(ast.literal_eval(node.value), key=str.lower)
+    raise ValueError(f"{module} lacks __all__")
+
+
+def signature(node: Node, prefix: str = "") -> str:
+    """`name(a, *, b=1)`, one parameter a line where one line is too long."""
+    if isinstance(node, ast.ClassDef):
+        made = [one for one in node.body if isinstance(one, Node) and one.name == "__init__"]
+        if not made:
+            return f"class {prefix}{node.name}"
+        return signature(made[0]).replace("__init__", f"class {prefix}{node.name}", 1)
+    args = node.args
+    shown = [ast.unparse(one) for one in args.posonlyargs + args.args]
+    for i, value in enumerate(reversed(args.defaults), 1):
+        shown[-i] += f" = {ast.unparse(value)}"
+    shown = [one for one in shown if one not in ("self", "cls")]
+    if args.vararg:
+        shown.append(f"*{ast.unparse(args.vararg)}")
+    elif args.kwonlyargs:
+        shown.append("*")
+    for one, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        shown.append(ast.unparse(one) + (f" = {ast.unparse(default)}" if default else ""))
+    if args.kwarg:
+        shown.append(f"**{ast.unparse(args.kwarg)}")
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    line = f"{prefix}{node.name}({', '.join(shown)}){returns}"
+    if len(line) <= 96:
+        return line
+    inner = "".join(f"    {one},\n" for one in shown)
+    return f"{prefix}{node.name}(\n{inner}){returns}"
+
+
+def markdown_of(docstring: str) -> Iterator[str]:
+    """Sections of a docstring (Args:, Raises:) as lists; indented examples as they are."""
+    in_section = False
+    for line in docstring.strip().splitlines():
+        if re.fullmatch(r"(Args|Returns|Raises|Yields|Attributes|Example):", line):
+            in_section = True
+            yield f"**{line[:-1]}**"
+            yield ""
+        elif in_section and (found := re.match(r"    (\w[\w, .*]*): (.*)", line)):
+            yield f"- `{found[1]}`: {found[2]}"
+        elif in_section and line.startswith("    "):
+            yield f"  {line.strip()}" if line.startswith("     ") else line.strip()
+        else:
+            in_section = in_section and not line.strip()
+            yield line
+
+
+def is_property(node: Node) -> bool:
+    return any(ast.unparse(one) == "property" for one in node.decorator_list)
+
+
+def members(node: ast.ClassDef) -> Iterator[str]:
+    """Public methods and properties, by the first paragraph of their docstrings."""
+    for one in node.body:
+        if not isinstance(one, Node) or one.name.startswith("_"):
+            continue
+        text = (ast.get_docstring(one) or "").split("\n\n")[0].strip()
+        if text and not any("setter" in ast.unparse(mark) for mark in one.decorator_list):
+            shown = one.name if is_property(one) else signature(one).split(") ->")[0]
+            shown += "" if is_property(one) or shown.endswith(")") else ")"
+            yield f"- `{' '.join(shown.split())}`: {' '.join(text.split())}"
+
+
+def entry(module: str, node: Node) -> Iterator[str]:
+    yield from (f"### `{module}.{node.name}`", "", "```python", signature(node), "```", "")
+    yield from markdown_of(ast.get_docstring(node) or "")
+    if isinstance(node, ast.ClassDef):
+        listed = list(members(node))
+        if listed:
+            yield from ("", "**Members**", "", *listed)
+    yield ""
+
+
+def python_page(root: Path) -> str:
+    lines = [
+        "# Python API",
+        "",
+        "Written by `scripts/reference.py` from the docstrings: edit those. Any other path in the",
+        "package may change. Every error is a class of [errors.md](errors.md).",
+        "",
+    ]
+    for module, names in MODULES.items():
+        tree = ast.parse(file_of(root, module).read_text())
+        summary = (ast.get_docstring(tree) or "").split("\n\n")[0]
+        lines += [f"## {module}", "", *summary.rstrip(":").splitlines(), ""]
+        for name in names or public_names(root, module):
+            node = definition(root, module, name)
+            is_error = name.endswith("Error") and module != "modicum.errors"
+            if node is not None and not is_error:
+                lines += entry(module, node)
+    text = "\n".join(line.rstrip() for line in lines)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+# ---- the command line
+
+
+@dataclass(frozen=True)
+class Verb:
+    summary: str
+    usage: str
+    flags: dict[str, str]  # as shown -> its help
+
+
+def help_of(program: Path, *words: str) -> str:
+    done = subprocess.run([program, *words], check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def flags_of(text: str) -> Iterator[tuple[str, str]]:
+    """(`--flag TYPE`, help) of each positional and option of a help text."""
+    shown, said = "", ""
+    for line in text.splitlines():
+        if re.match(r"  [-A-Z]", line):
+            if shown:
+                yield shown, said
+            shown, _, said = re.sub(r"\s{2,}", "\t", line.strip()).partition("\t")
+        elif line.startswith(" " * 8):
+            said = f"{said} {line.strip()}".strip()
+    if shown:
+        yield shown, said
+
+
+def verb_of(program: Path, name: str) -> Verb:
+    text = help_of(program, name, "--help")
+    summary, usage = text.splitlines()[:2]
+    flags = {}
+    for shown, said in flags_of(text):
+        shown = re.sub(r"\b(\w+):(?:\1 )?", lambda m: f"{m[1]} ", shown)
+        flags[shown] = OF_THIS_MACHINE.get(shown.split()[0], said)
+    return Verb(summary, usage.removeprefix("Usage: "), flags)
+
+
+def table(flags: dict[str, str]) -> list[str]:
+    if not flags:
+        return []
+    rows = [f"| `{shown}` | {said} |" for shown, said in flags.items()]
+    return ["| flag | |", "|---|---|", *rows, ""]
+
+
+def command_page(program: Path) -> str:
+    listed = re.findall(r"^([a-z]+) +\S.*$", help_of(program, "--help"), re.M)
+    names = [name for name in listed if name != "modicum"]
+    verbs = {name: verb_of(program, name) for name in names}
+    first = verbs[names[0]].flags
+    common = {f: t for f, t in first.items() if all(f in v.flags for v in verbs.values())}
+    shared = {
+        f: t
+        for f, t in verbs[SHARED_BY[0]].flags.items()
+        if all(f in verbs[name].flags for name in SHARED_BY) and f not in common
+    }
+    lines = [
+        "# Command line",
+        "",
+        "Written by `scripts/reference.py` from `modicum VERB --help`: edit the texts there.",
+        "Sizes are bytes, or numbers with a unit (`1.5GiB`, `16G`); regular expressions are RE2's.",
+        "Exit codes are those of [errors.md](errors.md).",
+        "",
+        "| verb | |",
+        "|---|---|",
+        *(f"| [`{name}`](#{name}) | {verb.summary} |" for name, verb in verbs.items()),
+        "",
+        "## Every verb",
+        "",
+        *table(common),
+        f"## {', '.join(f'`{one}`' for one in SHARED_BY[:-1])} and `{SHARED_BY[-1]}`",
+        "",
+        *table(shared),
+    ]
+    for name, verb in verbs.items():
+        hidden = common | (shared if name in SHARED_BY else {})
+        own = {f: t for f, t in verb.flags.items() if f not in hidden}
+        lines += [f"## `{name}`", "", f"    {verb.usage}", "", *table(own)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    root = Path(__file__).resolve().parent.parent
+    (root / PYTHON_PAGE).write_text(python_page(root))
+    if len(sys.argv) > 1:
+        (root / COMMAND_PAGE).write_text(command_page(Path(sys.argv[1]).resolve()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
