@@ -18,7 +18,7 @@ void put(char (&into)[N], const std::string& text) noexcept {
   into[n] = '\0';
 }
 
-// What owners_of() has listed.
+// The inverse of owners_of().
 Footprint footprint_of(const std::vector<Owner>& owners) noexcept {
   Footprint footprint;
   for (const Owner& owner : owners) {
@@ -29,8 +29,7 @@ Footprint footprint_of(const std::vector<Owner>& owners) noexcept {
   return footprint;
 }
 
-// Waits poll every millisecond; where ranks are many, seldom enough that together they leave the
-// processors to those that work.
+// Seldom enough that many waiting ranks leave the CPUs to those that work.
 int64_t poll_ns_of(int ranks) noexcept { return kNsPerMs * std::clamp(ranks / 64, 1, 100); }
 
 }  // namespace
@@ -77,7 +76,7 @@ void Board::check() const {
   }
 }
 
-// The first failure is written by whoever takes `claimed`, and read once `written` is set.
+// The rank that sets `claimed` first writes `failure`; readers wait for `written`.
 struct SharedBoard::Head {
   std::atomic<uint32_t> claimed{0};
   std::atomic<uint32_t> written{0};

@@ -1,7 +1,18 @@
-// The seam between ranks for everything but bytes: who is alive, who failed first, do all agree.
+// The seam between ranks for everything but tensor bytes: heartbeats, failures, barriers,
+// agreement.
 //
-// Thread rules: a Board may be used from several threads of a rank at once. None of the calls
-// blocks for ever: one that waits ends with an error as soon as any rank has failed.
+//   rank 0      beat  beat  barrier, polls ..................  PEER "rank 1 failed: ..."
+//   rank 1      beat  beat  Error -- report --+
+//                                             v
+//   board       slots: progress, last beat    failure: the first report wins
+//                                             ^
+//   launcher    supervisor -- report ---------+   for a rank that died, is stopped or has stalled
+//
+// Every other rank throws PEER at its next `check`, or while it waits in a barrier; the launcher
+// then ends all ranks and throws the first failure itself (supervisor.h).
+//
+// Threads: a Board may be used from several threads of a rank. No call blocks forever: a call that
+// waits throws as soon as any rank has failed.
 #pragma once
 
 #include <cstdint>
@@ -17,23 +28,23 @@
 
 namespace modicum {
 
-// An Error as a fixed struct, so that it crosses between processes (and nothing needs pickling).
-// Texts that are too long for it are cut.
+// An Error as a trivially copyable struct, for shared memory. Longer texts are truncated.
 struct ErrorRecord {
   Category category = Category::internal;
-  std::optional<int> rank;  // who reported it; nothing: no rank, but who watches them
+  std::optional<int> rank;  // the rank that reported it; nullopt: the launcher
   int64_t pid = 0;
-  std::optional<int> culprit_rank;  // whose fault it is, where that is a rank
+  std::optional<int> culprit_rank;  // the rank that failed, if it is known
   std::optional<int64_t> culprit_pid;
   std::optional<uint64_t> offset;
   std::optional<uint64_t> shortfall_bytes;
-  Footprint owners;  // over budget, else empty
+  Footprint owners;  // for BUDGET, else empty
   char what[512] = {};
   char file[256] = {};
   char tensor[256] = {};
   char expected[128] = {};
   char got[128] = {};
 };
+// `rank` is recorded unless the error names a rank itself.
 ErrorRecord record_of(const Error& error, std::optional<int> rank);
 Error error_of(const ErrorRecord& record);
 
@@ -41,24 +52,24 @@ class Board {
  public:
   virtual ~Board() = default;
 
-  // A heartbeat, with progress. A rank that waits for others with good reason beats with 0.
+  // A heartbeat. `more_bytes` is the progress since the last one, 0 while the rank waits for peers.
   virtual void beat(int rank, uint64_t more_bytes) noexcept = 0;
-  // The first failure wins; true where it is this one.
+  // Records the first failure and ignores later ones. Returns whether this one was recorded.
   virtual bool report(const ErrorRecord& failure) noexcept = 0;
   virtual std::optional<ErrorRecord> failure() const = 0;
-  // Waits until every rank has come here as often as this one. PEER (naming the culprit) as soon as
-  // one has failed.
+  // Waits until every rank has called it as often as this one. PEER, naming the culprit, as soon as
+  // a rank has failed.
   virtual void barrier(int rank) = 0;
-  // Every rank posts its digest; CONFLICT, naming who differs from rank 0, where they are not all
-  // the same. Once per board.
+  // A barrier that also compares digests: CONFLICT on every rank, naming the first rank whose
+  // digest differs from rank 0's. Once per board.
   virtual void agree(int rank, const Digest& digest) = 0;
 
-  // Throws PEER where a rank has failed: for loops that would otherwise not notice.
+  // PEER if a rank has failed: for loops that make no other call of the board.
   void check() const;
 };
 
-// On one machine: a shared mapping, made before the ranks are forked. Waits poll every millisecond,
-// less often where there are more than 64 ranks.
+// For one machine: a shared mapping, made before the ranks are forked. Waits poll every
+// millisecond, less often with more than 64 ranks.
 class SharedBoard final : public Board {
  public:
   static constexpr size_t kResultBytes = 1024;
@@ -71,16 +82,16 @@ class SharedBoard final : public Board {
   void agree(int rank, const Digest& digest) override;
 
   int ranks() const noexcept { return ranks_; }
-  // What the supervisor reads.
+  // Read by the supervisor.
   uint64_t progress(int rank) const noexcept;
-  int64_t last_beat_ns(int rank) const noexcept;  // by the board's clock; 0 before the first
+  int64_t last_beat_ns(int rank) const noexcept;  // of the board's clock; 0 before the first beat
   bool is_waiting(int rank) const noexcept;       // in a barrier: no heartbeat is expected
   void set_done(int rank) noexcept;
   bool is_done(int rank) const noexcept;
-  // A rank's result: up to kResultBytes, read by the launcher after the rank is done.
+  // A rank's result, truncated to kResultBytes. The launcher reads it after the rank has ended.
   void post(int rank, std::span<const std::byte> result) noexcept;
   std::span<const std::byte> posted(int rank) const noexcept;
-  // What a rank has posted as its last act, a plain value.
+  // The same for a trivially copyable value.
   template <typename Outcome>
   Outcome posted_value(int rank) const {
     static_assert(sizeof(Outcome) <= kResultBytes && std::is_trivially_copyable_v<Outcome>);

@@ -8,7 +8,7 @@ ScriptedBoard::ScriptedBoard(int ranks, BoardScript script)
     : script_(script), rounds_(static_cast<size_t>(ranks)), digests_(static_cast<size_t>(ranks)) {}
 
 ErrorRecord ScriptedBoard::scripted() const {
-  return record_of(Error(Category::io, "failed as the script has it"), script_.culprit_rank);
+  return record_of(Error(Category::io, "failed as scripted"), script_.culprit_rank);
 }
 
 void ScriptedBoard::beat(int rank, uint64_t more_bytes) noexcept {

@@ -1,4 +1,4 @@
-// The test double of the board seam: ranks that are threads of one process, failures to order.
+// The test double of the board seam: ranks are threads of one process, failures are scripted.
 #pragma once
 
 #include <condition_variable>
@@ -11,15 +11,14 @@
 
 namespace modicum {
 
-// Where a peer is to fail, counted from 1 over all ranks; 0 never.
+// When a peer fails: at the n-th call over all ranks, counted from 1; 0 never.
 struct BoardScript {
-  int64_t fail_at_check = 0;  // the n-th time that somebody asks whether a rank has failed
-  int64_t fail_at_beat = 0;   // with the n-th beat; seen by who looks next
-  int culprit_rank = 7;       // and who it is that fails
+  int64_t fail_at_check = 0;  // the n-th call of `failure` (and so of `check`)
+  int64_t fail_at_beat = 0;   // the n-th beat; the next check sees it
+  int culprit_rank = 7;       // the rank that fails
 };
 
-// Keeps a record of the beats. Any thread; barriers wait without a time limit, for ranks that are
-// threads.
+// Records the beats. Any thread; a barrier waits without a time limit.
 class ScriptedBoard final : public Board {
  public:
   struct Beat {

@@ -35,14 +35,14 @@ TEST(ErrorRecord, CarriesEveryFactOfAnError) {
   EXPECT_EQ(after.facts().file, "model.safetensors");
   EXPECT_EQ(after.facts().tensor, "lm_head.weight");
   EXPECT_EQ(after.facts().offset, 4711U);
-  EXPECT_EQ(after.facts().rank, 3) << "the rank that is known goes before the one that reports";
+  EXPECT_EQ(after.facts().rank, 3) << "the error's own rank wins over the reporter's";
   EXPECT_EQ(after.facts().culprit_rank, 2);
   EXPECT_EQ(after.facts().culprit_pid, 1234);
   EXPECT_EQ(after.facts().expected, "8 bytes");
   EXPECT_EQ(after.facts().got, "7 bytes");
 }
 
-TEST(ErrorRecord, CarriesWhatIsOverTheBudgetAndWhoHoldsIt) {
+TEST(ErrorRecord, CarriesShortfallAndOwners) {
   Facts facts{.expected = "10", .got = "17", .shortfall_bytes = 7};
   facts.owners = {{"staging", 9}, {"shards", 5}, {"header", 3}};
   const Error after = error_of(record_of(Error(Category::budget, "too much", facts), 0));
@@ -54,7 +54,7 @@ TEST(ErrorRecord, CarriesWhatIsOverTheBudgetAndWhoHoldsIt) {
   }
 }
 
-TEST(ErrorRecord, WhatIsAbsentStaysAbsentButTheRank) {
+TEST(ErrorRecord, AbsentFactsStayAbsentButTheRank) {
   const Error after = error_of(record_of(Error(Category::usage, "no"), 5));
   EXPECT_EQ(after.facts().rank, 5);
   EXPECT_FALSE(after.facts().offset);
@@ -66,7 +66,7 @@ TEST(ErrorRecord, WhatIsAbsentStaysAbsentButTheRank) {
                "CANCELLED: stopped");
 }
 
-TEST(ErrorRecord, LongTextsAreCutAndEnd) {
+TEST(ErrorRecord, LongTextsAreTruncatedAndTerminated) {
   Facts facts{.file = std::string(5000, 'f'), .tensor = std::string(256, 't')};
   facts.expected = std::string(127, 'e');
   facts.got = std::string(128, 'g');
@@ -74,11 +74,11 @@ TEST(ErrorRecord, LongTextsAreCutAndEnd) {
   EXPECT_EQ(after.what_happened(), std::string(511, 'w'));
   EXPECT_EQ(after.facts().file, std::string(255, 'f'));
   EXPECT_EQ(after.facts().tensor, std::string(255, 't'));
-  EXPECT_EQ(after.facts().expected, std::string(127, 'e')) << "what fits is whole";
+  EXPECT_EQ(after.facts().expected, std::string(127, 'e')) << "a text that fits is not truncated";
   EXPECT_EQ(after.facts().got, std::string(127, 'g'));
 }
 
-// Catches: a first failure that a later one overwrites.
+// Catches a later failure that overwrites the first.
 TEST(SharedBoard, TheFirstFailureWins) {
   SteadyClock clock;
   SharedBoard board(2, clock);
@@ -117,7 +117,7 @@ TEST(SharedBoard, CheckNamesTheCulprit) {
   board.report(named(2, "the disk is on fire"));
   try {
     board.check();
-    FAIL() << "a failure was not noticed";
+    FAIL() << "expected PEER, got no error";
   } catch (const Error& error) {
     EXPECT_EQ(error.category(), Category::peer);
     EXPECT_EQ(error.facts().culprit_rank, 2);
@@ -126,22 +126,22 @@ TEST(SharedBoard, CheckNamesTheCulprit) {
   }
 }
 
-TEST(SharedBoard, CheckNamesTheCulpritAndNotWhoReportedIt) {
+TEST(SharedBoard, CheckNamesTheCulpritNotTheReporter) {
   SteadyClock clock;
   SharedBoard board(3, clock);
   board.report(record_of(
       Error(Category::peer, "is stopped", {.rank = 0, .culprit_rank = 1, .culprit_pid = 99}), 0));
   try {
     board.check();
-    FAIL() << "a failure was not noticed";
+    FAIL() << "expected PEER, got no error";
   } catch (const Error& error) {
     EXPECT_EQ(error.facts().culprit_rank, 1);
     EXPECT_EQ(error.facts().culprit_pid, 99);
   }
 }
 
-// Catches: a barrier that doesn't wait.
-TEST(SharedBoard, NobodyLeavesABarrierBeforeAllHaveCome) {
+// Catches a barrier that does not wait.
+TEST(SharedBoard, NoRankLeavesABarrierBeforeAllHaveArrived) {
   constexpr int kRanks = 4;
   constexpr int kRounds = 50;
   SteadyClock clock;
@@ -158,8 +158,8 @@ TEST(SharedBoard, NobodyLeavesABarrierBeforeAllHaveCome) {
   });
 }
 
-// The clock stands still but for the barrier's own waiting, so what it shows was waited.
-TEST(SharedBoard, ABarrierWaitsWhileOneIsMissing) {
+// Time passes only in the barrier's own sleeps, so the clock shows how long it waited.
+TEST(SharedBoard, ABarrierWaitsForAMissingRank) {
   class Late final : public Clock {
    public:
     explicit Late(SharedBoard*& board) : board_(board) {}
@@ -188,14 +188,14 @@ TEST(SharedBoard, ABarrierWaitsWhileOneIsMissing) {
   EXPECT_EQ(clock.now_ns(), 20 * kNsPerMs);
 }
 
-TEST(SharedBoard, RanksThatAgreeGoOn) {
+TEST(SharedBoard, EqualDigestsAgree) {
   constexpr int kRanks = 3;
   SteadyClock clock;
   SharedBoard board(kRanks, clock);
   run_workers(kRanks, [&](int rank) { EXPECT_NO_THROW(board.agree(rank, {1, 2})); });
 }
 
-TEST(SharedBoard, AgreeNamesWhoDiffersFromRankZero) {
+TEST(SharedBoard, AgreeNamesTheRankThatDiffersFromRankZero) {
   constexpr int kRanks = 4;
   SteadyClock clock;
   for (int other = 1; other < kRanks; ++other) {
@@ -212,7 +212,7 @@ TEST(SharedBoard, AgreeNamesWhoDiffersFromRankZero) {
         ++conflicts;
       }
     });
-    EXPECT_EQ(conflicts, kRanks) << "every rank stops, not only the one that differs";
+    EXPECT_EQ(conflicts, kRanks) << "every rank throws, not only the one that differs";
   }
 }
 
@@ -233,7 +233,7 @@ TEST(SharedBoard, BeatsAddUpAndCarryTheTime) {
   EXPECT_FALSE(board.is_done(0));
 }
 
-TEST(SharedBoard, ResultsArePostedPerRankAndCutAtTheirRoom) {
+TEST(SharedBoard, ResultsArePerRankAndTruncated) {
   SteadyClock clock;
   SharedBoard board(2, clock);
   EXPECT_TRUE(board.posted(0).empty());
@@ -245,7 +245,7 @@ TEST(SharedBoard, ResultsArePostedPerRankAndCutAtTheirRoom) {
   EXPECT_TRUE(std::ranges::equal(board.posted(1), std::span(more).first(all.size())));
 }
 
-TEST(ScriptedBoard, FailsWhereTheScriptHasIt) {
+TEST(ScriptedBoard, FailsAsScripted) {
   ScriptedBoard checks(1, {.fail_at_check = 2});
   EXPECT_NO_THROW(checks.check());
   EXPECT_THROW(checks.check(), Error);
@@ -259,7 +259,7 @@ TEST(ScriptedBoard, FailsWhereTheScriptHasIt) {
   EXPECT_THROW(beats.barrier(0), Error);
 }
 
-TEST(ScriptedBoard, BarriersAndAgreementsAreThoseOfABoard) {
+TEST(ScriptedBoard, BarriersWaitAndDigestsAreCompared) {
   ScriptedBoard board(3);
   std::atomic<int> come{0};
   std::atomic<int> conflicts{0};

@@ -16,7 +16,7 @@ namespace {
 
 constexpr uint32_t kSlots = 4;
 
-// Sleeps while `word` is `value`, at most 50 ms, so that a failed peer is noticed in between.
+// Sleeps while `word` is `value`, at most 50 ms, so that the caller can check for failed peers.
 void wait_on(const std::atomic<uint32_t>& word, uint32_t value) noexcept {
   const timespec most{0, 50 * kNsPerMs};
   syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAIT, value, &most, nullptr,
@@ -30,11 +30,10 @@ void wake_all(const std::atomic<uint32_t>& word) noexcept {
 
 }  // namespace
 
-// `filled` slots have been filled by the roots so far; slot i may be filled again when all readers
-// have taken it. Counters wrap together; differences are what counts.
+// The counters wrap around together; only differences are compared.
 struct SharedRing::Control {
-  std::atomic<uint32_t> filled{0};
-  std::array<std::atomic<uint32_t>, kSlots> taken;  // readers that have copied the slot out
+  std::atomic<uint32_t> filled{0};                  // turns, over all roots
+  std::array<std::atomic<uint32_t>, kSlots> taken;  // readers done with each slot
 };
 
 SharedRing::SharedRing(int ranks, uint64_t part_bytes)
@@ -46,7 +45,7 @@ SharedRing::SharedRing(int ranks, uint64_t part_bytes)
   MODICUM_ASSERT(part_bytes % kPageBytes == 0);
   MODICUM_ASSERT(slot_bytes_ > 0);
   auto* const fresh = new (control_.bytes().data()) Control;
-  // No slot has anything to be taken yet.
+  // All slots begin as taken, so that the first root may fill them.
   for (auto& taken : fresh->taken) taken.store(static_cast<uint32_t>(ranks - 1));
 }
 
@@ -68,7 +67,7 @@ void RingExchange::broadcast(int root, std::span<std::byte> bytes, Part wanted) 
   }
 }
 
-// PEER where a rank fails meanwhile. Beats without progress, so that nobody takes it for stalled.
+// PEER if a rank fails meanwhile. Sends heartbeats, so that the supervisor sees no stall.
 template <typename IsReady>
 void RingExchange::wait_until(const std::atomic<uint32_t>& counter, const IsReady& is_ready) {
   for (uint32_t now = counter.load(std::memory_order_acquire); !is_ready(now);

@@ -1,4 +1,4 @@
-// The seam between ranks for bytes.
+// The seam between ranks for tensor bytes.
 #pragma once
 
 #include <atomic>
@@ -10,15 +10,16 @@
 
 namespace modicum {
 
-// One rank's end. One thread at a time; every rank makes the same calls in the same order.
+// One rank's end of a collective. One thread at a time; all ranks make the same calls in the same
+// order.
 class Exchange {
  public:
   virtual ~Exchange() = default;
 
-  // Takes what this rank's part of the transport holds, and books it as staging.
+  // Commits this rank's part of the transport's memory and charges it as staging. BUDGET, NOMEM.
   virtual Charge commit(Ledger& ledger) = 0;
-  // On `root` (its place among the ranks that exchange), `bytes` goes out; on all others it comes
-  // in, what is not wanted of it perhaps not. PEER where a rank has failed meanwhile.
+  // Copies `bytes` from the rank at place `root` of the group to all others. A receiver needs only
+  // the bytes in `wanted`; the rest of its `bytes` is unspecified. PEER if a rank fails meanwhile.
   struct Part {
     size_t begin = 0;
     size_t end = SIZE_MAX;
@@ -27,12 +28,18 @@ class Exchange {
   void broadcast(int root, std::span<std::byte> bytes) { broadcast(root, bytes, Part{}); }
 };
 
-// A ring in shared memory, for ranks on one machine: the root fills slots, every other rank copies
-// them out, a slot is free again when all have. Made before the ranks are forked; each rank commits
-// and is charged an equal part of it.
+// A ring of four slots in shared memory, for ranks on one machine. Made before the ranks are
+// forked; each rank commits an equal part and is charged for it.
+//
+//   turn         0       1       2       3       4 = slot 0 again
+//   root       fill -> fill -> fill -> fill -> waits until all readers have taken turn 0
+//   readers    copy ..... copy ..... copy .....
+//
+// `filled` counts the turns that the roots have filled, `taken[slot]` the readers that have copied
+// the slot's latest turn. A tensor larger than a slot takes several turns.
 class SharedRing {
  public:
-  // `part_bytes` per rank, whole pages.
+  // `part_bytes` per rank, a multiple of the page size.
   SharedRing(int ranks, uint64_t part_bytes);
 
  private:
@@ -49,7 +56,7 @@ class SharedRing {
 
 class RingExchange final : public Exchange {
  public:
-  // `place` of the ring's ranks, `rank` on the board.
+  // `rank` on the board, `place` among the ranks of this ring.
   RingExchange(SharedRing& ring, Board& board, int rank, int place) noexcept
       : ring_(ring), board_(board), rank_(rank), place_(place) {}
   Charge commit(Ledger& ledger) override;
@@ -66,7 +73,7 @@ class RingExchange final : public Exchange {
   Board& board_;
   const int rank_;
   const int place_;
-  uint32_t turn_ = 0;  // slots that have passed, on every rank the same
+  uint32_t turn_ = 0;  // turns completed; the same on every rank between calls
 };
 
 }  // namespace modicum

@@ -1,4 +1,4 @@
-// The test double of the exchange seam: between threads of one process, without a ring.
+// The test double of the exchange seam: threads of one process, without a ring.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace modicum {
 
-// What the ends of one exchange share. Outlives them.
+// State shared by the ends of one exchange. Must outlive them.
 class ThreadHub {
  public:
   struct Call {
@@ -19,26 +19,26 @@ class ThreadHub {
     uint64_t bytes = 0;
   };
 
-  // Each rank that commits is charged `part_bytes`.
+  // `commit` charges each rank `part_bytes`.
   ThreadHub(int ranks, uint64_t part_bytes) : ranks_(ranks), part_bytes_(part_bytes) {}
-  std::vector<Call> calls() const;  // in the order in which they were made
+  std::vector<Call> calls() const;  // in order
 
  private:
   friend class ThreadExchange;
-  // Waits, noticing failures, until `ready()` (called with the lock held) says so.
+  // Waits until `ready()`, called with the lock held, is true. PEER if a rank fails meanwhile.
   template <typename Ready>
   void wait(std::unique_lock<std::mutex>& lock, Board& board, Ready ready);
 
   const int ranks_;
   const uint64_t part_bytes_;
   mutable std::mutex mutex_;   // guards everything below
-  uint64_t sent_ = 0;          // broadcasts that their root has begun
-  int to_take_ = 0;            // ranks that have not taken the one that is on
-  std::vector<std::byte> on_;  // a copy: its root may be gone before all have seen it
+  uint64_t sent_ = 0;          // broadcasts begun by their roots
+  int to_take_ = 0;            // receivers that lack the current broadcast
+  std::vector<std::byte> on_;  // its bytes, copied: the root may return before all have read them
   std::vector<Call> calls_;
 };
 
-// One rank's end. A root returns when all others have taken its bytes.
+// One rank's end. A root returns when all others have copied its bytes.
 class ThreadExchange final : public Exchange {
  public:
   ThreadExchange(ThreadHub& hub, Board& board, int rank) noexcept

@@ -14,12 +14,12 @@
 namespace modicum {
 namespace {
 
-// As in exchange.cc: the ring of all ranks' parts is cut into four.
+// As in exchange.cc: four slots share the parts of all ranks.
 uint64_t slot_bytes(int world, uint64_t part_bytes) {
   return part_bytes * static_cast<uint64_t>(world) / 4;
 }
 
-// Byte `i` of what is sent in turn `turn`.
+// Byte `i` of the tensor sent in turn `turn`.
 std::byte sent(int turn, size_t i) {
   return static_cast<std::byte>((static_cast<size_t>(turn) * 37 + i * 11 + i / 251) & 0xff);
 }
@@ -29,7 +29,7 @@ std::vector<size_t> sizes_around_slots(int world, uint64_t part_bytes) {
   return {0, 1, slot - 1, slot, slot + 1, 3, 4 * slot, 5 * slot + 7, 0, 11 * slot};
 }
 
-// Every rank in turn is the root. False where a byte is wrong.
+// Broadcasts every size from every root. Returns whether every byte was right.
 bool all_arrive(Exchange& exchange, int rank, int world, const std::vector<size_t>& sizes) {
   int turn = 0;
   for (int root = 0; root < world; ++root) {
@@ -48,7 +48,7 @@ bool all_arrive(Exchange& exchange, int rank, int world, const std::vector<size_
   return true;
 }
 
-TEST(RingExchange, ThreadsGetWhatWasSentWhateverTheSizeAndTheRoot) {
+TEST(RingExchange, ThreadsReceiveEverySizeFromEveryRoot) {
   SteadyClock clock;
   for (int world = 1; world <= 5; ++world) {
     SharedBoard board(world, clock);
@@ -61,7 +61,7 @@ TEST(RingExchange, ThreadsGetWhatWasSentWhateverTheSizeAndTheRoot) {
   }
 }
 
-// Forks a process per rank and returns how many of them said that all was well.
+// Forks a process per rank and returns how many of their bodies returned true.
 int count_well(int world, const std::function<bool(int rank)>& body) {
   std::vector<pid_t> children;
   for (int rank = 0; rank < world; ++rank) {
@@ -85,7 +85,7 @@ int count_well(int world, const std::function<bool(int rank)>& body) {
   return well;
 }
 
-TEST(RingExchange, ProcessesGetWhatWasSentWhateverTheSizeAndTheRoot) {
+TEST(RingExchange, ProcessesReceiveEverySizeFromEveryRoot) {
   SteadyClock clock;
   for (int world = 2; world <= 5; ++world) {
     SharedBoard board(world, clock);
@@ -101,7 +101,7 @@ TEST(RingExchange, ProcessesGetWhatWasSentWhateverTheSizeAndTheRoot) {
   }
 }
 
-// Catches: a part of the ring that nobody is charged for.
+// Catches a part of the ring that no rank is charged for.
 TEST(RingExchange, EachRankIsChargedItsPartAsStaging) {
   SteadyClock clock;
   for (const uint64_t part_bytes : {kPageBytes, 7 * kPageBytes}) {
@@ -125,8 +125,7 @@ TEST(RingExchange, EachRankIsChargedItsPartAsStaging) {
   }
 }
 
-// How rank `waiter` of two leaves a broadcast that its peer, which fails, never joins; and whether
-// it had left within a second.
+// Rank `waiter` of two broadcasts; its peer fails instead. Expects PEER within a second.
 void expect_end_by_peer(int waiter, int root, size_t bytes) {
   SteadyClock clock;
   SharedBoard board(2, clock);
@@ -134,7 +133,7 @@ void expect_end_by_peer(int waiter, int root, size_t bytes) {
   std::atomic<int64_t> failed_ns{0};
   run_workers(2, [&](int rank) {
     if (rank != waiter) {
-      // Its peer has begun to wait when it beats for the first time.
+      // The first heartbeat of its peer shows that it waits.
       while (board.last_beat_ns(waiter) == 0) clock.sleep_ns(kNsPerMs);
       failed_ns = clock.now_ns();
       board.report(record_of(Error(Category::io, "broken"), rank));
@@ -144,7 +143,7 @@ void expect_end_by_peer(int waiter, int root, size_t bytes) {
     std::vector<std::byte> memory(bytes);
     try {
       exchange.broadcast(root, memory);
-      ADD_FAILURE() << "nobody was there";
+      ADD_FAILURE() << "the peer never joined";
     } catch (const Error& error) {
       EXPECT_EQ(error.category(), Category::peer);
       EXPECT_EQ(error.facts().culprit_rank, 1 - waiter);
@@ -162,7 +161,7 @@ TEST(RingExchange, AFailedSenderEndsAWaitingReader) {
   expect_end_by_peer(1, 0, 1);
 }
 
-// Who waits for others beats, so that nobody takes it for stalled.
+// Catches a wait without heartbeats, which the supervisor would call a stall.
 TEST(RingExchange, WaitingBeatsWithoutProgress) {
   SteadyClock clock;
   SharedBoard board(2, clock);
@@ -178,7 +177,7 @@ TEST(RingExchange, WaitingBeatsWithoutProgress) {
   EXPECT_EQ(board.progress(1), 0U);
 }
 
-TEST(ThreadExchange, GivesWhatWasSentAndKeepsARecord) {
+TEST(ThreadExchange, DeliversAndRecordsEveryBroadcast) {
   for (int world = 1; world <= 4; ++world) {
     ScriptedBoard board(world);
     ThreadHub hub(world, 3 * kPageBytes);

@@ -1,4 +1,4 @@
-// The door of `ranks`: local ranks, their supervisor, and what passes between them.
+// The door of `ranks`: local rank processes, their supervisor, and the seams between ranks.
 #pragma once
 
 #include "modicum/ranks/board.h"         // IWYU pragma: export

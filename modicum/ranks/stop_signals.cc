@@ -7,7 +7,7 @@
 namespace modicum {
 namespace {
 
-std::atomic<int> received_signal{0};  // static, since a handler can reach nothing else
+std::atomic<int> received_signal{0};  // global, since a signal handler takes no context
 static_assert(std::atomic<int>::is_always_lock_free);
 extern "C" void keep_stop_signal(int signal) { received_signal.store(signal); }
 

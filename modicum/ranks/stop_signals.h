@@ -1,4 +1,4 @@
-// SIGINT and SIGTERM as a flag. Part of the door of `ranks`.
+// SIGINT and SIGTERM as a flag that is polled.
 #pragma once
 
 #include <signal.h>
@@ -9,9 +9,9 @@
 
 namespace modicum {
 
-// While one lives, SIGINT and SIGTERM end nothing: they are kept to be asked for. Objects may be
-// nested; a signal that an outer one has received is received. What handled the signals before does
-// so again afterwards. One thread makes and destroys them; any thread may ask.
+// While one exists, SIGINT and SIGTERM only set a flag. Objects may be nested: an inner one reports
+// a signal that an outer one has received. The destructor restores the previous handlers. Threads:
+// one constructs and destroys; any may poll.
 class StopSignals {
  public:
   StopSignals();
@@ -19,9 +19,9 @@ class StopSignals {
   StopSignals(const StopSignals&) = delete;
   StopSignals& operator=(const StopSignals&) = delete;
 
-  // What to end with: CANCELLED after SIGINT, PREEMPTED after SIGTERM, nothing before.
+  // CANCELLED after SIGINT, PREEMPTED after SIGTERM, nullopt before a signal.
   std::optional<Error> received() const;
-  // Throws that.
+  // Throws the error of `received`, if any.
   void check() const;
 
  private:
@@ -29,7 +29,7 @@ class StopSignals {
   struct sigaction before_term_ {};
 };
 
-// The error that this signal means.
+// CANCELLED for SIGINT, PREEMPTED for any other signal.
 Error stop_error(int signal);
 
 }  // namespace modicum

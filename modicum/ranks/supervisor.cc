@@ -24,16 +24,16 @@ namespace {
 
 constexpr int64_t kPollNs = 5 * kNsPerMs;
 constexpr int64_t kTickNs = 100 * kNsPerMs;
-constexpr int64_t kGraceNs = 1 * kNsPerSecond;  // for ranks to stop by themselves
-constexpr int64_t kReapNs = 2 * kNsPerSecond;   // for the kernel to take a killed rank apart
-// Whoever stops a group of processes (scancel, systemd, timeout) signals one after another: where a
-// rank died of SIGTERM, this process may be next.
+constexpr int64_t kGraceNs = 1 * kNsPerSecond;  // for ranks to see the failure and exit
+constexpr int64_t kReapNs = 2 * kNsPerSecond;   // for the kernel to unmap a killed rank's memory
+// scancel, systemd and timeout signal the processes of a group one after another: after a rank died
+// of SIGTERM, the launcher's own SIGTERM may still arrive.
 constexpr int64_t kNextInGroupNs = 1 * kNsPerSecond;
 
 bool is_crowd(int ranks) { return ranks > kMaxRanksPerCore * usable_cpus(); }
 
-// What ranks wait at until all have been started: thousands that already work would leave the
-// launcher no processor to start the others, or to hear that it is to stop.
+// Holds ranks back until all have been started: thousands of running ranks would leave the launcher
+// no CPU to start the others or to handle signals.
 class StartGate {
  public:
   StartGate() {
@@ -52,7 +52,7 @@ class StartGate {
     if (ends_[1] >= 0) close(ends_[1]);
     ends_[1] = -1;
   }
-  // In a rank. The gate is open when no process has the end for writing any more.
+  // In a rank: waits for end of file, when the last process has closed the write end.
   void pass() noexcept {
     open();
     char nothing = 0;
@@ -65,14 +65,14 @@ class StartGate {
   int ends_[2] = {-1, -1};
 };
 
-// In the child: never returns, and never runs what the parent set up to run at its exit.
+// In the child: never returns and never runs the parent's exit handlers.
 [[noreturn]] void be_rank(SharedBoard& board, int rank, pid_t parent, StartGate& gate,
                           FunctionRef<void(int rank)> body) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(exit_code(Category::peer));
   prctl(PR_SET_NAME, fmt::format("modicum-rank-{}", rank).c_str());
-  // A terminal's Ctrl-C reaches the whole group; the launcher decides what becomes of it. And where
-  // memory runs out, it is a rank that should go, so that somebody is left to say why.
+  // A terminal's Ctrl-C reaches the whole process group; only the launcher handles it. If memory
+  // runs out, the kernel should kill a rank, so that the launcher is left to report it.
   signal(SIGINT, SIG_IGN);
   signal(SIGTERM, SIG_DFL);
   write_kernel_text("/proc/self/oom_score_adj", "500");
@@ -94,7 +94,7 @@ class StartGate {
     end_with(Error(Category::no_memory, "out of memory"));
   } catch (const std::exception& error) {
     end_with(Error(Category::internal, error.what()));
-  } catch (...) {  // must not get past here: the parent's stack is behind
+  } catch (...) {  // must not unwind into the parent's frames
     end_with(Error(Category::internal, "an exception of no known type"));
   }
   _exit(0);
@@ -108,13 +108,13 @@ class Supervisor {
   Supervisor(const Supervisor&) = delete;
   Supervisor& operator=(const Supervisor&) = delete;
 
-  // Throws when this process is told to stop, or no more processes can be made.
+  // CANCELLED or PREEMPTED on a signal; NOMEM if a process cannot be forked.
   void start(FunctionRef<void(int rank)> body) {
     StartGate gate;
     try {
       fork_all(gate, body);
     } catch (const Error&) {
-      end_all(0);  // none has begun, and none may when the gate opens
+      end_all(0);  // before the gate opens, so that no body runs
       throw;
     }
   }
@@ -142,8 +142,8 @@ class Supervisor {
     pid_t pid = 0;
     bool gone = false;
     bool killed = false;
-    int64_t stopped_at_ns = -1;   // of a stop that lasts
-    std::string size_in_silence;  // /proc/PID/statm when it was last silent for the limit
+    int64_t stopped_at_ns = -1;   // when a SIGSTOP was seen; -1: running
+    std::string size_in_silence;  // /proc/PID/statm when the last heartbeat was overdue
   };
 
   void fork_all(StartGate& gate, FunctionRef<void(int rank)> body) {
@@ -192,7 +192,7 @@ class Supervisor {
     }
   }
 
-  // A rank can't beat while the kernel commits its memory; it is then its size that moves.
+  // A rank cannot beat while the kernel commits its memory, but its size then changes.
   void judge_silence(int rank) {
     Child& child = children_[static_cast<size_t>(rank)];
     std::string size = read_kernel_text(fmt::format("/proc/{}/statm", child.pid)).value_or("");
@@ -202,7 +202,7 @@ class Supervisor {
       return;
     }
     blame(Category::stall, rank,
-          fmt::format("has not moved for {} s", 2 * options_.stall_limit_ns / kNsPerSecond));
+          fmt::format("made no progress for {} s", 2 * options_.stall_limit_ns / kNsPerSecond));
   }
 
   void judge_end(int rank, int status) {
@@ -224,7 +224,7 @@ class Supervisor {
       return;
     }
     const int code = WEXITSTATUS(status);
-    if (code != 0) {  // after its own report, if it made one: the first report wins
+    if (code != 0) {  // if the rank made a report itself, that one wins
       blame(Category::peer, rank, fmt::format("ended with exit code {}", code));
     } else if (!board_.is_done(rank)) {
       blame(Category::peer, rank, "left before it was done");
@@ -245,18 +245,18 @@ class Supervisor {
     blame(blame_for(category, rank, what));
   }
 
-  // Ranks see the failure on the board and go; who doesn't within `grace_ns` is killed; none is
-  // waited for without bound, since the kernel may hold one in a system call that never ends.
+  // Ranks see the failure on the board and exit; those still alive after `grace_ns` are killed. The
+  // wait is bounded, since the kernel may hold a process in an uninterruptible system call.
   void end_all(int64_t grace_ns) noexcept {
     if (std::exchange(has_ended_, true)) return;
-    if (is_crowd(board_.ranks())) grace_ns = 0;  // waking them all takes longer
+    if (is_crowd(board_.ranks())) grace_ns = 0;  // scheduling them all would take longer
     const int64_t begin = clock_.now_ns();
     while (alive() > 0) {
       const int64_t waited = clock_.now_ns() - begin;
       if (waited >= grace_ns + kReapNs) return;
       for (Child& child : children_) {
         if (child.gone) continue;
-        // A stopped rank can't go by itself.
+        // A stopped rank cannot exit by itself.
         const bool is_over = waited >= grace_ns || child.stopped_at_ns >= 0;
         if (is_over && !std::exchange(child.killed, true)) kill(child.pid, SIGKILL);
         child.gone = waitpid(child.pid, nullptr, WNOHANG) == child.pid;
@@ -270,13 +270,13 @@ class Supervisor {
   const SuperviseOptions& options_;
   const StopSignals stop_;
   std::vector<Child> children_;
-  bool has_ended_ = false;  // all ranks have been told to, and waited for once
-  // The first rank that died of SIGTERM, and when that was noticed: it is blamed unless this
-  // process is told to stop as well.
+  bool has_ended_ = false;  // end_all has run
+  // The first rank that died of SIGTERM, and when that was seen: it is blamed unless this process
+  // receives the signal too, within kNextInGroupNs.
   std::optional<Error> terminated_;
   int64_t terminated_at_ns_ = 0;
-  // The first blame. It counts where the board has nothing: its first reporter may have died in the
-  // middle of reporting, after which nobody else can.
+  // The first blame, used if the board holds no failure: a rank that died inside `report` has
+  // claimed the board's only place.
   std::optional<Error> blamed_;
 };
 

@@ -1,4 +1,4 @@
-// Local ranks and who watches them.
+// Rank processes on this machine, forked and supervised by the launcher.
 #pragma once
 
 #include <functional>
@@ -8,33 +8,33 @@
 
 namespace modicum {
 
-// More ranks than this for each usable core are a crowd: they run at the lowest priority, so that
-// the launcher still hears signals and the machine can be used, and are killed without being given
-// time to stop by themselves.
+// With more ranks than this per usable core, ranks run at the lowest priority, so that the launcher
+// still receives signals and the machine stays usable, and are killed without a grace period.
 constexpr int kMaxRanksPerCore = 16;
 
 struct SuperviseOptions {
-  // A rank without a heartbeat for this long, and outside a barrier, is suspected; it has stalled
-  // when its memory has not changed either by the next check.
+  // A rank outside a barrier is suspected after this long without a heartbeat. It has stalled
+  // (STALL) if its memory size is also unchanged after the same time again.
   int64_t stall_limit_ns = 60 * kNsPerSecond;
-  // A stop (SIGSTOP) shorter than this is nothing.
+  // A rank stopped (SIGSTOP) for less than this is tolerated.
   int64_t stop_grace_ns = 2 * kNsPerSecond;
-  // Called every 100 ms or so while ranks run.
+  // Called about every 100 ms while ranks run. An exception ends the run.
   std::function<void()> tick = [] {};
-  // Says whether the kernel has killed for lack of memory since the ranks began, and how it knows;
-  // empty where not.
+  // The evidence that the kernel's OOM killer has acted since the ranks began, or "".
   std::function<std::string()> out_of_memory = [] { return std::string(); };
 };
 
-// Forks `board.ranks()` processes named modicum-rank-R, runs `body(rank)` in each, and returns when
-// all have ended well. A rank ends well when `body` returns; what it throws goes to the board.
+// Forks `board.ranks()` processes named modicum-rank-R, runs `body(rank)` in each once all have
+// been started, and returns when every `body` has returned. Ranks die with this process.
 //
-// Fails with the first failure, after every rank has been ended and reaped (within about 4 s of the
-// fault): what a rank threw (with `rank` set); PEER for one that died, left early or is stopped;
-// NOMEM where the kernel killed it for memory; STALL; CANCELLED or PREEMPTED where this process is
-// told to stop (SIGINT, SIGTERM), also when ranks have received the same signal. No rank begins
-// before all have been started. Ranks die with this process. To be called from a process without
-// other threads; the signal handlers for SIGINT and SIGTERM are this function's while it runs.
+// On failure ends and reaps all ranks (within about 4 s) and throws the first failure:
+//   an exception of a rank                   its Error, with `rank` set
+//   a rank died, exited early or is stopped  PEER
+//   the kernel killed it for lack of memory  NOMEM
+//   no heartbeat, no change of its memory    STALL
+//   SIGINT or SIGTERM to this process        CANCELLED or PREEMPTED, also if ranks received it too
+//
+// Threads: this process must have no other; it handles SIGINT and SIGTERM while the call runs.
 void run_ranks(SharedBoard& board, Clock& clock, FunctionRef<void(int rank)> body,
                const SuperviseOptions& options = {});
 

@@ -1,4 +1,4 @@
-// Every test forks: no other thread may run here.
+// Every test forks, so this program must stay single-threaded.
 #include "modicum/ranks/supervisor.h"
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ namespace {
 
 using Body = std::function<void(SharedBoard& board, int rank)>;
 
-// What the ranks of one run know of each other.
+// Shared between the ranks of one run.
 struct Shared {
   std::atomic<pid_t> pid[4];
   std::atomic<int> ran;
@@ -29,7 +29,7 @@ struct Shared {
 
 class Supervised : public testing::Test {
  protected:
-  // How the run failed; nothing where it did not. Whatever it was, no child is left.
+  // The error of a run, or nullopt. Expects that no child is left in either case.
   std::optional<Error> failure_of(int ranks, const Body& body,
                                   const SuperviseOptions& options = {}) {
     SharedBoard board(ranks, clock_);
@@ -51,11 +51,11 @@ class Supervised : public testing::Test {
     return failure;
   }
 
-  // Asserts that the run fails as `blame` says, which names a rank by its process, too.
+  // Expects a failure with this category and text that names this rank and its pid.
   struct Blame {
     int culprit = 0;
     Category category = Category::peer;
-    std::string says;
+    std::string text;
   };
   void expect_blame(int ranks, const Blame& blame, const Body& body,
                     const SuperviseOptions& options = {}) {
@@ -64,7 +64,7 @@ class Supervised : public testing::Test {
     EXPECT_EQ(failure->category(), blame.category) << failure->what();
     EXPECT_EQ(failure->facts().culprit_rank, blame.culprit) << failure->what();
     EXPECT_EQ(failure->facts().culprit_pid, shared().pid[blame.culprit].load()) << failure->what();
-    EXPECT_NE(std::string(failure->what()).find(blame.says), std::string::npos) << failure->what();
+    EXPECT_NE(std::string(failure->what()).find(blame.text), std::string::npos) << failure->what();
   }
 
   Shared& shared() { return *reinterpret_cast<Shared*>(mapping_.bytes().data()); }
@@ -73,7 +73,7 @@ class Supervised : public testing::Test {
   Mapping mapping_ = Mapping::shared(sizeof(Shared));
 };
 
-// Beats until another rank has failed, which throws.
+// Beats until another rank has failed; then throws.
 [[noreturn]] void live_on(SharedBoard& board, int rank) {
   SteadyClock clock;
   for (;; clock.sleep_ns(kNsPerMs)) {
@@ -86,7 +86,7 @@ class Supervised : public testing::Test {
   for (;;) pause();
 }
 
-// "T" where a process is stopped: the letter after its name.
+// The state letter of a process in /proc/PID/stat, 'T' if it is stopped.
 char state_of(pid_t pid) {
   std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
   std::string line;
@@ -95,7 +95,7 @@ char state_of(pid_t pid) {
   return name_end == std::string::npos ? '?' : line.at(name_end + 2);
 }
 
-TEST_F(Supervised, AllEndWell) {
+TEST_F(Supervised, ReturnsWhenAllBodiesReturn) {
   for (const int ranks : {1, 2, 4}) {
     shared().ran = 0;
     const auto failure =
@@ -105,7 +105,7 @@ TEST_F(Supervised, AllEndWell) {
   }
 }
 
-TEST_F(Supervised, RanksAreProcessesWithNamesAndResults) {
+TEST_F(Supervised, RanksAreNamedProcessesThatPostResults) {
   SharedBoard board(3, clock_);
   run_ranks(board, clock_, [&](int rank) {
     std::string name;
@@ -121,7 +121,7 @@ TEST_F(Supervised, RanksAreProcessesWithNamesAndResults) {
   }
 }
 
-TEST_F(Supervised, WhatARankThrowsIsThrownWithItsRank) {
+TEST_F(Supervised, ARanksErrorIsThrownWithItsRank) {
   const auto failure = failure_of(3, [](SharedBoard& board, int rank) {
     if (rank != 1) live_on(board, rank);
     fail(Category::io, "the disk is gone", {.file = "a.safetensors", .offset = 5});
@@ -133,7 +133,7 @@ TEST_F(Supervised, WhatARankThrowsIsThrownWithItsRank) {
   EXPECT_EQ(failure->facts().offset, 5U);
 }
 
-TEST_F(Supervised, OtherExceptionsHaveACategoryToo) {
+TEST_F(Supervised, OtherExceptionsGetACategory) {
   const auto category_of = [&](const std::function<void()>& thrower) {
     const auto failure = failure_of(2, [&](SharedBoard& board, int rank) {
       if (rank == 0) live_on(board, rank);
@@ -147,14 +147,14 @@ TEST_F(Supervised, OtherExceptionsHaveACategoryToo) {
   EXPECT_EQ(category_of([] { throw 5; }), Category::internal);
 }
 
-TEST_F(Supervised, AKilledRankIsNamedWithItsProcess) {
+TEST_F(Supervised, AKilledRankIsNamedWithItsPid) {
   expect_blame(3, {2, Category::peer, "killed by signal 9"}, [](SharedBoard& board, int rank) {
     if (rank != 2) live_on(board, rank);
     raise(SIGKILL);
   });
 }
 
-TEST_F(Supervised, AKillForLackOfMemoryIsExplained) {
+TEST_F(Supervised, AnOomKillIsNoMem) {
   const SuperviseOptions options{.out_of_memory = [] { return "oom_kill 1 in /a"; }};
   const auto killed_by = [](int signal) {
     return [signal](SharedBoard& board, int rank) {
@@ -166,7 +166,7 @@ TEST_F(Supervised, AKillForLackOfMemoryIsExplained) {
   expect_blame(2, {1, Category::peer, "killed by signal 15"}, killed_by(SIGTERM), options);
 }
 
-TEST_F(Supervised, ALastingStopIsTheStoppedRanksFault) {
+TEST_F(Supervised, ALongStopIsBlamedOnTheStoppedRank) {
   const int64_t begin = clock_.now_ns();
   expect_blame(2, {0, Category::peer, "is stopped"},
                [](SharedBoard& board, int rank) {
@@ -178,8 +178,8 @@ TEST_F(Supervised, ALastingStopIsTheStoppedRanksFault) {
   EXPECT_LT(clock_.now_ns() - begin, 4 * kNsPerSecond);
 }
 
-// Catches: a grace that nobody heeds.
-TEST_F(Supervised, AShortStopIsNothing) {
+// Catches a grace period that is ignored.
+TEST_F(Supervised, AShortStopIsTolerated) {
   const auto failure =
       failure_of(2,
                  [this](SharedBoard& board, int rank) {
@@ -190,7 +190,7 @@ TEST_F(Supervised, AShortStopIsNothing) {
                        clock_.sleep_ns(kNsPerMs);
                        board.beat(rank, 0);
                      }
-                     clock_.sleep_ns(100 * kNsPerMs);  // so that the launcher has seen it
+                     clock_.sleep_ns(100 * kNsPerMs);  // so that the launcher sees the stop
                      kill(shared().pid[0], SIGCONT);
                    }
                    board.barrier(rank);
@@ -199,7 +199,7 @@ TEST_F(Supervised, AShortStopIsNothing) {
   EXPECT_FALSE(failure.has_value()) << failure->what();
 }
 
-TEST_F(Supervised, ARankThatLeavesEarlyIsNamedWhateverItsExitCode) {
+TEST_F(Supervised, ARankThatExitsEarlyIsNamed) {
   const auto leaves_with = [](int code) {
     return [code](SharedBoard& board, int rank) {
       if (rank != 1) live_on(board, rank);
@@ -210,8 +210,8 @@ TEST_F(Supervised, ARankThatLeavesEarlyIsNamedWhateverItsExitCode) {
   expect_blame(2, {1, Category::peer, "ended with exit code 3"}, leaves_with(3));
 }
 
-// It has taken the board's one place for a failure and never fills it.
-TEST_F(Supervised, ARankThatDiesWhileReportingIsNamedAllTheSame) {
+// The rank claims the board's only place for a failure and never fills it.
+TEST_F(Supervised, ARankThatDiesInsideItsReportIsNamed) {
   void* const nothing = mmap(nullptr, kPageBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(nothing, MAP_FAILED);
   expect_blame(2, {1, Category::peer, "rank 1"}, [&](SharedBoard& board, int rank) {
@@ -222,8 +222,8 @@ TEST_F(Supervised, ARankThatDiesWhileReportingIsNamedAllTheSame) {
   munmap(nothing, kPageBytes);
 }
 
-TEST_F(Supervised, ARankThatDoesNotMoveHasStalled) {
-  expect_blame(2, {1, Category::stall, "has not moved"},
+TEST_F(Supervised, ASilentRankHasStalled) {
+  expect_blame(2, {1, Category::stall, "made no progress"},
                [](SharedBoard& board, int rank) {
                  if (rank == 0) board.barrier(rank);
                  hang();
@@ -231,8 +231,8 @@ TEST_F(Supervised, ARankThatDoesNotMoveHasStalled) {
                {.stall_limit_ns = 200 * kNsPerMs});
 }
 
-// The kernel is busy for it: it cannot beat, but it grows.
-TEST_F(Supervised, ARankWhoseMemoryIsBeingCommittedHasNotStalled) {
+// While the kernel commits its memory a rank cannot beat, but its size changes.
+TEST_F(Supervised, ARankWhoseMemoryGrowsHasNotStalled) {
   const auto failure = failure_of(1,
                                   [this](SharedBoard&, int) {
                                     Ledger ledger;
@@ -247,7 +247,7 @@ TEST_F(Supervised, ARankWhoseMemoryIsBeingCommittedHasNotStalled) {
   EXPECT_FALSE(failure.has_value()) << failure->what();
 }
 
-TEST_F(Supervised, WaitingInABarrierIsNoStall) {
+TEST_F(Supervised, ARankInABarrierHasNotStalled) {
   const auto failure = failure_of(2,
                                   [this](SharedBoard& board, int rank) {
                                     const int64_t until = clock_.now_ns() + 1200 * kNsPerMs;
@@ -261,7 +261,7 @@ TEST_F(Supervised, WaitingInABarrierIsNoStall) {
   EXPECT_FALSE(failure.has_value()) << failure->what();
 }
 
-TEST_F(Supervised, SignalsToTheLauncherEndTheRun) {
+TEST_F(Supervised, ASignalToTheLauncherEndsTheRun) {
   for (const auto& [signal, category] :
        {std::pair{SIGTERM, Category::preempted}, {SIGINT, Category::cancelled}}) {
     struct sigaction before {};
@@ -275,11 +275,11 @@ TEST_F(Supervised, SignalsToTheLauncherEndTheRun) {
     EXPECT_EQ(failure->category(), category) << failure->what();
     struct sigaction after {};
     sigaction(signal, nullptr, &after);
-    EXPECT_EQ(after.sa_handler, before.sa_handler) << "the handler that was there is back";
+    EXPECT_EQ(after.sa_handler, before.sa_handler) << "the previous handler is restored";
   }
 }
 
-TEST_F(Supervised, ARankThatHeedsNothingIsKilled) {
+TEST_F(Supervised, ARankThatDoesNotExitIsKilled) {
   const int64_t begin = clock_.now_ns();
   const auto failure = failure_of(2, [](SharedBoard&, int rank) {
     if (rank == 0) fail(Category::io, "broken");
@@ -291,7 +291,7 @@ TEST_F(Supervised, ARankThatHeedsNothingIsKilled) {
   EXPECT_LT(clock_.now_ns() - begin, 4 * kNsPerSecond);
 }
 
-TEST_F(Supervised, TheLauncherTicksAndWhatItThrowsEndsTheRun) {
+TEST_F(Supervised, AnExceptionOfTheTickEndsTheRun) {
   int ticks = 0;
   SharedBoard board(2, clock_);
   const SuperviseOptions options{.tick = [&] {
@@ -304,7 +304,7 @@ TEST_F(Supervised, TheLauncherTicksAndWhatItThrowsEndsTheRun) {
   EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1);
 }
 
-// The read end sees its end when the last process that may write is gone.
+// The read end sees end of file when the last process with the write end is gone.
 TEST_F(Supervised, RanksDieWithTheLauncher) {
   int ends[2];
   ASSERT_EQ(pipe(ends), 0);
