@@ -11,7 +11,7 @@ namespace modicum {
 
 namespace {
 
-// What a device touches: gradients come, the upper half of a split master goes.
+// The planes that a device accesses: it writes gradients and reads the bf16 half of a split master.
 std::vector<Plane> pinned_planes(const StateFormatRow& row) {
   if (row.is_split()) return {Plane::master, Plane::grad};
   return {Plane::grad};
@@ -19,7 +19,7 @@ std::vector<Plane> pinned_planes(const StateFormatRow& row) {
 
 }  // namespace
 
-// What is pinned, as long as it is.
+// Unpins on destruction.
 class AdamW::Pins {
  public:
   explicit Pins(Pinner pinner) : pinner_(std::move(pinner)) {}
@@ -31,7 +31,7 @@ class AdamW::Pins {
 
   void pin(std::span<std::byte> arena) {
     if (!pinner_.pin || arena.empty()) return;
-    pinned_.reserve(pinned_.size() + 1);  // so that what is pinned can't be forgotten
+    pinned_.reserve(pinned_.size() + 1);  // push_back must not throw after `pin`
     pinner_.pin(arena);
     pinned_.push_back(arena);
   }
@@ -65,7 +65,7 @@ AdamW::AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner, Poll po
 
 AdamW::~AdamW() = default;
 
-// All of it or nothing: the first arena must not be taken when the last one won't fit.
+// Before the first charge: no arena may be charged if the last one would not fit.
 void AdamW::check_budget(const Ledger& ledger, const Pinner& pinner) const {
   const Footprint needed = adamw_footprint(spec_);
   ledger.require_room(needed, fmt::format("AdamW's state ({})", row_.name));
@@ -75,7 +75,7 @@ void AdamW::check_budget(const Ledger& ledger, const Pinner& pinner) const {
   }
   if (!pinner.pin || pinned <= pinner.limit_bytes) return;
   fail(Category::budget,
-       fmt::format("{} are to be pinned and the process may lock {} (RLIMIT_MEMLOCK)",
+       fmt::format("AdamW pins {} and the process may lock {} (RLIMIT_MEMLOCK)",
                    format_size(pinned), format_size(pinner.limit_bytes)),
        {.expected = std::to_string(pinner.limit_bytes),
         .got = std::to_string(pinned),
@@ -97,17 +97,18 @@ void AdamW::set_options(int group, const AdamOptions& options) {
   check_options(options);
   AdamOptions& of = spec_.groups.at(static_cast<size_t>(group));
   if (of.amsgrad != options.amsgrad) {
-    fail(Category::usage, "amsgrad can't change: its memory is taken when the state is made");
+    fail(Category::usage, "amsgrad can't change: its memory is allocated with the state");
   }
   of = options;
 }
 
 void AdamW::set_steps(size_t shard, int64_t steps) {
-  if (steps < 0) fail(Category::usage, "a step count is 0 or more");
+  if (steps < 0)
+    fail(Category::usage, fmt::format("expected a step count of 0 or more, got {}", steps));
   steps_.at(shard) = steps;
 }
 
-// ---- where things lie
+// ---- addresses
 
 std::byte* AdamW::element(size_t shard, Plane plane, int64_t at) const noexcept {
   const ShardSpec& spec = spec_.shards[shard];

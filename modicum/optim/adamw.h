@@ -1,34 +1,39 @@
-// AdamW's state over the shards of a rank.
+// AdamW over the shards of a rank. The life of its state, and the calls that change it:
 //
-//   declared     an AdamWSpec: a value; adamw_footprint says what it will take
-//      |           AdamW(spec, ledger, ...): budget and memory of the caller's are checked
-//   bound        each shard has its place in a plane, or in memory of the caller's
-//      |           the same call charges, commits and pins: all of it or nothing
-//   committed    masters and moments are zero; set_options, set_steps, import_from, expect
-//      |
-//      |  arrive, arrived_in_place, leave_out   <---------------------+
-//      v                                                              |
-//   arriving     until every shard has arrived `expect`ed times or is left out
-//      |           norm, norms; before that: MISMATCH                 |
-//   complete                                                          |
-//      |           step: masters and moments move, steps count  ------+
-//      +---------  skip (also while arriving): nothing moves    ------+
+//   AdamWSpec          a value; adamw_footprint(spec) is the memory that the state will hold
+//      |  AdamW(spec, ledger, ...)          charges, commits and pins all of it, or throws
+//      v
+//   READY              masters and moments are zero; import_from, set_steps, set_options, expect
+//      |  arrive | arrived_in_place | leave_out                     <-------------+
+//      v                                                                          |
+//   ARRIVING           until every shard has arrived `expect` times or is left    |
+//      |               out; norm and step throw MISMATCH                          |
+//      v                                                                          |
+//   COMPLETE           norm, norms; all-reduce GradNorm over the ranks            |
+//      |  step         masters, moments and step counts change  ------------------+
+//      |  skip         (also while ARRIVING) only drops the gradients  -----------+
 //
-// plane, scales, export_to, digest and refresh_masters: at any time but within a step.
+// plane, scales, export_to, digest and refresh_masters are allowed in every state, but not during a
+// step. One iteration of a rank:
 //
-// Memory: one arena per plane, charged and committed when the state is made, huge pages where the
-// kernel allows them, never inherited by forked children. No call takes memory of that size later.
+//   state.arrive({shard, at, n, grad, DType::bf16});           // each piece, any order, any thread
+//   GradNorm norm = all_reduce(state.norm());
+//   if (!norm.finite) return state.skip();
+//   state.step({.clip = clip_factor(norm.norm(), max_norm)});
 //
-// Gradients: every element arrives once per step, or as often as `expect` says, added up in fp32.
-// The norm is taken while what arrives is in the cache: when a bucket's last element has come for
-// the last time, its squares are added up, and `norm` adds the buckets in their order. So neither
-// the order of arrival, nor its pieces, nor threads change a bit.
+// Memory: one arena per plane, charged and committed by the constructor, with huge pages where the
+// kernel allows them, and excluded from forked children unless the spec says otherwise. No later
+// call allocates memory of that size.
 //
-// Threads: arrive, arrived_in_place and leave_out may be called by several threads at once, except
-// that a parameter's elements arrive for the second time only when all calls that brought it for
-// the first have returned; export_to and import_from, too, for elements that don't overlap. All
-// else: one thread, while no gradient is arriving. A state that was used before a fork belongs to
-// the parent.
+// Gradients: every element arrives once per step, or as often as `expect` says, and is accumulated
+// in fp32. When the last element of a bucket has arrived for the last time, while the bucket is
+// still in the cache, its squares are summed; `norm` adds the buckets in a fixed order. So the norm
+// is bit-equal for any order of arrival, any pieces and any number of threads.
+//
+// Threads: arrive, arrived_in_place and leave_out may run concurrently, except that a parameter's
+// next accumulation may begin only when all calls of the previous one have returned. export_to and
+// import_from may run concurrently for disjoint elements. All other calls: one thread, while no
+// gradient arrives. A state that was used before a fork belongs to the parent.
 #pragma once
 
 #include <array>
@@ -54,12 +59,12 @@ struct Arriving;
 struct Bucket;
 struct Stretch;
 
-// Pins memory that a device reads and writes directly, on request: the gradients and, of a split
-// master, the upper half, each arena once and at its exact size.
+// Page-locks the arenas that a device accesses: the gradients and, of a split master, the bf16
+// half. Each arena is pinned once, at its exact size.
 struct Pinner {
-  std::function<void(std::span<std::byte>)> pin;    // throws where it can't
-  std::function<void(std::span<std::byte>)> unpin;  // before the memory goes; does not throw
-  // What the process may still lock, where pinning is subject to RLIMIT_MEMLOCK.
+  std::function<void(std::span<std::byte>)> pin;    // throws on failure
+  std::function<void(std::span<std::byte>)> unpin;  // before the memory is unmapped; must not throw
+  // Bytes that the process may still lock, if RLIMIT_MEMLOCK applies to pinning.
   uint64_t limit_bytes = UINT64_MAX;
 };
 
@@ -72,24 +77,25 @@ struct Piece {
   DType dtype = DType::f32;  // or bf16, f16
 };
 
-// New parameters that are ready to leave: local elements [at, at + n) of a shard.
+// Updated parameters, ready to be copied: local elements [at, at + n) of a shard.
 struct ReadyChunk {
   size_t shard = 0;
   int64_t at = 0;
   int64_t n = 0;
   const std::byte* elements = nullptr;
-  int slot = -1;  // of the ring; -1 where they lie in the master itself
+  int slot = -1;  // of the ring; -1 if `elements` points into the master
 };
 
-// How they leave while the step goes on: `send` may only begin, and is called on the thread that
-// made the chunk. Neither may throw.
+// Copies updated parameters out (to a device) while the step runs. `send` starts the copy of a
+// chunk on the worker thread that computed it; `wait` blocks until a slot's copy is complete.
+// Neither may throw.
 struct Outlet {
   DType dtype = DType::bf16;  // or f16; bf16 where the master is split
-  // The caller's memory, kRingSlotBytes a slot and at least a slot per thread; a split master is
-  // sent from where it lies and needs none.
+  // The caller's staging memory: kRingSlotBytes per slot, at least one slot per thread. Unused for
+  // a split master, which is sent in place.
   std::span<std::byte> ring;
   std::function<void(const ReadyChunk&)> send;
-  std::function<void(int slot)> wait;  // until the slot may be written again; empty: at once
+  std::function<void(int slot)> wait;  // empty: a slot may be reused at once
 };
 constexpr uint64_t kRingSlotBytes = kBucketElements * 2;
 
@@ -97,12 +103,12 @@ struct StepOptions {
   float unscale = 1.0F;  // finite, above 0
   float clip = 1.0F;     // finite, 0 or more
   const Outlet* outlet = nullptr;
-  // First does what `refresh_masters` does, to what is stepped and in the same pass.
+  // Refreshes the masters (see refresh_masters) in the same pass over memory.
   bool refresh_masters = false;
 };
 
-// Layout-free: the sum over all ranks is the same for every sharding, and for formats that hold the
-// same values. Of fp32 values, names and global indices.
+// A digest over FQNs, global indices and fp32 values: its sum over all ranks is the same for every
+// sharding, and for all formats that hold the same values.
 struct StateDigest {
   uint64_t state = 0;   // parameters and moments
   uint64_t master = 0;  // parameters only
@@ -112,12 +118,12 @@ struct StateDigest {
 
 class AdamW {
  public:
-  // Takes and commits everything on `threads` threads, which are also those of `step` and `digest`;
-  // `poll` is the cancellation callback: an exception from it aborts that, and nothing
-  // stays taken. Masters and moments are zero. BUDGET, before a page is touched, where the ledger
-  // or what may be pinned doesn't suffice; NOMEM; MISMATCH, naming the parameter, for runs that
-  // overlap, for memory of the caller's (`master`, `out`) that two parameters share or a group that
-  // is not there; USAGE for options out of range; UNSUPPORTED for what semantics don't know.
+  // Charges and commits the whole state on `threads` threads, which `step` and `digest` use too. On
+  // failure nothing stays charged: BUDGET, before a page is touched, if the ledger or the pinner's
+  // limit is exceeded; NOMEM; any exception of `poll` or `pin`; MISMATCH, naming the parameter, for
+  // runs that overlap, a group out of range, or caller-owned memory (`master`, `out`) that two
+  // parameters share; USAGE for options out of range; UNSUPPORTED for options that the chosen
+  // semantics lack.
   AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner = {}, Poll poll = kNoPoll);
   ~AdamW();
   AdamW(const AdamW&) = delete;
@@ -127,52 +133,53 @@ class AdamW {
   size_t shards() const noexcept { return spec_.shards.size(); }
   const ShardSpec& shard(size_t index) const { return spec_.shards.at(index); }
   const AdamOptions& options(int group) const;
-  // For the steps to come. Whether amsgrad is on can't change: its memory is taken or it isn't.
+  // For later steps. USAGE if `amsgrad` changes: its plane is allocated by the constructor.
   void set_options(int group, const AdamOptions& options);
 
-  // How often each element arrives in a step, from the next one on; nothing of it may have arrived.
-  // More than once: UNSUPPORTED where the format's gradient is not fp32.
+  // Sets how often each element arrives per step (gradient accumulation), from this step on. USAGE
+  // once a gradient of the step has arrived; UNSUPPORTED for more than one pass if the format keeps
+  // gradients in less than fp32.
   void expect(int passes);
-  // MISMATCH, naming the parameter, for what has arrived already or lies outside.
+  // Converts and stores a piece. MISMATCH, naming the parameter, for elements that have arrived as
+  // often as expected or lie outside of the shard.
   void arrive(const Piece& piece);
-  // The same for what has been written to its place in the gradient's plane, in the plane's dtype.
+  // The same for elements that the caller has written to plane(shard, Plane::grad) itself.
   void arrived_in_place(size_t shard, int64_t at, int64_t n);
-  // This step has no gradient for it: neither its values nor its step count change.
+  // The parameter has no gradient in this step: its values and step count stay unchanged.
   void leave_out(size_t shard);
 
-  // The sum is over primary replicas (ShardSpec::counts), as gradients arrived; `finite` covers all
-  // shards.
-  // MISMATCH, naming the parameter, where something is missing.
+  // This rank's sum of squares, over primary replicas (ShardSpec::counts); `finite` covers all
+  // shards. MISMATCH, naming the parameter, if a gradient is missing.
   GradNorm norm() const;
-  // The same by shard, for callers that count what others hold too only once.
+  // The same per shard, replicas included, for callers that weigh replicas themselves.
   std::vector<GradNorm> norms() const;
-  // One step with all that has arrived, whose norm must be finite. MISMATCH as `norm`. USAGE for
-  // factors out of range; NOMEM where a thread can't be started: then nothing has been stepped, the
-  // gradients are still there, and the call can be repeated.
+  // One optimizer step; the norm must be finite. MISMATCH as `norm`; USAGE for factors out of
+  // range; NOMEM if a thread cannot be started. On failure nothing has been stepped and the
+  // gradients are kept, so the call can be repeated.
   void step(const StepOptions& options = {});
-  // An element of a shard's `out` that is not its master rounded has been written by somebody else
-  // since the last step: its value becomes the master. For shards whose `out` holds the parameter
-  // from the beginning; compares bits. Does nothing to split masters.
+  // Takes over values that the caller has written to a shard's `out` since the last step: where
+  // `out` differs in bits from the rounded master, its value becomes the master. For shards whose
+  // `out` holds the parameter from the beginning; no effect on split masters.
   void refresh_masters();
-  // Forgets the gradients, complete or not. No other byte of the state changes, no step is counted.
+  // Drops the gradients, complete or not. Nothing else changes.
   void skip();
 
-  // Steps that a parameter has made.
+  // Steps counted for a parameter. USAGE for a negative count.
   int64_t steps(size_t shard) const { return steps_.at(shard); }
   void set_steps(size_t shard, int64_t steps);
 
-  // A shard's part of a plane as it lies there (the caller's, where the master is); empty where the
-  // format or the group has none. `scales`: of 8-bit moments.
+  // A shard's elements of a plane as stored, possibly in the caller's memory (`master`); empty if
+  // the format or the group lacks the plane. `scales`: those of 8-bit moments.
   std::span<std::byte> plane(size_t shard, Plane plane) const;
   std::span<float> scales(size_t shard, Plane plane) const;
 
-  // Local elements [at, at + n) as fp32 values, exactly; and from fp32 values: exactly into fp32
-  // and fp32-split, else rounded as a step rounds. Blocks of 8-bit moments are imported whole:
-  // USAGE where `at` or its end cuts one. Works on a few cache lines at a time.
+  // Reads or writes local elements [at, at + n) as fp32. Export is exact; import is exact into fp32
+  // and fp32-split, else rounded as a step rounds. USAGE if an import cuts a block of 8-bit
+  // moments. Neither allocates.
   void export_to(size_t shard, StatePlane plane, int64_t at, std::span<float> to) const;
   void import_from(size_t shard, StatePlane plane, int64_t at, std::span<const float> from);
 
-  StateDigest digest() const;  // this rank's part: of the shards that count
+  StateDigest digest() const;  // this rank's part, over primary replicas
 
  private:
   class Pins;
@@ -208,7 +215,7 @@ class AdamW {
   std::vector<int64_t> steps_;
   int passes_ = 1;
   std::vector<Arriving> arriving_;
-  std::mutex mutex_;  // of arriving_, while gradients arrive
+  std::mutex mutex_;  // guards arriving_ while gradients arrive
 };
 
 }  // namespace modicum

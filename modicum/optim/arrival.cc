@@ -1,4 +1,4 @@
-// Gradients on their way in, and the norm that is taken of them on the way.
+// Arriving gradients, and the norm that is computed as they arrive.
 #include <fmt/format.h>
 
 #include <atomic>
@@ -28,23 +28,24 @@ bool Arrived::add(int64_t begin, int64_t end) {
 }
 
 void AdamW::expect(int passes) {
-  if (passes < 1) fail(Category::usage, "a gradient arrives once or more often");
+  if (passes < 1)
+    fail(Category::usage, fmt::format("expected 1 arrival or more per step, got {}", passes));
   if (passes > 1 && row_.grad != DType::f32) {
     fail(Category::unsupported,
-         fmt::format("{} keeps gradients as {}, in which they can't be added up; {} can: add up "
-                     "before they arrive, or choose it",
+         fmt::format("{} keeps gradients as {}, which can't be accumulated; accumulate before they "
+                     "arrive, or use {}",
                      row_.name, torch_name(row_.grad), row_of(StateFormat::fp32).name));
   }
   for (const Arriving& of : arriving_) {
     if (of.passes > 0 || of.arrived.count() > 0) {
-      fail(Category::usage, "how often gradients arrive can't change in the middle of a step");
+      fail(Category::usage, "the number of accumulations can't change in the middle of a step");
     }
   }
   passes_ = passes;
   forget_gradients();
 }
 
-// The table of buckets stands behind the gradients, in the order of the shards.
+// The table of buckets follows the gradients in their arena, in the order of the shards.
 std::span<Bucket> AdamW::buckets(size_t shard) const noexcept {
   const std::span<std::byte> arena = arenas_[static_cast<size_t>(Plane::grad)].bytes();
   auto* const table = reinterpret_cast<Bucket*>(arena.data() + map_->buckets_at());
@@ -63,20 +64,20 @@ void AdamW::forget_gradients() {
   }
 }
 
-// Whether this is the first time in the step that these elements arrive.
+// Marks elements as arrived. Returns whether it is their first arrival in the step.
 bool AdamW::claim(size_t shard, int64_t at, int64_t n) {
   MODICUM_ASSERT(shard < shards());
   const int64_t numel = map_->index(shard).numel();
   if (at < 0 || n < 0 || at > numel - n) {
-    fail_about(shard, fmt::format("elements {} to {} of its {} can't arrive", at, at + n, numel));
+    fail_about(shard, fmt::format("elements {} to {} arrived, of {}", at, at + n, numel));
   }
   if (n == 0) return true;
   const std::lock_guard lock(mutex_);
   Arriving& of = arriving_[shard];
   if (of.left_out) fail_about(shard, "its gradient was left out of this step");
   if (of.passes == passes_ || !of.arrived.add(at, at + n)) {
-    fail_about(shard, fmt::format("its gradient arrived more often than expected ({}), at local "
-                                  "element {} or behind",
+    fail_about(shard, fmt::format("its gradient arrived more often than expected ({}), from local "
+                                  "element {} on",
                                   passes_, at));
   }
   const bool is_first = of.passes == 0;
@@ -104,7 +105,7 @@ void AdamW::arrive(const Piece& piece) {
 }
 
 void AdamW::arrived_in_place(size_t shard, int64_t at, int64_t n) {
-  if (passes_ > 1) fail(Category::usage, "what arrives in place can't be added up");
+  if (passes_ > 1) fail(Category::usage, "gradients that arrive in place can't be accumulated");
   claim(shard, at, n);
   const ShardIndex& index = map_->index(shard);
   index.for_each_stretch(at, at + n, [&](const Stretch& stretch) {
@@ -120,7 +121,7 @@ void AdamW::leave_out(size_t shard) {
   of.left_out = true;
 }
 
-// Whoever brings a bucket's last element sees what all others have brought, and takes the norm.
+// The thread that delivers a bucket's last element sees all others' writes and computes its norm.
 void AdamW::settle(size_t shard, int64_t bucket, int64_t n) {
   Bucket& of = buckets(shard)[static_cast<size_t>(bucket)];
   const std::atomic_ref<int64_t> left(of.left);

@@ -1,6 +1,6 @@
-// House test: gradients on their way in. It catches: a norm that depends on the order or the pieces
-// of arrival, that is taken before the last of them, or of the wrong elements; elements that arrive
-// twice or never; an accumulation that overwrites, or that a format can't hold.
+// House test: gradient arrival. It catches a norm that depends on the order or the pieces of
+// arrival, or is computed too early or over other elements; elements that arrive twice or never; an
+// accumulation that overwrites, or that the format cannot hold.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -58,7 +58,7 @@ std::vector<std::vector<float>> gradients_of(const AdamW& state, uint64_t step) 
   return gradients;
 }
 
-TEST(Arrival, OrderPiecesAndThreadsDoNotChangeABit) {
+TEST(Arrival, IsBitEqualForAnyOrderPiecesAndThreads) {
   for (const StateFormat format : {StateFormat::fp32, StateFormat::int8_moments}) {
     Ledger ledger;
     AdamW whole(tiny_spec(format), ledger, 1);
@@ -104,7 +104,7 @@ TEST(Arrival, TheNormIsTheFp64Sum) {
   }
 }
 
-TEST(Arrival, OneThatIsNotFiniteIsFlaggedWhereverItIs) {
+TEST(Arrival, ANonFiniteGradientIsFlaggedAtAnyPlace) {
   Ledger ledger;
   for (const float bad : {NAN, INFINITY, -INFINITY}) {
     for (const int64_t at : {int64_t{0}, kBucketElements, kTinyModel[0].numel - 1}) {
@@ -121,7 +121,7 @@ TEST(Arrival, OneThatIsNotFiniteIsFlaggedWhereverItIs) {
   }
 }
 
-TEST(Arrival, EveryDTypeIsRoundedToThePlanes) {
+TEST(Arrival, EveryDTypeIsRoundedToThePlanesDType) {
   const std::vector<float> values = {1.0F, -0.33333334F, 65504.0F, 1e-3F, 3.1415927F};
   for (const StateFormat format : {StateFormat::fp32, StateFormat::fp32_split}) {
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
@@ -143,7 +143,7 @@ TEST(Arrival, EveryDTypeIsRoundedToThePlanes) {
   }
 }
 
-// ---- what arrives twice or never
+// ---- duplicate and missing elements
 
 void expect_about(const std::optional<Error>& met, const std::string& fqn) {
   ASSERT_TRUE(met);
@@ -151,7 +151,7 @@ void expect_about(const std::optional<Error>& met, const std::string& fqn) {
   EXPECT_EQ(met->facts().tensor, fqn);
 }
 
-TEST(Arrival, TwiceMissingAndOutsideAreErrorsThatNameTheParameter) {
+TEST(Arrival, ErrorsNameTheParameter) {
   Ledger ledger;
   AdamW state(tiny_spec(StateFormat::fp32), ledger, 1);
   const auto gradients = gradients_of(state, 1);
@@ -172,9 +172,9 @@ TEST(Arrival, TwiceMissingAndOutsideAreErrorsThatNameTheParameter) {
   expect_about(error_of([&] { state.step(); }), "embed.weight");
 }
 
-// ---- more often than once
+// ---- accumulation
 
-TEST(Accumulation, AddsUpInFp32AndTakesTheNormOfTheLast) {
+TEST(Accumulation, SumsInFp32AndTakesTheNormOfTheSum) {
   Ledger ledger;
   AdamW state(tiny_spec(StateFormat::fp32), ledger, 1);
   state.expect(3);
@@ -201,7 +201,7 @@ TEST(Accumulation, AddsUpInFp32AndTakesTheNormOfTheLast) {
     deliver_tiny(state, 1);
     state.step();
   });
-  expect_about(met, "embed.weight");  // one time of three
+  expect_about(met, "embed.weight");  // one arrival of three
 }
 
 TEST(Accumulation, IsRefusedByFormatsWhoseGradientsAreBf16) {
@@ -215,7 +215,7 @@ TEST(Accumulation, IsRefusedByFormatsWhoseGradientsAreBf16) {
     EXPECT_NE(met->what_happened().find(format_name(format)), std::string::npos);
     EXPECT_NE(met->what_happened().find("fp32 can"), std::string::npos);
     deliver_tiny(state, 1);
-    EXPECT_NO_THROW(state.step()) << "as before";
+    EXPECT_NO_THROW(state.step()) << "one arrival per step is still accepted";
   }
 }
 
@@ -226,7 +226,7 @@ TEST(Accumulation, CantChangeInTheMiddleOfAStep) {
   EXPECT_EQ(error_of([&] { state.expect(2); })->category(), Category::usage);
 }
 
-// ---- in place, and left out
+// ---- arrival in place, and parameters without a gradient
 
 TEST(Arrival, InPlaceIsTheSameAsThroughACopy) {
   Ledger ledger;
@@ -245,7 +245,7 @@ TEST(Arrival, InPlaceIsTheSameAsThroughACopy) {
   EXPECT_EQ(in_place.digest(), copied.digest());
 }
 
-TEST(Arrival, WhatIsLeftOutStaysAsItIs) {
+TEST(Arrival, ALeftOutParameterIsUnchanged) {
   Ledger ledger;
   AdamW state(tiny_spec(StateFormat::fp32), ledger, 1);
   import_tiny_masters(state);

@@ -1,4 +1,4 @@
-// What of a shard's gradient has arrived in this pass. Internal to `optim`.
+// Which elements of a shard's gradient have arrived. Internal to `optim`.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,11 @@
 
 namespace modicum {
 
-// A set of local indices as intervals that don't touch: gradients come in few long pieces, so that
-// there are seldom more than a handful.
+// A set of local indices as disjoint, non-adjacent intervals. Gradients arrive in few long pieces,
+// so there are seldom more than a handful.
 class Arrived {
  public:
-  // Adds [begin, end); false, and nothing is added, where some of it is there already.
+  // Adds [begin, end). Returns false and adds nothing if it overlaps the set.
   bool add(int64_t begin, int64_t end);
   int64_t count() const noexcept { return count_; }
 
@@ -19,10 +19,10 @@ class Arrived {
   int64_t count_ = 0;
 };
 
-// A shard's gradient in one step.
+// The arrival of a shard's gradient in one step.
 struct Arriving {
-  int passes = 0;   // that are complete
-  Arrived arrived;  // in the pass that isn't
+  int passes = 0;   // complete accumulations
+  Arrived arrived;  // of the current one
   bool left_out = false;
 };
 

@@ -1,14 +1,14 @@
-// What follows of the gradient's norm, and the scale of a loss. Values; any thread.
+// The clip factor and the loss scale. Values; any thread.
 #pragma once
 
 namespace modicum {
 
-// min(1, max_norm / (norm + 1e-6)), torch's formula, in fp64 and rounded once. `max_norm` is not
-// negative; infinity clips nothing.
+// min(1, max_norm / (norm + 1e-6)) as in torch, in fp64, rounded once. `max_norm` is 0 or more;
+// infinity does not clip.
 float clip_factor(double norm, double max_norm) noexcept;
 
-// torch.amp.GradScaler's bookkeeping: a loss is multiplied by `scale`; a step with a gradient that
-// is not finite is skipped and halves it, `growth_interval` clean ones in a row double it.
+// The scale of torch.amp.GradScaler: a step with a non-finite gradient is skipped and halves
+// `scale`, `growth_interval` finite steps in a row double it.
 struct LossScale {
   float scale = 65536.0F;
   float growth_factor = 2.0F;

@@ -1,5 +1,5 @@
-// House test (T11 of the clip factor). It catches: squares added up in fp32; a norm of something
-// not finite that is a number; a scale that grows while gradients overflow.
+// House test: clip factor, norm and loss scale. It catches squares summed in fp32, a non-finite
+// norm that is a number, and a scale that grows while gradients overflow.
 #include "modicum/optim/norm.h"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 namespace modicum {
 namespace {
 
-TEST(ClipFactor, IsTheFp64ReferenceToOneUlpBelowAtAndAboveTheNorm) {
+TEST(ClipFactor, IsTheFp64ReferenceToOneUlp) {
   for (const double norm : {1e-20, 0.1, 1.0, 3.3, 2236.067, 7e19, 3e30}) {
     for (const double ratio : {0.01, 0.999999, 1.0, 1.000001, 50.0}) {
       const double max_norm = norm * ratio;
@@ -30,8 +30,8 @@ TEST(ClipFactor, IsTheFp64ReferenceToOneUlpBelowAtAndAboveTheNorm) {
   EXPECT_EQ(clip_factor(0, 1), 1.0F);
 }
 
-TEST(GradNorm, OfFourRanksIsTheSameOnAllAndTheFp64Reference) {
-  // Squares that fp32 can't hold, and ones that it would lose beside them.
+TEST(GradNorm, SumsInFp64) {
+  // Squares that overflow fp32, and squares that fp32 would lose next to them.
   const std::vector<GradNorm> parts = {{1e40}, {3.0}, {1e24 + 1}, {0.25}};
   GradNorm sum;
   for (const GradNorm& part : parts) sum += part;
@@ -42,7 +42,7 @@ TEST(GradNorm, OfFourRanksIsTheSameOnAllAndTheFp64Reference) {
   EXPECT_NEAR(small.sum_of_squares, 1000 + 1e-7, 1e-10);
 }
 
-TEST(GradNorm, WhatIsNotFiniteIsAFlagAndNeverANumber) {
+TEST(GradNorm, ANonFiniteNormIsAFlagNotANumber) {
   GradNorm sum{4.0};
   sum += {0, false};
   sum += {9.0};
@@ -51,7 +51,7 @@ TEST(GradNorm, WhatIsNotFiniteIsAFlagAndNeverANumber) {
   EXPECT_EQ(sum.norm(), 0);
 }
 
-TEST(LossScale, DoublesAfterTwoThousandCleanStepsAndHalvesAtAnOverflow) {
+TEST(LossScale, DoublesAfter2000FiniteStepsAndHalvesAtAnOverflow) {
   LossScale scale;
   EXPECT_EQ(scale.scale, 65536.0F);
   EXPECT_EQ(scale.unscale(), 1.0F / 65536);
@@ -60,7 +60,7 @@ TEST(LossScale, DoublesAfterTwoThousandCleanStepsAndHalvesAtAnOverflow) {
   scale.update(false);
   EXPECT_EQ(scale.scale, 32768.0F);
   for (int step = 0; step < 1999; ++step) scale.update(true);
-  EXPECT_EQ(scale.scale, 32768.0F) << "the overflow began the count anew";
+  EXPECT_EQ(scale.scale, 32768.0F) << "the overflow restarts the count";
   scale.update(true);
   EXPECT_EQ(scale.scale, 65536.0F);
 }

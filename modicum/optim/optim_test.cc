@@ -1,6 +1,6 @@
-// House test: what the state holds. It catches: scales, buckets or amsgrad's maximum that are held
-// and not promised; a refusal after the first page; memory that a forked child copies; memory taken
-// by a step; a pin that is rounded, doubled or forgotten.
+// House test: the memory of the state. It catches scales, buckets or max_exp_avg_sq that are held
+// and not promised, a budget check after the first page, memory that a forked child copies, memory
+// allocated by a step, and a pin that is rounded, repeated or missing.
 #include "modicum/optim/optim.h"
 
 #include <gtest/gtest.h>
@@ -22,14 +22,14 @@
 namespace modicum {
 namespace {
 
-// A shard as TP cuts columns: many short runs that end inside blocks and buckets.
+// A column shard of TP: many short runs that end inside blocks and buckets.
 ShardSpec columns(int64_t rows, int64_t width, int64_t first, int64_t n) {
   ShardSpec shard{.fqn = "columns.weight"};
   for (int64_t row = 0; row < rows; ++row) shard.runs.push_back({row * width + first, n});
   return shard;
 }
 
-TEST(AdamWFootprint, IsWhatIsChargedToTheByte) {
+TEST(AdamWFootprint, EqualsTheChargeToTheByte) {
   for (const StateFormat format : kFormats) {
     for (const bool amsgrad : {false, true}) {
       for (const int rank : {0, 1, 2}) {
@@ -61,7 +61,7 @@ TEST(AdamWFootprint, IsTheFormatsBytesPerParameter) {
   }
 }
 
-TEST(AdamWFootprint, BytesMovedAreThoseOfTheTable) {
+TEST(AdamWFootprint, BytesMovedAreAsDocumented) {
   EXPECT_EQ(bytes_moved_per_parameter(StateFormat::fp32, true), 30);
   EXPECT_EQ(bytes_moved_per_parameter(StateFormat::fp32_split, false), 26);
   EXPECT_EQ(bytes_moved_per_parameter(StateFormat::bf16_moments, false), 18);
@@ -69,7 +69,7 @@ TEST(AdamWFootprint, BytesMovedAreThoseOfTheTable) {
   EXPECT_EQ(bytes_moved_per_parameter(StateFormat::int8_moments_24, false), 12.125);
 }
 
-TEST(AdamW, OnePercentBelowThePromiseIsRefusedBeforeAPageIsTaken) {
+TEST(AdamW, OnePercentBelowThePromiseIsRefusedBeforeAnyAllocation) {
   for (const StateFormat format : kFormats) {
     const AdamWSpec spec = tiny_spec(format);
     const uint64_t promised = adamw_footprint(spec).total();
@@ -86,7 +86,7 @@ TEST(AdamW, OnePercentBelowThePromiseIsRefusedBeforeAPageIsTaken) {
   }
 }
 
-TEST(AdamW, WhatTheCallerHoldsIsUsedAndNotCharged) {
+TEST(AdamW, CallerOwnedMastersAreUsedAndNotCharged) {
   AdamWSpec spec = tiny_spec(StateFormat::fp32);
   const uint64_t whole = adamw_footprint(spec)[Purpose::master];
   std::vector<float> master = tiny_values(spec.shards[0], 3);
@@ -104,7 +104,7 @@ TEST(AdamW, WhatTheCallerHoldsIsUsedAndNotCharged) {
   EXPECT_EQ(exported, master);
 }
 
-TEST(AdamW, MemoryThatTwoParametersShareIsRefusedByName) {
+TEST(AdamW, SharedMemoryIsRefusedNamingBothParameters) {
   std::vector<std::byte> memory(1 << 20);
   for (const StateFormat format : kFormats) {
     const uint64_t width = bytes_of(row_of(format).master, 1);
@@ -174,8 +174,8 @@ TEST(AdamW, OptionsOutOfRangeAreRefusedWithTheirValue) {
   EXPECT_NO_THROW(state.set_options(1, {.lr = 0, .beta1 = 0, .beta2 = 0, .eps = 0}));
 }
 
-// Of ranks that hold the same, one counts it: the others step it all the same.
-TEST(AdamW, AReplicaThatDoesNotCountIsInNeitherNormNorDigest) {
+// Replicas are stepped on every rank and counted on one.
+TEST(AdamW, ASecondaryReplicaIsInNeitherNormNorDigest) {
   AdamWSpec spec = tiny_spec(StateFormat::fp32);
   Ledger ledger;
   AdamW all(spec, ledger, 2);
@@ -198,7 +198,7 @@ TEST(AdamW, AReplicaThatDoesNotCountIsInNeitherNormNorDigest) {
   EXPECT_EQ(bytes_of_state(some), bytes_of_state(all));
 }
 
-// ---- T9: over the process tree
+// ---- memory over the process tree
 
 uint64_t pss_anon(pid_t pid) {
   std::ifstream rollup("/proc/" + std::to_string(pid) + "/smaps_rollup");
@@ -208,7 +208,7 @@ uint64_t pss_anon(pid_t pid) {
   return 0;
 }
 
-// A child that sleeps until it is ended: a data loader's worker.
+// A forked child that sleeps until it is killed, like a data loader's worker.
 class Child {
  public:
   Child() : pid_(fork()) {
@@ -226,9 +226,9 @@ class Child {
   pid_t pid_;
 };
 
-TEST(AdamW, StepsTakeNothingAlsoWithForkedChildrenAlive) {
+TEST(AdamW, StepsAllocateNothingNextToForkedChildren) {
   if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own for every byte of ours";
-  if (pss_anon(getpid()) == 0) GTEST_SKIP() << "this kernel does not say what is shared";
+  if (pss_anon(getpid()) == 0) GTEST_SKIP() << "this kernel has no Pss_Anon";
   for (const StateFormat format : {StateFormat::fp32, StateFormat::int8_moments}) {
     Ledger ledger;
     constexpr int64_t kPieces = 64;
@@ -270,19 +270,19 @@ struct CountingPinner {
     return {.pin =
                 [this](std::span<std::byte> arena) {
                   if (static_cast<int>(pinned.size()) == fail_at) {
-                    fail(Category::no_memory, "the driver says no");
+                    fail(Category::no_memory, "the driver refused");
                   }
                   pinned.push_back(arena);
                 },
             .unpin =
                 [this](std::span<std::byte> arena) {
                   ++unpinned;
-                  arena[0] = arena[0];  // still there
+                  arena[0] = arena[0];  // still mapped
                 }};
   }
 };
 
-TEST(AdamWPinning, IsOnceForEachArenaThatADeviceTouchesAtItsExactSize) {
+TEST(AdamWPinning, PinsEachDeviceArenaOnceAtItsExactSize) {
   for (const StateFormat format : kFormats) {
     const bool is_split = row_of(format).is_split();
     CountingPinner counting;
@@ -305,7 +305,7 @@ TEST(AdamWPinning, IsOnceForEachArenaThatADeviceTouchesAtItsExactSize) {
   }
 }
 
-TEST(AdamWPinning, ThatFailsHalfWayLeavesNothingBehind) {
+TEST(AdamWPinning, AFailedPinUndoesTheEarlierOnes) {
   CountingPinner counting;
   counting.fail_at = 1;
   Ledger ledger;
@@ -317,7 +317,7 @@ TEST(AdamWPinning, ThatFailsHalfWayLeavesNothingBehind) {
   EXPECT_EQ(ledger.held(), Footprint{});
 }
 
-TEST(AdamWPinning, MoreThanMayBeLockedIsRefusedBeforeMemoryIsTaken) {
+TEST(AdamWPinning, OverTheLockLimitIsRefusedBeforeAnyAllocation) {
   CountingPinner counting;
   Ledger ledger;
   Pinner pinner = counting.pinner();
@@ -331,9 +331,9 @@ TEST(AdamWPinning, MoreThanMayBeLockedIsRefusedBeforeMemoryIsTaken) {
   EXPECT_EQ(ledger.peak_bytes(), 0U);
 }
 
-// ---- what makes no sense
+// ---- invalid specs
 
-TEST(AdamW, RefusesWhatItCantStep) {
+TEST(AdamW, RefusesInvalidSpecs) {
   Ledger ledger;
   const auto category = [&](const auto& change) {
     AdamWSpec spec = tiny_spec(StateFormat::fp32);

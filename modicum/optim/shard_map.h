@@ -1,5 +1,15 @@
-// Where the elements of a rank's shards lie: between local and global indices, and in the planes.
-// Internal to `optim`.
+// The mapping between a shard's local indices, the parameter's global indices, and bytes in the
+// arenas. Internal to `optim`. A shard with the runs {first 60000, n 8000} and {first 200000, n
+// 500}:
+//
+//   local     0 ........ 5536 ........ 8000 ..... 8500
+//   global    60000 .... 65536 ....... 68000
+//                                      200000 ... 200500
+//   bucket    0        | 1           | 3                   global / kBucketElements (65536)
+//   stretches [0, 5536)  [5536, 8000)  [8000, 8500)        contiguous in both, within one bucket
+//
+// Buckets and blocks of scales are cut by *global* index, so that norms and 8-bit codes are the
+// same bits for every sharding that cuts at multiples of kScaleBlock.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +22,12 @@
 
 namespace modicum {
 
-// Neighbouring elements both in local and in global order.
+// A contiguous range in both local and global order.
 struct Stretch {
   int64_t at = 0;     // local
   int64_t first = 0;  // global
   int64_t n = 0;
-  int64_t scale = 0;  // index of its first block among the shard's
+  int64_t scale = 0;  // index of its first block of scales in the shard
 };
 
 // One shard: its runs, its blocks of scales and its buckets.
@@ -35,9 +45,9 @@ class ShardIndex {
   int64_t bucket_begin(int64_t bucket) const noexcept {
     return before((first_bucket_ + bucket) * kBucketElements);
   }
-  // The end of the bucket in which local element `at` lies.
+  // The local end of the bucket that holds local element `at`.
   int64_t bucket_end_around(int64_t at) const noexcept;
-  // Whether no block of scales reaches over local index `at`.
+  // Whether a block of scales begins (or the shard ends) at local index `at`.
   bool is_block_edge(int64_t at) const noexcept;
 
   // The stretches of local elements [begin, end), cut where buckets end.
@@ -68,32 +78,34 @@ class ShardIndex {
   int64_t buckets_ = 0;
 };
 
-// A bucket's norm, in the making.
+// A bucket's norm, computed when `left` reaches 0.
 struct Bucket {
-  int64_t left = 0;  // elements that have yet to arrive, each as often as it is expected
+  int64_t left = 0;  // arrivals still expected: elements times passes
   GradNorm norm;
 };
 
-// Bytes of a shard's part of a plane, each a whole number of cache lines: codes, and their scales.
+// Bytes of a shard in a plane, rounded up to cache lines: its codes and their scales.
 struct PlaneBytes {
   static constexpr uint64_t kAlignment = 64;
   uint64_t codes = 0;
   uint64_t scales = 0;
 };
 PlaneBytes plane_bytes(const StateFormatRow& row, Plane plane, const ShardIndex& shard);
-// Bytes of a plane's arena before its first shard, where it has any. Arenas are aligned to huge
-// pages: with the same lower address bits in all planes, an element's places push each other out of
-// the cache's ways, and a step takes half as long again.
+// Bytes of a plane's arena before its first shard, different for each plane. All arenas are aligned
+// to huge pages; with equal offsets the planes of an element would share low address bits and evict
+// each other from the cache, and a step takes 1.5 times as long.
 constexpr uint64_t bytes_before(Plane plane) noexcept { return static_cast<uint64_t>(plane) * 640; }
 
-// All shards, and the arenas that hold them: plane by plane the shards' codes one after another,
-// then their scales; behind the gradients the buckets.
+// All shards of a rank, and their places in the arenas, one arena per plane:
+//
+//   exp_avg   | offset | codes of shard 0, 1, 2 ... | scales of shard 0, 1, 2 ... |
+//   grad      | offset | gradients of shard 0, 1, 2 ... | table of buckets |
 class ShardMap {
  public:
   explicit ShardMap(const AdamWSpec& spec);
 
   struct Place {
-    std::optional<uint64_t> codes;  // bytes into the arena; nothing: not there, or the caller's
+    std::optional<uint64_t> codes;  // offset in the arena; nullopt: no such plane, or caller-owned
     uint64_t scales = 0;
   };
   const ShardIndex& index(size_t shard) const { return shards_[shard]; }
@@ -102,7 +114,7 @@ class ShardMap {
   }
   size_t shards() const noexcept { return shards_.size(); }
   uint64_t arena_bytes(Plane plane) const { return arena_bytes_[static_cast<size_t>(plane)]; }
-  uint64_t buckets_at() const noexcept { return buckets_at_; }  // bytes into the gradients' arena
+  uint64_t buckets_at() const noexcept { return buckets_at_; }  // offset in the gradients' arena
   uint64_t first_bucket(size_t shard) const { return first_bucket_[shard]; }
   uint64_t buckets() const { return first_bucket_.back(); }
 
@@ -113,11 +125,11 @@ class ShardMap {
   std::vector<std::array<Place, kPlanes>> places_;
   std::array<uint64_t, kPlanes> arena_bytes_{};
   uint64_t buckets_at_ = 0;
-  std::vector<uint64_t> first_bucket_;  // one per shard, and the end
+  std::vector<uint64_t> first_bucket_;  // per shard, and the end
 };
 
-// Which thread steps which elements. Each gets as many, up to a bucket: its part of every arena is
-// then, but for that, the part whose pages it has committed.
+// Which worker steps which elements: equal shares, rounded to buckets, so that worker i steps
+// nearly the part of every arena that worker i committed.
 class Partition {
  public:
   Partition(const ShardMap& map, int threads);
@@ -143,12 +155,12 @@ class Partition {
   std::vector<Cut> cuts_;  // one more than threads
 };
 
-// Of the format's row; nothing where the format has no such plane. (amsgrad's is there for groups
-// that ask.)
+// The dtype of a plane's codes; nullopt if the format lacks the plane. (Whether max_exp_avg_sq
+// exists also depends on the group's `amsgrad`.)
 std::optional<DType> plane_dtype(const StateFormatRow& row, Plane plane) noexcept;
 Purpose plane_purpose(Plane plane) noexcept;
 
-// USAGE or UNSUPPORTED, where no step can be made with them.
+// USAGE or UNSUPPORTED if the options allow no step.
 void check_options(const AdamOptions& options);
 
 }  // namespace modicum

@@ -14,7 +14,8 @@
 namespace modicum {
 namespace {
 
-// Per shard, of AdamW's lists of them: the spec, the index, the places, and what is kept of a step.
+// Bytes per shard in AdamW's vectors: spec, index, places, Arriving, name hash, steps, first
+// bucket.
 constexpr uint64_t kTableBytes = sizeof(ShardSpec) + sizeof(ShardIndex) +
                                  sizeof(std::array<ShardMap::Place, kPlanes>) + sizeof(Arriving) +
                                  3 * sizeof(uint64_t);
@@ -30,7 +31,7 @@ bool holds(Plane plane, const AdamOptions& group, bool owns_master) {
 
 const AdamOptions& group_of(const std::vector<AdamOptions>& groups, const ShardSpec& shard) {
   if (shard.group < 0 || static_cast<size_t>(shard.group) >= groups.size()) {
-    fail(Category::mismatch, "a parameter's group is not there",
+    fail(Category::mismatch, "a parameter's group index is out of range",
          {.tensor = shard.fqn,
           .expected = fmt::format("below {}", groups.size()),
           .got = fmt::format("{}", shard.group)});
@@ -83,7 +84,7 @@ void check_options(const AdamOptions& of) {
   require(is_non_negative(of.eps), "eps", "a finite number of 0 or more", of.eps);
   require(is_non_negative(of.weight_decay), "weight_decay", "a finite number of 0 or more",
           of.weight_decay);
-  // A kernel computes in fp32, where 1 - beta may be 0 and a large number infinite.
+  // The kernels compute in fp32, where 1 - beta may round to 0 and a large number to infinity.
   const AdamNumbers first = adam_numbers(of, 1, 0);
   const char* const range = "numbers that stay finite in fp32";
   require(std::isfinite(first.step_size), "lr and beta1", range, of.lr);
@@ -93,7 +94,7 @@ void check_options(const AdamOptions& of) {
   if (of.semantics == AdamSemantics::torch) return;
   if (of.amsgrad || of.maximize) {
     fail(Category::unsupported,
-         "DeepSpeed's semantics know no amsgrad and no maximize; torch's know both");
+         "DeepSpeed's semantics lack amsgrad and maximize; torch's have both");
   }
 }
 
@@ -104,7 +105,7 @@ ShardIndex::ShardIndex(const ShardSpec& spec) {
   runs_.reserve(spec.runs.size());
   for (const ShardRun& run : spec.runs) {
     if (run.n <= 0 || run.first < end || run.first > INT64_MAX - run.n) {
-      fail(Category::mismatch, "a shard's runs must be ascending, apart and not empty",
+      fail(Category::mismatch, "a shard's runs must be ascending, disjoint and not empty",
            {.tensor = spec.fqn,
             .expected = fmt::format("a first element of {} or more", end),
             .got = fmt::format("{} elements from {}", run.n, run.first)});
@@ -143,11 +144,11 @@ bool ShardIndex::is_block_edge(int64_t at) const noexcept {
   return at == run.at || (run.first + (at - run.at)) % kScaleBlock == 0;
 }
 
-// ---- all of them
+// ---- all shards
 
 namespace {
 
-// The caller's memory that a step writes.
+// Caller-owned memory that a step writes.
 struct Written {
   std::span<const std::byte> bytes;
   size_t shard = 0;
@@ -168,7 +169,7 @@ std::vector<Written> written_of_caller(const AdamWSpec& spec) {
   return all;
 }
 
-// Two threads would write the same bytes, and one parameter's update would be lost.
+// With shared memory, one parameter's update would overwrite the other's.
 void require_memory_apart(const AdamWSpec& spec) {
   std::vector<Written> all = written_of_caller(spec);
   const std::less<const std::byte*> before;
@@ -181,7 +182,7 @@ void require_memory_apart(const AdamWSpec& spec) {
     const auto [one, two] = std::minmax(last.shard, all[i].shard);
     const std::string& fqn = spec.shards[two].fqn;
     fail(Category::mismatch,
-         fmt::format("parameter '{}' lies in memory that parameter '{}' has, too", printable(fqn),
+         fmt::format("parameter '{}' shares memory with parameter '{}'", printable(fqn),
                      printable(spec.shards[one].fqn)),
          {.tensor = fqn});
   }
@@ -256,7 +257,7 @@ Partition::Partition(const ShardMap& map, int threads) : map_(map) {
   cuts_.push_back({map.shards(), 0});
 }
 
-// ---- what they hold
+// ---- footprint
 
 AdamWCount::AdamWCount(StateFormat format, std::vector<AdamOptions> groups)
     : format_(format), groups_(std::move(groups)) {

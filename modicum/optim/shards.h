@@ -1,4 +1,4 @@
-// What a rank's optimizer state is made of, as values, and what it costs.
+// The description of a rank's optimizer state, and its footprint. Values.
 #pragma once
 
 #include <array>
@@ -12,23 +12,23 @@
 
 namespace modicum {
 
-// Neighbouring elements of a parameter in its global row-major order.
+// Contiguous elements of a parameter in global row-major order.
 struct ShardRun {
   int64_t first = 0;
   int64_t n = 0;
   bool operator==(const ShardRun&) const = default;
 };
 
-// A rank's part of one parameter. Its local elements are those of the runs, one after another.
+// A rank's shard of one parameter. Its local elements are the runs' elements, concatenated.
 struct ShardSpec {
   std::string fqn;
-  std::vector<ShardRun> runs;  // ascending and apart; none where the rank has nothing of it
+  std::vector<ShardRun> runs;  // ascending, disjoint; none if the rank holds no element
   int group = 0;               // index into AdamWSpec::groups
-  // The caller's own memory, in local order; it must outlive the state and is not charged here.
-  std::byte* master = nullptr;    // instead of ours: fp32, or the bf16 half of a split master
-  std::byte* out = nullptr;       // each step also writes the new parameter here, as `out_dtype`
+  // Caller-owned memory in local order; it must outlive the state and is not charged to its ledger.
+  std::byte* master = nullptr;    // replaces our master: fp32, or the bf16 half of a split master
+  std::byte* out = nullptr;       // each step writes the new parameter here, rounded to `out_dtype`
   DType out_dtype = DType::bf16;  // bf16 or f16
-  // Of the ranks that hold the same elements one counts them: in `norm` and in `digest`.
+  // Whether this is the primary replica: `norm` and `digest` count each element once.
   bool counts = true;
 
   int64_t numel() const noexcept;
@@ -38,11 +38,11 @@ struct AdamWSpec {
   StateFormat format = StateFormat::fp32;
   std::vector<AdamOptions> groups = {AdamOptions{}};
   std::vector<ShardSpec> shards;
-  uint64_t seed = 0;           // of the random bits: the same on every rank
-  Fork fork = Fork::excluded;  // what forked children find of the state
+  uint64_t seed = 0;           // of stochastic rounding; equal on all ranks
+  Fork fork = Fork::excluded;  // how forked children see the state
 };
 
-// The parts of the state. Codes of 8-bit moments have their scales behind them, in the same plane.
+// The arrays of the state. The scales of 8-bit moments lie behind their codes in the same plane.
 enum class Plane : uint8_t {
   master,
   master_low,
@@ -54,23 +54,23 @@ enum class Plane : uint8_t {
 };
 constexpr size_t kPlanes = static_cast<size_t>(Plane::count);
 
-// The gradient's norm is taken, and threads are given their parts, in buckets: the elements of a
-// parameter whose global index divided by this is the same. A whole number of kScaleBlock.
+// Norms are summed and work is divided by buckets: the elements of a parameter with the same
+// global index / kBucketElements. A multiple of kScaleBlock.
 constexpr int64_t kBucketElements = 65536;
 
-// What the state will hold, by purpose: `master`, `grad` (the table of the buckets' norms with it)
-// and `moments` (scales with them). Exactly what AdamW charges. Errors as AdamW's.
+// Exactly the bytes that AdamW charges, by purpose: `master`, `grad` (with the table of buckets)
+// and `moments` (with their scales). Errors as AdamW's.
 Footprint adamw_footprint(const AdamWSpec& spec);
 
-// The same of shards that come one at a time, so that a promise needs no list of them.
+// The same for shards that are added one at a time, so that a plan needs no list of them.
 class AdamWCount {
  public:
   AdamWCount(StateFormat format, std::vector<AdamOptions> groups);
   explicit AdamWCount(const AdamWSpec& spec);  // all of its shards
-  // `owns_master`: no array of the caller's is the master.
+  // `owns_master`: the master is not caller-owned.
   void add(const ShardSpec& shard, bool owns_master);
   Footprint footprint() const;
-  // Host memory of the state's tables: what is not charged by it. About 0.5 KiB per shard.
+  // Heap bytes of the state's tables, which are not charged. About 0.5 KiB per shard.
   uint64_t held_bytes() const noexcept { return held_bytes_; }
 
  private:
@@ -80,8 +80,8 @@ class AdamWCount {
   uint64_t held_bytes_ = 0;
 };
 
-// Bytes per parameter that a step must read and write, scales too: the physical limit of its speed.
-// `out`: with a low-precision copy of the new parameter.
+// Bytes per parameter that a step reads and writes, scales included: the limit of its speed.
+// `out`: it also writes a low-precision copy of the new parameter.
 double bytes_moved_per_parameter(StateFormat format, bool out) noexcept;
 
 }  // namespace modicum

@@ -27,7 +27,7 @@ void require_factor(const char* name, float value, bool may_be_zero) {
 void AdamW::step(const StepOptions& options) {
   require_factor("unscale", options.unscale, false);
   require_factor("clip", options.clip, true);
-  if (!norm().finite) fail(Category::usage, "a gradient is not finite: this step is to be skipped");
+  if (!norm().finite) fail(Category::usage, "a gradient is not finite: skip this step");
   if (options.outlet != nullptr) check_outlet(*options.outlet);
   run_workers(threads_, [&](int worker) { step_of(worker, options); });
   for (size_t shard = 0; shard < shards(); ++shard)
@@ -45,8 +45,8 @@ void AdamW::refresh_masters() {
   });
 }
 
-// In tiles that stay in the first cache, so that nothing of a parameter's size is taken; what a
-// stretch has of the master is in the second one when the kernel reads it again.
+// In tiles that fit into the L1 cache, so that no parameter-sized buffer is needed; the stretch's
+// master is still in L2 when the kernel reads it again.
 void AdamW::refresh_masters_of(const AdamSpan& span) const noexcept {
   if (span.out == nullptr || row_.is_split()) return;
   constexpr int64_t kTile = 2048;
@@ -70,22 +70,23 @@ void AdamW::check_outlet(const Outlet& outlet) const {
   if (row_.is_split()) {
     if (outlet.dtype == DType::bf16) return;
     fail(Category::unsupported,
-         fmt::format("{} keeps its parameters as bfloat16 and sends them as they lie", row_.name));
+         fmt::format("{} keeps its parameters as bfloat16 and can send no other dtype", row_.name));
   }
   if (outlet.ring.size() / kRingSlotBytes < static_cast<size_t>(threads_)) {
-    fail(Category::usage, fmt::format("the ring has {} bytes and needs {} for each of {} threads",
-                                      outlet.ring.size(), kRingSlotBytes, threads_));
+    fail(Category::usage,
+         fmt::format("the ring has {} bytes; expected {} or more for each of {} threads",
+                     outlet.ring.size(), kRingSlotBytes, threads_));
   }
 }
 
-// A thread's slots of the ring, taken in turn.
+// A thread's slots of the ring, used round-robin.
 class AdamW::Slots {
  public:
   Slots(const Outlet& outlet, int worker, int threads)
       : outlet_(outlet),
         count_(static_cast<int>(outlet.ring.size() / kRingSlotBytes) / threads),
         first_(worker * count_) {}
-  // Nothing is left in the ring when the step has ended.
+  // Waits for all copies: the ring is unused when the step returns.
   ~Slots() {
     for (int64_t slot = 0; slot < std::min<int64_t>(used_, count_); ++slot) wait(slot);
   }

@@ -1,7 +1,7 @@
-// House test: a step is the same bits however it is cut (T8), skipped without a trace (T10), and
-// what leaves is what was made. It catches: random bits or blocks that depend on the shard or the
-// thread; a resume that forgets the step count; a skip that writes; a ring slot that is written
-// while it is read.
+// House test: a step is bit-equal for every sharding, leaves no trace when skipped, and sends the
+// parameters that it computed. It catches random bits or blocks that depend on the shard or the
+// thread, a resume that loses the step count, a skip that writes, and a ring slot that is
+// overwritten while it is read.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -50,7 +50,7 @@ struct World {
   }
 };
 
-TEST(Step, IsTheSameBitsAtAnyNumberOfShardsAndThreads) {
+TEST(Step, IsBitEqualForAnyNumberOfShardsAndThreads) {
   for (const StateFormat format : kFormats) {
     World one(format, 1, 1, true);
     const StateDigest before = one.digest();
@@ -69,7 +69,7 @@ TEST(Step, IsTheSameBitsAtAnyNumberOfShardsAndThreads) {
   }
 }
 
-TEST(Step, TheTwoExactFormatsAgreeWhenFedTheSameBf16Gradients) {
+TEST(Step, TheTwoExactFormatsAgreeOnBf16Gradients) {
   World whole(StateFormat::fp32, 1, 2);
   World split(StateFormat::fp32_split, 2, 1);
   for (uint64_t t = 1; t <= 5; ++t) {
@@ -94,7 +94,7 @@ TEST(Step, TheTwoExactFormatsAgreeWhenFedTheSameBf16Gradients) {
   EXPECT_EQ(whole.digest(), split.digest());
 }
 
-TEST(Step, FactorsThatAreNoFactorsAreRefusedAndNothingIsStepped) {
+TEST(Step, InvalidFactorsAreRefusedAndNothingIsStepped) {
   World world(StateFormat::bf16_moments, 1, 2);
   deliver_tiny(*world.ranks[0], 1);
   const std::vector<std::byte> before = bytes_of_state(*world.ranks[0]);
@@ -111,8 +111,8 @@ TEST(Step, FactorsThatAreNoFactorsAreRefusedAndNothingIsStepped) {
   EXPECT_NO_THROW(world.ranks[0]->step({.clip = 0}));
 }
 
-// The call can be repeated, and is then the step that it would have been.
-TEST(Step, IsWholeOrNotMadeWhereAThreadCannotBeStarted) {
+// A repeated call is the step that the first one would have been.
+TEST(Step, IsAllOrNothingIfAThreadCannotBeStarted) {
   if (kIsSanitized) GTEST_SKIP() << "its own pthread_create";
   for (const StateFormat format : kFormats) {
     World straight(format, 1, 4), hindered(format, 1, 4);
@@ -132,7 +132,7 @@ TEST(Step, IsWholeOrNotMadeWhereAThreadCannotBeStarted) {
   }
 }
 
-// What a checkpoint of fp32 values would hold.
+// Copies the state as a checkpoint of fp32 values would.
 void copy_values(const AdamW& from, AdamW& to) {
   constexpr int64_t kChunk = 10 * kScaleBlock;
   for (size_t shard = 0; shard < from.shards(); ++shard) {
@@ -205,9 +205,9 @@ TEST(Step, ImportsAreCloseInEveryFormatAndRefuseToCutABlock) {
   }
 }
 
-// ---- T10
+// ---- skipped steps
 
-TEST(Step, ASkippedOneLeavesEveryByteAndTheCountUnchanged) {
+TEST(Step, ASkippedStepChangesNoByteAndNoCount) {
   for (const StateFormat format : kFormats) {
     World world(format, 2, 2);
     for (uint64_t t = 1; t <= 2; ++t) world.step(t);
@@ -229,11 +229,11 @@ TEST(Step, ASkippedOneLeavesEveryByteAndTheCountUnchanged) {
     World clean(format, 2, 1);
     for (uint64_t t = 1; t <= 3; ++t) clean.step(t);
     world.step(3);
-    EXPECT_EQ(world.digest(), clean.digest()) << "and the next one is as if it had not been";
+    EXPECT_EQ(world.digest(), clean.digest()) << "the next step is not affected by the skipped one";
   }
 }
 
-// ---- the way out
+// ---- outlet
 
 TEST(Outlet, SendsEveryNewParameterOnceThroughAFixedRing) {
   constexpr int kThreads = 2;
@@ -245,7 +245,7 @@ TEST(Outlet, SendsEveryNewParameterOnceThroughAFixedRing) {
     for (size_t s = 0; s < state.shards(); ++s) sent.emplace_back(state.shard(s).numel() * 2);
     std::mutex mutex;
     std::vector<ReadyChunk> on_its_way(slots, ReadyChunk{.n = 0});
-    const auto land = [&](int slot) {  // only now is it read, as a copy that takes its time
+    const auto land = [&](int slot) {  // reads as late as an asynchronous copy may
       ReadyChunk& chunk = on_its_way[static_cast<size_t>(slot)];
       std::memcpy(sent[chunk.shard].data() + chunk.at * 2, chunk.elements,
                   static_cast<size_t>(chunk.n) * 2);
@@ -274,7 +274,7 @@ TEST(Outlet, SendsEveryNewParameterOnceThroughAFixedRing) {
   }
 }
 
-TEST(Outlet, SendsASplitMasterFromWhereItLies) {
+TEST(Outlet, SendsASplitMasterInPlace) {
   World world(StateFormat::bf16_moments, 1, 2);
   AdamW& state = *world.ranks[0];
   std::mutex mutex;
@@ -317,7 +317,7 @@ TEST(Outlet, TheCallersOwnArrayGetsTheNewParameters) {
   EXPECT_EQ(out, expected);
 }
 
-// Without it a step computes with the master alone and overwrites what somebody has written.
+// Without refresh_masters a step would overwrite the caller's value.
 TEST(Outlet, AValueWrittenToTheCallersArrayBecomesTheMaster) {
   for (const DType dtype : {DType::bf16, DType::f16}) {
     for (const bool in_step : {false, true}) {
@@ -344,14 +344,14 @@ TEST(Outlet, AValueWrittenToTheCallersArrayBecomesTheMaster) {
       std::vector<float> after(before.size());
       state.export_to(0, StatePlane::master, 0, after);
       before[static_cast<size_t>(written)] = value;
-      EXPECT_EQ(after, before);  // lr is 0: all others keep every bit of their masters
+      EXPECT_EQ(after, before);  // lr is 0: all other masters keep every bit
     }
   }
 }
 
 // ---- the digest
 
-TEST(StateDigest, SeesEveryBitPlaneAndPlace) {
+TEST(StateDigest, ChangesWithEveryBitPlaneAndIndex) {
   World world(StateFormat::fp32, 1, 1);
   world.step(1);
   AdamW& state = *world.ranks[0];

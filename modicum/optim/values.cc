@@ -1,4 +1,4 @@
-// The state as fp32 values: out, in, and as one number.
+// Export, import and digest of the state as fp32 values.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -26,12 +26,12 @@ void AdamW::import_from(size_t shard, StatePlane plane, int64_t at, std::span<co
   if (row_.has_scales() && plane != StatePlane::master &&
       !(index.is_block_edge(at) && index.is_block_edge(at + n))) {
     fail(Category::usage,
-         fmt::format("moments of {} are imported in whole blocks of {}, and "
-                     "elements {} to {} of '{}' are none",
+         fmt::format("moments of {} are imported in whole blocks of {}; elements {} to {} of '{}' "
+                     "cut one",
                      row_.name, kScaleBlock, at, at + n, printable(spec_.shards[shard].fqn)));
   }
   AdamNumbers numbers = adam_numbers(options_of(shard), 1, spec_.seed);
-  numbers.step = steps_[shard];  // the bits with which its last step has rounded
+  numbers.step = steps_[shard];  // so that it rounds with the random bits of its last step
   index.for_each_stretch(at, at + n, [&](const Stretch& stretch) {
     import_state(numbers, span_of(shard, stretch), plane, from.data() + (stretch.at - at));
   });
@@ -41,7 +41,8 @@ void AdamW::require_held(size_t shard, StatePlane plane, int64_t at, int64_t n) 
   MODICUM_ASSERT(shard < shards());
   const int64_t numel = map_->index(shard).numel();
   if (at < 0 || at > numel - n) {
-    fail_about(shard, fmt::format("it has no elements {} to {}, of {}", at, at + n, numel));
+    fail_about(shard,
+               fmt::format("expected elements within [0, {2}), got {0} to {1}", at, at + n, numel));
   }
   if (plane == StatePlane::max_exp_avg_sq && !options_of(shard).amsgrad) {
     fail_about(shard, "its group keeps no maximum (amsgrad)");

@@ -197,7 +197,7 @@ def test_pins_each_arena_once() -> None:
         (lambda of: of.set_steps(0, -1), "0 or more"),
         (lambda of: state(format="fp64"), "unknown state format"),
         (lambda of: state([("a", [(5, 3), (0, 2)], 0, None, None)]), "ascending"),
-        (lambda of: state([("a", [(0, 2)], 7, None, None)]), "group is not there"),
+        (lambda of: state([("a", [(0, 2)], 7, None, None)]), "group index is out of range"),
         (lambda of: state([("a", [(0, 2)], 0, torch.ones(3), None)]), "elements of its shard"),
         (lambda of: state([("a", [(0, 2)], 0, torch.ones(2).half(), None)]), "another dtype"),
         (lambda of: state([("a", [(0, 2)], 0, None, torch.ones(2))]), "leave as bfloat16"),
@@ -206,7 +206,7 @@ def test_pins_each_arena_once() -> None:
         (lambda of: state(seed=-1), "got -1"),
         (lambda of: state(seed=1 << 64), "got 18446744073709551616"),
         (lambda of: of.step(unscale=float("nan")), "unscale .*got nan"),
-        (lambda of: _shared(torch.ones(300)), "'b' lies in memory that parameter 'a' has"),
+        (lambda of: _shared(torch.ones(300)), "'b' shares memory with parameter 'a'"),
         (lambda of: _modicum.AdamOptions(semantics="adam"), "unknown semantics"),
     ],
 )
@@ -228,5 +228,5 @@ def test_expect_adds_up() -> None:
     for value in (1.0, 2.0):
         of.arrive(0, torch.full((300,), value))
     assert of.norm() == (9 * 300, True)
-    with pytest.raises(modicum.UsageError, match="can't be added up"):
+    with pytest.raises(modicum.UsageError, match="can't be accumulated"):
         state([SHARDS[0]], format="fp32-split").expect(2)
