@@ -1,4 +1,4 @@
-// An open file descriptor that closes itself.
+// An owned file descriptor, and system calls that signals interrupt.
 #pragma once
 
 #include <fcntl.h>
@@ -9,7 +9,7 @@
 
 namespace modicum {
 
-// A system call once more for as long as signals interrupt it.
+// Repeats a system call while it fails with EINTR.
 template <typename Call>
 auto uninterrupted(Call call) {
   auto result = call();
@@ -26,8 +26,7 @@ class Descriptor {
     if (fd_ >= 0) ::close(fd_);
   }
 
-  // open(2) with O_CLOEXEC, again when a signal interrupted it. Not valid when it failed; errno
-  // says why.
+  // open(2) with O_CLOEXEC. On failure the result is not valid and errno is set.
   static Descriptor open(const char* path, int flags, mode_t mode = 0) noexcept {
     return Descriptor(uninterrupted([&] { return ::open(path, flags | O_CLOEXEC, mode); }));
   }

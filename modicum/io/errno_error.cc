@@ -17,8 +17,7 @@ struct Row {
   std::string_view name;
 };
 
-// The C library's own table (strerrorname_np) needs glibc 2.32, which is newer than what we
-// support.
+// strerrorname_np(3) needs glibc 2.32; we support older ones.
 constexpr std::array<Row, 35> kNames = {{
     {EACCES, "EACCES"},
     {EAGAIN, "EAGAIN"},

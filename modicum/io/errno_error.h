@@ -1,4 +1,4 @@
-// The one place where an errno becomes an Error.
+// Turns an errno into an Error: the only place that does.
 #pragma once
 
 #include <string_view>
@@ -7,8 +7,8 @@
 
 namespace modicum {
 
-// No space and no quota are NOSPACE, all else is IO: "cannot open: ENOENT (No such file ...)".
-// Callers that know better (EEXIST as CONFLICT) look at the errno before they call this.
+// ENOSPC and EDQUOT are NOSPACE, all others IO: "cannot open: ENOENT (No such file ...)". Callers
+// that need another category, as CONFLICT for EEXIST, check the errno first.
 [[noreturn]] void fail_errno(int error, std::string_view what_failed, Facts facts = {});
 
 }  // namespace modicum

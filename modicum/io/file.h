@@ -1,9 +1,9 @@
-// The seam for files. All file system calls of the library are behind it (and in io/read_text.h for
-// /proc), so that tests can fail the n-th call, forget unsynced writes, or record what was read.
+// The seam for files. All file system calls go through it (and io/read_text.h for /proc), so that
+// tests can fail the n-th call, lose unsynced writes, or record the reads.
 //
-// Ownership: a FileSystem outlives the Files it opened. Thread rules: one File may be read from
-// several threads at once; writing and closing is for one thread. Inputs are never mapped: a file
-// that shrinks under a reader must be an error and not a signal.
+// Ownership: a FileSystem outlives the Files it opened. Threads: one File may be read from several
+// threads at once; writing and closing are for one thread. Inputs are never mapped: a file that
+// shrinks during a read must be an error, not a SIGBUS.
 #pragma once
 
 #include <cstddef>
@@ -22,20 +22,21 @@ class File {
   virtual ~File() = default;
 
   virtual const std::string& name() const noexcept = 0;  // base name, for messages
-  virtual FileIdentity identity() = 0;                   // by fstat of the open file; throws IO
+  virtual FileIdentity identity() = 0;                   // by fstat of the open file; IO
 
-  // Fills all of `into` from byte `offset`. Interrupted and short reads are continued. The end of
-  // the file inside the range is FORMAT.TRUNC (expected and got are bytes of the range); any other
-  // failure is IO, once, with errno's name and the offset that it was met at.
+  // Fills `into` from byte `offset` on; interrupted and short reads are continued. FORMAT.TRUNC if
+  // the file ends inside the range (expected and got are bytes of the range); IO, with errno's name
+  // and the offset, for any other failure.
   virtual void read(std::span<std::byte> into, uint64_t offset) = 0;
 
-  // Writes all of `from` at byte `offset`. No space or quota: NOSPACE; else IO.
+  // Writes `from` at byte `offset`. NOSPACE or IO.
   virtual void write(std::span<const std::byte> from, uint64_t offset) = 0;
   virtual void truncate(uint64_t size_bytes) = 0;
-  // Durable when it returns. A failure is never retried: the file is to be thrown away.
+  // On success all writes are durable. On failure (NOSPACE, IO) the file must be discarded, since a
+  // second sync may report success for lost pages.
   virtual void sync() = 0;
-  // Reports what closing found out; the file can't be used again, whatever it was. The destructor
-  // closes silently what was not closed.
+  // Closes the file and reports the errors of closing; it can't be used afterwards in either case.
+  // The destructor closes without a report.
   virtual void close() = 0;
 
   // Hints about the page cache; never an error.
@@ -47,25 +48,25 @@ class FileSystem {
  public:
   virtual ~FileSystem() = default;
 
-  // A regular file, for reading; symbolic links are followed. Anything else (directory, FIFO,
-  // device), or a file that is not there or not allowed: IO.
+  // Opens a regular file for reading; symbolic links are followed. IO for anything else (directory,
+  // FIFO, device), and for files that are absent or not permitted.
   virtual std::unique_ptr<File> open(const std::string& path) = 0;
-  // A new file, for writing. It must not exist: CONFLICT.
+  // Creates a file for writing. CONFLICT if it exists.
   virtual std::unique_ptr<File> create(const std::string& path) = 0;
 
-  // Symbolic links are followed, so a dangling one doesn't exist. Not allowed to look: IO.
+  // Symbolic links are followed, so a dangling one does not exist. IO if the path is not permitted.
   virtual bool exists(const std::string& path) = 0;
   virtual bool is_directory(const std::string& path) = 0;
   virtual std::vector<std::string> list(const std::string& directory) = 0;  // base names, sorted
-  // The parent must exist and the directory must not: CONFLICT.
+  // The parent must exist. CONFLICT if the directory exists.
   virtual void make_directory(const std::string& path) = 0;
-  // Replaces a file or an empty directory at `to`; a directory that holds something: CONFLICT.
+  // Replaces a file or an empty directory at `to`. CONFLICT for a non-empty directory.
   virtual void rename(const std::string& from, const std::string& to) = 0;
   virtual void remove(const std::string& path) = 0;          // a file or an empty directory
-  virtual void sync_directory(const std::string& path) = 0;  // its names are durable then
+  virtual void sync_directory(const std::string& path) = 0;  // makes its names durable
 };
 
-// The machine's own. No state.
+// The operating system's. Stateless.
 class PosixFileSystem final : public FileSystem {
  public:
   std::unique_ptr<File> open(const std::string& path) override;

@@ -1,4 +1,4 @@
-// The test doubles of the file seam: in memory, failing at the n-th call, recording what is read.
+// The test doubles of the file seam: a file system in memory, and one that records and fails calls.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@
 
 namespace modicum {
 
-// Files in memory. `lose_unsynced()` is a power cut: writes since the last `sync` of a file are
-// gone, and so are names (files made, renamed, removed) since the last `sync_directory` of their
-// directory. There are no symbolic links. Several threads may use it.
+// Files in memory, without symbolic links. `lose_unsynced()` simulates a power cut: it drops writes
+// since the last `sync` of a file, and names (created, renamed, removed) since the last
+// `sync_directory` of their directory. Several threads may use it.
 class MemoryFileSystem final : public FileSystem {
  public:
   MemoryFileSystem();
@@ -29,8 +29,8 @@ class MemoryFileSystem final : public FileSystem {
   void sync_directory(const std::string& path) override;
 
   void lose_unsynced();
-  // Puts a whole file there, synced, its directories made as needed. A file that is there already
-  // keeps its inode: it has been changed in place, and readers that have it open see it.
+  // Writes a whole file, synced, and makes its directories. An existing file keeps its inode: it is
+  // changed in place, and readers that have it open see the change.
   void put(const std::string& path, std::string bytes);
   std::string get(const std::string& path) const;  // as written
 
@@ -40,7 +40,7 @@ class MemoryFileSystem final : public FileSystem {
   std::unique_ptr<State> state_;
 };
 
-// What happened on a RecordingFileSystem, in order.
+// A call recorded by RecordingFileSystem.
 struct IoCall {
   std::string what;  // "open", "read", "write", "sync", ...
   std::string file;  // base name
@@ -48,10 +48,9 @@ struct IoCall {
   uint64_t end = 0;
 };
 
-// Passes every call on to `under`, keeps a record of it, and throws IO (EIO) at the `fail_at`-th
-// call, counted from 1, which is recorded but not passed on; 0 never fails. Only that call fails.
-// Hints are not counted; the ranges that were dropped from the page cache are kept apart. Several
-// threads may use it.
+// Records every call and passes it on to `under`. The `fail_at`-th call, counted from 1, is
+// recorded and throws IO (EIO) instead; 0 never fails. Hints are not counted; ranges dropped from
+// the page cache are recorded separately. Several threads may use it.
 class RecordingFileSystem final : public FileSystem {
  public:
   explicit RecordingFileSystem(FileSystem& under, int64_t fail_at = 0);
@@ -67,13 +66,13 @@ class RecordingFileSystem final : public FileSystem {
   void sync_directory(const std::string& path) override;
 
   std::vector<IoCall> calls() const;
-  uint64_t bytes_read() const;  // sum over the "read" calls
+  uint64_t bytes_read() const;  // of all "read" calls
   std::vector<IoCall> drops() const;
-  // From now on, a file says that nothing of it is cached; once it has been read from, all is, as
-  // with a kernel that reads ahead.
+  // From now on `is_cached` is false for a file until it is first read and true afterwards, as with
+  // a kernel that reads ahead.
   void be_cold();
-  // `act` is called once, before the `number`-th call, counted from 1, is passed on: somebody else
-  // does something to the files at just this moment. To be set before the first call.
+  // Calls `act` once, before the `number`-th call (counted from 1) is passed on, to simulate
+  // another process. To be set before the first call.
   void before_call(int64_t number, std::function<void()> act);
 
   struct State;  // for the files it opened

@@ -51,7 +51,7 @@ std::optional<Error> error_of(FunctionRef<void()> call) {
 #define EXPECT_FAILS(wanted, ...)                                                \
   do {                                                                           \
     const std::optional<Error> thrown_ = error_of([&] { (void)(__VA_ARGS__); }); \
-    ASSERT_TRUE(thrown_) << "nothing was thrown";                                \
+    ASSERT_TRUE(thrown_) << "expected an error";                                 \
     EXPECT_EQ(thrown_->category(), wanted) << thrown_->what();                   \
   } while (false)
 
@@ -69,7 +69,7 @@ class TempDir {
   std::string path_;
 };
 
-// What any FileSystem must do, the machine's own and the one in memory alike.
+// The contract of every FileSystem: the operating system's and the one in memory.
 class FileSystemTest : public testing::TestWithParam<bool> {
  protected:
   FileSystemTest() {
@@ -153,7 +153,7 @@ TEST_P(FileSystemTest, ListsBaseNamesSorted) {
   EXPECT_EQ(files().list(at("c")), std::vector<std::string>{});
 }
 
-TEST_P(FileSystemTest, KnowsFilesFromDirectories) {
+TEST_P(FileSystemTest, DistinguishesFilesFromDirectories) {
   write_file(files(), at("a"), "");
   EXPECT_TRUE(files().exists(at("a")));
   EXPECT_FALSE(files().is_directory(at("a")));
@@ -193,7 +193,7 @@ TEST_P(FileSystemTest, RemovesFilesAndEmptyDirectories) {
   EXPECT_EQ(read_text(*still_open, 0, 4), "text");
 }
 
-TEST_P(FileSystemTest, IdentityTellsAReplacedFile) {
+TEST_P(FileSystemTest, IdentityChangesWithAReplacedFile) {
   write_file(files(), at("a"), "one");
   write_file(files(), at("b"), "two");
   const FileIdentity first = files().open(at("a"))->identity();
@@ -262,7 +262,7 @@ TEST(PosixFile, RefusesAFifoAtOnce) {
 TEST(PosixFile, RefusesDevices) { EXPECT_FAILS(Category::io, PosixFileSystem().open("/dev/zero")); }
 
 TEST(PosixFile, NoPermissionIsIo) {
-  if (geteuid() == 0) GTEST_SKIP() << "root may read everything";
+  if (geteuid() == 0) GTEST_SKIP() << "root is permitted to read any file";
   const TempDir temp;
   PosixFileSystem files;
   write_file(files, temp / "a", "text");
@@ -270,7 +270,7 @@ TEST(PosixFile, NoPermissionIsIo) {
   EXPECT_FAILS(Category::io, files.open(temp / "a"));
 }
 
-TEST(PosixFile, AFailedWriteSaysHowFarItCame) {
+TEST(PosixFile, AFailedWriteReportsItsOffset) {
   rlimit before{};
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
   const auto handler = signal(SIGXFSZ, SIG_IGN);
@@ -358,7 +358,7 @@ TEST(PosixFile, DescriptorsDoNotLeak) {
   EXPECT_EQ(files.list("/proc/self/fd").size(), before);
 }
 
-TEST(MemoryFileSystem, APowerCutTakesUnsyncedBytes) {
+TEST(MemoryFileSystem, APowerCutLosesUnsyncedBytes) {
   MemoryFileSystem files;
   const std::unique_ptr<File> file = files.create("a");
   files.sync_directory("/");
@@ -370,7 +370,7 @@ TEST(MemoryFileSystem, APowerCutTakesUnsyncedBytes) {
   EXPECT_EQ(files.get("a"), "synced");
 }
 
-TEST(MemoryFileSystem, APowerCutTakesUnsyncedNames) {
+TEST(MemoryFileSystem, APowerCutLosesUnsyncedNames) {
   MemoryFileSystem files;
   files.put("dir/kept", "kept");
   files.put("dir/removed", "removed");
@@ -386,7 +386,7 @@ TEST(MemoryFileSystem, APowerCutTakesUnsyncedNames) {
   EXPECT_EQ(files.get("dir/new"), "new");
 }
 
-TEST(MemoryFileSystem, ARenameLastsOnlyWithItsDirectory) {
+TEST(MemoryFileSystem, ARenameIsDurableAfterItsDirectoryIsSynced) {
   MemoryFileSystem files;
   files.put("tmp/a", "text");
   files.rename("tmp", "final");
@@ -476,7 +476,7 @@ TEST(ReadText, WritesOnlyWhereItCan) {
   EXPECT_FALSE(write_kernel_text(temp / "nothing", "5"));
 }
 
-TEST(Paths, AreTakenApartAndJoined) {
+TEST(Paths, AreSplitAndJoined) {
   EXPECT_EQ(base_name("a/b/c"), "c");
   EXPECT_EQ(base_name("a/b/c/"), "c");
   EXPECT_EQ(base_name("c"), "c");

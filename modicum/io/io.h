@@ -1,4 +1,4 @@
-// The door of `io`: byte ranges of files, and /proc. The only room that makes file system calls.
+// The door of `io`: files and /proc. The only room that makes file system calls.
 #pragma once
 
 #include "modicum/io/file.h"       // IWYU pragma: export

@@ -13,7 +13,7 @@
 namespace modicum {
 namespace {
 
-// A file or a directory, as the programs see it and as it is on the disk.
+// A file or a directory, as the program sees it and as it is durable on disk.
 struct Inode {
   struct Side {
     std::string bytes;
@@ -25,7 +25,7 @@ struct Inode {
   Side durable;
 };
 
-// Path components; empty ones and "." mean nothing.
+// Path components, without empty ones and ".".
 std::vector<std::string> split(const std::string& path) {
   std::vector<std::string> parts;
   size_t begin = 0;
@@ -42,10 +42,10 @@ Facts about(const std::string& path) { return {.file = base_name(path)}; }
 
 }  // namespace
 
-// Inodes are never freed: a file that is removed while it is open stays readable, as it should, and
-// a test ends soon. Number 0 is the root directory. `mutex` guards everything.
+// Inodes are never freed: a file that is removed while it is open stays readable, as in POSIX.
+// Number 0 is the root directory. `mutex` guards everything.
 struct MemoryFileSystem::State {
-  // Where a path leads: the directory of its last component and, if it is there, what it names.
+  // A resolved path: the directory of its last component, and the inode if it exists.
   struct Place {
     size_t directory = 0;
     std::string name;
@@ -85,7 +85,7 @@ struct MemoryFileSystem::State {
 
   std::optional<size_t> find_if_any(const std::string& path) {
     try {
-      return find(path, "cannot look").number;
+      return find(path, "cannot stat").number;
     } catch (const Error&) {
       return std::nullopt;
     }
@@ -116,7 +116,7 @@ struct MemoryFileSystem::State {
   }
 
   std::mutex mutex;
-  std::deque<Inode> inodes;  // whose elements never move
+  std::deque<Inode> inodes;  // references stay valid
   int64_t ticks = 0;
 };
 
@@ -147,7 +147,7 @@ class MemoryFile final : public File {
     const size_t got = std::min<uint64_t>(left, into.size());
     if (got != 0) std::memcpy(into.data(), bytes.data() + offset, got);
     if (got == into.size()) return;
-    fail(Category::format_trunc, "the file ends inside the range that was to be read",
+    fail(Category::format_trunc, "the file ends inside the range to read",
          {.file = name_,
           .offset = offset,
           .expected = std::to_string(into.size()),

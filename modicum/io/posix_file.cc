@@ -39,7 +39,7 @@ class PosixFile final : public File {
 
   FileIdentity identity() override {
     struct stat status {};
-    if (::fstat(fd(), &status) != 0) fail_errno(errno, "cannot look at the file", {.file = name_});
+    if (::fstat(fd(), &status) != 0) fail_errno(errno, "cannot stat the file", {.file = name_});
     return identity_of(status);
   }
 
@@ -52,7 +52,7 @@ class PosixFile final : public File {
       });
       if (got < 0) fail_errno(errno, "read failed", {.file = name_, .offset = offset + done});
       if (got == 0) {
-        fail(Category::format_trunc, "the file ends inside the range that was to be read",
+        fail(Category::format_trunc, "the file ends inside the range to read",
              {.file = name_,
               .offset = offset,
               .expected = std::to_string(into.size()),
@@ -69,7 +69,7 @@ class PosixFile final : public File {
       const ssize_t got = uninterrupted([&] {
         return ::pwrite(fd(), from.data() + done, size, static_cast<off_t>(offset + done));
       });
-      // Writing nothing, and saying nothing about it, would be a loop without end.
+      // A write of 0 bytes without an error would loop forever.
       if (got == 0) errno = EIO;
       if (got <= 0) fail_errno(errno, "write failed", {.file = name_, .offset = offset + done});
       done += static_cast<size_t>(got);
@@ -82,8 +82,8 @@ class PosixFile final : public File {
     if (result != 0) fail_errno(errno, "truncate failed", {.file = name_, .offset = size_bytes});
   }
 
-  // Not even an interruption is retried: after a failed fsync the kernel may have dropped the dirty
-  // pages, and the next one would report success for data that is gone.
+  // Never retried, not even after EINTR: after a failed fsync the kernel may have dropped the dirty
+  // pages, and the next fsync would report success for lost data.
   void sync() override {
     if (::fsync(fd()) != 0) fail_errno(errno, "sync failed", {.file = name_});
   }
@@ -91,15 +91,15 @@ class PosixFile final : public File {
   void close() override {
     const int open_fd = fd();
     descriptor_.release();
-    // The descriptor is gone in any case, so an interrupted close must not be repeated; what it
-    // could not say about the data, `sync` has said.
+    // Linux releases the descriptor even if close fails, so EINTR must not be retried. Errors of
+    // the data were reported by `sync`.
     if (::close(open_fd) != 0 && errno != EINTR) fail_errno(errno, "close failed", {.file = name_});
   }
 
   bool is_cached(uint64_t begin, uint64_t end) noexcept override;
 
   void drop_cached(uint64_t begin, uint64_t end) noexcept override {
-    // A length of zero would mean the rest of the file.
+    // A length of 0 would mean: to the end of the file.
     if (begin >= end) return;
     static_cast<void>(::posix_fadvise(descriptor_.get(), static_cast<off_t>(begin),
                                       static_cast<off_t>(end - begin), POSIX_FADV_DONTNEED));
@@ -115,7 +115,7 @@ class PosixFile final : public File {
   std::string name_;
 };
 
-// cachestat(2), Linux 6.5, which older C libraries don't know by name.
+// cachestat(2), Linux 6.5; older C libraries lack its number.
 bool PosixFile::is_cached(uint64_t begin, uint64_t end) noexcept {
   constexpr long kCachestatCall = 451;
   struct Range {
@@ -136,22 +136,22 @@ bool PosixFile::is_cached(uint64_t begin, uint64_t end) noexcept {
   return counts.cached >= (end - 1) / kPageBytes - begin / kPageBytes + 1;
 }
 
-// What stands at `path`, links followed; false where nothing does.
-bool look_at(const std::string& path, struct stat& status) {
+// stat(2). Returns false if the path does not exist.
+bool get_status(const std::string& path, struct stat& status) {
   if (::stat(path.c_str(), &status) == 0) return true;
-  if (errno != ENOENT && errno != ENOTDIR) fail_errno(errno, "cannot look", about(path));
+  if (errno != ENOENT && errno != ENOTDIR) fail_errno(errno, "cannot stat", about(path));
   return false;
 }
 
 }  // namespace
 
 std::unique_ptr<File> PosixFileSystem::open(const std::string& path) {
-  // Without O_NONBLOCK, opening a FIFO would wait for a writer, perhaps for ever.
+  // Without O_NONBLOCK, opening a FIFO would block until a writer opens it.
   Descriptor descriptor = Descriptor::open(path.c_str(), O_RDONLY | O_NONBLOCK);
   if (!descriptor.is_valid()) fail_errno(errno, "cannot open", about(path));
   struct stat status {};
   if (::fstat(descriptor.get(), &status) != 0) {
-    fail_errno(errno, "cannot look at the file", about(path));
+    fail_errno(errno, "cannot stat the file", about(path));
   }
   if (!S_ISREG(status.st_mode)) fail(Category::io, "not a regular file", about(path));
   return std::make_unique<PosixFile>(std::move(descriptor), base_name(path));
@@ -168,12 +168,12 @@ std::unique_ptr<File> PosixFileSystem::create(const std::string& path) {
 
 bool PosixFileSystem::exists(const std::string& path) {
   struct stat status {};
-  return look_at(path, status);
+  return get_status(path, status);
 }
 
 bool PosixFileSystem::is_directory(const std::string& path) {
   struct stat status {};
-  return look_at(path, status) && S_ISDIR(status.st_mode);
+  return get_status(path, status) && S_ISDIR(status.st_mode);
 }
 
 std::vector<std::string> PosixFileSystem::list(const std::string& directory) {

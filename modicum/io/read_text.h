@@ -1,4 +1,4 @@
-// Small files whole (/proc, /sys/fs/cgroup, a recipe), and whether a file is still what it was.
+// Reads small files whole (/proc, /sys/fs/cgroup, recipes), and checks that a file has not changed.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +11,16 @@ namespace modicum {
 
 constexpr uint64_t kLongestKernelText = 16 * 1024 * 1024;
 
-// The content of a small file of the kernel's, or nothing where it can't be read (absent, not
-// allowed, gone, longer than the constant above). For files whose size fstat doesn't know.
+// The content of a kernel file, whose size fstat does not report; nullopt if it can't be read
+// (absent, not permitted, longer than the constant above).
 std::optional<std::string> read_kernel_text(const std::string& path);
-// One write to a file of the kernel's. False where it isn't possible.
+// Writes `text` to a kernel file with one write(2). Returns whether that succeeded.
 bool write_kernel_text(const std::string& path, const std::string& text);
 
-// All of a file that is expected to be small. CONFLICT where it changed while it was read.
+// The content of a small file. CONFLICT if it changed while it was read; errors of File::read.
 std::string read_text(File& file);
 
-// CONFLICT, naming the file, where an open file is no longer what it was when `proven` was taken.
+// CONFLICT, naming the file, unless its identity still equals `proven`.
 void require_unchanged(File& file, const FileIdentity& proven);
 
 }  // namespace modicum

@@ -61,7 +61,7 @@ class CallerFile final : public File {
  private:
   void read_tensors(std::span<std::byte> into, uint64_t offset) {
     if (offset > of_.begins.back() || into.size() > of_.begins.back() - offset) {
-      fail(Category::format_trunc, "the file ends inside the range that was to be read",
+      fail(Category::format_trunc, "the file ends inside the range to read",
            {.file = name_, .offset = offset});
     }
     const nb::gil_scoped_acquire acquired;
