@@ -1,5 +1,5 @@
-// The seam for time. Everything that measures or waits takes a Clock, so that tests can decide what
-// time it is (clock_double.h). Monotonic only: a jump of the wall clock has no effect anywhere.
+// The seam for time. Code that measures or waits takes a Clock, so that tests control the time
+// (clock_double.h). Monotonic: jumps of the wall clock have no effect.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,11 @@ namespace modicum {
 class Clock {
  public:
   virtual ~Clock() = default;
-  virtual int64_t now_ns() = 0;  // monotonic; only differences mean something
+  virtual int64_t now_ns() = 0;  // from an arbitrary origin; compare differences only
   virtual void sleep_ns(int64_t duration_ns) = 0;
 };
 
-// CLOCK_MONOTONIC, which forked processes share. Any thread.
+// CLOCK_MONOTONIC, the same in all processes of the machine. Any thread.
 class SteadyClock final : public Clock {
  public:
   int64_t now_ns() override;

@@ -1,4 +1,4 @@
-// A clock for tests: time stands still until somebody sleeps or advances it. One thread.
+// A clock for tests: time passes only by sleep_ns and advance_ns. One thread.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,8 @@
-// How we fail: one exception type, a closed list of categories, and facts as fields.
+// Errors: one exception type, a closed list of categories, and facts as fields.
 //
-// Every failure of this library ends the operation that met it, so it is thrown, once, as an
-// `Error`. The category decides the exit code and the Python class; the facts (which file, which
-// tensor, what was expected and what was got) are fields first and text second, so that nobody has
-// to parse a message. A message is one line. Thread rules: values; no shared state.
+// Every failure ends the operation and is thrown as an `Error`. The category determines the exit
+// code and the Python class. Facts (file, tensor, expected, got) are fields, so that callers need
+// not parse the message, which is one line. Threads: values without shared state.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +15,7 @@
 
 namespace modicum {
 
-// The closed list of `docs/reference/errors.md`. The order is the order of the table in error.cc.
+// The closed list of docs/reference/errors.md, in the order of the table in error.cc.
 enum class Category : uint8_t {
   format_trunc,
   format_limit,
@@ -63,24 +62,24 @@ enum class Category : uint8_t {
 std::string_view category_name(Category category) noexcept;  // "FORMAT.TRUNC", "BUDGET", ...
 int exit_code(Category category) noexcept;                   // 10 for FORMAT.*, 15 for BUDGET, ...
 
-// One holder of memory, for refusals: what it is for and how much of it there is.
+// Memory held for one purpose; budget errors list them.
 struct Owner {
   std::string purpose;
   uint64_t bytes = 0;
 };
 
-// What is known about a failure. Everything is optional; what is absent is not printed.
+// Details of a failure. All are optional; absent ones are not printed.
 struct Facts {
-  std::string file;                // base name of the file, never a path from inside a checkpoint
-  std::string tensor;              // FQN as stored
-  std::optional<uint64_t> offset;  // byte offset in `file`
-  std::optional<int> rank;         // the rank that met the failure
-  std::optional<int> culprit_rank;
+  std::string file;                 // base name, never a path from inside a checkpoint
+  std::string tensor;               // FQN as stored in the file
+  std::optional<uint64_t> offset;   // byte offset in `file`
+  std::optional<int> rank;          // the rank that reports the failure
+  std::optional<int> culprit_rank;  // the rank that caused it
   std::optional<int64_t> culprit_pid;
   std::string expected;
   std::string got;
-  std::optional<uint64_t> shortfall_bytes;  // over budget only, of the worst node
-  std::vector<Owner> owners;                // over budget only, largest first
+  std::optional<uint64_t> shortfall_bytes;  // BUDGET only, of the worst node
+  std::vector<Owner> owners;                // BUDGET only, largest first
 };
 
 class Error : public std::exception {
@@ -102,7 +101,7 @@ class Error : public std::exception {
 
 [[noreturn]] void fail(Category category, std::string what_happened, Facts facts = {});
 
-// Calls `act`. An Error that it throws without the name of a tensor is thrown on with `fqn`.
+// Calls `act`; an Error that it throws without a tensor's name is rethrown with `fqn`.
 template <typename Act>
 void naming_tensor(const std::string& fqn, Act act) {
   try {
@@ -114,13 +113,13 @@ void naming_tensor(const std::string& fqn, Act act) {
   }
 }
 
-// A name that came from a file, fit to print: control bytes escaped, cut at 256 bytes.
+// A name read from a file, made printable: control bytes escaped, truncated to 256 bytes.
 std::string printable(std::string_view name);
 
 [[noreturn]] void assertion_failed(const char* condition, const char* file, int line);
 
 }  // namespace modicum
 
-// A programmer's error, on in release: throws `internal` (exit 70). One condition each.
+// Programmer errors, checked in release builds too: throws INTERNAL (exit code 70).
 #define MODICUM_ASSERT(condition) \
   ((condition) ? void(0) : ::modicum::assertion_failed(#condition, __FILE__, __LINE__))

@@ -19,7 +19,7 @@ TEST(Error, EveryCategoryHasANameOfItsOwnAndAnExitCode) {
   }
 }
 
-// The enum and the table are two lists: first, last and the ends of every family must agree.
+// The enum and the table are two lists; first, last and the ends of every family must agree.
 TEST(Error, TheTableIsInTheOrderOfTheEnum) {
   struct Wanted {
     Category category;
@@ -51,7 +51,7 @@ TEST(Error, TheTableIsInTheOrderOfTheEnum) {
   }
 }
 
-TEST(Error, TheLineHasTheFactsThatAreKnown) {
+TEST(Error, TheMessageListsTheFacts) {
   const Error error(Category::format_size, "the tensor does not fit",
                     {.file = "a.safetensors",
                      .tensor = "w",
@@ -69,23 +69,23 @@ TEST(Error, TheLineHasTheFactsThatAreKnown) {
   EXPECT_EQ(error.facts().offset, 0U);
 }
 
-TEST(Error, NothingKnownIsNothingPrinted) {
+TEST(Error, AbsentFactsAreNotPrinted) {
   EXPECT_STREQ(Error(Category::usage, "no model given").what(), "USAGE: no model given");
 }
 
 TEST(Error, NamesFromFilesStayOnOneLine) {
   const Error error(Category::format_name, "a bad name", {.tensor = "a\nb\x1b[31m\x7f"});
   EXPECT_STREQ(error.what(), "FORMAT.NAME: a bad name (tensor a\\x0ab\\x1b[31m\\x7f)");
-  EXPECT_EQ(error.facts().tensor, "a\nb\x1b[31m\x7f") << "the field is as stored";
+  EXPECT_EQ(error.facts().tensor, "a\nb\x1b[31m\x7f") << "the field keeps the stored name";
 }
 
-TEST(Error, LongNamesAreCut) {
+TEST(Error, LongNamesAreTruncated) {
   EXPECT_EQ(printable(std::string(256, 'a')), std::string(256, 'a'));
   EXPECT_EQ(printable(std::string(257, 'a')), std::string(256, 'a') + "...");
   EXPECT_LE(printable(std::string(1000, '\n')).size(), 256U + 6);
 }
 
-TEST(Error, IsNamedAfterATensorWhereItNamesNone) {
+TEST(Error, NamingTensorAddsAMissingTensor) {
   const auto line_of = [](const Facts& facts) -> std::string {
     try {
       naming_tensor("outer", [&] { fail(Category::io, "no", facts); });
@@ -98,10 +98,10 @@ TEST(Error, IsNamedAfterATensorWhereItNamesNone) {
   EXPECT_EQ(line_of({.tensor = "inner"}), "IO: no (tensor inner)");
 }
 
-TEST(Error, AnAssertionSaysWhatAndWhere) {
+TEST(Error, AnAssertionNamesItsConditionAndPlace) {
   try {
     MODICUM_ASSERT(1 + 1 == 3);
-    FAIL() << "nothing was thrown";
+    FAIL() << "expected an error";
   } catch (const Error& error) {
     EXPECT_EQ(error.category(), Category::internal);
     EXPECT_NE(error.what_happened().find("1 + 1 == 3"), std::string::npos);

@@ -1,10 +1,7 @@
-// A reference to something callable: what a function takes as a callback that it only calls before
-// it returns.
-//
-// It borrows the callable and owns nothing: two words, trivially copyable, no allocation. The
-// callable must outlive every call, so never store one beyond the call that it was passed to, and
-// never give a variable of this type a temporary lambda: name the lambda (`auto`) first. A callback
-// that is kept is a std::function. Threads: those that the callable allows.
+// A non-owning reference to a callable, for callback parameters: two words, trivially copyable, no
+// allocation. The callable must outlive every call: don't store a FunctionRef beyond the call that
+// received it, and don't initialise a variable of this type with a temporary lambda. A callback
+// that is stored is a std::function. Threads: those that the callable allows.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +20,7 @@ class FunctionRef;
 template <typename R, typename... Args>
 class FunctionRef<R(Args...)> {
  public:
-  // From a function, a lambda or any other object that can be called with Args. It is never null:
-  // nullptr does not compile, and a null function pointer fails an assertion.
+  // Never null: nullptr does not compile, and a null function pointer fails an assertion.
   template <typename Callable>
   requires(!std::is_same_v<std::remove_cvref_t<Callable>, FunctionRef> &&
            std::is_invocable_r_v<R, Callable&, Args...>)
@@ -39,7 +35,7 @@ class FunctionRef<R(Args...)> {
   R operator()(Args... args) const { return call_(callable_, std::forward<Args>(args)...); }
 
  private:
-  // POSIX lets a function's address pass through void*.
+  // POSIX allows a function pointer to be converted to void* and back.
   template <typename Callable>
   static void* address_of(Callable& callable) noexcept {
     if constexpr (std::is_function_v<Callable>) {

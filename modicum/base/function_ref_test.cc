@@ -12,12 +12,12 @@ namespace {
 
 using Step = FunctionRef<int(int)>;
 
-// Two words that are passed in registers, and never null.
+// Two words, passed in registers, never null.
 static_assert(sizeof(Step) == 2 * sizeof(void*));
 static_assert(std::is_trivially_copyable_v<Step>);
 static_assert(!std::is_default_constructible_v<Step>);
 static_assert(!std::is_constructible_v<Step, std::nullptr_t>);
-// The signature decides what fits, and the callable's own const does.
+// Convertible from callables with a matching signature; a const object needs a const operator().
 static_assert(!std::is_constructible_v<Step, std::string (*)(int)>);
 static_assert(!std::is_constructible_v<Step, int (*)(std::string)>);
 struct CountsCalls {
@@ -57,7 +57,7 @@ TEST(FunctionRef, PassesArgumentsAndResultsOn) {
   EXPECT_EQ((FunctionRef<int(std::unique_ptr<int>)>(unwrap)(std::make_unique<int>(4))), 4);
 }
 
-TEST(FunctionRef, DropsAResultThatNobodyAskedFor) {
+TEST(FunctionRef, DiscardsTheResultForAVoidSignature) {
   int seen = 0;
   const auto remember = [&](int value) { return seen = value; };
   FunctionRef<void(int)>{remember}(9);

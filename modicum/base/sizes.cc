@@ -59,7 +59,7 @@ uint64_t parse_with_units(std::string_view text, const std::array<Unit, N>& unit
   const size_t digits = std::min(text.find_first_not_of("0123456789."), text.size());
   const std::string_view number = text.substr(0, digits);
   const size_t letters = std::min(text.find_first_not_of(' ', digits), text.size());
-  // A space is for a unit to follow it.
+  // A space is allowed only before a unit.
   const std::string_view suffix = text.substr(letters < text.size() ? letters : digits);
   const auto unit = std::find_if(units.begin(), units.end(), [&](const Unit& u) {
     return is_same_but_for_case(u.suffix, suffix);
@@ -68,7 +68,7 @@ uint64_t parse_with_units(std::string_view text, const std::array<Unit, N>& unit
     refuse(fmt::format("unknown unit '{}'{}", printable(suffix),
                        nearest_hint(suffix, names_of(units))));
   }
-  // Whole numbers stay exact: a double holds only 53 bits.
+  // Whole numbers are exact up to 2^63-1; a double has only 53 bits.
   uint64_t whole = 0;
   const char* const end = number.data() + number.size();
   if (const auto [at, error] = std::from_chars(number.data(), end, whole);

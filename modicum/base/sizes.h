@@ -1,4 +1,4 @@
-// Sizes as people write them, arithmetic that cannot overflow, and the nearest name to a typo.
+// Parsing and printing of sizes, arithmetic without overflow, and suggestions for misspelled names.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +15,16 @@ constexpr uint64_t kMiB = 1024 * kKiB;
 constexpr uint64_t kGiB = 1024 * kMiB;
 constexpr uint64_t kPageBytes = 4096;
 
-// `B KB MB GB TB` are powers of 1000, `KiB MiB GiB TiB` and single letters (`16G`) of 1024, no unit
-// is bytes. Units in any case, with or without a space before them; fractions are allowed
-// ("1.5 GiB") and rounded down to a byte. Anything else, also a sum over 2^63-1: USAGE.
+// `B KB MB GB TB` are powers of 1000, `KiB MiB GiB TiB` and single letters (`16G`) of 1024; without
+// a unit: bytes. Units in any case, with or without a space before them. Fractions ("1.5 GiB") are
+// rounded down to a byte. USAGE for any other text and for values over 2^63-1.
 uint64_t parse_size(std::string_view text);
 // `K M B` are powers of 1000 ("500M"), in any case; fractions allowed.
 uint64_t parse_count(std::string_view text);
 // "1.50 GiB"; below one KiB "17 B".
 std::string format_size(uint64_t bytes);
 
-// Nothing when the result would not fit.
+// nullopt if the result overflows.
 template <typename T>
 constexpr std::optional<T> checked_add(T a, std::type_identity_t<T> b) noexcept {
   static_assert(sizeof(T) == sizeof(int64_t));
@@ -38,9 +38,8 @@ constexpr std::optional<T> checked_mul(T a, std::type_identity_t<T> b) noexcept 
   return std::nullopt;
 }
 
-// Sums and products of bytes over ranks and purposes, whose number the user chooses: UINT64_MAX
-// where the result would not fit. What is compared with a limit below 2^63 is then over it, never
-// below.
+// UINT64_MAX if the result overflows. For bytes times user-chosen numbers of ranks that are
+// compared with a limit: an overflow is then over the limit.
 constexpr uint64_t saturating_add(uint64_t a, uint64_t b) noexcept {
   return b > UINT64_MAX - a ? UINT64_MAX : a + b;
 }
@@ -48,18 +47,17 @@ constexpr uint64_t saturating_mul(uint64_t a, uint64_t b) noexcept {
   return a != 0 && b > UINT64_MAX / a ? UINT64_MAX : a * b;
 }
 
-// The next multiple of `step`; the largest one that fits where the next would not.
+// The next multiple of `step`, or the largest multiple that fits if the next one overflows.
 constexpr uint64_t round_up(uint64_t value, uint64_t step) noexcept {
   if (value > UINT64_MAX - (step - 1)) return UINT64_MAX / step * step;
   return (value + step - 1) / step * step;
 }
-// Neither is negative, `by` not zero.
+// Expects value >= 0 and by > 0.
 constexpr int64_t ceil_div(int64_t value, int64_t by) noexcept {
   return value / by + (value % by != 0 ? 1 : 0);
 }
 
-// The candidate with the smallest edit distance, or "" where none is near (distance over 3 or over
-// half the name's length).
+// The candidate with the smallest edit distance, or "" if that exceeds 3 or half the name's length.
 std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates);
 // The same as the end of a message: "; nearest is 'NAME'", or "".
 std::string nearest_hint(std::string_view name, const std::vector<std::string>& candidates);

@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint64_t kMost = INT64_MAX;
 
-TEST(ParseSize, KnowsPowersOf1000AndOf1024) {
+TEST(ParseSize, HasUnitsOf1000AndOf1024) {
   EXPECT_EQ(parse_size("0"), 0U);
   EXPECT_EQ(parse_size("17"), 17U);
   EXPECT_EQ(parse_size("17B"), 17U);
@@ -25,7 +25,7 @@ TEST(ParseSize, KnowsPowersOf1000AndOf1024) {
   EXPECT_EQ(parse_size("2TiB"), 2048 * kGiB);
 }
 
-TEST(ParseSize, KnowsUnitsInAnyCaseAsSlurmSystemdAndDockerWriteThem) {
+TEST(ParseSize, AcceptsTheUnitsOfSlurmSystemdAndDocker) {
   EXPECT_EQ(parse_size("16G"), 16 * kGiB);
   EXPECT_EQ(parse_size("16g"), 16 * kGiB);
   EXPECT_EQ(parse_size("2k"), 2 * kKiB);
@@ -50,7 +50,7 @@ TEST(ParseSize, WholeNumbersAreExactUpToTheLimit) {
   EXPECT_EQ(parse_size("8388607TiB"), uint64_t{8388607} << 40);
 }
 
-TEST(ParseSize, RefusesAllElse) {
+TEST(ParseSize, RefusesOtherTexts) {
   for (const char* text : {"",
                            "B",
                            "GiB",
@@ -106,7 +106,7 @@ TEST(FormatSize, HasTwoDecimals) {
   EXPECT_EQ(format_size(UINT64_MAX), "16384.00 PiB");
 }
 
-TEST(Checked, GivesNothingInsteadOfWrapping) {
+TEST(Checked, IsNulloptOnOverflow) {
   EXPECT_EQ(checked_add(UINT64_MAX - 1, 1), UINT64_MAX);
   EXPECT_EQ(checked_add(UINT64_MAX, 1), std::nullopt);
   EXPECT_EQ(checked_mul(uint64_t{1} << 32, (uint64_t{1} << 32) - 1), UINT64_MAX - UINT32_MAX);
@@ -140,7 +140,7 @@ TEST(Rounding, IsUpwards) {
   EXPECT_EQ(ceil_div(6, 3), 2);
 }
 
-TEST(NearestName, FindsTyposAndNothingElse) {
+TEST(NearestName, FindsTyposOnly) {
   const std::vector<std::string> names = {"shard", "replicate", "window", "stream"};
   EXPECT_EQ(nearest_name("shrad", names), "shard");
   EXPECT_EQ(nearest_name("replicated", names), "replicate");

@@ -18,7 +18,7 @@ ThreadLimit::~ThreadLimit() { threads_left = INT_MAX; }
 }  // namespace modicum
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-// In front of libc's. RLIMIT_NPROC would be the system's own way, but it does not hold for root.
+// Interposes libc's function. RLIMIT_NPROC would be simpler, but it does not apply to root.
 extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
                               void* (*start)(void*), void* argument) {
   static const auto next =

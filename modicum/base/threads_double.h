@@ -1,10 +1,10 @@
-// For tests of what happens when a thread can't be started.
+// Makes pthread_create fail, for tests.
 #pragma once
 
 namespace modicum {
 
-// While it lives, this process can start so many more threads; std::thread throws for the next one.
-// One at a time, and not under a sanitizer (kIsSanitized), which has a pthread_create of its own.
+// While it exists, this process can start `more` threads; std::thread throws for the next one. One
+// instance at a time; not under a sanitizer (kIsSanitized), which replaces pthread_create itself.
 class ThreadLimit {
  public:
   explicit ThreadLimit(int more);

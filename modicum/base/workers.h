@@ -1,4 +1,4 @@
-// Runs one function on several threads and waits for all of them.
+// Runs a function on several threads.
 #pragma once
 
 #include <exception>
@@ -8,13 +8,13 @@
 
 namespace modicum {
 
-// Calls `work(worker)` for worker = 0 .. workers-1, each on a thread of its own but the last, which
-// runs on the caller's. Returns when all are done. The first exception (by time) is thrown on the
-// caller's thread; the others run to their end, so a worker that should stop early must be told by
-// the caller's own means. A thread that can't be made is NOMEM, after those made have ended.
+// Calls `work(worker)` for worker = 0 .. workers-1, each on a thread of its own except the last,
+// which runs on the caller's thread. On success returns when all have returned. On failure throws
+// the first exception (by time) after all workers have ended; it does not cancel the others. NOMEM
+// if a thread can't be started; then no worker has run.
 void run_workers(int workers, FunctionRef<void(int worker)> work);
 
-// CPUs that this process may run on (its affinity), at least 1.
+// The number of CPUs in this process's affinity mask, at least 1.
 int usable_cpus();
 
 }  // namespace modicum

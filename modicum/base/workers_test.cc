@@ -32,7 +32,7 @@ TEST(RunWorkers, OneWorkerNeedsNoThread) {
   EXPECT_EQ(thread, std::this_thread::get_id());
 }
 
-TEST(RunWorkers, AnyWorkersExceptionReachesTheCallerAfterAllHaveEnded) {
+TEST(RunWorkers, AnExceptionReachesTheCallerAfterAllHaveEnded) {
   for (int bad = 0; bad < 3; ++bad) {
     std::atomic<int> ended = 0;
     try {
@@ -48,9 +48,9 @@ TEST(RunWorkers, AnyWorkersExceptionReachesTheCallerAfterAllHaveEnded) {
   }
 }
 
-// For each thread in turn: no worker has run when one of them can't be started.
+// Fails each thread in turn: no worker runs if one of them can't be started.
 TEST(RunWorkers, RunsEveryWorkerOrNone) {
-  if (kIsSanitized) GTEST_SKIP() << "its own pthread_create";
+  if (kIsSanitized) GTEST_SKIP() << "sanitizers replace pthread_create";
   for (int can_start = 0; can_start <= 3; ++can_start) {
     std::atomic<int> ran = 0;
     const ThreadLimit limit(can_start);
@@ -73,7 +73,7 @@ TEST(RunWorkers, NoWorkersAreAProgrammersError) {
 
 TEST(UsableCpus, IsAtLeastOne) { EXPECT_GE(usable_cpus(), 1); }
 
-TEST(Clock, TheFakeOneMovesOnlyWhenAsked) {
+TEST(Clock, TheFakeClockMovesOnlyWhenTold) {
   FakeClock clock;
   EXPECT_EQ(clock.now_ns(), 0);
   clock.sleep_ns(5);
@@ -81,7 +81,7 @@ TEST(Clock, TheFakeOneMovesOnlyWhenAsked) {
   EXPECT_EQ(clock.now_ns(), kNsPerSecond + 5);
 }
 
-TEST(Clock, TheSteadyOneNeverGoesBack) {
+TEST(Clock, TheSteadyClockNeverGoesBack) {
   SteadyClock clock;
   const int64_t before = clock.now_ns();
   clock.sleep_ns(kNsPerMs);

@@ -1,8 +1,7 @@
-// The reader is a cursor of our own over the text, not simdjson's on-demand parser: that one needs
-// a padded copy, an index of 4 bytes per token and a string buffer (together 3 times a header of
-// many small tensors, where the format room may spend 3 with the tensors themselves), tells no
-// exact offsets, and is undefined on some malformed input. simdjson proves the UTF-8, which is
-// where its speed counts, and is the oracle of the tests.
+// A cursor of our own instead of simdjson's on-demand parser, which needs a padded copy, an index
+// of 4 bytes per token and a string buffer (3 times a header of many small tensors), reports no
+// exact offsets, and is undefined on some malformed input. simdjson validates the UTF-8, where its
+// speed counts, and is the oracle of the tests.
 #include "modicum/json/json.h"
 
 #include <algorithm>
@@ -24,7 +23,7 @@ constexpr int kDeepest = 64;
 
 bool is_digit(char c) noexcept { return c >= '0' && c <= '9'; }
 
-// Stands for itself in a string.
+// Needs no escape in a string.
 bool is_plain(char c) noexcept {
   return static_cast<unsigned char>(c) >= 0x20 && c != '"' && c != '\\';
 }
@@ -45,12 +44,12 @@ void append_utf8(std::string& out, uint32_t code) {
   add(0x80 | (code & 0x3f));
 }
 
-// Takes tokens from the text. Each call begins at the token's first byte and ends behind it.
+// Reads tokens. Each call begins at the token's first byte and ends after its last.
 struct Cursor {
   std::string_view text;
   size_t at = 0;
 
-  // A NUL at the end of the text, and for a NUL in it: neither belongs anywhere in JSON.
+  // NUL at the end of the text; a NUL in the text is not valid JSON either.
   char peek() const noexcept { return at < text.size() ? text[at] : '\0'; }
   void skip_space() noexcept {
     while (at < text.size() &&
@@ -62,7 +61,7 @@ struct Cursor {
     if (is) ++at;
     return is;
   }
-  // At the next byte, which is none of `wanted`.
+  // Reports the next byte: "expected WANTED, got 'x'".
   [[noreturn]] void refuse_for(const std::string& wanted) const;
   void literal(std::string_view word);
   std::string_view string(std::string& unescaped);
@@ -84,7 +83,7 @@ void Cursor::refuse_for(const std::string& wanted) const {
 }
 
 void Cursor::literal(std::string_view word) {
-  if (text.substr(at, word.size()) != word) refuse(JsonFault::syntax, at, "not a value");
+  if (text.substr(at, word.size()) != word) refuse_for("a value");
   at += word.size();
 }
 
@@ -109,7 +108,7 @@ std::string_view Cursor::number() {
   return text.substr(begin, at - begin);
 }
 
-// The text itself where it has no escapes, else `unescaped`.
+// A view of the text if it has no escapes, else of `unescaped`.
 std::string_view Cursor::string(std::string& unescaped) {
   const size_t quote = at++;
   size_t done = at;  // everything before it is in `unescaped`, once there has been an escape
@@ -167,13 +166,13 @@ uint32_t Cursor::hex4(size_t escape_at) {
 JsonError::JsonError(JsonFault fault_, uint64_t offset_, const std::string& what)
     : std::runtime_error(what), fault(fault_), offset(offset_) {}
 
-// The structure: objects and arrays, their depth, and the keys of the objects that are still open.
+// Reads objects and arrays; keeps their depth and the keys of the open objects.
 struct JsonReader : Cursor {
   struct Key {
     uint32_t hash;
-    uint32_t at;  // of its quote
+    uint32_t at;  // offset of its quote
   };
-  // What a JsonValue points to.
+  // The state behind a JsonValue.
   struct Node {
     JsonReader* reader;
     size_t begin;
@@ -243,7 +242,7 @@ void JsonReader::open() {
   ++at;
 }
 
-// Stands at the next key or element, or behind the `close` of the container.
+// Moves to the next key or element, or past `close`. Returns whether there is one.
 bool JsonReader::more(char close, bool first) {
   skip_space();
   if (skip_if(close)) {
@@ -289,7 +288,8 @@ std::string_view JsonReader::key_text(const Key& key, std::string& unescaped) co
   return cursor.string(unescaped);
 }
 
-// Forgets the keys from `first` on. The texts decide, also in the order: equal hashes can be made.
+// Checks the keys from `first` on and drops them. Compares texts, since an attacker can make equal
+// hashes.
 void JsonReader::refuse_duplicates(size_t first) {
   std::string one;
   std::string other;
@@ -303,7 +303,7 @@ void JsonReader::refuse_duplicates(size_t first) {
     if (key + 1 == keys.end() || key->hash != (key + 1)->hash) continue;
     const std::string_view name = key_text(*key, one);
     if (name != key_text(*(key + 1), other)) continue;
-    refuse(JsonFault::duplicate, (key + 1)->at, "the key '" + printable(name) + "' stands twice");
+    refuse(JsonFault::duplicate, (key + 1)->at, "the key '" + printable(name) + "' occurs twice");
   }
   keys.erase(begin, keys.end());
 }
@@ -320,7 +320,7 @@ void JsonReader::document(FunctionRef<void(JsonValue& root)> root) {
   skip_space();
   value(root);
   skip_space();
-  if (at != text.size()) refuse(JsonFault::trailing, at, "something after the document");
+  if (at != text.size()) refuse(JsonFault::trailing, at, "expected the end of the document");
 }
 
 JsonValue::Kind JsonValue::kind() {
@@ -362,7 +362,8 @@ double JsonValue::number() {
   const std::string_view digits = JsonReader::take(state_, Kind::number).number();
   double value = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-  if (error != std::errc()) refuse(JsonFault::range, offset(), "a number that no double holds");
+  if (error != std::errc())
+    refuse(JsonFault::range, offset(), "a number out of the range of a double");
   return value;
 }
 

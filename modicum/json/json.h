@@ -1,11 +1,19 @@
-// The door of `json`: strict JSON in, JSON out.
+// The door of `json`: a strict JSON reader and a writer.
 //
-// Reading is a cursor over a text that the caller keeps: each call takes the next value and hands
-// it on, so that a document is never held twice: reading costs 8 bytes per key that stands in a
-// still open object, and nothing else. Strict: RFC 8259, UTF-8 without overlongs or surrogates, no
-// duplicate keys (compared after unescaping), no nesting over 64, nothing but white space after the
-// document, also in values that are skipped. Whatever is wrong is a JsonError with its byte offset;
-// the caller turns it into its own category. One thread.
+// The reader is a cursor over a text that the caller owns. Each call takes the next value and
+// passes it on, so that no document tree is built; memory is 8 bytes per key of the objects that
+// are still open.
+//
+//   read_json(R"({"a": 1, "b": [2, 3]})", [&](JsonValue& root) {
+//     root.object([&](std::string_view key, JsonValue& value) {
+//       if (key == "a") a = value.integer();      // "b" is not taken: skipped, and still checked
+//     });
+//   });
+//
+// Strict: RFC 8259; UTF-8 without overlong forms or surrogates; no duplicate keys (compared after
+// unescaping); nesting up to 64; only white space after the document; all of it also in skipped
+// values. Errors are JsonErrors with a byte offset; callers convert them to their own category. One
+// thread.
 #pragma once
 
 #include <concepts>
@@ -23,10 +31,10 @@ namespace modicum {
 enum class JsonFault : uint8_t {
   utf8,       // not UTF-8
   syntax,     // not JSON (also a lone surrogate, a raw control byte, nesting over 64)
-  duplicate,  // a key stands twice in one object
-  type,       // JSON, but not what was asked for (a string where a number is expected)
-  range,      // an integer that is not written as 0|[1-9][0-9]* or does not fit 2^63-1
-  trailing,   // something after the document
+  duplicate,  // a key occurs twice in one object
+  type,       // JSON, but another type than expected (a string instead of a number)
+  range,      // an integer not written as 0|[1-9][0-9]* or over 2^63-1
+  trailing,   // text after the document
 };
 
 struct JsonError : std::runtime_error {
@@ -35,25 +43,26 @@ struct JsonError : std::runtime_error {
   uint64_t offset;  // byte offset in the text
 };
 
-// A value not yet taken. Exactly one of its taking calls is to be made, once, within the callback
-// that got it (an untaken one is skipped, and checked, by the object or array around it). A
-// callback may catch `type` (the value is still untaken) and `range` (it is taken), and go on.
+// A value that can be taken once, by one of the calls from `object` on, within the callback that
+// received it. The enclosing object or array skips and checks a value that was not taken. A
+// callback may catch `type` (the value can still be taken) and `range` (it has been taken) and
+// continue.
 class JsonValue {
  public:
   enum class Kind : uint8_t { object, array, string, number, boolean, null };
   Kind kind();
   uint64_t offset() const noexcept;  // where it begins in the text
 
-  // Calls `member` for each member in the order written; the key is unescaped and valid during the
-  // call only.
+  // Calls `member` for each member in document order. The key is unescaped and valid during the
+  // call.
   void object(FunctionRef<void(std::string_view key, JsonValue& value)> member);
   void array(FunctionRef<void(JsonValue& element)> element);
   std::string string();
-  int64_t integer();  // a non-negative integer in its plain form, at most 2^63-1; else `range`
+  int64_t integer();  // 0 to 2^63-1, without sign, fraction or exponent; else `range`
   double number();
   bool boolean();
   void null();
-  void skip();  // checks it all the same
+  void skip();  // but checks it
 
  private:
   friend struct JsonReader;
@@ -61,16 +70,15 @@ class JsonValue {
   void* state_;
 };
 
-// Reads `text` as one document, below 4 GiB, and calls `root` with its value. A duplicate key is
-// found when its object ends: what comes before it has been handed on by then.
+// Reads `text`, one document of less than 4 GiB, and calls `root` with its value. Duplicate keys
+// are found at the end of their object, after its members have been passed to the callbacks.
 void read_json(std::string_view text, FunctionRef<void(JsonValue& root)> root);
-// For a text that read_json has accepted: does not look again for duplicates or bad UTF-8, and so
-// needs no memory at all. Syntax is checked all the same.
+// For a text that read_json has accepted: checks the syntax again, but neither UTF-8 nor
+// duplicates, and so needs no memory.
 void reread_json(std::string_view text, FunctionRef<void(JsonValue& root)> root);
 
-// Writes JSON into a string, with commas and escapes where they belong. Misuse (a value instead of
-// a key) is INTERNAL. Numbers: integers as they are, doubles in the shortest form that reads back,
-// non-finite ones as null.
+// Writes JSON into a string and adds commas and escapes. Misuse (a value instead of a key) is
+// INTERNAL. Doubles are written in the shortest form that reads back, non-finite ones as null.
 class JsonWriter {
  public:
   JsonWriter& begin_object() { return begin('{'); }
@@ -97,7 +105,7 @@ class JsonWriter {
   JsonWriter& member(std::string_view name, const T& v) {
     return key(name).value(v);
   }
-  // The document so far; complete when every begin has its end.
+  // The document so far.
   const std::string& text() const noexcept { return text_; }
 
  private:

@@ -15,7 +15,7 @@ namespace {
 
 using std::literals::operator""s;
 
-// Takes every value as what it is and writes it again.
+// Takes every value by its kind and writes it again.
 void copy(JsonValue& value, JsonWriter& out) {
   switch (value.kind()) {
     case JsonValue::Kind::object:
@@ -77,7 +77,7 @@ struct Bad {
   uint64_t offset;
 };
 
-TEST(Json, EachWayToBeWrongHasItsFaultAndOffset) {
+TEST(Json, EveryMalformedTextHasItsFaultAndOffset) {
   using enum JsonFault;
   const std::vector<Bad> cases = {
       {"", syntax, 0},
@@ -154,7 +154,7 @@ TEST(Json, EachWayToBeWrongHasItsFaultAndOffset) {
   }
 }
 
-TEST(Json, TheSameKeyMayStandInDifferentObjects) {
+TEST(Json, DifferentObjectsMayHaveTheSameKey) {
   EXPECT_FALSE(fault_of(R"({"a":{"a":{"a":1}},"b":[{"a":1},{"a":2}]})"));
 }
 
@@ -168,7 +168,7 @@ TEST(Json, DuplicatesAreFoundAmongManyKeys) {
   EXPECT_EQ(error->offset, text.size());
 }
 
-TEST(Json, NestingEndsAt64) {
+TEST(Json, NestingIsLimitedTo64) {
   EXPECT_FALSE(fault_of(std::string(64, '[') + std::string(64, ']')));
   const auto error = fault_of(std::string(65, '[') + std::string(65, ']'));
   ASSERT_TRUE(error);
@@ -197,7 +197,7 @@ TEST(Json, IntegersAreReadAsWritten) {
   }
 }
 
-TEST(Json, TypeAndRangeFaultsMayBeCaughtAndReadingGoesOn) {
+TEST(Json, ReadingContinuesAfterATypeOrRangeFault) {
   std::vector<std::string> seen;
   read_json(R"({"a":"x","b":1.5,"c":[{}],"d":7})", [&](JsonValue& root) {
     root.object([&](std::string_view key, JsonValue& value) {
@@ -211,14 +211,14 @@ TEST(Json, TypeAndRangeFaultsMayBeCaughtAndReadingGoesOn) {
   EXPECT_EQ(seen, (std::vector<std::string>{"type", "range", "type", "d7"}));
 }
 
-TEST(Json, TakingTwiceIsRefused) {
+TEST(Json, AValueIsTakenOnce) {
   read_json("1", [](JsonValue& root) {
     root.integer();
     EXPECT_THROW(root.integer(), Error);
   });
 }
 
-TEST(Json, ValuesKnowWhereTheyBegin) {
+TEST(Json, ValuesReportTheirOffset) {
   std::vector<uint64_t> offsets;
   read_json(R"( { "a" : [ 10 , "x" ] } )", [&](JsonValue& root) {
     offsets.push_back(root.offset());
@@ -230,7 +230,7 @@ TEST(Json, ValuesKnowWhereTheyBegin) {
   EXPECT_EQ(offsets, (std::vector<uint64_t>{1, 9, 11, 16}));
 }
 
-TEST(Json, SecondReadingHandsOnTheSameValues) {
+TEST(Json, RereadingGivesTheSameValues) {
   const std::string text = R"({"\u0061":[1,2],"b":{"c":null}})";
   JsonWriter again;
   reread_json(text, [&](JsonValue& root) { copy(root, again); });
@@ -238,13 +238,13 @@ TEST(Json, SecondReadingHandsOnTheSameValues) {
   EXPECT_THROW(reread_json("[1,", [](JsonValue&) {}), JsonError);
 }
 
-// The oracle: whatever we accept, simdjson's own parser accepts.
+// The oracle: simdjson's parser accepts every text that we accept.
 bool simdjson_accepts(const std::string& text) {
   simdjson::dom::parser parser;
   return parser.parse(simdjson::padded_string(text)).error() == simdjson::SUCCESS;
 }
 
-TEST(Json, MutationsNeverCrashAndAreNeverAcceptedAgainstTheOracle) {
+TEST(Json, MutatedTextsAreAcceptedOnlyIfTheOracleAcceptsThem) {
   const std::string seed =
       R"({"n\u00e9":[0,12,-1.5e+3],"m":{"x":"a\\\"b\u20ac","y":[true,false,null]},"z":"é€😀"})";
   ASSERT_TRUE(simdjson_accepts(seed));
@@ -283,7 +283,7 @@ TEST(Json, MutationsNeverCrashAndAreNeverAcceptedAgainstTheOracle) {
   EXPECT_GT(accepted, 1000);
 }
 
-TEST(Json, TheWriterPutsCommasAndEscapes) {
+TEST(Json, TheWriterAddsCommasAndEscapes) {
   JsonWriter out;
   out.begin_object().member("a", 1).member("b", "x\"\\\n\x01").key("c").begin_array();
   out.value(uint64_t{18446744073709551615U}).value(int64_t{-5}).value(true).null();
@@ -294,7 +294,7 @@ TEST(Json, TheWriterPutsCommasAndEscapes) {
             R"("d":1e+300,"e":null})");
 }
 
-TEST(Json, TheWriterMakesUtf8OfAnything) {
+TEST(Json, TheWriterReplacesInvalidUtf8) {
   JsonWriter out;
   out.value(std::string("a\xff\u20ac\xc3\n"));
   EXPECT_EQ(out.text(), "\"a\uFFFD\u20ac\uFFFD\\n\"");

@@ -1,5 +1,5 @@
-// JSON values of every type and of odd sizes, for tests of whatever reads JSON: at any key a reader
-// must take one or refuse it with an error of its own.
+// JSON values of every type and of unusual sizes: a reader must accept each one at any key, or
+// refuse it with an error of its own.
 #pragma once
 
 #include <array>

@@ -26,8 +26,7 @@ void append_escaped(std::string& out, char c) {
   }
 }
 
-// What is not UTF-8 (a file's name may be any bytes) becomes U+FFFD, so that the document is JSON
-// whatever it tells of.
+// Bytes that are not UTF-8 (file names may hold any) become U+FFFD, so that the document is valid.
 void append_string(std::string& out, std::string_view text) {
   const bool valid = is_utf8(text);
   out += '"';

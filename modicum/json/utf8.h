@@ -1,4 +1,4 @@
-// Inside the room `json`: UTF-8 by simdjson, with the place where it goes wrong.
+// UTF-8 validation by simdjson, and the place of an error. Internal to `json`.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@ namespace modicum {
 
 bool is_utf8(std::string_view text) noexcept;  // no overlongs, surrogates or values over U+10FFFF
 
-// Bytes of the character that begins at `at`, 1 to 4; 0 where none does. `at` < text.size().
+// Length of the character at `at` in bytes, 1 to 4; 0 if it is not valid. Expects at < text.size().
 size_t utf8_length(std::string_view text, size_t at) noexcept;
 
 }  // namespace modicum

@@ -113,7 +113,7 @@ TEST(Step, InvalidFactorsAreRefusedAndNothingIsStepped) {
 
 // A repeated call is the step that the first one would have been.
 TEST(Step, IsAllOrNothingIfAThreadCannotBeStarted) {
-  if (kIsSanitized) GTEST_SKIP() << "its own pthread_create";
+  if (kIsSanitized) GTEST_SKIP() << "sanitizers replace pthread_create";
   for (const StateFormat format : kFormats) {
     World straight(format, 1, 4), hindered(format, 1, 4);
     for (World* world : {&straight, &hindered}) deliver_tiny(*world->ranks[0], 1);
