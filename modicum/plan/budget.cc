@@ -1,4 +1,4 @@
-// Whether a promise fits a budget, and what it lacks.
+// Whether a promise fits a budget, and by how much it does not.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -35,10 +35,18 @@ void require_fits(const Promise& promise, const Budget& budget) {
   if (const auto refusal = refusal_of(promise, budget)) throw *refusal;
 }
 
-// Say that each of 4 ranks on a node holds 8 MiB of staging, and the node is 5 MiB over the budget:
-// each rank gives up a fourth of that, and plans with 6.75 MiB. Where the four make one ring of
-// 8 MiB, a rank holds only 2 MiB of what `--staging` says: for 1.25 MiB less in each rank the ring
-// becomes 5 MiB smaller.
+// Two worked examples: 4 ranks on a node, --staging 8 MiB, the node 5 MiB over budget. Each rank
+// must hold 5 / 4 = 1.25 MiB less.
+//
+//                               own-shard                 rank0-broadcast
+//   a rank's staging            all of --staging: 8 MiB   its ring part: 8 / 4 = 2 MiB
+//   asked / held                8 / 8 = 1                 8 / 2 = 4
+//   --staging must be less by   1.25 * 1 = 1.25 MiB       1.25 * 4 = 5 MiB
+//   new --staging               6.75 MiB                  3 MiB
+//   a rank's new staging        6.75 MiB                  3 / 4 = 0.75 MiB
+//
+// Rounding to pages can leave the peak just over the budget; then, as when more than the allowed
+// reduction is needed, the plan with `least_bytes` is the answer.
 Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes) {
   const uint64_t asked = plan.options.staging_bytes;
   const uint64_t held = plan.staging.total_bytes;

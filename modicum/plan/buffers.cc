@@ -1,4 +1,4 @@
-// A rank's local buffers, those of targets and those of flat groups alike.
+// A rank's local buffers: one per target, then one per flat group.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,7 +12,7 @@ uint32_t target_count(const Plan& plan) noexcept {
   return static_cast<uint32_t>(plan.recipe->targets.size());
 }
 
-// Flat groups, and targets where they are found in one.
+// The flat group of a buffer; null for a target's own buffer.
 const FlatGroup* flat_of_buffer(const Plan& plan, uint32_t buffer) noexcept {
   return buffer < target_count(plan) ? nullptr : &plan.layout.flats[buffer - target_count(plan)];
 }

@@ -1,5 +1,5 @@
 // attack: recipes with dims up to 2^63-1. Each is refused with a typed error, or its promise is at
-// least what its targets truly come to, computed here in 128 bits from the shapes alone.
+// least the true size of its targets, computed here in 128 bits from the shapes alone.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -119,7 +119,7 @@ class RandomRecipe {
   RecipeBuilder builder_;
 };
 
-// Of all targets; what is over 2^96 is left there.
+// Of all targets; saturates at 2^96.
 Wide true_bytes(const Recipe& recipe) {
   Wide sum = 0;
   for (size_t t = 0; t < recipe.targets.size(); ++t) {
@@ -215,7 +215,7 @@ TEST(HugeRecipes, AreRefusedOrCountedInFull) {
 // --gtest_also_run_disabled_tests
 TEST(HugeRecipes, DISABLED_AHundredThousandAreRefusedOrCountedInFull) { try_recipes(2, 100000); }
 
-TEST(HugeRecipes, WhatIsLargeAndLegalIsPlannedAndDoesNotFit) {
+TEST(HugeRecipes, ALargeLegalOneIsPlannedAndDoesNotFit) {
   const Manifest manifest = small_manifest();
   RecipeBuilder builder(manifest);
   for (const char* name : {"matrix", "vector", "nothing"}) builder.unused(name);
@@ -229,8 +229,8 @@ TEST(HugeRecipes, WhatIsLargeAndLegalIsPlannedAndDoesNotFit) {
   EXPECT_FALSE(fits(plan.promise, {kGiB, "flag"}));
 }
 
-// Each of these was a promise of a few MiB: the products wrapped to 4, to 0, and the sum to 0.
-TEST(HugeRecipes, WhatWrapsToALittleIsRefusedByName) {
+// With wrapping arithmetic each of these promised a few MiB: products of 4 and 0, a sum of 0.
+TEST(HugeRecipes, SizesThatWrapAreRefusedByName) {
   const Manifest manifest = small_manifest();
   const auto refused = [&](const std::vector<std::vector<int64_t>>& shapes) {
     try {
@@ -256,8 +256,8 @@ TEST(HugeRecipes, WhatWrapsToALittleIsRefusedByName) {
   EXPECT_FALSE(refused({{int64_t{1} << 58}}));
 }
 
-// 2^42 rows that a permutation takes apart: nothing is walked for what no file holds.
-TEST(HugeRecipes, WhatIsMadeIsNotWalkedByAPlan) {
+// A permutation splits the made tensor into 2^42 rows: a plan must not walk tensors without a file.
+TEST(HugeRecipes, APlanDoesNotWalkMadeTensors) {
   const Manifest manifest = small_manifest();
   RecipeBuilder builder(manifest);
   for (const char* name : {"matrix", "nothing"}) builder.unused(name);
@@ -277,8 +277,8 @@ TEST(HugeRecipes, WhatIsMadeIsNotWalkedByAPlan) {
   }
 }
 
-// The numbers of ranks are the user's, too.
-TEST(HugeRecipes, ASumOverRanksThatIsNoNumberIsRefused) {
+// The number of ranks comes from the user, too.
+TEST(HugeRecipes, ASumOverRanksThatOverflowsIsRefused) {
   const Manifest manifest = small_manifest();
   RecipeBuilder builder(manifest);
   for (const char* name : {"matrix", "vector", "nothing"}) builder.unused(name);

@@ -1,4 +1,4 @@
-// What one rank of a node reads for all of them.
+// The reads that the leader of a node makes for all its ranks.
 #include <algorithm>
 
 #include "modicum/plan/inside.h"
@@ -7,15 +7,16 @@
 namespace modicum {
 namespace {
 
-// What one rank needs of a stored tensor for a target: elements [first, end), perhaps with gaps.
+// The part of a stored tensor that one rank needs for a target: elements [first, end), gaps
+// included.
 struct Span {
   uint32_t stored = 0;
   int64_t first = 0;
   int64_t end = 0;
-  int place = 0;  // of the rank on its node
+  int place = 0;  // of the rank within its node
 };
 
-// `needed`: of the elements of a read, those from the first to the last that a rank needs.
+// `needed`: from the first to the last element of a read that one rank needs.
 NodeRead::Wanted wanted_of(const Stored& tensor, const NodeRead& read, const Chunk& needed) {
   if (needed.size() == 0) return {};
   const Extent extent = extent_of(tensor, needed.lo, needed.size());
@@ -48,8 +49,8 @@ class TargetReads {
   }
 
  private:
-  // The stretch that begins with span `i`: all that follow it without a gap of a page. Returns the
-  // first span behind it.
+  // Emits the stretch that begins with span `i`: it goes on while the next span begins less than a
+  // page after its end. Returns the first span after it.
   size_t stretch_from(size_t i) {
     const Stored& tensor = plan_.manifest->tensors[spans_[i].stored];
     const auto page = static_cast<int64_t>(kPageBytes * 8) / bits_per_element(tensor.spec.dtype);
@@ -71,8 +72,9 @@ class TargetReads {
     return i;
   }
 
-  // With scales by eighths, not as far as possible: rows and shards end on round numbers, and what
-  // ends with them is sent to fewer ranks (of DeepSeek-V3 from FP8 to 8 ranks, 23 % less is sent).
+  // If scales are staged too, the stretch shrinks by eighths rather than to the largest fit: rows
+  // and shards end on round numbers, and a tile that ends with them goes to fewer ranks
+  // (DeepSeek-V3 from FP8 to 8 ranks: 23 % less sent).
   void cut_to_tile(Transfer& stretch) const {
     int64_t& n = stretch.runs.length;
     const uint64_t tile_bytes = plan_.staging.tile_bytes;
@@ -82,12 +84,12 @@ class TargetReads {
     }
   }
 
-  // The read of `stretch_`.
+  // Emits the read of `stretch_`.
   void tile(const Stored& tensor, std::span<const Span> spans) {
     const int64_t first = stretch_.runs.first;
     const int64_t count = stretch_.runs.length;
     std::fill(needed_.begin(), needed_.end(), Chunk{});
-    for (const Span& span : spans) {  // in order of their first elements
+    for (const Span& span : spans) {  // sorted by first element
       const int64_t from = std::max(first, span.first);
       const int64_t to = std::min(first + count, span.end);
       Chunk& needed = needed_[static_cast<size_t>(span.place)];
@@ -109,7 +111,7 @@ class TargetReads {
   const NodeRanks node_;
   FunctionRef<void(const NodeRead&)> fn_;
   uint32_t target_ = 0;
-  Transfer stretch_;  // what is read next, as one run of the kind of its transfers
+  Transfer stretch_;  // the next read, as one run with the dtypes of its transfers
   std::vector<Span> spans_;
   std::vector<Chunk> needed_;
   std::vector<NodeRead::Wanted> wanted_;
@@ -143,7 +145,12 @@ void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
     emit(k, 1, from, to - from);
   };
   if (r.count == 1) return cut_run(0);
-  // Runs that lie within wholly; those beside them may do so in part.
+  // Runs [first, end) are wholly inside [lo, hi); one neighbour on each side may be cut:
+  //
+  //   run          0        1        2        3        4
+  //             [-----]  [-----]  [-----]  [-----]  [-----]
+  //                        lo |-----------------------| hi
+  //   emitted              [--]  [-----]  [-----]  [--]        first = 2, end = 4
   const int64_t after_lo = lo - r.first;
   const int64_t before_hi = hi - r.first - r.length;
   const int64_t first =

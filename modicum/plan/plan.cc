@@ -11,9 +11,9 @@
 namespace modicum {
 namespace {
 
-// Kept per buffer while loading: what has been put there (count and two sums) and where it begins.
+// Kept per buffer while loading: the places written and expected (Coverage), where it begins.
 constexpr uint64_t kBookkeepingBytesPerBuffer = 6 * sizeof(uint64_t);
-// And per tie: what was compared on either side.
+// And per tie: a sum over the elements of either side.
 constexpr uint64_t kBookkeepingBytesPerTie = 2 * sizeof(uint64_t);
 
 // `fn` for each stored tensor that gives elements to `target`, in manifest order.
@@ -21,7 +21,7 @@ template <typename Fn>
 void for_each_source(const Plan& plan, uint32_t target, const Fn& fn) {
   const uint32_t root = plan.recipe->read_node(target);
   const Node& node = plan.recipe->nodes[root];
-  if (node.op == Op::stored) return fn(node.from);  // most targets, without a search
+  if (node.op == Op::stored) return fn(node.from);  // most targets
   for (const uint32_t stored : stored_under(*plan.recipe, root)) fn(stored);
 }
 
@@ -47,7 +47,7 @@ std::vector<Tie> ties_of(const Recipe& recipe) {
   return ties;
 }
 
-// Counted first, then filled: targets stand in the plan's order.
+// Two passes, count and fill, so that the targets of each tensor are in the plan's order.
 Uses uses_of(const Plan& plan) {
   const auto for_each_use = [&](const auto& fn) {
     for (const uint32_t t : plan.order) {
@@ -67,7 +67,7 @@ Uses uses_of(const Plan& plan) {
   return uses;
 }
 
-// Elements below a byte can only be taken as they lie, and cut where a byte ends.
+// Elements smaller than a byte can only be copied in stored order, in runs that end on a byte.
 void refuse_unsupported(const Plan& plan) {
   for (const uint32_t t : plan.order) {
     const Target& target = plan.recipe->targets[t];
@@ -92,7 +92,7 @@ void refuse_unreadable(const Plan& plan) {
   if (!plan.manifest->only_rank_0) return;
   for (int rank = 1; rank < plan.ranks(); ++rank) {
     if (!reads_storage(plan, rank)) continue;
-    fail(Category::usage, "only rank 0 can read what is stored",
+    fail(Category::usage, "only rank 0 can read the stored tensors",
          {.expected = "node-reader", .got = std::string(plan.strategy().name)});
   }
 }
@@ -108,8 +108,8 @@ Staging divide_staging(const Plan& plan) {
   staging.exchanges = group > 1;
   uint64_t left = round_up(options.staging_bytes, kPageBytes);
   if (staging.exchanges && !options.caller_sends) {
-    // One ring for the group, made by all in equal parts, so that what each is charged is what the
-    // kernel counts for it.
+    // One ring for the group. Each rank commits, and is charged, an equal part of it, so that the
+    // charge is the memory that the kernel counts for the rank.
     staging.ring_part_bytes = std::max(kPageBytes, left / group / kPageBytes * kPageBytes);
     left -= std::min(left, staging.ring_part_bytes);
   }
@@ -119,7 +119,8 @@ Staging divide_staging(const Plan& plan) {
   staging.table_bytes = streams ? round_up(kReadTableRows * sizeof(Transfer), kPageBytes) : 0;
   // Slots over 1 MiB fall out of the caches: measured, up to 40 % slower.
   staging.slot_bytes = std::min(1 * kMiB, (left - staging.table_bytes) / kPageBytes * kPageBytes);
-  // Cast within the slot: what is read and what comes of it, at most four times as much.
+  // A cast within the slot needs room for its input and its output, which is at most four times as
+  // large: a fifth of the slot is the tile.
   staging.tile_bytes = casts_in_slot ? staging.slot_bytes / 5 / 64 * 64 : staging.slot_bytes;
   const uint64_t workers = left / (staging.table_bytes + staging.slot_bytes);
   staging.workers = streams && group > 1 ? 1 : static_cast<int>(workers);
@@ -131,8 +132,8 @@ Promise promise_of(const Plan& plan) {
   for (const Phase& phase : plan.options.after) phases.push_back({phase.name, {}});
   const uint64_t header = plan.manifest->held_bytes();
   const uint64_t held = plan.held_bytes();
-  // Ranks that read have windows alike, and so have those that don't: rank 0 always reads, and if
-  // any rank doesn't, the last one doesn't.
+  // All reading ranks have equal windows, and so have all others. Rank 0 always reads; if any rank
+  // does not, the last one does not.
   const uint64_t of_reader = RankWindow(plan, 0).bytes();
   const uint64_t of_others = RankWindow(plan, plan.ranks() - 1).bytes();
   std::map<uint64_t, uint64_t> shards_of_class;
@@ -155,7 +156,7 @@ Promise promise_of(const Plan& plan) {
     phases[kOpenPhase].of_rank.push_back(open);
     phases[kLoadPhase].of_rank.push_back(load);
     phases[kHoldPhase].of_rank.push_back(hold);
-    // The ring lies in shared pages, which stay as long as the launcher.
+    // The ring's shared pages stay until the launcher ends.
     hold[Purpose::staging] = plan.staging.ring_part_bytes;
     for (size_t i = 0; i < plan.options.after.size(); ++i) {
       Footprint after = hold;
@@ -167,7 +168,7 @@ Promise promise_of(const Plan& plan) {
   return make_promise(std::move(phases), of_each, ranks_per_node(plan));
 }
 
-// A promise that saturates is none: refused, so that every promise there is can be believed.
+// Sums that saturate are no promise: such a plan is refused.
 void refuse_uncountable(const Plan& plan) {
   for (const uint64_t peak : plan.promise.node_peaks()) {
     if (peak <= uint64_t{INT64_MAX}) continue;

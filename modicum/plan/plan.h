@@ -1,10 +1,10 @@
-// The door of `plan`: Manifest x Recipe x Layout x Strategy -> Plan and Promise. Touches nothing.
+// The door of `plan`: Manifest x Recipe x Layout x Strategy -> Plan and Promise. Makes no system
+// calls and opens no file.
 //
-// A plan is its inputs and generators of what a rank does: `for_each_stored_transfer` which
-// elements go where, `for_each_read`, `for_each_node_read` and `RankWindow` the reads that bring
-// them. The promise and the counted traffic come from the same generators as the load, so that a
-// prediction can't drift from it. The manifest and the recipe must outlive the plan. Values; any
-// thread.
+// A plan is its inputs plus generators: `for_each_stored_transfer` yields which elements go where;
+// `for_each_read`, `for_each_node_read` and `RankWindow` yield the reads that fetch them. The
+// promise, the counted traffic and the load all run the same generators, so a prediction can't
+// drift from the load. The manifest and the recipe must outlive the plan. Values; any thread.
 #pragma once
 
 #include <array>
@@ -21,13 +21,13 @@
 
 namespace modicum {
 
-// A strategy is a row: who reads data files, and which whole tensors a rank that reads, and one
-// that does not, hold at a time besides their shards.
+// A strategy is a row of a table: which ranks read data files, and the window that a reading rank
+// and a receiving rank hold at a time besides their shards.
 enum class Reader : uint8_t {
   every_rank,
   rank_0,
-  node_leader,  // the first rank of a node reads what any of its ranks needs
-  replicas,     // ranks that hold the same read in turn
+  node_leader,  // the first rank of a node reads for all ranks of that node
+  replicas,     // ranks with equal shards take turns reading
 };
 enum class Window : uint8_t { none, one_tensor, whole_model };
 struct Strategy {
@@ -39,21 +39,21 @@ struct Strategy {
 std::span<const Strategy> strategies() noexcept;
 const Strategy& strategy_named(std::string_view name);  // unknown: USAGE with the nearest name
 
-// Where the loaded elements go: host memory of ours; copied out of the staging, to a device or to
-// be digested and dropped; host memory that the caller has already.
+// Where loaded elements go. cpu: an arena that the load allocates. copy: a callback that copies
+// them out of staging, to a device or to be digested and dropped. given: the caller's host memory.
 enum class Destination : uint8_t { cpu, copy, given };
 
-// Elements from a source to a local buffer, by element counts (see Runs).
+// Strided runs of elements from one source to one local buffer (see Runs).
 struct Transfer {
   enum class Source : uint8_t { stored, zero, init, caller };  // zero: padding
   Source source = Source::stored;
-  uint32_t from = 0;    // stored: index in the manifest; init: its node; caller: its ordinal
-  uint32_t target = 0;  // whose elements they are; of padding, the last target before it
+  uint32_t from = 0;    // stored: index in the manifest; init: recipe node; caller: ordinal
+  uint32_t target = 0;  // the target of the elements; of padding, the last target before it
   uint32_t buffer = 0;  // the local buffer that holds them
   DType from_dtype = DType::f32;
   DType to_dtype = DType::f32;
-  // Elements of a compared alias (Recipe::is_compared): what is in their places in the buffer,
-  // which the target that it names fills, must be the same. Nothing is written.
+  // Elements of a compared alias (Recipe::is_compared). Nothing is written: they must equal the
+  // elements that the aliased target puts into the same places of `buffer`.
   bool compared = false;
   Runs runs;
 
@@ -68,12 +68,12 @@ struct Transfer {
   bool dequantises() const noexcept { return casts() && is_fp8_code(from_dtype); }
 };
 
-// One read of a file. `direct`: the bytes are those of the one transfer's one run, cast into
-// nothing, and may go straight to where they belong; else the read goes through staging.
+// One read of a file. `direct`: the read is one contiguous run of one transfer that is not cast, so
+// it goes straight into the local buffer. Otherwise it goes through staging.
 struct Read {
   Extent at;
   bool direct = false;
-  Extent scale;  // where FP8 codes are dequantised: the part of their scales that is read with them
+  Extent scale;  // dequantised FP8 codes: the part of their scales that is read with them
   std::span<const Transfer> transfers;  // valid during the call only
 
   uint64_t bytes() const noexcept { return at.bytes() + scale.bytes(); }
@@ -81,42 +81,50 @@ struct Read {
 
 struct PlanOptions {
   const Strategy* strategy = nullptr;
-  int ranks_per_node = 0;  // 0: all on one
+  int ranks_per_node = 0;  // 0: all ranks on one node
   Destination destination = Destination::cpu;
-  std::vector<Destination> destination_of;  // by target; empty: all alike
-  uint64_t staging_bytes = 8 * kMiB;
-  uint64_t baseline_bytes = kBaselineBytes;  // what a rank's process holds before the load
-  std::vector<uint64_t> baseline_of;         // the same by rank; empty: baseline_bytes each
-  uint64_t init_bytes = 0;     // the most that tensors made by the caller take at once
-  bool caller_sends = false;   // what is exchanged goes through the caller's transport: no ring
-  Fork fork = Fork::excluded;  // what forked children find of the shards
-  // What a rank will hold after its load besides what it holds then: the promise's later phases.
-  // Page tables are added.
+  std::vector<Destination> destination_of;   // by target; empty: `destination` for all
+  uint64_t staging_bytes = 8 * kMiB;         // per rank
+  uint64_t baseline_bytes = kBaselineBytes;  // held by a rank process before the load
+  std::vector<uint64_t> baseline_of;         // by rank; empty: `baseline_bytes` for all
+  uint64_t init_bytes = 0;                   // the most that caller-provided tensors hold at once
+  bool caller_sends = false;   // the exchange uses the caller's transport: no ring in staging
+  Fork fork = Fork::excluded;  // how forked children see the shards
+  // Later phases of the promise: what each rank charges in them on top of phase `hold`. Page
+  // tables are added.
   std::vector<Phase> after;
 };
 
 constexpr uint64_t kMinStagingBytes = 256 * kKiB;
-constexpr uint64_t kMinDefaultStagingBytes = 1 * kMiB;  // the default shrinks no further to fit
+constexpr uint64_t kMinDefaultStagingBytes = 1 * kMiB;  // the default never shrinks below this
 constexpr size_t kReadTableRows = 1024;                 // transfers sorted at a time
 
-// The phases of a load's promise, by index: headers are known; everything is held; what remains.
-// Those of PlanOptions::after follow, from kLoadPhases on.
+// The phases of a load's promise, by index: headers read; shards, staging and window held; shards
+// held. Those of PlanOptions::after follow, from kLoadPhases on.
 enum : size_t { kOpenPhase, kLoadPhase, kHoldPhase, kLoadPhases };
 
-// How a rank's staging is divided. One worker's share is a table and a slot.
+// How a rank's staging is divided:
+//
+//   | ring part | table | slot        | table | slot        | ...
+//                 \_ worker 0's share _/ \_ worker 1's share _/
+//                         |- tile |- cast room -|
+//
+// The parts of all ranks of an exchange group form one ring in shared memory, present only where
+// ranks exchange. A worker sorts transfers in its table and reads one tile at a time into its slot.
+// The cast room, the rest of the slot, exists only with Destination::copy; else a tile is a slot.
+// Example: 8 MiB, 4 ranks that exchange: ring part 2 MiB, so 6 MiB remain; the table is 1024 rows,
+// the slot 1 MiB; one worker, since ranks that exchange make the same calls in the same order.
 struct Staging {
-  uint64_t ring_part_bytes = 0;  // this rank's part of the exchange ring
+  uint64_t ring_part_bytes = 0;
   uint64_t table_bytes = 0;
   uint64_t slot_bytes = 0;
-  uint64_t tile_bytes = 0;   // the most that one staged read brings: a slot, or less if it is
-                             // cast within the slot
+  uint64_t tile_bytes = 0;   // the largest staged read
   int workers = 0;           // shares that fit; 0 where nothing is streamed
-  bool exchanges = false;    // what one rank has read is handed on to others
+  bool exchanges = false;    // ranks send each other bytes of the checkpoint
   uint64_t total_bytes = 0;  // of the rank
 };
 
-// Two targets whose elements are compared while they are read: an alias that is stored, and what it
-// is an alias of.
+// A stored alias and the target that it names, whose elements are compared while both are read.
 struct Tie {
   uint32_t alias = 0;
   uint32_t of = 0;
@@ -124,7 +132,7 @@ struct Tie {
 
 // The targets that need each stored tensor, for its elements or as the scale of another.
 struct Uses {
-  std::vector<uint32_t> targets;  // those of tensor s stand at [begins[s], begins[s + 1])
+  std::vector<uint32_t> targets;  // those of tensor s are at [begins[s], begins[s + 1])
   std::vector<uint32_t> begins;   // by stored tensor, and the end
 
   std::span<const uint32_t> of(uint32_t stored) const noexcept {
@@ -137,21 +145,22 @@ struct Plan {
   const Recipe* recipe = nullptr;
   Layout layout;
   PlanOptions options;
-  // Targets that are read or made, by the first stored tensor that they need; of aliases, those
-  // that are compared.
+  // The targets that are filled or compared, sorted by the first stored tensor that they need.
+  // Aliases that are only named are left out.
   std::vector<uint32_t> order;
   std::vector<Tie> ties;  // by alias
   Uses uses;
   Staging staging;
   Promise promise;
-  Digest inputs;  // of everything that decides what will happen; ranks agree on it first
+  Digest inputs;  // of all inputs; before a load the ranks check that theirs are equal
 
   int ranks() const noexcept { return layout.world_size(); }
   const Strategy& strategy() const noexcept { return *options.strategy; }
-  uint64_t held_bytes() const noexcept;  // purpose `plan` in each rank: recipe, orders, bookkeeping
+  uint64_t held_bytes() const noexcept;  // purpose `plan` of each rank: recipe, order, bookkeeping
 };
 
-// The plan borrows the manifest and the recipe.
+// On success a plan that borrows the manifest and the recipe. Otherwise USAGE (staging too small,
+// no rank, a strategy that cannot read the source), UNSUPPORTED or MISMATCH naming the tensor.
 Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, PlanOptions options);
 Plan make_plan(const Manifest&&, const Recipe&, Layout, PlanOptions) = delete;
 Plan make_plan(const Manifest&, const Recipe&&, Layout, PlanOptions) = delete;
@@ -164,21 +173,21 @@ LocalBuffer buffer_of(const Plan& plan, uint32_t buffer, int rank);
 // For an alias the target that it names, whose memory it shares; any other buffer itself.
 uint32_t holder_of(const Plan& plan, uint32_t buffer) noexcept;
 Destination destination_of(const Plan& plan, uint32_t buffer) noexcept;
-// Where each buffer that is host memory of ours begins in a rank's arena, and the arena's end.
+// Where each buffer with Destination::cpu begins in a rank's arena, and the arena's end.
 std::vector<uint64_t> arena_begins(const Plan& plan, int rank);
 // The target's name; of a flat group "flat", or "flat.0", "flat.1"... where there are several.
 std::string buffer_name(const Plan& plan, uint32_t buffer);
-// The pieces of a target that `rank` holds, each over a shape with the target's row-major order and
-// with its place in the local buffer.
+// The pieces of a target that `rank` holds: boxes over the target's row-major order, each with its
+// place in the local buffer.
 void for_each_piece(const Recipe& recipe, const Layout& layout, uint32_t target, int rank,
                     FunctionRef<void(uint32_t buffer, const Box& piece)> piece);
-// The other way round: the stretches of a buffer's elements [held.lo, held.hi) that are neighbours
-// in a target, `global` being the first one's row-major index there and `local` its place in the
+// The inverse: splits a buffer's elements [held.lo, held.hi) into runs that are contiguous in one
+// target. `global` is the row-major index of a run's first element there, `local` its place in the
 // buffer.
 void for_each_held_run(
     const Plan& plan, uint32_t buffer, int rank, const Chunk& held,
     FunctionRef<void(uint32_t target, int64_t global, int64_t local, int64_t n)> run);
-// Of the ranks that hold the same elements of a target, exactly one is primary: the first.
+// The primary replica of each element of a target is its lowest rank.
 bool is_primary(const Recipe& recipe, const Layout& layout, uint32_t target, int rank);
 
 // A budget per node, and where it comes from ("flag", "cgroup v1 /a", "MemAvailable").
@@ -187,48 +196,59 @@ struct Budget {
   std::string source;
 };
 
-// The node that needs most, the first of them.
+// The node with the highest peak; of equal ones the first.
 int worst_node(const Promise& promise);
 // Whether every node's promised peak is within the budget (<=).
 bool fits(const Promise& promise, const Budget& budget);
-// BUDGET where it isn't: which node, by how much, and the largest owners.
+// If it does not fit, BUDGET with the node, the shortfall and the largest owners.
 std::optional<Error> refusal_of(const Promise& promise, const Budget& budget);
 // Throws that refusal, if there is one.
 void require_fits(const Promise& promise, const Budget& budget);
-// The plan with staging as much smaller as the budget needs, but not below `least_bytes`. Where
-// that does not fit either, the plan with `least_bytes`, so that a refusal names the true
-// shortfall; the plan unchanged where it fits, or where less staging would not lower its peak.
+// The plan with just enough less staging to fit, at least `least_bytes`. If that does not fit
+// either, the plan with `least_bytes`, so that the refusal reports the true shortfall. The plan
+// unchanged if it fits, or if less staging would not lower its peak.
 Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes = kMinDefaultStagingBytes);
 
-// Who holds most at a node's peak, in words: "shards 924.00 MiB, staging 32.00 MiB".
+// The two largest owners at a node's peak: "shards 924.00 MiB, staging 32.00 MiB".
 std::string peak_cause(const Promise& promise, int node);
 
-// What rank `rank` puts into its buffers, or compares with what it puts there: from stored tensors,
-// and what needs no reading (zero, init, caller), which may be many more elements and is walked
-// only where it is asked for. Together they tile each buffer, padding included. Targets in
-// `plan.order`.
+// The transfers of `rank`, target by target in `plan.order`: those from stored tensors, and those
+// that need no read (zero, init, caller). Together they tile each buffer, padding included. They
+// are two walks, since a made tensor may have many more runs than a stored one.
 void for_each_stored_transfer(const Plan& plan, int rank, FunctionRef<void(const Transfer&)> fn);
 void for_each_made_transfer(const Plan& plan, int rank, FunctionRef<void(const Transfer&)> fn);
-// From stored tensors to one target; from one stored tensor to all targets that take its elements.
+// Only those of one target; only those from one stored tensor, to all its targets.
 void for_each_transfer_of(const Plan& plan, int rank, uint32_t target,
                           FunctionRef<void(const Transfer&)> fn);
 void for_each_transfer_from(const Plan& plan, int rank, uint32_t stored,
                             FunctionRef<void(const Transfer&)> fn);
 
-// The reads by which rank `rank` gets its own bytes (strategies that read what they need), in
-// batches sorted by file offset, neighbours coalesced. `table` is room to sort in (kReadTableRows).
+// The reads of `rank` for its own shards, for strategies without a window: in batches sorted by
+// file offset, neighbours coalesced. `table` is scratch of at least kReadTableRows.
 void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
                    FunctionRef<void(const Read&)> fn);
 
-// The ranks that hand on to each other what one of them has read, `rank` among them, in order; only
-// itself where nothing is sent. Groups don't overlap, and none is larger than rank 0's.
+// The ranks that exchange with `rank`, itself included, in order; only itself where nothing is
+// sent. Groups don't overlap, and none is larger than rank 0's.
 std::vector<int> exchange_group(const Plan& plan, int rank);
 
-// With `node-reader`: the reads of a node's leader, the same for all its ranks, target by target. A
-// stretch of a stored tensor that somebody on the node needs for the target, as long as fits into a
-// slot; scales, where it is dequantised, stand behind it.
+// One read of a node's leader, with strategy `node-reader`: a contiguous stretch of a stored tensor
+// that some rank of the node needs for `target`, at most a tile long. Every rank of the node walks
+// the same reads; the leader reads and broadcasts, each rank copies out only its `wanted` bytes.
+//
+//   4 ranks, FSDP2 Shard(0) of [8, n], so 2 rows each; a tile holds 5 rows:
+//
+//     row              0    1    2    3    4    5    6    7
+//     held by rank     0    0    1    1    2    2    3    3
+//     read 0          [----------------------]
+//       wanted         \_r0__/  \_r1__/  \r2/
+//     read 1                                   [-----------]
+//       wanted                                 \r2/ \_r3__/
+//
+// In the slot the scales of dequantised codes follow the codes: [codes | scales]. A rank that needs
+// codes therefore wants everything from its first code to the end of the scales.
 struct NodeRead {
-  // What a rank needs of the stretch's bytes, scales too.
+  // The bytes of the slot that one rank needs; empty if none.
   struct Wanted {
     uint64_t begin = 0;
     uint64_t end = 0;
@@ -238,7 +258,7 @@ struct NodeRead {
 
   uint32_t target = 0;
   uint32_t stored = 0;
-  int64_t first = 0;  // element
+  int64_t first = 0;  // element of the stored tensor
   int64_t count = 0;
   Extent at;
   Extent scale;
@@ -247,16 +267,16 @@ struct NodeRead {
   uint64_t bytes() const noexcept { return at.bytes() + scale.bytes(); }
 };
 void for_each_node_read(const Plan& plan, int rank, FunctionRef<void(const NodeRead&)> fn);
-// The parts of a transfer from a stored tensor that such a stretch brings.
+// The parts of a transfer whose stored elements are in the stretch of `read`.
 void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
                               FunctionRef<void(const Transfer&)> fn);
 
-// Whether `rank` reads data files at all; the others are sent what they need.
+// Whether `rank` reads data files; the other ranks receive all their bytes from one that does.
 bool reads_storage(const Plan& plan, int rank) noexcept;
 
-// The window of one rank, with a strategy that reads whole tensors: what comes into it and where it
-// stands there until its elements are taken out. The promise, the counted traffic and the load all
-// follow it. The plan must outlive it; any thread.
+// The window of one rank: host memory for whole stored tensors, with strategies that read those.
+// Yields the reads that fill it and where each tensor is in it. The promise, the counted
+// traffic and the load all follow it. The plan must outlive it; any thread.
 class RankWindow {
  public:
   RankWindow(const Plan& plan, int rank);
@@ -268,22 +288,21 @@ class RankWindow {
     Extent at;           // a part of that tensor, at most 8 MiB
     uint64_t place = 0;  // of its first byte in the window
   };
-  // A stored tensor that stands whole in the window, from byte `place` on.
+  // A whole stored tensor at byte `place` of the window.
   struct Whole {
     uint32_t stored = 0;
     uint64_t place = 0;
   };
-  // A tensor whose elements are taken out, with the scale that dequantises them, if any does.
+  // A tensor that targets take elements from, with the scales that dequantise it, if any.
   struct Tensor {
     Whole elements;
     std::optional<Whole> scale;
   };
 
-  uint64_t bytes() const;  // that it needs, in whole pages
-  // In the order of the files; none where another rank reads.
+  uint64_t bytes() const;  // of the window, whole pages
+  // In file order; none if `rank` does not read.
   void for_each_read(FunctionRef<void(const Read&)> fn) const;
-  // All, in the order of the files. Where one rank reads, it sends each of them, and its scale, to
-  // the others.
+  // All tensors in file order. With rank0-broadcast, rank 0 sends each one and its scales.
   void for_each_tensor(FunctionRef<void(const Tensor&)> fn) const;
   Tensor tensor(uint32_t stored) const noexcept;
 
@@ -298,14 +317,14 @@ class RankWindow {
   std::vector<uint64_t> begins_;  // by stored tensor, where the window holds them all
 };
 
-// What a load will read and send, counted by the generators that it follows.
+// What a load will read and send, counted with the generators that the load runs.
 struct Traffic {
   uint64_t storage_read_bytes = 0;
   uint64_t exchanged_bytes = 0;  // received from other ranks, summed over the receivers
   uint64_t reads = 0;
-  // Own-bytes strategies only:
+  // Only with own-shard and replica-striped:
   uint64_t transfers = 0;     // from stored tensors
-  uint64_t needed_bytes = 0;  // of the elements (and their scales) that the ranks asked for
+  uint64_t needed_bytes = 0;  // of the stored elements (and their scales) that go into buffers
 
   Traffic& operator+=(const Traffic& other) noexcept;  // saturates
   bool operator==(const Traffic&) const = default;
@@ -321,8 +340,8 @@ struct LoadOutcome {
   uint64_t page_cache_peak_bytes = 0;  // brought in by these reads and not yet dropped
 };
 
-// Bytes [begin, end) of the file that elements of a stored tensor occupy. Elements below a byte
-// must begin and end on one: UNSUPPORTED.
+// The bytes of elements [first, first + count) of a stored tensor. UNSUPPORTED if elements smaller
+// than a byte do not begin and end on a byte.
 Extent extent_of(const Stored& stored, int64_t first, int64_t count);
 
 }  // namespace modicum

@@ -18,7 +18,7 @@ TensorSpec spec(std::string name, DType dtype, std::vector<int64_t> shape) {
   return {std::move(name), Role::param, dtype, std::move(shape)};
 }
 
-// What opening a checkpoint with these tensors, so many to a file, would have found.
+// The manifest of a checkpoint with these tensors, `per_file` of them in each file.
 Manifest manifest_of(const std::vector<TensorSpec>& specs, size_t per_file = SIZE_MAX) {
   Manifest manifest;
   for (size_t i = 0; i < specs.size(); ++i) {
@@ -50,7 +50,7 @@ std::optional<Error> failure_of(const std::function<void()>& call) {
   return std::nullopt;
 }
 
-// --- what is borrowed ---
+// --- a plan borrows its inputs ---
 
 template <typename M, typename R>
 concept CanBePlanned = requires(M&& manifest, R&& recipe) {
@@ -63,9 +63,9 @@ static_assert(!CanBePlanned<Manifest, Recipe>);
 static_assert(std::is_constructible_v<RankWindow, Plan&, int>);
 static_assert(!std::is_constructible_v<RankWindow, Plan, int>);
 
-// --- every element, one by one ---
+// --- every element, compared one by one ---
 
-// Where one place of a local buffer gets its element from.
+// The source of the element at one place of a local buffer.
 struct Origin {
   Transfer::Source source = Transfer::Source::zero;
   uint32_t from = 0;  // stored: in the manifest
@@ -75,7 +75,7 @@ struct Origin {
 };
 using Origins = std::map<std::pair<uint32_t, int64_t>, Origin>;  // by buffer and place
 
-// A place that is met twice is a failure.
+// Fails if a place is written twice.
 void add_elements(Origins& origins, const Transfer& t) {
   for (int64_t k = 0; k < t.runs.count; ++k) {
     for (int64_t i = 0; i < t.runs.length; ++i) {
@@ -90,9 +90,9 @@ void add_elements(Origins& origins, const Transfer& t) {
   }
 }
 
-// What a rank must hold, from torch's rule in words: dim `dim` in chunks of ceil(size / world), and
-// the recipe's reading of single elements.
-void add_due(Origins& due, const Plan& plan, uint32_t target, int dim, int rank) {
+// What a rank must hold by torch's rule, Shard(dim) in chunks of ceil(size / world), with
+// element_source as the oracle for the recipe.
+void add_expected(Origins& expected, const Plan& plan, uint32_t target, int dim, int rank) {
   const TensorSpec& of = plan.recipe->targets[target].spec;
   const int world = plan.ranks();
   std::vector<int64_t> local = of.shape;
@@ -109,7 +109,7 @@ void add_due(Origins& due, const Plan& plan, uint32_t target, int dim, int rank)
   }
   for (int64_t place = 0; place < padded; ++place) {
     if (place >= numel_of(local)) {
-      due[{target, place}] = Origin{};
+      expected[{target, place}] = Origin{};
       continue;
     }
     int64_t rest = place, global = 0, stride = 1;
@@ -121,13 +121,12 @@ void add_due(Origins& due, const Plan& plan, uint32_t target, int dim, int rank)
     const ElementSource source =
         element_source(*plan.recipe, plan.recipe->targets[target].root, global);
     const bool stored = source.leaf->op == Op::stored;
-    due[{target, place}] = {stored ? Transfer::Source::stored : Transfer::Source::init,
-                            stored ? source.leaf->from : 0, source.first};
+    expected[{target, place}] = {stored ? Transfer::Source::stored : Transfer::Source::init,
+                                 stored ? source.leaf->from : 0, source.first};
   }
 }
 
-// Reads stay inside their file's data, hold what their transfers need and are no longer than they
-// may be.
+// A read stays inside its file's data, covers exactly the bytes of its transfers and fits the tile.
 void check_read(const Plan& plan, const Read& read) {
   const DataFile& file = plan.manifest->files[read.at.file];
   ASSERT_LT(read.at.begin, read.at.end);
@@ -162,8 +161,8 @@ void check_read(const Plan& plan, const Read& read) {
 void expect_tiled(const Plan& plan, int dim) {
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     SCOPED_TRACE(testing::Message() << "rank " << rank << " of " << plan.ranks());
-    Origins due, in_transfers, in_reads, in_parts;
-    for (const uint32_t t : plan.order) add_due(due, plan, t, dim, rank);
+    Origins expected, in_transfers, in_reads, in_parts;
+    for (const uint32_t t : plan.order) add_expected(expected, plan, t, dim, rank);
     const auto add_made = [&](const Transfer& t) {
       ASSERT_NE(t.source, Transfer::Source::stored);
       add_elements(in_transfers, t);
@@ -174,23 +173,23 @@ void expect_tiled(const Plan& plan, int dim) {
       add_elements(in_transfers, t);
     });
     for_each_made_transfer(plan, rank, add_made);
-    ASSERT_EQ(in_transfers, due);
+    ASSERT_EQ(in_transfers, expected);
     std::vector<Transfer> table(kReadTableRows);
     for_each_read(plan, rank, table, [&](const Read& read) {
       check_read(plan, read);
       for (const Transfer& t : read.transfers) add_elements(in_reads, t);
     });
-    ASSERT_EQ(in_reads, due);
-    // The same, asked for one stored tensor after the other.
+    ASSERT_EQ(in_reads, expected);
+    // The same transfers, generated per stored tensor.
     for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
       for_each_transfer_from(plan, rank, s, [&](const Transfer& t) {
         ASSERT_EQ(t.from, s);
         add_elements(in_parts, t);
       });
     }
-    std::erase_if(due,
+    std::erase_if(expected,
                   [](const auto& row) { return row.second.source != Transfer::Source::stored; });
-    ASSERT_EQ(in_parts, due);
+    ASSERT_EQ(in_parts, expected);
   }
 }
 
@@ -314,7 +313,7 @@ std::vector<ReadRow> reads_of(const Plan& plan, int rank) {
   return rows;
 }
 
-// Bytes `a` and `b` of two needed tensors with `gap` bytes between them that nobody needs.
+// The reads of two tensors of `a` and `b` bytes with an unused tensor of `gap` bytes between them.
 std::vector<ReadRow> reads_with_gap(int64_t a, int64_t gap, int64_t b) {
   const Manifest manifest = manifest_of(
       {spec("a", DType::u8, {a}), spec("gap", DType::u8, {gap}), spec("b", DType::u8, {b})});
@@ -343,7 +342,7 @@ TEST(Reads, AreCoalescedUpTo64KiB) {
   EXPECT_EQ(reads_with_gap(64 * 1024 + 1, 0, 64 * 1024).size(), 2U);
 }
 
-TEST(Reads, OverAllBringLittleThatNobodyNeeds) {
+TEST(Reads, OverReadAtMostA64th) {
   std::vector<TensorSpec> specs;
   for (int i = 0; i < 300; ++i) {
     specs.push_back(spec("t" + std::to_string(i), DType::u8, {1 + i * 7919 % 3000}));
@@ -365,7 +364,7 @@ TEST(Reads, OverAllBringLittleThatNobodyNeeds) {
   }
 }
 
-TEST(Reads, WhatIsCastOrDiscardedGoesThroughStagingInTiles) {
+TEST(Reads, CastsAndCopiesGoThroughStagingInTiles) {
   const Manifest manifest = manifest_of({spec("a", DType::bf16, {3 << 20})});
   Recipe recipe = identity_recipe(manifest);
   const auto rows_of = [&](const PlanOptions& options) {
@@ -395,7 +394,7 @@ TEST(Reads, DirectOnesEndAt8MiB) {
   EXPECT_EQ(rows[1].end - rows[1].begin, 1U);
 }
 
-TEST(Reads, RunsOf2KiBAreReadOnTheirOwnAndShorterOnesTogether) {
+TEST(Reads, RunsOf2KiBAreReadOneByOneAndShorterOnesTogether) {
   constexpr int64_t kRows = 10;
   const auto rows_of = [](int64_t run_elements, int world) {
     const Manifest manifest = manifest_of({spec("a", DType::bf16, {kRows, run_elements * world})});
@@ -419,7 +418,7 @@ TEST(Reads, RunsOf2KiBAreReadOnTheirOwnAndShorterOnesTogether) {
 
 // --- strategies and staging ---
 
-TEST(Strategy, IsFoundByNameAndATypoIsAnswered) {
+TEST(Strategy, IsFoundByNameAndATypoGetsTheNearest) {
   ASSERT_EQ(strategies().size(), 5U);
   for (const Strategy& strategy : strategies()) {
     EXPECT_EQ(&strategy_named(strategy.name), &strategy);
@@ -446,31 +445,32 @@ class Planned : public testing::Test {
 };
 
 TEST_F(Planned, StagingIsDividedByStrategy) {
-  const uint64_t table = round_up(kReadTableRows * sizeof(Transfer), kPageBytes);
   const auto expect = [](const Staging& s, const std::vector<uint64_t>& expected) {
     EXPECT_EQ((std::vector{s.total_bytes, s.ring_part_bytes, s.slot_bytes, s.tile_bytes,
                            static_cast<uint64_t>(s.workers)}),
               expected);
   };
   constexpr auto kDiscard = Destination::copy;
-  const uint64_t fifth = kMiB / 5 / 64 * 64;
+  // The cast of a tile of FP8 codes to fp32 is four times as large: 5 * 209'664 <= 1 MiB.
+  constexpr uint64_t kCastTile = 209'664;
   for (const int world : {1, 4}) {
     expect(plan("own-shard", world).staging, {8 * kMiB, 0, kMiB, kMiB, 7});
-    expect(plan("own-shard", world, 8 * kMiB, kDiscard).staging, {8 * kMiB, 0, kMiB, fifth, 7});
+    expect(plan("own-shard", world, 8 * kMiB, kDiscard).staging, {8 * kMiB, 0, kMiB, kCastTile, 7});
     expect(plan("full-per-rank", world).staging, {0, 0, 0, 0, 0});
-    expect(plan("full-per-rank", world, 8 * kMiB, kDiscard).staging, {8 * kMiB, 0, kMiB, fifth, 8});
+    expect(plan("full-per-rank", world, 8 * kMiB, kDiscard).staging,
+           {8 * kMiB, 0, kMiB, kCastTile, 8});
   }
   expect(plan("rank0-broadcast", 1).staging, {0, 0, 0, 0, 0});
   expect(plan("rank0-broadcast", 4).staging, {2 * kMiB, 2 * kMiB, 0, 0, 0});
   expect(plan("rank0-broadcast", 4, 8 * kMiB, kDiscard).staging,
-         {8 * kMiB, 2 * kMiB, kMiB, fifth, 6});
-  const uint64_t least = kMinStagingBytes - table;
-  expect(plan("own-shard", 4, kMinStagingBytes).staging, {kMinStagingBytes, 0, least, least, 1});
+         {8 * kMiB, 2 * kMiB, kMiB, kCastTile, 6});
+  // 256 KiB, of which 1024 rows of 80 bytes are the table.
+  expect(plan("own-shard", 4, kMinStagingBytes).staging, {262'144, 0, 180'224, 180'224, 1});
   expect(plan("rank0-broadcast", 100, kMinStagingBytes).staging, {kPageBytes, kPageBytes, 0, 0, 0});
-  EXPECT_EQ(plan("own-shard", 1).staging.table_bytes, table);
+  EXPECT_EQ(plan("own-shard", 1).staging.table_bytes, 81'920U);
 }
 
-TEST_F(Planned, SharesAndPartsFitInWhatIsHeld) {
+TEST_F(Planned, WorkersSharesAndTheRingPartFitInTheStaging) {
   for (const Strategy& strategy : strategies()) {
     for (const Destination destination : {Destination::cpu, Destination::copy}) {
       for (const uint64_t staging : {kMinStagingBytes, kMiB + 1, 3 * kMiB, 50 * kMiB}) {
@@ -482,6 +482,10 @@ TEST_F(Planned, SharesAndPartsFitInWhatIsHeld) {
           EXPECT_EQ(s.ring_part_bytes % kPageBytes, 0U);
           const bool streams =
               strategy.of_reader == Window::none || destination == Destination::copy;
+          if (destination == Destination::copy && streams) {
+            EXPECT_LE(5 * s.tile_bytes, s.slot_bytes) << "a tile of FP8 codes and its fp32 cast";
+            EXPECT_GT(5 * (s.tile_bytes + 64), s.slot_bytes) << "the largest such tile";
+          }
           EXPECT_EQ(workers > 0, streams);
           EXPECT_EQ(s.tile_bytes > 0, streams);
         }
@@ -502,7 +506,7 @@ TEST_F(Planned, TooLittleStagingOrNoRankIsUsage) {
 
 // --- promise and budget ---
 
-TEST_F(Planned, ThePromiseSaysWhatEachPhaseHolds) {
+TEST_F(Planned, ThePromiseHoldsTheFootprintOfEachPhase) {
   const uint64_t model = 2000000 + 32 + 64 + 60000;  // each tensor ends on 64 bytes
   for (const Strategy& strategy : strategies()) {
     const Plan of = plan(strategy.name, 4);
@@ -536,7 +540,7 @@ TEST_F(Planned, ThePromiseSaysWhatEachPhaseHolds) {
   }
 }
 
-// What children keep of inherited shards is promised as much again; nothing else changes.
+// Children may keep a second copy of inherited shards, so the promise counts those twice.
 TEST_F(Planned, ThePromiseCountsWhatForkedChildrenMayKeep) {
   PlanOptions options = options_of("own-shard");
   const Plan excluded = make_plan(manifest_, recipe_, fsdp2_layout(2), options);
@@ -585,7 +589,7 @@ TEST_F(Planned, EachRankHasItsOwnBaseline) {
   EXPECT_EQ(of.promise.rank_peak_bytes(1), alike.promise.rank_peak_bytes(1));
 }
 
-// Catches: a budget that is met exactly and refused.
+// Catches: a peak that equals the budget is refused.
 TEST_F(Planned, APeakThatEqualsTheBudgetFits) {
   PlanOptions options = options_of("own-shard");
   options.ranks_per_node = 2;
@@ -669,11 +673,11 @@ TEST_F(Planned, TrafficIsTheSumOverTheRanks) {
       EXPECT_EQ(all, sum);
       const bool full = strategy.name == "full-per-rank";
       const bool sends = strategy.name == "rank0-broadcast";
-      const uint64_t due = full ? ranks * model : model;
-      EXPECT_GE(all.storage_read_bytes, due) << strategy.name;
+      const uint64_t expected = full ? ranks * model : model;
+      EXPECT_GE(all.storage_read_bytes, expected) << strategy.name;
       EXPECT_LE(all.storage_read_bytes,
-                of.strategy().of_reader == Window::none ? due + due / 64 : due);
-      if (strategy.name == "node-reader") {  // each rank takes what it needs, the leader sends it
+                of.strategy().of_reader == Window::none ? expected + expected / 64 : expected);
+      if (strategy.name == "node-reader") {  // the leader sends each rank the bytes of its shards
         EXPECT_LE(all.exchanged_bytes, model - model / ranks + 4 * ranks * kPageBytes);
         EXPECT_EQ(all.exchanged_bytes > 0, world > 1);
         continue;
@@ -701,8 +705,8 @@ TEST_F(Planned, ANodesLeaderReadsWhatItsRanksNeedOnce) {
   EXPECT_EQ(read(whole_layout(4)), 2 * model);
 }
 
-// Catches: a leader of another node that reads; nodes that become one in the promise, too.
-TEST_F(Planned, WhatOnlyRank0CanReadItSendsToAllNodes) {
+// Catches: the leader of another node reads; the promise merges the nodes.
+TEST_F(Planned, IfOnlyRank0CanReadItSendsToAllNodes) {
   Manifest held = manifest_;
   held.only_rank_0 = true;
   PlanOptions options = options_of("node-reader", 8 * kMiB);
@@ -721,24 +725,24 @@ TEST_F(Planned, WhatOnlyRank0CanReadItSendsToAllNodes) {
   EXPECT_EQ(refusal->category(), Category::usage);
 }
 
-TEST_F(Planned, ThoseWhoHoldTheSameReadItInTurn) {
+TEST_F(Planned, ReplicasReadInTurn) {
   const uint64_t model = manifest_.data_bytes();
-  const auto due = [&](const Layout& layout) {
+  const auto striped_traffic = [&](const Layout& layout) {
     return traffic(make_plan(manifest_, recipe_, layout, options_of("replica-striped", 8 * kMiB)));
   };
-  const Traffic of_two = due(hsdp_layout(2, {2}));
+  const Traffic of_two = striped_traffic(hsdp_layout(2, {2}));
   EXPECT_GE(of_two.storage_read_bytes, model);
   EXPECT_LE(of_two.storage_read_bytes, model + 64);  // gaps between neighbours
   EXPECT_EQ(of_two.exchanged_bytes, of_two.storage_read_bytes);
-  EXPECT_EQ(due(whole_layout(3)).storage_read_bytes, model);
-  EXPECT_EQ(due(whole_layout(3)).exchanged_bytes, 2 * model);
-  EXPECT_EQ(due(fsdp2_layout(4)).exchanged_bytes, 0U);
+  EXPECT_EQ(striped_traffic(whole_layout(3)).storage_read_bytes, model);
+  EXPECT_EQ(striped_traffic(whole_layout(3)).exchanged_bytes, 2 * model);
+  EXPECT_EQ(striped_traffic(fsdp2_layout(4)).exchanged_bytes, 0U);
   const Plan striped =
       make_plan(manifest_, recipe_, hsdp_layout(2, {3}), options_of("replica-striped", 8 * kMiB));
   EXPECT_EQ(exchange_group(striped, 4), (std::vector<int>{1, 4}));
 }
 
-TEST_F(Planned, TheInputsDigestChangesWithWhatDecidesAndWithNothingElse) {
+TEST_F(Planned, TheInputsDigestCoversEveryInputAndNothingElse) {
   const Digest as_it_is = plan("own-shard", 4).inputs;
   EXPECT_EQ(plan("own-shard", 4).inputs, as_it_is);
   const Manifest copy = manifest_;

@@ -1,4 +1,8 @@
 // From transfers to reads: sorted by file offset in batches, cut into tiles, neighbours coalesced.
+//
+//   transfers of one rank      [--a--]      [b] [c]           [------------d------------]
+//   cut into tiles             [--a--]      [b] [c]           [---d1---][---d2---][-d3-]
+//   reads (small gap closed)   [--a--]      [--bc-]           [---d1---][---d2---][-d3-]
 #include <algorithm>
 
 #include "modicum/plan/inside.h"
@@ -7,23 +11,23 @@
 namespace modicum {
 namespace {
 
-// A run of a strided transfer is read on its own from here on: below, a call costs more than the
-// bytes between the runs do.
+// Runs of a strided transfer that are at least this long are read one by one. For shorter runs a
+// system call costs more than reading the gaps.
 constexpr uint64_t kOwnReadBytes = 2 * kKiB;
-// Tiles up to here may be read together with their neighbours...
+// Tiles up to this size may be read together with their neighbours...
 constexpr uint64_t kSmallBytes = 64 * kKiB;
-// ...through gaps that make at most this part of the whole: over-read stays below 1.6 %.
+// ...if the gaps between them are at most 1/64 of the useful bytes: over-read stays below 1.6 %.
 constexpr uint64_t kUsefulPerGap = 64;
 constexpr size_t kGroupRows = 64;
 
-// Both, where they are of one file; the other, where one is empty.
+// The hull of two extents of one file; if one is empty, the other.
 Extent joined(const Extent& a, const Extent& b) {
   if (a.bytes() == 0) return b;
   if (b.bytes() == 0) return a;
   return {a.file, std::min(a.begin, b.begin), std::max(a.end, b.end)};
 }
 
-// Collects neighbouring small tiles and hands on one read for them.
+// Collects neighbouring small tiles and emits one read for them.
 class Coalescer {
  public:
   Coalescer(const Plan& plan, FunctionRef<void(const Read&)> read) : plan_(plan), read_(read) {}
@@ -48,7 +52,7 @@ class Coalescer {
     rows_ = 0;
   }
 
-  // Elements that may be read straight to where they belong.
+  // Whether a transfer may be read straight into its local buffer.
   static bool is_direct(const Plan& plan, const Transfer& t) {
     return !plan.staging.exchanges && destination_of(plan, t.buffer) != Destination::copy &&
            !t.casts() && !t.compared && t.runs.count == 1 &&
@@ -60,7 +64,7 @@ class Coalescer {
     if (rows_ == 0 || rows_ == kGroupRows || span.file != at_.file || span.begin < at_.begin)
       return false;
     if (span.bytes() > kSmallBytes) return false;
-    // Scales are read as one stretch, and so for codes of one tensor.
+    // A read has one stretch of scales, so all its codes are from one tensor.
     if ((scale_.bytes() == 0) != (scale.bytes() == 0)) return false;
     if (scale.bytes() > 0 && tile.from != group_[0].from) return false;
     const uint64_t staged = joined(at_, span).bytes() + joined(scale_, scale).bytes();
@@ -88,7 +92,7 @@ class Tiler {
     const Stored& stored = plan_.manifest->tensors[t.from];
     const uint64_t run_bytes = extent_of(stored, t.runs.first, t.runs.length).bytes();
     const uint64_t stride_bytes = bytes_of(stored.spec.dtype, t.runs.stride);
-    // A gap within one page is read by the device in any case.
+    // Storage reads whole pages anyway, so a gap within a page costs nothing.
     if (run_bytes >= kOwnReadBytes || stride_bytes - run_bytes >= kPageBytes) {
       for (int64_t k = 0; k < t.runs.count; ++k) add_run(t.part(k, 1, 0, t.runs.length));
       return;
@@ -131,7 +135,7 @@ void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
     return a.from != b.from ? a.from < b.from : a.runs.first < b.runs.first;
   };
   const auto flush = [&] {
-    // Stored tensors are numbered in file order, so this is the order of their bytes.
+    // Stored tensors are numbered in file order, so this sorts by file offset.
     const auto batch = table.first(rows);
     if (!std::is_sorted(batch.begin(), batch.end(), before)) {
       std::sort(batch.begin(), batch.end(), before);

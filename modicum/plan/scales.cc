@@ -1,4 +1,4 @@
-// Scales on their way to their codes.
+// Which scales are read with which FP8 codes.
 #include "modicum/plan/inside.h"
 
 #include <fmt/format.h>
@@ -16,12 +16,12 @@ namespace {
   }
   const TensorSpec& scale = plan.manifest->tensors[codes.scale->tensor].spec;
   fail(Category::mismatch,
-       fmt::format("neither config.json nor the grid of '{}' says which block size its FP8 codes "
-                   "have",
+       fmt::format("the block size of FP8 codes is neither in config.json nor determined by the "
+                   "grid of '{}'",
                    printable(scale.fqn)),
        {.tensor = codes.spec.fqn,
-        .expected = fmt::format("a weight_block_size, or a grid that only one block size makes of "
-                                "{}",
+        .expected = fmt::format("a weight_block_size, or a grid that only one block size cuts {} "
+                                "into",
                                 shape_text(codes.spec.shape)),
         .got = shape_text(scale.shape)});
 }
@@ -45,7 +45,7 @@ std::optional<uint32_t> scale_for(const Plan& plan, uint32_t target, uint32_t st
   return scale->tensor;
 }
 
-// No op changes a dtype, and scales are never stored as codes are.
+// Ops keep the dtype, and scales are never stored in the dtype of codes.
 bool takes_elements(const Plan& plan, uint32_t target, uint32_t stored) noexcept {
   const Node& root = plan.recipe->nodes[plan.recipe->targets[target].root];
   return root.dtype == plan.manifest->tensors[stored].spec.dtype;

@@ -1,4 +1,4 @@
-// Plans over FP8 codes: which scales are read with which codes, and what is held for them.
+// Plans over FP8 codes: which scales are read with which codes, and the memory for them.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -60,7 +60,7 @@ Reading reading_of(const Plan& plan, int rank) {
   return reading;
 }
 
-// Each code's scale, element by element, is among what is read with it.
+// The scale of every single code is inside the read's stretch of scales.
 void expect_scales_at_hand(const Plan& plan, const Read& read, const Transfer& t) {
   const Stored& codes = plan.manifest->tensors[t.from];
   const Stored& scales = plan.manifest->tensors[codes.scale->tensor];
@@ -98,8 +98,8 @@ void expect_sound(const Plan& plan, int rank) {
   ASSERT_EQ(traffic_of_rank(plan, rank).storage_read_bytes, bytes);
 }
 
-// Codes that fill many tiles, grids larger than a tile, one scale for each row, each column, each
-// code and for all: whatever is staged fits in its tile, with the scales of all its codes.
+// Codes over many tiles, grids larger than a tile, one scale per row, per column, per code and per
+// tensor: every staged read fits its tile together with the scales of all its codes.
 TEST(ScaleReads, AreReadWithTheirCodesAndFitInTheTile) {
   const Manifest manifest = manifest_of({{{200, 300}, {2, 3}},
                                          {{1000, 700}, {8, 6}},
@@ -126,9 +126,9 @@ TEST(ScaleReads, AreReadWithTheirCodesAndFitInTheTile) {
   }
 }
 
-// Rows 66..131 of [200, 300] lie in both rows of blocks; a column cut takes whole rows of them, a
-// tile within one row some of that row.
-TEST(ScaleReads, WholeRowsOfTheGridAreReadOrSomeOfOneRow) {
+// Codes [200, 300] in blocks of [128, 128]: rows 66..131 cross both rows of blocks. A column cut
+// reads whole rows of the grid; a tile within one row of codes reads part of one grid row.
+TEST(ScaleReads, AreWholeRowsOfTheGridOrPartOfOneRow) {
   const Manifest manifest = manifest_of({{{200, 300}, {2, 3}}, {{1, 400}, {1, 4}}});
   const Recipe recipe = make_recipe(manifest, {.dtype = DType::f32});
   const uint64_t grid = manifest.tensors[1].at.begin;
@@ -146,8 +146,8 @@ TEST(ScaleReads, WholeRowsOfTheGridAreReadOrSomeOfOneRow) {
   EXPECT_EQ(reading.reads[1].scale, (Extent{0, of_row + 4, of_row + 16}));
 }
 
-// Catches: scales read per run, or whole for every tile.
-TEST(ScaleReads, TakeNextToNothingToRead) {
+// Catches: scales are read once per run, or all of them for every tile.
+TEST(ScaleReads, AddAtMost2Percent) {
   const Manifest manifest = manifest_of({{{18432, 1024}, {144, 8}}, {{1024, 18432}, {8, 144}}});
   const Recipe recipe = make_recipe(manifest, {.dtype = DType::bf16});
   const uint64_t bytes = manifest.data_bytes();
@@ -168,8 +168,8 @@ TEST(ScaleReads, TakeNextToNothingToRead) {
   }
 }
 
-TEST(ScaleReads, CodesThatStayAsTheyAreNeedNone) {
-  const Manifest manifest = manifest_of({{{200, 300}, {2, 7}}});  // a grid that fits nothing
+TEST(ScaleReads, CodesLoadedAsStoredNeedNone) {
+  const Manifest manifest = manifest_of({{{200, 300}, {2, 7}}});  // a grid of no block size
   const Recipe recipe = make_recipe(manifest);
   const Plan plan = plan_of(manifest, recipe, fsdp2_layout(2));
   EXPECT_EQ(scale_beside(plan, 0), std::nullopt);
@@ -177,8 +177,8 @@ TEST(ScaleReads, CodesThatStayAsTheyAreNeedNone) {
   for (const Read& read : reading_of(plan, 0).reads) EXPECT_EQ(read.scale.bytes(), 0U);
 }
 
-// A window of one tensor holds codes and scale; a whole model's has the scales, too.
-TEST(ScaleReads, AreHeldWhereWholeTensorsAre) {
+// A window of one tensor holds codes and scales; a window of the whole model holds all scales.
+TEST(ScaleReads, AreHeldInWindows) {
   const Manifest manifest = manifest_of({{{200, 300}, {2, 3}}, {{100, 100}, {100, 100}}});
   const Recipe recipe = make_recipe(manifest, {.dtype = DType::bf16});
   const auto window_of = [&](std::string_view strategy, size_t rank) {
@@ -199,8 +199,9 @@ TEST(ScaleReads, AreHeldWhereWholeTensorsAre) {
   EXPECT_EQ(traffic_of_rank(plan, 1).exchanged_bytes, manifest.data_bytes());
 }
 
-TEST(ScaleReads, OneTensorsWindowIsThatOfTheLargestPair) {
-  // More scales than codes: the pair is larger than a tensor that is larger than its codes.
+TEST(ScaleReads, TheWindowOfOneTensorFitsTheLargestPair) {
+  // The first pair has more bytes of scales than of codes, and is the largest pair though the
+  // second has more codes.
   const Manifest manifest = manifest_of({{{100, 100}, {100, 100}}, {{150, 300}, {1}}});
   const Recipe recipe = make_recipe(manifest, {.dtype = DType::bf16});
   const Plan plan = plan_of(manifest, recipe, fsdp2_layout(2), "rank0-broadcast");
@@ -217,7 +218,7 @@ std::optional<Error> failure_of(const std::function<void()>& call) {
   return std::nullopt;
 }
 
-TEST(ScaleReads, AGridThatFitsNothingIsRefusedWhereItIsNeeded) {
+TEST(ScaleReads, AGridOfNoBlockSizeIsRefusedIfItIsNeeded) {
   const Manifest manifest = manifest_of({{{200, 300}, {2, 7}}});
   const Recipe recipe = make_recipe(manifest, {.dtype = DType::bf16});
   const auto error = failure_of([&] { plan_of(manifest, recipe, fsdp2_layout(2)); });
@@ -228,7 +229,7 @@ TEST(ScaleReads, AGridThatFitsNothingIsRefusedWhereItIsNeeded) {
   EXPECT_EQ(error->facts().got, "[2, 7]");
 }
 
-TEST(ScaleReads, CodesWithoutOneAreRefusedWhereItIsNeeded) {
+TEST(ScaleReads, CodesWithoutScalesAreRefusedIfTheyAreNeeded) {
   Manifest manifest = manifest_of({{{8, 8}, {1}}});
   Recipe recipe = make_recipe(manifest, {.dtype = DType::bf16});
   manifest.tensors[0].scale.reset();
@@ -238,8 +239,8 @@ TEST(ScaleReads, CodesWithoutOneAreRefusedWhereItIsNeeded) {
   EXPECT_EQ(error->facts().tensor, "w0");
 }
 
-// The inputs that ranks agree on tell a dequantised load from one of codes.
-TEST(ScaleReads, ThePlansInputsTellWhatBecomesOfTheCodes) {
+// Catches: ranks of which one dequantises and one does not agree on their inputs.
+TEST(ScaleReads, DequantisingChangesTheInputsDigest) {
   const Manifest manifest = manifest_of({{{200, 300}, {2, 3}}});
   const Recipe as_stored = make_recipe(manifest);
   const Recipe as_bf16 = make_recipe(manifest, {.dtype = DType::bf16});

@@ -1,4 +1,4 @@
-// Which ranks read and which hand on to each other.
+// Which ranks read, and which exchange with each other.
 #include <algorithm>
 #include <numeric>
 

@@ -6,7 +6,7 @@ namespace modicum {
 namespace {
 
 // How many of `most` steps (runs, or elements of a run) fit into `bytes` with the scales of their
-// codes: `first(n)` are the first n of them, a further one takes `step_bytes` more. At least one.
+// codes; at least one. `first(n)` is the transfer of the first n steps, of `step_bytes` each.
 template <typename First>
 int64_t fitting(const Plan& plan, int64_t most, uint64_t step_bytes, uint64_t bytes,
                 const First& first) {
@@ -15,7 +15,7 @@ int64_t fitting(const Plan& plan, int64_t most, uint64_t step_bytes, uint64_t by
     const uint64_t needed = staged_bytes(plan, first(n));
     if (needed <= bytes) break;
     const uint64_t over = (needed - bytes + step_bytes - 1) / step_bytes;
-    // Fewer steps need no more scales: so many less will do, if that leaves any.
+    // Fewer steps never need more scales, so dropping `over` steps is enough.
     n = over < static_cast<uint64_t>(n) ? n - static_cast<int64_t>(over) : n / 2;
   }
   return n;

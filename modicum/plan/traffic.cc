@@ -1,4 +1,4 @@
-// What a load will read and send, counted by the generators that it follows.
+// What a load will read and send, counted with the generators that the load runs.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -14,7 +14,7 @@
 namespace modicum {
 namespace {
 
-// What is read in turn by those who hold the same; by one alone, where nobody does.
+// own-shard and replica-striped: the replicas of a group take turns; a group may be one rank.
 Traffic traffic_of_reads(const Plan& plan, int rank) {
   Traffic sum;
   std::vector<Transfer> table(kReadTableRows);
@@ -31,8 +31,9 @@ Traffic traffic_of_reads(const Plan& plan, int rank) {
   return sum;
 }
 
-// All that a target's traffic on a node depends on, where it is taken as it is stored: targets that
-// agree in it are read and sent alike, wherever their bytes stand.
+// Everything that decides the traffic of a target that is stored as a whole: targets of equal kind
+// cause equal reads and sends, at other file offsets. A model with 60 layers has a dozen kinds, so
+// each kind is counted once.
 struct TargetKind {
   struct Scales {
     DType dtype;
@@ -61,7 +62,7 @@ std::optional<TargetKind> kind_of(const Plan& plan, uint32_t target) {
   return kind;
 }
 
-// A number by target, the same for all of one kind; kNoKind where a target's traffic is its own.
+// The number of each target's kind; kNoKind for a target that must be counted by itself.
 constexpr uint32_t kNoKind = UINT32_MAX;
 std::vector<uint32_t> kinds_of(const Plan& plan) {
   std::map<TargetKind, uint32_t> numbers;
@@ -75,7 +76,7 @@ std::vector<uint32_t> kinds_of(const Plan& plan) {
   return kinds;
 }
 
-// Of each rank of a node whose leader reads.
+// The traffic of each rank of a node whose leader reads.
 std::vector<Traffic> traffic_on_node(const Plan& plan, int leader,
                                      std::span<const uint32_t> kinds) {
   const NodeRanks node = node_of(plan, leader);
@@ -102,7 +103,7 @@ std::vector<Traffic> traffic_on_node(const Plan& plan, int leader,
   return sums;
 }
 
-// Of one rank, where whole tensors are read.
+// The traffic of one rank with a strategy that reads whole tensors.
 Traffic traffic_of_window(const Plan& plan, int rank) {
   Traffic sum;
   const RankWindow window(plan, rank);
@@ -142,7 +143,7 @@ Traffic traffic_of_rank(const Plan& plan, int rank) {
 Traffic traffic(const Plan& plan) {
   Traffic sum;
   if (plan.strategy().of_reader != Window::none) {
-    // As in the promise: two kinds of ranks.
+    // As in the promise, all reading ranks are alike, and so are all others.
     const Traffic of_reader = traffic_of_window(plan, 0);
     const Traffic of_others = traffic_of_window(plan, plan.ranks() - 1);
     for (int rank = 0; rank < plan.ranks(); ++rank) {

@@ -1,4 +1,4 @@
-// What a rank must put into its buffers, one run after the other.
+// The transfers of a rank: which elements go into which local buffer.
 #include <fmt/format.h>
 
 #include "modicum/plan/inside.h"
@@ -9,7 +9,7 @@ namespace {
 
 using Emit = FunctionRef<void(const Transfer&)>;
 
-// Of which leaves transfers are wanted: stored tensors, all or one of them, or what is made.
+// Selects the leaves whose transfers are emitted: all stored tensors, one of them, or made ones.
 struct Wanted {
   static constexpr uint32_t kAll = UINT32_MAX;
 
@@ -49,7 +49,7 @@ void emit_runs(Transfer transfer, const Box& part, Emit fn) {
   });
 }
 
-// Padding has a source like everything else: it is named zero.
+// Padding is a transfer from source zero, so that coverage counts it like any other element.
 void emit_padding(uint32_t target, uint32_t buffer, const LocalBuffer& local, Emit fn) {
   if (local.padded_numel == local.numel) return;
   Transfer zero;
@@ -71,11 +71,11 @@ void emit_target(const Plan& plan, int rank, uint32_t target, const Wanted& want
       transfer.buffer = buffer;
       emit_runs(transfer, part, fn);
     };
-    // Identity: the piece is the part. Most transfers of most plans.
+    // Most targets are one stored tensor: the piece is the part.
     if (root.op == Op::stored) return emit(root, piece);
     pull_back(*plan.recipe, root_id, piece, emit, wanted.made ? Leaves::all : Leaves::stored);
   };
-  // What is compared has the places of the target that it is compared with.
+  // A compared alias has the places of the target that it names.
   const uint32_t holder = holder_of(plan, target);
   for_each_piece(*plan.recipe, plan.layout, holder, rank, emit_piece);
 }

@@ -1,4 +1,7 @@
-// What passes through a rank's window, with strategies that read whole tensors.
+// The window of a rank, with strategies that read whole tensors.
+//
+//   whole_model   | tensor 0 | tensor 1 |   tensor 2   | ...    each at a multiple of 64 bytes
+//   one_tensor    | codes | scales |                            reused for every tensor
 #include <algorithm>
 
 #include "modicum/plan/inside.h"
@@ -56,7 +59,7 @@ RankWindow::Tensor RankWindow::tensor(uint32_t stored) const noexcept {
   Tensor tensor{{stored, place_of(stored)}, std::nullopt};
   const auto scale = scale_beside(plan_, stored);
   if (!scale) return tensor;
-  // In a window of one tensor the scale stands behind its codes.
+  // In a window of one tensor the scales follow the codes.
   const uint64_t behind = round_up(plan_.manifest->tensors[stored].at.bytes(), kBufferAlignment);
   tensor.scale = {*scale, begins_.empty() ? behind : place_of(*scale)};
   return tensor;
