@@ -1,4 +1,4 @@
-// After a load: are the values right, what is their digest, and what do they look like as files.
+// After a load: checks the values, digests them, and dumps them as files.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -39,13 +39,13 @@ class ValueCheck {
     if (at + n <= local.numel) return;
     const auto padding = bytes_from(std::max(at, local.numel));
     if (std::any_of(padding.begin(), padding.end(), [](std::byte b) { return b != std::byte{}; })) {
-      fail(Category::integrity, "padding is not zero",
+      fail(Category::integrity, "the padding of a local buffer is not zero",
            {.tensor = buffer_name(plan_, buffer), .rank = rank_});
     }
   }
 
  private:
-  // `n` neighbouring elements of target `t`, the first being element `global`.
+  // `n` contiguous elements of target `t` from element `global` on.
   void run(uint32_t t, int64_t global, int64_t n, std::span<const std::byte> held) {
     const Target& target = plan_.recipe->targets[t];
     const DType dtype = target.spec.dtype;
@@ -55,16 +55,17 @@ class ValueCheck {
       const int64_t count = std::min({source.count, n - i, kCheckElements});
       MODICUM_ASSERT(whole_bytes || count % 2 == 0);
       made_.resize(bytes_of(source.leaf->dtype, count));
-      due_.resize(bytes_of(dtype, count));
+      expected_bytes_.resize(bytes_of(dtype, count));
       make(t, source, count);
       if (is_dequantised(*plan_.recipe, target)) {
         const auto numbers = fp8_.numbers(source.leaf->from, source.first, made_);
-        cast(numbers.data(), DType::f32, due_.data(), dtype, count);
+        cast(numbers.data(), DType::f32, expected_bytes_.data(), dtype, count);
       } else {
-        cast(made_.data(), source.leaf->dtype, due_.data(), dtype, count);
+        cast(made_.data(), source.leaf->dtype, expected_bytes_.data(), dtype, count);
       }
-      const auto got = held.subspan(bytes_of(dtype, i), due_.size());
-      if (std::memcmp(got.data(), due_.data(), due_.size()) != 0) differ(target, global + i, got);
+      const auto got = held.subspan(bytes_of(dtype, i), expected_bytes_.size());
+      if (std::memcmp(got.data(), expected_bytes_.data(), expected_bytes_.size()) != 0)
+        differ(target, global + i, got);
       i += count;
     }
   }
@@ -90,13 +91,14 @@ class ValueCheck {
   [[noreturn]] void differ(const Target& target, int64_t first, std::span<const std::byte> got) {
     const auto size = static_cast<size_t>(std::max(1, bits_per_element(target.spec.dtype) / 8));
     size_t at = 0;
-    while (got[at] == due_[at]) ++at;
+    while (got[at] == expected_bytes_[at]) ++at;
     at = at / size * size;
     fail(Category::integrity,
-         fmt::format("a wrong value at element {}", first + static_cast<int64_t>(at / size)),
+         fmt::format("the loaded value of element {} differs from the stored one",
+                     first + static_cast<int64_t>(at / size)),
          {.tensor = target.spec.fqn,
           .rank = rank_,
-          .expected = hex(std::span(due_).subspan(at, size)),
+          .expected = hex(std::span(expected_bytes_).subspan(at, size)),
           .got = hex(got.subspan(at, size))});
   }
 
@@ -105,10 +107,10 @@ class ValueCheck {
   const ExpectedElements expected_;
   const LoadOptions& options_;
   ExpectedFp8 fp8_;
-  std::vector<std::byte> made_, due_;
+  std::vector<std::byte> made_, expected_bytes_;
 };
 
-// In the order of their files.
+// Local buffers of targets in file order, then flat groups; aliases have none.
 void for_each_own_buffer(const Plan& plan, FunctionRef<void(uint32_t buffer)> fn) {
   for (const uint32_t t : plan.order) {
     if (!plan.recipe->is_alias(t) && !plan.layout.is_flat(t)) fn(t);

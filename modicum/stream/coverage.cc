@@ -12,7 +12,7 @@ __extension__ typedef unsigned __int128 Wide;
 
 constexpr uint64_t kPrime = Powers::kPrime;
 
-// `value` modulo 2^61 - 1 for any value below 2^122: the upper bits weigh 2^61 = 1 each.
+// `value` modulo 2^61 - 1 for any value below 2^122: since 2^61 = 1, high and low bits add up.
 uint64_t reduce(Wide value) noexcept {
   const uint64_t sum = static_cast<uint64_t>(value & kPrime) + static_cast<uint64_t>(value >> 61);
   return sum >= kPrime ? sum - kPrime : sum;
@@ -21,7 +21,7 @@ uint64_t add(uint64_t a, uint64_t b) noexcept { return reduce(Wide{a} + b); }
 uint64_t subtract(uint64_t a, uint64_t b) noexcept { return reduce(Wide{a} + kPrime - b); }
 uint64_t multiply(uint64_t a, uint64_t b) noexcept { return reduce(Wide{a} * b); }
 
-// By Fermat: a^(p - 2).
+// By Fermat's little theorem: a^(p - 2).
 uint64_t inverse(uint64_t a) noexcept {
   uint64_t result = 1;
   for (uint64_t exponent = kPrime - 2; exponent > 0; exponent >>= 1) {
@@ -31,7 +31,7 @@ uint64_t inverse(uint64_t a) noexcept {
   return result;
 }
 
-// A stride or a product of one as an exponent: x^(p - 1) is 1.
+// stride * n as an exponent, modulo p - 1 since x^(p - 1) = 1.
 uint64_t exponent_of(int64_t stride, uint64_t n) noexcept {
   const uint64_t size =
       stride < 0 ? uint64_t{0} - static_cast<uint64_t>(stride) : static_cast<uint64_t>(stride);
@@ -39,7 +39,7 @@ uint64_t exponent_of(int64_t stride, uint64_t n) noexcept {
   return stride < 0 && residue > 0 ? kPrime - 1 - residue : residue;
 }
 
-// Whether `runs` stays within [begin, end). The corners of a walk are its extremes.
+// Whether all places of `runs` are in [begin, end). The extremes are at the first or last run.
 bool lies_within(const Runs& runs, uint64_t begin, uint64_t end) noexcept {
   __extension__ typedef __int128 Signed;
   const Signed outer = Signed{runs.at_stride} * (runs.count - 1);
@@ -73,7 +73,7 @@ uint64_t Powers::power(uint64_t exponent) const noexcept {
   return result;
 }
 
-// The geometric series (y^n - 1) / (y - 1) of y = x^stride; its n terms are all 1 where y is.
+// x^at times the geometric series (y^n - 1) / (y - 1) of y = x^stride; if y = 1 its n terms are 1.
 uint64_t Powers::sum(uint64_t at, int64_t stride, uint64_t n) const noexcept {
   const uint64_t first = power(at);
   if (n == 1) return first;
@@ -110,11 +110,12 @@ Coverage::Places Coverage::expected(uint32_t buffer) const {
   return count == 0 ? Places{} : Places{places.begin, places.begin + count};
 }
 
-// The sum over all (k, i) of x^(at + k at_stride + i at_step) is a product of two series.
+// The sum over all (k, i) of x^(at + k at_stride + i at_step) is the product of two geometric
+// series, so a transfer of any size costs the same.
 void Coverage::tick(const Transfer& done) noexcept {
   const Runs& r = done.runs;
   if (r.count <= 0 || r.length <= 0) return;
-  // A compared alias, which has no buffer of its own, counts under its own number.
+  // A compared alias has no buffer, and is counted under its own number.
   const uint32_t number = done.compared ? done.target : done.buffer;
   Written& written = written_[number];
   const Places& places = expected_[number];
@@ -138,7 +139,7 @@ void Coverage::prove() const {
       continue;
     }
     fail(Category::integrity,
-         written.outside ? "a transfer was written outside of its local buffer"
+         written.outside ? "a transfer was written outside its local buffer"
                          : "the elements of a local buffer were not written exactly once each",
          {.tensor = buffer_name(plan_, b),
           .rank = rank_,

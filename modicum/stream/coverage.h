@@ -11,36 +11,40 @@
 
 namespace modicum {
 
-// The powers of a point x in the field of the integers modulo p = 2^61 - 1, by table: sixteen
-// multiplications for an exponent of any size. Immutable; any thread may read.
+// The powers of a point x in the field of the integers modulo the prime p = 2^61 - 1, by table: at
+// most sixteen multiplications for any exponent. Immutable; any thread may read.
 class Powers {
  public:
   static constexpr uint64_t kPrime = (uint64_t{1} << 61) - 1;
   explicit Powers(uint64_t x) noexcept;  // 1 < x < kPrime
   uint64_t power(uint64_t exponent) const noexcept;
-  // x^at + x^(at + stride) + ... + x^(at + (n - 1) stride). A negative stride counts down.
+  // x^at + x^(at + stride) + ... + x^(at + (n - 1) stride); `stride` may be negative.
   uint64_t sum(uint64_t at, int64_t stride, uint64_t n) const noexcept;
 
  private:
   std::array<std::array<uint64_t, 16>, 16> table_;  // [i][d] = x^(d 16^i)
-  uint64_t inverse_;                                // of x - 1: contiguous runs need no other
+  uint64_t inverse_;                                // of x - 1, the divisor of contiguous runs
 };
 
-// Ticks off finished transfers. The places written in a buffer are the exponents of a polynomial:
-// each write of place i adds x^i, at one random point x per load, modulo the prime 2^61 - 1. The
-// proof compares the value with that of 1 + x + ... + x^(n - 1). Where the places are not exactly
-// 0, 1, ..., n - 1, each once, the two are different polynomials of a degree below n: they agree at
-// no more than n - 1 of the points, so that a wrong is missed with a probability of at most
-// n / 2^61 (2e-9 for 4 billion elements), whatever the wrong is. Places outside of the buffer are
-// an error of their own. A compared alias has the places that its target has in its buffer.
-// `tick` may be called by any thread.
+// Counts finished transfers in a fingerprint per buffer. Writing place i adds x^i modulo p = 2^61 -
+// 1, at one random point x per load. For a buffer of 6 elements:
+//
+//   transfers     places [0, 2)     [2, 5)              [5, 6)
+//   fingerprint   x^0 + x^1    +    x^2 + x^3 + x^4  +  x^5      = 1 + x + ... + x^5: proven
+//   a defect      x^0 + x^1    +    x^1 + x^2 + x^3  +  x^5      differs at nearly every x
+//
+// If the places are not exactly 0, 1, ..., n - 1, each once, the two sides are different
+// polynomials of a degree below n. They agree at n - 1 points at most, so any defect goes unnoticed
+// with a probability of at most n / 2^61 (2e-9 for 4 billion elements). Places outside the buffer
+// are an error of their own. A compared alias is counted over the places of the target that it
+// names. `tick` may be called by any thread.
 class Coverage {
  public:
-  // `point`: a number above 1 and below Powers::kPrime, which nothing in the plan may depend on.
+  // `point`: above 1 and below Powers::kPrime, independent of the plan.
   Coverage(const Plan& plan, int rank, uint64_t point = random_point());
   Coverage(const Plan&&, int, uint64_t = 0) = delete;
   void tick(const Transfer& done) noexcept;
-  // INTEGRITY naming the first buffer whose places are not all written exactly once.
+  // INTEGRITY, naming the first buffer of which some place was not written exactly once.
   void prove() const;
 
   static uint64_t random_point();

@@ -26,7 +26,7 @@ class Buffer1 {
   Buffer1(const Buffer1&) = delete;
   Buffer1& operator=(const Buffer1&) = delete;
 
-  // How the proof fails after these places were ticked; nothing where they are proven.
+  // The error of the proof after these transfers; none if they are proven.
   std::optional<Error> failure_of(const Places& places,
                                   uint64_t point = Coverage::random_point()) const {
     Coverage coverage(plan_, 0, point);
@@ -50,7 +50,7 @@ class Buffer1 {
   Plan plan_;
 };
 
-// Contiguous stretches of 1 to 9 elements, none like its neighbour.
+// Contiguous transfers of 1 to 9 elements, neighbours of different lengths.
 Places stretches(int64_t numel) {
   Places places;
   uint64_t state = 7;
@@ -63,8 +63,8 @@ Places stretches(int64_t numel) {
   return places;
 }
 
-// A matrix of `rows` x `columns` put there column by column, as when it is turned, with a few rows
-// in between that are put there as they are.
+// A `rows` x `columns` matrix: most of it written column by column, as a transpose does, a few rows
+// written row by row.
 Places turned(int64_t rows, int64_t columns) {
   const int64_t half = rows / 2;
   return {{.count = columns, .length = half, .at = 0, .at_stride = 1, .at_step = columns},
@@ -90,7 +90,7 @@ TEST(Coverage, ATilingIsProvenInAnyOrder) {
   EXPECT_TRUE(Buffer1(0).proves({}));
 }
 
-// Catches: a proof that proves nothing; a transfer dropped, doubled, shifted, of another's length.
+// Catches: a proof that always succeeds; a transfer dropped, doubled, shifted, of a wrong length.
 TEST(Coverage, EachMutationOfATilingIsDetected) {
   for (const auto& [numel, tiling] : tilings()) {
     const Buffer1 buffer(numel);
@@ -139,8 +139,8 @@ TEST(Coverage, ExchangedLengthsAndPlacesAreDetected) {
   }
 }
 
-// Sets of places that have the same count, the same sum and the same sum of squares (and the last
-// one also of cubes) as a tiling: power sums let them pass.
+// Sets of places with the count, the sum and the sum of squares of a tiling (the last one also of
+// cubes): power sums would accept them.
 TEST(Coverage, EqualPowerSumsAreNoProof) {
   const auto singles = [](std::vector<int64_t> of) {
     Places places;
@@ -152,19 +152,18 @@ TEST(Coverage, EqualPowerSumsAreNoProof) {
   EXPECT_FALSE(Buffer1(16).proves(singles({0, 0, 3, 3, 5, 5, 6, 6, 9, 9, 10, 10, 12, 12, 15, 15})));
 }
 
-// Compensating writes outside of the buffer: x^(p - 1) is 1, so that an exponent alone can't tell.
+// x^(p - 1) = 1, so an exponent alone can't tell place p - 1, outside the buffer, from place 0.
 TEST(Coverage, PlacesOutsideOfTheBufferAreDetected) {
   const auto far = static_cast<int64_t>(Powers::kPrime - 1);
   EXPECT_FALSE(Buffer1(2).proves({{.length = 1, .at = far}, {.length = 1, .at = 1}}));
   const auto failure = Buffer1(2).failure_of({{.length = 2, .at = 1}, {.length = 1, .at = 0}});
   ASSERT_TRUE(failure.has_value());
-  EXPECT_STREQ(failure->what_happened().c_str(),
-               "a transfer was written outside of its local buffer");
+  EXPECT_STREQ(failure->what_happened().c_str(), "a transfer was written outside its local buffer");
   EXPECT_FALSE(Buffer1(4).proves({{.count = 2, .length = 2, .at = 1, .at_stride = 2, .at_step = -1},
                                   {.length = 1, .at = -1}}));
 }
 
-// A dim that is read backwards.
+// A dim that is written backwards.
 TEST(Coverage, NegativeStridesCountDown) {
   EXPECT_TRUE(Buffer1(6).proves({{.length = 6, .at = 5, .at_step = -1}}));
   EXPECT_TRUE(Buffer1(6).proves({{.count = 3, .length = 2, .at = 4, .at_stride = -2}}));
@@ -181,7 +180,7 @@ TEST(Coverage, TheFailureNamesTheTensorAndTheCounts) {
   EXPECT_EQ(failure->facts().got, "9 elements");
 }
 
-// The closed forms against one element at a time.
+// The closed forms agree with adding one element at a time.
 TEST(Coverage, TheSumsAreThoseOfSingleElements) {
   for (int64_t numel = 0; numel <= 200; ++numel) {
     Places singles;
@@ -219,7 +218,7 @@ TEST(Coverage, WideBuffersDoNotOverflow) {
   }
 }
 
-// Against one multiplication after the other, in the field of another implementation.
+// The table agrees with repeated multiplication by an independent implementation of the field.
 TEST(Powers, AreThoseOfRepeatedMultiplication) {
   __extension__ typedef unsigned __int128 Wide;
   constexpr uint64_t kPrime = Powers::kPrime;

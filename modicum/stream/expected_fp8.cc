@@ -9,7 +9,8 @@
 namespace modicum {
 namespace {
 
-// S.EEEE.MMM with bias 7 and NaN alone above 448; S.EEEEE.MM with bias 15, infinities and NaNs.
+// E4M3: S.EEEE.MMM, bias 7, no infinities, NaN only at S.1111.111. E5M2: S.EEEEE.MM, bias 15, with
+// infinities and NaNs.
 double value_of(DType dtype, uint8_t code) {
   const bool has_infinity = dtype == DType::f8_e5m2;
   const int places = has_infinity ? 2 : 3;
@@ -91,7 +92,7 @@ std::span<const std::byte> ExpectedFp8::numbers(uint32_t stored, int64_t first,
               scale_columns);
     for (int64_t column = element % columns; column < columns && i < codes.size(); ++column, ++i) {
       const double scale = row_[static_cast<size_t>(one_for_all ? 0 : column / block_columns)];
-      // Exact as a double: rounded once, to fp32.
+      // Exact in double, so rounded once, to fp32.
       const auto product = static_cast<float>(values[static_cast<size_t>(codes[i])] * scale);
       numbers_[i] = std::isnan(product) ? std::bit_cast<float>(0x7fc00000U) : product;
     }

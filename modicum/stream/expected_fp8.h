@@ -1,4 +1,4 @@
-// The second reading of FP8 codes and scales: for checks, and sharing nothing with a load's.
+// FP8 dequantisation for checks. Independent: it shares no code with a load's.
 #pragma once
 
 #include <array>
@@ -8,12 +8,13 @@
 
 namespace modicum {
 
-// Numbers of codes by their definition, one by one, with scales that are asked for. One thread.
+// Values of FP8 codes by the definition of the format, one by one. Fetches scales as needed. One
+// thread.
 class ExpectedFp8 {
  public:
   ExpectedFp8(const Plan& plan, ExpectedElements expected) : plan_(plan), expected_(expected) {}
 
-  // Of the codes that are elements `first` and on of tensor `stored`, as fp32.
+  // The values, in fp32, of `codes`: elements [first, first + codes.size()) of tensor `stored`.
   std::span<const std::byte> numbers(uint32_t stored, int64_t first,
                                      std::span<const std::byte> codes);
 
@@ -22,7 +23,7 @@ class ExpectedFp8 {
 
   const Plan& plan_;
   const ExpectedElements expected_;
-  uint32_t row_of_ = UINT32_MAX;  // whose scales `row_` are
+  uint32_t row_of_ = UINT32_MAX;  // the scale tensor of `row_`
   int64_t row_index_ = -1;
   std::vector<std::byte> stored_row_;
   std::vector<double> row_;

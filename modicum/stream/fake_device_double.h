@@ -1,4 +1,4 @@
-// Test doubles of the sink seam: a device, which has no host memory and takes only copies.
+// Test doubles of Sink: a device, which has no host memory and takes only copies.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@ class FakeDeviceSink final : public Sink {
  public:
   FakeDeviceSink(const Plan& plan, int rank);
   std::span<std::byte> host(uint32_t) noexcept override { return {}; }
-  // INTERNAL where the copy runs over the buffer's end.
+  // INTERNAL if the copy exceeds the buffer.
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
   const std::vector<std::byte>& buffer(uint32_t index) const { return buffers_[index]; }
 
@@ -20,7 +20,7 @@ class FakeDeviceSink final : public Sink {
   std::vector<std::vector<std::byte>> buffers_;
 };
 
-// Digests and drops. Holds no model-sized memory.
+// Digests elements and drops them. Holds no model-sized memory.
 class DiscardSink final : public Sink {
  public:
   DiscardSink(const Plan& plan, int rank) : sum_(plan, rank) {}

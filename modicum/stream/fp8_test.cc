@@ -1,5 +1,5 @@
-// House tests of FP8 codes on their way to numbers: exact, value and fault, with ranks as threads
-// and files in memory. The reference knows blocks and recipes in words, not the manifest's.
+// House tests of dequantised FP8 codes: exact, value and fault, with ranks as threads and files in
+// memory. The reference computes blocks by itself and does not use the manifest's.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@ struct Tensor {
   std::vector<std::byte> bytes;
 };
 
-// Codes of any bits, NaN and infinities among them.
+// Codes of random bits, NaN and infinities included.
 Tensor codes_of(std::string name, DType dtype, std::vector<int64_t> shape) {
   Tensor tensor{{std::move(name), Role::param, dtype, std::move(shape)}, {}};
   tensor.bytes.resize(static_cast<size_t>(numel_of(tensor.spec.shape)));
@@ -38,7 +38,7 @@ Tensor scales_of(std::string name, DType dtype, std::vector<int64_t> shape) {
   const int64_t n = numel_of(tensor.spec.shape);
   tensor.bytes.resize(bytes_of(dtype, n));
   synth_fill(name_hash(tensor.spec.fqn), dtype, 0, n, tensor.bytes.data());
-  if (!is_castable(dtype)) {  // powers near 1, and one that is not
+  if (!is_castable(dtype)) {  // exponents near 127, and one far from it
     for (std::byte& b : tensor.bytes) b = static_cast<std::byte>(120 + static_cast<int>(b) % 14);
     tensor.bytes[0] = std::byte{0};
   }
@@ -63,8 +63,8 @@ struct Model {
   }
 };
 
-// Ragged edges in both dims; more than one slot; per tensor, row and column; experts; all dtypes of
-// scales.
+// Ragged blocks in both dims; codes of more than one slot; scales per tensor, row and column;
+// experts; all dtypes of scales.
 Model all_kinds() {
   using S = std::vector<int64_t>;
   constexpr DType kE4m3 = DType::f8_e4m3, kE5m2 = DType::f8_e5m2;
@@ -101,7 +101,7 @@ float widened(DType dtype, const std::byte* at) {
   return value;
 }
 
-// A code's value by kernels' own scalar way, which its test holds against ldexp.
+// A code's value by the scalar kernel, which is tested against ldexp.
 float code_of(DType dtype, std::byte code) {
   const float one = 1;
   float value = 0;
@@ -109,8 +109,8 @@ float code_of(DType dtype, std::byte code) {
   return value;
 }
 
-// Element `element` of stored tensor `name` as a number of `to`: blocks of ceil(size / count), but
-// of 128 where the config's make the same grid.
+// Element `element` of stored tensor `name`, dequantised to `to`, with blocks of ceil(size /
+// count), or of 128 if those make the same grid.
 std::vector<std::byte> number(const Model& model, const std::string& name, int64_t element,
                               DType to) {
   const Tensor& codes = model.tensors.at(name);
@@ -170,7 +170,7 @@ auto expected_of(const Model& model) {
   };
 }
 
-// A rank's cut of a whole tensor, along `dim`, in chunks of ceil(size / world).
+// A rank's shard of a whole tensor along `dim`, in chunks of ceil(size / world).
 std::vector<std::byte> cut(const std::vector<std::byte>& whole, const TensorSpec& spec, int dim,
                            int world, int rank) {
   if (spec.shape.empty()) return whole;
@@ -196,7 +196,7 @@ struct Setting {
   int dim;
 };
 
-// Loads one rank and holds everything about it against the promise and the reference.
+// Loads one rank and compares its memory, traffic and values with the plan and the reference.
 void load_one(const Setting& s, const Plan& plan, int rank, Board& board, Exchange* exchange) {
   Ledger ledger(plan.promise.ledger_limit_bytes(rank));
   std::unique_ptr<HostSink> host;
@@ -271,10 +271,10 @@ void expect_grid(const Model& model, const Recipe& recipe) {
   }
 }
 
-// exact and value: cuts inside of blocks, ragged edges, every strategy, both destinations; the
-// ledger's peak is the promise, and what is read and sent is what the plan counted. Catches: a
-// scale block shifted by one, rows of scales that are not at hand, a product rounded before the
-// scale, a window without room for the scale.
+// exact and value: cuts inside blocks, ragged blocks, every strategy, both destinations. The
+// ledger's peak equals the promise, reads and sends equal the plan's counts. Catches: a scale block
+// shifted by one, rows of scales that were not read, a code rounded before it is scaled, a window
+// without room for the scales.
 TEST(LoadFp8, EveryKindOfScaleIsDequantised) {
   const Model model = all_kinds();
   for (const DType to : {DType::bf16, DType::f32, DType::f16}) {
@@ -309,7 +309,7 @@ Model experts() {
   return Model(std::move(of));
 }
 
-// Rows and columns are exchanged, taken in another order and cut: the scale follows the code.
+// Codes that are permuted, gathered and sliced keep their own scales.
 TEST(LoadFp8, ExpertsAreStackedTurnedAndDequantised) {
   const Model model = experts();
   RecipeBuilder b(model.checkpoint.manifest);
@@ -324,14 +324,14 @@ TEST(LoadFp8, ExpertsAreStackedTurnedAndDequantised) {
   b.target("rows", b.gather(0, {199, 0, 128, 127, 5, 6}, of(0, "gate")), DType::f16);
   b.target("part", b.slice(1, 100, 130, of(1, "up")), DType::bf16);
   b.target("flat", b.reshape({260, 100}, of(2, "up")), DType::bf16);
-  b.target("codes", of(0, "down"));  // the same codes twice: as they are, too
+  b.target("codes", of(0, "down"));  // the same codes a second time, as stored
   b.target("scale", b.stored("e.0.down.weight_scale_inv"));
   b.alias("again", "gate_up");
   expect_grid(model, b.finish());
 }
 
-// values: a checker that can fail, also by a scale.
-TEST(LoadFp8, AWrongScaleIsSeenByTheCheck) {
+// values: one wrong scale fails the check.
+TEST(LoadFp8, AWrongScaleFailsTheCheck) {
   Model model = experts();
   const Recipe recipe = make_recipe(model.checkpoint.manifest, {.dtype = DType::bf16});
   const Plan plan =
@@ -353,7 +353,7 @@ TEST(LoadFp8, AWrongScaleIsSeenByTheCheck) {
   }
 }
 
-// fault: scales have a reader of their own. Catches: its last identity not compared.
+// fault. Catches: the identity of the scales' file is not compared after its last read.
 TEST(LoadFp8, AFileWrittenOverAtAnyMomentIsAConflict) {
   Model model = experts();
   const Recipe recipe = make_recipe(model.checkpoint.manifest, {.dtype = DType::bf16});
@@ -385,7 +385,7 @@ TEST(LoadFp8, AFileWrittenOverAtAnyMomentIsAConflict) {
   }
 }
 
-// fault: every call fails once; the error is an IO error, that of a read names codes or scale.
+// fault: each call fails once. The error is IO; that of a read names the codes or the scales.
 TEST(LoadFp8, EveryFailingCallIsNamed) {
   const Model model = experts();
   const Recipe recipe = make_recipe(model.checkpoint.manifest, {.dtype = DType::bf16});

@@ -46,19 +46,19 @@ class Load {
   }
 
  private:
-  // Everything that the load will hold, before the first data byte.
+  // Charges and commits all memory of the load before the first data byte is read.
   void commit(Ledger& ledger) {
     const auto& load = plan_.promise.phases[kLoadPhase].of_rank[static_cast<size_t>(at_.rank)];
     const int threads = std::max(1, options_.threads);
-    const auto look = [this] { at_.board->check(); };
-    window_memory_ = ledger.charge(Purpose::window, load[Purpose::window], threads, look);
+    const auto poll = [this] { at_.board->check(); };
+    window_memory_ = ledger.charge(Purpose::window, load[Purpose::window], threads, poll);
     const Staging& staging = plan_.staging;
     if (staging.ring_part_bytes > 0) {
       MODICUM_ASSERT(at_.exchange != nullptr);
       ring_ = at_.exchange->commit(ledger);
     }
     staging_ = ledger.charge(Purpose::staging, staging.total_bytes - staging.ring_part_bytes,
-                             threads, look);
+                             threads, poll);
     workers_ = staging.workers == 0 ? threads : std::min(threads, staging.workers);
   }
 
@@ -68,8 +68,8 @@ class Load {
                                     staging_.empty() ? 0 : share);
   }
 
-  // One thread of the load. Workers share a walk without a queue: each makes all of it, and acts
-  // when it is its turn.
+  // One thread of the load. Workers share a walk without a queue: each generates all of it and acts
+  // on every count-th item. With one worker every turn is its own.
   struct Worker {
     Worker(Load& load, int index_of, int workers)
         : index(index_of),
@@ -91,14 +91,14 @@ class Load {
     const int index, count;
     int64_t next = 0;
     const std::span<std::byte> share, slot;
-    // Scales stand elsewhere than their codes: with a reader of their own no window is lost.
+    // Scales are elsewhere in the files: their own reader keeps the codes' page cache windows.
     DataReader codes, scales;
     Writer writer;
   };
 
-  // The first failure goes to the board at once: it ends this rank's other workers, and the other
-  // ranks, at their next look.
-  // A failure is kept before it is reported: those that the report makes fail come after it.
+  // The first failure is reported to the board at once, which cancels this rank's other workers and
+  // the other ranks. It is kept before it is reported, so that failures caused by the report come
+  // second.
   void in_workers(int count, void (Load::*work)(Worker&)) {
     std::exception_ptr first;
     const auto fail_with = [&](const Error& error) {
@@ -148,8 +148,8 @@ class Load {
     make(worker);
   }
 
-  // What needs no reading. What the caller makes, it makes on its own thread, which is the last
-  // worker's.
+  // Transfers that need no read. Caller-provided tensors are produced on the calling thread, which
+  // is the last worker's.
   void make(Worker& worker) {
     for_each_made_transfer(plan_, at_.rank, [&](const Transfer& made) {
       const bool is_callers = made.source == Transfer::Source::caller;
@@ -159,7 +159,7 @@ class Load {
     });
   }
 
-  // Ranks that hold the same have the same reads; each makes those whose turn it is.
+  // replica-striped: replicas have equal reads and take turns; each read is broadcast to the group.
   void stream_in_turn(Worker& worker) {
     const std::vector<int> group = exchange_group(plan_, at_.rank);
     size_t turn = 0;
@@ -174,7 +174,8 @@ class Load {
     make(worker);
   }
 
-  // The leader reads what any rank of its node needs, and each takes its own of that.
+  // node-reader: the leader reads what any rank of its node needs and broadcasts it; each rank
+  // copies out the part that it wants.
   void stream_on_node(Worker& worker) {
     const std::vector<int> group = exchange_group(plan_, at_.rank);
     const auto place = static_cast<size_t>(at_.rank - group.front());
@@ -201,7 +202,7 @@ class Load {
     make(worker);
   }
 
-  // One read of a part of `stored`.
+  // One read of a part of `stored`, with a heartbeat.
   void fetch_into(std::span<std::byte> into, uint32_t stored, const Extent& at,
                   DataReader& reader) {
     at_.board->check();
@@ -210,7 +211,7 @@ class Load {
     at_.board->beat(at_.rank, at.bytes());
   }
 
-  // Stored bytes to the front of the worker's slot, scales that they need behind them.
+  // Reads stored bytes to the front of the worker's slot, their scales right after them.
   void fetch(Worker& worker, uint32_t stored, const Extent& at, const Extent& scale) {
     fetch_into(worker.slot.first(at.bytes()), stored, at, worker.codes);
     if (scale.bytes() == 0) return;
@@ -218,7 +219,7 @@ class Load {
                plan_.manifest->tensors[stored].scale->tensor, scale, worker.scales);
   }
 
-  // Where a transfer's first element stands in a slot that begins with byte `begin` of its file.
+  // A transfer's first element in a slot whose first byte is byte `begin` of its file.
   const std::byte* place_in(std::span<std::byte> slot, uint64_t begin,
                             const Transfer& transfer) const {
     const Stored& stored = plan_.manifest->tensors[transfer.from];
@@ -231,7 +232,7 @@ class Load {
     at_.board->beat(at_.rank, bytes);
   }
 
-  // What a read has brought into a slot, to where it belongs.
+  // Puts the elements of a finished read, in the slot, into the sink.
   void put(Worker& worker, const Read& read) {
     const ScalesAtHand scales = scales_read(plan_, read.transfers.front().from, read.scale,
                                             worker.slot.data() + read.at.bytes());
@@ -240,7 +241,7 @@ class Load {
     }
   }
 
-  // Nothing where another rank reads.
+  // Reads this rank's window; no reads if another rank reads.
   void fill_window(Worker& worker) {
     window_.for_each_read([&](const RankWindow::Read& read) {
       if (!worker.is_my_turn()) return;
@@ -277,7 +278,7 @@ class Load {
     received(reads_storage(plan_, at_.rank) ? 0 : tensor.size());
   }
 
-  // One rank has the model in its window, the others one tensor at a time in theirs.
+  // rank0-broadcast: rank 0 has the model in its window, the others one tensor at a time.
   void broadcast_tensors(Worker& worker) {
     window_.for_each_tensor([&](const RankWindow::Tensor& tensor) {
       broadcast(tensor.elements);

@@ -1,4 +1,4 @@
-// The house tests of a load: exact, fault and value, with ranks as threads and files in memory.
+// House tests of a load: exact, fault and value, with ranks as threads and files in memory.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -25,7 +25,7 @@ TensorSpec spec(std::string name, DType dtype, std::vector<int64_t> shape) {
   return {std::move(name), Role::param, dtype, std::move(shape)};
 }
 
-// Finite values of every kind: bit patterns of small floats, some of which are halfway cases.
+// Finite bit patterns, among them halfway cases of rounding.
 std::vector<std::byte> values_of(const TensorSpec& tensor) {
   std::vector<std::byte> bytes(bytes_of(tensor.dtype, numel_of(tensor.shape)));
   synth_fill(name_hash(tensor.fqn), tensor.dtype, 0, numel_of(tensor.shape), bytes.data());
@@ -38,7 +38,7 @@ void put_model(FileSystem& files, const std::string& path, const Specs& specs) {
   out.finish();
 }
 
-// Sizes 0..40 along dim 0 with and without inner dims, and what else comes: 0-d, integers, bools.
+// Sizes 0..40 along dim 0 with and without inner dims; 0-d tensors, integers, bools.
 Specs odd_sizes(DType dtype) {
   Specs specs = {spec("scalar", dtype, {}), spec("ids", DType::i64, {7}),
                  spec("mask", DType::boolean, {3, 5})};
@@ -78,12 +78,12 @@ Recipe moe_recipe(const Manifest& manifest) {
   return b.finish();
 }
 
-// One rank's world in a test: its ledger and what it loaded.
+// The outcome of one rank: its ledger and its local buffers.
 struct RankResult {
   Footprint at_peak;
-  Footprint after;  // with the sink gone
+  Footprint after;  // after the sink was destroyed
   LoadOutcome outcome;
-  std::vector<IoCall> reads;                    // that its files saw
+  std::vector<IoCall> reads;                    // recorded by its files
   std::vector<std::vector<std::byte>> buffers;  // by target, padding included
   uint64_t digest = 0;
 };
@@ -121,7 +121,7 @@ RankResult load_one(const Case& c, int rank, Board& board, Exchange* exchange) {
   return result;
 }
 
-// All ranks as threads. A rank that fails reports to the board, as a process would.
+// All ranks as threads. A rank that fails reports to the board, as a rank process does.
 std::vector<RankResult> load_all(const Case& c, std::optional<ErrorRecord>* failure = nullptr) {
   SteadyClock clock;
   SharedBoard board(c.plan->ranks(), clock);
@@ -147,7 +147,7 @@ Plan plan_of(const Checkpoint& checkpoint, const Recipe& recipe, Layout layout,
       {.strategy = &strategy, .ranks_per_node = ranks_per_node, .staging_bytes = kStaging});
 }
 
-// --- the simulator: what a load holds, from the promise in words; it knows nothing of `plan` ---
+// --- the simulator: the memory of a load computed without `plan` ---
 
 struct Simulated {
   uint64_t shards = 0, window = 0, staging = 0;
@@ -178,14 +178,14 @@ Simulated simulate(const Specs& stored, const std::vector<TensorSpec>& targets,
     held.window = pages(rank == 0 ? model : largest);
     if (world > 1) held.staging = kStaging / static_cast<uint64_t>(world) / 4096 * 4096;
   }
-  // Rings are made in equal parts; what is left of the staging streams.
+  // Each rank holds an equal part of the ring; the rest of its staging streams.
   if (strategy == "own-shard" || strategy == "node-reader" || strategy == "replica-striped") {
     held.staging = kStaging;
   }
   return held;
 }
 
-// What the plan counts is what the files saw and what the load says of itself.
+// The plan's counts equal the recorded reads and the load's own counts.
 void expect_counted(const Plan& plan, int rank, const RankResult& result) {
   const Traffic counted = traffic_of_rank(plan, rank);
   uint64_t bytes = 0;
@@ -212,7 +212,7 @@ void expect_exact(const Plan& plan, const Specs& stored, int rank, const RankRes
   expect_counted(plan, rank, result);
 }
 
-// The value of one element of a target, by the recipe's elementwise reading.
+// The value of one element of a target, by element_source.
 std::vector<std::byte> element(const Specs& stored, const Recipe& recipe, const Target& target,
                                int64_t index) {
   const ElementSource source = element_source(recipe, target.root, index);
@@ -233,7 +233,7 @@ std::vector<std::byte> element(const Specs& stored, const Recipe& recipe, const 
 void expect_values(const Plan& plan, const Specs& stored, int rank, const RankResult& result) {
   for (uint32_t t = 0; t < plan.recipe->targets.size(); ++t) {
     const Target& target = plan.recipe->targets[t];
-    if (target.spec.fqn == "large" && rank != 0) continue;  // slow, and no different
+    if (target.spec.fqn == "large" && rank != 0) continue;  // slow, and alike on all ranks
     const auto size = static_cast<size_t>(bytes_per_element(target.spec.dtype));
     std::vector<std::byte> due(local_buffer(plan.layout.kinds[0], target.spec, rank).bytes());
     size_t at = 0;
@@ -269,7 +269,7 @@ struct Model {
     files.make_directory("/model");
     put_model(files, "/model/model.safetensors", specs);
     checkpoint = open_checkpoint(files, "/model");
-    // From here on in the manifest's order: empty tensors share their place with a neighbour.
+    // By manifest order, since an empty tensor begins where its neighbour does.
     for (size_t i = 0; i < specs.size(); ++i) specs[i] = checkpoint.manifest.tensors[i].spec;
   }
 };
@@ -295,9 +295,9 @@ void expect_grid(Model& model, const Recipe& recipe) {
   }
 }
 
-// exact: promise == ledger to the byte, and both == a simulator that knows nothing of plan; values
-// right; one digest. Catches: a transfer dropped, doubled, shifted or mis-cast; a read one byte too
-// long; a charge that is not what was promised; a rank's promise one page short.
+// exact: promise == ledger == simulator to the byte; values right; one digest. Catches: a transfer
+// dropped, doubled, shifted or mis-cast; a read one byte too long; a charge other than promised; a
+// rank's promise one page short.
 TEST(LoadExact, OddSizesAsStored) {
   Model model(odd_sizes(DType::bf16));
   expect_grid(model, identity_recipe(model.checkpoint.manifest));
@@ -322,7 +322,7 @@ TEST(LoadExact, ExpertsStackedConcatenatedAndTurned) {
   }
 }
 
-// Every way to cut two models: one digest for each model.
+// Every layout of two models; all give the model's digest.
 void expect_one_digest(const Specs& specs) {
   Model model(specs);
   const Recipe recipe = identity_recipe(model.checkpoint.manifest);
@@ -358,7 +358,7 @@ TEST(LoadExact, OtherLayoutsAndThreads) {
   expect_one_digest(tiny_moe(DType::bf16));
 }
 
-// A device takes only copies from staging, and gets the same elements.
+// A sink that takes only copies from staging gets the same elements.
 TEST(LoadExact, ADeviceGetsTheSameByCopies) {
   Model model(tiny_moe(DType::bf16));
   Recipe recipe = moe_recipe(model.checkpoint.manifest);
@@ -407,7 +407,8 @@ TEST(LoadExact, DiscardingGivesTheDigestOfKeeping) {
   EXPECT_EQ(kept, dropped);
 }
 
-// fault: every n-th I/O call fails; a named IO error, the ledger back at its opening balance.
+// fault: the n-th I/O call fails, for every n. The error is IO and named; the ledger is back at its
+// opening balance.
 TEST(LoadFault, EveryFailingCallIsANamedErrorAndLeavesNothingCharged) {
   Model model(tiny_moe(DType::bf16));
   const Recipe recipe = moe_recipe(model.checkpoint.manifest);
@@ -434,7 +435,7 @@ TEST(LoadFault, EveryFailingCallIsANamedErrorAndLeavesNothingCharged) {
   }
 }
 
-// Reports return only when another worker has seen the failure, if one looks within 50 ms.
+// A board whose report() returns only after another worker polled the failure, or after 50 ms.
 class LateBoard final : public Board {
  public:
   void beat(int, uint64_t) noexcept override { std::this_thread::sleep_for(1ms); }
@@ -464,7 +465,7 @@ class LateBoard final : public Board {
   std::optional<ErrorRecord> failure_;
 };
 
-// Catches: what a worker's failure makes of the other workers is taken for the failure.
+// Catches: a failure that one worker's failure causes in another worker is thrown instead.
 TEST(LoadFault, TheFirstFailureOfAnyWorkerIsTheRanks) {
   Specs specs;
   for (int i = 0; i < 40; ++i)
@@ -511,7 +512,7 @@ TEST(LoadFault, OverTheLimitIsABudgetErrorBeforeADataByteIsRead) {
   EXPECT_EQ(ledger.held(), Footprint{});
 }
 
-TEST(LoadFault, AFileThatIsNoLongerTheOneProvenIsAConflict) {
+TEST(LoadFault, AFileOtherThanTheProvenOneIsAConflict) {
   Model model(tiny_moe(DType::bf16));
   const Recipe recipe = moe_recipe(model.checkpoint.manifest);
   const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(2), strategy_named("own-shard"));
@@ -523,8 +524,8 @@ TEST(LoadFault, AFileThatIsNoLongerTheOneProvenIsAConflict) {
   EXPECT_EQ(failure->category, Category::conflict);
 }
 
-// Catches: identities compared at open alone, or not when a reader goes on to another file: a file
-// that is written over between two reads would be loaded half and half.
+// Catches: identities compared only at open, or not before a reader opens its next file. A file
+// overwritten between two reads would be loaded partly old, partly new.
 TEST(LoadFault, AFileWrittenOverAtAnyMomentIsAConflict) {
   MemoryFileSystem files;
   files.make_directory("/model");
@@ -565,7 +566,7 @@ TEST(LoadFault, AFileWrittenOverAtAnyMomentIsAConflict) {
   }
 }
 
-// Own-shard reads each rank's bytes and next to nothing else; broadcast reads on rank 0 only.
+// own-shard over-reads little; rank0-broadcast reads on rank 0 only.
 TEST(LoadReads, OwnShardReadsTheCheckpointOnceOverAllRanks) {
   Model model(odd_sizes(DType::bf16));
   const Recipe recipe = identity_recipe(model.checkpoint.manifest);
@@ -575,14 +576,14 @@ TEST(LoadReads, OwnShardReadsTheCheckpointOnceOverAllRanks) {
   Checkpoint checkpoint = model.checkpoint;
   checkpoint.files = &recorded;
   load_all({&recorded, &checkpoint, &plan});
-  const uint64_t scalar = 3 * 2;  // the 0-d tensor is read by the three other ranks too
+  const uint64_t scalar = 3 * 2;  // the 0-d tensor is read by the three other ranks, too
   EXPECT_GE(recorded.bytes_read(), bytes + scalar);
   EXPECT_LE(recorded.bytes_read(), bytes + bytes / 50);
   EXPECT_EQ(recorded.bytes_read(), traffic(plan).storage_read_bytes);
 }
 
-// A tensor of 9 MB, which no strategy may read at once. Catches: reads that are counted by another
-// rule than the one that makes them.
+// A tensor of 9 MB, longer than any read. Catches: reads counted by another rule than they are
+// made.
 TEST(LoadReads, AreThoseThatThePlanCountsAndNoneIsLongerThan8MiB) {
   Specs specs = tiny_moe(DType::bf16);
   specs.push_back(spec("wide", DType::bf16, {3, 1'500'000}));
@@ -602,7 +603,7 @@ TEST(LoadReads, AreThoseThatThePlanCountsAndNoneIsLongerThan8MiB) {
   }
 }
 
-// values: a checker that can fail. Catches: one wrong bit anywhere, padding that is not zero.
+// values: one wrong bit anywhere, and padding other than zero, fails the check.
 TEST(CheckValues, OneWrongBitIsNamed) {
   Model model(tiny_moe(DType::bf16));
   const Recipe recipe = moe_recipe(model.checkpoint.manifest);

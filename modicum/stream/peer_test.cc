@@ -1,4 +1,4 @@
-// load() among its peers: through the doubles of Exchange and Board.
+// load() with several ranks, over the doubles of Exchange and Board.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 namespace modicum {
 namespace {
 
-// Some tensors of uneven sizes in memory, opened.
+// An opened checkpoint in memory with tensors of uneven sizes.
 struct Model {
   Model() {
     files.make_directory("/m");
@@ -49,7 +49,7 @@ struct Model {
 };
 
 struct Loaded {
-  std::vector<std::vector<std::byte>> buffers;  // empty where it failed
+  std::vector<std::vector<std::byte>> buffers;  // empty if the rank failed
   LoadOutcome outcome;
   std::optional<Error> failure;
   Footprint after;
@@ -79,7 +79,7 @@ std::vector<Loaded> load_all(const Model& model, const Plan& plan, Board& board,
   return loaded;
 }
 
-// Through the doubles; `hub` keeps the record of the broadcasts.
+// Loads over the doubles; `hub` records the broadcasts.
 std::vector<Loaded> load_scripted(const Model& model, const Plan& plan, Board& board,
                                   std::vector<ThreadHub::Call>* calls = nullptr) {
   ThreadHub hub(plan.ranks(), plan.staging.ring_part_bytes);
@@ -124,7 +124,7 @@ TEST(LoadAmongPeers, BeatsAddUpToWhatIsReadOrReceived) {
     for (const int world : {1, 3}) {
       const Plan plan = model.plan(strategy.name, world);
       ScriptedBoard board(world);
-      // A group is all ranks, or one, who then needs no exchange.
+      // A group is all ranks, or one rank, which then needs no exchange.
       const auto loaded = load_scripted(model, plan, board);
       for (int rank = 0; rank < world; ++rank) {
         const Traffic due = traffic_of_rank(plan, rank);
@@ -143,8 +143,8 @@ void expect_peer(const Loaded& loaded) {
   EXPECT_EQ(loaded.after, Footprint{});
 }
 
-// fault, for the board: whenever a rank looks and sees that another has failed, it stops.
-TEST(LoadAmongPeers, APeerThatFailsBeforeTheNthLookEndsTheLoad) {
+// fault: another rank fails before the n-th poll of the board, for every n; the load stops.
+TEST(LoadAmongPeers, APeerThatFailsBeforeTheNthPollEndsTheLoad) {
   const Model model;
   for (const Strategy& strategy : strategies()) {
     const Plan plan = model.plan(strategy.name, 1);
@@ -162,7 +162,7 @@ TEST(LoadAmongPeers, APeerThatFailsBeforeTheNthLookEndsTheLoad) {
   }
 }
 
-// With the last beats, all that a look could stop is done.
+// Another rank fails with the n-th heartbeat; after the last ones nothing is left to cancel.
 TEST(LoadAmongPeers, APeerThatFailsWithTheNthBeatEndsTheLoad) {
   const Model model;
   const Plan plan = model.plan("own-shard", 1);
@@ -183,13 +183,13 @@ TEST(LoadAmongPeers, APeerThatFailsWithTheNthBeatEndsTheLoad) {
   }
 }
 
-TEST(LoadAmongPeers, WhoeverWaitsForAFailedPeerStops) {
+TEST(LoadAmongPeers, ARankThatWaitsForAFailedPeerStops) {
   const Model model;
   for (int64_t n = 1; n <= 8; ++n) {
     const Plan plan = model.plan("rank0-broadcast", 2);
     ScriptedBoard board(2, {.fail_at_beat = n});
     const auto loaded = load_scripted(model, plan, board);
-    // Rank 0 may have sent all by then; rank 1 needs more than these beats.
+    // Rank 0 may have sent everything by then; rank 1 needs more heartbeats than these.
     for (const Loaded& rank : loaded) {
       EXPECT_EQ(rank.after, Footprint{});
       if (!rank.failure) continue;

@@ -1,4 +1,4 @@
-// Targets that go to different places in one load, and tensors that the caller makes.
+// Targets with different destinations in one load, and caller-provided tensors.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
@@ -14,7 +14,7 @@
 namespace modicum {
 namespace {
 
-// What borrows a plan or a checkpoint is not made of one that dies at once.
+// Types that borrow a plan or a checkpoint can't be constructed from a temporary.
 static_assert(std::is_constructible_v<HostSink, Plan&, int, Ledger&>);
 static_assert(!std::is_constructible_v<HostSink, Plan, int, Ledger&>);
 static_assert(std::is_constructible_v<DigestSum, Plan&, int>);
@@ -25,7 +25,7 @@ static_assert(!std::is_constructible_v<Rings, Plan>);
 constexpr int64_t kRows = 7;
 constexpr int64_t kColumns = 5;
 
-// Three stored tensors and one that the caller makes, over two ranks.
+// Three stored tensors and one caller-provided tensor, over two ranks.
 struct World {
   MemoryFileSystem files;
   Checkpoint checkpoint;
@@ -58,7 +58,7 @@ struct World {
                      {.strategy = &strategy_named(strategy),
                       .destination_of = {Destination::copy, Destination::given, Destination::cpu,
                                          Destination::cpu},
-                      .staging_bytes = 8 * kMiB,  // slots for each worker
+                      .staging_bytes = 8 * kMiB,  // a slot for each worker
                       .init_bytes = made.size() * sizeof(float)});
   }
 
@@ -71,7 +71,7 @@ struct World {
   }
 };
 
-// One rank of several, of whom nobody hears anything.
+// One rank of several whose board never reports a failure.
 class AloneBoard final : public Board {
  public:
   void beat(int, uint64_t) noexcept override {}
@@ -81,7 +81,7 @@ class AloneBoard final : public Board {
   void agree(int, const Digest&) override {}
 };
 
-// A rank's rows with padding: FSDP2's four rows of seven, or three and one of zeros.
+// A rank's rows of FSDP2 Shard(0) of seven rows: four, or three and one of padding.
 std::vector<float> rows_of(int rank, float first) {
   std::vector<float> rows(4 * kColumns);
   for (int64_t i = 0; i < 4 * kColumns; ++i) {
@@ -98,8 +98,8 @@ std::vector<float> floats(std::span<const std::byte> bytes) {
   return values;
 }
 
-// places: catches what is kept of a target that only copies are taken of, memory of ours for what
-// the caller has given, and a caller's tensor that another thread than his asks for.
+// Catches: host memory for a target that is copied to a device or given by the caller; a
+// caller-provided tensor requested on another thread than the caller's.
 TEST(Places, EachTargetGoesToItsOwn) {
   for (const char* strategy : {"own-shard", "full-per-rank"}) {
     for (int rank = 0; rank < 2; ++rank) {
@@ -125,7 +125,7 @@ TEST(Places, EachTargetGoesToItsOwn) {
       EXPECT_EQ(floats(sink.host(3)), rows_of(rank, 1000)) << strategy << rank;
       ASSERT_FALSE(world.asked.empty());
       for (const auto thread : world.asked) EXPECT_EQ(thread, std::this_thread::get_id());
-      // Two of four targets are ours: 80 bytes each, the second one aligned.
+      // Two of four targets are in the arena: 80 bytes each, the second one aligned.
       EXPECT_EQ(arena_begins(plan, rank), (std::vector<uint64_t>{0, 0, 0, 128, 208}));
       EXPECT_EQ(ledger.held()[Purpose::shards], kPageBytes);
       EXPECT_EQ(sink.release().bytes().size(), kPageBytes);
@@ -148,7 +148,7 @@ TEST(Places, GivenMemoryOfAnotherSizeIsRefusedByName) {
   }
 }
 
-TEST(Places, WhatTheCallerMakesIsPromised) {
+TEST(Places, CallerProvidedTensorsArePromised) {
   const World world;
   const Plan plan = world.plan("own-shard");
   EXPECT_EQ(plan.promise.phases[kLoadPhase].of_rank[1][Purpose::init], kRows * kColumns * 4U);
@@ -161,7 +161,7 @@ size_t pages_in_memory(std::span<std::byte> bytes) {
   return static_cast<size_t>(std::ranges::count_if(pages, [](auto page) { return page & 1; }));
 }
 
-// Of one target, which a rule fills.
+// A recipe of one target with an init rule.
 Recipe recipe_of_zeros(const World& world, int64_t elements) {
   RecipeBuilder builder(world.checkpoint.manifest);
   builder.target("zeros", builder.init(InitRule::zeros, 0, {elements}, DType::f32));
@@ -174,8 +174,8 @@ Plan plan_alone(const World& world, const Recipe& recipe) {
                    {.strategy = &strategy_named("own-shard"), .staging_bytes = kMiB});
 }
 
-// places: catches pages that the kernel makes before what fills them: their zeros have left the
-// CPU's cache when the data comes.
+// Catches: pages faulted in long before they are filled, whose zeros have left the CPU's cache when
+// the data arrives.
 TEST(HostSink, TakesPagesAsTheyAreFilled) {
   World world;
   const Recipe recipe = recipe_of_zeros(world, kMiB);
@@ -189,20 +189,20 @@ TEST(HostSink, TakesPagesAsTheyAreFilled) {
   EXPECT_EQ(pages_in_memory(sink.host(0)), 4 * kMiB / kPageBytes);
 }
 
-// places: catches a poisoning that goes on to the end when its rank is told to stop: it takes all
-// pages of the arena, which is most of a load's time.
-TEST(HostSink, StopsPoisoningWhenItIsTold) {
+// Catches: poisoning that can't be cancelled. It touches all pages of the arena, which is most of a
+// load's time.
+TEST(HostSink, PoisoningIsCancelled) {
   const World world;
   const Recipe recipe = recipe_of_zeros(world, 10 * kMiB);
   const Plan plan = plan_alone(world, recipe);  // 40 MiB
   Ledger ledger;
   HostSink sink(plan, 0, ledger);
   struct Stopped {};
-  int looks = 0;
-  const auto look = [&looks] {
-    if (++looks == 3) throw Stopped{};
+  int polls = 0;
+  const auto poll = [&polls] {
+    if (++polls == 3) throw Stopped{};
   };
-  EXPECT_THROW(sink.poison(look), Stopped);
+  EXPECT_THROW(sink.poison(poll), Stopped);
   EXPECT_EQ(pages_in_memory(sink.host(0)), 32 * kMiB / kPageBytes);
 }
 

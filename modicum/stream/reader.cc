@@ -54,7 +54,7 @@ void DataReader::enter(uint64_t window) {
 void DataReader::read(uint32_t file, uint64_t begin, std::span<std::byte> into) {
   open(file);
   const uint64_t end = begin + into.size();
-  // Windows are left, and dropped, before those that the read brings in take their place.
+  // Old windows are dropped before the read fills new ones, so that the peak stays bounded.
   for (uint64_t at = begin; at < end; at = (window_ + 1) * kWindowBytes) {
     enter(at / kWindowBytes);
     if (was_cached_[window_]) continue;

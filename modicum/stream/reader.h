@@ -1,4 +1,4 @@
-// Reading data files in order, with the page cache dropped behind.
+// Reads data files in order and drops their page cache behind the reader.
 #pragma once
 
 #include <cstddef>
@@ -11,11 +11,16 @@
 
 namespace modicum {
 
-// One worker's view of a checkpoint's data: at most one file is open. Page cache that its reads
-// brought in is dropped in windows of 8 MiB (less, or unaligned, leaves large folios in the cache),
-// kWindowsBehind of them behind the reader: ranks read neighbouring parts of a window at about the
-// same time, and what is dropped too early is read twice. Windows that were wholly cached when the
-// file was opened are left as they were; later the kernel's own reading ahead would look the same.
+// The data of a checkpoint for one worker; at most one file is open. The page cache that its reads
+// fill is dropped in aligned windows of 8 MiB (smaller or unaligned ranges leave large folios
+// cached). Several ranks read neighbouring parts of a window at about the same time, and a window
+// dropped too early is read twice, so kWindowsBehind windows are kept:
+//
+//   window    0        1        2       ...      8        9
+//             dropped  kept     kept    ...      kept     being read
+//
+// Windows that were wholly cached when the file was opened stay cached. That is probed at open,
+// since later the kernel's read-ahead can't be told from them.
 class DataReader {
  public:
   static constexpr size_t kWindowsBehind = 8;
@@ -25,18 +30,19 @@ class DataReader {
   DataReader(const DataReader&) = delete;
   DataReader& operator=(const DataReader&) = delete;
 
+  // IO and FORMAT.TRUNC; CONFLICT if a file that was left for another one has changed.
   void read(uint32_t file, uint64_t begin, std::span<std::byte> into);
-  // After the last read: CONFLICT where the open file is no longer what was proven. Files that were
-  // read before it have been compared when they were left. Without it, nothing read may be used.
+  // Call after the last read: CONFLICT if the open file is no longer the one that was proven. Until
+  // it returns, nothing read may be used.
   void finish();
 
   uint64_t bytes_read() const noexcept { return bytes_read_; }
   uint64_t page_cache_peak_bytes() const noexcept { return cached_peak_; }
 
  private:
-  struct Behind {  // a window that this reader has brought in
+  struct Behind {  // a window that this reader has entered
     uint64_t index = 0;
-    uint64_t bytes = 0;
+    uint64_t bytes = 0;  // that it read into the page cache
   };
 
   void open(uint32_t file);
@@ -47,9 +53,9 @@ class DataReader {
   const Checkpoint& checkpoint_;
   std::unique_ptr<File> file_;
   uint32_t file_index_ = 0;
-  uint64_t window_ = UINT64_MAX;  // where the reader is
+  uint64_t window_ = UINT64_MAX;  // the current window
   std::vector<bool> was_cached_;  // by window
-  std::deque<Behind> behind_;     // the last one is where the reader is
+  std::deque<Behind> behind_;     // the current window last
   uint64_t bytes_read_ = 0;
   uint64_t cached_ = 0;
   uint64_t cached_peak_ = 0;

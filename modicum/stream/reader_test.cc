@@ -36,7 +36,7 @@ struct Files {
     opened = recorded.calls().size();
   }
 
-  // Reads [begin, end) of a file's data in pieces and says whether every byte was right.
+  // Reads [begin, end) of a file's data in pieces; true if every byte is right.
   bool read(DataReader& reader, uint32_t file, uint64_t begin, uint64_t end, uint64_t piece) {
     const Stored& stored = checkpoint.manifest.tensors[file];
     bool right = true;
@@ -52,7 +52,7 @@ struct Files {
     return right;
   }
 
-  // The windows dropped, in order, as {file's first letter, index}; each is whole.
+  // The dropped windows, in order, as {first letter of the file, index}; each must be whole.
   std::vector<std::pair<char, uint64_t>> dropped() const {
     std::vector<std::pair<char, uint64_t>> windows;
     for (const IoCall& call : recorded.drops()) {
@@ -69,8 +69,8 @@ struct Files {
   size_t opened = 0;  // calls until the checkpoint was open
 };
 
-// Catches: page cache that is never dropped, or too early for ranks that are a little behind.
-TEST(DataReader, DropsWhatItBroughtInSomeWindowsBehind) {
+// Catches: page cache never dropped, or dropped while slower ranks still need it.
+TEST(DataReader, DropsItsWindowsSomeWindowsBehind) {
   constexpr uint64_t kLast = DataReader::kWindowsBehind + 1;
   Files files(static_cast<int64_t>((kLast + 1) * kWindow));
   files.recorded.be_cold();
@@ -89,8 +89,8 @@ TEST(DataReader, DropsWhatItBroughtInSomeWindowsBehind) {
   EXPECT_EQ(files.dropped(), all);
 }
 
-// Catches: taking what the kernel has read ahead for what was there before.
-TEST(DataReader, DropsWhatWasReadAheadForIt) {
+// Catches: read-ahead of the kernel taken for pages that were cached before.
+TEST(DataReader, DropsReadAhead) {
   Files files(20 << 20);
   files.recorded.be_cold();
   {
@@ -100,7 +100,7 @@ TEST(DataReader, DropsWhatWasReadAheadForIt) {
   EXPECT_EQ(files.dropped(), (Windows{{'a', 0}, {'a', 1}, {'a', 2}}));
 }
 
-TEST(DataReader, LeavesAFileWithNothingOfItInTheCache) {
+TEST(DataReader, LeavesNothingOfAFileInTheCache) {
   Files files(9 << 20);
   files.recorded.be_cold();
   DataReader reader(files.checkpoint);
@@ -109,7 +109,7 @@ TEST(DataReader, LeavesAFileWithNothingOfItInTheCache) {
   EXPECT_EQ(files.dropped(), (Windows{{'a', 0}, {'a', 1}}));
 }
 
-TEST(DataReader, LeavesWhatWasCachedBeforeAsItWas) {
+TEST(DataReader, KeepsWindowsThatWereCachedBefore) {
   Files files(20 << 20);
   {
     DataReader reader(files.checkpoint);
@@ -132,8 +132,8 @@ TEST(DataReader, GoingBackCountsNothingTwice) {
   EXPECT_EQ(files.dropped(), (Windows{{'a', 0}, {'a', 1}, {'a', 0}, {'a', 2}, {'a', 0}}));
 }
 
-// Plans count reads: each is one call, also where it ends in another window.
-TEST(DataReader, ReadsWhatItIsAskedForWithOneCall) {
+// A plan counts each read as one call, also if it crosses a window.
+TEST(DataReader, MakesOneCallPerRead) {
   Files files(20 << 20);
   files.recorded.be_cold();
   DataReader reader(files.checkpoint);

@@ -1,4 +1,4 @@
-// The exchanges of ranks on one machine, as a plan groups them.
+// The exchanges of ranks on one machine, one per exchange group of a plan.
 #pragma once
 
 #include <map>
@@ -9,13 +9,13 @@
 
 namespace modicum {
 
-// One ring in shared memory for each group of ranks that exchange. Made before the ranks are
-// forked; outlives their ends.
+// One ring in shared memory for each exchange group. Construct before the ranks are forked; must
+// outlive every Exchange from end_of.
 class Rings {
  public:
   explicit Rings(const Plan& plan);
   explicit Rings(const Plan&&) = delete;
-  // The end of `rank`; null where it sends and receives nothing.
+  // The end of `rank`; null if the plan has no exchange.
   std::unique_ptr<Exchange> end_of(int rank, Board& board);
 
  private:

@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-// Scales of a row that are widened at a time.
+// Scales widened to fp32 at a time, on the stack.
 constexpr int64_t kScalesAtOnce = 256;
 
 }  // namespace
@@ -40,7 +40,7 @@ void Conversion::run(const std::byte* from, int64_t first, std::byte* to, int64_
   cast_strided(from, from_dtype_, to, to_dtype_, n, to_step);
 }
 
-// Row by row of the codes, as each has a row of scales.
+// Row by row of the codes, since each row of codes has one row of scales.
 void Conversion::dequantise(const std::byte* from, int64_t first, std::byte* to, int64_t n,
                             int64_t to_step) const noexcept {
   const int64_t to_bytes = to_step * bytes_per_element(to_dtype_);

@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kPoisonStepBytes = 16 * kMiB;
 
-// What tells one tensor's elements from another's in the digest: name, dtype and shape.
+// The seed of a tensor's elements in the digest: over its name, dtype and shape.
 uint64_t digest_seed(const TensorSpec& spec) {
   return name_hash(
       fmt::format("{}|{}|{}", spec.fqn, torch_name(spec.dtype), shape_text(spec.shape)));
@@ -54,7 +54,7 @@ void HostSink::copy(uint32_t buffer, int64_t at, std::span<const std::byte> elem
 
 void HostSink::poison(Poll poll) {
   const auto fill = [&poll](std::span<std::byte> all) {
-    while (!all.empty()) {  // as it is where a rank has no elements
+    while (!all.empty()) {
       poll();
       const std::span<std::byte> step = all.first(std::min(all.size(), kPoisonStepBytes));
       std::fill(step.begin(), step.end(), std::byte{0xa5});
@@ -73,7 +73,7 @@ DigestSum::DigestSum(const Plan& plan, int rank) : plan_(plan), rank_(rank) {
     if (recipe.is_alias(t)) {
       alias_seeds_.emplace_back(recipe.nodes[recipe.targets[t].root].from, seeds_.back());
     }
-    // The tensor itself, so that empty ones count too.
+    // The tensor itself, so that empty tensors change the digest, too.
     if (rank == 0) sum_ += name_hash(fmt::format("{:016x}", seeds_.back()));
   }
 }
@@ -81,11 +81,11 @@ DigestSum::DigestSum(const Plan& plan, int rank) : plan_(plan), rank_(rank) {
 void DigestSum::add(uint32_t buffer, int64_t at, std::span<const std::byte> elements) noexcept {
   const int bits = bits_per_element(buffer_of(plan_, buffer, rank_).dtype);
   const auto n = static_cast<int64_t>(elements.size()) * 8 / bits;
-  // Elements below a byte are digested by the byte.
+  // Elements smaller than a byte are digested byte by byte.
   const auto scaled = [&](int64_t count) { return bits < 8 ? count * bits / 8 : count; };
   const bool is_target = buffer < plan_.recipe->targets.size();
   if (is_target && !is_primary(*plan_.recipe, plan_.layout, buffer, rank_))
-    return;  // what is flat is held once
+    return;  // flat groups have no replicas
   uint64_t sum = 0;
   for_each_held_run(plan_, buffer, rank_, {at, at + n},
                     [&](uint32_t target, int64_t global, int64_t local, int64_t count) {

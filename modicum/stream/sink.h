@@ -1,4 +1,4 @@
-// The seam where elements of a rank's local buffers go.
+// The seam to the memory of a rank's local buffers.
 #pragma once
 
 #include <atomic>
@@ -13,32 +13,34 @@
 
 namespace modicum {
 
-// Thread rules: several threads, never for the same element.
+// Called by several threads, never for the same element.
 class Sink {
  public:
   virtual ~Sink() = default;
-  // Host memory of local buffer `buffer`, padding included, to be written straight into; empty
-  // where only copies are taken.
+  // Host memory of local buffer `buffer`, padding included, to write into; empty if the buffer
+  // takes only copies.
   virtual std::span<std::byte> host(uint32_t buffer) noexcept = 0;
-  // Elements for place `at` and on of local buffer `buffer`, from staging.
+  // Takes contiguous elements, in staging, for places `at` and on of local buffer `buffer`.
   virtual void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) = 0;
 };
 
-// The shards in host memory: one arena of `shards`, booked and mapped when it is made, whose pages
-// come as a load fills them; and what the caller has given, by target.
+// Shards in host memory. Buffers with Destination::cpu are in one arena, charged as `shards` and
+// mapped at construction; its pages are first touched as the load fills them. Buffers with
+// Destination::given are the caller's memory.
 class HostSink final : public Sink {
  public:
   using Given = std::vector<std::span<std::byte>>;
   using Copy = std::function<void(uint32_t buffer, int64_t at, std::span<const std::byte>)>;
-  // `given` has the memory of each target whose destination that is (USAGE where its size is
-  // wrong), `copy` takes the elements of those that are copied; any thread.
+  // `given`: by target, the memory of those with Destination::given; USAGE, naming the tensor, if a
+  // size differs. `copy` receives the elements of those with Destination::copy, on any thread.
+  // Errors: BUDGET, NOMEM.
   HostSink(const Plan& plan, int rank, Ledger& ledger, Given given = {}, Copy copy = {});
   HostSink(const Plan&&, int, Ledger&, Given = {}, Copy = {}) = delete;
   std::span<std::byte> host(uint32_t buffer) noexcept override;
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
-  // Fills everything with a pattern that no load leaves behind.
+  // Fills all memory with a pattern, so that a check notices elements that were never written.
   void poison(Poll poll = kNoPoll);
-  // The arena, for who wants to keep it longer; buffer b begins at arena_begins(plan, rank)[b].
+  // Moves the arena out; buffer b begins at arena_begins(plan, rank)[b].
   Buffer release() noexcept { return std::move(arena_); }
 
  private:
@@ -50,13 +52,14 @@ class HostSink final : public Sink {
   const Copy copy_;
 };
 
-// The part of the model's digest that one rank's primary elements make; see `digest_seed`. The sum
-// over all ranks, modulo 2^64, is the digest, whatever the layout.
+// One rank's part of the model's digest: over the elements of which it is the primary replica. The
+// sum over all ranks, modulo 2^64, is the digest, independent of the layout.
 class DigestSum {
  public:
   DigestSum(const Plan& plan, int rank);
   DigestSum(const Plan&&, int) = delete;
-  // Elements [at, at + n) of a local buffer, in the target's dtype. Any thread, each element once.
+  // Adds elements [at, at + n) of a local buffer, in the target's dtype. Any thread; each element
+  // once.
   void add(uint32_t buffer, int64_t at, std::span<const std::byte> elements) noexcept;
   uint64_t value() const noexcept { return sum_.load(std::memory_order_relaxed); }
 

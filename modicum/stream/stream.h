@@ -13,40 +13,39 @@
 
 namespace modicum {
 
-// Where a rank stands among the others. All outlive the load.
+// A rank and its connections to the other ranks. All must outlive the load.
 struct RankContext {
   int rank = 0;
   Board* board = nullptr;
-  Exchange* exchange = nullptr;  // needed where the strategy sends and there are several ranks
-  Ledger* ledger = nullptr;      // what the load holds is charged to it
+  Exchange* exchange = nullptr;  // required if the plan exchanges
+  Ledger* ledger = nullptr;      // charged for everything that the load holds
 };
 
 struct LoadOptions {
-  int threads = 1;  // at most; staging decides how many streams fit
-  // A `caller` tensor, whole, by its ordinal; valid until the next call. Called on the thread that
-  // calls load(), in the order of the targets.
+  int threads = 1;  // upper limit; the staging may hold fewer workers
+  // Returns a whole caller-provided tensor by ordinal, valid until the next call. Called on the
+  // thread that calls load(), in the order of the targets.
   std::function<std::span<const std::byte>(uint32_t ordinal)> caller;
-  uint64_t init_seed = 0;  // of `init` rules: with the target's name, it decides every bit
+  uint64_t init_seed = 0;  // of `init` rules: seed and FQN determine every bit
 };
 
-// Loads rank `at.rank`'s part of the plan into `sink`. Everything that is held besides the sink's
-// own is charged to `at.ledger` and committed before the first data byte is read, and given back at
-// the end. Ranks whose plans were not made in one process have agreed on `plan.inputs`, before any
-// of them made its sink (Board::agree). On return every element of every local buffer, padding too,
-// has been written exactly once: each finished transfer is added to a fingerprint of the places
-// written, which is compared with that of a tiling (else INTEGRITY; a wrong passes with a
-// probability of at most elements / 2^61). Where a tie is stored under both of its names, what was
-// read of them was the same (else MISMATCH, naming both). On an error nothing may be used. Errors:
-// FORMAT.TRUNC, IO, BUDGET, NOMEM, PEER.
+// Loads rank `at.rank`'s part of the plan into `sink`. Memory other than the sink's own is charged
+// to `at.ledger` and committed before the first data byte is read, and released at the end. Ranks
+// that made their plans in different processes must first agree on `plan.inputs` (Board::agree).
+//
+// On success every element of every local buffer, padding included, was written exactly once
+// (Coverage), and stored aliases equal their targets. On failure the contents of the sink are
+// undefined. Errors: FORMAT.TRUNC, IO; CONFLICT if a file changed; INTEGRITY if coverage is not
+// proven; MISMATCH, naming both, if a tied tensor is stored twice with different values; BUDGET,
+// NOMEM; PEER if another rank failed.
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
                  const LoadOptions& options = {});
 
-// The stored elements [first, first + n) of a tensor as they should be, by other means than a load:
-// what `check_values` compares with.
+// Supplies the expected stored elements [first, first + n) of a tensor, by other means than a load.
 using ExpectedElements =
     FunctionRef<void(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into)>;
 
-// Elements of a rank's local buffer, from its element `at` on.
+// Contiguous elements of a rank's local buffer, from place `at` on.
 struct HeldElements {
   int rank = 0;
   uint32_t buffer = 0;
@@ -54,12 +53,12 @@ struct HeldElements {
   std::span<const std::byte> bytes;
 };
 
-// Compares what a rank holds, padding included, with what the recipe
-// makes of `expected`, element by element along the recipe's second reading (element_source). The
-// first difference is INTEGRITY, naming the tensor.
+// Compares what a rank holds, padding included, with `expected` put through the recipe by
+// element_source, which is independent of the load's pull_back. The first difference is INTEGRITY
+// with the tensor, the element and both values.
 void check_elements(const Plan& plan, const HeldElements& held, ExpectedElements expected,
                     const LoadOptions& options = {});
-// The same for everything that `sink` has in host memory.
+// The same for all local buffers of `sink`, which must be in host memory.
 void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expected,
                   const LoadOptions& options = {});
 

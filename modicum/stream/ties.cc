@@ -15,8 +15,8 @@ constexpr uint64_t kSeed = 0x7469652d7469652dULL;  // the same for both sides
 
 Ties::Ties(const Plan& plan) : plan_(plan), sums_(std::make_unique<Sums[]>(plan.ties.size())) {}
 
-// Ties are few: none in most models, one in nearly all others.
-bool Ties::speaks_of(const Transfer& transfer) const noexcept {
+// A linear search: most models have no tie, nearly all others one.
+bool Ties::has(const Transfer& transfer) const noexcept {
   if (transfer.source == Transfer::Source::zero) return false;
   return std::any_of(plan_.ties.begin(), plan_.ties.end(), [&](const Tie& tie) {
     return tie.alias == transfer.target || tie.of == transfer.target;
@@ -24,8 +24,8 @@ bool Ties::speaks_of(const Transfer& transfer) const noexcept {
 }
 
 void Ties::add(const Transfer& of, int64_t at, std::span<const std::byte> elements) noexcept {
-  if (!speaks_of(of)) return;
-  // Elements below a byte are taken by the byte, on which their cuts fall.
+  if (!has(of)) return;
+  // Elements smaller than a byte are hashed byte by byte; runs of them end on a byte.
   const int bits = bits_per_element(of.to_dtype);
   const int bytes = std::max(8, bits) / 8;
   const int64_t first = at * bits / 8 / bytes;
@@ -38,7 +38,7 @@ void Ties::add(const Transfer& of, int64_t at, std::span<const std::byte> elemen
 }
 
 void Ties::add(const Transfer& done, std::span<const std::byte> host) noexcept {
-  if (!speaks_of(done)) return;
+  if (!has(done)) return;
   const Runs& runs = done.runs;
   const bool along = runs.at_step == 1 || runs.length == 1;
   const int64_t n = along ? runs.length : 1;
@@ -56,8 +56,8 @@ void Ties::prove(int rank) const {
     const std::string& of = plan_.recipe->targets[plan_.ties[i].of].spec.fqn;
     const std::string& alias = plan_.recipe->targets[plan_.ties[i].alias].spec.fqn;
     fail(Category::mismatch,
-         fmt::format("'{}' is tied to '{}', and the values stored for them differ; --untie loads "
-                     "both",
+         fmt::format("'{}' is tied to '{}', but both are stored and their values differ; --untie "
+                     "loads both",
                      printable(alias), printable(of)),
          {.tensor = alias, .rank = rank});
   }

@@ -1,4 +1,4 @@
-// Ties whose two names are both stored: read once each, compared, held once.
+// Ties that are stored under both names: each is read once, they are compared, one is held.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -17,7 +17,7 @@ const std::string kEmbedding = "model.embed_tokens.weight";
 const std::string kHead = "lm_head.weight";
 using Values = std::map<std::string, std::vector<std::byte>>;
 
-// An embedding, its head and a norm; the head's values may be changed before they are written.
+// An embedding, its head and a norm; `change` may alter the head's values before they are written.
 struct Model {
   MemoryFileSystem files;
   Checkpoint checkpoint;
@@ -116,7 +116,7 @@ void for_each_plan(const Model& model, const Recipe& recipe,
   }
 }
 
-// house, exact: both names are read, one is held, and the digest is that of a file with one name.
+// exact: both names are read, one is held, and the digest is that of a file with one name.
 TEST(Ties, EqualNamesAreReadTwiceAndHeldOnce) {
   for (const auto& [from, to] : {std::pair{DType::bf16, DType::bf16}, {DType::f32, DType::bf16}}) {
     const Model model(from);
@@ -156,7 +156,7 @@ void expect_differing(const Model& model, std::optional<DType> dtype) {
   });
 }
 
-// house: one bit of the last element, which is the last rank's.
+// One bit of the last element, which the last rank holds.
 TEST(Ties, OneBitThatDiffersIsAMismatch) {
   const Model model(DType::f32, [](auto& bytes) { bytes[bytes.size() - 4] ^= std::byte{1}; });
   expect_differing(model, std::nullopt);
@@ -169,14 +169,14 @@ TEST(Ties, TwoRowsExchangedAreAMismatch) {
   expect_differing(model, DType::f32);
 }
 
-// What is compared is what is loaded: a difference that the cast takes away is none.
+// Elements are compared as loaded, so a difference below the cast's precision is none.
 TEST(Ties, AreComparedAfterTheCast) {
   const Model model(DType::f32, [](auto& bytes) { bytes[bytes.size() - 4] ^= std::byte{1}; });
   for_each_plan(model, tied(model, DType::bf16),
                 [&](const Plan& plan) { EXPECT_FALSE(load_all(model, plan).failure.has_value()); });
 }
 
-// house: what may differ is loaded as two.
+// With --untie both names are targets and may differ.
 TEST(Ties, UntiedNamesAreTwoTargets) {
   const Model model(DType::bf16, [](auto& bytes) { bytes[0] ^= std::byte{1}; });
   const Recipe recipe = tied(model, std::nullopt, true);
@@ -187,7 +187,7 @@ TEST(Ties, UntiedNamesAreTwoTargets) {
   });
 }
 
-// The evidence may be any node: here the head is stored turned, in two parts.
+// The alias may have any recipe: here the head is stored transposed, in two parts.
 TEST(Ties, AreComparedThroughTheirRecipe) {
   for (const bool right : {true, false}) {
     const Model model(DType::bf16);
@@ -207,7 +207,7 @@ TEST(Ties, AreComparedThroughTheirRecipe) {
   }
 }
 
-// FP8 codes are compared as the numbers that they become.
+// FP8 codes are compared after they were dequantised.
 TEST(Ties, CodesAreComparedAfterTheirScales) {
   for (const bool right : {true, false}) {
     Model model(DType::f8_e4m3);
@@ -244,7 +244,7 @@ TEST(Ties, CodesAreComparedAfterTheirScales) {
   }
 }
 
-// A comparison that leaves something out is no proof: its transfers are ticked off like any other.
+// Compared transfers are counted by Coverage, too, so that no element is left uncompared.
 TEST(Ties, ComparedTransfersTileLikeTheOthers) {
   const Model model(DType::bf16);
   const Recipe recipe = tied(model);

@@ -15,7 +15,7 @@
 namespace modicum {
 namespace {
 
-// Catches: any stop that hands on another number than the one before it means.
+// Catches: a room that passes on another number than it received.
 TEST(Walk, OneParameterFromItsFileToTheLastRank) {
   MemoryFileSystem files;
   files.make_directory("/m");
@@ -28,7 +28,7 @@ TEST(Walk, OneParameterFromItsFileToTheLastRank) {
   out.write(1, 0, values);
   out.finish();
 
-  // checkpoint: two lines of JSON, padded to 8 bytes, behind 8 bytes of length.
+  // checkpoint: 8 bytes of length, then two lines of JSON, padded to 8 bytes.
   const Checkpoint checkpoint = open_checkpoint(files, "/m");
   const uint64_t data = checkpoint.manifest.files[0].header_bytes;
   EXPECT_EQ(data % 8, 0U);
@@ -46,7 +46,7 @@ TEST(Walk, OneParameterFromItsFileToTheLastRank) {
   EXPECT_EQ(local_buffer(layout.kinds[0], specs[1], 3).numel, 6);
   EXPECT_EQ(local_buffer(layout.kinds[0], specs[1], 3).padded_numel, 18);
 
-  // plan: what rank 3 must put where, and the reads that get it.
+  // plan: the transfers of rank 3 and its reads.
   const Plan plan =
       make_plan(checkpoint.manifest, recipe, layout, {.strategy = &strategy_named("own-shard")});
   std::vector<Transfer> transfers;
@@ -73,7 +73,7 @@ TEST(Walk, OneParameterFromItsFileToTheLastRank) {
   EXPECT_EQ(promised[Purpose::window], 0U);
   EXPECT_EQ(promised[Purpose::process], 2 * kMiB);
 
-  // load: all ranks, each with its ledger; the last row stands in rank 3, zeros behind it.
+  // load: all ranks, each with its ledger; rank 3 holds the last row and two rows of zeros.
   SteadyClock clock;
   SharedBoard board(4, clock);
   run_workers(4, [&](int rank) {

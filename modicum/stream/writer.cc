@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-// On the stack: the cast room may be full of what is put into place.
+// On the stack, since a sink in host memory has no cast room.
 constexpr size_t kCompareRoomBytes = 4096;
 
 int64_t bytes_at(DType dtype, int64_t elements) noexcept {
@@ -70,8 +70,13 @@ void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conve
   }
 }
 
-// A copy takes neighbours in the destination: along the run where its elements are neighbours
-// there, else across the runs (a transpose), gathered in the room.
+// Sink::copy takes elements that are contiguous in the destination. If a run is contiguous there,
+// each run is a line; otherwise (a transpose) a line takes one element of each run, gathered in the
+// room:
+//
+//   source, 2 runs of 3        destination, transposed: at_step 2, at_stride 1
+//     a b c                      a d b e c f
+//     d e f                      lines: [a d] [b e] [c f]
 void Writer::put_by_copies(const Transfer& t, const std::byte* from, const Conversion& how,
                            std::span<std::byte> room) {
   const bool along = t.runs.at_step == 1 || t.runs.length == 1;
@@ -108,7 +113,7 @@ void Writer::make(const Transfer& transfer) {
     const std::byte* whole = options_.caller(transfer.from).data();
     return put(transfer, whole + bytes_at(transfer.from_dtype, transfer.runs.first));
   }
-  // Made a little at a time, on the stack.
+  // Generated in small pieces on the stack.
   std::array<std::byte, 4096> made{};
   const int64_t most =
       static_cast<int64_t>(made.size()) * 8 / bits_per_element(transfer.from_dtype);

@@ -1,4 +1,4 @@
-// Putting elements that stand in host memory into a sink: cast, place or compare, tick off.
+// Puts elements from host memory into a sink: casts them, writes or compares them, counts them.
 #pragma once
 
 #include <span>
@@ -12,8 +12,8 @@
 
 namespace modicum {
 
-// One worker's. `slot` is its staging: where the sink takes only copies, what is cast goes through
-// the part of it behind the tile that was read.
+// Belongs to one worker. `slot` is its staging; casts for a sink that takes copies go through the
+// room after the tile, see Staging.
 class Writer {
  public:
   struct Proofs {
@@ -23,14 +23,14 @@ class Writer {
   Writer(const Plan& plan, Sink& sink, const Proofs& proofs, const LoadOptions& options,
          std::span<std::byte> slot) noexcept;
 
-  // `from` is where element `transfer.runs.first` of the source stands, `scales` are those that its
-  // dequantisation needs.
+  // `from` points to element `transfer.runs.first` of the source. `scales` are required if the
+  // transfer dequantises.
   void put(const Transfer& transfer, const std::byte* from, const ScalesAtHand& scales = {});
-  // A transfer that needs no reading: zero, init, caller.
+  // A transfer that needs no read: zero, init, caller.
   void make(const Transfer& transfer);
-  // The bytes were read straight into the sink's host memory.
+  // Counts a transfer whose bytes were read straight into the sink's host memory.
   void placed(const Transfer& transfer) noexcept;
-  // Where a direct read of `transfer` goes.
+  // The destination of a direct read of `transfer`.
   std::span<std::byte> place_of(const Transfer& transfer) noexcept;
 
   uint64_t bytes_loaded() const noexcept { return bytes_loaded_; }
@@ -38,7 +38,7 @@ class Writer {
  private:
   void put_into_host(const Transfer& transfer, const std::byte* from, const Conversion& how,
                      std::span<std::byte> host) noexcept;
-  // Through `room`, to the sink's copy or, of what is compared, no further.
+  // Casts through `room`, then copies to the sink; compared transfers are not copied.
   void put_by_copies(const Transfer& transfer, const std::byte* from, const Conversion& how,
                      std::span<std::byte> room);
   void done(const Transfer& transfer) noexcept;
