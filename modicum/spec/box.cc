@@ -8,7 +8,7 @@
 namespace modicum {
 
 void Box::too_many_dims() {
-  fail(Category::unsupported, "a tensor of more than 8 dims is cut or converted");
+  fail(Category::unsupported, "a tensor to be sharded or rearranged has more than 8 dims");
 }
 
 bool Box::empty() const noexcept { return numel() == 0; }
@@ -43,7 +43,7 @@ namespace box_detail {
 StridedBox strided(const Box& box) noexcept {
   StridedBox out;
   int64_t stride = 1;
-  // From the innermost dim outward, so that each merge sees the dim inside it; reversed at the end.
+  // Innermost dim first, so that a dim can merge with the one inside it; reversed at the end.
   for (int d = box.rank - 1; d >= 0; --d) {
     const BoxDim& dim = box.dims[static_cast<size_t>(d)];
     out.first += dim.lo * stride;

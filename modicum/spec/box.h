@@ -1,5 +1,5 @@
-// A box of elements of a tensor and where they go: the one geometric value that layouts cut with
-// and recipes pull back.
+// A box of a tensor's elements and their places in a destination. Layouts produce boxes and recipes
+// pull them back.
 #pragma once
 
 #include <array>
@@ -9,8 +9,8 @@
 
 namespace modicum {
 
-// Along one dim of a tensor (or of any shape with the same row-major order): the half-open interval
-// [lo, hi) of `size`, whose neighbours land `step` elements apart in the destination.
+// The interval [lo, hi) of one dim of `size` elements, of a tensor or of any shape with the same
+// row-major order. Neighbours in this dim are `step` elements apart in the destination.
 struct BoxDim {
   int64_t size;
   int64_t lo;
@@ -20,14 +20,14 @@ struct BoxDim {
   int64_t extent() const noexcept { return hi - lo; }
 };
 
-// The product of the intervals; its first element (every dim at lo) lands at element `at`.
-// Outermost dim first. Boxes live on the stack: plans make millions of them.
+// The product of intervals, outermost dim first. Its first element (every dim at lo) goes to
+// element `at` of the destination. Boxes don't allocate: plans make millions of them.
 struct Box {
   static constexpr int kMaxDims = 8;
 
   int64_t at = 0;
   int rank = 0;
-  std::array<BoxDim, kMaxDims> dims;  // the first `rank` of them; the others are not even zero
+  std::array<BoxDim, kMaxDims> dims;  // only the first `rank` are initialised
 
   void push(const BoxDim& dim) {
     if (rank == kMaxDims) too_many_dims();
@@ -35,40 +35,44 @@ struct Box {
   }
   bool empty() const noexcept;
   int64_t numel() const noexcept;
-  // The part of this box with dim `d` cut down to [lo, hi), which must lie within; `at` moves
-  // along.
+  // This box with dim `d` narrowed to [lo, hi), a part of its interval; `at` is adjusted.
   Box narrowed(int d, int64_t lo, int64_t hi) const noexcept;
 
  private:
   [[noreturn]] static void too_many_dims();  // UNSUPPORTED
 };
 
-// All of `shape`, row-major from element 0 of the destination.
+// The box of all of `shape`, row-major from element 0 of the destination.
 Box whole_box(const std::vector<int64_t>& shape);
 
-// `count` runs of `length` neighbours in the source, evenly apart: element (k, i), k < count,
+// `count` strided runs of `length` contiguous source elements. Element (k, i), with k < count and
 // i < length, is element first + k * stride + i of the source and at + k * at_stride + i * at_step
-// of the destination.
+// of the destination. Rows 1 and 2, columns 2..4 of a [4, 6] source into a contiguous buffer:
+//
+//   source       0  .  .  .  .  .  .        first 8, stride 6, count 2, length 3
+//                6  .  . [8  9 10] .        at 0, at_stride 3, at_step 1
+//               12  .  .[14 15 16] .
+//   destination  8  9 10 14 15 16
 struct Runs {
   int64_t first = 0, stride = 0, count = 1, length = 0;
   int64_t at = 0, at_stride = 0, at_step = 1;
 
   int64_t numel() const noexcept { return count * length; }
-  // From the first element to behind the last one, in the source.
+  // Source elements from the first to the last, gaps included.
   int64_t span() const noexcept { return (count - 1) * stride + length; }
-  // Of runs [k, k + n_runs) the elements [i, i + n).
+  // Elements [i, i + n) of runs [k, k + n_runs).
   Runs part(int64_t k, int64_t n_runs, int64_t i, int64_t n) const noexcept {
     return {first + k * stride + i,           stride,    n_runs, n,
             at + k * at_stride + i * at_step, at_stride, at_step};
   }
 };
 
-// The box, whose dims are those of the source, as the fewest Runs that merging neighbouring dims
-// gives. `fn(const Runs&)`.
+// Calls `fn(const Runs&)` for the runs of a box whose dims are those of the source. Neighbouring
+// dims are merged where possible, so that there are few.
 template <typename Fn>
 void for_each_runs(const Box& box, Fn&& fn);
 
-// --- how ---
+// --- implementation ---
 
 namespace box_detail {
 struct StridedDim {

@@ -1,5 +1,4 @@
-// 128 bits that stand for a value: equal values have equal digests, different ones practically
-// never.
+// 128-bit digests: equal values have equal digests, different ones practically never.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +18,8 @@ struct Digest {
   std::string hex() const;  // 32 lower-case digits
 };
 
-// Digests a sequence of values (XXH3, 128 bits). Each text and list is preceded by its length, so
-// that neighbours can't run into each other. One thread.
+// Digests a sequence of values (XXH3, 128 bits). Texts and lists are prefixed with their length, so
+// that {"ab", "c"} and {"a", "bc"} differ. One thread.
 class Hasher {
  public:
   Hasher();

@@ -1,5 +1,4 @@
-// The 22 element types of a safetensors file: their names there, their sizes, and what may be done
-// with them.
+// The 22 element types of a safetensors file: names, sizes, and which conversions exist.
 #pragma once
 
 #include <cstdint>
@@ -37,20 +36,19 @@ enum class DType : uint8_t {
 std::string_view stored_name(DType dtype) noexcept;  // "BF16": the name in a file's header
 std::string_view torch_name(DType dtype) noexcept;   // "bfloat16": the name in flags and reports
 std::optional<DType> dtype_from_stored_name(std::string_view name) noexcept;
-// Also of the short names `fp32`, `bf16` and `fp16`.
+// Accepts `fp32`, `bf16` and `fp16`, too.
 std::optional<DType> dtype_from_torch_name(std::string_view name) noexcept;
 
 int bits_per_element(DType dtype) noexcept;  // 4 and 6 bits exist
-// Whole bytes per element. Types below a byte have none: INTERNAL.
+// Asserts that the element is whole bytes.
 int64_t bytes_per_element(DType dtype);
 bool is_floating(DType dtype) noexcept;  // complex numbers are not
 // fp32, bf16, fp16: the types that `--dtype` names and that are cast into each other. Integers,
 // bools and the rest are never cast.
 bool is_castable(DType dtype) noexcept;
-// F8_E4M3 and F8_E5M2: codes that are numbers only together with their scales (see BlockScale).
+// F8_E4M3 and F8_E5M2: codes that are dequantised with scales (see BlockScale).
 bool is_fp8_code(DType dtype) noexcept;
-// What such scales may be stored as: F32, BF16, F16, and F8_E8M0 and U8, whose byte b is
-// 2^(b - 127).
+// Dtypes of such scales: F32, BF16, F16, and F8_E8M0 and U8, whose byte b means 2^(b - 127).
 bool is_scale_dtype(DType dtype) noexcept;
 
 }  // namespace modicum

@@ -1,5 +1,5 @@
-// Memory as a value: bytes per purpose. Promises and outcomes are made of Footprints, so that being
-// exact is `==`.
+// Memory as a value: bytes per purpose. Promises and outcomes are Footprints, so tests compare them
+// with `==`.
 #pragma once
 
 #include <array>
@@ -14,22 +14,22 @@
 
 namespace modicum {
 
-// What a byte of host memory is for. `process` and `page_tables` are the kernel's and the program's
-// own and never in the ledger; all others are charged.
+// The purpose of a byte of host memory. `process` and `page_tables` are never in the ledger; all
+// other purposes are charged there.
 enum class Purpose : uint8_t {
-  process,      // the rank process before Modicum does anything
-  page_tables,  // the kernel's tables over everything that is mapped
-  header,       // the manifest: what the headers said
-  plan,         // recipe, layout and the bookkeeping of the run
+  process,      // a rank process before Modicum allocates
+  page_tables,  // of all mapped memory
+  header,       // the manifest
+  plan,         // recipe, layout and bookkeeping
   shards,       // the local buffers, padding included
-  window,       // whole tensors or the whole model, where a strategy holds them
+  window,       // whole tensors or the whole model, with strategies that hold them
   master,
   grad,
   moments,
-  staging,  // everything else that streaming holds: read slots, cast slots, exchange ring
+  staging,  // read slots, cast slots and exchange ring of a load; gradients as they arrive
   init,
   snapshot,
-  fork,  // of inherited memory: what forked children keep while this process writes it anew
+  fork,  // copy-on-write duplicates of inherited memory that forked children may keep
   count
 };
 
@@ -48,16 +48,16 @@ struct Footprint {
   bool operator==(const Footprint&) const = default;
 };
 
-// Who holds what, largest first; purposes that hold nothing are left out.
+// Purposes with their bytes, largest first; those without bytes are left out.
 std::vector<Owner> owners_of(const Footprint& footprint);
 
-// A stretch of the run with one footprint per rank.
+// A phase of a run, with one footprint per rank.
 struct Phase {
   std::string name;                // "open", "load", "hold"
   std::vector<Footprint> of_rank;  // indexed by rank
 };
 
-// What a run will hold, for every rank and phase, before it starts.
+// The memory that a run will hold, by phase and rank, known before it starts.
 struct Promise {
   std::vector<Phase> phases;
   std::vector<uint32_t> node_of_rank;
@@ -68,24 +68,24 @@ struct Promise {
   bool is_on(int node, int rank) const noexcept {
     return node_of_rank[static_cast<size_t>(rank)] == static_cast<uint32_t>(node);
   }
-  uint64_t rank_peak_bytes(int rank) const noexcept;  // its highest phase
+  uint64_t rank_peak_bytes(int rank) const noexcept;  // in its highest phase
   // The node's ranks, each in its own peak phase or all in `phase`, plus the launcher.
   Footprint on_node(int node, const Phase* phase = nullptr) const noexcept;
   // The sum of on_node(node): ranks are never assumed to be in the same phase.
   uint64_t node_peak_bytes(int node) const noexcept;
   std::vector<uint64_t> node_peaks() const;  // of every node
   const Phase& peak_phase(int rank) const noexcept;
-  // What rank `rank`'s ledger may hold: its highest phase, less process and page tables.
+  // The limit of a rank's ledger: its highest phase without process and page tables.
   uint64_t ledger_limit_bytes(int rank) const noexcept;
 };
 
-// The launcher: what the process holds that starts the ranks and watches them.
+// The launcher: the process that starts and supervises the ranks.
 constexpr uint64_t kLauncherBytes = 8 * kMiB;
-// A rank process before Modicum does anything.
+// A rank process before Modicum allocates.
 constexpr uint64_t kBaselineBytes = 2 * kMiB;
 
-// The promise of phases that say what each rank charges: what each process holds besides
-// (`process_bytes`) and page tables are added. `ranks_per_node` 0: all on one.
+// The promise of phases that list what each rank charges. Adds `process_bytes` and page tables to
+// each rank. `ranks_per_node` 0: all ranks on one node.
 Promise make_promise(std::vector<Phase> charged, uint64_t process_bytes = kBaselineBytes,
                      int ranks_per_node = 0);
 
@@ -93,10 +93,10 @@ Promise make_promise(std::vector<Phase> charged, uint64_t process_bytes = kBasel
 // GiB), whole pages. Measured: 0.196 % with 4 KiB pages and with huge ones.
 uint64_t page_table_bytes(uint64_t mapped_bytes) noexcept;
 
-// Heap bytes behind a value: what the allocator gives out, in its own granules.
+// Heap bytes that a value owns, in the allocator's granules.
 uint64_t heap_bytes(const std::string& text) noexcept;
 uint64_t heap_bytes(const TensorSpec& spec) noexcept;
-// A heap block of `bytes` costs this much: 16-byte granules with an 8-byte header, 32 at least.
+// The size of a heap block for `bytes`: 16-byte granules with an 8-byte header, 32 at least.
 constexpr uint64_t heap_block_bytes(uint64_t bytes) noexcept {
   return bytes == 0 ? 0 : (bytes + 8 + 15) / 16 * 16 < 32 ? 32 : (bytes + 8 + 15) / 16 * 16;
 }

@@ -22,7 +22,7 @@ TEST(Footprint, TheLedgersTotalLeavesTheProcessOut) {
   EXPECT_EQ(footprint.ledger_total(), 5u);
 }
 
-// Rank 0 peaks while loading, rank 1 while holding, and rank 2 lives on another node.
+// Rank 0 peaks while loading, rank 1 while holding; rank 2 is on another node.
 Promise two_nodes() {
   return {.phases = {{"load", {of(1, 20, 5), of(1, 10, 0), of(1, 7, 0)}},
                      {"hold", {of(1, 20, 0), of(1, 30, 0), of(1, 7, 0)}}},

@@ -1,4 +1,4 @@
-// What forked children find where a mapping of ours lies.
+// How forked children see a mapping of Modicum.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 namespace modicum {
 
 enum class Fork : uint8_t {
-  excluded,   // nothing: the range stays reserved and can't be accessed
-  shared,     // the same pages: children see every later write, and theirs are seen
-  inherited,  // the pages as they were at the fork; either side copies what it writes
+  excluded,   // not at all: the range is reserved and can't be accessed
+  shared,     // the same pages: writes of either side are visible to the other
+  inherited,  // copy-on-write, as memory is inherited by default
 };
 
-Fork fork_named(std::string_view name);  // USAGE with the choices and the nearest name
+Fork fork_named(std::string_view name);  // USAGE as index_named
 
 }  // namespace modicum

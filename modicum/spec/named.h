@@ -1,4 +1,4 @@
-// Names that a user chooses among.
+// Looks up names that a user chooses from a list.
 #pragma once
 
 #include <string>
@@ -7,12 +7,12 @@
 
 namespace modicum {
 
-// The index of `name` in `names`. Otherwise USAGE: "unknown WHAT 'NAME'" with the nearest name, and
-// all of them as what was expected.
+// On success the index of `name` in `names`. Otherwise USAGE "unknown WHAT 'NAME'; nearest is 'X'",
+// with all names as the expected ones.
 size_t index_named(std::string_view what, std::string_view name,
                    const std::vector<std::string>& names);
 
-// The same for the rows of a table that have a `name`.
+// The same for a table of rows with a member `name`.
 template <typename Table>
 const auto& row_named(std::string_view what, std::string_view name, const Table& table) {
   std::vector<std::string> names;

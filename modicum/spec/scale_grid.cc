@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-// The last two dims; a vector is one row, and a tensor without dims one element.
+// The last two dims; a vector is one row, a 0-d tensor one element.
 MatrixSize matrix_of(const std::vector<int64_t>& shape) noexcept {
   const size_t rank = shape.size();
   return {rank < 2 ? 1 : shape[rank - 2], rank < 1 ? 1 : shape[rank - 1]};
@@ -19,7 +19,7 @@ bool have_equal_outer_dims(const std::vector<int64_t>& a, const std::vector<int6
   return a.size() < 3 || std::equal(a.begin(), a.end() - 2, b.begin());
 }
 
-// The sizes of a block by which `count` scales cover one dim; empty where none does.
+// The block sizes with which `count` scales cover one dim; empty if there is none.
 struct BlockSizes {
   int64_t least = 1, most = 0;
   bool is_one() const noexcept { return least == most; }
@@ -27,7 +27,7 @@ struct BlockSizes {
 
 BlockSizes block_sizes(int64_t size, int64_t count) noexcept {
   if (size == 0) return {1, count == 0 ? 1 : 0};
-  if (count == 1) return {size, size};  // and all above it, which cut nothing either
+  if (count == 1) return {size, size};  // larger blocks cut the dim alike
   if (count < 1 || count > size) return {};
   return {ceil_div(size, count), ceil_div(size, count - 1) - 1};
 }

@@ -1,4 +1,4 @@
-// Which scale belongs to which FP8 code.
+// Maps FP8 codes to their scales.
 #pragma once
 
 #include <array>
@@ -13,8 +13,8 @@ namespace modicum {
 // The rows and columns of a matrix.
 using MatrixSize = std::array<int64_t, 2>;
 
-// A tensor of codes as matrices over its last two dims, one below the other, and its scales in the
-// same way. A single scale for all of a tensor makes one block of all its matrices.
+// A tensor of codes seen as matrices over its last two dims, stacked one below the other, and its
+// scales likewise. If a tensor has a single scale, all its matrices are one block.
 //
 //   codes [200, 300], block [128, 128]       scales [2, 3]
 //        128    128   44
@@ -24,12 +24,12 @@ using MatrixSize = std::array<int64_t, 2>;
 //   72 |      |      |  |
 //      +------+------+--+
 struct ScaleGrid {
-  MatrixSize codes{1, 1};  // of one matrix
-  MatrixSize block{1, 1};  // codes that share a scale; the last ones of a row or column may be less
+  MatrixSize codes{1, 1};   // of one matrix
+  MatrixSize block{1, 1};   // codes that share a scale; the last block of a dim may be ragged
   MatrixSize scales{1, 1};  // of one matrix
 
-  // Of the code that is element `element` of its tensor: its row of scales, counted over all
-  // matrices, and the element of the tensor of scales that is its own.
+  // For element `element` of the codes: its row of scales, counted over all matrices; the element
+  // of the scale tensor that scales it.
   int64_t row_of(int64_t element) const noexcept {
     const int64_t row = element / codes[1];
     return row / codes[0] * scales[0] + row % codes[0] / block[0];
@@ -39,20 +39,21 @@ struct ScaleGrid {
   }
 };
 
-// Of a tensor whose scale fits.
+// The grid of codes whose scale fits (BlockScale::fits).
 ScaleGrid scale_grid(const Manifest& manifest, const Stored& codes);
 
-// The block size by which scales of shape `scales` cover codes of shape `codes`, where it is
-// certain: all of the codes for a single scale; else `configured`, where that makes just this grid
-// (its last blocks may be ragged); else the only size that makes it. Sizes that cut the codes in
-// the same way count as one. Nothing where no size does, or several do.
+// The block size by which scales of shape `scales` cover codes of shape `codes`, if it is certain:
+//   - all codes, for a single scale;
+//   - `configured`, if it makes exactly this grid (the last blocks may be ragged);
+//   - the only size that makes this grid. Sizes that cut the codes alike count as one.
+// None if no size makes the grid, or several do.
 std::optional<MatrixSize> block_of(const std::vector<int64_t>& codes,
                                    const std::vector<int64_t>& scales,
                                    const std::optional<MatrixSize>& configured);
 
-// Where several sizes make this grid and nobody has given one: the size that divides the codes
-// evenly, unless a power of two makes the same grid with a ragged edge (192 rows in two blocks may
-// be 96 + 96 or 128 + 64). Nothing then.
+// The likely block size if several make this grid and none is configured: the one that divides the
+// codes evenly. None if a power of two makes the same grid with a ragged edge: 192 rows in two
+// blocks may be 96 + 96 or 128 + 64.
 std::optional<MatrixSize> likely_block(const std::vector<int64_t>& codes,
                                        const std::vector<int64_t>& scales);
 

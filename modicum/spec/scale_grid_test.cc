@@ -17,7 +17,7 @@ TEST(BlockOf, TheConfiguredSizeMayLeaveRaggedEdges) {
   EXPECT_EQ(block_of({0, 300}, {0, 3}, k128), k128);
 }
 
-// Catches: a size that is guessed where several make the grid.
+// Catches: a guessed size though several make the grid.
 TEST(BlockOf, WithoutAConfiguredSizeOnlyOneMayMakeTheGrid) {
   EXPECT_EQ(block_of({7, 64}, {7, 1}, k128), (MatrixSize{1, 64}));  // one per row
   EXPECT_EQ(block_of({0, 64}, {0, 1}, std::nullopt), (MatrixSize{1, 64}));
@@ -26,7 +26,7 @@ TEST(BlockOf, WithoutAConfiguredSizeOnlyOneMayMakeTheGrid) {
   EXPECT_EQ(block_of({256, 384}, {8, 3}, k128), std::nullopt);
 }
 
-// The same by trying every size.
+// Agrees with trying every size.
 TEST(BlockOf, IsTheOnlySizeThatMakesTheGridOrNone) {
   for (int64_t size = 1; size <= 40; ++size) {
     for (int64_t count = 1; count <= 42; ++count) {
@@ -43,7 +43,7 @@ TEST(BlockOf, IsTheOnlySizeThatMakesTheGridOrNone) {
   }
 }
 
-TEST(LikelyBlock, DividesEvenlyAndHasNoPowerOfTwoBesideIt) {
+TEST(LikelyBlock, DividesEvenlyAndHasNoRivalPowerOfTwo) {
   EXPECT_EQ(likely_block({256, 384}, {2, 3}), k128);
   EXPECT_EQ(likely_block({256, 384}, {8, 3}), (MatrixSize{32, 128}));
   EXPECT_EQ(likely_block({7, 64}, {7, 2}), (MatrixSize{1, 32}));
@@ -56,7 +56,7 @@ TEST(LikelyBlock, DividesEvenlyAndHasNoPowerOfTwoBesideIt) {
   EXPECT_EQ(likely_block({4, 4}, {8, 8}), std::nullopt);
 }
 
-TEST(BlockOf, OneScaleIsForAll) {
+TEST(BlockOf, ASingleScaleCoversAllCodes) {
   for (const Shape& one : {Shape{}, Shape{1}, Shape{1, 1}, Shape{1, 1, 1}}) {
     EXPECT_EQ(block_of({200, 300}, one, k128), (MatrixSize{200, 300}));
     EXPECT_EQ(block_of({4, 200, 300}, one, std::nullopt), (MatrixSize{200, 300}));
@@ -65,8 +65,8 @@ TEST(BlockOf, OneScaleIsForAll) {
   }
 }
 
-// Catches: scales per row that are taken for scales per column, and grids that are guessed.
-TEST(BlockOf, WhatFitsNoSizeHasNone) {
+// Catches: scales per row taken for scales per column; a guessed grid.
+TEST(BlockOf, AGridOfNoSizeHasNone) {
   EXPECT_EQ(block_of({200, 301}, {2, 2}, std::nullopt), std::nullopt);
   EXPECT_EQ(block_of({200, 300}, {2, 7}, k128), std::nullopt);
   EXPECT_EQ(block_of({256, 256}, {256}, std::nullopt), std::nullopt);
@@ -99,7 +99,7 @@ TEST(ScaleGrid, FindsTheScaleOfEachCode) {
   }
 }
 
-TEST(ScaleGrid, OneScaleIsEveryCodes) {
+TEST(ScaleGrid, ASingleScaleIsForAllCodes) {
   for (const Shape& one : {Shape{}, Shape{1, 1}, Shape{1, 1, 1}}) {
     const Manifest manifest = pair_of({3, 4, 5}, one, {4, 5});
     const ScaleGrid grid = scale_grid(manifest, manifest.tensors[0]);

@@ -1,4 +1,4 @@
-// The door of `spec`: what model state is and costs, as values. Nothing here does anything.
+// The door of `spec`: values that describe model state and its cost. No input or output.
 #pragma once
 
 #include "modicum/spec/box.h"           // IWYU pragma: export

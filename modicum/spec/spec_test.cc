@@ -10,13 +10,13 @@ namespace modicum {
 namespace {
 
 TEST(DType, TheTableIsTheFormats) {
-  struct Wanted {
+  struct Row {
     DType dtype;
     std::string_view stored;
     std::string_view torch;
     int bits;
   };
-  const Wanted all[] = {
+  const Row all[] = {
       {DType::boolean, "BOOL", "bool", 8},
       {DType::f4, "F4", "float4_e2m1fn_x2", 4},
       {DType::f6_e2m3, "F6_E2M3", "float6_e2m3", 6},
@@ -41,20 +41,19 @@ TEST(DType, TheTableIsTheFormats) {
       {DType::u64, "U64", "uint64", 64},
   };
   static_assert(std::size(all) == static_cast<size_t>(DType::count));
-  for (const Wanted& wanted : all) {
-    EXPECT_EQ(stored_name(wanted.dtype), wanted.stored);
-    EXPECT_EQ(torch_name(wanted.dtype), wanted.torch);
-    EXPECT_EQ(bits_per_element(wanted.dtype), wanted.bits) << wanted.stored;
-    EXPECT_EQ(dtype_from_stored_name(wanted.stored), wanted.dtype);
-    EXPECT_EQ(dtype_from_torch_name(wanted.torch), wanted.dtype);
-    if (wanted.bits % 8 == 0) {
-      EXPECT_EQ(bytes_per_element(wanted.dtype), wanted.bits / 8);
+  for (const Row& row : all) {
+    EXPECT_EQ(stored_name(row.dtype), row.stored);
+    EXPECT_EQ(torch_name(row.dtype), row.torch);
+    EXPECT_EQ(bits_per_element(row.dtype), row.bits) << row.stored;
+    EXPECT_EQ(dtype_from_stored_name(row.stored), row.dtype);
+    EXPECT_EQ(dtype_from_torch_name(row.torch), row.dtype);
+    if (row.bits % 8 == 0) {
+      EXPECT_EQ(bytes_per_element(row.dtype), row.bits / 8);
     } else {
-      EXPECT_THROW(bytes_per_element(wanted.dtype), Error) << wanted.stored;
+      EXPECT_THROW(bytes_per_element(row.dtype), Error) << row.stored;
     }
-    const bool is_float =
-        wanted.stored == "F32" || wanted.stored == "F16" || wanted.stored == "BF16";
-    EXPECT_EQ(is_castable(wanted.dtype), is_float) << wanted.stored;
+    const bool is_float = row.stored == "F32" || row.stored == "F16" || row.stored == "BF16";
+    EXPECT_EQ(is_castable(row.dtype), is_float) << row.stored;
   }
 }
 
@@ -95,8 +94,8 @@ TEST(Manifest, CountsItsDataAndItself) {
   manifest.tensors.push_back({.spec = {.fqn = "w", .shape = {2, 3}}, .at = {0, 0, 24}});
   manifest.tensors.push_back({.spec = {.fqn = long_name, .shape = {}}, .at = {0, 24, 28}});
   EXPECT_EQ(manifest.data_bytes(), 28U);
-  // Two dims are 16 bytes, a block of 32; a name of 100 with its terminator and the block's header
-  // makes 112; short names are inside their value.
+  // Heap blocks: two dims (16 bytes) take 32; a name of 100 with its terminator takes 112; short
+  // names are stored inside std::string.
   EXPECT_EQ(manifest.held_bytes(), sizeof(DataFile) + 2 * sizeof(Stored) + 32 + 112);
 }
 

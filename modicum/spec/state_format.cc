@@ -7,7 +7,7 @@
 namespace modicum {
 namespace {
 
-// The moments' dtype is that of exp_avg; exp_avg_sq's codes have no sign.
+// `moment` is the dtype of exp_avg; int8 codes of exp_avg_sq are unsigned.
 constexpr std::array<StateFormatRow, 5> kRows = {{
     {StateFormat::fp32, "fp32", DType::f32, DType::boolean, DType::f32, DType::f32},
     {StateFormat::fp32_split, "fp32-split", DType::bf16, DType::i16, DType::bf16, DType::f32},

@@ -37,7 +37,7 @@ int64_t numel_of(const std::vector<int64_t>& shape) noexcept {
 uint64_t bytes_of(DType dtype, int64_t numel) noexcept {
   const auto bits = static_cast<uint64_t>(bits_per_element(dtype));
   const auto count = static_cast<uint64_t>(numel);
-  // Eight elements are a whole number of bytes in every dtype. At most 2^63 x 8: saturates.
+  // Eight elements are whole bytes in every dtype. Saturates, since 2^63 elements x 8 overflows.
   const auto whole = checked_mul(count / 8, bits);
   return whole ? saturating_add(*whole, (count % 8 * bits + 7) / 8) : UINT64_MAX;
 }

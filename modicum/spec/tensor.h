@@ -1,4 +1,4 @@
-// What a checkpoint holds, as values: tensors, where their bytes stand, and all of them together.
+// The contents of a checkpoint as values: tensors, their byte ranges, and the manifest.
 #pragma once
 
 #include <array>
@@ -24,24 +24,23 @@ struct TensorSpec {
   bool operator==(const TensorSpec&) const = default;
 };
 
-// The most that a checkpoint's tensors, or a recipe's targets, may come to: 1 EiB. Tensors are held
-// against it where they come in, from a header or a recipe. Behind that, what one rank counts (bits
-// of a tensor, offsets, alignment, 16 bytes of optimizer state for 2 of a parameter) fits 64 bits
-// and is not checked again. Sums over ranks are: they saturate.
+// The largest total size of a checkpoint's tensors, or of a recipe's targets: 1 EiB. It is checked
+// once, when tensors enter from a header or a recipe. After that the arithmetic of one rank (bits
+// of a tensor, offsets, alignment, 16 bytes of optimizer state per 2-byte parameter) fits 64 bits
+// and is not checked again. Sums over ranks saturate.
 constexpr uint64_t kMaxModelBytes = uint64_t{1} << 60;
 
-// The product of the dims; 1 for 0-d. Nothing where a dim is negative or where the dims that are
-// not 0 have a product over 2^63-1, so that of a shape with a numel no stride and no product of
-// some dims overflows either. (torch refuses [0, 2^62, 2^62], too: "Stride calculation
-// overflowed".)
+// The product of the dims; 1 for 0-d. None if a dim is negative, or if the product of the nonzero
+// dims exceeds 2^63-1. So if a shape has a numel, no stride and no product of some of its dims
+// overflows. (torch refuses [0, 2^62, 2^62], too: "Stride calculation overflowed".)
 std::optional<int64_t> checked_numel(const std::vector<int64_t>& shape) noexcept;
-// Bytes of a tensor, sub-byte types rounded up; nothing where it has no numel, or over
+// Bytes of a tensor, rounded up for elements smaller than a byte. None without a numel, or above
 // kMaxModelBytes.
 std::optional<uint64_t> checked_bytes(DType dtype, const std::vector<int64_t>& shape) noexcept;
 
-// Elements of a shape that checked_numel has passed, or of a part of it.
+// Elements of a shape that has a checked_numel, or of a part of such a shape.
 int64_t numel_of(const std::vector<int64_t>& shape) noexcept;
-// Bytes of that many elements; exact also for types below a byte.
+// Bytes of `numel` elements, rounded up for elements smaller than a byte.
 uint64_t bytes_of(DType dtype, int64_t numel) noexcept;
 std::string shape_text(const std::vector<int64_t>& shape);  // "[2, 3]"
 
@@ -56,11 +55,11 @@ struct Extent {
 };
 
 // The scales of a tensor of FP8 codes: value = code * scale[r / block[0]][c / block[1]] over the
-// last two dims (a vector is one row), with a grid of scales for each index of the dims before
-// them. ScaleGrid does the arithmetic.
+// last two dims (a vector is one row). Each index of the outer dims has its own grid of scales. See
+// ScaleGrid.
 struct BlockScale {
   uint32_t tensor = 0;             // the scales' index in the manifest
-  std::array<int64_t, 2> block{};  // zeros: their grid fits no block size
+  std::array<int64_t, 2> block{};  // zeros: the grid fits no block size
 
   bool fits() const noexcept { return block[0] > 0; }
   bool operator==(const BlockScale&) const = default;
@@ -69,14 +68,14 @@ struct BlockScale {
 struct Stored {
   TensorSpec spec;
   Extent at;
-  std::optional<BlockScale> scale;  // FP8 codes that have one
+  std::optional<BlockScale> scale;  // of FP8 codes with scales
 
   bool operator==(const Stored&) const = default;
 };
 
-// What tells one content of a file from another, as far as the kernel does. It is taken when the
-// header is proven, and compared whenever the file is opened again and after its last read. Two
-// writes within one tick of the kernel's clock (1 to 10 ms) have the same times.
+// Identifies the content of a file by what stat(2) reports. Taken when the header is proven,
+// compared whenever the file is opened again and after its last read. Limit: two writes within one
+// tick of the kernel's clock (1 to 10 ms) have the same times.
 struct FileIdentity {
   uint64_t device = 0;
   uint64_t inode = 0;
@@ -96,14 +95,14 @@ struct DataFile {
 };
 
 // A proven checkpoint: the tensors of a file tile its data without gap or overlap. Tensors are
-// sorted by (file, begin), so an index in `tensors` orders them as a sequential reader meets them.
+// sorted by (file, begin), so the order of indices is the order of a sequential read.
 struct Manifest {
   std::vector<DataFile> files;
   std::vector<Stored> tensors;
   // Over tensors' names, dtypes, shapes, extents and scales, and files' names and sizes; not over
   // inodes or times, so that copies of a checkpoint agree.
   Digest identity;
-  bool only_rank_0 = false;  // the files are in rank 0's memory: no other rank can read them
+  bool only_rank_0 = false;  // the files are in rank 0's memory, unreadable for other ranks
 
   uint64_t data_bytes() const noexcept;  // sum over the tensors
   uint64_t held_bytes() const noexcept;  // host memory of this value; equal for equal values
