@@ -1,4 +1,4 @@
-// DeepSpeed's memory beside ours.
+// The forecast of DeepSpeed's memory, next to ours.
 #include <fmt/format.h>
 
 #include <array>

@@ -1,4 +1,4 @@
-// Parts that several reports have. Internal to `report`.
+// Parts shared by several reports. Internal to `report`.
 #pragma once
 
 #include <optional>
@@ -17,7 +17,7 @@ std::string warnings_text(std::span<const std::string> warnings);  // a line for
 void budget_member(JsonWriter& out, const std::optional<Budget>& budget);
 std::string budget_text(const std::optional<Budget>& budget);  // a line after an empty one
 
-// What ranks were promised, or were in a phase, beside what they held.
+// The promise and the measured memory of all ranks, of a whole run or of one phase.
 struct Kept {
   const Promise& promise;
   std::span<const RankOutcome> ranks;  // by rank

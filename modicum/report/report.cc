@@ -56,7 +56,7 @@ void strategy_object(JsonWriter& out, const StrategyReport& of) {
   out.end_array().end_object();
 }
 
-// What `plan` adds where the run does not fit its budget.
+// Keys of `plan` for a run that does not fit its budget.
 void refusal_members(JsonWriter& out, const PlanReport& report) {
   out.member("shortfall_bytes", report.refusal->facts().shortfall_bytes.value_or(0));
   out.key("would_fit").begin_array();

@@ -1,4 +1,4 @@
-// Goldens: the keys and columns are a contract with those who read them.
+// Golden tests: keys and columns are a contract with scripts.
 #include "modicum/report/report.h"
 
 #include <gtest/gtest.h>
@@ -85,7 +85,7 @@ TEST(PlanReport, JsonHasEveryPhaseOfEveryNode) {
       R"("node":1,"peak_bytes":115343360}]}],"budget":null,"fits":null})");
 }
 
-TEST(PlanReport, JsonSaysWhetherTheBudgetFits) {
+TEST(PlanReport, JsonHasTheVerdictOfTheBudget) {
   PlanReport report = small_plan();
   report.strategies.clear();
   report.budget = Budget{1 * kGiB, "cgroup v1 /\"a\""};
@@ -118,7 +118,7 @@ TEST(PlanReport, TextIsATableOfTheStrategies) {
             "budget 1.00 GiB per node (flag): fits\n");
 }
 
-TEST(PlanReport, TextWithoutABudgetSaysNothingOfOne) {
+TEST(PlanReport, TextWithoutABudgetDoesNotMentionOne) {
   EXPECT_EQ(plan_text(small_plan()).find("budget"), std::string::npos);
 }
 
@@ -146,7 +146,7 @@ TEST(LoadReport, JsonHasPromiseLedgerAndKernelOfEveryRank) {
             R"("exchanged_bytes":3}]})");
 }
 
-TEST(LoadReport, JsonSaysWhatWasCheckedAndTheDigest) {
+TEST(LoadReport, JsonHasTheCheckAndTheDigest) {
   LoadReport report = small_load();
   report.ranks.clear();
   report.promise = {};
@@ -161,7 +161,7 @@ TEST(LoadReport, JsonSaysWhatWasCheckedAndTheDigest) {
             R"("budget":{"bytes":5,"source":"flag"},"nodes":[],"ranks":[]})");
 }
 
-TEST(LoadReport, SaysWhatWasOddOfTheCheckpoint) {
+TEST(LoadReport, HasTheWarningsOfTheCheckpoint) {
   LoadReport report = small_load();
   report.checkpoint.warnings = {"config.json: \"x\"", "two"};
   EXPECT_NE(load_json(report).find(R"("warnings":["config.json: \"x\"","two"])"),
@@ -169,7 +169,7 @@ TEST(LoadReport, SaysWhatWasOddOfTheCheckpoint) {
   EXPECT_TRUE(load_text(report).ends_with("warning: config.json: \"x\"\nwarning: two\n"));
 }
 
-TEST(LoadReport, TextSetsPromiseBesideOutcome) {
+TEST(LoadReport, TextHasPromiseAndOutcome) {
   LoadReport report = small_load();
   report.checked = true;
   report.digest = 0xab;
@@ -189,7 +189,7 @@ TEST(LoadReport, TextSetsPromiseBesideOutcome) {
             "digest 00000000000000ab\n");
 }
 
-TEST(LoadReport, TextLeavesOutWhatWasNotAsked) {
+TEST(LoadReport, TextLeavesOutCheckDigestAndBudgetIfUnused) {
   LoadReport report = small_load();
   report.ranks.resize(1);
   report.checkpoint.bytes = 80 * kMiB;
@@ -203,7 +203,7 @@ TEST(LoadReport, TextLeavesOutWhatWasNotAsked) {
             "node 1     118.00 MiB                  5.00 MiB                          \n");
 }
 
-TEST(RankOutcome, WhatTheKernelDoesNotSeeIsNegative) {
+TEST(RankOutcome, LedgerBytesThatTheKernelDoesNotCountAreNegative) {
   const RankOutcome outcome = outcome_of(1, kMiB, 2 * kMiB);
   EXPECT_EQ(outcome.unexplained_bytes(), -static_cast<int64_t>(kMiB));
   LoadReport report = small_load();
@@ -211,7 +211,7 @@ TEST(RankOutcome, WhatTheKernelDoesNotSeeIsNegative) {
   EXPECT_NE(load_json(report).find("\"unexplained_bytes\":-1048576"), std::string::npos);
 }
 
-TEST(ErrorReport, WhatIsNotKnownIsLeftOut) {
+TEST(ErrorReport, AbsentFactsAreLeftOut) {
   EXPECT_EQ(error_json(Error(Category::usage, "no such flag")),
             R"({"error":{"category":"USAGE","code":2,"message":"USAGE: no such flag"}})");
 }

@@ -49,10 +49,11 @@ Box whole_box(const std::vector<int64_t>& shape);
 // i < length, is element first + k * stride + i of the source and at + k * at_stride + i * at_step
 // of the destination. Rows 1 and 2, columns 2..4 of a [4, 6] source into a contiguous buffer:
 //
-//   source       0  .  .  .  .  .  .        first 8, stride 6, count 2, length 3
-//                6  .  . [8  9 10] .        at 0, at_stride 3, at_step 1
-//               12  .  .[14 15 16] .
-//   destination  8  9 10 14 15 16
+//   source        .   .   .   .   .   .      first 8, stride 6, count 2, length 3
+//                 .   . [ 8   9  10]  .      at 0, at_stride 3, at_step 1
+//                 .   . [14  15  16]  .
+//                 .   .   .   .   .   .
+//   destination   8   9  10  14  15  16
 struct Runs {
   int64_t first = 0, stride = 0, count = 1, length = 0;
   int64_t at = 0, at_stride = 0, at_step = 1;

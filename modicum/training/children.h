@@ -1,5 +1,4 @@
-// Forked children that do nothing, as a data loader's workers between batches. Internal to
-// `training`.
+// Idle forked children, like a data loader's workers between batches. Internal to `training`.
 #pragma once
 
 #include <sys/types.h>
@@ -11,7 +10,7 @@
 
 namespace modicum {
 
-// What a child that does nothing holds and doesn't share.
+// Private memory of an idle child.
 constexpr uint64_t kChildBytes = 256 * kKiB;
 
 class Children {

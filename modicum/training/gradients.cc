@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-// Of a state, in order; each ends at the latest where a bucket does.
+// Splits the shards of a state, in order, where buckets end.
 template <typename Fn>
 void for_each_part(const AdamW& state, const Fn& fn) {
   for (size_t shard = 0; shard < state.shards(); ++shard) {

@@ -1,4 +1,4 @@
-// What a rehearsed training steps with: gradients that are made up. Part of the door of `training`.
+// Synthetic gradients for rehearsed training. Part of the door of `training`.
 #pragma once
 
 #include <cstdint>
@@ -10,46 +10,45 @@
 
 namespace modicum {
 
-// Elements that a thread makes at a time, and the memory that it makes them in: fp32, and what they
-// are rounded to.
+// Elements that a thread generates at a time, and their memory: fp32 values, followed by their copy
+// in 16 bits.
 constexpr int64_t kGradientChunk = 16384;
 constexpr uint64_t kGradientChunkBytes = kGradientChunk * (sizeof(float) + 2);
 
-// Called by several threads, for each chunk: a heartbeat.
+// Called by several threads after each chunk.
 using Heartbeat = FunctionRef<void()>;
 
-// Neighbouring elements of a state, at most a chunk. `local` and `global` are the first one's
-// indices.
+// Contiguous elements of one shard, at most a chunk. `local` is the first one's index in the shard,
+// `global` in the parameter.
 struct ChunkOfShard {
   size_t shard = 0;
   int64_t local = 0;
   int64_t global = 0;
   int64_t n = 0;
 };
-// All elements of a state, dealt to the threads in parts of whole buckets.
+// Visits all elements of a state. Each thread gets a contiguous share of whole buckets.
 void for_each_chunk(const AdamW& state, int threads,
                     FunctionRef<void(int thread, const ChunkOfShard&)> fn);
 
-// Values that are a hash of (seed, step, name, global index), and so do not depend on how a
-// parameter is cut.
+// Gradients that are a hash of (seed, step, FQN, global index), so independent of the sharding.
 class MadeGradients {
  public:
-  // Charges kGradientStagingBytes. They are made on as many threads as that has chunks for,
-  // `threads` at most. BUDGET, NOMEM.
+  // Charges kGradientStagingBytes, which limits the number of threads. Errors: BUDGET, NOMEM.
   MadeGradients(uint64_t seed, int threads, Ledger& ledger);
 
   struct Step {
     int64_t number = 1;
-    std::span<const DType> dtypes;  // of each shard's gradient as it arrives
+    std::span<const DType> dtypes;  // of the arriving gradients, by shard
     float loss_scale = 1;
   };
+  // Generates the gradients of a step and has `state` accumulate them (AdamW::arrive).
   void deliver(AdamW& state, const Step& step, Heartbeat heartbeat) const;
-  // The parameters that training begins with, where nothing is loaded.
+  // Initial parameters, if no checkpoint is loaded.
   void make_masters(AdamW& state) const;
 
   uint64_t seed() const noexcept { return seed_; }
   int threads() const noexcept { return threads_; }
-  // A thread's fp32 chunk; kGradientChunk elements of 16 bits follow it.
+  // A thread's fp32 chunk, which kGradientChunk elements of 16 bits follow.
   float* chunk(int thread) const noexcept;
 
  private:

@@ -15,7 +15,7 @@ std::string dump_path(const LoadTask& task, int rank) {
   return join_path(task.dump, fmt::format("rank-{:05d}.safetensors", rank));
 }
 
-// The directory of a dump, removed again with what the ranks have put there unless all of it is.
+// The directory of a dump, removed with the files in it unless finish() was called.
 class DumpDirectory {
  public:
   explicit DumpDirectory(const LoadTask& task) : task_(task) {
@@ -29,7 +29,7 @@ class DumpDirectory {
       }
       files().remove(task_.dump);
     } catch (const Error&) {
-      // The failure that brought us here is the one to report.
+      // The original failure is the one to report.
     }
   }
   DumpDirectory(const DumpDirectory&) = delete;
@@ -42,8 +42,8 @@ class DumpDirectory {
   bool is_finished_ = false;
 };
 
-// Where elements go that are digested and dropped; compared on the way where that is asked for, by
-// one thread at a time, since the file is shared.
+// Digests elements and drops them; with --check it compares them first, one thread at a time, since
+// they share the file that is read again.
 class Dropped {
  public:
   Dropped(const LoadTask& task, int rank, const RankLoad& load)
@@ -88,15 +88,15 @@ class LoadRank {
       optimizer_.emplace(trained_of(task_.run, task_.plan, rank_, load.shards()), *gradients_,
                          of_.ledger, task_.threads);
     }
-    board_.barrier(rank_);  // all hold their shards until the last has finished
+    board_.barrier(rank_);  // all ranks hold their shards until the last has loaded
     load.note_peaks();
-    board_.barrier(rank_);  // and until all have noted what they share
+    board_.barrier(rank_);  // and keep shared pages mapped until all have read their peaks
     finish();
     return load.outcome();
   }
 
  private:
-  // Check, digest and dump, after the peaks are known.
+  // Check, digest and dump come after the peaks were read, so they don't count.
   void finish() {
     RankLoad& load = of_.load;
     const auto heartbeat = [&load] { load.beat(); };
@@ -119,14 +119,14 @@ class LoadRank {
   LoadingRank of_;
   std::optional<Dropped> dropped_;
   std::optional<MadeGradients> gradients_;
-  std::optional<RankOptimizer> optimizer_;  // held, but not stepped
+  std::optional<RankOptimizer> optimizer_;  // takes no step
 };
 
 }  // namespace
 
 LoadReport load_in_ranks(const LoadTask& task, ShowBytes show) {
   LoadWorld world(task);
-  const StopSignals stop;  // the directory below is to be removed before this process ends
+  const StopSignals stop;  // a stop signal throws, so that the directory below is removed
   DumpDirectory dump(task);
   LoadReport report{.checkpoint = facts_of(task.run.checkpoint),
                     .strategy = task.plan.strategy().name,

@@ -10,17 +10,17 @@
 
 namespace modicum {
 
-// A load of all ranks of `run` by `plan`, which fits the budget.
+// A load of `run` in all ranks by `plan`, which fits the budget.
 struct LoadTask {
   const Run& run;
   const Plan& plan;
-  int threads = 1;      // per rank
-  bool check = false;   // poison the destination, then compare every value
-  bool digest = false;  // of what was loaded
-  std::string dump;     // a new directory, where each rank writes its shards; empty: none does
+  int threads = 1;     // per rank
+  bool check = false;  // poison the destination, then compare every value
+  bool digest = false;
+  std::string dump;  // a new directory for the shards of each rank; empty: no dump
 };
-// With an optimizer, its state is made and held, but takes no step. What is in `dump` is removed
-// again where the load fails. Errors as run_ranks'.
+// If the run has an optimizer, its state is allocated but takes no step. On failure the directory
+// `dump` is removed. Errors as run_ranks'.
 LoadReport load_in_ranks(const LoadTask& task, ShowBytes show);
 
 struct RehearsalTask {

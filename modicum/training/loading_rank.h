@@ -1,4 +1,4 @@
-// What rank processes that load have in common. Internal to `training`.
+// The common part of rank processes that load. Internal to `training`.
 #pragma once
 
 #include <memory>
@@ -33,7 +33,7 @@ struct LoadingRank {
     load.outcome().baseline_bytes = baseline_bytes;
   }
 
-  const uint64_t baseline_bytes;  // before anything is taken
+  const uint64_t baseline_bytes;  // held before any allocation of the load
   Ledger ledger;
   const std::unique_ptr<Exchange> exchange;
   RankLoad load;

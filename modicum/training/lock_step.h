@@ -1,4 +1,4 @@
-// Optimizer steps of all ranks at the same time. Part of the door of `training`.
+// Optimizer steps of all ranks in lock step. Part of the door of `training`.
 #pragma once
 
 #include <array>
@@ -13,24 +13,23 @@
 
 namespace modicum {
 
-// The page on which ranks exchange their parts of the norm: shared memory, made before they are
-// forked. A rank writes its own lane, and reads the others
-// between the line-up after it and the next one.
+// Shared memory in which ranks exchange their parts of the gradient norm. Construct before the
+// fork. A rank writes its lane, waits at line_up, then may read all lanes until its next line_up.
 class NormPage {
  public:
   explicit NormPage(int ranks);
 
-  // A rank's part of the norm and how long its last step took. The two sets of lanes are used in
-  // turn, so that one may be written while the other is still read.
+  // A rank's part of the norm and the duration of its last step. Odd and even steps have their own
+  // lanes, so that a fast rank can write while a slow one still reads.
   struct Lane {
     GradNorm norm;
     double last_step_s = 0;
   };
   Lane& lane(int64_t step, int rank) const noexcept;
-  // Over all ranks, added up in the same order by each, so that all get the same bits.
+  // The norm over all ranks, summed in rank order, so that every rank gets the same bits.
   GradNorm norm(int64_t step) const noexcept;
-  double slowest_s(int64_t step) const noexcept;  // of the last steps
-  // Waits for all ranks without sleeping, so that what is timed next begins at the same time. PEER.
+  double slowest_s(int64_t step) const noexcept;  // the longest last step of all ranks
+  // A barrier that spins, so that all ranks leave it at nearly the same time. PEER.
   void line_up(const Board& board) const;
 
  private:
@@ -39,7 +38,7 @@ class NormPage {
   Mapping mapping_;
 };
 
-// One rank among those that step together. All outlives the LockStep.
+// One rank and its connections. All must outlive the LockStep.
 struct StepContext {
   int rank = 0;
   Board* board = nullptr;
@@ -49,29 +48,29 @@ struct StepContext {
 
 struct LockStepOptions {
   std::optional<double> max_norm;
-  std::optional<float> loss_scale;  // the first, as torch.amp.GradScaler has it; none: no scaling
-  std::span<std::byte> ring;        // through which low-precision copies leave; empty: none do
-  uint64_t bytes_of_step = 0;       // of progress
+  std::optional<float> loss_scale;  // initial, as in torch.amp.GradScaler; none: no scaling
+  std::span<std::byte> ring;        // for low-precision copies of a whole master; empty: none
+  uint64_t bytes_of_step = 0;       // progress per step
 };
 
-// What the steps came to. Plain data.
+// The outcome of the steps. Plain data.
 struct StepsTaken {
   GradNorm norm;      // of the last step, over all ranks
-  float unscale = 1;  // that the last step used
+  float unscale = 1;  // of the last step
   LossScale loss_scale;
-  int32_t skipped = 0;  // for a gradient that was not finite
-  double step_s = 0;    // the median over the last steps of the slowest rank's; 0: all were skipped
+  int32_t skipped = 0;  // steps with a gradient that was not finite
+  double step_s = 0;    // median of the slowest rank's time per step; 0: all steps were skipped
 };
 
-// Gradients, the norm over all ranks, clipping, and the step or its skipping. Every rank makes the
-// same calls.
+// A training step: gradients, the norm over all ranks, clipping, then the step, or its skip if the
+// norm is not finite. Every rank makes the same calls.
 class LockStep {
  public:
   LockStep(RankOptimizer& optimizer, const StepContext& at, const LockStepOptions& options);
 
-  // Step 1, 2, ... PEER where another rank has failed.
+  // Steps are numbered from 1. PEER if another rank failed.
   void step(int64_t number);
-  // After the last step, whose number is given.
+  // Call once after the last step, with its number.
   StepsTaken finish(int64_t last);
 
  private:
@@ -83,7 +82,7 @@ class LockStep {
   const LockStepOptions options_;
   StepsTaken taken_;
   double last_step_s_ = 0;
-  // The slowest rank's time of the latest steps.
+  // The slowest rank's time of the last 1024 steps.
   std::array<double, 1024> seconds_{};
   int64_t timed_ = 0;
 };

@@ -18,8 +18,8 @@ uint64_t table_bytes(const std::vector<Trained>& trained) {
 }  // namespace
 
 std::vector<Trained> trained_of(const Run& run, const Plan& plan, int rank, HostSink& loaded) {
-  // Lists of runs come and go. Were the threshold left to follow them, the allocator would keep
-  // their memory.
+  // A fixed threshold: a dynamic one would grow with the large lists of runs freed here, and the
+  // allocator would then keep their memory.
   mallopt(M_MMAP_THRESHOLD, static_cast<int>(128 * kKiB));
   std::vector<Trained> trained = {{.spec = {.format = StateFormat::fp32}}};
   if (*run.optimizer != StateFormat::fp32) trained.push_back({.spec = {.format = *run.optimizer}});

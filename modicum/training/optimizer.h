@@ -1,5 +1,5 @@
-// The optimizer of a rank: every AdamW that its parameters need, fed with made-up gradients. Part
-// of the door of `training`.
+// The optimizer of a rank: an AdamW per state format, fed with synthetic gradients. Part of the
+// door of `training`.
 #pragma once
 
 #include <memory>
@@ -11,31 +11,32 @@
 
 namespace modicum {
 
-// What one AdamW steps; lists by shard.
+// The parameters of one AdamW; lists by shard.
 struct Trained {
   AdamWSpec spec;
-  std::vector<DType> grad_dtypes;  // as gradients arrive
-  // Loaded elements from which the master is cast before the first step; null where it is not.
+  std::vector<DType> grad_dtypes;  // of arriving gradients
+  // The loaded elements from which a separate master is cast before the first step; null if the
+  // loaded elements are the master.
   std::vector<const std::byte*> cast_from;
 };
 
-// What `rank` has loaded and trains, in the run's format and in fp32, as state_format_of says. The
-// loaded memory becomes the masters, or gets each new parameter.
+// The parameters that `rank` has loaded, by state format (state_format_of). Loaded memory is used
+// as the master, or receives the new parameter after each step.
 std::vector<Trained> trained_of(const Run& run, const Plan& plan, int rank, HostSink& loaded);
 
-// Holds from the beginning all that steps need: with the gradients' staging, training_footprint to
-// the byte. One thread.
+// Allocates all memory of the steps at construction: with the gradients' staging exactly
+// training_footprint. One thread.
 class RankOptimizer {
  public:
-  // `threads` construct, step and digest. The memory that `trained` refers to and `gradients` must
-  // outlive this. BUDGET, NOMEM.
+  // Uses `threads` threads. The memory in `trained` and `gradients` must outlive this. BUDGET,
+  // NOMEM.
   RankOptimizer(std::vector<Trained> trained, const MadeGradients& gradients, Ledger& ledger,
                 int threads);
 
-  // The masters are what was loaded; or made up.
+  // Initialises the masters from the loaded elements; from a hash.
   void cast_masters(Heartbeat heartbeat);
   void make_masters();
-  // All gradients of a step arrive. Returns this rank's part of the norm.
+  // Delivers all gradients of a step. Returns this rank's part of the norm.
   GradNorm deliver(int64_t step, float loss_scale, Heartbeat heartbeat);
   void step(const StepOptions& options);
   void skip();

@@ -11,7 +11,7 @@
 namespace modicum {
 namespace {
 
-// The plan, once all ranks have the same.
+// Returns the plan after all ranks agreed on its inputs.
 const Plan& agreed(const RankLoadTask& task) {
   task.at.ledger->mark();
   task.at.board->agree(task.at.rank, task.plan.inputs);

@@ -1,4 +1,4 @@
-// A rank's load, the same under every front. Part of the door of `training`.
+// The load of one rank, shared by the command line and Python. Part of the door of `training`.
 #pragma once
 
 #include <cstdint>
@@ -8,32 +8,32 @@
 
 namespace modicum {
 
-// What a rank loads. All that it refers to must outlive the RankLoad.
+// The inputs of a rank's load. All references must outlive the RankLoad.
 struct RankLoadTask {
   const Checkpoint& checkpoint;
   const Plan& plan;
   RankContext at;
   Clock& clock;
   LoadOptions options;
-  bool check = false;  // poison the destination before, so that `check_values` misses nothing
+  bool check = false;  // poison the destination first, so that `check_values` finds gaps
 };
 
-// In this order: made, load, what is wanted of the rest. One thread.
+// Construct, then call load(), then any of the others. One thread.
 class RankLoad {
  public:
-  // Agrees with the other ranks on the plan's inputs, then makes the sink. `given` and `copy` as
-  // HostSink has them. CONFLICT where the ranks' plans differ; BUDGET, NOMEM, USAGE.
+  // Agrees with the other ranks on the plan's inputs, then constructs the sink (`given` and `copy`
+  // as HostSink). CONFLICT if the ranks' plans differ; BUDGET, NOMEM, USAGE.
   explicit RankLoad(const RankLoadTask& task, HostSink::Given given = {}, HostSink::Copy copy = {});
 
   // Errors as modicum::load's.
   void load();
-  // Compares every value in host memory with the checkpoint's own. INTEGRITY.
+  // Compares every loaded value in host memory with the checkpoint (check_values). INTEGRITY.
   void check_values();
-  // Books what stays besides the shards when a load has ended: manifest, plan, the exchange ring.
+  // Charges the ledger for memory that outlives the load besides shards: manifest, plan, ring part.
   void book_what_stays();
-  // The most that this rank has held since it was made, by the ledger and by the kernel.
+  // Stores the peaks since construction, by the ledger and by the kernel, in the outcome.
   void note_peaks();
-  // A heartbeat; PEER where another rank has failed.
+  // A heartbeat. PEER if another rank failed.
   void beat() const;
 
   HostSink& shards() noexcept { return shards_; }

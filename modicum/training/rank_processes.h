@@ -1,4 +1,4 @@
-// What all kinds of rank processes share. Part of the door of `training`.
+// Common to all kinds of rank processes. Part of the door of `training`.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace modicum {
 
-// Called every 100 ms or so with the bytes that all ranks together have done.
+// Called about every 100 ms with the progress of all ranks together, in bytes.
 using ShowBytes = FunctionRef<void(uint64_t bytes)>;
 
-// What the rank processes of a verb share, made before they are forked.
+// Shared by the rank processes of a verb. Construct before the fork.
 struct World {
   explicit World(int ranks) : board(ranks, clock) {}
 
@@ -25,11 +25,11 @@ struct World {
   int64_t begin_ns = 0;  // just before the first fork
 };
 
-// run_ranks, showing progress and telling a kill by the kernel for lack of memory.
+// run_ranks with progress; a kill by the kernel's OOM killer is reported as such.
 void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show);
 
-// In a process for each rank: Rank(world, rank).live(), whose result is plain data. Each rank keeps
-// what it holds until the last one has finished. Returns the results by rank; errors as run_ranks'.
+// Runs Rank(world, rank).live(), which returns plain data, in a process per rank. Every Rank lives
+// until all ranks have returned from live(). On success the results by rank; errors as run_ranks'.
 template <typename Rank, typename OfWorld>
 auto outcomes_of(OfWorld& world, ShowBytes show) {
   using Outcome = decltype(std::declval<Rank&>().live());

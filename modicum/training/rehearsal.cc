@@ -13,11 +13,11 @@ namespace {
 // The load, step 1, and all steps after it.
 constexpr size_t kPhases = 3;
 
-// What a rank found. Plain data: it crosses from the rank's process.
+// The outcome of a rank. Plain data: it crosses from the rank's process.
 struct Rehearsed {
   std::array<RankOutcome, kPhases> phases;
   StepsTaken taken;
-  uint64_t state_digest = 0;  // this rank's parts
+  uint64_t state_digest = 0;  // this rank's part
   uint64_t model_digest = 0;
 };
 
@@ -65,7 +65,7 @@ class RehearsalRank {
     outcome_.state_digest = optimizer.digest().state;
   }
 
-  // All ranks at the same time, while nobody works: the most since this was last called.
+  // Stores the peaks since the last call. All ranks call it at the same time and wait idle.
   void note_held(size_t phase, const RankOutcome& outcome) {
     world_.board.barrier(rank_);
     outcome_.phases[phase] = outcome;
@@ -83,7 +83,7 @@ class RehearsalRank {
   Rehearsed outcome_;
 };
 
-// The phases that a name of the report stands for.
+// Phases [begin, end) of a promise.
 Promise part_of(const Promise& promise, size_t begin, size_t end) {
   Promise part = promise;
   part.phases.erase(part.phases.begin() + static_cast<ptrdiff_t>(end), part.phases.end());

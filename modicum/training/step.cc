@@ -28,17 +28,17 @@ struct StepWorld : World {
   const NormPage page;
 };
 
-// What a rank found. Plain data: it crosses from the rank's process.
+// The outcome of a rank. Plain data: it crosses from the rank's process.
 struct StepOutcome {
-  uint64_t fixed_bytes = 0;  // of this rank and its children, rank 0 with the launcher
-  std::array<uint64_t, 2> kernel_bytes{};  // the same at step 1 and since, at their highest
+  uint64_t fixed_bytes = 0;  // of this rank, before the state; rank 0 adds the launcher
+  std::array<uint64_t, 2> kernel_bytes{};  // with children: peak of step 1, peak since then
   std::array<uint64_t, 2> ledger_bytes{};  // of the state
   Baselines baselines;
   StepsTaken taken;
   StateDigest digest;  // this rank's part
 };
 
-// A rank's part of the parameter.
+// A rank's shard of the parameter, cut where buckets end.
 AdamWSpec spec_of(const StepTask& task, int rank) {
   const int64_t buckets = ceil_div(task.params, kBucketElements);
   const auto cut = [&](int64_t r) {
@@ -49,7 +49,7 @@ AdamWSpec spec_of(const StepTask& task, int rank) {
   return {.format = task.format, .shards = {std::move(shard)}, .seed = task.seed};
 }
 
-// The ring through which a whole master's low-precision copy leaves; 0 where the master is split.
+// The ring for low-precision copies of a whole master; 0 if the master is split.
 uint64_t ring_bytes(const StepTask& task) noexcept {
   if (row_of(task.format).is_split()) return 0;
   return static_cast<uint64_t>(task.threads) * kSlotsPerThread * kRingSlotBytes;
@@ -110,7 +110,7 @@ class StepRank {
                                                 static_cast<double>(spec.shards[0].numel()))});
     const Children children(task_.children);
     for (int step = 1; step <= task_.steps; ++step) {
-      // Half-way the loaders of another epoch live beside the first for a step.
+      // For one step half-way, workers of a second epoch coexist with those of the first.
       std::optional<Children> more;
       if (step > 1 && step == task_.steps / 2 + 1) more.emplace(task_.children);
       steps.step(step);
@@ -120,7 +120,8 @@ class StepRank {
     outcome_.taken = steps.finish(task_.steps);
   }
 
-  // What this rank answers for, its highest since it was last noted.
+  // Memory of this rank and its children; rank 0 adds the launcher. With children the peak since
+  // the last note_held, else the current value.
   uint64_t tree_bytes(const Children* children) const {
     const ProcessMemory own = read_process_memory();
     uint64_t sum = children != nullptr && can_reset_ ? own.peak_held() : own.held();
@@ -129,7 +130,7 @@ class StepRank {
     return sum;
   }
 
-  // All ranks at the same time, while nobody works. At step 1, then of all that followed.
+  // Stores the peaks since the last call. All ranks call it at the same time and wait idle.
   void note_held(size_t which, const Children& children) {
     world_.board.barrier(rank_);
     outcome_.kernel_bytes[which] = tree_bytes(&children);
@@ -148,10 +149,10 @@ class StepRank {
   bool can_reset_ = false;
 };
 
-// Of every rank before and while it steps.
+// Phases of the promise: the comparison before the steps, then the steps.
 Promise promise_of(const StepTask& task) {
   std::vector<Phase> phases = {{"compare", {}}, {"step", {}}};
-  // Those of another epoch live beside the first.
+  // Workers of two epochs may coexist.
   const uint64_t children_bytes = static_cast<uint64_t>(task.children) * 2 * kChildBytes;
   for (int rank = 0; rank < task.ranks; ++rank) {
     const AdamWSpec spec = spec_of(task, rank);
@@ -171,7 +172,7 @@ double median(std::array<double, Baselines::kRounds> seconds) {
   return seconds[seconds.size() / 2];
 }
 
-// A round lasts as long as its slowest rank.
+// The time of a round is that of its slowest rank.
 void compare(StepReport& report, const std::vector<StepOutcome>& outcomes) {
   Baselines slowest;
   const auto raise = [](auto& of, const auto& by) {

@@ -9,7 +9,7 @@
 
 namespace modicum {
 
-// Bytes that all steps together must read and write.
+// The bytes that all steps together read and write.
 uint64_t bytes_to_move(const StepTask& task) noexcept;
 
 // Errors as run_ranks'; BUDGET before a rank is started.

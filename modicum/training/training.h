@@ -1,8 +1,8 @@
-// The door of `training`: the life of a rank that loads and trains.
+// The door of `training`: ranks that load and train.
 //
-// A load of one rank (RankLoad), its optimizer (RankOptimizer) with made-up gradients
-// (MadeGradients), and steps together with the other ranks (LockStep); and what the command line
-// does with them in rank processes: load_in_ranks, rehearse_in_ranks, step_in_ranks.
+// The parts of a rank: its load (RankLoad), its optimizer (RankOptimizer) with synthetic gradients
+// (MadeGradients), and lock steps with the other ranks (LockStep). The verbs of the command line
+// run them in rank processes: load_in_ranks, rehearse_in_ranks, step_in_ranks.
 #pragma once
 
 #include "modicum/training/gradients.h"       // IWYU pragma: export
