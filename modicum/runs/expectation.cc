@@ -23,7 +23,7 @@ void Expectation::operator()(uint32_t stored, int64_t first, int64_t n, std::spa
     file_index_ = tensor.at.file;
   }
   file_->read(into, extent_of(tensor, first, n).begin);
-  // After each read: a value of a file that has changed meanwhile is no wrong value of the load.
+  // After each read, so that a changed file is reported as CONFLICT, not as a wrong value.
   require_unchanged(*file_, checkpoint_.manifest.files[file_index_].identity);
 }
 

@@ -1,4 +1,4 @@
-// The values that a load is checked against, got by other means than a load. Part of the door of
+// The expected values for a check of a load, obtained independently of it. Part of the door of
 // `runs`.
 #pragma once
 
@@ -13,9 +13,9 @@
 
 namespace modicum {
 
-// The stored elements of a checkpoint for `check_values`: the hash of a synthesised one, of others
-// a second read. `heartbeat` is called once per call; an exception from it ends the check. One
-// thread; the checkpoint must outlive it.
+// The stored elements of a checkpoint, for `check_values`: computed for a checkpoint of `synth`,
+// else read again. Calls `heartbeat` once per call; an exception from it ends the check. One
+// thread; the checkpoint must outlive it. Errors: IO, CONFLICT.
 class Expectation {
  public:
   Expectation(const Checkpoint& checkpoint, std::function<void()> heartbeat);

@@ -11,7 +11,7 @@
 namespace modicum {
 namespace {
 
-// "2x4" for eight ranks; `most` sizes at most, 2 at least.
+// Parses "2x4" or "2x2x2": 2 to `most` sizes with product `ranks`.
 std::vector<int> mesh_of(std::string_view flag, const std::string& text, size_t most, int ranks) {
   std::vector<int> sizes;
   int64_t product = 1;
@@ -31,11 +31,12 @@ std::vector<int> mesh_of(std::string_view flag, const std::string& text, size_t 
   }
   if (sizes.size() < 2) {
     const std::string_view also = most > 2 ? " or AxBxC" : "";
-    fail(Category::usage,
-         fmt::format("{} '{}' is not AxB{}, as in 2x4", flag, printable(text), also));
+    fail(Category::usage, fmt::format("{} '{}' is not a mesh", flag, printable(text)),
+         {.expected = fmt::format("AxB{}, as in 2x4", also), .got = printable(text)});
   }
   if (product != ranks) {
-    fail(Category::usage, fmt::format("{}: a mesh of {} is not {} ranks", flag, text, ranks));
+    fail(Category::usage, fmt::format("the sizes of {} {} don't multiply to --ranks", flag, text),
+         {.expected = fmt::format("{}", ranks), .got = fmt::format("{}", product)});
   }
   return sizes;
 }
@@ -52,13 +53,15 @@ Layout meshed_layout(const RunFlags& flags) {
   return tp_fsdp_layout(sizes, tp, flags.shard_dim);
 }
 
-// Flags that say something about some layouts only.
+// Flags that apply to some layouts only.
 void refuse_strangers(const RunFlags& flags) {
   const bool is_meshed = flags.layout == "hsdp" || flags.layout == "tp-fsdp";
   const bool is_flat = flags.layout == "zero1" || flags.layout == "zero2";
   const auto only_for = [&](bool given, bool allowed, std::string_view flag, std::string_view of) {
     if (given && !allowed) {
-      fail(Category::usage, fmt::format("{} is for --layout {}", flag, of));
+      fail(Category::usage, fmt::format("{} does not apply to this layout", flag),
+           {.expected = fmt::format("--layout {}", of),
+            .got = fmt::format("--layout {}", printable(flags.layout))});
     }
   };
   const bool is_tp = flags.layout == "tp-fsdp";
@@ -71,19 +74,19 @@ void refuse_strangers(const RunFlags& flags) {
   only_for(flags.shard_dim != 0, is_meshed || flags.layout == "fsdp2", "--shard-dim",
            "fsdp2, hsdp or tp-fsdp");
   if (flags.experts != kDefaultExperts && flags.expert_mesh.empty()) {
-    fail(Category::usage, "--experts is for --expert-mesh", {.got = printable(flags.experts)});
+    fail(Category::usage, "--experts needs --expert-mesh", {.got = printable(flags.experts)});
   }
   only_for(flags.round_robin, is_flat, "--round-robin", "zero1 or zero2");
 }
 
-// From this table, since a Layout borrows its name.
+// Returns a name with static lifetime, since a Layout borrows its name.
 std::string_view known_layout(const std::string& layout) {
   static const std::vector<std::string> names = {"fsdp2", "hsdp",  "tp-fsdp", "zero1",
                                                  "zero2", "zero3", "none"};
   return names[index_named("layout", layout, names)];
 }
 
-// Names that are cut otherwise than the rest.
+// Tensors that are sharded differently from the rest, by their names.
 struct Kind {
   NamePattern names;
   uint8_t kind;
@@ -99,7 +102,7 @@ Layout asked_layout(const RunFlags& flags, Targets targets) {
   if (name == "zero3") return zero3_layout(flags.ranks, targets);
   if (name.starts_with("zero")) return flat_layout(name, flags.ranks, targets, flags.round_robin);
   Layout layout = meshed_layout(flags);
-  std::vector<Kind> kinds;  // the first that has a target's name decides
+  std::vector<Kind> kinds;  // the first one whose pattern finds a target's name applies
   const auto add = [&](std::string_view flag, const std::string& expression, auto number) {
     if (expression.empty()) return;
     kinds.push_back({NamePattern(flag, expression), static_cast<uint8_t>(number)});

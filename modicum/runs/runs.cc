@@ -18,7 +18,7 @@ std::optional<Budget> budget_of(const std::string& flag, int nodes) {
   if (flag != "auto") return Budget{parse_size(flag), std::string(kFlagSource)};
   const std::vector<MemoryLimit> limits = memory_limits();
   if (limits.empty()) {
-    fail(Category::usage, "--budget auto: the kernel does not say what is left; give a size");
+    fail(Category::usage, "--budget auto: the kernel reports no memory limit; give a size");
   }
   return Budget{limits.front().available_bytes / static_cast<uint64_t>(nodes),
                 limits.front().source};
@@ -28,8 +28,8 @@ std::optional<DType> dtype_flag(const std::string& name) {
   if (name.empty()) return std::nullopt;
   const auto dtype = dtype_from_torch_name(name);
   if (!dtype || !is_castable(*dtype)) {
-    fail(Category::usage,
-         fmt::format("dtype '{}' is not float32, bfloat16 or float16", printable(name)));
+    fail(Category::usage, fmt::format("dtype '{}' can't be cast to", printable(name)),
+         {.expected = "float32, bfloat16 or float16", .got = printable(name)});
   }
   return dtype;
 }
@@ -40,10 +40,11 @@ std::string text_of(FileSystem& files, const std::string& path) {
   return read_text(*files.open(path));
 }
 
+// The fault of config.json, as the reason why `what` can't be determined for `tensor`.
 [[noreturn]] void fail_for(const std::string& tensor, const std::string& what, const Error& fault) {
   Facts facts = fault.facts();
   facts.tensor = tensor;
-  fail(fault.category(), fmt::format("{} is not known: {}", what, fault.what_happened()),
+  fail(fault.category(), fmt::format("can't determine {}: {}", what, fault.what_happened()),
        std::move(facts));
 }
 
@@ -64,7 +65,7 @@ void require_known_blocks(const Manifest& manifest, const Recipe& recipe, const 
   }
 }
 
-// A recipe that does not add up: the error names the recipe's file where it names no other.
+// make_recipe; an error that names no file names the recipe's.
 Recipe named_recipe(const Checkpoint& checkpoint, const RecipeOptions& options,
                     const std::string& path) {
   try {
@@ -91,15 +92,16 @@ Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& che
   Recipe recipe = named_recipe(checkpoint, options, flags.recipe);
   for (const Target& target : recipe.targets) {
     if (recipe.nodes[target.root].op != Op::caller) continue;
-    fail(Category::unsupported, "a model makes this tensor itself, and there is none here",
-         {.tensor = target.spec.fqn});
+    fail(Category::unsupported, "op `caller` takes this tensor from a model in Python",
+         {.tensor = target.spec.fqn, .expected = "a stored, init or alias target"});
   }
   return recipe;
 }
 
 void require_within(std::string_view what, int value, int least, int most) {
   if (value >= least && value <= most) return;
-  fail(Category::usage, fmt::format("{} is {}; {} to {} are allowed", what, value, least, most));
+  fail(Category::usage, fmt::format("{} out of range", what),
+       {.expected = fmt::format("{} to {}", least, most), .got = fmt::format("{}", value)});
 }
 
 void require_sense(const RunFlags& flags) {
@@ -136,7 +138,7 @@ Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options) {
 
 Run open_run(FileSystem& files, const RunFlags& flags) {
   require_sense(flags);
-  // All that is written is read before a file is opened.
+  // All flags are parsed before a file is opened.
   const std::optional<DType> dtype = dtype_flag(flags.dtype);
   asked_layout(flags, {});
   Run run{.files = &files,
@@ -144,7 +146,8 @@ Run open_run(FileSystem& files, const RunFlags& flags) {
           .optimizer = optimizer_flag(flags.optimizer),
           .staging_given = !flags.staging.empty()};
   if (run.optimizer && run.options.destination != Destination::cpu) {
-    fail(Category::unsupported, "--optimizer trains what --destination cpu keeps");
+    fail(Category::unsupported, "--optimizer needs the loaded parameters in host memory",
+         {.expected = "--destination cpu", .got = "--destination discard"});
   }
   run.checkpoint = open_checkpoint(files, flags.directory);
   run.recipe = recipe_of(files, flags, run.checkpoint, dtype);
@@ -165,15 +168,17 @@ Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budg
 PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::string& budget,
                        const DeepSpeedFlags& deepspeed) {
   if (deepspeed.workers < 0 || deepspeed.workers > kMaxWorkers) {
-    fail(Category::usage, fmt::format("--workers: 0 to {}", kMaxWorkers));
+    fail(Category::usage, "--workers out of range",
+         {.expected = fmt::format("0 to {}", kMaxWorkers),
+          .got = fmt::format("{}", deepspeed.workers)});
   }
   if (deepspeed.config.empty() && (deepspeed.workers > 0 || deepspeed.persistent_workers)) {
     fail(Category::usage,
-         fmt::format("{} is for --deepspeed",
+         fmt::format("{} needs --deepspeed",
                      deepspeed.workers > 0 ? "--workers" : "--persistent-workers"));
   }
   if (deepspeed.persistent_workers && deepspeed.workers == 0) {
-    fail(Category::usage, "--persistent-workers is for --workers above 0");
+    fail(Category::usage, "--persistent-workers needs --workers above 0");
   }
   const Run run = open_run(files, flags);
   PlanReport report{.checkpoint = facts_of(run.checkpoint), .ranks = flags.ranks};
@@ -193,11 +198,11 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::stri
       report.refusal = refusal_of(plan.promise, *report.budget);
       report.fits = !report.refusal;
     }
-    // Where nobody holds the same, replicas read as own-shard does.
+    // Without replicas, replica-striped is own-shard.
     const bool is_own_shard = strategy.reader == Reader::replicas && !plan.staging.exchanges;
     const Traffic sent = is_own_shard && of_own_shards ? *of_own_shards : traffic(plan);
     if (strategy.name == "own-shard") of_own_shards = sent;
-    needed_bytes = std::max(needed_bytes, sent.needed_bytes);  // known where it alone is read
+    needed_bytes = std::max(needed_bytes, sent.needed_bytes);  // counted by own-shard only
     report.strategies.push_back({strategy.name, std::move(plan.promise), sent});
   }
   for (StrategyReport& of : report.strategies) of.needed_bytes = needed_bytes;

@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-// Two tensors of bf16 in one file: 12 rows of 16, and one element.
+// Two bf16 tensors in one file: [12, 16] and one element.
 void put_checkpoint(FileSystem& files) {
   files.make_directory("/model");
   const std::vector<TensorSpec> tensors = {{.fqn = "w", .dtype = DType::bf16, .shape = {12, 16}},
@@ -32,7 +32,7 @@ std::optional<Category> failure(FileSystem& files, const RunFlags& flags) {
   return std::nullopt;
 }
 
-TEST(Runs, WhatMakesNoSenseIsRefusedBeforeAnyFileIsTouched) {
+TEST(Runs, InvalidFlagsAreRefusedBeforeAnyFileIsOpened) {
   MemoryFileSystem memory;
   put_checkpoint(memory);
   RecordingFileSystem files(memory);
@@ -63,7 +63,7 @@ TEST(Runs, TheLastNodeMayHaveFewerRanks) {
   EXPECT_EQ(nodes_of({.ranks = 2, .ranks_per_node = 4}), 1);
 }
 
-TEST(Runs, TheVerdictIsAboutTheStrategyThatWasAskedFor) {
+TEST(Runs, TheVerdictIsAboutTheRequestedStrategy) {
   MemoryFileSystem files;
   put_checkpoint(files);
   RunFlags flags{.directory = "/model", .ranks = 4, .staging = "1MiB"};
@@ -82,7 +82,7 @@ TEST(Runs, OnlyTheDefaultStagingShrinksToFit) {
   MemoryFileSystem files;
   put_checkpoint(files);
   const auto peak = [&](const std::string& staging, const std::string& budget) {
-    // The cast is what needs staging here.
+    // The copies of a cast need staging here.
     const RunFlags flags{.directory = "/model", .dtype = "float32", .staging = staging};
     const modicum::Run run = open_run(files, flags);
     const auto allowed = budget.empty() ? std::nullopt : budget_of(budget, 1);
@@ -92,7 +92,7 @@ TEST(Runs, OnlyTheDefaultStagingShrinksToFit) {
   EXPECT_EQ(peak("8MiB", "14MiB"), peak("8MiB", ""));
 }
 
-// Catches: an empty recipe taken for none, which would load every tensor as it is.
+// Catches: an empty recipe taken for none, which would load every tensor as stored.
 TEST(Runs, AnEmptyRecipeIsNoRecipe) {
   MemoryFileSystem files;
   put_checkpoint(files);
@@ -108,7 +108,7 @@ TEST(Runs, AnEmptyRecipeIsNoRecipe) {
   }
 }
 
-// How a run of /model with this config.json fails, by category; nothing where it doesn't.
+// The category of the error of a run of /model with this config.json; none if it succeeds.
 std::optional<Error> failure_with(const std::vector<TensorSpec>& tensors, const char* config,
                                   const RunFlags& flags = {.directory = "/model"},
                                   const char* recipe = nullptr) {
@@ -129,9 +129,9 @@ TensorSpec spec_of(const char* name, DType dtype, std::vector<int64_t> shape) {
   return {.fqn = name, .dtype = dtype, .shape = std::move(shape)};
 }
 
-// Catches: a tie dropped, or made up, where config.json can't say which; a refusal where the names
-// leave nothing open or somebody else has decided.
-TEST(Runs, ATieThatABrokenConfigLeavesOpenIsAnError) {
+// Catches: a tie dropped or invented though config.json can't be read; a refusal though the names,
+// a recipe or --untie determine the tie.
+TEST(Runs, AnUndeterminedTieIsTheConfigsError) {
   const TensorSpec embedding = spec_of("model.embed_tokens.weight", DType::bf16, {8, 4});
   const TensorSpec head = spec_of("lm_head.weight", DType::bf16, {8, 4});
   const TensorSpec other = spec_of("w", DType::bf16, {8, 4});
@@ -155,8 +155,8 @@ TEST(Runs, ATieThatABrokenConfigLeavesOpenIsAnError) {
                                 "name": "model.embed_tokens.weight"}}})"));
 }
 
-// Catches: a block size that is guessed where config.json should have given it.
-TEST(Runs, ABlockSizeThatABrokenConfigLeavesOpenIsAnErrorWhereNumbersAreMade) {
+// Catches: a guessed block size though config.json can't be read.
+TEST(Runs, AnUndeterminedBlockSizeIsTheConfigsErrorIfCodesAreDequantised) {
   const std::vector<TensorSpec> blocks = {spec_of("w", DType::f8_e4m3, {192, 128}),
                                           spec_of("w_scale_inv", DType::f32, {2, 1})};
   const std::vector<TensorSpec> rows = {spec_of("w", DType::f8_e4m3, {192, 128}),
@@ -175,9 +175,9 @@ TEST(Runs, ABlockSizeThatABrokenConfigLeavesOpenIsAnErrorWhereNumbersAreMade) {
                             numbers));
 }
 
-// house: how much more than what is needed is read. Contiguous cuts read next to nothing else;
-// columns of a narrow matrix can't be had without the bytes between them.
-TEST(Runs, ThePlanSaysHowMuchIsOverread) {
+// Over-read: contiguous shards read almost nothing else; columns of a narrow matrix are read with
+// the gaps between them.
+TEST(Runs, ThePlanReportsTheOverread) {
   MemoryFileSystem files;
   files.make_directory("/model");
   std::vector<TensorSpec> tensors;

@@ -12,7 +12,7 @@ namespace modicum {
 namespace {
 
 constexpr std::string_view kAdamW = "adamw:";
-// Of one rank's part of a parameter: each takes 48 bytes beside the state, and a microsecond to
+// Per rank and parameter: each run takes 48 bytes in addition to the state, and a microsecond to
 // plan.
 constexpr size_t kMostRuns = size_t{1} << 22;
 
@@ -22,9 +22,11 @@ bool is_trained(const Recipe& recipe, uint32_t target) {
   if (is_castable(spec.dtype)) return true;
   if (!is_floating(spec.dtype) && spec.dtype != DType::c64) return false;
   fail(Category::unsupported,
-       fmt::format("a parameter that is {} can't be trained; --dtype casts what can be cast",
+       fmt::format("AdamW can't train a parameter of dtype {}; --dtype can cast FP8 with scales",
                    torch_name(spec.dtype)),
-       {.tensor = spec.fqn});
+       {.tensor = spec.fqn,
+        .expected = "float32, bfloat16 or float16",
+        .got = std::string(torch_name(spec.dtype))});
 }
 
 }  // namespace
@@ -32,8 +34,8 @@ bool is_trained(const Recipe& recipe, uint32_t target) {
 std::optional<StateFormat> optimizer_flag(const std::string& flag) {
   if (flag == "none") return std::nullopt;
   if (flag.starts_with(kAdamW)) return state_format_named(flag.substr(kAdamW.size())).format;
-  fail(Category::usage,
-       fmt::format("unknown optimizer '{}'; none or adamw:FORMAT", printable(flag)));
+  fail(Category::usage, fmt::format("unknown optimizer '{}'", printable(flag)),
+       {.expected = "none or adamw:FORMAT", .got = printable(flag)});
 }
 
 void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat format, int rank,
@@ -51,13 +53,13 @@ void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat fo
         shard.buffer = buffer;
         shard.at = next_at = at;
       }
-      // All layouts keep a parameter's elements together and in their order.
+      // All layouts keep the elements of a parameter contiguous and in order.
       MODICUM_ASSERT(at == next_at);
       MODICUM_ASSERT(run.first >= next_first);
       next_at += run.n;
       if (of_shard.size() == kMostRuns) {
-        fail(Category::unsupported, "a shard is of too many separate rows to be trained",
-             {.tensor = spec.fqn, .expected = fmt::format("at most {} in a rank", kMostRuns)});
+        fail(Category::unsupported, "a shard has too many separate runs to be trained",
+             {.tensor = spec.fqn, .expected = fmt::format("at most {} runs in a rank", kMostRuns)});
       }
       if (of_shard.empty() || run.first > next_first) return of_shard.push_back(run);
       of_shard.back().n += run.n;
@@ -71,7 +73,7 @@ void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat fo
       });
     });
     if (of_shard.empty()) continue;
-    of_shard.shrink_to_fit();  // kept as long as the state, and counted without room to grow
+    of_shard.shrink_to_fit();  // counted by size, and kept as long as the state
     shard.shard.fqn = spec.fqn;
     shard.shard.counts = is_primary(recipe, layout, t, rank);
     fn(std::move(shard));
@@ -99,7 +101,7 @@ Footprint training_footprint(std::span<const AdamWCount> states) {
 Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format) {
   Phase phase{"step", {}};
   for (int rank = 0; rank < layout.world_size(); ++rank) {
-    // A state for each format that there is.
+    // One state per format.
     std::array<AdamWCount, 2> states = {AdamWCount(StateFormat::fp32, {AdamOptions{}}),
                                         AdamWCount(format, {AdamOptions{}})};
     for_each_trained(recipe, layout, format, rank, [&](TrainedShard&& shard) {

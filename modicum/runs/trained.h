@@ -1,4 +1,4 @@
-// What of a load is trained, and how the optimizer's state lies over it. Values; any thread.
+// The trained parameters of a load and the optimizer's state for them. Values; any thread.
 #pragma once
 
 #include <cstdint>
@@ -14,38 +14,38 @@
 
 namespace modicum {
 
-// "none" (nothing) or "adamw:FORMAT"; else USAGE, with the nearest name.
+// Parses "none" (no optimizer) or "adamw:FORMAT"; else USAGE, with the nearest name.
 std::optional<StateFormat> optimizer_flag(const std::string& flag);
 
-// Made-up gradients, and masters that are cast, go through so many bytes of a rank, which are
-// committed whole.
+// Staging of a rank for synthetic gradients and for masters as they are cast; committed whole.
 constexpr uint64_t kGradientStagingBytes = 1 * kMiB;
 
-// The part of a parameter that a rank trains. Parameters are the castable targets (fp32, bf16,
-// fp16) that are no buffers; an alias is trained under the name of what it is an alias of.
+// A rank's shard of a parameter. Parameters are the castable targets (fp32, bf16, fp16) other than
+// buffers; an alias is trained as the target that it names.
 struct TrainedShard {
-  ShardSpec shard;  // whose memory is not set
+  ShardSpec shard;  // without its memory
   StateFormat format = StateFormat::fp32;
   uint32_t target = 0;
-  uint32_t buffer = 0;  // where its elements lie one after another, from local element `at` on
+  uint32_t buffer = 0;  // holds its elements contiguously from local element `at` on
   int64_t at = 0;
   DType dtype = DType::f32;  // as loaded
 
-  // Whether the loaded elements are the master itself, or its upper half. Otherwise the master is
-  // memory of its own, and each step writes the new parameter to the loaded elements.
+  // Whether the loaded elements are the master, or its upper half. Otherwise the master has its own
+  // memory, and each step writes the new parameter to the loaded elements.
   bool is_master() const noexcept { return dtype == row_of(format).master; }
 };
-// UNSUPPORTED, naming it, for a floating-point target that can't be trained (FP8 codes, fp64).
+// UNSUPPORTED, naming the target, for floating-point targets that can't be trained (FP8 codes,
+// fp64).
 void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat format, int rank,
                       FunctionRef<void(TrainedShard&& shard)> fn);
 
-// Elements of each parameter of the model; errors as for_each_trained.
+// The numel of each parameter of the model; errors as for_each_trained.
 std::vector<int64_t> trained_sizes(const Recipe& recipe);
 
-// What training adds on a rank to the shards: the optimizer's states, their tables (purpose `plan`)
-// and the staging of gradients. A step takes nothing more.
+// The memory that training adds to a rank's shards: optimizer states, their tables (purpose `plan`)
+// and the staging of gradients. A step allocates nothing more.
 Footprint training_footprint(std::span<const AdamWCount> states);
-// The same for each rank of a load: the phase `step` of a plan.
+// The same for each rank of a load, as phase `step` of a plan.
 Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format);
 
 }  // namespace modicum

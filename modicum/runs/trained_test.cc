@@ -1,6 +1,6 @@
-// House test (exact): what of a load is trained. It catches: padding, aliases, integers or buffers
-// that become state; elements that no rank or two ranks train; a master that is held twice; fp32
-// that is trained in fewer bits; a promise that leaves the optimizer out of its digest.
+// House test (exact): the trained parameters of a load. Catches: optimizer state for padding,
+// aliases, integers or buffers; elements trained by no rank or by two; a master held twice; fp32
+// trained in fewer bits; an inputs digest without the optimizer.
 #include "modicum/runs/trained.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@
 namespace modicum {
 namespace {
 
-// Parameters of three dtypes whose rows do not divide, a 0-d one, one of integers, and a tie.
+// Parameters of three dtypes with uneven rows, a 0-d one, a tensor of integers, and a tie.
 void put_model(MemoryFileSystem& files) {
   files.make_directory("/model");
   const std::vector<TensorSpec> tensors = {
@@ -57,8 +57,8 @@ std::vector<RunFlags> grid() {
   return all;
 }
 
-// Each element of each parameter counts on one rank, and lies where the layout says that it does.
-TEST(Trained, ShardsTileTheParametersAndLieInTheLoadedBuffers) {
+// Each element of each parameter has one primary rank, and is at its place in the local buffer.
+TEST(Trained, ShardsTileTheParametersInTheLoadedBuffers) {
   MemoryFileSystem files;
   put_model(files);
   for (const RunFlags& flags : grid()) {
@@ -91,7 +91,7 @@ TEST(Trained, ShardsTileTheParametersAndLieInTheLoadedBuffers) {
   }
 }
 
-TEST(Trained, WhatIsLoadedIsTheMasterOrGetsTheParameter) {
+TEST(Trained, LoadedMemoryIsTheMasterOrReceivesTheParameter) {
   MemoryFileSystem files;
   put_model(files);
   RunFlags flags = grid()[0];
@@ -117,8 +117,8 @@ TEST(Trained, WhatIsLoadedIsTheMasterOrGetsTheParameter) {
                                                {"scalar", "int8-moments"}}));
 }
 
-// Of a million parameters on four ranks: bytes per parameter besides the loaded shards.
-TEST(Trained, TheStepsPhaseIsTheFormatsBytesLessWhatIsLoaded) {
+// A million parameters on four ranks: bytes per parameter in addition to the loaded shards.
+TEST(Trained, TheStepPhaseIsTheFormatsBytesLessTheLoadedOnes) {
   MemoryFileSystem files;
   files.make_directory("/model");
   const std::vector<TensorSpec> tensors = {
@@ -133,7 +133,7 @@ TEST(Trained, TheStepsPhaseIsTheFormatsBytesLessWhatIsLoaded) {
     const uint64_t state = sum[Purpose::master] + sum[Purpose::grad] + sum[Purpose::moments];
     return static_cast<double>(state) / (4096.0 * 256);
   };
-  constexpr double kPages = 0.1;  // of the planes' ends
+  constexpr double kPages = 0.1;  // rounding to pages at the ends of planes
   EXPECT_NEAR(per_param("adamw:fp32", ""), 16, kPages);
   EXPECT_NEAR(per_param("adamw:fp32", "float32"), 12, kPages);
   EXPECT_NEAR(per_param("adamw:fp32-split", ""), 12, kPages);
@@ -170,7 +170,7 @@ TEST(Trained, ThePlanPromisesAndDigestsTheState) {
   plan_of("adamw:bf16-moments", [&](Plan&& plan) { EXPECT_NE(plan.inputs, with); });
 }
 
-TEST(Trained, WhatCanNotBeTrainedIsRefused) {
+TEST(Trained, DtypesThatCanNotBeTrainedAreRefused) {
   MemoryFileSystem files;
   files.make_directory("/model");
   const std::vector<TensorSpec> tensors = {{.fqn = "w", .dtype = DType::f64, .shape = {4}}};
@@ -196,8 +196,8 @@ TEST(Trained, WhatCanNotBeTrainedIsRefused) {
   EXPECT_EQ(failure(flags), Category::unsupported);
 }
 
-// Rows that are cut across: refused at once, rather than listed until memory ends.
-TEST(Trained, AShardOfTooManyRowsIsRefused) {
+// Shards of very many runs are refused before their list fills the memory.
+TEST(Trained, AShardOfTooManyRunsIsRefused) {
   const Manifest nothing;
   RecipeBuilder builder(nothing);
   const int64_t rows = (int64_t{1} << 22) + 1;

@@ -12,12 +12,12 @@
 namespace modicum {
 namespace {
 
-// Which inputs of a run are others than those that were asked for.
+// Which inputs of a run differ from the requested ones.
 struct Change {
-  bool staging = false;  // less than was asked for, or less than the default shrinks to
+  bool staging = false;  // below the given size, or below the least default
   const Strategy* strategy = nullptr;
   std::optional<StateFormat> format;
-  bool nodes = false;  // fewer ranks on each
+  bool nodes = false;  // fewer ranks per node
 
   int count() const noexcept {
     return int{staging} + int{strategy != nullptr} + int{format.has_value()} + int{nodes};
@@ -36,7 +36,7 @@ std::vector<Change> changes_of(const Run& run, const Budget& budget) {
   }
   std::vector<Change> changes;
   for (const bool nodes : {false, true}) {
-    // What a cgroup leaves is shared by all nodes on the machine, however many they are.
+    // A cgroup's limit is shared by all nodes on the machine, so more nodes don't help.
     if (nodes && budget.source != kFlagSource) continue;
     for (const auto& format : formats) {
       for (const Strategy* strategy : others) {
@@ -74,7 +74,7 @@ class Search {
  private:
   int per_node(int ranks) const noexcept { return ranks > 0 ? ranks : run_.layout.world_size(); }
 
-  // The plan with that change, where it fits.
+  // The plan with `change`, if it fits.
   std::optional<Plan> plan_of(const Change& change, int ranks_per_node) {
     PlanOptions options = run_.options;
     options.ranks_per_node = ranks_per_node;
@@ -90,7 +90,7 @@ class Search {
     return plan;
   }
 
-  // With as many ranks on a node as fit, but fewer than `asked`.
+  // The plan with the most ranks per node that fit, below `asked`; a binary search.
   std::optional<Plan> with_fewer_per_node(const Change& change, int asked) {
     if (asked < 2) return std::nullopt;
     int most = 1;

@@ -1,4 +1,4 @@
-// What fits where a run does not. Part of the door of `runs`.
+// Finds runs that fit a budget. Part of the door of `runs`.
 #pragma once
 
 #include <vector>
@@ -10,10 +10,10 @@ namespace modicum {
 
 struct Run;
 
-// Runs that fit `budget`, where `run` does not: its strategy, staging, optimizer state format or
-// ranks per node changed, no more of them at a time than is needed. The smallest changes first, as
-// in this order: staging, strategy, format, ranks per node; of each the smallest that is enough.
-// Each is proven by the plan that `load` would follow. Empty where nothing fits.
+// For a `run` that does not fit `budget`, the runs that do with as few changed flags as possible,
+// of staging, strategy, state format and ranks per node. Smallest changes first: by number, then in
+// the order just given, each changed only as far as needed. Every one is proven by its plan. Empty
+// if none fits.
 std::vector<Alternative> would_fit(const Run& run, const Budget& budget);
 
 }  // namespace modicum
