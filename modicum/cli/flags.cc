@@ -16,13 +16,12 @@ namespace modicum {
 namespace {
 
 constexpr std::array<Verb, 6> kVerbs = {{
-    {"inspect", "what is in a checkpoint: tensors, dtypes, files, oddities", run_inspect},
-    {"synth", "write a true-shape checkpoint whose every element is known", run_synth},
-    {"plan", "who reads what, and what each rank and node will hold", run_plan},
-    {"load", "load into real rank processes and prove what was promised", run_load},
-    {"rehearse", "load and make optimizer steps in one budget; every phase beside its promise",
-     run_rehearse},
-    {"step", "the optimizer on its own: bytes per parameter, and speed beside a copy", run_step},
+    {"inspect", "list the tensors, dtypes, files and warnings of a checkpoint", run_inspect},
+    {"synth", "write a checkpoint of a model's true shapes with known values", run_synth},
+    {"plan", "predict reads, traffic and peak memory of every rank and node", run_plan},
+    {"load", "load into rank processes and compare their memory with the plan", run_load},
+    {"rehearse", "load, then step the optimizer, within one budget; memory by phase", run_rehearse},
+    {"step", "step the optimizer alone: bytes per parameter, speed next to a copy", run_step},
 }};
 
 }  // namespace
@@ -37,13 +36,13 @@ std::string format_names() {
 
 void add_common_flags(CLI::App& app, CommonFlags& flags) {
   app.add_flag("--json", flags.json, "one JSON document on stdout");
-  app.add_flag("-q,--quiet", flags.quiet, "print nothing but errors");
-  app.add_flag("-v,--verbose", flags.verbose, "print more");
+  app.add_flag("-q,--quiet", flags.quiet, "print errors only");
+  app.add_flag("-v,--verbose", flags.verbose, "inspect: a line per tensor");
   app.add_option("--threads", flags.threads,
-                 "threads (of load, rehearse and step: per rank); default: usable CPUs")
+                 "threads (load, rehearse, step: per rank); default: usable CPUs")
       ->check(CLI::Range(1, 1024));
   app.add_option("--budget", flags.budget,
-                 "host memory per node: SIZE, auto (what the cgroup and the node leave) or none");
+                 "host memory per node: SIZE, auto (left by cgroup and node) or none");
   app.add_option("--progress", flags.progress, "auto, plain or none; on stderr")
       ->check(CLI::IsMember({"auto", "plain", "none"}));
 }
@@ -54,52 +53,55 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
       ->required();
   app.add_option("--ranks", flags.ranks, "rank processes; default 1");
   app.add_option("--ranks-per-node", flags.ranks_per_node, "default: all on one node");
-  app.add_option("--strategy", flags.strategy,
-                 "own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank");
+  app.add_option(
+      "--strategy", flags.strategy,
+      "own-shard (default), node-reader, replica-striped, rank0-broadcast, full-per-rank");
   app.add_option(
       "--layout", flags.layout,
-      "fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds everything)");
+      "fsdp2 (default), hsdp, tp-fsdp, zero1, zero2, zero3, or none (replicate everything)");
   app.add_option(
       "--mesh", flags.mesh,
-      "AxB: of hsdp replicas x shards, of tp-fsdp dp x tp; AxBxC: shards or dp of two axes");
-  app.add_option("--shard-dim", flags.shard_dim, "the tensor dim that is cut; default 0");
+      "AxB: hsdp replicate x shard, tp-fsdp dp x tp; AxBxC: shard or dp over two mesh axes");
+  app.add_option("--shard-dim", flags.shard_dim, "the tensor dim to shard; default 0");
   app.add_option("--tp-rowwise", flags.tp_rowwise,
-                 "names (a regular expression) that TP cuts along dim 1; the rest along dim 0");
+                 "REGEX of tensors that TP shards along dim 1; the rest along dim 0");
   app.add_option("--tp-packed", flags.tp_packed,
-                 "names of two packed halves (gate and up), each cut by itself along dim 0");
-  app.add_option("--tp-replicate", flags.tp_replicate, "names that TP does not cut");
+                 "REGEX of two packed halves (gate and up), each sharded along dim 0");
+  app.add_option("--tp-replicate", flags.tp_replicate, "REGEX of tensors that TP replicates");
   app.add_option("--expert-mesh", flags.expert_mesh,
-                 "AxB: experts are dealt to B ranks along dim 0, then FSDP cuts them A times");
-  app.add_option("--experts", flags.experts, "names of the experts; default \\.experts\\.");
+                 "AxB: EP over B ranks along dim 0, then FSDP over A ranks");
+  app.add_option("--experts", flags.experts, "REGEX of expert tensors; default \\.experts\\.");
   app.add_flag("--round-robin", flags.round_robin,
-               "of zero1 and zero2: as DeepSpeed's round_robin_gradients");
+               "zero1, zero2: as DeepSpeed's round_robin_gradients");
   app.add_option("--dtype", flags.dtype,
                  "float32, bfloat16 or float16 (fp32, bf16, fp16); default: as stored");
-  app.add_option("--keep-fp32", flags.keep_fp32, "names (a regular expression) loaded as float32");
-  app.add_option("--recipe", flags.recipe, "recipe.json; default: every tensor as it is");
+  app.add_option("--keep-fp32", flags.keep_fp32, "REGEX of tensors loaded as float32");
+  app.add_option("--recipe", flags.recipe, "recipe.json; default: every tensor as stored");
   app.add_flag("--untie", flags.untie,
-               "load both where a tie is stored under both of its names; default: compare them");
+               "load both copies of a tied tensor that is stored twice; default: compare them");
   app.add_option("--optimizer", flags.optimizer,
-                 fmt::format("none, or adamw:FORMAT: its state is held, too; {}", format_names()));
-  app.add_option("--destination", flags.destination, "cpu, or discard (digest and drop)");
+                 fmt::format("none, or adamw:FORMAT to hold its state, too; {}", format_names()));
+  app.add_option("--destination", flags.destination, "cpu (default), or discard (digest and drop)");
   app.add_option("--staging", flags.staging, "per rank, committed whole; default 8 MiB");
   app.add_option("--baseline", flags.baseline,
-                 "what a rank process holds before Modicum; default 2 MiB");
+                 "memory of a rank process before Modicum; default 2 MiB");
 }
 
 namespace {
 
-// A variable of a script that is not set must not turn a limit or a check off without a word.
+// An unset shell variable (--budget "$B") must not silently turn off a limit or a check.
 void refuse_empty_values(const Args& args) {
-  std::string_view flag;  // the word before, where that is one
+  std::string_view flag;  // the previous argument, if it is a flag
   for (const std::string& arg : args) {
     const bool is_flag = arg.size() > 1 && arg[0] == '-';
     if (arg.empty()) {
-      fail(Category::usage, flag.empty() ? "an empty argument" : fmt::format("{} ''", flag),
+      fail(Category::usage,
+           flag.empty() ? "an argument is empty" : fmt::format("the value of {} is empty", flag),
            {.expected = "a value", .got = "''"});
     }
     if (arg.starts_with("--") && arg.find('=') == arg.size() - 1) {
-      fail(Category::usage, fmt::format("{}''", printable(arg)),
+      fail(Category::usage,
+           fmt::format("the value of {} is empty", printable(arg.substr(0, arg.size() - 1))),
            {.expected = "a value", .got = "''"});
     }
     flag = is_flag ? std::string_view(arg) : std::string_view();
@@ -144,11 +146,11 @@ std::optional<int> parse(CLI::App& app, const Args& args) {
     print(app.help());
     return 0;
   } catch (const CLI::ParseError& error) {
-    // Something unknown is the likelier mistake than what is missing because of it.
+    // An unknown flag is reported first: it may be the reason why a required one is missing.
     if (app.remaining().empty()) fail(Category::usage, error.what());
   }
   if (app.remaining().empty()) return std::nullopt;
-  const std::string unknown = app.remaining().front();  // of a copy
+  const std::string unknown = app.remaining().front();  // remaining() returns a copy
   std::vector<std::string> names;
   for (const CLI::Option* option : app.get_options()) {
     for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
@@ -159,12 +161,12 @@ std::optional<int> parse(CLI::App& app, const Args& args) {
 }
 
 void add_seed(CLI::App& app, uint64_t& seed, const std::string& of) {
-  // CLI11 takes -1 for 2^64 - 1, and so what is too large.
+  // CLI11 would read -1 as 2^64 - 1 and accept numbers that overflow.
   const auto parse = [&seed](const std::string& text) {
     const char* const end = text.data() + text.size();
     const auto [rest, error] = std::from_chars(text.data(), end, seed);
     if (error == std::errc() && rest == end) return;
-    fail(Category::usage, "--seed takes a whole number",
+    fail(Category::usage, "--seed is not a whole number of 64 bits",
          {.expected = "0 to 2^64 - 1", .got = printable(text)});
   };
   app.add_option_function<std::string>("--seed", parse, of + "; default 0");
@@ -172,7 +174,8 @@ void add_seed(CLI::App& app, uint64_t& seed, const std::string& of) {
 
 double positive(const std::string& flag, double value) {
   if (std::isfinite(value) && value > 0) return value;
-  fail(Category::usage, fmt::format("{} takes a number above 0", flag));
+  fail(Category::usage, fmt::format("{} out of range", flag),
+       {.expected = "a finite number above 0", .got = fmt::format("{}", value)});
 }
 
 std::optional<Budget> budget_in_force(const CommonFlags& flags, int nodes) {
@@ -188,9 +191,9 @@ void require_cores(const CommonFlags& flags, int ranks) {
   const int most = kMaxRanksPerCore * granted_cpus();
   if (flags.oversubscribe || ranks <= most) return;
   fail(Category::usage,
-       fmt::format("--ranks {}: {} processes for each usable core at most, unless --oversubscribe",
-                   ranks, kMaxRanksPerCore),
-       {.expected = fmt::format("{} ranks at most", most), .got = fmt::format("{}", ranks)});
+       fmt::format("--ranks {} is over {} ranks per usable core; --oversubscribe allows it", ranks,
+                   kMaxRanksPerCore),
+       {.expected = fmt::format("at most {} ranks", most), .got = fmt::format("{}", ranks)});
 }
 
 int threads_per_rank(const CommonFlags& flags, int ranks) {

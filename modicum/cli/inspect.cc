@@ -6,7 +6,8 @@
 namespace modicum {
 
 int run_inspect(const Args& args) {
-  CLI::App app("what is in a checkpoint; reads headers, index and config only", "modicum inspect");
+  CLI::App app("list the contents of a checkpoint; reads headers, index and config only",
+               "modicum inspect");
   CommonFlags flags;
   std::string directory;
   add_common_flags(app, flags);

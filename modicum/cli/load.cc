@@ -11,7 +11,7 @@ struct LoadFlags {
   RunFlags run;
   std::string check;
   bool digest = false;
-  std::string expect_digest;  // as `digest` is printed
+  std::string expect_digest;  // in the form that --digest prints
   std::string dump;
 };
 
@@ -23,11 +23,11 @@ void refuse_contradictions(const LoadFlags& flags) {
   const std::string& digest = flags.expect_digest;
   if (!digest.empty() &&
       (digest.size() != 16 || digest.find_first_not_of("0123456789abcdef") != std::string::npos)) {
-    fail(Category::usage, "--expect-digest takes what --digest prints",
+    fail(Category::usage, "--expect-digest is not a digest",
          {.expected = "16 hex digits", .got = printable(digest)});
   }
   if (flags.run.destination == "discard" && !flags.dump.empty()) {
-    fail(Category::usage, "--dump needs what --destination discard drops");
+    fail(Category::usage, "--dump needs the loaded shards, which --destination discard drops");
   }
 }
 
@@ -35,14 +35,14 @@ void require_digest(const LoadFlags& flags, const LoadReport& report) {
   if (flags.expect_digest.empty()) return;
   const std::string found = digest_text(report.digest.value());
   if (found == flags.expect_digest) return;
-  fail(Category::integrity, "the digest of what was loaded is not the expected one",
+  fail(Category::integrity, "the digest of the loaded model is not the expected one",
        {.expected = flags.expect_digest, .got = found});
 }
 
 }  // namespace
 
 int run_load(const Args& args) {
-  CLI::App app("load into real rank processes; prints what was promised beside what happened",
+  CLI::App app("load into rank processes; prints promised and measured memory side by side",
                "modicum load");
   LoadFlags flags;
   add_common_flags(app, flags.common);
@@ -50,10 +50,10 @@ int run_load(const Args& args) {
   add_oversubscribe_flag(app, flags.common);
   app.add_option("--check", flags.check,
                  "values: poison the destination first, then compare every value");
-  app.add_flag("--digest", flags.digest, "one number over names, dtypes, shapes and values");
+  app.add_flag("--digest", flags.digest, "a hash of names, dtypes, shapes and values");
   app.add_option("--expect-digest", flags.expect_digest,
-                 "fail (12) where the digest is not this one of 16 hex digits");
-  app.add_option("--dump", flags.dump, "a new directory: each rank writes its shards there");
+                 "16 hex digits: exit 12 if the digest differs");
+  app.add_option("--dump", flags.dump, "a new directory for the shards of each rank");
   if (const auto done = parse(app, args)) return *done;
   refuse_contradictions(flags);
   flags.digest = flags.digest || !flags.expect_digest.empty();

@@ -27,13 +27,13 @@ int run_verb(const std::string& name, const Args& args) {
   return row_named("verb", name, verbs()).run(args);
 }
 
-// One line on stderr, and with --json the same as an object on stdout.
+// Prints the error as one line on stderr and, with --json, as an object on stdout.
 int explain(const Error& error, bool json) {
   if (json) {
     try {
       print(error_json(error) + "\n");
     } catch (const Error&) {
-      // stdout is lost, which may be the very error; stderr and the exit code still say what it is.
+      // stdout can't be written, which may be the error itself; stderr and the exit code report it.
     }
   }
   print_error(fmt::format("modicum: {}\n", error.what()));

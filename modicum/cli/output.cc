@@ -22,8 +22,8 @@ namespace {
 
 constexpr int kForever = -1;
 
-// False, with errno, where not all of it could be written; ETIMEDOUT where the reader of a full
-// pipe has not made room within `wait_ms`. May be called by a signal handler.
+// True if all was written. Otherwise sets errno: ETIMEDOUT if a full pipe stayed full for
+// `wait_ms`. Async-signal-safe.
 bool write_all(int fd, const char* text, size_t size, int wait_ms) noexcept {
   while (size > 0) {
     pollfd writable{fd, POLLOUT, 0};
@@ -31,7 +31,7 @@ bool write_all(int fd, const char* text, size_t size, int wait_ms) noexcept {
     if (ready == 0) errno = ETIMEDOUT;
     if (ready < 0 && errno == EINTR) continue;
     if (ready <= 0) return false;
-    // A pipe that is ready takes so much without blocking.
+    // A pipe that polls writable takes PIPE_BUF bytes without blocking.
     const ssize_t written = write(fd, text, std::min<size_t>(size, PIPE_BUF));
     if (written < 0 && (errno == EINTR || errno == EAGAIN)) continue;
     if (written <= 0) return false;
@@ -41,7 +41,7 @@ bool write_all(int fd, const char* text, size_t size, int wait_ms) noexcept {
   return true;
 }
 
-// What the handler of a stop signal prints, formatted before the signal comes.
+// The output of the handler of a stop signal, formatted in advance.
 struct LastWords {
   std::array<char, 512> line{};
   std::array<char, 512> document{};
@@ -65,7 +65,7 @@ LastWords last_words(int signal, bool json) {
 
 extern "C" void exit_at_once(int signal) {
   const LastWords& words = signal == SIGINT ? on_int : on_term;
-  if (!has_begun_stdout.load()) {  // never into the middle of an answer
+  if (!has_begun_stdout.load()) {  // an answer may be half written
     write_all(STDOUT_FILENO, words.document.data(), std::strlen(words.document.data()), 0);
   }
   write_all(STDERR_FILENO, words.line.data(), std::strlen(words.line.data()), 0);
@@ -76,7 +76,7 @@ extern "C" void exit_at_once(int signal) {
 
 void guard_standard_descriptors() noexcept {
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
-    // The lowest free number is taken, which is `fd`: those below it are open by now.
+    // open() takes the lowest free descriptor, which is `fd`: those below it are open by now.
     if (fcntl(fd, F_GETFD) < 0 && errno == EBADF) static_cast<void>(open("/", O_PATH));
   }
   signal(SIGPIPE, SIG_IGN);

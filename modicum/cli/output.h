@@ -1,26 +1,24 @@
-// What leaves the process: answers on stdout, errors and progress on stderr. Internal to `cli`.
+// The output of the process: answers on stdout, errors and progress on stderr. Internal to `cli`.
 #pragma once
 
 #include <string_view>
 
 namespace modicum {
 
-// To be called before any file is opened. Where one of the descriptors 0, 1 and 2 is closed, it
-// becomes one that can be neither read nor written: a file opened later must not get its number,
-// since what is printed would be written into that file. Also has SIGPIPE and SIGXFSZ ignored, so
-// that the write fails instead and its error is reported.
+// Call before any file is opened. Occupies those of the descriptors 0, 1 and 2 that are closed with
+// ones that can be neither read nor written: otherwise a file opened later could become stdout and
+// be printed into. Also ignores SIGPIPE and SIGXFSZ, so that the write fails and is reported.
 void guard_standard_descriptors() noexcept;
 
-// From now on SIGINT and SIGTERM end the process at once, with their error on stderr (with `json`
-// on stdout as well) and its exit code. For work that leaves nothing behind; StopSignals takes
-// over while there is something to clean up.
+// From now on SIGINT and SIGTERM end the process at once, with an error on stderr (with `json` on
+// stdout, too) and its exit code. While there is something to clean up, StopSignals takes over.
 void exit_on_stop_signals(bool json);
 
-// All of `text` to stdout. IO where it can't be written, whatever the reason. Once it is written,
-// the run has its result: SIGINT and SIGTERM are ignored.
+// Writes all of `text` to stdout, else IO. The result is then final, so SIGINT and SIGTERM are
+// ignored.
 void print(std::string_view text);
 
-// To stderr; lost where it can't be written within `wait_ms`.
+// Writes to stderr; gives up silently after `wait_ms`.
 void print_error(std::string_view text, int wait_ms = 1000) noexcept;
 
 }  // namespace modicum

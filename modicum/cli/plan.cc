@@ -7,20 +7,20 @@
 namespace modicum {
 
 int run_plan(const Args& args) {
-  CLI::App app("who reads what, and what each rank and node will hold; reads headers only",
+  CLI::App app("predict reads, traffic and peak memory of every strategy; reads headers only",
                "modicum plan");
   CommonFlags common;
   RunFlags flags;
   add_common_flags(app, common);
   add_run_flags(app, flags);
-  add_oversubscribe_flag(app, common);  // taken with the other flags of `load`; no rank is started
+  add_oversubscribe_flag(app, common);  // accepted like all flags of `load`, without effect
   DeepSpeedFlags deepspeed;
   app.add_option("--deepspeed", deepspeed.config,
-                 "ds_config.json: what DeepSpeed itself would hold, line by line");
+                 "ds_config.json: add a forecast of DeepSpeed's own host memory");
   app.add_option("--workers", deepspeed.workers,
-                 "of --deepspeed: forked data-loader workers of a rank; default 0");
+                 "with --deepspeed: forked data-loader workers per rank; default 0");
   app.add_flag("--persistent-workers", deepspeed.persistent_workers,
-               "of --deepspeed: the workers live for all epochs; default: forked for each");
+               "with --deepspeed: workers live for all epochs; default: forked per epoch");
   if (const auto done = parse(app, args)) return *done;
   PosixFileSystem files;
   const PlanReport report = plan_report(files, flags, common.budget, deepspeed);

@@ -30,14 +30,15 @@ void Progress::show(uint64_t bytes) {
   next_ns_ = now + (mode_ == Mode::plain ? kPlainEveryNs : kRewrittenEveryNs);
   const double elapsed_s = static_cast<double>(now - begin_ns_) / kNsPerSecond;
   const double rate = elapsed_s > 0 ? static_cast<double>(bytes) / elapsed_s : 0;
-  const uint64_t left = total_bytes_ > bytes ? total_bytes_ - bytes : 0;
-  const std::string eta =
-      rate > 0 ? fmt::format("{:.0f} s left", static_cast<double>(left) / rate) : "";
-  print_error(
-      fmt::format("{}{} of {}, {}/s, {}{}", mode_ == Mode::rewritten ? "\r\x1b[K" : "",
-                  format_size(bytes), format_size(total_bytes_),
-                  format_size(static_cast<uint64_t>(rate)), eta, mode_ == Mode::plain ? "\n" : ""),
-      0);
+  std::string text = fmt::format("{} of {}", format_size(bytes), format_size(total_bytes_));
+  if (bytes >= total_bytes_) {
+    text += ", finishing";  // checks, digests and dumps move no more bytes of the checkpoint
+  } else if (rate > 0) {
+    text += fmt::format(", {}/s, {:.0f} s left", format_size(static_cast<uint64_t>(rate)),
+                        static_cast<double>(total_bytes_ - bytes) / rate);
+  }
+  const bool is_line = mode_ == Mode::plain;
+  print_error(fmt::format("{}{}{}", is_line ? "" : "\r\x1b[K", text, is_line ? "\n" : ""), 0);
   shown_ = true;
 }
 

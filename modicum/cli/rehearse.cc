@@ -18,7 +18,7 @@ struct RehearseFlags {
 }  // namespace
 
 int run_rehearse(const Args& args) {
-  CLI::App app("load, then make steps of AdamW with made-up gradients, in one budget",
+  CLI::App app("load, then step AdamW with synthetic gradients, within one budget",
                "modicum rehearse");
   RehearseFlags flags;
   add_common_flags(app, flags.common);
@@ -26,7 +26,7 @@ int run_rehearse(const Args& args) {
   add_oversubscribe_flag(app, flags.common);
   app.add_option("--steps", flags.steps, "default 3")->check(CLI::Range(1, 1000000000));
   add_seed(app, flags.seed, "of gradients and random bits");
-  app.add_option("--clip", flags.clip, "the most that the gradient's norm may be");
+  app.add_option("--clip", flags.clip, "largest gradient norm");
   if (const auto done = parse(app, args)) return *done;
   if (flags.clip) positive("--clip", *flags.clip);
   if (!optimizer_flag(flags.run.optimizer)) {

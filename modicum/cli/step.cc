@@ -35,18 +35,18 @@ void add_step_flags(CLI::App& app, StepFlags& flags) {
       ->check(CLI::Range(1, 4096));
   app.add_option("--steps", flags.task.steps, "default 5")->check(CLI::Range(1, 1000000000));
   add_seed(app, flags.task.seed, "of parameters, gradients and random bits");
-  app.add_option("--clip", flags.clip, "the most that the gradient's norm may be");
+  app.add_option("--clip", flags.clip, "largest gradient norm");
   app.add_option("--loss-scale", flags.loss_scale,
                  "scale gradients as torch.amp.GradScaler does; from 65536, or the value given")
       ->expected(0, 1);
   app.add_option("--grad-dtype", flags.grad_dtype,
-                 "float32, bfloat16 or float16: what gradients are rounded to as they arrive");
+                 "float32, bfloat16 or float16: dtype of arriving gradients");
   app.add_option("--isa", flags.isa,
                  fmt::format("{}; default: the first", fmt::join(isas(), ", ")));
   app.add_option("--fork-children", flags.task.children,
-                 "processes that each rank forks and that live until the last step")
+                 "children that each rank forks and keeps until the last step")
       ->check(CLI::Range(0, 64));
-  app.add_flag("--no-compare", flags.no_compare, "without the copy and the five unfused passes");
+  app.add_flag("--no-compare", flags.no_compare, "leave out the copy and the five unfused passes");
 }
 
 double number_of(const std::string& flag, const std::string& text) {
@@ -63,7 +63,8 @@ StepTask task_of(const StepFlags& flags, const CLI::App& app) {
   task.format = state_format_named(flags.format).format;
   const uint64_t params = parse_count(flags.params);
   constexpr uint64_t kMostParams = uint64_t{1} << 50;
-  if (params == 0 || params > kMostParams) fail(Category::usage, "--params: 1 to 2^50");
+  if (params == 0 || params > kMostParams)
+    fail(Category::usage, "--params out of range", {.expected = "1 to 2^50", .got = flags.params});
   task.params = static_cast<int64_t>(params);
   task.threads = threads_per_rank(flags.common, task.ranks);
   task.grad_dtype = dtype_flag(flags.grad_dtype).value_or(DType::f32);
@@ -80,7 +81,7 @@ StepTask task_of(const StepFlags& flags, const CLI::App& app) {
 }  // namespace
 
 int run_step(const Args& args) {
-  CLI::App app("AdamW over made-up gradients in real rank processes: what it holds, how fast it is",
+  CLI::App app("step AdamW with synthetic gradients in rank processes: memory and speed",
                "modicum step");
   StepFlags flags;
   add_step_flags(app, flags);

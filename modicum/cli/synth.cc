@@ -12,7 +12,7 @@
 namespace modicum {
 namespace {
 
-constexpr uint64_t kChunkBytes = 4 * kMiB;  // what each of synth's threads fills at a time
+constexpr uint64_t kChunkBytes = 4 * kMiB;  // the buffer of each thread of write_synth
 
 std::string json_of(const SynthResult& made) {
   JsonWriter json;
@@ -27,14 +27,14 @@ std::string text_of(const SynthResult& made, const std::string& out) {
                      format_size(made.written_bytes));
 }
 
-// A stop signal has what is made by then removed first.
+// Removes the unfinished checkpoint on a stop signal.
 SynthResult write_unless_stopped(FileSystem& files, const std::string& out, SynthOptions options) {
   const StopSignals stop;
   options.check = [&stop] { stop.check(); };
   try {
     return write_synth(files, out, options);
   } catch (const Error&) {
-    stop.check();  // a call that the signal has interrupted may be what failed
+    stop.check();  // the failed call may be one that the signal interrupted
     throw;
   }
 }
@@ -42,8 +42,9 @@ SynthResult write_unless_stopped(FileSystem& files, const std::string& out, Synt
 }  // namespace
 
 int run_synth(const Args& args) {
-  CLI::App app("write a true-shape checkpoint: each element a hash of its tensor and index",
-               "modicum synth");
+  CLI::App app(
+      "write a checkpoint of a model's true shapes; each element is a hash of its FQN and index",
+      "modicum synth");
   CommonFlags common;
   SynthOptions options;
   std::string out, dtype, shard_size;
@@ -53,11 +54,13 @@ int run_synth(const Args& args) {
       ->required();
   app.add_option("--layers", options.layers, "only the first N layers")
       ->check(CLI::Range(1, 100000));
-  app.add_option("--shard-size", shard_size, "most data of one file; default 5 GB");
+  app.add_option("--shard-size", shard_size, "largest data of a file; default 5 GB");
   app.add_option("--dtype", dtype,
                  "float32, bfloat16 or float16, unpacked; default: as on the hub");
-  app.add_flag("--sparse", options.is_sparse, "data in each tensor's first page only; no disk");
-  app.add_option("--edges", options.edges, "with --sparse: also around the cuts of these worlds")
+  app.add_flag("--sparse", options.is_sparse,
+               "data in each tensor's first page only; takes little disk");
+  app.add_option("--edges", options.edges,
+                 "with --sparse: data around the shard boundaries of these world sizes, too")
       ->delimiter(',');
   if (const auto done = parse(app, args)) return *done;
   options.dtype = dtype_flag(dtype);

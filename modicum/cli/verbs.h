@@ -1,4 +1,4 @@
-// The verbs of the command line, and what they share.
+// The verbs of the command line and their common parts. Internal to `cli`.
 #pragma once
 
 #include <optional>
@@ -21,7 +21,7 @@ using Args = std::vector<std::string>;
 struct Verb {
   std::string_view name;
   std::string_view help;
-  int (*run)(const Args& args);  // what stands behind the verb; the exit code. Throws Error.
+  int (*run)(const Args& args);  // takes the arguments after the verb; the exit code. Throws Error.
 };
 std::span<const Verb> verbs() noexcept;
 
@@ -32,44 +32,44 @@ int run_load(const Args& args);
 int run_rehearse(const Args& args);
 int run_step(const Args& args);
 
-// What every verb takes.
+// The flags of every verb.
 struct CommonFlags {
   bool json = false;
   bool quiet = false;
   bool verbose = false;
-  int threads = 0;  // 0: the usable CPUs (of `load`, divided by the ranks)
+  int threads = 0;  // 0: the usable CPUs, divided by the ranks
   std::string budget;
   std::string progress = "auto";
-  bool oversubscribe = false;  // of verbs with ranks
+  bool oversubscribe = false;  // of verbs with --ranks
 };
 void add_common_flags(CLI::App& app, CommonFlags& flags);
 
 void add_run_flags(CLI::App& app, RunFlags& flags);
-std::string format_names();  // of the state formats, for help
-// --seed; USAGE, where the verb's flags are parsed, for what is no whole number of 64 bits.
+std::string format_names();  // of all state formats, for help
+// Adds --seed, a whole number of 64 bits.
 void add_seed(CLI::App& app, uint64_t& seed, const std::string& of);
-// The number after `flag`; USAGE where it is not above 0.
+// Returns `value`; USAGE unless it is finite and above 0.
 double positive(const std::string& flag, double value);
 
-// The budget per node that a run is held to: that of the flag, else `auto`.
+// The budget per node: that of --budget, else `auto`.
 std::optional<Budget> budget_in_force(const CommonFlags& flags, int nodes);
 void add_oversubscribe_flag(CLI::App& app, CommonFlags& flags);
-// For verbs that start rank processes: USAGE where there are too many for the machine's cores.
+// USAGE if `ranks` processes are too many for the machine's cores.
 void require_cores(const CommonFlags& flags, int ranks);
-// Threads of each of so many rank processes on this machine.
+// The threads of each of `ranks` processes on this machine.
 int threads_per_rank(const CommonFlags& flags, int ranks);
-// What a verb has to say, on stdout: one of the two, or nothing.
+// Prints one of the two on stdout, or nothing with --quiet.
 void print_result(const CommonFlags& flags, FunctionRef<std::string()> json,
                   FunctionRef<std::string()> text);
 
-// Parses; prints help and returns 0, or nothing to go on. USAGE, with the nearest name, on an
-// unknown flag; USAGE on an empty value.
+// Parses the flags of a verb. Returns 0 if help was printed, else none. USAGE on an unknown flag,
+// with the nearest name, and on an empty value.
 std::optional<int> parse(CLI::App& app, const Args& args);
 
-// For verbs that hold little: BUDGET where `bytes` for `purpose` and the process itself don't fit.
+// For verbs without a plan: BUDGET unless `bytes` for `purpose` fit together with the process.
 void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes);
 
-// `auto` is a line rewritten where stderr is a terminal, and nothing else.
+// Progress on stderr. With `auto`, a line that is rewritten, if stderr is a terminal.
 class Progress {
  public:
   Progress(const CommonFlags& flags, uint64_t total_bytes);

@@ -1,4 +1,4 @@
-// What `load` and `rehearse` have in common. Internal to `cli`.
+// The common part of `load` and `rehearse`. Internal to `cli`.
 #pragma once
 
 #include "modicum/cli/verbs.h"
@@ -6,8 +6,8 @@
 
 namespace modicum {
 
-// The run of `flags`, planned to fit its budget and carried out by `carry_out`: a report of a
-// LoadTask, showing progress.
+// Plans the run of `flags` within its budget and returns the report of `carry_out(task, show)`,
+// which gets a LoadTask and shows progress. BUDGET if the plan does not fit.
 template <typename CarryOut>
 auto within_budget(const CommonFlags& common, const RunFlags& flags, const CarryOut& carry_out) {
   require_cores(common, flags.ranks);
@@ -16,7 +16,7 @@ auto within_budget(const CommonFlags& common, const RunFlags& flags, const Carry
   const auto budget = budget_in_force(common, nodes_of(flags));
   const Plan plan = plan_run(run, *run.options.strategy, budget);
   if (budget) require_fits(plan.promise, *budget);
-  // Ranks that take whole tensors take all of them.
+  // With a window, every rank receives the whole model.
   const int times = plan.strategy().of_reader == Window::none ? 1 : flags.ranks;
   Progress progress(
       common, saturating_mul(run.checkpoint.manifest.data_bytes(), static_cast<uint64_t>(times)));
