@@ -173,8 +173,9 @@ class ConfigReader {
 
   static void refuse_auto(std::string_view key, JsonValue& value) {
     if (value.kind() != JsonValue::Kind::string) return;
-    fail(Category::unsupported, fmt::format("'{}' decides and must be given", printable(key)),
-         {.got = printable(value.string())});
+    fail(Category::unsupported, fmt::format("'{}' is needed for the forecast", printable(key)),
+         {.expected = "a value in ds_config.json, as the Trainer would set it",
+          .got = fmt::format("\"{}\"", printable(value.string()))});
   }
   static bool flag(std::string_view key, JsonValue& value) {
     refuse_auto(key, value);

@@ -129,6 +129,8 @@ TEST(DeepSpeed, WhatChangesMemoryAndIsNotKnownIsRefusedByName) {
       {config_of(2, kPinned, R"(, "data_types": {"grad_accum_dtype": "fp32"})"), "data_types"},
       {config_of(2, kPinned, R"(, "optimizer": {"type": "Lion"})"), "Lion"},
       {config_of(2, kPinned, R"(, "gradient_accumulation_steps": "auto")"), "accumulation_steps"},
+      {config_of(2, kPinned, R"(, "gradient_accumulation_steps": "auto")"),
+       "expected a value in ds_config.json"},
       {config_of(0, kPinned), "stage 0"},
       {R"({"zero_optimization": {"stage": 2}})", "bf16 or fp16"}};
   for (const auto& [config, named] : cases) {

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdlib>
 #include <iterator>
+#include <span>
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -70,8 +71,15 @@ Source look_into(FileSystem& files, const std::string& directory) {
   if (contains(shards, kUsualFile)) return {directory, kUsualFile, false, names};
   if (shards.size() > 1) ambiguous(shards, "several safetensors files and no index");
   const auto pickle = std::find_if(names.begin(), names.end(), is_pickle);
-  if (pickle == names.end())
-    refuse(Category::io, "no safetensors file in the directory", directory);
+  if (pickle == names.end()) {
+    const auto listed = std::span(names).first(std::min<size_t>(names.size(), 5));
+    fail(Category::io, "no safetensors file in the directory",
+         {.file = base_name(directory),
+          .expected = "a .safetensors file",
+          .got = names.empty() ? "no file"
+                               : printable(fmt::format("{}{}", fmt::join(listed, ", "),
+                                                       names.size() > 5 ? ", ..." : ""))});
+  }
   refuse(Category::format_pickle, "only pickle files in the directory, which are never read",
          *pickle);
 }
@@ -129,7 +137,15 @@ Source find_source(FileSystem& files, const std::string& path) {
   if (const std::string snapshot = cached_snapshot(files, path); !snapshot.empty()) {
     return look_into(files, snapshot);
   }
-  files.open(path);  // which tells why not
+  try {
+    files.open(path);
+  } catch (const Error& error) {
+    Facts facts = error.facts();
+    facts.expected =
+        fmt::format("a directory, a file, or ORG/NAME cached in {}", cache_directory());
+    facts.got = printable(path);
+    fail(error.category(), error.what_happened(), std::move(facts));
+  }
   refuse(Category::io, "the path has only just appeared", path);
 }
 

@@ -100,12 +100,42 @@ TEST(Open, NothingThereIsIo) {
   ASSERT_TRUE(empty);
   EXPECT_EQ(empty->category(), Category::io);
   EXPECT_NE(empty->what_happened().find("no safetensors file in"), std::string::npos);
+  EXPECT_EQ(empty->facts().got, "readme.md");
   for (const char* path : {"/nowhere", "/m/x.safetensors", "org/name", "org/../name", ""}) {
     const auto error = failure(files, path);
     ASSERT_TRUE(error) << path;
     EXPECT_EQ(error->category(), Category::io) << error->what();
   }
   EXPECT_NE(failure(files, "/nowhere")->what_happened().find("ENOENT"), std::string::npos);
+}
+
+// Catches: a newcomer's path that is answered with ENOENT alone.
+TEST(Open, AnUnknownPathIsAnsweredWithTheFormsOfAPath) {
+  MemoryFileSystem files;
+  const Variable hub("HF_HUB_CACHE", "/hub");
+  for (const char* path : {"org/name", "name@main", "https://huggingface.co/org/name"}) {
+    const auto error = failure(files, path);
+    ASSERT_TRUE(error) << path;
+    EXPECT_EQ(error->facts().expected, "a directory, a file, or ORG/NAME cached in /hub");
+    EXPECT_EQ(error->facts().got, path);
+  }
+}
+
+// Catches: the first bytes of another format taken for the length of a header.
+TEST(Open, FilesOfOtherFormatsAreNamed) {
+  MemoryFileSystem files;
+  const auto got = [&files](const std::string& text) {
+    files.put("/m/model.safetensors", text);
+    const auto error = failure(files, "/m");
+    EXPECT_EQ(error->category(), Category::format_limit);
+    EXPECT_EQ(error->facts().expected, "a safetensors file");
+    return error->facts().got;
+  };
+  EXPECT_EQ(got("version https://git-lfs.github.com/spec/v1\n"),
+            "a Git LFS pointer; `git lfs pull` gets the file");
+  EXPECT_EQ(got(std::string("GGUF\x03\0\0\0more", 12)), "a GGUF file");
+  EXPECT_EQ(got("<!DOCTYPE html><html>"), "an HTML or XML page; download the file again");
+  EXPECT_EQ(got("PK\x03\x04\x14____"), "a zip archive, as torch.save writes");
 }
 
 TEST(Open, NamesAreFoundInTheHuggingFaceCache) {

@@ -21,6 +21,14 @@ Facts facts_of(const std::string& file, std::string_view tensor = {}) {
   return facts;
 }
 
+// The kind of a file of another format, by its first bytes; "" if they are not known.
+std::string_view other_format(std::string_view prefix) {
+  if (prefix.starts_with("version ")) return "a Git LFS pointer; `git lfs pull` gets the file";
+  if (prefix.starts_with("GGUF")) return "a GGUF file";
+  if (prefix.starts_with("PK\x03\x04")) return "a zip archive, as torch.save writes";
+  return prefix.starts_with("<") ? "an HTML or XML page; download the file again" : "";
+}
+
 // R2: how long the header says it is.
 uint64_t read_length(File& file, uint64_t size_bytes) {
   Facts facts = facts_of(file.name());
@@ -35,6 +43,12 @@ uint64_t read_length(File& file, uint64_t size_bytes) {
   for (size_t i = 0; i < prefix.size(); ++i) length |= static_cast<uint64_t>(prefix[i]) << (8 * i);
   facts.got = fmt::format("{} bytes", length);
   if (length > kLargestHeader) {
+    const auto other = other_format({reinterpret_cast<const char*>(prefix.data()), prefix.size()});
+    if (!other.empty()) {
+      facts.expected = "a safetensors file";
+      facts.got = other;
+      fail(Category::format_limit, "the file has another format", facts);
+    }
     facts.expected = fmt::format("{} bytes at most", kLargestHeader);
     fail(Category::format_limit, "the header is too long", facts);
   }

@@ -8,6 +8,7 @@ has got the number of a closed descriptor; more ranks than the machine bears.
 
 import json
 import os
+import re
 import resource
 import subprocess
 from collections.abc import Iterator
@@ -277,6 +278,17 @@ def test_stderr_that_is_lost(modicum: Path, moe: Path, tmp_path: Path) -> None:
         assert shell(modicum, quiet, "load", moe, "--progress", "plain", "--budget", 5) == 15
         assert shell(modicum, quiet, "plan", tmp_path / "nowhere") == 13
         assert shell(modicum, quiet, "lod") == 2
+
+
+def test_progress_has_a_rate_only_once_there_is_one(modicum: Path, moe: Path) -> None:
+    words = [modicum, "load", moe, "--ranks", "2", "--check", "values", "--progress", "plain"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    amount = r"[\d.]+ [KMGT]?i?B"
+    form = rf"{amount} of {amount}(, finishing|, {amount}/s, \d+ s left)?"
+    lines = done.stderr.splitlines()
+    assert lines
+    assert all(re.fullmatch(form, line) and " 0 B/s" not in line for line in lines), lines
 
 
 def test_closed_descriptors_are_not_given_to_files(
