@@ -10,8 +10,8 @@ namespace modicum {
 // be printed into. Also ignores SIGPIPE and SIGXFSZ, so that the write fails and is reported.
 void guard_standard_descriptors() noexcept;
 
-// From now on SIGINT and SIGTERM end the process at once, with an error on stderr (with `json` on
-// stdout, too) and its exit code. While there is something to clean up, StopSignals takes over.
+// From now on SIGINT and SIGTERM end the process immediately, with an error on stderr (with `json`
+// on stdout, too) and its exit code. While there is something to clean up, StopSignals takes over.
 void exit_on_stop_signals(bool json);
 
 // Writes all of `text` to stdout, else IO. The result is then final, so SIGINT and SIGTERM are

@@ -1,4 +1,4 @@
-// Inside the room `plan`: what its files share and no other room needs.
+// Shared by the files of `plan`. Internal to `plan`.
 #pragma once
 
 #include <optional>

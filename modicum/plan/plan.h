@@ -119,7 +119,7 @@ struct Staging {
   uint64_t table_bytes = 0;
   uint64_t slot_bytes = 0;
   uint64_t tile_bytes = 0;   // the largest staged read
-  int workers = 0;           // shares that fit; 0 where nothing is streamed
+  int workers = 0;           // shares that fit; 0 if nothing is streamed
   bool exchanges = false;    // ranks send each other bytes of the checkpoint
   uint64_t total_bytes = 0;  // of the rank
 };
@@ -166,11 +166,11 @@ Plan make_plan(const Manifest&&, const Recipe&, Layout, PlanOptions) = delete;
 Plan make_plan(const Manifest&, const Recipe&&, Layout, PlanOptions) = delete;
 Plan make_plan(const Manifest&&, const Recipe&&, Layout, PlanOptions) = delete;
 
-// A rank's local buffers by number: first one for each target (empty where the target lies in a
-// flat group or is an alias), then one for each flat group.
+// A rank's local buffers by number: first one per target, which is empty for aliases and for
+// targets in a flat group; then one per flat group.
 uint32_t buffer_count(const Plan& plan) noexcept;
 LocalBuffer buffer_of(const Plan& plan, uint32_t buffer, int rank);
-// For an alias the target that it names, whose memory it shares; any other buffer itself.
+// The buffer with the memory of `buffer`: for an alias that of its target, else `buffer` itself.
 uint32_t holder_of(const Plan& plan, uint32_t buffer) noexcept;
 Destination destination_of(const Plan& plan, uint32_t buffer) noexcept;
 // Where each buffer with Destination::cpu begins in a rank's arena, and the arena's end.
@@ -190,7 +190,7 @@ void for_each_held_run(
 // The primary replica of each element of a target is its lowest rank.
 bool is_primary(const Recipe& recipe, const Layout& layout, uint32_t target, int rank);
 
-// A budget per node, and where it comes from ("flag", "cgroup v1 /a", "MemAvailable").
+// A budget per node and its source ("flag", "cgroup v1 /a", "MemAvailable").
 struct Budget {
   uint64_t bytes = 0;
   std::string source;
@@ -228,8 +228,8 @@ void for_each_transfer_from(const Plan& plan, int rank, uint32_t stored,
 void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
                    FunctionRef<void(const Read&)> fn);
 
-// The ranks that exchange with `rank`, itself included, in order; only itself where nothing is
-// sent. Groups don't overlap, and none is larger than rank 0's.
+// The ranks that exchange with `rank`, itself included, in order; only itself without an exchange.
+// Groups don't overlap, and none is larger than rank 0's.
 std::vector<int> exchange_group(const Plan& plan, int rank);
 
 // One read of a node's leader, with strategy `node-reader`: a contiguous stretch of a stored tensor

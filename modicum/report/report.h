@@ -135,7 +135,7 @@ struct RehearseReport {
   uint64_t seed = 0;
   double load_s = 0;
   double elapsed_s = 0;
-  std::optional<double> grad_norm;  // of the last step; nothing: not finite
+  std::optional<double> grad_norm;  // of the last step; none: not finite
   std::optional<double> max_norm;
   uint64_t state_digest = 0;  // parameters and moments after the last step
   uint64_t model_digest = 0;  // parameters after the last step, as `load --digest`
@@ -181,7 +181,7 @@ struct StepReport {
   double step_s = 0;  // median; 0: every step was skipped
   std::optional<double> copy_bytes_per_s;
   std::optional<double> speedup_vs_unfused;
-  std::optional<double> grad_norm;  // of the last step, unscaled; nothing: not finite
+  std::optional<double> grad_norm;  // of the last step, unscaled; none: not finite
   std::optional<float> loss_scale;  // after the last step
   uint64_t state_digest = 0;
   uint64_t master_digest = 0;

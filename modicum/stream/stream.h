@@ -62,12 +62,12 @@ void check_elements(const Plan& plan, const HeldElements& held, ExpectedElements
 void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expected,
                   const LoadOptions& options = {});
 
-// The rank's part of the digest, read from the sink's host memory. `beat`, here and below, is
-// called before each tensor: the rank's heartbeat. It may throw, which ends the call.
+// The rank's part of the digest, read from the sink's host memory. Here and in dump_rank `poll` is
+// called before each tensor; an exception from it ends the call.
 uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll = kNoPoll);
 
-// Writes `rank`'s local tensors, without padding and under their own names (aliases too), as one
-// safetensors file. CONFLICT where it exists.
+// Writes `rank`'s local tensors without padding, under their own names, aliases included, to one
+// safetensors file. CONFLICT if it exists; IO, NOSPACE.
 struct DumpFile {
   FileSystem& files;
   const std::string& path;
