@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Holds the sources against docs/ARCHITECTURE.md and against the limits of CONTRIBUTING.md.
+"""Compares the sources with docs/ARCHITECTURE.md, the limits of CONTRIBUTING.md, and the pages with
+the sources.
 
-check.py [TREE]: prints one line per finding, `file:line: what is wrong`, and exits 1 if there is
+check.py [TREE]: prints one line per finding, `file:line: the fault`, and exits 1 if there is
 any. Standard library only; functions are measured with Universal Ctags.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tomllib
+from check_pages import check_pages
 from check_use import Trees, check_use
 
 LINE_COLUMNS = 100
@@ -28,7 +30,7 @@ NOT_A_LIBRARY = "python"
 CXX = {".h", ".cc"}
 CODE = CXX | {".py", ".sh", ".cmake", ".txt", ".toml"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
-# A size (by the function that gives it, or by its name's end) times something.
+# A product with a size, recognised by the function that returns it or by the end of its name.
 SIZE = r"\b(?:numel_of|bytes_of|numel|bytes|total|[a-z_]*_bytes)\([^()]*\)"
 SIZE_PRODUCT = re.compile(rf"(?:{SIZE}|\w(?:_bytes|_numel|_count)\b)\s\*\s|\s\*\s[\w.>-]*{SIZE}")
 OPEN_TASK = re.compile(r"\bTO" + r"DO\b(?!\(#\d+\))")
@@ -83,7 +85,7 @@ def read_architecture(page: str) -> Architecture:
 
 
 def check_table(rooms: dict[str, Room]) -> Iterator[str]:
-    """No arrow upward, none to a room that is not there, no cycle."""
+    """No arrow upward, none to an unknown room, no cycle."""
     where = "docs/ARCHITECTURE.md:1:"
     if not rooms:
         yield f"{where} no table of rooms (room | floor | may include | charter)"
@@ -119,7 +121,7 @@ def cmake_rooms(text: str) -> dict[str, frozenset[str]]:
 
 
 def check_cmake(text: str, rooms: dict[str, Room]) -> Iterator[str]:
-    """The DEPENDS lists are the table."""
+    """The DEPENDS lists equal the table."""
     built = cmake_rooms(text)
     for name in sorted(built.keys() | rooms.keys() - {NOT_A_LIBRARY}):
         if name not in rooms:
@@ -145,7 +147,7 @@ def is_test(path: str) -> bool:
 
 
 def include_fault(path: str, header: str, architecture: Architecture) -> str | None:
-    """What is wrong with `path` including `modicum/...`, if anything is."""
+    """The fault of `path` including `modicum/...`, if there is one."""
     rooms = architecture.rooms
     user, parts = room_of(path), header.split("/")
     room, name = parts[1], parts[-1]
@@ -202,7 +204,7 @@ def check_lines(path: str, lines: list[str]) -> Iterator[str]:
 
 
 def check_products(path: str, lines: list[str]) -> Iterator[str]:
-    """Outside the rooms that bound or need them, no product of sizes may overflow unseen."""
+    """No unchecked product of sizes, except in rooms that bound or need them."""
     if is_test(path) or room_of(path) in (None, "base", "kernels"):
         return
     for number, line in enumerate(lines, start=1):
@@ -260,7 +262,7 @@ def check_functions(measured: list[Function]) -> Iterator[str]:
 
 
 def cxx_parameters(signature: str) -> int:
-    """Of "(int a, std::map<int, int> b) const": the commas that stand in no inner brackets."""
+    """Of "(int a, std::map<int, int> b) const": 1 + the commas outside inner brackets."""
     depth, commas = 0, 0
     for character in signature[: signature.rindex(")") + 1]:
         depth += (character in "(<[{") - (character in ")>]}")
@@ -269,8 +271,8 @@ def cxx_parameters(signature: str) -> int:
 
 
 def python_parameters(path: str, tree: ast.AST) -> Iterator[tuple[str, int, int]]:
-    """(name, line, count) of each function but tests, whose arguments pytest gives. Keyword-only
-    parameters count for private functions alone: of public ones they are the API."""
+    """(name, line, count) of each function except tests, whose parameters are fixtures.
+    Keyword-only parameters count for private functions only: in public ones they are the API."""
     class_of = {
         method: node.name
         for node in ast.walk(tree)
@@ -291,7 +293,7 @@ def python_parameters(path: str, tree: ast.AST) -> Iterator[tuple[str, int, int]
 
 
 def check_parameters(measured: list[Function], trees: Trees, page: str) -> Iterator[str]:
-    """The page has a table of those that are still to be mended: it can only shrink."""
+    """The page lists the functions that still have more: the table can only shrink."""
     counted = [
         (one.path, one.name, one.begin, cxx_parameters(one.signature))
         for one in measured
@@ -319,18 +321,18 @@ def check_parameters(measured: list[Function], trees: Trees, page: str) -> Itera
 
 
 def check_mutants(root: Path) -> Iterator[str]:
-    """A mutant whose text is not found exactly once can't be applied, and proves nothing."""
+    """A mutant applies only if its text occurs exactly once in its file."""
     for path in sorted((root / "scripts").glob("mutants*.toml")):
         for mutant in tomllib.loads(path.read_text()).get("mutant", []):
             source = root / mutant["file"]
             count = source.read_text().count(mutant["find"]) if source.is_file() else 0
             if count != 1:
                 where = f"{path.relative_to(root)}:1: mutant '{mutant['name']}'"
-                yield f"{where}: its text stands {count} times in {mutant['file']}, expected once"
+                yield f"{where}: expected once in {mutant['file']}, got it {count} times"
 
 
 def all_files(root: Path) -> list[str]:
-    """What git knows or would add; all files where there is no git."""
+    """Files that git tracks or would add; without git, all files."""
     if (root / ".git").exists():
         command = ["git", "ls-files", "-co", "--exclude-standard"]
         listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
@@ -362,6 +364,7 @@ def findings(root: Path) -> list[str]:
     found += check_parameters(measured, trees, (root / "CONTRIBUTING.md").read_text())
     found += check_mutants(root)
     found += check_use(root, files, trees)
+    found += check_pages(root, files, trees)
     return found
 
 

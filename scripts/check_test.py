@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Each rule of check.py fires on a tree that breaks it, and on nothing else."""
+"""Each rule of check.py fires on a tree that breaks it, and on no other."""
 
 import sys
 import tempfile
@@ -36,10 +36,40 @@ MORE_PARAMETERS = """\
 |---|---|
 | `io` | `old` `a lambda` |
 """
+COMMAND_LINE = """\
+## Every verb
+
+| `-q,--quiet` | nothing but errors |
+
+## `plan` and `load`
+
+| `--ranks INT` | rank processes |
+
+## `step`
+
+| `--quiet` | again |
+"""
+README = """\
+# The name
+
+See [rooms](docs/ARCHITECTURE.md), [below](#how-it-works),
+[plan](docs/reference/command-line.md#plan-and-load),
+`modicum/ROOM/ROOM.h`, `tests/*.json`, `main.cc`.
+
+## How it works
+
+```sh
+torchrun --nproc 4 examples/train.py DIR --steps 3
+build/release/modicum plan DIR --ranks 8 \\
+    --quiet
+```
+"""
 SIX = "int a, int b, int c, int d, int e, int f"
 GOOD = {
     "CONTRIBUTING.md": "Five parameters at most.\n",
     "docs/ARCHITECTURE.md": PAGE,
+    "docs/reference/command-line.md": COMMAND_LINE,
+    "README.md": README,
     "CMakeLists.txt": CMAKE,
     "modicum/base/base.h": "#pragma once\n",
     "modicum/base/sizes.h": "#pragma once\n",
@@ -48,7 +78,8 @@ GOOD = {
     "modicum/io/file_doubles.h": "#pragma once\n",
     "modicum/kernels/cast.cc": "#include <hwy/highway.h>\n",
     "modicum/stream/load_test.cc": '#include "modicum/io/file_doubles.h"\n',
-    "modicum/cli/main.cc": '#include "modicum/io/io.h"\n',
+    "modicum/cli/main.cc": '#include "modicum/io/io.h"\nadd("-q,--quiet");\nadd("--ranks");\n',
+    "examples/train.py": "parser.add_argument('--steps')\n",
     "modicum/python/modicum/errors.py": "class Error(Exception): ...\n",
     "modicum/python/modicum/__init__.py": "from modicum.errors import Error\n",
     "tests/test_ranks.py": "import ranks\nNAMES = (ranks, 'bytes.json')\n",
@@ -197,8 +228,8 @@ class Sizes(Check):
         mutant = '[[mutant]]\nname = "m"\nfile = "modicum/io/posix.cc"\nfind = "{}"\n'
         path = "scripts/mutants.toml"
         self.accepts(source | {path: mutant.format("int a = 1;")})
-        self.refuses(source | {path: mutant.format("= 1;")}, f"{path}:1", "stands 2 times")
-        self.refuses(source | {path: mutant.format("int c")}, f"{path}:1", "stands 0 times")
+        self.refuses(source | {path: mutant.format("= 1;")}, f"{path}:1", "got it 2 times")
+        self.refuses(source | {path: mutant.format("int c")}, f"{path}:1", "got it 0 times")
 
     def test_a_wide_line(self) -> None:
         self.accepts({"modicum/io/posix.cc": "//" + "x" * 98 + "\n"})
@@ -277,6 +308,50 @@ class Unused(Check):
     def test_some_files_are_found_by_their_place(self) -> None:
         for path in ("examples/more.py", "tests/conftest.py", ".ci/run", "docs/more.md"):
             self.accepts({path: ""})
+
+
+class Pages(Check):
+    def readme(self, text: str, what: str) -> None:
+        self.refuses({"README.md": README + text}, "README.md:", what)
+
+    def test_a_link_to_a_file_that_does_not_exist(self) -> None:
+        self.readme("[gone](docs/gone.md)\n", "the link docs/gone.md leads nowhere")
+        self.refuses({"docs/more.md": "![a](README.md)\n"}, "docs/more.md:1", "leads nowhere")
+        self.accepts({"docs/more.md": "[up](../README.md), [web](https://example.org/x)\n"})
+
+    def test_a_link_to_a_heading_that_does_not_exist(self) -> None:
+        self.readme("[gone](#how-it-worked)\n", "no such heading")
+        self.readme("[gone](docs/reference/command-line.md#save)\n", "no such heading")
+
+    def test_a_path_that_does_not_exist(self) -> None:
+        for path in ("docs/gone.md", "tests/*.toml", "modicum/attic", "examples/gone.py"):
+            self.readme(f"See `{path}`.\n", f"{path} does not exist")
+            self.readme(f"    python {path}\n", f"{path} does not exist")
+        self.readme("See `gone.cc`.\n", "no file is called gone.cc")
+
+    def test_a_page_that_a_source_cites(self) -> None:
+        self.source("modicum/io/posix.cc", "// docs/gone.md\n", "docs/gone.md does not exist")
+        self.accepts({"modicum/io/posix.cc": "// docs/ARCHITECTURE.md\n"})
+
+    def test_a_flag_that_no_program_has(self) -> None:
+        self.readme("Use `--gone`.\n", "no flag --gone")
+        self.readme("Use `modicum plan DIR --gone`.\n", "no flag --gone")
+        self.readme("    modicum load DIR --gone 8\n", "no flag --gone")
+
+    def test_a_flag_of_another_verb_or_program(self) -> None:
+        self.readme("Use `modicum step --ranks 8`.\n", "no flag --ranks")
+        self.readme("```sh\npython examples/train.py --quiet\n```\n", "no flag --quiet")
+        self.accepts({"README.md": README + "Use `modicum step -q --quiet` and `--ranks`.\n"})
+
+    def test_a_flag_that_only_the_page_of_the_command_line_has(self) -> None:
+        page = COMMAND_LINE + "| `--gone` | in no source |\n"
+        path = "docs/reference/command-line.md"
+        self.refuses({path: page}, f"{path}:12", "no flag --gone")
+
+    def test_released_parts_of_the_changelog_may_name_the_past(self) -> None:
+        text = "# Changelog\n\n## [Unreleased]\n\n{}\n\n## [0.1.0]\n\n- `docs/gone.md`, `--gone`\n"
+        self.accepts({"CHANGELOG.md": text.format("- none")})
+        self.refuses({"CHANGELOG.md": text.format("- `--gone`")}, "CHANGELOG.md:5", "--gone")
 
 
 if __name__ == "__main__":

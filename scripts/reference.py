@@ -2,7 +2,7 @@
 """Writes docs/reference/python.md from docstrings and docs/reference/command-line.md from --help.
 
 reference.py [MODICUM]: without a program only the first one, which needs the sources alone. A test
-fails when either page is stale (tests/test_reference_page.py). Standard library only.
+fails when either page is stale (tests/package/test_reference_page.py). Standard library only.
 """
 
 import ast

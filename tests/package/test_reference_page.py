@@ -7,7 +7,7 @@ not; a verb that the page leaves out.
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import reference
 
 HINT = "stale: run scripts/reference.py build/dev/modicum"

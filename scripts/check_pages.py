@@ -1,0 +1,166 @@
+"""Rules of check.py about pages: links, paths of this repository, and flags that they name."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.M | re.S)
+CODE = re.compile(r"(?:^```[^\n]*\n(.*?)^```)|`([^`\n]+)`|^ {4}(\S[^\n]*)$", re.M | re.S)
+# Paths begin with a folder of the tree: `docs/a.md`, `tests/fixtures`, `scripts/mutants*.toml`.
+FOLDERS = (
+    "benchmarks", "cmake", "docs", "examples", "modicum", "mutants", "scripts", "tests", ".ci",
+    ".github",
+)  # fmt: skip
+PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./*-]*[\w*]")
+PAGE_PATH = re.compile(r"(?<![\w./-])docs/[\w./-]+\.md\b")
+BARE_FILE = re.compile(r"`([\w-]+\.(?:cc|py|sh|cmake|toml))`")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])")
+# Programs of others: their flags are their own.
+FOREIGN = re.compile(r"\b(pip|torchrun|git|make|cmake|apt-get|venv|gh|python3? -m build)\b")
+# Of every program here, and of torchrun in prose.
+KNOWN_FLAGS = {"--help", "--version", "--nproc-per-node", "--no-deps"}
+CITING = {".py", ".pyi", ".cc", ".h", ".sh", ".cmake", ".toml", ".txt"}
+VERBS_HEADING = re.compile(r"^## (.*`.*|Every verb)$", re.M)
+
+
+@dataclass(frozen=True)
+class Programs:
+    verbs: dict[str, set[str]]  # verb of modicum -> its flags
+    scripts: dict[str, set[str]]  # name of a Python program -> its flags
+
+    def all_flags(self) -> set[str]:
+        return KNOWN_FLAGS.union(*self.verbs.values(), *self.scripts.values())
+
+
+def place(text: str, at: int) -> int:
+    return text.count("\n", 0, at) + 1
+
+
+# ---- links
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.M)
+    words = (re.sub(r"[^\w\- ]", "", one.strip().lower()) for one in headings)
+    return {one.replace(" ", "-") for one in words}
+
+
+def check_links(root: Path, page: str, text: str) -> Iterator[str]:
+    text = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
+    for match in LINK.finditer(text):
+        target, _, anchor = match[1].partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        where = f"{page}:{place(text, match.start())}"
+        path = (root / page).parent / target if target else root / page
+        if not path.exists():
+            yield f"{where}: the link {match[1]} leads nowhere"
+        elif anchor and anchor not in anchors(path.read_text()):
+            yield f"{where}: {match[1]}: no such heading"
+
+
+# ---- paths
+
+
+def exists(root: Path, name: str) -> bool:
+    if any(re.fullmatch(r"[A-Z]+", part) for part in name.split("/")):  # modicum/ROOM/ROOM.h
+        return True
+    return any(root.glob(name)) if "*" in name else (root / name).exists()
+
+
+def check_paths(root: Path, page: str, text: str, names: set[str]) -> Iterator[str]:
+    """`names`: of all files, without their folders."""
+    for match in PATH.finditer(text):
+        if not exists(root, match[0]):
+            yield f"{page}:{place(text, match.start())}: {match[0]} does not exist"
+    for match in BARE_FILE.finditer(text):
+        if match[1] not in names:
+            yield f"{page}:{place(text, match.start())}: no file is called {match[1]}"
+
+
+def check_mentions(root: Path, path: str, text: str) -> Iterator[str]:
+    """Of sources: the pages that they cite."""
+    for match in PAGE_PATH.finditer(text):
+        if not (root / match[0]).exists():
+            yield f"{path}:{place(text, match.start())}: {match[0]} does not exist"
+
+
+# ---- flags
+
+
+def flags_of_verbs(sources: str, page: str) -> dict[str, set[str]]:
+    """By verb, from the page of the command line; those that no source names are left out."""
+    known = set(re.findall(r'"(?:-\w,)?(--[a-z][a-z0-9-]*)"', sources)) | {"--help"}
+    flags: dict[str, set[str]] = {}
+    parts = VERBS_HEADING.split(page)
+    sections = [(parts[i], set(FLAG.findall(parts[i + 1]))) for i in range(1, len(parts), 2)]
+    for heading, _ in sections:
+        for verb in re.findall(r"`(\w+)`", heading):
+            flags.setdefault(verb, set())
+    for heading, found in sections:
+        for verb in re.findall(r"`(\w+)`", heading) or list(flags):
+            flags[verb] |= found & known
+    return flags
+
+
+def flags_of_script(tree: ast.AST) -> set[str]:
+    """The strings that a program hands to its argument parser."""
+    strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return {one for one in strings if isinstance(one, str) and FLAG.fullmatch(one)}
+
+
+def flags_here(words: str, programs: Programs) -> Iterator[tuple[str, set[str] | None]]:
+    """Each flag of a line of code, with the flags of the program before it; None: of others."""
+    current: set[str] | None = programs.all_flags()
+    previous = ""
+    for word in words.split():
+        name = word.rsplit("/", 1)[-1]
+        if FOREIGN.fullmatch(name):
+            current = None
+        elif previous == "modicum" and name in programs.verbs:
+            current = programs.verbs[name] | KNOWN_FLAGS
+        elif name in programs.scripts:
+            current = programs.scripts[name] | KNOWN_FLAGS
+        for flag in FLAG.findall(word):
+            yield flag, current
+        previous = name
+
+
+def check_flags(page: str, text: str, programs: Programs) -> Iterator[str]:
+    for match in CODE.finditer(text):
+        code = next(part for part in match.groups() if part is not None).replace("\\\n", " ")
+        for line in code.splitlines():
+            for flag, flags in flags_here(line, programs):
+                if flags is not None and flag not in flags:
+                    where = f"{page}:{place(text, match.start())}"
+                    yield f"{where}: no flag {flag} in `{line.strip()}`"
+
+
+# ---- all pages
+
+
+def released(page: str, text: str) -> str:
+    """Released parts of a changelog may name files of their time: only the first part counts."""
+    return "## [".join(text.split("## [")[:2]) if page == "CHANGELOG.md" else text
+
+
+def check_pages(root: Path, paths: list[str], trees: dict[str, ast.AST]) -> Iterator[str]:
+    command_line = root / "docs/reference/command-line.md"
+    sources = "".join((root / one).read_text() for one in paths if one.startswith("modicum/cli/"))
+    page = command_line.read_text() if command_line.is_file() else ""
+    scripts = {one.rsplit("/", 1)[-1]: flags_of_script(tree) for one, tree in trees.items()}
+    scripts["modicum.recipes"] = scripts.pop("__main__.py", set())
+    programs = Programs(flags_of_verbs(sources, page), scripts)
+    names = {one.rsplit("/", 1)[-1] for one in paths}
+    for path in paths:
+        if path.endswith(".md"):
+            text = released(path, (root / path).read_text())
+            yield from check_links(root, path, text)
+            yield from check_paths(root, path, text, names)
+            yield from check_flags(path, text, programs)
+        elif Path(path).suffix in CITING and not path.startswith("scripts/check"):
+            yield from check_mentions(root, path, (root / path).read_text())
