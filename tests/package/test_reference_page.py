@@ -1,13 +1,18 @@
-"""docs/reference/command-line.md and python.md are what scripts/reference.py writes.
+"""docs/reference/command-line.md and python.md equal the output of scripts/reference.py, and the
+plans on pages that of the program.
 
 House test. It catches these mutations: a flag or a docstring that changes and its page that does
-not; a verb that the page leaves out.
+not; a verb that the page omits; a plan whose output changes.
 """
 
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+import pytest
 import reference
 
 HINT = "stale: run scripts/reference.py build/dev/modicum"
@@ -19,6 +24,21 @@ def test_the_python_page_has_the_docstrings(root: Path) -> None:
 
 def test_the_command_line_page_has_every_flag(root: Path, modicum: Path) -> None:
     assert (root / reference.COMMAND_PAGE).read_text() == reference.command_page(modicum), HINT
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md", "docs/guide/plan.md"])
+def test_a_plan_on_a_page_is_printed(root: Path, modicum: Path, tmp_path: Path, page: str) -> None:
+    blocks = re.findall(r"^```console\n(.*?)^```", (root / page).read_text(), re.M | re.S)
+    assert blocks
+    path = {"PATH": f"{modicum.parent}{os.pathsep}{os.environ['PATH']}"}
+    for block in blocks:
+        commands = [line[2:] for line in block.splitlines() if line.startswith("$ ")]
+        shown = [line for line in block.splitlines() if not line.startswith("$ ")]
+        done = subprocess.run(
+            ["bash", "-c", "; ".join(commands)], cwd=tmp_path, env=os.environ | path,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert commands and set(shown) <= {"", *done.stdout.splitlines()}, done.stdout
 
 
 def test_a_signature_keeps_its_parameters_in_order() -> None:
