@@ -1,0 +1,110 @@
+"""The examples of docs/reference/errors.md are printed by the program.
+
+House test. It catches these mutations: a message that changes and the page that does not; a fault
+of a file that gets another category.
+"""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+MODEL = "model.safetensors"
+INDEX = f"{MODEL}.index.json"
+ROW = re.compile(r"^\| `([A-Z0-9_.]+)` \| (\d+) \| \w+ \| `(.+?)` \|", re.M)
+
+
+def file_of(header: str, data_bytes: int = 0, length: int | None = None) -> bytes:
+    text = header.encode()
+    return (length or len(text)).to_bytes(8, "little") + text + bytes(data_bytes)
+
+
+def entry(name: str, begin: int, end: int, shape: object = (2,), dtype: str = "F32") -> str:
+    fields = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    return f"{json.dumps(name)}:{json.dumps(fields, separators=(',', ':'))}"
+
+
+def one(*entries: str, data_bytes: int = 8) -> dict[str, bytes]:
+    """A checkpoint of a single file with these entries."""
+    return {MODEL: file_of("{" + ",".join(entries) + "}", data_bytes)}
+
+
+def indexed(text: str, *shards: str) -> dict[str, bytes]:
+    """A checkpoint with this index, and files that hold the tensor w each."""
+    return {INDEX: text.encode(), **{name: one(entry("w", 0, 8))[MODEL] for name in shards}}
+
+
+SHARDS = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+MAP = {"weight_map": {"w": SHARDS[0], "v": SHARDS[1]}}
+# Category -> the files of the directory, in which `inspect m` (or the verb below) fails.
+FILES: dict[str, dict[str, bytes]] = {
+    "FORMAT.TRUNC": one(entry("w", 0, 8), data_bytes=4),
+    "FORMAT.LIMIT": {MODEL: file_of("{", 200_000_001, length=200_000_001)},
+    "FORMAT.HEADER": {MODEL: file_of("[]")},
+    "FORMAT.UTF8": {MODEL: (4).to_bytes(8, "little") + b'{"\xff"'},
+    "FORMAT.JSON": {MODEL: file_of('{"w":')},
+    "FORMAT.SCHEMA": {MODEL: file_of('{"w":{"dtype":"F32","shape":[2]}}')},
+    "FORMAT.DUP": one(entry("w", 0, 8), entry("w", 8, 16), data_bytes=16),
+    "FORMAT.NAME": one(entry("", 0, 8)),
+    "FORMAT.DTYPE": one(entry("w", 0, 8, dtype="F99")),
+    "FORMAT.OVERFLOW": one(entry("w", 0, 8, [1 << 40, 1 << 40])),
+    "FORMAT.ALIGN": one(entry("w", 0, 2, [3], "F4")),
+    "FORMAT.OFFSETS": one(entry("w", 8, 0)),
+    "FORMAT.SIZE": one(entry("w", 0, 8, [3])),
+    "FORMAT.OVERLAP": one(entry("a", 0, 8), entry("b", 4, 12), data_bytes=12),
+    "FORMAT.HOLE": one(entry("a", 0, 8), entry("b", 12, 20), data_bytes=20),
+    "FORMAT.TRAILING": one(entry("w", 0, 8), data_bytes=9),
+    "FORMAT.PICKLE": {"pytorch_model.bin": b"x"},
+    "INDEX.JSON": indexed("{"),
+    "INDEX.SCHEMA": indexed('{"weight_map":{}}'),
+    "INDEX.DUP": indexed(f'{{"weight_map":{{"w":"{SHARDS[0]}","w":"{SHARDS[1]}"}}}}', *SHARDS),
+    "INDEX.PATH": indexed('{"weight_map":{"w":"../x.safetensors"}}'),
+    "INDEX.MISSING_SHARD": indexed(json.dumps(MAP), SHARDS[0]),
+    "INDEX.MISSING_TENSOR": indexed(json.dumps({"weight_map": {"v": SHARDS[0]}}), SHARDS[0]),
+    "INDEX.AMBIGUOUS": indexed("", "a.safetensors", "b.safetensors"),
+    "IO": {},
+    "BUDGET": one(entry("w", 0, 8)),
+    "CONFLICT": {},
+    "UNSUPPORTED": one(entry("w", 0, 8)) | {"r.json": b'{"targets":{"x":{"op":"rotate"}}}'},
+    "MISMATCH": one(entry("w", 0, 8))
+    | {"r.json": b'{"targets":{"x":{"op":"stored","name":"nope"}},"unused":["w"]}'},
+    "USAGE": one(entry("w", 0, 8)),
+}
+FILES["INDEX.AMBIGUOUS"].pop(INDEX)
+WORDS = {
+    "IO": "inspect m/nowhere",
+    "BUDGET": "load m --ranks 2 --budget 1MiB",
+    "CONFLICT": "synth m --arch tiny-moe",
+    "UNSUPPORTED": "plan m --recipe m/r.json",
+    "MISMATCH": "plan m --recipe m/r.json",
+    "USAGE": "plan m --layout fsdp9",
+}
+# Failures of the machine or of another process: other tests make them.
+ELSEWHERE = {
+    "INTEGRITY", "NOSPACE", "NOMEM", "PEER", "STALL", "PREEMPTED", "INTERNAL", "CANCELLED",
+}  # fmt: skip
+
+
+def failure_in(directory: Path, modicum: Path, category: str) -> tuple[int, str]:
+    """Exit code and line of the failure of this category's files."""
+    (directory / "m").mkdir()
+    for name, content in FILES[category].items():
+        (directory / "m" / name).write_bytes(content)
+    words = WORDS.get(category, "inspect m").split()
+    done = subprocess.run([modicum, *words], cwd=directory, capture_output=True, text=True)
+    return done.returncode, done.stderr.strip().removeprefix("modicum: ")
+
+
+def test_every_example_is_made_here_or_elsewhere(root: Path) -> None:
+    page = (root / "docs/reference/errors.md").read_text()
+    assert {category for category, _, _ in ROW.findall(page)} == FILES.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize("category", FILES)
+def test_the_example_is_printed(root: Path, modicum: Path, tmp_path: Path, category: str) -> None:
+    page = (root / "docs/reference/errors.md").read_text()
+    shown = {name: (int(code), text) for name, code, text in ROW.findall(page)}
+    code, text = shown[category]
+    assert failure_in(tmp_path, modicum, category) == (code, f"{category}: {text}")
