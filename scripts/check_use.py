@@ -7,9 +7,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 PACKAGE = "modicum/python/"
-# .cc files, pages, tests, examples, and what begins with a dot need not be named.
+# .cc files, pages, tests, examples, embedded files and what begins with a dot need not be named.
 FOUND_BY_PLACE = re.compile(
-    r"^\.|^examples/|\.(cc|md)$|(^|/)(test_[^/]*|conftest|__init__|__main__)\.py$"
+    r"^\.|^examples/|^modicum/synth/configs/|\.(cc|md)$"
+    r"|(^|/)(test_[^/]*|conftest|__init__|__main__)\.py$"
 )
 VARIABLE = re.compile(r"\$?\{\w+\}|\$\w+")  # as in "requirements-$group.txt"
 # An included header, a file with its ending, a dotted module, or a module in "module:function".

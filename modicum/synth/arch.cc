@@ -5,7 +5,6 @@
 
 #include "modicum/base/base.h"
 #include "modicum/synth/configs.h"
-#include "modicum/synth/configs_moe.h"
 #include "modicum/synth/families.h"
 
 namespace modicum {
@@ -173,22 +172,22 @@ constexpr ArchWidths kTinyFp8{
 constexpr DType kBf16 = DType::bf16;
 
 constexpr std::array<Arch, 16> kArchs = {{
-    {"gpt2", 12, DType::f32, kGpt2, list_gpt2, kGpt2Config},
-    {"llama-3.2-1b", 16, kBf16, kLlama32Small, list_decoder, kLlama32SmallConfig},
-    {"llama-3.1-70b", 80, kBf16, kLlama31Large, list_decoder, kLlama31LargeConfig},
-    {"qwen2.5-0.5b", 24, kBf16, kQwen25Half, list_decoder, kQwen25HalfConfig},
-    {"qwen2.5-vl-7b", 28, kBf16, kQwen25Vl, list_qwen25_vl, kQwen25VlConfig},
-    {"qwen3-0.6b", 28, kBf16, kQwen3Small, list_decoder, kQwen3SmallConfig},
-    {"qwen3-8b", 36, kBf16, kQwen3Dense, list_decoder, kQwen3DenseConfig},
-    {"qwen3-32b", 64, kBf16, kQwen3Large, list_decoder, kQwen3LargeConfig},
-    {"qwen3-30b-a3b", 48, kBf16, kQwen3Moe, list_decoder, kQwen3MoeConfig},
-    {"qwen3-235b-a22b", 94, kBf16, kQwen3LargeMoe, list_decoder, kQwen3LargeMoeConfig},
-    {"qwen3-next-80b-a3b", 48, kBf16, kQwen3Next, list_qwen3_next, kQwen3NextConfig},
-    {"mixtral-8x7b", 32, kBf16, kMixtral, list_mixtral, kMixtralConfig},
-    {"gpt-oss-20b", 24, kBf16, kGptOss, list_gpt_oss, kGptOssConfig, kMxfp4},
-    {"deepseek-v3", 61, kBf16, kDeepseekV3, list_deepseek, kDeepseekV3Config, kFp8Blocks},
-    {"tiny-moe", 2, kBf16, kTinyMoe, list_decoder, kTinyMoeConfig},
-    {"tiny-fp8", 3, kBf16, kTinyFp8, list_deepseek, kTinyFp8Config, kFp8Blocks},
+    {"gpt2", 12, DType::f32, kGpt2, list_gpt2},
+    {"llama-3.2-1b", 16, kBf16, kLlama32Small, list_decoder},
+    {"llama-3.1-70b", 80, kBf16, kLlama31Large, list_decoder},
+    {"qwen2.5-0.5b", 24, kBf16, kQwen25Half, list_decoder},
+    {"qwen2.5-vl-7b", 28, kBf16, kQwen25Vl, list_qwen25_vl},
+    {"qwen3-0.6b", 28, kBf16, kQwen3Small, list_decoder},
+    {"qwen3-8b", 36, kBf16, kQwen3Dense, list_decoder},
+    {"qwen3-32b", 64, kBf16, kQwen3Large, list_decoder},
+    {"qwen3-30b-a3b", 48, kBf16, kQwen3Moe, list_decoder},
+    {"qwen3-235b-a22b", 94, kBf16, kQwen3LargeMoe, list_decoder},
+    {"qwen3-next-80b-a3b", 48, kBf16, kQwen3Next, list_qwen3_next},
+    {"mixtral-8x7b", 32, kBf16, kMixtral, list_mixtral},
+    {"gpt-oss-20b", 24, kBf16, kGptOss, list_gpt_oss, "mxfp4.json.in"},
+    {"deepseek-v3", 61, kBf16, kDeepseekV3, list_deepseek, "fp8-blocks.json.in"},
+    {"tiny-moe", 2, kBf16, kTinyMoe, list_decoder},
+    {"tiny-fp8", 3, kBf16, kTinyFp8, list_deepseek, "fp8-blocks.json.in"},
 }};
 
 constexpr int kMostLayers = 1000;
@@ -252,12 +251,12 @@ std::vector<TensorSpec> arch_tensors(const Arch& arch, int layers, std::optional
 
 std::string arch_config(const Arch& arch, int layers, std::optional<DType> dtype) {
   const ArchVariant variant = variant_of(arch, layers, dtype);
-  std::string text(arch.config.substr(1));  // the raw literal's first line break
+  std::string text(config_file(std::string(arch.name) + ".json.in"));
   replace(text, "@layers", std::to_string(variant.layers));
   replace(text, "@types", layer_types(variant.layers));
   replace(text, "@mtp", variant.has_mtp ? "1" : "0");
   replace(text, "@dtype", torch_name(variant.dtype));
-  replace(text, "@quantization", variant.is_quantised ? arch.quantization.substr(1) : "");
+  replace(text, "@quantization", variant.is_quantised ? config_file(arch.quantization) : "");
   return text;
 }
 

@@ -78,8 +78,7 @@ struct Arch {
   DType dtype = DType::bf16;  // on the hub
   ArchWidths widths;
   std::vector<TensorSpec> (*list)(const ArchWidths& widths, const ArchVariant& variant) = nullptr;
-  std::string_view config;             // config.json with the @words of configs.h to be filled in
-  std::string_view quantization = {};  // its lines about codes and scales, if the model has them
+  std::string_view quantization = {};  // file in configs/ with the lines for @quantization
 };
 
 std::vector<std::string> arch_names();
