@@ -1,203 +1,56 @@
 #include "modicum/synth/arch.h"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <array>
+#include <map>
 
 #include "modicum/base/base.h"
+#include "modicum/json/json.h"
 #include "modicum/synth/configs.h"
 #include "modicum/synth/families.h"
 
 namespace modicum {
 namespace {
 
-constexpr ArchWidths kGpt2{
-    .vocab = 50257, .hidden = 768, .intermediate = 3072, .positions = 1024, .is_tied = true};
-
-constexpr ArchWidths kQwen25Half{.vocab = 151936,
-                                 .hidden = 896,
-                                 .intermediate = 4864,
-                                 .heads = 14,
-                                 .kv_heads = 2,
-                                 .head_dim = 64,
-                                 .is_tied = true,
-                                 .has_qkv_bias = true};
-
-constexpr ArchWidths kQwen3Small{.vocab = 151936,
-                                 .hidden = 1024,
-                                 .intermediate = 3072,
-                                 .heads = 16,
-                                 .kv_heads = 8,
-                                 .head_dim = 128,
-                                 .is_tied = true,
-                                 .has_qk_norm = true};
-
-constexpr ArchWidths kQwen3Dense{.vocab = 151936,
-                                 .hidden = 4096,
-                                 .intermediate = 12288,
-                                 .heads = 32,
-                                 .kv_heads = 8,
-                                 .head_dim = 128,
-                                 .has_qk_norm = true};
-
-constexpr ArchWidths kQwen3Large{.vocab = 151936,
-                                 .hidden = 5120,
-                                 .intermediate = 25600,
-                                 .heads = 64,
-                                 .kv_heads = 8,
-                                 .head_dim = 128,
-                                 .has_qk_norm = true};
-
-constexpr ArchWidths kLlama32Small{.vocab = 128256,
-                                   .hidden = 2048,
-                                   .intermediate = 8192,
-                                   .heads = 32,
-                                   .kv_heads = 8,
-                                   .head_dim = 64,
-                                   .is_tied = true};
-
-constexpr ArchWidths kLlama31Large{.vocab = 128256,
-                                   .hidden = 8192,
-                                   .intermediate = 28672,
-                                   .heads = 64,
-                                   .kv_heads = 8,
-                                   .head_dim = 128};
-
-constexpr ArchWidths kQwen25Vl{.vocab = 152064,
-                               .hidden = 3584,
-                               .intermediate = 18944,
-                               .heads = 28,
-                               .kv_heads = 4,
-                               .head_dim = 128,
-                               .has_qkv_bias = true,
-                               .tower = {.depth = 32,
-                                         .hidden = 1280,
-                                         .intermediate = 3420,
-                                         .channels = 3,
-                                         .frames = 2,
-                                         .patch = 14,
-                                         .merge = 2}};
-
-constexpr ArchWidths kQwen3Moe{.vocab = 151936,
-                               .hidden = 2048,
-                               .heads = 32,
-                               .kv_heads = 4,
-                               .head_dim = 128,
-                               .experts = 128,
-                               .expert_intermediate = 768,
-                               .has_qk_norm = true};
-
-constexpr ArchWidths kQwen3LargeMoe{.vocab = 151936,
-                                    .hidden = 4096,
-                                    .heads = 64,
-                                    .kv_heads = 4,
-                                    .head_dim = 128,
-                                    .experts = 128,
-                                    .expert_intermediate = 1536,
-                                    .has_qk_norm = true};
-
-constexpr ArchWidths kQwen3Next{.vocab = 151936,
-                                .hidden = 2048,
-                                .heads = 16,
-                                .kv_heads = 2,
-                                .head_dim = 256,
-                                .experts = 512,
-                                .expert_intermediate = 512,
-                                .shared_intermediate = 512,
-                                .has_qk_norm = true,
-                                .has_query_gate = true,
-                                .has_mtp = true,
-                                .linear = {.interval = 4,
-                                           .key_heads = 16,
-                                           .key_dim = 128,
-                                           .value_heads = 32,
-                                           .value_dim = 128,
-                                           .kernel = 4}};
-
-constexpr ArchWidths kMixtral{.vocab = 32000,
-                              .hidden = 4096,
-                              .heads = 32,
-                              .kv_heads = 8,
-                              .head_dim = 128,
-                              .experts = 8,
-                              .expert_intermediate = 14336};
-
-constexpr ArchWidths kGptOss{.vocab = 201088,
-                             .hidden = 2880,
-                             .heads = 64,
-                             .kv_heads = 8,
-                             .head_dim = 64,
-                             .experts = 32,
-                             .expert_intermediate = 2880,
-                             .has_qkv_bias = true,
-                             .has_o_bias = true,
-                             .has_sinks = true};
-
-constexpr ArchWidths kDeepseekV3{
-    .vocab = 129280,
-    .hidden = 7168,
-    .intermediate = 18432,
-    .heads = 128,
-    .experts = 256,
-    .expert_intermediate = 2048,
-    .shared_intermediate = 2048,
-    .dense_layers = 3,
-    .has_mtp = true,
-    .latent = {
-        .query_rank = 1536, .kv_rank = 512, .plain_dim = 128, .rotated_dim = 64, .value_dim = 128}};
-
-// For tests: as Qwen3's experts, in a few KB, with widths that divide evenly by little.
-constexpr ArchWidths kTinyMoe{.vocab = 13,
-                              .hidden = 6,
-                              .heads = 3,
-                              .kv_heads = 1,
-                              .head_dim = 2,
-                              .experts = 4,
-                              .expert_intermediate = 5,
-                              .has_qk_norm = true};
-
-// For tests: as DeepSeek-V3, in half a MB, with blocks cut off at both edges. It has no layer that
-// predicts more tokens: transformers knows that one by the number 61 only.
-constexpr ArchWidths kTinyFp8{
-    .vocab = 13,
-    .hidden = 192,
-    .intermediate = 264,
-    .heads = 2,
-    .experts = 4,
-    .expert_intermediate = 40,
-    .shared_intermediate = 40,
-    .dense_layers = 1,
-    .latent = {
-        .query_rank = 40, .kv_rank = 136, .plain_dim = 48, .rotated_dim = 8, .value_dim = 20}};
+constexpr ArchTraits kPlain{};
+constexpr ArchTraits kQkvBias{.has_qkv_bias = true};
+constexpr ArchTraits kQkNorm{.has_qk_norm = true};
+constexpr ArchTraits kGptOss{.has_qkv_bias = true, .has_o_bias = true, .has_sinks = true};
+constexpr ArchTraits kQwen3Next{.has_qk_norm = true, .has_query_gate = true, .has_mtp = true};
 
 constexpr DType kBf16 = DType::bf16;
 
+// tiny-moe and tiny-fp8 are for tests. tiny-moe has qwen3_moe's tensors in a few KB, with widths
+// that few numbers divide; tiny-fp8 has DeepSeek-V3's in half a MB, with scale blocks that are cut
+// off at both edges, and no MTP layer, which transformers knows by its number 61 only.
 constexpr std::array<Arch, 16> kArchs = {{
-    {"gpt2", 12, DType::f32, kGpt2, list_gpt2},
-    {"llama-3.2-1b", 16, kBf16, kLlama32Small, list_decoder},
-    {"llama-3.1-70b", 80, kBf16, kLlama31Large, list_decoder},
-    {"qwen2.5-0.5b", 24, kBf16, kQwen25Half, list_decoder},
-    {"qwen2.5-vl-7b", 28, kBf16, kQwen25Vl, list_qwen25_vl},
-    {"qwen3-0.6b", 28, kBf16, kQwen3Small, list_decoder},
-    {"qwen3-8b", 36, kBf16, kQwen3Dense, list_decoder},
-    {"qwen3-32b", 64, kBf16, kQwen3Large, list_decoder},
-    {"qwen3-30b-a3b", 48, kBf16, kQwen3Moe, list_decoder},
-    {"qwen3-235b-a22b", 94, kBf16, kQwen3LargeMoe, list_decoder},
+    {"gpt2", 12, DType::f32, kPlain, list_gpt2},
+    {"llama-3.2-1b", 16, kBf16, kPlain, list_llama},
+    {"llama-3.1-70b", 80, kBf16, kPlain, list_llama},
+    {"qwen2.5-0.5b", 24, kBf16, kQkvBias, list_llama},
+    {"qwen2.5-vl-7b", 28, kBf16, kQkvBias, list_qwen25_vl},
+    {"qwen3-0.6b", 28, kBf16, kQkNorm, list_llama},
+    {"qwen3-8b", 36, kBf16, kQkNorm, list_llama},
+    {"qwen3-32b", 64, kBf16, kQkNorm, list_llama},
+    {"qwen3-30b-a3b", 48, kBf16, kQkNorm, list_llama},
+    {"qwen3-235b-a22b", 94, kBf16, kQkNorm, list_llama},
     {"qwen3-next-80b-a3b", 48, kBf16, kQwen3Next, list_qwen3_next},
-    {"mixtral-8x7b", 32, kBf16, kMixtral, list_mixtral},
+    {"mixtral-8x7b", 32, kBf16, kPlain, list_mixtral},
     {"gpt-oss-20b", 24, kBf16, kGptOss, list_gpt_oss, "mxfp4.json.in"},
-    {"deepseek-v3", 61, kBf16, kDeepseekV3, list_deepseek, "fp8-blocks.json.in"},
-    {"tiny-moe", 2, kBf16, kTinyMoe, list_decoder},
-    {"tiny-fp8", 3, kBf16, kTinyFp8, list_deepseek, "fp8-blocks.json.in"},
+    {"deepseek-v3", 61, kBf16, {.has_mtp = true}, list_deepseek, "fp8-blocks.json.in"},
+    {"tiny-moe", 2, kBf16, kQkNorm, list_llama},
+    {"tiny-fp8", 3, kBf16, kPlain, list_deepseek, "fp8-blocks.json.in"},
 }};
 
 constexpr int kMostLayers = 1000;
 
 int layers_of(const Arch& arch, int layers) {
   if (layers >= 0 && layers <= kMostLayers) return layers == 0 ? arch.layers : layers;
-  Facts facts;
-  facts.expected = "0 to " + std::to_string(kMostLayers);
-  facts.got = std::to_string(layers);
-  fail(Category::usage, "not a number of layers", facts);
+  fail(Category::usage, "the number of layers is out of range",
+       {.expected = "0 to " + std::to_string(kMostLayers), .got = std::to_string(layers)});
 }
 
 ArchVariant variant_of(const Arch& arch, int layers, std::optional<DType> dtype) {
@@ -205,11 +58,11 @@ ArchVariant variant_of(const Arch& arch, int layers, std::optional<DType> dtype)
   variant.layers = layers_of(arch, layers);
   variant.dtype = dtype.value_or(arch.dtype);
   variant.is_quantised = !arch.quantization.empty() && !dtype;
-  variant.has_mtp = arch.widths.has_mtp && variant.layers == arch.layers;
+  variant.has_mtp = arch.traits.has_mtp && variant.layers == arch.layers;
   return variant;
 }
 
-// gpt-oss's layers look at a window and at all by turns.
+// gpt-oss's layers alternate between windowed and full attention.
 std::string layer_types(int layers) {
   std::string text;
   for (int layer = 0; layer < layers; ++layer) {
@@ -219,10 +72,63 @@ std::string layer_types(int layers) {
   return text;
 }
 
-// A config has only some of the words.
+// No config has all of the words.
 void replace(std::string& text, std::string_view word, std::string_view by) {
   const size_t at = text.find(word);
   if (at != std::string::npos) text.replace(at, word.size(), by);
+}
+
+// Numbers and booleans of a config by key; those of a nested object as "vision_config.depth".
+using Numbers = std::map<std::string, int64_t>;
+
+void gather(JsonValue& object, const std::string& prefix, Numbers& numbers) {
+  object.object([&](std::string_view key, JsonValue& value) {
+    const std::string name = prefix + std::string(key);
+    const JsonValue::Kind kind = value.kind();
+    if (kind == JsonValue::Kind::object) gather(value, name + ".", numbers);
+    if (kind == JsonValue::Kind::number) numbers[name] = static_cast<int64_t>(value.number());
+    if (kind == JsonValue::Kind::boolean) numbers[name] = value.boolean() ? 1 : 0;
+  });
+}
+
+ArchWidths widths_of(const Arch& arch) {
+  Numbers numbers;
+  read_json(arch_config(arch), [&](JsonValue& root) { gather(root, "", numbers); });
+  // Of the keys that families have for one width, the first that this config has; 0 without any.
+  const auto first_of = [&](std::initializer_list<const char*> keys) {
+    for (const char* key : keys) {
+      if (const auto found = numbers.find(key); found != numbers.end()) return found->second;
+    }
+    return int64_t{0};
+  };
+  const auto of = [&](const char* key) { return first_of({key}); };
+
+  ArchWidths w{arch.traits};
+  w.vocab = of("vocab_size");
+  w.hidden = first_of({"hidden_size", "n_embd"});
+  w.intermediate = numbers.contains("n_embd") ? 4 * w.hidden : of("intermediate_size");
+  w.heads = first_of({"num_attention_heads", "n_head"});
+  w.kv_heads = of("num_key_value_heads");
+  w.head_dim = numbers.contains("head_dim") ? of("head_dim") : w.hidden / w.heads;
+  w.positions = of("n_positions");
+  w.experts = first_of({"num_experts", "num_local_experts", "n_routed_experts"});
+  w.expert_intermediate = first_of({"moe_intermediate_size", "intermediate_size"});
+  w.shared_intermediate = first_of({"shared_expert_intermediate_size", "moe_intermediate_size"});
+  w.dense_layers = of("first_k_dense_replace");
+  w.is_tied = of("tie_word_embeddings") != 0;
+  w.latent = {of("q_lora_rank"), of("kv_lora_rank"), of("qk_nope_head_dim"), of("qk_rope_head_dim"),
+              of("v_head_dim")};
+  w.linear = {of("full_attention_interval"), of("linear_num_key_heads"),
+              of("linear_key_head_dim"),     of("linear_num_value_heads"),
+              of("linear_value_head_dim"),   of("linear_conv_kernel_dim")};
+  w.tower = {of("vision_config.depth"),
+             of("vision_config.hidden_size"),
+             of("vision_config.intermediate_size"),
+             of("vision_config.in_chans"),
+             of("vision_config.temporal_patch_size"),
+             of("vision_config.patch_size"),
+             of("vision_config.spatial_merge_size")};
+  return w;
 }
 
 }  // namespace
@@ -237,16 +143,15 @@ const Arch& arch_named(std::string_view name) {
   const auto found = std::find_if(kArchs.begin(), kArchs.end(),
                                   [name](const Arch& arch) { return arch.name == name; });
   if (found != kArchs.end()) return *found;
-  std::string known;
-  for (const Arch& arch : kArchs) known += (known.empty() ? "" : ", ") + std::string(arch.name);
-  Facts facts;
-  facts.expected = "one of " + known;
-  fail(Category::usage, "no model is called " + printable(name) + nearest_hint(name, arch_names()),
-       facts);
+  const std::vector<std::string> names = arch_names();
+  fail(Category::usage, "no model is called " + printable(name) + nearest_hint(name, names),
+       {.expected = fmt::format("one of {}", fmt::join(names, ", "))});
 }
 
 std::vector<TensorSpec> arch_tensors(const Arch& arch, int layers, std::optional<DType> dtype) {
-  return arch.list(arch.widths, variant_of(arch, layers, dtype));
+  TensorList list(variant_of(arch, layers, dtype));
+  arch.list(list, widths_of(arch));
+  return list.take();
 }
 
 std::string arch_config(const Arch& arch, int layers, std::optional<DType> dtype) {

@@ -1,5 +1,5 @@
-// The models that can be synthesised, as data: one row each, and one function per family of them
-// that lists the tensors.
+// The architectures that `synth` knows, one row each, and the functions that list their tensors,
+// one per family.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,18 @@
 
 namespace modicum {
 
-// What the shapes are made of. 0 where a family has no such thing.
-struct ArchWidths {
+// What decides about tensors and is a matter of the family's code, not of config.json.
+struct ArchTraits {
+  bool has_qkv_bias = false;
+  bool has_o_bias = false;
+  bool has_qk_norm = false;
+  bool has_query_gate = false;
+  bool has_sinks = false;
+  bool has_mtp = false;  // multi-token prediction: one more layer, for the token after the next
+};
+
+// The sizes that shapes are made of, as config.json gives them. 0 where a family lacks one.
+struct ArchWidths : ArchTraits {
   int64_t vocab = 0;
   int64_t hidden = 0;
   int64_t intermediate = 0;  // of the dense MLP
@@ -23,26 +33,20 @@ struct ArchWidths {
   int64_t positions = 0;  // of learned position embeddings
   int64_t experts = 0;    // 0: a dense MLP
   int64_t expert_intermediate = 0;
-  int64_t shared_intermediate = 0;  // of the expert that every token meets
-  int64_t dense_layers = 0;         // so many come before the layers of experts
+  int64_t shared_intermediate = 0;  // of the shared expert, which sees every token
+  int64_t dense_layers = 0;         // the first layers, which have a dense MLP instead of experts
   bool is_tied = false;             // no lm_head
-  bool has_qkv_bias = false;
-  bool has_o_bias = false;
-  bool has_qk_norm = false;
-  bool has_query_gate = false;
-  bool has_sinks = false;
-  bool has_mtp = false;  // one more layer that predicts the token after the next
 
-  // DeepSeek's attention: keys and values come out of a vector of kv_rank.
+  // DeepSeek's attention: keys and values are projected up from a vector of `kv_rank` numbers.
   struct LatentAttention {
     int64_t query_rank = 0;
     int64_t kv_rank = 0;
-    int64_t plain_dim = 0;    // of a head's query and key, the part without positions
-    int64_t rotated_dim = 0;  // and the part with them
+    int64_t plain_dim = 0;    // of a head's query and key: the part without rotary embedding
+    int64_t rotated_dim = 0;  // the part with it
     int64_t value_dim = 0;
   } latent = {};
 
-  // Qwen3-Next's gated delta rule, in all layers but every `interval`-th.
+  // Qwen3-Next's gated delta rule. Every `interval`-th layer has full attention instead.
   struct LinearAttention {
     int64_t interval = 0;
     int64_t key_heads = 0;
@@ -52,7 +56,7 @@ struct ArchWidths {
     int64_t kernel = 0;  // of the convolution
   } linear = {};
 
-  // What looks at images. `--layers` leaves it whole.
+  // The vision tower. `--layers` does not shorten it.
   struct Tower {
     int64_t depth = 0;
     int64_t hidden = 0;
@@ -64,39 +68,41 @@ struct ArchWidths {
   } tower = {};
 };
 
-// Which tensors of a model are wanted.
+// A model with its own or another number of layers, in its own or another dtype.
 struct ArchVariant {
   int layers = 0;
-  DType dtype = DType::bf16;  // of all that is neither a code nor a scale
+  DType dtype = DType::bf16;  // of all tensors but codes and scales
   bool is_quantised = false;
   bool has_mtp = false;
 };
 
+class TensorList;
+
 struct Arch {
-  std::string_view name;  // as `--arch` takes it
+  std::string_view name;  // as `--arch` takes it, and its config in configs/
   int layers = 0;
   DType dtype = DType::bf16;  // on the hub
-  ArchWidths widths;
-  std::vector<TensorSpec> (*list)(const ArchWidths& widths, const ArchVariant& variant) = nullptr;
-  std::string_view quantization = {};  // file in configs/ with the lines for @quantization
+  ArchTraits traits;
+  void (*list)(TensorList& list, const ArchWidths& widths) = nullptr;
+  std::string_view quantization = {};  // the file in configs/ with the lines for @quantization
 };
 
 std::vector<std::string> arch_names();
-const Arch& arch_named(std::string_view name);  // USAGE, with the nearest name
+const Arch& arch_named(std::string_view name);  // unknown: USAGE, with the nearest name
 
-// All tensors under their hub names, in the order of the model's state dict (in which transformers
-// fills its files).
+// All tensors under their hub names, in the order of the model's state dict (the order in which
+// transformers fills its files).
 //
-// `layers` 0 is the model's own number; negative or over 1000: USAGE. A layer that predicts the
-// token after the next (`model.layers.61.*`, `mtp.*`) is there only at the model's own number.
+// `layers` 0 is the model's own number; negative or over 1000: USAGE. The MTP layer
+// (`model.layers.61.*`, `mtp.*`) is included only at the model's own number.
 //
-// Without `dtype` all is as on the hub, codes and scales included. With it there are none: every
-// weight has that dtype (but for router biases, which stay in fp32), as in a model that has been
-// dequantised.
+// Without `dtype` all tensors are as on the hub, codes and scales included. With `dtype` the model
+// is dequantised: no scales, and every weight has that dtype, except router biases, which stay in
+// fp32.
 std::vector<TensorSpec> arch_tensors(const Arch& arch, int layers = 0,
                                      std::optional<DType> dtype = {});
 
-// config.json as it stands on the hub but for the number of layers and the dtype; both as above.
+// config.json as on the hub, except for the number of layers and the dtype, which are as above.
 std::string arch_config(const Arch& arch, int layers = 0, std::optional<DType> dtype = {});
 
 }  // namespace modicum

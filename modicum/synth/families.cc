@@ -25,16 +25,6 @@ void add_gpt2_layer(TensorList& list, const std::string& prefix, const ArchWidth
   add_conv1d(list, prefix + "mlp.c_proj", w.intermediate, w.hidden);
 }
 
-void add_qwen_mlp(TensorList& list, const std::string& layer, const ArchWidths& w) {
-  const std::string prefix = layer + "mlp.";
-  if (w.experts == 0) return add_gated_mlp(list, prefix, w.hidden, w.intermediate);
-  add_linear(list, prefix + "gate", w.experts, w.hidden, false);
-  for (int64_t expert = 0; expert < w.experts; ++expert) {
-    const std::string name = prefix + "experts." + std::to_string(expert) + ".";
-    add_gated_mlp(list, name, w.hidden, w.expert_intermediate);
-  }
-}
-
 void add_mixtral_mlp(TensorList& list, const std::string& layer, const ArchWidths& w) {
   const std::string prefix = layer + "block_sparse_moe.";
   add_linear(list, prefix + "gate", w.experts, w.hidden, false);
@@ -44,21 +34,6 @@ void add_mixtral_mlp(TensorList& list, const std::string& layer, const ArchWidth
     add_linear(list, name + "w2", w.hidden, w.expert_intermediate, false);
     add_linear(list, name + "w3", w.expert_intermediate, w.hidden, false);
   }
-}
-
-using AddMlp = void (*)(TensorList& list, const std::string& layer, const ArchWidths& w);
-
-void add_decoder(TensorList& list, const ArchWidths& w, AddMlp add_mlp) {
-  list.add("model.embed_tokens.weight", {w.vocab, w.hidden});
-  for (int layer = 0; layer < list.variant().layers; ++layer) {
-    const std::string prefix = "model.layers." + std::to_string(layer) + ".";
-    add_attention(list, prefix + "self_attn.", w);
-    add_mlp(list, prefix, w);
-    list.add(prefix + "input_layernorm.weight", {w.hidden});
-    list.add(prefix + "post_attention_layernorm.weight", {w.hidden});
-  }
-  list.add("model.norm.weight", {w.hidden});
-  if (!w.is_tied) list.add("lm_head.weight", {w.vocab, w.hidden});
 }
 
 void add_tower_block(TensorList& list, const std::string& prefix, const ArchWidths::Tower& tower) {
@@ -113,34 +88,59 @@ void add_attention(TensorList& list, const std::string& prefix, const ArchWidths
   list.add(prefix + "k_norm.weight", {w.head_dim});
 }
 
-std::vector<TensorSpec> list_gpt2(const ArchWidths& w, const ArchVariant& variant) {
-  TensorList list(variant);
+void add_qwen_mlp(TensorList& list, const std::string& layer, const ArchWidths& w) {
+  const std::string prefix = layer + "mlp.";
+  if (w.experts == 0) return add_gated_mlp(list, prefix, w.hidden, w.intermediate);
+  add_linear(list, prefix + "gate", w.experts, w.hidden, false);
+  for (int64_t expert = 0; expert < w.experts; ++expert) {
+    const std::string name = prefix + "experts." + std::to_string(expert) + ".";
+    add_gated_mlp(list, name, w.hidden, w.expert_intermediate);
+  }
+}
+
+void add_norms(TensorList& list, const std::string& prefix, const ArchWidths& w) {
+  list.add(prefix + "input_layernorm.weight", {w.hidden});
+  list.add(prefix + "post_attention_layernorm.weight", {w.hidden});
+}
+
+void add_decoder(TensorList& list, const ArchWidths& w,
+                 FunctionRef<void(int layer, const std::string& prefix)> add_layer) {
+  list.add("model.embed_tokens.weight", {w.vocab, w.hidden});
+  for (int layer = 0; layer < list.variant().layers; ++layer) {
+    add_layer(layer, "model.layers." + std::to_string(layer) + ".");
+  }
+  list.add("model.norm.weight", {w.hidden});
+  if (!w.is_tied) list.add("lm_head.weight", {w.vocab, w.hidden});
+}
+
+void list_gpt2(TensorList& list, const ArchWidths& w) {
   list.add("wte.weight", {w.vocab, w.hidden});
   list.add("wpe.weight", {w.positions, w.hidden});
-  for (int layer = 0; layer < variant.layers; ++layer) {
+  for (int layer = 0; layer < list.variant().layers; ++layer) {
     add_gpt2_layer(list, "h." + std::to_string(layer) + ".", w);
   }
   add_layer_norm(list, "ln_f", w.hidden);
-  return list.take();
 }
 
-std::vector<TensorSpec> list_decoder(const ArchWidths& w, const ArchVariant& variant) {
-  TensorList list(variant);
-  add_decoder(list, w, add_qwen_mlp);
-  return list.take();
+void list_llama(TensorList& list, const ArchWidths& w) {
+  add_decoder(list, w, [&](int, const std::string& prefix) {
+    add_attention(list, prefix + "self_attn.", w);
+    add_qwen_mlp(list, prefix, w);
+    add_norms(list, prefix, w);
+  });
 }
 
-std::vector<TensorSpec> list_mixtral(const ArchWidths& w, const ArchVariant& variant) {
-  TensorList list(variant);
-  add_decoder(list, w, add_mixtral_mlp);
-  return list.take();
+void list_mixtral(TensorList& list, const ArchWidths& w) {
+  add_decoder(list, w, [&](int, const std::string& prefix) {
+    add_attention(list, prefix + "self_attn.", w);
+    add_mixtral_mlp(list, prefix, w);
+    add_norms(list, prefix, w);
+  });
 }
 
-std::vector<TensorSpec> list_qwen25_vl(const ArchWidths& w, const ArchVariant& variant) {
-  TensorList list(variant);
+void list_qwen25_vl(TensorList& list, const ArchWidths& w) {
   add_tower(list, w.tower, w.hidden);
-  add_decoder(list, w, add_qwen_mlp);
-  return list.take();
+  list_llama(list, w);
 }
 
 }  // namespace modicum

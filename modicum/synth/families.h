@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "modicum/base/base.h"
 #include "modicum/synth/arch.h"
 
 namespace modicum {
@@ -24,7 +25,7 @@ class TensorList {
   std::vector<TensorSpec> take() { return std::move(tensors_); }
 
  private:
-  ArchVariant variant_;
+  const ArchVariant variant_;
   std::vector<TensorSpec> tensors_;
 };
 
@@ -36,14 +37,23 @@ void add_gated_mlp(TensorList& list, const std::string& prefix, int64_t hidden,
 // Queries, keys, values, output and what norms and sinks it has.
 void add_attention(TensorList& list, const std::string& prefix, const ArchWidths& w);
 
-std::vector<TensorSpec> list_gpt2(const ArchWidths& w, const ArchVariant& variant);
+// A dense MLP, or a router and gated experts.
+void add_qwen_mlp(TensorList& list, const std::string& layer, const ArchWidths& w);
+// The two norms of a layer.
+void add_norms(TensorList& list, const std::string& prefix, const ArchWidths& w);
+// Embedding, layers, norm and, unless it is tied, the head. `prefix` is the layer's, as
+// "model.layers.0.".
+void add_decoder(TensorList& list, const ArchWidths& w,
+                 FunctionRef<void(int layer, const std::string& prefix)> add_layer);
+
+void list_gpt2(TensorList& list, const ArchWidths& w);
 // What Llama and its many relatives share; Mixtral's experts have names of their own.
-std::vector<TensorSpec> list_decoder(const ArchWidths& w, const ArchVariant& variant);
-std::vector<TensorSpec> list_mixtral(const ArchWidths& w, const ArchVariant& variant);
-std::vector<TensorSpec> list_qwen25_vl(const ArchWidths& w, const ArchVariant& variant);
-std::vector<TensorSpec> list_gpt_oss(const ArchWidths& w, const ArchVariant& variant);
+void list_llama(TensorList& list, const ArchWidths& w);
+void list_mixtral(TensorList& list, const ArchWidths& w);
+void list_qwen25_vl(TensorList& list, const ArchWidths& w);
+void list_gpt_oss(TensorList& list, const ArchWidths& w);
 // The whole ones end with a layer that predicts the token after the next.
-std::vector<TensorSpec> list_qwen3_next(const ArchWidths& w, const ArchVariant& variant);
-std::vector<TensorSpec> list_deepseek(const ArchWidths& w, const ArchVariant& variant);
+void list_qwen3_next(TensorList& list, const ArchWidths& w);
+void list_deepseek(TensorList& list, const ArchWidths& w);
 
 }  // namespace modicum

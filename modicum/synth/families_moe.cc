@@ -45,15 +45,10 @@ void add_qwen3_next_layer(TensorList& list, const std::string& prefix, const Arc
   } else {
     add_linear_attention(list, prefix + "linear_attn.", w);
   }
-  add_linear(list, prefix + "mlp.gate", w.experts, w.hidden, false);
-  for (int64_t expert = 0; expert < w.experts; ++expert) {
-    const std::string name = prefix + "mlp.experts." + std::to_string(expert) + ".";
-    add_gated_mlp(list, name, w.hidden, w.expert_intermediate);
-  }
+  add_qwen_mlp(list, prefix, w);
   add_gated_mlp(list, prefix + "mlp.shared_expert.", w.hidden, w.shared_intermediate);
   add_linear(list, prefix + "mlp.shared_expert_gate", 1, w.hidden, false);
-  list.add(prefix + "input_layernorm.weight", {w.hidden});
-  list.add(prefix + "post_attention_layernorm.weight", {w.hidden});
+  add_norms(list, prefix, w);
 }
 
 void add_qwen3_next_mtp(TensorList& list, const ArchWidths& w) {
@@ -106,16 +101,15 @@ void add_deepseek_experts(TensorList& list, const std::string& prefix, const Arc
   add_coded_mlp(list, prefix + "shared_experts.", w.hidden, w.shared_intermediate);
 }
 
-void add_deepseek_layer(TensorList& list, int layer, const ArchWidths& w) {
-  const std::string prefix = "model.layers." + std::to_string(layer) + ".";
+void add_deepseek_layer(TensorList& list, int layer, const std::string& prefix,
+                        const ArchWidths& w) {
   add_latent_attention(list, prefix + "self_attn.", w);
   if (layer < w.dense_layers) {
     add_coded_mlp(list, prefix + "mlp.", w.hidden, w.intermediate);
   } else {
     add_deepseek_experts(list, prefix + "mlp.", w);
   }
-  list.add(prefix + "input_layernorm.weight", {w.hidden});
-  list.add(prefix + "post_attention_layernorm.weight", {w.hidden});
+  add_norms(list, prefix, w);
 }
 
 // One more layer under the next number, with an embedding and a head of its own on the hub.
@@ -125,54 +119,37 @@ void add_deepseek_mtp(TensorList& list, int layer, const ArchWidths& w) {
   list.add(prefix + "enorm.weight", {w.hidden});
   list.add(prefix + "hnorm.weight", {w.hidden});
   add_linear(list, prefix + "eh_proj", w.hidden, 2 * w.hidden, false);
-  add_deepseek_layer(list, layer, w);
+  add_deepseek_layer(list, layer, prefix, w);
   list.add(prefix + "shared_head.norm.weight", {w.hidden});
   add_linear(list, prefix + "shared_head.head", w.vocab, w.hidden, false);
 }
 
 }  // namespace
 
-std::vector<TensorSpec> list_gpt_oss(const ArchWidths& w, const ArchVariant& variant) {
-  TensorList list(variant);
-  list.add("model.embed_tokens.weight", {w.vocab, w.hidden});
-  for (int layer = 0; layer < variant.layers; ++layer) {
-    const std::string prefix = "model.layers." + std::to_string(layer) + ".";
+void list_gpt_oss(TensorList& list, const ArchWidths& w) {
+  add_decoder(list, w, [&](int, const std::string& prefix) {
     const std::string experts = prefix + "mlp.experts.";
     add_attention(list, prefix + "self_attn.", w);
     add_linear(list, prefix + "mlp.router", w.experts, w.hidden, true);
     add_packed_experts(list, experts + "gate_up_proj", w.experts, w.hidden,
                        2 * w.expert_intermediate);
     add_packed_experts(list, experts + "down_proj", w.experts, w.expert_intermediate, w.hidden);
-    list.add(prefix + "input_layernorm.weight", {w.hidden});
-    list.add(prefix + "post_attention_layernorm.weight", {w.hidden});
-  }
-  list.add("model.norm.weight", {w.hidden});
-  list.add("lm_head.weight", {w.vocab, w.hidden});
-  return list.take();
+    add_norms(list, prefix, w);
+  });
 }
 
-std::vector<TensorSpec> list_qwen3_next(const ArchWidths& w, const ArchVariant& variant) {
-  TensorList list(variant);
-  list.add("model.embed_tokens.weight", {w.vocab, w.hidden});
-  for (int layer = 0; layer < variant.layers; ++layer) {
-    const bool has_full_attention = (layer + 1) % w.linear.interval == 0;
-    add_qwen3_next_layer(list, "model.layers." + std::to_string(layer) + ".", w,
-                         has_full_attention);
-  }
-  list.add("model.norm.weight", {w.hidden});
-  list.add("lm_head.weight", {w.vocab, w.hidden});
-  if (variant.has_mtp) add_qwen3_next_mtp(list, w);
-  return list.take();
+void list_qwen3_next(TensorList& list, const ArchWidths& w) {
+  add_decoder(list, w, [&](int layer, const std::string& prefix) {
+    add_qwen3_next_layer(list, prefix, w, (layer + 1) % w.linear.interval == 0);
+  });
+  if (list.variant().has_mtp) add_qwen3_next_mtp(list, w);
 }
 
-std::vector<TensorSpec> list_deepseek(const ArchWidths& w, const ArchVariant& variant) {
-  TensorList list(variant);
-  list.add("model.embed_tokens.weight", {w.vocab, w.hidden});
-  for (int layer = 0; layer < variant.layers; ++layer) add_deepseek_layer(list, layer, w);
-  list.add("model.norm.weight", {w.hidden});
-  list.add("lm_head.weight", {w.vocab, w.hidden});
-  if (variant.has_mtp) add_deepseek_mtp(list, variant.layers, w);
-  return list.take();
+void list_deepseek(TensorList& list, const ArchWidths& w) {
+  add_decoder(list, w, [&](int layer, const std::string& prefix) {
+    add_deepseek_layer(list, layer, prefix, w);
+  });
+  if (list.variant().has_mtp) add_deepseek_mtp(list, list.variant().layers, w);
 }
 
 }  // namespace modicum

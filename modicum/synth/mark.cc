@@ -1,5 +1,8 @@
 #include "modicum/synth/mark.h"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <charconv>
 #include <cstring>
@@ -16,15 +19,6 @@ constexpr const char* kDense = "1";
 constexpr const char* kSparse = "sparse";
 constexpr int64_t kFirstBytes = 4096;
 constexpr int64_t kBytesPerSide = 2048;
-
-std::string edges_text(const std::vector<int64_t>& edges) {
-  std::string text;
-  for (const int64_t world : edges) {
-    if (!text.empty()) text += ',';
-    text += std::to_string(world);
-  }
-  return text;
-}
 
 // Positive numbers with commas between them.
 std::optional<std::vector<int64_t>> parse_edges(std::string_view text) {
@@ -99,7 +93,7 @@ class Written {
 std::map<std::string, std::string> synth_metadata(const SynthMark& mark) {
   std::map<std::string, std::string> metadata = {{"format", "pt"}};
   metadata[kMarkKey] = mark.is_sparse ? kSparse : kDense;
-  if (!mark.edges.empty()) metadata[kEdgesKey] = edges_text(mark.edges);
+  if (!mark.edges.empty()) metadata[kEdgesKey] = fmt::format("{}", fmt::join(mark.edges, ","));
   return metadata;
 }
 

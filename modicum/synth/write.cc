@@ -140,9 +140,7 @@ class NewDirectory {
 };
 
 void refuse(const char* what_happened, const std::string& got) {
-  Facts facts;
-  facts.got = got;
-  fail(Category::usage, what_happened, facts);
+  fail(Category::usage, what_happened, {.got = got});
 }
 
 void check(const SynthOptions& options) {
