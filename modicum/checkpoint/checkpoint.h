@@ -40,7 +40,6 @@ struct Checkpoint {
   ModelConfig config;
   std::map<std::string, std::string> metadata;  // `__metadata__` of the first file
   std::vector<std::string> warnings;            // what is optional and broken, unused or odd
-  uint64_t header_bytes_read = 0;               // headers, index and config, as read
 };
 
 // `path` is a directory with one `*.safetensors` file or an index and its shards, a single file, or

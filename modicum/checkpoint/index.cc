@@ -14,11 +14,7 @@ constexpr size_t kLongestFileName = 255;
 
 [[noreturn]] void refuse(Category category, const std::string& what, const std::string& file,
                          std::string_view tensor = {}, std::optional<uint64_t> offset = {}) {
-  Facts facts;
-  facts.file = file;
-  facts.tensor = tensor;
-  facts.offset = offset;
-  fail(category, what, facts);
+  fail(category, what, {.file = file, .tensor = std::string(tensor), .offset = offset});
 }
 
 // R22: a file beside the index and nothing else, decided before anything is opened.
@@ -32,92 +28,113 @@ bool is_shard_name(std::string_view name) {
 class IndexParser {
  public:
   explicit IndexParser(Index& index) : index_(index) {}
-  void parse(std::string_view text);
+  void parse(std::string_view text) {
+    try {
+      read_json(text, [](JsonValue&) {});
+    } catch (const JsonError& error) {
+      const bool duplicate = error.fault == JsonFault::duplicate;
+      refuse(duplicate ? Category::index_dup : Category::index_json, error.what(), index_.name, {},
+             error.offset);
+    }
+    try {
+      reread_json(text, [this](JsonValue& value) { root(value); });
+    } catch (const JsonError& error) {
+      refuse(Category::index_schema, error.what(), index_.name, tensor_, error.offset);
+    }
+    if (index_.file_of.empty()) {
+      refuse(Category::index_schema, "no weight_map, or an empty one", index_.name);
+    }
+    number_files_by_name();
+  }
 
  private:
-  void root(JsonValue& value);
-  void metadata(JsonValue& value);
-  void mapping(std::string_view tensor, JsonValue& value);
-  void number_files_by_name();
+  void root(JsonValue& value) {
+    value.object([this](std::string_view key, JsonValue& member) {
+      if (key == "metadata") metadata(member);
+      if (key != "weight_map") return;
+      member.object([this](std::string_view tensor, JsonValue& file) { mapping(tensor, file); });
+      tensor_.clear();
+    });
+  }
+
+  void metadata(JsonValue& value) {
+    value.object([this](std::string_view key, JsonValue& member) {
+      if (key != "total_size") return;
+      try {
+        index_.total_size = member.integer();
+      } catch (const JsonError& error) {
+        index_.warnings.push_back(
+            fmt::format("{}: total_size: {}", printable(index_.name), error.what()));
+      }
+    });
+  }
+
+  void mapping(std::string_view tensor, JsonValue& value) {
+    tensor_ = tensor;
+    const uint64_t offset = value.offset();
+    const std::string file = value.string();
+    if (!is_shard_name(file)) {
+      fail(Category::index_path, "the index leads elsewhere",
+           {.file = index_.name,
+            .tensor = tensor_,
+            .offset = offset,
+            .expected = "the name of a .safetensors file beside the index",
+            .got = printable(file)});
+    }
+    const uint32_t number =
+        seen_.try_emplace(file, static_cast<uint32_t>(seen_.size())).first->second;
+    index_.file_of.emplace_back(tensor, number);
+  }
+
+  void number_files_by_name() {
+    std::vector<uint32_t> renumbered(seen_.size());
+    for (const auto& [name, number] : seen_) {
+      renumbered[number] = static_cast<uint32_t>(index_.files.size());
+      index_.files.push_back(name);
+    }
+    for (auto& entry : index_.file_of) entry.second = renumbered[entry.second];
+  }
 
   Index& index_;
   std::string tensor_;
   std::map<std::string, uint32_t> seen_;  // shard -> its number, in the order met
 };
 
-void IndexParser::parse(std::string_view text) {
-  try {
-    read_json(text, [](JsonValue&) {});
-  } catch (const JsonError& error) {
-    const bool duplicate = error.fault == JsonFault::duplicate;
-    refuse(duplicate ? Category::index_dup : Category::index_json, error.what(), index_.name, {},
-           error.offset);
-  }
-  try {
-    reread_json(text, [this](JsonValue& value) { root(value); });
-  } catch (const JsonError& error) {
-    refuse(Category::index_schema, error.what(), index_.name, tensor_, error.offset);
-  }
-  if (index_.file_of.empty()) {
-    refuse(Category::index_schema, "no weight_map, or an empty one", index_.name);
-  }
-  number_files_by_name();
-}
-
-void IndexParser::root(JsonValue& value) {
-  value.object([this](std::string_view key, JsonValue& member) {
-    if (key == "metadata") metadata(member);
-    if (key != "weight_map") return;
-    member.object([this](std::string_view tensor, JsonValue& file) { mapping(tensor, file); });
-    tensor_.clear();
-  });
-}
-
-void IndexParser::metadata(JsonValue& value) {
-  value.object([this](std::string_view key, JsonValue& member) {
-    if (key != "total_size") return;
-    try {
-      index_.total_size = member.integer();
-    } catch (const JsonError& error) {
-      index_.warnings.push_back(
-          fmt::format("{}: total_size: {}", printable(index_.name), error.what()));
-    }
-  });
-}
-
-void IndexParser::mapping(std::string_view tensor, JsonValue& value) {
-  tensor_ = tensor;
-  const uint64_t offset = value.offset();
-  const std::string file = value.string();
-  if (!is_shard_name(file)) {
-    Facts facts;
-    facts.file = index_.name;
-    facts.tensor = tensor_;
-    facts.offset = offset;
-    facts.expected = "the name of a .safetensors file beside the index";
-    facts.got = printable(file);
-    fail(Category::index_path, "the index leads elsewhere", facts);
-  }
-  const uint32_t number =
-      seen_.try_emplace(file, static_cast<uint32_t>(seen_.size())).first->second;
-  index_.file_of.emplace_back(tensor, number);
-}
-
-void IndexParser::number_files_by_name() {
-  std::vector<uint32_t> renumbered(seen_.size());
-  for (const auto& [name, number] : seen_) {
-    renumbered[number] = static_cast<uint32_t>(index_.files.size());
-    index_.files.push_back(name);
-  }
-  for (auto& entry : index_.file_of) entry.second = renumbered[entry.second];
-}
-
 // The manifest's tensors by name; a name that two files have is INDEX.DUP. Hashes decide most
 // comparisons: names have long common beginnings.
 class Names {
  public:
-  explicit Names(const Manifest& manifest);
-  const Stored* find(std::string_view name) const;
+  explicit Names(const Manifest& manifest) : manifest_(manifest) {
+    const std::vector<Stored>& tensors = manifest.tensors;
+    rows_.reserve(tensors.size());
+    for (const Stored& stored : tensors) {
+      rows_.push_back(
+          {std::hash<std::string_view>()(stored.spec.fqn), static_cast<uint32_t>(rows_.size())});
+    }
+    std::sort(rows_.begin(), rows_.end(), [this](const Row& a, const Row& b) {
+      if (a.hash != b.hash) return a.hash < b.hash;
+      const int order = text(a).compare(text(b));
+      return order != 0 ? order < 0 : a.tensor < b.tensor;
+    });
+    for (size_t i = 1; i < rows_.size(); ++i) {
+      if (rows_[i - 1].hash != rows_[i].hash || text(rows_[i - 1]) != text(rows_[i])) continue;
+      const Extent& one = tensors[rows_[i - 1].tensor].at;
+      const Extent& other = tensors[rows_[i].tensor].at;
+      refuse(Category::index_dup,
+             "the tensor is also in " + printable(manifest.files[one.file].name),
+             manifest.files[other.file].name, text(rows_[i]));
+    }
+  }
+
+  const Stored* find(std::string_view name) const {
+    const size_t hash = std::hash<std::string_view>()(name);
+    auto row = std::lower_bound(rows_.begin(), rows_.end(), hash,
+                                [](const Row& r, size_t h) { return r.hash < h; });
+    for (; row != rows_.end() && row->hash == hash; ++row) {
+      if (text(*row) == name) return &manifest_.tensors[row->tensor];
+    }
+    return nullptr;
+  }
 
  private:
   struct Row {
@@ -129,37 +146,6 @@ class Names {
   const Manifest& manifest_;
   std::vector<Row> rows_;
 };
-
-Names::Names(const Manifest& manifest) : manifest_(manifest) {
-  const std::vector<Stored>& tensors = manifest.tensors;
-  rows_.reserve(tensors.size());
-  for (const Stored& stored : tensors) {
-    rows_.push_back(
-        {std::hash<std::string_view>()(stored.spec.fqn), static_cast<uint32_t>(rows_.size())});
-  }
-  std::sort(rows_.begin(), rows_.end(), [this](const Row& a, const Row& b) {
-    if (a.hash != b.hash) return a.hash < b.hash;
-    const int order = text(a).compare(text(b));
-    return order != 0 ? order < 0 : a.tensor < b.tensor;
-  });
-  for (size_t i = 1; i < rows_.size(); ++i) {
-    if (rows_[i - 1].hash != rows_[i].hash || text(rows_[i - 1]) != text(rows_[i])) continue;
-    const Extent& one = tensors[rows_[i - 1].tensor].at;
-    const Extent& other = tensors[rows_[i].tensor].at;
-    refuse(Category::index_dup, "the tensor is also in " + printable(manifest.files[one.file].name),
-           manifest.files[other.file].name, text(rows_[i]));
-  }
-}
-
-const Stored* Names::find(std::string_view name) const {
-  const size_t hash = std::hash<std::string_view>()(name);
-  auto row = std::lower_bound(rows_.begin(), rows_.end(), hash,
-                              [](const Row& r, size_t h) { return r.hash < h; });
-  for (; row != rows_.end() && row->hash == hash; ++row) {
-    if (text(*row) == name) return &manifest_.tensors[row->tensor];
-  }
-  return nullptr;
-}
 
 void warn_of_unmapped(const Manifest& manifest, const std::vector<bool>& is_mapped,
                       std::vector<std::string>& warnings) {
@@ -194,13 +180,11 @@ void prove_shards_exist(const Index& index, FileSystem& files, const std::string
     if (!files.exists(join_path(directory, name))) missing.push_back(printable(name));
   }
   if (missing.empty()) return;
-  Facts facts;
-  facts.file = missing.front();
-  facts.expected = fmt::format("{} files", index.files.size());
-  facts.got = fmt::format("{} files", index.files.size() - missing.size());
   fail(Category::index_missing_shard,
        fmt::format("files of {} are missing: {}", printable(index.name), fmt::join(missing, ", ")),
-       facts);
+       {.file = missing.front(),
+        .expected = fmt::format("{} files", index.files.size()),
+        .got = fmt::format("{} files", index.files.size() - missing.size())});
 }
 
 void prove_index(const Index& index, const Manifest& manifest, std::vector<std::string>& warnings) {

@@ -2,13 +2,9 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdlib>
 #include <iterator>
 #include <span>
-
-#define XXH_INLINE_ALL
-#include <xxhash.h>
 
 #include "modicum/checkpoint/parts.h"
 
@@ -37,9 +33,7 @@ bool is_pickle(std::string_view name) {
 }
 
 [[noreturn]] void refuse(Category category, const std::string& what, const std::string& path) {
-  Facts facts;
-  facts.file = base_name(path);
-  fail(category, what, facts);
+  fail(category, what, {.file = base_name(path)});
 }
 
 std::vector<std::string> names_ending_in(std::string_view ending,
@@ -163,7 +157,6 @@ void add_file(Checkpoint& checkpoint, const std::string& name) {
   Manifest& manifest = checkpoint.manifest;
   const std::unique_ptr<File> file = checkpoint.files->open(join_path(checkpoint.directory, name));
   Header header = read_header(*file, static_cast<uint32_t>(manifest.files.size()));
-  checkpoint.header_bytes_read += header.file.header_bytes;
   if (manifest.files.empty()) checkpoint.metadata = std::move(header.metadata);
   manifest.files.push_back(std::move(header.file));
   // A single file may have millions of tensors: they are not held twice.
@@ -178,7 +171,6 @@ void add_shards(Checkpoint& checkpoint, const Source& source, bool is_named) {
   const std::unique_ptr<File> file =
       checkpoint.files->open(join_path(source.directory, source.file));
   const Index index = read_index(*file);
-  checkpoint.header_bytes_read += file->identity().size_bytes;
   if (!is_named) prove_unambiguous(*checkpoint.files, source, index);
   prove_shards_exist(index, *checkpoint.files, source.directory);
   checkpoint.warnings = index.warnings;
@@ -198,11 +190,10 @@ std::string config_text(FileSystem& files, const std::string& path) {
   const std::unique_ptr<File> file = files.open(path);
   const uint64_t size_bytes = file->identity().size_bytes;
   if (size_bytes > kLargestConfig) {
-    Facts facts;
-    facts.file = kConfigFile;
-    facts.expected = fmt::format("at most {} bytes", kLargestConfig);
-    facts.got = fmt::format("{} bytes", size_bytes);
-    fail(Category::format_limit, "the file is too large", facts);
+    fail(Category::format_limit, "the file is too large",
+         {.file = kConfigFile,
+          .expected = fmt::format("at most {} bytes", kLargestConfig),
+          .got = fmt::format("{} bytes", size_bytes)});
   }
   return read_text(*file);
 }
@@ -213,61 +204,35 @@ void add_config(Checkpoint& checkpoint) {
   FileSystem& files = *checkpoint.files;
   try {
     if (!is_listed(files, checkpoint.directory, kConfigFile)) return;
-    const std::string text = config_text(files, join_path(checkpoint.directory, kConfigFile));
-    checkpoint.header_bytes_read += text.size();
-    checkpoint.config = parse_config(text, checkpoint.warnings);
+    checkpoint.config = parse_config(
+        config_text(files, join_path(checkpoint.directory, kConfigFile)), checkpoint.warnings);
   } catch (const Error& error) {
     checkpoint.config = unread_config(error, checkpoint.warnings);
   }
 }
 
-// Feeds a digest with values in a form that is the same on every machine of ours and that can't be
-// cut in two ways: texts and lists carry their length.
-class Digester {
- public:
-  Digester() { XXH3_128bits_reset(&state_); }
-  void add(uint64_t number) { XXH3_128bits_update(&state_, &number, sizeof number); }
-  void add(const std::string& text) {
-    add(text.size());
-    XXH3_128bits_update(&state_, text.data(), text.size());
-  }
-  Digest digest() const {
-    const XXH128_hash_t hash = XXH3_128bits_digest(&state_);
-    return {hash.high64, hash.low64};
-  }
-
- private:
-  XXH3_state_t state_;
-};
-
 // Of inode and mtime nothing goes in: a copy of a checkpoint has the identity of its original, so
 // that nodes with copies of their own agree.
 Digest identity_of(const Manifest& manifest) {
-  Digester digester;
-  digester.add(manifest.files.size());
+  Hasher hasher;
+  hasher.add(manifest.files.size());
   for (const DataFile& file : manifest.files) {
-    digester.add(file.name);
-    digester.add(file.identity.size_bytes);
+    hasher.add(file.name).add(file.identity.size_bytes);
   }
-  digester.add(manifest.tensors.size());
+  hasher.add(manifest.tensors.size());
   for (const Stored& stored : manifest.tensors) {
-    digester.add(stored.spec.fqn);
-    digester.add(static_cast<uint64_t>(stored.spec.dtype));
-    digester.add(stored.spec.shape.size());
-    for (const int64_t dim : stored.spec.shape) digester.add(static_cast<uint64_t>(dim));
-    digester.add(stored.at.file);
-    digester.add(stored.at.begin);
-    digester.add(stored.at.end);
+    hasher.add(stored.spec.fqn).add(static_cast<uint64_t>(stored.spec.dtype));
+    hasher.add(stored.spec.shape);
+    hasher.add(uint64_t{stored.at.file}).add(stored.at.begin).add(stored.at.end);
   }
   // The same codes are other numbers in other blocks, and those come from config.json.
   for (size_t i = 0; i < manifest.tensors.size(); ++i) {
     const std::optional<BlockScale>& scale = manifest.tensors[i].scale;
     if (!scale) continue;
-    digester.add(i);
-    digester.add(scale->tensor);
-    for (const int64_t size : scale->block) digester.add(static_cast<uint64_t>(size));
+    hasher.add(i).add(uint64_t{scale->tensor});
+    for (const int64_t size : scale->block) hasher.add(size);
   }
-  return digester.digest();
+  return hasher.digest();
 }
 
 // Only sparse files get there. Whoever adds up tensors of a manifest need not check the sums.

@@ -14,13 +14,6 @@ constexpr size_t kLongestName = 4096;
 constexpr size_t kMostDims = 64;
 constexpr auto kLargest = static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
 
-Facts facts_of(const std::string& file, std::string_view tensor = {}) {
-  Facts facts;
-  facts.file = file;
-  facts.tensor = tensor;
-  return facts;
-}
-
 // The kind of a file of another format, by its first bytes; "" if they are not known.
 std::string_view other_format(std::string_view prefix) {
   if (prefix.starts_with("version ")) return "a Git LFS pointer; `git lfs pull` gets the file";
@@ -31,34 +24,37 @@ std::string_view other_format(std::string_view prefix) {
 
 // R2: how long the header says it is.
 uint64_t read_length(File& file, uint64_t size_bytes) {
-  Facts facts = facts_of(file.name());
+  const auto refuse = [&](Category category, const char* what, std::string expected, uint64_t got) {
+    fail(category, what,
+         {.file = std::string(file.name()),
+          .expected = std::move(expected),
+          .got = fmt::format("{} bytes", got)});
+  };
   if (size_bytes < kLengthPrefix) {
-    facts.expected = "8 bytes at least";
-    facts.got = fmt::format("{} bytes", size_bytes);
-    fail(Category::format_trunc, "the file ends inside its length prefix", facts);
+    refuse(Category::format_trunc, "the file ends inside its length prefix", "8 bytes at least",
+           size_bytes);
   }
   std::array<std::byte, kLengthPrefix> prefix{};
   file.read(prefix, 0);
   uint64_t length = 0;
   for (size_t i = 0; i < prefix.size(); ++i) length |= static_cast<uint64_t>(prefix[i]) << (8 * i);
-  facts.got = fmt::format("{} bytes", length);
   if (length > kLargestHeader) {
     const auto other = other_format({reinterpret_cast<const char*>(prefix.data()), prefix.size()});
     if (!other.empty()) {
-      facts.expected = "a safetensors file";
-      facts.got = other;
-      fail(Category::format_limit, "the file has another format", facts);
+      fail(Category::format_limit, "the file has another format",
+           {.file = std::string(file.name()),
+            .expected = "a safetensors file",
+            .got = std::string(other)});
     }
-    facts.expected = fmt::format("{} bytes at most", kLargestHeader);
-    fail(Category::format_limit, "the header is too long", facts);
+    refuse(Category::format_limit, "the header is too long",
+           fmt::format("{} bytes at most", kLargestHeader), length);
   }
   if (length > size_bytes - kLengthPrefix) {
-    facts.expected = fmt::format("{} bytes at most", size_bytes - kLengthPrefix);
-    fail(Category::format_trunc, "the file ends inside its header", facts);
+    refuse(Category::format_trunc, "the file ends inside its header",
+           fmt::format("{} bytes at most", size_bytes - kLengthPrefix), length);
   }
   if (length < 2) {
-    facts.expected = "2 bytes at least";
-    fail(Category::format_header, "the header is too short", facts);
+    refuse(Category::format_header, "the header is too short", "2 bytes at least", length);
   }
   return length;
 }
@@ -82,7 +78,18 @@ class HeaderParser {
   HeaderParser(std::string_view text, Header& header, uint32_t file_index)
       : text_(text), header_(header), file_index_(file_index) {}
 
-  void parse();
+  void parse() {
+    header_.tensors.reserve(prove_json());
+    try {
+      reread_json(text_, [this](JsonValue& root) {
+        root.object([this](std::string_view name, JsonValue& value) { member(name, value); });
+      });
+    } catch (const JsonError& error) {
+      const bool large = error.fault == JsonFault::range && is_plain_integer(text_, error.offset);
+      refuse(large ? Category::format_overflow : Category::format_schema, error.what(),
+             error.offset);
+    }
+  }
 
  private:
   struct Entry {
@@ -91,13 +98,92 @@ class HeaderParser {
     bool has_shape = false;
     bool has_offsets = false;
   };
-  size_t prove_json();
-  void member(std::string_view name, JsonValue& value);
-  void metadata(JsonValue& value);
-  void entry(JsonValue& value);
-  void field(std::string_view key, JsonValue& value, Entry& entry);
-  void integers(JsonValue& value, size_t most);
-  [[noreturn]] void refuse(Category category, const std::string& what, uint64_t offset) const;
+  // R4 to R7. Two passes: JSON that is wrong anywhere wins over a schema that is wrong before it,
+  // and the count lets the tensors be stored in a vector of exactly their size.
+  size_t prove_json() {
+    size_t tensors = 0;
+    try {
+      read_json(text_, [&tensors](JsonValue& root) {
+        if (root.kind() != JsonValue::Kind::object) return;
+        root.object([&tensors](std::string_view name, JsonValue&) {
+          if (name != kMetadataKey) ++tensors;
+        });
+      });
+    } catch (const JsonError& error) {
+      if (error.fault == JsonFault::utf8) refuse(Category::format_utf8, error.what(), error.offset);
+      if (!begins_with_brace(text_)) refuse(Category::format_header, "no { at the start", 0);
+      const bool duplicate = error.fault == JsonFault::duplicate;
+      refuse(duplicate ? Category::format_dup : Category::format_json, error.what(), error.offset);
+    }
+    if (!begins_with_brace(text_)) refuse(Category::format_header, "no { at the start", 0);
+    return tensors;
+  }
+
+  void member(std::string_view name, JsonValue& value) {
+    tensor_ = name;
+    if (name == kMetadataKey) return metadata(value);
+    prove_name(name, header_.file.name);
+    entry(value);
+  }
+
+  void metadata(JsonValue& value) {
+    value.object([this](std::string_view key, JsonValue& text) {
+      header_.metadata.emplace(key, text.string());
+    });
+  }
+
+  void entry(JsonValue& value) {
+    const uint64_t begin = value.offset();
+    Entry entry;
+    value.object([this, &entry](std::string_view key, JsonValue& v) { field(key, v, entry); });
+    if (!entry.has_dtype) refuse(Category::format_schema, "no dtype", begin);
+    if (!entry.has_shape) refuse(Category::format_schema, "no shape", begin);
+    if (!entry.has_offsets) refuse(Category::format_schema, "no data_offsets", begin);
+    entry.stored.spec.fqn = std::string(tensor_);  // an assignment would reserve more than it needs
+    entry.stored.at.file = file_index_;
+    header_.tensors.push_back(std::move(entry.stored));
+  }
+
+  void field(std::string_view key, JsonValue& value, Entry& entry) {
+    const uint64_t at = value.offset();
+    if (key == "dtype") {
+      const std::string name = value.string();
+      const auto dtype = dtype_from_stored_name(name);
+      if (!dtype) refuse(Category::format_dtype, "unknown dtype " + printable(name), at);
+      entry.stored.spec.dtype = *dtype;
+      entry.has_dtype = true;
+    } else if (key == "shape") {
+      integers(value, kMostDims);
+      entry.stored.spec.shape.assign(integers_.begin(), integers_.end());
+      entry.has_shape = true;
+    } else if (key == "data_offsets") {
+      integers(value, 2);
+      if (integers_.size() != 2) {
+        refuse(Category::format_schema,
+               fmt::format("expected two data_offsets, got {}", integers_.size()), at);
+      }
+      entry.stored.at.begin = static_cast<uint64_t>(integers_[0]);
+      entry.stored.at.end = static_cast<uint64_t>(integers_[1]);
+      entry.has_offsets = true;
+    } else {
+      refuse(Category::format_schema, "unknown key " + printable(key), at);
+    }
+  }
+
+  void integers(JsonValue& value, size_t most) {
+    integers_.clear();
+    value.array([this, most](JsonValue& element) {
+      if (integers_.size() == most) {
+        refuse(Category::format_schema, fmt::format("over {} numbers", most), element.offset());
+      }
+      integers_.push_back(element.integer());
+    });
+  }
+
+  [[noreturn]] void refuse(Category category, const std::string& what, uint64_t offset) const {
+    fail(category, what,
+         {.file = header_.file.name, .tensor = tensor_, .offset = kLengthPrefix + offset});
+  }
 
   std::string_view text_;
   Header& header_;
@@ -106,168 +192,62 @@ class HeaderParser {
   std::vector<int64_t> integers_;  // of the array read last
 };
 
-void HeaderParser::refuse(Category category, const std::string& what, uint64_t offset) const {
-  Facts facts = facts_of(header_.file.name, tensor_);
-  facts.offset = kLengthPrefix + offset;
-  fail(category, what, facts);
+// About tensor `stored` of a header whose offsets still count from the end of the header.
+Facts facts_of(const Header& header, const Stored& stored, std::string expected, std::string got) {
+  return {.file = header.file.name,
+          .tensor = stored.spec.fqn,
+          .offset = header.file.header_bytes + stored.at.begin,
+          .expected = std::move(expected),
+          .got = std::move(got)};
 }
-
-// R4 to R7. Two passes: JSON that is wrong anywhere wins over a schema that is wrong before it, and
-// the count lets the tensors be stored in a vector of exactly their size.
-size_t HeaderParser::prove_json() {
-  size_t tensors = 0;
-  try {
-    read_json(text_, [&tensors](JsonValue& root) {
-      if (root.kind() != JsonValue::Kind::object) return;
-      root.object([&tensors](std::string_view name, JsonValue&) {
-        if (name != kMetadataKey) ++tensors;
-      });
-    });
-  } catch (const JsonError& error) {
-    if (error.fault == JsonFault::utf8) refuse(Category::format_utf8, error.what(), error.offset);
-    if (!begins_with_brace(text_)) refuse(Category::format_header, "no { at the start", 0);
-    const bool duplicate = error.fault == JsonFault::duplicate;
-    refuse(duplicate ? Category::format_dup : Category::format_json, error.what(), error.offset);
-  }
-  if (!begins_with_brace(text_)) refuse(Category::format_header, "no { at the start", 0);
-  return tensors;
-}
-
-void HeaderParser::parse() {
-  header_.tensors.reserve(prove_json());
-  try {
-    reread_json(text_, [this](JsonValue& root) {
-      root.object([this](std::string_view name, JsonValue& value) { member(name, value); });
-    });
-  } catch (const JsonError& error) {
-    const bool large = error.fault == JsonFault::range && is_plain_integer(text_, error.offset);
-    refuse(large ? Category::format_overflow : Category::format_schema, error.what(), error.offset);
-  }
-}
-
-void HeaderParser::member(std::string_view name, JsonValue& value) {
-  tensor_ = name;
-  if (name == kMetadataKey) return metadata(value);
-  prove_name(name, header_.file.name);
-  entry(value);
-}
-
-void HeaderParser::metadata(JsonValue& value) {
-  value.object([this](std::string_view key, JsonValue& text) {
-    header_.metadata.emplace(key, text.string());
-  });
-}
-
-void HeaderParser::integers(JsonValue& value, size_t most) {
-  integers_.clear();
-  value.array([this, most](JsonValue& element) {
-    if (integers_.size() == most) {
-      refuse(Category::format_schema, fmt::format("over {} numbers", most), element.offset());
-    }
-    integers_.push_back(element.integer());
-  });
-}
-
-void HeaderParser::entry(JsonValue& value) {
-  const uint64_t begin = value.offset();
-  Entry entry;
-  value.object([this, &entry](std::string_view key, JsonValue& v) { field(key, v, entry); });
-  if (!entry.has_dtype) refuse(Category::format_schema, "no dtype", begin);
-  if (!entry.has_shape) refuse(Category::format_schema, "no shape", begin);
-  if (!entry.has_offsets) refuse(Category::format_schema, "no data_offsets", begin);
-  entry.stored.spec.fqn = std::string(tensor_);  // an assignment would reserve more than it needs
-  entry.stored.at.file = file_index_;
-  header_.tensors.push_back(std::move(entry.stored));
-}
-
-void HeaderParser::field(std::string_view key, JsonValue& value, Entry& entry) {
-  const uint64_t at = value.offset();
-  if (key == "dtype") {
-    const std::string name = value.string();
-    const auto dtype = dtype_from_stored_name(name);
-    if (!dtype) refuse(Category::format_dtype, "unknown dtype " + printable(name), at);
-    entry.stored.spec.dtype = *dtype;
-    entry.has_dtype = true;
-  } else if (key == "shape") {
-    integers(value, kMostDims);
-    entry.stored.spec.shape.assign(integers_.begin(), integers_.end());
-    entry.has_shape = true;
-  } else if (key == "data_offsets") {
-    integers(value, 2);
-    if (integers_.size() != 2) {
-      refuse(Category::format_schema,
-             fmt::format("expected two data_offsets, got {}", integers_.size()), at);
-    }
-    entry.stored.at.begin = static_cast<uint64_t>(integers_[0]);
-    entry.stored.at.end = static_cast<uint64_t>(integers_[1]);
-    entry.has_offsets = true;
-  } else {
-    refuse(Category::format_schema, "unknown key " + printable(key), at);
-  }
-}
-
-// Facts cost more than the checks, so they are collected only where one has failed.
-struct Complaint {
-  const Header& header;
-
-  [[noreturn]] void about(Category category, const std::string& what, const Stored& stored,
-                          std::string expected, std::string got) const {
-    Facts facts = facts_of(header.file.name, stored.spec.fqn);
-    facts.offset = header.file.header_bytes + stored.at.begin;
-    facts.expected = std::move(expected);
-    facts.got = std::move(got);
-    fail(category, what, facts);
-  }
-  [[noreturn]] void about_data(Category category, const std::string& what, std::string_view tensor,
-                               uint64_t expected_bytes, uint64_t data_bytes) const {
-    Facts facts = facts_of(header.file.name, tensor);
-    facts.offset = header.file.header_bytes + std::min(expected_bytes, data_bytes);
-    facts.expected = fmt::format("{} bytes of data", expected_bytes);
-    facts.got = fmt::format("{} bytes of data", data_bytes);
-    fail(category, what, facts);
-  }
-};
 
 // R12 to R14.
 void prove_arithmetic(const Header& header) {
-  const Complaint complaint{header};
   for (const Stored& stored : header.tensors) {
     const uint64_t bytes = proven_bytes(stored.spec, header.file.name);
     const auto got = [&] { return fmt::format("[{}, {}]", stored.at.begin, stored.at.end); };
     if (stored.at.begin > stored.at.end) {
-      complaint.about(Category::format_offsets, "data_offsets run backwards", stored, "", got());
+      fail(Category::format_offsets, "data_offsets run backwards",
+           facts_of(header, stored, "", got()));
     }
     if (stored.at.bytes() != bytes) {
-      complaint.about(Category::format_size, "data_offsets do not fit dtype and shape", stored,
-                      fmt::format("{} bytes", bytes), got());
+      fail(Category::format_size, "data_offsets do not fit dtype and shape",
+           facts_of(header, stored, fmt::format("{} bytes", bytes), got()));
     }
   }
 }
 
 // R15, R16: in order, the tensors tile the data without gap or overlap, from its start to its end.
 void prove_layout(const Header& header, uint64_t data_bytes) {
-  const Complaint complaint{header};
+  const auto refuse_end = [&](Category category, const char* what, const std::string& tensor,
+                              uint64_t expected_bytes) {
+    fail(category, what,
+         {.file = header.file.name,
+          .tensor = tensor,
+          .offset = header.file.header_bytes + std::min(expected_bytes, data_bytes),
+          .expected = fmt::format("{} bytes of data", expected_bytes),
+          .got = fmt::format("{} bytes of data", data_bytes)});
+  };
   uint64_t end = 0;
   const Stored* previous = nullptr;
   for (const Stored& stored : header.tensors) {
     if (stored.at.begin != end) {
       const bool overlaps = stored.at.begin < end;
-      complaint.about(overlaps ? Category::format_overlap : Category::format_hole,
-                      overlaps ? "the tensor overlaps " + printable(previous->spec.fqn)
-                               : "a hole before the tensor",
-                      stored, fmt::format("begin {}", end),
-                      fmt::format("begin {}", stored.at.begin));
+      fail(overlaps ? Category::format_overlap : Category::format_hole,
+           overlaps ? "the tensor overlaps " + printable(previous->spec.fqn)
+                    : "a hole before the tensor",
+           facts_of(header, stored, fmt::format("begin {}", end),
+                    fmt::format("begin {}", stored.at.begin)));
     }
     end = stored.at.end;
     previous = &stored;
     if (end > data_bytes) {
-      complaint.about_data(Category::format_trunc, "the file ends before the tensor does",
-                           stored.spec.fqn, header.tensors.back().at.end, data_bytes);
+      refuse_end(Category::format_trunc, "the file ends before the tensor does", stored.spec.fqn,
+                 header.tensors.back().at.end);
     }
   }
-  if (end == data_bytes) return;
-  complaint.about_data(Category::format_trailing, "bytes after the last tensor", "", end,
-                       data_bytes);
+  if (end < data_bytes)
+    refuse_end(Category::format_trailing, "bytes after the last tensor", "", end);
 }
 
 void sort_by_place(std::vector<Stored>& tensors) {
@@ -287,17 +267,19 @@ void prove_name(std::string_view name, const std::string& file) {
     return static_cast<unsigned char>(c) < 0x20 || c == 0x7f;
   });
   if (!control && !name.empty() && name.size() <= kLongestName) return;
-  Facts facts = facts_of(file, name);
-  facts.expected = fmt::format("1 to {} bytes, none of them a control byte", kLongestName);
-  facts.got = fmt::format("{} bytes", name.size());
-  fail(Category::format_name, "not a legal tensor name", facts);
+  fail(Category::format_name, "not a legal tensor name",
+       {.file = file,
+        .tensor = std::string(name),
+        .expected = fmt::format("1 to {} bytes, none of them a control byte", kLongestName),
+        .got = fmt::format("{} bytes", name.size())});
 }
 
 uint64_t proven_bytes(const TensorSpec& spec, const std::string& file) {
   const auto refuse = [&](Category category, const char* what) {
-    Facts facts = facts_of(file, spec.fqn);
-    facts.got = fmt::format("{} {}", stored_name(spec.dtype), shape_text(spec.shape));
-    fail(category, what, facts);
+    fail(category, what,
+         {.file = file,
+          .tensor = spec.fqn,
+          .got = fmt::format("{} {}", stored_name(spec.dtype), shape_text(spec.shape))});
   };
   const auto overflow = [&] {
     refuse(Category::format_overflow, "the tensor's size does not fit 63 bits");

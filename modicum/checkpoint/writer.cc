@@ -16,10 +16,7 @@ std::vector<uint64_t> lay_out(std::span<const TensorSpec> tensors, const std::st
   std::set<std::string_view> names;
   for (const TensorSpec& spec : tensors) {
     const auto refuse = [&](Category category, const char* what) {
-      Facts facts;
-      facts.file = file;
-      facts.tensor = spec.fqn;
-      fail(category, what, facts);
+      fail(category, what, {.file = file, .tensor = spec.fqn});
     };
     prove_name(spec.fqn, file);
     if (spec.fqn == kMetadataKey) refuse(Category::format_name, "the name is reserved");
@@ -59,11 +56,10 @@ std::string safetensors_header(std::span<const TensorSpec> tensors, const std::s
   const std::string json = header_json(tensors, lay_out(tensors, file), metadata);
   const uint64_t length = round_up(json.size(), kAlignment);
   if (length > kLargestHeader) {
-    Facts facts;
-    facts.file = file;
-    facts.expected = std::to_string(kLargestHeader) + " bytes at most";
-    facts.got = std::to_string(length) + " bytes";
-    fail(Category::format_limit, "the header is too long", facts);
+    fail(Category::format_limit, "the header is too long",
+         {.file = file,
+          .expected = std::to_string(kLargestHeader) + " bytes at most",
+          .got = std::to_string(length) + " bytes"});
   }
   std::string header(kLengthPrefix + length, ' ');
   for (size_t i = 0; i < kLengthPrefix; ++i) header[i] = static_cast<char>(length >> (8 * i));
