@@ -27,36 +27,24 @@ int parts_of(const Mesh& mesh, const Cut& cut) noexcept {
 
 // The shape that is cut.
 struct Dims {
-  size_t count = 0;
-  const int64_t* sizes = nullptr;
-  int64_t flat = 0;
+  Dims(const Sharding& sharding, const TensorSpec& target) noexcept
+      : numel(sharding.flattens ? numel_of(target.shape) : 0),
+        sizes(sharding.flattens ? std::span(&numel, 1) : std::span(target.shape)) {}
+  Dims(const Dims&) = delete;
 
-  Dims(const Sharding& sharding, const TensorSpec& target) noexcept {
-    if (sharding.flattens) {
-      flat = numel_of(target.shape);
-      count = 1;
-      return;
-    }
-    count = target.shape.size();
-    sizes = target.shape.data();
-  }
-  int64_t operator[](size_t d) const noexcept { return sizes == nullptr ? flat : sizes[d]; }
+  const int64_t numel;
+  const std::span<const int64_t> sizes;
 };
 
 // The tensor dim that a cut cuts, or -1.
 int cut_dim(const Cut& cut, const Dims& dims) noexcept {
-  if (dims.count == 0) return -1;
-  return cut.dim < static_cast<int>(dims.count) ? cut.dim : 0;
+  if (dims.sizes.empty()) return -1;
+  return cut.dim < static_cast<int>(dims.sizes.size()) ? cut.dim : 0;
 }
 
 // What a rank holds along one dim: stretches, one after the other in its memory.
 class Held {
  public:
-  struct Stretch {  // no initialisers: millions of these are made
-    int64_t lo, hi;
-    int64_t size() const noexcept { return hi - lo; }
-  };
-
   explicit Held(int64_t size) noexcept : size_(size), padded_(size) { parts_[0] = {0, size}; }
 
   void cut(const Mesh& mesh, const Cut& by, int rank, bool pads) {
@@ -82,13 +70,13 @@ class Held {
 
   int64_t size() const noexcept { return size_; }
   int64_t padded() const noexcept { return padded_; }
-  std::span<const Stretch> parts() const noexcept { return std::span(parts_).first(count_); }
+  std::span<const Chunk> parts() const noexcept { return std::span(parts_).first(count_); }
 
  private:
   // Adds places [lo, hi) of `whole`.
   void take(const Held& whole, int64_t lo, int64_t hi) {
     size_ += hi - lo;
-    for (const Stretch& chunk : whole.parts()) {
+    for (const Chunk& chunk : whole.parts()) {
       const int64_t from = std::max<int64_t>(lo, 0);
       const int64_t to = std::min(hi, chunk.size());
       if (from < to) push({chunk.lo + from, chunk.lo + to});
@@ -96,7 +84,7 @@ class Held {
       hi -= chunk.size();
     }
   }
-  void push(const Stretch& chunk) {
+  void push(const Chunk& chunk) {
     if (count_ > 0 && parts_[count_ - 1].hi == chunk.lo) {
       parts_[count_ - 1].hi = chunk.hi;
       return;
@@ -107,7 +95,7 @@ class Held {
     parts_[count_++] = chunk;
   }
 
-  std::array<Stretch, 16> parts_;  // the first `count_` of them
+  std::array<Chunk, 16> parts_;  // the first `count_` of them
   size_t count_ = 1;
   int64_t size_;
   int64_t padded_;
@@ -132,10 +120,10 @@ class Cutting {
       : buffer_{target.dtype, 1, 1} {
     const Dims dims(sharding, target);
     int64_t whole = 1;
-    for (size_t d = 0; d < dims.count; ++d) {
-      Held held(dims[d]);
+    for (size_t d = 0; d < dims.sizes.size(); ++d) {
+      Held held(dims.sizes[d]);
       if (!hold_along(sharding, dims, d, rank, held)) {
-        whole *= dims[d];
+        whole *= dims.sizes[d];
         continue;
       }
       push_whole(whole, wants_pieces);
@@ -144,9 +132,9 @@ class Cutting {
       buffer_.padded_numel *= held.padded();
       if (!wants_pieces) continue;
       if (held.parts().size() > 1) packed_.emplace_back(box_.rank, held);
-      const auto first = held.parts().empty() ? Held::Stretch{0, 0} : held.parts()[0];
+      const auto first = held.parts().empty() ? Chunk{0, 0} : held.parts()[0];
       extents_[static_cast<size_t>(box_.rank)] = held.size();
-      box_.push({.size = dims[d], .lo = first.lo, .hi = first.hi, .step = 1});
+      box_.push({.size = dims.sizes[d], .lo = first.lo, .hi = first.hi, .step = 1});
     }
     push_whole(whole, wants_pieces);
   }
@@ -177,7 +165,7 @@ class Cutting {
     if (k == packed_.size()) return piece(box);
     const auto d = static_cast<size_t>(packed_[k].first);
     Box part = box;
-    for (const Held::Stretch& chunk : packed_[k].second.parts()) {
+    for (const Chunk& chunk : packed_[k].second.parts()) {
       part.dims[d].lo = chunk.lo;
       part.dims[d].hi = chunk.hi;
       every_part(k + 1, part, piece);
@@ -350,8 +338,8 @@ Layout flat_layout(std::string_view name, int world_size, Targets targets, bool 
 std::vector<int64_t> local_shape(const Sharding& sharding, const TensorSpec& target, int rank) {
   const Dims dims(sharding, target);
   std::vector<int64_t> shape;
-  for (size_t d = 0; d < dims.count; ++d) {
-    Held held(dims[d]);
+  for (size_t d = 0; d < dims.sizes.size(); ++d) {
+    Held held(dims.sizes[d]);
     hold_along(sharding, dims, d, rank, held);
     shape.push_back(held.size());
   }
@@ -390,11 +378,9 @@ std::vector<int> replicas_of(const Sharding& sharding, int rank) {
 std::vector<int> replicas_of(const Layout& layout, int rank) {
   if (!layout.flats.empty()) return {rank};
   std::vector<int> ranks = replicas_of(layout.kinds.front(), rank);
-  std::erase_if(ranks, [&](int other) {
-    return std::any_of(layout.kinds.begin(), layout.kinds.end(), [&](const Sharding& sharding) {
-      return !are_replicas(sharding, rank, other);
-    });
-  });
+  for (const Sharding& sharding : layout.kinds) {
+    std::erase_if(ranks, [&](int other) { return !are_replicas(sharding, rank, other); });
+  }
   return ranks;
 }
 

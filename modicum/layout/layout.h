@@ -109,9 +109,8 @@ Layout flat_layout(std::string_view name, int world_size, Targets targets, bool 
 
 // [lo, hi) of a dim of `size` that index `index` of `parts` owns: torch.chunk's rule (chunks of
 // ceil(size / parts), the last ones short or empty).
-struct Chunk {
-  int64_t lo = 0;
-  int64_t hi = 0;
+struct Chunk {  // no initialisers: millions of these are made
+  int64_t lo, hi;
 
   int64_t size() const noexcept { return hi - lo; }
 };
