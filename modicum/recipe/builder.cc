@@ -13,6 +13,8 @@ namespace {
 
 constexpr size_t kMaxRank = Box::kMaxDims;
 
+size_t at(int64_t i) { return static_cast<size_t>(i); }
+
 [[noreturn]] void refuse(std::string what, std::string expected = {}, std::string got = {}) {
   fail(Category::mismatch, std::move(what),
        {.expected = std::move(expected), .got = std::move(got)});
@@ -98,10 +100,13 @@ const Node& RecipeBuilder::node(uint32_t id) const {
   return recipe_.nodes[id];
 }
 
-void RecipeBuilder::check_dim(const Node& of, int dim, std::string_view op) const {
-  if (dim < 0 || static_cast<size_t>(dim) >= of.shape.size() || of.shape.size() > kMaxRank) {
-    refuse(fmt::format("'{}' along dim {} of a tensor of {} dims", op, dim, of.shape.size()));
+Node RecipeBuilder::along(Op op, int dim, uint32_t in) const {
+  const Node& of = node(in);
+  if (dim < 0 || at(dim) >= of.shape.size() || of.shape.size() > kMaxRank) {
+    refuse(
+        fmt::format("'{}' along dim {} of a tensor of {} dims", op_name(op), dim, of.shape.size()));
   }
+  return {.op = op, .dtype = of.dtype, .dim = dim, .shape = of.shape};
 }
 
 uint32_t RecipeBuilder::stored(std::string_view name) {
@@ -129,21 +134,19 @@ uint32_t RecipeBuilder::stored(uint32_t tensor) {
 
 uint32_t RecipeBuilder::cat(int dim, std::vector<uint32_t> in) {
   if (in.empty()) refuse("'cat' of nothing");
-  Node made{.op = Op::cat, .dtype = node(in[0]).dtype, .dim = dim, .shape = node(in[0]).shape};
-  check_dim(made, dim, "cat");
+  Node made = along(Op::cat, dim, in[0]);
   int64_t total = 0;
   for (const uint32_t id : in) {
-    std::vector<int64_t> rest = node(id).shape;
-    check_dim(node(id), dim, "cat");
-    const auto sum = checked_add(total, rest[static_cast<size_t>(dim)]);
+    std::vector<int64_t> rest = along(Op::cat, dim, id).shape;
+    const auto sum = checked_add(total, rest[at(dim)]);
     if (!sum) refuse("'cat' makes a dim over 2^63-1", "", shape_text(rest));
     total = *sum;
-    rest[static_cast<size_t>(dim)] = made.shape[static_cast<size_t>(dim)];
+    rest[at(dim)] = made.shape[at(dim)];
     if (rest != made.shape || node(id).dtype != made.dtype) {
       refuse("'cat' of tensors that do not meet", shape_text(made.shape), shape_text(rest));
     }
   }
-  made.shape[static_cast<size_t>(dim)] = total;
+  made.shape[at(dim)] = total;
   made.in = std::move(in);
   return push(std::move(made));
 }
@@ -165,14 +168,10 @@ uint32_t RecipeBuilder::stack(int dim, std::vector<uint32_t> in) {
 }
 
 uint32_t RecipeBuilder::slice(int dim, int64_t start, int64_t stop, uint32_t in) {
-  Node made{.op = Op::slice,
-            .dtype = node(in).dtype,
-            .dim = dim,
-            .in = {in},
-            .arg = {start},
-            .shape = node(in).shape};
-  check_dim(made, dim, "slice");
-  int64_t& size = made.shape[static_cast<size_t>(dim)];
+  Node made = along(Op::slice, dim, in);
+  made.in = {in};
+  made.arg = {start};
+  int64_t& size = made.shape[at(dim)];
   if (start < 0 || stop < start || stop > size) {
     refuse(fmt::format("'slice' [{}, {}) of a dim of {}", start, stop, size));
   }
@@ -189,15 +188,14 @@ uint32_t RecipeBuilder::permute(std::vector<int64_t> dims, uint32_t in) {
     refuse("'permute' does not name each dim once", shape_text(all), shape_text(dims));
   }
   Node made{.op = Op::permute, .dtype = node(in).dtype, .in = {in}, .arg = std::move(dims)};
-  for (const int64_t d : made.arg) made.shape.push_back(node(in).shape[static_cast<size_t>(d)]);
+  for (const int64_t d : made.arg) made.shape.push_back(node(in).shape[at(d)]);
   return push(std::move(made));
 }
 
 uint32_t RecipeBuilder::gather(int dim, std::vector<int64_t> index, uint32_t in) {
-  Node made{
-      .op = Op::gather, .dtype = node(in).dtype, .dim = dim, .in = {in}, .shape = node(in).shape};
-  check_dim(made, dim, "gather");
-  int64_t& size = made.shape[static_cast<size_t>(dim)];
+  Node made = along(Op::gather, dim, in);
+  made.in = {in};
+  int64_t& size = made.shape[at(dim)];
   for (const int64_t i : index) {
     if (i < 0 || i >= size) refuse(fmt::format("'gather' of index {} from a dim of {}", i, size));
   }

@@ -11,7 +11,7 @@ namespace {
 
 using Leaf = FunctionRef<void(const Node& leaf, const Box& part)>;
 
-size_t at(int d) { return static_cast<size_t>(d); }
+size_t at(int64_t d) { return static_cast<size_t>(d); }
 
 // --- reshape ---
 
@@ -140,14 +140,10 @@ class PullBack {
       case Op::init:
       case Op::caller: leaf_(node, box); return;
       case Op::reshape: pull(node.in[0], box); return;
-      case Op::alias: break;
-      default: {
-        if (has_shape(box, node.shape)) return through(node, box);
-        Reshape(box, node.shape, [&](const Box& b) { through(node, b); });
-        return;
-      }
+      default: break;
     }
-    MODICUM_ASSERT(node.op != Op::alias);
+    if (has_shape(box, node.shape)) return through(node, box);
+    Reshape(box, node.shape, [&](const Box& b) { through(node, b); });
   }
 
  private:
@@ -158,7 +154,7 @@ class PullBack {
       case Op::slice: return slice(node, box);
       case Op::permute: return permute(node, box);
       case Op::gather: return gather(node, box);
-      default: MODICUM_ASSERT(false);
+      default: MODICUM_ASSERT(false);  // an alias: the walk begins at what it names
     }
   }
 
@@ -186,7 +182,7 @@ class PullBack {
       part.at += (i - dim.lo) * dim.step;
       for (int d = node.dim; d + 1 < part.rank; ++d) part.dims[at(d)] = part.dims[at(d + 1)];
       --part.rank;
-      pull(node.in[static_cast<size_t>(i)], part);
+      pull(node.in[at(i)], part);
     }
   }
 
@@ -202,7 +198,7 @@ class PullBack {
   void permute(const Node& node, const Box& box) const {
     Box part = box;
     for (int d = 0; d < box.rank; ++d) {
-      part.dims[static_cast<size_t>(node.arg[at(d)])] = box.dims[at(d)];
+      part.dims[at(node.arg[at(d)])] = box.dims[at(d)];
     }
     pull(node.in[0], part);
   }
@@ -212,9 +208,9 @@ class PullBack {
     const BoxDim& dim = box.dims[at(node.dim)];
     const int64_t size = nodes_[node.in[0]].shape[at(node.dim)];
     for (int64_t i = dim.lo; i < dim.hi;) {
-      const int64_t first = node.arg[static_cast<size_t>(i)];
+      const int64_t first = node.arg[at(i)];
       int64_t n = 1;
-      while (i + n < dim.hi && node.arg[static_cast<size_t>(i + n)] == first + n) ++n;
+      while (i + n < dim.hi && node.arg[at(i + n)] == first + n) ++n;
       Box part = box.narrowed(node.dim, i, i + n);
       part.dims[at(node.dim)] = {size, first, first + n, dim.step};
       pull(node.in[0], part);

@@ -111,7 +111,8 @@ class RecipeBuilder {
     std::optional<uint32_t> stored_as;
   };
   uint32_t push(Node node);
-  void check_dim(const Node& of, int dim, std::string_view op) const;
+  // A node of the dtype and shape of `in`, which must have a dim `dim`; without inputs.
+  Node along(Op op, int dim, uint32_t in) const;
   void resolve_aliases();
   void resolve(Alias alias, uint32_t of);
 

@@ -11,6 +11,8 @@
 namespace modicum {
 namespace {
 
+constexpr std::array<std::string_view, 3> kRules = {"zeros", "ones", "normal"};  // of InitRule
+
 // A node as written, before it is known what it means.
 struct Written {
   std::string op, name, of, rule, dtype;
@@ -121,7 +123,6 @@ class Reading {
   }
 
   uint32_t init(const Written& node) {
-    static constexpr std::array<std::string_view, 3> kRules = {"zeros", "ones", "normal"};
     for (size_t rule = 0; rule < kRules.size(); ++rule) {
       if (node.rule != kRules[rule]) continue;
       const auto kind = static_cast<InitRule>(rule);
@@ -184,14 +185,12 @@ void write_node(const Recipe& recipe, const Manifest& manifest, uint32_t id,
       integers("index", node.arg);
       break;
     case Op::reshape: integers("shape", node.shape); break;
-    case Op::init: {
-      static constexpr std::array<std::string_view, 3> kRules = {"zeros", "ones", "normal"};
+    case Op::init:
       out.member("rule", kRules[static_cast<size_t>(node.arg[0])]);
       out.member("std", std::bit_cast<double>(node.arg[1]));
       integers("shape", node.shape);
       cast_to = cast_to.value_or(node.dtype);
       break;
-    }
     case Op::caller:
       integers("shape", node.shape);
       cast_to = cast_to.value_or(node.dtype);
