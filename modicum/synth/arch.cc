@@ -78,7 +78,8 @@ void replace(std::string& text, std::string_view word, std::string_view by) {
   if (at != std::string::npos) text.replace(at, word.size(), by);
 }
 
-// Numbers and booleans of a config by key; those of a nested object as "vision_config.depth".
+// The numbers and booleans of a config by key. Keys of a nested object have its key as a prefix:
+// "vision_config.depth".
 using Numbers = std::map<std::string, int64_t>;
 
 void gather(JsonValue& object, const std::string& prefix, Numbers& numbers) {
@@ -94,7 +95,7 @@ void gather(JsonValue& object, const std::string& prefix, Numbers& numbers) {
 ArchWidths widths_of(const Arch& arch) {
   Numbers numbers;
   read_json(arch_config(arch), [&](JsonValue& root) { gather(root, "", numbers); });
-  // Of the keys that families have for one width, the first that this config has; 0 without any.
+  // Families name one width differently. Returns the first key that the config has, else 0.
   const auto first_of = [&](std::initializer_list<const char*> keys) {
     for (const char* key : keys) {
       if (const auto found = numbers.find(key); found != numbers.end()) return found->second;
@@ -144,7 +145,7 @@ const Arch& arch_named(std::string_view name) {
                                   [name](const Arch& arch) { return arch.name == name; });
   if (found != kArchs.end()) return *found;
   const std::vector<std::string> names = arch_names();
-  fail(Category::usage, "no model is called " + printable(name) + nearest_hint(name, names),
+  fail(Category::usage, "unknown architecture " + printable(name) + nearest_hint(name, names),
        {.expected = fmt::format("one of {}", fmt::join(names, ", "))});
 }
 

@@ -75,7 +75,7 @@ TEST(Arch, DeepseekHasAsMuchOfEachDtypeAsTheHubCounts) {
                                       {DType::f32, 41'555'600}}));
 }
 
-// Each matrix of codes, and only it, has its scales; those at the edges are for what is left.
+// Every matrix of codes, and no other, has scales; blocks at the edges are smaller.
 TEST(Arch, EveryBlockOf128RowsAndColumnsHasAScale) {
   for (const char* name : {"deepseek-v3", "tiny-fp8"}) {
     std::map<std::string, TensorSpec> by_name;
@@ -186,7 +186,7 @@ TEST(Arch, WithADtypeThereAreNoCodes) {
   }
 }
 
-TEST(Arch, TensorsStandInTheOrderOfTheStateDict) {
+TEST(Arch, TensorsAreInTheOrderOfTheStateDict) {
   const auto tensors = arch_tensors(arch_named("gpt2"), 1);
   std::vector<std::string> names;
   for (const TensorSpec& spec : tensors) names.push_back(spec.fqn);
@@ -212,8 +212,8 @@ bool has_name_with(const std::vector<TensorSpec>& tensors, const char* part) {
   });
 }
 
-// The layer that predicts the token after the next is there where all that come before it are.
-TEST(Arch, AModelCutShortPredictsNoFurther) {
+// The MTP layer is included only at the model's own number of layers.
+TEST(Arch, WithFewerLayersThereIsNoMtpLayer) {
   const Arch& deepseek = arch_named("deepseek-v3");
   const Arch& next = arch_named("qwen3-next-80b-a3b");
   for (const int layers : {0, 61}) {
@@ -331,7 +331,7 @@ struct FilesOnTheHub {
   size_t files;
 };
 
-// DeepSeek's own tool split it by a rule of its own; a limit of 4.25 GB makes as many files.
+// DeepSeek's own tool splits by another rule; a limit of 4.25 GB gives as many files.
 TEST(SplitIntoFiles, AreAsManyAsOnTheHub) {
   constexpr uint64_t kGb = 1'000'000'000;
   for (const FilesOnTheHub& hub :

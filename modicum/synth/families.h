@@ -1,5 +1,5 @@
-// The lists of tensors of the families that arch.cc's rows belong to, under their hub names and in
-// the order of the model's state dict. Internal to `synth`.
+// One function per family of architectures: adds the model's tensors under their hub names, in the
+// order of its state dict. Internal to `synth`.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace modicum {
 
-// Tensors in the order in which they are added; of the model's dtype where none is said.
+// Tensors in the order in which they were added. The default dtype is the model's.
 class TensorList {
  public:
   explicit TensorList(const ArchVariant& variant) : variant_(variant) {}
@@ -34,7 +34,7 @@ void add_linear(TensorList& list, const std::string& name, int64_t out, int64_t 
 // gate_proj, up_proj and down_proj.
 void add_gated_mlp(TensorList& list, const std::string& prefix, int64_t hidden,
                    int64_t intermediate);
-// Queries, keys, values, output and what norms and sinks it has.
+// The projections of queries, keys, values and output; norms and sinks as `w` has them.
 void add_attention(TensorList& list, const std::string& prefix, const ArchWidths& w);
 
 // A dense MLP, or a router and gated experts.
@@ -47,12 +47,12 @@ void add_decoder(TensorList& list, const ArchWidths& w,
                  FunctionRef<void(int layer, const std::string& prefix)> add_layer);
 
 void list_gpt2(TensorList& list, const ArchWidths& w);
-// What Llama and its many relatives share; Mixtral's experts have names of their own.
+// Llama, Qwen 2.5 and Qwen 3. Mixtral differs in the names of its experts.
 void list_llama(TensorList& list, const ArchWidths& w);
 void list_mixtral(TensorList& list, const ArchWidths& w);
 void list_qwen25_vl(TensorList& list, const ArchWidths& w);
 void list_gpt_oss(TensorList& list, const ArchWidths& w);
-// The whole ones end with a layer that predicts the token after the next.
+// These two end with the MTP layer, if the variant has one.
 void list_qwen3_next(TensorList& list, const ArchWidths& w);
 void list_deepseek(TensorList& list, const ArchWidths& w);
 

@@ -4,13 +4,13 @@
 namespace modicum {
 namespace {
 
-constexpr int64_t kScaleBlock = 128;   // rows and columns of codes that share a scale
-constexpr int64_t kMxBlock = 32;       // codes along a row that share a scale
-constexpr int64_t kMxBlockBytes = 16;  // two codes a byte
+constexpr int64_t kScaleBlock = 128;   // rows, and columns, of a block of codes with one scale
+constexpr int64_t kMxBlock = 32;       // codes along a row with one scale
+constexpr int64_t kMxBlockBytes = 16;  // two codes per byte
 
 // ---- gpt-oss
 
-// Experts in one tensor: codes with their scales along the input, or, unpacked, [in, out].
+// All experts in one tensor: MXFP4 codes with scales along the input dim, or [in, out] unquantised.
 void add_packed_experts(TensorList& list, const std::string& name, int64_t experts, int64_t in,
                         int64_t out) {
   if (list.variant().is_quantised) {
@@ -31,7 +31,7 @@ void add_linear_attention(TensorList& list, const std::string& prefix, const Arc
   list.add(prefix + "dt_bias", {linear.value_heads});
   list.add(prefix + "A_log", {linear.value_heads});
   list.add(prefix + "conv1d.weight", {2 * keys + values, 1, linear.kernel});
-  // Queries, keys, values and a gate; then a beta and an alpha a head.
+  // Queries, keys, values and a gate; then beta and alpha, one of each per head.
   add_linear(list, prefix + "in_proj_qkvz", 2 * keys + 2 * values, w.hidden, false);
   add_linear(list, prefix + "in_proj_ba", 2 * linear.value_heads, w.hidden, false);
   list.add(prefix + "norm.weight", {linear.value_dim});
@@ -61,7 +61,8 @@ void add_qwen3_next_mtp(TensorList& list, const ArchWidths& w) {
 
 // ---- DeepSeek-V3
 
-// A matrix of 8 bit codes and a scale per block of them, at the edges a smaller one; or as it is.
+// FP8 codes and one scale per block; blocks at the edges are cut off. Unquantised: the weight
+// alone.
 void add_coded(TensorList& list, const std::string& name, int64_t out, int64_t in) {
   if (!list.variant().is_quantised) return add_linear(list, name, out, in, false);
   list.add(name + ".weight", DType::f8_e4m3, {out, in});
@@ -76,7 +77,8 @@ void add_coded_mlp(TensorList& list, const std::string& prefix, int64_t hidden,
   add_coded(list, prefix + "down_proj", hidden, intermediate);
 }
 
-// Queries, and keys with values, each through a narrow waist; one rotated key serves all heads.
+// Multi-head latent attention: queries, and keys with values, are projected down and up again. One
+// key with rotary embedding is shared by all heads.
 void add_latent_attention(TensorList& list, const std::string& prefix, const ArchWidths& w) {
   const ArchWidths::LatentAttention& latent = w.latent;
   add_coded(list, prefix + "q_a_proj", latent.query_rank, w.hidden);
@@ -112,7 +114,7 @@ void add_deepseek_layer(TensorList& list, int layer, const std::string& prefix,
   add_norms(list, prefix, w);
 }
 
-// One more layer under the next number, with an embedding and a head of its own on the hub.
+// The MTP layer has the next layer number, and on the hub an embedding and a head of its own.
 void add_deepseek_mtp(TensorList& list, int layer, const ArchWidths& w) {
   const std::string prefix = "model.layers." + std::to_string(layer) + ".";
   list.add(prefix + "embed_tokens.weight", {w.vocab, w.hidden});

@@ -20,7 +20,7 @@ constexpr const char* kSparse = "sparse";
 constexpr int64_t kFirstBytes = 4096;
 constexpr int64_t kBytesPerSide = 2048;
 
-// Positive numbers with commas between them.
+// "2,4": positive numbers separated by commas. Empty for any other text.
 std::optional<std::vector<int64_t>> parse_edges(std::string_view text) {
   std::vector<int64_t> edges;
   const char* const end = text.data() + text.size();
@@ -37,12 +37,12 @@ std::optional<std::vector<int64_t>> parse_edges(std::string_view text) {
 
 int64_t round_down(int64_t value, int64_t step) { return value / step * step; }
 
-// Whole granules that fit into so many bytes.
+// How many elements fit into `bytes`, in whole granules.
 int64_t elements_in(int64_t bytes, DType dtype) {
   return round_down(bytes * 8 / bits_per_element(dtype), synth_granule(dtype));
 }
 
-// Collects the written ranges that meet [first, first + n).
+// Collects the written ranges that overlap [first, first + n).
 class Written {
  public:
   Written(const TensorSpec& stored, int64_t first, int64_t n)
@@ -50,7 +50,7 @@ class Written {
     add({0, elements_in(kFirstBytes, dtype_)});
   }
 
-  // Only the cuts near the range are visited: the caller may ask for one piece of many.
+  // Visits only the boundaries near the range: callers go through a tensor in many small ranges.
   void add_cuts(int64_t rows, int64_t world) {
     if (numel_ == 0) return;
     const int64_t per_shard = ceil_div(rows, world) * (numel_ / rows);

@@ -1,5 +1,5 @@
-// How a file says that it was synthesised, and what its elements must then be. A checker needs
-// nothing else: no reference copy, and not the model's row either.
+// How a file is marked as synthesised, and which values its elements must then have. A check needs
+// neither a reference copy nor the architecture.
 #pragma once
 
 #include <cstddef>
@@ -13,15 +13,15 @@
 
 namespace modicum {
 
-// In `__metadata__`: "modicum.synth" is "1", or "sparse" where most of the file is a hole; then
-// "modicum.synth.edges" may give worlds, "2,4".
+// In `__metadata__`, "modicum.synth" is "1", or "sparse" if most of the file is a hole. Then
+// "modicum.synth.edges" may list world sizes: "2,4".
 //
-// Of each tensor of a sparse file, written are its first 4096 bytes and, per world W, 2048 bytes on
-// each side of every cut of Shard(0), with ceil(rows / W) rows a shard; rounded to whole elements.
-// All else reads as zeros.
+// Of each tensor of a sparse file, these bytes are written: the first 4096 and, for each world size
+// W, 2048 on each side of every boundary between shards of Shard(0), which have ceil(rows / W)
+// rows. Ranges are rounded to whole elements. All other bytes read as zeros.
 //
-//   rows 10, world 4:   0  1  2 | 3  4  5 | 6  7  8 | 9
-//   written             ####   ###       ###       ###
+//   rows 10, world size 4:   0  1  2 | 3  4  5 | 6  7  8 | 9
+//   written                  ####   ###       ###       ###
 struct SynthMark {
   bool is_sparse = false;
   std::vector<int64_t> edges;  // sparse only
@@ -30,7 +30,7 @@ struct SynthMark {
 };
 
 std::map<std::string, std::string> synth_metadata(const SynthMark& mark);
-// Nothing where there is no mark, or none that this version understands.
+// Empty if there is no mark, or one that this version does not understand.
 std::optional<SynthMark> synth_mark(const std::map<std::string, std::string>& metadata);
 
 // Half-open range of a tensor's elements.
@@ -41,16 +41,16 @@ struct ElementRange {
   bool operator==(const ElementRange&) const = default;
 };
 
-// What is written of elements first .. first+n-1: sorted, disjoint, not touching.
+// The written ranges among elements [first, first + n): sorted, with gaps between them.
 std::vector<ElementRange> synth_written(const SynthMark& mark, const TensorSpec& stored,
                                         int64_t first, int64_t n);
 
-// Fills `out` with the bytes that elements first .. first+n-1 of the stored tensor must have.
-// Types below a byte: `first` and `n` even (multiples of four for 6 bits).
+// Fills `out` with the bytes that elements [first, first + n) of the stored tensor must have.
+// `first` and `n` are multiples of synth_granule.
 void synth_expected(const SynthMark& mark, const TensorSpec& stored, int64_t first, int64_t n,
                     std::byte* out);
 
-// `first` and `n` of the above are multiples of this: 1, 2 (F4) or 4 (F6).
+// The fewest elements that fill whole bytes: 1, 2 (F4) or 4 (F6).
 int64_t synth_granule(DType dtype) noexcept;
 
 }  // namespace modicum

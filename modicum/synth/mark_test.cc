@@ -38,7 +38,7 @@ TEST(SynthMark, IsAbsentWhereItIsNotUnderstood) {
   }
 }
 
-TEST(SynthWritten, IsEverythingWhereNothingIsSparse) {
+TEST(SynthWritten, IsEverythingUnlessSparse) {
   EXPECT_EQ(written({}, tensor(DType::f32, {10, 10})), (std::vector<ElementRange>{{0, 100}}));
   EXPECT_TRUE(written({}, tensor(DType::f32, {0, 10})).empty());
 }
@@ -69,8 +69,8 @@ TEST(SynthWritten, SmallTensorsAreWrittenWhole) {
   EXPECT_TRUE(written({true, {2}}, tensor(DType::f32, {7, 0})).empty());
 }
 
-// A window must see exactly what is left of the whole within it.
-TEST(SynthWritten, OfAWindowIsTheWholeClippedToIt) {
+// A range has exactly the written ranges of the whole tensor, clipped to it.
+TEST(SynthWritten, OfARangeIsTheWholeClippedToIt) {
   const SynthMark mark{true, {2, 3, 7, 64}};
   for (const DType dtype : {DType::u8, DType::f4, DType::f6_e2m3, DType::f64}) {
     const TensorSpec spec = tensor(dtype, {1003, 36});

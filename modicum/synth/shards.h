@@ -1,4 +1,4 @@
-// Which tensor goes into which file, as transformers decides it. Internal to `synth`.
+// Assigns tensors to files as transformers does. Internal to `synth`.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace modicum {
 
-// Fills file after file in the order given; a tensor that would take a file over the limit begins
-// the next one, and one that is over the limit alone has its own file, which goes before the one
+// Fills one file after another in the given order. A tensor that would take a file over the limit
+// begins the next one. A tensor over the limit gets a file of its own, which comes before the file
 // being filled. Within a file: larger dtypes first, then by name, as the safetensors library
 // writes.
 std::vector<std::vector<TensorSpec>> split_into_files(std::vector<TensorSpec> tensors,
                                                       uint64_t limit_bytes);
 
-// "model.safetensors" where it is the only one, else "model-00001-of-00003.safetensors" for 0 of 3.
+// "model-00001-of-00003.safetensors" for file 0 of 3; "model.safetensors" for a single file.
 std::string shard_name(size_t file, size_t files);
 
 }  // namespace modicum

@@ -42,7 +42,7 @@ std::vector<Chunk> chunks_of(std::span<const TensorSpec> tensors, const SynthMar
   return chunks;
 }
 
-// The tensors of one file, computed by several workers and written by one at a time.
+// Writes the tensors of one file. Workers compute chunks in parallel and write one at a time.
 class Filling {
  public:
   Filling(SafetensorsWriter& writer, std::span<const TensorSpec> tensors, const SynthMark& mark,
@@ -67,7 +67,7 @@ class Filling {
     try {
       for (size_t i = next_++; i < chunks_.size(); i = next_++) write(chunks_[i], slot);
     } catch (...) {
-      next_ = chunks_.size();  // the others stop too
+      next_ = chunks_.size();  // the other workers stop after their current chunk
       throw;
     }
   }
@@ -93,7 +93,7 @@ class Filling {
   uint64_t written_bytes_ = 0;
 };
 
-// The directory and what is in it, removed again unless it is finished.
+// A new directory and the files created in it; the destructor removes both unless finish() ran.
 class NewDirectory {
  public:
   NewDirectory(FileSystem& files, const std::string& path) : files_(files), path_(path) {
@@ -129,7 +129,7 @@ class NewDirectory {
     try {
       files_.remove(path);
     } catch (const Error&) {
-      // The failure that brought us here is the one to report.
+      // The first failure is the one to report.
     }
   }
 
@@ -144,16 +144,18 @@ void refuse(const char* what_happened, const std::string& got) {
 }
 
 void check(const SynthOptions& options) {
-  if (options.shard_size_bytes == 0) refuse("files can't hold 0 bytes", "--shard-size 0");
-  if (options.threads < 1) refuse("at least one thread is needed", std::to_string(options.threads));
+  if (options.shard_size_bytes == 0) refuse("the shard size must not be 0 bytes", "--shard-size 0");
+  if (options.threads < 1)
+    refuse("the number of threads must be at least 1", std::to_string(options.threads));
   if (options.dtype && !is_castable(*options.dtype)) {
-    refuse("a model is in float32, bfloat16 or float16", std::string(torch_name(*options.dtype)));
+    refuse("the dtype of a model must be float32, bfloat16 or float16",
+           std::string(torch_name(*options.dtype)));
   }
   if (!options.edges.empty() && !options.is_sparse) {
-    refuse("edges are for sparse files only", "--edges without --sparse");
+    refuse("--edges needs --sparse", "--edges without --sparse");
   }
   for (const int64_t world : options.edges) {
-    if (world < 1) refuse("a world has at least one rank", std::to_string(world));
+    if (world < 1) refuse("a world size must be at least 1", std::to_string(world));
   }
 }
 

@@ -29,7 +29,7 @@ Error error_of(FunctionRef<void()> call) {
   return Error(Category::count, "nothing was thrown");
 }
 
-// Reads every tensor back and compares it, in pieces, with what the mark says.
+// Reads every tensor back in pieces and compares it with synth_expected.
 void expect_values(FileSystem& files, const std::string& path) {
   const Checkpoint checkpoint = open_checkpoint(files, path);
   const auto mark = synth_mark(checkpoint.metadata);
@@ -128,7 +128,7 @@ TEST(WriteSynth, WithADtypeCodesAreWeightsOfIt) {
   expect_values(files, "out");
 }
 
-TEST(WriteSynth, TiedModelsSaySoAndHaveNoHead) {
+TEST(WriteSynth, TiedModelsHaveNoHead) {
   TemporaryDirectory directory;
   PosixFileSystem files;
   SynthOptions options = options_for("qwen3-0.6b");
@@ -174,7 +174,7 @@ TEST(WriteSynth, SparseFilesHaveHolesAndTheirExpectationKnowsThem) {
   expect_values(files, directory.path() + "/out");
 }
 
-TEST(WriteSynth, RefusesWhatIsThereAlready) {
+TEST(WriteSynth, RefusesAnExistingDirectory) {
   MemoryFileSystem files;
   write_synth(files, "out", options_for("tiny-moe"));
   const std::string before = files.get("out/model.safetensors");
@@ -186,7 +186,7 @@ TEST(WriteSynth, RefusesWhatIsThereAlready) {
             Category::conflict);
 }
 
-TEST(WriteSynth, RefusesOptionsThatMakeNoSenseBeforeItMakesAnything) {
+TEST(WriteSynth, RefusesInvalidOptionsBeforeItCreatesFiles) {
   MemoryFileSystem files;
   const auto refused = [&](FunctionRef<void(SynthOptions&)> spoil) {
     SynthOptions options = options_for("tiny-moe");
@@ -207,7 +207,7 @@ TEST(WriteSynth, RefusesOptionsThatMakeNoSenseBeforeItMakesAnything) {
   });
 }
 
-TEST(WriteSynth, LeavesNothingWhereAnyCallFails) {
+TEST(WriteSynth, RemovesItsFilesWhenAnyCallFails) {
   SynthOptions options = options_for("tiny-moe");
   options.shard_size_bytes = 700;
   MemoryFileSystem unfailing;
