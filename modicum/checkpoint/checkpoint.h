@@ -1,8 +1,9 @@
 // The door of `checkpoint`: a safetensors directory <-> a proven Manifest.
 //
-// Reading opens headers and the index only, with File::read, and proves the whole layout before
-// anything is sized by it: after that a Manifest needs no further checks. What is accepted is a
-// subset of what the reference library accepts. docs/reference/formats.md gives the rules.
+// Opening reads only headers, index and config, with File::read, and validates the whole layout
+// before any size in it is used. A Manifest therefore needs no further checks. The files that are
+// accepted are a subset of those that the reference library accepts. docs/reference/formats.md has
+// the rules.
 #pragma once
 
 #include <map>
@@ -18,55 +19,56 @@
 
 namespace modicum {
 
-// What loading needs of config.json. All empty where there is none. The file is optional: what is
-// wrong with it is a warning, and an error only for who depends on what it should have said.
+// The members of config.json that loading needs; empty without one. The file is optional, so a
+// defect in it is a warning. It becomes an error only where a member that could not be read is
+// needed.
 struct ModelConfig {
   std::string model_type;
   std::vector<std::string> architectures;
-  bool tie_word_embeddings = false;  // also from a nested text_config; only when it says so
+  bool tie_word_embeddings = false;  // true in the root or in a nested text_config
   // quantization_config.weight_block_size, of the root or of a nested text_config.
   std::optional<MatrixSize> weight_block_size;
-  // Where config.json is there, why it doesn't answer one of the two above (FORMAT, IO or CONFLICT,
-  // naming it): it can't be read, or has a value of another type. To be thrown where the answer
-  // decides about values.
+  // Why one of the two members above is unknown (FORMAT, IO or CONFLICT): config.json exists but
+  // can't be read, or the member has a value of another type. To be thrown where values depend on
+  // the member.
   std::optional<Error> tie_fault, block_size_fault;
 };
 
-// An opened checkpoint. Holds no open file. `files` must outlive it.
+// An opened checkpoint. Keeps no file open. `files` must outlive it.
 struct Checkpoint {
   FileSystem* files = nullptr;
   std::string directory;
   Manifest manifest;
   ModelConfig config;
   std::map<std::string, std::string> metadata;  // `__metadata__` of the first file
-  std::vector<std::string> warnings;            // what is optional and broken, unused or odd
+  std::vector<std::string> warnings;            // one line per defect that does not prevent loading
 };
 
 // `path` is a directory with one `*.safetensors` file or an index and its shards, a single file, or
-// the name of a model in the local Hugging Face cache (`org/name`; no network).
-// Errors: FORMAT.*, INDEX.*, IO, each naming file and tensor.
+// the name of a model in the local Hugging Face cache (`org/name`; no network). On failure throws
+// FORMAT.*, INDEX.* or IO with file and tensor.
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path);
 
-// Opens data file `file` of the manifest. CONFLICT where it is no longer the file whose header was
-// proven (device, inode, size, mtime or ctime differ). Whoever reads it calls `require_unchanged`
-// after the last read: a file that is written over between the two would give mixed values.
+// Opens data file `file` of the manifest. CONFLICT if it has changed since its header was validated
+// (device, inode, size, mtime or ctime differ). The reader must call `require_unchanged` again
+// after its last read, because a file that is overwritten in between gives mixed values.
 std::unique_ptr<File> open_data_file(const Checkpoint& checkpoint, uint32_t file);
 
-// The header of a safetensors file of these tensors, laid out in the order given without gaps:
-// length prefix and JSON, padded with spaces to 8 bytes. FORMAT.* where open_checkpoint would
-// refuse the file.
+// The header of a safetensors file that holds these tensors in the given order, without gaps:
+// length prefix and JSON, padded with spaces to 8 bytes. FORMAT.* if open_checkpoint would refuse
+// the file.
 std::string safetensors_header(std::span<const TensorSpec> tensors, const std::string& file,
                                const std::map<std::string, std::string>& metadata = {});
 
-// One safetensors file, written front to back. Its header is that of safetensors_header.
+// Writes one safetensors file with the header of safetensors_header. One thread at a time.
 class SafetensorsWriter {
  public:
   // Creates the file (CONFLICT where it exists) and writes its header.
   SafetensorsWriter(FileSystem& files, const std::string& path, std::span<const TensorSpec> tensors,
                     const std::map<std::string, std::string>& metadata = {});
-  // Writes bytes of tensor `index` from byte `offset` of that tensor on.
+  // Writes `bytes` at byte `offset` of tensor `index`. Calls may come in any order.
   void write(size_t index, uint64_t offset, std::span<const std::byte> bytes);
-  // Sets the length (bytes never written read as zero), syncs and closes.
+  // Sets the file's length (bytes never written read as zero), syncs and closes.
   void finish();
 
   uint64_t data_bytes() const noexcept { return begins_.back(); }
@@ -77,7 +79,7 @@ class SafetensorsWriter {
   std::vector<uint64_t> begins_;  // of each tensor within the data, and the end
 };
 
-// `model.safetensors.index.json` for tensors that stand in the named files.
+// The text of `model.safetensors.index.json` for (tensor, file name) pairs.
 std::string index_json(std::span<const std::pair<std::string, std::string>> file_of_tensor,
                        uint64_t total_bytes);
 

@@ -1,4 +1,4 @@
-// config.json: what decides about values (ties, FP8 block size), and what is only shown.
+// config.json: two members on which values depend (ties, FP8 block size), and two that are shown.
 #include <fmt/format.h>
 
 #include "modicum/checkpoint/parts.h"
@@ -23,7 +23,7 @@ Category category_of(JsonFault fault) noexcept {
   return Category::format_json;
 }
 
-// Without the category: a warning is no failure.
+// The text of a warning: an error's without its category.
 std::string text_of(const Error& fault) {
   const Facts& facts = fault.facts();
   std::string text = fmt::format("{}: {}", facts.file, fault.what_happened());
@@ -54,7 +54,7 @@ class ConfigReader {
   }
 
  private:
-  // Of the root and of a nested text_config alike.
+  // A member of the root or of a nested text_config.
   void model_member(std::string_view key, JsonValue& value) {
     if (key == "tie_word_embeddings") tie(value);
     if (key == "quantization_config") quantization(value);
@@ -116,7 +116,7 @@ class ConfigReader {
     const MatrixSize size{sizes[0], sizes[1]};
     if (config_.weight_block_size && *config_.weight_block_size != size) {
       return no_block_size(Error(Category::format_schema,
-                                 "quantization_config stands twice, with two weight_block_size",
+                                 "two quantization_config with different weight_block_size",
                                  {.file = kConfigFile, .offset = not_two.facts().offset}));
     }
     config_.weight_block_size = size;
@@ -137,7 +137,7 @@ class ConfigReader {
     warn(what);
   }
 
-  // Null says as little as a key that isn't there.
+  // A null is treated like a missing key.
   static bool is_absent(JsonValue& value) { return value.kind() == Kind::null; }
 
   static Error fault(std::string_view key, const char* expected, JsonValue& value) {

@@ -17,7 +17,7 @@ constexpr size_t kLongestFileName = 255;
   fail(category, what, {.file = file, .tensor = std::string(tensor), .offset = offset});
 }
 
-// R22: a file beside the index and nothing else, decided before anything is opened.
+// R22: a file name in the index's own directory, checked before any file is opened.
 bool is_shard_name(std::string_view name) {
   const bool odd = std::any_of(name.begin(), name.end(), [](char c) {
     return c == '/' || c == '\\' || static_cast<unsigned char>(c) < 0x20 || c == 0x7f;
@@ -74,11 +74,11 @@ class IndexParser {
     const uint64_t offset = value.offset();
     const std::string file = value.string();
     if (!is_shard_name(file)) {
-      fail(Category::index_path, "the index leads elsewhere",
+      fail(Category::index_path, "the index names a file outside its directory",
            {.file = index_.name,
             .tensor = tensor_,
             .offset = offset,
-            .expected = "the name of a .safetensors file beside the index",
+            .expected = "the name of a .safetensors file in the index's directory",
             .got = printable(file)});
     }
     const uint32_t number =
@@ -100,8 +100,8 @@ class IndexParser {
   std::map<std::string, uint32_t> seen_;  // shard -> its number, in the order met
 };
 
-// The manifest's tensors by name; a name that two files have is INDEX.DUP. Hashes decide most
-// comparisons: names have long common beginnings.
+// The manifest's tensors by name; INDEX.DUP if two files hold the same name. Sorted by hash,
+// because names have long common prefixes, which make comparing them slow.
 class Names {
  public:
   explicit Names(const Manifest& manifest) : manifest_(manifest) {

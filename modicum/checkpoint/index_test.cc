@@ -65,7 +65,7 @@ TEST(Index, FilesAreInTheOrderOfTheirNames) {
   EXPECT_EQ(manifest.tensors[0].spec.fqn, "a");
 }
 
-TEST(Index, WhatIsWrongIsRefused) {
+TEST(Index, InvalidIndexesAreRefused) {
   struct Bad {
     std::string index;
     Category category;
@@ -99,7 +99,7 @@ TEST(Index, WhatIsWrongIsRefused) {
   }
 }
 
-TEST(Index, PathsThatLeadElsewhereAreRefusedBeforeAnythingIsOpened) {
+TEST(Index, PathsOutsideTheDirectoryAreRefusedBeforeAnyFileIsOpened) {
   const std::vector<std::string> names = {"../one.safetensors",
                                           "/m/one.safetensors",
                                           "sub/one.safetensors",
@@ -222,7 +222,7 @@ TEST(Index, TruncationsAndMutationsAreErrorsOrValid) {
   EXPECT_GT(accepted, 0);
 }
 
-// Every JSON value in each place of an index: read, or a fault of the index.
+// Every JSON value in each place of an index is read, or refused as INDEX.*.
 TEST(Index, AnyJsonAtAnyKeyIsReadOrRefused) {
   const std::string map = R"("weight_map": {"a": "one.safetensors", "b": "one.safetensors"})";
   for (const char* value : kJsonValues) {

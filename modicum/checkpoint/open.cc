@@ -16,15 +16,15 @@ constexpr std::string_view kIndexEnding = ".safetensors.index.json";
 constexpr const char* kUsualFile = "model.safetensors";
 constexpr uint64_t kLargestConfig = 16 * kMiB;
 
-// Which file of a directory tells what the checkpoint is: an index, or the only data file.
+// The file that defines the checkpoint: an index, or the only data file.
 struct Source {
   std::string directory;
   std::string file;
   bool is_index = false;
-  std::vector<std::string> beside;  // all names in the directory; empty where a file was named
+  std::vector<std::string> names;  // of all files in the directory; empty if `path` was a file
 };
 
-// R30: formats that run code when they are read.
+// R30: formats that execute code when they are read.
 bool is_pickle(std::string_view name) {
   constexpr std::array<std::string_view, 8> kEndings = {".bin", ".pt",     ".pth",    ".ckpt",
                                                         ".pkl", ".pickle", ".distcp", ".metadata"};
@@ -61,7 +61,7 @@ Source look_into(FileSystem& files, const std::string& directory) {
   if (indexes.size() > 1) ambiguous(indexes, "several indexes in one directory");
   if (indexes.size() == 1) return {directory, indexes.front(), true, names};
   if (shards.size() == 1) return {directory, shards.front(), false, names};
-  // A saved step keeps the optimizer's state beside the model's only file.
+  // A saved step holds the optimizer's state next to the model's only file.
   if (contains(shards, kUsualFile)) return {directory, kUsualFile, false, names};
   if (shards.size() > 1) ambiguous(shards, "several safetensors files and no index");
   const auto pickle = std::find_if(names.begin(), names.end(), is_pickle);
@@ -101,8 +101,8 @@ std::string cache_directory() {
   return join_path(variable("HOME"), ".cache/huggingface/hub");
 }
 
-// `org/name` -> CACHE/models--org--name/snapshots/REV, with REV as refs/main has it; "" where
-// `path` is no such name or the cache doesn't have it.
+// `org/name` -> CACHE/models--org--name/snapshots/REV, where REV is the content of refs/main. Empty
+// if `path` is not of this form or not in the cache.
 std::string cached_snapshot(FileSystem& files, const std::string& path) {
   const size_t slash = path.find('/');
   if (slash == std::string::npos) return "";
@@ -140,10 +140,10 @@ Source find_source(FileSystem& files, const std::string& path) {
     facts.got = printable(path);
     fail(error.category(), error.what_happened(), std::move(facts));
   }
-  refuse(Category::io, "the path has only just appeared", path);
+  refuse(Category::io, "the path appeared while it was opened", path);
 }
 
-// R29: an index, and a single file of the same model that the index doesn't know.
+// R29: refuses an index with a single file of the same model that the index does not name.
 void prove_unambiguous(FileSystem& files, const Source& source, const Index& index) {
   constexpr std::string_view kSuffix = ".index.json";
   const std::string single = source.file.substr(0, source.file.size() - kSuffix.size());
@@ -159,7 +159,7 @@ void add_file(Checkpoint& checkpoint, const std::string& name) {
   Header header = read_header(*file, static_cast<uint32_t>(manifest.files.size()));
   if (manifest.files.empty()) checkpoint.metadata = std::move(header.metadata);
   manifest.files.push_back(std::move(header.file));
-  // A single file may have millions of tensors: they are not held twice.
+  // Moved, not copied: a single file may have millions of tensors.
   if (manifest.tensors.capacity() == 0) {
     manifest.tensors = std::move(header.tensors);
     return;
@@ -181,7 +181,7 @@ void add_shards(Checkpoint& checkpoint, const Source& source, bool is_named) {
   checkpoint.manifest.tensors.shrink_to_fit();
 }
 
-// Whether a name stands in a directory, also where it is a link to nothing.
+// Whether a directory holds a name, dangling links included.
 bool is_listed(FileSystem& files, const std::string& directory, const std::string& name) {
   return files.exists(join_path(directory, name)) || contains(files.list(directory), name);
 }
@@ -198,8 +198,8 @@ std::string config_text(FileSystem& files, const std::string& path) {
   return read_text(*file);
 }
 
-// One that isn't there says nothing. One that is there and can't be read is another matter: what it
-// should have said is not known, and nothing takes its place.
+// A missing config.json leaves the defaults. One that exists but can't be read leaves its members
+// unknown: unread_config records the fault.
 void add_config(Checkpoint& checkpoint) {
   FileSystem& files = *checkpoint.files;
   try {
@@ -211,8 +211,7 @@ void add_config(Checkpoint& checkpoint) {
   }
 }
 
-// Of inode and mtime nothing goes in: a copy of a checkpoint has the identity of its original, so
-// that nodes with copies of their own agree.
+// Excludes inode and times, so that nodes with copies of their own have equal identities.
 Digest identity_of(const Manifest& manifest) {
   Hasher hasher;
   hasher.add(manifest.files.size());
@@ -225,7 +224,7 @@ Digest identity_of(const Manifest& manifest) {
     hasher.add(stored.spec.shape);
     hasher.add(uint64_t{stored.at.file}).add(stored.at.begin).add(stored.at.end);
   }
-  // The same codes are other numbers in other blocks, and those come from config.json.
+  // Block sizes come from config.json and change the values of the same codes.
   for (size_t i = 0; i < manifest.tensors.size(); ++i) {
     const std::optional<BlockScale>& scale = manifest.tensors[i].scale;
     if (!scale) continue;
@@ -235,14 +234,15 @@ Digest identity_of(const Manifest& manifest) {
   return hasher.digest();
 }
 
-// Only sparse files get there. Whoever adds up tensors of a manifest need not check the sums.
+// Bounds the total, so that sums over a manifest's tensors can't overflow. Only sparse files reach
+// the limit.
 void require_countable(const Manifest& manifest) {
   const uint64_t bytes = manifest.data_bytes();
   if (bytes <= kMaxModelBytes) return;
   const auto largest = std::max_element(
       manifest.tensors.begin(), manifest.tensors.end(),
       [](const Stored& a, const Stored& b) { return a.at.bytes() < b.at.bytes(); });
-  fail(Category::format_overflow, "the checkpoint's tensors are too large to be counted",
+  fail(Category::format_overflow, "the checkpoint's tensors are too large",
        {.file = manifest.files[largest->at.file].name,
         .tensor = largest->spec.fqn,
         .expected = fmt::format("at most {} bytes together", kMaxModelBytes),
@@ -262,7 +262,7 @@ Checkpoint open_checkpoint(FileSystem& files, const std::string& path) {
     add_file(checkpoint, source.file);
   }
   require_countable(checkpoint.manifest);
-  warn_of_files_beside(source.beside, checkpoint.manifest, checkpoint.warnings);
+  warn_of_unread_files(source.names, checkpoint.manifest, checkpoint.warnings);
   add_config(checkpoint);
   pair_scales(checkpoint.manifest, checkpoint.config, checkpoint.warnings);
   checkpoint.manifest.identity = identity_of(checkpoint.manifest);

@@ -10,7 +10,7 @@ namespace {
 
 const std::string kSmall = file_with({{"a", 2}});
 
-// Sets an environment variable, and puts it back.
+// Sets an environment variable and restores it.
 class Variable {
  public:
   Variable(const char* name, const char* value) : name_(name) {
@@ -61,7 +61,7 @@ TEST(Open, SeveralFilesWithoutAnIndexAreAmbiguousUnlessOneIsNamed) {
   EXPECT_FALSE(failure(files, "/m/y.safetensors"));
 }
 
-TEST(Open, AnIndexBesideASingleFileIsAmbiguousUnlessOneIsNamed) {
+TEST(Open, AnIndexAndASingleFileAreAmbiguousUnlessOneIsNamed) {
   MemoryFileSystem files;
   const std::string index = "/m/model.safetensors.index.json";
   files.put("/m/model.safetensors", kSmall);
@@ -93,7 +93,7 @@ TEST(Open, PickleIsNeverRead) {
   EXPECT_EQ(recording.bytes_read(), 0U);
 }
 
-TEST(Open, NothingThereIsIo) {
+TEST(Open, AMissingPathIsIo) {
   MemoryFileSystem files;
   files.put("/m/readme.md", "x");
   const auto empty = failure(files, "/m");
@@ -199,8 +199,8 @@ TEST(Open, TiedEmbeddingsAreTiedOnlyWhereTheConfigSaysSo) {
   EXPECT_FALSE(is_tied("{}"));
 }
 
-// Catches: a config that can't be read taken for one that says nothing.
-TEST(Open, AConfigThatIsWrongIsAWarningAndLeavesOpenWhatItShouldHaveSaid) {
+// Catches: an unreadable config is treated like a missing one.
+TEST(Open, AnInvalidConfigIsAWarningAndAFault) {
   using Fault = std::pair<const char*, Category>;
   MemoryFileSystem files;
   files.put("/m/model.safetensors", kSmall);
@@ -222,7 +222,8 @@ TEST(Open, AConfigThatIsWrongIsAWarningAndLeavesOpenWhatItShouldHaveSaid) {
   EXPECT_EQ(open_checkpoint(files, "/m").config.tie_fault->category(), Category::format_limit);
 }
 
-// A directory, a FIFO or a link to nothing of that name: the same, by the file system's own error.
+// A directory, a FIFO or a dangling link of that name: also a warning, with the file system's
+// error.
 TEST(Open, AConfigThatIsNoFileIsAWarning) {
   MemoryFileSystem files;
   files.put("/m/model.safetensors", kSmall);
@@ -256,7 +257,7 @@ TEST(Open, AValueOfAnotherTypeIsAFaultOfItsKeyAlone) {
   EXPECT_TRUE(config_of(R"({"tie_word_embeddings":null,"text_config":null})").warnings.empty());
 }
 
-// Every JSON value at every key that is read, and at one that isn't: opened, with warnings at most.
+// Every JSON value at every key that is read, and at an unknown key, gives at most warnings.
 TEST(Open, AnyJsonAtAnyKeyOfAConfigIsRead) {
   MemoryFileSystem files;
   files.put("/m/model.safetensors", kSmall);
@@ -278,17 +279,17 @@ TEST(Open, AnyJsonAtAnyKeyOfAConfigIsRead) {
   }
 }
 
-TEST(Open, WeightsBesideThatAreNotReadAreWarnings) {
+TEST(Open, UnreadWeightsInTheDirectoryAreWarnings) {
   const auto warnings = [](const std::vector<std::string>& names) {
     MemoryFileSystem files;
     for (const std::string& name : names) files.put("/m/" + name, kSmall);
     return open_checkpoint(files, "/m").warnings;
   };
   EXPECT_TRUE(warnings({"model.safetensors", "training_args.bin", "tokenizer.json"}).empty());
-  for (const char* beside : {"old.safetensors", "pytorch_model.bin", "adapter_config.json"}) {
-    const std::vector<std::string> said = warnings({"model.safetensors", beside});
-    ASSERT_EQ(said.size(), 1U) << beside;
-    EXPECT_NE(said[0].find(beside), std::string::npos) << said[0];
+  for (const char* extra : {"old.safetensors", "pytorch_model.bin", "adapter_config.json"}) {
+    const std::vector<std::string> said = warnings({"model.safetensors", extra});
+    ASSERT_EQ(said.size(), 1U) << extra;
+    EXPECT_NE(said[0].find(extra), std::string::npos) << said[0];
   }
   const auto adapter = warnings({"adapter_model.safetensors", "adapter_config.json"});
   ASSERT_EQ(adapter.size(), 1U);
@@ -302,7 +303,7 @@ TEST(Open, WeightsBesideThatAreNotReadAreWarnings) {
   EXPECT_NE(left_over[0].find("two.safetensors"), std::string::npos);
 }
 
-// Catches: an index or config that is proven half as it was and half as it became.
+// Catches: an index or config that is read half before and half after a change.
 TEST(Open, AFileThatChangesWhileItIsReadIsAConflict) {
   MemoryFileSystem files;
   const std::string index = index_with({{"a", "one.safetensors"}}, 2);
@@ -386,7 +387,7 @@ TEST(Open, EachCallThatFailsIsReported) {
     RecordingFileSystem failing(files, n);
     const auto error = failure(failing, "/m");
     const IoCall call = counting.calls()[static_cast<size_t>(n - 1)];
-    // Closing happens in a destructor, which has nobody to tell.
+    // Closing happens in a destructor, which can't report an error.
     if (call.what == "close") continue;
     if (call.file == "config.json") {  // optional
       RecordingFileSystem again(files, n);

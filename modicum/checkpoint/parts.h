@@ -1,5 +1,5 @@
-// Inside the room `checkpoint`: what its sources share. Rule numbers (R1 to R30) are those of
-// docs/reference/formats.md. Values and functions; one thread.
+// Internal to `checkpoint`: declarations that its sources share. Rule numbers (R1 to R30) are those
+// of docs/reference/formats.md. One thread.
 #pragma once
 
 #include <cstdint>
@@ -20,48 +20,47 @@ constexpr uint64_t kLargestHeader = 100'000'000;  // not 100 MiB: the reference'
 constexpr uint64_t kLengthPrefix = 8;
 constexpr std::string_view kMetadataKey = "__metadata__";
 
-// The header of one safetensors file, proven (R1 to R20).
+// The header of one safetensors file, validated (R1 to R20).
 struct Header {
   DataFile file;
   std::vector<Stored> tensors;  // sorted by (begin, end, name); offsets count from the file's start
   std::map<std::string, std::string> metadata;
 };
-// Reads length prefix and JSON only. `file_index` is what the extents carry.
+// Reads only the length prefix and the JSON. `file_index` becomes Extent::file.
 Header read_header(File& file, uint32_t file_index);
 
 // R8: FORMAT.NAME.
 void prove_name(std::string_view name, const std::string& file);
-// R12, R13: bytes of a tensor; FORMAT.OVERFLOW, FORMAT.ALIGN.
+// R12, R13: the bytes of a tensor; FORMAT.OVERFLOW, FORMAT.ALIGN.
 uint64_t proven_bytes(const TensorSpec& spec, const std::string& file);
 
-// model.safetensors.index.json, proven as far as it can be without its shards (R21, R22).
+// model.safetensors.index.json, validated as far as possible without its shards (R21, R22).
 struct Index {
   std::string name;                                       // of its file
   std::vector<std::string> files;                         // sorted
   std::vector<std::pair<std::string, uint32_t>> file_of;  // by tensor; index into `files`
-  std::optional<int64_t> total_size;  // absent where it isn't there or no plain integer
+  std::optional<int64_t> total_size;                      // empty if absent or not a plain integer
   std::vector<std::string> warnings;
 };
 Index read_index(File& file);
-// R24: INDEX.MISSING_SHARD, with all of them.
+// R24: INDEX.MISSING_SHARD with the names of all missing files.
 void prove_shards_exist(const Index& index, FileSystem& files, const std::string& directory);
 // R25 to R28, against a manifest whose files are the index's: INDEX.MISSING_TENSOR, INDEX.DUP, and
 // warnings.
 void prove_index(const Index& index, const Manifest& manifest, std::vector<std::string>& warnings);
 
-// Gives each tensor of FP8 codes its scale: the tensor named as it and `_scale_inv`, else as it and
-// `_scale`. One whose block size neither the config nor its grid determines is given all the same,
-// as one that does not fit. A block size that the config doesn't give and that is taken from shapes
-// is a warning.
+// Pairs each tensor of FP8 codes with its scale: the tensor NAME_scale_inv, else NAME_scale. The
+// block size comes from the config, else from the two shapes, with a warning. If neither determines
+// it, the scale is paired with block size 0, which does not fit (BlockScale::fits).
 void pair_scales(Manifest& manifest, const ModelConfig& config, std::vector<std::string>& warnings);
 
-// Warns of weights in a directory of these names that belong to no file of the manifest.
-void warn_of_files_beside(const std::vector<std::string>& names, const Manifest& manifest,
+// Warns of weights among the names in a directory that belong to no file of the manifest.
+void warn_of_unread_files(const std::vector<std::string>& names, const Manifest& manifest,
                           std::vector<std::string>& warnings);
 
 constexpr const char* kConfigFile = "config.json";
-// The config of a text. Whatever is wrong with it becomes a warning, and a fault where it leaves
-// open what decides about values.
+// Parses config.json. Each defect is a warning; one that hides a member on which values depend is
+// also a fault of the result.
 ModelConfig parse_config(const std::string& text, std::vector<std::string>& warnings);
 // The config of a file that can't be read.
 ModelConfig unread_config(const Error& fault, std::vector<std::string>& warnings);

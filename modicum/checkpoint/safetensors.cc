@@ -22,7 +22,7 @@ std::string_view other_format(std::string_view prefix) {
   return prefix.starts_with("<") ? "an HTML or XML page; download the file again" : "";
 }
 
-// R2: how long the header says it is.
+// R2: the length prefix, checked against the limits and the file's size.
 uint64_t read_length(File& file, uint64_t size_bytes) {
   const auto refuse = [&](Category category, const char* what, std::string expected, uint64_t got) {
     fail(category, what,
@@ -64,7 +64,7 @@ bool begins_with_brace(std::string_view text) {
   return first != std::string_view::npos && text[first] == '{';
 }
 
-// An integer of a legal form at `offset`, so that it can only have been too large.
+// Whether the number at `offset` is a valid integer: one that failed to parse is then too large.
 bool is_plain_integer(std::string_view text, uint64_t offset) {
   const std::string_view number = text.substr(offset);
   const size_t end = number.find_first_not_of("0123456789");
@@ -72,7 +72,7 @@ bool is_plain_integer(std::string_view text, uint64_t offset) {
                       std::string_view(".eE").find(number[end]) == std::string_view::npos);
 }
 
-// The schema of a header (R8 to R12) over a text that is known to be JSON without duplicates.
+// Parses a header's text: first as JSON (R4 to R7), then by its schema (R8 to R12).
 class HeaderParser {
  public:
   HeaderParser(std::string_view text, Header& header, uint32_t file_index)
@@ -98,8 +98,8 @@ class HeaderParser {
     bool has_shape = false;
     bool has_offsets = false;
   };
-  // R4 to R7. Two passes: JSON that is wrong anywhere wins over a schema that is wrong before it,
-  // and the count lets the tensors be stored in a vector of exactly their size.
+  // R4 to R7. A pass of its own, so that invalid JSON is reported before any schema error, and so
+  // that the returned count of tensors allows a vector of exactly their size.
   size_t prove_json() {
     size_t tensors = 0;
     try {
@@ -188,11 +188,11 @@ class HeaderParser {
   std::string_view text_;
   Header& header_;
   uint32_t file_index_;
-  std::string tensor_;             // whose entry is being read
+  std::string tensor_;             // the current entry's name
   std::vector<int64_t> integers_;  // of the array read last
 };
 
-// About tensor `stored` of a header whose offsets still count from the end of the header.
+// Facts about a tensor whose offsets still count from the end of the header.
 Facts facts_of(const Header& header, const Stored& stored, std::string expected, std::string got) {
   return {.file = header.file.name,
           .tensor = stored.spec.fqn,
@@ -256,7 +256,7 @@ void sort_by_place(std::vector<Stored>& tensors) {
   };
   if (std::is_sorted(tensors.begin(), tensors.end(), before)) return;
   std::sort(tensors.begin(), tensors.end(), before);
-  // Strings that were moved about keep each other's larger buffers.
+  // A string that was swapped may have inherited a larger buffer.
   for (Stored& stored : tensors) stored.spec.fqn.shrink_to_fit();
 }
 
@@ -267,7 +267,7 @@ void prove_name(std::string_view name, const std::string& file) {
     return static_cast<unsigned char>(c) < 0x20 || c == 0x7f;
   });
   if (!control && !name.empty() && name.size() <= kLongestName) return;
-  fail(Category::format_name, "not a legal tensor name",
+  fail(Category::format_name, "invalid tensor name",
        {.file = file,
         .tensor = std::string(name),
         .expected = fmt::format("1 to {} bytes, none of them a control byte", kLongestName),
@@ -294,7 +294,7 @@ uint64_t proven_bytes(const TensorSpec& spec, const std::string& file) {
   const auto bytes = whole ? checked_add(*whole, rest_bits / 8) : std::nullopt;
   if (!bytes || *bytes > kLargest) overflow();
   if (rest_bits % 8 != 0) {
-    refuse(Category::format_align, "the tensor is no whole number of bytes");
+    refuse(Category::format_align, "the tensor is not a whole number of bytes");
   }
   return *bytes;
 }

@@ -1,4 +1,4 @@
-// Which tensor holds the scales of which codes: names tell.
+// Pairs tensors of FP8 codes with their scales by name.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,8 +12,8 @@ namespace {
 
 constexpr std::array<std::string_view, 2> kScaleEndings = {"_scale_inv", "_scale"};
 
-// What may be a scale, by name. Half of a large model's tensors are scales: each name is looked at
-// once.
+// The tensors that may be scales, by name. A hash table: half of a large model's tensors are
+// scales.
 using Scales = std::unordered_map<std::string_view, uint32_t>;
 
 Scales scales_of(const Manifest& manifest) {
@@ -29,7 +29,7 @@ Scales scales_of(const Manifest& manifest) {
   return scales;
 }
 
-// Codes whose block size is not given.
+// Counts codes whose block size is not given, for one warning.
 class Unsure {
  public:
   void add(const Stored& codes) {
@@ -73,7 +73,7 @@ void pair_scales(Manifest& manifest, const ModelConfig& config,
     }
   }
   inferred.warn("is taken from shapes: config.json does not give it", warnings);
-  unknown.warn("is not known; they can be loaded as codes only", warnings);
+  unknown.warn("is unknown; they can be loaded only as codes", warnings);
 }
 
 }  // namespace modicum

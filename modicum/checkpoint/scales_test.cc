@@ -29,7 +29,7 @@ const Stored& named(const Manifest& manifest, std::string_view name) {
                        [name](const Stored& s) { return s.spec.fqn == name; });
 }
 
-// The name of the scale that a tensor has; "" where it has none.
+// The name of a tensor's scale; "" without one.
 std::string scale_of(const Manifest& manifest, std::string_view name) {
   const auto& scale = named(manifest, name).scale;
   return scale ? manifest.tensors[scale->tensor].spec.fqn : "";
@@ -91,7 +91,7 @@ TEST(PairedScales, TakeTheConfigsBlockSizeWhereTheirGridAgrees) {
   }
 }
 
-// Two values of weight_block_size that differ, and what is no pair of positive integers.
+// Two different values of weight_block_size, and values that are not two positive integers.
 constexpr std::array<const char*, 12> kNoBlockSizes = {
     R"({"quantization_config":{"weight_block_size":[128]}})",
     R"({"quantization_config":{"weight_block_size":[128,128,128]}})",
@@ -107,9 +107,9 @@ constexpr std::array<const char*, 12> kNoBlockSizes = {
     R"({"quantization_config":{"weight_block_size":[128,128]},
         "text_config":{"quantization_config":{"weight_block_size":[64,64]}}})"};
 
-// Catches: a config that can't be read, or a value of another type, taken for one that says
-// nothing: 256 rows in two blocks would be guessed to be 128 each.
-TEST(PairedScales, ABrokenConfigLeavesOnlyWhatTheShapesDetermine) {
+// Catches: an unreadable config, or a value of another type, is treated like a missing one. 256
+// rows in two blocks would then be taken for blocks of 128.
+TEST(PairedScales, WithABrokenConfigOnlyShapesDetermineTheBlockSize) {
   const std::vector<TensorSpec> specs = {
       spec("w", DType::f8_e4m3, {256, 384}),      spec("w_scale_inv", DType::f32, {2, 3}),
       spec("rows", DType::f8_e4m3, {256, 384}),   spec("rows_scale_inv", DType::f32, {256, 1}),
@@ -133,7 +133,7 @@ TEST(PairedScales, ABrokenConfigLeavesOnlyWhatTheShapesDetermine) {
   }
 }
 
-TEST(PairedScales, WhatIsTakenFromShapesOrNotKnownIsAWarning) {
+TEST(PairedScales, InferredOrUnknownBlockSizesAreWarnings) {
   const auto warnings = [](std::vector<int64_t> grid) {
     MemoryFileSystem files;
     files.make_directory("/m");
@@ -156,7 +156,7 @@ TEST(PairedScales, AGridThatFitsNothingIsKnownNotToFit) {
   EXPECT_FALSE(named(manifest, "w").scale->fits());
 }
 
-// Catches: a plan of one block size that is carried out by ranks that see another.
+// Catches: ranks that read another block size than the plan was made for.
 TEST(PairedScales, TheBlockSizeIsPartOfTheIdentity) {
   const std::vector<TensorSpec> specs = {spec("w", DType::f8_e4m3, {200, 300}),
                                          spec("w_scale_inv", DType::f32, {2, 3})};

@@ -1,4 +1,4 @@
-// What lies beside the files of a checkpoint and is not read, although a reader might think it is.
+// Warnings about weights in the directory that are not read: spare shards, pickles, adapters.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,9 +10,9 @@ namespace {
 
 constexpr const char* kAdapterConfig = "adapter_config.json";
 
-// One line for all of them.
-void warn_of_unread(const std::vector<std::string>& unread, std::string_view what,
-                    std::vector<std::string>& warnings) {
+// One warning for all of them.
+void warn_of(const std::vector<std::string>& unread, std::string_view what,
+             std::vector<std::string>& warnings) {
   if (unread.empty()) return;
   warnings.push_back(fmt::format("{} {} in the directory not read; the first is {}", unread.size(),
                                  what, printable(unread.front())));
@@ -20,7 +20,7 @@ void warn_of_unread(const std::vector<std::string>& unread, std::string_view wha
 
 }  // namespace
 
-void warn_of_files_beside(const std::vector<std::string>& names, const Manifest& manifest,
+void warn_of_unread_files(const std::vector<std::string>& names, const Manifest& manifest,
                           std::vector<std::string>& warnings) {
   const auto is_read = [&](const std::string& name) {
     return std::any_of(manifest.files.begin(), manifest.files.end(),
@@ -33,13 +33,14 @@ void warn_of_files_beside(const std::vector<std::string>& names, const Manifest&
     if (name.starts_with("pytorch_model") && name.ends_with(".bin")) pickles.push_back(name);
     if (name == kAdapterConfig) has_adapter = true;
   }
-  warn_of_unread(shards, "safetensors file(s)", warnings);
-  warn_of_unread(pickles, "pickle file(s)", warnings);
+  warn_of(shards, "safetensors file(s)", warnings);
+  warn_of(pickles, "pickle file(s)", warnings);
   if (!has_adapter) return;
   const bool is_adapter = manifest.files.front().name.starts_with("adapter_model");
   warnings.push_back(fmt::format("{}: {}", kAdapterConfig,
-                                 is_adapter ? "the tensors are an adapter's, not a whole model's"
-                                            : "the adapter beside the model is not applied"));
+                                 is_adapter
+                                     ? "the tensors are an adapter's, not a whole model's"
+                                     : "the adapter in the model's directory is not applied"));
 }
 
 }  // namespace modicum

@@ -8,8 +8,8 @@ namespace {
 
 constexpr uint64_t kAlignment = 8;
 
-// Proves what a reader would, so that nothing is written that open_checkpoint would refuse. Returns
-// where each tensor begins, and where the data end.
+// Validates as open_checkpoint does, so that no file is written that it would refuse. Returns where
+// each tensor begins, and where the data ends.
 std::vector<uint64_t> lay_out(std::span<const TensorSpec> tensors, const std::string& file) {
   std::vector<uint64_t> begins = {0};
   begins.reserve(tensors.size() + 1);
@@ -20,7 +20,8 @@ std::vector<uint64_t> lay_out(std::span<const TensorSpec> tensors, const std::st
     };
     prove_name(spec.fqn, file);
     if (spec.fqn == kMetadataKey) refuse(Category::format_name, "the name is reserved");
-    if (!names.insert(spec.fqn).second) refuse(Category::format_dup, "the name stands twice");
+    if (!names.insert(spec.fqn).second)
+      refuse(Category::format_dup, "two tensors have the same name");
     for (const int64_t dim : spec.shape) MODICUM_ASSERT(dim >= 0);
     const auto end = checked_add(begins.back(), proven_bytes(spec, file));
     if (!end) refuse(Category::format_overflow, "the file's size does not fit");

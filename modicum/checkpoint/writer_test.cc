@@ -41,7 +41,7 @@ TEST(Writer, BytesAreLaidOutAsPromised) {
   EXPECT_EQ(files.get(kPath), file_bytes(header, 0) + "abcXY");
 }
 
-TEST(Writer, WhatIsWrittenIsReadBack) {
+TEST(Writer, AWrittenFileIsReadBack) {
   MemoryFileSystem files;
   std::vector<TensorSpec> tensors = {spec("model.\u00e9\"\\", DType::bf16, {2, 3}),
                                      spec("empty", DType::f32, {0, 7}),
@@ -76,7 +76,7 @@ TEST(Writer, AFileWithoutTensorsIsValid) {
   EXPECT_FALSE(failure(files, kPath));
 }
 
-TEST(Writer, WhatNoReaderWouldAcceptIsNotWritten) {
+TEST(Writer, RefusesWhatOpenCheckpointWouldRefuse) {
   MemoryFileSystem files;
   with_directory(files);
   auto category = [&](const std::vector<TensorSpec>& tensors) {
