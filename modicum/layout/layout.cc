@@ -6,7 +6,7 @@
 namespace modicum {
 namespace {
 
-// Which of the parts of a cut a rank has; and how many parts there are.
+// The index of a rank's part among the parts_of a cut.
 int part_of(const Mesh& mesh, const Cut& cut, int rank) noexcept {
   int part = 0;
   for (const int axis : cut.axes) {
@@ -25,7 +25,7 @@ int parts_of(const Mesh& mesh, const Cut& cut) noexcept {
   return parts;
 }
 
-// The shape that is cut.
+// The shape that cuts apply to.
 struct Dims {
   Dims(const Sharding& sharding, const TensorSpec& target) noexcept
       : numel(sharding.flattens ? numel_of(target.shape) : 0),
@@ -42,7 +42,13 @@ int cut_dim(const Cut& cut, const Dims& dims) noexcept {
   return cut.dim < static_cast<int>(dims.sizes.size()) ? cut.dim : 0;
 }
 
-// What a rank holds along one dim: stretches, one after the other in its memory.
+// The indices that a rank holds along one dim, as chunks in the order of its memory. `size_` counts
+// them, `padded_` the allocated ones. Gate 0..3 and up 4..7 packed along one dim, rank 1 of two,
+// then rank 0 of two along a second axis:
+//
+//   whole                  [0,8)
+//   cut packed 2           [2,4) [6,8)       the second half of each part
+//   cut packed 1           [2,4)             places 0 and 1 of the four above
 class Held {
  public:
   explicit Held(int64_t size) noexcept : size_(size), padded_(size) { parts_[0] = {0, size}; }
@@ -73,7 +79,7 @@ class Held {
   std::span<const Chunk> parts() const noexcept { return std::span(parts_).first(count_); }
 
  private:
-  // Adds places [lo, hi) of `whole`.
+  // Adds places [lo, hi) of `whole`, counted over its chunks.
   void take(const Held& whole, int64_t lo, int64_t hi) {
     size_ += hi - lo;
     for (const Chunk& chunk : whole.parts()) {
@@ -90,7 +96,7 @@ class Held {
       return;
     }
     if (count_ == parts_.size()) {
-      fail(Category::unsupported, "a shard is of more than 16 stretches along a dim");
+      fail(Category::unsupported, "a shard has more than 16 chunks along a dim");
     }
     parts_[count_++] = chunk;
   }
@@ -101,7 +107,7 @@ class Held {
   int64_t padded_;
 };
 
-// Returns whether anything cuts dim `d`; `held` is all of it before.
+// Applies all cuts of dim `d` to `held`. Returns whether there are any.
 bool hold_along(const Sharding& sharding, const Dims& dims, size_t d, int rank, Held& held) {
   bool is_cut = false;
   for (const Cut& cut : sharding.cuts) {
@@ -112,8 +118,8 @@ bool hold_along(const Sharding& sharding, const Dims& dims, size_t d, int rank, 
   return is_cut;
 }
 
-// The dims of a target as a rank holds them, neighbours that nothing cuts as one: at most kMaxDims
-// stay however many there are.
+// The dims of a target as a rank holds them. Neighbouring dims without cuts are merged, so that at
+// most kMaxDims remain.
 class Cutting {
  public:
   Cutting(const Sharding& sharding, const TensorSpec& target, int rank, bool wants_pieces)
@@ -160,7 +166,7 @@ class Cutting {
     box_.push({.size = size, .lo = 0, .hi = size, .step = 1});
   }
 
-  // Every combination of stretches along the packed dims is a box of its own.
+  // Each combination of chunks along the packed dims is a box.
   void every_part(size_t k, const Box& box, FunctionRef<void(const Box&)> piece) {
     if (k == packed_.size()) return piece(box);
     const auto d = static_cast<size_t>(packed_[k].first);
@@ -186,7 +192,7 @@ void require_sense(const Sharding& sharding) {
   std::vector<bool> used(sharding.mesh.sizes.size());
   for (const Cut& cut : sharding.cuts) {
     if (cut.dim < 0) fail(Category::usage, "a tensor dim is below 0");
-    if (cut.packed < 1) fail(Category::usage, "a dim is packed of no parts");
+    if (cut.packed < 1) fail(Category::usage, "a dim is packed of fewer than 1 part");
     for (const int axis : cut.axes) {
       if (axis < 0 || static_cast<size_t>(axis) >= used.size()) {
         fail(Category::usage, "a cut is along an axis that the mesh does not have");
@@ -211,21 +217,23 @@ bool are_replicas(const Sharding& sharding, int rank, int other) noexcept {
   });
 }
 
-// What ZeRO partitions: what a gradient can be of.
+// ZeRO partitions the tensors that can have a gradient.
 bool is_partitioned(const TensorSpec* target) noexcept {
   return target != nullptr && is_floating(target->dtype) && bits_per_element(target->dtype) >= 8;
 }
 
-// To the ranks in turn, and put together rank by rank. Those without elements are not dealt.
-void deal(std::vector<uint32_t>& group, Targets targets, size_t ranks) {
+// Orders a group as DeepSpeed's round robin does. Empty targets are not assigned and come last.
+//
+//   targets 0 1 2 3 4, two ranks:   0 2 4 (rank 0)   1 3 (rank 1)
+void order_round_robin(std::vector<uint32_t>& group, Targets targets, size_t ranks) {
   const auto first_empty = std::stable_partition(
       group.begin(), group.end(), [&](uint32_t t) { return numel_of(targets[t]->shape) > 0; });
   const auto count = static_cast<size_t>(first_empty - group.begin());
-  std::vector<uint32_t> dealt;
+  std::vector<uint32_t> ordered;
   for (size_t rank = 0; rank < ranks; ++rank) {
-    for (size_t i = rank; i < count; i += ranks) dealt.push_back(group[i]);
+    for (size_t i = rank; i < count; i += ranks) ordered.push_back(group[i]);
   }
-  std::copy(dealt.begin(), dealt.end(), group.begin());
+  std::copy(ordered.begin(), ordered.end(), group.begin());
 }
 
 }  // namespace
@@ -256,7 +264,7 @@ Layout make_layout(std::string_view name, Sharding sharding) {
 uint8_t add_kind(Layout& layout, Sharding sharding) {
   require_sense(sharding);
   if (sharding.mesh.world_size() != layout.world_size()) {
-    fail(Category::usage, "two meshes of one layout are not of the same ranks",
+    fail(Category::usage, "two meshes of one layout have different world sizes",
          {.expected = std::to_string(layout.world_size()),
           .got = std::to_string(sharding.mesh.world_size())});
   }
@@ -323,7 +331,7 @@ Layout flat_layout(std::string_view name, int world_size, Targets targets, bool 
   }
   for (uint32_t f = 0; f < layout.flats.size(); ++f) {
     FlatGroup& flat = layout.flats[f];
-    if (round_robin) deal(flat.targets, targets, static_cast<size_t>(world_size));
+    if (round_robin) order_round_robin(flat.targets, targets, static_cast<size_t>(world_size));
     for (const uint32_t t : flat.targets) {
       flat.begins.push_back(flat.numel);
       layout.places[t] = {f, flat.numel};
@@ -404,8 +412,8 @@ Box flat_piece(const FlatGroup& flat, int64_t begin, int64_t numel, int rank) no
 
 void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
                          FunctionRef<void(int64_t global, int64_t local, int64_t n)> run) {
-  // Places grow with the piece's own row-major order, so the first row that reaches `begin` is
-  // found digit by digit, from the outermost dim inward.
+  // Places increase with the piece's row-major order, so the index of the first row that reaches
+  // `begin` is found one dim at a time, from the outermost inward.
   std::array<int64_t, Box::kMaxDims> index{};
   const int inner = piece.rank - 1;
   int64_t rest = std::max<int64_t>(0, begin - piece.at);
@@ -439,21 +447,21 @@ void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
 
 bool is_primary(const Sharding& sharding, const TensorSpec& target, int rank) {
   const Dims dims(sharding, target);
-  int others = sharding.mesh.world_size();  // ranks along the axes that cut nothing
+  int inner = sharding.mesh.world_size();  // ranks along the axes within `axis`
   std::vector<bool> cuts(sharding.mesh.sizes.size());
   for (const Cut& cut : sharding.cuts) {
     if (cut_dim(cut, dims) < 0) continue;
     for (const int axis : cut.axes) cuts[static_cast<size_t>(axis)] = true;
   }
   for (size_t axis = 0; axis < cuts.size(); ++axis) {
-    others /= sharding.mesh.sizes[axis];
-    if (!cuts[axis] && rank / others % sharding.mesh.sizes[axis] != 0) return false;
+    inner /= sharding.mesh.sizes[axis];
+    if (!cuts[axis] && rank / inner % sharding.mesh.sizes[axis] != 0) return false;
   }
   return true;
 }
 
 void digest_layout(const Layout& layout, Hasher& hasher) {
-  // Each list with its length before it: no two layouts give the same sequence.
+  // Each list is preceded by its length, so that no two layouts add the same sequence.
   const auto add_all = [&hasher](const auto& list) {
     hasher.add(list.size());
     for (const auto value : list) hasher.add(value);

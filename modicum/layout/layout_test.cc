@@ -11,7 +11,7 @@ TensorSpec tensor(std::vector<int64_t> shape) {
   return {"t", Role::param, DType::bf16, std::move(shape)};
 }
 
-// Row-major ids of the elements that `rank` holds, in local order: what torch would give for
+// Row-major ids of the elements that `rank` holds, in local order, as torch gives them for
 // chunk(arange(numel).reshape(shape), world, dim)[rank].flatten().
 std::vector<int64_t> held_ids(const Sharding& sharding, const TensorSpec& target, int rank) {
   std::vector<int64_t> ids(static_cast<size_t>(local_buffer(sharding, target, rank).numel), -1);
@@ -33,7 +33,7 @@ std::vector<int64_t> held_ids(const Layout& layout, const TensorSpec& target, in
   return held_ids(layout.kinds[0], target, rank);
 }
 
-// torch.chunk from its documentation, element by element and knowing nothing of boxes.
+// torch.chunk as documented, element by element and without boxes.
 std::vector<int64_t> chunk_by_hand(const std::vector<int64_t>& shape, int world, int rank,
                                    size_t dim) {
   const int64_t size = shape[dim];
@@ -144,8 +144,8 @@ TEST(Layout, HsdpIsFsdp2WithinEachReplica) {
 
 using Ids = std::vector<int64_t>;
 
-// One cut as torch would make it of a list of elements that lie along a dim: chunks of each packed
-// part, put together.
+// One cut of a list of elements along a dim, as torch makes it: the chunks of each packed part,
+// concatenated.
 Ids cut_by_hand(const Ids& along, int packed, int parts, int part) {
   Ids mine;
   const auto chunk = [](int64_t n, int of) { return (n + of - 1) / of; };
@@ -192,7 +192,7 @@ TEST(Layout, StridedShardsAreChunksOfEachPart) {
   EXPECT_EQ(held(7, 2, 2), (All{{0, 1, 4, 5}, {2, 3, 6}}));
 }
 
-TEST(Layout, TpCutsFirstAndFsdpWhatIsLeft) {
+TEST(Layout, TpCutsFirstAndFsdpCutsItsShards) {
   for (const auto& sizes : {std::pair(2, 2), {3, 2}, {2, 3}, {4, 4}, {1, 3}, {3, 1}}) {
     const int dp = sizes.first;
     const int tp = sizes.second;
@@ -224,8 +224,8 @@ TEST(Layout, TpCutsFirstAndFsdpWhatIsLeft) {
   }
 }
 
-// The placement description (strided, shard), read left to right, would give it to rank 4.
-TEST(Layout, AnUnevenTpShardIsCutAsItLies) {
+// Placements (strided, shard) applied left to right would give it to rank 4.
+TEST(Layout, AnUnevenTpShardIsCutByFsdp) {
   const Sharding sharding = tp_fsdp_layout({3}, 2).kinds[0];
   EXPECT_EQ(held_ids(sharding, tensor({7}), 4), Ids{});
   EXPECT_EQ(held_ids(sharding, tensor({7}), 5), Ids{6});
@@ -246,7 +246,7 @@ TEST(Layout, FlattenedAxesAreOneAxis) {
   }
 }
 
-TEST(Layout, ExpertsAreDealtFirst) {
+TEST(Layout, ExpertsAreSplitFirst) {
   Layout layout = fsdp2_layout(6);
   const Sharding sharding = layout.kinds[add_expert_kind(layout, 3, 2, 1)];
   for (int rank = 0; rank < 6; ++rank) {
@@ -285,7 +285,7 @@ TEST(Layout, FlatGroupsAreDeepSpeeds) {
   EXPECT_EQ(flat_layout("zero1", 4, targets, false).flats[0].part, 6);
 }
 
-TEST(Layout, RoundRobinDealsTheTargetsOut) {
+TEST(Layout, RoundRobinOrdersTargetsByRank) {
   const TensorSpec one = tensor({1});
   const std::vector<const TensorSpec*> six(6, &one);
   EXPECT_EQ(flat_layout("zero2", 4, six, true).flats[0].targets,
@@ -337,7 +337,7 @@ TEST(Layout, RanksOfOneClassHaveEqualBuffers) {
   EXPECT_NE(buffer_class(tp_fsdp_layout({2}, 3), 0), buffer_class(tp_fsdp_layout({2}, 3), 1));
 }
 
-TEST(Layout, NonsenseIsRefused) {
+TEST(Layout, InvalidShardingsAreRefused) {
   const auto cut_along = [](std::vector<Cut> cuts) {
     return make_layout("test", {.mesh = {{2, 2}}, .cuts = std::move(cuts)});
   };
@@ -354,8 +354,8 @@ TEST(Layout, TensorsOfManyDimsAreCutAsFewDims) {
   EXPECT_EQ(held_ids(fsdp2_layout(2), target, 1), (std::vector<int64_t>{}));
 }
 
-// Also where a rank's part is of several pieces that lie between each other.
-TEST(Layout, GlobalRunsSayWhereLocalElementsCameFrom) {
+// Also for a shard of several pieces that alternate in memory.
+TEST(Layout, GlobalRunsMapLocalElementsToTheTarget) {
   const Layout plain = fsdp2_layout(3, 1);
   const Layout packed =
       make_layout("test", {.mesh = {{3}}, .cuts = {{.axes = {0}, .dim = 1, .packed = 2}}});
@@ -380,7 +380,7 @@ TEST(Layout, GlobalRunsSayWhereLocalElementsCameFrom) {
   }
 }
 
-// Catches: lists without their lengths, so that the end of one reads like the beginning of the
+// Catches: lists without their lengths, so that the end of one is taken for the beginning of the
 // next.
 TEST(Layout, TheDigestTellsWhereAListEnds) {
   const auto digest_of = [](const FlatGroup& flat) {
@@ -394,7 +394,8 @@ TEST(Layout, TheDigestTellsWhereAListEnds) {
   EXPECT_NE(digest_of({.targets = {0, 0}}), digest_of({.begins = {0}}));
 }
 
-// The same by index lists per dim: packed and uneven cuts of cuts, in every order of the dims.
+// Compared with index lists per dim, for packed and uneven cuts of cuts, in every order of the
+// dims.
 TEST(Layout, RunsAreWhatARankHoldsInMemoryOrder) {
   const std::vector<int64_t> shape = {7, 5, 3};
   const Sharding sharding =

@@ -6,13 +6,15 @@
 namespace modicum {
 namespace {
 
-// A target whose dims come in another order, and the sharding that cuts the same elements of it.
+// The target with its dims permuted to `order`, and the sharding that gives each rank the same
+// elements of it.
 std::pair<TensorSpec, Sharding> reordered(const TensorSpec& target, const Sharding& sharding,
                                           std::span<const int> order) {
   std::pair<TensorSpec, Sharding> made(target, sharding);
   const size_t dims = target.shape.size();
   const auto refuse = [&] {
-    fail(Category::usage, "an order names each dim of a tensor once", {.tensor = target.fqn});
+    fail(Category::usage, "expected an order that lists each dim of the tensor once",
+         {.tensor = target.fqn});
   };
   if (order.size() != dims) refuse();
   std::vector<int> place_of(dims, -1);
@@ -34,7 +36,7 @@ std::pair<TensorSpec, Sharding> reordered(const TensorSpec& target, const Shardi
 std::vector<ElementRun> runs_of(const Sharding& sharding, const TensorSpec& target, int rank,
                                 std::span<const int> order) {
   const auto [seen, cut] = reordered(target, sharding, order);
-  std::vector<std::pair<int64_t, ElementRun>> placed;  // by place in the rank's memory
+  std::vector<std::pair<int64_t, ElementRun>> placed;  // with its place in the rank's memory
   for_each_piece(cut, seen, rank, [&](const Box& piece) {
     for_each_runs(piece, [&](const Runs& runs) {
       MODICUM_ASSERT(runs.at_step == 1 || runs.length == 1);
@@ -44,7 +46,7 @@ std::vector<ElementRun> runs_of(const Sharding& sharding, const TensorSpec& targ
       }
     });
   });
-  // The pieces of packed parts take turns in memory.
+  // Pieces of packed parts alternate in memory.
   std::sort(placed.begin(), placed.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<ElementRun> all;
