@@ -1,4 +1,4 @@
-// Building recipes: every call checks its shapes, `finish` the whole.
+// Every call checks its inputs' shapes; `finish` checks the recipe as a whole.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ size_t at(int64_t i) { return static_cast<size_t>(i); }
        {.expected = std::move(expected), .got = std::move(got)});
 }
 
-// Elements of a node; MISMATCH where its elements or bytes can't be counted.
+// Elements of a node; MISMATCH if its elements or bytes exceed the limits.
 int64_t require_countable(const Node& node) {
   const auto numel = checked_numel(node.shape);
   const bool is_negative =
@@ -64,7 +64,7 @@ void require_countable(const Recipe& recipe) {
     const TensorSpec& spec = recipe.targets[t].spec;
     bytes += checked_bytes(spec.dtype, spec.shape).value_or(kMaxModelBytes + 1);
     if (bytes <= kMaxModelBytes) continue;
-    fail(Category::mismatch, "the recipe's targets are too large to be counted",
+    fail(Category::mismatch, "the recipe's targets are too large",
          {.tensor = spec.fqn,
           .expected = fmt::format("at most {} bytes together", kMaxModelBytes),
           .got = fmt::format("{} {}, and those before it", torch_name(spec.dtype),
@@ -133,7 +133,7 @@ uint32_t RecipeBuilder::stored(uint32_t tensor) {
 }
 
 uint32_t RecipeBuilder::cat(int dim, std::vector<uint32_t> in) {
-  if (in.empty()) refuse("'cat' of nothing");
+  if (in.empty()) refuse("'cat' without inputs");
   Node made = along(Op::cat, dim, in[0]);
   int64_t total = 0;
   for (const uint32_t id : in) {
@@ -143,7 +143,8 @@ uint32_t RecipeBuilder::cat(int dim, std::vector<uint32_t> in) {
     total = *sum;
     rest[at(dim)] = made.shape[at(dim)];
     if (rest != made.shape || node(id).dtype != made.dtype) {
-      refuse("'cat' of tensors that do not meet", shape_text(made.shape), shape_text(rest));
+      refuse("'cat' of tensors that differ in more than the dim", shape_text(made.shape),
+             shape_text(rest));
     }
   }
   made.shape[at(dim)] = total;
@@ -152,7 +153,7 @@ uint32_t RecipeBuilder::cat(int dim, std::vector<uint32_t> in) {
 }
 
 uint32_t RecipeBuilder::stack(int dim, std::vector<uint32_t> in) {
-  if (in.empty()) refuse("'stack' of nothing");
+  if (in.empty()) refuse("'stack' without inputs");
   Node made{.op = Op::stack, .dtype = node(in[0]).dtype, .dim = dim, .shape = node(in[0]).shape};
   for (const uint32_t id : in) {
     if (node(id).shape != made.shape || node(id).dtype != made.dtype) {
@@ -269,7 +270,8 @@ void RecipeBuilder::unused(std::string_view name) {
 
 void RecipeBuilder::resolve_aliases() {
   if (aliases_.empty()) return;
-  recipe_.targets.reserve(recipe_.targets.size() + aliases_.size());  // `made` views their names
+  // `made` holds views of the targets' names, so they must not move.
+  recipe_.targets.reserve(recipe_.targets.size() + aliases_.size());
   std::vector<std::pair<std::string_view, uint32_t>> made;
   for (size_t i = 0; i < recipe_.targets.size(); ++i) {
     made.emplace_back(recipe_.targets[i].spec.fqn, static_cast<uint32_t>(i));

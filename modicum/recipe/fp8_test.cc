@@ -1,4 +1,4 @@
-// Recipes over FP8 codes: their scales come along, and casting them is dequantising them.
+// Recipes over FP8 codes: codes imply their scales, and a cast of codes dequantises them.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -71,7 +71,7 @@ TEST(Fp8Recipe, CodesBringTheirScalesAlong) {
   EXPECT_EQ(parse_recipe(stack + R"("a_scale_inv"]})", manifest).unused.size(), 1U);
   const std::string written = recipe_text(recipe, manifest);
   EXPECT_EQ(recipe_text(parse_recipe(written, manifest), manifest), written);
-  // Scales without codes are tensors like others.
+  // Scales without codes are ordinary tensors.
   const auto forgotten = failure_of([&] {
     make_recipe(manifest, {.text = R"({"targets": {"a": {"op":"stored","name":"a"}},
                                        "unused": ["b"]})"});
@@ -100,7 +100,7 @@ TEST(Fp8Recipe, CodesWithoutAScaleAreNotCast) {
   Recipe recipe = builder.finish();
   set_dtype(recipe, DType::bf16, "");
   EXPECT_EQ(names_of(recipe), "t:float8_e4m3fn ");
-  // Nor are numbers made codes.
+  // Numbers can't be cast to codes either.
   RecipeBuilder back(manifest);
   const uint32_t scale = back.stored("a_scale_inv");
   EXPECT_EQ(failure_of([&] { back.target("s", scale, DType::f8_e4m3); })->category(),

@@ -1,8 +1,13 @@
 // From targets back to stored tensors.
 //
-// Walks down from every target, turning each op around, and so finds for each stored tensor the
-// parts that targets hold of it (views.h). Parts are kept as few as they can be: a cut between
-// heads stays one cut of a view, not one per head.
+// Walks from every target down to the stored tensors and inverts each op on the way. This collects,
+// for each stored tensor, the parts of it that targets hold (views.h); put_together joins them.
+//
+//   recipe     qkv = cat(dim 0: q [4, 2], k [2, 2])
+//   inverse    q = slice(dim 0: qkv [0, 4)),  k = slice(dim 0: qkv [4, 6))
+//
+// A part is a product of index sets over a view, so that a cut between heads remains one part of a
+// view [heads, head_dim, ...], not one part per head.
 #include <algorithm>
 #include <span>
 #include <utility>
@@ -19,7 +24,7 @@ using views::ViewDim;
 
 size_t at(int64_t i) { return static_cast<size_t>(i); }
 
-// Without the nodes that no target is made of.
+// Removes the nodes that no target uses.
 Recipe pruned(Recipe recipe, size_t stored_count) {
   std::vector<bool> needed(recipe.nodes.size());
   for (const Target& target : recipe.targets) needed[target.root] = true;
@@ -58,12 +63,12 @@ class Inversion {
   Recipe run() {
     for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
       if (recipe_.is_alias(t) && !recipe_.is_compared(t)) continue;
-      // What a tie has on disk is what its target holds.
+      // The stored values of an alias are those of the target that it names.
       const uint32_t holder = recipe_.is_alias(t) ? recipe_.nodes[recipe_.targets[t].root].from : t;
       const std::vector<int64_t>& shape = recipe_.targets[holder].spec.shape;
       dtype_ = recipe_.targets[holder].spec.dtype;
       if (is_dequantised(recipe_, recipe_.targets[holder])) {
-        fail(Category::unsupported, "FP8 codes that have become numbers can't be given back",
+        fail(Category::unsupported, "dequantised FP8 codes can't be saved as codes",
              {.tensor = recipe_.targets[holder].spec.fqn});
       }
       walked_[holder] = true;
@@ -89,7 +94,7 @@ class Inversion {
     DType dtype;
   };
 
-  // Elements of the new node `made` (of shape `shape`) at `where` along `dim`.
+  // The elements of the new node `made` (of shape `shape`) at indices `where` along `dim`.
   uint32_t select(uint32_t made, const std::vector<int64_t>& shape, size_t dim, const Set& where) {
     const auto d = static_cast<int>(dim);
     if (views::is_whole(where, shape[dim])) return made;
@@ -101,13 +106,13 @@ class Inversion {
     return from == to ? made : builder_.reshape(to, made);
   }
 
-  // The part over a view of `shape`, in as many parts as that takes.
+  // The part as parts over a view of sizes `shape`: one or several.
   std::vector<Part> viewed(const Part& part, const std::vector<int64_t>& shape) {
     if (part.sizes() == shape) return {part};
     if (part.is_whole()) {
       return {views::whole_part(reshaped(part.made, part.shape(), shape), shape)};
     }
-    // First one dim per group...
+    // First one dim per group, then every choice of one product per group.
     Part flat;
     std::vector<std::vector<views::Product>> products;
     views::for_each_group(part.sizes(), shape, [&](const views::Group& g) {
@@ -121,7 +126,7 @@ class Inversion {
     return chosen(flat, products, shape);
   }
 
-  // Every choice of one product per dim of `flat`, over `shape`.
+  // The cartesian product of `products`, of which there is one list per dim of `flat`.
   std::vector<Part> chosen(const Part& flat,
                            const std::vector<std::vector<views::Product>>& products,
                            const std::vector<int64_t>& shape) {
@@ -156,7 +161,7 @@ class Inversion {
     return parts;
   }
 
-  // `part` of node `id` goes to what the node is made of.
+  // Passes a part of node `id` on to the node's inputs.
   void give(uint32_t id, const Part& part) {
     const Node& node = recipe_.nodes[id];
     if (numel_of(node.shape) == 0) return give_empty(id, part.made);
@@ -170,7 +175,7 @@ class Inversion {
     }
   }
 
-  // `made` has no elements, and whatever has none under the node can be made of it.
+  // `made` has no elements: every empty stored tensor under the node can be made from it.
   void give_empty(uint32_t id, uint32_t made) {
     const Node& node = recipe_.nodes[id];
     if (numel_of(node.shape) != 0) return;
@@ -236,7 +241,7 @@ class Inversion {
     give(node.in[0], of_input);
   }
 
-  // Of an index that is gathered several times, one copy is enough.
+  // If an index is gathered several times, the first copy is used.
   void give_gather(const Node& node, const Part& part) {
     const size_t d = at(node.dim);
     std::vector<std::pair<int64_t, int64_t>> found;  // index in the input, place in the part
@@ -257,7 +262,7 @@ class Inversion {
     give(node.in[0], of_input);
   }
 
-  // Indices `places` along `dim`, where the node has `size`.
+  // The elements of `made` at indices `places` along `dim`, of size `size`, in that order.
   uint32_t in_order(uint32_t made, int64_t size, int dim, std::vector<int64_t> places) {
     const auto n = static_cast<int64_t>(places.size());
     bool neighbours = true;
@@ -270,7 +275,7 @@ class Inversion {
   uint32_t tiled(std::vector<Part> parts, size_t dim);
   [[noreturn]] static void lost() {
     fail(Category::unsupported,
-         "a stored tensor can't be given back: the targets don't hold all of its elements");
+         "a stored tensor can't be restored: the targets do not hold all of its elements");
   }
 
   const Recipe& recipe_;
@@ -278,7 +283,7 @@ class Inversion {
   RecipeBuilder builder_;
   std::vector<std::vector<Given>> parts_;  // by stored tensor
   std::vector<bool> walked_;               // by target
-  DType dtype_ = DType::f32;               // of the target that is walked
+  DType dtype_ = DType::f32;               // of the current target
 };
 
 uint32_t Inversion::put_together(uint32_t tensor) {
@@ -296,7 +301,7 @@ uint32_t Inversion::put_together(uint32_t tensor) {
   for (const Given& g : given) {
     if (g.dtype != given[0].dtype) {
       fail(Category::unsupported,
-           "a stored tensor can't be given back: its parts are loaded in different dtypes");
+           "a stored tensor can't be restored: its parts are loaded in different dtypes");
     }
     parts.push_back(g.part);
   }
@@ -308,8 +313,11 @@ uint32_t Inversion::put_together(uint32_t tensor) {
   return reshaped(tiled(std::move(over_view), 0), view, shape);
 }
 
-// Parts that have the same indices along the dims before `dim`: one node with all indices along it
-// and those after it.
+// Joins parts that have the same indices along the dims before `dim` to one node that has all
+// indices along `dim` and the dims after it. Two parts of a [6, 4] tensor, joined along dim 0:
+//
+//   part 0    rows {[0,2) [4,6)}      atoms in order    rows 0 1 4 5 | 2 3     cat
+//   part 1    rows {[2,4)}            then                   0 1 2 3 4 5       gather
 uint32_t Inversion::tiled(std::vector<Part> parts, size_t dim) {
   if (dim == parts[0].view.size()) return parts[0].made;
   std::vector<views::Atom> atoms;

@@ -1,4 +1,4 @@
-// The way back from targets to stored tensors.
+// inverse_recipe: from targets back to stored tensors.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -22,7 +22,7 @@ Manifest manifest_of(std::vector<std::pair<std::string, std::vector<int64_t>>> t
 
 using Id = std::pair<uint32_t, int64_t>;  // stored tensor, element
 
-// Which stored elements some target holds.
+// The stored elements that some target holds.
 std::set<Id> held_by_targets(const Recipe& recipe) {
   std::set<Id> held;
   for (const Target& target : recipe.targets) {
@@ -34,7 +34,7 @@ std::set<Id> held_by_targets(const Recipe& recipe) {
   return held;
 }
 
-// Each element of each tensor that `back` makes is, by way of the targets, itself.
+// Each element of each tensor that `back` assembles comes, through the targets, from itself.
 void expect_identity(const Recipe& recipe, const Recipe& back, const Manifest& manifest) {
   std::vector<uint32_t> used;
   for (uint32_t s = 0; s < manifest.tensors.size(); ++s) {
@@ -54,10 +54,10 @@ void expect_identity(const Recipe& recipe, const Recipe& back, const Manifest& m
   }
 }
 
-// Stored tensors taken through random ops; whatever is on top at the end is a target.
+// A recipe of random ops. The nodes that no op has consumed at the end are the targets.
 class RandomRecipe {
  public:
-  // `keeps`: nothing is cut away for good, so that there is a way back.
+  // `keeps`: no element is dropped, so that the recipe has an inverse.
   RandomRecipe(unsigned seed, bool keeps) : random_(seed), keeps_(keeps) {
     std::vector<std::pair<std::string, std::vector<int64_t>>> tensors;
     const int64_t count = below(3) + 1;
@@ -109,7 +109,7 @@ class RandomRecipe {
         tops_[which] = builder_->slice(dim, 0, middle, in);
         return;
       }
-      case 5: {  // rows dealt out
+      case 5: {  // rows split between two nodes
         std::vector<int64_t> even, odd;
         for (int64_t i = 0; i < size; ++i) (below(2) == 0 ? even : odd).push_back(i);
         std::shuffle(odd.begin(), odd.end(), random_);
@@ -150,7 +150,7 @@ class RandomRecipe {
     tops_[which] = builder_->permute(dims, tops_[which]);
   }
 
-  // With any other that meets it, else with itself.
+  // With another node of a matching shape, else with itself.
   void join(size_t which, int dim) {
     std::vector<int64_t> shape = shape_of(tops_[which]);
     shape[static_cast<size_t>(dim)] = 0;
@@ -173,9 +173,9 @@ class RandomRecipe {
   std::vector<uint32_t> tops_;
 };
 
-// house, property: element ids there and back again are themselves, for random recipes over all
-// index maps. Catches a slice whose part is off by one, a permutation that isn't turned around.
-TEST(Inverse, ThereAndBackIsTheIdentity) {
+// house, property: a round trip maps every element to itself, for random recipes over all index
+// maps. Catches a slice whose part is off by one, a permutation that is not inverted.
+TEST(Inverse, RoundTripIsTheIdentity) {
   size_t largest = 0;
   for (unsigned seed = 0; seed < 4000; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
@@ -189,9 +189,9 @@ TEST(Inverse, ThereAndBackIsTheIdentity) {
   EXPECT_GT(largest, 20U);
 }
 
-// There is a way back if and only if every stored element is in a target; else what is lost is
-// named.
-TEST(Inverse, WhatIsLostIsRefusedByName) {
+// A recipe has an inverse if and only if every stored element is in a target; else the error names
+// the tensor.
+TEST(Inverse, LostElementsAreRefusedByName) {
   int refused = 0;
   for (unsigned seed = 0; seed < 4000; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
@@ -226,8 +226,8 @@ std::vector<Op> ops_of(const Recipe& recipe) {
   return ops;
 }
 
-// Cuts stay as coarse as they were: grouped heads of a packed projection come back as one cat of
-// views, not head by head.
+// Parts remain as coarse as in the recipe: the inverse of grouped heads of a packed projection is
+// one cat of views, not one per head.
 TEST(Inverse, GroupedHeadsComeBackAsOneCat) {
   const Manifest manifest = manifest_of({{"qkv", {4 * 6 * 8, 16}}});
   RecipeBuilder b(manifest);
@@ -273,8 +273,8 @@ TEST(Inverse, InterleavedRowsAreGathered) {
   EXPECT_EQ(back.nodes.back().arg, (std::vector<int64_t>{0, 4, 1, 5, 2, 6, 3, 7}));
 }
 
-// The identity's way back is the identity; a tie is given back under both names; what is made by a
-// rule or left out is in no file.
+// The inverse of the identity is the identity. A tie is written under both names. Targets made by a
+// rule, and unused tensors, are not written.
 TEST(Inverse, NamesDTypesAndTies) {
   Manifest manifest = manifest_of({{"lm_head.weight", {4, 2}},
                                    {"model.embed_tokens.weight", {4, 2}},
@@ -321,7 +321,7 @@ TEST(Inverse, PartsInSeveralDTypesAreRefused) {
   }
 }
 
-// Codes and scales that are kept go back as they are; codes that have become numbers don't.
+// Codes and scales that were loaded as such are saved as such; dequantised codes are refused.
 TEST(Inverse, Fp8CodesGoBackAsCodesOnly) {
   Manifest manifest = manifest_of({{"w", {256, 128}}}, DType::f8_e4m3);
   manifest.tensors.push_back({{"w_scale_inv", Role::param, DType::f32, {2, 1}}, {}});

@@ -6,13 +6,13 @@
 namespace modicum {
 namespace {
 
-// Of the compiled expression and of each search: enough for a thousand alternatives.
+// Limit of the compiled expression, and of each search: enough for a thousand alternatives.
 constexpr int64_t kMostBytes = 8 << 20;
 
 re2::RE2::Options options() {
   re2::RE2::Options options;
   options.set_max_mem(kMostBytes);
-  options.set_never_capture(true);  // thousands of groups cost nothing
+  options.set_never_capture(true);  // so that thousands of groups cost nothing
   options.set_log_errors(false);    // this library never prints
   return options;
 }
@@ -24,7 +24,7 @@ NamePattern::NamePattern(std::string_view flag, std::string_view expression)
                                              options())) {
   if (expression_->ok()) return;
   fail(Category::usage,
-       fmt::format("{} is no regular expression in RE2's syntax: {}", flag,
+       fmt::format("{} is not a regular expression of RE2: {}", flag,
                    printable(expression_->error())),
        {.expected = "https://github.com/google/re2/wiki/Syntax", .got = printable(expression)});
 }

@@ -1,4 +1,4 @@
-// Names by a regular expression: what users of every front choose tensors with.
+// Regular expressions over tensor names: the REGEX of every flag and Python argument.
 #pragma once
 
 #include <memory>
@@ -13,18 +13,18 @@ class RE2;
 
 namespace modicum {
 
-// RE2's syntax over UTF-8: no look-around and no back-references, and in return a search takes time
-// in proportion to the name, whatever the expression. Any thread may use one.
+// RE2's syntax over UTF-8. Lookahead, lookbehind and back-references are refused, so that a search
+// takes time proportional to the name for every expression. Any number of threads may share one.
 class NamePattern {
  public:
-  // USAGE, with `flag`, the expression and RE2's reason, where it is none. `flag` is what the user
-  // gave it to: "--keep-fp32".
+  // Invalid expression: USAGE with `flag`, the expression and RE2's reason. `flag` is the flag or
+  // argument that had it: "--keep-fp32".
   NamePattern(std::string_view flag, std::string_view expression);
   NamePattern(NamePattern&&) noexcept;
   NamePattern& operator=(NamePattern&&) noexcept;
   ~NamePattern();
 
-  // Whether it matches somewhere in `name`; `^` and `$` bind it to the ends.
+  // Whether it matches anywhere in `name`; `^` and `$` anchor it to the ends.
   bool finds(std::string_view name) const;
 
  private:

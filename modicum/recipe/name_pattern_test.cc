@@ -27,7 +27,7 @@ TEST(NamePattern, IsSearchedAndNotAnchored) {
   EXPECT_FALSE(whole.finds("lm_head_weight"));
 }
 
-TEST(NamePattern, SaysWhyAnExpressionIsNone) {
+TEST(NamePattern, AnInvalidExpressionIsRefusedWithRe2sReason) {
   EXPECT_NE(refusal("(a").find("missing )"), std::string::npos) << refusal("(a");
   EXPECT_NE(refusal("a(?=b)").find("perl operator"), std::string::npos) << refusal("a(?=b)");
   EXPECT_NE(refusal("(a)\\1").find("escape"), std::string::npos) << refusal("(a)\\1");

@@ -1,4 +1,10 @@
-// Boxes through index maps, from a target to the stored tensors.
+// Maps boxes of a target through the index maps of a recipe to boxes of the stored tensors.
+//
+// Example: qkv [6, 4] = cat(dim 0: q [4, 4], k [2, 4]), and a rank needs rows [3, 6):
+//
+//   box of qkv       rows [3,6)                   at 0
+//   box of q         row  [3,4)                   at 0     the rows of [3,6) in q's [0,4)
+//   box of k         rows [0,2)                   at 4     the rows in k's [4,6), less 4
 #include <algorithm>
 #include <array>
 #include <span>
@@ -15,14 +21,15 @@ size_t at(int64_t d) { return static_cast<size_t>(d); }
 
 // --- reshape ---
 
-// A box over one shape as boxes over another with the same row-major order, group of dims by group
-// of dims. In a group, all dims of the box but the last are walked index by index; what is left are
-// intervals of linear indices, and each is split over the other shape's dims. [2, 11) over [3, 4]:
+// Rewrites a box over one shape as boxes over another shape with the same row-major order, one
+// group of dims at a time (views.h). Within a group, all dims of the box except the last are
+// enumerated index by index. This leaves intervals of linear indices, and each is split over the
+// other shape's dims. [2, 11) over [3, 4]:
 //
 //            column  0  1  2  3
-//   row 0            .  .  2  3     a first row that is not whole   [0,1) x [2,4)
-//   row 1            4  5  6  7     whole rows                      [1,2) x [0,4)
-//   row 2            8  9 10  .     a last row that is not whole    [2,3) x [0,3)
+//   row 0            .  .  2  3     a first row in part     [0,1) x [2,4)
+//   row 1            4  5  6  7     whole rows              [1,2) x [0,4)
+//   row 2            8  9 10  .     a last row in part      [2,3) x [0,3)
 //
 // Every box of one group is combined with every box of the next.
 class Reshape {
@@ -36,8 +43,8 @@ class Reshape {
   }
 
  private:
-  // Neighbouring dims whose inner one is whole and which land like one dim are one dim. Fewer dims
-  // make fewer rows to walk.
+  // Merges an inner dim that the box holds whole into the dim before it, if their strides in the
+  // destination allow that. Fewer dims leave fewer rows to enumerate.
   static Box merged(const Box& box) {
     Box out;
     out.at = box.at;
@@ -64,19 +71,19 @@ class Reshape {
     });
   }
 
-  // Linear indices [lo, hi) of a group, each `step` elements after the one before it in the
-  // destination.
+  // Linear indices [lo, hi) of a group; neighbours are `step` elements apart in the destination.
   struct Stretch {
     int64_t lo, hi, step;
   };
 
-  // Appends the dims of group `g` and of those after it to `out`, in every way, and emits each.
+  // Appends dims for group `g` and the groups after it to `out`, and emits every combination.
   void group(size_t g, const Box& out) {
     if (g == group_count_) return emit_(out);
     rows(g, groups_[g].from_begin, 0, out);
   }
 
-  // Walks the `from` dims d.. of the group but the last; `base` is the linear index so far.
+  // Enumerates the `from` dims of the group from d on, except the last. `base` is the linear index
+  // over the dims before d.
   void rows(size_t g, size_t d, int64_t base, const Box& out) {
     const size_t end = groups_[g].from_end;
     if (d == end) return split(g, groups_[g].to_begin, {0, 1, 0}, out);  // `to` has dims of size 1
@@ -89,7 +96,7 @@ class Reshape {
     for (int64_t i = dim.lo; i < dim.hi; ++i, next.at += dim.step) rows(g, d + 1, base + i, next);
   }
 
-  // Splits the stretch over the `to` dims d.. of the group.
+  // Splits the stretch over the `to` dims of the group from d on.
   void split(size_t g, size_t d, const Stretch& stretch, const Box& out) {
     const views::Group& of = groups_[g];
     if (d == of.to_end) return group(g + 1, out);
@@ -135,7 +142,7 @@ class PullBack {
     const Node& node = nodes_[id];
     if (box.empty() || (node.is_made && leaves_ == Leaves::stored)) return;
     switch (node.op) {
-      // A leaf is row-major itself, so any view of it will do.
+      // A leaf is row-major itself, so a box over any view of it serves.
       case Op::stored:
       case Op::init:
       case Op::caller: leaf_(node, box); return;
@@ -203,7 +210,7 @@ class PullBack {
     pull(node.in[0], part);
   }
 
-  // Runs of consecutive indices are pulled as one box each.
+  // One box per run of consecutive indices.
   void gather(const Node& node, const Box& box) const {
     const BoxDim& dim = box.dims[at(node.dim)];
     const int64_t size = nodes_[node.in[0]].shape[at(node.dim)];

@@ -20,7 +20,8 @@ int64_t inner_of(const std::vector<int64_t>& shape, int dim) {
   return inner;
 }
 
-// A row-major element index, split around one dim.
+// A row-major element index, split at one dim: outer * size + index is the index without the inner
+// dims, `inner` the rest.
 struct Around {
   int64_t outer, index, inner, inner_size;
 };
@@ -35,29 +36,29 @@ bool is_stored(const Manifest& manifest, std::string_view name) {
                      [&](const Stored& s) { return s.spec.fqn == name; });
 }
 
-// --- the names that a head and an embedding have in most models ---
+// --- usual names of heads and embeddings ---
 
 constexpr std::string_view kHead = "lm_head.weight";
 
-// `name` is `last`, or ends in it after a dot.
+// Whether the last components of `name` are `last`.
 bool is_called(std::string_view name, std::string_view last) {
   return name == last || (name.ends_with(last) && name[name.size() - last.size() - 1] == '.');
 }
 
-// What the embedding is called where it isn't stored: it stands beside the layers. Nothing where
-// there are several stacks of layers.
+// The name of an embedding that is not stored: it has the prefix of the layers ("model.layers.0."
+// -> "model.embed_tokens.weight"). Empty if there are several stacks of layers.
 std::vector<std::string> usual_embedding(const Manifest& manifest) {
-  static constexpr std::array<std::array<std::string_view, 2>, 2> kBeside = {
+  static constexpr std::array<std::array<std::string_view, 2>, 2> kUsual = {
       {{"layers.0.", "embed_tokens.weight"}, {"h.0.", "wte.weight"}}};
   std::vector<std::string> found;
   for (const Stored& stored : manifest.tensors) {
     const std::string_view name = stored.spec.fqn;
-    for (const auto& [layer, embedding] : kBeside) {
+    for (const auto& [layer, embedding] : kUsual) {
       const size_t at = name.find(layer);
       if (at == std::string_view::npos || (at > 0 && name[at - 1] != '.')) continue;
-      std::string beside(name.substr(0, at));
-      beside += embedding;
-      if (std::find(found.begin(), found.end(), beside) == found.end()) found.push_back(beside);
+      std::string usual(name.substr(0, at));
+      usual += embedding;
+      if (std::find(found.begin(), found.end(), usual) == found.end()) found.push_back(usual);
     }
   }
   if (found.empty()) found.emplace_back("model.embed_tokens.weight");
@@ -87,7 +88,7 @@ namespace {
 Recipe identity_without(const Manifest& manifest, std::span<const NamedTie> ties,
                         const std::vector<bool>& left_out) {
   RecipeBuilder builder(manifest);
-  std::vector<const NamedTie*> meant;
+  std::vector<const NamedTie*> meant;  // whose `of` is stored
   for (const NamedTie& tie : ties) {
     if (is_stored(manifest, tie.of)) meant.push_back(&tie);
   }
@@ -109,7 +110,7 @@ Recipe identity_without(const Manifest& manifest, std::span<const NamedTie> ties
   return builder.finish();
 }
 
-// `--dtype` and `--keep-fp32` as a rule.
+// `--dtype` and `--keep-fp32` as one function of a target.
 class DTypeRule {
  public:
   DTypeRule(std::optional<DType> dtype, const std::string& keep_fp32)
@@ -117,14 +118,14 @@ class DTypeRule {
     if (!keep_fp32.empty()) keep_.emplace("--keep-fp32", keep_fp32);
   }
 
-  // What elements of `dtype` become in a target of that name.
+  // The dtype of target `fqn` whose root has `dtype`.
   DType of(const std::string& fqn, DType dtype, bool is_scaled) const {
     if (!is_castable(dtype) && !is_scaled) return dtype;
     if (keeps(fqn)) return DType::f32;
     return dtype_.value_or(dtype);
   }
 
-  // USAGE where `--keep-fp32` is given and the recipe has no number that it could be about.
+  // USAGE if `--keep-fp32` is given and matches no floating-point target.
   void require_match(const Recipe& recipe) const {
     const auto is_kept = [&](const Target& target) {
       const bool is_number = is_castable(target.spec.dtype) || recipe.nodes[target.root].is_scaled;
@@ -144,7 +145,7 @@ class DTypeRule {
   std::optional<NamePattern> keep_;
 };
 
-// The scales that nobody will ask for: their codes, loaded as they stand, become numbers.
+// The scales of FP8 codes that are dequantised: no target is made of them.
 std::vector<bool> spent_scales(const Manifest& manifest, const DTypeRule& rule) {
   std::vector<bool> spent(manifest.tensors.size());
   for (const Stored& codes : manifest.tensors) {
@@ -161,7 +162,7 @@ void set_dtype_by(const DTypeRule& rule, Recipe& recipe) {
     const bool is_scaled = recipe.nodes[target.root].is_scaled;
     target.spec.dtype = rule.of(target.spec.fqn, target.spec.dtype, is_scaled);
   }
-  // A second name has the dtype of what it names.
+  // An alias has the dtype of the target that it names.
   for (Target& target : recipe.targets) {
     const Node& root = recipe.nodes[target.root];
     if (root.op == Op::alias) target.spec.dtype = recipe.targets[root.from].spec.dtype;
@@ -186,8 +187,8 @@ std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie) 
     }
     if (is_called(name, kHead)) heads.push_back(name);
   }
-  // Several embeddings (an encoder and a decoder, say), or heads: which belong together, names
-  // don't tell.
+  // Of several embeddings (an encoder's and a decoder's) or heads, names do not tell which belong
+  // together.
   if (embeddings.size() > 1 || heads.size() > 1) return {};
   if (embeddings.empty() && !heads.empty()) embeddings = usual_embedding(manifest);
   if (embeddings.empty()) return {};
@@ -219,7 +220,7 @@ bool is_dequantised(const Recipe& recipe, const Target& target) noexcept {
 }
 
 void digest_recipe(const Recipe& recipe, Hasher& hasher) {
-  std::vector<int64_t> numbers;  // of one node or target at a time: few long additions
+  std::vector<int64_t> numbers;  // one node or target at a time: one long add is faster than many
   for (const Node& node : recipe.nodes) {
     numbers.assign({static_cast<int64_t>(node.op), static_cast<int64_t>(node.dtype), node.dim,
                     node.from, static_cast<int64_t>(node.in.size()),
@@ -299,7 +300,7 @@ ElementSource element_source(const Recipe& recipe, uint32_t id, int64_t element)
       return through(node.in[0], of_input, 1);
     }
   }
-  fail(Category::internal, "a recipe has a node of an unknown kind");
+  fail(Category::internal, "a recipe node has an unknown op");
 }
 
 }  // namespace modicum

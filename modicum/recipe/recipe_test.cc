@@ -36,7 +36,7 @@ Category category_of(FunctionRef<void()> act, std::string* tensor = nullptr) {
 
 using Source = std::pair<uint32_t, int64_t>;  // stored tensor, element
 
-// What pull_back puts where, for a box over the node's shape.
+// The stored element that pull_back assigns to each place, for a box over the node's shape.
 std::vector<Source> pulled(const Recipe& recipe, uint32_t node, const Box& box, int64_t room) {
   std::vector<Source> out(static_cast<size_t>(room), {UINT32_MAX, -1});
   pull_back(recipe, node, box, [&](const Node& leaf, const Box& part) {
@@ -44,7 +44,7 @@ std::vector<Source> pulled(const Recipe& recipe, uint32_t node, const Box& box, 
       for (int64_t k = 0; k < r.count; ++k) {
         for (int64_t i = 0; i < r.length; ++i) {
           Source& source = out.at(static_cast<size_t>(r.at + k * r.at_stride + i * r.at_step));
-          EXPECT_EQ(source.first, UINT32_MAX) << "an element is made twice";
+          EXPECT_EQ(source.first, UINT32_MAX) << "two boxes write one place";
           source = {leaf.from, r.first + k * r.stride + i};
         }
       }
@@ -138,8 +138,7 @@ uint32_t random_op(RecipeBuilder& builder, uint32_t in, std::mt19937& random,
   }
 }
 
-// Catches: any op of pull_back that maps an element elsewhere than the op's meaning, element by
-// element, for random chains of ops and random boxes.
+// pull_back and element_source agree on every element, for random chains of ops and random boxes.
 TEST(Recipe, PullBackAgreesWithTheElementwiseReading) {
   for (unsigned seed = 0; seed < 400; ++seed) {
     std::mt19937 random(seed);
@@ -207,7 +206,7 @@ TEST(Recipe, IdentityTiesAndUnusedNames) {
   EXPECT_FALSE(recipe.is_compared(2));
 }
 
-// house: a head that is stored too is the tie's evidence, and used.
+// house: a head that is stored too is compared with the embedding.
 TEST(Recipe, ATieWhoseNamesAreBothStoredIsCompared) {
   const Manifest both =
       manifest_of({{"lm_head.weight", {4}}, {"norm", {2}}, {"model.embed_tokens.weight", {4}}});
@@ -239,7 +238,7 @@ TEST(Recipe, ATieWhoseNamesAreBothStoredIsCompared) {
             Category::count);
 }
 
-// house: ties in either direction, as far as names tell.
+// house: ties in either direction, by name.
 TEST(Recipe, WhereOnlyTheHeadIsStoredTheEmbeddingIsItsAlias) {
   const auto tie_of = [](std::vector<std::string> names) -> NamedTie {
     std::vector<std::pair<std::string, std::vector<int64_t>>> tensors;
@@ -258,7 +257,7 @@ TEST(Recipe, WhereOnlyTheHeadIsStoredTheEmbeddingIsItsAlias) {
   EXPECT_EQ(
       tie_of({"language_model.lm_head.weight", "language_model.model.embed_tokens.weight"}),
       (NamedTie{"language_model.lm_head.weight", "language_model.model.embed_tokens.weight"}));
-  // Two stacks of layers, two embeddings: names don't tell.
+  // Two stacks of layers have two embeddings, and names do not tell which one is tied.
   EXPECT_EQ(tie_of({head, "encoder.layers.0.a", "decoder.layers.0.a"}), NamedTie{});
   EXPECT_EQ(tie_of({"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}), NamedTie{});
   EXPECT_EQ(tie_of({"norm"}), NamedTie{});
@@ -271,7 +270,7 @@ TEST(Recipe, WhereOnlyTheHeadIsStoredTheEmbeddingIsItsAlias) {
   EXPECT_FALSE(recipe.is_compared(2));
 }
 
-// A tie's second name has the dtype of the first, also where they are untied.
+// The second name of a tie has the dtype of the first, even untied.
 TEST(Recipe, UntyingKeepsTheCast) {
   const Manifest manifest = manifest_of({{"a", {2}}, {"b", {2}}});
   const std::string text = R"({"targets": {
@@ -299,7 +298,7 @@ TEST(Recipe, TextFormReadsBackAsItWasWritten) {
   EXPECT_EQ(recipe_text(parse_recipe(written, manifest), manifest), written);
 }
 
-TEST(Recipe, WhatDoesNotAddUpIsRefusedByName) {
+TEST(Recipe, InvalidRecipesAreRefusedByTarget) {
   const Manifest manifest = manifest_of({{"a", {2, 3}}, {"b", {2, 4}}});
   const auto parse = [&](const std::string& targets, const std::string& unused = "[]") {
     return [&manifest, targets, unused] {
@@ -323,7 +322,7 @@ TEST(Recipe, WhatDoesNotAddUpIsRefusedByName) {
   EXPECT_EQ(tensor, "t");
   EXPECT_EQ(category_of(parse(R"("t":{"op":"rotate","in":[]})"), &tensor), Category::unsupported);
   EXPECT_EQ(tensor, "t");
-  EXPECT_EQ(category_of(parse(a + R"(,"t":{"op":"alias","of":"nobody"})", R"(["b"])")),
+  EXPECT_EQ(category_of(parse(a + R"(,"t":{"op":"alias","of":"absent"})", R"(["b"])")),
             Category::mismatch);
   EXPECT_EQ(category_of([&] { parse_recipe("{\"targets\":{", manifest); }), Category::mismatch);
   EXPECT_EQ(category_of([&] { parse_recipe("{}", manifest); }), Category::mismatch);
@@ -395,7 +394,7 @@ TEST(RecipeText, AnyJsonAtAnyKeyIsReadOrRefused) {
   }
 }
 
-// What parse_recipe says to one target that is made, with nothing stored.
+// The error of parse_recipe for one target without stored tensors.
 std::optional<Error> refusal_of(const std::string& target) {
   try {
     parse_recipe("{\"targets\":{" + target + "}}", {});
@@ -426,7 +425,7 @@ TEST(Recipe, RefusesDimsThatMultiplyToNoNumber) {
   EXPECT_TRUE(refusal_of(R"("t":{"op":"cat","dim":0,"in":[)" + large + "," + large + "]}"));
 }
 
-// A cast is held against the limit, too: 0.5 EiB of bf16 is one of fp32, and a little more is not.
+// A cast is checked against the limit too: 0.5 EiB of bf16 is 1 EiB of fp32, which is the limit.
 TEST(Recipe, ADTypeThatMakesTargetsTooLargeIsRefused) {
   const Manifest nothing;
   RecipeBuilder builder(nothing);

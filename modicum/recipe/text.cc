@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::array<std::string_view, 3> kRules = {"zeros", "ones", "normal"};  // of InitRule
 
-// A node as written, before it is known what it means.
+// A node as written, before its op decides which keys it needs.
 struct Written {
   std::string op, name, of, rule, dtype;
   std::optional<int64_t> dim, start, stop;
@@ -64,7 +64,7 @@ Written read_node(JsonValue& value) {
   return node;
 }
 
-// Builds written nodes into a recipe, naming the target in whatever goes wrong.
+// Builds written nodes into a recipe. Every error names the target.
 class Reading {
  public:
   Reading(const Manifest& manifest, bool unties) : builder_(manifest, unties) {}
@@ -103,7 +103,7 @@ class Reading {
     return input(node.in[0]);
   }
 
-  // A cast is of a whole target, so only its root may say one.
+  // A cast applies to a whole target, so only its root may have a dtype.
   uint32_t input(const Written& node) {
     if (!node.dtype.empty() && node.op != "init" && node.op != "caller") {
       fail(Category::mismatch,
@@ -154,7 +154,7 @@ class Reading {
     if (node.op == "caller") {
       return builder_.caller(callers_++, node.shape, need(dtype_of(node), node, "dtype"));
     }
-    if (node.op == "alias") fail(Category::mismatch, "'alias' stands inside another op");
+    if (node.op == "alias") fail(Category::mismatch, "'alias' is inside another op");
     fail(Category::unsupported, fmt::format("an unknown op '{}'", printable(node.op)));
   }
 
@@ -228,8 +228,7 @@ Recipe parse_recipe(std::string_view text, const Manifest& manifest, bool unties
       });
     });
   } catch (const JsonError& error) {
-    fail(Category::mismatch,
-         fmt::format("the recipe is not what recipe.json should be: {}", error.what()),
+    fail(Category::mismatch, fmt::format("invalid recipe.json: {}", error.what()),
          {.offset = error.offset});
   }
   if (!has_targets) fail(Category::mismatch, "the recipe has no 'targets'");

@@ -22,7 +22,7 @@ void append(Set& set, int64_t lo, int64_t hi) {
     return;
   }
   if (set.size() == kMostIntervals) {
-    fail(Category::unsupported, "a recipe shuffles too many single elements to be turned around");
+    fail(Category::unsupported, "a recipe shuffles too many single elements to be inverted");
   }
   set.push_back({lo, hi});
 }
@@ -34,7 +34,7 @@ int64_t count_of(const Set& set) {
 
 bool is_whole(const Set& set, int64_t size) { return set == Set{{0, size}}; }
 
-// An interval of `some` lies within one of `all`, for these don't touch.
+// Each interval of `some` lies within one of `all`, because those have gaps between them.
 Set positions(const Set& some, const Set& all) {
   Set found;
   int64_t before = 0;  // elements of `all` in its intervals before k
@@ -101,13 +101,13 @@ Part whole_part(uint32_t made, const std::vector<int64_t>& shape) {
 
 // --- from one view to another ---
 
-// One dim at a time: each outer index that the set has gives way to a row of the next dim.
+// One dim at a time, outermost first: each index so far is replaced by a row of the next dim.
 //
-//   dims        size 3, set {[0,1) [2,3)}    size 4, set {[1,3)}
-//   after dim 0 {[0,1) [2,3)}
-//   after dim 1 {[1,3) [9,11)}               rows 0 and 2 of a 3 x 4 matrix, columns 1 and 2
+//   dims          size 3, set {[0,1) [2,3)}    size 4, set {[1,3)}
+//   after dim 0   {[0,1) [2,3)}                rows 0 and 2 of a 3 x 4 matrix
+//   after dim 1   {[1,3) [9,11)}               their columns 1 and 2
 //
-// A whole row leaves an interval of outer indices one interval.
+// If the set of a dim is whole, each interval stays one interval, scaled by the dim's size.
 Set flattened(std::span<const ViewDim> dims) {
   Set flat = {{0, 1}};
   for (const ViewDim& dim : dims) {
@@ -128,12 +128,12 @@ Set flattened(std::span<const ViewDim> dims) {
 
 namespace {
 
-// Calls `fn` for each row of a matrix of this width that has elements of `set`, in order, with the
-// columns that it has.
+// `set` is linear indices into a matrix of this width. Calls `fn`, in order, for each row that has
+// elements of the set, with their columns.
 void for_each_row(const Set& set, int64_t width,
                   FunctionRef<void(int64_t row, const Set& columns)> fn) {
   int64_t row = 0;
-  Set columns;  // of `row`, as far as the walk has come
+  Set columns;  // of `row`, so far
   for (const Interval& interval : set) {
     for (int64_t lo = interval.lo; lo < interval.hi;) {
       if (lo / width != row) {
@@ -152,10 +152,10 @@ void for_each_row(const Set& set, int64_t width,
 // Rows with the same columns.
 struct Rows {
   Set rows;
-  std::vector<int64_t> begins;  // of each row: how many of the set's elements lie in rows before it
+  std::vector<int64_t> begins;  // of each row: its first element's position within the set
 };
 
-// `rows` times a product over their columns, whose positions count from the begin of a row.
+// `rows` times a product over their columns. The latter's positions count from the row's begin.
 Product times(const Rows& rows, const Product& of_columns) {
   Product product{{rows.rows}, {}};
   product.sets.insert(product.sets.end(), of_columns.sets.begin(), of_columns.sets.end());
@@ -169,15 +169,15 @@ Product times(const Rows& rows, const Product& of_columns) {
 
 }  // namespace
 
-// The first dim is the rows of a matrix, all others together are its columns, which the same
-// function then divides. {[1,3) [4,8) [9,11)} over 3 x 4, each element with its position:
+// Treats the first dim as the rows of a matrix and the other dims as its columns, which recursion
+// splits further. {[1,3) [4,8) [9,11)} over 3 x 4, each element shown as its position in the set:
 //
 //            column  0 1 2 3
 //   row 0            . 0 1 .
 //   row 1            2 3 4 5
 //   row 2            . 6 7 .
 //
-// Rows 0 and 2 have the same columns, so two products come of it:
+// Rows 0 and 2 have the same columns, so there are two products:
 //
 //   rows {[0,1) [2,3)} x columns {[1,3)}    at positions {[0,2) [6,8)}
 //   rows {[1,2)}       x columns {[0,4)}    at positions {[2,6)}
@@ -202,15 +202,15 @@ std::vector<Product> as_products(const Set& set, std::span<const int64_t> sizes)
   return products;
 }
 
-// Takes a dim of each shape, then one more of whichever has the smaller product, until both
-// products are equal.
+// A group begins with one dim of each shape. The side with the smaller product takes one more dim
+// until the products are equal.
 void for_each_group(std::span<const int64_t> from, std::span<const int64_t> to,
                     FunctionRef<void(const Group&)> fn) {
   size_t i = 0;
   size_t j = 0;
   while (i < from.size() || j < to.size()) {
     Group group{i, i, j, j};
-    // A shape that has ended goes on in dims of size 1.
+    // Past its last dim, a shape continues with dims of size 1.
     int64_t of_from = i < from.size() ? from[i++] : 1;
     int64_t of_to = j < to.size() ? to[j++] : 1;
     while (of_from != of_to) {
@@ -228,10 +228,13 @@ void for_each_group(std::span<const int64_t> from, std::span<const int64_t> to,
   }
 }
 
-// A view divides a tensor where its inner dims end: [4, 6] of 24 elements after every 6, [2, 12]
-// after every 12, [3, 8] after every 8. From the smallest on, every stride is kept that the one
-// kept before it divides: of 6, 8 and 12 these are 6 and 12, so the view is [2, 2, 6] and parts
-// over [3, 8] take several products of it.
+// Keeps, in ascending order, every stride that is a multiple of the last one kept:
+//
+//   views of 24 elements     strides        kept: 6, 12        common view
+//   [4, 6] [2, 12] [3, 8]    6, 12, 8       8 is no multiple   [2, 2, 6]
+//                                           of 6
+//
+// A part over [3, 8] becomes several products over [2, 2, 6].
 std::vector<int64_t> common_view(const std::vector<Part>& parts, int64_t numel) {
   std::set<int64_t> strides;
   for (const Part& part : parts) {
@@ -253,13 +256,13 @@ std::vector<int64_t> common_view(const std::vector<Part>& parts, int64_t numel) 
   return view;
 }
 
-// A sweep over the indices, which stops where a part's set begins or ends.
+// A sweep over the indices that stops where an interval of some part begins or ends.
 //
 //   index     0 1 2 3 4 5
 //   part 0    x x . . x x
 //   part 1    . . x x x x      atoms {[0,2)}: 0    {[2,4)}: 1    {[4,6)}: 0 and 1
 //
-// Intervals of one set never touch, so at every stop a part either begins or ends.
+// Intervals of one set have gaps between them, so at every stop a part either begins or ends.
 bool find_atoms(const std::vector<Part>& parts, size_t dim, std::vector<Atom>& atoms) {
   std::map<int64_t, std::vector<size_t>> stops;  // the parts that begin or end at an index
   for (size_t p = 0; p < parts.size(); ++p) {

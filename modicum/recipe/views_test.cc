@@ -1,4 +1,4 @@
-// The examples that stand beside the code, and the ends of their ranges.
+// The examples in the comments of views.h and views.cc, and edge cases.
 #include "modicum/recipe/views.h"
 
 #include <gtest/gtest.h>
