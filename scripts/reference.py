@@ -16,14 +16,14 @@ from pathlib import Path
 PACKAGE = "modicum/python/modicum"
 PYTHON_PAGE = "docs/reference/python.md"
 COMMAND_PAGE = "docs/reference/command-line.md"
-# Module -> the names to show; None: its __all__.
+# Module -> the names to show; None: all that it re-exports.
 MODULES: dict[str, list[str] | None] = {
     "modicum": None,
     "modicum.memory": None,
     "modicum.recipes": ["recipe_for", "meta_model", "Recipe"],
     "modicum.torch": None,
-    "modicum.torch.accelerate": None,
-    "modicum.torch.dcp": None,
+    "modicum.torch.accelerate": ["Loading", "loading"],
+    "modicum.torch.dcp": ["HuggingFaceReader"],
     "modicum.errors": ["Error"],
 }
 SHARED_BY = ("plan", "load", "rehearse")
@@ -62,10 +62,10 @@ def definition(root: Path, module: str, name: str) -> Node | None:
 
 
 def public_names(root: Path, module: str) -> list[str]:
-    for node in ast.parse(file_of(root, module).read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return sorted(ast.literal_eval(node.value), key=str.lower)
-    raise ValueError(f"{module} lacks __all__")
+    """Names that a package re-exports: `from module import name as name`."""
+    body = ast.parse(file_of(root, module).read_text()).body
+    imports = [one for node in body if isinstance(node, ast.ImportFrom) for one in node.names]
+    return sorted((one.name for one in imports if one.asname == one.name), key=str.lower)
 
 
 def signature(node: Node, prefix: str = "") -> str:

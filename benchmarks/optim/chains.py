@@ -152,9 +152,9 @@ class Modicum:
 
     def step(self) -> None:
         self.of.arrived_in_place(range(TENSORS))
-        squares, finite = self.of.norm()
+        squares, finite = self.of.norms()
         assert finite
-        self.of.step(UNSCALE, clip_factor(squares**0.5) / UNSCALE)
+        self.of.step(UNSCALE, clip_factor(sum(squares) ** 0.5) / UNSCALE)
 
 
 def chains(options: argparse.Namespace) -> dict[str, Chain]:

@@ -143,8 +143,8 @@ const ShardSpec& State::shard(size_t index) const {
   fail(Category::usage, fmt::format("there is no shard {} of {}", index, adamw.shards()));
 }
 
-void State::require_here() const {
-  if (!has_exclusions_here()) return;
+AdamW& State::here() {
+  if (!has_exclusions_here()) return adamw;
   for (size_t index = 0; index < adamw.shards(); ++index) {
     const std::array<const std::byte*, 3> memory = {adamw.plane(index, Plane::exp_avg).data(),
                                                     adamw.plane(index, Plane::master).data(),
@@ -155,6 +155,7 @@ void State::require_here() const {
          "and load the parameters, with fork=\"shared\" to use them in forked children",
          {.tensor = adamw.shard(index).fqn});
   }
+  return adamw;
 }
 
 template <typename Call>

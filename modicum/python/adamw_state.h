@@ -58,8 +58,8 @@ struct State {
 
   // USAGE where there is none.
   const ShardSpec& shard(size_t index) const;
-  // UNSUPPORTED in a process that was forked without the state or without the parameters.
-  void require_here() const;
+  // `adamw`; UNSUPPORTED in a process that was forked without the state or without the parameters.
+  AdamW& here();
 };
 
 // New parameters on their way into Python's hands, which must outlive it. The first error is kept,

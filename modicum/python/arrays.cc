@@ -19,6 +19,11 @@ AnyArray writable(nb::handle array, const std::string& fqn) {
   return taken;
 }
 
+nb::object view_of(std::span<std::byte> bytes) {
+  return nb::steal(PyMemoryView_FromMemory(reinterpret_cast<char*>(bytes.data()),
+                                           static_cast<Py_ssize_t>(bytes.size()), PyBUF_WRITE));
+}
+
 nb::dict by_purpose(const Footprint& footprint) {
   nb::dict bytes;
   for (const Owner& owner : owners_of(footprint)) bytes[owner.purpose.c_str()] = owner.bytes;

@@ -33,6 +33,9 @@ nb::object array_of(std::unique_ptr<Held> held, std::span<std::byte> bytes) {
   return nb::cast(Bytes(bytes.data(), {bytes.size()}, owner));
 }
 
+// A memoryview, for the time of a call; keeps nothing alive.
+nb::object view_of(std::span<std::byte> bytes);
+
 nb::dict by_purpose(const Footprint& footprint);
 Footprint from_purposes(const std::map<std::string, uint64_t>& bytes);
 

@@ -24,14 +24,28 @@ uint64_t seed_of(const nb::int_& seed) {
        {.expected = "0 to 2^64 - 1", .got = nb::str(seed).c_str()});
 }
 
-std::string text_of(const std::optional<Size>& size) {
-  if (!size) return {};
-  if (const auto* bytes = std::get_if<int64_t>(&*size)) return std::to_string(*bytes);
-  return std::get<std::string>(*size);
+std::string text_of(const Size& size) {
+  if (const auto* bytes = std::get_if<int64_t>(&size)) return std::to_string(*bytes);
+  return std::get<std::string>(size);
 }
+
+uint64_t bytes_of(const Size& size) { return parse_size(text_of(size)); }
 
 nb::dict as_dict(const std::string& document) {
   return nb::cast<nb::dict>(nb::module_::import_("json").attr("loads")(document));
+}
+
+TensorSpec spec_of(const std::string& fqn, const std::string& dtype,
+                   const std::vector<int64_t>& shape) {
+  const auto known = dtype_from_torch_name(dtype);
+  if (known) return {.fqn = fqn, .dtype = *known, .shape = shape};
+  fail(Category::unsupported, "unknown dtype", {.tensor = fqn, .got = printable(dtype)});
+}
+
+int checked_rank(int rank, int ranks) {
+  if (rank >= 0 && rank < ranks) return rank;
+  fail(Category::usage, "no such rank",
+       {.expected = fmt::format("0 to {}", ranks - 1), .got = std::to_string(rank)});
 }
 
 namespace {
@@ -44,8 +58,7 @@ std::string text_of(std::string_view name, const std::optional<std::string>& giv
   return given.value_or("");
 }
 std::string text_of(std::string_view name, const std::optional<Size>& given) {
-  if (!given) return {};
-  return text_of(name, std::optional<std::string>(python::text_of(given)));
+  return given ? text_of(name, std::optional(python::text_of(*given))) : "";
 }
 
 nb::dict inspect(const Path& path) {
@@ -157,19 +170,16 @@ Raises:
 
 void define_plan(nb::module_& module) {
   const RunFlags flags;  // for its defaults
-  module.def("plan", plan, nb::arg("path"), nb::kw_only(), nb::arg("ranks") = flags.ranks,
-             nb::arg("ranks_per_node") = nb::none(), nb::arg("strategy") = flags.strategy,
-             nb::arg("layout") = flags.layout, nb::arg("mesh") = nb::none(),
-             nb::arg("shard_dim") = flags.shard_dim, nb::arg("tp_rowwise") = nb::none(),
-             nb::arg("tp_packed") = nb::none(), nb::arg("tp_replicate") = nb::none(),
-             nb::arg("expert_mesh") = nb::none(), nb::arg("experts") = flags.experts,
-             nb::arg("round_robin") = flags.round_robin, nb::arg("dtype") = nb::none(),
-             nb::arg("keep_fp32") = nb::none(), nb::arg("recipe") = nb::none(),
-             nb::arg("untie") = flags.untie, nb::arg("destination") = flags.destination,
-             nb::arg("staging") = nb::none(), nb::arg("budget") = nb::none(),
-             nb::arg("baseline") = nb::none(), nb::arg("optimizer") = flags.optimizer,
-             nb::arg("deepspeed") = nb::none(), nb::arg("workers") = 0,
-             nb::arg("persistent_workers") = false, kPlanDoc);
+  module.def("plan", plan, "path"_a, nb::kw_only(), "ranks"_a = flags.ranks,
+             "ranks_per_node"_a = nb::none(), "strategy"_a = flags.strategy,
+             "layout"_a = flags.layout, "mesh"_a = nb::none(), "shard_dim"_a = flags.shard_dim,
+             "tp_rowwise"_a = nb::none(), "tp_packed"_a = nb::none(), "tp_replicate"_a = nb::none(),
+             "expert_mesh"_a = nb::none(), "experts"_a = flags.experts,
+             "round_robin"_a = flags.round_robin, "dtype"_a = nb::none(),
+             "keep_fp32"_a = nb::none(), "recipe"_a = nb::none(), "untie"_a = flags.untie,
+             "destination"_a = flags.destination, "staging"_a = nb::none(), "budget"_a = nb::none(),
+             "baseline"_a = nb::none(), "optimizer"_a = flags.optimizer, "deepspeed"_a = nb::none(),
+             "workers"_a = 0, "persistent_workers"_a = false, kPlanDoc);
 }
 
 // An Error becomes the class of modicum.errors that stands for its category.
@@ -201,12 +211,13 @@ std::map<std::string, int> exit_codes() {
 
 NB_MODULE(_modicum, module) {
   namespace front = modicum::python;
+  using namespace nanobind::literals;
   nanobind::set_leak_warnings(false);  // parameters may live as long as the process
   nanobind::register_exception_translator(front::raise);
   module.def(
       "version", [] { return MODICUM_VERSION; }, "The version of the library, as in the wheel.");
   module.def("exit_codes", front::exit_codes, "The exit code of each category of errors.");
-  module.def("inspect", front::inspect, nanobind::arg("path"), front::kInspectDoc);
+  module.def("inspect", front::inspect, "path"_a, front::kInspectDoc);
   front::define_plan(module);
   front::define_source(module);
   front::define_values(module);

@@ -5,11 +5,14 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
+#include <vector>
 
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/io/io.h"
@@ -19,10 +22,12 @@
 namespace modicum::python {
 
 namespace nb = nanobind;
+using namespace nb::literals;  // "name"_a
 
 // Bytes, or what the command line takes: "1.5GiB".
 using Size = std::variant<int64_t, std::string>;
-std::string text_of(const std::optional<Size>& size);
+std::string text_of(const Size& size);
+uint64_t bytes_of(const Size& size);
 
 // USAGE for an int that is negative or has more than 64 bits.
 uint64_t seed_of(const nb::int_& seed);
@@ -35,6 +40,23 @@ auto without_the_lock(const Function& function) {
 }
 
 nb::dict as_dict(const std::string& document);
+// As Python's dict(name=value, ...).
+template <typename... Items>
+nb::dict dict_of(Items&&... items) {
+  const nb::handle type(reinterpret_cast<PyObject*>(&PyDict_Type));
+  return nb::borrow<nb::dict>(type(std::forward<Items>(items)...));
+}
+template <typename Value>
+nb::tuple tuple_of(const std::vector<Value>& values) {
+  return nb::tuple(nb::cast(values));
+}
+
+// A tensor as Python describes it; UNSUPPORTED for a dtype that no checkpoint has.
+TensorSpec spec_of(const std::string& fqn, const std::string& dtype,
+                   const std::vector<int64_t>& shape);
+
+// `rank`; USAGE where it is none of `ranks`.
+int checked_rank(int rank, int ranks);
 
 // The values of a walk as Python holds them: each keeps alive what it refers to.
 struct OpenCheckpoint {

@@ -162,19 +162,17 @@ class CallerBoard final : public Board {
 // Bytes through the caller's own transport.
 class CallerExchange final : public Exchange {
  public:
-  explicit CallerExchange(nb::callable broadcast) : broadcast_(std::move(broadcast)) {}
+  explicit CallerExchange(nb::object broadcast) : broadcast_(std::move(broadcast)) {}
   Charge commit(Ledger&) override { return {}; }
   using Exchange::broadcast;
   void broadcast(int root, std::span<std::byte> bytes, Part wanted) override {
     const nb::gil_scoped_acquire acquired;
-    const auto view = nb::steal(PyMemoryView_FromMemory(
-        reinterpret_cast<char*>(bytes.data()), static_cast<Py_ssize_t>(bytes.size()), PyBUF_WRITE));
-    broadcast_(root, view, std::min(wanted.begin, bytes.size()),
+    broadcast_(root, view_of(bytes), std::min(wanted.begin, bytes.size()),
                std::min(wanted.end, bytes.size()));
   }
 
  private:
-  const nb::callable broadcast_;
+  const nb::object broadcast_;
 };
 
 // What load() is told beside its plan, taken apart while the lock is held.
@@ -200,10 +198,7 @@ void take_functions(const nb::object& copy, const nb::object& caller, Functions&
   if (!copy.is_none()) {
     to.copy = [&copy](uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
       const nb::gil_scoped_acquire acquired;
-      auto* const data = const_cast<char*>(reinterpret_cast<const char*>(elements.data()));
-      const auto view = nb::steal(
-          PyMemoryView_FromMemory(data, static_cast<Py_ssize_t>(elements.size()), PyBUF_WRITE));
-      copy(buffer, at, view);
+      copy(buffer, at, view_of({const_cast<std::byte*>(elements.data()), elements.size()}));
     };
   }
   if (caller.is_none()) return;
@@ -238,21 +233,22 @@ std::unique_ptr<Loaded> load_into(const std::shared_ptr<MadePlan>& made, int ran
                                   const nb::dict& given, const nb::object& copy,
                                   const nb::object& caller, const nb::object& broadcast,
                                   int threads, bool check, const nb::int_& seed) {
-  if (rank < 0 || rank >= made->plan.ranks()) fail(Category::usage, "no such rank");
+  checked_rank(rank, made->plan.ranks());
   Functions functions;
   take_given(made->plan, given, functions);
   take_functions(copy, caller, functions);
   functions.options.threads = threads > 0 ? threads : granted_cpus();
   functions.options.init_seed = seed_of(seed);
-  std::unique_ptr<CallerExchange> exchange;
-  if (!broadcast.is_none()) {
-    exchange = std::make_unique<CallerExchange>(nb::cast<nb::callable>(broadcast));
-  }
+  std::optional<CallerExchange> exchange;
+  if (!broadcast.is_none()) exchange.emplace(broadcast);
   board.set_thread();
   SteadyClock clock;
-  const RankLoadTask task{
-      made->checkpoint(), made->plan, {rank, &board, exchange.get(), ledger.get()}, clock,
-      functions.options,  check};
+  const RankLoadTask task{made->checkpoint(),
+                          made->plan,
+                          {rank, &board, exchange ? &*exchange : nullptr, ledger.get()},
+                          clock,
+                          functions.options,
+                          check};
   return without_the_lock([&] { return loaded_by(made, task, ledger, functions); });
 }
 
@@ -272,9 +268,7 @@ constexpr std::array<OutcomeField, 7> kOutcomeFields = {{
 }};
 
 nb::dict outcome_of(const Loaded& loaded) {
-  nb::dict outcome;
-  outcome["rank"] = loaded.outcome.rank;
-  outcome["pid"] = loaded.outcome.pid;
+  nb::dict outcome = dict_of("rank"_a = loaded.outcome.rank, "pid"_a = loaded.outcome.pid);
   for (const auto& [name, field] : kOutcomeFields) outcome[name] = loaded.outcome.*field;
   outcome["elapsed_s"] = loaded.elapsed_s;
   outcome["check_s"] = static_cast<double>(loaded.outcome.check_ns) / kNsPerSecond;
@@ -314,9 +308,9 @@ Args:
       .def(
           "__init__",
           [](Ledger* ledger, const std::optional<Size>& limit) {
-            new (ledger) Ledger(limit ? parse_size(text_of(limit)) : Ledger::kNoLimit);
+            new (ledger) Ledger(limit ? bytes_of(*limit) : Ledger::kNoLimit);
           },
-          nb::arg("limit") = nb::none())
+          "limit"_a = nb::none())
       .def_prop_ro(
           "held_bytes", [](const Ledger& ledger) { return ledger.held().total(); },
           "Bytes held now.")
@@ -336,12 +330,12 @@ Args:
           [](Ledger& ledger, std::optional<uint64_t> bytes) {
             ledger.set_limit(bytes.value_or(Ledger::kNoLimit));
           },
-          nb::for_setter(nb::arg("bytes").none()), "What may be held, in bytes; None: no limit.")
+          nb::for_setter("bytes"_a.none()), "What may be held, in bytes; None: no limit.")
       .def(
           "require_room",
           [](const Ledger& ledger, const std::map<std::string, uint64_t>& needed,
              const std::string& what) { ledger.require_room(from_purposes(needed), what); },
-          nb::arg("needed"), nb::arg("what"),
+          "needed"_a, "what"_a,
           "BudgetError where so much, in bytes by purpose, has no room beside what is held.");
   module.def(
       "charge_init",
@@ -350,7 +344,7 @@ Args:
         const auto all = arena->buffer.bytes().first(bytes);
         return array_of(std::move(arena), all);
       },
-      nb::arg("ledger"), nb::arg("bytes"),
+      "ledger"_a, "bytes"_a,
       "Zeroed memory for tensors that a model makes itself; given back when it dies.");
 }
 
@@ -368,19 +362,18 @@ Raises:
           [](Exclusion* made, uintptr_t address, size_t bytes) {
             new (made) Exclusion({reinterpret_cast<std::byte*>(address), bytes});
           },
-          nb::arg("address"), nb::arg("bytes"))
+          "address"_a, "bytes"_a)
       .def("undo", &Exclusion::undo,
            "Children inherit the pages again. Where this process is a child that lacks them, zero "
            "pages take their place.");
   module.def(
       "is_excluded_here",
       [](uintptr_t address) { return is_excluded_here(reinterpret_cast<const void*>(address)); },
-      nb::arg("address"),
-      "Whether this process lacks the memory there because it was forked without it.");
+      "address"_a, "Whether this process lacks the memory there because it was forked without it.");
   module.def("has_exclusions_here", has_exclusions_here,
              "Whether there is any memory that this process was forked without.");
   module.def(
-      "require_fork", [](const std::string& fork) { fork_named(fork); }, nb::arg("fork"),
+      "require_fork", [](const std::string& fork) { fork_named(fork); }, "fork"_a,
       "UsageError where it is not excluded, shared or inherited.");
 }
 
@@ -395,31 +388,28 @@ void define_load(nb::module_& module) {
 Args:
     peers: has barrier(), agree(digest) and report(document), which reach the others; None:
         alone.)")
-      .def(nb::init<nb::object>(), nb::arg("peers").none() = nb::none())
-      .def("fail", &CallerBoard::fail_here, nb::arg("what"), nb::arg("rank") = -1,
+      .def(nb::init<nb::object>(), "peers"_a.none() = nb::none())
+      .def("fail", &CallerBoard::fail_here, "what"_a, "rank"_a = -1,
            "Cancels the load that runs, when it next checks. Any thread.")
       .def_prop_ro("progress", &CallerBoard::progress, "Bytes read or received so far.");
   nb::class_<Loaded>(module, "Loaded", "What a load has put into host memory.")
-      .def("storage", &Loaded::storage, nb::arg("target"),
+      .def("storage", &Loaded::storage, "target"_a,
            "The bytes of a target's local buffer with its padding, and its charge: once each.")
       .def("whole", &Loaded::whole,
            "All bytes as one, to be kept by `keep` only: from then on they are given back as one.")
       .def(
           "keep",
           [](const Loaded& loaded, nb::object kept) { loaded.arena->kept = std::move(kept); },
-          nb::arg("kept"), "Keeps an object until just before the memory is given back.")
+          "kept"_a, "Keeps an object until just before the memory is given back.")
       .def_prop_ro("outcome", outcome_of, "What this rank read and held.");
-  module.def("load", load_into, nb::arg("plan"), nb::arg("rank"), nb::arg("board"),
-             nb::arg("ledger"), nb::kw_only(), nb::arg("given") = nb::dict(),
-             nb::arg("copy") = nb::none(), nb::arg("caller") = nb::none(),
-             nb::arg("broadcast") = nb::none(), nb::arg("threads") = 0, nb::arg("check") = false,
-             nb::arg("seed") = 0, "Carries out one rank's part of a plan; see modicum.load.");
-  module.def("load_report", report_of, nb::arg("plan"), nb::arg("outcomes"), nb::arg("checked"),
-             nb::arg("budget") = nb::none(), nb::arg("budget_source") = "",
+  module.def("load", load_into, "plan"_a, "rank"_a, "board"_a, "ledger"_a, nb::kw_only(),
+             "given"_a = nb::dict(), "copy"_a = nb::none(), "caller"_a = nb::none(),
+             "broadcast"_a = nb::none(), "threads"_a = 0, "check"_a = false, "seed"_a = 0,
+             "Carries out one rank's part of a plan; see modicum.load.");
+  module.def("load_report", report_of, "plan"_a, "outcomes"_a, "checked"_a, "budget"_a = nb::none(),
+             "budget_source"_a = "",
              "The document of `modicum load --json` and the text of `modicum load`.");
-  module.def(
-      "parse_size", [](const Size& size) { return parse_size(text_of(size)); }, nb::arg("size"),
-      "Bytes of a size as the command line takes it.");
+  module.def("parse_size", bytes_of, "size"_a, "Bytes of a size as the command line takes it.");
 }
 
 }  // namespace modicum::python

@@ -2,8 +2,8 @@
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <fmt/format.h>
 
@@ -86,32 +86,26 @@ std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
 
 // Of whole shards, on all threads: the norm is taken on the way.
 void arrived_in_place(State& state, const std::vector<size_t>& shards) {
-  state.require_here();
-  struct Part {
-    size_t shard = 0;
-    int64_t at = 0;
-    int64_t n = 0;
-  };
-  std::vector<Part> parts;
+  AdamW& adamw = state.here();
+  std::vector<Piece> pieces;
   for (const size_t shard : shards) {
     const int64_t numel = state.shard(shard).numel();
     for (int64_t at = 0; at < numel; at += kPieceElements) {
-      parts.push_back({shard, at, std::min(kPieceElements, numel - at)});
+      pieces.push_back({.shard = shard, .at = at, .n = std::min(kPieceElements, numel - at)});
     }
   }
   without_the_lock([&] {
     std::atomic<size_t> next = 0;
     run_workers(state.threads, [&](int) {
-      for (size_t i = next++; i < parts.size(); i = next++) {
-        state.adamw.arrived_in_place(parts[i].shard, parts[i].at, parts[i].n);
+      for (size_t i = next++; i < pieces.size(); i = next++) {
+        adamw.arrived_in_place(pieces[i].shard, pieces[i].at, pieces[i].n);
       }
     });
-    return 0;
   });
 }
 
 void arrive(State& state, size_t shard, nb::handle given, int64_t at) {
-  state.require_here();
+  AdamW& adamw = state.here();
   const std::string& fqn = state.shard(shard).fqn;
   const auto elements = taken<AnyArray>(given, fqn, "a contiguous array on the host");
   const Piece piece{.shard = shard,
@@ -119,28 +113,13 @@ void arrive(State& state, size_t shard, nb::handle given, int64_t at) {
                     .n = static_cast<int64_t>(elements.size()),
                     .elements = bytes_of_array(elements).data(),
                     .dtype = dtype_of(elements, fqn)};
-  without_the_lock([&] {
-    state.adamw.arrive(piece);
-    return 0;
-  });
+  without_the_lock([&] { adamw.arrive(piece); });
 }
 
-void skip(State& state) {
-  state.require_here();
-  state.adamw.skip();
-}
-
-nb::tuple norm(const State& state) {
-  state.require_here();
-  const GradNorm norm = state.adamw.norm();
-  return nb::make_tuple(norm.sum_of_squares, norm.finite);
-}
-
-nb::tuple norms(const State& state) {
-  state.require_here();
+nb::tuple norms(State& state) {
   nb::list sums;
   bool finite = true;
-  for (const GradNorm& norm : state.adamw.norms()) {
+  for (const GradNorm& norm : state.here().norms()) {
     sums.append(norm.sum_of_squares);
     finite = finite && norm.finite;
   }
@@ -157,72 +136,53 @@ std::vector<int64_t> steps(const State& state) {
 
 void step(State& state, float unscale, float clip, const nb::object& send, const nb::object& wait,
           const std::string& dtype, bool refresh_masters) {
-  state.require_here();
+  AdamW& adamw = state.here();
   std::optional<Sending> sending;
   if (!send.is_none()) sending.emplace(state, send, wait, dtype);
   without_the_lock([&] {
-    state.adamw.step({.unscale = unscale,
-                      .clip = clip,
-                      .outlet = sending ? &sending->outlet() : nullptr,
-                      .refresh_masters = refresh_masters});
-    return 0;
+    adamw.step({.unscale = unscale,
+                .clip = clip,
+                .outlet = sending ? &sending->outlet() : nullptr,
+                .refresh_masters = refresh_masters});
   });
   if (sending) sending->require_sent();
 }
 
-void refresh_masters(State& state) {
-  without_the_lock([&] {
-    state.adamw.refresh_masters();
-    return 0;
-  });
+// Bytes of the state, which live as long as the array.
+nb::object shown(const std::shared_ptr<State>& state, std::span<std::byte> bytes) {
+  return array_of(std::make_unique<std::shared_ptr<State>>(state), bytes);
 }
 
 nb::object plane(const std::shared_ptr<State>& state, size_t shard, const std::string& name) {
   state->shard(shard);
-  return array_of(std::make_unique<std::shared_ptr<State>>(state),
-                  state->adamw.plane(shard, named(kPlaneNames, "plane", name)));
+  return shown(state, state->adamw.plane(shard, named(kPlaneNames, "plane", name)));
 }
 
 nb::object scales(const std::shared_ptr<State>& state, size_t shard, const std::string& name) {
   state->shard(shard);
-  return array_of(
-      std::make_unique<std::shared_ptr<State>>(state),
-      std::as_writable_bytes(state->adamw.scales(shard, named(kPlaneNames, "plane", name))));
+  const std::span<float> scales = state->adamw.scales(shard, named(kPlaneNames, "plane", name));
+  return shown(state, std::as_writable_bytes(scales));
 }
 
-nb::object staging(const std::shared_ptr<State>& state) {
-  return array_of(std::make_unique<std::shared_ptr<State>>(state), state->staging.bytes());
-}
-
-void export_to(const State& state, size_t shard, const std::string& name, nb::handle given,
-               int64_t at) {
-  state.require_here();
+void export_to(State& state, size_t shard, const std::string& name, nb::handle given, int64_t at) {
+  const AdamW& adamw = state.here();
   const auto to = taken<Floats>(given, state.shard(shard).fqn, kFloatsKind);
   const StatePlane plane = named(kStatePlaneNames, "plane", name);
-  without_the_lock([&] {
-    state.adamw.export_to(shard, plane, at, {to.data(), to.size()});
-    return 0;
-  });
+  without_the_lock([&] { adamw.export_to(shard, plane, at, {to.data(), to.size()}); });
 }
 
 void import_from(State& state, size_t shard, const std::string& name, nb::handle given,
                  int64_t at) {
-  state.require_here();
+  AdamW& adamw = state.here();
   const auto from = taken<ReadFloats>(given, state.shard(shard).fqn, kFloatsKind);
   const StatePlane plane = named(kStatePlaneNames, "plane", name);
-  without_the_lock([&] {
-    state.adamw.import_from(shard, plane, at, {from.data(), from.size()});
-    return 0;
-  });
+  without_the_lock([&] { adamw.import_from(shard, plane, at, {from.data(), from.size()}); });
 }
 
-nb::dict digest(const State& state) {
-  state.require_here();
-  const StateDigest made = without_the_lock([&] { return state.adamw.digest(); });
-  nb::dict digest;
-  digest["state"] = made.state;
-  digest["master"] = made.master;
-  return digest;
+nb::dict digest(State& state) {
+  const AdamW& adamw = state.here();
+  const StateDigest made = without_the_lock([&] { return adamw.digest(); });
+  return dict_of("state"_a = made.state, "master"_a = made.master);
 }
 
 std::string format_of(const std::string& dtype, const std::string& asked) {
@@ -234,15 +194,11 @@ std::string format_of(const std::string& dtype, const std::string& asked) {
 nb::list formats() {
   nb::list rows;
   for (const StateFormatRow& row : state_formats()) {
-    const auto name_of = [](DType dtype) { return std::string(torch_name(dtype)); };
-    nb::dict one;
-    one["name"] = std::string(row.name);
-    one["master"] = name_of(row.master);
-    one["master_low"] =
-        row.master_low == DType::boolean ? nb::none() : nb::cast(name_of(row.master_low));
-    one["grad"] = name_of(row.grad);
-    one["moment"] = name_of(row.moment);
-    rows.append(one);
+    nb::object low = nb::none();
+    if (row.master_low != DType::boolean) low = nb::cast(torch_name(row.master_low));
+    rows.append(dict_of("name"_a = row.name, "master"_a = torch_name(row.master),
+                        "master_low"_a = low, "grad"_a = torch_name(row.grad),
+                        "moment"_a = torch_name(row.moment)));
   }
   return rows;
 }
@@ -266,12 +222,11 @@ void define_options(nb::module_& module) {
                                    maximize,
                                    bias_correction};
           },
-          nb::kw_only(), nb::arg("semantics") = "torch", nb::arg("lr") = defaults.lr,
-          nb::arg("betas") = std::pair(defaults.beta1, defaults.beta2),
-          nb::arg("eps") = defaults.eps, nb::arg("weight_decay") = defaults.weight_decay,
-          nb::arg("decoupled") = defaults.decoupled, nb::arg("amsgrad") = defaults.amsgrad,
-          nb::arg("maximize") = defaults.maximize,
-          nb::arg("bias_correction") = defaults.bias_correction);
+          nb::kw_only(), "semantics"_a = "torch", "lr"_a = defaults.lr,
+          "betas"_a = std::pair(defaults.beta1, defaults.beta2), "eps"_a = defaults.eps,
+          "weight_decay"_a = defaults.weight_decay, "decoupled"_a = defaults.decoupled,
+          "amsgrad"_a = defaults.amsgrad, "maximize"_a = defaults.maximize,
+          "bias_correction"_a = defaults.bias_correction);
 }
 
 constexpr auto kStateDoc = R"(AdamW's state over the shards of a rank, taken whole when it is made.
@@ -298,47 +253,45 @@ Raises:
 
 void define_state(nb::module_& module) {
   nb::class_<State>(module, "AdamW", kStateDoc)
-      .def(nb::new_(&state), nb::arg("shards"), nb::arg("groups"), nb::kw_only(), nb::arg("format"),
-           nb::arg("ledger"), nb::arg("seed") = 0, nb::arg("threads") = 0, nb::arg("slots") = 0,
-           nb::arg("pin").none() = nb::none(), nb::arg("unpin").none() = nb::none(),
-           nb::arg("pin_limit") = nb::none(), nb::arg("fork") = "excluded")
+      .def(nb::new_(&state), "shards"_a, "groups"_a, nb::kw_only(), "format"_a, "ledger"_a,
+           "seed"_a = 0, "threads"_a = 0, "slots"_a = 0, "pin"_a.none() = nb::none(),
+           "unpin"_a.none() = nb::none(), "pin_limit"_a = nb::none(), "fork"_a = "excluded")
       .def(
           "set_options",
           [](State& of, int group, const AdamOptions& options) {
             of.adamw.set_options(group, options);
           },
-          nb::arg("group"), nb::arg("options"), "For the steps to come.")
-      .def(
-          "expect", [](State& of, int passes) { of.adamw.expect(passes); }, nb::arg("passes"),
-          "How often each element arrives in a step, from the next one on.")
-      .def("arrive", arrive, nb::arg("shard"), nb::arg("elements"), nb::arg("at") = 0,
+          "group"_a, "options"_a, "For the steps to come.")
+      .def("arrive", arrive, "shard"_a, "elements"_a, "at"_a = 0,
            "A part of a shard's gradient, from local element `at` on.")
-      .def("arrived_in_place", arrived_in_place, nb::arg("shards"),
+      .def("arrived_in_place", arrived_in_place, "shards"_a,
            "The same for whole shards whose gradients lie in the plane already; on all threads.")
       .def(
           "leave_out",
           [](State& of, size_t shard) {
             of.shard(shard);
-            of.require_here();
-            of.adamw.leave_out(shard);
+            of.here().leave_out(shard);
           },
-          nb::arg("shard"), "This step has no gradient for it.")
-      .def("norm", norm,
-           "(sum of squares, whether all are finite) of this rank's gradients as they arrived.")
-      .def("norms", norms, "The same with a sum for each shard, in a list.")
-      .def("step", step, nb::arg("unscale") = 1.0F, nb::arg("clip") = 1.0F, nb::kw_only(),
-           nb::arg("send").none() = nb::none(), nb::arg("wait").none() = nb::none(),
-           nb::arg("dtype") = "bfloat16", nb::arg("refresh_masters") = false,
+          "shard"_a, "This step has no gradient for it.")
+      .def("norms", norms,
+           "(sum of squares by shard, whether all are finite) of gradients as they arrived.")
+      .def("step", step, "unscale"_a = 1.0F, "clip"_a = 1.0F, nb::kw_only(),
+           "send"_a.none() = nb::none(), "wait"_a.none() = nb::none(), "dtype"_a = "bfloat16",
+           "refresh_masters"_a = false,
            "One step with all that has arrived. `send(shard, at, n, slot)`: n new values of "
            "`dtype`, of a shard from local element `at` on, lie at the beginning of a slot of "
            "`staging` "
            "until `wait(slot)` has returned; called on several threads. Not for split masters. An "
            "error of theirs is raised when the step has ended, which has stepped the state. "
            "`refresh_masters`: the method of this name first, in the same pass.")
-      .def("refresh_masters", refresh_masters,
-           "Values of the arrays `out` that are not their masters rounded, as somebody has written "
-           "them, become the masters.")
-      .def("skip", skip, "Forgets the gradients; no other byte changes.")
+      .def(
+          "refresh_masters",
+          [](State& of) { without_the_lock([&] { of.adamw.refresh_masters(); }); },
+          "Values of the arrays `out` that are not their masters rounded, as somebody has written "
+          "them, become the masters.")
+      .def(
+          "skip", [](State& of) { of.here().skip(); },
+          "Forgets the gradients; no other byte changes.")
       .def_prop_ro("steps", steps, "Steps that each shard's parameter has made.")
       .def(
           "set_steps",
@@ -346,17 +299,18 @@ void define_state(nb::module_& module) {
             of.shard(shard);
             of.adamw.set_steps(shard, steps);
           },
-          nb::arg("shard"), nb::arg("steps"), "Sets a parameter's count.")
-      .def("plane", plane, nb::arg("shard"), nb::arg("plane"),
+          "shard"_a, "steps"_a, "Sets a parameter's count.")
+      .def("plane", plane, "shard"_a, "plane"_a,
            "The bytes of master, master_low, grad, exp_avg, exp_avg_sq or max_exp_avg_sq as they "
            "lie; they keep the state alive.")
-      .def_prop_ro("staging", staging, "The slots, as bytes that keep the state alive.")
-      .def("scales", scales, nb::arg("shard"), nb::arg("plane"),
-           "The float32 scales of 8-bit moments, as bytes.")
-      .def("export_to", export_to, nb::arg("shard"), nb::arg("plane"), nb::arg("to"),
-           nb::arg("at") = 0, "Elements from `at` on as float32 values, exactly.")
-      .def("import_from", import_from, nb::arg("shard"), nb::arg("plane"), nb::arg("values"),
-           nb::arg("at") = 0,
+      .def_prop_ro(
+          "staging",
+          [](const std::shared_ptr<State>& of) { return shown(of, of->staging.bytes()); },
+          "The slots, as bytes that keep the state alive.")
+      .def("scales", scales, "shard"_a, "plane"_a, "The float32 scales of 8-bit moments, as bytes.")
+      .def("export_to", export_to, "shard"_a, "plane"_a, "to"_a, "at"_a = 0,
+           "Elements from `at` on as float32 values, exactly.")
+      .def("import_from", import_from, "shard"_a, "plane"_a, "values"_a, "at"_a = 0,
            "From float32 values: exactly into fp32 and fp32-split, else rounded as a step rounds.")
       .def_prop_ro(
           "footprint", [](const State& of) { return by_purpose(of.footprint); },
@@ -379,17 +333,15 @@ void define_optim(nb::module_& module) {
         spec.fork = fork_named(fork);
         return by_purpose(footprint_of(spec, slots, threads));
       },
-      nb::arg("shards"), nb::arg("groups"), nb::kw_only(), nb::arg("format"), nb::arg("slots") = 0,
-      nb::arg("threads") = 1, nb::arg("fork") = "excluded",
-      "What AdamW of these will charge, in bytes by purpose.");
-  module.def("clip_factor", clip_factor, nb::arg("norm"), nb::arg("max_norm"),
+      "shards"_a, "groups"_a, nb::kw_only(), "format"_a, "slots"_a = 0, "threads"_a = 1,
+      "fork"_a = "excluded", "What AdamW of these will charge, in bytes by purpose.");
+  module.def("clip_factor", clip_factor, "norm"_a, "max_norm"_a,
              "min(1, max_norm / (norm + 1e-6)), rounded once to float32.");
   module.def("state_formats", formats,
              "A dict for each format: name, and the dtypes of its planes.");
-  module.def("state_format_of", format_of, nb::arg("dtype"), nb::arg("asked"),
+  module.def("state_format_of", format_of, "dtype"_a, "asked"_a,
              "The format that steps a parameter of `dtype` when `asked` is asked for: a bfloat16 "
              "parameter takes any, the others fp32.");
-  module.def("usable_cpus", usable_cpus, "CPUs that this process may run on.");
 }
 
 }  // namespace modicum::python

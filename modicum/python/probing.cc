@@ -1,6 +1,5 @@
 // What the kernel says of this process and its children.
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/vector.h>
 
 #include <utility>
 #include <vector>
@@ -14,10 +13,7 @@ namespace {
 
 nb::dict process_memory(int pid) {
   const ProcessMemory memory = without_the_lock([&] { return read_process_memory(pid); });
-  nb::dict held;
-  held["held_bytes"] = memory.held();
-  held["peak_bytes"] = memory.peak_held();
-  return held;
+  return dict_of("held_bytes"_a = memory.held(), "peak_bytes"_a = memory.peak_held());
 }
 
 nb::tuple as_pair(const RangeMemory& memory) {
@@ -30,28 +26,21 @@ nb::dict tree_memory(const std::vector<std::pair<uint64_t, uint64_t>>& ranges, i
   const TreeMemory tree = without_the_lock([&] { return read_tree(pid, asked); });
   nb::list processes;
   for (const TreeMemory::Process& process : tree.processes) {
-    nb::dict one;
-    one["pid"] = process.pid;
-    one["forked"] = process.is_forked;
-    one["anon_bytes"] = process.memory.pss_anon;
-    one["shmem_bytes"] = process.memory.pss_shmem;
-    one["page_table_bytes"] = process.memory.page_tables;
-    processes.append(one);
+    processes.append(dict_of("pid"_a = process.pid, "forked"_a = process.is_forked,
+                             "anon_bytes"_a = process.memory.pss_anon,
+                             "shmem_bytes"_a = process.memory.pss_shmem,
+                             "page_table_bytes"_a = process.memory.page_tables));
   }
   nb::list held;
   for (const RangeMemory& range : tree.ranges) held.append(as_pair(range));
-  nb::dict all;
-  all["processes"] = processes;
-  all["ranges"] = held;
-  all["rest"] = as_pair(tree.rest);
-  return all;
+  return dict_of("processes"_a = processes, "ranges"_a = held, "rest"_a = as_pair(tree.rest));
 }
 
 }  // namespace
 
 void define_probe(nb::module_& module) {
   module.def(
-      "process_memory", process_memory, nb::arg("pid") = 0,
+      "process_memory", process_memory, "pid"_a = 0,
       "held_bytes and peak_bytes (since reset_peak) of a process, by the kernel; 0: this one.");
   module.def("reset_peak", reset_peak_rss, "Starts peak_bytes anew; False where the kernel won't.");
   module.def(
@@ -66,9 +55,9 @@ void define_probe(nb::module_& module) {
       "granted_cpus", [] { return granted_cpus(); },
       "CPUs that affinity and the cgroup chain's quota leave to this process.");
   module.def(
-      "descendants", [](int pid) { return descendants(pid); }, nb::arg("pid") = 0,
+      "descendants", [](int pid) { return descendants(pid); }, "pid"_a = 0,
       "The processes that a process has started, and theirs; 0: this one.");
-  module.def("tree_memory", tree_memory, nb::arg("ranges"), nb::arg("pid") = 0,
+  module.def("tree_memory", tree_memory, "ranges"_a, "pid"_a = 0,
              R"(What a process and its descendants hold, and whose it is.
 
 Args:

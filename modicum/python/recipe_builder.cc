@@ -2,7 +2,6 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
-#include <nanobind/stl/vector.h>
 
 #include <map>
 #include <utility>
@@ -19,12 +18,7 @@ Manifest manifest_of(const std::map<std::string, Described>& stored) {
   Manifest manifest;
   manifest.tensors.reserve(stored.size());
   for (const auto& [fqn, described] : stored) {
-    const auto dtype = dtype_from_torch_name(described.first);
-    if (!dtype) {
-      fail(Category::unsupported, "an unknown dtype",
-           {.tensor = fqn, .got = printable(described.first)});
-    }
-    manifest.tensors.push_back({{fqn, Role::param, *dtype, described.second}, {}});
+    manifest.tensors.push_back({spec_of(fqn, described.first, described.second), {}});
   }
   return manifest;
 }
@@ -64,20 +58,19 @@ Args:
 Raises:
     UsageError: MISMATCH where shapes or dtypes do not go together, UNSUPPORTED for a dtype that is
         not known and for more than eight dims; the constructor and every call.)")
-      .def(nb::init<const std::map<std::string, Described>&>(), nb::arg("stored"))
-      .def("stored", op<std::string_view>(&RecipeBuilder::stored), nb::arg("name"),
+      .def(nb::init<const std::map<std::string, Described>&>(), "stored"_a)
+      .def("stored", op<std::string_view>(&RecipeBuilder::stored), "name"_a,
            "A tensor of the checkpoint.")
-      .def("cat", op(&RecipeBuilder::cat), nb::arg("dim"), nb::arg("inputs"),
+      .def("cat", op(&RecipeBuilder::cat), "dim"_a, "inputs"_a,
            "The inputs one after the other along `dim`.")
-      .def("stack", op(&RecipeBuilder::stack), nb::arg("dim"), nb::arg("inputs"),
-           "The inputs along a new dim.")
-      .def("slice", op(&RecipeBuilder::slice), nb::arg("dim"), nb::arg("start"), nb::arg("stop"),
-           nb::arg("input"), "`[start, stop)` of `dim`.")
-      .def("permute", op(&RecipeBuilder::permute), nb::arg("dims"), nb::arg("input"),
+      .def("stack", op(&RecipeBuilder::stack), "dim"_a, "inputs"_a, "The inputs along a new dim.")
+      .def("slice", op(&RecipeBuilder::slice), "dim"_a, "start"_a, "stop"_a, "input"_a,
+           "`[start, stop)` of `dim`.")
+      .def("permute", op(&RecipeBuilder::permute), "dims"_a, "input"_a,
            "Dim k of the node is dim `dims[k]` of the input.")
-      .def("reshape", op(&RecipeBuilder::reshape), nb::arg("shape"), nb::arg("input"),
+      .def("reshape", op(&RecipeBuilder::reshape), "shape"_a, "input"_a,
            "The same row-major elements under another shape.")
-      .def("described", described, nb::arg("node"), "Dtype and shape of a node.");
+      .def("described", described, "node"_a, "Dtype and shape of a node.");
 }
 
 }  // namespace modicum::python

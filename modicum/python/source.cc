@@ -1,13 +1,13 @@
 // A checkpoint in the caller's memory: tensors of rank 0 behind the seam `File`.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "modicum/python/arrays.h"
 #include "modicum/python/bindings.h"
 
 namespace modicum::python {
@@ -71,9 +71,7 @@ class CallerFile final : public File {
     while (!into.empty()) {
       const auto after = std::upper_bound(of_.begins.begin(), of_.begins.end(), offset);
       const uint64_t n = std::min<uint64_t>(into.size(), *after - offset);
-      const auto view = nb::steal(PyMemoryView_FromMemory(reinterpret_cast<char*>(into.data()),
-                                                          static_cast<Py_ssize_t>(n), PyBUF_WRITE));
-      of_.read(after - of_.begins.begin() - 1, offset - *std::prev(after), view);
+      of_.read(after - of_.begins.begin() - 1, offset - *std::prev(after), view_of(into.first(n)));
       into = into.subspan(n);
       offset += n;
     }
@@ -107,13 +105,7 @@ class CallerFiles final : public FileSystem {
 std::vector<TensorSpec> specs_of(const std::vector<Described>& tensors) {
   std::vector<TensorSpec> specs;
   specs.reserve(tensors.size());
-  for (const auto& [name, dtype, shape] : tensors) {
-    const auto known = dtype_from_torch_name(dtype);
-    if (!known) {
-      fail(Category::unsupported, "a dtype that no checkpoint has", {.tensor = name, .got = dtype});
-    }
-    specs.push_back({.fqn = name, .dtype = *known, .shape = shape});
-  }
+  for (const auto& [name, dtype, shape] : tensors) specs.push_back(spec_of(name, dtype, shape));
   return specs;
 }
 
@@ -135,7 +127,7 @@ std::shared_ptr<OpenCheckpoint> open_tensors(const std::vector<Described>& tenso
 }  // namespace
 
 void define_source(nb::module_& module) {
-  module.def("open_tensors", open_tensors, nb::arg("tensors"), nb::arg("read").none(),
+  module.def("open_tensors", open_tensors, "tensors"_a, "read"_a.none(),
              R"(Tensors in rank 0's memory as a checkpoint, whose bytes rank 0 alone can read.
 
 Args:

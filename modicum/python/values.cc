@@ -29,18 +29,15 @@ std::shared_ptr<OpenCheckpoint> open(const std::optional<std::filesystem::path>&
   auto opened = std::make_shared<OpenCheckpoint>();
   opened->checkpoint.files = opened->files.get();
   if (!path) return opened;  // nothing is stored
-  without_the_lock([&] {
-    opened->checkpoint = open_checkpoint(*opened->files, path->string());
-    return 0;
-  });
+  without_the_lock([&] { opened->checkpoint = open_checkpoint(*opened->files, path->string()); });
   return opened;
 }
 
 nb::dict stored_of(const OpenCheckpoint& opened) {
   nb::dict stored;
   for (const Stored& tensor : opened.checkpoint.manifest.tensors) {
-    stored[tensor.spec.fqn.c_str()] = nb::make_tuple(std::string(torch_name(tensor.spec.dtype)),
-                                                     nb::tuple(nb::cast(tensor.spec.shape)));
+    stored[tensor.spec.fqn.c_str()] =
+        nb::make_tuple(torch_name(tensor.spec.dtype), tuple_of(tensor.spec.shape));
   }
   return stored;
 }
@@ -63,15 +60,12 @@ nb::list targets_of_recipe(const MadeRecipe& made) {
   const Recipe& recipe = made.recipe;
   for (size_t t = 0; t < recipe.targets.size(); ++t) {
     const TensorSpec& spec = recipe.targets[t].spec;
-    nb::dict target;
-    target["name"] = spec.fqn;
-    target["dtype"] = std::string(torch_name(spec.dtype));
-    target["shape"] = nb::tuple(nb::cast(spec.shape));
-    target["alias_of"] =
-        recipe.is_alias(t)
-            ? nb::cast(recipe.targets[recipe.nodes[recipe.targets[t].root].from].spec.fqn)
-            : nb::none();
-    targets.append(target);
+    nb::object alias_of = nb::none();
+    if (recipe.is_alias(t)) {
+      alias_of = nb::cast(recipe.targets[recipe.nodes[recipe.targets[t].root].from].spec.fqn);
+    }
+    targets.append(dict_of("name"_a = spec.fqn, "dtype"_a = torch_name(spec.dtype),
+                           "shape"_a = tuple_of(spec.shape), "alias_of"_a = alias_of));
   }
   return targets;
 }
@@ -102,64 +96,44 @@ Layout sharded_layout(const MadeRecipe& recipe, const std::vector<WrittenShardin
     fail(Category::unsupported, "a layout of that many kinds of tensors",
          {.expected = "1 to 255", .got = std::to_string(shardings.size())});
   }
-  std::optional<Layout> layout;
-  for (const WrittenSharding& written : shardings) {
-    if (layout) {
-      add_kind(*layout, sharding_from(written));
-    } else {
-      layout = make_layout("mesh", sharding_from(written));
-    }
+  Layout layout = make_layout("mesh", sharding_from(shardings.front()));
+  for (size_t kind = 1; kind < shardings.size(); ++kind) {
+    add_kind(layout, sharding_from(shardings[kind]));
   }
   if (sharding_of.size() != recipe.recipe.targets.size()) {
     fail(Category::usage, "not every target has a sharding",
          {.expected = std::to_string(recipe.recipe.targets.size()),
           .got = std::to_string(sharding_of.size())});
   }
-  layout->kind_of = sharding_of;
+  layout.kind_of = sharding_of;
   for (const uint8_t kind : sharding_of) {
     if (kind >= shardings.size())
       fail(Category::usage, "a target has a sharding that is not given");
   }
-  return *std::move(layout);
+  return layout;
 }
 
-// One tensor's sharding, without a recipe: what a rank of it is asked for.
-struct ShardOf {
-  Sharding sharding;
-  TensorSpec target;
+// A rank's shard of one tensor, without a recipe.
+struct Shard {
+  const Sharding sharding;
+  const TensorSpec target;
+  const int rank;
 
-  ShardOf(const WrittenSharding& written, const std::vector<int64_t>& shape, int rank)
-      : sharding(make_layout("mesh", sharding_from(written)).kinds.front()) {
+  Shard(const WrittenSharding& written, const std::vector<int64_t>& shape, int of)
+      : sharding(make_layout("mesh", sharding_from(written)).kinds.front()),
+        target{.shape = shape},
+        rank(checked_rank(of, sharding.mesh.world_size())) {
     if (!checked_numel(shape)) fail(Category::usage, "a shape that no tensor has");
-    if (rank < 0 || rank >= sharding.mesh.world_size()) {
-      fail(Category::usage, "there is no such rank",
-           {.expected = fmt::format("0 to {}", sharding.mesh.world_size() - 1),
-            .got = std::to_string(rank)});
+  }
+
+  std::vector<std::pair<int64_t, int64_t>> runs(const std::vector<int>& order) const {
+    std::vector<std::pair<int64_t, int64_t>> runs;
+    for (const ElementRun& run : runs_of(sharding, target, rank, order)) {
+      runs.emplace_back(run.first, run.n);
     }
-    target.shape = shape;
+    return runs;
   }
 };
-
-nb::tuple shape_of_shard(const WrittenSharding& written, const std::vector<int64_t>& shape,
-                         int rank) {
-  const ShardOf of(written, shape, rank);
-  return nb::tuple(nb::cast(local_shape(of.sharding, of.target, rank)));
-}
-
-std::vector<std::pair<int64_t, int64_t>> runs_of_shard(const WrittenSharding& written,
-                                                       const std::vector<int64_t>& shape, int rank,
-                                                       const std::vector<int>& order) {
-  const ShardOf of(written, shape, rank);
-  std::vector<std::pair<int64_t, int64_t>> runs;
-  for (const ElementRun& run : runs_of(of.sharding, of.target, rank, order)) {
-    runs.emplace_back(run.first, run.n);
-  }
-  return runs;
-}
-
-std::vector<int> replicas_of_shard(const WrittenSharding& written, int rank) {
-  return replicas_of(ShardOf(written, {}, rank).sharding, rank);
-}
 
 Destination destination_named(const std::string& name) {
   if (name == "cpu") return Destination::cpu;
@@ -170,7 +144,7 @@ Destination destination_named(const std::string& name) {
 
 void take_baseline(const Baseline& baseline, const Layout& layout, PlanOptions& options) {
   if (const auto* const one = std::get_if<Size>(&baseline)) {
-    options.baseline_bytes = parse_size(text_of(*one));
+    options.baseline_bytes = bytes_of(*one);
     return;
   }
   options.baseline_of = std::get<std::vector<uint64_t>>(baseline);
@@ -195,58 +169,47 @@ std::shared_ptr<MadePlan> plan(const std::shared_ptr<MadeRecipe>& recipe, const 
   for (const std::string& name : destinations) {
     options.destination_of.push_back(destination_named(name));
   }
-  options.staging_bytes = staging ? parse_size(text_of(staging)) : kDefaultStagingBytes;
+  options.staging_bytes = staging ? bytes_of(*staging) : kDefaultStagingBytes;
   if (baseline) take_baseline(*baseline, layout, options);
   auto made = std::make_shared<MadePlan>();
   made->recipe = recipe;
   without_the_lock([&] {
     made->plan = make_plan(recipe->of->checkpoint.manifest, recipe->recipe, layout, options);
-    if (!budget) return 0;
-    const Budget allowed{parse_size(text_of(budget)), budget_source};
+    if (!budget) return;
+    const Budget allowed{bytes_of(*budget), budget_source};
     if (!staging) made->plan = shrunk_to_fit(std::move(made->plan), allowed);
     require_fits(made->plan.promise, allowed);
-    return 0;
   });
   return made;
-}
-
-uint64_t rank_checked(const Plan& plan, int rank) {
-  if (rank >= 0 && rank < plan.ranks()) return static_cast<uint64_t>(rank);
-  fail(Category::usage, "no such rank",
-       {.expected = "0 to " + std::to_string(plan.ranks() - 1), .got = std::to_string(rank)});
 }
 
 // Of each target: where it lies and what of it.
 nb::list buffers(const MadePlan& made, int rank) {
   const Plan& plan = made.plan;
-  rank_checked(plan, rank);
+  checked_rank(rank, plan.ranks());
   nb::list all;
   for (uint32_t t = 0; t < plan.recipe->targets.size(); ++t) {
-    nb::dict one;
     const uint32_t holder = holder_of(plan, t);
     const LocalBuffer local = buffer_of(plan, holder, rank);
     const TensorSpec& spec = plan.recipe->targets[holder].spec;
-    one["holder"] = holder;
-    one["numel"] = local.numel;
-    one["padded_numel"] = local.padded_numel;
-    one["bytes"] = local.bytes();
-    one["shape"] =
-        plan.layout.is_flat(holder)
-            ? nb::tuple(nb::make_tuple(local.numel))
-            : nb::tuple(nb::cast(local_shape(plan.layout.sharding_of(holder), spec, rank)));
-    all.append(one);
+    const auto shape = plan.layout.is_flat(holder)
+                           ? std::vector{local.numel}
+                           : local_shape(plan.layout.sharding_of(holder), spec, rank);
+    all.append(dict_of("holder"_a = holder, "numel"_a = local.numel,
+                       "padded_numel"_a = local.padded_numel, "bytes"_a = local.bytes(),
+                       "shape"_a = tuple_of(shape)));
   }
   return all;
 }
 
-std::string document(const MadePlan& made) {
-  return without_the_lock([&] {
+nb::dict document(const MadePlan& made) {
+  return as_dict(without_the_lock([&] {
     PlanReport report{.checkpoint = facts_of(made.checkpoint()), .ranks = made.plan.ranks()};
     const Traffic sent = traffic(made.plan);
     report.strategies.push_back(
         {made.plan.strategy().name, made.plan.promise, sent, sent.needed_bytes});
     return plan_json(report);
-  });
+  }));
 }
 
 std::string digest_text(const MadePlan& made) {
@@ -295,33 +258,28 @@ void define_plan_class(nb::module_& module) {
       .def_prop_ro(
           "recipe", [](const MadePlan& made) { return made.recipe; }, "What was planned.")
       .def_prop_ro("digest", digest_text, "Of everything that decides what happens, as hex.")
-      .def_prop_ro(
-          "document", [](const MadePlan& made) { return as_dict(document(made)); },
-          "As `modicum plan --json`, for this one strategy.")
-      .def("buffers", buffers, nb::arg("rank"),
+      .def_prop_ro("document", document, "As `modicum plan --json`, for this one strategy.")
+      .def("buffers", buffers, "rank"_a,
            "A dict for each target: holder (the target whose memory it is), numel, padded_numel, "
            "bytes, shape (this rank's part without padding).")
       .def(
           "promised_bytes",
           [](const MadePlan& made, int rank) {
-            rank_checked(made.plan, rank);
-            return made.plan.promise.rank_peak_bytes(rank);
+            return made.plan.promise.rank_peak_bytes(checked_rank(rank, made.plan.ranks()));
           },
-          nb::arg("rank"), "The most that the rank's process will hold, in bytes.")
+          "rank"_a, "The most that the rank's process will hold, in bytes.")
       .def(
           "ledger_limit_bytes",
           [](const MadePlan& made, int rank) {
-            rank_checked(made.plan, rank);
-            return made.plan.promise.ledger_limit_bytes(rank);
+            return made.plan.promise.ledger_limit_bytes(checked_rank(rank, made.plan.ranks()));
           },
-          nb::arg("rank"), "The same without the process itself and page tables.")
+          "rank"_a, "The same without the process itself and page tables.")
       .def(
           "exchange_group",
           [](const MadePlan& made, int rank) {
-            rank_checked(made.plan, rank);
-            return exchange_group(made.plan, rank);
+            return exchange_group(made.plan, checked_rank(rank, made.plan.ranks()));
           },
-          nb::arg("rank"), "The ranks that hand bytes on to each other, `rank` among them.");
+          "rank"_a, "The ranks that hand bytes on to each other, `rank` among them.");
 }
 
 void define_name_pattern(nb::module_& module) {
@@ -333,15 +291,13 @@ Args:
 
 Raises:
     UsageError: USAGE, with RE2's reason.)")
-      .def(nb::init<std::string_view, std::string_view>(), nb::arg("argument"),
-           nb::arg("expression"))
-      .def("finds", &NamePattern::finds, nb::arg("name"),
-           "Whether it matches somewhere in `name`.");
+      .def(nb::init<std::string_view, std::string_view>(), "argument"_a, "expression"_a)
+      .def("finds", &NamePattern::finds, "name"_a, "Whether it matches somewhere in `name`.");
 }
 
 void define_steps(nb::module_& module) {
   define_name_pattern(module);
-  module.def("open_checkpoint", open, nb::arg("path").none(),
+  module.def("open_checkpoint", open, "path"_a.none(),
              R"(Opens headers, index and config of a checkpoint and proves its layout.
 
 Args:
@@ -350,9 +306,8 @@ Args:
 
 Raises:
     FormatError, IoError.)");
-  module.def("make_recipe", recipe, nb::arg("checkpoint"), nb::arg("text") = nb::none(),
-             nb::kw_only(), nb::arg("dtype") = nb::none(), nb::arg("keep_fp32") = nb::none(),
-             nb::arg("untie") = false,
+  module.def("make_recipe", recipe, "checkpoint"_a, "text"_a = nb::none(), nb::kw_only(),
+             "dtype"_a = nb::none(), "keep_fp32"_a = nb::none(), "untie"_a = false,
              R"(How each target is made of the checkpoint's tensors.
 
 Args:
@@ -364,9 +319,8 @@ Args:
 
 Raises:
     UsageError: the recipe is not one for this checkpoint.)");
-  module.def("make_layout", named_layout, nb::arg("recipe"), nb::arg("ranks"),
-             nb::arg("layout") = "fsdp2", nb::kw_only(), nb::arg("mesh") = nb::none(),
-             nb::arg("shard_dim") = 0, nb::arg("tp_rowwise") = nb::none(),
+  module.def("make_layout", named_layout, "recipe"_a, "ranks"_a, "layout"_a = "fsdp2",
+             nb::kw_only(), "mesh"_a = nb::none(), "shard_dim"_a = 0, "tp_rowwise"_a = nb::none(),
              R"(The targets cut for a mesh, as `--layout` of the command line.
 
 Args:
@@ -376,8 +330,8 @@ Args:
     mesh: "AxB": of hsdp replicas x shards, of tp-fsdp dp x tp.
     shard_dim: the tensor dim that is cut.
     tp_rowwise: names (a regular expression) that TP cuts along dim 1; the rest along dim 0.)");
-  module.def("make_layout", sharded_layout, nb::arg("recipe"), nb::kw_only(), nb::arg("shardings"),
-             nb::arg("sharding_of"),
+  module.def("make_layout", sharded_layout, "recipe"_a, nb::kw_only(), "shardings"_a,
+             "sharding_of"_a,
              R"(The targets cut as they say each for itself.
 
 Args:
@@ -387,31 +341,36 @@ Args:
     sharding_of: for each target the index of its sharding.)");
 }
 
-// The layout of one tensor, which needs no recipe. A sharding is written as for make_layout.
-void define_shards(nb::module_& module) {
-  module.def("shard_shape", shape_of_shard, nb::arg("sharding"), nb::arg("shape"), nb::arg("rank"),
-             "The shape of a rank's shard of a tensor, without padding.");
-  module.def("shard_runs", runs_of_shard, nb::arg("sharding"), nb::arg("shape"), nb::arg("rank"),
-             nb::arg("order"),
-             R"(The elements of a tensor in a rank's shard, as runs (first, n), in memory order.
+void define_shard(nb::module_& module) {
+  nb::class_<Shard>(module, "Shard", R"(A rank's shard of one tensor; needs no recipe.
 
 Args:
     sharding: (mesh, cuts) as for make_layout.
     shape: of the whole tensor.
-    rank: of the world.
+    rank: of the world.)")
+      .def(nb::init<const WrittenSharding&, const std::vector<int64_t>&, int>(), "sharding"_a,
+           "shape"_a, "rank"_a)
+      .def_prop_ro(
+          "shape",
+          [](const Shard& of) { return tuple_of(local_shape(of.sharding, of.target, of.rank)); },
+          "Without padding.")
+      .def("runs", &Shard::runs, "order"_a,
+           R"(Its elements of the tensor, as runs (first, n), in memory order.
+
+Args:
     order: the dims by which the shard is contiguous, slowest first; elements are counted by it,
-        too: [0, 1, ...] is row-major.)");
-  module.def("shard_replicas", replicas_of_shard, nb::arg("sharding"), nb::arg("rank"),
-             "The ranks, `rank` among them, that hold the same elements; ascending.");
+        too: [0, 1, ...] is row-major.)")
+      .def_prop_ro(
+          "replicas", [](const Shard& of) { return replicas_of(of.sharding, of.rank); },
+          "The ranks, its own among them, that hold the same elements; ascending.");
 }
 
 void define_make_plan(nb::module_& module) {
-  module.def("make_plan", plan, nb::arg("recipe"), nb::arg("layout"), nb::kw_only(),
-             nb::arg("strategy") = "own-shard", nb::arg("ranks_per_node") = nb::none(),
-             nb::arg("destinations") = std::vector<std::string>(), nb::arg("staging") = nb::none(),
-             nb::arg("baseline") = nb::none(), nb::arg("init_bytes") = 0,
-             nb::arg("caller_sends") = false, nb::arg("budget") = nb::none(),
-             nb::arg("budget_source") = "argument", nb::arg("fork") = "excluded",
+  module.def("make_plan", plan, "recipe"_a, "layout"_a, nb::kw_only(), "strategy"_a = "own-shard",
+             "ranks_per_node"_a = nb::none(), "destinations"_a = std::vector<std::string>(),
+             "staging"_a = nb::none(), "baseline"_a = nb::none(), "init_bytes"_a = 0,
+             "caller_sends"_a = false, "budget"_a = nb::none(), "budget_source"_a = "argument",
+             "fork"_a = "excluded",
              R"(Who reads what and what every rank will hold.
 
 Args:
@@ -440,7 +399,7 @@ void define_values(nb::module_& module) {
   define_inputs(module);
   define_plan_class(module);
   define_steps(module);
-  define_shards(module);
+  define_shard(module);
   define_make_plan(module);
 }
 

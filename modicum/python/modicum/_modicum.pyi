@@ -227,23 +227,34 @@ def make_layout(recipe: Recipe, *, shardings: Sequence[tuple[Sequence[int], Sequ
         sharding_of: for each target the index of its sharding.
     """
 
-def shard_shape(sharding: tuple[Sequence[int], Sequence[tuple[Sequence[int], int, int, bool]]], shape: Sequence[int], rank: int) -> tuple:
-    """The shape of a rank's shard of a tensor, without padding."""
-
-def shard_runs(sharding: tuple[Sequence[int], Sequence[tuple[Sequence[int], int, int, bool]]], shape: Sequence[int], rank: int, order: Sequence[int]) -> list[tuple[int, int]]:
+class Shard:
     """
-    The elements of a tensor in a rank's shard, as runs (first, n), in memory order.
+    A rank's shard of one tensor; needs no recipe.
 
     Args:
         sharding: (mesh, cuts) as for make_layout.
         shape: of the whole tensor.
         rank: of the world.
-        order: the dims by which the shard is contiguous, slowest first; elements are counted by it,
-            too: [0, 1, ...] is row-major.
     """
 
-def shard_replicas(sharding: tuple[Sequence[int], Sequence[tuple[Sequence[int], int, int, bool]]], rank: int) -> list[int]:
-    """The ranks, `rank` among them, that hold the same elements; ascending."""
+    def __init__(self, sharding: tuple[Sequence[int], Sequence[tuple[Sequence[int], int, int, bool]]], shape: Sequence[int], rank: int) -> None: ...
+
+    @property
+    def shape(self) -> tuple:
+        """Without padding."""
+
+    def runs(self, order: Sequence[int]) -> list[tuple[int, int]]:
+        """
+        Its elements of the tensor, as runs (first, n), in memory order.
+
+        Args:
+            order: the dims by which the shard is contiguous, slowest first; elements are counted by it,
+                too: [0, 1, ...] is row-major.
+        """
+
+    @property
+    def replicas(self) -> list[int]:
+        """The ranks, its own among them, that hold the same elements; ascending."""
 
 def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | Sequence[int] | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'argument', fork: str = 'excluded') -> Plan:
     """
@@ -460,9 +471,6 @@ class AdamW:
     def set_options(self, group: int, options: AdamOptions) -> None:
         """For the steps to come."""
 
-    def expect(self, passes: int) -> None:
-        """How often each element arrives in a step, from the next one on."""
-
     def arrive(self, shard: int, elements: object, at: int = 0) -> None:
         """A part of a shard's gradient, from local element `at` on."""
 
@@ -474,13 +482,10 @@ class AdamW:
     def leave_out(self, shard: int) -> None:
         """This step has no gradient for it."""
 
-    def norm(self) -> tuple:
-        """
-        (sum of squares, whether all are finite) of this rank's gradients as they arrived.
-        """
-
     def norms(self) -> tuple:
-        """The same with a sum for each shard, in a list."""
+        """
+        (sum of squares by shard, whether all are finite) of gradients as they arrived.
+        """
 
     def step(self, unscale: float = 1.0, clip: float = 1.0, *, send: object | None = None, wait: object | None = None, dtype: str = 'bfloat16', refresh_masters: bool = False) -> None:
         """
@@ -544,9 +549,6 @@ def state_format_of(dtype: str, asked: str) -> str:
     """
     The format that steps a parameter of `dtype` when `asked` is asked for: a bfloat16 parameter takes any, the others fp32.
     """
-
-def usable_cpus() -> int:
-    """CPUs that this process may run on."""
 
 def process_memory(pid: int = 0) -> dict:
     """

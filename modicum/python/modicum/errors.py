@@ -4,16 +4,6 @@ import json
 
 from modicum._modicum import exit_codes
 
-__all__ = [
-    "BudgetError",
-    "Error",
-    "FormatError",
-    "IntegrityError",
-    "IoError",
-    "PeerError",
-    "UsageError",
-]
-
 
 class Error(Exception):
     """Whatever Modicum refuses or fails at. `str()` is one line that says it all; the attributes

@@ -400,7 +400,7 @@ CASES = [
 
 def elements(sharding: Sharding, shape: tuple[int, ...], rank: int) -> Any:
     """The numbers that the runs of a rank name, in the order of `ids`."""
-    runs = _modicum.shard_runs(sharding, shape, rank, range(len(shape)))
+    runs = _modicum.Shard(sharding, shape, rank).runs(range(len(shape)))
     return torch.tensor([i for first, n in runs for i in range(first + 1, first + n + 1)])
 
 

@@ -1,6 +1,6 @@
 """What processes hold: by phase, drawn, and byte by byte by owner. Needs no torch.
 
-from modicum import memory
+from modicum import memory as memory
 
 before = memory.held()
 with memory.phase("wrap"):
@@ -10,18 +10,12 @@ memory.save("memory-{rank}.jsonl")
 memory.draw("memory.png", ["memory-0.jsonl", "memory-1.jsonl"])
 """
 
-from modicum.memory.attribution import Attribution, Owner, attribute, held
-from modicum.memory.drawing import draw
-from modicum.memory.recording import Phase, phase, phases, save
-
-__all__ = [
-    "Attribution",
-    "Owner",
-    "Phase",
-    "attribute",
-    "draw",
-    "held",
-    "phase",
-    "phases",
-    "save",
-]
+from modicum.memory.attribution import Attribution as Attribution
+from modicum.memory.attribution import Owner as Owner
+from modicum.memory.attribution import attribute as attribute
+from modicum.memory.attribution import held as held
+from modicum.memory.drawing import draw as draw
+from modicum.memory.recording import Phase as Phase
+from modicum.memory.recording import phase as phase
+from modicum.memory.recording import phases as phases
+from modicum.memory.recording import save as save

@@ -8,8 +8,6 @@ from typing import Any
 from modicum import _modicum
 from modicum.memory.holders import GRADIENT, MASTER, MOMENTS, STAGING, WEIGHTS, holdings
 
-__all__ = ["Attribution", "Owner", "attribute", "held"]
-
 _ORDER = (MASTER, GRADIENT, MOMENTS, STAGING, WEIGHTS)
 
 

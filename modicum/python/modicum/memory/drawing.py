@@ -10,8 +10,6 @@ from typing import Any
 from modicum.errors import refusal
 from modicum.memory.recording import Phase, Sample, recorded
 
-__all__ = ["draw"]
-
 _GIB = 1 << 30
 _SHADES = ("#e8eef7", "#f6efe2")
 

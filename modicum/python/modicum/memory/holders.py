@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from modicum.errors import refusal
 from modicum.upstream.torch_core import local_of
 
-__all__ = ["Holding", "holdings", "stepping"]
-
 MASTER, GRADIENT, MOMENTS, STAGING, WEIGHTS = "master", "gradient", "moments", "staging", "weights"
 OTHER = "tensors"
 KNOWN_DEEPSPEED = "0.19"

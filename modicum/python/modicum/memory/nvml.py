@@ -2,8 +2,6 @@
 
 import ctypes
 
-__all__ = ["Devices"]
-
 LIBRARY = "libnvidia-ml.so.1"
 
 

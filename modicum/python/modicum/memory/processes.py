@@ -6,8 +6,6 @@ The full account of a process tree is `_modicum.tree_memory`.
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Status", "held_by_tree", "status_of"]
-
 _PROC = Path("/proc")
 _KIB = 1024
 

@@ -15,8 +15,6 @@ from modicum import _modicum
 from modicum.memory.nvml import Devices
 from modicum.memory.processes import held_by_tree, status_of
 
-__all__ = ["Phase", "Sample", "phase", "phases", "recorded", "reset_peak", "save"]
-
 _CHILDREN_S = 0.1  # between two looks for new children, which read a file per process, at least
 _SHARE = 0.01  # of a core, for samples; and as much for the looks
 _SHARE_OF_TREE = 0.04  # for samples of several processes, each of which takes milliseconds

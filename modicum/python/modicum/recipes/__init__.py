@@ -12,16 +12,10 @@ pattern left; `modicum plan` and `modicum load` take it with `--recipe`. From th
 Neither torch nor transformers is imported before they are needed.
 """
 
-from modicum.recipes.operations import OPERATIONS
-from modicum.recipes.recipe import Recipe, meta_model, recipe_for
-from modicum.recipes.translation import Translation, natural_key, translate
-
-__all__ = [
-    "OPERATIONS",
-    "Recipe",
-    "Translation",
-    "meta_model",
-    "natural_key",
-    "recipe_for",
-    "translate",
-]
+from modicum.recipes.operations import OPERATIONS as OPERATIONS
+from modicum.recipes.recipe import Recipe as Recipe
+from modicum.recipes.recipe import meta_model as meta_model
+from modicum.recipes.recipe import recipe_for as recipe_for
+from modicum.recipes.translation import Translation as Translation
+from modicum.recipes.translation import natural_key as natural_key
+from modicum.recipes.translation import translate as translate

@@ -6,7 +6,7 @@ of operations: a list where several stored tensors go under one pattern, one arr
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -105,11 +105,18 @@ def _concatenate(op: Any, inputs: Values, chain: Chain) -> Values:
 
 def _interleave(op: Any, inputs: Values, chain: Chain) -> Values:
     array = _one(next(iter(inputs.values())), "Interleave")
-    half = array.shape[op.dim] // 2
-    pair = [2, half] if op.inverse else [half, 2]
-    apart = reshape([*array.shape[: op.dim], *pair, *array.shape[op.dim + 1 :]], array)
-    made = reshape(array.shape, transpose(op.dim, op.dim + 1, apart))
-    return {chain.targets[0]: made}
+    before, size, after = array.shape[: op.dim], array.shape[op.dim], array.shape[op.dim + 1 :]
+    return {chain.targets[0]: _regrouped(array, before, size, after, op.inverse)}
+
+
+def _regrouped(
+    array: Array, before: Sequence[int], size: int, after: Sequence[int], inverse: bool
+) -> Array:
+    """Of a dim of `size` elements the pairs (a0 b0 a1 b1 ...) to halves (a0 a1 ... b0 b1 ...), or
+    back."""
+    pair = [2, size // 2] if inverse else [size // 2, 2]
+    apart = reshape([*before, *pair, *after], array)
+    return reshape(array.shape, transpose(len(before), len(before) + 1, apart))
 
 
 def _merge_modulelist(op: Any, inputs: Values, chain: Chain) -> Values:
@@ -135,20 +142,18 @@ def _unbind(array: Array, dim: int) -> list[Array]:
     return [reshape(rest, cut(dim, i, i + 1, array)) for i in range(array.shape[dim])]
 
 
-def _name_of_one(inputs: Values, chain: Chain, op: str) -> str:
-    """A target; but the source where the operation begins a chain that ends in several."""
-    if len(inputs) != 1:
-        raise _senseless(op, f"takes one tensor and is given {len(inputs)} patterns")
-    if len(chain.targets) == 1:
-        return chain.targets[0]
-    if len(chain.sources) == 1:
-        return chain.sources[0]
+def _only_one(inputs: Values, chain: Chain, op: str) -> tuple[str, Array]:
+    """The one input, and a target; but the source where the operation begins a chain that ends in
+    several."""
+    array = _only_input(inputs, op)
+    for names in (chain.targets, chain.sources):
+        if len(names) == 1:
+            return names[0], array
     raise _senseless(op, "stands in a chain of several sources and several targets")
 
 
 def _transpose(op: Any, inputs: Values, chain: Chain) -> Values:
-    name = _name_of_one(inputs, chain, "Transpose")
-    array = _only_input(inputs, "Transpose")
+    name, array = _only_one(inputs, chain, "Transpose")
     # Both ways round are legal on disk: the whole tensor's shape tells which this is.
     if op.check_dims and array.shape == chain.shapes[chain.first_target]:
         return {name: array}
@@ -156,16 +161,14 @@ def _transpose(op: Any, inputs: Values, chain: Chain) -> Values:
 
 
 def _conv3d_to_linear(_: Any, inputs: Values, chain: Chain) -> Values:
-    name = _name_of_one(inputs, chain, "Conv3dToLinear")
-    array = _only_input(inputs, "Conv3dToLinear")
+    name, array = _only_one(inputs, chain, "Conv3dToLinear")
     if len(array.shape) not in (2, 5):
         raise _senseless("Conv3dToLinear", f"takes 5 or 2 dims and is given {list(array.shape)}")
     return {name: reshape([array.shape[0], math.prod(array.shape[1:])], array)}
 
 
 def _linear_to_conv3d(op: Any, inputs: Values, chain: Chain) -> Values:
-    name = _name_of_one(inputs, chain, "LinearToConv3d")
-    array = _only_input(inputs, "LinearToConv3d")
+    name, array = _only_one(inputs, chain, "LinearToConv3d")
     return {name: reshape([array.shape[0], op.in_channels, *op.kernel_size], array)}
 
 
@@ -176,10 +179,7 @@ def _rope_rows(op: Any, array: Array, config: Any) -> Array:
     if op.subconfig_key is not None:
         config = getattr(config, op.subconfig_key, config)
     heads = getattr(config, "num_attention_heads", 1)
-    half = array.shape[0] // heads // 2
-    pair = [2, half] if op.inverse else [half, 2]
-    apart = reshape([heads, *pair, *array.shape[1:]], array)
-    return reshape(array.shape, transpose(1, 2, apart))
+    return _regrouped(array, [heads], array.shape[0] // heads, array.shape[1:], op.inverse)
 
 
 def _permute_for_rope(op: Any, inputs: Values, chain: Chain) -> Values:
@@ -269,11 +269,7 @@ class Operation:
     """A row of the table: how it is translated, and the settings that the translation knows."""
 
     nodes: Callable[[Any, Values, Chain], Values]
-    settings: frozenset[str]
-
-
-def _row(nodes: Callable[[Any, Values, Chain], Values], *settings: str) -> Operation:
-    return Operation(nodes, frozenset(settings))
+    settings: Collection[str] = ()
 
 
 _ROPE = ("subconfig_key", "inverse", "permute_layer_names")
@@ -281,26 +277,28 @@ _CONV = ("in_channels", "kernel_size")
 
 # By class name, as installed transformers calls them.
 OPERATIONS: dict[str, Operation] = {
-    "Chunk": _row(_chunk, "dim", "num_shards_attribute"),
-    "Concatenate": _row(_concatenate, "dim", "num_shards_attribute"),
-    "Conv3dToLinear": _row(_conv3d_to_linear, *_CONV),
-    "ErnieFuseAndSplitTextVisionExperts": _row(_fuse_and_split, "stack_dim", "concat_dim"),
-    "ErnieSplitAndDecoupleTextVisionExperts": _row(_split_and_decouple, "stack_dim", "concat_dim"),
-    "Fp8Dequantize": _row(_fp8_dequantize, "hf_quantizer"),
-    "Interleave": _row(_interleave, "dim", "inverse"),
-    "LinearToConv3d": _row(_linear_to_conv3d, *_CONV),
-    "MergeModulelist": _row(_merge_modulelist, "dim"),
-    "PermuteForRope": _row(_permute_for_rope, *_ROPE),
-    "Split": _row(_split, "dim"),
-    "SplitModulelist": _row(_split_modulelist, "dim"),
-    "Transpose": _row(_transpose, "dim0", "dim1", "check_dims"),
-    "VisionFuseAndPermuteForRope": _row(
-        _fuse_and_permute, "dim", "permute_layer_names", "inverse", "concat_op", "permute_op"
+    "Chunk": Operation(_chunk, {"dim", "num_shards_attribute"}),
+    "Concatenate": Operation(_concatenate, {"dim", "num_shards_attribute"}),
+    "Conv3dToLinear": Operation(_conv3d_to_linear, _CONV),
+    "ErnieFuseAndSplitTextVisionExperts": Operation(_fuse_and_split, {"stack_dim", "concat_dim"}),
+    "ErnieSplitAndDecoupleTextVisionExperts": Operation(
+        _split_and_decouple, {"stack_dim", "concat_dim"}
     ),
-    "VisionUnfuseAndPermuteForRope": _row(
-        _unfuse_and_permute, "dim", "permute_layer_names", "inverse", "chunk_op", "permute_op"
+    "Fp8Dequantize": Operation(_fp8_dequantize, {"hf_quantizer"}),
+    "Interleave": Operation(_interleave, {"dim", "inverse"}),
+    "LinearToConv3d": Operation(_linear_to_conv3d, _CONV),
+    "MergeModulelist": Operation(_merge_modulelist, {"dim"}),
+    "PermuteForRope": Operation(_permute_for_rope, _ROPE),
+    "Split": Operation(_split, {"dim"}),
+    "SplitModulelist": Operation(_split_modulelist, {"dim"}),
+    "Transpose": Operation(_transpose, {"dim0", "dim1", "check_dims"}),
+    "VisionFuseAndPermuteForRope": Operation(
+        _fuse_and_permute, {"dim", "permute_layer_names", "inverse", "concat_op", "permute_op"}
     ),
-    IDENTITY: _row(_identity),
+    "VisionUnfuseAndPermuteForRope": Operation(
+        _unfuse_and_permute, {"dim", "permute_layer_names", "inverse", "chunk_op", "permute_op"}
+    ),
+    IDENTITY: Operation(_identity),
 }
 
 

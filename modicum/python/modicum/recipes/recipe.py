@@ -31,8 +31,6 @@ from modicum.upstream.transformers import (
 )
 from modicum.upstream.wrappers import canonical
 
-__all__ = ["Recipe", "meta_model", "recipe_for"]
-
 
 @dataclass
 class Recipe:

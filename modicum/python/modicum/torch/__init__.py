@@ -10,18 +10,9 @@
 Importing it imports torch and nothing above it, and patches nothing.
 """
 
-from modicum.torch.build.empty import empty_parameters
-from modicum.torch.full_state_dict import fsdp2_load_full_state_dict
-from modicum.torch.loading.load import load
-from modicum.torch.optim.adamw import AdamW
-from modicum.torch.optim.protection import protect
-from modicum.torch.shards.rebinding import rebinding
-
-__all__ = [
-    "AdamW",
-    "empty_parameters",
-    "fsdp2_load_full_state_dict",
-    "load",
-    "protect",
-    "rebinding",
-]
+from modicum.torch.build.empty import empty_parameters as empty_parameters
+from modicum.torch.full_state_dict import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+from modicum.torch.loading.load import load as load
+from modicum.torch.optim.adamw import AdamW as AdamW
+from modicum.torch.optim.protection import protect as protect
+from modicum.torch.shards.rebinding import rebinding as rebinding

@@ -39,6 +39,7 @@ from modicum.torch.loading.load import load
 from modicum.torch.ranks.collectives import settled
 from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.rebinding import rebinding
+from modicum.torch.shards.tensors import as_bytes
 from modicum.upstream import accelerate, peft, transformers
 from modicum.upstream.patching import replace
 from modicum.upstream.torch_core import drop_hooks, local_of, parameters_of, version_of
@@ -46,8 +47,6 @@ from modicum.upstream.torch_fsdp import is_sharded
 from modicum.upstream.wrappers import canonical
 from modicum.walk.calls import require_check
 from modicum.walk.report import Report
-
-__all__ = ["Loading", "loading"]
 
 _CHUNK = 1 << 20  # elements
 
@@ -377,15 +376,12 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
 def _values(model: nn.Module) -> dict[str, bytes]:
     """A digest of each parameter that has values."""
     return {
-        name: hashlib.blake2b(_bytes(parameter), digest_size=16).digest()
+        name: hashlib.blake2b(
+            as_bytes(local_of(parameter).cpu().contiguous()).numpy(), digest_size=16
+        ).digest()
         for name, parameter in model.named_parameters()
         if not parameter.is_meta
     }
-
-
-def _bytes(parameter: nn.Parameter) -> Any:
-    local = local_of(parameter).detach().cpu().contiguous()
-    return local.reshape(-1).view(torch.uint8).numpy()
 
 
 def _refuse_overwritten(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:

@@ -39,8 +39,6 @@ from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_distributed import strided_shard
 from modicum.upstream.wrappers import canonical
 
-__all__ = ["HuggingFaceReader"]
-
 Size = int | str
 Source = str | os.PathLike[str]
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, overload
 
@@ -11,30 +12,19 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.torch.loading.goal import Goal, Model, agree_on, goal_of_source, refuse_gaps
+from modicum.torch.loading.load import load
 from modicum.torch.loading.memory import State, chosen_from, goal_of_memory, level
 from modicum.torch.loading.planning import Options, Planned, plan_of
 from modicum.torch.loading.running import run
 from modicum.torch.ranks.group import Ranks
 
-__all__ = ["fsdp2_load_full_state_dict"]
-
 Full = State | str | Path | None
 
-# Those of `load`, with its defaults, and `on_report`.
-_OPTIONS: dict[str, Any] = {
-    "ledger": None,
-    "budget": None,
-    "strategy": "own-shard",
-    "dtype": None,
-    "keep_fp32": None,
-    "missing": "error",
-    "unexpected": "error",
-    "check": None,
-    "progress": True,
-    "seed": 0,
-    "staging": None,
-    "fork": "excluded",
-    "on_report": None,
+# Those of `load` but `buffers`, with its defaults, and `on_report`.
+_OPTIONS: dict[str, Any] = {"on_report": None} | {
+    name: of.default
+    for name, of in signature(load).parameters.items()
+    if of.kind is of.KEYWORD_ONLY and name != "buffers"
 }
 _WITH_DICT = {"ledger", "budget", "progress", "staging", "fork", "on_report"}
 

@@ -19,8 +19,6 @@ from modicum.errors import refusal
 from modicum.memory.recording import reset_peak
 from modicum.walk.report import Report
 
-__all__ = ["Shards", "load", "make_plan"]
-
 Size = int | str
 
 
@@ -54,21 +52,26 @@ def make_plan(
         BudgetError: it does not fit; says by how much and who holds most.
         UsageError: `given` names no target.
     """
-    names = [target["name"] for target in recipe.targets]
     wanted = set(given)
-    if unknown := wanted.difference(names):
-        raise refusal("USAGE", "no such target", tensor=min(unknown))
     return _modicum.make_plan(
         recipe,
         layout,
         strategy=strategy,
         ranks_per_node=ranks_per_node,
-        destinations=["given" if name in wanted else "cpu" for name in names],
+        destinations=["given" if name in wanted else "cpu" for name in _numbers(recipe, wanted)],
         staging=staging,
         baseline=baseline,
         budget=budget,
         fork=fork,
     )
+
+
+def _numbers(recipe: Recipe, named: Iterable[str] = ()) -> dict[str, int]:
+    """Of each target by its name. USAGE where `named` has another name."""
+    numbers = {target["name"]: t for t, target in enumerate(recipe.targets)}
+    if unknown := set(named) - numbers.keys():
+        raise refusal("USAGE", "no such target", tensor=min(unknown))
+    return numbers
 
 
 class Shards(Mapping[str, Any]):
@@ -80,7 +83,7 @@ class Shards(Mapping[str, Any]):
         self.ledger = ledger
         self._loaded = loaded
         self._buffers = plan.buffers(rank)
-        self._index = {target["name"]: t for t, target in enumerate(plan.recipe.targets)}
+        self._index = _numbers(plan.recipe)
         self._taken: dict[int, Any] = {}
         self.outcome: dict[str, Any] = loaded.outcome
         """What this rank read and held, as in a report."""
@@ -142,9 +145,7 @@ def load(
     if len(plan.exchange_group(rank)) > 1:
         what = f"strategy {plan.strategy} sends bytes between ranks, and there is one"
         raise refusal("USAGE", what)
-    index = {target["name"]: t for t, target in enumerate(plan.recipe.targets)}
-    if unknown := set(into or ()).difference(index):
-        raise refusal("USAGE", "no such target", tensor=min(unknown))
+    index = _numbers(plan.recipe, into or ())
     ledger = ledger or Ledger(plan.ledger_limit_bytes(rank))
     reset_peak()
     before = _modicum.process_memory()["held_bytes"]

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Report"]
-
 
 class Report:
     """Of all ranks of one load, the same on each of them. `str()` is the table that `modicum load`

@@ -150,7 +150,7 @@ def part_of(name: str, parameter: nn.Parameter, group: int, shardings: Shardings
         got = f"strides {list(local.stride())} of shape {list(local.shape)}"
         raise refusal("UNSUPPORTED", what, tensor=name, got=got)
     sharding = shardings.of(parameter, name)
-    runs = _modicum.shard_runs(sharding, parameter.shape, shardings.rank, order)
+    runs = _modicum.Shard(sharding, parameter.shape, shardings.rank).runs(order)
     is_counted = shardings.counts(parameter, sharding)
     line = local.detach()
     line = line.view(-1) if local.is_contiguous() else line.permute(order).view(-1)

@@ -99,7 +99,7 @@ class Shardings:
             self._by_fsdp = cut_by_fsdp()
         managed = self._by_fsdp.get(tensor if alias_of is None else alias_of)
         sharding = self._read(tensor, shard_ranks(managed) if managed else (), name)
-        expected = _modicum.shard_shape(sharding, tensor.shape, self.rank)
+        expected = _modicum.Shard(sharding, tensor.shape, self.rank).shape
         got = local_of(tensor).shape
         # FSDP2 calls a shard [0, 0] of which another cut left [4, 0].
         if got != expected and (got.numel() or prod(expected)):
@@ -119,7 +119,7 @@ class Shardings:
         if mesh is None:
             return True
         ranks, _ = self._mesh(mesh)
-        replicas = _modicum.shard_replicas(sharding, self.rank)
+        replicas = _modicum.Shard(sharding, tensor.shape, self.rank).replicas
         return self.rank == next(rank for rank in replicas if rank in ranks)
 
     def _mesh(self, mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
