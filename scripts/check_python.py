@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from check import Room, check_table, names_in, table_rows
+from check_use import imports
 
 PACKAGE = "modicum/python/modicum"
 EVERYBODY = {"errors", "_modicum"}  # may be imported by every room
@@ -46,17 +47,10 @@ def room_of(parts: tuple[str, ...]) -> str:
 
 def imported(tree: ast.Module, package: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
     """(line, path below the package) of each of the package's modules that a module imports."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            base = tuple(node.module.split("."))
-            names = [(*base, alias.name) for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [tuple(alias.name.split(".")) for alias in node.names]
-        else:
-            continue
-        for name in names:
-            if name[0] == "modicum":
-                yield node.lineno, module_of(name[1:], package)
+    for line, name in imports(tree):
+        top, *path = name.split(".")
+        if top == "modicum":
+            yield line, module_of(tuple(path), package)
 
 
 def module_of(path: tuple[str, ...], package: Path) -> tuple[str, ...]:

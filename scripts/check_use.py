@@ -19,17 +19,13 @@ NAME = re.compile(r'(?<=#include ")[^"]+|[\w*-]+(?:\.[\w*-]+)+|(?<=")\w+(?=:\w)'
 Trees = dict[str, ast.AST]  # of Python files, by path
 
 
-def imported(trees: Trees) -> set[tuple[str, str]]:
-    """(file, dotted name) of everything that Python files import; `a.b` for `from a import b`."""
-    found = set()
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                found |= {(path, one.name) for one in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                found.add((path, node.module))
-                found |= {(path, f"{node.module}.{one.name}") for one in node.names}
-    return found
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of each import of a Python file; `a.b` for `from a import b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, one.name) for one in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.lineno, f"{node.module}.{one.name}") for one in node.names)
 
 
 def names_of(path: str) -> set[str]:
@@ -51,8 +47,10 @@ def check_use(root: Path, paths: list[str], trees: Trees) -> Iterator[str]:
         text = VARIABLE.sub("*", (root / path).read_text(errors="replace"))
         for word in set(NAME.findall(text)):
             users.setdefault(word, set()).add(path)
-    for path, name in imported(trees):
-        users.setdefault(name, set()).add(path)
+    for path, tree in trees.items():
+        for _line, name in imports(tree):
+            for module in (name, name.rpartition(".")[0]):  # of `from module import name`
+                users.setdefault(module, set()).add(path)
     patterns = [word for word in users if "*" in word[3:] and "*" not in word[:3]]
     for path in paths:
         if "/" not in path or FOUND_BY_PLACE.search(path):
