@@ -16,7 +16,7 @@ namespace {
 void require_numel(const AnyArray& array, int64_t numel, const std::string& fqn) {
   const auto got = static_cast<int64_t>(array.size());
   if (got == numel) return;
-  fail(Category::mismatch, "an array has not the elements of its shard",
+  fail(Category::mismatch, "an array's size differs from its shard's",
        {.tensor = fqn, .expected = std::to_string(numel), .got = std::to_string(got)});
 }
 
@@ -29,7 +29,7 @@ Footprint with_room_in(const Ledger& ledger, Footprint needed) {
   return needed;
 }
 
-// Ctrl-C must end what takes long; the thread that was called is the one that may get it.
+// A cancellation callback for Ctrl-C: signal handlers run on the calling thread alone.
 auto for_signals() {
   return [caller = std::this_thread::get_id()] {
     if (std::this_thread::get_id() != caller) return;
@@ -38,7 +38,7 @@ auto for_signals() {
   };
 }
 
-// What may be pinned beside so many bytes.
+// `pinner`, with `bytes` less to pin.
 Pinner but_for(uint64_t bytes, Pinner pinner) {
   pinner.limit_bytes -= std::min(bytes, pinner.limit_bytes);
   return pinner;
@@ -74,14 +74,14 @@ Written written(const std::vector<WrittenShard>& shards, const std::vector<AdamO
     DType dtype = row.master;
     shard.master = take(master, shard, &dtype);
     if (dtype != row.master) {
-      fail(Category::mismatch, "a master of another dtype than the format's",
+      fail(Category::mismatch, "the master's dtype differs from the format's",
            {.tensor = fqn,
             .expected = std::string(torch_name(row.master)),
             .got = std::string(torch_name(dtype))});
     }
     shard.out = take(out, shard, &shard.out_dtype);
     if (shard.out != nullptr && shard.out_dtype == DType::f32) {
-      fail(Category::unsupported, "new parameters leave as bfloat16 or float16", {.tensor = fqn});
+      fail(Category::unsupported, "new parameters must be bfloat16 or float16", {.tensor = fqn});
     }
     all.spec.shards.push_back(std::move(shard));
   }
@@ -93,7 +93,7 @@ Pinner pinner_of(const nb::object& pin, const nb::object& unpin,
   Pinner pinner;
   if (pin.is_none()) return pinner;
   const auto calling = [](nb::object function) {
-    // Copied and dropped wherever the state is, which may be without the lock.
+    // The state may copy and destroy it without the GIL.
     const std::shared_ptr<nb::object> held(new nb::object(std::move(function)), [](nb::object* o) {
       const nb::gil_scoped_acquire acquired;
       delete o;
@@ -109,7 +109,7 @@ Pinner pinner_of(const nb::object& pin, const nb::object& unpin,
       call(arena);
     } catch (nb::python_error& error) {
       const nb::gil_scoped_acquire acquired;
-      error.discard_as_unraisable("modicum: memory could not be unpinned");
+      error.discard_as_unraisable("modicum: can't unpin memory");
     }
   };
   pinner.limit_bytes = limit.value_or(UINT64_MAX);
@@ -173,7 +173,7 @@ Sending::Sending(State& state, const nb::object& send, const nb::object& wait,
                  const std::string& dtype) {
   const std::optional<DType> of = dtype_from_torch_name(dtype);
   if (of != DType::bf16 && of != DType::f16) {
-    fail(Category::unsupported, "new parameters leave as bfloat16 or float16",
+    fail(Category::unsupported, "new parameters must be bfloat16 or float16",
          {.got = printable(dtype)});
   }
   outlet_.dtype = *of;

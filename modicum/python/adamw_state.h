@@ -1,4 +1,4 @@
-// AdamW's state with all that its memory depends on in Python. Internal to `python`.
+// AdamW's state and the Python objects that its memory depends on. Internal to `python`.
 #pragma once
 
 #include <cstdint>
@@ -17,28 +17,28 @@
 
 namespace modicum::python {
 
-// (fqn, runs as (first, n), group, master, out), as Python says a shard.
+// (fqn, runs as (first, n), group, master, out): a shard in Python.
 using WrittenRuns = std::vector<std::pair<int64_t, int64_t>>;
 using WrittenShard = std::tuple<std::string, WrittenRuns, int, nb::object, nb::object>;
 
-// The shards as values, and the arrays whose memory they are.
+// The shards, and the arrays that own their memory.
 struct Written {
   AdamWSpec spec;
   std::vector<AnyArray> arrays;
 };
 
-// USAGE, MISMATCH or UNSUPPORTED, naming the parameter, for arrays that don't go with the format.
+// USAGE, MISMATCH or UNSUPPORTED, naming the parameter, for arrays that do not fit the format.
 Written written(const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,
                 const std::string& format, uint64_t seed);
 
-// Of a gradient or a parameter; UNSUPPORTED where it is none of float32, bfloat16 and float16.
+// UNSUPPORTED unless the array is float32, bfloat16 or float16.
 DType dtype_of(const AnyArray& array, const std::string& fqn);
 
-// What calls `pin` and `unpin` with address and bytes; nothing where they are None.
+// Calls `pin` and `unpin` with address and bytes, under the GIL; an empty Pinner if they are None.
 Pinner pinner_of(const nb::object& pin, const nb::object& unpin,
                  const std::optional<uint64_t>& limit);
 
-// What a State charges: with `slots` of its ring for each thread.
+// The charges of a State: AdamW's, and `slots` of the ring for each thread.
 Footprint footprint_of(const AdamWSpec& spec, int slots, int threads);
 
 struct State {
@@ -48,22 +48,22 @@ struct State {
   const int threads;
   AdamW adamw;
   const Pinner pinner;
-  Buffer staging;  // the ring; between two steps, whatever else is on its way
+  Buffer staging;  // the ring of a step; between steps, gradients in flight use it
 
-  // Errors as AdamW's; Python's signals are looked for on the calling thread.
+  // Errors as AdamW's. Signal handlers of Python run on the calling thread.
   State(Written made, std::shared_ptr<Ledger> of, int slots, int count, const Pinner& pins);
   ~State();
   State(const State&) = delete;
   State& operator=(const State&) = delete;
 
-  // USAGE where there is none.
+  // USAGE for an unknown shard.
   const ShardSpec& shard(size_t index) const;
-  // `adamw`; UNSUPPORTED in a process that was forked without the state or without the parameters.
+  // `adamw`; UNSUPPORTED in a forked process without the state or the parameters.
   AdamW& here();
 };
 
-// New parameters on their way into Python's hands, which must outlive it. The first error is kept,
-// and nothing is sent after it.
+// Passes new parameters to Python's `send` and `wait`, which must outlive it. Keeps the first error
+// and sends nothing after it. Called by the threads of a step, which take the GIL for each call.
 class Sending {
  public:
   Sending(State& state, const nb::object& send, const nb::object& wait, const std::string& dtype);
@@ -71,14 +71,14 @@ class Sending {
   Sending& operator=(const Sending&) = delete;
 
   const Outlet& outlet() const noexcept { return outlet_; }
-  void require_sent() const;  // else the error
+  void require_sent() const;  // throws the first error
 
  private:
   template <typename Call>
   void call(Call&& of) noexcept;
 
   Outlet outlet_;
-  std::exception_ptr error_;  // written with the lock
+  std::exception_ptr error_;  // guarded by the GIL
 };
 
 }  // namespace modicum::python

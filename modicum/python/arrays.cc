@@ -7,13 +7,13 @@ AnyArray writable(nb::handle array, const std::string& fqn) {
   if (PyObject_CheckBuffer(array.ptr()) != 0) {
     if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_WRITABLE | PyBUF_STRIDES) != 0) {
       PyErr_Clear();
-      fail(Category::usage, "the memory given for a tensor can't be written", {.tensor = fqn});
+      fail(Category::usage, "the array given for a tensor is read-only", {.tensor = fqn});
     }
     PyBuffer_Release(&view);
   }
   AnyArray taken;
   if (!nb::try_cast(array, taken, false)) {
-    fail(Category::usage, "the memory given for a tensor is no contiguous host array",
+    fail(Category::usage, "the array given for a tensor is no contiguous host array",
          {.tensor = fqn});
   }
   return taken;
@@ -39,7 +39,7 @@ Footprint from_purposes(const std::map<std::string, uint64_t>& bytes) {
     footprint.bytes[i] = of->second;
     ++known;
   }
-  if (known != bytes.size()) fail(Category::usage, "a purpose of memory that does not exist");
+  if (known != bytes.size()) fail(Category::usage, "unknown purpose of memory");
   return footprint;
 }
 

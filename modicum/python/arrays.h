@@ -1,4 +1,4 @@
-// Arrays that cross without a copy. Internal to `python`.
+// Arrays that cross between C++ and Python without a copy. Internal to `python`.
 #pragma once
 
 #include <nanobind/ndarray.h>
@@ -21,11 +21,11 @@ inline std::span<std::byte> bytes_of_array(const AnyArray& array) noexcept {
   return {static_cast<std::byte*>(array.data()), array.nbytes()};
 }
 
-// The very memory of an array, never a copy that would be filled in its place. USAGE, naming the
-// tensor, for what can't be written or is no contiguous host array.
+// An array that shares the memory of `array`, never of a copy. USAGE, naming the tensor, if the
+// memory is read-only or `array` is no contiguous host array.
 AnyArray writable(nb::handle array, const std::string& fqn);
 
-// Memory as Python sees it; `held` dies with the last view of it.
+// `bytes` as an array in Python, which owns `held`: freed with the last view of the array.
 template <typename Held>
 nb::object array_of(std::unique_ptr<Held> held, std::span<std::byte> bytes) {
   const nb::capsule owner(held.get(), [](void* p) noexcept { delete static_cast<Held*>(p); });
@@ -33,10 +33,11 @@ nb::object array_of(std::unique_ptr<Held> held, std::span<std::byte> bytes) {
   return nb::cast(Bytes(bytes.data(), {bytes.size()}, owner));
 }
 
-// A memoryview, for the time of a call; keeps nothing alive.
+// A writable memoryview that owns nothing: valid for the duration of a call into Python.
 nb::object view_of(std::span<std::byte> bytes);
 
-nb::dict by_purpose(const Footprint& footprint);
+nb::dict by_purpose(const Footprint& footprint);  // largest first
+// USAGE for an unknown purpose.
 Footprint from_purposes(const std::map<std::string, uint64_t>& bytes);
 
 }  // namespace modicum::python

@@ -1,7 +1,7 @@
-// The Python module `modicum._modicum`: what the command line answers, as Python values.
+// The Python module `modicum._modicum`, with `inspect` and `plan` of the command line.
 //
-// An answer crosses as its JSON document, which json.loads of the standard library takes apart, so
-// that the two fronts can't differ. Whatever may take long runs without the interpreter's lock.
+// Their results are the command line's JSON documents, parsed by json.loads, so that the two fronts
+// can't differ.
 #include "modicum/python/bindings.h"
 
 #include <fmt/format.h>
@@ -52,7 +52,7 @@ namespace {
 
 using Path = std::filesystem::path;
 
-// An empty text where nothing is given; for the same reason a given one must not be empty.
+// Flags are text, and an empty one is not given: USAGE for an empty argument.
 std::string text_of(std::string_view name, const std::optional<std::string>& given) {
   if (given && given->empty()) fail(Category::usage, fmt::format("{}: an empty value", name));
   return given.value_or("");
@@ -68,7 +68,7 @@ nb::dict inspect(const Path& path) {
   }));
 }
 
-constexpr auto kInspectDoc = R"(What is in a checkpoint; reads headers, index and config only.
+constexpr auto kInspectDoc = R"(The contents of a checkpoint. Reads headers, index and config only.
 
 Args:
     path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
@@ -81,7 +81,7 @@ Raises:
     FormatError: a header or the index is malformed.
     IoError: a file can't be read.)";
 
-// As many parameters as keywords; the defaults are those of the command line.
+// A parameter per keyword; the defaults are those of the command line.
 nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
               const std::string& strategy, const std::string& layout,
               const std::optional<std::string>& mesh, int shard_dim,
@@ -124,49 +124,49 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
   }));
 }
 
-constexpr auto kPlanDoc = R"(Who reads what, and what each rank and node will hold, by strategy.
+constexpr auto kPlanDoc =
+    R"(Which rank reads which bytes, and what each rank and node holds, by strategy.
 
-Reads headers, index and config only; no rank is started. Sizes are bytes, or text as on
-the command line ("512MB", "1.5GiB").
+Reads headers, index and config only; starts no rank. Sizes are bytes, or text as on the command
+line ("512MB", "1.5GiB").
 
 Args:
     path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
     ranks: rank processes, 1 to 65536.
-    ranks_per_node: None: all on one node.
-    strategy: whose verdict `fits` is: own-shard, node-reader, replica-striped,
+    ranks_per_node: None: all ranks are on one node.
+    strategy: the one that `fits` is about: own-shard, node-reader, replica-striped,
         rank0-broadcast or full-per-rank.
-    layout: fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds everything).
-    mesh: "AxB": of hsdp replicas x shards, of tp-fsdp dp x tp; "AxBxC": shards or dp of two axes.
-    shard_dim: the tensor dim that is cut.
-    tp_rowwise: names (a regular expression) that TP cuts along dim 1; the rest along dim 0.
-    tp_packed: names of two packed halves (gate and up), each cut by itself along dim 0.
-    tp_replicate: names that TP does not cut.
-    expert_mesh: "AxB": experts are dealt to B ranks along dim 0, then FSDP cuts them A times.
+    layout: fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds all tensors).
+    mesh: "AxB": replicas x shards of hsdp, dp x tp of tp-fsdp; "AxBxC": shards or dp of two axes.
+    shard_dim: the tensor dim to shard.
+    tp_rowwise: a regular expression; TP shards matching names on dim 1, others on dim 0.
+    tp_packed: names of two packed halves (gate and up), each sharded by itself on dim 0.
+    tp_replicate: names that TP replicates.
+    expert_mesh: "AxB": EP shards experts on dim 0 over B ranks, then FSDP over A.
     experts: names of the experts, a regular expression.
-    round_robin: of zero1 and zero2: as DeepSpeed's round_robin_gradients.
+    round_robin: zero1, zero2: as DeepSpeed's round_robin_gradients.
     dtype: float32, bfloat16 or float16; None: as stored.
-    keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
-    recipe: a recipe.json; None: every tensor as it is.
-    untie: whether what is stored under both names of a tie is loaded as two tensors; else a load
-        compares them.
+    keep_fp32: a regular expression; tensors with matching names are loaded as float32.
+    recipe: a recipe.json; None: tensors as stored.
+    untie: if both names of a tie are stored, load two tensors; else a load compares them.
     destination: cpu, or discard (digest and drop).
-    staging: per rank, committed whole; None: 8 MiB, less where a budget needs it.
-    budget: host memory per node; "auto": what the cgroup and the node leave; None: no verdict.
-    baseline: what a rank process holds before Modicum; None: 2 MiB, as the rank processes of
-        `modicum load` do. One that has imported torch holds more: "256MiB" is a fair guess.
-    optimizer: "none", or "adamw:FORMAT": what is loaded will be trained.
-    deepspeed: a ds_config.json; None: no forecast of what DeepSpeed itself would hold.
-    workers: of `deepspeed`: forked data-loader workers of a rank, 0 to 1024.
+    staging: per rank, committed up front; None: 8 MiB, less if the budget requires it.
+    budget: host memory per node; "auto": what cgroup and node have left; None: not checked.
+    baseline: bytes of a rank process before Modicum; None: 2 MiB, as in `modicum load`. With torch
+        imported it is more: "256MiB" is a fair guess.
+    optimizer: "none", or "adamw:FORMAT", whose state is included.
+    deepspeed: a ds_config.json, to forecast DeepSpeed's own memory; None: no forecast.
+    workers: of `deepspeed`: forked data-loader workers per rank, 0 to 1024.
     persistent_workers: of `deepspeed`: whether they live for all epochs.
 
 Returns:
-    The document of `modicum plan --json`: checkpoint, ranks, strategies, budget, fits. What
-    does not fit is an answer (`fits` is False), not an error.
+    The document of `modicum plan --json`: checkpoint, ranks, strategies, budget, fits. A plan that
+    exceeds the budget is no error: `fits` is False.
 
 Raises:
     FormatError: a header or the index is malformed.
     IoError: a file can't be read.
-    UsageError: an argument makes no sense, or the recipe is not one for this checkpoint.)";
+    UsageError: an argument is invalid, or the recipe is for another checkpoint.)";
 
 void define_plan(nb::module_& module) {
   const RunFlags flags;  // for its defaults
@@ -182,7 +182,7 @@ void define_plan(nb::module_& module) {
              "workers"_a = 0, "persistent_workers"_a = false, kPlanDoc);
 }
 
-// An Error becomes the class of modicum.errors that stands for its category.
+// Raises an Error as the class of modicum.errors for its category.
 void raise(const std::exception_ptr& thrown, void* /*unused*/) {
   try {
     std::rethrow_exception(thrown);
@@ -215,7 +215,7 @@ NB_MODULE(_modicum, module) {
   nanobind::set_leak_warnings(false);  // parameters may live as long as the process
   nanobind::register_exception_translator(front::raise);
   module.def(
-      "version", [] { return MODICUM_VERSION; }, "The version of the library, as in the wheel.");
+      "version", [] { return MODICUM_VERSION; }, "The version of the library and the wheel.");
   module.def("exit_codes", front::exit_codes, "The exit code of each category of errors.");
   module.def("inspect", front::inspect, "path"_a, front::kInspectDoc);
   front::define_plan(module);

@@ -1,4 +1,26 @@
-// What the binding files share. Internal to `python`.
+// Types and conversions that the bindings share. Internal to `python`.
+//
+// A torch load, by thread. load() converts its arguments, releases the GIL, and takes it again for
+// each call into Python, so that heartbeats and other Python threads run meanwhile:
+//
+//   Python                            load(), on the calling thread      workers of the stream
+//   ------                            -----------------------------      ---------------------
+//   load(plan, rank, board, ...)  ->  convert the arguments
+//                                     release the GIL
+//   peers.agree(digest)           <-  the plans of all ranks are equal
+//                                     commit the Arena                   read, cast, scatter
+//   caller(ordinal)               <-  a tensor that the model makes        :
+//   read(...), broadcast(...)     <-  rank 0's dict, the exchange          :
+//   copy(target, at, view)        <-------------------------------------  elements for a device
+//   signal handlers               <-  Board::failure, every 50 ms        Board::failure
+//   peers.report(error)           <-------------------------------------  the first error, once
+//   board.fail(what), any thread  ->  PEER                               PEER
+//                                     take the GIL
+//   loaded.storage(target)        <-  Part: the bytes of one target and their charge
+//   array -> DLPack -> Parameter      The array owns its Part; the Parts share the Arena.
+//
+// An exception in a call into Python fails the load and is raised from it. Memory of the caller's
+// that the load writes to (`given`) is kept alive until load() returns.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -24,23 +46,23 @@ namespace modicum::python {
 namespace nb = nanobind;
 using namespace nb::literals;  // "name"_a
 
-// Bytes, or what the command line takes: "1.5GiB".
+// Bytes, or text as on the command line: "1.5GiB".
 using Size = std::variant<int64_t, std::string>;
 std::string text_of(const Size& size);
 uint64_t bytes_of(const Size& size);
 
-// USAGE for an int that is negative or has more than 64 bits.
+// The value of an int; USAGE if it is negative or has more than 64 bits.
 uint64_t seed_of(const nb::int_& seed);
 
-// What takes long runs without the interpreter's lock.
+// Runs `function` without the GIL.
 template <typename Function>
 auto without_the_lock(const Function& function) {
   const nb::gil_scoped_release released;
   return function();
 }
 
-nb::dict as_dict(const std::string& document);
-// As Python's dict(name=value, ...).
+nb::dict as_dict(const std::string& document);  // of a JSON document
+// dict(name=value, ...)
 template <typename... Items>
 nb::dict dict_of(Items&&... items) {
   const nb::handle type(reinterpret_cast<PyObject*>(&PyDict_Type));
@@ -51,14 +73,14 @@ nb::tuple tuple_of(const std::vector<Value>& values) {
   return nb::tuple(nb::cast(values));
 }
 
-// A tensor as Python describes it; UNSUPPORTED for a dtype that no checkpoint has.
+// UNSUPPORTED if no checkpoint has a dtype of this name.
 TensorSpec spec_of(const std::string& fqn, const std::string& dtype,
                    const std::vector<int64_t>& shape);
 
-// `rank`; USAGE where it is none of `ranks`.
+// `rank`; USAGE unless it is in [0, ranks).
 int checked_rank(int rank, int ranks);
 
-// The values of a walk as Python holds them: each keeps alive what it refers to.
+// Checkpoint, Recipe and Plan in Python. Each shares ownership of the values that it refers to.
 struct OpenCheckpoint {
   std::unique_ptr<FileSystem> files = std::make_unique<PosixFileSystem>();
   Checkpoint checkpoint;

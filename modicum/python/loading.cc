@@ -1,4 +1,4 @@
-// Ledger, Board and load.
+// Ledger, Board, load and its report. bindings.h shows the threads of a load.
 #include <fmt/format.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -31,12 +31,17 @@ namespace {
 
 constexpr auto kSignalPause = std::chrono::milliseconds(50);
 
-// The memory of one load, kept until the last of its parts has died.
+// The memory of one load: one buffer, divided into a Part per target.
+//
+//   Ledger <- Arena ------------------------ buffer ------------------------
+//             | Part of target 0 | Part of target 1 | alias: none | ...     |
+//
+// Each Part owns the Arena with others. Pages are freed Part by Part, unless `whole`.
 struct Arena {
   std::shared_ptr<Ledger> ledger;
   Buffer buffer;
-  bool whole = false;  // is given back as one: a device has it registered, or children share it
-  nb::object kept;     // dies before the memory does
+  bool whole = false;  // freed with the last Part: a device has it pinned, or children share it
+  nb::object kept;     // released before the memory is freed
 
   Arena(std::shared_ptr<Ledger> of, Buffer taken, bool as_one = false)
       : ledger(std::move(of)), buffer(std::move(taken)), whole(as_one) {}
@@ -49,7 +54,7 @@ struct Arena {
   }
 };
 
-// A buffer's memory in an arena, with its entry in the ledger: pages go before it.
+// The memory of one target, and its charge: the pages are freed first.
 struct Part {
   std::shared_ptr<Arena> arena;
   std::span<std::byte> bytes;
@@ -72,7 +77,7 @@ struct Loaded {
   RankOutcome outcome;
   double elapsed_s = 0;
 
-  // Each once: who takes it has its charge.
+  // Once for each target: the Part takes over the charge.
   nb::object storage(uint32_t target) {
     MODICUM_ASSERT(target + 1 < begins.size());
     const uint64_t size = buffer_of(plan->plan, target, outcome.rank).bytes();
@@ -80,7 +85,7 @@ struct Loaded {
     const auto part = arena->buffer.bytes().subspan(begins[target], is_ours ? size : 0);
     return array_of(std::make_unique<Part>(arena, part), part);
   }
-  // Keeps nothing alive itself: what comes of it is for `keep`.
+  // An array that owns nothing, to be pinned and passed to `keep`.
   nb::object whole() {
     arena->whole = true;
     const auto all = arena->buffer.bytes();
@@ -88,8 +93,8 @@ struct Loaded {
   }
 };
 
-// A rank among those of the caller's process group. What it says to the others goes through
-// `peers`, a Python object; what they say comes by `fail`.
+// The Board of a rank in the caller's process group. It reports to the other ranks through `peers`,
+// a Python object; their failures arrive by `fail_here`.
 class CallerBoard final : public Board {
  public:
   explicit CallerBoard(nb::object peers) : peers_(std::move(peers)) {}
@@ -114,14 +119,14 @@ class CallerBoard final : public Board {
     call("agree", fmt::format("{:016x}{:016x}", digest.high, digest.low));
   }
 
-  // Another rank's failure, or the caller's wish to stop. Any thread.
+  // Cancels the load: another rank has failed, or the caller cancels. Any thread.
   void fail_here(const std::string& what, int rank) {
     const std::lock_guard lock(mutex_);
     const auto culprit = rank < 0 ? std::nullopt : std::optional(rank);
     if (!failure_) failure_ = record_of(Error(Category::peer, what), culprit);
   }
   uint64_t progress() const noexcept { return progress_; }
-  // The thread that load() is called on, which is where Python's signals arrive.
+  // Python runs signal handlers on the thread that calls load().
   void set_thread() noexcept { thread_ = std::this_thread::get_id(); }
 
  private:
@@ -135,10 +140,10 @@ class CallerBoard final : public Board {
     try {
       peers_.attr("report")(error_json(error_of(failure)));
     } catch (nb::python_error& error) {
-      error.discard_as_unraisable("modicum: a failure could not be reported to the other ranks");
+      error.discard_as_unraisable("modicum: can't report a failure to the other ranks");
     }
   }
-  // Ctrl-C must stop a load that Python knows nothing of.
+  // Python can't raise KeyboardInterrupt while load() runs: this does.
   void look_for_signals() const {
     if (std::this_thread::get_id() != thread_) return;
     const auto now = std::chrono::steady_clock::now();
@@ -175,20 +180,20 @@ class CallerExchange final : public Exchange {
   const nb::object broadcast_;
 };
 
-// What load() is told beside its plan, taken apart while the lock is held.
+// The arguments of load() that are Python objects, converted while the GIL is held.
 struct Functions {
   std::vector<AnyArray> arrays;  // keep the given memory alive
   HostSink::Given given;
   HostSink::Copy copy;
   LoadOptions options;
-  AnyArray made;  // the caller's last
+  AnyArray made;  // the last result of `caller`
 };
 
 void take_given(const Plan& plan, const nb::dict& given, Functions& to) {
   to.given.resize(plan.recipe->targets.size());
   for (const auto& [target, array] : given) {
     const auto index = nb::cast<size_t>(target);
-    if (index >= to.given.size()) fail(Category::usage, "memory is given for no target");
+    if (index >= to.given.size()) fail(Category::usage, "memory is given for an unknown target");
     to.arrays.push_back(writable(array, plan.recipe->targets[index].spec.fqn));
     to.given[index] = bytes_of_array(to.arrays.back());
   }
@@ -222,7 +227,7 @@ std::unique_ptr<Loaded> loaded_by(const std::shared_ptr<MadePlan>& made, const R
   loaded->outcome = load.outcome();
   loaded->elapsed_s = static_cast<double>(loaded->outcome.loaded_ns - begin) / kNsPerSecond;
   loaded->begins = arena_begins(task.plan, task.at.rank);
-  // What children share can't be given back in parts: they may still read it.
+  // Shared memory is freed as a whole: children may still read it.
   const bool as_one = task.plan.options.fork == Fork::shared;
   loaded->arena = std::make_shared<Arena>(ledger, load.shards().release(), as_one);
   return loaded;
@@ -252,7 +257,7 @@ std::unique_ptr<Loaded> load_into(const std::shared_ptr<MadePlan>& made, int ran
   return without_the_lock([&] { return loaded_by(made, task, ledger, functions); });
 }
 
-// A rank's outcome crosses between processes by these names.
+// The fields of a rank's outcome, by their keys in Python: ranks exchange them as dicts.
 struct OutcomeField {
   const char* name;
   uint64_t RankOutcome::*field;
@@ -281,7 +286,7 @@ nb::tuple report_of(const MadePlan& made, const std::vector<nb::dict>& outcomes,
                     .strategy = made.plan.strategy().name,
                     .promise = made.plan.promise,
                     .checked = checked};
-  report.promise.launcher_bytes = 0;  // somebody else's
+  report.promise.launcher_bytes = 0;  // the launcher is not Modicum's
   if (budget) report.budget = Budget{*budget, budget_source};
   for (const nb::dict& one : outcomes) {
     RankOutcome outcome{.rank = nb::cast<int32_t>(one["rank"]),
@@ -294,17 +299,19 @@ nb::tuple report_of(const MadePlan& made, const std::vector<nb::dict>& outcomes,
     report.check_s = std::max(report.check_s, nb::cast<double>(one["check_s"]));
   }
   if (report.ranks.size() != static_cast<size_t>(made.plan.ranks())) {
-    fail(Category::usage, "a report needs every rank's outcome");
+    fail(Category::usage, "a report needs the outcome of every rank",
+         {.expected = std::to_string(made.plan.ranks()),
+          .got = std::to_string(report.ranks.size())});
   }
   return nb::make_tuple(as_dict(load_json(report)), load_text(report));
 }
 
 void define_ledger(nb::module_& module) {
   nb::class_<Ledger>(module, "Ledger",
-                     R"(Where model-sized memory comes from, and what it is for.
+                     R"(Accounts for model-sized memory, by purpose, within a limit.
 
 Args:
-    limit: what may be held, bytes or text ("200GiB"); None: no limit.)")
+    limit: bytes, or text ("200GiB"); None: no limit.)")
       .def(
           "__init__",
           [](Ledger* ledger, const std::optional<Size>& limit) {
@@ -314,13 +321,13 @@ Args:
       .def_prop_ro(
           "held_bytes", [](const Ledger& ledger) { return ledger.held().total(); },
           "Bytes held now.")
-      .def_prop_ro("peak_bytes", &Ledger::peak_bytes, "The most bytes held at once so far.")
+      .def_prop_ro("peak_bytes", &Ledger::peak_bytes, "The highest held_bytes so far.")
       .def_prop_ro(
           "held", [](const Ledger& ledger) { return by_purpose(ledger.held()); },
           "Bytes held now, by purpose; largest first.")
       .def_prop_ro(
           "at_peak", [](const Ledger& ledger) { return by_purpose(ledger.at_peak()); },
-          "What was held when it was most, by purpose.")
+          "Bytes held at the peak, by purpose; largest first.")
       .def_prop_rw(
           "limit_bytes",
           [](const Ledger& ledger) -> std::optional<uint64_t> {
@@ -330,13 +337,13 @@ Args:
           [](Ledger& ledger, std::optional<uint64_t> bytes) {
             ledger.set_limit(bytes.value_or(Ledger::kNoLimit));
           },
-          nb::for_setter("bytes"_a.none()), "What may be held, in bytes; None: no limit.")
+          nb::for_setter("bytes"_a.none()), "The limit in bytes; None: no limit.")
       .def(
           "require_room",
           [](const Ledger& ledger, const std::map<std::string, uint64_t>& needed,
              const std::string& what) { ledger.require_room(from_purposes(needed), what); },
           "needed"_a, "what"_a,
-          "BudgetError where so much, in bytes by purpose, has no room beside what is held.");
+          "BudgetError if `needed`, bytes by purpose, and the bytes held exceed the limit.");
   module.def(
       "charge_init",
       [](const std::shared_ptr<Ledger>& ledger, uint64_t bytes) {
@@ -345,18 +352,18 @@ Args:
         return array_of(std::move(arena), all);
       },
       "ledger"_a, "bytes"_a,
-      "Zeroed memory for tensors that a model makes itself; given back when it dies.");
+      "Zeroed memory for a tensor that the model initialises; freed with the array.");
 }
 
 void define_forks(nb::module_& module) {
   nb::class_<Exclusion>(module, "Exclusion",
-                        R"(Keeps whole pages of somebody else's memory out of forks.
+                        R"(Excludes whole pages of the caller's memory from forked children.
 
 Args:
-    address, bytes: of the pages; they stay mapped until `undo`.
+    address, bytes: of the pages, which must stay mapped until `undo`.
 
 Raises:
-    BudgetError: the kernel refuses, as for a driver's memory.)")
+    BudgetError: the kernel refuses, as for memory of a driver.)")
       .def(
           "__init__",
           [](Exclusion* made, uintptr_t address, size_t bytes) {
@@ -364,17 +371,18 @@ Raises:
           },
           "address"_a, "bytes"_a)
       .def("undo", &Exclusion::undo,
-           "Children inherit the pages again. Where this process is a child that lacks them, zero "
-           "pages take their place.");
+           "Children inherit the pages again. In a child without them, zero pages are mapped "
+           "there.");
   module.def(
       "is_excluded_here",
       [](uintptr_t address) { return is_excluded_here(reinterpret_cast<const void*>(address)); },
-      "address"_a, "Whether this process lacks the memory there because it was forked without it.");
+      "address"_a,
+      "Whether the memory at this address was excluded from the fork that made this process.");
   module.def("has_exclusions_here", has_exclusions_here,
-             "Whether there is any memory that this process was forked without.");
+             "Whether any memory was excluded from the fork that made this process.");
   module.def(
       "require_fork", [](const std::string& fork) { fork_named(fork); }, "fork"_a,
-      "UsageError where it is not excluded, shared or inherited.");
+      "UsageError unless it is excluded, shared or inherited.");
 }
 
 }  // namespace
@@ -383,33 +391,35 @@ void define_load(nb::module_& module) {
   define_ledger(module);
   define_forks(module);
   nb::class_<CallerBoard>(module, "Board",
-                          R"(A rank among the others of a load.
+                          R"(Connects a rank to the other ranks of a load.
 
 Args:
-    peers: has barrier(), agree(digest) and report(document), which reach the others; None:
-        alone.)")
+    peers: has barrier(), agree(digest) and report(document); None: there is one rank.)")
       .def(nb::init<nb::object>(), "peers"_a.none() = nb::none())
       .def("fail", &CallerBoard::fail_here, "what"_a, "rank"_a = -1,
-           "Cancels the load that runs, when it next checks. Any thread.")
+           "Cancels the running load at its next check. Any thread.")
       .def_prop_ro("progress", &CallerBoard::progress, "Bytes read or received so far.");
-  nb::class_<Loaded>(module, "Loaded", "What a load has put into host memory.")
+  nb::class_<Loaded>(module, "Loaded", "The host memory that a load has filled.")
       .def("storage", &Loaded::storage, "target"_a,
-           "The bytes of a target's local buffer with its padding, and its charge: once each.")
+           "The bytes of a target's local buffer, with padding; the array owns them. Once per "
+           "target.")
       .def("whole", &Loaded::whole,
-           "All bytes as one, to be kept by `keep` only: from then on they are given back as one.")
+           "All bytes as one array, for pinning: they are freed together from now on. The array "
+           "owns "
+           "nothing; pass it to `keep`.")
       .def(
           "keep",
           [](const Loaded& loaded, nb::object kept) { loaded.arena->kept = std::move(kept); },
-          "kept"_a, "Keeps an object until just before the memory is given back.")
-      .def_prop_ro("outcome", outcome_of, "What this rank read and held.");
+          "kept"_a, "Owns an object until just before the memory is freed.")
+      .def_prop_ro("outcome", outcome_of, "Bytes that this rank read and held.");
   module.def("load", load_into, "plan"_a, "rank"_a, "board"_a, "ledger"_a, nb::kw_only(),
              "given"_a = nb::dict(), "copy"_a = nb::none(), "caller"_a = nb::none(),
              "broadcast"_a = nb::none(), "threads"_a = 0, "check"_a = false, "seed"_a = 0,
-             "Carries out one rank's part of a plan; see modicum.load.");
+             "Executes one rank's part of a plan; see modicum.load.");
   module.def("load_report", report_of, "plan"_a, "outcomes"_a, "checked"_a, "budget"_a = nb::none(),
              "budget_source"_a = "",
              "The document of `modicum load --json` and the text of `modicum load`.");
-  module.def("parse_size", bytes_of, "size"_a, "Bytes of a size as the command line takes it.");
+  module.def("parse_size", bytes_of, "size"_a, "The bytes of a size as on the command line.");
 }
 
 }  // namespace modicum::python

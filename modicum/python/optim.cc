@@ -1,4 +1,4 @@
-// AdamW over shards, its options and formats.
+// AdamW over shards, its options and state formats.
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -29,7 +29,7 @@ namespace {
 using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ReadFloats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-constexpr int64_t kPieceElements = kBucketElements * 16;  // what a thread takes at a time
+constexpr int64_t kPieceElements = kBucketElements * 16;  // the unit of work of a thread
 
 template <typename Value, size_t N>
 Value named(const std::array<std::pair<const char*, Value>, N>& names, const char* what,
@@ -57,14 +57,14 @@ constexpr std::array<std::pair<const char*, StatePlane>, 4> kStatePlaneNames = {
 constexpr std::array<std::pair<const char*, AdamSemantics>, 2> kSemanticsNames = {
     {{"torch", AdamSemantics::torch}, {"deepspeed", AdamSemantics::deepspeed}}};
 
-// The memory of an array as it is. Not a parameter of a binding, whose stub would need numpy.
+// An array that shares the memory of `given`. Not a parameter type: the stub would need numpy.
 template <typename Array>
 Array taken(nb::handle given, const std::string& fqn, const char* kind) {
   Array array;
   if (nb::try_cast(given, array, false)) return array;
-  fail(Category::usage, fmt::format("{} is due", kind), {.tensor = fqn});
+  fail(Category::usage, fmt::format("expected {}", kind), {.tensor = fqn});
 }
-constexpr auto kFloatsKind = "a contiguous float32 array of one dimension, on the host,";
+constexpr auto kFloatsKind = "a contiguous one-dimensional float32 array on the host";
 
 std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
                              const std::vector<AdamOptions>& groups, const std::string& format,
@@ -72,7 +72,7 @@ std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
                              int threads, int slots, const nb::object& pin, const nb::object& unpin,
                              const std::optional<uint64_t>& pin_limit, const std::string& fork) {
   if (pin.is_none() != unpin.is_none()) {
-    fail(Category::usage, "what pins memory comes with what unpins it");
+    fail(Category::usage, "pin and unpin must be given together");
   }
   if (slots < 0) fail(Category::usage, "slots: 0 or more");
   Written made = written(shards, groups, format, seed_of(seed));
@@ -84,7 +84,7 @@ std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
   });
 }
 
-// Of whole shards, on all threads: the norm is taken on the way.
+// For whole shards, on all threads; takes the norm in the same pass.
 void arrived_in_place(State& state, const std::vector<size_t>& shards) {
   AdamW& adamw = state.here();
   std::vector<Piece> pieces;
@@ -148,7 +148,7 @@ void step(State& state, float unscale, float clip, const nb::object& send, const
   if (sending) sending->require_sent();
 }
 
-// Bytes of the state, which live as long as the array.
+// Bytes of the state as an array, which shares ownership of the state.
 nb::object shown(const std::shared_ptr<State>& state, std::span<std::byte> bytes) {
   return array_of(std::make_unique<std::shared_ptr<State>>(state), bytes);
 }
@@ -205,7 +205,7 @@ nb::list formats() {
 
 void define_options(nb::module_& module) {
   const AdamOptions defaults;
-  nb::class_<AdamOptions>(module, "AdamOptions", "What a user says of one parameter group.")
+  nb::class_<AdamOptions>(module, "AdamOptions", "The options of one parameter group.")
       .def(
           "__init__",
           [](AdamOptions* made, const std::string& semantics, double lr,
@@ -229,27 +229,27 @@ void define_options(nb::module_& module) {
           "bias_correction"_a = defaults.bias_correction);
 }
 
-constexpr auto kStateDoc = R"(AdamW's state over the shards of a rank, taken whole when it is made.
+constexpr auto kStateDoc = R"(AdamW's state over the shards of a rank. All memory is allocated here.
 
 Args:
-    shards: for each (fqn, runs, group, master, out): runs of neighbouring elements of the
-        parameter as (first, n), ascending; an index into `groups`; the caller's array that is the
-        master (float32, or the bfloat16 half of a split one) or None; the caller's bfloat16 or
-        float16 array that gets the new parameters, or None. Arrays are kept alive.
+    shards: (fqn, runs, group, master, out) each: runs (first, n) of the parameter's elements,
+        ascending; an index into `groups`; an array to use as the master (float32, or the bfloat16
+        half of a split master) or None; a bfloat16 or float16 array that receives new parameters,
+        or None. The state keeps the arrays alive.
     groups: options by group.
-    format: of state_formats.
-    ledger: what is taken is charged to it.
-    seed: of the random bits; the same on every rank.
-    threads: of construction and steps; 0: as many as the process may use CPUs.
-    slots: of 128 KiB for each thread, through which new parameters can leave: `staging`.
-    pin, unpin: called with address and bytes of each arena that a device touches; None: nothing
-        is pinned.
+    format: a name of state_formats.
+    ledger: is charged for all memory.
+    seed: of stochastic rounding; the same on every rank.
+    threads: of construction and steps; 0: one per usable CPU.
+    slots: of 128 KiB per thread, for `send` of a step; see `staging`.
+    pin, unpin: called with address and bytes of each arena that a device accesses; None: not
+        pinned.
     pin_limit: bytes that the process may still lock; None: no limit.
-    fork: what forked children find of the state: excluded, shared or inherited.
+    fork: how forked children see the state: excluded, shared or inherited.
 
 Raises:
-    BudgetError: ledger or pin_limit don't suffice; before a page is touched.
-    UsageError: shards, options and format don't go together.)";
+    BudgetError: more than the ledger's limit or pin_limit; before a page is touched.
+    UsageError: shards, options and format do not match.)";
 
 void define_state(nb::module_& module) {
   nb::class_<State>(module, "AdamW", kStateDoc)
@@ -261,63 +261,63 @@ void define_state(nb::module_& module) {
           [](State& of, int group, const AdamOptions& options) {
             of.adamw.set_options(group, options);
           },
-          "group"_a, "options"_a, "For the steps to come.")
+          "group"_a, "options"_a, "Applies from the next step on.")
       .def("arrive", arrive, "shard"_a, "elements"_a, "at"_a = 0,
-           "A part of a shard's gradient, from local element `at` on.")
+           "Adds part of a shard's gradient, from local element `at` on.")
       .def("arrived_in_place", arrived_in_place, "shards"_a,
-           "The same for whole shards whose gradients lie in the plane already; on all threads.")
+           "As arrive, for whole shards whose gradients are in the plane already; on all threads.")
       .def(
           "leave_out",
           [](State& of, size_t shard) {
             of.shard(shard);
             of.here().leave_out(shard);
           },
-          "shard"_a, "This step has no gradient for it.")
+          "shard"_a, "The shard has no gradient in this step.")
       .def("norms", norms,
            "(sum of squares by shard, whether all are finite) of gradients as they arrived.")
       .def("step", step, "unscale"_a = 1.0F, "clip"_a = 1.0F, nb::kw_only(),
            "send"_a.none() = nb::none(), "wait"_a.none() = nb::none(), "dtype"_a = "bfloat16",
            "refresh_masters"_a = false,
-           "One step with all that has arrived. `send(shard, at, n, slot)`: n new values of "
-           "`dtype`, of a shard from local element `at` on, lie at the beginning of a slot of "
-           "`staging` "
-           "until `wait(slot)` has returned; called on several threads. Not for split masters. An "
-           "error of theirs is raised when the step has ended, which has stepped the state. "
-           "`refresh_masters`: the method of this name first, in the same pass.")
+           "One step with the gradients that have arrived. `send(shard, at, n, slot)`: `n` new "
+           "values "
+           "in `dtype`, of a shard from local element `at` on, are at the beginning of a slot of "
+           "`staging`, and stay there until `wait(slot)` has returned. Both are called on several "
+           "threads; their first error is raised after the step, which is then complete. Not for "
+           "split masters. `refresh_masters`: calls it first, in the same pass.")
       .def(
           "refresh_masters",
           [](State& of) { without_the_lock([&] { of.adamw.refresh_masters(); }); },
-          "Values of the arrays `out` that are not their masters rounded, as somebody has written "
-          "them, become the masters.")
+          "A value of an array `out` that is not its master rounded was written by the caller: it "
+          "becomes the master.")
       .def(
           "skip", [](State& of) { of.here().skip(); },
-          "Forgets the gradients; no other byte changes.")
-      .def_prop_ro("steps", steps, "Steps that each shard's parameter has made.")
+          "Discards the gradients; changes nothing else.")
+      .def_prop_ro("steps", steps, "The step count of each shard's parameter.")
       .def(
           "set_steps",
           [](State& of, size_t shard, int64_t steps) {
             of.shard(shard);
             of.adamw.set_steps(shard, steps);
           },
-          "shard"_a, "steps"_a, "Sets a parameter's count.")
-      .def("plane", plane, "shard"_a, "plane"_a,
-           "The bytes of master, master_low, grad, exp_avg, exp_avg_sq or max_exp_avg_sq as they "
-           "lie; they keep the state alive.")
+          "shard"_a, "steps"_a, "Sets the step count of a shard's parameter.")
+      .def(
+          "plane", plane, "shard"_a, "plane"_a,
+          "The bytes of master, master_low, grad, exp_avg, exp_avg_sq or max_exp_avg_sq; the array "
+          "keeps the state alive.")
       .def_prop_ro(
           "staging",
           [](const std::shared_ptr<State>& of) { return shown(of, of->staging.bytes()); },
-          "The slots, as bytes that keep the state alive.")
+          "The bytes of the slots; the array keeps the state alive.")
       .def("scales", scales, "shard"_a, "plane"_a, "The float32 scales of 8-bit moments, as bytes.")
       .def("export_to", export_to, "shard"_a, "plane"_a, "to"_a, "at"_a = 0,
-           "Elements from `at` on as float32 values, exactly.")
+           "Writes elements from `at` on to `to`, as exact float32 values.")
       .def("import_from", import_from, "shard"_a, "plane"_a, "values"_a, "at"_a = 0,
-           "From float32 values: exactly into fp32 and fp32-split, else rounded as a step rounds.")
+           "Reads float32 values: exact in fp32 and fp32-split, else rounded as in a step.")
       .def_prop_ro(
           "footprint", [](const State& of) { return by_purpose(of.footprint); },
-          "What was charged, in bytes by purpose.")
+          "The charges in the ledger, bytes by purpose.")
       .def("digest", digest,
-           "state and master: of values with their global indices, to be added up over ranks "
-           "modulo 2^64.");
+           "Digests `state` and `master` of this rank's values: add over ranks, modulo 2^64.");
 }
 
 }  // namespace
@@ -334,14 +334,13 @@ void define_optim(nb::module_& module) {
         return by_purpose(footprint_of(spec, slots, threads));
       },
       "shards"_a, "groups"_a, nb::kw_only(), "format"_a, "slots"_a = 0, "threads"_a = 1,
-      "fork"_a = "excluded", "What AdamW of these will charge, in bytes by purpose.");
+      "fork"_a = "excluded", "The footprint of such an AdamW, bytes by purpose.");
   module.def("clip_factor", clip_factor, "norm"_a, "max_norm"_a,
              "min(1, max_norm / (norm + 1e-6)), rounded once to float32.");
   module.def("state_formats", formats,
              "A dict for each format: name, and the dtypes of its planes.");
   module.def("state_format_of", format_of, "dtype"_a, "asked"_a,
-             "The format that steps a parameter of `dtype` when `asked` is asked for: a bfloat16 "
-             "parameter takes any, the others fp32.");
+             "The format for a parameter of `dtype`: `asked` for bfloat16, fp32 for others.");
 }
 
 }  // namespace modicum::python

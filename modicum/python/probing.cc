@@ -1,4 +1,4 @@
-// What the kernel says of this process and its children.
+// The memory of this process and its children, as the kernel reports it.
 #include <nanobind/stl/pair.h>
 
 #include <utility>
@@ -39,38 +39,37 @@ nb::dict tree_memory(const std::vector<std::pair<uint64_t, uint64_t>>& ranges, i
 }  // namespace
 
 void define_probe(nb::module_& module) {
-  module.def(
-      "process_memory", process_memory, "pid"_a = 0,
-      "held_bytes and peak_bytes (since reset_peak) of a process, by the kernel; 0: this one.");
-  module.def("reset_peak", reset_peak_rss, "Starts peak_bytes anew; False where the kernel won't.");
+  module.def("process_memory", process_memory, "pid"_a = 0,
+             "held_bytes and peak_bytes (since reset_peak) of a process; 0: this one.");
+  module.def("reset_peak", reset_peak_rss, "Resets peak_bytes; False if the kernel refuses.");
   module.def(
       "available_memory",
       [] {
         const auto limits = memory_limits();
-        if (limits.empty()) fail(Category::usage, "the kernel does not say what is left");
+        if (limits.empty()) fail(Category::usage, "no memory limit in /proc or the cgroup");
         return nb::make_tuple(limits.front().available_bytes, limits.front().source);
       },
-      "What the cgroup chain and the node leave, in bytes, and who says so.");
+      "Bytes that the cgroup chain and the node have left, and the source of that limit.");
   module.def(
       "granted_cpus", [] { return granted_cpus(); },
-      "CPUs that affinity and the cgroup chain's quota leave to this process.");
+      "CPUs that this process may use, by affinity and the quotas of its cgroup chain.");
   module.def(
       "descendants", [](int pid) { return descendants(pid); }, "pid"_a = 0,
-      "The processes that a process has started, and theirs; 0: this one.");
+      "The pids of all descendants of a process; 0: this one.");
   module.def("tree_memory", tree_memory, "ranges"_a, "pid"_a = 0,
-             R"(What a process and its descendants hold, and whose it is.
+             R"(The memory of a process and its descendants, by ranges of its addresses.
 
 Args:
-    ranges: (begin, end) addresses of the process, ascending, without overlap.
-    pid: the process; 0: this one.
+    ranges: (begin, end) addresses in the process, ascending, disjoint.
+    pid: 0: this process.
 
 Returns:
-    processes: by process, the first being `pid`: pid, forked (from the first one), anon_bytes,
-    shmem_bytes (shared pages in equal parts), page_table_bytes. ranges: for each (own bytes, bytes
-    that forked descendants hold in their place). rest: the same for the other addresses.
+    processes: a dict each, `pid` first: pid, forked (from the first), anon_bytes, shmem_bytes
+    (divided among sharers), page_table_bytes. ranges: for each (own bytes, bytes of copy-on-write
+    versions in forked descendants). rest: the same for all other addresses.
 
 Raises:
-    IoError: the kernel doesn't say.)");
+    IoError: /proc can't be read.)");
 }
 
 }  // namespace modicum::python

@@ -1,4 +1,4 @@
-// RecipeBuilder for Python: over tensors of which dtype and shape are known, and no file.
+// RecipeBuilder for Python, over described tensors instead of a checkpoint.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
@@ -26,7 +26,7 @@ Manifest manifest_of(const std::map<std::string, Described>& stored) {
 struct Held {
   const Manifest manifest;
 };
-// A builder refers to its manifest, which is a base so that it is made first; the two never move.
+// The builder refers to the manifest, a base so that it is constructed first. Not movable.
 struct DescribedBuilder : Held, RecipeBuilder {
   explicit DescribedBuilder(const std::map<std::string, Described>& stored)
       : Held{manifest_of(stored)}, RecipeBuilder(manifest) {}
@@ -34,7 +34,7 @@ struct DescribedBuilder : Held, RecipeBuilder {
   DescribedBuilder& operator=(const DescribedBuilder&) = delete;
 };
 
-// An op as a method of the class that is bound.
+// An op as a member function of the bound class.
 template <typename... Args>
 auto op(uint32_t (RecipeBuilder::*of)(Args...)) {
   return static_cast<uint32_t (DescribedBuilder::*)(Args...)>(of);
@@ -48,22 +48,24 @@ Described described(const DescribedBuilder& builder, uint32_t node) {
 }  // namespace
 
 void define_recipe_builder(nb::module_& module) {
-  nb::class_<DescribedBuilder>(module, "RecipeBuilder", R"(What index maps make of stored tensors.
+  nb::class_<DescribedBuilder>(module, "RecipeBuilder",
+                               R"(Builds index maps of stored tensors (docs/reference/recipes.md).
 
-Each call adds a node (docs/reference/recipes.md) and returns its number. No element is touched.
+Each call adds a node and returns its number. No element is read.
 
 Args:
     stored: dtype and shape by name.
 
 Raises:
-    UsageError: MISMATCH where shapes or dtypes do not go together, UNSUPPORTED for a dtype that is
-        not known and for more than eight dims; the constructor and every call.)")
+    UsageError: MISMATCH if shapes or dtypes do not match, UNSUPPORTED for an unknown dtype or more
+        than eight dims; from the constructor and every call.)")
       .def(nb::init<const std::map<std::string, Described>&>(), "stored"_a)
       .def("stored", op<std::string_view>(&RecipeBuilder::stored), "name"_a,
            "A tensor of the checkpoint.")
       .def("cat", op(&RecipeBuilder::cat), "dim"_a, "inputs"_a,
-           "The inputs one after the other along `dim`.")
-      .def("stack", op(&RecipeBuilder::stack), "dim"_a, "inputs"_a, "The inputs along a new dim.")
+           "The inputs, concatenated along `dim`.")
+      .def("stack", op(&RecipeBuilder::stack), "dim"_a, "inputs"_a,
+           "The inputs, stacked along a new dim.")
       .def("slice", op(&RecipeBuilder::slice), "dim"_a, "start"_a, "stop"_a, "input"_a,
            "`[start, stop)` of `dim`.")
       .def("permute", op(&RecipeBuilder::permute), "dims"_a, "input"_a,

@@ -1,4 +1,4 @@
-// A checkpoint in the caller's memory: tensors of rank 0 behind the seam `File`.
+// Tensors in rank 0's memory as a checkpoint: a File whose reads call Python.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 
@@ -17,9 +17,13 @@ constexpr const char* kName = "rank-0-memory.safetensors";
 
 using Described = std::tuple<std::string, std::string, std::vector<int64_t>>;
 
-// What the one file is made of: a safetensors header, and tensors that the caller reads. `read` is
-// called as read(index, offset, view), to fill `view` with the bytes of a tensor from byte `offset`
-// on; None on ranks that have none.
+// The only file: a safetensors header, which is made here, and the tensors' bytes, which the caller
+// reads: read(index, offset, view) fills `view` with a tensor's bytes from `offset` on. None on
+// ranks other than 0.
+//
+//   0        header.size()  begins[0]         begins[1]          begins[n]
+//   | header |              | tensor 0        | tensor 1 ...     | end       begins[0] ==
+//   header.size()
 struct CallersTensors {
   std::string header;
   std::vector<uint64_t> begins;  // in the file, of each tensor, and the end
@@ -27,7 +31,7 @@ struct CallersTensors {
 };
 
 [[noreturn]] void refuse_change() {
-  fail(Category::internal, "tensors in memory are only read", {.file = kName});
+  fail(Category::internal, "tensors in memory are read-only", {.file = kName});
 }
 
 class CallerFile final : public File {
@@ -54,7 +58,7 @@ class CallerFile final : public File {
   void truncate(uint64_t) override { refuse_change(); }
   void sync() override { refuse_change(); }
   void close() override {}
-  // There is no page cache to be dropped.
+  // Memory has no page cache.
   bool is_cached(uint64_t, uint64_t) noexcept override { return true; }
   void drop_cached(uint64_t, uint64_t) noexcept override {}
 
@@ -81,7 +85,7 @@ class CallerFile final : public File {
   const std::string name_;
 };
 
-// One directory with that file.
+// A directory with that file alone.
 class CallerFiles final : public FileSystem {
  public:
   explicit CallerFiles(CallersTensors of) : of_(std::move(of)) {}
@@ -128,12 +132,12 @@ std::shared_ptr<OpenCheckpoint> open_tensors(const std::vector<Described>& tenso
 
 void define_source(nb::module_& module) {
   module.def("open_tensors", open_tensors, "tensors"_a, "read"_a.none(),
-             R"(Tensors in rank 0's memory as a checkpoint, whose bytes rank 0 alone can read.
+             R"(Tensors in rank 0's memory as a checkpoint. Only rank 0 can read their bytes.
 
 Args:
     tensors: (name, dtype, shape) each, the same on every rank.
-    read: of rank 0: fills a view with the bytes of a tensor, read(index, offset, view). Called on
-        the thread that calls load().
+    read: on rank 0, read(index, offset, view) fills `view` with a tensor's bytes from `offset` on;
+        it is called on the thread of load(). None on other ranks.
 
 Raises:
     FormatError, UsageError.)");

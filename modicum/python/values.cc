@@ -1,4 +1,4 @@
-// The values of the walk up to the plan: open_checkpoint, make_recipe, make_layout, make_plan.
+// The steps up to the plan: open_checkpoint, make_recipe, make_layout, make_plan.
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -22,13 +22,13 @@ namespace {
 using WrittenCut = std::tuple<std::vector<int>, int, int, bool>;
 using WrittenSharding = std::pair<std::vector<int>, std::vector<WrittenCut>>;
 
-// What each rank holds before, or by rank what it holds.
+// Bytes that every rank process holds before the load, or those of each rank.
 using Baseline = std::variant<Size, std::vector<uint64_t>>;
 
 std::shared_ptr<OpenCheckpoint> open(const std::optional<std::filesystem::path>& path) {
   auto opened = std::make_shared<OpenCheckpoint>();
   opened->checkpoint.files = opened->files.get();
-  if (!path) return opened;  // nothing is stored
+  if (!path) return opened;  // without tensors
   without_the_lock([&] { opened->checkpoint = open_checkpoint(*opened->files, path->string()); });
   return opened;
 }
@@ -70,7 +70,7 @@ nb::list targets_of_recipe(const MadeRecipe& made) {
   return targets;
 }
 
-// What the command line takes for a layout.
+// As `--layout` of the command line.
 Layout named_layout(const MadeRecipe& recipe, int ranks, const std::string& layout,
                     const std::optional<std::string>& mesh, int shard_dim,
                     const std::optional<std::string>& tp_rowwise) {
@@ -93,7 +93,7 @@ Sharding sharding_from(const WrittenSharding& written) {
 Layout sharded_layout(const MadeRecipe& recipe, const std::vector<WrittenSharding>& shardings,
                       const std::vector<uint8_t>& sharding_of) {
   if (shardings.empty() || shardings.size() > UINT8_MAX) {
-    fail(Category::unsupported, "a layout of that many kinds of tensors",
+    fail(Category::unsupported, "the number of different shardings",
          {.expected = "1 to 255", .got = std::to_string(shardings.size())});
   }
   Layout layout = make_layout("mesh", sharding_from(shardings.front()));
@@ -101,14 +101,14 @@ Layout sharded_layout(const MadeRecipe& recipe, const std::vector<WrittenShardin
     add_kind(layout, sharding_from(shardings[kind]));
   }
   if (sharding_of.size() != recipe.recipe.targets.size()) {
-    fail(Category::usage, "not every target has a sharding",
+    fail(Category::usage, "sharding_of must have an entry per target",
          {.expected = std::to_string(recipe.recipe.targets.size()),
           .got = std::to_string(sharding_of.size())});
   }
   layout.kind_of = sharding_of;
   for (const uint8_t kind : sharding_of) {
     if (kind >= shardings.size())
-      fail(Category::usage, "a target has a sharding that is not given");
+      fail(Category::usage, "sharding_of has an index outside of shardings");
   }
   return layout;
 }
@@ -123,7 +123,7 @@ struct Shard {
       : sharding(make_layout("mesh", sharding_from(written)).kinds.front()),
         target{.shape = shape},
         rank(checked_rank(of, sharding.mesh.world_size())) {
-    if (!checked_numel(shape)) fail(Category::usage, "a shape that no tensor has");
+    if (!checked_numel(shape)) fail(Category::usage, "invalid shape");
   }
 
   std::vector<std::pair<int64_t, int64_t>> runs(const std::vector<int>& order) const {
@@ -149,7 +149,7 @@ void take_baseline(const Baseline& baseline, const Layout& layout, PlanOptions& 
   }
   options.baseline_of = std::get<std::vector<uint64_t>>(baseline);
   if (options.baseline_of.size() == static_cast<size_t>(layout.world_size())) return;
-  fail(Category::usage, "not every rank has a baseline",
+  fail(Category::usage, "baseline must have an entry per rank",
        {.expected = std::to_string(layout.world_size()),
         .got = std::to_string(options.baseline_of.size())});
 }
@@ -183,7 +183,7 @@ std::shared_ptr<MadePlan> plan(const std::shared_ptr<MadeRecipe>& recipe, const 
   return made;
 }
 
-// Of each target: where it lies and what of it.
+// For each target: the target that holds its memory, and its size there.
 nb::list buffers(const MadePlan& made, int rank) {
   const Plan& plan = made.plan;
   checked_rank(rank, plan.ranks());
@@ -218,13 +218,12 @@ std::string digest_text(const MadePlan& made) {
 }
 
 void define_inputs(nb::module_& module) {
-  nb::class_<OpenCheckpoint>(module, "Checkpoint",
-                             "A checkpoint whose headers have been read and proven.")
+  nb::class_<OpenCheckpoint>(module, "Checkpoint", "A checkpoint, its headers read and validated.")
       .def_prop_ro(
           "bytes", [](const OpenCheckpoint& c) { return c.checkpoint.manifest.data_bytes(); },
           "Bytes of tensor data.")
       .def_prop_ro("stored", stored_of,
-                   "Dtype and shape of each stored tensor by name, in the order of the files.")
+                   "(dtype, shape) of each stored tensor by name, in the order of the files.")
       .def_prop_ro(
           "warnings",
           [](const OpenCheckpoint& c) {
@@ -234,7 +233,7 @@ void define_inputs(nb::module_& module) {
             }
             return warnings;
           },
-          "What is optional and broken, unused or odd: a line of text for each.");
+          "Parts that are optional and broken, unused or unusual; a line each.");
   nb::class_<MadeRecipe>(module, "Recipe", "How each target is made of stored tensors.")
       .def_prop_ro("targets", targets_of_recipe,
                    "A dict for each target: name, dtype, shape, alias_of (a name or None).")
@@ -244,20 +243,23 @@ void define_inputs(nb::module_& module) {
             return recipe_text(made.recipe, made.of->checkpoint.manifest);
           },
           "recipe.json.");
-  nb::class_<Layout>(module, "Layout", "Which elements of each target each rank holds, and where.")
+  nb::class_<Layout>(module, "Layout",
+                     "Which elements of each target each rank holds, and in which order.")
       .def_prop_ro("ranks", &Layout::world_size, "World size.");
 }
 
 void define_plan_class(nb::module_& module) {
-  nb::class_<MadePlan>(module, "Plan", "What will be read, put where and held, for every rank.")
+  nb::class_<MadePlan>(module, "Plan",
+                       "What every rank reads, where it puts it, and what it holds.")
       .def_prop_ro(
           "ranks", [](const MadePlan& made) { return made.plan.ranks(); }, "World size.")
       .def_prop_ro(
           "strategy", [](const MadePlan& made) { return std::string(made.plan.strategy().name); },
           "The strategy's name.")
       .def_prop_ro(
-          "recipe", [](const MadePlan& made) { return made.recipe; }, "What was planned.")
-      .def_prop_ro("digest", digest_text, "Of everything that decides what happens, as hex.")
+          "recipe", [](const MadePlan& made) { return made.recipe; }, "The recipe of the plan.")
+      .def_prop_ro("digest", digest_text,
+                   "Of all inputs of the plan, in hex: ranks with equal digests have equal plans.")
       .def_prop_ro("document", document, "As `modicum plan --json`, for this one strategy.")
       .def("buffers", buffers, "rank"_a,
            "A dict for each target: holder (the target whose memory it is), numel, padded_numel, "
@@ -267,30 +269,30 @@ void define_plan_class(nb::module_& module) {
           [](const MadePlan& made, int rank) {
             return made.plan.promise.rank_peak_bytes(checked_rank(rank, made.plan.ranks()));
           },
-          "rank"_a, "The most that the rank's process will hold, in bytes.")
+          "rank"_a, "The most bytes that the rank's process will hold.")
       .def(
           "ledger_limit_bytes",
           [](const MadePlan& made, int rank) {
             return made.plan.promise.ledger_limit_bytes(checked_rank(rank, made.plan.ranks()));
           },
-          "rank"_a, "The same without the process itself and page tables.")
+          "rank"_a, "promised_bytes without the process's baseline and page tables.")
       .def(
           "exchange_group",
           [](const MadePlan& made, int rank) {
             return exchange_group(made.plan, checked_rank(rank, made.plan.ranks()));
           },
-          "rank"_a, "The ranks that hand bytes on to each other, `rank` among them.");
+          "rank"_a, "The ranks that send bytes to each other, with `rank`.");
 }
 
 void define_name_pattern(nb::module_& module) {
-  nb::class_<NamePattern>(module, "NamePattern", R"(Names by a regular expression in RE2's syntax.
+  nb::class_<NamePattern>(module, "NamePattern", R"(A regular expression in RE2's syntax.
 
 Args:
-    argument: what the user gave it to.
-    expression: without look-around and back-references.
+    argument: its name in an error.
+    expression: RE2 has no lookaround and no back-references.
 
 Raises:
-    UsageError: USAGE, with RE2's reason.)")
+    UsageError: with RE2's reason.)")
       .def(nb::init<std::string_view, std::string_view>(), "argument"_a, "expression"_a)
       .def("finds", &NamePattern::finds, "name"_a, "Whether it matches somewhere in `name`.");
 }
@@ -298,7 +300,7 @@ Raises:
 void define_steps(nb::module_& module) {
   define_name_pattern(module);
   module.def("open_checkpoint", open, "path"_a.none(),
-             R"(Opens headers, index and config of a checkpoint and proves its layout.
+             R"(Opens a checkpoint: reads and validates headers, index and config.
 
 Args:
     path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache; None: a
@@ -308,41 +310,36 @@ Raises:
     FormatError, IoError.)");
   module.def("make_recipe", recipe, "checkpoint"_a, "text"_a = nb::none(), nb::kw_only(),
              "dtype"_a = nb::none(), "keep_fp32"_a = nb::none(), "untie"_a = false,
-             R"(How each target is made of the checkpoint's tensors.
+             R"(Makes the recipe: how each target is made of the checkpoint's tensors.
 
 Args:
-    checkpoint: of open_checkpoint.
-    text: recipe.json (docs/reference/recipes.md); None: every tensor as it is.
-    dtype: float32, bfloat16 or float16; None: as stored.
-    keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
-    untie: whether what is stored under both names of a tie is loaded as two tensors.
+    checkpoint: from open_checkpoint.
+    text: recipe.json (docs/reference/recipes.md); None: tensors as stored.
+    dtype, keep_fp32, untie: as for modicum.plan.
 
 Raises:
-    UsageError: the recipe is not one for this checkpoint.)");
+    UsageError: the recipe is for another checkpoint.)");
   module.def("make_layout", named_layout, "recipe"_a, "ranks"_a, "layout"_a = "fsdp2",
              nb::kw_only(), "mesh"_a = nb::none(), "shard_dim"_a = 0, "tp_rowwise"_a = nb::none(),
-             R"(The targets cut for a mesh, as `--layout` of the command line.
+             R"(Shards the targets by a named layout.
 
 Args:
-    recipe: of make_recipe.
+    recipe: from make_recipe.
     ranks: world size.
-    layout: none, fsdp2, hsdp, tp-fsdp, zero1, zero2 or zero3.
-    mesh: "AxB": of hsdp replicas x shards, of tp-fsdp dp x tp.
-    shard_dim: the tensor dim that is cut.
-    tp_rowwise: names (a regular expression) that TP cuts along dim 1; the rest along dim 0.)");
+    layout, mesh, shard_dim, tp_rowwise: as for modicum.plan.)");
   module.def("make_layout", sharded_layout, "recipe"_a, nb::kw_only(), "shardings"_a,
              "sharding_of"_a,
-             R"(The targets cut as they say each for itself.
+             R"(Shards each target by its own sharding.
 
 Args:
-    recipe: of make_recipe.
-    shardings: (mesh, cuts) each: sizes of the mesh axes over the whole world, outermost first, and
-        the cuts in the order in which they are made, (mesh axes, tensor dim, packed parts, pads).
+    recipe: from make_recipe.
+    shardings: (mesh, cuts) each: the sizes of the mesh axes over the whole world, outermost first;
+        and the cuts in order, each (mesh axes, tensor dim, packed parts, pads).
     sharding_of: for each target the index of its sharding.)");
 }
 
 void define_shard(nb::module_& module) {
-  nb::class_<Shard>(module, "Shard", R"(A rank's shard of one tensor; needs no recipe.
+  nb::class_<Shard>(module, "Shard", R"(A rank's shard of one tensor.
 
 Args:
     sharding: (mesh, cuts) as for make_layout.
@@ -355,14 +352,14 @@ Args:
           [](const Shard& of) { return tuple_of(local_shape(of.sharding, of.target, of.rank)); },
           "Without padding.")
       .def("runs", &Shard::runs, "order"_a,
-           R"(Its elements of the tensor, as runs (first, n), in memory order.
+           R"(The shard's elements as runs (first, n) of the tensor's, in memory order.
 
 Args:
-    order: the dims by which the shard is contiguous, slowest first; elements are counted by it,
-        too: [0, 1, ...] is row-major.)")
+    order: the dims from slowest to fastest, in which the shard is contiguous and elements are
+        counted: [0, 1, ...] is row-major.)")
       .def_prop_ro(
           "replicas", [](const Shard& of) { return replicas_of(of.sharding, of.rank); },
-          "The ranks, its own among them, that hold the same elements; ascending.");
+          "The ranks that hold the same elements, with its own; ascending.");
 }
 
 void define_make_plan(nb::module_& module) {
@@ -371,26 +368,15 @@ void define_make_plan(nb::module_& module) {
              "staging"_a = nb::none(), "baseline"_a = nb::none(), "init_bytes"_a = 0,
              "caller_sends"_a = false, "budget"_a = nb::none(), "budget_source"_a = "argument",
              "fork"_a = "excluded",
-             R"(Who reads what and what every rank will hold.
+             R"(The plan of a load. As modicum.make_plan, which documents the rest, with:
 
 Args:
-    recipe: of make_recipe.
-    layout: of make_layout.
-    strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
-    ranks_per_node: None: all on one node.
-    destinations: for each target cpu, copy (only copies are taken, as by a device) or given (memory
-        that the caller has); empty: all cpu.
-    staging: per rank, committed whole; None: 8 MiB, less where a budget needs it.
-    baseline: what a rank process holds before Modicum, or a list of that by rank; None: 2 MiB.
-    init_bytes: the most that tensors made by the caller take at once.
-    caller_sends: whether bytes are exchanged by the caller's own means.
-    budget: host memory per node; None: no verdict.
-    budget_source: what to call the budget where it is too small.
-    fork: what forked children find of the shards: excluded, shared or inherited
-        (docs/guide/workers.md).
-
-Raises:
-    BudgetError: it does not fit; says by how much and who holds most.)");
+    destinations: for each target cpu, copy (elements go to load's `copy`, as for a device) or given
+        (memory of the caller's); empty: all cpu.
+    baseline: bytes, or a list of bytes by rank.
+    init_bytes: the largest tensor that load's `caller` makes.
+    caller_sends: whether the caller's transport sends bytes between ranks.
+    budget_source: the budget's name in an error.)");
 }
 
 }  // namespace

@@ -162,7 +162,7 @@ def test_models_and_optimizers_of_torch_are_known() -> None:
 
 @pytest.mark.parametrize("source", [3, "text", None, object()])
 def test_other_things_are_refused(source: Any) -> None:
-    with pytest.raises(UsageError, match="what this holds is not known"):
+    with pytest.raises(UsageError, match="a source of unknown kind"):
         memory.attribute(source)
 
 

@@ -1,4 +1,4 @@
-"""Model state of sharded training, in little memory."""
+"""Loads checkpoints into sharded training within one host-memory budget."""
 
 from modicum import memory as memory
 from modicum._modicum import Checkpoint as Checkpoint

@@ -4,14 +4,14 @@ from typing import overload
 
 
 def version() -> str:
-    """The version of the library, as in the wheel."""
+    """The version of the library and the wheel."""
 
 def exit_codes() -> dict[str, int]:
     """The exit code of each category of errors."""
 
 def inspect(path: str | os.PathLike) -> dict:
     """
-    What is in a checkpoint; reads headers, index and config only.
+    The contents of a checkpoint. Reads headers, index and config only.
 
     Args:
         path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
@@ -27,66 +27,65 @@ def inspect(path: str | os.PathLike) -> dict:
 
 def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None, tp_packed: str | None = None, tp_replicate: str | None = None, expert_mesh: str | None = None, experts: str = '\\.experts\\.', round_robin: bool = False, dtype: str | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, untie: bool = False, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None, optimizer: str = 'none', deepspeed: str | os.PathLike | None = None, workers: int = 0, persistent_workers: bool = False) -> dict:
     """
-    Who reads what, and what each rank and node will hold, by strategy.
+    Which rank reads which bytes, and what each rank and node holds, by strategy.
 
-    Reads headers, index and config only; no rank is started. Sizes are bytes, or text as on
-    the command line ("512MB", "1.5GiB").
+    Reads headers, index and config only; starts no rank. Sizes are bytes, or text as on the command
+    line ("512MB", "1.5GiB").
 
     Args:
         path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
         ranks: rank processes, 1 to 65536.
-        ranks_per_node: None: all on one node.
-        strategy: whose verdict `fits` is: own-shard, node-reader, replica-striped,
+        ranks_per_node: None: all ranks are on one node.
+        strategy: the one that `fits` is about: own-shard, node-reader, replica-striped,
             rank0-broadcast or full-per-rank.
-        layout: fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds everything).
-        mesh: "AxB": of hsdp replicas x shards, of tp-fsdp dp x tp; "AxBxC": shards or dp of two axes.
-        shard_dim: the tensor dim that is cut.
-        tp_rowwise: names (a regular expression) that TP cuts along dim 1; the rest along dim 0.
-        tp_packed: names of two packed halves (gate and up), each cut by itself along dim 0.
-        tp_replicate: names that TP does not cut.
-        expert_mesh: "AxB": experts are dealt to B ranks along dim 0, then FSDP cuts them A times.
+        layout: fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds all tensors).
+        mesh: "AxB": replicas x shards of hsdp, dp x tp of tp-fsdp; "AxBxC": shards or dp of two axes.
+        shard_dim: the tensor dim to shard.
+        tp_rowwise: a regular expression; TP shards matching names on dim 1, others on dim 0.
+        tp_packed: names of two packed halves (gate and up), each sharded by itself on dim 0.
+        tp_replicate: names that TP replicates.
+        expert_mesh: "AxB": EP shards experts on dim 0 over B ranks, then FSDP over A.
         experts: names of the experts, a regular expression.
-        round_robin: of zero1 and zero2: as DeepSpeed's round_robin_gradients.
+        round_robin: zero1, zero2: as DeepSpeed's round_robin_gradients.
         dtype: float32, bfloat16 or float16; None: as stored.
-        keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
-        recipe: a recipe.json; None: every tensor as it is.
-        untie: whether what is stored under both names of a tie is loaded as two tensors; else a load
-            compares them.
+        keep_fp32: a regular expression; tensors with matching names are loaded as float32.
+        recipe: a recipe.json; None: tensors as stored.
+        untie: if both names of a tie are stored, load two tensors; else a load compares them.
         destination: cpu, or discard (digest and drop).
-        staging: per rank, committed whole; None: 8 MiB, less where a budget needs it.
-        budget: host memory per node; "auto": what the cgroup and the node leave; None: no verdict.
-        baseline: what a rank process holds before Modicum; None: 2 MiB, as the rank processes of
-            `modicum load` do. One that has imported torch holds more: "256MiB" is a fair guess.
-        optimizer: "none", or "adamw:FORMAT": what is loaded will be trained.
-        deepspeed: a ds_config.json; None: no forecast of what DeepSpeed itself would hold.
-        workers: of `deepspeed`: forked data-loader workers of a rank, 0 to 1024.
+        staging: per rank, committed up front; None: 8 MiB, less if the budget requires it.
+        budget: host memory per node; "auto": what cgroup and node have left; None: not checked.
+        baseline: bytes of a rank process before Modicum; None: 2 MiB, as in `modicum load`. With torch
+            imported it is more: "256MiB" is a fair guess.
+        optimizer: "none", or "adamw:FORMAT", whose state is included.
+        deepspeed: a ds_config.json, to forecast DeepSpeed's own memory; None: no forecast.
+        workers: of `deepspeed`: forked data-loader workers per rank, 0 to 1024.
         persistent_workers: of `deepspeed`: whether they live for all epochs.
 
     Returns:
-        The document of `modicum plan --json`: checkpoint, ranks, strategies, budget, fits. What
-        does not fit is an answer (`fits` is False), not an error.
+        The document of `modicum plan --json`: checkpoint, ranks, strategies, budget, fits. A plan that
+        exceeds the budget is no error: `fits` is False.
 
     Raises:
         FormatError: a header or the index is malformed.
         IoError: a file can't be read.
-        UsageError: an argument makes no sense, or the recipe is not one for this checkpoint.
+        UsageError: an argument is invalid, or the recipe is for another checkpoint.
     """
 
 def open_tensors(tensors: Sequence[tuple[str, str, Sequence[int]]], read: object | None) -> Checkpoint:
     """
-    Tensors in rank 0's memory as a checkpoint, whose bytes rank 0 alone can read.
+    Tensors in rank 0's memory as a checkpoint. Only rank 0 can read their bytes.
 
     Args:
         tensors: (name, dtype, shape) each, the same on every rank.
-        read: of rank 0: fills a view with the bytes of a tensor, read(index, offset, view). Called on
-            the thread that calls load().
+        read: on rank 0, read(index, offset, view) fills `view` with a tensor's bytes from `offset` on;
+            it is called on the thread of load(). None on other ranks.
 
     Raises:
         FormatError, UsageError.
     """
 
 class Checkpoint:
-    """A checkpoint whose headers have been read and proven."""
+    """A checkpoint, its headers read and validated."""
 
     @property
     def bytes(self) -> int:
@@ -95,12 +94,12 @@ class Checkpoint:
     @property
     def stored(self) -> dict:
         """
-        Dtype and shape of each stored tensor by name, in the order of the files.
+        (dtype, shape) of each stored tensor by name, in the order of the files.
         """
 
     @property
     def warnings(self) -> list:
-        """What is optional and broken, unused or odd: a line of text for each."""
+        """Parts that are optional and broken, unused or unusual; a line each."""
 
 class Recipe:
     """How each target is made of stored tensors."""
@@ -114,14 +113,14 @@ class Recipe:
         """recipe.json."""
 
 class Layout:
-    """Which elements of each target each rank holds, and where."""
+    """Which elements of each target each rank holds, and in which order."""
 
     @property
     def ranks(self) -> int:
         """World size."""
 
 class Plan:
-    """What will be read, put where and held, for every rank."""
+    """What every rank reads, where it puts it, and what it holds."""
 
     @property
     def ranks(self) -> int:
@@ -133,11 +132,13 @@ class Plan:
 
     @property
     def recipe(self) -> Recipe:
-        """What was planned."""
+        """The recipe of the plan."""
 
     @property
     def digest(self) -> str:
-        """Of everything that decides what happens, as hex."""
+        """
+        Of all inputs of the plan, in hex: ranks with equal digests have equal plans.
+        """
 
     @property
     def document(self) -> dict:
@@ -149,24 +150,24 @@ class Plan:
         """
 
     def promised_bytes(self, rank: int) -> int:
-        """The most that the rank's process will hold, in bytes."""
+        """The most bytes that the rank's process will hold."""
 
     def ledger_limit_bytes(self, rank: int) -> int:
-        """The same without the process itself and page tables."""
+        """promised_bytes without the process's baseline and page tables."""
 
     def exchange_group(self, rank: int) -> list[int]:
-        """The ranks that hand bytes on to each other, `rank` among them."""
+        """The ranks that send bytes to each other, with `rank`."""
 
 class NamePattern:
     """
-    Names by a regular expression in RE2's syntax.
+    A regular expression in RE2's syntax.
 
     Args:
-        argument: what the user gave it to.
-        expression: without look-around and back-references.
+        argument: its name in an error.
+        expression: RE2 has no lookaround and no back-references.
 
     Raises:
-        UsageError: USAGE, with RE2's reason.
+        UsageError: with RE2's reason.
     """
 
     def __init__(self, argument: str, expression: str) -> None: ...
@@ -176,7 +177,7 @@ class NamePattern:
 
 def open_checkpoint(path: str | os.PathLike | None) -> Checkpoint:
     """
-    Opens headers, index and config of a checkpoint and proves its layout.
+    Opens a checkpoint: reads and validates headers, index and config.
 
     Args:
         path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache; None: a
@@ -188,48 +189,43 @@ def open_checkpoint(path: str | os.PathLike | None) -> Checkpoint:
 
 def make_recipe(checkpoint: Checkpoint, text: str | None = None, *, dtype: str | None = None, keep_fp32: str | None = None, untie: bool = False) -> Recipe:
     """
-    How each target is made of the checkpoint's tensors.
+    Makes the recipe: how each target is made of the checkpoint's tensors.
 
     Args:
-        checkpoint: of open_checkpoint.
-        text: recipe.json (docs/reference/recipes.md); None: every tensor as it is.
-        dtype: float32, bfloat16 or float16; None: as stored.
-        keep_fp32: a regular expression; tensors whose names it matches are loaded as float32.
-        untie: whether what is stored under both names of a tie is loaded as two tensors.
+        checkpoint: from open_checkpoint.
+        text: recipe.json (docs/reference/recipes.md); None: tensors as stored.
+        dtype, keep_fp32, untie: as for modicum.plan.
 
     Raises:
-        UsageError: the recipe is not one for this checkpoint.
+        UsageError: the recipe is for another checkpoint.
     """
 
 @overload
 def make_layout(recipe: Recipe, ranks: int, layout: str = 'fsdp2', *, mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None) -> Layout:
     """
-    The targets cut for a mesh, as `--layout` of the command line.
+    Shards the targets by a named layout.
 
     Args:
-        recipe: of make_recipe.
+        recipe: from make_recipe.
         ranks: world size.
-        layout: none, fsdp2, hsdp, tp-fsdp, zero1, zero2 or zero3.
-        mesh: "AxB": of hsdp replicas x shards, of tp-fsdp dp x tp.
-        shard_dim: the tensor dim that is cut.
-        tp_rowwise: names (a regular expression) that TP cuts along dim 1; the rest along dim 0.
+        layout, mesh, shard_dim, tp_rowwise: as for modicum.plan.
     """
 
 @overload
 def make_layout(recipe: Recipe, *, shardings: Sequence[tuple[Sequence[int], Sequence[tuple[Sequence[int], int, int, bool]]]], sharding_of: Sequence[int]) -> Layout:
     """
-    The targets cut as they say each for itself.
+    Shards each target by its own sharding.
 
     Args:
-        recipe: of make_recipe.
-        shardings: (mesh, cuts) each: sizes of the mesh axes over the whole world, outermost first, and
-            the cuts in the order in which they are made, (mesh axes, tensor dim, packed parts, pads).
+        recipe: from make_recipe.
+        shardings: (mesh, cuts) each: the sizes of the mesh axes over the whole world, outermost first;
+            and the cuts in order, each (mesh axes, tensor dim, packed parts, pads).
         sharding_of: for each target the index of its sharding.
     """
 
 class Shard:
     """
-    A rank's shard of one tensor; needs no recipe.
+    A rank's shard of one tensor.
 
     Args:
         sharding: (mesh, cuts) as for make_layout.
@@ -245,53 +241,42 @@ class Shard:
 
     def runs(self, order: Sequence[int]) -> list[tuple[int, int]]:
         """
-        Its elements of the tensor, as runs (first, n), in memory order.
+        The shard's elements as runs (first, n) of the tensor's, in memory order.
 
         Args:
-            order: the dims by which the shard is contiguous, slowest first; elements are counted by it,
-                too: [0, 1, ...] is row-major.
+            order: the dims from slowest to fastest, in which the shard is contiguous and elements are
+                counted: [0, 1, ...] is row-major.
         """
 
     @property
     def replicas(self) -> list[int]:
-        """The ranks, its own among them, that hold the same elements; ascending."""
+        """The ranks that hold the same elements, with its own; ascending."""
 
 def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | Sequence[int] | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'argument', fork: str = 'excluded') -> Plan:
     """
-    Who reads what and what every rank will hold.
+    The plan of a load. As modicum.make_plan, which documents the rest, with:
 
     Args:
-        recipe: of make_recipe.
-        layout: of make_layout.
-        strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
-        ranks_per_node: None: all on one node.
-        destinations: for each target cpu, copy (only copies are taken, as by a device) or given (memory
-            that the caller has); empty: all cpu.
-        staging: per rank, committed whole; None: 8 MiB, less where a budget needs it.
-        baseline: what a rank process holds before Modicum, or a list of that by rank; None: 2 MiB.
-        init_bytes: the most that tensors made by the caller take at once.
-        caller_sends: whether bytes are exchanged by the caller's own means.
-        budget: host memory per node; None: no verdict.
-        budget_source: what to call the budget where it is too small.
-        fork: what forked children find of the shards: excluded, shared or inherited
-            (docs/guide/workers.md).
-
-    Raises:
-        BudgetError: it does not fit; says by how much and who holds most.
+        destinations: for each target cpu, copy (elements go to load's `copy`, as for a device) or given
+            (memory of the caller's); empty: all cpu.
+        baseline: bytes, or a list of bytes by rank.
+        init_bytes: the largest tensor that load's `caller` makes.
+        caller_sends: whether the caller's transport sends bytes between ranks.
+        budget_source: the budget's name in an error.
     """
 
 class RecipeBuilder:
     """
-    What index maps make of stored tensors.
+    Builds index maps of stored tensors (docs/reference/recipes.md).
 
-    Each call adds a node (docs/reference/recipes.md) and returns its number. No element is touched.
+    Each call adds a node and returns its number. No element is read.
 
     Args:
         stored: dtype and shape by name.
 
     Raises:
-        UsageError: MISMATCH where shapes or dtypes do not go together, UNSUPPORTED for a dtype that is
-            not known and for more than eight dims; the constructor and every call.
+        UsageError: MISMATCH if shapes or dtypes do not match, UNSUPPORTED for an unknown dtype or more
+            than eight dims; from the constructor and every call.
     """
 
     def __init__(self, stored: Mapping[str, tuple[str, Sequence[int]]]) -> None: ...
@@ -300,10 +285,10 @@ class RecipeBuilder:
         """A tensor of the checkpoint."""
 
     def cat(self, dim: int, inputs: Sequence[int]) -> int:
-        """The inputs one after the other along `dim`."""
+        """The inputs, concatenated along `dim`."""
 
     def stack(self, dim: int, inputs: Sequence[int]) -> int:
-        """The inputs along a new dim."""
+        """The inputs, stacked along a new dim."""
 
     def slice(self, dim: int, start: int, stop: int, input: int) -> int:
         """`[start, stop)` of `dim`."""
@@ -319,10 +304,10 @@ class RecipeBuilder:
 
 class Ledger:
     """
-    Where model-sized memory comes from, and what it is for.
+    Accounts for model-sized memory, by purpose, within a limit.
 
     Args:
-        limit: what may be held, bytes or text ("200GiB"); None: no limit.
+        limit: bytes, or text ("200GiB"); None: no limit.
     """
 
     def __init__(self, limit: int | str | None = None) -> None: ...
@@ -333,7 +318,7 @@ class Ledger:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes held at once so far."""
+        """The highest held_bytes so far."""
 
     @property
     def held(self) -> dict:
@@ -341,146 +326,145 @@ class Ledger:
 
     @property
     def at_peak(self) -> dict:
-        """What was held when it was most, by purpose."""
+        """Bytes held at the peak, by purpose; largest first."""
 
     @property
     def limit_bytes(self) -> int | None:
-        """What may be held, in bytes; None: no limit."""
+        """The limit in bytes; None: no limit."""
 
     @limit_bytes.setter
     def limit_bytes(self, bytes: int | None) -> None: ...
 
     def require_room(self, needed: Mapping[str, int], what: str) -> None:
         """
-        BudgetError where so much, in bytes by purpose, has no room beside what is held.
+        BudgetError if `needed`, bytes by purpose, and the bytes held exceed the limit.
         """
 
 def charge_init(ledger: Ledger, bytes: int) -> object:
     """
-    Zeroed memory for tensors that a model makes itself; given back when it dies.
+    Zeroed memory for a tensor that the model initialises; freed with the array.
     """
 
 class Exclusion:
     """
-    Keeps whole pages of somebody else's memory out of forks.
+    Excludes whole pages of the caller's memory from forked children.
 
     Args:
-        address, bytes: of the pages; they stay mapped until `undo`.
+        address, bytes: of the pages, which must stay mapped until `undo`.
 
     Raises:
-        BudgetError: the kernel refuses, as for a driver's memory.
+        BudgetError: the kernel refuses, as for memory of a driver.
     """
 
     def __init__(self, address: int, bytes: int) -> None: ...
 
     def undo(self) -> None:
         """
-        Children inherit the pages again. Where this process is a child that lacks them, zero pages take their place.
+        Children inherit the pages again. In a child without them, zero pages are mapped there.
         """
 
 def is_excluded_here(address: int) -> bool:
     """
-    Whether this process lacks the memory there because it was forked without it.
+    Whether the memory at this address was excluded from the fork that made this process.
     """
 
 def has_exclusions_here() -> bool:
-    """Whether there is any memory that this process was forked without."""
+    """Whether any memory was excluded from the fork that made this process."""
 
 def require_fork(fork: str) -> None:
-    """UsageError where it is not excluded, shared or inherited."""
+    """UsageError unless it is excluded, shared or inherited."""
 
 class Board:
     """
-    A rank among the others of a load.
+    Connects a rank to the other ranks of a load.
 
     Args:
-        peers: has barrier(), agree(digest) and report(document), which reach the others; None:
-            alone.
+        peers: has barrier(), agree(digest) and report(document); None: there is one rank.
     """
 
     def __init__(self, peers: object | None = None) -> None: ...
 
     def fail(self, what: str, rank: int = -1) -> None:
-        """Cancels the load that runs, when it next checks. Any thread."""
+        """Cancels the running load at its next check. Any thread."""
 
     @property
     def progress(self) -> int:
         """Bytes read or received so far."""
 
 class Loaded:
-    """What a load has put into host memory."""
+    """The host memory that a load has filled."""
 
     def storage(self, target: int) -> object:
         """
-        The bytes of a target's local buffer with its padding, and its charge: once each.
+        The bytes of a target's local buffer, with padding; the array owns them. Once per target.
         """
 
     def whole(self) -> object:
         """
-        All bytes as one, to be kept by `keep` only: from then on they are given back as one.
+        All bytes as one array, for pinning: they are freed together from now on. The array owns nothing; pass it to `keep`.
         """
 
     def keep(self, kept: object) -> None:
-        """Keeps an object until just before the memory is given back."""
+        """Owns an object until just before the memory is freed."""
 
     @property
     def outcome(self) -> dict:
-        """What this rank read and held."""
+        """Bytes that this rank read and held."""
 
 def load(plan: Plan, rank: int, board: Board, ledger: Ledger, *, given: dict = {}, copy: object | None = None, caller: object | None = None, broadcast: object | None = None, threads: int = 0, check: bool = False, seed: int = 0) -> Loaded:
-    """Carries out one rank's part of a plan; see modicum.load."""
+    """Executes one rank's part of a plan; see modicum.load."""
 
 def load_report(plan: Plan, outcomes: Sequence[dict], checked: bool, budget: int | None = None, budget_source: str = '') -> tuple:
     """The document of `modicum load --json` and the text of `modicum load`."""
 
 def parse_size(size: int | str) -> int:
-    """Bytes of a size as the command line takes it."""
+    """The bytes of a size as on the command line."""
 
 class AdamOptions:
-    """What a user says of one parameter group."""
+    """The options of one parameter group."""
 
     def __init__(self, *, semantics: str = 'torch', lr: float = 0.001, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-08, weight_decay: float = 0.01, decoupled: bool = True, amsgrad: bool = False, maximize: bool = False, bias_correction: bool = True) -> None: ...
 
 class AdamW:
     """
-    AdamW's state over the shards of a rank, taken whole when it is made.
+    AdamW's state over the shards of a rank. All memory is allocated here.
 
     Args:
-        shards: for each (fqn, runs, group, master, out): runs of neighbouring elements of the
-            parameter as (first, n), ascending; an index into `groups`; the caller's array that is the
-            master (float32, or the bfloat16 half of a split one) or None; the caller's bfloat16 or
-            float16 array that gets the new parameters, or None. Arrays are kept alive.
+        shards: (fqn, runs, group, master, out) each: runs (first, n) of the parameter's elements,
+            ascending; an index into `groups`; an array to use as the master (float32, or the bfloat16
+            half of a split master) or None; a bfloat16 or float16 array that receives new parameters,
+            or None. The state keeps the arrays alive.
         groups: options by group.
-        format: of state_formats.
-        ledger: what is taken is charged to it.
-        seed: of the random bits; the same on every rank.
-        threads: of construction and steps; 0: as many as the process may use CPUs.
-        slots: of 128 KiB for each thread, through which new parameters can leave: `staging`.
-        pin, unpin: called with address and bytes of each arena that a device touches; None: nothing
-            is pinned.
+        format: a name of state_formats.
+        ledger: is charged for all memory.
+        seed: of stochastic rounding; the same on every rank.
+        threads: of construction and steps; 0: one per usable CPU.
+        slots: of 128 KiB per thread, for `send` of a step; see `staging`.
+        pin, unpin: called with address and bytes of each arena that a device accesses; None: not
+            pinned.
         pin_limit: bytes that the process may still lock; None: no limit.
-        fork: what forked children find of the state: excluded, shared or inherited.
+        fork: how forked children see the state: excluded, shared or inherited.
 
     Raises:
-        BudgetError: ledger or pin_limit don't suffice; before a page is touched.
-        UsageError: shards, options and format don't go together.
+        BudgetError: more than the ledger's limit or pin_limit; before a page is touched.
+        UsageError: shards, options and format do not match.
     """
 
     def __init__(self, shards: Sequence[tuple[str, Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, ledger: Ledger, seed: int = 0, threads: int = 0, slots: int = 0, pin: object | None = None, unpin: object | None = None, pin_limit: int | None = None, fork: str = 'excluded') -> None: ...
 
     def set_options(self, group: int, options: AdamOptions) -> None:
-        """For the steps to come."""
+        """Applies from the next step on."""
 
     def arrive(self, shard: int, elements: object, at: int = 0) -> None:
-        """A part of a shard's gradient, from local element `at` on."""
+        """Adds part of a shard's gradient, from local element `at` on."""
 
     def arrived_in_place(self, shards: Sequence[int]) -> None:
         """
-        The same for whole shards whose gradients lie in the plane already; on all threads.
+        As arrive, for whole shards whose gradients are in the plane already; on all threads.
         """
 
     def leave_out(self, shard: int) -> None:
-        """This step has no gradient for it."""
+        """The shard has no gradient in this step."""
 
     def norms(self) -> tuple:
         """
@@ -489,55 +473,55 @@ class AdamW:
 
     def step(self, unscale: float = 1.0, clip: float = 1.0, *, send: object | None = None, wait: object | None = None, dtype: str = 'bfloat16', refresh_masters: bool = False) -> None:
         """
-        One step with all that has arrived. `send(shard, at, n, slot)`: n new values of `dtype`, of a shard from local element `at` on, lie at the beginning of a slot of `staging` until `wait(slot)` has returned; called on several threads. Not for split masters. An error of theirs is raised when the step has ended, which has stepped the state. `refresh_masters`: the method of this name first, in the same pass.
+        One step with the gradients that have arrived. `send(shard, at, n, slot)`: `n` new values in `dtype`, of a shard from local element `at` on, are at the beginning of a slot of `staging`, and stay there until `wait(slot)` has returned. Both are called on several threads; their first error is raised after the step, which is then complete. Not for split masters. `refresh_masters`: calls it first, in the same pass.
         """
 
     def refresh_masters(self) -> None:
         """
-        Values of the arrays `out` that are not their masters rounded, as somebody has written them, become the masters.
+        A value of an array `out` that is not its master rounded was written by the caller: it becomes the master.
         """
 
     def skip(self) -> None:
-        """Forgets the gradients; no other byte changes."""
+        """Discards the gradients; changes nothing else."""
 
     @property
     def steps(self) -> list[int]:
-        """Steps that each shard's parameter has made."""
+        """The step count of each shard's parameter."""
 
     def set_steps(self, shard: int, steps: int) -> None:
-        """Sets a parameter's count."""
+        """Sets the step count of a shard's parameter."""
 
     def plane(self, shard: int, plane: str) -> object:
         """
-        The bytes of master, master_low, grad, exp_avg, exp_avg_sq or max_exp_avg_sq as they lie; they keep the state alive.
+        The bytes of master, master_low, grad, exp_avg, exp_avg_sq or max_exp_avg_sq; the array keeps the state alive.
         """
 
     @property
     def staging(self) -> object:
-        """The slots, as bytes that keep the state alive."""
+        """The bytes of the slots; the array keeps the state alive."""
 
     def scales(self, shard: int, plane: str) -> object:
         """The float32 scales of 8-bit moments, as bytes."""
 
     def export_to(self, shard: int, plane: str, to: object, at: int = 0) -> None:
-        """Elements from `at` on as float32 values, exactly."""
+        """Writes elements from `at` on to `to`, as exact float32 values."""
 
     def import_from(self, shard: int, plane: str, values: object, at: int = 0) -> None:
         """
-        From float32 values: exactly into fp32 and fp32-split, else rounded as a step rounds.
+        Reads float32 values: exact in fp32 and fp32-split, else rounded as in a step.
         """
 
     @property
     def footprint(self) -> dict:
-        """What was charged, in bytes by purpose."""
+        """The charges in the ledger, bytes by purpose."""
 
     def digest(self) -> dict:
         """
-        state and master: of values with their global indices, to be added up over ranks modulo 2^64.
+        Digests `state` and `master` of this rank's values: add over ranks, modulo 2^64.
         """
 
 def adamw_footprint(shards: Sequence[tuple[str, Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, slots: int = 0, threads: int = 1, fork: str = 'excluded') -> dict:
-    """What AdamW of these will charge, in bytes by purpose."""
+    """The footprint of such an AdamW, bytes by purpose."""
 
 def clip_factor(norm: float, max_norm: float) -> float:
     """min(1, max_norm / (norm + 1e-6)), rounded once to float32."""
@@ -547,39 +531,43 @@ def state_formats() -> list:
 
 def state_format_of(dtype: str, asked: str) -> str:
     """
-    The format that steps a parameter of `dtype` when `asked` is asked for: a bfloat16 parameter takes any, the others fp32.
+    The format for a parameter of `dtype`: `asked` for bfloat16, fp32 for others.
     """
 
 def process_memory(pid: int = 0) -> dict:
     """
-    held_bytes and peak_bytes (since reset_peak) of a process, by the kernel; 0: this one.
+    held_bytes and peak_bytes (since reset_peak) of a process; 0: this one.
     """
 
 def reset_peak() -> bool:
-    """Starts peak_bytes anew; False where the kernel won't."""
+    """Resets peak_bytes; False if the kernel refuses."""
 
 def available_memory() -> tuple:
-    """What the cgroup chain and the node leave, in bytes, and who says so."""
+    """
+    Bytes that the cgroup chain and the node have left, and the source of that limit.
+    """
 
 def granted_cpus() -> int:
-    """CPUs that affinity and the cgroup chain's quota leave to this process."""
+    """
+    CPUs that this process may use, by affinity and the quotas of its cgroup chain.
+    """
 
 def descendants(pid: int = 0) -> list[int]:
-    """The processes that a process has started, and theirs; 0: this one."""
+    """The pids of all descendants of a process; 0: this one."""
 
 def tree_memory(ranges: Sequence[tuple[int, int]], pid: int = 0) -> dict:
     """
-    What a process and its descendants hold, and whose it is.
+    The memory of a process and its descendants, by ranges of its addresses.
 
     Args:
-        ranges: (begin, end) addresses of the process, ascending, without overlap.
-        pid: the process; 0: this one.
+        ranges: (begin, end) addresses in the process, ascending, disjoint.
+        pid: 0: this process.
 
     Returns:
-        processes: by process, the first being `pid`: pid, forked (from the first one), anon_bytes,
-        shmem_bytes (shared pages in equal parts), page_table_bytes. ranges: for each (own bytes, bytes
-        that forked descendants hold in their place). rest: the same for the other addresses.
+        processes: a dict each, `pid` first: pid, forked (from the first), anon_bytes, shmem_bytes
+        (divided among sharers), page_table_bytes. ranges: for each (own bytes, bytes of copy-on-write
+        versions in forked descendants). rest: the same for all other addresses.
 
     Raises:
-        IoError: the kernel doesn't say.
+        IoError: /proc can't be read.
     """

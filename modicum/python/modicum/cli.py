@@ -1,4 +1,4 @@
-"""The command `modicum`: the program that the wheel carries."""
+"""The command `modicum`: runs the program that the wheel contains."""
 
 import os
 import sys
@@ -6,6 +6,6 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Becomes the program, so that its signals, its exit code and its children are its own."""
+    """Replaces this process by the program (execv): signals and the exit code go through."""
     program = Path(__file__).with_name("modicum")
     os.execv(program, ["modicum", *sys.argv[1:]])

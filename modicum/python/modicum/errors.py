@@ -1,4 +1,4 @@
-"""The errors of Modicum: one base, a class per kind, and what is known as attributes."""
+"""The errors of Modicum: one base class, a class per kind, the facts as attributes."""
 
 import json
 
@@ -6,12 +6,12 @@ from modicum._modicum import exit_codes
 
 
 class Error(Exception):
-    """Whatever Modicum refuses or fails at. `str()` is one line that says it all; the attributes
-    are what the command line prints under `error` with `--json`. None: not known, or not
+    """The base of every error that Modicum raises. `str()` is the message, one line; the attributes
+    are the fields that the command line prints under `error` with `--json`. None: unknown or not
     applicable."""
 
     category: str = "INTERNAL"
-    """From a closed list: `FORMAT.TRUNC`, `INDEX.PATH`, `BUDGET`, ..."""
+    """One of a closed list: `FORMAT.TRUNC`, `INDEX.PATH`, `BUDGET`, ..."""
     code: int = 70
     """The exit code of the command line for this category."""
     file: str | None = None
@@ -21,46 +21,46 @@ class Error(Exception):
     offset: int | None = None
     """Byte offset in the file."""
     rank: int | None = None
-    """The rank that met the failure."""
+    """The rank that reported the failure."""
     culprit_rank: int | None = None
     """The rank that caused it."""
     culprit_pid: int | None = None
     """The process that caused it."""
     expected: str | int | None = None
-    """What should have been there; over budget: the bytes that are allowed."""
+    """The expected value; of BUDGET, the bytes that are allowed."""
     got: str | int | None = None
-    """What was there instead; over budget: the bytes that are needed."""
+    """The value found; of BUDGET, the bytes that are needed."""
     shortfall_bytes: int | None = None
-    """Over budget: `got` less `expected`, per node, of the worst node."""
+    """Of BUDGET: `got` - `expected`, on the node where this is largest."""
     owners: list[dict[str, str | int]] | None = None
-    """Over budget: who needs it, as `{"purpose": ..., "bytes": ...}`, largest first."""
+    """Of BUDGET: the bytes by purpose, as `{"purpose": ..., "bytes": ...}`, largest first."""
 
 
 class FormatError(Error, ValueError):
-    """A file or an index is not what the safetensors format allows."""
+    """A file or an index violates the safetensors format."""
 
 
 class IntegrityError(Error, ValueError):
-    """The bytes are not those that were written, or not all of them are there."""
+    """Data differs from the data that was written, or is incomplete."""
 
 
 class BudgetError(Error, MemoryError):
-    """It does not fit the memory that is allowed or there."""
+    """More memory is needed than the budget allows or the host has."""
 
 
 class IoError(Error, OSError):
-    """The system would not open, read or write a file, or something else is in its place."""
+    """A file can't be opened, read or written, or its path is taken."""
 
 
 class PeerError(Error, RuntimeError):
-    """Another rank failed, or has stopped."""
+    """Another rank failed or stopped responding."""
 
 
 class UsageError(Error, ValueError):
-    """What was asked for makes no sense, is not supported, or does not go together."""
+    """Arguments are invalid, unsupported or inconsistent."""
 
 
-# By the category's first word.
+# Keyed by the category's first word.
 _CLASSES: dict[str, type[Error]] = {
     "FORMAT": FormatError,
     "INDEX": FormatError,
@@ -83,7 +83,7 @@ _CLASSES: dict[str, type[Error]] = {
 
 
 def from_json(document: str) -> Error:
-    """The error that `document`, `{"error": {...}}` as the command line prints it, is about."""
+    """The error that `document` describes: `{"error": {...}}`, as the command line prints it."""
     facts = json.loads(document)["error"]
     message = facts.pop("message")
     error = _CLASSES[facts["category"].split(".")[0]](message)
@@ -92,8 +92,8 @@ def from_json(document: str) -> Error:
 
 
 def refusal(category: str, what: str, **facts: str) -> UsageError:
-    """The error of category `UNSUPPORTED`, `MISMATCH` or `USAGE` about `tensor`, with what was
-    `expected` and what there is (`got`), in the words that the library would use."""
+    """An error of category `UNSUPPORTED`, `MISMATCH` or `USAGE`, whose message has the form of the
+    library's: `CATEGORY: what (tensor ..., expected ..., got ...)`."""
     known = {name: text for name, text in facts.items() if text}
     told = ", ".join(f"{name} {text}" for name, text in known.items())
     error = UsageError(f"{category}: {what}" + (f" ({told})" if told else ""))

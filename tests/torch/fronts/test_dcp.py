@@ -215,7 +215,7 @@ def refused(state: dict[str, Any], reader: Any) -> modicum.Error:
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.empty(39, dtype=torch.int64), "MISMATCH: a dtype .*model.norm.weight"),
+        (torch.empty(39, dtype=torch.int64), "MISMATCH: the dtype differs .*model.norm.weight"),
         (torch.empty(78)[::2], "UNSUPPORTED: strides that are not row-major .*model.norm.weight"),
     ],
 )
@@ -236,7 +236,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         HuggingFaceReader(copy)
     with pytest.raises(modicum.UsageError, match="lacks|no part"):
         HuggingFaceReader(checkpoint_of("llama"), empty("bert"))
-    with pytest.raises(modicum.UsageError, match="not both"):
+    with pytest.raises(modicum.UsageError, match="got both"):
         HuggingFaceReader(checkpoint_of("llama"), model, recipe="recipe.json")
 
 

@@ -1,4 +1,4 @@
-"""What processes hold: by phase, drawn, and byte by byte by owner. Needs no torch.
+"""The host memory of processes: by phase, as a picture, and by owner. Needs no torch.
 
 from modicum import memory as memory
 

@@ -1,4 +1,4 @@
-"""Who holds each byte of a process tree: named tensors, their copies in forks, and the rest."""
+"""Every byte of a process tree by its owner: named tensors, their copies in forks, the rest."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
@@ -13,13 +13,14 @@ _ORDER = (MASTER, GRADIENT, MOMENTS, STAGING, WEIGHTS)
 
 @dataclass(frozen=True)
 class Owner:
-    """What is held for one purpose, in bytes."""
+    """Bytes that are held for one purpose."""
 
     name: str
     held_bytes: int
-    """In memory, once however many processes see it."""
+    """Resident bytes, counted once however many processes map them."""
     copied_bytes: int = 0
-    """Besides: what forked children keep of it from before it was written again."""
+    """In addition: second versions of its pages, which exist because a process wrote to them after
+    a fork (copy-on-write)."""
 
 
 @dataclass(frozen=True)
@@ -27,31 +28,31 @@ class Attribution:
     """Every byte that a process and its children hold, by owner."""
 
     params: int
-    """Parameters of this rank: what bytes per parameter are per."""
+    """Parameters of this rank: the divisor of bytes per parameter."""
     owners: tuple[Owner, ...]
-    """Largest purposes of training first; then page tables, shared memory, and what children hold
-    of their own."""
+    """Master, gradient, moments, staging and weights; other tensors; ledgers; then memory of no
+    tensor: copies, children's own pages, shared memory, page tables."""
     baseline_bytes: int
-    """As it was given."""
+    """The argument of `attribute`."""
     unexplained_bytes: int
-    """The rest. Below 0: more has been given back since the baseline than was taken unnamed."""
+    """Total - baseline - owners. Below 0: some of the baseline has been freed since."""
     total_bytes: int
-    """By the kernel: Pss_Anon + Pss_Shmem + VmPTE over the tree."""
+    """Pss_Anon + Pss_Shmem + VmPTE, as the kernel reports them, summed over the tree."""
     processes: int
     forked: int
-    """How many of these are forks of the first one."""
+    """Of these processes, those forked from the first one without an exec."""
 
     def __getitem__(self, name: str) -> Owner:
-        """The owner of that name; holding nothing where there is none."""
+        """The owner of that name; one of 0 bytes if there is none."""
         return next((owner for owner in self.owners if owner.name == name), Owner(name, 0))
 
     @property
     def copied_bytes(self) -> int:
-        """Of all owners: what a tree without forks would not hold."""
+        """Of all owners: memory that exists only because of forks."""
         return sum(owner.copied_bytes for owner in self.owners)
 
     def per_param(self, size: int) -> float:
-        """Bytes per parameter of so many bytes."""
+        """`size` bytes per parameter."""
         return size / self.params if self.params else 0.0
 
     @property
@@ -94,7 +95,7 @@ class Attribution:
 
 
 class _Claims:
-    """Ranges of addresses, each its first claimant's."""
+    """Disjoint ranges of addresses, each with its owner: the first claim of an address wins."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, int, str]] = []  # ascending, without overlap
@@ -117,8 +118,9 @@ class _Claims:
 
 
 def held() -> int:
-    """What this process and its children hold now, in bytes by the kernel: private and shared
-    memory, shared pages in equal parts, and page tables; no page cache. For `baseline`."""
+    """Bytes that this process and its children hold now, as the kernel reports them: private
+    memory, shared memory divided among its sharers, and page tables; no page cache. A `baseline`
+    for `attribute`."""
     return sum(map(_total_of, _modicum.tree_memory([])["processes"]))
 
 
@@ -127,31 +129,33 @@ def _total_of(process: dict[str, int]) -> int:
 
 
 def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> Attribution:
-    """Says who holds each byte of this process and its children, also of memory that others took.
+    """Attributes every byte of this process and its children to an owner, including memory that
+    other libraries have allocated.
 
         before = modicum.memory.held()
         engine, *_ = deepspeed.initialize(...)
         ...
         print(modicum.memory.attribute(engine, baseline=before))
 
-    Pages of the sources' tensors are looked up in every process of the tree (/proc/PID/pagemap, no
-    privilege needed): what a forked child, such as a data loader's worker, keeps of a page that has
-    been written since is a copy, which no process's RSS shows. Where several forks of different
-    times are alive and the process may not see page frames (CAP_SYS_ADMIN), copies that they do not
-    share are counted once. Takes about 0.1 s per GiB. Works on Linux, 4.2 or later.
+    The pages of the sources' tensors are looked up in every process of the tree (/proc/PID/pagemap;
+    no privilege needed). A page that was written after a fork exists twice: the version that the
+    other side of the fork keeps, such as a data loader's worker, is a copy. RSS does not tell it
+    from a shared page. Copies of forks that began at different times are told apart only with
+    CAP_SYS_ADMIN (page frame numbers), and are else counted once. Takes about 0.1 s per GiB. Needs
+    Linux 4.2 or later.
 
     Args:
-        sources: an engine or ZeRO optimizer of DeepSpeed's (ZeRO-1 and -2; tested with 0.19.8), an
-            optimizer or module of torch's or Modicum's, tensors, a mapping of owners to tensors, or
-            a `modicum.Ledger` (in place of what lies in it). With DeepSpeed's CPU accelerator the
-            weights that a device would hold are host memory and have their own line.
-        params: what bytes per parameter are per; None: the elements of the master, or of the
-            weights where there is none.
-        baseline: bytes that were held before, by `held()`.
+        sources: an engine or ZeRO optimizer of DeepSpeed (ZeRO-1 and -2; tested with 0.19.8), an
+            optimizer or module of torch or Modicum, tensors, a mapping of owners to tensors, or a
+            `modicum.Ledger` (instead of the tensors in it). With DeepSpeed's CPU accelerator the
+            device's weights are host memory and have their own line.
+        params: the divisor of bytes per parameter; None: the elements of the master, or of the
+            weights if there is no master.
+        baseline: bytes that were held before, from `held()`.
 
     Raises:
-        UsageError: a source that is not known, or an engine whose attributes are not.
-        IoError: the kernel does not say.
+        UsageError: an unknown kind of source, or an engine that lacks an expected attribute.
+        IoError: /proc can't be read.
     """
     ledgers = [source for source in sources if isinstance(source, _modicum.Ledger)]
     claims = _Claims()
@@ -162,7 +166,7 @@ def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> At
         for of in holdings(source):
             before = len(claims.parts)
             claims.claim(of.begin, of.end, of.owner)
-            # A plane of ours comes as bytes; its parameter says how many elements there are.
+            # Planes of modicum.torch.AdamW are uint8: their parameters count the elements.
             counts = len(claims.parts) > before and of.tensor.is_floating_point()
             if counts and of.owner in numel:
                 numel[of.owner] += of.tensor.numel()
@@ -170,7 +174,7 @@ def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> At
     owners = _by_owner(claims.parts, tree["ranges"])
     for ledger in ledgers:
         owners += [Owner(f"ledger: {purpose}", size) for purpose, size in ledger.held.items()]
-    owners += _besides(tree)
+    owners += _not_tensors(tree)
     total = sum(map(_total_of, tree["processes"]))
     known = sum(owner.held_bytes + owner.copied_bytes for owner in owners)
     return Attribution(
@@ -197,8 +201,9 @@ def _by_owner(
     return [Owner(name, *sums[name]) for name in names]
 
 
-def _besides(tree: dict[str, Any]) -> list[Owner]:
-    """What is no tensor's: of these only the sum of private pages is known to be complete."""
+def _not_tensors(tree: dict[str, Any]) -> list[Owner]:
+    """Memory of no tensor. Children's own: the private pages of all processes, less those that lie
+    at addresses of the first process."""
     processes = tree["processes"]
     rest_own, rest_copied = tree["rest"]
     counted = sum(own + copied for own, copied in tree["ranges"]) + rest_own + rest_copied

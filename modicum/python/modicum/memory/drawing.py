@@ -1,4 +1,4 @@
-"""One picture of what processes held over time. Needs matplotlib, which is imported here only."""
+"""Draws the memory of processes over time. Needs matplotlib, which is imported here only."""
 
 import json
 import os
@@ -16,7 +16,7 @@ _SHADES = ("#e8eef7", "#f6efe2")
 
 @dataclass
 class _Curve:
-    """What one process has recorded."""
+    """The recording of one process."""
 
     label: str
     rank: int
@@ -30,23 +30,23 @@ def draw(
     *,
     title: str = "",
 ) -> Path:
-    """Draws one picture: host memory over time, a curve per process, phases behind it by name.
+    """Draws one picture of host memory over time: a curve per process, phases shaded and named.
 
-    A panel for each label that the recordings were saved with, all at one scale; device memory,
-    where NVML showed any, as dashed lines. The peak of a phase, which may lie above all samples
-    since the kernel knows it, is a thin line over its time. Tested with matplotlib 3.11.
+    Each label that recordings were saved with gets a panel; all panels share one scale. Dashed
+    lines are device memory, if NVML reports any. A thin horizontal line is the peak of a phase: it
+    may lie above all samples, since the kernel tracks it. Tested with matplotlib 3.11.
 
     Args:
-        path: of the picture; PNG, SVG or PDF by its ending.
-        sources: files that `save` has written, of any number of ranks; None: what this process has
-            recorded.
-        title: over the picture.
+        path: of the picture; PNG, SVG or PDF by its suffix.
+        sources: files that `save` has written, of any number of ranks; None: the recording of this
+            process.
+        title: above the panels.
 
     Returns:
         The path that was written.
 
     Raises:
-        UsageError: matplotlib is not installed, or a source is not what `save` writes.
+        UsageError: matplotlib is not installed, or `save` has not written a source.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -63,7 +63,7 @@ def draw(
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for at, (label, curves) in zip(axes, panels.items(), strict=True):
         _draw_panel(at, label, curves)
-    axes[0].set_ylim(0, axes[0].get_ylim()[1] * 1.3)  # of all panels; room for names
+    axes[0].set_ylim(0, axes[0].get_ylim()[1] * 1.3)  # of all panels; leaves room for the names
     axes[0].set_ylabel("host memory, GiB")
     if title:
         figure.suptitle(title)
@@ -80,10 +80,10 @@ def _curves(sources: Any) -> list[_Curve]:
         try:
             lines = [json.loads(line) for line in Path(source).read_text().splitlines()]
         except ValueError as error:
-            raise refusal("USAGE", f"{name} is not what memory.save writes") from error
+            raise refusal("USAGE", f"{name} was not written by memory.save") from error
         curves += _read(lines, name)
     if not curves:
-        raise refusal("USAGE", "there is nothing to draw")
+        raise refusal("USAGE", "the recordings have no samples: record a phase first")
     return curves
 
 
@@ -101,7 +101,7 @@ def _read(lines: list[Any], name: str) -> list[_Curve]:
             else:
                 raise KeyError(kind)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise refusal("USAGE", f"{name} is not what memory.save writes") from error
+        raise refusal("USAGE", f"{name} was not written by memory.save") from error
     return [curve for curve in curves if curve.samples]
 
 
@@ -136,7 +136,7 @@ def _draw_panel(axes: Any, label: str, curves: list[_Curve]) -> None:
 
 
 def _innermost(phases: list[Phase]) -> list[Phase]:
-    """Those that have no other within."""
+    """Phases that contain no other phase."""
     return [
         phase
         for phase in phases

@@ -1,6 +1,6 @@
-"""Which tensors an engine, an optimizer or a model holds in host memory, and what for.
+"""Lists the tensors that an engine, an optimizer or a model holds in host memory, by purpose.
 
-Imports neither torch nor DeepSpeed: what is given is looked at, and refused where it isn't known.
+Imports neither torch nor DeepSpeed: it recognises a source by its attributes.
 """
 
 import sys
@@ -16,10 +16,10 @@ KNOWN_DEEPSPEED = "0.19"
 
 
 class Holding(NamedTuple):
-    """A tensor that lies in host memory, as a half-open range of addresses."""
+    """A tensor in host memory, as a half-open range of addresses."""
 
     owner: str
-    """master, gradient, moments, staging, weights, or what the caller calls it."""
+    """master, gradient, moments, staging, weights, or a name of the caller's."""
     name: str
     tensor: Any
     begin: int
@@ -27,9 +27,9 @@ class Holding(NamedTuple):
 
 
 def holdings(source: Any) -> Iterator[Holding]:
-    """Of an engine or ZeRO optimizer of DeepSpeed's, an optimizer or module of torch's, a tensor, a
-    mapping of owners to any of these, or several of them. Tensors elsewhere than in host memory,
-    and empty ones, are passed over."""
+    """The tensors of a DeepSpeed engine or ZeRO optimizer, of a torch optimizer or module, of a
+    mapping of owners to any of these, or of an iterable of them. Skips empty tensors and those that
+    are not in host memory."""
     for owner, name, tensor in _tensors(source):
         tensor = local_of(tensor)
         if tensor.device.type != "cpu" or tensor.numel() == 0:
@@ -43,7 +43,7 @@ def holdings(source: Any) -> Iterator[Holding]:
 
 
 def stepping(source: Any) -> Any:
-    """The optimizer of torch's whose steps make what is not there yet; None where there is none."""
+    """The torch optimizer whose first step allocates missing state; None if `source` has none."""
     if _is_of_deepspeed(source):
         return _stage_1_or_2(source).optimizer
     return source if hasattr(source, "register_step_post_hook") else None
@@ -68,7 +68,7 @@ def _tensors(source: Any) -> Iterator[tuple[str, str, Any]]:
         for member in source:
             yield from _tensors(member)
     else:
-        raise refusal("USAGE", "what this holds is not known", got=type(source).__name__)
+        raise refusal("USAGE", "a source of unknown kind", got=type(source).__name__)
 
 
 def _of_module(module: Any) -> Iterator[tuple[str, str, Any]]:
@@ -98,8 +98,7 @@ def _state_of(optimizer: Any, parameter: Any, name: str) -> Iterator[tuple[str, 
 
 # ---- DeepSpeed
 
-# Of ZeRO-1 and -2 with the optimizer's state in host memory; attributes that hold tensors, lists
-# of them or dicts of them.
+# Attributes of ZeRO-1 and -2 with offloaded optimizer state: tensors, or lists or dicts of them.
 _OFFLOADED = {
     "param_buffer_of_bit16_for_cpu_offload_groups": STAGING,
     "temp_grad_buffer_for_cpu_offload": STAGING,
@@ -114,7 +113,7 @@ def _is_of_deepspeed(source: Any) -> bool:
 
 
 def _stage_1_or_2(source: Any) -> Any:
-    """The ZeRO optimizer of an engine, or that which was given."""
+    """The ZeRO optimizer: of an engine, or `source` itself."""
     zero = source.optimizer if hasattr(source, "module") else source
     names = [of.__name__ for of in type(zero).__mro__]
     if "DeepSpeedZeroOptimizer" not in names:
@@ -137,7 +136,7 @@ def _of_zero(source: Any) -> Iterator[tuple[str, str, Any]]:
         for attribute, owner in _OFFLOADED.items():
             for name, tensor in _flat(_attribute(zero, attribute), attribute):
                 yield owner, name, tensor
-    # What a device would hold: with DeepSpeed's CPU accelerator that is host memory, too.
+    # Device buffers, which are host memory with DeepSpeed's CPU accelerator.
     for attribute in ("bit16_groups_flat", "temp_grad_buffer_for_gpu_offload"):
         for name, tensor in _flat(getattr(zero, attribute, ()), attribute):
             yield WEIGHTS, name, tensor

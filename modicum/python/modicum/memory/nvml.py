@@ -1,4 +1,4 @@
-"""Device memory in use, by NVIDIA's management library, opened at run time where there is one."""
+"""Device memory in use, from NVIDIA's management library if the machine has it."""
 
 import ctypes
 
@@ -16,8 +16,8 @@ class _Memory(ctypes.Structure):
 
 
 class Devices:
-    """The devices that NVML shows, in its order. Where there is no library, no driver, or a device
-    that does not say, there are none: memory of devices is beside the point of a host's."""
+    """The devices that NVML reports, in its order; none without its library or a driver, since a
+    recording of host memory must not depend on them."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         self._handles: list[ctypes.c_void_p] = []
@@ -39,7 +39,7 @@ class Devices:
                 self._handles.append(handle)
 
     def used_bytes(self) -> list[int]:
-        """Of each device, whoever uses it; 0 where it does not say."""
+        """Bytes in use on each device, by any process; 0 if the device does not report them."""
         used = []
         for handle in self._handles:
             memory = _Memory()

@@ -1,6 +1,6 @@
-"""What the kernel says that processes hold, for a sampler: as little as possible is read.
+"""The memory of processes as /proc reports it, for a sampler: reads as few files as possible.
 
-The full account of a process tree is `_modicum.tree_memory`.
+`_modicum.tree_memory` is the full account of a process tree.
 """
 
 from pathlib import Path
@@ -14,14 +14,14 @@ class Status(NamedTuple):
     """Of one process, in bytes."""
 
     held: int
-    """RssAnon + RssShmem + VmPTE: no page cache, but what is shared counts in full."""
+    """RssAnon + RssShmem + VmPTE: no page cache; shared pages count in full."""
     rss: int
     peak_rss: int
-    """The highest `rss` since the start of the process or the last reset of the mark."""
+    """VmHWM: the highest `rss` since the start of the process or the last reset."""
 
 
 def _fields(path: Path, names: tuple[bytes, ...]) -> list[int] | None:
-    """The figures on the lines that begin with `names`, in bytes; None where there are none."""
+    """The values of the lines that begin with `names`, in bytes; None if `path` can't be read."""
     try:
         text = path.read_bytes()
     except OSError:
@@ -38,14 +38,14 @@ _OF_STATUS = (b"VmHWM", b"VmRSS", b"RssAnon", b"RssShmem", b"VmPTE")
 
 
 def status_of(pid: int | str = "self") -> Status:
-    """Of a process; all zero where it has ended."""
+    """The memory of a process; all zero if it has ended."""
     peak, rss, *held = _fields(_PROC / str(pid) / "status", _OF_STATUS) or [0] * len(_OF_STATUS)
     return Status(sum(held), rss, peak)
 
 
 def held_by_tree(pids: list[int]) -> list[int]:
-    """Of each process, with shared pages in equal parts: Pss_Anon + Pss_Shmem + VmPTE. Where the
-    kernel does not say how much is shared, in full. Takes 10 to 50 ms per GiB."""
+    """Bytes of each process, shared pages divided among their sharers: Pss_Anon + Pss_Shmem +
+    VmPTE. Without smaps_rollup shared pages count in full. Takes 10 to 50 ms per GiB."""
     held = []
     for pid in pids:
         shares = _fields(_PROC / str(pid) / "smaps_rollup", (b"Pss_Anon", b"Pss_Shmem"))

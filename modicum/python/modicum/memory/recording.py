@@ -1,4 +1,4 @@
-"""What this process and its children held, by phase: samples, and the kernel's own peaks."""
+"""Records the memory of this process and its children by phase: samples and kernel peaks."""
 
 import json
 import os
@@ -15,48 +15,48 @@ from modicum import _modicum
 from modicum.memory.nvml import Devices
 from modicum.memory.processes import held_by_tree, status_of
 
-_CHILDREN_S = 0.1  # between two looks for new children, which read a file per process, at least
-_SHARE = 0.01  # of a core, for samples; and as much for the looks
-_SHARE_OF_TREE = 0.04  # for samples of several processes, each of which takes milliseconds
+_CHILDREN_S = 0.1  # at least, between scans for new children, which read a file per process
+_SHARE = 0.01  # of a core, for samples; as much again for the scans
+_SHARE_OF_TREE = 0.04  # for samples of several processes, which take milliseconds each
 
 
 class Sample(NamedTuple):
-    """Bytes at one time, in seconds since the recording began."""
+    """Bytes held `at_s` seconds after the recording began."""
 
     at_s: float
     held: int
-    """By this process: RssAnon + RssShmem + VmPTE; Pss in place of Rss where it has children."""
+    """By this process: RssAnon + RssShmem + VmPTE; Pss instead of Rss if it has children."""
     children: int
     """By its descendants together."""
     devices: tuple[int, ...]
-    """By anyone, on each device that NVML shows."""
+    """By any process, on each device that NVML reports."""
 
 
 @dataclass
 class Phase:
-    """One phase of one process. Bytes are of this process and its children together, device
-    memory apart; seconds are since the recording began, which is when the first phase did."""
+    """One phase of one process. Bytes are of this process and its children together, without device
+    memory; seconds are since the recording began, with the first phase."""
 
     name: str
     depth: int = 0
-    """0: not within another phase."""
+    """Of nesting; 0: in no other phase."""
     begin_s: float = 0.0
     end_s: float = 0.0
     begin_bytes: int = 0
     end_bytes: int = 0
     peak_bytes: int = 0
-    """The larger of the two that follow: the figure to quote."""
+    """The larger of the next two fields: the figure to quote."""
     sampled_peak_bytes: int = 0
-    """Of the samples. Never too high; misses what is held for less than their distance."""
+    """Of the samples. Never too high; misses a peak between two samples."""
     kernel_peak_bytes: int | None = None
-    """Of this process alone, from its high-water mark: misses nothing, and file pages that came
-    and went can only add. None where the kernel does not let the mark start anew."""
+    """Of this process alone, from its high-water mark (VmHWM). Misses no peak; may be too high by
+    file pages that were mapped meanwhile. None if the kernel can't reset the mark."""
     device_peak_bytes: list[int] = field(default_factory=list)
-    """By device, sampled."""
+    """Of the samples, by device."""
 
 
 class _Recording:
-    """All phases of one process. Several threads may record; a forked child starts its own."""
+    """All phases of one process. Thread-safe; a forked child starts a recording of its own."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -68,10 +68,10 @@ class _Recording:
         self._open: list[Phase] = []
         self._devices: Devices | None = None
         self._children: list[int] = []
-        self._look_at_s = 0.0  # the next time
-        self._peak_rss = 0  # when the mark was last looked at
+        self._next_scan_s = 0.0
+        self._peak_rss = 0  # at the last boundary
         self._is_reset = False
-        self._stop = threading.Event()  # of the thread
+        self._stop = threading.Event()  # ends the thread
         self._thread: threading.Thread | None = None
 
     def enter(self, name: str, interval_s: float) -> Phase:
@@ -109,7 +109,7 @@ class _Recording:
             thread.join()
 
     def reset_peak(self) -> bool:
-        """Folds the mark into the open phases, then starts it anew."""
+        """Folds the high-water mark into the open phases, then resets it."""
         with self._lock:
             if self._open:
                 self._boundary()
@@ -117,11 +117,12 @@ class _Recording:
         return _modicum.reset_peak()
 
     def _boundary(self) -> Sample:
-        """A sample, and the high-water mark since the last boundary, for all that are open."""
-        self._look_for_children()
+        """Takes a sample; folds it, and the high-water mark since the last boundary, into the open
+        phases."""
+        self._scan_children()
         sample = self._take()
         own = status_of()
-        # Unless it started anew the mark says something only if it has moved.
+        # A mark that could not be reset tells of this interval only if it has risen since.
         if self._is_reset or own.peak_rss > self._peak_rss:
             peak = sample.held + max(0, own.peak_rss - own.rss)
             for phase in self._open:
@@ -132,11 +133,11 @@ class _Recording:
         self._note(sample)
         return sample
 
-    def _look_for_children(self) -> None:
+    def _scan_children(self) -> None:
         began = time.thread_time()
         self._children = _modicum.descendants()
         pause_s = max(_CHILDREN_S, (time.thread_time() - began) / _SHARE)
-        self._look_at_s = time.monotonic() + pause_s
+        self._next_scan_s = time.monotonic() + pause_s
 
     def _take(self) -> Sample:
         at_s = time.monotonic() - self._zero
@@ -155,8 +156,8 @@ class _Recording:
         pause_s = interval_s
         while not stop.wait(pause_s):
             with self._lock:
-                if self._open and time.monotonic() >= self._look_at_s:
-                    self._look_for_children()
+                if self._open and time.monotonic() >= self._next_scan_s:
+                    self._scan_children()
                 began = time.thread_time()
                 if self._open:
                     self._note(self._take())
@@ -165,7 +166,7 @@ class _Recording:
 
 
 def _fold(phase: Phase, sample: Sample) -> None:
-    """Takes a sample into a phase's peaks."""
+    """Folds a sample into a phase's peaks."""
     total = sample.held + sample.children
     phase.sampled_peak_bytes = max(phase.sampled_peak_bytes, total)
     phase.peak_bytes = max(phase.peak_bytes, total)
@@ -177,7 +178,7 @@ _recordings: list[_Recording] = []
 
 
 def _recording() -> _Recording:
-    """Of this process: what a fork brought along is the parent's."""
+    """The recording of this process; one inherited by a fork is the parent's."""
     if not _recordings or _recordings[0].pid != os.getpid():
         _recordings[:] = [_Recording()]
     return _recordings[0]
@@ -191,18 +192,17 @@ def phase(name: str, *, interval_s: float = 0.01) -> Iterator[Phase]:
             fully_shard(model)
         print(wrap.peak_bytes)
 
-    Phases may lie within each other, and nothing else of Modicum is needed. A sample reads one
-    file of /proc: 0.1 ms, or where there are children, whose shared pages have to be looked at,
-    up to 50 ms per GiB. A thread takes them, and takes fewer rather than more than 2 % of a core
-    (5 % while there are children). Where the block does not let other threads run, the kernel's
-    own mark still knows the peak. Works on Linux.
+    Phases may nest. A thread takes the samples, and lowers its rate to use at most 2 % of a core
+    (5 % while there are children). A sample reads one file of /proc: 0.1 ms; with children, whose
+    shared pages the kernel must count, up to 50 ms per GiB. If the block holds the GIL, the
+    kernel's high-water mark still has the peak. Linux only.
 
     Args:
-        name: what it is called in tables and pictures.
-        interval_s: seconds between samples, at least; of the outermost phase.
+        name: its label in tables and pictures.
+        interval_s: seconds between samples, at least; that of the outermost phase applies.
 
     Yields:
-        The `Phase`, complete when the block has ended, also by an exception.
+        The `Phase`, complete when the block has ended, with or without an exception.
     """
     recording = _recording()
     begun = recording.enter(name, interval_s)
@@ -214,18 +214,18 @@ def phase(name: str, *, interval_s: float = 0.01) -> Iterator[Phase]:
 
 
 def phases() -> list[Phase]:
-    """Of this process so far, in the order in which they began."""
+    """The phases of this process so far, in the order in which they began."""
     return list(_recording().phases)
 
 
 def reset_peak() -> bool:
-    """Starts the kernel's high-water mark anew without taking it from phases that are open. False
-    where the kernel won't."""
+    """Resets the kernel's high-water mark; open phases keep the old one. False if the kernel
+    refuses."""
     return _recording().reset_peak()
 
 
 def recorded(label: str = "") -> list[dict[str, Any]]:
-    """What `save` writes, a dict for each line: the process, its phases, its samples."""
+    """The lines that `save` writes, a dict each: the process, its phases, its samples."""
     recording = _recording()
     process = {
         "label": label,
@@ -245,9 +245,9 @@ def save(path: str | os.PathLike[str], *, label: str = "") -> Path:
     """Writes this process's phases and samples as JSON lines, for `draw`.
 
     Args:
-        path: of the file, which is replaced; "{rank}" in it becomes this process's RANK (0 where
-            no launcher has set it), so that each rank writes its own.
-        label: of the run; runs with different labels get a panel each in one picture.
+        path: of the file, which is overwritten; "{rank}" in it becomes this process's RANK (0 if
+            unset), so that each rank writes its own file.
+        label: of the run; `draw` makes a panel per label.
 
     Returns:
         The path that was written.

@@ -3,13 +3,14 @@
     recipe = modicum.recipes.recipe_for(model, "path/of/a/checkpoint")
     Path("recipe.json").write_text(recipe.text())
 
-`model` may be on meta, sharded already, and wrapped. What the installed transformers would rename,
-stack, concatenate, cut, transpose or permute while loading is written down per tensor, with no
-pattern left; `modicum plan` and `modicum load` take it with `--recipe`. From the command line:
+`model` may be on meta, sharded and wrapped. The recipe says for each tensor how it is made of
+stored ones: whatever the installed transformers renames, stacks, concatenates, cuts, transposes or
+permutes while loading, without patterns. `modicum plan` and `modicum load` take it with `--recipe`.
+From the command line:
 
     python -m modicum.recipes DIRECTORY -o recipe.json
 
-Neither torch nor transformers is imported before they are needed.
+torch and transformers are imported when they are first needed.
 """
 
 from modicum.recipes.operations import OPERATIONS as OPERATIONS

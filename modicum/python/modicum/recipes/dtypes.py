@@ -1,4 +1,4 @@
-"""Dtypes: their names, and which of them each target of a recipe is loaded as. No torch."""
+"""Names of dtypes, and the dtype that each target of a recipe is loaded as. No torch."""
 
 import re
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from modicum.recipes.structure import Structure
 from modicum.recipes.translation import Described
 from modicum.upstream.transformers import dtype_plan, is_pretrained
 
-# Casts that a recipe may ask for, by where they begin; every FP8 code has a scale.
+# Casts that a recipe may contain, by the stored dtype; FP8 codes have scales.
 _FLOATS = frozenset({"float32", "bfloat16", "float16"})
 _CASTS = dict.fromkeys((*_FLOATS, "float8_e4m3fn", "float8_e5m2"), _FLOATS)
 _SAFETENSORS_DTYPES = {
@@ -32,14 +32,14 @@ _SAFETENSORS_DTYPES = {
 
 
 def dtype_name(dtype: Any) -> str:
-    """As torch calls it, of what torch or safetensors calls it."""
+    """torch's name of a dtype, which is given as torch's object or by its name in safetensors."""
     name = str(dtype).removeprefix("torch.")
     return _SAFETENSORS_DTYPES.get(name, name)
 
 
 def any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
-    """What matches where one of them does; None where there are none. Of what transformers' models
-    list, in Python's syntax: what users give is `Patterns`."""
+    """Matches where one of `patterns` does; None without patterns. For the lists of transformers'
+    models, in Python's syntax; `Patterns` are for users' expressions."""
     body = "|".join(f"(?:{pattern})" for pattern in patterns)
     return re.compile(body) if body else None
 
@@ -79,7 +79,7 @@ class Dtypes:
                 self._float32 |= {n for n, key in part.keys.items() if kept and kept.search(key)}
 
     def of(self, target: str, first: str) -> str:
-        """`first`: the target whose dtype all that one conversion makes has."""
+        """`first`: the first target of the conversion that makes `target`; all get its dtype."""
         dtype = self._targets[target][0]
         if self._keep is not None and dtype in _FLOATS and self._keep.finds(target):
             return "float32"
@@ -92,13 +92,13 @@ class Dtypes:
 
 
 def cast(target: str, array: Array, dtype: str) -> Node:
-    """The node of a target that is loaded as `dtype`."""
+    """The node of a target, with a cast to `dtype`."""
     if dtype == array.dtype:
         return array.node
     if dtype not in _CASTS.get(array.dtype, ()):
         raise refusal(
             "UNSUPPORTED",
-            "a cast that is not between float32, bfloat16 and float16",
+            "a cast other than between float32, bfloat16 and float16",
             tensor=target,
             expected=dtype,
             got=array.dtype,

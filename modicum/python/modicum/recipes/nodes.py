@@ -1,8 +1,8 @@
-"""The nodes of recipe.json, each with the shape and dtype of what it makes.
+"""The nodes of recipe.json, each with the shape and dtype of its result.
 
-An `Array` is described, never computed: no op here touches an element. The library's RecipeBuilder
-checks each op and says what it makes; a dim counts from the end where it is negative, and what
-changes nothing adds no node.
+An `Array` describes elements and holds none. RecipeBuilder, of the library, checks each op and
+derives the result's dtype and shape. Negative dims count from the end. An op that would change
+nothing adds no node.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An index map: what its elements are made of."""
+    """An index map: where the elements of a tensor come from."""
 
     node: Node
     shape: Shape
@@ -41,7 +41,7 @@ def _from_front(dim: int, dims: int) -> int:
 
 
 def cat(dim: int, arrays: Sequence[Array]) -> Array:
-    """The inputs one after the other along `dim`."""
+    """The inputs, concatenated along `dim`."""
     first = arrays[0]
     dim = _from_front(dim, len(first.shape))
     number = first.builder.cat(dim, [array.number for array in arrays])
@@ -50,7 +50,7 @@ def cat(dim: int, arrays: Sequence[Array]) -> Array:
 
 
 def stack(dim: int, arrays: Sequence[Array]) -> Array:
-    """The inputs along a new dim."""
+    """The inputs, stacked along a new dim."""
     first = arrays[0]
     dim = _from_front(dim, len(first.shape) + 1)
     number = first.builder.stack(dim, [array.number for array in arrays])
@@ -75,7 +75,7 @@ def permute(dims: Sequence[int], array: Array) -> Array:
 
 
 def transpose(dim0: int, dim1: int, array: Array) -> Array:
-    """Two dims change places."""
+    """With two dims swapped."""
     count = len(array.shape)
     dim0, dim1 = _from_front(dim0, count), _from_front(dim1, count)
     return permute([{dim0: dim1, dim1: dim0}.get(dim, dim) for dim in range(count)], array)
@@ -90,11 +90,11 @@ def reshape(shape: Sequence[int], array: Array) -> Array:
 
 
 def init(rule: str, std: float | None, dtype: str, shape: Sequence[int]) -> Node:
-    """Made by a rule: `zeros`, `ones`, or `normal` with a standard deviation."""
+    """Filled by a rule: `zeros`, `ones`, or `normal` with a standard deviation."""
     node: Node = {"op": "init", "rule": rule, "shape": list(shape), "dtype": dtype}
     return node | {"std": std} if rule == "normal" else node
 
 
 def caller(dtype: str, shape: Sequence[int]) -> Node:
-    """Handed over by whoever loads."""
+    """Provided by the caller of the load."""
     return {"op": "caller", "shape": list(shape), "dtype": dtype}

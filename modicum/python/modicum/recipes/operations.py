@@ -1,8 +1,13 @@
-"""What each of transformers' conversion operations is, in nodes of recipe.json.
+"""Translates transformers' conversion operations to nodes of recipe.json.
 
-An operation is looked at, never run: its class name, its settings, and the shapes it is given. Its
-inputs and outputs go under the patterns of its converter, as transformers passes them along a chain
-of operations: a list where several stored tensors go under one pattern, one array after that.
+An operation is never run: the translation reads its class name, its settings and the shapes of its
+inputs. Inputs and outputs are keyed by the patterns of the converter, as transformers passes them
+along a chain of operations. A value is a list while several stored tensors match one pattern, and
+one array after the operation that joins them:
+
+    {"experts.*.up": [up0, up1, ...]}   stored names, matched
+      MergeModulelist(dim=0)
+    {"experts.up": stack(up0, up1, ...)}
 """
 
 import math
@@ -20,24 +25,26 @@ Values: TypeAlias = dict[str, Value]
 
 @dataclass
 class Chain:
-    """The converter that an operation stands in, and the targets it is about to make."""
+    """The converter that an operation belongs to, and its targets."""
 
     sources: list[str]
     targets: list[str]
-    first_target: str  # in full: where the first of `targets` goes
+    first_target: str  # the name in the model for `targets[0]`
     shapes: Mapping[str, Shape]  # of the model's tensors
     config: Any
-    dropped: list[Array] = field(default_factory=list)  # taken out by an operation: no elements
-    scales: list[Array] = field(default_factory=list)  # that FP8 codes bring along
+    dropped: list[Array] = field(
+        default_factory=list
+    )  # consumed by an operation that uses no element
+    scales: list[Array] = field(default_factory=list)  # of FP8 codes, which a load reads with them
 
     def only_target(self, op: str) -> str:
-        """Where the one output goes."""
+        """The target of an operation that has one output."""
         if len(self.targets) != 1:
-            raise _senseless(op, f"makes one tensor of a chain with {len(self.targets)} targets")
+            raise _senseless(op, f"has one output, and its chain {len(self.targets)} targets")
         return self.targets[0]
 
     def shape_of(self, target: str) -> Shape:
-        """The shape that the model has for a target of this chain."""
+        """The model's shape of a target of this chain."""
         name = self.first_target.replace(self.targets[0], target)
         if name not in self.shapes:
             raise refusal("MISMATCH", "the model lacks a target of a conversion", tensor=name)
@@ -52,18 +59,18 @@ def _one(value: Value, op: str) -> Array:
     if isinstance(value, Array):
         return value
     if len(value) != 1:
-        raise _senseless(op, f"takes one tensor and is given {len(value)}")
+        raise _senseless(op, f"takes one tensor, got {len(value)}")
     return value[0]
 
 
 def _only_input(inputs: Values, op: str) -> Array:
     if len(inputs) != 1:
-        raise _senseless(op, f"takes one tensor and is given {len(inputs)} patterns")
+        raise _senseless(op, f"takes one tensor, got {len(inputs)} patterns")
     return _one(next(iter(inputs.values())), op)
 
 
 def _chunks(array: Array, count: int, dim: int) -> list[Array]:
-    """As `torch.chunk`: all of the rounded up size, but the last; possibly fewer than `count`."""
+    """As `torch.chunk`: parts of size / count, rounded up; the last ones are shorter or absent."""
     dim %= len(array.shape)
     size = array.shape[dim]
     step = math.ceil(size / count)
@@ -93,13 +100,13 @@ def _split(op: Any, inputs: Values, chain: Chain) -> Values:
 
 
 def _concatenate(op: Any, inputs: Values, chain: Chain) -> Values:
-    """In the order of the converter's patterns, without those that an earlier operation took."""
+    """In the order of the converter's patterns, less those that an earlier operation consumed."""
     arrays: list[Array] = []
     for pattern in chain.sources:
         value = inputs.get(pattern, [])
         arrays += [value] if isinstance(value, Array) else value
     if not arrays:
-        raise _senseless("Concatenate", "is given nothing")
+        raise _senseless("Concatenate", "has no input")
     return {chain.only_target("Concatenate"): cat(op.dim, arrays)}
 
 
@@ -112,8 +119,8 @@ def _interleave(op: Any, inputs: Values, chain: Chain) -> Values:
 def _regrouped(
     array: Array, before: Sequence[int], size: int, after: Sequence[int], inverse: bool
 ) -> Array:
-    """Of a dim of `size` elements the pairs (a0 b0 a1 b1 ...) to halves (a0 a1 ... b0 b1 ...), or
-    back."""
+    """A dim of `size` elements, between dims `before` and `after`: pairs (a0 b0 a1 b1 a2 b2) become
+    halves (a0 a1 a2 b0 b1 b2), or with `inverse` halves become pairs."""
     pair = [2, size // 2] if inverse else [size // 2, 2]
     apart = reshape([*before, *pair, *after], array)
     return reshape(array.shape, transpose(len(before), len(before) + 1, apart))
@@ -143,18 +150,18 @@ def _unbind(array: Array, dim: int) -> list[Array]:
 
 
 def _only_one(inputs: Values, chain: Chain, op: str) -> tuple[str, Array]:
-    """The one input, and a target; but the source where the operation begins a chain that ends in
-    several."""
+    """The name of the output, and the one input. The name is the chain's target, or its source if a
+    later operation makes several targets of it."""
     array = _only_input(inputs, op)
     for names in (chain.targets, chain.sources):
         if len(names) == 1:
             return names[0], array
-    raise _senseless(op, "stands in a chain of several sources and several targets")
+    raise _senseless(op, "is in a chain of several sources and several targets")
 
 
 def _transpose(op: Any, inputs: Values, chain: Chain) -> Values:
     name, array = _only_one(inputs, chain, "Transpose")
-    # Both ways round are legal on disk: the whole tensor's shape tells which this is.
+    # Checkpoints have either orientation: the model's shape tells which one this is.
     if op.check_dims and array.shape == chain.shapes[chain.first_target]:
         return {name: array}
     return {name: transpose(op.dim0, op.dim1, array)}
@@ -163,7 +170,7 @@ def _transpose(op: Any, inputs: Values, chain: Chain) -> Values:
 def _conv3d_to_linear(_: Any, inputs: Values, chain: Chain) -> Values:
     name, array = _only_one(inputs, chain, "Conv3dToLinear")
     if len(array.shape) not in (2, 5):
-        raise _senseless("Conv3dToLinear", f"takes 5 or 2 dims and is given {list(array.shape)}")
+        raise _senseless("Conv3dToLinear", f"takes 5 or 2 dims, got shape {list(array.shape)}")
     return {name: reshape([array.shape[0], math.prod(array.shape[1:])], array)}
 
 
@@ -173,7 +180,7 @@ def _linear_to_conv3d(op: Any, inputs: Values, chain: Chain) -> Values:
 
 
 def _rope_rows(op: Any, array: Array, config: Any) -> Array:
-    """The rows of each head: pairs (real, imaginary) to halves, or back."""
+    """The rows of each head, from pairs (real, imaginary) to halves, or back."""
     if len(array.shape) not in (1, 2):
         return array
     if op.subconfig_key is not None:
@@ -186,7 +193,9 @@ def _permute_for_rope(op: Any, inputs: Values, chain: Chain) -> Values:
     made: Values = {}
     for pattern, value in inputs.items():
         if len(chain.sources) > 1 and len(chain.targets) > 1:
-            raise _senseless("PermuteForRope", "stands in a chain of several to several")
+            raise _senseless(
+                "PermuteForRope", "is in a chain of several sources and several targets"
+            )
         alone = len(chain.sources) == len(chain.targets) == 1
         names = op.permute_layer_names
         if names is None or any(name in pattern for name in names):
@@ -206,12 +215,13 @@ def _unfuse_and_permute(op: Any, inputs: Values, chain: Chain) -> Values:
 def _listed(inputs: Values, pattern: str, op: str) -> list[Array]:
     value = inputs.get(pattern)
     if not isinstance(value, list):
-        raise _senseless(op, f"is not given the tensors of '{pattern}'")
+        raise _senseless(op, f"lacks the tensors of '{pattern}'")
     return value
 
 
 def _fuse_and_split(op: Any, inputs: Values, chain: Chain) -> Values:
-    """The first half of the experts, rounded up, to the first target; sources side by side."""
+    """The first half of the experts, rounded up, goes to the first target, the rest to the second;
+    the sources are concatenated."""
     fused: dict[str, list[Array]] = {target: [] for target in chain.targets}
     for pattern in chain.sources:
         experts = _listed(inputs, pattern, "ErnieFuseAndSplitTextVisionExperts")
@@ -242,7 +252,7 @@ def _identity(_: Any, inputs: Values, __: Chain) -> Values:
 
 
 def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
-    """Codes bring their scales along, so the scales leave the chain and nothing else happens."""
+    """A load reads scales with their codes: they leave the chain, and the codes pass through."""
     made: Values = {}
     for pattern, value in inputs.items():
         values = [value] if isinstance(value, Array) else value
@@ -256,17 +266,15 @@ def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
             raise _senseless("Fp8Dequantize", f"has {len(values)} weights and {count} scales")
         for array in values:
             if array.dtype.startswith("float8") != (scales is not None):
-                beside = "without" if scales is None else "with"
-                raise refusal(
-                    "UNSUPPORTED", f"Fp8Dequantize of {array.dtype} {beside} a scale beside it"
-                )
+                got = "without" if scales is None else "with"
+                raise refusal("UNSUPPORTED", f"Fp8Dequantize of {array.dtype} {got} a scale")
         made[chain.first_target if pattern == "weight" else pattern] = value
     return made
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A row of the table: how it is translated, and the settings that the translation knows."""
+    """How an operation is translated, and the settings that the translation handles."""
 
     nodes: Callable[[Any, Values, Chain], Values]
     settings: Collection[str] = ()
@@ -275,7 +283,7 @@ class Operation:
 _ROPE = ("subconfig_key", "inverse", "permute_layer_names")
 _CONV = ("in_channels", "kernel_size")
 
-# By class name, as installed transformers calls them.
+# Keyed by the name of the class in transformers.
 OPERATIONS: dict[str, Operation] = {
     "Chunk": Operation(_chunk, {"dim", "num_shards_attribute"}),
     "Concatenate": Operation(_concatenate, {"dim", "num_shards_attribute"}),
@@ -303,8 +311,8 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def nodes_of(op: Any, inputs: Values, chain: Chain) -> Values:
-    """The outputs of one operation. What the table does not know, in whole or in part, is refused
-    by name."""
+    """The outputs of one operation. UNSUPPORTED, naming it, for an operation or a setting that the
+    table lacks."""
     cls = type(op)
     known = OPERATIONS.get(cls.__name__)
     if known is None or cls.__module__.partition(".")[0] != "transformers":

@@ -1,4 +1,4 @@
-"""Names by the regular expressions that users give, in RE2's syntax as on the command line."""
+"""Matches names against users' regular expressions, in RE2's syntax as on the command line."""
 
 from collections.abc import Iterable, Mapping
 
@@ -12,19 +12,19 @@ class Patterns:
     """The regular expressions of one argument, each searched in a name."""
 
     def __init__(self, argument: str, expressions: Iterable[str]) -> None:
-        """USAGE where one of them is no regular expression."""
+        """USAGE for an invalid regular expression."""
         self._argument = argument
         self._patterns = {e: _modicum.NamePattern(argument, e) for e in expressions}
 
     def found(self, name: str) -> str | None:
-        """The first of them that matches somewhere in `name`."""
+        """The first expression that matches somewhere in `name`."""
         return next((e for e, pattern in self._patterns.items() if pattern.finds(name)), None)
 
     def finds(self, name: str) -> bool:
         return self.found(name) is not None
 
     def require_match(self, names: Iterable[str], what: str) -> None:
-        """USAGE where one of them matches none of `names`: most often it is mistyped."""
+        """USAGE for an expression that matches none of `names`: most often a typing error."""
         known = [*names]
         for expression, pattern in self._patterns.items():
             if expression and not any(pattern.finds(name) for name in known):
@@ -37,7 +37,7 @@ class Patterns:
 
 
 class Rules:
-    """What makes a tensor that is not stored, by name or regular expression."""
+    """The rules that make tensors that are not stored, by name or regular expression."""
 
     def __init__(
         self, missing: str | Iterable[str] | Mapping[str, Rule], names: Iterable[str]
@@ -48,7 +48,7 @@ class Rules:
 
     @staticmethod
     def _by_name(missing: str | Iterable[str] | Mapping[str, Rule]) -> Mapping[str, Rule]:
-        """Everything matches the empty one."""
+        """The empty expression matches every name."""
         if isinstance(missing, Mapping):
             return missing
         if missing == "error":
@@ -61,6 +61,6 @@ class Rules:
         return "" in self._rules
 
     def of(self, name: str) -> Rule | None:
-        """A whole name comes before a regular expression."""
+        """An exact name takes precedence over a regular expression."""
         by = name if name in self._rules else self._patterns.found(name)
         return None if by is None else self._rules[by]

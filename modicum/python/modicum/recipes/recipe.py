@@ -1,4 +1,4 @@
-"""A model and a checkpoint to an explicit recipe."""
+"""Makes the explicit recipe of a model and a checkpoint."""
 
 import contextlib
 import copy
@@ -34,33 +34,33 @@ from modicum.upstream.wrappers import canonical
 
 @dataclass
 class Recipe:
-    """How every tensor of a model is made of those of a checkpoint."""
+    """How every tensor of a model is made of the tensors of a checkpoint."""
 
     targets: dict[str, Node] = field(default_factory=dict)
-    """By canonical name in the model, in the model's order. A node `caller` is left to the model's
-    own initialisation: whoever loads hands the tensor over."""
+    """By canonical name in the model, in the model's order. A node `caller` is a tensor that the
+    model's own initialisation makes: the caller of the load provides it."""
     unused: list[str] = field(default_factory=list)
     """Stored tensors that are not read, sorted."""
 
     @property
     def missing(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of each tensor that is left to the model."""
+        """Dtype and shape of each tensor that the model initialises."""
         callers = {name: node for name, node in self.targets.items() if node["op"] == "caller"}
         return {name: (node["dtype"], tuple(node["shape"])) for name, node in callers.items()}
 
     @property
     def callers(self) -> list[str]:
-        """The tensors that are left to the model, in the model's order."""
+        """Names of the tensors that the model initialises, in its order."""
         return list(self.missing)
 
     @property
     def document(self) -> dict[str, Any]:
-        """Targets and unused stored tensors, what is left to the model among them."""
+        """All targets, and the stored tensors that are not read."""
         return {"targets": self.targets, "unused": self.unused}
 
     def text(self, *, callers: bool = False) -> str:
-        """recipe.json, as short as it can be: what is left to the model is left out, except for a
-        reader to which the `callers` are handed over."""
+        """recipe.json, without whitespace. `callers`: with nodes `caller` and their aliases, for a
+        load that gets these tensors from its caller."""
         left = {} if callers else self.missing
         targets = {
             name: node
@@ -71,12 +71,12 @@ class Recipe:
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
 
-# ---- what there is
+# ---- the checkpoint
 
 
 def stored_in(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Described:
-    """Dtype and shape of each stored tensor: of a path, by `modicum.inspect`; or of a mapping of
-    names to (dtype, shape), or to anything that has a `dtype` and a `shape`."""
+    """Dtype and shape of each stored tensor. `checkpoint`: a path, or a mapping of names to
+    (dtype, shape) or to objects with a `dtype` and a `shape`."""
     if isinstance(checkpoint, Mapping):
         pairs = {
             name: (value.dtype, value.shape) if hasattr(value, "shape") else value
@@ -88,7 +88,7 @@ def stored_in(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Describ
 
 
 def _quantizer_of(model: Any, targets: Described) -> Any:
-    """What transformers would load a quantized checkpoint by; None where it is not quantized."""
+    """transformers' quantizer for the model; None if it is not quantized."""
     config = getattr(model.config, "quantization_config", None) or getattr(
         model.config.get_text_config(decoder=True), "quantization_config", None
     )
@@ -110,8 +110,9 @@ def _quantizer_of(model: Any, targets: Described) -> Any:
 
 
 def _tie(recipe: Recipe, ties: Iterable[list[str]], untie: bool) -> list[list[str]]:
-    """The first name that is there has the tensor, the others are aliases. One that is stored too
-    says by what, and is compared. Returns the ties of which nothing is there."""
+    """Of each tie, the first name with a target keeps it, the others become aliases. An alias that
+    has a target too keeps its node, to be compared while loading. Returns the ties without any
+    target."""
     open_ties = []
     for names in ties:
         there = [name for name in names if name in recipe.targets]
@@ -129,11 +130,11 @@ def _tie(recipe: Recipe, ties: Iterable[list[str]], untie: bool) -> list[list[st
     return open_ties
 
 
-# ---- what is left over, and what is missing
+# ---- unexpected and missing tensors
 
 
 def _droppable(model: Any) -> list[str]:
-    """What transformers drops without a word."""
+    """Patterns of stored names that transformers drops without a warning."""
     if model is None:
         return []
     patterns = may_be_unexpected(model)
@@ -157,8 +158,8 @@ def _translate(
     ask: Callable[[Part], list[Any]],
     may_differ: Callable[[str], bool],
 ) -> Translation:
-    """Each part's stored tensors to its targets: by their names in the whole model. `ask`: for what
-    transformers would do to a part's tensors."""
+    """Translates each part's stored tensors to its targets, and its names to those in the whole
+    model. `ask` returns transformers' transforms of a part."""
     whole = Translation()
     for part, keys in zip(structure.parts, structure.split(stored), strict=True):
         names = {key: name for name, key in part.keys.items()}
@@ -201,14 +202,14 @@ def _check_unexpected(
         keys = (key for part in structure.parts for key in part.keys.values())
         raise refusal(
             "MISMATCH",
-            f"{len(refused)} stored tensors are no part of the model, the first of them "
-            f"as '{would_be}'; `unexpected` says which may be dropped",
+            f"{len(refused)} stored tensors are no part of the model (the first would be "
+            f"'{would_be}'); pass `unexpected` to drop them",
             tensor=refused[0],
             got=_near(would_be, keys),
         )
     for name, target in translation.doubled.items():
         if not named.finds(name):
-            what = f"another stored tensor is '{target}' already"
+            what = f"two stored tensors are '{target}' in the model"
             raise refusal("MISMATCH", what, tensor=name)
 
 
@@ -217,7 +218,7 @@ def _made_by_rule(rule: Rule, dtype: str, shape: tuple[int, ...], name: str) -> 
     if kind == "model":
         return caller(dtype, shape)
     if kind not in ("zeros", "ones", "normal") or (kind == "normal") != (std is not None):
-        raise refusal("USAGE", f"no rule to make a tensor by: {rule!r}", tensor=name)
+        raise refusal("USAGE", f"unknown initialisation rule {rule!r}", tensor=name)
     return init(kind, std, dtype, shape)
 
 
@@ -228,7 +229,7 @@ def _copy(
     dtypes: Dtypes,
     present: Container[str],
 ) -> None:
-    """PEFT's copy of a module begins as what it is a copy of, also where that is tied."""
+    """PEFT's copies of modules (`modules_to_save`) get the values of the original, tied or not."""
     for name, original in copies.items():
         array = made.get(recipe.targets.get(original, {}).get("of", original))
         if name not in recipe.targets and name not in present and array is not None:
@@ -236,7 +237,7 @@ def _copy(
 
 
 def _left_to_model(structure: Structure, made: Iterable[str]) -> set[str]:
-    """What the model says may be missing, and adapters of which nothing is stored."""
+    """Names that the model lists as possibly missing, and adapters without any stored tensor."""
     left: set[str] = set()
     for part in structure.parts:
         listed = any_of(may_be_missing(part.module))
@@ -259,7 +260,8 @@ def _fill_gaps(
     left_to_model: Container[str],
     present: Container[str],
 ) -> list[str]:
-    """What is not stored: made by a rule, or left to the model. Returns what nothing makes."""
+    """Gives each target that is not stored a rule, or leaves it to the model. Returns the names for
+    which neither applies."""
     tied = {name: names for names in ties for name in names}
 
     def has_source(name: str) -> bool:
@@ -285,15 +287,15 @@ def _fill_gaps(
 def _check_lacking(lacking: list[str], structure: Structure, stored: Described) -> None:
     if lacking:
         key = next(part.keys[lacking[0]] for part in structure.parts if lacking[0] in part.keys)
-        what = f"the checkpoint lacks {len(lacking)} tensors of the model; `missing` says what then"
+        what = f"the checkpoint lacks {len(lacking)} tensors of the model; pass `missing` for them"
         raise refusal("MISMATCH", what, tensor=lacking[0], got=_near(key, stored))
 
 
-# ---- the whole
+# ---- model and checkpoint
 
 
 def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any) -> list[Any]:
-    """What transformers would do to the stored tensors of a part."""
+    """The transforms that transformers would apply to the stored tensors of a part."""
     if is_pretrained(part.module) and not _converts():
         return _identity(part.module, key_mapping)
     if not is_pretrained(part.module):
@@ -308,21 +310,21 @@ def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any
         quantizer = quantizer or _quantizer_of(part.module, targets)
         transforms = get_model_conversion_mapping(part.module, key_mapping, quantizer)
     for transform in transforms:
-        # A nested model's path, which stored names are matched by.
+        # The path of a nested model: a prefix of the stored names.
         if transform.scope_prefix:
             transform.scope_prefix = canonical(transform.scope_prefix)
     return transforms
 
 
 def _converts() -> bool:
-    """transformers 5 does while it loads; before, models had the tensors that are stored."""
+    """Whether transformers converts while loading: it does from version 5 on."""
     return importlib.util.find_spec("transformers.conversion_mapping") is not None
 
 
 def _identity(module: Any, key_mapping: Any) -> list[Any]:
-    """What transformers 4 would do: nothing, or else it is refused."""
+    """The transforms of transformers 4: none. UNSUPPORTED for a model that it would rename."""
     if key_mapping or renames_stored(module):
-        what = f"transformers before 5 renames what {type(module).__name__} has stored"
+        what = f"transformers 4 renames stored tensors of {type(module).__name__}"
         raise refusal("UNSUPPORTED", what, expected="transformers 5")
     return []
 
@@ -342,34 +344,34 @@ def recipe_for(
     adapter: str | None = None,
     structure: Structure | None = None,
 ) -> Recipe:
-    """The recipe by which `checkpoint` is loaded into `model`: a model of transformers as
-    `from_pretrained` would load it, any other module by name.
+    """The recipe that loads `checkpoint` into `model`: for a model of transformers as
+    `from_pretrained` would, for any other module by name.
 
     Args:
-        model: any module, on meta or not, sharded or not; it is not changed. Wrapping it (PEFT,
-            compiling, another module around it) changes nothing but the names of the targets.
+        model: any module, on meta or not, sharded or not; it is not changed. Wrappers (PEFT,
+            torch.compile, a module around it) change only the names of the targets.
         checkpoint: a directory or file, or a mapping of stored names to (dtype, shape). The names
-            may be those of the model alone, or those of the whole; or of an adapter's file.
-        dtype: None: each tensor as the model has it. A dtype, best the one that the model was
-            built with: as `from_pretrained(dtype=...)`, float32 for what the model lists so.
-        keep_fp32: a regular expression (RE2's, searched): targets that are loaded as float32.
-        missing: "error"; "init" or "ignore": left to the model's own initialisation; a list of
-            regular expressions: these are left to the model; or what to do by name or regular
-            expression: "zeros", "ones", ("normal", std), or "model" to leave it to the model. What
-            the model itself says may be missing is left to it, and adapters of which nothing is
-            stored. What is named here, and stored in another shape, counts as missing.
-        unexpected: "error"; "ignore"; or regular expressions of stored names that may be dropped,
-            beside those that the model itself lists.
-        present: canonical names of the model whose values are there already: not missing.
-        untie: where a tied name is stored too, load both rather than compare them.
+            are those of the unwrapped model, of the wrapped one, or of an adapter's file.
+        dtype: None: each tensor's own in the model. Else as `from_pretrained(dtype=...)`, with
+            float32 for names that the model lists; pass the dtype that the model was built with.
+        keep_fp32: a regular expression (RE2, searched): matching targets are loaded as float32.
+        missing: tensors of the model that are not stored, beyond those that the model lists as
+            possibly missing and adapters without any stored tensor. "error"; "init" or "ignore":
+            the model initialises them; regular expressions: it initialises those that match; or a
+            rule by name or regular expression: "zeros", "ones", ("normal", std) or "model". A
+            tensor that is named here and stored in another shape counts as missing.
+        unexpected: stored tensors that are not in the model, beyond those that the model lists.
+            "error"; "ignore"; or regular expressions of those to drop.
+        present: canonical names that have values already and are not missing.
+        untie: if both names of a tie are stored, load both instead of comparing them.
         key_mapping: further renamings, as `from_pretrained` takes them.
-        quantizer: None: by the model's config.
-        adapter: whose tensors an adapter's file has; None: those of the model's only adapter.
-        structure: of the model, where it is known already.
+        quantizer: None: from the model's config.
+        adapter: the adapter whose file `checkpoint` is; None: the model's only one.
+        structure: of the model, if the caller has it.
 
     Raises:
-        UsageError: MISMATCH where model and checkpoint do not go together, UNSUPPORTED for an
-            operation, a quantization or a cast that is not known, USAGE for a regular expression.
+        UsageError: MISMATCH if model and checkpoint differ, UNSUPPORTED for an unknown operation,
+            quantization or cast, USAGE for an invalid regular expression.
     """
     stored = stored_in(checkpoint)
     structure = structure or structure_of(model, adapter)
@@ -403,9 +405,9 @@ def recipe_for(
 
 
 def meta_model(directory: str | os.PathLike[str], dtype: Any = None) -> Any:
-    """The model that a directory's config.json describes, without memory for its weights.
+    """The model of a directory's config.json on meta, without memory for its weights.
 
-    `dtype`: None: what the config says, else float32.
+    `dtype`: None: the config's, else float32.
     """
     import torch
     import transformers
@@ -417,7 +419,7 @@ def meta_model(directory: str | os.PathLike[str], dtype: Any = None) -> Any:
     names = config.architectures or []
     cls = getattr(transformers, names[0], None) if names else None
     if cls is None:
-        what = f"transformers {transformers.__version__} has no class of this name"
+        what = f"transformers {transformers.__version__} lacks the class of this architecture"
         raise refusal("UNSUPPORTED", what, tensor=names[0] if names else "no 'architectures'")
     with contextlib.ExitStack() as stack:
         for context in cls.get_init_context(dtype, False, False, None):

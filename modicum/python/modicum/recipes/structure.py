@@ -1,7 +1,12 @@
-"""What a model is made of, whatever it is wrapped in: its tensors by name, and the models of
-transformers inside it, each with the names that its tensors have without the wrapping.
+"""The structure of a model under its wrappers: its tensors by name, and the models of transformers
+inside it, each with the names that its tensors have without the wrappers.
 
-Wrappers are known by their attributes: FSDP and DDP by a class added to a module's, PEFT by
+    PeftModel.base_model.model         prefix of a part; a stored name may have it or not
+      LlamaForCausalLM                 the root of the part
+        model.layers.0.self_attn.q_proj.base_layer.weight   in the wrapped model
+        model.layers.0.self_attn.q_proj.weight              its key in the part
+
+Wrappers are recognised by attributes: FSDP2 and DDP by a base class that they add, PEFT by
 `adapter_layer_names` and `peft_config`, a model of transformers by `base_model_prefix`. No torch.
 """
 
@@ -15,7 +20,7 @@ from modicum.upstream.torch_core import buffers_of, children_of, is_persistent, 
 from modicum.upstream.transformers import is_pretrained
 from modicum.upstream.wrappers import WRAPPERS, canonical
 
-# Before every name in a file that PEFT writes.
+# Begins every name in a file that PEFT writes.
 _ADAPTER_PREFIX = "base_model.model."
 
 
@@ -33,8 +38,8 @@ def class_before_sharding(module: Any) -> type:
 
 @contextlib.contextmanager
 def classes_before_sharding(model: Any) -> Iterator[None]:
-    """transformers knows a module by its class, which `fully_shard` changes: nothing would be said,
-    and the conversions of every wrapped model left out."""
+    """Within it modules have the classes from before sharding. transformers finds conversions by
+    class; under the classes of `fully_shard` it would find none, without an error."""
     changed = []
     try:
         for module in model.modules():
@@ -49,12 +54,12 @@ def classes_before_sharding(model: Any) -> Iterator[None]:
 
 
 def has_adapters(module: Any) -> bool:
-    """A model that PEFT has put adapters into, or what it has put around one."""
+    """Whether PEFT has put adapters into this model, or is the wrapper around it."""
     return "peft_config" in vars(module) or hasattr(type(module), "peft_config")
 
 
 def wrapped_by(module: Any) -> Any:
-    """The module that PEFT has put this one around; None where it is none of PEFT's."""
+    """The module that this wrapper of PEFT's is around; None for other modules."""
     if not hasattr(type(module), "adapter_layer_names"):
         return None
     own = getattr(module, "original_module", None)
@@ -62,7 +67,7 @@ def wrapped_by(module: Any) -> Any:
 
 
 def unwrapped(module: Any) -> Any:
-    """The module as it was before it was compiled, checkpointed or given adapters."""
+    """The module inside wrappers of compiling, activation checkpointing and PEFT."""
     while True:
         inner = wrapped_by(module)
         for name in WRAPPERS & children_of(module).keys():
@@ -80,13 +85,13 @@ class Member:
     """A parameter or buffer."""
 
     name: str  # in the model, canonical
-    key: str  # in its root: less adapter's name, or less what PEFT has wrapped the module in
-    module: Any  # whose attribute it is
+    key: str  # in its root: without wrappers and without an adapter's name
+    module: Any  # has it as `attribute`
     attribute: str
     tensor: Any
-    chain: tuple[Any, ...]  # the modules that it is in, outermost first
-    root: Any  # the model of transformers that it is in, or None
-    adapter: str | None  # whose it is; "" where adapters share it; None: of the model itself
+    chain: tuple[Any, ...]  # the modules around it, outermost first
+    root: Any  # the model of transformers around it, or None
+    adapter: str | None  # "": shared by all adapters; None: of the model itself
 
     @property
     def persistent(self) -> bool:
@@ -96,9 +101,9 @@ class Member:
 
 @dataclass(frozen=True)
 class _Place:
-    """A module, on the way down."""
+    """A module that the walk has reached."""
 
-    chain: tuple[Any, ...]  # the module and, before it, those that it is in
+    chain: tuple[Any, ...]  # the modules around it, outermost first, and itself
     path: tuple[str, ...] = ()  # in the model
     key: tuple[str, ...] = ()
     root: Any = None
@@ -111,7 +116,7 @@ class _Place:
 
 
 def _roots(model: Any) -> dict[int, Any]:
-    """The outermost models of transformers, or else what PEFT is around, or the model itself."""
+    """The outermost models of transformers; without any, PEFT's base model or the model itself."""
     found: dict[int, Any] = {}
     ahead = [model]
     while ahead:
@@ -127,7 +132,7 @@ def _roots(model: Any) -> dict[int, Any]:
 
 
 class _Walk:
-    """Through all modules, in the order of a state dict."""
+    """Visits all modules, in the order of a state dict."""
 
     def __init__(self, model: Any) -> None:
         self.roots = _roots(model)
@@ -162,10 +167,10 @@ class _Walk:
         return _Place(chain, path, key, at.root, at.root_depth, adapter)
 
     def named(self, at: _Place, name: str) -> tuple[tuple[str, ...], str | None]:
-        """The key and the adapter of what has this name in a module."""
+        """The key and the adapter of a module's attribute."""
         key, adapter = at.key, at.adapter
         if adapter is None and self._belongs_to_adapters(at, name):
-            # Of two adapters one around the other, each has its own key.
+            # An adapter's key is its path: with an adapter around another, both have one.
             key, adapter = at.path[at.root_depth :], ""
         if adapter == "" and name in self.adapters:
             return key, name
@@ -196,23 +201,19 @@ class _Walk:
 
 @dataclass
 class Part:
-    """A model of transformers in a model; or the model itself, if it holds none; or what lies
-    outside of those."""
+    """One model of transformers in a model, or the whole model if it has none; the last part has
+    the members outside of all these."""
 
-    module: Any  # None: outside
+    module: Any  # None: the part outside
     prefix: str = ""  # of its names in the model, with a dot
     keys: dict[str, str] = field(default_factory=dict)  # by name in the model
     saved_as: dict[str, str] = field(default_factory=dict)  # keys by name in an adapter's file
 
-    @property
-    def bare_prefix(self) -> str:
-        """Without what PEFT puts around a model."""
-        return self.prefix.replace(_ADAPTER_PREFIX, "")
-
     def key_of(self, name: str) -> str | None:
-        """Of a stored name that has the prefix of this part, with what PEFT puts around a model or
-        without, or that of the files that PEFT writes."""
-        for prefix in (self.prefix, self.bare_prefix, _ADAPTER_PREFIX):
+        """The key of a stored name that begins with this part's prefix, with or without the names
+        of PEFT's wrapper, or with the prefix of PEFT's files; else None."""
+        bare = self.prefix.replace(_ADAPTER_PREFIX, "")
+        for prefix in (self.prefix, bare, _ADAPTER_PREFIX):
             if prefix and name.startswith(prefix):
                 rest = name.removeprefix(prefix)
                 of_adapter = prefix.endswith(_ADAPTER_PREFIX)
@@ -222,19 +223,19 @@ class Part:
 
 @dataclass
 class Structure:
-    """The members of a model that a state dict has, in its order, and the parts they are in."""
+    """The members of a model's state dict, in its order, and the parts of the model."""
 
     members: dict[str, Member]
     scratch: dict[str, Member]  # buffers that a state dict lacks
     parts: list[Part]  # the last: outside
     copies: dict[str, str] = field(default_factory=dict)
-    """By name: the member that PEFT has made this one as a copy of."""
+    """By name: the member that PEFT copied it from (`modules_to_save`)."""
 
     def split(self, stored: Iterable[str]) -> list[dict[str, str]]:
-        """For each part the stored tensors that are meant for it, with their keys there.
+        """For each part the stored tensors that belong to it, with their keys there.
 
-        A stored name may be as the whole model has it, as a part alone has it, or as PEFT writes
-        it to an adapter's file.
+        A stored name may be that in the whole model, that in a part alone, or that in an adapter's
+        file.
         """
         keys: list[dict[str, str]] = [{} for _ in self.parts]
         *inner, outside = self.parts
@@ -259,7 +260,7 @@ class Structure:
 
 
 def _note_copies(walk: _Walk, adapter: str | None, structure: Structure) -> None:
-    """What PEFT trains whole is saved under the name of what it is a copy of."""
+    """PEFT saves a module that it trains whole under the name of the original."""
     by_root = {id(part.module): part for part in structure.parts}
     for at in walk.places:
         if not hasattr(type(at.module), "adapter_state_dict_load_map"):
@@ -276,11 +277,11 @@ def _note_copies(walk: _Walk, adapter: str | None, structure: Structure) -> None
 
 
 def structure_of(model: Any, adapter: str | None = None) -> Structure:
-    """`adapter`: whose tensors the names of an adapter's file are; None: of the only one."""
+    """`adapter`: the one that names in an adapter's file refer to; None: the model's only one."""
     walk = _Walk(model)
     if adapter is not None and adapter not in walk.adapters:
         known = ", ".join(sorted(walk.adapters))
-        raise refusal("USAGE", f"the model has no adapter '{adapter}'", got=known)
+        raise refusal("USAGE", f"no adapter '{adapter}' in the model", got=known)
     if adapter is None and len(walk.adapters) == 1:
         (adapter,) = walk.adapters
     everything = list(walk.members())
@@ -294,11 +295,11 @@ def structure_of(model: Any, adapter: str | None = None) -> Structure:
     for member in members.values():
         part = parts.get(id(member.root), outside)
         if member.adapter not in (None, "", adapter):
-            part.keys[member.name] = member.name  # of another adapter: no file has other names
+            part.keys[member.name] = member.name  # of another adapter: no other names
             continue
         part.keys[member.name] = member.key
         if member.adapter is not None:
-            # PEFT saves some tensors less the name of the module that it has them in.
+            # In PEFT's files some tensors have the name of their module alone.
             part.saved_as[member.key.removesuffix(".weight")] = member.key
     structure = Structure(members, scratch, list(parts.values()))
     _note_copies(walk, adapter, structure)
@@ -306,8 +307,8 @@ def structure_of(model: Any, adapter: str | None = None) -> Structure:
 
 
 def ties_of(structure: Structure) -> list[list[str]]:
-    """Groups of names of one tensor, each with the one that the others are tied to first: what the
-    models declare, and names that share a tensor."""
+    """Groups of names that are one tensor, the name that the others are tied to first: ties that
+    the models declare, and names that share a tensor object."""
     declared: dict[str, str] = {}
     for part in structure.parts:
         names = {key: name for name, key in part.keys.items()}

@@ -1,8 +1,15 @@
-"""From stored names to index maps of a model's tensors, by transformers' conversion mapping.
+"""Translates stored tensors to index maps of a model's, by transformers' conversion mapping.
 
-The names are matched by the mapping's own objects (`rename_source_key`). What surrounds a match,
-the order of the names, the groups they form and the fallbacks, is done here as
-`transformers.core_model_loading` does it. No torch.
+The mapping's own objects match names (`rename_source_key`). The order of the names, their groups
+and the fallbacks are those of `transformers.core_model_loading`, written again here:
+
+    stored names, naturally sorted      experts.0.up  experts.1.up  ...  experts.10.up
+      renamings, then converters        experts.*.up of a converter to experts.gate_up
+    groups by first target              {experts.gate_up: {pattern: [arrays in order]}}
+      the converter's operations        operations.py
+    index maps by target                checked against the model's shapes
+
+No torch.
 """
 
 import re
@@ -20,15 +27,17 @@ Described: TypeAlias = Mapping[str, tuple[str, Shape]]  # by name: dtype, shape
 
 @dataclass
 class Translation:
-    """What a mapping makes of the stored tensors."""
+    """The result of a mapping."""
 
     made: dict[str, Array] = field(default_factory=dict)  # by target
-    # By target: the first target of its group, whose dtype all of the group are cast to.
+    # By target: the first target of its group; the group is cast to the dtype of that one.
     first: dict[str, str] = field(default_factory=dict)
-    dropped: list[str] = field(default_factory=list)  # stored, taken and of no effect
-    # Stored names that are no target: the names they would have in the model.
+    dropped: list[str] = field(
+        default_factory=list
+    )  # stored names that an operation consumes without using
+    # Stored names that match no target: the names that they would have in the model.
     unexpected: dict[str, list[str]] = field(default_factory=dict)
-    # Stored names of a target that another stored tensor has already: that target.
+    # Stored names that match a target of another stored tensor: that target.
     doubled: dict[str, str] = field(default_factory=dict)
 
 
@@ -36,12 +45,12 @@ class Translation:
 class _Group:
     """The stored tensors that make one target, or several by one converter."""
 
-    converter: Any  # None: as it is
+    converter: Any  # None: unchanged
     collected: dict[str, list[Array]] = field(default_factory=dict)  # by source pattern
 
 
 def natural_key(name: str) -> list[tuple[int, int] | tuple[int, str] | tuple[int, str, int]]:
-    """The order in which names are matched, and experts stacked: numbers as numbers."""
+    """The order in which names are matched and experts stacked: "2" before "10"."""
     key: list[tuple[int, int] | tuple[int, str] | tuple[int, str, int]] = []
     for part in name.split("."):
         letters = part.rstrip("0123456789")
@@ -58,7 +67,7 @@ def _is_a(transform: Any, class_name: str) -> bool:
 
 
 class _Names:
-    """Renames stored names one after the other: some renamings remember what came before."""
+    """Renames stored names. They must come in order: some renamings keep state between names."""
 
     def __init__(self, transforms: Iterable[Any], targets: Described, base_prefix: str) -> None:
         transforms = list(transforms)
@@ -67,14 +76,14 @@ class _Names:
         for transform in transforms:
             name = type(transform).__name__
             if name != "WeightConverter" and not _is_a(transform, "WeightRenaming"):
-                raise refusal("UNSUPPORTED", f"the weight transform '{name}' is not known")
+                raise refusal("UNSUPPORTED", f"unknown weight transform '{name}'")
         # Where several converters have one pattern, the last of them converts.
         self.converter_of = {p: c for c in self._converters for p in c.source_patterns}
         self.targets = targets
         self._base_prefix = base_prefix
 
     def _with_base_prefix(self, name: str) -> str:
-        """Added or taken away, where that makes it a name of the model."""
+        """With the base model's prefix added or removed, if that gives a name of the model."""
         if not self._base_prefix:
             return name
         if name.startswith(self._base_prefix):
@@ -86,8 +95,8 @@ class _Names:
         return longer if longer in self.targets else name
 
     def rename(self, name: str) -> tuple[str, str | None]:
-        """The name in the model, of the first target where there are several, and the source
-        pattern of the converter that matched."""
+        """The name in the model (of the first target, if there are several), and the source pattern
+        of the converter that matched."""
         renamed, pattern = name, None
         for renaming in self._renamings:
             renamed, _ = renaming.rename_source_key(renamed)
@@ -104,7 +113,7 @@ class _Names:
 def _collect(
     stored_tensors: Described, keys: Mapping[str, str], names: _Names, result: Translation
 ) -> dict[str, _Group]:
-    """The groups, by their first target."""
+    """Groups the stored tensors by their first target."""
     groups: dict[str, _Group] = {}
     builder = RecipeBuilder(stored_tensors)
     for name in sorted(stored_tensors, key=lambda name: natural_key(keys.get(name, name))):
@@ -131,7 +140,7 @@ def _stored_under(node: Node) -> Iterator[str]:
 
 
 def _full_names(first_target: str, values: Values) -> dict[str, Value]:
-    """From names in patterns to names in the model: what stands around the first that fits."""
+    """Names in the model for those in patterns: with the prefix and suffix of the first target."""
     whole = first_target.replace("*.", "0.")
     for pattern in values:
         if pattern in whole:
@@ -147,31 +156,33 @@ def _convert(first_target: str, group: _Group, chain: Chain, result: Translation
     used: set[str] = set()
     for name, value in _full_names(first_target, values).items():
         if not isinstance(value, Array) and len(value) != 1:
-            raise refusal("MISMATCH", "a conversion ends in several tensors for one", tensor=name)
+            raise refusal(
+                "MISMATCH", "a conversion makes several tensors for one target", tensor=name
+            )
         array = value if isinstance(value, Array) else value[0]
         used.update(_stored_under(array.node))
         if name in result.made:
-            raise refusal("MISMATCH", "two conversions make one target", tensor=name)
+            raise refusal("MISMATCH", "two conversions make the same target", tensor=name)
         result.made[name] = array
         result.first[name] = first_target
     result.dropped += [array.node["name"] for array in chain.dropped]
     accounted = used.union(array.node["name"] for array in chain.dropped + chain.scales)
     for array in (array for arrays in group.collected.values() for array in arrays):
         if array.node["name"] not in accounted:
-            what = f"a conversion into '{first_target}' leaves out a stored tensor"
+            what = f"the conversion into '{first_target}' uses no element of a stored tensor"
             raise refusal("MISMATCH", what, tensor=array.node["name"])
 
 
 def _check_shape(name: str, array: Array, targets: Described) -> None:
     if name not in targets:
         sources = ", ".join(sorted(set(_stored_under(array.node)))[:3])
-        what = f"a conversion of {sources} makes a tensor that the model lacks"
+        what = f"a conversion of {sources} makes a tensor that is not in the model"
         raise refusal("MISMATCH", what, tensor=name)
     shape = targets[name][1]
     if array.shape != shape:
         raise refusal(
             "MISMATCH",
-            "the stored tensors make another shape than the model has",
+            "the stored tensors give another shape than the model's",
             tensor=name,
             expected=str(list(shape)),
             got=str(list(array.shape)),
@@ -188,10 +199,10 @@ def translate(
     keys: Mapping[str, str] | None = None,
     may_differ: Callable[[str], bool] = lambda target: False,
 ) -> Translation:
-    """What `transforms`, a list as `get_model_conversion_mapping` returns, make of the stored
-    tensors for a model with these targets. The list is used up: some of its renamings remember
-    what they have seen. `keys`: names to match instead of the stored ones. `may_differ`: targets
-    that are not made, rather than an error, where the stored tensors make another shape."""
+    """Applies `transforms` (of `get_model_conversion_mapping`) to the stored tensors for a model
+    with these targets. Pass a new list each time: its renamings keep state. `keys`: names to match
+    instead of the stored ones. `may_differ`: targets that are left out, instead of an error, if the
+    stored tensors give another shape."""
     result = Translation()
     names = _Names(transforms, targets, base_model_prefix)
     shapes = {name: shape for name, (_, shape) in targets.items()}

@@ -1,4 +1,4 @@
-"""PyTorch programs load through Modicum:
+"""Modicum for PyTorch programs:
 
     with modicum.torch.empty_parameters():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -7,7 +7,7 @@
     fully_shard(model)
     report = modicum.torch.load(model, "path/of/a/checkpoint", budget="200GiB")
 
-Importing it imports torch and nothing above it, and patches nothing.
+Importing it imports torch, but not transformers or accelerate, and patches nothing.
 """
 
 from modicum.torch.build.empty import empty_parameters as empty_parameters

@@ -1,19 +1,23 @@
-"""Scripts of accelerate and of transformers' Trainer load through Modicum, by one line round them:
+"""Loads through Modicum in scripts of accelerate and of transformers' Trainer, with one context:
 
     import modicum.torch.accelerate
 
     with modicum.torch.accelerate.loading(budget="200GiB"):
         main()  # from_pretrained, an optimizer, Accelerator.prepare or Trainer.train
 
-What is different within it, and until it ends, also by an exception:
+Inside the context:
 
-- `from_pretrained` builds the model on every rank with its parameters on meta, in the dtypes that
-  it would have, and with its buffers real. It reads no tensor.
-- `Accelerator.prepare`, which Trainer calls, shards it as ever: accelerate's own code, so its
-  units, upcasts, meshes, offloading and checkpointing. Then `modicum.torch.load` fills the shards,
-  whether `cpu_ram_efficient_loading` is set or not, and optimizers are bound to them by FQN.
+    from_pretrained          builds the model on every rank, parameters on meta in their final
+      |                      dtypes, buffers real; reads no tensor
+    Accelerator.prepare      (Trainer calls it)
+      | fsdp2_prepare_model  accelerate's own: units, upcasts, mesh, offloading, checkpointing
+      | modicum.torch.load   each rank reads the bytes of its shards
+      | rebinding            optimizers get the sharded parameters, by FQN
+    training
 
-Importing this module imports neither accelerate nor transformers.
+It does not matter whether `cpu_ram_efficient_loading` is set. When the context ends, with or
+without an exception, every patched function is restored. Importing this module imports neither
+accelerate nor transformers.
 """
 
 import functools
@@ -66,40 +70,40 @@ def loading(
     staging: int | str | None = None,
     fork: str = "excluded",
 ) -> Iterator["Loading"]:
-    """Within it a script of accelerate or Trainer with FSDP2 takes each rank's own bytes only. The
-    values are those that accelerate would bring, bit for bit.
+    """Within it each rank of a script of accelerate or Trainer with FSDP2 reads its own bytes only.
+    The values are bit for bit those that accelerate would load.
 
-    It has to last until `prepare` or `Trainer.train` is through. Every rank enters it alike, and
-    one thread uses it. Of contexts within each other, the innermost one builds.
+    It must enclose `from_pretrained` and `prepare` or `Trainer.train`. Every rank enters it with
+    the same arguments, on one thread. Of nested contexts the innermost applies.
 
     Args:
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
             None (default): the files that each `from_pretrained` would read.
         budget: host memory per node while loading, bytes or text ("200GiB"), the processes
-            themselves included; "none": no limit; None (default): the ledger's limit, or what the
-            cgroup and the node leave.
-        ledger: whose limit is the host memory of the node, and which shows every parameter until
-            its last tensor dies; None (default): a new one for each load.
+            themselves included; "none": no limit; None (default): the ledger's limit, or the memory
+            that the cgroup and the node have left.
+        ledger: its limit is the host memory of the node; every parameter is charged to it until the
+            last tensor of the parameter is freed; None (default): a new one for each load.
         strategy: own-shard (default), node-reader, replica-striped, rank0-broadcast or
-            full-per-rank; the same bits by all of them. Rank 0 prints the one in force.
-        missing: of names that the source lacks, beyond those that the model lists: "error"
-            (default), or what `modicum.torch.load` takes. `from_pretrained` would only warn.
-        unexpected: of stored names that the model has not: "error" (default), "ignore", or patterns
-            of names that may be dropped. `from_pretrained` would only warn.
+            full-per-rank; all give the same bits. Rank 0 prints the one in use.
+        missing: names that the source lacks, beyond those that the model lists: "error" (default),
+            or as for `modicum.torch.load`. `from_pretrained` would only warn.
+        unexpected: stored names that are not in the model: "error" (default), "ignore", or patterns
+            of names to drop. `from_pretrained` would only warn.
         check: None (default), or "values": compare every value with a second reading.
         progress: whether rank 0 draws a bar on stderr; True by default.
-        seed: of what is initialised; 0 by default.
-        staging: host memory of each rank that bytes stream through, bytes or text; None (default):
-            8 MiB, less where the budget needs it.
-        fork: "excluded" (default), "shared" or "inherited": as of `modicum.torch.load`.
+        seed: of initialised parameters; 0 by default.
+        staging: host memory per rank for bytes in flight, bytes or text; None (default): 8 MiB,
+            less if the budget requires it.
+        fork: "excluded" (default), "shared" or "inherited", as for `modicum.torch.load`.
 
     Yields:
-        A `Loading`, whose `report` is there after `prepare`.
+        A `Loading`; it has a `report` after `prepare`.
 
     Raises:
-        UsageError: at once for an accelerate, transformers or PEFT that behaves differently from
-            the tested ones (1.15.0, 5.23.0, 0.21.2). Later for whatever is not FSDP2, and wherever
-            values would get lost or empty parameters be used.
+        UsageError: on entry, if accelerate, transformers or PEFT behave differently from the tested
+            versions (1.15.0, 5.23.0, 0.21.2). Later for plugins other than FSDP2, and wherever
+            values would be lost or parameters without values used.
         BudgetError, FormatError, IntegrityError, IoError, PeerError: from `prepare`, as from
             `modicum.torch.load`.
     """
@@ -122,19 +126,19 @@ def loading(
 
 @dataclass(eq=False)
 class Loading:
-    """What `loading` gives."""
+    """The loads of one `loading` context."""
 
     _source: Path | None
     _arguments: dict[str, Any]
     reports: list[Report] = field(default_factory=list)
-    """One of each load, in their order."""
+    """One per load, in order."""
     _built: weakref.WeakKeyDictionary[nn.Module, "_Built"] = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
 
     @property
     def report(self) -> Report | None:
-        """Of the last load; None before the first."""
+        """That of the last load; None before the first."""
         return self.reports[-1] if self.reports else None
 
 
@@ -145,21 +149,21 @@ class _Built:
     loading: Loading
     source: Path
     parameters: dict[str, tuple[torch.dtype, int]]
-    """By name: the dtype that `from_pretrained` would have loaded, and the tensor's version."""
+    """By name: the dtype that `from_pretrained` would have loaded, the tensor's version counter."""
     filled: bool = False
 
 
 def _refuse_unfilled(one: Loading) -> None:
     if not all(of.filled for of in one._built.values()):
-        gc.collect()  # a model that nobody refers to any more is no reason to complain
+        gc.collect()  # a model without references is no error
     for model, of in one._built.items():
         if not of.filled:
-            what = "a model that was built within loading() has no values yet: Accelerator.prepare "
-            what += "or Trainer.train belongs within it too"
+            what = "a model that was built within loading() has no values yet: call "
+            what += "Accelerator.prepare or Trainer.train before the context ends"
             raise refusal("USAGE", what, got=type(model).__name__)
 
 
-# ---- what is replaced
+# ---- patched functions
 
 
 def _pretrained_model() -> Any:
@@ -169,8 +173,8 @@ def _pretrained_model() -> Any:
 
 
 class _Scripts:
-    """What accelerate, transformers and PEFT call instead of their own functions. One for all
-    `loading()` within each other; the innermost builds."""
+    """The functions that replace those of accelerate, transformers and PEFT. Nested `loading()`
+    contexts share one object; the innermost builds models."""
 
     def __init__(self, stack: ExitStack) -> None:
         accelerate.KNOWN.require()
@@ -182,15 +186,15 @@ class _Scripts:
         accelerate.replace_prepare(stack, self._preparing, self._sharding)
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        """Of `from_pretrained`."""
-        if not self._has_peft:  # imported since
+        """The contexts in which `from_pretrained` builds a model."""
+        if not self._has_peft:  # may have been imported since
             self._has_peft = peft.with_real_adapters(self._stack)
         accelerate.require_fsdp2_if_set()
-        # The generator goes on as from where transformers leaves it, which draws nothing.
+        # from_pretrained draws no random number: the generator must not move here either.
         return [torch.random.fork_rng(devices=[]), empty_parameters()]
 
     def built(self, model: Any, files: Sequence[str] | None, *given: Any) -> None:
-        """Instead of reading: notes where the values are, and guards the model until they come."""
+        """Instead of reading: records the source of the values, guards the model until the load."""
         transformers.check_arguments(model, *given)
         one = self.loadings[-1]
         source = one._source or transformers.source_of(files)
@@ -206,7 +210,7 @@ class _Scripts:
         return next((of for one in self.loadings if (of := one._built.get(module))), None)
 
     def _roots(self, model: nn.Module) -> dict[nn.Module, _Built]:
-        """The outermost models in it that were built without values."""
+        """The outermost models inside `model` that were built without values."""
         if built := self._record(model):
             return {model: built}
         return {m: of for child in model.children() for m, of in self._roots(child).items()}
@@ -214,7 +218,7 @@ class _Scripts:
     def _is_filled(self, model: nn.Module) -> bool:
         roots = self._roots(model)
         if not roots and not is_sharded(model):
-            what = "from_pretrained has not built this model within loading(): prepare it outside"
+            what = "from_pretrained did not build this model within loading(): prepare it outside"
             raise refusal("USAGE", what, got=type(model).__name__)
         return all(built.filled for built in roots.values())
 
@@ -236,7 +240,7 @@ class _Scripts:
             with rebinding(empty[0], optimizers), _kept(optimizers):
                 prepared = original(accelerator, *args, **kwargs)
             if not all(map(self._is_filled, empty)):
-                what = "this accelerate prepares a model without fsdp2_prepare_model"
+                what = "Accelerator.prepare of this accelerate does not call fsdp2_prepare_model"
                 expected = f"accelerate {' or '.join(accelerate.KNOWN.tested)}"
                 raise refusal("UNSUPPORTED", what, expected=expected)
             return prepared
@@ -251,7 +255,7 @@ class _Scripts:
                 return original(accelerator, model)
             if len(roots) > 1:
                 names = " and ".join(type(root).__name__ for root in [*roots][:2])
-                what = "a model of several that from_pretrained has built: only one can be loaded"
+                what = "a model with several inside that from_pretrained has built: expected one"
                 raise refusal("UNSUPPORTED", what, got=names)
             ((root, built),) = roots.items()
             model = _shard_and_load(accelerator, model, root, built, original)
@@ -264,27 +268,28 @@ class _Scripts:
         return fsdp2_prepare_model
 
 
-# ---- until there are values
+# ---- guards of models without values
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
-    """A hook: a forward of meta tensors gives meta tensors, without an error."""
+    """A hook: without it a forward on meta tensors would return meta tensors, without an error."""
     for name, parameter in parameters_of(module).items():
         if parameter is not None and parameter.is_meta:
-            what = "a forward of a model that was built within loading() and never came to prepare"
+            what = (
+                "forward of a model without values: pass it to Accelerator.prepare within loading()"
+            )
             raise refusal("USAGE", what, tensor=name, got=type(module).__name__)
 
 
 def _refuse_state(
     module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
 ) -> None:
-    """A hook: values that are copied to meta are lost, without an error."""
+    """A hook: without it values copied to meta would be lost, without an error."""
     if local_metadata.get("assign_to_params_buffers", False):
         return
     for name, parameter in parameters_of(module).items():
         if parameter is not None and parameter.is_meta and prefix + name in state_dict:
-            what = "load_state_dict into a model that has no values yet would be lost: "
-            what += "call it after prepare"
+            what = "load_state_dict would be lost in a model without values: call it after prepare"
             raise refusal("USAGE", what, tensor=prefix + name)
 
 
@@ -293,8 +298,8 @@ def _refuse_state(
 
 @contextmanager
 def _kept(optimizers: Sequence[Any]) -> Iterator[None]:
-    """accelerate tells parameters by their addresses, which on meta are all 0. What it has put into
-    the groups goes, and what was in them comes back, for names to tell."""
+    """Restores the parameter lists of all groups. accelerate exchanges parameters by their
+    addresses, which on meta are all 0; `rebinding` does it by name afterwards."""
     lists = [[group["params"] for group in one.param_groups] for one in optimizers]
     parameters = [[list(each) for each in of] for of in lists]
     try:
@@ -321,12 +326,12 @@ def _shard_and_load(
         pattern = re.compile(ignored)
         ignored = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
     with ExitStack() as stack:
-        # It is on meta already, its buffers must not go there, and there is nothing to send.
+        # Its parameters are on meta already, buffers must stay real, and nothing is to be sent.
         replace(stack, plugin, "cpu_ram_efficient_loading", False)
         replace(stack, plugin, "ignored_modules", ignored)
         model = shard(accelerator, model)
     if not is_sharded(model):
-        raise refusal("UNSUPPORTED", "this accelerate's fsdp2_prepare_model shards nothing")
+        raise refusal("UNSUPPORTED", "fsdp2_prepare_model of this accelerate shards nothing")
     narrow = _narrowings(model, passed, built.source)
     before = _values(model)
     built.loading.reports.append(load(model, built.source, **built.loading._arguments))
@@ -334,12 +339,12 @@ def _shard_and_load(
     for parameter, dtypes in narrow:
         _round(parameter, dtypes)
     for module in ignored if pattern else ():
-        module.to(accelerator.device)  # as accelerate does it, where it finds them by name
+        module.to(accelerator.device)  # as accelerate does if it is given names
     return model
 
 
 def _keys(structure: Structure, model: nn.Module, root: nn.Module) -> dict[str, str]:
-    """By name in the model: the name that a parameter had when `root` was built."""
+    """By name in the model: the name of the parameter when `root` was built."""
     path = next(canonical(path) for path, module in model.named_modules() if module is root)
     prefix = f"{path}." if path else ""
     keys = {}
@@ -350,22 +355,24 @@ def _keys(structure: Structure, model: nn.Module, root: nn.Module) -> dict[str, 
 
 
 def _refuse_changed(structure: Structure, built: _Built, keys: Mapping[str, str]) -> None:
-    """What a script has done with values that were not there."""
+    """Refuses parameters that were written to, or copied, while they had no values."""
     for name, member in structure.members.items():
         if not isinstance(member.tensor, nn.Parameter) or not member.tensor.is_meta:
             continue
         if member.adapter is not None and name not in structure.copies:
-            what = "an adapter that is made of its base's values, or by a PEFT that was imported "
-            what += "after from_pretrained: import peft before"
+            what = (
+                "an adapter on meta: it is computed from the base's values, or peft was imported "
+            )
+            what += "after from_pretrained (import it before)"
             raise refusal("UNSUPPORTED", what, tensor=name)
         _, version = built.parameters.get(keys[name], (None, None))
         if name not in structure.copies and version not in (None, version_of(member.tensor)):
-            what = "a parameter was written to while it had no values: do it after prepare"
+            what = "a parameter was written to before it had values: write to it after prepare"
             raise refusal("USAGE", what, tensor=name)
 
 
 def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
-    """What the script has made itself, as accelerate has it with `cpu_ram_efficient_loading`."""
+    """Broadcasts parameters that the script made itself, as `cpu_ram_efficient_loading` does."""
     for parameter in model.parameters():
         if not parameter.is_meta:
             value = parameter.detach().to(device).contiguous()
@@ -387,8 +394,8 @@ def _values(model: nn.Module) -> dict[str, bytes]:
 def _refuse_overwritten(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
     for name, value in before.items():
         if after[name] != value:
-            what = "a parameter that the script has made itself is in the source too, and has that "
-            what += "value now: make it after prepare"
+            what = "a parameter that the script made itself was overwritten by the source: "
+            what += "make it after prepare"
             raise refusal("USAGE", what, tensor=canonical(name))
 
 
@@ -398,7 +405,7 @@ def _refuse_overwritten(before: Mapping[str, bytes], after: Mapping[str, bytes])
 def _dtypes_passed(
     structure: Structure, built: _Built, keys: Mapping[str, str]
 ) -> dict[str, list[torch.dtype]]:
-    """By name: the dtypes that accelerate's values would have had on their way, in order."""
+    """By name: the dtypes that accelerate would cast a value to, in order."""
     passed = {}
     for name, member in structure.members.items():
         now = member.tensor.dtype
@@ -410,8 +417,12 @@ def _dtypes_passed(
 def _narrowings(
     model: nn.Module, passed: Mapping[str, list[torch.dtype]], source: Path
 ) -> list[tuple[nn.Parameter, list[torch.dtype]]]:
-    """Parameters that are stored in a wider dtype than one of those on the way: a load would bring
-    bits that accelerate rounds off."""
+    """Parameters whose stored dtype is wider than one that accelerate would cast to on the way: a
+    load keeps bits that accelerate rounds off.
+
+        stored float32 -> built as bfloat16 -> upcast to float32    accelerate: 8 bits of mantissa
+        stored float32 -> float32                                   load: 24 bits, then `_round`
+    """
     stored = {dtype for dtype, _ in _modicum.open_checkpoint(source).stored.values()}
     floats = {dtype for dtype in stored if "float" in dtype}
 
@@ -423,7 +434,7 @@ def _narrowings(
         name = canonical(fqn)
         dtypes = [d for d in passed.get(name, ()) if d != parameter.dtype and narrows(d)]
         if dtypes and parameter.dtype != torch.float32:
-            what = "values that are rounded twice, to other dtypes"
+            what = "values that accelerate would round twice, to different dtypes"
             got = " then ".join(map(str, [*dtypes, parameter.dtype]))
             raise refusal("UNSUPPORTED", what, tensor=name, got=got)
         if dtypes:

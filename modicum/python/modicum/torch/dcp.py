@@ -45,7 +45,7 @@ Source = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class _Target:
-    """What the checkpoint can bring."""
+    """A tensor that the checkpoint provides."""
 
     node: Node
     dtype: str
@@ -54,29 +54,29 @@ class _Target:
 
 @dataclass
 class _Place:
-    """Memory of a state dict, and what belongs there."""
+    """Memory of a state dict, and the node that fills it."""
 
     fqn: str
     node: Node
     tensor: torch.Tensor
-    sharding: Sharding | None  # None: all that the node makes
+    sharding: Sharding | None  # None: the whole result of the node
 
 
 class HuggingFaceReader(StorageReader):
     """For `torch.distributed.checkpoint.load(state_dict, storage_reader=...)` (torch 2.13).
 
     Each rank reads its own bytes of each tensor, through staging of a fixed size, with the
-    conversions of the model: experts that are stored one by one, renamed, joined or transposed
-    tensors, FP8 codes with their scales. torch's own HuggingFaceStorageReader takes what is stored
-    under the very name and shape only. No rank waits for another while it reads.
+    conversions of the model: experts that are stored one by one; renamed, joined or transposed
+    tensors; FP8 codes with their scales. torch's HuggingFaceStorageReader reads only tensors that
+    are stored under the same name and shape. No rank waits for another while it reads.
 
-    Tensors and DTensors are filled where they lie, on CPUs or devices, in row-major strides; values
-    are rounded to the dtype that they have there. What a rank holds is what DCP's plan says; where
-    a cut is strided (packed projections; FSDP2 after tensor parallelism along one dim), which a
-    plan can't say, it is what the DTensor says and, with `model`, FSDP2.
+    Tensors and DTensors are filled in place, on CPUs or devices; they must be row-major. Values are
+    rounded to their dtype. The boxes of DCP's plan say which elements a rank reads. A strided shard
+    (packed projections; FSDP2 after tensor parallelism along one dim) is more than one box and not
+    in a plan: it is read by its DTensor's placements and, with `model`, by FSDP2's shards.
 
-    A tensor that the model would make by its own rules is in no file: DCP calls it missing, and
-    `DefaultLoadPlanner(allow_partial_load=True)` leaves it alone.
+    A tensor that the model initialises by its own rule is not stored: DCP reports it as missing,
+    and `DefaultLoadPlanner(allow_partial_load=True)` keeps its values.
     """
 
     def __init__(
@@ -94,25 +94,24 @@ class HuggingFaceReader(StorageReader):
 
         Args:
             source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
-            model: whose state dict will be loaded, on meta or not, sharded already if it will be;
-                its conversions are those of the installed transformers. None: names and shapes as
-                stored.
-            recipe: instead, how each tensor is made: of `modicum.recipes`, or a recipe.json.
-            missing, unexpected: as of `modicum.torch.load`; with a model.
-            staging: host memory that bytes stream through, per rank; None: 8 MiB.
-            ledger: what is held while reading is charged to it; None: a new one.
+            model: the model of the state dict, on meta or not, sharded as it will be; the installed
+                transformers' conversions apply. None: names and shapes as stored.
+            recipe: the conversions, instead of a model's: from `modicum.recipes`, or a recipe.json.
+            missing, unexpected: as for `modicum.torch.load`; only with a model.
+            staging: host memory per rank for bytes in flight; None: 8 MiB.
+            ledger: memory that is held while reading is charged to it; None: a new one.
 
         Raises:
-            UsageError: model and checkpoint don't go together; FormatError, IoError.
+            UsageError: model and checkpoint do not match; FormatError, IoError.
         """
         if model is not None and recipe is not None:
-            raise refusal("USAGE", "a model or a recipe, not both")
+            raise refusal("USAGE", "expected a model or a recipe, got both")
         self._model, self._given = model, recipe
         self._names = {"missing": missing, "unexpected": unexpected}
         self._staging, self._ledger = staging, ledger or _modicum.Ledger()
         self.reset(source)
 
-    # ---- what DCP calls
+    # ---- the interface of StorageReader
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Source) -> bool:
@@ -131,24 +130,24 @@ class HuggingFaceReader(StorageReader):
         self._targets = self._targets_of(self._recipe())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """A chunk for each tensor: all of it."""
+        """One chunk per tensor: the whole tensor."""
         return Metadata({name: _described(target) for name, target in self._targets.items()})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """There is nothing to set up."""
+        """Does nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """The plans, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Everything that the plan asks this rank for, in one pass over the files."""
+        """Reads all items of this rank's plan in one pass over the files."""
         places = list(self._strided(getattr(planner, "state_dict", {})))
         strided = {place.fqn for place in places}
         items = [item for item in plan.items if item.dest_index.fqn not in strided]
@@ -162,7 +161,7 @@ class HuggingFaceReader(StorageReader):
         done.set_result(None)
         return done
 
-    # ---- what there is
+    # ---- the checkpoint's tensors
 
     def _recipe(self) -> Recipe:
         stored = self._checkpoint.stored
@@ -175,7 +174,7 @@ class HuggingFaceReader(StorageReader):
         return Recipe({name: {"op": "stored", "name": name} for name in stored})
 
     def _targets_of(self, recipe: Recipe) -> dict[str, _Target]:
-        """By every name that a state dict may have for it."""
+        """By every name that a state dict may use, wrapped ones too."""
         nodes, targets = recipe.targets, {}
         for made in _modicum.make_recipe(self._checkpoint, recipe.text()).targets:
             node = nodes[made["alias_of"] or made["name"]]
@@ -183,10 +182,10 @@ class HuggingFaceReader(StorageReader):
         wrapped = [] if self._model is None else self._model.state_dict(keep_vars=True)
         return targets | {n: targets[canonical(n)] for n in wrapped if canonical(n) in targets}
 
-    # ---- what is asked for
+    # ---- the places to fill
 
     def _boxes(self, resolved: list[tuple[ReadItem, torch.Tensor]]) -> Iterator[_Place]:
-        """What the plan says."""
+        """The places of the plan's items."""
         seen = set()  # tied names have one memory
         for item, tensor in resolved:
             target = self._targets[item.storage_index.fqn]
@@ -198,8 +197,8 @@ class HuggingFaceReader(StorageReader):
                 yield _Place(item.dest_index.fqn, node, tensor, None)
 
     def _strided(self, state: Mapping[str, Any]) -> Iterator[_Place]:
-        """DTensors that may hold several boxes of the whole: of such a plan has one, another, or
-        none."""
+        """The places of DTensors with strided shards. They may consist of several boxes, of which
+        a plan has one, a wrong one or none."""
         shardings, parameters = Shardings(), self._parameters()
         for fqn, held in state.items():
             if fqn not in self._targets or not isinstance(held, DTensor):
@@ -214,11 +213,11 @@ class HuggingFaceReader(StorageReader):
             yield _Place(fqn, node, tensor, found.unpadded())
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """Of the model, by their names: a state dict has other objects for them."""
+        """The model's parameters by name: a state dict has other tensor objects."""
         named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
         return {canonical(name): parameter for name, parameter in named}
 
-    # ---- doing it
+    # ---- the load
 
     def _fill(self, places: list[_Place]) -> None:
         is_cut = any(place.sharding for place in places)
@@ -255,7 +254,7 @@ def _recipe_of(path: Path) -> Recipe:
         document = json.loads(path.read_text())
         return Recipe(dict(document["targets"]), list(document.get("unused", [])))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        what = "the recipe is not what recipe.json should be"
+        what = "malformed recipe.json"
         raise refusal("MISMATCH", what, file=path.name, got=repr(error)) from error
 
 
@@ -269,20 +268,20 @@ def _described(target: _Target) -> TensorStorageMetadata:
 def _check_place(fqn: str, target: _Target, tensor: torch.Tensor) -> None:
     dtype = dtype_name(tensor.dtype)
     if dtype != target.dtype and not _FLOATS.issuperset((dtype, target.dtype)):
-        raise refusal("MISMATCH", "a dtype", tensor=fqn, expected=target.dtype, got=dtype)
+        raise refusal("MISMATCH", "the dtype differs", tensor=fqn, expected=target.dtype, got=dtype)
     if not tensor.is_contiguous():
         raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=fqn)
 
 
 def _as(node: Node, dtype: str) -> Node:
-    """Loaded as that dtype, where there is a choice."""
+    """The node with a cast to `dtype`, if it is one that a recipe can cast to."""
     if node["op"] != "init":
         node = {key: value for key, value in node.items() if key != "dtype"}
     return node | ({"dtype": dtype} if dtype in _FLOATS else {})
 
 
 def _boxed(node: Node, shape: tuple[int, ...], item: ReadItem) -> Node:
-    """A part of what the node makes; the dtype stands at the root."""
+    """A box of the node's result; a cast stays at the root."""
     dtype = {} if node["op"] == "init" else {k: v for k, v in node.items() if k == "dtype"}
     inner = {k: v for k, v in node.items() if k not in dtype}
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

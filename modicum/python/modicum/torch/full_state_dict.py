@@ -1,4 +1,4 @@
-"""`fsdp2_load_full_state_dict`, with the arguments by which frameworks know it."""
+"""`fsdp2_load_full_state_dict`, with the signatures that frameworks call it by."""
 
 import os
 from collections.abc import Mapping
@@ -49,58 +49,59 @@ def fsdp2_load_full_state_dict(
 
 
 def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
-    """Brings a full state dict, or a checkpoint by its path, into a model sharded by FSDP2.
+    """Loads a full state dict, or a checkpoint given by its path, into a model sharded by FSDP2.
 
-    In the place of the functions of this name. Its first argument says which is meant: a module is
-    the model (verl, SkyRL, AReaL), anything else an accelerator (accelerate 1.15, axolotl). Every
-    rank of torch's default process group calls it, after `fully_shard` and before the first
-    forward.
+    Replaces the functions of this name in frameworks. The first argument selects the signature: a
+    module is the model (verl, SkyRL, AReaL), anything else an accelerator (accelerate 1.15,
+    axolotl). Every rank of torch's default process group calls it, after `fully_shard` and before
+    the first forward.
 
-    A **path** is the lean way: each rank reads its own bytes as `modicum.torch.load` does, with the
-    model's own conversions, and no rank holds more than its shards and the staging. A **dict** is
-    rank 0's, whole, under the names of `model.state_dict()`; what the others give (`{}`, None,
-    tensors on meta) is ignored. Rank 0 reads it piece by piece and sends each rank its part: the
-    others hold their shards and the staging. It is part of what rank 0 holds, and of the budget.
+    Given a **path**, each rank reads its own bytes as `modicum.torch.load` does, with the model's
+    conversions, and holds no more than its shards and the staging. A **dict** is rank 0's full
+    state dict, with the names of `model.state_dict()`; the argument of other ranks (`{}`, None,
+    tensors on meta) is ignored. Rank 0 reads its dict chunk by chunk and sends each rank its part:
+    other ranks hold their shards and the staging. The dict itself counts in rank 0's baseline and
+    in the budget.
 
-    It does not matter how ranks have built the model: on meta, under `empty_parameters()`, with
-    values (rank 0, commonly), or with memory of `to_empty` that nobody has written. What is on meta
-    in one rank is emptied in all, and filled. Parameter objects stay the same, and with them
-    optimizers; ties stay one storage, whether the dict has one of the names or all.
+    Ranks may have built the model on meta, under `empty_parameters()`, with values (commonly rank
+    0), or with unwritten memory of `to_empty`. A tensor that is on meta on one rank is emptied on
+    all ranks and filled. Parameter objects stay the same, so optimizers remain valid; ties remain
+    one storage, whether the dict has one of the names or all.
 
-    - **dtypes** are those that the model has; floating-point values are rounded to them as torch
-      rounds. Other dtypes and FP8 must be equal.
+    - **dtypes** are the model's; floating-point values are rounded to them as torch rounds. Other
+      dtypes and FP8 must be equal.
     - **Persistent buffers** come from the dict or the checkpoint, on every rank.
-    - **Other buffers** become rank 0's on every rank in the form without an accelerator; compared
-      first, and sent only where they differ. With an accelerator they are left alone: accelerate
-      puts its own back afterwards.
-    - **Where parameters lie** is what `fully_shard` was told, with CPUOffloadPolicy the CPU.
+    - **Other buffers** become rank 0's on every rank in the form without an accelerator; they are
+      compared first, and sent only if they differ. With an accelerator they are not touched:
+      accelerate restores its own afterwards.
+    - **Devices of parameters** are those of `fully_shard`: the CPU with CPUOffloadPolicy.
 
     Args:
         accelerator: ignored.
-        model: as of `modicum.torch.load`.
+        model: as for `modicum.torch.load`.
         full_sd, full_state: a dict on rank 0; or the directory, file or `org/name` of a checkpoint,
             the same on every rank.
-        device_mesh: ignored: the model's parameters know theirs. AReaL's `cpu_offload` comes here.
-        cpu_offload: True, or any policy: parameters that `fully_shard` would not offload are
-            refused. False and None, the defaults, say nothing.
+        device_mesh: ignored: parameters have their mesh. AReaL passes `cpu_offload` here.
+        cpu_offload: True, or any policy: USAGE for parameters that `fully_shard` does not offload.
+            False and None, the defaults: not checked.
         tie_word_embeddings: ignored.
-        strict: False: names of the dict that are not in the model are dropped, and what the dict
-            lacks keeps its values. None, the default, is True; with an accelerator such names are
-            dropped in any case. Of dicts only.
-        **options: with a path those of `modicum.torch.load`: dtype, missing, unexpected, budget,
-            strategy, seed, fork and so on, with its defaults. With a dict: ledger, budget, staging,
-            progress, fork. With both `on_report`, which is called with the report of the load on
-            every rank; and of a load before it, where buffers beside a checkpoint are rank 0's.
+        strict: False: names of the dict that are not in the model are dropped, and tensors that the
+            dict lacks keep their values. None, the default, is True; with an accelerator such names
+            are always dropped. Of dicts only.
+        **options: with a path, those of `modicum.torch.load` (dtype, missing, unexpected, budget,
+            strategy, seed, fork and so on) with its defaults. With a dict: ledger, budget, staging,
+            progress, fork. With both: `on_report`, called with the report of each load on every
+            rank; a checkpoint is preceded by a load of rank 0's buffers if ranks' buffers differ.
 
     Returns:
         The model.
 
     Raises:
-        BudgetError: it does not fit; before anything is read.
-        UsageError: MISMATCH where dict and model don't go together, naming the tensor; CONFLICT
-            where the ranks' models or arguments don't.
-        What `modicum.torch.load` raises. On every rank alike; the model's parameters are on meta
-        then, but for those that had values on every rank.
+        BudgetError: the load exceeds the budget; before anything is read.
+        UsageError: MISMATCH if dict and model differ, naming the tensor; CONFLICT if the models or
+            arguments of the ranks differ.
+        The errors of `modicum.torch.load`. On every rank alike; the model's parameters are then on
+        meta, except those that had values on every rank.
     """
     is_accelerates = bool(arguments) and not isinstance(arguments[0], nn.Module)
     if is_accelerates or "accelerator" in named:
@@ -114,7 +115,7 @@ def _of_accelerate(
     full_sd: Full,
     cpu_offload: bool = False,
     *,
-    offload_to_cpu: bool = False,  # axolotl's word
+    offload_to_cpu: bool = False,  # axolotl's name of it
     **options: Any,
 ) -> nn.Module:
     offload = cpu_offload or offload_to_cpu
@@ -137,7 +138,7 @@ def _of_engines(
 
 
 def _is_policy(given: Any) -> bool:
-    """What AReaL has in the place of a mesh."""
+    """AReaL passes a policy in place of the mesh."""
     from torch.distributed.fsdp import OffloadPolicy
 
     return isinstance(given, OffloadPolicy)
@@ -146,7 +147,7 @@ def _is_policy(given: Any) -> bool:
 def _fill(
     module: nn.Module, full: Full, offload: bool, rules: dict[str, bool], options: dict[str, Any]
 ) -> nn.Module:
-    """Both forms, from here on."""
+    """Loads, for both signatures."""
     is_path = isinstance(full, (str, os.PathLike))
     known = _OPTIONS.keys() if is_path else _WITH_DICT
     if unknown := sorted(options.keys() - known):
@@ -157,14 +158,14 @@ def _fill(
     with Ranks.of_world().together() as ranks:
         if not is_path and not isinstance(full, (Mapping, type(None))):
             got = type(full).__name__
-            raise refusal("USAGE", "a state dict", expected="a dict, or a path", got=got)
+            raise refusal("USAGE", "a state dict", expected="a dict or a path", got=got)
         model = Model.of(module, scratch=rules["scratch"], buffers_follow_fsdp=True)
         _check_offload(model, offload)
         goals = _goals_of(model, ranks, full, rules, how)
         made = {name for goal in goals for name in goal.dtypes}
         refuse_gaps(model, made, buffers=rules["scratch"])
         planned: list[Planned] = []
-        for goal in goals:  # all fit or none is carried out
+        for goal in goals:  # all must fit before one runs
             planned.append(plan_of(model, ranks, goal, said, planned[-1] if planned else None))
         for load in planned:
             report = run(load, model, ranks)
@@ -176,7 +177,7 @@ def _fill(
 def _goals_of(
     model: Model, ranks: Ranks, full: Full, rules: dict[str, bool], how: dict[str, Any]
 ) -> list[Goal]:
-    """What of rank 0's memory goes into the model, and then what of a checkpoint."""
+    """The loads to run, in order: from rank 0's memory, then from a checkpoint."""
     kind = "path" if isinstance(full, (str, os.PathLike)) else "dict"
     agree_on(ranks, [kind, rules, *model.tensors])
     uneven = level(model, ranks)
@@ -185,15 +186,15 @@ def _goals_of(
         choose = partial(chosen_from, model, full or {}, uneven, strict=strict, drops=drops)
         return [goal_of_memory(model, ranks, choose)]
     if how["check"] and uneven:
-        what = "check='values' where ranks have other buffers than rank 0"
+        what = "check='values' if the buffers of ranks differ"
         raise refusal("UNSUPPORTED", what)
     recipe = {name: how[name] for name in ("dtype", "keep_fp32", "missing", "unexpected")}
-    beside = [goal_of_memory(model, ranks, lambda: (uneven, {}))] if uneven else []
-    return [*beside, goal_of_source(model, ranks, full, recipe, ())]
+    first = [goal_of_memory(model, ranks, lambda: (uneven, {}))] if uneven else []
+    return [*first, goal_of_source(model, ranks, full, recipe, ())]
 
 
 def _check_offload(model: Model, offload: bool) -> None:
     for name, of in model.managed.items():
         if offload and of.device.type != "cpu":
-            what, got = "cpu_offload of what fully_shard does not offload", str(of.device)
+            what, got = "cpu_offload, but fully_shard did not offload", str(of.device)
             raise refusal("USAGE", what, tensor=name, expected="CPUOffloadPolicy", got=got)

@@ -1,13 +1,11 @@
-"""One parameter's way, in the order of the calls:
+"""The steps of a load without torch, in order:
 
-    checkpoint = modicum.open_checkpoint("path/of/a/checkpoint")
-    recipe = modicum.make_recipe(checkpoint)
-    layout = modicum.make_layout(recipe, ranks=4)
-    plan = modicum.make_plan(recipe, layout, budget="8GiB")
-    loaded = modicum.load(plan, rank=0, ledger=modicum.Ledger("8GiB"))
-    loaded["model.norm.weight"]  # DLPack and the buffer protocol
-
-No torch is needed.
+checkpoint = modicum.open_checkpoint("path/of/a/checkpoint")
+recipe = modicum.make_recipe(checkpoint)
+layout = modicum.make_layout(recipe, ranks=4)
+plan = modicum.make_plan(recipe, layout, budget="8GiB")
+loaded = modicum.load(plan, rank=0, ledger=modicum.Ledger("8GiB"))
+loaded["model.norm.weight"]  # DLPack and the buffer protocol
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,22 +32,22 @@ def make_plan(
     budget: Size | None = None,
     fork: str = "excluded",
 ) -> Plan:
-    """Who reads what, and what every rank will hold. Touches nothing.
+    """Plans which rank reads which bytes, and what every rank holds. Reads no tensor data.
 
     Args:
-        recipe: of `make_recipe`.
-        layout: of `make_layout`.
+        recipe: from `make_recipe`.
+        layout: from `make_layout`.
         strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
-        ranks_per_node: None: all on one node.
-        given: names of the targets that `load(into=...)` will put into the caller's memory.
-        staging: bytes per rank, committed whole; None: 8 MiB, less where a budget needs it.
-        baseline: what a rank process holds before the load; None: 2 MiB.
-        budget: host memory per node, bytes or "1.5GiB"; None: no verdict.
-        fork: what forked children find of the shards: "excluded" (nothing: who reads is ended by
-            SIGSEGV), "shared" (live values) or "inherited" (copies, which are promised).
+        ranks_per_node: None: all ranks are on one node.
+        given: names of the targets that `load(into=...)` writes to the caller's memory.
+        staging: bytes per rank, committed up front; None: 8 MiB, less if the budget requires it.
+        baseline: bytes that a rank process holds before the load; None: 2 MiB.
+        budget: host memory per node, bytes or "1.5GiB"; None: not checked.
+        fork: how forked children see the shards: "excluded" (not mapped: an access is SIGSEGV),
+            "shared" (live values) or "inherited" (copies, which the promise includes).
 
     Raises:
-        BudgetError: it does not fit; says by how much and who holds most.
+        BudgetError: the plan exceeds the budget; has the shortfall and the bytes by purpose.
         UsageError: `given` names no target.
     """
     wanted = set(given)
@@ -67,7 +65,7 @@ def make_plan(
 
 
 def _numbers(recipe: Recipe, named: Iterable[str] = ()) -> dict[str, int]:
-    """Of each target by its name. USAGE where `named` has another name."""
+    """Each target's number by its name. USAGE if a name in `named` is no target."""
     numbers = {target["name"]: t for t, target in enumerate(recipe.targets)}
     if unknown := set(named) - numbers.keys():
         raise refusal("USAGE", "no such target", tensor=min(unknown))
@@ -75,9 +73,9 @@ def _numbers(recipe: Recipe, named: Iterable[str] = ()) -> dict[str, int]:
 
 
 class Shards(Mapping[str, Any]):
-    """A rank's local buffers by name: one-dimensional arrays of bytes, padding at the end, that
-    speak DLPack and the buffer protocol. An array keeps its memory, and its entry in the ledger,
-    until it dies; one that was never taken keeps it as long as this object."""
+    """A rank's local buffers by name: one-dimensional arrays of bytes, padding at the end, with
+    DLPack and the buffer protocol. An array owns its memory and the memory's charge in the ledger;
+    a buffer that was never accessed lives as long as this object."""
 
     def __init__(self, plan: Plan, rank: int, loaded: Any, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -86,7 +84,7 @@ class Shards(Mapping[str, Any]):
         self._index = _numbers(plan.recipe)
         self._taken: dict[int, Any] = {}
         self.outcome: dict[str, Any] = loaded.outcome
-        """What this rank read and held, as in a report."""
+        """Bytes that this rank read and held, under the keys of a report."""
 
     def __getitem__(self, name: str) -> Any:
         holder = self._buffers[self._index[name]]["holder"]
@@ -101,12 +99,12 @@ class Shards(Mapping[str, Any]):
         return len(self._index)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """This rank's part, without padding."""
+        """Of this rank's shard, without padding."""
         return self._buffers[self._index[name]]["shape"]
 
 
 def require_check(check: str | None) -> None:
-    """Refuses a `check=` that there is none of."""
+    """USAGE unless `check` is None or "values"."""
     if check not in (None, "values"):
         raise refusal("USAGE", "unknown check", expected="values", got=str(check))
 
@@ -121,21 +119,22 @@ def load(
     threads: int = 0,
     seed: int = 0,
 ) -> Shards:
-    """Carries out one rank's part of a plan. Ranks need not know of each other: a plan whose
-    strategy sends bytes between them is refused.
+    """Executes one rank's part of a plan. Each rank loads on its own: a strategy that sends bytes
+    between ranks is USAGE.
 
-    Everything that is held is charged to `ledger` and committed before the first data byte is read.
-    The interpreter's lock is released; Ctrl-C ends the load.
+    All memory is charged to `ledger` and committed before the first data byte is read. The GIL is
+    released; Ctrl-C cancels the load.
 
     Args:
-        plan: of `make_plan`.
-        rank: whose part.
-        into: memory for the targets that the plan has as `given`: contiguous host arrays of the
-            local buffer's bytes, by DLPack or the buffer protocol. After an error it holds nothing
-            of use.
-        ledger: None: one whose limit is this rank's line of the promise.
-        check: None, or "values": poison first, then compare every value with a second reading.
-        threads: 0: one per usable CPU; staging decides how many fit.
+        plan: from `make_plan`.
+        rank: this rank.
+        into: memory for the targets that were planned as `given`: contiguous host arrays of the
+            local buffer's size, by DLPack or the buffer protocol. After an error their contents are
+            undefined.
+        ledger: None: a new one, whose limit is this rank's promise.
+        check: None, or "values": fill the buffers with poison, load, then compare every value with
+            a second reading.
+        threads: 0: one per usable CPU; fewer if staging has no room for them.
         seed: of `init` rules.
 
     Raises:
@@ -143,7 +142,7 @@ def load(
     """
     require_check(check)
     if len(plan.exchange_group(rank)) > 1:
-        what = f"strategy {plan.strategy} sends bytes between ranks, and there is one"
+        what = f"strategy {plan.strategy} sends bytes between ranks: modicum.load has one rank"
         raise refusal("USAGE", what)
     index = _numbers(plan.recipe, into or ())
     ledger = ledger or Ledger(plan.ledger_limit_bytes(rank))
@@ -166,5 +165,5 @@ def load(
 
 
 def report(plan: Plan, outcomes: Iterable[dict[str, Any]], *, checked: bool = False) -> Report:
-    """The report of all ranks' outcomes (`Shards.outcome`), rank 0 first."""
+    """The report of a load; `outcomes` are those of all ranks (`Shards.outcome`), rank 0 first."""
     return Report(*_modicum.load_report(plan, list(outcomes), checked))
