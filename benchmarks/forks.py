@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""What do the three values of `fork=` cost?
+"""Measures the cost of the three values of `fork=`.
 
 Workload: a synthesised qwen3-8b of 4 layers (3.76 GiB of bf16) into one process, then AdamW over
-64 Mi bf16 parameters at `fp32` (16 bytes each): the load, the making of the state, a step; and what
-a torch function costs more in a child that was forked after both. A process for each value and
-round, interleaved, page cache warm; figures are medians with their range.
+64 Mi bf16 parameters at `fp32` (16 bytes each): the load, the construction of the state, a step,
+and the extra time of a torch function in a child that was forked after both. Each value and round
+is a process of its own; rounds are interleaved, page cache warm; figures are medians with their
+range.
 
 Writes the table into benchmarks/RESULTS.md between its markers.
 """
@@ -43,7 +44,7 @@ def seconds(act: Callable[[], Any]) -> float:
 
 
 def measured(directory: str, way: str) -> dict[str, float]:
-    """By one process of its own."""
+    """Figures of one process."""
     import torch
     import transformers
 
@@ -71,7 +72,7 @@ def measured(directory: str, way: str) -> dict[str, float]:
 
 
 def more_in_child_us() -> float:
-    """Of torch.add of two small tensors, besides what it takes in the parent; the best of 7."""
+    """Extra microseconds of torch.add in a child, over the parent's; the best of 7."""
     import torch
 
     torch.set_num_threads(1)

@@ -1,17 +1,15 @@
 #!/usr/bin/env python3
-"""What does each loader hold, read and take for the same checkpoint in the same end state?
+"""Measures memory, bytes read and time of each loader, for the same checkpoint and end state.
 
-Five cases, a checkpoint each, and every loader that there is for them, in 4 gloo ranks on this
-machine. Loaders take turns, in a new order each round, so that a slow minute, and what ran before,
-hit all alike; figures are medians with their range. Time is from the empty sharded model to the
-first write of every page of every shard, for a loader that maps files has done nothing until then.
-Each run's shards are compared with those that torch.chunk cuts of a single-process
-`from_pretrained`.
+Five cases with a checkpoint each; every loader that supports a case, in 4 gloo ranks on this
+machine. Loaders take turns, in a new order each round, so that a slow minute or the previous loader
+affects all alike; figures are medians with their range. Time is from the empty sharded model to the
+first write to every page of every shard: a loader that maps files has read nothing before. Each
+run's shards are compared with torch.chunk's of a single-process `from_pretrained`.
 
-Every run is added to build/loaders.jsonl. Of each row of a case the newest runs there make the
-tables in benchmarks/RESULTS.md, and six of the overview's rows that in README.md, between their
-markers, as soon as there are some of all rows: so that cases, and rows, may be measured one after
-the other.
+Every run is appended to build/loaders.jsonl. The newest runs of each row make the tables in
+benchmarks/RESULTS.md, and six rows of the overview in README.md, between their markers, once all
+rows of a case have a run: cases and rows can be measured one after the other.
 """
 
 import argparse
@@ -40,16 +38,16 @@ RESULTS = ROOT / "benchmarks/RESULTS.md"
 # What most programs do, the leanest of others, and the fastest loop written by hand.
 IN_README = "from_pretrained,accelerate,torch-broadcast,dcp,preadv+hugepages,modicum"
 WORLD = 4
-SLOW = 5  # times as long as the fastest: one run with a warm page cache tells enough
+SLOW = 5  # times the fastest: one run with a warm page cache suffices
 PATIENCE_S = 300
-SHARD_SIZE = "300MB"  # some files, as large checkpoints have
-# What torchrun sets, and nothing is asked of the network.
+SHARD_SIZE = "300MB"  # several files, as in large checkpoints
+# The variables of torchrun; offline.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-STARTED_BYTES = 2 * GIB  # the processes themselves, imports and all
+STARTED_BYTES = 2 * GIB  # the processes with their imports
 
 
 class Stage:
-    """A case's checkpoint, what is right of it, and the processes that fork its ranks."""
+    """A case's checkpoint, the expected digests, and the processes that fork its ranks."""
 
     def __init__(self, case: Case, scratch: Path) -> None:
         self.case = case
@@ -98,7 +96,7 @@ class Stage:
         return measure(zygote, job, self.scratch, before_loading, PATIENCE_S, spare)
 
     def _prepare(self, cold: bool) -> None:
-        """The page cache as the run is to find it."""
+        """Brings the page cache into the state that the run starts from."""
         if cold:
             drop(Path(self.case.directory))
         else:
@@ -108,7 +106,7 @@ class Stage:
                         pass
 
     def measure(self, row: Row, round_: int, cold: bool) -> Result:
-        """One run, whatever comes of it."""
+        """One run; a failure is a result too."""
         result: Result = {"case": self.case.name, "row": row.name, "round": round_, "cold": cold}
         need = row.need_in(self.case) * self.shards_bytes
         free = available_bytes() + self._ballast.held_bytes
@@ -144,7 +142,7 @@ def compared(raw: dict[str, Any]) -> Result:
 
 
 def timed(ranks: list[dict[str, tuple[float, float]]]) -> Result:
-    """From the first rank's begin to the last one's end; CPU time is of all together."""
+    """From the first rank's start to the last one's end; CPU time is the sum over ranks."""
     begins = [marks.get("begin_load", marks["begin"]) for marks in ranks]
     begin_s = min(seconds for seconds, _ in begins)
     builds = [marks["built"][0] - marks["begin"][0] for marks in ranks if "built" in marks]
@@ -157,7 +155,7 @@ def timed(ranks: list[dict[str, tuple[float, float]]]) -> Result:
 
 
 def synthesise(program: Path, case: Case, layers: int | None, scratch: Path) -> Case:
-    """The case with its checkpoint, which cases of the same architecture share."""
+    """The case with its checkpoint; cases of the same architecture share one."""
     wanted = case.layers if layers is None else layers
     directory = scratch / f"{case.arch}-{wanted}"
     if not directory.exists():
@@ -170,14 +168,14 @@ def synthesise(program: Path, case: Case, layers: int | None, scratch: Path) -> 
 def measure_case(
     stage: Stage, rows: list[Row], reps: int, cold: int, begun: float, raw: TextIO
 ) -> list[Result]:
-    """Every row, in rounds; one that is slow, once warm and once cold."""
+    """All rows in rounds; a slow row once warm and once cold."""
     results: list[Result] = []
     given_up: set[str] = set()
     for round_ in range(reps + cold):
         first = [r for r in results if r["round"] in (0, reps) and "seconds" in r]
         seen = {(r["row"], r["cold"]): r["seconds"] for r in first}
         is_cold = round_ >= reps
-        # What ran before decides how soon there are free pages, so it is another one in each round.
+        # The previous loader affects how soon pages are free: a new order each round.
         for row in random.Random(round_).sample(rows, len(rows)):
             bar = SLOW * min((s for (_, cold_), s in seen.items() if cold_ == is_cold), default=0)
             if row.name in given_up or seen.get((row.name, is_cold), 0) > bar:
@@ -193,8 +191,7 @@ def measure_case(
 
 
 def newest(raw: Path, case: str) -> list[Result]:
-    """Of all runs of a case that a file has, those of each row's last measurement; of the model
-    that the case has now, if it had another before."""
+    """The runs of each row's last measurement of a case, with the case's present model."""
     results = [json.loads(line) for line in raw.read_text().splitlines()]
     results = [result for result in results if result["case"] == case]
     last: dict[tuple[str, bool], float] = {}
@@ -233,37 +230,37 @@ def selected(names: str) -> list[Row]:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--case", default="all", choices=["all", *(case.name for case in CASES)])
-    parser.add_argument("--rows", default="all", help="names, with commas between them")
+    parser.add_argument("--rows", default="all", help="names, separated by commas")
     parser.add_argument("--reps", type=int, default=5, help="rounds with a warm page cache")
     parser.add_argument("--cold", type=int, default=3, help="rounds with a cold one")
     parser.add_argument("--ranks", type=int, default=WORLD)
-    parser.add_argument("--layers", type=int, help="only the first so many (0: all)")
+    parser.add_argument("--layers", type=int, help="only the first N layers (0: all)")
     parser.add_argument("--checkpoint", help="a directory to load instead of a synthesised one")
     parser.add_argument("--modicum", type=Path, default=ROOT / "build/release/modicum")
-    parser.add_argument("--raw", type=Path, help="where every run is added")
+    parser.add_argument("--raw", type=Path, help="the file that runs are appended to")
     return parser.parse_args()
 
 
 def of_all(results: list[Result], rows: list[Row]) -> list[Row]:
-    """The rows that there are results of, in their order, those measured now among them."""
+    """The rows with results, in order, those measured now included."""
     there = {result["row"] for result in results}
     return [row for row in ROWS if row.name in there and (row.in_all or row in rows)]
 
 
 def is_whole(results: list[Result]) -> bool:
-    """Whether they are what a page shows."""
+    """Whether a page shows these options' cases."""
     return {row.name for row in selected("all")} <= {result["row"] for result in results}
 
 
 def main() -> int:
     options = parsed()
-    # What is cleaned up at the end is cleaned up then too.
+    # Cleans up as at a normal exit.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     if not options.checkpoint and not options.modicum.is_file():
         raise SystemExit(f"{options.modicum} is not there; run `make build`")
     rows = selected(options.rows)
     scratch = Path(tempfile.mkdtemp(prefix="modicum-bench-"))
-    # Models that the pages don't show are no part of what they are made of.
+    # Runs of other models are not recorded for the pages.
     is_other = options.layers is not None or options.checkpoint or options.ranks != WORLD
     raw_path = options.raw or (scratch / "raw.jsonl" if is_other else RAW)
     raw_path.parent.mkdir(exist_ok=True)

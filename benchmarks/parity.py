@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Does a model that is trained with fewer bytes per parameter come out worse?
+"""Compares the losses of models that are trained with fewer bytes per parameter.
 
 Workload: a byte-level transformer of 120 k parameters (bf16 weights and gradients, two layers)
 learns the text of Python's own reference, once per seed and state format, with the same batches in
 the same order. Rival: the format `fp32`, which is exact; a format's difference is taken seed by
-seed. This is a coarse sieve: a second moment that is several times too large hides in such a curve.
-The tests of `kernels` look for that (docs/internals/numerics.md).
+seed. This is a coarse check: a second moment several times too large does not show in such a curve.
+The tests of `kernels` detect it (docs/internals/numerics.md).
 
 Writes its table into benchmarks/RESULTS.md between its markers.
 """
@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 
 def corpus() -> tuple[torch.Tensor, torch.Tensor]:
-    """To learn from, and to be tried on."""
+    """The training and the validation text."""
     text = "".join(topics[name] for name in sorted(topics)).encode()
     line = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     cut = len(line) * 9 // 10
@@ -72,7 +72,7 @@ def loss_of(model: Model, line: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 
 def train(state_format: str, seed: int, steps: int) -> float:
-    """The loss on what was not learnt."""
+    """The loss on the validation text."""
     torch.manual_seed(seed)
     model = Model().to(torch.bfloat16)
     learnt, tried = corpus()
@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=500)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # of so small a model a second one makes nothing faster
+    torch.set_num_threads(1)  # a second one does not help so small a model
     losses: dict[str, list[float]] = {name: [] for name in FORMATS}
     for seed in range(options.seeds):
         for name in FORMATS:

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""How long does the optimizer's step take on the host, beside others', with the same gradients?
+"""Measures the optimizer's step on the host against other optimizers, with the same gradients.
 
-Workload: the chain that a training loop with an offloaded optimizer makes of a step: gradients
-times 1/scale, global norm, clip, AdamW, and a bf16 copy of the new parameters for the device.
-Gradients lie where each optimizer takes them from, in fp32; our split formats take bf16 ones.
+Workload: the chain of a step with an offloaded optimizer: gradients times 1/scale, global norm,
+clip, AdamW, and a bf16 copy of the new parameters for the device. Gradients are where each
+optimizer reads them, in fp32; in bf16 for Modicum's split formats.
 Rivals: torch's fused and foreach AdamW with torch's own unscale and clip; DeepSpeedCPUAdam in the
 order of DeepSpeed's ZeRO-2 step, with the norm taken here and taken elsewhere (as on a GPU);
-prime-rl's CPU AdamW, where --prime-rl says where its sources are. A round is one step of everybody
-in turn, in one process; figures are medians over the rounds with their range, and beside them a
-plain copy of the same process.
+prime-rl's CPU AdamW, if --prime-rl names its sources. A round is one step of each optimizer in
+turn, in one process; figures are medians over the rounds with their range, next to a plain copy in
+the same process.
 
 Writes its table into benchmarks/RESULTS.md between its markers.
 """
@@ -27,13 +27,13 @@ THREADS = (1, 2)
 
 
 def measure(options: argparse.Namespace, threads: int) -> dict:
-    """What one process with so many threads has found."""
+    """The results of one process with so many threads."""
     command = [sys.executable, str(Path(__file__).with_name("optim") / "chains.py")]
     command += ["--threads", str(threads), "--params", str(options.params)]
     command += ["--rounds", str(options.rounds)]
     if options.prime_rl:
         command += ["--prime-rl", str(options.prime_rl)]
-    # Before the interpreter starts: OpenMP and glibc read them once.
+    # Set before the interpreter starts: OpenMP and glibc read them once.
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -45,7 +45,7 @@ def cell(seconds: list[float], params: int) -> str:
 
 
 def of_copy(row: dict, found: dict) -> str:
-    """The bytes that the chain must move, at the speed of the copy, over the time it took."""
+    """The least time for the chain's bytes at the speed of the copy, over the measured time."""
     copy = statistics.median(found["copy_bytes_per_s"])
     median_s = statistics.median(row["seconds"])
     return f"{row['bytes_per_param'] * found['params'] / median_s / copy:.2f}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What do the systems that users run hold, as they are and with Modicum's line in the same script?
+"""Measures the memory of users' systems, unchanged and with Modicum's line in the same script.
 
 Workload: the scripts of examples/ with the real packages, both ways: accelerate's FSDP2 with bf16
 mixed precision (dense and experts), an engine in AReaL's order (causal LM, value head,
@@ -8,8 +8,8 @@ ranks over a made-up checkpoint; and DeepSpeed's ZeRO-2 with its optimizer in ho
 data-loader workers, in one process.
 
 A peak is the largest sum over all ranks of anonymous and shared memory and page tables, sampled:
-until the first step (a run without steps), and training included. Of DeepSpeed, bytes per parameter
-by their holder, from the kernel's page tables.
+until the first step (a run without steps), and with training. For DeepSpeed: bytes per parameter by
+owner, from the kernel's page tables.
 
 Both ways must print the same losses. Writes its table into benchmarks/RESULTS.md between its
 markers, and the strategies' four curves to docs/strategies.png.
@@ -42,15 +42,15 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Freed gathers go back to the kernel: what stays in glibc hides what is held.
+    # glibc returns freed gathers to the kernel instead of keeping them.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 18),
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ENGINE = "engine_memory_efficient_load.py"
 STEPS, LOSSES = r"step \d+: .*", r"(?:parameters|losses) .*"
 EFFICIENT = "--memory-efficient-load"
-# System; checkpoint, script and its words; what switches Modicum on; the lines that must be the
-# same. Fresh adapters are another draw upstream, and add nothing before the first update.
+# System; checkpoint, script and its arguments; the argument that switches Modicum on; the lines
+# that must be equal. Upstream draws other adapters; they add 0 before the first update.
 SCRIPTS = (
     ("accelerate (FSDP2), bf16 mixed precision: dense",
      "causal-lm", "accelerate_fsdp2.py", (), "--modicum", STEPS),
@@ -82,7 +82,7 @@ HELD = ("master", "gradient", "moments", "staging")
 
 
 def make_checkpoints(folder: Path) -> dict[str, int]:
-    """Each in a folder of its name; returns their parameters."""
+    """Writes each to a folder of its name; returns the numbers of parameters."""
     import torch
     import transformers as hub
 
@@ -126,7 +126,7 @@ def make_checkpoints(folder: Path) -> dict[str, int]:
 
 
 def run(words: list[str]) -> tuple[int, str]:
-    """The peak over all processes that a command has started, in bytes, and what it printed."""
+    """The peak in bytes over all processes that a command starts, and its output."""
     peak, known = 0, {}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -153,7 +153,7 @@ def run(words: list[str]) -> tuple[int, str]:
 
 
 def promised(said: str) -> str:
-    """What a load says before it begins that the ranks hold at most, together, in GiB."""
+    """The promise that a load prints before it begins, summed over the ranks, in GiB."""
     found = re.search(r"^modicum: .*, at most ([\d.]+) MiB in a rank", said, re.M)
     if not found:
         sys.exit(f"no load has begun:\n{said}")

@@ -1,11 +1,11 @@
-"""Fine-tunes a causal language model with accelerate's FSDP2, or with Trainer, as it is or with
-Modicum's one line around it.
+"""Fine-tunes a causal language model with accelerate's FSDP2 or with Trainer; `--modicum` adds one
+line.
 
     torchrun --nproc-per-node 4 examples/accelerate_fsdp2.py DIRECTORY
     torchrun --nproc-per-node 4 examples/accelerate_fsdp2.py DIRECTORY --modicum --budget 8GiB
 
-DIRECTORY is a Hugging Face checkpoint (config.json and safetensors). The same on CPUs and GPUs.
-`benchmarks/systems.py` runs it both ways and says what the node holds.
+DIRECTORY is a Hugging Face checkpoint (config.json and safetensors). Runs on CPUs and GPUs.
+`benchmarks/systems.py` runs it both ways and measures the node's memory.
 """
 
 import argparse
@@ -24,8 +24,8 @@ import modicum.torch.accelerate
 
 
 def fsdp2_on_cpus() -> None:
-    """accelerate makes DDP of FSDP2 where there are only CPUs, and says nothing. From here on it
-    does there what it does on GPUs."""
+    """Without GPUs accelerate silently replaces FSDP2 by DDP. After this call it uses FSDP2 on CPUs
+    too."""
     init = AcceleratorState.__init__
 
     def init_as_on_gpus(state, *args, fsdp_plugin=None, **kwargs):
@@ -43,7 +43,7 @@ def fsdp2_on_cpus() -> None:
 
 
 def batches(vocabulary: int, count: int) -> list[torch.Tensor]:
-    """Of this rank."""
+    """The batches of this rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return [torch.randint(vocabulary, (1, 16), generator=generator) for _ in range(count)]
 
@@ -108,9 +108,9 @@ def train_by_trainer(options: argparse.Namespace, folder: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("directory")
-    parser.add_argument("--modicum", action="store_true", help="with the one line")
+    parser.add_argument("--modicum", action="store_true", help="load through Modicum")
     parser.add_argument("--budget", help="host memory per node while loading, as in 8GiB")
-    parser.add_argument("--trainer", action="store_true", help="Trainer's loop, not one's own")
+    parser.add_argument("--trainer", action="store_true", help="train with Trainer")
     parser.add_argument("--no-ram-efficient", dest="ram_efficient", action="store_false")
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
@@ -132,6 +132,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
+    # A thread of Gloo may still hold a tensor, which aborts Python while it finalizes.
     sys.stdout.flush()
     os._exit(0)

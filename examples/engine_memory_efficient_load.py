@@ -1,11 +1,11 @@
-"""An engine of reinforcement learning, in the order of AReaL's and verl's: build, adapters,
-parallelise, load, optimizer. Lines that are Modicum's end in `# modicum`.
+"""A reinforcement-learning engine with the steps of AReaL and verl: build, adapters, parallelise,
+load, optimizer. Modicum's lines end in `# modicum`.
 
     torchrun --nproc-per-node 4 examples/engine_memory_efficient_load.py DIRECTORY \\
         --task value-head --memory-efficient-load
 
-DIRECTORY is a Hugging Face checkpoint. Without `--memory-efficient-load` everything is as upstream
-does it: every rank loads the whole model and then cuts it. The same on CPUs and GPUs.
+DIRECTORY is a Hugging Face checkpoint. Without `--memory-efficient-load` it does as upstream: every
+rank loads the whole model and then shards it. Runs on CPUs and GPUs.
 """
 
 import argparse
@@ -37,7 +37,7 @@ CLASSES = {
 
 
 def new_head(directory: str) -> dict[str, list[str]]:  # modicum
-    """A critic begins as a causal language model, whose head is another one or its embedding."""
+    """A critic is loaded from a causal language model: without its lm_head, with a new head."""
     stored = modicum.open_checkpoint(directory).stored  # modicum
     dropped = {"unexpected": ["^lm_head"]} if "lm_head.weight" in stored else {}  # modicum
     return {"missing": ["^score"]} | dropped  # modicum
@@ -52,7 +52,7 @@ class Options:
     memory_efficient_load: bool = False
     offload: bool = False
     dtype: torch.dtype = torch.bfloat16
-    strategy: str = "own-shard"  # who reads; rank0-broadcast as upstream does
+    strategy: str = "own-shard"  # rank0-broadcast: as upstream
     budget: str | None = None  # host memory per node, as in 8GiB
 
 
@@ -60,7 +60,7 @@ class Engine:
     def __init__(self, options: Options, device: str) -> None:
         self.options, self.device = options, device
         self.model = self.build()
-        # Every rank has drawn adapters of its own; rank 0's are to be everybody's.
+        # Every rank has drawn its own adapters: rank 0's are broadcast.
         full_state: dict[str, Any] = {}
         if options.lora and not options.memory_efficient_load and dist.get_rank() == 0:
             full_state = self.model.state_dict()
@@ -109,7 +109,7 @@ class Engine:
         else:
             modicum.torch.fsdp2_load_full_state_dict(  # modicum
                 self.model,
-                options.directory,  # modicum: in the place of a state dict
+                options.directory,  # modicum: a path instead of a state dict
                 self.cpu_offload,
                 strategy=options.strategy,  # modicum
                 budget=options.budget,  # modicum
@@ -118,7 +118,7 @@ class Engine:
 
 
 def train(engine: Engine, steps: int) -> None:
-    """What stands here for a policy's or a critic's loss is the mean square of its outputs."""
+    """The mean square of the outputs serves as the loss of a policy or critic."""
     vocabulary = engine.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(dist.get_rank())
     engine.model.train()
@@ -141,9 +141,11 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--init-from-scratch", action="store_true")
     parser.add_argument("--memory-efficient-load", action="store_true")
-    parser.add_argument("--offload", action="store_true", help="parameters stay on the CPU")
+    parser.add_argument("--offload", action="store_true", help="keep parameters on the CPU")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--strategy", default="own-shard", help="who reads")
+    parser.add_argument(
+        "--strategy", default="own-shard", help="own-shard, node-reader, replica-striped, ..."
+    )
     parser.add_argument("--budget", help="host memory per node, as in 8GiB")
     parser.add_argument("--steps", type=int, default=3)
     words = vars(parser.parse_args())
@@ -160,6 +162,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
+    # A thread of Gloo may still hold a tensor, which aborts Python while it finalizes.
     sys.stdout.flush()
     os._exit(0)

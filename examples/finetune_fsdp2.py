@@ -1,8 +1,8 @@
-"""Fine-tunes a causal language model with FSDP2. Lines that are Modicum's end in `# modicum`.
+"""Fine-tunes a causal language model with FSDP2. Modicum's lines end in `# modicum`.
 
     torchrun --nproc-per-node 4 examples/finetune_fsdp2.py DIRECTORY --budget 8GiB
 
-DIRECTORY is a Hugging Face checkpoint (config.json and safetensors). The same on CPUs and GPUs.
+DIRECTORY is a Hugging Face checkpoint (config.json and safetensors). Runs on CPUs and GPUs.
 """
 
 import argparse
@@ -73,6 +73,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
+    # A thread of Gloo may still hold a tensor, which aborts Python while it finalizes.
     sys.stdout.flush()
     os._exit(0)

@@ -1,7 +1,7 @@
-"""Two strategies of FSDP2 in twinkle's order: from_pretrained, an optimizer of two groups, then the
-wrap. *native* shards by hand, *accelerate* lets `Accelerator.prepare` do it. With
-`--memory-efficient-init` no rank ever holds more than its shards. Each run records what its ranks
-hold, phase by phase; all of them become one picture.
+"""Two strategies of FSDP2 with the steps of twinkle: from_pretrained, an optimizer with two groups,
+then the wrap. *native* calls `fully_shard`, *accelerate* calls `Accelerator.prepare`. With
+`--memory-efficient-init` no rank ever holds more than its shards. Each run records the memory of
+its ranks by phase; `draw` makes one picture of all runs.
 
     torchrun --nproc-per-node 4 examples/strategies.py DIRECTORY native
     torchrun --nproc-per-node 4 examples/strategies.py DIRECTORY native --memory-efficient-init
@@ -9,7 +9,7 @@ hold, phase by phase; all of them become one picture.
     torchrun --nproc-per-node 4 examples/strategies.py DIRECTORY accelerate --memory-efficient-init
     python examples/strategies.py DIRECTORY draw
 
-DIRECTORY is a Hugging Face checkpoint. Lines that are Modicum's end in `# modicum`.
+DIRECTORY is a Hugging Face checkpoint. Modicum's lines end in `# modicum`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Made = tuple[torch.nn.Module, Any]
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Made before the wrap: matrices decay, the rest does not."""
+    """Made before the wrap: weight decay for matrices only."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -70,7 +70,7 @@ def native(options: argparse.Namespace, dtype: torch.dtype, device: str) -> Made
 
 def by_accelerate(options: argparse.Namespace, dtype: torch.dtype, device: str) -> Made:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate_fsdp2 import fsdp2_on_cpus  # the example beside this one
+    from accelerate_fsdp2 import fsdp2_on_cpus  # examples/accelerate_fsdp2.py
 
     import modicum.torch.accelerate  # modicum
 
@@ -102,7 +102,7 @@ STRATEGIES = {"native": native, "accelerate": by_accelerate}
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of every parameter and every buffer, those that no state dict has among them."""
+    """Of all parameters and buffers, non-persistent ones included."""
     sha = hashlib.sha256()
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     for name in sorted(named):
@@ -170,7 +170,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    if dist.is_torchelastic_launched():  # a rank, not the picture
-        # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
+    if dist.is_torchelastic_launched():  # in a rank
+        # A thread of Gloo may still hold a tensor, which aborts Python while it finalizes.
         sys.stdout.flush()
         os._exit(0)

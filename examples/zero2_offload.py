@@ -1,4 +1,4 @@
-"""ZeRO-2 with its optimizer in host memory: who holds each byte, and what forked workers add.
+"""ZeRO-2 with its optimizer in host memory: every byte by owner, and the copies of forked workers.
 
     python examples/zero2_offload.py --workers persistent
     python examples/zero2_offload.py --workers persistent --protect
@@ -6,7 +6,7 @@
 
 Trains a small model with the real DeepSpeed on its CPU accelerator (one process, or several under
 torchrun), or the same model, data and seeds with Modicum's AdamW, and prints the losses and a table
-of bytes per parameter at the end of each epoch. Lines that are Modicum's end in `# modicum`.
+of bytes per parameter at the end of each epoch. Modicum's lines end in `# modicum`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 
 
 class Vectors(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Pairs of a vector and what the model should make of it, from nothing but their index."""
+    """Pairs of an input vector and its target, computed from the index."""
 
     def __init__(self, count: int, width: int) -> None:
         self.count, self.width = count, width
@@ -80,7 +80,7 @@ def deepspeed_here() -> Any:
 
 
 def with_deepspeed(model: nn.Module, options: argparse.Namespace) -> tuple[Any, Any, Step]:
-    """What is attributed, what is called for an output, and what makes a step from a loss."""
+    """The sources to attribute, the forward function, and the step of a loss."""
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "bf16": {"enabled": True},
@@ -114,7 +114,7 @@ def with_modicum(model: nn.Module, options: argparse.Namespace) -> tuple[Any, An
         **ADAM,
     )
 
-    if options.protect:  # the weights, which are torch's own memory
+    if options.protect:  # the weights, which torch has allocated
         print(modicum.torch.protect(dict(model.named_parameters())))  # modicum
 
     def step(loss: torch.Tensor) -> None:
@@ -131,7 +131,7 @@ def with_modicum(model: nn.Module, options: argparse.Namespace) -> tuple[Any, An
 
 
 def train(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """After each epoch, its workers still there: losses, and who holds what."""
+    """Yields after each epoch, while its workers are alive: the losses, and the memory by owner."""
     ours = options.optimizer.startswith("modicum")
     if not ours:
         deepspeed_here()
@@ -141,9 +141,9 @@ def train(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     loader = loader_of(options)
     for epoch in range(options.epochs):
         losses = []
-        for index, (given, due) in enumerate(loader):
+        for index, (inputs, targets) in enumerate(loader):
             with memory.phase(f"step {epoch}.{index}"):  # modicum
-                loss = nn.functional.mse_loss(forward(given).float(), due.float())
+                loss = nn.functional.mse_loss(forward(inputs).float(), targets.float())
                 step(loss)
             losses.append(loss.item())
             del loss
@@ -153,7 +153,7 @@ def train(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def join_group() -> None:
-    """Of torchrun, or of one process alone."""
+    """Joins torchrun's process group, or makes one of a single process."""
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_SIZE": 1}.items():
         os.environ.setdefault(name, str(value))
     if "MASTER_ADDR" in os.environ:
@@ -165,11 +165,11 @@ def join_group() -> None:
 def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", default="none", choices=["none", "persistent", "default"])
-    parser.add_argument("--protect", action="store_true", help="keep what is written out of forks")
+    parser.add_argument("--protect", action="store_true", help="exclude written memory from forks")
     parser.add_argument("--optimizer", default="deepspeed", help="deepspeed, or modicum:FORMAT")
     parser.add_argument("--width", type=int, default=2048, help="parameters are 6 x width x width")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=2, help="in an epoch")
+    parser.add_argument("--steps", type=int, default=2, help="per epoch")
     parser.add_argument("--clip", type=float, default=1.0, help="gradients' norm; 0: none")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--picture", help="a PNG or SVG of each step's memory; needs matplotlib")

@@ -1,4 +1,4 @@
-"""What benchmarks write into pages, and how they name the machine."""
+"""Writes tables into pages, and names the machine."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ def machine() -> str:
 
 
 def write_between_markers(page: Path, name: str, text: str) -> None:
-    """Replaces what stands between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`."""
+    """Replaces the text between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`."""
     begin, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
     head, found, rest = page.read_text().partition(begin)
     _, closed, tail = rest.partition(end)

@@ -1,5 +1,4 @@
-"""One run: ranks are forked by a zygote, wait at a gate, do their work while they are watched, and
-say what came of it."""
+"""One run: a zygote forks ranks, which wait at a gate, work while they are sampled, and report."""
 
 import contextlib
 import json
@@ -18,13 +17,13 @@ from harness.page import ROOT
 from harness.watch import Watch, available_bytes, group_within
 
 SAMPLE_PERIOD_S = 0.004
-RESERVE_BYTES = 2 << 30  # what a run leaves to everybody else on the machine
+RESERVE_BYTES = 2 << 30  # left free for the rest of the machine
 STARTING_S = 180
-FOLLOWING_S = 0.5  # in which what a failure brings about elsewhere is heard of too
+FOLLOWING_S = 0.5  # to collect the failures that follow on other ranks
 
 
 class RunFailedError(Exception):
-    """A run that has not come to its end: what the first rank to fail has said."""
+    """A run failed: the message of the first rank to fail."""
 
 
 class Zygote:
@@ -51,7 +50,7 @@ class Zygote:
         self._process.stdin.flush()
 
     def exit_codes(self) -> list[int]:
-        """Of the ranks of the last job, when all of them have ended."""
+        """Exit codes of the ranks of the last job, once all have ended."""
         return self._hear()["codes"]
 
     def end(self) -> None:
@@ -65,21 +64,21 @@ class Ranks:
     def __init__(self, listener: socket.socket, world: int) -> None:
         listener.settimeout(STARTING_S)
         self._connections = [listener.accept()[0] for _ in range(world)]
-        # Without a buffer: what has been read of a line to come would be hidden from select.
+        # Unbuffered: select does not see lines in a buffer.
         self._lines = [c.makefile("rb", buffering=0) for c in self._connections]
         # They come in any order.
         self.pids = [hello["pid"] for hello in self.hear("hello", STARTING_S)]
 
     def tell(self) -> None:
-        """Lets all of them go on."""
+        """Lets all ranks continue."""
         for connection in self._connections:
             connection.sendall(b"\n")
 
     def hear(
         self, events: str, timeout_s: float, meanwhile: Callable[[], None] | None = None
     ) -> list[dict[str, Any]]:
-        """Waits until every rank has said that it is at the event, or at one of several with spaces
-        between them, and calls `meanwhile` all the time."""
+        """Waits until every rank has reported the event, or one of several separated by spaces;
+        calls `meanwhile` repeatedly."""
         deadline = time.monotonic() + timeout_s
         heard: dict[int, dict[str, Any]] = {}
         while len(heard) < len(self._lines):
@@ -97,7 +96,7 @@ class Ranks:
         return list(heard.values())
 
     def _cause(self, failure: dict[str, Any], index: int) -> str:
-        """The error that came first: others follow from it on other ranks."""
+        """The first error: errors of other ranks follow from it."""
         others = {c: i for i, c in enumerate(self._connections) if i != index}
         failures = [failure]
         time.sleep(FOLLOWING_S)
@@ -123,7 +122,7 @@ def free_port() -> int:
 
 
 def rank_environment(world: int) -> dict[str, str]:
-    """What torchrun tells the ranks of one node."""
+    """The variables of torchrun for the ranks of one node."""
     return {
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
@@ -141,11 +140,11 @@ def measure(
     patience_s: float,
     spare_bytes: int = 0,
 ) -> dict[str, Any]:
-    """One run of a job: what was seen from outside, and what each rank has said.
+    """One run of a job: the measurements, and each rank's report.
 
-    `before_loading` is called when all ranks are ready to begin or, of a job that stops once more
-    between building the model and loading it (`builds_first`), there. The ranks may have what the
-    node can give and `spare_bytes`. Raises `RunFailedError`, with every rank ended.
+    `before_loading` is called when all ranks are ready to begin; for a job with `builds_first`,
+    between building the model and loading it. The ranks may use the node's available memory and
+    `spare_bytes`. Raises `RunFailedError`, after every rank has ended.
     """
     where = scratch / "gate"
     where.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""What a group of processes holds and reads while it runs, by the kernel's own counters.
+"""The memory and reads of a group of processes while it runs, from the kernel's counters.
 
-Two counters of memory beside each other. The sum of anonymous memory, shared memory and page tables
-over the processes is sampled, so a peak between two samples escapes it; the peak of their cgroup is
-the kernel's, and nothing escapes it. Where no cgroup can be made, the high-water marks of the
-processes stand in: less exact, as they count mapped files too, but an upper bound.
+Memory has two figures. The sum of anonymous memory, shared memory and page tables over the
+processes is sampled and misses a peak between two samples; the peak of their cgroup misses none. If
+no cgroup can be made, the sum of the processes' high-water marks replaces it: an upper bound,
+since it counts mapped files too.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ STATUS = re.compile(rb"^(RssAnon|RssFile|RssShmem|VmPTE|VmHWM):\s+(\d+) kB", re.
 
 
 def available_bytes() -> int:
-    """What the node can still give."""
+    """MemAvailable of the node."""
     text = Path("/proc/meminfo").read_text()
     return int(re.search(r"MemAvailable:\s+(\d+) kB", text)[1]) << 10
 
 
 def cached_bytes(directory: Path) -> int:
-    """How much of a checkpoint is in the page cache."""
+    """Bytes of a checkpoint in the page cache."""
     mincore = ctypes.CDLL(None, use_errno=True).mincore
     total = 0
     for path in directory.glob("*.safetensors"):
@@ -52,16 +52,15 @@ def cached_bytes(directory: Path) -> int:
 
 
 def drop(directory: Path) -> None:
-    """Forgets a directory's files, so that they are read from storage."""
+    """Drops a directory's files from the page cache, so that they are read from storage."""
     drop_page_cache(directory)
 
 
 class Ballast:
-    """Memory that is kept until somebody is to find it: in pages of the size that they will take.
+    """Memory that is held until just before a run, in pages of the size that the run will take.
 
-    A virtual machine gives whole blocks that nobody uses back to its host, and who touches them
-    next waits until the host has found them again, up to a second for 64 MiB, which is no merit or
-    fault of a loader's.
+    A virtual machine returns unused blocks to its host. The next process that touches them waits
+    for the host, up to a second for 64 MiB, which must not count as a loader's time.
     """
 
     def __init__(self) -> None:
@@ -72,7 +71,7 @@ class Ballast:
         return len(self._memory) if self._memory else 0
 
     def take(self, size: int, huge_pages: bool) -> None:
-        """At once after somebody has given it up this is quick."""
+        """Fast directly after the memory was freed."""
         self.release()
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
@@ -86,8 +85,8 @@ class Ballast:
 
 
 def await_report() -> None:
-    """Until the kernel has just told its host what is free, or has nothing to tell: it won't take
-    free blocks away in the next two seconds. Not every kernel says when it does."""
+    """Waits until the kernel has reported its free blocks to the host, or has none to report: it
+    returns none in the next two seconds. Not every kernel has this counter."""
     begin, passes = time.monotonic(), None
     while REPORTS.exists() and time.monotonic() - begin < REPORTED_EVERY_S:
         now = REPORTS.read_text()
@@ -98,7 +97,7 @@ def await_report() -> None:
 
 
 def busy_seconds() -> float:
-    """CPU time that the whole machine has spent on anything."""
+    """CPU time of the whole machine so far."""
     fields = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / TICKS
 
@@ -109,20 +108,20 @@ def cpu_seconds(pid: int) -> float:
 
 
 def io_of(pid: int) -> dict[str, int]:
-    """/proc/PID/io: rchar is what was asked of read(), read_bytes what came from storage."""
+    """/proc/PID/io: rchar counts bytes of read(), read_bytes those from storage."""
     lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     return {name: int(count) for name, count in (line.split(": ") for line in lines)}
 
 
 class Process:
-    """One process's memory, cheap to ask for often."""
+    """One process's memory, cheap to sample often."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._status = os.open(f"/proc/{pid}/status", os.O_RDONLY)
 
     def status(self) -> dict[str, int]:
-        """Bytes by the kernel's name; nothing once the process is gone."""
+        """Bytes by the kernel's name; empty after the process has exited."""
         try:
             text = os.pread(self._status, 8192, 0)
         except ProcessLookupError:
@@ -137,7 +136,7 @@ class Process:
 
 
 def held(status: dict[str, int]) -> int:
-    """What no one else can have: anonymous and shared memory, and the tables that map it."""
+    """Memory that can't be reclaimed: anonymous and shared memory, and page tables."""
     return sum(status.get(name, 0) for name in ("RssAnon", "RssShmem", "VmPTE"))
 
 
@@ -155,12 +154,12 @@ class Group:
         return int(self._read("memory.usage_in_bytes", "memory.current"))
 
     def cache(self) -> int:
-        """Page cache that is charged to it."""
+        """Page cache that is charged to the cgroup."""
         pattern = r"^total_cache (\d+)" if self._v1 else r"^file (\d+)"
         return int(re.search(pattern, self._read("memory.stat", "memory.stat"), re.M)[1])
 
     def reset_peak(self) -> None:
-        # Of version 2 the peak since the ranks' start is kept, which is lower than any load's.
+        # Version 2 keeps the peak since the ranks' start, which is below that of a load.
         if self._v1:
             (self._cage.directory / "memory.max_usage_in_bytes").write_text("0")
 
@@ -173,7 +172,7 @@ class Group:
 
 @contextlib.contextmanager
 def group_within(limit_bytes: int) -> Iterator[tuple[Group | None, str]]:
-    """A cgroup to put ranks into and the file that does so, where there can be one."""
+    """A cgroup for the ranks and the file that adds them, if one can be made."""
     if why_no_cage():
         yield None, ""
         return
@@ -182,7 +181,7 @@ def group_within(limit_bytes: int) -> Iterator[tuple[Group | None, str]]:
 
 
 class Watch:
-    """Watches processes from its making to `end`; `sample` is to be called often between them."""
+    """Measures processes from its construction to `end`; call `sample` often meanwhile."""
 
     def __init__(self, pids: Iterable[int], group: Group | None) -> None:
         self._processes = [Process(pid) for pid in pids]
@@ -227,7 +226,7 @@ class Watch:
         self._peak_rank_bytes = max(self._peak_rank_bytes, *grown)
 
     def end(self) -> dict[str, float]:
-        """What has been seen, in bytes above the start. The processes must still be there."""
+        """The measurements, in bytes above the start. The processes must still exist."""
         self.sample()
         last = [process.status() for process in self._processes]
         io = [io_of(process.pid) for process in self._processes]
@@ -236,7 +235,7 @@ class Watch:
             "peak_sampled_bytes": self._peak_bytes,
             "peak_rank_bytes": self._peak_rank_bytes,
             "kept_bytes": sum(self._grown()),
-            # At most: what is mapped of files when the peak is reached is taken for its start.
+            # An upper bound: assumes as many mapped file pages at the peak as at the start.
             "peak_high_water_bytes": sum(
                 now["VmHWM"] - first["RssFile"] - first["RssAnon"] - first["RssShmem"]
                 for now, first in zip(last, self._first, strict=True)

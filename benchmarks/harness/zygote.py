@@ -1,8 +1,8 @@
-"""A process that has imported what is slow to import, and forks ranks that are asked of it.
+"""A process that imports slow modules once, and forks ranks on request.
 
 python -m harness.zygote MODULE ARGUMENT: calls `MODULE.preload(ARGUMENT)`; then takes one JSON job
 a line from stdin, forks `world` processes that call `MODULE.rank(RANK, JOB)`, and prints their exit
-codes when all have ended. Ranks end with it, and it with whoever has started it.
+codes when all have ended. Ranks end with the zygote, and the zygote with its parent.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ def run_rank(module: Any, rank: int, job: dict[str, Any]) -> None:
         code = 0
     except BaseException:
         traceback.print_exc()
-    # Neither destructors nor collectives have anything left to do.
+    # Skips destructors and collectives of the interpreter's exit.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -58,7 +58,7 @@ def main() -> None:
     module = importlib.import_module(sys.argv[1])
     module.preload(sys.argv[2])
     gc.collect()
-    gc.freeze()  # what is shared with the ranks stays shared
+    gc.freeze()  # its pages stay shared with the ranks
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         pids = fork_ranks(module, json.loads(line))

@@ -23,7 +23,7 @@ MAX_NORM, UNSCALE = 1.0, 1.0 / 1024
 COPY_BYTES = 1 << 30
 
 
-# What must be moved at least, per parameter: gradients for the norm, everything for the update.
+# Least bytes to move per parameter: gradients for the norm, all planes for the update.
 MOVED = {"fp32": 34, "fp32-split": 28, "bf16-moments": 20, "int8-moments": 16.125,
          "int8-moments-24": 14.125}  # fmt: skip
 HELD = {"fp32": 16, "fp32-split": 14, "bf16-moments": 10, "int8-moments": 8.0625,
@@ -32,7 +32,7 @@ HELD = {"fp32": 16, "fp32-split": 14, "bf16-moments": 10, "int8-moments": 8.0625
 
 @dataclass
 class Chain:
-    """Of a step; `refill` puts the gradients back that it changes, and is not timed."""
+    """A timed `step`; `refill`, not timed, restores the gradients that a step changes."""
 
     what: str
     step: Callable[[], None]
@@ -41,7 +41,7 @@ class Chain:
 
 
 def gradients(params: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The same for everybody; each has a copy."""
+    """The same values for every chain; each has a copy."""
     made = torch.Generator().manual_seed(0)
     scale = 1e-3 / UNSCALE
     return [(torch.randn(n, generator=made) * scale).to(dtype) for n in sizes(params)]
@@ -84,7 +84,7 @@ class Torch:
 
 
 class DeepSpeed:
-    """One flat partition, as ZeRO-2 has it: fp32 gradients, unscale and clip in one `mul_`."""
+    """One flat partition as in ZeRO-2: fp32 gradients, unscale and clip in one `mul_`."""
 
     def __init__(self, params: int) -> None:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -206,7 +206,7 @@ def found(options: argparse.Namespace) -> dict[str, Any]:
             begin = time.perf_counter()
             chain.step()
             seconds[name].append(time.perf_counter() - begin)
-        if round_ == 0:  # states are made in everybody's first step
+        if round_ == 0:  # the first step of each chain allocates its state
             speeds.clear()
             for each in seconds.values():
                 each.clear()

@@ -1,4 +1,4 @@
-"""The model of a case: empty and sharded, and where each rank's part of a tensor lies."""
+"""The model of a case: empty and sharded, and the places of each rank's shards."""
 
 import functools
 import re
@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM
 
-# The plan that transformers itself has for these models, and which it keeps to in its own row: the
-# embedding is cut along the vocabulary, as the head that is tied to it.
+# transformers' own TP plan for these models: the embedding is cut along the vocabulary, as the head
+# that is tied to it.
 TP_PLAN = {
-    "model.embed_tokens": (0, RowwiseParallel),  # of an embedding, rows are what is put in
+    "model.embed_tokens": (0, RowwiseParallel),  # the input of an embedding is row numbers
     "model.layers.*.self_attn.q_proj": (0, ColwiseParallel),
     "model.layers.*.self_attn.k_proj": (0, ColwiseParallel),
     "model.layers.*.self_attn.v_proj": (0, ColwiseParallel),
@@ -43,16 +43,16 @@ def mesh_of(case: Case) -> DeviceMesh:
 
 
 def parallelize(case: Case, model: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts a model along the mesh's tensor-parallel axis, if it has one."""
+    """Shards a model along the mesh's tensor-parallel axis, if it has one."""
     if case.tp > 1:
         plan = {name: style() for name, (_, style) in TP_PLAN.items()}
-        # Nothing is sent: every rank has the whole tensor, or none has.
+        # Without communication: every rank has the whole tensor, or none has.
         parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
         model.tie_weights()
 
 
 def shard(case: Case, model: torch.nn.Module) -> None:
-    """The end state's layout: TP where the case has it, each decoder layer a unit of FSDP2's."""
+    """The end state's layout: TP if the case has it; each decoder layer is a unit of FSDP2."""
     mesh = mesh_of(case)
     parallelize(case, model, mesh)
     for layer in model.model.layers:
@@ -72,13 +72,13 @@ def empty_sharded(
 
 
 def materialize(model: torch.nn.Module) -> None:
-    """Gives each parameter memory, which holds anything."""
+    """Gives each parameter uninitialised memory."""
     model._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t)
-    model.tie_weights()  # each name has got memory of its own
+    model.tie_weights()  # to_empty has untied the names
 
 
 def chunk(size: int, parts: int, index: int) -> slice:
-    """What torch.chunk gives the index-th of so many."""
+    """The index-th chunk of torch.chunk."""
     step = -(-size // parts)
     return slice(min(index * step, size), min((index + 1) * step, size))
 
@@ -93,7 +93,7 @@ def cuts(case: Case, name: str, rank: int) -> list[tuple[int, int, int]]:
 
 
 def region(case: Case, name: str, shape: torch.Size) -> tuple[slice, ...]:
-    """This rank's part of a parameter, in the whole one's indices."""
+    """This rank's shard of a parameter, in indices of the whole parameter."""
     found = [slice(0, size) for size in shape]
     for dim, parts, index in cuts(case, name, dist.get_rank()):
         inner = chunk(found[dim].stop - found[dim].start, parts, index)
@@ -102,13 +102,13 @@ def region(case: Case, name: str, shape: torch.Size) -> tuple[slice, ...]:
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's own elements, as plain memory."""
+    """This rank's elements as a plain tensor."""
     detached = parameter.detach()
     return detached.to_local() if hasattr(detached, "to_local") else detached
 
 
 def touch(model: torch.nn.Module) -> None:
-    """The first write of an optimizer: each page of each shard, in place, the same bits."""
+    """The first write of an optimizer: to each page of each shard, in place, the same bits."""
     for parameter in model.parameters():
         local = local_of(parameter)
         if local.is_contiguous():

@@ -1,4 +1,4 @@
-"""What a forked rank does: wait, load, write, be compared."""
+"""A forked rank: waits, loads, writes, and compares its shards."""
 
 import gc
 import importlib
@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def preload(directory: str) -> None:
-    """Imports what building this model imports."""
+    """Imports the modules that this model needs."""
     with torch.device("meta"):
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
 
 
 class Gate:
-    """The way out of a rank to who watches it."""
+    """A rank's connection to the measuring process."""
 
     def __init__(self, path: str) -> None:
         connection = socket.socket(socket.AF_UNIX)
@@ -37,30 +37,30 @@ class Gate:
 
     def wait(self) -> None:
         if not self._stream.readline():
-            raise EOFError("nobody is watching any more")
+            raise EOFError("the measuring process has ended")
 
 
 def rank(rank: int, job: dict[str, Any]) -> None:
-    """Entered from the zygote, in the forked process."""
+    """Called by the zygote in the forked process."""
     if job["procs"]:
         Path(job["procs"]).write_text(str(os.getpid()))
     gate = Gate(job["gate"])
     gate.say("hello")
     try:
         run(rank, job, gate)
-    except BaseException as error:  # DCP's is no Exception
+    except BaseException as error:  # DCP's error is a BaseException
         gate.say("failed", error=told(error), at=time.monotonic())
         raise
 
 
 def told(error: BaseException) -> str:
-    """An error in its own words; of one that holds tracebacks of other ranks, their last line."""
+    """The message of an error; the last line of one with tracebacks of other ranks."""
     words = str(error).strip()
     return words.splitlines()[-1] if "Traceback" in words else f"{type(error).__name__}: {words}"
 
 
 def now() -> tuple[float, float]:
-    """Seconds of one clock for all ranks, and of CPU time of this one, all its threads together."""
+    """Seconds of a clock that all ranks share, and CPU seconds of this rank's threads."""
     return time.monotonic(), time.process_time()
 
 
@@ -76,7 +76,7 @@ def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
         return
     module, _, function = job["function"].partition(":")
     load = getattr(importlib.import_module(f"rivals.{module}"), function)
-    # Writes to what is shared with the other ranks, which is theirs alone from then on.
+    # Writes to pages shared with other ranks, so that the copies are made before the run.
     gc.unfreeze()
     gc.collect()
     dist.init_process_group("gloo")

@@ -1,10 +1,10 @@
-"""Which loaders are measured in which cases. Nothing heavy is imported here."""
+"""The loaders of each case. Imports nothing heavy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-# What glibc does with memory is no merit or fault of a loader's, and a user who knows it sets these
-# before the process starts. Freed memory is given back at once; or large blocks get huge pages too.
+# glibc's behaviour is not a loader's, and users can set these before the process starts: freed
+# memory is returned at once; or large blocks get huge pages too.
 GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 ALLOCATORS: Mapping[str, Mapping[str, str]] = {
     "": {},
@@ -15,14 +15,14 @@ ALLOCATORS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint, and the end state that it is to be loaded into."""
+    """A checkpoint, and the end state of its load."""
 
     name: str
     what: str
     arch: str
     layers: int  # 0: all
     dtype: str  # of the parameters when loaded, as torch calls it
-    tp: int = 1  # ranks along the mesh's tensor-parallel axis; the others are FSDP's
+    tp: int = 1  # size of the mesh's tensor-parallel axis; the other axis is FSDP's
     world: int = 4
     directory: str = ""
 
@@ -32,20 +32,20 @@ CASES = (
     Case("masters", "bf16 to fp32 masters", "qwen3-0.6b", 0, "float32"),
     Case("moe", "experts stacked, gate and up fused", "qwen3-30b-a3b", 1, "bfloat16"),
     Case("tp", "TP 2 x FSDP", "qwen3-8b", 4, "bfloat16", tp=2),
-    # Where what a load takes besides its bytes counts for most.
+    # Small: overhead that does not depend on bytes dominates.
     Case("tp-small", "TP 2 x FSDP, a small model", "qwen3-0.6b", 0, "bfloat16", tp=2),
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """A loader as it is measured.
+    """A loader and its settings.
 
-    `function` is `module:name` in this package and takes the options; `need` is what all ranks hold
-    at the peak in shards' bytes by case, roughly (`""`: in every other case): a run that would
-    not fit is skipped. `environment` is set in the ranks, the allocator's before they are forked.
-    `builds_first`: the function stops between building the model and loading it. `takes_huge_pages`
-    says so of a loader that asks for them itself.
+    `function` is `module:name` in this package and takes the options. `need` is roughly the peak of
+    all ranks by case, in multiples of the shards (`""`: every other case): a run that would not fit
+    is skipped. `environment` is set in the ranks, the allocator's before the fork. `builds_first`:
+    the function pauses between building the model and loading it. `takes_huge_pages`: the loader
+    requests them itself.
     """
 
     name: str
@@ -80,7 +80,7 @@ SENT_TWICE = {"": 8.0}
 
 
 def tuned(row: Row, *allocators: str) -> tuple[Row, ...]:
-    """A row, and the same under other allocators."""
+    """A row, and the same row under other allocators."""
     others = (replace(row, name=f"{row.name}+{one}", allocator=one) for one in allocators)
     return row, *others
 
@@ -119,6 +119,6 @@ ROWS = (
     Row("fastsafetensors-local", "streamers:fastsafetensors_local", allocator="malloc",
         need=STREAMED),
     Row("modicum", "own:modicum", takes_huge_pages=True),
-    # A row that must come out wrong: what it shows is that the comparison can fail.
+    # This row must come out wrong: it proves that the comparison can fail.
     Row("flipped-bit", "slices:flipped_bit", in_all=False),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Loaders that read each rank's own part of the files."""
+"""Loaders in which each rank reads its own part of the files."""
 
 import json
 import os
@@ -20,18 +20,18 @@ STAGING_BYTES = 1 << 20
 
 
 def distributed_checkpoint(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """torch's distributed checkpoint reads Hugging Face files."""
+    """torch's distributed checkpoint with its reader of Hugging Face files."""
     model = empty_sharded(case)
     built()
     materialize(model)
-    # A tied head is not in the files, and what is not in the files is an error.
+    # The files lack a tied head, and DCP fails for a name that they lack.
     state = dict(model.named_parameters())
     dcp.load(state, storage_reader=HuggingFaceStorageReader(case.directory))
     return model
 
 
 def shard_on_read(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """transformers' own: builds, shards and reads in one call."""
+    """transformers' own sharding: builds, shards and reads in one call."""
     config = DistributedConfig(tp_size=case.tp, fsdp_size=case.world // case.tp)
     return AutoModelForCausalLM.from_pretrained(
         case.directory, dtype=dtype_of(case), distributed_config=config
@@ -43,14 +43,14 @@ def shard_on_read(case: Case, built: Callable[[], None]) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a stored tensor, and where it goes."""
+    """Part of a stored tensor, and its destination."""
 
     destination: torch.Tensor
     region: tuple[slice, ...]
 
 
 def wanted(case: Case, model: torch.nn.Module) -> dict[str, Piece]:
-    """What this rank needs, by the stored tensor's name."""
+    """The pieces that this rank needs, by stored name."""
     pieces = {}
     for name, parameter in model.named_parameters():
         local = local_of(parameter)
@@ -67,7 +67,7 @@ def wanted(case: Case, model: torch.nn.Module) -> dict[str, Piece]:
 
 
 def sources(projection: str, rows: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """What is stored of one expert, and where it goes."""
+    """The stored tensors of one expert, and their destinations."""
     if projection == "gate_up_proj":
         yield from zip(("gate_proj", "up_proj"), rows.chunk(2), strict=True)
     else:
@@ -94,7 +94,7 @@ def get_slice(case: Case, built: Callable[[], None]) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor's bytes are."""
+    """The place of a tensor's bytes."""
 
     descriptor: int
     offset: int
@@ -126,7 +126,7 @@ def read_into(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
 
 
 def preadv(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """Big reads straight into the shards; what is cast or cut in columns goes through 1 MiB."""
+    """Large reads into the shards; casts and cuts by columns go through a buffer of 1 MiB."""
     model = empty_sharded(case)
     built()
     materialize(model)
@@ -151,7 +151,7 @@ def preadv(case: Case, built: Callable[[], None]) -> torch.nn.Module:
 
 
 def flipped_bit(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """preadv, and one bit of one shard of the last rank is wrong."""
+    """preadv with one wrong bit in a shard of the last rank."""
     model = preadv(case, built)
     if dist.get_rank() == case.world - 1:
         locals_ = (local_of(parameter) for parameter in model.parameters())

@@ -15,7 +15,7 @@ from runai_model_streamer import SafetensorsStreamer
 def runai(
     case: Case, built: Callable[[], None], lean: bool = False, distributed: bool = False
 ) -> torch.nn.Module:
-    """runai-model-streamer; lean: as few buffers as it can do with, and needed tensors only."""
+    """runai-model-streamer; lean: with the fewest buffers, and only tensors that the rank needs."""
     model = empty_sharded(case)
     built()
     materialize(model)
@@ -36,7 +36,7 @@ def runai(
 def fastsafetensors(case: Case, built: Callable[[], None]) -> torch.nn.Module:
     """Each rank reads some of the files, and tensors are scattered by rows.
 
-    An expert goes to its rank alone; with TP tensors are sent whole, as there is one scatter only.
+    An expert goes to its rank alone. With TP tensors are sent whole: there is only one scatter.
     """
     model = empty_sharded(case)
     built()
@@ -65,7 +65,7 @@ def fastsafetensors(case: Case, built: Callable[[], None]) -> torch.nn.Module:
 
 
 def expert_rank(case: Case, model: torch.nn.Module, name: str) -> int | None:
-    """The rank whose shard a stored expert is in; None of anything else."""
+    """The rank whose shard has a stored expert; None for other tensors."""
     _, experts, rest = name.partition(".experts.")
     if not experts:
         return None
@@ -73,7 +73,7 @@ def expert_rank(case: Case, model: torch.nn.Module, name: str) -> int | None:
 
 
 def fastsafetensors_local(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """Each rank reads what it needs by itself, as much at a time as the largest tensor."""
+    """Each rank reads the tensors it needs, in chunks of the largest tensor's size."""
     model = empty_sharded(case)
     built()
     materialize(model)

@@ -38,7 +38,7 @@ def versions() -> str:
 
 
 def spread(values: Iterable[float | None]) -> str:
-    """The median, and the range where it can be told from the median."""
+    """The median, and the range if it differs from the median."""
     known = sorted(value for value in values if value is not None)
     if not known:
         return "-"
@@ -55,7 +55,7 @@ def of_row(results: list[Result], row: Row) -> list[Result]:
 
 
 def outcome_of(results: list[Result]) -> str:
-    """The worst that has come of a row's runs; nothing has of those that were skipped."""
+    """The worst outcome of a row's runs, without skipped ones."""
     order = ("wrong", "cannot", "right", "skipped", "n/a")
     return min((result["outcome"] for result in results), key=order.index)
 
@@ -90,7 +90,7 @@ def line(row: Row, results: list[Result], shards_bytes: int, stored_bytes: int) 
 
 
 def reasons(results: list[Result]) -> list[str]:
-    """Why rows have no figures, or wrong ones; the same reason once."""
+    """The reasons of rows without figures or with wrong ones, each once."""
     rows: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result["outcome"] != "right":
@@ -103,7 +103,7 @@ def reasons(results: list[Result]) -> list[str]:
 
 
 def foreign_load(results: list[Result]) -> str:
-    """What everybody else on the machine did meanwhile."""
+    """The load of other processes on the machine meanwhile."""
     cores = [r["foreign_cpu_s"] / r["watched_s"] for r in results if "watched_s" in r]
     if not cores:
         return "nothing was run"
@@ -122,7 +122,7 @@ def title(case: Case, stored_bytes: int, shards_bytes: int, files: int) -> str:
 def table(
     case: Case, rows: list[Row], results: list[Result], shards_bytes: int, stored: list[int]
 ) -> str:
-    """One case's table; `stored` are the sizes of the checkpoint's files."""
+    """One case's table; `stored`: the sizes of the checkpoint's files."""
     lines = [line(row, of_row(results, row), shards_bytes, sum(stored)) for row in rows]
     why = reasons(results)
     return "\n".join(
@@ -148,7 +148,7 @@ def rounds(results: list[Result]) -> str:
 
 
 def when(results: list[Result]) -> str:
-    """The days on which they were measured."""
+    """The days of the measurements."""
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(r["begun"])) for r in results})
     measurements = len({result["begun"] for result in results})
     of = f"{measurements} measurements, " if measurements > 1 else ""
@@ -156,7 +156,7 @@ def when(results: list[Result]) -> str:
 
 
 def overview(rows: list[Row], cases: dict[str, list[Result]]) -> str:
-    """All cases in one table: what is held at the peak and how long it takes, page cache warm."""
+    """All cases in one table: peak memory and time, page cache warm."""
 
     def cell(row: Row, results: list[Result]) -> str:
         runs = of_row(results, row)

@@ -1,4 +1,4 @@
-"""What is right: the shards that a single-process `from_pretrained` cut by torch.chunk gives."""
+"""The expected shards: those that torch.chunk cuts of a single-process `from_pretrained`."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Dtype, shape and bits."""
+    """Dtype, shape and digest of the bits."""
     bits = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     what = f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
     return f"{what} {hashlib.blake2b(bits, digest_size=16).hexdigest()}"
@@ -26,7 +26,7 @@ def shard_of(case: Case, name: str, tensor: torch.Tensor, rank: int) -> torch.Te
 
 
 def ties(model: torch.nn.Module) -> list[list[str]]:
-    """Names that are one parameter."""
+    """Groups of names that are one parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -34,7 +34,7 @@ def ties(model: torch.nn.Module) -> list[list[str]]:
 
 
 def make_truth(case: Case, path: Path) -> None:
-    """Writes the digests of every shard of every rank, of the buffers, and what is tied."""
+    """Writes the digests of all shards of all ranks and of the buffers, and the ties."""
     model = AutoModelForCausalLM.from_pretrained(case.directory, dtype=dtype_of(case))
     shards: dict[str, list[str]] = {}
     shards_bytes = 0
@@ -49,7 +49,7 @@ def make_truth(case: Case, path: Path) -> None:
 
 
 def differences(model: torch.nn.Module, rank: int, path: Path) -> list[str]:
-    """What of a loaded model is not as it should be, by name."""
+    """Names of a loaded model whose values or ties are wrong."""
     truth: dict[str, Any] = json.loads(path.read_text())
     expected = {name: ranks[rank] for name, ranks in truth["shards"].items()} | truth["buffers"]
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())

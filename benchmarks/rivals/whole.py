@@ -1,4 +1,4 @@
-"""Loaders that make whole tensors somewhere before they are cut."""
+"""Loaders that make whole tensors on some rank before they are sharded."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ def whole(case: Case, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def from_pretrained(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """Every rank loads the model, and keeps its part."""
+    """Every rank loads the model, then shards it."""
     model = whole(case, dtype_of(case))
     shard(case, model)
     return model
@@ -29,10 +29,10 @@ def accelerate(
 ) -> torch.nn.Module:
     """accelerate's FSDP2 with cpu_ram_efficient_loading, as `Accelerator.prepare` calls it.
 
-    On CPU `Accelerator` makes DDP of an FSDP2 plugin without a word, so what it would be is put in
-    its place. Mixed precision makes fp32 masters of a bf16 model, which is how users get them.
+    On CPU `Accelerator` silently replaces an FSDP2 plugin by DDP, so the functions that it would
+    call on a GPU are called here. Mixed precision makes fp32 masters of a bf16 model.
     """
-    PartialState(cpu=True)  # its logging asks for it
+    PartialState(cpu=True)  # accelerate's logging needs it
     stored = mixed_precision != "no"
     model = whole(case, torch.bfloat16 if stored else dtype_of(case))
     plugin = FullyShardedDataParallelPlugin(
@@ -52,10 +52,10 @@ def accelerate(
 
 
 def torch_broadcast(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """Rank 0 loads the model and torch sends it, tensor by tensor."""
+    """Rank 0 loads the model, and torch broadcasts it tensor by tensor."""
     model = empty_sharded(case)
     built()
-    # A tied tensor is sent once, by one of its names: the other one is no part of the state.
+    # A tied tensor is sent once: the state dict has one of its names.
     state = dict(whole(case, dtype_of(case)).named_parameters()) if dist.get_rank() == 0 else {}
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False
