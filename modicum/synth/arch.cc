@@ -1,9 +1,5 @@
 #include "modicum/synth/arch.h"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
-
-#include <algorithm>
 #include <array>
 #include <map>
 
@@ -25,7 +21,7 @@ constexpr DType kBf16 = DType::bf16;
 
 // tiny-moe and tiny-fp8 are for tests. tiny-moe has qwen3_moe's tensors in a few KB, with widths
 // that few numbers divide; tiny-fp8 has DeepSeek-V3's in half a MB, with scale blocks that are cut
-// off at both edges, and no MTP layer, which transformers knows by its number 61 only.
+// off at both edges, and no MTP layer, which transformers recognises only by the number 61.
 constexpr std::array<Arch, 16> kArchs = {{
     {"gpt2", 12, DType::f32, kPlain, list_gpt2},
     {"llama-3.2-1b", 16, kBf16, kPlain, list_llama},
@@ -140,14 +136,7 @@ std::vector<std::string> arch_names() {
   return names;
 }
 
-const Arch& arch_named(std::string_view name) {
-  const auto found = std::find_if(kArchs.begin(), kArchs.end(),
-                                  [name](const Arch& arch) { return arch.name == name; });
-  if (found != kArchs.end()) return *found;
-  const std::vector<std::string> names = arch_names();
-  fail(Category::usage, "unknown architecture " + printable(name) + nearest_hint(name, names),
-       {.expected = fmt::format("one of {}", fmt::join(names, ", "))});
-}
+const Arch& arch_named(std::string_view name) { return row_named("architecture", name, kArchs); }
 
 std::vector<TensorSpec> arch_tensors(const Arch& arch, int layers, std::optional<DType> dtype) {
   TensorList list(variant_of(arch, layers, dtype));
