@@ -20,7 +20,13 @@ constexpr uint64_t kLargestHeader = 100'000'000;  // not 100 MiB: the reference'
 constexpr uint64_t kLengthPrefix = 8;
 constexpr std::string_view kMetadataKey = "__metadata__";
 
-// The header of one safetensors file, validated (R1 to R20).
+// The header of one safetensors file, validated (R1 to R20). data_offsets in the JSON count from
+// the end of the header, extents from the file's start:
+//
+//   0             8                           header_bytes            size_bytes
+//   | u64 length  | JSON, padded with spaces  | tensors without gaps  |
+//
+// data_offsets [0, 8) are extent [header_bytes, header_bytes + 8).
 struct Header {
   DataFile file;
   std::vector<Stored> tensors;  // sorted by (begin, end, name); offsets count from the file's start
