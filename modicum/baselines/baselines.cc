@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-constexpr int64_t kMostParams = 32 * 1024 * 1024;      // of a rank; far beyond every cache
+constexpr int64_t kMostParams = 32 * 1024 * 1024;      // per rank; far larger than any cache
 constexpr uint64_t kUnfusedBytes = 4 + 4 + 4 + 4 + 2;  // master, gradient, moments, bf16 copy
 
 // fp32 state of the unfused step over `n` parameters, as separate arrays.
@@ -30,7 +30,7 @@ struct Unfused {
         out(exp_avg_sq + 4 * n) {}
 };
 
-// One pass over memory, in parts of whole buckets.
+// One pass over memory, divided at buckets.
 template <typename Fn>
 void pass(int threads, int64_t n, const Fn& fn) {
   const int64_t buckets = ceil_div(n, kBucketElements);
@@ -67,7 +67,7 @@ void unfused_step(const Unfused& of, int threads, const AdamNumbers& numbers, fl
   });
 }
 
-// The first half over the second.
+// Copies the first half to the second.
 void copy(std::span<std::byte> memory, int threads) {
   const size_t half = memory.size() / 2;
   run_workers(threads, [&](int worker) {
@@ -77,7 +77,7 @@ void copy(std::span<std::byte> memory, int threads) {
   });
 }
 
-// How many parameters are stepped: as many as fit into the memory of the state.
+// The number of parameters to step: as many as fit into the memory of the state.
 int64_t params_of(const BaselineTask& task) {
   const uint64_t state_bytes = adamw_footprint(task.spec).total();
   const int64_t numel = std::max<int64_t>(1, task.spec.shards[0].numel());
@@ -126,9 +126,9 @@ Baselines measure_baselines(const BaselineTask& task, Ledger& ledger, FunctionRe
       of[static_cast<size_t>(round)] = static_cast<double>(clock.now_ns() - begin) / kNsPerSecond;
     }
   };
-  for (int round = -1; round < Baselines::kRounds; ++round) {  // the first one warms up
+  for (int round = -1; round < Baselines::kRounds; ++round) {  // round -1 warms up
     timed(measured.copy_s, round, [&] { copy(memory.bytes(), task.threads); });
-    // The copy has left nothing of the state; small numbers, and moments that go with them.
+    // The copy has overwritten the state: small parameters and gradients, zero moments.
     pass(task.threads, n, [&](int, int64_t at, int64_t count) {
       synth_fill(0, DType::f32, at, count, unfused.master + 4 * at);
       std::memcpy(unfused.grad + 4 * at, unfused.master + 4 * at, 4 * static_cast<size_t>(count));

@@ -1,9 +1,9 @@
-// The door of `baselines`: what Modicum is compared with. The memory of DeepSpeed stands in
-// deepspeed.h; here are the baselines of the optimizer's fused step.
+// The door of `baselines`: comparisons. deepspeed.h forecasts DeepSpeed's memory; this file times
+// the optimizer step against two baselines.
 //
-// Three timings over the same memory, in rounds, all ranks at work at the same time: a plain copy,
-// which is the machine's bandwidth; the step as five passes over fp32 state (unscale, norm, clip,
-// Adam, cast to bf16); and the fused pass in the format under test over as many parameters.
+// Three timings over memory of the same size, in rounds, on all ranks concurrently: a memcpy, which
+// is the machine's bandwidth; the step as five passes over fp32 state (unscale, norm, clip, Adam,
+// cast to bf16); and the fused step in the format under test over the same number of parameters.
 #pragma once
 
 #include <array>
@@ -16,27 +16,27 @@
 
 namespace modicum {
 
-// The step that is compared, on one rank.
+// The step under test, on one rank.
 struct BaselineTask {
-  AdamWSpec spec;  // of one shard; as much of it is stepped as fits into its state's memory
+  AdamWSpec spec;  // of one shard; steps as many of its elements as fit into the state's memory
   int threads = 1;
-  uint64_t ring_bytes = 0;  // through which a low-precision copy leaves; 0: there is none
+  uint64_t ring_bytes = 0;  // of the ring for a low-precision copy; 0: no copy
 };
 
-// Seconds of each round. Plain data.
+// Seconds per round. Plain data.
 struct Baselines {
   static constexpr int kRounds = 7;
   std::array<double, kRounds> copy_s{};
   std::array<double, kRounds> unfused_s{};
   std::array<double, kRounds> fused_s{};
-  uint64_t copied_bytes = 0;  // read and written, of this rank
+  uint64_t copied_bytes = 0;  // read plus written by this rank's memcpy
 };
 
-// What `measure_baselines` charges: never more than the state and its staging.
+// The bytes that `measure_baselines` charges: at most the state and its staging.
 Footprint baseline_footprint(const BaselineTask& task);
 
-// `line_up` waits for the other ranks before each timing. All memory is given back when this
-// returns. BUDGET, NOMEM, and what `line_up` throws.
+// Calls `line_up`, a barrier, before each timing. Returns all memory. BUDGET, NOMEM, and any
+// exception of `line_up`.
 Baselines measure_baselines(const BaselineTask& task, Ledger& ledger, FunctionRef<void()> line_up,
                             Clock& clock);
 

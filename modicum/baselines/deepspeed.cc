@@ -17,11 +17,10 @@ namespace {
 
 [[noreturn]] void unsupported(const std::string& key) {
   fail(Category::unsupported,
-       fmt::format("DeepSpeed's '{}' changes memory in a way that is not known here",
-                   printable(key)));
+       fmt::format("DeepSpeed's '{}' has an unknown effect on memory", printable(key)));
 }
 
-// Keys that change nothing of what is forecast, by the section that they stand in.
+// Keys without an effect on the forecast, by section.
 using Names = std::vector<std::string_view>;
 const Names& neutral_of(std::string_view section) {
   static const Names root = {"gradient_clipping",
@@ -112,7 +111,8 @@ class ConfigReader {
     if (key == "stage") {
       int64_t stage = -1;
       number(key, value, stage);
-      if (stage > 3) fail(Category::usage, "ZeRO has the stages 0 to 3");
+      if (stage > 3)
+        fail(Category::usage, fmt::format("expected a ZeRO stage from 0 to 3, got {}", stage));
       config_.stage = static_cast<int>(stage);
     } else if (key == "sub_group_size") {
       number(key, value, config_.sub_group_size);
@@ -160,7 +160,7 @@ class ConfigReader {
     if (type != "Adam" && type != "AdamW") unsupported(fmt::format("optimizer.type {}", type));
   }
 
-  // An unknown key that is false or null asks for nothing. A value can be read only once.
+  // An unknown key that is false or null is ignored. A value can be taken only once.
   static void neutral(std::string_view section, std::string_view key, JsonValue& value) {
     const Names& names = neutral_of(section);
     if (std::find(names.begin(), names.end(), key) != names.end()) return value.skip();
@@ -181,19 +181,20 @@ class ConfigReader {
     refuse_auto(key, value);
     return value.boolean();
   }
-  // Also written as 5e8.
+  // Numbers may be written as 5e8.
   template <typename Number>
   static void number(std::string_view key, JsonValue& value, Number& to) {
     refuse_auto(key, value);
     const double got = value.number();
-    if (!(got >= 0 && got < 1e18)) fail(Category::usage, fmt::format("{} is no count", key));
+    if (!(got >= 0 && got < 1e18))
+      fail(Category::usage, fmt::format("expected a count for {}, got {}", key, got));
     to = static_cast<int64_t>(got);
   }
 
   // DeepSpeed's rule: a batch is micro batches x accumulation steps x ranks.
   int64_t accumulation_steps(int ranks) const {
     if (!batch_ || !micro_batch_) return std::max<int64_t>(1, accumulation_.value_or(1));
-    // Counts are below 1e18: more at once than any batch has.
+    // Saturates: counts are below 1e18.
     const int64_t at_once =
         checked_mul(std::max<int64_t>(1, *micro_batch_), int64_t{ranks}).value_or(INT64_MAX);
     const int64_t steps = *batch_ / at_once;
@@ -212,15 +213,15 @@ class ConfigReader {
 
 // ---- the lines
 
-// Of the allocator and the interpreter after the initialisation, whatever the model: measured at 67
-// and at 201 million parameters.
+// Allocator and interpreter after the initialisation, independent of the model: measured at 67 and
+// at 201 million parameters.
 constexpr uint64_t kFixedBytes = 117000000;
 
 constexpr std::string_view kAccumulated = "gradients accumulated in 16 bits";
 constexpr std::string_view kTempGradBuffer =
     "temp_grad_buffer of the largest parameter, never read";
 
-// What the lines are made from: a buffer that is held for each parameter of the rank.
+// A buffer with `bytes` per parameter of the rank; the forecast's lines derive from these.
 struct PerParam {
   std::string_view name;
   uint64_t bytes = 0;
@@ -248,7 +249,7 @@ std::vector<PerParam> buffers_of(const DeepSpeedConfig& config) {
   return buffers;
 }
 
-// What torch's pinned allocator adds: each request is rounded up to a power of two.
+// Torch's pinned allocator rounds each request up to a power of two.
 uint64_t rounding_of(uint64_t bytes) noexcept { return std::bit_ceil(bytes) - bytes; }
 
 class Forecast {
@@ -290,9 +291,9 @@ class Forecast {
     }
   }
 
-  // Pages that were written before a fork are copied when they are written again, which a step does
-  // with all of them. Workers are forked before step 1, and, where they don't persist, before each
-  // epoch. Pinned pages are the driver's, not the process's own.
+  // Pages written before a fork are copied when they are written again, and a step writes all of
+  // them. Workers are forked before step 1 and, unless persistent, before each epoch. Pinned pages
+  // belong to the driver and are not copied.
   void fork_lines(bool persistent) {
     for (const PerParam& buffer : buffers_of(config_)) {
       if (buffer.is_pinned) continue;
@@ -318,8 +319,8 @@ class Forecast {
   DeepSpeedForecast take() { return std::move(of_); }
 
  private:
-  // One request for the partition, or for each sub-group; of accumulated gradients one for each
-  // parameter, which are dealt to the ranks.
+  // One request for the partition or for each sub-group; for accumulated gradients one per
+  // parameter, distributed over the ranks.
   uint64_t rounding_of_all(const PerParam& buffer) const {
     uint64_t sum = 0;
     if (buffer.name == kAccumulated) {
@@ -362,7 +363,7 @@ DeepSpeedConfig read_deepspeed(std::string_view text, int ranks) {
 DeepSpeedForecast deepspeed_forecast(const DeepSpeedConfig& config, std::span<const int64_t> sizes,
                                      const DeepSpeedWorld& world) {
   Forecast forecast(config, sizes, world);
-  if (config.optimizer.to_cpu) {  // otherwise the host holds nothing of the optimizer
+  if (config.optimizer.to_cpu) {  // else the optimizer holds no host memory
     forecast.own_lines();
     forecast.pinned_lines();
     if (world.workers > 0) forecast.fork_lines(world.persistent_workers);

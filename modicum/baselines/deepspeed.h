@@ -1,5 +1,5 @@
-// What DeepSpeed would hold in host memory for a model, by its configuration: its own arithmetic,
-// line by line, for comparison (docs/internals/memory.md). Values; any thread.
+// A forecast of DeepSpeed's host memory for a model, from its configuration, allocation by allocation
+// (docs/internals/memory.md). Values; any thread.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,11 @@ constexpr int kMaxWorkers = 1024;
 
 struct DeepSpeedFlags {
   std::string config;  // a file; empty: no forecast
-  int workers = 0;     // forked data-loader workers of a rank, at most kMaxWorkers
+  int workers = 0;     // forked data-loader workers per rank, at most kMaxWorkers
   bool persistent_workers = false;
 };
 
-// What a configuration says about host memory.
+// The settings that determine host memory.
 struct DeepSpeedConfig {
   struct Offload {
     bool to_cpu = false;
@@ -31,10 +31,11 @@ struct DeepSpeedConfig {
   Offload optimizer;
   Offload param;
   int64_t accumulation_steps = 1;
-  int64_t sub_group_size = 1000000000;  // elements; stage 3 keeps its states in parts of it
+  int64_t sub_group_size = 1000000000;  // elements; stage 3 divides its states into such groups
 };
-// Of a ds_config.json. USAGE where it is no JSON or its numbers disagree; UNSUPPORTED, by name, for
-// what changes memory in a way that is not known here, and for what is "auto" and decides.
+// Reads a ds_config.json. USAGE if it is not JSON or its batch sizes disagree; UNSUPPORTED, naming
+// the key, for settings whose effect on memory is unknown and for "auto" where the forecast needs a
+// value.
 DeepSpeedConfig read_deepspeed(std::string_view text, int ranks);
 
 struct DeepSpeedWorld {
@@ -43,7 +44,7 @@ struct DeepSpeedWorld {
   int workers = 0;  // forked after DeepSpeed's initialisation; 0: none
   bool persistent_workers = false;
 };
-// `sizes`: elements of each parameter. Training is in bf16 or fp16.
+// `sizes`: elements of each parameter. Assumes training in bf16 or fp16.
 DeepSpeedForecast deepspeed_forecast(const DeepSpeedConfig& config, std::span<const int64_t> sizes,
                                      const DeepSpeedWorld& world);
 

@@ -1,6 +1,6 @@
-// House test: the forecast of DeepSpeed's memory against what was measured of DeepSpeed 0.19.8, and
-// what it refuses. It catches: a line that is left out or counted for the wrong workers; rounding
-// of what is not pinned; a key that changes memory and is passed over.
+// House test: the forecast against measurements of DeepSpeed 0.19.8, and its refusals. It catches a
+// line that is missing or counted for the wrong workers, rounding of pageable buffers, and a key
+// that changes memory and is ignored.
 #include "modicum/baselines/deepspeed.h"
 
 #include <gtest/gtest.h>
@@ -38,8 +38,8 @@ double per_param(const DeepSpeedForecast& of, std::string_view phase) {
   return of.per_param(of.bytes_at(phase));
 }
 
-// Bytes per parameter over the process tree, one rank: within 1 % of what was measured.
-TEST(DeepSpeed, TheForecastIsWhatWasMeasured) {
+// Bytes per parameter over the process tree, one rank: within 1 % of the measurement.
+TEST(DeepSpeed, TheForecastMatchesTheMeasurements) {
   const std::string config = config_of(2, kPageable);
   EXPECT_NEAR(per_param(forecast(config), "step_1"), 18.76, 0.02);
   EXPECT_NEAR(per_param(forecast(config), "epoch_2"), 18.76, 0.02);
@@ -51,7 +51,7 @@ TEST(DeepSpeed, TheForecastIsWhatWasMeasured) {
   EXPECT_NEAR(per_param(forecast(accumulates, 2, true), "step_1"), 31.08, 0.4);
 }
 
-TEST(DeepSpeed, LinesSayWhoseTheyAre) {
+TEST(DeepSpeed, LinesNameTheirOwners) {
   const DeepSpeedForecast forked = forecast(config_of(2, kPageable), 2, false, 2);
   EXPECT_EQ(forked.params, 201000000U);
   EXPECT_EQ(forked.params_of_rank, 100500000U);
@@ -63,7 +63,7 @@ TEST(DeepSpeed, LinesSayWhoseTheyAre) {
   EXPECT_EQ(sum, forked.bytes_at("epoch_2"));
 }
 
-// Pinned buffers are rounded to powers of two, each by itself; forks don't copy them.
+// Each pinned buffer is rounded to a power of two; forks don't copy it.
 TEST(DeepSpeed, PinnedBuffersAreRoundedAndNotForked) {
   const DeepSpeedForecast pinned = forecast(config_of(2, kPinned), 2, false);
   const uint64_t params = 201000000;
@@ -78,7 +78,7 @@ TEST(DeepSpeed, PinnedBuffersAreRoundedAndNotForked) {
             expected + (uint64_t{1} << 25) - last);
 }
 
-TEST(DeepSpeed, Stage3HoldsItsOwnBuffers) {
+TEST(DeepSpeed, Stage3HasOtherBuffers) {
   const DeepSpeedForecast alone = forecast(config_of(3, kPageable));
   EXPECT_EQ(alone.bytes_at("step_1") - alone.bytes_at("init"), 8 * alone.params_of_rank);
   EXPECT_NEAR(per_param(alone, "step_1"), 18.58, 0.01);
@@ -92,7 +92,7 @@ TEST(DeepSpeed, WithoutOffloadTheHostHoldsNothing) {
   }
 }
 
-TEST(DeepSpeed, OursStandBeside) {
+TEST(DeepSpeed, ReportsOurFormatsForComparison) {
   const DeepSpeedForecast of = forecast(config_of(2, kPageable), 0, false, 4);
   ASSERT_EQ(of.ours.size(), state_formats().size());
   EXPECT_NEAR(of.per_param(of.ours.front().bytes), 16, 0.01);
@@ -111,7 +111,7 @@ TEST(DeepSpeed, AccumulationFollowsFromTheBatchSizes) {
   EXPECT_THROW(steps(batch + R"(, "gradient_accumulation_steps": 2)", 4), Error);
 }
 
-TEST(DeepSpeed, WhatChangesMemoryAndIsNotKnownIsRefusedByName) {
+TEST(DeepSpeed, SettingsOfUnknownEffectAreRefusedByName) {
   const auto refusal = [](const std::string& config) -> std::string {
     try {
       read_deepspeed(config, 1);
@@ -140,8 +140,8 @@ TEST(DeepSpeed, WhatChangesMemoryAndIsNotKnownIsRefusedByName) {
             "accepted");
 }
 
-// Every JSON value at every key that is known, and at one that isn't.
-TEST(DeepSpeed, AnyJsonAtAnyKeyIsReadOrRefused) {
+// Every JSON value at every known key, and at an unknown one.
+TEST(DeepSpeed, AnyJsonAtAnyKeyIsAcceptedOrRefused) {
   const std::vector<std::pair<std::vector<std::string>, std::vector<const char*>>> sections = {
       {{"", ""},
        {"gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu",
