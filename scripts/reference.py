@@ -68,13 +68,15 @@ def public_names(root: Path, module: str) -> list[str]:
     return sorted((one.name for one in imports if one.asname == one.name), key=str.lower)
 
 
-def signature(node: Node, prefix: str = "") -> str:
-    """`name(a, *, b=1)`, one parameter a line where one line is too long."""
+def constructors(node: ast.ClassDef) -> list[Node]:
+    return [one for one in node.body if isinstance(one, Node) and one.name == "__init__"]
+
+
+def signature(node: Node, columns: int = 96) -> str:
+    """`name(a, *, b=1)`, one parameter a line if one line is too long."""
     if isinstance(node, ast.ClassDef):
-        made = [one for one in node.body if isinstance(one, Node) and one.name == "__init__"]
-        if not made:
-            return f"class {prefix}{node.name}"
-        return signature(made[0]).replace("__init__", f"class {prefix}{node.name}", 1)
+        shown = [signature(one, columns) for one in constructors(node)] or ["__init__"]
+        return shown[0].replace("__init__", f"class {node.name}", 1)
     args = node.args
     shown = [ast.unparse(one) for one in args.posonlyargs + args.args]
     for i, value in enumerate(reversed(args.defaults), 1):
@@ -89,11 +91,11 @@ def signature(node: Node, prefix: str = "") -> str:
     if args.kwarg:
         shown.append(f"**{ast.unparse(args.kwarg)}")
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    line = f"{prefix}{node.name}({', '.join(shown)}){returns}"
-    if len(line) <= 96:
+    line = f"{node.name}({', '.join(shown)}){returns}"
+    if len(line) <= columns:
         return line
     inner = "".join(f"    {one},\n" for one in shown)
-    return f"{prefix}{node.name}(\n{inner}){returns}"
+    return f"{node.name}(\n{inner}){returns}"
 
 
 def markdown_of(docstring: str) -> Iterator[str]:
@@ -104,7 +106,7 @@ def markdown_of(docstring: str) -> Iterator[str]:
             in_section = True
             yield f"**{line[:-1]}**"
             yield ""
-        elif in_section and (found := re.match(r"    (\w[\w, .*]*): (.*)", line)):
+        elif in_section and (found := re.match(r"    ([\w.*]+(?:, [\w.*]+)*): (.*)", line)):
             yield f"- `{found[1]}`: {found[2]}"
         elif in_section and line.startswith("    "):
             yield f"  {line.strip()}" if line.startswith("     ") else line.strip()
@@ -124,15 +126,16 @@ def members(node: ast.ClassDef) -> Iterator[str]:
             continue
         text = (ast.get_docstring(one) or "").split("\n\n")[0].strip()
         if text and not any("setter" in ast.unparse(mark) for mark in one.decorator_list):
-            shown = one.name if is_property(one) else signature(one).split(") ->")[0]
-            shown += "" if is_property(one) or shown.endswith(")") else ")"
-            yield f"- `{' '.join(shown.split())}`: {' '.join(text.split())}"
+            shown = one.name if is_property(one) else signature(one, columns=1000)
+            yield f"- `{shown.split(' -> ')[0]}`: {' '.join(text.split())}"
 
 
 def entry(module: str, node: Node) -> Iterator[str]:
     yield from (f"### `{module}.{node.name}`", "", "```python", signature(node), "```", "")
     yield from markdown_of(ast.get_docstring(node) or "")
     if isinstance(node, ast.ClassDef):
+        for one in constructors(node):
+            yield from ("", *markdown_of(ast.get_docstring(one) or ""))
         listed = list(members(node))
         if listed:
             yield from ("", "**Members**", "", *listed)
