@@ -5,6 +5,7 @@ of a file that gets another category.
 """
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"
+CACHE = "/home/me/.cache/huggingface/hub"  # which the page shows
 ROW = re.compile(r"^\| `([A-Z0-9_.]+)` \| (\d+) \| \w+ \| `(.+?)` \|", re.M)
 
 
@@ -93,7 +95,10 @@ def failure_in(directory: Path, modicum: Path, category: str) -> tuple[int, str]
     for name, content in FILES[category].items():
         (directory / "m" / name).write_bytes(content)
     words = WORDS.get(category, "inspect m").split()
-    done = subprocess.run([modicum, *words], cwd=directory, capture_output=True, text=True)
+    done = subprocess.run(
+        [modicum, *words], cwd=directory, env=os.environ | {"HF_HUB_CACHE": CACHE},
+        capture_output=True, text=True,
+    )  # fmt: skip
     return done.returncode, done.stderr.strip().removeprefix("modicum: ")
 
 
