@@ -110,9 +110,9 @@ def _quantizer_of(model: Any, targets: Described) -> Any:
 
 
 def _tie(recipe: Recipe, ties: Iterable[list[str]], untie: bool) -> list[list[str]]:
-    """Of each tie, the first name with a target keeps it, the others become aliases. An alias that
-    has a target too keeps its node, to be compared while loading. Returns the ties without any
-    target."""
+    """In each tie, the first name with a target keeps it and the others become aliases. An alias
+    with a target of its own keeps the node as `in`: the load compares the two. Returns the ties
+    without any target."""
     open_ties = []
     for names in ties:
         there = [name for name in names if name in recipe.targets]

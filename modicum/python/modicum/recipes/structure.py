@@ -1,10 +1,9 @@
 """The structure of a model under its wrappers: its tensors by name, and the models of transformers
 inside it, each with the names that its tensors have without the wrappers.
 
-    PeftModel.base_model.model         prefix of a part; a stored name may have it or not
-      LlamaForCausalLM                 the root of the part
-        model.layers.0.self_attn.q_proj.base_layer.weight   in the wrapped model
-        model.layers.0.self_attn.q_proj.weight              its key in the part
+    base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight   name in a PeftModel
+    base_model.model.                                                    prefix of the part
+                     model.layers.0.self_attn.q_proj.weight              key in the part
 
 Wrappers are recognised by attributes: FSDP2 and DDP by a base class that they add, PEFT by
 `adapter_layer_names` and `peft_config`, a model of transformers by `base_model_prefix`. No torch.
@@ -54,12 +53,12 @@ def classes_before_sharding(model: Any) -> Iterator[None]:
 
 
 def has_adapters(module: Any) -> bool:
-    """Whether PEFT has put adapters into this model, or is the wrapper around it."""
+    """Whether a model has PEFT's adapters, or is PEFT's wrapper around one."""
     return "peft_config" in vars(module) or hasattr(type(module), "peft_config")
 
 
 def wrapped_by(module: Any) -> Any:
-    """The module that this wrapper of PEFT's is around; None for other modules."""
+    """The module inside a wrapper of PEFT's; None for other modules."""
     if not hasattr(type(module), "adapter_layer_names"):
         return None
     own = getattr(module, "original_module", None)
@@ -67,7 +66,7 @@ def wrapped_by(module: Any) -> Any:
 
 
 def unwrapped(module: Any) -> Any:
-    """The module inside wrappers of compiling, activation checkpointing and PEFT."""
+    """The module inside all wrappers of torch.compile, activation checkpointing and PEFT."""
     while True:
         inner = wrapped_by(module)
         for name in WRAPPERS & children_of(module).keys():
@@ -170,7 +169,7 @@ class _Walk:
         """The key and the adapter of a module's attribute."""
         key, adapter = at.key, at.adapter
         if adapter is None and self._belongs_to_adapters(at, name):
-            # An adapter's key is its path: with an adapter around another, both have one.
+            # The path keeps the keys of nested adapters apart.
             key, adapter = at.path[at.root_depth :], ""
         if adapter == "" and name in self.adapters:
             return key, name
