@@ -53,7 +53,7 @@ namespace {
 using Path = std::filesystem::path;
 
 // Flags are text, and an empty one is not given: USAGE for an empty argument.
-std::string text_of(std::string_view name, const std::optional<std::string>& given) {
+std::string text_of(std::string_view name, const OptionalText& given) {
   if (given && given->empty()) fail(Category::usage, fmt::format("{}: an empty value", name));
   return given.value_or("");
 }
@@ -83,15 +83,12 @@ Raises:
 
 // A parameter per keyword; the defaults are those of the command line.
 nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
-              const std::string& strategy, const std::string& layout,
-              const std::optional<std::string>& mesh, int shard_dim,
-              const std::optional<std::string>& tp_rowwise,
-              const std::optional<std::string>& tp_packed,
-              const std::optional<std::string>& tp_replicate,
-              const std::optional<std::string>& expert_mesh, const std::string& experts,
-              bool round_robin, const std::optional<std::string>& dtype,
-              const std::optional<std::string>& keep_fp32, const std::optional<Path>& recipe,
-              bool untie, const std::string& destination, const std::optional<Size>& staging,
+              const std::string& strategy, const std::string& layout, const OptionalText& mesh,
+              int shard_dim, const OptionalText& tp_rowwise, const OptionalText& tp_packed,
+              const OptionalText& tp_replicate, const OptionalText& expert_mesh,
+              const std::string& experts, bool round_robin, const OptionalText& dtype,
+              const OptionalText& keep_fp32, const std::optional<Path>& recipe, bool untie,
+              const std::string& destination, const std::optional<Size>& staging,
               const std::optional<Size>& budget, const std::optional<Size>& baseline,
               const std::string& optimizer, const std::optional<Path>& deepspeed, int workers,
               bool persistent_workers) {

@@ -46,6 +46,7 @@ namespace modicum::python {
 namespace nb = nanobind;
 using namespace nb::literals;  // "name"_a
 
+using OptionalText = std::optional<std::string>;
 // Bytes, or text as on the command line: "1.5GiB".
 using Size = std::variant<int64_t, std::string>;
 std::string text_of(const Size& size);

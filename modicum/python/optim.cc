@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <span>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -31,31 +32,21 @@ using ReadFloats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::devic
 
 constexpr int64_t kPieceElements = kBucketElements * 16;  // the unit of work of a thread
 
-template <typename Value, size_t N>
-Value named(const std::array<std::pair<const char*, Value>, N>& names, const char* what,
-            const std::string& name) {
-  for (const auto& [known, value] : names) {
-    if (name == known) return value;
-  }
+using Names = std::span<const std::string_view>;
+
+// The names of an enumeration's values, in its order.
+constexpr std::array<std::string_view, kPlanes> kPlaneNames = {
+    "master", "master_low", "grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+constexpr std::array<std::string_view, 4> kStatePlaneNames = {"master", "exp_avg", "exp_avg_sq",
+                                                              "max_exp_avg_sq"};
+constexpr std::array<std::string_view, 2> kSemanticsNames = {"torch", "deepspeed"};
+
+template <typename Value>
+Value named(Names names, const char* what, const std::string& name) {
+  const auto found = std::find(names.begin(), names.end(), name);
+  if (found != names.end()) return static_cast<Value>(found - names.begin());
   fail(Category::usage, fmt::format("unknown {} '{}'", what, printable(name)));
 }
-
-constexpr std::array<std::pair<const char*, Plane>, kPlanes> kPlaneNames = {
-    {{"master", Plane::master},
-     {"master_low", Plane::master_low},
-     {"grad", Plane::grad},
-     {"exp_avg", Plane::exp_avg},
-     {"exp_avg_sq", Plane::exp_avg_sq},
-     {"max_exp_avg_sq", Plane::max_exp_avg_sq}}};
-
-constexpr std::array<std::pair<const char*, StatePlane>, 4> kStatePlaneNames = {
-    {{"master", StatePlane::master},
-     {"exp_avg", StatePlane::exp_avg},
-     {"exp_avg_sq", StatePlane::exp_avg_sq},
-     {"max_exp_avg_sq", StatePlane::max_exp_avg_sq}}};
-
-constexpr std::array<std::pair<const char*, AdamSemantics>, 2> kSemanticsNames = {
-    {{"torch", AdamSemantics::torch}, {"deepspeed", AdamSemantics::deepspeed}}};
 
 // An array that shares the memory of `given`. Not a parameter type: the stub would need numpy.
 template <typename Array>
@@ -155,19 +146,20 @@ nb::object shown(const std::shared_ptr<State>& state, std::span<std::byte> bytes
 
 nb::object plane(const std::shared_ptr<State>& state, size_t shard, const std::string& name) {
   state->shard(shard);
-  return shown(state, state->adamw.plane(shard, named(kPlaneNames, "plane", name)));
+  return shown(state, state->adamw.plane(shard, named<Plane>(kPlaneNames, "plane", name)));
 }
 
 nb::object scales(const std::shared_ptr<State>& state, size_t shard, const std::string& name) {
   state->shard(shard);
-  const std::span<float> scales = state->adamw.scales(shard, named(kPlaneNames, "plane", name));
+  const std::span<float> scales =
+      state->adamw.scales(shard, named<Plane>(kPlaneNames, "plane", name));
   return shown(state, std::as_writable_bytes(scales));
 }
 
 void export_to(State& state, size_t shard, const std::string& name, nb::handle given, int64_t at) {
   const AdamW& adamw = state.here();
   const auto to = taken<Floats>(given, state.shard(shard).fqn, kFloatsKind);
-  const StatePlane plane = named(kStatePlaneNames, "plane", name);
+  const StatePlane plane = named<StatePlane>(kStatePlaneNames, "plane", name);
   without_the_lock([&] { adamw.export_to(shard, plane, at, {to.data(), to.size()}); });
 }
 
@@ -175,7 +167,7 @@ void import_from(State& state, size_t shard, const std::string& name, nb::handle
                  int64_t at) {
   AdamW& adamw = state.here();
   const auto from = taken<ReadFloats>(given, state.shard(shard).fqn, kFloatsKind);
-  const StatePlane plane = named(kStatePlaneNames, "plane", name);
+  const StatePlane plane = named<StatePlane>(kStatePlaneNames, "plane", name);
   without_the_lock([&] { adamw.import_from(shard, plane, at, {from.data(), from.size()}); });
 }
 
@@ -211,7 +203,7 @@ void define_options(nb::module_& module) {
           [](AdamOptions* made, const std::string& semantics, double lr,
              std::pair<double, double> betas, double eps, double weight_decay, bool decoupled,
              bool amsgrad, bool maximize, bool bias_correction) {
-            new (made) AdamOptions{named(kSemanticsNames, "semantics", semantics),
+            new (made) AdamOptions{named<AdamSemantics>(kSemanticsNames, "semantics", semantics),
                                    lr,
                                    betas.first,
                                    betas.second,

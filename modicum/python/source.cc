@@ -106,16 +106,10 @@ class CallerFiles final : public FileSystem {
   const CallersTensors of_;
 };
 
-std::vector<TensorSpec> specs_of(const std::vector<Described>& tensors) {
-  std::vector<TensorSpec> specs;
-  specs.reserve(tensors.size());
-  for (const auto& [name, dtype, shape] : tensors) specs.push_back(spec_of(name, dtype, shape));
-  return specs;
-}
-
 std::shared_ptr<OpenCheckpoint> open_tensors(const std::vector<Described>& tensors,
                                              nb::object read) {
-  const std::vector<TensorSpec> specs = specs_of(tensors);
+  std::vector<TensorSpec> specs;
+  for (const auto& [name, dtype, shape] : tensors) specs.push_back(spec_of(name, dtype, shape));
   CallersTensors of{safetensors_header(specs, kName), {}, std::move(read)};
   of.begins.push_back(of.header.size());
   for (const TensorSpec& spec : specs) {

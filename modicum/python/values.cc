@@ -43,16 +43,14 @@ nb::dict stored_of(const OpenCheckpoint& opened) {
 }
 
 std::shared_ptr<MadeRecipe> recipe(const std::shared_ptr<OpenCheckpoint>& checkpoint,
-                                   const std::optional<std::string>& text,
-                                   const std::optional<std::string>& dtype,
-                                   const std::optional<std::string>& keep_fp32, bool untie) {
-  auto made = std::make_shared<MadeRecipe>();
-  made->of = checkpoint;
-  made->recipe = make_recipe(checkpoint->checkpoint, {.text = text,
-                                                      .untie = untie,
-                                                      .dtype = dtype_flag(dtype.value_or("")),
-                                                      .keep_fp32 = keep_fp32.value_or("")});
-  return made;
+                                   const OptionalText& text, const OptionalText& dtype,
+                                   const OptionalText& keep_fp32, bool untie) {
+  RecipeOptions options{.text = text,
+                        .untie = untie,
+                        .dtype = dtype_flag(dtype.value_or("")),
+                        .keep_fp32 = keep_fp32.value_or("")};
+  Recipe recipe = make_recipe(checkpoint->checkpoint, std::move(options));
+  return std::make_shared<MadeRecipe>(MadeRecipe{checkpoint, std::move(recipe)});
 }
 
 nb::list targets_of_recipe(const MadeRecipe& made) {
@@ -72,8 +70,7 @@ nb::list targets_of_recipe(const MadeRecipe& made) {
 
 // As `--layout` of the command line.
 Layout named_layout(const MadeRecipe& recipe, int ranks, const std::string& layout,
-                    const std::optional<std::string>& mesh, int shard_dim,
-                    const std::optional<std::string>& tp_rowwise) {
+                    const OptionalText& mesh, int shard_dim, const OptionalText& tp_rowwise) {
   const RunFlags flags{.ranks = ranks,
                        .layout = layout,
                        .mesh = mesh.value_or(""),

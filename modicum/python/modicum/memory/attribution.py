@@ -1,6 +1,7 @@
 """Every byte of a process tree by its owner: named tensors, their copies in forks, the rest."""
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -191,14 +192,12 @@ def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> At
 def _by_owner(
     parts: Iterable[tuple[int, int, str]], ranges: Iterable[tuple[int, int]]
 ) -> list[Owner]:
-    sums: dict[str, list[int]] = {}
-    for (_, _, owner), (own, copied) in zip(parts, ranges, strict=True):
-        of = sums.setdefault(owner, [0, 0])
-        of[0] += own
-        of[1] += copied
-    names = [name for name in _ORDER if name in sums]
-    names += [name for name in sums if name not in _ORDER]
-    return [Owner(name, *sums[name]) for name in names]
+    held, copied = Counter[str](), Counter[str]()
+    for (_, _, owner), (own_bytes, copied_bytes) in zip(parts, ranges, strict=True):
+        held[owner] += own_bytes
+        copied[owner] += copied_bytes
+    names = sorted(held, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+    return [Owner(name, held[name], copied[name]) for name in names]
 
 
 def _not_tensors(tree: dict[str, Any]) -> list[Owner]:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,18 +76,17 @@ def _curves(sources: Any) -> list[_Curve]:
         sources = [sources]
     curves = _read(recorded(), "this process") if sources is None else []
     for source in sources or ():
-        name = Path(source).name
-        try:
-            lines = [json.loads(line) for line in Path(source).read_text().splitlines()]
-        except ValueError as error:
-            raise refusal("USAGE", f"{name} was not written by memory.save") from error
-        curves += _read(lines, name)
+        curves += _read(_lines(Path(source)), Path(source).name)
     if not curves:
         raise refusal("USAGE", "the recordings have no samples: record a phase first")
     return curves
 
 
-def _read(lines: list[Any], name: str) -> list[_Curve]:
+def _lines(path: Path) -> Iterator[Any]:
+    yield from map(json.loads, path.read_text().splitlines())
+
+
+def _read(lines: Iterable[Any], name: str) -> list[_Curve]:
     curves: list[_Curve] = []
     try:
         for line in lines:

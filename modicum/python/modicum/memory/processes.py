@@ -1,4 +1,4 @@
-"""The memory of processes as /proc reports it, for a sampler: reads as few files as possible.
+"""The memory of processes, for a sampler: reads as few files of /proc as possible.
 
 `_modicum.tree_memory` is the full account of a process tree.
 """
@@ -6,12 +6,15 @@
 from pathlib import Path
 from typing import NamedTuple
 
-_PROC = Path("/proc")
+from modicum import _modicum
+from modicum.errors import IoError
+
+_OF_STATUS = (b"VmHWM", b"VmRSS", b"RssAnon", b"RssShmem", b"VmPTE")
 _KIB = 1024
 
 
 class Status(NamedTuple):
-    """Of one process, in bytes."""
+    """Of this process, in bytes."""
 
     held: int
     """RssAnon + RssShmem + VmPTE: no page cache; shared pages count in full."""
@@ -20,38 +23,24 @@ class Status(NamedTuple):
     """VmHWM: the highest `rss` since the start of the process or the last reset."""
 
 
-def _fields(path: Path, names: tuple[bytes, ...]) -> list[int] | None:
-    """The values of the lines that begin with `names`, in bytes; None if `path` can't be read."""
-    try:
-        text = path.read_bytes()
-    except OSError:
-        return None
-    values = dict.fromkeys(names, 0)
-    for line in text.splitlines():
+def own_status() -> Status:
+    """The memory of this process, from one file; takes 0.1 ms."""
+    values = dict.fromkeys(_OF_STATUS, 0)
+    for line in Path("/proc/self/status").read_bytes().splitlines():
         name, _, rest = line.partition(b":")
         if name in values:
             values[name] = int(rest.split()[0]) * _KIB
-    return list(values.values())
-
-
-_OF_STATUS = (b"VmHWM", b"VmRSS", b"RssAnon", b"RssShmem", b"VmPTE")
-
-
-def status_of(pid: int | str = "self") -> Status:
-    """The memory of a process; all zero if it has ended."""
-    peak, rss, *held = _fields(_PROC / str(pid) / "status", _OF_STATUS) or [0] * len(_OF_STATUS)
+    peak, rss, *held = values.values()
     return Status(sum(held), rss, peak)
 
 
 def held_by_tree(pids: list[int]) -> list[int]:
     """Bytes of each process, shared pages divided among their sharers: Pss_Anon + Pss_Shmem +
-    VmPTE. Without smaps_rollup shared pages count in full. Takes 10 to 50 ms per GiB."""
+    VmPTE; 0 if it has ended. Takes 10 to 50 ms per GiB."""
     held = []
     for pid in pids:
-        shares = _fields(_PROC / str(pid) / "smaps_rollup", (b"Pss_Anon", b"Pss_Shmem"))
-        if shares is None or not any(shares):
-            held.append(status_of(pid).held)
-            continue
-        tables = _fields(_PROC / str(pid) / "status", (b"VmPTE",)) or [0]
-        held.append(sum(shares) + tables[0])
+        try:
+            held.append(_modicum.process_memory(pid)["held_bytes"])
+        except IoError:
+            held.append(0)
     return held

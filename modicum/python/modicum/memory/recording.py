@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from modicum import _modicum
 from modicum.memory.nvml import Devices
-from modicum.memory.processes import held_by_tree, status_of
+from modicum.memory.processes import held_by_tree, own_status
 
 _CHILDREN_S = 0.1  # at least, between scans for new children, which read a file per process
 _SHARE = 0.01  # of a core, for samples; as much again for the scans
@@ -121,8 +121,8 @@ class _Recording:
         phases."""
         self._scan_children()
         sample = self._take()
-        own = status_of()
-        # A mark that could not be reset tells of this interval only if it has risen since.
+        own = own_status()
+        # A mark that was not reset covers this interval only if it has risen since.
         if self._is_reset or own.peak_rss > self._peak_rss:
             peak = sample.held + max(0, own.peak_rss - own.rss)
             for phase in self._open:
@@ -143,7 +143,7 @@ class _Recording:
         at_s = time.monotonic() - self._zero
         devices = tuple(self._devices.used_bytes()) if self._devices is not None else ()
         if not self._children:
-            return Sample(at_s, status_of().held, 0, devices)
+            return Sample(at_s, own_status().held, 0, devices)
         own, *children = held_by_tree([self.pid, *self._children])
         return Sample(at_s, own, sum(children), devices)
 

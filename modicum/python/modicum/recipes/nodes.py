@@ -5,7 +5,7 @@ derives the result's dtype and shape. Negative dims count from the end. An op th
 nothing adds no node.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,14 @@ def reshape(shape: Sequence[int], array: Array) -> Array:
     node = {"op": "reshape", "shape": list(shape), "in": [array.node]}
     made = _made(array.builder, number, node)
     return made if made.shape != array.shape else array
+
+
+def stored_under(node: Node) -> Iterator[str]:
+    """Names of the stored tensors that a node is made of."""
+    if node["op"] == "stored":
+        yield node["name"]
+    for child in node.get("in", ()):
+        yield from stored_under(child)
 
 
 def init(rule: str, std: float | None, dtype: str, shape: Sequence[int]) -> Node:

@@ -83,8 +83,7 @@ def stored_in(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Describ
             for name, value in checkpoint.items()
         }
         return {name: (dtype_name(d), tuple(shape)) for name, (d, shape) in pairs.items()}
-    tensors = _modicum.inspect(checkpoint)["tensors"]
-    return {t["name"]: (t["dtype"], tuple(t["shape"])) for t in tensors}
+    return _modicum.open_checkpoint(checkpoint).stored
 
 
 def _quantizer_of(model: Any, targets: Described) -> Any:
@@ -296,14 +295,17 @@ def _check_lacking(lacking: list[str], structure: Structure, stored: Described) 
 
 def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any) -> list[Any]:
     """The transforms that transformers would apply to the stored tensors of a part."""
-    if is_pretrained(part.module) and not _converts():
-        return _identity(part.module, key_mapping)
     if not is_pretrained(part.module):
         if part.module is None or not key_mapping:
             return []
         from transformers.core_model_loading import WeightRenaming
 
         return [WeightRenaming(source, target) for source, target in key_mapping.items()]
+    if importlib.util.find_spec("transformers.conversion_mapping") is None:  # before version 5
+        if key_mapping or renames_stored(part.module):
+            what = f"transformers 4 renames stored tensors of {type(part.module).__name__}"
+            raise refusal("UNSUPPORTED", what, expected="transformers 5")
+        return []
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     with classes_before_sharding(part.module):
@@ -314,19 +316,6 @@ def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any
         if transform.scope_prefix:
             transform.scope_prefix = canonical(transform.scope_prefix)
     return transforms
-
-
-def _converts() -> bool:
-    """Whether transformers converts while loading: it does from version 5 on."""
-    return importlib.util.find_spec("transformers.conversion_mapping") is not None
-
-
-def _identity(module: Any, key_mapping: Any) -> list[Any]:
-    """The transforms of transformers 4: none. UNSUPPORTED for a model that it would rename."""
-    if key_mapping or renames_stored(module):
-        what = f"transformers 4 renames stored tensors of {type(module).__name__}"
-        raise refusal("UNSUPPORTED", what, expected="transformers 5")
-    return []
 
 
 def recipe_for(

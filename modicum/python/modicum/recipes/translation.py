@@ -13,13 +13,13 @@ No torch.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from modicum._modicum import RecipeBuilder
 from modicum.errors import refusal
-from modicum.recipes.nodes import Array, Node, Shape, stored
+from modicum.recipes.nodes import Array, Shape, stored, stored_under
 from modicum.recipes.operations import Chain, Value, Values, nodes_of
 
 Described: TypeAlias = Mapping[str, tuple[str, Shape]]  # by name: dtype, shape
@@ -77,7 +77,7 @@ class _Names:
             name = type(transform).__name__
             if name != "WeightConverter" and not _is_a(transform, "WeightRenaming"):
                 raise refusal("UNSUPPORTED", f"unknown weight transform '{name}'")
-        # Where several converters have one pattern, the last of them converts.
+        # If several converters share a pattern, the last one applies.
         self.converter_of = {p: c for c in self._converters for p in c.source_patterns}
         self.targets = targets
         self._base_prefix = base_prefix
@@ -132,13 +132,6 @@ def _collect(
     return groups
 
 
-def _stored_under(node: Node) -> Iterator[str]:
-    if node["op"] == "stored":
-        yield node["name"]
-    for child in node.get("in", ()):
-        yield from _stored_under(child)
-
-
 def _full_names(first_target: str, values: Values) -> dict[str, Value]:
     """Names in the model for those in patterns: with the prefix and suffix of the first target."""
     whole = first_target.replace("*.", "0.")
@@ -160,7 +153,7 @@ def _convert(first_target: str, group: _Group, chain: Chain, result: Translation
                 "MISMATCH", "a conversion makes several tensors for one target", tensor=name
             )
         array = value if isinstance(value, Array) else value[0]
-        used.update(_stored_under(array.node))
+        used.update(stored_under(array.node))
         if name in result.made:
             raise refusal("MISMATCH", "two conversions make the same target", tensor=name)
         result.made[name] = array
@@ -175,7 +168,7 @@ def _convert(first_target: str, group: _Group, chain: Chain, result: Translation
 
 def _check_shape(name: str, array: Array, targets: Described) -> None:
     if name not in targets:
-        sources = ", ".join(sorted(set(_stored_under(array.node)))[:3])
+        sources = ", ".join(sorted(set(stored_under(array.node)))[:3])
         what = f"a conversion of {sources} makes a tensor that is not in the model"
         raise refusal("MISMATCH", what, tensor=name)
     shape = targets[name][1]
@@ -217,9 +210,9 @@ def translate(
     other: set[str] = set()
     for name, array in list(result.made.items()):
         if name in targets and array.shape != targets[name][1] and may_differ(name):
-            other.update(_stored_under(result.made.pop(name).node))
+            other.update(stored_under(result.made.pop(name).node))
         else:
             _check_shape(name, array, targets)
-    used = {name for array in result.made.values() for name in _stored_under(array.node)}
+    used = {name for array in result.made.values() for name in stored_under(array.node)}
     result.dropped += sorted(other - used)
     return result

@@ -32,7 +32,7 @@ from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes import Recipe, recipe_for
 from modicum.recipes.dtypes import _FLOATS, dtype_name
-from modicum.recipes.nodes import Node
+from modicum.recipes.nodes import Node, stored_under
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
@@ -224,7 +224,8 @@ class HuggingFaceReader(StorageReader):
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if is_cut else (1, 0)
         whole = Sharding((ranks,), ())
         nodes = {f"{place.fqn}#{t}": place.node for t, place in enumerate(places)}
-        unused = sorted(self._checkpoint.stored.keys() - set(_stored_in(list(nodes.values()))))
+        used = {name for node in nodes.values() for name in stored_under(node)}
+        unused = sorted(self._checkpoint.stored.keys() - used)
         recipe = _modicum.make_recipe(self._checkpoint, Recipe(nodes, unused).text())
         layout = layout_of(recipe, [place.sharding or whole for place in places], ranks)
         on_host = [place.tensor.device.type == "cpu" for place in places]
@@ -289,10 +290,3 @@ def _boxed(node: Node, shape: tuple[int, ...], item: ReadItem) -> Node:
             cut = {"op": "slice", "dim": dim, "start": start, "stop": start + length}
             inner = cut | {"in": [inner]}
     return inner | dtype
-
-
-def _stored_in(nodes: list[Node]) -> Iterator[str]:
-    for node in nodes:
-        if node["op"] == "stored":
-            yield node["name"]
-        yield from _stored_in(node.get("in", []))
