@@ -405,7 +405,10 @@ def test_writing_to_nothing_is_refused(one_rank: None) -> None:
 
 
 def test_a_new_head_that_the_source_overwrites_is_refused(one_rank: None) -> None:
-    with pytest.raises(UsageError, match="in the source too") as refused, loading(progress=False):
+    with (
+        pytest.raises(UsageError, match="overwritten by the source") as refused,
+        loading(progress=False),
+    ):
         model = build()
         model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
         prepare(model)

@@ -275,9 +275,7 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
     """A hook: without it a forward on meta tensors would return meta tensors, without an error."""
     for name, parameter in parameters_of(module).items():
         if parameter is not None and parameter.is_meta:
-            what = (
-                "forward of a model without values: pass it to Accelerator.prepare within loading()"
-            )
+            what = "a forward without values: pass the model to prepare within loading()"
             raise refusal("USAGE", what, tensor=name, got=type(module).__name__)
 
 

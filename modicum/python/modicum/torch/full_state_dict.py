@@ -196,5 +196,5 @@ def _goals_of(
 def _check_offload(model: Model, offload: bool) -> None:
     for name, of in model.managed.items():
         if offload and of.device.type != "cpu":
-            what, got = "cpu_offload, but fully_shard did not offload", str(of.device)
+            what, got = "cpu_offload of what fully_shard keeps on a device", str(of.device)
             raise refusal("USAGE", what, tensor=name, expected="CPUOffloadPolicy", got=got)
