@@ -10,6 +10,10 @@ from program import run_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# For torch in this process and in those it starts. The tensors here are small: more threads would
+# mostly wait for each other, spinning; and a forked child has none of its parent's.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

@@ -11,8 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ pytest.importorskip("torch")
 
 import torch
 from adamw_memory import pss_anon
+from program import living_children
 
 import modicum.torch
 from modicum import UsageError, memory
@@ -34,24 +33,6 @@ SIZE = 4 * NUMEL
 EDGE = 2 * 4096
 SLACK = 8 * MIB  # malloc gives back at its own good time what earlier tests have freed
 BIG = 10 * MIB  # whose 40 MiB malloc never has from what was freed before
-
-
-@contextmanager
-def children(count: int = 2) -> Iterator[list[int]]:
-    """Forked ones, alive meanwhile."""
-    pids = []
-    for _ in range(count):
-        pid = os.fork()
-        if pid == 0:
-            signal.pause()
-            os._exit(0)
-        pids.append(pid)
-    try:
-        yield pids
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
 
 
 def near(size: int) -> Any:
@@ -68,7 +49,7 @@ def test_copies_are_told_by_owner() -> None:
     assert before.params == NUMEL
     assert before["master"].held_bytes == near(SIZE)
     assert before.copied_bytes == 0
-    with children() as pids:
+    with living_children(2) as pids:
         master.mul_(2)
         moments[: NUMEL // 2].mul_(2)
         memory.attribute({"master": master, "moments": [moments]})  # Python writes to its own
@@ -129,7 +110,7 @@ def test_our_optimizer_tells_its_planes(state_format: str) -> None:
     held = sum(who[name].held_bytes for name in ("master", "gradient", "moments", "weights"))
     assert held / NUMEL == pytest.approx(DECLARED[state_format], abs=0.01)
     assert who.params == NUMEL
-    with children():
+    with living_children(2):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         after = memory.attribute(optimizer)
@@ -192,7 +173,7 @@ def test_protected_pages_are_not_copied_until_it_is_undone() -> None:
     buffer = torch.ones(NUMEL)
 
     def copied() -> int:
-        with children() as pids:
+        with living_children(2) as pids:
             before = pss_anon([os.getpid(), *pids])
             buffer.mul_(2)
             after = pss_anon([os.getpid(), *pids])
@@ -226,7 +207,7 @@ def test_what_the_first_step_makes_is_protected() -> None:
     assert protection.bytes == pytest.approx(SIZE, abs=EDGE)
     optimizer.step()
     assert protection.bytes == pytest.approx(3 * SIZE, abs=3 * EDGE)
-    with children():
+    with living_children(2):
         optimizer.step()
         who = memory.attribute(optimizer)
     assert who["moments"].copied_bytes + who["gradient"].copied_bytes <= 3 * EDGE
@@ -239,7 +220,7 @@ def test_our_own_optimizer_stays_as_it_is() -> None:
     optimizer = modicum.torch.AdamW([torch.nn.Parameter(torch.ones(NUMEL))])
     protection = modicum.torch.protect(optimizer)
     protection.undo()
-    with children():
+    with living_children(2):
         optimizer.param_groups[0]["params"][0].grad = torch.ones(NUMEL)
         optimizer.step()
         assert memory.attribute(optimizer)["moments"].copied_bytes == 0
@@ -293,7 +274,7 @@ print(told, os.WTERMSIG(died), freed, os.waitpid(child, 0)[1])
 
 
 def test_memory_that_is_freed_is_inherited_again() -> None:
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
     done = subprocess.run(
         [sys.executable, "-c", FREED], capture_output=True, text=True, env=environment, timeout=60
     )

@@ -3,7 +3,6 @@ are accelerate's and Trainer's own, with `modicum.torch.accelerate.loading` arou
 
 import contextlib
 import ctypes
-import importlib.util
 import os
 import re
 import sys
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from ranks import example
 
 import modicum.torch.accelerate
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples/accelerate_fsdp2.py"
 STEPS = 2
 M_MMAP_THRESHOLD = -3  # of malloc.h
 
@@ -28,9 +27,7 @@ def fsdp2_on_cpus() -> Iterator[Any]:
     example."""
     from accelerate.state import AcceleratorState, GradientState
 
-    spec = importlib.util.spec_from_file_location("accelerate_example", EXAMPLE)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    module = example("accelerate_fsdp2")
     env, init = dict(os.environ), AcceleratorState.__init__
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
@@ -38,8 +35,8 @@ def fsdp2_on_cpus() -> Iterator[Any]:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     try:
-        example.fsdp2_on_cpus()
-        yield example
+        module.fsdp2_on_cpus()
+        yield module
     finally:
         AcceleratorState.__init__ = init
         AcceleratorState._reset_state(True)
@@ -198,9 +195,9 @@ def script(cage: str, words: list[str]) -> None:
     Path(cage).write_text(str(os.getpid()))
     # Freed gathers go back to the kernel: what stays in glibc hides what is held.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
-    with fsdp2_on_cpus() as example:
-        sys.argv = [str(EXAMPLE), *words]
-        example.main()
+    with fsdp2_on_cpus() as module:
+        sys.argv = [module.__file__, *words]
+        module.main()
 
 
 ACTS: dict[str, Callable[..., Any]] = {"accelerated": accelerated, "accelerate_script": script}

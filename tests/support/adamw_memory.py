@@ -9,13 +9,13 @@ RssAnon of the process, and the Pss_Anon of the process and its forked children 
 import gc
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from program import living_children
 from torch import nn
 
 import modicum
@@ -56,14 +56,6 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def fork() -> int:
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(600)
-        os._exit(0)
-    return pid
-
-
 def measured(state_format: str) -> dict[str, int]:
     model = model_of(torch.float32 if state_format == "fp32" else torch.bfloat16)
     gc.collect()
@@ -73,15 +65,12 @@ def measured(state_format: str) -> dict[str, int]:
     made = rss_anon() - before
     train(model, optimizer, 3)
     stepped = rss_anon() - before
-    children = [fork(), fork()]
-    time.sleep(0.1)
-    pids = [os.getpid(), *children]
-    forked = pss_anon(pids)
-    train(model, optimizer, 2)
-    written = pss_anon(pids)
-    for child in children:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    with living_children(2) as children:
+        time.sleep(0.1)
+        pids = [os.getpid(), *children]
+        forked = pss_anon(pids)
+        train(model, optimizer, 2)
+        written = pss_anon(pids)
     held = sum(optimizer.held[state_format].values()) - numel
     return {
         "parameters": numel,

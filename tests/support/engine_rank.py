@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import importlib.util
 import os
 import sys
 from argparse import Namespace
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import EXAMPLES, example
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -23,8 +23,6 @@ from torch.distributed.tensor import DTensor, Shard
 import modicum.torch.dcp
 from modicum.torch import empty_parameters, fsdp2_load_full_state_dict
 from modicum.torch.loading import memory
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 class Experts(nn.Module):
@@ -322,18 +320,11 @@ def _drawn(shape: torch.Size, seed: torch.Tensor) -> torch.Tensor:
 # ---- the engine of the examples
 
 
-def _example(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def engine(directory: str, dtype: str = "bfloat16", **options: Any) -> dict[str, Any]:
     """What the example's engine holds on this rank, and what it has read and held meanwhile."""
     from torch_rank import held_bytes, local_state, read_bytes, whole_state
 
-    module = _example("engine_memory_efficient_load")
+    module = example("engine_memory_efficient_load")
     torch.manual_seed(0)
     how = module.Options(directory=directory, dtype=getattr(torch, dtype), **options)
     gc.collect()
@@ -379,7 +370,7 @@ def strategy(**options: Any) -> dict[str, Any]:
     os.environ.update({name: str(word) for name, word in words.items()})
     sys.path.insert(0, str(EXAMPLES))  # as of a script there
     how = {"dtype": "float32", "budget": None, "steps": 2, "memory_efficient_init": False}
-    return _example("strategies").run(Namespace(**how | options), "cpu")
+    return example("strategies").run(Namespace(**how | options), "cpu")
 
 
 ACTS = {

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -85,6 +87,24 @@ def tree_of(pid: int) -> list[int]:
     for child in children_of(pid):
         found += tree_of(child)
     return found
+
+
+@contextlib.contextmanager
+def living_children(count: int) -> Iterator[list[int]]:
+    """The pids of forked children of this process, which live until the end of the block."""
+    pids: list[int] = []
+    try:
+        for _ in range(count):
+            pid = os.fork()
+            if pid == 0:
+                signal.pause()
+                os._exit(0)
+            pids.append(pid)
+        yield pids
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 # ---- checkpoints written by the safetensors package

@@ -1,9 +1,8 @@
-"""What a rank does when it is asked (`ranks.py`): the table of acts at the end."""
+"""The acts of a rank (`ranks.py`): `ACTS` at the end is their table."""
 
 import contextlib
 import gc
 import hashlib
-import importlib.util
 import os
 import socket
 import time
@@ -16,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from ranks import failed
+from ranks import example, failed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-# Imported late otherwise, by every forked rank for itself.
+# Imported here for the fork server, or each rank would import them when it first needs them.
 from transformers.models.llama import modeling_llama  # noqa: F401
 from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
@@ -30,20 +29,21 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 import modicum.torch
 from modicum.torch.ranks import group
 
+with contextlib.suppress(ImportError):
+    import accelerate  # noqa: F401
+
 transformers.utils.logging.disable_progress_bar()
 
 STEPS = 5
 CONNECT_LIMIT = timedelta(seconds=120)
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples/finetune_fsdp2.py"
 
 _folder = Path()
 
 
 def join(rank: int, world: int, folder: Path) -> None:
-    """The process group, as torchrun's environment would have made it. Rank 0 has the store."""
+    """Joins the process group, as under torchrun. Rank 0 has the store."""
     global _folder
     _folder = folder
-    torch.set_num_threads(1)
     port = folder / "port"
     if rank == 0:
         store = dist.TCPStore("localhost", 0, world, True, CONNECT_LIMIT, wait_for_workers=False)
@@ -57,7 +57,7 @@ def join(rank: int, world: int, folder: Path) -> None:
 
 
 def greet() -> int:
-    """All have come."""
+    """A barrier: all ranks have joined."""
     dist.barrier()
     return os.getpid()
 
@@ -69,17 +69,17 @@ def built(
     directory: str, dtype: str | None, mesh: list[int], by: str = "modicum", masters: bool = False
 ) -> Any:
     """A sharded causal language model: with torch's own load before it is cut, or empty, or
-    ("to_empty") with memory that nobody has written."""
+    ("to_empty") with uninitialised memory."""
     as_dtype = getattr(torch, dtype) if dtype else "auto"
     kind = transformers.AutoModelForCausalLM
-    # What the default takes on CPUs wants sizes that are not awkward.
+    # The default implementation on CPUs supports only even sizes.
     config = transformers.AutoConfig.from_pretrained(directory, experts_implementation="eager")
     if by == "torch":
         model = kind.from_pretrained(directory, config=config, dtype=as_dtype)
     elif by == "to_empty":
         with torch.device("meta"):
             model = kind.from_config(config, dtype=config.dtype if dtype is None else as_dtype)
-        torch.use_deterministic_algorithms(True)  # what nobody has written is NaN
+        torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
         model = sharded(model.train(), mesh, masters).to_empty(device="cpu")
         torch.use_deterministic_algorithms(False)
         return model
@@ -90,7 +90,7 @@ def built(
 
 
 def sharded(model: Any, mesh: list[int], masters: bool = False) -> Any:
-    """Each layer by itself, the rest together; of two mesh axes the first one replicates."""
+    """Shards each layer as a unit, and the rest; the first of two mesh axes replicates."""
     names = ("replica", "shard")[-len(mesh) :]
     arguments: dict[str, Any] = {"mesh": init_device_mesh("cpu", tuple(mesh), mesh_dim_names=names)}
     if masters:
@@ -111,13 +111,13 @@ def told(tensor: torch.Tensor) -> str:
 
 
 def local_state(model: Any) -> dict[str, str]:
-    """What this rank holds, by name."""
+    """Digests of this rank's shards and buffers, by FQN."""
     state = model.state_dict()
     return {n: told(t.to_local() if isinstance(t, DTensor) else t) for n, t in state.items()}
 
 
 def whole_state(model: Any) -> dict[str, str]:
-    """What all hold together, by name."""
+    """Digests of the gathered tensors, by FQN."""
     state = model.state_dict()
     return {n: told(t.full_tensor() if isinstance(t, DTensor) else t) for n, t in state.items()}
 
@@ -126,7 +126,7 @@ def whole_state(model: Any) -> dict[str, str]:
 
 
 def groups(model: Any) -> list[dict[str, Any]]:
-    """Three that learn differently, in another order than the model's; a norm is frozen."""
+    """Three groups with different options, in another order than the model's; a norm is frozen."""
     named = dict(model.named_parameters())
     frozen = "model.layers.0.input_layernorm.weight"
     named.pop(frozen)
@@ -183,7 +183,7 @@ def train(
 
 
 def steps(model: Any, optimizer: Any) -> list[str]:
-    """The losses of this rank's batches, in hexadecimal: all bits."""
+    """The losses of this rank's batches, in hexadecimal, which shows all bits."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(STEPS):
@@ -206,7 +206,7 @@ def loaded(
     dtype: str | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """What this rank then holds and has read, and the report."""
+    """This rank's shards, the bytes that it read, and the report."""
     model = built(directory, dtype, mesh, by)
     if by == "torch":
         return {"state": local_state(model)}
@@ -223,13 +223,13 @@ def loaded(
 
 
 def read_bytes() -> int:
-    """What this process has asked `read` for so far, by the kernel's count."""
+    """Bytes that this process has read so far, by the kernel's count."""
     lines = Path("/proc/self/io").read_text().split()
     return int(lines[lines.index("rchar:") + 1])
 
 
 def on_host(name: str) -> None:
-    """Lets Modicum take this rank for one of another host."""
+    """Makes this rank report another host name."""
     socket.gethostname = lambda: name
 
 
@@ -246,12 +246,12 @@ def tried(
     again: bool = True,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """A load from `source` that may fail: how it did, what it leaves, and a second one from
-    `directory`, which must not.
+    """A load from `source` that may fail, and then one from `directory` that must not: the failure,
+    the state of the model after it, and the final shards.
 
     Args:
-        pause_s: to sleep when all have agreed and this rank has read nothing.
-        truncate: a file to cut short at that time.
+        pause_s: sleep after all ranks have agreed on the plan, before this rank reads data.
+        truncate: a file to truncate at that time.
         again: whether there is a second load.
     """
     model = built(directory, None, mesh)
@@ -282,7 +282,7 @@ def tried(
 
 @contextlib.contextmanager
 def once_agreed(act: Callable[[], None]) -> Iterator[None]:
-    """Calls `act` when all ranks know that they have the same plan; no data is read before."""
+    """Calls `act` after all ranks have agreed on the plan, before any data is read."""
     agree = group.Ranks.agree
 
     def agree_and_act(self: group.Ranks, digest: str) -> None:
@@ -300,7 +300,7 @@ def once_agreed(act: Callable[[], None]) -> Iterator[None]:
 
 
 def held_bytes(*names: str) -> int:
-    """Lines of this process's status, summed."""
+    """The sum of some lines of /proc/self/status."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(lines[name].split()[0]) for name in names) * 1024
 
@@ -308,10 +308,10 @@ def held_bytes(*names: str) -> int:
 def measured(
     directory: str, mesh: list[int], by: str, dtype: str | None = None, **arguments: Any
 ) -> dict[str, Any]:
-    """How much anonymous and shared memory this process has more at its peak, by the kernel.
+    """The growth of this process's anonymous and shared memory, at the peak and at the end, from
+    the kernel's counters.
 
-    `by` "torch" is the loader that everybody writes first: every rank loads the model and then
-    keeps its part.
+    `by` "torch" is the naive loader: every rank loads the whole model, then shards it.
     """
     model = None if by == "torch" else built(directory, dtype, mesh)
     gc.collect()
@@ -335,7 +335,7 @@ def measured(
 
 
 def write(directory: str, family: str, **changes: Any) -> None:
-    """A tiny model, as the hub has it, in three files; rank 0 writes it."""
+    """Rank 0 writes a tiny model in three files, in the format of the hub."""
     import families
 
     if dist.get_rank() != 0:
@@ -346,13 +346,10 @@ def write(directory: str, family: str, **changes: Any) -> None:
     one.write(one.build(), Path(directory))
 
 
-def example(directory: str, mesh: list[int], dtype: str, steps: int) -> None:
-    """The example's training of what torch itself has loaded; it prints losses."""
-    spec = importlib.util.spec_from_file_location("example", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def trained_by_example(directory: str, mesh: list[int], dtype: str, steps: int) -> None:
+    """The example's training of a model loaded by torch; prints losses."""
     model = built(directory, dtype, mesh, "torch")
-    module.train(model, steps, "cpu")
+    example("finetune_fsdp2").train(model, steps, "cpu")
 
 
 ACTS: dict[str, Callable[..., Any]] = {
@@ -363,7 +360,7 @@ ACTS: dict[str, Callable[..., Any]] = {
     "tried": tried,
     "measured": measured,
     "write": write,
-    "example": example,
+    "example": trained_by_example,
 }
 
 import accelerate_rank  # noqa: E402  (whose acts are made of those above)

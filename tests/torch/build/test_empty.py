@@ -496,7 +496,7 @@ def probe(code: str) -> Any:
     """What `code`, with the lines above, prints: in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE + code],
-        env=os.environ | {"PYTHONPATH": str(PACKAGE), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(PACKAGE)},
         capture_output=True,
         text=True,
         timeout=100,

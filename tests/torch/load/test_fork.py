@@ -18,6 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from program import living_children  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402  (after torch is known to be there)
 from sharding import playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
@@ -30,9 +31,6 @@ from modicum.errors import BudgetError, Error, UsageError  # noqa: E402
 from modicum.torch.accelerate import loading  # noqa: E402
 
 pytestmark = pytest.mark.alone  # forks, and measures what this process and its children hold
-
-# A forked child has none of its parent's threads: OpenMP's would be waited for in vain.
-torch.set_num_threads(1)
 
 ROWS, COLUMNS = 4096, 64
 LR = 1e-4
@@ -373,23 +371,6 @@ def figures(*pids: int) -> dict[str, int]:
             if name in held:
                 held[name] += int(line.split()[1]) * 1024
     return held
-
-
-@contextmanager
-def living_children(count: int) -> Iterator[list[int]]:
-    pids = []
-    for _ in range(count):
-        pid = os.fork()
-        if pid == 0:
-            time.sleep(600)
-            os._exit(0)
-        pids.append(pid)
-    try:
-        yield pids
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize("fork", ("excluded", "shared", "inherited"))

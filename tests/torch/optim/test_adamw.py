@@ -35,15 +35,6 @@ FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-2
 SPLIT = FORMATS[1:]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is this small is not for several, which wait for each other by spinning."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Net(nn.Module):
     """Sizes that no vector divides; a matrix that is used twice; one that may stay unused."""
 

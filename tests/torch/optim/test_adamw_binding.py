@@ -15,7 +15,7 @@ import subprocess
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,6 @@ import modicum  # noqa: E402
 from modicum.torch import AdamW  # noqa: E402
 
 FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is this small is not for several, which wait for each other by spinning."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Pair:

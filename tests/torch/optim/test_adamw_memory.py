@@ -30,7 +30,7 @@ COPIED = 3 << 20  # of what Python writes to, a reference count at a time
 def held() -> dict[str, dict[str, int]]:
     program = Path(__file__).parents[2] / "support/adamw_memory.py"
     # What is freed goes back to the kernel, so that only what is held is counted.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, str(program), *DECLARED],
         capture_output=True, text=True, timeout=300, env=environment,

@@ -1,14 +1,15 @@
-"""What the real DeepSpeed holds with its optimizer in host memory, and Modicum's under the same
-training: byte by byte, in forked workers too. Report 4.
+"""The memory of the real DeepSpeed with its optimizer on the host, and of Modicum's optimizer under
+the same training: by owner, forked workers included.
 
-House test; sums of Pss that are read without Modicum, DeepSpeed's own losses, and the forecast of
-`modicum plan` are compared. It catches these mutations: copies in workers overlooked, or counted by
-worker; a buffer of DeepSpeed's that is not looked at; protection that misses what the first step
-makes; a step of ours with other roundings than DeepSpeed's.
+House test against sums of Pss that are read without Modicum, DeepSpeed's own losses, and the
+forecast of `modicum plan`. It catches these mutations: copies in workers that are missed, or
+counted once per worker; a missed buffer of DeepSpeed's; a protection that misses allocations of the
+first step; a step that rounds differently from DeepSpeed's.
 """
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ RUNS = {
 
 
 class Runs:
-    """Each run once, when it is asked for; what it says after each epoch."""
+    """The lines that each run prints after its epochs. A run starts when it is first needed."""
 
     def __init__(self) -> None:
         self._done: dict[str, list[dict[str, Any]]] = {}
@@ -50,9 +51,11 @@ class Runs:
     @staticmethod
     def _run(workers: str, width: int, *words: str) -> list[dict[str, Any]]:
         program = Path(__file__).parents[2] / "support/zero2_memory.py"
-        # What is freed goes back to the kernel, so that only what is held is counted.
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+        # malloc returns freed memory to the kernel, so that only memory in use is counted.
+        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # its ninja
+        if ccache := shutil.which("ccache"):  # torch rejects a compiler of two words
+            environment |= {"CXX": f"{ccache} c++", "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
         command = [sys.executable, str(program), "--workers", workers, f"--width={width}", *words]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=600, env=environment
@@ -71,12 +74,13 @@ def owners(epoch: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def copied(epoch: dict[str, Any], *names: str) -> float:
-    """Bytes per parameter that workers keep of what is in host memory with a device, too."""
+    """Copies in workers, in bytes per parameter, of owners that are on the host with a device
+    too."""
     return sum(owners(epoch)[name]["copied_per_param"] for name in names or HOST)
 
 
 def assert_adds_up(runs: Runs, name: str) -> None:
-    """What is attributed, and what is fixed as the narrow model has it, are the tree's Pss."""
+    """The attributed bytes plus the narrow model's fixed ones equal the Pss of the process tree."""
     (narrow,) = runs["ours, narrow" if name.startswith("ours") else "none"]
     fixed = narrow["attribution"]["unexplained_bytes"]
     for epoch in runs[name]:
@@ -151,7 +155,7 @@ def test_ours_holds_16_and_makes_the_same_losses(runs: Runs) -> None:
 def test_the_forecast_is_what_happens(
     runs: Runs, modicum: Path, tmp_path: Path, name: str, flags: list[Any]
 ) -> None:
-    """`modicum plan --deepspeed` of the very parameters; what a device holds is not in it."""
+    """`modicum plan --deepspeed` of the same parameters; it excludes device memory."""
     width = RUNS[name][1]
     weights = {f"{2 * i}.weight": torch.zeros(width, width).bfloat16() for i in range(6)}
     save_file(weights, tmp_path / "model.safetensors")

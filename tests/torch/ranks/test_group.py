@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from clocks import WaitingClock
-from worlds import Ended, Told, World, killing
+from ranks import Ended, Told, World
 
 import modicum
 from modicum import _modicum
@@ -35,7 +35,7 @@ ALL_KNOW_S = 10
 
 @pytest.fixture(autouse=True)
 def no_world_is_left() -> Iterator[None]:
-    with killing():
+    with World.killing():
         yield
 
 
@@ -475,7 +475,7 @@ def loading_until_told(told: Told) -> Any:
 @pytest.fixture(scope="module")
 def lost() -> Iterator[dict[str, tuple[World, float]]]:
     """What takes long to be noticed, all at once: each world, and when it lost a rank."""
-    with killing():
+    with World.killing():
         worlds = {name: World(loading_until_told, 3, hosts=LOST[name][1]) for name in LOST}
         done = {}
         for name, world in worlds.items():
@@ -682,7 +682,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def own_shards(checkpoint: Path) -> list[list[bytes]]:
     """What each rank reads by itself."""
-    with killing():
+    with World.killing():
         ended = World(loading, 4, checkpoint, "own-shard").end()
     return [one.value for one in ended.values()]
 

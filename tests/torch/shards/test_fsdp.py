@@ -642,7 +642,6 @@ def test_two_ranks_train_as_fsdp2_would(tmp_path) -> None:
     program = Path(__file__).parents[2] / "support/two_ranks.py"
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     ranks = [
