@@ -63,16 +63,24 @@ def test_the_examples_are_what_the_program_does(modicum: Path, root: Path, tmp_p
         assert not (dump / f"rank-{len(lines):05d}.safetensors").exists()
 
 
-def test_the_table_of_chunks_is_torchs(root: Path) -> None:
+def test_the_table_of_chunks_is_torchs_and_the_programs(
+    modicum: Path, root: Path, tmp_path: Path
+) -> None:
     rows = re.findall(
         r"^\| (\d+) \| (\d+) \| (\d+) \| ([\d, ]+) \| ([\d, ]+) \|$",
         (root / "docs/internals/layout.md").read_text(),
         re.MULTILINE,
     )
     assert len(rows) >= 5
-    for size, world, chunk, sizes, firsts in rows:
+    for number, (size, world, chunk, sizes, firsts) in enumerate(rows):
         chunks = list(torch.arange(int(size)).chunk(int(world)))
         chunks += [torch.arange(0)] * (int(world) - len(chunks))
         assert int(chunk) == max(len(c) for c in chunks)
         assert sizes == ", ".join(str(len(c)) for c in chunks)
         assert firsts == ", ".join(str(int(c[0]) if len(c) else int(size)) for c in chunks)
+        directory, dump = tmp_path / f"m{number}", tmp_path / f"d{number}"
+        write(directory, [[int(size)]])
+        run_json(modicum, "load", directory, "--ranks", world, "--dump", dump)
+        for rank, expected in enumerate(chunks):
+            (local,) = load_file(dump / f"rank-{rank:05d}.safetensors").values()
+            assert local.tolist() == expected.tolist(), (size, world, rank)

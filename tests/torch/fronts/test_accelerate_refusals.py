@@ -7,9 +7,11 @@ lost, without a word.
 
 import contextlib
 import copy
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -378,9 +380,13 @@ def test_a_model_without_prepare_is_refused_at_the_end(one_rank: None) -> None:
         model(TOKENS)
 
 
-def test_a_model_that_is_thrown_away_is_none() -> None:
-    with loading():
-        build()
+def test_a_deleted_model_is_ignored() -> None:
+    """Nothing keeps it alive, so that it was never prepared is no error."""
+    with loading() as active:
+        model = weakref.ref(build())
+        gc.collect()
+        assert model() is None
+    assert active.report is None
 
 
 def test_a_model_from_elsewhere_is_refused(one_rank: None) -> None:

@@ -376,10 +376,17 @@ def test_rank_0_shows_what_happens(rank: int, capfd: pytest.CaptureFixture[str])
     assert ("Loading weights: 100%" in told) == (rank == 0)
 
 
-def test_a_bar_needs_nothing_but_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tqdm_there_is_no_bar(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with playing_new_rank(0, 1):
-        load(shard(empty("llama"), Cut("fsdp2", (1,))), checkpoint_of("llama"), progress=True)
+        model = shard(empty("llama"), Cut("fsdp2", (1,)))
+        load(model, checkpoint_of("llama"), progress=True)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    told = capfd.readouterr().err
+    assert "own-shard, 1 rank on 1 node" in told
+    assert "Loading weights" not in told
 
 
 # ---- refusals

@@ -146,12 +146,6 @@ def test_what_progress_raises_ends_the_load() -> None:
     assert caught.value.category == "INTERNAL"
 
 
-def test_the_librarys_board_has_what_is_asked_of_it() -> None:
-    board = _modicum.Board(Ranks.of_world())
-    assert board.progress == 0
-    board.fail("another rank's words", 2)
-
-
 # ---- hosts
 
 
@@ -277,21 +271,6 @@ def test_ranks_that_disagree_all_say_who() -> None:
     facts = all_raise(ended, "IoError", 2, category="CONFLICT", code=20, expected="d", got="e")
     what = "rank 2 (and 1 more) has other inputs than rank 0"
     assert facts["message"] == f"CONFLICT: {what} (expected d, got e)"
-
-
-def going_in_blindly(told: Told) -> Any:
-    """The naive way: a collective is entered, and rank 1 has another number of tensors."""
-    group = dist.new_group(timeout=timedelta(seconds=3))
-    dist.barrier()
-    for _ in range(2 if told.rank == 0 else 3):
-        dist.all_reduce(torch.ones(4), group=group)
-
-
-def test_a_collective_would_hang_where_ranks_disagree() -> None:
-    ended = World(going_in_blindly, 2).end()
-    assert ended[0].error == "", "rank 0 knows of nothing"
-    assert ended[1].error == "RuntimeError"
-    assert "category" not in ended[1].facts
 
 
 def reducing(told: Told) -> Any:
@@ -677,6 +656,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shapes = {"large": (1031, 1021), "small": (3,), "bias": (64, 7), "scalar": ()}
     save_file({name: torch.randn(shape) for name, shape in shapes.items()}, path)
     return path
+
+
+def test_a_failure_on_the_board_ends_the_librarys_load(checkpoint: Path) -> None:
+    recipe = modicum.make_recipe(modicum.open_checkpoint(checkpoint))
+    plan = modicum.make_plan(recipe, modicum.make_layout(recipe, ranks=2), strategy="own-shard")
+    board = _modicum.Board(Ranks.of_world())
+    assert board.progress == 0
+    board.fail("no space left", 1)
+    with pytest.raises(PeerError, match="no space left") as caught:
+        _modicum.load(plan, 0, board, modicum.Ledger())
+    assert caught.value.culprit_rank == 1
 
 
 @pytest.fixture(scope="module")

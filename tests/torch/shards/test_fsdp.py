@@ -267,12 +267,14 @@ def test_another_torch_is_refused(fact: str, monkeypatch) -> None:
 # ---- dtypes of a unit
 
 
-def typed(dtypes: dict[str, Any], frozen: str = "") -> tuple[Any, dict[str, Any]]:
-    """Two layers in one unit, filled with what has those dtypes, and all dtypes by FQN."""
+def typed(dtypes: dict[str, Any], frozen: str = "", units: int = 1) -> tuple[Any, dict[str, Any]]:
+    """Two layers in one or two FSDP2 units, filled in these dtypes, and all dtypes by FQN."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     if frozen:
         model.get_parameter(frozen).requires_grad_(False)
+    if units == 2:
+        fully_shard(model[1])
     fully_shard(model)
     managed = fsdp_params(model)
     for name, parameter in model.named_parameters():
@@ -307,11 +309,11 @@ def test_two_dtypes_that_fsdp2_takes(rank: None) -> None:
 
 
 def test_two_dtypes_in_two_units(rank: None) -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    fully_shard(model[1])
-    fully_shard(model)
-    check_unit_dtypes(by_name(model), MIXED.__getitem__)
+    """FSDP2 accepts them at the first forward, and so does the check."""
+    model, dtypes = typed(MIXED, units=2)
+    check_unit_dtypes(by_name(model), dtypes.__getitem__)
+    model._get_fsdp_state()._lazy_init()
+    assert {name: p.dtype for name, p in model.named_parameters()} == MIXED
 
 
 # ---- handing over
@@ -493,9 +495,13 @@ def test_a_forward_on_meta_leaves_it_fit() -> None:
         model = nn.Linear(3, 3)
         torch.compile(model, backend="eager")(torch.empty(2, 3))
         model(torch.empty(2, 3)).sum().backward()
+    for name, parameter in model.named_parameters():
+        with pytest.raises(UsageError, match="a parameter has a gradient already"):
+            check_replaceable(name, parameter)
     model.zero_grad()
     for name, parameter in model.named_parameters():
-        check_replaceable(name, parameter)
+        hand_over(name, parameter, torch.ones(parameter.numel()))
+        assert parameter.device.type == "cpu" and (parameter == 1).all(), name
 
 
 def test_a_storage_of_another_size(rank: None) -> None:
