@@ -1,4 +1,4 @@
-"""What the Python tests share: the program under test, and a loud word if an oracle is missing."""
+"""Fixtures of all Python tests, and a warning if a package that tests compare with is missing."""
 
 import importlib.util
 import os
@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# What the tests compare with, each of them installed by scripts/venv.sh.
+# The packages that tests compare with; scripts/venv.sh installs them.
 ORACLES = ("torch", "transformers", "accelerate", "peft", "deepspeed")
 
 
@@ -37,8 +37,8 @@ def missing_oracles() -> str:
 
 
 def use_extensions_of_our_own(is_controller: bool) -> None:
-    """torch compiles DeepSpeed's extensions into a folder of this tree, and waits for a lock file
-    there without end, also for the file of a process that was killed."""
+    """Sets the folder where torch compiles DeepSpeed's extensions. torch waits there for a lock
+    file without a timeout, even if the process that made it was killed: stale ones are removed."""
     folder = ROOT / "build/torch-extensions"
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     for lock in folder.glob("**/lock") if is_controller else ():
@@ -47,7 +47,7 @@ def use_extensions_of_our_own(is_controller: bool) -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     use_extensions_of_our_own(is_controller=not hasattr(session.config, "workerinput"))
-    # A shell starts what runs in its background with Ctrl-C ignored, and children inherit that.
+    # A shell starts its background processes with SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     missing = missing_oracles()
     if missing and os.environ.get("CI") == "true":
@@ -70,7 +70,7 @@ def root() -> Path:
 def modicum(request: pytest.FixtureRequest) -> Path:
     """The program under test; fails where it has not been built."""
     program = Path(request.config.getoption("--modicum")).resolve()
-    assert program.is_file(), f"{program} is not there; run `make build` or `make test-dev`"
+    assert program.is_file(), f"no {program}; run `make build` or `make test-dev`"
     return program
 
 
@@ -78,13 +78,13 @@ def modicum(request: pytest.FixtureRequest) -> Path:
 def wheel(request: pytest.FixtureRequest) -> Path:
     """The wheel under test; fails where it has not been built."""
     wheels = sorted(Path(request.config.getoption("--wheels")).resolve().glob("modicum-*.whl"))
-    assert len(wheels) == 1, f"one wheel is due, there are {wheels}; run `make test-python`"
+    assert len(wheels) == 1, f"expected one wheel, got {wheels}; run `make test-python`"
     return wheels[0]
 
 
 @pytest.fixture(scope="session")
 def gpt2(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of true names and shapes that takes no room: one layer of gpt2."""
+    """A sparse checkpoint with the names and shapes of one layer of gpt2."""
     directory = tmp_path_factory.mktemp("synth") / "gpt2"
     run_json(modicum, "synth", directory, "--arch", "gpt2", "--layers", 1, "--sparse")
     return directory

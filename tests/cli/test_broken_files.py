@@ -1,8 +1,8 @@
 """Directories whose optional files are broken, and files that change while they are loaded.
 
-House test. It catches these mutations: a config.json that can't be read taken for one that says
-nothing; a FIFO of that name waited for; warnings that one verb does not show; a file written over
-in the middle of a load that ends well.
+House test. It catches these mutations: an unreadable config.json treated as an empty one; a wait
+for a FIFO of that name; warnings that one verb omits; a load that succeeds although a file was
+overwritten meanwhile.
 """
 
 import json
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import modicum as library
 from modicum import _modicum
 
-# What makes a file that can't be read of a path, and what the error is where it is needed.
+# Ways to make a file unreadable, and the exit code of a verb that has to read it.
 BREAKAGES: dict[str, tuple[Callable[[Path], Any], int]] = {
     "empty": (lambda path: path.write_text(""), 10),
     "cut off": (lambda path: path.write_text('{"model_type": "x"'), 10),
@@ -34,7 +34,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], Any], int]] = {
 
 
 def fp8_checkpoint(directory: Path) -> Path:
-    """Codes in ragged blocks of 128 x 128 that blocks of 96 x 128 would fit, too."""
+    """FP8 codes whose scale grid fits blocks of 128 x 128 and of 96 x 128."""
     directory.mkdir()
     tensors = {
         "w.weight": torch.ones(192, 128).to(torch.float8_e4m3fn),
@@ -101,8 +101,8 @@ def test_an_unknown_key_of_deepspeeds_is_refused(modicum: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("strategy", ["own-shard", "node-reader", "replica-striped"])
 def test_a_file_that_changes_between_two_reads_is_a_conflict(tmp_path: Path, strategy: str) -> None:
-    """A real file, touched while the n-th piece of it is copied to where it belongs; strategies
-    that read the whole model first have compared it by then."""
+    """A real file, touched while its n-th piece is copied to its destination; strategies that read
+    the whole model first have compared it by then."""
     directory = tmp_path / "model"
     directory.mkdir()
     path = directory / "model.safetensors"

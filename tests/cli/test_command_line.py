@@ -1,9 +1,9 @@
-"""No flag is taken without effect, no output is lost, no refusal leaves out what would help.
+"""No flag is accepted without effect, no output is lost, and a refusal names an alternative.
 
-House test. It catches these mutations: an empty value taken for a flag that is not given; a regular
-expression that matches nothing; a number read as octal; a plan that does not fit and ends with 0;
-an alternative that does not fit; lost output with exit code 0; an answer written into a file that
-has got the number of a closed descriptor; more ranks than the machine bears.
+House test. It catches these mutations: an empty value treated as an absent flag; a regular
+expression that matches no tensor; a number parsed as octal; exit code 0 for a plan that does not
+fit; a suggested alternative that does not fit; exit code 0 after lost output; output written into a
+file that reused the number of a closed descriptor; more ranks than the machine can start.
 """
 
 import json
@@ -120,7 +120,7 @@ def test_short_names_of_dtypes(modicum: Path, moe: Path) -> None:
 
 
 def refused(modicum: Path, *words: object) -> dict[str, Any]:
-    """The document of a plan that ends with 15."""
+    """The JSON of a plan that does not fit (exit code 15)."""
     done = run(modicum, "plan", *words, "--json")
     assert done.code == 15, (words, done.code, done.stderr)
     assert "BUDGET" in done.stderr
@@ -139,7 +139,8 @@ ASKED = [
 
 @pytest.mark.parametrize("asked", ASKED)
 def test_what_would_fit_does_fit(modicum: Path, dense: Path, asked: tuple[object, ...]) -> None:
-    """Every alternative, fed back as flags, is what `plan` and `load` promise, and fits."""
+    """Every suggested alternative fits: `plan` and `load` accept it as flags, with the same
+    bytes."""
     words = (dense, "--ranks", 4, *asked)
     strategy = asked[asked.index("--strategy") + 1] if "--strategy" in asked else "own-shard"
     smallest = () if "--staging" in asked else ("--staging", "1MiB")
@@ -178,7 +179,7 @@ def test_what_would_fit_does_fit(modicum: Path, dense: Path, asked: tuple[object
 
 
 def changed(asked: tuple[object, ...], flags: str) -> list[object]:
-    """The asked flags with those that a text of flags replaces."""
+    """`asked` with the flags of `flags` replaced or added."""
     words = flags.split()
     result = list(asked)
     for flag, value in zip(words[::2], words[1::2], strict=True):
@@ -190,7 +191,7 @@ def changed(asked: tuple[object, ...], flags: str) -> list[object]:
 
 
 def alternative_flags(asked: tuple[object, ...], one: dict[str, Any]) -> list[object]:
-    """The asked flags with every input that an alternative names."""
+    """The requested flags, changed to those of an alternative."""
     flags = f"--strategy {one['strategy']} --staging {one['staging_bytes']}"
     flags += f" --ranks-per-node {one['ranks_per_node']}"
     if one["state_format"] is not None:
@@ -255,7 +256,7 @@ def test_output_that_is_lost(modicum: Path, moe: Path, tmp_path: Path) -> None:
         (tmp_path / str(n)).mkdir()
         for words in verbs_that_end_well(moe, tmp_path / str(n)):
             assert shell(modicum, redirection, *words) == 13, (redirection, words)
-    # A refusal keeps its own code: that nobody reads it is the lesser fault.
+    # A refusal keeps its own code, even if its output is lost.
     assert shell(modicum, ">/dev/full 2>/dev/null", "plan", moe, "--rank") == 2
 
 
@@ -294,7 +295,7 @@ def test_progress_has_a_rate_only_once_there_is_one(modicum: Path, moe: Path) ->
 def test_closed_descriptors_are_not_given_to_files(
     modicum: Path, moe: Path, tmp_path: Path
 ) -> None:
-    """What is printed must not end up in what is written."""
+    """Printed output must not end up in a written file."""
     right = tmp_path / "right"
     run_json(modicum, "load", moe, "--ranks", 2, "--dump", right, "--progress", "plain")
     words = ("load", moe, "--ranks", 2, "--progress", "plain")
@@ -315,7 +316,7 @@ def limit_files() -> None:
 
 
 def test_file_that_may_not_grow(modicum: Path, moe: Path, tmp_path: Path) -> None:
-    """SIGXFSZ would kill; what was begun is removed again."""
+    """SIGXFSZ would kill; the partial file is removed."""
     out = tmp_path / "out"
     for words in (("load", moe, "--ranks", 2, "--dump", out), ("synth", out, "--arch", "tiny-moe")):
         done = subprocess.run(

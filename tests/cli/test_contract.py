@@ -1,9 +1,9 @@
-"""What the command line promises to scripts: help, exit codes, error objects, keys, and that `plan`
-promises exactly the run that `load` makes.
+"""What scripts may rely on: help, exit codes, error objects, JSON keys, and that `plan` predicts
+exactly the run that `load` makes.
 
-House test. It catches these mutations: a budget compared with `<` instead of `<=`; a plan made with
-other staging than the load's; an error without its file or its shortfall; an output that is
-overwritten.
+House test. It catches these mutations: a budget compared with `<` instead of `<=`; a plan with
+another staging size than the load; an error without its file or its shortfall; an existing output
+that is overwritten.
 """
 
 import itertools
@@ -40,7 +40,7 @@ def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(modicum: Path, tmp_path: Path) -> Path:
-    """A small model of several files, to be spoilt."""
+    """A small model in several files, which a test may damage."""
     directory = tmp_path / "broken"
     run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--shard-size", 800)
     assert len(shards_of(directory)) > 2
@@ -117,7 +117,7 @@ def test_plan_has_a_row_per_strategy_and_load_knows_no_other(modicum: Path, moe:
     assert all(name in error["message"] for name in STRATEGIES)
 
 
-# ---- what is broken in a checkpoint
+# ---- broken checkpoints
 
 
 def test_missing_directory(modicum: Path, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_existing_outputs_are_refused(modicum: Path, moe: Path, tmp_path: Path) 
 
 
 def test_budget_to_the_byte(modicum: Path, moe: Path) -> None:
-    """The promised peak is accepted; a byte less is refused, with who holds what."""
+    """The predicted peak is accepted; a byte less is refused, with the bytes of each owner."""
     for strategy, staging in itertools.product(STRATEGIES, ("1MiB", "3MiB")):
         flags = (moe, "--ranks", 3, "--strategy", strategy, "--staging", staging)
         needed = node_peak(run_json(modicum, "plan", *flags), strategy)
@@ -237,7 +237,7 @@ def assert_over_budget(error: dict[str, Any], needed: int, allowed: int) -> None
 
 
 def test_default_staging_shrinks_to_fit(modicum: Path, moe: Path) -> None:
-    """A little less than the default needs is met by less staging, in `plan` and `load` alike."""
+    """With a little less than the default needs, `plan` and `load` both shrink staging."""
     flags = (moe, "--ranks", 3)
     needed = node_peak(run_json(modicum, "plan", *flags), "own-shard")
     least = node_peak(run_json(modicum, "plan", *flags, "--staging", "1MiB"), "own-shard")
@@ -252,7 +252,7 @@ def test_default_staging_shrinks_to_fit(modicum: Path, moe: Path) -> None:
 
 
 def refused_plan(modicum: Path, *words: object) -> dict[str, Any]:
-    """The whole document of a plan that does not fit, which ends with 15."""
+    """The JSON of a plan that does not fit (exit code 15)."""
     done = run(modicum, "plan", *words, "--json")
     assert done.code == 15, done.stderr
     assert done.json["fits"] is False and done.json["would_fit"] is not None
@@ -363,7 +363,7 @@ def test_progress_goes_to_stderr(modicum: Path, moe: Path) -> None:
 
 
 def flag_grid() -> Iterator[tuple[object, ...]]:
-    """Every layout, destination and dtype somewhere, not all with all."""
+    """Flags that cover every layout, destination and dtype, but not every combination."""
     worlds = ((1, 1), (3, 3), (5, 2), (8, 4))
     ways = (
         (),
@@ -405,7 +405,7 @@ def test_traffic_of_the_strategies(modicum: Path, moe: Path) -> None:
 
 
 def test_offsets_are_where_the_file_says(modicum: Path, moe: Path) -> None:
-    """`inspect` and an independent reading of the header agree."""
+    """`inspect` agrees with an independent parse of the header."""
     file = moe / "model.safetensors"
     for tensor in run_json(modicum, "inspect", moe)["tensors"]:
         assert tensor["begin"] == offset_of(file, tensor["name"])

@@ -1,9 +1,9 @@
-"""Faults from outside while ranks load: killed, stopped and interrupted processes, failing reads.
+"""External faults while ranks load: killed, stopped and interrupted processes, failing reads.
 
-House test. It catches these mutations: a supervisor that waits for the dead; a stop taken for a
-stall, or not noticed; ranks that outlive their launcher; a rank blamed for the signal that its
-whole group was sent; a launcher that does not hear it while it plans, forks or writes; EINTR taken
-for an error, EIO retried, a short read taken for a whole one.
+House test. It catches these mutations: a supervisor that waits for a dead rank; a stopped rank
+reported as stalled, or not noticed; ranks that outlive their launcher; one rank blamed for a signal
+to the whole process group; a launcher that ignores that signal while it plans, forks or writes;
+EINTR treated as an error, EIO retried, a short read treated as complete.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def clock() -> Iterator[WaitingClock]:
 
 @pytest.fixture(scope="module")
 def large(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that takes some seconds to load, in holes."""
+    """A sparse model that takes seconds to load."""
     directory = tmp_path_factory.mktemp("faults") / "large"
     run_json(modicum, "synth", directory, "--arch", "qwen2.5-0.5b", "--sparse")
     return directory
@@ -50,7 +50,7 @@ def small(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def until(claim: Callable[[], bool], what: str, within_s: float = DEADLINE_S) -> float:
-    """Waits until a claim is true; how long that took."""
+    """Waits until a condition holds; returns how long it took."""
     begin = time.monotonic()
     while not claim():
         assert time.monotonic() - begin < within_s, f"not within {within_s} s: {what}"
@@ -65,7 +65,7 @@ def name_of(pid: int) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -74,7 +74,7 @@ def is_running(pid: int) -> bool:
 
 
 class Loading:
-    """A load of four ranks that is under way."""
+    """A running load of four ranks."""
 
     def __init__(self, clock: WaitingClock, modicum: Path, directory: Path, *flags: object) -> None:
         self.clock = clock
@@ -89,7 +89,7 @@ class Loading:
         self.ranks: list[int] = []
 
     def has_ranks(self) -> bool:
-        """Looks for the rank processes; keeps their pids by rank."""
+        """Finds the rank processes and stores their pids by rank."""
         assert self.process.poll() is None, f"ended too early: {self.process.communicate()}"
         named = {name_of(pid): pid for pid in children_of(self.process.pid)}
         wanted = [f"modicum-rank-{rank}" for rank in range(RANKS)]
@@ -97,7 +97,7 @@ class Loading:
         return len(self.ranks) == RANKS
 
     def end(self, within_s: float = DEADLINE_S) -> Ended:
-        """Waits for the end; nobody may be left."""
+        """Waits for the end; no process may be left."""
         begin_s = time.monotonic()
         out, err = self.process.communicate(timeout=4 * DEADLINE_S)
         assert self.clock.seconds(begin_s) <= within_s
@@ -106,7 +106,7 @@ class Loading:
         return Ended(self.process.returncode, out, err)
 
     def clean_up(self) -> None:
-        """Ends whatever a failed test has left."""
+        """Kills processes that a failed test left."""
         for pid in [self.process.pid, *self.ranks]:
             with contextlib.suppress(ProcessLookupError):
                 if is_running(pid):
@@ -116,7 +116,7 @@ class Loading:
 
 @pytest.fixture
 def loading(clock: WaitingClock, modicum: Path, large: Path) -> Iterator[Callable[..., Loading]]:
-    """Starts loads, and ends those that are left."""
+    """Starts loads, and kills those that still run at the end."""
     begun: list[Loading] = []
 
     def start(*flags: object) -> Loading:
@@ -131,7 +131,7 @@ def loading(clock: WaitingClock, modicum: Path, large: Path) -> Iterator[Callabl
 
 
 def assert_blames(done: Ended, rank: int, pid: int, *causes: str) -> None:
-    """17, with the culprit in JSON and in words."""
+    """Exit code 17; the JSON and the message name the culprit."""
     assert done.code == 17, (done.code, done.stderr)
     assert done.error["category"] == "PEER" and done.error["code"] == 17
     assert done.error["culprit_rank"] == rank
@@ -162,7 +162,7 @@ def test_stopped_rank(loading, strategy: str) -> None:
 
 
 def test_short_stop_is_nothing(loading) -> None:
-    """What counts is how long it was: on a busy machine it may be longer than was asked for."""
+    """On a busy machine a stop may last longer than requested, so its real length is measured."""
     stops_s = []
     for _ in range(TRIES):
         one = loading()
@@ -213,7 +213,7 @@ def test_launcher_that_is_told_to_stop(loading, told: signal.Signals, code: int)
 @pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
 @pytest.mark.parametrize("times", (20, pytest.param(100, marks=pytest.mark.soak)))
 def test_group_that_is_told_to_stop(loading, told: signal.Signals, code: int, times: int) -> None:
-    """scancel, systemd and timeout signal every process: ranks that die of it are no culprits."""
+    """scancel, systemd and timeout signal every process: ranks that die of it are not culprits."""
     for turn in range(times):
         one = loading()
         if turn % 2 == 0:
@@ -259,7 +259,7 @@ def test_launcher_without_ranks_that_is_told_to_stop(
 
 
 def test_launcher_that_starts_very_many_ranks_hears_a_signal(modicum: Path, small: Path) -> None:
-    """The ranks wait until all have been started, and leave it the processors to hear with."""
+    """The ranks wait until all have been started, so the launcher gets CPU time to handle it."""
     words = ("load", small, "--ranks", 5000, "--oversubscribe", "--budget", "none", "--json")
     process = subprocess.Popen(
         [modicum, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -295,7 +295,7 @@ def can_inject() -> None:
 
 
 def inject(modicum: Path, directory: Path, file: str, fault: str, *flags: object) -> Ended:
-    """A load whose preads of one file fail as strace is told; the file must have been read."""
+    """A load in which strace makes preads of one file fail; asserts that the file was read."""
     trace = directory.parent / "trace"
     strace = ("strace", "-f", "-o", trace, "-P", directory / file)
     strace += ("-e", "trace=pread64", "-e", f"inject=pread64:{fault}")
@@ -310,7 +310,7 @@ def inject(modicum: Path, directory: Path, file: str, fault: str, *flags: object
 def test_failing_read(
     modicum: Path, small: Path, can_inject: None, strategy: str, when: int
 ) -> None:
-    """The n-th read of a file in any process: the first ones are the header, then come values."""
+    """The n-th read of a file in any process: header first, then values."""
     shards = sorted(file.name for file in small.glob("*.safetensors"))
     for file in (shards[0], shards[-1]):
         flags = ("--ranks", 2, "--strategy", strategy)
@@ -331,7 +331,7 @@ def test_interrupted_reads_are_made_again(modicum: Path, small: Path, can_inject
 
 
 def test_end_of_file_in_the_middle(modicum: Path, small: Path, can_inject: None) -> None:
-    """A read that brings nothing is no end of waiting: the file is shorter than it was."""
+    """A read of 0 bytes is not retried: the file was truncated."""
     file = sorted(small.glob("*.safetensors"))[0].name
     for when in (1, 3):
         done = inject(modicum, small, file, f"retval=0:when={when}", "--ranks", 2)

@@ -1,8 +1,8 @@
-"""The promise of memory against the kernel: what the ranks report of it, what it shows to somebody
-outside, and what it enforces in a cgroup.
+"""Predicted memory against the kernel's counters: as the ranks report them, as another process
+reads them, and as a cgroup limits them.
 
-House test. It catches these mutations: a rank's promise one page short; memory that is held and not
-charged; a window that outlives its use; a refusal that comes after the first read of data.
+House test. It catches these mutations: a rank's prediction one page short; memory that is held and
+not charged; a window that outlives its use; a refusal after the first read of data.
 """
 
 import json
@@ -23,7 +23,7 @@ REFUSAL_BYTES = 32 * MIB
 
 @pytest.fixture(scope="module")
 def qwen25(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """qwen2.5-0.5b, written whole: a gigabyte, which is not left behind."""
+    """qwen2.5-0.5b, not sparse: a gigabyte, removed at the end."""
     directory = tmp_path_factory.mktemp("memory") / "qwen2.5-0.5b"
     run_json(modicum, "synth", directory, "--arch", "qwen2.5-0.5b")
     yield directory
@@ -32,7 +32,7 @@ def qwen25(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def qwen3(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """qwen3-0.6b in holes: no disk, and as much memory as the whole one."""
+    """A sparse qwen3-0.6b: it uses no disk, and as much memory as a full one."""
     directory = tmp_path_factory.mktemp("memory") / "qwen3-0.6b"
     run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--sparse")
     return directory
@@ -40,7 +40,7 @@ def qwen3(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def promised(modicum: Path, qwen25: Path) -> int:
-    """What four ranks of own-shard are promised to hold."""
+    """The predicted memory of four ranks with own-shard."""
     return node_peak(run_json(modicum, "plan", qwen25, "--ranks", 4), "own-shard")
 
 
@@ -58,11 +58,11 @@ def load_in(inside: Cage, modicum: Path, directory: Path, *flags: object) -> End
     return Ended(process.returncode, out, err)
 
 
-# ---- what the ranks report of the kernel
+# ---- the kernel's figures in the report
 
 
 def assert_kept(loaded: dict[str, Any]) -> None:
-    """Never over the promise, never far below it, and nothing that nobody can explain."""
+    """Never above the prediction, never far below it, and little that is unexplained."""
     for rank in loaded["ranks"]:
         promised, held = rank["promised_bytes"], rank["kernel_peak_bytes"]
         assert held <= promised, rank
@@ -96,7 +96,7 @@ def test_promise_is_kept_and_close(modicum: Path, qwen25: Path, flags: tuple[Any
 def test_own_shard_passes_in_a_cage(
     modicum: Path, qwen25: Path, promised: int, can_cage: None
 ) -> None:
-    """Promise + 5 %, page cache included: what is read is dropped again behind the reader."""
+    """In the prediction + 5 %, page cache included: the reader drops pages that it has read."""
     drop_page_cache(qwen25)
     with cage(promised * 105 // 100) as inside:
         done = load_in(inside, modicum, qwen25, "--check", "values")
@@ -112,7 +112,7 @@ def test_own_shard_passes_in_a_cage(
 def test_full_per_rank_is_refused_in_a_cage(
     modicum: Path, qwen25: Path, promised: int, can_cage: None
 ) -> None:
-    """The page cache of whatever had been read would be charged to the cage."""
+    """Any data read would appear as page cache in the cgroup."""
     drop_page_cache(qwen25)
     with cage(promised * 105 // 100) as inside:
         done = load_in(inside, modicum, qwen25, "--strategy", "full-per-rank", "--budget", "auto")
@@ -141,7 +141,7 @@ def test_refusal_reads_no_data(modicum: Path, qwen25: Path, tmp_path: Path) -> N
 
 
 def test_kill_is_explained(modicum: Path, qwen25: Path, promised: int, can_cage: None) -> None:
-    """Without the refusal the kernel kills a rank, and the answer says which."""
+    """Without the check the kernel kills a rank, and the error names it."""
     with cage(promised * 105 // 100) as inside:
         done = load_in(inside, modicum, qwen25, "--strategy", "full-per-rank", "--budget", "none")
         assert inside.oom_kills() > 0
@@ -155,11 +155,11 @@ def test_kill_is_explained(modicum: Path, qwen25: Path, promised: int, can_cage:
     assert "memory" in done.stderr
 
 
-# ---- seen from outside
+# ---- as another process reads it
 
 
 def held_bytes(pid: int) -> int:
-    """A process's share of anonymous and shared memory; 0 where it has gone."""
+    """A process's share of anonymous and shared memory; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -169,7 +169,7 @@ def held_bytes(pid: int) -> int:
 
 
 def watched(modicum: Path, *words: object) -> tuple[dict[str, Any], int]:
-    """A run and the most that its process tree was seen to hold."""
+    """A run, and the highest sampled memory of its process tree."""
     process = subprocess.Popen(
         [str(modicum), *map(str, words), "--json"], stdout=subprocess.PIPE, text=True
     )
@@ -183,12 +183,12 @@ def watched(modicum: Path, *words: object) -> tuple[dict[str, Any], int]:
 
 @pytest.mark.parametrize("strategy", ("own-shard", "rank0-broadcast"))
 def test_promise_holds_for_an_onlooker(modicum: Path, qwen25: Path, strategy: str) -> None:
-    """Checking the values keeps the shards in place long enough to be seen."""
+    """Checking the values keeps the shards long enough for a sample."""
     flags = ("--ranks", 4, "--strategy", strategy, "--check", "values")
     loaded, seen = watched(modicum, "load", qwen25, *flags)
     node = loaded["nodes"][0]
     assert seen <= node["peak_bytes"]
-    assert seen >= loaded["checkpoint"]["bytes"], "the ranks were hardly looked at"
+    assert seen >= loaded["checkpoint"]["bytes"], "too few samples of the ranks"
 
 
 # ---- the three strategies
@@ -229,7 +229,7 @@ def test_models_held_besides_the_shards(modicum: Path, qwen3: Path, of_eight) ->
 
 
 def besides_shards(planned: dict[str, Any], loaded: dict[str, Any], name: str) -> int:
-    """What the kernel saw of a node less the shards that the plan counts."""
+    """The kernel's peak of a node minus the shards that the plan counts."""
     phases = strategy_of(planned, name)["nodes"][0]["phases"]
     (shards,) = [p["by_purpose"]["shards"] for p in phases if p["phase"] == "hold"]
     return loaded["nodes"][0]["kernel_peak_bytes"] - shards

@@ -1,9 +1,9 @@
-"""The verb `rehearse` and the flag `--optimizer`: load and steps in one budget, each phase beside
-its promise, in a cage, and digests that neither layout nor format may change.
+"""The verb `rehearse` and the flag `--optimizer`: load and steps in one budget, the memory of each
+phase against its prediction, in a cgroup, and digests that do not depend on layout or format.
 
-House test. It catches these mutations: a state that is not promised, or promised and not held; a
-budget that is looked at too late; replicas that count twice; a parameter that training reads and
-the step does not write; a promise of `plan` that is not the one of `load` or `rehearse`.
+House test. It catches these mutations: a state that is not predicted, or predicted and not held; a
+budget that is checked too late; replicas that count twice; a parameter that training reads and the
+step does not write; a prediction of `plan` that differs from that of `load` or `rehearse`.
 """
 
 import json
@@ -48,7 +48,7 @@ def promised(modicum: Path, directory: Path, *flags: object) -> int:
     return node_peak(run_json(modicum, "plan", directory, *flags), "own-shard")
 
 
-# ---- what it says
+# ---- output
 
 
 def test_keys(modicum: Path, moe: Path) -> None:
@@ -75,7 +75,7 @@ def test_an_optimizer_must_be_named(modicum: Path, moe: Path) -> None:
     assert error["category"] == "UNSUPPORTED"
 
 
-# ---- the same bits, however it is cut
+# ---- the same bits in every layout
 
 
 def test_neither_layout_nor_replicas_change_a_bit(modicum: Path, moe: Path) -> None:
@@ -97,7 +97,7 @@ def test_neither_layout_nor_replicas_change_a_bit(modicum: Path, moe: Path) -> N
 
 
 def test_split_is_exact_and_training_reads_what_was_stepped(modicum: Path, moe: Path) -> None:
-    """Gradients come in the parameter's dtype, so `fp32` and `fp32-split` get the same ones."""
+    """Gradients have the parameter's dtype, so `fp32` and `fp32-split` get the same ones."""
     whole = rehearse(modicum, moe, "fp32", "--ranks", 2)
     split = rehearse(modicum, moe, "fp32-split", "--ranks", 2)
     assert whole["digest_uninterrupted"] == split["digest_uninterrupted"]
@@ -119,7 +119,7 @@ def test_clipping_and_seed_matter(modicum: Path, moe: Path) -> None:
     assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
-# ---- the promise
+# ---- the prediction
 
 
 @pytest.mark.parametrize("state_format", ("fp32", "int8-moments"))
@@ -176,7 +176,7 @@ def test_every_phase_keeps_its_promise(
 
 
 def test_passes_in_a_cage_of_its_promise(modicum: Path, gpt2: Path) -> None:
-    """Promise + 5 %, page cache included; 1 % below the promise no page is touched."""
+    """The prediction + 5 %, page cache included; at 1 % less no page is touched."""
     if reason := why_no_cage():
         pytest.skip(reason)
     flags = ("--ranks", 4, "--optimizer", "adamw:fp32")

@@ -1,7 +1,7 @@
 """Planning a model of 91,991 tensors in 163 files is quick and holds little.
 
-House test. It catches these mutations: transfers counted one element at a time; a promise that
-looks every target up by going through all of them; own-shard reading a tensor whole.
+House test. It catches these mutations: transfers counted one element at a time; a prediction that
+finds each target by a linear search; own-shard reading a whole tensor.
 """
 
 import json
@@ -20,7 +20,7 @@ FILES, TENSORS = 163, 91_991
 RANKS, RANKS_PER_NODE = 64, 8
 DATA_LIMIT_BYTES = 100 << 20
 LIMIT_S = 1.0
-UNOPTIMISED = 4  # times as long may a build take that is made for finding faults
+UNOPTIMISED = 4  # factor allowed for a debug build
 
 LAYERS, DENSE_LAYERS, EXPERTS = 61, 3, 256
 HIDDEN, DENSE, EXPERT, VOCAB = 7168, 18432, 2048, 129280
@@ -91,7 +91,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def write_sparse(file: Path, tensors: list[Tensor]) -> None:
-    """A file of a header and a hole."""
+    """A file with a header and sparse data."""
     header, end = {}, 0
     for tensor in tensors:
         name, dtype, shape = tensor
@@ -106,7 +106,7 @@ def write_sparse(file: Path, tensors: list[Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory: the tensors dealt to the files in their order, by bytes."""
+    """The directory: the tensors distributed over the files in their order, by bytes."""
     directory = tmp_path_factory.mktemp("scale") / "deepseek-v3"
     directory.mkdir()
     tensors = list(model())
@@ -127,7 +127,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def quick(modicum: Path, root: Path) -> tuple[Path, float]:
-    """The optimised build where there is one, and the time that it has."""
+    """The optimised program if it was built, and its time limit."""
     release = root / "build/release/modicum"
     if release.is_file():
         return release, LIMIT_S
@@ -137,7 +137,7 @@ def quick(modicum: Path, root: Path) -> tuple[Path, float]:
 
 
 def limit_data() -> None:
-    """In the child: the kernel refuses more anonymous memory than this."""
+    """Called in the child: limits its anonymous memory."""
     resource.setrlimit(resource.RLIMIT_DATA, (DATA_LIMIT_BYTES, DATA_LIMIT_BYTES))
 
 
@@ -147,10 +147,7 @@ def cpu_of_children() -> float:
 
 
 def plan(program: Path, directory: Path, *flags: object) -> tuple[dict, float]:
-    """A plan made in little memory, and how long it took.
-
-    On a machine that serves others, too, the processor time of this one thread says how long.
-    """
+    """A plan made with limited memory, and its seconds: on a busy machine, its CPU time."""
     words = (program, "plan", directory, "--ranks", RANKS, "--json", *flags)
     wall, cpu = time.monotonic(), cpu_of_children()
     done = subprocess.run(
@@ -183,7 +180,7 @@ def test_own_shard_reads_the_checkpoint_once(quick: tuple[Path, float], deep: Pa
 
 
 def test_ranks_hold_their_share(quick: tuple[Path, float], deep: Path) -> None:
-    """Padding and everything besides is a few per cent of a rank's 1/64."""
+    """Padding and overhead are a few per cent of a rank's 1/64."""
     planned, _ = plan(quick[0], deep)
     share = planned["checkpoint"]["bytes"] / RANKS
     for rank in strategy_of(planned, "own-shard")["ranks"]:

@@ -1,9 +1,10 @@
 """The verb `step`: keys, exit codes, bytes per parameter over the process tree, and digests that do
 not depend on how the work is cut.
 
-House test. It catches these mutations: state that forked children copy; state that is not promised;
-a budget that is looked at too late; a digest, random bits or a norm that depend on ranks, threads
-or kernels; gradients that are not scaled; a step whose time is lost; children that outlive a rank.
+House test. It catches these mutations: state that forked children copy; state that is not
+predicted; a budget that is checked too late; a digest, random bits or a norm that depend on ranks,
+threads or kernels; gradients that are not scaled; a step whose time is lost; children that outlive
+a rank.
 """
 
 import itertools
@@ -108,14 +109,14 @@ def test_what_makes_no_sense_is_usage(modicum: Path, words: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_bytes_per_parameter_with_children(modicum: Path, name: str) -> None:
-    """Two children of each of two ranks alive, forked again half-way: nothing is copied."""
+    """Each of two ranks has two children, forked again half-way: no page is copied."""
     params = 12_000_000
     words = ("--params", params, "--state-format", name, "--ranks", 2, "--threads", 1)
     document = step(modicum, *words, "--steps", 5, "--fork-children", 2)
     held = document["held_bytes_per_param"]
     for when in ("step_1", "last_step"):
         assert held[when]["ledger"] == pytest.approx(FORMATS[name], rel=0.002)
-        assert held[when]["kernel"] >= 0.99 * FORMATS[name], "the tree is looked at"
+        assert held[when]["kernel"] >= 0.99 * FORMATS[name], "the whole process tree is measured"
         # Far within the 96 MiB of the contract: a copied plane would be 12 MB or more.
         assert held[when]["kernel"] * params <= FORMATS[name] * params * 1.005 + 4 * MIB
     assert held["last_step"]["ledger"] == held["step_1"]["ledger"]
@@ -158,7 +159,7 @@ def in_cage(limit_bytes: int, modicum: Path, *words: object) -> tuple[Ended, int
 
 
 def test_in_a_cage_of_the_promise_with_children(modicum: Path) -> None:
-    """Promise + 5 % holds all steps with forked children; a refusal takes next to nothing."""
+    """The prediction + 5 % suffices for all steps with forked children; a refusal needs little."""
     if reason := why_no_cage():
         pytest.skip(reason)
     words = ("--params", "20M", "--ranks", 2, "--steps", 4, "--fork-children", 2)
@@ -179,7 +180,7 @@ def named(pids: list[int], name: str) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Neither gone nor waiting to be reaped."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -213,7 +214,7 @@ def test_a_killed_rank_is_named_and_takes_its_children_along(modicum: Path) -> N
 
 @pytest.fixture(scope="module")
 def instruction_sets(modicum: Path) -> list[str]:
-    """The ones that `--help` lists: all that this machine runs."""
+    """Those that `--help` lists, which this machine supports."""
     text = run(modicum, "step", "--help").stdout
     (line,) = [line for line in text.splitlines() if "--isa" in line]
     return line.split("TEXT", 1)[1].split(";", 1)[0].replace(",", " ").split()
@@ -249,7 +250,7 @@ def test_the_exact_formats_agree_on_bf16_gradients(modicum: Path) -> None:
 def test_the_exact_formats_agree_over_a_thousand_steps(
     modicum: Path, instruction_sets: list[str]
 ) -> None:
-    """However the work is cut, on every instruction set."""
+    """For every number of ranks and threads, on every instruction set."""
     words = ("--params", 50_001, "--steps", 1000, "--grad-dtype", "bfloat16", "--clip", 1)
     cuts = itertools.product(("fp32", "fp32-split"), instruction_sets, (1, 2, 3), (1, 2, 4))
     seen = {
@@ -288,7 +289,7 @@ def test_an_overflow_is_skipped_and_halves_the_scale(modicum: Path) -> None:
     assert digests(two) != untouched
     again = step(modicum, *words, 2.0**100, "--steps", 1)
     assert again["skipped_steps"] == 1
-    assert digests(again) == untouched, "what is skipped changes nothing"
+    assert digests(again) == untouched, "a skipped step changes nothing"
 
 
 def test_clipping_is_to_the_norm(modicum: Path) -> None:

@@ -1,7 +1,7 @@
-"""A model's digest is of the model alone: the same whatever cuts it, reads it and holds it.
+"""A model's digest depends on the model alone, not on layout, strategy or destination.
 
-House test. It catches these mutations: FSDP cutting before TP; a flat partition one element off; an
-expert dealt to the wrong rank; a scale taken from the block beside; a stripe that nobody reads.
+House test. It catches these mutations: FSDP sharding before TP; a flat partition one element off;
+an expert assigned to the wrong rank; a scale of the adjacent block; a stripe that no rank reads.
 """
 
 import itertools

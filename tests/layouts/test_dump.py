@@ -1,5 +1,5 @@
-"""What ranks end up with is torch.chunk of what is stored, byte for byte, under every strategy; and
-the digest is of the model alone.
+"""Each rank's shard equals torch.chunk of the stored tensor, byte for byte, under every strategy;
+and the digest depends on the model alone.
 
 House test. It catches these mutations: a transfer dropped, doubled, shifted by one element or cast
 by truncation; a chunk rule of "n // W and the remainder to the first ranks"; a digest that forgets
@@ -56,7 +56,7 @@ def some_bits(shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
 
 
 def odd_tensors() -> Tensors:
-    """Odd shapes in every float dtype, and integers and bools beside them."""
+    """Odd shapes in every float dtype, and integers and bools."""
     made: Tensors = {}
     for number, (name, shape) in enumerate(FLOAT_SHAPES.items()):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -70,7 +70,7 @@ def odd_tensors() -> Tensors:
 
 
 def shard_of(tensor: Any, rank: int, world: int, dim: int = 0) -> Any:
-    """What torch.chunk gives a rank, the empty chunks that it leaves out filled in."""
+    """A rank's chunk of torch.chunk, with the empty chunks that torch leaves out."""
     if tensor.dim() == 0:
         return tensor
     chunks = torch.chunk(tensor, world, dim) if tensor.shape[dim] else ()
@@ -82,7 +82,7 @@ def shard_of(tensor: Any, rank: int, world: int, dim: int = 0) -> Any:
 def assert_dumped(
     out: Path, whole: Tensors, world: int, cut: Callable[..., Any] = shard_of
 ) -> None:
-    """Every rank's file holds its cut of every tensor, and nothing else is there."""
+    """Asserts that every rank's file holds its shard of every tensor, and no other file exists."""
     names = {f"rank-{rank:05d}.safetensors" for rank in range(world)}
     assert {file.name for file in out.iterdir()} == names
     for rank in range(world):
@@ -93,7 +93,7 @@ def assert_dumped(
 
 
 def cast_by_torch(tensors: Tensors, dtype: str | None) -> Tensors:
-    """What `--dtype` makes of them: floats cast, all else kept."""
+    """The result of `--dtype`: floats are cast, other dtypes kept."""
     if dtype is None:
         return tensors
     to = getattr(torch, dtype)
@@ -109,7 +109,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
 
 @pytest.fixture
 def dump(modicum: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Loads with `--dump` into a new directory and gives it."""
+    """Loads with `--dump` into a new directory, which is returned."""
 
     def dump_into(directory: Path, *flags: object) -> Path:
         out = tmp_path / f"dump-{len(list(tmp_path.iterdir()))}"
@@ -130,7 +130,7 @@ def test_shards_are_chunks(odd: tuple[Path, Tensors], dump, world: int, strategy
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_casts_are_torchs(tmp_path: Path, dump, dtype: str, strategy: str) -> None:
-    """Bit for bit, also where rounding ties, overflows or goes subnormal; a NaN stays one."""
+    """Bit for bit, including ties, overflow and subnormals; a NaN stays a NaN."""
     tensors = {n: without_nan(t) for n, t in odd_tensors().items()}
     directory = write_checkpoint(tmp_path / "model", tensors)
     out = dump(directory, "--ranks", 3, "--strategy", strategy, "--dtype", dtype)
@@ -138,7 +138,7 @@ def test_casts_are_torchs(tmp_path: Path, dump, dtype: str, strategy: str) -> No
 
 
 def without_nan(tensor: Any) -> Any:
-    """NaNs have many bit patterns, and which one a cast gives isn't promised."""
+    """Replaces NaNs, since the bit pattern of a cast NaN is unspecified."""
     return torch.nan_to_num(tensor, nan=1.5) if tensor.is_floating_point() else tensor
 
 
@@ -277,7 +277,7 @@ def test_init_is_the_same_at_any_world(tmp_path: Path, dump) -> None:
 
 
 def whole_of(out: Path, names: list[str]) -> Iterator[Any]:
-    """Dumped shards put together again."""
+    """The dumped shards, concatenated."""
     ranks = [load_file(file) for file in sorted(out.iterdir())]
     for name in names:
         yield torch.cat([rank[name] for rank in ranks])
@@ -304,7 +304,7 @@ def moe_nodes(header: Tensors) -> tuple[dict[str, Any], Tensors]:
 
 @pytest.fixture(scope="module")
 def tiny_moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tensors]:
-    """A synthesised MoE, its recipe, and what torch makes of it."""
+    """A synthesised MoE, its recipe, and torch's result of it."""
     place = tmp_path_factory.mktemp("moe")
     run_json(modicum, "synth", place / "model", "--arch", "tiny-moe")
     nodes, whole = moe_nodes(load_file(place / "model/model.safetensors"))

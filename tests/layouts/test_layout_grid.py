@@ -1,9 +1,9 @@
 """Every size from 0 to 40 in every world from 1 to 9: each rank's shards are those that torch's
 DTensor and FSDP2 or DeepSpeed's ZeRO give it, byte for byte.
 
-House test against outside oracles. It catches these mutations: an off-by-one in any cut, a strided
-one too; TP cutting after FSDP; chunks rounded down; mesh axes exchanged; a partition of ZeRO that
-forgets its alignment, its padding or its order.
+House test against outside oracles. It catches these mutations: an off-by-one in any shard, strided
+ones included; TP sharding after FSDP; chunks rounded down; swapped mesh axes; a ZeRO partition
+without its alignment or padding, or in another order.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ KINDS: dict[str, tuple[Callable[[int], tuple[int, ...]], Any]] = {
 }
 ROWWISE, REPLICATED = r"^rowwise\.", r"^replicated\."
 TP_KINDS = ["vector", "rows", "columns", "rowwise", "replicated"]
-# `fully_shard` takes up to a millisecond for a parameter: it's asked about these.
+# `fully_shard` takes up to a millisecond per parameter, so it checks only these.
 FSDP2_KINDS = ("rows.", "rowwise.")
 
 
@@ -61,7 +61,7 @@ def mesh_id(mesh: tuple[int, int]) -> str:
 
 
 class Ids:
-    """Hands out elements that are no other element's: a shard of another place can't be equal."""
+    """Gives every element a unique value, so that misplaced shards never compare equal."""
 
     def __init__(self) -> None:
         self.given: dict[Any, int] = {}
@@ -93,7 +93,7 @@ Case = tuple[Path, Path, Tensors]
 
 
 def case_of(place: Path, tensors: Tensors) -> Case:
-    """A checkpoint, a recipe that says the order of its targets, and the tensors themselves."""
+    """A checkpoint, a recipe with the order of its targets, and the tensors."""
     directory = write_checkpoint(place / "model", tensors, files=3)
     return directory, write_recipe(place / "recipe.json", {n: stored(n) for n in tensors}), tensors
 
@@ -117,7 +117,7 @@ def one_group(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.fixture
 def dumped(modicum: Path, tmp_path: Path) -> Callable[..., list[Tensors]]:
-    """What every rank holds after a load."""
+    """The shards of every rank after a load."""
 
     def load(case: Case, *flags: object) -> list[Tensors]:
         directory, recipe, _ = case
@@ -182,7 +182,7 @@ def test_hsdp_of_dim_1(grid: Case, dumped, mesh: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("mesh", TP_MESHES, ids=mesh_id)
 def test_tp_fsdp(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
-    """TP first, FSDP what it left: also where torch's description of the result says otherwise."""
+    """TP first, then FSDP, even where torch's placements describe another order."""
     cut = Cut("tp-fsdp", mesh, 0, ROWWISE, REPLICATED)
     assert_cut(dumped(tp_grid, *cut.flags), tp_grid[2], cut)
 
@@ -254,7 +254,7 @@ def test_expert_mesh(tp_grid: Case, dumped, mesh: tuple[int, int], dim: int) -> 
 
 
 def test_flattened_axes(tp_grid: Case, dumped) -> None:
-    """FSDP over dp x cp, flattened by torch, of what TP leaves."""
+    """TP, then FSDP over dp x cp flattened by torch."""
 
     def oracle(tensors: Tensors, rank: int) -> Tensors:
         with playing_rank(rank, 8):

@@ -1,8 +1,8 @@
 """Every command of docs/guide/first-hour.md, run as a new user would: in a fresh virtual
-environment with torch, and nothing of the tree within reach.
+environment with torch, outside the repository.
 
-House test. It catches these mutations: a command or a file of the page that doesn't work any more;
-a line that is shown and not printed, but for its numbers.
+House test. It catches these mutations: a command or a file of the page that no longer works; a line
+of the page that is not printed (its numbers may differ).
 """
 
 import os
@@ -32,7 +32,7 @@ def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def commands(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Each command of a console, with the lines that it is shown to print."""
+    """Each command of a console block, with its output on the page."""
     command, shown = "", []
     for line in text.splitlines():
         if line.startswith("$ "):
@@ -45,15 +45,14 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def pattern_of(line: str) -> str:
-    """The line, with any numbers in the places of its own."""
+    """A pattern for the line with arbitrary numbers."""
     words = NUMBER.split(line)
     return r"\S*".join(re.sub(r"(\\\s)+", r"\\s+", re.escape(word)) for word in words)
 
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh environment with everything that the tests' own has, but for Modicum; the wheel and
-    the example are where the page has them."""
+    """A fresh environment with all packages of this one but Modicum, next to the wheel."""
     place = tmp_path_factory.mktemp("newcomer")
     directory = place / "first-hour"
     venv.create(directory, with_pip=True, symlinks=True)
@@ -64,7 +63,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             target = packages / entry.name
             if not target.exists():
                 target.symlink_to(entry)
-    launcher = directory / "bin/torchrun"  # a package's programs are not linked with it
+    launcher = directory / "bin/torchrun"  # the links above bring no programs
     launcher.write_text(f'#!/bin/sh\nexec "{directory}/bin/python" -m torch.distributed.run "$@"\n')
     launcher.chmod(0o755)
     shutil.copy(wheel, place)

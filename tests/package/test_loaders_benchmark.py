@@ -1,4 +1,4 @@
-"""The harness that compares loaders: it sees what is right, what is wrong, and what is held."""
+"""The benchmark that compares loaders reports right bits, wrong bits and the memory held."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ from rivals.rows import CASES, ROWS, Row  # noqa: E402
 
 MIB = 1 << 20
 
-# Writes 64 MiB and gives them back, each time that it is told to.
+# Writes 64 MiB and frees them, once per line of input.
 BRIEF = """
 import mmap, os, sys
 if sys.argv[1]:
@@ -137,7 +137,7 @@ def test_loaders_are_measured_and_a_wrong_one_is_caught(
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     model = tmp_path / "tiny"
-    # Two layers, uneven rows, and the last of three ranks has no experts at all.
+    # Two layers, uneven rows, and no experts on the last of three ranks.
     run_json(modicum, "synth", model, "--arch", "tiny-moe")
     raw = tmp_path / "raw.jsonl"
     words = ["--case", "moe", "--checkpoint", model, "--rows", "preadv,get_slice,flipped-bit"]

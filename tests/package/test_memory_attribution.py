@@ -1,9 +1,9 @@
-"""`modicum.memory.attribute` and `modicum.torch.protect`: whose each byte of a process tree is, and
-buffers of others left out of forks.
+"""`modicum.memory.attribute` finds the owner of each byte of a process tree, and
+`modicum.torch.protect` excludes other libraries' buffers from forks.
 
-Unit and house tests; sums of Pss that are read here are the oracle. They catch these mutations:
-copies that only Pss shows overlooked or counted by child; views counted twice; a protection that is
-not taken back when its memory is freed, or not renewed for what the first step makes.
+Unit and house tests; the oracle is sums of Pss that the tests read themselves. They catch these
+mutations: copies that only Pss shows missed, or counted once per child; views counted twice; a
+protection that outlives its memory, or that misses allocations of the first step.
 """
 
 import gc
@@ -25,18 +25,18 @@ from program import living_children
 import modicum.torch
 from modicum import UsageError, memory
 
-pytestmark = pytest.mark.alone  # what earlier tests have freed, or left running, is attributed
+pytestmark = pytest.mark.alone  # memory and processes of earlier tests would be attributed
 
 MIB = 1 << 20
 NUMEL = 4 * MIB  # of float32: 16 MiB
 SIZE = 4 * NUMEL
 EDGE = 2 * 4096
-SLACK = 8 * MIB  # malloc gives back at its own good time what earlier tests have freed
-BIG = 10 * MIB  # whose 40 MiB malloc never has from what was freed before
+SLACK = 8 * MIB  # malloc returns memory that earlier tests freed at any time
+BIG = 10 * MIB  # elements: 40 MiB, which malloc always maps anew
 
 
 def near(size: int) -> Any:
-    """Pages at the edges of a tensor belong to its neighbours as well."""
+    """Pages at the ends of a tensor are shared with its neighbours."""
     return pytest.approx(size, abs=EDGE)
 
 
@@ -63,7 +63,7 @@ def test_copies_are_told_by_owner() -> None:
     assert who.total_bytes - shared == pytest.approx(tree, rel=0.01)
 
 
-def test_every_byte_is_somebodys() -> None:
+def test_every_byte_has_an_owner() -> None:
     gc.collect()
     before = memory.held()
     tensors = [torch.ones(BIG) for _ in range(2)]
@@ -148,7 +148,7 @@ def test_other_things_are_refused(source: Any) -> None:
 
 
 def zero_optimizer(name: str, **attributes: Any) -> Any:
-    """As DeepSpeed's, so far as anyone can see."""
+    """A stand-in with the attributes of DeepSpeed's optimizer."""
     return type(name, (), {"__module__": "deepspeed.runtime.zero", **attributes})()
 
 
@@ -185,7 +185,7 @@ def test_protected_pages_are_not_copied_until_it_is_undone() -> None:
     assert copied() == pytest.approx(SIZE, abs=MIB)
     protection = modicum.torch.protect(buffer)
     assert protection.bytes + protection.left_bytes == SIZE
-    assert 0 < protection.left_bytes < EDGE  # malloc's own words come before it in its page
+    assert 0 < protection.left_bytes < EDGE  # malloc's header precedes it in its page
     assert copied() < MIB
     protection.undo()
     assert protection.bytes == 0
@@ -232,8 +232,8 @@ def test_with_nothing_to_protect_it_is_refused() -> None:
             modicum.torch.protect(nothing)
 
 
-# A child reads memory that was protected and freed: the heap's, which stays mapped and goes to
-# whoever asks next.
+# A child reads memory that was protected and freed: heap memory, which stays mapped and is
+# allocated again.
 FREED = """
 import ctypes, os, torch, modicum.torch
 held = [torch.ones(16384) for _ in range(64)]  # below malloc's threshold for mappings

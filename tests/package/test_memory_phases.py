@@ -1,8 +1,9 @@
-"""`modicum.memory.phase`: what a block held, by samples and by the kernel's mark; the picture.
+"""`modicum.memory.phase`: the memory that a block held, by samples and by the kernel's high-water
+mark; and the picture of phases.
 
-Unit and house tests. They catch these mutations: a mark that is not started anew, that inner phases
-or a load take from outer ones, or that is never read; children that are not looked for; a child
-that goes on with its parent's recording; a library of the device that is needed.
+Unit and house tests. They catch these mutations: a mark that is not reset, that inner phases or a
+load take from outer ones, or that is never read; children that are not searched for; a child that
+continues its parent's recording; a device library that is required.
 """
 
 import json
@@ -23,12 +24,12 @@ from modicum import memory
 from modicum.memory import recording
 from modicum.memory.nvml import Devices
 
-pytestmark = pytest.mark.alone  # the mark is the process's, and what ran before has raised it
+pytestmark = pytest.mark.alone  # the mark is per process, and earlier tests raise it
 
 MIB = 1 << 20
 SPIKE = 64 * MIB
-INEXACT = MIB  # the kernel counts in its own good time, on each CPU
-NEVER = 100.0  # seconds between samples: the mark alone knows
+INEXACT = MIB  # each CPU batches its share of the kernel's counters
+NEVER = 100.0  # seconds between samples: only the mark records a peak
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +38,14 @@ def no_recording() -> None:
 
 
 def taken(size: int = SPIKE) -> mmap.mmap:
-    """Memory that is new, whatever has been freed before."""
+    """Newly mapped memory, touched."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory[:: mmap.PAGESIZE] = b"x" * (size // mmap.PAGESIZE)
     return memory
 
 
 def spike(size: int = SPIKE) -> None:
-    """Holds so much, and gives it back before anyone can look."""
+    """Allocates and frees `size` bytes between two samples."""
     taken(size).close()
 
 
@@ -94,7 +95,7 @@ def test_samples_see_what_stays_a_while() -> None:
 
 
 def test_sampling_is_cheap() -> None:
-    """2 % of a core are promised; what a busy machine adds to it is not ours."""
+    """The documentation states 2 % of a core; the rest is for a busy machine."""
     with memory.phase("warm", interval_s=NEVER):
         pass
     began = time.process_time()

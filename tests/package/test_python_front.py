@@ -17,7 +17,7 @@ from modicum._modicum import exit_codes
 
 
 def cli(program: Path, *words: object) -> dict[str, Any]:
-    """What the command line prints with `--json`, be it an answer or an error."""
+    """The command line's `--json` output, a result or an error."""
     return run(program, *words, "--json").json
 
 
@@ -27,7 +27,7 @@ def flags_of(arguments: dict[str, Any]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, gpt2: Path) -> Path:
-    """One target; everything else that is stored is unused."""
+    """A recipe with one target; all other stored tensors are unused."""
     names = [tensor["name"] for tensor in front.inspect(gpt2)["tensors"]]
     path = tmp_path_factory.mktemp("recipe") / "recipe.json"
     return write_recipe(path, {"first": stored(names[0])}, names[1:])

@@ -1,7 +1,7 @@
 """The optimizer's state in Python, without torch's optimizer around it: planes, errors, lifetimes.
 
-House test. It catches these mutations: planes that don't keep the state; a long call that keeps the
-interpreter's lock; arrays that are freed under a state; what is said of a shard put to another.
+House test. It catches these mutations: planes that do not keep the state alive; a long call that
+keeps the GIL; arrays freed while a state uses them; an error that names the wrong shard.
 """
 
 import gc
@@ -125,7 +125,7 @@ def test_a_callers_arrays_are_used_and_kept() -> None:
 
 
 def test_arrived_in_place_takes_the_norm_of_all() -> None:
-    """Of shards of several pieces, on both threads, as if they had come one by one."""
+    """Shards of several chunks that arrive on two threads give the norm of all gradients."""
     shards = [("large", [(77, 5_000_000)], 0, None, None), ("small", [(5, 9)], 0, None, None)]
     one, other = state(shards), state(shards)
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def large(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real shape: some 0.9 GiB that take no room."""
+    """A real shape: 0.9 GiB, sparse."""
     directory = tmp_path_factory.mktemp("walk") / "large"
     run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--layers", 20, "--sparse")
     return directory
@@ -50,7 +50,7 @@ def planned(directory: Path, ranks: int = 3, **options):
 
 
 def rows_of(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
-    """FSDP2's part, padding included: every rank's is as long as the first one's."""
+    """FSDP2's shard with padding: as long on every rank as on rank 0."""
     if whole.ndim == 0:
         return whole
     each = -(-whole.shape[0] // ranks)
@@ -60,7 +60,7 @@ def rows_of(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
     return part
 
 
-# Catches a part of another rank's, padding left as it was, or a buffer that is not the caller's.
+# Catches another rank's shard, padding left unwritten, or a buffer other than the caller's.
 @pytest.mark.parametrize("rank", range(3))
 def test_shards_are_what_the_safetensors_package_reads(small: Path, rank: int) -> None:
     whole = load_file(small / "model.safetensors")
@@ -77,7 +77,7 @@ def test_shards_are_what_the_safetensors_package_reads(small: Path, rank: int) -
     assert shards.outcome["bytes_loaded"] > 0
 
 
-# Catches memory that goes with the first array, or an entry that stays after the last.
+# Catches memory freed with the first array, or a ledger entry that outlives the last.
 def test_an_array_keeps_its_memory_and_its_entry(small: Path) -> None:
     ledger = modicum.Ledger("9MiB")
     shards = modicum.load(planned(small, ranks=1), ledger=ledger)
@@ -133,7 +133,7 @@ def test_the_report_has_a_row_for_each_rank(small: Path) -> None:
     ("act", "category", "says"),
     [
         (lambda d: planned(d, budget=4096), "BUDGET", "node 0"),
-        (lambda d: planned(d, given=["nobody"]), "USAGE", "nobody"),
+        (lambda d: planned(d, given=["unknown"]), "USAGE", "unknown"),
         (lambda d: planned(d, strategy="own_shard"), "USAGE", "own-shard"),
         (lambda d: modicum.load(planned(d), 3), "USAGE", "rank"),
         (lambda d: modicum.load(planned(d), check="bits"), "USAGE", "values"),
@@ -158,7 +158,7 @@ def test_memory_that_is_not_the_callers_to_write_is_refused(small: Path) -> None
 
 
 class OfOtherMind:
-    """The other ranks, who have another plan."""
+    """A stand-in for other ranks with another plan."""
 
     def agree(self, digest: str) -> None:
         raise KeyError(digest)
@@ -167,7 +167,7 @@ class OfOtherMind:
         return document
 
 
-# Catches a load that takes memory, or begins, before all are known to do the same.
+# Catches a load that allocates or reads before all ranks have agreed on the plan.
 def test_nothing_is_taken_before_all_agree(small: Path) -> None:
     ledger = modicum.Ledger()
     with pytest.raises(KeyError):
@@ -175,7 +175,7 @@ def test_nothing_is_taken_before_all_agree(small: Path) -> None:
     assert ledger.peak_bytes == 0
 
 
-# Catches a load that keeps the interpreter's lock.
+# Catches a load that keeps the GIL.
 def test_other_threads_go_on_meanwhile(large: Path) -> None:
     plan = planned(large, ranks=1)
     assert lets_others_run(lambda: modicum.load(plan))
@@ -197,7 +197,7 @@ except KeyboardInterrupt:
 """
 
 
-# While it takes memory, too, which may be all that it does.
+# Also while it allocates memory.
 INTERRUPTED_STATE = """
 import json, sys, time
 from modicum import _modicum
@@ -213,13 +213,13 @@ except KeyboardInterrupt:
 """
 
 
-# Catches a signal that waits for the end, and memory that an interrupted call keeps.
-@pytest.mark.alone  # a second on a machine that serves nobody else
+# Catches a signal handled only at the end, and memory that an interrupted call keeps.
+@pytest.mark.alone  # takes a second on an idle machine
 @pytest.mark.parametrize(
     ("program", "threads"), [(INTERRUPTED, 1), (INTERRUPTED_STATE, 2)], ids=["load", "AdamW"]
 )
 def test_ctrl_c_ends_it_within_a_second(program: str, threads: int, large: Path) -> None:
-    """Of the clock or, where others take the processors, of the processors' time."""
+    """One second of wall time or, on a busy machine, of CPU time."""
     command = [sys.executable, "-c", program, large]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -237,6 +237,6 @@ def test_ctrl_c_ends_it_within_a_second(program: str, threads: int, large: Path)
 
 
 def cpu_of(pid: int) -> float:
-    """What a process has had of the processors so far."""
+    """The CPU time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

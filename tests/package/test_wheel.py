@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-# What every Linux with a C++ runtime has, and what a wheel may therefore lean on.
+# Libraries of every Linux with a C++ runtime, on which a wheel may depend.
 SYSTEM_LIBRARIES = re.compile(
     r"^(linux-vdso|ld-linux-x86-64|ld-linux-aarch64|libc|libm|libdl|librt|libpthread|libgcc_s"
     r"|libstdc\+\+)\.so(\.\d+)*$"
@@ -52,7 +52,7 @@ def binaries(package: Path) -> list[Path]:
 
 
 def loaded_libraries(binary: Path) -> dict[str, Path | None]:
-    """Each shared library that the loader would take, and where from; None where it has none."""
+    """The path of each shared library that the loader resolves; None if it finds none."""
     found: dict[str, Path | None] = {}
     for line in checked("ldd", binary, cwd="/").splitlines():
         name, _, rest = line.strip().partition(" => ")
@@ -75,7 +75,7 @@ def can_hide_files() -> bool:
 
 
 def hidden(paths: list[Path], command: list[str | Path]) -> list[str]:
-    """The command, run where each path is an empty file, which no loader takes."""
+    """The command with each path hidden by an empty file, which the loader skips."""
     if not paths:
         return [str(part) for part in command]
     mounts = [f"mount --bind /dev/null {shlex.quote(str(path))}" for path in paths]

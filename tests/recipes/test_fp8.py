@@ -1,9 +1,9 @@
-"""FP8 codes with block scales become what torch makes of them: code times scale in fp32, then the
-dtype, bit for bit; and what nobody asks to be numbers stays as it is stored.
+"""FP8 codes with block scales are dequantized as torch does it: code times scale in fp32, then the
+cast, bit for bit; without a dtype the codes are loaded as stored.
 
-House test. It catches these mutations: a scale block shifted by one; a product that is rounded to
-the target before the scale; a scale of one rank's rows used for another's; rows and columns of the
-grid exchanged.
+House test. It catches these mutations: a scale block shifted by one; a code cast to the target
+dtype before the multiplication; a scale of one rank's rows used for another's; rows and columns of
+the scale grid exchanged.
 """
 
 import json
@@ -57,7 +57,7 @@ def wide(scale: Any) -> Any:
 
 
 def dequantised(code: Any, scale: Any, dtype: str, block: tuple[int, int] = (BLOCK, BLOCK)) -> Any:
-    """The oracle: the grid blown up to the codes' shape."""
+    """The oracle: the scale grid expanded to the codes' shape."""
     rows, columns = code.shape[-2:]
     grown = wide(scale).repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
     return (code.float() * grown[..., :rows, :columns]).to(getattr(torch, dtype))
@@ -88,7 +88,7 @@ def assert_dumped(out: Path, whole: Tensors, world: int, dim: int = 0) -> None:
 
 
 def fp8_config(directory: Path, block: int = BLOCK) -> None:
-    """What a checkpoint of such codes says of itself."""
+    """The config of a checkpoint with such codes."""
     quantization = {"quant_method": "fp8", "weight_block_size": [block, block]}
     config = {"model_type": "deepseek_v3", "quantization_config": quantization}
     (directory / "config.json").write_text(json.dumps(config))
@@ -118,7 +118,7 @@ def fp8_tensors() -> Tensors:
 
 
 def numbers_of(tensors: Tensors, dtype: str) -> Tensors:
-    """What `--dtype` makes of a checkpoint: codes with a scale become numbers, scales go."""
+    """The tensors after `--dtype`: codes with a scale are dequantized, scales dropped."""
     made: Tensors = {}
     for name, tensor in tensors.items():
         scale = tensors.get(f"{name}_scale_inv")
@@ -132,7 +132,7 @@ def numbers_of(tensors: Tensors, dtype: str) -> Tensors:
 
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
-    """Codes and scales in two files: a scale may stand in another file than its codes."""
+    """Codes and scales in two files: a scale and its codes may be in different files."""
     tensors = fp8_tensors()
     directory = write_checkpoint(tmp_path_factory.mktemp("fp8") / "model", tensors, files=2)
     fp8_config(directory)
@@ -176,7 +176,7 @@ def test_keep_fp32_makes_numbers_of_what_it_names(fp8, dump: Dump) -> None:
 
 
 def test_digest_is_of_the_numbers(modicum: Path, fp8, tmp_path: Path) -> None:
-    """A plain checkpoint of the same numbers has the same digest; also when they are dropped."""
+    """A plain checkpoint of the same numbers has the same digest, also with `discard`."""
     directory, tensors = fp8
     plain = write_checkpoint(tmp_path / "plain", numbers_of(tensors, "bfloat16"))
     flags = ("--digest", "--dtype", "bfloat16")
@@ -237,7 +237,7 @@ def test_experts_are_stacked_and_dequantised(tmp_path: Path, dump: Dump, strateg
 
 
 def test_agrees_with_transformers(tmp_path: Path, dump: Dump) -> None:
-    """Upstream's own dequantisation, for the shapes that it takes: those a grid divides."""
+    """Upstream's own dequantization, for the shapes that it accepts: multiples of the block."""
     finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
     upstream = finegrained.Fp8Dequantize(None)
     tensors: Tensors = {}
@@ -283,7 +283,7 @@ def test_extreme_scales(tmp_path: Path, dump: Dump, dtype: str) -> None:
 
 
 def test_a_grid_that_fits_nothing(modicum: Path, tmp_path: Path, dump: Dump) -> None:
-    """Refused only where numbers are asked for."""
+    """Refused only with `--dtype`."""
     tensors = {"w.weight": codes((200, 300), 1), "w.weight_scale_inv": scales((2, 7), 1)}
     directory = write_checkpoint(tmp_path / "model", tensors)
     assert_dumped(dump(directory), tensors, 1)

@@ -1,5 +1,5 @@
-"""The recipe oracle: transformers' own conversions, run on tensors whose elements are their ids,
-beside the index maps that `modicum.recipes` makes of the same conversion mapping."""
+"""transformers' own conversions, run on tensors whose elements are their ids, against the index
+maps that `modicum.recipes` makes of the same conversion mapping."""
 
 import importlib
 import textwrap
@@ -33,7 +33,7 @@ def fresh(key: str) -> list[Any]:
 
 
 def translated(transforms: Sequence[Any], ids: Ids, model: Names) -> recipes.Translation:
-    """The same question, put to ours."""
+    """Our translation of the same case."""
     targets = {n: ("int64", tuple(t.shape)) for n, t in model.state_dict().items()}
     return recipes.translate(
         transforms,
@@ -92,7 +92,7 @@ SPLIT = [(6, 5), (3, 5), (2, 5)]
 
 
 def synthetic() -> dict[str, tuple[Any, list[oracle.Shape]]]:
-    """Converters for the operations that no entry of the mapping uses, each with the shapes of its
+    """Converters for operations that no entry of the mapping uses, each with the shapes of its
     sources."""
     experts = "e.*.gate.w", "e.*.up.w"
     q, k, v = names = ["q_proj.w", "k_proj.w", "v_proj.w"]
@@ -201,12 +201,12 @@ def test_the_table_is_the_golden_one(root: Path) -> None:
     path = root / GOLDEN
     if not path.exists():
         path.write_text(made)
-        pytest.fail(f"{GOLDEN} was not there and has been written; look at it")
+        pytest.fail(f"{GOLDEN} was missing and has been written; check it")
     assert path.read_text() == made, f"where the change is meant: remove {GOLDEN} and run again"
 
 
 def test_every_operation_of_the_core_is_in_the_table() -> None:
-    """Those that live elsewhere, beside the quantizations, are refused by name."""
+    """Operations of other modules, and quantizations, are refused by name."""
     importlib.import_module("transformers.quantizers.auto")
     found, classes = set(), [upstream.ConversionOps]
     while classes:
@@ -219,7 +219,7 @@ def test_every_operation_of_the_core_is_in_the_table() -> None:
 
 
 class Concatenate(upstream.Concatenate):
-    """Another operation of a known name."""
+    """A different operation with a known name."""
 
 
 class Widened(upstream.ConversionOps):
@@ -272,15 +272,15 @@ def two_sides(
 @pytest.mark.parametrize(
     ("names", "targets", "transforms"),
     [
-        # The base prefix is added, taken away, and neither.
+        # The base prefix is added, removed, or neither.
         (["a.w", "model.b.w", "c.w", "model.d.w"], ["model.a.w", "b.w", "c.w", "model.d.w"], []),
-        # Its dot is any character, and the test for it has none.
+        # The dot matches any character, and the name to match has none.
         (["modelxa.w", "models.b.w"], ["a.w"], []),
-        # Renamed to no name of the model, but one before: as it was, with the prefix.
+        # A renaming to a name that is not in the model is undone; the prefix stays.
         (["a.w", "model.b.w"], ["a.w"], [(r"(a|b)", "nowhere")]),
-        # All renamings in turn, the second on what the first has made.
+        # All renamings in turn, each on the result of the one before.
         (["a.w"], ["c.w"], [("a", "b"), ("b", "c")]),
-        # The first occurrence of the text that matched, which is not where it matched.
+        # Replaces the first occurrence of the matched text, which may be elsewhere.
         (["w.scale.w"], ["v.scale.w"], [(r"\bw$", "v")]),
         # Numbers as numbers, and names that the model lacks.
         (["x.10.w", "x.9.w", "y_10.w", "y_9.w", "x.a.w"], ["x.9.w", "y_9.w"], []),
@@ -328,7 +328,7 @@ def test_the_order_of_names_is_transformers_own() -> None:
 def load_by_program(
     modicum: Path, directory: Path, recipe: recipes.Recipe, tensors: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """What two ranks hold after `modicum load --recipe`, put together."""
+    """The shards of two ranks after `modicum load --recipe`, concatenated."""
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors")
     path = directory / "recipe.json"

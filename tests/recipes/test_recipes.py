@@ -1,5 +1,5 @@
-"""`modicum.recipes` on real models of transformers: ties, what is missing and left over, dtypes,
-FP8, models that are sharded already, and the command line."""
+"""`modicum.recipes` on real models of transformers: ties, missing and unexpected tensors, dtypes,
+FP8, sharded models, and the command line."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def on_meta(config: Any, name: str, dtype: Any = None) -> Any:
-    """A model without memory."""
+    """A model on meta."""
     with torch.device("meta"):
         return getattr(transformers, name)._from_config(config, dtype=dtype or torch.float32)
 
@@ -53,12 +53,12 @@ def mixtral() -> Any:
 
 
 def stored_of(model: Any) -> dict[str, Any]:
-    """What a file that was saved from the model as it stands would hold."""
+    """The tensors of a file saved from this model."""
     return {name: (str(t.dtype), tuple(t.shape)) for name, t in model.state_dict().items()}
 
 
 def per_expert(model: Any) -> dict[str, Any]:
-    """The hub's layout of a mixtral: each expert's matrices by themselves."""
+    """A mixtral as stored on the hub: one tensor per expert and matrix."""
     stored: dict[str, Any] = {}
     for name, (dtype, shape) in stored_of(model).items():
         block = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")[0]
@@ -77,7 +77,7 @@ def leaf(name: str) -> dict[str, Any]:
     return {"op": "stored", "name": name}
 
 
-# ---- what a recipe is
+# ---- the form of a recipe
 
 
 def test_a_recipe_names_every_expert() -> None:
@@ -386,7 +386,7 @@ def test_codes_without_a_scale_and_other_quantizations_are_refused() -> None:
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """Two ranks, of which this process is one and the other does not exist."""
+    """A fake process group of two ranks, of which this process is one."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -423,7 +423,7 @@ def test_a_sharded_model_has_the_recipe_of_the_whole_one() -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A mixtral as the hub has it, with two names of its embedding and an extra tensor."""
+    """A mixtral as stored on the hub, with two names of its embedding and an extra tensor."""
     model = mixtral()
     model.config.architectures = ["MixtralForCausalLM"]
     model.config.save_pretrained(tmp_path)

@@ -33,7 +33,7 @@ SMALL = {
 
 
 def examples() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each example under the op that it is about."""
+    """(op, example) of each example on the page."""
     page = PAGE.read_text()
     for op, block in re.findall(r"^\*\*`(\w+)`\*\*.*?^```json\n(.*?)^```", page, re.S | re.M):
         yield op, json.loads(block)
@@ -57,7 +57,7 @@ def shape_of(node: dict[str, Any], stored: dict[str, list[int]]) -> tuple[int, .
 
 
 def of_the_mapping(family: str, stored: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
-    """What the mapping of a family makes of these tensors."""
+    """The recipe that a family's mapping gives for these tensors."""
     legacy = get_checkpoint_conversion_mapping("legacy")
     translation = recipes.translate(
         (get_checkpoint_conversion_mapping(family) or []) + legacy,
@@ -70,7 +70,7 @@ def of_the_mapping(family: str, stored: dict[str, Any], targets: dict[str, Any])
 
 
 def of_the_model(name: str, stored: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
-    """What a model of that class, of which only the head is of interest, makes of it."""
+    """The recipe for the head of a model of that class."""
     cls = getattr(transformers, name)
     with torch.device("meta"):
         config = cls.config_class(**SMALL, tie_word_embeddings=True)

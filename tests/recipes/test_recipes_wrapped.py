@@ -1,5 +1,5 @@
-"""Recipes of models that are wrapped, and of modules that are none of transformers': PEFT, value
-heads, torch.compile, activation checkpointing, FSDP2. The oracle is what PEFT itself loads."""
+"""Recipes of wrapped models, and of modules that are not transformers': PEFT, value heads,
+torch.compile, activation checkpointing, FSDP2. The oracle is PEFT's own loading."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def quiet() -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Where a family's checkpoint is."""
+    """The path of a family's checkpoint."""
     places: dict[str, Path] = {}
 
     def of(name: str) -> Path:
@@ -179,7 +179,7 @@ def adapter(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, str, P
 
 
 def base_of(model: Any) -> list[str]:
-    """Names that no adapter has."""
+    """The parameters outside adapters."""
     return [n for n in model.state_dict() if ".fine" not in n]
 
 
@@ -249,7 +249,7 @@ def test_an_adapters_old_names_are_renamed_as_the_bases_are() -> None:
     assert recipe.targets.keys() == wrapped.state_dict().keys() - present != set()
 
 
-# ---- modules that are none of transformers'
+# ---- modules outside transformers
 
 
 class Plain(torch.nn.Module):
@@ -311,7 +311,7 @@ def test_a_plain_module_takes_adapters_too() -> None:
 
 
 class ValueHead(torch.nn.Module):
-    """As TRL's: the state dict has the inner model's names without a prefix."""
+    """Like TRL's: the state dict has the inner model's names without a prefix."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -362,7 +362,7 @@ def test_two_models_in_one_module_are_told_apart_by_prefix(written: Any) -> None
         recipes.recipe_for(model, written("llama"))
 
 
-# ---- names without what wrapping puts into them
+# ---- canonical names
 
 
 def checkpointed(module: Any) -> Any:
@@ -405,7 +405,7 @@ def test_a_checkpoint_of_a_compiled_model_loads() -> None:
     assert list(recipes.recipe_for(model, stored).targets) == list(model.state_dict())
 
 
-# ---- heads, and what is declared
+# ---- heads, and declared tensors
 
 
 def headless(name: str, labels: int = 3) -> tuple[Any, dict[str, Any]]:

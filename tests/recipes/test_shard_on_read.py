@@ -1,9 +1,9 @@
-"""The families whose weights come out wrong, and no word said, where each rank reads its part of
-the sources first and converts it then: here the ranks' shards, put together, give the outputs of
-the model that was never sharded, bit for bit.
+"""Families whose weights are silently wrong if each rank shards the stored tensors first and
+converts its shard: with Modicum the gathered shards give the outputs of the unsharded model, bit
+for bit.
 
-House test. It catches these mutations: a cut made before a conversion; a conversion decided on a
-shard's shape; rows made up by each rank from the same numbers.
+House test. It catches these mutations: sharding before a conversion; a conversion that depends on a
+shard's shape; rows that each rank initialises from the same random numbers.
 """
 
 import json
@@ -29,7 +29,7 @@ Outputs = Callable[[Any], Any]
 
 
 def numbers(*shape: int) -> Any:
-    """The same input every time."""
+    """A fixed input."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
@@ -53,7 +53,7 @@ def mistral_vision(model: Any) -> Any:
     return model.model.vision_tower(numbers(1, 3, 15, 15), torch.tensor([[15, 15]]))
 
 
-# What is converted, and the outputs that depend on it.
+# By family: functions of the outputs that depend on its conversion.
 CASES: dict[str, tuple[Outputs, ...]] = {
     "olmo_hybrid": (of_tokens,),  # Concatenate(0): q, k, v convolutions of unequal rows
     "olmo_hybrid_alike": (of_tokens,),  # and of equal ones, where no shape gives it away
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Outputs, ...]] = {
     "step3p7": (step_vision,),  # the same with biases
     "mistral_large4": (mistral_vision, of_tokens),  # PermuteForRope alone
     "inkling": (of_tokens,),  # Interleave, then Chunk
-    "ernie4_5_vl_moe": (of_tokens,),  # experts dealt to two towers; Chunk(0), Transpose
+    "ernie4_5_vl_moe": (of_tokens,),  # experts of two towers; Chunk(0), Transpose
     "qwen3_vl_moe": (of_tokens,),  # Transpose(check_dims), as the hub has it
     "qwen3_vl_moe_saved_by_v5": (of_tokens,),  # and as it is saved again
     "qwen3_vl_moe_square": (of_tokens,),  # and where shapes don't tell which
@@ -79,7 +79,7 @@ def quiet() -> None:
 
 
 def joined(out: Path, ranks: int) -> Tensors:
-    """Dumped shards put together along dim 0; what has no dims is on every rank."""
+    """Dumped shards concatenated along dim 0; scalars are on every rank."""
     held = [load_file(out / f"rank-{rank:05d}.safetensors") for rank in range(ranks)]
     return {n: torch.cat([h[n] for h in held]) if t.dim() else t for n, t in held[0].items()}
 
@@ -94,7 +94,7 @@ def run(model: Any, outputs: tuple[Outputs, ...]) -> list[Tensors]:
 
 
 def filled(family: Family, tensors: Tensors) -> Any:
-    """A model that nothing but these tensors has been loaded into."""
+    """A model filled with these tensors."""
     model = family.build()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -108,7 +108,7 @@ def test_outputs_are_the_unsharded_models(modicum: Path, tmp_path: Path, name: s
     family, outputs = BY_NAME[name], CASES[name]
     directory = family.write(family.build(), tmp_path / "model")
     unsharded = family.model_class.from_pretrained(directory, dtype="auto")
-    # Copied as ours are: a matrix product's last bit may depend on where its matrix begins.
+    # Copied like ours: the last bit of a matrix product may depend on the matrix's alignment.
     expected = run(filled(family, unsharded.state_dict()), outputs)
 
     recipe = tmp_path / "recipe.json"
@@ -125,7 +125,7 @@ def test_outputs_are_the_unsharded_models(modicum: Path, tmp_path: Path, name: s
 
 
 def test_a_head_that_is_not_stored_is_made_once(modicum: Path, tmp_path: Path) -> None:
-    """Two ranks make the rows that one would, not twice the same; the rest is as it was."""
+    """Two ranks initialise the rows that one rank would, not the same rows twice."""
     family = BY_NAME["qwen3"]
     directory = family.write(family.build(), tmp_path / "model")
     take_out(directory, "lm_head.weight")
@@ -147,7 +147,7 @@ def test_a_head_that_is_not_stored_is_made_once(modicum: Path, tmp_path: Path) -
 
 
 def hidden_states(model: Any) -> Any:
-    """What comes before the head."""
+    """The output below the head."""
     return model.model(input_ids=torch.arange(3, 14).reshape(1, 11))
 
 

@@ -1,7 +1,8 @@
-"""A tie whose two names are both stored is one tensor that is proven to be one; else an error.
+"""If both names of a tie are stored, their values are compared: equal ones load as one tensor,
+different ones are an error.
 
-House test. It catches these mutations: the alias of a stored head dropped; its values not compared;
-one rank's, one strategy's or one destination's values not compared.
+House test. It catches these mutations: a stored alias that is dropped without a comparison; values
+of one rank, one strategy or one destination that are not compared.
 """
 
 import itertools
@@ -69,7 +70,7 @@ def digest(modicum: Path, directory: Path, *flags: object) -> str:
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_equal_names_are_one_tensor(modicum: Path, tmp_path: Path, both: Path, dtype) -> None:
-    """The digest is that of the file that holds one name only."""
+    """The digest equals that of a file with one name only."""
     cast = ("--dtype", dtype) if dtype else ()
     one = digest(modicum, write_model(tmp_path / "one", parts()), *cast)
     for strategy, where in itertools.product(STRATEGIES, DESTINATIONS):
@@ -78,7 +79,7 @@ def test_equal_names_are_one_tensor(modicum: Path, tmp_path: Path, both: Path, d
 
 
 def test_equal_names_are_held_once(modicum: Path, tmp_path: Path, both: Path) -> None:
-    """The head is read and has no buffer: what the ranks hold is what one name needs."""
+    """The head is read for the comparison and has no buffer of its own."""
     whole = parts()
     flags = ("--ranks", 2, "--strategy", "own-shard")
     one = run_json(modicum, "load", write_model(tmp_path / "one", whole), *flags)
@@ -134,7 +135,7 @@ def test_untie_loads_both(modicum: Path, tmp_path: Path, differing: Path) -> Non
 
 
 def test_other_shapes_are_an_error(modicum: Path, tmp_path: Path) -> None:
-    """Seen in the headers: also `plan` refuses."""
+    """Found in the headers, so `plan` refuses as well."""
     tensors = parts()
     tensors[HEAD] = tensors[EMBEDDING][:-1].clone()
     directory = write_model(tmp_path / "shapes", tensors)
@@ -155,7 +156,7 @@ def test_only_the_head_is_stored(modicum: Path, tmp_path: Path) -> None:
 
 
 def test_a_recipe_says_what_is_tied(modicum: Path, tmp_path: Path) -> None:
-    """The evidence may be rearranged: here the second name is stored turned."""
+    """The second name may be converted before the comparison: here it is stored transposed."""
     tensors = parts()
     turned = tensors[EMBEDDING].t().contiguous()
     directory = write_checkpoint(tmp_path / "model", tensors | {"turned": turned})

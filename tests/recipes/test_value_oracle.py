@@ -1,9 +1,10 @@
-"""What a model's ranks end up with is what `from_pretrained` loads in one process, cut by torch
-itself: bit for bit, every name of the state_dict, for families of every kind.
+"""Each rank's shards equal those that torch cuts from `from_pretrained` in one process: bit for
+bit, every name of the state_dict, for families of every kind.
 
 House test against outside oracles. It catches these mutations: gate and up exchanged; a stack of
-experts out of order; a projection cut before it is converted; a tie dropped; a scale block shifted
-by one; a row of a rotary permutation in another place; a name that is kept in float32 and isn't.
+experts out of order; a projection sharded before its conversion; a dropped tie; a scale block
+shifted by one; a misplaced row of a rotary permutation; a name cast although it is kept in
+float32.
 """
 
 import re
@@ -36,7 +37,7 @@ CUTS = (
 def written(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Family, Path]:
-    """A family and its checkpoint, as the hub has it."""
+    """A family and its checkpoint, as stored on the hub."""
     family = request.param
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -45,7 +46,7 @@ def written(
 
 
 def loaded_by_transformers(family: Family, directory: Path, dtype: Any) -> tuple[Tensors, Any]:
-    """The state_dict less what no file holds, and the dtype of the model."""
+    """The tensors of the state_dict that a file holds, and the dtype of the model."""
     model, info = family.model_class.from_pretrained(
         directory, dtype=dtype, output_loading_info=True
     )
@@ -57,7 +58,7 @@ def loaded_by_transformers(family: Family, directory: Path, dtype: Any) -> tuple
 
 
 def write_recipe(directory: Path, dtype: Any, path: Path, whole: Tensors) -> Path:
-    """The translator's; it makes all names of the state_dict that a file holds, and no other."""
+    """The translator's recipe; asserts that its targets are the names that a file holds."""
     recipe = recipes.recipe_for(recipes.meta_model(directory, dtype), directory, dtype=dtype)
     assert recipe.targets.keys() - recipe.missing.keys() == whole.keys()
     path.write_text(recipe.text())

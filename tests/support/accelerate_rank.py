@@ -1,5 +1,5 @@
-"""What a rank does when it is asked about accelerate: acts for `torch_rank.py`. The scripts in it
-are accelerate's and Trainer's own, with `modicum.torch.accelerate.loading` around them or not."""
+"""Acts of `torch_rank.py` that run accelerate or Trainer, with or without
+`modicum.torch.accelerate.loading` around them."""
 
 import contextlib
 import ctypes
@@ -23,8 +23,8 @@ M_MMAP_THRESHOLD = -3  # of malloc.h
 
 @contextlib.contextmanager
 def fsdp2_on_cpus() -> Iterator[Any]:
-    """accelerate as on GPUs: the example's way. Its state is new, and new again afterwards. The
-    example."""
+    """Makes accelerate use FSDP2 on CPUs, as the example does, with new state inside and
+    afterwards. Yields the example's module."""
     from accelerate.state import AcceleratorState, GradientState
 
     module = example("accelerate_fsdp2")
@@ -66,7 +66,7 @@ def accelerator_of(
 
 
 def groups_of(model: Any) -> list[dict[str, Any]]:
-    """Three, in another order than the model's; one norm is frozen."""
+    """Three parameter groups, in another order than the model's; one norm is frozen."""
     named = dict(model.named_parameters())
     frozen = next(n for n in named if "norm" in n or "ln_" in n)
     named.pop(frozen).requires_grad_(False)
@@ -99,9 +99,9 @@ def accelerated(
     options: dict[str, Any] | None = None,
     **how: Any,
 ) -> dict[str, Any]:
-    """Two steps of AdamW, of which as much is told as two ways can differ in."""
+    """Two steps of AdamW; returns everything in which two runs may differ."""
     if adapters is not None:
-        import peft  # noqa: F401  (loading() looks for it when the model is built)
+        import peft  # noqa: F401  (loading() checks for it when the model is built)
     torch.manual_seed(dist.get_rank())
     around: Any = contextlib.nullcontext()
     if by == "modicum":
@@ -111,7 +111,7 @@ def accelerated(
         kind = getattr(transformers, cls)
         as_dtype = getattr(torch, dtype) if dtype else "auto"
         config = transformers.AutoConfig.from_pretrained(directory)
-        # What the default takes on CPUs wants sizes that are not awkward.
+        # The default implementation on CPUs supports only even sizes.
         is_mixture = hasattr(config, "num_experts_per_tok")
         experts = {"experts_implementation": "eager"} if is_mixture else {}
         model = kind.from_pretrained(directory, dtype=as_dtype, **experts)
@@ -152,7 +152,7 @@ def steps(accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> list[
 
 
 def state(model: Any) -> dict[str, str]:
-    """Parameters, put together; all buffers; and what trains."""
+    """Digests of gathered parameters, with `requires_grad` and placements, and of buffers."""
     import torch_rank  # which imports this module
 
     told = {}
@@ -167,7 +167,7 @@ def placed(parameter: Any) -> str:
 
 
 def units(model: Any) -> list[tuple[str, list[str]]]:
-    """FSDP2's, in its order: class of the module, its parameters and dtypes."""
+    """FSDP2's units in order: the module's name, its parameters and their dtypes."""
     from torch.distributed.fsdp import FSDPModule
 
     found = []
@@ -191,9 +191,9 @@ def bound(model: Any, optimizer: Any) -> list[list[str]]:
 
 
 def script(cage: str, words: list[str]) -> None:
-    """The example as it stands, in a memory cgroup. What it prints is in the rank's log."""
+    """The unchanged example in a memory cgroup. Its output is in the rank's log."""
     Path(cage).write_text(str(os.getpid()))
-    # Freed gathers go back to the kernel: what stays in glibc hides what is held.
+    # Freed gathers are unmapped at once; otherwise glibc keeps them and they count as held.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
     with fsdp2_on_cpus() as module:
         sys.argv = [module.__file__, *words]

@@ -1,5 +1,5 @@
-"""What a rank does when it is asked whether `modicum.torch.AdamW` steps what the model trains: acts
-for `torch_rank.py`."""
+"""Acts of `torch_rank.py`: whether `modicum.torch.AdamW` steps the parameters that the model
+trains."""
 
 import contextlib
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def losses_of(model: Any, optimizer: Any, backward: Any) -> list[float]:
 
 
 def told(body: Callable[[list[float]], None]) -> dict[str, Any]:
-    """The losses, and what a typed refusal said."""
+    """The losses, and the message of a typed refusal."""
     losses: list[float] = []
     try:
         with nearest_sqrt():
@@ -90,7 +90,7 @@ def by_hand(directory: str, when: str, by: str = "modicum") -> dict[str, Any]:
 
 
 def one_rank_refuses(directory: str, what: str) -> dict[str, Any]:
-    """Only the last rank has something to refuse, in a second step. The others must not wait."""
+    """Only the last rank refuses, in a second step. The others must not wait for it."""
     torch.manual_seed(0)
     model = from_pretrained(directory)
     torch_rank.sharded(model, [dist.get_world_size()], False)

@@ -1,9 +1,9 @@
-"""What a process holds for `modicum.torch.AdamW`, by the kernel; a program of its own.
+"""A program that prints the memory of a process with `modicum.torch.AdamW`, from the kernel.
 
     adamw_memory.py FORMAT...
 
-Prints a JSON object by format. Figures are bytes beyond what was held when the model was there:
-RssAnon of the process, and the Pss_Anon of the process and its forked children together.
+Prints a JSON object by format. Figures are bytes above the memory held before the optimizer
+was made: RssAnon of the process, and Pss_Anon of the process and its forked children together.
 """
 
 import gc
@@ -39,7 +39,7 @@ def pss_anon(pids: list[int]) -> int:
 
 
 def model_of(dtype: torch.dtype) -> nn.Module:
-    """Parameters that Modicum has made: forked children don't see them."""
+    """A model loaded by Modicum, so that forked children do not inherit its parameters."""
     with modicum.torch.empty_parameters():
         layers = [nn.Linear(ROWS, ROWS, bias=False, dtype=dtype) for _ in range(LAYERS)]
         model = nn.Sequential(*layers)
@@ -49,7 +49,7 @@ def model_of(dtype: torch.dtype) -> nn.Module:
 
 def train(model: nn.Module, optimizer: Any, steps: int) -> None:
     for _ in range(steps):
-        for parameter in model.parameters():  # whose multiplications take nothing for themselves
+        for parameter in model.parameters():  # products without workspace
             (parameter * 0.5).sum().backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
@@ -84,6 +84,6 @@ def measured(state_format: str) -> dict[str, int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    warm = modicum.torch.AdamW([nn.Parameter(torch.ones(3))])  # what code takes at its first use
+    warm = modicum.torch.AdamW([nn.Parameter(torch.ones(3))])  # first-use memory
     del warm
     print(json.dumps({name: measured(name) for name in sys.argv[1:]}))

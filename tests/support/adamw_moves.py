@@ -1,5 +1,5 @@
-"""What `test_adamw_binding.py` runs under glibc's checks of its heap: memory of parameters,
-gradients and state goes, before a step and between steps. Ends with `done`, or by a signal."""
+"""A program that `test_adamw_binding.py` runs under glibc's heap checks: memory of parameters,
+gradients and state is freed before a step and between steps. Prints `done`, or dies of a signal."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 
 def made(memory: str, folder: Path) -> Model:
-    """In torch's own memory, or in what `modicum.torch.load` has filled."""
+    """A model in torch's own memory, or in that of `modicum.torch.load`."""
     torch.manual_seed(0)
     model = Model()
     if memory == "modicum":
@@ -48,7 +48,7 @@ def made(memory: str, folder: Path) -> Model:
     return model
 
 
-# ---- what happens to memory. After the second half nothing may be read through the tensor.
+# ---- ways to free memory. After the second half the tensor must not be read.
 
 
 def share(model: Model) -> None:
@@ -60,7 +60,7 @@ def share_one(model: Model) -> None:
 
 
 def send(model: Model) -> None:
-    """As a queue of torch.multiprocessing does it in the sender."""
+    """Like the sender of a torch.multiprocessing queue."""
     ForkingPickler.dumps(model.large.bias)
 
 

@@ -1,4 +1,4 @@
-"""What a rank does when it is asked about `modicum.torch.AdamW`: acts for `torch_rank.py`."""
+"""Acts of `torch_rank.py` that step with `modicum.torch.AdamW`."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from modicum.torch.shards.placements import Shardings
 
 
 def model_of(directory: str, mesh: list[int], dtype: str | None = None) -> Any:
-    """Loaded by Modicum and sharded."""
+    """A sharded model, loaded by Modicum."""
     model = torch_rank.built(directory, dtype, mesh)
     as_dtype = getattr(torch, dtype) if dtype else None
     modicum.torch.load(model, directory, dtype=as_dtype, progress=False)
@@ -32,7 +32,7 @@ def model_of(directory: str, mesh: list[int], dtype: str | None = None) -> Any:
 
 
 def five_steps(directory: str, mesh: list[int], by: str) -> dict[str, Any]:
-    """Of an optimizer with three groups."""
+    """Five steps of an optimizer with three groups."""
     model = model_of(directory, mesh)
     make = modicum.torch.AdamW if by == "modicum" else torch.optim.AdamW
     optimizer = make(torch_rank.groups(model), lr=1e-3)
@@ -45,7 +45,7 @@ def five_steps(directory: str, mesh: list[int], by: str) -> dict[str, Any]:
 
 
 def bring_gradients(model: Any, scale: float = 1.0) -> None:
-    """Some that are the same in every world."""
+    """Sets gradients that are the same in every world size."""
     for i, parameter in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(i)
         whole = scale * torch.randn(parameter.shape, generator=generator)
@@ -69,7 +69,7 @@ def norm(directory: str, mesh: list[int]) -> dict[str, Any]:
     model = model_of(directory, mesh)
     optimizer = modicum.torch.AdamW(model.parameters())
     bring_gradients(model)
-    # The same on every rank, whatever it is cut into; each element once.
+    # The same on every rank for every sharding; each element once.
     fp64 = math.sqrt(
         math.fsum(p.grad.full_tensor().double().square().sum().item() for p in model.parameters())
     )
@@ -93,7 +93,7 @@ def norm(directory: str, mesh: list[int]) -> dict[str, Any]:
 
 
 def skip(directory: str, mesh: list[int], bad: str) -> dict[str, Any]:
-    """The last rank has one gradient that is not finite."""
+    """Steps in which the last rank has a gradient that is not finite."""
     model = model_of(directory, mesh)
     optimizer = modicum.torch.AdamW(model.parameters())
     bring_gradients(model)
@@ -119,7 +119,7 @@ def skip(directory: str, mesh: list[int], bad: str) -> dict[str, Any]:
 
 
 def checkpoint(directory: str, mesh: list[int], folder: str) -> dict[str, Any]:
-    """Five steps, saved; five more by whoever has gone on, and by those that have loaded it."""
+    """Five steps, saved; five more without and with loading the saved state."""
     model = model_of(directory, mesh)
     optimizer = modicum.torch.AdamW(model.parameters(), lr=1e-2)
     with nearest_sqrt():
@@ -170,7 +170,7 @@ def tp_fsdp(directory: str, mesh: list[int], dtype: str, state_format: str) -> d
 
 
 def elements(mesh: list[int]) -> list[str]:
-    """Shards whose elements, as AdamW numbers them, are not those of `full_tensor`."""
+    """Shards whose elements, by AdamW's numbering, differ from `full_tensor`."""
     grid, wrong = init_device_mesh("cpu", tuple(mesh), mesh_dim_names=("dp", "tp")), []
     for rows in (*range(1, 14), 53):
         whole = torch.arange(rows * 3.0).view(rows, 3)

@@ -1,4 +1,4 @@
-"""A memory cgroup of one's own, v1 or v2: what is started in it can't hold more than it allows."""
+"""A memory cgroup, v1 or v2, that limits the processes started in it."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Enters the cage before it becomes the program, so that nothing of ours is counted in it.
+# Enters the cgroup before exec, so that none of our memory is counted in it.
 ENTER = 'echo $$ > "$0" && exec "$@"'
 
 
@@ -30,12 +30,12 @@ class Cage:
         )  # fmt: skip
 
     def peak_bytes(self) -> int:
-        """The most that was ever held inside, page cache included."""
+        """The peak of memory inside, page cache included."""
         name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
         return int((self.directory / name).read_text())
 
     def oom_kills(self) -> int:
-        """How many processes the kernel has killed here for lack of memory."""
+        """The number of OOM kills inside."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         for line in (self.directory / name).read_text().splitlines():
             word, _, count = line.partition(" ")
@@ -45,7 +45,7 @@ class Cage:
 
 
 def own_cgroup() -> tuple[Path, int] | None:
-    """The directory of our own memory cgroup and its version, where there is one."""
+    """The directory of our own memory cgroup and its version, or None."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -55,13 +55,14 @@ def own_cgroup() -> tuple[Path, int] | None:
                     return directory, 1
         elif not controllers and Path("/sys/fs/cgroup/cgroup.controllers").exists():
             directory = Path("/sys/fs/cgroup" + path)
-            # Version 2 has no processes beside children with a controller: a sibling, then.
+            # In version 2 a cgroup with controlled children has no processes of its own: use a
+            # sibling.
             return (directory if path == "/" else directory.parent), 2
     return None
 
 
 def why_no_cage() -> str | None:
-    """Why there can be no cage here; None where there can be."""
+    """Why no cage can be made here, or None."""
     if os.geteuid() != 0:
         return "a memory cgroup needs root"
     try:
@@ -72,7 +73,7 @@ def why_no_cage() -> str | None:
 
 
 def set_limit(directory: Path, version: int, limit_bytes: int) -> None:
-    """The limit, and no way round it by swapping."""
+    """Sets the limit, without swap."""
     name, swap = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
     if version == 2:
         name, swap = ("memory.max", "memory.swap.max")
@@ -83,7 +84,7 @@ def set_limit(directory: Path, version: int, limit_bytes: int) -> None:
 
 @contextlib.contextmanager
 def cage(limit_bytes: int) -> Iterator[Cage]:
-    """A child of our own cgroup with this limit; removed at the end, with whoever is left in it."""
+    """A child of our own cgroup with this limit; removed at the end, its processes killed."""
     own = own_cgroup()
     if own is None:
         raise OSError("there is no memory controller")
@@ -98,7 +99,7 @@ def cage(limit_bytes: int) -> Iterator[Cage]:
 
 
 def remove(directory: Path) -> None:
-    """Ends who is left inside and removes the cgroup, which the kernel refuses for a moment."""
+    """Kills the processes inside and removes the cgroup, which the kernel refuses for a moment."""
     deadline = time.monotonic() + 10
     while directory.exists():
         for pid in (directory / "cgroup.procs").read_text().split():
@@ -113,7 +114,7 @@ def remove(directory: Path) -> None:
 
 
 def drop_page_cache(directory: Path) -> None:
-    """Writes the files of a directory out and forgets them, so that reading charges the reader."""
+    """Drops the files of a directory from the page cache, so that reads charge the reader."""
     for file in directory.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Clocks for promises of time on a machine that others keep busy."""
+"""Clocks for time limits on a busy machine."""
 
 import threading
 import time
@@ -13,9 +13,9 @@ TRIES = 20
 class WaitingClock:
     """Counts waits of 0.1 s, one after the other, in a thread of this process.
 
-    What the ranks promise consists of waits and a little work. A busy machine makes both longer,
-    here as there, so that a time by this clock leaves most of the machine's part out. An idle
-    machine's clock says the same as this one.
+    The ranks' time limits consist of waits and a little work. A busy machine makes both longer, in
+    the ranks and here, so this clock slows down with them. On an idle machine it agrees with
+    `time.monotonic`.
     """
 
     def __init__(self) -> None:
@@ -44,9 +44,9 @@ class WaitingClock:
 def lets_others_run(
     call: Callable[[], object], before: Callable[[], object] = lambda: None
 ) -> bool:
-    """Whether another thread runs in the middle of `call`, in one of some tries: on a busy machine
-    it may miss a short call, but where the call keeps the interpreter's lock it misses them all.
-    Each try begins with `before`."""
+    """Whether another thread runs during `call`, in at least one of several tries: on a busy
+    machine it may miss a short call, but it misses every call that keeps the GIL. Each try begins
+    with `before`."""
     ticks_s: list[float] = []
     ended = threading.Event()
 
@@ -70,6 +70,6 @@ def _ticks_within(
     begin_s = time.monotonic()
     call()
     took_s = time.monotonic() - begin_s
-    # At either end the interpreter itself may have changed threads.
+    # At either end the interpreter may switch threads anyway.
     first_s, last_s = begin_s + 0.1 * took_s, begin_s + 0.5 * took_s
     return any(first_s < tick_s < last_s for tick_s in ticks_s)

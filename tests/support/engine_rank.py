@@ -1,4 +1,4 @@
-"""What a rank does for the tests of engines: acts for the table of `torch_rank.py`."""
+"""Acts of `torch_rank.py` for the tests of engines."""
 
 import ctypes
 import gc
@@ -26,7 +26,7 @@ from modicum.torch.loading import memory
 
 
 class Experts(nn.Module):
-    """What has three dims, and what is cut along the second one."""
+    """A tensor of three dims, and one sharded along its second dim."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Experts(nn.Module):
 
 
 class Toy(nn.Module):
-    """Rows that four ranks can't share evenly, fewer rows than ranks, a tie, a frozen layer, and
+    """Rows that 4 does not divide, fewer rows than ranks, a tie, a frozen layer, and
     every kind of buffer."""
 
     def __init__(self, tied: bool = True, buffers: bool = True) -> None:
@@ -85,7 +85,7 @@ def _whole(dtype: torch.dtype, **kind: bool) -> Toy:
 
 
 def _built(how: str, dtype: torch.dtype, **kind: bool) -> Any:
-    """As engines build a model, before it is cut."""
+    """A model as engines build it, before sharding."""
     if how == "alike":
         with empty_parameters():
             return _whole(dtype, **kind)
@@ -106,7 +106,7 @@ def _built(how: str, dtype: torch.dtype, **kind: bool) -> Any:
 
 
 def _garbage(model: Any) -> None:
-    """What `to_empty` leaves: memory that nobody has written."""
+    """Fills the model as `to_empty` does: with uninitialised memory."""
     model.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -122,7 +122,7 @@ def _step(model: Any, optimizer: Any) -> str:
 
 
 def _everything(model: Any) -> dict[str, str]:
-    """What this rank holds, also in buffers that no state dict has; and which names are one."""
+    """This rank's shards and buffers, also non-persistent ones, and its ties."""
     from torch_rank import told
 
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
@@ -146,13 +146,13 @@ def state_dict_loaded(
     options: dict[str, Any] | None = None,
     **kind: bool,
 ) -> dict[str, Any]:
-    """A state dict of rank 0's in every rank's shards.
+    """Loads a state dict of rank 0 into every rank's shards.
 
     Args:
         form: "accelerate", "engine" (verl's) or "areal".
         built: how, before it is cut.
         stored: the dict's floating-point dtype, if another.
-        by: "modicum"; "torch": sharded with its values; "upstream": what modicum stands in for.
+        by: "modicum"; "torch": sharded with its values; "upstream": what Modicum replaces.
         omit: names that the dict lacks.
         path: a file, which rank 0 writes, in the place of the dict.
         options: more words to the function.
@@ -178,7 +178,7 @@ def state_dict_loaded(
     optimizer = torch.optim.SGD(trained, lr=0.1)
     if by == "upstream":
         _upstream(form, model, state)
-        optimizer = None  # has what was there before
+        optimizer = None  # it has the parameters from before
     else:
         before = list(model.parameters())
         assert _drop_in(form, model, state, offload, **options or {}) is model
@@ -208,7 +208,7 @@ def _drop_in(form: str, model: Any, state: Any, offload: bool, **options: Any) -
 
 
 def _upstream(form: str, model: Any, state: Any) -> None:
-    """The functions that ours stands in for."""
+    """The functions that ours replaces."""
     if form == "accelerate":
         from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict as of_accelerate
 
@@ -253,7 +253,7 @@ def drop_in_refused(case: str) -> str:
 
 
 class Large(nn.Module):
-    """Tensors that staging does not hold whole."""
+    """Tensors larger than staging."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,15 +263,15 @@ class Large(nn.Module):
 
 
 def dict_measured(offers: str = "none", dtype: str = "float32") -> dict[str, Any]:
-    """A dict of rank 0's with a transposed tensor, in a model of another dtype perhaps: what this
-    rank held meanwhile beside what was reported."""
+    """A state dict of rank 0 with a transposed tensor, loaded into a model that may have another
+    dtype: the memory that this rank held meanwhile, and the report."""
     from torch_rank import held_bytes
 
     with empty_parameters():
         model: Any = Large().to(getattr(torch, dtype))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     torch.manual_seed(3)
-    # By rows of its own memory, so that the others never have the whole.
+    # By rows in separate memory, so that no other rank has the whole tensor.
     drawn = {n: [p.shape, torch.randint(1 << 30, ())] for n, p in model.named_parameters()}
     full = {n: _drawn(*of) for n, of in drawn.items()} if dist.get_rank() == 0 else {}
     if full:
@@ -321,14 +321,14 @@ def _drawn(shape: torch.Size, seed: torch.Tensor) -> torch.Tensor:
 
 
 def engine(directory: str, dtype: str = "bfloat16", **options: Any) -> dict[str, Any]:
-    """What the example's engine holds on this rank, and what it has read and held meanwhile."""
+    """The shards of the example's engine on this rank, the bytes it read, and its memory."""
     from torch_rank import held_bytes, local_state, read_bytes, whole_state
 
     module = example("engine_memory_efficient_load")
     torch.manual_seed(0)
     how = module.Options(directory=directory, dtype=getattr(torch, dtype), **options)
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what an engine before has left in the heap
+    ctypes.CDLL(None).malloc_trim(0)  # memory that an earlier engine left in the heap
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
     before, read = held_bytes("RssAnon", "RssShmem"), read_bytes()
     made = module.Engine(how, "cpu")
@@ -364,11 +364,11 @@ def dcp_loaded(directory: str, mesh: list[int]) -> dict[str, Any]:
 
 
 def strategy(**options: Any) -> dict[str, Any]:
-    """A run of the example's, with launchers' words of the rank."""
+    """A run of the example, with a launcher's environment variables."""
     words = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank()}
     words |= {"WORLD_SIZE": dist.get_world_size(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     os.environ.update({name: str(word) for name, word in words.items()})
-    sys.path.insert(0, str(EXAMPLES))  # as of a script there
+    sys.path.insert(0, str(EXAMPLES))  # as for a script in that folder
     how = {"dtype": "float32", "budget": None, "steps": 2, "memory_efficient_init": False}
     return example("strategies").run(Namespace(**how | options), "cpu")
 

@@ -22,8 +22,8 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """A class, a tiny configuration of it, and how the hub stores it where save_pretrained
-    doesn't write that."""
+    """A class, a tiny configuration of it, and its form on the hub if save_pretrained writes
+    another."""
 
     name: str
     cls: str
@@ -50,7 +50,7 @@ class Family:
         return model.to(getattr(torch, self.dtype))
 
     def write(self, model: Any, directory: Path) -> Path:
-        """The model as the hub has it, in three files with an index."""
+        """Writes the model as stored on the hub, in three files with an index."""
         model.save_pretrained(directory)
         (single,) = directory.glob("*.safetensors")
         tensors = load_file(single)
@@ -76,7 +76,7 @@ def fill(model: Any) -> None:
 
 
 def renamed(*pairs: tuple[str, str]) -> Callable[[Tensors, Any], Tensors]:
-    """Each pattern in turn, in every name."""
+    """Applies each substitution to every name."""
 
     def rename(tensors: Tensors, model: Any) -> Tensors:
         made = {}
@@ -93,7 +93,7 @@ def renamed(*pairs: tuple[str, str]) -> Callable[[Tensors, Any], Tensors]:
 def and_also(
     extra: dict[str, tuple[int, ...]], hub: Callable[[Tensors, Any], Tensors] | None = None
 ) -> Callable[[Tensors, Any], Tensors]:
-    """Tensors that old files carry and the class drops."""
+    """Adds tensors of old files that the class drops."""
 
     def add(tensors: Tensors, model: Any) -> Tensors:
         made = hub(tensors, model) if hub else tensors
@@ -157,7 +157,7 @@ def fp8_config(block: int) -> Config:
     }
 
 
-# ---- what many configurations have in common
+# ---- common parts of configurations
 
 TEXT = {
     "vocab_size": 101,

@@ -1,4 +1,4 @@
-"""Memory as a device has it, for machines without one: nothing but copies reaches it."""
+"""A stand-in for device memory on machines without a device: only copies can access it."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ _VIEWS = (aten.detach, aten.view, aten._unsafe_view, aten.slice, aten.alias)
 
 
 class OnDevice(torch.Tensor):
-    """Takes copies from the host and gives them, of one dtype, and does nothing else. It says that
-    it is on a device that no torch computes on; to torch's own kernels, that it is on meta."""
+    """Supports copies from and to the host within one dtype, and no other operation. It reports a
+    device for which torch has no kernels; torch's own kernels see a tensor on meta."""
 
     host: torch.Tensor
     copied: list[int] = []

@@ -16,7 +16,7 @@ PATIENCE_S = 120
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that has ended."""
+    """The result of a run."""
 
     code: int
     stdout: str
@@ -24,17 +24,18 @@ class Ended:
 
     @property
     def json(self) -> dict[str, Any]:
-        """The one document on stdout."""
+        """The JSON document on stdout."""
         return json.loads(self.stdout)
 
     @property
     def error(self) -> dict[str, Any]:
-        """What `--json` says about a failure."""
+        """The error object of `--json`."""
         return self.json["error"]
 
 
 def run(program: Path, *words: object, timeout_s: float = PATIENCE_S) -> Ended:
-    """Runs the program; None and False stand for no word, so that flags can be conditional."""
+    """Runs the program. Words that are None or False are dropped, so that flags can be
+    conditional."""
     arguments = [str(word) for word in words if word is not None and word is not False]
     done = subprocess.run(
         [str(program), *arguments], capture_output=True, text=True, timeout=timeout_s
@@ -43,14 +44,14 @@ def run(program: Path, *words: object, timeout_s: float = PATIENCE_S) -> Ended:
 
 
 def run_json(program: Path, *words: object, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
-    """A run that must end well, with `--json`: its document."""
+    """The JSON of a run that must succeed."""
     done = run(program, *words, "--json", timeout_s=timeout_s)
     assert done.code == 0, f"{words}\nexit {done.code}\n{done.stdout}{done.stderr}"
     return done.json
 
 
 def failure(program: Path, code: int, *words: object) -> dict[str, Any]:
-    """A run that must fail with this exit code: its error object."""
+    """The error object of a run that must fail with this exit code."""
     done = run(program, *words, "--json")
     assert done.code == code, f"{words}\nexit {done.code}\n{done.stdout}{done.stderr}"
     error = done.error
@@ -67,14 +68,14 @@ def strategy_of(plan: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def node_peak(plan: dict[str, Any], name: str) -> int:
-    """The promise of the largest node under one strategy."""
+    """The predicted peak of the largest node under one strategy."""
     return max(node["peak_bytes"] for node in strategy_of(plan, name)["nodes"])
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that a process has started and that are still there."""
+    """The living child processes of a process."""
     found: list[int] = []
-    with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+    with contextlib.suppress(FileNotFoundError):  # the process has ended
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
                 found += map(int, (task / "children").read_text().split())
@@ -82,7 +83,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def tree_of(pid: int) -> list[int]:
-    """A process and all below it."""
+    """A process and all its descendants."""
     found = [pid]
     for child in children_of(pid):
         found += tree_of(child)
@@ -111,7 +112,7 @@ def living_children(count: int) -> Iterator[list[int]]:
 
 
 def split(tensors: dict[str, Any], files: int) -> Iterator[dict[str, Any]]:
-    """The tensors dealt out to so many files, in turn."""
+    """The tensors of each of `files` files, assigned in turn."""
     names = list(tensors)
     for file in range(files):
         yield {name: tensors[name] for name in names[file::files]}
@@ -173,7 +174,7 @@ def header_of(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def offset_of(file: Path, tensor: str) -> int:
-    """Where a tensor's first byte stands in its file."""
+    """The offset of a tensor's first byte in its file."""
     header, begin = header_of(file)
     return begin + header[tensor]["data_offsets"][0]
 

@@ -1,5 +1,5 @@
-"""What the recipe oracle is made of: nodes evaluated by numpy, stored tensors whose elements are
-their ids, and a model of nothing but names that transformers loads them into."""
+"""Parts of the recipe oracle: nodes evaluated by numpy, stored tensors whose elements are their
+ids, and a model that consists of named parameters only, into which transformers loads them."""
 
 import itertools
 import re
@@ -157,8 +157,9 @@ def source_names(
 
 
 def shapes_of(converter: Any, size: int) -> tuple[int, list[Shape], list[Shape] | None]:
-    """How many tensors a `*` stands for, the shape under each source pattern, and the shapes of
-    the model's targets where an operation asks for them. Awkward but legal; `size` is 0, 1 or 2."""
+    """The number of tensors that a `*` matches, the shape under each source pattern, and the shapes
+    of the model's targets where an operation asks for them. Awkward but legal; `size` is 0, 1 or
+    2."""
     kinds = [type(op).__name__ for op in converter.operations]
     sources, targets = len(converter.source_patterns), len(converter.target_patterns)
     rows, columns = ((5, 7), (1, 4), (8, 3))[size]
@@ -230,7 +231,7 @@ class Ids:
 
 
 class Names(torch.nn.Module):
-    """A model of nothing but named parameters."""
+    """A model that consists of named parameters only."""
 
     base_model_prefix = BASE
 

@@ -1,4 +1,4 @@
-"""Square roots that are rounded to nearest, for torch's optimizers: MKL's miss it at times."""
+"""Square roots rounded to nearest, for torch's optimizers: MKL's are off by one ulp at times."""
 
 import contextlib
 from collections.abc import Iterator

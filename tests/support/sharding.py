@@ -1,7 +1,7 @@
-"""What torch and DeepSpeed themselves give each rank of a layout, found out in one process.
+"""The shards that torch and DeepSpeed give each rank of a layout, computed in one process.
 
-A rank is played under a fake process group, which knows a rank and a world size and moves no data:
-what cuts tensors is the real code of torch's DTensor and FSDP2 and of DeepSpeed's ZeRO.
+A rank is played under a fake process group, which has a rank and a world size and moves no data.
+The tensors are sharded by the real code of torch's DTensor and FSDP2 and of DeepSpeed's ZeRO.
 """
 
 import os
@@ -215,7 +215,7 @@ def by_dtype(tensors: Tensors) -> list[Tensors]:
 def zero12_shards(stage: int, world: int, round_robin: bool) -> Callable[[Tensors, int], Tensors]:
     """What `DeepSpeedZeroOptimizer` gives a rank: its partition of every group without padding.
 
-    It leaves out parameters without elements, before it deals them out in turn.
+    It leaves out parameters without elements, before it assigns them in turn.
     """
 
     def shards(tensors: Tensors, rank: int) -> Tensors:

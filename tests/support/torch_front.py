@@ -1,7 +1,7 @@
-"""Models loaded through `modicum.torch`, each rank played in one process, and what must be in them.
+"""Models loaded through `modicum.torch`, with each rank played in one process, and their expected
+contents.
 
-The oracle is `from_pretrained` in one process; what a rank holds of it is cut here by `torch.chunk`
-and nothing else.
+The oracle is `from_pretrained` in one process, sharded here by `torch.chunk`.
 """
 
 import re
@@ -179,7 +179,7 @@ def whole_gradient(name: str, shape: Any, step: int) -> Any:
     return torch.randn(shape, generator=generator)
 
 
-# ---- what is in a model
+# ---- contents of a model
 
 
 def local(tensor: Any) -> Any:
@@ -238,7 +238,7 @@ def assert_empty(model: nn.Module) -> None:
 
 
 def assert_trains_as_built(model: nn.Module, name: str) -> None:
-    """`requires_grad` is the constructor's: `from_pretrained` unfreezes what was frozen."""
+    """`requires_grad` is the constructor's: `from_pretrained` unfreezes frozen parameters."""
     with torch.device("meta"):
         built = BY_NAME[name].model_class(config_of(name))
     trained = {n: p.requires_grad for n, p in parameters_of(model).items()}

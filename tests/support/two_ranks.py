@@ -1,7 +1,7 @@
-"""One of two ranks that train, over gloo: what a process group that moves no data can't show.
+"""One of two ranks that train over gloo, since a fake process group moves no data.
 
-two_ranks.py RANK STORE: a model that was sharded on meta and filled by hand trains as one that
-FSDP2 sharded itself, bit for bit, and FSDP2 copies nothing of what it was given.
+two_ranks.py RANK STORE: a model that was sharded on meta and filled by `hand_over` trains like one
+that FSDP2 sharded with its values, bit for bit, and FSDP2 does not copy the memory handed over.
 """
 
 import os
@@ -22,7 +22,7 @@ STEPS = 2
 
 
 class Tiny(nn.Module):
-    """Sizes that two ranks can't share evenly, a row that only one has, a tie, a frozen layer."""
+    """Sizes that 2 does not divide, a row that only one rank has, a tie, a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def whole() -> Tiny:
 
 
 def shard(model: Tiny) -> Tiny:
-    """Each block by itself, the rest together; the second block's weight along dim 1."""
+    """Shards each block as a unit, and the rest; the second block's weight along dim 1."""
     sideways = model.blocks[1].weight
     for block in model.blocks:
         fully_shard(block, shard_placement_fn=lambda p: Shard(1) if p is sideways else None)
@@ -54,7 +54,7 @@ def shard(model: Tiny) -> Tiny:
 
 
 def fill(model: Tiny, source: Tiny) -> dict[str, int]:
-    """Hands each parameter its shard of `source`; returns where each lies."""
+    """Hands each parameter its shard of `source`; returns the addresses."""
     managed = fsdp_params(model)
     for name, parameter in model.named_parameters():
         facts, value = managed[parameter], source.get_parameter(name).detach()
@@ -68,7 +68,7 @@ def fill(model: Tiny, source: Tiny) -> dict[str, int]:
 
 
 def addresses(model: Tiny) -> dict[str, int]:
-    """Of FSDP2's own buffers, which it gathers from, and of the parameters: they are one."""
+    """The addresses of FSDP2's buffers; asserts that they are those of the parameters."""
     made = {}
     for parameter, facts in fsdp_params(model).items():
         flat = facts.fsdp_param._sharded_param_data.untyped_storage().data_ptr()
@@ -90,7 +90,7 @@ def train(model: Tiny, optimizer: Any) -> list[float]:
 
 
 def groups_of(model: Tiny) -> list[dict[str, Any]]:
-    """Two that learn at different speeds, in another order than the model's."""
+    """Two parameter groups with different options, in another order than the model's."""
     blocks = [p for block in model.blocks for p in block.parameters()]
     rest = [model.row.weight, model.embed.weight]
     return [{"params": blocks[::-1], "lr": 0.3}, {"params": rest, "weight_decay": 0.2}]
@@ -124,6 +124,6 @@ if __name__ == "__main__":
         "gloo", rank=int(rank), world_size=WORLD, store=dist.FileStore(store, WORLD)
     )
     main()
-    # Python's end would find a tensor that a thread of Gloo's still holds, and abort.
+    # At interpreter exit a thread of Gloo may still hold a tensor, which would abort.
     sys.stdout.flush()
     os._exit(0)

@@ -1,9 +1,9 @@
-"""What examples/zero2_offload.py holds, read by somebody else; a program of its own.
+"""A program that runs examples/zero2_offload.py and reads its memory without Modicum.
 
     zero2_memory.py WORDS OF THE EXAMPLE...
 
-Prints a line of JSON after each epoch: what the example says, and Pss_Anon, Pss_Shmem and VmPTE of
-its process and of its data loader's workers, from the kernel, without Modicum.
+Prints a line of JSON after each epoch: the example's own figures, and Pss_Anon, Pss_Shmem and VmPTE
+of its process and of its data loader's workers, from the kernel.
 """
 
 import importlib.util
@@ -48,4 +48,4 @@ if __name__ == "__main__":
     for epoch in program.train(program.parsed(sys.argv[1:])):
         document = epoch["attribution"].document
         print(json.dumps(epoch | {"attribution": document, "tree_bytes": tree_bytes()}), flush=True)
-    os._exit(0)  # nothing of DeepSpeed's and torch's goodbyes is of interest
+    os._exit(0)  # skips the shutdown of DeepSpeed and torch

@@ -1,9 +1,9 @@
-"""Models whose memory `to_empty` has made, as is usual after `fully_shard` on meta: what no file
-holds is what `from_pretrained` computes, or is named; what somebody has set is left alone.
+"""Models allocated by `to_empty`, as is usual after `fully_shard` on meta: tensors that no file
+holds get the values of `from_pretrained`, or an error names them; buffers set by the caller stay.
 
-House test against an outside oracle. It catches these mutations: a buffer that stays as `to_empty`
-left it; one that is restored although somebody has set it; a tensor that the file lacks and that
-counts as there; garbage of which nothing is said.
+House test against an outside oracle. It catches these mutations: a buffer left as `to_empty` made
+it; one that is restored although the caller set it; a tensor missing from the file that counts as
+loaded; uninitialised memory without a warning.
 """
 
 import warnings
@@ -35,7 +35,7 @@ from modicum.errors import UsageError  # noqa: E402
 TOKENS = torch.arange(3, 14).reshape(1, 11)
 WHOLE, TWO = Cut("none", (1,)), Cut("fsdp2", (2,))
 # Rotary tables of text, of two kinds of layers, of three axes and of images; positions; a
-# scale beside an embedding.
+# scale of an embedding.
 FAMILIES = ("llama", "gemma3_text", "qwen2_5_vl", "clip", "jina_embeddings_v3", "nomic_bert")
 SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 8}  # fmt: skip
@@ -43,7 +43,7 @@ SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """What a load says of tensors that no file holds."""
+    """The warnings of a load about tensors that no file holds."""
     lines: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -52,7 +52,7 @@ def said() -> Iterator[list[str]]:
 
 
 def emptied(model: Any) -> Any:
-    """What torch leaves unwritten is NaN, or the largest number."""
+    """torch fills uninitialised memory with NaN, or the largest number."""
     torch.use_deterministic_algorithms(True)
     try:
         return model.to_empty(device="cpu")
@@ -136,7 +136,7 @@ def customised(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("built", ("empty", "loaded", "real", "in place"))
-def test_a_buffer_that_somebody_has_set_stays(built: str) -> None:
+def test_a_buffer_set_by_the_caller_stays(built: str) -> None:
     source = checkpoint_of("llama")
     model = empty("llama") if built != "real" else BY_NAME["llama"].build()
     if built == "loaded":
@@ -151,7 +151,7 @@ def test_a_buffer_that_somebody_has_set_stays(built: str) -> None:
     with said() as lines:
         load(model, source)
     assert bits(inv_freq_of(model)) == before
-    is_plain = built in ("empty", "in place")  # nothing to be said of what is surely meant so
+    is_plain = built in ("empty", "in place")  # no warning: these are surely set on purpose
     assert [("left alone" in line, "rotary_emb.inv_freq" in line) for line in lines
             if "original" not in line] == ([] if is_plain else [(True, True)])  # fmt: skip
 

@@ -2,9 +2,9 @@
 every buffer bit for bit, every dtype, every tie.
 
 House test against outside oracles: transformers in one process, and the same module built plainly.
-The two usual ways to an empty model are tried too, and must be seen to fail. It catches these
-mutations: buffers left as the constructor has them; a list of names kept in float32 ignored; a
-buffer that nobody computes let through.
+The two usual ways to an empty model are tried too, and must fail. It catches these mutations:
+buffers left as the constructor made them; an ignored list of names to keep in float32; an
+uninitialised buffer that is accepted.
 """
 
 import copy
@@ -39,9 +39,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # ---- transformers models, against from_pretrained
 
-# Each class once: the others differ in what their files hold.
+# Each class once: other families of a class differ only in their files.
 MORE = (
-    # Its initialiser computes other bits than its constructor, which runs in the model's dtype.
+    # Its initialiser computes different bits from its constructor, which runs in the model's dtype.
     Family(
         "gptj",
         "GPTJForCausalLM",
@@ -97,7 +97,7 @@ def quiet() -> None:
 
 @functools.cache
 def from_pretrained(name: str, dtype: Any, place: Path) -> tuple[Any, Any]:
-    """What a family's constructor gives, and what is loaded again from where that was saved."""
+    """A family's constructed model, and the same saved and loaded by `from_pretrained`."""
     (family,) = (family for family in BUILT if family.name == name)
     plain = built(family, dtype)
     directory = family.write(plain, place / f"{name}-{dtype}")
@@ -121,7 +121,7 @@ def ties(model: Any) -> set[frozenset[str]]:
 
 
 def wrongs(model: nn.Module, expected: nn.Module) -> Iterator[str]:
-    """In what `model` is not `expected` with its parameters on meta."""
+    """The differences of `model` from `expected` with its parameters on meta."""
     parameters, others = named(model.named_parameters), named(expected.named_parameters)
     buffers, real = named(model.named_buffers), named(expected.named_buffers)
     if parameters.keys() != others.keys() or buffers.keys() != real.keys():
@@ -181,12 +181,12 @@ def test_a_model_within_a_module_is_no_other(place: Path) -> None:
     assert [*wrongs(wrapper.model, expected)] == []
 
 
-# ---- the usual ways, which are not it
+# ---- the usual ways, which fail
 
 
 @contextmanager
 def meta_device_and_memory() -> Iterator[Callable[[Any], None]]:
-    """`to_empty` afterwards; NaN stands for what such memory may hold."""
+    """`to_empty` afterwards; uninitialised memory is filled with NaN."""
 
     def materialise(model: Any) -> None:
         for module in model.modules():
@@ -199,7 +199,7 @@ def meta_device_and_memory() -> Iterator[Callable[[Any], None]]:
 
 @contextmanager
 def parameters_replaced() -> Iterator[Callable[[Any], None]]:
-    """As `init_empty_weights` has it: each module gets a new parameter."""
+    """Like `init_empty_weights`: each module gets a new parameter."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: Any) -> None:
@@ -234,7 +234,7 @@ def test_the_usual_ways_are_seen_to_fail(naive: Any, name: str, wrong: str, plac
     assert any(wrong in found for found in wrongs(model, expected))
 
 
-# ---- any module, against itself built plainly
+# ---- any module, against its plain construction
 
 
 class Buffers(nn.Module):
@@ -317,7 +317,7 @@ UNCOMPUTED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("make", UNCOMPUTED.values(), ids=UNCOMPUTED)
-def test_a_buffer_that_nobody_computes_is_refused(make: Any) -> None:
+def test_an_uncomputed_buffer_is_refused(make: Any) -> None:
     with pytest.raises(modicum.UsageError, match="UNSUPPORTED: no file holds") as refused:
         with empty_parameters():
             module = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"inner": Buffers(make)}))
@@ -340,7 +340,7 @@ def test_it_may_be_computed_later(make: Any) -> None:
 def test_nothing_is_ever_garbage() -> None:
     for kilobytes in (1, 4096):
         numel = kilobytes * 256
-        torch.full((numel,), torch.nan)  # What a new tensor's memory was before.
+        torch.full((numel,), torch.nan)  # Former contents of a new tensor's memory.
         with empty_parameters():
             half = torch.empty(numel)
             half[0] = 1
@@ -350,7 +350,7 @@ def test_nothing_is_ever_garbage() -> None:
 
 
 class Odd(nn.Parameter):
-    """A class of one's own, as quantized models have them."""
+    """A custom parameter class, as in quantized models."""
 
 
 def test_a_parameter_stays_the_same_object() -> None:
@@ -398,7 +398,7 @@ def test_a_lazy_module_stays_lazy() -> None:
     assert nn.parameter.is_lazy(module.weight) and nn.parameter.is_lazy(module.running_mean)
 
 
-# ---- what was there before, and what comes after
+# ---- existing modules, and later use
 
 
 def test_what_was_there_before_stays() -> None:
@@ -498,7 +498,7 @@ def measured(make):
 
 
 def probe(code: str) -> Any:
-    """What `code`, with the lines above, prints: in a process of its own."""
+    """The JSON that PROBE + `code` prints in a new process."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE + code],
         env=os.environ | {"PYTHONPATH": str(PACKAGE)},
@@ -511,7 +511,7 @@ def probe(code: str) -> Any:
 
 
 def test_a_32b_model_takes_neither_memory_nor_time() -> None:
-    """64 GB of parameters; the processor's time, since other processes may be busy beside it."""
+    """64 GB of parameters; CPU time, since the machine may be busy."""
     runs = probe("""
 from transformers import Qwen3Config, Qwen3ForCausalLM
 config = Qwen3Config(
@@ -527,7 +527,7 @@ print(json.dumps([measured(make) for _ in range(3)]))
 
 
 def test_large_tensors_take_no_memory() -> None:
-    """Whatever a parameter begins as; and one that no node has room for."""
+    """For every way to create a parameter; and one larger than any node's memory."""
     run = probe("""
 def make(rows):
     module = torch.nn.Module()

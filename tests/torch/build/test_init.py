@@ -1,5 +1,5 @@
-"""Tensors that no file holds, made by the model's own rules: spread like those that the model makes
-of itself, the same bits in every world, and nothing of the model touched."""
+"""Tensors that no file holds, initialised by the model's own rules: with the model's distributions,
+the same bits in every world, and no other tensor of the model changed."""
 
 import random
 import re
@@ -57,7 +57,7 @@ CHOSEN = [
     "qwen2_5_vl",
     "kimi_k25",
 ]
-# No rule makes it, the constructor gives it a value of its own.
+# It has no rule; its constructor sets its value.
 WITHOUT_RULE = {"clip": {"logit_scale"}}
 SEEDS = range(4)
 
@@ -78,7 +78,7 @@ def on_meta(family: Family, dtype: Any = None) -> Any:
 
 
 def tensors_of(model: Any) -> dict[str, Any]:
-    """Buffers that a state dict lacks too."""
+    """All tensors, non-persistent buffers included."""
     return model.state_dict() | dict(model.named_buffers())
 
 
@@ -114,7 +114,7 @@ def assert_drawn_alike(ours: list[Any], theirs: list[Any], what: str) -> None:
 
 
 def by_transformers(family: Family) -> list[dict[str, Any]]:
-    """A whole model for each seed, as its class makes it."""
+    """A model for each seed, initialised by its class."""
     models = []
     with torch.random.fork_rng(devices=[]):
         for seed in SEEDS:
@@ -123,7 +123,7 @@ def by_transformers(family: Family) -> list[dict[str, Any]]:
     return models
 
 
-# ---- as the model would make them
+# ---- against the model's own initialisation
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -138,7 +138,8 @@ def test_every_tensor_is_drawn_as_transformers_draws_it(name: str) -> None:
 
 
 def test_a_rule_of_the_tensors_own_module_is_not_enough() -> None:
-    """GPT-2 scales what its blocks end in; a naive rule that looks at the owner alone does not."""
+    """GPT-2 scales the last layers of its blocks; a naive rule that reads only the owner does
+    not."""
     family, name = BY_NAME["gpt2"], "transformer.h.0.attn.c_proj.weight"
     naive = []
     with torch.random.fork_rng(devices=[]):
@@ -210,11 +211,11 @@ def test_tied_names_are_one_tensor() -> None:
     assert not first[0].any()  # the embedding's row of padding, which the head's rule would fill
 
 
-# ---- modules that are none of transformers'
+# ---- modules outside transformers
 
 
 class Rows(nn.Module):
-    """Writes to its tensor in two parts; or in one, and leaves the other; or not at all."""
+    """Writes both halves of its tensor, one of them, or none."""
 
     def __init__(self, parts: int) -> None:
         super().__init__()
@@ -227,7 +228,7 @@ class Rows(nn.Module):
 
 
 class Follower(nn.Module):
-    """Made of another module's values."""
+    """Initialised from another module's values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +240,7 @@ class Follower(nn.Module):
 
 
 class Table(nn.Embedding):
-    """Puts another parameter in the place of its own, as transformers 4's Marian does."""
+    """Replaces its parameter by another one, as transformers 4's Marian does."""
 
     def reset_parameters(self) -> None:
         if hasattr(self, "weight"):
@@ -358,7 +359,7 @@ def test_adapters_are_drawn_as_peft_draws_them(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_a_wrapped_models_own_tensors_are_those_from_before(name: str) -> None:
-    """GPT-2's parents must see their children, not what is around them."""
+    """GPT-2's parents must find their children, not the wrappers around them."""
     before = made(on_meta(BY_NAME[name]), on_meta(BY_NAME[name]).state_dict())
     head = {"modules_to_save": ["lm_head"]} if name == "llama" else {}
     targets = ["c_proj"] if name == "gpt2" else ["q_proj", "embed_tokens"]
@@ -370,7 +371,7 @@ def test_a_wrapped_models_own_tensors_are_those_from_before(name: str) -> None:
 
 
 class Parent(nn.Module):
-    """Knows a child's tensor by its name."""
+    """Initialises a child's tensor by its name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -461,7 +462,7 @@ def canonical_names(model: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "falcon_h1"])
 def test_every_rank_makes_the_same_bits(name: str) -> None:
-    """Also of what each class has become by `fully_shard`, and whatever was drawn before."""
+    """Also for classes changed by `fully_shard`, and after other random draws."""
     plain = with_adapters(on_meta(BY_NAME[name]), target_modules=["q_proj", "c_proj"])
     names = list(tensors_of(plain))
     expected = made(plain, names)
@@ -481,11 +482,11 @@ def test_every_rank_makes_the_same_bits(name: str) -> None:
                 assert parameter.to_local().shape == mine.shape, path
 
 
-# ---- nothing else is touched
+# ---- no side effects
 
 
 def traces(model: Any) -> dict[int, Any]:
-    """All that a module has, by identity, and its class; of tensors, what could change."""
+    """A module's class, its attributes by identity, and the mutable facts of its tensors."""
 
     def of(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -533,11 +534,11 @@ def test_values_that_are_there_stay() -> None:
 
 
 class Block(bytearray):
-    """Memory that can be watched."""
+    """Memory with a weak reference."""
 
 
 class Allocator:
-    """What `empty` was asked for, and has not been given back."""
+    """Counts the memory allocated by `empty` and not freed."""
 
     def __init__(self) -> None:
         self.held = self.most = self.calls = 0
@@ -571,7 +572,7 @@ def test_one_modules_tensors_exist_at_once(name: str) -> None:
         assert empty.held <= initialiser.largest_bytes
         met.append(tensor.rpartition(".")[0])
     assert empty.most == initialiser.largest_bytes
-    # One after the other, so each module's rules run once.
+    # In order, so that each module's rules run once.
     tied = {"lm_head"} if name in ("gpt2", "mamba") else set()
     assert empty.calls == len(model.state_dict()) - len(tied)
     del initialiser
@@ -579,7 +580,7 @@ def test_one_modules_tensors_exist_at_once(name: str) -> None:
 
 
 def test_what_a_checkpoint_has_is_not_made() -> None:
-    """But for the tensors that the same module's rule makes."""
+    """Except tensors that the same rule of a module initialises."""
     empty = Allocator()
     model = on_meta(BY_NAME["bert"])
     initialiser = Initialiser(model, ["cls.predictions.transform.dense.bias"], empty=empty)

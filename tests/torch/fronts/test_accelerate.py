@@ -1,10 +1,9 @@
-"""Scripts of accelerate with `modicum.torch.accelerate.loading` around them, beside the same
-scripts without: the same units, values, optimizers, losses and trained parameters on four ranks,
-bit for bit.
+"""Scripts of accelerate with and without `modicum.torch.accelerate.loading` around them: the same
+units, values, optimizers, losses and trained parameters on four ranks, bit for bit.
 
 House test against an outside oracle, the real `Accelerator` over FSDP2. It catches these mutations:
 a model that is sharded in other units; values that are not rounded where accelerate rounds them; an
-optimizer that is bound by address; adapters that lose their values; buffers that go to meta.
+optimizer that is rebound by address; adapters that lose their values; buffers moved to meta.
 """
 
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny ones, as the hub has them: sizes that four ranks can't share evenly, eleven experts."""
+    """Tiny models in the format of the hub: sizes that 4 does not divide, eleven experts."""
     folder = tmp_path_factory.mktemp("models")
     tied = {"family": "qwen3", "config": {"tie_word_embeddings": True}}
     wanted: dict[str, dict[str, Any]] = {
@@ -99,7 +98,7 @@ def test_trains_as_accelerate_does(
 
 
 def test_persistent_buffers_are_loaded(four: Ranks, models: dict[str, Path]) -> None:
-    """Which accelerate itself can't send: here it loads on every rank."""
+    """accelerate cannot broadcast them, so here every rank loads the model."""
     how = {"directory": str(models["deepseek_v3"]), "dtype": None} | BF16
     assert_same(four, how, how | SENT)
 
@@ -115,7 +114,7 @@ def test_persistent_buffers_are_loaded(four: Ranks, models: dict[str, Path]) -> 
 def test_adapters_keep_their_values(
     four: Ranks, models: dict[str, Path], how: dict[str, Any], adapters: dict[str, Any]
 ) -> None:
-    """Those that PEFT draws when it wraps the model, each rank its own."""
+    """The values that PEFT draws when it wraps the model, different on each rank."""
     how = {"directory": str(models["llama"]), "adapters": adapters} | BF16 | how
     got = assert_same(four, how, how)
     trained = [name for name, told in got[0]["before"].items() if " True " in told]

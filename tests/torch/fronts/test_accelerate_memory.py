@@ -1,8 +1,8 @@
-"""The example, an unchanged script of accelerate or Trainer, in a memory cgroup: as it is it is
-killed there, with Modicum's one line it passes, and trains to the same bits.
+"""The example, an unchanged script of accelerate or Trainer, in a memory cgroup: without Modicum it
+is killed there, with Modicum's one line it passes and trains to the same bits.
 
-House test. It catches these mutations: weights that come to every rank whole, be it for a moment;
-upcasts of a whole model; pages of the files that stay.
+House test. It catches these mutations: whole weights on every rank, even briefly; upcasts of a
+whole model; pages of the files that stay in the page cache.
 """
 
 import re
@@ -54,12 +54,12 @@ class Ran:
 
     @property
     def numbers(self) -> list[str]:
-        """Losses and norms as Python prints them: in all bits."""
+        """Losses and norms as Python prints them, which shows all bits."""
         return re.findall(r"step \d+: .*", self.stdout)
 
     @property
     def promised(self) -> str:
-        """Of the load, by the report; the node's promise and what the kernel counted."""
+        """From the load's report: the node's prediction and the kernel's figure."""
         (line,) = re.findall(r"node 0 +(\S+ \S+) +(\S+ \S+)", self.stdout)
         return f"promised {line[0]}, counted {line[1]}"
 
@@ -77,13 +77,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def run(folder: Path, limit_bytes: int, *words: object, world: int = WORLD) -> Ran:
-    """The example, in processes that are in the cage from when they have imported most of what it
-    needs: what counts is the rest."""
+    """The example, in processes that enter the cgroup after their imports, so that these are not
+    counted."""
     with cage(limit_bytes) as inside, ranks(world, folder) as started:
         procs = str(inside.directory / "cgroup.procs")
         started.tell("accelerate_script", cage=procs, words=list(map(str, words)))
         deadline = time.monotonic() + PATIENCE_S
-        # Who waits for one that was killed may wait for long.
+        # A rank may wait long for one that was killed.
         while not inside.oom_kills() and not all(line.poll() for line in started.lines):
             assert time.monotonic() < deadline, started.logs()
             time.sleep(0.05)
@@ -97,9 +97,9 @@ def run(folder: Path, limit_bytes: int, *words: object, world: int = WORLD) -> R
 @pytest.mark.parametrize(
     ("model", "words", "share"),
     [
-        # What Trainer does with the same model is this, and more.
+        # Trainer does this with the same model, and more.
         pytest.param("dense", (), 0.8, id="Accelerator, dense", marks=pytest.mark.soak),
-        # Of its peak much is the step's own: up to 0.75, by the CPU's kernels for bf16.
+        # Up to 0.75 of the peak is the step's own, from the CPU kernels for bf16.
         pytest.param("experts", (), 0.85, id="Accelerator, experts"),
         pytest.param("dense", ("--trainer",), 0.8, id="Trainer, dense"),
     ],
@@ -126,7 +126,7 @@ def test_passes_where_it_is_killed(
 
 
 def test_the_example_by_torchrun(root: Path, tmp_path: Path, models: dict[str, Path]) -> None:
-    """As users start it, where nothing is prepared."""
+    """As users start it."""
     (tiny,) = [one for one in FAMILIES_OF_TESTS if one.name == "qwen3"]
     directory = tiny.write(tiny.build(), tmp_path / "tiny")
     expected = run(tmp_path / "ranks", 16 << 30, directory, "--steps", 2, world=2)

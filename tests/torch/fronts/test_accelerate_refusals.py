@@ -1,8 +1,8 @@
-"""What `modicum.torch.accelerate.loading` changes and puts back, and what it refuses.
+"""Attributes that `modicum.torch.accelerate.loading` patches and restores, and its refusals.
 
-House test. It catches these mutations: an attribute or a variable that stays changed; an accelerate
-that is taken for the known one; a path by which empty parameters come to a forward, or values get
-lost, without a word.
+House test. It catches these mutations: an attribute or a variable that stays patched; an unknown
+accelerate that is accepted; a path by which empty parameters reach a forward, or values get lost,
+without an error.
 """
 
 import contextlib
@@ -58,14 +58,14 @@ WHAT_CAN_CHANGE = (
 
 @pytest.fixture(scope="module", autouse=True)
 def written() -> None:
-    """Are there before a rank is played."""
+    """Built before a rank is played."""
     for name in ("llama", "qwen2"):
         from_pretrained(name)
 
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """FSDP2 of accelerate, over one rank."""
+    """accelerate's FSDP2 over one rank."""
     with alone(), accelerate_rank.fsdp2_on_cpus():
         yield
 
@@ -84,7 +84,7 @@ def attributes() -> list[dict[str, Any]]:
 
 
 def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:
-    """Names that are there on one side only, or mean something else."""
+    """Names that exist on one side only, or differ."""
     return {
         name
         for old, new in zip(before, after, strict=True)
@@ -93,7 +93,7 @@ def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> se
     }
 
 
-# ---- what is changed
+# ---- patches
 
 
 CHANGED = {
@@ -125,7 +125,7 @@ def test_everything_is_put_back() -> None:
 
 
 def test_a_script_is_put_back(one_rank: None) -> None:
-    """Its accelerator and its optimizer too, where the budget does not allow the load."""
+    """Also its accelerator and optimizer, if the budget does not allow the load."""
     before = attributes()
     with pytest.raises(BudgetError), loading(budget="1MiB", progress=False) as outside:
         model = build()
@@ -164,12 +164,12 @@ def test_importing_it_imports_nothing_above_torch() -> None:
     assert not {"transformers", "accelerate", "peft"} & {*done.stdout.split()}
 
 
-# ---- what is built
+# ---- built models
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
 def test_builds_as_from_pretrained_but_for_values(family: Any, tmp_path: Any) -> None:
-    """Dtypes, shapes, ties, buffers and random state; of no file more than its header."""
+    """Dtypes, shapes, ties, buffers and random state; reads only headers."""
     whole = from_pretrained(family.name)
     directory = tmp_path / "headers"
     directory.mkdir()
@@ -182,7 +182,7 @@ def test_builds_as_from_pretrained_but_for_values(family: Any, tmp_path: Any) ->
     with contextlib.suppress(UsageError), loading():
         model = family.model_class.from_pretrained(directory)
         assert torch.equal(torch.get_rng_state(), random)
-        raise UsageError  # not to be asked where its values are
+        raise UsageError  # so that it is not asked for its values
     mine, theirs = parameters_of(model), parameters_of(whole)
     assert all(parameter.is_meta for parameter in mine.values())
     assert {n: (p.dtype, p.shape) for n, p in mine.items()} == {
@@ -230,7 +230,7 @@ def test_a_source_of_ones_own(one_rank: None, tmp_path: Any) -> None:
         assert_same(parameter.full_tensor().detach(), whole.get_parameter(name).detach(), name)
 
 
-# ---- what is not known
+# ---- unknown versions
 
 
 def reading(cls: Any, path: Any, *args: Any, config: Any, **kwargs: Any) -> Any:
@@ -262,7 +262,7 @@ def finishing(cls: Any, path: Any, *args: Any, config: Any, **kwargs: Any) -> An
 def test_unknown_versions_are_refused(
     owner: Any, name: str, instead: Any, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what they do otherwise, and which version does."""
+    """The error names the difference and the version."""
     if instead is None:
         monkeypatch.delattr(owner, name)
     else:
@@ -293,7 +293,7 @@ def test_an_unknown_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_accelerate_that_shards_otherwise(
     way: str, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it is replaced by, `prepare` has to come to a sharded model with its values."""
+    """Whatever replaces it, `prepare` must give a sharded model with values."""
     if way == "never shards":
         monkeypatch.setattr(accelerate.Accelerator, "_prepare_fsdp2", lambda self, *args: args)
     else:
@@ -307,7 +307,7 @@ def test_an_accelerate_that_shards_otherwise(
     assert not differences(before, attributes()[:-1])
 
 
-# ---- what is not FSDP2
+# ---- other than FSDP2
 
 
 def test_no_fsdp2_is_refused_before_anything_is_built() -> None:
@@ -349,7 +349,7 @@ def test_one_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused.value.got == "distributed_type NO"
 
 
-# ---- values that are not there
+# ---- missing values
 
 
 def test_a_forward_without_values_is_refused() -> None:
@@ -367,7 +367,7 @@ def test_a_forward_afterwards_is_refused() -> None:
 
 
 def test_an_adapters_forward_is_refused() -> None:
-    """PEFT calls what it wraps past the hooks of its root."""
+    """PEFT calls the wrapped model without its root's hooks."""
     with pytest.raises(UsageError, match="a forward"), loading():
         peft.get_peft_model(build(), peft.LoraConfig(target_modules=["q_proj"]))(TOKENS)
 
@@ -422,7 +422,7 @@ def test_a_new_head_that_the_source_overwrites_is_refused(one_rank: None) -> Non
 
 
 def test_adapters_without_values_are_refused(one_rank: None) -> None:
-    """As those are that PEFT makes of what it wraps."""
+    """As PEFT makes them in a wrapped model."""
     config = peft.LoraConfig(target_modules=["q_proj"])
     with pytest.raises(UsageError, match="base's values") as refused, loading(progress=False):
         prepare(peft.get_peft_model(build(), config, low_cpu_mem_usage=True))
@@ -433,7 +433,7 @@ def test_adapters_without_values_are_refused(one_rank: None) -> None:
 
 
 def test_a_head_that_is_missing(one_rank: None) -> None:
-    """`from_pretrained` would warn and make one of its own on each rank."""
+    """`from_pretrained` would warn and initialise one per rank."""
     kind = transformers.LlamaForSequenceClassification
     lists: dict[str, Any] = {"unexpected": ["^lm_head"]}
     with pytest.raises(UsageError, match="score.weight"), loading(progress=False, **lists):
@@ -445,7 +445,7 @@ def test_a_head_that_is_missing(one_rank: None) -> None:
 
 
 def test_a_head_of_ones_own_stays(one_rank: None) -> None:
-    """Around a body: what the script has made keeps its values, and the body gets the file's."""
+    """Around a body: the script's head keeps its values, and the body gets the file's."""
 
     class WithValue(nn.Module):
         def __init__(self, body: Any) -> None:

@@ -1,5 +1,5 @@
-"""`HuggingFaceReader` under torch.distributed.checkpoint: what each rank then holds is its part of
-what `from_pretrained` gives.
+"""`HuggingFaceReader` under torch.distributed.checkpoint: each rank gets its shards of the
+model that `from_pretrained` loads.
 
 House test against outside oracles, `from_pretrained` cut by torch.chunk and torch's own reader. It
 catches these mutations: a box in the wrong place; a strided cut read as one box; a conversion of
@@ -62,7 +62,7 @@ CASES = (
 
 @pytest.fixture(scope="module", autouse=True)
 def whole_models() -> None:
-    """Are there before a rank is played."""
+    """Built before a rank is played."""
     for name, _ in CASES:
         from_pretrained(name)
 
@@ -99,14 +99,14 @@ def test_every_rank_gets_its_part(name: str, cut: Cut) -> None:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """Rows that say which they are."""
+    """Rows whose values are their numbers."""
     tensors = {"packed": 6, "up.weight": 7}
     made = {n: torch.arange(2.0 * k).reshape(k, 2).floor() for n, k in tensors.items()}
     return write_checkpoint(tmp_path / "rows", made | {"up.bias": torch.arange(7.0)})
 
 
 def test_packed_parts_are_cut_each_by_itself(rows: Path) -> None:
-    """torch's reader takes as many rows from the first one on: the test can fail."""
+    """torch's reader reads as many rows from the first one on, so the test can fail."""
     for rank, expected in enumerate(([0, 1, 3, 4], [2, 5])):
         with playing_new_rank(rank, 2):
             part, mesh = torch.empty(len(expected), 2), init_device_mesh("cpu", (2,))
@@ -127,7 +127,7 @@ class Seven(nn.Module):
         self.up = nn.Linear(2, 7)
 
 
-def test_rows_that_a_plan_gives_to_nobody(rows: Path) -> None:
+def test_rows_that_no_rank_of_a_plan_needs(rows: Path) -> None:
     """Seven rows on two ranks of TP and three of FSDP2: the plan has the last one for a rank that
     holds none, and nothing for the one that has it."""
     whole = torch.arange(14.0).reshape(7, 2)
@@ -144,7 +144,7 @@ def test_rows_that_a_plan_gives_to_nobody(rows: Path) -> None:
 
 
 def test_as_torch_reads() -> None:
-    """Where it can: names and shapes as stored, no strided cut."""
+    """Where torch's reader works: names and shapes as stored, no strided shard."""
     for rank in range(3):
         with playing_new_rank(rank, 3):
             model = shard(empty("llama"), FSDP2)

@@ -1,10 +1,10 @@
-"""`fsdp2_load_full_state_dict` in the place of the functions of this name: every rank then holds,
-and trains, what it would if the whole model had been cut by FSDP2, or upstream's own function had
-been called.
+"""`fsdp2_load_full_state_dict` in place of the upstream functions of this name: every rank holds
+and trains the same shards as if FSDP2 had sharded the whole model, or upstream's function had
+loaded it.
 
-House test. It catches these mutations: a piece that goes to the wrong place; a rank that wants no
-piece and holds up the others; what a rank built in another way and keeps; buffers that stay as
-they were; a tie that comes apart; a second dtype.
+House test. It catches these mutations: a chunk copied to the wrong place; a rank that needs no
+chunk and blocks the others; a rank that keeps tensors it built in another way; buffers that are not
+loaded; a tie that is lost; a second dtype.
 """
 
 import re
@@ -54,7 +54,7 @@ def assert_same(four: Ranks, expected: list[Any], **how: Any) -> None:
 @pytest.mark.parametrize("built", BUILT)
 @pytest.mark.parametrize("form", ("accelerate", "engine", "areal"))
 def test_every_rank_holds_its_part(four: Ranks, form: str, built: str) -> None:
-    """Whoever built the model how. `to_empty` unties, so that there is nothing tied then."""
+    """For every way to build the model. `to_empty` unties, so there is no tie afterwards."""
     kind = {"tied": built != "others from to_empty"}
     expected = four.ask("state_dict_loaded", by="torch", **kind)
     assert_same(four, expected, form=form, built=built, **kind)
@@ -71,8 +71,8 @@ def test_a_path_in_the_place_of_the_dict(
 
 
 @pytest.mark.parametrize("strategy", ("rank0-broadcast", "node-reader"))
-def test_buffers_of_rank_0_beside_what_is_sent(four: Ranks, tmp_path: Path, strategy: str) -> None:
-    """Two loads, each of which exchanges bytes in its own way."""
+def test_buffers_of_rank_0_and_other_exchanges(four: Ranks, tmp_path: Path, strategy: str) -> None:
+    """Two loads, each with its own exchange of bytes."""
     options = {"budget": "none", "strategy": strategy}
     how = {"path": str(tmp_path / "toy.safetensors"), "options": options}
     expected = four.ask("state_dict_loaded", by="torch")
@@ -80,7 +80,7 @@ def test_buffers_of_rank_0_beside_what_is_sent(four: Ranks, tmp_path: Path, stra
 
 
 def test_what_a_dict_lacks_keeps_its_values(four: Ranks) -> None:
-    """With strict=False, and where there are values."""
+    """With strict=False, if the tensors have values."""
     expected = four.ask("state_dict_loaded", by="torch")
     how = {"omit": ("experts.up", "seen"), "options": {"strict": False}}
     assert_same(four, expected, built="with values", **how)
@@ -88,7 +88,7 @@ def test_what_a_dict_lacks_keeps_its_values(four: Ranks) -> None:
 
 @pytest.mark.parametrize("form", ("accelerate", "engine"))
 def test_as_upstream(four: Ranks, form: str) -> None:
-    """Where upstream's own function can do it: accelerate's takes no buffers, and both untie."""
+    """Where upstream's function works: accelerate's takes no buffers, and both untie."""
     kind = {"form": form, "tied": False, "buffers": form == "engine", "built": "others on meta"}
     kind |= {"dtype": "bfloat16", "stored": "bfloat16"}
     assert_same(four, four.ask("state_dict_loaded", by="upstream", **kind), **kind)
@@ -116,7 +116,7 @@ def test_offloaded_parameters(four: Ranks, form: str) -> None:
 
 
 def test_offloading_that_fully_shard_was_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each form has its word for it; parameters on a device are refused then, by name."""
+    """Each form has its own argument; then parameters on a device are refused by name."""
     policy, on_gpu = CPUOffloadPolicy(pin_memory=False), torch.device("cuda", 0)
 
     class Walk:
@@ -162,7 +162,7 @@ def test_words_that_are_none() -> None:
     ids=("contiguous", "permuted", "strided", "expanded", "scalar", "cast"),
 )
 def test_any_run_of_any_tensor(tensor: Any) -> None:
-    """What rank 0 reads of its tensors, whatever their strides."""
+    """The runs that rank 0 reads from its tensors, whatever their strides."""
     whole = tensor.reshape(-1).to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
     for first in range(len(whole)):
         for end in range(first, len(whole) + 1):
@@ -173,8 +173,8 @@ def test_any_run_of_any_tensor(tensor: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_a_dict_is_sent_within_the_promise(four: Ranks, dtype: str) -> None:
-    """By the kernel's counters and in the report: the others hold shards and staging, rank 0 its
-    dict besides; what is sent is what each needs, no more, and is counted."""
+    """By the kernel's counters and in the report: the others hold shards and staging, rank 0
+    also its dict; the bytes sent are those that each rank needs, and are counted."""
     answers = four.ask("dict_measured", dtype=dtype)
     ranks, itemsize = answers[0]["report"]["ranks"], getattr(torch, dtype).itemsize
     whole_bytes = (6000 + 1536) * 1024
@@ -196,7 +196,7 @@ def test_a_dict_is_sent_within_the_promise(four: Ranks, dtype: str) -> None:
 
 
 def test_a_dict_obeys_its_budget(four: Ranks) -> None:
-    """Rank 0's dict is part of what its node holds. Refused everywhere, before a tensor is read."""
+    """Rank 0's dict counts for its node. All ranks refuse before a tensor is read."""
     report = four.ask("dict_measured")[0]["report"]
     promised = sum(of["promised_bytes"] for of in report["ranks"])
     assert report["budget"] is None
@@ -223,6 +223,6 @@ def test_a_dict_obeys_its_budget(four: Ranks) -> None:
     ],
 )
 def test_refused_on_every_rank(four: Ranks, case: str, message: str) -> None:
-    """The same words everywhere, and nobody has half a model."""
+    """The same message on every rank, and no partly loaded model."""
     (said,) = set(four.ask("drop_in_refused", case=case))
     assert re.match(message, said), said

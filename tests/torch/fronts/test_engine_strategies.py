@@ -2,8 +2,9 @@
 bits, the same training, and one picture of what all ranks held.
 
 House test against an outside oracle, from_pretrained and accelerate's own `prepare`. It catches
-these mutations: an optimizer that has lost its parameters, or groups that are mixed up; a buffer of
-no state dict that is another one's; a phase that is not recorded, or a run that is not drawn.
+these mutations: an optimizer that has lost its parameters, or has mixed up its groups; a
+non-persistent buffer with another's values; a phase that is not recorded, or a run that is not
+drawn.
 """
 
 import json
@@ -29,7 +30,7 @@ PHASES = ["from_pretrained", "optimizer", "wrap"]
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, list[dict[str, Any]]]]:
-    """Each run in processes of its own, which hold nothing of another one's."""
+    """Each run in new processes, without the memory of another run."""
     folder = tmp_path_factory.mktemp("strategies")
     answers = {}
     for what, efficient in RUNS:
@@ -46,8 +47,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, list[
 
 
 def test_same_bits_and_same_training(ran: Any) -> None:
-    """Of buffers too. What a unit of FSDP2 is differs between the strategies, and with it the order
-    in which gradients are summed: losses are compared within one."""
+    """Of buffers too. The strategies differ in their FSDP2 units, and so in the order in which
+    gradients are summed: losses are compared within one strategy."""
     answers = ran[1]
     assert len({of["loaded"] for each in answers.values() for of in each}) == 1
     for what in ("native", "accelerate"):

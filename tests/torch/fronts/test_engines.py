@@ -1,11 +1,11 @@
-"""The engine of the examples, which is built, given adapters, cut, loaded and given an optimizer in
-AReaL's order: with `memory_efficient_load` each rank holds the bits that it has without, and what
-upstream draws at random is what one process alone would draw.
+"""The engine of the examples, which builds, adds adapters, shards, loads and makes an optimizer in
+AReaL's order: `memory_efficient_load` does not change the bits on any rank, and random tensors are
+those that a single process would draw.
 
 House test against an outside oracle, `from_pretrained` on every rank and `fully_shard` of the whole
 model. It catches these mutations: a head, a tower or a base under adapters that stays empty; a
-tensor that each rank draws for itself; a whole tensor on the way; a rank that reads what is another
-one's to read.
+tensor that each rank draws for itself; a whole tensor in memory; a rank that reads another rank's
+shards.
 """
 
 import re
@@ -23,9 +23,9 @@ from ranks import Ranks, ranks, torchrun
 
 MIB = 1 << 20
 STAGING_BYTES = 8 * MIB
-# Code and names that Python takes in, and what glibc keeps.
+# Memory of imports, and freed memory that glibc keeps.
 PYTHON_BYTES = 6 * MIB
-# Of headers, config, index and the kernel's own files, per rank.
+# Bytes per rank of headers, config, index and /proc files.
 BESIDES_BYTES = 256 << 10
 
 
@@ -44,7 +44,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Sizes that four ranks can't share evenly; nine tenths of each are embeddings."""
+    """Sizes that 4 does not divide; nine tenths of each are embeddings."""
     folder = tmp_path_factory.mktemp("models")
     text = {"vocab_size": 100003, "hidden_size": 101}
     tower = {"text_config": EVEN_TEXT | {"rope_parameters": MROPE, "vocab_size": 300007}}
@@ -59,7 +59,7 @@ def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     return {name: str(folder / name) for name in wanted}
 
 
-# Task, checkpoint, options, and the names that upstream draws at random on each rank.
+# Task, checkpoint, options, and the tensors that upstream draws at random on each rank.
 CASES = {
     "trained value head": ("value-head", "value-head", {}, None),
     "new value head": ("value-head", "causal-lm", {}, "^score"),
@@ -91,7 +91,7 @@ def test_bits_of_a_single_process(
 
 @pytest.mark.parametrize("case", ("new value head", "vision-language", "lora"))
 def test_a_node_holds_shards_and_staging(four: Ranks, models: dict[str, str], case: str) -> None:
-    """By the kernel's counters, casting to float32; upstream's way is far above."""
+    """By the kernel's counters, with a cast to float32; upstream's way needs far more."""
     task, directory, options, _ = CASES[case]
     how = {"task": task, "directory": models[directory], "dtype": "float32", **options}
     got = four.ask("engine", memory_efficient_load=True, **how)
@@ -105,8 +105,8 @@ def test_a_node_holds_shards_and_staging(four: Ranks, models: dict[str, str], ca
 
 
 @pytest.mark.parametrize("strategy", ("own-shard", "rank0-broadcast"))
-def test_nobody_reads_what_is_anothers(four: Ranks, models: dict[str, str], strategy: str) -> None:
-    """By the kernel's count: a rank's own bytes, or rank 0 everything and the others nothing."""
+def test_no_rank_reads_anothers_shards(four: Ranks, models: dict[str, str], strategy: str) -> None:
+    """By the kernel's count: a rank reads its own bytes, or rank 0 reads all of them."""
     how = {"task": "vision-language", "directory": models["vision-language"]}
     four.ask("engine", memory_efficient_load=True, strategy=strategy, **how)  # imports are read too
     got = four.ask("engine", memory_efficient_load=True, strategy=strategy, **how)

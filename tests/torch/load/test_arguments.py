@@ -49,20 +49,20 @@ HEAD, NORM = "lm_head.weight", "model.norm.weight"
 
 @pytest.fixture(scope="module", autouse=True)
 def whole_models() -> None:
-    """Are there before a rank is played."""
+    """Built before a rank is played."""
     for name in ("llama", "llama_tied"):
         from_pretrained(name)
 
 
 def copy_without(directory: Path, name: str, *left_out: str, **more: Any) -> Path:
-    """A family's checkpoint less some tensors, and with others."""
+    """A family's checkpoint without some tensors, and with others."""
     stored = {n: t for n, t in stored_in(checkpoint_of(name)).items() if n not in left_out}
     return write_checkpoint(directory / "model", stored | more)
 
 
 def same_at_every_world(make: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-    """Loads as one rank, and as each of two and of three, which must have parts of the same bits.
-    Returns the parameters of the one; `make` is called for a model."""
+    """Loads in worlds of one, two and three ranks, whose shards must have the same bits. Returns
+    the parameters of the single rank; `make` is called for each model."""
     whole: dict[str, Any] = {}
     for world in WORLDS:
         for rank in range(world):
@@ -78,7 +78,7 @@ def same_at_every_world(make: Any, *arguments: Any, **options: Any) -> dict[str,
 
 
 def refused(directory: Any, error: Any = modicum.UsageError, *, says: str, **options: Any) -> Any:
-    """A load into a sharded llama, which must fail and leave it as it was."""
+    """A load into a sharded llama that must fail and leave it unchanged."""
     with playing_new_rank(1, 2):
         model = shard(empty("llama"), TWO)
         before = buffer_bits(model)
@@ -86,7 +86,7 @@ def refused(directory: Any, error: Any = modicum.UsageError, *, says: str, **opt
             load(model, directory, **options)
         assert_empty(model)
         assert buffer_bits(model) == before
-        # Nothing is in the way of a second attempt.
+        # A second attempt succeeds.
         load(model, checkpoint_of("llama"))
         assert_holds(model, from_pretrained("llama"), TWO, 1)
     return raised.value
@@ -96,7 +96,7 @@ def refused(directory: Any, error: Any = modicum.UsageError, *, says: str, **opt
 
 
 class WithValueHead(nn.Module):
-    """As trainers of reward models put it around a model."""
+    """A wrapper like those of trainers of reward models."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_another_seed_makes_other_numbers(lacking: Path) -> None:
 
 @pytest.mark.parametrize(("name", "tables"), [("marian", 2), ("bart", 0)])
 def test_what_the_model_lists_may_be_missing(name: str, tables: int, tmp_path: Path) -> None:
-    """The sinusoidal tables of Marian, which are parameters and in no file; a bias, a buffer."""
+    """The sinusoidal tables of Marian, parameters that no file holds; a bias, a buffer."""
     cut, whole, bias = Cut("fsdp2", (3,)), from_pretrained(name), "final_logits_bias"
     directory = copy_without(tmp_path, name, bias)
     absent = parameters_of(whole).keys() - stored_in(directory) - whole.all_tied_weights_keys.keys()
@@ -253,7 +253,7 @@ def test_unexpected(unexpected: Any, left_over: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "marian", "bart", "mixtral", "t5"])
 def test_without_a_source_the_model_makes_everything(name: str) -> None:
-    """What is constant is the same to the bit; what is random has the same spread."""
+    """Constant tensors are equal to the bit; random ones have the same distribution."""
     plain = BY_NAME[name].model_class(config_of(name))
     whole = same_at_every_world(lambda: empty(name), None)
     for path, parameter in parameters_of(plain).items():
@@ -286,12 +286,12 @@ def test_a_dtype_that_its_unit_has_not_is_refused_by_name() -> None:
     assert error.tensor == "model.layers.0.input_layernorm.weight"
 
 
-# ---- what has values already
+# ---- models with values
 
 
 @pytest.mark.parametrize("cut", [Cut("none", (2,)), Cut("fsdp2", (3,), dim=1), TWO], ids=str)
 def test_a_second_load_overwrites_what_it_has(cut: Cut, tmp_path: Path) -> None:
-    """In the same memory, cast to the dtype that is there; the rest is left alone."""
+    """In the same memory, cast to its dtype; other tensors are unchanged."""
     whole, directory = from_pretrained("llama_tied"), checkpoint_of("llama_tied")
     partly = {
         NORM: torch.arange(39) / 3,
@@ -312,7 +312,7 @@ def test_a_second_load_overwrites_what_it_has(cut: Cut, tmp_path: Path) -> None:
             for name, tensor in partly.items():
                 got = local(model.get_parameter(name))
                 assert_same(got, part_of(tensor.bfloat16(), cut, rank), name)
-                # What was there before goes back, and nothing else is different.
+                # The old memory is released, and no other tensor changes.
                 got.copy_(part_of(whole.get_parameter(name), cut, rank))
             assert_holds(model, whole, cut, rank)
 
@@ -341,7 +341,7 @@ def test_what_has_values_keeps_its_dtype() -> None:
         assert_holds(model, from_pretrained("llama"), TWO, 0)
 
 
-# ---- where it comes from, where it goes
+# ---- sources and destinations
 
 
 @pytest.mark.parametrize("form", [str, Path, lambda place: place / "model.safetensors"])
@@ -363,11 +363,11 @@ def test_a_load_does_not_go_by_the_device_that_a_model_is_built_on(layout: str) 
         assert_holds(model, from_pretrained("llama"), cut, 1)
 
 
-# ---- what is seen of it
+# ---- output
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_rank_0_shows_what_happens(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_shows_the_plan_and_a_bar(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
     with playing_new_rank(rank, 2):
         model = shard(empty("llama"), TWO)
         load(model, checkpoint_of("llama"), progress=True)
@@ -413,7 +413,7 @@ def test_the_process_itself_is_part_of_a_budget() -> None:
     held = modicum._modicum.process_memory()["held_bytes"]
     error = refused(checkpoint_of("llama"), modicum.BudgetError, says="node 0", budget=held)
     owners = {owner["purpose"]: owner["bytes"] for owner in error.owners}
-    assert owners["process"] >= 1.8 * held  # of two ranks; some of it may be gone by now
+    assert owners["process"] >= 1.8 * held  # of two ranks; some may already have exited
     assert error.shortfall_bytes == error.got - held == sum(owners.values()) - held
 
 
@@ -446,7 +446,7 @@ def test_a_failure_while_loading_leaves_the_model_as_it_was(
             assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_buffer_that_nobody_computes_is_refused() -> None:
+def test_an_uncomputed_buffer_is_refused() -> None:
     config = config_of("llama")
     with torch.device("meta"):
         model = BY_NAME["llama"].model_class(config)
@@ -456,7 +456,7 @@ def test_a_buffer_that_nobody_computes_is_refused() -> None:
     assert_empty(model)
 
 
-# ---- what an import does
+# ---- imports
 
 IMPORT = """
 import sys
@@ -495,14 +495,14 @@ assert patched() == [], patched()
 
 
 def test_an_import_brings_torch_alone_and_patches_nothing() -> None:
-    """Nor does a load, whether it ends well or not."""
+    """Neither does a load, successful or not."""
     command = [sys.executable, "-c", IMPORT, checkpoint_of("llama")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
 def test_what_a_set_asks_for_is_the_same_on_every_rank() -> None:
-    """Processes hash names differently, and compare what they were asked for."""
+    """Processes hash names differently, and the ranks compare their arguments."""
     program = (
         "from modicum.torch.loading.goal import said\n"
         "print(said({'missing': {f'layer.{i}' for i in range(20)}, 'dtype': None}))"

@@ -1,9 +1,9 @@
-"""What goes wrong in one rank of a process group ends the load on all of them, soon, as the same
-error that names the culprit; the model is as it was before, and can be loaded again.
+"""A failure on one rank of a process group ends the load on all ranks within seconds, with the same
+error that names the culprit; the model is unchanged and can be loaded again.
 
 House test. It catches these mutations: ranks that wait for one that has failed or died; a parameter
-that is filled although another rank has failed; ranks that go on with different plans; slowness
-that is taken for death; Ctrl-C that nobody sees, or that others don't hear of.
+that is filled although another rank has failed; ranks that go on with different plans; a slow rank
+treated as dead; Ctrl-C that is ignored, or that the other ranks do not learn of.
 """
 
 import os
@@ -53,7 +53,7 @@ def model(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other_model(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same names and other shapes."""
+    """A model with the same names and other shapes."""
     directory = tmp_path_factory.mktemp("models") / "other"
     four.ask("write", directory=str(directory), family="qwen3", config={"vocab_size": 103})
     return directory
@@ -61,7 +61,7 @@ def other_model(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def large(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """2 GB of few tensors, in holes: a model that takes some seconds to load."""
+    """A sparse model of 2 GB in few tensors, which takes seconds to load."""
     directory = tmp_path_factory.mktemp("models") / "large"
     words = ("--arch", "llama-3.2-1b", "--layers", 4, "--dtype", "float32", "--sparse")
     run_json(modicum, "synth", directory, *words)
@@ -70,7 +70,7 @@ def large(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(four: Ranks, model: Path) -> list[dict[str, str]]:
-    """What torch gives each rank."""
+    """The shards that torch gives each rank."""
     return [a["state"] for a in four.ask("loaded", directory=str(model), mesh=MESH, by="torch")]
 
 
@@ -81,7 +81,7 @@ def clock() -> Iterator[WaitingClock]:
 
 
 def failures(clock: WaitingClock, answers: list[Any], culprit: int, pid: int) -> Failed:
-    """All ranks have failed alike and left their model alone. Returns what one of them raised."""
+    """Asserts that all ranks failed alike and left their model unchanged; returns one failure."""
     raised = [answer["failure"] for answer in answers if answer is not GONE]
     assert None not in raised, f"some ranks have loaded: {answers}"
     for answer, failure in zip(answers, raised, strict=False):
@@ -150,7 +150,7 @@ def test_one_ranks_files(
     category: str,
     strategy: str,
 ) -> None:
-    culprit = 0 if strategy == "node-reader" else CULPRIT  # who reads
+    culprit = 0 if strategy == "node-reader" else CULPRIT  # the rank that reads
     spoilt = spoil(Path(shutil.copytree(model, tmp_path / "copy")))
     how = {"directory": str(model), "source": str(model), "mesh": MESH, "strategy": strategy}
     answers = four.ask("tried", {culprit: spoilt}, **how)
@@ -159,7 +159,7 @@ def test_one_ranks_files(
     assert [answer["state"] for answer in answers] == expected
 
 
-# ---- what ranks ask for
+# ---- arguments
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_one_ranks_files(
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_ranks_that_want_different_things(
+def test_ranks_with_different_arguments(
     clock: WaitingClock,
     four: Ranks,
     model: Path,
@@ -197,7 +197,7 @@ def test_ranks_that_want_different_things(
 def test_budget_is_refused_by_all_without_reading(
     four: Ranks, modicum: Path, tmp_path: Path
 ) -> None:
-    """The shortfall to the byte; headers only; and what was said to be needed is enough."""
+    """The shortfall to the byte; headers only; and the bytes that the error asks for are enough."""
     directory = tmp_path / "qwen3-0.6b"
     run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--layers", 2, "--sparse")
     how = {"directory": str(directory), "source": str(directory), "mesh": MESH, "again": False}
@@ -214,7 +214,7 @@ def test_budget_is_refused_by_all_without_reading(
     needed = answers[0]["failure"].facts["got"]
     answers = four.ask("tried", budget=needed - (200 << 20), **how)
     assert answers[0]["failure"].error == "BudgetError"
-    # Other processes touch pages that were shared with a rank: its share of them grows.
+    # When other processes write to pages shared with a rank, its share of them grows.
     answers = four.ask("tried", budget=needed + (16 << 20), **how)
     assert [answer["failure"] for answer in answers] == [None] * 4
 
@@ -234,7 +234,7 @@ def until_begun(four: Ranks) -> None:
     ("strategy", "mesh", "victim"),
     [
         ("own-shard", [4], 2),
-        ("own-shard", [4], 0),  # which has the store
+        ("own-shard", [4], 0),  # has the store
         ("node-reader", [4], 0),
         ("rank0-broadcast", [4], 1),
         ("replica-striped", [2, 2], 3),
@@ -271,7 +271,7 @@ def test_killed_rank(
 def test_killed_while_it_fills_memory(
     clock: WaitingClock, more: Callable[[], Ranks], large: Path
 ) -> None:
-    """In the library's own loop, where no Python runs."""
+    """In the library's own loop, outside Python."""
     four = more()
     how = {"directory": str(large), "source": str(large), "mesh": MESH, "again": False}
     four.tell("tried", check="values", **how)
@@ -294,8 +294,8 @@ def test_killed_while_it_fills_memory(
 def test_slow_reading_is_no_failure(
     four: Ranks, more: Callable[[], Ranks], model: Path, expected: list[dict[str, str]]
 ) -> None:
-    """Longer than any silence that is taken for death; once others wait for the rank itself, once
-    for its bytes."""
+    """A read that takes longer than the silence after which a rank counts as lost: other ranks wait
+    for the slow rank at the end, or for its bytes."""
     how = {"directory": str(model), "source": str(model), "mesh": MESH}
     waiting = [(four, CULPRIT, "own-shard"), (more(), 0, "node-reader")]
     for group, slow, strategy in waiting:
@@ -315,8 +315,7 @@ def test_slow_reading_is_no_failure(
 def test_interrupted(
     clock: WaitingClock, four: Ranks, model: Path, large: Path, where: str
 ) -> None:
-    """The rank itself sees KeyboardInterrupt, as from any other call; the rest that it was
-    cancelled."""
+    """The rank itself raises KeyboardInterrupt, as from any other call; the others CANCELLED."""
     for mark in four.folder.glob("begun-*"):
         mark.unlink()
     of, each, check = (large, {}, "values")
@@ -330,9 +329,9 @@ def test_interrupted(
     answers = four.hear()
     assert clock.seconds(begin) <= SOON_S
     assert all(answer["on_meta"] for answer in answers)
-    if where == "in the library":  # in the middle of it: its share was to be read twice
+    if where == "in the library":  # during the load: it would have read its part twice
         stored = (large / "model.safetensors").stat().st_size
-        assert answers[0]["read_bytes"] < 2 * stored / 4, "it was not heard before the end"
+        assert answers[0]["read_bytes"] < 2 * stored / 4, "the signal was handled only at the end"
     first, *others = [answer["failure"] for answer in answers]
     assert first is not None and first.error == "KeyboardInterrupt", answers
     for failure in others:

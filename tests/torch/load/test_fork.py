@@ -1,8 +1,8 @@
-"""What forked children find of parameters and optimizer state, by each value of `fork=`.
+"""Parameters and optimizer state in forked children, for each value of `fork=`.
 
-House test. It catches these mutations: a hole in the child that a later mapping fills, which is
-read as the parameter; a child that dies of a signal because it used a parameter; a value of
-`fork=` that does not reach the memory; copies that nobody has promised.
+House test. It catches these mutations: a hole in the child that a later mapping fills and that is
+read as the parameter; a child that dies of a signal because it used a parameter; a value of `fork=`
+that has no effect on the memory; copies that the plan does not count.
 """
 
 import os
@@ -30,7 +30,7 @@ import modicum.torch  # noqa: E402
 from modicum.errors import BudgetError, Error, UsageError  # noqa: E402
 from modicum.torch.accelerate import loading  # noqa: E402
 
-pytestmark = pytest.mark.alone  # forks, and measures what this process and its children hold
+pytestmark = pytest.mark.alone  # forks, and measures the memory of this process and its children
 
 ROWS, COLUMNS = 4096, 64
 LR = 1e-4
@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 @pytest.fixture(scope="module")
 def values() -> dict[str, Any]:
-    """None is near 0, which is what pages that nobody has written would have."""
+    """No value is near 0, the value of untouched pages."""
     torch.manual_seed(1)
     shapes = {"embed.weight": (ROWS, COLUMNS), "head.weight": (8, COLUMNS)}
     return {name: torch.rand(shape) + 1 for name, shape in shapes.items()}
@@ -91,8 +91,8 @@ class Trainer:
 
 
 def in_child(act: Callable[[], Any]) -> Callable[[], Any]:
-    """Forks; what is returned waits for the child and gives what `act` gave there, the error that
-    it raised, or the signal that ended it."""
+    """Calls `act` in a forked child. The returned function waits for the child and returns the
+    value of `act`, the error that it raised, or the signal that ended it."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -115,14 +115,14 @@ def in_child(act: Callable[[], Any]) -> Callable[[], Any]:
         status = os.waitpid(pid, 0)[1]
         if os.WIFSIGNALED(status):
             return signal.Signals(os.WTERMSIG(status))
-        assert status == 0 and answer, "the child has not said anything"
+        assert status == 0 and answer, "no answer from the child"
         return pickle.loads(answer)
 
     return wait
 
 
 def map_memory() -> list[Any]:
-    """Of the sizes that would fit into a hole, and full of something else."""
+    """Tensors of sizes that would fit into a hole, with other values."""
     sizes = [1024, ROWS * COLUMNS, ROWS * COLUMNS + 2048, 1 << 19]
     return [torch.full((size,), 1e6) for _ in range(25) for size in sizes]
 
@@ -132,7 +132,7 @@ def local_of(tensor: Any) -> Any:
 
 
 def reads_of(model: Any) -> dict[str, Callable[[], Any]]:
-    """Of embed.weight, as many rows as there are; also by what was taken of it before the fork."""
+    """Ways to read all rows of embed.weight, also through tensors taken from it before the fork."""
     weight = model.embed.weight
     before = weight.detach(), weight.data, model.state_dict()["embed.weight"]
     rows = torch.arange(ROWS)
@@ -180,7 +180,7 @@ def children_while_stepping(model: Any, trainer: Trainer, expected: Any, count: 
 
 @contextmanager
 def world(sharded: bool) -> Iterator[None]:
-    """A process group of one, where the model is cut by FSDP2."""
+    """A process group of one rank, for the model sharded by FSDP2."""
     if not sharded:
         yield
         return
@@ -247,7 +247,7 @@ def test_a_childs_child_is_told_too(directory: Path) -> None:
 
 
 def test_a_mode_of_the_callers_ends_as_ever(directory: Path) -> None:
-    """Its context takes the uppermost mode away, which must be its own."""
+    """Its context removes the innermost mode, which must be its own."""
     model = loaded(directory)
     with torch.device("meta"):
         pid = os.fork()
@@ -266,7 +266,7 @@ def test_a_mode_of_the_callers_ends_as_ever(directory: Path) -> None:
 
 @pytest.mark.parametrize("act", ("step", "digest", "state_dict"))
 def test_an_optimizer_of_a_child_is_told(directory: Path, act: str) -> None:
-    """With shared parameters, so that it is about the state."""
+    """With shared parameters, so that only the state is refused."""
     model = loaded(directory, fork="shared")
     trainer = Trainer(model, state_format="fp32")
     trainer.step()
@@ -285,7 +285,7 @@ def test_an_optimizer_of_a_child_is_told(directory: Path, act: str) -> None:
 
 
 class Lookups(Dataset):
-    """A dataset that looks rows of an embedding up."""
+    """A dataset of rows of an embedding."""
 
     def __init__(self, embed: nn.Embedding) -> None:
         self.embed = embed
@@ -324,23 +324,23 @@ def test_the_same_loader_is_told_by_default(directory: Path) -> None:
 
 
 def test_what_a_child_writes(directory: Path) -> None:
-    """Everybody's with `shared`, its own with `inherited`."""
+    """Seen by the parent with `shared`, and not with `inherited`."""
 
     def write() -> float:
         with torch.no_grad():
             model.head.weight[0, 0] = 7.0
         return model.head.weight[0, 0].item()
 
-    for fork, everybody in (("shared", True), ("inherited", False)):
+    for fork, is_seen in (("shared", True), ("inherited", False)):
         model = loaded(directory, fork=fork)
         assert in_child(write)() == 7.0
-        assert (model.head.weight[0, 0].item() == 7.0) is everybody
+        assert (model.head.weight[0, 0].item() == 7.0) is is_seen
 
 
 def test_shared_memory_outlives_the_parents_tensors(
     directory: Path, values: dict[str, Any]
 ) -> None:
-    """The child reads on after its parent has dropped one parameter and then all of them."""
+    """The child still reads after its parent has freed one parameter, and then all."""
     model = loaded(directory, fork="shared")
     ledger = model.embed.weight  # keeps the rest of the memory
     read, write = os.pipe()
@@ -359,11 +359,11 @@ def test_shared_memory_outlives_the_parents_tensors(
     assert wait() is True
 
 
-# ---- what it costs
+# ---- memory
 
 
 def figures(*pids: int) -> dict[str, int]:
-    """Proportional bytes of these processes together."""
+    """The sums of Pss of these processes."""
     held = {"Pss_Anon": 0, "Pss_Shmem": 0}
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -426,7 +426,7 @@ def test_copies_are_in_promise_and_budget(directory: Path) -> None:
     modicum.torch.AdamW([nn.Parameter(torch.ones(2048))], ledger=small)
 
 
-# ---- what is asked for
+# ---- arguments
 
 
 def test_other_words_are_refused_with_the_choices(directory: Path) -> None:

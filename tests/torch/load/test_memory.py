@@ -1,9 +1,9 @@
-"""What ranks of a process group hold while Modicum loads, by the kernel, beside what each was
-promised; and beside the loader that everybody writes first, which cuts what it has loaded whole.
+"""The memory of the ranks of a process group while Modicum loads, from the kernel, against the
+prediction for each rank, and against the naive loader, which loads the whole model and shards it.
 
-House test. It catches these mutations: memory that is held and not promised, or promised and never
-held; a cast that goes through a copy; staging that grows with the largest tensor; page cache that
-stays.
+House test. It catches these mutations: memory that is held and not predicted, or predicted and
+never held; a cast that goes through a copy; staging that grows with the largest tensor; page cache
+that stays.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from ranks import GONE, Ranks, ranks
 
 MESH = [4]
 MIB = 1 << 20
-# Code and names that Python takes in at the first load, before the baseline is looked at.
+# Memory that Python takes at the first load, before the baseline is measured.
 PYTHON_BYTES = 4 * MIB
 
 
 def synth(modicum: Path, directory: Path, layers: int) -> Path:
-    """qwen3-0.6b of so many layers, written whole. Its embedding has 297 MiB, a layer 30."""
+    """qwen3-0.6b with `layers` layers, not sparse. Its embedding has 297 MiB, a layer 30."""
     run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--layers", layers)
     return directory
 
@@ -39,7 +39,7 @@ def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def top_heavy(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nine tenths of it are one tensor."""
+    """A model of which one tensor is nine tenths."""
     return synth(modicum, tmp_path_factory.mktemp("models") / "one", 1)
 
 
@@ -50,7 +50,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def line_of(report: dict[str, Any], rank: int) -> int:
-    """What a rank was promised to hold at most besides what it held before."""
+    """The predicted growth of a rank's memory."""
     of = report["ranks"][rank]
     return of["promised_bytes"] - -(-of["baseline_bytes"] // MIB) * MIB
 
@@ -68,7 +68,7 @@ def test_promise_is_kept_and_close(
         assert 0.9 * line <= grown <= line + PYTHON_BYTES, f"rank {rank}: {grown} of {line}"
         assert of["kernel_peak_bytes"] <= of["promised_bytes"], of
         assert abs(of["unexplained_bytes"]) <= 4 * MIB, of
-        # Shards and staging, and nothing that grows with a tensor; then the shards alone.
+        # Shards and staging, nothing in proportion to a tensor; afterwards the shards alone.
         assert line <= answer["local_bytes"] + 12 * MIB, f"rank {rank}"
         assert answer["kept_bytes"] <= answer["local_bytes"] + PYTHON_BYTES, f"rank {rank}"
     held = sum(answer["local_bytes"] for answer in answers)
@@ -77,7 +77,7 @@ def test_promise_is_kept_and_close(
 
 
 def test_cutting_what_is_whole_needs_more(four: Ranks, model: Path) -> None:
-    """So that the test above can fail."""
+    """Shows that the test above can fail."""
     how = {"directory": str(model), "mesh": MESH, "dtype": "float32"}
     promised = four.ask("measured", by="modicum", **how)
     naive = four.ask("measured", by="torch", **how)
@@ -91,7 +91,7 @@ def test_cutting_what_is_whole_needs_more(four: Ranks, model: Path) -> None:
 
 @pytest.fixture
 def cages() -> Iterator[list[Cage]]:
-    """One for each rank, as if each were in a container of its own."""
+    """One cgroup per rank, as if each ran in its own container."""
     if reason := why_no_cage():
         pytest.skip(reason)
     with contextlib.ExitStack() as stack:
@@ -101,8 +101,8 @@ def cages() -> Iterator[list[Cage]]:
 def test_in_cages_smaller_than_the_checkpoint(
     model: Path, cages: list[Cage], tmp_path: Path
 ) -> None:
-    """The promise and 5 %, the process and all that it has imported included; no swap, and
-    nothing in the page cache before. The loader that cuts what is whole is killed there."""
+    """The prediction + 5 %, the process and its imports included; no swap, and an empty page cache.
+    The naive loader is killed there."""
     procs = [one.directory / "cgroup.procs" for one in cages]
     how = {"directory": str(model), "mesh": MESH}
     with ranks(4, tmp_path / "ranks", fresh=True, cages=procs) as four:

@@ -1,10 +1,10 @@
-"""Wrongs that loaders of sharded models are known for, those about names, numbered on from
-`test_pitfalls.py`. Each test carries the loader that makes it, in as few lines as that
-takes, and holds it to the assertions that ours has to pass:
+"""Known errors of loaders of sharded models that concern names; the numbers continue those of
+`test_pitfalls.py`. Each test contains a minimal loader with the error and applies to it the
+assertions that ours has to pass:
 
-    11  names that don't match are a warning
-    12  a tower's conversions are lost, since its class is another once it is sharded
-    13  a wrapped model's names don't match; each rank makes up numbers of its own
+    11  names that do not match are only a warning
+    12  a tower's conversions are lost, since `fully_shard` changes its class
+    13  a wrapped model's names do not match, and each rank initialises its parameters at random
     16  the tenth expert comes before the second
 """
 
@@ -108,7 +108,7 @@ def test_11_names_that_do_not_match(spoil: Any, tensor: str, says: str, tmp_path
             load(model, directory)
         assert raised.value.category == "MISMATCH" and raised.value.tensor == tensor
         assert_empty(model)
-    # Nothing is raised by what most loaders do.
+    # Most loaders raise no error here.
     naive = BY_NAME["qwen3_moe"].model_class._from_config(config_of("qwen3_moe"))
     if spoil is not of_another_size:
         naive.load_state_dict(stored, strict=False)
@@ -118,7 +118,7 @@ def test_11_names_that_do_not_match(spoil: Any, tensor: str, says: str, tmp_path
 
 
 def renamed_names(model: Any, names: list[str]) -> set[str]:
-    """Where a loader that asks `model` would put stored tensors."""
+    """The target names of a loader that takes the renamings from `model`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -158,7 +158,7 @@ def empty_with_adapters(cut: Cut) -> Any:
 
 
 def base_of(wrapped: Any) -> dict[str, Any]:
-    """The parameters that the model had before, by the names that they had."""
+    """The parameters of the model before it was wrapped, by their names then."""
     return {
         name.removeprefix("base_model.model.")
         .replace(".base_layer", "")
@@ -199,7 +199,7 @@ def test_13_the_base_is_the_same_in_a_wrapper(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", range(2))
 def test_13_the_same_in_torchs_own_wrappers(rank: int) -> None:
-    """Activation checkpointing and torch.compile put parts into the names, which no file has."""
+    """Activation checkpointing and torch.compile insert parts into names that no file has."""
     whole, directory = from_pretrained("llama_tied"), checkpoint_of("llama_tied")
     with playing_new_rank(rank, 2):
         model = empty("llama_tied")
@@ -216,7 +216,7 @@ def test_13_the_same_in_torchs_own_wrappers(rank: int) -> None:
 
 
 def made_by_each_rank(whole: Any, rank: int) -> Any:
-    """Every rank begins with the same random numbers, and fills what it has."""
+    """Every rank starts with the same random seed and fills its own shard."""
     return torch.randn(chunk(whole, 2, rank).shape, generator=torch.Generator().manual_seed(0))
 
 
@@ -265,7 +265,7 @@ def test_13_an_adapters_directory(tmp_path: Path) -> None:
 
 
 def in_lexical_order(stored: dict[str, Any], target: str) -> Any:
-    """The experts as their names are sorted."""
+    """The experts in the order of their sorted names."""
     prefix = target.replace("mlp.experts.down_proj", "block_sparse_moe.experts.")
     return torch.stack(
         [stored[n] for n in sorted(stored) if n.startswith(prefix) and n.endswith("w2.weight")]
@@ -273,7 +273,7 @@ def in_lexical_order(stored: dict[str, Any], target: str) -> Any:
 
 
 def test_16_the_order_of_experts(tmp_path: Path) -> None:
-    """In 12 files, whose numbers have no leading zeros either."""
+    """In 12 files, numbered without leading zeros."""
     stored, whole = stored_in(checkpoint_of("mixtral_16")), from_pretrained("mixtral_16")
     tmp_path.joinpath("config.json").write_text(
         checkpoint_of("mixtral_16").joinpath("config.json").read_text()

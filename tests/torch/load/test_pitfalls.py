@@ -1,14 +1,14 @@
-"""Wrongs that loaders of sharded models are known for. Each test carries the loader that makes it,
-in as few lines as that takes, and holds it to the assertions that ours has to pass:
+"""Known errors of loaders of sharded models. Each test contains a minimal loader with the error and
+applies to it the assertions that ours has to pass:
 
-     1  memory that nobody has written is taken for values
-     4  each rank cuts the stored tensors and converts its part
-     6  a tie comes apart, and each of the two has a part of the gradient
-     8  buffers are taken for shards, or for parameters
-     9  few rows are dealt out evenly
-    10  the file's dtype instead of the model's; a cast that cuts off bits
+     1  uninitialised memory is used as values
+     4  each rank shards the stored tensors and converts its shard
+     6  a tie is lost, and each of the two parameters has a part of the gradient
+     8  buffers are treated as shards, or as parameters
+     9  fewer rows than ranks are distributed evenly
+    10  the file's dtype instead of the model's; a cast that truncates
 
-Those about names are in `test_names.py`.
+Errors that concern names are in `test_names.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ TOKENS = torch.arange(3, 14).reshape(1, 11)
 
 
 def on_meta(name: str) -> Any:
-    """As everybody builds it."""
+    """As users usually build it."""
     with torch.device("meta"):
         return BY_NAME[name].model_class._from_config(
             config_of(name), dtype=getattr(torch, BY_NAME[name].dtype)
@@ -69,7 +69,7 @@ def built(cls: type[nn.Module]) -> Any:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What torch leaves unwritten is NaN, or the largest number."""
+    """torch fills uninitialised memory with NaN, or the largest number."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -78,7 +78,7 @@ def poisoned() -> Iterator[None]:
 
 
 def materialised(name: str, whole: Any, cut: Cut, rank: int) -> Any:
-    """Memory for everything, and values for what a file holds."""
+    """Allocates all tensors, and loads those that a file holds."""
     model = shard(on_meta(name), cut).to_empty(device="cpu")
     for path, parameter in parameters_of(model).items():
         local(parameter).copy_(local_part(path, parameters_of(whole)[path].detach(), cut, rank))
@@ -86,7 +86,7 @@ def materialised(name: str, whole: Any, cut: Cut, rank: int) -> Any:
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_1_memory_that_nobody_has_written(rank: int) -> None:
+def test_1_uninitialised_memory(rank: int) -> None:
     whole = from_pretrained("llama")
     with playing_new_rank(rank, 2), poisoned():
         model = shard(empty("llama"), TWO)
@@ -192,7 +192,7 @@ def assert_gradients(model: Any, whole: Any) -> None:
 
 
 def assigned(name: str) -> Any:
-    """Both names are given their values."""
+    """Assigns to both names."""
     whole = BY_NAME[name].model_class.from_pretrained(checkpoint_of(name))
     model = on_meta(name)
     model.load_state_dict(whole.state_dict(), assign=True)
@@ -217,7 +217,7 @@ def test_6_ties_stay_ties(name: str, layout: str) -> None:
 
 
 def test_6_a_tie_that_came_apart_is_made_again() -> None:
-    """The model says what is tied; after `fully_shard` it would be too late."""
+    """By the model's own list of ties, before `fully_shard`; afterwards it is too late."""
     whole = from_pretrained("llama_tied")
     with playing_new_rank(0, 2):
         for layout in ("none", "fsdp2"):
@@ -341,8 +341,8 @@ class Small(nn.Module):
         self.scale = nn.Parameter(torch.zeros(()))
 
 
-def dealt_evenly(whole: Any, world: int, rank: int) -> Any:
-    """A row more for each of the first."""
+def evenly(whole: Any, world: int, rank: int) -> Any:
+    """One more row for each of the first ranks."""
     each, more = divmod(len(whole), world)
     begin = rank * each + min(rank, more)
     return whole[begin : begin + each + (rank < more)]
@@ -367,7 +367,7 @@ def test_9_few_rows(world: int, tmp_path: Path) -> None:
             for name in (*ROWS, "line"):
                 expected = chunk(stored[name], world, rank)
                 assert_same(local(model.get_parameter(name)), expected, name)
-                naive_is_wrong.append(differs(dealt_evenly(stored[name], world, rank), expected))
+                naive_is_wrong.append(differs(evenly(stored[name], world, rank), expected))
     assert any(naive_is_wrong) == (world == 3)
 
 
@@ -386,7 +386,7 @@ HARD = torch.tensor(
 
 
 class Kept(nn.Module):
-    """Two layers that FSDP2 has as units of their own."""
+    """Two layers, each an FSDP2 unit."""
 
     dtype = torch.bfloat16
 

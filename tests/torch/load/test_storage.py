@@ -1,9 +1,9 @@
-"""Whose memory a loaded model has: the load's own, which FSDP2 takes as it is, until the last
-tensor of it dies; and what only passes through the host on its way to a device.
+"""The memory of a loaded model: the load's own, which FSDP2 uses without a copy and which lives as
+long as the last tensor in it; and staging on the host for models on a device.
 
-House test. It catches these mutations: a parameter that is another object afterwards; a shard that
-FSDP2 pads into a copy; an entry of the ledger that goes too early, or never; memory on a device
-that is written in another way than by copies, or not all of it.
+House test. It catches these mutations: a parameter that is replaced by another object; a shard that
+FSDP2 pads into a copy; an entry of the ledger that is released too early, or never; device memory
+that is written other than by copies, or only in part.
 """
 
 import gc
@@ -47,7 +47,7 @@ META = torch.device("meta")
 
 @pytest.fixture(scope="module", autouse=True)
 def whole_models() -> None:
-    """Are there before a rank is played."""
+    """Built before a rank is played."""
     for name in ("llama", "llama_tied"):
         from_pretrained(name)
 
@@ -72,7 +72,7 @@ class Noted:
 
 @pytest.fixture
 def given_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
-    """The addresses of what a load gives to its caller."""
+    """The addresses of the memory that a load returns."""
     places: set[int] = set()
     load_in_core = _modicum.load
     monkeypatch.setattr(_modicum, "load", lambda *a, **o: Noted(load_in_core(*a, **o), places))
@@ -80,7 +80,7 @@ def given_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
 
 
 def addresses(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Of each parameter's local tensor, and of what FSDP2 gathers from."""
+    """The addresses of each parameter's local tensor, and of the buffer that FSDP2 gathers from."""
     managed = fsdp_params(model)
     return {
         name: (local(p).data_ptr(), managed[p].fsdp_param._sharded_param_data.data_ptr())
@@ -89,7 +89,7 @@ def addresses(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def lazily_initialised(model: nn.Module) -> None:
-    """What FSDP2 does before the first forward."""
+    """Runs FSDP2's initialisation before the first forward."""
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             module._get_fsdp_state()._lazy_init()
@@ -97,7 +97,7 @@ def lazily_initialised(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("rank", range(3))
 def test_fsdp2_takes_the_memory_as_it_is(rank: int, given_away: set[int]) -> None:
-    """Also where a shard is shorter than the longest one, or empty."""
+    """Also for a shard that is shorter than the longest one, or empty."""
     with playing_new_rank(rank, 3):
         model = shard(empty("llama_tied"), THREE)
         load(model, checkpoint_of("llama_tied"))
@@ -110,7 +110,7 @@ def test_fsdp2_takes_the_memory_as_it_is(rank: int, given_away: set[int]) -> Non
 
 
 def test_others_are_padded_into_a_copy() -> None:
-    """The test above can fail: here it does, for a loader that assigns each rank's rows."""
+    """The test above fails for a loader that assigns each rank's rows."""
     whole = parameters_of(from_pretrained("llama"))
     with playing_new_rank(2, 3):
         model = shard(empty("llama"), THREE)
@@ -163,7 +163,7 @@ def test_an_optimizer_made_before_stays_bound(layout: str) -> None:
         assert_holds(model, whole, Cut(layout, (1,)), 0)
 
 
-# ---- how long it is there
+# ---- lifetime
 
 
 @pytest.mark.parametrize("layout", ["none", "fsdp2"])
@@ -176,7 +176,7 @@ def test_the_ledger_shows_each_parameter_until_it_dies(layout: str) -> None:
     assert report.ranks[1]["promised_bytes"] >= report.ranks[1]["ledger_peak_bytes"] > 0
     sizes = {n: local(p).untyped_storage().nbytes() for n, p in model.named_parameters()}
     ((purpose, held),) = ledger.held.items()
-    between = held - sum(sizes.values())  # parameters begin at a line of the cache, all at a page
+    between = held - sum(sizes.values())  # aligned to cache lines, the whole to a page
     assert purpose == "shards" and 0 <= between < 4096 + 64 * len(sizes)
 
     name = "model.layers.1.mlp.up_proj.weight"
@@ -212,7 +212,7 @@ def test_tensors_outlive_everything_else() -> None:
 
 
 class Device(TorchFunctionMode):
-    """Memory of a device is poison when it is new."""
+    """New device memory is poisoned."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -227,7 +227,7 @@ class Device(TorchFunctionMode):
 @pytest.mark.parametrize("layout", ["none", "fsdp2"])
 @pytest.mark.parametrize("name", ["llama_tied", "olmo_hybrid", "mixtral"])
 def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of little pieces; the host holds nothing but these."""
+    """In small chunks; the host holds nothing else."""
     ledger, cut, whole = modicum.Ledger(), Cut(layout, (3,)), from_pretrained(name)
     hand_over = running._hand_over
 
@@ -246,7 +246,7 @@ def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.Monkey
             assert_holds(model, whole, cut, rank)
             for parameter, managed in fsdp_params(model).items():
                 flat = managed.fsdp_param._sharded_param_data
-                assert not flat[local(parameter).numel() :].any(), "padding that nobody has written"
+                assert not flat[local(parameter).numel() :].any(), "uninitialised padding"
         due = [local(p).untyped_storage().nbytes() for p in model.parameters()]
         assert sum(OnDevice.copied) == sum(due)
         assert "staging" in ledger.at_peak and "shards" not in ledger.at_peak

@@ -1,8 +1,8 @@
-"""Every way of bringing a checkpoint to ranks gives the same bits, and reads what it says: its own
-count beside the kernel's.
+"""Every strategy loads the same bits, and reads as many bytes as it reports: its own count against
+the kernel's.
 
-House test. It catches these mutations: a piece that goes to the wrong place of a group; a rank that
-reads what another one was to read; bytes that are read and not counted.
+House test. It catches these mutations: a chunk sent to the wrong rank of a group; a rank that reads
+another rank's part; bytes that are read and not counted.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from ranks import Ranks, ranks
 
 STRATEGIES = ("own-shard", "node-reader", "replica-striped", "rank0-broadcast", "full-per-rank")
 MESHES = ([4], [2, 2])
-# Of headers, config, index and the kernel's own files, per rank.
+# Bytes per rank of headers, config, index and /proc files.
 BESIDES_BYTES = 192 << 10
 
 
@@ -30,7 +30,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def model(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Large enough for bytes to tell: 18 MiB. Sizes that four ranks can't share evenly."""
+    """18 MiB, large enough to compare bytes. Sizes that 4 does not divide."""
     directory = tmp_path_factory.mktemp("models") / "qwen3"
     sizes = {"vocab_size": 30001, "hidden_size": 101, "intermediate_size": 1013}
     four.ask("write", directory=str(directory), family="qwen3", config=sizes)
@@ -39,12 +39,12 @@ def model(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(four: Ranks, model: Path) -> dict[int, list[Any]]:
-    """What torch gives each rank, by the number of mesh axes."""
+    """The shards that torch gives each rank, by the number of mesh axes."""
     return {len(m): four.ask("loaded", directory=str(model), mesh=m, by="torch") for m in MESHES}
 
 
 def shares(strategy: str, replicas: int, nodes: int) -> list[tuple[float, float]]:
-    """How much of the checkpoint each of four ranks reads, and gets from others."""
+    """The parts of the checkpoint that each of four ranks reads, and receives from others."""
     held, per_node = replicas / 4, 4 // nodes
     if strategy == "full-per-rank":
         return [(1.0, 0)] * 4
@@ -54,7 +54,7 @@ def shares(strategy: str, replicas: int, nodes: int) -> list[tuple[float, float]
         return [(held, 0)] * 4
     if strategy == "replica-striped":
         return [(1 / 4, held - 1 / 4)] * 4
-    # A node's first rank reads what any of the node holds. Replicas are the outer mesh axis.
+    # The first rank of a node reads all shards of the node. Replicas are the outer mesh axis.
     leader = (min(1.0, per_node * held), 0)
     return [(0, held) if rank % per_node else leader for rank in range(4)]
 

@@ -1,10 +1,10 @@
-"""Ranks that train what Modicum has loaded, beside ranks that train what torch itself has loaded:
-the same losses and the same parameters after five steps, bit for bit.
+"""Training of models that Modicum has loaded and of models that torch has loaded: the same losses
+and the same parameters after five steps, bit for bit.
 
 House test against an outside oracle, `from_pretrained` on every rank and `fully_shard` of the whole
 model. It catches these mutations: FSDP2 gathers from other memory than the parameter's; an
-optimizer that steps parameters which nobody trains; tied names that come apart; rounding at another
-place than torch's.
+optimizer that steps parameters outside the model; ties that are lost; rounding at another place
+than torch's.
 """
 
 import os
@@ -36,7 +36,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny ones, as the hub has them: sizes that four ranks can't share evenly, eleven experts."""
+    """Tiny models in the format of the hub, with sizes that 4 does not divide, and eleven
+    experts."""
     folder = tmp_path_factory.mktemp("models")
     tied = {"family": "qwen3", "config": {"tie_word_embeddings": True}}
     wanted = {
@@ -84,7 +85,7 @@ def test_trains_as_if_torch_had_loaded(
 
 
 def test_example_trains(four: Ranks, models: dict[str, Path], root: Path) -> None:
-    """Started as users start it."""
+    """Started by torchrun, as users do."""
     directory, steps = models["qwen3-bf16"], 3
     words = ("--dtype", "float32", "--steps", steps, "--check", "values")
     done = torchrun(root, 4, EXAMPLE, directory, *words)
@@ -101,7 +102,7 @@ def test_example_trains(four: Ranks, models: dict[str, Path], root: Path) -> Non
 
 
 def test_example_is_refused(modicum: Path, root: Path, tmp_path: Path) -> None:
-    """A budget that is too small: every rank says so, and nobody has read data."""
+    """A budget that is too small: every rank reports it, and no rank has read data."""
     if not have("fincore"):
         pytest.skip("fincore is not installed")
     directory = tmp_path / "qwen3-0.6b"
@@ -119,7 +120,7 @@ def test_example_is_refused(modicum: Path, root: Path, tmp_path: Path) -> None:
 
 
 def forget(file: Path) -> None:
-    """The page cache shall not have it."""
+    """Drops the file from the page cache."""
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,5 +1,5 @@
-"""What `modicum.torch.load` puts into models that FSDP2 has cut is what `from_pretrained` loads in
-one process: every rank's part of every parameter and every buffer, bit for bit; ties are one
+"""`modicum.torch.load` fills models sharded by FSDP2 with the values that `from_pretrained` loads
+in one process: every rank's shard of every parameter and every buffer, bit for bit; ties are one
 Parameter, and `requires_grad` is the constructor's.
 
 House test against an outside oracle. It catches these mutations: a tie that becomes two
@@ -50,7 +50,7 @@ CUTS = (
 
 
 def loaded(name: str, cut: Cut, built: Any, **options: Any) -> Iterator[tuple[int, Any]]:
-    """Each rank and its model, which was built in a dtype."""
+    """Each rank and its model, built in `dtype`."""
     for rank in range(cut.world):
         with playing_new_rank(rank, cut.world):
             model = shard(empty(name, built), cut)
@@ -105,7 +105,7 @@ def test_dtype_is_not_what_the_model_was_built_in(name: str, cut: Cut) -> None:
 
 @pytest.mark.parametrize("name", ["t5", "gpt_oss"])
 def test_float16(name: str) -> None:
-    """Other names are kept in float32 than in bfloat16."""
+    """float16 keeps other names in float32 than bfloat16 does."""
     whole = from_pretrained(name, torch.float16)
     assert {p.dtype for p in whole.parameters()} == {torch.float16, FP32}
     for rank, model in loaded(name, Cut("fsdp2", (2,)), torch.float16):
@@ -113,7 +113,7 @@ def test_float16(name: str) -> None:
 
 
 def test_what_is_frozen_stays_frozen() -> None:
-    """Some of a unit, too."""
+    """Also if only a part of a unit is frozen."""
     cut, whole = Cut("fsdp2", (2,)), from_pretrained("llama")
     with playing_new_rank(1, 2):
         model = empty("llama")
@@ -126,7 +126,7 @@ def test_what_is_frozen_stays_frozen() -> None:
 
 
 def test_full_per_rank_gives_the_same() -> None:
-    """The strategy that reads everything; others send bytes, which takes real ranks."""
+    """The other strategies send bytes, which takes real ranks."""
     cut = Cut("fsdp2", (3,))
     whole = from_pretrained("qwen3_moe")
     for rank, model in loaded("qwen3_moe", cut, whole.dtype, strategy="full-per-rank"):

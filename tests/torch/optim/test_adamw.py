@@ -1,12 +1,12 @@
-"""`modicum.torch.AdamW` beside torch's own: bits, options, what belongs to an optimizer.
+"""`modicum.torch.AdamW` against torch's own: bits, options, the interface of an optimizer.
 
-Oracle test against torch.optim.AdamW and Adam. It catches these mutations: a gradient that is
-brought to its plane twice or not at all; a parameter without a gradient that is stepped; options of
-another group; a clip factor that stays for the step after; a step that is taken although a gradient
-is not finite; a state dict that is another's.
+Oracle test against torch.optim.AdamW and Adam. It catches these mutations: a gradient accumulated
+into its plane twice or not at all; a parameter without a gradient that is stepped; options of
+another group; a clip factor that also applies to the next step; a step although a gradient is not
+finite; a state dict of another optimizer.
 
 MKL's square root, which torch calls, misses the nearest float in 17 % of the cases. Where bits are
-compared, torch gets one that is rounded to nearest.
+compared, torch's is replaced by one rounded to nearest.
 """
 
 import copy
@@ -36,7 +36,7 @@ SPLIT = FORMATS[1:]
 
 
 class Net(nn.Module):
-    """Sizes that no vector divides; a matrix that is used twice; one that may stay unused."""
+    """Sizes that no SIMD width divides; a matrix used twice; one that may stay unused."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_groups_learn_by_their_own_options() -> None:
 
 
 def test_lr_may_be_a_tensor() -> None:
-    """And somebody else's to change."""
+    """It belongs to the caller, who may change it between steps."""
     lr = torch.tensor(0.25)
     model, other = net(), net()
     optimizer, expected = AdamW(model.parameters(), lr=lr), AdamW(other.parameters(), lr=0.25)
@@ -162,7 +162,7 @@ def test_near_torch_as_it_is() -> None:
 
 @pytest.mark.parametrize("run", range(len(record_deepspeed.RUNS)))
 def test_bits_are_those_of_deepspeed(run: int, root: Path) -> None:
-    """As recorded."""
+    """Against recorded digests."""
     fixture = json.loads((root / "tests/fixtures/deepspeed_adam.json").read_text())
     make = functools.partial(AdamW, semantics="deepspeed")
     got = record_deepspeed.recorded(make, record_deepspeed.RUNS[run][1])
@@ -217,7 +217,7 @@ def test_a_gradient_is_a_view_of_the_plane() -> None:
 
 @pytest.mark.parametrize("state_format", FORMATS)
 def test_every_format_trains(state_format: str) -> None:
-    """bfloat16 parameters; the fp32 one beside them is held as fp32 whatever the format."""
+    """bfloat16 parameters; an fp32 parameter among them is held as fp32 in every format."""
     model = net(torch.bfloat16)
     model.norm.float()
     model.norm.forward = lambda x: nn.functional.layer_norm(
@@ -234,7 +234,7 @@ def test_every_format_trains(state_format: str) -> None:
 
 
 def test_split_is_fp32_to_the_bit() -> None:
-    """Fed the same bfloat16 gradients; the parameters are its upper half, but for ties."""
+    """With the same bfloat16 gradients; the parameters are the master's upper half, except ties."""
     one, other = net(torch.bfloat16), net(torch.bfloat16)
     first, second = AdamW(one.parameters()), AdamW(other.parameters(), state_format="fp32-split")
     for x in batches(STEPS, torch.bfloat16):
@@ -265,7 +265,7 @@ def test_names_and_seed_key_the_random_bits(state_format: str) -> None:
 
 
 def test_values_written_to_a_parameter_are_taken() -> None:
-    """By load_state_dict or by hand: its master follows where it was changed, and only there."""
+    """By load_state_dict or directly: the master follows changed elements, and only these."""
     for state_format in ("fp32", "fp32-split"):
         model = net(torch.bfloat16)
         optimizer = AdamW(model.parameters(), weight_decay=0.0, state_format=state_format)
@@ -288,7 +288,7 @@ def test_values_written_to_a_parameter_are_taken() -> None:
 
 @pytest.mark.parametrize("max_norm", (1e-3, 0.3, 1e3, math.inf))
 def test_clips_as_torch(max_norm: float) -> None:
-    """In the step, the same bits; `grad` stays. And torch's own function does as ever."""
+    """The step has the same bits and `grad` is unchanged; torch's own function still works."""
     model, whole, third = net(), net(), net()
     with nearest_sqrt():
         theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
@@ -311,7 +311,7 @@ def test_clips_as_torch(max_norm: float) -> None:
 
 
 def test_the_factor_is_that_of_fp64() -> None:
-    """And for one step: with lr 1, SGD-like options and one element, the update shows it."""
+    """For one step: with lr 1, SGD-like options and one element, the update equals the factor."""
     p = nn.Parameter(torch.zeros(3))
     optimizer = AdamW([p], lr=1.0, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)
     for max_norm, factor in ((1.0, 0.2 / (1 + 1e-6 / 5)), (None, 1.0)):
@@ -347,7 +347,7 @@ def test_not_finite_changes_no_byte(state_format: str, bad: float) -> None:
 
 
 def test_what_changes_after_the_norm_is_seen() -> None:
-    """A gradient that goes bad, and one that grows, between clip_grad_norm_ and step."""
+    """A gradient that becomes infinite, or grows, between clip_grad_norm_ and step."""
     model, other = net(), net()
     optimizer, expected = AdamW(model.parameters()), AdamW(other.parameters())
     x = next(batches(1))
@@ -405,7 +405,7 @@ def test_clipping_before_a_scaler_unscales() -> None:
     assert_same(*clipped)
 
 
-# ---- what belongs to an optimizer
+# ---- the interface of an optimizer
 
 
 @pytest.mark.parametrize(
@@ -473,7 +473,7 @@ def test_a_step_is_a_write_for_autograd() -> None:
 @pytest.mark.parametrize("amsgrad", (False, True))
 @pytest.mark.parametrize("to_torch", (False, True), ids=("from torch", "to torch"))
 def test_state_dicts_are_torchs(to_torch: bool, amsgrad: bool) -> None:
-    """The second half of a run continues with the other one, to the bit."""
+    """The other optimizer continues the second half of a run, to the bit."""
     makes = (AdamW, torch.optim.AdamW) if to_torch else (torch.optim.AdamW, AdamW)
     options = {"lr": 1e-2, "amsgrad": amsgrad}
     whole, model = net(), net()
@@ -497,8 +497,8 @@ def test_state_dicts_are_torchs(to_torch: bool, amsgrad: bool) -> None:
 
 @pytest.mark.parametrize("state_format", FORMATS)
 def test_a_run_goes_on_after_save_and_load(state_format: str) -> None:
-    """Lossless at fp32 and fp32-split: as if there had been no break. Below, what was loaded is
-    exactly what was saved where codes can hold it."""
+    """Lossless at fp32 and fp32-split: as if the run had not been interrupted. In smaller
+    formats the loaded state equals the saved one if its codes can represent it."""
     model = net(torch.bfloat16)
     optimizer = AdamW(model.parameters(), lr=1e-2, state_format=state_format)
     train(model, optimizer, 7)
@@ -585,7 +585,7 @@ def test_refused_when_over_budget() -> None:
 
 
 class Registrar:
-    """In place of CUDA's runtime."""
+    """A stand-in for CUDA's runtime."""
 
     def __init__(self, status: int = 0) -> None:
         self.pinned: dict[int, int] = {}
@@ -641,7 +641,7 @@ def test_wrong_uses_are_refused(make: Callable[[Any], Any], words: str) -> None:
 
 
 def test_wrong_steps_change_nothing() -> None:
-    """Refused by name; the next right step is as if nothing had been."""
+    """Refused by name; the next valid step is unaffected."""
     model, whole = net(), net()
     optimizer, reference = (AdamW(m.named_parameters(), lr=1e-2) for m in (model, whole))
     train(model, optimizer, 2)

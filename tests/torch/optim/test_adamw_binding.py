@@ -1,10 +1,10 @@
-"""`modicum.torch.AdamW` when something is exchanged behind its back: parameters, their memory,
-their gradients, `state`.
+"""`modicum.torch.AdamW` when parameters, their memory, their gradients or `state` are replaced
+after construction.
 
-House test beside torch.optim.AdamW, which reads all of these anew at each step. What is exchanged
-is followed, or refused by name before anything is written. It catches these mutations: a step over
-parameters that the model has no more; a write into memory that was freed; an entry of `state` that
-changes nothing; a value that is written through `.data` and lost.
+House test against torch.optim.AdamW, which reads all of these at each step. Modicum follows a
+replacement or refuses it by name before it writes anything. It catches these mutations: a step over
+parameters that left the model; a write into freed memory; an entry of `state` without effect; a
+value written through `.data` that is lost.
 """
 
 import copy
@@ -72,7 +72,7 @@ class Pair:
 
 
 def replaced(model: nn.Module, optimizer: Any) -> None:
-    """As accelerate's prepare: by something of another size, then by the new parameter."""
+    """Like accelerate's prepare: by a tensor of another size, then by the new parameter."""
     optimizer.load_state_dict(optimizer.state_dict())
     for module in (model[0], model[2]):
         for name, parameter in list(module.named_parameters()):
@@ -153,7 +153,7 @@ def test_what_was_loaded_is_not_bound_anew() -> None:
 
 
 def test_memory_of_the_parameters_before_is_given_back_first() -> None:
-    """The new state needs no more of the ledger than the old one had."""
+    """The old state is released first, so the ledger never holds both."""
     model = nn.Linear(300, 300)
     ledger = modicum.Ledger()
     optimizer = AdamW(model.parameters(), ledger=ledger)
@@ -304,7 +304,7 @@ def test_gradients_written_after_the_norm_are_those_that_are_stepped(dtype: torc
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("then", ("step", "state_dict", "digest"))
 def test_values_written_through_data_stay(dtype: torch.dtype, then: str) -> None:
-    """Of a parameter that is a rounded copy of its master; others keep their masters' bits."""
+    """For a parameter that is a rounded copy of its master; other masters keep their bits."""
     model = nn.Linear(200, 200).to(dtype)
     optimizer = AdamW(model.parameters(), weight_decay=0.0)
     model(torch.ones(200, dtype=dtype)).sum().backward()
@@ -397,7 +397,7 @@ def test_changes_of_state_are_those_of_torch(change: Callable[[nn.Module, Any], 
 
 @pytest.mark.parametrize("state_format", FORMATS)
 def test_a_state_that_is_cleared_begins_anew(state_format: str) -> None:
-    """As an optimizer that was made at that point, in every format."""
+    """Like a new optimizer, in every format."""
 
     def gradients(model: nn.Module, seed: int) -> None:
         torch.manual_seed(seed)
@@ -574,12 +574,12 @@ def test_a_scale_that_has_no_inverse_is_refused(scale: float) -> None:
     assert torch.equal(p, torch.ones(3))
 
 
-# ---- memory that goes, under the allocator's own checks
+# ---- freed memory, under the allocator's own checks
 
 
 @pytest.mark.parametrize("memory", ("torch", "modicum"))
 def test_memory_that_goes_is_never_written(memory: str, root: Path, tmp_path: Path) -> None:
-    """In a process whose allocator ends it at the first wrong byte."""
+    """In a process whose allocator aborts at the first wrong byte."""
     debug = "libc_malloc_debug.so.0"
     environment = os.environ | {
         "LD_PRELOAD": debug,

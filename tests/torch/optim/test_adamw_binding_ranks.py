@@ -1,9 +1,8 @@
 """`modicum.torch.AdamW` under accelerate and `fully_shard`, which replace a model's parameters: it
-trains as torch's, or says why it can't before its first step has returned, and never leaves a rank
-alone with its error.
+trains like torch's, or the first step raises the same error on every rank.
 
-House test beside torch.optim.AdamW on real ranks. It catches these mutations: an optimizer that
-goes on with parameters that nobody trains; a rank that raises while the others wait for its norm.
+House test against torch.optim.AdamW on real ranks. It catches these mutations: an optimizer that
+keeps stepping the replaced parameters; a rank that raises while the others wait for its norm.
 """
 
 from collections.abc import Iterator
@@ -54,7 +53,7 @@ def test_trains_after_accelerates_prepare(world: Ranks, model: str) -> None:
 
 
 def test_trains_after_fully_shard_or_says_why_not(world: Ranks, model: str) -> None:
-    """Made before it, an optimizer has the old parameters until its groups are given the new."""
+    """An optimizer made before has the old parameters until its groups get the new ones."""
     expected = world.ask("binding_by_hand", directory=model, when="after", by="torch")
     still = world.ask("binding_by_hand", directory=model, when="before", by="torch")
     for when in ("after", "before, told"):
@@ -75,7 +74,7 @@ def test_all_ranks_refuse_what_one_refuses(world: Ranks, model: str, what: str) 
 
 
 def test_no_rank_makes_what_one_cannot_make(world: Ranks, model: str) -> None:
-    """A step would wait for the rank whose constructor raised."""
+    """Otherwise a step would wait for the rank whose constructor raised."""
     *others, odd = world.ask("binding_one_lacks_memory", directory=model)
     assert odd["refused"].startswith("BUDGET")
     for answer in others:

@@ -1,10 +1,10 @@
 """`modicum.torch.AdamW` over parameters on a device, whose state is on the host.
 
-House test beside the same optimizer over parameters on the CPU, whose bits torch's own have proven
-(test_adamw.py). It catches these mutations: a gradient that stays where it was; a part of the
-new parameters that never leaves, or leaves from a slot that is written again; host memory of the
-parameters' size beside the state; a copy that casts on the device; a master that forgets what was
-written to its parameter.
+House test against the same optimizer over parameters on the CPU, whose bits test_adamw.py compares
+with torch's. It catches these mutations: a gradient that stays on the device; a part of the new
+parameters that is not copied to the device, or from a slot that is already overwritten; host memory
+of the parameters' size in addition to the state; a copy that casts on the device; a master that
+misses a write to its parameter.
 """
 
 from collections.abc import Callable, Iterator
@@ -151,7 +151,7 @@ def test_a_norm_and_a_step_that_is_skipped(state_format: str) -> None:
 
 @pytest.mark.parametrize(("state_format", "dtype"), EVERY)
 def test_what_is_written_to_a_parameter_reaches_its_master(state_format: str, dtype: Any) -> None:
-    """Whole: what a split master has below the written half goes. Other masters stay."""
+    """All of it: a split master's lower half is reset. Other masters are unchanged."""
     pair = Pair(state_format, dtype)
     pair.step()
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_what_is_written_to_a_parameter_reaches_its_master(state_format: str, dt
     assert pair.device["bias"].data.host[2:].tolist() == [3.25] * 3
     for index, name in enumerate(SHAPES):
         if dtype == torch.float32:
-            break  # is the master itself, and has been seen
+            break  # it is the master itself
         due = before[index]["master"].clone()
         if name == "bias":
             due[2:] = 3.25
@@ -215,12 +215,12 @@ def test_a_copy_that_fails_is_the_steps_error(
     monkeypatch.setattr(OnDevice, "copy_", failing(torch.Tensor.copy_), raising=False)
     with pytest.raises(RuntimeError, match="the device is gone"):
         pair.on_device.step()
-    # Nothing is sent after an error but what the other thread was about to send.
+    # After an error only a copy that the other thread had begun is still sent.
     assert 2 <= len(OnDevice.copied) <= 3
 
 
 class Stream:
-    """Of a device whose copies happen when somebody waits for them."""
+    """On a device whose copies run only when they are waited for."""
 
     def __init__(self) -> None:
         self.entered = self.waits = 0

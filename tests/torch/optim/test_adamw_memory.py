@@ -1,8 +1,8 @@
-"""What `modicum.torch.AdamW` holds, by the kernel: all of it from construction on, in the bytes per
-parameter that the format declares, and no more when children were forked.
+"""The memory of `modicum.torch.AdamW`, from the kernel: all of it from construction on, in the
+bytes per parameter that the format declares, and no more after forks.
 
-House test. It catches these mutations: a state that is taken at the first step; a gradient that is
-held beside its plane; a master that is held beside the parameter; planes that children inherit.
+House test. It catches these mutations: state allocated at the first step; a gradient held in
+addition to its plane; a master held in addition to the parameter; planes that children inherit.
 """
 
 import json
@@ -22,14 +22,14 @@ DECLARED = {
     "int8-moments": 8.0625,
     "int8-moments-24": 7.0625,
 }
-FIXED = 1 << 19  # what Python and torch take for themselves
-COPIED = 3 << 20  # of what Python writes to, a reference count at a time
+FIXED = 1 << 19  # memory of Python and torch
+COPIED = 3 << 20  # pages that Python writes, e.g. reference counts
 
 
 @pytest.fixture(scope="module")
 def held() -> dict[str, dict[str, int]]:
     program = Path(__file__).parents[2] / "support/adamw_memory.py"
-    # What is freed goes back to the kernel, so that only what is held is counted.
+    # malloc returns freed memory to the kernel, so that only memory in use is counted.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, str(program), *DECLARED],
@@ -41,7 +41,7 @@ def held() -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("state_format", DECLARED)
 def test_bytes_per_parameter(held: dict[str, dict[str, int]], state_format: str) -> None:
-    """The parameter's own memory, which was there before, is a part of the figure."""
+    """The figure includes the parameter's own memory, allocated before."""
     of = held[state_format]
     due = DECLARED[state_format] * of["parameters"] - of["parameter_bytes"]
     assert of["ledger"] == pytest.approx(due, rel=0.001)
@@ -51,5 +51,5 @@ def test_bytes_per_parameter(held: dict[str, dict[str, int]], state_format: str)
 
 @pytest.mark.parametrize("state_format", DECLARED)
 def test_children_cost_nothing(held: dict[str, dict[str, int]], state_format: str) -> None:
-    """Two of them alive while everything is written again."""
+    """Two live children while all memory is written again."""
     assert held[state_format]["written_with_children"] <= COPIED

@@ -1,8 +1,8 @@
-"""Which elements of a parameter a rank steps, beside torch.chunk.
+"""The elements of a parameter that a rank steps, against torch.chunk.
 
-Oracle test, on shards that torch has made. It catches these mutations: runs that begin where the
-local tensor does; a cut of what another cut has left that is taken for one of the whole, or is read
-from its placements alone; replicas that all count.
+Oracle test, on shards that torch has made. It catches these mutations: runs that begin at the local
+tensor's offset; a shard of a shard treated as a shard of the whole, or derived from its placements
+alone; replicas that are all counted.
 """
 
 import copy
@@ -36,7 +36,7 @@ CUTS = [
     ids=str,
 )
 def test_runs_are_what_a_rank_holds(name: str, cut: Cut) -> None:
-    """Every element is its own number."""
+    """Every element has a unique value."""
     whole = copy.deepcopy(from_pretrained(name)).float()
     with torch.no_grad():
         for parameter in whole.parameters():
@@ -57,9 +57,9 @@ def test_runs_are_what_a_rank_holds(name: str, cut: Cut) -> None:
                 assert all(a < b[0] for a, b in zip(ends, part.runs[1:], strict=True)), n
                 counted[n] += got.numel() if part.is_counted else 0
     if cut.layout == "none":
-        return  # plain parameters are every rank's own
+        return  # plain parameters belong to every rank
     for n, parameter in whole.named_parameters():
-        # A parameter that lies on some of the mesh axes only is counted on each of the rest.
+        # A parameter on some mesh axes only is counted once per coordinate of the others.
         assert counted[n] % parameter.numel() == 0 and counted[n] > 0, n
         if cut.layout != "tp-fsdp":
             assert counted[n] == parameter.numel(), n

@@ -1,8 +1,8 @@
 """`modicum.torch.AdamW` on real ranks: FSDP2 shards that Modicum has loaded.
 
 House test against torch.optim.AdamW on the same ranks. It catches these mutations: elements that
-are numbered from the shard's begin; a norm that counts replicas, or one rank's part only; a rank
-that steps while another skips; a gradient that FSDP2 has not brought to the plane.
+are numbered from the start of the shard; a norm that counts replicas, or one rank's shards only; a
+rank that steps while another skips; a gradient of FSDP2 that never reaches the plane.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Sizes that four ranks can't share evenly, eleven experts."""
+    """Sizes that 4 does not divide, eleven experts."""
     folder = tmp_path_factory.mktemp("models")
     wanted: dict[str, dict[str, Any]] = {
         "qwen3": {"family": "qwen3", "config": {"tie_word_embeddings": True}},
@@ -43,7 +43,7 @@ def test_five_steps_are_those_of_torch(
     four: Ranks, models: dict[str, str], model: str, mesh: list[int]
 ) -> None:
     """Losses and parameters, all bits; several groups, one frozen parameter, no gradient for
-    experts that nobody chose."""
+    experts that no token was routed to."""
     how: dict[str, Any] = {"directory": models[model], "mesh": mesh}
     expected = four.ask("adamw", by="torch", **how)
     got = four.ask("adamw", by="modicum", **how)
@@ -51,7 +51,7 @@ def test_five_steps_are_those_of_torch(
         assert mine["losses"] == theirs["losses"], f"rank {rank}"
         assert mine["after"] == theirs["after"], f"rank {rank}: trained otherwise"
         assert mine["before"] != mine["after"]
-    # Shards of one world add up to the same numbers; replicas are each other's.
+    # The shards of every world give the same totals; replicas are equal.
     assert len({answer["digest"]["master"] for answer in got}) == 4 // (mesh[0] if mesh[1:] else 1)
 
 
@@ -92,7 +92,7 @@ def test_all_ranks_skip_what_is_bad_on_one(four: Ranks, models: dict[str, str], 
 
 
 def test_checkpoints_by_dcp(four: Ranks, models: dict[str, str], tmp_path: Path) -> None:
-    """torch.distributed.checkpoint saves it and loads it, here and into torch's own."""
+    """torch.distributed.checkpoint saves the state and loads it, also into torch's own AdamW."""
     how = {"directory": models["qwen3"], "mesh": [4], "folder": str(tmp_path / "saved")}
     for rank, answer in enumerate(four.ask("adamw_checkpoint", **how)):
         assert answer["ours"] == answer["expected"], f"rank {rank}"

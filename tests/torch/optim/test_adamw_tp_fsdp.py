@@ -1,9 +1,9 @@
-"""`modicum.torch.AdamW` where tensor parallelism and FSDP2 cut one dim unevenly, on real ranks.
+"""`modicum.torch.AdamW` where tensor parallelism and FSDP2 shard one dim unevenly, on real ranks.
 
-House test against one process that has the whole model, bit for bit, where what a rank holds is cut
-by torch.chunk alone; oracle test against DTensor's `full_tensor`. They catch these mutations: a cut
-of a cut that is taken for one of the whole; elements that are numbered from the shard's begin
-(random bits go by global index); replicas that a norm counts twice.
+House test against one process with the whole model, bit for bit, sharded by torch.chunk alone;
+oracle test against DTensor's `full_tensor`. They catch these mutations: a shard of a shard treated
+as a shard of the whole; elements numbered from the start of the shard (random bits depend on the
+global index); replicas that a norm counts twice.
 """
 
 import copy
@@ -74,6 +74,6 @@ def test_what_is_loaded_is_stepped(world: Ranks, dtype: str, state_format: str) 
 
 
 def test_elements_are_those_of_full_tensor(world: Ranks) -> None:
-    """Of many shapes, what a rank holds is what torch's DTensor says of the whole."""
+    """For many shapes, a rank's elements are those of the DTensor's `full_tensor`."""
     for mesh in meshes_of(world):
         assert not sum(world.ask("adamw_elements", mesh=list(mesh)), []), mesh

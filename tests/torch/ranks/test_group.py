@@ -1,4 +1,5 @@
-"""How the ranks of a process group stand by each other, with real processes and real signals."""
+"""Failure propagation, barriers and liveness of a process group, with real processes and
+signals."""
 
 import json
 import os
@@ -40,7 +41,7 @@ def no_world_is_left() -> Iterator[None]:
 
 
 class FakeBoard:
-    """Stands for the library's: a load that looks at it now and then."""
+    """A stand-in for the library's board, with a load that polls it."""
 
     def __init__(self) -> None:
         self.progress = 0
@@ -72,7 +73,7 @@ def io_error() -> IoError:
 
 
 def all_raise(ended: dict[int, Ended], error: str, culprit: int, **facts: Any) -> dict[str, Any]:
-    """Every one raised the same, with this culprit."""
+    """Asserts that all ranks raised the same error with this culprit; returns its facts."""
     first = next(iter(ended.values()))
     for rank, one in ended.items():
         assert (rank, one.error, one.facts) == (rank, error, first.facts)
@@ -96,7 +97,7 @@ def slowest_s(clock: WaitingClock, ended: dict[int, Ended], since_s: float) -> f
 
 def test_without_a_group_a_rank_is_alone() -> None:
     with Ranks.of_world().together() as ranks:
-        assert (ranks.rank, ranks.world_size, ranks.node, ranks.ranks_per_node) == (0, 1, 0, 1)
+        assert (ranks.rank, ranks.world_size, ranks.ranks_per_node) == (0, 1, 1)
         ranks.agree("any")
         ranks.barrier()
         assert ranks.gather({"a": 1}) == [{"a": 1}]
@@ -105,7 +106,7 @@ def test_without_a_group_a_rank_is_alone() -> None:
         raise KeyError
 
 
-def test_of_a_fake_group_everybody_says_what_this_rank_says() -> None:
+def test_in_a_fake_group_every_rank_answers_like_this_one() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
@@ -157,12 +158,12 @@ def processes_on(*hosts: str) -> list[Process]:
     ("hosts", "per_node"),
     [("aabb", 2), ("abc", 1), ("aaa", 3), ("aab", None), ("abab", None), ("abba", None)],
 )
-def test_nodes_are_hosts(hosts: str, per_node: int | None) -> None:
+def test_ranks_of_one_host_are_one_node(hosts: str, per_node: int | None) -> None:
     assert ranks_per_node(processes_on(*hosts)) == per_node
 
 
 class Beats:
-    """Every rank's, which stand still for `silent` ones."""
+    """The heartbeat counters of all ranks; those of `silent` ranks do not advance."""
 
     def __init__(self, silent: set[int]) -> None:
         self.silent, self.now, self.read = silent, 0, 0
@@ -172,9 +173,9 @@ class Beats:
         return 0 if rank in self.silent else self.now
 
 
-def first_lost(processes: list[Process], rank: int, beats: Beats, looks: int) -> tuple | None:
+def first_lost(processes: list[Process], rank: int, beats: Beats, polls: int) -> tuple | None:
     neighbours = Neighbours(processes, rank)
-    for beats.now in range(looks):
+    for beats.now in range(polls):
         if lost := neighbours.look(beats.of):
             return lost
     return None
@@ -201,8 +202,8 @@ def test_of_another_host_one_sign_of_life_is_enough() -> None:
 
 
 @pytest.mark.parametrize("hosts", ["a" * 5, "a" * 1000, "abc" * 300])
-def test_nobody_looks_at_everybody(hosts: str) -> None:
-    """Two looks at all 900 ranks by each of them would be two million reads."""
+def test_no_rank_polls_all_ranks(hosts: str) -> None:
+    """If each of 900 ranks polled all others twice, that would be two million reads."""
     processes = processes_on(*hosts)
     beats = Beats(set())
     for rank in range(len(hosts)):
@@ -221,15 +222,15 @@ def test_on_this_host_the_kernel_is_asked() -> None:
         neighbours = Neighbours(both, 0)
         sleeper.send_signal(signal.SIGSTOP)
         os.waitpid(sleeper.pid, os.WUNTRACED)
-        looks = [neighbours.look(Beats({1}).of) for _ in range(SILENT_LOOKS + 1)]
-        assert looks == [None] * SILENT_LOOKS + [(1, "is stopped")]
+        polls = [neighbours.look(Beats({1}).of) for _ in range(SILENT_LOOKS + 1)]
+        assert polls == [None] * SILENT_LOOKS + [(1, "is stopped")]
     finally:
         sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
     assert neighbours.look(Beats(set()).of) == (1, "is gone")  # not reaped yet
     sleeper.wait()
     assert neighbours.look(Beats(set()).of) == (1, "is gone")
-    assert replace(this, started="1").condition() == "is gone"  # its pid is somebody else's
+    assert replace(this, started="1").condition() == "is gone"  # another process has its pid
 
 
 def test_the_more_ranks_wait_the_less_often_each_asks() -> None:
@@ -252,21 +253,21 @@ def test_the_more_ranks_wait_the_less_often_each_asks() -> None:
 def agreeing(told: Told, digests: list[str]) -> Any:
     with Ranks.of_world().together() as ranks:
         ranks.agree(digests[told.rank])
-        return ranks.gather([told.rank, "x" * told.rank]), ranks.node, ranks.ranks_per_node
+        return ranks.gather([told.rank, "x" * told.rank]), ranks.ranks_per_node
 
 
 def test_ranks_that_agree_go_on() -> None:
     ended = World(agreeing, 3, ["d"] * 3).end()
     everything = [[0, ""], [1, "x"], [2, "xx"]]
-    assert [one.value for one in ended.values()] == [(everything, 0, 3)] * 3
+    assert [one.value for one in ended.values()] == [(everything, 3)] * 3
 
 
 def test_a_file_may_be_the_store(tmp_path: Path) -> None:
     ended = World(agreeing, 2, ["d", "d"], file=tmp_path / "store").end()
-    assert ended[1].value == ([[0, ""], [1, "x"]], 0, 2)
+    assert ended[1].value == ([[0, ""], [1, "x"]], 2)
 
 
-def test_ranks_that_disagree_all_say_who() -> None:
+def test_ranks_that_disagree_all_name_the_culprit() -> None:
     ended = World(agreeing, 4, ["d", "d", "e", "f"]).end()
     facts = all_raise(ended, "IoError", 2, category="CONFLICT", code=20, expected="d", got="e")
     what = "rank 2 (and 1 more) has other inputs than rank 0"
@@ -274,7 +275,7 @@ def test_ranks_that_disagree_all_say_who() -> None:
 
 
 def reducing(told: Told) -> Any:
-    """How often a reduced tensor is still held by somebody else when the collective has ended."""
+    """How often a thread of Gloo still holds a reduced tensor after the collective has ended."""
     collectives.LIMIT_S, held = 60, 0
     for _ in range(300):
         tensor = torch.ones(4)
@@ -285,7 +286,7 @@ def reducing(told: Told) -> Any:
     return held
 
 
-def test_what_modicum_reduces_is_not_left_to_a_thread_of_gloos() -> None:
+def test_a_reduced_tensor_is_not_left_to_a_thread_of_gloos() -> None:
     """Such a thread aborts a process that exits meanwhile."""
     assert [one.value for one in World(reducing, 2).end().values()] == [0, 0]
 
@@ -295,8 +296,8 @@ def bringing_much(told: Told) -> Any:
         return [len(text) for text in ranks.gather("y" * (5 << 20))]
 
 
-def test_what_is_brought_may_be_longer_than_the_store_takes_at_once() -> None:
-    """The message that would go to all is 10 MiB; a TCPStore breaks off at 8."""
+def test_gathered_values_may_exceed_the_stores_message_limit() -> None:
+    """The gathered message is 10 MiB; a TCPStore closes the connection above 8."""
     assert World(bringing_much, 2).end()[1].value == [5 << 20] * 2
 
 
@@ -324,7 +325,7 @@ def one_fails(told: Told, culprit: int, raised: BaseException) -> Any:
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_a_failure_reaches_all_as_the_same_error(clock: WaitingClock, culprit: int) -> None:
-    """Also rank 0's, whose process takes the store along as soon as it has failed."""
+    """Also rank 0's failure, after which its process ends, and the store with it."""
     world = World(one_fails, 4, culprit, io_error())
     pid = world.pid(culprit)
     world.await_ready(culprit)
@@ -345,7 +346,7 @@ def test_a_failure_reaches_all_as_the_same_error(clock: WaitingClock, culprit: i
     assert slowest_s(clock, ended, since_s) < ALL_KNOW_S
 
 
-def test_what_is_not_of_modicum_stays_what_it_is_where_it_happened() -> None:
+def test_a_foreign_exception_keeps_its_type_on_its_own_rank() -> None:
     ended = World(one_fails, 3, 1, ValueError("no such\nthing")).end()
     assert (ended[1].error, ended[1].facts) == ("ValueError", {"message": "no such\nthing"})
     del ended[1]
@@ -430,15 +431,15 @@ def test_a_killed_rank_is_named(clock: WaitingClock) -> None:
 
 
 ELSEWHERE = ["a", "b", "c"]
-# What is done to which rank. Rank 0 has the store.
+# By the words of the error: the lost rank, and the host names. Rank 0 has the store.
 LOST = {
     "is stopped": (2, None),
     "has given no sign of life": (2, ELSEWHERE),
     "which rank 0 has, does not answer": (0, None),
     "which rank 0 has, is lost": (0, ELSEWHERE),
 }
-STOP_S = 2.5  # two looks of a neighbour fall into it
-TOLERATED_S = 4  # one look less than silence takes: the last beat may be as old
+STOP_S = 2.5  # a neighbour polls twice meanwhile
+TOLERATED_S = 4  # one poll less than SILENT_LOOKS, since the last beat may be that old
 TRIES = 4
 
 
@@ -453,7 +454,7 @@ def loading_until_told(told: Told) -> Any:
 
 @pytest.fixture(scope="module")
 def lost() -> Iterator[dict[str, tuple[World, float]]]:
-    """What takes long to be noticed, all at once: each world, and when it lost a rank."""
+    """The slow detections, all started at once: each world, and when it lost a rank."""
     with World.killing():
         worlds = {name: World(loading_until_told, 3, hosts=LOST[name][1]) for name in LOST}
         done = {}
@@ -465,18 +466,18 @@ def lost() -> Iterator[dict[str, tuple[World, float]]]:
 
 
 def stopped_for_s(world: World, rank: int) -> float:
-    """Stops a rank for about STOP_S; for how long it really was."""
+    """Stops a rank for about STOP_S; returns the real length."""
     begin_s = world.signal(rank, signal.SIGSTOP)
     time.sleep(STOP_S)
     return world.signal(rank, signal.SIGCONT) - begin_s
 
 
-@pytest.mark.usefixtures("lost")  # which are noticed meanwhile
+@pytest.mark.usefixtures("lost")  # whose detections run meanwhile
 @pytest.mark.parametrize(
     ("rank", "hosts"), [(1, None), (0, ELSEWHERE)], ids=["a rank", "with the store"]
 )
 def test_a_short_stop_is_tolerated(rank: int, hosts: list[str] | None) -> None:
-    """What counts is how long it was: on a busy machine it may be longer than was asked for."""
+    """On a busy machine a stop may last longer than requested, so its real length is measured."""
     stops_s = []
     for _ in range(TRIES):
         world = World(loading_until_told, 3, hosts=hosts)
@@ -521,7 +522,7 @@ def coming_or_not(told: Told) -> Any:
         return None
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_groups_timeout() -> None:
+def test_an_absent_rank_is_named_after_the_groups_timeout() -> None:
     ended = World(coming_or_not, 3).end(without=(1,))
     facts = all_raise(ended, "PeerError", 1, category="PEER")
     assert facts["message"] == "PEER: rank 1 has not come to the load within 3 s"
@@ -599,7 +600,7 @@ def test_one_that_fails_midway_ends_the_exchange_for_all(
 
 
 def leaving_while_it_waits(told: Told, whole: bool) -> Any:
-    """Rank 1 leaves, and rank 0 sends only then: rank 1's memory must stay as it is."""
+    """Rank 1 leaves, and rank 0 sends only then: rank 1's buffer must stay unchanged."""
     group = dist.distributed_c10d._get_default_store()
     between = exchange.Exchange(dist.PrefixStore("x", group), told.rank, 2, whole)
     buffer = bytearray(b"\1" if told.rank == 0 else b"\0") * (8 << 20)
@@ -623,7 +624,7 @@ def leaving_while_it_waits(told: Told, whole: bool) -> Any:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_nothing_is_written_where_nobody_waits_any_more(whole: bool) -> None:
+def test_nothing_is_written_after_the_receiver_has_left(whole: bool) -> None:
     ended = World(leaving_while_it_waits, 2, whole).end()
     assert (ended[1].error, ended[1].facts) == ("", {})
     assert "closed" in ended[0].value, "the sender sees it"
@@ -671,7 +672,7 @@ def test_a_failure_on_the_board_ends_the_librarys_load(checkpoint: Path) -> None
 
 @pytest.fixture(scope="module")
 def own_shards(checkpoint: Path) -> list[list[bytes]]:
-    """What each rank reads by itself."""
+    """The shards that each rank reads by itself."""
     with World.killing():
         ended = World(loading, 4, checkpoint, "own-shard").end()
     return [one.value for one in ended.values()]
@@ -687,7 +688,7 @@ def test_bytes_that_were_sent_are_those_that_are_read(
 
 
 def test_a_file_that_is_cut_off_ends_the_load_for_all(tmp_path: Path, checkpoint: Path) -> None:
-    """Of one rank only: the reader finds out after the headers have been read."""
+    """The file is truncated by one rank, after the headers have been read."""
     copy = tmp_path / "model.safetensors"
     copy.write_bytes(checkpoint.read_bytes())
     ended = World(loading_what_shrinks, 4, copy).end()

@@ -1,9 +1,9 @@
 """FSDP2's private fields, and loaded storage put into them: nothing is padded, copied or pinned
-again, and each parameter stays the object that it was.
+again, and each parameter stays the same object.
 
-House test. It catches these mutations: a parameter exchanged instead of its content (an optimizer
-made before, a tie, a hook would lose it); a storage without padding, which FSDP2 pads into a copy;
-memory pinned in powers of two; a torch that behaves differently and is taken for the known one.
+House test. It catches these mutations: a parameter replaced instead of its content (an optimizer
+made before, a tie or a hook would keep the old one); a storage without padding, which FSDP2 pads
+into a copy; memory pinned in powers of two; a torch that behaves differently and is accepted.
 """
 
 import gc
@@ -52,7 +52,7 @@ WORLDS = (1, 2, 3, 5)
 
 
 class Model(nn.Module):
-    """Matrices that multiply a vector each; `tied` is `odd` by another name."""
+    """Matrices that each multiply a vector; `tied` is `odd` by another name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def by_name(model: nn.Module) -> dict[str, Managed]:
 
 
 def sharded(**arguments: Any) -> Model:
-    """On meta; `sideways` is cut along dim 1."""
+    """The model on meta; `sideways` is sharded along dim 1."""
     with torch.device("meta"):
         model = Model()
     sideways = model.sideways.weight
@@ -87,7 +87,7 @@ def sharded(**arguments: Any) -> Model:
 
 
 def storage_for(parameter: Any, managed: Managed | None, dtype: Any = torch.float32) -> Any:
-    """Ones, two, ... and zeros where it is padded, in memory of its own."""
+    """New memory with the numbers 1, 2, ... and zeros in the padding."""
     numel = parameter._local_tensor.numel() if managed else parameter.numel()
     storage = torch.zeros(managed.padded_numel if managed else numel, dtype=dtype)
     storage[:numel] = torch.arange(1, numel + 1)
@@ -105,7 +105,7 @@ def filled(model: Any, give: Callable[..., None] = hand_over) -> dict[str, Any]:
 
 
 def kept(model: Any, storages: dict[str, Any]) -> dict[str, bool]:
-    """Of each parameter, whether both of FSDP2's tensors are still its storage."""
+    """By FQN, whether both of FSDP2's tensors still use the storage handed over."""
     managed = fsdp_params(model)
     found = {}
     for name, parameter in model.named_parameters():
@@ -122,7 +122,7 @@ def rank() -> Iterator[None]:
         yield
 
 
-# ---- what FSDP2 says
+# ---- FSDP2's fields
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -235,7 +235,7 @@ def test_what_is_cut_is_found_without_its_model(rank: None, monkeypatch) -> None
     assert caught.value.category == "UNSUPPORTED"
 
 
-# What is known of tensors, modules, optimizers and modes, and an attribute that it depends on.
+# Facts about tensors, modules, optimizers and modes, and an attribute that each depends on.
 FACTS = {
     "_version grows": (torch_core, "version_of", lambda tensor: 0),
     "_use_count": (torch_core, "use_count", lambda tensor: 1),
@@ -251,7 +251,7 @@ FACTS = {
 
 @pytest.mark.parametrize("fact", FACTS)
 def test_another_torch_is_refused(fact: str, monkeypatch) -> None:
-    """Each fact is checked by what it is used for, wherever the caller makes his tensors."""
+    """Each fact is checked by a probe, whatever the default device."""
     torch_core.require_known.cache_clear()
     with torch.device("meta"), torch.inference_mode():
         torch_core.require_known()
@@ -337,7 +337,7 @@ def test_nothing_is_copied_again(world: int) -> None:
 
 
 def test_the_naive_ways_are_copied_again() -> None:
-    """Carried mutants: only the Parameter gets its shard; a shard is assigned by a state dict."""
+    """Two naive loaders: one sets only the Parameter, one assigns by a state dict."""
 
     def exchanged(name: str, parameter: Any, storage: Any, managed: Managed) -> None:
         hand_over(name, parameter, storage[: parameter._local_tensor.numel()])
@@ -376,7 +376,7 @@ def test_a_parameter_stays_itself(rank: None) -> None:
 
 
 def test_tensor_parallel_parameters() -> None:
-    """Cut by TP and by FSDP2, by TP alone, and by nobody."""
+    """Cut by TP and by FSDP2, by TP alone, and not at all."""
     for rank in range(6):
         with playing_new_rank(rank, 6):
             mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
@@ -444,7 +444,7 @@ def in_a_graph() -> tuple[nn.Parameter, Any]:
 
 
 def accumulator() -> tuple[nn.Parameter, Any]:
-    """As kept by those who hang a hook on it."""
+    """A parameter's gradient accumulator, as kept by its hooks."""
     parameter = on_meta()
     return parameter, parameter.expand_as(parameter).grad_fn.next_functions[0][0]
 
@@ -548,7 +548,7 @@ class Runtime:
 
 
 class PowersOfTwo(Runtime):
-    """The carried mutant: torch's own pinned allocator."""
+    """The naive way: torch's own pinned allocator."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.ranges[address] = 1 << (nbytes - 1).bit_length()
@@ -566,7 +566,7 @@ class Offloaded(nn.Module):
 
 
 def test_exactly_the_bytes_are_pinned(rank: None, monkeypatch) -> None:
-    """FSDP2 finds its storages pinned and makes no copy; in the end nothing is pinned."""
+    """FSDP2 finds its storages pinned and makes no copy; at the end no memory is pinned."""
     exact = sum(4 * (2**k + 1) for k in range(1, 12))
     for runtime in (Runtime(), PowersOfTwo()):
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t: runtime.has(t))
@@ -585,14 +585,14 @@ def test_exactly_the_bytes_are_pinned(rank: None, monkeypatch) -> None:
         assert (runtime.high_water == exact) == (type(runtime) is Runtime)
         storages.clear()
         gc.collect()
-        assert len(runtime.ranges) == 11  # the parameters have the memory
+        assert len(runtime.ranges) == 11  # the parameters keep the memory alive
         del model
         gc.collect()
         assert runtime.ranges == {}
 
 
 def test_a_view_does_not_let_go() -> None:
-    """Memory is unpinned when nothing has it any more, and before it goes back."""
+    """Memory is unpinned after its last view is gone, before it is freed."""
     runtime = Runtime()
     pinned_when_freed: list[int] = []
 
@@ -644,7 +644,7 @@ def test_cuda_sees_it_pinned() -> None:
 
 
 def test_two_ranks_train_as_fsdp2_would(tmp_path) -> None:
-    """What a process group that moves no data can't show."""
+    """Real ranks, since a fake process group moves no data."""
     program = Path(__file__).parents[2] / "support/two_ranks.py"
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": "lo",

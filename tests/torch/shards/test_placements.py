@@ -1,5 +1,5 @@
-"""Placements are read as they were made: what our sharding gives every rank is, byte for byte, what
-torch's own DTensor and FSDP2 have put there.
+"""Our sharding gives every rank the same elements as torch's own DTensor and FSDP2, byte for
+byte.
 
 House test against an outside oracle: real `fully_shard`, tensor parallelism and `distribute_tensor`
 under a process group that plays each rank. It catches these mutations: placements read from left to
@@ -45,7 +45,7 @@ from modicum.errors import UsageError  # noqa: E402
 from modicum.torch.shards.placements import Cut, Sharding, Shardings  # noqa: E402
 from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
 
-# ---- what a sharding says, by torch.chunk
+# ---- our sharding against torch.chunk
 
 
 def chunks(tensor: Any, parts: int, dim: int) -> list[Any]:
@@ -58,7 +58,7 @@ def coordinate(mesh: tuple[int, ...], rank: int) -> list[int]:
 
 
 def held(sharding: Sharding, whole: Any, rank: int) -> tuple[Any, int]:
-    """What a rank holds, and the elements of its buffer."""
+    """A rank's shard, and the elements of its buffer."""
     at = coordinate(sharding.mesh, rank)
     rows = whole.shape[0] if whole.dim() else 1
     for cut in sharding.cuts:
@@ -74,13 +74,13 @@ def held(sharding: Sharding, whole: Any, rank: int) -> tuple[Any, int]:
 
 
 def left_to_right(tensor: Any, world: int) -> Sharding:
-    """The naive reading: each placement cuts what the one before left, whatever its kind."""
+    """The naive reading: placements apply from left to right, whatever their kind."""
     mesh = tuple(tensor.device_mesh.mesh.shape)
     cuts = [Cut((axis,), p.dim) for axis, p in enumerate(tensor.placements) if hasattr(p, "dim")]
     return Sharding(mesh, tuple(cuts))
 
 
-# ---- what torch makes of it
+# ---- torch's own shards
 
 
 def ids(shape: tuple[int, ...]) -> Any:
@@ -92,7 +92,7 @@ def on_mesh(sizes: tuple[int, ...], names: str) -> DeviceMesh:
 
 
 def one_parameter(value: Any, **arguments: Any) -> Any:
-    """A parameter that FSDP2 has sharded; and what it says of it."""
+    """A parameter sharded by FSDP2, and FSDP2's facts about it."""
     module = nn.Module()
     module.p = nn.Parameter(value)
     fully_shard(module, **arguments)
@@ -109,7 +109,7 @@ def tp_then_fsdp(mesh: DeviceMesh, value: Any, tp: Any, dim: int = 0, over: str 
 
 
 def packed(value: Any, mesh: DeviceMesh, parts: int) -> Any:
-    """Gate and up, say: what a model's own tensor parallelism makes of them."""
+    """Packed tensors such as gate and up, under a model's own tensor parallelism."""
     placement = _StridedShard(0, split_factor=parts)
     pieces, _ = placement._split_tensor(value, mesh.size(), with_padding=False)
     local = pieces[mesh.get_local_rank()]
@@ -370,7 +370,7 @@ CASES = [
         (2, 2, 2),
         (Cut((2,), 0), Cut((0,), 0), Cut((1,), 0)),
         placed_on((2, 2, 2), *[_StridedShard(0, split_factor=2)] * 2, Shard(0)),
-        sizes=(2, 6, 8),  # described as it is made only where it is even
+        sizes=(2, 6, 8),  # torch describes it correctly only if it is even
     ),
     Case(
         "packed inside a plain cut",
@@ -399,7 +399,7 @@ CASES = [
 
 
 def elements(sharding: Sharding, shape: tuple[int, ...], rank: int) -> Any:
-    """The numbers that the runs of a rank name, in the order of `ids`."""
+    """The elements that a rank's runs name, in the order of `ids`."""
     runs = _modicum.Shard(sharding, shape, rank).runs(range(len(shape)))
     return torch.tensor([i for first, n in runs for i in range(first + 1, first + n + 1)])
 
@@ -441,7 +441,7 @@ def test_every_rank_holds_what_torch_gave_it(case: Case) -> None:
                     assert_same(flat[: mine.numel()], mine.reshape(-1), "the flat buffer")
                     assert not flat[mine.numel() :].any()
     for (size, *_), named in counted.items():
-        # In every mesh each element is counted once.
+        # Every mesh counts each element once.
         assert sorted(named) == ids(case.shape(size)).reshape(-1).tolist()
 
 
@@ -454,7 +454,7 @@ def test_it_is_the_same_on_meta(case: Case) -> None:
 
 
 def test_the_naive_reading_fails() -> None:
-    """The carried mutant: it gives rank 1 of 2 x 2 rows that FSDP2 has given to rank 2."""
+    """It gives rank 1 of 2 x 2 rows that FSDP2 has on rank 2."""
     case = next(case for case in CASES if case.name == "the same dim, tp first")
     wrong = []
     for rank in range(case.world):
@@ -476,7 +476,7 @@ def test_what_is_no_dtensor_is_whole() -> None:
 
 
 def test_an_order_of_its_own() -> None:
-    """Newer torch can say the order of plain placements apart from them."""
+    """Newer torch can state the order of plain placements separately."""
     with playing_new_rank(0, 4):
         meta = TensorMeta(torch.Size([8]), (1,), torch.float32)
         order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
@@ -486,7 +486,7 @@ def test_an_order_of_its_own() -> None:
         assert read(tensor).cuts == (Cut((1,), 0), Cut((0,), 0))
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def strided(sizes: tuple[int, ...], *placements: Any, rows: int = 12) -> Any:
@@ -551,7 +551,7 @@ def test_refused(what: str) -> None:
 
 
 def test_fsdp2_over_ranks_in_another_order() -> None:
-    """FSDP2 cuts by the order of ranks in a process group, which its DTensor does not say."""
+    """FSDP2 shards by the order of ranks in a process group, which its DTensor lacks."""
     with playing_new_rank(1, 4):
         mesh = DeviceMesh("cpu", [0, 2, 1, 3])
         tensor, _managed = one_parameter(ids((8, 4)), mesh=mesh)

@@ -1,8 +1,8 @@
-"""An optimizer follows its parameters by name.
+"""An optimizer is rebound to its parameters by FQN.
 
-House test. It catches these mutations: parameters found again by address, which is 0 for all on
-meta, or by their order, which frozen and shared parameters and groups of one's own change; an
-optimizer that is half rebound when something fails.
+House test. It catches these mutations: parameters matched by address, which is 0 for all on meta,
+or by order, which frozen and shared parameters and custom groups change; an optimizer that is half
+rebound after a failure.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from modicum.upstream.wrappers import canonical  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """FSDP2 over one rank: its parameters are others, its steps are one process's."""
+    """FSDP2 over one rank: it replaces the parameters, and steps equal those of one process."""
     with playing_new_rank(0, 1), torch.enable_grad():
         yield
 
@@ -81,7 +81,7 @@ def shard(model: Tiny) -> Tiny:
 
 
 def is_bound(optimizer: Any, model: nn.Module) -> bool:
-    """Whether each place has the parameter of its name."""
+    """Whether each entry of the optimizer is the model's parameter of that FQN."""
     of = {name: p for p, names in parameter_names(model).items() for name in names}
     return all(
         [id(p) for p in group["params"]] == [id(of[name]) for name in names]
@@ -105,7 +105,7 @@ def steps(model: Tiny, optimizer: Any) -> dict[str, Any]:
 
 
 def follow_addresses(model: nn.Module, optimizer: Any) -> None:
-    """The carried mutant that maps by data_ptr: what accelerate does."""
+    """The naive way by data_ptr, as in accelerate."""
     before = {p.data_ptr(): name for name, p in model.named_parameters()}
     shard(model)
     for group in optimizer.param_groups:
@@ -113,7 +113,7 @@ def follow_addresses(model: nn.Module, optimizer: Any) -> None:
 
 
 def follow_order(model: nn.Module, optimizer: Any) -> None:
-    """The carried mutant that takes parameters as they come."""
+    """The naive way by the order of parameters."""
     shard(model)
     trained = iter(p for p in model.parameters())
     for group in optimizer.param_groups:
@@ -167,7 +167,7 @@ def test_several_optimizers() -> None:
 
 
 def test_wrappers_change_no_name() -> None:
-    """Compiled and checkpointed on the way."""
+    """With a compiled and a checkpointed block."""
     model = tiny()
     optimizer = optimizer_of(model)
     with rebinding(model, optimizer):
@@ -201,7 +201,7 @@ def test_two_parameters_of_one_name() -> None:
         parameter_names(model)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def bound_before(optimizer: Any) -> list[list[int]]:
@@ -209,7 +209,7 @@ def bound_before(optimizer: Any) -> list[list[int]]:
 
 
 def refused(model: nn.Module, optimizer: Any, block: Any = shard, **arguments: Any) -> UsageError:
-    """The error; the optimizers are as they were."""
+    """The error of a rebinding, after which the optimizers must be unchanged."""
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     before = [bound_before(one) for one in optimizers]
     states = [dict(one.state) for one in optimizers]
@@ -265,7 +265,7 @@ def test_a_model_that_is_another(block: Any, tensor: str, why: str) -> None:
         block(model)
 
     model = tiny()
-    # The first optimizer could be rebound: nothing is done before all is known.
+    # The first optimizer could be rebound: everything is checked before any change.
     fine = torch.optim.SGD([model.blocks[1].bias])
     error = refused(model, [fine, optimizer_of(model)], exchange)
     assert (error.category, error.tensor) == ("MISMATCH", tensor)
@@ -291,7 +291,7 @@ def test_state_is_refused() -> None:
 
 
 def test_state_that_does_not_fit_is_refused() -> None:
-    """Whole moments of a parameter that is a shard now, though both call it [4, 4]."""
+    """Whole moments for a parameter that is now a shard, both of shape [4, 4]."""
     model, optimizer = stepped()
     error = refused(model, optimizer, resuming=True)
     assert (error.category, error.tensor) == ("MISMATCH", "blocks.0.weight")
