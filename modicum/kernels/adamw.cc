@@ -1,13 +1,13 @@
 #include "modicum/kernels/adamw.h"
 
-// This file is compiled once per instruction set, except the part below HWY_ONCE.
+// This file is compiled once per instruction set; what stands below HWY_ONCE, once.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "modicum/kernels/adamw.cc"
 #include <hwy/foreach_target.h>
-// After foreach_target.h.
+// foreach_target.h comes first.
 #include "modicum/kernels/planes-inl.h"
 
-// Calls function<format>(...).
+// Calls function<format>(...) for the format in force.
 #define MODICUM_BY_FORMAT(format, function, ...)                                                   \
   switch (format) {                                                                                \
     case StateFormat::fp32: return function<StateFormat::fp32>(__VA_ARGS__);                       \

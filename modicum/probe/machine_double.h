@@ -1,4 +1,4 @@
-// The test double of /proc and /sys.
+// For tests: another machine's /proc and /sys.
 #pragma once
 
 #include <gtest/gtest.h>

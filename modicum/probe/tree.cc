@@ -1,4 +1,4 @@
-// A process and its descendants: their pids, and their resident private pages.
+// A process and its descendants: who they are, and whose private pages are in memory.
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,18 +14,18 @@
 namespace modicum {
 namespace {
 
-// Bits of a /proc/PID/pagemap entry; an entry is 8 bytes per page.
+// Of an entry of /proc/PID/pagemap, which are 8 bytes for each page.
 constexpr uint64_t kPresent = uint64_t{1} << 63;
-constexpr uint64_t kOfFile = uint64_t{1} << 61;       // a file page or shared memory
-constexpr uint64_t kExclusive = uint64_t{1} << 56;    // mapped by one process only
-constexpr uint64_t kFrame = (uint64_t{1} << 55) - 1;  // 0 without CAP_SYS_ADMIN
+constexpr uint64_t kOfFile = uint64_t{1} << 61;       // or of shared memory
+constexpr uint64_t kExclusive = uint64_t{1} << 56;    // no other process shows it
+constexpr uint64_t kFrame = (uint64_t{1} << 55) - 1;  // 0 for those who may not know it
 constexpr uint64_t kBlockPages = 65536;
 
 std::string directory_of(int pid, const std::string& root) {
   return root + "/proc/" + std::to_string(pid);
 }
 
-// The parent's pid: the second word after the name, which may contain any character.
+// The second number behind the name, which may hold anything.
 int parent_of(const std::string& stat) {
   const size_t end = stat.rfind(')');
   if (end == std::string::npos) return 0;
@@ -35,7 +35,7 @@ int parent_of(const std::string& stat) {
 
 // ---- address space
 
-// The beginning of a line "7f00-7f20 rw-p ...".
+// What "7f00-7f20 rw-p ..." begins with.
 struct Line {
   AddressRange at;
   bool is_private = false;
@@ -52,13 +52,13 @@ std::optional<Line> line_of(std::string_view text) {
   return Line{{*begin, *end}, words[1][3] == 'p'};
 }
 
-// A private mapping of the root process.
+// Private memory of the first process.
 struct Area {
   AddressRange at;
-  bool is_inherited = true;  // without MADV_DONTFORK
+  bool is_inherited = true;  // not marked to be left out of a fork
 };
 
-// From its smaps, without areas that have no resident page.
+// From its smaps; areas with nothing in memory are left out.
 std::vector<Area> areas_in(std::string_view smaps) {
   std::vector<Area> areas;
   std::optional<Line> line;
@@ -78,7 +78,7 @@ std::vector<Area> areas_in(std::string_view smaps) {
   return areas;
 }
 
-// The mapped ranges, adjacent ones merged.
+// What is mapped, neighbours as one.
 std::vector<AddressRange> mapped_in(std::string_view maps) {
   std::vector<AddressRange> mapped;
   for (const std::string_view text : split_kernel_text(maps, '\n')) {
@@ -107,9 +107,9 @@ class Pages {
       : file_(PosixFileSystem().open(directory_of(pid, root) + "/pagemap")),
         mapped_(mapped_in(read_kernel_text(directory_of(pid, root) + "/maps").value_or(""))) {}
 
-  // Whether this process's pages at the area can stem from the fork. If the root process has
-  // excluded the area, a child forked earlier maps all of it; one forked later may have mapped
-  // memory of its own into part of the hole.
+  // Whether what it shows there can be what the first process had when it was forked. Where that
+  // one leaves an area out of forks, a child from before has all of it; one from after may have put
+  // something of its own into a part of the hole.
   bool may_show(const Area& area) const { return area.is_inherited || covers(mapped_, area.at); }
 
   void read(uint64_t address, std::span<uint64_t> entries) {
@@ -126,10 +126,9 @@ struct Distinct {
   uint64_t copied = 0;
 };
 
-// The number of different pages that the processes map at one address; the root process comes
-// first. Without access to frame numbers, all shared mappings count as one page. A page that only
-// one of them maps, though it is not exclusive, is the zero page or shared with a foreign process:
-// not counted.
+// How many pages of memory the processes show at one address, the first process first. Pages that
+// nobody may know the frames of are one, if several show them. What only one of them shows although
+// it is not exclusive is the page of zeros, or shared with somebody else: it isn't counted.
 Distinct distinct(std::span<const uint64_t> entries) {
   struct Shared {
     uint64_t frame = 0;
@@ -149,7 +148,7 @@ Distinct distinct(std::span<const uint64_t> entries) {
     size_t at = 0;
     while (at < n && shared[at].frame != frame) ++at;
     if (at == n && n < shared.size()) shared[n++] = {frame, 0, i == 0};
-    ++shared[std::min(at, shared.size() - 1)].shown_by;  // further frames share the last row
+    ++shared[std::min(at, shared.size() - 1)].shown_by;  // more apart than that aren't told apart
   }
   for (size_t i = 0; i < n; ++i) {
     if (shared[i].shown_by > 1) ++(shared[i].by_first ? pages.own : pages.copied);
@@ -157,14 +156,14 @@ Distinct distinct(std::span<const uint64_t> entries) {
   return pages;
 }
 
-// Sums bytes by range. Pages are added in ascending order.
+// Bytes by range, of pages that come in ascending order.
 class Account {
  public:
   explicit Account(std::span<const AddressRange> ranges) : asked_(ranges), ranges_(ranges.size()) {
     for (size_t i = 0; i < ranges.size(); ++i) {
       const uint64_t after = i == 0 ? 0 : ranges[i - 1].end;
       if (ranges[i].begin >= after && ranges[i].begin <= ranges[i].end) continue;
-      fail(Category::usage, "address ranges must be ascending and disjoint");
+      fail(Category::usage, "ranges of addresses are ascending and don't overlap");
     }
   }
 
@@ -195,7 +194,7 @@ class Account {
   size_t next_ = 0;
 };
 
-// Counts an area from all processes' pagemap entries, kBlockPages at a time.
+// All processes' entries of an area, some pages at a time.
 void count_area(const Area& area, std::vector<Pages>& processes, Account& account) {
   std::vector<Pages*> shown;
   for (Pages& pages : processes) {
@@ -212,7 +211,7 @@ void count_area(const Area& area, std::vector<Pages>& processes, Account& accoun
       try {
         shown[i]->read(begin, entries[i]);
       } catch (const Error&) {
-        if (i == 0) throw;  // a child may have ended: it counts nothing
+        if (i == 0) throw;  // a child that has ended shows nothing
       }
     }
     for (uint64_t page = 0; page < n; ++page) {
@@ -222,7 +221,7 @@ void count_area(const Area& area, std::vector<Pages>& processes, Account& accoun
   }
 }
 
-// exec gives a process a new auxiliary vector (it contains random addresses); fork keeps it.
+// A program that was started anew has other addresses of the kernel's words to it.
 bool is_fork_of(int pid, const std::string& auxv, const std::string& root) {
   return !auxv.empty() && read_kernel_text(directory_of(pid, root) + "/auxv") == auxv;
 }
@@ -270,7 +269,7 @@ TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::s
   }
   const std::optional<std::string> smaps = read_kernel_text(directory + "/smaps");
   if (!smaps) {
-    fail(Category::io, "cannot read the memory map of the process",
+    fail(Category::io, "the kernel doesn't say what of a process is in memory",
          {.file = "smaps", .culprit_pid = first});
   }
   for (const Area& area : areas_in(*smaps)) count_area(area, pages, account);

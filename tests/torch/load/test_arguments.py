@@ -501,11 +501,23 @@ def test_an_import_brings_torch_alone_and_patches_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("model", "dtype", "message"),
+    [
+        ({}, None, "USAGE: model .expected a torch.nn.Module, got dict"),
+        (torch.nn.Linear(1, 1), "auto", "USAGE: dtype .expected a torch.dtype, .* got 'auto'"),
+    ],
+)
+def test_an_argument_of_another_kind_is_named(model: Any, dtype: Any, message: str) -> None:
+    with pytest.raises(modicum.UsageError, match=message):
+        modicum.torch.load(model, None, dtype=dtype, progress=False)
+
+
 def test_what_a_set_asks_for_is_the_same_on_every_rank() -> None:
     """Processes hash names differently, and the ranks compare their arguments."""
     program = (
         "from modicum.torch.loading.goal import said\n"
-        "print(said({'missing': {f'layer.{i}' for i in range(20)}, 'dtype': None}))"
+        "print(said({f'layer.{i}' for i in range(20)}))"
     )
     told = {
         subprocess.run(

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import (  # noqa: E402
     CPUOffloadPolicy,
     FSDPModule,
+    FullyShardedDataParallel,
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_param  # noqa: E402
@@ -168,8 +169,25 @@ def test_an_exchanged_parameter_is_refused(rank: None) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     fully_shard(model)
     model[1].weight = nn.Parameter(torch.zeros(3, 3))
-    with pytest.raises(UsageError, match=r"not the one that FSDP2 has cut \(tensor 1.weight\)"):
+    with pytest.raises(UsageError, match=r"was replaced after fully_shard \(tensor 1.weight\)"):
         fsdp_params(model)
+
+
+def test_a_gathered_parameter_is_refused_with_its_cure() -> None:
+    with playing_new_rank(0, 1):
+        model = fully_shard(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1,)))
+        model(torch.ones(3))
+        with pytest.raises(UsageError, match=r"call model.reshard\(\) .*\(tensor weight\)"):
+            fsdp_params(model)
+        model.reshard()
+        assert len(fsdp_params(model)) == 2
+
+
+def test_fsdp1_is_called_fsdp1(rank: None) -> None:
+    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapped)
+    with pytest.raises(UsageError, match="FSDP1, FullyShardedDataParallel, is not supported"):
+        fsdp_params(nn.Sequential(wrapped))
 
 
 # ---- another torch

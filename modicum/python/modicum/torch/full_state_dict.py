@@ -11,7 +11,7 @@ from torch import nn
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.torch.loading.goal import Goal, Model, agree_on, goal_of_source, refuse_gaps
+from modicum.torch.loading.goal import Goal, Model, goal_of_source, refuse_gaps
 from modicum.torch.loading.load import load
 from modicum.torch.loading.memory import State, chosen_from, goal_of_memory, level
 from modicum.torch.loading.planning import Options, Planned, plan_of
@@ -179,7 +179,8 @@ def _goals_of(
 ) -> list[Goal]:
     """The loads to run, in order: from rank 0's memory, then from a checkpoint."""
     kind = "path" if isinstance(full, (str, os.PathLike)) else "dict"
-    agree_on(ranks, [kind, rules, *model.tensors])
+    facts = {"the form of the state": kind} | {name: str(rule) for name, rule in rules.items()}
+    ranks.agree_on(facts | {f"tensor {name}": "in the model" for name in model.tensors})
     uneven = level(model, ranks)
     if full is None or isinstance(full, Mapping):
         strict, drops = rules["strict"], rules["drops"]

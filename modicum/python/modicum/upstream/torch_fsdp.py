@@ -103,9 +103,14 @@ def is_sharded(model: nn.Module) -> bool:
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Managed]:
     """Every parameter that FSDP2 manages, by its identity; empty for a model without FSDP2.
 
-    `UsageError` where this torch's FSDP2 is not the one that is known, and for a model whose
-    parameters are gathered now or were exchanged since `fully_shard`.
+    `UsageError` where this torch's FSDP2 is not the one that is known, for FSDP1, and for a model
+    whose parameters are gathered now or were exchanged since `fully_shard`.
     """
+    fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    for name, module in model.named_modules():
+        if isinstance(module, fsdp1):
+            what = "FSDP1, FullyShardedDataParallel, is not supported: shard by fully_shard (FSDP2)"
+            raise refusal("UNSUPPORTED", what, got=f"module '{canonical(name)}'")
     return _managed_in(model, _known_groups(model.modules()))
 
 
@@ -117,7 +122,11 @@ def _managed_in(model: nn.Module, groups: Sequence[Any]) -> dict[nn.Parameter, M
             if getattr(info.module, info.param_name) is not fsdp_param.sharded_param:
                 name = next((n for n, m in model.named_modules() if m is info.module), "")
                 name = canonical(f"{name}.{info.param_name}".removeprefix("."))
-                raise refusal("USAGE", "a parameter is not the one that FSDP2 has cut", tensor=name)
+                what = "this parameter was replaced after fully_shard"
+                if fsdp_param.sharded_state.name != "SHARDED":
+                    what = "FSDP2 has gathered this parameter, as after a forward without a "
+                    what += "backward: call model.reshard() before"
+                raise refusal("USAGE", what, tensor=name)
             managed[fsdp_param.sharded_param] = _managed(fsdp_param, unit)
     return managed
 

@@ -1,7 +1,5 @@
 """What a load is meant to do: which tensors of a model get values, and what these are made of."""
 
-import hashlib
-import json
 import warnings
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
@@ -41,6 +39,9 @@ class Model:
         cls, module: nn.Module, *, scratch: bool = False, buffers_follow_fsdp: bool = False
     ) -> "Model":
         """`scratch`: buffers that no state dict has may be filled, too."""
+        if not isinstance(module, nn.Module):
+            expected, got = "a torch.nn.Module", type(module).__name__
+            raise refusal("USAGE", "model", expected=expected, got=got)
         structure = structure_of(module)
         tensors = tensors_of(module, structure, scratch=scratch)
         model = cls(module, structure, tensors, buffers_follow_fsdp)
@@ -52,19 +53,16 @@ class Model:
         """What FSDP2 says of its parameters, by name."""
         return {name: of.managed for name, of in self.tensors.items() if of.managed}
 
-    def described(self) -> list[Any]:
-        """What a recipe for this model depends on; of tied names, also the first."""
+    def facts(self) -> dict[str, str]:
+        """What a recipe for this model depends on, in words; as for `Ranks.agree_on`."""
+        facts: dict[str, str] = {}
         first: dict[int, str] = {}
-        return [
-            [
-                name,
-                str(of.tensor.dtype),
-                list(of.tensor.shape),
-                of.tensor.is_meta,
-                first.setdefault(id(of.tensor), name),
-            ]
-            for name, of in self.tensors.items()
-        ]
+        for name, of in self.tensors.items():
+            fact = f"{of.tensor.dtype} {list(of.tensor.shape)}"
+            fact += " on meta" if of.tensor.is_meta else " with values"
+            tied = first.setdefault(id(of.tensor), name)
+            facts[f"tensor {name}"] = fact + (f", tied to {tied}" if tied != name else "")
+        return facts
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,12 @@ def goal_of_source(
         for warning in checkpoint.warnings:
             warnings.warn(f"modicum: {warning}", stacklevel=3)
     how = {**how, "missing": "init"} if source is None else how
-    agree_on(ranks, [said(how), model.described()])
+    if how["dtype"] is not None and not isinstance(how["dtype"], torch.dtype):
+        expected = "a torch.dtype, such as torch.bfloat16, or None"
+        raise refusal("USAGE", "dtype", expected=expected, got=repr(how["dtype"]))
+    facts = {"the size of the checkpoint": f"{checkpoint.bytes} bytes"}
+    facts |= {f"argument {name}": said(value) for name, value in how.items()}
+    ranks.agree_on(facts | model.facts())
     present = [
         name
         for name, of in model.tensors.items()
@@ -122,15 +125,9 @@ def goal_of_source(
     return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, callers)
 
 
-def agree_on(ranks: Ranks, wanted: Any) -> None:
-    """CONFLICT where a rank wants something else than rank 0; JSON values."""
-    words = json.dumps(wanted).encode()
-    ranks.agree(hashlib.blake2b(words, digest_size=16).hexdigest())
-
-
-def said(arguments: Mapping[str, Any]) -> str:
-    """The same on every rank, where what is in a set comes in another order."""
-    return repr([sorted(of) if isinstance(of, Set) else of for of in arguments.values()])
+def said(argument: Any) -> str:
+    """An argument in words: the same on every rank, although each orders a set in its own way."""
+    return repr(sorted(argument) if isinstance(argument, Set) else argument)
 
 
 def look_at_memory() -> list[Any]:

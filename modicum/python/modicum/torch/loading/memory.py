@@ -17,7 +17,7 @@ from modicum.recipes import Recipe
 from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node
 from modicum.recipes.structure import ties_of
-from modicum.torch.loading.goal import Goal, Model, agree_on, look_at_memory
+from modicum.torch.loading.goal import Goal, Model, look_at_memory
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.tensors import ModelTensor, as_bytes
 from modicum.upstream.torch_fsdp import hand_over
@@ -114,7 +114,7 @@ def goal_of_memory(
             tied to one of them.
     """
     chosen: list[tuple[torch.Tensor, torch.dtype]] = []
-    agree_on(ranks, model.described())
+    ranks.agree_on(model.facts())
 
     def make() -> list[Any]:
         tensors, alias_of = choose()

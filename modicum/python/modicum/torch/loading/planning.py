@@ -100,6 +100,8 @@ def plan_of(
         what = "node-reader needs nodes of as many ranks each, which follow each other"
         raise refusal("UNSUPPORTED", what)
     per_node = ranks.ranks_per_node or ranks.world_size
+    names = ("strategy", "staging", "fork", "check")
+    ranks.agree_on({f"argument {name}": repr(getattr(options, name)) for name in names})
     initialiser = Initialiser(
         model.module,
         goal.callers,

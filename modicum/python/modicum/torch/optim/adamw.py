@@ -348,7 +348,7 @@ class AdamW(torch.optim.Optimizer):
         if has_none and is_first:
             what = "AdamW's first step finds no gradient in any of its parameters and changes "
             what += "nothing: was backward called, and has the model other parameters by now?"
-            warnings.warn(what, stacklevel=5)
+            warnings.warn(what, stacklevel=7)
         self._has_warned |= has_none
 
     def _forget(self) -> None:

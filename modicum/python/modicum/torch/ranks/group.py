@@ -18,11 +18,12 @@ two calls and some polls, which are rarer the more ranks there are.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -111,6 +112,20 @@ class Ranks:
         """CONFLICT, naming the first rank that differs from rank 0, where not all bring the
         same."""
         self._settle(digest, self._judge)
+
+    def agree_on(self, facts: Mapping[str, str]) -> None:
+        """CONFLICT where ranks bring other facts, by name, or in another order. Names the first
+        rank that differs from rank 0, and the first fact in which it does, with both values."""
+        own = [*facts.items()]
+        digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16).hexdigest()
+        digests = self.gather(digest)
+        odd = next((rank for rank, of in enumerate(digests) if of != digests[0]), None)
+        if odd is None:
+            return
+        brought = self.gather(own if self.rank in (0, odd) else None)
+        name, expected, got = _first_difference(brought[0], brought[odd])
+        what = f"rank {odd} differs from rank 0 in {name}"
+        raise from_json(self._blaming(odd, "CONFLICT", what, expected=expected, got=got))
 
     def barrier(self) -> None:
         """Returns once every rank has come here as often as this one."""
@@ -444,6 +459,16 @@ class Ranks:
             peer = self._members[place]
             what = f"the connection to rank {peer} (pid {self._pids[peer]}) ended: {why}"
             raise from_json(self._blaming(peer, "PEER", what)) from None
+
+
+def _first_difference(one: list[Any], other: list[Any]) -> tuple[str, str, str]:
+    """Of two lists of (name, value) that differ: the name, and what each of them has there."""
+    known, found = dict(one), dict(other)
+    for name in [*known, *found]:
+        if known.get(name) != found.get(name):
+            return name, known.get(name, "none"), found.get(name, "none")
+    expected, got = next((a, b) for (a, _), (b, _) in zip(one, other, strict=True) if a != b)
+    return "the order of tensors", expected, got
 
 
 def _document(category: str, what: str, **facts: Any) -> str:
