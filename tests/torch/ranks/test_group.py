@@ -247,6 +247,19 @@ def test_the_more_ranks_wait_the_less_often_each_asks() -> None:
     assert len(asked) < 25
 
 
+# ---- the harness
+
+
+def preloaded(told: Told) -> bool:
+    return "torch_rank" in sys.modules
+
+
+def test_forked_ranks_start_with_their_imports() -> None:
+    """Without, each rank of every test would import torch and transformers by itself."""
+    pytest.importorskip("transformers")
+    assert World(preloaded, 1).end()[0].value
+
+
 # ---- agreement
 
 
