@@ -318,7 +318,7 @@ UNCOMPUTED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("make", UNCOMPUTED.values(), ids=UNCOMPUTED)
 def test_an_uncomputed_buffer_is_refused(make: Any) -> None:
-    with pytest.raises(modicum.UsageError, match="UNSUPPORTED: no file holds") as refused:
+    with pytest.raises(modicum.UsageError, match="UNSUPPORTED: neither the constructor") as refused:
         with empty_parameters():
             module = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"inner": Buffers(make)}))
     assert refused.value.tensor == "1.inner.table"

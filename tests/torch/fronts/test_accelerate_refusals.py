@@ -314,7 +314,7 @@ def test_no_fsdp2_is_refused_before_anything_is_built() -> None:
     """accelerate takes CPUs for DDP or nothing, whatever the plugin says."""
     with alone(), accelerate_rank.fsdp2_on_cpus():
         accelerate.Accelerator(cpu=True)
-        with pytest.raises(UsageError, match="on CPUs it takes DDP") as refused, loading():
+        with pytest.raises(UsageError, match="on CPUs accelerate takes DDP") as refused, loading():
             build()
     assert refused.value.got == "distributed_type MULTI_CPU"
 

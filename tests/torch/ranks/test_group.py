@@ -176,7 +176,7 @@ class Beats:
 def first_lost(processes: list[Process], rank: int, beats: Beats, polls: int) -> tuple | None:
     neighbours = Neighbours(processes, rank)
     for beats.now in range(polls):
-        if lost := neighbours.look(beats.of):
+        if lost := neighbours.check(beats.of):
             return lost
     return None
 
@@ -222,14 +222,14 @@ def test_on_this_host_the_kernel_is_asked() -> None:
         neighbours = Neighbours(both, 0)
         sleeper.send_signal(signal.SIGSTOP)
         os.waitpid(sleeper.pid, os.WUNTRACED)
-        polls = [neighbours.look(Beats({1}).of) for _ in range(SILENT_LOOKS + 1)]
+        polls = [neighbours.check(Beats({1}).of) for _ in range(SILENT_LOOKS + 1)]
         assert polls == [None] * SILENT_LOOKS + [(1, "is stopped")]
     finally:
         sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
-    assert neighbours.look(Beats(set()).of) == (1, "is gone")  # not reaped yet
+    assert neighbours.check(Beats(set()).of) == (1, "is gone")  # not reaped yet
     sleeper.wait()
-    assert neighbours.look(Beats(set()).of) == (1, "is gone")
+    assert neighbours.check(Beats(set()).of) == (1, "is gone")
     assert replace(this, started="1").condition() == "is gone"  # another process has its pid
 
 
@@ -448,8 +448,8 @@ ELSEWHERE = ["a", "b", "c"]
 LOST = {
     "is stopped": (2, None),
     "has given no sign of life": (2, ELSEWHERE),
-    "which rank 0 has, does not answer": (0, None),
-    "which rank 0 has, is lost": (0, ELSEWHERE),
+    "hosted by rank 0, does not answer": (0, None),
+    "hosted by rank 0, is lost": (0, ELSEWHERE),
 }
 STOP_S = 2.5  # a neighbour polls twice meanwhile
 TOLERATED_S = 4  # one poll less than SILENT_LOOKS, since the last beat may be that old
@@ -538,7 +538,7 @@ def coming_or_not(told: Told) -> Any:
 def test_an_absent_rank_is_named_after_the_groups_timeout() -> None:
     ended = World(coming_or_not, 3).end(without=(1,))
     facts = all_raise(ended, "PeerError", 1, category="PEER")
-    assert facts["message"] == "PEER: rank 1 has not come to the load within 3 s"
+    assert facts["message"] == "PEER: rank 1 did not join the load within 3 s"
 
 
 # ---- bytes

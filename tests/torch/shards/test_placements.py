@@ -524,19 +524,19 @@ REFUSED = {
     ),
     "another local shape": (
         lambda: from_spec(torch.zeros(3), torch.Size([8])),
-        "torch cuts this tensor in another way (tensor p, expected [2], got [3])",
+        "the local shape contradicts the placements (tensor p, expected [2], got [3])",
     ),
     "no such order": (
         lambda: strided((2, 2), _StridedShard(0, split_factor=3), Shard(0)),
-        "a strided cut (tensor p, got [12] as [_StridedShard(dim=0, sf=3), Shard(dim=0)])",
+        "cuts of unknown order (tensor p, got [12] as [_StridedShard(dim=0, sf=3), Shard(dim=0)])",
     ),
     "uneven, and not FSDP2's": (
         lambda: strided((2, 2), _StridedShard(0, split_factor=2), Shard(0), rows=7),
-        "a strided cut (tensor p, got [7] as [_StridedShard(dim=0, sf=2), Shard(dim=0)])",
+        "cuts of unknown order (tensor p, got [7] as [_StridedShard(dim=0, sf=2), Shard(dim=0)])",
     ),
     "packed, and not FSDP2's": (
         lambda: strided((2, 2), *[_StridedShard(0, split_factor=2)] * 2),
-        "a strided cut (tensor p, got [12] as [_StridedShard(dim=0, sf=2), _Strided",
+        "cuts of unknown order (tensor p, got [12] as [_StridedShard(dim=0, sf=2), _Strided",
     ),
 }
 
@@ -556,5 +556,5 @@ def test_fsdp2_over_ranks_in_another_order() -> None:
         mesh = DeviceMesh("cpu", [0, 2, 1, 3])
         tensor, _managed = one_parameter(ids((8, 4)), mesh=mesh)
         assert tensor.to_local()[0, 0] == ids((8, 4))[2, 0]  # and not row 4
-        with pytest.raises(UsageError, match="FSDP2 cuts along no mesh axis"):
+        with pytest.raises(UsageError, match="FSDP2's ranks are no axis of its mesh"):
             read(tensor)

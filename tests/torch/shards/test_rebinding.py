@@ -254,9 +254,9 @@ def lose(model: Tiny) -> None:
 @pytest.mark.parametrize(
     "block, tensor, why",
     (
-        (untie, "head.weight", "a tie came apart"),
+        (untie, "head.weight", "tied parameters are no longer tied"),
         (tie, "blocks.0.weight", "expected another parameter than blocks.1.weight"),
-        (lose, "blocks.2.bias", "the model lost a parameter"),
+        (lose, "blocks.2.bias", "the model no longer has this parameter"),
     ),
 )
 def test_a_model_that_is_another(block: Any, tensor: str, why: str) -> None:

@@ -1,1 +1,1 @@
-"""What is known of other packages: the only place that touches their private names."""
+"""The private names of other packages that Modicum uses, with checks of their behaviour."""

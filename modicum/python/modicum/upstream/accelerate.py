@@ -15,8 +15,8 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def replace_prepare(stack: ExitStack, prepare: Wrapper, shard: Wrapper) -> None:
-    """Until `stack` ends, `Accelerator.prepare` is `prepare` of itself, and the function by which
-    it shards a model, `(accelerator, model)`, is `shard` of itself."""
+    """Until `stack` ends, wraps `Accelerator.prepare` by `prepare`, and the function that shards a
+    model, called with (accelerator, model), by `shard`."""
     from accelerate import accelerator
 
     cls = accelerator.Accelerator
@@ -25,7 +25,7 @@ def replace_prepare(stack: ExitStack, prepare: Wrapper, shard: Wrapper) -> None:
 
 
 def require_fsdp2_if_set() -> None:
-    """Refuses whatever is not FSDP2, if accelerate has been told already what it runs."""
+    """As `require_fsdp2`, if accelerate is configured already."""
     from accelerate.state import AcceleratorState
 
     if AcceleratorState._shared_state:
@@ -33,20 +33,20 @@ def require_fsdp2_if_set() -> None:
 
 
 def require_fsdp2(state: Any) -> None:
-    """Refuses whatever is not FSDP2: nothing else would get values into an empty model."""
+    """`UsageError` unless accelerate runs FSDP2: nothing else would fill an empty model."""
     if state.is_fsdp2:
         return
     kind = getattr(state.distributed_type, "value", str(state.distributed_type))
     if kind == "FSDP":
         kind = f"FSDP with fsdp_version={state.fsdp_plugin.fsdp_version}"
-    what = "loading() goes with FSDP2 only, and this is not what accelerate runs here"
+    what = "loading() supports FSDP2 only"
     if kind == "MULTI_CPU":
-        what += " (on CPUs it takes DDP, whatever the plugin says)"
+        what += " (on CPUs accelerate takes DDP, whatever the plugin)"
     expected = "FullyShardedDataParallelPlugin(fsdp_version=2)"
     raise refusal("UNSUPPORTED", what, expected=expected, got=f"distributed_type {kind}")
 
 
-# ---- what is known: that prepare calls fsdp2_prepare_model is seen whenever it is called
+# ---- known facts (whether prepare calls fsdp2_prepare_model shows when it is called)
 
 
 def _shards_by_function() -> bool:

@@ -9,17 +9,16 @@ from modicum.errors import refusal
 
 @dataclass(frozen=True)
 class Known:
-    """What one file of this room relies on in one package."""
+    """The facts about one package that a file of this room relies on."""
 
     package: str
     tested: tuple[str, ...]
-    """The versions that the tests have run with. Another one is taken if every fact holds."""
+    """The versions that the tests have run with. Others are accepted if every fact holds."""
     facts: Mapping[str, Callable[[], bool]]
-    """By the statement: whether the installed package behaves so. A check may raise anything."""
+    """By statement: a check whether the installed package behaves so, which may raise anything."""
 
     def mismatch(self) -> str:
-        """The first fact that does not hold, in one line with the installed version; '' if all
-        hold."""
+        """The first fact that does not hold, in one line with the installed version; else ''."""
         for fact, holds in self.facts.items():
             try:
                 why = "" if holds() else "it does not"
@@ -31,7 +30,7 @@ class Known:
         return ""
 
     def require(self) -> None:
-        """`UsageError`, UNSUPPORTED, where a fact does not hold."""
+        """UNSUPPORTED if a fact does not hold."""
         if reason := self.mismatch():
             expected = f"{self.package} {' or '.join(self.tested)}"
             what = "this version behaves differently from those that are supported"

@@ -1,6 +1,5 @@
-"""Attributes of other packages' classes and modules that are replaced for a while.
-
-docs/reference/patches.md lists each of them."""
+"""Temporary replacements of attributes of other packages; docs/reference/patches.md lists
+them."""
 
 from contextlib import ExitStack
 from typing import Any

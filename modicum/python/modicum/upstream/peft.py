@@ -14,9 +14,9 @@ from modicum.upstream.patching import replace
 
 
 def with_real_adapters(stack: ExitStack) -> bool:
-    """Until `stack` ends, PEFT leaves adapters of an empty layer their values; otherwise they move
-    to meta as the layer's. False where nobody has imported PEFT, which is not imported here.
-    `UsageError` for a PEFT that does otherwise."""
+    """Until `stack` ends, adapters that PEFT puts around a layer on meta keep their values; PEFT
+    would move them to meta. False if PEFT was not imported by the program; it is not imported here.
+    `UsageError` if PEFT behaves differently."""
     if "peft.tuners.tuners_utils" not in sys.modules:
         return False
     KNOWN.require()
@@ -38,7 +38,7 @@ def _replace(stack: ExitStack) -> None:
     @functools.wraps(inject)
     def inject_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
         put = getattr(self, "_replace_module", None)
-        if put is None:  # of a kind that wraps no layer
+        if put is None:  # a tuner that wraps no layer
             return inject(self, *args, **kwargs)
 
         def _replace_module(parent: Any, child_name: str, new_module: Any, child: Any) -> Any:
@@ -59,7 +59,7 @@ def _is_meta(device: Any) -> bool:
 
 @contextmanager
 def _staying(module: nn.Module) -> Iterator[None]:
-    """`to` of the modules in `module` does not move them to meta."""
+    """Within the context, `to` does not move `module` and the modules in it to meta."""
     with ExitStack() as stack:
         for one in module.modules():
             replace(stack, one, "to", _never_to_meta(one))
@@ -77,11 +77,11 @@ def _never_to_meta(module: nn.Module) -> Any:
     return to
 
 
-# ---- what is known
+# ---- known facts
 
 
 def _adapters_stay_real() -> bool:
-    """A model of one empty layer, which gets an adapter."""
+    """Checked on a model of one layer on meta, which gets an adapter."""
     import peft
 
     model = nn.Sequential(nn.Linear(1, 1, device="meta"))

@@ -1,7 +1,7 @@
 """torch's tensors, modules and optimizers: their private attributes, and accessors for them.
 
-torch itself is imported by the checks alone: `modicum.memory` and `modicum.recipes` use these
-accessors on objects that they are given, and need no torch.
+Only the checks import torch: `modicum.memory` and `modicum.recipes` use the accessors on objects of
+their callers, and need no torch.
 """
 
 import functools
@@ -11,17 +11,17 @@ from typing import Any
 from modicum.upstream.known import Known
 
 TESTED = ("2.13.0", "2.15.0")
-"""Versions of torch that the tests have run with; others are taken if they behave alike."""
+"""Versions of torch that the tests have run with; others are accepted if the facts hold."""
 RESETS = ("reset_parameters", "_reset_parameters")
-"""The methods by which torch's own modules draw their first values; the second name is
-MultiheadAttention's and Transformer's."""
+"""The methods that initialise torch's own modules; the second one is MultiheadAttention's and
+Transformer's."""
 
 
 # ---- tensors
 
 
 def local_of(tensor: Any) -> Any:
-    """The memory that a tensor has on this rank: a DTensor's local tensor, or the tensor itself."""
+    """A DTensor's local tensor, or the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -31,18 +31,18 @@ def version_of(tensor: Any) -> int:
 
 
 def use_count(tensor: Any) -> int:
-    """References to the tensor from Python and from autograd graphs; 1 for one in no graph."""
+    """References to the tensor from Python (1) and from autograd graphs."""
     return tensor._use_count()
 
 
 def storage_id(tensor: Any) -> int:
-    """The same for tensors that share a storage, different for storages that live together."""
+    """Identifies the storage of a tensor as long as it is alive."""
     return tensor.untyped_storage()._cdata
 
 
 def carry_hooks(source: Any, target: Any) -> None:
-    """Gives `target` the gradient hooks of `source`: the very dictionaries, which the handles that
-    remove a hook refer to."""
+    """Gives `target` the gradient hooks of `source`: the same dictionaries, so that handles still
+    remove them."""
     target._backward_hooks = source._backward_hooks
     target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
@@ -51,9 +51,9 @@ def carry_hooks(source: Any, target: Any) -> None:
 
 
 def parameters_of(module: Any) -> dict[str, Any]:
-    """By attribute, a module's own parameters; None where one is registered without a tensor. The
-    module's own dictionary: what is set here is set past torch's registration hooks. Empty for a
-    module whose constructor has not run."""
+    """A module's own parameters by attribute; None for one registered without a tensor. It is the
+    module's dictionary: entries set here bypass torch's registration hooks. Empty before the
+    module's constructor has run."""
     return vars(module).get("_parameters", {})
 
 
@@ -73,8 +73,8 @@ def is_persistent(module: Any, attribute: str) -> bool:
 
 
 def clone_of(module: Any, kind: type, **registered: dict[str, Any]) -> Any:
-    """A module of class `kind` with the attributes of `module`, but these `parameters`, `buffers`
-    and `modules`. What is set on the clone is not set on the module."""
+    """A module of class `kind` with the attributes of `module`, except these `parameters`,
+    `buffers` and `modules`. Attributes set on the clone are not set on the module."""
     clone: Any = object.__new__(kind)
     vars(clone).update(vars(module))
     vars(clone).update({f"_{name}": of for name, of in registered.items()})
@@ -82,8 +82,8 @@ def clone_of(module: Any, kind: type, **registered: dict[str, Any]) -> Any:
 
 
 def drop_hooks(module: Any, *hooks: Callable[..., Any]) -> None:
-    """Removes forward pre-hooks and load_state_dict pre-hooks. A deep copy of a module has the
-    hooks of the original, but nobody has their handles."""
+    """Removes forward pre-hooks and load_state_dict pre-hooks by function: a deep copy of a module
+    has the original's hooks, but there are no handles to them."""
     for of_module in (module._forward_pre_hooks, module._load_state_dict_pre_hooks):
         for key, one in list(of_module.items()):
             if getattr(one, "hook", one) in hooks:
@@ -94,18 +94,18 @@ def drop_hooks(module: Any, *hooks: Callable[..., Any]) -> None:
 
 
 def load_hooks(optimizer: Any) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """What `register_load_state_dict_pre_hook` and `register_load_state_dict_post_hook` were
-    given, each in the order of calls."""
+    """The hooks of `register_load_state_dict_pre_hook` and `register_load_state_dict_post_hook`,
+    each in the order of registration."""
     before = optimizer._optimizer_load_state_dict_pre_hooks
     after = optimizer._optimizer_load_state_dict_post_hooks
     return [*before.values()], [*after.values()]
 
 
-# ---- what is known
+# ---- known facts
 
 
 def _plain() -> Iterator[Any]:
-    """Two tensors on the CPU, wherever the caller makes his."""
+    """Two tensors on the CPU, whatever the default device and inference mode."""
     import torch
 
     with torch.inference_mode(False):
@@ -211,8 +211,8 @@ KNOWN = Known(
 
 @functools.cache
 def require_known() -> None:
-    """`UsageError` where the installed torch does not behave as `KNOWN` says, here and in
-    torch_dispatch. Checked once per process, which takes milliseconds."""
+    """`UsageError` if the installed torch contradicts `KNOWN`, here or in torch_dispatch. Checked
+    once per process, which takes milliseconds."""
     from modicum.upstream import torch_dispatch
 
     KNOWN.require()

@@ -1,6 +1,6 @@
 """torch's dispatcher: modes, schemas of operators, and tensors without memory.
 
-What is missing in another torch fails at import, by its name.
+A name that another torch lacks fails the import.
 """
 
 import threading
@@ -31,11 +31,12 @@ from modicum.upstream.known import Known
 from modicum.upstream.torch_core import TESTED
 
 TO_COPY = torch.ops.aten._to_copy
-"""What `Tensor.to` comes to."""
+"""The operator behind `Tensor.to`."""
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
-"""What `Tensor.item` comes to."""
+"""The operator behind `Tensor.item`."""
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
-"""As `__torch_function__`: a subclass that has `__torch_dispatch__` only."""
+"""As `__torch_function__` it disables torch functions, for a subclass with
+`__torch_dispatch__` only."""
 
 # fmt: off
 METADATA = frozenset([
@@ -49,7 +50,7 @@ METADATA = frozenset([
     "shape", "size", "storage_offset", "stride",
 ])
 # fmt: on
-"""Functions and properties that can be asked of a tensor without reading its memory."""
+"""Functions and properties of a tensor that do not read its memory."""
 
 
 def arguments_of(operator: Any) -> Any:
@@ -58,7 +59,7 @@ def arguments_of(operator: Any) -> Any:
 
 
 def operator_name(operator: Any) -> str:
-    """Without the namespace of aten."""
+    """The operator's name without the namespace aten."""
     return operator._schema.name.removeprefix("aten::")
 
 
@@ -68,8 +69,8 @@ def is_mutable(operator: Any) -> bool:
 
 
 def without_memory(cls: type, inner: torch.Tensor, device: str) -> Any:
-    """A tensor of the subclass `cls` that says that it lies on `device`; of the size and strides
-    of `inner`."""
+    """A tensor of the subclass `cls` that claims to be on `device`, with the size and strides of
+    `inner`."""
     return torch.Tensor._make_wrapper_subclass(
         cls,
         inner.size(),
@@ -89,8 +90,8 @@ def is_dispatching(kind: type[TorchDispatchMode]) -> bool:
 
 
 def push_lowest(mode: TorchFunctionMode) -> None:
-    """Activates a function mode on this thread below those that are there, whose contexts pop
-    them; nothing happens where one of its class is active."""
+    """Activates a function mode on this thread below the active ones, whose contexts pop them; no
+    effect if one of its class is active."""
     if any(isinstance(one, type(mode)) for one in _get_current_function_mode_stack()):
         return
     modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
@@ -98,7 +99,7 @@ def push_lowest(mode: TorchFunctionMode) -> None:
         _push_mode(one)
 
 
-# ---- what is known
+# ---- known facts
 
 
 class _Noting(TorchDispatchMode):
@@ -136,7 +137,7 @@ def _modes_are_a_stack() -> bool:
             push_lowest(_Passing())
             kinds.extend(map(type, _get_current_function_mode_stack()))
 
-    thread = threading.Thread(target=push)  # each thread has a stack of its own
+    thread = threading.Thread(target=push)  # each thread has its own stack
     thread.start()
     thread.join()
     return kinds == [_Passing, _Above]

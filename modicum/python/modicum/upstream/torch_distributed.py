@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from modicum.errors import refusal
 
-# Gloo hands tags to its connections by remainder. This one goes where tag 0 goes, for up to ten
-# network interfaces (5040 is divisible by 1 to 10), and nobody ever sends with it. Tested with the
-# Gloo of torch 2.13.0 and 2.15.0.
+# Gloo chooses the connection of a message by tag modulo their number. This tag has the connection
+# of tag 0 for up to ten network interfaces (5040 is divisible by 1 to 10), and no message uses it.
+# Tested with the Gloo of torch 2.13.0 and 2.15.0.
 _UNSENT_TAG = 5040
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -20,8 +20,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 
 def default_store() -> Any:
-    """The store of the default process group; UNSUPPORTED where torch shows none that can be
-    cloned."""
+    """The store of the default process group; UNSUPPORTED if it has none that can be cloned."""
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
     store = find() if find is not None else None
     if store is None or not hasattr(store, "clone"):
@@ -30,19 +29,19 @@ def default_store() -> Any:
     return store
 
 
-# ---- DTensor, which is imported by whoever has one
+# ---- DTensor, imported only for a caller that has one
 
 
 def strided_shard() -> type:
-    """The placement of what FSDP2 has cut after another cut of the same dim."""
+    """The placement class of FSDP2's cut after another cut of the same dim."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard
 
 
 def shard_order(tensor: Any) -> tuple[Any, ...]:
-    """By tensor dim (`tensor_dim`), the mesh dims that cut it in the order of cuts (`mesh_dims`).
-    Empty before torch 2.15, and where a placement is strided."""
+    """Entries of a `tensor_dim` and the `mesh_dims` that cut it, in the order of the cuts. Empty
+    before torch 2.15, and if a placement is strided."""
     return getattr(tensor._spec, "shard_order", None) or ()
 
 
@@ -56,7 +55,7 @@ def dtensor_like(tensor: Any, local: torch.Tensor) -> Any:
 
     if spec.tensor_meta.dtype != local.dtype:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-    # `DTensor.from_local` would move what is offloaded to the mesh's device.
+    # `DTensor.from_local` would move an offloaded tensor to the mesh's device.
     return DTensor(local, spec, requires_grad=False)
 
 
@@ -64,23 +63,23 @@ def dtensor_like(tensor: Any, local: torch.Tensor) -> Any:
 
 
 def require_gloo() -> None:
-    """UNSUPPORTED where torch was built without Gloo."""
+    """UNSUPPORTED if torch was built without Gloo."""
     if not dist.is_gloo_available():
         raise refusal("UNSUPPORTED", f"PyTorch {torch.__version__} was built without Gloo")
 
 
 def gloo_group(store: Any, rank: int, size: int, limit: timedelta) -> Any:
-    """Connects `size` ranks by point-to-point connections, beside torch's process groups and on
-    the network interface that those take. `limit` is the time to connect."""
+    """Connects `size` ranks by point-to-point connections, independent of torch's process groups
+    and on their network interface. `limit`: the time to connect."""
     return dist.ProcessGroupGloo(store, rank, size, limit)
 
 
 def break_connections(group: Any) -> None:
-    """Ends a group's connections, which its peers see as an error. Gloo has no call for that, but
-    ends them all when one wait exceeds its limit."""
+    """Ends a group's connections, which its peers see as an error. Gloo has no call for it, but
+    ends all connections when a wait exceeds its limit."""
     peer = 1 if group.rank() == 0 else 0
     never = torch.empty(1, dtype=torch.uint8)
     try:
         group.recv([never], peer, _UNSENT_TAG).wait(_AT_ONCE)
-    except RuntimeError:  # the wait that was too long; or the connections had ended before
+    except RuntimeError:  # the wait exceeded its limit, or the connections had ended before
         return

@@ -1,8 +1,12 @@
-"""FSDP2's parameters: what its private fields say, and loaded storage put into them.
+"""FSDP2's parameters: its private fields, and the hand-over of loaded storage to them.
 
-FSDP2 keeps a parameter's shard twice: as the local tensor of a DTensor Parameter, and as the
-flat, padded buffer that it gathers from. Both are made to be the loaded storage, so that nothing is
-padded, copied or pinned again at the first forward.
+FSDP2 refers to a parameter's shard twice: by the local tensor of a DTensor Parameter, and by the
+flat, padded buffer that it all-gathers from. The hand-over makes both of them views of the loaded
+storage, so that the first forward pads, copies and pins nothing.
+
+    storage          | 0 1 2 3 4 5 | pad |
+    local tensor     | 0 1 2 3 4 5 |
+    all-gather input | 0 1 2 3 4 5 | pad |
 """
 
 import sys
@@ -26,25 +30,25 @@ from modicum.upstream.wrappers import canonical
 
 @dataclass(frozen=True)
 class Managed:
-    """What FSDP2 says of one of its parameters."""
+    """A parameter that FSDP2 manages."""
 
     fsdp_param: Any
     unit: int
-    """Number of the group that is gathered together; the model's groups are counted from 0."""
+    """Index of its parameter group, which is gathered as a whole, in the model."""
     padded_numel: int
-    """Elements of each rank's buffer."""
+    """Elements of each rank's padded buffer."""
     device: torch.device
     """Where its storage must lie; the CPU where it is offloaded."""
     pins: bool
     """Whether the storage must be pinned."""
 
 
-# ---- what FSDP2 says
+# ---- FSDP2's records
 
 
 def _groups(modules: Iterable[nn.Module]) -> list[Any]:
-    """FSDP2's parameter groups, of which each is gathered as a whole."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nobody can have used it
+    """FSDP2's parameter groups; each is gathered as a whole."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, so not used
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):
         return []
     sharded = [module for module in modules if isinstance(module, fsdp.FSDPModule)]
@@ -54,7 +58,7 @@ def _groups(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def _known_groups(modules: Iterable[nn.Module]) -> list[Any]:
-    """As `_groups`. `UsageError` where this torch's FSDP2 is not the one that is known."""
+    """As `_groups`. `UsageError` if this torch's FSDP2 behaves differently from the tested ones."""
     try:
         groups = _groups(modules)
         meshes = [group.fsdp_params[0].mesh_info.mesh for group in groups[:1]]
@@ -66,15 +70,18 @@ def _known_groups(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def _not_known(error: Exception) -> UsageError:
-    what, expected = f"this FSDP2 is not known: {error}", f"torch {' or '.join(TESTED)}"
+    what, expected = (
+        f"this FSDP2 differs from the tested ones: {error}",
+        f"torch {' or '.join(TESTED)}",
+    )
     return refusal("UNSUPPORTED", what, expected=expected, got=torch.__version__)
 
 
 def cut_by_fsdp() -> dict[torch.Tensor, Any]:
-    """Every parameter in this process that FSDP2 manages, whatever its model, by its identity; each
-    with what `shard_ranks` takes. `UsageError` where this torch does not tell."""
+    """Every parameter of any model in this process that FSDP2 manages, by identity, with the
+    argument for `shard_ranks`. `UsageError` if this torch does not show them."""
     try:
-        # Every module that `fully_shard` was called on and that lives.
+        # Every live module that `fully_shard` was called on.
         from torch.distributed._composable_state import _module_state_mapping
 
         groups = _groups(list(_module_state_mapping))
@@ -84,8 +91,8 @@ def cut_by_fsdp() -> dict[torch.Tensor, Any]:
 
 
 def shard_ranks(fsdp_param: Any) -> tuple[int, ...]:
-    """The ranks among which FSDP2 has cut a parameter, in their order; none where it is only
-    replicated. `UsageError` where this torch does not tell."""
+    """The ranks that FSDP2 cuts a parameter among, in their order; () if it only replicates it.
+    `UsageError` if this torch does not show them."""
     try:
         if fsdp_param.mesh_info.shard_mesh_dim is None:
             return ()
@@ -96,15 +103,15 @@ def shard_ranks(fsdp_param: Any) -> tuple[int, ...]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 manages parameters of it."""
+    """Whether FSDP2 manages parameters of the model."""
     return bool(_known_groups(model.modules()))
 
 
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Managed]:
-    """Every parameter that FSDP2 manages, by its identity; empty for a model without FSDP2.
+    """Every parameter of the model that FSDP2 manages, by identity.
 
-    `UsageError` where this torch's FSDP2 is not the one that is known, for FSDP1, and for a model
-    whose parameters are gathered now or were exchanged since `fully_shard`.
+    `UsageError` if this torch's FSDP2 behaves differently from the tested ones, for FSDP1, and for
+    parameters that are gathered now or were replaced since `fully_shard`.
     """
     fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     for name, module in model.named_modules():
@@ -144,8 +151,8 @@ def _managed(fsdp_param: Any, unit: int) -> Managed:
 def check_unit_dtypes(
     managed: Mapping[str, Managed], dtype_of: Callable[[str], torch.dtype]
 ) -> None:
-    """Refuses what FSDP2 would refuse at the first forward: trainable parameters of one unit that
-    have several dtypes. `dtype_of` says which dtype the parameter of an FQN will have."""
+    """Refuses trainable parameters of one unit with several dtypes, which FSDP2 refuses at the
+    first forward. `dtype_of`: from an FQN to the parameter's future dtype."""
     first: dict[int, tuple[str, torch.dtype]] = {}
     for name, of in managed.items():
         if of.fsdp_param.sharded_param.requires_grad:
@@ -154,8 +161,8 @@ def check_unit_dtypes(
             if dtype != expected:
                 raise refusal(
                     "UNSUPPORTED",
-                    "FSDP2 wants the trainable parameters of a unit in one dtype: shard the module "
-                    "of this one by itself",
+                    "FSDP2 expects one dtype for the trainable parameters of a unit: shard the "
+                    "module of this parameter by itself",
                     tensor=name,
                     expected=f"{expected} as {other}",
                     got=str(dtype),
@@ -166,7 +173,7 @@ def check_unit_dtypes(
 
 
 def check_replaceable(name: str, parameter: nn.Parameter) -> None:
-    """Refuses a parameter whose content can't be exchanged without somebody noticing."""
+    """Refuses a parameter whose memory can't be replaced without other references noticing."""
     local = local_of(parameter)
     if isinstance(parameter, UninitializedTensorMixin):
         raise refusal("UNSUPPORTED", "a lazy parameter has no shape yet", tensor=name)
@@ -187,16 +194,15 @@ def check_replaceable(name: str, parameter: nn.Parameter) -> None:
 def hand_over(
     name: str, parameter: nn.Parameter, storage: torch.Tensor, managed: Managed | None = None
 ) -> None:
-    """Makes `storage` the memory of `parameter`, which stays the same object: in every module that
-    has it and in an optimizer, with its attributes, hooks and `requires_grad`.
+    """Makes `storage` the memory of `parameter`, which stays the same object in modules and
+    optimizers, with its attributes, hooks and `requires_grad`.
 
     Args:
-        name: what to call the parameter in an error.
+        name: its name in errors.
         parameter: on meta; plain or a DTensor.
-        storage: one-dimensional, contiguous, on the right device and of the dtype that the
-            parameter shall have: its local elements, row-major. FSDP2's are padded to
-            `managed.padded_numel`.
-        managed: what `fsdp_params` says of it, if it does.
+        storage: its local elements, row-major: one-dimensional, contiguous, on its future device
+            and of its future dtype. FSDP2's are padded to `managed.padded_numel`.
+        managed: its entry of `fsdp_params`, if it has one.
 
     `UsageError` as from `check_replaceable`, and for a storage of another size.
     """
@@ -205,9 +211,9 @@ def hand_over(
     numel = managed.padded_numel if managed else shape.numel()
     if storage.shape != (numel,):
         got = str(list(storage.shape))
-        raise refusal("MISMATCH", "a storage", tensor=name, expected=f"[{numel}]", got=got)
+        raise refusal("MISMATCH", "storage", tensor=name, expected=f"[{numel}]", got=got)
     with torch.no_grad():
-        # What is padded is padded at the end: FSDP2 pads along dim 0 only.
+        # FSDP2 pads along dim 0 only, so that the padding is at the end.
         local = storage[: shape.numel()].view(shape)
         made = dtensor_like(parameter, local)
         made = nn.Parameter(local, requires_grad=False) if made is local else made
@@ -221,12 +227,12 @@ def hand_over(
         managed.fsdp_param.reset_sharded_param()
 
 
-# ---- what is known
+# ---- known facts
 
 
 def known(mesh: Any) -> Known:
-    """Facts of FSDP2, checked on a tiny unit over `mesh`, a mesh that FSDP2 has cut a model along.
-    No communication, and about a millisecond."""
+    """Facts about FSDP2, checked on a tiny unit over `mesh`, which FSDP2 has sharded a model over.
+    Takes about a millisecond, without communication."""
     facts = {
         "FSDPParam takes a storage that is padded, without a copy": partial(_takes_storage, mesh),
         "a process registers the modules that it shards": partial(_is_registered, mesh),
@@ -251,7 +257,7 @@ def _takes_storage(mesh: Any) -> bool:
     layer = _tiny_unit(mesh)
     ((parameter, of),) = _managed_in(layer, _groups(layer.modules())).items()
     inner, storage = of.fsdp_param, torch.zeros(2, device="cpu")
-    # No rank has as many elements as this, so each one sees its shard padded.
+    # More elements than any rank has, so that every rank's shard is padded.
     inner.padded_sharded_param_size = torch.Size((2, 1))
     hand_over("weight", parameter, storage, replace(of, padded_numel=2))
     both = inner._sharded_param_data, local_of(inner.sharded_param)
@@ -263,17 +269,17 @@ def _takes_storage(mesh: Any) -> bool:
 
 
 def check_pinning(managed: Mapping[str, Managed]) -> None:
-    """Refuses `CPUOffloadPolicy(pin_memory=True)` where there is no CUDA that would pin."""
+    """Refuses `CPUOffloadPolicy(pin_memory=True)` without CUDA."""
     if torch.cuda.is_available():
         return
     for name, of in managed.items():
         if of.pins:
-            what = "without CUDA nothing is pinned: CPUOffloadPolicy(pin_memory=False)?"
+            what = "pinning needs CUDA: use CPUOffloadPolicy(pin_memory=False)"
             raise refusal("UNSUPPORTED", what, tensor=name)
 
 
 def register(cudart: Any, address: int, nbytes: int) -> None:
-    """Pins memory where it lies, until `cudaHostUnregister`. `BudgetError` where CUDA won't."""
+    """Pins memory in place, until `cudaHostUnregister`. `BudgetError` if CUDA refuses."""
     status = int(cudart.cudaHostRegister(address, nbytes, 0))
     if status != 0:
         error = BudgetError(f"NOMEM: {nbytes} bytes were not pinned (CUDA error {status})")
@@ -282,11 +288,10 @@ def register(cudart: Any, address: int, nbytes: int) -> None:
 
 
 def pin(storage: torch.Tensor, cudart: Any = None) -> None:
-    """Pins exactly the memory of `storage`, which is nobody else's, until it is given back.
+    """Pins exactly the memory of `storage`, which it owns alone, until it is freed.
 
     torch's own pinned allocator would make a copy, and round each size up to a power of two.
-    `cudart` is what registers memory: CUDA's runtime unless said otherwise. `BudgetError` where it
-    won't.
+    `cudart`: CUDA's runtime by default. `BudgetError` if it refuses.
     """
     memory = storage.untyped_storage()
     address, nbytes = memory.data_ptr(), memory.nbytes()
@@ -294,5 +299,5 @@ def pin(storage: torch.Tensor, cudart: Any = None) -> None:
         return
     cudart = cudart or torch.cuda.cudart()
     register(cudart, address, nbytes)
-    # Runs while the memory is still there. At the process's end the driver sees to it.
+    # Runs before the memory is freed. At exit the driver unpins.
     weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False

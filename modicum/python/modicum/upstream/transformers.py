@@ -1,7 +1,7 @@
 """transformers: private names of its models, and how `from_pretrained` builds one.
 
-Neither transformers nor torch is imported before a function needs it: whether something is a model
-of transformers is asked of models that have none of it.
+Neither transformers nor torch is imported before a function needs it: `is_pretrained` is also
+called for models without transformers.
 """
 
 import json
@@ -19,18 +19,17 @@ IDENTITY = "_IdentityOp"
 
 
 def is_pretrained(module: Any) -> bool:
-    """A model of transformers. Its class is asked: wrappers pass on what they lack."""
+    """A model of transformers, by its class: wrappers forward attributes that they lack."""
     return hasattr(type(module), "base_model_prefix") and hasattr(type(module), "_init_weights")
 
 
 def initialise(model: Any, module: Any) -> None:
-    """Gives the parameters of `module`, a part of `model` or the model itself, their first
-    values."""
+    """Initialises the parameters of `module`, a part of `model` or the model itself."""
     model._init_weights(module)
 
 
 def forget_initialised(module: Any) -> None:
-    """`initialize_weights` takes the module for one without values."""
+    """Lets `initialize_weights` initialise the module again."""
     vars(module).pop("_is_hf_initialized", None)
 
 
@@ -40,7 +39,7 @@ def has_dtype_plan(module: Any) -> bool:
 
 
 def dtype_plan(model: Any, dtype: Any) -> dict[str, Any]:
-    """Patterns of names, each with the dtype that such tensors have in a model of `dtype`."""
+    """Patterns of names, each with the dtype of such tensors in a model of `dtype`."""
     return model._get_dtype_plan(dtype)
 
 
@@ -63,13 +62,13 @@ def renames_stored(model: Any) -> bool:
 
 
 class Builder(Protocol):
-    """Who stands in for the part of `from_pretrained` that reads tensors."""
+    """Replaces the part of `from_pretrained` that reads tensors."""
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
-        """Entered before those that transformers builds a model in."""
+        """The contexts to enter before those in which transformers builds a model."""
 
     def built(self, model: Any, files: Sequence[str] | None, *given: Any) -> None:
-        """Called with a model that has no values. `given` are arguments for `check_arguments`."""
+        """Called with a model without values. `given`: the arguments for `check_arguments`."""
 
 
 def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
@@ -91,7 +90,7 @@ def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
         return _nothing_loaded(), None
 
     def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
-        """Nothing is missing yet, and what is on meta stays there."""
+        """Leaves tensors on meta there; none is missing yet."""
         return loading_info
 
     _load_pretrained_model.__dict__["builder"] = by
@@ -101,7 +100,7 @@ def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
 
 
 def builder(cls: Any) -> Any:
-    """The builder that `replace_loading` has put in for `cls`; None outside of it."""
+    """The builder that `replace_loading` has set for `cls`; None outside of it."""
     return getattr(getattr(cls, "_load_pretrained_model", None), "builder", None)
 
 
@@ -122,7 +121,7 @@ def _nothing_loaded() -> Any:
 def check_arguments(model: Any, config: Any, state_dict: Any, expected_keys: Any) -> None:
     """Refuses arguments of `from_pretrained` that a load by Modicum would ignore."""
     if expected_keys is not None:
-        what = "a directory of adapters: build the base, and put PeftModel.from_pretrained round it"
+        what = "a directory of adapters: build the base model, then PeftModel.from_pretrained(base)"
         raise refusal("UNSUPPORTED", what)
     quantizer = config.hf_quantizer
     kept = quantizer is not None and not getattr(quantizer.quantization_config, "dequantize", False)
@@ -137,7 +136,7 @@ def check_arguments(model: Any, config: Any, state_dict: Any, expected_keys: Any
     }
     for name, is_given in given.items():
         if is_given:
-            what = "from_pretrained within loading() can't take this argument"
+            what = "from_pretrained within loading() does not support this argument"
             raise refusal("UNSUPPORTED", what, got=name)
 
 
@@ -149,7 +148,7 @@ def _has_key_mapping(model: Any, config: Any) -> bool:
 
 
 def source_of(files: Sequence[str] | None) -> Path:
-    """What `modicum.torch.load` reads where transformers would read these files."""
+    """The source for `modicum.torch.load` in place of these files of transformers."""
     paths = [Path(file) for file in files or ()]
     odd = next((path.name for path in paths if path.suffix != ".safetensors"), None)
     if odd or not paths:
@@ -163,16 +162,16 @@ def source_of(files: Sequence[str] | None) -> Path:
     if names == stored and all(path.parent == folder for path in paths):
         return folder
     if len(paths) > 1:
-        what = "from_pretrained takes other files than those of the index"
+        what = "from_pretrained reads other files than the index lists"
         raise refusal("UNSUPPORTED", what, expected=min(stored), got=min(names - stored))
     return paths[0]
 
 
-# ---- what is known
+# ---- known facts
 
 
 class _Noting:
-    """A builder that notes what it is asked for."""
+    """A builder that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -182,13 +181,13 @@ class _Noting:
         return []
 
     def built(self, model: Any, files: Sequence[str] | None, *given: Any) -> None:
-        config, _, expected_keys = given  # there is no file: from_pretrained asks for a state dict
+        config, _, expected_keys = given  # without a file from_pretrained needs a state dict
         check_arguments(model, config, None, expected_keys)
         self.calls.append("built")
 
 
 def _builds_without_values() -> bool:
-    """A model of one parameter and no file, which takes some milliseconds."""
+    """Checked on a model of one parameter without files, in some milliseconds."""
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 

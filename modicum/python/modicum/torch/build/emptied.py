@@ -1,8 +1,9 @@
-"""Memory that `to_empty` has made and nobody has written, where no file brings values.
+"""Tensors that `to_empty` has allocated and that the checkpoint does not fill.
 
-A model that was built on meta and given memory by `to_empty` looks like one that has values. What
-the file holds is loaded over it. The rest would stay garbage, different on each rank: buffers that
-no state dict has, as rotary embeddings keep them, and tensors that the file lacks.
+A model that was built on meta and given memory by `to_empty` is indistinguishable from one with
+values. The load overwrites the tensors that the checkpoint has. The others would stay garbage,
+different on each rank: buffers that no state dict has, such as those of rotary embeddings, and
+tensors that the checkpoint lacks.
 """
 
 import itertools
@@ -25,28 +26,28 @@ _NAMES_SHOWN = 8
 
 # A buffer, and whether neither it nor any other tensor around it was ever written.
 _Buffer = tuple[torch.Tensor, bool]
-# What the model's own rules make of tensors with these names.
+# Names to the tensors that the model's own rules make for them.
 _Makes = Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]]
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
-    """Nothing was ever written into this tensor in place, as an initialiser would. So it is what
-    `torch.empty` gave, or what one operation returned. Of a DTensor the outer one counts: FSDP2
-    itself copies a local tensor that it pads."""
+    """Whether no in-place write ever went to this tensor, as an initialiser's would: its values are
+    those of `torch.empty`, or the result of one operation. A DTensor's own version counts, not its
+    local tensor's, which FSDP2 writes to when it pads."""
     try:
         return version_of(tensor) == 0
-    except RuntimeError:  # an inference tensor does not count
+    except RuntimeError:  # an inference tensor has no version
         return False
 
 
 class Emptied:
-    """What `to_empty` has left of a model, seen before a load.
+    """The tensors of a model that `to_empty` has left without values, found before a load.
 
-    A buffer is compared with what the model's own rule makes of it. Where the two differ and nobody
-    has ever written any tensor of the smallest module around it that has parameters, `to_empty` has
-    made it: it is restored once the load is done, and a tensor of the model that was never written
-    either counts as missing. Where something was written the buffer may be meant so: it is left
-    alone, with a warning.
+    A buffer is compared with the result of the model's own rule. If they differ, and no tensor of
+    the smallest module around it that has parameters was ever written, `to_empty` has allocated it:
+    it is restored after the load, and tensors of the model that were never written count as
+    missing. If a tensor there was written, the buffer may be intended: it is left alone, with a
+    warning.
     """
 
     unwritten: set[str]
@@ -63,13 +64,13 @@ class Emptied:
         """
         Args:
             structure: of the model.
-            buffers: "restore": every buffer that differs is restored; "keep": none is, and nothing
-                is examined; None: as said above.
-            seed: of rules that draw random numbers.
+            buffers: "restore": restore every buffer that differs; "keep": restore none, and
+                examine none; None: as described above.
+            seed: for rules that draw random numbers.
         """
         if buffers not in (None, "restore", "keep"):
             raise refusal("USAGE", "buffers is None, 'restore' or 'keep'", got=repr(buffers))
-        self._values: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer, and what for
+        self._values: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer and its values
         self._differ: list[str] = []  # left alone
         self._unknown: list[str] = []  # never written, and no rule makes them
         unwritten: list[str] = []
@@ -87,7 +88,8 @@ class Emptied:
         self._named = names[1:] if ranks.rank == 0 else [[], [], []]
 
     def _compare(self, makes: _Makes, found: dict[str, _Buffer], *, everything: bool) -> bool:
-        """Whether a buffer shows that `to_empty` has made the model's memory."""
+        """Notes buffers that differ from their rule. Returns whether one shows that `to_empty` has
+        allocated the model's memory."""
         is_emptied = False
         made = set()
         for name, value in makes(found):
@@ -105,7 +107,7 @@ class Emptied:
         return is_emptied
 
     def restore(self, loaded: Container[str]) -> None:
-        """Once everything else, which has these names, is loaded."""
+        """Restores the buffers and warns, after a load of the names `loaded`."""
         with torch.no_grad():
             for buffer, value in self._values.values():
                 buffer.copy_(value)
@@ -120,14 +122,14 @@ class Emptied:
         if differ:
             _warn(
                 "were left alone and do not have the values of the model's own rule (buffers="
-                "'restore' restores them, buffers='keep' says that they are meant so)",
+                "'restore' restores them, buffers='keep' accepts them)",
                 differ,
             )
         if unknown:
             _warn(
-                "were left alone: nobody has written into them or the tensors around them, as "
+                "were left alone: they and the tensors around them were never written, as "
                 "after to_empty(). Compute them now, or build the model under empty_parameters() "
-                "(buffers='keep' says that they have their values)",
+                "(buffers='keep' accepts them)",
                 unknown,
             )
 
@@ -141,8 +143,8 @@ def _warn(what: str, names: list[str]) -> None:
 def _examined(
     model: nn.Module, tensors: dict[str, ModelTensor], *, everything: bool
 ) -> dict[str, _Buffer]:
-    """By name, buffers that no state dict has and that may be garbage. Where a parameter is still
-    on meta, `to_empty` was not called; what somebody has written in place is values."""
+    """By name, buffers that no state dict has and that may be garbage. A parameter on meta next to
+    them shows that `to_empty` was not called there; a write in place gives values."""
     around = dict(_smallest_with_parameters(model))
     found = {}
     for name, of in tensors.items():
@@ -157,13 +159,13 @@ def _examined(
 
 
 def _has_no_values(module: nn.Module) -> bool:
-    """`to_empty` gives everything in a module new memory."""
+    """Whether no tensor in a module was ever written: `to_empty` allocates all of them."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     return all(is_unwritten(tensor) and not tensor.is_meta for tensor in tensors)
 
 
 def _smallest_with_parameters(model: nn.Module) -> Iterator[tuple[int, nn.Module | None]]:
-    """By identity of a module: itself, or the smallest around it, that has parameters."""
+    """By id of a module: the smallest module that contains it, or is it, and has parameters."""
 
     def below(module: nn.Module, outer: nn.Module | None) -> Iterator[Any]:
         own = outer if next(module.parameters(), None) is None else module
@@ -177,7 +179,7 @@ def _smallest_with_parameters(model: nn.Module) -> Iterator[tuple[int, nn.Module
 def _made(
     model: nn.Module, structure: Structure, seed: int, names: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that a rule of the model makes, and what it makes."""
+    """Those of `names` that a rule of the model makes, with their values."""
     names = [*names]
     if not names:
         return
@@ -185,12 +187,12 @@ def _made(
     for name in initialiser.order:
         try:
             yield name, initialiser.whole(name)
-        except Error:  # a rule that needs what is not there is none for this buffer
+        except Error:  # its rule needs values that are not loaded yet
             continue
 
 
 def _never_written(tensors: dict[str, ModelTensor]) -> list[str]:
-    """Of parameters and persistent buffers."""
+    """The names of parameters and persistent buffers with memory that was never written."""
     return [
         name
         for name, of in tensors.items()

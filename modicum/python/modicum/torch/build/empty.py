@@ -1,10 +1,10 @@
 """Models whose parameters are on meta while their buffers are real.
 
-Constructor and initialiser run as they would without it. What changes is where memory comes from:
-a parameter moves to meta when its module takes it, and until then it is pages that nobody has
-touched, which the kernel doesn't commit. All memory is zero when it is born, so nothing is ever
-garbage; what `torch.empty` made and nobody wrote is remembered, and refused if it ends as a buffer
-that no file holds.
+Constructors and initialisers run unchanged. Only allocation differs: a parameter moves to meta when
+its module registers it; until then its memory is mapped pages that were never touched, which the
+kernel does not commit. All memory starts as zeros, so no tensor is garbage. A tensor of
+`torch.empty` that was never written is remembered, and refused if it ends as a buffer that no
+checkpoint holds.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from modicum.upstream.transformers import dtype_plan, forget_initialised, has_dt
 _aten = torch.ops.aten
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
-# From here on memory is mapped rather than cleared, and random numbers are not drawn.
+# Tensors of this size or more are mapped rather than cleared, and get no random numbers.
 _LARGE_BYTES = 1 << 20
 
 _EMPTY = frozenset(
@@ -63,7 +63,7 @@ _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tens
 
 
 def _zeros(like: torch.Tensor, device: torch.device = _CPU) -> torch.Tensor:
-    """As `like` in all but the device; where it is large, committed only when it is written."""
+    """Zeros like `like` on `device`; if large, committed page by page when they are written."""
     nbytes = like.untyped_storage().nbytes()
     if device.type != "cpu" or nbytes < _LARGE_BYTES:
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
@@ -88,13 +88,13 @@ def _is_random(func: Any) -> bool:
 
 
 def _draws(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Random numbers that no other process would draw again."""
+    """Whether `func` draws from the global generator, so that ranks would differ."""
     return _is_random(func) and kwargs.get("generator") is None
 
 
 @functools.cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that `func` puts values into: place and name."""
+    """The arguments that `func` writes to: position and name."""
     if torch.Tag.inplace_view in func.tags:
         return ()
     infos = ((i, a.name, a.alias_info) for i, a in enumerate(arguments_of(func)))
@@ -110,11 +110,11 @@ def _tensors(*arguments: Any) -> Iterator[torch.Tensor]:
 
 
 class _Memory(TorchDispatchMode):
-    """Where each tensor's memory comes from, and which of it nobody has computed."""
+    """Decides where each tensor's memory comes from, and knows which were never computed."""
 
     def __init__(self) -> None:
         super().__init__()
-        # By address of the storage: while the reference is held, no other can have the same.
+        # By id of the storage, which is unique while the reference is held.
         self._uncomputed: dict[int, StorageWeakRef] = {}
         self._makers: dict[int, tuple[StorageWeakRef, Callable[[], torch.Tensor]]] = {}
         self._may_use_meta = False
@@ -132,7 +132,7 @@ class _Memory(TorchDispatchMode):
             self._uncomputed[key] = StorageWeakRef(tensor.untyped_storage())
 
     def real(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Instead of one on meta: with its values where they are known."""
+        """A real buffer in place of one on meta; with its values if they are known."""
         _, maker = self._makers.get(storage_id(buffer), (None, None))
         if maker is not None:
             made = maker()
@@ -143,7 +143,7 @@ class _Memory(TorchDispatchMode):
         return zeros
 
     def move_to_meta(self, parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """The same object afterwards, so that ties and whoever else holds it see it move."""
+        """Moves it in place: it stays the same object, and so do ties and other references."""
         self._may_use_meta = True
         try:
             there = torch.nn.Parameter(
@@ -160,7 +160,7 @@ class _Memory(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # A subclass with a dispatch of its own is left to it.
+        # A subclass has a dispatch of its own.
         if self._may_use_meta or any(cls is not torch.Tensor for cls in types):
             return func(*args, **kwargs)
         packet = func.overloadpacket
@@ -173,9 +173,9 @@ class _Memory(TorchDispatchMode):
         return self._compute(func, args, kwargs)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        """On a real device, even if asked for a parameter's device or within
-        `torch.device("meta")`. On meta is what only a parameter can begin as, many random numbers
-        or more memory than there is, and what is like something there."""
+        """A factory's tensor: on a real device, even if `device` is that of a parameter or within
+        `torch.device("meta")`. On meta only tensors that can only become parameters (large random
+        ones, or larger than memory), and those modelled on a tensor on meta."""
         device = kwargs.get("device")
         if device is None:
             device = args[0].device if args and isinstance(args[0], torch.Tensor) else _CPU
@@ -199,7 +199,8 @@ class _Memory(TorchDispatchMode):
         return made
 
     def _make_like_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        """It is going to meet what is on meta; its values are remembered in case of a buffer."""
+        """On meta, since it will be combined with its model there; its maker is kept in case it
+        becomes a buffer."""
         made = func(*args, **kwargs)
         if func.overloadpacket not in _EMPTY and not _draws(func, kwargs):
             maker = functools.partial(func, *args, **{**kwargs, "device": _CPU})
@@ -217,7 +218,7 @@ class _Memory(TorchDispatchMode):
         return tensor
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What is made of something on meta is on meta, and a copy is as computed as its source."""
+        """A result is on meta if an input is, and a copy counts as computed if its source does."""
         places = _written(func)
         written = [*_tensors([args[i] if i < len(args) else kwargs[n] for i, n in places])]
         tensors = [*_tensors(args, *kwargs.values())]
@@ -228,7 +229,7 @@ class _Memory(TorchDispatchMode):
         if is_copy and self.is_uncomputed(tensors[-1]):
             computed = False
         if written and written[0].is_meta and _is_random(func):
-            result = written[0]  # The kernel for meta would take a millisecond over it.
+            result = written[0]  # The kernel for meta would take a millisecond.
         else:
             result = func(*args, **kwargs)
         for tensor in [result] if is_copy else written:
@@ -237,7 +238,7 @@ class _Memory(TorchDispatchMode):
 
 
 class _Data(TorchFunctionMode):
-    """Numbers that Python has become tensors on a real device; no factory is seen for them."""
+    """Keeps tensors made of Python numbers on a real device: `_Memory` sees no factory for them."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -255,15 +256,15 @@ class _Data(TorchFunctionMode):
 
 
 class _Modules:
-    """Those that are built meanwhile."""
+    """The modules that are built within the context."""
 
     def __init__(self, memory: _Memory) -> None:
         self._memory = memory
-        # In the order of birth, so that every rank names the same fault.
+        # In the order of construction, so that every rank names the same tensor in an error.
         self._born: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
 
     def _see(self, module: torch.nn.Module) -> None:
-        """One that has something at the first sight was there before."""
+        """Notes a new module: one that has members at its first registration existed before."""
         if not (parameters_of(module) or buffers_of(module) or children_of(module)):
             self._born[module] = None
 
@@ -284,7 +285,7 @@ class _Modules:
         return self._memory.real(buffer)
 
     def finish(self) -> None:
-        """What `from_pretrained` does once a model is built, and a last look at the buffers."""
+        """Does what `from_pretrained` does after a model's construction, and checks the buffers."""
         children = {id(child) for module in self._born for child in module.children()}
         roots = [module for module in self._born if id(module) not in children]
         for model in [model for root in roots for model in self._pretrained_models(root)]:
@@ -295,7 +296,7 @@ class _Modules:
             self._refuse_uncomputed(root)
 
     def _pretrained_models(self, module: torch.nn.Module) -> Iterator[Any]:
-        """The outermost ones, which answer for those within them."""
+        """The outermost models of transformers; their methods handle the inner ones."""
         if has_dtype_plan(module):
             if module in self._born:
                 yield module
@@ -307,19 +308,21 @@ class _Modules:
     def _refuse_sharded(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "device_mesh"):
-                what = "a model is to be sharded after empty_parameters(), not within it"
+                what = (
+                    "this parameter was sharded within empty_parameters(): shard the model after it"
+                )
                 raise refusal("UNSUPPORTED", what, tensor=name)
 
     def _initialise(self, model: Any) -> None:
-        """Again, and now outside of the dtype that the model was built in: `from_pretrained` does
-        it there, and bits hang on it where numbers are computed in the default dtype."""
+        """Initialises again, outside of the model's default dtype as `from_pretrained` does it: the
+        dtype changes the bits of values that are computed in it."""
         for module in model.modules():
             if module in self._born:
                 forget_initialised(module)
         model.initialize_weights()
 
     def _keep_dtypes(self, model: Any) -> None:
-        """Some are kept in float32, which the constructor does not know."""
+        """Gives float32 to the tensors that transformers keeps in it; constructors do not."""
         plan = dtype_plan(model, model.dtype)
 
         def other_dtype(name: str, tensor: torch.Tensor) -> torch.dtype | None:
@@ -344,35 +347,35 @@ class _Modules:
                 if buffer is None or is_persistent(module, leaf):
                     continue
                 if self._memory.is_uncomputed(buffer):
-                    what = "no file holds this buffer, and neither the constructor nor the "
+                    what = "neither the constructor nor the initialiser computes this buffer, and "
                     name = f"{path}.{leaf}" if path else leaf
-                    raise refusal("UNSUPPORTED", what + "initialiser computes it", tensor=name)
+                    raise refusal("UNSUPPORTED", what + "no checkpoint has it", tensor=name)
 
 
 @contextlib.contextmanager
 def empty_parameters() -> Iterator[None]:
-    """A model that is built within it has its parameters on meta, and its buffers real.
+    """Within the context models are built with their parameters on meta and their buffers real.
 
         with modicum.torch.empty_parameters():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
-    It is any `torch.nn.Module`, and the same on every rank. Ties, `requires_grad`, strides and
-    attributes of parameters are those that the constructor gives. Buffers, persistent or not, are
-    as a single process would compute them, in their own dtypes; a persistent one that is left to
-    `torch.empty` is zero until the file brings it. They are real within `torch.device("meta")` too.
+    A model is any `torch.nn.Module`, built alike on every rank. Ties, `requires_grad`, strides and
+    attributes of parameters are the constructor's. Buffers, persistent or not, have the values and
+    dtypes of a plain construction, also within `torch.device("meta")`; a persistent one from
+    `torch.empty` is zero until it is loaded.
 
-    A transformers model has the dtypes of `from_pretrained`: what it keeps in float32 is so. Its
-    initialiser runs once more at the end, outside of the model's dtype as in `from_pretrained`;
-    buffers are best changed after that.
+    A transformers model has the dtypes of `from_pretrained`, float32 where it keeps that. Its
+    initialiser runs once more on exit, outside of the model's dtype as in `from_pretrained`; change
+    buffers after that.
 
-    It takes the memory of the buffers, and milliseconds per layer: parameters are neither
-    committed nor initialised. A constructor that reads a parameter's values fails, with torch's own
-    error. Modules that were there before stay as they are. Nothing is different outside of it,
-    within another one nothing more happens, and it is for one thread at a time.
+    The cost is the memory of the buffers and milliseconds per layer: parameters are neither
+    committed nor initialised. A constructor that reads a parameter's values fails with torch's own
+    error. Existing modules are not changed. Nested contexts have no further effect. For one thread
+    at a time.
 
     Raises:
-        UsageError: at the end, UNSUPPORTED, with the name as `tensor`: a buffer that is not
-            persistent, and that nobody has computed.
+        UsageError: on exit, UNSUPPORTED, naming the `tensor`: a non-persistent buffer that was
+            never computed.
     """
     if is_dispatching(_Memory):
         yield

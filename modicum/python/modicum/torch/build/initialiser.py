@@ -1,4 +1,4 @@
-"""Tensors that no file holds, made by the model's own rules."""
+"""Tensors that the checkpoint lacks, made by the model's own rules."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -24,10 +24,10 @@ from modicum.torch.build.rules import (
 
 @dataclass
 class _Group:
-    """The tensors of one module that have a rule: they are made together."""
+    """The tensors of one module that a rule makes; they are made together."""
 
     module: nn.Module
-    label: str  # what the random numbers depend on: the module's name, as if nothing were wrapped
+    label: str  # seeds the random numbers: the module's name without wrappers
     rules: list[Rule] = field(default_factory=list)
     members: dict[str, Member] = field(default_factory=dict)  # by the module's attribute
 
@@ -38,19 +38,19 @@ class _Group:
 
 
 class Initialiser:
-    """Makes tensors of a model as the model itself would make them, one module's at a time.
+    """Makes tensors of a model by the model's own rules, one module's at a time.
 
     The rules are transformers' `_init_weights`, PEFT's for its adapters, and `reset_parameters`.
-    The model may be on meta, sharded and wrapped; nothing of it is changed, and neither are the
-    global random numbers. Every process makes the same whole tensors, whatever its rank and world.
+    The model may be on meta, sharded and wrapped; it is not changed, nor is the global random
+    state. Every rank makes the same whole tensors, whatever the world size.
     """
 
     largest_bytes: int
-    """The most bytes that `empty` is asked for at once; a rule may take temporaries beside them."""
+    """The most bytes that exist at once from `empty`; temporaries of a rule come on top."""
     most_tensors: int
     """The most tensors that exist at once."""
     order: list[str]
-    """The names, together those that one module makes together, else in the model's order."""
+    """The names in the model's order, those of one module next to each other."""
 
     def __init__(
         self,
@@ -62,19 +62,19 @@ class Initialiser:
         buffers_only: bool = False,
         structure: Structure | None = None,
     ) -> None:
-        """Finds the rules of tensors; makes none.
+        """Finds the rules for the tensors; makes no tensor.
 
         Args:
             model: any module.
-            names: canonical names of parameters and buffers of it.
-            seed: other numbers for another seed.
-            empty: called as `empty(shape, dtype=dtype)` for each tensor that is made.
-            buffers_only: the names are of buffers; nothing else of their modules is made, and those
-                that no rule makes are left out of `order` rather than refused.
-            structure: of the model, where it is known already.
+            names: canonical names of its parameters and buffers.
+            seed: of the random numbers.
+            empty: allocates a tensor, called as `empty(shape, dtype=dtype)`.
+            buffers_only: the names are of buffers; no other tensors of their modules are made, and
+                those without a rule are left out of `order` rather than refused.
+            structure: of the model, if it is known already.
 
         Raises:
-            UsageError: UNSUPPORTED, naming the tensor, where no rule of the model makes it.
+            UsageError: UNSUPPORTED, naming the tensor, if no rule of the model makes it.
         """
         self._seed = seed
         self._empty = empty
@@ -104,9 +104,9 @@ class Initialiser:
             if member.attribute in groups[key].members:
                 self._made_in[name] = groups[key], member.attribute
             elif not buffers_only:
-                raise refusal("UNSUPPORTED", "no rule of the model makes it", tensor=name)
+                raise refusal("UNSUPPORTED", "no rule of the model makes this tensor", tensor=name)
         if buffers_only:
-            self._leave_out_what_is_not_asked_for()
+            self._drop_siblings()
         rank = {key: i for i, key in enumerate(groups)}
         self.order = sorted(self._made_in, key=lambda name: rank[id(self._made_in[name][0].module)])
         self.largest_bytes = max((group.nbytes for group in groups.values()), default=0)
@@ -115,10 +115,10 @@ class Initialiser:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def whole(self, name: str) -> torch.Tensor:
-        """The tensor in its global shape, contiguous, on the CPU, as the model would make it; valid
-        until the next call for a tensor of another module, before which it is freed."""
+        """The tensor in its global shape, contiguous, on the CPU. The next call for a tensor of
+        another module frees it."""
         if name not in self._made_in:
-            raise refusal("USAGE", "not one of the tensors that were to be made", tensor=name)
+            raise refusal("USAGE", "the Initialiser was not made for this tensor", tensor=name)
         group, attribute = self._made_in[name]
         if group is not self._held:
             self._held = None
@@ -127,13 +127,14 @@ class Initialiser:
             self._held = group
         return self._tensors[attribute]
 
-    def _leave_out_what_is_not_asked_for(self) -> None:
+    def _drop_siblings(self) -> None:
+        """Leaves the tensors that were not asked for out of the groups."""
         asked = {(id(group), attribute) for group, attribute in self._made_in.values()}
         for group in {id(group): group for group, _ in self._made_in.values()}.values():
             group.members = {a: m for a, m in group.members.items() if (id(group), a) in asked}
 
     def _group_of(self, asked: Member, siblings: dict[str, Member], structure: Structure) -> _Group:
-        """What the rules make of the tensors of a module."""
+        """The tensors of the module of `asked` that rules make, with these rules."""
         group = _Group(asked.module, _label_of(asked, structure))
         constructors, rules = self._rules.of(asked)
         made = self._made_by(rules, asked)
@@ -142,7 +143,7 @@ class Initialiser:
             return is_whole(siblings[attribute].tensor.numel(), made.get(attribute, []))
 
         if not all(is_made(attribute) for attribute in siblings):
-            # What the other rules leave alone stays as the constructors have made it.
+            # The constructors make the tensors that the other rules leave alone.
             rules = [*constructors, *rules]
             made = self._made_by(rules, asked)
         group.rules = [rule for rule in rules if self._made_by([rule], asked)]
@@ -150,7 +151,7 @@ class Initialiser:
         return group
 
     def _made_by(self, rules: Iterable[Rule], asked: Member) -> dict[str, list[Region]]:
-        """By attribute of the module in question."""
+        """By attribute of the module of `asked`, the regions that the rules write."""
         made: dict[str, list[Region]] = {}
         for rule in rules:
             try:
@@ -187,12 +188,13 @@ class Initialiser:
 
 
 def _take_back(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """What a rule has put in the place of a tensor, rather than into it."""
+    """Copies back tensors that a rule has replaced rather than written to."""
     for attribute, tensor in tensors.items():
         made = tensor_of(module, attribute)
         if made is not None and made is not tensor:
             if made.shape != tensor.shape:
-                raise ValueError(f"it makes {attribute} in another shape, {list(made.shape)}")
+                expected = list(tensor.shape)
+                raise ValueError(f"{attribute}: expected {expected}, got {list(made.shape)}")
             tensor.copy_(made)
 
 
@@ -203,5 +205,5 @@ def _label_of(member: Member, structure: Structure) -> str:
 
 
 def _failed(rule: Rule, error: Exception, name: str) -> Error:
-    what = f"a rule of {type(rule.module).__name__}, which may make it, fails: {error}"
+    what = f"the initialiser of {type(rule.module).__name__} fails: {error}"
     return refusal("UNSUPPORTED", what, tensor=name)

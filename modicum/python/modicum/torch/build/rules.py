@@ -1,9 +1,8 @@
-"""The rules by which a model's tensors are first made, and what each of them makes.
+"""The rules that initialise a model's tensors, and which tensors each of them writes.
 
 A rule is code of the model: transformers' `_init_weights` for a module, PEFT's reset of a layer's
-adapter, a module's own `reset_parameters`. Which tensors it makes is found by running it on
-tensors without memory. Nothing of the model is changed by running one: the tensors that it sees
-belong to copies of the modules, which stand in for these.
+adapter, a module's own `reset_parameters`. Running it on tensors without memory shows which tensors
+it writes. It runs on copies of the modules, so that the model is not changed.
 """
 
 import contextlib
@@ -49,7 +48,7 @@ Slot = tuple[int, str]  # a module, by identity, and the name of an attribute of
 Region = tuple[Sequence[int], Sequence[int], int | torch.SymInt]  # size, strides, offset
 TensorFor = Callable[[nn.Module, str, torch.Tensor], Any]  # for an attribute of a module
 
-# What gives every element of its first argument a value that does not depend on the one before.
+# Operators that overwrite every element of their first argument.
 _MAKES = frozenset(
     {"bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_"}
     | {"normal_", "random_", "uniform_", "zero_"}
@@ -60,10 +59,10 @@ _MAKES = frozenset(
 
 
 class Outline(torch.Tensor):
-    """A tensor that says that it lies on the CPU, has no memory, and notes what is written to it.
+    """A tensor without memory that claims to be on the CPU, and records the writes to it.
 
-    What depends on its values goes the way of zero and false. A meta tensor would not do: torch's
-    own initialisers leave those alone.
+    Code that branches on its values sees zero and False. A meta tensor would not do: torch's own
+    initialisers skip those.
     """
 
     inner: torch.Tensor  # type: ignore[assignment]  # on meta
@@ -118,11 +117,11 @@ def _note_writes(func: Any, args: Any, kwargs: Any) -> None:
             if argument.is_out or operator_name(func) in _MAKES:
                 value.made.append((value.size(), value.stride(), value.storage_offset()))
         elif isinstance(value, torch.Tensor):
-            raise ValueError("it needs the values of a tensor that it does not make")
+            raise ValueError("it depends on the values of a tensor that it does not initialise")
 
 
 def is_whole(numel: int, made: Sequence[Region]) -> bool:
-    """Whether these regions are all of a tensor."""
+    """Whether these regions cover a tensor of `numel` elements."""
     if numel == 0 or any(math.prod(size) == numel for size, _, _ in made):
         return True
     if not made:
@@ -137,22 +136,22 @@ def is_whole(numel: int, made: Sequence[Region]) -> bool:
 
 
 def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The parameter or buffer of a module that has this name."""
+    """The parameter or buffer of this name in a module itself."""
     return parameters_of(module).get(name, buffers_of(module).get(name))
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """What makes tensors of a module, and of modules in it."""
+    """Code that initialises tensors of a module and of modules in it."""
 
     module: nn.Module
-    run: Callable[[Any], Any]  # with the module, or with one that stands in for it
-    is_bare: bool  # it sees the module as it was before anything in it was wrapped
+    run: Callable[[Any], Any]  # with the module or a copy of it
+    is_bare: bool  # it runs on the module without wrappers
 
 
 @contextlib.contextmanager
 def running(seed: int) -> Iterator[None]:
-    """As a model is made: on the CPU, without gradients, with random numbers of its own."""
+    """The context in which rules run: on the CPU, without gradients, with a generator of `seed`."""
     guard = getattr(
         sys.modules.get("transformers.initialization"),
         "guard_torch_init_functions",
@@ -164,9 +163,9 @@ def running(seed: int) -> Iterator[None]:
 
 
 def stand_ins(rule: Rule, tensor_for: TensorFor) -> dict[int, nn.Module]:
-    """Copies of the rule's module and of the modules in it, by identity of the originals, for the
-    rule to run on: with other tensors, in the classes that they had before `fully_shard`, without
-    wrappers if the rule is bare. What a rule sets on a copy is not set on the original."""
+    """Copies of the rule's module and of the modules in it, by id of the originals: with the
+    tensors of `tensor_for`, in their classes before `fully_shard`, without wrappers if the rule is
+    bare. An attribute that a rule sets on a copy is not set on the original."""
     copies: dict[int, nn.Module] = {}
     ahead = [rule.module]
     while ahead:
@@ -210,8 +209,8 @@ class Rules:
         self._made: dict[Rule, dict[Slot, list[Region]]] = {}
 
     def of(self, member: Member) -> tuple[list[Rule], list[Rule]]:
-        """What may make a tensor, innermost first, as upstream has it: first the constructors of
-        modules, then what runs once the model or adapter is there."""
+        """The rules that may make a tensor, innermost first, in the order in which upstream runs
+        them: constructors of modules, then initialisers of the whole model or adapter."""
         later: list[Rule | None]
         if member.adapter is None:
             inner = [module for module in member.chain if unwrapped(module) is module]
@@ -226,7 +225,7 @@ class Rules:
         return [*filter(None, constructors)], [*filter(None, later)]
 
     def made_by(self, rule: Rule) -> dict[Slot, list[Region]]:
-        """What a rule gives values to."""
+        """The regions that a rule writes, by tensor."""
         if rule not in self._made:
             seen: dict[Slot, tuple[nn.Module, Any]] = {}
 
@@ -241,13 +240,13 @@ class Rules:
                 rule.run(copies[id(rule.module)])
             for (_, name), (module, outline) in seen.items():
                 now = tensor_of(copies[id(module)], name)
-                if now is not None and now is not outline:  # another in its place
+                if now is not None and now is not outline:  # replaced
                     outline.made.append((outline.size(), outline.stride(), 0))
             self._made[rule] = {slot: [*o.made] for slot, (_, o) in seen.items() if o.made}
         return self._made[rule]
 
     def outline_for(self, module: nn.Module, name: str, tensor: torch.Tensor) -> Any:
-        """One and the same for all rules: some leave a mark on a tensor."""
+        """The same one for all rules: some set a marker on a tensor."""
         slot = id(module), name
         if slot not in self._outlines:
             inner = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -295,21 +294,21 @@ class Rules:
 
 
 def like(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """`made` as the parameter or buffer that `tensor` is."""
+    """`made` as a parameter if `tensor` is one, with its `requires_grad`."""
     if not isinstance(tensor, nn.Parameter):
         return made
     return nn.Parameter(made, requires_grad=tensor.requires_grad)
 
 
 def _call(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A method by its name; of the class, for a module's own attribute belongs to the original."""
+    """Calls a method of the class: an attribute of the copy is bound to the original."""
     return getattr(type(module), name)(module, *args, **kwargs)
 
 
 def _reset_of(layer: nn.Module, adapter: str, config: Any) -> Callable[[Any], Any] | None:
-    """PEFT's own reset of an adapter's tensors in a layer, `reset_..._parameters(adapter_name)`,
-    with what it asks for from the adapter's configuration. None where there is no such method, or
-    several, or where the configuration asks for another start than the method knows of."""
+    """PEFT's own reset of an adapter in a layer, `reset_..._parameters(adapter_name)`, with its
+    arguments from the adapter's configuration. None if there are no such methods or several, or if
+    the configuration asks for an initialisation that the method does not do."""
     names = [n for n in dir(type(layer)) if re.fullmatch(r"reset_(\w+_)?parameters", n)]
     if len(names) != 1 or config is None:
         return None

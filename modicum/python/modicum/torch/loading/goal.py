@@ -1,4 +1,4 @@
-"""What a load is meant to do: which tensors of a model get values, and what these are made of."""
+"""The goal of a load: the tensors of a model that it fills, and the recipe that makes them."""
 
 import warnings
 from collections.abc import Collection, Mapping, Set
@@ -25,20 +25,20 @@ Source = str | Path | None
 
 @dataclass(frozen=True)
 class Model:
-    """The model that gets values, walked once."""
+    """The model to load, walked once."""
 
     module: nn.Module
     structure: Structure
     tensors: dict[str, ModelTensor]
-    """Those that a load may fill, by canonical name."""
+    """The tensors that a load may fill, by canonical name."""
     buffers_follow_fsdp: bool
-    """Buffers on meta go where FSDP2 computes, also where it offloads its parameters."""
+    """Buffers on meta go to FSDP2's device, even if it offloads its parameters."""
 
     @classmethod
     def of(
         cls, module: nn.Module, *, scratch: bool = False, buffers_follow_fsdp: bool = False
     ) -> "Model":
-        """`scratch`: buffers that no state dict has may be filled, too."""
+        """`scratch`: the load may also fill buffers that no state dict has."""
         if not isinstance(module, nn.Module):
             expected, got = "a torch.nn.Module", type(module).__name__
             raise refusal("USAGE", "model", expected=expected, got=got)
@@ -50,11 +50,11 @@ class Model:
 
     @cached_property
     def managed(self) -> dict[str, Managed]:
-        """What FSDP2 says of its parameters, by name."""
+        """FSDP2's parameters, by name."""
         return {name: of.managed for name, of in self.tensors.items() if of.managed}
 
     def facts(self) -> dict[str, str]:
-        """What a recipe for this model depends on, in words; as for `Ranks.agree_on`."""
+        """What ranks must have in common to share a recipe, for `Ranks.agree_on`."""
         facts: dict[str, str] = {}
         first: dict[int, str] = {}
         for name, of in self.tensors.items():
@@ -67,16 +67,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Goal:
-    """A source, and a recipe that makes tensors of the model of it; the same on every rank."""
+    """A checkpoint, and the recipe that makes tensors of the model from it; equal on every rank."""
 
     checkpoint: _modicum.Checkpoint
     recipe: _modicum.Recipe
     memories: list[Any]
-    """By rank, what `look_at_memory` saw there before the load."""
+    """By rank, the result of `memory_before` there."""
     callers: list[str]
-    """The names that the model's own rules make."""
+    """The names of tensors that the model's own rules make."""
     only_rank_0: bool = False
-    """The source is rank 0's memory."""
+    """Whether the source is rank 0's memory."""
 
     @cached_property
     def targets(self) -> list[dict[str, Any]]:
@@ -90,12 +90,12 @@ class Goal:
 def goal_of_source(
     model: Model, ranks: Ranks, source: Source, how: Mapping[str, Any], unwritten: Collection[str]
 ) -> Goal:
-    """A checkpoint into the model.
+    """The goal of loading a checkpoint into the model. Collective.
 
     Args:
-        source: None: nothing is stored, and all is initialised.
-        how: dtype, keep_fp32, missing and unexpected, as of `recipe_for`.
-        unwritten: names that have memory and no values.
+        source: None: all tensors are initialised.
+        how: dtype, keep_fp32, missing and unexpected, as for `recipe_for`.
+        unwritten: names of tensors that have memory but no values.
     """
     checkpoint = _modicum.open_checkpoint(None if source is None else Path(source))
     if ranks.rank == 0:
@@ -119,9 +119,9 @@ def goal_of_source(
         made = recipe_for(model.module, stored, structure=structure, present=present, **how)
         return [made.text(callers=True), made.callers]
 
-    # Asking transformers takes seconds of every core; of equal questions one is enough. What it
-    # leaves in rank 0's memory is not the load's; the other ranks look while it asks.
-    (text, callers), memories = ranks.once(make, look_at_memory)
+    # transformers takes seconds of CPU for the recipe, so rank 0 alone makes it, and before its
+    # memory is measured: what transformers leaves there does not count for the load.
+    (text, callers), memories = ranks.once(make, memory_before)
     return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, callers)
 
 
@@ -130,23 +130,24 @@ def said(argument: Any) -> str:
     return repr(sorted(argument) if isinstance(argument, Set) else argument)
 
 
-def look_at_memory() -> list[Any]:
-    """What this process holds before the load, what is left to it, and who says so."""
+def memory_before() -> list[Any]:
+    """The bytes that this process holds before the load, the bytes available to it, and which limit
+    gives them."""
     reset_peak()
     return [_modicum.process_memory()["held_bytes"], *_modicum.available_memory()]
 
 
 def refuse_gaps(model: Model, made: Collection[str], *, buffers: bool = True) -> None:
-    """Every element has a source, or nothing is loaded.
+    """Refuses the load if a tensor on meta would stay without values.
 
     Args:
-        made: the names that get values.
-        buffers: whether buffers that no state dict has are refused, too.
+        made: names of the tensors that get values.
+        buffers: whether to check buffers that no state dict has, too.
     """
     for name, of in model.tensors.items():
         if of.tensor.is_meta and name not in made:
-            raise refusal("MISMATCH", "nothing makes this tensor", tensor=name)
+            raise refusal("MISMATCH", "this tensor is on meta and gets no values", tensor=name)
     for fqn, buffer in model.module.named_buffers() if buffers else ():
         if buffer.is_meta and canonical(fqn) not in made:
-            what = "nothing computes this buffer: build the model under empty_parameters()"
+            what = "this buffer is on meta: build the model under empty_parameters()"
             raise refusal("UNSUPPORTED", what, tensor=canonical(fqn))

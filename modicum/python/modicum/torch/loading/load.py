@@ -35,34 +35,34 @@ def load(
 ) -> Report:
     """Loads a checkpoint into a model built under `empty_parameters()`, sharded or not.
 
-    Every rank of torch's default process group calls it with the same arguments, after
+    Collective: every rank of torch's default process group calls it with the same arguments, after
     `fully_shard` (or `parallelize_module`, or neither) and before the first forward; without a
     process group there is one rank. Each rank reads its own bytes only (`own-shard`) into memory
     that becomes FSDP2's own. Parameter objects stay the same, ties stay one storage, and
-    `requires_grad` is never changed. What is on meta is loaded or initialised; what has values
-    already is overwritten where the source has it, and left alone where not.
+    `requires_grad` is not changed. A tensor on meta is loaded or initialised; one with values is
+    overwritten if the source has it, and else left alone.
 
     Args:
         model: any module; a transformers model, or one in a wrapper such as PEFT's, is loaded by
             its own conversion mapping.
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
             None: everything on meta is initialised.
-        ledger: with the node's limit; shows every parameter; None: a new one.
+        ledger: its limit is the node's; charged for every parameter; None: a new one.
         budget: host memory per node, bytes or text ("200GiB"), the processes themselves included;
             "none": no limit; None: the ledger's limit, or what the cgroup and the node leave.
         strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
-        dtype: for all that `from_pretrained` would load so; None: each parameter's own.
-        keep_fp32: a regular expression (RE2, searched; here and below one that matches nothing is
-            refused): names that it matches are loaded as float32.
-        missing: of names that the source lacks, beyond those that the model itself lists: "error";
-            "init": made by the model's own rule, the same bits at any world size; or patterns of
-            names to be made so, or rules by pattern ("zeros", "ones", ("normal", std), "model").
-        unexpected: of stored names that the model lacks: "error", "ignore", or patterns to drop.
+        dtype: of the tensors that `from_pretrained` would load in it; None: each parameter's own.
+        keep_fp32: a regular expression (RE2, searched; here and below one without a match is
+            refused): matching names are loaded as float32.
+        missing: for names that the source lacks, beyond those that the model itself lists: "error";
+            "init": made by the model's own rule, the same bits at any world size; patterns of names
+            to initialise so; or rules by pattern ("zeros", "ones", ("normal", std), "model").
+        unexpected: for stored names not in the model: "error", "ignore", or patterns to drop.
         check: None, or "values": poison first, then compare every value with a second reading.
-        progress, seed: whether rank 0 draws a bar on stderr; of what is initialised.
+        progress, seed: whether rank 0 draws a bar on stderr; seed of initialised tensors.
         staging: host memory that a rank streams through; None: 8 MiB, less if the budget needs it.
-        buffers: real buffers that no state dict has, where they are not what the model's rule
-            makes: "restore", "keep", or None: restored if nobody wrote them since `to_empty()`.
+        buffers: for real buffers that no state dict has, and that differ from the result of the
+            model's rule: "restore", "keep", or None: restore those unwritten since `to_empty()`.
         fork: "excluded", "shared" or "inherited" memory in forked children (docs/guide/workers.md).
 
     Returns:
@@ -70,9 +70,9 @@ def load(
 
     Raises:
         BudgetError: it does not fit; before anything but headers is read.
-        UsageError: model, source and arguments do not go together.
-        FormatError, IntegrityError, IoError, PeerError: on every rank alike, naming the rank where
-            it began. After an error the model's parameters are on meta, as before.
+        UsageError: model, source and arguments do not fit together.
+        FormatError, IntegrityError, IoError, PeerError: on every rank alike, naming the rank that
+            failed first. After an error the model's parameters are on meta, as before.
     """
     how = {"dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected}
     ledger = ledger or _modicum.Ledger()

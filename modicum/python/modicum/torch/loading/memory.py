@@ -1,8 +1,8 @@
 """Tensors in rank 0's memory as the source of a load.
 
-They are a checkpoint of one file whose header every rank has and whose data rank 0 alone can read:
-out of its tensors, piece by piece, in the dtypes that the model has. Rank 0 is the reader for all
-ranks, and sends each what it needs, within the staging.
+To the core they are a checkpoint of one file, whose header every rank has and whose data only rank
+0 can read: from its tensors, piece by piece, cast to the model's dtypes. Rank 0 is the reader for
+all ranks and scatters to each the bytes that it needs, through the staging.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from modicum.recipes import Recipe
 from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node
 from modicum.recipes.structure import ties_of
-from modicum.torch.loading.goal import Goal, Model, look_at_memory
+from modicum.torch.loading.goal import Goal, Model, memory_before
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.tensors import ModelTensor, as_bytes
 from modicum.upstream.torch_fsdp import hand_over
@@ -29,13 +29,13 @@ Tensors = dict[str, torch.Tensor]
 _ON_META = "meta"
 
 
-# ---- what ranks have built
+# ---- differences between ranks
 
 
 def level(model: Model, ranks: Ranks) -> Tensors:
-    """Puts on meta in every rank what is on meta in one: ranks may have built the model in
-    different ways. Returns the buffers of no state dict that differ between ranks or are on meta
-    everywhere: rank 0's are to be sent."""
+    """Moves a tensor to meta on every rank if it is on meta on one of them, since ranks may build
+    the model in different ways. Returns the buffers outside of state dicts that differ between
+    ranks or are on meta everywhere, to be filled with rank 0's. Collective."""
     everyone = ranks.gather([_fingerprint(of) for of in model.tensors.values()])
     uneven = {}
     for of, prints in zip(model.tensors.values(), zip(*everyone, strict=True), strict=True):
@@ -48,7 +48,8 @@ def level(model: Model, ranks: Ranks) -> Tensors:
 
 
 def _fingerprint(of: ModelTensor) -> str:
-    """What ranks compare: of buffers that no state dict has, the values too."""
+    """Equal on ranks that have the tensor in the same state; of buffers that no state dict has, the
+    values count too."""
     if of.tensor.is_meta:
         return _ON_META
     if of.is_persistent:
@@ -59,7 +60,7 @@ def _fingerprint(of: ModelTensor) -> str:
 
 
 def _empty(of: ModelTensor) -> None:
-    """Gives its memory back; it is then as if it had been built on meta."""
+    """Frees its memory and leaves it on meta."""
     if of.tensor.is_meta:
         return
     if not isinstance(of.tensor, torch.nn.Parameter):
@@ -70,7 +71,7 @@ def _empty(of: ModelTensor) -> None:
     hand_over(of.name, of.tensor, storage, of.managed)
 
 
-# ---- what is sent
+# ---- the tensors to send
 
 
 def chosen_from(
@@ -79,14 +80,14 @@ def chosen_from(
     """The tensors of a full state dict that the model needs, and names tied to one of them.
 
     Args:
-        uneven: of `level`.
-        strict: whether a tensor that has values and that the dict lacks is refused.
-        drops: whether names that are not in the model are dropped; else they are refused.
+        uneven: from `level`.
+        strict: refuse a dict that lacks a tensor, even one that has values in the model.
+        drops: drop names that are not in the model, rather than refuse them.
     """
     given = uneven | {canonical(name): tensor for name, tensor in state.items()}
     unknown = [name for name in given if name not in model.tensors]
     if unknown and not drops:
-        what = f"{len(unknown)} tensors of the state dict are no part of the model"
+        what = f"{len(unknown)} tensors of the state dict are not in the model"
         raise refusal("MISMATCH", what, tensor=unknown[0])
     alias_of: dict[str, str] = {}
     for names in ties_of(model.structure):
@@ -107,10 +108,10 @@ def chosen_from(
 def goal_of_memory(
     model: Model, ranks: Ranks, choose: Callable[[], tuple[Tensors, dict[str, str]]]
 ) -> Goal:
-    """Tensors of rank 0 into the model.
+    """The goal of loading tensors of rank 0 into the model. Collective.
 
     Args:
-        choose: called on rank 0: the tensors by the names that they have in the model, and names
+        choose: called on rank 0 only; returns the tensors by their names in the model, and names
             tied to one of them.
     """
     chosen: list[tuple[torch.Tensor, torch.dtype]] = []
@@ -136,7 +137,7 @@ def goal_of_memory(
         into = torch.frombuffer(view, dtype=torch.uint8).view(dtype)
         _copy_run(tensor, offset // dtype.itemsize, into)
 
-    (text, described), memories = ranks.once(make, look_at_memory)
+    (text, described), memories = ranks.once(make, memory_before)
     checkpoint = _modicum.open_tensors(described, read if chosen else None)
     recipe = _modicum.make_recipe(checkpoint, text)
     return Goal(checkpoint, recipe, memories, [], only_rank_0=True)
@@ -145,13 +146,14 @@ def goal_of_memory(
 def _check_source(name: str, source: torch.Tensor, target: torch.Tensor) -> None:
     if type(source) not in (torch.Tensor, torch.nn.Parameter):
         got = type(source).__name__
-        raise refusal("UNSUPPORTED", "rank 0 has no plain tensor", tensor=name, got=got)
+        what, expected = "the state dict of rank 0", "a plain tensor"
+        raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=got)
     if source.is_meta:
-        what = "nothing has computed this tensor: rank 0 has it on meta"
+        what = "this tensor is on meta on rank 0 and has no values"
         raise refusal("UNSUPPORTED", what, tensor=name)
     facts = [f"{dtype_name(t.dtype)} {list(t.shape)}" for t in (target, source)]
     if source.shape != target.shape or not _casts(source.dtype, target.dtype):
-        what = "rank 0 has another tensor than the model"
+        what = "the tensor of rank 0 does not fit the model"
         raise refusal("MISMATCH", what, tensor=name, expected=facts[0], got=facts[1])
 
 
@@ -163,14 +165,18 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _casts(source: torch.dtype, target: torch.dtype) -> bool:
-    """FP8 codes mean nothing without their scales."""
+    """Whether values can be cast; FP8 codes can't without their scales."""
     wide = [d.is_floating_point and d.itemsize > 1 for d in (source, target)]
     return source == target or all(wide)
 
 
 def _copy_run(tensor: torch.Tensor, first: int, into: torch.Tensor) -> None:
-    """Elements [first, first + into.numel()) in row-major order, whatever the tensor's strides,
-    device and dtype; nothing larger is made on the way."""
+    """Copies elements [first, first + into.numel()), in row-major order, of a tensor of any
+    strides, device and dtype, without temporaries larger than `into`.
+
+    Of shape [rows, 4], the elements 2..9 are three copies: the end of row 0, row 1, and the begin
+    of row 2.
+    """
     if tensor.is_contiguous():
         into.copy_(tensor.view(-1)[first : first + into.numel()])
         return

@@ -1,4 +1,4 @@
-"""What a load will do: where each target goes, and the plan within the budget."""
+"""The plan of a load: where each target goes, and the core's plan within the budget."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Options:
-    """How a load is done, as its user says; see `load`."""
+    """The options of a load; see `load`."""
 
     ledger: _modicum.Ledger
     budget: Size | None
@@ -45,34 +45,34 @@ class Options:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a target goes."""
+    """The destination of a target."""
 
     of: ModelTensor
     dtype: torch.dtype
     sharding: Sharding
     device: torch.device
     destination: str
-    """`cpu`: new host memory; `given`: the tensor's own, on the host; `copy`: on a device."""
+    """`cpu`: new host memory; `given`: the tensor's own host memory; `copy`: device memory."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A load that fits, before its first byte."""
+    """A load that fits the budget, before it starts."""
 
     goal: Goal
     places: list[Place]
-    """Of each target."""
+    """By target."""
     initialiser: Initialiser
     plan: _modicum.Plan
     buffers: list[dict[str, Any]]
-    """This rank's, of each target."""
+    """This rank's local buffers, by target."""
     options: Options
     budget: int | None
     budget_source: str
     ranks_per_node: int
 
     def headline(self) -> str:
-        """What is about to happen, in a line."""
+        """The load in one line."""
         ranks = self.plan.ranks
         nodes = ranks // self.ranks_per_node
         where = "in rank 0's memory" if self.goal.only_rank_0 else "stored"
@@ -87,18 +87,18 @@ class Planned:
 def plan_of(
     model: Model, ranks: Ranks, goal: Goal, options: Options, before: Planned | None = None
 ) -> Planned:
-    """The plan of a load, on every rank the same.
+    """Plans a load; the same plan on every rank. Collective.
 
     Args:
-        before: another load of the same model, which is carried out first and whose buffers stay.
+        before: another load of the same model, which runs first and whose buffers stay.
 
     Raises:
         BudgetError: it does not fit.
     """
     strategy = "node-reader" if goal.only_rank_0 else options.strategy
     if ranks.ranks_per_node is None and strategy == "node-reader" and not goal.only_rank_0:
-        what = "node-reader needs nodes of as many ranks each, which follow each other"
-        raise refusal("UNSUPPORTED", what)
+        expected = "as many consecutive ranks on every node"
+        raise refusal("UNSUPPORTED", "strategy node-reader", expected=expected)
     per_node = ranks.ranks_per_node or ranks.world_size
     names = ("strategy", "staging", "fork", "check")
     ranks.agree_on({f"argument {name}": repr(getattr(options, name)) for name in names})
@@ -133,7 +133,7 @@ def plan_of(
 
 
 def _kept_bytes(before: Planned | None, rank: int) -> int:
-    """What a load leaves in host memory of its own, in whole pages."""
+    """The bytes of host memory that a load has allocated and that stay, in whole pages."""
     if before is None:
         return 0
     buffers = before.plan.buffers(rank)
@@ -142,7 +142,7 @@ def _kept_bytes(before: Planned | None, rank: int) -> int:
 
 
 def _charged(ledger: _modicum.Ledger, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An empty tensor for the model's own rules."""
+    """An empty tensor for the model's own rules, charged to the ledger."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if nbytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -153,8 +153,8 @@ def _charged(ledger: _modicum.Ledger, shape: Sequence[int], dtype: torch.dtype) 
 def _budget_of(
     options: Options, memories: list[Any], baselines: list[int], per_node: int
 ) -> tuple[int | None, str]:
-    """The budget of a node and where it comes from. What the processes of a node hold already is
-    within it."""
+    """The budget of a node, in bytes, and its source. It includes the memory that the processes of
+    the node hold before the load."""
     limit = options.ledger.limit_bytes
     if options.budget == "none":
         return None, ""
@@ -169,7 +169,7 @@ def _budget_of(
     return min(offers, key=lambda offer: offer[0])
 
 
-# ---- where targets go
+# ---- destinations
 
 
 def _places_of(model: Model, goal: Goal) -> list[Place]:
@@ -191,13 +191,13 @@ def _places_of(model: Model, goal: Goal) -> list[Place]:
             destination = "cpu" if device.type == "cpu" else "copy"
             places.append(Place(of, dtype, sharding, device, destination))
         else:
-            places.append(_place_in_what_is_there(of, dtype, sharding))
+            places.append(_place_in_own_memory(of, dtype, sharding))
     return places
 
 
 def _check_tie(of: ModelTensor, holder: ModelTensor) -> None:
     if of.tensor is not holder.tensor and (of.managed or holder.managed):
-        what = "two tied names are two parameters of FSDP2: tie them before fully_shard"
+        what = "FSDP2 has two parameters for two tied names: tie them before fully_shard"
         raise refusal("UNSUPPORTED", what, tensor=of.name, expected=f"that of {holder.name}")
 
 
@@ -209,15 +209,18 @@ def _device_of(model: Model, of: ModelTensor) -> torch.device:
         return computes_on
     mesh = getattr(of.tensor, "device_mesh", None)
     device = torch.device(mesh.device_type) if mesh is not None else torch.get_default_device()
-    if device.type in ("cpu", "meta"):  # meta is where a model is built, not where it lives
+    if device.type in (
+        "cpu",
+        "meta",
+    ):  # the default device of a model built on meta is no destination
         return torch.device("cpu")
     return torch.empty(0, device=device).device
 
 
-def _place_in_what_is_there(of: ModelTensor, dtype: torch.dtype, sharding: Sharding) -> Place:
+def _place_in_own_memory(of: ModelTensor, dtype: torch.dtype, sharding: Sharding) -> Place:
     local = of.local
     if local.dtype != dtype:
-        what = "a tensor that has values already has another dtype"
+        what = "the dtype of a tensor that has values"
         raise refusal("MISMATCH", what, tensor=of.name, expected=str(dtype), got=str(local.dtype))
     if not local.is_contiguous():
         raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=of.name)

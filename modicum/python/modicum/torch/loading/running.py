@@ -1,4 +1,5 @@
-"""Carries out a planned load: the model's tensors get their values, or keep what they had."""
+"""Runs a planned load: on success the model's tensors have their values, on failure they are as
+before."""
 
 import sys
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ Storages = dict[int, torch.Tensor]
 
 
 def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
-    """Loads, and returns the same report on every rank. Where a rank fails, all do, and no tensor
-    has been handed over."""
+    """Loads, and returns the same report on every rank. Collective. If a rank fails all raise, and
+    no tensor is handed over."""
     if ranks.rank == 0:
         print(f"modicum: {planned.headline()}", file=sys.stderr)
     plan, options, rank = planned.plan, planned.options, ranks.rank
@@ -59,7 +60,7 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
                 check=options.check is not None,
                 seed=options.seed,
             )
-            ranks.barrier()  # all have theirs: from here on nothing is undone
+            ranks.barrier()  # all ranks have loaded: from here on nothing is undone
     finally:
         ledger.limit_bytes = outside
     _hand_over(planned, model, loaded, storages)
@@ -67,15 +68,15 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
 
 
 def _own_targets(planned: Planned) -> Iterator[tuple[int, Place]]:
-    """All but aliases."""
+    """The targets and places without aliases."""
     for t, (target, place) in enumerate(zip(planned.goal.targets, planned.places, strict=True)):
         if target["alias_of"] is None:
             yield t, place
 
 
 def _storages_of(planned: Planned) -> Storages:
-    """Memory that is there before the load, each as one line of elements: a tensor's own, or new
-    memory on a device."""
+    """Memory that exists before the load, each as a one-dimensional tensor: a tensor's own, or new
+    device memory."""
     storages = {}
     for t, place in _own_targets(planned):
         if not place.of.tensor.is_meta:
@@ -87,7 +88,7 @@ def _storages_of(planned: Planned) -> Storages:
 
 
 class _Maker:
-    """Tensors that the model's own rules make, as the load asks for them; one is held at a time."""
+    """Makes tensors by the model's own rules when the load asks for them; holds one at a time."""
 
     def __init__(self, planned: Planned) -> None:
         self._goal, self._initialiser = planned.goal, planned.initialiser
@@ -96,7 +97,7 @@ class _Maker:
     def __call__(self, ordinal: int) -> torch.Tensor:
         name = self._goal.callers[ordinal]
         if self._name != name:
-            self._name, self._last = "", torch.empty(0)  # freed before there is another
+            self._name, self._last = "", torch.empty(0)  # freed before the next one is made
             self._last = self._initialiser.whole(name).to(self._goal.dtypes[name])
             self._name = name
         return as_bytes(self._last)
@@ -117,7 +118,7 @@ def _hand_over(planned: Planned, model: Model, loaded: _modicum.Loaded, storages
                 hand_over(of.name, of.tensor, storage, of.managed)
             else:
                 of.put(storage.view(of.tensor.shape))
-        torch.autograd.graph.increment_version(of.tensor)  # as any write of torch's own
+        torch.autograd.graph.increment_version(of.tensor)  # as every write through torch does
     for target, place in zip(planned.goal.targets, planned.places, strict=True):
         if target["alias_of"] is not None:
             place.of.put(model.tensors[target["alias_of"]].tensor)

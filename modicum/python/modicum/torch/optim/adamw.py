@@ -1,4 +1,4 @@
-"""`AdamW`: torch's optimizer over state that lies in Modicum's arenas, in a declared format."""
+"""`AdamW`: a torch optimizer whose state is in the core's arenas, in a declared format."""
 
 import math
 import warnings
@@ -28,7 +28,7 @@ from modicum.torch.optim.states import is_own_master, options_of, require_seed
 from modicum.torch.shards.forks import require_fork
 from modicum.upstream.torch_core import load_hooks
 
-# Of each plane, as `memory.attribute` calls it.
+# By plane, its owner in `memory.attribute`.
 _OWNERS = {
     "master": "master",
     "master_low": "master",
@@ -38,57 +38,56 @@ _OWNERS = {
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW whose state is taken whole when it is made, in a declared number of bytes.
+    """AdamW that allocates all of its state, a declared number of bytes, when it is made.
 
     A `torch.optim.Optimizer`: groups, schedulers, hooks, `GradScaler`, `state_dict` with PyTorch's
     names and shapes. Parameters are plain tensors or DTensors of float32, bfloat16 or float16.
 
     On the CPU a float32 parameter is its own master, and the bfloat16 parameter of a split format
-    is the upper half of its master: neither is held twice. `parameter.grad` becomes a view of the
-    gradients' plane when a backward brings it, and None is a step without it, as ever.
+    is the upper half of its master: neither is held twice. When a backward has accumulated
+    `parameter.grad`, it becomes a view of the state's gradient plane. A step skips parameters whose
+    `grad` is None, as in torch.
 
-    Of parameters on a device the whole state is on the host. Their gradients stay on the device, as
-    any optimizer's, and come to the host when a step or a norm needs them; new parameters leave
-    while the step goes on. Nothing of their size is taken for either: 128 KiB of staging are,
-    four times for each thread.
+    For parameters on a device the whole state is on the host. Gradients stay on the device and are
+    copied to the host by a step or a norm; new parameters are copied back while the step runs. Both
+    go through 512 KiB of staging per thread, or the state's own planes.
 
-    Parameters of any dense strides are stepped in memory order. A parameter that `param_groups`
-    holds in the place of another one, as after accelerate's `prepare` or `fully_shard`, and memory
-    that was moved, as by `model.to` or `share_memory`, is bound anew as long as there is no state:
-    no step was made and nothing loaded. Afterwards it is refused by name. `state` may be changed as
-    torch's: an entry that is gone begins anew, and values that were put there are taken.
+    Parameters of any dense strides are stepped in memory order. Parameters that were replaced in
+    `param_groups` (accelerate's `prepare`, `fully_shard`) and memory that was moved (`model.to`,
+    `share_memory`) are bound anew while there is no state, that is before the first step or load;
+    afterwards they are refused by name. `state` may be changed as in torch: an entry that was
+    removed starts anew, and new values are taken.
 
-    Every rank of the parameters' meshes makes the optimizer and calls `step`, `clip_grad_norm_` and
-    `load_state_dict`: these are collectives, and where one of them raises on a rank it raises on
-    all of these ranks.
+    The constructor, `step`, `clip_grad_norm_` and `load_state_dict` are collectives of all ranks of
+    the parameters' meshes: if one raises on a rank, it raises on all of these ranks.
 
     Args:
         params: parameters, groups, or `model.named_parameters()`. Random bits are keyed by names
-            ("param.N" where there are none), which must not depend on the rank.
+            ("param.N" without names), which must not depend on the rank.
         lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW; by group, too.
-        foreach, fused: taken and without effect: they choose between torch's implementations.
-        capturable, differentiable: False; nothing else is supported.
+        foreach, fused: ignored: they choose between torch's implementations.
+        capturable, differentiable: must be False.
         state_format: fp32 (16 bytes per parameter, gradient and float32 parameter included),
             fp32-split (14), bf16-moments (10), int8-moments (8.0625) or int8-moments-24 (7.0625).
-            Those below fp32 are for bfloat16 parameters; others keep `fp32` beside them.
+            All but fp32 are for bfloat16 parameters; the optimizer steps others in `fp32`.
         semantics: torch (the bits of torch.optim.AdamW's default path) or deepspeed.
-        decoupled: False: the decay is added to the gradient (Adam); of a group,
+        decoupled: False: the decay is added to the gradient (Adam). In a group:
             `decoupled_weight_decay`.
-        bias_correction: whether the averages' bias is corrected.
+        bias_correction: whether to correct the bias of the moments.
         seed: of the random bits; the same on every rank.
-        ledger: what is taken is charged to it; None: a new one.
-        pin: whether what a device would touch is pinned, by CUDA's runtime, at its exact size; or
-            whatever has cudaHostRegister and cudaHostUnregister.
-        fork: what forked children find of the state: "excluded", "shared" or "inherited" (charged
-            twice), as of `modicum.torch.load`.
+        ledger: charged for all allocations; None: a new one.
+        pin: whether to pin the memory that a device reads or writes, at its exact size; or an
+            object with cudaHostRegister and cudaHostUnregister, instead of CUDA's runtime.
+        fork: how forked children see the state: "excluded", "shared" or "inherited" (charged
+            twice), as in `modicum.torch.load`.
 
     Attributes:
-        skipped_steps: steps that a gradient which was not finite has left out.
+        skipped_steps: number of steps skipped because a gradient was not finite.
 
     Raises:
-        BudgetError: the ledger has not enough left; before anything is taken.
-        UsageError: a parameter that can't be stepped where it lies, one that is given twice or
-            shares memory with another, and wrong options.
+        BudgetError: the ledger lacks room; before anything is allocated.
+        UsageError: a parameter that can't be stepped in place, that is given twice or shares
+            memory with another; wrong options; another rank raised (names it).
     """
 
     _step_supports_amp_scaling = True
@@ -147,12 +146,12 @@ class AdamW(torch.optim.Optimizer):
             self._release()
             raise
 
-    # ---- which parameters it steps
+    # ---- binding to parameters
 
     @torch.no_grad()
     def _bind(self) -> None:
-        """Takes state for the parameters of param_groups, of which there is none that would be
-        lost. Where that fails nothing stays taken, and the next call tries again."""
+        """Allocates state for the parameters of param_groups; there must be no state to lose. On
+        failure nothing stays allocated, and the next call tries again."""
         given = self._release()
         try:
             parts = bound_parts(self.param_groups)
@@ -163,7 +162,7 @@ class AdamW(torch.optim.Optimizer):
             )  # fmt: skip
             self._unhook = weakref.finalize(self, hooks_of(parts).close)
             self._unhook.atexit = False
-            for part in parts:  # entries for new parameters, as `rebinding` moves them
+            for part in parts:  # entries that `rebinding` has moved to new parameters
                 if part.parameter in given:
                     self._take(part, given[part.parameter])
             self._bound.show(self.state, parts)
@@ -177,7 +176,7 @@ class AdamW(torch.optim.Optimizer):
         self._has_loaded = True
 
     def _release(self) -> dict[Any, Any]:
-        """Lets go of all parameters and of their state. Returns the entries of `state` that are not
+        """Unbinds all parameters and frees their state. Returns the entries of `state` that are not
         this optimizer's own."""
         parts = self._bound.parts
         own = {part.parameter for part in parts if self._is_untouched(part)}
@@ -189,7 +188,7 @@ class AdamW(torch.optim.Optimizer):
             if not is_in_place(part, parameter.grad):
                 continue
             if (parameter.shape, parameter.dtype) == (part.grad.shape, part.grad.dtype):
-                parameter.grad = part.grad.clone()  # out of the plane, for the step to come
+                parameter.grad = part.grad.clone()  # out of the plane, for the next step
         self._unhook()
         self._bound = Bound([], [])
         self._has_loaded = False
@@ -201,7 +200,7 @@ class AdamW(torch.optim.Optimizer):
         return entry is not None and is_noted(part, entry) and entry["step"].item() == 0
 
     def _has_state(self) -> bool:
-        """Whether something would be lost if all parameters were bound anew."""
+        """Whether binding anew would lose state."""
         counts = self._bound.counts.tolist()
         return any(
             (count > 0 or self._has_loaded) and bool(self.state.get(part.parameter))
@@ -209,7 +208,7 @@ class AdamW(torch.optim.Optimizer):
         )
 
     def _follow(self) -> None:
-        """Binds what param_groups and `state` hold now, or refuses it."""
+        """Follows changes of param_groups and `state` since the last call, or refuses them."""
         changed = changed_since(self._bound.parts, self.param_groups)
         if changed is not None:
             if self._has_state():
@@ -218,23 +217,23 @@ class AdamW(torch.optim.Optimizer):
         self._has_loaded |= self._bound.follow(self.state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after construction: everything has been taken by then."""
+        """Called by the constructor only: afterwards all memory is allocated."""
         if "_bound" in self.__dict__:
-            what = "a parameter group after AdamW has been made, when all its memory is taken"
+            what = "AdamW takes no parameter group after its construction: all memory is allocated"
             raise refusal("UNSUPPORTED", what)
         super().add_param_group(refuse_repeated(param_group, self.param_groups))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise refusal("UNSUPPORTED", "AdamW is not copied or pickled; its state_dict() is")
+        raise refusal("UNSUPPORTED", "AdamW is not copied or pickled: use its state_dict()")
 
     # ---- a step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step with the gradients that are there: unscale, clip, update and cast in one pass.
+        """One collective step with the current gradients: unscale, clip, update, cast in one pass.
 
-        Where a gradient is not finite, on any rank that has a part of the same parameters, nothing
-        is written on any of them and `skipped_steps` grows by 1.
+        If a gradient is not finite on any rank of the parameters' meshes, no rank changes a byte
+        and `skipped_steps` grows by 1 on all of them.
         """
         loss = None
         if closure is not None:
@@ -268,30 +267,30 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _unscale(self) -> float:
-        """1 over the scale that a GradScaler has multiplied the loss with."""
+        """The inverse of the GradScaler's scale; 1 without one."""
         scale = getattr(self, "grad_scale", None)
         if scale is None:
             return 1.0
         scale = float(scale)
         unscale = 1.0 / scale if scale else math.inf
         if not (0 < scale < math.inf and unscale <= torch.finfo(torch.float32).max):
-            expected = "finite and above 0, as its inverse"
+            expected = "finite and above 0, like its inverse"
             raise refusal("USAGE", "GradScaler's scale", expected=expected, got=str(scale))
         return unscale
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """The norm of all gradients over all ranks, to which the next step is clipped.
+        """The norm of the gradients of all ranks; the next step clips it to `max_norm`. Collective.
 
-        The gradients in `parameter.grad` stay as they are: the factor is part of the step's pass.
-        It is taken of what is stepped, so that a `GradScaler` may unscale before or in the step.
+        The gradients in `parameter.grad` are not changed: the step applies the factor. It is
+        computed from the unscaled norm, whether a `GradScaler` unscales before or in the step.
 
         Returns:
-            The norm as it is now; NaN where a gradient is not finite.
+            The norm of the gradients as they are; NaN if one is not finite.
         """
         max_norm = float(max_norm)
         if not max_norm >= 0:
-            raise refusal("USAGE", "a norm to clip to is 0 or more", got=str(max_norm))
+            raise refusal("USAGE", "max_norm", expected="0 or more", got=str(max_norm))
 
         def prepare() -> tuple[list[float], bool]:
             self._follow()
@@ -303,15 +302,16 @@ class AdamW(torch.optim.Optimizer):
         return torch.tensor(math.nan if is_bad else math.sqrt(squares))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of torch's. The gradients' plane stays taken."""
+        """As in torch. The gradient plane stays allocated."""
         super().zero_grad(set_to_none)
         self._forget()
 
     def _agreed(self, prepare: Callable[[], tuple[list[float], bool] | None]) -> tuple[float, bool]:
-        """Calls `prepare` on every rank of the parameters' meshes. It gives a value for each
-        parameter and a flag: returns the sum of all ranks' values, and whether any has the flag.
-        Where it raises on one of them all raise: that rank its own error, the others `UsageError`
-        with its number. Collective: a rank that raised before it would leave the others waiting."""
+        """Calls `prepare` on every rank of the parameters' meshes; collective. It returns a value
+        for each parameter and a flag. Returns the sum of all ranks' values, and whether any rank
+        has set the flag. If `prepare` raises on a rank all raise: that rank its own error, the
+        others `UsageError` with its number. Otherwise they would wait for it in this collective or
+        the next one."""
         values: list[float] = []
         flag, problem = False, None
         try:
@@ -334,9 +334,9 @@ class AdamW(torch.optim.Optimizer):
 
     def _check_gradients(self) -> None:
         """In the first step, and the first time that no parameter has a gradient: refuses
-        parameters that have none because the model has others by now."""
-        looked = zip(self._bound.parts, self._bound.looked, strict=True)
-        lacking = [part for part, (grad, _) in looked if grad is None]
+        parameters that lack one because the model has replaced them."""
+        collected = zip(self._bound.parts, self._bound.collected, strict=True)
+        lacking = [part for part, (grad, _) in collected if grad is None]
         has_none = len(lacking) == len(self._bound.parts)
         is_first, self._is_first = self._is_first, False
         if (is_first and lacking) or (has_none and not self._has_warned):
@@ -347,7 +347,7 @@ class AdamW(torch.optim.Optimizer):
                 raise
         if has_none and is_first:
             what = "AdamW's first step finds no gradient in any of its parameters and changes "
-            what += "nothing: was backward called, and has the model other parameters by now?"
+            what += "nothing: call backward before, and make AdamW after parameters are replaced"
             warnings.warn(what, stacklevel=7)
         self._has_warned |= has_none
 
@@ -368,9 +368,9 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As of torch.optim.AdamW, which can load it: step, exp_avg, exp_avg_sq (max_exp_avg_sq)
-        of each parameter's shape in float32; and `master` where the parameter is a rounded copy or
-        the upper half. What lies there as float32 is a view; the rest is 4 bytes per element more
+        """As torch.optim.AdamW's, which can load it: step, exp_avg, exp_avg_sq (max_exp_avg_sq) of
+        each parameter's shape in float32; and `master` if the parameter is a rounded copy or the
+        upper half of one. Planes of float32 are views; the others are exported, 4 bytes per element
         as long as the dict lives."""
         self._follow()
         self._bound.refresh_masters()
@@ -387,11 +387,11 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What this class or torch.optim.AdamW has saved, of any state format. Load the model
-        before: without `master` the parameters' values are taken for it.
+        """Loads a state dict of this class, of any state format, or of torch.optim.AdamW.
+        Collective. Load the model before: without `master` the parameters' values are the masters.
 
-        All of it is checked before any of it is taken: a dict that is refused, with `UsageError`,
-        changes nothing on any of the ranks that hold the parameters.
+        All values are validated before any is taken: a dict that is refused, with `UsageError`,
+        changes nothing on any rank of the parameters' meshes.
         """
         if isinstance(state_dict, Mapping):
             state_dict = dict(state_dict)
@@ -405,7 +405,9 @@ class AdamW(torch.optim.Optimizer):
             self._follow()
             groups.extend(merged_groups(state_dict, self.param_groups))
             options = [self._options(group) for group in groups]
-            _modicum.adamw_footprint([], options, format=self.state_format)  # are they in range?
+            _modicum.adamw_footprint(
+                [], options, format=self.state_format
+            )  # refuses values out of range
             values.extend(self._saved(state_dict))
 
         self._agreed(check)
@@ -430,12 +432,12 @@ class AdamW(torch.optim.Optimizer):
             for part, key in zip(self._bound.parts, keys, strict=True)
         ]
 
-    # ---- what it holds
+    # ---- memory
 
     @property
     def held(self) -> dict[str, dict[str, int]]:
-        """By state format: `parameters`, the elements that are in it, and bytes by purpose of what
-        was taken for them; a parameter's own memory is not in it."""
+        """By state format: the number of elements as `parameters`, and the bytes allocated for them
+        by purpose, without the parameters' own memory."""
         held: dict[str, dict[str, int]] = {}
         for part in self._bound.parts:
             of = held.setdefault(part.format, {"parameters": 0})
@@ -446,7 +448,7 @@ class AdamW(torch.optim.Optimizer):
         return held
 
     def _holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """For `memory.attribute`: owner, name and memory of all that a step works on."""
+        """For `memory.attribute`: owner, name and memory of all tensors of a step."""
         for part in self._bound.parts:
             state = self._bound.states[part.state]
             yield ("master" if is_own_master(part) else "weights"), part.name, part.local
@@ -455,9 +457,9 @@ class AdamW(torch.optim.Optimizer):
                     yield owner, f"{part.name}.{plane}", torch.from_dlpack(lies)
 
     def digest(self) -> dict[str, int]:
-        """`state` (parameters and moments) and `master` (parameters) of this rank, as fp32 values
-        with names and global indices. Added up over ranks that hold different parts, modulo 2^64,
-        they depend on no sharding."""
+        """Digests of this rank's fp32 values, names and global indices: `state` (parameters and
+        moments) and `master` (parameters). Their sum modulo 2^64 over ranks that hold different
+        shards does not depend on the sharding."""
         self._follow()
         self._bound.refresh_masters()
         all_of = [state.digest() for state in self._bound.states.values()]
@@ -465,6 +467,6 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _is_begun(values: Mapping[str, Any]) -> bool:
-    """Whether a parameter's values are others than those before its first step."""
+    """Whether a parameter's values differ from those before its first step."""
     moments = [values.get(name) for name in MOMENTS]
     return values["step"] > 0 or any(of is not None and bool(of.any()) for of in moments)

@@ -1,5 +1,5 @@
-"""Which parameters an optimizer steps, whether they are still those of its groups, and the hooks
-that bring their gradients."""
+"""Binds an optimizer to the parameters of its groups, detects that they were replaced or moved, and
+hooks their gradients."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,12 +18,12 @@ from modicum.upstream.wrappers import canonical
 Group = dict[str, Any]
 
 
-# ---- what is bound
+# ---- binding
 
 
 def bound_parts(groups: Sequence[Group]) -> list[Part]:
-    """A part of every parameter in `groups`, in their order. `UsageError` for what can't be stepped
-    where it lies, for a name that two have, and for memory that two have."""
+    """A part of every parameter in `groups`, in their order. `UsageError` for a parameter that
+    can't be stepped in place, for equal names, and for shared memory."""
     require_known()
     shardings = Shardings()
     parts: list[Part] = []
@@ -49,17 +49,18 @@ def _named(groups: Sequence[Group]) -> Iterator[tuple[str, int, nn.Parameter]]:
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
-    """Of the parameters, in the groups' order: the same on every rank."""
+    """The parameters' names in the groups' order, the same on every rank."""
     return [name for name, _, _ in _named(groups)]
 
 
 def meshes_of(parts: Sequence[Part], groups: Sequence[Group]) -> list[Any]:
-    """Of what is bound, or would be: over these the ranks of one optimizer can agree."""
+    """The meshes of the bound parameters, or of those to be bound: the optimizer's collectives run
+    over them."""
     return [part.mesh for part in parts] or [mesh_of(p) for _, _, p in _named(groups)]
 
 
 def _refuse_overlaps(parts: Iterable[Part]) -> None:
-    """Threads would step the common elements at the same time."""
+    """Refuses shared memory, whose elements several threads would step at the same time."""
     end_of: dict[torch.device, tuple[int, str]] = {}
     held = (part for part in parts if part.local.numel() > 0)
     for part in sorted(held, key=lambda part: part.place[0]):
@@ -72,11 +73,11 @@ def _refuse_overlaps(parts: Iterable[Part]) -> None:
 
 
 def refuse_repeated(group: Group, before: Iterable[Group]) -> Group:
-    """`group` as it is given to an optimizer, with a list of parameters; `UsageError` where a
-    parameter is in it twice, or in a group before."""
+    """`group` with its parameters as a list; `UsageError` if one of them is in it twice, or in a
+    group of `before`."""
     given = group["params"]
     if isinstance(given, (torch.Tensor, set)):
-        return group  # one alone; and what torch refuses
+        return group  # a single one, or a set, which torch refuses
     given = list(given)
     seen = {id(parameter) for other in before for parameter in other["params"]}
     count = len(seen)
@@ -88,11 +89,12 @@ def refuse_repeated(group: Group, before: Iterable[Group]) -> Group:
     return group | {"params": given}
 
 
-# ---- whether it is still so
+# ---- changes
 
 
 def changed_since(parts: Sequence[Part], groups: Sequence[Group]) -> UsageError | None:
-    """What of the groups, or of the memory behind their parameters, is not as it was bound."""
+    """The error that names the first parameter that was replaced or moved since `parts` were bound;
+    None if there is none."""
     held = [(index, p) for index, group in enumerate(groups) for p in group["params"]]
     for part, (index, parameter) in zip(parts, held, strict=False):
         if parameter is not part.parameter or index != part.group:
@@ -110,9 +112,9 @@ def changed_since(parts: Sequence[Part], groups: Sequence[Group]) -> UsageError 
 
 
 def refuse_lost(lacking: Sequence[Part], parts: Sequence[Part]) -> None:
-    """Refuses a parameter without a gradient that is in no module any more, where a module has one
-    of the same shape, with a gradient, that is none of `parts`: that one has replaced it, in the
-    module and not in the groups. Goes over all objects of the process."""
+    """Refuses a parameter without a gradient that is in no module any more, if a module has another
+    one of its shape with a gradient that is not in `parts`: this one has replaced it in the module
+    but not in the groups. Searches all objects of the process."""
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     live = {id(p): p for module in modules for p in parameters_of(module).values()}
     own = {id(part.parameter) for part in parts}
@@ -157,5 +159,5 @@ def _taking(part: Part) -> Callable[[nn.Parameter], None]:
 
 
 def is_in_place(part: Part, grad: torch.Tensor) -> bool:
-    """Whether a gradient lies where the state reads it."""
+    """Whether a gradient is in the plane that the state reads."""
     return grad is part.grad and place_of(grad) == part.grad_place

@@ -1,5 +1,9 @@
-"""The parameters that an optimizer has state of, with that state: what lies where, and how values
-and gradients come and go."""
+"""The parameters of an optimizer with their states: planes, the entries of `state`, and the flow of
+values and gradients.
+
+Per parameter: bind -> [collect gradients -> norms -> step | skip]* -> release. `collect` tells the
+core of every gradient, and the next step, or `forget`, ends the round.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,16 +26,16 @@ class Bound:
     """All parameters of an optimizer, in the order of its groups, and their states."""
 
     def __init__(self, parts: list[Part], groups: Sequence[dict[str, Any]], **how: Any) -> None:
-        """Takes the states, which `how` describes as for `make_states`. Without parts: nothing."""
+        """Allocates the states; `how` is for `make_states`. Without parts there are none."""
         self.parts = parts
         self.states: dict[str, _modicum.AdamW] = {}
         self.lanes: dict[str, Lane] = {}
-        self.looked: list[tuple[Any, int]] = []
-        """Of each part: the gradient that its state was told of, and its version."""
+        self.collected: list[tuple[Any, int]] = []
+        """For each part: the gradient that its state has collected, and its version."""
         self.steps = torch.zeros(len(parts))
-        """The counts that `state` shows: somebody may have changed them there."""
+        """The step counts in `state`, where a program may change them."""
         self.counts = self.steps.clone()
-        """Those that are in force."""
+        """The step counts in force."""
         self._has_max = [bool(group["amsgrad"]) for group in groups]
         if parts:
             self.states = make_states(parts, **how)
@@ -39,7 +43,7 @@ class Bound:
             self.note_versions()
 
     def _lay_out(self) -> None:
-        """Views of the planes, and masters that are not the parameters' own memory."""
+        """Sets views of the planes, and fills masters that are not the parameters' own memory."""
         for part in self.parts:
             part.plane = self.plane(part, "grad")
             is_there = part.on_host and part.local.numel() > 0
@@ -54,7 +58,7 @@ class Bound:
                 self.lanes[key] = Lane(state, parts, self._masters_that_leave(parts))
 
     def _masters_that_leave(self, parts: list[Part]) -> dict[int, torch.Tensor] | None:
-        """By shard, where masters lie in the parameters' dtype."""
+        """By shard, the masters that have the parameters' dtype; None if they have another."""
         if dtype_of(parts[0], "master") != parts[0].local.dtype:
             return None
         return {part.shard: self.plane(part, "master") for part in parts if part.local.numel()}
@@ -63,22 +67,22 @@ class Bound:
         return MOMENTS if self._has_max[part.group] else MOMENTS[:2]
 
     def plane(self, part: Part, name: str) -> torch.Tensor:
-        """Of a plane that lies there as its dtype says, without scales."""
+        """A view of the part's elements in a plane without scales."""
         dtype = dtype_of(part, "moment" if name in MOMENTS else name)
         if part.local.numel() == 0:
             return torch.empty(0, dtype=dtype)
         lies = self.states[part.state].plane(part.shard, name)
         return torch.from_dlpack(lies).view(dtype)
 
-    # ---- what an optimizer's `state` shows
+    # ---- the optimizer's `state`
 
     def show(self, state: Any, parts: Sequence[Part]) -> None:
-        """Puts into `state` the entries of `parts`: steps, and moments that lie as float32."""
+        """Puts the entries of `parts` into `state`: steps, and views of moments in float32."""
         self.note_steps()
         index_of = {id(part): index for index, part in enumerate(self.parts)}
         for part in parts:
             entry = state.get(part.parameter)
-            if not entry:  # some mappings make an empty one when they are asked
+            if not entry:  # a defaultdict makes an empty one
                 entry = state[part.parameter] = {}
             entry["step"] = self.steps[index_of[id(part)]]
             for name in self.moments(part):
@@ -89,8 +93,8 @@ class Bound:
             part.entry = {name: (tensor, local_of(tensor).data_ptr()) for name, tensor in shown}
 
     def follow(self, state: Mapping[Any, Any]) -> bool:
-        """Takes what somebody has changed in `state` since it was shown, all of it or, with
-        `UsageError`, none. Returns whether values were put there."""
+        """Takes the changes of `state` since `show`: all of them or, with `UsageError`, none.
+        Returns whether there were new values."""
         is_counted = (self.steps != self.counts).tolist()
         taken = []
         for part, counted in zip(self.parts, is_counted, strict=True):
@@ -115,7 +119,7 @@ class Bound:
     # ---- values
 
     def take(self, part: Part, values: Mapping[str, Any]) -> None:
-        """The step and those moments that are in `values`; None: zeros."""
+        """Sets the step and the moments that are in `values`; None: zeros."""
         state = self.states[part.state]
         if "step" in values:
             state.set_steps(part.shard, values["step"])
@@ -140,7 +144,7 @@ class Bound:
                 part.local[at : at + low.numel()].copy_(low.to(part.local.dtype))
 
     def exported(self, part: Part, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """`entry`, with what it has not because it does not lie there as float32."""
+        """`entry`, and the planes that are not float32, exported."""
         exported = dict(entry)
         names = [name for name in self.moments(part) if name not in exported]
         if part.local.dtype != torch.float32:
@@ -157,15 +161,15 @@ class Bound:
             values = values.to("cpu").float()
             self.states[part.state].import_from(part.shard, "master", values, at=at)
 
-    # ---- masters beside the parameter
+    # ---- masters that are not the parameter's memory
 
     def note_versions(self) -> None:
-        """Which values of parameters on a device are this optimizer's."""
+        """Notes that the parameters' current values are this optimizer's."""
         self._versions = [versions_of(part.parameter) for part in self.parts]
 
     def refresh_masters(self) -> None:
-        """What somebody has written to a parameter that is a rounded copy goes to its master. A
-        step does so to parameters on the host itself."""
+        """Copies values that a program has written to a rounded parameter to its master. For
+        parameters on the host a step does this itself."""
         for key, state in self.states.items():
             if key not in self.lanes:
                 state.refresh_masters()
@@ -174,7 +178,7 @@ class Bound:
         self.note_versions()
 
     def refresh_on_device(self) -> None:
-        """The same of parameters on a device, whose writes a version tells."""
+        """The same for parameters on a device, whose version shows a write."""
         for part, version in zip(self.parts, self._versions, strict=True):
             if part.on_host or versions_of(part.parameter) == version:
                 continue
@@ -190,27 +194,29 @@ class Bound:
     # ---- gradients
 
     def collect(self) -> None:
-        """Tells the states of every gradient that is there. What lies on the host is read again at
-        each call, for no version tells of writes through `.data`."""
-        kept = {key for key in self.lanes if self._is_as_looked(key)}
+        """Hands all current gradients to the states. Gradients on the host are read again at each
+        call, since no version shows writes through `.data`."""
+        kept = {key for key in self.lanes if self._is_as_collected(key)}
         for key, state in self.states.items():
             if key not in kept:
                 state.skip()
-        self.looked = []
+        self.collected = []
         in_place: dict[str, list[int]] = {key: [] for key in self.states}
         coming: dict[str, list[tuple[Part, torch.Tensor]]] = {key: [] for key in self.lanes}
         problem = None
         for part in self.parts:
             grad = part.parameter.grad
-            self.looked.append((grad, 0 if grad is None else versions_of(grad)))
+            self.collected.append((grad, 0 if grad is None else versions_of(grad)))
             if part.state in kept:
                 continue
             try:
                 self._collect_one(part, in_place, coming)
-            except UsageError as error:  # other ranks may be bringing the next gradient together
+            except (
+                UsageError
+            ) as error:  # the next gradient may be redistributed, which is a collective
                 problem = problem or error
         if problem is not None:
-            self.looked = []
+            self.collected = []
             raise problem
         for key, lane in self.lanes.items():
             in_place[key] += lane.bring(coming[key])
@@ -235,11 +241,11 @@ class Bound:
             else:
                 coming[part.state].append((part, line))
 
-    def _is_as_looked(self, key: str) -> bool:
-        """Whether what a state was told of is what is there."""
-        return len(self.looked) == len(self.parts) and all(
+    def _is_as_collected(self, key: str) -> bool:
+        """Whether the gradients that a state has collected are unchanged."""
+        return len(self.collected) == len(self.parts) and all(
             part.parameter.grad is grad and (grad is None or versions_of(grad) == version)
-            for part, (grad, version) in zip(self.parts, self.looked, strict=True)
+            for part, (grad, version) in zip(self.parts, self.collected, strict=True)
             if part.state == key
         )
 
@@ -254,15 +260,15 @@ class Bound:
         ], is_bad
 
     def forget(self) -> None:
-        if self.looked:
+        if self.collected:
             for state in self.states.values():
                 state.skip()
-        self.looked = []
+        self.collected = []
 
     # ---- a step
 
     def settle(self) -> None:
-        """Waits until parameters that were sent to a device have left."""
+        """Waits until copies of parameters to a device are done."""
         for lane in self.lanes.values():
             lane.settle()
 
@@ -272,8 +278,8 @@ class Bound:
                 self.lanes[key].step(unscale, clip)
             else:
                 state.step(unscale, clip, refresh_masters=True)
-        stepped = [part.parameter for part, (grad, _) in zip(self.parts, self.looked, strict=True)
-                   if grad is not None]  # fmt: skip
+        pairs = zip(self.parts, self.collected, strict=True)
+        stepped = [part.parameter for part, (grad, _) in pairs if grad is not None]
         torch.autograd.graph.increment_version(stepped)
         self.note_steps()
         self.note_versions()

@@ -1,5 +1,5 @@
-"""Between a state on the host and the parameters on a device that it steps: gradients come, new
-parameters go, through the state's own planes and a small staging."""
+"""Transfers between a state on the host and the parameters on a device that it steps: gradients to
+the host and new parameters to the device, through the state's own planes and a small staging."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -11,16 +11,15 @@ from modicum import _modicum
 from modicum.torch.optim.parts import Part
 
 SLOTS = 4
-"""Of the ring, for each thread."""
+"""Staging slots per thread."""
 _SLOT_BYTES = 128 << 10
 
 
 class Lane:
-    """Of one state, all of whose parameters have one dtype and lie on one device.
+    """The transfers of one state, whose parameters have one dtype and are on one device.
 
-    Copies are put on the stream that is the device's current one when a call is made, so that what
-    the caller computes before and after it is in order. They overlap with other work where the
-    state's memory is pinned.
+    Copies go on the device's current stream at the time of the call, in order with the caller's own
+    work. They overlap with other streams' work if the state's memory is pinned.
     """
 
     def __init__(
@@ -29,8 +28,11 @@ class Lane:
         parts: Sequence[Part],
         masters: Mapping[int, torch.Tensor] | None,
     ) -> None:
-        """`masters`: by shard, where they lie in the parameters' dtype and leave as they are; None:
-        the new parameters leave through the ring, in which they are rounded."""
+        """
+        Args:
+            masters: by shard, if they have the parameters' dtype and are copied directly; None: new
+                parameters are rounded into the staging's slots and copied from there.
+        """
         self._state = state
         self._masters = masters
         self._parts = {part.shard: part for part in parts if part.local.numel() > 0}
@@ -39,10 +41,11 @@ class Lane:
         staging = torch.from_dlpack(state.staging)
         self._staging = staging.view(self._dtype)
         self._slots = self._staging.view(-1, _SLOT_BYTES // self._dtype.itemsize)
-        self._left: Any = None  # an event: what was sent from where it lies has left
+        self._left: Any = None  # an event: the copies of `masters` are done
 
     def bring(self, parts: Sequence[tuple[Part, torch.Tensor]]) -> list[int]:
-        """Gradients, one-dimensional, to the state. Returns the shards whose lie in place now."""
+        """Copies one-dimensional gradients to the state. Returns the shards whose gradients are in
+        the plane now; those of another dtype went through the staging."""
         in_place = []
         for part, grad in parts:
             assert part.plane is not None
@@ -65,7 +68,7 @@ class Lane:
             self._state.arrive(part.shard, staged, at=at)
 
     def step(self, unscale: float, clip: float) -> None:
-        """A step of the state, and the new parameters on their way."""
+        """A step of the state. The new parameters may still be in flight on return."""
         stream = _stream_of(self._device)
         if self._masters is None:
             self._step_through_ring(unscale, clip, stream)
@@ -76,10 +79,12 @@ class Lane:
         self._left = stream.record_event() if stream else None
 
     def _step_through_ring(self, unscale: float, clip: float, stream: Any) -> None:
-        sent: dict[int, Any] = {}  # by slot; each is one thread's
+        sent: dict[int, Any] = {}  # an event by slot; a slot belongs to one thread
 
         def send(shard: int, at: int, n: int, slot: int) -> None:
-            with stream or nullcontext():  # a worker has no other than the default one
+            with (
+                stream or nullcontext()
+            ):  # on a worker thread the default stream is the current one
                 to = self._parts[shard].local[at : at + n]
                 to.copy_(self._slots[slot, :n], non_blocking=True)
                 if stream:
@@ -94,14 +99,14 @@ class Lane:
         )
 
     def settle(self) -> None:
-        """Waits until what was sent has left; before anything is written to a master."""
+        """Waits until the copies of masters are done, before a master is written again."""
         if self._left is not None:
             self._left.synchronize()
         self._left = None
 
 
 def _stream_of(device: torch.device) -> Any:
-    """The current one; None where a device has none: its copies have happened when they return."""
+    """The device's current stream; None if it has none, so that its copies are synchronous."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
         return None

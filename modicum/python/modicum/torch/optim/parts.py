@@ -1,5 +1,5 @@
-"""What this rank holds of each parameter that an optimizer steps: its memory, which elements of the
-whole these are, and who else holds them."""
+"""This rank's part of each parameter that an optimizer steps: its memory, its elements' places in
+the whole, and its replicas."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,42 +26,42 @@ class Part:
     group: int
     """Index of the parameter's group."""
     local: torch.Tensor
-    """The parameter's own memory, one-dimensional; an alias without a graph."""
+    """The parameter's own memory, one-dimensional and detached."""
     order: tuple[int, ...]
-    """The dims, slowest first, by which the local elements are contiguous in memory."""
+    """The dims, slowest first, in which the local elements are contiguous in memory."""
     runs: list[tuple[int, int]]
-    """Of neighbouring elements of the whole, whose dims are in this order: (first, number)."""
+    """Runs (first, number) of neighbouring elements of the whole, counted in this order."""
     is_counted: bool
-    """Whether it is this rank that counts it in a global norm: one of those that hold the same."""
+    """Whether this rank counts it in a global norm: one of its replicas does."""
     place: tuple[Any, ...] = ()
     """`place_of(parameter)` when the state was made."""
     format: str = ""
-    """Of the state that steps it."""
+    """The format of the state that steps it."""
     state: str = ""
     """The key of that state."""
     shard: int = 0
-    """Its index there."""
+    """Its index in that state."""
     plane: torch.Tensor | None = None
-    """Its part of the gradients' plane, one-dimensional."""
+    """Its part of the state's gradient plane, one-dimensional."""
     grad: torch.Tensor | None = None
-    """The same as `parameter.grad` can be it; None where gradients are copied there."""
+    """A view of `plane` that can be `parameter.grad`; None if gradients are copied to `plane`."""
     grad_place: tuple[Any, ...] = ()
     """`place_of(grad)` when the state was made."""
     entry: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    """What the optimizer has put into `state[parameter]`, each with its address."""
+    """The tensors that the optimizer has put into `state[parameter]`, each with its address."""
 
     @property
     def on_host(self) -> bool:
-        """Whether its memory can be stepped where it lies."""
+        """Whether its memory is on the host and is stepped in place."""
         return self.local.device.type == "cpu"
 
     @property
     def mesh(self) -> Any:
-        """That it is cut on; None for a plain tensor."""
+        """The device mesh of a DTensor; None for a plain tensor."""
         return mesh_of(self.parameter)
 
     def like_parameter(self, local: torch.Tensor) -> torch.Tensor:
-        """`local`, one-dimensional, as the parameter is: of its strides, plain or a DTensor."""
+        """The one-dimensional `local` with the parameter's strides, plain or as a DTensor."""
         shape = local_of(self.parameter).shape
         if self.is_row_major:
             local = local.view(shape)
@@ -71,20 +71,26 @@ class Part:
         return dtensor_like(self.parameter, local)
 
     def local_like(self, whole: torch.Tensor, what: str) -> torch.Tensor:
-        """This rank's elements, in the order of `local`, of a tensor that is cut as the parameter
-        is or can be brought there.
+        """This rank's elements of `whole`, in the order of `local`; a DTensor of other placements
+        is redistributed.
 
-        `UsageError`, calling it `what`, where it is another tensor than the parameter's, or its
+        `UsageError`, which calls it `what`, if type or shape is not the parameter's, or its
         storage was freed.
         """
         if whole.is_sparse:
-            raise refusal("UNSUPPORTED", f"a sparse {what}", tensor=self.name)
+            raise refusal("UNSUPPORTED", f"its {what} is sparse", tensor=self.name)
         if whole.shape != self.parameter.shape or hasattr(whole, "placements") != (
             self.mesh is not None
         ):
             expected = f"{type(self.parameter).__name__} of {list(self.parameter.shape)}"
             got = f"{type(whole).__name__} of {list(whole.shape)}"
-            raise refusal("MISMATCH", f"its {what}", tensor=self.name, expected=expected, got=got)
+            raise refusal(
+                "MISMATCH",
+                f"its {what} has another type or shape",
+                tensor=self.name,
+                expected=expected,
+                got=got,
+            )
         if self.mesh is not None:
             to: Any = self.parameter
             cut: Any = whole
@@ -97,7 +103,7 @@ class Part:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the local elements are contiguous as they are."""
+        """Whether the local elements are contiguous in row-major order."""
         return self.order == tuple(range(len(self.order)))
 
 
@@ -107,15 +113,16 @@ def mesh_of(tensor: torch.Tensor) -> Any:
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where this rank's elements lie, and as what: two such values differ when the memory behind a
-    tensor was exchanged, moved, freed or shortened in between. No version counter tells that."""
+    """Address, dtype, shape, strides and storage size of this rank's elements: a change shows that
+    the memory behind a tensor was replaced, moved, freed or shortened, which no version counter
+    shows."""
     local = local_of(tensor)
     stored = local.untyped_storage().nbytes()
     return local.data_ptr(), local.dtype, local.shape, local.stride(), stored
 
 
 def _require_stored(local: torch.Tensor, what: str, name: str) -> None:
-    """Refuses a tensor on the host whose storage is too short: reading it is a crash."""
+    """Refuses a tensor on the host whose storage is too short, which would crash when read."""
     if local.device.type != "cpu" or local.numel() == 0:
         return
     last = sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True))
@@ -127,12 +134,12 @@ def _require_stored(local: torch.Tensor, what: str, name: str) -> None:
 
 
 def versions_of(tensor: torch.Tensor) -> int:
-    """Grows whenever somebody writes to it through torch."""
+    """Grows with every write through torch."""
     return version_of(tensor) + version_of(local_of(tensor))
 
 
 def part_of(name: str, parameter: nn.Parameter, group: int, shardings: Shardings) -> Part:
-    """`UsageError` for what can't be stepped where it lies, and as from `Shardings.of`."""
+    """`UsageError` for a parameter that can't be stepped in place, and as from `Shardings.of`."""
     local = local_of(parameter)
     if local.is_meta:
         what = "a parameter is on meta: load the model before its optimizer is made; accelerate's "
@@ -141,12 +148,13 @@ def part_of(name: str, parameter: nn.Parameter, group: int, shardings: Shardings
         what += "model.named_parameters()))"
         raise refusal("USAGE", what, tensor=name)
     if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        what = "a parameter that is not float32, bfloat16 or float16"
-        raise refusal("UNSUPPORTED", what, tensor=name, got=str(parameter.dtype))
+        expected = "float32, bfloat16 or float16"
+        got = str(parameter.dtype)
+        raise refusal("UNSUPPORTED", "its dtype", tensor=name, expected=expected, got=got)
     _require_stored(local, "a parameter", name)
     order = _memory_order(local)
     if not local.is_contiguous() and not local.permute(order).is_contiguous():
-        what = "a parameter whose elements overlap in memory, or have others between them"
+        what = "its elements overlap in memory, or have gaps between them"
         got = f"strides {list(local.stride())} of shape {list(local.shape)}"
         raise refusal("UNSUPPORTED", what, tensor=name, got=got)
     sharding = shardings.of(parameter, name)
@@ -170,10 +178,10 @@ def _memory_order(local: torch.Tensor) -> tuple[int, ...]:
 def global_sum(
     meshes: Sequence[Any], values: Sequence[float], flags: Sequence[bool]
 ) -> tuple[float, list[bool]]:
-    """Adds `values` up, each over the ranks of its mesh, and says of each flag whether any of these
-    ranks has it. What is on no mesh is this rank's own and adds up nowhere.
+    """Sums `values`, each over the ranks of its mesh, and for each flag whether any of these ranks
+    has it. A value without a mesh (None) is this rank's own and is not summed over ranks.
 
-    A collective over all of the meshes, which the ranks must have in the same order."""
+    Collective over all of the meshes, which the ranks must have in the same order."""
     of_mesh: dict[Any, list[float]] = {}
     for mesh, value in zip(meshes, values, strict=True):
         of_mesh.setdefault(mesh, []).append(value)
@@ -182,14 +190,14 @@ def global_sum(
     for mesh in of_mesh:
         value, *told = _reduced(mesh, [fsum(of_mesh[mesh]), *told])
         total += value
-    for mesh in list(of_mesh)[:-1]:  # has not heard of the meshes behind it
+    for mesh in list(of_mesh)[:-1]:  # its ranks have not seen the flags of the later meshes
         _, *told = _reduced(mesh, [0.0, *told])
     return total, [flag > 0 for flag in told]
 
 
 def largest(meshes: Iterable[Any], value: int) -> int:
-    """The largest of the values that the ranks of these meshes have. A collective as `global_sum`;
-    for few ranks that differ, as it goes over the meshes twice."""
+    """The largest value of the ranks of these meshes. Collective as `global_sum`; it reduces over
+    the meshes twice."""
     distinct = [mesh for mesh in dict.fromkeys(meshes) if mesh is not None]
     for mesh in distinct * 2:
         (value,) = map(int, _reduced(mesh, [float(value)], "MAX"))

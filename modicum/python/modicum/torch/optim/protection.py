@@ -1,4 +1,4 @@
-"""`protect`: buffers that others have allocated, left out of forks."""
+"""`protect`: keeps an optimizer's buffers of other allocators out of forked children."""
 
 import mmap
 import weakref
@@ -16,54 +16,54 @@ _PAGE_BYTES = mmap.PAGESIZE
 
 @dataclass(frozen=True)
 class Protected:
-    """What has been done for one tensor, in bytes."""
+    """The protection of one tensor, in bytes."""
 
     owner: str
     name: str
     bytes: int
-    """In pages that are its alone: these are left out of forks."""
+    """In whole pages of its own, which are left out of forks."""
     left_bytes: int
-    """At its edges, in pages that it shares with its neighbours; or all, if the kernel refused."""
+    """At its edges, in pages shared with other memory; or all, if the kernel refused."""
 
 
 class Protection:
-    """What `protect` has done. Lives as long as the optimizer that it looks after, or as somebody
-    holds it; what it has done stays until `undo`, or until a tensor's memory is freed."""
+    """The result of `protect`. It lives as long as its optimizer or a reference to it; pages stay
+    protected until `undo`, or until the tensor's memory is freed."""
 
     def __init__(self) -> None:
-        self._sources: list[Any] = []  # weakly, where they may make more
+        self._sources: list[Any] = []  # weak references to those that may allocate more
         self._done: dict[tuple[int, int], tuple[Protected, Any]] = {}
         self._hooks: list[Any] = []
 
     @property
     def tensors(self) -> list[Protected]:
-        """Those that are protected and still there."""
+        """The protected tensors that still exist."""
         return [of for of, undone in self._done.values() if undone.alive]
 
     @property
     def bytes(self) -> int:
-        """Left out of forks."""
+        """Bytes left out of forks."""
         return sum(of.bytes for of in self.tensors)
 
     @property
     def left_bytes(self) -> int:
-        """Of the same tensors, still copied."""
+        """Bytes of the same tensors that are still copied."""
         return sum(of.left_bytes for of in self.tensors)
 
     def renew(self) -> None:
-        """Protects what has been made since; of an optimizer's it is called after every step."""
+        """Protects tensors allocated since; called after every step of an optimizer."""
         for source in self._sources:
             alive = source()
             if alive is not None:
                 self._add(_protectable(alive))
 
     def undo(self) -> None:
-        """Children that are forked from now on inherit everything again. A child that was forked
-        before still lacks it."""
+        """Children forked from now on inherit the memory again. A child forked before still lacks
+        it."""
         for hook in self._hooks:
             hook.remove()
         for (begin, _), (_, undone) in self._done.items():
-            # A child that lacks the pages would read zeros.
+            # In a child that lacks the pages, undoing would map zeros.
             if not _modicum.is_excluded_here(_first_page(begin)):
                 undone()
         self._hooks, self._done, self._sources = [], {}, []
@@ -82,15 +82,15 @@ class Protection:
             exclusion = _exclude(begin, size)
             size = size if exclusion else 0
             left = of.end - of.begin - size
-            # Memory that is freed may go to anyone: the children of this process must find it, and
-            # a child that has only the reservation gets pages again.
+            # Freed memory may be allocated again: children must inherit it then, and a child that
+            # has only the reservation must get pages again.
             storage = of.tensor.untyped_storage()
             undone = weakref.finalize(storage, _inherit, exclusion)
             undone.atexit = False
             self._done[of.begin, of.end] = (Protected(of.owner, of.name, size, left), undone)
 
     def _follow(self, source: Any) -> None:
-        """Looks again after each step of the optimizer that makes the source's state."""
+        """Calls `renew` after each step of the optimizer that allocates the source's state."""
         optimizer = stepping(source)
         if optimizer is None:
             return
@@ -99,36 +99,36 @@ class Protection:
 
 
 def protect(*sources: Any) -> Protection:
-    """Leaves the buffers of an optimizer that others have allocated out of forks.
+    """Keeps the buffers of an optimizer of torch or DeepSpeed out of forked children.
 
         engine, *_ = deepspeed.initialize(...)
         modicum.torch.protect(engine)
 
-    A forked child, such as a data loader's worker, otherwise keeps a copy of whatever is written
-    after the fork: 10 bytes per parameter with ZeRO-2 offload, and 18 where workers are forked for
-    every epoch. Applies MADV_DONTFORK to the whole pages of masters, gradients, moments and
-    staging; weights are left alone, as a worker may use the model. Call it before workers are
-    forked: copies that children hold already stay. What is made later (DeepSpeed's moments are, at
-    the first step) is protected at the end of the step that made it. Calling it twice is harmless.
+    Otherwise a forked child, such as a data loader's worker, keeps a copy of every page that the
+    parent writes after the fork: 10 bytes per parameter with ZeRO-2 offload, and 18 if workers are
+    forked for every epoch. Applies MADV_DONTFORK to the whole pages of masters, gradients, moments
+    and staging, but not of weights, which a worker may use. Call it before workers are forked:
+    copies in existing children stay. Tensors that are allocated later (DeepSpeed's moments, in the
+    first step) are protected at the end of that step. Calling it twice is harmless.
 
-    A child that uses a protected tensor gets a `UsageError`; what reads the memory past torch's
-    functions ends the child with SIGSEGV, and never finds anything else there. Workers of a data
-    loader do neither, nor does a program that the child starts; a child that trains on would.
+    A child that uses a protected tensor gets a `UsageError`; an access that bypasses torch's
+    functions ends the child with SIGSEGV, and never reads other data. Workers of a data loader do
+    neither, nor does a program that the child starts; a child that trains on would.
     Linux; on Python 3.14 and later, data loaders fork only if asked to
     (`multiprocessing_context="fork"`).
 
     Args:
         sources: an engine of DeepSpeed's (ZeRO-1 or ZeRO-2 with `offload_optimizer`, tested with
-            0.19.8; its private attributes are looked for, and refused by name where missing), an
-            optimizer of torch's (its state and gradients), tensors, or a mapping of names to them.
-            Modicum's own AdamW is left as it is: its `fork=` says what children find.
+            0.19.8; a missing private attribute is refused by name), an optimizer of torch's (its
+            state and gradients), tensors, or a mapping of names to tensors. Modicum's own AdamW is
+            ignored: it has `fork=`.
 
     Returns:
-        What is protected and what is not: only whole pages can be, so that up to two pages of each
-        tensor stay, and the whole of one that is smaller.
+        The protected tensors and bytes. Only whole pages can be protected: up to two pages at the
+        edges of each tensor stay, or all of a smaller one.
 
     Raises:
-        UsageError: a source that is not known, or nothing in host memory to protect.
+        UsageError: an unknown kind of source, or no tensor in host memory to protect.
     """
     protection = Protection()
     others = [source for source in sources if not isinstance(source, AdamW)]
@@ -136,7 +136,7 @@ def protect(*sources: Any) -> Protection:
         protection._add(_protectable(source))
         protection._follow(source)
     if len(others) == len(sources) and not protection.tensors:
-        raise refusal("USAGE", "there is nothing in host memory to protect")
+        raise refusal("USAGE", "the sources have nothing in host memory to protect")
     return protection
 
 
@@ -149,7 +149,7 @@ def _first_page(begin: int) -> int:
 
 
 def _exclude(begin: int, size: int) -> _modicum.Exclusion | None:
-    """None where no page is its alone, or the kernel refuses, as of a driver's memory."""
+    """None if there is no whole page, or the kernel refuses, as for a driver's memory."""
     try:
         return _modicum.Exclusion(begin, size) if size > 0 else None
     except BudgetError:

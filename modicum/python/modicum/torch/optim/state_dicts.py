@@ -1,5 +1,5 @@
-"""What a state dict, or somebody's own entry of `state`, has of a parameter: proven before any of
-it is taken."""
+"""The values of a parameter in a state dict, or in a changed entry of `state`, validated before any
+is taken."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +17,11 @@ IMPLEMENTATION = {"foreach": None, "capturable": False, "differentiable": False,
 _CHUNK = 1 << 20  # elements
 
 Values = dict[str, Any]
-"""`step`, and one-dimensional tensors by name. A moment that is None is all zeros."""
+"""`step`, and one-dimensional tensors by name. None for a moment: all zeros."""
 
 
 def chunks(line: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first element, elements) of pieces that are small beside a parameter."""
+    """(first element, elements) of pieces of 1 Mi elements."""
     for at in range(0, line.numel(), _CHUNK):
         yield at, line[at : at + _CHUNK]
 
@@ -30,22 +30,24 @@ def chunks(line: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def merged_groups(state_dict: Any, own: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The optimizer's own groups with the options of `state_dict`. Nothing of it is shared."""
+    """The optimizer's own groups with a deep copy of the options in `state_dict`."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        what = "a state dict of an optimizer has 'state' and 'param_groups'"
-        raise refusal("USAGE", what, got=_keys_of(state_dict))
+        expected = "keys 'state' and 'param_groups'"
+        got = _keys_of(state_dict)
+        raise refusal("USAGE", "the state dict", expected=expected, got=got)
     groups = state_dict["param_groups"]
     if not all(isinstance(group, Mapping) and "params" in group for group in groups):
-        raise refusal("USAGE", "a parameter group of a state dict without 'params'")
+        raise refusal("USAGE", "a parameter group of the state dict lacks 'params'")
     lengths = [len(group["params"]) for group in groups]
     if lengths != (expected := [len(group["params"]) for group in own]):
-        what = "a state dict of other parameter groups"
+        what = "the state dict has other parameter groups"
         raise refusal("MISMATCH", what, expected=str(expected), got=str(lengths))
     left_out = {"params", "param_names", *IMPLEMENTATION}
     merged = []
     for group, new in zip(own, groups, strict=True):
         if new.get("amsgrad", group["amsgrad"]) != group["amsgrad"]:
-            raise refusal("MISMATCH", "a state dict with another amsgrad")
+            amsgrad = str(group["amsgrad"])
+            raise refusal("MISMATCH", "amsgrad of the state dict", expected=amsgrad)
         options = {key: value for key, value in new.items() if key not in left_out}
         merged.append(group | deepcopy(options))
     return merged
@@ -59,8 +61,8 @@ def _keys_of(value: Any) -> str:
 
 
 def saved_values(part: Part, saved: Any, moments: Sequence[str]) -> Values:
-    """Of a parameter in a state dict. Without an entry it has made no step; an entry with a step or
-    a moment has them all."""
+    """The values of a parameter in a state dict. An empty entry means no step; one with a step or a
+    moment must have all of them."""
     if not isinstance(saved, Mapping):
         got = _keys_of(saved)
         raise refusal("USAGE", "its state", tensor=part.name, expected="a dict", got=got)
@@ -76,8 +78,8 @@ def saved_values(part: Part, saved: Any, moments: Sequence[str]) -> Values:
 
 
 def entry_values(part: Part, entry: Any, moments: Sequence[str]) -> Values:
-    """Of an entry of `state`: only what is not this optimizer's own. An empty one begins anew, as
-    torch's optimizers do with it."""
+    """The values of an entry of `state` that are not this optimizer's own. An empty entry restarts
+    the parameter's state, as in torch's optimizers."""
     if not entry:
         return {"step": 0, **dict.fromkeys(moments)}
     values: Values = {}
@@ -93,8 +95,8 @@ def entry_values(part: Part, entry: Any, moments: Sequence[str]) -> Values:
 
 
 def is_noted(part: Part, entry: Any) -> bool:
-    """Whether the tensors of an entry of `state` are those that the optimizer has put there, in the
-    memory that they had. Says nothing of their values."""
+    """Whether the tensors of an entry of `state` are those that the optimizer has put there, with
+    unchanged addresses; their values are not compared."""
     return (
         entry is not None
         and len(entry) == len(part.entry)
@@ -123,10 +125,10 @@ def _step(part: Part, value: Any) -> int:
 
 
 def _checked(part: Part, saved: Mapping[str, Any], name: str) -> torch.Tensor:
-    """This rank's elements of a tensor, finite, and where they are squares not negative."""
+    """This rank's elements of a tensor: finite, and not negative in exp_avg_sq."""
     value = saved.get(name)
     if not isinstance(value, torch.Tensor):
-        what = f"its state lacks '{name}'" if value is None else f"its {name} is no tensor"
+        what = f"its state lacks '{name}'" if value is None else f"its {name} is not a tensor"
         raise refusal("MISMATCH", what, tensor=part.name)
     line = part.local_like(value, name).to("cpu")
     least = -math.inf if name in ("exp_avg", "master") else 0.0

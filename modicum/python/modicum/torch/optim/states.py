@@ -1,4 +1,4 @@
-"""The states that step an optimizer's parameters: one for each format and place that they need."""
+"""The core's states that step an optimizer's parameters: one per format, dtype and device."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _ROWS = {row["name"]: row for row in _modicum.state_formats()}
 
 
 def dtype_of(part: Part, plane: str) -> torch.dtype:
-    """Of `master`, `grad` or `moment` in the format that steps it."""
+    """The dtype of `master`, `grad` or `moment` in the part's format."""
     return getattr(torch, _ROWS[part.format][plane])
 
 
@@ -28,10 +28,10 @@ def is_own_master(part: Part) -> bool:
 
 
 def options_of(group: dict[str, Any], semantics: str, bias_correction: bool) -> Any:
-    """Of a parameter group, each a number of the right kind; the state checks their ranges."""
+    """The options of a parameter group as numbers; the core checks their ranges."""
     for name in ("capturable", "differentiable"):
         if group.get(name):
-            what = f"{name}: AdamW's state is on the host, where no graph records a step"
+            what = f"{name}: AdamW steps on the host, outside of any graph"
             raise refusal("UNSUPPORTED", what, expected="False", got=repr(group[name]))
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
@@ -57,7 +57,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def require_seed(seed: Any) -> int:
-    """A seed that the random bits can have."""
+    """`seed`, if it is a 64-bit unsigned integer; else `UsageError`."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise refusal("USAGE", "seed", expected="an integer from 0 to 2**64 - 1", got=repr(seed))
     return seed
@@ -73,10 +73,10 @@ def make_states(
     *,
     fork: str,
 ) -> dict[str, _modicum.AdamW]:
-    """Says in each part which state is its: there is one for each format that `state_format` means
-    for the parameters' dtypes, and those on a device have states of their own, one for each dtype.
-    """
-    _modicum.adamw_footprint([], options, format=state_format)  # is it one?
+    """Makes the states, by key, and sets `format`, `state` and `shard` of each part. There is one
+    state for each format that `state_format` means for the parameters' dtypes; parameters on a
+    device have states of their own, one for each dtype. Takes all of the memory or none."""
+    _modicum.adamw_footprint([], options, format=state_format)  # refuses an unknown format
     shards: dict[str, list[Any]] = {}
     made_with: dict[str, dict[str, Any]] = {}
     threads = cpus_of_rank()
@@ -96,7 +96,7 @@ def make_states(
         made_with[part.state] = {
             "format": part.format, "slots": slots, "threads": threads, "fork": fork,
         }  # fmt: skip
-    needed: Counter[str] = Counter()  # all states or none
+    needed: Counter[str] = Counter()  # all states must fit, or none is made
     for key, of in shards.items():
         needed.update(_modicum.adamw_footprint(of, options, **made_with[key]))
     ledger.require_room(needed, "AdamW's states")
@@ -110,10 +110,10 @@ def make_states(
 
 
 def _registrar(pin: Any) -> tuple[Any, Any]:
-    """What pins (address, bytes), and what undoes it."""
+    """The functions that pin and unpin (address, bytes)."""
     if pin is False or pin is None:
         return None, None
     if pin is True and not torch.cuda.is_available():
-        raise refusal("UNSUPPORTED", "without CUDA nothing is pinned: pin=False?")
+        raise refusal("UNSUPPORTED", "pinning needs CUDA: use pin=False")
     cudart = torch.cuda.cudart() if pin is True else pin
     return partial(register, cudart), lambda address, _: cudart.cudaHostUnregister(address)

@@ -1,4 +1,4 @@
-"""Collectives over Gloo that leave nothing behind in Gloo's threads."""
+"""Collectives over Gloo that return only when Gloo's threads hold no tensor any more."""
 
 import sys
 import time
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 LIMIT_S = 1.0
-"""Of waiting for a reference that is normally dropped within microseconds."""
+"""The longest wait for a reference that is normally dropped within microseconds."""
 
 
 def settled(
     collective: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any
 ) -> None:
-    """Calls `collective` on `tensor`, and waits until nobody but the caller holds the tensor.
+    """Calls `collective` on `tensor`, and returns once the caller holds the only reference to it.
 
     Gloo's worker thread drops its reference only after the collective has ended, and takes the
-    interpreter's lock to do so. If the interpreter begins to finalize while the thread waits for
-    the lock, the process aborts (SIGABRT), also after a training that went well. Only tensors of
-    the CPU are Gloo's here.
+    GIL to do so. If the interpreter begins to finalize while the thread waits for the GIL, the
+    process aborts (SIGABRT), even after a training that went well. Tensors on a device do not go
+    through Gloo: the call returns at once.
     """
     before = sys.getrefcount(tensor)
     collective(tensor, *args, **kwargs)

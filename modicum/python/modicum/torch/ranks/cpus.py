@@ -8,10 +8,10 @@ from modicum import _modicum
 
 
 def cpus_of_rank(ranks_per_node: int | None = None) -> int:
-    """Of the CPUs that the process may use, the rank's share; at least one.
+    """The rank's share of the CPUs that its process may use; at least one.
 
     Args:
-        ranks_per_node: None: as launchers say it, or else all ranks are on one node.
+        ranks_per_node: None: LOCAL_WORLD_SIZE, which launchers set, else the world size.
     """
     if ranks_per_node is None:
         world_size = dist.get_world_size() if dist.is_initialized() else 1

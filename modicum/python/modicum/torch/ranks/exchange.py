@@ -1,14 +1,17 @@
-"""Bytes between some ranks of a load, from one of them to the others, over Gloo.
+"""Bytes from one rank of a load to the others, over Gloo.
 
-Point to point only, never a collective: who waits for bytes waits for one peer, as long as that
-one reads, and can leave at any time. Two ways:
+Point-to-point sends only, no collectives: a rank waits for one peer, for as long as that peer
+reads from storage, and can leave at any time. Two patterns:
 
-- *whole*: everybody needs everything. The ranks are a ring, and each passes on to the next one
-  what it has received, piece by piece; the one before the root keeps it. Every rank sends and
-  receives each byte once, however many they are, and has two connections.
-- in parts: each says to the root which part it needs, and receives that.
+- *whole*: every rank needs all bytes. The ranks form a ring, and each forwards pieces of 2 MiB to
+  the next one as they arrive; the last one before the root keeps them. Each rank receives and
+  sends every byte at most once, whatever the number of ranks, and has two connections:
 
-The network interface is the one that PyTorch's own Gloo groups take.
+      root 1 -> 2 -> 3 -> 0
+
+- in parts (scatter): each rank sends the root the range that it needs, and receives that range.
+
+The network interface is the one that PyTorch's own Gloo groups use.
 """
 
 from __future__ import annotations
@@ -28,19 +31,20 @@ from modicum.upstream.torch_distributed import break_connections, gloo_group, re
 PIECE_BYTES = 2 << 20
 PIECES_AHEAD = 8
 CONNECT_LIMIT = timedelta(minutes=5)
-NO_LIMIT = timedelta(days=365)  # failures end waits, not clocks: a root may read for long
+NO_LIMIT = timedelta(days=365)  # a root may read for long; a failure ends the wait
 BREAK_WAIT_S = 2.0
 TAG = 0
 
 
 class Exchange:
-    """One rank's end. One thread at a time; every rank makes the same calls in the same order.
+    """One rank's end of the exchange. For one thread at a time; every rank makes the same calls in
+    the same order.
 
     Args:
-        store: for this exchange alone, to find each other; is cloned.
-        place: this rank's among those that exchange.
-        size: how many they are.
-        whole: everybody needs everything.
+        store: used by this exchange only, to set up connections; it is cloned.
+        place: index of this rank among those that exchange bytes.
+        size: their number.
+        whole: every rank needs all bytes.
     """
 
     def __init__(self, store: Any, place: int, size: int, whole: bool) -> None:
@@ -53,21 +57,22 @@ class Exchange:
         self._call: Future[None] | None = None
         self._is_connected = self._is_closed = False
         self.peer: int | None = None
-        """The place that is waited for, or was when a call failed; None while connecting."""
+        """The place that the current call waits for, or was waiting for when it failed; None while
+        connecting."""
 
     def begin(self, root: int, view: memoryview, begin: int, end: int) -> Future[None]:
-        """Begins to bring `view` from the place `root` to all others, of which this one needs at
-        least [begin, end). The call ends with RuntimeError where a connection does. `view` must
-        live until the call has ended or close() has returned."""
+        """Begins to send `view` from the place `root` to all others; this one needs at least the
+        bytes [begin, end). The future raises RuntimeError if a connection ends. `view` must live
+        until the future is done or close() has returned."""
         whole = torch.frombuffer(view, dtype=torch.uint8)
-        send = self._pass_on if self._whole else self._deal
+        send = self._forward if self._whole else self._scatter
         self._call = self._caller.begin(send, whole, root, begin, min(end, len(view)))
         return self._call
 
     def close(self) -> None:
-        """Ends this rank's connections, also under a call that waits, which is seen by its peers.
-        No memory is touched afterwards."""
-        self._is_closed = True  # a call that is still connecting ends with that
+        """Ends this rank's connections, also during a call, which its peers see as an error. No
+        memory is touched afterwards."""
+        self._is_closed = True  # ends a call that is still connecting
         if self._is_connected and self._call is not None and not self._call.done():
             for group in self._groups:
                 break_connections(group)
@@ -79,7 +84,7 @@ class Exchange:
     # ---- on the caller's thread
 
     def _connect(self, store: Any, name: str, members: Sequence[int]) -> None:
-        """Connects the places `members`, of which this is one."""
+        """Connects the places `members`, this one among them."""
         mine = members.index(self._place)
         store = dist.PrefixStore(name, store)
         group = gloo_group(store, mine, len(members), CONNECT_LIMIT)
@@ -93,7 +98,7 @@ class Exchange:
         if not self._whole or self._size == 2:
             self._connect(store, "all", range(self._size))
         else:
-            # Even links first, so that nobody waits for a neighbour that waits for another one.
+            # Even links first: in another order each rank could wait for the next one in a circle.
             mine = (self._place - 1) % self._size, self._place
             for link in sorted(mine, key=lambda at: (at % 2, at)):
                 self._connect(store, f"link/{link}", (link, (link + 1) % self._size))
@@ -113,7 +118,7 @@ class Exchange:
         self.peer = place
         work.wait(NO_LIMIT)
 
-    def _pass_on(self, whole: torch.Tensor, root: int, _begin: int, _end: int) -> None:
+    def _forward(self, whole: torch.Tensor, root: int, _begin: int, _end: int) -> None:
         if not self._is_connected:
             self._connect_all()
         before, after = (self._place - 1) % self._size, (self._place + 1) % self._size
@@ -129,7 +134,7 @@ class Exchange:
             for work in leaving:
                 self._await(after, work)
 
-    def _deal(self, whole: torch.Tensor, root: int, begin: int, end: int) -> None:
+    def _scatter(self, whole: torch.Tensor, root: int, begin: int, end: int) -> None:
         if not self._is_connected:
             self._connect_all()
         if self._place != root:

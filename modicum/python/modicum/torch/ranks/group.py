@@ -1,19 +1,18 @@
-"""How the ranks of the caller's process group stand by each other during a load.
+"""Barriers, failure propagation and liveness among the ranks of a load.
 
-Everything but bytes goes through the group's store, so that nobody is ever inside a collective
-that others don't come to. A load has its own part of the store:
+Everything but tensor bytes goes through the store of the caller's process group, so that no rank is
+ever inside a collective that another rank does not enter. A load has its own prefix in the store:
 
-    failed      the first failure, {"error": {...}}; set once, seen by all within TICK_S
-    beat/R      counts while rank R lives
-    barrier/N   how many have come to the N-th meeting
-    gather/N    the same; gather/N/R is what rank R brought, gather/N/all what came of it
-    over        how many know that the load is over, be it by a failure
-    exchange/N/R  what Gloo needs to connect the group whose first rank is R, after N meetings
+    failed      the first failure, {"error": {...}}; set once, seen by all ranks within TICK_S
+    beat/R      heartbeat of rank R
+    barrier/N   number of ranks that have arrived at the N-th meeting
+    gather/N    the same; gather/N/R is the value of rank R, gather/N/all the result
+    over        number of ranks that know that the load is over, by success or failure
+    exchange/N/R  Gloo's rendezvous of the group whose first rank is R, after N meetings
 
-Calls of the store can block without bound (its host may be stopped), so that a thread makes them,
-and whoever asks waits for the thread with a limit. A second thread watches. Traffic: per rank four
-looks at `failed` a second, a beat, and one or two looks at neighbours; a meeting costs each rank
-two calls and some polls, which are rarer the more ranks there are.
+One thread makes the calls of the store (store.py), another one watches. Traffic per rank and
+second: four reads of `failed`, one heartbeat, one or two reads of neighbours' heartbeats. A meeting
+costs each rank two calls and some polls, which are rarer the larger the world.
 """
 
 from __future__ import annotations
@@ -38,26 +37,26 @@ from modicum.torch.ranks.store import LoadStore
 from modicum.upstream.torch_distributed import default_store
 
 TICK_S = 0.25
-"""Between two looks at the first failure."""
-PART_LIMIT_S = 2.0  # of waiting for all to know that it is over
+"""Seconds between two reads of `failed`."""
+PART_LIMIT_S = 2.0  # of waiting until all ranks know that the load is over
 POLL_GROWTH = 1.25
 
 
 class Ranks:
-    """One rank among those of a load. `barrier`, `agree`, `report` and `broadcast` are what the
-    library calls; they raise the first failure of any rank, the same error on all."""
+    """One rank of a load. The core calls `barrier`, `agree`, `report` and `broadcast`; they raise
+    the first failure of any rank, the same error on all."""
 
     rank: int
     world_size: int
     ranks_per_node: int | None
-    """None where hosts have different numbers of ranks, or ranks that don't follow each other."""
+    """None if hosts have different numbers of ranks, or ranks that are not consecutive."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        """A rank that has nobody to talk to."""
+        """A rank without a store: alone, or of a fake process group."""
         self.rank, self.world_size, self.ranks_per_node = rank, world_size, world_size
         self._store: LoadStore | None = None
-        self._meetings = 0  # so far; every rank comes to all of them
-        self._longest_pause_s = 0.004 + world_size / 5000  # 5000 polls a second are not many
+        self._meetings = 0  # so far; every rank takes part in all of them
+        self._longest_pause_s = 0.004 + world_size / 5000  # at most 5000 polls a second in all
         self._pids: list[int] = []
         self._exchange: Exchange | None = None
         self._members: Sequence[int] = (rank,)
@@ -72,13 +71,13 @@ class Ranks:
 
     @classmethod
     def of_world(cls) -> Ranks:
-        """The ranks of torch.distributed's default group, each of which must come here; without
-        one, a rank alone. Of a group with the backend "fake", which can't talk, this rank as if
-        it were alone: its rank and world size, and everybody says what it says.
+        """This rank of torch.distributed's default group. Collective. Without a group: rank 0 of
+        a world of 1. The backend "fake" cannot communicate: this rank has its rank and world size,
+        and takes its own values for those of all ranks.
 
         Raises:
-            UsageError: PyTorch shows no store of the group.
-            PeerError: a rank has not come within the group's timeout, or has died.
+            UsageError: the group has no store that can be cloned.
+            PeerError: a rank did not call this within the group's timeout, or died.
         """
         if not dist.is_available() or not dist.is_initialized():
             return cls(0, 1)
@@ -95,27 +94,28 @@ class Ranks:
             raise verdict from None
         return ranks
 
-    # ---- all together
+    # ---- collectives
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank brought, by rank; JSON values."""
+        """The values of all ranks, by rank; JSON values."""
         return self._settle(value, list)
 
-    def once(self, make: Callable[[], Any], beside: Callable[[], Any]) -> tuple[Any, list[Any]]:
-        """What `make` makes on rank 0, on every rank, and what `beside` gives on each rank, there
-        after `make`; JSON values. A rank that can't talk to the others makes it itself."""
+    def once(self, make: Callable[[], Any], local: Callable[[], Any]) -> tuple[Any, list[Any]]:
+        """Calls `make` on rank 0 and `local` on every rank, on rank 0 after `make`. Returns the
+        result of `make` and, by rank, those of `local`; JSON values. A rank without a store calls
+        `make` itself."""
         made = make() if self.rank == 0 or self._store is None else None
-        made, brought = self._settle(beside(), lambda brought: [made, brought])
+        made, brought = self._settle(local(), lambda brought: [made, brought])
         return made, brought
 
     def agree(self, digest: str) -> None:
-        """CONFLICT, naming the first rank that differs from rank 0, where not all bring the
-        same."""
+        """CONFLICT, naming the first rank that differs from rank 0, if the digests differ."""
         self._settle(digest, self._judge)
 
     def agree_on(self, facts: Mapping[str, str]) -> None:
-        """CONFLICT where ranks bring other facts, by name, or in another order. Names the first
-        rank that differs from rank 0, and the first fact in which it does, with both values."""
+        """CONFLICT if the ranks' facts, values by name, differ or are in another order. Names the
+        first rank that differs from rank 0, and the first fact in which it does, with both
+        values."""
         own = [*facts.items()]
         digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16).hexdigest()
         digests = self.gather(digest)
@@ -128,15 +128,15 @@ class Ranks:
         raise from_json(self._blaming(odd, "CONFLICT", what, expected=expected, got=got))
 
     def barrier(self) -> None:
-        """Returns once every rank has come here as often as this one."""
+        """Returns once every rank has called this as often as this one."""
         if self._store is not None:
             key = f"barrier/{self._next_meeting()}"
             self._store.count(key, 1)
             self._until(lambda: self._shared.count(key) == self.world_size)
 
     def broadcast(self, root: int, view: memoryview, begin: int, end: int) -> None:
-        """Brings `view` from the rank at place `root` of the group of `exchange_among` to the
-        others, of which this one needs at least [begin, end)."""
+        """Sends `view` from the rank at place `root` of the group of `exchange_among` to the
+        others; this rank needs at least the bytes [begin, end)."""
         if self._store is None:
             raise refusal("UNSUPPORTED", "ranks of a fake process group can't exchange bytes")
         self.check()
@@ -149,17 +149,17 @@ class Ranks:
                 self.check()
             self._received(call.result)
         except BaseException as error:
-            # Others must know why before they see that connections end.
+            # The others must read the reason before they see that connections end.
             self.report(_document_of(error))
             self._exchange.close()
             raise
 
     def exchange_among(self, members: Sequence[int], *, whole: bool) -> None:
-        """Says whom broadcast() is among from now on: the ranks `members`, which must all say so,
-        after a barrier if bytes were exchanged before.
+        """Sets the group of broadcast(): the ranks `members`, each of which calls this, after a
+        barrier if bytes were exchanged before.
 
         Args:
-            whole: every one of them needs everything that is sent.
+            whole: every member needs all bytes that are sent.
         """
         if self._store is None:
             return
@@ -183,28 +183,28 @@ class Ranks:
             document: the error, as the command line prints it with `--json`.
 
         Returns:
-            The failure that counts, which is the first of any rank.
+            The first failure of any rank, which all ranks raise.
         """
         if self._store is None:
             return document
         document = self._naming_this_rank(document)
         if self._failure is None:
-            with suppress(Error):  # nobody can be told, and the others see the same
+            with suppress(Error):  # the store is lost, which the others notice themselves
                 document = self._store.set_first("failed", document)
             self._fail(document)
         return self._failure or document
 
     def check(self) -> None:
-        """Raises the first failure of any rank, as far as it is known here."""
+        """Raises the first failure of any rank, if this rank knows of one."""
         if self._failed.is_set():
             raise from_json(self._failure or "")
 
     @contextmanager
     def together(self) -> Iterator[Ranks]:
-        """All ranks leave this well, or all raise: the first failure of any of them, as the same
-        class with the same message, `culprit_rank` and `culprit_pid`. What is not of Modicum is
-        raised as it is where it happened, and is INTERNAL to the others; Ctrl-C is CANCELLED. At
-        the end of it nothing is left of this object but its fields."""
+        """All ranks leave the context without an error, or all raise the first failure of any of
+        them, of the same class with the same message, `culprit_rank` and `culprit_pid`. A foreign
+        exception is raised as it is on its own rank, and as INTERNAL on the others; Ctrl-C is
+        CANCELLED. On exit threads and connections are gone; the fields remain."""
         try:
             yield self
             self.barrier()
@@ -224,12 +224,12 @@ class Ranks:
     def watching(
         self, board: Board, progress: Callable[[int], object] | None = None
     ) -> Iterator[None]:
-        """While this is open, another rank's failure ends the load that `board` belongs to.
+        """Within the context another rank's failure cancels the load of `board`.
 
         Args:
             board: of the load.
-            progress: is called with the bytes that this rank has got so far, every 0.25 s and at
-                the end, on a thread of its own. What it raises ends the load.
+            progress: called with the bytes that this rank has loaded so far, every 0.25 s and at
+                the end, on a thread of its own. An exception in it ends the load.
         """
         with self._lock:
             self._board = board
@@ -240,7 +240,7 @@ class Ranks:
             teller.start()
         try:
             yield
-        except Error:  # the load says of another's failure only that there was one
+        except Error:  # the core knows only that another rank failed: raise that rank's error
             self.check()
             raise
         finally:
@@ -271,7 +271,7 @@ class Ranks:
     def _settle(
         self, value: Any, judge: Callable[[list[Any]], Any], limit_s: float | None = None
     ) -> Any:
-        """What `judge` makes, on rank 0, of what every rank brings."""
+        """Gathers `value` of every rank on rank 0. Returns, on all ranks, `judge` of the list."""
         if self._store is None:
             return judge([value] * self.world_size)
         key = f"gather/{self._next_meeting()}"
@@ -302,8 +302,8 @@ class Ranks:
     def _until(
         self, is_so: Callable[[], bool], key: str = "", limit_s: float | None = None
     ) -> None:
-        """Polls the store; the more ranks there are, the less often. PEER where the ranks that
-        are to bring something under `key` have not after `limit_s`."""
+        """Polls until `is_so`; less often in a larger world. PEER if a rank has put no value under
+        `key` after `limit_s`."""
         waited_s = 0.0
         for pause_s in self._pauses():
             if is_so():
@@ -315,7 +315,7 @@ class Ranks:
                 self._miss_ranks(key, limit_s)
 
     def _pauses(self) -> Iterator[float]:
-        """Between polls: short at first, for ranks mostly come at about the same time."""
+        """Between polls: short at first, since ranks mostly arrive at about the same time."""
         pause_s = self._longest_pause_s / 8
         while True:
             yield pause_s
@@ -325,7 +325,7 @@ class Ranks:
         absent = [rank for rank in range(self.world_size) if not self._shared.has(f"{key}/{rank}")]
         if absent:
             more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
-            what = f"rank {absent[0]}{more} has not come to the load within {limit_s:.0f} s"
+            what = f"rank {absent[0]}{more} did not join the load within {limit_s:.0f} s"
             raise from_json(self._blaming(absent[0], "PEER", what))
 
     # ---- watching
@@ -340,16 +340,16 @@ class Ranks:
                     self._tell_over()
                     return
                 if tick * TICK_S % LOOK_S == 0:
-                    self._look()
-        except BaseException as error:  # must reach whoever waits for what this thread sees
+                    self._check_neighbours()
+        except BaseException as error:  # must reach the thread that waits for this one
             self._fail(self._naming_this_rank(_document_of(error)))
 
-    def _look(self) -> None:
+    def _check_neighbours(self) -> None:
         self._shared.count(f"beat/{self.rank}", 1)
-        # Once anybody knows that it is over, ranks leave one after the other.
+        # Ranks leave one by one as soon as one knows that the load is over.
         if self._neighbours is None or self._shared.count("over") > 0:
             return
-        lost = self._neighbours.look(lambda rank: self._shared.count(f"beat/{rank}"))
+        lost = self._neighbours.check(lambda rank: self._shared.count(f"beat/{rank}"))
         if lost is not None:
             rank, how = lost
             self.report(self._blaming(rank, "PEER", f"rank {rank} (pid {self._pids[rank]}) {how}"))
@@ -361,7 +361,7 @@ class Ranks:
             while not ended.wait(TICK_S):
                 progress(board.progress)
             progress(board.progress)
-        except BaseException as error:  # is the load's, which runs on another thread
+        except BaseException as error:  # ends the load, which runs on another thread
             document = self.report(_document_of(error))
             self._fail(document)
 
@@ -378,7 +378,7 @@ class Ranks:
     # ---- the end
 
     def _part_with(self, error: BaseException) -> BaseException:
-        """What this rank has to raise when it leaves with `error`."""
+        """Tells the others of `error`. Returns the error that this rank raises."""
         if self._store is None:
             return error
         own = self._naming_this_rank(_document_of(error))
@@ -389,9 +389,9 @@ class Ranks:
         return from_json(counts)
 
     def _part(self) -> None:
-        """Nobody leaves before all know that it is over: the one whose process has the store may
-        end it next."""
-        # A rank that has died won't say that it knows.
+        """Waits until all ranks know that the load is over: the rank whose process hosts the store
+        may end right after it."""
+        # A dead rank does not count itself.
         is_dead = self._failure is not None and from_json(self._failure).category == "PEER"
         waited_s = 0.0
         try:
@@ -402,7 +402,7 @@ class Ranks:
                     return
                 self._ended.wait(pause_s)
                 waited_s += pause_s
-        except Error:  # the store is gone, so somebody has left
+        except Error:  # the store is gone: its rank has left
             return
 
     def _tell_over(self) -> None:
@@ -423,7 +423,7 @@ class Ranks:
     # ---- documents
 
     def _losing_the_store(self, how: str) -> Error:
-        what = "the store of the process group, which {} has, " + how
+        what = "the store of the process group, hosted by {}, " + how
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self._fail(_document("PEER", what.format("the launcher")))
         else:
@@ -435,7 +435,7 @@ class Ranks:
         return _document(category, what, rank=self.rank, culprit_rank=culprit, **pid, **facts)
 
     def _naming_this_rank(self, document: str) -> str:
-        """`document` with a culprit, which is this rank where it names none."""
+        """`document`, with this rank as the culprit if it names none."""
         facts = json.loads(document)["error"]
         if "culprit_rank" not in facts:
             if "rank" not in facts:
@@ -447,7 +447,7 @@ class Ranks:
         try:
             result()
         except RuntimeError as error:
-            # A peer that left for a reason has told it before.
+            # A peer that failed has reported its error before it closed the connection.
             if self._failed.wait(4 * TICK_S):
                 self.check()
             place = self._exchange.peer if self._exchange else None

@@ -1,12 +1,17 @@
-"""Who is alive: every rank beats, and a few others look at it.
+"""Liveness: every rank counts a heartbeat up, and a few other ranks check it.
 
-Nobody looks at everybody: a rank looks at the next one of its host, in a ring, and the first of a
-host looks at the whole next host. That is one or two looks a second and rank, however many there
-are, and one who is found to be gone ends the load for all.
+Each rank checks the next rank of its host, in a ring, and the first rank of a host checks the
+whole next host:
 
-Silence alone proves little. A process can't beat while the kernel commits its memory (tens of
-seconds are real), or while some extension holds the interpreter's lock. So on the same host the
-kernel is asked; between hosts all ranks of the other one must be silent.
+    host A: 0 -> 1 -> 2 -> 0        host B: 3 -> 4 -> 5 -> 3
+            0 -> {3, 4, 5}                  3 -> {0, 1, 2}
+
+That is one or two checks per second and rank, whatever the world size. A rank that is found dead
+ends the load for all ranks.
+
+A missing heartbeat alone proves little: a process has none while the kernel commits its memory
+(tens of seconds happen), or while an extension holds the GIL. So on the same host /proc decides;
+between hosts, all ranks of the other host must be silent.
 """
 
 import os
@@ -16,23 +21,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 LOOK_S = 1.0
-"""Seconds between two beats, and between two looks."""
+"""Seconds between two heartbeats, and between two checks."""
 SILENT_LOOKS = 5
-"""As many looks in a row at a beat that stands still are silence. They are counted, not seconds:
-whoever was stopped himself, or waited for the store, has not looked."""
+"""A rank is silent when so many checks in a row saw the same heartbeat. Checks are counted rather
+than seconds: a rank that was itself stopped, or waited for the store, made no checks meanwhile."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A rank's process, as others find it."""
+    """A rank's process, as other ranks identify it."""
 
     boot: str
     host: str
     pid_space: int
-    """The pid namespace, outside of which a pid says nothing; 0: not known."""
+    """The pid namespace that `pid` is valid in; 0: not known."""
     pid: int
     started: str
-    """By the kernel's clock: a pid may be given to somebody else."""
+    """Start time by the kernel's clock: it tells the process from a later one with its pid."""
 
     @classmethod
     def this(cls) -> "Process":
@@ -41,7 +46,7 @@ class Process:
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             pid_space = os.stat("/proc/self/ns/pid").st_ino
-        except OSError:  # some sandboxes have neither: the host's name has to do
+        except OSError:  # as in some sandboxes: only the host name identifies the node
             boot, pid_space = "", 0
         return cls(boot, socket.gethostname(), pid_space, pid, started)
 
@@ -50,12 +55,12 @@ class Process:
         return self.boot, self.host
 
     def sees(self, other: "Process") -> bool:
-        """True where `/proc` tells this process about the other one."""
+        """Whether this process finds the other one in its own `/proc`."""
         same = (self.boot, self.pid_space) == (other.boot, other.pid_space)
         return same and self.pid_space != 0 and other.condition() == ""
 
     def condition(self) -> str:
-        """ "is gone", "is stopped", or nothing where it runs; of one on the same host."""
+        """Of a process on the same host: "is gone", "is stopped", or "" if it runs."""
         state, started = _state_of(self.pid) or ("X", "")
         if state in "ZX" or started != self.started:
             return "is gone"
@@ -63,7 +68,7 @@ class Process:
 
 
 def _state_of(pid: int) -> tuple[str, str] | None:
-    """State and start time of a process; None where there is none."""
+    """State and start time of a process; None if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
@@ -72,8 +77,8 @@ def _state_of(pid: int) -> tuple[str, str] | None:
 
 
 def ranks_per_node(processes: Sequence[Process]) -> int | None:
-    """How many ranks every node has; None where nodes differ in size or have ranks that don't
-    follow each other."""
+    """The number of ranks on every node; None if nodes have different numbers of ranks, or ranks
+    that are not consecutive."""
     nodes = list(dict.fromkeys(process.node for process in processes))
     per_node, left = divmod(len(processes), len(nodes))
     even = left == 0 and all(
@@ -84,14 +89,14 @@ def ranks_per_node(processes: Sequence[Process]) -> int | None:
 
 @dataclass
 class _Watched:
-    """Ranks of which one sign of life is enough."""
+    """Ranks that count as alive if any of them is."""
 
     ranks: list[int]
     seen: bool
-    """`/proc` tells."""
+    """Whether this process finds them in its own `/proc`."""
     beats: list[int] = field(default_factory=list)
     still: int = 0
-    """Looks at which no beat had moved."""
+    """Checks in a row that saw no heartbeat move."""
 
     def is_silent(self, beat_of: Callable[[int], int]) -> bool:
         beats = [beat_of(rank) for rank in self.ranks]
@@ -101,7 +106,7 @@ class _Watched:
 
 
 class Neighbours:
-    """Those whom one rank looks at."""
+    """The ranks that one rank checks."""
 
     def __init__(self, processes: Sequence[Process], rank: int) -> None:
         self._processes = processes
@@ -118,8 +123,9 @@ class Neighbours:
             order = list(nodes.values())
             self._watched.append(_Watched(order[(order.index(here) + 1) % len(order)], False))
 
-    def look(self, beat_of: Callable[[int], int]) -> tuple[int, str] | None:
-        """A rank that is lost, and how; `beat_of` reads a rank's count of beats. Every LOOK_S."""
+    def check(self, beat_of: Callable[[int], int]) -> tuple[int, str] | None:
+        """A dead or silent rank, and how it was lost, or None. Called every LOOK_S; `beat_of` reads
+        a rank's heartbeat."""
         for watched in self._watched:
             silent = watched.is_silent(beat_of)
             condition = self._processes[watched.ranks[0]].condition() if watched.seen else ""

@@ -1,4 +1,4 @@
-"""The bar that rank 0 draws."""
+"""The progress bar of rank 0."""
 
 import contextlib
 import sys
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None] | None]:
-    """What to tell how many bytes there are so far; None where nothing is shown.
+    """A bar on stderr. Yields a function to call with the bytes read so far; None without a bar.
 
     Args:
-        total: bytes that will have been read in the end.
-        shown: whether there is a bar, on stderr.
+        total: bytes to read.
+        shown: whether to draw it, if tqdm is installed.
     """
     try:
         from tqdm import tqdm

@@ -1,7 +1,7 @@
-"""A load's own part of the process group's store.
+"""A load's own prefix in the process group's store.
 
-A call of a store can block without bound: its host may be stopped. So a thread makes the calls, and
-whoever asks waits for the thread with a limit.
+A call of a store can block without bound, as when its host is stopped. So a thread makes the calls,
+and callers wait for the thread with a limit.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from modicum.torch.ranks.caller import Caller
 
 SLICE_S = 0.1
 SLICES, CONNECT_SLICES = 60, 600
-"""Of waiting for one answer: 6 s; a minute to connect, where all ranks may do so at once. They are
-counted, not seconds, because this process may have been stopped meanwhile."""
-PIECE_CHARACTERS = 4 << 20  # a TCPStore breaks off at a message of more than 8 MiB
+"""The limit of waiting for one answer: 6 s; a minute to connect, since all ranks may do so at once.
+Slices are counted rather than seconds, because this process may have been stopped meanwhile."""
+PIECE_CHARACTERS = 4 << 20  # a TCPStore closes the connection on a message of more than 8 MiB
 KEYS_AT_ONCE = 256
 
-# Every rank makes its loads in the same order, so that this is the same number on all.
+# Equal on all ranks: every rank makes its loads in the same order.
 _loads = itertools.count()
 
 
 class LoadStore:
-    """Any thread; one call is made after the other.
+    """For any thread; calls are made one after the other.
 
     Args:
-        store: of the group, which others may block: a client lets in one thread at a time.
-        on_loss: makes the error of what has happened to the store; every call raises it then.
+        store: the group's. It is cloned, since a client serves one thread at a time, and other
+            users of the group may block it.
+        on_loss: makes the error that every call raises once the store is lost, given how.
     """
 
     def __init__(self, store: Any, on_loss: Callable[[str], Error]) -> None:
@@ -44,33 +45,33 @@ class LoadStore:
         self._store = dist.PrefixStore(f"modicum/{next(_loads)}", own)
 
     def part(self, name: str) -> Any:
-        """A part of this part, to be cloned by the thread that uses it."""
+        """A prefix within this one, to be cloned by the thread that uses it."""
         return dist.PrefixStore(name, self._store)
 
     def has(self, key: str) -> bool:
         return self._ask(self._store.check, [key])
 
     def count(self, key: str, more: int = 0) -> int:
-        """What all ranks together have counted under `key`, `more` included."""
+        """Adds `more` to the counter `key`. Returns the sum over all ranks."""
         return self._ask(self._store.add, key, more)
 
     def set_first(self, key: str, text: str) -> str:
-        """What stands under `key`: `text` if nothing did."""
+        """Sets `key` to `text` unless it is set. Returns its value."""
         return self._ask(self._store.compare_set, key, "", text).decode()
 
     def get(self, key: str) -> str:
-        """What was set first under a key that is there."""
+        """The value of a key that is set."""
         return self._ask(self._store.get, key).decode()
 
     def put(self, key: str, text: str) -> None:
-        """Any length; for take()."""
+        """Sets `key` to a text of any length, for take()."""
         places = range(PIECE_CHARACTERS, len(text), PIECE_CHARACTERS)
         for index, at in enumerate(places):
             self._set(f"{key}/{index}", text[at : at + PIECE_CHARACTERS])
         self._set(key, f"{len(places)} {text[:PIECE_CHARACTERS]}")
 
     def take(self, *keys: str) -> list[str]:
-        """What was put under each of these keys, which are there."""
+        """The texts of keys that put() has set."""
         texts = []
         for at in range(0, len(keys), KEYS_AT_ONCE):
             some = list(keys[at : at + KEYS_AT_ONCE])
@@ -81,12 +82,12 @@ class LoadStore:
         return texts
 
     def forget(self, *more: str) -> None:
-        """Takes out what was put from here, and `more`."""
+        """Deletes the keys that this rank has put, and `more`."""
         for key in (*self._put_here, *more):
             self._ask(self._store.delete_key, key)
 
     def end(self) -> None:
-        """No more calls."""
+        """Ends the thread: no more calls."""
         self._line.end()
 
     def _set(self, key: str, text: str) -> None:

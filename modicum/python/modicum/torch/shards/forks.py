@@ -1,14 +1,14 @@
-"""Memory that this process was forked without: whoever uses it gets an error that says so.
+"""The guard in forked children: using memory that was left out of the fork raises.
 
-What Modicum takes with `fork="excluded"` is not in forked children; its range stays reserved there,
-without access. A tensor knows nothing of that, nor does any view, `.data` or state dict that was
-made before the fork. So a child that lacks such memory runs under a mode of torch's which looks at
-the address of every tensor that a torch function is called with. The parent, and children that lack
-nothing, have no such mode.
+Memory allocated with `fork="excluded"` is not mapped in forked children; its address range stays
+reserved there, without access. Tensors, views, `.data` and state dicts that were made before the
+fork still point to it. So a child that lacks such memory runs under a torch function mode that
+checks the address of every tensor argument. The parent, and children that lack nothing, have no
+such mode.
 
-The mode belongs to the thread that was forked. What does not pass through torch's functions (NumPy
-views made before the fork, compiled code, threads that the child starts) is not seen; there the
-kernel ends the child with SIGSEGV, and nothing is ever read.
+The mode covers the thread that was forked. Accesses that bypass torch's functions (NumPy views made
+before the fork, compiled code, threads that the child starts) end the child with SIGSEGV; they
+never read other data.
 """
 
 import mmap
@@ -34,7 +34,7 @@ def require_fork(fork: str) -> None:
 
 
 class _Guard(TorchFunctionMode):
-    """Refuses torch functions over memory that this process was forked without."""
+    """Refuses torch functions on memory that this process was forked without."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -59,7 +59,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 def _lacking(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The first tensor among them whose memory is not here; or none."""
+    """A list of the first tensor among them that lacks its memory here, or an empty list."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if _is_lacking(value):
@@ -73,8 +73,8 @@ def _lacking(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _is_lacking(tensor: torch.Tensor) -> bool:
-    """Whether its storage is not here, or not all of it: of other allocators' memory only the pages
-    in its middle can be left out."""
+    """Whether its storage was left out of the fork, or only the whole pages in its middle, as with
+    memory of other allocators."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         tensor = local_of(tensor)  # a DTensor's
     if tensor.device.type != "cpu":
@@ -82,7 +82,7 @@ def _is_lacking(tensor: torch.Tensor) -> bool:
     try:
         storage = tensor.untyped_storage()
         begin, size = storage.data_ptr(), storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # fake, sparse, or made of other tensors
+    except (RuntimeError, NotImplementedError):  # fake, sparse, or a wrapper of other tensors
         return False
     page = -(-begin // _PAGE_BYTES) * _PAGE_BYTES
     is_excluded = _modicum.is_excluded_here
@@ -90,10 +90,10 @@ def _is_lacking(tensor: torch.Tensor) -> bool:
 
 
 def _guard_child() -> None:
-    """After a fork, in the child. Has no effect in the child of a child, which has the guard."""
+    """Runs in the child after a fork. A child's own child has the guard already."""
     if not _modicum.has_exclusions_here():
         return
-    push_lowest(_Guard())  # below the modes that are there, whose contexts will pop them
+    push_lowest(_Guard())  # below the active modes, whose contexts will pop them
 
 
 os.register_at_fork(after_in_child=_guard_child)

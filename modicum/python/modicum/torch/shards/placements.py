@@ -1,9 +1,17 @@
-"""From what a tensor is, plain or a DTensor, to the sharding that the core knows.
+"""The sharding of a tensor, plain or a DTensor, in the core's terms: a mesh and an order of cuts.
 
-A DTensor says which mesh it lies on and what each mesh dim does to it. Two things are not said
-there: what lies beyond its mesh, where that is a part of the world only; and in which order the
-cuts were made, where FSDP2 cut what tensor parallelism had left. `Shardings` finds out both. Which
-elements a rank then holds is the core's answer alone.
+A DTensor has a mesh and a placement per mesh axis. It lacks two facts: how its mesh lies in the
+world, if it covers only a part of it; and in which order the cuts were made, if FSDP2 cut the local
+tensor that tensor parallelism had left. `Shardings` finds both. The core then decides which
+elements a rank holds.
+
+For example 8 rows on a mesh (dp 2, tp 2) with placements [_StridedShard(0, 2), Shard(0)]: tp cuts
+first, then FSDP2 cuts each half:
+
+    rows      0 1 | 2 3 | 4 5 | 6 7
+    tp        0     0     1     1
+    dp        0     1     0     1
+    rank      0     2     1     3        cuts: axis tp along dim 0, then axis dp along dim 0
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,35 +30,35 @@ from modicum.upstream.torch_fsdp import cut_by_fsdp, shard_ranks
 
 
 class Cut(NamedTuple):
-    """One tensor dim, cut along mesh axes by torch.chunk's rule."""
+    """One tensor dim, cut along mesh axes as torch.chunk cuts."""
 
     axes: tuple[int, ...]
-    """Of the mesh; several are flattened into one, outermost first."""
+    """Indices into the mesh; several are one flattened axis, outermost first."""
     dim: int
-    """Of the tensor."""
+    """The tensor dim."""
     packed: int = 1
-    """So many parts lie one behind the other along the dim, and each is cut by itself."""
+    """The number of equal parts along the dim that are cut separately: 2 for gate_up."""
     pads: bool = False
-    """Every rank's buffer is as long as the longest one's."""
+    """Whether every rank's buffer is padded to the longest one's length."""
 
 
 class Sharding(NamedTuple):
-    """What each rank of the world holds of a tensor; as `_modicum` takes it."""
+    """How a tensor is cut over all ranks of the world; the argument of `_modicum`'s functions."""
 
     mesh: tuple[int, ...]
     """Sizes of the axes, outermost first, over the whole world; rank = row-major coordinate."""
     cuts: tuple[Cut, ...]
-    """As they are made: each cuts what those before it left."""
+    """In the order in which they were made: each cuts the shards of the one before."""
 
     def unpadded(self) -> "Sharding":
-        """The same elements in buffers without padding."""
+        """The same elements, in buffers without padding."""
         return self._replace(cuts=tuple(cut._replace(pads=False) for cut in self.cuts))
 
 
 def layout_of(
     recipe: _modicum.Recipe, shardings: Sequence[Sharding], world_size: int
 ) -> _modicum.Layout:
-    """The layout of a recipe's targets, of which each has its sharding, in their order."""
+    """The layout of a recipe's targets; `shardings` are in their order."""
     different = list(dict.fromkeys(shardings)) or [Sharding((world_size,), ())]
     number = {sharding: n for n, sharding in enumerate(different)}
     return _modicum.make_layout(
@@ -59,9 +67,9 @@ def layout_of(
 
 
 class Shardings:
-    """Finds the sharding of one tensor after the other, as every rank of the world finds it.
+    """Finds the shardings of tensors; the same on every rank of the world.
 
-    Between two tensors it remembers the meshes that it has seen and what FSDP2 has cut.
+    It remembers meshes, and FSDP2's parameters, from one tensor to the next.
     """
 
     def __init__(self) -> None:
@@ -69,24 +77,24 @@ class Shardings:
         self.world_size = 1 if is_alone else torch.distributed.get_world_size()
         self.rank = 0 if is_alone else torch.distributed.get_rank()
         self._by_fsdp: dict[torch.Tensor, Any] | None = None
-        # By identity: torch works ranks and shape out at every look, and flattened meshes of other
-        # ranks are equal to each other.
+        # By identity: torch computes ranks and shape anew on every access, and flattened meshes of
+        # different ranks compare equal.
         self._meshes: dict[int, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {}
 
     def of(
         self, tensor: torch.Tensor, name: str, *, alias_of: torch.Tensor | None = None
     ) -> Sharding:
-        """The sharding of a tensor, plain (every rank has it whole) or a DTensor, on meta or not.
+        """The sharding of a tensor, plain (whole on every rank) or a DTensor, on meta or not.
 
         Args:
-            tensor: of the model, of an optimizer or of a state dict.
-            name: what to call it in an error.
-            alias_of: the parameter whose memory it shows, where it is another object.
+            tensor: of a model, an optimizer or a state dict.
+            name: its name in errors.
+            alias_of: the parameter whose memory it views, if it is another object.
 
-        `UsageError` for what no sharding describes: a mesh that is no regular grid of the world or
-        lacks this rank, placements other than Replicate, Shard and those strided ones that FSDP2
-        and packed projections make, strided ones whose order nothing tells, and local elements of
-        another shape than the one that follows.
+        `UsageError` where no sharding describes it: a mesh that is no regular grid of the world or
+        lacks this rank; placements other than Replicate, Shard and the strided ones of FSDP2 and
+        packed projections; strided ones in an unknown order; a local tensor of a shape other than
+        the one that follows.
         """
         whole = Sharding((self.world_size,), ())
         if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # DTensor need not be imported
@@ -101,11 +109,11 @@ class Shardings:
         sharding = self._read(tensor, shard_ranks(managed) if managed else (), name)
         expected = _modicum.Shard(sharding, tensor.shape, self.rank).shape
         got = local_of(tensor).shape
-        # FSDP2 calls a shard [0, 0] of which another cut left [4, 0].
+        # FSDP2 gives an empty shard the shape [0, 0] where the cuts give [4, 0].
         if got != expected and (got.numel() or prod(expected)):
             raise refusal(
                 "UNSUPPORTED",
-                "torch cuts this tensor in another way",
+                "the local shape contradicts the placements",
                 tensor=name,
                 expected=str(list(expected)),
                 got=str(list(got)),
@@ -113,8 +121,8 @@ class Shardings:
         return sharding
 
     def counts(self, tensor: torch.Tensor, sharding: Sharding) -> bool:
-        """Whether it is this rank that counts its elements in a sum over the tensor's mesh: the
-        first of those ranks of the mesh that hold the same. Always of a tensor without a mesh."""
+        """Whether this rank counts its elements in a sum over the tensor's mesh: it is the first
+        rank of the mesh among its replicas. Always true for a tensor without a mesh."""
         mesh = getattr(tensor, "device_mesh", None)
         if mesh is None:
             return True
@@ -123,35 +131,36 @@ class Shardings:
         return self.rank == next(rank for rank in replicas if rank in ranks)
 
     def _mesh(self, mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Its ranks, row-major, and its shape."""
+        """The ranks of a mesh, row-major, and its shape."""
         if id(mesh) not in self._meshes:
-            ranks = mesh.mesh  # and the mesh itself, which must live as long as its identity
+            ranks = mesh.mesh  # the mesh is kept alive, so that its id stays unique
             self._meshes[id(mesh)] = mesh, tuple(ranks.flatten().tolist()), tuple(ranks.shape)
         return self._meshes[id(mesh)][1:]
 
     def _read(self, tensor: Any, fsdp_ranks: tuple[int, ...], name: str) -> Sharding:
-        """By its mesh and placements; FSDP2 has cut it among `fsdp_ranks`, if it has."""
+        """From mesh and placements. `fsdp_ranks`: those that FSDP2 cuts it among, or ()."""
         mesh = tensor.device_mesh
         ranks, shape = self._mesh(mesh)
         if self.rank not in ranks:
             expected = f"one with rank {self.rank}"
-            raise refusal("UNSUPPORTED", "a mesh", tensor=name, expected=expected, got=str(mesh))
+            what = "its mesh lacks this rank"
+            raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=str(mesh))
         shards = list(_shards(tensor.placements, shape, name))
         grid = _grid(ranks, shape, tuple(shard.mesh_dim for shard in shards), self.world_size)
         if grid is None:
-            expected = f"a regular grid of {self.world_size} ranks"
-            raise refusal("UNSUPPORTED", "a mesh", tensor=name, expected=expected, got=str(mesh))
+            expected, what = f"a regular grid of {self.world_size} ranks", "its mesh is irregular"
+            raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=str(mesh))
         world, axes_of = grid
         axes = dict(zip((shard.mesh_dim for shard in shards), axes_of, strict=True))
         lines = {s.mesh_dim: _line_of(self.rank, ranks, shape, s.mesh_dim) for s in shards}
         by_fsdp = [shard for shard in shards if lines[shard.mesh_dim] == fsdp_ranks]
         if len(fsdp_ranks) > 1 and not by_fsdp:
             raise refusal(
-                "UNSUPPORTED", "FSDP2 cuts along no mesh axis", tensor=name, got=str(mesh)
+                "UNSUPPORTED", "FSDP2's ranks are no axis of its mesh", tensor=name, got=str(mesh)
             )
         others = _as_made(tensor, [shard for shard in shards if shard not in by_fsdp], name)
         cuts = [Cut(axes[shard.mesh_dim], shard.dim, packed) for shard, packed in others]
-        # FSDP2 cuts what a rank holds by then, however its placement describes that.
+        # FSDP2 cuts the local tensor, last, however its placement describes that.
         cuts += [Cut(axes[s.mesh_dim], s.dim, pads=s.dim == 0) for s in by_fsdp]
         return Sharding(world, tuple(cuts))
 
@@ -161,7 +170,7 @@ class Shardings:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A mesh dim along which a DTensor is cut."""
+    """A mesh axis along which a DTensor is cut."""
 
     mesh_dim: int
     parts: int
@@ -170,7 +179,7 @@ class _Shard:
 
 
 def _shards(placements: Iterable[Any], shape: Sequence[int], name: str) -> Iterator[_Shard]:
-    """The mesh dims that cut, in the mesh's order; those of one rank cut nothing."""
+    """The mesh axes that cut, in the mesh's order; axes of one rank cut nothing."""
     from torch.distributed.tensor import Replicate, Shard
 
     kinds: Any = (Shard, strided_shard())
@@ -184,10 +193,10 @@ def _shards(placements: Iterable[Any], shape: Sequence[int], name: str) -> Itera
 
 
 def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard, int]]:
-    """The cuts in the order in which they are made, each with its number of packed parts.
+    """The cuts in the order in which they were made, each with its number of packed parts.
 
-    Mesh dims cut from left to right. A split factor says that so many parts were there before: made
-    by later mesh dims that cut the same tensor dim or, where there are none of these, packed.
+    Mesh axes cut from left to right. A split factor is the number of parts that existed before the
+    cut: made by later mesh axes that cut the same tensor dim or, if there are none, packed.
     """
     told = shard_order(tensor)
     made: dict[int, list[tuple[_Shard, int]]] = {}
@@ -198,12 +207,12 @@ def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard,
             continue
         parts = [prod(s.parts for s, _ in same_dim[:i]) for i in range(len(same_dim) + 1)]
         place = parts.index(shard.split_factor) if shard.split_factor in parts else -1
-        # A strided cut is described as if it came first. That is the same only for even parts.
+        # DTensor describes a strided cut as the first one: equal to ours only for even parts.
         is_uneven = tensor.shape[shard.dim] % shard.split_factor != 0
         is_packed = any(packed > 1 for _, packed in same_dim[:place])
         if place < 0 or (place > 0 and (is_uneven or is_packed)):
             got = f"{list(tensor.shape)} as {list(tensor.placements)}"
-            raise refusal("UNSUPPORTED", "a strided cut", tensor=name, got=got)
+            raise refusal("UNSUPPORTED", "cuts of unknown order", tensor=name, got=got)
         same_dim.insert(place, (shard, 1))
     for entry in told:
         by_order = made.get(entry.tensor_dim, [])
@@ -214,15 +223,15 @@ def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard,
 # ---- meshes
 
 
-@lru_cache(maxsize=256)  # a model has thousands of tensors and a handful of meshes
+@lru_cache(maxsize=256)  # a model has thousands of tensors and few meshes
 def _grid(
     ranks: tuple[int, ...], shape: tuple[int, ...], dims: tuple[int, ...], world_size: int
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None:
-    """The world as a grid of which the `dims` of a mesh are axes: its sizes, and by dim the axes;
-    None where there is no such grid.
+    """The world as a grid that has the `dims` of a mesh as axes: its sizes, and for each dim its
+    axes (several, if it is flattened); None if there is no such grid.
 
-    `ranks` are the mesh's, row-major over `shape`. A mesh dim that is several axes flattened gives
-    them all. What the mesh leaves out of the world is taken to be more of the same.
+    `ranks` are the mesh's, row-major over `shape`. The rest of the world is taken to repeat the
+    mesh: ranks (0, 2) of a world of 4 are axis 0 of the grid 2 x 2.
     """
     steps = {dim: prod(shape[dim + 1 :]) for dim in dims}
     strides = {dim: _strides(ranks[: shape[dim] * steps[dim] : steps[dim]]) for dim in dims}
@@ -251,8 +260,8 @@ def _grid(
 
 
 def _strides(line: Sequence[int]) -> list[tuple[int, int]]:
-    """(stride, size) of the axes, outermost first, along which ranks go up one after the other;
-    none where they do not."""
+    """(stride, size) of the axes, outermost first, that enumerate the ranks of `line`; empty if
+    none do. [0, 1, 4, 5] is [(4, 2), (1, 2)]."""
     axes: list[tuple[int, int]] = []
     while len(line) > 1:
         stride = line[1] - line[0]
@@ -273,7 +282,7 @@ def _part(rank: int, strides: Sequence[tuple[int, int]]) -> int:
 
 
 def _line_of(rank: int, ranks: tuple[int, ...], shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """The ranks that differ from one of them only along `dim`, in their order."""
+    """The ranks on the line through `rank` along mesh axis `dim`, in their order."""
     step = prod(shape[dim + 1 :])
     position = ranks.index(rank)
     first = position - position // step % shape[dim] * step

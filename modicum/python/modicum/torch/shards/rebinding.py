@@ -1,8 +1,8 @@
-"""An optimizer follows its parameters, by name, through whatever exchanges them.
+"""An optimizer follows its parameters, by FQN, when they are replaced.
 
-`fully_shard` and tensor parallelism put new parameters in the place of those that an optimizer was
-made with. Addresses can't tell which belong together, for on meta they are all 0; nor can the
-order, for an optimizer's groups have one of their own.
+`fully_shard` and tensor parallelism replace the parameters that an optimizer was made with.
+Addresses do not match old and new ones, since on meta all are 0; nor does the order, since an
+optimizer's groups have their own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,24 +22,24 @@ Names = dict[nn.Parameter, list[str]]
 def rebinding(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, resuming: bool = False
 ) -> Iterator[None]:
-    """Within it parameters of `model` may be exchanged; afterwards `optimizer` has the new ones.
+    """Within the context parameters of `model` may be replaced; on exit `optimizer` gets the new
+    ones.
 
         with modicum.torch.rebinding(model, optimizer):
             fully_shard(model)
 
-    Each place in each parameter group gets the parameter that has the FQN of the one before; names
-    that `torch.compile` and activation checkpointing put into an FQN don't count. Where the block
-    or the rebinding fails, the optimizer is as it was. Within the block it keeps the parameters
-    before alive: on meta they take no memory.
+    On success each parameter in each group is replaced by the one that now has its FQN; wrapper
+    names of `torch.compile` and activation checkpointing are ignored. On failure the optimizer is
+    unchanged. Within the context it keeps the old parameters alive: on meta they take no memory.
 
     Args:
-        model: what the block works on, in place.
+        model: the model that the block changes in place.
         optimizer: one, or several.
-        resuming: whether an optimizer that has state is taken. Its state goes to the new parameters
-            where it has their shape and placements. False by default.
+        resuming: whether optimizers may have state. It moves to the new parameters, whose shape
+            and placements it must have. False by default.
 
-    `UsageError`: an optimizer has state and is not resuming; a parameter of it is none of the
-    model; a name is gone afterwards; tied parameters came apart; state does not fit.
+    `UsageError`: an optimizer has state and `resuming` is False; one of its parameters is not in
+    the model; an FQN is gone; tied parameters are no longer tied; state does not fit.
     """
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     names = parameter_names(model)
@@ -63,37 +63,40 @@ def _check_before(optimizer: Optimizer, names: Names, resuming: bool) -> None:
         for place, parameter in enumerate(group["params"]):
             if parameter not in names:
                 got = f"parameter {place} of group {number}, {list(parameter.shape)}"
-                raise refusal("USAGE", "a parameter of an optimizer is none of the model", got=got)
+                raise refusal("USAGE", "a parameter of the optimizer is not in the model", got=got)
             if optimizer.state.get(parameter) and not resuming:
-                what = "an optimizer that has state is rebound with resuming=True only"
+                what = "the optimizer has state: expected resuming=True"
                 raise refusal("USAGE", what, tensor=names[parameter][0])
 
 
 def _exchanged(
     optimizer: Optimizer, names: Names, after: dict[str, nn.Parameter]
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """By each parameter of the optimizer the one that has its names now."""
+    """For each parameter of the optimizer, the one that has its names now."""
     new_of: dict[nn.Parameter, nn.Parameter] = {}
     old_of: dict[nn.Parameter, nn.Parameter] = {}
     for old in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         for name in names[old]:
             if name not in after:
-                raise refusal("MISMATCH", "the model lost a parameter", tensor=name)
+                raise refusal("MISMATCH", "the model no longer has this parameter", tensor=name)
             if new_of.setdefault(old, after[name]) is not after[name]:
                 tied = f"one parameter with {names[old][0]}"
-                raise refusal("MISMATCH", "a tie came apart", tensor=name, expected=tied)
+                raise refusal(
+                    "MISMATCH", "tied parameters are no longer tied", tensor=name, expected=tied
+                )
         if (other := old_of.setdefault(new_of[old], old)) is not old:
             two = f"another parameter than {names[other][0]}"
-            raise refusal("MISMATCH", "parameters became one", tensor=names[old][0], expected=two)
+            what = "two parameters are now one"
+            raise refusal("MISMATCH", what, tensor=names[old][0], expected=two)
         for key, value in optimizer.state.get(old, {}).items():
             if not _fits(value, old, new_of[old]):
-                what = f"the state '{key}' is not of the parameter's shape and placements"
+                what = f"the state '{key}' has another shape or other placements than the parameter"
                 raise refusal("MISMATCH", what, tensor=names[old][0])
     return new_of
 
 
 def _fits(value: Any, old: nn.Parameter, new: nn.Parameter) -> bool:
-    """Whether a value of an optimizer's state is the same to the new parameter."""
+    """Whether a value of an optimizer's state fits the new parameter."""
     if new is old or getattr(value, "ndim", 0) == 0:
         return True
     return all(
@@ -103,10 +106,8 @@ def _fits(value: Any, old: nn.Parameter, new: nn.Parameter) -> bool:
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every parameter with its canonical FQNs in the model's order: a tied one has several.
-
-    A parameter is a key by its identity. `UsageError` where two parameters have one name.
-    """
+    """Every parameter, by identity, with its canonical FQNs, in the model's order; a tied one has
+    several. `UsageError` if two parameters have one name."""
     owner_of: dict[str, nn.Parameter] = {}
     names: dict[nn.Parameter, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""The tensors of a model that a load may give values to."""
+"""The tensors of a model that a load may fill."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ class ModelTensor:
     """A tensor of a model."""
 
     name: str
-    """In the model, canonical."""
+    """Canonical, in the model."""
     tensor: torch.Tensor
     module: nn.Module
-    """Whose `attribute` it is."""
+    """The module that has it as `attribute`."""
     attribute: str
     managed: Managed | None
 
@@ -35,11 +35,11 @@ class ModelTensor:
 
     @property
     def is_persistent(self) -> bool:
-        """In a state dict."""
+        """Whether a state dict has it."""
         return is_persistent(self.module, self.attribute)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Another tensor in its place."""
+        """Replaces it in its module."""
         (parameters_of if self.is_parameter else buffers_of)(self.module)[self.attribute] = tensor
         self.tensor = tensor
 
@@ -51,11 +51,11 @@ class ModelTensor:
 def tensors_of(
     model: nn.Module, structure: Structure | None = None, *, scratch: bool = False
 ) -> dict[str, ModelTensor]:
-    """What a state dict would have, by canonical name, one entry per name.
+    """The entries of a state dict, by canonical name; tied tensors under each of their names.
 
     Args:
-        structure: of the model, where it is known already.
-        scratch: also the buffers that a state dict lacks.
+        structure: of the model, if it is known already.
+        scratch: include buffers that a state dict lacks.
     """
     require_known()
     structure = structure or structure_of(model)
@@ -67,15 +67,15 @@ def tensors_of(
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as one line of bytes."""
+    """The memory of a contiguous tensor as a one-dimensional tensor of bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def copying_into(
     lines: Mapping[int, tuple[torch.Tensor, int]],
 ) -> Callable[[int, int, memoryview], None]:
-    """Elements out of the staging, for what lies on a device; by target, its line of bytes and the
-    bytes of an element."""
+    """The function that copies elements out of the staging to tensors on a device. `lines`: by
+    target, its bytes as from `as_bytes`, and the size of an element."""
 
     def copy(target: int, at: int, elements: memoryview) -> None:
         line, itemsize = lines[target]
