@@ -68,12 +68,6 @@ def require_gloo() -> None:
         raise refusal("UNSUPPORTED", f"PyTorch {torch.__version__} was built without Gloo")
 
 
-def gloo_group(store: Any, rank: int, size: int, limit: timedelta) -> Any:
-    """Connects `size` ranks by point-to-point connections, independent of torch's process groups
-    and on their network interface. `limit`: the time to connect."""
-    return dist.ProcessGroupGloo(store, rank, size, limit)
-
-
 def break_connections(group: Any) -> None:
     """Ends a group's connections, which its peers see as an error. Gloo has no call for it, but
     ends all connections when a wait exceeds its limit."""

@@ -134,18 +134,14 @@ def _managed_in(model: nn.Module, groups: Sequence[Any]) -> dict[nn.Parameter, M
                     what = "FSDP2 has gathered this parameter, as after a forward without a "
                     what += "backward: call model.reshard() before"
                 raise refusal("USAGE", what, tensor=name)
-            managed[fsdp_param.sharded_param] = _managed(fsdp_param, unit)
+            managed[fsdp_param.sharded_param] = Managed(
+                fsdp_param=fsdp_param,
+                unit=unit,
+                padded_numel=fsdp_param.padded_sharded_param_size.numel(),
+                device=torch.device("cpu") if fsdp_param.offload_to_cpu else fsdp_param.device,
+                pins=fsdp_param.pin_memory,
+            )
     return managed
-
-
-def _managed(fsdp_param: Any, unit: int) -> Managed:
-    return Managed(
-        fsdp_param=fsdp_param,
-        unit=unit,
-        padded_numel=fsdp_param.padded_sharded_param_size.numel(),
-        device=torch.device("cpu") if fsdp_param.offload_to_cpu else fsdp_param.device,
-        pins=fsdp_param.pin_memory,
-    )
 
 
 def check_unit_dtypes(
@@ -159,14 +155,10 @@ def check_unit_dtypes(
             dtype = dtype_of(name)
             other, expected = first.setdefault(of.unit, (name, dtype))
             if dtype != expected:
-                raise refusal(
-                    "UNSUPPORTED",
-                    "FSDP2 expects one dtype for the trainable parameters of a unit: shard the "
-                    "module of this parameter by itself",
-                    tensor=name,
-                    expected=f"{expected} as {other}",
-                    got=str(dtype),
-                )
+                what = "FSDP2 expects one dtype for the trainable parameters of a unit: shard the "
+                what += "module of this parameter by itself"
+                wanted = f"{expected} as {other}"
+                raise refusal("UNSUPPORTED", what, tensor=name, expected=wanted, got=str(dtype))
 
 
 # ---- handing over

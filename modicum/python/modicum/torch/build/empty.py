@@ -47,16 +47,8 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 # Tensors of this size or more are mapped rather than cleared, and get no random numbers.
 _LARGE_BYTES = 1 << 20
 
-_EMPTY = frozenset(
-    {
-        _aten.empty,
-        _aten.empty_like,
-        _aten.empty_permuted,
-        _aten.empty_strided,
-        _aten.new_empty,
-        _aten.new_empty_strided,
-    }
-)
+_EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_permuted, _aten.empty_strided}
+_EMPTY |= {_aten.new_empty, _aten.new_empty_strided}
 _ZEROS = frozenset({_aten.zeros, _aten.zeros_like, _aten.new_zeros})
 _COPIES = frozenset({_aten.clone, _aten.copy_, TO_COPY})
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})

@@ -181,7 +181,11 @@ def _places_of(model: Model, goal: Goal) -> list[Place]:
     for target in goal.targets:
         of = model.tensors[target["name"]]
         if target["alias_of"] is not None:
-            _check_tie(of, model.tensors[target["alias_of"]])
+            holder = model.tensors[target["alias_of"]]
+            if of.tensor is not holder.tensor and (of.managed or holder.managed):
+                what = "FSDP2 has two parameters for two tied names: tie them before fully_shard"
+                expected = f"that of {holder.name}"
+                raise refusal("UNSUPPORTED", what, tensor=of.name, expected=expected)
         sharding = shardings.of(of.tensor, of.name)
         dtype = goal.dtypes[of.name]
         if of.tensor.is_meta:
@@ -195,12 +199,6 @@ def _places_of(model: Model, goal: Goal) -> list[Place]:
     return places
 
 
-def _check_tie(of: ModelTensor, holder: ModelTensor) -> None:
-    if of.tensor is not holder.tensor and (of.managed or holder.managed):
-        what = "FSDP2 has two parameters for two tied names: tie them before fully_shard"
-        raise refusal("UNSUPPORTED", what, tensor=of.name, expected=f"that of {holder.name}")
-
-
 def _device_of(model: Model, of: ModelTensor) -> torch.device:
     if of.managed:
         return of.managed.device
@@ -209,10 +207,7 @@ def _device_of(model: Model, of: ModelTensor) -> torch.device:
         return computes_on
     mesh = getattr(of.tensor, "device_mesh", None)
     device = torch.device(mesh.device_type) if mesh is not None else torch.get_default_device()
-    if device.type in (
-        "cpu",
-        "meta",
-    ):  # the default device of a model built on meta is no destination
+    if device.type in ("cpu", "meta"):  # the default device may be meta, where models are built
         return torch.device("cpu")
     return torch.empty(0, device=device).device
 

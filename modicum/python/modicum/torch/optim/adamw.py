@@ -164,16 +164,14 @@ class AdamW(torch.optim.Optimizer):
             self._unhook.atexit = False
             for part in parts:  # entries that `rebinding` has moved to new parameters
                 if part.parameter in given:
-                    self._take(part, given[part.parameter])
+                    entry, moments = given[part.parameter], self._bound.moments(part)
+                    self._bound.take(part, saved_values(part, entry, moments))
+                    self._has_loaded = True
             self._bound.show(self.state, parts)
         except BaseException:
             self._release()
             self.state.update(given)
             raise
-
-    def _take(self, part: Part, entry: Any) -> None:
-        self._bound.take(part, saved_values(part, entry, self._bound.moments(part)))
-        self._has_loaded = True
 
     def _release(self) -> dict[Any, Any]:
         """Unbinds all parameters and frees their state. Returns the entries of `state` that are not

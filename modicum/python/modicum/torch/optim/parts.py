@@ -84,13 +84,8 @@ class Part:
         ):
             expected = f"{type(self.parameter).__name__} of {list(self.parameter.shape)}"
             got = f"{type(whole).__name__} of {list(whole.shape)}"
-            raise refusal(
-                "MISMATCH",
-                f"its {what} has another type or shape",
-                tensor=self.name,
-                expected=expected,
-                got=got,
-            )
+            what = f"its {what} has another type or shape"
+            raise refusal("MISMATCH", what, tensor=self.name, expected=expected, got=got)
         if self.mesh is not None:
             to: Any = self.parameter
             cut: Any = whole

@@ -32,9 +32,8 @@ def chunks(line: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 def merged_groups(state_dict: Any, own: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The optimizer's own groups with a deep copy of the options in `state_dict`."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        expected = "keys 'state' and 'param_groups'"
-        got = _keys_of(state_dict)
-        raise refusal("USAGE", "the state dict", expected=expected, got=got)
+        keys, got = "keys 'state' and 'param_groups'", _keys_of(state_dict)
+        raise refusal("USAGE", "the state dict", expected=keys, got=got)
     groups = state_dict["param_groups"]
     if not all(isinstance(group, Mapping) and "params" in group for group in groups):
         raise refusal("USAGE", "a parameter group of the state dict lacks 'params'")

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from modicum.torch.ranks.caller import Caller
-from modicum.upstream.torch_distributed import break_connections, gloo_group, require_gloo
+from modicum.upstream.torch_distributed import break_connections, require_gloo
 
 PIECE_BYTES = 2 << 20
 PIECES_AHEAD = 8
@@ -87,7 +87,7 @@ class Exchange:
         """Connects the places `members`, this one among them."""
         mine = members.index(self._place)
         store = dist.PrefixStore(name, store)
-        group = gloo_group(store, mine, len(members), CONNECT_LIMIT)
+        group = dist.ProcessGroupGloo(store, mine, len(members), CONNECT_LIMIT)
         self._groups.append(group)
         for at, place in enumerate(members):
             if place != self._place:

@@ -108,24 +108,30 @@ class Ranks:
         made, brought = self._settle(local(), lambda brought: [made, brought])
         return made, brought
 
-    def agree(self, digest: str) -> None:
-        """CONFLICT, naming the first rank that differs from rank 0, if the digests differ."""
-        self._settle(digest, self._judge)
+    def agree(self, digest: str, facts: Sequence[Any] = ()) -> None:
+        """CONFLICT, naming the first rank that differs from rank 0, if the digests differ; and the
+        first difference of `facts`, of which they are digests."""
+        digests = self.gather(digest)
+        others = [rank for rank, of in enumerate(digests) if of != digests[0]]
+        if not others:
+            return
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        what = f"rank {others[0]}{more} has other inputs than rank 0"
+        expected, got = digests[0], digests[others[0]]
+        if facts:
+            brought = self.gather(facts if self.rank in (0, others[0]) else None)
+            name, expected, got = _first_difference(brought[0], brought[others[0]])
+            what = f"rank {others[0]}{more} differs from rank 0 in {name}"
+        conflict = self._blaming(others[0], "CONFLICT", what, expected=expected, got=got)
+        raise from_json(conflict)
 
     def agree_on(self, facts: Mapping[str, str]) -> None:
         """CONFLICT if the ranks' facts, values by name, differ or are in another order. Names the
         first rank that differs from rank 0, and the first fact in which it does, with both
         values."""
         own = [*facts.items()]
-        digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16).hexdigest()
-        digests = self.gather(digest)
-        odd = next((rank for rank, of in enumerate(digests) if of != digests[0]), None)
-        if odd is None:
-            return
-        brought = self.gather(own if self.rank in (0, odd) else None)
-        name, expected, got = _first_difference(brought[0], brought[odd])
-        what = f"rank {odd} differs from rank 0 in {name}"
-        raise from_json(self._blaming(odd, "CONFLICT", what, expected=expected, got=got))
+        digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16)
+        self.agree(digest.hexdigest(), own)
 
     def barrier(self) -> None:
         """Returns once every rank has called this as often as this one."""
@@ -288,17 +294,6 @@ class Ranks:
             [made] = store.take(f"{key}/all")
         return json.loads(made)
 
-    def _judge(self, digests: list[str]) -> None:
-        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if others:
-            more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-            what = f"rank {others[0]}{more} has other inputs than rank 0"
-            raise from_json(
-                self._blaming(
-                    others[0], "CONFLICT", what, expected=digests[0], got=digests[others[0]]
-                )
-            )
-
     def _until(
         self, is_so: Callable[[], bool], key: str = "", limit_s: float | None = None
     ) -> None:
@@ -362,8 +357,7 @@ class Ranks:
                 progress(board.progress)
             progress(board.progress)
         except BaseException as error:  # ends the load, which runs on another thread
-            document = self.report(_document_of(error))
-            self._fail(document)
+            self._fail(self.report(_document_of(error)))
 
     def _fail(self, document: str) -> None:
         with self._lock:

@@ -111,13 +111,9 @@ class Shardings:
         got = local_of(tensor).shape
         # FSDP2 gives an empty shard the shape [0, 0] where the cuts give [4, 0].
         if got != expected and (got.numel() or prod(expected)):
-            raise refusal(
-                "UNSUPPORTED",
-                "the local shape contradicts the placements",
-                tensor=name,
-                expected=str(list(expected)),
-                got=str(list(got)),
-            )
+            what = "the local shape contradicts the placements"
+            shapes = {"expected": str(list(expected)), "got": str(list(got))}
+            raise refusal("UNSUPPORTED", what, tensor=name, **shapes)
         return sharding
 
     def counts(self, tensor: torch.Tensor, sharding: Sharding) -> bool:
@@ -155,9 +151,8 @@ class Shardings:
         lines = {s.mesh_dim: _line_of(self.rank, ranks, shape, s.mesh_dim) for s in shards}
         by_fsdp = [shard for shard in shards if lines[shard.mesh_dim] == fsdp_ranks]
         if len(fsdp_ranks) > 1 and not by_fsdp:
-            raise refusal(
-                "UNSUPPORTED", "FSDP2's ranks are no axis of its mesh", tensor=name, got=str(mesh)
-            )
+            what = "FSDP2's ranks are no axis of its mesh"
+            raise refusal("UNSUPPORTED", what, tensor=name, got=str(mesh))
         others = _as_made(tensor, [shard for shard in shards if shard not in by_fsdp], name)
         cuts = [Cut(axes[shard.mesh_dim], shard.dim, packed) for shard, packed in others]
         # FSDP2 cuts the local tensor, last, however its placement describes that.

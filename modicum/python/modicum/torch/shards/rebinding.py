@@ -80,10 +80,8 @@ def _exchanged(
             if name not in after:
                 raise refusal("MISMATCH", "the model no longer has this parameter", tensor=name)
             if new_of.setdefault(old, after[name]) is not after[name]:
-                tied = f"one parameter with {names[old][0]}"
-                raise refusal(
-                    "MISMATCH", "tied parameters are no longer tied", tensor=name, expected=tied
-                )
+                what, tied = "tied parameters are no longer tied", f"one with {names[old][0]}"
+                raise refusal("MISMATCH", what, tensor=name, expected=tied)
         if (other := old_of.setdefault(new_of[old], old)) is not old:
             two = f"another parameter than {names[other][0]}"
             what = "two parameters are now one"
