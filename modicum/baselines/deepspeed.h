@@ -1,5 +1,5 @@
-// A forecast of the host memory that DeepSpeed holds for a model, allocation by allocation, from its
-// configuration (docs/internals/memory.md). Values; any thread.
+// A forecast of the host memory that DeepSpeed holds for a model, allocation by allocation, from
+// its configuration (docs/internals/memory.md). Values; any thread.
 #pragma once
 
 #include <cstdint>
