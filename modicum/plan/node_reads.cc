@@ -149,8 +149,8 @@ void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
   //
   //   run          0        1        2        3        4
   //             [-----]  [-----]  [-----]  [-----]  [-----]
-  //                        lo |-----------------------| hi
-  //   emitted              [--]  [-----]  [-----]  [--]        first = 2, end = 4
+  //                         |lo                       |hi
+  //   emitted               [--]  [-----]  [-----]  [-]   first = 2, end = 4
   const int64_t after_lo = lo - r.first;
   const int64_t before_hi = hi - r.first - r.length;
   const int64_t first =

@@ -26,8 +26,8 @@ class Powers {
   uint64_t inverse_;                                // of x - 1, the divisor of contiguous runs
 };
 
-// Counts finished transfers in a fingerprint per buffer. Writing place i adds x^i modulo p = 2^61 -
-// 1, at one random point x per load. For a buffer of 6 elements:
+// Counts finished transfers in a fingerprint per buffer. Writing place i adds x^i, modulo the prime
+// of Powers, at one random point x per load. For a buffer of 6 elements:
 //
 //   transfers     places [0, 2)     [2, 5)              [5, 6)
 //   fingerprint   x^0 + x^1    +    x^2 + x^3 + x^4  +  x^5      = 1 + x + ... + x^5: proven
