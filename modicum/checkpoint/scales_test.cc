@@ -146,7 +146,7 @@ TEST(PairedScales, InferredOrUnknownBlockSizesAreWarnings) {
   ASSERT_EQ(warnings({1, 2}).size(), 1U);
   EXPECT_NE(warnings({1, 2})[0].find("taken from shapes"), std::string::npos);
   ASSERT_EQ(warnings({2, 1}).size(), 1U);
-  EXPECT_NE(warnings({2, 1})[0].find("not known"), std::string::npos);
+  EXPECT_NE(warnings({2, 1})[0].find("is unknown"), std::string::npos);
 }
 
 TEST(PairedScales, AGridThatFitsNothingIsKnownNotToFit) {

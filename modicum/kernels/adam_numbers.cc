@@ -6,7 +6,7 @@
 namespace modicum {
 namespace {
 
-// torch counts steps in a float32 tensor, which stops here.
+// torch counts steps in a float32 tensor, which cannot count beyond 2^24.
 constexpr int64_t kTorchSteps = int64_t{1} << 24;
 
 AdamNumbers torch_numbers(const AdamOptions& o, int64_t step, AdamNumbers n) noexcept {
@@ -21,7 +21,7 @@ AdamNumbers torch_numbers(const AdamOptions& o, int64_t step, AdamNumbers n) noe
   return n;
 }
 
-// `base`^step as DeepSpeed's running product, up to where it changes no more.
+// `base`^step as DeepSpeed's running product, until it no longer changes.
 float running_product(float base, int64_t step) noexcept {
   float product = 1;
   for (int64_t i = 0; i < step; ++i) {

@@ -1,5 +1,5 @@
-// One step of AdamW, and the planes of a span to fp32 and back. Internal to `kernels`; compiled
-// once per target.
+// One AdamW step over a span, in every state format. Internal to `kernels`; compiled once per
+// target.
 #if defined(MODICUM_KERNELS_ADAMW_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MODICUM_KERNELS_ADAMW_INL_H_
 #undef MODICUM_KERNELS_ADAMW_INL_H_
@@ -18,12 +18,12 @@ namespace HWY_NAMESPACE {
 
 enum class Rule : uint8_t { torch, torch_amsgrad, deepspeed };
 
-// What is the same for all elements of a call.
+// Constants of a call.
 struct Constants {
   AdamNumbers numbers;
-  float unscale;       // negative where the sum is to be maximised: that is exact
-  float lerp;          // exp_avg's way to the gradient, counted from the nearer end
-  bool from_exp_avg;   // which is exp_avg
+  float unscale;       // negated for `maximize`, which is exact
+  float lerp;          // weight of the interpolation, from the nearer end as in torch.lerp
+  bool from_exp_avg;   // whether the nearer end is exp_avg
   bool adds_decay;     // L2
   bool decays_master;  // decoupled
 };
@@ -50,7 +50,7 @@ HWY_INLINE Floats<D> next_exp_avg(D d, const Constants& c, Floats<D> g, Floats<D
     const Floats<D> kept = hn::Mul(m, hn::Set(d, c.numbers.beta1));
     return fma(d, g, hn::Set(d, c.numbers.one_minus_beta1), kept);
   } else {
-    // A blend: of `?:` GCC makes a way through memory.
+    // A blend: GCC compiles `?:` to a round trip through memory.
     const auto from_exp_avg = hn::Eq(hn::Set(d, c.from_exp_avg ? 0.0F : 1.0F), hn::Zero(d));
     return fma(d, hn::Set(d, c.lerp), hn::Sub(g, m), hn::IfThenElse(from_exp_avg, m, g));
   }
@@ -86,7 +86,7 @@ HWY_INLINE Floats<D> next_master(D d, const Constants& c, Floats<D> p, Floats<D>
 
 // ---- pieces of a span
 
-// Calls op(d, i) for every i of [begin, end): with full vectors, then with single lanes.
+// Calls op(d, i) to cover [begin, end): with full vectors, then with single lanes.
 template <class Op>
 HWY_INLINE void for_lanes(const Op& op, int64_t begin, int64_t end) {
   const hn::ScalableTag<float> d;
@@ -96,11 +96,11 @@ HWY_INLINE void for_lanes(const Op& op, int64_t begin, int64_t end) {
   for (; i < end; ++i) op(OneLane(), i);
 }
 
-// Elements of a span: all of them, or those of one block where that has keys and scales.
+// A piece of a span: all of it, or one block if the format has block keys or scales.
 struct Piece {
   int64_t begin = 0;
   int64_t end = 0;
-  int64_t to_block = 0;  // element i is the block's i + to_block
+  int64_t to_block = 0;  // element i of the span is element i + to_block of the block
   int64_t scale = 0;     // index of its scales
   BlockKeys keys = {};
 };
@@ -134,7 +134,7 @@ HWY_INLINE Floats<D> load_exp_avg(D d, const AdamSpan& span, const Piece& piece,
   }
 }
 
-// Of exp_avg_sq or of its maximum.
+// Of exp_avg_sq or max_exp_avg_sq.
 template <StateFormat kFormat, class D>
 HWY_INLINE Floats<D> load_exp_avg_sq(D d, const std::byte* plane, const float* scales,
                                      const Piece& piece, int64_t i) {
@@ -160,7 +160,7 @@ HWY_INLINE void store_out(D d, Floats<D> p, const AdamSpan& span, int64_t i) {
 struct Staged {
   alignas(64) float exp_avg[kScaleBlock];
   alignas(64) float root[kScaleBlock];      // of exp_avg_sq
-  alignas(64) float max_root[kScaleBlock];  // of its maximum
+  alignas(64) float max_root[kScaleBlock];  // of max_exp_avg_sq
 };
 
 struct EncodeExpAvg {
@@ -187,7 +187,7 @@ struct EncodeRoot {
   }
 };
 
-// `values` and `roots` are those of the whole block, of which the piece's are set.
+// `values` and `roots` cover the whole block; only the piece's elements are set.
 HWY_INLINE void encode_exp_avg(float* values, const Piece& piece, std::byte* to, float* scales) {
   const float scale = scale_of(values + piece.begin + piece.to_block, piece.end - piece.begin);
   scales[piece.scale] = scale;
@@ -201,7 +201,7 @@ HWY_INLINE void encode_root(float* roots, const Piece& piece, std::byte* to, flo
 
 // ---- the step
 
-// What a step finds, and what it leaves.
+// Loads and stores of a step.
 template <class D>
 struct Elements {
   Floats<D> p, m, v, most;
@@ -266,8 +266,8 @@ struct Step {
     }
   }
 
-  // Twice as many elements at a time, where every plane has 16 bits per element: packing one
-  // vector's costs as much as its arithmetic.
+  // Two vectors at a time if every plane has 16 bits per element: packing a single vector costs as
+  // much as its arithmetic.
   bool has_pairs() const {
     return kFormat == StateFormat::bf16_moments && span.grad_dtype == DType::bf16 &&
            span.out == nullptr;
@@ -309,7 +309,7 @@ struct Step {
   }
 };
 
-// As for_lanes; calls op.pair(d, i) for twice as many where that goes.
+// As for_lanes, but calls op.pair(d, i) for two vectors while they fit.
 template <class Op>
 HWY_INLINE void for_pairs(const Op& op, int64_t begin, int64_t end) {
   const hn::ScalableTag<float> d;

@@ -1,13 +1,13 @@
 #include "modicum/kernels/adamw.h"
 
-// This file is compiled once per instruction set; what stands below HWY_ONCE, once.
+// This file is compiled once per instruction set, except the part below HWY_ONCE.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "modicum/kernels/adamw.cc"
 #include <hwy/foreach_target.h>
-// foreach_target.h comes first.
+// After foreach_target.h.
 #include "modicum/kernels/planes-inl.h"
 
-// Calls function<format>(...) for the format in force.
+// Calls function<format>(...).
 #define MODICUM_BY_FORMAT(format, function, ...)                                                   \
   switch (format) {                                                                                \
     case StateFormat::fp32: return function<StateFormat::fp32>(__VA_ARGS__);                       \

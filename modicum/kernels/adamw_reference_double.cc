@@ -51,7 +51,7 @@ float read_master(const AdamSpan& s, int64_t i) {
   const uint32_t high = static_cast<uint32_t>(at<uint16_t>(s.master, i)) << 16;
   const bool is_short = s.format == StateFormat::int8_moments_24;
   const int32_t low = is_short ? at<int8_t>(s.master_low, i) * 256 : at<int16_t>(s.master_low, i);
-  // A lower half that can't belong to its upper half, which somebody else has written.
+  // The caller has overwritten the upper half: the lower half cannot belong to it.
   const bool is_zero = (high & 0x7fffffffU) == 0;
   const bool is_infinite_or_nan = (high & 0x7f800000U) == 0x7f800000U;
   if (is_infinite_or_nan || (is_zero && low < 0)) return std::bit_cast<float>(high);
@@ -158,7 +158,7 @@ void write_element(const AdamNumbers& n, const AdamSpan& s, int64_t i, const Ele
   }
 }
 
-// Elements begin .. end - 1, which are all that the span has of one block.
+// Elements [begin, end), all elements of one block in the span.
 void encode_block(const AdamNumbers& n, const AdamSpan& s, int64_t block, int64_t begin,
                   const std::vector<Element>& elements) {
   float scale = 0;
@@ -222,7 +222,8 @@ void reference_adamw(const AdamNumbers& n, const AdamSpan& s) {
 GradNorm reference_squares(const std::byte* grad, DType dtype, int64_t n) {
   std::vector<double> sums(32);
   bool finite = true;
-  const int64_t of_stream = n / 32 * 8;  // elements of each of the four; what is left over follows
+  const int64_t of_stream =
+      n / 32 * 8;  // elements of each of the four streams; the remainder follows
   for (int64_t i = 0; i < n; ++i) {
     const double x = as_f32(dtype, grad, i);
     finite = finite && std::isfinite(x);

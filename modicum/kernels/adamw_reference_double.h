@@ -1,5 +1,5 @@
-// AdamW as docs/internals/numerics.md defines it, one element at a time: the kernels are compared
-// with it.
+// AdamW as docs/internals/numerics.md defines it, one element at a time: the
+// reference of the kernels' tests.
 #pragma once
 
 #include "modicum/kernels/kernels.h"
@@ -9,7 +9,7 @@ namespace modicum {
 void reference_adamw(const AdamNumbers& numbers, const AdamSpan& span);
 GradNorm reference_squares(const std::byte* grad, DType dtype, int64_t n);
 
-// The random words of an element of a parameter.
+// The random words of an element.
 struct RandomWords {
   uint32_t a = 0;
   uint32_t b = 0;

@@ -42,7 +42,7 @@ void expect_torch(const TorchRun& run) {
   }
 }
 
-// Two units in the last place of the parameter or of what it has moved, whichever is larger.
+// Two ulps of the parameter or of its total update, whichever is larger.
 void expect_near_in_one_step(float ours, float torchs, float before) {
   const float size = std::max(std::fabs(torchs), std::fabs(torchs - before));
   const float place = std::nextafter(size, 2 * size) - size;
@@ -71,14 +71,14 @@ void expect_near_torch(const TorchRun& run) {
   }
 }
 
-TEST(AdamW, NearTorchWithItsOwnSquareRoots) {
+TEST(AdamW, IsCloseToTorchWithItsOwnSquareRoots) {
   for (size_t i = 0; i < kTorchRuns.size(); ++i) {
     SCOPED_TRACE("run " + std::to_string(i));
     expect_near_torch(kTorchRuns[i]);
   }
 }
 
-TEST(AdamW, TorchsBitsAfterAThousandSteps) {
+TEST(AdamW, EqualsTorchAfter1000Steps) {
   for (const std::string_view isa : isas()) {
     use_isa(isa);
     for (size_t i = 0; i < kTorchRuns.size(); ++i) {
@@ -89,7 +89,7 @@ TEST(AdamW, TorchsBitsAfterAThousandSteps) {
   use_isa(isas().front());
 }
 
-// What a step can be told, one from each row.
+// Options of a step, one choice from each row.
 struct Told {
   AdamSemantics semantics;
   bool decoupled, amsgrad, maximize, bias_correction;
@@ -150,13 +150,13 @@ void expect_reference(StateFormat format, const Told& told, int64_t first, int64
   use_isa(isas().front());
 }
 
-TEST(AdamW, NoBitDiffersFromTheReferenceAfterAThousandSteps) {
+TEST(AdamW, EqualsTheReferenceAfter1000Steps) {
   for (const StateFormatRow& row : state_formats()) {
     for (const Told& told : kTold) expect_reference(row.format, told, 120, 45, 1000);
   }
 }
 
-TEST(AdamW, NoBitDiffersFromTheReferenceAtAnyOffsetAndLength) {
+TEST(AdamW, EqualsTheReferenceAtAnyOffsetAndLength) {
   for (const StateFormatRow& row : state_formats()) {
     for (const int64_t first : {int64_t{0}, int64_t{5}, int64_t{127}, (int64_t{1} << 33) + 77}) {
       for (const int64_t n : {0, 1, 7, 128, 131, 400}) {
@@ -166,8 +166,8 @@ TEST(AdamW, NoBitDiffersFromTheReferenceAtAnyOffsetAndLength) {
   }
 }
 
-// At multiples of a scale block where moments are codes, elsewhere anywhere.
-TEST(AdamW, NoCutChangesABit) {
+// At multiples of kScaleBlock for 8-bit moments, else anywhere.
+TEST(AdamW, IsBitEqualForAnyDivisionIntoCalls) {
   for (const StateFormatRow& row : state_formats()) {
     const int64_t first = 3 * kScaleBlock;
     HeldSpan whole = begun(row.format, kTold[0], first, 1000);
@@ -187,8 +187,8 @@ TEST(AdamW, NoCutChangesABit) {
   }
 }
 
-// A step that moves nothing: what comes out is the parameter, rounded as `cast` rounds it.
-TEST(AdamW, WhatComesOutIsRoundedAsCastRounds) {
+// With lr 0 `out` is the parameter, rounded as by `cast`.
+TEST(AdamW, OutIsRoundedAsByCast) {
   constexpr int64_t kN = 1 << 17;
   for (const std::string_view isa : isas()) {
     use_isa(isa);
@@ -214,7 +214,7 @@ TEST(AdamW, WhatComesOutIsRoundedAsCastRounds) {
 }
 
 // Computed with numpy's float32 and a running product.
-TEST(AdamNumbers, DeepSpeedsAreFloatsAllTheWay) {
+TEST(AdamNumbers, DeepSpeedsAreRoundedToFp32AtEveryStep) {
   struct Known {
     double beta1, beta2;
     int64_t step;
@@ -241,7 +241,7 @@ TEST(AdamNumbers, DeepSpeedsAreFloatsAllTheWay) {
   }
 }
 
-TEST(AdamNumbers, TorchCountsStepsUpToTwoToTheTwentyFourth) {
+TEST(AdamNumbers, TorchCountsStepsUpTo2To24) {
   AdamOptions options;
   options.beta2 = 1 - 1e-8;
   const int64_t most = int64_t{1} << 24;
@@ -249,7 +249,7 @@ TEST(AdamNumbers, TorchCountsStepsUpToTwoToTheTwentyFourth) {
   EXPECT_EQ(adam_numbers(options, most, 0).bias2, adam_numbers(options, 3 * most, 0).bias2);
 }
 
-TEST(Isa, TheOneInForceIsTheOneThatWasAskedFor) {
+TEST(Isa, UseIsaSelectsTheRequestedOne) {
   ASSERT_FALSE(isas().empty());
   EXPECT_EQ(isa(), isas().front());
   for (const std::string_view name : isas()) {
@@ -264,7 +264,7 @@ TEST(Isa, TheOneInForceIsTheOneThatWasAskedFor) {
 
 // ---- random bits
 
-// Correlation of two sequences of words, as numbers in [-1/2, 1/2), in its standard deviations.
+// Correlation of two sequences of words, as numbers in [-1/2, 1/2), in standard deviations.
 double correlation(const std::vector<uint32_t>& a, const std::vector<uint32_t>& b) {
   double sum = 0;
   for (size_t i = 0; i < a.size(); ++i) sum += (a[i] * 0x1p-32 - 0.5) * (b[i] * 0x1p-32 - 0.5);
@@ -287,7 +287,7 @@ std::vector<uint32_t> words(const Stream& of, int shift = 0, bool second = false
   return kept;
 }
 
-TEST(RandomBits, NoTwoStreamsAreAlike) {
+TEST(RandomBits, StreamsAreUncorrelated) {
   const int64_t far = int64_t{1} << 32;
   const std::vector<std::vector<uint32_t>> streams = {
       words({}),

@@ -1,4 +1,4 @@
-// What torch.optim.Adam and AdamW compute, as tests/fixtures/record_adamw.py records it.
+// Results of torch.optim.Adam and AdamW, recorded by tests/fixtures/record_adamw.py.
 #pragma once
 
 #include <array>
@@ -10,8 +10,8 @@ namespace modicum {
 
 constexpr int64_t kTorchCount = 1003;
 constexpr std::array<int64_t, 5> kTorchSteps = {1, 2, 10, 100, 1000};
-// With every square root rounded to nearest: digests of the parameter, exp_avg, exp_avg_sq and,
-// with amsgrad, its maximum.
+// With square roots rounded to nearest: digests of the parameter, exp_avg, exp_avg_sq and, with
+// amsgrad, max_exp_avg_sq.
 using TorchDigests = std::array<uint64_t, 4>;
 // With torch's own square roots: the first elements.
 using TorchParams = std::array<float, 8>;

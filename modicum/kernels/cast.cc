@@ -2,9 +2,9 @@
 // compiler turns every contiguous loop into vector code. Elements are moved with memcpy: pointers
 // need no alignment and no type is punned.
 //
-// fp32 -> bf16 is integer arithmetic, because hardware instructions for it flush denormals. fp16
-// takes one exact or correctly rounded float operation instead, as SSE2 has no shift by a count of
-// each element's own; nothing depends on the flush-to-zero modes that frameworks may set.
+// fp32 -> bf16 is integer arithmetic, because the hardware instructions flush denormals. fp16 uses
+// one exact or correctly rounded float operation, since SSE2 lacks per-element shift counts.
+// Neither depends on the flush-to-zero mode.
 #include <cassert>
 #include <cstring>
 

@@ -11,7 +11,7 @@
 namespace modicum {
 namespace {
 
-// The reference: values as long double, rounded by hand. It shares nothing with the kernels.
+// The reference: values as long double, rounded here. It shares no code with the kernels.
 struct Format {
   int exponent_bits;
   int mantissa_bits;
@@ -43,7 +43,7 @@ long double round_half_even(long double value) {
   return rest > 0.5L || (rest == 0.5L && floor_is_odd) ? floor + 1 : floor;
 }
 
-// Of anything but a NaN.
+// Expects no NaN.
 uint32_t encode(long double value, Format f) {
   const uint32_t sign = (std::signbit(value) ? 1U : 0U) << (f.mantissa_bits + f.exponent_bits);
   const uint32_t infinity = ((1U << f.exponent_bits) - 1) << f.mantissa_bits;
@@ -55,7 +55,7 @@ uint32_t encode(long double value, Format f) {
   const int lowest = 2 - bias_of(f);
   exponent = std::max(exponent, lowest);
   const long double places = round_half_even(std::ldexp(magnitude, f.mantissa_bits + 1 - exponent));
-  // A denormal has no implicit bit to take off; a carry runs into the exponent.
+  // A denormal has no implicit bit to remove; a carry moves into the exponent.
   const auto field = static_cast<uint32_t>(exponent - lowest);
   const auto number = (field << f.mantissa_bits) + static_cast<uint32_t>(places);
   return sign | std::min(number, infinity);
@@ -75,7 +75,7 @@ std::vector<uint16_t> all_16_bits() {
   return all;
 }
 
-// Every 4099th pattern (a prime), and the neighbourhoods of every exponent's and half-way patterns.
+// Every 4099th pattern (a prime), and the patterns around every exponent and half-way point.
 std::vector<uint32_t> sample_of_fp32() {
   std::vector<uint32_t> sample;
   for (uint64_t bits = 0; bits < (uint64_t{1} << 32); bits += 4099) {
@@ -104,7 +104,7 @@ void expect_as_reference(const std::vector<From>& from, DType from_dtype, Format
   EXPECT_EQ(wrong, 0);
 }
 
-TEST(Cast, ReferenceKnowsItsNumbers) {
+TEST(Cast, ReferenceGivesKnownValues) {
   EXPECT_EQ(encode(1.0L, kF32), 0x3f800000U);
   EXPECT_EQ(encode(-65504.0L, kF16), 0xfbffU);
   EXPECT_EQ(encode(65520.0L, kF16), 0x7c00U);
@@ -187,7 +187,7 @@ std::vector<std::byte> pattern_bytes(size_t n) {
   return bytes;
 }
 
-// One element at a time, aligned: what longer and unaligned runs must agree with.
+// One aligned element at a time: the reference of longer and unaligned runs.
 std::vector<std::byte> cast_one_by_one(const std::byte* from, Pair pair, int64_t n) {
   const int64_t from_bytes = bytes_per_element(pair.from);
   const int64_t to_bytes = bytes_per_element(pair.to);
@@ -202,7 +202,7 @@ std::vector<std::byte> cast_one_by_one(const std::byte* from, Pair pair, int64_t
   return to;
 }
 
-TEST(Cast, AnyLengthAndAlignmentGivesTheSameAndTouchesNothingElse) {
+TEST(Cast, AnyLengthAndAlignmentGivesTheSameBits) {
   const auto source = pattern_bytes(1024);
   for (const Pair pair : castable_pairs()) {
     for (int64_t n = 0; n < 70; ++n) {
@@ -218,7 +218,7 @@ TEST(Cast, AnyLengthAndAlignmentGivesTheSameAndTouchesNothingElse) {
   }
 }
 
-TEST(CastStrided, PutsEveryElementAtItsStepAndNothingBetween) {
+TEST(CastStrided, WritesEveryElementAtItsStepOnly) {
   const auto source = pattern_bytes(256);
   for (const Pair pair : castable_pairs()) {
     const int64_t n = 21;
@@ -240,7 +240,7 @@ TEST(CastStrided, PutsEveryElementAtItsStepAndNothingBetween) {
   }
 }
 
-TEST(CastStrided, CopiesWhatIsNeverCastToo) {
+TEST(CastStrided, CopiesOtherDtypes) {
   const std::vector<uint64_t> from = {1, uint64_t{2} << 40, 3};
   std::vector<uint64_t> to(9, 7);
   cast_strided(reinterpret_cast<const std::byte*>(from.data()), DType::i64,
@@ -248,7 +248,7 @@ TEST(CastStrided, CopiesWhatIsNeverCastToo) {
   EXPECT_EQ(to, (std::vector<uint64_t>{1, 7, 7, uint64_t{2} << 40, 7, 7, 3, 7, 7}));
 }
 
-TEST(Cast, SameDtypeCopiesAlsoBelowAByte) {
+TEST(Cast, TheSameDtypeCopiesAlsoBelowAByte) {
   for (const DType dtype : {DType::f4, DType::f6_e2m3, DType::u8, DType::i64}) {
     const int64_t n = 8;
     std::vector<std::byte> to(64, std::byte{0xab});

@@ -1,9 +1,9 @@
-// FP8 codes times their scales. Codes are widened by arithmetic and not by a table, so that whole
-// blocks become vector code.
+// FP8 codes times their scales. Codes are widened by arithmetic instead of a table, so that the
+// compiler vectorises whole blocks.
 //
-// The product of two normal numbers that is normal itself is the same under any flush-to-zero mode.
-// A code is one (or zero), a scale nearly always: then one multiplication per code does it. Scales
-// near the ends of fp32's range take integer arithmetic, code by code.
+// A normal product of two normal numbers does not depend on the flush-to-zero mode. Codes are
+// normal or zero, and scales nearly always are: then a single multiplication per code suffices.
+// Scales near the ends of fp32's range use integer arithmetic, code by code.
 #include <algorithm>
 #include <bit>
 #include <cassert>
@@ -21,12 +21,12 @@ constexpr uint32_t kNan = 0x7fc00000U;
 constexpr int kPlaces = 23;    // of fp32's mantissa
 constexpr int kLowest = -149;  // exponent of fp32's last place, at the least
 
-// Finite codes have magnitudes of 2^-16 to 2^16: with a scale between these, all products are
-// normal.
+// Finite codes have magnitudes from 2^-16 to 2^16: with a scale between these bounds all products
+// are normal.
 constexpr uint32_t kPlainFrom = (127U - 100) << kPlaces;
 constexpr uint32_t kPlainTo = (127U + 100) << kPlaces;
 
-// What a code's seven bits of magnitude say: above `largest` stands infinity, and NaN above that.
+// Of a code's seven magnitude bits: above `largest` is infinity, above `infinity` NaN.
 struct E4m3 {
   static constexpr int32_t mantissa_bits = 3, bias = 7, largest = 0x7e, infinity = 0x7e;
 };
@@ -34,9 +34,9 @@ struct E5m2 {
   static constexpr int32_t mantissa_bits = 2, bias = 15, largest = 0x7b, infinity = 0x7c;
 };
 
-// The magnitude's bits, shifted to where fp32 has them, with the exponent's bias put right. A
-// denormal gets the exponent of the smallest normal and so an implicit bit, which is subtracted:
-// no operand is a denormal of fp32.
+// The magnitude's bits shifted to fp32's place, with the exponent's bias corrected. A denormal code
+// gets the exponent of the smallest normal, and the implicit bit is subtracted: no operand is
+// denormal.
 template <typename Code>
 MODICUM_INLINE float value_of(int32_t magnitude) noexcept {
   constexpr int32_t kExponent = (127 - Code::bias) << kPlaces;
@@ -47,7 +47,7 @@ MODICUM_INLINE float value_of(int32_t magnitude) noexcept {
   return std::bit_cast<float>(bits + (denormal & (1 << kPlaces))) - implicit;
 }
 
-// The product where it is a code's own: infinity and NaN have no number to multiply.
+// The result for codes of infinity and NaN.
 template <typename Code>
 MODICUM_INLINE uint32_t with_specials(uint8_t code, uint32_t number, uint32_t scale_sign) noexcept {
   const int32_t magnitude = code & 0x7f;
@@ -66,7 +66,7 @@ MODICUM_INLINE uint32_t plain_product(uint8_t code, float scale, uint32_t scale_
   return with_specials<Code>(code, std::bit_cast<uint32_t>(number), scale_sign);
 }
 
-// The product of any two fp32, rounded to the nearest even, in integers.
+// The product of any two fp32 numbers, rounded to nearest even, in integer arithmetic.
 uint32_t any_product(uint32_t a, uint32_t b) noexcept {
   const uint32_t sign = (a ^ b) & kSign;
   const uint32_t of_a = a & ~kSign;
@@ -85,7 +85,7 @@ uint32_t any_product(uint32_t a, uint32_t b) noexcept {
   if (product == 0) return sign;
   const int top = 63 - std::countl_zero(product);
   const int drop = std::max(top - kPlaces, kLowest - place);
-  if (drop > top + 1) return sign;  // below half of the smallest
+  if (drop > top + 1) return sign;  // below half of the smallest denormal
   uint64_t kept = product << std::max(0, -drop);
   if (drop > 0) {
     const uint64_t half = uint64_t{1} << (drop - 1);
@@ -93,7 +93,7 @@ uint32_t any_product(uint32_t a, uint32_t b) noexcept {
     kept = product >> drop;
     kept += rest > half || (rest == half && kept % 2 == 1) ? 1 : 0;
   }
-  // A denormal has no implicit bit to take off; a carry runs into the exponent.
+  // A denormal has no implicit bit to remove; a carry moves into the exponent.
   const int64_t bits = (int64_t{place + drop - kLowest} << kPlaces) + static_cast<int64_t>(kept);
   return sign | static_cast<uint32_t>(std::min(bits, int64_t{kInfinity}));
 }

@@ -19,7 +19,7 @@ namespace {
 constexpr DType kTargets[] = {DType::f32, DType::bf16, DType::f16};
 constexpr DType kCodes[] = {DType::f8_e4m3, DType::f8_e5m2};
 
-// The reference: a code as the format's page has it, by ldexp.
+// The reference: a code as docs/reference/formats.md defines it, by ldexp.
 long double value_of(uint8_t code, DType dtype) {
   const int mantissa_bits = dtype == DType::f8_e4m3 ? 3 : 2;
   const int bias = dtype == DType::f8_e4m3 ? 7 : 15;
@@ -56,7 +56,7 @@ std::vector<std::byte> all_codes() {
   return codes;
 }
 
-// Of every kind, and both sides of where one way of multiplying ends and the other begins.
+// Scales of every kind, and on both sides of the bounds between the two ways to multiply.
 std::vector<float> scales() {
   std::vector<float> some;
   for (const uint32_t bits :
@@ -82,7 +82,7 @@ std::vector<std::byte> dequant_all(DType dtype, float scale, DType to, int64_t s
   return made;
 }
 
-TEST(Dequant, ReferenceKnowsItsNumbers) {
+TEST(Dequant, ReferenceGivesKnownValues) {
   EXPECT_EQ(value_of(0x7e, DType::f8_e4m3), 448.0L);
   EXPECT_EQ(value_of(0x81, DType::f8_e4m3), -std::ldexp(1.0L, -9));
   EXPECT_EQ(value_of(0x7b, DType::f8_e5m2), 57344.0L);
@@ -90,8 +90,8 @@ TEST(Dequant, ReferenceKnowsItsNumbers) {
   EXPECT_TRUE(std::isinf(value_of(0xfc, DType::f8_e5m2)));
 }
 
-// oracle: all codes, many scales, three targets. Catches: a product that is rounded twice or not to
-// the nearest even, flushed denormals, NaNs of several kinds.
+// Oracle: all codes, many scales, three targets. Catches products that are rounded twice or not to
+// nearest even, flushed denormals, and other NaNs.
 TEST(Dequant, EveryCodeTimesManyScalesAgreesWithTheReference) {
   for (const DType dtype : kCodes) {
     for (const DType to : kTargets) {
@@ -109,8 +109,8 @@ TEST(Dequant, EveryCodeTimesManyScalesAgreesWithTheReference) {
   }
 }
 
-// A stride is never vector code, and gives the same bits.
-TEST(Dequant, AStrideGivesTheSameBitsAndTouchesNothingBetween) {
+// Strided output is not vectorised and must give the same bits.
+TEST(Dequant, StridedOutputHasTheSameBits) {
   for (const DType dtype : kCodes) {
     for (const DType to : kTargets) {
       const auto size = static_cast<size_t>(bytes_per_element(to));
@@ -128,7 +128,7 @@ TEST(Dequant, AStrideGivesTheSameBitsAndTouchesNothingBetween) {
   }
 }
 
-// Catches: a scale that is taken one block too early or too late.
+// Catches the scale of an adjacent block.
 TEST(Dequant, EachBlockHasItsOwnScale) {
   std::vector<float> grid(400);
   for (size_t i = 0; i < grid.size(); ++i) grid[i] = 1.0F + static_cast<float>(i);

@@ -10,11 +10,11 @@
 namespace modicum {
 namespace {
 
-constexpr uint64_t kStep = 0x9e3779b97f4a7c15U;  // odd: neighbours and seeds far apart
+constexpr uint64_t kStep = 0x9e3779b97f4a7c15U;  // odd; spreads adjacent places and seeds
 
-// The place becomes a well-mixed mask, the element's bits are laid over it, and the result is mixed
-// once more. Both steps are bijections, so that two different elements at one place never mix to
-// the same number; the multiplications keep (place, bits) pairs from cancelling in the sum.
+// Mixes the place into a mask, xors the element's bits, and mixes again. Both steps are bijections,
+// so that two different elements at one place never give the same number; the multiplications
+// prevent (place, bits) pairs from cancelling in the sum.
 MODICUM_INLINE uint64_t mix(uint64_t place, uint64_t bits) noexcept {
   uint64_t x = (place ^ (place >> 32)) * 0xd6e8feb86659fd93U;
   x ^= (x >> 32) ^ bits;

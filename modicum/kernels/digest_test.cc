@@ -22,7 +22,7 @@ uint64_t digest(const std::vector<std::byte>& bytes, int size, uint64_t seed = 5
 
 class DigestRun : public testing::TestWithParam<int> {};
 
-TEST_P(DigestRun, IsTheSameForEveryCut) {
+TEST_P(DigestRun, IsTheSameForEveryDivision) {
   const int size = GetParam();
   const auto bytes = some_bytes();
   const int64_t n = kBytes / size;
@@ -91,7 +91,7 @@ TEST_P(DigestRun, NeedsNoAlignment) {
 
 INSTANTIATE_TEST_SUITE_P(Sizes, DigestRun, testing::Values(1, 2, 4, 8));
 
-// Half of the sum's bits change, whichever bit of an element does.
+// Any bit of an element changes half of the sum's bits on average.
 TEST(DigestRunMixing, SpreadsOneBitOverTheSum) {
   int64_t changed_bits = 0;
   int64_t trials = 0;

@@ -1,5 +1,5 @@
-// The bits of fp32, bf16 and fp16, one element at a time and without branches. Internal to
-// `kernels`; casts and dequantisation are made of it.
+// Conversions between the bits of fp32, bf16 and fp16, one element at a time and without branches,
+// for casts and dequantisation. Internal to `kernels`.
 #pragma once
 
 #include <bit>
@@ -11,7 +11,7 @@
 
 namespace modicum {
 
-// Each format says how its bits become those of an fp32 (exact) and back (rounded).
+// Each format converts its bits to fp32's (exact) and back (rounded).
 struct Fp32 {
   using Bits = uint32_t;
   static MODICUM_INLINE uint32_t widen(Bits bits) noexcept { return bits; }
@@ -43,9 +43,9 @@ MODICUM_INLINE int32_t larger(int32_t a, int32_t b) noexcept {
   return a - ((a - b) & where_less(a, b));
 }
 
-// Conditions are written as masks: of `?:` and std::min GCC makes branches around the float
-// operation (which might trap), and then vectorises nothing. No denormal is an operand or a result
-// that matters.
+// Conditions are masks: GCC compiles `?:` and std::min to branches around the float operation
+// (which might trap) and then does not vectorise. No operand and no result that is used is
+// denormal.
 struct Fp16 {
   using Bits = uint16_t;
 
@@ -66,8 +66,8 @@ struct Fp16 {
 
   // The anchor is the power of two whose last place is fp16's last place for numbers of this
   // exponent (the smallest normal's for denormals): adding it rounds, and the sum's low bits count
-  // these places. A carry moves into the exponent. What is too large is capped at 2^16, which comes
-  // out as infinity.
+  // these places. A carry moves into the exponent. Larger values are capped at 2^16, which gives
+  // infinity.
   static MODICUM_INLINE Bits narrow(uint32_t f32) noexcept {
     const uint32_t sign = (f32 >> 16) & 0x8000U;
     const auto magnitude = static_cast<int32_t>(f32 & 0x7fffffffU);

@@ -1,4 +1,4 @@
-// The state formats' planes to fp32 lanes and back (docs/internals/numerics.md defines them).
+// Conversions between the state formats and fp32 lanes (defined in docs/internals/numerics.md).
 // Internal to `kernels`; compiled once per target.
 #if defined(MODICUM_KERNELS_FORMATS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MODICUM_KERNELS_FORMATS_INL_H_
@@ -27,9 +27,9 @@ constexpr bool has_random(StateFormat format) {
 
 // ---- the master parameter
 
-// The two halves as one fp32. The upper half may have been written by somebody else since the last
-// step, so that the lower half belongs to another value. A sum that is beyond what bf16 can hold
-// (below an upper half of +-0 it would be a NaN) is such a case: then the upper half stands alone.
+// Joins the two halves to an fp32. If the caller has overwritten the upper half since the last
+// step, the lower half belongs to another value; a sum beyond the range of bf16 (a NaN below an
+// upper half of +-0) shows that, and the result is the upper half alone.
 template <class D>
 HWY_INLINE Floats<D> joined(D d, Ints<D> upper, Ints<D> lower) {
   const hn::Rebind<int32_t, D> di;
@@ -57,8 +57,8 @@ HWY_INLINE Floats<D> load_master(D d, const std::byte* high, const std::byte* lo
   }
 }
 
-// The upper half is rounded half up, in magnitude: at a tie to even two values would have the same
-// halves. `random` is used where the lower half has 8 bits only.
+// The upper half is rounded half up in magnitude: with ties to even two values would share their
+// halves. `random` is used only if the lower half has 8 bits.
 template <StateFormat kFormat, class D>
 HWY_INLINE void store_master(D d, Floats<D> v, [[maybe_unused]] Words<D> random,
                              const AdamSpan& span, int64_t i) {
@@ -108,7 +108,7 @@ HWY_INLINE void store_master_pair(D d, const Pair<Floats<D>>& v, std::byte* high
   store_u16_pair(d, {hn::ShiftLeft<16>(even), hn::ShiftLeft<16>(odd)}, low, i);
 }
 
-// ---- moments in bf16: the lower half of the bits is the chance to go up
+// ---- moments in bf16: the dropped bits are the probability of rounding up
 
 template <class D>
 HWY_INLINE void store_bf16_random(D d, Floats<D> v, Words<D> random16, std::byte* to, int64_t i) {
@@ -127,7 +127,7 @@ HWY_INLINE Floats<D> load_signed_codes(D d, float scale, const std::byte* codes,
   return hn::Mul(x, hn::Set(d, scale));
 }
 
-// What is divided by: a scale of zero has only zeros under it.
+// The divisor: a scale of 0 has only zero elements.
 HWY_INLINE float divisor_of(float scale) { return scale > 0 ? scale : 1.0F; }
 
 template <class D>
@@ -140,7 +140,7 @@ HWY_INLINE void store_signed_codes(D d, Floats<D> v, float scale, Words<D> rando
   store(d8, hn::DemoteTo(d8, hn::ShiftRight<23>(hn::Add(fixed, up))), to, 0);
 }
 
-// exp_avg_sq: the code is 255 root / scale, and never 0 but for 0.
+// exp_avg_sq: the code is 255 root / scale; only 0 has the code 0.
 template <class D>
 HWY_INLINE Floats<D> load_root_codes(D d, float scale, const std::byte* codes, int64_t i) {
   const hn::Rebind<uint8_t, D> d8;
@@ -163,8 +163,8 @@ HWY_INLINE void store_root_codes(D d, Floats<D> root, float scale, Words<D> rand
   store(d8, hn::DemoteTo(d8, code), to, 0);
 }
 
-// Largest magnitude of n > 0 floats; NaN where one of them is. As integers: that is the same order,
-// with NaN above infinity, where a maximum of floats may lose it.
+// Largest magnitude of n > 0 floats, NaN if one of them is NaN. Compares as integers, which have
+// the same order with NaN above infinity; a maximum of floats may lose a NaN.
 HWY_INLINE float largest(const float* values, int64_t n) {
   const hn::ScalableTag<float> df;
   const hn::RebindToSigned<decltype(df)> d;
@@ -184,12 +184,12 @@ HWY_INLINE float largest(const float* values, int64_t n) {
   return std::bit_cast<float>(most);
 }
 
-// The largest |exp_avg| and root that a code stands for: below the root of the largest float, so
-// that neither coding nor squaring overflows.
+// The largest |exp_avg| and root that a code represents: below the root of the largest float, so
+// that neither encoding nor squaring overflows.
 constexpr float kMostCoded = 0x1p63F;
 
-// The scale of n > 0 values of one block. It serves all of them, so what is too large for a code is
-// first made the largest that is not, and NaN becomes 0: the neighbours keep their values.
+// The scale of n > 0 values of one block. Values beyond the largest code are first clamped to it,
+// and NaN becomes 0, so that the other elements of the block keep their values.
 HWY_INLINE float scale_of(float* values, int64_t n) {
   const float scale = largest(values, n);
   if (scale <= kMostCoded) return scale;

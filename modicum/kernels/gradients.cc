@@ -1,13 +1,13 @@
-// What happens to gradients before the step: they are added up, and the sum of their squares.
+// Gradient accumulation, and sums of squares.
 #include <cmath>
 
 #include "modicum/kernels/kernels.h"
 
-// This file is compiled once per instruction set; what stands below HWY_ONCE, once.
+// This file is compiled once per instruction set, except the part below HWY_ONCE.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "modicum/kernels/gradients.cc"
 #include <hwy/foreach_target.h>
-// foreach_target.h comes first.
+// After foreach_target.h.
 #include "modicum/kernels/lanes-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -27,15 +27,19 @@ void add(const std::byte* from, DType dtype, std::byte* to, int64_t n) {
   for (; i < n; ++i) add_at(OneLane(), from, dtype, to, i);
 }
 
-// A call's elements are four streams one after the other, which are read at once: one alone keeps
-// too few of the memory's lines on their way. Each stream has kColumns sums, of which each takes
-// every kColumns-th element in order, whatever the width of a vector. Squares are exact in fp64, so
-// a fused multiply-add is as good as two.
+// A call's elements form four streams, one after the other in memory and read concurrently, since a
+// single stream keeps too few cache lines in flight. Each stream has kColumns sums; sum k takes
+// every kColumns-th element, whatever the vector width. n = 3200:
+//
+//   stream 0: 0 ... 799    stream 1: 800 ... 1599    stream 2: 1600 ... 2399    stream 3: 2400 ...
+//   3199 its sum k: elements k, k + 8, k + 16, ...
+//
+// Squares of fp32 are exact in fp64, so a fused multiply-add gives the same bits as two operations.
 constexpr int64_t kStreams = 4;
 constexpr int64_t kColumns = 8;
 constexpr int64_t kSums = kStreams * kColumns;
 constexpr int64_t kTileRows = 64;
-// Two vectors of each stream: all sums are in registers where these have 256 bits.
+// Two vectors per stream: with 256-bit registers all sums stay in registers.
 using DoubleTag = hn::CappedTag<double, kColumns / 2>;
 
 HWY_INLINE hn::Vec<DoubleTag> add_square(DoubleTag d, DType dtype, const std::byte* grad, int64_t i,
@@ -47,11 +51,11 @@ HWY_INLINE hn::Vec<DoubleTag> add_square(DoubleTag d, DType dtype, const std::by
 struct Streams {
   const std::byte* grad;
   DType dtype;
-  int64_t apart;  // elements from the begin of a stream to that of the next one
+  int64_t apart;  // elements between the begins of two streams
 };
 
 // `rows` rows of kColumns elements of each stream, from element `begin` of the first one on.
-// (Vectors whose size the compiler does not know can't stand in an array.)
+// (Arrays of scalable vectors are not allowed.)
 HWY_INLINE void add_rows(const Streams& of, int64_t begin, int64_t rows, double* sums) {
   const auto [grad, dtype, apart] = of;
   const DoubleTag d;
@@ -131,7 +135,8 @@ double GradNorm::norm(double unscale) const noexcept { return std::sqrt(sum_of_s
 
 GradNorm squares(const std::byte* grad, DType dtype, int64_t n) noexcept {
   const double sum = HWY_DYNAMIC_DISPATCH(sum_of_squares)(grad, dtype, n);
-  // No sum of finite fp32 squares overflows, and no infinity cancels: all are positive.
+  // Sums of finite fp32 squares do not overflow fp64, and infinities cannot cancel: all are
+  // positive.
   const bool finite = std::isfinite(sum);
   return {finite ? sum : 0, finite};
 }

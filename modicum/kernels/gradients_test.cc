@@ -20,7 +20,7 @@ HeldPlane plane_of(const std::vector<float>& values, DType dtype) {
   return plane;
 }
 
-TEST(Squares, TheSameBitsAsOneElementAfterTheOther) {
+TEST(Squares, EqualTheReferenceOnEveryInstructionSet) {
   std::vector<int64_t> lengths = {2048, 2049, 9999};
   for (int64_t n = 0; n < 200; ++n) lengths.push_back(n);
   for (const std::string_view isa : isas()) {
@@ -38,7 +38,7 @@ TEST(Squares, TheSameBitsAsOneElementAfterTheOther) {
   use_isa(isas().front());
 }
 
-TEST(Squares, WhatIsNotFiniteIsAFlagWhereverItStands) {
+TEST(Squares, ANonFiniteElementIsFlaggedAtAnyPlace) {
   const float infinity = std::numeric_limits<float>::infinity();
   for (const DType dtype : kDTypes) {
     for (const float bad : {infinity, -infinity, std::nanf("")}) {
@@ -54,7 +54,7 @@ TEST(Squares, WhatIsNotFiniteIsAFlagWhereverItStands) {
   }
 }
 
-TEST(Squares, TheLargestFloatsAreFinite) {
+TEST(Squares, TheLargestFloatsHaveAFiniteSum) {
   const float largest = std::numeric_limits<float>::max();
   HeldPlane plane = plane_of(std::vector<float>(1000, largest), DType::f32);
   const GradNorm got = squares(plane.data(), DType::f32, 1000);
@@ -63,8 +63,8 @@ TEST(Squares, TheLargestFloatsAreFinite) {
                    1000.0 * static_cast<double>(largest) * static_cast<double>(largest));
 }
 
-// Every pattern of 16 bits is widened as `cast` widens it, and added in fp32.
-TEST(AddGradients, AddsInFp32WhateverArrives) {
+// Every 16-bit pattern is widened as by `cast` and added in fp32.
+TEST(AddGradients, AddsInFp32FromEveryDtype) {
   constexpr int64_t kN = 0x10000;
   for (const std::string_view isa : isas()) {
     use_isa(isa);

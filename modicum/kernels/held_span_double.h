@@ -1,4 +1,4 @@
-// Memory under an AdamSpan, for tests: every plane of a format, each a little misaligned.
+// Memory of an AdamSpan, for tests: every plane of a format, slightly misaligned.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace modicum {
 
-// A plane of `bytes` that begins `skew` bytes into its vector; a sanitizer sees its end.
+// A plane of `bytes` that begins `skew` bytes into its vector, so that a sanitizer checks its end.
 class HeldPlane {
  public:
   HeldPlane() = default;
@@ -53,7 +53,7 @@ struct HeldSpan {
 
   AdamSpan span() { return part(0, n); }
 
-  // Elements begin .. begin + count - 1, as a span of their own.
+  // Elements [begin, begin + count) as a span.
   AdamSpan part(int64_t begin, int64_t count) {
     const StateFormatRow& row = row_of(format);
     const auto at = [&](HeldPlane& plane, DType dtype) {
@@ -83,7 +83,7 @@ struct HeldSpan {
     return span;
   }
 
-  // Gradients in the dtype in force.
+  // Gradients in the format's dtype.
   void set_grad(const std::vector<float>& values) {
     cast(reinterpret_cast<const std::byte*>(values.data()), DType::f32, grad.data(), grad_dtype, n);
   }
@@ -99,8 +99,8 @@ struct HeldSpan {
   }
 };
 
-// fp32 of any sign and 24 random bits, at 16 sizes between 2^-15 and 1; record_adamw.py has the
-// same.
+// fp32 of any sign and 24 random bits, at 16 sizes between 2^-15 and 1; the same as in
+// record_adamw.py.
 inline std::vector<float> spread_values(int64_t stream, int64_t n) {
   std::vector<float> values(static_cast<size_t>(n));
   for (size_t i = 0; i < values.size(); ++i) {

@@ -15,7 +15,7 @@ uint64_t mixed(uint64_t x) noexcept {
   return x ^ (x >> 31);
 }
 
-// Box and Muller's normal variate from two uniform ones in (0, 1], by element index.
+// A normal variate by Box-Muller, from two uniform variates in (0, 1], by element index.
 double normal_of(uint64_t seed, int64_t index) noexcept {
   constexpr double kUnit = 0x1p-53;
   const uint64_t counter = seed + 2 * static_cast<uint64_t>(index) * 0x9e3779b97f4a7c15ULL;

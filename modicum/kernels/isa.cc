@@ -1,4 +1,4 @@
-// The instruction sets, by Highway's own table of what it compiles for and what a machine has.
+// Instruction sets, from Highway's tables of compiled and supported targets.
 #include <fmt/format.h>
 
 #include <string>
@@ -9,7 +9,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "modicum/kernels/isa.cc"
 #include <hwy/foreach_target.h>
-// The order matters.
+// Best first.
 #include <hwy/highway.h>
 
 HWY_BEFORE_NAMESPACE();
@@ -40,8 +40,8 @@ constexpr Isa kIsas[] = {
     {HWY_NEON, "neon"},       {HWY_EMU128, "emulated"}, {HWY_SCALAR, "scalar"},
 };
 
-// Whatever the machine, the static target runs: the compiler takes it for granted. Asked once,
-// since a virtual machine takes tens of microseconds to answer.
+// The static target always runs, since the compiler assumes it. Queried once: CPUID takes tens of
+// microseconds in a virtual machine.
 int64_t runnable() {
   static const int64_t targets = (hwy::SupportedTargets() | HWY_STATIC_TARGET) & HWY_TARGETS;
   return targets;

@@ -1,5 +1,5 @@
-// The door of `kernels`: arithmetic over contiguous elements. Pure, noexcept, the same bits on any
-// number of threads. Pointers need no alignment; ranges must not overlap unless said.
+// The door of `kernels`: arithmetic over contiguous elements. Pure, noexcept, bit-equal for any
+// number of threads. Pointers need no alignment; ranges must not overlap.
 #pragma once
 
 #include <cstddef>
@@ -12,57 +12,57 @@
 namespace modicum {
 
 // Casts `n` elements between fp32, bf16 and fp16: round to nearest, ties to even; values too large
-// become infinities; denormals are kept; the caller's flush-to-zero modes do not matter.
-// fp16 <-> bf16 goes through fp32. Same dtype copies. Any other pair is a programmer's error that
-// the plan has refused.
+// become infinities; denormals are kept, whatever the caller's flush-to-zero mode. fp16 <-> bf16
+// goes through fp32. The same dtype copies. Any other pair is a programmer error, refused by the
+// plan.
 //
-// NaNs stay NaNs. Every NaN becomes 0x7fc0 in bf16 (torch 2.13's scalar code; its AVX2 code gives
-// 0xffff, so torch has no one answer). fp32 <-> fp16 keeps the sign and the payload's upper bits
-// and makes it quiet, bf16 -> fp32 keeps all bits: both as torch's vector code.
+// NaNs stay NaNs. In bf16 every NaN becomes 0x7fc0, as in torch 2.13's scalar code (its AVX2 code
+// gives 0xffff). fp32 <-> fp16 keeps the sign and the upper payload bits and sets the quiet bit;
+// bf16 -> fp32 keeps all bits; both as in torch's vector code.
 void cast(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype,
           int64_t n) noexcept;
 
 // values[i] *= factor, one fp32 rounding.
 void scale(float* values, float factor, int64_t n) noexcept;
 
-// As `cast`, element i to `to` + i * to_step elements. Whole bytes per element only.
+// As `cast`, but writes element i to `to` + i * to_step elements. Dtypes of whole bytes only.
 void cast_strided(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, int64_t n,
                   int64_t to_step) noexcept;
 
-// Neighbouring FP8 codes of one row. Code i has the scale scales[(into_block + i) / block].
+// Contiguous FP8 codes of one row. Code i has the scale scales[(into_block + i) / block].
 struct ScaledCodes {
   const std::byte* codes = nullptr;
   DType dtype = DType::f8_e4m3;  // or f8_e5m2
   const float* scales = nullptr;
-  int64_t into_block = 0;  // codes of the first one's block that stand before it
+  int64_t into_block = 0;  // codes between the begin of the first block and code 0
   int64_t block = 1;
 };
 
-// `n` codes times their scales: one fp32 product, rounded to nearest even, then as `cast` to fp32,
-// bf16 or fp16; element i to `to` + i * to_step elements. Denormal scales and products are exact,
-// the caller's flush-to-zero modes do not matter. Every NaN is the one quiet NaN 0x7fc00000,
-// 0x7fc0 or 0x7e00.
+// `n` codes times their scales: one fp32 product, rounded to nearest even, then cast to fp32, bf16
+// or fp16; element i is written to `to` + i * to_step elements. Denormal scales and products are
+// kept, whatever the caller's flush-to-zero mode. Every NaN is the quiet NaN 0x7fc00000, 0x7fc0 or
+// 0x7e00.
 void dequant(const ScaledCodes& from, std::byte* to, DType to_dtype, int64_t n,
              int64_t to_step = 1) noexcept;
 
 // Stored scales as fp32, exactly. F8_E8M0 and U8 are 2^(byte - 127); 255 is NaN in F8_E8M0 and
-// infinity in U8, as transformers has it.
+// infinity in U8, as in transformers.
 void widen_scales(const std::byte* from, DType dtype, int64_t n, float* to) noexcept;
 
 // 64 bits of a name: XXH3 of its bytes.
 uint64_t name_hash(std::string_view name) noexcept;
 
 // The synthesised value of element `index` of the tensor whose name hashes to `tensor_hash`: a
-// counter-based hash, finite in every dtype, the same however a tensor is cut into calls. Floats of
-// 16 bits and more have magnitudes of 2^-16 to 1, any sign and any mantissa (some fp16 are
-// denormal, and bf16 is the upper half of fp32); F8 is any code but NaN and infinity; BOOL is 0 or
-// 1; the rest is any bits. Files depend on this: it never changes. Writes elements first ..
-// first+n-1. Types below a byte: `first` and `n` even (multiples of four for 6 bits).
+// counter-based hash, finite in every dtype, independent of the division into calls. Floats of 16
+// bits and more have magnitudes from 2^-16 to 1, any sign and any mantissa (some fp16 are denormal,
+// and bf16 is the upper half of fp32); F8 is any code but NaN and infinity; BOOL is 0 or 1; other
+// dtypes have any bits. Files depend on these values: they never change. Writes elements [first,
+// first + n); for dtypes below a byte, `first` and `n` are even (multiples of four for 6 bits).
 void synth_fill(uint64_t tensor_hash, DType dtype, int64_t first, int64_t n,
                 std::byte* to) noexcept;
 
 // The rules of a recipe's `init`, in its order. `normal` draws from N(0, std^2) by a hash of (seed,
-// index), so the bits don't depend on how a tensor is cut. dtype: fp32, bf16 or fp16.
+// index), independent of the division into calls. dtype: fp32, bf16 or fp16.
 enum class InitKind : uint8_t { zeros, ones, normal };
 struct InitFill {
   InitKind kind;
@@ -70,12 +70,12 @@ struct InitFill {
   uint64_t seed;  // of `normal`
   DType dtype;
 };
-// Writes elements first .. first + n - 1.
+// Writes elements [first, first + n).
 void init_fill(const InitFill& fill, int64_t first, int64_t n, std::byte* to) noexcept;
 
-// Sum over the elements of mix(seed, index, bits), modulo 2^64: the part of a layout-free digest
-// that a contiguous run contributes. Adding the parts of any cut gives the same sum. Element i has
-// index first + i; `element_bytes` is 1, 2, 4 or 8.
+// The sum over n elements of mix(seed, index, bits), modulo 2^64: a contiguous run's part of a
+// digest that does not depend on the layout, since the parts of any division add up to the same
+// sum. Element i has the index first + i; `element_bytes` is 1, 2, 4 or 8.
 uint64_t digest_run(uint64_t seed, const std::byte* elements, int element_bytes, int64_t first,
                     int64_t n) noexcept;
 

@@ -1,5 +1,5 @@
-// Loads, stores and conversions of Highway's vectors, whose results are the same bits for every
-// instruction set. Internal to `kernels`; compiled once per target.
+// Loads, stores and conversions of Highway vectors, bit-equal on every instruction set. Internal to
+// `kernels`; compiled once per target.
 #if defined(MODICUM_KERNELS_LANES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MODICUM_KERNELS_LANES_INL_H_
 #undef MODICUM_KERNELS_LANES_INL_H_
@@ -22,7 +22,7 @@ namespace modicum {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// `D` is always the tag of a vector of floats; the others have as many lanes.
+// `D` is always a tag of float vectors; the other tags have as many lanes.
 template <class D>
 using Floats = hn::Vec<D>;
 template <class D>
@@ -32,7 +32,7 @@ using Ints = hn::Vec<hn::Rebind<int32_t, D>>;
 
 using OneLane = hn::CappedTag<float, 1>;
 
-// Element i of an array of any alignment, and its neighbours.
+// Vectors from element i on, of an array of any alignment.
 template <class D>
 HWY_INLINE hn::Vec<D> load(D d, const std::byte* from, int64_t i) {
   using T = hn::TFromD<D>;
@@ -74,13 +74,13 @@ HWY_INLINE void store_u16(D, Words<D> v, std::byte* to, int64_t i) {
   store(d16, hn::DemoteTo(d16, hn::BitCast(hn::Rebind<int32_t, D>(), v)), to, i);
 }
 
-// Of 2 * Lanes(d) elements: those with even indices, and those with odd ones.
+// 2 * Lanes(d) elements as two vectors: even indices and odd indices.
 template <class V>
 struct Pair {
   V even, odd;
 };
 
-// Elements of 16 bits from i on, each as the upper half of a word. No lane is moved for it.
+// 16-bit elements from i on, each as the upper half of a 32-bit word, without moving lanes.
 template <class D>
 HWY_INLINE Pair<Words<D>> load_u16_pair(D, const std::byte* from, int64_t i) {
   const hn::Rebind<uint32_t, D> du;
@@ -94,8 +94,8 @@ HWY_INLINE void store_u16_pair(D, const Pair<Words<D>>& v, std::byte* to, int64_
   store(du, hn::Or(hn::ShiftRight<16>(v.even), odd), to + 2 * i, 0);
 }
 
-// a * b + c with one rounding. Highway's own MulAdd has two where the hardware has no such
-// instruction; there the library's, which is slow and exact, takes one lane after the other.
+// a * b + c with one rounding. Highway's MulAdd rounds twice on hardware without FMA; there
+// std::fma, exact and slow, handles one lane at a time.
 template <class D>
 HWY_INLINE Floats<D> fma(D d, Floats<D> a, Floats<D> b, Floats<D> c) {
 #if HWY_NATIVE_FMA
@@ -113,7 +113,7 @@ HWY_INLINE Floats<D> fma(D d, Floats<D> a, Floats<D> b, Floats<D> c) {
 #endif
 }
 
-// ---- bf16 and fp16, as floats.h has them
+// ---- bf16 and fp16, as in floats.h
 
 template <class D>
 HWY_INLINE Floats<D> load_bf16(D d, const std::byte* from, int64_t i) {
@@ -167,7 +167,7 @@ HWY_INLINE Words<D> narrow_f16(D d, Floats<D> v) {
   return hn::Or(sign, hn::BitCast(du, number));
 }
 
-// f32, bf16 or f16, which is the same for a whole call.
+// `dtype` is f32, bf16 or f16, and constant during a call.
 template <class D>
 HWY_INLINE Floats<D> load_floats(D d, DType dtype, const std::byte* from, int64_t i) {
   if (dtype == DType::f32) return load(d, from, i);
@@ -177,8 +177,8 @@ HWY_INLINE Floats<D> load_floats(D d, DType dtype, const std::byte* from, int64_
 
 // ---- random bits
 
-// Words of elements `in_block` + offset of the block with these keys: two rounds of multiplication
-// and xor, with a key before each.
+// Random words of elements `in_block` + offset of the block with these keys: two rounds of
+// multiplication and xor, each after adding a key.
 template <class D>
 HWY_INLINE Words<D> random_words(D, const uint32_t* keys, int64_t in_block, Words<D> offset) {
   const hn::Rebind<uint32_t, D> du;
@@ -190,7 +190,7 @@ HWY_INLINE Words<D> random_words(D, const uint32_t* keys, int64_t in_block, Word
   x = hn::Mul(x, hn::Set(du, 0x846ca68bU));
   return hn::Xor(x, hn::ShiftRight<16>(x));
 }
-// Of element `in_block` and its neighbours.
+// Random words from element `in_block` on.
 template <class D>
 HWY_INLINE Words<D> random_words(D d, const uint32_t* keys, int64_t in_block) {
   const hn::Rebind<uint32_t, D> du;

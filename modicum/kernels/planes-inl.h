@@ -1,4 +1,4 @@
-// The planes of a span to fp32 and back. Internal to `kernels`; compiled once per target.
+// Export and import of a span's planes as fp32. Internal to `kernels`; compiled once per target.
 #if defined(MODICUM_KERNELS_PLANES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MODICUM_KERNELS_PLANES_INL_H_
 #undef MODICUM_KERNELS_PLANES_INL_H_
@@ -12,7 +12,7 @@ HWY_BEFORE_NAMESPACE();
 namespace modicum {
 namespace HWY_NAMESPACE {
 
-// exp_avg_sq's, or its maximum's.
+// Of exp_avg_sq or max_exp_avg_sq.
 struct SquarePlane {
   std::byte* codes;
   float* scales;
@@ -51,7 +51,7 @@ void export_all(const AdamSpan& span, StatePlane plane, float* to) {
   }
 }
 
-// All but moments in codes.
+// All planes but 8-bit moments.
 template <StateFormat kFormat>
 struct Import {
   AdamSpan span;
@@ -63,7 +63,7 @@ struct Import {
   HWY_INLINE void operator()(D d, int64_t i) const {
     const hn::Rebind<uint32_t, D> du;
     Floats<D> value = load(d, from, i);
-    // The largest NaNs would carry into the sign where a format rounds, and come back as numbers.
+    // Rounding the largest NaN patterns would carry into the sign and give numbers.
     const Floats<D> nan = hn::BitCast(d, hn::Set(du, 0x7fc00000U));
     if constexpr (is_split(kFormat)) value = hn::IfThenElse(hn::IsNaN(value), nan, value);
     Words<D> random = hn::Zero(du);
@@ -90,7 +90,7 @@ struct Import {
   }
 };
 
-// The piece's part of a block of staged values: themselves, or their roots.
+// The piece's part of a staged block: the values, or their roots.
 struct Stage {
   const std::byte* from;
   float* to;

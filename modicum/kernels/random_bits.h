@@ -1,16 +1,15 @@
-// The random bits of stochastic rounding: a counter-based hash, so that an element's bits depend on
-// nothing but (seed, step, parameter, global index). Internal to `kernels`.
+// The random bits of stochastic rounding: a counter-based hash, so that an element's bits depend
+// only on (seed, step, parameter, global index). Internal to `kernels`.
 //
-// What the 64-bit hash below makes are keys of whole blocks; the words of a block's elements are
-// made of them in 32-bit lanes (lanes-inl.h). The formats' results depend on this: it never
-// changes.
+// The 64-bit hash below gives the keys of a block; lanes-inl.h derives the words of its elements in
+// 32-bit lanes. The state formats' results depend on these bits: they never change.
 #pragma once
 
 #include <cstdint>
 
 namespace modicum {
 
-// Two words of 32 bits per element; each takes two keys.
+// The keys of two 32-bit words per element, two keys each.
 struct BlockKeys {
   uint32_t word0[2] = {};
   uint32_t word1[2] = {};
@@ -24,13 +23,13 @@ inline uint64_t scrambled(uint64_t x) noexcept {
 
 inline constexpr uint64_t kGoldenGamma = 0x9e3779b97f4a7c15U;
 
-// One hash inside the other: an order, so that no two of the three can change places.
+// Nested hashes, so that exchanging two of the three values changes the result.
 inline uint64_t stream_key(uint64_t seed, int64_t step, uint64_t parameter) noexcept {
   const uint64_t of_step = scrambled(scrambled(seed + kGoldenGamma) + static_cast<uint64_t>(step));
   return scrambled(of_step + parameter);
 }
 
-// `block` is the global index over kScaleBlock.
+// `block` is the global index / kScaleBlock.
 inline BlockKeys block_keys(uint64_t stream, int64_t block) noexcept {
   const uint64_t counter = stream + 2 * static_cast<uint64_t>(block) * kGoldenGamma;
   const uint64_t first = scrambled(counter + kGoldenGamma);

@@ -1,4 +1,4 @@
-// What the formats promise: what is exact, what is unbiased, and what a rounded moment may do.
+// The guarantees of the state formats: exactness, unbiased rounding, and bounds of rounded moments.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ std::vector<float> exported(HeldSpan& held, StatePlane plane) {
   return values;
 }
 
-// ---- T3
+// ---- split masters
 
 constexpr uint32_t kPatterns = 0x1000;  // at a time: they stay in the first cache
 
@@ -66,13 +66,13 @@ TEST(StateFormat, ASplitMasterIsExactForEveryFloatInTheRangeOfBf16) {
   EXPECT_EQ(wrong[0] + wrong[1], 0);
 }
 
-// ---- an upper half that somebody else has written, over a lower half of another value
+// ---- an upper half overwritten by the caller, with a stale lower half
 
 constexpr StateFormat kSplit[] = {StateFormat::fp32_split, StateFormat::bf16_moments,
                                   StateFormat::int8_moments, StateFormat::int8_moments_24};
 constexpr int64_t kUppers = 0x10000;
 
-// All upper halves, each over a lower half of these 16 bits (the upper 8 of them, where it has 8).
+// All upper halves with a lower half of these 16 bits (the upper 8 of them in an 8-bit format).
 HeldSpan written_over(StateFormat format, int16_t lower) {
   HeldSpan held(format, 0, kUppers);
   const int64_t width = bits_per_element(row_of(format).master_low) / 8;
@@ -97,7 +97,7 @@ int64_t not_of_their_class(const std::vector<float>& masters) {
   return wrong;
 }
 
-TEST(StateFormat, AWrittenUpperHalfIsRoundedToFromAnyLowerHalf) {
+TEST(StateFormat, AnOverwrittenUpperHalfWinsOverAnyLowerHalf) {
   for (const StateFormat format : kSplit) {
     for (const int16_t lower : {-32768, -32767, -257, -256, -1, 0, 1, 255, 256, 32767}) {
       HeldSpan held = written_over(format, lower);
@@ -111,7 +111,7 @@ TEST(StateFormat, AWrittenUpperHalfIsRoundedToFromAnyLowerHalf) {
   use_isa(isas().front());
 }
 
-// Half of the elements are written to zero between two steps: they go on from there.
+// Half of the elements are set to zero between two steps: they must continue from zero.
 int64_t zeros_left(StateFormat format, bool out, FunctionRef<void(AdamSpan)> step_once) {
   const int64_t n = 4096;
   HeldSpan held(format, 0, n);
@@ -124,7 +124,7 @@ int64_t zeros_left(StateFormat format, bool out, FunctionRef<void(AdamSpan)> ste
     step_once(span);
     if (step == 3) std::memset(held.master.data(), 0, static_cast<size_t>(n / 2 * width));
   }
-  // As training reads them, less the sign.
+  // As training reads them, without the sign.
   int64_t zeros = 0;
   for (int64_t i = 0; i < n / 2; ++i) {
     uint32_t bits = 0;
@@ -134,7 +134,7 @@ int64_t zeros_left(StateFormat format, bool out, FunctionRef<void(AdamSpan)> ste
   return zeros;
 }
 
-TEST(StateFormat, ZerosThatAreWrittenIntoAParameterTrainOn) {
+TEST(StateFormat, ParametersSetToZeroContinueFromZero) {
   const AdamNumbers numbers = adam_numbers({}, 50, 7);
   for (const StateFormatRow& row : state_formats()) {
     for (const bool out : {true, false}) {  // without, bf16 moments go two vectors at a time
@@ -150,7 +150,7 @@ TEST(StateFormat, ZerosThatAreWrittenIntoAParameterTrainOn) {
   }
 }
 
-TEST(StateFormat, NoNanBecomesANumberOnItsWayIn) {
+TEST(StateFormat, ImportedNansStayNans) {
   std::vector<float> nans;
   for (const uint32_t bits : {0xffffffffU, 0x7fffffffU, 0x7fff8000U, 0x7f800001U, 0x7fc00000U}) {
     nans.insert(nans.end(), 9, std::bit_cast<float>(bits));
@@ -166,9 +166,9 @@ TEST(StateFormat, NoNanBecomesANumberOnItsWayIn) {
   }
 }
 
-// ---- what a plane keeps of an fp32
+// ---- precision of the planes
 
-TEST(StateFormat, WholePlanesGoInAndOutUnchanged) {
+TEST(StateFormat, AnExactFormatExportsTheImportedValues) {
   const std::vector<float> values = spread_values(3, 777);
   for (const StateFormat format : {StateFormat::fp32, StateFormat::fp32_split}) {
     for (const StatePlane plane : {StatePlane::master, StatePlane::exp_avg, StatePlane::exp_avg_sq,
@@ -211,7 +211,7 @@ TEST(StateFormat, CodesAreWithinTheirSteps) {
   }
 }
 
-TEST(StateFormat, BlocksOfZerosAndOfDenormalsAreHeld) {
+TEST(StateFormat, BlocksOfZerosAndOfDenormalsAreRepresented) {
   for (const float size : {0.0F, 0x1p-149F, 0x1p-127F, 0x1p60F}) {
     HeldSpan held(StateFormat::int8_moments, 0, kScaleBlock);
     const std::vector<float> values(kScaleBlock, size);
@@ -222,9 +222,9 @@ TEST(StateFormat, BlocksOfZerosAndOfDenormalsAreHeld) {
   }
 }
 
-// One value that is too large for its square leaves its block's scale finite, and its neighbours
-// where they were.
-TEST(StateFormat, AHugeGradientStaysInItsElement) {
+// A value whose square overflows leaves its block's scale finite and the block's other elements
+// unchanged.
+TEST(StateFormat, AHugeGradientAffectsOnlyItsElement) {
   const int64_t n = 2 * kScaleBlock;
   for (const StateFormatRow& row : state_formats()) {
     for (const float huge : {6e20F, 2e38F, 0x1.fffffep127F}) {
@@ -278,9 +278,9 @@ TEST(StateFormat, PlanesAreTheSameFromEveryInstructionSetAndCut) {
   }
 }
 
-// ---- stochastic rounding is right on average
+// ---- stochastic rounding is unbiased
 
-TEST(StateFormat, TheMeanOfRoundedValuesIsTheValue) {
+TEST(StateFormat, StochasticRoundingIsUnbiased) {
   const int64_t n = 1000 * kScaleBlock;
   for (const StateFormat format : kLowBit) {
     for (const float value : {0.70001F, 0.5057F, 0.0813F, 0.0046F}) {
@@ -295,7 +295,7 @@ TEST(StateFormat, TheMeanOfRoundedValuesIsTheValue) {
       const auto count = static_cast<double>(n - n / kScaleBlock);
       for (size_t i = 0; i < back.size(); ++i) {
         if (i % kScaleBlock == 0) continue;
-        // Codes are of the root, and unbiased there.
+        // Codes represent the root and are unbiased for it.
         const double error = row_of(format).has_scales()
                                  ? std::sqrt(back[i]) - std::sqrt(value)
                                  : static_cast<double>(back[i]) - static_cast<double>(value);
@@ -308,9 +308,9 @@ TEST(StateFormat, TheMeanOfRoundedValuesIsTheValue) {
   }
 }
 
-// ---- T4
+// ---- low-bit second moments
 
-// Gradients of one step: 1/8 of each block stays at standard deviation 1.
+// Gradients of one step; 1/8 of each block keeps the standard deviation 1.
 std::vector<float> gradients(std::mt19937& random, int64_t n, float others) {
   std::normal_distribution<float> normal;
   std::vector<float> grad(static_cast<size_t>(n));
@@ -318,7 +318,7 @@ std::vector<float> gradients(std::mt19937& random, int64_t n, float others) {
   return grad;
 }
 
-TEST(StateFormat, LowBitExpAvgSqFollowsAFallOfTheGradients) {
+TEST(StateFormat, LowBitExpAvgSqFollowsFallingGradients) {
   const int64_t n = 4 * kScaleBlock;
   std::vector<HeldSpan> held;
   for (const StateFormat format : kLowBit) held.emplace_back(format, 0, n);
@@ -343,10 +343,10 @@ TEST(StateFormat, LowBitExpAvgSqFollowsAFallOfTheGradients) {
   }
 }
 
-// ---- T5
+// ---- small updates
 
-// Updates of one last place of fp32, which is 1/256 of the short master's.
-TEST(StateFormat, AShortMasterGoesOnAverageWhereSmallUpdatesLead) {
+// Updates of one fp32 ulp, which is 1/256 ulp of the short master.
+TEST(StateFormat, SmallUpdatesMoveAShortMasterOnAverage) {
   const int64_t n = 8 * kScaleBlock;
   const int64_t steps = 2000;
   HeldSpan held(StateFormat::int8_moments_24, 0, n);
@@ -363,12 +363,12 @@ TEST(StateFormat, AShortMasterGoesOnAverageWhereSmallUpdatesLead) {
   for (const float p : exported(held, StatePlane::master)) {
     mean += (1.5 - static_cast<double>(p)) / 0x1p-23 / static_cast<double>(n);
   }
-  // Each step moves by 256 places or not at all, with chances of 1/256 and the rest.
+  // Each step moves by 256 fp32 ulps with probability 1/256, else not at all.
   const double sigma = 256 * std::sqrt(static_cast<double>(steps) / 256 / static_cast<double>(n));
   EXPECT_NEAR(mean, static_cast<double>(steps), 3 * sigma);
 }
 
-// As torch and DeepSpeed are: in fp32, 1 - 1e-8 is 1.
+// As in torch and DeepSpeed: in fp32, 1 - 1e-8 is 1.
 TEST(StateFormat, AnFp32MasterDoesNotDecayByOnePartInTenToTheEighth) {
   HeldSpan held(StateFormat::fp32, 0, 16);
   const std::vector<float> start = spread_values(1, 16);
@@ -381,7 +381,7 @@ TEST(StateFormat, AnFp32MasterDoesNotDecayByOnePartInTenToTheEighth) {
   EXPECT_EQ(exported(held, StatePlane::master), start);
 }
 
-// ---- T6
+// ---- size of updates
 
 // Largest update in units of lr, over 300 steps of blocks with gradients of 1e-8 to 1e-2.
 float largest_update(StateFormat format) {

@@ -1,5 +1,5 @@
-// The values of synthesised checkpoints. The format of such files is what this file computes, so
-// nothing here may ever change; kernels_test pins it.
+// The values of synthesised checkpoints. They define the content of such files and must never
+// change; kernels_test pins them.
 #include <cassert>
 #include <cstring>
 
@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-// A counter-based hash: any element costs the same, in any order.
+// A counter-based hash: elements can be computed in any order.
 MODICUM_INLINE uint64_t hash64(uint64_t tensor_hash, int64_t index) noexcept {
   uint64_t x = tensor_hash + (static_cast<uint64_t>(index) + 1) * 0x9e3779b97f4a7c15U;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
@@ -17,10 +17,10 @@ MODICUM_INLINE uint64_t hash64(uint64_t tensor_hash, int64_t index) noexcept {
   return x ^ (x >> 31);
 }
 
-// What follows makes one element's bits of its hash, from the hash's upper bits.
+// The functions below make an element's bits from the upper bits of its hash.
 
-// Sign and mantissa as they come; four bits of the exponent's field choose among the sixteen
-// binades of [2^-16, 1).
+// Random sign and mantissa; four bits of the exponent field choose one of the sixteen binades of
+// [2^-16, 1).
 MODICUM_INLINE uint32_t float_of(uint64_t hash) noexcept {
   const auto random = static_cast<uint32_t>(hash >> 32);
   return (random & 0x807fffffU) | ((111U + ((random >> 23) & 15U)) << 23);
@@ -36,8 +36,8 @@ struct Bf16 {
   }
 };
 
-// The sixteen random fields become the fifteen of [0, 1): the denormals come twice as often as any
-// other binade, and 1 and more never.
+// Sixteen random exponent fields are mapped to the fifteen of [0, 1): denormals occur twice as
+// often as any other binade.
 struct F16 {
   static MODICUM_INLINE uint16_t bits(uint64_t hash) noexcept {
     const auto random = static_cast<uint32_t>(hash >> 48);
@@ -72,7 +72,7 @@ struct Raw {
   }
 };
 
-// A code that is not finite, told by kMask and kValue, gets the bits kFlip inverted.
+// A code with (code & kMask) == kValue is not finite; its bits kFlip are inverted.
 template <uint8_t kMask, uint8_t kValue, uint8_t kFlip>
 struct Code {
   static MODICUM_INLINE uint8_t bits(uint64_t hash) noexcept {
@@ -83,7 +83,7 @@ struct Code {
 using E5m2 = Code<0x7c, 0x7c, 0x40>;  // the whole upper binade is infinities and NaNs
 using E4m3 = Code<0x7f, 0x7f, 0x40>;
 using E8m0 = Code<0xff, 0xff, 0x80>;
-using Fnuz = Code<0xff, 0x80, 0x80>;  // minus zero's code is the only NaN
+using Fnuz = Code<0xff, 0x80, 0x80>;  // the code of -0 is the only NaN
 
 template <typename Element>
 struct Fill {
@@ -101,7 +101,7 @@ struct Fill {
   }
 };
 
-// Elements below a byte are packed with the first one in the lowest bits.
+// Elements below a byte are packed from the lowest bits on.
 void fill_f4(uint64_t tensor_hash, int64_t first, int64_t n, std::byte* to) noexcept {
   for (int64_t i = 0; i < n; i += 2) {
     const uint64_t low = hash64(tensor_hash, first + i) >> 60;

@@ -32,7 +32,7 @@ class SynthFill : public testing::TestWithParam<int> {
   DType dtype() const { return static_cast<DType>(GetParam()); }
 };
 
-TEST_P(SynthFill, DoesNotDependOnTheCut) {
+TEST_P(SynthFill, IsIndependentOfTheDivision) {
   const int64_t n = 96;
   const auto whole = filled(dtype(), 0, n);
   const int64_t step = bits_per_element(dtype()) < 8 ? 4 : 1;
@@ -45,7 +45,7 @@ TEST_P(SynthFill, DoesNotDependOnTheCut) {
   }
 }
 
-TEST_P(SynthFill, WritesNothingElseAndNeedsNoAlignment) {
+TEST_P(SynthFill, WritesItsElementsOnlyAtAnyAlignment) {
   const auto expected = filled(dtype(), 8, 40);
   for (size_t offset = 1; offset < 8; ++offset) {
     std::vector<std::byte> to(expected.size() + 16, std::byte{0xab});
@@ -136,8 +136,8 @@ TEST(SynthValue, BoolIsZeroOrOneAndIntegersAreAnything) {
   EXPECT_EQ(codes(DType::f6_e2m3).size(), 256U);
 }
 
-// The format of synthesised files: computed by an independent program, and not to be changed.
-TEST(SynthValue, GoldenNumbersStand) {
+// The content of synthesised files, computed by an independent program; must never change.
+TEST(SynthValue, MatchesTheGoldenNumbers) {
   EXPECT_EQ(values<uint32_t>(DType::f32, 0, 4),
             (std::vector<uint32_t>{0x3cfa3807, 0xbcf3529b, 0x3f10b72e, 0xba541933}));
   EXPECT_EQ(values<uint16_t>(DType::bf16, 0, 4),
@@ -153,7 +153,7 @@ TEST(SynthValue, GoldenNumbersStand) {
   EXPECT_EQ(values<uint32_t>(DType::f32, int64_t{1} << 40, 1), std::vector<uint32_t>{0x37b2e914});
 }
 
-TEST(DigestValue, GoldenNumberStands) {
+TEST(DigestValue, MatchesTheGoldenNumber) {
   const std::vector<uint32_t> bits = {0x3f800000, 0xbf800000, 1};
   EXPECT_EQ(digest_run(7, reinterpret_cast<const std::byte*>(bits.data()), 4, 100, 3),
             0xde9ae3dc78796c9dU);

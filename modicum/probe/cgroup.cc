@@ -11,18 +11,18 @@
 namespace modicum {
 namespace {
 
-// A mounted cgroup hierarchy that may have the controller in question.
+// A mounted cgroup hierarchy.
 struct Mount {
   int version = 1;
-  std::string root;   // which cgroup is seen at the mount point
-  std::string point;  // where that is
+  std::string root;   // the cgroup that is visible at the mount point
+  std::string point;  // the mount point
 };
 
-// One cgroup of the chain from the process's own up to the highest that can be seen.
+// One cgroup of the chain from the process's own up to the highest visible one.
 struct Level {
   int version = 1;
-  std::string name;       // its path as /proc/self/cgroup would write it
-  std::string directory;  // where its files are
+  std::string name;       // its path, as in /proc/self/cgroup
+  std::string directory;  // of its files
 };
 
 bool has_word(std::string_view list, std::string_view word) {
@@ -30,7 +30,7 @@ bool has_word(std::string_view list, std::string_view word) {
   return std::find(words.begin(), words.end(), word) != words.end();
 }
 
-// Spaces, tabs, newlines and backslashes in mountinfo are written as three octal digits: \040.
+// mountinfo writes spaces, tabs, newlines and backslashes as three octal digits: \040.
 std::string unescaped(std::string_view text) {
   const auto is_octal = [](char c) { return c >= '0' && c <= '7'; };
   std::string out;
@@ -61,7 +61,7 @@ std::optional<Mount> parse_mount(std::string_view line, std::string_view control
   return std::nullopt;
 }
 
-// The process's own cgroup: from "4:memory:/a/b" for version 1, from "0::/a/b" for version 2.
+// The process's own cgroup: "4:memory:/a/b" in v1, "0::/a/b" in v2.
 std::optional<std::string> own_path(std::string_view cgroup_text, int version,
                                     std::string_view controller) {
   for (const std::string_view line : split_kernel_text(cgroup_text, '\n')) {
@@ -76,9 +76,9 @@ std::optional<std::string> own_path(std::string_view cgroup_text, int version,
   return std::nullopt;
 }
 
-// The components of `path` below `root`; nothing when it isn't below it. In a cgroup namespace the
-// kernel writes both as seen from the namespace's root, so they can be compared, also where one of
-// them begins with "..". A ".." further down leads out of what is mounted.
+// The components of `path` below `root`; nullopt if it is not below. In a cgroup namespace the
+// kernel writes both relative to the namespace's root, so they compare even if they begin with
+// "..". A ".." in the rest leads out of the mount.
 std::optional<std::vector<std::string_view>> below(std::string_view path, std::string_view root) {
   std::vector<std::string_view> parts = split_kernel_text(path, '/');
   const std::vector<std::string_view> prefix = split_kernel_text(root, '/');
@@ -90,7 +90,7 @@ std::optional<std::vector<std::string_view>> below(std::string_view path, std::s
   return parts;
 }
 
-// The cgroup at the mount point and those below it along `parts`, the lowest first.
+// The cgroups from the mount point down along `parts`, the lowest first.
 std::vector<Level> levels_of(const Mount& mount, const std::vector<std::string_view>& parts,
                              const std::string& test_root) {
   Level level{.version = mount.version,
@@ -107,9 +107,8 @@ std::vector<Level> levels_of(const Mount& mount, const std::vector<std::string_v
   return levels;
 }
 
-// Of a hierarchy that is mounted several times, the mount that shows most levels. Where none shows
-// the process's own cgroup (a container that sees a foreign namespace), what stands at the mount
-// point is all that can be known.
+// Of several mounts of a hierarchy, the one that shows most levels. If none shows the process's own
+// cgroup (a container with a foreign namespace), only the cgroup at the mount point is known.
 std::vector<Level> levels_below(int version, const std::string& path, std::string_view controller,
                                 std::string_view mount_text, const std::string& test_root) {
   std::vector<Level> most;
@@ -154,14 +153,14 @@ std::optional<uint64_t> limit_of(const Level& level) {
     const std::optional<uint64_t> limit = number_in(level, "memory.limit_in_bytes");
     return limit && *limit < kNoLimit ? limit : std::nullopt;
   }
-  // Above `high` the kernel slows the processes down until they stand still, so it binds as well.
+  // Above memory.high the kernel throttles the processes to a standstill, so it is a limit too.
   const std::optional<uint64_t> max = number_in(level, "memory.max");
   const std::optional<uint64_t> high = number_in(level, "memory.high");
   return max && high ? std::min(*max, *high) : max ? max : high;
 }
 
-// Page cache, which the kernel gives up before it refuses or kills. In version 1 the names without
-// "total_" leave out the children.
+// Page cache, which the kernel reclaims before it refuses or kills. In v1 the names without
+// "total_" exclude the children.
 uint64_t reclaimable_of(const Level& level) {
   const auto stat = read_kernel_text(level.directory + "/memory.stat");
   if (!stat) return 0;
@@ -194,8 +193,8 @@ std::optional<MemoryLimit> node_limit(const std::string& root) {
                      .available_bytes = *available_kib * kKiB};
 }
 
-// CPUs' worth of time, rounded up; nothing where there is no limit. Version 2 has "QUOTA PERIOD" or
-// "max PERIOD" in one file, version 1 a file for each, and -1 for none.
+// The CPU quota in CPUs, rounded up; nullopt without a quota. v2 has "QUOTA PERIOD" or "max PERIOD"
+// in one file; v1 has a file for each, with the quota -1 for none.
 std::optional<int> cpu_quota_of(const Level& level) {
   std::optional<uint64_t> quota, period;
   if (level.version == 1) {

@@ -1,4 +1,4 @@
-// For tests: another machine's /proc and /sys.
+// The test double of /proc and /sys.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,5 +1,6 @@
-// The door of `probe`: what the kernel says a process, its cgroup and the node hold. Reads only.
-// `root` is put before every path, so that tests can show it another machine's /proc and /sys.
+// The door of `probe`: memory and CPU limits, and memory in use, of a process, its cgroup and the
+// node, as reported by the kernel. Read-only (but for reset_peak_rss). `root` is put before every
+// path, so that tests can supply another machine's /proc and /sys.
 #pragma once
 
 #include <cstdint>
@@ -19,77 +20,81 @@ struct ProcessMemory {
   uint64_t rss = 0;
   uint64_t peak_rss = 0;     // VmHWM: the highest `rss` since the start or the last reset
   uint64_t page_tables = 0;  // VmPTE
-  uint64_t pss_anon = 0;     // shared pages counted in equal parts
+  uint64_t pss_anon = 0;     // proportional: each sharer of a page counts an equal part
   uint64_t pss_shmem = 0;
 
-  // What this process answers for: pss_anon + pss_shmem + page_tables. Page cache is not in it.
+  // The memory attributed to this process, without the page cache.
   uint64_t held() const noexcept { return pss_anon + pss_shmem + page_tables; }
-  // The same at its highest: the counter of the kernel's that can't miss a peak says by how much
-  // the past was above now.
+  // `held` at its highest: now, plus the distance of VmHWM, which misses no peak, from `rss`.
   uint64_t peak_held() const noexcept { return held() + (peak_rss > rss ? peak_rss - rss : 0); }
 };
 
-// Of process `pid`, 0 for the caller. IO where /proc doesn't say (no such process, or one that has
-// ended). Where it doesn't say how much is shared, the `pss_` fields are what the `rss_` ones are.
+// Of process `pid`, 0 for the caller. IO if /proc has no memory of it (no such process, or one that
+// has ended). On kernels without smaps_rollup the `pss_` fields equal the `rss_` ones.
 ProcessMemory read_process_memory(int pid = 0, const std::string& root = "");
-// Starts VmHWM of this process anew. False where the kernel doesn't allow it.
+// Resets VmHWM of this process. Returns whether the kernel allowed it.
 bool reset_peak_rss();
 
-// All that descend from process `pid`, 0 for the caller, whoever of them has started them;
-// ascending. Those that have ended are among them until somebody waits for them.
+// All descendants of process `pid`, 0 for the caller, ascending; including zombies.
 std::vector<int> descendants(int pid = 0, const std::string& root = "");
 
-// A half-open range of the addresses of one process.
+// A half-open range of virtual addresses.
 struct AddressRange {
   uint64_t begin = 0;
   uint64_t end = 0;
 };
 
-// Bytes of private pages that are in memory, each counted once however many processes show it.
+// Bytes of resident private pages. A page mapped by several processes counts once.
 struct RangeMemory {
-  uint64_t own_bytes = 0;  // as the first process shows them
-  // What forked descendants show in their place: one side has written since the fork, and the
-  // other kept what had been there.
+  uint64_t own_bytes = 0;  // pages of the root process
+  // Other pages that forked descendants have at these addresses: one side has written since the
+  // fork, the other kept the previous content (copy-on-write).
   uint64_t copied_bytes = 0;
 };
 
 struct TreeMemory {
   struct Process {
     int pid = 0;
-    bool is_forked = false;  // from the first one, without starting a program since
+    bool is_forked = false;  // forked from the root process, without an exec since
     ProcessMemory memory;
   };
-  std::vector<Process> processes;   // the first one, then its descendants
-  std::vector<RangeMemory> ranges;  // as they were asked for
-  RangeMemory rest;                 // of the first process's address space
+  std::vector<Process> processes;   // the root process, then its descendants
+  std::vector<RangeMemory> ranges;  // in the order of the request
+  RangeMemory rest;                 // of the root process's other addresses
 };
 
-// What process `pid`, 0 for the caller, and its descendants hold, and whose it is by the ranges of
-// the first one's addresses: ascending, without overlap (USAGE). No privilege is needed for
-// processes of one's own. Shared memory is in `memory` only; so are pages that descendants have
-// taken for themselves since the fork. What the first process shares with processes that are not
-// its descendants isn't counted. Takes about 0.1 s per GiB. IO where /proc doesn't say.
+// Memory of process `pid` (0 for the caller), the root, and its descendants, with their private
+// pages attributed to ranges of the root's addresses. A page that was written before a fork, by the
+// parent P and a child C afterwards:
+//
+//                         frame in P   frame in C    counted as
+//   neither has written   7            7             own 1
+//   one side has written  8            7             own 1, copied 1
+//   C mapped it elsewhere -            9             only in C's `memory`
+//
+// `ranges` are ascending and disjoint (else USAGE). Shared memory is only in `memory`. Pages shared
+// with processes outside of the tree are not counted. Needs no privilege for the caller's own
+// processes and takes about 0.1 s per GiB. IO if /proc can't be read.
 TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::string& root = "");
 
-// A memory limit that binds this process: one level of its cgroup chain (v1 or v2), or the node.
+// A memory limit of this process: one level of its cgroup chain (v1 or v2), or the node.
 struct MemoryLimit {
   std::string source;  // "cgroup v1 /a/b", "cgroup v2 /a/b", "MemAvailable"
   uint64_t limit_bytes = 0;
-  uint64_t available_bytes = 0;  // what is left: limit - usage + page cache that can be reclaimed
+  uint64_t available_bytes = 0;  // limit - usage + reclaimable page cache
 };
 
-// All that bind, tightest (least available) first; never empty where /proc is mounted. Levels
-// without a limit, or that can't be read, are left out. For version 2, `limit_bytes` is the lower
-// of memory.max and memory.high.
+// All limits, least available bytes first; not empty if /proc is mounted. Levels without a limit,
+// or that can't be read, are omitted. In v2 `limit_bytes` is the lower of memory.max and
+// memory.high.
 std::vector<MemoryLimit> memory_limits(const std::string& root = "");
 
-// The CPUs that this process may use: those of its affinity, or fewer where the cgroup chain's
-// quota (v1 or v2) grants less time than theirs; at least one.
+// The number of CPUs that this process may use: its affinity mask, or less if a CPU quota of its
+// cgroup chain (v1 or v2) is lower; at least 1.
 int granted_cpus(const std::string& root = "");
 
-// How often the kernel has killed for lack of memory in this process's cgroup chain, so far: the
-// sum over its levels. One kill may be counted at several of them and the higher ones count their
-// other children's too, so only differences mean something, and only that there was a kill.
+// OOM kills so far, summed over the levels of this process's cgroup chain. One kill may count at
+// several levels, and upper levels include other children: only whether the sum grew is meaningful.
 uint64_t oom_kill_count(const std::string& root = "");
 
 }  // namespace modicum

@@ -22,7 +22,7 @@ constexpr std::string_view kV2Mount =
     "41 31 0:38 / /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
 constexpr std::string_view kV1NoLimit = "9223372036854771712\n";
 
-// "source limit available; ..." for one comparison.
+// "source limit available; ...", for a single comparison.
 std::string text_of(const std::vector<MemoryLimit>& limits) {
   std::string text;
   for (const MemoryLimit& limit : limits) {
@@ -32,13 +32,13 @@ std::string text_of(const std::vector<MemoryLimit>& limits) {
   return text;
 }
 
-TEST(MemoryLimits, WithoutCgroupsItIsTheNode) {
+TEST(MemoryLimits, WithoutCgroupsTheNodeIsTheLimit) {
   Machine machine;
   machine.put_node(1000, 600);
   EXPECT_EQ(text_of(memory_limits(machine.root())), "MemAvailable 1024000 614400; ");
 }
 
-TEST(MemoryLimits, NestedVersionOneLimitsAreAllFound) {
+TEST(MemoryLimits, AllNestedV1LimitsAreFound) {
   Machine machine;
   machine.put_node(100000, 90000);
   machine.put("/proc/self/cgroup", "5:devices:/x\n4:cpu,memory:/a/b\n0::/\n");
@@ -51,7 +51,7 @@ TEST(MemoryLimits, NestedVersionOneLimitsAreAllFound) {
             "MemAvailable 102400000 92160000; ");
 }
 
-TEST(MemoryLimits, VersionTwoTakesTheLowerOfMaxAndHigh) {
+TEST(MemoryLimits, V2TakesTheLowerOfMaxAndHigh) {
   Machine machine;
   machine.put_node(100000, 90000);
   machine.put("/proc/self/cgroup", "0::/a/b/c/d\n");
@@ -65,7 +65,7 @@ TEST(MemoryLimits, VersionTwoTakesTheLowerOfMaxAndHigh) {
             "cgroup v2 /a 9000000 8000000; MemAvailable 102400000 92160000; ");
 }
 
-TEST(MemoryLimits, UsageNeverCountsBelowNothingOrLeavesLess) {
+TEST(MemoryLimits, UsageAndAvailableBytesAreClampedAtZero) {
   Machine machine;
   machine.put("/proc/self/cgroup", "0::/over/cache\n");
   machine.put("/proc/self/mountinfo", kV2Mount);
@@ -75,7 +75,7 @@ TEST(MemoryLimits, UsageNeverCountsBelowNothingOrLeavesLess) {
             "cgroup v2 /over 1000 0; cgroup v2 /over/cache 1000 1000; ");
 }
 
-TEST(MemoryLimits, UnreadableFilesLeaveTheirLevelOutOrCountAsNothing) {
+TEST(MemoryLimits, UnreadableFilesOmitTheirLevelOrCountZero) {
   Machine machine;
   machine.put_node(1000, 600);
   machine.put("/proc/self/cgroup", "4:memory:/a/b/c\n");
@@ -97,7 +97,7 @@ TEST(MemoryLimits, AContainerSeesItsOwnCgroupAtTheMountPoint) {
             "cgroup v1 /docker/abc/job 3000 2000; cgroup v1 /docker/abc 4000 3000; ");
 }
 
-TEST(MemoryLimits, AMountFromOutsideTheNamespaceIsUnderstood) {
+TEST(MemoryLimits, AMountFromOutsideTheNamespaceIsParsed) {
   Machine machine;
   machine.put("/proc/self/cgroup", "0::/job\n");
   machine.put("/proc/self/mountinfo",
@@ -108,7 +108,7 @@ TEST(MemoryLimits, AMountFromOutsideTheNamespaceIsUnderstood) {
   EXPECT_EQ(text_of(memory_limits(machine.root())), "cgroup v2 /job 5000 5000; ");
 }
 
-TEST(MemoryLimits, AForeignCgroupPathLeavesTheMountPoint) {
+TEST(MemoryLimits, AForeignCgroupPathFallsBackToTheMountPoint) {
   for (const char* path : {"0::/../other\n", "0::/elsewhere\n", "0::/\n"}) {
     Machine machine;
     machine.put("/proc/self/cgroup", path);
@@ -119,7 +119,7 @@ TEST(MemoryLimits, AForeignCgroupPathLeavesTheMountPoint) {
   }
 }
 
-TEST(MemoryLimits, BrokenTextsAreNoLimits) {
+TEST(MemoryLimits, MalformedTextsAreIgnored) {
   Machine machine;
   machine.put("/proc/self/cgroup", "\n:\n4\n0:\nmemory\n4:memory\n0::\n");
   machine.put("/proc/self/mountinfo", "\n-\n - \n1 2 3 / /x rw -\n1 - cgroup2 a b\n");
@@ -141,8 +141,7 @@ TEST(OomKillCount, SumsOverTheLevels) {
   EXPECT_EQ(oom_kill_count(machine.root()), 113U);
 }
 
-// Catches: a quota that is not looked at, or only at the process's own level; one rounded down to
-// nothing.
+// Catches a quota that is ignored, read only at the process's own level, or rounded down to 0.
 TEST(GrantedCpus, IsTheSmallestQuotaOfTheChainOrTheAffinity) {
   const int own = usable_cpus();
   Machine machine;
@@ -182,7 +181,7 @@ TEST(ProcessMemory, IsReadFromStatusAndRollup) {
   EXPECT_EQ(memory.peak_held(), (150 + 5 + 8 + 100) * kKiB);
 }
 
-TEST(ProcessMemory, WithoutPssWhatIsSharedCountsInFull) {
+TEST(ProcessMemory, WithoutPssSharedPagesCountInFull) {
   Machine machine;
   machine.put("/proc/self/status", kStatus);
   EXPECT_EQ(read_process_memory(0, machine.root()).held(), (300 + 10 + 8) * kKiB);
@@ -216,7 +215,7 @@ TEST(KernelText, NumbersAreFoundByTheirWholeLabel) {
   EXPECT_EQ(parse_kernel_number(" \n"), std::nullopt);
 }
 
-// The rest asks this machine.
+// The remaining tests read this machine's /proc.
 
 TEST(ThisMachine, HasLimitsTightestFirst) {
   const std::vector<MemoryLimit> limits = memory_limits();
@@ -231,10 +230,10 @@ TEST(ThisMachine, HasLimitsTightestFirst) {
   EXPECT_EQ(oom_kill_count(), oom_kill_count());
 }
 
-TEST(ThisMachine, SeesWhatAProcessTakesAndItsPeak) {
+TEST(ThisMachine, SeesMemoryAndItsPeak) {
   if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own";
   constexpr size_t kSize = 32 * kMiB;
-  if (!reset_peak_rss()) GTEST_SKIP() << "this kernel doesn't let VmHWM start anew";
+  if (!reset_peak_rss()) GTEST_SKIP() << "this kernel cannot reset VmHWM";
   const ProcessMemory before = read_process_memory();
   void* const block = mmap(nullptr, kSize, PROT_READ | PROT_WRITE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
@@ -249,7 +248,7 @@ TEST(ThisMachine, SeesWhatAProcessTakesAndItsPeak) {
   EXPECT_NEAR(static_cast<double>(after.peak_held() - before.held()), kSize, margin);
 }
 
-TEST(ThisMachine, CountsSharedPagesInParts) {
+TEST(ThisMachine, CountsSharedPagesProportionally) {
   if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own";
   constexpr size_t kSize = 32 * kMiB;
   void* const block = mmap(nullptr, kSize, PROT_READ | PROT_WRITE,

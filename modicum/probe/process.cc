@@ -23,18 +23,18 @@ ProcessMemory read_process_memory(int pid, const std::string& root) {
   if (pid != 0) facts.culprit_pid = pid;
 
   const std::optional<std::string> status = read_kernel_text(directory + "/status");
-  if (!status) fail(Category::io, "the kernel says nothing about the process", std::move(facts));
+  if (!status) fail(Category::io, "cannot read the status of the process", std::move(facts));
   const auto of = [&](std::string_view label) { return bytes_after(*status, label); };
-  // A process that has ended but was not waited for has a status without these lines.
-  if (!of("VmRSS:")) fail(Category::io, "the process has no memory", std::move(facts));
+  // The status of a zombie lacks these lines.
+  if (!of("VmRSS:")) fail(Category::io, "the process has ended", std::move(facts));
 
   ProcessMemory memory{.rss_anon = of("RssAnon:").value_or(0),
                        .rss_shmem = of("RssShmem:").value_or(0),
                        .rss = *of("VmRSS:"),
                        .peak_rss = of("VmHWM:").value_or(0),
                        .page_tables = of("VmPTE:").value_or(0)};
-  // Before Linux 5.4 the file has no such lines, before 4.14 there is no such file, and another
-  // user's may not be read. Counting what is shared in full is the safe side of not knowing.
+  // Linux before 5.4 lacks these lines, before 4.14 the file, and another user's is not permitted.
+  // The fallback counts shared pages in full, which is the safe side.
   const std::string rollup = read_kernel_text(directory + "/smaps_rollup").value_or("");
   memory.pss_anon = bytes_after(rollup, "Pss_Anon:").value_or(memory.rss_anon);
   memory.pss_shmem = bytes_after(rollup, "Pss_Shmem:").value_or(memory.rss_shmem);

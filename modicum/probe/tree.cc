@@ -1,4 +1,4 @@
-// A process and its descendants: who they are, and whose private pages are in memory.
+// A process and its descendants: their pids, and their resident private pages.
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,18 +14,18 @@
 namespace modicum {
 namespace {
 
-// Of an entry of /proc/PID/pagemap, which are 8 bytes for each page.
+// Bits of a /proc/PID/pagemap entry; an entry is 8 bytes per page.
 constexpr uint64_t kPresent = uint64_t{1} << 63;
-constexpr uint64_t kOfFile = uint64_t{1} << 61;       // or of shared memory
-constexpr uint64_t kExclusive = uint64_t{1} << 56;    // no other process shows it
-constexpr uint64_t kFrame = (uint64_t{1} << 55) - 1;  // 0 for those who may not know it
+constexpr uint64_t kOfFile = uint64_t{1} << 61;       // a file page or shared memory
+constexpr uint64_t kExclusive = uint64_t{1} << 56;    // mapped by one process only
+constexpr uint64_t kFrame = (uint64_t{1} << 55) - 1;  // 0 without CAP_SYS_ADMIN
 constexpr uint64_t kBlockPages = 65536;
 
 std::string directory_of(int pid, const std::string& root) {
   return root + "/proc/" + std::to_string(pid);
 }
 
-// The second number behind the name, which may hold anything.
+// The parent's pid: the second word after the name, which may contain any character.
 int parent_of(const std::string& stat) {
   const size_t end = stat.rfind(')');
   if (end == std::string::npos) return 0;
@@ -35,7 +35,7 @@ int parent_of(const std::string& stat) {
 
 // ---- address space
 
-// What "7f00-7f20 rw-p ..." begins with.
+// The beginning of a line "7f00-7f20 rw-p ...".
 struct Line {
   AddressRange at;
   bool is_private = false;
@@ -52,13 +52,13 @@ std::optional<Line> line_of(std::string_view text) {
   return Line{{*begin, *end}, words[1][3] == 'p'};
 }
 
-// Private memory of the first process.
+// A private mapping of the root process.
 struct Area {
   AddressRange at;
-  bool is_inherited = true;  // not marked to be left out of a fork
+  bool is_inherited = true;  // without MADV_DONTFORK
 };
 
-// From its smaps; areas with nothing in memory are left out.
+// From its smaps, without areas that have no resident page.
 std::vector<Area> areas_in(std::string_view smaps) {
   std::vector<Area> areas;
   std::optional<Line> line;
@@ -78,7 +78,7 @@ std::vector<Area> areas_in(std::string_view smaps) {
   return areas;
 }
 
-// What is mapped, neighbours as one.
+// The mapped ranges, adjacent ones merged.
 std::vector<AddressRange> mapped_in(std::string_view maps) {
   std::vector<AddressRange> mapped;
   for (const std::string_view text : split_kernel_text(maps, '\n')) {
@@ -107,9 +107,9 @@ class Pages {
       : file_(PosixFileSystem().open(directory_of(pid, root) + "/pagemap")),
         mapped_(mapped_in(read_kernel_text(directory_of(pid, root) + "/maps").value_or(""))) {}
 
-  // Whether what it shows there can be what the first process had when it was forked. Where that
-  // one leaves an area out of forks, a child from before has all of it; one from after may have put
-  // something of its own into a part of the hole.
+  // Whether this process's pages at the area can stem from the fork. If the root process has
+  // excluded the area, a child forked earlier maps all of it; one forked later may have mapped
+  // memory of its own into part of the hole.
   bool may_show(const Area& area) const { return area.is_inherited || covers(mapped_, area.at); }
 
   void read(uint64_t address, std::span<uint64_t> entries) {
@@ -126,9 +126,10 @@ struct Distinct {
   uint64_t copied = 0;
 };
 
-// How many pages of memory the processes show at one address, the first process first. Pages that
-// nobody may know the frames of are one, if several show them. What only one of them shows although
-// it is not exclusive is the page of zeros, or shared with somebody else: it isn't counted.
+// The number of different pages that the processes map at one address; the root process comes
+// first. Without access to frame numbers, all shared mappings count as one page. A page that only
+// one of them maps, though it is not exclusive, is the zero page or shared with a foreign process:
+// not counted.
 Distinct distinct(std::span<const uint64_t> entries) {
   struct Shared {
     uint64_t frame = 0;
@@ -148,7 +149,7 @@ Distinct distinct(std::span<const uint64_t> entries) {
     size_t at = 0;
     while (at < n && shared[at].frame != frame) ++at;
     if (at == n && n < shared.size()) shared[n++] = {frame, 0, i == 0};
-    ++shared[std::min(at, shared.size() - 1)].shown_by;  // more apart than that aren't told apart
+    ++shared[std::min(at, shared.size() - 1)].shown_by;  // further frames share the last row
   }
   for (size_t i = 0; i < n; ++i) {
     if (shared[i].shown_by > 1) ++(shared[i].by_first ? pages.own : pages.copied);
@@ -156,14 +157,14 @@ Distinct distinct(std::span<const uint64_t> entries) {
   return pages;
 }
 
-// Bytes by range, of pages that come in ascending order.
+// Sums bytes by range. Pages are added in ascending order.
 class Account {
  public:
   explicit Account(std::span<const AddressRange> ranges) : asked_(ranges), ranges_(ranges.size()) {
     for (size_t i = 0; i < ranges.size(); ++i) {
       const uint64_t after = i == 0 ? 0 : ranges[i - 1].end;
       if (ranges[i].begin >= after && ranges[i].begin <= ranges[i].end) continue;
-      fail(Category::usage, "ranges of addresses are ascending and don't overlap");
+      fail(Category::usage, "address ranges must be ascending and disjoint");
     }
   }
 
@@ -194,7 +195,7 @@ class Account {
   size_t next_ = 0;
 };
 
-// All processes' entries of an area, some pages at a time.
+// Counts an area from all processes' pagemap entries, kBlockPages at a time.
 void count_area(const Area& area, std::vector<Pages>& processes, Account& account) {
   std::vector<Pages*> shown;
   for (Pages& pages : processes) {
@@ -211,7 +212,7 @@ void count_area(const Area& area, std::vector<Pages>& processes, Account& accoun
       try {
         shown[i]->read(begin, entries[i]);
       } catch (const Error&) {
-        if (i == 0) throw;  // a child that has ended shows nothing
+        if (i == 0) throw;  // a child may have ended: it counts nothing
       }
     }
     for (uint64_t page = 0; page < n; ++page) {
@@ -221,7 +222,7 @@ void count_area(const Area& area, std::vector<Pages>& processes, Account& accoun
   }
 }
 
-// A program that was started anew has other addresses of the kernel's words to it.
+// exec gives a process a new auxiliary vector (it contains random addresses); fork keeps it.
 bool is_fork_of(int pid, const std::string& auxv, const std::string& root) {
   return !auxv.empty() && read_kernel_text(directory_of(pid, root) + "/auxv") == auxv;
 }
@@ -269,7 +270,7 @@ TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::s
   }
   const std::optional<std::string> smaps = read_kernel_text(directory + "/smaps");
   if (!smaps) {
-    fail(Category::io, "the kernel doesn't say what of a process is in memory",
+    fail(Category::io, "cannot read the memory map of the process",
          {.file = "smaps", .culprit_pid = first});
   }
   for (const Area& area : areas_in(*smaps)) count_area(area, pages, account);

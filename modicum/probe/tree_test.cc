@@ -19,7 +19,7 @@ constexpr uint64_t kOfFile = uint64_t{1} << 61;
 constexpr uint64_t kAlone = kPresent | uint64_t{1} << 56;  // and no other process shows it
 constexpr std::string_view kAuxv = "the same until a program is started";
 
-// A process of 64 pages whose private memory lies in pages 16 to 31, unless `smaps` says otherwise.
+// A process of 64 pages whose private memory is pages 16 to 31, unless `smaps` differs.
 constexpr std::string_view kSmaps =
     "00010000-00020000 rw-p 00000000 00:00 0    [heap]\nSize:   64 kB\nRss:   64 kB\n"
     "AnonHugePages:   0 kB\nVmFlags: rd wr mr mw me ac \n"
@@ -65,7 +65,7 @@ constexpr AddressRange page(uint64_t at, uint64_t n = 1) {
   return {at * kPageBytes, (at + n) * kPageBytes};
 }
 
-// Catches: a name with a bracket in it taken apart at its first; only children found.
+// Catches a name that is cut at its first bracket, and grandchildren that are missed.
 TEST(Descendants, AreFoundThroughTheirParents) {
   Machine machine;
   put(machine, {.pid = 100, .parent = 1});
@@ -88,9 +88,9 @@ TEST(Tree, PagesOfOneProcessAreItsOwn) {
   EXPECT_EQ(tree.processes[0].memory.held(), 12 * kKiB);
 }
 
-// Catches: a page that two children kept from before the parent's write counted twice or not at
-// all; one that all still share counted as a copy.
-TEST(Tree, WhatChildrenKeepIsACopyAndCountsOnce) {
+// Catches a page that two children kept from before the parent's write and that counts twice or not
+// at all, and a page shared by all that counts as a copy.
+TEST(Tree, PagesKeptByChildrenCountOnceAsCopies) {
   for (const uint64_t frame : {0, 7}) {  // known to the privileged only
     Machine machine;
     put(machine,
@@ -107,26 +107,26 @@ TEST(Tree, WhatChildrenKeepIsACopyAndCountsOnce) {
   }
 }
 
-TEST(Tree, FramesTellForksOfDifferentTimesApart) {
+TEST(Tree, FramesDistinguishForksOfDifferentTimes) {
   Machine machine;
   put(machine, {.pid = 100, .entries = {{16, kPresent | 1}}});
   for (const int pid : {101, 102, 103, 104, 105}) {
     const uint64_t frame = pid < 103 ? 1 : pid < 105 ? 2 : 3;
     put(machine, {.pid = pid, .parent = 100, .entries = {{16, kPresent | frame}}});
   }
-  // The frame that only the last one shows is none of the tree's alone.
+  // The frame that only the last process maps is shared with a foreign process.
   EXPECT_EQ(text_of(read_tree(100, {}, machine.root())), "1.00+1.00 ");
 }
 
-// Catches: the page of zeros, which is present everywhere, counted as memory.
-TEST(Tree, WhatOthersShareIsNotCounted) {
+// Catches the zero page, which is present everywhere, counted as memory.
+TEST(Tree, PagesSharedWithForeignProcessesAreNotCounted) {
   Machine machine;
   put(machine, {.pid = 100, .entries = {{16, kPresent}, {17, kPresent | 9}}});
   put(machine, {.pid = 101, .parent = 100, .entries = {{17, kPresent | 8}}});
   EXPECT_EQ(text_of(read_tree(100, {}, machine.root())), "0.00+0.00 ");
 }
 
-TEST(Tree, AProgramStartedAnewHoldsNoCopies) {
+TEST(Tree, AProcessAfterExecHoldsNoCopies) {
   Machine machine;
   put(machine, {.pid = 100, .entries = {{16, kAlone}}});
   put(machine, {.pid = 101, .parent = 100, .entries = {{16, kAlone}}, .auxv = "another"});
@@ -136,7 +136,7 @@ TEST(Tree, AProgramStartedAnewHoldsNoCopies) {
   EXPECT_FALSE(tree.processes[1].is_forked);
 }
 
-TEST(Tree, RangesShareAPageByTheByte) {
+TEST(Tree, RangesSplitAPageByBytes) {
   Machine machine;
   put(machine, {.pid = 100, .entries = {{16, kAlone}, {17, kAlone}}});
   put(machine, {.pid = 101, .parent = 100, .entries = {{16, kAlone}}});
@@ -148,9 +148,9 @@ TEST(Tree, RangesShareAPageByTheByte) {
             "0.25+0.25 0.50+0.50 0.75+0.25 0.50+0.00 ");
 }
 
-// Catches: what a child has put into the hole that a protected buffer leaves, taken for a copy of
-// the buffer; and the copies of a child from before the protection overlooked.
-TEST(Tree, AnAreaLeftOutOfForksIsCopiedByThoseFromBefore) {
+// Catches a child's own mapping in the hole of an excluded buffer counted as a copy of the buffer,
+// and the copies of a child forked before the exclusion missed.
+TEST(Tree, AnExcludedAreaHasCopiesOnlyInEarlierForks) {
   constexpr std::string_view kLeftOut =
       "00010000-00020000 rw-p 00000000 00:00 0\nRss:   64 kB\nVmFlags: rd wr mr dc ac \n";
   Machine machine;
@@ -166,14 +166,14 @@ TEST(Tree, AnAreaLeftOutOfForksIsCopiedByThoseFromBefore) {
   EXPECT_EQ(text_of(read_tree(100, {}, machine.root())), "2.00+1.00 ");
 }
 
-TEST(Tree, AChildThatHasEndedMeanwhileIsLeftOut) {
+TEST(Tree, AChildThatEndsMeanwhileIsSkipped) {
   Machine machine;
   put(machine, {.pid = 100, .entries = {{16, kAlone}}});
   machine.put("/proc/101/stat", "101 (gone) Z 100 1\n");
   EXPECT_EQ(read_tree(100, {}, machine.root()).processes.size(), 1U);
 }
 
-TEST(Tree, RangesThatOverlapAreUsageAndAnAbsentProcessIsIo) {
+TEST(Tree, OverlappingRangesAreUsageAndAnAbsentProcessIsIo) {
   Machine machine;
   put(machine, {.pid = 100});
   const std::array<AddressRange, 2> ranges = {page(16, 2), page(17)};
@@ -189,7 +189,7 @@ TEST(Tree, RangesThatOverlapAreUsageAndAnAbsentProcessIsIo) {
   EXPECT_EQ(category_of(99, {}), Category::io);
 }
 
-// The rest asks this machine.
+// The remaining tests read this machine's /proc.
 
 class Child {
  public:
@@ -214,7 +214,7 @@ void write_to(std::byte* data, size_t size) {
   for (size_t at = 0; at < size; at += kPageBytes) data[at] = std::byte{1};
 }
 
-// Own and copied bytes of a block which, with two children alive, is written again by half.
+// Own and copied bytes of a block half of which is written again while two children are alive.
 RangeMemory held_by_block(bool left_out) {
   void* const block =
       mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -244,7 +244,7 @@ TEST(ThisMachine, ShowsWhatAForkCosts) {
   EXPECT_EQ(left_out.copied_bytes, 0U);
 }
 
-TEST(ThisMachine, TheTreeAddsUpToWhatIsHeld) {
+TEST(ThisMachine, TheTreesSumIsTheMemoryHeld) {
   if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own";
   const Child child;
   const TreeMemory tree = read_tree(0, {});
