@@ -282,12 +282,16 @@ def tried(
 
 @contextlib.contextmanager
 def once_agreed(act: Callable[[], None]) -> Iterator[None]:
-    """Calls `act` after all ranks have agreed on the plan, before any data is read."""
+    """Calls `act` after all ranks have agreed on the inputs, before any data is read."""
     agree = group.Ranks.agree
+    acted = False
 
-    def agree_and_act(self: group.Ranks, digest: str) -> None:
-        agree(self, digest)
-        act()
+    def agree_and_act(self: group.Ranks, digest: str, facts: Any = ()) -> None:
+        nonlocal acted
+        agree(self, digest, facts)
+        if not acted:
+            acted = True
+            act()
 
     group.Ranks.agree = agree_and_act
     try:

@@ -281,7 +281,7 @@ def test_without_a_source_modules_reset_their_parameters() -> None:
 
 def test_a_dtype_that_its_unit_has_not_is_refused_by_name() -> None:
     options = {"keep_fp32": "norm", "dtype": torch.half}
-    error = refused(checkpoint_of("llama"), says="in one dtype", **options)
+    error = refused(checkpoint_of("llama"), says="expects one dtype", **options)
     assert error.category == "UNSUPPORTED"
     assert error.tensor == "model.layers.0.input_layernorm.weight"
 

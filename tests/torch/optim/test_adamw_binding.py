@@ -177,7 +177,7 @@ def test_a_refused_binding_is_tried_again() -> None:
     kept = model.weight.data
     model.weight.data = torch.ones(60, 30)[::2]
     for _ in range(2):
-        with pytest.raises(modicum.UsageError, match="others between them.*weight"):
+        with pytest.raises(modicum.UsageError, match="gaps between them.*weight"):
             optimizer.step()
     model.weight.data = kept
     model(torch.ones(30)).sum().backward()
