@@ -208,11 +208,15 @@ class Part:
     keys: dict[str, str] = field(default_factory=dict)  # by name in the model
     saved_as: dict[str, str] = field(default_factory=dict)  # keys by name in an adapter's file
 
+    @property
+    def bare_prefix(self) -> str:
+        """The prefix without the names of PEFT's wrapper."""
+        return self.prefix.replace(_ADAPTER_PREFIX, "")
+
     def key_of(self, name: str) -> str | None:
         """The key of a stored name that begins with this part's prefix, with or without the names
         of PEFT's wrapper, or with the prefix of PEFT's files; else None."""
-        bare = self.prefix.replace(_ADAPTER_PREFIX, "")
-        for prefix in (self.prefix, bare, _ADAPTER_PREFIX):
+        for prefix in (self.prefix, self.bare_prefix, _ADAPTER_PREFIX):
             if prefix and name.startswith(prefix):
                 rest = name.removeprefix(prefix)
                 of_adapter = prefix.endswith(_ADAPTER_PREFIX)
