@@ -380,13 +380,12 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
 
 def _values(model: nn.Module) -> dict[str, bytes]:
     """A digest of each parameter that has values."""
-    return {
-        name: hashlib.blake2b(
-            as_bytes(local_of(parameter).cpu().contiguous()).numpy(), digest_size=16
-        ).digest()
-        for name, parameter in model.named_parameters()
-        if not parameter.is_meta
-    }
+    digests = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            values: Any = as_bytes(local_of(parameter).cpu().contiguous()).numpy()
+            digests[name] = hashlib.blake2b(values, digest_size=16).digest()
+    return digests
 
 
 def _refuse_overwritten(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
