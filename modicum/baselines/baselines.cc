@@ -67,14 +67,56 @@ void unfused_step(const Unfused& of, int threads, const AdamNumbers& numbers, fl
   });
 }
 
-// Copies the first half to the second.
-void copy(std::span<std::byte> memory, int threads) {
+// Copies the first half to the second, whole pages per thread.
+template <typename Fn>
+void copy(std::span<std::byte> memory, int threads, const Fn& copy_bytes) {
   const size_t half = memory.size() / 2;
+  const size_t pages = half / kPageBytes;
   run_workers(threads, [&](int worker) {
-    const size_t begin = half * static_cast<size_t>(worker) / static_cast<size_t>(threads);
-    const size_t end = half * static_cast<size_t>(worker + 1) / static_cast<size_t>(threads);
-    std::memcpy(memory.data() + half + begin, memory.data() + begin, end - begin);
+    const auto page_of = [&](int nth) {
+      return pages * static_cast<size_t>(nth) / static_cast<size_t>(threads) * kPageBytes;
+    };
+    const size_t begin = page_of(worker);
+    copy_bytes(memory.data() + begin, memory.data() + half + begin, page_of(worker + 1) - begin);
   });
+}
+
+// Source and target of the parallel copy: an even number of pages.
+uint64_t copy_bytes_of(const BaselineTask& task) {
+  return round_up(task.copy_bytes, 2 * kPageBytes);
+}
+
+// Times one round of work, which starts on all ranks at once. Round -1 warms up.
+class Stopwatch {
+ public:
+  Stopwatch(FunctionRef<void()> line_up, Clock& clock) : line_up_(line_up), clock_(clock) {}
+
+  template <typename Fn>
+  void time(std::array<double, Baselines::kRounds>& seconds, int round, const Fn& work) {
+    line_up_();
+    const int64_t begin = clock_.now_ns();
+    work();
+    const auto taken = static_cast<double>(clock_.now_ns() - begin) / kNsPerSecond;
+    if (round >= 0) seconds[static_cast<size_t>(round)] = taken;
+  }
+
+ private:
+  FunctionRef<void()> line_up_;
+  Clock& clock_;
+};
+
+void measure_copies(const BaselineTask& task, Ledger& ledger, Stopwatch& watch,
+                    Baselines& measured) {
+  const Buffer memory = ledger.charge(Purpose::staging, copy_bytes_of(task), task.threads);
+  measured.copied_bytes = memory.bytes().size();
+  for (int round = -1; round < Baselines::kRounds; ++round) {
+    watch.time(measured.memcpy_s, round, [&] {
+      copy(memory.bytes(), task.threads,
+           [](const std::byte* from, std::byte* to, size_t n) { std::memcpy(to, from, n); });
+    });
+    watch.time(measured.streaming_s, round,
+               [&] { copy(memory.bytes(), task.threads, copy_streaming); });
+  }
 }
 
 // The number of parameters to step: as many as fit into the memory of the state.
@@ -108,8 +150,17 @@ Footprint baseline_footprint(const BaselineTask& task) {
   return footprint;
 }
 
+Footprint copy_footprint(const BaselineTask& task) {
+  Footprint footprint;
+  footprint[Purpose::staging] = copy_bytes_of(task);
+  return footprint;
+}
+
 Baselines measure_baselines(const BaselineTask& task, Ledger& ledger, FunctionRef<void()> line_up,
                             Clock& clock) {
+  Baselines measured;
+  Stopwatch watch(line_up, clock);
+  measure_copies(task, ledger, watch, measured);
   const int64_t n = params_of(task);
   const Buffer memory =
       ledger.charge(Purpose::staging, static_cast<uint64_t>(n) * kUnfusedBytes, task.threads);
@@ -117,18 +168,8 @@ Baselines measure_baselines(const BaselineTask& task, Ledger& ledger, FunctionRe
   const Buffer ring = ledger.charge(Purpose::staging, task.ring_bytes);
   const Outlet outlet{.ring = ring.bytes(), .send = [](const ReadyChunk&) {}};
   AdamW fused(fused_spec(task), ledger, task.threads);
-  Baselines measured{.copied_bytes = memory.bytes().size() / 2 * 2};
-  const auto timed = [&](std::array<double, Baselines::kRounds>& of, int round, const auto& work) {
-    line_up();
-    const int64_t begin = clock.now_ns();
-    work();
-    if (round >= 0) {
-      of[static_cast<size_t>(round)] = static_cast<double>(clock.now_ns() - begin) / kNsPerSecond;
-    }
-  };
   for (int round = -1; round < Baselines::kRounds; ++round) {  // round -1 warms up
-    timed(measured.copy_s, round, [&] { copy(memory.bytes(), task.threads); });
-    // The copy has overwritten the state: small parameters and gradients, zero moments.
+    // Small parameters and gradients, zero moments.
     pass(task.threads, n, [&](int, int64_t at, int64_t count) {
       synth_fill(0, DType::f32, at, count, unfused.master + 4 * at);
       std::memcpy(unfused.grad + 4 * at, unfused.master + 4 * at, 4 * static_cast<size_t>(count));
@@ -137,10 +178,11 @@ Baselines measure_baselines(const BaselineTask& task, Ledger& ledger, FunctionRe
     });
     deliver(fused, task.threads, unfused);
     const AdamNumbers numbers = adam_numbers(AdamOptions{}, round + 2, task.spec.seed);
-    timed(measured.unfused_s, round, [&] { unfused_step(unfused, task.threads, numbers, 1.0F); });
+    watch.time(measured.unfused_s, round,
+               [&] { unfused_step(unfused, task.threads, numbers, 1.0F); });
     const float clip = clip_factor(fused.norm().norm(), 2 * fused.norm().norm());
-    timed(measured.fused_s, round,
-          [&] { fused.step({.clip = clip, .outlet = ring.empty() ? nullptr : &outlet}); });
+    watch.time(measured.fused_s, round,
+               [&] { fused.step({.clip = clip, .outlet = ring.empty() ? nullptr : &outlet}); });
   }
   return measured;
 }

@@ -1,9 +1,10 @@
 // The door of `baselines`: comparisons. deepspeed.h forecasts DeepSpeed's memory; this file times
 // the optimizer step against two baselines.
 //
-// Three timings over memory of the same size, in rounds, on all ranks concurrently: a memcpy, which
-// is the machine's bandwidth; the step as five passes over fp32 state (unscale, norm, clip, Adam,
-// cast to bf16); and the fused step in the format under test over the same number of parameters.
+// Timings are in rounds, on all ranks concurrently: a parallel copy, by libc's memcpy and by
+// streaming stores, whose faster one is the machine's bandwidth; the step as five passes over fp32
+// state (unscale, norm, clip, Adam, cast to bf16); and the fused step in the format under test over
+// the same number of parameters.
 #pragma once
 
 #include <array>
@@ -21,18 +22,26 @@ struct BaselineTask {
   AdamWSpec spec;  // of one shard; steps as many of its elements as fit into the state's memory
   int threads = 1;
   uint64_t ring_bytes = 0;  // of the ring for a low-precision copy; 0: no copy
+  uint64_t copy_bytes = 0;  // source and target of the parallel copy, all threads together
 };
+
+// The bytes that each thread copies if the budget allows it: enough for memcpy to bypass the
+// caches.
+constexpr uint64_t kCopyPieceBytes = 256 * kMiB;
 
 // Seconds per round. Plain data.
 struct Baselines {
   static constexpr int kRounds = 7;
-  std::array<double, kRounds> copy_s{};
+  std::array<double, kRounds> memcpy_s{};
+  std::array<double, kRounds> streaming_s{};
   std::array<double, kRounds> unfused_s{};
   std::array<double, kRounds> fused_s{};
   uint64_t copied_bytes = 0;  // read plus written by this rank's memcpy
 };
 
-// The bytes that `measure_baselines` charges: at most the state and its staging.
+// The bytes that `measure_baselines` charges: first for the parallel copy, then, after returning
+// those, for the steps, at most the state and its staging.
+Footprint copy_footprint(const BaselineTask& task);
 Footprint baseline_footprint(const BaselineTask& task);
 
 // Calls `line_up`, a barrier, before each timing. Returns all memory. BUDGET, NOMEM, and any

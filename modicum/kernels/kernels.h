@@ -49,6 +49,10 @@ void dequant(const ScaledCodes& from, std::byte* to, DType to_dtype, int64_t n,
 // infinity in U8, as in transformers.
 void widen_scales(const std::byte* from, DType dtype, int64_t n, float* to) noexcept;
 
+// Copies `n` bytes by stores that bypass the caches, which is the fastest way where the target is
+// much larger than they are. `from`, `to` and `n` are multiples of 64.
+void copy_streaming(const std::byte* from, std::byte* to, size_t n) noexcept;
+
 // 64 bits of a name: XXH3 of its bytes.
 uint64_t name_hash(std::string_view name) noexcept;
 

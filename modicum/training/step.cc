@@ -20,11 +20,12 @@ namespace {
 constexpr int kSlotsPerThread = 2;  // of the ring
 
 struct StepWorld : World {
-  StepWorld(const StepTask& of, const Promise& promised)
-      : World(of.ranks), task(of), promise(promised), page(of.ranks) {}
+  StepWorld(const StepTask& of, const Promise& promised, uint64_t copied)
+      : World(of.ranks), task(of), promise(promised), copy_bytes(copied), page(of.ranks) {}
 
   const StepTask& task;
   const Promise& promise;
+  const uint64_t copy_bytes;  // of a rank
   const NormPage page;
 };
 
@@ -59,6 +60,10 @@ double bytes_per_param_moved(const StepTask& task) noexcept {
   return bytes_moved_per_parameter(task.format, ring_bytes(task) > 0);
 }
 
+BaselineTask baseline_of(const StepTask& task, int rank, uint64_t copy_bytes) {
+  return {spec_of(task, rank), task.threads, ring_bytes(task), copy_bytes};
+}
+
 class StepRank {
  public:
   StepRank(StepWorld& world, int rank)
@@ -73,9 +78,8 @@ class StepRank {
         world_.board.barrier(rank_);
         world_.page.line_up(world_.board);
       };
-      outcome_.baselines =
-          measure_baselines({spec_of(task_, rank_), task_.threads, ring_bytes(task_)}, ledger_,
-                            line_up, world_.clock);
+      outcome_.baselines = measure_baselines(baseline_of(task_, rank_, world_.copy_bytes), ledger_,
+                                             line_up, world_.clock);
     }
     const MadeGradients gradients(task_.seed, task_.threads, ledger_);
     const Buffer ring = ledger_.charge(Purpose::staging, ring_bytes(task_));
@@ -150,21 +154,34 @@ class StepRank {
 };
 
 // Phases of the promise: the comparison before the steps, then the steps.
-Promise promise_of(const StepTask& task) {
-  std::vector<Phase> phases = {{"compare", {}}, {"step", {}}};
+Promise promise_of(const StepTask& task, uint64_t copy_bytes) {
+  std::vector<Phase> phases = {{"copy", {}}, {"compare", {}}, {"step", {}}};
   // Workers of two epochs may coexist.
   const uint64_t children_bytes = static_cast<uint64_t>(task.children) * 2 * kChildBytes;
   for (int rank = 0; rank < task.ranks; ++rank) {
     const AdamWSpec spec = spec_of(task, rank);
-    Footprint compare;
-    if (task.compares) compare = baseline_footprint({spec, task.threads, ring_bytes(task)});
+    const BaselineTask baseline = baseline_of(task, rank, copy_bytes);
+    phases[0].of_rank.push_back(task.compares ? copy_footprint(baseline) : Footprint());
+    phases[1].of_rank.push_back(task.compares ? baseline_footprint(baseline) : Footprint());
     Footprint step = training_footprint(std::array{AdamWCount(spec)});
     step[Purpose::staging] += round_up(ring_bytes(task), kPageBytes);
     step[Purpose::process] = children_bytes;
-    phases[0].of_rank.push_back(compare);
-    phases[1].of_rank.push_back(step);
+    phases[2].of_rank.push_back(step);
   }
   return make_promise(std::move(phases));
+}
+
+// The memory of each rank's parallel copy: pieces of full size, or as much of them as the budget
+// leaves, but at least half of the memory that the steps need.
+uint64_t copy_bytes_of(const StepTask& task, const std::optional<Budget>& budget) {
+  const uint64_t wanted = 2 * kCopyPieceBytes * static_cast<uint64_t>(task.threads);
+  if (!budget) return wanted;
+  const uint64_t peak = promise_of(task, wanted).node_peak_bytes(0);
+  if (peak <= budget->bytes) return wanted;
+  const auto ranks = static_cast<uint64_t>(task.ranks);
+  const uint64_t over = ceil_div(peak - budget->bytes, ranks) + 2 * kPageBytes;
+  const uint64_t least = baseline_footprint(baseline_of(task, 0, 0)).total() / 2;
+  return std::max(wanted - std::min(wanted, over), least);
 }
 
 double median(std::array<double, Baselines::kRounds> seconds) {
@@ -179,12 +196,14 @@ void compare(StepReport& report, const std::vector<StepOutcome>& outcomes) {
     for (size_t i = 0; i < of.size(); ++i) of[i] = std::max(of[i], by[i]);
   };
   for (const StepOutcome& outcome : outcomes) {
-    raise(slowest.copy_s, outcome.baselines.copy_s);
+    raise(slowest.memcpy_s, outcome.baselines.memcpy_s);
+    raise(slowest.streaming_s, outcome.baselines.streaming_s);
     raise(slowest.unfused_s, outcome.baselines.unfused_s);
     raise(slowest.fused_s, outcome.baselines.fused_s);
     slowest.copied_bytes += outcome.baselines.copied_bytes;
   }
-  report.copy_bytes_per_s = static_cast<double>(slowest.copied_bytes) / median(slowest.copy_s);
+  report.copy_bytes_per_s = static_cast<double>(slowest.copied_bytes) /
+                            std::min(median(slowest.memcpy_s), median(slowest.streaming_s));
   report.speedup_vs_unfused = median(slowest.unfused_s) / median(slowest.fused_s);
 }
 
@@ -215,9 +234,10 @@ uint64_t bytes_to_move(const StepTask& task) noexcept {
 
 StepReport step_in_ranks(const StepTask& task, const std::optional<Budget>& budget,
                          ShowBytes show) {
-  const Promise promise = promise_of(task);
+  const uint64_t copy_bytes = copy_bytes_of(task, budget);
+  const Promise promise = promise_of(task, copy_bytes);
   if (budget) require_fits(promise, *budget);
-  StepWorld world(task, promise);
+  StepWorld world(task, promise, copy_bytes);
   const std::vector<StepOutcome> outcomes = outcomes_of<StepRank>(world, show);
   StateDigest digest;
   for (const StepOutcome& outcome : outcomes) digest += outcome.digest;
