@@ -45,7 +45,7 @@ def cell(seconds: list[float], params: int) -> str:
 
 
 def of_copy(row: dict, found: dict) -> str:
-    """The least time for the chain's bytes at the speed of the copy, over the measured time."""
+    """The chain's least bytes per second as a fraction of the machine's best copy."""
     copy = statistics.median(found["copy_bytes_per_s"])
     median_s = statistics.median(row["seconds"])
     return f"{row['bytes_per_param'] * found['params'] / median_s / copy:.2f}"
@@ -53,7 +53,7 @@ def of_copy(row: dict, found: dict) -> str:
 
 def table(by_threads: dict[int, dict], command: str) -> str:
     first = by_threads[THREADS[0]]
-    heads = [f"{t} thread{'s' if t > 1 else ''}, G params/s | x copy" for t in by_threads]
+    heads = [f"{t} thread{'s' if t > 1 else ''}, G params/s | of copy" for t in by_threads]
     lines = [
         f"AdamW over {first['params'] / 1e6:.0f} M parameters in {first['tensors']} tensors:",
         "",
@@ -75,7 +75,8 @@ def table(by_threads: dict[int, dict], command: str) -> str:
         "",
         f"`{command}`: medians (ranges) of {rounds} rounds; copy (read + write): {copies}; "
         f"{', '.join(first['versions'])}; {machine()}. "
-        "`x copy`: what of the copy's bytes per second the chain's least bytes come to.",
+        "`of copy`: the bytes per second that the chain must read and write at least, as a fraction of "
+        "the machine's best parallel copy (`copy_bytes_per_s` of `modicum step`).",
     ]
     return "\n".join(lines)
 

@@ -1,18 +1,17 @@
-"""One process's part of benchmarks/step.py: every chain in turn, and a copy; prints JSON."""
+"""One process's part of benchmarks/step.py: every chain in turn, then the machine's copy; prints JSON."""
 
 import argparse
 import importlib.util
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 from modicum import Ledger, _modicum
@@ -20,7 +19,6 @@ from modicum import Ledger, _modicum
 TENSORS = 16
 LR, BETAS, EPS, DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.1
 MAX_NORM, UNSCALE = 1.0, 1.0 / 1024
-COPY_BYTES = 1 << 30
 
 
 # Least bytes to move per parameter: gradients for the norm, all planes for the update.
@@ -176,31 +174,20 @@ def chains(options: argparse.Namespace) -> dict[str, Chain]:
     return made
 
 
-class Copy:
-    """memcpy, as numpy calls it, on all threads."""
-
-    def __init__(self, threads: int) -> None:
-        self.pool = ThreadPoolExecutor(threads)
-        words = COPY_BYTES // 8
-        self.source, self.target = numpy.ones(words), numpy.zeros(words)
-        ends = [words * i // threads for i in range(threads + 1)]
-        self.parts = [slice(begin, end) for begin, end in pairwise(ends)]
-
-    def bytes_per_s(self) -> float:
-        begin = time.perf_counter()
-        list(self.pool.map(self.copy, self.parts))
-        return 2 * COPY_BYTES / (time.perf_counter() - begin)
-
-    def copy(self, part: slice) -> None:
-        numpy.copyto(self.target[part], self.source[part])
+def copy_bytes_per_s(threads: int) -> float:
+    """Of the machine's best copy, read and write, in a process of its own."""
+    command = [str(Path(sys.executable).with_name("modicum")), "step", "--params", "1M"]
+    command += ["--steps", "1", "--threads", str(threads), "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    return json.loads(done.stdout)["copy_bytes_per_s"]
 
 
 def found(options: argparse.Namespace) -> dict[str, Any]:
-    copy, rows = Copy(options.threads), chains(options)
+    rows = chains(options)
     speeds: list[float] = []
     seconds: dict[str, list[float]] = {name: [] for name in rows}
     for round_ in range(options.rounds + 1):
-        speeds.append(copy.bytes_per_s())
+        speeds.append(copy_bytes_per_s(options.threads))
         for name, chain in rows.items():
             chain.refill()
             begin = time.perf_counter()

@@ -104,6 +104,23 @@ void expect_as_reference(const std::vector<From>& from, DType from_dtype, Format
   EXPECT_EQ(wrong, 0);
 }
 
+TEST(CopyStreaming, CopiesEveryByteAndNoMore) {
+  constexpr size_t kSize = 4096;
+  std::vector<std::byte> memory(3 * kSize + 64);
+  std::byte* const from = memory.data() + 64 - reinterpret_cast<uintptr_t>(memory.data()) % 64;
+  std::byte* const to = from + kSize;
+  for (const std::string_view isa : isas()) {
+    use_isa(isa);
+    synth_fill(1, DType::u8, 0, kSize, from);
+    synth_fill(2, DType::u8, 0, 2 * kSize - 64, to);
+    const std::vector<std::byte> behind(to + kSize, to + 2 * kSize - 64);
+    copy_streaming(from, to, kSize);
+    EXPECT_EQ(std::memcmp(from, to, kSize), 0) << isa;
+    EXPECT_TRUE(std::equal(behind.begin(), behind.end(), to + kSize)) << isa;
+  }
+  use_isa(isas().front());
+}
+
 TEST(Cast, ReferenceGivesKnownValues) {
   EXPECT_EQ(encode(1.0L, kF32), 0x3f800000U);
   EXPECT_EQ(encode(-65504.0L, kF16), 0xfbffU);

@@ -136,14 +136,24 @@ def test_the_fixed_part_does_not_grow(modicum: Path) -> None:
     assert abs(fixed[1] - fixed[0]) <= MIB, "the baselines have given everything back"
 
 
+def test_the_copy_takes_what_the_budget_leaves(modicum: Path) -> None:
+    words = ("step", "--params", "8M", "--ranks", 2, "--threads", 1, "--steps", 1)
+    promised = run_json(modicum, *words)["promised_bytes"]
+    assert promised > 2 * 2 * 256 * MIB, "two ranks copy 256 MiB each"
+    for budget in (promised * 99 // 100, 400 * MIB):
+        document = run_json(modicum, *words, "--budget", budget)
+        assert budget - MIB < document["promised_bytes"] <= budget
+        assert document["copy_bytes_per_s"] > 0
+
+
 @pytest.mark.parametrize("flags", [(), ("--no-compare",)])
 @pytest.mark.parametrize("name", ["fp32", "int8-moments-24"])
 def test_one_percent_below_the_promise_is_refused(
     modicum: Path, name: str, flags: tuple[str, ...]
 ) -> None:
     words = ("step", "--params", "8M", "--state-format", name, "--ranks", 2, "--steps", 1, *flags)
-    promised = run_json(modicum, *words)["promised_bytes"]
-    run_json(modicum, *words, "--budget", promised)
+    promised = failure(modicum, 15, *words, "--budget", MIB)["got"]
+    assert run_json(modicum, *words, "--budget", promised)["promised_bytes"] == promised
     error = failure(modicum, 15, *words, "--budget", promised * 99 // 100)
     assert error["category"] == "BUDGET"
     assert error["got"] == promised
