@@ -57,8 +57,10 @@ check-style:
 	@scripts/stage.sh 'check, format' clang-format-14 --dry-run -Werror $(CXX_SOURCES)
 	@scripts/stage.sh 'check, rules' python3 scripts/check.py
 	@scripts/stage.sh 'check, rules of Python' python3 scripts/check_python.py
+	@scripts/stage.sh 'check, words' python3 scripts/check_words.py
 	@scripts/stage.sh 'check, the rules themselves' python3 scripts/check_test.py
 	@scripts/stage.sh 'check, those of Python' python3 scripts/check_python_test.py
+	@scripts/stage.sh 'check, those of words' python3 scripts/check_words_test.py
 
 tidy:
 	@scripts/packages.sh build check

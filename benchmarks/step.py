@@ -75,7 +75,7 @@ def table(by_threads: dict[int, dict], command: str) -> str:
         "",
         f"`{command}`: medians (ranges) of {rounds} rounds; copy (read + write): {copies}; "
         f"{', '.join(first['versions'])}; {machine()}. "
-        "`of copy`: the bytes per second that the chain must read and write at least, as a fraction of "
+        "`of copy`: the least bytes that the chain reads and writes, per second, as a fraction of "
         "the machine's best parallel copy (`copy_bytes_per_s` of `modicum step`).",
     ]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-# The content of the wheel beside its Python sources: the module `_modicum`, the program `modicum`
+# The content of the wheel besides its Python sources: the module `_modicum`, the program `modicum`
 # and the shared libraries that both need and a machine may lack. All of them lie in one folder and
-# look for each other there first.
+# search for each other there first.
 
 find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
 execute_process(

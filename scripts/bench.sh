@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bench.sh: runs every program in benchmarks/, one after the other, against the wheel, which .venv
-# gets beside the rivals.
+# gets alongside the rivals.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

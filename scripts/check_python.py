@@ -2,7 +2,7 @@
 """Holds the imports of the Python package against the table of docs/ARCHITECTURE.md, and private
 names of other packages to `upstream/`.
 
-check_python.py [TREE]: prints one line per finding, `file:line: what is wrong`, and exits 1 if
+check_python.py [TREE]: prints one line per finding, `file:line: the finding`, and exits 1 if
 there is any. Standard library only.
 """
 
@@ -18,7 +18,7 @@ from check_use import imports
 PACKAGE = "modicum/python/modicum"
 EVERYBODY = {"errors", "_modicum"}  # may be imported by every room
 UPSTREAM = "upstream"
-# Names with one leading underscore that are nobody's private ones.
+# Names with one leading underscore that are not private.
 PUBLIC = {
     "_asdict",  # of NamedTuple
     "_modicum",  # our bindings
@@ -99,7 +99,7 @@ def defined_in(tree: ast.Module) -> Iterator[str]:
 
 
 def used_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, name) of attributes, of what is imported, and of strings that are nothing but names:
+    """(line, name) of attributes, of imports, and of strings that consist of names:
     those are what getattr and its like are given."""
     for node in ast.walk(tree):
         names: list[str] = []

@@ -14,7 +14,7 @@ from pathlib import Path
 # Pattern -> what to write instead. They hold in every line of every file, code included.
 PHRASES = {
     r"\bwhat (is|are|was|were)\b(?! it\?)": "name the thing",
-    r"\blook(s|ed|ing)?\b(?! up\b|-?ahead\b| like\b)": "read, check, inspect, search, ignored",
+    r"\blook(s|ed|ing)?\b(?! up\b|[- ]?ahead\b| like\b)": "read, check, inspect, search, ignored",
     r"\b(stand|stands|standing|stood)\b(?!-in)": "is, holds, remains, names the place",
     r"\bbeside\b": "next to, alongside, as well as",
     r"\b(is|are|was|were) due\b|\bwhat\b.{0,20}\bdue\b": "expected X, got Y",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What other versions of the packages that Modicum stands beside hold, and whether its bits are
+"""Compares Modicum with other versions of the packages that it works with, and whether its bits are
 right with them.
 
 Makes an environment for each of ENVIRONMENTS over .venv, whose torch and wheel they share, in
@@ -45,7 +45,7 @@ SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DS_BU
 @dataclass(frozen=True)
 class Environment:
     name: str
-    wanted: tuple[str, ...]  # of pip; what is not named is .venv's
+    wanted: tuple[str, ...]  # of pip; all others are .venv's
     fronts: bool
 
     @property

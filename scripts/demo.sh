@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # demo.sh MODICUM: makes a checkpoint of qwen3-0.6b's true shapes, shows what each strategy would
-# hold, loads it into 4 ranks and shows the promise beside the outcome. Takes 1.2 GB of disk for a
+# hold, loads it into 4 ranks and shows the promise next to the outcome. Takes 1.2 GB of disk for a
 # moment, and as much memory.
 set -euo pipefail
 modicum=$(realpath "$1")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # lint.sh: ruff over every Python file, mypy over the package; their settings are in pyproject.toml.
-# Both come from a Python index, and mypy reads the types of torch: without an index this says so
+# Both come from a Python index, and mypy reads the types of torch: without an index this reports it
 # and does nothing. With CI=true that is an error.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -78,7 +78,7 @@ def read_mutants(paths: list[Path]) -> list[Mutant]:
 def mutated(text: str, mutant: Mutant) -> str:
     count = text.count(mutant.find)
     if count != 1:
-        raise Refusal(f"'{mutant.name}': its text stands {count} times in {mutant.file}")
+        raise Refusal(f"'{mutant.name}': its text occurs {count} times in {mutant.file}")
     if mutant.find == mutant.replace:
         raise Refusal(f"'{mutant.name}' changes nothing")
     return text.replace(mutant.find, mutant.replace)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # packages.sh GROUP...: makes sure that the Debian packages of the groups build, check and python
-# are there. Root installs what is missing; anybody else gets the line to run, and exit 1.
+# are there. Root installs missing ones; anybody else gets the line to run, and exit 1.
 set -euo pipefail
 
 packages_of() {
@@ -17,7 +17,7 @@ is_installed() {
   [ "$(dpkg-query --show --showformat='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
 }
 
-# Lists of packages go stale; an install that fails on a fresh list fails for good.
+# Lists of packages go stale; an install that fails on a fresh list is a real failure.
 install() {
   export DEBIAN_FRONTEND=noninteractive
   apt-get update -qq

@@ -1,4 +1,4 @@
-"""One process's part of benchmarks/step.py: every chain in turn, then the machine's copy; prints JSON."""
+"""One process of benchmarks/step.py: every chain in turn, and the machine's copy; prints JSON."""
 
 import argparse
 import importlib.util
