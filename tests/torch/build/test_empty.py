@@ -440,7 +440,7 @@ def test_a_model_is_sharded_afterwards() -> None:
     (family,) = (family for family in BUILT if family.name == "llama")
     with playing_rank(0, 2):
         mesh = torch.distributed.init_device_mesh("cpu", (2,))
-        with pytest.raises(modicum.UsageError, match="sharded after") as refused:
+        with pytest.raises(modicum.UsageError, match="shard the model after") as refused:
             with empty_parameters():
                 fully_shard(built(family, BF16), mesh=mesh)
         assert refused.value.tensor == "model.embed_tokens.weight"

@@ -9,7 +9,6 @@ first step; a step that rounds differently from DeepSpeed's.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,8 +53,6 @@ class Runs:
         # malloc returns freed memory to the kernel, so that only memory in use is counted.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # its ninja
-        if ccache := shutil.which("ccache"):  # torch rejects a compiler of two words
-            environment |= {"CXX": f"{ccache} c++", "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
         command = [sys.executable, str(program), "--workers", workers, f"--width={width}", *words]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=600, env=environment

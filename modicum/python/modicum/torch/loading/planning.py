@@ -78,7 +78,8 @@ class Planned:
         where = "in rank 0's memory" if self.goal.only_rank_0 else "stored"
         most = max(self.plan.promised_bytes(rank) for rank in range(ranks))
         return (
-            f"{self.plan.strategy}, {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}, "
+            f"{self.plan.strategy}, {ranks} rank{'s' if ranks > 1 else ''} on "
+            f"{nodes} node{'s' if nodes > 1 else ''}, "
             f"{self.goal.checkpoint.bytes / _MIB:.2f} MiB {where}, "
             f"at most {most / _MIB:.2f} MiB in a rank"
         )
