@@ -142,7 +142,7 @@ def test_the_copy_takes_what_the_budget_leaves(modicum: Path) -> None:
     assert promised > 2 * 2 * 256 * MIB, "two ranks copy 256 MiB each"
     for budget in (promised * 99 // 100, 400 * MIB):
         document = run_json(modicum, *words, "--budget", budget)
-        assert budget - MIB < document["promised_bytes"] <= budget
+        assert budget * 0.99 < document["promised_bytes"] <= budget
         assert document["copy_bytes_per_s"] > 0
 
 
