@@ -321,14 +321,17 @@ def check_parameters(measured: list[Function], trees: Trees, page: str) -> Itera
 
 
 def check_mutants(root: Path) -> Iterator[str]:
-    """A mutant applies only if its text occurs exactly once in its file."""
-    for path in sorted((root / "scripts").glob("mutants*.toml")):
+    """A mutant's text occurs exactly once in its file, and the mutant is in its room's list."""
+    for path in sorted((root / "mutants").glob("*.toml")):
         for mutant in tomllib.loads(path.read_text()).get("mutant", []):
+            where = f"{path.relative_to(root)}:1: mutant '{mutant['name']}'"
             source = root / mutant["file"]
             count = source.read_text().count(mutant["find"]) if source.is_file() else 0
             if count != 1:
-                where = f"{path.relative_to(root)}:1: mutant '{mutant['name']}'"
                 yield f"{where}: expected once in {mutant['file']}, got it {count} times"
+            room = mutant["file"].removeprefix("modicum/").partition("/")[0]
+            if not path.stem.startswith(room):
+                yield f"{where}: expected in mutants/{room}*.toml"
 
 
 def all_files(root: Path) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 CODE = re.compile(r"(?:^```[^\n]*\n(.*?)^```)|`([^`\n]+)`|^ {4}(\S[^\n]*)$", re.M | re.S)
-# Paths begin with a folder of the tree: `docs/a.md`, `tests/fixtures`, `scripts/mutants*.toml`.
+# Paths begin with a folder of the tree: `docs/a.md`, `tests/fixtures`, `mutants/*.toml`.
 FOLDERS = (
     "benchmarks", "cmake", "docs", "examples", "modicum", "mutants", "scripts", "tests", ".ci",
     ".github",

@@ -85,8 +85,8 @@ GOOD = {
     "tests/test_ranks.py": "import ranks\nNAMES = (ranks, 'bytes.json')\n",
     "tests/support/ranks.py": "",
     "tests/bytes.json": "{}",
-    "scripts/mutants.toml": "",
-    "scripts/mutants.py": "FILES = 'mutants*.toml'\n",
+    "mutants/io.toml": "",
+    "scripts/mutants.py": "",
     "scripts/run.sh": "exec scripts/mutants.py needs-$group.txt\n",
     "scripts/needs-test.txt": "",
     "Makefile": "all:\n\tscripts/run.sh\n",
@@ -226,10 +226,12 @@ class Sizes(Check):
     def test_a_mutant_whose_text_is_not_there_once(self) -> None:
         source = {"modicum/io/posix.cc": "int a = 1;\nint b = 1;\n"}
         mutant = '[[mutant]]\nname = "m"\nfile = "modicum/io/posix.cc"\nfind = "{}"\n'
-        path = "scripts/mutants.toml"
+        path = "mutants/io.toml"
         self.accepts(source | {path: mutant.format("int a = 1;")})
         self.refuses(source | {path: mutant.format("= 1;")}, f"{path}:1", "got it 2 times")
         self.refuses(source | {path: mutant.format("int c")}, f"{path}:1", "got it 0 times")
+        elsewhere = {"mutants/ranks.toml": mutant.format("int a = 1;")}
+        self.refuses(source | elsewhere, "mutants/ranks.toml:1", "expected in mutants/io*.toml")
 
     def test_a_wide_line(self) -> None:
         self.accepts({"modicum/io/posix.cc": "//" + "x" * 98 + "\n"})
@@ -257,16 +259,15 @@ class Parameters(Check):
 
     def test_a_python_function_with_six(self) -> None:
         path = "scripts/mutants.py"
-        text = "FILES = 'mutants*.toml'\n"
-        self.source(path, text + "def f(a, b, c, d, e, f): ...\n", "f has 6 parameters")
-        self.accepts({path: text + "class C:\n    def f(self, a, b, c, d, e): ...\n"})
+        self.source(path, "def f(a, b, c, d, e, f): ...\n", "f has 6 parameters")
+        self.accepts({path: "class C:\n    def f(self, a, b, c, d, e): ...\n"})
         method = "class C:\n    def __init__(self, a, b, c, d, e, f): ...\n"
-        self.source(path, text + method, "C.__init__ has 6")
+        self.source(path, method, "C.__init__ has 6")
 
     def test_keyword_only_ones_count_for_private_functions(self) -> None:
-        path, text = "scripts/mutants.py", "FILES = 'mutants*.toml'\n"
-        self.accepts({path: text + "def f(a, *, b, c, d, e, f): ...\n"})
-        self.source(path, text + "def _f(a, *, b, c, d, e, f): ...\n", "_f has 6 parameters")
+        path = "scripts/mutants.py"
+        self.accepts({path: "def f(a, *, b, c, d, e, f): ...\n"})
+        self.source(path, "def _f(a, *, b, c, d, e, f): ...\n", "_f has 6 parameters")
 
     def test_pytest_gives_a_test_its_arguments(self) -> None:
         self.accepts({"tests/test_more.py": "def test_it(a, b, c, d, e, f): ...\n"})

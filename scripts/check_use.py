@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = "modicum/python/"
 # .cc files, pages, tests, examples, embedded files and what begins with a dot need not be named.
 FOUND_BY_PLACE = re.compile(
-    r"^\.|^examples/|^modicum/synth/configs/|\.(cc|md)$"
+    r"^\.|^examples/|^mutants/|^modicum/synth/configs/|\.(cc|md)$"
     r"|(^|/)(test_[^/]*|conftest|__init__|__main__)\.py$"
 )
 VARIABLE = re.compile(r"\$?\{\w+\}|\$\w+")  # as in "requirements-$group.txt"
@@ -41,7 +41,7 @@ def names_of(path: str) -> set[str]:
 
 def check_use(root: Path, paths: list[str], trees: Trees) -> Iterator[str]:
     """Some other file includes a header, imports a module of the package or has its dotted name,
-    and imports or names any other file. "mutants*.toml" and "needs-$group.txt" name several."""
+    and imports or names any other file. "needs-$group.txt" names several."""
     users: dict[str, set[str]] = {}  # the files that have this name in them
     for path in paths:
         text = VARIABLE.sub("*", (root / path).read_text(errors="replace"))

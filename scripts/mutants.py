@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Applies the wrongs of scripts/mutants*.toml, one at a time, and expects their tests to go red.
+"""Applies the faults of mutants/*.toml, one at a time, and expects their tests to fail.
 
 mutants.py [--only TEXT] [--list] [--jobs N] [--python PATH]. Works on a copy of the tree under
-build/mutants. A mutant passes when its tests fail or hang; it fails when they stay green
-(survived), when it does not build, and when its text is not found exactly once. Exit 1 if any
-mutant fails. Tests are ctest's, or Python ones, which see the copy's program and package. Python
-3.11 or later, standard library only.
+build/mutants. A mutant passes when its tests fail ("caught") or exceed the time limit ("hung",
+Python tests only); it fails when they stay green ("survived"), when it does not build, and when its
+text is not found exactly once. Exit 1 if any mutant fails. Tests are ctest's, or Python ones, which
+see the copy's program and package. Python 3.11 or later, standard library only.
 """
 
 import argparse
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build/mutants"
 SOURCE, BUILD, PACKAGE = WORK / "src", WORK / "build", WORK / "package"
 TEST_TIMEOUT_S = 120
+HUNG = 124  # the status of Python tests that exceed it
 # Warnings are off: a wrong that leaves a variable unused is still to be tried.
 CXX_FLAGS = "-O1 -w"
 
@@ -52,7 +53,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        return self.verdict == "caught"
+        return self.verdict in ("caught", "hung")
 
 
 # ---- the list
@@ -196,7 +197,7 @@ def test_python(arguments: str, python: Path) -> subprocess.CompletedProcess[str
             timeout=TEST_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired as late:
-        return subprocess.CompletedProcess(command, 1, f"{late}", "")
+        return subprocess.CompletedProcess(command, HUNG, f"{late}", "")
 
 
 def programs_of(mutant: Mutant) -> list[str]:
@@ -240,7 +241,7 @@ def verdict_on(mutant: Mutant, programs: list[str], jobs: int, python: Path) -> 
         print(result.stdout[-2000:], file=sys.stderr)
         return "does not build"
     tested = test_python(mutant.pytest, python) if mutant.pytest else test(mutant.tests, jobs)
-    return "survived" if tested.returncode == 0 else "caught"
+    return {0: "survived", HUNG: "hung"}.get(tested.returncode, "caught")
 
 
 def try_mutant(mutant: Mutant, programs: list[str], jobs: int, python: Path) -> Outcome:
@@ -294,7 +295,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     try:
-        mutants = read_mutants(sorted(ROOT.glob("scripts/mutants*.toml")))
+        mutants = read_mutants(sorted(ROOT.glob("mutants/*.toml")))
         mutants = [mutant for mutant in mutants if options.only in mutant.name]
         if options.list:
             print("\n".join(f"{mutant.name}: {mutant.house_test}" for mutant in mutants))
