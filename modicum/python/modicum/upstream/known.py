@@ -6,6 +6,9 @@ from importlib import import_module
 
 from modicum.errors import refusal
 
+TORCH_TESTED = ("2.13.0", "2.15.0")
+"""The versions of torch that the tests have run with; the files about torch share it."""
+
 
 @dataclass(frozen=True)
 class Known:

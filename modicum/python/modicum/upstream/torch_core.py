@@ -8,10 +8,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from modicum.upstream.known import Known
+from modicum.upstream.known import TORCH_TESTED, Known
 
-TESTED = ("2.13.0", "2.15.0")
-"""Versions of torch that the tests have run with; others are accepted if the facts hold."""
 RESETS = ("reset_parameters", "_reset_parameters")
 """The methods that initialise torch's own modules; the second one is MultiheadAttention's and
 Transformer's."""
@@ -196,7 +194,7 @@ def _optimizers_have_load_hooks() -> bool:
 
 KNOWN = Known(
     "torch",
-    TESTED,
+    TORCH_TESTED,
     {
         "Tensor._version grows with each write in place": _writes_are_counted,
         "Tensor._use_count() counts autograd graphs": _graphs_are_counted,

@@ -27,8 +27,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 
-from modicum.upstream.known import Known
-from modicum.upstream.torch_core import TESTED
+from modicum.upstream.known import TORCH_TESTED, Known
 
 TO_COPY = torch.ops.aten._to_copy
 """The operator behind `Tensor.to`."""
@@ -145,7 +144,7 @@ def _modes_are_a_stack() -> bool:
 
 KNOWN = Known(
     "torch",
-    TESTED,
+    TORCH_TESTED,
     {
         "a dispatch mode sees Tensor.to as aten._to_copy": _operators_are_seen,
         "function modes are a stack that is popped and pushed": _modes_are_a_stack,

@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from modicum.errors import BudgetError, UsageError, refusal
-from modicum.upstream.known import Known
-from modicum.upstream.torch_core import TESTED, carry_hooks, local_of, use_count
+from modicum.upstream.known import TORCH_TESTED, Known
+from modicum.upstream.torch_core import carry_hooks, local_of, use_count
 from modicum.upstream.torch_dispatch import is_traceable_wrapper_subclass
 from modicum.upstream.torch_distributed import dtensor_like
 from modicum.upstream.wrappers import canonical
@@ -72,7 +72,7 @@ def _known_groups(modules: Iterable[nn.Module]) -> list[Any]:
 def _not_known(error: Exception) -> UsageError:
     what, expected = (
         f"this FSDP2 differs from the tested ones: {error}",
-        f"torch {' or '.join(TESTED)}",
+        f"torch {' or '.join(TORCH_TESTED)}",
     )
     return refusal("UNSUPPORTED", what, expected=expected, got=torch.__version__)
 
@@ -229,7 +229,7 @@ def known(mesh: Any) -> Known:
         "FSDPParam takes a storage that is padded, without a copy": partial(_takes_storage, mesh),
         "a process registers the modules that it shards": partial(_is_registered, mesh),
     }
-    return Known("torch", TESTED, facts)
+    return Known("torch", TORCH_TESTED, facts)
 
 
 def _tiny_unit(mesh: Any) -> nn.Module:
