@@ -111,8 +111,9 @@ class ConfigReader {
     if (key == "stage") {
       int64_t stage = -1;
       number(key, value, stage);
-      if (stage > 3)
+      if (stage > 3) {
         fail(Category::usage, fmt::format("expected a ZeRO stage from 0 to 3, got {}", stage));
+      }
       config_.stage = static_cast<int>(stage);
     } else if (key == "sub_group_size") {
       number(key, value, config_.sub_group_size);
@@ -186,8 +187,9 @@ class ConfigReader {
   static void number(std::string_view key, JsonValue& value, Number& to) {
     refuse_auto(key, value);
     const double got = value.number();
-    if (!(got >= 0 && got < 1e18))
+    if (!(got >= 0 && got < 1e18)) {
       fail(Category::usage, fmt::format("expected a count for {}, got {}", key, got));
+    }
     to = static_cast<int64_t>(got);
   }
 

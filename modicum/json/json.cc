@@ -362,8 +362,9 @@ double JsonValue::number() {
   const std::string_view digits = JsonReader::take(state_, Kind::number).number();
   double value = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-  if (error != std::errc())
+  if (error != std::errc()) {
     refuse(JsonFault::range, offset(), "a number out of the range of a double");
+  }
   return value;
 }
 

@@ -211,9 +211,8 @@ class Bound:
                 continue
             try:
                 self._collect_one(part, in_place, coming)
-            except (
-                UsageError
-            ) as error:  # the next gradient may be redistributed, which is a collective
+            except UsageError as error:
+                # Not raised yet: redistributing the next gradient is a collective.
                 problem = problem or error
         if problem is not None:
             self.collected = []

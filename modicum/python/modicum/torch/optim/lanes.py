@@ -82,9 +82,8 @@ class Lane:
         sent: dict[int, Any] = {}  # an event by slot; a slot belongs to one thread
 
         def send(shard: int, at: int, n: int, slot: int) -> None:
-            with (
-                stream or nullcontext()
-            ):  # on a worker thread the default stream is the current one
+            # On a worker thread the default stream is the current one.
+            with stream or nullcontext():
                 to = self._parts[shard].local[at : at + n]
                 to.copy_(self._slots[slot, :n], non_blocking=True)
                 if stream:

@@ -124,8 +124,8 @@ def protect(*sources: Any) -> Protection:
             ignored: it has `fork=`.
 
     Returns:
-        The protected tensors and bytes. Only whole pages can be protected: up to two pages at the
-        edges of each tensor stay, or all of a smaller one.
+        The protected tensors and bytes. Only whole pages can be protected, so up to two pages at
+        the edges of each tensor stay, or all of a smaller one.
 
     Raises:
         UsageError: an unknown kind of source, or no tensor in host memory to protect.
