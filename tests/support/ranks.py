@@ -290,7 +290,9 @@ class World:
             hosts: the host name that each rank reports instead of the machine's.
             file: makes this file the group's store.
         """
-        method = f"file://{file}" if file else f"tcp://127.0.0.1:{_free_port()}"
+        self._port = _held_port()
+        port = self._port.getsockname()[1]
+        method = f"file://{file}" if file else f"tcp://127.0.0.1:{port}"
         self.processes: list[Any] = []
         self._lines: list[Connection] = []
         self._running.add(self)
@@ -334,6 +336,7 @@ class World:
             process.kill()
         for process in self.processes:
             process.join()
+        self._port.close()
         self._running.discard(self)
 
     @classmethod
@@ -380,7 +383,10 @@ def _run_body(
     os._exit(0)  # at once, and on rank 0 the store with it
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _held_port() -> socket.socket:
+    """Binds a free port, which no other process gets until the socket is closed. With SO_REUSEADDR
+    the store, which sets it too, can bind the port as well."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
