@@ -69,9 +69,10 @@ Error error_of(const ErrorRecord& record) {
 
 void Board::check() const {
   if (const auto failed = failure()) {
-    const int culprit = failed->culprit_rank.value_or(failed->rank.value_or(-1));
+    const std::optional<int> culprit = failed->culprit_rank ? failed->culprit_rank : failed->rank;
     const int64_t pid = failed->culprit_rank ? failed->culprit_pid.value_or(0) : failed->pid;
-    fail(Category::peer, fmt::format("rank {} failed: {}", culprit, failed->what),
+    const std::string who = culprit ? fmt::format("rank {}", *culprit) : "the launcher";
+    fail(Category::peer, fmt::format("{} failed: {}", who, failed->what),
          {.culprit_rank = culprit, .culprit_pid = pid});
   }
 }

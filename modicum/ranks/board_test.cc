@@ -126,6 +126,20 @@ TEST(SharedBoard, CheckNamesTheCulprit) {
   }
 }
 
+TEST(SharedBoard, CheckNamesTheLauncherWhereNoRankFailed) {
+  SteadyClock clock;
+  SharedBoard board(3, clock);
+  board.report(record_of(Error(Category::io, "no space left on device"), std::nullopt));
+  try {
+    board.check();
+    FAIL() << "expected PEER, got no error";
+  } catch (const Error& error) {
+    EXPECT_FALSE(error.facts().culprit_rank);
+    EXPECT_EQ(error.facts().culprit_pid, getpid());
+    EXPECT_EQ(error.what_happened(), "the launcher failed: no space left on device");
+  }
+}
+
 TEST(SharedBoard, CheckNamesTheCulpritNotTheReporter) {
   SteadyClock clock;
   SharedBoard board(3, clock);
