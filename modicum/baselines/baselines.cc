@@ -82,7 +82,7 @@ void copy(std::span<std::byte> memory, int threads, const Fn& copy_bytes) {
 }
 
 // Source and target of the parallel copy: an even number of pages.
-uint64_t copy_bytes_of(const BaselineTask& task) {
+uint64_t whole_copy_bytes(const BaselineTask& task) {
   return round_up(task.copy_bytes, 2 * kPageBytes);
 }
 
@@ -107,7 +107,7 @@ class Stopwatch {
 
 void measure_copies(const BaselineTask& task, Ledger& ledger, Stopwatch& watch,
                     Baselines& measured) {
-  const Buffer memory = ledger.charge(Purpose::staging, copy_bytes_of(task), task.threads);
+  const Buffer memory = ledger.charge(Purpose::staging, whole_copy_bytes(task), task.threads);
   measured.copied_bytes = memory.bytes().size();
   for (int round = -1; round < Baselines::kRounds; ++round) {
     watch.time(measured.memcpy_s, round, [&] {
@@ -152,7 +152,7 @@ Footprint baseline_footprint(const BaselineTask& task) {
 
 Footprint copy_footprint(const BaselineTask& task) {
   Footprint footprint;
-  footprint[Purpose::staging] = copy_bytes_of(task);
+  footprint[Purpose::staging] = whole_copy_bytes(task);
   return footprint;
 }
 

@@ -255,7 +255,7 @@ def _recipe_of(path: Path) -> Recipe:
         document = json.loads(path.read_text())
         return Recipe(dict(document["targets"]), list(document.get("unused", [])))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        what = "malformed recipe.json"
+        what = "invalid recipe.json"
         raise refusal("MISMATCH", what, file=path.name, got=repr(error)) from error
 
 
