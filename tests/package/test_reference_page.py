@@ -1,8 +1,8 @@
-"""docs/reference/command-line.md and python.md equal the output of scripts/reference.py, and the
-plans on pages that of the program.
+"""docs/reference/command-line.md and python.md equal the output of scripts/reference.py; the plans
+that other pages show equal the program's output.
 
-House test. It catches these mutations: a flag or a docstring that changes and its page that does
-not; a verb that the page omits; a plan whose output changes.
+House test. It catches these mutations: a flag or a docstring changes without its page; the page
+omits a verb; the output of a plan changes.
 """
 
 import os

@@ -68,8 +68,12 @@ def greet() -> int:
 def built(
     directory: str, dtype: str | None, mesh: list[int], by: str = "modicum", masters: bool = False
 ) -> Any:
-    """A sharded causal language model: with torch's own load before it is cut, or empty, or
-    ("to_empty") with uninitialised memory."""
+    """A sharded causal language model.
+
+    Args:
+        by: "modicum": on meta. "torch": loaded by `from_pretrained` before it is sharded.
+            "to_empty": with uninitialised memory.
+    """
     as_dtype = getattr(torch, dtype) if dtype else "auto"
     kind = transformers.AutoModelForCausalLM
     # The default implementation on CPUs supports only even sizes.
