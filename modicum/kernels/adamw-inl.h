@@ -26,6 +26,7 @@ struct Constants {
   bool from_exp_avg;   // whether the nearer end is exp_avg
   bool adds_decay;     // L2
   bool decays_master;  // decoupled
+  float inverse_bias2;
 };
 
 inline Constants constants_of(const AdamNumbers& n) {
@@ -35,7 +36,8 @@ inline Constants constants_of(const AdamNumbers& n) {
           near ? n.one_minus_beta1 : n.one_minus_beta1 - 1.0F,
           near,
           !n.decoupled && n.decay != 0,
-          n.decoupled && n.decay != 0};
+          n.decoupled && n.decay != 0,
+          1 / n.bias2};
 }
 
 template <class D>
@@ -67,18 +69,21 @@ HWY_INLINE Floats<D> next_exp_avg_sq(D d, const Constants& c, Floats<D> g, Float
   }
 }
 
-template <Rule kRule, class D>
+// `kOneDivision`: the denominator by fma, for moments in codes, whose own error is far larger.
+template <Rule kRule, bool kOneDivision, class D>
 HWY_INLINE Floats<D> next_master(D d, const Constants& c, Floats<D> p, Floats<D> m,
                                  Floats<D> root) {
   const AdamNumbers& n = c.numbers;
   const Floats<D> decay = hn::Set(d, n.decay);
   const Floats<D> step_size = hn::Set(d, n.step_size);
+  const Floats<D> eps = hn::Set(d, n.eps);
   if constexpr (kRule == Rule::deepspeed) {
-    const Floats<D> update = hn::Div(m, fma(d, root, hn::Set(d, n.bias2), hn::Set(d, n.eps)));
+    const Floats<D> update = hn::Div(m, fma(d, root, hn::Set(d, n.bias2), eps));
     if (c.decays_master) p = fma(d, p, decay, p);
     return fma(d, update, step_size, p);
   } else {
-    const Floats<D> denominator = hn::Add(hn::Div(root, hn::Set(d, n.bias2)), hn::Set(d, n.eps));
+    const Floats<D> denominator = kOneDivision ? fma(d, root, hn::Set(d, c.inverse_bias2), eps)
+                                               : hn::Add(hn::Div(root, hn::Set(d, n.bias2)), eps);
     if (c.decays_master) p = hn::Mul(p, decay);
     return hn::Add(p, hn::Div(hn::Mul(step_size, m), denominator));
   }
@@ -115,18 +120,15 @@ HWY_INLINE Piece piece_at(const AdamSpan& span, uint64_t stream, int64_t begin) 
 }
 
 template <class D>
-HWY_INLINE Words<D> word0(D d, const Piece& piece, int64_t i) {
-  return random_words(d, piece.keys.word0, i + piece.to_block);
-}
-template <class D>
-HWY_INLINE Words<D> word1(D d, const Piece& piece, int64_t i) {
-  return random_words(d, piece.keys.word1, i + piece.to_block);
+HWY_INLINE Words<D> random_words(D d, const Piece& piece, int64_t i) {
+  return random_words(d, piece.keys.word, i + piece.to_block);
 }
 
 template <StateFormat kFormat, class D>
 HWY_INLINE Floats<D> load_exp_avg(D d, const AdamSpan& span, const Piece& piece, int64_t i) {
   if constexpr (has_codes(kFormat)) {
-    return load_signed_codes(d, span.exp_avg_scale[piece.scale], span.exp_avg, i);
+    const Floats<D> code = load_signed_codes(d, span.exp_avg, i);
+    return signed_value(d, code, span.exp_avg_scale[piece.scale]);
   } else if constexpr (has_random(kFormat)) {
     return load_bf16(d, span.exp_avg, i);
   } else {
@@ -139,7 +141,7 @@ template <StateFormat kFormat, class D>
 HWY_INLINE Floats<D> load_exp_avg_sq(D d, const std::byte* plane, const float* scales,
                                      const Piece& piece, int64_t i) {
   if constexpr (has_codes(kFormat)) {
-    const Floats<D> root = load_root_codes(d, scales[piece.scale], plane, i);
+    const Floats<D> root = root_value(d, load_root_codes(d, plane, i), scales[piece.scale]);
     return hn::Mul(root, root);
   } else if constexpr (has_random(kFormat)) {
     return load_bf16(d, plane, i);
@@ -155,48 +157,95 @@ HWY_INLINE void store_out(D d, Floats<D> p, const AdamSpan& span, int64_t i) {
   store_u16(d, narrow_bf16(d, p), span.out, i);
 }
 
-// ---- moments in codes: a block is updated in fp32 here before its scale is known
+// ---- moments in codes: a block is updated in fp32 before its scales are known
 
+// By element of the piece. Of two vectors that are updated as a pair, the one with even indices
+// comes first.
 struct Staged {
   alignas(64) float exp_avg[kScaleBlock];
   alignas(64) float root[kScaleBlock];      // of exp_avg_sq
   alignas(64) float max_root[kScaleBlock];  // of max_exp_avg_sq
+  alignas(64) uint32_t random[kScaleBlock];
 };
 
+// Encodes the exp_avg of a staged piece and leaves the magnitudes of its codes there. Its own loop:
+// the codes of the roots depend on them, and one chain of both would be too long to overlap.
 struct EncodeExpAvg {
-  const float* values;
   std::byte* to;
-  float scale;
-  Piece piece;
+  int64_t begin;  // of the piece
+  Staged* staged;
+  float per;  // per_unit
+
+  template <class D>
+  HWY_INLINE Floats<D> code(D d, int64_t k) const {
+    const Words<D> random = hn::LoadU(hn::Rebind<uint32_t, D>(), staged->random + k);
+    const Floats<D> value = hn::LoadU(d, staged->exp_avg + k);
+    const Floats<D> magnitude = magnitude_code(d, value, per, lower_unit(d, random));
+    hn::StoreU(magnitude, d, staged->exp_avg + k);
+    return hn::CopySign(magnitude, value);
+  }
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
-    const Floats<D> value = hn::LoadU(d, values + i + piece.to_block);
-    store_signed_codes(d, value, scale, word0(d, piece, i), to + i);
+    store_signed_codes(d, code(d, i - begin), to, i);
+  }
+  template <class D>
+  HWY_INLINE void pair(D d, int64_t i) const {
+    const Floats<D> even = code(d, i - begin);
+    store_code_pair(d, {even, code(d, i - begin + static_cast<int64_t>(hn::Lanes(d)))}, to, i);
   }
 };
 
+// Encodes the roots of exp_avg_sq or max_exp_avg_sq of a staged piece.
 struct EncodeRoot {
-  const float* roots;
   std::byte* to;
-  float scale;
-  Piece piece;
+  int64_t begin;  // of the piece
+  const Staged* staged;
+  const float* roots;
+  float per;       // per_unit
+  float per_step;  // the least root for the step of exp_avg's code
+
+  template <class D>
+  HWY_INLINE Floats<D> code(D d, int64_t k) const {
+    const Words<D> random = hn::LoadU(hn::Rebind<uint32_t, D>(), staged->random + k);
+    const Floats<D> least = least_of(d, hn::LoadU(d, staged->exp_avg + k), per_step);
+    return root_code(d, hn::LoadU(d, roots + k), per, least, upper_unit(d, random));
+  }
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
-    const Floats<D> root = hn::LoadU(d, roots + i + piece.to_block);
-    store_root_codes(d, root, scale, word1(d, piece, i), to + i);
+    store_root_codes(d, code(d, i - begin), to, i);
+  }
+  template <class D>
+  HWY_INLINE void pair(D d, int64_t i) const {
+    const Floats<D> even = code(d, i - begin);
+    store_code_pair(d, {even, code(d, i - begin + static_cast<int64_t>(hn::Lanes(d)))}, to, i);
   }
 };
 
-// `values` and `roots` cover the whole block; only the piece's elements are set.
-HWY_INLINE void encode_exp_avg(float* values, const Piece& piece, std::byte* to, float* scales) {
-  const float scale = scale_of(values + piece.begin + piece.to_block, piece.end - piece.begin);
-  scales[piece.scale] = scale;
-  for_lanes(EncodeExpAvg{values, to, scale, piece}, piece.begin, piece.end);
+// Sets the scales of a staged piece, whose values may be clamped.
+template <bool kAmsgrad>
+HWY_INLINE void set_scales(const AdamSpan& span, const Piece& piece, Staged& staged) {
+  const int64_t n = piece.end - piece.begin;
+  span.exp_avg_scale[piece.scale] = scale_of(staged.exp_avg, n);
+  span.exp_avg_sq_scale[piece.scale] = scale_of(staged.root, n);
+  if constexpr (kAmsgrad) span.max_exp_avg_sq_scale[piece.scale] = scale_of(staged.max_root, n);
 }
-HWY_INLINE void encode_root(float* roots, const Piece& piece, std::byte* to, float* scales) {
-  const float scale = scale_of(roots + piece.begin + piece.to_block, piece.end - piece.begin);
-  scales[piece.scale] = scale;
-  for_lanes(EncodeRoot{roots, to, scale, piece}, piece.begin, piece.end);
+
+// `cover` applies an op to a piece as the step did.
+template <bool kAmsgrad, class Cover>
+HWY_INLINE void encode(const AdamSpan& span, const Piece& piece, Staged& staged,
+                       const Cover& cover) {
+  const float exp_avg = span.exp_avg_scale[piece.scale];
+  cover(EncodeExpAvg{span.exp_avg, piece.begin, &staged, per_unit(exp_avg, kMostSigned)}, piece);
+  const auto encode_roots = [&](std::byte* to, const float* roots, const float* scales) {
+    const float scale = scales[piece.scale];
+    cover(EncodeRoot{to, piece.begin, &staged, roots, per_unit(scale, kMostRoot),
+                     least_per_step(exp_avg, scale)},
+          piece);
+  };
+  encode_roots(span.exp_avg_sq, staged.root, span.exp_avg_sq_scale);
+  if constexpr (kAmsgrad) {
+    encode_roots(span.max_exp_avg_sq, staged.max_root, span.max_exp_avg_sq_scale);
+  }
 }
 
 // ---- the step
@@ -224,13 +273,22 @@ struct Step {
     const Floats<D> v = next_exp_avg_sq<kRule>(d, c, g, old.v);
     const Floats<D> most = kAmsgrad ? hn::Max(v, old.most) : v;
     *root = hn::Sqrt(most);
-    return {next_master<kRule>(d, c, old.p, m, *root), m, v, most};
+    return {next_master<kRule, has_codes(kFormat)>(d, c, old.p, m, *root), m, v, most};
   }
 
   template <class D>
   HWY_INLINE Floats<D> load_square(D d, const std::byte* plane, const float* scales,
                                    int64_t i) const {
     return load_exp_avg_sq<kFormat>(d, plane, scales, piece, i);
+  }
+
+  template <class D>
+  HWY_INLINE void stage(D d, const Elements<D>& now, Floats<D> root, Words<D> random,
+                        int64_t k) const {
+    hn::StoreU(now.m, d, staged->exp_avg + k);
+    hn::StoreU(kAmsgrad ? hn::Sqrt(now.v) : root, d, staged->root + k);
+    if constexpr (kAmsgrad) hn::StoreU(root, d, staged->max_root + k);
+    hn::StoreU(random, hn::Rebind<uint32_t, D>(), staged->random + k);
   }
 
   template <class D>
@@ -245,14 +303,11 @@ struct Step {
     Floats<D> root;
     const Elements<D> now = next(d, g, old, &root);
     Words<D> random = hn::Zero(hn::Rebind<uint32_t, D>());
-    if constexpr (has_random(kFormat)) random = word0(d, piece, i);
+    if constexpr (has_random(kFormat)) random = random_words(d, piece, i);
     store_master<kFormat>(d, now.p, random, span, i);
     store_out(d, now.p, span, i);
     if constexpr (has_codes(kFormat)) {
-      const int64_t at = i + piece.to_block;
-      hn::StoreU(now.m, d, staged->exp_avg + at);
-      hn::StoreU(kAmsgrad ? hn::Sqrt(now.v) : root, d, staged->root + at);
-      if constexpr (kAmsgrad) hn::StoreU(root, d, staged->max_root + at);
+      stage(d, now, root, random, i - piece.begin);
     } else if constexpr (has_random(kFormat)) {
       const hn::Rebind<uint32_t, D> du;
       const Words<D> upper = hn::ShiftRight<16>(random);
@@ -266,34 +321,58 @@ struct Step {
     }
   }
 
-  // Two vectors at a time if every plane has 16 bits per element: packing a single vector costs as
-  // much as its arithmetic.
-  bool has_pairs() const {
-    return kFormat == StateFormat::bf16_moments && span.grad_dtype == DType::bf16 &&
-           span.out == nullptr;
+  // Two vectors at a time if gradient and master have 16 bits per element: packing a single vector
+  // costs as much as its arithmetic.
+  static bool has_pairs(const AdamSpan& span) {
+    return has_random(kFormat) && span.grad_dtype == DType::bf16 && span.out == nullptr;
   }
   template <class D>
-  HWY_INLINE Pair<Floats<D>> load_bf16_pair(D d, const std::byte* plane, int64_t i) const {
-    const auto words = load_u16_pair(d, plane, i);
-    return {hn::BitCast(d, words.even), hn::BitCast(d, words.odd)};
+  HWY_INLINE Pair<Floats<D>> load_exp_avg_pair(D d, int64_t i) const {
+    if constexpr (!has_codes(kFormat)) return load_bf16_pair(d, span.exp_avg, i);
+    const auto codes = load_signed_code_pair(d, span.exp_avg, i);
+    const float scale = span.exp_avg_scale[piece.scale];
+    return {signed_value(d, codes.even, scale), signed_value(d, codes.odd, scale)};
+  }
+  template <class D>
+  HWY_INLINE Pair<Floats<D>> load_square_pair(D d, const std::byte* plane, const float* scales,
+                                              int64_t i) const {
+    if constexpr (!has_codes(kFormat)) return load_bf16_pair(d, plane, i);
+    const auto codes = load_root_code_pair(d, plane, i);
+    const Floats<D> even = root_value(d, codes.even, scales[piece.scale]);
+    const Floats<D> odd = root_value(d, codes.odd, scales[piece.scale]);
+    return {hn::Mul(even, even), hn::Mul(odd, odd)};
   }
   template <class D>
   HWY_INLINE void pair(D d, int64_t i) const {
-    const hn::Rebind<uint32_t, D> du;
     const auto g = load_bf16_pair(d, span.grad, i);
-    const auto p = load_master_pair(d, span.master, span.master_low, i);
-    const auto m = load_bf16_pair(d, span.exp_avg, i);
-    const auto v = load_bf16_pair(d, span.exp_avg_sq, i);
+    const auto p = load_master_pair<kFormat>(d, span.master, span.master_low, i);
+    const auto m = load_exp_avg_pair(d, i);
+    const auto v = load_square_pair(d, span.exp_avg_sq, span.exp_avg_sq_scale, i);
     Pair<Floats<D>> most{hn::Zero(d), hn::Zero(d)};
-    if constexpr (kAmsgrad) most = load_bf16_pair(d, span.max_exp_avg_sq, i);
-    Floats<D> root;
-    const auto even = next(d, g.even, {p.even, m.even, v.even, most.even}, &root);
-    const auto odd = next(d, g.odd, {p.odd, m.odd, v.odd, most.odd}, &root);
-    const auto random = random_word_pair(d, piece.keys.word0, i + piece.to_block);
+    if constexpr (kAmsgrad) {
+      most = load_square_pair(d, span.max_exp_avg_sq, span.max_exp_avg_sq_scale, i);
+    }
+    Pair<Floats<D>> root;
+    const auto even = next(d, g.even, {p.even, m.even, v.even, most.even}, &root.even);
+    const auto odd = next(d, g.odd, {p.odd, m.odd, v.odd, most.odd}, &root.odd);
+    const auto random = random_word_pair(d, piece.keys.word, i + piece.to_block);
+    store_master_pair<kFormat>(d, {even.p, odd.p}, random, span, i);
+    if constexpr (has_codes(kFormat)) {
+      const int64_t k = i - piece.begin;
+      stage(d, even, root.even, random.even, k);
+      stage(d, odd, root.odd, random.odd, k + static_cast<int64_t>(hn::Lanes(d)));
+    } else {
+      store_moment_pairs(d, even, odd, random, i);
+    }
+  }
+
+  template <class D>
+  HWY_INLINE void store_moment_pairs(D d, const Elements<D>& even, const Elements<D>& odd,
+                                     const Pair<Words<D>>& random, int64_t i) const {
+    const hn::Rebind<uint32_t, D> du;
     const Words<D> lower = hn::Set(du, 0xffffU);
     const Pair<Words<D>> of_m{hn::And(random.even, lower), hn::And(random.odd, lower)};
     const Pair<Words<D>> of_v{hn::ShiftRight<16>(random.even), hn::ShiftRight<16>(random.odd)};
-    store_master_pair(d, {even.p, odd.p}, span.master, span.master_low, i);
     store_random_pair(d, {even.m, odd.m}, of_m, span.exp_avg, i);
     store_random_pair(d, {even.v, odd.v}, of_v, span.exp_avg_sq, i);
     if constexpr (kAmsgrad) {
@@ -309,7 +388,7 @@ struct Step {
   }
 };
 
-// As for_lanes, but calls op.pair(d, i) for two vectors while they fit.
+// Covers [begin, end) as for_lanes, but with op.pair(d, i) for two vectors while they fit.
 template <class Op>
 HWY_INLINE void for_pairs(const Op& op, int64_t begin, int64_t end) {
   const hn::ScalableTag<float> d;
@@ -321,23 +400,30 @@ HWY_INLINE void for_pairs(const Op& op, int64_t begin, int64_t end) {
 
 template <StateFormat kFormat, Rule kRule>
 void step(const AdamNumbers& numbers, const AdamSpan& span) {
+  using StepOf = Step<kFormat, kRule>;
   const uint64_t stream = stream_key(numbers.seed, numbers.step, span.parameter);
-  Staged staged;
-  for (Piece piece; piece.end < span.n;) {
-    piece = piece_at<kFormat>(span, stream, piece.end);
-    const Step<kFormat, kRule> op{constants_of(numbers), span, piece, &staged};
-    if constexpr (kFormat == StateFormat::bf16_moments) {
-      if (op.has_pairs()) {
-        for_pairs(op, piece.begin, piece.end);
-        continue;
-      }
+  const Constants constants = constants_of(numbers);
+  const auto cover = [&](const auto& op, const Piece& piece) {
+    if constexpr (has_random(kFormat)) {
+      if (StepOf::has_pairs(span)) return for_pairs(op, piece.begin, piece.end);
     }
     for_lanes(op, piece.begin, piece.end);
+  };
+  // Blocks in groups: the scales of one are computed while others are updated or encoded.
+  constexpr size_t kGroup = has_codes(kFormat) ? 4 : 1;
+  Staged staged[kGroup];
+  Piece pieces[kGroup];
+  for (int64_t end = 0; end < span.n;) {
+    size_t count = 0;
+    for (; count < kGroup && end < span.n; ++count) {
+      pieces[count] = piece_at<kFormat>(span, stream, end);
+      cover(StepOf{constants, span, pieces[count], &staged[count]}, pieces[count]);
+      end = pieces[count].end;
+    }
     if constexpr (has_codes(kFormat)) {
-      encode_exp_avg(staged.exp_avg, piece, span.exp_avg, span.exp_avg_scale);
-      encode_root(staged.root, piece, span.exp_avg_sq, span.exp_avg_sq_scale);
-      if constexpr (kRule == Rule::torch_amsgrad) {
-        encode_root(staged.max_root, piece, span.max_exp_avg_sq, span.max_exp_avg_sq_scale);
+      for (size_t i = 0; i < count; ++i) set_scales<StepOf::kAmsgrad>(span, pieces[i], staged[i]);
+      for (size_t i = 0; i < count; ++i) {
+        encode<StepOf::kAmsgrad>(span, pieces[i], staged[i], cover);
       }
     }
   }

@@ -36,11 +36,9 @@ uint64_t mix(uint64_t x) {
 }
 
 uint32_t word(uint64_t key, uint32_t in_block) {
-  uint32_t x = static_cast<uint32_t>(key) + in_block;
-  x ^= x >> 16;
-  x = x * 0x7feb352dU + static_cast<uint32_t>(key >> 32);
+  uint32_t x = static_cast<uint32_t>(key) + in_block * 0x9e3779b9U;
   x ^= x >> 15;
-  x *= 0x846ca68bU;
+  x *= static_cast<uint32_t>(key >> 32) | 1U;
   return x ^ (x >> 16);
 }
 
@@ -58,11 +56,11 @@ float read_master(const AdamSpan& s, int64_t i) {
   return std::bit_cast<float>(high + static_cast<uint32_t>(low));
 }
 
-void write_master(const AdamSpan& s, int64_t i, float value, RandomWords random) {
+void write_master(const AdamSpan& s, int64_t i, float value, uint32_t random) {
   if (s.format == StateFormat::fp32) return put(s.master, i, value);
   auto bits = std::bit_cast<uint32_t>(value);
   const bool is_short = s.format == StateFormat::int8_moments_24;
-  if (is_short) bits = (bits + random.a % 256) / 256 * 256;
+  if (is_short) bits = (bits + random % 256) / 256 * 256;
   const uint32_t high = (bits + 0x8000U) / 0x10000U;
   const auto low = static_cast<int32_t>(bits - high * 0x10000U);
   put(s.master, i, static_cast<uint16_t>(high));
@@ -82,19 +80,33 @@ float codable(float value) {
 
 float signed_of(int8_t q, float scale) {
   const auto code = static_cast<float>(q);
-  return code / (254.0F - std::fabs(code)) * scale;
+  return code * std::fabs(code) * (1.0F / 16129) * scale;
 }
-int8_t signed_code(float value, float scale, uint32_t random) {
-  const float y = (value + value) / ((scale > 0 ? scale : 1.0F) + std::fabs(value));
-  const auto fixed = static_cast<int64_t>(y * (127 * 8388608.0F));  // 23 places
-  return static_cast<int8_t>(std::floor(static_cast<double>(fixed + (random >> 9)) / 8388608.0));
+float root_of(uint8_t q, float scale) {
+  const auto code = static_cast<float>(q);
+  return code * code * (1.0F / 65025) * scale;
 }
-float root_of(uint8_t q, float scale) { return static_cast<float>(q) * (scale / 255.0F); }
-uint8_t root_code(float root, float scale, uint32_t random) {
-  const float per_root = 255 * 4194304.0F / (scale > 0 ? scale : 1.0F);
-  const auto fixed = static_cast<int64_t>(root * per_root);  // 22 places
-  const int64_t code = std::min<int64_t>((fixed + (random >> 10)) / 4194304, 255);
-  return static_cast<uint8_t>(root > 0 ? std::max<int64_t>(code, 1) : code);
+
+float rounded_code(float t, uint32_t random16) {
+  const float unit = 1 + (static_cast<float>(random16) + 0.5F) / 65536;
+  const float c = std::floor(std::sqrt(t));
+  const float width = 2 * c + 1;
+  return std::fma(width, unit, -width) < t - c * c ? c + 1 : c;
+}
+int8_t signed_code(float value, float scale, uint32_t random16) {
+  const float per = 16129 / std::max(scale, 0x1p-100F);
+  const float code = rounded_code(std::fabs(value) * per, random16);
+  return static_cast<int8_t>(std::copysign(code, value));
+}
+uint8_t root_code(float root, float scale, float least, uint32_t random16) {
+  if (!(root > 0)) return 0;
+  const float per = 65025 / std::max(scale, 0x1p-100F) * (1 + 0x1p-22F);
+  const float t = std::max(root * per, least);
+  return static_cast<uint8_t>(rounded_code(std::min(t, 65025.0F), random16));
+}
+float least_root(int8_t exp_avg_code, float exp_avg_scale, float root_scale) {
+  const float per_step = 48768.75F / 16129 * exp_avg_scale / std::max(root_scale, 0x1p-100F);
+  return static_cast<float>(2 * std::abs(exp_avg_code) + 1) * std::max(per_step, 1.0F);
 }
 
 float read_square(const AdamSpan& s, const std::byte* plane, const float* scales, int64_t block,
@@ -110,7 +122,7 @@ struct Element {
   float p, m, v, most;
 };
 
-Element torch_step(const AdamNumbers& n, Element e, float g) {
+Element torch_step(const AdamNumbers& n, Element e, float g, bool in_codes) {
   if (!n.decoupled && n.decay != 0) g = std::fma(n.decay, e.p, g);
   if (n.decoupled) e.p = e.p * n.decay;
   if (std::fabs(n.one_minus_beta1) < 0.5F) {
@@ -120,7 +132,8 @@ Element torch_step(const AdamNumbers& n, Element e, float g) {
   }
   e.v = std::fma(n.one_minus_beta2 * g, g, e.v * n.beta2);
   e.most = n.amsgrad ? std::max(e.most, e.v) : e.v;
-  const float denominator = std::sqrt(e.most) / n.bias2 + n.eps;
+  const float root = std::sqrt(e.most);
+  const float denominator = in_codes ? std::fma(root, 1 / n.bias2, n.eps) : root / n.bias2 + n.eps;
   e.p = e.p + n.step_size * e.m / denominator;
   return e;
 }
@@ -141,7 +154,7 @@ uint16_t bf16_at_random(float value, uint32_t random16) {
 }
 
 void write_element(const AdamNumbers& n, const AdamSpan& s, int64_t i, const Element& e) {
-  const RandomWords random = reference_words(n.seed, n.step, s.parameter, s.first + i);
+  const uint32_t random = reference_word(n.seed, n.step, s.parameter, s.first + i);
   write_master(s, i, e.p, random);
   if (s.out != nullptr) {
     cast(reinterpret_cast<const std::byte*>(&e.p), DType::f32, s.out + 2 * i, s.out_dtype, 1);
@@ -152,9 +165,9 @@ void write_element(const AdamNumbers& n, const AdamSpan& s, int64_t i, const Ele
     put(s.exp_avg_sq, i, e.v);
     if (n.amsgrad) put(s.max_exp_avg_sq, i, e.most);
   } else if (moment == DType::bf16) {
-    put(s.exp_avg, i, bf16_at_random(e.m, random.a & 0xffffU));
-    put(s.exp_avg_sq, i, bf16_at_random(e.v, random.a >> 16));
-    if (n.amsgrad) put(s.max_exp_avg_sq, i, bf16_at_random(e.most, random.a >> 16));
+    put(s.exp_avg, i, bf16_at_random(e.m, random & 0xffffU));
+    put(s.exp_avg_sq, i, bf16_at_random(e.v, random >> 16));
+    if (n.amsgrad) put(s.max_exp_avg_sq, i, bf16_at_random(e.most, random >> 16));
   }
 }
 
@@ -175,22 +188,25 @@ void encode_block(const AdamNumbers& n, const AdamSpan& s, int64_t block, int64_
   for (size_t k = 0; k < elements.size(); ++k) {
     const Element& e = elements[k];
     const int64_t i = begin + static_cast<int64_t>(k);
-    const RandomWords random = reference_words(n.seed, n.step, s.parameter, s.first + i);
-    put(s.exp_avg, i, signed_code(codable(e.m), scale, random.a));
-    put(s.exp_avg_sq, i, root_code(codable(std::sqrt(e.v)), root_scale, random.b));
-    if (!n.amsgrad) continue;
-    put(s.max_exp_avg_sq, i, root_code(codable(std::sqrt(e.most)), max_scale, random.b));
+    const uint32_t random = reference_word(n.seed, n.step, s.parameter, s.first + i);
+    const int8_t code = signed_code(codable(e.m), scale, random & 0xffffU);
+    put(s.exp_avg, i, code);
+    const auto put_root = [&](std::byte* plane, float square, float of_scale) {
+      const float least = least_root(code, scale, of_scale);
+      put(plane, i, root_code(codable(std::sqrt(square)), of_scale, least, random >> 16));
+    };
+    put_root(s.exp_avg_sq, e.v, root_scale);
+    if (n.amsgrad) put_root(s.max_exp_avg_sq, e.most, max_scale);
   }
 }
 
 }  // namespace
 
-RandomWords reference_words(uint64_t seed, int64_t step, uint64_t parameter, int64_t index) {
+uint32_t reference_word(uint64_t seed, int64_t step, uint64_t parameter, int64_t index) {
   constexpr uint64_t kGamma = 0x9e3779b97f4a7c15U;
   const uint64_t stream = mix(mix(mix(seed + kGamma) + static_cast<uint64_t>(step)) + parameter);
-  const uint64_t counter = stream + 2 * static_cast<uint64_t>(index / 128) * kGamma;
-  const auto in_block = static_cast<uint32_t>(index % 128);
-  return {word(mix(counter + kGamma), in_block), word(mix(counter + 2 * kGamma), in_block)};
+  const uint64_t block = static_cast<uint64_t>(index / 128);
+  return word(mix(stream + (block + 1) * kGamma), static_cast<uint32_t>(index % 128));
 }
 
 void reference_adamw(const AdamNumbers& n, const AdamSpan& s) {
@@ -209,7 +225,8 @@ void reference_adamw(const AdamNumbers& n, const AdamSpan& s) {
     if (n.amsgrad) {
       e.most = read_square(s, s.max_exp_avg_sq, s.max_exp_avg_sq_scale, block_index, i);
     }
-    e = n.semantics == AdamSemantics::torch ? torch_step(n, e, g) : deepspeed_step(n, e, g);
+    const bool torch = n.semantics == AdamSemantics::torch;
+    e = torch ? torch_step(n, e, g, moment == DType::i8) : deepspeed_step(n, e, g);
     write_element(n, s, i, e);
     if (moment != DType::i8) continue;
     block.push_back(e);

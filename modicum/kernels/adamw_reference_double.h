@@ -9,11 +9,7 @@ namespace modicum {
 void reference_adamw(const AdamNumbers& numbers, const AdamSpan& span);
 GradNorm reference_squares(const std::byte* grad, DType dtype, int64_t n);
 
-// The random words of an element.
-struct RandomWords {
-  uint32_t a = 0;
-  uint32_t b = 0;
-};
-RandomWords reference_words(uint64_t seed, int64_t step, uint64_t parameter, int64_t index);
+// The random word of an element.
+uint32_t reference_word(uint64_t seed, int64_t step, uint64_t parameter, int64_t index);
 
 }  // namespace modicum

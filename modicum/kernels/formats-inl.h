@@ -85,27 +85,47 @@ HWY_INLINE void store_master(D d, Floats<D> v, [[maybe_unused]] Words<D> random,
   }
 }
 
-// The same for 2 * Lanes(d) elements with two halves of 16 bits.
-template <class D>
+// The same for 2 * Lanes(d) elements of a split master.
+template <StateFormat kFormat, class D>
 HWY_INLINE Pair<Floats<D>> load_master_pair(D d, const std::byte* high, const std::byte* low,
                                             int64_t i) {
   const hn::Rebind<int32_t, D> di;
   const auto upper = load_u16_pair(d, high, i);
-  const auto lower = load_u16_pair(d, low, i);
-  const auto master = [&](Words<D> a, Words<D> b) {
-    return joined(d, hn::BitCast(di, a), hn::ShiftRight<16>(hn::BitCast(di, b)));
-  };
-  return {master(upper.even, lower.even), master(upper.odd, lower.odd)};
+  Pair<Ints<D>> lower;
+  if constexpr (kFormat == StateFormat::int8_moments_24) {
+    const Ints<D> both = hn::BitCast(di, load_u16(d, low + i, 0));
+    lower.even = hn::ShiftRight<16>(hn::ShiftLeft<24>(both));
+    lower.odd = hn::ShiftRight<16>(hn::ShiftLeft<16>(hn::And(both, hn::Set(di, 0xff00))));
+  } else {
+    const auto words = load_u16_pair(d, low, i);
+    lower.even = hn::ShiftRight<16>(hn::BitCast(di, words.even));
+    lower.odd = hn::ShiftRight<16>(hn::BitCast(di, words.odd));
+  }
+  return {joined(d, hn::BitCast(di, upper.even), lower.even),
+          joined(d, hn::BitCast(di, upper.odd), lower.odd)};
 }
-template <class D>
-HWY_INLINE void store_master_pair(D d, const Pair<Floats<D>>& v, std::byte* high, std::byte* low,
-                                  int64_t i) {
+template <StateFormat kFormat, class D>
+HWY_INLINE void store_master_pair(D d, const Pair<Floats<D>>& v, const Pair<Words<D>>& random,
+                                  const AdamSpan& span, int64_t i) {
   const hn::Rebind<uint32_t, D> du;
-  const Words<D> even = bits_of(d, v.even);
-  const Words<D> odd = bits_of(d, v.odd);
+  Words<D> even = bits_of(d, v.even);
+  Words<D> odd = bits_of(d, v.odd);
   const Words<D> half = hn::Set(du, 0x8000U);
-  store_u16_pair(d, {hn::Add(even, half), hn::Add(odd, half)}, high, i);
-  store_u16_pair(d, {hn::ShiftLeft<16>(even), hn::ShiftLeft<16>(odd)}, low, i);
+  if constexpr (kFormat == StateFormat::int8_moments_24) {
+    const Words<D> last = hn::Set(du, 0xffU);
+    even = hn::Add(even, hn::And(random.even, last));
+    odd = hn::Add(odd, hn::And(random.odd, last));
+    const Words<D> lower = hn::And(hn::ShiftRight<8>(even), last);
+    const hn::Rebind<uint16_t, D> d16;
+    const Words<D> both = hn::Or(lower, hn::And(odd, hn::Set(du, 0xff00U)));
+    store(d16, hn::TruncateTo(d16, both), span.master_low + i, 0);
+    // The dropped bits must not round the upper half up.
+    even = hn::AndNot(last, even);
+    odd = hn::AndNot(last, odd);
+  } else {
+    store_u16_pair(d, {hn::ShiftLeft<16>(even), hn::ShiftLeft<16>(odd)}, span.master_low, i);
+  }
+  store_u16_pair(d, {hn::Add(even, half), hn::Add(odd, half)}, span.master, i);
 }
 
 // ---- moments in bf16: the dropped bits are the probability of rounding up
@@ -116,51 +136,137 @@ HWY_INLINE void store_bf16_random(D d, Floats<D> v, Words<D> random16, std::byte
 }
 
 // ---- moments in 8 bits, with the scale of their block
+//
+// The code c means scale * (c / most)^2, so that steps shrink with the value. In units of
+// scale / most^2 a value is t, and the codes' values are the squares:
+//
+//   codes' values   0   1       4           9               16 ...
+//                           t = 5.2: c = 2, and 3 with probability (5.2 - 4) / (9 - 4)
 
-// exp_avg: y = 2x / (1 + |x|) of x = value / scale; the code is 127 y.
+constexpr float kMostSigned = 127;  // codes of exp_avg
+constexpr float kMostRoot = 255;    // codes of the root of exp_avg_sq
+// Scales below it are divided by it: the codes of such a block are smaller, and no quotient
+// overflows.
+constexpr float kLeastDivisor = 0x1p-100F;
+constexpr float kNearest = 1.5F;  // in place of random_unit: rounds to the nearest value
+
 template <class D>
-HWY_INLINE Floats<D> load_signed_codes(D d, float scale, const std::byte* codes, int64_t i) {
-  const hn::Rebind<int8_t, D> d8;
-  const hn::Rebind<int32_t, D> di;
-  const Floats<D> q = hn::ConvertTo(d, hn::PromoteTo(di, load(d8, codes, i)));
-  const Floats<D> x = hn::Div(q, hn::Sub(hn::Set(d, 254.0F), hn::Abs(q)));
+HWY_INLINE Floats<D> signed_value(D d, Floats<D> code, float scale) {
+  const Floats<D> squared = hn::Mul(code, hn::Abs(code));
+  const Floats<D> x = hn::Mul(squared, hn::Set(d, 1 / (kMostSigned * kMostSigned)));
+  return hn::Mul(x, hn::Set(d, scale));
+}
+template <class D>
+HWY_INLINE Floats<D> root_value(D d, Floats<D> code, float scale) {
+  const Floats<D> x = hn::Mul(hn::Mul(code, code), hn::Set(d, 1 / (kMostRoot * kMostRoot)));
   return hn::Mul(x, hn::Set(d, scale));
 }
 
-// The divisor: a scale of 0 has only zero elements.
-HWY_INLINE float divisor_of(float scale) { return scale > 0 ? scale : 1.0F; }
-
 template <class D>
-HWY_INLINE void store_signed_codes(D d, Floats<D> v, float scale, Words<D> random, std::byte* to) {
+HWY_INLINE Floats<D> load_signed_codes(D d, const std::byte* codes, int64_t i) {
   const hn::Rebind<int8_t, D> d8;
+  return hn::ConvertTo(d, hn::PromoteTo(hn::Rebind<int32_t, D>(), load(d8, codes, i)));
+}
+template <class D>
+HWY_INLINE Floats<D> load_root_codes(D d, const std::byte* codes, int64_t i) {
+  const hn::Rebind<uint8_t, D> d8;
+  return hn::ConvertTo(d, hn::PromoteTo(hn::Rebind<int32_t, D>(), load(d8, codes, i)));
+}
+// Codes of 2 * Lanes(d) elements.
+template <class D>
+HWY_INLINE Pair<Floats<D>> load_signed_code_pair(D d, const std::byte* codes, int64_t i) {
   const hn::Rebind<int32_t, D> di;
-  const Floats<D> y = hn::Div(hn::Add(v, v), hn::Add(hn::Set(d, divisor_of(scale)), hn::Abs(v)));
-  const Ints<D> fixed = hn::ConvertTo(di, hn::Mul(y, hn::Set(d, 127 * 0x1p23F)));
-  const Ints<D> up = hn::BitCast(di, hn::ShiftRight<9>(random));
-  store(d8, hn::DemoteTo(d8, hn::ShiftRight<23>(hn::Add(fixed, up))), to, 0);
+  const Ints<D> both = hn::BitCast(di, load_u16(d, codes + i, 0));
+  return {hn::ConvertTo(d, hn::ShiftRight<24>(hn::ShiftLeft<24>(both))),
+          hn::ConvertTo(d, hn::ShiftRight<24>(hn::ShiftLeft<16>(both)))};
+}
+template <class D>
+HWY_INLINE Pair<Floats<D>> load_root_code_pair(D d, const std::byte* codes, int64_t i) {
+  const hn::Rebind<int32_t, D> di;
+  const Ints<D> both = hn::BitCast(di, load_u16(d, codes + i, 0));
+  return {hn::ConvertTo(d, hn::And(both, hn::Set(di, 0xff))),
+          hn::ConvertTo(d, hn::ShiftRight<8>(both))};
+}
+template <class D>
+HWY_INLINE void store_code_pair(D, const Pair<Floats<D>>& codes, std::byte* to, int64_t i) {
+  const hn::Rebind<int32_t, D> di;
+  const hn::Rebind<uint16_t, D> d16;
+  const Ints<D> even = hn::And(hn::ConvertTo(di, codes.even), hn::Set(di, 0xff));
+  const Ints<D> odd = hn::ShiftLeft<8>(hn::ConvertTo(di, codes.odd));
+  const auto both = hn::BitCast(hn::Rebind<uint32_t, D>(), hn::Or(even, odd));
+  store(d16, hn::TruncateTo(d16, both), to + i, 0);
 }
 
-// exp_avg_sq: the code is 255 root / scale; only 0 has the code 0.
+// 1 + (r + 1/2) / 2^16 of the lower or upper 16 bits r of a random word.
 template <class D>
-HWY_INLINE Floats<D> load_root_codes(D d, float scale, const std::byte* codes, int64_t i) {
-  const hn::Rebind<uint8_t, D> d8;
-  const hn::Rebind<int32_t, D> di;
-  const Floats<D> q = hn::ConvertTo(d, hn::PromoteTo(di, load(d8, codes, i)));
-  return hn::Mul(q, hn::Set(d, scale / 255.0F));
+HWY_INLINE Floats<D> random_unit(D d, Words<D> shifted) {
+  const hn::Rebind<uint32_t, D> du;
+  const Words<D> random = hn::And(shifted, hn::Set(du, 0xffffU << 7));
+  return hn::BitCast(d, hn::Or(random, hn::Set(du, 0x3f800040U)));
+}
+template <class D>
+HWY_INLINE Floats<D> lower_unit(D d, Words<D> random) {
+  return random_unit(d, hn::ShiftLeft<7>(random));
+}
+template <class D>
+HWY_INLINE Floats<D> upper_unit(D d, Words<D> random) {
+  return random_unit(d, hn::ShiftRight<9>(random));
+}
+
+// The code of t >= 0: c or c + 1 of c^2 <= t < (c + 1)^2. Widths and differences of squares are
+// exact, with or without a fused multiplication.
+template <class D>
+HWY_INLINE Floats<D> code_of(D d, Floats<D> t, Floats<D> unit) {
+  const Floats<D> one = hn::Set(d, 1.0F);
+  const Floats<D> c = hn::Floor(hn::Sqrt(t));
+  const Floats<D> width = hn::MulAdd(c, hn::Set(d, 2.0F), one);
+  const Floats<D> rest = hn::NegMulAdd(c, c, t);
+  const auto is_up = hn::Lt(fms(d, width, unit, width), rest);
+  return hn::IfThenElse(is_up, hn::Add(c, one), c);
+}
+
+// The factor of a block: a value times it is t.
+HWY_INLINE float per_unit(float scale, float most_code) {
+  return most_code * most_code / std::max(scale, kLeastDivisor);
+}
+
+// The magnitude of the code. The scale's own, whose t is 127^2 but for one place, is 127: no random
+// unit is that close to 1 or 2.
+template <class D>
+HWY_INLINE Floats<D> magnitude_code(D d, Floats<D> v, float per, Floats<D> unit) {
+  return code_of(d, hn::Mul(hn::Abs(v), hn::Set(d, per)), unit);
+}
+
+// Where a step of exp_avg's code is large compared with the root, its rounding alone would make
+// large updates. So a root is stored as no less than 3/4 of that step, and as no less than code 1.
+HWY_INLINE float least_per_step(float exp_avg_scale, float root_scale) {
+  constexpr float kSteps = 0.75F * (kMostRoot * kMostRoot) / (kMostSigned * kMostSigned);
+  return std::max(kSteps * exp_avg_scale / std::max(root_scale, kLeastDivisor), 1.0F);
+}
+// For the magnitude of exp_avg's code.
+template <class D>
+HWY_INLINE Floats<D> least_of(D d, Floats<D> code, float per_step) {
+  return fma(d, code, hn::Set(d, 2 * per_step), hn::Set(d, per_step));
+}
+// `per` is rounded up, so that the scale's own root gets the largest code. `least`: of t. Only 0
+// has the code 0.
+template <class D>
+HWY_INLINE Floats<D> root_code(D d, Floats<D> root, float per, Floats<D> least, Floats<D> unit) {
+  Floats<D> t = hn::Max(hn::Mul(root, hn::Set(d, per * (1 + 0x1p-22F))), least);
+  t = hn::Min(t, hn::Set(d, kMostRoot * kMostRoot));
+  const auto is_positive = hn::Gt(root, hn::Zero(d));
+  return hn::IfThenElseZero(is_positive, code_of(d, t, unit));
 }
 
 template <class D>
-HWY_INLINE void store_root_codes(D d, Floats<D> root, float scale, Words<D> random, std::byte* to) {
+HWY_INLINE void store_signed_codes(D, Floats<D> codes, std::byte* to, int64_t i) {
+  const hn::Rebind<int8_t, D> d8;
+  store(d8, hn::DemoteTo(d8, hn::ConvertTo(hn::Rebind<int32_t, D>(), codes)), to, i);
+}
+template <class D>
+HWY_INLINE void store_root_codes(D, Floats<D> codes, std::byte* to, int64_t i) {
   const hn::Rebind<uint8_t, D> d8;
-  const hn::Rebind<int32_t, D> di;
-  const Floats<D> per_root = hn::Set(d, 255 * 0x1p22F / divisor_of(scale));
-  const Ints<D> fixed = hn::ConvertTo(di, hn::Mul(root, per_root));
-  const Ints<D> up = hn::BitCast(di, hn::ShiftRight<10>(random));
-  const Ints<D> rounded = hn::ShiftRight<22>(hn::Add(fixed, up));
-  const auto is_positive = hn::RebindMask(di, hn::Gt(root, hn::Zero(d)));
-  const Ints<D> least = hn::IfThenElseZero(is_positive, hn::Set(di, 1));
-  const Ints<D> code = hn::Max(hn::Min(rounded, hn::Set(di, 255)), least);
-  store(d8, hn::DemoteTo(d8, code), to, 0);
+  store(d8, hn::DemoteTo(d8, hn::ConvertTo(hn::Rebind<int32_t, D>(), codes)), to, i);
 }
 
 // Largest magnitude of n > 0 floats, NaN if one of them is NaN. Compares as integers, which have

@@ -113,11 +113,29 @@ HWY_INLINE Floats<D> fma(D d, Floats<D> a, Floats<D> b, Floats<D> c) {
 #endif
 }
 
+// a * b - c with one rounding.
+template <class D>
+HWY_INLINE Floats<D> fms(D d, Floats<D> a, Floats<D> b, Floats<D> c) {
+#if HWY_NATIVE_FMA
+  (void)d;
+  return hn::MulSub(a, b, c);
+#else
+  return fma(d, a, b, hn::Neg(c));
+#endif
+}
+
 // ---- bf16 and fp16, as in floats.h
 
 template <class D>
 HWY_INLINE Floats<D> load_bf16(D d, const std::byte* from, int64_t i) {
   return hn::BitCast(d, hn::ShiftLeft<16>(load_u16(d, from, i)));
+}
+
+// The same for 2 * Lanes(d) elements.
+template <class D>
+HWY_INLINE Pair<Floats<D>> load_bf16_pair(D d, const std::byte* from, int64_t i) {
+  const auto words = load_u16_pair(d, from, i);
+  return {hn::BitCast(d, words.even), hn::BitCast(d, words.odd)};
 }
 
 template <class D>
@@ -177,17 +195,14 @@ HWY_INLINE Floats<D> load_floats(D d, DType dtype, const std::byte* from, int64_
 
 // ---- random bits
 
-// Random words of elements `in_block` + offset of the block with these keys: two rounds of
-// multiplication and xor, each after adding a key.
+// Random words of elements `in_block` + offset of the block with these keys.
 template <class D>
 HWY_INLINE Words<D> random_words(D, const uint32_t* keys, int64_t in_block, Words<D> offset) {
   const hn::Rebind<uint32_t, D> du;
-  const uint32_t counter = keys[0] + static_cast<uint32_t>(in_block);
-  Words<D> x = hn::Add(offset, hn::Set(du, counter));
-  x = hn::Xor(x, hn::ShiftRight<16>(x));
-  x = hn::Add(hn::Mul(x, hn::Set(du, 0x7feb352dU)), hn::Set(du, keys[1]));
+  const uint32_t first = keys[0] + static_cast<uint32_t>(in_block) * kCounterFactor;
+  Words<D> x = hn::Add(hn::Mul(offset, hn::Set(du, kCounterFactor)), hn::Set(du, first));
   x = hn::Xor(x, hn::ShiftRight<15>(x));
-  x = hn::Mul(x, hn::Set(du, 0x846ca68bU));
+  x = hn::Mul(x, hn::Set(du, keys[1]));
   return hn::Xor(x, hn::ShiftRight<16>(x));
 }
 // Random words from element `in_block` on.

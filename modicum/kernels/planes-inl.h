@@ -67,7 +67,7 @@ struct Import {
     const Floats<D> nan = hn::BitCast(d, hn::Set(du, 0x7fc00000U));
     if constexpr (is_split(kFormat)) value = hn::IfThenElse(hn::IsNaN(value), nan, value);
     Words<D> random = hn::Zero(du);
-    if constexpr (has_random(kFormat)) random = word0(d, piece, i);
+    if constexpr (has_random(kFormat)) random = random_words(d, piece, i);
     if (plane == StatePlane::master) {
       store_master<kFormat>(d, value, random, span, i);
     } else if (plane == StatePlane::exp_avg) {
@@ -90,7 +90,7 @@ struct Import {
   }
 };
 
-// The piece's part of a staged block: the values, or their roots.
+// Stages a piece: the values, or their roots.
 struct Stage {
   const std::byte* from;
   float* to;
@@ -99,7 +99,27 @@ struct Stage {
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
     const Floats<D> value = load(d, from, i);
-    hn::StoreU(roots ? hn::Sqrt(value) : value, d, to + i + piece.to_block);
+    hn::StoreU(roots ? hn::Sqrt(value) : value, d, to + i - piece.begin);
+  }
+};
+
+// Encodes a staged piece, rounded to nearest.
+struct EncodeNearest {
+  const float* from;
+  std::byte* to;
+  bool roots;
+  Piece piece;
+  float per;  // per_unit
+  template <class D>
+  HWY_INLINE void operator()(D d, int64_t i) const {
+    const Floats<D> value = hn::LoadU(d, from + i - piece.begin);
+    const Floats<D> nearest = hn::Set(d, kNearest);
+    if (roots) {
+      store_root_codes(d, root_code(d, value, per, hn::Set(d, 1.0F), nearest), to, i);
+    } else {
+      const Floats<D> code = magnitude_code(d, value, per, nearest);
+      store_signed_codes(d, hn::CopySign(code, value), to, i);
+    }
   }
 };
 
@@ -108,6 +128,9 @@ void import_all(const AdamNumbers& numbers, const AdamSpan& span, StatePlane pla
                 const float* from) {
   const uint64_t stream = stream_key(numbers.seed, numbers.step, span.parameter);
   const auto* bytes = reinterpret_cast<const std::byte*>(from);
+  const bool roots = plane != StatePlane::exp_avg;
+  const SquarePlane to =
+      roots ? square_plane(span, plane) : SquarePlane{span.exp_avg, span.exp_avg_scale};
   alignas(64) float staged[kScaleBlock];
   for (Piece piece; piece.end < span.n;) {
     piece = piece_at<kFormat>(span, stream, piece.end);
@@ -115,14 +138,11 @@ void import_all(const AdamNumbers& numbers, const AdamSpan& span, StatePlane pla
       for_lanes(Import<kFormat>{span, plane, piece, bytes}, piece.begin, piece.end);
       continue;
     }
-    const bool is_square = plane != StatePlane::exp_avg;
-    for_lanes(Stage{bytes, staged, is_square, piece}, piece.begin, piece.end);
-    if (is_square) {
-      const SquarePlane to = square_plane(span, plane);
-      encode_root(staged, piece, to.codes, to.scales);
-    } else {
-      encode_exp_avg(staged, piece, span.exp_avg, span.exp_avg_scale);
-    }
+    for_lanes(Stage{bytes, staged, roots, piece}, piece.begin, piece.end);
+    const float scale = scale_of(staged, piece.end - piece.begin);
+    to.scales[piece.scale] = scale;
+    const float per = per_unit(scale, roots ? kMostRoot : kMostSigned);
+    for_lanes(EncodeNearest{staged, to.codes, roots, piece, per}, piece.begin, piece.end);
   }
 }
 

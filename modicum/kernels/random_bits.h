@@ -9,11 +9,13 @@
 
 namespace modicum {
 
-// The keys of two 32-bit words per element, two keys each.
+// The keys of the elements' 32-bit words: a summand, and an odd factor.
 struct BlockKeys {
-  uint32_t word0[2] = {};
-  uint32_t word1[2] = {};
+  uint32_t word[2] = {};
 };
+
+// Spreads neighbouring counters over the word.
+inline constexpr uint32_t kCounterFactor = 0x9e3779b9U;
 
 inline uint64_t scrambled(uint64_t x) noexcept {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
@@ -31,11 +33,8 @@ inline uint64_t stream_key(uint64_t seed, int64_t step, uint64_t parameter) noex
 
 // `block` is the global index / kScaleBlock.
 inline BlockKeys block_keys(uint64_t stream, int64_t block) noexcept {
-  const uint64_t counter = stream + 2 * static_cast<uint64_t>(block) * kGoldenGamma;
-  const uint64_t first = scrambled(counter + kGoldenGamma);
-  const uint64_t second = scrambled(counter + 2 * kGoldenGamma);
-  return {{static_cast<uint32_t>(first), static_cast<uint32_t>(first >> 32)},
-          {static_cast<uint32_t>(second), static_cast<uint32_t>(second >> 32)}};
+  const uint64_t key = scrambled(stream + (static_cast<uint64_t>(block) + 1) * kGoldenGamma);
+  return {{static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32) | 1U}};
 }
 
 }  // namespace modicum
