@@ -137,9 +137,45 @@ def one_rank_lacks_memory(directory: str) -> dict[str, Any]:
     return {"refused": "", "held": ledger.held_bytes}
 
 
+def one_rank_cannot_unfreeze(directory: str, how: str) -> dict[str, Any]:
+    """Only the last rank's ledger has no room for what trains from the second step on."""
+    torch.manual_seed(0)
+    model = from_pretrained(directory)
+    torch_rank.sharded(model, [dist.get_world_size()], False)
+    late = {name: p for name, p in model.named_parameters() if "layers.0" in name}
+    for p in late.values():
+        p.requires_grad_(False)
+    ledger = modicum.Ledger()
+    first = [p for p in model.parameters() if how == "unfreeze" or p.requires_grad]
+    optimizer = modicum.torch.AdamW(first, lr=LR, ledger=ledger)
+    losses_of(model, optimizer, lambda loss: loss.backward())
+    is_odd = dist.get_rank() == dist.get_world_size() - 1
+    ledger.limit_bytes = ledger.held_bytes if is_odd else None
+    held, before = ledger.held_bytes, optimizer.digest()
+    for p in late.values():
+        p.requires_grad_(True)
+    refused = ""
+    try:
+        if how == "unfreeze":
+            optimizer.step()
+        else:
+            optimizer.add_param_group({"params": list(late.values())})
+    except modicum.Error as error:
+        refused = str(error)
+    ledger.limit_bytes = None
+    told = {"refused": refused, "name": next(iter(late)), "same": ledger.held_bytes == held}
+    if how == "add_param_group":
+        told["same"] &= len(optimizer.param_groups) == 1 and optimizer.digest() == before
+        optimizer.add_param_group({"params": list(late.values())})
+    losses_of(model, optimizer, lambda loss: loss.backward())
+    steps = {float(optimizer.state[p]["step"]) for p in late.values()}
+    return told | {"steps": sorted(steps), "grew": ledger.held_bytes > held}
+
+
 ACTS: dict[str, Callable[..., Any]] = {
     "binding_prepared": prepared,
     "binding_by_hand": by_hand,
     "binding_one_refuses": one_rank_refuses,
     "binding_one_lacks_memory": one_rank_lacks_memory,
+    "binding_one_cannot_unfreeze": one_rank_cannot_unfreeze,
 }

@@ -48,7 +48,7 @@ def test_trains_after_accelerates_prepare(world: Ranks, model: str) -> None:
     assert_trains(ask["loading, named lines"], ask["torch"], ask["zero"])
     for answer in ask["loading"]:
         assert answer["losses"] == []
-        for line in ("on meta", "torch.optim.SGD", "accelerator.prepare_optimizer", "param.0"):
+        for line in ("on meta", "torch.optim.SGD", "accelerator.prepare_optimizer", "embed_tokens"):
             assert line in answer["refused"]
 
 
@@ -80,3 +80,16 @@ def test_no_rank_makes_what_one_cannot_make(world: Ranks, model: str) -> None:
     for answer in others:
         assert f"rank {len(others)} refused this call" in answer["refused"]
         assert answer["held"] == 0
+
+
+@pytest.mark.parametrize("how", ("unfreeze", "add_param_group"))
+def test_no_rank_takes_what_one_has_no_room_for(world: Ranks, model: str, how: str) -> None:
+    """Later all have room, and train on together."""
+    *others, odd = world.ask("binding_one_cannot_unfreeze", directory=model, how=how)
+    assert odd["refused"].startswith("BUDGET") and f"'{odd['name']}'" in odd["refused"]
+    for answer in others:
+        assert f"rank {len(others)} refused this call" in answer["refused"]
+        assert answer["name"] in answer["refused"]
+    for answer in (*others, odd):
+        assert answer["same"], "has kept what it has taken"
+        assert answer["grew"] and answer["steps"] == [5.0]

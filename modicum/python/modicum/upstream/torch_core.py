@@ -62,7 +62,7 @@ def buffers_of(module: Any) -> dict[str, Any]:
 
 def children_of(module: Any) -> dict[str, Any]:
     """As `parameters_of`, for modules; a shared one under each of its names."""
-    return module._modules
+    return vars(module).get("_modules", {})
 
 
 def is_persistent(module: Any, attribute: str) -> bool:

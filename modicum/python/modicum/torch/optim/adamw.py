@@ -4,41 +4,39 @@ import math
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from modicum import _modicum
-from modicum.errors import UsageError, refusal
+from modicum.errors import BudgetError, UsageError, refusal
+from modicum.torch.optim.agreement import Answer, agreed
 from modicum.torch.optim.binding import (
-    bound_parts,
+    Wants,
     changed_since,
-    hooks_of,
+    hook,
     is_in_place,
+    listed,
     meshes_of,
-    names_of,
+    new_parts,
     refuse_lost,
     refuse_repeated,
+    unhook,
 )
 from modicum.torch.optim.bound import MOMENTS, Bound
-from modicum.torch.optim.parts import Part, global_sum, largest
-from modicum.torch.optim.state_dicts import is_noted, merged_groups, saved_values
-from modicum.torch.optim.states import is_own_master, options_of, require_seed
+from modicum.torch.optim.names import names_of, told_by_fqn
+from modicum.torch.optim.parts import Part
+from modicum.torch.optim.state_dicts import is_noted, merged_groups, saved_entries, saved_values
+from modicum.torch.optim.states import options_of, require_seed
 from modicum.torch.shards.forks import require_fork
 from modicum.upstream.torch_core import load_hooks
 
-# By plane, its owner in `memory.attribute`.
-_OWNERS = {
-    "master": "master",
-    "master_low": "master",
-    "grad": "gradient",
-    **dict.fromkeys(MOMENTS, "moments"),
-}
-
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW that allocates all of its state, a declared number of bytes, when it is made.
+    """AdamW that allocates all of its state, a declared number of bytes, when it is made: the state
+    of the parameters that train then. A frozen one has none until it trains.
 
     A `torch.optim.Optimizer`: groups, schedulers, hooks, `GradScaler`, `state_dict` with PyTorch's
     names and shapes. Parameters are plain tensors or DTensors of float32, bfloat16 or float16.
@@ -58,8 +56,10 @@ class AdamW(torch.optim.Optimizer):
     afterwards they are refused by name. `state` may be changed as in torch: an entry that was
     removed starts anew, and new values are taken.
 
-    The constructor, `step`, `clip_grad_norm_` and `load_state_dict` are collectives of all ranks of
-    the parameters' meshes: if one raises on a rank, it raises on all of these ranks.
+    The constructor, `step`, `clip_grad_norm_`, `load_state_dict` and `add_param_group` are
+    collectives of all ranks of the parameters' meshes: if one raises on a rank, it raises on all of
+    these ranks. These and `state_dict` allocate the state of parameters that were unfrozen since,
+    or raise `BudgetError` by name.
 
     Args:
         params: parameters, groups, or `model.named_parameters()`. Random bits are keyed by names
@@ -136,46 +136,23 @@ class AdamW(torch.optim.Optimizer):
         self.skipped_steps = 0
         self._pin, self._fork = pin, fork
         self._max_norm: float | None = None
-        self._has_loaded = self._has_warned = False
+        self._has_warned = self._has_warned_of_skip = False
         self._is_first = True
-        self._unhook: Any = lambda: None
-        self._bound = Bound([], [])
-        try:
-            self._agreed(self._bind)
-        except BaseException:
-            self._release()
-            raise
+        self._has_loaded = False
+        self._bound = Bound()
+        weakref.finalize(self, unhook, self._bound.parts).atexit = False
+
+        def bind() -> None:
+            self._checked(self.param_groups)
+            self._follow()
+
+        self._agreed(bind)
 
     # ---- binding to parameters
 
-    @torch.no_grad()
-    def _bind(self) -> None:
-        """Allocates state for the parameters of param_groups; there must be no state to lose. On
-        failure nothing stays allocated, and the next call tries again."""
-        given = self._release()
-        try:
-            parts = bound_parts(self.param_groups)
-            options = [self._options(group) for group in self.param_groups]
-            self._bound = Bound(
-                parts, self.param_groups, options=options, state_format=self.state_format,
-                ledger=self.ledger, seed=self.seed, pin=self._pin, fork=self._fork,
-            )  # fmt: skip
-            self._unhook = weakref.finalize(self, hooks_of(parts).close)
-            self._unhook.atexit = False
-            for part in parts:  # entries that `rebinding` has moved to new parameters
-                if part.parameter in given:
-                    entry, moments = given[part.parameter], self._bound.moments(part)
-                    self._bound.take(part, saved_values(part, entry, moments))
-                    self._has_loaded = True
-            self._bound.show(self.state, parts)
-        except BaseException:
-            self._release()
-            self.state.update(given)
-            raise
-
-    def _release(self) -> dict[Any, Any]:
-        """Unbinds all parameters and frees their state. Returns the entries of `state` that are not
-        this optimizer's own."""
+    def _release(self) -> None:
+        """Unbinds all parameters; there must be no state to lose. The entries of `state` that are
+        not this optimizer's own stay, for the parameters that it binds next."""
         parts = self._bound.parts
         own = {part.parameter for part in parts if self._is_untouched(part)}
         given = {key: entry for key, entry in self.state.items() if entry and key not in own}
@@ -187,11 +164,11 @@ class AdamW(torch.optim.Optimizer):
                 continue
             if (parameter.shape, parameter.dtype) == (part.grad.shape, part.grad.dtype):
                 parameter.grad = part.grad.clone()  # out of the plane, for the next step
-        self._unhook()
-        self._bound = Bound([], [])
+        unhook(parts)
+        self._bound.drop(0)
         self._has_loaded = False
         self.state.clear()
-        return given
+        self.state.update(given)
 
     def _is_untouched(self, part: Part) -> bool:
         entry = self.state.get(part.parameter)
@@ -206,20 +183,84 @@ class AdamW(torch.optim.Optimizer):
         )
 
     def _follow(self) -> None:
-        """Follows changes of param_groups and `state` since the last call, or refuses them."""
+        """Follows changes of param_groups and `state` since the last call, or refuses them; and
+        allocates state for parameters that train now, and did not before."""
         changed = changed_since(self._bound.parts, self.param_groups)
         if changed is not None:
             if self._has_state():
                 raise changed
-            self._bind()
+            self._release()
+        self._bound.meshes = meshes_of(self.param_groups)
         self._has_loaded |= self._bound.follow(self.state)
+        self._take_up(self._trains, self.param_groups)
 
+    def _trains(self, parameter: torch.Tensor) -> bool:
+        """Whether a step would need its state, as in torch."""
+        has_values = parameter.grad is not None or bool(self.state.get(parameter))
+        return parameter.requires_grad or has_values
+
+    @torch.no_grad()
+    def _take_up(self, wants: Wants, groups: Sequence[dict[str, Any]]) -> None:
+        """Allocates state, with the options of `groups`, for the parameters without one that
+        `wants` is true of: for all of them, or with an error, after which `_all_or_none` drops it,
+        for none. Entries that `state` has of them are their values."""
+        bound = self._bound
+        parts = new_parts(self.param_groups, wants, bound.parts)
+        if not parts:
+            return
+        others = f" and {len(parts) - 1} more parameters" if len(parts) > 1 else ""
+        what = f"AdamW's state of '{parts[0].name}'{others}"
+        try:
+            bound.add(
+                parts, groups, options=self._checked(groups), state_format=self.state_format,
+                ledger=self.ledger, seed=self.seed, pin=self._pin, fork=self._fork, what=what,
+            )  # fmt: skip
+        except BudgetError as error:
+            error.tensor = error.tensor or parts[0].name
+            raise
+        for part in parts:
+            if self.state.get(part.parameter):
+                bound.take(part, saved_values(part, self.state[part.parameter]))
+                self._has_loaded = True
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Hooks and shows what the block has bound; if it raises, frees it again."""
+        bound = self._bound
+        try:
+            yield
+        except BaseException:
+            bound.drop(sum(bool(part.entry) for part in bound.parts))
+            raise
+        new = [part for part in bound.parts if not part.entry]  # it has none in `state` yet
+        hook(new)
+        if new:
+            self._bound.show(self.state, new)
+
+    @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Called by the constructor only: afterwards all memory is allocated."""
-        if "_bound" in self.__dict__:
-            what = "AdamW takes no parameter group after its construction: all memory is allocated"
-            raise refusal("UNSUPPORTED", what)
-        super().add_param_group(refuse_repeated(param_group, self.param_groups))
+        """As in torch. The group's state is allocated here, next to the existing one, which is
+        unchanged; the constructor's rules apply. Collective, over the meshes of all groups. A group
+        that is refused is not added on any rank."""
+        param_group = listed(param_group)
+        if "_bound" not in self.__dict__:
+            refuse_repeated(param_group, self.param_groups)
+            super().add_param_group(param_group)
+            return
+        count = len(self.param_groups)
+        groups = [*self.param_groups, *([param_group] if isinstance(param_group, dict) else [])]
+
+        def add() -> None:
+            refuse_repeated(param_group, self.param_groups)
+            super(AdamW, self).add_param_group(param_group)
+            self._checked(self.param_groups)
+            self._follow()
+
+        try:
+            self._agreed(add, groups)
+        except BaseException:
+            del self.param_groups[count:]
+            raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise refusal("UNSUPPORTED", "AdamW is not copied or pickled: use its state_dict()")
@@ -239,12 +280,12 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         unscale = clip = 1.0
 
-        def prepare() -> tuple[list[float], bool]:
+        def prepare() -> Answer:
             nonlocal unscale
             unscale = self._unscale()
             self._follow()
             self._bound.settle()
-            self._push_options()
+            self._bound.set_options(self._options(self.param_groups))
             self._bound.refresh_on_device()
             self._bound.collect()
             self._check_gradients()
@@ -255,7 +296,7 @@ class AdamW(torch.optim.Optimizer):
         try:
             squares, is_bad = self._agreed(prepare)
             if is_bad:
-                self.skipped_steps += 1
+                self._skip()
             else:
                 if self._max_norm is not None:
                     clip = _modicum.clip_factor(math.sqrt(squares) * unscale, self._max_norm)
@@ -263,6 +304,17 @@ class AdamW(torch.optim.Optimizer):
         finally:
             self._forget()
         return loss
+
+    def _skip(self) -> None:
+        self.skipped_steps += 1
+        if self._has_warned_of_skip or hasattr(self, "found_inf"):  # GradScaler's skips are usual
+            return
+        self._has_warned_of_skip = True
+        name = self._bound.not_finite()
+        what = f"that of '{name}'" if name else "on another rank"
+        what = f"AdamW skipped a step, on all ranks: a gradient is not finite ({what}). Further "
+        what += "skips are not reported: `skipped_steps` counts them"
+        warnings.warn(what, stacklevel=5)
 
     def _unscale(self) -> float:
         """The inverse of the GradScaler's scale; 1 without one."""
@@ -290,7 +342,7 @@ class AdamW(torch.optim.Optimizer):
         if not max_norm >= 0:
             raise refusal("USAGE", "max_norm", expected="0 or more", got=str(max_norm))
 
-        def prepare() -> tuple[list[float], bool]:
+        def prepare() -> Answer:
             self._follow()
             self._bound.collect()
             return self._bound.norms()
@@ -300,35 +352,23 @@ class AdamW(torch.optim.Optimizer):
         return torch.tensor(math.nan if is_bad else math.sqrt(squares))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. The gradient plane stays allocated."""
+        """As in torch. The gradient plane stays allocated. A tensor that was `parameter.grad` and
+        is kept has its values after the next backward, too; views of it do not: clone these."""
         super().zero_grad(set_to_none)
         self._forget()
 
-    def _agreed(self, prepare: Callable[[], tuple[list[float], bool] | None]) -> tuple[float, bool]:
-        """Calls `prepare` on every rank of the parameters' meshes; collective. It returns a value
-        for each parameter and a flag. Returns the sum of all ranks' values, and whether any rank
-        has set the flag. If `prepare` raises on a rank all raise: that rank its own error, the
-        others `UsageError` with its number. Otherwise they would wait for it in this collective or
-        the next one."""
-        values: list[float] = []
-        flag, problem = False, None
-        try:
-            values, flag = prepare() or ([], False)
-        except Exception as error:
-            problem = error
-        meshes = meshes_of(self._bound.parts, self.param_groups)
-        values = values or [0.0] * len(meshes)
-        total, (flag, refused) = global_sum(meshes, values, (flag, problem is not None))
-        if not refused:
-            return total, flag
-        names = ["", *names_of(self.param_groups)]
-        named = getattr(problem, "tensor", None)
-        at = names.index(named) if named in names else 0
-        rank = next((mesh.get_rank() for mesh in meshes if mesh is not None), 0)
-        code = 0 if problem is None else 1 + rank * len(names) + at
-        rank, at = divmod(largest(meshes, code) - 1, len(names))
-        what = f"rank {rank} refused this call, and its error says why"
-        raise problem or refusal("USAGE", what, tensor=names[at])
+    def _agreed(
+        self, prepare: Callable[[], Answer | None], groups: Sequence[dict[str, Any]] = ()
+    ) -> tuple[float, bool]:
+        """`agreed` by the ranks of the meshes of `groups`, or of the bound parameters. If any rank
+        refuses, no rank keeps the memory that `prepare` has taken."""
+        names = names_of(groups or self.param_groups)
+
+        def meshes() -> list[Any]:
+            return (not groups and self._bound.meshes) or meshes_of(groups or self.param_groups)
+
+        with told_by_fqn(self.param_groups), self._all_or_none():
+            return agreed(prepare, meshes, names)
 
     def _check_gradients(self) -> None:
         """In the first step, and the first time that no parameter has a gradient: refuses
@@ -346,21 +386,21 @@ class AdamW(torch.optim.Optimizer):
         if has_none and is_first:
             what = "AdamW's first step finds no gradient in any of its parameters and changes "
             what += "nothing: call backward before, and make AdamW after parameters are replaced"
-            warnings.warn(what, stacklevel=7)
+            warnings.warn(what, stacklevel=8)
         self._has_warned |= has_none
 
     def _forget(self) -> None:
         self._bound.forget()
         self._max_norm = None
 
-    def _push_options(self) -> None:
-        for index, group in enumerate(self.param_groups):
-            options = self._options(group)
-            for state in self._bound.states.values():
-                state.set_options(index, options)
+    def _options(self, groups: Sequence[dict[str, Any]]) -> list[_modicum.AdamOptions]:
+        return [options_of(group, self.semantics, self.bias_correction) for group in groups]
 
-    def _options(self, group: dict[str, Any]) -> _modicum.AdamOptions:
-        return options_of(group, self.semantics, self.bias_correction)
+    def _checked(self, groups: Sequence[dict[str, Any]]) -> list[_modicum.AdamOptions]:
+        """The groups' options; `UsageError` if one is out of range."""
+        options = self._options(groups)
+        _modicum.adamw_footprint([], options, format=self.state_format)
+        return options
 
     # ---- state dicts
 
@@ -370,7 +410,8 @@ class AdamW(torch.optim.Optimizer):
         each parameter's shape in float32; and `master` if the parameter is a rounded copy or the
         upper half of one. Planes of float32 are views; the others are exported, 4 bytes per element
         as long as the dict lives."""
-        self._follow()
+        with told_by_fqn(self.param_groups), self._all_or_none():
+            self._follow()
         self._bound.refresh_masters()
         lies = self.state
         try:
@@ -402,18 +443,19 @@ class AdamW(torch.optim.Optimizer):
         def check() -> None:
             self._follow()
             groups.extend(merged_groups(state_dict, self.param_groups))
-            options = [self._options(group) for group in groups]
-            _modicum.adamw_footprint(
-                [], options, format=self.state_format
-            )  # refuses values out of range
-            values.extend(self._saved(state_dict))
+            self._checked(groups)
+            saved = saved_entries(state_dict)
+            own = [id(p) for group in self.param_groups for p in group["params"]]
+            has_values = {of for of, entry in zip(own, saved, strict=True) if entry}
+            self._take_up(lambda p: id(p) in has_values, groups)
+            values.extend(saved_values(part, saved[part.at]) for part in self._bound.parts)
 
         self._agreed(check)
         self._forget()
         self._bound.settle()
         for group, new in zip(self.param_groups, groups, strict=True):
             group.update(new)
-        self._push_options()
+        self._bound.set_options(self._options(self.param_groups))
         for part, of in zip(self._bound.parts, values, strict=True):
             self._bound.take(part, of)
             self._bound.take_master(part, of.get("master"))
@@ -423,42 +465,24 @@ class AdamW(torch.optim.Optimizer):
         for after in hooks_after:
             after(self)
 
-    def _saved(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        return [
-            saved_values(part, state_dict["state"].get(key, {}), self._bound.moments(part))
-            for part, key in zip(self._bound.parts, keys, strict=True)
-        ]
-
     # ---- memory
 
     @property
     def held(self) -> dict[str, dict[str, int]]:
         """By state format: the number of elements as `parameters`, and the bytes allocated for them
-        by purpose, without the parameters' own memory."""
-        held: dict[str, dict[str, int]] = {}
-        for part in self._bound.parts:
-            of = held.setdefault(part.format, {"parameters": 0})
-            of["parameters"] += part.local.numel()
-            if part.shard == 0:
-                for purpose, size in self._bound.states[part.state].footprint.items():
-                    of[purpose] = of.get(purpose, 0) + size
-        return held
+        by purpose, without the parameters' own memory. Frozen parameters have none."""
+        return self._bound.held()
 
     def _holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """For `memory.attribute`: owner, name and memory of all tensors of a step."""
-        for part in self._bound.parts:
-            state = self._bound.states[part.state]
-            yield ("master" if is_own_master(part) else "weights"), part.name, part.local
-            for plane, owner in _OWNERS.items():
-                for lies in (state.plane(part.shard, plane), state.scales(part.shard, plane)):
-                    yield owner, f"{part.name}.{plane}", torch.from_dlpack(lies)
+        return self._bound.holdings()
 
     def digest(self) -> dict[str, int]:
         """Digests of this rank's fp32 values, names and global indices: `state` (parameters and
         moments) and `master` (parameters). Their sum modulo 2^64 over ranks that hold different
         shards does not depend on the sharding."""
-        self._follow()
+        with told_by_fqn(self.param_groups), self._all_or_none():
+            self._follow()
         self._bound.refresh_masters()
         all_of = [state.digest() for state in self._bound.states.values()]
         return {name: sum(of[name] for of in all_of) % (1 << 64) for name in ("state", "master")}

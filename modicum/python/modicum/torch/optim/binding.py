@@ -1,19 +1,19 @@
 """Binds an optimizer to the parameters of its groups, detects that they were replaced or moved, and
 hooks their gradients."""
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from modicum.errors import UsageError, refusal
+from modicum.torch.optim.names import fqns_of, modules_alive, named
 from modicum.torch.optim.parts import Part, mesh_of, part_of, place_of
 from modicum.torch.shards.placements import Shardings
-from modicum.upstream.torch_core import parameters_of, require_known
-from modicum.upstream.wrappers import canonical
+from modicum.upstream.torch_core import local_of, parameters_of, require_known
 
 Group = dict[str, Any]
 
@@ -21,42 +21,36 @@ Group = dict[str, Any]
 # ---- binding
 
 
-def bound_parts(groups: Sequence[Group]) -> list[Part]:
-    """A part of every parameter in `groups`, in their order. `UsageError` for a parameter that
-    can't be stepped in place, for equal names, and for shared memory."""
+Wants = Callable[[nn.Parameter], bool]
+
+
+def new_parts(groups: Sequence[Group], wants: Wants, bound: Sequence[Part]) -> list[Part]:
+    """A part of each parameter in `groups` that is not among `bound` and that `wants` is true of,
+    in their order. `UsageError` for a parameter that can't be stepped in place, for equal names,
+    and for shared memory."""
+    own = {id(part.parameter) for part in bound}
+    if not any(id(p) not in own and wants(p) for group in groups for p in group["params"]):
+        return []
     require_known()
     shardings = Shardings()
     parts: list[Part] = []
     names: set[str] = set()
-    for name, index, parameter in _named(groups):
+    for at, (name, index, parameter) in enumerate(named(groups)):
         if name in names:
             raise refusal("USAGE", "two parameters have one name", tensor=name)
         names.add(name)
-        parts.append(part_of(name, parameter, index, shardings))
-    _refuse_overlaps(parts)
+        if id(parameter) not in own and wants(parameter):
+            parts.append(part_of(name, parameter, index, shardings))
+            parts[-1].at = at
+    _refuse_overlaps([*bound, *parts])
     return parts
 
 
-def _named(groups: Sequence[Group]) -> Iterator[tuple[str, int, nn.Parameter]]:
-    count = 0
-    for index, group in enumerate(groups):
-        for at, parameter in enumerate(group["params"]):
-            name = f"param.{count}"
-            if "param_names" in group:
-                name = canonical(group["param_names"][at])
-            yield name, index, parameter
-            count += 1
-
-
-def names_of(groups: Sequence[Group]) -> list[str]:
-    """The parameters' names in the groups' order, the same on every rank."""
-    return [name for name, _, _ in _named(groups)]
-
-
-def meshes_of(parts: Sequence[Part], groups: Sequence[Group]) -> list[Any]:
-    """The meshes of the bound parameters, or of those to be bound: the optimizer's collectives run
-    over them."""
-    return [part.mesh for part in parts] or [mesh_of(p) for _, _, p in _named(groups)]
+def meshes_of(groups: Iterable[Group]) -> list[Any]:
+    """The distinct meshes of all parameters, in their order: the optimizer's collectives run over
+    them, whether a parameter is frozen or not."""
+    params = (one for group in groups for one in group["params"])
+    return [*dict.fromkeys(mesh_of(p[1] if isinstance(p, tuple) else p) for p in params)]
 
 
 def _refuse_overlaps(parts: Iterable[Part]) -> None:
@@ -72,21 +66,30 @@ def _refuse_overlaps(parts: Iterable[Part]) -> None:
         end_of[device] = begin + part.local.numel() * part.local.element_size(), part.name
 
 
-def refuse_repeated(group: Group, before: Iterable[Group]) -> Group:
-    """`group` with its parameters as a list; `UsageError` if one of them is in it twice, or in a
-    group of `before`."""
-    given = group["params"]
-    if isinstance(given, (torch.Tensor, set)):
-        return group  # a single one, or a set, which torch refuses
-    given = list(given)
+def listed(group: Any) -> Any:
+    """`group` with its parameters as a list, as torch makes one of them; what torch refuses stays
+    as it is."""
+    if isinstance(group, dict) and "params" in group:
+        given = group["params"]
+        if isinstance(given, torch.Tensor):
+            group["params"] = [given]
+        elif not isinstance(given, set):
+            group["params"] = list(given)
+    return group
+
+
+def refuse_repeated(group: Any, before: Iterable[Group]) -> None:
+    """`UsageError` if a parameter of a `listed` group is in it twice, or in a group of `before`."""
+    if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+        return
     seen = {id(parameter) for other in before for parameter in other["params"]}
     count = len(seen)
-    for at, one in enumerate(given):
+    for at, one in enumerate(group["params"]):
         name, parameter = one if isinstance(one, tuple) else (f"param.{count + at}", one)
         if id(parameter) in seen:
-            raise refusal("USAGE", "a parameter is given twice", tensor=str(name))
+            name = fqns_of([parameter]).get(id(parameter), str(name))
+            raise refusal("USAGE", "a parameter is given twice", tensor=name)
         seen.add(id(parameter))
-    return group | {"params": given}
 
 
 # ---- changes
@@ -94,9 +97,13 @@ def refuse_repeated(group: Group, before: Iterable[Group]) -> Group:
 
 def changed_since(parts: Sequence[Part], groups: Sequence[Group]) -> UsageError | None:
     """The error that names the first parameter that was replaced or moved since `parts` were bound;
-    None if there is none."""
+    None if there is none. Parameters without a part may change."""
     held = [(index, p) for index, group in enumerate(groups) for p in group["params"]]
-    for part, (index, parameter) in zip(parts, held, strict=False):
+    for part in parts:
+        index, parameter = held[part.at] if part.at < len(held) else (-1, None)
+        if parameter is None:
+            what = "param_groups lacks a parameter that AdamW has state of"
+            return refusal("USAGE", what, tensor=part.name)
         if parameter is not part.parameter or index != part.group:
             what = "param_groups holds another parameter than the one that AdamW has state of: "
             what += "make AdamW after what replaces parameters, as fully_shard and prepare do"
@@ -105,9 +112,9 @@ def changed_since(parts: Sequence[Part], groups: Sequence[Group]) -> UsageError 
             what = "a parameter has other memory than when AdamW was made, and AdamW has state of "
             what += "it: make AdamW after what moves or replaces its memory"
             return refusal("USAGE", what, tensor=part.name)
-    if len(held) != len(parts):
-        what = "param_groups holds more or fewer parameters than AdamW has state of"
-        return refusal("USAGE", what, expected=str(len(parts)), got=str(len(held)))
+    own = {id(part.parameter) for part in parts}
+    if sum(id(p) in own for _, p in held) != len(own):
+        return refusal("USAGE", "param_groups holds a parameter twice")
     return None
 
 
@@ -115,8 +122,7 @@ def refuse_lost(lacking: Sequence[Part], parts: Sequence[Part]) -> None:
     """Refuses a parameter without a gradient that is in no module any more, if a module has another
     one of its shape with a gradient that is not in `parts`: this one has replaced it in the module
     but not in the groups. Searches all objects of the process."""
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    live = {id(p): p for module in modules for p in parameters_of(module).values()}
+    live = {id(p): p for module in modules_alive() for p in parameters_of(module).values()}
     own = {id(part.parameter) for part in parts}
     strangers = [p for p in live.values() if p is not None and id(p) not in own]
     shapes = {p.shape for p in strangers if p.grad is not None}
@@ -131,15 +137,19 @@ def refuse_lost(lacking: Sequence[Part], parts: Sequence[Part]) -> None:
 # ---- gradients
 
 
-def hooks_of(parts: Iterable[Part]) -> ExitStack:
-    """Hooks, until the stack is closed, that move each gradient to its plane when autograd has
-    accumulated it, and give its memory back."""
-    hooks = ExitStack()
+def hook(parts: Iterable[Part]) -> None:
+    """Hooks, until `unhook`, that move each gradient to its plane when autograd has accumulated it,
+    and give its memory back."""
     for part in parts:
-        if part.grad is not None and part.parameter.requires_grad:
-            handle = part.parameter.register_post_accumulate_grad_hook(_taking(part))
-            hooks.callback(handle.remove)
-    return hooks
+        if part.hook is None and part.grad is not None and part.parameter.requires_grad:
+            part.hook = part.parameter.register_post_accumulate_grad_hook(_taking(part))
+
+
+def unhook(parts: Iterable[Part]) -> None:
+    for part in parts:
+        if part.hook is not None:
+            part.hook.remove()
+        part.hook = None
 
 
 def _taking(part: Part) -> Callable[[nn.Parameter], None]:
@@ -152,6 +162,7 @@ def _taking(part: Part) -> Callable[[nn.Parameter], None]:
         if grad.shape != part.grad.shape or place_of(part.grad) != part.grad_place:
             return  # the step compares both, and takes it or refuses it
         with torch.no_grad():
+            leave_kept(part)
             plane.copy_(part.local_like(grad, "gradient"))
         parameter.grad = part.grad
 
@@ -161,3 +172,23 @@ def _taking(part: Part) -> Callable[[nn.Parameter], None]:
 def is_in_place(part: Part, grad: torch.Tensor) -> bool:
     """Whether a gradient is in the plane that the state reads."""
     return grad is part.grad and place_of(grad) == part.grad_place
+
+
+def _references(holder: Any) -> int:
+    return sys.getrefcount(holder.grad)
+
+
+_ALONE = _references(SimpleNamespace(grad=object()))
+
+
+def leave_kept(part: Part) -> None:
+    """Called before the plane is written anew: if the program has kept the tensor that was
+    `parameter.grad`, as `g = p.grad; optimizer.zero_grad()` does, gives it memory of its own with
+    its values. Views of it are not seen."""
+    if part.grad is None or part.grad is part.parameter.grad or _references(part) <= _ALONE:
+        return
+    if place_of(part.grad) != part.grad_place:  # moved out of the plane, as by share_memory_
+        return
+    kept = local_of(part.grad)
+    kept.data = kept.detach().clone()
+    part.set_grad()

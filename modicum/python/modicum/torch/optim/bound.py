@@ -5,66 +5,109 @@ Per parameter: bind -> [collect gradients -> norms -> step | skip]* -> release. 
 core of every gradient, and the next step, or `forget`, ends the round.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from modicum import _modicum
 from modicum.errors import UsageError
-from modicum.torch.optim.binding import is_in_place
+from modicum.torch.optim.binding import is_in_place, leave_kept
 from modicum.torch.optim.lanes import Lane
-from modicum.torch.optim.parts import Part, place_of, versions_of
+from modicum.torch.optim.parts import Part, versions_of
 from modicum.torch.optim.state_dicts import chunks, entry_values, is_noted
 from modicum.torch.optim.states import dtype_of, is_own_master, make_states
 from modicum.upstream.torch_core import local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
+# By plane, its owner in `memory.attribute`.
+_OWNERS = {
+    "master": "master",
+    "master_low": "master",
+    "grad": "gradient",
+    **dict.fromkeys(MOMENTS, "moments"),
+}
+
 
 class Bound:
-    """All parameters of an optimizer, in the order of its groups, and their states."""
+    """The parameters of an optimizer that have state, and their states. Parameters that are
+    unfrozen or added later get further states next to the first ones."""
 
-    def __init__(self, parts: list[Part], groups: Sequence[dict[str, Any]], **how: Any) -> None:
-        """Allocates the states; `how` is for `make_states`. Without parts there are none."""
-        self.parts = parts
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        """In the order of the groups; those of a later `add` follow."""
         self.states: dict[str, _modicum.AdamW] = {}
         self.lanes: dict[str, Lane] = {}
+        self.meshes: list[Any] = []
+        """The meshes that the optimizer's collectives run over."""
         self.collected: list[tuple[Any, int]] = []
         """For each part: the gradient that its state has collected, and its version."""
-        self.steps = torch.zeros(len(parts))
-        """The step counts in `state`, where a program may change them."""
-        self.counts = self.steps.clone()
-        """The step counts in force."""
-        self._has_max = [bool(group["amsgrad"]) for group in groups]
-        if parts:
-            self.states = make_states(parts, **how)
-            self._lay_out()
-            self.note_versions()
+        self.counts = torch.zeros(0)
+        """The step counts in force, by part."""
+        self._steps: list[torch.Tensor] = []  # of each `add`: the counts in the optimizer's `state`
+        self._versions: list[int] = []
+        self._groups: dict[str, int] = {}  # by state: the number of groups that it knows
 
-    def _lay_out(self) -> None:
+    @property
+    def steps(self) -> torch.Tensor:
+        """The step counts in `state`, where a program may change them; by part."""
+        return torch.cat([torch.zeros(0), *self._steps])
+
+    def add(self, parts: list[Part], groups: Sequence[dict[str, Any]], **how: Any) -> None:
+        """Allocates states for further parts; `how` is for `make_states`. If they do not fit,
+        nothing has changed; after any other error call `drop`."""
+        states = make_states(parts, **how)
+        later = f" #{len(self._steps)}" if self._steps else ""
+        steps = torch.zeros(len(parts))
+        for index, part in enumerate(parts):
+            part.state += later
+            part.moments = MOMENTS if groups[part.group]["amsgrad"] else MOMENTS[:2]
+            part.steps = steps, index
+        self.parts += parts  # in place: it is the list whose hooks end with the optimizer
+        self._steps.append(steps)
+        self.states |= {key + later: state for key, state in states.items()}
+        self._groups |= {key + later: len(groups) for key in states}
+        self._lay_out(parts)
+        self.counts = torch.cat([self.counts, steps])
+        self._versions += [versions_of(part.parameter) for part in parts]
+
+    def drop(self, count: int) -> None:
+        """Frees the states of the parts after the first `count`, which were added together."""
+        del self.parts[count:], self.collected[count:], self._versions[count:]
+        kept = {part.state for part in self.parts}
+        self.states = {key: state for key, state in self.states.items() if key in kept}
+        self.lanes = {key: lane for key, lane in self.lanes.items() if key in kept}
+        while sum(map(len, self._steps)) > count:
+            self._steps.pop()
+        self.counts = self.counts[:count]
+
+    def _lay_out(self, parts: list[Part]) -> None:
         """Sets views of the planes, and fills masters that are not the parameters' own memory."""
-        for part in self.parts:
+        of_state: dict[str, list[Part]] = {}
+        for part in parts:
+            of_state.setdefault(part.state, []).append(part)
             part.plane = self.plane(part, "grad")
             is_there = part.on_host and part.local.numel() > 0
             if is_there and dtype_of(part, "grad") == part.local.dtype:
-                part.grad = part.like_parameter(part.plane)
-                part.grad_place = place_of(part.grad)
+                part.set_grad()
             if not is_own_master(part):
                 self._import_parameter(part)
+        for key, of in of_state.items():
+            if not of[0].on_host:
+                self.lanes[key] = Lane(self.states[key], of, self._masters_that_leave(of))
+
+    def set_options(self, options: Sequence[_modicum.AdamOptions]) -> None:
+        """Options by group, from the next step on."""
         for key, state in self.states.items():
-            parts = [part for part in self.parts if part.state == key]
-            if not parts[0].on_host:
-                self.lanes[key] = Lane(state, parts, self._masters_that_leave(parts))
+            for group, of in enumerate(options[: self._groups[key]]):
+                state.set_options(group, of)
 
     def _masters_that_leave(self, parts: list[Part]) -> dict[int, torch.Tensor] | None:
         """By shard, the masters that have the parameters' dtype; None if they have another."""
         if dtype_of(parts[0], "master") != parts[0].local.dtype:
             return None
         return {part.shard: self.plane(part, "master") for part in parts if part.local.numel()}
-
-    def moments(self, part: Part) -> tuple[str, ...]:
-        return MOMENTS if self._has_max[part.group] else MOMENTS[:2]
 
     def plane(self, part: Part, name: str) -> torch.Tensor:
         """A view of the part's elements in a plane without scales."""
@@ -79,17 +122,18 @@ class Bound:
     def show(self, state: Any, parts: Sequence[Part]) -> None:
         """Puts the entries of `parts` into `state`: steps, and views of moments in float32."""
         self.note_steps()
-        index_of = {id(part): index for index, part in enumerate(self.parts)}
         for part in parts:
             entry = state.get(part.parameter)
             if not entry:  # a defaultdict makes an empty one
                 entry = state[part.parameter] = {}
-            entry["step"] = self.steps[index_of[id(part)]]
-            for name in self.moments(part):
+            assert part.steps is not None
+            steps, index = part.steps
+            entry["step"] = steps[index]
+            for name in part.moments:
                 entry.pop(name, None)
                 if dtype_of(part, "moment") == torch.float32:
                     entry[name] = part.like_parameter(self.plane(part, name))
-            shown = ((name, entry[name]) for name in ("step", *self.moments(part)) if name in entry)
+            shown = ((name, entry[name]) for name in ("step", *part.moments) if name in entry)
             part.entry = {name: (tensor, local_of(tensor).data_ptr()) for name, tensor in shown}
 
     def follow(self, state: Mapping[Any, Any]) -> bool:
@@ -100,7 +144,7 @@ class Bound:
         for part, counted in zip(self.parts, is_counted, strict=True):
             entry = state.get(part.parameter)
             if counted or not is_noted(part, entry):
-                taken.append((part, entry_values(part, entry, self.moments(part))))
+                taken.append((part, entry_values(part, entry)))
         for part, values in taken:
             self.take(part, values)
         if taken:
@@ -112,9 +156,10 @@ class Bound:
 
     def note_steps(self) -> None:
         steps = {name: state.steps for name, state in self.states.items()}
-        made = [float(steps[part.state][part.shard]) for part in self.parts]
-        self.steps.copy_(torch.tensor(made))
-        self.counts = self.steps.clone()
+        made = torch.tensor([float(steps[part.state][part.shard]) for part in self.parts])
+        for lies, counts in zip(self._steps, made.split([*map(len, self._steps)]), strict=True):
+            lies.copy_(counts)
+        self.counts = made
 
     # ---- values
 
@@ -123,7 +168,7 @@ class Bound:
         state = self.states[part.state]
         if "step" in values:
             state.set_steps(part.shard, values["step"])
-        for name in self.moments(part) if part.local.numel() > 0 else ():
+        for name in part.moments if part.local.numel() > 0 else ():
             of = values.get(name)
             if of is not None:
                 state.import_from(part.shard, name, of.float().contiguous())
@@ -146,7 +191,7 @@ class Bound:
     def exported(self, part: Part, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """`entry`, and the planes that are not float32, exported."""
         exported = dict(entry)
-        names = [name for name in self.moments(part) if name not in exported]
+        names = [name for name in part.moments if name not in exported]
         if part.local.dtype != torch.float32:
             names.append("master")
         for name in names:
@@ -236,6 +281,7 @@ class Bound:
         elif part.local.numel() > 0:
             line = part.local_like(grad, "gradient").contiguous()
             if part.on_host:
+                leave_kept(part)
                 self.states[part.state].arrive(part.shard, line)
             else:
                 coming[part.state].append((part, line))
@@ -248,15 +294,23 @@ class Bound:
             if part.state == key
         )
 
-    def norms(self) -> tuple[list[float], bool]:
-        """Sums of squares of the parts that this rank counts, and whether any is not finite."""
+    def norms(self) -> tuple[list[tuple[Any, float]], bool]:
+        """By part, its mesh and the sum of squares if this rank counts it, and whether any is not
+        finite."""
         sums, is_bad = {}, False
         for name, state in self.states.items():
             sums[name], is_finite = state.norms()
             is_bad |= not is_finite
         return [
-            sums[part.state][part.shard] if part.is_counted else 0.0 for part in self.parts
+            (part.mesh, sums[part.state][part.shard] if part.is_counted else 0.0)
+            for part in self.parts
         ], is_bad
+
+    def not_finite(self) -> str:
+        """The name of the first part whose gradient in its plane is not finite; "" if none is."""
+        pairs = zip(self.parts, self.collected, strict=True)
+        planes = ((part, part.plane) for part, (grad, _) in pairs if grad is not None)
+        return next((part.name for part, of in planes if of is not None and _is_bad(of)), "")
 
     def forget(self) -> None:
         if self.collected:
@@ -282,3 +336,29 @@ class Bound:
         torch.autograd.graph.increment_version(stepped)
         self.note_steps()
         self.note_versions()
+
+    # ---- memory
+
+    def held(self) -> dict[str, dict[str, int]]:
+        """By format: elements, and bytes by purpose; see `AdamW.held`."""
+        held: dict[str, dict[str, int]] = {}
+        for part in self.parts:
+            of = held.setdefault(part.format, {"parameters": 0})
+            of["parameters"] += part.local.numel()
+            if part.shard == 0:
+                for purpose, size in self.states[part.state].footprint.items():
+                    of[purpose] = of.get(purpose, 0) + size
+        return held
+
+    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Owner, name and memory of all tensors of a step."""
+        for part in self.parts:
+            state = self.states[part.state]
+            yield ("master" if is_own_master(part) else "weights"), part.name, part.local
+            for plane, owner in _OWNERS.items():
+                for lies in (state.plane(part.shard, plane), state.scales(part.shard, plane)):
+                    yield owner, f"{part.name}.{plane}", torch.from_dlpack(lies)
+
+
+def _is_bad(plane: torch.Tensor) -> bool:
+    return not all(piece.isfinite().all() for _, piece in chunks(plane))

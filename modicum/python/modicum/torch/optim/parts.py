@@ -33,10 +33,14 @@ class Part:
     """Runs (first, number) of neighbouring elements of the whole, counted in this order."""
     is_counted: bool
     """Whether this rank counts it in a global norm: one of its replicas does."""
+    at: int = 0
+    """Index of the parameter among all of the groups, those without state included."""
     place: tuple[Any, ...] = ()
     """`place_of(parameter)` when the state was made."""
     format: str = ""
     """The format of the state that steps it."""
+    moments: tuple[str, ...] = ()
+    """The names of its moments."""
     state: str = ""
     """The key of that state."""
     shard: int = 0
@@ -47,6 +51,10 @@ class Part:
     """A view of `plane` that can be `parameter.grad`; None if gradients are copied to `plane`."""
     grad_place: tuple[Any, ...] = ()
     """`place_of(grad)` when the state was made."""
+    hook: Any = None
+    """The handle of the hook that moves its gradients to `plane`."""
+    steps: tuple[torch.Tensor, int] | None = None
+    """The tensor of step counts that `state` has views of, and its index there."""
     entry: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     """The tensors that the optimizer has put into `state[parameter]`, each with its address."""
 
@@ -69,6 +77,12 @@ class Part:
             back = [self.order.index(dim) for dim in range(len(shape))]
             local = local.view([shape[dim] for dim in self.order]).permute(back)
         return dtensor_like(self.parameter, local)
+
+    def set_grad(self) -> None:
+        """Sets `grad` to a new view of `plane`."""
+        assert self.plane is not None
+        self.grad = self.like_parameter(self.plane)
+        self.grad_place = place_of(self.grad)
 
     def local_like(self, whole: torch.Tensor, what: str) -> torch.Tensor:
         """This rank's elements of `whole`, in the order of `local`; a DTensor of other placements
@@ -157,7 +171,7 @@ def part_of(name: str, parameter: nn.Parameter, group: int, shardings: Shardings
     is_counted = shardings.counts(parameter, sharding)
     line = local.detach()
     line = line.view(-1) if local.is_contiguous() else line.permute(order).view(-1)
-    return Part(name, parameter, group, line, order, runs, is_counted, place_of(parameter))
+    return Part(name, parameter, group, line, order, runs, is_counted, place=place_of(parameter))
 
 
 def _memory_order(local: torch.Tensor) -> tuple[int, ...]:

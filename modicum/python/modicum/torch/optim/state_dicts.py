@@ -56,18 +56,24 @@ def _keys_of(value: Any) -> str:
     return str(sorted(map(str, value))) if isinstance(value, Mapping) else type(value).__name__
 
 
+def saved_entries(state_dict: Mapping[str, Any]) -> list[Any]:
+    """The entry of each parameter in a state dict, in the groups' order; {} if it has none."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    return [state_dict["state"].get(key, {}) for key in keys]
+
+
 # ---- values
 
 
-def saved_values(part: Part, saved: Any, moments: Sequence[str]) -> Values:
+def saved_values(part: Part, saved: Any) -> Values:
     """The values of a parameter in a state dict. An empty entry means no step; one with a step or a
     moment must have all of them."""
     if not isinstance(saved, Mapping):
         got = _keys_of(saved)
         raise refusal("USAGE", "its state", tensor=part.name, expected="a dict", got=got)
-    values: Values = {"step": _step(part, saved.get("step", 0)), **dict.fromkeys(moments)}
-    has_any = values["step"] > 0 or any(name in saved for name in moments)
-    for name in moments if has_any else ():
+    values: Values = {"step": _step(part, saved.get("step", 0)), **dict.fromkeys(part.moments)}
+    has_any = values["step"] > 0 or any(name in saved for name in part.moments)
+    for name in part.moments if has_any else ():
         values[name] = _checked(part, saved, name)
     if has_any and "step" not in saved:
         raise refusal("MISMATCH", "its state lacks 'step'", tensor=part.name)
@@ -76,16 +82,16 @@ def saved_values(part: Part, saved: Any, moments: Sequence[str]) -> Values:
     return values
 
 
-def entry_values(part: Part, entry: Any, moments: Sequence[str]) -> Values:
+def entry_values(part: Part, entry: Any) -> Values:
     """The values of an entry of `state` that are not this optimizer's own. An empty entry restarts
     the parameter's state, as in torch's optimizers."""
     if not entry:
-        return {"step": 0, **dict.fromkeys(moments)}
+        return {"step": 0, **dict.fromkeys(part.moments)}
     values: Values = {}
     if "step" not in entry:
         raise refusal("MISMATCH", "its state lacks 'step'", tensor=part.name)
     values["step"] = _step(part, entry["step"])
-    for name in moments:
+    for name in part.moments:
         if name in entry and not _is_same(entry, name, part.entry):
             values[name] = _checked(part, entry, name)
         elif name not in entry and name in part.entry:

@@ -72,10 +72,12 @@ def make_states(
     pin: Any,
     *,
     fork: str,
+    what: str,
 ) -> dict[str, _modicum.AdamW]:
     """Makes the states, by key, and sets `format`, `state` and `shard` of each part. There is one
     state for each format that `state_format` means for the parameters' dtypes; parameters on a
-    device have states of their own, one for each dtype. Takes all of the memory or none."""
+    device have states of their own, one for each dtype. Takes all of the memory or none: a
+    `BudgetError` calls it `what`."""
     _modicum.adamw_footprint([], options, format=state_format)  # refuses an unknown format
     shards: dict[str, list[Any]] = {}
     made_with: dict[str, dict[str, Any]] = {}
@@ -99,7 +101,7 @@ def make_states(
     needed: Counter[str] = Counter()  # all states must fit, or none is made
     for key, of in shards.items():
         needed.update(_modicum.adamw_footprint(of, options, **made_with[key]))
-    ledger.require_room(needed, "AdamW's states")
+    ledger.require_room(needed, what)
     pins, unpins = _registrar(pin)
     return {
         key: _modicum.AdamW(

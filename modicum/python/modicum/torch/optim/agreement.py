@@ -1,0 +1,45 @@
+"""What the ranks of an optimizer's meshes decide together: the sum of a norm, and whether one of
+them refuses a call."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from modicum.errors import refusal
+from modicum.torch.optim.parts import global_sum, largest
+
+Answer = tuple[list[tuple[Any, float]], bool]
+"""(mesh, value) pairs, and a flag."""
+
+
+def agreed(
+    prepare: Callable[[], Answer | None], meshes: Callable[[], Sequence[Any]], names: Sequence[str]
+) -> tuple[float, bool]:
+    """Calls `prepare` on every rank of the parameters' meshes; collective. Returns the sum of all
+    ranks' values, and whether any rank has set the flag. If `prepare` raises on a rank all raise:
+    that rank its own error, the others `UsageError` with its number and the tensor's name.
+    Otherwise they would wait for it in this collective or the next one.
+
+    Args:
+        meshes: called after `prepare`; the same meshes in the same order on every rank.
+        names: of all parameters, the same on every rank.
+    """
+    terms: list[tuple[Any, float]] = []
+    flag, problem = False, None
+    try:
+        terms, flag = prepare() or ([], False)
+    except Exception as error:
+        problem = error
+    over = list(meshes())
+    summed = [*over, *(mesh for mesh, _ in terms)]
+    values = [0.0] * len(over) + [value for _, value in terms]
+    total, (flag, refused) = global_sum(summed, values, (flag, problem is not None))
+    if not refused:
+        return total, flag
+    known = ["", *names]
+    named = getattr(problem, "tensor", None)
+    at = known.index(named) if named in known else 0
+    rank = next((mesh.get_rank() for mesh in over if mesh is not None), 0)
+    code = 0 if problem is None else 1 + rank * len(known) + at
+    rank, at = divmod(largest(over, code) - 1, len(known))
+    what = f"rank {rank} refused this call, and its error says why"
+    raise problem or refusal("USAGE", what, tensor=known[at])

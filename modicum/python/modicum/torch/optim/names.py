@@ -1,0 +1,71 @@
+"""The names of an optimizer's parameters: the keys of their random bits, and those in messages."""
+
+import gc
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from modicum.errors import Error
+from modicum.upstream.torch_core import children_of, parameters_of
+from modicum.upstream.wrappers import canonical
+
+_UNNAMED = re.compile(r"\bparam\.(\d+)\b")
+
+
+def named(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, nn.Parameter]]:
+    """(name, index of its group, parameter) of all parameters: the groups' names, or "param.N". A
+    group that is not added yet may hold pairs of name and parameter."""
+    count = 0
+    for index, group in enumerate(groups):
+        names = group.get("param_names", ())
+        for at, one in enumerate(group["params"]):
+            name = canonical(names[at]) if at < len(names) else f"param.{count}"
+            if isinstance(one, tuple):
+                name, one = canonical(str(one[0])), one[1]
+            yield name, index, one
+            count += 1
+
+
+def names_of(groups: Sequence[dict[str, Any]]) -> list[str]:
+    """The parameters' names in the groups' order, the same on every rank."""
+    return [name for name, _, _ in named(groups)]
+
+
+@contextmanager
+def told_by_fqn(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Within the context, an error that names "param.N" names the parameter's FQN instead, if it
+    has one. The search costs a scan of all objects, and only an error pays it."""
+    try:
+        yield
+    except Error as error:
+        of = {name: parameter for name, _, parameter in named(groups) if _UNNAMED.fullmatch(name)}
+        told = [name[0] for name in _UNNAMED.finditer(str(error)) if name[0] in of]
+        fqns = fqns_of([of[name] for name in told]) if told else {}
+        fqn_of = {name: fqns[id(of[name])] for name in told if id(of[name]) in fqns}
+        if fqn_of:
+            error.args = (_UNNAMED.sub(lambda name: fqn_of.get(name[0], name[0]), str(error)),)
+            error.tensor = fqn_of.get(error.tensor or "", error.tensor)
+        raise
+
+
+def fqns_of(parameters: Sequence[nn.Parameter]) -> dict[int, str]:
+    """By id, the FQNs of those parameters that have one: in a single module that is in no other."""
+    modules = modules_alive()
+    inner = {id(child) for module in modules for child in children_of(module).values()}
+    wanted = {id(parameter) for parameter in parameters}
+    found: dict[int, set[str]] = {}
+    for root in modules:
+        if id(root) in inner or not (children_of(root) or parameters_of(root)):
+            continue
+        for name, parameter in root.named_parameters():
+            if id(parameter) in wanted:
+                found.setdefault(id(parameter), set()).add(canonical(name))
+    return {of: names.pop() for of, names in found.items() if len(names) == 1}
+
+
+def modules_alive() -> list[nn.Module]:
+    """All modules of the process, also those whose constructor has not run."""
+    return [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]

@@ -1,0 +1,289 @@
+"""`modicum.torch.AdamW` holds nothing for a parameter that does not train, and allocates its state
+when it does: unfrozen, added with a group, or loaded.
+
+Oracle test against torch.optim.AdamW. It catches these mutations: a frozen parameter that is
+charged; one that is never stepped once it trains; a refused one that stays half taken, or touches
+the state of the others; an entry of a state dict that goes to another parameter.
+"""
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from rounding import nearest_sqrt  # noqa: E402  (after torch is known to be there)
+from torch import nn  # noqa: E402
+
+import modicum  # noqa: E402
+from modicum.torch import AdamW  # noqa: E402
+
+
+def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(*(nn.Linear(40, 40) for _ in range(3))).to(dtype)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
+    generator = torch.Generator().manual_seed(6)
+    with nearest_sqrt():
+        for _ in range(steps):
+            x = torch.randn(5, 40, generator=generator).to(model[2].weight.dtype)
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def assert_same(mine: nn.Module, theirs: nn.Module, ours: Any, torchs: Any) -> None:
+    for (name, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        for key, value in torchs.state.get(q, {}).items():
+            assert torch.equal(ours.state[p][key], value), (name, key)
+
+
+def both(change: Any, models: Any) -> None:
+    for one in models:
+        change(one)
+
+
+def test_a_frozen_parameter_holds_nothing_until_it_trains() -> None:
+    """Its steps begin at 0 then, as in torch; the others' state is not moved."""
+    mine, theirs = layers(), layers()
+    both(lambda m: m[0].requires_grad_(False), (mine, theirs))
+    both(lambda m: m[1].requires_grad_(False), (mine, theirs))
+    ledger = modicum.Ledger()
+    ours = AdamW(mine.named_parameters(), lr=1e-2, ledger=ledger)
+    alone = modicum.Ledger()
+    other = AdamW(mine[2].named_parameters(), ledger=alone)
+    assert ledger.held_bytes == alone.held_bytes > 0
+    assert ours.held["fp32"]["parameters"] == 40 * 41
+    del other
+    torchs = torch.optim.AdamW(theirs.named_parameters(), lr=1e-2)
+    train(mine, ours)
+    train(theirs, torchs)
+    assert ours.state_dict()["state"].keys() == torchs.state_dict()["state"].keys() == {4, 5}
+    before, entry = ledger.held_bytes, ours.state[mine[2].weight]
+    kept = entry["step"], entry["exp_avg"].data_ptr()
+    both(lambda m: m[0].requires_grad_(True), (mine, theirs))
+    train(mine, ours)
+    train(theirs, torchs)
+    assert ledger.held_bytes == 2 * before
+    assert ours.state[mine[2].weight]["step"] is kept[0] and entry["exp_avg"].data_ptr() == kept[1]
+    assert ours.state[mine[0].weight]["step"] == 2 and kept[0] == 4
+    assert_same(mine, theirs, ours, torchs)
+    # Frozen again it keeps its state, and goes on with it.
+    both(lambda m: m[0].requires_grad_(False), (mine, theirs))
+    train(mine, ours)
+    train(theirs, torchs)
+    assert ours.state[mine[0].weight]["step"] == 2
+    both(lambda m: m.requires_grad_(True), (mine, theirs))
+    train(mine, ours, 3)
+    train(theirs, torchs, 3)
+    assert_same(mine, theirs, ours, torchs)
+    assert mine[0].weight.grad is None
+    mine(torch.ones(40)).sum().backward()
+    assert all(part.parameter.grad is part.grad for part in ours._bound.parts), "in the planes"
+    mine.zero_grad()
+    gone = weakref.ref(ours)
+    del ours, entry, kept
+    gc.collect()
+    assert gone() is None and ledger.held_bytes == 0
+
+
+@pytest.mark.parametrize("state_format", ("fp32", "int8-moments"))
+def test_a_parameter_that_does_not_fit_is_refused_by_name(state_format: str) -> None:
+    """And nothing has changed; with room the same call goes on."""
+    mine = layers(torch.bfloat16)
+    mine[1].requires_grad_(False)
+    ledger = modicum.Ledger()
+    ours = AdamW(mine.parameters(), state_format=state_format, ledger=ledger)
+    train(mine, ours)
+    ledger.limit_bytes = ledger.held_bytes
+    digest, state, held = ours.digest(), dict(ours.state), ledger.held_bytes
+    mine[1].requires_grad_(True)
+    for call in (ours.step, lambda: ours.clip_grad_norm_(1.0), ours.state_dict, ours.digest):
+        mine(torch.ones(40, dtype=torch.bfloat16)).sum().backward()
+        with pytest.raises(modicum.BudgetError, match=r"'1\.weight' and 1 more") as refused:
+            call()
+        assert refused.value.tensor == "1.weight"
+        assert ledger.held_bytes == held and dict(ours.state) == state
+    mine[1].requires_grad_(False)
+    ours.zero_grad()
+    assert ours.digest() == digest
+    ledger.limit_bytes = None
+    mine[1].requires_grad_(True)
+    train(mine, ours, 1)
+    assert ours.state[mine[1].weight]["step"] == 1 and ledger.held_bytes > held
+
+
+def test_a_group_is_added_beside_the_others() -> None:
+    """As in torch; it gets the defaults, and is clipped with the others."""
+    mine, theirs = layers(), layers()
+    make = {"lr": 1e-2, "weight_decay": 0.1}
+    ours = AdamW(mine[2].parameters(), **make)
+    torchs = torch.optim.AdamW(theirs[2].parameters(), **make)
+    train(mine, ours)
+    train(theirs, torchs)
+    mine.zero_grad()
+    theirs.zero_grad()
+    for optimizer, model in ((ours, mine), (torchs, theirs)):
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 3e-2, "amsgrad": True})
+        optimizer.add_param_group({"params": model[1].weight})
+    for group, expected in zip(ours.param_groups, torchs.param_groups, strict=True):
+        assert {name: group[name] for name in expected if name != "params"} == {
+            name: value for name, value in expected.items() if name != "params"
+        }
+    train(mine, ours)
+    train(theirs, torchs)
+    assert_same(mine, theirs, ours, torchs)
+    saved, digest = copy.deepcopy(ours.state_dict()), ours.digest()
+    theirs.zero_grad()
+    torchs.load_state_dict(copy.deepcopy(saved))
+    train(mine, ours)
+    train(theirs, torchs)
+    assert_same(mine, theirs, ours, torchs)
+    ours.load_state_dict(saved)
+    assert ours.digest() != digest, "the parameters have trained on"
+    assert ours.state[mine[1].weight]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("group", "error", "words"),
+    [
+        (lambda m: {"params": m[2].weight}, modicum.UsageError, "given twice.*2.weight"),
+        (lambda m: {"params": [m[0].weight] * 2}, modicum.UsageError, "given twice.*0.weight"),
+        (lambda m: {"params": m[0].weight, "lr": -1.0}, modicum.UsageError, "this lr"),
+        (lambda m: {"params": m[0].weight}, modicum.BudgetError, "'0.weight'"),
+        (lambda m: {"params": {m[0].weight}}, TypeError, "ordered collections"),
+        (lambda m: {"params": [torch.ones(2) * m[0].bias[:2]]}, ValueError, "non-leaf"),
+        (lambda m: [m[0].weight], TypeError, "must be a dict"),
+        (lambda m: {"params": m[0].double().weight}, modicum.UsageError, "its dtype.*0.weight"),
+    ],
+)
+def test_a_group_that_is_refused_is_not_added(group: Any, error: Any, words: str) -> None:
+    mine = layers()
+    ledger = modicum.Ledger()
+    ours = AdamW(mine[2].parameters(), ledger=ledger)
+    train(mine, ours)
+    mine.zero_grad()
+    if error is modicum.BudgetError:
+        ledger.limit_bytes = ledger.held_bytes
+    held, digest = ledger.held_bytes, ours.digest()
+    with pytest.raises(error, match=words):
+        ours.add_param_group(group(mine))
+    assert len(ours.param_groups) == 1 and ledger.held_bytes == held and ours.digest() == digest
+    ledger.limit_bytes = None
+    ours.add_param_group({"params": mine[1].parameters()})
+    assert len(ours.state) == 4
+
+
+def test_a_loaded_entry_of_a_frozen_parameter_takes_its_memory() -> None:
+    """As in torch, which keeps it until the parameter trains."""
+    whole, theirs, mine = layers(), layers(), layers()
+    first = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    train(whole, first)
+    saved = copy.deepcopy(first.state_dict())
+    both(lambda m: m.load_state_dict(whole.state_dict()), (mine, theirs))
+    both(lambda m: m[0].requires_grad_(False), (mine, theirs))
+    ledger = modicum.Ledger()
+    ours, torchs = AdamW(mine.parameters(), ledger=ledger), torch.optim.AdamW(theirs.parameters())
+    held = ledger.limit_bytes = ledger.held_bytes
+    with pytest.raises(modicum.BudgetError, match=r"'0\.weight' and 1 more"):
+        ours.load_state_dict(saved)
+    assert ledger.held_bytes == held and ours.param_groups[0]["lr"] == 1e-3
+    ledger.limit_bytes = None
+    ours.load_state_dict(saved)
+    torchs.load_state_dict(copy.deepcopy(saved))
+    assert ours.state[mine[0].weight]["step"] == 2
+    for _ in range(2):
+        train(mine, ours)
+        train(theirs, torchs)
+        assert_same(mine, theirs, ours, torchs)
+        both(lambda m: m.requires_grad_(True), (mine, theirs))
+    del saved["state"][0], saved["state"][1]
+    both(lambda m: m[0].requires_grad_(False), (mine, theirs))
+    again = AdamW(mine.parameters())
+    again.load_state_dict(saved)
+    assert again.held["fp32"]["parameters"] == 2 * 40 * 41
+    assert again.state[mine[1].weight]["step"] == 2
+
+
+def test_a_gradient_or_an_entry_of_a_frozen_parameter_trains_it() -> None:
+    """torch steps whatever has a gradient, with the state that it finds."""
+    mine, theirs = layers(), layers()
+    both(lambda m: m.requires_grad_(False), (mine, theirs))
+    ours, torchs = AdamW(mine.parameters(), lr=0.1), torch.optim.AdamW(theirs.parameters(), lr=0.1)
+    assert ours.held == {} and ours.state_dict()["state"] == {}
+    with nearest_sqrt():
+        for optimizer, model in ((ours, mine), (torchs, theirs)):
+            bias = model[1].bias
+            optimizer.state[bias] = {
+                "step": torch.tensor(3.0),
+                "exp_avg": torch.full((40,), 0.25),
+                "exp_avg_sq": torch.full((40,), 0.5),
+            }
+            for p in (bias, model[2].weight):
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(mine, theirs, ours, torchs)
+    assert ours.held["fp32"]["parameters"] == 40 + 1600
+
+
+# ---- messages
+
+
+def test_messages_name_the_fqn_of_a_parameter_without_a_name() -> None:
+    model = nn.ModuleDict({"block": layers()})
+    optimizer = AdamW(model.parameters())
+    weight = model["block"][1].weight
+    weight.grad = torch.sparse_coo_tensor([[0], [0]], [1.0], weight.shape, check_invariants=True)
+    with pytest.raises(modicum.UsageError, match=r"sparse \(tensor block\.1\.weight\)") as refused:
+        optimizer.step()
+    assert refused.value.tensor == "block.1.weight"
+    weight.grad = None
+    other = nn.ModuleList([model["block"][1]])  # now two modules have it, under two names
+    weight.grad = torch.sparse_coo_tensor([[0], [0]], [1.0], weight.shape, check_invariants=True)
+    with pytest.raises(modicum.UsageError, match=r"tensor param\.2"):
+        optimizer.step()
+    del other
+
+
+def test_a_skipped_step_is_said_once() -> None:
+    model = layers()
+    optimizer = AdamW(model.named_parameters())
+    with pytest.warns(UserWarning, match=r"skipped a step.*'1\.bias'.*skipped_steps") as warned:
+        for _ in range(3):
+            model(torch.ones(40)).sum().backward()
+            model[1].bias.grad[3] = torch.nan
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert optimizer.skipped_steps == 3
+
+
+# ---- gradients that the caller keeps
+
+
+@pytest.mark.parametrize("how", ("accumulated", "assigned"))
+def test_a_gradient_that_is_kept_stays(how: str) -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters())
+    weight = model[2].weight
+    address = 0
+    for step in range(3):
+        model((1.0 + step) * torch.ones(40)).sum().backward()
+        if how == "assigned":
+            weight.grad = weight.grad.clone() if step else weight.grad
+        address = address or weight.grad.data_ptr()
+        kept, values = weight.grad, weight.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(torch.full((40,), 9.0)).sum().backward()
+        optimizer.clip_grad_norm_(1.0)
+        assert torch.equal(kept, values) and not torch.equal(weight.grad, values)
+        assert weight.grad.data_ptr() == address, "in the plane"
+        optimizer.zero_grad()
