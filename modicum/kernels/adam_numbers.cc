@@ -21,32 +21,39 @@ AdamNumbers torch_numbers(const AdamOptions& o, int64_t step, AdamNumbers n) noe
   return n;
 }
 
-// `base`^step as DeepSpeed's running product, until it no longer changes.
-float running_product(float base, int64_t step) noexcept {
-  float product = 1;
-  for (int64_t i = 0; i < step; ++i) {
-    const float next = product * base;
-    if (next == product) break;
-    product = next;
-  }
-  return product;
-}
-
-AdamNumbers deepspeed_numbers(const AdamOptions& o, int64_t step, AdamNumbers n) noexcept {
+AdamNumbers deepspeed_numbers(const AdamOptions& o, int64_t step, AdamNumbers n,
+                              BetaPowers& powers) noexcept {
   const auto lr = static_cast<float>(o.lr);
   const auto weight_decay = static_cast<float>(o.weight_decay);
-  const float correction1 = o.bias_correction ? 1 - running_product(n.beta1, step) : 1;
+  const float correction1 = o.bias_correction ? 1 - powers.beta1.at(n.beta1, step) : 1;
   n.decay = o.decoupled ? -lr * weight_decay : weight_decay;
   n.one_minus_beta1 = 1 - n.beta1;
   n.one_minus_beta2 = 1 - n.beta2;
-  n.bias2 = o.bias_correction ? 1 / std::sqrt(1 - running_product(n.beta2, step)) : 1;
+  n.bias2 = o.bias_correction ? 1 / std::sqrt(1 - powers.beta2.at(n.beta2, step)) : 1;
   n.step_size = -lr / correction1;
   return n;
 }
 
 }  // namespace
 
+float RunningPower::at(float base, int64_t step) noexcept {
+  if (base != base_ || step < step_) *this = RunningPower(base);
+  while (step_ < step) {
+    const float next = power_ * base_;
+    // Once a product rounds to itself, all later ones are equal.
+    step_ = next == power_ ? step : step_ + 1;
+    power_ = next;
+  }
+  return power_;
+}
+
 AdamNumbers adam_numbers(const AdamOptions& options, int64_t step, uint64_t seed) {
+  BetaPowers powers;
+  return adam_numbers(options, step, seed, powers);
+}
+
+AdamNumbers adam_numbers(const AdamOptions& options, int64_t step, uint64_t seed,
+                         BetaPowers& powers) {
   AdamNumbers numbers;
   numbers.semantics = options.semantics;
   numbers.decoupled = options.decoupled;
@@ -58,7 +65,8 @@ AdamNumbers adam_numbers(const AdamOptions& options, int64_t step, uint64_t seed
   numbers.seed = seed;
   numbers.step = step;
   const bool torch = options.semantics == AdamSemantics::torch;
-  return torch ? torch_numbers(options, step, numbers) : deepspeed_numbers(options, step, numbers);
+  return torch ? torch_numbers(options, step, numbers)
+               : deepspeed_numbers(options, step, numbers, powers);
 }
 
 }  // namespace modicum

@@ -54,6 +54,29 @@ struct AdamNumbers {
 };
 AdamNumbers adam_numbers(const AdamOptions& options, int64_t step, uint64_t seed);
 
+// A power in fp32 as a product of one factor per step, each product rounded. A value.
+class RunningPower {
+ public:
+  RunningPower() = default;
+  // base^step. Continues from the power of the last call if `base` is the same and `step` is not
+  // lower, else from 1: both give the same bits.
+  float at(float base, int64_t step) noexcept;
+
+ private:
+  explicit RunningPower(float base) : base_(base) {}
+  float base_ = 0;
+  int64_t step_ = 0;
+  float power_ = 1;
+};
+
+// The powers that DeepSpeed's semantics need, kept from one step to the next.
+struct BetaPowers {
+  RunningPower beta1, beta2;
+};
+// As above, in constant time for the step that follows that of `powers`.
+AdamNumbers adam_numbers(const AdamOptions& options, int64_t step, uint64_t seed,
+                         BetaPowers& powers);
+
 // Elements of one parameter that are contiguous both in memory and in global row-major order.
 // Pointers point to the first element, each plane in the dtype of the format's row; planes that the
 // format lacks are null. Scale 0 belongs to the block of element `first`; element i uses scale

@@ -40,10 +40,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "modicum/kernels/kernels.h"
@@ -201,6 +203,7 @@ class AdamW {
   void check_outlet(const Outlet& outlet) const;
   void require_held(size_t shard, StatePlane plane, int64_t at, int64_t n) const;
   const AdamOptions& options_of(size_t shard) const { return options(spec_.shards[shard].group); }
+  void take_numbers(const StepOptions& options);
   void step_of(int worker, const StepOptions& options);
   void refresh_masters_of(const AdamSpan& span) const noexcept;
 
@@ -213,6 +216,12 @@ class AdamW {
   std::unique_ptr<Pins> pins_;
   std::vector<uint64_t> parameter_;  // name_hash of each shard's FQN
   std::vector<int64_t> steps_;
+  // Of the last step, by group and step count.
+  struct StepNumbers {
+    AdamNumbers numbers;
+    BetaPowers powers;
+  };
+  std::map<std::pair<int, int64_t>, StepNumbers> numbers_;
   int passes_ = 1;
   std::vector<Arriving> arriving_;
   std::mutex mutex_;  // guards arriving_ while gradients arrive

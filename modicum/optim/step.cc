@@ -5,7 +5,9 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <optional>
+#include <utility>
 
 #include "modicum/optim/adamw.h"
 #include "modicum/optim/arriving.h"
@@ -29,6 +31,7 @@ void AdamW::step(const StepOptions& options) {
   require_factor("clip", options.clip, true);
   if (!norm().finite) fail(Category::usage, "a gradient is not finite: skip this step");
   if (options.outlet != nullptr) check_outlet(*options.outlet);
+  take_numbers(options);
   run_workers(threads_, [&](int worker) { step_of(worker, options); });
   for (size_t shard = 0; shard < shards(); ++shard)
     steps_[shard] += arriving_[shard].left_out ? 0 : 1;
@@ -111,20 +114,34 @@ class AdamW::Slots {
   int64_t used_ = 0;
 };
 
+// Once for each step count of a group. The powers continue from those of the group's next lower
+// count in the last step, usually the count before. Shards that are left out keep theirs.
+void AdamW::take_numbers(const StepOptions& options) {
+  decltype(numbers_) taken;
+  for (size_t shard = 0; shard < shards(); ++shard) {
+    const int group = spec_.shards[shard].group;
+    const auto [at, is_new] = taken.try_emplace({group, steps_[shard] + 1});
+    if (!is_new) continue;
+    auto& [numbers, powers] = at->second;
+    if (const auto above = numbers_.upper_bound(at->first); above != numbers_.begin()) {
+      const auto& [key, last] = *std::prev(above);
+      if (key.first == group) powers = last.powers;
+    }
+    numbers = adam_numbers(options_of(shard), steps_[shard] + 1, spec_.seed, powers);
+    numbers.unscale = options.unscale;
+    numbers.clip = options.clip;
+  }
+  numbers_ = std::move(taken);
+}
+
 void AdamW::step_of(int worker, const StepOptions& options) {
   const Outlet* const outlet = options.outlet;
   std::optional<Slots> slots;
   if (outlet != nullptr && !row_.is_split()) slots.emplace(*outlet, worker, threads_);
-  size_t of_numbers = shards();
-  AdamNumbers numbers;
   partition_->for_each_stretch(worker, [&](size_t shard, const Stretch& stretch) {
     if (arriving_[shard].left_out) return;
-    if (of_numbers != shard) {
-      numbers = adam_numbers(options_of(shard), steps_[shard] + 1, spec_.seed);
-      numbers.unscale = options.unscale;
-      numbers.clip = options.clip;
-      of_numbers = shard;
-    }
+    const int group = spec_.shards[shard].group;
+    const AdamNumbers& numbers = numbers_.at({group, steps_[shard] + 1}).numbers;
     AdamSpan span = span_of(shard, stretch);
     if (options.refresh_masters) refresh_masters_of(span);
     ReadyChunk chunk{shard, stretch.at, stretch.n, span.master, -1};

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <ctime>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -203,6 +204,72 @@ TEST(Step, ImportsAreCloseInEveryFormatAndRefuseToCutABlock) {
     EXPECT_FALSE(
         error_of([&] { state.import_from(0, StatePlane::master, 5, std::span(values).first(9)); }));
   }
+}
+
+// Shards of a group whose counts differ, jump, and stay while they are left out; betas that change.
+// Each must step as a state that holds it alone and has made no step before.
+TEST(Step, DeepSpeedsPowersBelongToEachShardsOwnCount) {
+  AdamWSpec spec = tiny_spec(StateFormat::fp32);
+  for (AdamOptions& group : spec.groups) group.semantics = AdamSemantics::deepspeed;
+  Ledger ledger;
+  AdamW state(spec, ledger, 2);
+  import_tiny_masters(state);
+  state.set_steps(2, 5000);
+  for (uint64_t t = 1; t <= 6; ++t) {
+    if (t == 3) state.set_steps(0, 20'000);
+    if (t == 4) state.set_steps(0, 1);
+    if (t == 5) spec.groups[0].beta2 = 0.95;
+    state.set_options(0, spec.groups[0]);
+    std::vector<std::vector<float>> expected;
+    for (size_t shard = 0; shard < state.shards(); ++shard) {
+      AdamWSpec alone = spec;
+      alone.shards = {spec.shards[shard]};
+      AdamW one(alone, ledger, 1);
+      std::vector<float>& values = expected.emplace_back(spec.shards[shard].numel());
+      for (const StatePlane plane :
+           {StatePlane::exp_avg, StatePlane::exp_avg_sq, StatePlane::master}) {
+        state.export_to(shard, plane, 0, values);
+        one.import_from(0, plane, 0, values);
+      }
+      one.set_steps(0, state.steps(shard));
+      const std::vector<float> gradient = tiny_values(spec.shards[shard], t);
+      if (shard == 2 && t % 2 == 0) {
+        state.leave_out(shard);
+        continue;
+      }
+      state.arrive(piece_of(shard, 0, gradient));
+      one.arrive(piece_of(0, 0, gradient));
+      one.step();
+      one.export_to(0, StatePlane::master, 0, values);
+    }
+    state.step();
+    for (size_t shard = 0; shard < state.shards(); ++shard) {
+      std::vector<float> values(expected[shard].size());
+      state.export_to(shard, StatePlane::master, 0, values);
+      ASSERT_EQ(values, expected[shard]) << "shard " << shard << ", step " << t;
+    }
+  }
+  EXPECT_EQ(state.steps(2), 5003);
+}
+
+// In CPU time, with betas whose powers keep changing.
+TEST(Step, DeepSpeedsPowersAreNotComputedAnewInEachStep) {
+  const double beta = std::nextafter(1.0F, 0.0F);
+  Ledger ledger;
+  AdamW state({.groups = {{.semantics = AdamSemantics::deepspeed, .beta1 = beta, .beta2 = beta}},
+               .shards = {{.fqn = "w", .runs = {{0, 1}}}}},
+              ledger, 1);
+  state.set_steps(0, 2'000'000);
+  const auto seconds_of = [&](int steps) {
+    const std::clock_t begin = std::clock();
+    for (int step = 0; step < steps; ++step) {
+      state.arrive(piece_of(0, 0, {1.0F}));
+      state.step();
+    }
+    return static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
+  };
+  const double first = seconds_of(1);
+  EXPECT_LT(seconds_of(100), 2 * first);
 }
 
 // ---- skipped steps
