@@ -82,7 +82,8 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("--optimizer", flags.optimizer,
                  fmt::format("none, or adamw:FORMAT to hold its state, too; {}", format_names()));
   app.add_option("--destination", flags.destination, "cpu (default), or discard (digest and drop)");
-  app.add_option("--staging", flags.staging, "staging buffer of each rank, allocated at its start; default 8 MiB");
+  app.add_option("--staging", flags.staging,
+                 "staging buffer of each rank, allocated at its start; default 8 MiB");
   app.add_option("--baseline", flags.baseline,
                  "memory of a rank process before Modicum; default 2 MiB");
 }
