@@ -8,8 +8,9 @@ first write to every page of every shard: a loader that maps files has read noth
 run's shards are compared with torch.chunk's of a single-process `from_pretrained`.
 
 Every run is appended to build/loaders.jsonl. The newest runs of each row make the tables in
-benchmarks/RESULTS.md, and six rows of the overview in README.md, between their markers, once all
-rows of a case have a run: cases and rows can be measured one after the other.
+benchmarks/RESULTS.md between their markers, once all rows of a case have a run: cases and rows can
+be measured one after the other. `--rows readme` measures the rows of README.md's table, and of the
+table of read loops in benchmarks/RESULTS.md, in one run.
 """
 
 import argparse
@@ -30,13 +31,14 @@ from harness.page import GIB, ROOT, write_between_markers
 from harness.runs import RunFailedError, Zygote, measure
 from harness.watch import PAGE, Ballast, available_bytes, await_report, cached_bytes, drop
 from rivals.rows import ALLOCATORS, CASES, ROWS, Case, Row
-from rivals.tables import Result, overview, table
+from rivals.tables import Result, beside_cold, overview, table
 
 RAW = ROOT / "build/loaders.jsonl"
 LOGS = ROOT / "build/loaders"
 RESULTS = ROOT / "benchmarks/RESULTS.md"
 # What most programs do, the leanest of others, and the fastest loop written by hand.
 IN_README = "from_pretrained,accelerate,torch-broadcast,dcp,preadv+hugepages,modicum"
+READ_LOOPS = "preadv,preadv+hugepages,modicum"
 WORLD = 4
 SLOW = 5  # times the fastest: one run with a warm page cache suffices
 PATIENCE_S = 300
@@ -220,6 +222,8 @@ def tell(result: Result, shards_bytes: int) -> None:
 def selected(names: str) -> list[Row]:
     if names == "all":
         return [row for row in ROWS if row.in_all]
+    if names == "readme":
+        names = f"preadv,{IN_README}"
     by_name = {row.name: row for row in ROWS}
     unknown = set(names.split(",")) - by_name.keys()
     if unknown:
@@ -230,7 +234,7 @@ def selected(names: str) -> list[Row]:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--case", default="all", choices=["all", *(case.name for case in CASES)])
-    parser.add_argument("--rows", default="all", help="names, separated by commas")
+    parser.add_argument("--rows", default="all", help="names, separated by commas; or readme")
     parser.add_argument("--reps", type=int, default=5, help="rounds with a warm page cache")
     parser.add_argument("--cold", type=int, default=3, help="rounds with a cold one")
     parser.add_argument("--ranks", type=int, default=WORLD)
@@ -247,9 +251,33 @@ def of_all(results: list[Result], rows: list[Row]) -> list[Row]:
     return [row for row in ROWS if row.name in there and (row.in_all or row in rows)]
 
 
-def is_whole(results: list[Result]) -> bool:
-    """Whether a page shows these options' cases."""
-    return {row.name for row in selected("all")} <= {result["row"] for result in results}
+def is_whole(results: list[Result], names: str = "all") -> bool:
+    """Whether all of these rows have a run."""
+    return {row.name for row in selected(names)} <= {result["row"] for result in results}
+
+
+def write_pages(by_case: dict[str, list[Result]]) -> None:
+    """The tables of several cases, each once all of its rows have runs; that of read loops has the
+    cases whose cold runs were measured, too."""
+
+    def of_rows(names: str) -> dict[str, list[Result]]:
+        rows = {row.name for row in selected(names)}
+        return {
+            case: [result for result in results if result["row"] in rows]
+            for case, results in by_case.items()
+        }
+
+    for page, names in ((RESULTS, "all"), (ROOT / "README.md", IN_README)):
+        if all(is_whole(results, names) for results in by_case.values()):
+            write_between_markers(page, "loaders", overview(selected(names), of_rows(names)))
+    with_cold = {
+        case: results
+        for case, results in of_rows(READ_LOOPS).items()
+        if is_whole([result for result in results if result["cold"]], READ_LOOPS)
+    }
+    if with_cold:
+        text = beside_cold(selected(READ_LOOPS), with_cold)
+        write_between_markers(RESULTS, "loaders-read-loops", text)
 
 
 def main() -> int:
@@ -284,9 +312,8 @@ def main() -> int:
         by_case = {case.name: newest(raw_path, case.name) for case in CASES}
     finally:
         shutil.rmtree(scratch)
-    if not is_other and all(map(is_whole, by_case.values())):
-        for page, names in ((RESULTS, "all"), (ROOT / "README.md", IN_README)):
-            write_between_markers(page, "loaders", overview(selected(names), by_case))
+    if not is_other:
+        write_pages(by_case)
     return 0
 
 

@@ -157,6 +157,10 @@ def when(results: list[Result]) -> str:
 
 def overview(rows: list[Row], cases: dict[str, list[Result]]) -> str:
     """All cases in one table: peak memory and time, page cache warm."""
+    cases = {
+        case: [result for result in results if not result["cold"]]
+        for case, results in cases.items()
+    }
 
     def cell(row: Row, results: list[Result]) -> str:
         runs = of_row(results, row)
@@ -178,7 +182,43 @@ def overview(rows: list[Row], cases: dict[str, list[Result]]) -> str:
             f"|{'---|' * (len(cases) + 1)}",
             *lines,
             "",
-            f"`python benchmarks/loaders.py`, {when(sum(cases.values(), []))}; {versions()}; "
-            f"{machine()}.",
+            origin(cases),
         ]
+    )
+
+
+def beside_cold(rows: list[Row], cases: dict[str, list[Result]]) -> str:
+    """Seconds of each row by case, warm beside cold."""
+    sizes = [
+        f"{case}, {results[0]['shards_bytes'] / GIB:.2f} GiB, {cache}"
+        for case, results in cases.items()
+        for cache in ("warm", "cold")
+    ]
+    lines = [
+        [
+            spread(run["seconds"] for run in measured(of_row(results, row), cold))
+            for results in cases.values()
+            for cold in (False, True)
+        ]
+        for row in rows
+    ]
+    return "\n".join(
+        [
+            f"| loader, s | {' | '.join(sizes)} |",
+            f"|{'---|' * (len(sizes) + 1)}",
+            *(f"| `{row.name}` | {' | '.join(o)} |" for row, o in zip(rows, lines, strict=True)),
+            "",
+            origin(cases),
+        ]
+    )
+
+
+def origin(cases: dict[str, list[Result]]) -> str:
+    """The command, dates, versions and machine of a table of several cases."""
+    results = sum(cases.values(), [])
+    of_runs = {result["begun"] for result in results}
+    rows = " --rows readme" if len(of_runs) == 1 else ""
+    return (
+        f"`python benchmarks/loaders.py{rows}`: {rounds(results)}, interleaved in a new order "
+        f"each, {when(results)}; {foreign_load(results)}; {versions()}; {machine()}."
     )
