@@ -127,13 +127,24 @@ def train(model: torch.nn.Module, optimizer: Any, steps: int, device: str) -> li
     return losses
 
 
+def promised(options: argparse.Namespace) -> int:
+    """This rank's memory at the beginning of the wrap, and what `modicum plan` promises besides."""
+    plan = modicum.plan(options.directory, ranks=dist.get_world_size(), dtype=options.dtype)
+    (strategy,) = (one for one in plan["strategies"] if one["name"] == "own-shard")
+    wrap = next(phase for phase in memory.phases() if phase.name == "wrap")
+    return wrap.begin_bytes + strategy["ranks"][dist.get_rank()]["peak_bytes"]
+
+
 def run(options: argparse.Namespace, device: str) -> dict[str, Any]:
     dtype = getattr(torch, options.dtype)
     model, optimizer = STRATEGIES[options.what](options, dtype, device)
     setting = "memory_efficient_init" if options.memory_efficient_init else "as it is"
     name = f"{options.what} {setting}".replace(" ", "-")
     path = Path(options.record) / f"{name}-{{rank}}.jsonl"
-    memory.save(path, label=f"{options.what}, {setting}")  # modicum
+    lines = {}
+    if options.memory_efficient_init:
+        lines = {"process before the load + promise of the load": promised(options)}  # modicum
+    memory.save(path, label=f"{options.what}, {setting}", lines=lines)  # modicum
     peaks = {phase.name: phase.peak_bytes for phase in memory.phases()}  # modicum
     loaded = digest(model)
     losses = train(model, optimizer, options.steps, device)

@@ -3,7 +3,8 @@ mark; and the picture of phases.
 
 Unit and house tests. They catch these mutations: a mark that is not reset, that inner phases or a
 load take from outer ones, or that is never read; children that are not searched for; a child that
-continues its parent's recording; a device library that is required.
+continues its parent's recording; a device library that is required; names of phases that lie over
+each other.
 """
 
 import json
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import combinations, pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +23,7 @@ import pytest
 
 import modicum
 from modicum import memory
-from modicum.memory import recording
+from modicum.memory import drawing, recording
 from modicum.memory.nvml import Devices
 
 pytestmark = pytest.mark.alone  # the mark is per process, and earlier tests raise it
@@ -151,7 +153,7 @@ def test_a_phase_that_fails_is_complete() -> None:
 def saved(directory: Path, name: str, label: str) -> Path:
     with memory.phase("wrap"):
         spike(MIB)
-    return memory.save(directory / name, label=label)
+    return memory.save(directory / name, label=label, lines={"budget": 64 * MIB})
 
 
 def test_what_is_saved_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,13 +162,47 @@ def test_what_is_saved_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert first.name == "memory-3.jsonl"
     kinds = [next(iter(json.loads(line))) for line in first.read_text().splitlines()]
     assert kinds[:2] == ["process", "phase"]
-    assert set(kinds[2:]) == {"sample"}
+    assert set(kinds[2:-1]) == {"sample"} and kinds[-1] == "line"
     second = saved(tmp_path, "other.jsonl", "accelerate")
     picture = memory.draw(tmp_path / "memory.svg", [first, second], title="both")
     text = picture.read_text()
-    for word in ("wrap", "native", "accelerate", "both", "rank 3"):
-        assert f"<!-- {word} -->" in text
+    for word in ("native", "accelerate", "both", "rank 3", "budget"):
+        assert text.count(f"<!-- {word} -->") == 1, "panels share one legend"
+    assert text.count("<!-- wrap -->") == 3, "one and, in the later recording, both"
     assert memory.draw(tmp_path / "own.png").read_bytes().startswith(b"\x89PNG")
+
+
+class Axes:
+    """Holds the place of each text, in points from the panel's left edge and above its top."""
+
+    def __init__(self, points: float) -> None:
+        self.points, self.texts = points, list[tuple[str, float, int]]()
+
+    def get_xlim(self) -> tuple[float, float]:
+        return 0.0, 10.0
+
+    def annotate(self, text: str, at: tuple[float, float], **how: Any) -> None:
+        self.texts.append((text, at[0] * self.points, how["xytext"][1]))
+
+    def axvspan(self, *_: Any, **__: Any) -> None: ...
+
+    def set_xlim(self, *_: Any) -> None: ...
+
+
+def test_names_of_short_phases_stand_apart() -> None:
+    ends = [0.0, 0.1, 4.9, 5.0, 5.1, 9.9, 10.0]
+    phases = [
+        memory.Phase(name=f"from_pretrained {n}", begin_s=begin, end_s=end)
+        for n, (begin, end) in enumerate(pairwise(ends))
+    ]
+    axes = Axes(points=250.0)
+    levels = drawing._name_phases(axes, phases, axes.points)
+    assert len(axes.texts) == len(phases) and levels == len({above for *_, above in axes.texts})
+    for (one, x, above), (other, y, level) in combinations(axes.texts, 2):
+        needed = 0.3 * 8 * (len(one) + len(other))
+        assert above != level or abs(x - y) >= needed, f"{one} over {other}"
+    for name, x, _ in axes.texts:
+        assert x - 0.3 * 8 * len(name) >= 0 and x + 0.3 * 8 * len(name) <= axes.points
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"sample": {}}', '{"other": {}}', "[]"])

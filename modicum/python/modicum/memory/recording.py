@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -224,8 +224,9 @@ def reset_peak() -> bool:
     return _recording().reset_peak()
 
 
-def recorded(label: str = "") -> list[dict[str, Any]]:
-    """The lines that `save` writes, a dict each: the process, its phases, its samples."""
+def recorded(label: str = "", lines: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
+    """The lines that `save` writes, a dict each: the process, its phases, its samples, and the
+    horizontal lines of its panel."""
     recording = _recording()
     process = {
         "label": label,
@@ -235,24 +236,29 @@ def recorded(label: str = "") -> list[dict[str, Any]]:
         "began": recording.began,
         "version": _modicum.version(),
     }
-    lines: list[dict[str, Any]] = [{"process": process}]
-    lines += [{"phase": asdict(one)} for one in recording.phases]
-    lines += [{"sample": one._asdict()} for one in recording.samples]
-    return lines
+    told: list[dict[str, Any]] = [{"process": process}]
+    told += [{"phase": asdict(one)} for one in recording.phases]
+    told += [{"sample": one._asdict()} for one in recording.samples]
+    told += [{"line": {"name": name, "bytes": of}} for name, of in (lines or {}).items()]
+    return told
 
 
-def save(path: str | os.PathLike[str], *, label: str = "") -> Path:
+def save(
+    path: str | os.PathLike[str], *, label: str = "", lines: Mapping[str, int] | None = None
+) -> Path:
     """Writes this process's phases and samples as JSON lines, for `draw`.
 
     Args:
         path: of the file, which is overwritten; "{rank}" in it becomes this process's RANK (0 if
             unset), so that each rank writes its own file.
         label: of the run; `draw` makes a panel per label.
+        lines: bytes of this process by name, as {"promise": ...} or {"budget": ...}: horizontal
+            lines in the run's panel.
 
     Returns:
         The path that was written.
     """
     target = Path(str(path).replace("{rank}", os.environ.get("RANK", "0")))
-    lines = [json.dumps(line, separators=(",", ":")) for line in recorded(label)]
-    target.write_text("\n".join(lines) + "\n")
+    written = [json.dumps(line, separators=(",", ":")) for line in recorded(label, lines)]
+    target.write_text("\n".join(written) + "\n")
     return target
