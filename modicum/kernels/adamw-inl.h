@@ -180,7 +180,7 @@ struct EncodeExpAvg {
   HWY_INLINE Floats<D> code(D d, int64_t k) const {
     const Words<D> random = hn::LoadU(hn::Rebind<uint32_t, D>(), staged->random + k);
     const Floats<D> value = hn::LoadU(d, staged->exp_avg + k);
-    const Floats<D> magnitude = magnitude_code(d, value, per, lower_unit(d, random));
+    const Floats<D> magnitude = magnitude_code(d, value, per, lower_fraction(d, random));
     hn::StoreU(magnitude, d, staged->exp_avg + k);
     return hn::CopySign(magnitude, value);
   }
@@ -208,7 +208,7 @@ struct EncodeRoot {
   HWY_INLINE Floats<D> code(D d, int64_t k) const {
     const Words<D> random = hn::LoadU(hn::Rebind<uint32_t, D>(), staged->random + k);
     const Floats<D> least = least_of(d, hn::LoadU(d, staged->exp_avg + k), per_step);
-    return root_code(d, hn::LoadU(d, roots + k), per, least, upper_unit(d, random));
+    return root_code(d, hn::LoadU(d, roots + k), per, least, upper_fraction(d, random));
   }
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {

@@ -88,10 +88,10 @@ float root_of(uint8_t q, float scale) {
 }
 
 float rounded_code(float t, uint32_t random16) {
-  const float unit = 1 + (static_cast<float>(random16) + 0.5F) / 65536;
+  const float fraction = (static_cast<float>(random16) + 0.5F) / 65536;
   const float c = std::floor(std::sqrt(t));
   const float width = 2 * c + 1;
-  return std::fma(width, unit, -width) < t - c * c ? c + 1 : c;
+  return width * fraction < t - c * c ? c + 1 : c;
 }
 int8_t signed_code(float value, float scale, uint32_t random16) {
   const float per = 16129 / std::max(scale, 0x1p-100F);

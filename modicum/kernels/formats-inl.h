@@ -148,7 +148,7 @@ constexpr float kMostRoot = 255;    // codes of the root of exp_avg_sq
 // Scales below it are divided by it: the codes of such a block are smaller, and no quotient
 // overflows.
 constexpr float kLeastDivisor = 0x1p-100F;
-constexpr float kNearest = 1.5F;  // in place of random_unit: rounds to the nearest value
+constexpr float kNearest = 0.5F;  // in place of a random fraction: rounds to the nearest value
 
 template <class D>
 HWY_INLINE Floats<D> signed_value(D d, Floats<D> code, float scale) {
@@ -197,31 +197,31 @@ HWY_INLINE void store_code_pair(D, const Pair<Floats<D>>& codes, std::byte* to, 
   store(d16, hn::TruncateTo(d16, both), to + i, 0);
 }
 
-// 1 + (r + 1/2) / 2^16 of the lower or upper 16 bits r of a random word.
+// (r + 1/2) / 2^16 of the lower or upper 16 bits r of a random word, between 0 and 1; exact.
 template <class D>
-HWY_INLINE Floats<D> random_unit(D d, Words<D> shifted) {
-  const hn::Rebind<uint32_t, D> du;
-  const Words<D> random = hn::And(shifted, hn::Set(du, 0xffffU << 7));
-  return hn::BitCast(d, hn::Or(random, hn::Set(du, 0x3f800040U)));
+HWY_INLINE Floats<D> fraction_of(D d, Words<D> random16) {
+  const hn::Rebind<int32_t, D> di;
+  const Floats<D> r = hn::ConvertTo(d, hn::BitCast(di, random16));
+  return hn::MulAdd(r, hn::Set(d, 0x1p-16F), hn::Set(d, 0x1p-17F));
 }
 template <class D>
-HWY_INLINE Floats<D> lower_unit(D d, Words<D> random) {
-  return random_unit(d, hn::ShiftLeft<7>(random));
+HWY_INLINE Floats<D> lower_fraction(D d, Words<D> random) {
+  return fraction_of(d, hn::And(random, hn::Set(hn::Rebind<uint32_t, D>(), 0xffffU)));
 }
 template <class D>
-HWY_INLINE Floats<D> upper_unit(D d, Words<D> random) {
-  return random_unit(d, hn::ShiftRight<9>(random));
+HWY_INLINE Floats<D> upper_fraction(D d, Words<D> random) {
+  return fraction_of(d, hn::ShiftRight<16>(random));
 }
 
 // The code of t >= 0: c or c + 1 of c^2 <= t < (c + 1)^2. Widths and differences of squares are
 // exact, with or without a fused multiplication.
 template <class D>
-HWY_INLINE Floats<D> code_of(D d, Floats<D> t, Floats<D> unit) {
+HWY_INLINE Floats<D> code_of(D d, Floats<D> t, Floats<D> fraction) {
   const Floats<D> one = hn::Set(d, 1.0F);
   const Floats<D> c = hn::Floor(hn::Sqrt(t));
   const Floats<D> width = hn::MulAdd(c, hn::Set(d, 2.0F), one);
   const Floats<D> rest = hn::NegMulAdd(c, c, t);
-  const auto is_up = hn::Lt(fms(d, width, unit, width), rest);
+  const auto is_up = hn::Lt(hn::Mul(width, fraction), rest);
   return hn::IfThenElse(is_up, hn::Add(c, one), c);
 }
 
@@ -230,11 +230,11 @@ HWY_INLINE float per_unit(float scale, float most_code) {
   return most_code * most_code / std::max(scale, kLeastDivisor);
 }
 
-// The magnitude of the code. The scale's own, whose t is 127^2 but for one place, is 127: no random
-// unit is that close to 1 or 2.
+// The magnitude of the code. The scale's own, whose t is 127^2 but for one place, is 127: no
+// fraction is that close to 0 or 1.
 template <class D>
-HWY_INLINE Floats<D> magnitude_code(D d, Floats<D> v, float per, Floats<D> unit) {
-  return code_of(d, hn::Mul(hn::Abs(v), hn::Set(d, per)), unit);
+HWY_INLINE Floats<D> magnitude_code(D d, Floats<D> v, float per, Floats<D> fraction) {
+  return code_of(d, hn::Mul(hn::Abs(v), hn::Set(d, per)), fraction);
 }
 
 // Where a step of exp_avg's code is large compared with the root, its rounding alone would make
@@ -251,11 +251,12 @@ HWY_INLINE Floats<D> least_of(D d, Floats<D> code, float per_step) {
 // `per` is rounded up, so that the scale's own root gets the largest code. `least`: of t. Only 0
 // has the code 0.
 template <class D>
-HWY_INLINE Floats<D> root_code(D d, Floats<D> root, float per, Floats<D> least, Floats<D> unit) {
+HWY_INLINE Floats<D> root_code(D d, Floats<D> root, float per, Floats<D> least,
+                               Floats<D> fraction) {
   Floats<D> t = hn::Max(hn::Mul(root, hn::Set(d, per * (1 + 0x1p-22F))), least);
   t = hn::Min(t, hn::Set(d, kMostRoot * kMostRoot));
   const auto is_positive = hn::Gt(root, hn::Zero(d));
-  return hn::IfThenElseZero(is_positive, code_of(d, t, unit));
+  return hn::IfThenElseZero(is_positive, code_of(d, t, fraction));
 }
 
 template <class D>

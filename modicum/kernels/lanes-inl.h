@@ -113,17 +113,6 @@ HWY_INLINE Floats<D> fma(D d, Floats<D> a, Floats<D> b, Floats<D> c) {
 #endif
 }
 
-// a * b - c with one rounding.
-template <class D>
-HWY_INLINE Floats<D> fms(D d, Floats<D> a, Floats<D> b, Floats<D> c) {
-#if HWY_NATIVE_FMA
-  (void)d;
-  return hn::MulSub(a, b, c);
-#else
-  return fma(d, a, b, hn::Neg(c));
-#endif
-}
-
 // ---- bf16 and fp16, as in floats.h
 
 template <class D>
