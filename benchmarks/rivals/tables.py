@@ -188,7 +188,7 @@ def overview(rows: list[Row], cases: dict[str, list[Result]]) -> str:
 
 
 def beside_cold(rows: list[Row], cases: dict[str, list[Result]]) -> str:
-    """Seconds of each row by case, warm beside cold."""
+    """Seconds of each row by case, warm next to cold."""
     sizes = [
         f"{case}, {results[0]['shards_bytes'] / GIB:.2f} GiB, {cache}"
         for case, results in cases.items()

@@ -189,7 +189,7 @@ class Axes:
     def set_xlim(self, *_: Any) -> None: ...
 
 
-def test_names_of_short_phases_stand_apart() -> None:
+def test_names_of_short_phases_do_not_overlap() -> None:
     ends = [0.0, 0.1, 4.9, 5.0, 5.1, 9.9, 10.0]
     phases = [
         memory.Phase(name=f"from_pretrained {n}", begin_s=begin, end_s=end)

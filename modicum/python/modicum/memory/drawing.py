@@ -177,8 +177,8 @@ def _draw_panel(
 
 
 def _name_phases(axes: Any, phases: list[Phase], points: float) -> int:
-    """Shades the phases and writes their names above the axes, on as many levels as they need to
-    stand apart. Returns the number of levels."""
+    """Shades the phases and writes their names above the axes, on as many levels as they need
+    not to overlap. Returns the number of levels."""
     begin, end = axes.get_xlim()
     ends: list[float] = []  # of the last name on each level, as fractions of the axes
     for index, phase in enumerate(phases):
