@@ -216,9 +216,7 @@ def beside_cold(rows: list[Row], cases: dict[str, list[Result]]) -> str:
 def origin(cases: dict[str, list[Result]]) -> str:
     """The command, dates, versions and machine of a table of several cases."""
     results = sum(cases.values(), [])
-    of_runs = {result["begun"] for result in results}
-    rows = " --rows readme" if len(of_runs) == 1 else ""
     return (
-        f"`python benchmarks/loaders.py{rows}`: {rounds(results)}, interleaved in a new order "
+        f"`python benchmarks/loaders.py`: {rounds(results)}, interleaved in a new order "
         f"each, {when(results)}; {foreign_load(results)}; {versions()}; {machine()}."
     )
