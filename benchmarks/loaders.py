@@ -9,8 +9,8 @@ run's shards are compared with torch.chunk's of a single-process `from_pretraine
 
 Every run is appended to build/loaders.jsonl. The newest runs of each row make the tables in
 benchmarks/RESULTS.md between their markers, once all rows of a case have a run: cases and rows can
-be measured one after the other. `--rows readme` measures the rows of README.md's table, and of the
-table of read loops in benchmarks/RESULTS.md, in one run.
+be measured one after the other. Without `--rows` it measures those of README.md's table, and of
+the table of read loops in benchmarks/RESULTS.md, in one run; `--rows all` takes hours.
 """
 
 import argparse
@@ -234,7 +234,7 @@ def selected(names: str) -> list[Row]:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--case", default="all", choices=["all", *(case.name for case in CASES)])
-    parser.add_argument("--rows", default="all", help="names, separated by commas; or readme")
+    parser.add_argument("--rows", default="readme", help="names, separated by commas; or all")
     parser.add_argument("--reps", type=int, default=5, help="rounds with a warm page cache")
     parser.add_argument("--cold", type=int, default=3, help="rounds with a cold one")
     parser.add_argument("--ranks", type=int, default=WORLD)
@@ -267,9 +267,13 @@ def write_pages(by_case: dict[str, list[Result]]) -> None:
             for case, results in by_case.items()
         }
 
-    for page, names in ((RESULTS, "all"), (ROOT / "README.md", IN_README)):
+    for page, names, words in (
+        (RESULTS, "all", " --rows all"),
+        (ROOT / "README.md", IN_README, ""),
+    ):
         if all(is_whole(results, names) for results in by_case.values()):
-            write_between_markers(page, "loaders", overview(selected(names), of_rows(names)))
+            text = overview(selected(names), of_rows(names), words)
+            write_between_markers(page, "loaders", text)
     with_cold = {
         case: results
         for case, results in of_rows(READ_LOOPS).items()

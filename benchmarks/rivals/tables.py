@@ -134,7 +134,7 @@ def table(
             *lines,
             "",
             *([*why, ""] if why else []),
-            f"`python benchmarks/loaders.py --case {case.name}`: {rounds(results)}, "
+            f"`python benchmarks/loaders.py --rows all --case {case.name}`: {rounds(results)}, "
             f"interleaved in a new order each, {when(results)}; {foreign_load(results)}; "
             f"{versions()}; {machine()}.",
         ]
@@ -155,7 +155,7 @@ def when(results: list[Result]) -> str:
     return of + " to ".join(dict.fromkeys([days[0], days[-1]]))
 
 
-def overview(rows: list[Row], cases: dict[str, list[Result]]) -> str:
+def overview(rows: list[Row], cases: dict[str, list[Result]], words: str = "") -> str:
     """All cases in one table: peak memory and time, page cache warm."""
     cases = {
         case: [result for result in results if not result["cold"]]
@@ -182,7 +182,7 @@ def overview(rows: list[Row], cases: dict[str, list[Result]]) -> str:
             f"|{'---|' * (len(cases) + 1)}",
             *lines,
             "",
-            origin(cases),
+            origin(cases, words),
         ]
     )
 
@@ -213,10 +213,10 @@ def beside_cold(rows: list[Row], cases: dict[str, list[Result]]) -> str:
     )
 
 
-def origin(cases: dict[str, list[Result]]) -> str:
-    """The command, dates, versions and machine of a table of several cases."""
+def origin(cases: dict[str, list[Result]], words: str = "") -> str:
+    """The command with these words, dates, versions and machine of a table of several cases."""
     results = sum(cases.values(), [])
     return (
-        f"`python benchmarks/loaders.py`: {rounds(results)}, interleaved in a new order "
+        f"`python benchmarks/loaders.py{words}`: {rounds(results)}, interleaved in a new order "
         f"each, {when(results)}; {foreign_load(results)}; {versions()}; {machine()}."
     )

@@ -17,7 +17,7 @@ namespace modicum {
 // Parses "none" (no optimizer) or "adamw:FORMAT"; else USAGE, with the nearest name.
 std::optional<StateFormat> optimizer_flag(const std::string& flag);
 
-// Staging of a rank for synthetic gradients and for masters as they are cast; committed whole.
+// Staging of a rank for synthetic gradients and for masters as they are cast; committed.
 constexpr uint64_t kGradientStagingBytes = 1 * kMiB;
 
 // A rank's shard of a parameter. Parameters are the castable targets (fp32, bf16, fp16) other than
