@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """Compares the losses of models that are trained with fewer bytes per parameter.
 
-Workload: a byte-level transformer of 120 k parameters (bf16 weights and gradients, two layers)
-learns the text of Python's own reference, once per seed and state format, with the same batches in
-the same order. Rival: the format `fp32`, which is exact; a format's difference is taken seed by
-seed. This is a coarse check: a second moment several times too large does not show in such a curve.
-The tests of `kernels` detect it (docs/internals/numerics.md).
+Workload: a byte-level transformer of 450 k parameters (two layers) learns the text of Python's own
+reference, once per seed and optimizer, with the same batches in the same order. Weights and
+gradients are bf16 everywhere: where the master weight is a parameter of fp32, the forward pass
+rounds it. Rivals: the format `fp32`, which is exact, and from which a row's difference is taken
+seed by seed; torchao's 8-bit AdamW; and torch's AdamW whose moments go through bitsandbytes' own
+8-bit codes after each step, since bitsandbytes steps on a GPU only. This is a coarse check: a
+second moment several times too large does not show in such a curve. The tests of `kernels` detect
+it (docs/internals/numerics.md).
 
 Writes its table into benchmarks/RESULTS.md between its markers.
 """
@@ -13,8 +16,12 @@ Writes its table into benchmarks/RESULTS.md between its markers.
 import argparse
 import statistics
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 from harness.page import ROOT, machine, write_between_markers
@@ -24,9 +31,8 @@ from torch.nn import functional
 
 from modicum.torch import AdamW
 
-WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 64, 2, 4, 64, 16
-FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
-BYTES = dict(zip(FORMATS, ("16", "14", "10", "8.06", "7.06"), strict=True))
+WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 128, 2, 4, 64, 16
+LR, DECAY = 2e-3, 0.1
 COMMAND = "python benchmarks/parity.py"
 
 
@@ -66,27 +72,85 @@ def corpus() -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss_of(model: Model, line: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     windows = torch.stack([line[i : i + CONTEXT + 1] for i in at.tolist()])
-    wide = {name: p.float() for name, p in model.named_parameters()}
+    wide = {name: p.bfloat16().float() for name, p in model.named_parameters()}
     logits = functional_call(model, wide, windows[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-def train(state_format: str, seed: int, steps: int) -> float:
+class BitsandbytesCodes(torch.optim.AdamW):
+    """torch's AdamW whose moments are kept in bitsandbytes' dynamic 8-bit codes, blocks of 256;
+    as there, parameters of fewer than 4,096 elements keep fp32 moments."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        from bitsandbytes import functional as bnb
+
+        super().step()
+        for state in self.state.values():
+            for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
+                moment = state[name]
+                if moment.numel() < 4096:
+                    continue
+                code = bnb.create_dynamic_map(signed=is_signed)
+                codes, scales = bnb.quantize_blockwise(moment, code=code, blocksize=256)
+                moment.copy_(bnb.dequantize_blockwise(codes, scales))
+
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def ours(state_format: str) -> Callable[[Named, int], torch.optim.Optimizer]:
+    return lambda named, seed: AdamW(
+        named, lr=LR, weight_decay=DECAY, state_format=state_format, seed=seed
+    )
+
+
+def torchao(named: Named, seed: int) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit([p for _, p in named], lr=LR, weight_decay=DECAY)
+
+
+def bitsandbytes(named: Named, seed: int) -> torch.optim.Optimizer:
+    return BitsandbytesCodes([p for _, p in named], lr=LR, weight_decay=DECAY)
+
+
+@dataclass
+class Row:
+    what: str
+    bytes_per_param: str  # of a matrix: weight, gradient, state
+    dtype: torch.dtype  # of the parameters
+    make: Callable[[Named, int], torch.optim.Optimizer]
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ROWS = (
+    Row("`fp32`", "16", BF16, ours("fp32")),
+    Row("`fp32-split`", "14", BF16, ours("fp32-split")),
+    Row("`bf16-moments`", "10", BF16, ours("bf16-moments")),
+    Row("`int8-moments`", "8.06", BF16, ours("int8-moments")),
+    Row("`int8-moments-24`", "7.06", BF16, ours("int8-moments-24")),
+    Row("`bf16-moments`, fp32 parameters", "12", FP32, ours("bf16-moments")),
+    Row("`int8-moments`, fp32 parameters", "10.06", FP32, ours("int8-moments")),
+    Row("torchao `AdamW8bit`, fp32 parameters", "10.03", FP32, torchao),
+    Row("bitsandbytes' 8-bit codes, fp32 parameters", "10.03", FP32, bitsandbytes),
+)
+
+
+def train(row: Row, seed: int, steps: int) -> float:
     """The loss on the validation text."""
     torch.manual_seed(seed)
-    model = Model().to(torch.bfloat16)
+    model = Model().to(BF16).to(row.dtype)  # all rows begin with the same values
     learnt, tried = corpus()
-    optimizer = AdamW(
-        model.named_parameters(), lr=2e-3, weight_decay=0.1, state_format=state_format, seed=seed
-    )
+    optimizer = row.make(list(model.named_parameters()), seed)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=2e-3, total_steps=steps, cycle_momentum=False
+        optimizer, max_lr=LR, total_steps=steps, cycle_momentum=False
     )
     picks = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         at = torch.randint(len(learnt) - CONTEXT - 1, (BATCH,), generator=picks)
         loss_of(model, learnt, at).backward()
-        optimizer.clip_grad_norm_(1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -97,14 +161,15 @@ def train(state_format: str, seed: int, steps: int) -> float:
 
 
 def table(losses: dict[str, list[float]], steps: int) -> str:
-    exact = losses["fp32"]
-    rows = []
-    for name, of in losses.items():
-        apart = [abs(a - b) for a, b in zip(of, exact, strict=True)]
+    exact = losses[ROWS[0].what]
+    lines = []
+    for row in ROWS:
+        of = losses[row.what]
+        apart = [a - b for a, b in zip(of, exact, strict=True)]
         by_seed = ", ".join(f"{loss:.4f}" for loss in of)
-        rows.append(
-            f"| `{name}` | {BYTES[name]} | {by_seed} | {statistics.mean(apart):.4f} "
-            f"| {max(apart):.4f} |"
+        lines.append(
+            f"| {row.what} | {row.bytes_per_param} | {by_seed} | {statistics.mean(apart):+.4f} "
+            f"| {max(apart, key=abs):+.4f} |"
         )
     spread = f"{statistics.stdev(exact):.4f}" if len(exact) > 1 else "-"
     parameters = sum(p.numel() for p in Model().parameters())
@@ -113,12 +178,13 @@ def table(losses: dict[str, list[float]], steps: int) -> str:
             f"{parameters / 1e3:.0f} k parameters, {steps} steps; the seeds' own spread at `fp32` "
             f"is {spread} (standard deviation):",
             "",
-            "| state format | B/param | loss on held-out text, by seed "
+            "| optimizer state | B/param | loss on held-out text, by seed "
             "| mean difference from `fp32` | largest |",
             "|---|---|---|---|---|",
-            *rows,
+            *lines,
             "",
-            f"`{COMMAND}`: torch {torch.__version__}, Python {sys.version.split()[0]}; "
+            f"`{COMMAND}`: torch {torch.__version__}, torchao {metadata.version('torchao')}, "
+            f"bitsandbytes {metadata.version('bitsandbytes')}, Python {sys.version.split()[0]}; "
             f"{machine()}.",
         ]
     )
@@ -130,11 +196,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=500)
     options = parser.parse_args()
     torch.set_num_threads(1)  # a second one does not help so small a model
-    losses: dict[str, list[float]] = {name: [] for name in FORMATS}
+    losses: dict[str, list[float]] = {row.what: [] for row in ROWS}
     for seed in range(options.seeds):
-        for name in FORMATS:
-            losses[name].append(train(name, seed, options.steps))
-            print(f"seed {seed}, {name}: {losses[name][-1]:.4f}", file=sys.stderr, flush=True)
+        for row in ROWS:
+            losses[row.what].append(train(row, seed, options.steps))
+            print(f"seed {seed}, {row.what}: {losses[row.what][-1]:.4f}", file=sys.stderr)
     text = table(losses, options.steps)
     print(text)
     write_between_markers(Path(ROOT / "benchmarks/RESULTS.md"), "parity", text)

@@ -6,9 +6,9 @@ clip, AdamW, and a bf16 copy of the new parameters for the device. Gradients are
 optimizer reads them, in fp32; in bf16 for Modicum's split formats.
 Rivals: torch's fused and foreach AdamW with torch's own unscale and clip; DeepSpeedCPUAdam in the
 order of DeepSpeed's ZeRO-2 step, with the norm taken here and taken elsewhere (as on a GPU);
-prime-rl's CPU AdamW, if --prime-rl names its sources. A round is one step of each optimizer in
-turn, in one process; figures are medians over the rounds with their range, next to a plain copy in
-the same process.
+torchao's AdamW8bit, compiled by torch (bitsandbytes steps on a GPU only); prime-rl's CPU AdamW, if
+--prime-rl names its sources. A round is one step of each optimizer in turn, in one process; figures
+are medians over the rounds with their range, next to a plain copy in the same process.
 
 Writes its table into benchmarks/RESULTS.md between its markers.
 """

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchao.optim import AdamW8bit
 
 from modicum import Ledger, _modicum
 
@@ -26,6 +27,10 @@ MOVED = {"fp32": 34, "fp32-split": 28, "bf16-moments": 20, "int8-moments": 16.12
          "int8-moments-24": 14.125}  # fmt: skip
 HELD = {"fp32": 16, "fp32-split": 14, "bf16-moments": 10, "int8-moments": 8.0625,
         "int8-moments-24": 7.0625}  # fmt: skip
+FORMATS = tuple(MOVED)
+VERSIONS = ("modicum", "torch", "deepspeed", "torchao")
+# Codes of one byte, and a scale per 256 of them.
+MOVED["torchao"], HELD["torchao"] = 22, 10.03
 
 
 @dataclass
@@ -54,17 +59,15 @@ def clip_factor(norm: float) -> float:
 
 
 class Torch:
-    """torch.optim.AdamW with torch.amp's unscale and torch's clip_grad_norm_."""
+    """An AdamW with torch's interface, torch.amp's unscale and torch's clip_grad_norm_."""
 
-    def __init__(self, params: int, **options: bool) -> None:
+    def __init__(self, params: int, cls: Any = torch.optim.AdamW, **options: bool) -> None:
         self.grads = gradients(params, torch.float32)
         self.params = [torch.nn.Parameter(torch.zeros(n)) for n in sizes(params)]
         self.low = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes(params)]
         for parameter in self.params:
             parameter.grad = torch.zeros_like(parameter)
-        self.of = torch.optim.AdamW(
-            self.params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **options
-        )
+        self.of = cls(self.params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **options)
 
     def refill(self) -> None:
         for parameter, grad in zip(self.params, self.grads, strict=True):
@@ -141,7 +144,9 @@ class Modicum:
     def __init__(self, params: int, form: str, threads: int) -> None:
         self.low = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes(params)]
         out = self.low if form == "fp32" else [None] * TENSORS  # a split master is that copy
-        shards = [(f"param.{i}", [(0, n)], 0, None, out[i]) for i, n in enumerate(sizes(params))]
+        shards = [
+            (f"param.{i}", [n], [(0, n)], 0, None, out[i]) for i, n in enumerate(sizes(params))
+        ]
         options = _modicum.AdamOptions(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
         self.of = _modicum.AdamW(shards, [options], format=form, ledger=Ledger(), threads=threads)
         dtype = torch.float32 if form == "fp32" else torch.bfloat16
@@ -158,7 +163,7 @@ class Modicum:
 def chains(options: argparse.Namespace) -> dict[str, Chain]:
     params = options.params
     made: dict[str, Chain] = {}
-    for form in MOVED:
+    for form in FORMATS:
         ours = Modicum(params, form, options.threads)
         grad = "fp32" if form == "fp32" else "bf16"
         made[form] = Chain(f"Modicum `{form}`, {grad} gradients", ours.step, state_format=form)
@@ -169,6 +174,10 @@ def chains(options: argparse.Namespace) -> dict[str, Chain]:
     steps = {"norm here": deepspeed.step, "norm elsewhere": deepspeed.step_without_norm}
     for where, step in steps.items():
         made[f"deepspeed, {where}"] = Chain(f"DeepSpeedCPUAdam, {where}", step, deepspeed.refill)
+    torchao = Torch(params, AdamW8bit)
+    made["torchao"] = Chain(
+        "torchao AdamW8bit, compiled", torchao.step, torchao.refill, state_format="torchao"
+    )
     if options.prime_rl:
         made["prime-rl"] = Chain("prime-rl", PrimeRl(params, options.prime_rl).step)
     return made
@@ -201,7 +210,7 @@ def found(options: argparse.Namespace) -> dict[str, Any]:
         "params": options.params,
         "tensors": TENSORS,
         "copy_bytes_per_s": speeds,
-        "versions": [f"{of} {metadata.version(of)}" for of in ("modicum", "torch", "deepspeed")],
+        "versions": [f"{of} {metadata.version(of)}" for of in VERSIONS],
         "rows": {
             name: {
                 "what": chain.what,
