@@ -80,7 +80,8 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_flag("--untie", flags.untie,
                "load both copies of a tied tensor that is stored twice; default: compare them");
   app.add_option("--optimizer", flags.optimizer,
-                 fmt::format("none, or adamw:FORMAT to hold its state, too; {}", format_names()));
+                 fmt::format("none, or adamw:FORMAT to hold its state of all parameters, too; {}",
+                             format_names()));
   app.add_option("--destination", flags.destination, "cpu (default), or discard (digest and drop)");
   app.add_option("--staging", flags.staging,
                  "staging buffer of each rank, allocated at its start; default 8 MiB");

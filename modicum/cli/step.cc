@@ -29,7 +29,8 @@ struct StepFlags {
 void add_step_flags(CLI::App& app, StepFlags& flags) {
   add_common_flags(app, flags.common);
   add_oversubscribe_flag(app, flags.common);
-  app.add_option("--params", flags.params, "parameters, of all ranks together; default 100M");
+  app.add_option("--params", flags.params,
+                 "parameters, of all ranks together, in rows of 4096; default 100M");
   app.add_option("--state-format", flags.format, format_names() + "; default fp32");
   app.add_option("--ranks", flags.task.ranks, "rank processes; default 1")
       ->check(CLI::Range(1, 4096));

@@ -101,7 +101,7 @@ HWY_INLINE void for_lanes(const Op& op, int64_t begin, int64_t end) {
   for (; i < end; ++i) op(OneLane(), i);
 }
 
-// A piece of a span: all of it, or one block if the format has block keys or scales.
+// Part of a span: all of it, or of one block if the format has random bits or scales.
 struct Piece {
   int64_t begin = 0;
   int64_t end = 0;
@@ -110,14 +110,43 @@ struct Piece {
   BlockKeys keys = {};
 };
 
+// The pieces of a span, in order.
 template <StateFormat kFormat>
-HWY_INLINE Piece piece_at(const AdamSpan& span, uint64_t stream, int64_t begin) {
-  if constexpr (!has_random(kFormat)) return {0, span.n, 0, 0, {}};
-  const int64_t index = span.first + begin;
-  const int64_t in_block = index % kScaleBlock;
-  return {begin, std::min(span.n, begin + kScaleBlock - in_block), in_block - begin,
-          index / kScaleBlock - span.first / kScaleBlock, block_keys(stream, index / kScaleBlock)};
-}
+class Pieces {
+ public:
+  Pieces(const AdamSpan& span, uint64_t stream)
+      : n_(span.n),
+        stream_(stream),
+        row_(ScaleBlocks(span.row).row()),
+        column_(span.first % row_),
+        first_block_(ScaleBlocks(span.row).block_of(span.first)) {}
+
+  bool next(Piece& piece) {
+    if (end_ == n_) return false;
+    if constexpr (!has_random(kFormat)) {
+      end_ = n_;
+      piece = {0, n_, 0, 0, {}};
+      return true;
+    }
+    const int64_t in_block = column_ % kScaleBlock;
+    const int64_t n = std::min({kScaleBlock - in_block, row_ - column_, n_ - end_});
+    piece = {end_, end_ + n, in_block - end_, blocks_, block_keys(stream_, first_block_ + blocks_)};
+    end_ += n;
+    column_ += n;
+    if (column_ == row_) column_ = 0;
+    ++blocks_;
+    return true;
+  }
+
+ private:
+  const int64_t n_;
+  const uint64_t stream_;
+  const int64_t row_;
+  int64_t column_;  // of element end_, in its row
+  const int64_t first_block_;
+  int64_t blocks_ = 0;  // passed
+  int64_t end_ = 0;     // of the last piece
+};
 
 template <class D>
 HWY_INLINE Words<D> random_words(D d, const Piece& piece, int64_t i) {
@@ -186,7 +215,7 @@ struct EncodeExpAvg {
   }
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
-    store_signed_codes(d, code(d, i - begin), to, i);
+    store_codes(d, code(d, i - begin), to, i);
   }
   template <class D>
   HWY_INLINE void pair(D d, int64_t i) const {
@@ -212,7 +241,7 @@ struct EncodeRoot {
   }
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
-    store_root_codes(d, code(d, i - begin), to, i);
+    store_codes(d, code(d, i - begin), to, i);
   }
   template <class D>
   HWY_INLINE void pair(D d, int64_t i) const {
@@ -323,8 +352,9 @@ struct Step {
 
   // Two vectors at a time if gradient and master have 16 bits per element: packing a single vector
   // costs as much as its arithmetic.
+  static constexpr bool kPairs = has_random(kFormat) && is_split(kFormat);
   static bool has_pairs(const AdamSpan& span) {
-    return has_random(kFormat) && span.grad_dtype == DType::bf16 && span.out == nullptr;
+    return kPairs && span.grad_dtype == DType::bf16 && span.out == nullptr;
   }
   template <class D>
   HWY_INLINE Pair<Floats<D>> load_exp_avg_pair(D d, int64_t i) const {
@@ -404,7 +434,7 @@ void step(const AdamNumbers& numbers, const AdamSpan& span) {
   const uint64_t stream = stream_key(numbers.seed, numbers.step, span.parameter);
   const Constants constants = constants_of(numbers);
   const auto cover = [&](const auto& op, const Piece& piece) {
-    if constexpr (has_random(kFormat)) {
+    if constexpr (StepOf::kPairs) {
       if (StepOf::has_pairs(span)) return for_pairs(op, piece.begin, piece.end);
     }
     for_lanes(op, piece.begin, piece.end);
@@ -413,12 +443,11 @@ void step(const AdamNumbers& numbers, const AdamSpan& span) {
   constexpr size_t kGroup = has_codes(kFormat) ? 4 : 1;
   Staged staged[kGroup];
   Piece pieces[kGroup];
-  for (int64_t end = 0; end < span.n;) {
-    size_t count = 0;
-    for (; count < kGroup && end < span.n; ++count) {
-      pieces[count] = piece_at<kFormat>(span, stream, end);
+  Pieces<kFormat> rest(span, stream);
+  for (size_t count = kGroup; count == kGroup;) {
+    count = 0;
+    for (; count < kGroup && rest.next(pieces[count]); ++count) {
       cover(StepOf{constants, span, pieces[count], &staged[count]}, pieces[count]);
-      end = pieces[count].end;
     }
     if constexpr (has_codes(kFormat)) {
       for (size_t i = 0; i < count; ++i) set_scales<StepOf::kAmsgrad>(span, pieces[i], staged[i]);

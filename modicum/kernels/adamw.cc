@@ -15,6 +15,10 @@
     case StateFormat::bf16_moments: return function<StateFormat::bf16_moments>(__VA_ARGS__);       \
     case StateFormat::int8_moments: return function<StateFormat::int8_moments>(__VA_ARGS__);       \
     case StateFormat::int8_moments_24: return function<StateFormat::int8_moments_24>(__VA_ARGS__); \
+    case StateFormat::bf16_moments_fp32:                                                           \
+      return function<StateFormat::bf16_moments_fp32>(__VA_ARGS__);                                \
+    case StateFormat::int8_moments_fp32:                                                           \
+      return function<StateFormat::int8_moments_fp32>(__VA_ARGS__);                                \
   }
 
 HWY_BEFORE_NAMESPACE();

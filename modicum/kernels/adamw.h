@@ -79,22 +79,22 @@ AdamNumbers adam_numbers(const AdamOptions& options, int64_t step, uint64_t seed
 
 // Elements of one parameter that are contiguous both in memory and in global row-major order.
 // Pointers point to the first element, each plane in the dtype of the format's row; planes that the
-// format lacks are null. Scale 0 belongs to the block of element `first`; element i uses scale
-// (first % kScaleBlock + i) / kScaleBlock. With kScaleBlock 128, first 200 and n 100:
+// format lacks are null. Scale 0 belongs to the block (ScaleBlocks) of element `first`. With rows
+// of 300, first 200 and n 200:
 //
-//   global   128 ..... 200 ......... 256 ........ 300 ...
-//   block    1                       2
-//   element            0 ........ 55 56 ...... 99
-//   scale    [0]                     [1]
+//   global   128 ..... 200 ......... 256 ........ 300 ........ 400
+//   block    1                       2            3
+//   element            0 ........ 55 56 ...... 99 100 .... 199
+//   scale    [0]                     [1]          [2]
 //
-// Random bits depend on (seed, step, parameter, global index) only. A block of 8-bit moments that
-// is divided between two calls gets two scales, so divide at multiples of kScaleBlock of the global
-// index.
+// Random bits depend on (seed, step, parameter, global index, row) only. A block of 8-bit moments
+// that is divided between two calls gets two scales, so divide where blocks begin.
 struct AdamSpan {
   StateFormat format = StateFormat::fp32;
   uint64_t parameter = 0;  // name_hash of its FQN
   int64_t first = 0;       // global row-major index of the first element
   int64_t n = 0;
+  int64_t row = 0;              // elements of a row; 0: all of the parameter's
   std::byte* master = nullptr;  // fp32, or the bf16 half of a split master
   std::byte* master_low = nullptr;
   const std::byte* grad = nullptr;

@@ -35,6 +35,17 @@ uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
+struct BlockOf {
+  int64_t block, in_block;
+};
+
+BlockOf block_of(int64_t index, int64_t row) {
+  if (row == 0) return {index / 128, index % 128};
+  const int64_t blocks_of_row = (row + 127) / 128;
+  const int64_t column = index % row;
+  return {index / row * blocks_of_row + column / 128, column % 128};
+}
+
 uint32_t word(uint64_t key, uint32_t in_block) {
   uint32_t x = static_cast<uint32_t>(key) + in_block * 0x9e3779b9U;
   x ^= x >> 15;
@@ -45,7 +56,7 @@ uint32_t word(uint64_t key, uint32_t in_block) {
 // ---- the master parameter
 
 float read_master(const AdamSpan& s, int64_t i) {
-  if (s.format == StateFormat::fp32) return at<float>(s.master, i);
+  if (s.master_low == nullptr) return at<float>(s.master, i);
   const uint32_t high = static_cast<uint32_t>(at<uint16_t>(s.master, i)) << 16;
   const bool is_short = s.format == StateFormat::int8_moments_24;
   const int32_t low = is_short ? at<int8_t>(s.master_low, i) * 256 : at<int16_t>(s.master_low, i);
@@ -57,7 +68,7 @@ float read_master(const AdamSpan& s, int64_t i) {
 }
 
 void write_master(const AdamSpan& s, int64_t i, float value, uint32_t random) {
-  if (s.format == StateFormat::fp32) return put(s.master, i, value);
+  if (s.master_low == nullptr) return put(s.master, i, value);
   auto bits = std::bit_cast<uint32_t>(value);
   const bool is_short = s.format == StateFormat::int8_moments_24;
   if (is_short) bits = (bits + random % 256) / 256 * 256;
@@ -154,7 +165,7 @@ uint16_t bf16_at_random(float value, uint32_t random16) {
 }
 
 void write_element(const AdamNumbers& n, const AdamSpan& s, int64_t i, const Element& e) {
-  const uint32_t random = reference_word(n.seed, n.step, s.parameter, s.first + i);
+  const uint32_t random = reference_word(n.seed, n.step, s.parameter, s.first + i, s.row);
   write_master(s, i, e.p, random);
   if (s.out != nullptr) {
     cast(reinterpret_cast<const std::byte*>(&e.p), DType::f32, s.out + 2 * i, s.out_dtype, 1);
@@ -188,7 +199,7 @@ void encode_block(const AdamNumbers& n, const AdamSpan& s, int64_t block, int64_
   for (size_t k = 0; k < elements.size(); ++k) {
     const Element& e = elements[k];
     const int64_t i = begin + static_cast<int64_t>(k);
-    const uint32_t random = reference_word(n.seed, n.step, s.parameter, s.first + i);
+    const uint32_t random = reference_word(n.seed, n.step, s.parameter, s.first + i, s.row);
     const int8_t code = signed_code(codable(e.m), scale, random & 0xffffU);
     put(s.exp_avg, i, code);
     const auto put_root = [&](std::byte* plane, float square, float of_scale) {
@@ -202,18 +213,20 @@ void encode_block(const AdamNumbers& n, const AdamSpan& s, int64_t block, int64_
 
 }  // namespace
 
-uint32_t reference_word(uint64_t seed, int64_t step, uint64_t parameter, int64_t index) {
+uint32_t reference_word(uint64_t seed, int64_t step, uint64_t parameter, int64_t index,
+                        int64_t row) {
   constexpr uint64_t kGamma = 0x9e3779b97f4a7c15U;
   const uint64_t stream = mix(mix(mix(seed + kGamma) + static_cast<uint64_t>(step)) + parameter);
-  const uint64_t block = static_cast<uint64_t>(index / 128);
-  return word(mix(stream + (block + 1) * kGamma), static_cast<uint32_t>(index % 128));
+  const BlockOf at = block_of(index, row);
+  const auto block = static_cast<uint64_t>(at.block);
+  return word(mix(stream + (block + 1) * kGamma), static_cast<uint32_t>(at.in_block));
 }
 
 void reference_adamw(const AdamNumbers& n, const AdamSpan& s) {
   const DType moment = row_of(s.format).moment;
   std::vector<Element> block;
   for (int64_t i = 0; i < s.n; ++i) {
-    const int64_t block_index = (s.first + i) / kScaleBlock - s.first / kScaleBlock;
+    const int64_t block_index = block_of(s.first + i, s.row).block - block_of(s.first, s.row).block;
     float g = as_f32(s.grad_dtype, s.grad, i) * n.unscale * n.clip;
     if (n.maximize) g = -g;
     Element e{read_master(s, i), 0, 0, 0};
@@ -230,7 +243,7 @@ void reference_adamw(const AdamNumbers& n, const AdamSpan& s) {
     write_element(n, s, i, e);
     if (moment != DType::i8) continue;
     block.push_back(e);
-    if (i + 1 < s.n && (s.first + i + 1) % kScaleBlock != 0) continue;
+    if (i + 1 < s.n && block_of(s.first + i + 1, s.row).in_block != 0) continue;
     encode_block(n, s, block_index, i + 1 - static_cast<int64_t>(block.size()), block);
     block.clear();
   }

@@ -122,20 +122,26 @@ AdamNumbers numbers_of(const Told& told, int64_t step) {
   return numbers;
 }
 
-HeldSpan begun(StateFormat format, const Told& told, int64_t first, int64_t n) {
-  HeldSpan held(format, first, n, 1);
+// Elements [first, first + n) of a parameter.
+struct Elements {
+  int64_t first = 0;
+  int64_t n = 0;
+  int64_t row = 0;  // AdamSpan::row
+};
+
+HeldSpan begun(StateFormat format, const Told& told, const Elements& of) {
+  HeldSpan held(format, of.first, of.n, 1, of.row);
   held.grad_dtype = told.grad;
   held.out_dtype = told.out;
-  import_state(numbers_of(told, 1), held.span(), StatePlane::master, spread_values(0, n).data());
+  import_state(numbers_of(told, 1), held.span(), StatePlane::master, spread_values(0, of.n).data());
   return held;
 }
 
-void expect_reference(StateFormat format, const Told& told, int64_t first, int64_t n,
-                      int64_t steps) {
-  HeldSpan expected = begun(format, told, first, n);
+void expect_reference(StateFormat format, const Told& told, const Elements& of, int64_t steps) {
+  HeldSpan expected = begun(format, told, of);
   std::vector<HeldSpan> held(isas().size(), expected);
   for (int64_t step = 1; step <= steps; ++step) {
-    const std::vector<float> grad = spread_values(step, n);
+    const std::vector<float> grad = spread_values(step, of.n);
     const AdamNumbers numbers = numbers_of(told, step);
     expected.set_grad(grad);
     reference_adamw(numbers, expected.span());
@@ -146,33 +152,60 @@ void expect_reference(StateFormat format, const Told& told, int64_t first, int64
     }
   }
   for (size_t i = 0; i < held.size(); ++i) {
-    EXPECT_TRUE(held[i] == expected) << isas()[i] << ", " << row_of(format).name << ", told "
-                                     << &told - kTold << ", " << n << " from " << first;
+    EXPECT_TRUE(held[i] == expected)
+        << isas()[i] << ", " << row_of(format).name << ", told " << &told - kTold << ", " << of.n
+        << " from " << of.first << ", rows of " << of.row;
   }
   use_isa(isas().front());
 }
 
 TEST(AdamW, EqualsTheReferenceAfter1000Steps) {
-  for (const StateFormatRow& row : state_formats()) {
-    for (const Told& told : kTold) expect_reference(row.format, told, 120, 45, 1000);
+  for (const StateFormatRow& row : all_state_formats()) {
+    for (const Told& told : kTold) expect_reference(row.format, told, {120, 45}, 1000);
   }
 }
 
 TEST(AdamW, EqualsTheReferenceAtAnyOffsetAndLength) {
-  for (const StateFormatRow& row : state_formats()) {
+  for (const StateFormatRow& row : all_state_formats()) {
     for (const int64_t first : {int64_t{0}, int64_t{5}, int64_t{127}, (int64_t{1} << 33) + 77}) {
       for (const int64_t n : {0, 1, 7, 128, 131, 400}) {
-        for (const Told& told : kTold) expect_reference(row.format, told, first, n, 2);
+        for (const Told& told : kTold) expect_reference(row.format, told, {first, n}, 2);
       }
     }
   }
 }
 
+TEST(AdamW, EqualsTheReferenceInRows) {
+  for (const StateFormatRow& row : all_state_formats()) {
+    for (const int64_t of_row : {100, 128, 129, 300, 1000}) {
+      for (const int64_t first : {int64_t{0}, int64_t{250}, (int64_t{1} << 33) + 77}) {
+        expect_reference(row.format, kTold[0], {first, 700, of_row}, 2);
+      }
+    }
+  }
+}
+
+// A cut between rows changes nothing, whatever their length.
+TEST(AdamW, IsBitEqualForAnyDivisionIntoRows) {
+  for (const StateFormatRow& row : all_state_formats()) {
+    constexpr int64_t kRow = 300;
+    HeldSpan whole = begun(row.format, kTold[0], {2 * kRow, 4 * kRow, kRow});
+    HeldSpan cut = whole;
+    for (int64_t step = 1; step <= 3; ++step) {
+      const AdamNumbers numbers = numbers_of(kTold[0], step);
+      for (HeldSpan* held : {&whole, &cut}) held->set_grad(spread_values(step, 4 * kRow));
+      adamw(numbers, whole.span());
+      for (int64_t k = 3; k >= 0; --k) adamw(numbers, cut.part(k * kRow, kRow));
+    }
+    EXPECT_TRUE(whole == cut) << row.name;
+  }
+}
+
 // At multiples of kScaleBlock for 8-bit moments, else anywhere.
 TEST(AdamW, IsBitEqualForAnyDivisionIntoCalls) {
-  for (const StateFormatRow& row : state_formats()) {
+  for (const StateFormatRow& row : all_state_formats()) {
     const int64_t first = 3 * kScaleBlock;
-    HeldSpan whole = begun(row.format, kTold[0], first, 1000);
+    HeldSpan whole = begun(row.format, kTold[0], {first, 1000});
     HeldSpan cut = whole;
     for (int64_t step = 1; step <= 3; ++step) {
       const AdamNumbers numbers = numbers_of(kTold[0], step);

@@ -17,13 +17,14 @@ HWY_BEFORE_NAMESPACE();
 namespace modicum {
 namespace HWY_NAMESPACE {
 
-constexpr bool is_split(StateFormat format) { return format != StateFormat::fp32; }
+constexpr bool is_split(StateFormat format) {
+  return format != StateFormat::fp32 && format < StateFormat::bf16_moments_fp32;
+}
 constexpr bool has_codes(StateFormat format) {
-  return format == StateFormat::int8_moments || format == StateFormat::int8_moments_24;
+  return format == StateFormat::int8_moments || format == StateFormat::int8_moments_24 ||
+         format == StateFormat::int8_moments_fp32;
 }
-constexpr bool has_random(StateFormat format) {
-  return format == StateFormat::bf16_moments || has_codes(format);
-}
+constexpr bool has_random(StateFormat format) { return format >= StateFormat::bf16_moments; }
 
 // ---- the master parameter
 
@@ -187,13 +188,18 @@ HWY_INLINE Pair<Floats<D>> load_root_code_pair(D d, const std::byte* codes, int6
   return {hn::ConvertTo(d, hn::And(both, hn::Set(di, 0xff))),
           hn::ConvertTo(d, hn::ShiftRight<8>(both))};
 }
+// The code, an integer from -128 to 255, as the lowest byte of a word: at this offset the last
+// place of a float is 1. A conversion to integers would first have to check their range.
 template <class D>
-HWY_INLINE void store_code_pair(D, const Pair<Floats<D>>& codes, std::byte* to, int64_t i) {
-  const hn::Rebind<int32_t, D> di;
+HWY_INLINE Words<D> code_word(D d, Floats<D> code) {
+  return bits_of(d, hn::Add(code, hn::Set(d, 0x1.8p23F)));
+}
+template <class D>
+HWY_INLINE void store_code_pair(D d, const Pair<Floats<D>>& codes, std::byte* to, int64_t i) {
+  const hn::Rebind<uint32_t, D> du;
   const hn::Rebind<uint16_t, D> d16;
-  const Ints<D> even = hn::And(hn::ConvertTo(di, codes.even), hn::Set(di, 0xff));
-  const Ints<D> odd = hn::ShiftLeft<8>(hn::ConvertTo(di, codes.odd));
-  const auto both = hn::BitCast(hn::Rebind<uint32_t, D>(), hn::Or(even, odd));
+  const Words<D> even = hn::And(code_word(d, codes.even), hn::Set(du, 0xffU));
+  const Words<D> both = hn::Or(even, hn::ShiftLeft<8>(code_word(d, codes.odd)));
   store(d16, hn::TruncateTo(d16, both), to + i, 0);
 }
 
@@ -260,14 +266,9 @@ HWY_INLINE Floats<D> root_code(D d, Floats<D> root, float per, Floats<D> least,
 }
 
 template <class D>
-HWY_INLINE void store_signed_codes(D, Floats<D> codes, std::byte* to, int64_t i) {
-  const hn::Rebind<int8_t, D> d8;
-  store(d8, hn::DemoteTo(d8, hn::ConvertTo(hn::Rebind<int32_t, D>(), codes)), to, i);
-}
-template <class D>
-HWY_INLINE void store_root_codes(D, Floats<D> codes, std::byte* to, int64_t i) {
+HWY_INLINE void store_codes(D d, Floats<D> codes, std::byte* to, int64_t i) {
   const hn::Rebind<uint8_t, D> d8;
-  store(d8, hn::DemoteTo(d8, hn::ConvertTo(hn::Rebind<int32_t, D>(), codes)), to, i);
+  store(d8, hn::TruncateTo(d8, code_word(d, codes)), to, i);
 }
 
 // Largest magnitude of n > 0 floats, NaN if one of them is NaN. Compares as integers, which have

@@ -26,40 +26,48 @@ struct HeldSpan {
   StateFormat format;
   int64_t first;
   int64_t n;
+  int64_t row;
   HeldPlane master, master_low, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, out;
   std::vector<float> exp_avg_scale, exp_avg_sq_scale, max_exp_avg_sq_scale;
   DType grad_dtype;
   DType out_dtype = DType::bf16;
 
-  HeldSpan(StateFormat its_format, int64_t its_first, int64_t its_n, int skew = 0)
-      : format(its_format), first(its_first), n(its_n), grad_dtype(row_of(format).grad) {
-    const StateFormatRow& row = row_of(format);
+  HeldSpan(StateFormat its_format, int64_t its_first, int64_t its_n, int skew = 0,
+           int64_t its_row = 0)
+      : format(its_format),
+        first(its_first),
+        n(its_n),
+        row(its_row),
+        grad_dtype(row_of(format).grad) {
+    const StateFormatRow& dtypes = row_of(format);
     const auto plane = [&](DType dtype) {
       return HeldPlane(n * bits_per_element(dtype) / 8, skew);
     };
-    master = plane(row.master);
-    if (row.is_split()) master_low = plane(row.master_low);
+    master = plane(dtypes.master);
+    if (dtypes.is_split()) master_low = plane(dtypes.master_low);
     grad = plane(DType::f32);
     out = plane(DType::bf16);
-    exp_avg = plane(row.moment);
-    exp_avg_sq = plane(row.moment);
-    max_exp_avg_sq = plane(row.moment);
-    const auto blocks = static_cast<size_t>((first + n + kScaleBlock - 1) / kScaleBlock);
-    const size_t scales = row.has_scales() ? blocks - static_cast<size_t>(first / kScaleBlock) : 0;
+    exp_avg = plane(dtypes.moment);
+    exp_avg_sq = plane(dtypes.moment);
+    max_exp_avg_sq = plane(dtypes.moment);
+    const int64_t blocks = block_of(first + n - 1) - block_of(first) + 1;
+    const size_t scales = dtypes.has_scales() && n > 0 ? static_cast<size_t>(blocks) : 0;
     exp_avg_scale.resize(scales);
     exp_avg_sq_scale.resize(scales);
     max_exp_avg_sq_scale.resize(scales);
   }
 
+  int64_t block_of(int64_t index) const { return ScaleBlocks(row).block_of(index); }
+
   AdamSpan span() { return part(0, n); }
 
   // Elements [begin, begin + count) as a span.
   AdamSpan part(int64_t begin, int64_t count) {
-    const StateFormatRow& row = row_of(format);
+    const StateFormatRow& dtypes = row_of(format);
     const auto at = [&](HeldPlane& plane, DType dtype) {
       return plane.bytes().empty() ? nullptr : plane.data() + begin * bits_per_element(dtype) / 8;
     };
-    const int64_t block = (first + begin) / kScaleBlock - first / kScaleBlock;
+    const int64_t block = block_of(first + begin) - block_of(first);
     const auto scale = [&](std::vector<float>& scales) {
       return scales.empty() ? nullptr : scales.data() + block;
     };
@@ -68,13 +76,14 @@ struct HeldSpan {
     span.parameter = 0x1234567890abcdefU;
     span.first = first + begin;
     span.n = count;
-    span.master = at(master, row.master);
-    span.master_low = at(master_low, row.master_low);
+    span.row = row;
+    span.master = at(master, dtypes.master);
+    span.master_low = at(master_low, dtypes.master_low);
     span.grad = at(grad, grad_dtype);
     span.grad_dtype = grad_dtype;
-    span.exp_avg = at(exp_avg, row.moment);
-    span.exp_avg_sq = at(exp_avg_sq, row.moment);
-    span.max_exp_avg_sq = at(max_exp_avg_sq, row.moment);
+    span.exp_avg = at(exp_avg, dtypes.moment);
+    span.exp_avg_sq = at(exp_avg_sq, dtypes.moment);
+    span.max_exp_avg_sq = at(max_exp_avg_sq, dtypes.moment);
     span.exp_avg_scale = scale(exp_avg_scale);
     span.exp_avg_sq_scale = scale(exp_avg_sq_scale);
     span.max_exp_avg_sq_scale = scale(max_exp_avg_sq_scale);

@@ -44,8 +44,8 @@ struct Export {
 
 template <StateFormat kFormat>
 void export_all(const AdamSpan& span, StatePlane plane, float* to) {
-  for (Piece piece; piece.end < span.n;) {
-    piece = piece_at<kFormat>(span, 0, piece.end);
+  Pieces<kFormat> pieces(span, 0);
+  for (Piece piece; pieces.next(piece);) {
     const Export<kFormat> op{span, plane, piece, reinterpret_cast<std::byte*>(to)};
     for_lanes(op, piece.begin, piece.end);
   }
@@ -65,7 +65,8 @@ struct Import {
     Floats<D> value = load(d, from, i);
     // Rounding the largest NaN patterns would carry into the sign and give numbers.
     const Floats<D> nan = hn::BitCast(d, hn::Set(du, 0x7fc00000U));
-    if constexpr (is_split(kFormat)) value = hn::IfThenElse(hn::IsNaN(value), nan, value);
+    if constexpr (kFormat != StateFormat::fp32)
+      value = hn::IfThenElse(hn::IsNaN(value), nan, value);
     Words<D> random = hn::Zero(du);
     if constexpr (has_random(kFormat)) random = random_words(d, piece, i);
     if (plane == StatePlane::master) {
@@ -115,10 +116,10 @@ struct EncodeNearest {
     const Floats<D> value = hn::LoadU(d, from + i - piece.begin);
     const Floats<D> nearest = hn::Set(d, kNearest);
     if (roots) {
-      store_root_codes(d, root_code(d, value, per, hn::Set(d, 1.0F), nearest), to, i);
+      store_codes(d, root_code(d, value, per, hn::Set(d, 1.0F), nearest), to, i);
     } else {
       const Floats<D> code = magnitude_code(d, value, per, nearest);
-      store_signed_codes(d, hn::CopySign(code, value), to, i);
+      store_codes(d, hn::CopySign(code, value), to, i);
     }
   }
 };
@@ -132,8 +133,8 @@ void import_all(const AdamNumbers& numbers, const AdamSpan& span, StatePlane pla
   const SquarePlane to =
       roots ? square_plane(span, plane) : SquarePlane{span.exp_avg, span.exp_avg_scale};
   alignas(64) float staged[kScaleBlock];
-  for (Piece piece; piece.end < span.n;) {
-    piece = piece_at<kFormat>(span, stream, piece.end);
+  Pieces<kFormat> pieces(span, stream);
+  for (Piece piece; pieces.next(piece);) {
     if (!has_codes(kFormat) || plane == StatePlane::master) {
       for_lanes(Import<kFormat>{span, plane, piece, bytes}, piece.begin, piece.end);
       continue;

@@ -136,7 +136,7 @@ int64_t zeros_left(StateFormat format, bool out, FunctionRef<void(AdamSpan)> ste
 
 TEST(StateFormat, ParametersSetToZeroContinueFromZero) {
   const AdamNumbers numbers = adam_numbers({}, 50, 7);
-  for (const StateFormatRow& row : state_formats()) {
+  for (const StateFormatRow& row : all_state_formats()) {
     for (const bool out : {true, false}) {  // without, bf16 moments go two vectors at a time
       for (const std::string_view isa : isas()) {
         use_isa(isa);
@@ -156,7 +156,7 @@ TEST(StateFormat, ImportedNansStayNans) {
     nans.insert(nans.end(), 9, std::bit_cast<float>(bits));
   }
   const auto n = static_cast<int64_t>(nans.size());
-  for (const StateFormatRow& row : state_formats()) {
+  for (const StateFormatRow& row : all_state_formats()) {
     for (const StatePlane plane : {StatePlane::master, StatePlane::exp_avg}) {
       if (row.has_scales() && plane != StatePlane::master) continue;  // codes have none
       HeldSpan held(row.format, 0, n);
@@ -239,7 +239,7 @@ TEST(StateFormat, BlocksOfZerosAndOfDenormalsAreRepresented) {
 // unchanged.
 TEST(StateFormat, AHugeGradientAffectsOnlyItsElement) {
   const int64_t n = 2 * kScaleBlock;
-  for (const StateFormatRow& row : state_formats()) {
+  for (const StateFormatRow& row : all_state_formats()) {
     for (const float huge : {6e20F, 2e38F, 0x1.fffffep127F}) {
       for (const std::string_view isa : isas()) {
         use_isa(isa);

@@ -146,6 +146,7 @@ AdamSpan AdamW::span_of(size_t shard, const Stretch& stretch) const noexcept {
                 .parameter = parameter_[shard],
                 .first = stretch.first,
                 .n = stretch.n,
+                .row = spec.row,
                 .master = element(shard, Plane::master, stretch.at),
                 .master_low = element(shard, Plane::master_low, stretch.at),
                 .grad = element(shard, Plane::grad, stretch.at),

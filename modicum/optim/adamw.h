@@ -99,7 +99,8 @@ struct Outlet {
   std::function<void(const ReadyChunk&)> send;
   std::function<void(int slot)> wait;  // empty: a slot may be reused at once
 };
-constexpr uint64_t kRingSlotBytes = kBucketElements * 2;
+// For a bucket and the rest of its last block.
+constexpr uint64_t kRingSlotBytes = round_up((kBucketElements + kScaleBlock) * 2, kPageBytes);
 
 struct StepOptions {
   float unscale = 1.0F;  // finite, above 0

@@ -50,7 +50,7 @@ TEST(AdamWFootprint, EqualsTheChargeToTheByte) {
 }
 
 TEST(AdamWFootprint, IsTheFormatsBytesPerParameter) {
-  const std::vector<double> expected = {16, 14, 10, 8.0625, 7.0625};
+  const std::vector<double> expected = {16, 14, 10, 8.0625, 7.0625, 12, 10.0625};
   const int64_t n = int64_t{1} << 32;
   for (size_t f = 0; f < kFormats.size(); ++f) {
     AdamWSpec spec{.format = kFormats[f], .shards = {{.fqn = "w", .runs = {{0, n}}}}};

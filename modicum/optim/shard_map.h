@@ -9,7 +9,8 @@
 //   stretches [0, 5536)  [5536, 8000)  [8000, 8500)        contiguous in both, within one bucket
 //
 // Buckets and blocks of scales are cut by *global* index, so that norms and 8-bit codes are the
-// same bits for every sharding that cuts at multiples of kScaleBlock.
+// same bits for every sharding that divides no block. A bucket ends where a block ends: with rows
+// of 300 the first one has 65,656 elements, since its last block has the elements from 65,528 on.
 #pragma once
 
 #include <algorithm>
@@ -39,12 +40,10 @@ class ShardIndex {
   int64_t scales() const noexcept { return scales_; }
   int64_t buckets() const noexcept { return buckets_; }
   int64_t bucket_of(int64_t first) const noexcept {
-    return first / kBucketElements - first_bucket_;
+    return blocks_.begin_of(first) / kBucketElements - first_bucket_;
   }
   // Local elements [begin, end) of a bucket.
-  int64_t bucket_begin(int64_t bucket) const noexcept {
-    return before((first_bucket_ + bucket) * kBucketElements);
-  }
+  int64_t bucket_begin(int64_t bucket) const noexcept { return before(global_begin(bucket)); }
   // The local end of the bucket that holds local element `at`.
   int64_t bucket_end_around(int64_t at) const noexcept;
   // Whether a block of scales begins (or the shard ends) at local index `at`.
@@ -58,9 +57,10 @@ class ShardIndex {
       const int64_t run_end = std::min(end, run->at + run->n);
       while (begin < run_end) {
         const int64_t first = run->first + (begin - run->at);
-        const int64_t to_edge = kBucketElements - first % kBucketElements;
+        const int64_t to_edge = global_begin(bucket_of(first) + 1) - first;
         const int64_t n = std::min(to_edge, run_end - begin);
-        fn(Stretch{begin, first, n, run->scale + first / kScaleBlock - run->first / kScaleBlock});
+        const int64_t before = blocks_.block_of(first) - blocks_.block_of(run->first);
+        fn(Stretch{begin, first, n, run->scale + before});
         begin += n;
       }
     }
@@ -68,9 +68,13 @@ class ShardIndex {
 
  private:
   using Runs = std::vector<Stretch>;
+  int64_t global_begin(int64_t bucket) const noexcept {
+    return blocks_.edge_after((first_bucket_ + bucket) * kBucketElements);
+  }
   Runs::const_iterator run_around(int64_t at) const noexcept;
   int64_t before(int64_t first) const noexcept;  // local elements before this global index
 
+  ScaleBlocks blocks_;
   Runs runs_;
   int64_t numel_ = 0;
   int64_t scales_ = 0;

@@ -100,7 +100,7 @@ void check_options(const AdamOptions& of) {
 
 // ---- one shard
 
-ShardIndex::ShardIndex(const ShardSpec& spec) {
+ShardIndex::ShardIndex(const ShardSpec& spec) : blocks_(spec.row) {
   int64_t end = 0;
   runs_.reserve(spec.runs.size());
   for (const ShardRun& run : spec.runs) {
@@ -113,11 +113,11 @@ ShardIndex::ShardIndex(const ShardSpec& spec) {
     end = run.first + run.n;
     runs_.push_back({numel_, run.first, run.n, scales_});
     numel_ += run.n;
-    scales_ += (end - 1) / kScaleBlock - run.first / kScaleBlock + 1;
+    scales_ += blocks_.block_of(end - 1) - blocks_.block_of(run.first) + 1;
   }
   if (numel_ == 0) return;
-  first_bucket_ = runs_.front().first / kBucketElements;
-  buckets_ = (end - 1) / kBucketElements - first_bucket_ + 1;
+  first_bucket_ = bucket_of(runs_.front().first);
+  buckets_ = bucket_of(end - 1) + 1;
 }
 
 ShardIndex::Runs::const_iterator ShardIndex::run_around(int64_t at) const noexcept {
@@ -141,7 +141,8 @@ int64_t ShardIndex::bucket_end_around(int64_t at) const noexcept {
 bool ShardIndex::is_block_edge(int64_t at) const noexcept {
   if (at == numel_) return true;
   const Stretch& run = *run_around(at);
-  return at == run.at || (run.first + (at - run.at)) % kScaleBlock == 0;
+  const int64_t first = run.first + (at - run.at);
+  return at == run.at || blocks_.begin_of(first) == first;
 }
 
 // ---- all shards

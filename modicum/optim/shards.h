@@ -23,6 +23,7 @@ struct ShardRun {
 struct ShardSpec {
   std::string fqn;
   std::vector<ShardRun> runs;  // ascending, disjoint; none if the rank holds no element
+  int64_t row = 0;             // elements of a row of its blocks (ScaleBlocks)
   int group = 0;               // index into AdamWSpec::groups
   // Caller-owned memory in local order; it must outlive the state and is not charged to its ledger.
   std::byte* master = nullptr;    // replaces our master: fp32, or the bf16 half of a split master
@@ -54,8 +55,8 @@ enum class Plane : uint8_t {
 };
 constexpr size_t kPlanes = static_cast<size_t>(Plane::count);
 
-// Norms are summed and work is divided by buckets: the elements of a parameter with the same
-// global index / kBucketElements. A multiple of kScaleBlock.
+// Norms are summed and work is divided by buckets: the blocks of a parameter (ScaleBlocks) whose
+// first elements have the same global index / kBucketElements.
 constexpr int64_t kBucketElements = 65536;
 
 // Exactly the bytes that AdamW charges, by purpose: `master`, `grad` (with the table of buckets)

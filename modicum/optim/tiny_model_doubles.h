@@ -1,5 +1,6 @@
-// A model of three parameters for the tests of `optim`: one of several buckets, one smaller than a
-// block of scales, one in between; cut for any number of ranks at multiples of kScaleBlock.
+// A model of three parameters for the tests of `optim`: one of several buckets in rows that are no
+// multiple of kScaleBlock, one smaller than a block of scales, one in between; cut for any number
+// of ranks where blocks begin.
 #pragma once
 
 #include <algorithm>
@@ -21,15 +22,20 @@ struct TinyParameter {
   const char* fqn;
   int64_t numel;
   int group;
+  int64_t row;
 };
 constexpr std::array<TinyParameter, 3> kTinyModel = {{
-    {"embed.weight", 2 * kBucketElements + 1000, 0},
-    {"norm.weight", 100, 1},
-    {"head.weight", 30 * kScaleBlock + 1, 0},
+    {"embed.weight", 2 * kBucketElements + 1000, 0, 300},
+    {"norm.weight", 100, 1, 0},
+    {"head.weight", 30 * kScaleBlock + 1, 0, 0},
 }};
-constexpr std::array<StateFormat, 5> kFormats = {
-    StateFormat::fp32, StateFormat::fp32_split, StateFormat::bf16_moments,
-    StateFormat::int8_moments, StateFormat::int8_moments_24};
+constexpr std::array<StateFormat, 7> kFormats = {StateFormat::fp32,
+                                                 StateFormat::fp32_split,
+                                                 StateFormat::bf16_moments,
+                                                 StateFormat::int8_moments,
+                                                 StateFormat::int8_moments_24,
+                                                 StateFormat::bf16_moments_fp32,
+                                                 StateFormat::int8_moments_fp32};
 
 inline std::string format_name(StateFormat format) { return std::string(row_of(format).name); }
 
@@ -38,11 +44,12 @@ inline AdamWSpec tiny_spec(StateFormat format, int rank = 0, int ranks = 1) {
       .format = format, .groups = {AdamOptions{.lr = 1e-2}, AdamOptions{.lr = 1e-3}}, .seed = 7};
   spec.groups[1].weight_decay = 0;
   for (const TinyParameter& parameter : kTinyModel) {
-    const int64_t blocks = ceil_div(parameter.numel, kScaleBlock);
+    const int64_t unit = parameter.row > 0 ? parameter.row : kScaleBlock;
+    const int64_t units = ceil_div(parameter.numel, unit);
     const auto cut = [&](int r) {
-      return std::min(parameter.numel, ceil_div(blocks * r, ranks) * kScaleBlock);
+      return std::min(parameter.numel, ceil_div(units * r, ranks) * unit);
     };
-    ShardSpec shard{.fqn = parameter.fqn, .group = parameter.group};
+    ShardSpec shard{.fqn = parameter.fqn, .row = parameter.row, .group = parameter.group};
     if (cut(rank) < cut(rank + 1)) shard.runs = {{cut(rank), cut(rank + 1) - cut(rank)}};
     spec.shards.push_back(std::move(shard));
   }

@@ -57,7 +57,7 @@ DType dtype_of(const AnyArray& array, const std::string& fqn) {
 
 Written written(const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,
                 const std::string& format, uint64_t seed) {
-  const StateFormatRow& row = state_format_named(format);
+  const StateFormatRow& row = row_named("state format", format, all_state_formats());
   Written all{.spec = {.format = row.format, .groups = groups, .seed = seed}};
   const auto take = [&all](const nb::object& given, const ShardSpec& shard,
                            DType* dtype) -> std::byte* {
@@ -68,8 +68,8 @@ Written written(const std::vector<WrittenShard>& shards, const std::vector<AdamO
     all.arrays.push_back(array);
     return bytes_of_array(array).data();
   };
-  for (const auto& [fqn, runs, group, master, out] : shards) {
-    ShardSpec shard{.fqn = fqn, .group = group};
+  for (const auto& [fqn, shape, runs, group, master, out] : shards) {
+    ShardSpec shard{.fqn = fqn, .row = row.has_scales() ? moment_row(shape) : 0, .group = group};
     for (const auto& [first, n] : runs) shard.runs.push_back({first, n});
     DType dtype = row.master;
     shard.master = take(master, shard, &dtype);

@@ -17,9 +17,10 @@
 
 namespace modicum::python {
 
-// (fqn, runs as (first, n), group, master, out): a shard in Python.
+// (fqn, shape, runs as (first, n), group, master, out): a shard in Python.
 using WrittenRuns = std::vector<std::pair<int64_t, int64_t>>;
-using WrittenShard = std::tuple<std::string, WrittenRuns, int, nb::object, nb::object>;
+using WrittenShard =
+    std::tuple<std::string, std::vector<int64_t>, WrittenRuns, int, nb::object, nb::object>;
 
 // The shards, and the arrays that own their memory.
 struct Written {

@@ -177,15 +177,17 @@ nb::dict digest(State& state) {
   return dict_of("state"_a = made.state, "master"_a = made.master);
 }
 
-std::string format_of(const std::string& dtype, const std::string& asked) {
+std::string format_of(const std::string& dtype, const std::vector<int64_t>& shape,
+                      const std::string& asked) {
   const std::optional<DType> known = dtype_from_torch_name(dtype);
   if (!known) fail(Category::usage, fmt::format("unknown dtype '{}'", printable(dtype)));
-  return std::string(row_of(state_format_of(*known, state_format_named(asked).format)).name);
+  const StateFormat format = state_format_of(*known, shape, state_format_named(asked).format);
+  return std::string(row_of(format).name);
 }
 
 nb::list formats() {
   nb::list rows;
-  for (const StateFormatRow& row : state_formats()) {
+  for (const StateFormatRow& row : all_state_formats()) {
     nb::object low = nb::none();
     if (row.master_low != DType::boolean) low = nb::cast(torch_name(row.master_low));
     rows.append(dict_of("name"_a = row.name, "master"_a = torch_name(row.master),
@@ -224,16 +226,16 @@ void define_options(nb::module_& module) {
 constexpr auto kStateDoc = R"(AdamW's state over the shards of a rank. All memory is allocated here.
 
 Args:
-    shards: (fqn, runs, group, master, out) each: runs (first, n) of the parameter's elements,
-        ascending; an index into `groups`; an array to use as the master (float32, or the bfloat16
-        half of a split master) or None; a bfloat16 or float16 array that receives new parameters,
-        or None. The state keeps the arrays alive.
+    shards: (fqn, shape, runs, group, master, out) each: the parameter's whole shape; runs (first,
+        n) of its elements, ascending; an index into `groups`; an array to use as the master
+        (float32, or the bfloat16 half of a split master) or None; a bfloat16 or float16 array that
+        receives new parameters, or None. The state keeps the arrays alive.
     groups: options by group.
     format: a name of state_formats.
     ledger: is charged for all memory.
     seed: of stochastic rounding; the same on every rank.
     threads: of construction and steps; 0: one per usable CPU.
-    slots: of 128 KiB per thread, for `send` of a step; see `staging`.
+    slots: of SLOT_BYTES per thread, for `send` of a step; see `staging`.
     pin, unpin: called with address and bytes of each arena that a device accesses; None: not
         pinned.
     pin_limit: bytes that the process may still lock; None: no limit.
@@ -331,8 +333,9 @@ void define_optim(nb::module_& module) {
              "min(1, max_norm / (norm + 1e-6)), rounded once to float32.");
   module.def("state_formats", formats,
              "A dict for each format: name, and the dtypes of its planes.");
-  module.def("state_format_of", format_of, "dtype"_a, "asked"_a,
-             "The format for a parameter of `dtype`: `asked` for bfloat16, fp32 for others.");
+  module.def("state_format_of", format_of, "dtype"_a, "shape"_a, "asked"_a,
+             "The format of a parameter of `dtype` and `shape` when the user asks for `asked`.");
+  module.attr("SLOT_BYTES") = kRingSlotBytes;
 }
 
 }  // namespace modicum::python

@@ -43,8 +43,10 @@ void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat fo
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
     if (!is_trained(recipe, t)) continue;
     const TensorSpec& spec = recipe.targets[t].spec;
-    TrainedShard shard{
-        .format = state_format_of(spec.dtype, format), .target = t, .dtype = spec.dtype};
+    TrainedShard shard{.format = state_format_of(spec.dtype, spec.shape, format),
+                       .target = t,
+                       .dtype = spec.dtype};
+    if (row_of(shard.format).has_scales()) shard.shard.row = moment_row(spec.shape);
     std::vector<ShardRun>& of_shard = shard.shard.runs;
     int64_t next_at = 0;
     const auto add = [&](uint32_t buffer, int64_t at, const ShardRun& run) {
@@ -101,11 +103,12 @@ Footprint training_footprint(std::span<const AdamWCount> states) {
 Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format) {
   Phase phase{"step", {}};
   for (int rank = 0; rank < layout.world_size(); ++rank) {
-    // One state per format.
-    std::array<AdamWCount, 2> states = {AdamWCount(StateFormat::fp32, {AdamOptions{}}),
-                                        AdamWCount(format, {AdamOptions{}})};
+    std::vector<AdamWCount> states;
+    for (const StateFormatRow& row : all_state_formats()) {
+      states.emplace_back(row.format, std::vector{AdamOptions{}});
+    }
     for_each_trained(recipe, layout, format, rank, [&](TrainedShard&& shard) {
-      states[shard.format == StateFormat::fp32 ? 0 : 1].add(shard.shard, !shard.is_master());
+      states[static_cast<size_t>(shard.format)].add(shard.shard, !shard.is_master());
     });
     phase.of_rank.push_back(training_footprint(states));
   }

@@ -110,11 +110,16 @@ TEST(Trained, LoadedMemoryIsTheMasterOrReceivesTheParameter) {
                                        {"norm", "fp32"},
                                        {"half", "fp32, apart"},
                                        {"scalar", "fp32, apart"}}));
-  EXPECT_EQ(states("adamw:int8-moments"), (Map{{"embed", "int8-moments"},
-                                               {"gate_up", "int8-moments"},
+  EXPECT_EQ(states("adamw:int8-moments"), (Map{{"embed", "fp32-split"},  // all too small for codes
+                                               {"gate_up", "fp32-split"},
                                                {"norm", "fp32"},
                                                {"half", "fp32, apart"},
-                                               {"scalar", "int8-moments"}}));
+                                               {"scalar", "fp32-split"}}));
+  EXPECT_EQ(states("adamw:bf16-moments"), (Map{{"embed", "bf16-moments"},
+                                               {"gate_up", "bf16-moments"},
+                                               {"norm", "bf16-moments-fp32"},
+                                               {"half", "bf16-moments-fp32, apart"},
+                                               {"scalar", "bf16-moments"}}));
 }
 
 // A million parameters on four ranks: bytes per parameter in addition to the loaded shards.
@@ -137,10 +142,12 @@ TEST(Trained, TheStepPhaseIsTheFormatsBytesLessTheLoadedOnes) {
   EXPECT_NEAR(per_param("adamw:fp32", ""), 16, kPages);
   EXPECT_NEAR(per_param("adamw:fp32", "float32"), 12, kPages);
   EXPECT_NEAR(per_param("adamw:fp32-split", ""), 12, kPages);
-  EXPECT_NEAR(per_param("adamw:bf16-moments", "float16"), 16, kPages);
+  EXPECT_NEAR(per_param("adamw:fp32-split", "float32"), 12, kPages);
+  EXPECT_NEAR(per_param("adamw:bf16-moments", "float16"), 12, kPages);
+  EXPECT_NEAR(per_param("adamw:bf16-moments", "float32"), 8, kPages);
   EXPECT_NEAR(per_param("adamw:bf16-moments", ""), 8, kPages);
   EXPECT_NEAR(per_param("adamw:int8-moments-24", ""), 5.0625, kPages);
-  EXPECT_NEAR(per_param("adamw:int8-moments-24", "float32"), 12, kPages);
+  EXPECT_NEAR(per_param("adamw:int8-moments-24", "float32"), 6.0625, kPages);
 }
 
 TEST(Trained, ThePlanPromisesAndDigestsTheState) {

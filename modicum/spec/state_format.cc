@@ -8,29 +8,53 @@ namespace modicum {
 namespace {
 
 // `moment` is the dtype of exp_avg; int8 codes of exp_avg_sq are unsigned.
-constexpr std::array<StateFormatRow, 5> kRows = {{
+constexpr std::array<StateFormatRow, 7> kRows = {{
     {StateFormat::fp32, "fp32", DType::f32, DType::boolean, DType::f32, DType::f32},
     {StateFormat::fp32_split, "fp32-split", DType::bf16, DType::i16, DType::bf16, DType::f32},
     {StateFormat::bf16_moments, "bf16-moments", DType::bf16, DType::i16, DType::bf16, DType::bf16},
     {StateFormat::int8_moments, "int8-moments", DType::bf16, DType::i16, DType::bf16, DType::i8},
     {StateFormat::int8_moments_24, "int8-moments-24", DType::bf16, DType::i8, DType::bf16,
      DType::i8},
+    {StateFormat::bf16_moments_fp32, "bf16-moments-fp32", DType::f32, DType::boolean, DType::f32,
+     DType::bf16},
+    {StateFormat::int8_moments_fp32, "int8-moments-fp32", DType::f32, DType::boolean, DType::f32,
+     DType::i8},
 }};
+constexpr size_t kAsked = 5;  // the first ones
 
 }  // namespace
 
-std::span<const StateFormatRow> state_formats() noexcept { return kRows; }
+std::span<const StateFormatRow> all_state_formats() noexcept { return kRows; }
+std::span<const StateFormatRow> state_formats() noexcept {
+  return std::span(kRows).first<kAsked>();
+}
 
 const StateFormatRow& row_of(StateFormat format) noexcept {
   return kRows[static_cast<size_t>(format)];
 }
 
-StateFormat state_format_of(DType dtype, StateFormat asked) noexcept {
-  return dtype == DType::bf16 ? asked : StateFormat::fp32;
+StateFormat state_format_of(DType dtype, std::span<const int64_t> shape,
+                            StateFormat asked) noexcept {
+  if (row_of(asked).has_scales() && moment_row(shape) == 0) asked = StateFormat::fp32_split;
+  if (dtype == DType::bf16) return asked;
+  if (row_of(asked).has_scales()) return StateFormat::int8_moments_fp32;
+  return asked == StateFormat::bf16_moments ? StateFormat::bf16_moments_fp32 : StateFormat::fp32;
+}
+
+int64_t moment_row(std::span<const int64_t> shape) noexcept {
+  int64_t numel = 1;
+  for (const int64_t size : shape) numel *= size;
+  if (numel < kLeastCoded) return 0;
+  int64_t row = 1;
+  for (size_t dim = shape.size(); dim > 1; --dim) {
+    row *= shape[dim - 1];
+    if (row >= kScaleBlock) return row;
+  }
+  return 0;
 }
 
 const StateFormatRow& state_format_named(std::string_view name) {
-  return row_named("state format", name, kRows);
+  return row_named("state format", name, state_formats());
 }
 
 }  // namespace modicum

@@ -21,10 +21,12 @@ std::vector<Trained> trained_of(const Run& run, const Plan& plan, int rank, Host
   // A fixed threshold: a dynamic one would grow with the large lists of runs freed here, and the
   // allocator would then keep their memory.
   mallopt(M_MMAP_THRESHOLD, static_cast<int>(128 * kKiB));
-  std::vector<Trained> trained = {{.spec = {.format = StateFormat::fp32}}};
-  if (*run.optimizer != StateFormat::fp32) trained.push_back({.spec = {.format = *run.optimizer}});
+  std::vector<Trained> trained;
+  for (const StateFormatRow& row : all_state_formats()) {
+    trained.push_back({.spec = {.format = row.format}});
+  }
   for_each_trained(run.recipe, plan.layout, *run.optimizer, rank, [&](TrainedShard&& of) {
-    Trained& to = of.format == StateFormat::fp32 ? trained.front() : trained.back();
+    Trained& to = trained[static_cast<size_t>(of.format)];
     std::byte* const elements = loaded.host(of.buffer).data() + bytes_of(of.dtype, of.at);
     ShardSpec& shard = to.spec.shards.emplace_back(std::move(of.shard));
     shard.out_dtype = of.dtype;
@@ -32,6 +34,7 @@ std::vector<Trained> trained_of(const Run& run, const Plan& plan, int rank, Host
     to.grad_dtypes.push_back(of.dtype);
     to.cast_from.push_back(shard.out);
   });
+  std::erase_if(trained, [](const Trained& of) { return of.spec.shards.empty(); });
   return trained;
 }
 

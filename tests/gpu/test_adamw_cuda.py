@@ -16,6 +16,7 @@ EVERY = [
     ("fp32", torch.bfloat16),
     ("fp32-split", torch.bfloat16),
     ("int8-moments", torch.bfloat16),
+    ("int8-moments", torch.float32),
 ]
 
 

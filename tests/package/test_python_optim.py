@@ -16,7 +16,10 @@ import modicum  # noqa: E402  (after torch is known to be there)
 from modicum import _modicum  # noqa: E402
 
 GROUPS = [_modicum.AdamOptions(lr=0.5, weight_decay=0.0), _modicum.AdamOptions(amsgrad=True)]
-SHARDS = [("a", [(0, 300)], 0, None, None), ("b", [(128, 100), (1000, 7)], 1, None, None)]
+SHARDS = [
+    ("a", [300], [(0, 300)], 0, None, None),
+    ("b", [1007], [(128, 100), (1000, 7)], 1, None, None),
+]
 
 
 def state(shards: Any = SHARDS, format: str = "fp32", **more: Any) -> Any:
@@ -34,12 +37,15 @@ def bring(of: Any, *gradients: torch.Tensor) -> None:
 
 
 def _shared(memory: torch.Tensor) -> Any:
-    return state([("a", [(0, 300)], 0, memory, None), ("b", [(0, 9)], 0, memory[100:109], None)])
+    return state(
+        [("a", [300], [(0, 300)], 0, memory, None), ("b", [9], [(0, 9)], 0, memory[100:109], None)]
+    )
 
 
 def test_formats_are_data() -> None:
     rows = {row["name"]: row for row in _modicum.state_formats()}
-    assert list(rows) == ["fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24"]
+    asked = ["fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24"]
+    assert list(rows) == [*asked, "bf16-moments-fp32", "int8-moments-fp32"]
     assert rows["fp32"] == {
         "name": "fp32", "master": "float32", "master_low": None, "grad": "float32",
         "moment": "float32",
@@ -47,15 +53,21 @@ def test_formats_are_data() -> None:
     assert rows["int8-moments-24"]["master_low"] == "int8"
 
 
-def test_only_bfloat16_takes_any_format() -> None:
-    for asked in (row["name"] for row in _modicum.state_formats()):
-        assert _modicum.state_format_of("bfloat16", asked) == asked
-        assert _modicum.state_format_of("float32", asked) == "fp32"
-        assert _modicum.state_format_of("float16", asked) == "fp32"
+def test_the_format_follows_dtype_and_shape() -> None:
+    of, matrix = _modicum.state_format_of, [4096, 512]
+    for asked in ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24"):
+        assert of("bfloat16", matrix, asked) == asked
+    for dtype in ("float32", "float16"):
+        assert of(dtype, matrix, "fp32-split") == "fp32"
+        assert of(dtype, matrix, "bf16-moments") == "bf16-moments-fp32"
+        assert of(dtype, matrix, "int8-moments-24") == "int8-moments-fp32"
+    assert of("bfloat16", [1 << 20], "int8-moments") == "fp32-split"
+    assert of("float32", [1 << 20], "int8-moments") == "fp32"
     with pytest.raises(modicum.UsageError, match="unknown dtype"):
-        _modicum.state_format_of("half a bit", "fp32")
-    with pytest.raises(modicum.UsageError, match="fp32-split"):
-        _modicum.state_format_of("bfloat16", "fp32-spilt")
+        of("half a bit", matrix, "fp32")
+    for name in ("fp32-spilt", "int8-moments-fp32"):
+        with pytest.raises(modicum.UsageError, match="fp32-split"):
+            of("bfloat16", matrix, name)
 
 
 @pytest.mark.parametrize("format", [row["name"] for row in _modicum.state_formats()])
@@ -110,7 +122,7 @@ def test_planes_are_the_memory_and_keep_it() -> None:
 
 def test_a_callers_arrays_are_used_and_kept() -> None:
     master, out = torch.zeros(300), torch.zeros(107, dtype=torch.float16)
-    shards = [(*SHARDS[0][:3], master, None), (*SHARDS[1][:3], None, out)]
+    shards = [(*SHARDS[0][:4], master, None), (*SHARDS[1][:4], None, out)]
     of = state(shards)
     assert of.footprint["master"] == 4096, "one page for the 107"
     bring(of, torch.ones(300), torch.ones(107))
@@ -126,7 +138,10 @@ def test_a_callers_arrays_are_used_and_kept() -> None:
 
 def test_arrived_in_place_takes_the_norm_of_all() -> None:
     """Shards of several chunks that arrive on two threads give the norm of all gradients."""
-    shards = [("large", [(77, 5_000_000)], 0, None, None), ("small", [(5, 9)], 0, None, None)]
+    shards = [
+        ("large", [5000077], [(77, 5_000_000)], 0, None, None),
+        ("small", [14], [(5, 9)], 0, None, None),
+    ]
     one, other = state(shards), state(shards)
     torch.manual_seed(0)
     gradient = torch.randn(5_000_000)
@@ -142,7 +157,10 @@ def test_arrived_in_place_takes_the_norm_of_all() -> None:
 
 
 def test_long_calls_let_others_run() -> None:
-    of, gradient = state([("large", [(0, 8_000_000)], 0, None, None)]), torch.ones(8_000_000)
+    of, gradient = (
+        state([("large", [8000000], [(0, 8_000_000)], 0, None, None)]),
+        torch.ones(8_000_000),
+    )
 
     def arrive() -> None:
         of.arrive(0, gradient)
@@ -196,15 +214,18 @@ def test_pins_each_arena_once() -> None:
         (lambda of: of.set_options(0, GROUPS[1]), "amsgrad can't change"),
         (lambda of: of.set_steps(0, -1), "0 or more"),
         (lambda of: state(format="fp64"), "unknown state format"),
-        (lambda of: state([("a", [(5, 3), (0, 2)], 0, None, None)]), "ascending"),
-        (lambda of: state([("a", [(0, 2)], 7, None, None)]), "group index is out of range"),
+        (lambda of: state([("a", [2], [(5, 3), (0, 2)], 0, None, None)]), "ascending"),
+        (lambda of: state([("a", [2], [(0, 2)], 7, None, None)]), "group index is out of range"),
         (
-            lambda of: state([("a", [(0, 2)], 0, torch.ones(3), None)]),
+            lambda of: state([("a", [2], [(0, 2)], 0, torch.ones(3), None)]),
             "differs from its shard",
         ),
-        (lambda of: state([("a", [(0, 2)], 0, torch.ones(2).half(), None)]), "dtype differs"),
-        (lambda of: state([("a", [(0, 2)], 0, None, torch.ones(2))]), "must be bfloat16"),
-        (lambda of: state([("a", [(0, 2)], 0, torch.ones(4)[::2], None)]), "no contiguous host"),
+        (lambda of: state([("a", [2], [(0, 2)], 0, torch.ones(2).half(), None)]), "dtype differs"),
+        (lambda of: state([("a", [2], [(0, 2)], 0, None, torch.ones(2))]), "must be bfloat16"),
+        (
+            lambda of: state([("a", [2], [(0, 2)], 0, torch.ones(4)[::2], None)]),
+            "no contiguous host",
+        ),
         (lambda of: state(pin=print), "must be given together"),
         (lambda of: state(seed=-1), "got -1"),
         (lambda of: state(seed=1 << 64), "got 18446744073709551616"),

@@ -202,7 +202,7 @@ INTERRUPTED_STATE = """
 import json, sys, time
 from modicum import _modicum
 ledger = _modicum.Ledger()
-shard = ("weight", [(0, 100_000_000)], 0, None, None)
+shard = ("weight", [100_000_000], [(0, 100_000_000)], 0, None, None)
 print("loading", flush=True)
 try:
     while True:

@@ -2,8 +2,9 @@
 
     adamw_memory.py FORMAT...
 
-Prints a JSON object by format. Figures are bytes above the memory held before the optimizer
-was made: RssAnon of the process, and Pss_Anon of the process and its forked children together.
+A format whose name ends in -fp32 is that of float32 parameters. Prints a JSON object by format.
+Figures are bytes above the memory held before the optimizer was made: RssAnon of the process, and
+Pss_Anon of the process and its forked children together.
 """
 
 import gc
@@ -21,7 +22,7 @@ from torch import nn
 import modicum
 import modicum.torch
 
-ROWS = 1600
+ROWS = 1664  # a multiple of a block of scales
 LAYERS = 3
 
 
@@ -57,11 +58,12 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> None:
 
 
 def measured(state_format: str) -> dict[str, int]:
-    model = model_of(torch.float32 if state_format == "fp32" else torch.bfloat16)
+    model = model_of(torch.float32 if state_format.endswith("fp32") else torch.bfloat16)
+    asked = state_format.removesuffix("-fp32")
     gc.collect()
     numel = sum(p.numel() for p in model.parameters())
     before = rss_anon()
-    optimizer = modicum.torch.AdamW(model.named_parameters(), state_format=state_format)
+    optimizer = modicum.torch.AdamW(model.named_parameters(), state_format=asked)
     made = rss_anon() - before
     train(model, optimizer, 3)
     stepped = rss_anon() - before

@@ -430,16 +430,16 @@ class AdamW:
     AdamW's state over the shards of a rank. All memory is allocated here.
 
     Args:
-        shards: (fqn, runs, group, master, out) each: runs (first, n) of the parameter's elements,
-            ascending; an index into `groups`; an array to use as the master (float32, or the bfloat16
-            half of a split master) or None; a bfloat16 or float16 array that receives new parameters,
-            or None. The state keeps the arrays alive.
+        shards: (fqn, shape, runs, group, master, out) each: the parameter's whole shape; runs (first,
+            n) of its elements, ascending; an index into `groups`; an array to use as the master
+            (float32, or the bfloat16 half of a split master) or None; a bfloat16 or float16 array that
+            receives new parameters, or None. The state keeps the arrays alive.
         groups: options by group.
         format: a name of state_formats.
         ledger: is charged for all memory.
         seed: of stochastic rounding; the same on every rank.
         threads: of construction and steps; 0: one per usable CPU.
-        slots: of 128 KiB per thread, for `send` of a step; see `staging`.
+        slots: of SLOT_BYTES per thread, for `send` of a step; see `staging`.
         pin, unpin: called with address and bytes of each arena that a device accesses; None: not
             pinned.
         pin_limit: bytes that the process may still lock; None: no limit.
@@ -450,7 +450,7 @@ class AdamW:
         UsageError: shards, options and format do not match.
     """
 
-    def __init__(self, shards: Sequence[tuple[str, Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, ledger: Ledger, seed: int = 0, threads: int = 0, slots: int = 0, pin: object | None = None, unpin: object | None = None, pin_limit: int | None = None, fork: str = 'excluded') -> None: ...
+    def __init__(self, shards: Sequence[tuple[str, Sequence[int], Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, ledger: Ledger, seed: int = 0, threads: int = 0, slots: int = 0, pin: object | None = None, unpin: object | None = None, pin_limit: int | None = None, fork: str = 'excluded') -> None: ...
 
     def set_options(self, group: int, options: AdamOptions) -> None:
         """Applies from the next step on."""
@@ -520,7 +520,7 @@ class AdamW:
         Digests `state` and `master` of this rank's values: add over ranks, modulo 2^64.
         """
 
-def adamw_footprint(shards: Sequence[tuple[str, Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, slots: int = 0, threads: int = 1, fork: str = 'excluded') -> dict:
+def adamw_footprint(shards: Sequence[tuple[str, Sequence[int], Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, slots: int = 0, threads: int = 1, fork: str = 'excluded') -> dict:
     """The footprint of such an AdamW, bytes by purpose."""
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -529,10 +529,12 @@ def clip_factor(norm: float, max_norm: float) -> float:
 def state_formats() -> list:
     """A dict for each format: name, and the dtypes of its planes."""
 
-def state_format_of(dtype: str, asked: str) -> str:
+def state_format_of(dtype: str, shape: Sequence[int], asked: str) -> str:
     """
-    The format for a parameter of `dtype`: `asked` for bfloat16, fp32 for others.
+    The format of a parameter of `dtype` and `shape` when the user asks for `asked`.
     """
+
+SLOT_BYTES: int = 135168
 
 def process_memory(pid: int = 0) -> dict:
     """

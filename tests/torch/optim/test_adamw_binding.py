@@ -37,7 +37,7 @@ class Pair:
 
     def __init__(self, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         torch.manual_seed(3)
-        self.mine = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 4)).to(dtype)
+        self.mine = nn.Sequential(nn.Conv2d(3, 40, 3), nn.Flatten(), nn.Linear(160, 32)).to(dtype)
         self.theirs = copy.deepcopy(self.mine)
         self.dtype = dtype
         self.options = {"lr": 1e-2} | options
@@ -92,7 +92,7 @@ def shared(model: nn.Module, optimizer: Any) -> None:
 
 
 def swapped(model: nn.Module, optimizer: Any) -> None:
-    torch.utils.swap_tensors(model[2].bias, nn.Parameter(torch.ones(4)))
+    torch.utils.swap_tensors(model[2].bias, nn.Parameter(torch.ones(32)))
 
 
 def permuted(model: nn.Module, optimizer: Any) -> None:
@@ -358,7 +358,7 @@ def step_data(model: nn.Module, optimizer: Any) -> None:
 
 
 def moment_replaced(model: nn.Module, optimizer: Any) -> None:
-    optimizer.state[model[2].weight]["exp_avg"] = torch.full((4, 32), 0.25)
+    optimizer.state[model[2].weight]["exp_avg"] = torch.full((32, 160), 0.25)
 
 
 def moment_zeroed(model: nn.Module, optimizer: Any) -> None:
@@ -372,8 +372,8 @@ def moment_shared(model: nn.Module, optimizer: Any) -> None:
 def entry_replaced(model: nn.Module, optimizer: Any) -> None:
     optimizer.state[model[2].weight] = {
         "step": torch.tensor(3.0),
-        "exp_avg": torch.full((4, 32), 0.25),
-        "exp_avg_sq": torch.full((4, 32), 0.5),
+        "exp_avg": torch.full((32, 160), 0.25),
+        "exp_avg_sq": torch.full((32, 160), 0.5),
     }
 
 
@@ -433,7 +433,7 @@ def test_a_state_that_is_cleared_begins_anew(state_format: str) -> None:
         (lambda entry: entry.pop("step"), "lacks 'step'.*2.weight"),
         (lambda entry: entry.update(exp_avg=torch.zeros(3)), "its exp_avg.*2.weight"),
         (lambda entry: entry.update(exp_avg=None), "lacks 'exp_avg'.*2.weight"),
-        (lambda entry: entry.update(exp_avg_sq=-torch.ones(4, 32)), "its exp_avg_sq.*2.weight"),
+        (lambda entry: entry.update(exp_avg_sq=-torch.ones(32, 160)), "its exp_avg_sq.*2.weight"),
         (lambda entry: entry["step"].fill_(-1), "its step.*2.weight.*whole number"),
         (lambda entry: entry["step"].fill_(0.5), "its step.*2.weight.*whole number"),
         (lambda entry: entry["step"].fill_(math.nan), "its step.*2.weight.*whole number"),

@@ -21,17 +21,19 @@ from torch import nn  # noqa: E402
 import modicum  # noqa: E402
 from modicum.torch import AdamW  # noqa: E402
 
+WIDTH = 131  # matrices that 8-bit formats hold in codes, with rows of a block and three elements
+
 
 def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(5)
-    return nn.Sequential(*(nn.Linear(40, 40) for _ in range(3))).to(dtype)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).to(dtype)
 
 
 def train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
     generator = torch.Generator().manual_seed(6)
     with nearest_sqrt():
         for _ in range(steps):
-            x = torch.randn(5, 40, generator=generator).to(model[2].weight.dtype)
+            x = torch.randn(5, WIDTH, generator=generator).to(model[2].weight.dtype)
             model(x).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -59,7 +61,7 @@ def test_a_frozen_parameter_holds_nothing_until_it_trains() -> None:
     alone = modicum.Ledger()
     other = AdamW(mine[2].named_parameters(), ledger=alone)
     assert ledger.held_bytes == alone.held_bytes > 0
-    assert ours.held["fp32"]["parameters"] == 40 * 41
+    assert ours.held["fp32"]["parameters"] == WIDTH * (WIDTH + 1)
     del other
     torchs = torch.optim.AdamW(theirs.named_parameters(), lr=1e-2)
     train(mine, ours)
@@ -84,7 +86,7 @@ def test_a_frozen_parameter_holds_nothing_until_it_trains() -> None:
     train(theirs, torchs, 3)
     assert_same(mine, theirs, ours, torchs)
     assert mine[0].weight.grad is None
-    mine(torch.ones(40)).sum().backward()
+    mine(torch.ones(WIDTH)).sum().backward()
     assert all(part.parameter.grad is part.grad for part in ours._bound.parts), "in the planes"
     mine.zero_grad()
     gone = weakref.ref(ours)
@@ -105,7 +107,7 @@ def test_a_parameter_that_does_not_fit_is_refused_by_name(state_format: str) -> 
     digest, state, held = ours.digest(), dict(ours.state), ledger.held_bytes
     mine[1].requires_grad_(True)
     for call in (ours.step, lambda: ours.clip_grad_norm_(1.0), ours.state_dict, ours.digest):
-        mine(torch.ones(40, dtype=torch.bfloat16)).sum().backward()
+        mine(torch.ones(WIDTH, dtype=torch.bfloat16)).sum().backward()
         with pytest.raises(modicum.BudgetError, match=r"'1\.weight' and 1 more") as refused:
             call()
         assert refused.value.tensor == "1.weight"
@@ -207,7 +209,7 @@ def test_a_loaded_entry_of_a_frozen_parameter_takes_its_memory() -> None:
     both(lambda m: m[0].requires_grad_(False), (mine, theirs))
     again = AdamW(mine.parameters())
     again.load_state_dict(saved)
-    assert again.held["fp32"]["parameters"] == 2 * 40 * 41
+    assert again.held["fp32"]["parameters"] == 2 * WIDTH * (WIDTH + 1)
     assert again.state[mine[1].weight]["step"] == 2
 
 
@@ -222,15 +224,15 @@ def test_a_gradient_or_an_entry_of_a_frozen_parameter_trains_it() -> None:
             bias = model[1].bias
             optimizer.state[bias] = {
                 "step": torch.tensor(3.0),
-                "exp_avg": torch.full((40,), 0.25),
-                "exp_avg_sq": torch.full((40,), 0.5),
+                "exp_avg": torch.full((WIDTH,), 0.25),
+                "exp_avg_sq": torch.full((WIDTH,), 0.5),
             }
             for p in (bias, model[2].weight):
                 p.grad = torch.ones_like(p)
             optimizer.step()
             optimizer.zero_grad()
     assert_same(mine, theirs, ours, torchs)
-    assert ours.held["fp32"]["parameters"] == 40 + 1600
+    assert ours.held["fp32"]["parameters"] == WIDTH + WIDTH**2
 
 
 # ---- messages
@@ -257,7 +259,7 @@ def test_a_skipped_step_is_said_once() -> None:
     optimizer = AdamW(model.named_parameters())
     with pytest.warns(UserWarning, match=r"skipped a step.*'1\.bias'.*skipped_steps") as warned:
         for _ in range(3):
-            model(torch.ones(40)).sum().backward()
+            model(torch.ones(WIDTH)).sum().backward()
             model[1].bias.grad[3] = torch.nan
             optimizer.step()
             optimizer.zero_grad()
@@ -275,14 +277,14 @@ def test_a_gradient_that_is_kept_stays(how: str) -> None:
     weight = model[2].weight
     address = 0
     for step in range(3):
-        model((1.0 + step) * torch.ones(40)).sum().backward()
+        model((1.0 + step) * torch.ones(WIDTH)).sum().backward()
         if how == "assigned":
             weight.grad = weight.grad.clone() if step else weight.grad
         address = address or weight.grad.data_ptr()
         kept, values = weight.grad, weight.grad.clone()
         optimizer.step()
         optimizer.zero_grad()
-        model(torch.full((40,), 9.0)).sum().backward()
+        model(torch.full((WIDTH,), 9.0)).sum().backward()
         optimizer.clip_grad_norm_(1.0)
         assert torch.equal(kept, values) and not torch.equal(weight.grad, values)
         assert weight.grad.data_ptr() == address, "in the plane"

@@ -67,9 +67,10 @@ class AdamW(torch.optim.Optimizer):
         lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW; by group, too.
         foreach, fused: ignored: they choose between torch's implementations.
         capturable, differentiable: must be False.
-        state_format: fp32 (16 bytes per parameter, gradient and float32 parameter included),
-            fp32-split (14), bf16-moments (10), int8-moments (8.0625) or int8-moments-24 (7.0625).
-            All but fp32 are for bfloat16 parameters; the optimizer steps others in `fp32`.
+        state_format: names the moments: fp32 or fp32-split, bf16-moments, int8-moments or
+            int8-moments-24. Per bfloat16 parameter, itself and its gradient included, they take 14
+            (fp32-split), 10, 8.0625 and 7.0625 bytes; per float32 parameter 16, 12 and 10.0625.
+            Vectors and tensors with rows below 128 elements keep fp32 moments.
         semantics: torch (the bits of torch.optim.AdamW's default path) or deepspeed.
         decoupled: False: the decay is added to the gradient (Adam). In a group:
             `decoupled_weight_decay`.

@@ -12,7 +12,6 @@ from modicum.torch.optim.parts import Part
 
 SLOTS = 4
 """Staging slots per thread."""
-_SLOT_BYTES = 128 << 10
 
 
 class Lane:
@@ -40,7 +39,7 @@ class Lane:
         self._dtype = parts[0].local.dtype
         staging = torch.from_dlpack(state.staging)
         self._staging = staging.view(self._dtype)
-        self._slots = self._staging.view(-1, _SLOT_BYTES // self._dtype.itemsize)
+        self._slots = self._staging.view(-1, _modicum.SLOT_BYTES // self._dtype.itemsize)
         self._left: Any = None  # an event: the copies of `masters` are done
 
     def bring(self, parts: Sequence[tuple[Part, torch.Tensor]]) -> list[int]:

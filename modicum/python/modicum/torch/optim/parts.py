@@ -115,6 +115,11 @@ class Part:
         """Whether the local elements are contiguous in row-major order."""
         return self.order == tuple(range(len(self.order)))
 
+    @property
+    def shape(self) -> list[int]:
+        """The whole parameter's shape, in the order of `runs`."""
+        return [self.parameter.shape[dim] for dim in self.order]
+
 
 def mesh_of(tensor: torch.Tensor) -> Any:
     """The device mesh of a DTensor; None for a plain tensor."""

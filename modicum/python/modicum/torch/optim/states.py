@@ -84,7 +84,7 @@ def make_states(
     threads = cpus_of_rank()
     for part in parts:
         dtype = str(part.local.dtype).removeprefix("torch.")
-        part.format = _modicum.state_format_of(dtype, state_format)
+        part.format = _modicum.state_format_of(dtype, part.shape, state_format)
         part.state = part.format
         if not part.on_host:
             part.state += f" of {part.local.dtype} on {part.local.device}"
@@ -93,7 +93,7 @@ def make_states(
             master, out = (part.local, None) if is_own_master(part) else (None, part.local)
         of_state = shards.setdefault(part.state, [])
         part.shard = len(of_state)
-        of_state.append((part.name, part.runs, part.group, master, out))
+        of_state.append((part.name, part.shape, part.runs, part.group, master, out))
         slots = 0 if part.on_host else SLOTS
         made_with[part.state] = {
             "format": part.format, "slots": slots, "threads": threads, "fork": fork,

@@ -1,0 +1,48 @@
+#include "modicum/optim/shard_map.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace modicum {
+namespace {
+
+// Runs that begin where rows do not, several to a bucket, and one of several buckets.
+ShardSpec spec_of(int64_t row) {
+  return {.fqn = "w",
+          .runs = {{100, 600}, {1000, 300}, {kBucketElements - 5, 3 * kBucketElements + 77}},
+          .row = row};
+}
+
+TEST(ShardIndex, StretchesTileTheShardAndDivideNoBlock) {
+  for (const int64_t row : {0, 100, 147, 300, 384, 65613}) {
+    const ShardSpec spec = spec_of(row);
+    const ShardIndex index(spec);
+    const ScaleBlocks blocks(row);
+    int64_t at = 0;
+    int64_t scales = 0;
+    int64_t bucket = -1;
+    index.for_each_stretch(0, index.numel(), [&](const Stretch& stretch) {
+      ASSERT_EQ(stretch.at, at);
+      const bool begins_a_run =
+          stretch.first == 100 || stretch.first == 1000 || stretch.first == kBucketElements - 5;
+      ASSERT_TRUE(begins_a_run || blocks.begin_of(stretch.first) == stretch.first)
+          << "element " << stretch.first << ", rows of " << row;
+      ASSERT_EQ(stretch.scale, scales) << "element " << stretch.first << ", rows of " << row;
+      const int64_t last = stretch.first + stretch.n - 1;
+      ASSERT_EQ(index.bucket_of(stretch.first), index.bucket_of(last));
+      ASSERT_GE(index.bucket_of(stretch.first), bucket);
+      bucket = index.bucket_of(stretch.first);
+      ASSERT_LE(stretch.n, kBucketElements + kScaleBlock);
+      ASSERT_EQ(index.bucket_end_around(stretch.at), index.bucket_begin(bucket + 1));
+      at += stretch.n;
+      scales += blocks.block_of(last) - blocks.block_of(stretch.first) + 1;
+    });
+    EXPECT_EQ(at, index.numel());
+    EXPECT_EQ(scales, index.scales());
+    EXPECT_EQ(bucket + 1, index.buckets());
+  }
+}
+
+}  // namespace
+}  // namespace modicum
