@@ -32,7 +32,7 @@ from torch.nn import functional
 from modicum.torch import AdamW
 
 WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 128, 2, 4, 64, 16
-LR, DECAY = 2e-3, 0.1
+LR, DECAY = 1e-3, 0.1
 COMMAND = "python benchmarks/parity.py"
 
 

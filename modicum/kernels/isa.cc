@@ -34,10 +34,10 @@ struct Isa {
   std::string_view name;
 };
 constexpr Isa kIsas[] = {
-    {HWY_AVX3_DL, "avx3_dl"}, {HWY_AVX3, "avx3"},       {HWY_AVX2, "avx2"},
-    {HWY_SSE4, "sse4"},       {HWY_SSSE3, "ssse3"},     {HWY_SVE2_128, "sve2_128"},
-    {HWY_SVE_256, "sve_256"}, {HWY_SVE2, "sve2"},       {HWY_SVE, "sve"},
-    {HWY_NEON, "neon"},       {HWY_EMU128, "emulated"}, {HWY_SCALAR, "scalar"},
+    {HWY_AVX3_DL, "avx3_dl"},   {HWY_AVX3, "avx3"},       {HWY_AVX2, "avx2"},
+    {HWY_SVE2_128, "sve2_128"}, {HWY_SVE_256, "sve_256"}, {HWY_SVE2, "sve2"},
+    {HWY_SVE, "sve"},           {HWY_NEON, "neon"},       {HWY_EMU128, "emulated"},
+    {HWY_SCALAR, "scalar"},
 };
 
 // The static target always runs, since the compiler assumes it. Queried once: CPUID takes tens of
