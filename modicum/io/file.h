@@ -2,7 +2,8 @@
 // tests can fail the n-th call, lose unsynced writes, or record the reads.
 //
 // Ownership: a FileSystem outlives the Files it opened. Threads: one File may be read from several
-// threads at once; writing and closing are for one thread. Inputs are never mapped: a file that
+// threads at once, and several processes may write disjoint parts of a file, each through a File of
+// its own; writing and closing one File are for one thread. Inputs are never mapped: a file that
 // shrinks during a read must be an error, not a SIGBUS.
 #pragma once
 
@@ -32,6 +33,9 @@ class File {
   // Writes `from` at byte `offset`. NOSPACE or IO.
   virtual void write(std::span<const std::byte> from, uint64_t offset) = 0;
   virtual void truncate(uint64_t size_bytes) = 0;
+  // Gives the file `size_bytes`, and space for all of them where the file system can reserve it:
+  // writes within them then do not run out of space. NOSPACE or IO.
+  virtual void allocate(uint64_t size_bytes) = 0;
   // On success all writes are durable. On failure (NOSPACE, IO) the file must be discarded, since a
   // second sync may report success for lost pages.
   virtual void sync() = 0;
@@ -42,6 +46,10 @@ class File {
   // Hints about the page cache; never an error.
   virtual bool is_cached(uint64_t begin, uint64_t end) noexcept = 0;  // every page of the range
   virtual void drop_cached(uint64_t begin, uint64_t end) noexcept = 0;
+  // Begins to write the dirty pages of the range back; waits until they are written, and drops
+  // them. `sync` reports the errors.
+  virtual void start_writeback(uint64_t begin, uint64_t end) noexcept = 0;
+  virtual void finish_writeback(uint64_t begin, uint64_t end) noexcept = 0;
 };
 
 class FileSystem {
@@ -53,6 +61,9 @@ class FileSystem {
   virtual std::unique_ptr<File> open(const std::string& path) = 0;
   // Creates a file for writing. CONFLICT if it exists.
   virtual std::unique_ptr<File> create(const std::string& path) = 0;
+
+  // Opens a regular file that exists for writing. IO as `open`.
+  virtual std::unique_ptr<File> open_to_write(const std::string& path) = 0;
 
   // Symbolic links are followed, so a dangling one does not exist. IO if the path is not permitted.
   virtual bool exists(const std::string& path) = 0;
@@ -71,6 +82,7 @@ class PosixFileSystem final : public FileSystem {
  public:
   std::unique_ptr<File> open(const std::string& path) override;
   std::unique_ptr<File> create(const std::string& path) override;
+  std::unique_ptr<File> open_to_write(const std::string& path) override;
   bool exists(const std::string& path) override;
   bool is_directory(const std::string& path) override;
   std::vector<std::string> list(const std::string& directory) override;

@@ -20,6 +20,7 @@ class MemoryFileSystem final : public FileSystem {
   ~MemoryFileSystem() override;
   std::unique_ptr<File> open(const std::string& path) override;
   std::unique_ptr<File> create(const std::string& path) override;
+  std::unique_ptr<File> open_to_write(const std::string& path) override;
   bool exists(const std::string& path) override;
   bool is_directory(const std::string& path) override;
   std::vector<std::string> list(const std::string& directory) override;
@@ -49,14 +50,15 @@ struct IoCall {
 };
 
 // Records every call and passes it on to `under`. The `fail_at`-th call, counted from 1, is
-// recorded and throws IO (EIO) instead; 0 never fails. Hints are not counted; ranges dropped from
-// the page cache are recorded separately. Several threads may use it.
+// recorded and throws IO (EIO) instead; 0 never fails. Hints are not counted; ranges written back
+// and dropped from the page cache are recorded separately. Several threads may use it.
 class RecordingFileSystem final : public FileSystem {
  public:
   explicit RecordingFileSystem(FileSystem& under, int64_t fail_at = 0);
   ~RecordingFileSystem() override;
   std::unique_ptr<File> open(const std::string& path) override;
   std::unique_ptr<File> create(const std::string& path) override;
+  std::unique_ptr<File> open_to_write(const std::string& path) override;
   bool exists(const std::string& path) override;
   bool is_directory(const std::string& path) override;
   std::vector<std::string> list(const std::string& directory) override;
@@ -68,12 +70,17 @@ class RecordingFileSystem final : public FileSystem {
   std::vector<IoCall> calls() const;
   uint64_t bytes_read() const;  // of all "read" calls
   std::vector<IoCall> drops() const;
+  std::vector<IoCall> writebacks() const;  // "start", "finish"
   // From now on `is_cached` is false for a file until it is first read and true afterwards, as with
   // a kernel that reads ahead.
   void be_cold();
   // Calls `act` once, before the `number`-th call (counted from 1) is passed on, to simulate
   // another process. To be set before the first call.
   void before_call(int64_t number, std::function<void()> act);
+  // The `fail_at`-th call fails with this errno instead of EIO.
+  void fail_with(int error);
+  // From the `number`-th call on, none is passed on and all fail, as after a power cut.
+  void cut_power_at(int64_t number);
 
   struct State;  // for the files it opened
 

@@ -129,6 +129,27 @@ TEST_P(FileSystemTest, CreateNeverReplaces) {
   EXPECT_EQ(read_text(*files().open(at("a")), 0, 5), "first");
 }
 
+// Several writers of one file, each through its own File.
+TEST_P(FileSystemTest, AFileIsFilledByItsWriters) {
+  const std::unique_ptr<File> made = files().create(at("a"));
+  made->allocate(6);
+  EXPECT_EQ(made->identity().size_bytes, 6U);
+  made->close();
+  for (const auto& [offset, text] : {std::pair(3, "def"), std::pair(0, "abc")}) {
+    const std::unique_ptr<File> writer = files().open_to_write(at("a"));
+    writer->write(as_bytes(text), static_cast<uint64_t>(offset));
+    writer->start_writeback(0, 6);
+    writer->finish_writeback(0, 6);
+    writer->sync();
+    writer->close();
+  }
+  EXPECT_EQ(read_text(*files().open(at("a")), 0, 6), "abcdef");
+  EXPECT_EQ(files().open(at("a"))->identity().size_bytes, 6U);
+  EXPECT_FAILS(Category::io, files().open_to_write(at("absent")));
+  files().make_directory(at("d"));
+  EXPECT_FAILS(Category::io, files().open_to_write(at("d")));
+}
+
 TEST_P(FileSystemTest, AbsentFilesAreIoWithErrnosName) {
   const std::optional<Error> met = error_of([&] { files().open(at("nothing")); });
   ASSERT_TRUE(met);
@@ -285,6 +306,19 @@ TEST(PosixFile, AFailedWriteReportsItsOffset) {
   signal(SIGXFSZ, handler);
   ASSERT_TRUE(met);
   EXPECT_STREQ(met->what(), "IO: write failed: EFBIG (File too large) (file a, offset 100)");
+}
+
+// Catches: space that is promised and not reserved.
+TEST(PosixFile, AllocatedSpaceIsReserved) {
+  const TempDir temp;
+  PosixFileSystem files;
+  const std::unique_ptr<File> file = files.create(temp / "a");
+  file->allocate(1 << 20);
+  struct stat status {};
+  ASSERT_EQ(stat((temp / "a").c_str(), &status), 0);
+  EXPECT_EQ(status.st_size, 1 << 20);
+  EXPECT_GE(status.st_blocks * 512, 1 << 20);
+  EXPECT_FAILS(Category::no_space, file->allocate(uint64_t{1} << 42));
 }
 
 TEST(ErrnoError, NoSpaceAndNoQuotaAreTheirOwnCategory) {

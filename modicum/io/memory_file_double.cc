@@ -83,6 +83,13 @@ struct MemoryFileSystem::State {
     return *place.number;
   }
 
+  size_t find_file(const std::string& path) {
+    const std::lock_guard lock(mutex);
+    const size_t number = find_existing(path, "cannot open");
+    if (inodes[number].is_directory) fail(Category::io, "not a regular file", about(path));
+    return number;
+  }
+
   std::optional<size_t> find_if_any(const std::string& path) {
     try {
       return find(path, "cannot stat").number;
@@ -173,6 +180,14 @@ class MemoryFile final : public File {
     state_.touch(file);
   }
 
+  void allocate(uint64_t size_bytes) override {
+    const std::lock_guard lock(state_.mutex);
+    Inode& file = inode();
+    check_writable("cannot reserve space", size_bytes);
+    file.now.bytes.resize(std::max<size_t>(file.now.bytes.size(), size_bytes));
+    state_.touch(file);
+  }
+
   void sync() override {
     const std::lock_guard lock(state_.mutex);
     Inode& file = inode();
@@ -186,6 +201,8 @@ class MemoryFile final : public File {
 
   bool is_cached(uint64_t, uint64_t) noexcept override { return true; }
   void drop_cached(uint64_t, uint64_t) noexcept override {}
+  void start_writeback(uint64_t, uint64_t) noexcept override {}
+  void finish_writeback(uint64_t, uint64_t) noexcept override {}
 
  private:
   Inode& inode() {
@@ -209,10 +226,11 @@ MemoryFileSystem::MemoryFileSystem() : state_(std::make_unique<State>()) {}
 MemoryFileSystem::~MemoryFileSystem() = default;
 
 std::unique_ptr<File> MemoryFileSystem::open(const std::string& path) {
-  const std::lock_guard lock(state_->mutex);
-  const size_t number = state_->find_existing(path, "cannot open");
-  if (state_->inodes[number].is_directory) fail(Category::io, "not a regular file", about(path));
-  return std::make_unique<MemoryFile>(*state_, number, base_name(path), false);
+  return std::make_unique<MemoryFile>(*state_, state_->find_file(path), base_name(path), false);
+}
+
+std::unique_ptr<File> MemoryFileSystem::open_to_write(const std::string& path) {
+  return std::make_unique<MemoryFile>(*state_, state_->find_file(path), base_name(path), true);
 }
 
 std::unique_ptr<File> MemoryFileSystem::create(const std::string& path) {

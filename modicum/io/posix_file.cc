@@ -82,6 +82,15 @@ class PosixFile final : public File {
     if (result != 0) fail_errno(errno, "truncate failed", {.file = name_, .offset = size_bytes});
   }
 
+  // Not posix_fallocate, which writes zeros where the file system can't reserve.
+  void allocate(uint64_t size_bytes) override {
+    const int result =
+        uninterrupted([&] { return ::fallocate(fd(), 0, 0, static_cast<off_t>(size_bytes)); });
+    if (result == 0) return;
+    if (errno == EOPNOTSUPP || errno == ENOSYS) return truncate(size_bytes);
+    fail_errno(errno, "cannot reserve space", {.file = name_, .offset = size_bytes});
+  }
+
   // Never retried, not even after EINTR: after a failed fsync the kernel may have dropped the dirty
   // pages, and the next fsync would report success for lost data.
   void sync() override {
@@ -105,10 +114,27 @@ class PosixFile final : public File {
                                       static_cast<off_t>(end - begin), POSIX_FADV_DONTNEED));
   }
 
+  void start_writeback(uint64_t begin, uint64_t end) noexcept override {
+    sync_range(begin, end, SYNC_FILE_RANGE_WRITE);
+  }
+
+  void finish_writeback(uint64_t begin, uint64_t end) noexcept override {
+    sync_range(begin, end,
+               SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+    drop_cached(begin, end);
+  }
+
  private:
   int fd() const {
     MODICUM_ASSERT(descriptor_.is_valid());
     return descriptor_.get();
+  }
+
+  void sync_range(uint64_t begin, uint64_t end, unsigned int flags) noexcept {
+    // A length of 0 would mean: to the end of the file.
+    if (begin >= end) return;
+    static_cast<void>(::sync_file_range(descriptor_.get(), static_cast<off_t>(begin),
+                                        static_cast<off_t>(end - begin), flags));
   }
 
   Descriptor descriptor_;
@@ -143,11 +169,9 @@ bool get_status(const std::string& path, struct stat& status) {
   return false;
 }
 
-}  // namespace
-
-std::unique_ptr<File> PosixFileSystem::open(const std::string& path) {
-  // Without O_NONBLOCK, opening a FIFO would block until a writer opens it.
-  Descriptor descriptor = Descriptor::open(path.c_str(), O_RDONLY | O_NONBLOCK);
+std::unique_ptr<File> open_regular(const std::string& path, int flags) {
+  // Without O_NONBLOCK, opening a FIFO would block until its other end is opened.
+  Descriptor descriptor = Descriptor::open(path.c_str(), flags | O_NONBLOCK);
   if (!descriptor.is_valid()) fail_errno(errno, "cannot open", about(path));
   struct stat status {};
   if (::fstat(descriptor.get(), &status) != 0) {
@@ -155,6 +179,16 @@ std::unique_ptr<File> PosixFileSystem::open(const std::string& path) {
   }
   if (!S_ISREG(status.st_mode)) fail(Category::io, "not a regular file", about(path));
   return std::make_unique<PosixFile>(std::move(descriptor), base_name(path));
+}
+
+}  // namespace
+
+std::unique_ptr<File> PosixFileSystem::open(const std::string& path) {
+  return open_regular(path, O_RDONLY);
+}
+
+std::unique_ptr<File> PosixFileSystem::open_to_write(const std::string& path) {
+  return open_regular(path, O_WRONLY);
 }
 
 std::unique_ptr<File> PosixFileSystem::create(const std::string& path) {

@@ -20,16 +20,20 @@ struct RecordingFileSystem::State {
       number = static_cast<int64_t>(calls.size());
     }
     if (number == act_at) act();
-    if (number != fail_at) return;
-    fail_errno(EIO, call.what + " failed", {.file = call.file, .offset = begin});
+    const bool is_cut = cut_at > 0 && number >= cut_at;
+    if (number != fail_at && !is_cut) return;
+    fail_errno(is_cut ? EIO : error, call.what + " failed", {.file = call.file, .offset = begin});
   }
 
   int64_t fail_at = 0;
+  int error = EIO;  // of that call
+  int64_t cut_at = 0;
   int64_t act_at = 0;
   std::function<void()> act;
   mutable std::mutex mutex;  // guards everything below
   std::vector<IoCall> calls;
   std::vector<IoCall> drops;
+  std::vector<IoCall> writebacks;
   bool is_cold = false;
   std::set<std::string> read_since;  // files, by name
 };
@@ -62,6 +66,10 @@ class RecordingFile final : public File {
     note("truncate", size_bytes, size_bytes);
     under_->truncate(size_bytes);
   }
+  void allocate(uint64_t size_bytes) override {
+    note("allocate", size_bytes, size_bytes);
+    under_->allocate(size_bytes);
+  }
   void sync() override {
     note("sync");
     under_->sync();
@@ -78,16 +86,25 @@ class RecordingFile final : public File {
     return under_->is_cached(begin, end);
   }
   void drop_cached(uint64_t begin, uint64_t end) noexcept override {
-    {
-      const std::lock_guard lock(state_.mutex);
-      state_.drops.push_back({"drop", under_->name(), begin, end});
-    }
+    note_hint(state_.drops, "drop", begin, end);
     under_->drop_cached(begin, end);
+  }
+  void start_writeback(uint64_t begin, uint64_t end) noexcept override {
+    note_hint(state_.writebacks, "start", begin, end);
+    under_->start_writeback(begin, end);
+  }
+  void finish_writeback(uint64_t begin, uint64_t end) noexcept override {
+    note_hint(state_.writebacks, "finish", begin, end);
+    under_->finish_writeback(begin, end);
   }
 
  private:
   void note(std::string what, uint64_t begin = 0, uint64_t end = 0) {
     state_.note(std::move(what), under_->name(), begin, end);
+  }
+  void note_hint(std::vector<IoCall>& hints, const char* what, uint64_t begin, uint64_t end) {
+    const std::lock_guard lock(state_.mutex);
+    hints.push_back({what, under_->name(), begin, end});
   }
 
   std::unique_ptr<File> under_;
@@ -107,6 +124,10 @@ void RecordingFileSystem::before_call(int64_t number, std::function<void()> act)
   state_->act = std::move(act);
 }
 
+void RecordingFileSystem::fail_with(int error) { state_->error = error; }
+
+void RecordingFileSystem::cut_power_at(int64_t number) { state_->cut_at = number; }
+
 std::unique_ptr<File> RecordingFileSystem::open(const std::string& path) {
   state_->note("open", base_name(path));
   return std::make_unique<RecordingFile>(under_.open(path), *state_);
@@ -115,6 +136,11 @@ std::unique_ptr<File> RecordingFileSystem::open(const std::string& path) {
 std::unique_ptr<File> RecordingFileSystem::create(const std::string& path) {
   state_->note("create", base_name(path));
   return std::make_unique<RecordingFile>(under_.create(path), *state_);
+}
+
+std::unique_ptr<File> RecordingFileSystem::open_to_write(const std::string& path) {
+  state_->note("open_to_write", base_name(path));
+  return std::make_unique<RecordingFile>(under_.open_to_write(path), *state_);
 }
 
 bool RecordingFileSystem::exists(const std::string& path) {
@@ -160,6 +186,11 @@ std::vector<IoCall> RecordingFileSystem::calls() const {
 std::vector<IoCall> RecordingFileSystem::drops() const {
   const std::lock_guard lock(state_->mutex);
   return state_->drops;
+}
+
+std::vector<IoCall> RecordingFileSystem::writebacks() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->writebacks;
 }
 
 void RecordingFileSystem::be_cold() {
