@@ -35,6 +35,17 @@ ProcessMemory read_process_memory(int pid = 0, const std::string& root = "");
 // Resets VmHWM of this process. Returns whether the kernel allowed it.
 bool reset_peak_rss();
 
+// A process among all that had or will have its number: `host` tells hosts, boots and containers
+// apart; `started` is the kernel's start time, 0 if there is no such process.
+struct ProcessIdentity {
+  std::string host;
+  int64_t pid = 0;
+  uint64_t started = 0;
+};
+ProcessIdentity identify_process(int64_t pid, const std::string& root = "");
+// Whether a process of this host has ended. False where that can't be known.
+bool is_dead(const ProcessIdentity& of, const std::string& root = "");
+
 // All descendants of process `pid`, 0 for the caller, ascending; including zombies.
 std::vector<int> descendants(int pid = 0, const std::string& root = "");
 

@@ -1,5 +1,6 @@
 #include "modicum/probe/probe.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -201,6 +202,34 @@ TEST(ProcessMemory, AbsentAndEndedProcessesAreIo) {
       EXPECT_EQ(error.facts().culprit_pid, pid);
     }
   }
+}
+
+// Catches: a dead process taken for a living one, or one of another host for a dead one.
+TEST(ProcessIdentity, TellsProcessesOfOneNumberApart) {
+  Machine machine;
+  machine.put("/proc/sys/kernel/hostname", "h\n");
+  machine.put("/proc/sys/kernel/random/boot_id", "b\n");
+  const auto put = [&](const std::string& pid, char state, int started) {
+    machine.put("/proc/" + pid + "/stat",
+                fmt::format("{} (a) b) {} 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 {} 0", pid, state,
+                            started));
+  };
+  put("1", 'S', 5);
+  put("42", 'S', 700);
+  const ProcessIdentity of = identify_process(42, machine.root());
+  EXPECT_EQ(of.host, "h boot b init 5");
+  EXPECT_EQ(of.started, 700U);
+  EXPECT_FALSE(is_dead(of, machine.root()));
+  put("42", 'Z', 700);
+  EXPECT_TRUE(is_dead(of, machine.root()));
+  put("42", 'S', 701);
+  EXPECT_TRUE(is_dead(of, machine.root()));
+  put("1", 'S', 6);  // another container
+  EXPECT_FALSE(is_dead(of, machine.root()));
+  EXPECT_TRUE(is_dead({of.host, 43, 700}, [&] {
+    put("1", 'S', 5);
+    return machine.root();
+  }()));
 }
 
 TEST(KernelText, NumbersAreFoundByTheirWholeLabel) {

@@ -1,0 +1,48 @@
+// Identifies a process by more than its pid, which is reused, and unique in one container only.
+#include <fmt/format.h>
+
+#include "modicum/io/io.h"
+#include "modicum/probe/kernel_text.h"
+#include "modicum/probe/probe.h"
+
+namespace modicum {
+namespace {
+
+// Field 22 of /proc/PID/stat, in clock ticks since the boot; none without such a process, and for a
+// zombie, which has ended. The name in field 2 is in parentheses, and may contain some itself.
+std::optional<uint64_t> start_of(const std::string& root, const std::string& pid) {
+  const auto text = read_kernel_text(fmt::format("{}/proc/{}/stat", root, pid));
+  if (!text || text->rfind(')') == std::string::npos) return std::nullopt;
+  const auto fields = split_kernel_text(std::string_view(*text).substr(text->rfind(')') + 1), ' ');
+  constexpr size_t kState = 3 - 3, kStart = 22 - 3;
+  if (fields.size() <= kStart || fields[kState] == "Z" || fields[kState] == "X") {
+    return std::nullopt;
+  }
+  return parse_kernel_number(fields[kStart]);
+}
+
+std::string first_line(const std::string& path) {
+  const auto text = read_kernel_text(path);
+  if (!text) return {};
+  const auto lines = split_kernel_text(*text, '\n');
+  return lines.empty() ? std::string() : std::string(lines.front());
+}
+
+}  // namespace
+
+ProcessIdentity identify_process(int64_t pid, const std::string& root) {
+  ProcessIdentity of{.pid = pid};
+  // The start of process 1 tells containers of one host apart.
+  of.host = fmt::format("{} boot {} init {}", first_line(root + "/proc/sys/kernel/hostname"),
+                        first_line(root + "/proc/sys/kernel/random/boot_id"),
+                        start_of(root, "1").value_or(0));
+  of.started = start_of(root, std::to_string(pid)).value_or(0);
+  return of;
+}
+
+bool is_dead(const ProcessIdentity& of, const std::string& root) {
+  const ProcessIdentity now = identify_process(of.pid, root);
+  return now.host == of.host && now.started != of.started;
+}
+
+}  // namespace modicum
