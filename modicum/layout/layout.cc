@@ -445,19 +445,23 @@ void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
   }
 }
 
-bool is_primary(const Sharding& sharding, const TensorSpec& target, int rank) {
+ReplicaPlace replica_place(const Sharding& sharding, const TensorSpec& target, int rank) {
   const Dims dims(sharding, target);
-  int inner = sharding.mesh.world_size();  // ranks along the axes within `axis`
   std::vector<bool> cuts(sharding.mesh.sizes.size());
   for (const Cut& cut : sharding.cuts) {
     if (cut_dim(cut, dims) < 0) continue;
     for (const int axis : cut.axes) cuts[static_cast<size_t>(axis)] = true;
   }
+  ReplicaPlace place;
+  int inner = sharding.mesh.world_size();  // ranks along the axes within `axis`
   for (size_t axis = 0; axis < cuts.size(); ++axis) {
-    inner /= sharding.mesh.sizes[axis];
-    if (!cuts[axis] && rank / inner % sharding.mesh.sizes[axis] != 0) return false;
+    const int size = sharding.mesh.sizes[axis];
+    inner /= size;
+    if (cuts[axis]) continue;
+    place.index = place.index * size + rank / inner % size;
+    place.count *= size;
   }
-  return true;
+  return place;
 }
 
 void digest_layout(const Layout& layout, Hasher& hasher) {

@@ -180,8 +180,15 @@ struct ElementRun {
 std::vector<ElementRun> runs_of(const Sharding& sharding, const TensorSpec& target, int rank,
                                 std::span<const int> order);
 
-// Whether `rank` is the first of the replicas that hold the same elements of `target`.
-bool is_primary(const Sharding& sharding, const TensorSpec& target, int rank);
+// Which of the replicas that hold the same elements of `target` a rank is, in the order of ranks.
+struct ReplicaPlace {
+  int index = 0;
+  int count = 1;
+};
+ReplicaPlace replica_place(const Sharding& sharding, const TensorSpec& target, int rank);
+inline bool is_primary(const Sharding& sharding, const TensorSpec& target, int rank) {
+  return replica_place(sharding, target, rank).index == 0;
+}
 
 // The replicas of `rank`, itself included, ascending: for targets of this sharding, or for all
 // targets of the layout.

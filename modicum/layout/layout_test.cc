@@ -138,6 +138,8 @@ TEST(Layout, HsdpIsFsdp2WithinEachReplica) {
     EXPECT_EQ(held_ids(layout, target, rank), chunk_by_hand({7, 2}, 3, rank % 3, 0));
     EXPECT_EQ(local_buffer(layout.kinds[0], target, rank).padded_numel, 6);
     EXPECT_EQ(is_primary(layout.kinds[0], target, rank), rank < 3);
+    EXPECT_EQ(replica_place(layout.kinds[0], target, rank).count, 2);
+    EXPECT_EQ(replica_place(layout.kinds[0], target, rank).index, rank / 3);
     EXPECT_EQ(is_primary(layout.kinds[0], tensor({}), rank), rank == 0);
   }
 }

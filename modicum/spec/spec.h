@@ -7,6 +7,7 @@
 #include "modicum/spec/footprint.h"     // IWYU pragma: export
 #include "modicum/spec/fork.h"          // IWYU pragma: export
 #include "modicum/spec/named.h"         // IWYU pragma: export
+#include "modicum/spec/powers.h"        // IWYU pragma: export
 #include "modicum/spec/scale_grid.h"    // IWYU pragma: export
 #include "modicum/spec/state_format.h"  // IWYU pragma: export
 #include "modicum/spec/tensor.h"        // IWYU pragma: export

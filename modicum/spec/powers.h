@@ -1,0 +1,32 @@
+// Fingerprints of sets of places: the proof that strided runs tile a range.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace modicum {
+
+// The powers of a point x in the field of the integers modulo the prime p = 2^61 - 1, by table: at
+// most sixteen multiplications for any exponent. Immutable; any thread may read.
+class Powers {
+ public:
+  static constexpr uint64_t kPrime = (uint64_t{1} << 61) - 1;
+  explicit Powers(uint64_t x) noexcept;  // 1 < x < kPrime
+  uint64_t power(uint64_t exponent) const noexcept;
+  // x^at + x^(at + stride) + ... + x^(at + (n - 1) stride); `stride` may be negative.
+  uint64_t sum(uint64_t at, int64_t stride, uint64_t n) const noexcept;
+  // The sum of x^(at + k stride + i step) over k < count and i < n, a product of two of those.
+  struct Series {
+    int64_t step = 1;
+    uint64_t n = 0;
+  };
+  uint64_t sum(uint64_t at, const Series& inner, const Series& outer) const noexcept;
+  static uint64_t add(uint64_t a, uint64_t b) noexcept;  // modulo kPrime
+
+ private:
+  std::array<std::array<uint64_t, 16>, 16> table_;  // [i][d] = x^(d 16^i)
+  uint64_t inverse_;                                // of x - 1, the divisor of contiguous runs
+};
+
+}  // namespace modicum
