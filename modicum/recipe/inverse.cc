@@ -9,6 +9,7 @@
 // A part is a product of index sets over a view, so that a cut between heads remains one part of a
 // view [heads, head_dim, ...], not one part per head.
 #include <algorithm>
+#include <numeric>
 #include <span>
 #include <utility>
 
@@ -23,31 +24,6 @@ using views::Set;
 using views::ViewDim;
 
 size_t at(int64_t i) { return static_cast<size_t>(i); }
-
-// Removes the nodes that no target uses.
-Recipe pruned(Recipe recipe, size_t stored_count) {
-  std::vector<bool> needed(recipe.nodes.size());
-  for (const Target& target : recipe.targets) needed[target.root] = true;
-  for (size_t id = needed.size(); id-- > 0;) {
-    if (!needed[id]) continue;
-    for (const uint32_t input : recipe.nodes[id].in) needed[input] = true;
-  }
-  Recipe kept{.targets = std::move(recipe.targets)};
-  std::vector<uint32_t> now(recipe.nodes.size());
-  std::vector<bool> used(stored_count);
-  for (size_t id = 0; id < recipe.nodes.size(); ++id) {
-    if (!needed[id]) continue;
-    now[id] = static_cast<uint32_t>(kept.nodes.size());
-    Node& node = kept.nodes.emplace_back(std::move(recipe.nodes[id]));
-    for (uint32_t& input : node.in) input = now[input];
-    if (node.op == Op::stored) used[node.from] = true;
-  }
-  for (Target& target : kept.targets) target.root = now[target.root];
-  for (uint32_t s = 0; s < stored_count; ++s) {
-    if (!used[s]) kept.unused.push_back(s);
-  }
-  return kept;
-}
 
 // --- the walk ---
 
@@ -85,7 +61,10 @@ class Inversion {
     for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
       if (!walked_[t]) builder_.unused(recipe_.targets[t].spec.fqn);
     }
-    return pruned(builder_.finish(), recipe_.targets.size());
+    const Recipe made = builder_.finish();  // with nodes that no target uses
+    std::vector<uint32_t> all(made.targets.size());
+    std::iota(all.begin(), all.end(), 0U);
+    return part_of(made, all, recipe_.targets.size());
   }
 
  private:
@@ -112,7 +91,8 @@ class Inversion {
     if (part.is_whole()) {
       return {views::whole_part(reshaped(part.made, part.shape(), shape), shape)};
     }
-    // First one dim per group, then every choice of one product per group.
+    // Flattens each group of dims to one dim, then combines each product of one group with each of
+    // the others.
     Part flat;
     std::vector<std::vector<views::Product>> products;
     views::for_each_group(part.sizes(), shape, [&](const views::Group& g) {

@@ -182,6 +182,53 @@ Manifest target_manifest(const Recipe& recipe);
 // elements of a stored tensor, hold parts of it in different dtypes, or hold dequantised FP8 codes.
 Recipe inverse_recipe(const Recipe& recipe, const Manifest& manifest);
 
+// What a save writes, tensor by tensor.
+//
+// A stored tensor is restored, under its name and in its shape, if the targets hold each of its
+// elements exactly once. Otherwise (it was sliced, or an element is repeated), and for values that
+// no stored tensor has a place for (`init`, `caller`), every target that it gives elements to is
+// written as it is: under its own name, in its own shape. So is every target that shares another
+// stored tensor with one of those.
+//
+//   recipe                                           saved
+//   q, k = halves of the stored qkv                  qkv
+//   t = the first 10 rows of the stored embed        t
+//   gate_up = cat(stored gate, stored up)            gate, up
+//   head = cat(stored head, 2 rows of zeros)         head, with the 2 rows
+//
+// Values have the dtype in which they are loaded, or SavedOptions::dtype. Dequantised codes lose
+// their scales. A tensor that no target reads is copied from the source, or left out.
+struct SavedTensor {
+  TensorSpec spec;
+  // The stored tensor that is restored, is copied, or comes first among those that give elements;
+  // none for a target without stored elements.
+  std::optional<uint32_t> stored;
+  bool is_copied = false;
+};
+struct SavedForm {
+  std::vector<SavedTensor> tensors;  // in the order of the stored ones, then of the targets
+  std::vector<bool> as_target;       // by target: written as it is
+  std::vector<uint32_t> left_out;    // stored tensors that are neither restored nor copied
+};
+struct SavedOptions {
+  bool copies_unused = true;
+  std::optional<DType> dtype;  // of floats that can be cast; default: as loaded
+  // By target without stored elements: whether the model computes it anew, so that it is not saved.
+  // Empty: none is.
+  std::vector<bool> is_computed;
+};
+// MISMATCH if two saved tensors would have the same name.
+SavedForm saved_form(const Recipe& recipe, const Manifest& manifest,
+                     const SavedOptions& options = {});
+// The recipe that assembles the same targets, in the same order and dtypes, from the saved tensors.
+// `saved` is a manifest of the form's tensors, in any order; `manifest` is the one of `recipe`.
+Recipe saved_recipe(const Recipe& recipe, const Manifest& manifest, const SavedForm& form,
+                    const Manifest& saved);
+
+// The recipe of some of the targets, in the given order, with only the nodes that they need; all
+// other stored tensors are unused. An alias needs the target that it names in the part, too.
+Recipe part_of(const Recipe& recipe, std::span<const uint32_t> targets, size_t stored_tensors);
+
 // The targets whose cast may lose bits: every cast except those to fp32.
 std::vector<uint32_t> lossy_targets(const Recipe& recipe);
 

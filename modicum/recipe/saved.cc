@@ -1,0 +1,268 @@
+// What a save writes: stored tensors that the targets restore, targets as they are, copies.
+#include <algorithm>
+#include <set>
+#include <string_view>
+
+#include "modicum/recipe/recipe.h"
+
+namespace modicum {
+namespace {
+
+constexpr uint32_t kNone = UINT32_MAX;
+// The point of the fingerprints. Any one will do: the recipe knows nothing of it.
+constexpr uint64_t kPoint = 0x0b4d'9a3c'71e5'2f87;
+
+// The elements of a stored tensor that targets take. They are each of its elements exactly once if
+// there are as many and their fingerprint is that of all places (see Powers).
+struct Taken {
+  uint64_t count = 0;
+  uint64_t fingerprint = 0;
+  std::optional<DType> dtype;  // in which they are saved
+};
+
+class Form {
+ public:
+  Form(const Recipe& recipe, const Manifest& manifest, const SavedOptions& options)
+      : recipe_(recipe),
+        manifest_(manifest),
+        options_(options),
+        taken_(manifest.tensors.size()),
+        kept_(manifest.tensors.size(), true) {
+    form_.as_target.resize(recipe.targets.size());
+  }
+
+  SavedForm run() {
+    for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
+      if (is_saved(t)) take(t);
+    }
+    for (uint32_t s = 0; s < taken_.size(); ++s) kept_[s] = kept_[s] && is_whole(s);
+    spread();
+    for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
+      if (form_.as_target[t]) add_target(t);
+    }
+    for (uint32_t s = 0; s < taken_.size(); ++s) add_stored(s);
+    std::stable_sort(form_.tensors.begin(), form_.tensors.end(), [](const auto& a, const auto& b) {
+      return a.stored.value_or(kNone) < b.stored.value_or(kNone);
+    });
+    refuse_equal_names();
+    return std::move(form_);
+  }
+
+ private:
+  struct Use {
+    uint32_t target;
+    uint32_t stored;
+  };
+
+  // Not an alias without values of its own, and nothing that the model computes.
+  bool is_saved(uint32_t t) const {
+    if (recipe_.is_alias(t) && !recipe_.is_compared(t)) return false;
+    return !is_computed(t);
+  }
+  bool is_computed(uint32_t t) const {
+    const bool is_made = recipe_.nodes[recipe_.targets[t].root].is_made;
+    return is_made && t < options_.is_computed.size() && options_.is_computed[t];
+  }
+  DType saved_dtype(uint32_t t) const {
+    const DType loaded = recipe_.targets[t].spec.dtype;
+    return is_castable(loaded) ? options_.dtype.value_or(loaded) : loaded;
+  }
+
+  void take(uint32_t t) {
+    const uint32_t root = recipe_.read_node(t);
+    const DType dtype = saved_dtype(t);
+    for (const uint32_t s : stored_under(recipe_, root)) {
+      uses_.push_back({t, s});
+      Taken& taken = taken_[s];
+      if (taken.dtype && *taken.dtype != dtype) kept_[s] = false;
+      taken.dtype = dtype;
+      if (is_scaled(t, s)) spent_.insert(manifest_.tensors[s].scale->tensor);
+    }
+    const Node& node = recipe_.nodes[root];
+    if (node.op == Op::stored) {  // most targets
+      const Runs all{.length = numel_of(node.shape)};
+      return add(taken_[node.from], all);
+    }
+    pull_back(recipe_, root, whole_box(node.shape), [&](const Node& leaf, const Box& part) {
+      if (leaf.op != Op::stored) {
+        form_.as_target[t] = true;
+      } else {
+        for_each_runs(part, [&](const Runs& runs) { add(taken_[leaf.from], runs); });
+      }
+    });
+  }
+
+  void add(Taken& taken, const Runs& runs) const {
+    if (runs.numel() == 0) return;
+    const auto length = static_cast<uint64_t>(runs.length);
+    const auto count = static_cast<uint64_t>(runs.count);
+    taken.count += length * count;
+    taken.fingerprint = Powers::add(
+        taken.fingerprint,
+        powers_.sum(static_cast<uint64_t>(runs.first), {1, length}, {runs.stride, count}));
+  }
+
+  bool is_whole(uint32_t s) const {
+    const auto numel = static_cast<uint64_t>(numel_of(manifest_.tensors[s].spec.shape));
+    const Taken& taken = taken_[s];
+    if (!taken.dtype || taken.count != numel) return false;
+    return numel == 0 || taken.fingerprint == powers_.sum(0, 1, numel);
+  }
+
+  // Targets and stored tensors that hang together are saved in the same way.
+  void spread() {
+    for (bool changed = true; changed;) {
+      changed = false;
+      for (const auto& [t, s] : uses_) {
+        if (form_.as_target[t] != kept_[s]) continue;
+        changed = true;
+        form_.as_target[t] = true;
+        kept_[s] = false;
+      }
+    }
+  }
+
+  void add_target(uint32_t t) {
+    TensorSpec spec = recipe_.targets[t].spec;
+    spec.dtype = saved_dtype(t);
+    names_.insert(recipe_.targets[t].spec.fqn);
+    const std::vector<uint32_t> from = stored_under(recipe_, recipe_.read_node(t));
+    form_.tensors.push_back(
+        {std::move(spec), from.empty() ? std::nullopt : std::optional(from.front()), false});
+  }
+
+  void add_stored(uint32_t s) {
+    TensorSpec spec = manifest_.tensors[s].spec;
+    const bool is_copied = !taken_[s].dtype && is_copy(s);
+    if (!kept_[s] && !is_copied) return form_.left_out.push_back(s);
+    if (!is_copied) spec.dtype = *taken_[s].dtype;
+    form_.tensors.push_back({std::move(spec), s, is_copied});
+  }
+
+  // Whether a tensor that no target reads is copied. The scales of codes that stay codes are.
+  bool is_copy(uint32_t s) const {
+    if (spent_.contains(s) || names_.contains(manifest_.tensors[s].spec.fqn)) return false;
+    return options_.copies_unused ||
+           !std::binary_search(recipe_.unused.begin(), recipe_.unused.end(), s);
+  }
+
+  // Whether target `t` dequantises the codes `s`.
+  bool is_scaled(uint32_t t, uint32_t s) const {
+    return is_dequantised(recipe_, recipe_.targets[t]) && manifest_.tensors[s].scale.has_value();
+  }
+
+  void refuse_equal_names() const {
+    std::set<std::string_view> names;
+    for (const SavedTensor& tensor : form_.tensors) {
+      if (names.insert(tensor.spec.fqn).second) continue;
+      fail(Category::mismatch, "two tensors would be saved under one name",
+           {.tensor = tensor.spec.fqn});
+    }
+  }
+
+  const Recipe& recipe_;
+  const Manifest& manifest_;
+  const SavedOptions& options_;
+  const Powers powers_{kPoint};
+  std::vector<Taken> taken_;  // by stored tensor
+  std::vector<bool> kept_;    // by stored tensor: restored
+  std::vector<Use> uses_;
+  std::set<uint32_t> spent_;          // scales of codes that are dequantised
+  std::set<std::string_view> names_;  // of targets that are saved as they are
+  SavedForm form_;
+};
+
+// Copies the nodes of a recipe that the saved tensors replace.
+class Rebuilt {
+ public:
+  Rebuilt(const Recipe& recipe, const Manifest& manifest, const Manifest& saved)
+      : recipe_(recipe), manifest_(manifest), saved_(saved), copies_(recipe.nodes.size(), kNone) {
+    for (uint32_t s = 0; s < saved.tensors.size(); ++s) {
+      by_name_.emplace_back(saved.tensors[s].spec.fqn, s);
+    }
+    std::sort(by_name_.begin(), by_name_.end());
+  }
+
+  Recipe run(const SavedForm& form) {
+    made_.targets = recipe_.targets;
+    for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
+      Target& target = made_.targets[t];
+      if (recipe_.is_alias(t)) continue;
+      target.root = form.as_target[t] ? leaf(target.spec.fqn) : copy(target.root);
+    }
+    for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
+      if (recipe_.is_alias(t)) made_.targets[t].root = alias(t, form.as_target[t]);
+    }
+    for (const SavedTensor& tensor : form.tensors) {
+      if (tensor.is_copied) made_.unused.push_back(place_of(tensor.spec.fqn));
+    }
+    std::sort(made_.unused.begin(), made_.unused.end());
+    made_.nodes.shrink_to_fit();
+    return std::move(made_);
+  }
+
+ private:
+  uint32_t push(Node node) {
+    made_.nodes.push_back(std::move(node));
+    return static_cast<uint32_t>(made_.nodes.size() - 1);
+  }
+
+  uint32_t place_of(std::string_view name) const {
+    const auto found = std::lower_bound(by_name_.begin(), by_name_.end(), std::pair(name, 0U));
+    MODICUM_ASSERT(found != by_name_.end());
+    MODICUM_ASSERT(found->first == name);
+    return found->second;
+  }
+
+  uint32_t leaf(std::string_view name) {
+    const uint32_t place = place_of(name);
+    const TensorSpec& spec = saved_.tensors[place].spec;
+    return push({.op = Op::stored, .dtype = spec.dtype, .from = place, .shape = spec.shape});
+  }
+
+  uint32_t copy(uint32_t id) {
+    if (copies_[id] != kNone) return copies_[id];
+    Node node = recipe_.nodes[id];
+    if (node.op == Op::stored) {
+      copies_[id] = leaf(manifest_.tensors[node.from].spec.fqn);
+      return copies_[id];
+    }
+    for (uint32_t& input : node.in) input = copy(input);
+    if (!node.in.empty()) node.dtype = made_.nodes[node.in[0]].dtype;
+    node.is_scaled = false;
+    copies_[id] = push(std::move(node));
+    return copies_[id];
+  }
+
+  uint32_t alias(uint32_t t, bool as_target) {
+    Node node = recipe_.nodes[recipe_.targets[t].root];
+    if (as_target) {
+      node.in = {leaf(recipe_.targets[t].spec.fqn)};
+    } else if (recipe_.is_compared(t)) {
+      node.in = {copy(node.in[0])};
+    }
+    node.dtype = made_.nodes[made_.targets[node.from].root].dtype;
+    node.is_scaled = false;
+    return push(std::move(node));
+  }
+
+  const Recipe& recipe_;
+  const Manifest& manifest_;
+  const Manifest& saved_;
+  std::vector<std::pair<std::string_view, uint32_t>> by_name_;  // sorted
+  std::vector<uint32_t> copies_;                                // by node
+  Recipe made_;
+};
+
+}  // namespace
+
+SavedForm saved_form(const Recipe& recipe, const Manifest& manifest, const SavedOptions& options) {
+  return Form(recipe, manifest, options).run();
+}
+
+Recipe saved_recipe(const Recipe& recipe, const Manifest& manifest, const SavedForm& form,
+                    const Manifest& saved) {
+  return Rebuilt(recipe, manifest, saved).run(form);
+}
+
+}  // namespace modicum
