@@ -130,6 +130,9 @@ Staging divide_staging(const Plan& plan) {
 Promise promise_of(const Plan& plan) {
   std::vector<Phase> phases = {{"open", {}}, {"load", {}}, {"hold", {}}};
   for (const Phase& phase : plan.options.after) phases.push_back({phase.name, {}});
+  const size_t last = phases.size() - 1;
+  if (plan.options.save) phases.push_back({"save", {}});
+  if (plan.options.resume) phases.push_back({"resume", {}});
   const uint64_t header = plan.manifest->held_bytes();
   const uint64_t held = plan.held_bytes();
   // All reading ranks have equal windows, and so have all others. Rank 0 always reads; if any rank
@@ -162,6 +165,19 @@ Promise promise_of(const Plan& plan) {
       Footprint after = hold;
       after += plan.options.after[i].of_rank.at(static_cast<size_t>(rank));
       phases[kLoadPhases + i].of_rank.push_back(after);
+    }
+    const Footprint trained = plan.options.after.empty() ? hold : phases[last].of_rank.back();
+    size_t next = last;
+    if (plan.options.save) {
+      Footprint save = trained;
+      save += *plan.options.save;
+      save[Purpose::staging] += round_up(plan.options.staging_bytes, kPageBytes);
+      phases[++next].of_rank.push_back(save);
+    }
+    if (plan.options.resume) {
+      Footprint resume = trained;
+      resume += *plan.options.resume;
+      phases[++next].of_rank.push_back(resume);
     }
   }
   const uint64_t of_each = plan.options.baseline_of.empty() ? plan.options.baseline_bytes : 0;
@@ -200,6 +216,10 @@ Digest digest_inputs(const Plan& plan) {
   hasher.add(o.baseline_of.size());
   for (const uint64_t bytes : o.baseline_of) hasher.add(bytes);
   hasher.add(o.after.size());
+  for (const std::optional<Footprint>& held : {o.save, o.resume}) {
+    hasher.add(held.has_value());
+    for (const uint64_t bytes : held.value_or(Footprint{}).bytes) hasher.add(bytes);
+  }
   for (const Phase& phase : o.after) {
     hasher.add(phase.name).add(phase.of_rank.size());
     for (const Footprint& of_rank : phase.of_rank) {

@@ -93,6 +93,9 @@ struct PlanOptions {
   // Later phases of the promise: what each rank charges in them on top of phase `hold`. Page
   // tables are added.
   std::vector<Phase> after;
+  // What each rank holds on top of the last phase while it saves, besides its staging, which is as
+  // large as the load's; while it reads a saved state. Each adds a phase of that name at the end.
+  std::optional<Footprint> save, resume;
 };
 
 constexpr uint64_t kMinStagingBytes = 256 * kKiB;
@@ -227,6 +230,25 @@ void for_each_transfer_from(const Plan& plan, int rank, uint32_t stored,
 // file offset, neighbours coalesced. `table` is scratch of at least kReadTableRows.
 void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
                    FunctionRef<void(const Read&)> fn);
+
+// One write of a file in a save: neighbouring elements of transfers, which are read right to left:
+// from a local buffer to the stored tensor. Each transfer is one run (`runs.count` is 1), and they
+// follow each other in the file. `direct`: there is one transfer, and its bytes are in host memory
+// as they are written.
+struct Write {
+  Extent at;
+  bool direct = false;
+  std::span<const Transfer> transfers;  // valid during the call only
+};
+// The writes by which `rank` saves its local buffers into the files of the plan's manifest: a save
+// is the plan that would load the saved files, turned. Replicas share the elements that they all
+// hold, so that all ranks together write each element once, except those of tensors that no target
+// reads. In batches sorted by file offset; ranks begin at different places of the files, and come
+// back to the first file last. `table` is scratch of at least kReadTableRows.
+void for_each_write(const Plan& plan, int rank, std::span<Transfer> table,
+                    FunctionRef<void(const Write&)> fn);
+// What a save by this plan holds on each rank besides the buffers that it saves and its staging.
+Footprint save_footprint(const Plan& plan);
 
 // The ranks that exchange with `rank`, itself included, in order; only itself without an exchange.
 // Groups don't overlap, and none is larger than rank 0's.

@@ -1,0 +1,140 @@
+// The writes of a save: the transfers of the load that would read the saved files, turned.
+//
+//   targets in the plan's order    t0   t1   t2   t3        file 0: t0 t1    file 1: t2 t3
+//   rank 0 of 2 walks              t0   t1   t2   t3
+//   rank 1 of 2 walks              t2   t3   t0   t1
+#include <algorithm>
+
+#include "modicum/plan/inside.h"
+#include "modicum/plan/plan.h"
+
+namespace modicum {
+namespace {
+
+// Up to this size the elements that replicas share are written by one of them.
+constexpr uint64_t kWholeBytes = 256 * kKiB;
+// Larger runs are divided among replicas in units of this many elements, which are whole bytes.
+constexpr int64_t kShareUnit = 4096;
+// Writes up to this size are joined with their neighbours.
+constexpr uint64_t kSmallBytes = 64 * kKiB;
+constexpr size_t kGroupRows = 64;
+
+ReplicaPlace place_among_replicas(const Plan& plan, uint32_t target, int rank) {
+  const uint32_t holder = holder_of(plan, target);
+  if (plan.layout.is_flat(holder)) return {};  // each element is held once
+  return replica_place(plan.layout.sharding_of(holder), plan.recipe->targets[holder].spec, rank);
+}
+
+// Calls `fn` with the part of a transfer that this replica writes.
+void share(const Transfer& t, const ReplicaPlace& place, FunctionRef<void(const Transfer&)> fn) {
+  const Runs& runs = t.runs;
+  const auto emit = [&](const Transfer& part) {
+    if (part.numel() > 0) fn(part);
+  };
+  if (place.count == 1) return emit(t);
+  if (bytes_of(t.from_dtype, runs.numel()) <= kWholeBytes) {
+    const auto writer = t.from % static_cast<uint32_t>(place.count);
+    if (writer == static_cast<uint32_t>(place.index)) emit(t);
+    return;
+  }
+  if (runs.count >= place.count) {
+    const Chunk mine = chunk_of(runs.count, place.count, place.index);
+    return emit(t.part(mine.lo, mine.size(), 0, runs.length));
+  }
+  const int64_t units = ceil_div(runs.length, kShareUnit);
+  const Chunk mine = chunk_of(units, place.count, place.index);
+  const int64_t begin = std::min(mine.lo * kShareUnit, runs.length);
+  const int64_t end = std::min(mine.hi * kShareUnit, runs.length);
+  emit(t.part(0, runs.count, begin, end - begin));
+}
+
+// Cuts runs into tiles, and joins small ones that follow each other in a file.
+class Joiner {
+ public:
+  Joiner(const Plan& plan, FunctionRef<void(const Write&)> write) : plan_(plan), write_(write) {}
+
+  void add(const Transfer& t) {
+    for (int64_t k = 0; k < t.runs.count; ++k) add_run(t.part(k, 1, 0, t.runs.length));
+  }
+
+  void flush() {
+    if (rows_ == 0) return;
+    write_({at_, rows_ == 1 && is_direct(group_[0]), std::span(group_).first(rows_)});
+    rows_ = 0;
+  }
+
+ private:
+  bool is_direct(const Transfer& t) const {
+    return destination_of(plan_, t.buffer) != Destination::copy && !t.casts() &&
+           (t.runs.at_step == 1 || t.runs.length == 1);
+  }
+
+  void add_run(const Transfer& t) {
+    const uint64_t most = is_direct(t) ? kMostReadBytes : plan_.staging.tile_bytes;
+    for (int64_t i = 0; i < t.runs.length;) {
+      const int64_t n = std::min(elements_within(t.from_dtype, most), t.runs.length - i);
+      add_tile(t.part(0, 1, i, n));
+      i += n;
+    }
+  }
+
+  void add_tile(const Transfer& tile) {
+    const Extent at = span_of(plan_, tile);
+    const bool joins = rows_ > 0 && rows_ < kGroupRows && at.file == at_.file &&
+                       at.begin == at_.end && at.bytes() <= kSmallBytes &&
+                       at.end - at_.begin <= plan_.staging.tile_bytes;
+    if (!joins) flush();
+    at_ = rows_ == 0 ? at : Extent{at.file, at_.begin, at.end};
+    group_[rows_++] = tile;
+    if (at.bytes() > kSmallBytes) flush();
+  }
+
+  const Plan& plan_;
+  FunctionRef<void(const Write&)> write_;
+  std::array<Transfer, kGroupRows> group_;
+  size_t rows_ = 0;
+  Extent at_;
+};
+
+}  // namespace
+
+void for_each_write(const Plan& plan, int rank, std::span<Transfer> table,
+                    FunctionRef<void(const Write&)> fn) {
+  MODICUM_ASSERT(table.size() >= kReadTableRows);
+  Joiner joiner(plan, fn);
+  size_t rows = 0;
+  const auto before = [](const Transfer& a, const Transfer& b) {
+    return a.from != b.from ? a.from < b.from : a.runs.first < b.runs.first;
+  };
+  const auto flush = [&] {
+    // Stored tensors are numbered in file order, so this sorts by file offset.
+    const auto batch = table.first(rows);
+    std::sort(batch.begin(), batch.end(), before);
+    for (const Transfer& transfer : batch) joiner.add(transfer);
+    joiner.flush();
+    rows = 0;
+  };
+  const size_t targets = plan.order.size();
+  const size_t begin = targets * static_cast<size_t>(rank) / static_cast<size_t>(plan.ranks());
+  for (size_t i = 0; i < targets; ++i) {
+    if (begin > 0 && i == targets - begin) flush();  // back to the first file
+    const uint32_t target = plan.order[(begin + i) % targets];
+    const ReplicaPlace place = place_among_replicas(plan, target, rank);
+    for_each_transfer_of(plan, rank, target, [&](const Transfer& transfer) {
+      share(transfer, place, [&](const Transfer& mine) {
+        table[rows++] = mine;
+        if (rows == kReadTableRows) flush();
+      });
+    });
+  }
+  flush();
+}
+
+Footprint save_footprint(const Plan& plan) {
+  Footprint held;
+  held[Purpose::header] = plan.manifest->held_bytes();
+  held[Purpose::plan] = plan.held_bytes();
+  return held;
+}
+
+}  // namespace modicum
