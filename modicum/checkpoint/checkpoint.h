@@ -14,6 +14,9 @@
 #include <vector>
 
 #include "modicum/base/base.h"
+#include "modicum/checkpoint/conversion.h"  // IWYU pragma: export
+#include "modicum/checkpoint/durable.h"     // IWYU pragma: export
+#include "modicum/checkpoint/step.h"        // IWYU pragma: export
 #include "modicum/io/io.h"
 #include "modicum/spec/spec.h"
 
@@ -59,6 +62,57 @@ std::unique_ptr<File> open_data_file(const Checkpoint& checkpoint, uint32_t file
 // the file.
 std::string safetensors_header(std::span<const TensorSpec> tensors, const std::string& file,
                                const std::map<std::string, std::string>& metadata = {});
+
+// The tensors of each data file of a checkpoint to be written, in the order of their bytes: larger
+// dtypes first, then by name, as the safetensors library writes.
+using FileSpecs = std::vector<std::vector<TensorSpec>>;
+
+// Assigns tensors to files as transformers does: fills one file after another in the given order. A
+// tensor that would take a file over the limit begins the next one. A tensor over the limit gets a
+// file of its own, which comes before the file being filled.
+FileSpecs split_into_files(std::vector<TensorSpec> tensors, uint64_t limit_bytes);
+// Tensors with equal numbers in one file; files in the order of the numbers.
+FileSpecs group_by_file(std::vector<TensorSpec> tensors, std::span<const uint32_t> file_of);
+
+// "model-00001-of-00003.safetensors" for file 0 of 3; "model.safetensors" for a single file.
+std::string shard_name(size_t file, size_t files);
+
+// The manifest of a checkpoint before it is written: it equals the one of the written checkpoint,
+// but for the files' inodes and times. USAGE without a tensor, FORMAT.* if open_checkpoint would
+// refuse a file.
+Manifest output_manifest(const FileSpecs& files);
+// The bytes of file `file` before its tensors.
+std::string output_header(const Manifest& manifest, uint32_t file);
+// The text of the index; empty for a single file, which needs none.
+std::string output_index(const Manifest& manifest);
+// The names of files in the checkpoint's directory that belong to the model besides its weights:
+// config, generation config, tokenizer, templates and custom code.
+std::vector<std::string> companion_files(const Checkpoint& checkpoint);
+// The form of values that are saved in another one than the source has.
+struct NewForm {
+  DType dtype;             // of most values
+  bool has_codes = false;  // FP8 codes with scales are left
+};
+// config.json for these values: with their dtype, in it and in its nested configs, and without
+// `quantization_config` unless codes are left. A text that is no JSON object is returned as it is.
+std::string config_of(const std::string& config, const NewForm& form);
+// Finds the form of the saved values, if any tensor's dtype has changed.
+class FormTally {
+ public:
+  // A saved tensor, and the stored one that it was made from; null if there is none.
+  void add(const TensorSpec& saved, const Stored* stored);
+  std::optional<NewForm> new_form() const;
+
+ private:
+  bool is_changed_ = false, has_codes_ = false;
+  std::map<DType, uint64_t> bytes_;
+};
+// Calls `fn` with the name and text of each companion file, of config.json as config_of changes it
+// if there is a new form.
+void for_each_companion(const Checkpoint& source, const std::optional<NewForm>& form,
+                        FunctionRef<void(const std::string& name, const std::string& text)> fn);
+constexpr const char* kConfigFile = "config.json";
+constexpr const char* kIndexFile = "model.safetensors.index.json";
 
 // Writes one safetensors file with the header of safetensors_header. One thread at a time.
 class SafetensorsWriter {

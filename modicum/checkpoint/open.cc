@@ -211,6 +211,8 @@ void add_config(Checkpoint& checkpoint) {
   }
 }
 
+}  // namespace
+
 // Excludes inode and times, so that nodes with copies of their own have equal identities.
 Digest identity_of(const Manifest& manifest) {
   Hasher hasher;
@@ -234,8 +236,7 @@ Digest identity_of(const Manifest& manifest) {
   return hasher.digest();
 }
 
-// Bounds the total, so that sums over a manifest's tensors can't overflow. Only sparse files reach
-// the limit.
+// So that sums over a manifest's tensors can't overflow.
 void require_countable(const Manifest& manifest) {
   const uint64_t bytes = manifest.data_bytes();
   if (bytes <= kMaxModelBytes) return;
@@ -248,8 +249,6 @@ void require_countable(const Manifest& manifest) {
         .expected = fmt::format("at most {} bytes together", kMaxModelBytes),
         .got = fmt::format("{}", bytes)});
 }
-
-}  // namespace
 
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path) {
   const Source source = find_source(files, path);

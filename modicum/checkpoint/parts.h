@@ -60,11 +60,15 @@ void prove_index(const Index& index, const Manifest& manifest, std::vector<std::
 // it, the scale is paired with block size 0, which does not fit (BlockScale::fits).
 void pair_scales(Manifest& manifest, const ModelConfig& config, std::vector<std::string>& warnings);
 
+// Over what Manifest::identity says.
+Digest identity_of(const Manifest& manifest);
+// FORMAT.OVERFLOW if all tensors together exceed kMaxModelBytes. Only sparse files do.
+void require_countable(const Manifest& manifest);
+
 // Warns of weights among the names in a directory that belong to no file of the manifest.
 void warn_of_unread_files(const std::vector<std::string>& names, const Manifest& manifest,
                           std::vector<std::string>& warnings);
 
-constexpr const char* kConfigFile = "config.json";
 // Parses config.json. Each defect is a warning; one that hides a member on which values depend is
 // also a fault of the result.
 ModelConfig parse_config(const std::string& text, std::vector<std::string>& warnings);

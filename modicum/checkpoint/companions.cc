@@ -1,0 +1,140 @@
+// What a saved model needs besides its weights.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+
+#include "modicum/checkpoint/parts.h"
+
+namespace modicum {
+namespace {
+
+// A part of a text and what replaces it.
+struct Edit {
+  size_t begin = 0;
+  size_t end = 0;
+  std::string with;
+};
+
+// Behind the value that begins at `at`, in a text that is JSON.
+size_t end_of_value(std::string_view text, size_t at) {
+  int depth = 0;
+  bool in_string = false;
+  for (size_t i = at; i < text.size(); ++i) {
+    const char c = text[i];
+    if (in_string) {
+      if (c == '\\') ++i;
+      if (c == '"') in_string = false;
+    } else if (c == '"') {
+      in_string = true;
+    } else if (c == '{' || c == '[') {
+      ++depth;
+    } else if (c == '}' || c == ']') {
+      --depth;
+    }
+    if (depth < 0 || (depth == 0 && !in_string && c == ',')) return i;
+    const bool is_closed = depth == 0 && !in_string && (c == '"' || c == '}' || c == ']');
+    if (is_closed) return i + 1;
+  }
+  return text.size();
+}
+
+// The member of this key whose value is at [begin, end), with one of the commas around it.
+Edit removed_member(std::string_view text, std::string_view key, size_t begin, size_t end) {
+  Edit edit{text.rfind(fmt::format("\"{}\"", key), begin), end, ""};
+  const size_t next = text.find_first_not_of(" \t\r\n", end);
+  if (next != std::string_view::npos && text[next] == ',') {
+    edit.end = text.find_first_not_of(" \t\r\n", next + 1);
+  } else {
+    const size_t before = text.find_last_not_of(" \t\r\n", edit.begin - 1);
+    if (text[before] == ',') edit.begin = before;
+  }
+  return edit;
+}
+
+class ConfigEdits {
+ public:
+  ConfigEdits(std::string_view text, const NewForm& form) : text_(text), form_(form) {}
+
+  void object(JsonValue& value) {
+    value.object([&](std::string_view key, JsonValue& member) {
+      const size_t begin = member.offset();
+      const JsonValue::Kind kind = member.kind();
+      if ((key == "dtype" || key == "torch_dtype") && kind == JsonValue::Kind::string) {
+        edits.push_back(
+            {begin, end_of_value(text_, begin), fmt::format("\"{}\"", torch_name(form_.dtype))});
+      } else if (key == "quantization_config") {
+        if (form_.has_codes) return;
+        edits.push_back(removed_member(text_, key, begin, end_of_value(text_, begin)));
+      } else if (kind == JsonValue::Kind::object) {
+        object(member);
+      }
+    });
+  }
+
+  std::vector<Edit> edits;
+
+ private:
+  const std::string_view text_;
+  const NewForm form_;
+};
+
+}  // namespace
+
+std::vector<std::string> companion_files(const Checkpoint& checkpoint) {
+  static constexpr std::array<std::string_view, 7> kEndings = {
+      ".json", ".txt", ".model", ".py", ".jinja", ".tiktoken", ".spm"};
+  std::vector<std::string> names;
+  for (const std::string& name : checkpoint.files->list(checkpoint.directory)) {
+    const bool is_ours = std::any_of(kEndings.begin(), kEndings.end(),
+                                     [&](std::string_view end) { return name.ends_with(end); });
+    if (!is_ours || name.front() == '.' || name.ends_with(".index.json")) continue;
+    if (name == "manifest.json") continue;  // of a step
+    if (!checkpoint.files->is_directory(join_path(checkpoint.directory, name))) {
+      names.push_back(name);
+    }
+  }
+  return names;
+}
+
+std::string config_of(const std::string& config, const NewForm& form) {
+  ConfigEdits found(config, form);
+  try {
+    read_json(config, [&](JsonValue& root) { found.object(root); });
+  } catch (const JsonError&) {
+    return config;  // opening the checkpoint has warned of it
+  }
+  std::string text = config;
+  std::sort(found.edits.begin(), found.edits.end(),
+            [](const Edit& a, const Edit& b) { return a.begin > b.begin; });
+  for (const Edit& edit : found.edits) text.replace(edit.begin, edit.end - edit.begin, edit.with);
+  return text;
+}
+
+void FormTally::add(const TensorSpec& saved, const Stored* stored) {
+  if (!is_castable(saved.dtype)) {
+    has_codes_ = has_codes_ || (stored != nullptr && stored->scale);
+    return;
+  }
+  bytes_[saved.dtype] += bytes_of(saved.dtype, numel_of(saved.shape));
+  is_changed_ = is_changed_ || (stored != nullptr && stored->spec.dtype != saved.dtype);
+}
+
+std::optional<NewForm> FormTally::new_form() const {
+  if (!is_changed_) return std::nullopt;
+  const auto most =
+      std::max_element(bytes_.begin(), bytes_.end(),
+                       [](const auto& a, const auto& b) { return a.second < b.second; });
+  return NewForm{most->first, has_codes_};
+}
+
+void for_each_companion(const Checkpoint& source, const std::optional<NewForm>& form,
+                        FunctionRef<void(const std::string& name, const std::string& text)> fn) {
+  for (const std::string& name : companion_files(source)) {
+    std::string text = read_text(*source.files->open(join_path(source.directory, name)));
+    if (name == kConfigFile && form) text = config_of(text, *form);
+    fn(name, text);
+  }
+}
+
+}  // namespace modicum

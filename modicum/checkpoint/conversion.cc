@@ -1,0 +1,155 @@
+#include "modicum/checkpoint/conversion.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "modicum/base/base.h"
+#include "modicum/checkpoint/durable.h"
+#include "modicum/checkpoint/record_text.h"
+#include "modicum/json/json.h"
+
+namespace modicum {
+namespace {
+
+std::string parent_of(std::string path) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  const size_t slash = path.rfind('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+// What a journal says.
+struct Journal {
+  StepOwner owner;
+  std::string inputs;
+  std::vector<ConvertedFile> files;
+};
+
+std::string journal_json(const Journal& journal) {
+  JsonWriter out;
+  out.begin_object();
+  owner_members(out, journal.owner);
+  out.member("inputs", journal.inputs).key("files").begin_array();
+  for (const ConvertedFile& file : journal.files) {
+    out.begin_object().member("name", file.name).member("bytes", file.bytes);
+    out.member("digest", hex(file.digest)).end_object();
+  }
+  return out.end_array().end_object().text();
+}
+
+ConvertedFile read_file(JsonValue& value) {
+  ConvertedFile file;
+  value.object([&](std::string_view key, JsonValue& member) {
+    if (key == "name") file.name = member.string();
+    if (key == "bytes") file.bytes = static_cast<uint64_t>(member.integer());
+    if (key == "digest") file.digest = from_hex(member.string()).value_or(0);
+  });
+  return file;
+}
+
+// None unless the text is a journal.
+std::optional<Journal> parse_journal(const std::string& text) {
+  Journal journal;
+  try {
+    read_json(text, [&](JsonValue& root) {
+      root.object([&](std::string_view key, JsonValue& member) {
+        read_owner_member(key, member, journal.owner);
+        if (key == "inputs") journal.inputs = member.string();
+        if (key != "files") return;
+        member.array([&](JsonValue& file) { journal.files.push_back(read_file(file)); });
+      });
+    });
+  } catch (const JsonError&) {
+    return std::nullopt;
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+  return journal;
+}
+
+}  // namespace
+
+ConversionJournal::ConversionJournal(FileSystem& files, const std::string& out,
+                                     const Inputs& inputs)
+    : files_(files),
+      parent_(parent_of(out)),
+      name_(base_name(out)),
+      partial_(join_path(parent_, fmt::format(".{}.partial", name_))),
+      owner_(inputs.owner),
+      inputs_(inputs.digest) {
+  if (files_.exists(out)) fail(Category::conflict, "the output exists already", {.file = name_});
+  read_journal(inputs);
+  if (!files_.is_directory(partial_)) {
+    finished_.clear();
+    files_.make_directory(partial_);
+  }
+  write_journal();
+  keep_finished();
+}
+
+void ConversionJournal::read_journal(const Inputs& inputs) {
+  const std::string path = join_path(parent_, fmt::format(".{}.journal", name_));
+  std::optional<Journal> journal;
+  if (files_.exists(path)) journal = parse_journal(read_text(*files_.open(path)));
+  if (journal && !inputs.is_dead(journal->owner)) {
+    fail(
+        Category::conflict,
+        fmt::format("another process converts to the same output; if it has ended on another host, "
+                    "remove .{}.journal",
+                    printable(name_)),
+        {.file = name_,
+         .got = fmt::format("pid {} of {}", journal->owner.pid, printable(journal->owner.host))});
+  }
+  if (journal && journal->inputs == inputs.digest.hex()) {
+    finished_ = std::move(journal->files);
+  } else if (files_.is_directory(partial_)) {
+    remove_tree(files_, partial_);  // of other inputs
+  }
+}
+
+// Removes files that were not finished, and forgets those that are no longer there.
+void ConversionJournal::keep_finished() {
+  const auto bytes_of_file = [&](const std::string& name) {
+    const std::string path = join_path(partial_, name);
+    return files_.exists(path) ? files_.open(path)->identity().size_bytes : UINT64_MAX;
+  };
+  std::erase_if(finished_,
+                [&](const ConvertedFile& file) { return bytes_of_file(file.name) != file.bytes; });
+  for (const std::string& name : files_.list(partial_)) {
+    const bool is_finished = std::any_of(finished_.begin(), finished_.end(),
+                                         [&](const auto& file) { return file.name == name; });
+    if (!is_finished) remove_tree(files_, join_path(partial_, name));
+  }
+}
+
+const ConvertedFile* ConversionJournal::finished(const std::string& name,
+                                                 uint64_t bytes) const noexcept {
+  for (const ConvertedFile& file : finished_) {
+    if (file.name == name && file.bytes == bytes) return &file;
+  }
+  return nullptr;
+}
+
+void ConversionJournal::add(ConvertedFile file) {
+  files_.sync_directory(partial_);
+  finished_.push_back(std::move(file));
+  write_journal();
+}
+
+void ConversionJournal::write_journal() {
+  replace_durably(
+      files_, {parent_, fmt::format(".{}.journal", name_), fmt::format(".{}.journal.new", name_)},
+      journal_json({owner_, inputs_.hex(), finished_}));
+}
+
+void ConversionJournal::publish() {
+  files_.sync_directory(partial_);
+  files_.rename(partial_, join_path(parent_, name_));
+  files_.sync_directory(parent_);
+  files_.remove(join_path(parent_, fmt::format(".{}.journal", name_)));
+}
+
+}  // namespace modicum

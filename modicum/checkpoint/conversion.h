@@ -1,0 +1,63 @@
+// The record of a conversion: which files of its output are finished. Part of the door of
+// `checkpoint`.
+//
+//   PARENT/NAME              the output; there only once it is complete and durable
+//   PARENT/.NAME.partial/    its files until then
+//   PARENT/.NAME.journal     the process that converts, its inputs, and the finished files
+//
+// A conversion that was killed goes on where it stopped: a file that the journal names is durable,
+// and is kept if the inputs are the same.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "modicum/checkpoint/step.h"
+#include "modicum/io/io.h"
+#include "modicum/spec/spec.h"
+
+namespace modicum {
+
+struct ConvertedFile {
+  std::string name;
+  uint64_t bytes = 0;
+  uint64_t digest = 0;  // the file's part of the output's digest
+
+  bool operator==(const ConvertedFile&) const = default;
+};
+
+// One thread.
+class ConversionJournal {
+ public:
+  struct Inputs {
+    Digest digest;  // of everything that decides the output's bytes
+    StepOwner owner;
+    std::function<bool(const StepOwner&)> is_dead;  // of another conversion's owner
+  };
+  // Begins the conversion to `out`, or goes on with one of equal inputs; what another one has left
+  // is removed. CONFLICT if `out` exists, or if a live process converts to it; IO, NOSPACE.
+  ConversionJournal(FileSystem& files, const std::string& out, const Inputs& inputs);
+
+  const std::string& directory() const noexcept { return partial_; }  // to write into
+  // The finished file of this name and size, or null: then the name is free.
+  const ConvertedFile* finished(const std::string& name, uint64_t bytes) const noexcept;
+  // Records a file, which must be durable. IO, NOSPACE.
+  void add(ConvertedFile file);
+  // Makes the output visible and durable. CONFLICT if it exists by now; IO, NOSPACE.
+  void publish();
+
+ private:
+  void read_journal(const Inputs& inputs);
+  void keep_finished();
+  void write_journal();
+
+  FileSystem& files_;
+  const std::string parent_, name_, partial_;
+  StepOwner owner_;
+  Digest inputs_;
+  std::vector<ConvertedFile> finished_;
+};
+
+}  // namespace modicum

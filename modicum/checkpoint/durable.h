@@ -1,0 +1,22 @@
+// Small files that survive a power cut. Part of the door of `checkpoint`.
+#pragma once
+
+#include <string>
+
+#include "modicum/io/io.h"
+
+namespace modicum {
+
+// Creates a file with this text and makes its bytes durable, but not its name. CONFLICT if it
+// exists; IO, NOSPACE.
+void write_durably(FileSystem& files, const std::string& path, const std::string& text);
+// Replaces file `name` of `directory`, by way of the file `temporary`: either the old file or the
+// new one survives a power cut.
+struct Replacement {
+  std::string directory, name, temporary;
+};
+void replace_durably(FileSystem& files, const Replacement& of, const std::string& text);
+// Removes a file, or a directory with everything in it.
+void remove_tree(FileSystem& files, const std::string& path);
+
+}  // namespace modicum

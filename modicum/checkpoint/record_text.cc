@@ -1,0 +1,28 @@
+#include "modicum/checkpoint/record_text.h"
+
+#include <fmt/format.h>
+
+#include <charconv>
+
+namespace modicum {
+
+std::string hex(uint64_t number) { return fmt::format("{:016x}", number); }
+
+std::optional<uint64_t> from_hex(std::string_view text) {
+  uint64_t number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number, 16);
+  if (text.size() != 16 || error != std::errc() || end != text.data() + text.size()) return {};
+  return number;
+}
+
+void owner_members(JsonWriter& out, const StepOwner& owner) {
+  out.member("host", owner.host).member("pid", owner.pid).member("started", owner.started);
+}
+
+void read_owner_member(std::string_view key, JsonValue& member, StepOwner& owner) {
+  if (key == "host") owner.host = member.string();
+  if (key == "pid") owner.pid = member.integer();
+  if (key == "started") owner.started = static_cast<uint64_t>(member.integer());
+}
+
+}  // namespace modicum

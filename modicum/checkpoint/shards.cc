@@ -1,0 +1,111 @@
+// The files of a checkpoint to be written: which tensor is in which, their headers and extents.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "modicum/checkpoint/parts.h"
+
+namespace modicum {
+namespace {
+
+bool goes_before(const TensorSpec& a, const TensorSpec& b) {
+  return std::tie(b.dtype, a.fqn) < std::tie(a.dtype, b.fqn);
+}
+
+void sort_as_written(FileSpecs& files) {
+  for (auto& file : files) std::sort(file.begin(), file.end(), goes_before);
+}
+
+// What the safetensors library's PyTorch part writes, and transformers asks for.
+const std::map<std::string, std::string>& metadata() {
+  static const std::map<std::string, std::string> kMetadata = {{"format", "pt"}};
+  return kMetadata;
+}
+
+}  // namespace
+
+FileSpecs split_into_files(std::vector<TensorSpec> tensors, uint64_t limit_bytes) {
+  FileSpecs files;
+  std::vector<TensorSpec> current;
+  uint64_t current_bytes = 0;
+  for (TensorSpec& spec : tensors) {
+    const uint64_t bytes = bytes_of(spec.dtype, numel_of(spec.shape));
+    if (bytes > limit_bytes) {
+      files.emplace_back().push_back(std::move(spec));
+      continue;
+    }
+    if (bytes > limit_bytes - current_bytes) {
+      files.push_back(std::move(current));
+      current.clear();
+      current_bytes = 0;
+    }
+    current.push_back(std::move(spec));
+    current_bytes += bytes;
+  }
+  if (!current.empty()) files.push_back(std::move(current));
+  sort_as_written(files);
+  return files;
+}
+
+FileSpecs group_by_file(std::vector<TensorSpec> tensors, std::span<const uint32_t> file_of) {
+  MODICUM_ASSERT(file_of.size() == tensors.size());
+  std::map<uint32_t, std::vector<TensorSpec>> grouped;
+  for (size_t i = 0; i < tensors.size(); ++i) grouped[file_of[i]].push_back(std::move(tensors[i]));
+  FileSpecs files;
+  for (auto& file : grouped) files.push_back(std::move(file.second));
+  sort_as_written(files);
+  return files;
+}
+
+std::string shard_name(size_t file, size_t files) {
+  if (files == 1) return "model.safetensors";
+  return fmt::format("model-{:05}-of-{:05}.safetensors", file + 1, files);
+}
+
+Manifest output_manifest(const FileSpecs& files) {
+  if (files.empty()) fail(Category::usage, "there is no tensor to save");
+  Manifest manifest;
+  for (size_t f = 0; f < files.size(); ++f) {
+    DataFile file{.name = shard_name(f, files.size())};
+    file.header_bytes = safetensors_header(files[f], file.name, metadata()).size();
+    uint64_t end = file.header_bytes;
+    for (const TensorSpec& spec : files[f]) {
+      const uint64_t begin = end;
+      end += bytes_of(spec.dtype, numel_of(spec.shape));
+      manifest.tensors.push_back({spec, {static_cast<uint32_t>(f), begin, end}});
+    }
+    file.identity.size_bytes = end;
+    manifest.files.push_back(std::move(file));
+  }
+  // Among empty tensors at one place the order is that in which a header is read.
+  std::stable_sort(manifest.tensors.begin(), manifest.tensors.end(),
+                   [](const Stored& a, const Stored& b) {
+                     return std::tie(a.at.file, a.at.begin, a.at.end, a.spec.fqn) <
+                            std::tie(b.at.file, b.at.begin, b.at.end, b.spec.fqn);
+                   });
+  manifest.tensors.shrink_to_fit();
+  require_countable(manifest);
+  manifest.identity = identity_of(manifest);
+  return manifest;
+}
+
+std::string output_header(const Manifest& manifest, uint32_t file) {
+  std::vector<TensorSpec> specs;
+  for (const Stored& stored : manifest.tensors) {
+    if (stored.at.file == file) specs.push_back(stored.spec);
+  }
+  return safetensors_header(specs, manifest.files[file].name, metadata());
+}
+
+std::string output_index(const Manifest& manifest) {
+  if (manifest.files.size() == 1) return "";
+  std::vector<std::pair<std::string, std::string>> file_of_tensor;
+  for (const Stored& stored : manifest.tensors) {
+    file_of_tensor.emplace_back(stored.spec.fqn, manifest.files[stored.at.file].name);
+  }
+  std::sort(file_of_tensor.begin(), file_of_tensor.end());
+  return index_json(file_of_tensor, manifest.data_bytes());
+}
+
+}  // namespace modicum

@@ -1,0 +1,435 @@
+#include "modicum/checkpoint/step.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <random>
+
+#include "modicum/base/base.h"
+#include "modicum/checkpoint/durable.h"
+#include "modicum/checkpoint/record_text.h"
+#include "modicum/json/json.h"
+
+namespace modicum {
+namespace {
+
+constexpr int64_t kVersion = 1;
+constexpr const char* kManifest = "manifest.json";
+constexpr const char* kCommit = "COMMIT";
+constexpr std::string_view kStepPrefix = "step-";
+constexpr std::string_view kPartialPrefix = ".partial-";
+constexpr std::string_view kOwnerPrefix = ".owner-";
+constexpr std::string_view kTrashPrefix = ".trash-";
+constexpr std::string_view kLatestPrefix = ".latest-";  // in place of `latest`, until renamed
+
+[[noreturn]] void refuse(const std::string& what) {
+  fail(Category::integrity, what, {.file = kManifest});
+}
+
+uint64_t hex_value(JsonValue& value) {
+  const auto number = from_hex(value.string());
+  if (!number) refuse("a digest is not 16 hex digits");
+  return *number;
+}
+
+Digest digest_value(JsonValue& value) {
+  const std::string text = value.string();
+  const auto high = from_hex(std::string_view(text).substr(0, 16));
+  const auto low = text.size() == 32 ? from_hex(std::string_view(text).substr(16)) : std::nullopt;
+  if (!high || !low) refuse("a digest is not 32 hex digits");
+  return {*high, *low};
+}
+
+// A single component, which may be in the directory of the state, and nothing hidden.
+bool is_plain_name(std::string_view name) {
+  const std::string prefix = std::string(kStateDirectory) + "/";
+  if (name.starts_with(prefix)) name.remove_prefix(prefix.size());
+  return !name.empty() && name.front() != '.' && name.find('/') == std::string_view::npos &&
+         name.find('\0') == std::string_view::npos;
+}
+
+StepFile read_file(JsonValue& value) {
+  StepFile file;
+  value.object([&](std::string_view key, JsonValue& member) {
+    if (key == "name") file.name = member.string();
+    if (key == "bytes") file.bytes = static_cast<uint64_t>(member.integer());
+    if (key == "digested_bytes") file.digested_bytes = static_cast<uint64_t>(member.integer());
+    if (key == "digest") file.digest = digest_value(member);
+  });
+  if (!is_plain_name(file.name)) refuse("a file is named outside the step's directory");
+  if (file.digested_bytes > file.bytes) refuse("a digest covers more bytes than its file has");
+  return file;
+}
+
+StepTensor read_tensor(JsonValue& value) {
+  StepTensor tensor;
+  value.object([&](std::string_view key, JsonValue& member) {
+    if (key == "name") tensor.spec.fqn = member.string();
+    if (key == "dtype") {
+      const auto dtype = dtype_from_stored_name(member.string());
+      if (!dtype) refuse("a tensor has an unknown dtype");
+      tensor.spec.dtype = *dtype;
+    }
+    if (key == "shape") {
+      member.array([&](JsonValue& dim) { tensor.spec.shape.push_back(dim.integer()); });
+    }
+    if (key == "chunks") {
+      member.array([&](JsonValue& chunk) { tensor.chunks.push_back(hex_value(chunk)); });
+    }
+  });
+  return tensor;
+}
+
+void tensors_member(JsonWriter& out, std::string_view key, const std::vector<StepTensor>& tensors) {
+  out.key(key).begin_array();
+  for (const StepTensor& tensor : tensors) {
+    out.begin_object()
+        .member("name", tensor.spec.fqn)
+        .member("dtype", stored_name(tensor.spec.dtype));
+    out.key("shape").begin_array();
+    for (const int64_t dim : tensor.spec.shape) out.value(dim);
+    out.end_array().key("chunks").begin_array();
+    for (const uint64_t chunk : tensor.chunks) out.value(hex(chunk));
+    out.end_array().end_object();
+  }
+  out.end_array();
+}
+
+struct Commit {
+  int64_t step = -1;
+  std::string uuid;
+  uint64_t manifest_bytes = 0;
+  std::string manifest_digest;
+};
+
+std::string commit_json(const StepRecord& record, const std::string& manifest) {
+  JsonWriter out;
+  out.begin_object()
+      .member("step", record.step)
+      .member("uuid", record.uuid)
+      .member("manifest_bytes", manifest.size())
+      .member("manifest_digest", digest_of(manifest).hex())
+      .end_object();
+  return out.text();
+}
+
+Commit parse_commit(const std::string& text) {
+  Commit commit;
+  try {
+    read_json(text, [&](JsonValue& root) {
+      root.object([&](std::string_view key, JsonValue& member) {
+        if (key == "step") commit.step = member.integer();
+        if (key == "uuid") commit.uuid = member.string();
+        if (key == "manifest_bytes")
+          commit.manifest_bytes = static_cast<uint64_t>(member.integer());
+        if (key == "manifest_digest") commit.manifest_digest = member.string();
+      });
+    });
+  } catch (const JsonError& error) {
+    fail(Category::integrity, error.what(), {.file = kCommit, .offset = error.offset});
+  }
+  return commit;
+}
+
+// 128 random bits, as 32 hex digits.
+std::string make_uuid() {
+  std::random_device device;
+  std::uniform_int_distribution<uint64_t> bits;
+  const uint64_t high = bits(device);
+  return hex(high) + hex(bits(device));
+}
+
+std::string step_name(int64_t step) { return fmt::format("{}{}", kStepPrefix, step); }
+
+// The number in "step-12"; none for any other name, "step-012" included.
+std::optional<int64_t> step_of(std::string_view name) {
+  if (!name.starts_with(kStepPrefix)) return std::nullopt;
+  const std::string_view digits = name.substr(kStepPrefix.size());
+  int64_t step = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), step);
+  if (error != std::errc() || end != digits.data() + digits.size()) return std::nullopt;
+  return step >= 0 && step_name(step) == name ? std::optional(step) : std::nullopt;
+}
+
+std::string text_of(FileSystem& files, const std::string& directory, const std::string& name) {
+  return read_text(*files.open(join_path(directory, name)));
+}
+
+// First renamed, so that a step which is partly removed is never visible.
+void remove_by_trash(FileSystem& files, const std::string& root, const std::string& name) {
+  const std::string trash = join_path(root, std::string(kTrashPrefix) + make_uuid());
+  files.rename(join_path(root, name), trash);
+  files.sync_directory(root);
+  remove_tree(files, trash);
+}
+
+std::string owner_json(const StepOwner& owner) {
+  JsonWriter out;
+  out.begin_object();
+  owner_members(out, owner);
+  return out.end_object().text();
+}
+
+std::string owner_name(std::string_view uuid) { return fmt::format("{}{}", kOwnerPrefix, uuid); }
+
+void remove_owner(FileSystem& files, const StepInFlight& step) noexcept {
+  try {
+    files.remove(join_path(step.root, owner_name(step.uuid)));
+  } catch (const Error&) {
+    // A later save collects it.
+  }
+}
+
+// None if it was never written whole, or is removed already.
+std::optional<StepOwner> owner_of(FileSystem& files, const std::string& root,
+                                  std::string_view uuid) {
+  StepOwner owner;
+  try {
+    read_json(text_of(files, root, owner_name(uuid)), [&](JsonValue& value) {
+      value.object(
+          [&](std::string_view key, JsonValue& member) { read_owner_member(key, member, owner); });
+    });
+  } catch (const JsonError&) {
+    return std::nullopt;
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+  return owner;
+}
+
+}  // namespace
+
+std::string record_json(const StepRecord& record) {
+  JsonWriter out;
+  out.begin_object()
+      .member("version", kVersion)
+      .member("step", record.step)
+      .member("uuid", record.uuid)
+      .member("world_size", record.world_size)
+      .member("tool", record.tool);
+  out.key("files").begin_array();
+  for (const StepFile& file : record.files) {
+    out.begin_object()
+        .member("name", file.name)
+        .member("bytes", file.bytes)
+        .member("digested_bytes", file.digested_bytes)
+        .member("digest", file.digest.hex())
+        .end_object();
+  }
+  out.end_array();
+  tensors_member(out, "tensors", record.tensors);
+  tensors_member(out, "state", record.state);
+  out.end_object();
+  return out.text();
+}
+
+StepRecord parse_record(const std::string& text) {
+  StepRecord record;
+  std::optional<int64_t> version;
+  try {
+    read_json(text, [&](JsonValue& root) {
+      root.object([&](std::string_view key, JsonValue& member) {
+        if (key == "version") version = member.integer();
+        if (key == "step") record.step = member.integer();
+        if (key == "uuid") record.uuid = member.string();
+        if (key == "world_size") record.world_size = static_cast<int>(member.integer());
+        if (key == "tool") record.tool = member.string();
+        if (key == "files") {
+          member.array([&](JsonValue& file) { record.files.push_back(read_file(file)); });
+        }
+        if (key == "tensors" || key == "state") {
+          auto& tensors = key == "state" ? record.state : record.tensors;
+          member.array([&](JsonValue& tensor) { tensors.push_back(read_tensor(tensor)); });
+        }
+      });
+    });
+  } catch (const JsonError& error) {
+    fail(Category::integrity, error.what(), {.file = kManifest, .offset = error.offset});
+  }
+  if (!version) refuse("there is no version");
+  if (*version > kVersion) {
+    fail(Category::unsupported, "the step was saved by a later Modicum",
+         {.file = kManifest,
+          .expected = fmt::format("version {}", kVersion),
+          .got = fmt::format("version {}", *version)});
+  }
+  return record;
+}
+
+Digest digest_of(std::string_view bytes) {
+  Hasher hasher;
+  hasher.add(bytes);
+  return hasher.digest();
+}
+
+StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step,
+                        const StepOwner& owner) {
+  if (!files.is_directory(root)) files.make_directory(root);
+  if (files.exists(join_path(root, step_name(step)))) {
+    fail(Category::conflict, "the step has been saved already", {.file = step_name(step)});
+  }
+  StepInFlight made{root, step, make_uuid(), ""};
+  made.directory = join_path(root, fmt::format("{}{}-{}", kPartialPrefix, step, made.uuid));
+  try {
+    const std::string name = join_path(root, owner_name(made.uuid));
+    write_durably(files, name, owner_json(owner));
+    files.make_directory(made.directory);
+    // Another save may have collected it before it was whole; that of a step it does not.
+    if (!files.exists(name)) write_durably(files, name, owner_json(owner));
+  } catch (const Error&) {
+    remove_owner(files, made);
+    throw;
+  }
+  return made;
+}
+
+std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& step,
+                                        const StepRecord& record) {
+  const std::string manifest = record_json(record);
+  write_durably(files, join_path(step.directory, kManifest), manifest);
+  const std::string state = join_path(step.directory, kStateDirectory);
+  if (files.is_directory(state)) files.sync_directory(state);
+  // Also makes the names of all other files durable, before the step is visible.
+  replace_durably(files, {step.directory, kCommit, ".COMMIT"}, commit_json(record, manifest));
+  const std::string name = step_name(step.step);
+  files.rename(step.directory, join_path(step.root, name));
+  files.sync_directory(step.root);
+  try {
+    replace_durably(files, {step.root, "latest", fmt::format("{}{}", kLatestPrefix, step.uuid)},
+                    name + "\n");
+    files.remove(join_path(step.root, owner_name(step.uuid)));
+  } catch (const Error& error) {
+    return fmt::format("{} is saved, but `latest` could not be written: {}", name, error.what());
+  }
+  return std::nullopt;
+}
+
+void discard_step(FileSystem& files, const StepInFlight& step) noexcept {
+  try {
+    remove_by_trash(files, step.root, base_name(step.directory));
+  } catch (const Error&) {
+    return;  // it is not visible as a step, and a later save collects it
+  }
+  remove_owner(files, step);
+}
+
+FoundStep open_step(FileSystem& files, const std::string& path) {
+  if (!files.exists(join_path(path, kCommit))) {
+    fail(Category::uncommitted, "the step was not committed", {.file = kCommit});
+  }
+  const Commit commit = parse_commit(text_of(files, path, kCommit));
+  const std::string manifest = text_of(files, path, kManifest);
+  if (manifest.size() != commit.manifest_bytes ||
+      digest_of(manifest).hex() != commit.manifest_digest) {
+    fail(Category::integrity, "the manifest is not the one that was committed",
+         {.file = kManifest,
+          .expected =
+              fmt::format("{} bytes, {}", commit.manifest_bytes, printable(commit.manifest_digest)),
+          .got = fmt::format("{} bytes, {}", manifest.size(), digest_of(manifest).hex())});
+  }
+  FoundStep found{commit.step, path, parse_record(manifest)};
+  if (found.record.uuid != commit.uuid || found.record.step != commit.step) {
+    fail(Category::integrity, "the manifest is of another step", {.file = kManifest});
+  }
+  for (const StepFile& file : found.record.files) {
+    if (!files.exists(join_path(path, file.name))) {
+      fail(Category::integrity, "a file of the step is missing", {.file = file.name});
+    }
+    const uint64_t bytes = files.open(join_path(path, file.name))->identity().size_bytes;
+    if (bytes == file.bytes) continue;
+    fail(Category::integrity, "a file of the step has another length",
+         {.file = file.name,
+          .expected = fmt::format("{} bytes", file.bytes),
+          .got = fmt::format("{} bytes", bytes)});
+  }
+  return found;
+}
+
+Steps find_steps(FileSystem& files, const std::string& root, size_t most) {
+  std::vector<int64_t> numbers;
+  for (const std::string& name : files.list(root)) {
+    if (const auto step = step_of(name)) numbers.push_back(*step);
+  }
+  std::sort(numbers.rbegin(), numbers.rend());
+  Steps steps;
+  for (const int64_t number : numbers) {
+    if (steps.found.size() == most) break;
+    try {
+      FoundStep found = open_step(files, join_path(root, step_name(number)));
+      if (found.step != number) {
+        steps.skipped.push_back({number, fmt::format("it holds step {}", found.step)});
+        continue;
+      }
+      steps.found.push_back(std::move(found));
+    } catch (const Error& error) {
+      steps.skipped.push_back({number, error.what()});
+    }
+  }
+  return steps;
+}
+
+FoundStep newest_step(FileSystem& files, const std::string& root,
+                      std::vector<SkippedStep>& skipped) {
+  Steps steps = find_steps(files, root, 1);
+  skipped = std::move(steps.skipped);
+  if (!steps.found.empty()) return std::move(steps.found.front());
+  if (skipped.empty()) {
+    fail(Category::uncommitted, "no step has been saved here", {.file = base_name(root)});
+  }
+  fail(Category::uncommitted,
+       fmt::format("none of {} step(s) is whole; {}: {}", skipped.size(),
+                   step_name(skipped.front().step), skipped.front().reason),
+       {.file = base_name(root)});
+}
+
+void keep_newest(FileSystem& files, const std::string& root, size_t keep) {
+  const Steps steps = find_steps(files, root);
+  for (size_t i = std::max<size_t>(1, keep); i < steps.found.size(); ++i) {
+    remove_by_trash(files, root, step_name(steps.found[i].step));
+  }
+}
+
+std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& root,
+                                          const std::function<bool(const StepOwner&)>& is_dead) {
+  const auto is_left = [&](std::string_view uuid) {
+    const std::optional<StepOwner> owner = owner_of(files, root, uuid);
+    return !owner || !is_dead(*owner);
+  };
+  // Another save may collect the same names at this moment. What stays, a later one collects.
+  const auto attempt = [](FunctionRef<void()> removal) {
+    try {
+      removal();
+    } catch (const Error&) {
+    }
+  };
+  std::vector<std::string> of_steps;  // the uuids of the steps that are left
+  std::vector<std::string> left;
+  // The steps first: an owner is removed once nothing of its step is there.
+  for (const std::string& name : files.list(root)) {
+    if (!name.starts_with(kPartialPrefix)) continue;
+    const std::string uuid = name.substr(name.rfind('-') + 1);
+    if (is_left(uuid)) {
+      left.push_back(name);
+      of_steps.push_back(uuid);
+    } else {
+      attempt([&] { remove_by_trash(files, root, name); });
+    }
+  }
+  for (const std::string& name : files.list(root)) {
+    const std::string path = join_path(root, name);
+    if (name.starts_with(kTrashPrefix)) attempt([&] { remove_tree(files, path); });
+    if (name.starts_with(kLatestPrefix) && !is_left(name.substr(kLatestPrefix.size()))) {
+      attempt([&] { files.remove(path); });
+    }
+    if (!name.starts_with(kOwnerPrefix)) continue;
+    // An owner that was never written whole is of no step.
+    const std::string uuid = name.substr(kOwnerPrefix.size());
+    const bool is_needed = std::find(of_steps.begin(), of_steps.end(), uuid) != of_steps.end();
+    const bool is_written = owner_of(files, root, uuid).has_value();
+    if (!is_needed && (!is_written || !is_left(uuid))) attempt([&] { files.remove(path); });
+  }
+  return left;
+}
+
+}  // namespace modicum

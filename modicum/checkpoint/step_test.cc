@@ -1,0 +1,260 @@
+// The record of a step under faults and power cuts, on files in memory that lose unsynced writes.
+#include "modicum/checkpoint/step.h"
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "modicum/base/base.h"
+#include "modicum/io/file_doubles.h"
+
+namespace modicum {
+namespace {
+
+const StepOwner kOwner{"host", 7, 11};
+
+StepRecord record_of_step(const StepInFlight& step) {
+  StepRecord record{.step = step.step, .uuid = step.uuid, .world_size = 2, .tool = "modicum"};
+  for (const char* name : {"model.safetensors", "config.json"}) {
+    const std::string text = fmt::format("{} of step {}", name, step.step);
+    record.files.push_back({name, text.size(), text.size(), digest_of(text)});
+  }
+  record.tensors = {{{"w", Role::param, DType::bf16, {3, 0}}, {}},
+                    {{"\u00e9\"", Role::param, DType::f32, {}}, {0x0123456789abcdef}}};
+  record.state = {{{"w.exp_avg", Role::param, DType::u8, {4}}, {5}}};
+  return record;
+}
+
+// As the ranks do: each file is synced by its writer.
+void write_files(FileSystem& files, const StepInFlight& step) {
+  for (const StepFile& file : record_of_step(step).files) {
+    const std::unique_ptr<File> out = files.create(join_path(step.directory, file.name));
+    const std::string text = fmt::format("{} of step {}", file.name, step.step);
+    out->write(std::as_bytes(std::span(text)), 0);
+    out->sync();
+    out->close();
+  }
+}
+
+std::optional<std::string> save_step(FileSystem& files, int64_t number) {
+  const StepInFlight step = begin_step(files, "/root", number, kOwner);
+  write_files(files, step);
+  return publish_step(files, step, record_of_step(step));
+}
+
+void expect_whole(FileSystem& files, const FoundStep& found) {
+  for (const StepFile& file : found.record.files) {
+    const std::string text = read_text(*files.open(join_path(found.path, file.name)));
+    EXPECT_EQ(digest_of(text), file.digest);
+    EXPECT_EQ(text, fmt::format("{} of step {}", file.name, found.step));
+  }
+}
+
+Category category_of(FunctionRef<void()> call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.category();
+  }
+  return Category::count;
+}
+
+TEST(StepRecord, IsReadAsItWasWritten) {
+  const StepRecord record = record_of_step({"/root", 12, "0123", "/root/.partial"});
+  EXPECT_EQ(parse_record(record_json(record)), record);
+}
+
+// Catches: a record that is taken although a member is missing, of another kind, or outside.
+TEST(StepRecord, OthersAreRefused) {
+  const std::string good = record_json(record_of_step({"/root", 12, "0123", ""}));
+  const auto with = [&](const std::string& from, const std::string& to) {
+    std::string text = good;
+    EXPECT_NE(text.find(from), std::string::npos) << from;
+    text.replace(text.find(from), from.size(), to);
+    return category_of([&] { parse_record(text); });
+  };
+  EXPECT_EQ(with("\"version\":1", "\"version\":2"), Category::unsupported);
+  for (const auto& [from, to] :
+       std::vector<std::pair<std::string, std::string>>{{"\"version\":1,", ""},
+                                                        {"\"config.json\"", "\"../config.json\""},
+                                                        {"\"config.json\"", "\".hidden\""},
+                                                        {"0123456789abcdef", "0123456789abcdeg"},
+                                                        {"0123456789abcdef", "0123456789abcde"},
+                                                        {"\"BF16\"", "\"BF17\""},
+                                                        {"[3,0]", "[3,-1]"},
+                                                        {"[]}", "[]"}}) {
+    EXPECT_EQ(with(from, to), Category::integrity) << from << " -> " << to;
+  }
+}
+
+TEST(Steps, TheNewestWholeStepIsChosen) {
+  MemoryFileSystem files;
+  for (const int64_t step : {9, 10, 2}) EXPECT_EQ(save_step(files, step), std::nullopt);
+  files.make_directory("/root/step-11");
+  files.put("/root/step-010/COMMIT", "{}");  // not a name that we write
+  std::vector<SkippedStep> skipped;
+  const FoundStep found = newest_step(files, "/root", skipped);
+  EXPECT_EQ(found.step, 10);
+  expect_whole(files, found);
+  ASSERT_EQ(skipped.size(), 1U);
+  EXPECT_EQ(skipped[0].step, 11);
+  EXPECT_NE(skipped[0].reason.find("UNCOMMITTED"), std::string::npos) << skipped[0].reason;
+  EXPECT_EQ(files.get("/root/latest"), "step-2\n");
+}
+
+TEST(Steps, ASavedStepIsNotSavedAgain) {
+  MemoryFileSystem files;
+  save_step(files, 3);
+  const std::string before = files.get("/root/step-3/manifest.json");
+  EXPECT_EQ(category_of([&] { save_step(files, 3); }), Category::conflict);
+  // Both began before either was published.
+  const StepInFlight one = begin_step(files, "/root", 4, kOwner);
+  const StepInFlight two = begin_step(files, "/root", 4, kOwner);
+  for (const StepInFlight& step : {one, two}) write_files(files, step);
+  publish_step(files, one, record_of_step(one));
+  EXPECT_EQ(category_of([&] { publish_step(files, two, record_of_step(two)); }),
+            Category::conflict);
+  EXPECT_EQ(open_step(files, "/root/step-4").record.uuid, one.uuid);
+  EXPECT_EQ(files.get("/root/step-3/manifest.json"), before);
+}
+
+// Every file x {missing, short, changed}: the step before is chosen, and the file named.
+TEST(Steps, AStepThatIsNotWholeIsSkippedWithItsReason) {
+  for (const std::string name : {"model.safetensors", "config.json", "manifest.json", "COMMIT"}) {
+    for (const bool removes : {true, false}) {
+      MemoryFileSystem files;
+      save_step(files, 1);
+      save_step(files, 2);
+      const std::string path = "/root/step-2/" + name;
+      const std::string text = files.get(path);
+      files.remove(path);
+      if (!removes) files.put(path, text.substr(0, text.size() - 1));
+      std::vector<SkippedStep> skipped;
+      EXPECT_EQ(newest_step(files, "/root", skipped).step, 1);
+      ASSERT_EQ(skipped.size(), 1U);
+      EXPECT_NE(skipped[0].reason.find(name), std::string::npos) << skipped[0].reason;
+    }
+  }
+}
+
+// Catches: a byte of the manifest or of COMMIT that nothing depends on.
+TEST(Steps, AnyFlippedBitIsFound) {
+  for (const char* name : {"manifest.json", "COMMIT"}) {
+    MemoryFileSystem files;
+    save_step(files, 1);
+    const std::string path = std::string("/root/step-1/") + name;
+    const std::string text = files.get(path);
+    for (size_t bit = 0; bit < 8 * text.size(); ++bit) {
+      std::string flipped = text;
+      flipped[bit / 8] = static_cast<char>(flipped[bit / 8] ^ (1 << bit % 8));
+      files.put(path, flipped);
+      EXPECT_NE(category_of([&] { open_step(files, "/root/step-1"); }), Category::count)
+          << name << " bit " << bit << ": " << flipped;
+    }
+  }
+}
+
+TEST(Steps, RetentionKeepsTheNewestWholeSteps) {
+  MemoryFileSystem files;
+  for (const int64_t step : {1, 2, 3, 4}) save_step(files, step);
+  files.remove("/root/step-4/config.json");
+  keep_newest(files, "/root", 2);
+  EXPECT_EQ(files.list("/root"),
+            (std::vector<std::string>{"latest", "step-2", "step-3", "step-4"}));
+  keep_newest(files, "/root", 0);
+  EXPECT_EQ(files.list("/root"), (std::vector<std::string>{"latest", "step-3", "step-4"}));
+}
+
+TEST(Steps, LeftoversOfDeadOwnersAreRemoved) {
+  MemoryFileSystem files;
+  save_step(files, 1);
+  const StepInFlight live = begin_step(files, "/root", 2, {"host", 8, 11});
+  const StepInFlight dead = begin_step(files, "/root", 2, kOwner);
+  write_files(files, dead);
+  const StepInFlight unknown = begin_step(files, "/root", 3, kOwner);
+  files.remove("/root/.owner-" + unknown.uuid);
+  files.put("/root/.trash-1/sub/file", "x");
+  const auto is_dead = [](const StepOwner& owner) {
+    return owner.pid == kOwner.pid && owner.host == "host" && owner.started == kOwner.started;
+  };
+  std::vector<std::string> left = remove_leftovers(files, "/root", is_dead);
+  std::vector<std::string> expected = {base_name(live.directory), base_name(unknown.directory)};
+  std::sort(expected.begin(), expected.end());
+  EXPECT_EQ(left, expected);
+  expected.insert(expected.begin(), ".owner-" + live.uuid);
+  expected.insert(expected.end(), {"latest", "step-1"});
+  EXPECT_EQ(files.list("/root"), expected);
+}
+
+// Every call fails once: the new step is either absent, or whole; the old one always is. Catches: a
+// step that is durable only if `latest` is.
+TEST(Steps, AFaultAtAnyCallLosesNothing) {
+  for (int64_t fail_at = 1;; ++fail_at) {
+    MemoryFileSystem under;
+    under.make_directory("/root");
+    under.sync_directory("/");
+    save_step(under, 1);
+    RecordingFileSystem files(under, fail_at);
+    bool is_saved = false;
+    std::optional<StepInFlight> step;
+    try {
+      step = begin_step(files, "/root", 2, kOwner);
+      write_files(files, *step);
+      publish_step(files, *step, record_of_step(*step));
+      is_saved = true;
+    } catch (const Error&) {
+      if (step) discard_step(under, *step);
+    }
+    if (is_saved) under.lose_unsynced();  // an acknowledged step stays, whichever call failed
+    const Steps steps = find_steps(under, "/root");
+    ASSERT_EQ(steps.skipped.size(), 0U) << fail_at;
+    for (const FoundStep& found : steps.found) expect_whole(under, found);
+    EXPECT_EQ(steps.found.back().step, 1) << fail_at;
+    if (is_saved) {
+      EXPECT_EQ(steps.found.front().step, 2) << fail_at;
+    }
+    if (static_cast<int64_t>(files.calls().size()) < fail_at) break;
+  }
+}
+
+struct PowerCut {};
+
+// The power fails before each call in turn: synced writes survive. Then the old step is there,
+// and the new one is whole or absent, and present if the save had returned.
+// Catches: each sync that is left out, and COMMIT or a name that is written too early.
+TEST(Steps, APowerCutAtAnyCallLosesNothing) {
+  int cuts = 0;
+  for (int64_t cut_at = 1;; ++cut_at, ++cuts) {
+    MemoryFileSystem under;
+    under.make_directory("/root");
+    under.sync_directory("/");
+    save_step(under, 1);
+    RecordingFileSystem files(under);
+    bool is_cut = false;
+    files.before_call(cut_at, [&] {
+      is_cut = true;
+      throw PowerCut();
+    });
+    bool is_saved = false;
+    try {
+      save_step(files, 2);
+      is_saved = true;
+    } catch (const PowerCut&) {
+    }
+    under.lose_unsynced();
+    const Steps steps = find_steps(under, "/root");
+    ASSERT_EQ(steps.skipped.size(), 0U) << cut_at << ": " << steps.skipped.front().reason;
+    ASSERT_GE(steps.found.size(), 1U) << cut_at;
+    for (const FoundStep& found : steps.found) expect_whole(under, found);
+    EXPECT_EQ(steps.found.back().step, 1) << cut_at;
+    if (is_saved) {
+      EXPECT_EQ(steps.found.front().step, 2) << cut_at;
+    }
+    if (!is_cut) break;
+  }
+  EXPECT_GT(cuts, 30);
+}
+
+}  // namespace
+}  // namespace modicum
