@@ -8,37 +8,6 @@
 namespace modicum {
 namespace {
 
-__extension__ typedef unsigned __int128 Wide;
-
-constexpr uint64_t kPrime = Powers::kPrime;
-
-// `value` modulo 2^61 - 1 for any value below 2^122: since 2^61 = 1, high and low bits add up.
-uint64_t reduce(Wide value) noexcept {
-  const uint64_t sum = static_cast<uint64_t>(value & kPrime) + static_cast<uint64_t>(value >> 61);
-  return sum >= kPrime ? sum - kPrime : sum;
-}
-uint64_t add(uint64_t a, uint64_t b) noexcept { return reduce(Wide{a} + b); }
-uint64_t subtract(uint64_t a, uint64_t b) noexcept { return reduce(Wide{a} + kPrime - b); }
-uint64_t multiply(uint64_t a, uint64_t b) noexcept { return reduce(Wide{a} * b); }
-
-// By Fermat's little theorem: a^(p - 2).
-uint64_t inverse(uint64_t a) noexcept {
-  uint64_t result = 1;
-  for (uint64_t exponent = kPrime - 2; exponent > 0; exponent >>= 1) {
-    if (exponent & 1) result = multiply(result, a);
-    a = multiply(a, a);
-  }
-  return result;
-}
-
-// stride * n as an exponent, modulo p - 1 since x^(p - 1) = 1.
-uint64_t exponent_of(int64_t stride, uint64_t n) noexcept {
-  const uint64_t size =
-      stride < 0 ? uint64_t{0} - static_cast<uint64_t>(stride) : static_cast<uint64_t>(stride);
-  const auto residue = static_cast<uint64_t>(Wide{size} * n % (kPrime - 1));
-  return stride < 0 && residue > 0 ? kPrime - 1 - residue : residue;
-}
-
 // Whether all places of `runs` are in [begin, end). The extremes are at the first or last run.
 bool lies_within(const Runs& runs, uint64_t begin, uint64_t end) noexcept {
   __extension__ typedef __int128 Signed;
@@ -51,41 +20,16 @@ bool lies_within(const Runs& runs, uint64_t begin, uint64_t end) noexcept {
 
 void add_to(std::atomic<uint64_t>& sum, uint64_t value) noexcept {
   uint64_t before = sum.load(std::memory_order_relaxed);
-  while (!sum.compare_exchange_weak(before, add(before, value), std::memory_order_relaxed)) {
+  while (
+      !sum.compare_exchange_weak(before, Powers::add(before, value), std::memory_order_relaxed)) {
   }
 }
 
 }  // namespace
 
-Powers::Powers(uint64_t x) noexcept : inverse_(inverse(subtract(x, 1))) {
-  for (auto& row : table_) {
-    row[0] = 1;
-    for (size_t d = 1; d < row.size(); ++d) row[d] = multiply(row[d - 1], x);
-    x = multiply(row.back(), x);
-  }
-}
-
-uint64_t Powers::power(uint64_t exponent) const noexcept {
-  uint64_t result = 1;
-  for (size_t i = 0; exponent > 0; ++i, exponent >>= 4) {
-    result = multiply(result, table_[i][exponent & 15]);
-  }
-  return result;
-}
-
-// x^at times the geometric series (y^n - 1) / (y - 1) of y = x^stride; if y = 1 its n terms are 1.
-uint64_t Powers::sum(uint64_t at, int64_t stride, uint64_t n) const noexcept {
-  const uint64_t first = power(at);
-  if (n == 1) return first;
-  const uint64_t y = power(exponent_of(stride, 1));
-  if (y == 1) return multiply(first, reduce(n));
-  const uint64_t divisor = stride == 1 ? inverse_ : inverse(subtract(y, 1));
-  return multiply(first, multiply(subtract(power(exponent_of(stride, n)), 1), divisor));
-}
-
 uint64_t Coverage::random_point() {
   std::random_device device;
-  return std::uniform_int_distribution<uint64_t>(2, kPrime - 2)(device);
+  return std::uniform_int_distribution<uint64_t>(2, Powers::kPrime - 2)(device);
 }
 
 Coverage::Coverage(const Plan& plan, int rank, uint64_t point)
@@ -110,8 +54,7 @@ Coverage::Places Coverage::expected(uint32_t buffer) const {
   return count == 0 ? Places{} : Places{places.begin, places.begin + count};
 }
 
-// The sum over all (k, i) of x^(at + k at_stride + i at_step) is the product of two geometric
-// series, so a transfer of any size costs the same.
+// A transfer of any size costs the same.
 void Coverage::tick(const Transfer& done) noexcept {
   const Runs& r = done.runs;
   if (r.count <= 0 || r.length <= 0) return;
@@ -124,9 +67,8 @@ void Coverage::tick(const Transfer& done) noexcept {
     return;
   }
   const auto runs = static_cast<uint64_t>(r.count), run = static_cast<uint64_t>(r.length);
-  const uint64_t inner = powers_.sum(static_cast<uint64_t>(r.at), r.at_step, run);
-  const uint64_t outer = powers_.sum(0, r.at_stride, runs);
-  add_to(written.fingerprint, multiply(inner, outer));
+  add_to(written.fingerprint,
+         powers_.sum(static_cast<uint64_t>(r.at), {r.at_step, run}, {r.at_stride, runs}));
   written.count.fetch_add(runs * run, std::memory_order_relaxed);
 }
 

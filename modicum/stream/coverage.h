@@ -1,7 +1,6 @@
 // The proof that every element of every local buffer was written exactly once.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -10,21 +9,6 @@
 #include "modicum/plan/plan.h"
 
 namespace modicum {
-
-// The powers of a point x in the field of the integers modulo the prime p = 2^61 - 1, by table: at
-// most sixteen multiplications for any exponent. Immutable; any thread may read.
-class Powers {
- public:
-  static constexpr uint64_t kPrime = (uint64_t{1} << 61) - 1;
-  explicit Powers(uint64_t x) noexcept;  // 1 < x < kPrime
-  uint64_t power(uint64_t exponent) const noexcept;
-  // x^at + x^(at + stride) + ... + x^(at + (n - 1) stride); `stride` may be negative.
-  uint64_t sum(uint64_t at, int64_t stride, uint64_t n) const noexcept;
-
- private:
-  std::array<std::array<uint64_t, 16>, 16> table_;  // [i][d] = x^(d 16^i)
-  uint64_t inverse_;                                // of x - 1, the divisor of contiguous runs
-};
 
 // Counts finished transfers in a fingerprint per buffer. Writing place i adds x^i, modulo the prime
 // of Powers, at one random point x per load. For a buffer of 6 elements:

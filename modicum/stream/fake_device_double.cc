@@ -17,4 +17,10 @@ void FakeDeviceSink::copy(uint32_t buffer, int64_t at, std::span<const std::byte
   std::memcpy(buffers_[buffer].data() + begin, elements.data(), elements.size());
 }
 
+void FakeDeviceSink::fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) {
+  const auto begin = static_cast<size_t>(at * bytes_per_element(dtypes_[buffer]));
+  MODICUM_ASSERT(begin + elements.size() <= buffers_[buffer].size());
+  std::memcpy(elements.data(), buffers_[buffer].data() + begin, elements.size());
+}
+
 }  // namespace modicum

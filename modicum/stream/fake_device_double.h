@@ -13,6 +13,7 @@ class FakeDeviceSink final : public Sink {
   std::span<std::byte> host(uint32_t) noexcept override { return {}; }
   // INTERNAL if the copy exceeds the buffer.
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
+  void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) override;
   const std::vector<std::byte>& buffer(uint32_t index) const { return buffers_[index]; }
 
  private:
@@ -28,6 +29,8 @@ class DiscardSink final : public Sink {
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override {
     sum_.add(buffer, at, elements);
   }
+  // Nothing is left to give.
+  void fetch(uint32_t, int64_t, std::span<std::byte>) override { MODICUM_ASSERT(false); }
   uint64_t digest() const noexcept { return sum_.value(); }
 
  private:

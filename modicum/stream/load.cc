@@ -1,10 +1,10 @@
 #include <algorithm>
-#include <exception>
 #include <mutex>
 #include <new>
 #include <utility>
 
 #include "modicum/stream/coverage.h"
+#include "modicum/stream/rank_workers.h"
 #include "modicum/stream/reader.h"
 #include "modicum/stream/stream.h"
 #include "modicum/stream/writer.h"
@@ -96,30 +96,12 @@ class Load {
     Writer writer;
   };
 
-  // The first failure is reported to the board at once, which cancels this rank's other workers and
-  // the other ranks. It is kept before it is reported, so that failures caused by the report come
-  // second.
   void in_workers(int count, void (Load::*work)(Worker&)) {
-    std::exception_ptr first;
-    const auto fail_with = [&](const Error& error) {
-      {
-        const std::lock_guard lock(mutex_);
-        if (!first) first = std::current_exception();
-      }
-      at_.board->report(record_of(error, at_.rank));
-    };
-    run_workers(count, [&](int index) {
-      try {
-        Worker worker(*this, index, count);
-        (this->*work)(worker);
-        finish(worker);
-      } catch (const Error& error) {
-        fail_with(error);
-      } catch (const std::exception& error) {  // of the caller's functions
-        fail_with(Error(Category::internal, error.what()));
-      }
+    run_rank_workers(*at_.board, at_.rank, count, [&](int index) {
+      Worker worker(*this, index, count);
+      (this->*work)(worker);
+      finish(worker);
     });
-    if (first) std::rethrow_exception(first);
   }
 
   void finish(Worker& worker) {

@@ -5,17 +5,12 @@
 #include <algorithm>
 
 #include "modicum/kernels/kernels.h"
+#include "modicum/stream/sums.h"
 
 namespace modicum {
 namespace {
 
 constexpr size_t kPoisonStepBytes = 16 * kMiB;
-
-// The seed of a tensor's elements in the digest: over its name, dtype and shape.
-uint64_t digest_seed(const TensorSpec& spec) {
-  return name_hash(
-      fmt::format("{}|{}|{}", spec.fqn, torch_name(spec.dtype), shape_text(spec.shape)));
-}
 
 }  // namespace
 
@@ -50,6 +45,11 @@ std::span<std::byte> HostSink::host(uint32_t buffer) noexcept {
 void HostSink::copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
   MODICUM_ASSERT(copy_ != nullptr);
   copy_(buffer, at, elements);
+}
+
+void HostSink::fetch(uint32_t buffer, int64_t, std::span<std::byte>) {
+  fail(Category::unsupported, "the elements of this tensor can't be read back",
+       {.tensor = buffer_name(plan_, buffer), .rank = rank_});
 }
 
 void HostSink::poison(Poll poll) {

@@ -13,7 +13,7 @@
 
 namespace modicum {
 
-// Called by several threads, never for the same element.
+// Called by several threads, in a load never for the same element.
 class Sink {
  public:
   virtual ~Sink() = default;
@@ -22,6 +22,8 @@ class Sink {
   virtual std::span<std::byte> host(uint32_t buffer) noexcept = 0;
   // Takes contiguous elements, in staging, for places `at` and on of local buffer `buffer`.
   virtual void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) = 0;
+  // The way back, of a save: gives the elements of a buffer without host memory.
+  virtual void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) = 0;
 };
 
 // Shards in host memory. Buffers with Destination::cpu are in one arena, charged as `shards` and
@@ -38,6 +40,8 @@ class HostSink final : public Sink {
   HostSink(const Plan&&, int, Ledger&, Given = {}, Copy = {}) = delete;
   std::span<std::byte> host(uint32_t buffer) noexcept override;
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
+  // UNSUPPORTED: elements that a callback took can't be read back.
+  void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) override;
   // Fills all memory with a pattern, so that a check notices elements that were never written.
   void poison(Poll poll = kNoPoll);
   // Moves the arena out; buffer b begins at arena_begins(plan, rank)[b].

@@ -8,8 +8,13 @@
 #include "modicum/memory/memory.h"
 #include "modicum/plan/plan.h"
 #include "modicum/ranks/ranks.h"
-#include "modicum/stream/rings.h"  // IWYU pragma: export
+#include "modicum/stream/diff.h"       // IWYU pragma: export
+#include "modicum/stream/file_sink.h"  // IWYU pragma: export
+#include "modicum/stream/rings.h"      // IWYU pragma: export
+#include "modicum/stream/save.h"       // IWYU pragma: export
 #include "modicum/stream/sink.h"
+#include "modicum/stream/spans.h"   // IWYU pragma: export
+#include "modicum/stream/verify.h"  // IWYU pragma: export
 
 namespace modicum {
 

@@ -8,8 +8,8 @@
 #include <set>
 
 #include "modicum/base/base.h"
+#include "modicum/checkpoint/checkpoint.h"
 #include "modicum/json/json.h"
-#include "modicum/synth/shards.h"
 
 namespace modicum {
 namespace {

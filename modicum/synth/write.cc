@@ -10,7 +10,6 @@
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/synth/arch.h"
 #include "modicum/synth/mark.h"
-#include "modicum/synth/shards.h"
 
 namespace modicum {
 namespace {
@@ -159,7 +158,7 @@ void check(const SynthOptions& options) {
   }
 }
 
-std::string index_of(const std::vector<std::vector<TensorSpec>>& shards, uint64_t data_bytes) {
+std::string index_of(const FileSpecs& shards, uint64_t data_bytes) {
   std::vector<std::pair<std::string, std::string>> file_of_tensor;
   for (size_t i = 0; i < shards.size(); ++i) {
     for (const TensorSpec& spec : shards[i]) {
@@ -191,7 +190,7 @@ SynthResult write_synth(FileSystem& files, const std::string& out, const SynthOp
     result.data_bytes += writer.data_bytes();
   }
   if (shards.size() > 1) {
-    directory.add_text("model.safetensors.index.json", index_of(shards, result.data_bytes));
+    directory.add_text(kIndexFile, index_of(shards, result.data_bytes));
   }
   directory.add_text("config.json", arch_config(arch, options.layers, options.dtype));
   directory.finish();

@@ -1,0 +1,31 @@
+#include "modicum/stream/create_files.h"
+
+namespace modicum {
+
+uint64_t create_file(const Manifest& manifest, uint32_t file, const SaveFiles& to, Space space) {
+  const DataFile& of = manifest.files[file];
+  const std::unique_ptr<File> made = to.files.create(join_path(to.directory, of.name));
+  if (space == Space::reserved) {
+    made->allocate(of.identity.size_bytes);
+  } else {
+    made->truncate(of.identity.size_bytes);
+  }
+  const std::string header = output_header(manifest, file);
+  made->write(std::as_bytes(std::span(header)), 0);
+  made->sync();
+  made->close();
+  return header.size();
+}
+
+uint64_t create_files(const Manifest& manifest, const SaveFiles& to, Board& board,
+                      const RankOfMany& which) {
+  uint64_t written = 0;
+  const auto ranks = static_cast<uint32_t>(which.ranks);
+  for (auto f = static_cast<uint32_t>(which.rank); f < manifest.files.size(); f += ranks) {
+    board.check();
+    written += create_file(manifest, f, to);
+  }
+  return written;
+}
+
+}  // namespace modicum

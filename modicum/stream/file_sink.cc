@@ -1,0 +1,60 @@
+#include "modicum/stream/file_sink.h"
+
+#include <algorithm>
+
+namespace modicum {
+namespace {
+
+bool is_zero(std::span<const std::byte> bytes) noexcept {
+  return std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
+}
+
+// Calls `fn(begin, end)` for the stretches of `bytes` that are not zero, in whole pages of the
+// file; the first byte is byte `at` of it. Elsewhere the file, which is new, reads as zero.
+template <typename Fn>
+void for_each_written(std::span<const std::byte> bytes, uint64_t at, const Fn& fn) {
+  uint64_t begin = 0;
+  for (uint64_t page = 0; page < bytes.size();) {
+    const uint64_t end = std::min<uint64_t>(bytes.size(), round_up(at + page + 1, kPageBytes) - at);
+    if (is_zero(bytes.subspan(page, end - page))) {
+      if (page > begin) fn(begin, page);
+      begin = end;
+    }
+    page = end;
+  }
+  if (begin < bytes.size()) fn(begin, bytes.size());
+}
+
+}  // namespace
+
+FileSink::FileSink(const Plan& plan, const Manifest& saved, std::span<const uint32_t> places,
+                   const SaveFiles& to, Options options)
+    : plan_(plan),
+      saved_(saved),
+      places_(places),
+      options_(options),
+      digested_(plan, 0),
+      writer_(to.files, to.directory) {
+  MODICUM_ASSERT(places.size() == plan.recipe->targets.size());
+  MODICUM_ASSERT(plan.ranks() == 1);
+}
+
+void FileSink::copy(uint32_t target, int64_t at, std::span<const std::byte> elements) {
+  const Stored& stored = saved_.tensors[places_[target]];
+  const uint64_t begin = stored.at.begin + bytes_of(stored.spec.dtype, at);
+  MODICUM_ASSERT(begin + elements.size() <= stored.at.end);
+  digested_.add(target, at, elements);
+  const std::string& name = saved_.files[stored.at.file].name;
+  const std::lock_guard lock(mutex_);
+  if (!options_.keeps_holes) return writer_.write(name, begin, elements);
+  for_each_written(elements, begin, [&](uint64_t from, uint64_t to) {
+    writer_.write(name, begin + from, elements.subspan(from, to - from));
+  });
+}
+
+void FileSink::fetch(uint32_t target, int64_t, std::span<std::byte>) {
+  fail(Category::unsupported, "the elements of this tensor can't be read back",
+       {.tensor = buffer_name(plan_, target)});
+}
+
+}  // namespace modicum

@@ -1,0 +1,91 @@
+// Saving local buffers into the files of a checkpoint. Part of the door of `stream`.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "modicum/checkpoint/checkpoint.h"
+#include "modicum/memory/memory.h"
+#include "modicum/plan/plan.h"
+#include "modicum/ranks/ranks.h"
+#include "modicum/stream/sink.h"
+#include "modicum/stream/sums.h"
+
+namespace modicum {
+
+struct RankContext;
+
+struct SaveForm {
+  bool copies_unused = true;   // stored tensors that no target reads are copied from the source
+  std::optional<DType> dtype;  // default: as loaded
+  std::optional<uint64_t> shard_bytes;  // of a file; default: the files of the source
+  std::vector<bool> is_computed;        // see SavedOptions
+};
+
+// A save is the plan that would load the saved files, turned. Not movable, as the plan borrows.
+class SavePlan {
+ public:
+  // For buffers that a load by `loaded` has filled. `source` is the checkpoint that was loaded.
+  // MISMATCH if two tensors would have one name; USAGE without a tensor.
+  SavePlan(const Checkpoint& source, const Plan& loaded, const SaveForm& form = {});
+  SavePlan(const SavePlan&) = delete;
+  SavePlan& operator=(const SavePlan&) = delete;
+
+  const SavedForm& form() const noexcept { return form_; }
+  const Manifest& manifest() const noexcept { return manifest_; }  // of the files
+  const Plan& plan() const noexcept { return plan_; }              // that would load them
+  // Tensors that no target reads, by their numbers in the source and in the saved manifest.
+  struct Copied {
+    uint32_t from = 0;
+    uint32_t to = 0;
+  };
+  std::span<const Copied> copied() const noexcept { return copied_; }
+  // What a save holds on each rank besides the buffers and plan().staging.
+  Footprint footprint() const;
+
+ private:
+  SavedForm form_;
+  Manifest manifest_;
+  Recipe recipe_;
+  Plan plan_;
+  std::vector<Copied> copied_;
+};
+
+// Where a save goes: an existing directory without files of these names.
+struct SaveFiles {
+  FileSystem& files;
+  const std::string& directory;
+};
+
+// Creates file `file` of `manifest` in its full size, with its header. Reserved space cannot run
+// out later; a sparse file takes space for written pages. Returns the bytes written. CONFLICT if
+// the file exists; NOSPACE, IO.
+enum class Space : uint8_t { reserved, sparse };
+uint64_t create_file(const Manifest& manifest, uint32_t file, const SaveFiles& to,
+                     Space space = Space::reserved);
+
+// What one rank's save has written.
+struct SaveOutcome {
+  uint64_t written_bytes = 0;  // headers included
+  uint64_t read_bytes = 0;     // of tensors copied from the source
+};
+
+// Saves rank `at.rank`'s part of the plan from `from`, whose buffers are those of the load. All
+// ranks call it at the same time; `sums` receives what this rank has written. Memory besides the
+// buffers is charged to `at.ledger` and committed before the first byte is written.
+//
+// On success what this rank wrote is durable, but for the directory's names. The files are complete
+// once it has returned on all ranks and the merged sums are proven. On failure the directory must
+// be discarded. Errors: NOSPACE, IO, CONFLICT if a file exists; UNSUPPORTED if a buffer can't be
+// read; BUDGET, NOMEM; PEER if another rank failed.
+struct SaveRun {
+  const Checkpoint& source;
+  const SavePlan& plan;
+  const RankContext& at;
+  Sink& from;
+  int threads = 1;  // upper limit
+};
+SaveOutcome save(const SaveRun& run, const SaveFiles& to, ChunkSums& sums);
+
+}  // namespace modicum

@@ -1,0 +1,314 @@
+// House tests of a save: load, save, and compare the saved files with the loaded ones, with ranks
+// as threads and files in memory.
+#include "modicum/stream/save.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+
+#include "modicum/io/file_doubles.h"
+#include "modicum/kernels/kernels.h"
+#include "modicum/stream/data_writer.h"
+#include "modicum/stream/fake_device_double.h"
+#include "modicum/stream/stream.h"
+
+namespace modicum {
+namespace {
+
+constexpr uint64_t kPoint = 0x1234'5678'9abc;
+using Specs = std::vector<TensorSpec>;
+
+TensorSpec spec(std::string name, DType dtype, std::vector<int64_t> shape) {
+  return {std::move(name), Role::param, dtype, std::move(shape)};
+}
+
+std::vector<std::byte> values_of(const TensorSpec& tensor) {
+  std::vector<std::byte> bytes(bytes_of(tensor.dtype, numel_of(tensor.shape)));
+  synth_fill(name_hash(tensor.fqn), tensor.dtype, 0, numel_of(tensor.shape), bytes.data());
+  return bytes;
+}
+
+void put_model(FileSystem& files, const std::string& path, const Specs& specs) {
+  SafetensorsWriter out(files, path, specs);
+  for (size_t i = 0; i < specs.size(); ++i) out.write(i, 0, values_of(specs[i]));
+  out.finish();
+}
+
+Specs model() {
+  Specs specs = {spec("scalar", DType::bf16, {}),        spec("ids", DType::i64, {7}),
+                 spec("mask", DType::boolean, {3, 5}),   spec("empty", DType::bf16, {0, 3}),
+                 spec("embed", DType::bf16, {331, 700}), spec("conv", DType::bf16, {70, 90}),
+                 spec("qkv", DType::bf16, {12, 8}),      spec("bias", DType::f32, {19}),
+                 spec("unread", DType::u8, {77})};
+  for (int e = 0; e < 5; ++e) {
+    for (const char* name : {"gate", "up"}) {
+      specs.push_back(spec("e" + std::to_string(e) + "." + name, DType::bf16, {3, 6}));
+    }
+  }
+  return specs;
+}
+
+Recipe converting(const Manifest& manifest) {
+  RecipeBuilder b(manifest);
+  for (const char* same : {"scalar", "ids", "mask", "empty", "embed", "bias"}) {
+    b.target(same, b.stored(same));
+  }
+  b.target("linear", b.permute({1, 0}, b.stored("conv")));
+  b.target("q", b.slice(0, 0, 4, b.stored("qkv")));
+  b.target("kv", b.slice(0, 4, 12, b.stored("qkv")));
+  std::vector<uint32_t> gates, ups;
+  for (int e = 0; e < 5; ++e) {
+    gates.push_back(b.stored("e" + std::to_string(e) + ".gate"));
+    ups.push_back(b.stored("e" + std::to_string(e) + ".up"));
+  }
+  b.target("gate_up", b.cat(1, {b.stack(0, gates), b.stack(0, ups)}));
+  b.alias("head", "embed");
+  b.unused("unread");
+  return b.finish();
+}
+
+struct Saved {
+  std::vector<SaveOutcome> outcomes;
+  std::vector<Footprint> peaks;
+  std::map<std::string, uint64_t> digests;  // by tensor
+};
+
+// Loads with all ranks, then saves to /out. The digests are of the merged sums, after their proof.
+Saved load_and_save(const Checkpoint& checkpoint, const Plan& plan, const SavePlan& saved,
+                    FileSystem& files, int threads = 1) {
+  SteadyClock clock;
+  SharedBoard board(plan.ranks(), clock);
+  const auto ranks = static_cast<size_t>(plan.ranks());
+  Saved result{std::vector<SaveOutcome>(ranks), std::vector<Footprint>(ranks)};
+  std::vector<std::vector<std::byte>> sums(ranks);
+  files.make_directory("/out");
+  const std::string out = "/out";
+  run_workers(plan.ranks(), [&](int rank) {
+    const auto r = static_cast<size_t>(rank);
+    Ledger ledger(UINT64_MAX);
+    HostSink shards(plan, rank, ledger);
+    load(checkpoint, plan, {rank, &board, nullptr, &ledger}, shards);
+    const RankContext at{rank, &board, nullptr, &ledger};
+    ledger.mark();
+    const Footprint before = ledger.held();
+    ChunkSums of_rank(saved.manifest(), kPoint);
+    result.outcomes[r] = save({checkpoint, saved, at, shards, threads}, {files, out}, of_rank);
+    result.peaks[r] = ledger.at_peak();
+    for (size_t p = 0; p < before.bytes.size(); ++p) result.peaks[r].bytes[p] -= before.bytes[p];
+    sums[r] = of_rank.bytes();
+  });
+  ChunkSums merged(saved.manifest(), kPoint);
+  for (const auto& of_rank : sums) merged.merge(of_rank);
+  merged.prove();
+  for (uint32_t t = 0; t < saved.manifest().tensors.size(); ++t) {
+    result.digests[saved.manifest().tensors[t].spec.fqn] = merged.digest_of_tensor(t);
+  }
+  if (const std::string index = output_index(saved.manifest()); !index.empty()) {
+    files.create("/out/" + std::string(kIndexFile))->write(std::as_bytes(std::span(index)), 0);
+  }
+  return result;
+}
+
+std::vector<std::byte> stored_bytes(const Checkpoint& checkpoint, const Stored& stored) {
+  std::vector<std::byte> bytes(stored.at.bytes());
+  open_data_file(checkpoint, stored.at.file)->read(bytes, stored.at.begin);
+  return bytes;
+}
+
+// Each tensor of the saved checkpoint has the bytes of its first making, under the same name.
+void expect_same(const Checkpoint& saved, Specs specs) {
+  ASSERT_EQ(saved.manifest.tensors.size(), specs.size());
+  for (const Stored& stored : saved.manifest.tensors) {
+    const auto of = std::find_if(specs.begin(), specs.end(),
+                                 [&](const TensorSpec& s) { return s.fqn == stored.spec.fqn; });
+    ASSERT_NE(of, specs.end()) << stored.spec.fqn;
+    EXPECT_EQ(stored.spec, *of);
+    EXPECT_EQ(stored_bytes(saved, stored), values_of(*of)) << stored.spec.fqn;
+  }
+}
+
+std::vector<Layout> layouts(const Recipe& recipe) {
+  std::vector<const TensorSpec*> targets;
+  for (const Target& target : recipe.targets) {
+    targets.push_back(recipe.is_alias(static_cast<uint32_t>(targets.size())) ? nullptr
+                                                                             : &target.spec);
+  }
+  std::vector<Layout> all = {whole_layout(1),          whole_layout(3),
+                             fsdp2_layout(2),          fsdp2_layout(4),
+                             hsdp_layout(2, {2}),      fsdp2_layout(3, 1),
+                             zero3_layout(3, targets), flat_layout("zero2", 4, targets, false)};
+  all.push_back(tp_fsdp_layout({2}, 2));
+  all.back().kind_of.assign(recipe.targets.size(), static_cast<uint8_t>(TpKind::columns));
+  all.back().kind_of[4] = static_cast<uint8_t>(TpKind::rows);
+  all.back().kind_of[5] = static_cast<uint8_t>(TpKind::replicated);
+  return all;
+}
+
+// Catches: an element at another place, written twice or not at all; a replica that writes what
+// another one writes; a conversion that is not undone; memory beyond the promise.
+TEST(Save, WhatWasLoadedIsWrittenAsItWasStored) {
+  MemoryFileSystem source;
+  source.make_directory("/m");
+  put_model(source, "/m/model.safetensors", model());
+  const Checkpoint checkpoint = open_checkpoint(source, "/m");
+  const Recipe recipe = converting(checkpoint.manifest);
+  std::map<std::string, uint64_t> digests;
+  for (const Layout& layout : layouts(recipe)) {
+    for (const auto shard_bytes : {std::optional<uint64_t>(), std::optional<uint64_t>(9000)}) {
+      SCOPED_TRACE(layout.name);
+      const Plan plan = make_plan(checkpoint.manifest, recipe, layout,
+                                  {.strategy = &strategy_named("own-shard")});
+      const SavePlan saved(checkpoint, plan, {.shard_bytes = shard_bytes});
+      MemoryFileSystem files;
+      const Saved result = load_and_save(checkpoint, plan, saved, files, 2);
+      expect_same(open_checkpoint(files, "/out"), model());
+      uint64_t written = 0, read = 0;
+      for (const SaveOutcome& outcome : result.outcomes) {
+        written += outcome.written_bytes;
+        read += outcome.read_bytes;
+      }
+      uint64_t size = 0;
+      for (const DataFile& file : saved.manifest().files) size += file.identity.size_bytes;
+      EXPECT_EQ(written, size);
+      EXPECT_EQ(read, 77U);
+      Footprint promised = saved.footprint();
+      promised[Purpose::staging] = saved.plan().staging.total_bytes;
+      for (const Footprint& peak : result.peaks) EXPECT_EQ(peak, promised);
+      if (digests.empty()) digests = result.digests;
+      EXPECT_EQ(result.digests, digests);
+    }
+  }
+}
+
+// Catches: elements that are fetched from another place of a device's buffer, or cast from another
+// dtype.
+TEST(Save, DevicesGiveTheirElementsThroughStaging) {
+  MemoryFileSystem source;
+  source.make_directory("/m");
+  put_model(source, "/m/model.safetensors", model());
+  const Checkpoint checkpoint = open_checkpoint(source, "/m");
+  const Recipe recipe = converting(checkpoint.manifest);
+  const Plan plan =
+      make_plan(checkpoint.manifest, recipe, fsdp2_layout(1),
+                {.strategy = &strategy_named("own-shard"), .destination = Destination::copy});
+  SteadyClock clock;
+  SharedBoard board(1, clock);
+  Ledger ledger(UINT64_MAX);
+  const RankContext at{0, &board, nullptr, &ledger};
+  FakeDeviceSink device(plan, 0);
+  load(checkpoint, plan, at, device);
+  for (const auto dtype : {std::optional<DType>(), std::optional(DType::f32)}) {
+    const SavePlan saved(checkpoint, plan, {.dtype = dtype});
+    MemoryFileSystem files;
+    files.make_directory("/out");
+    const std::string out = "/out";
+    ChunkSums sums(saved.manifest(), kPoint);
+    save({checkpoint, saved, at, device}, {files, out}, sums);
+    sums.prove();
+    const Checkpoint opened = open_checkpoint(files, "/out");
+    if (!dtype) {
+      expect_same(opened, model());
+      continue;
+    }
+    for (const Stored& stored : opened.manifest.tensors) {
+      if (stored.spec.fqn != "conv") continue;
+      const std::vector<std::byte> before = values_of(model()[5]);
+      std::vector<std::byte> expected(2 * before.size());
+      cast(before.data(), DType::bf16, expected.data(), DType::f32, 70 * 90);
+      EXPECT_EQ(stored_bytes(opened, stored), expected);
+    }
+  }
+}
+
+// Every call on the files of the save fails once, on either rank: the error is the first failure's,
+// and the other rank ends as a peer, or had ended before. Catches: an error that is swallowed; a
+// rank that waits forever.
+TEST(SaveFault, AFailingCallEndsAllRanks) {
+  MemoryFileSystem source;
+  source.make_directory("/m");
+  put_model(source, "/m/model.safetensors", model());
+  const Checkpoint checkpoint = open_checkpoint(source, "/m");
+  const Recipe recipe = converting(checkpoint.manifest);
+  const Plan plan = make_plan(checkpoint.manifest, recipe, fsdp2_layout(2),
+                              {.strategy = &strategy_named("own-shard")});
+  const SavePlan saved(checkpoint, plan, {.shard_bytes = 100'000});
+  const std::string out = "/out";
+  for (int64_t fail_at = 1;; ++fail_at) {
+    MemoryFileSystem under;
+    under.make_directory("/out");
+    RecordingFileSystem files(under, fail_at);
+    SteadyClock clock;
+    SharedBoard board(2, clock);
+    std::array<std::optional<Category>, 2> ended;
+    run_workers(2, [&](int rank) {
+      Ledger ledger(UINT64_MAX);
+      HostSink shards(plan, rank, ledger);
+      const RankContext at{rank, &board, nullptr, &ledger};
+      ChunkSums sums(saved.manifest(), kPoint);
+      try {  // one rank may still load when the other one fails
+        load(checkpoint, plan, at, shards);
+        save({checkpoint, saved, at, shards}, {files, out}, sums);
+      } catch (const Error& error) {
+        ended[static_cast<size_t>(rank)] = error.category();
+      }
+    });
+    const bool is_failed = static_cast<int64_t>(files.calls().size()) >= fail_at;
+    EXPECT_EQ(ended[0] == Category::io || ended[1] == Category::io, is_failed) << fail_at;
+    for (const auto& category : ended) {
+      EXPECT_TRUE(!category || *category == Category::io || *category == Category::peer) << fail_at;
+    }
+    if (!is_failed) break;
+  }
+}
+
+// Windows are written back behind the writer, and two at most are dirty. Catches: a window that is
+// never waited for.
+TEST(Save, DirtyPagesAreBounded) {
+  MemoryFileSystem under;
+  under.make_directory("/out");
+  RecordingFileSystem files(under);
+  under.create("/out/a")->allocate(64 * kMiB);
+  const std::string out = "/out";
+  DataWriter writer(files, out);
+  const std::vector<std::byte> bytes(kMiB);
+  uint64_t waited = 0;
+  for (uint64_t at = 0; at < 64 * kMiB; at += kMiB) {
+    writer.write("a", at, bytes);
+    for (const IoCall& call : files.writebacks()) {
+      if (call.what == "finish") waited = std::max(waited, call.end);
+    }
+    EXPECT_LE(at + kMiB - waited, 2 * DataWriter::kWindowBytes);
+  }
+  writer.finish();
+  EXPECT_EQ(files.calls().back().what, "close");
+}
+
+// Catches: a sum that two writes of one element, or none, leave as it was.
+TEST(ChunkSums, AnElementWrittenTwiceOrNeverIsFound) {
+  const Manifest manifest = output_manifest({{spec("w", DType::bf16, {3'000'000})}});
+  const std::vector<std::byte> values(6'000'000, std::byte{7});
+  const std::span<const std::byte> all(values);
+  const auto prove = [&](std::vector<std::pair<uint64_t, uint64_t>> parts) {
+    ChunkSums merged(manifest, kPoint);
+    for (const auto& [begin, end] : parts) {
+      ChunkSums of_rank(manifest, kPoint);
+      of_rank.add(0, begin, all.subspan(begin, end - begin));
+      merged.merge(of_rank.bytes());
+    }
+    merged.prove();
+    return merged.digest_of_tensor(0);
+  };
+  const uint64_t digest = prove({{0, 6'000'000}});
+  EXPECT_EQ(prove({{5'000'000, 6'000'000}, {0, 5'000'000}}), digest);
+  for (const auto& wrong : std::vector<std::vector<std::pair<uint64_t, uint64_t>>>{
+           {{0, 5'999'998}},
+           {{0, 4'000'000}, {3'999'998, 6'000'000}},
+           {{0, 2}, {0, 2}, {4, 6'000'000}}}) {
+    EXPECT_THROW(prove(wrong), Error);
+  }
+}
+
+}  // namespace
+}  // namespace modicum

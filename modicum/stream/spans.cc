@@ -1,0 +1,69 @@
+#include "modicum/stream/spans.h"
+
+#include <algorithm>
+
+#include "modicum/stream/create_files.h"
+#include "modicum/stream/data_writer.h"
+#include "modicum/stream/rank_workers.h"
+#include "modicum/stream/reader.h"
+#include "modicum/stream/stream.h"
+
+namespace modicum {
+namespace {
+
+constexpr uint64_t kMostBytes = 8 * kMiB;  // at a time, so that progress is reported often
+
+// `fn` for each part of at most kMostBytes.
+template <typename Fn>
+void in_parts(const StoredSpan& span, const Fn& fn) {
+  for (uint64_t done = 0; done < span.bytes.size(); done += kMostBytes) {
+    const uint64_t n = std::min<uint64_t>(kMostBytes, span.bytes.size() - done);
+    fn(StoredSpan{span.stored, span.at + done, span.bytes.subspan(done, n)});
+  }
+}
+
+}  // namespace
+
+SaveOutcome save_spans(const SpansSave& what, Spans spans, const SaveFiles& to, ChunkSums& sums) {
+  const RankContext& at = what.at;
+  SaveOutcome outcome;
+  run_rank_workers(*at.board, at.rank, 1, [&](int) {
+    outcome.written_bytes = create_files(what.manifest, to, *at.board, {at.rank, what.ranks});
+  });
+  at.board->barrier(at.rank);
+  run_rank_workers(*at.board, at.rank, 1, [&](int) {
+    DataWriter writer(to.files, to.directory);
+    spans([&](const StoredSpan& span) {
+      in_parts(span, [&](const StoredSpan& part) {
+        at.board->check();
+        const Extent& stored = what.manifest.tensors[part.stored].at;
+        writer.write(what.manifest.files[stored.file].name, stored.begin + part.at, part.bytes);
+        sums.add(part.stored, part.at, part.bytes);
+        at.board->beat(at.rank, part.bytes.size());
+      });
+    });
+    writer.finish();
+    outcome.written_bytes += writer.bytes_written();
+  });
+  return outcome;
+}
+
+uint64_t load_spans(const Checkpoint& checkpoint, Spans spans, const RankContext& at) {
+  uint64_t read = 0;
+  run_rank_workers(*at.board, at.rank, 1, [&](int) {
+    DataReader reader(checkpoint);
+    spans([&](const StoredSpan& span) {
+      in_parts(span, [&](const StoredSpan& part) {
+        at.board->check();
+        const Extent& stored = checkpoint.manifest.tensors[part.stored].at;
+        reader.read(stored.file, stored.begin + part.at, part.bytes);
+        at.board->beat(at.rank, part.bytes.size());
+      });
+    });
+    reader.finish();
+    read = reader.bytes_read();
+  });
+  return read;
+}
+
+}  // namespace modicum

@@ -1,0 +1,137 @@
+#include "modicum/stream/sums.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "modicum/base/base.h"
+#include "modicum/kernels/kernels.h"
+
+namespace modicum {
+namespace {
+
+// One chunk in the bytes that ranks exchange.
+struct Entry {
+  uint64_t chunk;  // in the order of the manifest
+  ChunkSum sum;
+};
+static_assert(sizeof(Entry) == 32);
+
+// Elements smaller than a byte are counted as bytes.
+uint64_t unit_bytes(const TensorSpec& spec) noexcept {
+  return static_cast<uint64_t>(std::max(8, bits_per_element(spec.dtype))) / 8;
+}
+
+uint64_t chunks_of(const Stored& stored) noexcept {
+  return (stored.at.bytes() + ChunkSums::kChunkBytes - 1) / ChunkSums::kChunkBytes;
+}
+
+}  // namespace
+
+uint64_t digest_seed(const TensorSpec& spec) {
+  return name_hash(
+      fmt::format("{}|{}|{}", spec.fqn, torch_name(spec.dtype), shape_text(spec.shape)));
+}
+
+ChunkSums::ChunkSums(const Manifest& manifest, uint64_t point)
+    : manifest_(manifest), powers_(point) {
+  uint64_t chunks = 0;
+  for (const Stored& stored : manifest.tensors) {
+    begins_.push_back(chunks);
+    seeds_.push_back(digest_seed(stored.spec));
+    chunks += chunks_of(stored);
+  }
+  begins_.push_back(chunks);
+  chunks_.resize(chunks);
+}
+
+uint64_t ChunkSums::held_bytes(const Manifest& manifest) noexcept {
+  uint64_t chunks = 0;
+  for (const Stored& stored : manifest.tensors) chunks += chunks_of(stored);
+  return heap_block_bytes(chunks * sizeof(ChunkSum)) +
+         2 * heap_block_bytes((manifest.tensors.size() + 1) * sizeof(uint64_t));
+}
+
+void ChunkSums::add(uint32_t stored, uint64_t at, std::span<const std::byte> bytes) {
+  const uint64_t unit = unit_bytes(manifest_.tensors[stored].spec);
+  while (!bytes.empty()) {
+    const uint64_t chunk = at / kChunkBytes;
+    const uint64_t n = std::min<uint64_t>(bytes.size(), (chunk + 1) * kChunkBytes - at);
+    const uint64_t first = at / unit, count = n / unit;
+    const uint64_t digest = digest_run(seeds_[stored], bytes.data(), static_cast<int>(unit),
+                                       static_cast<int64_t>(first), static_cast<int64_t>(count));
+    const uint64_t fingerprint = powers_.sum(first, 1, count);
+    {
+      const std::lock_guard lock(mutex_);
+      ChunkSum& sum = chunks_[begins_[stored] + chunk];
+      sum.count += count;
+      sum.fingerprint = Powers::add(sum.fingerprint, fingerprint);
+      sum.digest += digest;
+    }
+    at += n;
+    bytes = bytes.subspan(n);
+  }
+}
+
+std::vector<std::byte> ChunkSums::bytes() const {
+  std::vector<std::byte> out;
+  for (uint64_t c = 0; c < chunks_.size(); ++c) {
+    if (chunks_[c].count == 0) continue;
+    const Entry entry{c, chunks_[c]};
+    const auto* const begin = reinterpret_cast<const std::byte*>(&entry);
+    out.insert(out.end(), begin, begin + sizeof entry);
+  }
+  return out;
+}
+
+void ChunkSums::merge(std::span<const std::byte> sums) {
+  const auto refuse = [] {
+    fail(Category::integrity, "the sums of a rank are not those of the files that are saved");
+  };
+  if (sums.size() % sizeof(Entry) != 0) refuse();
+  for (; !sums.empty(); sums = sums.subspan(sizeof(Entry))) {
+    Entry entry;
+    std::memcpy(&entry, sums.data(), sizeof entry);
+    if (entry.chunk >= chunks_.size() || entry.sum.fingerprint >= Powers::kPrime) refuse();
+    ChunkSum& sum = chunks_[entry.chunk];
+    sum.count += entry.sum.count;
+    sum.fingerprint = Powers::add(sum.fingerprint, entry.sum.fingerprint);
+    sum.digest += entry.sum.digest;
+  }
+}
+
+uint64_t ChunkSums::chunk_numel(uint32_t stored, uint64_t chunk) const noexcept {
+  const Stored& of = manifest_.tensors[stored];
+  return std::min(kChunkBytes, of.at.bytes() - chunk * kChunkBytes) / unit_bytes(of.spec);
+}
+
+void ChunkSums::prove() const {
+  for (uint32_t s = 0; s < manifest_.tensors.size(); ++s) {
+    const TensorSpec& spec = manifest_.tensors[s].spec;
+    const std::span<const ChunkSum> chunks = of_tensor(s);
+    for (uint64_t c = 0; c < chunks.size(); ++c) {
+      const uint64_t numel = chunk_numel(s, c);
+      const uint64_t first = c * (kChunkBytes / unit_bytes(spec));
+      if (chunks[c].count == numel && chunks[c].fingerprint == powers_.sum(first, 1, numel)) {
+        continue;
+      }
+      fail(Category::integrity, "the elements of a saved tensor were not written exactly once each",
+           {.tensor = spec.fqn,
+            .expected = fmt::format("{} from element {} on", numel, first),
+            .got = fmt::format("{}", chunks[c].count)});
+    }
+  }
+}
+
+std::span<const ChunkSum> ChunkSums::of_tensor(uint32_t stored) const noexcept {
+  return std::span(chunks_).subspan(begins_[stored], begins_[stored + 1] - begins_[stored]);
+}
+
+uint64_t ChunkSums::digest_of_tensor(uint32_t stored) const noexcept {
+  uint64_t digest = 0;
+  for (const ChunkSum& chunk : of_tensor(stored)) digest += chunk.digest;
+  return digest;
+}
+
+}  // namespace modicum

@@ -1,0 +1,130 @@
+#include "modicum/stream/verify.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <string_view>
+
+#include "modicum/kernels/kernels.h"
+#include "modicum/stream/sums.h"
+
+namespace modicum {
+namespace {
+
+class Verify {
+ public:
+  Verify(FileSystem& files, const std::string& path, FunctionRef<void()> poll)
+      : files_(files),
+        step_(open_step(files, path)),
+        poll_(poll),
+        buffer_(ChunkSums::kChunkBytes) {}
+
+  Verified run() {
+    for (const StepFile& file : step_.record.files) {
+      out_.files.push_back({file.name, file.bytes, std::nullopt});
+      guarded(out_.files.back(), [&] { check_digested(file); });
+    }
+    if (out_.first_fault() != nullptr) return std::move(out_);
+    check_tensors(step_.path, "", step_.record.tensors);
+    if (!step_.record.state.empty()) {
+      check_tensors(join_path(step_.path, kStateDirectory), std::string(kStateDirectory) + "/",
+                    step_.record.state);
+    }
+    return std::move(out_);
+  }
+
+ private:
+  static void guarded(VerifiedFile& file, FunctionRef<void()> check) {
+    try {
+      check();
+    } catch (const Error& error) {
+      if (error.category() == Category::cancelled || error.category() == Category::preempted) throw;
+      if (!file.fault) file.fault = error;
+    }
+  }
+
+  void check_digested(const StepFile& file) {
+    poll_();
+    std::string text(file.digested_bytes, '\0');
+    files_.open(join_path(step_.path, file.name))->read(std::as_writable_bytes(std::span(text)), 0);
+    const Digest digest = digest_of(text);
+    if (digest == file.digest) return;
+    fail(Category::integrity, "the file is not the one that was saved",
+         {.file = file.name, .expected = file.digest.hex(), .got = digest.hex()});
+  }
+
+  // The headers are the saved ones, so the tensors are where they were written.
+  void check_tensors(const std::string& directory, const std::string& prefix,
+                     const std::vector<StepTensor>& tensors) {
+    std::map<std::string_view, const StepTensor*> recorded;
+    for (const StepTensor& tensor : tensors) recorded[tensor.spec.fqn] = &tensor;
+    const Checkpoint checkpoint = open_checkpoint(files_, directory);
+    for (const Stored& stored : checkpoint.manifest.tensors) {
+      const std::string name = prefix + checkpoint.manifest.files[stored.at.file].name;
+      const auto file = std::find_if(out_.files.begin(), out_.files.end(),
+                                     [&](const VerifiedFile& of) { return of.name == name; });
+      if (file == out_.files.end()) {
+        fail(Category::integrity, "the step's record does not list this file", {.file = name});
+      }
+      const auto of = recorded.find(stored.spec.fqn);
+      guarded(*file, [&] {
+        if (of == recorded.end() || of->second->spec != stored.spec) {
+          fail(Category::integrity, "the step's record does not list this tensor",
+               {.file = name, .tensor = stored.spec.fqn});
+        }
+        check_tensor(checkpoint, stored, *of->second);
+        ++out_.tensors_checked;
+      });
+    }
+    if (out_.first_fault() == nullptr && checkpoint.manifest.tensors.size() != recorded.size()) {
+      fail(Category::integrity, "the step's record lists more tensors than its files hold");
+    }
+  }
+
+  void check_tensor(const Checkpoint& checkpoint, const Stored& stored, const StepTensor& record) {
+    const auto unit = static_cast<uint64_t>(std::max(8, bits_per_element(stored.spec.dtype))) / 8;
+    const std::unique_ptr<File> file = open_data_file(checkpoint, stored.at.file);
+    const uint64_t seed = digest_seed(stored.spec);
+    uint64_t chunk = 0;
+    for (uint64_t at = 0; at < stored.at.bytes(); at += ChunkSums::kChunkBytes, ++chunk) {
+      poll_();
+      const std::span<std::byte> bytes =
+          std::span(buffer_).first(std::min<uint64_t>(buffer_.size(), stored.at.bytes() - at));
+      file->read(bytes, stored.at.begin + at);
+      file->drop_cached(stored.at.begin + at, stored.at.begin + at + bytes.size());
+      const uint64_t digest =
+          digest_run(seed, bytes.data(), static_cast<int>(unit), static_cast<int64_t>(at / unit),
+                     static_cast<int64_t>(bytes.size() / unit));
+      if (chunk < record.chunks.size() && digest == record.chunks[chunk]) continue;
+      fail(Category::integrity, "the values are not those that were saved",
+           {.file = file->name(),
+            .tensor = stored.spec.fqn,
+            .offset = stored.at.begin + at,
+            .expected = chunk < record.chunks.size() ? fmt::format("{:016x}", record.chunks[chunk])
+                                                     : "no more elements",
+            .got = fmt::format("{:016x}", digest)});
+    }
+  }
+
+  FileSystem& files_;
+  const FoundStep step_;
+  const FunctionRef<void()> poll_;
+  std::vector<std::byte> buffer_;
+  Verified out_;
+};
+
+}  // namespace
+
+const Error* Verified::first_fault() const noexcept {
+  for (const VerifiedFile& file : files) {
+    if (file.fault) return &*file.fault;
+  }
+  return nullptr;
+}
+
+Verified verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll) {
+  return Verify(files, path, poll).run();
+}
+
+}  // namespace modicum
