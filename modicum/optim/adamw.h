@@ -59,6 +59,7 @@ class Partition;
 class ShardMap;
 struct Arriving;
 struct Bucket;
+struct StateStep;
 struct Stretch;
 
 // Page-locks the arenas that a device accesses: the gradients and, of a split master, the bf16
@@ -160,6 +161,9 @@ class AdamW {
   // range; NOMEM if a thread cannot be started. On failure nothing has been stepped and the
   // gradients are kept, so the call can be repeated.
   void step(const StepOptions& options = {});
+  // The same for several states as one: on failure none of them has been stepped. Threads are
+  // started once.
+  static void step_all(std::span<const StateStep> steps);
   // Takes over values that the caller has written to a shard's `out` since the last step: where
   // `out` differs in bits from the rounded master, its value becomes the master. For shards whose
   // `out` holds the parameter from the beginning; no effect on split masters.
@@ -204,6 +208,8 @@ class AdamW {
   void check_outlet(const Outlet& outlet) const;
   void require_held(size_t shard, StatePlane plane, int64_t at, int64_t n) const;
   const AdamOptions& options_of(size_t shard) const { return options(spec_.shards[shard].group); }
+  void prepare_step(const StepOptions& options);
+  void finish_step();
   void take_numbers(const StepOptions& options);
   void step_of(int worker, const StepOptions& options);
   void refresh_masters_of(const AdamSpan& span) const noexcept;
@@ -226,6 +232,11 @@ class AdamW {
   int passes_ = 1;
   std::vector<Arriving> arriving_;
   std::mutex mutex_;  // guards arriving_ while gradients arrive
+};
+
+struct StateStep {
+  AdamW* state = nullptr;
+  StepOptions options;
 };
 
 }  // namespace modicum

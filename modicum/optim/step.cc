@@ -27,12 +27,34 @@ void require_factor(const char* name, float value, bool may_be_zero) {
 }  // namespace
 
 void AdamW::step(const StepOptions& options) {
+  const StateStep alone{this, options};
+  step_all({&alone, 1});
+}
+
+void AdamW::step_all(std::span<const StateStep> steps) {
+  int threads = 1;
+  for (const StateStep& of : steps) {
+    of.state->prepare_step(of.options);
+    threads = std::max(threads, of.state->threads_);
+  }
+  run_workers(threads, [&](int worker) {
+    for (const StateStep& of : steps) {
+      if (worker < of.state->threads_) of.state->step_of(worker, of.options);
+    }
+  });
+  for (const StateStep& of : steps) of.state->finish_step();
+}
+
+// All that can fail in a step, but for the start of its threads.
+void AdamW::prepare_step(const StepOptions& options) {
   require_factor("unscale", options.unscale, false);
   require_factor("clip", options.clip, true);
   if (!norm().finite) fail(Category::usage, "a gradient is not finite: skip this step");
   if (options.outlet != nullptr) check_outlet(*options.outlet);
   take_numbers(options);
-  run_workers(threads_, [&](int worker) { step_of(worker, options); });
+}
+
+void AdamW::finish_step() {
   for (size_t shard = 0; shard < shards(); ++shard)
     steps_[shard] += arriving_[shard].left_out ? 0 : 1;
   forget_gradients();

@@ -1,9 +1,10 @@
 // House test: a step is bit-equal for every sharding, leaves no trace when skipped, and sends the
 // parameters that it computed. It catches random bits or blocks that depend on the shard or the
 // thread, a resume that loses the step count, a skip that writes, and a ring slot that is
-// overwritten while it is read.
+// overwritten while it is read; states of one step of which some are stepped.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <ctime>
@@ -131,6 +132,48 @@ TEST(Step, IsAllOrNothingIfAThreadCannotBeStarted) {
     state.step();
     EXPECT_EQ(bytes_of_state(state), bytes_of_state(*straight.ranks[0]));
   }
+}
+
+// A model with vectors and matrices has a state for each of their formats.
+TEST(Step, OfSeveralStatesIsAllOrNothing) {
+  if (kIsSanitized) GTEST_SKIP() << "sanitizers replace pthread_create";
+  World straight(StateFormat::int8_moments, 2, 2), hindered(StateFormat::int8_moments, 2, 2);
+  const auto steps_of = [](World& world) {
+    for (const auto& rank : world.ranks) deliver_tiny(*rank, 1);
+    return std::array{StateStep{world.ranks[0].get(), {}}, StateStep{world.ranks[1].get(), {}}};
+  };
+  for (const StateStep& of : steps_of(straight)) of.state->step();
+  std::array<StateStep, 2> steps = steps_of(hindered);
+  const auto bytes = [](const World& world) {
+    std::vector<std::byte> both = bytes_of_state(*world.ranks[0]);
+    const std::vector<std::byte> second = bytes_of_state(*world.ranks[1]);
+    both.insert(both.end(), second.begin(), second.end());
+    return both;
+  };
+  const std::vector<std::byte> before = bytes(hindered);
+  const auto refused = [&] {
+    const auto met = error_of([&] { AdamW::step_all(steps); });
+    EXPECT_EQ(bytes(hindered), before);
+    return met ? met->category() : Category::count;
+  };
+  {
+    const ThreadLimit limit(0);
+    EXPECT_EQ(refused(), Category::no_memory);
+  }
+  steps[1].options.unscale = 0;
+  EXPECT_EQ(refused(), Category::usage) << "found out before the first state is stepped";
+  steps[1].options.unscale = 1;
+  AdamW::step_all(steps);
+  EXPECT_EQ(bytes(hindered), bytes(straight));
+  // A state of fewer threads next to one of more.
+  AdamW other(tiny_spec(StateFormat::fp32), hindered.ledger, 5),
+      alone(tiny_spec(StateFormat::fp32), hindered.ledger, 1);
+  for (AdamW* of : {&other, &alone}) deliver_tiny(*of, 1);
+  steps_of(hindered);
+  AdamW::step_all(std::array{StateStep{hindered.ranks[0].get(), {}}, StateStep{&other, {}}});
+  alone.step();
+  EXPECT_EQ(bytes_of_state(other), bytes_of_state(alone));
+  EXPECT_EQ(hindered.ranks[0]->steps(0), 2);
 }
 
 // Copies the state as a checkpoint of fp32 values would.

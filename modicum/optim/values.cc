@@ -27,7 +27,7 @@ void AdamW::import_from(size_t shard, StatePlane plane, int64_t at, std::span<co
       !(index.is_block_edge(at) && index.is_block_edge(at + n))) {
     fail(Category::usage,
          fmt::format("moments of {} are imported in whole blocks of {}; elements {} to {} of '{}' "
-                     "cut one",
+                     "divide a block",
                      row_.name, kScaleBlock, at, at + n, printable(spec_.shards[shard].fqn)));
   }
   AdamNumbers numbers = adam_numbers(options_of(shard), 1, spec_.seed);
