@@ -26,7 +26,7 @@ MODULES: dict[str, list[str] | None] = {
     "modicum.torch.dcp": ["HuggingFaceReader"],
     "modicum.errors": ["Error"],
 }
-SHARED_BY = ("plan", "load", "rehearse")
+SHARED_BY = ("plan", "load", "rehearse", "save", "resume")
 # The kernels that a machine can run differ; the page is the same everywhere.
 OF_THIS_MACHINE = {"--isa": "an instruction set that this machine has; default: the fastest"}
 

@@ -15,12 +15,17 @@
 namespace modicum {
 namespace {
 
-constexpr std::array<Verb, 6> kVerbs = {{
+constexpr std::array<Verb, 11> kVerbs = {{
     {"inspect", "list the tensors, dtypes, files and warnings of a checkpoint", run_inspect},
     {"synth", "write a checkpoint of a model's true shapes with known values", run_synth},
     {"plan", "predict reads, traffic and peak memory of every rank and node", run_plan},
     {"load", "load into rank processes and compare their memory with the plan", run_load},
     {"rehearse", "load, then step the optimizer, within one budget; memory by phase", run_rehearse},
+    {"save", "load, then save a step that is committed whole or not at all", run_save},
+    {"resume", "load the newest whole step", run_resume},
+    {"verify", "check files and values of a saved step", run_verify},
+    {"convert", "write a checkpoint with another dtype, recipe or file size", run_convert},
+    {"diff", "compare two checkpoints, tensor by tensor", run_diff},
     {"step", "step the optimizer alone: bytes per parameter, speed next to a copy", run_step},
 }};
 
@@ -82,6 +87,8 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("--optimizer", flags.optimizer,
                  fmt::format("none, or adamw:FORMAT to hold its state of all parameters, too; {}",
                              format_names()));
+  app.add_option("--frozen", flags.frozen,
+                 "REGEX of parameters that do not train: no state is held for them");
   app.add_option("--destination", flags.destination, "cpu (default), or discard (digest and drop)");
   app.add_option("--staging", flags.staging,
                  "staging buffer of each rank, allocated at its start; default 8 MiB");

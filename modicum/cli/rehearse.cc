@@ -2,7 +2,7 @@
 
 #include <optional>
 
-#include "modicum/cli/within_budget.h"
+#include "modicum/cli/resuming.h"
 
 namespace modicum {
 namespace {
@@ -13,12 +13,95 @@ struct RehearseFlags {
   int steps = 3;
   uint64_t seed = 0;
   std::optional<double> clip;
+  std::string save;
+  std::optional<int> resume_ranks;
 };
+
+// The resumed run: the same one with other ranks. A mesh is one of the first ranks.
+RunFlags resumed_flags(const RehearseFlags& flags) {
+  RunFlags resumed = flags.run;
+  resumed.ranks = *flags.resume_ranks;
+  const bool has_mesh = !resumed.mesh.empty() || !resumed.expert_mesh.empty();
+  if (resumed.ranks == flags.run.ranks || !has_mesh) return resumed;
+  const RunFlags defaults;
+  resumed.layout = defaults.layout;
+  for (std::string RunFlags::*flag :
+       {&RunFlags::mesh, &RunFlags::expert_mesh, &RunFlags::tp_rowwise, &RunFlags::tp_packed,
+        &RunFlags::tp_replicate, &RunFlags::experts}) {
+    resumed.*flag = defaults.*flag;
+  }
+  return resumed;
+}
+
+// Before anything is loaded: BUDGET if the resumed run would not fit, UNSUPPORTED if its layout
+// can't read the state.
+void require_resumable(const RehearseFlags& flags, const Run& run, const SavePlan& plan,
+                       const StateFiles& state) {
+  const RunFlags resumed_by = resumed_flags(flags);
+  require_cores(flags.common, resumed_by.ranks);
+  Checkpoint planned = run.checkpoint;
+  planned.manifest = plan.manifest();
+  Run resumed = run_of(*run.files, resumed_by, std::move(planned));
+  state.require_of(resumed);
+  resumed.options.resume = resume_footprint(state);
+  const auto budget = budget_in_force(flags.common, nodes_of(resumed_by));
+  const Plan of = plan_run(resumed, *resumed.options.strategy, budget);
+  if (budget) require_fits(of.promise, *budget);
+}
+
+RehearseReport rehearse_with_save(const RehearseFlags& flags) {
+  const SaveForm form;
+  std::optional<StateFiles> state;
+  RehearseReport report = within_budget(
+      flags.common, flags.run,
+      [&](const LoadTask& task, ShowBytes show) {
+        const SavePlan plan(task.run.checkpoint, task.plan, form);
+        require_resumable(flags, task.run, plan, *state);
+        const SaveTask save{.load = task,
+                            .plan = plan,
+                            .root = flags.save,
+                            .step = flags.steps,
+                            .state = &*state,
+                            .steps = flags.steps,
+                            .seed = flags.seed};
+        return rehearse_in_ranks({.load = task,
+                                  .steps = flags.steps,
+                                  .seed = flags.seed,
+                                  .max_norm = flags.clip,
+                                  .save = &save},
+                                 show);
+      },
+      [&](Run& run) {
+        state.emplace(run);
+        run.options.save = save_footprint_of(run, form, &*state);
+      });
+  PosixFileSystem files;
+  report.add_resumed(resume_step(flags.common, resumed_flags(flags),
+                                 open_step(files, report.saved->path),
+                                 {.steps = 1, .max_norm = flags.clip}));
+  return report;
+}
+
+RehearseReport rehearse(const RehearseFlags& flags) {
+  if (!flags.save.empty()) return rehearse_with_save(flags);
+  return within_budget(flags.common, flags.run, [&flags](const LoadTask& task, ShowBytes show) {
+    return rehearse_in_ranks(
+        {.load = task, .steps = flags.steps, .seed = flags.seed, .max_norm = flags.clip}, show);
+  });
+}
+
+void require_equal_digests(const RehearseReport& report) {
+  if (!report.saved || report.saved->resumed_digest == report.state_digest) return;
+  fail(Category::integrity, "the resumed ranks have another state than those that went on",
+       {.file = base_name(report.saved->path),
+        .expected = digest_text(report.state_digest),
+        .got = digest_text(report.saved->resumed_digest)});
+}
 
 }  // namespace
 
 int run_rehearse(const Args& args) {
-  CLI::App app("load, then step AdamW with synthetic gradients, within one budget",
+  CLI::App app("load, then step AdamW with synthetic gradients, within one budget; save and resume",
                "modicum rehearse");
   RehearseFlags flags;
   add_common_flags(app, flags.common);
@@ -27,16 +110,22 @@ int run_rehearse(const Args& args) {
   app.add_option("--steps", flags.steps, "default 3")->check(CLI::Range(1, 1000000000));
   add_seed(app, flags.seed, "of gradients and random bits");
   app.add_option("--clip", flags.clip, "largest gradient norm");
+  app.add_option("--save", flags.save,
+                 "a ROOT: save the last step there, end the ranks, and resume with new ones");
+  app.add_option("--resume-ranks", flags.resume_ranks,
+                 "the ranks that resume; default: as many as --ranks")
+      ->check(CLI::Range(1, kMaxRanks));
   if (const auto done = parse(app, args)) return *done;
   if (flags.clip) positive("--clip", *flags.clip);
   if (!optimizer_flag(flags.run.optimizer)) {
     fail(Category::usage, "rehearse needs --optimizer adamw:FORMAT");
   }
-  const RehearseReport report =
-      within_budget(flags.common, flags.run, [&flags](const LoadTask& task, ShowBytes show) {
-        return rehearse_in_ranks(
-            {.load = task, .steps = flags.steps, .seed = flags.seed, .max_norm = flags.clip}, show);
-      });
+  if (flags.save.empty() && flags.resume_ranks) {
+    fail(Category::usage, "--resume-ranks needs --save");
+  }
+  if (!flags.resume_ranks) flags.resume_ranks = flags.run.ranks;
+  const RehearseReport report = rehearse(flags);
+  require_equal_digests(report);
   print_result(
       flags.common, [&] { return rehearse_json(report); }, [&] { return rehearse_text(report); });
   return 0;

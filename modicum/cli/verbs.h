@@ -25,12 +25,17 @@ struct Verb {
 };
 std::span<const Verb> verbs() noexcept;
 
+int run_convert(const Args& args);
+int run_diff(const Args& args);
 int run_inspect(const Args& args);
 int run_synth(const Args& args);
 int run_plan(const Args& args);
 int run_load(const Args& args);
 int run_rehearse(const Args& args);
+int run_resume(const Args& args);
+int run_save(const Args& args);
 int run_step(const Args& args);
+int run_verify(const Args& args);
 
 // The flags of every verb.
 struct CommonFlags {

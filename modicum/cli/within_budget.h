@@ -1,4 +1,4 @@
-// The common part of `load` and `rehearse`. Internal to `cli`.
+// The common part of the verbs that load. Internal to `cli`.
 #pragma once
 
 #include "modicum/cli/verbs.h"
@@ -7,12 +7,15 @@
 namespace modicum {
 
 // Plans the run of `flags` within its budget and returns the report of `carry_out(task, show)`,
-// which gets a LoadTask and shows progress. BUDGET if the plan does not fit.
-template <typename CarryOut>
-auto within_budget(const CommonFlags& common, const RunFlags& flags, const CarryOut& carry_out) {
+// which gets a LoadTask and shows progress. `prepare(run)` comes before the plan. BUDGET if the
+// plan does not fit.
+template <typename CarryOut, typename Prepare>
+auto within_budget(const CommonFlags& common, const RunFlags& flags, const CarryOut& carry_out,
+                   const Prepare& prepare) {
   require_cores(common, flags.ranks);
   PosixFileSystem files;
-  const Run run = open_run(files, flags);
+  Run run = open_run(files, flags);
+  prepare(run);
   const auto budget = budget_in_force(common, nodes_of(flags));
   const Plan plan = plan_run(run, *run.options.strategy, budget);
   if (budget) require_fits(plan.promise, *budget);
@@ -24,6 +27,10 @@ auto within_budget(const CommonFlags& common, const RunFlags& flags, const Carry
   auto report = carry_out(task, [&progress](uint64_t bytes) { progress.show(bytes); });
   report.budget = budget;
   return report;
+}
+template <typename CarryOut>
+auto within_budget(const CommonFlags& common, const RunFlags& flags, const CarryOut& carry_out) {
+  return within_budget(common, flags, carry_out, [](Run&) {});
 }
 
 }  // namespace modicum

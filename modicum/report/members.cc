@@ -57,6 +57,12 @@ std::string warnings_text(std::span<const std::string> warnings) {
   return text;
 }
 
+void state_digest_member(JsonWriter& out, const std::optional<uint64_t>& digest) {
+  std::optional<std::string> text;
+  if (digest) text = digest_text(*digest);
+  out.member("state_digest", text);
+}
+
 void budget_member(JsonWriter& out, const std::optional<Budget>& budget) {
   out.key("budget");
   if (!budget) {
@@ -83,6 +89,16 @@ void outcome_members(JsonWriter& out, const Kept& kept) {
   }
   out.end_array().key("ranks").begin_array();
   for (const RankOutcome& rank : kept.ranks) rank_object(out, kept.promise, rank);
+  out.end_array();
+}
+
+void phases_member(JsonWriter& out, std::span<const PhaseReport> phases, uint64_t launcher_bytes) {
+  out.key("phases").begin_array();
+  for (const PhaseReport& phase : phases) {
+    out.begin_object().member("phase", phase.name);
+    outcome_members(out, {phase.promise, phase.ranks, launcher_bytes});
+    out.end_object();
+  }
   out.end_array();
 }
 

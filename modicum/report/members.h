@@ -14,6 +14,7 @@ namespace modicum {
 void checkpoint_members(JsonWriter& out, const CheckpointFacts& checkpoint);  // and `warnings`
 void warnings_member(JsonWriter& out, std::span<const std::string> warnings);
 std::string warnings_text(std::span<const std::string> warnings);  // a line for each
+void state_digest_member(JsonWriter& out, const std::optional<uint64_t>& digest);
 void budget_member(JsonWriter& out, const std::optional<Budget>& budget);
 std::string budget_text(const std::optional<Budget>& budget);  // a line after an empty one
 
@@ -25,6 +26,7 @@ struct Kept {
 };
 void outcome_members(JsonWriter& out, const Kept& kept);  // `nodes` and `ranks`
 std::string outcome_text(const Kept& kept);               // a table
+void phases_member(JsonWriter& out, std::span<const PhaseReport> phases, uint64_t launcher_bytes);
 
 void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& forecast);
 std::string deepspeed_text(const DeepSpeedForecast& forecast);

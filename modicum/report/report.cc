@@ -138,6 +138,27 @@ std::string plan_text(const PlanReport& report) {
 
 std::string digest_text(uint64_t digest) { return fmt::format("{:016x}", digest); }
 
+namespace {
+
+void resumed_members(JsonWriter& out, const ResumedStep& resumed) {
+  out.key("resumed").begin_object().member("step", resumed.step).member("path", resumed.path);
+  out.end_object().key("skipped").begin_array();
+  for (const ResumedStep::Skipped& skipped : resumed.skipped) {
+    out.begin_object().member("step", skipped.step).member("reason", skipped.reason).end_object();
+  }
+  out.end_array();
+}
+
+std::string resumed_text(const ResumedStep& resumed) {
+  std::string text = fmt::format("resumed step {} ({})\n", resumed.step, printable(resumed.path));
+  for (const ResumedStep::Skipped& skipped : resumed.skipped) {
+    text += fmt::format("skipped step {}: {}\n", skipped.step, skipped.reason);
+  }
+  return text;
+}
+
+}  // namespace
+
 std::string load_json(const LoadReport& report) {
   JsonWriter out;
   out.begin_object();
@@ -151,6 +172,11 @@ std::string load_json(const LoadReport& report) {
   std::optional<std::string> digest;
   if (report.digest) digest = digest_text(*report.digest);
   out.member("digest", digest);
+  if (report.resumed) {
+    resumed_members(out, *report.resumed);
+    state_digest_member(out, report.state_digest);
+  }
+  if (!report.phases.empty()) phases_member(out, report.phases, report.launcher_bytes);
   budget_member(out, report.budget);
   outcome_members(out, {report.promise, report.ranks, report.launcher_bytes});
   return out.end_object().text();
@@ -159,7 +185,8 @@ std::string load_json(const LoadReport& report) {
 std::string load_text(const LoadReport& report) {
   const uint64_t loaded = sum_over(report, &RankOutcome::bytes_loaded);
   const uint64_t read = sum_over(report, &RankOutcome::storage_read_bytes);
-  std::string text =
+  std::string text = report.resumed ? resumed_text(*report.resumed) : "";
+  text +=
       fmt::format("{}: {} loaded in {:.2f} s, {} read ({:.3f} x checkpoint); coverage proven{}\n\n",
                   report.strategy, format_size(loaded), report.elapsed_s, format_size(read),
                   static_cast<double>(read) /
@@ -168,6 +195,7 @@ std::string load_text(const LoadReport& report) {
   text += outcome_text({report.promise, report.ranks, report.launcher_bytes});
   text += budget_text(report.budget);
   if (report.digest) text += "digest " + digest_text(*report.digest) + "\n";
+  if (report.state_digest) text += "state digest " + digest_text(*report.state_digest) + "\n";
   return text + warnings_text(report.checkpoint.warnings);
 }
 

@@ -102,6 +102,24 @@ struct RankOutcome : LoadOutcome {
   }
 };
 
+// The step that a resume has loaded, and the newer ones that it skipped, with the reasons.
+struct ResumedStep {
+  struct Skipped {
+    int64_t step = 0;
+    std::string reason;
+  };
+  int64_t step = 0;
+  std::string path;
+  std::vector<Skipped> skipped;
+};
+
+// A phase of a run, and what the ranks held in it.
+struct PhaseReport {
+  std::string name;                // "load", "step_1", "step_3"
+  Promise promise;                 // of this phase
+  std::vector<RankOutcome> ranks;  // in this phase, by rank
+};
+
 struct LoadReport {
   CheckpointFacts checkpoint;
   std::string_view strategy;
@@ -112,24 +130,29 @@ struct LoadReport {
   double check_s = 0;
   bool checked = false;
   std::optional<uint64_t> digest;
+  std::optional<ResumedStep> resumed;
+  std::optional<uint64_t> state_digest;  // with `resumed`, of an optimizer
+  std::vector<PhaseReport> phases;       // of a resume with a state: `resume`, `step_resumed`
   std::optional<Budget> budget;
 };
 std::string digest_text(uint64_t digest);  // 16 hex digits
 std::string load_json(const LoadReport& report);
 std::string load_text(const LoadReport& report);
 
-// A load and optimizer steps within one budget.
+// A load and optimizer steps within one budget; a save, and a resume by other ranks.
 struct RehearseReport {
-  struct Phase {
-    std::string name;                // "load", "step_1", "step_3"
-    Promise promise;                 // of this phase
-    std::vector<RankOutcome> ranks;  // in this phase, by rank
+  struct Saved {
+    int64_t step = 0;
+    std::string path;
+    uint64_t written_bytes = 0;
+    int resume_ranks = 0;
+    uint64_t resumed_digest = 0;  // of the state after the resumed step
   };
   CheckpointFacts checkpoint;
   std::string_view strategy;
   StateFormat format = StateFormat::fp32;
-  Promise promise;  // of all
-  std::vector<Phase> phases;
+  std::vector<uint64_t> promised_bytes;  // the peak of each node over all phases
+  std::vector<PhaseReport> phases;
   uint64_t launcher_bytes = 0;  // held by the launcher, measured
   int steps = 0;
   uint64_t seed = 0;
@@ -137,12 +160,90 @@ struct RehearseReport {
   double elapsed_s = 0;
   std::optional<double> grad_norm;  // of the last step; none: not finite
   std::optional<double> max_norm;
-  uint64_t state_digest = 0;  // parameters and moments after the last step
-  uint64_t model_digest = 0;  // parameters after the last step, as `load --digest`
+  uint64_t state_digest = 0;   // parameters and moments after the last step
+  uint64_t model_digest = 0;   // parameters after the last step, as `load --digest`
+  std::optional<Saved> saved;  // then both digests are of the step after the save
   std::optional<Budget> budget;
+
+  // Adds the phases of a resume, its digest, and its promise where a node's is higher.
+  void add_resumed(const LoadReport& resumed);
 };
 std::string rehearse_json(const RehearseReport& report);
 std::string rehearse_text(const RehearseReport& report);
+
+// A load and a save.
+struct SaveReport {
+  struct File {
+    std::string name;
+    uint64_t bytes = 0;
+  };
+  CheckpointFacts checkpoint;
+  std::string_view strategy;
+  Promise promise;
+  std::vector<RankOutcome> ranks;  // over load and save, by rank
+  uint64_t launcher_bytes = 0;     // held by the launcher, measured
+  int64_t step = 0;
+  std::string path;
+  uint64_t written_bytes = 0;
+  uint64_t read_bytes = 0;               // while saving: of copied tensors
+  double elapsed_s = 0;                  // until the ranks' last byte was durable
+  double durable_s = 0;                  // until the step was
+  uint64_t digest = 0;                   // of the model, as `load --digest`
+  std::optional<uint64_t> state_digest;  // of an optimizer's parameters and moments
+  std::vector<File> files;
+  std::vector<std::string> copied, left_out;  // stored tensors that no target reads
+  std::optional<Budget> budget;
+};
+std::string save_json(const SaveReport& report);
+std::string save_text(const SaveReport& report);
+
+// What differs between two checkpoints.
+struct DiffReport {
+  struct Difference {
+    std::string tensor;
+    std::string_view kind;  // "only_in_a", "only_in_b", "dtype", "shape", "values"
+    int64_t first_index = 0;
+    int64_t count = 0;  // of elements
+  };
+  uint64_t tensors = 0;  // compared
+  uint64_t bytes = 0;    // compared, of each checkpoint
+  std::vector<Difference> differences;
+};
+std::string diff_json(const DiffReport& report);
+std::string diff_text(const DiffReport& report);
+
+// One checkpoint into another.
+struct ConvertReport {
+  CheckpointFacts checkpoint;
+  Promise promise;
+  std::vector<RankOutcome> ranks;  // the only one
+  uint64_t launcher_bytes = 0;     // held by the launcher, measured
+  std::string path;
+  uint64_t written_bytes = 0;
+  uint64_t kept_files = 0;  // finished by an earlier call that was killed
+  double elapsed_s = 0;     // until the output was durable
+  uint64_t digest = 0;      // of the output, as `load --digest`
+  std::vector<SaveReport::File> files;
+  std::vector<std::string> left_out;  // stored tensors that the recipe leaves unused
+  std::optional<Budget> budget;
+};
+std::string convert_json(const ConvertReport& report);
+std::string convert_text(const ConvertReport& report);
+
+// The files of a step, of a root of steps, or of a checkpoint, and whether they are what they were.
+struct VerifyReport {
+  struct File {
+    std::string name;
+    uint64_t bytes = 0;
+    std::string result;  // "ok", or the error
+  };
+  std::vector<File> files;
+  uint64_t tensors_checked = 0;
+  std::vector<std::string> warnings;
+  std::optional<Error> fault;  // the first
+};
+std::string verify_json(const VerifyReport& report);
+std::string verify_text(const VerifyReport& report);
 
 // The inputs of `step`: one parameter of `params` elements, sharded where buckets end.
 struct StepTask {

@@ -136,25 +136,53 @@ Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options) {
   return recipe;
 }
 
-Run open_run(FileSystem& files, const RunFlags& flags) {
-  require_sense(flags);
-  // All flags are parsed before a file is opened.
-  const std::optional<DType> dtype = dtype_flag(flags.dtype);
-  asked_layout(flags, {});
-  Run run{.files = &files,
-          .options = options_of(flags),
-          .optimizer = optimizer_flag(flags.optimizer),
-          .staging_given = !flags.staging.empty()};
-  if (run.optimizer && run.options.destination != Destination::cpu) {
+namespace {
+
+// All flags, parsed before a file is opened.
+struct ParsedFlags {
+  explicit ParsedFlags(const RunFlags& flags)
+      : dtype((require_sense(flags), dtype_flag(flags.dtype))),
+        options((asked_layout(flags, {}), options_of(flags))),
+        optimizer(optimizer_flag(flags.optimizer)),
+        frozen(flags.frozen, flags.without_state) {
+    if (!optimizer && !flags.frozen.empty()) {
+      fail(Category::usage, "--frozen needs --optimizer adamw:FORMAT");
+    }
+    if (!optimizer || options.destination == Destination::cpu) return;
     fail(Category::unsupported, "--optimizer needs the loaded parameters in host memory",
          {.expected = "--destination cpu", .got = "--destination discard"});
   }
-  run.checkpoint = open_checkpoint(files, flags.directory);
-  run.recipe = recipe_of(files, flags, run.checkpoint, dtype);
+
+  const std::optional<DType> dtype;
+  const PlanOptions options;
+  const std::optional<StateFormat> optimizer;
+  const Frozen frozen;
+};
+
+Run run_of(FileSystem& files, const RunFlags& flags, const ParsedFlags& parsed,
+           Checkpoint checkpoint) {
+  Run run{.files = &files,
+          .checkpoint = std::move(checkpoint),
+          .options = parsed.options,
+          .optimizer = parsed.optimizer,
+          .staging_given = !flags.staging.empty()};
+  run.recipe = recipe_of(files, flags, run.checkpoint, parsed.dtype);
+  parsed.frozen.mark(run.recipe);
   warn_of_unused(run.recipe, run.checkpoint);
   run.layout = asked_layout(flags, targets_of(run.recipe));
   if (run.optimizer) run.options.after = {step_phase(run.recipe, run.layout, *run.optimizer)};
   return run;
+}
+
+}  // namespace
+
+Run open_run(FileSystem& files, const RunFlags& flags) {
+  const ParsedFlags parsed(flags);
+  return run_of(files, flags, parsed, open_checkpoint(files, flags.directory));
+}
+
+Run run_of(FileSystem& files, const RunFlags& flags, Checkpoint checkpoint) {
+  return run_of(files, flags, ParsedFlags(flags), std::move(checkpoint));
 }
 
 Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budget>& budget) {

@@ -47,6 +47,8 @@ struct RunFlags {
   std::string recipe;
   bool untie = false;  // a tied tensor that is stored under both names is loaded as two targets
   std::string optimizer = "none";  // or "adamw:FORMAT": the optimizer's state is held, too
+  std::string frozen;              // a regular expression: parameters that the optimizer leaves out
+  std::vector<std::string> without_state;  // FQNs of further ones (those of a saved state)
   std::string destination = "cpu";
   std::string staging;
   std::string baseline;
@@ -65,6 +67,8 @@ struct Run {
 // USAGE for invalid or contradicting flags, before any file is opened. Then errors as
 // open_checkpoint's, and MISMATCH or UNSUPPORTED if the recipe does not fit the checkpoint.
 Run open_run(FileSystem& files, const RunFlags& flags);
+// The same for a checkpoint that is open already, or is planned: `flags.directory` is not read.
+Run run_of(FileSystem& files, const RunFlags& flags, Checkpoint checkpoint);
 // The recipe of `options` for a checkpoint, with ties from its config. If a value depends on a key
 // of a broken config.json (whether an embedding is tied, the block size of dequantised FP8 codes),
 // the config's error, naming the tensor. With `options.text` the recipe decides ties itself.

@@ -38,6 +38,27 @@ std::optional<StateFormat> optimizer_flag(const std::string& flag) {
        {.expected = "none or adamw:FORMAT", .got = printable(flag)});
 }
 
+Frozen::Frozen(const std::string& expression, std::span<const std::string> names)
+    : expression_(printable(expression)), names_(names.begin(), names.end()) {
+  if (!expression.empty()) pattern_.emplace("--frozen", expression);
+}
+
+void Frozen::mark(Recipe& recipe) const {
+  bool has_match = false;
+  for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
+    const uint32_t of = recipe.is_alias(t) ? recipe.nodes[recipe.targets[t].root].from : t;
+    TensorSpec& spec = recipe.targets[of].spec;
+    if (!is_floating(spec.dtype) && spec.dtype != DType::c64) continue;
+    const std::string& fqn = recipe.targets[t].spec.fqn;
+    const bool is_match = pattern_ && pattern_->finds(fqn);
+    has_match |= is_match;
+    if (is_match || names_.contains(fqn)) spec.role = Role::buffer;
+  }
+  if (!pattern_ || has_match) return;
+  fail(Category::usage, fmt::format("--frozen '{}' matches no parameter", expression_),
+       {.expected = "a regular expression that a parameter's name matches", .got = expression_});
+}
+
 void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat format, int rank,
                       FunctionRef<void(TrainedShard&& shard)> fn) {
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -21,7 +23,7 @@ std::optional<StateFormat> optimizer_flag(const std::string& flag);
 constexpr uint64_t kGradientStagingBytes = 1 * kMiB;
 
 // A rank's shard of a parameter. Parameters are the castable targets (fp32, bf16, fp16) other than
-// buffers; an alias is trained as the target that it names.
+// buffers and frozen ones; an alias is trained as the target that it names.
 struct TrainedShard {
   ShardSpec shard;  // without its memory
   StateFormat format = StateFormat::fp32;
@@ -34,6 +36,21 @@ struct TrainedShard {
   // memory, and each step writes the new parameter to the loaded elements.
   bool is_master() const noexcept { return dtype == row_of(format).master; }
 };
+// The parameters that do not train: no state is held for them, and they may have any dtype. A match
+// of an alias freezes the target that it names.
+class Frozen {
+ public:
+  // `expression`: --frozen, none if empty; USAGE if it is invalid. `names`: FQNs of further ones.
+  Frozen(const std::string& expression, std::span<const std::string> names);
+  // Makes them buffers of the recipe. USAGE if the expression matches no parameter.
+  void mark(Recipe& recipe) const;
+
+ private:
+  std::string expression_;
+  std::optional<NamePattern> pattern_;
+  std::set<std::string, std::less<>> names_;
+};
+
 // UNSUPPORTED, naming the target, for floating-point targets that can't be trained (FP8 codes,
 // fp64).
 void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat format, int rank,

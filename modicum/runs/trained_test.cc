@@ -1,13 +1,15 @@
 // House test (exact): the trained parameters of a load. Catches: optimizer state for padding,
 // aliases, integers or buffers; elements trained by no rank or by two; a master held twice; fp32
-// trained in fewer bits; an inputs digest without the optimizer.
+// trained in fewer bits; an inputs digest without the optimizer; state for frozen parameters.
 #include "modicum/runs/trained.h"
 
 #include <gtest/gtest.h>
 
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "modicum/io/file_doubles.h"
@@ -201,6 +203,62 @@ TEST(Trained, DtypesThatCanNotBeTrainedAreRefused) {
   flags.optimizer = "adamw:fp32";
   flags.destination = "discard";
   EXPECT_EQ(failure(flags), Category::unsupported);
+}
+
+TEST(Trained, WhatIsFrozenHasNoState) {
+  MemoryFileSystem files;
+  put_model(files);
+  const auto trained_without = [&](const std::string& frozen, std::vector<std::string> names = {}) {
+    RunFlags flags = grid()[1];
+    flags.frozen = frozen;
+    flags.without_state = std::move(names);
+    const modicum::Run run = open_run(files, flags);
+    std::set<std::string> names_of;
+    for (int rank = 0; rank < flags.ranks; ++rank) {
+      for_each_trained(run.recipe, run.layout, *run.optimizer, rank,
+                       [&](TrainedShard&& of) { names_of.insert(of.shard.fqn); });
+    }
+    const Footprint& hold =
+        plan_run(run, *run.options.strategy, std::nullopt).promise.phases.back().of_rank[0];
+    return std::pair(names_of, hold[Purpose::moments]);
+  };
+  using Names = std::set<std::string>;
+  const auto [all, bytes_of_all] = trained_without("");
+  EXPECT_EQ(all, (Names{"embed", "gate_up", "norm", "half", "scalar"}));
+  EXPECT_EQ(trained_without("^(embed|half)$").first, (Names{"gate_up", "norm", "scalar"}));
+  EXPECT_EQ(trained_without("head").first, (Names{"gate_up", "norm", "half", "scalar"}))
+      << "the tie's other name";
+  EXPECT_EQ(trained_without("norm", {"half", "scalar"}).first, (Names{"embed", "gate_up"}));
+  EXPECT_EQ(trained_without(".").first, Names{});
+  EXPECT_EQ(trained_without(".").second, 0U);
+  EXPECT_GT(bytes_of_all, 0U);
+}
+
+TEST(Trained, AFrozenBaseMayHaveAnyDtype) {
+  MemoryFileSystem files;
+  files.make_directory("/model");
+  const std::vector<TensorSpec> tensors = {{.fqn = "base", .dtype = DType::f64, .shape = {4}},
+                                           {.fqn = "lora", .dtype = DType::bf16, .shape = {4}}};
+  SafetensorsWriter(files, "/model/model.safetensors", tensors).finish();
+  RunFlags flags{.directory = "/model", .optimizer = "adamw:fp32", .frozen = "base"};
+  const modicum::Run run = open_run(files, flags);
+  EXPECT_EQ(trained_sizes(run.recipe), std::vector<int64_t>{4});
+  const auto refusal = [&]() -> std::string {
+    try {
+      open_run(files, flags);
+    } catch (const Error& error) {
+      return std::string(category_name(error.category())) + " " + error.what();
+    }
+    return "";
+  };
+  flags.frozen = "nomatch";
+  EXPECT_NE(refusal().find("USAGE"), std::string::npos) << refusal();
+  EXPECT_NE(refusal().find("nomatch"), std::string::npos) << refusal();
+  flags.frozen = "(";
+  EXPECT_NE(refusal().find("--frozen"), std::string::npos) << refusal();
+  flags.frozen = "base";
+  flags.optimizer = "none";
+  EXPECT_NE(refusal().find("--optimizer"), std::string::npos) << refusal();
 }
 
 // Shards of very many runs are refused before their list fills the memory.

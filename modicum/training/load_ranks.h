@@ -1,4 +1,4 @@
-// Loading, and loading to train, in rank processes of this machine. Part of the door of `training`.
+// Loading in rank processes of this machine. Part of the door of `training`.
 #pragma once
 
 #include <optional>
@@ -22,13 +22,5 @@ struct LoadTask {
 // If the run has an optimizer, its state is allocated but takes no step. On failure the directory
 // `dump` is removed. Errors as run_ranks'.
 LoadReport load_in_ranks(const LoadTask& task, ShowBytes show);
-
-struct RehearsalTask {
-  LoadTask load;  // of a run with an optimizer
-  int steps = 1;
-  uint64_t seed = 0;  // of gradients and random bits
-  std::optional<double> max_norm;
-};
-RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show);
 
 }  // namespace modicum

@@ -33,6 +33,23 @@ struct LoadingRank {
     load.outcome().baseline_bytes = baseline_bytes;
   }
 
+  // `of` with the peaks since the last call. All ranks call it at the same time and wait idle.
+  RankOutcome phase_of(RankOutcome of, Board& board) {
+    board.barrier(of.rank);
+    of.ledger_peak_bytes = ledger.peak_since_mark();
+    of.kernel_peak_bytes = read_process_memory().peak_held();
+    board.barrier(of.rank);  // shared pages stay mapped until all have read their peaks
+    ledger.mark();
+    reset_peak_rss();
+    return of;
+  }
+  // A phase in which nothing is loaded.
+  RankOutcome later_phase(Board& board) {
+    const RankOutcome& loaded = load.outcome();
+    return phase_of(
+        {.rank = loaded.rank, .pid = loaded.pid, .baseline_bytes = loaded.baseline_bytes}, board);
+  }
+
   const uint64_t baseline_bytes;  // held before any allocation of the load
   Ledger ledger;
   const std::unique_ptr<Exchange> exchange;

@@ -78,11 +78,17 @@ GradNorm RankOptimizer::deliver(int64_t step, float loss_scale, Heartbeat heartb
 }
 
 void RankOptimizer::step(const StepOptions& options) {
-  for (const State& state : states_) state.adamw->step(options);
+  std::vector<StateStep> steps;
+  for (const State& state : states_) steps.push_back({state.adamw.get(), options});
+  AdamW::step_all(steps);
 }
 
 void RankOptimizer::skip() {
   for (const State& state : states_) state.adamw->skip();
+}
+
+void RankOptimizer::for_each_state(FunctionRef<void(AdamW&)> fn) const {
+  for (const State& state : states_) fn(*state.adamw);
 }
 
 StateDigest RankOptimizer::digest() const {

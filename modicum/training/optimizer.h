@@ -41,6 +41,7 @@ class RankOptimizer {
   void step(const StepOptions& options);
   void skip();
   StateDigest digest() const;  // this rank's part
+  void for_each_state(FunctionRef<void(AdamW&)> fn) const;
 
  private:
   struct State {

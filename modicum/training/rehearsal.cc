@@ -1,32 +1,36 @@
-// Load, then steps: the rank processes of `rehearse`.
+// Load, steps, and a save: the rank processes of `rehearse`.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
 
-#include "modicum/training/loading_rank.h"
-#include "modicum/training/lock_step.h"
+#include "modicum/training/saving_rank.h"
+#include "modicum/training/trained_rank.h"
 
 namespace modicum {
 namespace {
 
-// The load, step 1, and all steps after it.
-constexpr size_t kPhases = 3;
+// The load, step 1, all steps after it, the save.
+constexpr size_t kPhases = 4;
 
 // The outcome of a rank. Plain data: it crosses from the rank's process.
 struct Rehearsed {
   std::array<RankOutcome, kPhases> phases;
+  SaveOutcome save;
   StepsTaken taken;
   uint64_t state_digest = 0;  // this rank's part
   uint64_t model_digest = 0;
 };
 
 struct RehearsalWorld : LoadWorld {
-  explicit RehearsalWorld(const RehearsalTask& of)
-      : LoadWorld(of.load), rehearsal(of), page(of.load.plan.ranks()) {}
+  RehearsalWorld(const RehearsalTask& of, const StepSave* step)
+      : LoadWorld(of.load), rehearsal(of), page(of.load.plan.ranks()) {
+    if (step != nullptr) place.emplace(*step);
+  }
 
   const RehearsalTask& rehearsal;
   const NormPage page;
+  std::optional<SavePlace> place;  // with a save
 };
 
 class RehearsalRank {
@@ -36,7 +40,7 @@ class RehearsalRank {
 
   Rehearsed live() {
     of_.load.load();
-    note_held(0, of_.load.outcome());
+    outcome_.phases[0] = of_.phase_of(of_.load.outcome(), world_.board);
     of_.load.book_what_stays();
     take_steps();
     outcome_.model_digest =
@@ -46,34 +50,28 @@ class RehearsalRank {
 
  private:
   void take_steps() {
-    const LoadTask& of = task_.load;
-    const MadeGradients gradients(task_.seed, of.threads, of_.ledger);
-    RankOptimizer optimizer(trained_of(of.run, of.plan, rank_, of_.load.shards()), gradients,
-                            of_.ledger, of.threads);
-    optimizer.cast_masters([this] { world_.board.beat(rank_, 0); });
-    LockStep steps(optimizer, {rank_, &world_.board, &world_.page, &world_.clock},
-                   {.max_norm = task_.max_norm});
-    const RankOutcome& loaded = of_.load.outcome();
-    const RankOutcome stepping{
-        .rank = loaded.rank, .pid = loaded.pid, .baseline_bytes = loaded.baseline_bytes};
+    TrainedRank trained(world_, world_.page, rank_, of_,
+                        {.seed = task_.seed, .max_norm = task_.max_norm});
+    trained.cast_masters();
     for (int step = 1; step <= task_.steps; ++step) {
-      steps.step(step);
-      if (step == 1) note_held(1, stepping);
+      trained.steps().step(step);
+      if (step == 1) outcome_.phases[1] = of_.later_phase(world_.board);
     }
-    note_held(2, stepping);
-    outcome_.taken = steps.finish(task_.steps);
-    outcome_.state_digest = optimizer.digest().state;
+    outcome_.phases[2] = of_.later_phase(world_.board);
+    int last = task_.steps;
+    if (task_.save != nullptr) {
+      save(trained.optimizer());
+      trained.steps().step(++last);
+    }
+    outcome_.taken = trained.steps().finish(last);
+    outcome_.state_digest = trained.optimizer().digest().state;
   }
 
-  // Stores the peaks since the last call. All ranks call it at the same time and wait idle.
-  void note_held(size_t phase, const RankOutcome& outcome) {
-    world_.board.barrier(rank_);
-    outcome_.phases[phase] = outcome;
-    outcome_.phases[phase].ledger_peak_bytes = of_.ledger.peak_since_mark();
-    outcome_.phases[phase].kernel_peak_bytes = read_process_memory().peak_held();
-    world_.board.barrier(rank_);
-    of_.ledger.mark();
-    reset_peak_rss();
+  void save(const RankOptimizer& optimizer) {
+    outcome_.save =
+        save_rank(*task_.save, *world_.place, {rank_, &world_.board, nullptr, &of_.ledger},
+                  of_.load.shards(), &optimizer);
+    outcome_.phases[3] = of_.later_phase(world_.board);
   }
 
   RehearsalWorld& world_;
@@ -91,35 +89,55 @@ Promise part_of(const Promise& promise, size_t begin, size_t end) {
   return part;
 }
 
+std::vector<PhaseReport> phases_of(const RehearsalTask& task,
+                                   const std::vector<Rehearsed>& outcomes) {
+  const Promise& promise = task.load.plan.promise;
+  const auto phase = [&](std::string name, size_t begin, size_t end, size_t number) {
+    PhaseReport of{std::move(name), part_of(promise, begin, end), {}};
+    for (const Rehearsed& outcome : outcomes) of.ranks.push_back(outcome.phases[number]);
+    return of;
+  };
+  constexpr size_t kStep = kLoadPhases, kSave = kStep + 1;
+  std::vector<PhaseReport> phases = {phase("load", 0, kStep, 0), phase("step_1", kStep, kSave, 1)};
+  if (task.steps > 1) {
+    phases.push_back(phase(fmt::format("step_{}", task.steps), kStep, kSave, 2));
+  }
+  if (task.save != nullptr) phases.push_back(phase("save", kSave, kSave + 1, 3));
+  return phases;
+}
+
 }  // namespace
 
 RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show) {
-  RehearsalWorld world(task);
+  const StopSignals stop;  // a stop signal throws, so that the step in flight is removed
+  std::optional<StepSave> step;
+  if (task.save != nullptr) {
+    step.emplace(*task.load.run.files, task.save->root, task.save->step, true);
+  }
+  RehearsalWorld world(task, step ? &*step : nullptr);
   const std::vector<Rehearsed> outcomes = outcomes_of<RehearsalRank>(world, show);
-  const Plan& plan = task.load.plan;
   RehearseReport report{.checkpoint = facts_of(task.load.run.checkpoint),
-                        .strategy = plan.strategy().name,
+                        .strategy = task.load.plan.strategy().name,
                         .format = *task.load.run.optimizer,
-                        .promise = plan.promise,
+                        .promised_bytes = task.load.plan.promise.node_peaks(),
+                        .phases = phases_of(task, outcomes),
                         .launcher_bytes = read_process_memory().held(),
                         .steps = task.steps,
                         .seed = task.seed,
                         .elapsed_s = world.seconds_until(world.clock.now_ns()),
                         .max_norm = task.max_norm};
-  const Promise stepping = part_of(plan.promise, kLoadPhases, plan.promise.phases.size());
-  report.phases = {{"load", part_of(plan.promise, 0, kLoadPhases), {}}, {"step_1", stepping, {}}};
-  if (task.steps > 1) {
-    report.phases.push_back({fmt::format("step_{}", task.steps), stepping, {}});
-  }
+  uint64_t written_bytes = 0;
   for (const Rehearsed& outcome : outcomes) {
     report.load_s = std::max(report.load_s, world.seconds_until(outcome.phases[0].loaded_ns));
     report.state_digest += outcome.state_digest;
     report.model_digest += outcome.model_digest;
+    written_bytes += outcome.save.written_bytes;
     if (outcome.taken.norm.finite) report.grad_norm = outcome.taken.norm.norm();
-    for (size_t i = 0; i < report.phases.size(); ++i) {
-      report.phases[i].ranks.push_back(outcome.phases[i]);
-    }
   }
+  if (!step) return report;
+  SavedStep saved = publish(*step, *task.save, outcomes.front().taken.skipped);
+  report.saved = {saved.step, saved.path, saved.written_bytes + written_bytes};
+  for (const std::string& warning : saved.warnings) report.checkpoint.warnings.push_back(warning);
   return report;
 }
 

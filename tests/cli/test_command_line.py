@@ -43,7 +43,10 @@ def flags_with_values(modicum: Path, verb: str) -> Iterator[str]:
             yield flags[0]
 
 
-@pytest.mark.parametrize("verb", ("inspect", "synth", "plan", "load", "rehearse", "step"))
+@pytest.mark.parametrize(
+    "verb",
+    ("inspect", "synth", "plan", "load", "rehearse", "save", "resume", "verify", "convert", "step"),
+)
 def test_empty_values(modicum: Path, moe: Path, verb: str) -> None:
     flags = list(flags_with_values(modicum, verb))
     assert {"--budget", "--progress", "--threads"} <= set(flags)
@@ -78,6 +81,8 @@ TP = ("--layout", "tp-fsdp", "--mesh", "1x2", "--ranks", 2)
         ("--layout", "fsdp2", "--mesh", "1x1"),
         ("--layout", "fsdp2", "--tp-rowwise", "attn"),
         ("--layout", "fsdp2", "--round-robin"),
+        ("--optimizer", "adamw:fp32", "--frozen", "nomatch"),
+        ("--frozen", "attn"),
         ("--layout", "zero3", "--round-robin"),
         ("--layout", "zero1", "--expert-mesh", "1x1"),
     ],
@@ -241,6 +246,7 @@ def verbs_that_end_well(moe: Path, tmp_path: Path) -> Iterator[tuple[object, ...
         yield ("plan", moe, *how)
         yield ("load", moe, "--ranks", 2, *how)
         yield ("rehearse", moe, "--optimizer", "adamw:fp32", "--steps", 1, *how)
+        yield ("save", moe, tmp_path / f"root{len(how)}", "--step", 1, *how)
         yield ("step", "--params", "10K", "--steps", 1, "--no-compare", *how)
         yield ("synth", tmp_path / f"out{len(how)}", "--arch", "tiny-moe", *how)
 
@@ -338,7 +344,7 @@ def test_more_ranks_than_the_machine_bears(modicum: Path, moe: Path) -> None:
     most = 16 * len(os.sched_getaffinity(0))
     rehearse = ("rehearse", moe, "--optimizer", "adamw:fp32")
     step = ("step", "--params", "10K", "--no-compare")
-    for words in (("load", moe), rehearse, step):
+    for words in (("load", moe), ("save", moe, "root", "--step", 1), rehearse, step):
         error = failure(modicum, 2, *words, "--ranks", most + 1)
         assert error["category"] == "USAGE" and "--oversubscribe" in error["message"]
     assert run_json(modicum, "plan", moe, "--ranks", most + 1)["ranks"] == most + 1

@@ -26,7 +26,10 @@ from program import (
     write_index,
 )
 
-VERBS = ("inspect", "synth", "plan", "load", "rehearse", "step")
+VERBS = (
+    "inspect", "synth", "plan", "load", "rehearse", "save", "resume", "verify", "convert", "diff",
+    "step",
+)  # fmt: skip
 NUMBER = (int, float)
 
 
@@ -64,7 +67,7 @@ def test_help_lists_verbs_first(modicum: Path) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_verb_help_lists_flags(modicum: Path, verb: str) -> None:
     flags = {"--json", "--quiet", "--verbose", "--threads", "--budget", "--progress"}
-    if verb in ("plan", "load", "rehearse"):
+    if verb in ("plan", "load", "rehearse", "save", "resume"):
         flags |= {"--ranks", "--ranks-per-node", "--strategy", "--layout", "--shard-dim"}
         flags |= {"--dtype", "--keep-fp32", "--recipe", "--destination", "--staging", "--baseline"}
         flags |= {"--untie", "--optimizer", "--oversubscribe"}
@@ -72,6 +75,8 @@ def test_verb_help_lists_flags(modicum: Path, verb: str) -> None:
         flags |= {"--deepspeed", "--workers", "--persistent-workers"}
     if verb == "rehearse":
         flags |= {"--steps", "--seed", "--clip"}
+    if verb == "save":
+        flags |= {"--step", "--shard-size", "--keep", "--unused"}
     if verb == "load":
         flags |= {"--check", "--digest", "--expect-digest", "--dump"}
     if verb == "synth":

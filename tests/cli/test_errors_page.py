@@ -72,10 +72,12 @@ FILES: dict[str, dict[str, bytes]] = {
     "UNSUPPORTED": one(entry("w", 0, 8)) | {"r.json": b'{"targets":{"x":{"op":"rotate"}}}'},
     "MISMATCH": one(entry("w", 0, 8))
     | {"r.json": b'{"targets":{"x":{"op":"stored","name":"nope"}},"unused":["w"]}'},
+    "UNCOMMITTED": {},
     "USAGE": one(entry("w", 0, 8)),
 }
 FILES["INDEX.AMBIGUOUS"].pop(INDEX)
 WORDS = {
+    "UNCOMMITTED": "resume m",
     "IO": "inspect m/nowhere",
     "BUDGET": "load m --ranks 2 --budget 1MiB",
     "CONFLICT": "synth m --arch tiny-moe",

@@ -2,8 +2,9 @@
 phase against its prediction, in a cgroup, and digests that do not depend on layout or format.
 
 House test. It catches these mutations: a state that is not predicted, or predicted and not held; a
-budget that is checked too late; replicas that count twice; a parameter that training reads and the
-step does not write; a prediction of `plan` that differs from that of `load` or `rehearse`.
+budget that is checked too late, of a resume too; replicas that count twice; a parameter that
+training reads and the step does not write; a prediction of `plan` that differs from that of `load`
+or `rehearse`; resumed ranks that go on otherwise.
 """
 
 import json
@@ -68,8 +69,8 @@ def test_an_optimizer_must_be_named(modicum: Path, moe: Path) -> None:
     assert "adamw" in failure(modicum, 2, "rehearse", moe)["message"]
     error = failure(modicum, 2, "plan", moe, "--optimizer", "adamw:fp32-spilt")
     assert "fp32-split" in error["message"]
-    for flag in ("--save", "--resume-ranks"):
-        failure(modicum, 2, "rehearse", moe, "--optimizer", "adamw:fp32", flag, 1)
+    failure(modicum, 2, "rehearse", moe, "--optimizer", "adamw:fp32", "--resume-ranks", 1)
+    failure(modicum, 2, "rehearse", moe, "--save", "absent")
     words = ("--optimizer", "adamw:fp32", "--destination", "discard")
     error = failure(modicum, 2, "load", moe, *words)
     assert error["category"] == "UNSUPPORTED"
@@ -199,6 +200,68 @@ def test_passes_in_a_cage_of_its_promise(modicum: Path, gpt2: Path) -> None:
     assert error["shortfall_bytes"] == needed - needed * 99 // 100
     owners = [owner["purpose"] for owner in error["owners"]]
     assert owners[0] == "moments" and {"master", "grad", "shards"} <= set(owners)
+
+
+# ---- the way back
+
+
+@pytest.mark.parametrize(
+    ("flags", "resume_ranks"),
+    [
+        (("--ranks", 1), 4),
+        (("--ranks", 3, "--clip", 0.5), 2),
+        (("--ranks", 4, "--layout", "tp-fsdp", "--mesh", "2x2"), 3),
+        (("--ranks", 4, "--layout", "hsdp", "--mesh", "2x2"), 4),
+        (("--ranks", 2, "--ranks-per-node", 1, "--dtype", "float32"), 3),
+    ],
+)
+def test_other_ranks_go_on_from_the_save(
+    modicum: Path, moe: Path, tmp_path: Path, flags: tuple[object, ...], resume_ranks: int
+) -> None:
+    root = tmp_path / "root"
+    words = (*flags, "--steps", 2, "--seed", 5)
+    saving = (*words, "--save", root, "--resume-ranks", resume_ranks)
+    document = rehearse(modicum, moe, "int8-moments-24", *saving)
+    assert document["digest_resumed"] == document["digest_uninterrupted"]
+    longer = rehearse(modicum, moe, "int8-moments-24", *flags, "--seed", 5, "--steps", 3)
+    assert document["digest_uninterrupted"] == longer["digest_uninterrupted"]
+    assert document["model_digest"] == longer["model_digest"]
+    names = [phase["phase"] for phase in document["phases"]]
+    assert names == ["load", "step_1", "step_2", "save", "resume", "step_resumed"]
+    ranks = [len(phase["ranks"]) for phase in document["phases"]]
+    assert ranks == [flags[1]] * 4 + [resume_ranks] * 2
+    pids = [{rank["pid"] for rank in phase["ranks"]} for phase in document["phases"]]
+    assert pids[0] == pids[3] and not pids[3] & pids[4] and pids[4] == pids[5]
+    assert document["saved"]["path"] == str(root / "step-2")
+    assert run_json(modicum, "verify", root)["ok"]
+    assert failure(modicum, 20, "rehearse", moe, "--optimizer", "adamw:fp32", *saving)
+
+
+def test_save_and_resume_keep_their_promises(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    flags = ("--ranks", 3, "--steps", 1, "--save", tmp_path / "root", "--resume-ranks", 2)
+    document = rehearse(modicum, gpt2, "int8-moments", *flags)
+    names = [phase["phase"] for phase in document["phases"]]
+    assert names == ["load", "step_1", "save", "resume", "step_resumed"]
+    for phase in document["phases"]:
+        assert_kept(phase)
+    highest = max(phase["nodes"][0]["promised_bytes"] for phase in document["phases"])
+    assert document["promised_bytes"] == [highest]
+    shutil.rmtree(tmp_path / "root")
+
+
+def test_a_resume_that_would_not_fit_is_refused_before_the_load(
+    modicum: Path, gpt2: Path, tmp_path: Path
+) -> None:
+    """Two ranks that need more than the one that saves: twice the process and its tables."""
+    root = tmp_path / "root"
+    flags = ("--optimizer", "adamw:fp32", "--steps", 1, "--staging", "1MiB", "--save", root)
+    needed = run_json(modicum, "rehearse", gpt2, *flags, "--resume-ranks", 3)["promised_bytes"][0]
+    shutil.rmtree(root)
+    words = (*flags, "--budget", needed - 1, "--resume-ranks")
+    run_json(modicum, "rehearse", gpt2, *words, 1)
+    shutil.rmtree(root)
+    error = failure(modicum, 15, "rehearse", gpt2, *words, 3)
+    assert error["shortfall_bytes"] == 1 and not root.exists()
 
 
 # ---- DeepSpeed's own memory

@@ -1,0 +1,63 @@
+#include <CLI/CLI.hpp>
+
+#include <optional>
+#include <string>
+
+#include "modicum/cli/within_budget.h"
+
+namespace modicum {
+namespace {
+
+struct ConvertFlags {
+  CommonFlags common;
+  // One rank that holds every tensor whole, in the files. A tie that is stored twice stays twice.
+  RunFlags run{.layout = "none", .untie = true, .destination = "discard"};
+  std::string out;
+  std::string shard_size;
+  bool sparse = false;
+};
+
+void add_convert_flags(CLI::App& app, ConvertFlags& flags) {
+  add_common_flags(app, flags.common);
+  app.add_option("DIR", flags.run.directory,
+                 "a directory, a file, or ORG/NAME in the local Hugging Face cache")
+      ->required();
+  app.add_option("OUT", flags.out, "the new directory")->required();
+  app.add_option("--dtype", flags.run.dtype,
+                 "float32, bfloat16 or float16 (fp32, bf16, fp16); FP8 codes are dequantised; "
+                 "default: as stored");
+  app.add_option("--keep-fp32", flags.run.keep_fp32, "REGEX of tensors written as float32");
+  app.add_option("--recipe", flags.run.recipe,
+                 "recipe.json: its targets are written; default: every tensor as stored");
+  app.add_option("--shard-size", flags.shard_size, "the most bytes of a file; default: as stored");
+  app.add_option("--staging", flags.run.staging, "staging buffer; default 8 MiB");
+  app.add_flag("--sparse", flags.sparse, "keep holes: pages of zeros take no space");
+}
+
+}  // namespace
+
+int run_convert(const Args& args) {
+  CLI::App app("write a checkpoint with another dtype, recipe or file size, through staging",
+               "modicum convert");
+  ConvertFlags flags;
+  add_convert_flags(app, flags);
+  if (const auto done = parse(app, args)) return *done;
+  std::optional<uint64_t> shard_bytes;
+  if (!flags.shard_size.empty()) shard_bytes = parse_size(flags.shard_size);
+  std::optional<ConvertedForm> form;
+  const auto prepare = [&](Run& run) {
+    form.emplace(run.checkpoint, run.recipe, shard_bytes);
+    run.options.save = form->footprint(plan_run(run, *run.options.strategy, std::nullopt));
+  };
+  const ConvertReport report = within_budget(
+      flags.common, flags.run,
+      [&](const LoadTask& task, ShowBytes show) {
+        return convert_in_rank({task, *form, flags.out, flags.sparse}, show);
+      },
+      prepare);
+  print_result(
+      flags.common, [&] { return convert_json(report); }, [&] { return convert_text(report); });
+  return 0;
+}
+
+}  // namespace modicum

@@ -1,0 +1,47 @@
+#include <fmt/format.h>
+#include <CLI/CLI.hpp>
+
+#include <mutex>
+
+#include "modicum/cli/output.h"
+#include "modicum/cli/verbs.h"
+#include "modicum/stream/stream.h"
+
+namespace modicum {
+
+int run_diff(const Args& args) {
+  CLI::App app("compare names, dtypes, shapes and values of two checkpoints; 12 if they differ",
+               "modicum diff");
+  CommonFlags flags;
+  std::string of_a, of_b;
+  add_common_flags(app, flags);
+  app.add_option("A", of_a, "a step, or a checkpoint as `inspect` takes it")->required();
+  app.add_option("B", of_b, "the other one")->required();
+  if (const auto done = parse(app, args)) return *done;
+  PosixFileSystem files;
+  const Checkpoint a = open_checkpoint(files, of_a);
+  const Checkpoint b = open_checkpoint(files, of_b);
+  const int threads = threads_per_rank(flags, 1);
+  require_budget(flags, Purpose::staging, kDiffBytes * static_cast<uint64_t>(threads));
+  Progress progress(flags, a.manifest.data_bytes());
+  uint64_t done = 0;
+  std::mutex mutex;
+  const Differences found = diff(a, b, threads, [&](uint64_t more) {
+    const std::lock_guard lock(mutex);
+    progress.show(done += more);
+  });
+  DiffReport report{.tensors = found.tensors, .bytes = found.bytes};
+  for (const Difference& of : found.found) {
+    report.differences.push_back({of.tensor, kind_name(of.kind), of.first_index, of.count});
+  }
+  print_result(
+      flags, [&] { return diff_json(report); }, [&] { return diff_text(report); });
+  if (report.differences.empty()) return 0;
+  const DiffReport::Difference& first = report.differences.front();
+  print_error(fmt::format(
+      "modicum: INTEGRITY: the checkpoints differ in {} tensor(s), first in '{}' ({})\n",
+      report.differences.size(), printable(first.tensor), first.kind));
+  return exit_code(Category::integrity);
+}
+
+}  // namespace modicum

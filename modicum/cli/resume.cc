@@ -1,0 +1,87 @@
+#include <CLI/CLI.hpp>
+
+#include <optional>
+#include <string>
+
+#include "modicum/cli/resuming.h"
+
+namespace modicum {
+namespace {
+
+// The optimizer of the run: the saved one, unless the flags say none.
+std::string optimizer_of(const StateFacts& facts, const std::string& flag) {
+  const std::string saved = "adamw:" + std::string(row_of(facts.format).name);
+  const std::string asked = flag.empty() ? saved : flag;
+  const std::optional<StateFormat> format = optimizer_flag(asked);
+  if (format && *format != facts.format) {
+    fail(Category::unsupported, "the state was saved in another format",
+         {.expected = saved, .got = asked});
+  }
+  return asked;
+}
+
+}  // namespace
+
+Footprint resume_footprint(const StateFiles& state) {
+  Footprint held;
+  held[Purpose::header] = state.footprint()[Purpose::header];
+  return held;
+}
+
+LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundStep& step,
+                       const ResumeSteps& then) {
+  PosixFileSystem files;
+  flags.directory = step.path;
+  std::optional<ResumeState> state;
+  if (!step.record.state.empty() && flags.optimizer != "none") {
+    state.emplace(files, step);
+    flags.optimizer = optimizer_of(state->facts, flags.optimizer);
+    flags.without_state = state->facts.without_state;
+  } else if (flags.optimizer.empty()) {
+    flags.optimizer = "none";
+  }
+  if (!state && (then.steps > 0 || flags.optimizer != "none")) {
+    fail(Category::mismatch, "the step holds no optimizer state to go on from",
+         {.file = base_name(step.path)});
+  }
+  return within_budget(
+      common, flags,
+      [&](const LoadTask& task, ShowBytes show) {
+        const ResumeState* const from = state ? &*state : nullptr;
+        return resume_in_ranks({task, from, then.steps, then.max_norm}, show);
+      },
+      [&](Run& opened) {
+        if (!state) return;
+        state->files.require_of(opened);
+        opened.options.resume = resume_footprint(state->files);
+      });
+}
+
+int run_resume(const Args& args) {
+  CLI::App app(
+      "load the newest whole step of a ROOT into rank processes, with its optimizer's state",
+      "modicum resume");
+  CommonFlags common;
+  RunFlags run;
+  int steps = 0;
+  run.optimizer.clear();  // the default is the saved one
+  add_common_flags(app, common);
+  add_run_flags(app, run);
+  add_oversubscribe_flag(app, common);
+  app.add_option("--steps", steps, "optimizer steps after it; default 0")
+      ->check(CLI::Range(0, 1000000000));
+  if (const auto done = parse(app, args)) return *done;
+  PosixFileSystem files;
+  std::vector<SkippedStep> skipped;
+  const FoundStep step = newest_step(files, run.directory, skipped);
+  LoadReport report = resume_step(common, run, step, {.steps = steps});
+  report.resumed = ResumedStep{step.step, step.path, {}};
+  for (const SkippedStep& of : skipped) {
+    report.resumed->skipped.push_back({of.step, of.reason});
+  }
+  print_result(
+      common, [&] { return load_json(report); }, [&] { return load_text(report); });
+  return 0;
+}
+
+}  // namespace modicum

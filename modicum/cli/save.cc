@@ -1,0 +1,82 @@
+#include <CLI/CLI.hpp>
+
+#include <optional>
+
+#include "modicum/cli/within_budget.h"
+
+namespace modicum {
+namespace {
+
+struct SaveFlags {
+  CommonFlags common;
+  RunFlags run;
+  std::string root;
+  int64_t step = 0;
+  std::string shard_size;
+  std::optional<int64_t> keep;
+  std::string unused = "copy";
+  int steps = 0;
+  uint64_t seed = 0;
+};
+
+}  // namespace
+
+int run_save(const Args& args) {
+  CLI::App app(
+      "load into rank processes and save a step: ROOT/step-S, committed whole or not at all",
+      "modicum save");
+  SaveFlags flags;
+  add_common_flags(app, flags.common);
+  add_run_flags(app, flags.run);
+  add_oversubscribe_flag(app, flags.common);
+  app.add_option("ROOT", flags.root, "the directory of all steps; made if its parent exists")
+      ->required();
+  app.add_option("--step", flags.step, "the step's number")
+      ->required()
+      ->check(CLI::Range(int64_t{0}, INT64_MAX));
+  app.add_option("--shard-size", flags.shard_size, "the most bytes of a file; default: as stored");
+  app.add_option("--keep", flags.keep, "then remove whole steps but the newest KEEP; default: none")
+      ->check(CLI::Range(int64_t{1}, INT64_MAX));
+  app.add_option("--unused", flags.unused,
+                 "copy or drop: stored tensors that the recipe leaves unused")
+      ->check(CLI::IsMember({"copy", "drop"}));
+  app.add_option("--steps", flags.steps, "optimizer steps before the save; default 0")
+      ->check(CLI::Range(0, 1000000000));
+  add_seed(app, flags.seed, "of gradients and random bits");
+  if (const auto done = parse(app, args)) return *done;
+  if (flags.run.destination != "cpu") {
+    fail(Category::unsupported, "save needs the loaded tensors in host memory",
+         {.expected = "--destination cpu", .got = "--destination discard"});
+  }
+  if (flags.steps > 0 && !optimizer_flag(flags.run.optimizer)) {
+    fail(Category::usage, "--steps needs --optimizer adamw:FORMAT");
+  }
+  SaveForm form{.copies_unused = flags.unused == "copy"};
+  if (!flags.shard_size.empty()) form.shard_bytes = parse_size(flags.shard_size);
+  std::optional<StateFiles> state;
+  const auto state_of = [&state] { return state ? &*state : nullptr; };
+  const auto prepare = [&](Run& run) {
+    if (run.optimizer) state.emplace(run);
+    run.options.save = save_footprint_of(run, form, state_of());
+  };
+  const SaveReport report = within_budget(
+      flags.common, flags.run,
+      [&](const LoadTask& task, ShowBytes show) {
+        const SavePlan plan(task.run.checkpoint, task.plan, form);
+        SaveTask save{.load = task,
+                      .plan = plan,
+                      .root = flags.root,
+                      .step = flags.step,
+                      .state = state_of(),
+                      .steps = flags.steps,
+                      .seed = flags.seed};
+        if (flags.keep) save.keep = static_cast<size_t>(*flags.keep);
+        return save_in_ranks(save, show);
+      },
+      prepare);
+  print_result(
+      flags.common, [&] { return save_json(report); }, [&] { return save_text(report); });
+  return 0;
+}
+
+}  // namespace modicum

@@ -1,0 +1,104 @@
+#include <fmt/format.h>
+#include <CLI/CLI.hpp>
+
+#include <algorithm>
+
+#include "modicum/cli/output.h"
+#include "modicum/cli/verbs.h"
+#include "modicum/stream/stream.h"
+
+namespace modicum {
+namespace {
+
+// A step's directory, or one that a save has begun.
+bool is_step(FileSystem& files, const std::string& path) {
+  return files.exists(join_path(path, "COMMIT")) ||
+         files.exists(join_path(path, "manifest.json")) || base_name(path).starts_with("step-") ||
+         base_name(path).starts_with(".partial-");
+}
+
+std::vector<std::string> steps_of(FileSystem& files, const std::string& path) {
+  std::vector<std::string> names;
+  for (const std::string& name : files.list(path)) {
+    if (name.starts_with("step-") && files.is_directory(join_path(path, name))) {
+      names.push_back(name);
+    }
+  }
+  return names;
+}
+
+void add_fault(VerifyReport& report, const std::string& file, uint64_t bytes, const Error& error) {
+  report.files.push_back({file, bytes, error.what()});
+  if (!report.fault) report.fault = error;
+}
+
+// The files of one step, under `prefix`.
+void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
+              const std::string& prefix) {
+  try {
+    const Verified verified = verify_step(files, path, [] {});
+    for (const VerifiedFile& file : verified.files) {
+      if (file.fault) {
+        add_fault(report, prefix + file.name, file.bytes, *file.fault);
+      } else {
+        report.files.push_back({prefix + file.name, file.bytes, "ok"});
+      }
+    }
+    report.tensors_checked += verified.tensors_checked;
+  } catch (const Error& error) {
+    add_fault(report, prefix + error.facts().file, 0, error);
+  }
+}
+
+// Without digests only the structure can be checked.
+void add_checkpoint(VerifyReport& report, FileSystem& files, const std::string& path) {
+  try {
+    const Checkpoint checkpoint = open_checkpoint(files, path);
+    for (const DataFile& file : checkpoint.manifest.files) {
+      report.files.push_back({file.name, file.identity.size_bytes, "ok"});
+    }
+    report.tensors_checked = checkpoint.manifest.tensors.size();
+    report.warnings = checkpoint.warnings;
+  } catch (const Error& error) {
+    add_fault(report, error.facts().file, 0, error);
+  }
+}
+
+VerifyReport verify(FileSystem& files, const std::string& path) {
+  VerifyReport report;
+  if (!files.is_directory(path)) {
+    add_checkpoint(report, files, path);
+  } else if (is_step(files, path)) {
+    add_step(report, files, path, "");
+  } else if (const std::vector<std::string> steps = steps_of(files, path); !steps.empty()) {
+    for (const std::string& name : steps) {
+      add_step(report, files, join_path(path, name), name + "/");
+    }
+  } else {
+    add_checkpoint(report, files, path);
+  }
+  return report;
+}
+
+}  // namespace
+
+int run_verify(const Args& args) {
+  CLI::App app("check a step, all steps of a ROOT, or the structure of a checkpoint",
+               "modicum verify");
+  CommonFlags flags;
+  std::string path;
+  add_common_flags(app, flags);
+  app.add_option("DIR", path, "a step, a ROOT of steps, or a checkpoint as `inspect` takes it")
+      ->required();
+  if (const auto done = parse(app, args)) return *done;
+  require_budget(flags, Purpose::staging, ChunkSums::kChunkBytes);
+  PosixFileSystem files;
+  const VerifyReport report = verify(files, path);
+  print_result(
+      flags, [&] { return verify_json(report); }, [&] { return verify_text(report); });
+  if (!report.fault) return 0;
+  print_error(fmt::format("modicum: {}\n", report.fault->what()));
+  return exit_code(report.fault->category());
+}
+
+}  // namespace modicum

@@ -1,0 +1,87 @@
+#include <fmt/format.h>
+
+#include "modicum/json/json.h"
+#include "modicum/report/members.h"
+
+namespace modicum {
+namespace {
+
+void names_member(JsonWriter& out, std::string_view key, const std::vector<std::string>& names) {
+  out.key(key).begin_array();
+  for (const std::string& name : names) out.value(name);
+  out.end_array();
+}
+
+void files_member(JsonWriter& out, const std::vector<SaveReport::File>& files) {
+  out.key("files").begin_array();
+  for (const SaveReport::File& file : files) {
+    out.begin_object().member("name", file.name).member("bytes", file.bytes).end_object();
+  }
+  out.end_array();
+}
+
+std::string names_text(std::string_view what, const std::vector<std::string>& names) {
+  if (names.empty()) return "";
+  return fmt::format("{} stored tensor(s) {}; the first is {}\n", names.size(), what,
+                     printable(names.front()));
+}
+
+}  // namespace
+
+std::string save_json(const SaveReport& report) {
+  JsonWriter out;
+  out.begin_object();
+  checkpoint_members(out, report.checkpoint);
+  out.member("strategy", report.strategy).member("step", report.step);
+  out.member("path", report.path).member("written_bytes", report.written_bytes);
+  out.member("read_bytes", report.read_bytes);
+  out.member("elapsed_s", report.elapsed_s).member("durable_s", report.durable_s);
+  out.member("coverage", "proven").member("digest", digest_text(report.digest));
+  state_digest_member(out, report.state_digest);
+  files_member(out, report.files);
+  names_member(out, "copied", report.copied);
+  names_member(out, "left_out", report.left_out);
+  budget_member(out, report.budget);
+  outcome_members(out, {report.promise, report.ranks, report.launcher_bytes});
+  return out.end_object().text();
+}
+
+std::string save_text(const SaveReport& report) {
+  std::string text = fmt::format(
+      "{}: {} in {} file(s), written in {:.2f} s, durable after {:.2f} s\n", printable(report.path),
+      format_size(report.written_bytes), report.files.size(), report.elapsed_s, report.durable_s);
+  text += names_text("copied, which no target reads", report.copied);
+  text += names_text("left out", report.left_out) + "\n";
+  text += outcome_text({report.promise, report.ranks, report.launcher_bytes});
+  text += budget_text(report.budget) + "digest " + digest_text(report.digest) + "\n";
+  if (report.state_digest) text += "state digest " + digest_text(*report.state_digest) + "\n";
+  return text + warnings_text(report.checkpoint.warnings);
+}
+
+std::string convert_json(const ConvertReport& report) {
+  JsonWriter out;
+  out.begin_object();
+  checkpoint_members(out, report.checkpoint);
+  out.member("path", report.path).member("written_bytes", report.written_bytes);
+  out.member("kept_files", report.kept_files).member("elapsed_s", report.elapsed_s);
+  out.member("coverage", "proven").member("digest", digest_text(report.digest));
+  files_member(out, report.files);
+  names_member(out, "left_out", report.left_out);
+  budget_member(out, report.budget);
+  outcome_members(out, {report.promise, report.ranks, report.launcher_bytes});
+  return out.end_object().text();
+}
+
+std::string convert_text(const ConvertReport& report) {
+  std::string text =
+      fmt::format("{}: {} written in {:.2f} s, {} file(s)", printable(report.path),
+                  format_size(report.written_bytes), report.elapsed_s, report.files.size());
+  if (report.kept_files > 0) text += fmt::format(", {} kept", report.kept_files);
+  text += '\n';
+  text += names_text("left out", report.left_out) + "\n";
+  text += outcome_text({report.promise, report.ranks, report.launcher_bytes});
+  text += budget_text(report.budget) + "digest " + digest_text(report.digest) + "\n";
+  return text + warnings_text(report.checkpoint.warnings);
+}
+
+}  // namespace modicum

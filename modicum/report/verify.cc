@@ -1,0 +1,31 @@
+#include <fmt/format.h>
+
+#include "modicum/json/json.h"
+#include "modicum/report/members.h"
+
+namespace modicum {
+
+std::string verify_json(const VerifyReport& report) {
+  JsonWriter out;
+  out.begin_object().member("ok", !report.fault).key("files").begin_array();
+  for (const VerifyReport::File& file : report.files) {
+    out.begin_object().member("name", file.name).member("bytes", file.bytes);
+    out.member("result", file.result).end_object();
+  }
+  out.end_array().member("tensors_checked", report.tensors_checked);
+  warnings_member(out, report.warnings);
+  return out.end_object().text();
+}
+
+std::string verify_text(const VerifyReport& report) {
+  std::string text;
+  for (const VerifyReport::File& file : report.files) {
+    text +=
+        fmt::format("{:>12}  {}: {}\n", format_size(file.bytes), printable(file.name), file.result);
+  }
+  text += fmt::format("{} file(s), {} tensor(s) checked: {}\n", report.files.size(),
+                      report.tensors_checked, report.fault ? "FAILED" : "ok");
+  return text + warnings_text(report.warnings);
+}
+
+}  // namespace modicum

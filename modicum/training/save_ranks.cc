@@ -1,0 +1,228 @@
+#include "modicum/training/save_ranks.h"
+
+#include <algorithm>
+
+#include "modicum/training/saving_rank.h"
+#include "modicum/training/trained_rank.h"
+
+namespace modicum {
+namespace {
+
+// The outcome of a rank. Plain data: it crosses from the rank's process.
+struct Saved {
+  RankOutcome load;  // peaks: of the load and the save
+  SaveOutcome save;
+  StepsTaken taken;
+  uint64_t state_digest = 0;  // this rank's part
+  int64_t begin_ns = 0;
+  int64_t end_ns = 0;
+};
+
+struct SaveWorld : LoadWorld {
+  SaveWorld(const SaveTask& of, const StepSave& step)
+      : LoadWorld(of.load), save(of), page(of.load.plan.ranks()), place(step) {}
+
+  const SaveTask& save;
+  const NormPage page;
+  const SavePlace place;
+};
+
+class SaveRank {
+ public:
+  SaveRank(SaveWorld& world, int rank)
+      : world_(world), task_(world.save), rank_(rank), of_(world, rank) {}
+
+  Saved live() {
+    RankLoad& load = of_.load;
+    load.load();
+    load.book_what_stays();
+    if (task_.state != nullptr) train();
+    world_.board.barrier(rank_);
+    outcome_.begin_ns = world_.clock.now_ns();
+    outcome_.save = save_rank(task_, world_.place, {rank_, &world_.board, nullptr, &of_.ledger},
+                              load.shards(), trained_ ? &trained_->optimizer() : nullptr);
+    outcome_.end_ns = world_.clock.now_ns();
+    world_.board.barrier(rank_);
+    load.note_peaks();
+    world_.board.barrier(rank_);  // shared pages stay mapped until all have read their peaks
+    outcome_.load = load.outcome();
+    outcome_.load.digest =
+        digest_of_rank(world_.save.load.plan, rank_, load.shards(), [&load] { load.beat(); });
+    return outcome_;
+  }
+
+ private:
+  void train() {
+    trained_.emplace(world_, world_.page, rank_, of_, TrainedRank::Options{.seed = task_.seed});
+    trained_->cast_masters();
+    for (int step = 1; step <= task_.steps; ++step) trained_->steps().step(step);
+    if (task_.steps > 0) outcome_.taken = trained_->steps().finish(task_.steps);
+    outcome_.state_digest = trained_->optimizer().digest().state;
+  }
+
+  SaveWorld& world_;
+  const SaveTask& task_;
+  const int rank_;
+  LoadingRank of_;
+  std::optional<TrainedRank> trained_;
+  Saved outcome_;
+};
+
+// The outcome of a rank that resumes. Plain data.
+struct Resumed {
+  RankOutcome resume, step;  // peaks: until the state is in place; after it
+  uint64_t state_digest = 0;
+};
+
+struct ResumeWorld : LoadWorld {
+  explicit ResumeWorld(const ResumeTask& of)
+      : LoadWorld(of.load), resume(of), page(of.load.plan.ranks()) {}
+
+  const ResumeTask& resume;
+  const NormPage page;
+};
+
+class ResumeRank {
+ public:
+  ResumeRank(ResumeWorld& world, int rank)
+      : world_(world), task_(world.resume), rank_(rank), of_(world, rank) {}
+
+  Resumed live() {
+    RankLoad& load = of_.load;
+    load.load();
+    load.book_what_stays();
+    if (task_.state != nullptr) read_state(*task_.state);
+    outcome_.resume = of_.phase_of(load.outcome(), world_.board);
+    if (task_.state != nullptr) make_steps(task_.state->facts.steps);
+    outcome_.step = of_.later_phase(world_.board);
+    outcome_.resume.digest =
+        digest_of_rank(world_.task.plan, rank_, load.shards(), [&load] { load.beat(); });
+    return outcome_;
+  }
+
+ private:
+  void read_state(const ResumeState& from) {
+    trained_.emplace(world_, world_.page, rank_, of_,
+                     TrainedRank::Options{.seed = from.facts.seed, .max_norm = task_.max_norm});
+    const RankOptimizer& optimizer = trained_->optimizer();
+    const Charge held = of_.ledger.adopt(Purpose::header, from.files.footprint()[Purpose::header]);
+    const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
+      from.files.for_each_span(optimizer, false, fn);
+    };
+    of_.load.outcome().storage_read_bytes +=
+        load_spans(from.checkpoint, spans, {rank_, &world_.board, nullptr, &of_.ledger});
+    optimizer.for_each_state([&](AdamW& state) {
+      for (size_t shard = 0; shard < state.shards(); ++shard) {
+        state.set_steps(shard, from.facts.steps);
+      }
+    });
+  }
+
+  void make_steps(int64_t made) {
+    for (int64_t i = 1; i <= task_.steps; ++i) trained_->steps().step(made + i);
+    outcome_.state_digest = trained_->optimizer().digest().state;
+  }
+
+  ResumeWorld& world_;
+  const ResumeTask& task_;
+  const int rank_;
+  LoadingRank of_;
+  std::optional<TrainedRank> trained_;
+  Resumed outcome_;
+};
+
+// The peaks of both phases.
+RankOutcome of_both(const Resumed& of) {
+  RankOutcome both = of.resume;
+  both.ledger_peak_bytes = std::max(both.ledger_peak_bytes, of.step.ledger_peak_bytes);
+  both.kernel_peak_bytes = std::max(both.kernel_peak_bytes, of.step.kernel_peak_bytes);
+  return both;
+}
+
+// Phase `step_resumed` is phase `step` of the plan, the only one after a load with an optimizer.
+std::vector<PhaseReport> phases_of(const Promise& promise, const std::vector<Resumed>& outcomes) {
+  Promise resume = promise, step = promise;
+  resume.phases.erase(resume.phases.begin() + kLoadPhases);
+  step.phases = {promise.phases[kLoadPhases]};
+  std::vector<PhaseReport> phases = {{"resume", resume, {}}, {"step_resumed", step, {}}};
+  for (const Resumed& of : outcomes) {
+    phases[0].ranks.push_back(of.resume);
+    phases[1].ranks.push_back(of.step);
+  }
+  return phases;
+}
+
+}  // namespace
+
+Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFiles* state) {
+  const Plan loaded = plan_run(run, *run.options.strategy, std::nullopt);
+  Footprint held = SavePlan(run.checkpoint, loaded, form).footprint();
+  if (state != nullptr) held += state->footprint();
+  return held;
+}
+
+SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
+  const StopSignals stop;  // a stop signal throws, so that the step in flight is removed
+  StepSave step(*task.load.run.files, task.root, task.step, task.state != nullptr);
+  SaveWorld world(task, step);
+  const std::vector<Saved> outcomes = outcomes_of<SaveRank>(world, show);
+  const SavedStep saved = publish(step, task, outcomes.front().taken.skipped);
+  const int64_t durable_ns = world.clock.now_ns();
+  if (task.keep) keep_newest(*task.load.run.files, task.root, *task.keep);
+  SaveReport report{.checkpoint = facts_of(task.load.run.checkpoint),
+                    .strategy = task.load.plan.strategy().name,
+                    .promise = task.load.plan.promise,
+                    .launcher_bytes = read_process_memory().held(),
+                    .step = saved.step,
+                    .path = saved.path,
+                    .written_bytes = saved.written_bytes};
+  for (const std::string& warning : saved.warnings) report.checkpoint.warnings.push_back(warning);
+  for (const uint32_t stored : task.plan.form().left_out) {
+    report.left_out.push_back(task.load.run.checkpoint.manifest.tensors[stored].spec.fqn);
+  }
+  for (const SavePlan::Copied& of : task.plan.copied()) {
+    report.copied.push_back(task.plan.manifest().tensors[of.to].spec.fqn);
+  }
+  for (const StepFile& file : saved.record.files) report.files.push_back({file.name, file.bytes});
+  int64_t begin_ns = INT64_MAX, end_ns = 0;
+  for (const Saved& of : outcomes) {
+    report.ranks.push_back(of.load);
+    report.digest += of.load.digest;
+    if (task.state != nullptr) {
+      report.state_digest = report.state_digest.value_or(0) + of.state_digest;
+    }
+    report.written_bytes += of.save.written_bytes;
+    report.read_bytes += of.save.read_bytes;
+    begin_ns = std::min(begin_ns, of.begin_ns);
+    end_ns = std::max(end_ns, of.end_ns);
+  }
+  report.elapsed_s = static_cast<double>(end_ns - begin_ns) / kNsPerSecond;
+  report.durable_s = static_cast<double>(durable_ns - begin_ns) / kNsPerSecond;
+  return report;
+}
+
+ResumeState::ResumeState(FileSystem& opened, const FoundStep& step)
+    : checkpoint(open_checkpoint(opened, join_path(step.path, kStateDirectory))),
+      files(checkpoint.manifest),
+      facts(parse_state(read_text(*opened.open(join_path(checkpoint.directory, kStateFile))))) {}
+
+LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show) {
+  ResumeWorld world(task);
+  const std::vector<Resumed> outcomes = outcomes_of<ResumeRank>(world, show);
+  LoadReport report{.checkpoint = facts_of(task.load.run.checkpoint),
+                    .strategy = task.load.plan.strategy().name,
+                    .promise = task.load.plan.promise,
+                    .launcher_bytes = read_process_memory().held(),
+                    .digest = 0};
+  for (const Resumed& of : outcomes) {
+    report.ranks.push_back(of_both(of));
+    report.elapsed_s = std::max(report.elapsed_s, world.seconds_until(of.resume.loaded_ns));
+    *report.digest += of.resume.digest;
+    if (task.state == nullptr) continue;
+    report.state_digest = report.state_digest.value_or(0) + of.state_digest;
+  }
+  if (task.state != nullptr) report.phases = phases_of(report.promise, outcomes);
+  return report;
+}
+
+}  // namespace modicum

@@ -1,0 +1,65 @@
+#include "modicum/training/saving_rank.h"
+
+#include <optional>
+#include <set>
+
+namespace modicum {
+namespace {
+
+SaveOutcome save_state(const SaveTask& task, const SavePlace& place, const RankContext& at,
+                       const RankOptimizer& optimizer) {
+  const StateFiles& state = *task.state;
+  const Charge held = at.ledger->adopt(Purpose::header, state.footprint()[Purpose::header]);
+  const Charge held_sums = at.ledger->adopt(Purpose::plan, state.footprint()[Purpose::plan]);
+  ChunkSums sums(state.manifest(), place.point);
+  const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
+    state.for_each_span(optimizer, true, fn);
+  };
+  const SaveFiles to{*task.load.run.files, place.state_directory};
+  const SaveOutcome saved =
+      save_spans({state.manifest(), at, task.load.plan.ranks()}, spans, to, sums);
+  hand_over_sums(sums, at.rank, to);
+  return saved;
+}
+
+// The tensors that the run does not train.
+std::vector<std::string> without_state(const Run& run) {
+  std::set<std::string> trained;
+  for (int rank = 0; rank < run.layout.world_size(); ++rank) {
+    for_each_trained(run.recipe, run.layout, *run.optimizer, rank,
+                     [&](TrainedShard&& of) { trained.insert(of.shard.fqn); });
+  }
+  std::vector<std::string> names;
+  for (uint32_t t = 0; t < run.recipe.targets.size(); ++t) {
+    const TensorSpec& spec = run.recipe.targets[t].spec;
+    if (!run.recipe.is_alias(t) && !trained.contains(spec.fqn)) names.push_back(spec.fqn);
+  }
+  return names;
+}
+
+}  // namespace
+
+SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
+                      HostSink& shards, const RankOptimizer* optimizer) {
+  const SaveFiles to{*task.load.run.files, place.directory};
+  ChunkSums sums(task.plan.manifest(), place.point);
+  SaveOutcome outcome =
+      save({task.load.run.checkpoint, task.plan, at, shards, task.load.threads}, to, sums);
+  hand_over_sums(sums, at.rank, to);
+  if (task.state == nullptr) return outcome;
+  MODICUM_ASSERT(optimizer != nullptr);
+  outcome.written_bytes += save_state(task, place, at, *optimizer).written_bytes;
+  return outcome;
+}
+
+SavedStep publish(StepSave& step, const SaveTask& task, int skipped) {
+  std::optional<StepSave::SavedState> state;
+  if (task.state != nullptr) {
+    state.emplace(StepSave::SavedState{
+        task.state->manifest(),
+        {*task.load.run.optimizer, task.seed, task.steps - skipped, without_state(task.load.run)}});
+  }
+  return step.publish(task.load.run.checkpoint, task.plan, state);
+}
+
+}  // namespace modicum

@@ -1,0 +1,30 @@
+// The part of one rank in a save, and the leader's once all ranks have saved. Internal to
+// `training`.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "modicum/training/optimizer.h"
+#include "modicum/training/save_ranks.h"
+
+namespace modicum {
+
+// Where the ranks of a save write. Construct before the fork.
+struct SavePlace {
+  explicit SavePlace(const StepSave& step)
+      : point(step.point()), directory(step.directory()), state_directory(step.state_directory()) {}
+
+  const uint64_t point;
+  const std::string directory, state_directory;
+};
+
+// Saves the buffers of rank `at.rank` and, if the task has files for it, the optimizer's state; all
+// ranks call it at the same time. Errors as save's.
+SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
+                      HostSink& shards, const RankOptimizer* optimizer);
+
+// Publishes what all ranks have saved. `skipped`: of the steps that the task made.
+SavedStep publish(StepSave& step, const SaveTask& task, int skipped);
+
+}  // namespace modicum

@@ -1,0 +1,187 @@
+#include "modicum/training/state_files.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <set>
+#include <tuple>
+#include <utility>
+
+namespace modicum {
+namespace {
+
+constexpr uint64_t kFileBytes = 5 * kGiB;  // as transformers splits models
+
+struct PlaneName {
+  Plane plane;
+  std::string_view suffix;
+};
+constexpr std::array<PlaneName, 4> kPlaneNames = {{{Plane::master, "master"},
+                                                   {Plane::master_low, "master_low"},
+                                                   {Plane::exp_avg, "exp_avg"},
+                                                   {Plane::exp_avg_sq, "exp_avg_sq"}}};
+
+// The dtype of a plane; none if it is not stored. `has_master`: the parameter is the master.
+std::optional<DType> stored_dtype(const StateFormatRow& row, Plane plane, bool has_master) {
+  switch (plane) {
+    case Plane::master: return has_master ? std::nullopt : std::optional(row.master);
+    case Plane::master_low: return row.is_split() ? std::optional(row.master_low) : std::nullopt;
+    case Plane::exp_avg: return row.moment;
+    case Plane::exp_avg_sq: return row.has_scales() ? DType::u8 : row.moment;
+    default: return std::nullopt;
+  }
+}
+
+std::string scale_suffix(std::string_view suffix) { return fmt::format("{}_scale", suffix); }
+
+int64_t blocks_of(int64_t row, int64_t numel) {
+  return numel == 0 ? 0 : ScaleBlocks(row).block_of(numel - 1) + 1;
+}
+
+// A rank whose run begins or ends within a block has a scale of its own for that block.
+void require_whole_blocks(const ShardSpec& shard, int64_t numel) {
+  const ScaleBlocks blocks(shard.row);
+  const auto is_edge = [&](int64_t at) { return at == numel || blocks.edge_after(at) == at; };
+  for (const ShardRun& run : shard.runs) {
+    if (is_edge(run.first) && is_edge(run.first + run.n)) continue;
+    fail(Category::unsupported,
+         "this layout cuts blocks of 8-bit moments, which can be neither saved nor resumed",
+         {.tensor = shard.fqn,
+          .expected = fmt::format("cuts at multiples of {} within a row", kScaleBlock),
+          .got = fmt::format("elements {} to {}", run.first, run.first + run.n)});
+  }
+}
+
+std::vector<TensorSpec> specs_of(const TrainedShard& of, const TensorSpec& parameter) {
+  const StateFormatRow& row = row_of(of.format);
+  std::vector<TensorSpec> specs;
+  const auto add = [&](const std::string& suffix, DType dtype, std::vector<int64_t> shape) {
+    specs.push_back(
+        {fmt::format("{}.{}", parameter.fqn, suffix), Role::param, dtype, std::move(shape)});
+  };
+  for (const auto& [plane, suffix] : kPlaneNames) {
+    const auto dtype = stored_dtype(row, plane, of.is_master());
+    if (!dtype) continue;
+    add(std::string(suffix), *dtype, parameter.shape);
+    const bool has_scales =
+        row.has_scales() && bits_per_element(*dtype) == 8 && plane != Plane::master_low;
+    if (has_scales) {
+      add(scale_suffix(suffix), DType::f32, {blocks_of(of.shard.row, numel_of(parameter.shape))});
+    }
+  }
+  return specs;
+}
+
+// The tensors of the state of a run, by name.
+std::vector<TensorSpec> specs_of_run(const Run& run) {
+  std::set<uint32_t> seen;
+  std::vector<TensorSpec> specs;
+  for (int rank = 0; rank < run.layout.world_size(); ++rank) {
+    for_each_trained(run.recipe, run.layout, *run.optimizer, rank, [&](TrainedShard&& of) {
+      const TensorSpec& parameter = run.recipe.targets[of.target].spec;
+      if (row_of(of.format).has_scales()) {
+        require_whole_blocks(of.shard, numel_of(parameter.shape));
+      }
+      if (!seen.insert(of.target).second) return;
+      for (TensorSpec& spec : specs_of(of, parameter)) specs.push_back(std::move(spec));
+    });
+  }
+  std::sort(specs.begin(), specs.end(),
+            [](const TensorSpec& a, const TensorSpec& b) { return a.fqn < b.fqn; });
+  return specs;
+}
+
+}  // namespace
+
+StateFiles::StateFiles(const Run& run)
+    : manifest_(output_manifest(split_into_files(specs_of_run(run), kFileBytes))) {
+  sort_names();
+}
+
+void StateFiles::require_of(const Run& run) const {
+  std::set<std::string> left;
+  for (const auto& [name, stored] : by_name_) left.insert(name);
+  for (const TensorSpec& spec : specs_of_run(run)) {
+    const auto found = std::lower_bound(by_name_.begin(), by_name_.end(), std::pair(spec.fqn, 0U));
+    if (left.erase(spec.fqn) == 0) {
+      fail(Category::mismatch, "the saved state lacks this tensor", {.tensor = spec.fqn});
+    }
+    const TensorSpec& saved = manifest_.tensors[found->second].spec;
+    if (saved.dtype == spec.dtype && saved.shape == spec.shape) continue;
+    const auto text = [](const TensorSpec& of) {
+      return fmt::format("{} {}", torch_name(of.dtype), shape_text(of.shape));
+    };
+    fail(Category::mismatch, "the saved state has another form",
+         {.tensor = spec.fqn, .expected = text(spec), .got = text(saved)});
+  }
+  if (left.empty()) return;
+  fail(Category::mismatch, "this run has no place for a tensor of the saved state",
+       {.tensor = *left.begin()});
+}
+
+StateFiles::StateFiles(Manifest saved) : manifest_(std::move(saved)) { sort_names(); }
+
+void StateFiles::sort_names() {
+  for (uint32_t s = 0; s < manifest_.tensors.size(); ++s) {
+    by_name_.emplace_back(manifest_.tensors[s].spec.fqn, s);
+  }
+  std::sort(by_name_.begin(), by_name_.end());
+}
+
+Footprint StateFiles::footprint() const {
+  Footprint held;
+  held[Purpose::header] = manifest_.held_bytes();
+  held[Purpose::header] += manifest_.held_bytes();  // the names
+  held[Purpose::plan] = ChunkSums::held_bytes(manifest_);
+  return held;
+}
+
+uint32_t StateFiles::stored(const std::string& fqn, std::string_view suffix) const {
+  const std::string name = fmt::format("{}.{}", fqn, suffix);
+  const auto found = std::lower_bound(by_name_.begin(), by_name_.end(), std::pair(name, 0U));
+  MODICUM_ASSERT(found != by_name_.end());
+  MODICUM_ASSERT(found->first == name);
+  return found->second;
+}
+
+void StateFiles::for_each_span(const RankOptimizer& optimizer, bool to_save,
+                               FunctionRef<void(const StoredSpan&)> fn) const {
+  optimizer.for_each_state([&](AdamW& state) {
+    const StateFormatRow& row = row_of(state.format());
+    for (size_t shard = 0; shard < state.shards(); ++shard) {
+      const ShardSpec& spec = state.shard(shard);
+      if (to_save && !spec.counts) continue;
+      const auto emit = [&](std::string_view suffix, std::span<std::byte> held, uint64_t size,
+                            FunctionRef<ShardRun(const ShardRun&)> place_of) {
+        const uint32_t at = stored(spec.fqn, suffix);
+        uint64_t done = 0;
+        for (const ShardRun& run : spec.runs) {
+          const ShardRun place = place_of(run);
+          const uint64_t bytes = static_cast<uint64_t>(place.n) * size;
+          MODICUM_ASSERT(done + bytes <= held.size());
+          const uint64_t first = static_cast<uint64_t>(place.first) * size;
+          fn({at, first, held.subspan(done, bytes)});
+          done += bytes;
+        }
+      };
+      for (const auto& [plane, suffix] : kPlaneNames) {
+        const bool has_master = spec.master != nullptr;
+        const auto dtype = stored_dtype(row, plane, has_master);
+        if (!dtype) continue;
+        emit(suffix, state.plane(shard, plane), static_cast<uint64_t>(bytes_per_element(*dtype)),
+             [](const ShardRun& run) { return run; });
+        const std::span<float> scales = state.scales(shard, plane);
+        if (scales.empty()) continue;
+        const ScaleBlocks blocks(spec.row);
+        emit(scale_suffix(suffix), std::as_writable_bytes(scales), sizeof(float),
+             [&](const ShardRun& run) {
+               const int64_t first = blocks.block_of(run.first);
+               return ShardRun{first, blocks.block_of(run.first + run.n - 1) + 1 - first};
+             });
+      }
+    }
+  });
+}
+
+}  // namespace modicum

@@ -1,0 +1,122 @@
+#include "modicum/training/step_save.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "modicum/probe/probe.h"
+
+namespace modicum {
+namespace {
+
+std::string sums_name(int rank) { return fmt::format(".sums-{:05}", rank); }
+
+StepOwner this_process() {
+  const ProcessIdentity of = identify_process(getpid());
+  return {of.host, of.pid, of.started};
+}
+
+std::vector<std::string> collect(FileSystem& files, const std::string& root) {
+  if (!files.is_directory(root)) return {};
+  return remove_leftovers(files, root, [](const StepOwner& owner) {
+    return is_dead({owner.host, owner.pid, owner.started});
+  });
+}
+
+}  // namespace
+
+void hand_over_sums(const ChunkSums& sums, int rank, const SaveFiles& to) {
+  const auto file = to.files.create(join_path(to.directory, sums_name(rank)));
+  file->write(sums.bytes(), 0);
+  file->close();
+}
+
+StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state)
+    : files_(files),
+      left_(collect(files, root)),
+      step_(begin_step(files, root, step, this_process())) {
+  if (has_state) files_.make_directory(state_directory());
+}
+
+StepSave::~StepSave() {
+  if (!is_published_) discard_step(files_, step_);
+}
+
+uint64_t StepSave::point() const { return 2 + digest_of(step_.uuid).low % (Powers::kPrime - 2); }
+
+void StepSave::merge_sums(ChunkSums& sums, const std::string& prefix, int ranks) {
+  for (int rank = 0; rank < ranks; ++rank) {
+    const std::string path = join_path(step_.directory, prefix + sums_name(rank));
+    const std::string bytes = read_text(*files_.open(path));
+    sums.merge(std::as_bytes(std::span(bytes)));
+    files_.remove(path);
+  }
+}
+
+// The data files and tensors that the ranks have written under `prefix`.
+void StepSave::add_part(SavedStep& saved, const std::string& prefix, const Manifest& manifest,
+                        std::vector<StepTensor>& tensors) {
+  ChunkSums sums(manifest, point());
+  merge_sums(sums, prefix, saved.record.world_size);
+  sums.prove();
+  for (uint32_t f = 0; f < manifest.files.size(); ++f) {
+    const std::string header = output_header(manifest, f);
+    saved.record.files.push_back({prefix + manifest.files[f].name,
+                                  manifest.files[f].identity.size_bytes, header.size(),
+                                  digest_of(header)});
+  }
+  for (uint32_t s = 0; s < manifest.tensors.size(); ++s) {
+    StepTensor& tensor = tensors.emplace_back();
+    tensor.spec = manifest.tensors[s].spec;
+    for (const ChunkSum& chunk : sums.of_tensor(s)) tensor.chunks.push_back(chunk.digest);
+  }
+  if (const std::string index = output_index(manifest); !index.empty()) {
+    add_file(saved, prefix + kIndexFile, index);
+  }
+}
+
+void StepSave::add_file(SavedStep& saved, const std::string& name, const std::string& text) {
+  write_durably(files_, join_path(step_.directory, name), text);
+  saved.record.files.push_back({name, text.size(), text.size(), digest_of(text)});
+  saved.written_bytes += text.size();
+}
+
+void StepSave::copy_companions(const Checkpoint& source, const SavePlan& plan, SavedStep& saved) {
+  FormTally tally;
+  for (const SavedTensor& tensor : plan.form().tensors) {
+    tally.add(tensor.spec, tensor.stored ? &source.manifest.tensors[*tensor.stored] : nullptr);
+  }
+  for_each_companion(
+      source, tally.new_form(),
+      [&](const std::string& name, const std::string& text) { add_file(saved, name, text); });
+}
+
+SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
+                            const std::optional<SavedState>& state) {
+  SavedStep saved{.step = step_.step};
+  saved.record = {.step = step_.step,
+                  .uuid = step_.uuid,
+                  .world_size = plan.plan().ranks(),
+                  .tool = "modicum " MODICUM_VERSION};
+  add_part(saved, "", plan.manifest(), saved.record.tensors);
+  if (state) {
+    const std::string prefix = std::string(kStateDirectory) + "/";
+    add_part(saved, prefix, state->manifest, saved.record.state);
+    add_file(saved, prefix + kStateFile, state_json(state->facts));
+  }
+  copy_companions(source, plan, saved);
+  if (const auto warning = publish_step(files_, step_, saved.record)) {
+    saved.warnings.push_back(*warning);
+  }
+  is_published_ = true;
+  saved.path = join_path(step_.root, fmt::format("step-{}", step_.step));
+  for (const std::string& name : left_) {
+    saved.warnings.push_back(fmt::format("{} is left over or in flight", name));
+  }
+  return saved;
+}
+
+}  // namespace modicum

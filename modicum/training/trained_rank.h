@@ -1,0 +1,42 @@
+// The optimizer of a rank process that loads, and its steps. Internal to `training`.
+#pragma once
+
+#include <memory>
+
+#include "modicum/training/loading_rank.h"
+#include "modicum/training/lock_step.h"
+
+namespace modicum {
+
+class TrainedRank {
+ public:
+  struct Options {
+    uint64_t seed = 0;
+    std::optional<double> max_norm;
+  };
+  // After the load. BUDGET, NOMEM.
+  TrainedRank(LoadWorld& world, const NormPage& page, int rank, LoadingRank& of,
+              const Options& options)
+      : world_(world),
+        rank_(rank),
+        gradients_(options.seed, world.task.threads, of.ledger),
+        optimizer_(trained_of(world.task.run, world.task.plan, rank, of.load.shards()), gradients_,
+                   of.ledger, world.task.threads),
+        steps_(optimizer_, {rank, &world.board, &page, &world.clock},
+               {.max_norm = options.max_norm}) {}
+
+  RankOptimizer& optimizer() noexcept { return optimizer_; }
+  LockStep& steps() noexcept { return steps_; }
+  void cast_masters() {
+    optimizer_.cast_masters([this] { world_.board.beat(rank_, 0); });
+  }
+
+ private:
+  LoadWorld& world_;
+  const int rank_;
+  const MadeGradients gradients_;
+  RankOptimizer optimizer_;
+  LockStep steps_;
+};
+
+}  // namespace modicum

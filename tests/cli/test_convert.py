@@ -1,0 +1,279 @@
+"""The verbs `convert` and `diff`: the output has the source's values in another form, within
+staging; a killed conversion goes on with the files that it had finished; every difference is named.
+
+House test. It catches these mutations: a file that is kept although it belongs to other inputs; an
+output that is visible before it is complete; a tie that loses its second name; zeros that are
+written into a sparse file; a difference that is not counted.
+"""
+
+import json
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from program import failure, run, run_json
+
+KEYS = {
+    "path", "written_bytes", "kept_files", "elapsed_s", "digest", "files", "left_out", "nodes",
+    "ranks", "warnings", "checkpoint",
+}  # fmt: skip
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model in several files, and the other files of a model."""
+    directory = tmp_path_factory.mktemp("convert") / "moe"
+    run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--shard-size", 4000)
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def hidden_beside(out: Path) -> list[str]:
+    return [path.name for path in out.parent.iterdir() if path.name.startswith(".")]
+
+
+# ---- convert
+
+
+def test_output_is_what_is_loaded(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch = pytest.importorskip("torch")
+    out = tmp_path / "out"
+    converted = run_json(modicum, "convert", moe, out, "--dtype", "float32")
+    assert set(converted) >= KEYS
+    assert converted["digest"] == run_json(modicum, "load", out, "--digest")["digest"]
+    assert (
+        converted["digest"]
+        == run_json(modicum, "load", moe, "--dtype", "fp32", "--digest")["digest"]
+    )
+    assert converted["written_bytes"] == sum(path.stat().st_size for path in out.iterdir())
+    source = {k: v for f in moe.glob("*.safetensors") for k, v in safetensors.load_file(f).items()}
+    result = {k: v for f in out.glob("*.safetensors") for k, v in safetensors.load_file(f).items()}
+    assert set(result) == set(source)
+    for name, tensor in source.items():
+        expected = tensor.float() if tensor.is_floating_point() else tensor
+        assert torch.equal(result[name], expected), name
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert len(list(out.glob("*.safetensors"))) == len(list(moe.glob("*.safetensors")))
+    assert hidden_beside(out) == []
+
+
+def test_codes_are_dequantised(modicum: Path, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch = pytest.importorskip("torch")
+    fp8, out = tmp_path / "fp8", tmp_path / "out"
+    run_json(modicum, "synth", fp8, "--arch", "tiny-fp8")
+    run_json(modicum, "convert", fp8, out, "--dtype", "bfloat16", "--shard-size", "20KB")
+    source = {k: v for f in fp8.glob("*.safetensors") for k, v in safetensors.load_file(f).items()}
+    result = {k: v for f in out.glob("*.safetensors") for k, v in safetensors.load_file(f).items()}
+    config = json.loads((out / "config.json").read_text())
+    assert "quantization_config" not in config
+    rows, columns = json.loads((fp8 / "config.json").read_text())["quantization_config"][
+        "weight_block_size"
+    ]
+    scales = {name for name in source if name.endswith("_scale_inv")}
+    assert scales and set(result) == set(source) - scales
+    for name, tensor in source.items():
+        if name + "_scale_inv" not in source:
+            continue
+        scale = source[name + "_scale_inv"].float()
+        wide = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        expected = tensor.float() * wide[: tensor.shape[0], : tensor.shape[1]]
+        assert torch.equal(result[name], expected.bfloat16()), name
+    files = [safetensors.load_file(path) for path in out.glob("*.safetensors")]
+    assert len(files) > 1
+    for tensors in files:
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 20_000
+
+
+def test_a_tie_that_is_stored_twice_stays_twice(modicum: Path, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    numpy = pytest.importorskip("numpy")
+    tied = tmp_path / "tied"
+    tied.mkdir()
+    rows = numpy.arange(12, dtype=numpy.float32).reshape(4, 3)
+    stored = {"model.embed_tokens.weight": rows, "lm_head.weight": rows, "norm": rows[0]}
+    safetensors.save_file(stored, tied / "model.safetensors")
+    (tied / "config.json").write_text('{"tie_word_embeddings": true}')
+    run_json(modicum, "convert", tied, tmp_path / "out")
+    result = safetensors.load_file(tmp_path / "out/model.safetensors")
+    assert {name: value.tolist() for name, value in result.items()} == {
+        name: value.tolist() for name, value in stored.items()
+    }
+    assert run(modicum, "diff", tied, tmp_path / "out").code == 0
+
+
+def test_targets_of_a_recipe_are_written(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch = pytest.importorskip("torch")
+    source = {k: v for f in moe.glob("*.safetensors") for k, v in safetensors.load_file(f).items()}
+    experts = sorted(name for name in source if ".experts." in name and "gate_proj" in name)
+    first, *others = (name for name in source if name not in experts)
+    targets: dict[str, object] = {name: {"op": "stored", "name": name} for name in others}
+    inputs = [{"op": "stored", "name": name} for name in experts]
+    targets["stacked"] = {"op": "stack", "dim": 0, "in": inputs}
+    recipe = tmp_path / "r.json"
+    recipe.write_text(json.dumps({"targets": targets, "unused": [first]}))
+    converted = run_json(modicum, "convert", moe, tmp_path / "out", "--recipe", recipe)
+    assert converted["left_out"] == [first]
+    files = (tmp_path / "out").glob("*.safetensors")
+    result = {k: v for f in files for k, v in safetensors.load_file(f).items()}
+    assert set(result) == {*others, "stacked"}
+    assert torch.equal(result["stacked"], torch.stack([source[name] for name in experts]))
+
+
+def test_a_step_becomes_a_checkpoint(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    run_json(modicum, "save", moe, tmp_path / "root", "--step", 1, "--ranks", 2)
+    run_json(modicum, "convert", tmp_path / "root/step-1", tmp_path / "out")
+    assert run(modicum, "diff", moe, tmp_path / "out").code == 0
+    assert not {"COMMIT", "manifest.json"} & {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_holes_are_kept(modicum: Path, tmp_path: Path) -> None:
+    sparse = tmp_path / "sparse"
+    run_json(modicum, "synth", sparse, "--arch", "qwen3-0.6b", "--layers", 2, "--sparse")
+    for flag, least in (("--sparse", 0), (None, 100 * MIB)):
+        out = tmp_path / f"out{least}"
+        run_json(modicum, "convert", sparse, out, flag)
+        blocks = 512 * sum(path.stat().st_blocks for path in out.iterdir())
+        assert least <= blocks < (MIB if flag else 2000 * MIB)
+        assert run(modicum, "diff", sparse, out).code == 0
+
+
+def test_an_existing_output_is_refused(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    error = failure(modicum, 20, "convert", moe, out)
+    assert error["category"] == "CONFLICT" and error["file"] == "out"
+    assert list(out.iterdir()) == [] and hidden_beside(out) == []
+
+
+def test_too_small_a_budget_is_refused(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    error = failure(modicum, 15, "convert", moe, tmp_path / "out", "--budget", "1MiB")
+    assert error["category"] == "BUDGET"
+    assert list(tmp_path.iterdir()) == []
+
+
+def twelve_files(directory: Path) -> list[str]:
+    """A checkpoint of twelve files with a tensor of 8 MiB each; their names."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    numpy = pytest.importorskip("numpy")
+    directory.mkdir()
+    names = [f"model-{f:05}-of-00012.safetensors" for f in range(1, 13)]
+    dice = numpy.random.default_rng(0)
+    for name in names:
+        values = dice.standard_normal((1024, 2048), dtype=numpy.float32)
+        safetensors.save_file({name[:11]: values}, directory / name)
+    index = {"metadata": {}, "weight_map": {name[:11]: name for name in names}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return names
+
+
+def test_killed_conversions_go_on(modicum: Path, tmp_path: Path) -> None:
+    """Killed at random moments: nothing is visible, and no finished file is made again."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    twelve_files(source)
+    begin = time.monotonic()
+    whole = run_json(modicum, "convert", source, tmp_path / "whole", "--dtype", "bf16")
+    whole_s = time.monotonic() - begin
+    words = [str(word) for word in (modicum, "convert", source, out, "--dtype", "bf16")]
+    inodes: dict[str, int] = {}
+    chance, killed = random.Random(5), 0
+    for _ in range(20):
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(chance.uniform(0.1, 0.6) * whole_s)
+        process.send_signal(signal.SIGKILL)
+        if process.wait(timeout=60) == 0:
+            break
+        killed += 1
+        assert not out.exists()
+        time.sleep(0.3)  # the rank ends with its launcher
+        journal = tmp_path / ".out.journal"
+        if journal.exists():
+            for file in json.loads(journal.read_text())["files"]:
+                inode = (tmp_path / ".out.partial" / file["name"]).stat().st_ino
+                assert inodes.setdefault(file["name"], inode) == inode
+    assert killed > 1 and inodes
+    if not out.exists():
+        converted = run_json(modicum, *words[1:])
+        assert converted["kept_files"] == len(inodes)
+        assert converted["digest"] == whole["digest"]
+    assert all((out / name).stat().st_ino == inode for name, inode in inodes.items())
+    assert run(modicum, "diff", tmp_path / "whole", out).code == 0
+    assert hidden_beside(out) == []
+
+
+def test_finished_files_of_other_inputs_are_dropped(modicum: Path, tmp_path: Path) -> None:
+    source, out, journal = tmp_path / "source", tmp_path / "out", tmp_path / ".out.journal"
+    twelve_files(source)
+    words = [str(word) for word in (modicum, "convert", source, out, "--dtype", "fp16")]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (journal.exists() and json.loads(journal.read_text())["files"]):
+        assert time.monotonic() < deadline and process.poll() is None
+    error = failure(modicum, 20, "convert", source, out)  # the other process is alive
+    assert ".out.journal" in error["message"] and str(process.pid) in error["got"]
+    process.kill()
+    process.wait()
+    time.sleep(0.3)  # the rank ends with its launcher
+    assert run_json(modicum, "convert", source, out, "--dtype", "bf16")["kept_files"] == 0
+    run_json(modicum, "convert", source, tmp_path / "whole", "--dtype", "bf16")
+    assert run(modicum, "diff", tmp_path / "whole", out).code == 0
+
+
+# ---- diff
+
+
+def test_differences_are_named(modicum: Path, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    numpy = pytest.importorskip("numpy")
+    a = {
+        "same": numpy.arange(8, dtype=numpy.float32),
+        "values": numpy.zeros((3, 4), dtype=numpy.float32),
+        "dtype": numpy.zeros(2, dtype=numpy.float32),
+        "shape": numpy.zeros((2, 3), dtype=numpy.float32),
+        "gone": numpy.zeros(5, dtype=numpy.float32),
+    }
+    b = {**a, "dtype": numpy.zeros(2, dtype=numpy.float16), "shape": numpy.zeros((3, 2), "f4")}
+    b["new"] = b.pop("gone")
+    b["values"] = a["values"].copy()
+    b["values"][1, 1] = -0.0  # another bit pattern
+    b["values"][2, 3] = 1
+    for name, tensors in (("a", a), ("b", b)):
+        (tmp_path / name).mkdir()
+        safetensors.save_file(tensors, tmp_path / name / "model.safetensors")
+    done = run(modicum, "diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert done.code == 12 and "differ" in done.stderr
+    found = {row["tensor"]: row for row in done.json["differences"]}
+    assert {name: row["kind"] for name, row in found.items()} == {
+        "values": "values", "dtype": "dtype", "shape": "shape", "gone": "only_in_a",
+        "new": "only_in_b",
+    }  # fmt: skip
+    assert (found["values"]["first_index"], found["values"]["count"]) == (5, 2)
+    assert found["gone"]["count"] == 5
+    assert run_json(modicum, "diff", tmp_path / "a", tmp_path / "a")["differences"] == []
+
+
+def test_every_changed_byte_is_a_difference(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    run_json(modicum, "convert", moe, tmp_path / "out")
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    dice = random.Random(3)
+    for _ in range(20):
+        file = dice.choice(files)
+        before = file.read_bytes()
+        data = 8 + int.from_bytes(before[:8], "little")
+        place = dice.randrange(data, len(before))
+        changed = bytearray(before)
+        changed[place] ^= 1 << dice.randrange(8)
+        file.write_bytes(changed)
+        report = run(modicum, "diff", moe, tmp_path / "out", "--json")
+        assert report.code == 12
+        (difference,) = report.json["differences"]
+        assert difference["kind"] == "values" and difference["count"] == 1
+        file.write_bytes(before)
+    assert run(modicum, "diff", moe, tmp_path / "out").code == 0

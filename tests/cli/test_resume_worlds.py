@@ -1,0 +1,159 @@
+"""Training that goes on in any other world and layout is the training that was not interrupted:
+worlds of 1 to 8 ranks, every state format, FSDP2, TP x FSDP, HSDP and ZeRO-2, and the digests of
+model and state equal bit for bit.
+
+The model has what shards badly: fewer rows than ranks (empty shards), rows that no world divides
+(padding), vectors, a scalar, a tensor without elements, integers, a tie; and fp32 masters next
+to parameters in bf16.
+
+House test. It catches these mutations: runs of a shard that are read to its beginning; step
+counters that start anew; the state of a replica that is written twice.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program import failure, run_json, stored, write_checkpoint, write_recipe
+
+torch = pytest.importorskip("torch")
+
+FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
+LAYOUTS = ("fsdp2", "tp-fsdp", "hsdp", "zero2")
+WORLDS = range(1, 9)
+# By world: dp x tp, and replicas x shards.
+TP = {1: "1x1", 2: "1x2", 3: "3x1", 4: "2x2", 5: "5x1", 6: "3x2", 7: "7x1", 8: "4x2"}
+HSDP = {1: "1x1", 2: "2x1", 3: "1x3", 4: "2x2", 5: "5x1", 6: "2x3", 7: "1x7", 8: "2x4"}
+BEFORE, AFTER = 3, 3  # steps
+SEED = 9
+
+SHAPES = {
+    "embed.weight": (37, 128),
+    "layers.0.norm.weight": (5,),
+    "layers.0.q_proj.weight": (48, 128),
+    "layers.0.o_proj.weight": (16, 512),  # cut along dim 1 at multiples of 128
+    "layers.0.up_proj.weight": (3, 2048),
+    "layers.1.norm.weight": (131,),
+    "layers.1.q_proj.weight": (7, 13),
+    "layers.1.up_proj.weight": (33, 256),
+    "scale": (1,),
+    "none": (0, 4),
+    "counts": (9,),  # integers: without state
+}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut the model."""
+
+    layout: str
+    world: int
+
+    @property
+    def flags(self) -> list[object]:
+        mesh = {"tp-fsdp": TP, "hsdp": HSDP}.get(self.layout)
+        words: list[object] = ["--ranks", self.world, "--layout", self.layout]
+        words += ["--mesh", mesh[self.world]] if mesh else []
+        return words + (["--tp-rowwise", "o_proj"] if self.layout == "tp-fsdp" else [])
+
+    def holds(self, state_format: str) -> bool:
+        """ZeRO's flat groups cut blocks of 8-bit moments."""
+        return self.layout != "zero2" or self.world == 1 or "int8" not in state_format
+
+
+@dataclass(frozen=True)
+class Model:
+    """The checkpoint, its recipe, and by format the digests of model and state after all steps
+    without a pause."""
+
+    modicum: Path
+    directory: Path
+    recipe: Path
+    whole: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def uninterrupted(self, state_format: str) -> tuple[str, str]:
+        if state_format not in self.whole:
+            words = self._words(state_format)
+            run = run_json(self.modicum, "rehearse", *words, "--steps", BEFORE + AFTER)
+            self.whole[state_format] = run["model_digest"], run["digest_uninterrupted"]
+        return self.whole[state_format]
+
+    def _words(self, state_format: str) -> list[object]:
+        words: list[object] = [self.directory, "--recipe", self.recipe, "--seed", SEED]
+        return [*words, "--optimizer", f"adamw:{state_format}", "--keep-fp32", r"layers\.1\."]
+
+    def save(self, root: Path, state_format: str, cut: Cut) -> bool:
+        """Saves after the first steps. Returns whether this layout can save this format; one that
+        can't is to be refused by name."""
+        directory, *words = self._words(state_format)
+        words = ["save", directory, root, *words, "--step", BEFORE, "--steps", BEFORE, *cut.flags]
+        if cut.holds(state_format):
+            run_json(self.modicum, *words)
+            facts = (root / f"step-{BEFORE}/optimizer/state.json").read_text()
+            assert json.loads(facts)["without_state"] == ["none", "counts"]
+            return True
+        error = failure(self.modicum, 2, *words)
+        assert error["category"] == "UNSUPPORTED" and error["tensor"] in SHAPES
+        assert not root.exists()
+        return False
+
+    def resume(self, root: Path, state_format: str, cut: Cut) -> bool:
+        words = ["resume", root, "--recipe", self.recipe, "--steps", AFTER, *cut.flags]
+        if cut.holds(state_format):
+            resumed = run_json(self.modicum, *words)
+            made = resumed["digest"], resumed["state_digest"]
+            assert made == self.uninterrupted(state_format), (state_format, cut)
+            return True
+        assert failure(self.modicum, 2, *words)["category"] == "UNSUPPORTED"
+        return False
+
+
+@pytest.fixture(scope="module")
+def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    place = tmp_path_factory.mktemp("worlds")
+    maker = torch.Generator().manual_seed(3)
+    tensors = {
+        name: torch.randn(shape, generator=maker).mul(0.05).to(torch.bfloat16)
+        for name, shape in SHAPES.items()
+    }
+    tensors["counts"] = torch.arange(9)
+    directory = write_checkpoint(place / "model", tensors, files=3)
+    targets: dict[str, Any] = {name: stored(name) for name in SHAPES}
+    targets["head.weight"] = {"op": "alias", "of": "embed.weight"}
+    return Model(modicum, directory, write_recipe(place / "recipe.json", targets))
+
+
+@pytest.mark.parametrize("number", range(len(FORMATS)), ids=lambda n: FORMATS[n])
+def test_some_pairs(model: Model, tmp_path: Path, number: int) -> None:
+    """Each world saves once and resumes once for each format, each time in another layout."""
+    state_format = FORMATS[number]
+    resumed = 0
+    for world in WORLDS:
+        root = tmp_path / str(world)
+        before = Cut(LAYOUTS[(world + number) % 4], world)
+        after = Cut(LAYOUTS[(world + 2 * number + 1) % 4], 9 - world)
+        if model.save(root, state_format, before):
+            resumed += model.resume(root, state_format, after)
+    assert resumed >= (4 if "int8" in state_format else 8)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_all_pairs(model: Model, tmp_path: Path, state_format: str, layout: str) -> None:
+    """All 64 pairs of worlds for each format and each layout that saves; each pair resumes in
+    another layout, and in the same one."""
+    counts = {"resumed": 0, "refused": 0}
+    for before in (Cut(layout, world) for world in WORLDS):
+        root = tmp_path / str(before.world)
+        saved = model.save(root, state_format, before)
+        for world in WORLDS:
+            others = LAYOUTS[(world + before.world) % 4], layout
+            for after in {Cut(other, world) for other in others}:
+                done = saved and model.resume(root, state_format, after)
+                counts["resumed" if done else "refused"] += 1
+    print(f"{state_format} saved in {layout}: {counts}")
+    assert sum(counts.values()) >= 64
+    assert counts["refused"] == 0 or "int8" in state_format

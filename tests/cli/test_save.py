@@ -1,0 +1,380 @@
+"""The verbs `save`, `resume` and `verify`: a step has the source's names, dtypes and bits, whatever
+the ranks and layouts that write and read it; it fits the promised memory; it is whole or it is not
+there, at whichever moment the save is killed; every changed byte is found, and its file named.
+
+House test. It catches these mutations: a step that is visible before it is complete; leftovers of a
+dead save that stay, or of a living one that go; a byte that no digest covers; a newest step that is
+taken unseen; a save that its prediction leaves out.
+"""
+
+import json
+import math
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from program import failure, run, run_json
+
+MIB = 1 << 20
+KEYS = {
+    "checkpoint", "step", "path", "written_bytes", "read_bytes", "elapsed_s", "durable_s", "digest",
+    "state_digest", "files", "nodes", "ranks", "copied", "left_out", "warnings",
+}  # fmt: skip
+KILLS = 30
+
+
+@pytest.fixture(scope="module")
+def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model in several files, and the other files of a model."""
+    directory = tmp_path_factory.mktemp("save") / "moe"
+    run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--shard-size", 4000)
+    for name in ("generation_config.json", "tokenizer.json", "modeling_tiny.py"):
+        (directory / name).write_text(json.dumps({"is": name}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def gpt2(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("save") / "gpt2"
+    run_json(modicum, "synth", directory, "--arch", "gpt2", "--layers", 1, "--dtype", "bfloat16")
+    return directory
+
+
+def tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every tensor of a checkpoint by the safetensors package: dtype, shape and bytes."""
+    safetensors = pytest.importorskip("safetensors")
+    found = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        for name, entry in safetensors.deserialize(file.read_bytes()):
+            found[name] = (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
+    return found
+
+
+# ---- the files
+
+
+def test_keys(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    saved = run_json(modicum, "save", moe, tmp_path / "root", "--step", 5, "--ranks", 2)
+    assert set(saved) >= KEYS
+    assert (saved["step"], saved["path"]) == (5, str(tmp_path / "root/step-5"))
+    assert saved["read_bytes"] == 0
+    on_disk = sum(file["bytes"] for file in saved["files"])
+    assert saved["written_bytes"] == on_disk
+    for file in saved["files"]:
+        assert (tmp_path / "root/step-5" / file["name"]).stat().st_size == file["bytes"]
+    assert 0 < saved["elapsed_s"] <= saved["durable_s"]
+    assert [rank["rank"] for rank in saved["ranks"]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--ranks", 1),
+        ("--ranks", 3),
+        ("--ranks", 4, "--layout", "hsdp", "--mesh", "2x2"),
+        ("--ranks", 4, "--layout", "tp-fsdp", "--mesh", "2x2", "--tp-rowwise", "down|o_proj"),
+        ("--ranks", 4, "--layout", "zero2"),
+        ("--ranks", 3, "--layout", "zero3", "--strategy", "node-reader"),
+        ("--ranks", 2, "--layout", "none", "--strategy", "full-per-rank"),
+        ("--ranks", 2, "--shard-dim", 1, "--shard-size", 5000),
+    ],
+)
+def test_step_is_what_was_loaded(
+    modicum: Path, moe: Path, tmp_path: Path, flags: tuple[object, ...]
+) -> None:
+    root = tmp_path / "root"
+    saved = run_json(modicum, "save", moe, root, "--step", 1, *flags)
+    assert tensors_of(root / "step-1") == tensors_of(moe)
+    assert saved["digest"] == run_json(modicum, "load", moe, "--digest")["digest"]
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "modeling_tiny.py"):
+        assert (root / "step-1" / name).read_bytes() == (moe / name).read_bytes()
+    resumed = run_json(modicum, "resume", root, "--ranks", 5)
+    assert (resumed["digest"], resumed["resumed"]["step"]) == (saved["digest"], 1)
+    assert run_json(modicum, "verify", root)["ok"]
+
+
+def test_another_dtype_is_the_configs(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    run_json(modicum, "save", gpt2, tmp_path / "root", "--step", 1, "--dtype", "float32")
+    step = tmp_path / "root/step-1"
+    before = json.loads((gpt2 / "config.json").read_text())
+    after = json.loads((step / "config.json").read_text())
+    names = [name for name in ("dtype", "torch_dtype") if name in before]
+    assert names
+    assert {after.pop(name) for name in names} == {"float32"}
+    assert after == {name: value for name, value in before.items() if name not in names}
+    assert {dtype for dtype, _, _ in tensors_of(step).values()} == {"F32"}
+    digest = run_json(modicum, "load", gpt2, "--dtype", "float32", "--digest")["digest"]
+    assert run_json(modicum, "resume", tmp_path / "root", "--ranks", 2)["digest"] == digest
+
+
+def test_codes_keep_their_config(modicum: Path, tmp_path: Path) -> None:
+    """FP8 codes that stay codes stay readable, whatever else is cast; dequantised, they lose it."""
+    fp8, root = tmp_path / "fp8", tmp_path / "root"
+    run_json(modicum, "synth", fp8, "--arch", "tiny-fp8")
+    before = json.loads((fp8 / "config.json").read_text())
+    run_json(modicum, "save", fp8, root, "--step", 1, "--keep-fp32", "norm", "--ranks", 2)
+    assert json.loads((root / "step-1/config.json").read_text()) == before
+    assert not run_json(modicum, "inspect", root / "step-1")["warnings"]
+    run_json(modicum, "save", fp8, root, "--step", 2, "--dtype", "bfloat16")
+    before.pop("quantization_config")
+    assert json.loads((root / "step-2/config.json").read_text()) == before
+
+
+def test_unused_tensors_are_copied_or_dropped(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    names = list(tensors_of(moe))
+    recipe = tmp_path / "r.json"
+    targets = {name: {"op": "stored", "name": name} for name in names[1:]}
+    recipe.write_text(json.dumps({"targets": targets, "unused": names[:1]}))
+    words = ("save", moe, tmp_path / "root", "--recipe", recipe, "--ranks", 2)
+    copied = run_json(modicum, *words, "--step", 1)
+    assert copied["copied"] == names[:1]
+    assert copied["read_bytes"] == len(tensors_of(moe)[names[0]][2])
+    assert tensors_of(tmp_path / "root/step-1") == tensors_of(moe)
+    dropped = run_json(modicum, *words, "--step", 2, "--unused", "drop")
+    assert dropped["left_out"] == names[:1]
+    assert set(tensors_of(tmp_path / "root/step-2")) == set(names[1:])
+
+
+def test_experts_are_stored_apart_again(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    """Stacked by a recipe, then saved under the names that they had."""
+    tensors = tensors_of(moe)
+    experts = [name for name in tensors if ".experts." in name and "gate_proj" in name]
+    assert len(experts) > 1
+    targets: dict[str, object] = {
+        name: {"op": "stored", "name": name} for name in tensors if name not in experts
+    }
+    inputs = [{"op": "stored", "name": name} for name in experts]
+    targets["stacked"] = {"op": "stack", "dim": 0, "in": inputs}
+    recipe = tmp_path / "r.json"
+    recipe.write_text(json.dumps({"targets": targets, "unused": []}))
+    run_json(modicum, "save", moe, tmp_path / "root", "--step", 1, "--recipe", recipe, "--ranks", 3)
+    assert tensors_of(tmp_path / "root/step-1") == tensors
+
+
+# ---- training goes on
+
+
+TP = ("--ranks", 4, "--layout", "tp-fsdp", "--mesh", "2x2", "--tp-rowwise", "down|o_proj")
+HSDP = ("--ranks", 4, "--layout", "hsdp", "--mesh", "2x2")
+ZERO = ("--ranks", 3, "--layout", "zero2")
+PAIRS = [
+    (("--ranks", 1), ("--ranks", 8)),
+    (("--ranks", 5), ("--ranks", 2)),
+    (HSDP, ("--ranks", 3)),
+    (("--ranks", 2), HSDP),
+    (TP, ZERO),
+    (ZERO, TP),
+    (("--ranks", 3, "--dtype", "float32"), ("--ranks", 2)),
+]
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "fp32-split", "bf16-moments", "int8-moments-24"])
+def test_resumed_training_is_the_uninterrupted(
+    modicum: Path, moe: Path, tmp_path: Path, state_format: str
+) -> None:
+    """Three steps, a save, and three steps by other ranks in another layout: the bits of six."""
+    optimizer = ("--optimizer", f"adamw:{state_format}", "--seed", 9)
+    for number, (before, after) in enumerate(PAIRS):
+        dtype = before[-2:] if "--dtype" in before else ()
+        whole = run_json(modicum, "rehearse", moe, *optimizer, *dtype, "--steps", 6)
+        root = tmp_path / str(number)
+        saved = run_json(modicum, "save", moe, root, "--step", 3, "--steps", 3, *optimizer, *before)
+        same = run_json(modicum, "resume", root, *after)
+        assert (same["digest"], same["state_digest"]) == (saved["digest"], saved["state_digest"])
+        resumed = run_json(modicum, "resume", root, "--steps", 3, *after)
+        assert resumed["state_digest"] == whole["digest_uninterrupted"], (before, after)
+        assert resumed["digest"] == whole["model_digest"]
+        assert run_json(modicum, "verify", root)["ok"]
+
+
+def test_codes_are_saved_as_they_are(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    """8-bit moments with their scales, into another world, and in the bytes that they have."""
+    optimizer = ("--optimizer", "adamw:int8-moments")
+    whole = run_json(modicum, "rehearse", gpt2, *optimizer, "--steps", 2)
+    root = tmp_path / "root"
+    saved = run_json(
+        modicum, "save", gpt2, root, "--step", 1, "--steps", 1, *optimizer, "--ranks", 3
+    )
+    parameters = sum(math.prod(shape) for _, shape, _ in tensors_of(root / "step-1").values())
+    state = sum(len(data) for _, _, data in tensors_of(root / "step-1/optimizer").values())
+    assert 4.06 * parameters < state < 4.08 * parameters
+    assert saved["written_bytes"] < 1.002 * (2 * parameters + state) + 4 * MIB
+    resumed = run_json(modicum, "resume", root, "--steps", 1, "--ranks", 2)
+    assert resumed["state_digest"] == whole["digest_uninterrupted"]
+    for rank in (*saved["ranks"], *resumed["ranks"]):
+        promised, kernel = rank["promised_bytes"], rank["kernel_peak_bytes"]
+        assert kernel <= promised
+        assert promised - kernel <= 0.03 * promised + 2 * MIB
+
+
+def test_states_that_do_not_fit_are_refused(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    cut = ("save", gpt2, tmp_path / "cut", "--step", 1, "--optimizer", "adamw:int8-moments")
+    error = failure(modicum, 2, *cut, "--ranks", 3, "--layout", "zero2")
+    assert error["category"] == "UNSUPPORTED" and error["tensor"]
+    assert not (tmp_path / "cut").exists()
+    root = tmp_path / "root"
+    run_json(modicum, "save", gpt2, root, "--step", 1, "--optimizer", "adamw:fp32-split")
+    error = failure(modicum, 2, "resume", root, "--optimizer", "adamw:int8-moments")
+    assert error["category"] == "UNSUPPORTED" and "adamw:fp32-split" in error["message"]
+    other = failure(modicum, 2, "resume", root, "--dtype", "float32")
+    assert other["category"] == "MISMATCH" and other["tensor"]
+    run_json(modicum, "save", gpt2, root, "--step", 2)
+    assert failure(modicum, 2, "resume", root, "--steps", 1)["category"] == "MISMATCH"
+    assert run_json(modicum, "resume", root)["state_digest"] is None
+
+
+# ---- refusals
+
+
+def test_refusals_leave_nothing(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    words = ("save", moe, root, "--step", 1)
+    for code, flags in (
+        (2, ("--unused", "keep")),
+        (2, ("--destination", "discard")),
+        (2, ("--steps", 1)),
+        (2, ("--optimizer", "adam:fp32")),
+        (2, ("--keep", 0)),
+        (15, ("--budget", "1MiB")),
+        (13, ("--recipe", tmp_path / "absent")),
+    ):
+        failure(modicum, code, *words, *flags)
+        assert not root.exists(), flags
+    assert failure(modicum, 13, "save", moe, tmp_path / "a/b", "--step", 1)["category"] == "IO"
+    run_json(modicum, *words)
+    before = {path: path.stat().st_mtime_ns for path in (root / "step-1").iterdir()}
+    assert failure(modicum, 20, *words)["category"] == "CONFLICT"
+    assert before == {path: path.stat().st_mtime_ns for path in (root / "step-1").iterdir()}
+
+
+def test_promise_covers_the_save(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    words = ("save", gpt2, tmp_path / "root", "--ranks", 3)
+    saved = run_json(modicum, *words, "--step", 1)
+    for rank in saved["ranks"]:
+        promised, kernel = rank["promised_bytes"], rank["kernel_peak_bytes"]
+        assert kernel <= promised
+        assert promised - kernel <= 0.03 * promised + 2 * MIB
+        assert abs(rank["unexplained_bytes"]) <= max(0.02 * kernel, 4 * MIB)
+    needed = saved["nodes"][0]["promised_bytes"]
+    staging = ("--staging", "8MiB")
+    run_json(modicum, *words, "--step", 2, "--budget", needed, *staging)
+    error = failure(modicum, 15, *words, "--step", 3, "--budget", needed - 1, *staging)
+    assert error["shortfall_bytes"] == 1
+    assert not (tmp_path / "root/step-3").exists()
+
+
+def test_retention(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for step in (1, 2, 3):
+        run_json(modicum, "save", moe, root, "--step", step)
+    (root / "step-3/config.json").unlink()
+    run_json(modicum, "save", moe, root, "--step", 4, "--keep", 2)
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "step-2", "step-3", "step-4"]
+
+
+# ---- faults of files
+
+
+def test_every_fault_of_a_file_is_named(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for step in (1, 2):
+        run_json(modicum, "save", moe, root, "--step", step, "--ranks", 2)
+    other = root / "step-1"
+    whole = tmp_path / "whole"
+    shutil.copytree(root / "step-2", whole)
+    for path in sorted(whole.iterdir()):
+        for fault in ("missing", "short", "swapped"):
+            shutil.rmtree(root / "step-2")
+            shutil.copytree(whole, root / "step-2")
+            file = root / "step-2" / path.name
+            if fault == "missing":
+                file.unlink()
+            elif fault == "short":
+                file.write_bytes(file.read_bytes()[:-1])
+            elif path.name in ("manifest.json", "COMMIT"):
+                file.write_bytes((other / path.name).read_bytes())
+            else:  # of another file of the same step, as long as this one
+                size = path.stat().st_size
+                file.write_bytes((b"{" + bytes(size))[:size])
+            code = 19 if (path.name, fault) == ("COMMIT", "missing") else None
+            done = run(modicum, "verify", root / "step-2", "--json")
+            named = "manifest.json" if (path.name, fault) == ("COMMIT", "swapped") else path.name
+            assert done.code == (code or done.code) and done.code in (12, 13, 19), (path, fault)
+            assert named in done.stderr, (path.name, fault, done.stderr)
+            assert not done.json["ok"]
+            if fault == "swapped" and path.name not in ("manifest.json", "COMMIT"):
+                continue  # resume reads no data that it does not load
+            resumed = run_json(modicum, "resume", root, "--ranks", 2)
+            assert resumed["resumed"]["step"] == 1
+            (skipped,) = resumed["skipped"]
+            assert skipped["step"] == 2 and named in skipped["reason"]
+
+
+def test_flipped_bits_are_found(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    run_json(modicum, "save", moe, root, "--step", 1, "--ranks", 2)
+    files = sorted((root / "step-1").iterdir())
+    dice = random.Random(7)
+    for _ in range(100):
+        file = dice.choice(files)
+        before = file.read_bytes()
+        place = dice.randrange(8 * len(before))
+        flipped = bytearray(before)
+        flipped[place // 8] ^= 1 << place % 8
+        file.write_bytes(flipped)
+        done = run(modicum, "verify", root / "step-1", "-q")
+        file.write_bytes(before)
+        assert done.code in (10, 12), (file.name, place, done)
+        named = "manifest.json" if file.name == "COMMIT" else file.name
+        assert named in done.stderr or file.name in done.stderr, (file.name, place, done.stderr)
+    assert run(modicum, "verify", root).code == 0
+
+
+# ---- kills
+
+
+def test_killed_saves_leave_the_old_step_or_a_whole_new_one(
+    modicum: Path, gpt2: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    first = run_json(modicum, "save", gpt2, root, "--step", 1, "--ranks", 2)
+    begin = time.monotonic()
+    run_json(modicum, "save", gpt2, root, "--step", 2, "--ranks", 2)
+    whole_s = time.monotonic() - begin
+    dice = random.Random(11)
+    newest, cut_short = 2, 0
+    for step in range(3, 3 + KILLS):
+        words = (modicum, "save", gpt2, root, "--step", step, "--ranks", 2, "--keep", 2)
+        process = subprocess.Popen(
+            list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(dice.uniform(0, 1.2 * whole_s))
+        process.send_signal(signal.SIGKILL)
+        is_saved = process.wait(timeout=60) == 0
+        cut_short += not is_saved
+        resumed = run_json(modicum, "resume", root, "--ranks", 1)
+        assert resumed["digest"] == first["digest"]
+        assert resumed["resumed"]["step"] in ((step,) if is_saved else (newest, step))
+        assert resumed["skipped"] == []
+        newest = resumed["resumed"]["step"]
+    assert cut_short > KILLS // 4
+    time.sleep(1)  # ranks end with their launcher
+    run_json(modicum, "save", gpt2, root, "--step", 1000, "--ranks", 2, "--keep", 1)
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "step-1000"]
+
+
+def test_sigterm_aborts_cleanly(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    for delay in (0.1, 0.3):
+        words = (modicum, "save", gpt2, tmp_path / "root", "--step", int(1000 * delay))
+        process = subprocess.Popen(list(map(str, words)), stderr=subprocess.PIPE, text=True)
+        time.sleep(delay)
+        process.terminate()
+        code = process.wait(timeout=10)
+        assert code in (0, 21), process.communicate()
+        if code == 21 and (tmp_path / "root").exists():
+            names = [path.name for path in (tmp_path / "root").iterdir()]
+            assert not [name for name in names if name.startswith(".")], names

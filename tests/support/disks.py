@@ -1,0 +1,87 @@
+"""File systems in files, mounted through a loop device, whose power can be cut."""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, XFS_IOC_GOINGDOWN
+# What becomes of the log: written with all data (as if frozen first), written, lost.
+FLAGS = {"flush": 0, "log-flush": 1, "no-log-flush": 2}
+SIZES = {"ext4": 48 << 20, "xfs": 320 << 20}  # sparse
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int, doing: str) -> None:
+    if result != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{doing}: {os.strerror(error)}")
+
+
+class Disk:
+    """A new file system. `directory` is there while it is mounted."""
+
+    def __init__(self, kind: str, scratch: Path) -> None:
+        self.kind = kind
+        self.image = scratch / f"{kind}-{uuid.uuid4().hex}"
+        self.directory = self.image.with_suffix(".d")
+        self.directory.mkdir()
+        with self.image.open("wb") as file:
+            file.truncate(SIZES[kind])
+        subprocess.run([f"mkfs.{kind}", "-q", self.image], check=True, capture_output=True)
+        attach = ["losetup", "--find", "--show", self.image]
+        done = subprocess.run(attach, check=True, capture_output=True, text=True)
+        self.device = done.stdout.strip()
+
+    def mount(self) -> None:
+        """Also recovers what the log holds."""
+        words = [os.fsencode(word) for word in (self.device, self.directory, self.kind)]
+        _checked(_libc.mount(*words, 0, None), "mount")
+
+    def unmount(self) -> None:
+        _checked(_libc.umount2(os.fsencode(self.directory), 0), "umount")
+
+    def cut_power(self, flags: int) -> None:
+        """While it is mounted: no later call reaches the disk."""
+        opened = os.open(self.directory, os.O_RDONLY)
+        try:
+            fcntl.ioctl(opened, SHUTDOWN, flags.to_bytes(4, "little"))
+        finally:
+            os.close(opened)
+
+    def remove(self) -> None:
+        _libc.umount2(os.fsencode(self.directory), 2)
+        subprocess.run(["losetup", "--detach", self.device], check=False)
+        self.image.unlink(missing_ok=True)
+        self.directory.rmdir()
+
+
+@contextlib.contextmanager
+def disk(kind: str, scratch: Path) -> Iterator[Disk]:
+    made = Disk(kind, scratch)
+    try:
+        yield made
+    finally:
+        made.remove()
+
+
+def why_no_disk(kind: str, scratch: Path) -> str:
+    """Why no such file system can be mounted and cut here; "" if it can."""
+    if os.getuid() != 0:
+        return "only root can mount file systems"
+    for tool in (f"mkfs.{kind}", "losetup"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed (scripts/packages.sh python)"
+    try:
+        with disk(kind, scratch) as made:
+            made.mount()
+            made.cut_power(0)
+            made.unmount()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"no {kind} through a loop device here: {error}"
+    return ""
