@@ -90,8 +90,8 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
               const OptionalText& keep_fp32, const std::optional<Path>& recipe, bool untie,
               const std::string& destination, const std::optional<Size>& staging,
               const std::optional<Size>& budget, const std::optional<Size>& baseline,
-              const std::string& optimizer, const std::optional<Path>& deepspeed, int workers,
-              bool persistent_workers) {
+              const std::string& optimizer, const OptionalText& frozen,
+              const std::optional<Path>& deepspeed, int workers, bool persistent_workers) {
   const RunFlags flags{.directory = path.string(),
                        .ranks = ranks,
                        .ranks_per_node = ranks_per_node,
@@ -110,6 +110,7 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
                        .recipe = recipe.value_or(Path()).string(),
                        .untie = untie,
                        .optimizer = optimizer,
+                       .frozen = text_of("frozen", frozen),
                        .destination = destination,
                        .staging = text_of("staging", staging),
                        .baseline = text_of("baseline", baseline)};
@@ -152,6 +153,7 @@ Args:
     baseline: bytes of a rank process before Modicum; None: 2 MiB, as in `modicum load`. With torch
         imported it is more: "256MiB" is a fair guess.
     optimizer: "none", or "adamw:FORMAT", whose state is included.
+    frozen: a regular expression; no state is included for parameters with matching names.
     deepspeed: a ds_config.json, to forecast DeepSpeed's own memory; None: no forecast.
     workers: of `deepspeed`: forked data-loader workers per rank, 0 to 1024.
     persistent_workers: of `deepspeed`: whether they live for all epochs.
@@ -175,8 +177,8 @@ void define_plan(nb::module_& module) {
              "round_robin"_a = flags.round_robin, "dtype"_a = nb::none(),
              "keep_fp32"_a = nb::none(), "recipe"_a = nb::none(), "untie"_a = flags.untie,
              "destination"_a = flags.destination, "staging"_a = nb::none(), "budget"_a = nb::none(),
-             "baseline"_a = nb::none(), "optimizer"_a = flags.optimizer, "deepspeed"_a = nb::none(),
-             "workers"_a = 0, "persistent_workers"_a = false, kPlanDoc);
+             "baseline"_a = nb::none(), "optimizer"_a = flags.optimizer, "frozen"_a = nb::none(),
+             "deepspeed"_a = nb::none(), "workers"_a = 0, "persistent_workers"_a = false, kPlanDoc);
 }
 
 // Raises an Error as the class of modicum.errors for its category.

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <deque>
 #include <span>
 #include <string_view>
 #include <tuple>
@@ -137,6 +138,23 @@ void step(State& state, float unscale, float clip, const nb::object& send, const
                 .refresh_masters = refresh_masters});
   });
   if (sending) sending->require_sent();
+}
+
+// (state, send, wait, dtype, refresh_masters), as for `step`.
+using Stepped = std::tuple<std::shared_ptr<State>, nb::object, nb::object, std::string, bool>;
+
+void step_all(const std::vector<Stepped>& states, float unscale, float clip) {
+  std::deque<Sending> sendings;  // they do not move
+  std::vector<StateStep> steps;
+  for (const auto& [state, send, wait, dtype, refresh_masters] : states) {
+    StepOptions options{.unscale = unscale, .clip = clip, .refresh_masters = refresh_masters};
+    if (!send.is_none()) {
+      options.outlet = &sendings.emplace_back(*state, send, wait, dtype).outlet();
+    }
+    steps.push_back({&state->here(), options});
+  }
+  without_the_lock([&] { AdamW::step_all(steps); });
+  for (const Sending& sending : sendings) sending.require_sent();
 }
 
 // Bytes of the state as an array, which shares ownership of the state.
@@ -329,12 +347,26 @@ void define_optim(nb::module_& module) {
       },
       "shards"_a, "groups"_a, nb::kw_only(), "format"_a, "slots"_a = 0, "threads"_a = 1,
       "fork"_a = "excluded", "The footprint of such an AdamW, bytes by purpose.");
+  module.def("step_all", step_all, "states"_a, "unscale"_a = 1.0F, "clip"_a = 1.0F,
+             "AdamW.step for several states, (state, send, wait, dtype, refresh_masters) each, as "
+             "one: if it raises before anything is sent, none has been stepped.");
   module.def("clip_factor", clip_factor, "norm"_a, "max_norm"_a,
              "min(1, max_norm / (norm + 1e-6)), rounded once to float32.");
   module.def("state_formats", formats,
              "A dict for each format: name, and the dtypes of its planes.");
   module.def("state_format_of", format_of, "dtype"_a, "shape"_a, "asked"_a,
              "The format of a parameter of `dtype` and `shape` when the user asks for `asked`.");
+  module.def(
+      "isas",
+      [] {
+        nb::list names;
+        for (const std::string_view name : isas()) names.append(name);
+        return names;
+      },
+      "The instruction sets that this machine has kernels for, the fastest first. All give the "
+      "same bits.");
+  module.def("use_isa", use_isa, "name"_a,
+             "Selects one for the process. UsageError if it does not run here.");
   module.attr("SLOT_BYTES") = kRingSlotBytes;
 }
 

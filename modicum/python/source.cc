@@ -56,11 +56,14 @@ class CallerFile final : public File {
   }
   void write(std::span<const std::byte>, uint64_t) override { refuse_change(); }
   void truncate(uint64_t) override { refuse_change(); }
+  void allocate(uint64_t) override { refuse_change(); }
   void sync() override { refuse_change(); }
   void close() override {}
   // Memory has no page cache.
   bool is_cached(uint64_t, uint64_t) noexcept override { return true; }
   void drop_cached(uint64_t, uint64_t) noexcept override {}
+  void start_writeback(uint64_t, uint64_t) noexcept override {}
+  void finish_writeback(uint64_t, uint64_t) noexcept override {}
 
  private:
   void read_tensors(std::span<std::byte> into, uint64_t offset) {
@@ -97,6 +100,7 @@ class CallerFiles final : public FileSystem {
   bool is_directory(const std::string&) override { return false; }
   std::vector<std::string> list(const std::string&) override { return {kName}; }
   std::unique_ptr<File> create(const std::string&) override { refuse_change(); }
+  std::unique_ptr<File> open_to_write(const std::string&) override { refuse_change(); }
   void make_directory(const std::string&) override { refuse_change(); }
   void rename(const std::string&, const std::string&) override { refuse_change(); }
   void remove(const std::string&) override { refuse_change(); }

@@ -1,5 +1,6 @@
 // The steps up to the plan: open_checkpoint, make_recipe, make_layout, make_plan.
 #include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string_view.h>
@@ -7,11 +8,15 @@
 #include <nanobind/stl/vector.h>
 
 #include <fmt/format.h>
+#include <cstdint>
 #include <filesystem>
+#include <map>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "modicum/python/arrays.h"
 #include "modicum/python/bindings.h"
 #include "modicum/report/report.h"
 #include "modicum/runs/runs.h"
@@ -151,13 +156,27 @@ void take_baseline(const Baseline& baseline, const Layout& layout, PlanOptions& 
         .got = std::to_string(options.baseline_of.size())});
 }
 
+using Purposes = std::map<std::string, uint64_t>;
+
+// One more phase of the promise, `step`: what an optimizer holds on each rank.
+void take_after(const std::vector<Purposes>& after, const Layout& layout, PlanOptions& options) {
+  if (after.size() != static_cast<size_t>(layout.world_size())) {
+    fail(Category::usage, "after must have an entry per rank",
+         {.expected = std::to_string(layout.world_size()), .got = std::to_string(after.size())});
+  }
+  Phase phase{"step", {}};
+  for (const Purposes& of_rank : after) phase.of_rank.push_back(from_purposes(of_rank));
+  options.after = {phase};
+}
+
 std::shared_ptr<MadePlan> plan(const std::shared_ptr<MadeRecipe>& recipe, const Layout& layout,
                                const std::string& strategy, std::optional<int> ranks_per_node,
                                const std::vector<std::string>& destinations,
                                const std::optional<Size>& staging,
                                const std::optional<Baseline>& baseline, uint64_t init_bytes,
                                bool caller_sends, const std::optional<Size>& budget,
-                               const std::string& budget_source, const std::string& fork) {
+                               const std::string& budget_source, const std::string& fork,
+                               const std::vector<Purposes>& after) {
   PlanOptions options{.strategy = &strategy_named(strategy),
                       .ranks_per_node = ranks_per_node.value_or(0),
                       .init_bytes = init_bytes,
@@ -168,6 +187,7 @@ std::shared_ptr<MadePlan> plan(const std::shared_ptr<MadeRecipe>& recipe, const 
   }
   options.staging_bytes = staging ? bytes_of(*staging) : kDefaultStagingBytes;
   if (baseline) take_baseline(*baseline, layout, options);
+  if (!after.empty()) take_after(after, layout, options);
   auto made = std::make_shared<MadePlan>();
   made->recipe = recipe;
   without_the_lock([&] {
@@ -364,7 +384,7 @@ void define_make_plan(nb::module_& module) {
              "ranks_per_node"_a = nb::none(), "destinations"_a = std::vector<std::string>(),
              "staging"_a = nb::none(), "baseline"_a = nb::none(), "init_bytes"_a = 0,
              "caller_sends"_a = false, "budget"_a = nb::none(), "budget_source"_a = "argument",
-             "fork"_a = "excluded",
+             "fork"_a = "excluded", "after"_a = std::vector<Purposes>(),
              R"(The plan of a load. As modicum.make_plan, which documents the rest, with:
 
 Args:
@@ -373,7 +393,8 @@ Args:
     baseline: bytes, or a list of bytes by rank.
     init_bytes: the largest tensor that load's `caller` makes.
     caller_sends: whether the caller's transport sends bytes between ranks.
-    budget_source: the budget's name in an error.)");
+    budget_source: the budget's name in an error.
+    after: by rank, the bytes by purpose that an optimizer takes after the load; empty: nothing.)");
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ def inspect(path: str | os.PathLike) -> dict:
         IoError: a file can't be read.
     """
 
-def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None, tp_packed: str | None = None, tp_replicate: str | None = None, expert_mesh: str | None = None, experts: str = '\\.experts\\.', round_robin: bool = False, dtype: str | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, untie: bool = False, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None, optimizer: str = 'none', deepspeed: str | os.PathLike | None = None, workers: int = 0, persistent_workers: bool = False) -> dict:
+def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None, tp_packed: str | None = None, tp_replicate: str | None = None, expert_mesh: str | None = None, experts: str = '\\.experts\\.', round_robin: bool = False, dtype: str | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, untie: bool = False, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None, optimizer: str = 'none', frozen: str | None = None, deepspeed: str | os.PathLike | None = None, workers: int = 0, persistent_workers: bool = False) -> dict:
     """
     Which rank reads which bytes, and what each rank and node holds, by strategy.
 
@@ -57,6 +57,7 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         baseline: bytes of a rank process before Modicum; None: 2 MiB, as in `modicum load`. With torch
             imported it is more: "256MiB" is a fair guess.
         optimizer: "none", or "adamw:FORMAT", whose state is included.
+        frozen: a regular expression; no state is included for parameters with matching names.
         deepspeed: a ds_config.json, to forecast DeepSpeed's own memory; None: no forecast.
         workers: of `deepspeed`: forked data-loader workers per rank, 0 to 1024.
         persistent_workers: of `deepspeed`: whether they live for all epochs.
@@ -252,7 +253,7 @@ class Shard:
     def replicas(self) -> list[int]:
         """The ranks that hold the same elements, with its own; ascending."""
 
-def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | Sequence[int] | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'argument', fork: str = 'excluded') -> Plan:
+def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | Sequence[int] | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'argument', fork: str = 'excluded', after: Sequence[Mapping[str, int]] = []) -> Plan:
     """
     The plan of a load. As modicum.make_plan, which documents the rest, with:
 
@@ -263,6 +264,7 @@ def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ra
         init_bytes: the largest tensor that load's `caller` makes.
         caller_sends: whether the caller's transport sends bytes between ranks.
         budget_source: the budget's name in an error.
+        after: by rank, the bytes by purpose that an optimizer takes after the load; empty: nothing.
     """
 
 class RecipeBuilder:
@@ -523,6 +525,11 @@ class AdamW:
 def adamw_footprint(shards: Sequence[tuple[str, Sequence[int], Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, slots: int = 0, threads: int = 1, fork: str = 'excluded') -> dict:
     """The footprint of such an AdamW, bytes by purpose."""
 
+def step_all(states: Sequence[tuple[AdamW, object, object, str, bool]], unscale: float = 1.0, clip: float = 1.0) -> None:
+    """
+    AdamW.step for several states, (state, send, wait, dtype, refresh_masters) each, as one: if it raises before anything is sent, none has been stepped.
+    """
+
 def clip_factor(norm: float, max_norm: float) -> float:
     """min(1, max_norm / (norm + 1e-6)), rounded once to float32."""
 
@@ -533,6 +540,14 @@ def state_format_of(dtype: str, shape: Sequence[int], asked: str) -> str:
     """
     The format of a parameter of `dtype` and `shape` when the user asks for `asked`.
     """
+
+def isas() -> list:
+    """
+    The instruction sets that this machine has kernels for, the fastest first. All give the same bits.
+    """
+
+def use_isa(name: str) -> None:
+    """Selects one for the process. UsageError if it does not run here."""
 
 SLOT_BYTES: int = 135168
 

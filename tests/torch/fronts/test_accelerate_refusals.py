@@ -25,6 +25,7 @@ peft = pytest.importorskip("peft")
 import accelerate_rank  # noqa: E402  (after torch is known to be there)
 from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import fsdp_utils  # noqa: E402
+from accelerate_alone import build, prepare  # noqa: E402
 from accelerate_rank import accelerator_of  # noqa: E402
 from families import FAMILIES  # noqa: E402
 from peft.tuners import tuners_utils  # noqa: E402
@@ -70,15 +71,6 @@ def one_rank() -> Iterator[None]:
         yield
 
 
-def build(name: str = "llama", **arguments: Any) -> Any:
-    return BY_NAME[name].model_class.from_pretrained(checkpoint_of(name), **arguments)
-
-
-def prepare(model: Any, optimizer: Any = None, **how: Any) -> Any:
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    return accelerator_of(**how).prepare(model, optimizer)
-
-
 def attributes() -> list[dict[str, Any]]:
     return [dict(vars(owner)) for owner in WHAT_CAN_CHANGE] + [dict(os.environ)]
 
@@ -100,7 +92,13 @@ CHANGED = {
     "get_init_context",
     "_load_pretrained_model",
     "_finalize_model_loading",
+    "_from_config",
+    "resize_token_embeddings",
+    "_init_added_embeddings_weights_with_mean",
+    "_init_added_lm_head_weights_with_mean",
+    "_init_added_lm_head_bias_with_mean",
     "prepare",
+    "prepare_model",
     "fsdp2_prepare_model",
     "_get_base_layer_device_and_dtype",
     "inject_adapter",

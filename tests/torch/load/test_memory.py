@@ -76,7 +76,7 @@ def test_promise_is_kept_and_close(
     assert held == pytest.approx(stored * (1 if dtype is None else 2), rel=0.001)
 
 
-def test_cutting_what_is_whole_needs_more(four: Ranks, model: Path) -> None:
+def test_loading_whole_and_then_sharding_needs_more(four: Ranks, model: Path) -> None:
     """Shows that the test above can fail."""
     how = {"directory": str(model), "mesh": MESH, "dtype": "float32"}
     promised = four.ask("measured", by="modicum", **how)

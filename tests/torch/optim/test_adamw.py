@@ -628,7 +628,7 @@ def test_pins_what_a_device_touches() -> None:
         (lambda m: AdamW(m.parameters(), lr=-1.0), "this lr"),
         (lambda m: AdamW(m.parameters(), betas=(0.9, 1.0)), "beta2"),
         (lambda m: AdamW(m.parameters(), amsgrad=True, semantics="deepspeed"), "lack amsgrad"),
-        (lambda m: AdamW(m.to("meta").parameters()), "on meta"),
+        (lambda m: AdamW(m.to("meta").parameters()).step(), "on meta"),
         (lambda m: AdamW(m.double().parameters()), "its dtype .*float32, bfloat16 or float16"),
         (lambda m: AdamW([nn.Parameter(torch.ones(4, 6)[:, ::2])]), "gaps between them"),
         (lambda m: AdamW([("a", m.first.weight), ("a", m.first.bias)]), "one name"),

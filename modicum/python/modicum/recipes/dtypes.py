@@ -12,8 +12,8 @@ from modicum.recipes.translation import Described
 from modicum.upstream.transformers import dtype_plan, is_pretrained
 
 # Casts that a recipe may contain, by the stored dtype; FP8 codes have scales.
-_FLOATS = frozenset({"float32", "bfloat16", "float16"})
-_CASTS = dict.fromkeys((*_FLOATS, "float8_e4m3fn", "float8_e5m2"), _FLOATS)
+FLOATS = frozenset({"float32", "bfloat16", "float16"})
+_CASTS = dict.fromkeys((*FLOATS, "float8_e4m3fn", "float8_e5m2"), FLOATS)
 _SAFETENSORS_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -63,7 +63,7 @@ class Dtypes:
         self._keep = None
         if keep_fp32 is not None:
             self._keep = Patterns("keep_fp32", [keep_fp32])
-            floats = (name for name, (of, _) in targets.items() if of in _FLOATS)
+            floats = (name for name, (of, _) in targets.items() if of in FLOATS)
             self._keep.require_match(floats, "floating-point targets")
         self._own: dict[str, str] = {}  # by target: the dtype that its part was built with
         self._float32: set[str] = set()
@@ -81,7 +81,7 @@ class Dtypes:
     def of(self, target: str, first: str) -> str:
         """`first`: the first target of the conversion that makes `target`; all get its dtype."""
         dtype = self._targets[target][0]
-        if self._keep is not None and dtype in _FLOATS and self._keep.finds(target):
+        if self._keep is not None and dtype in FLOATS and self._keep.finds(target):
             return "float32"
         if self._wanted is None:
             return dtype

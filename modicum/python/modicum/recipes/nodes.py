@@ -67,6 +67,15 @@ def cut(dim: int, start: int, stop: int, array: Array) -> Array:
     return made if made.shape != array.shape else array
 
 
+def with_rows(rows: int, array: Array) -> Array:
+    """The first `rows` of dim 0; beyond its own, it repeats the first ones."""
+    own = array.shape[0]
+    if rows <= own:
+        return cut(0, 0, rows, array)
+    times, rest = divmod(rows, own)
+    return cat(0, [array] * times + ([cut(0, 0, rest, array)] if rest else []))
+
+
 def permute(dims: Sequence[int], array: Array) -> Array:
     """Dim k of the output is dim `dims[k]` of the input."""
     number = array.builder.permute(dims, array.number)

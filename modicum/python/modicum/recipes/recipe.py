@@ -8,11 +8,12 @@ import json
 import os
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.recipes.dtypes import Dtypes, any_of, cast, described, dtype_name
+from modicum.recipes.dtypes import FLOATS, Dtypes, any_of, cast, described, dtype_name
 from modicum.recipes.nodes import Array, Node, caller, init
 from modicum.recipes.patterns import Patterns, Rule, Rules
 from modicum.recipes.structure import (
@@ -24,6 +25,7 @@ from modicum.recipes.structure import (
 )
 from modicum.recipes.translation import Described, Translation, translate
 from modicum.upstream.transformers import (
+    embeddings_of,
     is_pretrained,
     may_be_missing,
     may_be_unexpected,
@@ -41,6 +43,8 @@ class Recipe:
     model's own initialisation makes: the caller of the load provides it."""
     unused: list[str] = field(default_factory=list)
     """Stored tensors that are not read, sorted."""
+    grown: dict[str, int] = field(default_factory=dict)
+    """By target, the number of rows that are stored, if it has another one (`resized`)."""
 
     @property
     def missing(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -69,6 +73,30 @@ class Recipe:
         }
         document = self.document | {"targets": targets}
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+
+    def into(self, model: Structure) -> "Recipe":
+        """For the dtypes of a model whose tensors have these names; `UsageError` for others."""
+        other = next((name for name in self.targets if name not in model.members), None)
+        if other is not None:
+            what = "the recipe has a target that the model lacks"
+            raise refusal("MISMATCH", what, tensor=other, got=_near(other, model.members))
+        targets = {}
+        for name, node in self.targets.items():
+            dtype = dtype_name(model.members[name].tensor.dtype)
+            is_cast = dtype in FLOATS and node["op"] not in ("alias", "init", "caller")
+            targets[name] = node | ({"dtype": dtype} if is_cast else {})
+        return Recipe(targets, self.unused, self.grown)
+
+
+def read_recipe(path: str | os.PathLike[str]) -> Recipe:
+    """From a recipe.json. `UsageError` for other files; the ops are checked when it is used."""
+    path = Path(path)
+    try:
+        document = json.loads(path.read_text())
+        return Recipe(dict(document["targets"]), list(document.get("unused", [])))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        what = "invalid recipe.json"
+        raise refusal("MISMATCH", what, file=path.name, got=repr(error)) from error
 
 
 # ---- the checkpoint
@@ -150,12 +178,20 @@ def _near(name: str, names: Iterable[str]) -> str:
     return f"nearest '{near[0]}'" if near else ""
 
 
+@dataclass
+class _May:
+    """Whether a target, by name, may have another shape than is stored, or further rows."""
+
+    differ: Callable[[str], bool]
+    grow: Callable[[str], bool]
+
+
 def _translate(
     structure: Structure,
     stored: Described,
     targets: Described,
     ask: Callable[[Part], list[Any]],
-    may_differ: Callable[[str], bool],
+    may: _May,
 ) -> Translation:
     """Translates each part's stored tensors to its targets, and its names to those in the whole
     model. `ask` returns transformers' transforms of a part."""
@@ -169,13 +205,15 @@ def _translate(
             config=getattr(part.module, "config", None),
             base_model_prefix=getattr(part.module, "base_model_prefix", ""),
             keys=keys,
-            may_differ=lambda key: may_differ(names[key]),
+            may_differ=lambda key: may.differ(names[key]),
+            may_grow=lambda key: may.grow(names[key]),
         )
         whole.made |= {names[key]: array for key, array in made.made.items()}
         whole.first |= {names[key]: names[first] for key, first in made.first.items()}
         whole.doubled |= {name: names[key] for name, key in made.doubled.items()}
         droppable = any_of(_droppable(part.module))
         whole.dropped += made.dropped
+        whole.grown |= {names[key]: rows for key, rows in made.grown.items()}
         for name, would_be in made.unexpected.items():
             if droppable is not None and all(droppable.search(one) for one in would_be):
                 whole.dropped.append(name)
@@ -319,20 +357,13 @@ def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any
 
 
 def recipe_for(
-    model: Any,
-    checkpoint: str | os.PathLike[str] | Mapping[str, Any],
-    *,
-    dtype: Any = None,
-    keep_fp32: str | None = None,
+    model: Any, checkpoint: str | os.PathLike[str] | Mapping[str, Any], *,
+    dtype: Any = None, keep_fp32: str | None = None,
     missing: str | Iterable[str] | Mapping[str, Rule] = "error",
-    unexpected: str | Iterable[str] = "error",
-    present: Iterable[str] = (),
-    untie: bool = False,
-    key_mapping: Mapping[str, str] | None = None,
-    quantizer: Any = None,
-    adapter: str | None = None,
-    structure: Structure | None = None,
-) -> Recipe:
+    unexpected: str | Iterable[str] = "error", present: Iterable[str] = (), untie: bool = False,
+    key_mapping: Mapping[str, str] | None = None, quantizer: Any = None,
+    adapter: str | None = None, structure: Structure | None = None, resized: bool = False,
+) -> Recipe:  # fmt: skip
     """The recipe that loads `checkpoint` into `model`: for a model of transformers as
     `from_pretrained` would, for any other module by name.
 
@@ -357,6 +388,8 @@ def recipe_for(
         quantizer: None: from the model's config.
         adapter: the adapter whose file `checkpoint` is; None: the model's only one.
         structure: of the model, if the caller has it.
+        resized: whether token embeddings and heads may have other numbers of rows than is stored:
+            `Recipe.grown` lists these; further rows repeat the first ones.
 
     Raises:
         UsageError: MISMATCH if model and checkpoint differ, UNSUPPORTED for an unknown operation,
@@ -371,11 +404,14 @@ def recipe_for(
         stored,
         targets,
         ask=lambda part: _transforms(part, targets, key_mapping, quantizer),
-        may_differ=lambda name: not rules.take_all and rules.of(name) is not None,
+        may=_May(
+            differ=lambda name: not rules.take_all and rules.of(name) is not None,
+            grow=(_of_tokens(structure) if resized else frozenset()).__contains__,
+        ),
     )
     _check_unexpected(translation, unexpected, structure, stored)
     dtypes = Dtypes(structure, targets, None if dtype is None else dtype_name(dtype), keep_fp32)
-    recipe = Recipe()
+    recipe = Recipe(grown=translation.grown)
     for name, array in translation.made.items():
         recipe.targets[name] = cast(name, array, dtypes.of(name, translation.first[name]))
     open_ties = _tie(recipe, ties_of(structure), untie)
@@ -388,6 +424,13 @@ def recipe_for(
     recipe.targets = {name: recipe.targets[name] for name in targets if name in recipe.targets}
     recipe.unused = sorted([*translation.dropped, *translation.unexpected, *translation.doubled])
     return recipe
+
+
+def _of_tokens(structure: Structure) -> frozenset[str]:
+    """The tensors of token embeddings and of heads over tokens."""
+    roots = {id(m.root): m.root for m in structure.members.values() if m.root is not None}
+    modules = {id(of) for root in roots.values() for of in embeddings_of(root)}
+    return frozenset(n for n, member in structure.members.items() if id(member.module) in modules)
 
 
 # ---- the model of a directory

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from modicum._modicum import RecipeBuilder
 from modicum.errors import refusal
-from modicum.recipes.nodes import Array, Shape, stored, stored_under
+from modicum.recipes.nodes import Array, Shape, stored, stored_under, with_rows
 from modicum.recipes.operations import Chain, Value, Values, nodes_of
 
 Described: TypeAlias = Mapping[str, tuple[str, Shape]]  # by name: dtype, shape
@@ -39,6 +39,8 @@ class Translation:
     unexpected: dict[str, list[str]] = field(default_factory=dict)
     # Stored names that match a target of another stored tensor: that target.
     doubled: dict[str, str] = field(default_factory=dict)
+    # Targets of another number of rows than is stored: the stored number.
+    grown: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -182,6 +184,11 @@ def _check_shape(name: str, array: Array, targets: Described) -> None:
         )
 
 
+def _has_other_rows(array: Array, shape: Shape) -> bool:
+    """Whether the shapes differ in their first dim only."""
+    return len(shape) > 0 and array.shape[:1] != shape[:1] and array.shape[1:] == shape[1:]
+
+
 def translate(
     transforms: Iterable[Any],
     stored_tensors: Described,
@@ -191,11 +198,13 @@ def translate(
     base_model_prefix: str = "",
     keys: Mapping[str, str] | None = None,
     may_differ: Callable[[str], bool] = lambda target: False,
+    may_grow: Callable[[str], bool] = lambda target: False,
 ) -> Translation:
     """Applies `transforms` (of `get_model_conversion_mapping`) to the stored tensors for a model
     with these targets. Pass a new list each time: its renamings keep state. `keys`: names to match
     instead of the stored ones. `may_differ`: targets that are left out, instead of an error, if the
-    stored tensors give another shape."""
+    stored tensors give another shape. `may_grow`: targets that may have more or fewer rows than is
+    stored: further ones repeat the first."""
     result = Translation()
     names = _Names(transforms, targets, base_model_prefix)
     shapes = {name: shape for name, (_, shape) in targets.items()}
@@ -209,7 +218,10 @@ def translate(
         _convert(target, group, chain, result)
     other: set[str] = set()
     for name, array in list(result.made.items()):
-        if name in targets and array.shape != targets[name][1] and may_differ(name):
+        if name in targets and may_grow(name) and _has_other_rows(array, targets[name][1]):
+            result.grown[name] = array.shape[0]
+            result.made[name] = with_rows(targets[name][1][0], array)
+        elif name in targets and array.shape != targets[name][1] and may_differ(name):
             other.update(stored_under(result.made.pop(name).node))
         else:
             _check_shape(name, array, targets)

@@ -22,8 +22,6 @@ accelerate nor transformers.
 
 import functools
 import gc
-import hashlib
-import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -37,22 +35,16 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes.patterns import Rule
-from modicum.recipes.structure import Structure, structure_of
+from modicum.recipes.structure import structure_of
 from modicum.torch.build.empty import empty_parameters
-from modicum.torch.loading.load import load
-from modicum.torch.ranks.collectives import settled
+from modicum.torch.filling import dtypes_passed, keys_of, load_rounded, shard_and_load
 from modicum.torch.shards.forks import require_fork
-from modicum.torch.shards.rebinding import rebinding
-from modicum.torch.shards.tensors import as_bytes
-from modicum.upstream import accelerate, peft, transformers
-from modicum.upstream.patching import replace
-from modicum.upstream.torch_core import drop_hooks, local_of, parameters_of, version_of
+from modicum.torch.shards.rebinding import Bindings
+from modicum.torch.unfilled import Built, note, note_resized, refuse_changed, release, told_to_users
+from modicum.upstream import accelerate, peft, transformers, trl
 from modicum.upstream.torch_fsdp import is_sharded
-from modicum.upstream.wrappers import canonical
 from modicum.walk.calls import require_check
 from modicum.walk.report import Report
-
-_CHUNK = 1 << 20  # elements
 
 
 @contextmanager
@@ -120,7 +112,8 @@ def loading(
         scripts = transformers.builder(_pretrained_model()) or _Scripts(stack)
         scripts.loadings.append(one)
         stack.callback(scripts.loadings.remove, one)
-        yield one
+        with told_to_users(lambda: bool(one.unfilled())):
+            yield one
     _refuse_unfilled(one)
 
 
@@ -132,35 +125,46 @@ class Loading:
     _arguments: dict[str, Any]
     reports: list[Report] = field(default_factory=list)
     """One per load, in order."""
-    _built: weakref.WeakKeyDictionary[nn.Module, "_Built"] = field(
+    _built: weakref.WeakKeyDictionary[nn.Module, Built] = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
+
+    _exempt: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet, repr=False)
+    _is_exempt: bool = field(default=False, repr=False)
 
     @property
     def report(self) -> Report | None:
         """That of the last load; None before the first."""
         return self.reports[-1] if self.reports else None
 
+    def fill(self, model: nn.Module) -> None:
+        """Loads a model that was built within the context, as the script has sharded it, without
+        `Accelerator.prepare`; nothing happens if it has values. Collective."""
+        transformers.builder(_pretrained_model()).fill(model)
 
-@dataclass
-class _Built:
-    """A model that `from_pretrained` has built without values."""
+    def unfilled(self) -> list[nn.Module]:
+        """The models that were built within the context and have no values yet."""
+        return [model for model, built in self._built.items() if not built.filled]
 
-    loading: Loading
-    source: Path
-    parameters: dict[str, tuple[torch.dtype, int]]
-    """By name: the dtype that `from_pretrained` would have loaded, the tensor's version counter."""
-    filled: bool = False
+    @contextmanager
+    def exempt(self, *models: nn.Module) -> Iterator[None]:
+        """`models`, and those that are built within this context, are left to transformers and
+        accelerate: each rank reads and holds them as it would without Modicum."""
+        self._exempt.update(models)
+        before, self._is_exempt = self._is_exempt, True
+        try:
+            yield
+        finally:
+            self._is_exempt = before
 
 
 def _refuse_unfilled(one: Loading) -> None:
-    if not all(of.filled for of in one._built.values()):
+    if one.unfilled():
         gc.collect()  # a model without references is no error
-    for model, of in one._built.items():
-        if not of.filled:
-            what = "a model that was built within loading() has no values yet: call "
-            what += "Accelerator.prepare or Trainer.train before the context ends"
-            raise refusal("USAGE", what, got=type(model).__name__)
+    for model in one.unfilled():
+        what = "a model that was built within loading() has no values yet: call "
+        what += "Accelerator.prepare or Trainer.train before the context ends"
+        raise refusal("USAGE", what, got=type(model).__name__)
 
 
 # ---- patched functions
@@ -180,49 +184,99 @@ class _Scripts:
         accelerate.KNOWN.require()
         transformers.KNOWN.require()
         self.loadings: list[Loading] = []
+        self.is_building = False
+        self._bindings: Bindings | None = None
         self._stack = stack
         self._has_peft = peft.with_real_adapters(stack)
         transformers.replace_loading(stack, _pretrained_model(), self)
-        accelerate.replace_prepare(stack, self._preparing, self._sharding)
+        accelerate.replace_prepare(stack, self._preparing, self._sharding, self._placing)
+        trl.replace_sharding(stack, self._sharding_reference)
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """The contexts in which `from_pretrained` builds a model."""
         if not self._has_peft:  # may have been imported since
             self._has_peft = peft.with_real_adapters(self._stack)
+        trl.replace_sharding(self._stack, self._sharding_reference)
         accelerate.require_fsdp2_if_set()
         # from_pretrained draws no random number: the generator must not move here either.
-        return [torch.random.fork_rng(devices=[]), empty_parameters()]
+        return [torch.random.fork_rng(devices=[]), self._constructing(), empty_parameters()]
+
+    @contextmanager
+    def _constructing(self) -> Iterator[None]:
+        before, self.is_building = self.is_building, True
+        try:
+            yield
+        finally:
+            self.is_building = before
 
     def built(self, model: Any, files: Sequence[str] | None, *given: Any) -> None:
         """Instead of reading: records the source of the values, guards the model until the load."""
         transformers.check_arguments(model, *given)
         one = self.loadings[-1]
         source = one._source or transformers.source_of(files)
-        named = model.named_parameters(remove_duplicate=False)
-        parameters = {name: (p.dtype, version_of(p)) for name, p in named}
-        one._built[model] = _Built(one, source, parameters)
-        for module in model.modules():
-            if parameters_of(module):
-                module.register_forward_pre_hook(_refuse_forward)
-                module.register_load_state_dict_pre_hook(_refuse_state)
+        note(model, Built(one, source, {}), one._built.__setitem__)
 
-    def _record(self, module: nn.Module) -> _Built | None:
+    def made(self, model: Any) -> None:
+        """`from_config` has built a model, whose values its own rules make."""
+        one = self.loadings[-1]
+        note(model, Built(one, None, {}), one._built.__setitem__)
+
+    def resized(self, model: Any, how: str) -> None:
+        """Embeddings or heads of a model have other rows than before."""
+        for one in self.loadings:
+            for whole, built in one._built.items():
+                if model in [*whole.modules()]:
+                    note_resized(whole, built, transformers.embeddings_of(model), how)
+
+    @property
+    def is_exempt(self) -> bool:
+        """Whether models are built as usual at present."""
+        return self.loadings[-1]._is_exempt
+
+    def exempted(self, model: Any) -> None:
+        """A model was built as usual."""
+        self.loadings[-1]._exempt.add(model)
+
+    def _record(self, module: nn.Module) -> Built | None:
         return next((of for one in self.loadings if (of := one._built.get(module))), None)
 
-    def _roots(self, model: nn.Module) -> dict[nn.Module, _Built]:
+    def _roots(self, model: nn.Module) -> dict[nn.Module, Built]:
         """The outermost models inside `model` that were built without values."""
         if built := self._record(model):
             return {model: built}
         return {m: of for child in model.children() for m, of in self._roots(child).items()}
 
+    def _filled(self, model: nn.Module) -> None:
+        for module in model.modules():
+            release(module)
+            if built := self._record(module):
+                built.filled = True
+
     def _is_filled(self, model: nn.Module) -> bool:
         roots = self._roots(model)
-        if not roots and not is_sharded(model):
-            what = "from_pretrained did not build this model within loading(): prepare it outside"
+        is_exempt = any(model in one._exempt for one in self.loadings)
+        if not roots and not is_sharded(model) and not is_exempt:
+            what = "from_pretrained did not build this model within loading(): prepare it outside, "
+            what += "or within `with loading.exempt(model)`"
             raise refusal("USAGE", what, got=type(model).__name__)
         return all(built.filled for built in roots.values())
 
     # ---- prepare
+
+    @contextmanager
+    def _binding(self, model: nn.Module, optimizers: Sequence[Any]) -> Iterator[None]:
+        """Gives optimizers the sharded parameters by name. accelerate exchanges them by their
+        addresses, which on meta are all 0."""
+        bindings, outer = Bindings(model, optimizers), self._bindings
+        self._bindings = bindings
+        try:
+            yield
+            bindings.exchange()
+        except BaseException:
+            bindings.restore()
+            raise
+        finally:
+            self._bindings = outer
 
     def _preparing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -237,7 +291,7 @@ class _Scripts:
                 for one in args
                 if isinstance(one, torch.optim.Optimizer)
             ]
-            with rebinding(empty[0], optimizers), _kept(optimizers):
+            with self._binding(empty[0], optimizers):
                 prepared = original(accelerator, *args, **kwargs)
             if not all(map(self._is_filled, empty)):
                 what = "Accelerator.prepare of this accelerate does not call fsdp2_prepare_model"
@@ -250,196 +304,51 @@ class _Scripts:
     def _sharding(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> Any:
-            roots = self._roots(model)
-            if all(built.filled for built in roots.values()):
+            found = self._unfilled_in(model)
+            if found is None:
                 return original(accelerator, model)
-            if len(roots) > 1:
-                names = " and ".join(type(root).__name__ for root in [*roots][:2])
-                what = "a model with several inside that from_pretrained has built: expected one"
-                raise refusal("UNSUPPORTED", what, got=names)
-            ((root, built),) = roots.items()
-            model = _shard_and_load(accelerator, model, root, built, original)
-            for module in model.modules():
-                drop_hooks(module, _refuse_forward, _refuse_state)
-                if one := self._record(module):
-                    one.filled = True
+            model = shard_and_load(accelerator, original, self._bindings, model, found)
+            self._filled(model)
             return model
 
         return fsdp2_prepare_model
 
+    def _placing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def prepare_model(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            made = original(accelerator, model, *args, **kwargs)
+            self.fill(model)  # neither trained nor sharded: a reference model on every rank
+            return made
 
-# ---- guards of models without values
+        return prepare_model
 
+    def _sharding_reference(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def prepare_fsdp(model: nn.Module, accelerator: Any) -> Any:
+            made = original(model, accelerator)
+            self.fill(made)
+            return made
 
-def _refuse_forward(module: nn.Module, args: Any) -> None:
-    """A hook: without it a forward on meta tensors would return meta tensors, without an error."""
-    for name, parameter in parameters_of(module).items():
-        if parameter is not None and parameter.is_meta:
-            what = "a forward without values: pass the model to prepare within loading()"
-            raise refusal("USAGE", what, tensor=name, got=type(module).__name__)
+        return prepare_fsdp
 
+    def _unfilled_in(self, model: nn.Module) -> tuple[nn.Module, Built] | None:
+        """The model in it that was built without values; None if it has values."""
+        roots = self._roots(model)
+        if all(built.filled for built in roots.values()):
+            return None
+        if len(roots) > 1:
+            names = " and ".join(type(root).__name__ for root in [*roots][:2])
+            what = "a model with several inside that from_pretrained has built: expected one"
+            raise refusal("UNSUPPORTED", what, got=names)
+        return next(iter(roots.items()))
 
-def _refuse_state(
-    module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
-) -> None:
-    """A hook: without it values copied to meta would be lost, without an error."""
-    if local_metadata.get("assign_to_params_buffers", False):
-        return
-    for name, parameter in parameters_of(module).items():
-        if parameter is not None and parameter.is_meta and prefix + name in state_dict:
-            what = "load_state_dict would be lost in a model without values: call it after prepare"
-            raise refusal("USAGE", what, tensor=prefix + name)
-
-
-# ---- prepare
-
-
-@contextmanager
-def _kept(optimizers: Sequence[Any]) -> Iterator[None]:
-    """Restores the parameter lists of all groups. accelerate exchanges parameters by their
-    addresses, which on meta are all 0; `rebinding` does it by name afterwards."""
-    lists = [[group["params"] for group in one.param_groups] for one in optimizers]
-    parameters = [[list(each) for each in of] for of in lists]
-    try:
-        yield
-    finally:
-        for one, of, before in zip(optimizers, lists, parameters, strict=True):
-            for group, each, were in zip(one.param_groups, of, before, strict=True):
-                each[:] = were
-                group["params"] = each
-
-
-def _shard_and_load(
-    accelerator: Any, model: nn.Module, root: nn.Module, built: _Built, shard: Callable[..., Any]
-) -> Any:
-    structure = structure_of(model)
-    keys = _keys(structure, model, root)
-    _refuse_changed(structure, built, keys)
-    passed = _dtypes_passed(structure, built, keys)
-    plugin = accelerator.state.fsdp_plugin
-    if plugin.cpu_ram_efficient_loading:
-        _take_from_rank_0(model, accelerator.device)
-    ignored, pattern = plugin.ignored_modules, None
-    if isinstance(ignored, str):
-        pattern = re.compile(ignored)
-        ignored = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
-    with ExitStack() as stack:
-        # Its parameters are on meta already, buffers must stay real, and nothing is to be sent.
-        replace(stack, plugin, "cpu_ram_efficient_loading", False)
-        replace(stack, plugin, "ignored_modules", ignored)
-        model = shard(accelerator, model)
-    if not is_sharded(model):
-        raise refusal("UNSUPPORTED", "fsdp2_prepare_model of this accelerate shards nothing")
-    narrow = _narrowings(model, passed, built.source)
-    before = _values(model)
-    built.loading.reports.append(load(model, built.source, **built.loading._arguments))
-    _refuse_overwritten(before, _values(model))
-    for parameter, dtypes in narrow:
-        _round(parameter, dtypes)
-    for module in ignored if pattern else ():
-        module.to(accelerator.device)  # as accelerate does if it is given names
-    return model
-
-
-def _keys(structure: Structure, model: nn.Module, root: nn.Module) -> dict[str, str]:
-    """By name in the model: the name of the parameter when `root` was built."""
-    path = next(canonical(path) for path, module in model.named_modules() if module is root)
-    prefix = f"{path}." if path else ""
-    keys = {}
-    for name, member in structure.members.items():
-        key = member.key if member.root is root else name.removeprefix(prefix)
-        keys[name] = key
-    return keys | {copy: keys[original] for copy, original in structure.copies.items()}
-
-
-def _refuse_changed(structure: Structure, built: _Built, keys: Mapping[str, str]) -> None:
-    """Refuses parameters that were written to, or copied, while they had no values."""
-    for name, member in structure.members.items():
-        if not isinstance(member.tensor, nn.Parameter) or not member.tensor.is_meta:
-            continue
-        if member.adapter is not None and name not in structure.copies:
-            what = (
-                "an adapter on meta: it is computed from the base's values, or peft was imported "
-            )
-            what += "after from_pretrained (import it before)"
-            raise refusal("UNSUPPORTED", what, tensor=name)
-        _, version = built.parameters.get(keys[name], (None, None))
-        if name not in structure.copies and version not in (None, version_of(member.tensor)):
-            what = "a parameter was written to before it had values: write to it after prepare"
-            raise refusal("USAGE", what, tensor=name)
-
-
-def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Broadcasts parameters that the script made itself, as `cpu_ram_efficient_loading` does."""
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            value = parameter.detach().to(device).contiguous()
-            settled(torch.distributed.broadcast, value, 0)
-            parameter.data.copy_(value)
-
-
-def _values(model: nn.Module) -> dict[str, bytes]:
-    """A digest of each parameter that has values."""
-    digests = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta:
-            values: Any = as_bytes(local_of(parameter).cpu().contiguous()).numpy()
-            digests[name] = hashlib.blake2b(values, digest_size=16).digest()
-    return digests
-
-
-def _refuse_overwritten(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
-    for name, value in before.items():
-        if after[name] != value:
-            what = "a parameter that the script made itself was overwritten by the source: "
-            what += "make it after prepare"
-            raise refusal("USAGE", what, tensor=canonical(name))
-
-
-# ---- dtypes
-
-
-def _dtypes_passed(
-    structure: Structure, built: _Built, keys: Mapping[str, str]
-) -> dict[str, list[torch.dtype]]:
-    """By name: the dtypes that accelerate would cast a value to, in order."""
-    passed = {}
-    for name, member in structure.members.items():
-        now = member.tensor.dtype
-        if member.tensor.is_meta and now.is_floating_point:
-            passed[name] = [built.parameters.get(keys[name], (now, 0))[0], now]
-    return passed
-
-
-def _narrowings(
-    model: nn.Module, passed: Mapping[str, list[torch.dtype]], source: Path
-) -> list[tuple[nn.Parameter, list[torch.dtype]]]:
-    """Parameters whose stored dtype is wider than one that accelerate would cast to on the way: a
-    load keeps bits that accelerate rounds off.
-
-        stored float32 -> built as bfloat16 -> upcast to float32    accelerate: 8 bits of mantissa
-        stored float32 -> float32                                   load: 24 bits, then `_round`
-    """
-    stored = {dtype for dtype, _ in _modicum.open_checkpoint(source).stored.values()}
-    floats = {dtype for dtype in stored if "float" in dtype}
-
-    def narrows(dtype: torch.dtype) -> bool:
-        return dtype != torch.float32 and bool(floats - {str(dtype).removeprefix("torch.")})
-
-    found = []
-    for fqn, parameter in model.named_parameters():
-        name = canonical(fqn)
-        dtypes = [d for d in passed.get(name, ()) if d != parameter.dtype and narrows(d)]
-        if dtypes and parameter.dtype != torch.float32:
-            what = "values that accelerate would round twice, to different dtypes"
-            got = " then ".join(map(str, [*dtypes, parameter.dtype]))
-            raise refusal("UNSUPPORTED", what, tensor=name, got=got)
-        if dtypes:
-            found.append((parameter, dtypes))
-    return found
-
-
-def _round(parameter: nn.Parameter, dtypes: Sequence[torch.dtype]) -> None:
-    for dtype in dtypes:
-        for chunk in local_of(parameter).detach().reshape(-1).split(_CHUNK):
-            chunk.copy_(chunk.to(dtype))
+    def fill(self, model: nn.Module) -> None:
+        """Loads a model as it is sharded now, unless it has values."""
+        if (found := self._unfilled_in(model)) is None:
+            return
+        root, built = found
+        structure = structure_of(model)
+        keys = keys_of(structure, model, root)
+        refuse_changed(structure, built, keys)
+        load_rounded(model, built, dtypes_passed(structure, built, keys), None)
+        self._filled(model)

@@ -6,12 +6,10 @@ torch.distributed.checkpoint.load(state, storage_reader=reader)
 model.load_state_dict(state, assign=True)
 """
 
-import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +28,8 @@ from torch.futures import Future
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.recipes import Recipe, recipe_for
-from modicum.recipes.dtypes import _FLOATS, dtype_name
+from modicum.recipes import Recipe, read_recipe, recipe_for
+from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.recipes.nodes import Node, stored_under
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
@@ -168,7 +166,7 @@ class HuggingFaceReader(StorageReader):
         if isinstance(self._given, Recipe):
             return self._given
         if self._given is not None:
-            return _recipe_of(Path(self._given))
+            return read_recipe(self._given)
         if self._model is not None:
             return recipe_for(self._model, stored, **self._names)
         return Recipe({name: {"op": "stored", "name": name} for name in stored})
@@ -250,15 +248,6 @@ class HuggingFaceReader(StorageReader):
         )
 
 
-def _recipe_of(path: Path) -> Recipe:
-    try:
-        document = json.loads(path.read_text())
-        return Recipe(dict(document["targets"]), list(document.get("unused", [])))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        what = "invalid recipe.json"
-        raise refusal("MISMATCH", what, file=path.name, got=repr(error)) from error
-
-
 def _described(target: _Target) -> TensorStorageMetadata:
     size = torch.Size(target.shape)
     chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
@@ -268,7 +257,7 @@ def _described(target: _Target) -> TensorStorageMetadata:
 
 def _check_place(fqn: str, target: _Target, tensor: torch.Tensor) -> None:
     dtype = dtype_name(tensor.dtype)
-    if dtype != target.dtype and not _FLOATS.issuperset((dtype, target.dtype)):
+    if dtype != target.dtype and not FLOATS.issuperset((dtype, target.dtype)):
         raise refusal("MISMATCH", "the dtype differs", tensor=fqn, expected=target.dtype, got=dtype)
     if not tensor.is_contiguous():
         raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=fqn)
@@ -278,7 +267,7 @@ def _as(node: Node, dtype: str) -> Node:
     """The node with a cast to `dtype`, if it is one that a recipe can cast to."""
     if node["op"] != "init":
         node = {key: value for key, value in node.items() if key != "dtype"}
-    return node | ({"dtype": dtype} if dtype in _FLOATS else {})
+    return node | ({"dtype": dtype} if dtype in FLOATS else {})
 
 
 def _boxed(node: Node, shape: tuple[int, ...], item: ReadItem) -> Node:

@@ -14,13 +14,14 @@ from modicum.upstream.patching import replace
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def replace_prepare(stack: ExitStack, prepare: Wrapper, shard: Wrapper) -> None:
-    """Until `stack` ends, wraps `Accelerator.prepare` by `prepare`, and the function that shards a
-    model, called with (accelerator, model), by `shard`."""
+def replace_prepare(stack: ExitStack, prepare: Wrapper, shard: Wrapper, place: Wrapper) -> None:
+    """Until `stack` ends, wraps `Accelerator.prepare` by `prepare`, `prepare_model` by `place`, and
+    the function that shards a model, called with (accelerator, model), by `shard`."""
     from accelerate import accelerator
 
     cls = accelerator.Accelerator
     replace(stack, cls, "prepare", prepare(cls.prepare))
+    replace(stack, cls, "prepare_model", place(cls.prepare_model))
     replace(stack, accelerator, "fsdp2_prepare_model", shard(accelerator.fsdp2_prepare_model))
 
 

@@ -88,6 +88,13 @@ def drop_hooks(module: Any, *hooks: Callable[..., Any]) -> None:
                 del of_module[key]
 
 
+def not_compiled(function: Any) -> Any:
+    """`function`, which torch.compile calls instead of tracing it; does not import the compiler."""
+    import torch
+
+    return torch._disable_dynamo(function)
+
+
 # ---- optimizers
 
 
@@ -182,6 +189,10 @@ def _hooks_are_dropped() -> bool:
     return had == [1, 1] and not any(hooks)
 
 
+def _compiler_is_kept_off() -> bool:
+    return bool(not_compiled(lambda one: one + 1)(1) == 2)
+
+
 def _optimizers_have_load_hooks() -> bool:
     import torch
 
@@ -202,6 +213,7 @@ KNOWN = Known(
         "a Parameter's hooks stay when their dictionaries move": _hooks_are_carried,
         "a Module keeps _parameters, _buffers and _modules": _modules_keep_dictionaries,
         "a Module's pre-hooks are values of dictionaries": _hooks_are_dropped,
+        "torch._disable_dynamo() returns a function that calls another": _compiler_is_kept_off,
         "an Optimizer keeps its load_state_dict hooks": _optimizers_have_load_hooks,
     },
 )

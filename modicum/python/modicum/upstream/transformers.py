@@ -4,6 +4,7 @@ Neither transformers nor torch is imported before a function needs it: `is_pretr
 called for models without transformers.
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -14,6 +15,11 @@ from modicum.errors import refusal
 from modicum.upstream.known import Known
 from modicum.upstream.patching import replace
 
+_ROWS_OF_THE_MEAN = (
+    "_init_added_embeddings_weights_with_mean",
+    "_init_added_lm_head_weights_with_mean",
+    "_init_added_lm_head_bias_with_mean",
+)
 IDENTITY = "_IdentityOp"
 """The class of a conversion that changes nothing."""
 
@@ -26,6 +32,12 @@ def is_pretrained(module: Any) -> bool:
 def initialise(model: Any, module: Any) -> None:
     """Initialises the parameters of `module`, a part of `model` or the model itself."""
     model._init_weights(module)
+
+
+def embeddings_of(model: Any) -> list[Any]:
+    """The modules that hold a row for each token: the embedding, and the head if there is one."""
+    found = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [module for module in found if module is not None]
 
 
 def forget_initialised(module: Any) -> None:
@@ -62,7 +74,14 @@ def renames_stored(model: Any) -> bool:
 
 
 class Builder(Protocol):
-    """Replaces the part of `from_pretrained` that reads tensors."""
+    """Replaces the parts of `from_pretrained` and `from_config` that make values."""
+
+    @property
+    def is_exempt(self) -> bool:
+        """Whether models are built as without it."""
+
+    is_building: bool
+    """Whether a model is under construction, which may build others as its parts."""
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """The contexts to enter before those in which transformers builds a model."""
@@ -70,13 +89,38 @@ class Builder(Protocol):
     def built(self, model: Any, files: Sequence[str] | None, *given: Any) -> None:
         """Called with a model without values. `given`: the arguments for `check_arguments`."""
 
+    def made(self, model: Any) -> None:
+        """Called with a model without values that `from_config` has built."""
+
+    def exempted(self, model: Any) -> None:
+        """Called with a model that was built as without it."""
+
+    def resized(self, model: Any, how: str) -> None:
+        """Called when `resize_token_embeddings` has changed rows of a model without values. `how`:
+        new rows are the "mean" of the others, or made by the "model"."""
+
 
 def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
     """Until `stack` ends, `from_pretrained` of `cls`, a model class, reads no tensor."""
-    contexts = cls.get_init_context.__func__
+    contexts, from_config = cls.get_init_context.__func__, cls._from_config.__func__
+    read, finish = cls._load_pretrained_model, cls._finalize_model_loading
 
     def get_init_context(cls: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        return [*by.contexts(), *contexts(cls, *args, **kwargs)]
+        own = [] if by.is_exempt else by.contexts()
+        return [*own, *contexts(cls, *args, **kwargs)]
+
+    def _from_config(cls: Any, /, config: Any, **kwargs: Any) -> Any:
+        if by.is_exempt or by.is_building:
+            model = from_config(cls, config, **kwargs)
+            if not by.is_building:
+                by.exempted(model)
+            return model
+        with ExitStack() as building:
+            for context in by.contexts():
+                building.enter_context(context)
+            model = from_config(cls, config, **kwargs)
+        by.made(model)
+        return model
 
     def _load_pretrained_model(
         model: Any,
@@ -84,19 +128,54 @@ def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
         checkpoint_files: Any,
         load_config: Any,
         expected_keys: Any = None,
-    ) -> tuple[Any, None]:
+    ) -> tuple[Any, Any]:
+        if by.is_exempt:
+            told = read(model, state_dict, checkpoint_files, load_config, expected_keys)
+            by.exempted(model)
+            return told
         model.tie_weights(recompute_mapping=False)
         by.built(model, checkpoint_files, load_config, state_dict, expected_keys)
         return _nothing_loaded(), None
 
     def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
         """Leaves tensors on meta there; none is missing yet."""
-        return loading_info
+        return finish(model, load_config, loading_info) if by.is_exempt else loading_info
 
     _load_pretrained_model.__dict__["builder"] = by
     replace(stack, cls, "get_init_context", classmethod(get_init_context))
     replace(stack, cls, "_load_pretrained_model", staticmethod(_load_pretrained_model))
     replace(stack, cls, "_finalize_model_loading", staticmethod(_finalize_model_loading))
+    replace(stack, cls, "_from_config", classmethod(_from_config))
+    _replace_resizing(stack, cls, by)
+
+
+def _replace_resizing(stack: ExitStack, cls: Any, by: Builder) -> None:
+    """New rows of tensors on meta have no values to compute them from yet."""
+    resize = cls.resize_token_embeddings
+
+    @functools.wraps(resize)
+    def resize_token_embeddings(
+        model: Any,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> Any:
+        before = [module.weight.shape for module in embeddings_of(model)]
+        made = resize(model, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        is_same = before == [module.weight.shape for module in embeddings_of(model)]
+        if made.weight.is_meta and not is_same:
+            by.resized(model, "mean" if mean_resizing else "model")
+        return made
+
+    replace(stack, cls, "resize_token_embeddings", resize_token_embeddings)
+    for name in _ROWS_OF_THE_MEAN:
+        of_values = getattr(cls, name)
+
+        @functools.wraps(of_values)
+        def fill(model: Any, old: Any, *args: Any, by: Any = of_values) -> Any:
+            return None if old.weight.is_meta else by(model, old, *args)
+
+        replace(stack, cls, name, fill)
 
 
 def builder(cls: Any) -> Any:
@@ -173,6 +252,8 @@ def source_of(files: Sequence[str] | None) -> Path:
 class _Noting:
     """A builder that records its calls."""
 
+    is_exempt = is_building = False
+
     def __init__(self) -> None:
         self.calls: list[str] = []
 
@@ -184,6 +265,15 @@ class _Noting:
         config, _, expected_keys = given  # without a file from_pretrained needs a state dict
         check_arguments(model, config, None, expected_keys)
         self.calls.append("built")
+
+    def made(self, model: Any) -> None:
+        self.calls.append("made")
+
+    def exempted(self, model: Any) -> None:
+        pass
+
+    def resized(self, model: Any, how: str) -> None:
+        self.calls.append(how)
 
 
 def _builds_without_values() -> bool:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.memory.recording import reset_peak
-from modicum.recipes import recipe_for
+from modicum.recipes import Recipe, recipe_for
 from modicum.recipes.structure import Structure, structure_of
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.tensors import ModelTensor, tensors_of
@@ -75,6 +75,8 @@ class Goal:
     """By rank, the result of `memory_before` there."""
     callers: list[str]
     """The names of tensors that the model's own rules make."""
+    grown: dict[str, int] = field(default_factory=dict)
+    """By name of a tensor that has another number of rows than is stored: the stored number."""
     only_rank_0: bool = False
     """Whether the source is rank 0's memory."""
 
@@ -101,12 +103,14 @@ def goal_of_source(
     if ranks.rank == 0:
         for warning in checkpoint.warnings:
             warnings.warn(f"modicum: {warning}", stacklevel=3)
-    how = {**how, "missing": "init"} if source is None else how
+    how = {**how, "missing": "init"} if source is None else {**how}
+    given: Recipe | None = how.pop("recipe", None)
     if how["dtype"] is not None and not isinstance(how["dtype"], torch.dtype):
         expected = "a torch.dtype, such as torch.bfloat16, or None"
         raise refusal("USAGE", "dtype", expected=expected, got=repr(how["dtype"]))
     facts = {"the size of the checkpoint": f"{checkpoint.bytes} bytes"}
     facts |= {f"argument {name}": said(value) for name, value in how.items()}
+    facts["argument recipe"] = "" if given is None else given.text(callers=True)
     ranks.agree_on(facts | model.facts())
     present = [
         name
@@ -116,13 +120,17 @@ def goal_of_source(
 
     def make() -> list[Any]:
         stored, structure = checkpoint.stored, model.structure
-        made = recipe_for(model.module, stored, structure=structure, present=present, **how)
-        return [made.text(callers=True), made.callers]
+        if given is not None:
+            made = given.into(structure)
+        else:
+            made = recipe_for(model.module, stored, structure=structure, present=present, **how)
+        return [made.text(callers=True), made.callers, made.grown]
 
     # transformers takes seconds of CPU for the recipe, so rank 0 alone makes it, and before its
     # memory is measured: what transformers leaves there does not count for the load.
-    (text, callers), memories = ranks.once(make, memory_before)
-    return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, callers)
+    (text, callers, grown), memories = ranks.once(make, memory_before)
+    recipe = _modicum.make_recipe(checkpoint, text)
+    return Goal(checkpoint, recipe, memories, callers, grown=grown)
 
 
 def said(argument: Any) -> str:

@@ -1,38 +1,35 @@
 """`load`: a checkpoint into a model whose parameters are on meta."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from modicum import _modicum
+from modicum.recipes import Recipe, read_recipe
 from modicum.recipes.patterns import Rule
 from modicum.torch.build.emptied import Emptied
 from modicum.torch.loading.goal import Model, Source, goal_of_source, refuse_gaps
-from modicum.torch.loading.planning import Options, Size, plan_of
+from modicum.torch.loading.planning import Options, Size, optimizers_of, plan_of
+from modicum.torch.loading.rows import fill_rows, require_rule
 from modicum.torch.loading.running import run
+from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.walk.report import Report
 
 
 def load(
-    model: nn.Module,
-    source: Source,
-    *,
-    ledger: _modicum.Ledger | None = None,
-    budget: Size | None = None,
-    strategy: str = "own-shard",
-    dtype: torch.dtype | None = None,
-    keep_fp32: str | None = None,
+    model: nn.Module, source: Source, *,
+    ledger: _modicum.Ledger | None = None, budget: Size | None = None,
+    strategy: str = "own-shard", dtype: torch.dtype | None = None, keep_fp32: str | None = None,
     missing: str | Collection[str] | Mapping[str, Rule] = "error",
-    unexpected: str | Collection[str] = "error",
-    check: str | None = None,
-    progress: bool = True,
-    seed: int = 0,
-    staging: Size | None = None,
-    buffers: str | None = None,
-    fork: str = "excluded",
-) -> Report:
+    unexpected: str | Collection[str] = "error", check: str | None = None, progress: bool = True,
+    seed: int = 0, staging: Size | None = None, buffers: str | None = None, fork: str = "excluded",
+    optimizer: AdamW | Sequence[AdamW] = (), resized: str | None = None,
+    recipe: Recipe | str | Path | None = None, key_mapping: Mapping[str, str] | None = None,
+) -> Report:  # fmt: skip
     """Loads a checkpoint into a model built under `empty_parameters()`, sharded or not.
 
     Collective: every rank of torch's default process group calls it with the same arguments, after
@@ -64,6 +61,13 @@ def load(
         buffers: for real buffers that no state dict has, and that differ from the result of the
             model's rule: "restore", "keep", or None: restore those unwritten since `to_empty()`.
         fork: "excluded", "shared" or "inherited" memory in forked children (docs/guide/workers.md).
+        optimizer: `modicum.torch.AdamW` of parameters on meta, one or several: the promise holds
+            its state, too, which is allocated when the parameters have their values.
+        resized: for token embeddings and heads with other numbers of rows than is stored: new rows
+            are the "mean" of the stored ones, or made by the "model"; None: an error.
+        recipe: how tensors are made of stored ones, from `modicum.recipes` or a recipe.json, for a
+            model with names of its own; then missing, unexpected, dtype and keep_fp32 do not apply.
+        key_mapping: renamings of stored names by regular expression, as for `from_pretrained`.
 
     Returns:
         The same report on every rank. Its warnings are UserWarnings on rank 0, too.
@@ -74,14 +78,28 @@ def load(
         FormatError, IntegrityError, IoError, PeerError: on every rank alike, naming the rank that
             failed first. After an error the model's parameters are on meta, as before.
     """
-    how = {"dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected}
-    ledger = ledger or _modicum.Ledger()
-    options = Options(ledger, budget, strategy, staging, fork, seed, check, progress)
+    how = {
+        "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
+        "resized": require_rule(resized) is not None, "key_mapping": key_mapping,
+        "recipe": read_recipe(recipe) if isinstance(recipe, (str, Path)) else recipe,
+    }  # fmt: skip
+    options = Options(
+        ledger or _modicum.Ledger(), budget, strategy, staging, fork, seed, check, progress,
+        optimizers_of(optimizer),
+    )  # fmt: skip
+    return _load(model, source, how, options, {"buffers": buffers, "resized": resized or ""})
+
+
+def _load(
+    model: nn.Module, source: Source, how: dict[str, Any], options: Options, made: dict[str, Any]
+) -> Report:
+    """`how`: of the recipe; `made`: the rules of `buffers` and `resized`."""
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model)
-        emptied = Emptied(model, whole.structure, buffers, ranks, seed)
+        emptied = Emptied(model, whole.structure, made["buffers"], ranks, options.seed)
         goal = goal_of_source(whole, ranks, source, how, emptied.unwritten)
         refuse_gaps(whole, goal.dtypes)
         report = run(plan_of(whole, ranks, goal, options), whole, ranks)
+        fill_rows(whole, goal.grown, made["resized"], options.seed)
         emptied.restore(loaded=goal.dtypes)
         return report

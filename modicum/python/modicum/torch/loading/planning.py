@@ -1,5 +1,6 @@
 """The plan of a load: where each target goes, and the core's plan within the budget."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ from modicum import _modicum
 from modicum.errors import refusal
 from modicum.torch.build.initialiser import Initialiser
 from modicum.torch.loading.goal import Goal, Model
+from modicum.torch.optim.adamw import AdamW
+from modicum.torch.optim.parts import Memory
+from modicum.torch.optim.promise import needed_by
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
@@ -37,10 +41,24 @@ class Options:
     seed: int
     check: str | None
     progress: bool
+    optimizers: Sequence[AdamW] = ()
 
     def __post_init__(self) -> None:
         require_check(self.check)
         require_fork(self.fork)
+
+
+def optimizers_of(given: Any) -> list[AdamW]:
+    """The optimizers whose state a load allocates. State of parameters that were replaced, if none
+    would be lost, is freed here."""
+    optimizers: list[Any] = [given] if isinstance(given, torch.optim.Optimizer) else [*given]
+    for one in optimizers:
+        if not isinstance(one, AdamW):
+            what = "optimizer: others than Modicum's allocate their state in a step"
+            got = type(one).__name__
+            raise refusal("USAGE", what, expected="modicum.torch.AdamW", got=got)
+        one._unbind_changed()
+    return optimizers
 
 
 @dataclass(frozen=True)
@@ -102,7 +120,9 @@ def plan_of(
         raise refusal("UNSUPPORTED", "strategy node-reader", expected=expected)
     per_node = ranks.ranks_per_node or ranks.world_size
     names = ("strategy", "staging", "fork", "check")
-    ranks.agree_on({f"argument {name}": repr(getattr(options, name)) for name in names})
+    facts = {f"argument {name}": repr(getattr(options, name)) for name in names}
+    facts["argument optimizer"] = repr([one.state_format for one in options.optimizers])
+    ranks.agree_on(facts)
     initialiser = Initialiser(
         model.module,
         goal.callers,
@@ -120,12 +140,13 @@ def plan_of(
         ranks_per_node=per_node,
         destinations=[place.destination for place in places],
         staging=options.staging,
-        baseline=[b + _kept_bytes(before, rank) for rank, b in enumerate(baselines)],
+        baseline=[b + kept_bytes(before, rank) for rank, b in enumerate(baselines)],
         init_bytes=initialiser.largest_bytes + initialiser.most_tensors * _PAGE_BYTES,
         caller_sends=True,
         budget=budget,
         budget_source=budget_source,
         fork=options.fork,
+        after=_states_of(options.optimizers, places, ranks),
     )
     buffers = plan.buffers(ranks.rank)
     return Planned(
@@ -133,7 +154,24 @@ def plan_of(
     )
 
 
-def _kept_bytes(before: Planned | None, rank: int) -> int:
+def _states_of(
+    optimizers: Sequence[AdamW], places: Sequence[Place], ranks: Ranks
+) -> list[dict[str, int]]:
+    """By rank, the bytes by purpose of the optimizers' state; nothing without optimizers."""
+    if not optimizers:
+        return []
+    memories = {
+        id(place.of.tensor): Memory(place.dtype, place.device)
+        for place in places
+        if place.of.tensor.is_meta
+    }
+    needed: Counter[str] = Counter()
+    for one in optimizers:
+        needed.update(needed_by(one, memories))
+    return ranks.gather(dict(needed))
+
+
+def kept_bytes(before: Planned | None, rank: int) -> int:
     """The bytes of host memory that a load has allocated and that stay, in whole pages."""
     if before is None:
         return 0

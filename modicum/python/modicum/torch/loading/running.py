@@ -10,7 +10,9 @@ from torch.utils.dlpack import from_dlpack
 
 from modicum import _modicum
 from modicum.torch.loading.goal import Model
-from modicum.torch.loading.planning import Place, Planned
+from modicum.torch.loading.planning import Place, Planned, kept_bytes
+from modicum.torch.optim.binding import on_meta
+from modicum.torch.optim.promise import held_by
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.ranks.progress import progress_bar
@@ -64,6 +66,9 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
     finally:
         ledger.limit_bytes = outside
     _hand_over(planned, model, loaded, storages)
+    for one in options.optimizers:
+        if not on_meta(one.param_groups, one._trains):
+            one.allocate()
     return _report(planned, ranks, loaded)
 
 
@@ -129,6 +134,10 @@ def _report(planned: Planned, ranks: Ranks, loaded: _modicum.Loaded) -> Report:
         "baseline_bytes": planned.goal.memories[ranks.rank][0],
         "kernel_peak_bytes": _modicum.process_memory()["peak_bytes"],
     }
+    if planned.options.optimizers:
+        states = sum(map(held_by, planned.options.optimizers))
+        held = kept_bytes(planned, ranks.rank) + states
+        outcome["ledger_peak_bytes"] = max(outcome["ledger_peak_bytes"], held)
     outcomes = ranks.gather(outcome)
     is_checked, budget = planned.options.check is not None, planned.budget
     source = planned.budget_source

@@ -1,7 +1,6 @@
 """`AdamW`: a torch optimizer whose state is in the core's arenas, in a declared format."""
 
 import math
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,22 +20,32 @@ from modicum.torch.optim.binding import (
     listed,
     meshes_of,
     new_parts,
+    on_meta,
     refuse_lost,
     refuse_repeated,
     unhook,
 )
-from modicum.torch.optim.bound import MOMENTS, Bound
-from modicum.torch.optim.names import names_of, told_by_fqn
+from modicum.torch.optim.bound import Bound
+from modicum.torch.optim.items import StateItem, exported_items, stored_items
+from modicum.torch.optim.names import called, names_of, skip_warning, told_by_fqn, warn_script
 from modicum.torch.optim.parts import Part
-from modicum.torch.optim.state_dicts import is_noted, merged_groups, saved_entries, saved_values
-from modicum.torch.optim.states import options_of, require_seed
+from modicum.torch.optim.state_dicts import (
+    is_begun,
+    is_noted,
+    merged_groups,
+    saved_entries,
+    saved_values,
+)
+from modicum.torch.optim.states import options_of, require_seed, unscale_of
 from modicum.torch.shards.forks import require_fork
-from modicum.upstream.torch_core import load_hooks
+from modicum.upstream.torch_core import load_hooks, not_compiled
 
 
 class AdamW(torch.optim.Optimizer):
     """AdamW that allocates all of its state, a declared number of bytes, when it is made: the state
-    of the parameters that train then. A frozen one has none until it trains.
+    of the parameters that train then. A frozen one has none until it trains. While a parameter that
+    trains is on meta it has no state: `modicum.torch.load(..., optimizer=)`, `Accelerator.prepare`
+    within `loading()`, `allocate()` or the first step allocate it.
 
     A `torch.optim.Optimizer`: groups, schedulers, hooks, `GradScaler`, `state_dict` with PyTorch's
     names and shapes. Parameters are plain tensors or DTensors of float32, bfloat16 or float16.
@@ -183,17 +192,29 @@ class AdamW(torch.optim.Optimizer):
             for part, count in zip(self._bound.parts, counts, strict=True)
         )
 
-    def _follow(self) -> None:
-        """Follows changes of param_groups and `state` since the last call, or refuses them; and
-        allocates state for parameters that train now, and did not before."""
+    def _unbind_changed(self) -> None:
+        """Frees the state, if there is none to lose, of parameters that were replaced or moved."""
         changed = changed_since(self._bound.parts, self.param_groups)
         if changed is not None:
             if self._has_state():
                 raise changed
             self._release()
+
+    def _follow(self, *, now: bool = False) -> None:
+        """Follows changes of param_groups and `state` since the last call, or refuses them; and
+        allocates state for parameters that train now, and did not before. While one of these is on
+        meta it allocates nothing or, if the state is needed `now`, refuses."""
+        self._unbind_changed()
         self._bound.meshes = meshes_of(self.param_groups)
         self._has_loaded |= self._bound.follow(self.state)
-        self._take_up(self._trains, self.param_groups)
+        if now or not on_meta(self.param_groups, self._trains):
+            self._take_up(self._trains, self.param_groups)
+
+    @torch.no_grad()
+    def allocate(self) -> None:
+        """Allocates the state of all parameters that train and have none, as the first step does.
+        They must have their memory. Collective."""
+        self._agreed(lambda: self._follow(now=True))
 
     def _trains(self, parameter: torch.Tensor) -> bool:
         """Whether a step would need its state, as in torch."""
@@ -209,12 +230,10 @@ class AdamW(torch.optim.Optimizer):
         parts = new_parts(self.param_groups, wants, bound.parts)
         if not parts:
             return
-        others = f" and {len(parts) - 1} more parameters" if len(parts) > 1 else ""
-        what = f"AdamW's state of '{parts[0].name}'{others}"
         try:
             bound.add(
-                parts, groups, options=self._checked(groups), state_format=self.state_format,
-                ledger=self.ledger, seed=self.seed, pin=self._pin, fork=self._fork, what=what,
+                parts, groups, what=called(parts), options=self._checked(groups), seed=self.seed,
+                state_format=self.state_format, ledger=self.ledger, pin=self._pin, fork=self._fork,
             )  # fmt: skip
         except BudgetError as error:
             error.tensor = error.tensor or parts[0].name
@@ -268,6 +287,7 @@ class AdamW(torch.optim.Optimizer):
 
     # ---- a step
 
+    @not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One collective step with the current gradients: unscale, clip, update, cast in one pass.
@@ -283,8 +303,8 @@ class AdamW(torch.optim.Optimizer):
 
         def prepare() -> Answer:
             nonlocal unscale
-            unscale = self._unscale()
-            self._follow()
+            unscale = unscale_of(self)
+            self._follow(now=True)
             self._bound.settle()
             self._bound.set_options(self._options(self.param_groups))
             self._bound.refresh_on_device()
@@ -311,23 +331,7 @@ class AdamW(torch.optim.Optimizer):
         if self._has_warned_of_skip or hasattr(self, "found_inf"):  # GradScaler's skips are usual
             return
         self._has_warned_of_skip = True
-        name = self._bound.not_finite()
-        what = f"that of '{name}'" if name else "on another rank"
-        what = f"AdamW skipped a step, on all ranks: a gradient is not finite ({what}). Further "
-        what += "skips are not reported: `skipped_steps` counts them"
-        warnings.warn(what, stacklevel=5)
-
-    def _unscale(self) -> float:
-        """The inverse of the GradScaler's scale; 1 without one."""
-        scale = getattr(self, "grad_scale", None)
-        if scale is None:
-            return 1.0
-        scale = float(scale)
-        unscale = 1.0 / scale if scale else math.inf
-        if not (0 < scale < math.inf and unscale <= torch.finfo(torch.float32).max):
-            expected = "finite and above 0, like its inverse"
-            raise refusal("USAGE", "GradScaler's scale", expected=expected, got=str(scale))
-        return unscale
+        warn_script(skip_warning(self._bound.not_finite()))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -344,7 +348,7 @@ class AdamW(torch.optim.Optimizer):
             raise refusal("USAGE", "max_norm", expected="0 or more", got=str(max_norm))
 
         def prepare() -> Answer:
-            self._follow()
+            self._follow(now=True)
             self._bound.collect()
             return self._bound.norms()
 
@@ -387,7 +391,7 @@ class AdamW(torch.optim.Optimizer):
         if has_none and is_first:
             what = "AdamW's first step finds no gradient in any of its parameters and changes "
             what += "nothing: call backward before, and make AdamW after parameters are replaced"
-            warnings.warn(what, stacklevel=8)
+            warn_script(what)
         self._has_warned |= has_none
 
     def _forget(self) -> None:
@@ -425,6 +429,14 @@ class AdamW(torch.optim.Optimizer):
         finally:
             self.state = lies
 
+    def state_items(self, codes: bool = False) -> Iterator[StateItem]:
+        """(parameter's name, name, tensor) of the whole state, one tensor at a time. `codes`: views
+        of planes and scales in their own dtypes, to be saved without a copy, or copied into."""
+        with told_by_fqn(self.param_groups), self._all_or_none():
+            self._follow()
+        self._bound.refresh_masters()
+        return stored_items(self._bound) if codes else exported_items(self._bound)
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class, of any state format, or of torch.optim.AdamW.
@@ -460,7 +472,7 @@ class AdamW(torch.optim.Optimizer):
         for part, of in zip(self._bound.parts, values, strict=True):
             self._bound.take(part, of)
             self._bound.take_master(part, of.get("master"))
-        self._has_loaded = any(map(_is_begun, values))
+        self._has_loaded = any(map(is_begun, values))
         self._bound.note_steps()
         self._bound.note_versions()
         for after in hooks_after:
@@ -484,12 +496,4 @@ class AdamW(torch.optim.Optimizer):
         shards does not depend on the sharding."""
         with told_by_fqn(self.param_groups), self._all_or_none():
             self._follow()
-        self._bound.refresh_masters()
-        all_of = [state.digest() for state in self._bound.states.values()]
-        return {name: sum(of[name] for of in all_of) % (1 << 64) for name in ("state", "master")}
-
-
-def _is_begun(values: Mapping[str, Any]) -> bool:
-    """Whether a parameter's values differ from those before its first step."""
-    moments = [values.get(name) for name in MOMENTS]
-    return values["step"] > 0 or any(of is not None and bool(of.any()) for of in moments)
+        return self._bound.digest()

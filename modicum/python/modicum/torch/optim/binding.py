@@ -2,7 +2,7 @@
 hooks their gradients."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from modicum.errors import UsageError, refusal
 from modicum.torch.optim.names import fqns_of, modules_alive, named
-from modicum.torch.optim.parts import Part, mesh_of, part_of, place_of
+from modicum.torch.optim.parts import Memory, Part, mesh_of, part_of, place_of
 from modicum.torch.shards.placements import Shardings
 from modicum.upstream.torch_core import local_of, parameters_of, require_known
 
@@ -24,11 +24,17 @@ Group = dict[str, Any]
 Wants = Callable[[nn.Parameter], bool]
 
 
-def new_parts(groups: Sequence[Group], wants: Wants, bound: Sequence[Part]) -> list[Part]:
+def new_parts(
+    groups: Sequence[Group],
+    wants: Wants,
+    bound: Sequence[Part],
+    memories: Mapping[int, Memory] | None = None,
+) -> list[Part]:
     """A part of each parameter in `groups` that is not among `bound` and that `wants` is true of,
     in their order. `UsageError` for a parameter that can't be stepped in place, for equal names,
-    and for shared memory."""
+    and for shared memory. `memories`: by id, those of parameters on meta, to count their state."""
     own = {id(part.parameter) for part in bound}
+    memories = memories or {}
     if not any(id(p) not in own and wants(p) for group in groups for p in group["params"]):
         return []
     require_known()
@@ -40,10 +46,17 @@ def new_parts(groups: Sequence[Group], wants: Wants, bound: Sequence[Part]) -> l
             raise refusal("USAGE", "two parameters have one name", tensor=name)
         names.add(name)
         if id(parameter) not in own and wants(parameter):
-            parts.append(part_of(name, parameter, index, shardings))
+            memory = memories.get(id(parameter))
+            parts.append(part_of(name, parameter, index, shardings, memory))
             parts[-1].at = at
-    _refuse_overlaps([*bound, *parts])
+    _refuse_overlaps([*bound, *(part for part in parts if id(part.parameter) not in memories)])
     return parts
+
+
+def on_meta(groups: Sequence[Group], wants: Wants) -> list[nn.Parameter]:
+    """The parameters without memory that `wants` is true of."""
+    held = (p for group in groups for p in group["params"])
+    return [p for p in held if p.is_meta and wants(p)]
 
 
 def meshes_of(groups: Iterable[Group]) -> list[Any]:

@@ -171,10 +171,22 @@ class Bound:
         for name in part.moments if part.local.numel() > 0 else ():
             of = values.get(name)
             if of is not None:
-                state.import_from(part.shard, name, of.float().contiguous())
+                if not self._has(part, name, of):
+                    state.import_from(part.shard, name, of.float().contiguous())
             elif name in values:
                 for lies in (state.plane(part.shard, name), state.scales(part.shard, name)):
                     torch.from_dlpack(lies).zero_()
+
+    def _has(self, part: Part, name: str, values: torch.Tensor) -> bool:
+        """Whether a moment of a smaller format has these values: rounded again, it would change."""
+        if dtype_of(part, "moment") == torch.float32:
+            return False
+        for at, piece in chunks(values):
+            own = torch.empty(piece.numel())
+            self.states[part.state].export_to(part.shard, name, own, at=at)
+            if not torch.equal(own, piece.float()):
+                return False
+        return True
 
     def take_master(self, part: Part, master: torch.Tensor | None) -> None:
         """And the parameter with it; None: the parameter's own values."""
@@ -194,12 +206,15 @@ class Bound:
         names = [name for name in part.moments if name not in exported]
         if part.local.dtype != torch.float32:
             names.append("master")
-        for name in names:
-            values = torch.empty(part.local.numel())
-            if part.local.numel() > 0:
-                self.states[part.state].export_to(part.shard, name, values)
-            exported[name] = part.like_parameter(values)
-        return exported
+        return exported | {name: self.values(part, name) for name in names}
+
+    def values(self, part: Part, name: str) -> torch.Tensor:
+        """A plane in float32 and of the parameter's shape: a view, or exported to new memory."""
+        is_view = name in MOMENTS and dtype_of(part, "moment") == torch.float32
+        line = self.plane(part, name) if is_view else torch.empty(part.local.numel())
+        if not is_view and line.numel() > 0:
+            self.states[part.state].export_to(part.shard, name, line)
+        return part.like_parameter(line)
 
     def _import_parameter(self, part: Part) -> None:
         for at, values in chunks(part.local):
@@ -326,11 +341,16 @@ class Bound:
             lane.settle()
 
     def step(self, unscale: float, clip: float) -> None:
-        for key, state in self.states.items():
-            if key in self.lanes:
-                self.lanes[key].step(unscale, clip)
-            else:
-                state.step(unscale, clip, refresh_masters=True)
+        """All states as one: if it raises before anything is sent, none has been stepped."""
+        steps = [
+            self.lanes[key].stepping()
+            if key in self.lanes
+            else (state, None, None, "bfloat16", True)
+            for key, state in self.states.items()
+        ]
+        _modicum.step_all(steps, unscale, clip)
+        for lane in self.lanes.values():
+            lane.stepped()
         pairs = zip(self.parts, self.collected, strict=True)
         stepped = [part.parameter for part, (grad, _) in pairs if grad is not None]
         torch.autograd.graph.increment_version(stepped)
@@ -358,6 +378,12 @@ class Bound:
             for plane, owner in _OWNERS.items():
                 for lies in (state.plane(part.shard, plane), state.scales(part.shard, plane)):
                     yield owner, f"{part.name}.{plane}", torch.from_dlpack(lies)
+
+    def digest(self) -> dict[str, int]:
+        """Those of all states added up, by name."""
+        self.refresh_masters()
+        all_of = [state.digest() for state in self.states.values()]
+        return {name: sum(of[name] for of in all_of) % (1 << 64) for name in ("state", "master")}
 
 
 def _is_bad(plane: torch.Tensor) -> bool:

@@ -10,6 +10,8 @@ import torch
 from modicum import _modicum
 from modicum.torch.optim.parts import Part
 
+Stepping = tuple[_modicum.AdamW, Any, Any, str, bool]
+"""An argument of `_modicum.step_all`."""
 SLOTS = 4
 """Staging slots per thread."""
 
@@ -66,18 +68,11 @@ class Lane:
             staged.copy_(piece)
             self._state.arrive(part.shard, staged, at=at)
 
-    def step(self, unscale: float, clip: float) -> None:
-        """A step of the state. The new parameters may still be in flight on return."""
+    def stepping(self) -> Stepping:
+        """For `step_all`; then call `stepped`."""
+        if self._masters is not None:
+            return self._state, None, None, "bfloat16", False
         stream = _stream_of(self._device)
-        if self._masters is None:
-            self._step_through_ring(unscale, clip, stream)
-            return
-        self._state.step(unscale, clip)
-        for shard, master in self._masters.items():
-            self._parts[shard].local.copy_(master, non_blocking=True)
-        self._left = stream.record_event() if stream else None
-
-    def _step_through_ring(self, unscale: float, clip: float, stream: Any) -> None:
         sent: dict[int, Any] = {}  # an event by slot; a slot belongs to one thread
 
         def send(shard: int, at: int, n: int, slot: int) -> None:
@@ -92,9 +87,16 @@ class Lane:
             if slot in sent:
                 sent.pop(slot).synchronize()
 
-        self._state.step(
-            unscale, clip, send=send, wait=wait, dtype=str(self._dtype).removeprefix("torch.")
-        )
+        return self._state, send, wait, str(self._dtype).removeprefix("torch."), False
+
+    def stepped(self) -> None:
+        """Copies new masters to the device; they may still be in flight on return."""
+        if self._masters is None:
+            return
+        for shard, master in self._masters.items():
+            self._parts[shard].local.copy_(master, non_blocking=True)
+        stream = _stream_of(self._device)
+        self._left = stream.record_event() if stream else None
 
     def settle(self) -> None:
         """Waits until the copies of masters are done, before a master is written again."""

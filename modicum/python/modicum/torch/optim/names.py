@@ -1,11 +1,15 @@
 """The names of an optimizer's parameters: the keys of their random bits, and those in messages."""
 
 import gc
+import inspect
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from modicum.errors import Error
@@ -32,6 +36,12 @@ def named(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, nn.Param
 def names_of(groups: Sequence[dict[str, Any]]) -> list[str]:
     """The parameters' names in the groups' order, the same on every rank."""
     return [name for name, _, _ in named(groups)]
+
+
+def called(parts: Sequence[Any]) -> str:
+    """The state of `parts` in an error."""
+    others = f" and {len(parts) - 1} more parameters" if len(parts) > 1 else ""
+    return f"AdamW's state of '{parts[0].name}'{others}" if parts else "AdamW's state"
 
 
 @contextmanager
@@ -69,3 +79,20 @@ def fqns_of(parameters: Sequence[nn.Parameter]) -> dict[int, str]:
 def modules_alive() -> list[nn.Module]:
     """All modules of the process, also those whose constructor has not run."""
     return [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+
+
+def skip_warning(name: str | None) -> str:
+    """Of the first skipped step. `name`: the parameter whose gradient is not finite; None: that of
+    another rank."""
+    what = f"that of '{name}'" if name else "on another rank"
+    what = f"AdamW skipped a step, on all ranks: a gradient is not finite ({what}). Further "
+    return what + "skips are not reported: `skipped_steps` counts them"
+
+
+def warn_script(what: str) -> None:
+    """A UserWarning at the line of the script that called into torch or Modicum."""
+    packages = tuple(str(path) for path in (Path(torch.__file__).parent, Path(__file__).parents[2]))
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith((*packages, "<")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(what, stacklevel=level)

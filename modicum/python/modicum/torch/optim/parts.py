@@ -152,18 +152,40 @@ def versions_of(tensor: torch.Tensor) -> int:
     return version_of(tensor) + version_of(local_of(tensor))
 
 
-def part_of(name: str, parameter: nn.Parameter, group: int, shardings: Shardings) -> Part:
-    """`UsageError` for a parameter that can't be stepped in place, and as from `Shardings.of`."""
+@dataclass(frozen=True)
+class Memory:
+    """The memory that a parameter on meta is going to have."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def in_place_of(self, local: torch.Tensor) -> torch.Tensor:
+        """A stand-in for `local`, from which footprints are computed. On the host it has pages that
+        are never touched, so that none is committed."""
+        where = "cpu" if self.device.type == "cpu" else "meta"
+        return torch.empty_like(local, dtype=self.dtype, device=where)
+
+
+def part_of(
+    name: str,
+    parameter: nn.Parameter,
+    group: int,
+    shardings: Shardings,
+    memory: Memory | None = None,
+) -> Part:
+    """`UsageError` for a parameter that can't be stepped in place, and as from `Shardings.of`.
+    `memory`: of a parameter on meta, whose state is counted before it can be made."""
     local = local_of(parameter)
-    if local.is_meta:
-        what = "a parameter is on meta: load the model before its optimizer is made; accelerate's "
-        what += "within loading(): model, _ = accelerator.prepare(model, torch.optim.SGD("
-        what += "model.parameters())), then optimizer = accelerator.prepare_optimizer(AdamW("
-        what += "model.named_parameters()))"
+    if memory is not None:
+        local = memory.in_place_of(local)
+    elif local.is_meta:
+        what = "a parameter is on meta: AdamW allocates its state when the parameter has memory: "
+        what += "after modicum.torch.load(model, source, optimizer=...), or after "
+        what += "Accelerator.prepare within loading()"
         raise refusal("USAGE", what, tensor=name)
-    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if local.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         expected = "float32, bfloat16 or float16"
-        got = str(parameter.dtype)
+        got = str(local.dtype)
         raise refusal("UNSUPPORTED", "its dtype", tensor=name, expected=expected, got=got)
     _require_stored(local, "a parameter", name)
     order = _memory_order(local)

@@ -118,6 +118,15 @@ def _address(tensor: torch.Tensor) -> int:
     return local_of(tensor).data_ptr()
 
 
+def is_begun(values: Values) -> bool:
+    """Whether a parameter's values differ from those before its first step."""
+    return values["step"] > 0 or any(
+        isinstance(of, torch.Tensor) and bool(of.any())
+        for name, of in values.items()
+        if name not in ("step", "master")
+    )
+
+
 def _step(part: Part, value: Any) -> int:
     try:
         number = float(value)

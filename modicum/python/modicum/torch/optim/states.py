@@ -1,5 +1,6 @@
 """The core's states that step an optimizer's parameters: one per format, dtype and device."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -20,6 +21,14 @@ _ROWS = {row["name"]: row for row in _modicum.state_formats()}
 def dtype_of(part: Part, plane: str) -> torch.dtype:
     """The dtype of `master`, `grad` or `moment` in the part's format."""
     return getattr(torch, _ROWS[part.format][plane])
+
+
+def plane_dtype(part: Part, plane: str) -> torch.dtype:
+    """The dtype of any plane, as stored. Codes of second moments have no sign."""
+    if plane in ("master", "master_low", "grad"):
+        return dtype_of(part, plane)
+    dtype = dtype_of(part, "moment")
+    return torch.uint8 if dtype == torch.int8 and plane != "exp_avg" else dtype
 
 
 def is_own_master(part: Part) -> bool:
@@ -56,6 +65,19 @@ def _number(name: str, value: Any) -> float:
         raise refusal("USAGE", name, expected="a number", got=repr(value)) from None
 
 
+def unscale_of(optimizer: Any) -> float:
+    """The inverse of the scale that a GradScaler has set on the optimizer; 1 without one."""
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is None:
+        return 1.0
+    scale = float(scale)
+    unscale = 1.0 / scale if scale else math.inf
+    if not (0 < scale < math.inf and unscale <= torch.finfo(torch.float32).max):
+        expected = "finite and above 0, like its inverse"
+        raise refusal("USAGE", "GradScaler's scale", expected=expected, got=str(scale))
+    return unscale
+
+
 def require_seed(seed: Any) -> int:
     """`seed`, if it is a 64-bit unsigned integer; else `UsageError`."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
@@ -78,9 +100,49 @@ def make_states(
     state for each format that `state_format` means for the parameters' dtypes; parameters on a
     device have states of their own, one for each dtype. Takes all of the memory or none: a
     `BudgetError` calls it `what`."""
+    shards, made_with = _grouped(parts, options, state_format, fork)
+    ledger.require_room(_footprint(shards, made_with, options), what)  # all must fit, or none
+    pins, unpins = _registrar(pin)
+    return {
+        key: _modicum.AdamW(
+            of, options, ledger=ledger, seed=seed, pin=pins, unpin=unpins, **made_with[key]
+        )
+        for key, of in shards.items()
+    }
+
+
+def footprint(
+    parts: Sequence[Part],
+    options: Sequence[_modicum.AdamOptions],
+    state_format: str,
+    *,
+    fork: str,
+) -> Counter[str]:
+    """The bytes that `make_states` would charge, by purpose."""
+    return _footprint(*_grouped(parts, options, state_format, fork), options)
+
+
+Shards = dict[str, list[Any]]
+MadeWith = dict[str, dict[str, Any]]
+
+
+def _footprint(
+    shards: Shards, made_with: MadeWith, options: Sequence[_modicum.AdamOptions]
+) -> Counter[str]:
+    needed: Counter[str] = Counter()
+    for key, of in shards.items():
+        needed.update(_modicum.adamw_footprint(of, options, **made_with[key]))
+    return needed
+
+
+def _grouped(
+    parts: Sequence[Part], options: Sequence[_modicum.AdamOptions], state_format: str, fork: str
+) -> tuple[Shards, MadeWith]:
+    """By state: its shards, and what it is made with. Sets `format`, `state` and `shard` of each
+    part."""
     _modicum.adamw_footprint([], options, format=state_format)  # refuses an unknown format
-    shards: dict[str, list[Any]] = {}
-    made_with: dict[str, dict[str, Any]] = {}
+    shards: Shards = {}
+    made_with: MadeWith = {}
     threads = cpus_of_rank()
     for part in parts:
         dtype = str(part.local.dtype).removeprefix("torch.")
@@ -98,17 +160,7 @@ def make_states(
         made_with[part.state] = {
             "format": part.format, "slots": slots, "threads": threads, "fork": fork,
         }  # fmt: skip
-    needed: Counter[str] = Counter()  # all states must fit, or none is made
-    for key, of in shards.items():
-        needed.update(_modicum.adamw_footprint(of, options, **made_with[key]))
-    ledger.require_room(needed, what)
-    pins, unpins = _registrar(pin)
-    return {
-        key: _modicum.AdamW(
-            of, options, ledger=ledger, seed=seed, pin=pins, unpin=unpins, **made_with[key]
-        )
-        for key, of in shards.items()
-    }
+    return shards, made_with
 
 
 def _registrar(pin: Any) -> tuple[Any, Any]:

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from modicum.errors import refusal
+from modicum.upstream.torch_core import local_of
 from modicum.upstream.wrappers import canonical
 
 Names = dict[nn.Parameter, list[str]]
@@ -42,20 +43,58 @@ def rebinding(
     the model; an FQN is gone; tied parameters are no longer tied; state does not fit.
     """
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    names = parameter_names(model)
-    for one in optimizers:
-        _check_before(one, names, resuming)
+    bindings = Bindings(model, optimizers, resuming=resuming)
     yield
-    after = {name: p for p, fqns in parameter_names(model).items() for name in fqns}
-    exchanged = [_exchanged(one, names, after) for one in optimizers]
-    for one, new_of in zip(optimizers, exchanged, strict=True):
-        for group in one.param_groups:
-            # In place: some optimizers keep the list.
-            group["params"][:] = [new_of[parameter] for parameter in group["params"]]
-        found: dict[Any, Any] = dict(one.state)
-        moved = {new_of.get(key, key): state for key, state in found.items()}
-        one.state.clear()
-        one.state.update(moved)
+    bindings.exchange()
+
+
+class Bindings:
+    """The parameters of optimizers, by name, before a model's parameters are replaced."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], *, resuming: bool = False
+    ) -> None:
+        """`UsageError` as from `rebinding`."""
+        self.optimizers = optimizers
+        self._model = model
+        self._names = parameter_names(model)
+        for one in optimizers:
+            _check_before(one, self._names, resuming)
+        self._lists = [[group["params"] for group in one.param_groups] for one in optimizers]
+        self._before = [[list(each) for each in of] for of in self._lists]
+
+    def exchange(self) -> None:
+        """Gives the groups the parameters that now have these names, in the lists that they had:
+        some optimizers keep them. State moves along; that of no step is dropped."""
+        after = {name: p for p, fqns in parameter_names(self._model).items() for name in fqns}
+        self.restore()
+        exchanged = [_exchanged(one, self._names, after) for one in self.optimizers]
+        for one, new_of in zip(self.optimizers, exchanged, strict=True):
+            for group in one.param_groups:
+                group["params"][:] = [new_of[parameter] for parameter in group["params"]]
+            found: dict[Any, Any] = dict(one.state)
+            moved = {
+                new_of.get(key, key): state
+                for key, state in found.items()
+                if new_of.get(key, key) is key or not _is_fresh(state)
+            }
+            one.state.clear()
+            one.state.update(moved)
+
+    def restore(self) -> None:
+        """Gives the groups the parameters that they had at first, whatever they have now."""
+        for one, lists, before in zip(self.optimizers, self._lists, self._before, strict=True):
+            for group, each, were in zip(one.param_groups, lists, before, strict=True):
+                each[:] = were
+                group["params"] = each
+
+
+def _is_fresh(state: Any) -> bool:
+    """Whether an entry of `state` is that of no step: none, or zeros."""
+    if not state or "step" not in state:
+        return not state
+    values = (value for value in state.values() if isinstance(value, Tensor))
+    return float(state["step"]) == 0 and not any(bool(local_of(of).any()) for of in values)
 
 
 def _check_before(optimizer: Optimizer, names: Names, resuming: bool) -> None:
@@ -64,7 +103,7 @@ def _check_before(optimizer: Optimizer, names: Names, resuming: bool) -> None:
             if parameter not in names:
                 got = f"parameter {place} of group {number}, {list(parameter.shape)}"
                 raise refusal("USAGE", "a parameter of the optimizer is not in the model", got=got)
-            if optimizer.state.get(parameter) and not resuming:
+            if not resuming and not _is_fresh(optimizer.state.get(parameter)):
                 what = "the optimizer has state: expected resuming=True"
                 raise refusal("USAGE", what, tensor=names[parameter][0])
 
@@ -87,7 +126,7 @@ def _exchanged(
             what = "two parameters are now one"
             raise refusal("MISMATCH", what, tensor=names[old][0], expected=two)
         for key, value in optimizer.state.get(old, {}).items():
-            if not _fits(value, old, new_of[old]):
+            if not _is_fresh(optimizer.state[old]) and not _fits(value, old, new_of[old]):
                 what = f"the state '{key}' has another shape or other placements than the parameter"
                 raise refusal("MISMATCH", what, tensor=names[old][0])
     return new_of

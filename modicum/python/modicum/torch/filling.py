@@ -1,0 +1,181 @@
+"""Fills a model of a script: shards it by accelerate's own function and loads it, with the values
+that accelerate would have."""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.recipes.structure import Structure, structure_of
+from modicum.torch.loading.load import load
+from modicum.torch.optim.adamw import AdamW
+from modicum.torch.ranks.collectives import settled
+from modicum.torch.shards.rebinding import Bindings
+from modicum.torch.shards.tensors import as_bytes
+from modicum.torch.unfilled import Built, refuse_changed
+from modicum.upstream.patching import replace
+from modicum.upstream.torch_core import local_of
+from modicum.upstream.torch_fsdp import is_sharded
+from modicum.upstream.wrappers import canonical
+
+_CHUNK = 1 << 20  # elements
+
+
+@contextmanager
+def _bound(bindings: Bindings | None) -> Iterator[list[AdamW]]:
+    """Within it the groups hold the sharded parameters, for the optimizers that a load allocates;
+    afterwards what accelerate has put there, which it replaces itself."""
+    optimizers = bindings.optimizers if bindings else []
+    given = [[list(group["params"]) for group in one.param_groups] for one in optimizers]
+    if bindings:
+        bindings.exchange()
+    try:
+        yield [one for one in optimizers if isinstance(one, AdamW)]
+    finally:
+        for one, lists in zip(optimizers, given, strict=True):
+            for group, params in zip(one.param_groups, lists, strict=True):
+                group["params"] = params
+
+
+def shard_and_load(
+    accelerator: Any,
+    shard: Callable[..., Any],
+    bindings: Bindings | None,
+    model: nn.Module,
+    found: tuple[nn.Module, Built],
+) -> Any:
+    """`found`: the model in `model` that was built without values, and the facts about it."""
+    root, built = found
+    structure = structure_of(model)
+    keys = keys_of(structure, model, root)
+    refuse_changed(structure, built, keys)
+    passed = dtypes_passed(structure, built, keys)
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.cpu_ram_efficient_loading:
+        _take_from_rank_0(model, accelerator.device)
+    ignored, pattern = plugin.ignored_modules, None
+    if isinstance(ignored, str):
+        pattern = re.compile(ignored)
+        ignored = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    with ExitStack() as stack:
+        # Its parameters are on meta already, buffers must stay real, and nothing is to be sent.
+        replace(stack, plugin, "cpu_ram_efficient_loading", False)
+        replace(stack, plugin, "ignored_modules", ignored)
+        model = shard(accelerator, model)
+    if not is_sharded(model):
+        raise refusal("UNSUPPORTED", "fsdp2_prepare_model of this accelerate shards nothing")
+    load_rounded(model, built, passed, bindings)
+    for module in ignored if pattern else ():
+        module.to(accelerator.device)  # as accelerate does if it is given names
+    return model
+
+
+def load_rounded(
+    model: nn.Module,
+    built: Built,
+    passed: Mapping[str, list[torch.dtype]],
+    bindings: Bindings | None,
+) -> None:
+    """Loads the values that accelerate would have after casting them to the dtypes `passed`."""
+    narrow = [] if built.source is None else _narrowings(model, passed, built.source)
+    before = _values(model)
+    with _bound(bindings) as optimizers:
+        arguments = built.arguments | {"optimizer": optimizers}
+        built.loading.reports.append(load(model, built.source, **arguments))
+    _refuse_overwritten(before, _values(model))
+    for parameter, dtypes in narrow:
+        _round(parameter, dtypes)
+
+
+def keys_of(structure: Structure, model: nn.Module, root: nn.Module) -> dict[str, str]:
+    """By name in the model: the name of the parameter when `root` was built."""
+    path = next(canonical(path) for path, module in model.named_modules() if module is root)
+    prefix = f"{path}." if path else ""
+    keys = {}
+    for name, member in structure.members.items():
+        key = member.key if member.root is root else name.removeprefix(prefix)
+        keys[name] = key
+    return keys | {copy: keys[original] for copy, original in structure.copies.items()}
+
+
+def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
+    """Broadcasts parameters that the script made itself, as `cpu_ram_efficient_loading` does."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            value = parameter.detach().to(device).contiguous()
+            settled(torch.distributed.broadcast, value, 0)
+            parameter.data.copy_(value)
+
+
+def _values(model: nn.Module) -> dict[str, bytes]:
+    """A digest of each parameter that has values."""
+    digests = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            values: Any = as_bytes(local_of(parameter).cpu().contiguous()).numpy()
+            digests[name] = hashlib.blake2b(values, digest_size=16).digest()
+    return digests
+
+
+def _refuse_overwritten(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
+    for name, value in before.items():
+        if after[name] != value:
+            what = "a parameter that the script made itself was overwritten by the source: "
+            what += "make it after prepare"
+            raise refusal("USAGE", what, tensor=canonical(name))
+
+
+# ---- dtypes
+
+
+def dtypes_passed(
+    structure: Structure, built: Built, keys: Mapping[str, str]
+) -> dict[str, list[torch.dtype]]:
+    """By name: the dtypes that accelerate would cast a value to, in order."""
+    passed = {}
+    for name, member in structure.members.items():
+        now = member.tensor.dtype
+        if member.tensor.is_meta and now.is_floating_point:
+            passed[name] = [built.parameters.get(keys[name], (now, 0))[0], now]
+    return passed
+
+
+def _narrowings(
+    model: nn.Module, passed: Mapping[str, list[torch.dtype]], source: Path
+) -> list[tuple[nn.Parameter, list[torch.dtype]]]:
+    """Parameters whose stored dtype is wider than one that accelerate would cast to on the way: a
+    load keeps bits that accelerate rounds off.
+
+        stored float32 -> built as bfloat16 -> upcast to float32    accelerate: 8 bits of mantissa
+        stored float32 -> float32                                   load: 24 bits, then `_round`
+    """
+    stored = {dtype for dtype, _ in _modicum.open_checkpoint(source).stored.values()}
+    floats = {dtype for dtype in stored if "float" in dtype}
+
+    def narrows(dtype: torch.dtype) -> bool:
+        return dtype != torch.float32 and bool(floats - {str(dtype).removeprefix("torch.")})
+
+    found = []
+    for fqn, parameter in model.named_parameters():
+        name = canonical(fqn)
+        dtypes = [d for d in passed.get(name, ()) if d != parameter.dtype and narrows(d)]
+        if dtypes and parameter.dtype != torch.float32:
+            what = "values that accelerate would round twice, to different dtypes"
+            got = " then ".join(map(str, [*dtypes, parameter.dtype]))
+            raise refusal("UNSUPPORTED", what, tensor=name, got=got)
+        if dtypes:
+            found.append((parameter, dtypes))
+    return found
+
+
+def _round(parameter: nn.Parameter, dtypes: Sequence[torch.dtype]) -> None:
+    for dtype in dtypes:
+        for chunk in local_of(parameter).detach().reshape(-1).split(_CHUNK):
+            chunk.copy_(chunk.to(dtype))

@@ -1,0 +1,135 @@
+"""Rows of token embeddings and heads that a checkpoint lacks, because the model was resized.
+
+A rank holds a run of whole rows. The mean of the stored rows is summed in integers, so that its
+bits do not depend on which rank holds which rows:
+
+    largest absolute value of each column, over all ranks     max is exact in any order
+    value / 2^exponent -> int64 with 40 bits, summed          integer sums are, too
+    sum / rows * 2^exponent -> the tensor's dtype
+
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.torch.loading.goal import Model
+from modicum.torch.ranks.collectives import settled
+from modicum.torch.shards.placements import Sharding, Shardings
+from modicum.torch.shards.tensors import ModelTensor
+from modicum.upstream.transformers import initialise, is_pretrained
+
+_BITS = 40  # of a value in the sum; 2^23 rows fit
+_CHUNK_ROWS = 1024
+
+
+def require_rule(resized: str | None) -> str | None:
+    """`resized`, if it names a rule; else `UsageError`."""
+    if resized not in (None, "mean", "model"):
+        expected = "'mean', 'model' or None"
+        raise refusal("USAGE", "resized", expected=expected, got=repr(resized))
+    return resized
+
+
+@torch.no_grad()
+def fill_rows(model: Model, grown: Mapping[str, int], rule: str, seed: int) -> None:
+    """Makes the rows beyond the stored ones. Collective over the meshes of these tensors.
+
+    Args:
+        grown: the number of stored rows by tensor, the same on every rank.
+        rule: "mean" of the stored rows, or by the "model"'s own initialisation of a module of
+            the new rows alone.
+    """
+    shardings = Shardings()
+    done: set[int] = set()  # tied names have one tensor
+    for name, stored in grown.items():
+        of = model.tensors[name]
+        if id(of.tensor) in done or of.tensor.shape[0] <= stored:
+            continue
+        done.add(id(of.tensor))
+        rows = _Rows(of, shardings.of(of.tensor, name), shardings)
+        if rule == "mean":
+            rows.fill(stored, rows.mean(stored)[None])
+        else:
+            rows.fill(stored, _made_by_model(model.module, of, stored, seed))
+
+
+class _Rows:
+    """This rank's rows of a tensor."""
+
+    def __init__(self, of: ModelTensor, sharding: Sharding, shardings: Shardings) -> None:
+        self._of = of
+        self._is_counted = shardings.counts(of.tensor, sharding)
+        shape = of.tensor.shape
+        width = shape[1:].numel()
+        runs = _modicum.Shard(sharding, shape, shardings.rank).runs([*range(len(shape))])
+        first, count = runs[0] if runs else (0, 0)
+        if len(runs) > 1 or first % width or count % width:
+            what = "resized rows that are cut within a row"
+            raise refusal("UNSUPPORTED", what, tensor=of.name, expected="Shard(0) or no shard")
+        self._first = first // width
+        self._local = of.local.detach().view(-1)[:count].view(count // width, width)
+
+    def _below(self, row: int) -> torch.Tensor:
+        """The local rows before `row` of the whole."""
+        return self._local[: max(0, row - self._first)]
+
+    def mean(self, stored: int) -> torch.Tensor:
+        """Of the first `stored` rows of the whole, in float64."""
+        rows = self._below(stored)
+        width = self._local.shape[1]
+        largest = torch.zeros(width, dtype=torch.float64, device=rows.device)
+        for chunk in rows.split(_CHUNK_ROWS) if len(rows) else ():
+            torch.maximum(largest, chunk.abs().amax(0).double(), out=largest)
+        self._reduce(largest, "MAX")
+        _, exponent = torch.frexp(largest)
+        total = torch.zeros(width, dtype=torch.int64, device=rows.device)
+        for chunk in rows.split(_CHUNK_ROWS) if self._is_counted and len(rows) else ():
+            total += torch.ldexp(chunk.double(), _BITS - exponent).round().long().sum(0)
+        self._reduce(total, "SUM")
+        return torch.ldexp(total.double() / stored, exponent - _BITS)
+
+    def fill(self, stored: int, values: torch.Tensor) -> None:
+        """`values`: one row for all, or one for each row from `stored` on."""
+        begin = max(0, stored - self._first)
+        mine = self._local[begin:]
+        if len(values) > 1 and len(mine) > 0:
+            at = self._first + begin - stored
+            values = values[at : at + len(mine)]
+        if len(mine) > 0:
+            mine.copy_(values.to(mine.dtype).expand_as(mine))
+        torch.autograd.graph.increment_version(self._of.tensor)
+
+    def _reduce(self, values: torch.Tensor, how: str) -> None:
+        import torch.distributed as dist
+
+        mesh: Any = getattr(self._of.tensor, "device_mesh", None)
+        for dim in range(mesh.ndim if mesh is not None else 0):
+            if mesh.size(dim) > 1:
+                op = getattr(dist.ReduceOp, how)
+                settled(dist.all_reduce, values, op, group=mesh.get_group(dim))
+
+
+def _made_by_model(module: nn.Module, of: ModelTensor, stored: int, seed: int) -> torch.Tensor:
+    """The new rows, made by the initialisation of the model around the tensor, for a module that
+    has these rows only; the same on every rank."""
+    root = next((m for m in module.modules() if is_pretrained(m)), None)
+    count, width = of.tensor.shape[0] - stored, of.tensor.shape[1:].numel()
+    if root is None:
+        what = "resized='model' needs a model of transformers"
+        raise refusal("UNSUPPORTED", what, tensor=of.name)
+    digest = hashlib.blake2b(f"{seed} {of.name}".encode(), digest_size=7).digest()
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(int.from_bytes(digest, "little"))
+        made: nn.Module
+        if isinstance(of.module, nn.Embedding):
+            made = nn.Embedding(count, width)
+        else:
+            made = nn.Linear(width if of.tensor.dim() > 1 else 1, count)
+        initialise(root, made)
+        return made.get_parameter(of.attribute).detach().reshape(count, width)

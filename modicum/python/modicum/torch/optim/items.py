@@ -1,0 +1,40 @@
+"""The state of an optimizer one tensor at a time: exported to float32, or as it is stored."""
+
+from collections.abc import Iterator
+
+import torch
+
+from modicum.torch.optim.bound import MOMENTS, Bound
+from modicum.torch.optim.states import is_own_master, plane_dtype
+
+StateItem = tuple[str, str, torch.Tensor]
+"""A parameter's name, the name of a value, and the value."""
+
+
+def exported_items(bound: Bound) -> Iterator[StateItem]:
+    """The entries of a state dict. Holds no tensor that it has yielded."""
+    for part in bound.parts:
+        yield part.name, "step", torch.tensor(float(bound.states[part.state].steps[part.shard]))
+        for name in part.moments:
+            yield part.name, name, bound.values(part, name)
+        if part.local.dtype != torch.float32:
+            yield part.name, "master", bound.values(part, "master")
+
+
+def stored_items(bound: Bound) -> Iterator[StateItem]:
+    """Views of this rank's memory, one-dimensional, in memory order. Names are those of the tensors
+    of a saved step."""
+    for part in bound.parts:
+        assert part.steps is not None
+        steps, index = part.steps
+        yield part.name, "step", steps[index]
+        state = bound.states[part.state]
+        names = [] if is_own_master(part) else ["master"]
+        for name in (*names, "master_low", *part.moments):
+            lies = torch.from_dlpack(state.plane(part.shard, name))
+            if lies.numel() > 0:
+                yield part.name, name, lies.view(plane_dtype(part, name))
+            if name in MOMENTS:
+                scales = torch.from_dlpack(state.scales(part.shard, name))
+                if scales.numel() > 0:
+                    yield part.name, "_".join((name, "scale")), scales.view(torch.float32)

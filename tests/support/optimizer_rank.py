@@ -1,0 +1,256 @@
+"""Acts of `torch_rank.py`: whole scripts of accelerate, Trainer and TRL with `modicum.torch.AdamW`
+in place of torch's."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import accelerate_rank
+import torch
+import torch.distributed as dist
+import torch_rank
+import transformers
+from rounding import nearest_sqrt
+
+import modicum.torch
+import modicum.torch.accelerate
+
+LR = 1e-2
+
+
+def script(
+    directory: str, kind: str, by: str, adapters: bool = False, steps: int = 4, **how: Any
+) -> dict[str, Any]:
+    """Trains in float32; returns each step's loss on this rank.
+
+    Args:
+        kind: "accelerate", "trainer", "sft" or "hand".
+        by: "torch": torch's AdamW without Modicum; "modicum": ours within `loading()`; "outside":
+            ours without it.
+        how: of the optimizer: where it is made (`made`), and its options.
+    """
+    if adapters:
+        import peft  # noqa: F401  (loading() checks for it when the model is built)
+    torch.manual_seed(1)
+    options = how.pop("options", {})
+    around: Any = contextlib.nullcontext()
+    if by == "modicum" and kind != "hand":
+        around = modicum.torch.accelerate.loading(progress=False, **options)
+    losses: list[float] = []
+    told: dict[str, Any] = {"losses": losses, "refused": ""}
+    with nearest_sqrt(), accelerate_rank.fsdp2_on_cpus():
+        try:
+            with around as loading:
+                optimizer = KINDS[kind](Script(directory, by, adapters, steps, losses), **how)
+                told |= facts(optimizer, loading)
+        except modicum.Error as error:
+            told["refused"] = f"{type(error).__name__} {error}"
+    told["losses"] = [loss.hex() for loss in losses]
+    return told
+
+
+def facts(optimizer: Any, loading: Any) -> dict[str, Any]:
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    told: dict[str, Any] = {"trained": 0}
+    for p in optimizer.state:
+        told["trained"] += (p.to_local() if hasattr(p, "to_local") else p).numel()
+    if isinstance(optimizer, modicum.torch.AdamW):
+        told["held"] = optimizer.held
+    if loading is not None:
+        told["report"] = loading.report.document
+    return told
+
+
+def model_of(directory: str, adapters: bool) -> Any:
+    config = transformers.AutoConfig.from_pretrained(directory)
+    is_mixture = hasattr(config, "num_experts_per_tok")
+    experts = {"experts_implementation": "eager"} if is_mixture else {}
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(directory, dtype=torch.float32, **experts)
+    if adapters:
+        model = accelerate_rank.with_adapters(model, seed=5, lora_dropout=0.0)
+    return model.train()
+
+
+def optimizer_of(by: str, params: Any, **options: Any) -> Any:
+    cls = torch.optim.AdamW if by == "torch" else modicum.torch.AdamW
+    return cls(params, **({"lr": LR, "weight_decay": 0.0} | options))
+
+
+def rows(vocabulary: int, count: int) -> torch.Tensor:
+    return torch.randint(vocabulary, (count, 12), generator=torch.Generator().manual_seed(3))
+
+
+def trained_steps(model: Any, steps: int, losses: list[float]) -> Iterator[torch.Tensor]:
+    vocabulary = model.get_input_embeddings().num_embeddings
+    world, rank = dist.get_world_size(), dist.get_rank()
+    data = rows(vocabulary, steps * world).view(steps, world, -1)
+    for step in range(steps):
+        tokens = data[step, rank][None]
+        loss = model(input_ids=tokens, labels=tokens).loss
+        losses.append(loss.item())
+        yield loss
+
+
+class Script(NamedTuple):
+    directory: str
+    by: str
+    adapters: bool
+    steps: int
+    losses: list[float]
+    """To be filled."""
+
+
+def by_accelerate(
+    script: Script,
+    made: str = "before",
+    sent: bool = False,
+    **options: Any,
+) -> Any:
+    """`made`: "before" prepare, or "after" it."""
+    directory, by, adapters, steps, losses = script
+    accelerator = accelerate_rank.accelerator_of(cpu_ram_efficient_loading=sent)
+    model = model_of(directory, adapters)
+    if made == "before":
+        model, optimizer = accelerator.prepare(
+            model, optimizer_of(by, model.named_parameters(), **options)
+        )
+    else:
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        optimizer = accelerator.prepare_optimizer(
+            optimizer_of(by, model.named_parameters(), **options)
+        )
+    for loss in trained_steps(model, steps, losses):
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def by_hand(
+    script: Script,
+    made: str = "after",
+    told: bool = True,
+    **options: Any,
+) -> Any:
+    """FSDP2. `made`: "before" it is sharded, by `rebinding`; "sharded": before it is loaded;
+    "after" both. `told`: whether the load is told of the optimizer."""
+    directory, by, _, steps, losses = script
+    with modicum.torch.empty_parameters():
+        config = transformers.AutoConfig.from_pretrained(directory)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    optimizer: Any = None
+    around: Any = contextlib.nullcontext()
+    if made == "before":
+        optimizer = optimizer_of(by, model.named_parameters(), **options)
+        around = modicum.torch.rebinding(model, optimizer)
+    with around:
+        torch_rank.sharded(model, [dist.get_world_size()])
+    if made == "sharded":
+        optimizer = optimizer_of(by, model.named_parameters(), **options)
+    declared = [] if optimizer is None or not told else [optimizer]
+    modicum.torch.load(model, directory, progress=False, optimizer=declared)
+    if optimizer is None:
+        optimizer = optimizer_of(by, model.named_parameters(), **options)
+    for loss in trained_steps(model.train(), steps, losses):
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def arguments(kind: Any, folder: str, steps: int, **more: Any) -> Any:
+    return kind(
+        folder, use_cpu=True, fsdp=True,
+        fsdp_config={"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+        learning_rate=LR, lr_scheduler_type="constant", max_steps=steps,
+        per_device_train_batch_size=1, logging_steps=1, save_strategy="no", report_to="none",
+        disable_tqdm=True, **more,
+    )  # fmt: skip
+
+
+def noting(kind: Any, by: str, losses: list[float], made: str) -> Any:
+    """A Trainer that notes its losses."""
+
+    class Noting(kind):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            got = super().compute_loss(model, inputs, *args, **kwargs)
+            losses.append((got[0] if isinstance(got, tuple) else got).item())
+            return got
+
+        def create_optimizer(self, model: Any = None) -> Any:
+            if made != "overridden":
+                return super().create_optimizer(model)
+            if self.optimizer is None:
+                self.optimizer = optimizer_of(by, self.model.parameters())
+            return self.optimizer
+
+    return Noting
+
+
+def optimizer_arguments(by: str, model: Any, made: str) -> dict[str, Any]:
+    if made == "optimizers":
+        return {"optimizers": (optimizer_of(by, model.parameters()), None)}
+    if made == "class":
+        cls = torch.optim.AdamW if by == "torch" else modicum.torch.AdamW
+        return {"optimizer_cls_and_kwargs": (cls, {"lr": LR})}
+    return {}
+
+
+def by_trainer(
+    script: Script,
+    made: str = "optimizers",
+) -> Any:
+    """`made`: as "optimizers", from the "class", or by an "overridden" create_optimizer."""
+    directory, by, adapters, steps, losses = script
+    with tempfile.TemporaryDirectory() as folder:
+        how = arguments(transformers.TrainingArguments, folder, steps)
+        model = model_of(directory, adapters)
+        data = rows(model.get_input_embeddings().num_embeddings, steps * dist.get_world_size())
+        trainer = noting(transformers.Trainer, by, losses, made)(
+            model, how, train_dataset=[{"input_ids": row, "labels": row} for row in data],
+            **optimizer_arguments(by, model, made),
+        )  # fmt: skip
+        trainer.train()
+        return trainer.optimizer
+
+
+def by_sft(
+    script: Script,
+    made: str = "optimizers",
+) -> Any:
+    """TRL's SFTTrainer on tokenised rows."""
+    directory, by, adapters, steps, losses = script
+    import datasets
+    import trl
+    from tokenizers import Tokenizer, models
+
+    with tempfile.TemporaryDirectory() as folder:
+        how = arguments(trl.SFTConfig, folder, steps, max_length=12, bf16=False)
+        model = model_of(directory, adapters)
+        count = model.get_input_embeddings().num_embeddings
+        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=words, eos_token="w1", pad_token="w2"
+        )
+        data = rows(count, steps * dist.get_world_size()).tolist()
+        trainer = noting(trl.SFTTrainer, by, losses, made)(
+            model, args=how, processing_class=tokenizer,
+            train_dataset=datasets.Dataset.from_dict({"input_ids": data}),
+            **optimizer_arguments(by, model, made),
+        )  # fmt: skip
+        trainer.train()
+        return trainer.optimizer
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "accelerate": by_accelerate,
+    "hand": by_hand,
+    "trainer": by_trainer,
+    "sft": by_sft,
+}
+
+ACTS: dict[str, Callable[..., Any]] = {"optimized": script}

@@ -1,0 +1,242 @@
+"""Everyday calls of a script within `modicum.torch.accelerate.loading`: they do what they do
+without it, or a typed error says what to do instead.
+
+House test against transformers. It catches these mutations: stored rows that a resized embedding
+loses; new rows that depend on the world size; a copy of a model whose values are never loaded; an
+exempted model that is emptied; errors of torch about meta tensors.
+"""
+
+import contextlib
+import copy
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+import accelerate_rank  # noqa: E402  (after torch is known to be there)
+from accelerate_alone import build, prepare  # noqa: E402
+from accelerate_rank import accelerator_of  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch_front import (  # noqa: E402
+    BY_NAME,
+    alone,
+    assert_same,
+    checkpoint_of,
+    config_of,
+    from_pretrained,
+    load,
+)
+
+import modicum.torch  # noqa: E402
+from modicum.errors import BudgetError, UsageError  # noqa: E402
+from modicum.torch.accelerate import loading  # noqa: E402
+
+TOKENS = torch.arange(3, 14).reshape(1, 11)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def written() -> None:
+    """Built before a rank is played."""
+    for name in ("llama", "qwen3", "gpt2"):
+        from_pretrained(name)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """accelerate's FSDP2 over one rank."""
+    with alone(), accelerate_rank.fsdp2_on_cpus():
+        yield
+
+
+def whole(parameter: Any) -> Any:
+    parameter = parameter.detach()
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+# ---- resize_token_embeddings
+
+
+@pytest.mark.parametrize("name", ("llama", "qwen3", "gpt2"))
+@pytest.mark.parametrize("mean", (True, False))
+def test_resized_embeddings(one_rank: None, name: str, mean: bool) -> None:
+    """Stored rows stay; new ones are the mean of them, or made by the model's rule."""
+    theirs = from_pretrained(name)
+    rows = theirs.get_input_embeddings().num_embeddings
+    with loading(progress=False):
+        model = build(name)
+        model.resize_token_embeddings(rows + 5, mean_resizing=mean)
+        model, _ = prepare(model)
+    assert model.config.vocab_size == rows + 5
+    for module, of in (
+        (model.get_input_embeddings(), theirs.get_input_embeddings()),
+        (model.get_output_embeddings(), theirs.get_output_embeddings()),
+    ):
+        weight, stored = whole(module.weight), of.weight.detach()
+        assert_same(weight[:rows], stored, name)
+        if mean:
+            expected = stored.double().mean(0)
+            assert torch.allclose(weight[rows:].double(), expected, rtol=1e-2, atol=1e-3)
+        else:
+            assert 0 < weight[rows:].float().std() < 0.1
+    assert model(TOKENS).logits.shape[-1] == rows + 5
+
+
+def test_fewer_rows(one_rank: None) -> None:
+    theirs = from_pretrained("llama").get_input_embeddings().weight.detach()
+    with loading(progress=False):
+        model = build()
+        model.resize_token_embeddings(len(theirs) - 7)
+        model, _ = prepare(model)
+    assert_same(whole(model.get_input_embeddings().weight), theirs[:-7], "embedding")
+
+
+def test_resized_by_hand() -> None:
+    """A model of another vocabulary, loaded with the rule said; and refused without."""
+    theirs = from_pretrained("llama").get_input_embeddings().weight.detach()
+    with alone():
+        with modicum.torch.empty_parameters():
+            config = config_of("llama")
+            config.vocab_size += 3
+            model = BY_NAME["llama"].model_class._from_config(config, dtype=torch.float32)
+        with pytest.raises(UsageError, match="another shape"):
+            load(model, checkpoint_of("llama"))
+        load(model, checkpoint_of("llama"), resized="mean")
+    got = model.get_input_embeddings().weight.detach()
+    assert torch.equal(got[:-3], theirs.float())
+    mean = theirs.double().mean(0).float()
+    assert torch.allclose(got[-3:], mean, rtol=1e-6, atol=1e-9)
+
+
+# ---- from_config, copies, exempted models, reference models
+
+
+def test_training_from_scratch(one_rank: None) -> None:
+    config = config_of("llama")
+    with loading(progress=False) as inside:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        model, _ = prepare(model)
+    assert inside.report is not None
+    embedding = whole(model.get_input_embeddings().weight)
+    assert embedding.std().item() == pytest.approx(config.initializer_range, rel=0.1)
+    assert whole(model.model.norm.weight).unique().tolist() == [1.0]
+    assert model(TOKENS).logits.isfinite().all()
+
+
+def test_a_deep_copy_is_loaded_as_well(one_rank: None) -> None:
+    with loading(progress=False) as inside:
+        model = build()
+        reference = copy.deepcopy(model)
+        model, _ = prepare(model)
+        fully_shard(reference, mesh=init_device_mesh("cpu", (1,)))
+        inside.fill(reference)
+    for name, parameter in reference.named_parameters():
+        assert_same(whole(parameter), from_pretrained("llama").get_parameter(name), name)
+    assert "__deepcopy__" not in vars(model)
+
+
+def test_an_exempted_model_is_read_as_usual(one_rank: None) -> None:
+    with loading(progress=False) as inside:
+        model = build()
+        with inside.exempt():
+            reward = build("qwen3")
+        assert not any(parameter.is_meta for parameter in reward.parameters())
+        prepare(model)
+    for name, parameter in reward.named_parameters():
+        assert_same(parameter, from_pretrained("qwen3").get_parameter(name), name)
+
+
+def test_an_exempted_model_is_prepared_as_usual(one_rank: None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with loading(progress=False) as inside, inside.exempt(model):
+        prepared, _ = prepare(model, auto_wrap_policy="no_wrap")
+        assert prepared(torch.ones(1, 4)).isfinite().all()
+
+
+def test_a_reference_model_on_every_rank(one_rank: None) -> None:
+    with loading(progress=False):
+        accelerator = accelerator_of()
+        reference = accelerator.prepare_model(build(), evaluation_mode=True)
+        assert reference(TOKENS).logits.isfinite().all()
+
+
+def test_a_reference_model_by_trl(one_rank: None) -> None:
+    utils = pytest.importorskip("trl.models.utils")
+    with loading(progress=False):
+        accelerator = accelerator_of()
+        reference = utils.prepare_fsdp(build(), accelerator)
+        assert reference(TOKENS).logits.isfinite().all()
+    assert not hasattr(utils.prepare_fsdp, "__wrapped__")
+
+
+# ---- errors
+
+
+def test_values_that_are_not_there_yet(one_rank: None) -> None:
+    with pytest.raises(UsageError, match="before it has any.*exempt") as refused:
+        with loading(progress=False):
+            build().get_input_embeddings().weight.mean().item()
+    assert "meta" in str(refused.value.got)
+
+
+def test_an_error_over_budget_is_what_a_user_reads(one_rank: None) -> None:
+    """One line, the last one."""
+    lines: list[str] = []
+    try:
+        with loading(budget="1MiB", progress=False):
+            prepare(build())
+    except BudgetError as error:
+        lines = traceback.format_exception(error)
+    assert lines and lines[-1].count("\n") == 1
+    assert "BudgetError" in lines[-1]
+
+
+def test_no_state_of_a_load_that_does_not_fit(one_rank: None) -> None:
+    """Although the optimizer's own ledger has no limit."""
+    with pytest.raises(BudgetError) as refused, loading(budget="1MiB", progress=False):
+        model = build()
+        optimizer = modicum.torch.AdamW(model.parameters())
+        assert optimizer.held == {} and optimizer.state_dict()["state"] == {}
+        prepare(model, optimizer)
+    assert refused.value.shortfall_bytes
+    assert optimizer.held == {} and all(p.is_meta for p in model.parameters())
+
+
+def test_a_step_without_memory_is_refused(one_rank: None) -> None:
+    with contextlib.suppress(ZeroDivisionError), loading(progress=False):
+        optimizer = modicum.torch.AdamW(build().parameters())
+        with pytest.raises(UsageError, match="is on meta.*optimizer="):
+            optimizer.step()
+        raise ZeroDivisionError  # the model is not prepared
+
+
+def test_moments_are_not_rounded_twice() -> None:
+    """accelerate passes an optimizer's state through `load_state_dict`."""
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(64, 256))
+    optimizer = modicum.torch.AdamW([parameter], state_format="int8-moments")
+    for _ in range(3):
+        parameter.grad = torch.randn(64, 256)
+        optimizer.step()
+    before = optimizer.digest()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.digest() == before
+
+
+def test_a_step_is_not_traced() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = modicum.torch.AdamW([parameter], lr=0.5)
+    step = torch.compile(optimizer.step, backend="eager")
+    for lr in (0.5, 0.25, 0.125):
+        optimizer.param_groups[0]["lr"] = lr
+        parameter.grad = torch.ones(4)
+        step()
+    assert optimizer.state[parameter]["step"].item() == 3
