@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <random>
 
@@ -19,7 +20,6 @@ constexpr const char* kManifest = "manifest.json";
 constexpr const char* kCommit = "COMMIT";
 constexpr std::string_view kStepPrefix = "step-";
 constexpr std::string_view kPartialPrefix = ".partial-";
-constexpr std::string_view kOwnerPrefix = ".owner-";
 constexpr std::string_view kTrashPrefix = ".trash-";
 constexpr std::string_view kLatestPrefix = ".latest-";  // in place of `latest`, until renamed
 
@@ -142,13 +142,18 @@ std::string make_uuid() {
 
 std::string step_name(int64_t step) { return fmt::format("{}{}", kStepPrefix, step); }
 
+template <class Number>
+bool parse_digits(std::string_view digits, Number& number) {
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
+  return error == std::errc() && end == digits.data() + digits.size();
+}
+
 // The number in "step-12"; none for any other name, "step-012" included.
 std::optional<int64_t> step_of(std::string_view name) {
   if (!name.starts_with(kStepPrefix)) return std::nullopt;
   const std::string_view digits = name.substr(kStepPrefix.size());
   int64_t step = 0;
-  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), step);
-  if (error != std::errc() || end != digits.data() + digits.size()) return std::nullopt;
+  if (!parse_digits(digits, step)) return std::nullopt;
   return step >= 0 && step_name(step) == name ? std::optional(step) : std::nullopt;
 }
 
@@ -164,35 +169,25 @@ void remove_by_trash(FileSystem& files, const std::string& root, const std::stri
   remove_tree(files, trash);
 }
 
-std::string owner_json(const StepOwner& owner) {
-  JsonWriter out;
-  out.begin_object();
-  owner_members(out, owner);
-  return out.end_object().text();
+// The owner is part of the name, so that it is there as soon as the directory is.
+std::string name_in_flight(int64_t step, const StepOwner& owner, std::string_view uuid) {
+  return fmt::format("{}{}-{}-{}-{}-{}", kPartialPrefix, step, owner.host, owner.pid, owner.started,
+                     uuid);
 }
 
-std::string owner_name(std::string_view uuid) { return fmt::format("{}{}", kOwnerPrefix, uuid); }
-
-void remove_owner(FileSystem& files, const StepInFlight& step) noexcept {
-  try {
-    files.remove(join_path(step.root, owner_name(step.uuid)));
-  } catch (const Error&) {
-    // A later save collects it.
+// The owner in a name that begins with `prefix`; none if it was not made by name_in_flight.
+std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix) {
+  enum { kStep, kHost, kPid, kStarted, kUuid, kParts };
+  std::array<std::string_view, kParts> parts;
+  std::string_view rest = name.substr(prefix.size());
+  for (size_t i = 0; i < kParts; ++i) {
+    const size_t end = rest.find('-');
+    if ((end == std::string_view::npos) != (i == kUuid)) return std::nullopt;
+    parts[i] = rest.substr(0, end);
+    if (i != kUuid) rest.remove_prefix(end + 1);
   }
-}
-
-// None if it was never written whole, or is removed already.
-std::optional<StepOwner> owner_of(FileSystem& files, const std::string& root,
-                                  std::string_view uuid) {
-  StepOwner owner;
-  try {
-    read_json(text_of(files, root, owner_name(uuid)), [&](JsonValue& value) {
-      value.object(
-          [&](std::string_view key, JsonValue& member) { read_owner_member(key, member, owner); });
-    });
-  } catch (const JsonError&) {
-    return std::nullopt;
-  } catch (const Error&) {
+  StepOwner owner{.host = std::string(parts[kHost])};
+  if (!parse_digits(parts[kPid], owner.pid) || !parse_digits(parts[kStarted], owner.started)) {
     return std::nullopt;
   }
   return owner;
@@ -270,17 +265,8 @@ StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step
     fail(Category::conflict, "the step has been saved already", {.file = step_name(step)});
   }
   StepInFlight made{root, step, make_uuid(), ""};
-  made.directory = join_path(root, fmt::format("{}{}-{}", kPartialPrefix, step, made.uuid));
-  try {
-    const std::string name = join_path(root, owner_name(made.uuid));
-    write_durably(files, name, owner_json(owner));
-    files.make_directory(made.directory);
-    // Another save may have collected it before it was whole; that of a step it does not.
-    if (!files.exists(name)) write_durably(files, name, owner_json(owner));
-  } catch (const Error&) {
-    remove_owner(files, made);
-    throw;
-  }
+  made.directory = join_path(root, name_in_flight(step, owner, made.uuid));
+  files.make_directory(made.directory);
   return made;
 }
 
@@ -295,10 +281,10 @@ std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& s
   const std::string name = step_name(step.step);
   files.rename(step.directory, join_path(step.root, name));
   files.sync_directory(step.root);
+  const std::string in_flight = base_name(step.directory).substr(kPartialPrefix.size());
   try {
-    replace_durably(files, {step.root, "latest", fmt::format("{}{}", kLatestPrefix, step.uuid)},
+    replace_durably(files, {step.root, "latest", fmt::format("{}{}", kLatestPrefix, in_flight)},
                     name + "\n");
-    files.remove(join_path(step.root, owner_name(step.uuid)));
   } catch (const Error& error) {
     return fmt::format("{} is saved, but `latest` could not be written: {}", name, error.what());
   }
@@ -309,9 +295,8 @@ void discard_step(FileSystem& files, const StepInFlight& step) noexcept {
   try {
     remove_by_trash(files, step.root, base_name(step.directory));
   } catch (const Error&) {
-    return;  // it is not visible as a step, and a later save collects it
+    // It is not visible as a step, and a later save collects it.
   }
-  remove_owner(files, step);
 }
 
 FoundStep open_step(FileSystem& files, const std::string& path) {
@@ -392,10 +377,6 @@ void keep_newest(FileSystem& files, const std::string& root, size_t keep) {
 
 std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& root,
                                           const std::function<bool(const StepOwner&)>& is_dead) {
-  const auto is_left = [&](std::string_view uuid) {
-    const std::optional<StepOwner> owner = owner_of(files, root, uuid);
-    return !owner || !is_dead(*owner);
-  };
   // Another save may collect the same names at this moment. What stays, a later one collects.
   const auto attempt = [](FunctionRef<void()> removal) {
     try {
@@ -403,31 +384,24 @@ std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& 
     } catch (const Error&) {
     }
   };
-  std::vector<std::string> of_steps;  // the uuids of the steps that are left
+  const auto is_left = [&](std::string_view name, std::string_view prefix) {
+    const std::optional<StepOwner> owner = owner_in(name, prefix);
+    return !owner || !is_dead(*owner);
+  };
   std::vector<std::string> left;
-  // The steps first: an owner is removed once nothing of its step is there.
-  for (const std::string& name : files.list(root)) {
-    if (!name.starts_with(kPartialPrefix)) continue;
-    const std::string uuid = name.substr(name.rfind('-') + 1);
-    if (is_left(uuid)) {
-      left.push_back(name);
-      of_steps.push_back(uuid);
-    } else {
-      attempt([&] { remove_by_trash(files, root, name); });
-    }
-  }
   for (const std::string& name : files.list(root)) {
     const std::string path = join_path(root, name);
-    if (name.starts_with(kTrashPrefix)) attempt([&] { remove_tree(files, path); });
-    if (name.starts_with(kLatestPrefix) && !is_left(name.substr(kLatestPrefix.size()))) {
+    if (name.starts_with(kTrashPrefix)) {
+      attempt([&] { remove_tree(files, path); });
+    } else if (name.starts_with(kLatestPrefix) && !is_left(name, kLatestPrefix)) {
       attempt([&] { files.remove(path); });
+    } else if (name.starts_with(kPartialPrefix)) {
+      if (is_left(name, kPartialPrefix)) {
+        left.push_back(name);
+      } else {
+        attempt([&] { remove_by_trash(files, root, name); });
+      }
     }
-    if (!name.starts_with(kOwnerPrefix)) continue;
-    // An owner that was never written whole is of no step.
-    const std::string uuid = name.substr(kOwnerPrefix.size());
-    const bool is_needed = std::find(of_steps.begin(), of_steps.end(), uuid) != of_steps.end();
-    const bool is_written = owner_of(files, root, uuid).has_value();
-    if (!is_needed && (!is_written || !is_left(uuid))) attempt([&] { files.remove(path); });
   }
   return left;
 }

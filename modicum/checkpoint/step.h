@@ -5,8 +5,8 @@
 //     model.safetensors            (or shards and an index)
 //     manifest.json                every file's length and digest, every tensor's digests
 //     COMMIT                       the digest of manifest.json
-//   ROOT/.partial-13-UUID/         in flight, or left over by a process that died
-//   ROOT/.owner-UUID               host and process of that save
+//   ROOT/.partial-13-OWNER-UUID/   in flight, or left over by a process that died; OWNER is the
+//                                  host, pid and start time of the leader
 //   ROOT/.trash-UUID/              being removed
 //   ROOT/latest                    "step-12": for people; nothing here reads it
 //
@@ -66,9 +66,9 @@ StepRecord parse_record(const std::string& text);
 
 Digest digest_of(std::string_view bytes);  // XXH3, 128 bits
 
-// The process that saves a step, so that its leftovers can be told from a save that is in flight.
+// The process that saves a step: tells leftovers from a save in flight.
 struct StepOwner {
-  std::string host;
+  std::string host;  // without '-' and '/'; see ProcessIdentity
   int64_t pid = 0;
   uint64_t started = 0;  // the kernel's start time of the process: pids are reused
 };
@@ -87,6 +87,7 @@ struct StateFacts {
   uint64_t seed = 0;
   int64_t steps = 0;                       // that every parameter has made
   std::vector<std::string> without_state;  // parameters that are not trained
+  std::optional<uint64_t> digest;          // AdamW::digest().state, summed over the ranks
 };
 constexpr const char* kStateFile = "state.json";
 std::string state_json(const StateFacts& facts);
@@ -132,8 +133,8 @@ FoundStep newest_step(FileSystem& files, const std::string& root,
 // Removes whole steps but the `keep` newest ones, at least one. Steps that are not whole are
 // neither counted nor removed.
 void keep_newest(FileSystem& files, const std::string& root, size_t keep);
-// Removes what dead processes have left in flight and in the trash. `is_dead` decides; it is not
-// asked about saves whose owner can't be read. Returns the names of the steps that were left.
+// Removes what dead processes have left in flight, and the trash. A directory in flight stays if
+// its name has no owner, or if `is_dead` is false for it. Returns the names of those that stay.
 std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& root,
                                           const std::function<bool(const StepOwner&)>& is_dead);
 

@@ -4,8 +4,6 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
-
 #include "modicum/base/base.h"
 #include "modicum/io/file_doubles.h"
 
@@ -172,19 +170,19 @@ TEST(Steps, LeftoversOfDeadOwnersAreRemoved) {
   const StepInFlight live = begin_step(files, "/root", 2, {"host", 8, 11});
   const StepInFlight dead = begin_step(files, "/root", 2, kOwner);
   write_files(files, dead);
-  const StepInFlight unknown = begin_step(files, "/root", 3, kOwner);
-  files.remove("/root/.owner-" + unknown.uuid);
+  files.make_directory("/root/.partial-3-cut");
+  files.put("/root/.latest-2-host-7-11-0", "step-2");
+  files.put("/root/.latest-2-host-8-11-0", "step-2");
   files.put("/root/.trash-1/sub/file", "x");
   const auto is_dead = [](const StepOwner& owner) {
     return owner.pid == kOwner.pid && owner.host == "host" && owner.started == kOwner.started;
   };
-  std::vector<std::string> left = remove_leftovers(files, "/root", is_dead);
-  std::vector<std::string> expected = {base_name(live.directory), base_name(unknown.directory)};
-  std::sort(expected.begin(), expected.end());
-  EXPECT_EQ(left, expected);
-  expected.insert(expected.begin(), ".owner-" + live.uuid);
-  expected.insert(expected.end(), {"latest", "step-1"});
-  EXPECT_EQ(files.list("/root"), expected);
+  EXPECT_EQ(base_name(live.directory), ".partial-2-host-8-11-" + live.uuid);
+  const std::vector<std::string> left = remove_leftovers(files, "/root", is_dead);
+  EXPECT_EQ(left, (std::vector<std::string>{base_name(live.directory), ".partial-3-cut"}));
+  EXPECT_EQ(files.list("/root"),
+            (std::vector<std::string>{".latest-2-host-8-11-0", base_name(live.directory),
+                                      ".partial-3-cut", "latest", "step-1"}));
 }
 
 // Every call fails once: the new step is either absent, or whole; the old one always is. Catches: a

@@ -35,8 +35,9 @@ ProcessMemory read_process_memory(int pid = 0, const std::string& root = "");
 // Resets VmHWM of this process. Returns whether the kernel allowed it.
 bool reset_peak_rss();
 
-// A process among all that had or will have its number: `host` tells hosts, boots and containers
-// apart; `started` is the kernel's start time, 0 if there is no such process.
+// Identifies a process, although pids are reused: `host` identifies the host, its boot and the
+// container, in letters, digits, dots and underscores; `started` is the kernel's start time of the
+// process, 0 if there is no such process.
 struct ProcessIdentity {
   std::string host;
   int64_t pid = 0;

@@ -207,7 +207,7 @@ TEST(ProcessMemory, AbsentAndEndedProcessesAreIo) {
 // Catches: a dead process taken for a living one, or one of another host for a dead one.
 TEST(ProcessIdentity, TellsProcessesOfOneNumberApart) {
   Machine machine;
-  machine.put("/proc/sys/kernel/hostname", "h\n");
+  machine.put("/proc/sys/kernel/hostname", "h-1/é\n");
   machine.put("/proc/sys/kernel/random/boot_id", "b\n");
   const auto put = [&](const std::string& pid, char state, int started) {
     machine.put("/proc/" + pid + "/stat",
@@ -217,7 +217,7 @@ TEST(ProcessIdentity, TellsProcessesOfOneNumberApart) {
   put("1", 'S', 5);
   put("42", 'S', 700);
   const ProcessIdentity of = identify_process(42, machine.root());
-  EXPECT_EQ(of.host, "h boot b init 5");
+  EXPECT_EQ(of.host, "h_1___.b.5");
   EXPECT_EQ(of.started, 700U);
   EXPECT_FALSE(is_dead(of, machine.root()));
   put("42", 'Z', 700);

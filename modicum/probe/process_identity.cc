@@ -1,6 +1,8 @@
 // Identifies a process by more than its pid, which is reused, and unique in one container only.
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "modicum/io/io.h"
 #include "modicum/probe/kernel_text.h"
 #include "modicum/probe/probe.h"
@@ -28,14 +30,20 @@ std::string first_line(const std::string& path) {
   return lines.empty() ? std::string() : std::string(lines.front());
 }
 
+bool is_name_char(char c) {
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.';
+}
+
 }  // namespace
 
 ProcessIdentity identify_process(int64_t pid, const std::string& root) {
   ProcessIdentity of{.pid = pid};
   // The start of process 1 tells containers of one host apart.
-  of.host = fmt::format("{} boot {} init {}", first_line(root + "/proc/sys/kernel/hostname"),
+  of.host = fmt::format("{}.{}.{}", first_line(root + "/proc/sys/kernel/hostname"),
                         first_line(root + "/proc/sys/kernel/random/boot_id"),
                         start_of(root, "1").value_or(0));
+  std::replace_if(
+      of.host.begin(), of.host.end(), [](char c) { return !is_name_char(c); }, '_');
   of.started = start_of(root, std::to_string(pid)).value_or(0);
   return of;
 }
