@@ -111,18 +111,19 @@ class Ranks:
     def agree(self, digest: str, facts: Sequence[Any] = ()) -> None:
         """CONFLICT, naming the first rank that differs from rank 0, if the digests differ; and the
         first difference of `facts`, of which they are digests."""
-        digests = self.gather(digest)
-        others = [rank for rank, of in enumerate(digests) if of != digests[0]]
-        if not others:
+        verdict = self._settle(digest, _first_other)
+        if verdict is None:
             return
-        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-        what = f"rank {others[0]}{more} has other inputs than rank 0"
-        expected, got = digests[0], digests[others[0]]
+        other, more, expected, got = verdict
+        who = f"rank {other} (and {more} more)" if more else f"rank {other}"
+        what = f"{who} has other inputs than rank 0"
         if facts:
-            brought = self.gather(facts if self.rank in (0, others[0]) else None)
-            name, expected, got = _first_difference(brought[0], brought[others[0]])
-            what = f"rank {others[0]}{more} differs from rank 0 in {name}"
-        conflict = self._blaming(others[0], "CONFLICT", what, expected=expected, got=got)
+            name, expected, got = self._settle(
+                facts if self.rank in (0, other) else None,
+                lambda brought: _first_difference(brought[0], brought[other]),
+            )
+            what = f"{who} differs from rank 0 in {name}"
+        conflict = self._blaming(other, "CONFLICT", what, expected=expected, got=got)
         raise from_json(conflict)
 
     def agree_on(self, facts: Mapping[str, str]) -> None:
@@ -453,6 +454,13 @@ class Ranks:
             peer = self._members[place]
             what = f"the connection to rank {peer} (pid {self._pids[peer]}) ended: {why}"
             raise from_json(self._blaming(peer, "PEER", what)) from None
+
+
+def _first_other(digests: list[str]) -> tuple[int, int, str, str] | None:
+    """The first rank whose digest is not rank 0's, how many more there are, and both digests.
+    Rank 0 alone compares them, since every rank takes the result."""
+    others = [rank for rank, of in enumerate(digests) if of != digests[0]]
+    return (others[0], len(others) - 1, digests[0], digests[others[0]]) if others else None
 
 
 def _first_difference(one: list[Any], other: list[Any]) -> tuple[str, str, str]:

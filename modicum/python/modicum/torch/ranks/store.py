@@ -7,6 +7,7 @@ and callers wait for the thread with a limit.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
@@ -20,7 +21,10 @@ SLICE_S = 0.1
 SLICES, CONNECT_SLICES = 60, 600
 """The limit of waiting for one answer: 6 s; a minute to connect, since all ranks may do so at once.
 Slices are counted rather than seconds, because this process may have been stopped meanwhile."""
-PIECE_CHARACTERS = 4 << 20  # a TCPStore closes the connection on a message of more than 8 MiB
+PIECE_BYTES = 4 << 20  # a TCPStore closes the connection on a message of more than 8 MiB
+COMPRESSED_BYTES = 1 << 12
+"""Longer texts are compressed: every rank takes what rank 0 has gathered from all, whose parts are
+alike, and a recipe has many similar names."""
 KEYS_AT_ONCE = 256
 
 # Equal on all ranks: every rank makes its loads in the same order.
@@ -65,10 +69,14 @@ class LoadStore:
 
     def put(self, key: str, text: str) -> None:
         """Sets `key` to a text of any length, for take()."""
-        places = range(PIECE_CHARACTERS, len(text), PIECE_CHARACTERS)
+        data = text.encode()
+        how = "plain"
+        if len(data) > COMPRESSED_BYTES:
+            data, how = zlib.compress(data, 1), "zlib"
+        places = range(PIECE_BYTES, len(data), PIECE_BYTES)
         for index, at in enumerate(places):
-            self._set(f"{key}/{index}", text[at : at + PIECE_CHARACTERS])
-        self._set(key, f"{len(places)} {text[:PIECE_CHARACTERS]}")
+            self._set(f"{key}/{index}", data[at : at + PIECE_BYTES])
+        self._set(key, f"{len(places)} {how} ".encode() + data[:PIECE_BYTES])
 
     def take(self, *keys: str) -> list[str]:
         """The texts of keys that put() has set."""
@@ -76,9 +84,10 @@ class LoadStore:
         for at in range(0, len(keys), KEYS_AT_ONCE):
             some = list(keys[at : at + KEYS_AT_ONCE])
             for key, value in zip(some, self._ask(self._store.multi_get, some), strict=True):
-                pieces, _, text = value.decode().partition(" ")
-                more = [self.get(f"{key}/{index}") for index in range(int(pieces))]
-                texts.append("".join([text, *more]))
+                pieces, how, first = value.split(b" ", 2)
+                more = [self._ask(self._store.get, f"{key}/{i}") for i in range(int(pieces))]
+                data = b"".join([first, *more])
+                texts.append((zlib.decompress(data) if how == b"zlib" else data).decode())
         return texts
 
     def forget(self, *more: str) -> None:
@@ -90,9 +99,9 @@ class LoadStore:
         """Ends the thread: no more calls."""
         self._line.end()
 
-    def _set(self, key: str, text: str) -> None:
+    def _set(self, key: str, data: bytes) -> None:
         self._put_here.append(key)
-        self._ask(self._store.set, key, text)
+        self._ask(self._store.set, key, data)
 
     def _ask(self, function: Callable[..., Any], *arguments: Any, slices: int = SLICES) -> Any:
         if self._lost is None:
