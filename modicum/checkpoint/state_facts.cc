@@ -2,18 +2,24 @@
 
 #include <charconv>
 
+#include "modicum/checkpoint/record_text.h"
 #include "modicum/checkpoint/step.h"
 #include "modicum/json/json.h"
 
 namespace modicum {
 namespace {
 
-// A whole number of 64 bits, more than a JSON integer of the house can be.
-uint64_t number_of(const std::string& text) {
+// 64 bits: a JSON integer has 63.
+uint64_t seed_of(const std::string& text) {
   uint64_t number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   if (error == std::errc() && end == text.data() + text.size()) return number;
   fail(Category::integrity, "the seed is not a number", {.file = kStateFile});
+}
+
+uint64_t digest_value(const std::string& text) {
+  if (const auto number = from_hex(text)) return *number;
+  fail(Category::integrity, "the digest is not 16 hex digits", {.file = kStateFile});
 }
 
 }  // namespace
@@ -25,6 +31,7 @@ std::string state_json(const StateFacts& facts) {
       .member("state_format", row_of(facts.format).name)
       .member("seed", std::to_string(facts.seed))
       .member("steps", facts.steps);
+  if (facts.digest) out.member("digest", hex(*facts.digest));
   out.key("without_state").begin_array();
   for (const std::string& fqn : facts.without_state) out.value(fqn);
   out.end_array().end_object();
@@ -39,8 +46,9 @@ StateFacts parse_state(const std::string& text) {
       root.object([&](std::string_view key, JsonValue& member) {
         if (key == "optimizer") optimizer = member.string();
         if (key == "state_format") facts.format = state_format_named(member.string()).format;
-        if (key == "seed") facts.seed = number_of(member.string());
+        if (key == "seed") facts.seed = seed_of(member.string());
         if (key == "steps") facts.steps = member.integer();
+        if (key == "digest") facts.digest = digest_value(member.string());
         if (key == "without_state") {
           member.array([&](JsonValue& name) { facts.without_state.push_back(name.string()); });
         }

@@ -48,7 +48,7 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundSte
       common, flags,
       [&](const LoadTask& task, ShowBytes show) {
         const ResumeState* const from = state ? &*state : nullptr;
-        return resume_in_ranks({task, from, then.steps, then.max_norm}, show);
+        return resume_in_ranks({task, step, from, then.steps, then.max_norm}, show);
       },
       [&](Run& opened) {
         if (!state) return;

@@ -69,7 +69,8 @@ void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expec
 
 // The rank's part of the digest, read from the sink's host memory. Here and in dump_rank `poll` is
 // called before each tensor; an exception from it ends the call.
-uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll = kNoPoll);
+uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll = kNoPoll,
+                        DigestSum::Names names = DigestSum::Names::all);
 
 // Writes `rank`'s local tensors without padding, under their own names, aliases included, to one
 // safetensors file. CONFLICT if it exists; IO, NOSPACE.

@@ -34,6 +34,10 @@ uint64_t digest_seed(const TensorSpec& spec) {
       fmt::format("{}|{}|{}", spec.fqn, torch_name(spec.dtype), shape_text(spec.shape)));
 }
 
+uint64_t digest_of_empty(const TensorSpec& spec) {
+  return name_hash(fmt::format("{:016x}", digest_seed(spec)));
+}
+
 ChunkSums::ChunkSums(const Manifest& manifest, uint64_t point)
     : manifest_(manifest), powers_(point) {
   uint64_t chunks = 0;

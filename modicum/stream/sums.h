@@ -12,6 +12,9 @@ namespace modicum {
 
 // The seed of a tensor's elements in digests: over its name, dtype and shape.
 uint64_t digest_seed(const TensorSpec& spec);
+// The part of a model's digest that a tensor without elements has, so that these count, too. The
+// chunks' digests are the rest.
+uint64_t digest_of_empty(const TensorSpec& spec);
 
 // What was written of one chunk: of neighbouring elements of a tensor, kChunkBytes of them or, at
 // the tensor's end, fewer. All three add up over parts, threads and ranks.

@@ -18,7 +18,8 @@ struct Rehearsed {
   std::array<RankOutcome, kPhases> phases;
   SaveOutcome save;
   StepsTaken taken;
-  uint64_t state_digest = 0;  // this rank's part
+  uint64_t saved_digest = 0;  // this rank's part, as are those below
+  uint64_t state_digest = 0;
   uint64_t model_digest = 0;
 };
 
@@ -72,6 +73,7 @@ class RehearsalRank {
         save_rank(*task_.save, *world_.place, {rank_, &world_.board, nullptr, &of_.ledger},
                   of_.load.shards(), &optimizer);
     outcome_.phases[3] = of_.later_phase(world_.board);
+    outcome_.saved_digest = optimizer.digest().state;
   }
 
   RehearsalWorld& world_;
@@ -127,7 +129,9 @@ RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show) {
                         .elapsed_s = world.seconds_until(world.clock.now_ns()),
                         .max_norm = task.max_norm};
   uint64_t written_bytes = 0;
+  TrainedSteps trained{.skipped = outcomes.front().taken.skipped};
   for (const Rehearsed& outcome : outcomes) {
+    trained.digest += outcome.saved_digest;
     report.load_s = std::max(report.load_s, world.seconds_until(outcome.phases[0].loaded_ns));
     report.state_digest += outcome.state_digest;
     report.model_digest += outcome.model_digest;
@@ -135,7 +139,7 @@ RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show) {
     if (outcome.taken.norm.finite) report.grad_norm = outcome.taken.norm.norm();
   }
   if (!step) return report;
-  SavedStep saved = publish(*step, *task.save, outcomes.front().taken.skipped);
+  SavedStep saved = publish(*step, *task.save, trained);
   report.saved = {saved.step, saved.path, saved.written_bytes + written_bytes};
   for (const std::string& warning : saved.warnings) report.checkpoint.warnings.push_back(warning);
   return report;

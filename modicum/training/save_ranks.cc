@@ -1,6 +1,10 @@
 #include "modicum/training/save_ranks.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <map>
+#include <string_view>
 
 #include "modicum/training/saving_rank.h"
 #include "modicum/training/trained_rank.h"
@@ -71,7 +75,9 @@ class SaveRank {
 // The outcome of a rank that resumes. Plain data.
 struct Resumed {
   RankOutcome resume, step;  // peaks: until the state is in place; after it
-  uint64_t state_digest = 0;
+  // Digests, this rank's parts: as loaded, the model's without aliases; after the steps.
+  uint64_t loaded_model = 0, loaded_state = 0;
+  uint64_t model = 0, state = 0;
 };
 
 struct ResumeWorld : LoadWorld {
@@ -93,10 +99,12 @@ class ResumeRank {
     load.book_what_stays();
     if (task_.state != nullptr) read_state(*task_.state);
     outcome_.resume = of_.phase_of(load.outcome(), world_.board);
-    if (task_.state != nullptr) make_steps(task_.state->facts.steps);
+    outcome_.loaded_model = model_digest(DigestSum::Names::without_aliases);
+    outcome_.loaded_state = state_digest();
+    for (int i = 1; i <= task_.steps; ++i) trained_->steps().step(task_.state->facts.steps + i);
     outcome_.step = of_.later_phase(world_.board);
-    outcome_.resume.digest =
-        digest_of_rank(world_.task.plan, rank_, load.shards(), [&load] { load.beat(); });
+    outcome_.model = model_digest(DigestSum::Names::all);
+    outcome_.state = task_.steps > 0 ? state_digest() : outcome_.loaded_state;
     return outcome_;
   }
 
@@ -118,10 +126,12 @@ class ResumeRank {
     });
   }
 
-  void make_steps(int64_t made) {
-    for (int64_t i = 1; i <= task_.steps; ++i) trained_->steps().step(made + i);
-    outcome_.state_digest = trained_->optimizer().digest().state;
+  uint64_t model_digest(DigestSum::Names names) {
+    RankLoad& load = of_.load;
+    return digest_of_rank(
+        world_.task.plan, rank_, load.shards(), [&] { load.beat(); }, names);
   }
+  uint64_t state_digest() { return trained_ ? trained_->optimizer().digest().state : 0; }
 
   ResumeWorld& world_;
   const ResumeTask& task_;
@@ -152,6 +162,58 @@ std::vector<PhaseReport> phases_of(const Promise& promise, const std::vector<Res
   return phases;
 }
 
+// Of the model that a step holds; none if the run loads other dtypes or tensors than were saved.
+std::optional<uint64_t> recorded_digest(const Run& run, const StepRecord& record) {
+  std::map<std::string_view, const StepTensor*> recorded;
+  for (const StepTensor& tensor : record.tensors) recorded[tensor.spec.fqn] = &tensor;
+  uint64_t digest = 0;
+  for (uint32_t t = 0; t < run.recipe.targets.size(); ++t) {
+    if (run.recipe.is_alias(t)) continue;
+    const TensorSpec& spec = run.recipe.targets[t].spec;
+    const auto of = recorded.find(spec.fqn);
+    if (of == recorded.end() || digest_seed(of->second->spec) != digest_seed(spec)) return {};
+    digest += digest_of_empty(spec);
+    for (const uint64_t chunk : of->second->chunks) digest += chunk;
+  }
+  return digest;
+}
+
+// The digests do not tell which file has changed, so the step is read again.
+[[noreturn]] void fail_values(const ResumeTask& task) {
+  const Verified verified = verify_step(*task.load.run.files, task.step.path, [] {});
+  if (const Error* const fault = verified.first_fault()) throw *fault;
+  fail(Category::integrity, "the loaded values are not those that were saved",
+       {.file = base_name(task.step.path)});
+}
+
+void check_values(const ResumeTask& task, const std::vector<Resumed>& outcomes,
+                  std::vector<std::string>& warnings) {
+  uint64_t model = 0, state = 0;
+  for (const Resumed& of : outcomes) {
+    model += of.loaded_model;
+    state += of.loaded_state;
+  }
+  const auto recorded = recorded_digest(task.load.run, task.step.record);
+  if (!recorded) {
+    warnings.push_back(
+        "the model's values were not compared with the record of the step, since "
+        "they are loaded in another form: `modicum verify` compares them");
+  }
+  const bool is_model = !recorded || *recorded == model;
+  const bool is_state =
+      task.state == nullptr || !task.state->facts.digest || *task.state->facts.digest == state;
+  if (!is_model || !is_state) fail_values(task);
+}
+
+// The new step is durable by now, so a failure is a warning.
+void remove_old_steps(const SaveTask& task, std::vector<std::string>& warnings) {
+  try {
+    keep_newest(*task.load.run.files, task.root, *task.keep);
+  } catch (const Error& error) {
+    warnings.push_back(fmt::format("old steps could not be removed: {}", error.what()));
+  }
+}
+
 }  // namespace
 
 Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFiles* state) {
@@ -166,9 +228,11 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   StepSave step(*task.load.run.files, task.root, task.step, task.state != nullptr);
   SaveWorld world(task, step);
   const std::vector<Saved> outcomes = outcomes_of<SaveRank>(world, show);
-  const SavedStep saved = publish(step, task, outcomes.front().taken.skipped);
+  TrainedSteps trained{.skipped = outcomes.front().taken.skipped};
+  for (const Saved& of : outcomes) trained.digest += of.state_digest;
+  SavedStep saved = publish(step, task, trained);
   const int64_t durable_ns = world.clock.now_ns();
-  if (task.keep) keep_newest(*task.load.run.files, task.root, *task.keep);
+  if (task.keep) remove_old_steps(task, saved.warnings);
   SaveReport report{.checkpoint = facts_of(task.load.run.checkpoint),
                     .strategy = task.load.plan.strategy().name,
                     .promise = task.load.plan.promise,
@@ -188,14 +252,12 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   for (const Saved& of : outcomes) {
     report.ranks.push_back(of.load);
     report.digest += of.load.digest;
-    if (task.state != nullptr) {
-      report.state_digest = report.state_digest.value_or(0) + of.state_digest;
-    }
     report.written_bytes += of.save.written_bytes;
     report.read_bytes += of.save.read_bytes;
     begin_ns = std::min(begin_ns, of.begin_ns);
     end_ns = std::max(end_ns, of.end_ns);
   }
+  if (task.state != nullptr) report.state_digest = trained.digest;
   report.elapsed_s = static_cast<double>(end_ns - begin_ns) / kNsPerSecond;
   report.durable_s = static_cast<double>(durable_ns - begin_ns) / kNsPerSecond;
   return report;
@@ -214,12 +276,13 @@ LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show) {
                     .promise = task.load.plan.promise,
                     .launcher_bytes = read_process_memory().held(),
                     .digest = 0};
+  check_values(task, outcomes, report.checkpoint.warnings);
   for (const Resumed& of : outcomes) {
     report.ranks.push_back(of_both(of));
     report.elapsed_s = std::max(report.elapsed_s, world.seconds_until(of.resume.loaded_ns));
-    *report.digest += of.resume.digest;
+    *report.digest += of.model;
     if (task.state == nullptr) continue;
-    report.state_digest = report.state_digest.value_or(0) + of.state_digest;
+    report.state_digest = report.state_digest.value_or(0) + of.state;
   }
   if (task.state != nullptr) report.phases = phases_of(report.promise, outcomes);
   return report;

@@ -37,12 +37,15 @@ struct ResumeState {
 };
 struct ResumeTask {
   LoadTask load;                       // of a plan with phase `resume`, if there is a state
+  const FoundStep& step;               // that is loaded
   const ResumeState* state = nullptr;  // of the run (StateFiles::require_of); null: none is read
   int steps = 0;
   std::optional<double> max_norm;
 };
 // Loads, reads the state, and makes `steps` more steps with the gradients that an uninterrupted run
-// would have. Errors as load_in_ranks'.
+// would have. Errors as load_in_ranks'; INTEGRITY, naming the file and the tensor, if a value is
+// not the one that was saved. Where the flags load other dtypes or tensors than were saved, the
+// model's values are not compared, which a warning reports.
 LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show);
 
 struct RehearsalTask {

@@ -52,12 +52,13 @@ SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankCo
   return outcome;
 }
 
-SavedStep publish(StepSave& step, const SaveTask& task, int skipped) {
+SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained) {
   std::optional<StepSave::SavedState> state;
   if (task.state != nullptr) {
-    state.emplace(StepSave::SavedState{
-        task.state->manifest(),
-        {*task.load.run.optimizer, task.seed, task.steps - skipped, without_state(task.load.run)}});
+    state.emplace(
+        StepSave::SavedState{task.state->manifest(),
+                             {*task.load.run.optimizer, task.seed, task.steps - trained.skipped,
+                              without_state(task.load.run), trained.digest}});
   }
   return step.publish(task.load.run.checkpoint, task.plan, state);
 }

@@ -24,7 +24,12 @@ struct SavePlace {
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
                       HostSink& shards, const RankOptimizer* optimizer);
 
-// Publishes what all ranks have saved. `skipped`: of the steps that the task made.
-SavedStep publish(StepSave& step, const SaveTask& task, int skipped);
+// The optimizer's part of a save, over all ranks.
+struct TrainedSteps {
+  int skipped = 0;      // of the steps that the task made
+  uint64_t digest = 0;  // of the state that was saved
+};
+// Publishes what all ranks have saved.
+SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained);
 
 }  // namespace modicum
