@@ -174,30 +174,42 @@ def twelve_files(directory: Path) -> list[str]:
     return names
 
 
+def finished_files(journal: Path) -> list[str]:
+    """Those that a conversion has recorded; it replaces the journal by a rename."""
+    try:
+        return [file["name"] for file in json.loads(journal.read_text())["files"]]
+    except FileNotFoundError:
+        return []
+
+
+def wait_for_files(process: subprocess.Popen[bytes], journal: Path, count: int) -> None:
+    """Until so many files are finished, or the process has ended."""
+    while process.poll() is None and len(finished_files(journal)) < count:
+        time.sleep(0.001)
+
+
 def test_killed_conversions_go_on(modicum: Path, tmp_path: Path) -> None:
     """Killed at random moments: nothing is visible, and no finished file is made again."""
     source, out = tmp_path / "source", tmp_path / "out"
     twelve_files(source)
-    begin = time.monotonic()
     whole = run_json(modicum, "convert", source, tmp_path / "whole", "--dtype", "bf16")
-    whole_s = time.monotonic() - begin
+    journal = tmp_path / ".out.journal"
     words = [str(word) for word in (modicum, "convert", source, out, "--dtype", "bf16")]
     inodes: dict[str, int] = {}
     chance, killed = random.Random(5), 0
-    for _ in range(20):
+    for _ in range(8):
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(chance.uniform(0.1, 0.6) * whole_s)
+        wait_for_files(process, journal, len(inodes) + chance.randrange(2))
+        time.sleep(chance.uniform(0, 0.02))
         process.send_signal(signal.SIGKILL)
         if process.wait(timeout=60) == 0:
             break
         killed += 1
         assert not out.exists()
         time.sleep(0.3)  # the rank ends with its launcher
-        journal = tmp_path / ".out.journal"
-        if journal.exists():
-            for file in json.loads(journal.read_text())["files"]:
-                inode = (tmp_path / ".out.partial" / file["name"]).stat().st_ino
-                assert inodes.setdefault(file["name"], inode) == inode
+        for name in finished_files(journal):
+            inode = (tmp_path / ".out.partial" / name).stat().st_ino
+            assert inodes.setdefault(name, inode) == inode
     assert killed > 1 and inodes
     if not out.exists():
         converted = run_json(modicum, *words[1:])

@@ -124,8 +124,7 @@ def batches(steps: Iterator[int], kills: int, at_once: int) -> Iterator[list[int
         yield list(itertools.islice(steps, at_once))
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("kills", (300, 1000))
+@pytest.mark.parametrize("kills", (300, pytest.param(1000, marks=pytest.mark.soak)))
 def test_killed_saves_leave_the_old_step_or_a_whole_new_one(
     modicum: Path, moe: Path, tmp_path: Path, kills: int
 ) -> None:
