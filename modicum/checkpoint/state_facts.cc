@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-// A whole number of 64 bits, more than a JSON integer of the house can be.
+// Parses an unsigned 64-bit number. The JSON reader's integers have 63 bits.
 uint64_t number_of(const std::string& text) {
   uint64_t number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);

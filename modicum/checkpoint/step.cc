@@ -41,7 +41,7 @@ Digest digest_value(JsonValue& value) {
   return {*high, *low};
 }
 
-// A single component, which may be in the directory of the state, and nothing hidden.
+// A file name without a leading dot, optionally in kStateDirectory.
 bool is_plain_name(std::string_view name) {
   const std::string prefix = std::string(kStateDirectory) + "/";
   if (name.starts_with(prefix)) name.remove_prefix(prefix.size());
@@ -156,7 +156,7 @@ std::string text_of(FileSystem& files, const std::string& directory, const std::
   return read_text(*files.open(join_path(directory, name)));
 }
 
-// First renamed, so that a step which is partly removed is never visible.
+// Renames the step first, so that a partly removed step is never visible.
 void remove_by_trash(FileSystem& files, const std::string& root, const std::string& name) {
   const std::string trash = join_path(root, std::string(kTrashPrefix) + make_uuid());
   files.rename(join_path(root, name), trash);
@@ -181,7 +181,7 @@ void remove_owner(FileSystem& files, const StepInFlight& step) noexcept {
   }
 }
 
-// None if it was never written whole, or is removed already.
+// Empty if the owner file is incomplete or has been removed.
 std::optional<StepOwner> owner_of(FileSystem& files, const std::string& root,
                                   std::string_view uuid) {
   StepOwner owner;
@@ -275,7 +275,8 @@ StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step
     const std::string name = join_path(root, owner_name(made.uuid));
     write_durably(files, name, owner_json(owner));
     files.make_directory(made.directory);
-    // Another save may have collected it before it was whole; that of a step it does not.
+    // Another save may have removed the owner file while it was incomplete. Now that the directory
+    // exists, no other save removes it.
     if (!files.exists(name)) write_durably(files, name, owner_json(owner));
   } catch (const Error&) {
     remove_owner(files, made);
@@ -290,7 +291,7 @@ std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& s
   write_durably(files, join_path(step.directory, kManifest), manifest);
   const std::string state = join_path(step.directory, kStateDirectory);
   if (files.is_directory(state)) files.sync_directory(state);
-  // Also makes the names of all other files durable, before the step is visible.
+  // Also syncs the directory, and with it the names of all files, before the step is visible.
   replace_durably(files, {step.directory, kCommit, ".COMMIT"}, commit_json(record, manifest));
   const std::string name = step_name(step.step);
   files.rename(step.directory, join_path(step.root, name));
@@ -378,7 +379,7 @@ FoundStep newest_step(FileSystem& files, const std::string& root,
     fail(Category::uncommitted, "no step has been saved here", {.file = base_name(root)});
   }
   fail(Category::uncommitted,
-       fmt::format("none of {} step(s) is whole; {}: {}", skipped.size(),
+       fmt::format("none of {} step(s) is intact; {}: {}", skipped.size(),
                    step_name(skipped.front().step), skipped.front().reason),
        {.file = base_name(root)});
 }
@@ -396,7 +397,7 @@ std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& 
     const std::optional<StepOwner> owner = owner_of(files, root, uuid);
     return !owner || !is_dead(*owner);
   };
-  // Another save may collect the same names at this moment. What stays, a later one collects.
+  // Another save may be removing the same names. A later save removes any that remain.
   const auto attempt = [](FunctionRef<void()> removal) {
     try {
       removal();
@@ -405,7 +406,7 @@ std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& 
   };
   std::vector<std::string> of_steps;  // the uuids of the steps that are left
   std::vector<std::string> left;
-  // The steps first: an owner is removed once nothing of its step is there.
+  // Steps come first: an owner file is removed only after its step.
   for (const std::string& name : files.list(root)) {
     if (!name.starts_with(kPartialPrefix)) continue;
     const std::string uuid = name.substr(name.rfind('-') + 1);
@@ -423,7 +424,7 @@ std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& 
       attempt([&] { files.remove(path); });
     }
     if (!name.starts_with(kOwnerPrefix)) continue;
-    // An owner that was never written whole is of no step.
+    // An incomplete owner file belongs to no step: the step's directory is made after it.
     const std::string uuid = name.substr(kOwnerPrefix.size());
     const bool is_needed = std::find(of_steps.begin(), of_steps.end(), uuid) != of_steps.end();
     const bool is_written = owner_of(files, root, uuid).has_value();

@@ -22,7 +22,7 @@ constexpr std::array<Verb, 11> kVerbs = {{
     {"load", "load into rank processes and compare their memory with the plan", run_load},
     {"rehearse", "load, then step the optimizer, within one budget; memory by phase", run_rehearse},
     {"save", "load, then save a step that is committed whole or not at all", run_save},
-    {"resume", "load the newest whole step", run_resume},
+    {"resume", "load the newest intact step", run_resume},
     {"verify", "check files and values of a saved step", run_verify},
     {"convert", "write a checkpoint with another dtype, recipe or file size", run_convert},
     {"diff", "compare two checkpoints, tensor by tensor", run_diff},

@@ -59,7 +59,7 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundSte
 
 int run_resume(const Args& args) {
   CLI::App app(
-      "load the newest whole step of a ROOT into rank processes, with its optimizer's state",
+      "load the newest intact step of a ROOT into rank processes, with its optimizer's state",
       "modicum resume");
   CommonFlags common;
   RunFlags run;

@@ -35,7 +35,8 @@ int run_save(const Args& args) {
       ->required()
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
   app.add_option("--shard-size", flags.shard_size, "the most bytes of a file; default: as stored");
-  app.add_option("--keep", flags.keep, "then remove whole steps but the newest KEEP; default: none")
+  app.add_option("--keep", flags.keep,
+                 "then remove all intact steps but the newest KEEP; default: none")
       ->check(CLI::Range(int64_t{1}, INT64_MAX));
   app.add_option("--unused", flags.unused,
                  "copy or drop: stored tensors that the recipe leaves unused")

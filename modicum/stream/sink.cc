@@ -73,7 +73,7 @@ DigestSum::DigestSum(const Plan& plan, int rank) : plan_(plan), rank_(rank) {
     if (recipe.is_alias(t)) {
       alias_seeds_.emplace_back(recipe.nodes[recipe.targets[t].root].from, seeds_.back());
     }
-    // The tensor itself, so that empty tensors change the digest, too.
+    // The seed alone, so that an empty tensor changes the digest, too.
     if (rank == 0) sum_ += name_hash(fmt::format("{:016x}", seeds_.back()));
   }
 }

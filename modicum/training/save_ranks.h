@@ -15,7 +15,7 @@ struct SaveTask {
   const SavePlan& plan;
   std::string root;
   int64_t step = 0;
-  std::optional<size_t> keep;  // whole steps; none: all are kept
+  std::optional<size_t> keep;  // intact steps; empty: all are kept
   // With an optimizer: the files of its state, and the steps that it makes before the save.
   const StateFiles* state = nullptr;
   int steps = 0;
