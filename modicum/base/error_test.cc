@@ -98,7 +98,7 @@ TEST(Error, NamingTensorAddsAMissingTensor) {
   EXPECT_EQ(line_of({.tensor = "inner"}), "IO: no (tensor inner)");
 }
 
-TEST(Error, AnAssertionNamesItsConditionAndPlace) {
+TEST(Error, AFailedAssertionNamesItsConditionAndLine) {
   try {
     MODICUM_ASSERT(1 + 1 == 3);
     FAIL() << "expected an error";

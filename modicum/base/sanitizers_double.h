@@ -1,4 +1,4 @@
-// For tests of memory: whether they run under a sanitizer, which holds memory of its own.
+// For tests of memory: whether they run under a sanitizer, which needs memory itself.
 #pragma once
 
 namespace modicum {

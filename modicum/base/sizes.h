@@ -38,8 +38,8 @@ constexpr std::optional<T> checked_mul(T a, std::type_identity_t<T> b) noexcept 
   return std::nullopt;
 }
 
-// UINT64_MAX if the result overflows. For bytes times user-chosen numbers of ranks that are
-// compared with a limit: an overflow is then over the limit.
+// UINT64_MAX if the result overflows. For bytes times a user-chosen number of ranks: the result is
+// compared with a limit, which an overflow then exceeds.
 constexpr uint64_t saturating_add(uint64_t a, uint64_t b) noexcept {
   return b > UINT64_MAX - a ? UINT64_MAX : a + b;
 }
@@ -59,7 +59,7 @@ constexpr int64_t ceil_div(int64_t value, int64_t by) noexcept {
 
 // The candidate with the smallest edit distance, or "" if that exceeds 3 or half the name's length.
 std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates);
-// The same as the end of a message: "; nearest is 'NAME'", or "".
+// The end of a message with nearest_name: "; nearest is 'NAME'", or "".
 std::string nearest_hint(std::string_view name, const std::vector<std::string>& candidates);
 
 }  // namespace modicum

@@ -85,7 +85,7 @@ TEST(ParseSize, RefusesOtherTexts) {
   }
 }
 
-TEST(ParseCount, HasUnitsOfItsOwn) {
+TEST(ParseCount, HasUnitsOf1000) {
   EXPECT_EQ(parse_count("12"), 12U);
   EXPECT_EQ(parse_count("12K"), 12'000U);
   EXPECT_EQ(parse_count("500M"), 500'000'000U);

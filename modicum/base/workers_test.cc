@@ -67,7 +67,7 @@ TEST(RunWorkers, RunsEveryWorkerOrNone) {
   }
 }
 
-TEST(RunWorkers, NoWorkersAreAProgrammersError) {
+TEST(RunWorkers, ZeroWorkersFailAnAssertion) {
   EXPECT_THROW(run_workers(0, [](int) {}), Error);
 }
 

@@ -30,7 +30,7 @@ struct Unfused {
         out(exp_avg_sq + 4 * n) {}
 };
 
-// One pass over memory, divided at buckets.
+// One pass over memory, divided among threads at the ends of buckets.
 template <typename Fn>
 void pass(int threads, int64_t n, const Fn& fn) {
   const int64_t buckets = ceil_div(n, kBucketElements);

@@ -1,10 +1,10 @@
 // The door of `baselines`: comparisons. deepspeed.h forecasts DeepSpeed's memory; this file times
 // the optimizer step against two baselines.
 //
-// Timings are in rounds, on all ranks concurrently: a parallel copy, by libc's memcpy and by
-// streaming stores, whose faster one is the machine's bandwidth; the step as five passes over fp32
-// state (unscale, norm, clip, Adam, cast to bf16); and the fused step in the format under test over
-// the same number of parameters.
+// Each round times, on all ranks concurrently: a parallel copy, once by libc's memcpy and once by
+// streaming stores, of which the faster is the machine's bandwidth; the step as five passes over
+// fp32 state (unscale, norm, clip, Adam, cast to bf16); and the fused step, in the format under
+// test, over the same number of parameters.
 #pragma once
 
 #include <array>
@@ -19,7 +19,7 @@ namespace modicum {
 
 // The step under test, on one rank.
 struct BaselineTask {
-  AdamWSpec spec;  // of one shard; steps as many of its elements as fit into the state's memory
+  AdamWSpec spec;  // has one shard; as many of its elements are stepped as fit into its state
   int threads = 1;
   uint64_t ring_bytes = 0;  // of the ring for a low-precision copy; 0: no copy
   uint64_t copy_bytes = 0;  // source and target of the parallel copy, all threads together
@@ -39,8 +39,8 @@ struct Baselines {
   uint64_t copied_bytes = 0;  // read plus written by this rank's memcpy
 };
 
-// The bytes that `measure_baselines` charges: first for the parallel copy, then, after returning
-// those, for the steps, at most the state and its staging.
+// The bytes that `measure_baselines` charges for the parallel copy. It returns them before it
+// charges the steps, which take at most the state and its staging.
 Footprint copy_footprint(const BaselineTask& task);
 Footprint baseline_footprint(const BaselineTask& task);
 

@@ -223,7 +223,7 @@ constexpr std::string_view kAccumulated = "gradients accumulated in 16 bits";
 constexpr std::string_view kTempGradBuffer =
     "temp_grad_buffer of the largest parameter, never read";
 
-// A buffer with `bytes` per parameter of the rank; the forecast's lines derive from these.
+// A buffer with `bytes` per parameter of the rank. The forecast's lines are computed from these.
 struct PerParam {
   std::string_view name;
   uint64_t bytes = 0;
@@ -321,8 +321,8 @@ class Forecast {
   DeepSpeedForecast take() { return std::move(of_); }
 
  private:
-  // One request for the partition or for each sub-group; for accumulated gradients one per
-  // parameter, distributed over the ranks.
+  // The allocator gets one request for the partition, or one for each sub-group; for accumulated
+  // gradients one per parameter, distributed over the ranks.
   uint64_t rounding_of_all(const PerParam& buffer) const {
     uint64_t sum = 0;
     if (buffer.name == kAccumulated) {

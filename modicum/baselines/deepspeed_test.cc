@@ -1,6 +1,6 @@
-// House test: the forecast against measurements of DeepSpeed 0.19.8, and its refusals. It catches a
-// line that is missing or counted for the wrong workers, rounding of pageable buffers, and a key
-// that changes memory and is ignored.
+// House test: compares the forecast with measurements of DeepSpeed 0.19.8, and tests its refusals.
+// It catches a line that is missing or counted for the wrong workers, rounding of pageable buffers,
+// and a key that changes memory and is ignored.
 #include "modicum/baselines/deepspeed.h"
 
 #include <gtest/gtest.h>
@@ -51,7 +51,7 @@ TEST(DeepSpeed, TheForecastMatchesTheMeasurements) {
   EXPECT_NEAR(per_param(forecast(accumulates, 2, true), "step_1"), 31.08, 0.4);
 }
 
-TEST(DeepSpeed, LinesNameTheirOwners) {
+TEST(DeepSpeed, EachLineHasItsOwner) {
   const DeepSpeedForecast forked = forecast(config_of(2, kPageable), 2, false, 2);
   EXPECT_EQ(forked.params, 201000000U);
   EXPECT_EQ(forked.params_of_rank, 100500000U);
@@ -99,7 +99,7 @@ TEST(DeepSpeed, ReportsOurFormatsForComparison) {
   EXPECT_NEAR(of.per_param(of.ours.back().bytes), 7.0625, 0.01);
 }
 
-TEST(DeepSpeed, AccumulationFollowsFromTheBatchSizes) {
+TEST(DeepSpeed, AccumulationIsDerivedFromTheBatchSizes) {
   const auto steps = [](const std::string& root, int ranks) {
     return read_deepspeed(config_of(2, kPageable, root), ranks).accumulation_steps;
   };

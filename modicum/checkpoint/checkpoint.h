@@ -1,4 +1,5 @@
-// The door of `checkpoint`: a safetensors directory <-> a proven Manifest.
+// The door of `checkpoint`: reads a safetensors directory into a validated Manifest, and writes
+// one.
 //
 // Opening reads only headers, index and config, with File::read, and validates the whole layout
 // before any size in it is used. A Manifest therefore needs no further checks. The files that are
@@ -24,7 +25,7 @@ namespace modicum {
 
 // The members of config.json that loading needs; empty without one. The file is optional, so a
 // defect in it is a warning. It becomes an error only where a member that could not be read is
-// needed.
+// required.
 struct ModelConfig {
   std::string model_type;
   std::vector<std::string> architectures;
@@ -32,7 +33,7 @@ struct ModelConfig {
   // quantization_config.weight_block_size, of the root or of a nested text_config.
   std::optional<MatrixSize> weight_block_size;
   // Why one of the two members above is unknown (FORMAT, IO or CONFLICT): config.json exists but
-  // can't be read, or the member has a value of another type. To be thrown where values depend on
+  // can't be read, or the member has a value of the wrong type. The caller throws it when it needs
   // the member.
   std::optional<Error> tie_fault, block_size_fault;
 };
@@ -63,23 +64,24 @@ std::unique_ptr<File> open_data_file(const Checkpoint& checkpoint, uint32_t file
 std::string safetensors_header(std::span<const TensorSpec> tensors, const std::string& file,
                                const std::map<std::string, std::string>& metadata = {});
 
-// The tensors of each data file of a checkpoint to be written, in the order of their bytes: larger
-// dtypes first, then by name, as the safetensors library writes.
+// The tensors of each data file of a checkpoint to be written, in file order: larger dtypes first,
+// then by name, as the safetensors library orders them.
 using FileSpecs = std::vector<std::vector<TensorSpec>>;
 
 // Assigns tensors to files as transformers does: fills one file after another in the given order. A
 // tensor that would take a file over the limit begins the next one. A tensor over the limit gets a
 // file of its own, which comes before the file being filled.
 FileSpecs split_into_files(std::vector<TensorSpec> tensors, uint64_t limit_bytes);
-// Tensors with equal numbers in one file; files in the order of the numbers.
+// Puts tensor i into file number file_of[i]. Files are in ascending order of these numbers, without
+// the unused ones.
 FileSpecs group_by_file(std::vector<TensorSpec> tensors, std::span<const uint32_t> file_of);
 
 // "model-00001-of-00003.safetensors" for file 0 of 3; "model.safetensors" for a single file.
 std::string shard_name(size_t file, size_t files);
 
-// The manifest of a checkpoint before it is written: it equals the one of the written checkpoint,
-// but for the files' inodes and times. USAGE without a tensor, FORMAT.* if open_checkpoint would
-// refuse a file.
+// The manifest of a checkpoint that is yet to be written. It equals the manifest of the written
+// files, except for inodes and times. USAGE if there is no tensor; FORMAT.* if open_checkpoint
+// would refuse a file.
 Manifest output_manifest(const FileSpecs& files);
 // The bytes of file `file` before its tensors.
 std::string output_header(const Manifest& manifest, uint32_t file);
@@ -88,18 +90,18 @@ std::string output_index(const Manifest& manifest);
 // The names of files in the checkpoint's directory that belong to the model besides its weights:
 // config, generation config, tokenizer, templates and custom code.
 std::vector<std::string> companion_files(const Checkpoint& checkpoint);
-// The form of values that are saved in another one than the source has.
+// The dtypes of a saved checkpoint whose dtypes differ from the source's.
 struct NewForm {
-  DType dtype;             // of most values
-  bool has_codes = false;  // FP8 codes with scales are left
+  DType dtype;             // of most bytes
+  bool has_codes = false;  // some tensors are still FP8 codes with scales
 };
-// config.json for these values: with their dtype, in it and in its nested configs, and without
-// `quantization_config` unless codes are left. A text that is no JSON object is returned as it is.
+// Updates the text of config.json: sets `dtype`, in nested configs too, and removes
+// `quantization_config` unless `has_codes`. Returns a text other than a JSON object unchanged.
 std::string config_of(const std::string& config, const NewForm& form);
-// Finds the form of the saved values, if any tensor's dtype has changed.
+// Collects the saved tensors and determines their NewForm, if any tensor's dtype has changed.
 class FormTally {
  public:
-  // A saved tensor, and the stored one that it was made from; null if there is none.
+  // `stored` is the tensor of the source from which `saved` was made, or null.
   void add(const TensorSpec& saved, const Stored* stored);
   std::optional<NewForm> new_form() const;
 
@@ -107,8 +109,8 @@ class FormTally {
   bool is_changed_ = false, has_codes_ = false;
   std::map<DType, uint64_t> bytes_;
 };
-// Calls `fn` with the name and text of each companion file, of config.json as config_of changes it
-// if there is a new form.
+// Calls `fn` with the name and text of each companion file. If there is a new form, the text of
+// config.json is updated by config_of.
 void for_each_companion(const Checkpoint& source, const std::optional<NewForm>& form,
                         FunctionRef<void(const std::string& name, const std::string& text)> fn);
 constexpr const char* kConfigFile = "config.json";

@@ -1,4 +1,4 @@
-// What a saved model needs besides its weights.
+// The files of a saved model besides its weights.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -9,14 +9,14 @@
 namespace modicum {
 namespace {
 
-// A part of a text and what replaces it.
+// A part of a text and its replacement.
 struct Edit {
   size_t begin = 0;
   size_t end = 0;
   std::string with;
 };
 
-// Behind the value that begins at `at`, in a text that is JSON.
+// The end of the JSON value that begins at `at`. The text must be valid JSON.
 size_t end_of_value(std::string_view text, size_t at) {
   int depth = 0;
   bool in_string = false;
@@ -39,7 +39,7 @@ size_t end_of_value(std::string_view text, size_t at) {
   return text.size();
 }
 
-// The member of this key whose value is at [begin, end), with one of the commas around it.
+// Removes the member `key`, whose value is at [begin, end), and one of the commas next to it.
 Edit removed_member(std::string_view text, std::string_view key, size_t begin, size_t end) {
   Edit edit{text.rfind(fmt::format("\"{}\"", key), begin), end, ""};
   const size_t next = text.find_first_not_of(" \t\r\n", end);
@@ -89,7 +89,7 @@ std::vector<std::string> companion_files(const Checkpoint& checkpoint) {
     const bool is_ours = std::any_of(kEndings.begin(), kEndings.end(),
                                      [&](std::string_view end) { return name.ends_with(end); });
     if (!is_ours || name.front() == '.' || name.ends_with(".index.json")) continue;
-    if (name == "manifest.json") continue;  // of a step
+    if (name == "manifest.json") continue;  // of a saved step
     if (!checkpoint.files->is_directory(join_path(checkpoint.directory, name))) {
       names.push_back(name);
     }
@@ -102,7 +102,7 @@ std::string config_of(const std::string& config, const NewForm& form) {
   try {
     read_json(config, [&](JsonValue& root) { found.object(root); });
   } catch (const JsonError&) {
-    return config;  // opening the checkpoint has warned of it
+    return config;  // opening the checkpoint has warned about it
   }
   std::string text = config;
   std::sort(found.edits.begin(), found.edits.end(),

@@ -6,7 +6,7 @@ namespace modicum {
 namespace {
 
 // Catches: a comma too many or too few; a member of the same name inside a string or a list.
-TEST(ConfigOf, ChangesOnlyWhatTheFormDecides) {
+TEST(ConfigOf, ChangesOnlyDtypeAndQuantizationConfig) {
   for (const auto& [from, to] : std::vector<std::pair<std::string, std::string>>{
            {R"({"dtype": "float32", "a": 1.0e-5})", R"({"dtype": "bfloat16", "a": 1.0e-5})"},
            {R"({"a": [1, {"dtype": "float8"}], "torch_dtype":"float32"})",
@@ -26,8 +26,8 @@ TEST(ConfigOf, ChangesOnlyWhatTheFormDecides) {
   }
 }
 
-// Catches: codes that are saved without the config that says how to read them.
-TEST(ConfigOf, CodesKeepTheirConfig) {
+// Catches: FP8 codes that are saved without the `quantization_config` that is needed to read them.
+TEST(ConfigOf, SavedFp8CodesKeepQuantizationConfig) {
   EXPECT_EQ(config_of(R"({"dtype": "float16", "quantization_config": {"dtype": "float16"}})",
                       {DType::bf16, true}),
             R"({"dtype": "bfloat16", "quantization_config": {"dtype": "float16"}})");

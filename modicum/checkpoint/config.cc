@@ -1,4 +1,5 @@
-// config.json: two members on which values depend (ties, FP8 block size), and two that are shown.
+// config.json: two members on which loaded values depend (ties, FP8 block size), and two that are
+// only displayed.
 #include <fmt/format.h>
 
 #include "modicum/checkpoint/parts.h"
@@ -23,7 +24,7 @@ Category category_of(JsonFault fault) noexcept {
   return Category::format_json;
 }
 
-// The text of a warning: an error's without its category.
+// The text of a warning: the error's text without its category.
 std::string text_of(const Error& fault) {
   const Facts& facts = fault.facts();
   std::string text = fmt::format("{}: {}", facts.file, fault.what_happened());

@@ -21,7 +21,7 @@ std::string parent_of(std::string path) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
-// What a journal says.
+// The content of a journal.
 struct Journal {
   StepOwner owner;
   std::string inputs;
@@ -50,7 +50,7 @@ ConvertedFile read_file(JsonValue& value) {
   return file;
 }
 
-// None unless the text is a journal.
+// Empty if the text is not a journal.
 std::optional<Journal> parse_journal(const std::string& text) {
   Journal journal;
   try {
@@ -110,7 +110,7 @@ void ConversionJournal::read_journal(const Inputs& inputs) {
   }
 }
 
-// Removes files that were not finished, and forgets those that are no longer there.
+// Removes unfinished files, and drops finished ones that no longer exist from the list.
 void ConversionJournal::keep_finished() {
   const auto bytes_of_file = [&](const std::string& name) {
     const std::string path = join_path(partial_, name);

@@ -1,12 +1,12 @@
 // The record of a conversion: which files of its output are finished. Part of the door of
 // `checkpoint`.
 //
-//   PARENT/NAME              the output; there only once it is complete and durable
-//   PARENT/.NAME.partial/    its files until then
-//   PARENT/.NAME.journal     the process that converts, its inputs, and the finished files
+//   PARENT/NAME              the output; exists only once it is complete and durable
+//   PARENT/.NAME.partial/    the files until then
+//   PARENT/.NAME.journal     the converting process, the inputs, and the finished files
 //
-// A conversion that was killed goes on where it stopped: a file that the journal names is durable,
-// and is kept if the inputs are the same.
+// A conversion that was killed resumes: every file in the journal is durable, and is kept if the
+// inputs are the same.
 #pragma once
 
 #include <cstdint>
@@ -36,16 +36,17 @@ class ConversionJournal {
     StepOwner owner;
     std::function<bool(const StepOwner&)> is_dead;  // of another conversion's owner
   };
-  // Begins the conversion to `out`, or goes on with one of equal inputs; what another one has left
-  // is removed. CONFLICT if `out` exists, or if a live process converts to it; IO, NOSPACE.
+  // Begins the conversion to `out`, or resumes one with equal inputs; removes the files of one with
+  // other inputs. CONFLICT if `out` exists, or if a live process converts to it; IO, NOSPACE.
   ConversionJournal(FileSystem& files, const std::string& out, const Inputs& inputs);
 
   const std::string& directory() const noexcept { return partial_; }  // to write into
   // The finished file of this name and size, or null: then the name is free.
   const ConvertedFile* finished(const std::string& name, uint64_t bytes) const noexcept;
-  // Records a file, which must be durable. IO, NOSPACE.
+  // Records a finished file; it must be durable already. IO, NOSPACE.
   void add(ConvertedFile file);
-  // Makes the output visible and durable. CONFLICT if it exists by now; IO, NOSPACE.
+  // Makes the output visible and durable. CONFLICT if a file of that name has appeared; IO,
+  // NOSPACE.
   void publish();
 
  private:

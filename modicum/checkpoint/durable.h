@@ -7,11 +7,11 @@
 
 namespace modicum {
 
-// Creates a file with this text and makes its bytes durable, but not its name. CONFLICT if it
-// exists; IO, NOSPACE.
+// Creates a file with this text and syncs it, but not its directory. CONFLICT if it exists; IO,
+// NOSPACE.
 void write_durably(FileSystem& files, const std::string& path, const std::string& text);
-// Replaces file `name` of `directory`, by way of the file `temporary`: either the old file or the
-// new one survives a power cut.
+// Replaces file `name` of `directory` atomically, by writing and renaming the file `temporary`:
+// after a power cut either the old file or the new one is there.
 struct Replacement {
   std::string directory, name, temporary;
 };

@@ -97,7 +97,7 @@ class IndexParser {
 
   Index& index_;
   std::string tensor_;
-  std::map<std::string, uint32_t> seen_;  // shard -> its number, in the order met
+  std::map<std::string, uint32_t> seen_;  // shard -> its index, in order of first occurrence
 };
 
 // The manifest's tensors by name; INDEX.DUP if two files hold the same name. Sorted by hash,

@@ -139,7 +139,7 @@ TEST(Index, AllMissingShardsAreNamedAtOnce) {
   EXPECT_EQ(error->facts().file, "gone.safetensors");
 }
 
-TEST(Index, TensorThatIsNotInItsShardIsRefused) {
+TEST(Index, ATensorMissingFromItsShardIsRefused) {
   for (const char* shard : {"one.safetensors", "two.safetensors"}) {
     const auto error = failure_of(index_with({{"a", "one.safetensors"}, {"nope", shard}}, 5));
     ASSERT_TRUE(error);
@@ -169,7 +169,7 @@ TEST(Index, TensorInTwoShardsIsRefused) {
   EXPECT_EQ(error->facts().tensor, "a");
 }
 
-TEST(Index, ShardThatIsWrongIsNamed) {
+TEST(Index, TheErrorNamesTheInvalidShard) {
   MemoryFileSystem files;
   put_shards(files);
   files.put("/m/two.safetensors", "short");

@@ -61,7 +61,7 @@ Source look_into(FileSystem& files, const std::string& directory) {
   if (indexes.size() > 1) ambiguous(indexes, "several indexes in one directory");
   if (indexes.size() == 1) return {directory, indexes.front(), true, names};
   if (shards.size() == 1) return {directory, shards.front(), false, names};
-  // A saved step holds the optimizer's state next to the model's only file.
+  // A saved step has the optimizer's state next to a model of a single file.
   if (contains(shards, kUsualFile)) return {directory, kUsualFile, false, names};
   if (shards.size() > 1) ambiguous(shards, "several safetensors files and no index");
   const auto pickle = std::find_if(names.begin(), names.end(), is_pickle);
@@ -181,7 +181,7 @@ void add_shards(Checkpoint& checkpoint, const Source& source, bool is_named) {
   checkpoint.manifest.tensors.shrink_to_fit();
 }
 
-// Whether a directory holds a name, dangling links included.
+// Whether a directory contains a name; a dangling link counts.
 bool is_listed(FileSystem& files, const std::string& directory, const std::string& name) {
   return files.exists(join_path(directory, name)) || contains(files.list(directory), name);
 }
@@ -226,7 +226,7 @@ Digest identity_of(const Manifest& manifest) {
     hasher.add(stored.spec.shape);
     hasher.add(uint64_t{stored.at.file}).add(stored.at.begin).add(stored.at.end);
   }
-  // Block sizes come from config.json and change the values of the same codes.
+  // Block sizes come from config.json, and the same codes have other values with another size.
   for (size_t i = 0; i < manifest.tensors.size(); ++i) {
     const std::optional<BlockScale>& scale = manifest.tensors[i].scale;
     if (!scale) continue;

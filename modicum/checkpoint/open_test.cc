@@ -93,7 +93,7 @@ TEST(Open, PickleIsNeverRead) {
   EXPECT_EQ(recording.bytes_read(), 0U);
 }
 
-TEST(Open, AMissingPathIsIo) {
+TEST(Open, AMissingPathIsAnIoError) {
   MemoryFileSystem files;
   files.put("/m/readme.md", "x");
   const auto empty = failure(files, "/m");
@@ -109,8 +109,8 @@ TEST(Open, AMissingPathIsIo) {
   EXPECT_NE(failure(files, "/nowhere")->what_happened().find("ENOENT"), std::string::npos);
 }
 
-// Catches: a newcomer's path that is answered with ENOENT alone.
-TEST(Open, AnUnknownPathIsAnsweredWithTheFormsOfAPath) {
+// Catches: an error for a mistyped path that says only ENOENT.
+TEST(Open, TheErrorForAnUnknownPathListsTheValidForms) {
   MemoryFileSystem files;
   const Variable hub("HF_HUB_CACHE", "/hub");
   for (const char* path : {"org/name", "name@main", "https://huggingface.co/org/name"}) {
@@ -138,7 +138,7 @@ TEST(Open, FilesOfOtherFormatsAreNamed) {
   EXPECT_EQ(got("PK\x03\x04\x14____"), "a zip archive, as torch.save writes");
 }
 
-TEST(Open, NamesAreFoundInTheHuggingFaceCache) {
+TEST(Open, ModelNamesAreResolvedInTheHuggingFaceCache) {
   MemoryFileSystem files;
   const std::string model = "/hub/models--org--tiny-1.0";
   files.put(model + "/refs/main", "abc123\n");
@@ -153,7 +153,7 @@ TEST(Open, NamesAreFoundInTheHuggingFaceCache) {
   EXPECT_EQ(failure(files, "org/tiny-1.0")->category(), Category::io);
 }
 
-TEST(Open, TheCacheIsWhereTheVariablesSay) {
+TEST(Open, EnvironmentVariablesLocateTheCache) {
   MemoryFileSystem files;
   for (const char* hub : {"/home/.cache/huggingface/hub", "/hf/hub", "/cache"}) {
     files.put(std::string(hub) + "/models--o--n/refs/main", "r");
@@ -170,7 +170,7 @@ TEST(Open, TheCacheIsWhereTheVariablesSay) {
   EXPECT_EQ(open_checkpoint(files, "o/n").directory, "/cache" + snapshot);
 }
 
-TEST(Open, ConfigAndMetadataComeAlong) {
+TEST(Open, ConfigAndMetadataAreRead) {
   MemoryFileSystem files;
   files.put("/m/model.safetensors", file_bytes(R"({"__metadata__":{"format":"pt"}})", 0));
   EXPECT_EQ(open_checkpoint(files, "/m").config.model_type, "");
@@ -185,7 +185,7 @@ TEST(Open, ConfigAndMetadataComeAlong) {
   EXPECT_TRUE(checkpoint.warnings.empty());
 }
 
-TEST(Open, TiedEmbeddingsAreTiedOnlyWhereTheConfigSaysSo) {
+TEST(Open, EmbeddingsAreTiedOnlyIfTheConfigTiesThem) {
   MemoryFileSystem files;
   files.put("/m/model.safetensors", kSmall);
   auto is_tied = [&](const char* config) {
@@ -222,9 +222,9 @@ TEST(Open, AnInvalidConfigIsAWarningAndAFault) {
   EXPECT_EQ(open_checkpoint(files, "/m").config.tie_fault->category(), Category::format_limit);
 }
 
-// A directory, a FIFO or a dangling link of that name: also a warning, with the file system's
+// If config.json is a directory, a FIFO or a dangling link, the warning has the file system's
 // error.
-TEST(Open, AConfigThatIsNoFileIsAWarning) {
+TEST(Open, AConfigThatIsNotAFileIsAWarning) {
   MemoryFileSystem files;
   files.put("/m/model.safetensors", kSmall);
   files.make_directory("/m/config.json");
@@ -233,7 +233,7 @@ TEST(Open, AConfigThatIsNoFileIsAWarning) {
   EXPECT_EQ(checkpoint.config.block_size_fault->category(), Category::io);
 }
 
-TEST(Open, AValueOfAnotherTypeIsAFaultOfItsKeyAlone) {
+TEST(Open, AValueOfTheWrongTypeAffectsOnlyItsKey) {
   MemoryFileSystem files;
   files.put("/m/model.safetensors", kSmall);
   const auto config_of = [&](const std::string& config) {
@@ -303,7 +303,7 @@ TEST(Open, UnreadWeightsInTheDirectoryAreWarnings) {
   EXPECT_NE(left_over[0].find("two.safetensors"), std::string::npos);
 }
 
-// Catches: an index or config that is read half before and half after a change.
+// Catches: an index or config that is overwritten while it is read.
 TEST(Open, AFileThatChangesWhileItIsReadIsAConflict) {
   MemoryFileSystem files;
   const std::string index = index_with({{"a", "one.safetensors"}}, 2);
@@ -341,7 +341,7 @@ TEST(Open, AFileThatChangesWhileItIsReadIsAConflict) {
   EXPECT_EQ(conflicts, 2);
 }
 
-TEST(Open, CopiesHaveOneIdentityAndChangesAnother) {
+TEST(Open, CopiesHaveEqualIdentitiesAndChangedFilesDoNot) {
   MemoryFileSystem files;
   auto identity = [&](const std::string& path, const std::string& bytes) {
     files.put(path, bytes);
@@ -375,7 +375,7 @@ TEST(Open, ADataFileThatHasChangedIsAConflict) {
   }
 }
 
-TEST(Open, EachCallThatFailsIsReported) {
+TEST(Open, EachFailingCallIsReported) {
   MemoryFileSystem files;
   files.put("/m/one.safetensors", kSmall);
   files.put("/m/model.safetensors.index.json", index_with({{"a", "one.safetensors"}}, 2));

@@ -20,8 +20,8 @@ constexpr uint64_t kLargestHeader = 100'000'000;  // not 100 MiB: the reference'
 constexpr uint64_t kLengthPrefix = 8;
 constexpr std::string_view kMetadataKey = "__metadata__";
 
-// The header of one safetensors file, validated (R1 to R20). data_offsets in the JSON count from
-// the end of the header, extents from the file's start:
+// The validated header of one safetensors file (R1 to R20). data_offsets in the JSON count from the
+// end of the header, extents from the start of the file:
 //
 //   0             8                           header_bytes            size_bytes
 //   | u64 length  | JSON, padded with spaces  | tensors without gaps  |
@@ -42,9 +42,9 @@ uint64_t proven_bytes(const TensorSpec& spec, const std::string& file);
 
 // model.safetensors.index.json, validated as far as possible without its shards (R21, R22).
 struct Index {
-  std::string name;                                       // of its file
+  std::string name;                                       // the index's own file name
   std::vector<std::string> files;                         // sorted
-  std::vector<std::pair<std::string, uint32_t>> file_of;  // by tensor; index into `files`
+  std::vector<std::pair<std::string, uint32_t>> file_of;  // tensor name, index into `files`
   std::optional<int64_t> total_size;                      // empty if absent or not a plain integer
   std::vector<std::string> warnings;
 };
@@ -60,7 +60,7 @@ void prove_index(const Index& index, const Manifest& manifest, std::vector<std::
 // it, the scale is paired with block size 0, which does not fit (BlockScale::fits).
 void pair_scales(Manifest& manifest, const ModelConfig& config, std::vector<std::string>& warnings);
 
-// Over what Manifest::identity says.
+// The value of Manifest::identity.
 Digest identity_of(const Manifest& manifest);
 // FORMAT.OVERFLOW if all tensors together exceed kMaxModelBytes. Only sparse files do.
 void require_countable(const Manifest& manifest);
@@ -72,7 +72,7 @@ void warn_of_unread_files(const std::vector<std::string>& names, const Manifest&
 // Parses config.json. Each defect is a warning; one that hides a member on which values depend is
 // also a fault of the result.
 ModelConfig parse_config(const std::string& text, std::vector<std::string>& warnings);
-// The config of a file that can't be read.
+// The result for a config.json that can't be read.
 ModelConfig unread_config(const Error& fault, std::vector<std::string>& warnings);
 
 }  // namespace modicum

@@ -1,4 +1,5 @@
-// Parts of the texts of records: numbers and processes. Internal to `checkpoint`.
+// How the JSON records of steps and conversions write numbers and processes. Internal to
+// `checkpoint`.
 #pragma once
 
 #include <cstdint>

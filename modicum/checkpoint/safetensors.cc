@@ -14,7 +14,7 @@ constexpr size_t kLongestName = 4096;
 constexpr size_t kMostDims = 64;
 constexpr auto kLargest = static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
 
-// The kind of a file of another format, by its first bytes; "" if they are not known.
+// Recognises files of other formats by their first bytes; "" if the format is unknown.
 std::string_view other_format(std::string_view prefix) {
   if (prefix.starts_with("version ")) return "a Git LFS pointer; `git lfs pull` gets the file";
   if (prefix.starts_with("GGUF")) return "a GGUF file";
@@ -64,7 +64,8 @@ bool begins_with_brace(std::string_view text) {
   return first != std::string_view::npos && text[first] == '{';
 }
 
-// Whether the number at `offset` is a valid integer: one that failed to parse is then too large.
+// Whether the number at `offset` is a syntactically valid integer. If so, and it failed to parse,
+// it is too large.
 bool is_plain_integer(std::string_view text, uint64_t offset) {
   const std::string_view number = text.substr(offset);
   const size_t end = number.find_first_not_of("0123456789");
@@ -189,7 +190,7 @@ class HeaderParser {
   Header& header_;
   uint32_t file_index_;
   std::string tensor_;             // the current entry's name
-  std::vector<int64_t> integers_;  // of the array read last
+  std::vector<int64_t> integers_;  // of the array that was read last
 };
 
 // Facts about a tensor whose offsets still count from the end of the header.

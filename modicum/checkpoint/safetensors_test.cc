@@ -63,7 +63,7 @@ void expect_refused(const std::vector<Bad>& cases) {
   }
 }
 
-TEST(Safetensors, PrefixThatIsWrongIsRefused) {
+TEST(Safetensors, InvalidLengthPrefixesAreRefused) {
   expect_refused({
       {"empty file", "", Category::format_trunc},
       {"7 bytes", "\x02\0\0\0\0\0\0"s, Category::format_trunc},
@@ -77,7 +77,7 @@ TEST(Safetensors, PrefixThatIsWrongIsRefused) {
   });
 }
 
-TEST(Safetensors, HeaderThatIsNoJsonObjectIsRefused) {
+TEST(Safetensors, HeadersOtherThanAJsonObjectAreRefused) {
   expect_refused({
       {"BOM", file_bytes("\xEF\xBB\xBF{}", 0), Category::format_header},
       {"array", file_bytes("[]", 0), Category::format_header},
@@ -117,7 +117,7 @@ TEST(Safetensors, DuplicatesAreRefused) {
   });
 }
 
-TEST(Safetensors, SchemaThatIsWrongIsRefused) {
+TEST(Safetensors, InvalidEntriesAreRefused) {
   const std::string dims65 = [] {
     std::string dims = "[1";
     for (int i = 0; i < 64; ++i) dims += ",1";
@@ -171,7 +171,7 @@ TEST(Safetensors, SchemaThatIsWrongIsRefused) {
   });
 }
 
-TEST(Safetensors, NamesThatAreWrongAreRefused) {
+TEST(Safetensors, InvalidNamesAreRefused) {
   const std::string longest(4096, 'n');
   expect_refused({
       {"empty", file_bytes(object(member("", 0, 1)), 1), Category::format_name, ""},
@@ -184,7 +184,7 @@ TEST(Safetensors, NamesThatAreWrongAreRefused) {
   EXPECT_FALSE(failure_of(file_bytes(object(member(longest, 0, 1)), 1)));
 }
 
-TEST(Safetensors, ArithmeticThatIsWrongIsRefused) {
+TEST(Safetensors, InvalidSizesAreRefused) {
   const auto overflow = Category::format_overflow;
   expect_refused({
       {"dim of 2^63", file_bytes(u8("[9223372036854775808]", "[0,1]"), 1), overflow, "t"},
@@ -207,7 +207,7 @@ TEST(Safetensors, ArithmeticThatIsWrongIsRefused) {
   });
 }
 
-TEST(Safetensors, LayoutThatIsWrongIsRefused) {
+TEST(Safetensors, HolesAndOverlapsAreRefused) {
   const auto two = [](uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
     return object(member("a", a, b) + "," + member("b", c, d));
   };
@@ -226,7 +226,7 @@ TEST(Safetensors, LayoutThatIsWrongIsRefused) {
   });
 }
 
-TEST(Safetensors, ErrorsTellOffsetsExpectationsAndFindings) {
+TEST(Safetensors, ErrorsGiveOffsetExpectedAndGot) {
   const auto json = failure_of(file_bytes("{\"a\":nil}", 0));
   EXPECT_EQ(json->facts().offset, 8U + 5U);
   const auto size = failure_of(file_bytes(u8("[7]", "[0,5]"), 5));
@@ -237,7 +237,7 @@ TEST(Safetensors, ErrorsTellOffsetsExpectationsAndFindings) {
   EXPECT_EQ(cut->facts().got, "5 bytes of data");
 }
 
-TEST(Safetensors, ValidControlsAreAccepted) {
+TEST(Safetensors, ValidFilesAreAccepted) {
   const std::string one = object(member("t", 0, 3));
   const std::vector<std::pair<std::string, std::string>> controls = {
       {"one tensor", file_bytes(one, 3)},

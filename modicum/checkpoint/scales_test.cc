@@ -35,7 +35,7 @@ std::string scale_of(const Manifest& manifest, std::string_view name) {
   return scale ? manifest.tensors[scale->tensor].spec.fqn : "";
 }
 
-TEST(PairedScales, AreFoundByTheNamesOfTheirCodes) {
+TEST(PairedScales, AreFoundByName) {
   const Manifest manifest = opened({
       spec("a.weight", DType::f8_e4m3, {256, 256}),
       spec("a.weight_scale_inv", DType::f32, {2, 2}),
@@ -84,7 +84,7 @@ TEST(PairedScales, TakeTheConfigsBlockSizeWhereTheirGridAgrees) {
   EXPECT_EQ(block(kFits), (MatrixSize{128, 128}));
   EXPECT_EQ(block(R"({"text_config":{"quantization_config":{"weight_block_size":[199,100]}}})"),
             (MatrixSize{199, 100}));
-  // Blocks of 100 x 100 would divide evenly; those of 128 x 128 make the same grid.
+  // Blocks of 100 x 100 would divide the tensor evenly, but blocks of 128 x 128 give the same grid.
   for (const char* other : {"{}", R"({"quantization_config":{"weight_block_size":[64,64]}})",
                             R"({"quantization_config":{"weight_block_size":null}})"}) {
     EXPECT_EQ(block(other), (MatrixSize{0, 0})) << other;
@@ -149,14 +149,14 @@ TEST(PairedScales, InferredOrUnknownBlockSizesAreWarnings) {
   EXPECT_NE(warnings({2, 1})[0].find("is unknown"), std::string::npos);
 }
 
-TEST(PairedScales, AGridThatFitsNothingIsKnownNotToFit) {
+TEST(PairedScales, AGridThatFitsNoBlockSizeIsMarked) {
   const Manifest manifest =
       opened({spec("w", DType::f8_e4m3, {200, 300}), spec("w_scale_inv", DType::f32, {2, 7})});
   ASSERT_TRUE(named(manifest, "w").scale.has_value());
   EXPECT_FALSE(named(manifest, "w").scale->fits());
 }
 
-// Catches: ranks that read another block size than the plan was made for.
+// Catches: ranks that load with another block size than the plan's.
 TEST(PairedScales, TheBlockSizeIsPartOfTheIdentity) {
   const std::vector<TensorSpec> specs = {spec("w", DType::f8_e4m3, {200, 300}),
                                          spec("w_scale_inv", DType::f32, {2, 3})};
@@ -165,8 +165,8 @@ TEST(PairedScales, TheBlockSizeIsPartOfTheIdentity) {
   EXPECT_EQ(opened(specs).identity, opened(specs, "{}").identity);
 }
 
-// 46,000 pairs take a few ms; the square of them would take minutes.
-TEST(PairedScales, OfALargeModelAreFoundInTime) {
+// 46,000 pairs take a few ms; an algorithm in O(n^2) would take minutes.
+TEST(PairedScales, AreFoundQuicklyInALargeModel) {
   Manifest manifest;
   for (int i = 0; i < 46'000; ++i) {
     const std::string name = "model.layers.0.mlp.experts." + std::to_string(i) + ".weight";

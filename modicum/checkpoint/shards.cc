@@ -17,7 +17,7 @@ void sort_as_written(FileSpecs& files) {
   for (auto& file : files) std::sort(file.begin(), file.end(), goes_before);
 }
 
-// What the safetensors library's PyTorch part writes, and transformers asks for.
+// The metadata that safetensors.torch.save_file writes and transformers requires.
 const std::map<std::string, std::string>& metadata() {
   static const std::map<std::string, std::string> kMetadata = {{"format", "pt"}};
   return kMetadata;
@@ -78,7 +78,7 @@ Manifest output_manifest(const FileSpecs& files) {
     file.identity.size_bytes = end;
     manifest.files.push_back(std::move(file));
   }
-  // Among empty tensors at one place the order is that in which a header is read.
+  // The stable sort keeps empty tensors at the same offset in the order of the header.
   std::stable_sort(manifest.tensors.begin(), manifest.tensors.end(),
                    [](const Stored& a, const Stored& b) {
                      return std::tie(a.at.file, a.at.begin, a.at.end, a.spec.fqn) <

@@ -29,7 +29,7 @@ void put(FileSystem& files, const Manifest& manifest) {
   files.create(std::string("/m/") + kIndexFile)->write(std::as_bytes(std::span(index)), 0);
 }
 
-// Catches: an extent, a size or an order that the header on disk does not say.
+// Catches: an extent, a size or an order that differs from the header on disk.
 TEST(OutputManifest, IsTheManifestOfTheWrittenCheckpoint) {
   for (const FileSpecs& specs :
        {split_into_files(odd_tensors(), 1'000'000), split_into_files(odd_tensors(), 20),
@@ -61,7 +61,7 @@ TEST(OutputManifest, FilesAreGroupedByTheirNumbers) {
   EXPECT_EQ(files[1][1].fqn, "c");
 }
 
-TEST(OutputManifest, NothingToSaveIsUsage) {
+TEST(OutputManifest, SavingNoTensorIsAUsageError) {
   try {
     output_manifest({});
     FAIL();

@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-// 64 bits: a JSON integer has 63.
+// Parses an unsigned 64-bit number. The JSON reader's integers have 63 bits.
 uint64_t seed_of(const std::string& text) {
   uint64_t number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);

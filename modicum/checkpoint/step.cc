@@ -41,7 +41,7 @@ Digest digest_value(JsonValue& value) {
   return {*high, *low};
 }
 
-// A single component, which may be in the directory of the state, and nothing hidden.
+// A file name without a leading dot, optionally in kStateDirectory.
 bool is_plain_name(std::string_view name) {
   const std::string prefix = std::string(kStateDirectory) + "/";
   if (name.starts_with(prefix)) name.remove_prefix(prefix.size());
@@ -161,7 +161,7 @@ std::string text_of(FileSystem& files, const std::string& directory, const std::
   return read_text(*files.open(join_path(directory, name)));
 }
 
-// First renamed, so that a step which is partly removed is never visible.
+// Renames the step first, so that a partly removed step is never visible.
 void remove_by_trash(FileSystem& files, const std::string& root, const std::string& name) {
   const std::string trash = join_path(root, std::string(kTrashPrefix) + make_uuid());
   files.rename(join_path(root, name), trash);
@@ -169,7 +169,7 @@ void remove_by_trash(FileSystem& files, const std::string& root, const std::stri
   remove_tree(files, trash);
 }
 
-// The owner is part of the name, so that it is there as soon as the directory is.
+// The name holds the owner, so that no directory is ever without one.
 std::string name_in_flight(int64_t step, const StepOwner& owner, std::string_view uuid) {
   return fmt::format("{}{}-{}-{}-{}-{}", kPartialPrefix, step, owner.host, owner.pid, owner.started,
                      uuid);
@@ -276,7 +276,7 @@ std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& s
   write_durably(files, join_path(step.directory, kManifest), manifest);
   const std::string state = join_path(step.directory, kStateDirectory);
   if (files.is_directory(state)) files.sync_directory(state);
-  // Also makes the names of all other files durable, before the step is visible.
+  // Also syncs the directory, and with it the names of all files, before the step is visible.
   replace_durably(files, {step.directory, kCommit, ".COMMIT"}, commit_json(record, manifest));
   const std::string name = step_name(step.step);
   files.rename(step.directory, join_path(step.root, name));
@@ -363,7 +363,7 @@ FoundStep newest_step(FileSystem& files, const std::string& root,
     fail(Category::uncommitted, "no step has been saved here", {.file = base_name(root)});
   }
   fail(Category::uncommitted,
-       fmt::format("none of {} step(s) is whole; {}: {}", skipped.size(),
+       fmt::format("none of {} step(s) is intact; {}: {}", skipped.size(),
                    step_name(skipped.front().step), skipped.front().reason),
        {.file = base_name(root)});
 }
@@ -377,7 +377,7 @@ void keep_newest(FileSystem& files, const std::string& root, size_t keep) {
 
 std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& root,
                                           const std::function<bool(const StepOwner&)>& is_dead) {
-  // Another save may collect the same names at this moment. What stays, a later one collects.
+  // Another save may be removing the same names. A later save removes any that remain.
   const auto attempt = [](FunctionRef<void()> removal) {
     try {
       removal();

@@ -8,7 +8,7 @@
 //   ROOT/.partial-13-OWNER-UUID/   in flight, or left over by a process that died; OWNER is the
 //                                  host, pid and start time of the leader
 //   ROOT/.trash-UUID/              being removed
-//   ROOT/latest                    "step-12": for people; nothing here reads it
+//   ROOT/latest                    "step-12": for people; Modicum never reads it
 //
 // One rank, the leader, makes and publishes a step; all ranks write files in between. A step is
 // visible under its name only once all of it is durable, so a kill or a power cut at any time
@@ -27,21 +27,21 @@
 
 namespace modicum {
 
-// Where the state of an optimizer is in a step: a checkpoint of its own.
+// The subdirectory of a step that holds the optimizer's state, as a checkpoint of its own.
 constexpr const char* kStateDirectory = "optimizer";
 
-// A file of a step. The digest is over its first `digested_bytes`: of a safetensors file the
-// header, whose tensors have digests of their own; of others the whole file.
+// A file of a step. The digest covers its first `digested_bytes`: the header of a safetensors file
+// (its tensors have digests of their own), the whole of any other file.
 struct StepFile {
-  std::string name;  // of one in kStateDirectory with that prefix
+  std::string name;  // relative to the step's directory
   uint64_t bytes = 0;
   uint64_t digested_bytes = 0;
   Digest digest;
 
   bool operator==(const StepFile&) const = default;
 };
-// A tensor of a step: the digest of each 4 MiB of its elements. Their sum modulo 2^64 is the
-// tensor's; both are independent of the layout that wrote them.
+// A tensor of a step, with the digest of each 4 MiB of its elements. The tensor's digest is their
+// sum modulo 2^64. None of them depends on the layout that wrote the tensor.
 struct StepTensor {
   TensorSpec spec;
   std::vector<uint64_t> chunks;
@@ -52,7 +52,7 @@ struct StepTensor {
 struct StepRecord {
   int64_t step = 0;
   std::string uuid;
-  int world_size = 0;  // of the ranks that saved it
+  int world_size = 0;  // of the run that saved it
   std::string tool;    // "modicum 0.1.0"
   std::vector<StepFile> files;
   std::vector<StepTensor> tensors;
@@ -66,7 +66,7 @@ StepRecord parse_record(const std::string& text);
 
 Digest digest_of(std::string_view bytes);  // XXH3, 128 bits
 
-// The process that saves a step: tells leftovers from a save in flight.
+// The process that saves a step. Tells the leftovers of a dead process from a save in flight.
 struct StepOwner {
   std::string host;  // without '-' and '/'; see ProcessIdentity
   int64_t pid = 0;
@@ -81,11 +81,11 @@ struct StepInFlight {
   std::string directory;  // where the ranks write
 };
 
-// optimizer/state.json: what a step's state belongs to.
+// optimizer/state.json: the facts about an optimizer's state that its tensors don't hold.
 struct StateFacts {
-  StateFormat format = StateFormat::fp32;  // as asked for
+  StateFormat format = StateFormat::fp32;  // as requested
   uint64_t seed = 0;
-  int64_t steps = 0;                       // that every parameter has made
+  int64_t steps = 0;                       // the same number for every parameter
   std::vector<std::string> without_state;  // parameters that are not trained
   std::optional<uint64_t> digest;          // AdamW::digest().state, summed over the ranks
 };
@@ -94,19 +94,20 @@ std::string state_json(const StateFacts& facts);
 StateFacts parse_state(const std::string& text);  // INTEGRITY
 
 // Makes the directory of a step in flight; the root is made if its parent exists. CONFLICT if the
-// step is there already; IO, NOSPACE.
+// step exists already; IO, NOSPACE.
 StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step,
                         const StepOwner& owner);
-// Makes the step durable and visible. The files must be complete and synced. On success the step
-// survives a power cut; on failure nothing is visible, unless the failure came after the rename: a
-// step that is visible is complete in any case. Returns a warning if only `latest` failed. CONFLICT
-// if another process has published the same step; IO, NOSPACE.
+// Makes the step durable and visible. Its files must be complete and synced. On success the step
+// survives a power cut. On failure no step is visible, unless the failure came after the rename; a
+// visible step is always complete. Returns a warning if only writing `latest` failed. CONFLICT if
+// another process has published the same step; IO, NOSPACE.
 std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& step,
                                         const StepRecord& record);
-// Removes what a failed save has written. Never throws: what can't be removed is left over.
+// Removes the files of a failed save. Never throws; a later save removes the rest.
 void discard_step(FileSystem& files, const StepInFlight& step) noexcept;
 
-// A committed step whose record and file lengths were read and found right; no data is read.
+// A committed step whose record is valid and whose files have the recorded lengths. Their data was
+// not read.
 struct FoundStep {
   int64_t step = 0;
   std::string path;
@@ -116,22 +117,22 @@ struct SkippedStep {
   int64_t step = 0;
   std::string reason;
 };
-// The committed steps of a root, newest first, and those that are not whole, with the reasons. IO
-// if the root can't be listed.
+// The intact steps of a root, newest first, and the damaged ones, each with its fault. IO if the
+// root can't be listed.
 struct Steps {
   std::vector<FoundStep> found;
   std::vector<SkippedStep> skipped;
 };
-// Stops after `most` whole steps.
+// Stops after `most` intact steps.
 Steps find_steps(FileSystem& files, const std::string& root, size_t most = SIZE_MAX);
-// The step at `path` if it is whole; else UNCOMMITTED or INTEGRITY, naming the file.
+// The step at `path` if it is intact; else UNCOMMITTED or INTEGRITY, naming the file.
 FoundStep open_step(FileSystem& files, const std::string& path);
-// The newest whole step; UNCOMMITTED, with the reason of the newest skipped one, if there is none.
+// The newest intact step. UNCOMMITTED, with the fault of the newest damaged step, if there is none.
 FoundStep newest_step(FileSystem& files, const std::string& root,
                       std::vector<SkippedStep>& skipped);
 
-// Removes whole steps but the `keep` newest ones, at least one. Steps that are not whole are
-// neither counted nor removed.
+// Removes all intact steps but the `keep` newest ones (at least one). Damaged steps are neither
+// counted nor removed.
 void keep_newest(FileSystem& files, const std::string& root, size_t keep);
 // Removes what dead processes have left in flight, and the trash. A directory in flight stays if
 // its name has no owner, or if `is_dead` is false for it. Returns the names of those that stay.

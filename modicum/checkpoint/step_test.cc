@@ -41,7 +41,7 @@ std::optional<std::string> save_step(FileSystem& files, int64_t number) {
   return publish_step(files, step, record_of_step(step));
 }
 
-void expect_whole(FileSystem& files, const FoundStep& found) {
+void expect_intact(FileSystem& files, const FoundStep& found) {
   for (const StepFile& file : found.record.files) {
     const std::string text = read_text(*files.open(join_path(found.path, file.name)));
     EXPECT_EQ(digest_of(text), file.digest);
@@ -58,13 +58,14 @@ Category category_of(FunctionRef<void()> call) {
   return Category::count;
 }
 
-TEST(StepRecord, IsReadAsItWasWritten) {
+TEST(StepRecord, SurvivesARoundTrip) {
   const StepRecord record = record_of_step({"/root", 12, "0123", "/root/.partial"});
   EXPECT_EQ(parse_record(record_json(record)), record);
 }
 
-// Catches: a record that is taken although a member is missing, of another kind, or outside.
-TEST(StepRecord, OthersAreRefused) {
+// Catches: a record that is accepted although a member is missing, has the wrong type, or names a
+// file outside the step.
+TEST(StepRecord, InvalidRecordsAreRefused) {
   const std::string good = record_json(record_of_step({"/root", 12, "0123", ""}));
   const auto with = [&](const std::string& from, const std::string& to) {
     std::string text = good;
@@ -86,22 +87,22 @@ TEST(StepRecord, OthersAreRefused) {
   }
 }
 
-TEST(Steps, TheNewestWholeStepIsChosen) {
+TEST(Steps, TheNewestIntactStepIsChosen) {
   MemoryFileSystem files;
   for (const int64_t step : {9, 10, 2}) EXPECT_EQ(save_step(files, step), std::nullopt);
   files.make_directory("/root/step-11");
-  files.put("/root/step-010/COMMIT", "{}");  // not a name that we write
+  files.put("/root/step-010/COMMIT", "{}");  // not a name that begin_step makes
   std::vector<SkippedStep> skipped;
   const FoundStep found = newest_step(files, "/root", skipped);
   EXPECT_EQ(found.step, 10);
-  expect_whole(files, found);
+  expect_intact(files, found);
   ASSERT_EQ(skipped.size(), 1U);
   EXPECT_EQ(skipped[0].step, 11);
   EXPECT_NE(skipped[0].reason.find("UNCOMMITTED"), std::string::npos) << skipped[0].reason;
   EXPECT_EQ(files.get("/root/latest"), "step-2\n");
 }
 
-TEST(Steps, ASavedStepIsNotSavedAgain) {
+TEST(Steps, SavingAnExistingStepIsAConflict) {
   MemoryFileSystem files;
   save_step(files, 3);
   const std::string before = files.get("/root/step-3/manifest.json");
@@ -117,8 +118,9 @@ TEST(Steps, ASavedStepIsNotSavedAgain) {
   EXPECT_EQ(files.get("/root/step-3/manifest.json"), before);
 }
 
-// Every file x {missing, short, changed}: the step before is chosen, and the file named.
-TEST(Steps, AStepThatIsNotWholeIsSkippedWithItsReason) {
+// Damages every file in turn (missing, truncated, changed): the previous step is chosen, and the
+// reason names the file.
+TEST(Steps, ADamagedStepIsSkippedWithTheReason) {
   for (const std::string name : {"model.safetensors", "config.json", "manifest.json", "COMMIT"}) {
     for (const bool removes : {true, false}) {
       MemoryFileSystem files;
@@ -136,8 +138,8 @@ TEST(Steps, AStepThatIsNotWholeIsSkippedWithItsReason) {
   }
 }
 
-// Catches: a byte of the manifest or of COMMIT that nothing depends on.
-TEST(Steps, AnyFlippedBitIsFound) {
+// Catches: a byte of the manifest or of COMMIT that no check covers.
+TEST(Steps, AnyFlippedBitIsDetected) {
   for (const char* name : {"manifest.json", "COMMIT"}) {
     MemoryFileSystem files;
     save_step(files, 1);
@@ -153,7 +155,7 @@ TEST(Steps, AnyFlippedBitIsFound) {
   }
 }
 
-TEST(Steps, RetentionKeepsTheNewestWholeSteps) {
+TEST(Steps, RetentionKeepsTheNewestIntactSteps) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2, 3, 4}) save_step(files, step);
   files.remove("/root/step-4/config.json");
@@ -185,8 +187,8 @@ TEST(Steps, LeftoversOfDeadOwnersAreRemoved) {
                                       ".partial-3-cut", "latest", "step-1"}));
 }
 
-// Every call fails once: the new step is either absent, or whole; the old one always is. Catches: a
-// step that is durable only if `latest` is.
+// Every call fails once. The new step is then absent or intact, and the old one is intact. Catches:
+// a step that is durable only if `latest` is.
 TEST(Steps, AFaultAtAnyCallLosesNothing) {
   for (int64_t fail_at = 1;; ++fail_at) {
     MemoryFileSystem under;
@@ -204,10 +206,10 @@ TEST(Steps, AFaultAtAnyCallLosesNothing) {
     } catch (const Error&) {
       if (step) discard_step(under, *step);
     }
-    if (is_saved) under.lose_unsynced();  // an acknowledged step stays, whichever call failed
+    if (is_saved) under.lose_unsynced();  // an acknowledged step survives, whichever call failed
     const Steps steps = find_steps(under, "/root");
     ASSERT_EQ(steps.skipped.size(), 0U) << fail_at;
-    for (const FoundStep& found : steps.found) expect_whole(under, found);
+    for (const FoundStep& found : steps.found) expect_intact(under, found);
     EXPECT_EQ(steps.found.back().step, 1) << fail_at;
     if (is_saved) {
       EXPECT_EQ(steps.found.front().step, 2) << fail_at;
@@ -218,9 +220,9 @@ TEST(Steps, AFaultAtAnyCallLosesNothing) {
 
 struct PowerCut {};
 
-// The power fails before each call in turn: synced writes survive. Then the old step is there,
-// and the new one is whole or absent, and present if the save had returned.
-// Catches: each sync that is left out, and COMMIT or a name that is written too early.
+// The power fails before each call in turn; only synced writes survive. The old step is then
+// intact; the new one is intact or absent, and intact if the save had returned.
+// Catches: any omitted sync, and COMMIT or a name that is written too early.
 TEST(Steps, APowerCutAtAnyCallLosesNothing) {
   int cuts = 0;
   for (int64_t cut_at = 1;; ++cut_at, ++cuts) {
@@ -244,7 +246,7 @@ TEST(Steps, APowerCutAtAnyCallLosesNothing) {
     const Steps steps = find_steps(under, "/root");
     ASSERT_EQ(steps.skipped.size(), 0U) << cut_at << ": " << steps.skipped.front().reason;
     ASSERT_GE(steps.found.size(), 1U) << cut_at;
-    for (const FoundStep& found : steps.found) expect_whole(under, found);
+    for (const FoundStep& found : steps.found) expect_intact(under, found);
     EXPECT_EQ(steps.found.back().step, 1) << cut_at;
     if (is_saved) {
       EXPECT_EQ(steps.found.front().step, 2) << cut_at;

@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kAdapterConfig = "adapter_config.json";
 
-// One warning for all of them.
+// Adds one warning for all of these files.
 void warn_of(const std::vector<std::string>& unread, std::string_view what,
              std::vector<std::string>& warnings) {
   if (unread.empty()) return;

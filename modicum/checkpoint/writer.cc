@@ -8,8 +8,8 @@ namespace {
 
 constexpr uint64_t kAlignment = 8;
 
-// Validates as open_checkpoint does, so that no file is written that it would refuse. Returns where
-// each tensor begins, and where the data ends.
+// Validates the tensors as open_checkpoint does, which would otherwise refuse the file. Returns the
+// begin of each tensor and the end of the data.
 std::vector<uint64_t> lay_out(std::span<const TensorSpec> tensors, const std::string& file) {
   std::vector<uint64_t> begins = {0};
   begins.reserve(tensors.size() + 1);

@@ -25,7 +25,7 @@ MemoryFileSystem& with_directory(MemoryFileSystem& files) {
   return files;
 }
 
-TEST(Writer, BytesAreLaidOutAsPromised) {
+TEST(Writer, BytesAreWrittenWhereTheHeaderPlacesThem) {
   MemoryFileSystem files;
   const std::vector<TensorSpec> tensors = {spec("b", DType::u8, {3}), spec("a", DType::f16, {})};
   SafetensorsWriter writer(with_directory(files), kPath, tensors, {{"format", "pt"}});

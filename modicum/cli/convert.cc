@@ -10,7 +10,8 @@ namespace {
 
 struct ConvertFlags {
   CommonFlags common;
-  // One rank that holds every tensor whole, in the files. A tie that is stored twice stays twice.
+  // One rank that holds every tensor unsharded. Tied tensors that are stored twice are written
+  // twice.
   RunFlags run{.layout = "none", .untie = true, .destination = "discard"};
   std::string out;
   std::string shard_size;

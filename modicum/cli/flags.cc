@@ -21,8 +21,8 @@ constexpr std::array<Verb, 11> kVerbs = {{
     {"plan", "predict reads, traffic and peak memory of every rank and node", run_plan},
     {"load", "load into rank processes and compare their memory with the plan", run_load},
     {"rehearse", "load, then step the optimizer, within one budget; memory by phase", run_rehearse},
-    {"save", "load, then save a step that is committed whole or not at all", run_save},
-    {"resume", "load the newest whole step", run_resume},
+    {"save", "load, then save a step, which is committed completely or not at all", run_save},
+    {"resume", "load the newest intact step", run_resume},
     {"verify", "check files and values of a saved step", run_verify},
     {"convert", "write a checkpoint with another dtype, recipe or file size", run_convert},
     {"diff", "compare two checkpoints, tensor by tensor", run_diff},
@@ -117,7 +117,7 @@ void refuse_empty_values(const Args& args) {
   }
 }
 
-// Numbers are decimal: CLI11 by itself reads 010 as eight and 0x10 as sixteen.
+// Accepts only decimal numbers. CLI11 alone reads 010 as eight and 0x10 as sixteen.
 std::string make_decimal(std::string& text, bool is_unsigned) {
   if (is_unsigned && text.starts_with('-')) return "a number below 0";
   const size_t sign = text.starts_with('-') || text.starts_with('+') ? 1 : 0;
@@ -135,7 +135,7 @@ void take_decimal_numbers(CLI::App& app) {
     const bool is_number =
         type.starts_with("INT") || type.starts_with("UINT") || type.starts_with("FLOAT");
     if (is_number && option->get_items_expected_max() > 0) {
-      const bool is_unsigned = type.starts_with("UINT");  // CLI11 has -1 wrap around
+      const bool is_unsigned = type.starts_with("UINT");  // CLI11 would wrap -1 around
       option->transform(CLI::Validator(
           [is_unsigned](std::string& text) { return make_decimal(text, is_unsigned); }, ""));
     }
@@ -175,7 +175,7 @@ void add_seed(CLI::App& app, uint64_t& seed, const std::string& of) {
     const char* const end = text.data() + text.size();
     const auto [rest, error] = std::from_chars(text.data(), end, seed);
     if (error == std::errc() && rest == end) return;
-    fail(Category::usage, "--seed is not a whole number of 64 bits",
+    fail(Category::usage, "--seed is not an unsigned 64-bit number",
          {.expected = "0 to 2^64 - 1", .got = printable(text)});
   };
   app.add_option_function<std::string>("--seed", parse, of + "; default 0");

@@ -11,7 +11,7 @@ struct LoadFlags {
   RunFlags run;
   std::string check;
   bool digest = false;
-  std::string expect_digest;  // in the form that --digest prints
+  std::string expect_digest;  // as --digest prints it
   std::string dump;
 };
 

@@ -65,7 +65,7 @@ LastWords last_words(int signal, bool json) {
 
 extern "C" void exit_at_once(int signal) {
   const LastWords& words = signal == SIGINT ? on_int : on_term;
-  if (!has_begun_stdout.load()) {  // an answer may be half written
+  if (!has_begun_stdout.load()) {  // else the result may be partly written
     write_all(STDOUT_FILENO, words.document.data(), std::strlen(words.document.data()), 0);
   }
   write_all(STDERR_FILENO, words.line.data(), std::strlen(words.line.data()), 0);

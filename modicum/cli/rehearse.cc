@@ -17,7 +17,8 @@ struct RehearseFlags {
   std::optional<int> resume_ranks;
 };
 
-// The resumed run: the same one with other ranks. A mesh is one of the first ranks.
+// The flags of the resumed run: the same with another number of ranks. A mesh fits only the first
+// number, so the resumed run then has the default layout.
 RunFlags resumed_flags(const RehearseFlags& flags) {
   RunFlags resumed = flags.run;
   resumed.ranks = *flags.resume_ranks;
@@ -33,8 +34,8 @@ RunFlags resumed_flags(const RehearseFlags& flags) {
   return resumed;
 }
 
-// Before anything is loaded: BUDGET if the resumed run would not fit, UNSUPPORTED if its layout
-// can't read the state.
+// Checks before the load: BUDGET if the resumed run would not fit, UNSUPPORTED if its layout can't
+// read the state.
 void require_resumable(const RehearseFlags& flags, const Run& run, const SavePlan& plan,
                        const StateFiles& state) {
   const RunFlags resumed_by = resumed_flags(flags);
@@ -92,7 +93,8 @@ RehearseReport rehearse(const RehearseFlags& flags) {
 
 void require_equal_digests(const RehearseReport& report) {
   if (!report.saved || report.saved->resumed_digest == report.state_digest) return;
-  fail(Category::integrity, "the resumed ranks have another state than those that went on",
+  fail(Category::integrity,
+       "the resumed ranks have another state than the ranks that were not interrupted",
        {.file = base_name(report.saved->path),
         .expected = digest_text(report.state_digest),
         .got = digest_text(report.saved->resumed_digest)});

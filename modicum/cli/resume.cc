@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-// The optimizer of the run: the saved one, unless the flags say none.
+// The optimizer of the run: the saved one, unless the flag is `none`.
 std::string optimizer_of(const StateFacts& facts, const std::string& flag) {
   const std::string saved = "adamw:" + std::string(row_of(facts.format).name);
   const std::string asked = flag.empty() ? saved : flag;
@@ -41,8 +41,7 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundSte
     flags.optimizer = "none";
   }
   if (!state && (then.steps > 0 || flags.optimizer != "none")) {
-    fail(Category::mismatch, "the step holds no optimizer state to go on from",
-         {.file = base_name(step.path)});
+    fail(Category::mismatch, "the step has no optimizer state", {.file = base_name(step.path)});
   }
   return within_budget(
       common, flags,
@@ -59,7 +58,7 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundSte
 
 int run_resume(const Args& args) {
   CLI::App app(
-      "load the newest whole step of a ROOT into rank processes, with its optimizer's state",
+      "load the newest intact step of a ROOT into rank processes, with its optimizer's state",
       "modicum resume");
   CommonFlags common;
   RunFlags run;
@@ -68,7 +67,7 @@ int run_resume(const Args& args) {
   add_common_flags(app, common);
   add_run_flags(app, run);
   add_oversubscribe_flag(app, common);
-  app.add_option("--steps", steps, "optimizer steps after it; default 0")
+  app.add_option("--steps", steps, "optimizer steps after the load; default 0")
       ->check(CLI::Range(0, 1000000000));
   if (const auto done = parse(app, args)) return *done;
   PosixFileSystem files;

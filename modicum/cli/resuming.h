@@ -11,12 +11,12 @@ struct ResumeSteps {
   int steps = 0;
   std::optional<double> max_norm;
 };
-// Loads a step and its optimizer's state by the flags, of which the directory is the step's, and
-// makes steps. An empty `optimizer` is the saved one. MISMATCH, UNSUPPORTED if the state does not
-// fit the flags; BUDGET.
+// Loads a step and its optimizer's state, then makes optimizer steps. The directory in `flags` is
+// replaced by the step's; an empty `flags.optimizer` means the saved one. MISMATCH or UNSUPPORTED
+// if the state does not fit the flags; BUDGET.
 LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundStep& step,
                        const ResumeSteps& then);
-// What reading a state of these files adds to the plan of a run (PlanOptions::resume).
+// The memory that reading the state from these files adds to a promise (PlanOptions::resume).
 Footprint resume_footprint(const StateFiles& state);
 
 }  // namespace modicum

@@ -23,19 +23,20 @@ struct SaveFlags {
 
 int run_save(const Args& args) {
   CLI::App app(
-      "load into rank processes and save a step: ROOT/step-S, committed whole or not at all",
+      "load into rank processes and save a step, ROOT/step-S, committed completely or not at all",
       "modicum save");
   SaveFlags flags;
   add_common_flags(app, flags.common);
   add_run_flags(app, flags.run);
   add_oversubscribe_flag(app, flags.common);
-  app.add_option("ROOT", flags.root, "the directory of all steps; made if its parent exists")
+  app.add_option("ROOT", flags.root, "the directory of all steps; created if its parent exists")
       ->required();
   app.add_option("--step", flags.step, "the step's number")
       ->required()
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
   app.add_option("--shard-size", flags.shard_size, "the most bytes of a file; default: as stored");
-  app.add_option("--keep", flags.keep, "then remove whole steps but the newest KEEP; default: none")
+  app.add_option("--keep", flags.keep,
+                 "afterwards remove all intact steps but the newest KEEP; default: none")
       ->check(CLI::Range(int64_t{1}, INT64_MAX));
   app.add_option("--unused", flags.unused,
                  "copy or drop: stored tensors that the recipe leaves unused")

@@ -34,7 +34,7 @@ SynthResult write_unless_stopped(FileSystem& files, const std::string& out, Synt
   try {
     return write_synth(files, out, options);
   } catch (const Error&) {
-    stop.check();  // the failed call may be one that the signal interrupted
+    stop.check();  // the signal may have caused the failure
     throw;
   }
 }

@@ -21,7 +21,7 @@ using Args = std::vector<std::string>;
 struct Verb {
   std::string_view name;
   std::string_view help;
-  int (*run)(const Args& args);  // takes the arguments after the verb; the exit code. Throws Error.
+  int (*run)(const Args& args);  // of the arguments after the verb; returns the exit code
 };
 std::span<const Verb> verbs() noexcept;
 
@@ -51,12 +51,12 @@ void add_common_flags(CLI::App& app, CommonFlags& flags);
 
 void add_run_flags(CLI::App& app, RunFlags& flags);
 std::string format_names();  // of all state formats, for help
-// Adds --seed, a whole number of 64 bits.
+// Adds --seed, an unsigned 64-bit number.
 void add_seed(CLI::App& app, uint64_t& seed, const std::string& of);
 // Returns `value`; USAGE unless it is finite and above 0.
 double positive(const std::string& flag, double value);
 
-// The budget per node: that of --budget, else `auto`.
+// The budget per node: the value of --budget, by default `auto`.
 std::optional<Budget> budget_in_force(const CommonFlags& flags, int nodes);
 void add_oversubscribe_flag(CLI::App& app, CommonFlags& flags);
 // USAGE if `ranks` processes are too many for the machine's cores.
@@ -67,11 +67,11 @@ int threads_per_rank(const CommonFlags& flags, int ranks);
 void print_result(const CommonFlags& flags, FunctionRef<std::string()> json,
                   FunctionRef<std::string()> text);
 
-// Parses the flags of a verb. Returns 0 if help was printed, else none. USAGE on an unknown flag,
-// with the nearest name, and on an empty value.
+// Parses the flags of a verb. Returns exit code 0 if help was printed, else empty. USAGE for an
+// unknown flag, with the nearest name, and for an empty value.
 std::optional<int> parse(CLI::App& app, const Args& args);
 
-// For verbs without a plan: BUDGET unless `bytes` for `purpose` fit together with the process.
+// For verbs without a plan: BUDGET unless the process and `bytes` for `purpose` fit the budget.
 void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes);
 
 // Progress on stderr. With `auto`, a line that is rewritten, if stderr is a terminal.

@@ -10,7 +10,7 @@
 namespace modicum {
 namespace {
 
-// A step's directory, or one that a save has begun.
+// Whether `path` is a step's directory, committed or not.
 bool is_step(FileSystem& files, const std::string& path) {
   return files.exists(join_path(path, "COMMIT")) ||
          files.exists(join_path(path, "manifest.json")) || base_name(path).starts_with("step-") ||
@@ -32,7 +32,7 @@ void add_fault(VerifyReport& report, const std::string& file, uint64_t bytes, co
   if (!report.fault) report.fault = error;
 }
 
-// The files of one step, under `prefix`.
+// Adds the files of one step to the report, under `prefix`.
 void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
               const std::string& prefix) {
   try {
@@ -50,7 +50,7 @@ void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
   }
 }
 
-// Without digests only the structure can be checked.
+// A checkpoint has no digests, so only its structure can be checked.
 void add_checkpoint(VerifyReport& report, FileSystem& files, const std::string& path) {
   try {
     const Checkpoint checkpoint = open_checkpoint(files, path);

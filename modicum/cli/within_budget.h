@@ -6,9 +6,9 @@
 
 namespace modicum {
 
-// Plans the run of `flags` within its budget and returns the report of `carry_out(task, show)`,
-// which gets a LoadTask and shows progress. `prepare(run)` comes before the plan. BUDGET if the
-// plan does not fit.
+// Plans the run of `flags` within its budget, and returns the report of `carry_out(task, show)`:
+// `task` is a LoadTask, and `show` displays progress. `prepare(run)` is called before planning.
+// BUDGET if the plan does not fit.
 template <typename CarryOut, typename Prepare>
 auto within_budget(const CommonFlags& common, const RunFlags& flags, const CarryOut& carry_out,
                    const Prepare& prepare) {

@@ -1,4 +1,4 @@
-// An owned file descriptor, and system calls that signals interrupt.
+// An owned file descriptor, and a wrapper that repeats interrupted system calls.
 #pragma once
 
 #include <fcntl.h>

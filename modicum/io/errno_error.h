@@ -8,7 +8,7 @@
 namespace modicum {
 
 // ENOSPC and EDQUOT are NOSPACE, all others IO: "cannot open: ENOENT (No such file ...)". Callers
-// that need another category, as CONFLICT for EEXIST, check the errno first.
+// that need another category, such as CONFLICT for EEXIST, check errno first.
 [[noreturn]] void fail_errno(int error, std::string_view what_failed, Facts facts = {});
 
 }  // namespace modicum

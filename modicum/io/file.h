@@ -1,10 +1,10 @@
 // The seam for files. All file system calls go through it (and io/read_text.h for /proc), so that
 // tests can fail the n-th call, lose unsynced writes, or record the reads.
 //
-// Ownership: a FileSystem outlives the Files it opened. Threads: one File may be read from several
-// threads at once, and several processes may write disjoint parts of a file, each through a File of
-// its own; writing and closing one File are for one thread. Inputs are never mapped: a file that
-// shrinks during a read must be an error, not a SIGBUS.
+// Ownership: a FileSystem outlives the Files it opened. Threads: several threads may read one File
+// at once, but only one may write or close it. Several processes may write disjoint parts of a
+// file, each through a File of its own. Inputs are never mapped: a file that shrinks during a read
+// must be an error, not a SIGBUS.
 #pragma once
 
 #include <cstddef>
@@ -33,21 +33,21 @@ class File {
   // Writes `from` at byte `offset`. NOSPACE or IO.
   virtual void write(std::span<const std::byte> from, uint64_t offset) = 0;
   virtual void truncate(uint64_t size_bytes) = 0;
-  // Gives the file `size_bytes`, and space for all of them where the file system can reserve it:
-  // writes within them then do not run out of space. NOSPACE or IO.
+  // Sets the file's size and, where the file system can, reserves space for all of it, so that
+  // later writes can't run out of space. NOSPACE or IO.
   virtual void allocate(uint64_t size_bytes) = 0;
   // On success all writes are durable. On failure (NOSPACE, IO) the file must be discarded, since a
   // second sync may report success for lost pages.
   virtual void sync() = 0;
-  // Closes the file and reports the errors of closing; it can't be used afterwards in either case.
-  // The destructor closes without a report.
+  // Closes the file and reports errors. Even then it can't be used afterwards. The destructor
+  // closes without reporting.
   virtual void close() = 0;
 
   // Hints about the page cache; never an error.
   virtual bool is_cached(uint64_t begin, uint64_t end) noexcept = 0;  // every page of the range
   virtual void drop_cached(uint64_t begin, uint64_t end) noexcept = 0;
-  // Begins to write the dirty pages of the range back; waits until they are written, and drops
-  // them. `sync` reports the errors.
+  // start_writeback begins to write the dirty pages of the range back; the next call waits until
+  // they are written, and drops them from the cache. `sync` reports the errors.
   virtual void start_writeback(uint64_t begin, uint64_t end) noexcept = 0;
   virtual void finish_writeback(uint64_t begin, uint64_t end) noexcept = 0;
 };
@@ -77,7 +77,7 @@ class FileSystem {
   virtual void sync_directory(const std::string& path) = 0;  // makes its names durable
 };
 
-// The operating system's. Stateless.
+// The files of the operating system. Stateless.
 class PosixFileSystem final : public FileSystem {
  public:
   std::unique_ptr<File> open(const std::string& path) override;

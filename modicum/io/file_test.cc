@@ -69,7 +69,7 @@ class TempDir {
   std::string path_;
 };
 
-// The contract of every FileSystem: the operating system's and the one in memory.
+// The contract of FileSystem, tested on the operating system's files and on those in memory.
 class FileSystemTest : public testing::TestWithParam<bool> {
  protected:
   FileSystemTest() {
@@ -110,7 +110,7 @@ TEST_P(FileSystemTest, WritesAtAnyOffsetAndTheGapIsZero) {
   EXPECT_EQ(read_text(*files().open(at("a")), 0, 9), std::string("b\0\0\0\0end\0", 9));
 }
 
-TEST_P(FileSystemTest, EndOfFileInsideTheRangeIsTruncation) {
+TEST_P(FileSystemTest, AReadPastTheEndIsTruncation) {
   write_file(files(), at("a"), "0123456789");
   const std::unique_ptr<File> file = files().open(at("a"));
   const std::optional<Error> met = error_of([&] { read_text(*file, 4, 10); });
@@ -130,7 +130,7 @@ TEST_P(FileSystemTest, CreateNeverReplaces) {
 }
 
 // Several writers of one file, each through its own File.
-TEST_P(FileSystemTest, AFileIsFilledByItsWriters) {
+TEST_P(FileSystemTest, SeveralWritersFillOneFile) {
   const std::unique_ptr<File> made = files().create(at("a"));
   made->allocate(6);
   EXPECT_EQ(made->identity().size_bytes, 6U);
@@ -150,7 +150,7 @@ TEST_P(FileSystemTest, AFileIsFilledByItsWriters) {
   EXPECT_FAILS(Category::io, files().open_to_write(at("d")));
 }
 
-TEST_P(FileSystemTest, AbsentFilesAreIoWithErrnosName) {
+TEST_P(FileSystemTest, AMissingFileIsAnIoErrorWithErrnosName) {
   const std::optional<Error> met = error_of([&] { files().open(at("nothing")); });
   ASSERT_TRUE(met);
   EXPECT_STREQ(met->what(), "IO: cannot open: ENOENT (No such file or directory) (file nothing)");
@@ -223,7 +223,7 @@ TEST_P(FileSystemTest, IdentityChangesWithAReplacedFile) {
   EXPECT_NE(files().open(at("a"))->identity(), first);
 }
 
-TEST_P(FileSystemTest, AFileIsForReadingOrForWriting) {
+TEST_P(FileSystemTest, ACreatedFileCantBeReadNorAnOpenedOneWritten) {
   const std::unique_ptr<File> out = files().create(at("a"));
   out->write(as_bytes("text"), 0);
   EXPECT_FAILS(Category::io, read_text(*out, 0, 4));
@@ -231,7 +231,7 @@ TEST_P(FileSystemTest, AFileIsForReadingOrForWriting) {
   EXPECT_FAILS(Category::io, in->write(as_bytes("text"), 0));
 }
 
-TEST_P(FileSystemTest, ClosedFilesAreAProgrammersError) {
+TEST_P(FileSystemTest, UsingAClosedFileFailsAnAssertion) {
   const std::unique_ptr<File> out = files().create(at("a"));
   out->close();
   EXPECT_FAILS(Category::internal, out->write(as_bytes("text"), 0));
@@ -282,7 +282,7 @@ TEST(PosixFile, RefusesAFifoAtOnce) {
 
 TEST(PosixFile, RefusesDevices) { EXPECT_FAILS(Category::io, PosixFileSystem().open("/dev/zero")); }
 
-TEST(PosixFile, NoPermissionIsIo) {
+TEST(PosixFile, MissingPermissionIsAnIoError) {
   if (geteuid() == 0) GTEST_SKIP() << "root is permitted to read any file";
   const TempDir temp;
   PosixFileSystem files;
@@ -308,7 +308,7 @@ TEST(PosixFile, AFailedWriteReportsItsOffset) {
   EXPECT_STREQ(met->what(), "IO: write failed: EFBIG (File too large) (file a, offset 100)");
 }
 
-// Catches: space that is promised and not reserved.
+// Catches: File::allocate without reserved space.
 TEST(PosixFile, AllocatedSpaceIsReserved) {
   const TempDir temp;
   PosixFileSystem files;
@@ -321,7 +321,7 @@ TEST(PosixFile, AllocatedSpaceIsReserved) {
   EXPECT_FAILS(Category::no_space, file->allocate(uint64_t{1} << 42));
 }
 
-TEST(ErrnoError, NoSpaceAndNoQuotaAreTheirOwnCategory) {
+TEST(ErrnoError, NoSpaceAndNoQuotaAreNospace) {
   EXPECT_FAILS(Category::no_space, fail_errno(ENOSPC, "write failed"));
   EXPECT_FAILS(Category::no_space, fail_errno(EDQUOT, "write failed"));
   EXPECT_FAILS(Category::io, fail_errno(EIO, "write failed"));
@@ -333,7 +333,7 @@ TEST(ErrnoError, UnknownNumbersAreStillPrinted) {
   EXPECT_NE(met->what_happened().find("errno 44"), std::string::npos) << met->what();
 }
 
-TEST(PosixFile, IsTruncatedUnderItsReader) {
+TEST(PosixFile, TruncationDuringAReadIsAnError) {
   const TempDir temp;
   PosixFileSystem files;
   write_file(files, temp / "a", std::string(10000, 'x'));
@@ -363,7 +363,7 @@ TEST(PosixFile, SurvivesAStormOfSignals) {
   EXPECT_TRUE(got == text);
 }
 
-TEST(PosixFile, CacheHintsAreTrueOrSilent) {
+TEST(PosixFile, CacheHintsAreCorrectWhereSupported) {
   const TempDir temp;
   PosixFileSystem files;
   write_file(files, temp / "a", std::string(4 << 20, 'x'));
@@ -501,7 +501,7 @@ TEST(ReadText, ReadsFilesWhoseSizeIsUnknown) {
   EXPECT_FALSE(read_kernel_text("/dev/zero"));
 }
 
-TEST(ReadText, WritesOnlyWhereItCan) {
+TEST(ReadText, WritingToAKernelFileReportsFailure) {
   const TempDir temp;
   PosixFileSystem files;
   write_file(files, temp / "a", "");

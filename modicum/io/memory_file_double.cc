@@ -13,7 +13,7 @@
 namespace modicum {
 namespace {
 
-// A file or a directory, as the program sees it and as it is durable on disk.
+// A file or a directory: its current state, and the durable one, which survives a power cut.
 struct Inode {
   struct Side {
     std::string bytes;

@@ -82,7 +82,7 @@ class PosixFile final : public File {
     if (result != 0) fail_errno(errno, "truncate failed", {.file = name_, .offset = size_bytes});
   }
 
-  // Not posix_fallocate, which writes zeros where the file system can't reserve.
+  // posix_fallocate would write zeros where the file system can't reserve.
   void allocate(uint64_t size_bytes) override {
     const int result =
         uninterrupted([&] { return ::fallocate(fd(), 0, 0, static_cast<off_t>(size_bytes)); });

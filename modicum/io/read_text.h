@@ -20,7 +20,7 @@ bool write_kernel_text(const std::string& path, const std::string& text);
 // The content of a small file. CONFLICT if it changed while it was read; errors of File::read.
 std::string read_text(File& file);
 
-// CONFLICT, naming the file, unless its identity still equals `proven`.
+// Throws CONFLICT, naming the file, unless its identity still equals `proven`.
 void require_unchanged(File& file, const FileIdentity& proven);
 
 }  // namespace modicum

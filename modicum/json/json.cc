@@ -23,7 +23,7 @@ constexpr int kDeepest = 64;
 
 bool is_digit(char c) noexcept { return c >= '0' && c <= '9'; }
 
-// Needs no escape in a string.
+// Whether the character needs no escape in a string.
 bool is_plain(char c) noexcept {
   return static_cast<unsigned char>(c) >= 0x20 && c != '"' && c != '\\';
 }
@@ -170,7 +170,7 @@ JsonError::JsonError(JsonFault fault_, uint64_t offset_, const std::string& what
 struct JsonReader : Cursor {
   struct Key {
     uint32_t hash;
-    uint32_t at;  // offset of its quote
+    uint32_t at;  // offset of the opening quote
   };
   // The state behind a JsonValue.
   struct Node {

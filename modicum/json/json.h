@@ -1,8 +1,8 @@
 // The door of `json`: a strict JSON reader and a writer.
 //
 // The reader is a cursor over a text that the caller owns. Each call takes the next value and
-// passes it on, so that no document tree is built; memory is 8 bytes per key of the objects that
-// are still open.
+// passes it to a callback, so that no document tree is built. It needs 8 bytes of memory per key of
+// the objects that are open.
 //
 //   read_json(R"({"a": 1, "b": [2, 3]})", [&](JsonValue& root) {
 //     root.object([&](std::string_view key, JsonValue& value) {
@@ -62,7 +62,7 @@ class JsonValue {
   double number();
   bool boolean();
   void null();
-  void skip();  // but checks it
+  void skip();  // still checks the value
 
  private:
   friend struct JsonReader;
@@ -96,7 +96,7 @@ class JsonWriter {
   JsonWriter& value(double number);
   JsonWriter& value(bool truth) { return literal(truth ? "true" : "false"); }
   JsonWriter& null() { return literal("null"); }
-  // Null where there is none.
+  // Writes null for an empty optional.
   template <typename T>
   JsonWriter& value(const std::optional<T>& v) {
     return v ? value(*v) : null();

@@ -1,4 +1,4 @@
-// UTF-8 validation by simdjson, and the place of an error. Internal to `json`.
+// UTF-8 validation by simdjson, and the location of an error. Internal to `json`.
 #pragma once
 
 #include <cstddef>

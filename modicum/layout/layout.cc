@@ -36,7 +36,7 @@ struct Dims {
   const std::span<const int64_t> sizes;
 };
 
-// The tensor dim that a cut cuts, or -1.
+// The tensor dim that a cut applies to, or -1.
 int cut_dim(const Cut& cut, const Dims& dims) noexcept {
   if (dims.sizes.empty()) return -1;
   return cut.dim < static_cast<int>(dims.sizes.size()) ? cut.dim : 0;
@@ -79,7 +79,7 @@ class Held {
   std::span<const Chunk> parts() const noexcept { return std::span(parts_).first(count_); }
 
  private:
-  // Adds places [lo, hi) of `whole`, counted over its chunks.
+  // Adds the indices at places [lo, hi) of `whole`, counted over its chunks.
   void take(const Held& whole, int64_t lo, int64_t hi) {
     size_ += hi - lo;
     for (const Chunk& chunk : whole.parts()) {
@@ -118,8 +118,8 @@ bool hold_along(const Sharding& sharding, const Dims& dims, size_t d, int rank, 
   return is_cut;
 }
 
-// The dims of a target as a rank holds them. Neighbouring dims without cuts are merged, so that at
-// most kMaxDims remain.
+// The part of each dim of a target that a rank holds. Neighbouring dims without cuts are merged, so
+// that at most kMaxDims remain.
 class Cutting {
  public:
   Cutting(const Sharding& sharding, const TensorSpec& target, int rank, bool wants_pieces)
@@ -166,7 +166,7 @@ class Cutting {
     box_.push({.size = size, .lo = 0, .hi = size, .step = 1});
   }
 
-  // Each combination of chunks along the packed dims is a box.
+  // Calls `piece` with a box for each combination of chunks along the packed dims.
   void every_part(size_t k, const Box& box, FunctionRef<void(const Box&)> piece) {
     if (k == packed_.size()) return piece(box);
     const auto d = static_cast<size_t>(packed_[k].first);
@@ -192,7 +192,7 @@ void require_sense(const Sharding& sharding) {
   std::vector<bool> used(sharding.mesh.sizes.size());
   for (const Cut& cut : sharding.cuts) {
     if (cut.dim < 0) fail(Category::usage, "a tensor dim is below 0");
-    if (cut.packed < 1) fail(Category::usage, "a dim is packed of fewer than 1 part");
+    if (cut.packed < 1) fail(Category::usage, "a dim has fewer than 1 packed part");
     for (const int axis : cut.axes) {
       if (axis < 0 || static_cast<size_t>(axis) >= used.size()) {
         fail(Category::usage, "a cut is along an axis that the mesh does not have");
@@ -453,7 +453,7 @@ ReplicaPlace replica_place(const Sharding& sharding, const TensorSpec& target, i
     for (const int axis : cut.axes) cuts[static_cast<size_t>(axis)] = true;
   }
   ReplicaPlace place;
-  int inner = sharding.mesh.world_size();  // ranks along the axes within `axis`
+  int inner = sharding.mesh.world_size();  // number of ranks along the axes inside `axis`
   for (size_t axis = 0; axis < cuts.size(); ++axis) {
     const int size = sharding.mesh.sizes[axis];
     inner /= size;

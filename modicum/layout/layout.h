@@ -1,8 +1,9 @@
-// The door of `layout`: which elements of each target a rank holds.
+// The door of `layout`: the elements of each target that a rank holds.
 //
-// A layout is rules, not lists: 64 ranks of 92,000 tensors are millions of pieces, so each piece is
-// computed on request. The rules are those of torch.chunk, DTensor, FSDP2 and DeepSpeed's ZeRO
-// (docs/internals/layout.md has worked examples). Values: any number of threads may read one.
+// A layout consists of rules, not lists: 64 ranks of 92,000 tensors have millions of pieces, so
+// each piece is computed on request. The rules are those of torch.chunk, DTensor, FSDP2 and
+// DeepSpeed's ZeRO (docs/internals/layout.md has worked examples). Layouts are values; any number
+// of threads may read one.
 #pragma once
 
 #include <span>
@@ -33,7 +34,7 @@ struct Cut {
   //   packed 1   rank 0  0 1 2 3    rank 1  4 5 6 7
   //   packed 2   rank 0  0 1 4 5    rank 1  2 3 6 7
   int packed = 1;
-  // FSDP2: along dim 0 every rank's buffer is as long as rank 0's, which is the longest.
+  // As FSDP2 does along dim 0: every rank's buffer is padded to the length of the longest one.
   bool pads = false;
 
   bool operator==(const Cut&) const = default;
@@ -42,8 +43,8 @@ struct Cut {
 // The placements of one kind of tensor. Ranks that differ only along axes without a cut are
 // replicas.
 //
-// Cuts apply in order, each to what the cuts before it left: TP first, then FSDP, as in torch. Rows
-// 0..9 over mesh (fsdp 2, tp 2), Cut{tp} then Cut{fsdp}; rank = fsdp * 2 + tp:
+// Cuts apply in order, each to the shard that the previous cuts have made: TP first, then FSDP, as
+// in torch. Rows 0..9 over mesh (fsdp 2, tp 2), Cut{tp} then Cut{fsdp}; rank = fsdp * 2 + tp:
 //
 //   tp 0   rows 0 1 2 3 4      fsdp 0: 0 1 2 (rank 0)    fsdp 1: 3 4 (rank 2)
 //   tp 1   rows 5 6 7 8 9      fsdp 0: 5 6 7 (rank 1)    fsdp 1: 8 9 (rank 3)
@@ -52,7 +53,7 @@ struct Cut {
 struct Sharding {
   Mesh mesh;
   std::vector<Cut> cuts;
-  bool flattens = false;  // ZeRO-3: split as one dim of all its elements
+  bool flattens = false;  // ZeRO-3: a tensor is flattened to one dim before it is split
 };
 
 // ZeRO-1/2: the targets of one dtype concatenated, padded with zeros, split evenly among all ranks.
@@ -65,8 +66,8 @@ struct FlatGroup {
 };
 
 struct Layout {
-  std::string name;              // as `--layout` takes it
-  std::vector<Sharding> kinds;   // of one world size
+  std::string name;              // a value of `--layout`
+  std::vector<Sharding> kinds;   // all have the same world size
   std::vector<uint8_t> kind_of;  // by target; empty: every target is of the first kind
   std::vector<FlatGroup> flats;
   struct Place {
@@ -86,7 +87,7 @@ struct Layout {
   uint64_t held_bytes() const noexcept;  // host memory of the members that grow with the targets
 };
 
-// Targets by number; null for an alias, which has no memory of its own.
+// The targets of a model; null for an alias, which has no memory of its own.
 using Targets = std::span<const TensorSpec* const>;
 
 // One sharding for all tensors. USAGE for a cut along an axis that is not in the mesh, for two cuts
@@ -95,7 +96,7 @@ Layout make_layout(std::string_view name, Sharding sharding);
 // Adds a kind of tensors with another sharding, possibly on another mesh of the same world size
 // (else USAGE). Returns its number.
 uint8_t add_kind(Layout& layout, Sharding sharding);
-// Every rank holds every tensor whole.
+// Every rank holds every tensor unsharded.
 Layout whole_layout(int world_size);
 // FSDP2's one-dimensional layout: Shard(dim), padded where dim is 0.
 Layout fsdp2_layout(int world_size, int shard_dim = 0);
@@ -110,17 +111,17 @@ Layout tp_fsdp_layout(const std::vector<int>& dp, int tp, int shard_dim = 0);
 // over (fsdp, ep). Experts (dim 0) are split among `ep` first, then FSDP cuts along `shard_dim`.
 // Returns its number.
 uint8_t add_expert_kind(Layout& layout, int fsdp, int ep, int shard_dim = 0);
-// ZeRO-3: floating-point tensors flattened, ceil(numel / ranks) elements each; others, and those
-// without dims, whole.
+// ZeRO-3: floating-point tensors are flattened, with ceil(numel / ranks) elements per rank. Other
+// tensors, and those without dims, are replicated.
 Layout zero3_layout(int world_size, Targets targets);
 // ZeRO-1 and -2: one flat group per floating dtype, padded to a multiple of 2 x ranks elements;
-// other targets whole. `round_robin` orders a group as DeepSpeed's round_robin_gradients does:
-// target i is assigned to rank i % ranks, and the group holds rank 0's targets first, then rank
-// 1's, ...
+// other targets are replicated. `round_robin` orders a group as DeepSpeed's round_robin_gradients
+// does: target i is assigned to rank i % ranks, and the group holds rank 0's targets first, then
+// rank 1's, ...
 Layout flat_layout(std::string_view name, int world_size, Targets targets, bool round_robin);
 
-// Chunk `index` of a dim of `size`, by torch.chunk's rule: chunks of ceil(size / parts), the last
-// ones short or empty. 10 in 4 parts: [0, 3) [3, 6) [6, 9) [9, 10).
+// Chunk `index` of a dim of `size`, by torch.chunk's rule: chunks of ceil(size / parts), of which
+// the last ones may be shorter or empty. 10 in 4 parts: [0, 3) [3, 6) [6, 9) [9, 10).
 struct Chunk {  // no initialisers: millions of these are made
   int64_t lo, hi;
 
@@ -147,15 +148,15 @@ struct LocalBuffer {
 
 LocalBuffer local_buffer(const Sharding& sharding, const TensorSpec& target, int rank);
 LocalBuffer local_buffer(const FlatGroup& flat, int rank) noexcept;
-// Ranks of one class have buffers of equal sizes for every target, so memory need be computed for
-// only one rank per class.
+// A number that is equal for ranks whose buffers have equal sizes for every target, so that memory
+// need be computed for only one rank per class.
 uint64_t buffer_class(const Layout& layout, int rank) noexcept;
 // The shape of the rank's local tensor in torch: `[0, ...]` for an empty shard.
 std::vector<int64_t> local_shape(const Sharding& sharding, const TensorSpec& target, int rank);
 
-// Calls `piece` with the boxes of `target` that `rank` holds, over a shape with the target's
-// row-major order; `at` and `step` are places in the rank's local buffer. No box for an empty
-// shard. Returns local_buffer.
+// Calls `piece` with the boxes of `target` that `rank` holds. The box's dims may be merged ones of
+// the target, in the same row-major order; `at` and `step` are places in the rank's local buffer.
+// An empty shard has no box. Returns local_buffer.
 LocalBuffer for_each_piece(const Sharding& sharding, const TensorSpec& target, int rank,
                            FunctionRef<void(const Box& piece)> piece);
 // The part of a target that `rank` holds, with its place in the rank's buffer; may be empty. The
@@ -180,7 +181,7 @@ struct ElementRun {
 std::vector<ElementRun> runs_of(const Sharding& sharding, const TensorSpec& target, int rank,
                                 std::span<const int> order);
 
-// Which of the replicas that hold the same elements of `target` a rank is, in the order of ranks.
+// The index of a rank among the replicas that hold the same elements of `target`, in rank order.
 struct ReplicaPlace {
   int index = 0;
   int count = 1;
@@ -195,13 +196,13 @@ inline bool is_primary(const Sharding& sharding, const TensorSpec& target, int r
 std::vector<int> replicas_of(const Sharding& sharding, int rank);
 std::vector<int> replicas_of(const Layout& layout, int rank);
 
-// Splits local elements [begin, end) of a rank's buffer, as far as `piece` holds them, into runs
-// that are contiguous in the target too. `global` is a run's first row-major index in the target,
-// `local` its place in the buffer.
+// Splits the local elements [begin, end) that are in `piece` into runs that are contiguous in the
+// target, too. `global` is the row-major index of a run's first element in the target, `local` its
+// place in the buffer.
 void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
                          FunctionRef<void(int64_t global, int64_t local, int64_t n)> run);
 
-// Adds everything that the rules depend on.
+// Adds all members of the layout to a digest.
 void digest_layout(const Layout& layout, Hasher& hasher);
 
 // The alignment of buffers in a rank's arena.

@@ -11,7 +11,7 @@ TensorSpec tensor(std::vector<int64_t> shape) {
   return {"t", Role::param, DType::bf16, std::move(shape)};
 }
 
-// Row-major ids of the elements that `rank` holds, in local order, as torch gives them for
+// The row-major ids of the elements that `rank` holds, in local order: in torch, the value of
 // chunk(arange(numel).reshape(shape), world, dim)[rank].flatten().
 std::vector<int64_t> held_ids(const Sharding& sharding, const TensorSpec& target, int rank) {
   std::vector<int64_t> ids(static_cast<size_t>(local_buffer(sharding, target, rank).numel), -1);
@@ -49,8 +49,8 @@ std::vector<int64_t> chunk_by_hand(const std::vector<int64_t>& shape, int world,
   return ids;
 }
 
-// The vectors of torch.chunk with empty shards filled in: sizes per rank.
-TEST(Layout, ChunkSizesAreTorchs) {
+// The expected sizes per rank are those of torch.chunk, with empty shards added.
+TEST(Layout, ChunkSizesEqualTorchs) {
   const auto sizes = [](int64_t size, int world) {
     std::vector<int64_t> out;
     for (int rank = 0; rank < world; ++rank) {
@@ -72,7 +72,7 @@ TEST(Layout, ChunkSizesAreTorchs) {
   EXPECT_EQ(chunk_of(3, 8, 7).lo, 3);  // an empty shard lies at the end
 }
 
-TEST(Layout, PiecesAreTorchsChunksForSizesAndWorlds) {
+TEST(Layout, PiecesEqualTorchsChunks) {
   for (int64_t size = 0; size <= 40; ++size) {
     for (int world = 1; world <= 9; ++world) {
       for (const auto& shape : {std::vector<int64_t>{size}, {size, 3}, {size, 2, 2}}) {
@@ -110,7 +110,7 @@ TEST(Layout, EmptyShardsKeepTheOtherDimsAndThePadding) {
   EXPECT_EQ(local_buffer(layout.kinds[0], tensor({5, 7}), 3).padded_numel, 14);
 }
 
-TEST(Layout, ZeroDimTensorsAreOnEveryRankAndPrimaryOnTheFirst) {
+TEST(Layout, ZeroDimTensorsAreReplicatedWithRankZeroPrimary) {
   const Layout layout = fsdp2_layout(3);
   for (int rank = 0; rank < 3; ++rank) {
     EXPECT_EQ(held_ids(layout, tensor({}), rank), (std::vector<int64_t>{0}));
@@ -123,7 +123,7 @@ TEST(Layout, ACutBeyondATensorsDimsIsAlongDimZero) {
   EXPECT_EQ(local_shape(fsdp2_layout(2, 1).kinds[0], tensor({5}), 1), (std::vector<int64_t>{2}));
 }
 
-TEST(Layout, WholeLayoutHoldsEverythingEverywhereOnce) {
+TEST(Layout, WholeLayoutReplicatesEverything) {
   const Layout layout = whole_layout(3);
   const TensorSpec target = tensor({4, 2});
   EXPECT_EQ(local_shape(layout.kinds[0], target, 2), target.shape);
@@ -146,8 +146,8 @@ TEST(Layout, HsdpIsFsdp2WithinEachReplica) {
 
 using Ids = std::vector<int64_t>;
 
-// One cut of a list of elements along a dim, as torch makes it: the chunks of each packed part,
-// concatenated.
+// The part of a dim's indices that one cut gives a rank, as in torch: its chunk of each packed
+// part, concatenated.
 Ids cut_by_hand(const Ids& along, int packed, int parts, int part) {
   Ids mine;
   const auto chunk = [](int64_t n, int of) { return (n + of - 1) / of; };
@@ -169,7 +169,7 @@ Ids indices(int64_t n) {
   return all;
 }
 
-// Of [rows, columns], where each is a list of indices.
+// The row-major ids of the elements in these rows and columns.
 Ids product(const Ids& rows, const Ids& columns, int64_t row_size) {
   Ids ids;
   for (const int64_t r : rows) {
@@ -178,7 +178,7 @@ Ids product(const Ids& rows, const Ids& columns, int64_t row_size) {
   return ids;
 }
 
-TEST(Layout, StridedShardsAreChunksOfEachPart) {
+TEST(Layout, StridedShardsAreChunksOfEachPackedPart) {
   const auto held = [](int64_t n, int packed, int world) {
     const Layout layout =
         make_layout("test", {.mesh = {{world}}, .cuts = {{.axes = {0}, .packed = packed}}});
@@ -211,7 +211,7 @@ TEST(Layout, TpCutsFirstAndFsdpCutsItsShards) {
             const Sharding& sharding = layout.kinds[static_cast<size_t>(kind)];
             ASSERT_EQ(held_ids(sharding, target, rank), product(along[0], along[1], n + 1))
                 << dp << "x" << tp << " n " << n << " rank " << rank << " dim " << dim;
-            // FSDP2 pads what TP left along dim 0.
+            // FSDP2 pads TP's shard along dim 0.
             const int64_t rows = dim == 0 ? (of_tp + dp - 1) / dp : of_tp;
             ASSERT_EQ(local_buffer(sharding, target, rank).padded_numel,
                       rows * static_cast<int64_t>(along[1].size()));
@@ -226,7 +226,7 @@ TEST(Layout, TpCutsFirstAndFsdpCutsItsShards) {
   }
 }
 
-// Placements (strided, shard) applied left to right would give it to rank 4.
+// If the placements (strided, shard) were applied left to right, rank 4 would hold this row.
 TEST(Layout, AnUnevenTpShardIsCutByFsdp) {
   const Sharding sharding = tp_fsdp_layout({3}, 2).kinds[0];
   EXPECT_EQ(held_ids(sharding, tensor({7}), 4), Ids{});
@@ -248,7 +248,7 @@ TEST(Layout, FlattenedAxesAreOneAxis) {
   }
 }
 
-TEST(Layout, ExpertsAreSplitFirst) {
+TEST(Layout, ExpertsAreSplitAmongEpFirst) {
   Layout layout = fsdp2_layout(6);
   const Sharding sharding = layout.kinds[add_expert_kind(layout, 3, 2, 1)];
   for (int rank = 0; rank < 6; ++rank) {
@@ -260,7 +260,7 @@ TEST(Layout, ExpertsAreSplitFirst) {
 }
 
 // a, b and c of 10, 7 and 5 elements over 4 ranks: 22, and 2 zeros up to a multiple of 8.
-TEST(Layout, FlatGroupsAreDeepSpeeds) {
+TEST(Layout, FlatGroupsEqualDeepSpeeds) {
   const TensorSpec a = tensor({10}), b = tensor({7, 1}), c = tensor({5});
   const TensorSpec step{"step", Role::buffer, DType::i64, {}};
   const std::vector<const TensorSpec*> targets = {&a, &step, &b, nullptr, &c};
@@ -298,7 +298,7 @@ TEST(Layout, RoundRobinOrdersTargetsByRank) {
             (std::vector<uint32_t>{0, 3, 2, 1}));
 }
 
-TEST(Layout, FlatGroupsAreOneForEachDtype) {
+TEST(Layout, EachDtypeHasItsOwnFlatGroup) {
   const TensorSpec low = tensor({3});
   const TensorSpec high{"h", Role::param, DType::f32, {2}};
   const std::vector<const TensorSpec*> targets = {&low, &high, &low};
@@ -321,7 +321,7 @@ TEST(Layout, Zero3FlattensEachTensor) {
   EXPECT_EQ(local_shape(layout.sharding_of(2), mask, 3), Ids{4});
 }
 
-TEST(Layout, RanksOfOneClassHaveEqualBuffers) {
+TEST(Layout, RanksOfABufferClassHaveEqualBuffers) {
   const TensorSpec targets[] = {tensor({7, 5}), tensor({3}), tensor({})};
   for (const Layout& layout :
        {fsdp2_layout(4, 1), tp_fsdp_layout({2}, 3), hsdp_layout(2, {3}, 1)}) {
@@ -350,13 +350,13 @@ TEST(Layout, InvalidShardingsAreRefused) {
   EXPECT_THROW(whole_layout(0), Error);
 }
 
-TEST(Layout, TensorsOfManyDimsAreCutAsFewDims) {
+TEST(Layout, TensorsOfManyDimsAreMergedToFewDims) {
   const TensorSpec target = tensor(std::vector<int64_t>(40, 1));
   EXPECT_EQ(held_ids(fsdp2_layout(2), target, 0), (std::vector<int64_t>{0}));
   EXPECT_EQ(held_ids(fsdp2_layout(2), target, 1), (std::vector<int64_t>{}));
 }
 
-// Also for a shard of several pieces that alternate in memory.
+// Covers shards of several pieces that alternate in memory.
 TEST(Layout, GlobalRunsMapLocalElementsToTheTarget) {
   const Layout plain = fsdp2_layout(3, 1);
   const Layout packed =
@@ -382,9 +382,9 @@ TEST(Layout, GlobalRunsMapLocalElementsToTheTarget) {
   }
 }
 
-// Catches: lists without their lengths, so that the end of one is taken for the beginning of the
-// next.
-TEST(Layout, TheDigestTellsWhereAListEnds) {
+// Catches: a digest over lists without their lengths, where an element could move from one list to
+// the next.
+TEST(Layout, TheDigestDependsOnWhereAListEnds) {
   const auto digest_of = [](const FlatGroup& flat) {
     Layout layout = whole_layout(2);
     layout.flats = {flat};
@@ -396,9 +396,9 @@ TEST(Layout, TheDigestTellsWhereAListEnds) {
   EXPECT_NE(digest_of({.targets = {0, 0}}), digest_of({.begins = {0}}));
 }
 
-// Compared with index lists per dim, for packed and uneven cuts of cuts, in every order of the
-// dims.
-TEST(Layout, RunsAreWhatARankHoldsInMemoryOrder) {
+// Compares runs_of with lists of indices per dim, for packed and uneven cuts in sequence, in every
+// order of the dims.
+TEST(Layout, RunsListARanksElementsInMemoryOrder) {
   const std::vector<int64_t> shape = {7, 5, 3};
   const Sharding sharding =
       make_layout("test", {.mesh = {{2, 3}}, .cuts = {{{1}, 0, 2}, {{0}, 0, 1, true}}}).kinds[0];
@@ -420,7 +420,7 @@ TEST(Layout, RunsAreWhatARankHoldsInMemoryOrder) {
         Ids got;
         int64_t behind = -1;
         for (const ElementRun& run : runs_of(*of, tensor(shape), rank, order)) {
-          EXPECT_GT(run.first, behind) << "two runs that are neighbours, or not ascending";
+          EXPECT_GT(run.first, behind) << "runs that touch, or are not ascending";
           for (int64_t i = 0; i < run.n; ++i) got.push_back(run.first + i);
           behind = run.first + run.n;
         }
@@ -443,7 +443,7 @@ TEST(Layout, RunsOfOddShapes) {
   }
 }
 
-TEST(Layout, ReplicasHoldTheSame) {
+TEST(Layout, ReplicasHoldEqualElements) {
   const Sharding hsdp = hsdp_layout(2, {3}).kinds[0];
   EXPECT_EQ(replicas_of(hsdp, 4), (std::vector{1, 4}));
   EXPECT_EQ(replicas_of(whole_layout(3).kinds[0], 1), (std::vector{0, 1, 2}));

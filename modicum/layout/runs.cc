@@ -7,7 +7,7 @@ namespace modicum {
 namespace {
 
 // The target with its dims permuted to `order`, and the sharding that gives each rank the same
-// elements of it.
+// elements as before.
 std::pair<TensorSpec, Sharding> reordered(const TensorSpec& target, const Sharding& sharding,
                                           std::span<const int> order) {
   std::pair<TensorSpec, Sharding> made(target, sharding);
@@ -46,7 +46,7 @@ std::vector<ElementRun> runs_of(const Sharding& sharding, const TensorSpec& targ
       }
     });
   });
-  // Pieces of packed parts alternate in memory.
+  // The pieces of packed parts alternate in memory, so runs must be sorted.
   std::sort(placed.begin(), placed.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<ElementRun> all;

@@ -86,8 +86,8 @@ ExcludedRange* claim_row() {
 
 }  // namespace
 
-// The row comes first: a child forked between the two steps inherits pages that no caller has
-// received yet. In the other order it would have a hole.
+// Adds the row first: a child forked between the two steps then inherits pages that no caller has
+// received yet. In the other order the addresses would be free in the child.
 Exclusion::Exclusion(std::span<std::byte> range) : row_(claim_row()) {
   row_->size = range.size();
   row_->is_reservation = false;

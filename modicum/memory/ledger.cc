@@ -36,7 +36,8 @@ void Charge::Entry::operator()(Ledger* ledger) const noexcept {
   if (is_copied) ledger->held_[Purpose::fork] -= bytes;
 }
 
-// The pages go before their entry: memory that is still mapped must not count as free.
+// Unmaps the pages before the entry is returned: memory that is still mapped must not count as
+// free.
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
   if (this == &other) return *this;
   mapping_ = std::move(other.mapping_);

@@ -14,8 +14,9 @@
 //   charge(Purpose::grad, 5 MiB): BUDGET, 1 MiB short   4 MiB   6 MiB
 //
 // `charge` commits the pages (in parallel, huge pages where the kernel allows them), so that the
-// resident set does not depend on timing. `reserve` leaves that to the first write, for memory that
-// is filled from end to end: the kernel's zeros are then still in the CPU's cache.
+// resident set does not depend on timing. `reserve` leaves that to the first write. It is for
+// memory that is filled from end to end, since the kernel's zeros are then still in the CPU's
+// cache.
 //
 // Ownership: a Ledger must outlive its Charges and Buffers. Threads: a Ledger may be used from
 // several threads; a Charge, Mapping or Buffer by one at a time.
@@ -97,7 +98,7 @@ class Buffer {
   Buffer& operator=(Buffer&& other) noexcept;
   std::span<std::byte> bytes() const noexcept { return mapping_.bytes(); }
   bool empty() const noexcept { return mapping_.bytes().empty(); }
-  // The entry of a part that will be given up earlier than the rest, see `give_up`.
+  // Splits the entry of a part that will be released before the rest (see `give_up`).
   Charge split(uint64_t bytes) { return charge_.split(bytes); }
   // Returns the pages that lie entirely in `part` to the kernel; they read as zero afterwards. Not
   // for shared memory, which children may still read.
@@ -150,7 +151,7 @@ class Ledger {
   void mark();
   uint64_t peak_since_mark() const { return locked(since_mark_); }
   uint64_t limit_bytes() const { return locked(limit_bytes_); }
-  // For charges from now on. Memory held already stays, even if it exceeds `bytes`.
+  // Sets the limit of later charges. Memory already held stays, even if it exceeds `bytes`.
   void set_limit(uint64_t bytes);
 
  private:

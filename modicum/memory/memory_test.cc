@@ -149,7 +149,7 @@ TEST(Ledger, TheLimitItselfFits) {
   EXPECT_TRUE(error_of([&] { ledger.adopt(Purpose::plan, 1); }));
 }
 
-TEST(Ledger, OverTheLimitMapsNothing) {
+TEST(Ledger, ExceedingTheLimitMapsNothing) {
   Ledger ledger(kMiB);
   const Charge plan = ledger.adopt(Purpose::plan, 1000);
   const Charge header = ledger.adopt(Purpose::header, 2000);
@@ -171,7 +171,7 @@ TEST(Ledger, OverTheLimitMapsNothing) {
   EXPECT_LT(status_bytes("VmPeak"), before + 64 * kGiB) << "not even for a moment";
 }
 
-TEST(Ledger, AChargeThatOverflowsIsBudget) {
+TEST(Ledger, AnOverflowingChargeIsABudgetError) {
   Ledger ledger(kMiB);
   const Charge plan = ledger.adopt(Purpose::plan, 1000);
   const std::optional<Error> met = error_of([&] { ledger.adopt(Purpose::plan, UINT64_MAX - 10); });
@@ -319,7 +319,8 @@ TEST(Fork, ExcludedMemoryIsReservedInChildrenWithoutAccess) {
   }
 }
 
-// Catches a hole in the child: a later mapping fills it and is read as if it were the parameter.
+// Catches addresses that are free in the child: a later mapping there would be read as the
+// parameter.
 TEST(Fork, AChildNeverMapsMemoryInAnExcludedRange) {
   SKIP_WHERE_CHILDREN_MAP_FIRST();
   Ledger ledger;
@@ -407,7 +408,7 @@ TEST(Fork, SharedMemoryIsTheSameInParentAndChildren) {
   EXPECT_EQ(bytes.back(), std::byte{2});
 }
 
-TEST(Fork, InheritedMemoryIsTheChildsOwnAndCountsTwice) {
+TEST(Fork, InheritedMemoryIsCopiedAndCountsTwice) {
   constexpr uint64_t kSize = 4 * kMiB;
   Ledger ledger(2 * kSize);
   const Buffer buffer = ledger.charge(Purpose::shards, kSize, 1, kNoPoll, Fork::inherited);
@@ -500,7 +501,7 @@ TEST(Ledger, SharedMappingsAreSeenByForkedChildren) {
   EXPECT_EQ(mapping.bytes()[2 * kPageBytes], std::byte{2});
 }
 
-TEST(Ledger, SharedPartsAreCommittedAloneAndUntouched) {
+TEST(Ledger, SharedPartsAreCommittedSeparatelyWithoutTouch) {
   SKIP_UNDER_SANITIZERS();
   Ledger ledger;
   const Mapping mapping = Mapping::shared(32 * kMiB);
@@ -554,7 +555,7 @@ TEST(Mapping, MovesAndUnmapsItself) {
 }
 
 // Catches a part that keeps its pages or its entry after give_up.
-TEST(Buffer, GivesUpAPartBeforeTheRest) {
+TEST(Buffer, ReleasesAPartBeforeTheRest) {
   Ledger ledger;
   Buffer arena = ledger.charge(Purpose::shards, 8 * kPageBytes);
   std::fill(arena.bytes().begin(), arena.bytes().end(), std::byte{7});

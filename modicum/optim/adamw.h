@@ -6,7 +6,7 @@
 //   READY              masters and moments are zero; import_from, set_steps, set_options, expect
 //      |  arrive | arrived_in_place | leave_out                     <-------------+
 //      v                                                                          |
-//   ARRIVING           until every shard has arrived `expect` times or is left    |
+//   ARRIVING           until every shard has arrived `expect` times or was left   |
 //      |               out; norm and step throw MISMATCH                          |
 //      v                                                                          |
 //   COMPLETE           norm, norms; all-reduce GradNorm over the ranks            |
@@ -28,12 +28,12 @@
 // Gradients: every element arrives once per step, or as often as `expect` says, and is accumulated
 // in fp32. When the last element of a bucket has arrived for the last time, while the bucket is
 // still in the cache, its squares are summed; `norm` adds the buckets in a fixed order. So the norm
-// is bit-equal for any order of arrival, any pieces and any number of threads.
+// has the same bits for any order of arrival, any pieces and any number of threads.
 //
 // Threads: arrive, arrived_in_place and leave_out may run concurrently, except that a parameter's
 // next accumulation may begin only when all calls of the previous one have returned. export_to and
 // import_from may run concurrently for disjoint elements. All other calls: one thread, while no
-// gradient arrives. A state that was used before a fork belongs to the parent.
+// gradient arrives. After a fork only the parent may use the state.
 #pragma once
 
 #include <array>
@@ -111,8 +111,8 @@ struct StepOptions {
   bool refresh_masters = false;
 };
 
-// A digest over FQNs, global indices and fp32 values: its sum over all ranks is the same for every
-// sharding, and for all formats that hold the same values.
+// A digest over FQNs, global indices and fp32 values. Its sum over all ranks is the same for every
+// sharding, and for all formats that represent the same values.
 struct StateDigest {
   uint64_t state = 0;   // parameters and moments
   uint64_t master = 0;  // parameters only
@@ -122,7 +122,7 @@ struct StateDigest {
 
 class AdamW {
  public:
-  // Charges and commits the whole state on `threads` threads, which `step` and `digest` use too. On
+  // Charges and commits the state with `threads` threads, which `step` and `digest` use too. On
   // failure nothing stays charged: BUDGET, before a page is touched, if the ledger or the pinner's
   // limit is exceeded; NOMEM; any exception of `poll` or `pin`; MISMATCH, naming the parameter, for
   // runs that overlap, a group out of range, or caller-owned memory (`master`, `out`) that two
@@ -137,7 +137,8 @@ class AdamW {
   size_t shards() const noexcept { return spec_.shards.size(); }
   const ShardSpec& shard(size_t index) const { return spec_.shards.at(index); }
   const AdamOptions& options(int group) const;
-  // For later steps. USAGE if `amsgrad` changes: its plane is allocated by the constructor.
+  // Sets the options of later steps. USAGE if `amsgrad` changes, since the constructor allocates
+  // its plane.
   void set_options(int group, const AdamOptions& options);
 
   // Sets how often each element arrives per step (gradient accumulation), from this step on. USAGE
@@ -157,18 +158,18 @@ class AdamW {
   GradNorm norm() const;
   // The same per shard, replicas included, for callers that weigh replicas themselves.
   std::vector<GradNorm> norms() const;
-  // One optimizer step; the norm must be finite. MISMATCH as `norm`; USAGE for factors out of
+  // One optimizer step; the norm must be finite. MISMATCH as for `norm`; USAGE for factors out of
   // range; NOMEM if a thread cannot be started. On failure nothing has been stepped and the
   // gradients are kept, so the call can be repeated.
   void step(const StepOptions& options = {});
-  // The same for several states as one: on failure none of them has been stepped. Threads are
-  // started once.
+  // One step of several states, all or nothing: on failure none of them has been stepped. Threads
+  // are started once.
   static void step_all(std::span<const StateStep> steps);
-  // Takes over values that the caller has written to a shard's `out` since the last step: where
-  // `out` differs in bits from the rounded master, its value becomes the master. For shards whose
-  // `out` holds the parameter from the beginning; no effect on split masters.
+  // Adopts values that the caller has written to a shard's `out` since the last step: where the
+  // bits of `out` differ from the rounded master, its value becomes the master. `out` must have
+  // held the parameter from the beginning. No effect on split masters.
   void refresh_masters();
-  // Drops the gradients, complete or not. Nothing else changes.
+  // Drops the gradients, even incomplete ones. Nothing else changes.
   void skip();
 
   // Steps counted for a parameter. USAGE for a negative count.
@@ -181,7 +182,7 @@ class AdamW {
   std::span<float> scales(size_t shard, Plane plane) const;
 
   // Reads or writes local elements [at, at + n) as fp32. Export is exact; import is exact into fp32
-  // and fp32-split, else rounded as a step rounds. USAGE if an import cuts a block of 8-bit
+  // and fp32-split, else rounded as a step rounds. USAGE if an import divides a block of 8-bit
   // moments. Neither allocates.
   void export_to(size_t shard, StatePlane plane, int64_t at, std::span<float> to) const;
   void import_from(size_t shard, StatePlane plane, int64_t at, std::span<const float> from);
@@ -223,7 +224,7 @@ class AdamW {
   std::unique_ptr<Pins> pins_;
   std::vector<uint64_t> parameter_;  // name_hash of each shard's FQN
   std::vector<int64_t> steps_;
-  // Of the last step, by group and step count.
+  // The numbers of the last step, by group and step count.
   struct StepNumbers {
     AdamNumbers numbers;
     BetaPowers powers;

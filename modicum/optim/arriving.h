@@ -1,4 +1,4 @@
-// Which elements of a shard's gradient have arrived. Internal to `optim`.
+// Records the elements of a shard's gradient that have arrived. Internal to `optim`.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 
 namespace modicum {
 
-// A set of local indices as disjoint, non-adjacent intervals. Gradients arrive in few long pieces,
-// so there are seldom more than a handful.
+// A set of local indices as disjoint, non-adjacent intervals. There are seldom more than a handful,
+// since gradients arrive in few long pieces.
 class Arrived {
  public:
   // Adds [begin, end). Returns false and adds nothing if it overlaps the set.

@@ -8,9 +8,10 @@
 //   bucket    0        | 1           | 3                   global / kBucketElements (65536)
 //   stretches [0, 5536)  [5536, 8000)  [8000, 8500)        contiguous in both, within one bucket
 //
-// Buckets and blocks of scales are cut by *global* index, so that norms and 8-bit codes are the
-// same bits for every sharding that divides no block. A bucket ends where a block ends: with rows
-// of 300 the first one has 65,656 elements, since its last block has the elements from 65,528 on.
+// Buckets and blocks of scales are defined by *global* index, so that norms and 8-bit codes have
+// the same bits for every sharding that divides no block. A bucket ends at the end of a block: with
+// rows of 300 the first bucket has 65,656 elements, since its last block has the elements from
+// 65,528 on.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +35,7 @@ struct Stretch {
 // One shard: its runs, its blocks of scales and its buckets.
 class ShardIndex {
  public:
-  explicit ShardIndex(const ShardSpec& spec);  // MISMATCH where runs overlap
+  explicit ShardIndex(const ShardSpec& spec);  // MISMATCH if runs overlap
 
   int64_t numel() const noexcept { return numel_; }
   int64_t scales() const noexcept { return scales_; }
@@ -49,7 +50,7 @@ class ShardIndex {
   // Whether a block of scales begins (or the shard ends) at local index `at`.
   bool is_block_edge(int64_t at) const noexcept;
 
-  // The stretches of local elements [begin, end), cut where buckets end.
+  // Visits the stretches of local elements [begin, end), split at the ends of buckets.
   template <typename Fn>
   void for_each_stretch(int64_t begin, int64_t end, const Fn& fn) const {
     if (begin >= end) return;
@@ -132,8 +133,8 @@ class ShardMap {
   std::vector<uint64_t> first_bucket_;  // per shard, and the end
 };
 
-// Which worker steps which elements: equal shares, rounded to buckets, so that worker i steps
-// nearly the part of every arena that worker i committed.
+// Divides the elements among workers: equal shares, rounded to buckets, so that worker i steps
+// nearly the same part of every arena that worker i committed.
 class Partition {
  public:
   Partition(const ShardMap& map, int threads);
@@ -164,7 +165,7 @@ class Partition {
 std::optional<DType> plane_dtype(const StateFormatRow& row, Plane plane) noexcept;
 Purpose plane_purpose(Plane plane) noexcept;
 
-// USAGE or UNSUPPORTED if the options allow no step.
+// Throws USAGE or UNSUPPORTED if no step is possible with these options.
 void check_options(const AdamOptions& options);
 
 }  // namespace modicum

@@ -22,8 +22,8 @@ struct ShardRun {
 // A rank's shard of one parameter. Its local elements are the runs' elements, concatenated.
 struct ShardSpec {
   std::string fqn;
-  std::vector<ShardRun> runs;  // ascending, disjoint; none if the rank holds no element
-  int64_t row = 0;             // elements of a row of its blocks (ScaleBlocks)
+  std::vector<ShardRun> runs;  // ascending, disjoint; empty if the rank holds no element
+  int64_t row = 0;             // elements of a row, at whose end a block ends (ScaleBlocks)
   int group = 0;               // index into AdamWSpec::groups
   // Caller-owned memory in local order; it must outlive the state and is not charged to its ledger.
   std::byte* master = nullptr;    // replaces our master: fp32, or the bf16 half of a split master
@@ -60,7 +60,7 @@ constexpr size_t kPlanes = static_cast<size_t>(Plane::count);
 constexpr int64_t kBucketElements = 65536;
 
 // Exactly the bytes that AdamW charges, by purpose: `master`, `grad` (with the table of buckets)
-// and `moments` (with their scales). Errors as AdamW's.
+// and `moments` (with their scales). Errors as those of AdamW.
 Footprint adamw_footprint(const AdamWSpec& spec);
 
 // The same for shards that are added one at a time, so that a plan needs no list of them.

@@ -1,4 +1,4 @@
-// Whether a promise fits a budget, and by how much it does not.
+// Compares a promise with a budget, and computes the shortfall.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -40,13 +40,13 @@ void require_fits(const Promise& promise, const Budget& budget) {
 //
 //                               own-shard                 rank0-broadcast
 //   a rank's staging            all of --staging: 8 MiB   its ring part: 8 / 4 = 2 MiB
-//   asked / held                8 / 8 = 1                 8 / 2 = 4
+//   --staging / its staging     8 / 8 = 1                 8 / 2 = 4
 //   --staging must be less by   1.25 * 1 = 1.25 MiB       1.25 * 4 = 5 MiB
 //   new --staging               6.75 MiB                  3 MiB
 //   a rank's new staging        6.75 MiB                  3 / 4 = 0.75 MiB
 //
-// Rounding to pages can leave the peak just over the budget; then, as when more than the allowed
-// reduction is needed, the plan with `least_bytes` is the answer.
+// Rounding to pages can leave the peak just over the budget. Then, as if more than the allowed
+// reduction were needed, the plan with `least_bytes` is returned.
 Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes) {
   const uint64_t asked = plan.options.staging_bytes;
   const uint64_t held = plan.staging.total_bytes;

@@ -76,7 +76,7 @@ class RandomRecipe {
     if (below(4) == 0) return builder_.stored(static_cast<uint32_t>(below(3)));
     return builder_.init(InitRule::normal, 0.02, dims(), kDTypes[below(3)]);
   }
-  // A shape of as many elements: dims merged, or one split in two.
+  // A shape with the same number of elements: dims merged, or one split in two.
   std::vector<int64_t> reshaped(std::vector<int64_t> shape) {
     if (shape.empty() || below(3) == 0) return dims();
     const size_t d = below(shape.size());
@@ -119,7 +119,7 @@ class RandomRecipe {
   RecipeBuilder builder_;
 };
 
-// Of all targets; saturates at 2^96.
+// The bytes of all targets; saturates at 2^96.
 Wide true_bytes(const Recipe& recipe) {
   Wide sum = 0;
   for (size_t t = 0; t < recipe.targets.size(); ++t) {
@@ -136,7 +136,7 @@ Wide true_bytes(const Recipe& recipe) {
 
 struct Layouts {
   Layout layout;
-  Wide copies;  // how often the ranks together hold each element
+  Wide copies;  // the number of ranks that hold each element
 };
 
 std::vector<Layouts> layouts_of(const Recipe& recipe) {
@@ -170,7 +170,7 @@ void expect_true_promise(const Recipe& recipe, const Manifest& manifest, Outcome
       try {
         plan = make_plan(manifest, recipe, of.layout, {.strategy = &strategy});
       } catch (const Error& error) {
-        // No more than the sum over the ranks can be too much here.
+        // The only valid reason for a refusal: the sum over the ranks is too large.
         ASSERT_EQ(error.category(), Category::mismatch) << error.what();
         ASSERT_GT(bytes * of.copies, Wide{1} << 62) << error.what();
         continue;
@@ -215,7 +215,7 @@ TEST(HugeRecipes, AreRefusedOrCountedInFull) {
 // --gtest_also_run_disabled_tests
 TEST(HugeRecipes, DISABLED_AHundredThousandAreRefusedOrCountedInFull) { try_recipes(2, 100000); }
 
-TEST(HugeRecipes, ALargeLegalOneIsPlannedAndDoesNotFit) {
+TEST(HugeRecipes, AHugeValidRecipeIsPlannedAndDoesNotFit) {
   const Manifest manifest = small_manifest();
   RecipeBuilder builder(manifest);
   for (const char* name : {"matrix", "vector", "nothing"}) builder.unused(name);
@@ -256,8 +256,9 @@ TEST(HugeRecipes, SizesThatWrapAreRefusedByName) {
   EXPECT_FALSE(refused({{int64_t{1} << 58}}));
 }
 
-// A permutation splits the made tensor into 2^42 rows: a plan must not walk tensors without a file.
-TEST(HugeRecipes, APlanDoesNotWalkMadeTensors) {
+// A permutation splits the initialised tensor into 2^42 rows: a plan must not iterate over the runs
+// of a tensor that is not read.
+TEST(HugeRecipes, APlanDoesNotIterateOverInitialisedTensors) {
   const Manifest manifest = small_manifest();
   RecipeBuilder builder(manifest);
   for (const char* name : {"matrix", "nothing"}) builder.unused(name);

@@ -16,7 +16,7 @@ struct Span {
   int place = 0;  // of the rank within its node
 };
 
-// `needed`: from the first to the last element of a read that one rank needs.
+// The bytes of a read that one rank needs: `needed` is the range of its elements.
 NodeRead::Wanted wanted_of(const Stored& tensor, const NodeRead& read, const Chunk& needed) {
   if (needed.size() == 0) return {};
   const Extent extent = extent_of(tensor, needed.lo, needed.size());
@@ -49,8 +49,8 @@ class TargetReads {
   }
 
  private:
-  // Emits the stretch that begins with span `i`: it goes on while the next span begins less than a
-  // page after its end. Returns the first span after it.
+  // Emits the stretch that begins with span `i`. It is extended while the next span begins less
+  // than a page after its end. Returns the first span after it.
   size_t stretch_from(size_t i) {
     const Stored& tensor = plan_.manifest->tensors[spans_[i].stored];
     const auto page = static_cast<int64_t>(kPageBytes * 8) / bits_per_element(tensor.spec.dtype);
@@ -73,7 +73,7 @@ class TargetReads {
   }
 
   // If scales are staged too, the stretch shrinks by eighths rather than to the largest fit: rows
-  // and shards end on round numbers, and a tile that ends with them goes to fewer ranks
+  // and shards have round sizes, and a tile that ends with a shard is sent to fewer ranks
   // (DeepSeek-V3 from FP8 to 8 ranks: 23 % less sent).
   void cut_to_tile(Transfer& stretch) const {
     int64_t& n = stretch.runs.length;

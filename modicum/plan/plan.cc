@@ -11,12 +11,12 @@
 namespace modicum {
 namespace {
 
-// Kept per buffer while loading: the places written and expected (Coverage), where it begins.
+// Bookkeeping per buffer during a load: the places written and expected (Coverage), and its begin.
 constexpr uint64_t kBookkeepingBytesPerBuffer = 6 * sizeof(uint64_t);
-// And per tie: a sum over the elements of either side.
+// Bookkeeping per tie: a sum over the elements of either side.
 constexpr uint64_t kBookkeepingBytesPerTie = 2 * sizeof(uint64_t);
 
-// `fn` for each stored tensor that gives elements to `target`, in manifest order.
+// Calls `fn` for each stored tensor with elements of `target`, in manifest order.
 template <typename Fn>
 void for_each_source(const Plan& plan, uint32_t target, const Fn& fn) {
   const uint32_t root = plan.recipe->read_node(target);
@@ -135,8 +135,8 @@ Promise promise_of(const Plan& plan) {
   if (plan.options.resume) phases.push_back({"resume", {}});
   const uint64_t header = plan.manifest->held_bytes();
   const uint64_t held = plan.held_bytes();
-  // All reading ranks have equal windows, and so have all others. Rank 0 always reads; if any rank
-  // does not, the last one does not.
+  // All reading ranks have equal windows, and all other ranks too. Rank 0 always reads; if any rank
+  // does not read, the last one does not.
   const uint64_t of_reader = RankWindow(plan, 0).bytes();
   const uint64_t of_others = RankWindow(plan, plan.ranks() - 1).bytes();
   std::map<uint64_t, uint64_t> shards_of_class;
@@ -184,7 +184,7 @@ Promise promise_of(const Plan& plan) {
   return make_promise(std::move(phases), of_each, ranks_per_node(plan));
 }
 
-// Sums that saturate are no promise: such a plan is refused.
+// Refuses a plan whose sums saturate, since they would not be a promise.
 void refuse_uncountable(const Plan& plan) {
   for (const uint64_t peak : plan.promise.node_peaks()) {
     if (peak <= uint64_t{INT64_MAX}) continue;

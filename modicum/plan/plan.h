@@ -1,10 +1,11 @@
 // The door of `plan`: Manifest x Recipe x Layout x Strategy -> Plan and Promise. Makes no system
 // calls and opens no file.
 //
-// A plan is its inputs plus generators: `for_each_stored_transfer` yields which elements go where;
-// `for_each_read`, `for_each_node_read` and `RankWindow` yield the reads that fetch them. The
-// promise, the counted traffic and the load all run the same generators, so a prediction can't
-// drift from the load. The manifest and the recipe must outlive the plan. Values; any thread.
+// A plan consists of its inputs plus generators: `for_each_stored_transfer` yields the elements and
+// their destinations; `for_each_read`, `for_each_node_read` and `RankWindow` yield the reads that
+// fetch them. The promise, the counted traffic and the load all run the same generators, so a
+// prediction can't drift from the load. The manifest and the recipe must outlive the plan. Values;
+// any thread.
 #pragma once
 
 #include <array>
@@ -48,7 +49,7 @@ struct Transfer {
   enum class Source : uint8_t { stored, zero, init, caller };  // zero: padding
   Source source = Source::stored;
   uint32_t from = 0;    // stored: index in the manifest; init: recipe node; caller: ordinal
-  uint32_t target = 0;  // the target of the elements; of padding, the last target before it
+  uint32_t target = 0;  // the target of the elements; for padding, the last target before it
   uint32_t buffer = 0;  // the local buffer that holds them
   DType from_dtype = DType::f32;
   DType to_dtype = DType::f32;
@@ -58,7 +59,7 @@ struct Transfer {
   Runs runs;
 
   int64_t numel() const noexcept { return runs.numel(); }
-  // Of runs [k, k + n_runs) the elements [i, i + n).
+  // Elements [i, i + n) of each of the runs [k, k + n_runs).
   Transfer part(int64_t k, int64_t n_runs, int64_t i, int64_t n) const noexcept {
     Transfer part = *this;
     part.runs = runs.part(k, n_runs, i, n);
@@ -90,11 +91,12 @@ struct PlanOptions {
   uint64_t init_bytes = 0;                   // the most that caller-provided tensors hold at once
   bool caller_sends = false;   // the exchange uses the caller's transport: no ring in staging
   Fork fork = Fork::excluded;  // how forked children see the shards
-  // Later phases of the promise: what each rank charges in them on top of phase `hold`. Page
-  // tables are added.
+  // Later phases of the promise: the charges of each rank on top of phase `hold`. Page tables are
+  // added.
   std::vector<Phase> after;
-  // What each rank holds on top of the last phase while it saves, besides its staging, which is as
-  // large as the load's; while it reads a saved state. Each adds a phase of that name at the end.
+  // The memory of each rank on top of the last phase: `save` while it saves, `resume` while it
+  // reads a saved state. Staging, as large as the load's, is added to `save`. Each adds a phase of
+  // its name at the end.
   std::optional<Footprint> save, resume;
 };
 
@@ -115,8 +117,9 @@ enum : size_t { kOpenPhase, kLoadPhase, kHoldPhase, kLoadPhases };
 // The parts of all ranks of an exchange group form one ring in shared memory, present only where
 // ranks exchange. A worker sorts transfers in its table and reads one tile at a time into its slot.
 // The cast room, the rest of the slot, exists only with Destination::copy; else a tile is a slot.
-// Example: 8 MiB, 4 ranks that exchange: ring part 2 MiB, so 6 MiB remain; the table is 1024 rows,
-// the slot 1 MiB; one worker, since ranks that exchange make the same calls in the same order.
+// Example: 8 MiB and 4 ranks that exchange. The ring part is 2 MiB, so 6 MiB remain; the table has
+// 1024 rows, and the slot 1 MiB; there is one worker, since ranks that exchange must make the same
+// calls in the same order.
 struct Staging {
   uint64_t ring_part_bytes = 0;
   uint64_t table_bytes = 0;
@@ -127,7 +130,7 @@ struct Staging {
   uint64_t total_bytes = 0;  // of the rank
 };
 
-// A stored alias and the target that it names, whose elements are compared while both are read.
+// A stored alias and its target, whose elements are compared while both are read.
 struct Tie {
   uint32_t alias = 0;
   uint32_t of = 0;
@@ -149,7 +152,7 @@ struct Plan {
   Layout layout;
   PlanOptions options;
   // The targets that are filled or compared, sorted by the first stored tensor that they need.
-  // Aliases that are only named are left out.
+  // Aliases that are not stored are left out.
   std::vector<uint32_t> order;
   std::vector<Tie> ties;  // by alias
   Uses uses;
@@ -162,8 +165,8 @@ struct Plan {
   uint64_t held_bytes() const noexcept;  // purpose `plan` of each rank: recipe, order, bookkeeping
 };
 
-// On success a plan that borrows the manifest and the recipe. Otherwise USAGE (staging too small,
-// no rank, a strategy that cannot read the source), UNSUPPORTED or MISMATCH naming the tensor.
+// Returns a plan that borrows the manifest and the recipe. Throws USAGE (staging too small, no
+// rank, a strategy that cannot read the source); UNSUPPORTED or MISMATCH, naming the tensor.
 Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, PlanOptions options);
 Plan make_plan(const Manifest&&, const Recipe&, Layout, PlanOptions) = delete;
 Plan make_plan(const Manifest&, const Recipe&&, Layout, PlanOptions) = delete;
@@ -176,7 +179,8 @@ LocalBuffer buffer_of(const Plan& plan, uint32_t buffer, int rank);
 // The buffer with the memory of `buffer`: for an alias that of its target, else `buffer` itself.
 uint32_t holder_of(const Plan& plan, uint32_t buffer) noexcept;
 Destination destination_of(const Plan& plan, uint32_t buffer) noexcept;
-// Where each buffer with Destination::cpu begins in a rank's arena, and the arena's end.
+// The begin of each buffer in a rank's arena (of buffers with Destination::cpu), and the arena's
+// end.
 std::vector<uint64_t> arena_begins(const Plan& plan, int rank);
 // The target's name; of a flat group "flat", or "flat.0", "flat.1"... where there are several.
 std::string buffer_name(const Plan& plan, uint32_t buffer);
@@ -199,28 +203,29 @@ struct Budget {
   std::string source;
 };
 
-// The node with the highest peak; of equal ones the first.
+// The node with the highest peak; the first one if several are equal.
 int worst_node(const Promise& promise);
 // Whether every node's promised peak is within the budget (<=).
 bool fits(const Promise& promise, const Budget& budget);
-// If it does not fit, BUDGET with the node, the shortfall and the largest owners.
+// A BUDGET error with the node, the shortfall and the largest owners; empty if the promise fits.
 std::optional<Error> refusal_of(const Promise& promise, const Budget& budget);
-// Throws that refusal, if there is one.
+// Throws the error of refusal_of, if any.
 void require_fits(const Promise& promise, const Budget& budget);
-// The plan with just enough less staging to fit, at least `least_bytes`. If that does not fit
-// either, the plan with `least_bytes`, so that the refusal reports the true shortfall. The plan
-// unchanged if it fits, or if less staging would not lower its peak.
+// Returns the plan with its staging reduced just enough to fit, but not below `least_bytes`. If it
+// does not fit even then, returns the plan with `least_bytes`, so that the refusal reports the true
+// shortfall. Returns the plan unchanged if it fits, or if less staging would not lower its peak.
 Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes = kMinDefaultStagingBytes);
 
 // The two largest owners at a node's peak: "shards 924.00 MiB, staging 32.00 MiB".
 std::string peak_cause(const Promise& promise, int node);
 
-// The transfers of `rank`, target by target in `plan.order`: those from stored tensors, and those
-// that need no read (zero, init, caller). Together they tile each buffer, padding included. They
-// are two walks, since a made tensor may have many more runs than a stored one.
+// The transfers of `rank`, target by target in `plan.order`: the first function generates those
+// from stored tensors, the second those that need no read (zero, init, caller). Together they tile
+// each buffer, padding included. They are separate, since an initialised tensor may have many more
+// runs than a stored one.
 void for_each_stored_transfer(const Plan& plan, int rank, FunctionRef<void(const Transfer&)> fn);
 void for_each_made_transfer(const Plan& plan, int rank, FunctionRef<void(const Transfer&)> fn);
-// Only those of one target; only those from one stored tensor, to all its targets.
+// Only the transfers of one target; only the transfers from one stored tensor to all its targets.
 void for_each_transfer_of(const Plan& plan, int rank, uint32_t target,
                           FunctionRef<void(const Transfer&)> fn);
 void for_each_transfer_from(const Plan& plan, int rank, uint32_t stored,
@@ -231,23 +236,22 @@ void for_each_transfer_from(const Plan& plan, int rank, uint32_t stored,
 void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
                    FunctionRef<void(const Read&)> fn);
 
-// One write of a file in a save: neighbouring elements of transfers, which are read right to left:
-// from a local buffer to the stored tensor. Each transfer is one run (`runs.count` is 1), and they
-// follow each other in the file. `direct`: there is one transfer, and its bytes are in host memory
-// as they are written.
+// One write to a file in a save. Its transfers go in reverse, from a local buffer to the stored
+// tensor. Each transfer is one run (`runs.count` is 1), and they are contiguous in the file.
+// `direct`: there is one transfer, whose bytes in host memory can be written without a conversion.
 struct Write {
   Extent at;
   bool direct = false;
   std::span<const Transfer> transfers;  // valid during the call only
 };
-// The writes by which `rank` saves its local buffers into the files of the plan's manifest: a save
-// is the plan that would load the saved files, turned. Replicas share the elements that they all
-// hold, so that all ranks together write each element once, except those of tensors that no target
-// reads. In batches sorted by file offset; ranks begin at different places of the files, and come
-// back to the first file last. `table` is scratch of at least kReadTableRows.
+// The writes by which `rank` saves its local buffers into the files of the plan's manifest. `plan`
+// is the plan that would load the saved files, carried out in reverse. Replicas divide the elements
+// that they all hold among them, so that all ranks together write each element once, except those
+// of tensors that no target reads. In batches sorted by file offset; each rank begins at another
+// place in the files and wraps around. `table` is scratch of at least kReadTableRows.
 void for_each_write(const Plan& plan, int rank, std::span<Transfer> table,
                     FunctionRef<void(const Write&)> fn);
-// What a save by this plan holds on each rank besides the buffers that it saves and its staging.
+// The memory of a save by this plan on each rank, besides the saved buffers and staging.
 Footprint save_footprint(const Plan& plan);
 
 // The ranks that exchange with `rank`, itself included, in order; only itself without an exchange.
@@ -255,8 +259,9 @@ Footprint save_footprint(const Plan& plan);
 std::vector<int> exchange_group(const Plan& plan, int rank);
 
 // One read of a node's leader, with strategy `node-reader`: a contiguous stretch of a stored tensor
-// that some rank of the node needs for `target`, at most a tile long. Every rank of the node walks
-// the same reads; the leader reads and broadcasts, each rank copies out only its `wanted` bytes.
+// that some rank of the node needs for `target`, at most a tile long. Every rank of the node
+// generates the same reads; the leader reads and broadcasts, each rank copies only its `wanted`
+// bytes.
 //
 //   4 ranks, FSDP2 Shard(0) of [8, n], so 2 rows each; a tile holds 5 rows:
 //
@@ -296,9 +301,9 @@ void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
 // Whether `rank` reads data files; the other ranks receive all their bytes from one that does.
 bool reads_storage(const Plan& plan, int rank) noexcept;
 
-// The window of one rank: host memory for whole stored tensors, with strategies that read those.
-// Yields the reads that fill it and where each tensor is in it. The promise, the counted
-// traffic and the load all follow it. The plan must outlive it; any thread.
+// The window of one rank: host memory for whole stored tensors, with strategies that read them as a
+// whole. Yields the reads that fill it and the place of each tensor in it. The promise, the counted
+// traffic and the load all use it. The plan must outlive it; any thread.
 class RankWindow {
  public:
   RankWindow(const Plan& plan, int rank);
@@ -322,7 +327,7 @@ class RankWindow {
   };
 
   uint64_t bytes() const;  // of the window, whole pages
-  // In file order; none if `rank` does not read.
+  // In file order; no call if `rank` does not read.
   void for_each_read(FunctionRef<void(const Read&)> fn) const;
   // All tensors in file order. With rank0-broadcast, rank 0 sends each one and its scales.
   void for_each_tensor(FunctionRef<void(const Tensor&)> fn) const;
@@ -339,7 +344,7 @@ class RankWindow {
   std::vector<uint64_t> begins_;  // by stored tensor, where the window holds them all
 };
 
-// What a load will read and send, counted with the generators that the load runs.
+// The bytes that a load will read and send, counted with the generators that the load runs.
 struct Traffic {
   uint64_t storage_read_bytes = 0;
   uint64_t exchanged_bytes = 0;  // received from other ranks, summed over the receivers
@@ -354,7 +359,7 @@ struct Traffic {
 Traffic traffic_of_rank(const Plan& plan, int rank);
 Traffic traffic(const Plan& plan);
 
-// What one rank's load has read, received and written; what it held is in its ledger.
+// The counters of one rank's load: bytes read, received and written. Its memory is in its ledger.
 struct LoadOutcome {
   uint64_t bytes_loaded = 0;  // put into local buffers, padding left out
   uint64_t storage_read_bytes = 0;

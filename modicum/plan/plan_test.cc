@@ -90,8 +90,8 @@ void add_elements(Origins& origins, const Transfer& t) {
   }
 }
 
-// What a rank must hold by torch's rule, Shard(dim) in chunks of ceil(size / world), with
-// element_source as the oracle for the recipe.
+// Adds the elements that a rank must hold by torch's rule, Shard(dim) in chunks of
+// ceil(size / world). The oracle for the recipe is element_source.
 void add_expected(Origins& expected, const Plan& plan, uint32_t target, int dim, int rank) {
   const TensorSpec& of = plan.recipe->targets[target].spec;
   const int world = plan.ranks();
@@ -157,7 +157,8 @@ void check_read(const Plan& plan, const Read& read) {
   ASSERT_EQ(last, read.at.end);
 }
 
-// Catches: a transfer dropped, doubled, shifted or from the wrong place; a read one byte too long.
+// Catches: a transfer that is omitted, repeated, shifted or from the wrong place; a read one byte
+// too long.
 void expect_tiled(const Plan& plan, int dim) {
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     SCOPED_TRACE(testing::Message() << "rank " << rank << " of " << plan.ranks());
@@ -206,7 +207,7 @@ void expect_grid(const Manifest& manifest, const Recipe& recipe) {
   }
 }
 
-TEST(Transfers, TileEveryBufferOfTensorsAsTheyAre) {
+TEST(Transfers, TileEveryBufferWithoutARecipe) {
   std::vector<TensorSpec> specs = {spec("scalar", DType::bf16, {}), spec("i", DType::i64, {7})};
   for (int64_t n = 0; n <= 17; ++n) {
     specs.push_back(spec("v" + std::to_string(n), DType::bf16, {n}));
@@ -262,7 +263,7 @@ TEST(Transfers, AreOnePerTensorAndRankNotOnePerElement) {
   EXPECT_EQ(traffic(plan).transfers, uint64_t{kTensors} * kRanks);
 }
 
-TEST(Transfers, ElementsBelowAByteAreCutWhereAByteEnds) {
+TEST(Transfers, ElementsBelowAByteAreSplitAtByteBoundaries) {
   const auto plan_of = [](std::vector<int64_t> shape, int world, int dim) {
     const Manifest manifest =
         manifest_of({spec("whole", DType::bf16, {4}), spec("packed", DType::f4, std::move(shape))});
@@ -394,7 +395,7 @@ TEST(Reads, DirectOnesEndAt8MiB) {
   EXPECT_EQ(rows[1].end - rows[1].begin, 1U);
 }
 
-TEST(Reads, RunsOf2KiBAreReadOneByOneAndShorterOnesTogether) {
+TEST(Reads, RunsFrom2KiBAreReadSinglyAndShorterOnesTogether) {
   constexpr int64_t kRows = 10;
   const auto rows_of = [](int64_t run_elements, int world) {
     const Manifest manifest = manifest_of({spec("a", DType::bf16, {kRows, run_elements * world})});
@@ -418,7 +419,7 @@ TEST(Reads, RunsOf2KiBAreReadOneByOneAndShorterOnesTogether) {
 
 // --- strategies and staging ---
 
-TEST(Strategy, IsFoundByNameAndATypoGetsTheNearest) {
+TEST(Strategy, ATypoInTheNameSuggestsTheNearest) {
   ASSERT_EQ(strategies().size(), 5U);
   for (const Strategy& strategy : strategies()) {
     EXPECT_EQ(&strategy_named(strategy.name), &strategy);
@@ -494,7 +495,7 @@ TEST_F(Planned, WorkersSharesAndTheRingPartFitInTheStaging) {
   }
 }
 
-TEST_F(Planned, TooLittleStagingOrNoRankIsUsage) {
+TEST_F(Planned, TooLittleStagingOrNoRankIsAUsageError) {
   for (const Strategy& strategy : strategies()) {
     EXPECT_NO_THROW(plan(strategy.name, 1, kMinStagingBytes));
     const auto failure = failure_of([&] { plan(strategy.name, 1, kMinStagingBytes - 1); });
@@ -506,7 +507,7 @@ TEST_F(Planned, TooLittleStagingOrNoRankIsUsage) {
 
 // --- promise and budget ---
 
-TEST_F(Planned, ThePromiseHoldsTheFootprintOfEachPhase) {
+TEST_F(Planned, ThePromiseHasTheFootprintOfEachPhase) {
   const uint64_t model = 2000000 + 32 + 64 + 60000;  // each tensor ends on 64 bytes
   for (const Strategy& strategy : strategies()) {
     const Plan of = plan(strategy.name, 4);
@@ -602,7 +603,7 @@ TEST_F(Planned, APeakThatEqualsTheBudgetFits) {
   }
 }
 
-TEST_F(Planned, ARefusalSaysByHowMuchAndForWhom) {
+TEST_F(Planned, ARefusalHasTheShortfallAndTheLargestOwners) {
   const Plan of = plan("own-shard", 4);
   const uint64_t peak = of.promise.node_peak_bytes(0);
   const auto failure = failure_of([&] { require_fits(of.promise, {peak - 5, "cgroup v1 /a"}); });
@@ -635,7 +636,7 @@ TEST_F(Planned, StagingShrinksAsFarAsNeededAndNoFurther) {
   }
 }
 
-TEST_F(Planned, StagingThatNeedNotShrinkStaysAndWhereNothingFitsItIsTheLeast) {
+TEST_F(Planned, StagingShrinksOnlyIfNeededAndToTheLeastIfNothingFits) {
   for (const Strategy& strategy : strategies()) {
     const Plan of = plan(strategy.name, 4);
     const uint64_t peak = of.promise.node_peak_bytes(0);
@@ -699,14 +700,14 @@ TEST_F(Planned, ANodesLeaderReadsWhatItsRanksNeedOnce) {
     return traffic(of).storage_read_bytes;
   };
   EXPECT_EQ(read(fsdp2_layout(4)), model);
-  EXPECT_EQ(read(fsdp2_layout(5)), model);  // the last is alone
+  EXPECT_EQ(read(fsdp2_layout(5)), model);  // the last rank is alone on its node
   EXPECT_EQ(read(hsdp_layout(2, {2})), 2 * model);
   EXPECT_EQ(read(hsdp_layout(1, {4})), model);
   EXPECT_EQ(read(whole_layout(4)), 2 * model);
 }
 
 // Catches: the leader of another node reads; the promise merges the nodes.
-TEST_F(Planned, IfOnlyRank0CanReadItSendsToAllNodes) {
+TEST_F(Planned, IfOnlyRank0CanReadItBroadcastsToAllNodes) {
   Manifest held = manifest_;
   held.only_rank_0 = true;
   PlanOptions options = options_of("node-reader", 8 * kMiB);
@@ -725,7 +726,7 @@ TEST_F(Planned, IfOnlyRank0CanReadItSendsToAllNodes) {
   EXPECT_EQ(refusal->category(), Category::usage);
 }
 
-TEST_F(Planned, ReplicasReadInTurn) {
+TEST_F(Planned, ReplicasTakeTurnsReading) {
   const uint64_t model = manifest_.data_bytes();
   const auto striped_traffic = [&](const Layout& layout) {
     return traffic(make_plan(manifest_, recipe_, layout, options_of("replica-striped", 8 * kMiB)));

@@ -14,13 +14,13 @@ namespace {
 // Runs of a strided transfer that are at least this long are read one by one. For shorter runs a
 // system call costs more than reading the gaps.
 constexpr uint64_t kOwnReadBytes = 2 * kKiB;
-// Tiles up to this size may be read together with their neighbours...
+// Tiles up to this size may be read together with their neighbours,
 constexpr uint64_t kSmallBytes = 64 * kKiB;
-// ...if the gaps between them are at most 1/64 of the useful bytes: over-read stays below 1.6 %.
+// if the gaps between them are at most 1/64 of the useful bytes: over-read stays below 1.6 %.
 constexpr uint64_t kUsefulPerGap = 64;
 constexpr size_t kGroupRows = 64;
 
-// The hull of two extents of one file; if one is empty, the other.
+// The smallest extent that contains two extents of one file. An empty extent is ignored.
 Extent joined(const Extent& a, const Extent& b) {
   if (a.bytes() == 0) return b;
   if (b.bytes() == 0) return a;

@@ -1,4 +1,4 @@
-// Which scales are read with which FP8 codes.
+// Finds the scales that are read with FP8 codes.
 #include "modicum/plan/inside.h"
 
 #include <fmt/format.h>

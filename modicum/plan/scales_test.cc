@@ -1,4 +1,4 @@
-// Plans over FP8 codes: which scales are read with which codes, and the memory for them.
+// Plans over FP8 codes: the scales that are read with them, and the memory for these scales.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -100,7 +100,7 @@ void expect_sound(const Plan& plan, int rank) {
 
 // Codes over many tiles, grids larger than a tile, one scale per row, per column, per code and per
 // tensor: every staged read fits its tile together with the scales of all its codes.
-TEST(ScaleReads, AreReadWithTheirCodesAndFitInTheTile) {
+TEST(ScaleReads, FitInTheTileTogetherWithTheirCodes) {
   const Manifest manifest = manifest_of({{{200, 300}, {2, 3}},
                                          {{1000, 700}, {8, 6}},
                                          {{3, 200, 300}, {3, 2, 3}, DType::bf16},
@@ -146,7 +146,7 @@ TEST(ScaleReads, AreWholeRowsOfTheGridOrPartOfOneRow) {
   EXPECT_EQ(reading.reads[1].scale, (Extent{0, of_row + 4, of_row + 16}));
 }
 
-// Catches: scales are read once per run, or all of them for every tile.
+// Catches: a plan that reads scales once per run, or all scales for every tile.
 TEST(ScaleReads, AddAtMost2Percent) {
   const Manifest manifest = manifest_of({{{18432, 1024}, {144, 8}}, {{1024, 18432}, {8, 144}}});
   const Recipe recipe = make_recipe(manifest, {.dtype = DType::bf16});
@@ -169,7 +169,7 @@ TEST(ScaleReads, AddAtMost2Percent) {
 }
 
 TEST(ScaleReads, CodesLoadedAsStoredNeedNone) {
-  const Manifest manifest = manifest_of({{{200, 300}, {2, 7}}});  // a grid of no block size
+  const Manifest manifest = manifest_of({{{200, 300}, {2, 7}}});  // a grid that fits no block size
   const Recipe recipe = make_recipe(manifest);
   const Plan plan = plan_of(manifest, recipe, fsdp2_layout(2));
   EXPECT_EQ(scale_beside(plan, 0), std::nullopt);
@@ -218,7 +218,7 @@ std::optional<Error> failure_of(const std::function<void()>& call) {
   return std::nullopt;
 }
 
-TEST(ScaleReads, AGridOfNoBlockSizeIsRefusedIfItIsNeeded) {
+TEST(ScaleReads, AGridThatFitsNoBlockSizeIsRefusedIfItIsNeeded) {
   const Manifest manifest = manifest_of({{{200, 300}, {2, 7}}});
   const Recipe recipe = make_recipe(manifest, {.dtype = DType::bf16});
   const auto error = failure_of([&] { plan_of(manifest, recipe, fsdp2_layout(2)); });
@@ -239,7 +239,7 @@ TEST(ScaleReads, CodesWithoutScalesAreRefusedIfTheyAreNeeded) {
   EXPECT_EQ(error->facts().tensor, "w0");
 }
 
-// Catches: ranks of which one dequantises and one does not agree on their inputs.
+// Catches: an inputs digest that is equal on a rank that dequantises and one that does not.
 TEST(ScaleReads, DequantisingChangesTheInputsDigest) {
   const Manifest manifest = manifest_of({{{200, 300}, {2, 3}}});
   const Recipe as_stored = make_recipe(manifest);

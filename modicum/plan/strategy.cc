@@ -1,4 +1,4 @@
-// Which ranks read, and which exchange with each other.
+// The ranks that read, and the groups of ranks that exchange.
 #include <algorithm>
 #include <numeric>
 

@@ -5,8 +5,9 @@
 namespace modicum {
 namespace {
 
-// How many of `most` steps (runs, or elements of a run) fit into `bytes` with the scales of their
-// codes; at least one. `first(n)` is the transfer of the first n steps, of `step_bytes` each.
+// The number of steps (runs, or elements of a run), at most `most` and at least one, that fit into
+// `bytes` with the scales of their codes. `first(n)` is the transfer of the first n steps, of
+// `step_bytes` each.
 template <typename First>
 int64_t fitting(const Plan& plan, int64_t most, uint64_t step_bytes, uint64_t bytes,
                 const First& first) {

@@ -1,4 +1,4 @@
-// What a load will read and send, counted with the generators that the load runs.
+// The bytes that a load will read and send, counted with the generators that the load runs.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -31,9 +31,9 @@ Traffic traffic_of_reads(const Plan& plan, int rank) {
   return sum;
 }
 
-// Everything that decides the traffic of a target that is stored as a whole: targets of equal kind
-// cause equal reads and sends, at other file offsets. A model with 60 layers has a dozen kinds, so
-// each kind is counted once.
+// Everything that determines the traffic of a target that is one stored tensor. Targets of equal
+// kind cause equal reads and sends, at other file offsets, so each kind is counted once: a model
+// with 60 layers has a dozen kinds.
 struct TargetKind {
   struct Scales {
     DType dtype;
@@ -62,7 +62,7 @@ std::optional<TargetKind> kind_of(const Plan& plan, uint32_t target) {
   return kind;
 }
 
-// The number of each target's kind; kNoKind for a target that must be counted by itself.
+// The index of each target's kind; kNoKind for a target that must be counted individually.
 constexpr uint32_t kNoKind = UINT32_MAX;
 std::vector<uint32_t> kinds_of(const Plan& plan) {
   std::map<TargetKind, uint32_t> numbers;

@@ -1,4 +1,4 @@
-// The transfers of a rank: which elements go into which local buffer.
+// The transfers of a rank: elements and the local buffers that they go to.
 #include <fmt/format.h>
 
 #include "modicum/plan/inside.h"
@@ -9,7 +9,8 @@ namespace {
 
 using Emit = FunctionRef<void(const Transfer&)>;
 
-// Selects the leaves whose transfers are emitted: all stored tensors, one of them, or made ones.
+// Selects the leaves whose transfers are emitted: all stored tensors, one of them, or the leaves
+// that need no read.
 struct Wanted {
   static constexpr uint32_t kAll = UINT32_MAX;
 
@@ -120,7 +121,7 @@ Extent extent_of(const Stored& stored, int64_t first, int64_t count) {
   const uint64_t end_bits = static_cast<uint64_t>(first + count) * bits;
   if (begin_bits % 8 != 0 || end_bits % 8 != 0) {
     fail(Category::unsupported,
-         fmt::format("a cut of a {} tensor that does not fall on a byte",
+         fmt::format("a shard of a {} tensor begins or ends inside a byte",
                      stored_name(stored.spec.dtype)),
          {.tensor = stored.spec.fqn});
   }

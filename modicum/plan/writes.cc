@@ -1,4 +1,4 @@
-// The writes of a save: the transfers of the load that would read the saved files, turned.
+// The writes of a save: the transfers of the load that would read the saved files, in reverse.
 //
 //   targets in the plan's order    t0   t1   t2   t3        file 0: t0 t1    file 1: t2 t3
 //   rank 0 of 2 walks              t0   t1   t2   t3
@@ -11,7 +11,7 @@
 namespace modicum {
 namespace {
 
-// Up to this size the elements that replicas share are written by one of them.
+// Runs up to this size that several replicas hold are written by one of them.
 constexpr uint64_t kWholeBytes = 256 * kKiB;
 // Larger runs are divided among replicas in units of this many elements, which are whole bytes.
 constexpr int64_t kShareUnit = 4096;
@@ -48,7 +48,7 @@ void share(const Transfer& t, const ReplicaPlace& place, FunctionRef<void(const 
   emit(t.part(0, runs.count, begin, end - begin));
 }
 
-// Cuts runs into tiles, and joins small ones that follow each other in a file.
+// Divides runs into tiles, and joins small neighbouring ones.
 class Joiner {
  public:
   Joiner(const Plan& plan, FunctionRef<void(const Write&)> write) : plan_(plan), write_(write) {}

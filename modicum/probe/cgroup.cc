@@ -22,7 +22,7 @@ struct Mount {
 struct Level {
   int version = 1;
   std::string name;       // its path, as in /proc/self/cgroup
-  std::string directory;  // of its files
+  std::string directory;  // with its files
 };
 
 bool has_word(std::string_view list, std::string_view word) {
@@ -107,8 +107,8 @@ std::vector<Level> levels_of(const Mount& mount, const std::vector<std::string_v
   return levels;
 }
 
-// Of several mounts of a hierarchy, the one that shows most levels. If none shows the process's own
-// cgroup (a container with a foreign namespace), only the cgroup at the mount point is known.
+// Takes the mount of a hierarchy that shows most levels. If none shows the process's own cgroup (a
+// container with a foreign namespace), only the cgroup at the mount point is known.
 std::vector<Level> levels_below(int version, const std::string& path, std::string_view controller,
                                 std::string_view mount_text, const std::string& test_root) {
   std::vector<Level> most;
@@ -159,8 +159,8 @@ std::optional<uint64_t> limit_of(const Level& level) {
   return max && high ? std::min(*max, *high) : max ? max : high;
 }
 
-// Page cache, which the kernel reclaims before it refuses or kills. In v1 the names without
-// "total_" exclude the children.
+// The page cache, which the kernel reclaims before it refuses memory or kills. In v1 the names
+// without "total_" exclude the children.
 uint64_t reclaimable_of(const Level& level) {
   const auto stat = read_kernel_text(level.directory + "/memory.stat");
   if (!stat) return 0;
@@ -194,7 +194,7 @@ std::optional<MemoryLimit> node_limit(const std::string& root) {
 }
 
 // The CPU quota in CPUs, rounded up; nullopt without a quota. v2 has "QUOTA PERIOD" or "max PERIOD"
-// in one file; v1 has a file for each, with the quota -1 for none.
+// in one file; v1 has one file for each, in which a quota of -1 means none.
 std::optional<int> cpu_quota_of(const Level& level) {
   std::optional<uint64_t> quota, period;
   if (level.version == 1) {

@@ -11,7 +11,7 @@ namespace modicum {
 // The non-empty parts of `text` between separators.
 std::vector<std::string_view> split_kernel_text(std::string_view text, char separator);
 
-// `text` without surrounding white space as a number; nullopt if it is none ("max").
+// Parses `text`, without surrounding white space, as a number; nullopt if it is not one ("max").
 std::optional<uint64_t> parse_kernel_number(std::string_view text, int base = 10) noexcept;
 
 // The number in the line "LABEL  123" or "LABEL  123 kB", in the unit of the file. The label must

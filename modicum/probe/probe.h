@@ -29,8 +29,8 @@ struct ProcessMemory {
   uint64_t peak_held() const noexcept { return held() + (peak_rss > rss ? peak_rss - rss : 0); }
 };
 
-// Of process `pid`, 0 for the caller. IO if /proc has no memory of it (no such process, or one that
-// has ended). On kernels without smaps_rollup the `pss_` fields equal the `rss_` ones.
+// The memory of process `pid`, 0 for the caller. IO if the process does not exist or has ended. On
+// kernels without smaps_rollup the `pss_` fields equal the `rss_` ones.
 ProcessMemory read_process_memory(int pid = 0, const std::string& root = "");
 // Resets VmHWM of this process. Returns whether the kernel allowed it.
 bool reset_peak_rss();
@@ -44,7 +44,7 @@ struct ProcessIdentity {
   uint64_t started = 0;
 };
 ProcessIdentity identify_process(int64_t pid, const std::string& root = "");
-// Whether a process of this host has ended. False where that can't be known.
+// Whether the process has ended. False if that can't be known, as for a process of another host.
 bool is_dead(const ProcessIdentity& of, const std::string& root = "");
 
 // All descendants of process `pid`, 0 for the caller, ascending; including zombies.
@@ -59,8 +59,8 @@ struct AddressRange {
 // Bytes of resident private pages. A page mapped by several processes counts once.
 struct RangeMemory {
   uint64_t own_bytes = 0;  // pages of the root process
-  // Other pages that forked descendants have at these addresses: one side has written since the
-  // fork, the other kept the previous content (copy-on-write).
+  // Different pages of forked descendants at the same addresses, from copy-on-write: one side has
+  // written since the fork, the other kept the previous content.
   uint64_t copied_bytes = 0;
 };
 
@@ -75,9 +75,9 @@ struct TreeMemory {
   RangeMemory rest;                 // of the root process's other addresses
 };
 
-// Memory of process `pid` (0 for the caller), the root, and its descendants, with their private
-// pages attributed to ranges of the root's addresses. A page that was written before a fork, by the
-// parent P and a child C afterwards:
+// The memory of the root process `pid` (0 for the caller) and its descendants, with their private
+// pages attributed to ranges of the root's addresses. A page of parent P and child C that was
+// written before the fork:
 //
 //                         frame in P   frame in C    counted as
 //   neither has written   7            7             own 1

@@ -190,7 +190,7 @@ TEST(ProcessMemory, WithoutPssSharedPagesCountInFull) {
   EXPECT_EQ(read_process_memory(0, machine.root()).held(), (300 + 10 + 8) * kKiB);
 }
 
-TEST(ProcessMemory, AbsentAndEndedProcessesAreIo) {
+TEST(ProcessMemory, AMissingOrEndedProcessIsAnIoError) {
   Machine machine;
   machine.put("/proc/43/status", "Name:\tmodicum\nState:\tZ (zombie)\n");
   for (const int pid : {42, 43}) {
@@ -204,8 +204,8 @@ TEST(ProcessMemory, AbsentAndEndedProcessesAreIo) {
   }
 }
 
-// Catches: a dead process taken for a living one, or one of another host for a dead one.
-TEST(ProcessIdentity, TellsProcessesOfOneNumberApart) {
+// Catches: a dead process that counts as living; a process of another host that counts as dead.
+TEST(ProcessIdentity, DistinguishesProcessesWithTheSamePid) {
   Machine machine;
   machine.put("/proc/sys/kernel/hostname", "h-1/é\n");
   machine.put("/proc/sys/kernel/random/boot_id", "b\n");

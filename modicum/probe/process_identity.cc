@@ -1,4 +1,4 @@
-// Identifies a process by more than its pid, which is reused, and unique in one container only.
+// Identifies a process by more than its pid, which is reused and unique only within a container.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,8 +10,9 @@
 namespace modicum {
 namespace {
 
-// Field 22 of /proc/PID/stat, in clock ticks since the boot; none without such a process, and for a
-// zombie, which has ended. The name in field 2 is in parentheses, and may contain some itself.
+// The start time of a process, field 22 of /proc/PID/stat, in clock ticks since the boot; empty if
+// the process does not exist or has ended (a zombie). Field 2, the name, is in parentheses, and may
+// contain parentheses itself.
 std::optional<uint64_t> start_of(const std::string& root, const std::string& pid) {
   const auto text = read_kernel_text(fmt::format("{}/proc/{}/stat", root, pid));
   if (!text || text->rfind(')') == std::string::npos) return std::nullopt;
@@ -38,7 +39,7 @@ bool is_name_char(char c) {
 
 ProcessIdentity identify_process(int64_t pid, const std::string& root) {
   ProcessIdentity of{.pid = pid};
-  // The start of process 1 tells containers of one host apart.
+  // The start time of process 1 distinguishes containers on one host.
   of.host = fmt::format("{}.{}.{}", first_line(root + "/proc/sys/kernel/hostname"),
                         first_line(root + "/proc/sys/kernel/random/boot_id"),
                         start_of(root, "1").value_or(0));

@@ -25,7 +25,7 @@ std::string directory_of(int pid, const std::string& root) {
   return root + "/proc/" + std::to_string(pid);
 }
 
-// The parent's pid: the second word after the name, which may contain any character.
+// The parent's pid: the second word after the process name, which may contain any character.
 int parent_of(const std::string& stat) {
   const size_t end = stat.rfind(')');
   if (end == std::string::npos) return 0;
@@ -58,7 +58,7 @@ struct Area {
   bool is_inherited = true;  // without MADV_DONTFORK
 };
 
-// From its smaps, without areas that have no resident page.
+// Parses smaps. Omits areas without a resident page.
 std::vector<Area> areas_in(std::string_view smaps) {
   std::vector<Area> areas;
   std::optional<Line> line;
@@ -107,9 +107,9 @@ class Pages {
       : file_(PosixFileSystem().open(directory_of(pid, root) + "/pagemap")),
         mapped_(mapped_in(read_kernel_text(directory_of(pid, root) + "/maps").value_or(""))) {}
 
-  // Whether this process's pages at the area can stem from the fork. If the root process has
-  // excluded the area, a child forked earlier maps all of it; one forked later may have mapped
-  // memory of its own into part of the hole.
+  // Whether this process's pages in the area can be inherited from the root process. If the root
+  // process has excluded the area (MADV_DONTFORK), a child forked earlier maps all of it; one
+  // forked later may have mapped memory of its own into part of the gap.
   bool may_show(const Area& area) const { return area.is_inherited || covers(mapped_, area.at); }
 
   void read(uint64_t address, std::span<uint64_t> entries) {
@@ -128,8 +128,8 @@ struct Distinct {
 
 // The number of different pages that the processes map at one address; the root process comes
 // first. Without access to frame numbers, all shared mappings count as one page. A page that only
-// one of them maps, though it is not exclusive, is the zero page or shared with a foreign process:
-// not counted.
+// one of the processes maps, but that is not exclusive, is not counted: it is the zero page, or is
+// shared with a foreign process.
 Distinct distinct(std::span<const uint64_t> entries) {
   struct Shared {
     uint64_t frame = 0;

@@ -19,7 +19,7 @@ constexpr uint64_t kOfFile = uint64_t{1} << 61;
 constexpr uint64_t kAlone = kPresent | uint64_t{1} << 56;  // and no other process shows it
 constexpr std::string_view kAuxv = "the same until a program is started";
 
-// A process of 64 pages whose private memory is pages 16 to 31, unless `smaps` differs.
+// A process of 64 pages, whose private memory is pages 16 to 31 in the default `smaps`.
 constexpr std::string_view kSmaps =
     "00010000-00020000 rw-p 00000000 00:00 0    [heap]\nSize:   64 kB\nRss:   64 kB\n"
     "AnonHugePages:   0 kB\nVmFlags: rd wr mr mw me ac \n"
@@ -65,7 +65,7 @@ constexpr AddressRange page(uint64_t at, uint64_t n = 1) {
   return {at * kPageBytes, (at + n) * kPageBytes};
 }
 
-// Catches a name that is cut at its first bracket, and grandchildren that are missed.
+// Catches a process name that is truncated at its first bracket, and omitted grandchildren.
 TEST(Descendants, AreFoundThroughTheirParents) {
   Machine machine;
   put(machine, {.pid = 100, .parent = 1});
@@ -77,7 +77,7 @@ TEST(Descendants, AreFoundThroughTheirParents) {
   EXPECT_EQ(descendants(200, machine.root()), (std::vector<int>{}));
 }
 
-TEST(Tree, PagesOfOneProcessAreItsOwn) {
+TEST(Tree, PagesOfOneProcessAreCountedAsItsOwn) {
   Machine machine;
   put(machine,
       {.pid = 100, .entries = {{16, kAlone}, {17, kAlone | 5}, {18, kPresent | kOfFile}, {20, 0}}});
@@ -91,7 +91,7 @@ TEST(Tree, PagesOfOneProcessAreItsOwn) {
 // Catches a page that two children kept from before the parent's write and that counts twice or not
 // at all, and a page shared by all that counts as a copy.
 TEST(Tree, PagesKeptByChildrenCountOnceAsCopies) {
-  for (const uint64_t frame : {0, 7}) {  // known to the privileged only
+  for (const uint64_t frame : {0, 7}) {  // 0: without the privilege to read frame numbers
     Machine machine;
     put(machine,
         {.pid = 100, .entries = {{16, kAlone | 1}, {17, kPresent | frame}, {18, kAlone | 2}}});
@@ -118,7 +118,7 @@ TEST(Tree, FramesDistinguishForksOfDifferentTimes) {
   EXPECT_EQ(text_of(read_tree(100, {}, machine.root())), "1.00+1.00 ");
 }
 
-// Catches the zero page, which is present everywhere, counted as memory.
+// Catches the zero page, which all processes map, counted as memory.
 TEST(Tree, PagesSharedWithForeignProcessesAreNotCounted) {
   Machine machine;
   put(machine, {.pid = 100, .entries = {{16, kPresent}, {17, kPresent | 9}}});
@@ -148,8 +148,8 @@ TEST(Tree, RangesSplitAPageByBytes) {
             "0.25+0.25 0.50+0.50 0.75+0.25 0.50+0.00 ");
 }
 
-// Catches a child's own mapping in the hole of an excluded buffer counted as a copy of the buffer,
-// and the copies of a child forked before the exclusion missed.
+// Catches a child's own mapping at the address of an excluded buffer that is counted as a copy of
+// it, and omitted copies of a child that was forked before the exclusion.
 TEST(Tree, AnExcludedAreaHasCopiesOnlyInEarlierForks) {
   constexpr std::string_view kLeftOut =
       "00010000-00020000 rw-p 00000000 00:00 0\nRss:   64 kB\nVmFlags: rd wr mr dc ac \n";
@@ -173,7 +173,7 @@ TEST(Tree, AChildThatEndsMeanwhileIsSkipped) {
   EXPECT_EQ(read_tree(100, {}, machine.root()).processes.size(), 1U);
 }
 
-TEST(Tree, OverlappingRangesAreUsageAndAnAbsentProcessIsIo) {
+TEST(Tree, OverlappingRangesAndMissingProcessesAreErrors) {
   Machine machine;
   put(machine, {.pid = 100});
   const std::array<AddressRange, 2> ranges = {page(16, 2), page(17)};
@@ -214,7 +214,7 @@ void write_to(std::byte* data, size_t size) {
   for (size_t at = 0; at < size; at += kPageBytes) data[at] = std::byte{1};
 }
 
-// Own and copied bytes of a block half of which is written again while two children are alive.
+// The own and copied bytes of a block. Half of it is written again while two children are alive.
 RangeMemory held_by_block(bool left_out) {
   void* const block =
       mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -234,7 +234,7 @@ RangeMemory held_by_block(bool left_out) {
   return held;
 }
 
-TEST(ThisMachine, ShowsWhatAForkCosts) {
+TEST(ThisMachine, ShowsTheMemoryThatAForkCosts) {
   if (kIsSanitized) GTEST_SKIP() << "sanitizers reserve terabytes, all of which would be read";
   const RangeMemory inherited = held_by_block(false);
   EXPECT_EQ(inherited.own_bytes, kSize);
@@ -244,7 +244,7 @@ TEST(ThisMachine, ShowsWhatAForkCosts) {
   EXPECT_EQ(left_out.copied_bytes, 0U);
 }
 
-TEST(ThisMachine, TheTreesSumIsTheMemoryHeld) {
+TEST(ThisMachine, TheSumOverTheTreeIsTheMemoryHeld) {
   if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own";
   const Child child;
   const TreeMemory tree = read_tree(0, {});

@@ -29,7 +29,7 @@ Footprint footprint_of(const std::vector<Owner>& owners) noexcept {
   return footprint;
 }
 
-// Seldom enough that many waiting ranks leave the CPUs to those that work.
+// The interval of polls: long enough for many waiting ranks to leave the CPUs to the working ones.
 int64_t poll_ns_of(int ranks) noexcept { return kNsPerMs * std::clamp(ranks / 64, 1, 100); }
 
 }  // namespace

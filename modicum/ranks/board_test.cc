@@ -54,7 +54,7 @@ TEST(ErrorRecord, CarriesShortfallAndOwners) {
   }
 }
 
-TEST(ErrorRecord, AbsentFactsStayAbsentButTheRank) {
+TEST(ErrorRecord, AbsentFactsStayAbsentExceptTheRank) {
   const Error after = error_of(record_of(Error(Category::usage, "no"), 5));
   EXPECT_EQ(after.facts().rank, 5);
   EXPECT_FALSE(after.facts().offset);
@@ -126,7 +126,7 @@ TEST(SharedBoard, CheckNamesTheCulprit) {
   }
 }
 
-TEST(SharedBoard, CheckNamesTheLauncherWhereNoRankFailed) {
+TEST(SharedBoard, CheckNamesTheLauncherIfNoRankFailed) {
   SteadyClock clock;
   SharedBoard board(3, clock);
   board.report(record_of(Error(Category::io, "no space left on device"), std::nullopt));

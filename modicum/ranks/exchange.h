@@ -10,8 +10,8 @@
 
 namespace modicum {
 
-// One rank's end of a collective. One thread at a time; all ranks make the same calls in the same
-// order.
+// One rank's endpoint of a collective. One thread at a time; all ranks make the same calls in the
+// same order.
 class Exchange {
  public:
   virtual ~Exchange() = default;

@@ -162,7 +162,7 @@ TEST(RingExchange, AFailedSenderEndsAWaitingReader) {
 }
 
 // Catches a wait without heartbeats, which the supervisor would call a stall.
-TEST(RingExchange, WaitingBeatsWithoutProgress) {
+TEST(RingExchange, AWaitingRankSendsHeartbeatsWithoutProgress) {
   SteadyClock clock;
   SharedBoard board(2, clock);
   SharedRing ring(2, kPageBytes);

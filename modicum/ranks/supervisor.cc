@@ -26,8 +26,8 @@ constexpr int64_t kPollNs = 5 * kNsPerMs;
 constexpr int64_t kTickNs = 100 * kNsPerMs;
 constexpr int64_t kGraceNs = 1 * kNsPerSecond;  // for ranks to see the failure and exit
 constexpr int64_t kReapNs = 2 * kNsPerSecond;   // for the kernel to unmap a killed rank's memory
-// scancel, systemd and timeout signal the processes of a group one after another: after a rank died
-// of SIGTERM, the launcher's own SIGTERM may still arrive.
+// scancel, systemd and timeout send a signal to the processes of a group one after another: after a
+// rank has died of SIGTERM, the launcher may still receive its own.
 constexpr int64_t kNextInGroupNs = 1 * kNsPerSecond;
 
 bool is_crowd(int ranks) { return ranks > kMaxRanksPerCore * usable_cpus(); }
@@ -227,7 +227,7 @@ class Supervisor {
     if (code != 0) {  // if the rank made a report itself, that one wins
       blame(Category::peer, rank, fmt::format("ended with exit code {}", code));
     } else if (!board_.is_done(rank)) {
-      blame(Category::peer, rank, "left before it was done");
+      blame(Category::peer, rank, "exited before it was done");
     }
   }
 
@@ -271,12 +271,12 @@ class Supervisor {
   const StopSignals stop_;
   std::vector<Child> children_;
   bool has_ended_ = false;  // end_all has run
-  // The first rank that died of SIGTERM, and when that was seen: it is blamed unless this process
-  // receives the signal too, within kNextInGroupNs.
+  // The first rank that died of SIGTERM, and the time when this was noticed. The rank is reported
+  // as the culprit unless this process receives the signal too, within kNextInGroupNs.
   std::optional<Error> terminated_;
   int64_t terminated_at_ns_ = 0;
-  // The first blame, used if the board holds no failure: a rank that died inside `report` has
-  // claimed the board's only place.
+  // The first failure that the supervisor found, used if the board has none: a rank that died
+  // inside `report` has claimed the board's only record.
   std::optional<Error> blamed_;
 };
 

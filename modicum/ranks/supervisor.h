@@ -8,8 +8,9 @@
 
 namespace modicum {
 
-// With more ranks than this per usable core, ranks run at the lowest priority, so that the launcher
-// still receives signals and the machine stays usable, and are killed without a grace period.
+// If there are more ranks than this per usable core, they run at the lowest priority, so that the
+// launcher still receives signals and the machine stays usable, and are killed without a grace
+// period.
 constexpr int kMaxRanksPerCore = 16;
 
 struct SuperviseOptions {

@@ -73,7 +73,7 @@ class Supervised : public testing::Test {
   Mapping mapping_ = Mapping::shared(sizeof(Shared));
 };
 
-// Beats until another rank has failed; then throws.
+// Sends heartbeats until another rank has failed, then throws.
 [[noreturn]] void live_on(SharedBoard& board, int rank) {
   SteadyClock clock;
   for (;; clock.sleep_ns(kNsPerMs)) {
@@ -154,7 +154,7 @@ TEST_F(Supervised, AKilledRankIsNamedWithItsPid) {
   });
 }
 
-TEST_F(Supervised, AnOomKillIsNoMem) {
+TEST_F(Supervised, AnOomKillIsNomem) {
   const SuperviseOptions options{.out_of_memory = [] { return "oom_kill 1 in /a"; }};
   const auto killed_by = [](int signal) {
     return [signal](SharedBoard& board, int rank) {
@@ -206,11 +206,11 @@ TEST_F(Supervised, ARankThatExitsEarlyIsNamed) {
       _exit(code);
     };
   };
-  expect_blame(2, {1, Category::peer, "left before it was done"}, leaves_with(0));
+  expect_blame(2, {1, Category::peer, "exited before it was done"}, leaves_with(0));
   expect_blame(2, {1, Category::peer, "ended with exit code 3"}, leaves_with(3));
 }
 
-// The rank claims the board's only place for a failure and never fills it.
+// The rank claims the board's only failure record and never fills it.
 TEST_F(Supervised, ARankThatDiesInsideItsReportIsNamed) {
   void* const nothing = mmap(nullptr, kPageBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(nothing, MAP_FAILED);

@@ -1,4 +1,4 @@
-// Every call checks its inputs' shapes; `finish` checks the recipe as a whole.
+// RecipeBuilder: every call checks the shapes of its inputs, and `finish` the whole recipe.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ size_t at(int64_t i) { return static_cast<size_t>(i); }
        {.expected = std::move(expected), .got = std::move(got)});
 }
 
-// Elements of a node; MISMATCH if its elements or bytes exceed the limits.
+// The number of elements of a node; MISMATCH if its elements or bytes exceed the limits.
 int64_t require_countable(const Node& node) {
   const auto numel = checked_numel(node.shape);
   const bool is_negative =
@@ -220,7 +220,7 @@ uint32_t RecipeBuilder::init(InitRule rule, double std, std::vector<int64_t> sha
          {.got = std::string(torch_name(dtype))});
   }
   if (!std::isfinite(std) || std < 0) {
-    refuse("'init' with an impossible std", "a finite number of 0 or more", fmt::format("{}", std));
+    refuse("'init' with an invalid std", "a finite number of 0 or more", fmt::format("{}", std));
   }
   return push({.op = Op::init,
                .dtype = dtype,
@@ -280,7 +280,7 @@ void RecipeBuilder::resolve_aliases() {
   for (Alias& alias : aliases_) {
     const auto* found = find_name(made, alias.of);
     if (found == nullptr) {
-      fail(Category::mismatch, "an alias of a target that the recipe does not make",
+      fail(Category::mismatch, "an alias of a target that the recipe lacks",
            {.tensor = alias.fqn, .expected = alias.of});
     }
     resolve(std::move(alias), found->second);
@@ -323,7 +323,7 @@ Recipe RecipeBuilder::finish() {
   for (const Target& target : recipe_.targets) names.push_back(target.spec.fqn);
   std::sort(names.begin(), names.end());
   if (const auto twice = std::adjacent_find(names.begin(), names.end()); twice != names.end()) {
-    fail(Category::mismatch, "the recipe makes a target twice", {.tensor = std::string(*twice)});
+    fail(Category::mismatch, "the recipe has a target twice", {.tensor = std::string(*twice)});
   }
   std::sort(recipe_.unused.begin(), recipe_.unused.end());
   for (const uint32_t tensor : recipe_.unused) {

@@ -44,7 +44,7 @@ std::optional<Error> failure_of(FunctionRef<void()> call) {
   return std::nullopt;
 }
 
-TEST(Fp8Recipe, IdentityKeepsCodesAndScalesUnlessTheyBecomeNumbers) {
+TEST(Fp8Recipe, IdentityKeepsCodesAndScalesUnlessTheyAreDequantised) {
   const Manifest manifest = fp8_manifest({"a", "bare", "b"});
   EXPECT_EQ(names_of(make_recipe(manifest)),
             "a:float8_e4m3fn a_scale_inv:float32 bare:float8_e4m3fn b:float8_e4m3fn "
@@ -60,7 +60,7 @@ TEST(Fp8Recipe, IdentityKeepsCodesAndScalesUnlessTheyBecomeNumbers) {
             "a:float16 bare:float8_e4m3fn b:float32 ");
 }
 
-TEST(Fp8Recipe, CodesBringTheirScalesAlong) {
+TEST(Fp8Recipe, UsedCodesImplyTheirScales) {
   const Manifest manifest = fp8_manifest({"a", "b"});
   const std::string stack = R"({"targets": {"ab": {"op":"stack","dim":0,"in":[
       {"op":"stored","name":"a"},{"op":"stored","name":"b"}],"dtype":"bfloat16"}}, "unused": [)";
@@ -100,14 +100,14 @@ TEST(Fp8Recipe, CodesWithoutAScaleAreNotCast) {
   Recipe recipe = builder.finish();
   set_dtype(recipe, DType::bf16, "");
   EXPECT_EQ(names_of(recipe), "t:float8_e4m3fn ");
-  // Numbers can't be cast to codes either.
+  // Values can't be cast to codes, either.
   RecipeBuilder back(manifest);
   const uint32_t scale = back.stored("a_scale_inv");
   EXPECT_EQ(failure_of([&] { back.target("s", scale, DType::f8_e4m3); })->category(),
             Category::unsupported);
 }
 
-TEST(Fp8Recipe, ASecondNameIsDequantisedToo) {
+TEST(Fp8Recipe, AnAliasIsDequantisedToo) {
   const Manifest manifest = fp8_manifest({"a"});
   const Recipe recipe =
       make_recipe(manifest, {.text = R"({"targets": {"a": {"op":"stored","name":"a"},

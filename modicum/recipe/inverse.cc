@@ -1,4 +1,4 @@
-// From targets back to stored tensors.
+// The inverse of a recipe, from targets back to stored tensors.
 //
 // Walks from every target down to the stored tensors and inverts each op on the way. This collects,
 // for each stored tensor, the parts of it that targets hold (views.h); put_together joins them.
@@ -39,7 +39,7 @@ class Inversion {
   Recipe run() {
     for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
       if (recipe_.is_alias(t) && !recipe_.is_compared(t)) continue;
-      // The stored values of an alias are those of the target that it names.
+      // The stored values of an alias are those of its target.
       const uint32_t holder = recipe_.is_alias(t) ? recipe_.nodes[recipe_.targets[t].root].from : t;
       const std::vector<int64_t>& shape = recipe_.targets[holder].spec.shape;
       dtype_ = recipe_.targets[holder].spec.dtype;
@@ -73,7 +73,7 @@ class Inversion {
     DType dtype;
   };
 
-  // The elements of the new node `made` (of shape `shape`) at indices `where` along `dim`.
+  // Adds a node with the elements of `made` (of shape `shape`) at indices `where` along `dim`.
   uint32_t select(uint32_t made, const std::vector<int64_t>& shape, size_t dim, const Set& where) {
     const auto d = static_cast<int>(dim);
     if (views::is_whole(where, shape[dim])) return made;
@@ -85,7 +85,7 @@ class Inversion {
     return from == to ? made : builder_.reshape(to, made);
   }
 
-  // The part as parts over a view of sizes `shape`: one or several.
+  // Converts the part to one or several parts over a view of sizes `shape`.
   std::vector<Part> viewed(const Part& part, const std::vector<int64_t>& shape) {
     if (part.sizes() == shape) return {part};
     if (part.is_whole()) {
@@ -155,7 +155,7 @@ class Inversion {
     }
   }
 
-  // `made` has no elements: every empty stored tensor under the node can be made from it.
+  // Uses `made`, which has no elements, for every empty stored tensor under the node.
   void give_empty(uint32_t id, uint32_t made) {
     const Node& node = recipe_.nodes[id];
     if (numel_of(node.shape) != 0) return;
@@ -242,7 +242,8 @@ class Inversion {
     give(node.in[0], of_input);
   }
 
-  // The elements of `made` at indices `places` along `dim`, of size `size`, in that order.
+  // Adds a node with the elements of `made` at indices `places`, in this order, along `dim` of size
+  // `size`.
   uint32_t in_order(uint32_t made, int64_t size, int dim, std::vector<int64_t> places) {
     const auto n = static_cast<int64_t>(places.size());
     bool neighbours = true;

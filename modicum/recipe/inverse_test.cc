@@ -34,7 +34,7 @@ std::set<Id> held_by_targets(const Recipe& recipe) {
   return held;
 }
 
-// Each element of each tensor that `back` assembles comes, through the targets, from itself.
+// Each element of each tensor that `back` assembles is, through the targets, the stored one.
 void expect_identity(const Recipe& recipe, const Recipe& back, const Manifest& manifest) {
   std::vector<uint32_t> used;
   for (uint32_t s = 0; s < manifest.tensors.size(); ++s) {
@@ -103,7 +103,7 @@ class RandomRecipe {
     switch (kind) {
       case 2: return permute(which);
       case 3: return join(which, dim);
-      case 4: {  // cut in two
+      case 4: {  // split in two
         const int64_t middle = below(size + 1);
         if (keeps_ || below(2) == 0) tops_.push_back(builder_->slice(dim, middle, size, in));
         tops_[which] = builder_->slice(dim, 0, middle, in);
@@ -117,7 +117,7 @@ class RandomRecipe {
         tops_[which] = builder_->gather(dim, even, in);
         return;
       }
-      case 6: {  // rows exchanged, some of them twice
+      case 6: {  // rows shuffled, some of them repeated
         std::vector<int64_t> index(static_cast<size_t>(size));
         std::iota(index.begin(), index.end(), 0);
         for (int64_t i = below(3); i > 0; --i) index.push_back(below(size));
@@ -191,7 +191,7 @@ TEST(Inverse, RoundTripIsTheIdentity) {
 
 // A recipe has an inverse if and only if every stored element is in a target; else the error names
 // the tensor.
-TEST(Inverse, LostElementsAreRefusedByName) {
+TEST(Inverse, MissingElementsAreRefusedByName) {
   int refused = 0;
   for (unsigned seed = 0; seed < 4000; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
@@ -207,7 +207,7 @@ TEST(Inverse, LostElementsAreRefusedByName) {
     }
     try {
       const Recipe back = inverse_recipe(recipe, random.manifest());
-      ASSERT_EQ(lost, "") << "there is no way back";
+      ASSERT_EQ(lost, "") << "the recipe has no inverse";
       expect_identity(recipe, back, random.manifest());
     } catch (const Error& error) {
       ASSERT_EQ(error.category(), Category::unsupported) << error.what();
@@ -226,9 +226,9 @@ std::vector<Op> ops_of(const Recipe& recipe) {
   return ops;
 }
 
-// Parts remain as coarse as in the recipe: the inverse of grouped heads of a packed projection is
+// Parts remain as coarse as in the recipe: the inverse of a packed projection with grouped heads is
 // one cat of views, not one per head.
-TEST(Inverse, GroupedHeadsComeBackAsOneCat) {
+TEST(Inverse, GroupedHeadsAreInvertedAsOneCat) {
   const Manifest manifest = manifest_of({{"qkv", {4 * 6 * 8, 16}}});
   RecipeBuilder b(manifest);
   const auto part = [&](int64_t begin, int64_t end) {
@@ -247,7 +247,7 @@ TEST(Inverse, GroupedHeadsComeBackAsOneCat) {
   EXPECT_EQ(std::count(ops.begin(), ops.end(), Op::slice), 0);
 }
 
-TEST(Inverse, ExpertsAreTakenApart) {
+TEST(Inverse, StackedExpertsAreSeparated) {
   const Manifest manifest = manifest_of(
       {{"e.0.gate", {2, 3}}, {"e.0.up", {2, 3}}, {"e.1.gate", {2, 3}}, {"e.1.up", {2, 3}}});
   RecipeBuilder b(manifest);
@@ -321,8 +321,8 @@ TEST(Inverse, PartsInSeveralDTypesAreRefused) {
   }
 }
 
-// Codes and scales that were loaded as such are saved as such; dequantised codes are refused.
-TEST(Inverse, Fp8CodesGoBackAsCodesOnly) {
+// Codes and scales that were loaded unchanged are saved unchanged; dequantised codes are refused.
+TEST(Inverse, Fp8CodesAreInvertedOnlyToCodes) {
   Manifest manifest = manifest_of({{"w", {256, 128}}}, DType::f8_e4m3);
   manifest.tensors.push_back({{"w_scale_inv", Role::param, DType::f32, {2, 1}}, {}});
   manifest.tensors[0].scale = BlockScale{1, {128, 128}};

@@ -17,14 +17,14 @@ namespace modicum {
 // takes time proportional to the name for every expression. Any number of threads may share one.
 class NamePattern {
  public:
-  // Invalid expression: USAGE with `flag`, the expression and RE2's reason. `flag` is the flag or
-  // argument that had it: "--keep-fp32".
+  // USAGE for an invalid expression, with `flag`, the expression and RE2's reason. `flag` is the
+  // flag or argument that the expression is from: "--keep-fp32".
   NamePattern(std::string_view flag, std::string_view expression);
   NamePattern(NamePattern&&) noexcept;
   NamePattern& operator=(NamePattern&&) noexcept;
   ~NamePattern();
 
-  // Whether it matches anywhere in `name`; `^` and `$` anchor it to the ends.
+  // Whether the expression matches anywhere in `name`; `^` and `$` anchor it to the ends.
   bool finds(std::string_view name) const;
 
  private:

@@ -1,4 +1,4 @@
-// A recipe of fewer targets.
+// The part of a recipe for some of its targets.
 #include <utility>
 
 #include "modicum/recipe/recipe.h"
@@ -7,7 +7,7 @@ namespace modicum {
 
 Recipe part_of(const Recipe& recipe, std::span<const uint32_t> targets, size_t stored_tensors) {
   std::vector<bool> needed(recipe.nodes.size());
-  std::vector<uint32_t> place(recipe.targets.size(), UINT32_MAX);  // of a target in the part
+  std::vector<uint32_t> place(recipe.targets.size(), UINT32_MAX);  // of a target within the part
   Recipe part;
   for (const uint32_t t : targets) {
     place[t] = static_cast<uint32_t>(part.targets.size());

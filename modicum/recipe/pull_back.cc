@@ -3,8 +3,8 @@
 // Example: qkv [6, 4] = cat(dim 0: q [4, 4], k [2, 4]), and a rank needs rows [3, 6):
 //
 //   box of qkv       rows [3,6)                   at 0
-//   box of q         row  [3,4)                   at 0     the rows of [3,6) in q's [0,4)
-//   box of k         rows [0,2)                   at 4     the rows in k's [4,6), less 4
+//   box of q         row  [3,4)                   at 0     the rows of [3,6) that are in q's [0,4)
+//   box of k         rows [0,2)                   at 4     those in k's [4,6), minus 4
 #include <algorithm>
 #include <array>
 #include <span>
@@ -23,13 +23,13 @@ size_t at(int64_t d) { return static_cast<size_t>(d); }
 
 // Rewrites a box over one shape as boxes over another shape with the same row-major order, one
 // group of dims at a time (views.h). Within a group, all dims of the box except the last are
-// enumerated index by index. This leaves intervals of linear indices, and each is split over the
-// other shape's dims. [2, 11) over [3, 4]:
+// enumerated index by index. The results are intervals of linear indices, and each is split over
+// the other shape's dims. [2, 11) over [3, 4]:
 //
 //            column  0  1  2  3
-//   row 0            .  .  2  3     a first row in part     [0,1) x [2,4)
+//   row 0            .  .  2  3     a partial first row     [0,1) x [2,4)
 //   row 1            4  5  6  7     whole rows              [1,2) x [0,4)
-//   row 2            8  9 10  .     a last row in part      [2,3) x [0,3)
+//   row 2            8  9 10  .     a partial last row      [2,3) x [0,3)
 //
 // Every box of one group is combined with every box of the next.
 class Reshape {
@@ -43,8 +43,8 @@ class Reshape {
   }
 
  private:
-  // Merges an inner dim that the box holds whole into the dim before it, if their strides in the
-  // destination allow that. Fewer dims leave fewer rows to enumerate.
+  // Merges an inner dim whose interval is the whole dim into the dim before it, if their strides in
+  // the destination allow that. With fewer dims, fewer rows must be enumerated.
   static Box merged(const Box& box) {
     Box out;
     out.at = box.at;
@@ -142,7 +142,7 @@ class PullBack {
     const Node& node = nodes_[id];
     if (box.empty() || (node.is_made && leaves_ == Leaves::stored)) return;
     switch (node.op) {
-      // A leaf is row-major itself, so a box over any view of it serves.
+      // A leaf is row-major itself, so the box may be over any view of it.
       case Op::stored:
       case Op::init:
       case Op::caller: leaf_(node, box); return;

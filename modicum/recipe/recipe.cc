@@ -13,15 +13,15 @@ constexpr std::array<std::string_view, 10> kOpNames = {
 
 size_t at(int64_t i) { return static_cast<size_t>(i); }
 
-// Elements inside one index of dim `dim`.
+// The number of elements per index of dim `dim`: the product of the dims inside it.
 int64_t inner_of(const std::vector<int64_t>& shape, int dim) {
   int64_t inner = 1;
   for (size_t d = at(dim) + 1; d < shape.size(); ++d) inner *= shape[d];
   return inner;
 }
 
-// A row-major element index, split at one dim: outer * size + index is the index without the inner
-// dims, `inner` the rest.
+// A row-major element index, split at one dim of size `size`: the index within the dim, and the
+// linear indices over the dims outside (`outer`) and inside it (`inner`).
 struct Around {
   int64_t outer, index, inner, inner_size;
 };
@@ -40,7 +40,7 @@ bool is_stored(const Manifest& manifest, std::string_view name) {
 
 constexpr std::string_view kHead = "lm_head.weight";
 
-// Whether the last components of `name` are `last`.
+// Whether `name` ends with the components `last`.
 bool is_called(std::string_view name, std::string_view last) {
   return name == last || (name.ends_with(last) && name[name.size() - last.size() - 1] == '.');
 }
@@ -110,7 +110,7 @@ Recipe identity_without(const Manifest& manifest, std::span<const NamedTie> ties
   return builder.finish();
 }
 
-// `--dtype` and `--keep-fp32` as one function of a target.
+// The dtype of a target by `--dtype` and `--keep-fp32`.
 class DTypeRule {
  public:
   DTypeRule(std::optional<DType> dtype, const std::string& keep_fp32)
@@ -145,7 +145,7 @@ class DTypeRule {
   std::optional<NamePattern> keep_;
 };
 
-// The scales of FP8 codes that are dequantised: no target is made of them.
+// The scales of FP8 codes that are dequantised. They do not become targets.
 std::vector<bool> spent_scales(const Manifest& manifest, const DTypeRule& rule) {
   std::vector<bool> spent(manifest.tensors.size());
   for (const Stored& codes : manifest.tensors) {
@@ -162,7 +162,7 @@ void set_dtype_by(const DTypeRule& rule, Recipe& recipe) {
     const bool is_scaled = recipe.nodes[target.root].is_scaled;
     target.spec.dtype = rule.of(target.spec.fqn, target.spec.dtype, is_scaled);
   }
-  // An alias has the dtype of the target that it names.
+  // An alias has the dtype of its target.
   for (Target& target : recipe.targets) {
     const Node& root = recipe.nodes[target.root];
     if (root.op == Op::alias) target.spec.dtype = recipe.targets[root.from].spec.dtype;
@@ -187,8 +187,8 @@ std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie) 
     }
     if (is_called(name, kHead)) heads.push_back(name);
   }
-  // Of several embeddings (an encoder's and a decoder's) or heads, names do not tell which belong
-  // together.
+  // With several embeddings (an encoder's and a decoder's) or heads, the names don't determine
+  // which pair is tied.
   if (embeddings.size() > 1 || heads.size() > 1) return {};
   if (embeddings.empty() && !heads.empty()) embeddings = usual_embedding(manifest);
   if (embeddings.empty()) return {};

@@ -1,9 +1,9 @@
-// The door of `recipe`: how target tensors are assembled from stored tensors.
+// The door of `recipe`: the assembly of target tensors from stored tensors.
 //
 // A recipe is a small DAG. Each node is an index map from its own elements to those of its inputs.
-// A shard is therefore cut from the target and pulled back to the stored elements that it needs:
-// conversion comes before sharding, and still only the shard is read. Every load has a recipe; the
-// identity is one too. docs/reference/recipes.md shows each op. Values: any number of threads may
+// A shard of a target can therefore be pulled back to the stored elements that it needs: conversion
+// comes before sharding, and still only the shard is read. Every load has a recipe, if only the
+// identity. docs/reference/recipes.md shows each op. Recipes are values; any number of threads may
 // read one.
 #pragma once
 
@@ -31,8 +31,8 @@ enum class Op : uint8_t {
   reshape,  // the same row-major elements under another shape
   init,     // computed by a rule: arg[0] is an InitRule, arg[1] the bits of the double `std`
   caller,   // produced by the caller of load()
-  alias,    // another target under a second name, without memory of its own. With an input, the
-            // name is stored too: its values are read and compared with that target's
+  alias,    // a second name of another target, without memory of its own. With an input, the alias
+            // is stored too: its values are read and compared with the target's
 };
 std::string_view op_name(Op op) noexcept;
 
@@ -53,7 +53,7 @@ struct Node {
 };
 
 struct Target {
-  TensorSpec spec;    // as it will be loaded: final name and dtype
+  TensorSpec spec;    // with the name and dtype after loading
   uint32_t root = 0;  // its node
 };
 
@@ -67,12 +67,13 @@ struct Recipe {
   bool is_alias(size_t target) const noexcept {
     return nodes[targets[target].root].op == Op::alias;
   }
-  // An alias whose name is stored too: its values are read like a target's, compared and discarded.
+  // Whether a target is an alias that is stored too: its values are read like a target's, compared
+  // and discarded.
   bool is_compared(size_t target) const noexcept {
     return is_alias(target) && !nodes[targets[target].root].in.empty();
   }
-  // The node whose elements are read for a target: its root, or the input of a compared alias. Not
-  // for other aliases, for which nothing is read.
+  // The node whose elements are read for a target: its root, or the input of a compared alias. Must
+  // not be called for other aliases, for which nothing is read.
   uint32_t read_node(size_t target) const noexcept {
     return is_compared(target) ? nodes[targets[target].root].in[0] : targets[target].root;
   }
@@ -80,9 +81,9 @@ struct Recipe {
 
 // Builds a recipe node by node. Each call checks the shapes of its inputs (MISMATCH) and returns
 // the new node. `finish` proves that every stored tensor is either used or listed as unused, and
-// that no two targets have the same name. FP8 codes imply their scale: it counts as used where they
-// are, and may be listed as unused. With `unties`, an alias with `stored_as` becomes a target of
-// its own.
+// that no two targets have the same name. FP8 codes imply their scale: it counts as used if they
+// are used, and may be listed as unused. With `unties`, an alias with `stored_as` becomes a target
+// of its own.
 class RecipeBuilder {
  public:
   explicit RecipeBuilder(const Manifest& manifest, bool unties = false);
@@ -96,8 +97,9 @@ class RecipeBuilder {
   uint32_t reshape(std::vector<int64_t> shape, uint32_t in);
   uint32_t init(InitRule rule, double std, std::vector<int64_t> shape, DType dtype);
   uint32_t caller(uint32_t ordinal, std::vector<int64_t> shape, DType dtype);
-  // A `dtype` other than the node's own is a cast between fp32, bf16 and fp16, or dequantises FP8
-  // codes that all have scales to one of these; any other: UNSUPPORTED.
+  // A `dtype` other than the node's own means a cast between fp32, bf16 and fp16, or the
+  // dequantisation of FP8 codes, which must all have scales, to one of these. UNSUPPORTED for any
+  // other conversion.
   void target(std::string fqn, uint32_t root, std::optional<DType> dtype = std::nullopt,
               Role role = Role::param);
   // `of` may be added later. With `stored_as`, that node must have the shape of `of` and the dtype
@@ -126,7 +128,7 @@ class RecipeBuilder {
   std::vector<Alias> aliases_;
 };
 
-// Two names of one tensor. The manifest tells which of them is stored, or whether both are.
+// Two names of one tensor. One or both of them are stored, as the manifest says.
 struct NamedTie {
   std::string name, of;
 
@@ -137,14 +139,14 @@ struct NamedTie {
 // if its name is stored too, it is compared. A tie whose `of` is not stored is ignored.
 Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties = {});
 
-// The tie of a model with `tie_word_embeddings`, as far as the stored names tell. With `untie`,
-// none if both are stored.
+// The tie of a model with `tie_word_embeddings`, derived from the stored names. With `untie`, no
+// tie if both are stored.
 //
 //   stored                  tie
 //   embedding               lm_head.weight is an alias of the embedding
 //   embedding and head      the same, and the head's stored values are compared
 //   head                    the embedding is an alias of the head
-//   several of either       none: names do not tell which belong together
+//   several of either       none: the names don't determine the pair
 std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie = false);
 
 // The text form, `recipe.json` (docs/reference/recipes.md). Each `caller` gets the next ordinal.
@@ -153,14 +155,14 @@ std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie =
 Recipe parse_recipe(std::string_view text, const Manifest& manifest, bool unties = false);
 std::string recipe_text(const Recipe& recipe, const Manifest& manifest);
 
-// `--dtype` and `--keep-fp32`: sets the dtype of targets that can be cast, or are FP8 codes that
-// all have scales. Those whose name contains a match of the regular expression `keep_fp32` get
-// float32, the others `dtype`. Invalid expression, or one without a match: USAGE.
+// `--dtype` and `--keep-fp32`: sets the dtype of castable targets and of FP8 codes that all have
+// scales. Targets whose name contains a match of the regular expression `keep_fp32` get float32,
+// the others `dtype`. USAGE if the expression is invalid or matches nothing.
 void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& keep_fp32);
 
-// The recipe of a load: parsed from `text` (recipe.json), or without one the identity with the ties
-// of the model's config; then set_dtype. The identity omits the scales of tensors that are
-// dequantised.
+// The recipe of a load: parsed from `text` (recipe.json), by default the identity with the ties of
+// the model's config; then set_dtype is applied. The identity omits the scales of dequantised
+// tensors.
 struct RecipeOptions {
   std::optional<std::string> text;
   bool tie_word_embeddings = false;
@@ -170,25 +172,25 @@ struct RecipeOptions {
 };
 Recipe make_recipe(const Manifest& manifest, const RecipeOptions& options = {});
 
-// The targets as a manifest: tensor i is target i. Files and extents are left for the caller to
-// fill in.
+// The targets as a manifest, in which tensor i is target i. The caller must fill in files and
+// extents.
 Manifest target_manifest(const Recipe& recipe);
 
 // The inverse, for saving: the recipe that assembles the stored tensors of `manifest` from the
 // targets of `recipe`. Its leaves refer to target_manifest(recipe). Its targets are the tensors
 // that `recipe` uses, in the manifest's order, with their stored names and dtypes; a cast becomes
-// the cast back. Of elements that a gather repeats, the first copy counts. Aliases, and targets
+// the reverse cast. If a gather repeats an element, the first copy is taken. Aliases, and targets
 // without stored elements, are unused. UNSUPPORTED, with the tensor's name, if the targets lack
 // elements of a stored tensor, hold parts of it in different dtypes, or hold dequantised FP8 codes.
 Recipe inverse_recipe(const Recipe& recipe, const Manifest& manifest);
 
-// What a save writes, tensor by tensor.
+// The tensors that a save writes.
 //
 // A stored tensor is restored, under its name and in its shape, if the targets hold each of its
-// elements exactly once. Otherwise (it was sliced, or an element is repeated), and for values that
-// no stored tensor has a place for (`init`, `caller`), every target that it gives elements to is
-// written as it is: under its own name, in its own shape. So is every target that shares another
-// stored tensor with one of those.
+// elements exactly once. Otherwise (it was sliced, or an element is repeated) the targets that take
+// its elements are written unchanged: under their own names, in their own shapes. So are targets
+// with values that were not stored (`init`, `caller`), and every target that shares a stored tensor
+// with an unchanged one.
 //
 //   recipe                                           saved
 //   q, k = halves of the stored qkv                  qkv
@@ -200,21 +202,21 @@ Recipe inverse_recipe(const Recipe& recipe, const Manifest& manifest);
 // their scales. A tensor that no target reads is copied from the source, or left out.
 struct SavedTensor {
   TensorSpec spec;
-  // The stored tensor that is restored, is copied, or comes first among those that give elements;
-  // none for a target without stored elements.
+  // The stored tensor that is restored or copied; for an unchanged target the first one that it
+  // takes elements from, or empty if there is none.
   std::optional<uint32_t> stored;
   bool is_copied = false;
 };
 struct SavedForm {
   std::vector<SavedTensor> tensors;  // in the order of the stored ones, then of the targets
-  std::vector<bool> as_target;       // by target: written as it is
+  std::vector<bool> as_target;       // by target: written unchanged
   std::vector<uint32_t> left_out;    // stored tensors that are neither restored nor copied
 };
 struct SavedOptions {
   bool copies_unused = true;
   std::optional<DType> dtype;  // of floats that can be cast; default: as loaded
-  // By target without stored elements: whether the model computes it anew, so that it is not saved.
-  // Empty: none is.
+  // By target: whether the model computes it itself, so that it is not saved. Applies to targets
+  // without stored elements. Empty: no target is computed.
   std::vector<bool> is_computed;
 };
 // MISMATCH if two saved tensors would have the same name.
@@ -226,7 +228,7 @@ Recipe saved_recipe(const Recipe& recipe, const Manifest& manifest, const SavedF
                     const Manifest& saved);
 
 // The recipe of some of the targets, in the given order, with only the nodes that they need; all
-// other stored tensors are unused. An alias needs the target that it names in the part, too.
+// other stored tensors are unused. An alias may only be included together with its target.
 Recipe part_of(const Recipe& recipe, std::span<const uint32_t> targets, size_t stored_tensors);
 
 // The targets whose cast may lose bits: every cast except those to fp32.
@@ -238,7 +240,8 @@ void digest_recipe(const Recipe& recipe, Hasher& hasher);
 // Maps a box of elements of node `node` to the leaves that they come from. `box` is over the node's
 // shape, or any shape with the same row-major order. Calls `leaf` with disjoint boxes over the
 // leaves' own shapes, which together hold the elements of `box`; `at` and `step` of each are places
-// in the destination. `Leaves::stored` skips init and caller, whose boxes may be many.
+// in the destination. `Leaves::stored` skips init and caller leaves, which may have very many
+// boxes.
 enum class Leaves : uint8_t { all, stored };
 void pull_back(const Recipe& recipe, uint32_t node, const Box& box,
                FunctionRef<void(const Node& leaf, const Box& part)> leaf,
@@ -254,9 +257,9 @@ bool is_dequantised(const Recipe& recipe, const Target& target) noexcept;
 // The stored tensors under node `node`, each once, in manifest order.
 std::vector<uint32_t> stored_under(const Recipe& recipe, uint32_t node);
 
-// Where single elements come from: elements [element, element + count) of `node`, row-major, are
-// elements [first, first + count) of `leaf`; count >= 1. A second implementation of the ops,
-// element by element and independent of pull_back, for checks and tests.
+// The source of single elements: elements [element, element + count) of `node`, row-major, are
+// elements [first, first + count) of `leaf`; count >= 1. This is a second implementation of the
+// ops, element by element and independent of pull_back, for checks and tests.
 struct ElementSource {
   const Node* leaf = nullptr;
   int64_t first = 0;

@@ -139,13 +139,13 @@ uint32_t random_op(RecipeBuilder& builder, uint32_t in, std::mt19937& random,
 }
 
 // pull_back and element_source agree on every element, for random chains of ops and random boxes.
-TEST(Recipe, PullBackAgreesWithTheElementwiseReading) {
+TEST(Recipe, PullBackAgreesWithElementSource) {
   for (unsigned seed = 0; seed < 400; ++seed) {
     std::mt19937 random(seed);
     const Manifest manifest = manifest_of({{"a", {2, 3, 4}}, {"b", {6, 2}}, {"c", {5}}});
     RecipeBuilder builder(manifest);
     std::vector<std::vector<int64_t>> shapes;
-    Recipe probe;  // shapes are read from a finished copy of the same steps
+    Recipe probe;  // finished after the same steps, to read shapes from it
     std::vector<uint32_t> tops = {builder.stored("a"), builder.stored("b"), builder.stored("c")};
     // The builder keeps its nodes to itself: rebuild after each step to learn the shape.
     std::vector<unsigned> steps;
@@ -175,8 +175,8 @@ TEST(Recipe, PullBackAgreesWithTheElementwiseReading) {
   }
 }
 
-// Experts' gate and up stacked and concatenated, by hand: element (e, row, col) of gate_up is
-// gate[e] for the first rows and up[e] for the others. Catches gate and up exchanged.
+// Experts' gate and up, stacked and concatenated: element (e, row, col) of gate_up is from gate[e]
+// for the first rows and from up[e] for the others. Catches swapped gate and up.
 TEST(Recipe, ExpertsStackAndConcatenate) {
   const Manifest manifest = manifest_of(
       {{"e.0.gate", {2, 3}}, {"e.0.up", {2, 3}}, {"e.1.gate", {2, 3}}, {"e.1.up", {2, 3}}});
@@ -195,7 +195,7 @@ TEST(Recipe, ExpertsStackAndConcatenate) {
   EXPECT_EQ(stored_under(recipe, both), (std::vector<uint32_t>{0, 1, 2, 3}));
 }
 
-TEST(Recipe, IdentityTiesAndUnusedNames) {
+TEST(Recipe, IdentityHasTiesAndUnusedNames) {
   const Manifest manifest = manifest_of({{"model.embed_tokens.weight", {4, 2}}, {"norm", {2}}});
   const Recipe recipe = identity_recipe(manifest, word_embedding_ties(manifest));
   ASSERT_EQ(recipe.targets.size(), 3U);
@@ -207,7 +207,7 @@ TEST(Recipe, IdentityTiesAndUnusedNames) {
 }
 
 // house: a head that is stored too is compared with the embedding.
-TEST(Recipe, ATieWhoseNamesAreBothStoredIsCompared) {
+TEST(Recipe, ATieStoredUnderBothNamesIsCompared) {
   const Manifest both =
       manifest_of({{"lm_head.weight", {4}}, {"norm", {2}}, {"model.embed_tokens.weight", {4}}});
   const Recipe recipe = make_recipe(both, {.tie_word_embeddings = true});
@@ -238,8 +238,8 @@ TEST(Recipe, ATieWhoseNamesAreBothStoredIsCompared) {
             Category::count);
 }
 
-// house: ties in either direction, by name.
-TEST(Recipe, WhereOnlyTheHeadIsStoredTheEmbeddingIsItsAlias) {
+// house: ties in either direction, determined by the stored names.
+TEST(Recipe, IfOnlyTheHeadIsStoredTheEmbeddingIsItsAlias) {
   const auto tie_of = [](std::vector<std::string> names) -> NamedTie {
     std::vector<std::pair<std::string, std::vector<int64_t>>> tensors;
     for (std::string& name : names) tensors.emplace_back(std::move(name), std::vector<int64_t>{2});
@@ -257,7 +257,7 @@ TEST(Recipe, WhereOnlyTheHeadIsStoredTheEmbeddingIsItsAlias) {
   EXPECT_EQ(
       tie_of({"language_model.lm_head.weight", "language_model.model.embed_tokens.weight"}),
       (NamedTie{"language_model.lm_head.weight", "language_model.model.embed_tokens.weight"}));
-  // Two stacks of layers have two embeddings, and names do not tell which one is tied.
+  // Two stacks of layers have two embeddings, and the names don't determine which one is tied.
   EXPECT_EQ(tie_of({head, "encoder.layers.0.a", "decoder.layers.0.a"}), NamedTie{});
   EXPECT_EQ(tie_of({"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}), NamedTie{});
   EXPECT_EQ(tie_of({"norm"}), NamedTie{});
@@ -280,7 +280,7 @@ TEST(Recipe, UntyingKeepsTheCast) {
   EXPECT_EQ(parse_recipe(text, manifest, true).targets[1].spec.dtype, DType::bf16);
 }
 
-TEST(Recipe, TextFormReadsBackAsItWasWritten) {
+TEST(Recipe, TextFormSurvivesARoundTrip) {
   const Manifest manifest = manifest_of({{"a", {2, 3}}, {"b", {2, 3}}, {"spare", {1}}});
   const std::string text = R"({"targets": {
     "cat": {"op":"cat","dim":0,"in":[{"op":"stored","name":"a"},{"op":"stored","name":"b"}]},
@@ -307,7 +307,7 @@ TEST(Recipe, InvalidRecipesAreRefusedByTarget) {
   };
   const std::string a = R"("a":{"op":"stored","name":"a"})";
   std::string tensor;
-  EXPECT_EQ(category_of(parse(a), &tensor), Category::mismatch);  // b forgotten
+  EXPECT_EQ(category_of(parse(a), &tensor), Category::mismatch);  // b is neither used nor listed
   EXPECT_EQ(tensor, "b");
   EXPECT_EQ(category_of(parse(a, R"(["b"])")), Category::count);
   EXPECT_EQ(category_of(parse(a, R"(["a","b"])"), &tensor), Category::mismatch);  // both
@@ -318,7 +318,7 @@ TEST(Recipe, InvalidRecipesAreRefusedByTarget) {
   EXPECT_EQ(category_of(parse(R"("t":{"op":"cat","dim":0,"in":[{"op":"stored","name":"a"},
                                  {"op":"stored","name":"b"}]})"),
                         &tensor),
-            Category::mismatch);  // shapes do not meet
+            Category::mismatch);  // shapes differ
   EXPECT_EQ(tensor, "t");
   EXPECT_EQ(category_of(parse(R"("t":{"op":"rotate","in":[]})"), &tensor), Category::unsupported);
   EXPECT_EQ(tensor, "t");
@@ -328,7 +328,7 @@ TEST(Recipe, InvalidRecipesAreRefusedByTarget) {
   EXPECT_EQ(category_of([&] { parse_recipe("{}", manifest); }), Category::mismatch);
 }
 
-TEST(Recipe, DTypesAreSetWhereTheyCanBe) {
+TEST(Recipe, DtypesAreSetOnCastableTargets) {
   Manifest manifest = manifest_of({{"w", {2}}, {"norm.scale", {2}}, {"ids", {2}}}, DType::bf16);
   manifest.tensors[2].spec.dtype = DType::i64;
   Recipe recipe = identity_recipe(manifest);
@@ -404,7 +404,7 @@ std::optional<Error> refusal_of(const std::string& target) {
   return std::nullopt;
 }
 
-TEST(Recipe, RefusesDimsThatMultiplyToNoNumber) {
+TEST(Recipe, RefusesDimsWhoseProductOverflows) {
   const auto init = [](const std::string& shape, const std::string& dtype = "float32") {
     return R"({"op":"init","rule":"zeros","dtype":")" + dtype + R"(","shape":)" + shape + "}";
   };
@@ -437,7 +437,7 @@ TEST(Recipe, ADTypeThatMakesTargetsTooLargeIsRefused) {
   EXPECT_EQ(tensor, "t");
 }
 
-TEST(Recipe, RefusesWhatItUsedToPassOver) {
+TEST(Recipe, RefusesMisplacedDtypesAndInvalidRules) {
   const std::string ones = R"({"op":"init","rule":"ones","shape":[2],"dtype":"float32"})";
   const auto normal = [](const std::string& std) {
     return R"("t":{"op":"init","rule":"normal","std":)" + std +
@@ -465,7 +465,7 @@ TEST(Recipe, RefusesWhatItUsedToPassOver) {
   EXPECT_EQ(
       category(R"("t":{"op":"slice","dim":-4294967296,"start":0,"stop":2,"in":[)" + ones + "]}"),
       Category::mismatch)
-      << "is no dim 0";
+      << "a negative dim that wraps to 0";
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What a save writes: stored tensors that the targets restore, targets as they are, copies.
+// The tensors that a save writes: restored stored tensors, unchanged targets, and copies.
 #include <algorithm>
 #include <set>
 #include <string_view>
@@ -9,15 +9,15 @@ namespace modicum {
 namespace {
 
 constexpr uint32_t kNone = UINT32_MAX;
-// The point of the fingerprints. Any one will do: the recipe knows nothing of it.
+// The point of the fingerprints. Any constant is safe, since no recipe is made for it.
 constexpr uint64_t kPoint = 0x0b4d'9a3c'71e5'2f87;
 
-// The elements of a stored tensor that targets take. They are each of its elements exactly once if
-// there are as many and their fingerprint is that of all places (see Powers).
+// The elements that targets take from a stored tensor. They are all its elements, each once, if
+// their count and their fingerprint equal those of the whole tensor (see Powers).
 struct Taken {
   uint64_t count = 0;
   uint64_t fingerprint = 0;
-  std::optional<DType> dtype;  // in which they are saved
+  std::optional<DType> dtype;  // of the saved elements
 };
 
 class Form {
@@ -54,7 +54,7 @@ class Form {
     uint32_t stored;
   };
 
-  // Not an alias without values of its own, and nothing that the model computes.
+  // False for an alias without values of its own, and for a target that the model computes itself.
   bool is_saved(uint32_t t) const {
     if (recipe_.is_alias(t) && !recipe_.is_compared(t)) return false;
     return !is_computed(t);
@@ -109,7 +109,8 @@ class Form {
     return numel == 0 || taken.fingerprint == powers_.sum(0, 1, numel);
   }
 
-  // Targets and stored tensors that hang together are saved in the same way.
+  // Propagates the choice between connected targets and stored tensors: either all of the stored
+  // tensors are restored, or all of the targets are saved unchanged.
   void spread() {
     for (bool changed = true; changed;) {
       changed = false;
@@ -139,7 +140,8 @@ class Form {
     form_.tensors.push_back({std::move(spec), s, is_copied});
   }
 
-  // Whether a tensor that no target reads is copied. The scales of codes that stay codes are.
+  // Whether a tensor that no target reads is copied. The scales of codes that are not dequantised
+  // are always copied.
   bool is_copy(uint32_t s) const {
     if (spent_.contains(s) || names_.contains(manifest_.tensors[s].spec.fqn)) return false;
     return options_.copies_unused ||

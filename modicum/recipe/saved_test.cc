@@ -1,4 +1,4 @@
-// What a save writes, element by element, by element_source.
+// Checks the elements that a save writes one by one, with element_source.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -36,7 +36,7 @@ std::vector<std::string> names_of(const SavedForm& form) {
 
 using Names = std::vector<std::string>;
 
-// Each element that is saved has one source, and the saved recipe finds it where it was stored.
+// Each saved element has one source, and the saved recipe maps to the same stored element.
 void prove(const Recipe& recipe, const Manifest& manifest, const SavedForm& form) {
   const Manifest saved = manifest_of(form);
   const Recipe again = saved_recipe(recipe, manifest, form, saved);
@@ -69,7 +69,7 @@ void prove(const Recipe& recipe, const Manifest& manifest, const SavedForm& form
   }
 }
 
-TEST(SavedForm, ConversionsAreUndone) {
+TEST(SavedForm, ConversionsAreInverted) {
   const Manifest manifest = stored({{"e0.gate", {3, 4}},
                                     {"e0.up", {3, 4}},
                                     {"e1.gate", {3, 4}},
@@ -94,8 +94,8 @@ TEST(SavedForm, ConversionsAreUndone) {
   prove(recipe, manifest, form);
 }
 
-// Catches: a part that no target holds; an element that two hold; values without a stored place.
-TEST(SavedForm, WhatCannotBeUndoneIsSavedAsItIs) {
+// Covers: elements that no target holds, or two; targets with values that were not stored.
+TEST(SavedForm, TargetsThatCantBeInvertedAreSavedAsTargets) {
   const Manifest manifest = stored({{"cut", {6, 4}},
                                     {"gap", {6, 2}},
                                     {"twice", {4, 2}},
@@ -106,7 +106,8 @@ TEST(SavedForm, WhatCannotBeUndoneIsSavedAsItIs) {
   b.target("cut", b.slice(0, 0, 5, b.stored("cut")));
   b.target("gap.a", b.slice(0, 0, 2, b.stored("gap")));
   b.target("gap.b", b.slice(0, 3, 6, b.stored("gap")));
-  b.target("twice", b.gather(0, {0, 1, 1, 3}, b.stored("twice")));  // as many, but not each
+  b.target("twice",
+           b.gather(0, {0, 1, 1, 3}, b.stored("twice")));  // the right count, but not each element
   b.target("one", b.stored("shared"));
   b.target("two", b.stored("shared"));
   b.target("grown", b.cat(0, {b.stored("grown"), b.init(InitRule::zeros, 0, {1, 2}, DType::bf16)}));
@@ -120,8 +121,8 @@ TEST(SavedForm, WhatCannotBeUndoneIsSavedAsItIs) {
   prove(recipe, manifest, form);
 }
 
-// A target that shares a stored tensor with one that can't be undone.
-TEST(SavedForm, TargetsThatHangTogetherAreSavedAlike) {
+// A target that shares a stored tensor with one that can't be inverted.
+TEST(SavedForm, TargetsThatShareAStoredTensorAreSavedAlike) {
   const Manifest manifest = stored({{"a", {4, 2}}, {"b", {4, 2}}, {"c", {4, 2}}});
   RecipeBuilder b(manifest);
   b.target("ab", b.cat(0, {b.stored("a"), b.slice(0, 0, 2, b.stored("b"))}));
@@ -173,7 +174,7 @@ TEST(SavedForm, ComputedTargetsAreNotSaved) {
   prove(recipe, manifest, form);
 }
 
-TEST(SavedForm, DtypesAreThoseOfTheTargetsUnlessAsked) {
+TEST(SavedForm, DtypesAreTheTargetsUnlessRequested) {
   Manifest manifest = stored({{"w", {4, 4}}, {"ids", {3}}});
   manifest.tensors[1].spec.dtype = DType::i64;
   Recipe recipe = make_recipe(manifest, {.dtype = DType::f32});
@@ -198,7 +199,7 @@ TEST(SavedForm, DequantisedCodesLoseTheirScales) {
   EXPECT_EQ(form.tensors[0].spec.dtype, DType::bf16);
   EXPECT_EQ(form.left_out, std::vector<uint32_t>{1});
   prove(dequantised, manifest, form);
-  // Codes that stay codes keep them, even if the recipe does not name the scales.
+  // Codes that are not dequantised keep their scales, even if the recipe does not name these.
   const SavedForm kept = saved_form(make_recipe(manifest), manifest);
   EXPECT_EQ(names_of(kept), (Names{"w", "w_scale"}));
   RecipeBuilder b(manifest);
@@ -207,7 +208,7 @@ TEST(SavedForm, DequantisedCodesLoseTheirScales) {
   EXPECT_EQ(names_of(unnamed), (Names{"w", "w_scale"}));
 }
 
-TEST(SavedForm, TwoTensorsOfOneNameAreAMismatch) {
+TEST(SavedForm, TwoTensorsWithOneNameAreAMismatch) {
   const Manifest manifest = stored({{"a", {4}}, {"b", {4}}});
   RecipeBuilder b(manifest);
   b.target("b", b.slice(0, 0, 3, b.stored("a")));

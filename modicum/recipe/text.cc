@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::array<std::string_view, 3> kRules = {"zeros", "ones", "normal"};  // of InitRule
 
-// A node as written, before its op decides which keys it needs.
+// A node as parsed, before the keys that its op needs are checked.
 struct Written {
   std::string op, name, of, rule, dtype;
   std::optional<int64_t> dim, start, stop;
@@ -64,7 +64,7 @@ Written read_node(JsonValue& value) {
   return node;
 }
 
-// Builds written nodes into a recipe. Every error names the target.
+// Builds a recipe from parsed nodes. Every error names the target.
 class Reading {
  public:
   Reading(const Manifest& manifest, bool unties) : builder_(manifest, unties) {}
@@ -116,7 +116,7 @@ class Reading {
   void alias(const std::string& fqn, const Written& node) {
     if (!node.dtype.empty()) {
       fail(Category::mismatch, "an alias has a 'dtype'",
-           {.expected = "the dtype of the target that it names", .got = printable(node.dtype)});
+           {.expected = "no dtype: an alias has its target's", .got = printable(node.dtype)});
     }
     if (node.in.empty()) return builder_.alias(fqn, node.of);
     builder_.alias(fqn, node.of, only_input(node));

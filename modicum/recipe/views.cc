@@ -101,13 +101,14 @@ Part whole_part(uint32_t made, const std::vector<int64_t>& shape) {
 
 // --- from one view to another ---
 
-// One dim at a time, outermost first: each index so far is replaced by a row of the next dim.
+// Handles one dim at a time, outermost first: each index so far is replaced by a row of the next
+// dim.
 //
 //   dims          size 3, set {[0,1) [2,3)}    size 4, set {[1,3)}
 //   after dim 0   {[0,1) [2,3)}                rows 0 and 2 of a 3 x 4 matrix
 //   after dim 1   {[1,3) [9,11)}               their columns 1 and 2
 //
-// If the set of a dim is whole, each interval stays one interval, scaled by the dim's size.
+// If the set is the whole dim, each interval remains one interval, scaled by the dim's size.
 Set flattened(std::span<const ViewDim> dims) {
   Set flat = {{0, 1}};
   for (const ViewDim& dim : dims) {
@@ -128,7 +129,7 @@ Set flattened(std::span<const ViewDim> dims) {
 
 namespace {
 
-// `set` is linear indices into a matrix of this width. Calls `fn`, in order, for each row that has
+// `set` has linear indices into a matrix of this width. Calls `fn`, in order, for each row that has
 // elements of the set, with their columns.
 void for_each_row(const Set& set, int64_t width,
                   FunctionRef<void(int64_t row, const Set& columns)> fn) {
@@ -155,7 +156,8 @@ struct Rows {
   std::vector<int64_t> begins;  // of each row: its first element's position within the set
 };
 
-// `rows` times a product over their columns. The latter's positions count from the row's begin.
+// The product of `rows` and a product over their columns, whose positions count from the row's
+// begin.
 Product times(const Rows& rows, const Product& of_columns) {
   Product product{{rows.rows}, {}};
   product.sets.insert(product.sets.end(), of_columns.sets.begin(), of_columns.sets.end());
@@ -256,7 +258,7 @@ std::vector<int64_t> common_view(const std::vector<Part>& parts, int64_t numel) 
   return view;
 }
 
-// A sweep over the indices that stops where an interval of some part begins or ends.
+// Sweeps over the indices, and stops where an interval of some part begins or ends.
 //
 //   index     0 1 2 3 4 5
 //   part 0    x x . . x x

@@ -17,11 +17,11 @@ struct Interval {
   auto operator<=>(const Interval&) const = default;
 };
 
-// A set of indices: sorted, non-empty intervals with gaps between them.
+// A set of indices, as sorted, non-empty intervals with gaps between them.
 using Set = std::vector<Interval>;
 
 // Appends [lo, hi), which must not begin before the set's end. UNSUPPORTED beyond four million
-// intervals: the recipe shuffles single elements of a large tensor.
+// intervals, which only a recipe that shuffles single elements of a large tensor can reach.
 void append(Set& set, int64_t lo, int64_t hi);
 int64_t count_of(const Set& set);
 bool is_whole(const Set& set, int64_t size);
@@ -36,8 +36,8 @@ Set shifted(Set set, int64_t by);
 std::vector<int64_t> listed(const Set& set);  // every index
 
 // The elements of a tensor whose index along each dim of a view is in that dim's set. A view is any
-// shape with the tensor's row-major order. `made` is the node of the new recipe that holds these
-// elements; its shape is the counts of the sets.
+// shape with the tensor's row-major order. `made` is the node of the new recipe with these
+// elements; its dims are the sizes of the sets.
 struct ViewDim {
   int64_t size;
   Set set;
@@ -63,12 +63,12 @@ struct Product {
   std::vector<Set> sets;
   Set positions;
 };
-// Splits a set of linear indices into disjoint products over dims of `sizes`. Outer indices with
+// Splits a set of linear indices over dims of `sizes` into disjoint products. Outer indices with
 // the same inner indices share a product.
 std::vector<Product> as_products(const Set& set, std::span<const int64_t> sizes);
 
-// Neighbouring dims of one shape and of another with equal products. A reshape moves indices only
-// within a group:
+// Neighbouring dims of one shape, and those of another shape with the same product. A reshape moves
+// indices only within such a group:
 //
 //   from  [4, 6 | 5]
 //   to    [8, 3 | 5]      two groups: 4 x 6 = 8 x 3, and 5 = 5
@@ -80,13 +80,13 @@ struct Group {
 void for_each_group(std::span<const int64_t> from, std::span<const int64_t> to,
                     FunctionRef<void(const Group&)> fn);
 
-// One view of a tensor of `numel` elements that suits all `parts`: each of its strides is a stride
-// of some part's view, and divides the next.
+// One view of a tensor of `numel` elements for all `parts`: each of its strides is a stride of some
+// part's view, and divides the next one.
 std::vector<int64_t> common_view(const std::vector<Part>& parts, int64_t numel);
 
-// Partitions the indices along `dim` by the parts that hold them. An atom is a set of indices and
-// the parts that hold all of them; atoms are in order of their first index. All parts have the same
-// view. Returns false if some index is in no part.
+// Partitions the indices along `dim` by the parts that hold them. An atom is a set of indices that
+// are held by exactly the same parts; atoms are in order of their first index. All parts have the
+// same view. Returns false if some index is in no part.
 using Atom = std::pair<Set, std::vector<size_t>>;
 bool find_atoms(const std::vector<Part>& parts, size_t dim, std::vector<Atom>& atoms);
 

@@ -29,7 +29,7 @@ TEST(Views, RowsWithTheSameColumnsAreOneProduct) {
   EXPECT_EQ(products[1].positions, (Set{{0, 2}, {6, 8}}));
 }
 
-TEST(Views, GroupsAreAsShortAsTheyCanBe) {
+TEST(Views, GroupsAreAsShortAsPossible) {
   const auto of = [](const Dims& from, const Dims& to) {
     std::vector<std::vector<size_t>> groups;
     for_each_group(from, to, [&](const Group& g) {
@@ -51,7 +51,7 @@ TEST(Views, TheCommonViewKeepsStridesThatDivideEachOther) {
   EXPECT_EQ(common_view({whole_part(0, {24})}, 24), Dims{24});
 }
 
-TEST(Views, AtomsAreTheIndicesThatTheSamePartsHave) {
+TEST(Views, AtomsAreIndicesHeldByTheSameParts) {
   std::vector<Part> parts = {{0, {{6, {{0, 2}, {4, 6}}}}}, {1, {{6, {{2, 6}}}}}};
   std::vector<Atom> atoms;
   ASSERT_TRUE(find_atoms(parts, 0, atoms));

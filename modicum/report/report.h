@@ -17,7 +17,7 @@ struct CheckpointFacts {
   uint64_t bytes = 0;  // tensor data
   uint64_t tensors = 0;
   uint64_t files = 0;
-  std::vector<std::string> warnings;  // optional files that are broken, unused tensors, oddities
+  std::vector<std::string> warnings;  // broken optional files, unused tensors, oddities
 };
 CheckpointFacts facts_of(const Checkpoint& checkpoint);
 
@@ -62,14 +62,14 @@ struct DeepSpeedForecast {
   double per_param(uint64_t bytes) const noexcept;
 };
 
-// The run with some flags changed, proven by its plan to fit the budget.
+// The run with some flags changed. Its plan fits the budget.
 struct Alternative {
   std::string_view strategy;
   uint64_t staging_bytes = 0;
   std::optional<StateFormat> state_format;  // of the optimizer, where there is one
   int ranks_per_node = 0;
   uint64_t peak_bytes = 0;  // of the largest node
-  std::string flags;        // that differ: "--strategy node-reader"
+  std::string flags;        // the changed ones: "--strategy node-reader"
 };
 
 struct PlanReport {
@@ -79,13 +79,13 @@ struct PlanReport {
   std::optional<Budget> budget;
   std::optional<bool> fits;               // the requested strategy
   std::optional<Error> refusal;           // BUDGET with its facts, if it does not fit
-  std::vector<Alternative> alternatives;  // that would fit, the smallest changes first
+  std::vector<Alternative> alternatives;  // runs that would fit, the smallest changes first
   std::optional<DeepSpeedForecast> deepspeed;
 };
 std::string plan_json(const PlanReport& report);
 std::string plan_text(const PlanReport& report);
 
-// One rank's outcome. Plain data: it crosses from the rank's process.
+// One rank's outcome. Plain data, since it is sent from the rank's process.
 struct RankOutcome : LoadOutcome {
   int32_t rank = 0;
   int32_t pid = 0;
@@ -113,7 +113,7 @@ struct ResumedStep {
   std::vector<Skipped> skipped;
 };
 
-// A phase of a run, and what the ranks held in it.
+// A phase of a run, with the memory of the ranks in it.
 struct PhaseReport {
   std::string name;                // "load", "step_1", "step_3"
   Promise promise;                 // of this phase
@@ -165,7 +165,7 @@ struct RehearseReport {
   std::optional<Saved> saved;  // then both digests are of the step after the save
   std::optional<Budget> budget;
 
-  // Adds the phases of a resume, its digest, and its promise where a node's is higher.
+  // Adds the phases and the digest of a resume, and its promise for the nodes where it is higher.
   void add_resumed(const LoadReport& resumed);
 };
 std::string rehearse_json(const RehearseReport& report);
@@ -186,8 +186,8 @@ struct SaveReport {
   std::string path;
   uint64_t written_bytes = 0;
   uint64_t read_bytes = 0;               // while saving: of copied tensors
-  double elapsed_s = 0;                  // until the ranks' last byte was durable
-  double durable_s = 0;                  // until the step was
+  double elapsed_s = 0;                  // until the last byte of the ranks was durable
+  double durable_s = 0;                  // until the step was durable
   uint64_t digest = 0;                   // of the model, as `load --digest`
   std::optional<uint64_t> state_digest;  // of an optimizer's parameters and moments
   std::vector<File> files;
@@ -197,7 +197,7 @@ struct SaveReport {
 std::string save_json(const SaveReport& report);
 std::string save_text(const SaveReport& report);
 
-// What differs between two checkpoints.
+// The differences between two checkpoints.
 struct DiffReport {
   struct Difference {
     std::string tensor;
@@ -212,11 +212,11 @@ struct DiffReport {
 std::string diff_json(const DiffReport& report);
 std::string diff_text(const DiffReport& report);
 
-// One checkpoint into another.
+// A conversion of a checkpoint.
 struct ConvertReport {
   CheckpointFacts checkpoint;
   Promise promise;
-  std::vector<RankOutcome> ranks;  // the only one
+  std::vector<RankOutcome> ranks;  // the only rank
   uint64_t launcher_bytes = 0;     // held by the launcher, measured
   std::string path;
   uint64_t written_bytes = 0;
@@ -230,7 +230,7 @@ struct ConvertReport {
 std::string convert_json(const ConvertReport& report);
 std::string convert_text(const ConvertReport& report);
 
-// The files of a step, of a root of steps, or of a checkpoint, and whether they are what they were.
+// The result of checking a step, a root of steps, or a checkpoint.
 struct VerifyReport {
   struct File {
     std::string name;
@@ -240,7 +240,7 @@ struct VerifyReport {
   std::vector<File> files;
   uint64_t tensors_checked = 0;
   std::vector<std::string> warnings;
-  std::optional<Error> fault;  // the first
+  std::optional<Error> fault;  // the first one
 };
 std::string verify_json(const VerifyReport& report);
 std::string verify_text(const VerifyReport& report);
@@ -260,14 +260,14 @@ struct StepTask {
   bool compares = true;
 };
 
-// Memory of the optimizer's state in bytes per parameter: by the ledger; and by the kernel, of the
-// process tree beyond `fixed_bytes`.
+// Memory of the optimizer's state in bytes per parameter: by the ledger; and by the kernel, as the
+// memory of the process tree minus `fixed_bytes`.
 struct HeldPerParam {
   double ledger = 0;
   double kernel = 0;
 };
 
-// The optimizer on its own.
+// Optimizer steps without a load.
 struct StepReport {
   StepTask task;
   int skipped_steps = 0;

@@ -85,7 +85,7 @@ TEST(PlanReport, JsonHasEveryPhaseOfEveryNode) {
       R"("node":1,"peak_bytes":115343360}]}],"budget":null,"fits":null})");
 }
 
-TEST(PlanReport, JsonHasTheVerdictOfTheBudget) {
+TEST(PlanReport, JsonSaysWhetherTheBudgetFits) {
   PlanReport report = small_plan();
   report.strategies.clear();
   report.budget = Budget{1 * kGiB, "cgroup v1 /\"a\""};
@@ -203,7 +203,7 @@ TEST(LoadReport, TextLeavesOutCheckDigestAndBudgetIfUnused) {
             "node 1     118.00 MiB                  5.00 MiB                          \n");
 }
 
-TEST(RankOutcome, LedgerBytesThatTheKernelDoesNotCountAreNegative) {
+TEST(RankOutcome, UnexplainedIsNegativeIfTheLedgerExceedsTheKernel) {
   const RankOutcome outcome = outcome_of(1, kMiB, 2 * kMiB);
   EXPECT_EQ(outcome.unexplained_bytes(), -static_cast<int64_t>(kMiB));
   LoadReport report = small_load();

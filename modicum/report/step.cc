@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-// With three digits and a power of 1000: "3.42 G". Bytes: "B/s" behind it.
+// Formats a rate with three digits and a power of 1000: "3.42 G". The caller appends the unit.
 std::string rate(double per_second) {
   constexpr std::string_view kPrefixes = "kMG";
   std::string prefix;

@@ -13,9 +13,9 @@
 
 namespace modicum {
 
-// The stored elements of a checkpoint, for `check_values`: computed for a checkpoint of `synth`,
-// else read again. Calls `heartbeat` once per call; an exception from it ends the check. One
-// thread; the checkpoint must outlive it. Errors: IO, CONFLICT.
+// Supplies the stored elements of a checkpoint to `check_values`: they are computed if `synth` has
+// written the checkpoint, else read again. Calls `heartbeat` once per call; an exception from it
+// ends the check. One thread; the checkpoint must outlive it. Errors: IO, CONFLICT.
 class Expectation {
  public:
   Expectation(const Checkpoint& checkpoint, std::function<void()> heartbeat);

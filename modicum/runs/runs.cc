@@ -40,7 +40,7 @@ std::string text_of(FileSystem& files, const std::string& path) {
   return read_text(*files.open(path));
 }
 
-// The fault of config.json, as the reason why `what` can't be determined for `tensor`.
+// Throws the fault of config.json as the reason why `what` can't be determined for `tensor`.
 [[noreturn]] void fail_for(const std::string& tensor, const std::string& what, const Error& fault) {
   Facts facts = fault.facts();
   facts.tensor = tensor;
@@ -65,7 +65,7 @@ void require_known_blocks(const Manifest& manifest, const Recipe& recipe, const 
   }
 }
 
-// make_recipe; an error that names no file names the recipe's.
+// make_recipe, whose errors name the recipe's file unless they name another one.
 Recipe named_recipe(const Checkpoint& checkpoint, const RecipeOptions& options,
                     const std::string& path) {
   try {
@@ -138,7 +138,7 @@ Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options) {
 
 namespace {
 
-// All flags, parsed before a file is opened.
+// The parsed flags. They are parsed before a file is opened.
 struct ParsedFlags {
   explicit ParsedFlags(const RunFlags& flags)
       : dtype((require_sense(flags), dtype_flag(flags.dtype))),

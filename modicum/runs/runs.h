@@ -1,8 +1,8 @@
-// The door of `runs`: from flags to an opened checkpoint, a recipe, a layout and a plan; shared by
-// the command line and Python, so that both plan alike.
+// The door of `runs`: turns flags into an opened checkpoint, a recipe, a layout and a plan. The
+// command line and Python share it, so that both make the same plans.
 //
-// RunFlags is text as the user wrote it. open_run parses each flag once, before it opens a file;
-// after that everything is typed. Values; any thread.
+// RunFlags has the user's texts. open_run parses each flag once, before it opens a file; after that
+// everything is typed. Values; any thread.
 #pragma once
 
 #include <optional>
@@ -48,7 +48,7 @@ struct RunFlags {
   bool untie = false;  // a tied tensor that is stored under both names is loaded as two targets
   std::string optimizer = "none";  // or "adamw:FORMAT": the optimizer's state is held, too
   std::string frozen;              // a regular expression: parameters that the optimizer leaves out
-  std::vector<std::string> without_state;  // FQNs of further ones (those of a saved state)
+  std::vector<std::string> without_state;  // FQNs of more of them (from a saved state)
   std::string destination = "cpu";
   std::string staging;
   std::string baseline;
@@ -61,17 +61,18 @@ struct Run {
   Recipe recipe;
   Layout layout;
   PlanOptions options;
-  std::optional<StateFormat> optimizer;  // its state is phase `step` of the plan
+  std::optional<StateFormat> optimizer;  // the plan then has a phase `step` for its state
   bool staging_given = false;
 };
-// USAGE for invalid or contradicting flags, before any file is opened. Then errors as
-// open_checkpoint's, and MISMATCH or UNSUPPORTED if the recipe does not fit the checkpoint.
+// USAGE for invalid or contradicting flags, before any file is opened. Then errors as those of
+// open_checkpoint, and MISMATCH or UNSUPPORTED if the recipe does not fit the checkpoint.
 Run open_run(FileSystem& files, const RunFlags& flags);
-// The same for a checkpoint that is open already, or is planned: `flags.directory` is not read.
+// The same for a given checkpoint, opened or yet to be written; `flags.directory` is ignored.
 Run run_of(FileSystem& files, const RunFlags& flags, Checkpoint checkpoint);
 // The recipe of `options` for a checkpoint, with ties from its config. If a value depends on a key
-// of a broken config.json (whether an embedding is tied, the block size of dequantised FP8 codes),
-// the config's error, naming the tensor. With `options.text` the recipe decides ties itself.
+// of config.json that can't be read (whether an embedding is tied, the block size of dequantised
+// FP8 codes), throws the config's error, naming the tensor. A recipe in `options.text` has its own
+// ties.
 Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options);
 // The layout of the flags for these targets. USAGE for flags that contradict each other, and where
 // a regular expression matches none of the targets; without targets, only the flags are validated.
@@ -82,16 +83,17 @@ std::vector<const TensorSpec*> targets_of(const Recipe& recipe);
 // The plan of `run` with `strategy`. With a budget, the default staging is shrunk to fit.
 Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budget>& budget);
 
-// The dtype of --dtype, none if empty; USAGE unless it can be cast to.
+// The value of --dtype, empty for an empty text; USAGE unless tensors can be cast to it.
 std::optional<DType> dtype_flag(const std::string& name);
 
-// Parses "SIZE", "auto" or "none" (no budget). `auto` is divided among `nodes`, which share this
+// Parses "SIZE", "auto" or "none" (no budget). `auto` is divided equally among `nodes`, all on this
 // machine.
 std::optional<Budget> budget_of(const std::string& flag, int nodes);
 int nodes_of(const RunFlags& flags) noexcept;
 
-// The answer of `plan`: every strategy's promise for the run of `flags`; with a budget, whether the
-// requested strategy fits it, and if not, which runs would. Reads headers, index and config only.
+// The report of verb `plan`: every strategy's promise for the run of `flags`; with a budget,
+// whether the requested strategy fits it, and if not, runs that would fit. Reads headers, index and
+// config only.
 PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::string& budget,
                        const DeepSpeedFlags& deepspeed = {});
 

@@ -63,7 +63,7 @@ TEST(Runs, TheLastNodeMayHaveFewerRanks) {
   EXPECT_EQ(nodes_of({.ranks = 2, .ranks_per_node = 4}), 1);
 }
 
-TEST(Runs, TheVerdictIsAboutTheRequestedStrategy) {
+TEST(Runs, FitsIsAboutTheRequestedStrategy) {
   MemoryFileSystem files;
   put_checkpoint(files);
   RunFlags flags{.directory = "/model", .ranks = 4, .staging = "1MiB"};
@@ -82,7 +82,7 @@ TEST(Runs, OnlyTheDefaultStagingShrinksToFit) {
   MemoryFileSystem files;
   put_checkpoint(files);
   const auto peak = [&](const std::string& staging, const std::string& budget) {
-    // The copies of a cast need staging here.
+    // The cast needs staging here.
     const RunFlags flags{.directory = "/model", .dtype = "float32", .staging = staging};
     const modicum::Run run = open_run(files, flags);
     const auto allowed = budget.empty() ? std::nullopt : budget_of(budget, 1);
@@ -92,8 +92,8 @@ TEST(Runs, OnlyTheDefaultStagingShrinksToFit) {
   EXPECT_EQ(peak("8MiB", "14MiB"), peak("8MiB", ""));
 }
 
-// Catches: an empty recipe taken for none, which would load every tensor as stored.
-TEST(Runs, AnEmptyRecipeIsNoRecipe) {
+// Catches: an empty recipe that is treated like no recipe, which loads every tensor as stored.
+TEST(Runs, AnEmptyRecipeIsRefused) {
   MemoryFileSystem files;
   put_checkpoint(files);
   for (const char* text : {"", " \n", "{", "null", "{}"}) {
@@ -108,7 +108,7 @@ TEST(Runs, AnEmptyRecipeIsNoRecipe) {
   }
 }
 
-// The category of the error of a run of /model with this config.json; none if it succeeds.
+// The error of a run of /model with this config.json; empty if it succeeds.
 std::optional<Error> failure_with(const std::vector<TensorSpec>& tensors, const char* config,
                                   const RunFlags& flags = {.directory = "/model"},
                                   const char* recipe = nullptr) {
@@ -129,9 +129,9 @@ TensorSpec spec_of(const char* name, DType dtype, std::vector<int64_t> shape) {
   return {.fqn = name, .dtype = dtype, .shape = std::move(shape)};
 }
 
-// Catches: a tie dropped or invented though config.json can't be read; a refusal though the names,
+// Catches: a tie that is guessed although config.json can't be read; a refusal although the names,
 // a recipe or --untie determine the tie.
-TEST(Runs, AnUndeterminedTieIsTheConfigsError) {
+TEST(Runs, IfATieDependsOnABrokenConfigTheConfigsErrorIsThrown) {
   const TensorSpec embedding = spec_of("model.embed_tokens.weight", DType::bf16, {8, 4});
   const TensorSpec head = spec_of("lm_head.weight", DType::bf16, {8, 4});
   const TensorSpec other = spec_of("w", DType::bf16, {8, 4});
@@ -155,8 +155,8 @@ TEST(Runs, AnUndeterminedTieIsTheConfigsError) {
                                 "name": "model.embed_tokens.weight"}}})"));
 }
 
-// Catches: a guessed block size though config.json can't be read.
-TEST(Runs, AnUndeterminedBlockSizeIsTheConfigsErrorIfCodesAreDequantised) {
+// Catches: a block size that is guessed although config.json can't be read.
+TEST(Runs, IfABlockSizeDependsOnABrokenConfigTheConfigsErrorIsThrown) {
   const std::vector<TensorSpec> blocks = {spec_of("w", DType::f8_e4m3, {192, 128}),
                                           spec_of("w_scale_inv", DType::f32, {2, 1})};
   const std::vector<TensorSpec> rows = {spec_of("w", DType::f8_e4m3, {192, 128}),
@@ -168,8 +168,8 @@ TEST(Runs, AnUndeterminedBlockSizeIsTheConfigsErrorIfCodesAreDequantised) {
     EXPECT_EQ(exit_code(error->category()), 10) << error->what();
     EXPECT_EQ(error->facts().file, "config.json");
     EXPECT_EQ(error->facts().tensor, "w");
-    EXPECT_FALSE(failure_with(blocks, broken)) << "codes stay as they are";
-    EXPECT_FALSE(failure_with(rows, broken, numbers)) << "one size alone makes this grid";
+    EXPECT_FALSE(failure_with(blocks, broken)) << "codes are loaded unchanged";
+    EXPECT_FALSE(failure_with(rows, broken, numbers)) << "only one size gives this grid";
   }
   EXPECT_FALSE(failure_with(blocks, R"({"quantization_config": {"weight_block_size": [128, 128]}})",
                             numbers));

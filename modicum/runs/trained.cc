@@ -12,7 +12,7 @@ namespace modicum {
 namespace {
 
 constexpr std::string_view kAdamW = "adamw:";
-// Per rank and parameter: each run takes 48 bytes in addition to the state, and a microsecond to
+// The limit per rank and parameter: each run takes 48 bytes besides the state, and a microsecond to
 // plan.
 constexpr size_t kMostRuns = size_t{1} << 22;
 

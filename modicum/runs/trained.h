@@ -1,4 +1,4 @@
-// The trained parameters of a load and the optimizer's state for them. Values; any thread.
+// The trained parameters of a load, and their optimizer state. Values; any thread.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +19,11 @@ namespace modicum {
 // Parses "none" (no optimizer) or "adamw:FORMAT"; else USAGE, with the nearest name.
 std::optional<StateFormat> optimizer_flag(const std::string& flag);
 
-// Staging of a rank for synthetic gradients and for masters as they are cast; committed.
+// A rank's committed staging for synthetic gradients and for casting masters.
 constexpr uint64_t kGradientStagingBytes = 1 * kMiB;
 
-// A rank's shard of a parameter. Parameters are the castable targets (fp32, bf16, fp16) other than
-// buffers and frozen ones; an alias is trained as the target that it names.
+// A rank's shard of a parameter. Parameters are the castable targets (fp32, bf16, fp16) that are
+// neither buffers nor frozen; an alias is trained as its target.
 struct TrainedShard {
   ShardSpec shard;  // without its memory
   StateFormat format = StateFormat::fp32;
@@ -32,17 +32,18 @@ struct TrainedShard {
   int64_t at = 0;
   DType dtype = DType::f32;  // as loaded
 
-  // Whether the loaded elements are the master, or its upper half. Otherwise the master has its own
-  // memory, and each step writes the new parameter to the loaded elements.
+  // Whether the loaded elements serve as the master, or as its upper half. Otherwise the master has
+  // its own memory, and each step writes the new parameter to the loaded elements.
   bool is_master() const noexcept { return dtype == row_of(format).master; }
 };
-// The parameters that do not train: no state is held for them, and they may have any dtype. A match
-// of an alias freezes the target that it names.
+// The parameters that are not trained: they have no state, and may have any dtype. An alias that
+// matches freezes its target.
 class Frozen {
  public:
-  // `expression`: --frozen, none if empty; USAGE if it is invalid. `names`: FQNs of further ones.
+  // `expression` is the value of --frozen, "" for none; USAGE if it is invalid. `names`: FQNs of
+  // more frozen parameters.
   Frozen(const std::string& expression, std::span<const std::string> names);
-  // Makes them buffers of the recipe. USAGE if the expression matches no parameter.
+  // Marks the frozen parameters as buffers in the recipe. USAGE if the expression matches none.
   void mark(Recipe& recipe) const;
 
  private:

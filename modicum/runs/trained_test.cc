@@ -1,5 +1,5 @@
 // House test (exact): the trained parameters of a load. Catches: optimizer state for padding,
-// aliases, integers or buffers; elements trained by no rank or by two; a master held twice; fp32
+// aliases, integers or buffers; elements that no rank or two ranks train; a master held twice; fp32
 // trained in fewer bits; an inputs digest without the optimizer; state for frozen parameters.
 #include "modicum/runs/trained.h"
 
@@ -125,7 +125,7 @@ TEST(Trained, LoadedMemoryIsTheMasterOrReceivesTheParameter) {
 }
 
 // A million parameters on four ranks: bytes per parameter in addition to the loaded shards.
-TEST(Trained, TheStepPhaseIsTheFormatsBytesLessTheLoadedOnes) {
+TEST(Trained, TheStepPhaseIsTheFormatsBytesMinusTheLoadedOnes) {
   MemoryFileSystem files;
   files.make_directory("/model");
   const std::vector<TensorSpec> tensors = {
@@ -205,7 +205,7 @@ TEST(Trained, DtypesThatCanNotBeTrainedAreRefused) {
   EXPECT_EQ(failure(flags), Category::unsupported);
 }
 
-TEST(Trained, WhatIsFrozenHasNoState) {
+TEST(Trained, FrozenParametersHaveNoState) {
   MemoryFileSystem files;
   put_model(files);
   const auto trained_without = [&](const std::string& frozen, std::vector<std::string> names = {}) {
@@ -261,7 +261,7 @@ TEST(Trained, AFrozenBaseMayHaveAnyDtype) {
   EXPECT_NE(refusal().find("--optimizer"), std::string::npos) << refusal();
 }
 
-// Shards of very many runs are refused before their list fills the memory.
+// Shards with too many runs are refused before the list of runs fills the memory.
 TEST(Trained, AShardOfTooManyRunsIsRefused) {
   const Manifest nothing;
   RecipeBuilder builder(nothing);

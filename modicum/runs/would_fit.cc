@@ -12,7 +12,7 @@
 namespace modicum {
 namespace {
 
-// Which inputs of a run differ from the requested ones.
+// The inputs of a run that differ from the requested ones.
 struct Change {
   bool staging = false;  // below the given size, or below the least default
   const Strategy* strategy = nullptr;
@@ -24,7 +24,7 @@ struct Change {
   }
 };
 
-// All changes, the smallest first.
+// All sets of changes, the smallest first.
 std::vector<Change> changes_of(const Run& run, const Budget& budget) {
   std::vector<const Strategy*> others = {nullptr};
   for (const Strategy& strategy : strategies()) {

@@ -10,10 +10,10 @@ namespace modicum {
 
 struct Run;
 
-// For a `run` that does not fit `budget`, the runs that do with as few changed flags as possible,
-// of staging, strategy, state format and ranks per node. Smallest changes first: by number, then in
-// the order just given, each changed only as far as needed. Every one is proven by its plan. Empty
-// if none fits.
+// For a `run` that does not fit `budget`: the runs that fit with the fewest changes to staging,
+// strategy, state format and ranks per node. Sorted by the number of changes, then in the order
+// just given; each flag is changed only as far as needed. Each run has been planned and fits. Empty
+// if there is none.
 std::vector<Alternative> would_fit(const Run& run, const Budget& budget);
 
 }  // namespace modicum

@@ -10,7 +10,7 @@
 namespace modicum {
 
 // The interval [lo, hi) of one dim of `size` elements, of a tensor or of any shape with the same
-// row-major order. Neighbours in this dim are `step` elements apart in the destination.
+// row-major order. Neighbours in this dim are `step` elements from each other in the destination.
 struct BoxDim {
   int64_t size;
   int64_t lo;

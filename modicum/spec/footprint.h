@@ -71,7 +71,7 @@ struct Promise {
   uint64_t rank_peak_bytes(int rank) const noexcept;  // in its highest phase
   // The node's ranks, each in its own peak phase or all in `phase`, plus the launcher.
   Footprint on_node(int node, const Phase* phase = nullptr) const noexcept;
-  // The sum of on_node(node): ranks are never assumed to be in the same phase.
+  // The sum of on_node(node). Ranks may be in different phases at the same time.
   uint64_t node_peak_bytes(int node) const noexcept;
   std::vector<uint64_t> node_peaks() const;  // of every node
   const Phase& peak_phase(int rank) const noexcept;
@@ -84,8 +84,8 @@ constexpr uint64_t kLauncherBytes = 8 * kMiB;
 // A rank process before Modicum allocates.
 constexpr uint64_t kBaselineBytes = 2 * kMiB;
 
-// The promise of phases that list what each rank charges. Adds `process_bytes` and page tables to
-// each rank. `ranks_per_node` 0: all ranks on one node.
+// The promise for phases that list the charges of each rank. Adds `process_bytes` and page tables
+// to each rank. `ranks_per_node` 0: all ranks on one node.
 Promise make_promise(std::vector<Phase> charged, uint64_t process_bytes = kBaselineBytes,
                      int ranks_per_node = 0);
 

@@ -15,7 +15,7 @@ Footprint of(uint64_t process, uint64_t shards, uint64_t staging) {
   return footprint;
 }
 
-TEST(Footprint, TheLedgersTotalLeavesTheProcessOut) {
+TEST(Footprint, TheLedgersTotalExcludesTheProcess) {
   Footprint footprint = of(10, 2, 3);
   footprint[Purpose::page_tables] = 100;
   EXPECT_EQ(footprint.total(), 115u);
@@ -40,7 +40,7 @@ TEST(Promise, ANodesPeakIsTheSumOfEachRanksOwnPeakAndTheLauncher) {
   EXPECT_EQ(promise.on_node(0, &promise.phases[1]), of(1002, 50, 0));
 }
 
-TEST(Promise, APeakKnowsItsPhase) {
+TEST(Promise, APeakHasItsPhase) {
   const Promise promise = two_nodes();
   EXPECT_EQ(promise.peak_phase(0).name, "load");
   EXPECT_EQ(promise.peak_phase(1).name, "hold");

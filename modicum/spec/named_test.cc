@@ -7,7 +7,7 @@
 namespace modicum {
 namespace {
 
-TEST(IndexNamed, FindsANameAndAnswersATypoWithAllOfThem) {
+TEST(IndexNamed, FindsANameAndListsAllNamesForATypo) {
   const std::vector<std::string> names = {"fsdp2", "hsdp", "none"};
   EXPECT_EQ(index_named("layout", "none", names), 2U);
   try {

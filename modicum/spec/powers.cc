@@ -15,7 +15,7 @@ uint64_t reduce(Wide value) noexcept {
 uint64_t subtract(uint64_t a, uint64_t b) noexcept { return reduce(Wide{a} + kPrime - b); }
 uint64_t multiply(uint64_t a, uint64_t b) noexcept { return reduce(Wide{a} * b); }
 
-// By Fermat's little theorem: a^(p - 2).
+// a^(p - 2), the inverse by Fermat's little theorem.
 uint64_t inverse(uint64_t a) noexcept {
   uint64_t result = 1;
   for (uint64_t exponent = kPrime - 2; exponent > 0; exponent >>= 1) {

@@ -1,4 +1,4 @@
-// Fingerprints of sets of places: the proof that strided runs tile a range.
+// Fingerprints of sets of places, which prove that strided runs tile a range.
 #pragma once
 
 #include <array>
@@ -7,8 +7,8 @@
 
 namespace modicum {
 
-// The powers of a point x in the field of the integers modulo the prime p = 2^61 - 1, by table: at
-// most sixteen multiplications for any exponent. Immutable; any thread may read.
+// The powers of a point x in the field of integers modulo the prime p = 2^61 - 1. With a table, any
+// exponent takes at most sixteen multiplications. Immutable; any thread may read.
 class Powers {
  public:
   static constexpr uint64_t kPrime = (uint64_t{1} << 61) - 1;
@@ -16,7 +16,7 @@ class Powers {
   uint64_t power(uint64_t exponent) const noexcept;
   // x^at + x^(at + stride) + ... + x^(at + (n - 1) stride); `stride` may be negative.
   uint64_t sum(uint64_t at, int64_t stride, uint64_t n) const noexcept;
-  // The sum of x^(at + k stride + i step) over k < count and i < n, a product of two of those.
+  // The sum of x^(at + k stride + i step) over k < count and i < n: a product of two such sums.
   struct Series {
     int64_t step = 1;
     uint64_t n = 0;

@@ -6,7 +6,7 @@ namespace modicum {
 namespace {
 
 // The table agrees with repeated multiplication by an independent implementation of the field.
-TEST(Powers, AreThoseOfRepeatedMultiplication) {
+TEST(Powers, EqualRepeatedMultiplication) {
   __extension__ typedef unsigned __int128 Wide;
   constexpr uint64_t kPrime = Powers::kPrime;
   for (const uint64_t x : {uint64_t{2}, uint64_t{3}, kPrime - 1, uint64_t{1234567890123456789}}) {

@@ -27,7 +27,7 @@ struct BlockSizes {
 
 BlockSizes block_sizes(int64_t size, int64_t count) noexcept {
   if (size == 0) return {1, count == 0 ? 1 : 0};
-  if (count == 1) return {size, size};  // larger blocks cut the dim alike
+  if (count == 1) return {size, size};  // larger blocks divide the dim in the same way
   if (count < 1 || count > size) return {};
   return {ceil_div(size, count), ceil_div(size, count - 1) - 1};
 }
@@ -75,7 +75,7 @@ std::optional<MatrixSize> block_of(const std::vector<int64_t>& codes,
   if (numel_of(scales) == 1) return MatrixSize{at_least_one(size[0]), at_least_one(size[1])};
   if (!have_equal_outer_dims(codes, scales)) return std::nullopt;
   const MatrixSize count = matrix_of(scales);
-  // The last block of a dim may be ragged.
+  // The last block of a dim may be smaller.
   if (configured && ceil_div(size[0], (*configured)[0]) == count[0] &&
       ceil_div(size[1], (*configured)[1]) == count[1]) {
     return configured;

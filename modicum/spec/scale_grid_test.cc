@@ -9,7 +9,7 @@ using Shape = std::vector<int64_t>;
 
 constexpr MatrixSize k128{128, 128};
 
-TEST(BlockOf, TheConfiguredSizeMayLeaveRaggedEdges) {
+TEST(BlockOf, TheConfiguredSizeMayLeaveIncompleteBlocks) {
   EXPECT_EQ(block_of({200, 300}, {2, 3}, k128), k128);
   EXPECT_EQ(block_of({128, 1}, {1, 1}, k128), (MatrixSize{128, 1}));  // one scale: all of it
   EXPECT_EQ(block_of({5, 256, 129}, {5, 2, 2}, k128), k128);
@@ -17,8 +17,8 @@ TEST(BlockOf, TheConfiguredSizeMayLeaveRaggedEdges) {
   EXPECT_EQ(block_of({0, 300}, {0, 3}, k128), k128);
 }
 
-// Catches: a guessed size though several make the grid.
-TEST(BlockOf, WithoutAConfiguredSizeOnlyOneMayMakeTheGrid) {
+// Catches: a size that is guessed although several give the grid.
+TEST(BlockOf, WithoutAConfiguredSizeTheGridMustAllowOnlyOne) {
   EXPECT_EQ(block_of({7, 64}, {7, 1}, k128), (MatrixSize{1, 64}));  // one per row
   EXPECT_EQ(block_of({0, 64}, {0, 1}, std::nullopt), (MatrixSize{1, 64}));
   EXPECT_EQ(block_of({1, 7}, {1, 4}, std::nullopt), (MatrixSize{1, 2}));  // 2 + 2 + 2 + 1
@@ -26,8 +26,8 @@ TEST(BlockOf, WithoutAConfiguredSizeOnlyOneMayMakeTheGrid) {
   EXPECT_EQ(block_of({256, 384}, {8, 3}, k128), std::nullopt);
 }
 
-// Agrees with trying every size.
-TEST(BlockOf, IsTheOnlySizeThatMakesTheGridOrNone) {
+// Compares block_of with trying every size.
+TEST(BlockOf, IsTheOnlyPossibleSizeOrNone) {
   for (int64_t size = 1; size <= 40; ++size) {
     for (int64_t count = 1; count <= 42; ++count) {
       std::vector<int64_t> makes;
@@ -65,8 +65,8 @@ TEST(BlockOf, ASingleScaleCoversAllCodes) {
   }
 }
 
-// Catches: scales per row taken for scales per column; a guessed grid.
-TEST(BlockOf, AGridOfNoSizeHasNone) {
+// Catches: scales per row that are mistaken for scales per column; a guessed grid.
+TEST(BlockOf, AGridThatFitsNoSizeHasNone) {
   EXPECT_EQ(block_of({200, 301}, {2, 2}, std::nullopt), std::nullopt);
   EXPECT_EQ(block_of({200, 300}, {2, 7}, k128), std::nullopt);
   EXPECT_EQ(block_of({256, 256}, {256}, std::nullopt), std::nullopt);
@@ -99,7 +99,7 @@ TEST(ScaleGrid, FindsTheScaleOfEachCode) {
   }
 }
 
-TEST(ScaleGrid, ASingleScaleIsForAllCodes) {
+TEST(ScaleGrid, ASingleScaleAppliesToAllCodes) {
   for (const Shape& one : {Shape{}, Shape{1, 1}, Shape{1, 1, 1}}) {
     const Manifest manifest = pair_of({3, 4, 5}, one, {4, 5});
     const ScaleGrid grid = scale_grid(manifest, manifest.tensors[0]);

@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-TEST(DType, TheTableIsTheFormats) {
+TEST(DType, TheTableEqualsTheFormats) {
   struct Row {
     DType dtype;
     std::string_view stored;

@@ -20,7 +20,7 @@ constexpr std::array<StateFormatRow, 7> kRows = {{
     {StateFormat::int8_moments_fp32, "int8-moments-fp32", DType::f32, DType::boolean, DType::f32,
      DType::i8},
 }};
-constexpr size_t kAsked = 5;  // the first ones
+constexpr size_t kAsked = 5;  // the first ones can be requested
 
 }  // namespace
 

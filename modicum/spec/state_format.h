@@ -26,7 +26,8 @@ enum class StateFormat : uint8_t {
 constexpr int64_t kScaleBlock = 128;
 
 // The blocks of a parameter's elements that share a scale: of kScaleBlock elements each within a
-// row, whose last block may be shorter. So no cut between rows divides a block. With rows of 300:
+// row, whose last block may be shorter. So a shard of whole rows divides no block. With rows of
+// 300:
 //
 //   index  0 .... 128 .... 256 .. 300 .... 428 .... 556 .. 600
 //   block  0      1        2      3        4        5
@@ -50,7 +51,7 @@ class ScaleBlocks {
   }
 
  private:
-  // Blocks of rows of whole blocks are those of a single row.
+  // If rows consist of whole blocks, the blocks are those of a single row.
   static constexpr int64_t kUncut = int64_t{1} << 62;
   int64_t row_;
   int64_t of_row_;
@@ -71,21 +72,21 @@ struct StateFormatRow {
 };
 
 std::span<const StateFormatRow> all_state_formats() noexcept;
-// Those that a user can ask for.
+// The formats that a user can request.
 std::span<const StateFormatRow> state_formats() noexcept;
 const StateFormatRow& row_of(StateFormat format) noexcept;
 const StateFormatRow& state_format_named(std::string_view name);  // USAGE with the nearest name
 
-// The format of a parameter of `dtype` and `shape` when the user asks for `asked`, which names its
-// moments. A bf16 parameter can be the upper half of a split master. Any other dtype has a whole
+// The format of a parameter of `dtype` and `shape` if the user requests `asked`, which determines
+// the moments. A bf16 parameter can be the upper half of a split master. Any other dtype has an
 // fp32 master, since a split one would lose precision or range. A parameter without rows for 8-bit
-// moments (see moment_row) keeps fp32 ones.
+// moments (see moment_row) has fp32 ones.
 StateFormat state_format_of(DType dtype, std::span<const int64_t> shape,
                             StateFormat asked) noexcept;
 
-// The elements of a row, within which the blocks of 8-bit moments lie: the least product of
-// trailing dims, without dim 0, that is kScaleBlock or more. 0 for parameters without one, as
-// vectors are, and for those of fewer than kLeastCoded elements.
+// The elements of a row for 8-bit moments, whose blocks don't cross rows: the least product of
+// trailing dims, without dim 0, that is kScaleBlock or more. 0 for parameters without such a
+// product (for example vectors), and for those of fewer than kLeastCoded elements.
 //
 //   [4096, 14336] -> 14336    [8, 512, 100] -> 51200    [64, 3, 7, 7] -> 147
 //   [4096] -> 0               [8192, 16] -> 0

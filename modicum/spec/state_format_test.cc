@@ -32,7 +32,7 @@ TEST(ScaleBlocks, LieWithinRows) {
   }
 }
 
-TEST(StateFormatOf, TheMasterFollowsTheParameter) {
+TEST(StateFormatOf, TheMasterDependsOnTheParametersDtype) {
   const auto name_of = [](DType dtype, const Shape& shape, const char* asked) {
     return row_of(state_format_of(dtype, shape, state_format_named(asked).format)).name;
   };
@@ -55,13 +55,13 @@ TEST(StateFormatOf, TheMasterFollowsTheParameter) {
   }
 }
 
-TEST(StateFormatOf, NamesThatFollowFromAParameterAreNotAskedFor) {
+TEST(StateFormatOf, DerivedFormatsCantBeRequested) {
   for (const StateFormatRow& row : all_state_formats().subspan(state_formats().size())) {
     EXPECT_THROW(state_format_named(row.name), Error) << row.name;
   }
 }
 
-TEST(MomentRow, IsTheLeastTrailingProductOfAWholeBlockWithoutDim0) {
+TEST(MomentRow, IsTheLeastTrailingProductOfABlockOrMore) {
   EXPECT_EQ(moment_row(Shape{4096, 14336}), 14336);
   EXPECT_EQ(moment_row(Shape{8, 512, 100}), 51200);
   EXPECT_EQ(moment_row(Shape{64, 3, 7, 7}), 147);

@@ -30,11 +30,11 @@ struct TensorSpec {
 // and is not checked again. Sums over ranks saturate.
 constexpr uint64_t kMaxModelBytes = uint64_t{1} << 60;
 
-// The product of the dims; 1 for 0-d. None if a dim is negative, or if the product of the nonzero
+// The product of the dims; 1 for 0-d. Empty if a dim is negative, or if the product of the nonzero
 // dims exceeds 2^63-1. So if a shape has a numel, no stride and no product of some of its dims
 // overflows. (torch refuses [0, 2^62, 2^62], too: "Stride calculation overflowed".)
 std::optional<int64_t> checked_numel(const std::vector<int64_t>& shape) noexcept;
-// Bytes of a tensor, rounded up for elements smaller than a byte. None without a numel, or above
+// Bytes of a tensor, rounded up for elements smaller than a byte. Empty without a numel, or above
 // kMaxModelBytes.
 std::optional<uint64_t> checked_bytes(DType dtype, const std::vector<int64_t>& shape) noexcept;
 
@@ -73,7 +73,7 @@ struct Stored {
   bool operator==(const Stored&) const = default;
 };
 
-// Identifies the content of a file by what stat(2) reports. Taken when the header is proven,
+// Identifies the content of a file by its stat(2) data. Taken when the header is validated,
 // compared whenever the file is opened again and after its last read. Limit: two writes within one
 // tick of the kernel's clock (1 to 10 ms) have the same times.
 struct FileIdentity {
@@ -94,13 +94,13 @@ struct DataFile {
   bool operator==(const DataFile&) const = default;
 };
 
-// A proven checkpoint: the tensors of a file tile its data without gap or overlap. Tensors are
+// A validated checkpoint: the tensors of a file tile its data without gap or overlap. Tensors are
 // sorted by (file, begin), so the order of indices is the order of a sequential read.
 struct Manifest {
   std::vector<DataFile> files;
   std::vector<Stored> tensors;
-  // Over tensors' names, dtypes, shapes, extents and scales, and files' names and sizes; not over
-  // inodes or times, so that copies of a checkpoint agree.
+  // A digest over tensors' names, dtypes, shapes, extents and scales, and files' names and sizes;
+  // not over inodes or times, so that copies of a checkpoint have equal identities.
   Digest identity;
   bool only_rank_0 = false;  // the files are in rank 0's memory, unreadable for other ranks
 

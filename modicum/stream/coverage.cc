@@ -54,7 +54,7 @@ Coverage::Places Coverage::expected(uint32_t buffer) const {
   return count == 0 ? Places{} : Places{places.begin, places.begin + count};
 }
 
-// A transfer of any size costs the same.
+// The closed forms make the cost independent of the transfer's size.
 void Coverage::tick(const Transfer& done) noexcept {
   const Runs& r = done.runs;
   if (r.count <= 0 || r.length <= 0) return;

@@ -20,8 +20,8 @@ namespace modicum {
 // If the places are not exactly 0, 1, ..., n - 1, each once, the two sides are different
 // polynomials of a degree below n. They agree at n - 1 points at most, so any defect goes unnoticed
 // with a probability of at most n / 2^61 (2e-9 for 4 billion elements). Places outside the buffer
-// are an error of their own. A compared alias is counted over the places of the target that it
-// names. `tick` may be called by any thread.
+// are an error of their own. A compared alias is counted over the places of its target. `tick` may
+// be called by any thread.
 class Coverage {
  public:
   // `point`: above 1 and below Powers::kPrime, independent of the plan.

@@ -26,7 +26,7 @@ class Buffer1 {
   Buffer1(const Buffer1&) = delete;
   Buffer1& operator=(const Buffer1&) = delete;
 
-  // The error of the proof after these transfers; none if they are proven.
+  // The error of Coverage::prove after these transfers; empty if it succeeds.
   std::optional<Error> failure_of(const Places& places,
                                   uint64_t point = Coverage::random_point()) const {
     Coverage coverage(plan_, 0, point);
@@ -63,8 +63,8 @@ Places stretches(int64_t numel) {
   return places;
 }
 
-// A `rows` x `columns` matrix: most of it written column by column, as a transpose does, a few rows
-// written row by row.
+// The transfers of a `rows` x `columns` matrix: most of it written column by column, as a transpose
+// does, a few rows written row by row.
 Places turned(int64_t rows, int64_t columns) {
   const int64_t half = rows / 2;
   return {{.count = columns, .length = half, .at = 0, .at_stride = 1, .at_step = columns},
@@ -90,7 +90,8 @@ TEST(Coverage, ATilingIsProvenInAnyOrder) {
   EXPECT_TRUE(Buffer1(0).proves({}));
 }
 
-// Catches: a proof that always succeeds; a transfer dropped, doubled, shifted, of a wrong length.
+// Catches: a proof that always succeeds; a transfer that is omitted, repeated, shifted or of the
+// wrong length.
 TEST(Coverage, EachMutationOfATilingIsDetected) {
   for (const auto& [numel, tiling] : tilings()) {
     const Buffer1 buffer(numel);
@@ -123,7 +124,7 @@ TEST(Coverage, EachMutationOfATilingIsDetected) {
   }
 }
 
-TEST(Coverage, ExchangedLengthsAndPlacesAreDetected) {
+TEST(Coverage, SwappedLengthsAndPlacesAreDetected) {
   const Places tiling = stretches(200);
   const Buffer1 buffer(200);
   for (size_t i = 0; i < tiling.size(); ++i) {
@@ -141,7 +142,7 @@ TEST(Coverage, ExchangedLengthsAndPlacesAreDetected) {
 
 // Sets of places with the count, the sum and the sum of squares of a tiling (the last one also of
 // cubes): power sums would accept them.
-TEST(Coverage, EqualPowerSumsAreNoProof) {
+TEST(Coverage, WrongPlacesWithEqualPowerSumsAreDetected) {
   const auto singles = [](std::vector<int64_t> of) {
     Places places;
     for (const int64_t at : of) places.push_back({.length = 1, .at = at});
@@ -164,7 +165,7 @@ TEST(Coverage, PlacesOutsideOfTheBufferAreDetected) {
 }
 
 // A dim that is written backwards.
-TEST(Coverage, NegativeStridesCountDown) {
+TEST(Coverage, NegativeStridesAreCounted) {
   EXPECT_TRUE(Buffer1(6).proves({{.length = 6, .at = 5, .at_step = -1}}));
   EXPECT_TRUE(Buffer1(6).proves({{.count = 3, .length = 2, .at = 4, .at_stride = -2}}));
   EXPECT_FALSE(Buffer1(6).proves({{.count = 3, .length = 2, .at = 4, .at_stride = -1}}));
@@ -181,7 +182,7 @@ TEST(Coverage, TheFailureNamesTheTensorAndTheCounts) {
 }
 
 // The closed forms agree with adding one element at a time.
-TEST(Coverage, TheSumsAreThoseOfSingleElements) {
+TEST(Coverage, ClosedFormsEqualElementwiseSums) {
   for (int64_t numel = 0; numel <= 200; ++numel) {
     Places singles;
     for (int64_t i = 0; i < numel; ++i) singles.push_back({.length = 1, .at = i});

@@ -10,9 +10,9 @@
 
 namespace modicum {
 
-// The files of a save for one worker; at most one is open. Dirty pages that are left to the kernel
-// make a save 3 to 6 times slower, and are charged to the cgroup. So after each kWindowBytes the
-// writer starts to write them back, and waits for those of the window before:
+// Writes the files of a save for one worker; at most one is open. Dirty pages that are left to the
+// kernel make a save 3 to 6 times slower, and are charged to the cgroup. So after each kWindowBytes
+// the writer starts to write the window back, and waits for the one before:
 //
 //   window     0         1         2         3
 //              on disk   on disk   started   being written

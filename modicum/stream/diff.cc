@@ -18,7 +18,7 @@ class Comparison {
   Comparison(const Checkpoint& a, const Checkpoint& b, FunctionRef<void(uint64_t)> poll)
       : a_(a), b_(b), poll_(poll), buffer_(kDiffBytes) {}
 
-  // Adds what differs, if anything does.
+  // The difference of two tensors' values, if any.
   std::optional<Difference> values(const Stored& of_a, const Stored& of_b) {
     Difference found{.tensor = of_a.spec.fqn, .count = 0};
     const auto half = std::span(buffer_).first(buffer_.size() / 2);

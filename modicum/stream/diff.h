@@ -15,13 +15,13 @@ struct Difference {
   enum class Kind : uint8_t { only_in_a, only_in_b, dtype, shape, values };
   std::string tensor;
   Kind kind = Kind::values;
-  int64_t first_index = 0;  // row-major, of the first element that differs
-  int64_t count = 0;        // of the elements that differ: all of them unless `values`
+  int64_t first_index = 0;  // row-major index of the first differing element
+  int64_t count = 0;        // of differing elements: all elements unless the kind is `values`
 };
 std::string_view kind_name(Difference::Kind kind) noexcept;
 
 struct Differences {
-  std::vector<Difference> found;  // in the order of A's tensors, then what only B has
+  std::vector<Difference> found;  // in the order of A's tensors, then those that only B has
   uint64_t tensors = 0;           // with a name in both
   uint64_t bytes = 0;             // compared, of each checkpoint
 };

@@ -1,4 +1,4 @@
-// FP8 dequantisation for checks. Independent: it shares no code with a load's.
+// FP8 dequantisation for checks. Shares no code with the dequantisation of a load.
 #pragma once
 
 #include <array>
@@ -8,8 +8,8 @@
 
 namespace modicum {
 
-// Values of FP8 codes by the definition of the format, one by one. Fetches scales as needed. One
-// thread.
+// Computes the values of FP8 codes one by one, from the definition of the format. Fetches scales as
+// needed. One thread.
 class ExpectedFp8 {
  public:
   ExpectedFp8(const Plan& plan, ExpectedElements expected) : plan_(plan), expected_(expected) {}

@@ -1,4 +1,4 @@
-// Test doubles of Sink: a device, which has no host memory and takes only copies.
+// Test doubles of Sink.
 #pragma once
 
 #include <vector>
@@ -29,7 +29,7 @@ class DiscardSink final : public Sink {
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override {
     sum_.add(buffer, at, elements);
   }
-  // Nothing is left to give.
+  // The elements were dropped.
   void fetch(uint32_t, int64_t, std::span<std::byte>) override { MODICUM_ASSERT(false); }
   uint64_t digest() const noexcept { return sum_.value(); }
 

@@ -10,7 +10,7 @@ bool is_zero(std::span<const std::byte> bytes) noexcept {
 }
 
 // Calls `fn(begin, end)` for the stretches of `bytes` that are not zero, in whole pages of the
-// file; the first byte is byte `at` of it. Elsewhere the file, which is new, reads as zero.
+// file; bytes[0] is byte `at` of the file. Pages that are not written read as zero.
 template <typename Fn>
 void for_each_written(std::span<const std::byte> bytes, uint64_t at, const Fn& fn) {
   uint64_t begin = 0;

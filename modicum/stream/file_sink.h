@@ -12,15 +12,15 @@
 
 namespace modicum {
 
-// Writes whole targets at their places in the files of `saved`, which exist. For plans of one rank
-// that holds every target whole (whole_layout), with Destination::copy.
+// Writes targets to their extents in the existing files of `saved`. For plans of one rank that
+// holds every target unsharded (whole_layout), with Destination::copy.
 class FileSink final : public Sink {
  public:
   struct Options {
-    bool keeps_holes = false;  // pages of zeros are not written, so that they take no space
+    bool keeps_holes = false;  // pages of zeros are not written and take no space
   };
-  // By target of the plan, `places` is its tensor in `saved`; UINT32_MAX for aliases, which take no
-  // elements. All must outlive the sink.
+  // places[t] is the tensor of `saved` that target t is written to; UINT32_MAX for aliases, which
+  // take no elements. All arguments must outlive the sink.
   FileSink(const Plan& plan, const Manifest& saved, std::span<const uint32_t> places,
            const SaveFiles& to, Options options);
   FileSink(const Plan&&, const Manifest&, std::span<const uint32_t>, const SaveFiles&,

@@ -1,5 +1,5 @@
 // House tests of dequantised FP8 codes: exact, value and fault, with ranks as threads and files in
-// memory. The reference computes blocks by itself and does not use the manifest's.
+// memory. The reference computes block sizes itself, without the manifest's.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -63,8 +63,8 @@ struct Model {
   }
 };
 
-// Ragged blocks in both dims; codes of more than one slot; scales per tensor, row and column;
-// experts; all dtypes of scales.
+// Incomplete blocks in both dims; a tensor larger than a staging slot; scales per tensor, row and
+// column; experts; all dtypes of scales.
 Model all_kinds() {
   using S = std::vector<int64_t>;
   constexpr DType kE4m3 = DType::f8_e4m3, kE5m2 = DType::f8_e5m2;
@@ -271,7 +271,8 @@ void expect_grid(const Model& model, const Recipe& recipe) {
   }
 }
 
-// exact and value: cuts inside blocks, ragged blocks, every strategy, both destinations. The
+// exact and value: shards that end inside blocks, incomplete blocks, every strategy, both
+// destinations. The
 // ledger's peak equals the promise, reads and sends equal the plan's counts. Catches: a scale block
 // shifted by one, rows of scales that were not read, a code rounded before it is scaled, a window
 // without room for the scales.
@@ -282,14 +283,14 @@ TEST(LoadFp8, EveryKindOfScaleIsDequantised) {
   }
 }
 
-TEST(LoadFp8, WithoutADTypeCodesAndScalesStay) {
+TEST(LoadFp8, WithoutADtypeCodesAndScalesAreLoadedUnchanged) {
   const Model model = all_kinds();
   const Recipe recipe = make_recipe(model.checkpoint.manifest);
   EXPECT_EQ(recipe.targets.size(), model.tensors.size());
   expect_grid(model, recipe);
 }
 
-TEST(LoadFp8, SomeMayBecomeNumbersAndOthersStay) {
+TEST(LoadFp8, SomeTensorsMayBeDequantisedAndOthersNot) {
   const Model model = all_kinds();
   expect_grid(model, make_recipe(model.checkpoint.manifest, {.keep_fp32 = "ragged|experts|row"}));
 }
@@ -309,8 +310,8 @@ Model experts() {
   return Model(std::move(of));
 }
 
-// Codes that are permuted, gathered and sliced keep their own scales.
-TEST(LoadFp8, ExpertsAreStackedTurnedAndDequantised) {
+// Codes that a recipe permutes, gathers and slices keep their own scales.
+TEST(LoadFp8, ExpertsAreStackedTransposedAndDequantised) {
   const Model model = experts();
   RecipeBuilder b(model.checkpoint.manifest);
   const auto of = [&](int e, const char* kind) {
@@ -354,7 +355,7 @@ TEST(LoadFp8, AWrongScaleFailsTheCheck) {
 }
 
 // fault. Catches: the identity of the scales' file is not compared after its last read.
-TEST(LoadFp8, AFileWrittenOverAtAnyMomentIsAConflict) {
+TEST(LoadFp8, AFileOverwrittenAtAnyMomentIsAConflict) {
   Model model = experts();
   const Recipe recipe = make_recipe(model.checkpoint.manifest, {.dtype = DType::bf16});
   const std::string original = model.files.get("/m/model.safetensors");

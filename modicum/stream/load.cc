@@ -68,8 +68,8 @@ class Load {
                                     staging_.empty() ? 0 : share);
   }
 
-  // One thread of the load. Workers share a walk without a queue: each generates all of it and acts
-  // on every count-th item. With one worker every turn is its own.
+  // One thread of the load. Workers share the reads without a queue: each generates all of them
+  // and carries out every count-th one.
   struct Worker {
     Worker(Load& load, int index_of, int workers)
         : index(index_of),
@@ -91,7 +91,8 @@ class Load {
     const int index, count;
     int64_t next = 0;
     const std::span<std::byte> share, slot;
-    // Scales are elsewhere in the files: their own reader keeps the codes' page cache windows.
+    // Scales are elsewhere in the files. A reader of their own leaves the codes' page cache windows
+    // undisturbed.
     DataReader codes, scales;
     Writer writer;
   };
@@ -130,8 +131,8 @@ class Load {
     make(worker);
   }
 
-  // Transfers that need no read. Caller-provided tensors are produced on the calling thread, which
-  // is the last worker's.
+  // Carries out transfers that read no file. Caller-provided tensors are produced on the calling
+  // thread, which is the last worker.
   void make(Worker& worker) {
     for_each_made_transfer(plan_, at_.rank, [&](const Transfer& made) {
       const bool is_callers = made.source == Transfer::Source::caller;
@@ -156,8 +157,8 @@ class Load {
     make(worker);
   }
 
-  // node-reader: the leader reads what any rank of its node needs and broadcasts it; each rank
-  // copies out the part that it wants.
+  // node-reader: the leader reads every byte that a rank of its node needs and broadcasts it; each
+  // rank copies its part.
   void stream_on_node(Worker& worker) {
     const std::vector<int> group = exchange_group(plan_, at_.rank);
     const auto place = static_cast<size_t>(at_.rank - group.front());
@@ -201,7 +202,8 @@ class Load {
                plan_.manifest->tensors[stored].scale->tensor, scale, worker.scales);
   }
 
-  // A transfer's first element in a slot whose first byte is byte `begin` of its file.
+  // The address of a transfer's first element in a slot that was read from byte `begin` of the
+  // file.
   const std::byte* place_in(std::span<std::byte> slot, uint64_t begin,
                             const Transfer& transfer) const {
     const Stored& stored = plan_.manifest->tensors[transfer.from];

@@ -47,7 +47,7 @@ Specs odd_sizes(DType dtype) {
     specs.push_back(spec("m" + std::to_string(n), dtype, {n, 3}));
     specs.push_back(spec("t" + std::to_string(n), dtype, {2, n, 5}));
   }
-  specs.push_back(spec("large", dtype, {301, 700}));  // more than a slot
+  specs.push_back(spec("large", dtype, {301, 700}));  // larger than a staging slot
   return specs;
 }
 
@@ -121,7 +121,7 @@ RankResult load_one(const Case& c, int rank, Board& board, Exchange* exchange) {
   return result;
 }
 
-// All ranks as threads. A rank that fails reports to the board, as a rank process does.
+// Runs all ranks as threads. A failing rank reports to the board, as a rank process does.
 std::vector<RankResult> load_all(const Case& c, std::optional<ErrorRecord>* failure = nullptr) {
   SteadyClock clock;
   SharedBoard board(c.plan->ranks(), clock);
@@ -147,7 +147,7 @@ Plan plan_of(const Checkpoint& checkpoint, const Recipe& recipe, Layout layout,
       {.strategy = &strategy, .ranks_per_node = ranks_per_node, .staging_bytes = kStaging});
 }
 
-// --- the simulator: the memory of a load computed without `plan` ---
+// --- the simulator: computes the memory of a load without the room `plan` ---
 
 struct Simulated {
   uint64_t shards = 0, window = 0, staging = 0;
@@ -295,9 +295,9 @@ void expect_grid(Model& model, const Recipe& recipe) {
   }
 }
 
-// exact: promise == ledger == simulator to the byte; values right; one digest. Catches: a transfer
-// dropped, doubled, shifted or mis-cast; a read one byte too long; a charge other than promised; a
-// rank's promise one page short.
+// exact: promise, ledger and simulator are equal to the byte; the values are right; all layouts
+// have one digest. Catches: a transfer that is omitted, repeated, shifted or cast wrongly; a read
+// one byte too long; a charge that was not promised; a rank's promise one page short.
 TEST(LoadExact, OddSizesAsStored) {
   Model model(odd_sizes(DType::bf16));
   expect_grid(model, identity_recipe(model.checkpoint.manifest));
@@ -313,7 +313,7 @@ TEST(LoadExact, OddSizesCast) {
   }
 }
 
-TEST(LoadExact, ExpertsStackedConcatenatedAndTurned) {
+TEST(LoadExact, ExpertsStackedConcatenatedAndTransposed) {
   for (const DType to : {DType::bf16, DType::f32}) {
     Model model(tiny_moe(DType::bf16));
     Recipe recipe = moe_recipe(model.checkpoint.manifest);
@@ -322,7 +322,7 @@ TEST(LoadExact, ExpertsStackedConcatenatedAndTurned) {
   }
 }
 
-// Every layout of two models; all give the model's digest.
+// Loads the model in every layout; all give the same digest.
 void expect_one_digest(const Specs& specs) {
   Model model(specs);
   const Recipe recipe = identity_recipe(model.checkpoint.manifest);
@@ -359,7 +359,7 @@ TEST(LoadExact, OtherLayoutsAndThreads) {
 }
 
 // A sink that takes only copies from staging gets the same elements.
-TEST(LoadExact, ADeviceGetsTheSameByCopies) {
+TEST(LoadExact, ADeviceGetsTheSameElementsByCopies) {
   Model model(tiny_moe(DType::bf16));
   Recipe recipe = moe_recipe(model.checkpoint.manifest);
   set_dtype(recipe, DType::f32, "");
@@ -380,7 +380,7 @@ TEST(LoadExact, ADeviceGetsTheSameByCopies) {
   }
 }
 
-TEST(LoadExact, DiscardingGivesTheDigestOfKeeping) {
+TEST(LoadExact, DiscardingElementsGivesTheSameDigest) {
   Model model(odd_sizes(DType::f32));
   Recipe recipe = identity_recipe(model.checkpoint.manifest);
   set_dtype(recipe, DType::bf16, "");
@@ -445,7 +445,7 @@ class LateBoard final : public Board {
     failure_ = failure;
     if (seen_.wait_for(lock, 50ms, [this] { return was_seen_; })) {
       lock.unlock();
-      std::this_thread::sleep_for(10ms);  // until that worker has failed, too
+      std::this_thread::sleep_for(10ms);  // until the other worker has failed, too
     }
     return true;
   }
@@ -465,8 +465,8 @@ class LateBoard final : public Board {
   std::optional<ErrorRecord> failure_;
 };
 
-// Catches: a failure that one worker's failure causes in another worker is thrown instead.
-TEST(LoadFault, TheFirstFailureOfAnyWorkerIsTheRanks) {
+// Catches: a load that throws a consequence of the first failure instead of the first failure.
+TEST(LoadFault, TheFirstFailureOfAnyWorkerIsTheRanksFailure) {
   Specs specs;
   for (int i = 0; i < 40; ++i)
     specs.push_back(spec("t" + std::to_string(10 + i), DType::bf16, {64, 997}));
@@ -492,7 +492,7 @@ TEST(LoadFault, TheFirstFailureOfAnyWorkerIsTheRanks) {
   }
 }
 
-TEST(LoadFault, OverTheLimitIsABudgetErrorBeforeADataByteIsRead) {
+TEST(LoadFault, ExceedingTheLimitFailsBeforeAnyDataIsRead) {
   Model model(odd_sizes(DType::bf16));
   const Recipe recipe = identity_recipe(model.checkpoint.manifest);
   const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(1), strategy_named("own-shard"));
@@ -512,7 +512,7 @@ TEST(LoadFault, OverTheLimitIsABudgetErrorBeforeADataByteIsRead) {
   EXPECT_EQ(ledger.held(), Footprint{});
 }
 
-TEST(LoadFault, AFileOtherThanTheProvenOneIsAConflict) {
+TEST(LoadFault, AFileReplacedAfterItWasOpenedIsAConflict) {
   Model model(tiny_moe(DType::bf16));
   const Recipe recipe = moe_recipe(model.checkpoint.manifest);
   const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(2), strategy_named("own-shard"));
@@ -526,7 +526,7 @@ TEST(LoadFault, AFileOtherThanTheProvenOneIsAConflict) {
 
 // Catches: identities compared only at open, or not before a reader opens its next file. A file
 // overwritten between two reads would be loaded partly old, partly new.
-TEST(LoadFault, AFileWrittenOverAtAnyMomentIsAConflict) {
+TEST(LoadFault, AFileOverwrittenAtAnyMomentIsAConflict) {
   MemoryFileSystem files;
   files.make_directory("/model");
   const Specs first = {spec("a", DType::bf16, {600, 700}), spec("b", DType::bf16, {40, 7})};
@@ -582,9 +582,9 @@ TEST(LoadReads, OwnShardReadsTheCheckpointOnceOverAllRanks) {
   EXPECT_EQ(recorded.bytes_read(), traffic(plan).storage_read_bytes);
 }
 
-// A tensor of 9 MB, longer than any read. Catches: reads counted by another rule than they are
-// made.
-TEST(LoadReads, AreThoseThatThePlanCountsAndNoneIsLongerThan8MiB) {
+// A tensor of 9 MB, longer than any read. Catches: a plan that counts other reads than the load
+// makes.
+TEST(LoadReads, EqualThePlansCountsAndAre8MiBAtMost) {
   Specs specs = tiny_moe(DType::bf16);
   specs.push_back(spec("wide", DType::bf16, {3, 1'500'000}));
   Model model(specs);
@@ -604,7 +604,7 @@ TEST(LoadReads, AreThoseThatThePlanCountsAndNoneIsLongerThan8MiB) {
 }
 
 // values: one wrong bit anywhere, and padding other than zero, fails the check.
-TEST(CheckValues, OneWrongBitIsNamed) {
+TEST(CheckValues, OneWrongBitIsReported) {
   Model model(tiny_moe(DType::bf16));
   const Recipe recipe = moe_recipe(model.checkpoint.manifest);
   const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(2), strategy_named("own-shard"));

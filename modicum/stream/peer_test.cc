@@ -1,4 +1,4 @@
-// load() with several ranks, over the doubles of Exchange and Board.
+// load() with several ranks, over the test doubles of Exchange and Board.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -118,7 +118,7 @@ TEST(LoadAmongPeers, AnyExchangeGivesTheSameBytes) {
   }
 }
 
-TEST(LoadAmongPeers, BeatsAddUpToWhatIsReadOrReceived) {
+TEST(LoadAmongPeers, HeartbeatsAddUpToTheBytesReadOrReceived) {
   const Model model;
   for (const Strategy& strategy : strategies()) {
     for (const int world : {1, 3}) {
@@ -144,7 +144,7 @@ void expect_peer(const Loaded& loaded) {
 }
 
 // fault: another rank fails before the n-th poll of the board, for every n; the load stops.
-TEST(LoadAmongPeers, APeerThatFailsBeforeTheNthPollEndsTheLoad) {
+TEST(LoadAmongPeers, APeersFailureBeforeTheNthPollEndsTheLoad) {
   const Model model;
   for (const Strategy& strategy : strategies()) {
     const Plan plan = model.plan(strategy.name, 1);
@@ -163,7 +163,7 @@ TEST(LoadAmongPeers, APeerThatFailsBeforeTheNthPollEndsTheLoad) {
 }
 
 // Another rank fails with the n-th heartbeat; after the last ones nothing is left to cancel.
-TEST(LoadAmongPeers, APeerThatFailsWithTheNthBeatEndsTheLoad) {
+TEST(LoadAmongPeers, APeersFailureAtTheNthHeartbeatEndsTheLoad) {
   const Model model;
   const Plan plan = model.plan("own-shard", 1);
   ScriptedBoard whole(1);
@@ -183,7 +183,7 @@ TEST(LoadAmongPeers, APeerThatFailsWithTheNthBeatEndsTheLoad) {
   }
 }
 
-TEST(LoadAmongPeers, ARankThatWaitsForAFailedPeerStops) {
+TEST(LoadAmongPeers, ARankWaitingForAFailedPeerStops) {
   const Model model;
   for (int64_t n = 1; n <= 8; ++n) {
     const Plan plan = model.plan("rank0-broadcast", 2);

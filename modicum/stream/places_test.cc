@@ -71,7 +71,7 @@ struct World {
   }
 };
 
-// One rank of several whose board never reports a failure.
+// The board of a rank whose peers never fail.
 class AloneBoard final : public Board {
  public:
   void beat(int, uint64_t) noexcept override {}
@@ -81,7 +81,8 @@ class AloneBoard final : public Board {
   void agree(int, const Digest&) override {}
 };
 
-// A rank's rows of FSDP2 Shard(0) of seven rows: four, or three and one of padding.
+// A rank's shard of seven rows under FSDP2's Shard(0) over two ranks: four rows, or three rows and
+// one of padding.
 std::vector<float> rows_of(int rank, float first) {
   std::vector<float> rows(4 * kColumns);
   for (int64_t i = 0; i < 4 * kColumns; ++i) {
@@ -98,9 +99,9 @@ std::vector<float> floats(std::span<const std::byte> bytes) {
   return values;
 }
 
-// Catches: host memory for a target that is copied to a device or given by the caller; a
-// caller-provided tensor requested on another thread than the caller's.
-TEST(Places, EachTargetGoesToItsOwn) {
+// Catches: host memory for a target that is copied to a device or whose memory the caller provides;
+// a caller-provided tensor that is requested on another thread than the caller's.
+TEST(Places, EachTargetGoesToItsOwnDestination) {
   for (const char* strategy : {"own-shard", "full-per-rank"}) {
     for (int rank = 0; rank < 2; ++rank) {
       World world;
@@ -176,7 +177,7 @@ Plan plan_alone(const World& world, const Recipe& recipe) {
 
 // Catches: pages faulted in long before they are filled, whose zeros have left the CPU's cache when
 // the data arrives.
-TEST(HostSink, TakesPagesAsTheyAreFilled) {
+TEST(HostSink, TouchesPagesOnlyAsTheyAreFilled) {
   World world;
   const Recipe recipe = recipe_of_zeros(world, kMiB);
   const Plan plan = plan_alone(world, recipe);
@@ -191,7 +192,7 @@ TEST(HostSink, TakesPagesAsTheyAreFilled) {
 
 // Catches: poisoning that can't be cancelled. It touches all pages of the arena, which is most of a
 // load's time.
-TEST(HostSink, PoisoningIsCancelled) {
+TEST(HostSink, PoisoningCanBeCancelled) {
   const World world;
   const Recipe recipe = recipe_of_zeros(world, 10 * kMiB);
   const Plan plan = plan_alone(world, recipe);  // 40 MiB

@@ -6,9 +6,9 @@
 
 namespace modicum {
 
-// run_workers, whose first failure is reported to the board at once. That cancels this rank's other
-// workers and the other ranks. It is kept before it is reported, so that failures caused by the
-// report come second, and it is the one that is thrown.
+// run_workers that reports the first failure to the board at once, which cancels this rank's other
+// workers and the other ranks. Throws this first failure, not one that the report has caused: it is
+// stored before it is reported.
 void run_rank_workers(Board& board, int rank, int count, FunctionRef<void(int worker)> work);
 
 }  // namespace modicum

@@ -20,7 +20,7 @@ namespace modicum {
 //             dropped  kept     kept    ...      kept     being read
 //
 // Windows that were wholly cached when the file was opened stay cached. That is probed at open,
-// since later the kernel's read-ahead can't be told from them.
+// since later they can't be told from the kernel's read-ahead.
 class DataReader {
  public:
   static constexpr size_t kWindowsBehind = 8;
@@ -30,10 +30,11 @@ class DataReader {
   DataReader(const DataReader&) = delete;
   DataReader& operator=(const DataReader&) = delete;
 
-  // IO and FORMAT.TRUNC; CONFLICT if a file that was left for another one has changed.
+  // IO, FORMAT.TRUNC. If `file` is not the open file, the open one is closed; CONFLICT if it has
+  // changed.
   void read(uint32_t file, uint64_t begin, std::span<std::byte> into);
-  // Call after the last read: CONFLICT if the open file is no longer the one that was proven. Until
-  // it returns, nothing read may be used.
+  // Call after the last read: CONFLICT if the open file has changed since its header was validated.
+  // Nothing that was read may be used until it returns.
   void finish();
 
   uint64_t bytes_read() const noexcept { return bytes_read_; }
@@ -42,7 +43,7 @@ class DataReader {
  private:
   struct Behind {  // a window that this reader has entered
     uint64_t index = 0;
-    uint64_t bytes = 0;  // that it read into the page cache
+    uint64_t bytes = 0;  // that its reads brought into the page cache
   };
 
   void open(uint32_t file);

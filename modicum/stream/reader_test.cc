@@ -66,11 +66,11 @@ struct Files {
   MemoryFileSystem memory;
   RecordingFileSystem recorded{memory};
   Checkpoint checkpoint;
-  size_t opened = 0;  // calls until the checkpoint was open
+  size_t opened = 0;  // number of calls that opened the checkpoint
 };
 
 // Catches: page cache never dropped, or dropped while slower ranks still need it.
-TEST(DataReader, DropsItsWindowsSomeWindowsBehind) {
+TEST(DataReader, DropsTheCacheSomeWindowsBehindTheReads) {
   constexpr uint64_t kLast = DataReader::kWindowsBehind + 1;
   Files files(static_cast<int64_t>((kLast + 1) * kWindow));
   files.recorded.be_cold();
@@ -89,7 +89,7 @@ TEST(DataReader, DropsItsWindowsSomeWindowsBehind) {
   EXPECT_EQ(files.dropped(), all);
 }
 
-// Catches: read-ahead of the kernel taken for pages that were cached before.
+// Catches: pages of the kernel's read-ahead that are mistaken for pages cached before the load.
 TEST(DataReader, DropsReadAhead) {
   Files files(20 << 20);
   files.recorded.be_cold();
@@ -119,7 +119,7 @@ TEST(DataReader, KeepsWindowsThatWereCachedBefore) {
   EXPECT_EQ(files.dropped(), Windows{});
 }
 
-TEST(DataReader, GoingBackCountsNothingTwice) {
+TEST(DataReader, SeekingBackCountsEachReadOnce) {
   Files files(20 << 20);
   files.recorded.be_cold();
   {

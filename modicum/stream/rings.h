@@ -15,7 +15,7 @@ class Rings {
  public:
   explicit Rings(const Plan& plan);
   explicit Rings(const Plan&&) = delete;
-  // The end of `rank`; null if the plan has no exchange.
+  // The Exchange of `rank`; null if the plan has no exchange.
   std::unique_ptr<Exchange> end_of(int rank, Board& board);
 
  private:

@@ -20,7 +20,7 @@ Manifest manifest_of(const SavedForm& form, const Checkpoint& source, const Save
   std::vector<uint32_t> file_of;
   for (const SavedTensor& tensor : form.tensors) {
     specs.push_back(tensor.spec);
-    // What was not stored comes last.
+    // Tensors that were not stored go into the last file.
     file_of.push_back(tensor.stored ? source.manifest.tensors[*tensor.stored].at.file
                                     : static_cast<uint32_t>(source.manifest.files.size()) - 1);
   }
@@ -28,7 +28,7 @@ Manifest manifest_of(const SavedForm& form, const Checkpoint& source, const Save
                                         : group_by_file(std::move(specs), file_of));
 }
 
-// The buffers are there already: in host memory, or behind Sink::fetch.
+// The buffers exist already: in host memory, or behind Sink::fetch.
 PlanOptions options_of(const Plan& loaded) {
   const auto at_hand = [](Destination to) {
     return to == Destination::copy ? Destination::copy : Destination::given;
@@ -137,7 +137,7 @@ class Save {
     add_to_sums(at, bytes);
   }
 
-  // The tensors of an extent, which may be several.
+  // Counts an extent as written; it may contain several tensors.
   void add_to_sums(const Extent& at, std::span<const std::byte> bytes) {
     const auto& tensors = manifest_.tensors;
     auto of =
@@ -152,7 +152,7 @@ class Save {
     }
   }
 
-  // A transfer's elements in host memory, as they are written.
+  // A transfer's elements, which are in host memory in the saved dtype and order.
   std::span<const std::byte> bytes_at(const Transfer& t) const noexcept {
     return run_.from.host(t.buffer).subspan(bytes_of(t.to_dtype, t.runs.at),
                                             bytes_of(t.to_dtype, t.runs.length));
@@ -174,7 +174,7 @@ class Save {
     if (along && !host.empty()) {
       return cast(bytes_at(t).data(), t.to_dtype, to, t.from_dtype, t.runs.length);
     }
-    // Through a room: from a device, or one element at a time where the buffer has another order.
+    // Gathered first, from a device, or one element at a time where the buffer has another order.
     std::array<std::byte, 4096> gathered;
     const std::span<std::byte> room = along ? worker.room : std::span(gathered);
     const auto most = static_cast<int64_t>(room.size() * 8) / bits_per_element(t.to_dtype) / 8 * 8;
@@ -206,7 +206,7 @@ class Save {
     }
   }
 
-  // Tensors that no target reads, by the ranks in turn.
+  // Copies the tensors that no target reads; the ranks take turns.
   void copy_unread(Worker& worker) {
     const auto ranks = static_cast<size_t>(plan_.ranks());
     for (size_t i = static_cast<size_t>(at_.rank); i < run_.plan.copied().size(); i += ranks) {

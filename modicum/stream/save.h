@@ -23,19 +23,20 @@ struct SaveForm {
   std::vector<bool> is_computed;        // see SavedOptions
 };
 
-// A save is the plan that would load the saved files, turned. Not movable, as the plan borrows.
+// A save carries out, in reverse, the plan that would load the saved files. Not movable, as the
+// plan borrows.
 class SavePlan {
  public:
-  // For buffers that a load by `loaded` has filled. `source` is the checkpoint that was loaded.
+  // Saves the buffers that the plan `loaded` has filled from the checkpoint `source`.
   // MISMATCH if two tensors would have one name; USAGE without a tensor.
   SavePlan(const Checkpoint& source, const Plan& loaded, const SaveForm& form = {});
   SavePlan(const SavePlan&) = delete;
   SavePlan& operator=(const SavePlan&) = delete;
 
   const SavedForm& form() const noexcept { return form_; }
-  const Manifest& manifest() const noexcept { return manifest_; }  // of the files
+  const Manifest& manifest() const noexcept { return manifest_; }  // of the saved files
   const Plan& plan() const noexcept { return plan_; }              // that would load them
-  // Tensors that no target reads, by their numbers in the source and in the saved manifest.
+  // A tensor that no target reads: its index in the source's manifest and in the saved one.
   struct Copied {
     uint32_t from = 0;
     uint32_t to = 0;
@@ -52,7 +53,7 @@ class SavePlan {
   std::vector<Copied> copied_;
 };
 
-// Where a save goes: an existing directory without files of these names.
+// The destination of a save: an existing directory without files of these names.
 struct SaveFiles {
   FileSystem& files;
   const std::string& directory;
@@ -65,20 +66,20 @@ enum class Space : uint8_t { reserved, sparse };
 uint64_t create_file(const Manifest& manifest, uint32_t file, const SaveFiles& to,
                      Space space = Space::reserved);
 
-// What one rank's save has written.
+// The counters of one rank's save.
 struct SaveOutcome {
   uint64_t written_bytes = 0;  // headers included
   uint64_t read_bytes = 0;     // of tensors copied from the source
 };
 
-// Saves rank `at.rank`'s part of the plan from `from`, whose buffers are those of the load. All
-// ranks call it at the same time; `sums` receives what this rank has written. Memory besides the
+// Saves rank `at.rank`'s part of the plan from `from`, the buffers that were loaded. All ranks call
+// it at the same time; `sums` receives the sums of this rank's writes. Memory besides the
 // buffers is charged to `at.ledger` and committed before the first byte is written.
 //
-// On success what this rank wrote is durable, but for the directory's names. The files are complete
-// once it has returned on all ranks and the merged sums are proven. On failure the directory must
-// be discarded. Errors: NOSPACE, IO, CONFLICT if a file exists; UNSUPPORTED if a buffer can't be
-// read; BUDGET, NOMEM; PEER if another rank failed.
+// On success this rank's writes are synced, but not the directory. The files are complete once all
+// ranks have returned and the merged sums are proven. On failure the caller must discard the
+// directory. Errors: NOSPACE, IO, CONFLICT if a file exists; UNSUPPORTED if a buffer can't be read;
+// BUDGET, NOMEM; PEER if another rank failed.
 struct SaveRun {
   const Checkpoint& source;
   const SavePlan& plan;

@@ -75,7 +75,7 @@ struct Saved {
   std::map<std::string, uint64_t> digests;  // by tensor
 };
 
-// Loads with all ranks, then saves to /out. The digests are of the merged sums, after their proof.
+// Loads with all ranks, then saves to /out. The digests are those of the merged, proven sums.
 Saved load_and_save(const Checkpoint& checkpoint, const Plan& plan, const SavePlan& saved,
                     FileSystem& files, int threads = 1) {
   SteadyClock clock;
@@ -117,7 +117,7 @@ std::vector<std::byte> stored_bytes(const Checkpoint& checkpoint, const Stored& 
   return bytes;
 }
 
-// Each tensor of the saved checkpoint has the bytes of its first making, under the same name.
+// Each tensor of the saved checkpoint has the name and the bytes that it was generated with.
 void expect_same(const Checkpoint& saved, Specs specs) {
   ASSERT_EQ(saved.manifest.tensors.size(), specs.size());
   for (const Stored& stored : saved.manifest.tensors) {
@@ -146,9 +146,9 @@ std::vector<Layout> layouts(const Recipe& recipe) {
   return all;
 }
 
-// Catches: an element at another place, written twice or not at all; a replica that writes what
-// another one writes; a conversion that is not undone; memory beyond the promise.
-TEST(Save, WhatWasLoadedIsWrittenAsItWasStored) {
+// Catches: an element that is written to the wrong place, twice or not at all; two replicas that
+// write the same elements; a conversion that is not inverted; memory beyond the promise.
+TEST(Save, SavedFilesEqualTheLoadedOnes) {
   MemoryFileSystem source;
   source.make_directory("/m");
   put_model(source, "/m/model.safetensors", model());
@@ -182,9 +182,9 @@ TEST(Save, WhatWasLoadedIsWrittenAsItWasStored) {
   }
 }
 
-// Catches: elements that are fetched from another place of a device's buffer, or cast from another
-// dtype.
-TEST(Save, DevicesGiveTheirElementsThroughStaging) {
+// Catches: elements that are fetched from the wrong place of a device's buffer, or cast from the
+// wrong dtype.
+TEST(Save, DeviceBuffersAreSavedThroughStaging) {
   MemoryFileSystem source;
   source.make_directory("/m");
   put_model(source, "/m/model.safetensors", model());
@@ -222,9 +222,9 @@ TEST(Save, DevicesGiveTheirElementsThroughStaging) {
   }
 }
 
-// Every call on the files of the save fails once, on either rank: the error is the first failure's,
-// and the other rank ends as a peer, or had ended before. Catches: an error that is swallowed; a
-// rank that waits forever.
+// Every file call of the save fails once, on either rank. The error is the first failure; the other
+// rank ends with PEER, unless it has ended before. Catches: an error that is swallowed; a rank that
+// waits forever.
 TEST(SaveFault, AFailingCallEndsAllRanks) {
   MemoryFileSystem source;
   source.make_directory("/m");
@@ -263,8 +263,8 @@ TEST(SaveFault, AFailingCallEndsAllRanks) {
   }
 }
 
-// Windows are written back behind the writer, and two at most are dirty. Catches: a window that is
-// never waited for.
+// Windows are written back behind the writer, and at most two are dirty. Catches: a writer that
+// does not wait for an earlier window.
 TEST(Save, DirtyPagesAreBounded) {
   MemoryFileSystem under;
   under.make_directory("/out");
@@ -285,8 +285,8 @@ TEST(Save, DirtyPagesAreBounded) {
   EXPECT_EQ(files.calls().back().what, "close");
 }
 
-// Catches: a sum that two writes of one element, or none, leave as it was.
-TEST(ChunkSums, AnElementWrittenTwiceOrNeverIsFound) {
+// Catches: sums that don't change if an element is written twice or not at all.
+TEST(ChunkSums, AnElementWrittenTwiceOrNeverIsDetected) {
   const Manifest manifest = output_manifest({{spec("w", DType::bf16, {3'000'000})}});
   const std::vector<std::byte> values(6'000'000, std::byte{7});
   const std::span<const std::byte> all(values);

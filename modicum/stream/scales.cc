@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-// Scales widened to fp32 at a time, on the stack.
+// The number of scales that are widened to fp32 at a time, on the stack.
 constexpr int64_t kScalesAtOnce = 256;
 
 }  // namespace

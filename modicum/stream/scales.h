@@ -11,7 +11,7 @@ struct ScalesAtHand {
   int64_t first = 0;
 };
 
-// The scales of codes `stored` that a read has put at `at_hand`; `read` is their extent.
+// The scales of the tensor of codes `stored`. Their extent `read` has been read to `at_hand`.
 ScalesAtHand scales_read(const Plan& plan, uint32_t stored, const Extent& read,
                          const std::byte* at_hand);
 

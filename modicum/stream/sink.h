@@ -13,16 +13,16 @@
 
 namespace modicum {
 
-// Called by several threads, in a load never for the same element.
+// Called by several threads, but during a load never for the same element.
 class Sink {
  public:
   virtual ~Sink() = default;
   // Host memory of local buffer `buffer`, padding included, to write into; empty if the buffer
   // takes only copies.
   virtual std::span<std::byte> host(uint32_t buffer) noexcept = 0;
-  // Takes contiguous elements, in staging, for places `at` and on of local buffer `buffer`.
+  // Copies contiguous elements from staging to local buffer `buffer`, from place `at` on.
   virtual void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) = 0;
-  // The way back, of a save: gives the elements of a buffer without host memory.
+  // The reverse, for a save: copies elements out of a buffer that has no host memory.
   virtual void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) = 0;
 };
 
@@ -33,14 +33,14 @@ class HostSink final : public Sink {
  public:
   using Given = std::vector<std::span<std::byte>>;
   using Copy = std::function<void(uint32_t buffer, int64_t at, std::span<const std::byte>)>;
-  // `given`: by target, the memory of those with Destination::given; USAGE, naming the tensor, if a
-  // size differs. `copy` receives the elements of those with Destination::copy, on any thread.
+  // `given`: for each target with Destination::given its memory; USAGE, naming the tensor, if a
+  // size differs. `copy` receives the elements of targets with Destination::copy, on any thread.
   // Errors: BUDGET, NOMEM.
   HostSink(const Plan& plan, int rank, Ledger& ledger, Given given = {}, Copy copy = {});
   HostSink(const Plan&&, int, Ledger&, Given = {}, Copy = {}) = delete;
   std::span<std::byte> host(uint32_t buffer) noexcept override;
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
-  // UNSUPPORTED: elements that a callback took can't be read back.
+  // Always UNSUPPORTED: elements that were passed to a callback can't be read back.
   void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) override;
   // Fills all memory with a pattern, so that a check notices elements that were never written.
   void poison(Poll poll = kNoPoll);
@@ -72,7 +72,7 @@ class DigestSum {
   const Plan& plan_;
   const int rank_;
   std::vector<uint64_t> seeds_;                             // of each target
-  std::vector<std::pair<uint32_t, uint64_t>> alias_seeds_;  // target, seed of its second name
+  std::vector<std::pair<uint32_t, uint64_t>> alias_seeds_;  // target, seed of its alias
   std::atomic<uint64_t> sum_{0};
 };
 

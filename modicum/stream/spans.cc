@@ -13,7 +13,7 @@ namespace {
 
 constexpr uint64_t kMostBytes = 8 * kMiB;  // at a time, so that progress is reported often
 
-// `fn` for each part of at most kMostBytes.
+// Calls `fn` for each part of at most kMostBytes.
 template <typename Fn>
 void in_parts(const StoredSpan& span, const Fn& fn) {
   for (uint64_t done = 0; done < span.bytes.size(); done += kMostBytes) {

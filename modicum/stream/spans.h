@@ -1,5 +1,5 @@
-// Contiguous bytes of host memory to and from stored tensors, as they are. Part of the door of
-// `stream`.
+// Saves and loads stored tensors from and to contiguous host memory, without conversion. Part of
+// the door of `stream`.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct RankContext;
 struct SaveFiles;
 struct SaveOutcome;
 
-// Bytes [at, at + bytes.size()) of a stored tensor's elements, whole elements.
+// Host memory for bytes [at, at + bytes.size()) of stored tensor `stored`. No element is divided.
 struct StoredSpan {
   uint32_t stored = 0;
   uint64_t at = 0;
@@ -23,8 +23,8 @@ struct StoredSpan {
 };
 using Spans = FunctionRef<void(FunctionRef<void(const StoredSpan&)>)>;
 
-// Writes this rank's spans; all ranks together must give each byte of each tensor once, and call it
-// at the same time. For tensors that are saved as they are held: no staging. Otherwise as `save`.
+// Writes this rank's spans to files, without staging or conversion. All ranks call it at the same
+// time, and their spans together must cover each byte of each tensor once. Otherwise as `save`.
 struct SpansSave {
   const Manifest& manifest;
   const RankContext& at;

@@ -28,10 +28,10 @@ struct RankContext {
 
 struct LoadOptions {
   int threads = 1;  // upper limit; the staging may hold fewer workers
-  // Returns a whole caller-provided tensor by ordinal, valid until the next call. Called on the
+  // Returns caller-provided tensor `ordinal`, unsharded; valid until the next call. Called on the
   // thread that calls load(), in the order of the targets.
   std::function<std::span<const std::byte>(uint32_t ordinal)> caller;
-  uint64_t init_seed = 0;  // of `init` rules: seed and FQN determine every bit
+  uint64_t init_seed = 0;  // of `init` rules, whose values depend only on this seed and the FQN
 };
 
 // Loads rank `at.rank`'s part of the plan into `sink`. Memory other than the sink's own is charged
@@ -46,7 +46,7 @@ struct LoadOptions {
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
                  const LoadOptions& options = {});
 
-// Supplies the expected stored elements [first, first + n) of a tensor, by other means than a load.
+// Supplies the expected stored elements [first, first + n) of a tensor. Must not use a load.
 using ExpectedElements =
     FunctionRef<void(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into)>;
 
@@ -58,9 +58,9 @@ struct HeldElements {
   std::span<const std::byte> bytes;
 };
 
-// Compares what a rank holds, padding included, with `expected` put through the recipe by
-// element_source, which is independent of the load's pull_back. The first difference is INTEGRITY
-// with the tensor, the element and both values.
+// Compares the elements of a rank, padding included, with `expected` after the recipe. The recipe
+// is evaluated by element_source, which is independent of the load's pull_back. The first
+// difference throws INTEGRITY with the tensor, the element and both values.
 void check_elements(const Plan& plan, const HeldElements& held, ExpectedElements expected,
                     const LoadOptions& options = {});
 // The same for all local buffers of `sink`, which must be in host memory.

@@ -91,7 +91,7 @@ std::vector<std::byte> ChunkSums::bytes() const {
 
 void ChunkSums::merge(std::span<const std::byte> sums) {
   const auto refuse = [] {
-    fail(Category::integrity, "the sums of a rank are not those of the files that are saved");
+    fail(Category::integrity, "the sums of a rank belong to other files than the saved ones");
   };
   if (sums.size() % sizeof(Entry) != 0) refuse();
   for (; !sums.empty(); sums = sums.subspan(sizeof(Entry))) {

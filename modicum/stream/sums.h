@@ -16,8 +16,8 @@ uint64_t digest_seed(const TensorSpec& spec);
 // chunks' digests are the rest.
 uint64_t digest_of_empty(const TensorSpec& spec);
 
-// What was written of one chunk: of neighbouring elements of a tensor, kChunkBytes of them or, at
-// the tensor's end, fewer. All three add up over parts, threads and ranks.
+// The writes to one chunk: a stretch of kChunkBytes of a tensor (the last chunk may be shorter).
+// All three members are sums over parts, threads and ranks.
 struct ChunkSum {
   uint64_t count = 0;        // elements
   uint64_t fingerprint = 0;  // of their places (Powers), modulo Powers::kPrime
@@ -41,11 +41,11 @@ class ChunkSums {
   ChunkSums(const Manifest&&, uint64_t) = delete;
   static uint64_t held_bytes(const Manifest& manifest) noexcept;
 
-  // Bytes [at, at + bytes.size()) of the elements of a stored tensor, whole elements.
+  // Counts bytes [at, at + bytes.size()) of a stored tensor as written. No element may be divided.
   void add(uint32_t stored, uint64_t at, std::span<const std::byte> bytes);
 
-  // The sums as bytes: those chunks of which something was written. `merge` adds what another rank
-  // wrote; INTEGRITY if they can't be sums of this manifest.
+  // Serialises the sums of the chunks that were written to. `merge` adds those of another rank;
+  // INTEGRITY if they can't be sums of this manifest.
   std::vector<std::byte> bytes() const;
   void merge(std::span<const std::byte> sums);
 

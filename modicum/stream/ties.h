@@ -1,4 +1,4 @@
-// Compares tensors that are tied and stored under both names, while both are read.
+// Compares tied tensors that are stored under both names, while both are read.
 #pragma once
 
 #include <atomic>
@@ -17,8 +17,8 @@ class Ties {
  public:
   explicit Ties(const Plan& plan);
   explicit Ties(const Plan&&) = delete;
-  // Adds elements of a transfer as loaded, the first for place `at`. Padding and targets without a
-  // tie are ignored.
+  // Adds loaded elements of a transfer, for places `at` and following. Ignores padding and targets
+  // without a tie.
   void add(const Transfer& of, int64_t at, std::span<const std::byte> elements) noexcept;
   // Adds the elements that a finished transfer has written to `host`, its whole local buffer.
   void add(const Transfer& done, std::span<const std::byte> host) noexcept;

@@ -1,4 +1,4 @@
-// Ties that are stored under both names: each is read once, they are compared, one is held.
+// Ties that are stored under both names: both tensors are read and compared, and one is held.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -116,8 +116,8 @@ void for_each_plan(const Model& model, const Recipe& recipe,
   }
 }
 
-// exact: both names are read, one is held, and the digest is that of a file with one name.
-TEST(Ties, EqualNamesAreReadTwiceAndHeldOnce) {
+// exact: both tensors are read, one is held, and the digest equals that of a file with one of them.
+TEST(Ties, EqualTiedTensorsAreReadTwiceAndHeldOnce) {
   for (const auto& [from, to] : {std::pair{DType::bf16, DType::bf16}, {DType::f32, DType::bf16}}) {
     const Model model(from);
     const Model single(from, {}, false);
@@ -157,19 +157,19 @@ void expect_differing(const Model& model, std::optional<DType> dtype) {
 }
 
 // One bit of the last element, which the last rank holds.
-TEST(Ties, OneBitThatDiffersIsAMismatch) {
+TEST(Ties, OneDifferingBitIsAMismatch) {
   const Model model(DType::f32, [](auto& bytes) { bytes[bytes.size() - 4] ^= std::byte{1}; });
   expect_differing(model, std::nullopt);
 }
 
-TEST(Ties, TwoRowsExchangedAreAMismatch) {
+TEST(Ties, TwoSwappedRowsAreAMismatch) {
   const Model model(DType::bf16, [](auto& bytes) {
     std::swap_ranges(bytes.begin(), bytes.begin() + 12, bytes.begin() + 12);
   });
   expect_differing(model, DType::f32);
 }
 
-// Elements are compared as loaded, so a difference below the cast's precision is none.
+// Elements are compared as loaded, so a difference that the cast rounds away is ignored.
 TEST(Ties, AreComparedAfterTheCast) {
   const Model model(DType::f32, [](auto& bytes) { bytes[bytes.size() - 4] ^= std::byte{1}; });
   for_each_plan(model, tied(model, DType::bf16),
@@ -188,7 +188,7 @@ TEST(Ties, UntiedNamesAreTwoTargets) {
 }
 
 // The alias may have any recipe: here the head is stored transposed, in two parts.
-TEST(Ties, AreComparedThroughTheirRecipe) {
+TEST(Ties, AreComparedAfterTheirRecipes) {
   for (const bool right : {true, false}) {
     const Model model(DType::bf16);
     RecipeBuilder b(model.checkpoint.manifest);
@@ -208,7 +208,7 @@ TEST(Ties, AreComparedThroughTheirRecipe) {
 }
 
 // FP8 codes are compared after they were dequantised.
-TEST(Ties, CodesAreComparedAfterTheirScales) {
+TEST(Ties, Fp8CodesAreComparedAfterDequantisation) {
   for (const bool right : {true, false}) {
     Model model(DType::f8_e4m3);
     std::vector<TensorSpec> specs;
@@ -245,7 +245,7 @@ TEST(Ties, CodesAreComparedAfterTheirScales) {
 }
 
 // Compared transfers are counted by Coverage, too, so that no element is left uncompared.
-TEST(Ties, ComparedTransfersTileLikeTheOthers) {
+TEST(Ties, ComparedTransfersAreCountedByCoverage) {
   const Model model(DType::bf16);
   const Recipe recipe = tied(model);
   for_each_plan(model, recipe, [&](const Plan& plan) {

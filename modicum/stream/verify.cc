@@ -54,7 +54,7 @@ class Verify {
          {.file = file.name, .expected = file.digest.hex(), .got = digest.hex()});
   }
 
-  // The headers are the saved ones, so the tensors are where they were written.
+  // The headers have been verified, so the tensors are where they were written.
   void check_tensors(const std::string& directory, const std::string& prefix,
                      const std::vector<StepTensor>& tensors) {
     std::map<std::string_view, const StepTensor*> recorded;

@@ -1,4 +1,4 @@
-// The values of a saved step against its record. Part of the door of `stream`.
+// Compares the values of a saved step with its record. Part of the door of `stream`.
 #pragma once
 
 #include <optional>
@@ -16,14 +16,14 @@ struct VerifiedFile {
 };
 struct Verified {
   std::vector<VerifiedFile> files;
-  uint64_t tensors_checked = 0;  // whose values have the recorded digests
+  uint64_t tensors_checked = 0;  // with values of the recorded digests
 
   const Error* first_fault() const noexcept;
 };
-// Reads every byte of a step that open_step has found. A fault of a file is recorded, with the
-// tensor, its first wrong element's chunk and both digests, and the next file is read. Holds 4 MiB.
-// `poll` is called before each read; an exception from it ends the call. Throws what open_step
-// throws.
+// Reads every byte of the step that open_step finds at `path`. Records the first fault of each
+// file, with the tensor, the chunk of the first wrong element and both digests, and goes on with
+// the next file. Holds 4 MiB. `poll` is called before each read; an exception from it ends the
+// call. Errors as those of open_step.
 Verified verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll);
 
 }  // namespace modicum

@@ -1,5 +1,5 @@
-// The walk: one parameter from its place in a file to its place in a rank's shards, with the number
-// at every stop worked out by hand.
+// The walk: one parameter from its place in a file to its place in a rank's shards, with the
+// numbers of every room computed by hand.
 //
 //   a  bf16 [8]        w  bf16 [10, 6]         4 ranks, FSDP2: chunks of 2 elements and of 3 rows
 //   | 16 bytes |  36  |  36  |  36  | 12 |
@@ -15,8 +15,8 @@
 namespace modicum {
 namespace {
 
-// Catches: a room that passes on another number than it received.
-TEST(Walk, OneParameterFromItsFileToTheLastRank) {
+// Catches: a room that passes a wrong number on to the next one.
+TEST(Walk, AParameterFromItsFileToTheLastRank) {
   MemoryFileSystem files;
   files.make_directory("/m");
   const std::vector<TensorSpec> specs = {{"a", Role::param, DType::bf16, {8}},

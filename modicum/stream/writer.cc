@@ -70,9 +70,9 @@ void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conve
   }
 }
 
-// Sink::copy takes elements that are contiguous in the destination. If a run is contiguous there,
-// each run is a line; otherwise (a transpose) a line takes one element of each run, gathered in the
-// room:
+// Sink::copy takes elements that are contiguous in the destination. If runs are contiguous there,
+// each run is a line; otherwise (a transpose) a line takes one element of each run, gathered in
+// `room`:
 //
 //   source, 2 runs of 3        destination, transposed: at_step 2, at_stride 1
 //     a b c                      a d b e c f

@@ -12,8 +12,8 @@
 
 namespace modicum {
 
-// Belongs to one worker. `slot` is its staging; casts for a sink that takes copies go through the
-// room after the tile, see Staging.
+// Belongs to one worker. `slot` is its staging. Elements for a sink that takes copies are cast into
+// the part of the slot after the tile (see Staging).
 class Writer {
  public:
   struct Proofs {
@@ -26,7 +26,7 @@ class Writer {
   // `from` points to element `transfer.runs.first` of the source. `scales` are required if the
   // transfer dequantises.
   void put(const Transfer& transfer, const std::byte* from, const ScalesAtHand& scales = {});
-  // A transfer that needs no read: zero, init, caller.
+  // Carries out a transfer that reads no file: zero, init or caller.
   void make(const Transfer& transfer);
   // Counts a transfer whose bytes were read straight into the sink's host memory.
   void placed(const Transfer& transfer) noexcept;

@@ -20,8 +20,8 @@ constexpr ArchTraits kQwen3Next{.has_qk_norm = true, .has_query_gate = true, .ha
 constexpr DType kBf16 = DType::bf16;
 
 // tiny-moe and tiny-fp8 are for tests. tiny-moe has qwen3_moe's tensors in a few KB, with widths
-// that few numbers divide; tiny-fp8 has DeepSeek-V3's in half a MB, with scale blocks that are cut
-// off at both edges, and no MTP layer, which transformers recognises only by the number 61.
+// that have few divisors. tiny-fp8 has DeepSeek-V3's in half a MB, with incomplete scale blocks at
+// both edges, and without the MTP layer, which transformers recognises only by the number 61.
 constexpr std::array<Arch, 16> kArchs = {{
     {"gpt2", 12, DType::f32, kPlain, list_gpt2},
     {"llama-3.2-1b", 16, kBf16, kPlain, list_llama},
@@ -68,7 +68,7 @@ std::string layer_types(int layers) {
   return text;
 }
 
-// No config has all of the words.
+// Not every config has every placeholder.
 void replace(std::string& text, std::string_view word, std::string_view by) {
   const size_t at = text.find(word);
   if (at != std::string::npos) text.replace(at, word.size(), by);

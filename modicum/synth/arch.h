@@ -12,7 +12,7 @@
 
 namespace modicum {
 
-// What decides about tensors and is a matter of the family's code, not of config.json.
+// Properties that determine a model's tensors, but are in the family's code, not in config.json.
 struct ArchTraits {
   bool has_qkv_bias = false;
   bool has_o_bias = false;
@@ -22,7 +22,7 @@ struct ArchTraits {
   bool has_mtp = false;  // multi-token prediction: one more layer, for the token after the next
 };
 
-// The sizes that shapes are made of, as config.json gives them. 0 where a family lacks one.
+// The sizes in a model's shapes, from config.json. 0 if a family lacks one.
 struct ArchWidths : ArchTraits {
   int64_t vocab = 0;
   int64_t hidden = 0;
@@ -41,8 +41,8 @@ struct ArchWidths : ArchTraits {
   struct LatentAttention {
     int64_t query_rank = 0;
     int64_t kv_rank = 0;
-    int64_t plain_dim = 0;    // of a head's query and key: the part without rotary embedding
-    int64_t rotated_dim = 0;  // the part with it
+    int64_t plain_dim = 0;    // the part of a head's query and key without rotary embedding
+    int64_t rotated_dim = 0;  // the part with rotary embedding
     int64_t value_dim = 0;
   } latent = {};
 
@@ -68,7 +68,7 @@ struct ArchWidths : ArchTraits {
   } tower = {};
 };
 
-// A model with its own or another number of layers, in its own or another dtype.
+// A model with its number of layers and dtype, which may differ from the hub's.
 struct ArchVariant {
   int layers = 0;
   DType dtype = DType::bf16;  // of all tensors but codes and scales
@@ -79,7 +79,7 @@ struct ArchVariant {
 class TensorList;
 
 struct Arch {
-  std::string_view name;  // as `--arch` takes it, and its config in configs/
+  std::string_view name;  // a value of `--arch`, and the name of its file in configs/
   int layers = 0;
   DType dtype = DType::bf16;  // on the hub
   ArchTraits traits;
@@ -97,12 +97,12 @@ const Arch& arch_named(std::string_view name);  // unknown: USAGE, with the near
 // (`model.layers.61.*`, `mtp.*`) is included only at the model's own number.
 //
 // Without `dtype` all tensors are as on the hub, codes and scales included. With `dtype` the model
-// is dequantised: no scales, and every weight has that dtype, except router biases, which stay in
-// fp32.
+// is dequantised: no scales, and every weight has that dtype, except router biases, which are
+// always fp32.
 std::vector<TensorSpec> arch_tensors(const Arch& arch, int layers = 0,
                                      std::optional<DType> dtype = {});
 
-// config.json as on the hub, except for the number of layers and the dtype, which are as above.
+// config.json as on the hub, except for the number of layers and the dtype (see arch_tensors).
 std::string arch_config(const Arch& arch, int layers = 0, std::optional<DType> dtype = {});
 
 }  // namespace modicum

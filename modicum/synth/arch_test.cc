@@ -23,7 +23,7 @@ struct Known {
 
 class ArchNumbers : public testing::TestWithParam<Known> {};
 
-TEST_P(ArchNumbers, AreThoseOfTheHub) {
+TEST_P(ArchNumbers, EqualTheHubs) {
   const auto tensors = arch_tensors(arch_named(GetParam().arch));
   int64_t elements = 0;
   uint64_t bytes = 0;
@@ -68,7 +68,7 @@ std::map<DType, int64_t> elements_by_dtype(const std::vector<TensorSpec>& tensor
   return elements;
 }
 
-TEST(Arch, DeepseekHasAsMuchOfEachDtypeAsTheHubCounts) {
+TEST(Arch, DeepseekHasTheHubsCountOfEachDtype) {
   EXPECT_EQ(elements_by_dtype(arch_tensors(arch_named("deepseek-v3"))),
             (std::map<DType, int64_t>{{DType::bf16, 3'918'786'560},
                                       {DType::f8_e4m3, 680'571'043'840},
@@ -102,7 +102,7 @@ std::string shape_of(const char* arch, const std::string& fqn) {
   return "absent";
 }
 
-TEST(Arch, NamesAndShapesAreThoseOfTheHub) {
+TEST(Arch, NamesAndShapesEqualTheHubs) {
   EXPECT_EQ(shape_of("gpt2", "wte.weight"), "[50257, 768]");
   EXPECT_EQ(shape_of("gpt2", "h.11.attn.c_attn.weight"), "[768, 2304]");
   EXPECT_EQ(shape_of("gpt2", "h.0.attn.bias"), "[1, 1, 1024, 1024]");
@@ -126,7 +126,7 @@ TEST(Arch, NamesAndShapesAreThoseOfTheHub) {
             "[4096, 14336]");
 }
 
-TEST(Arch, NamesAndShapesOfTheTowerAreThoseOfTheHub) {
+TEST(Arch, NamesAndShapesOfTheTowerEqualTheHubs) {
   const char* const vl = "qwen2.5-vl-7b";
   EXPECT_EQ(shape_of(vl, "visual.patch_embed.proj.weight"), "[1280, 3, 2, 14, 14]");
   EXPECT_EQ(shape_of(vl, "visual.blocks.31.attn.qkv.bias"), "[3840]");
@@ -137,7 +137,7 @@ TEST(Arch, NamesAndShapesOfTheTowerAreThoseOfTheHub) {
   EXPECT_EQ(shape_of(vl, "lm_head.weight"), "[152064, 3584]");
 }
 
-TEST(Arch, NamesAndShapesOfLinearAttentionAreThoseOfTheHub) {
+TEST(Arch, NamesAndShapesOfLinearAttentionEqualTheHubs) {
   const char* const next = "qwen3-next-80b-a3b";
   EXPECT_EQ(shape_of(next, "model.layers.0.linear_attn.in_proj_qkvz.weight"), "[12288, 2048]");
   EXPECT_EQ(shape_of(next, "model.layers.0.linear_attn.in_proj_ba.weight"), "[64, 2048]");
@@ -151,7 +151,7 @@ TEST(Arch, NamesAndShapesOfLinearAttentionAreThoseOfTheHub) {
   EXPECT_EQ(shape_of(next, "mtp.fc.weight"), "[2048, 4096]");
 }
 
-TEST(Arch, NamesAndShapesOfCodesAreThoseOfTheHub) {
+TEST(Arch, NamesAndShapesOfCodesEqualTheHubs) {
   const char* const oss = "gpt-oss-20b";
   const std::string experts = "model.layers.23.mlp.experts.";
   EXPECT_EQ(shape_of(oss, experts + "gate_up_proj_blocks"), "[32, 5760, 90, 16]");
@@ -240,7 +240,7 @@ Category category_of(FunctionRef<void()> call) {
   return Category::count;
 }
 
-TEST(Arch, AnUnknownNameIsToldTheNearest) {
+TEST(Arch, AnUnknownNameSuggestsTheNearest) {
   try {
     arch_named("qwen3-0.6");
     FAIL();
@@ -253,7 +253,7 @@ TEST(Arch, AnUnknownNameIsToldTheNearest) {
   EXPECT_EQ(category_of([] { arch_tensors(arch_named("gpt2"), 1001); }), Category::usage);
 }
 
-TEST(ArchConfig, HasTheNumberOfLayersAskedFor) {
+TEST(ArchConfig, HasTheRequestedNumberOfLayers) {
   for (const std::string& name : arch_names()) {
     const std::string text = arch_config(arch_named(name), 7, DType::f16);
     const char* const key = name == "gpt2" ? "\"n_layer\": 7," : "\"num_hidden_layers\": 7,";
@@ -261,7 +261,7 @@ TEST(ArchConfig, HasTheNumberOfLayersAskedFor) {
   }
 }
 
-TEST(ArchConfig, LeavesNoWordUnfilled) {
+TEST(ArchConfig, FillsAllPlaceholders) {
   for (const std::string& name : arch_names()) {
     for (const auto dtype : {std::optional<DType>(), std::optional(DType::f16)}) {
       const std::string text = arch_config(arch_named(name), 3, dtype);
@@ -271,7 +271,7 @@ TEST(ArchConfig, LeavesNoWordUnfilled) {
   }
 }
 
-TEST(ArchConfig, SaysHowWeightsAreCodedUnlessThereIsADtype) {
+TEST(ArchConfig, HasQuantizationConfigUnlessADtypeIsGiven) {
   const auto block_size = [](const std::string& text) {
     const size_t at = text.find("\"weight_block_size\"");
     return at == std::string::npos ? "" : text.substr(at, text.find(']', at) + 1 - at);
@@ -297,7 +297,7 @@ TEST(ArchConfig, NamesTheTypeOfEachLayer) {
       << text;
 }
 
-TEST(ArchConfig, SaysTheDtypeAndWhetherTheHeadIsTied) {
+TEST(ArchConfig, HasTheDtypeAndTheTie) {
   const std::string text = arch_config(arch_named("qwen3-0.6b"), 0, DType::f32);
   EXPECT_EQ(text.front(), '{');
   EXPECT_NE(text.find("\"torch_dtype\": \"float32\""), std::string::npos);
@@ -305,7 +305,7 @@ TEST(ArchConfig, SaysTheDtypeAndWhetherTheHeadIsTied) {
   EXPECT_NE(text.find("\"tie_word_embeddings\": true"), std::string::npos);
 }
 
-TEST(SplitIntoFiles, AsTransformersDoesIt) {
+TEST(SplitIntoFiles, DividesTensorsAsTransformersDoes) {
   const auto bytes = [](const char* name, int64_t n) {
     return TensorSpec{name, Role::param, DType::u8, {n}};
   };
@@ -332,7 +332,7 @@ struct FilesOnTheHub {
 };
 
 // DeepSeek's own tool splits by another rule; a limit of 4.25 GB gives as many files.
-TEST(SplitIntoFiles, AreAsManyAsOnTheHub) {
+TEST(SplitIntoFiles, MakesAsManyFilesAsTheHubHas) {
   constexpr uint64_t kGb = 1'000'000'000;
   for (const FilesOnTheHub& hub :
        {FilesOnTheHub{"qwen3-8b", 4 * kGb, 5}, FilesOnTheHub{"qwen3-32b", 4 * kGb, 17},

@@ -77,7 +77,7 @@ void add_attention(TensorList& list, const std::string& prefix, const ArchWidths
   const int64_t query = w.heads * w.head_dim;
   const int64_t key = w.kv_heads * w.head_dim;
   if (w.has_sinks) list.add(prefix + "sinks", {w.heads});
-  // The projection of the queries may also give a gate of the same width.
+  // The projection of the queries may also produce a gate of the same width.
   add_linear(list, prefix + "q_proj", w.has_query_gate ? 2 * query : query, w.hidden,
              w.has_qkv_bias);
   add_linear(list, prefix + "k_proj", key, w.hidden, w.has_qkv_bias);

@@ -29,12 +29,12 @@ class TensorList {
   std::vector<TensorSpec> tensors_;
 };
 
-// NAME.weight [out, in], and NAME.bias [out] where it has one.
+// NAME.weight [out, in] and, if `has_bias`, NAME.bias [out].
 void add_linear(TensorList& list, const std::string& name, int64_t out, int64_t in, bool has_bias);
 // gate_proj, up_proj and down_proj.
 void add_gated_mlp(TensorList& list, const std::string& prefix, int64_t hidden,
                    int64_t intermediate);
-// The projections of queries, keys, values and output; norms and sinks as `w` has them.
+// The projections of queries, keys, values and output; norms and sinks if `w` has them.
 void add_attention(TensorList& list, const std::string& prefix, const ArchWidths& w);
 
 // A dense MLP, or a router and gated experts.

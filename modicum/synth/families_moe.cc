@@ -61,7 +61,7 @@ void add_qwen3_next_mtp(TensorList& list, const ArchWidths& w) {
 
 // ---- DeepSeek-V3
 
-// FP8 codes and one scale per block; blocks at the edges are cut off. Unquantised: the weight
+// FP8 codes and one scale per block; blocks at the edges may be smaller. Unquantised: the weight
 // alone.
 void add_coded(TensorList& list, const std::string& name, int64_t out, int64_t in) {
   if (!list.variant().is_quantised) return add_linear(list, name, out, in, false);
@@ -98,7 +98,7 @@ void add_deepseek_experts(TensorList& list, const std::string& prefix, const Arc
     add_coded_mlp(list, name, w.hidden, w.expert_intermediate);
   }
   add_linear(list, prefix + "gate", w.experts, w.hidden, false);
-  // The router's bias is kept in fp32 whatever the model's dtype.
+  // The router's bias is fp32 for every dtype of the model.
   list.add(prefix + "gate.e_score_correction_bias", DType::f32, {w.experts});
   add_coded_mlp(list, prefix + "shared_experts.", w.hidden, w.shared_intermediate);
 }

@@ -37,7 +37,7 @@ std::optional<std::vector<int64_t>> parse_edges(std::string_view text) {
 
 int64_t round_down(int64_t value, int64_t step) { return value / step * step; }
 
-// How many elements fit into `bytes`, in whole granules.
+// The number of elements in `bytes`, in whole granules.
 int64_t elements_in(int64_t bytes, DType dtype) {
   return round_down(bytes * 8 / bits_per_element(dtype), synth_granule(dtype));
 }
@@ -50,7 +50,7 @@ class Written {
     add({0, elements_in(kFirstBytes, dtype_)});
   }
 
-  // Visits only the boundaries near the range: callers go through a tensor in many small ranges.
+  // Visits only the boundaries near the range, since callers split a tensor into many small ranges.
   void add_cuts(int64_t rows, int64_t world) {
     if (numel_ == 0) return;
     const int64_t per_shard = ceil_div(rows, world) * (numel_ / rows);

@@ -1,5 +1,5 @@
-// How a file is marked as synthesised, and which values its elements must then have. A check needs
-// neither a reference copy nor the architecture.
+// The mark of a synthesised file, and the values that its elements must have. A check needs neither
+// a reference copy nor the architecture.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ namespace modicum {
 // In `__metadata__`, "modicum.synth" is "1", or "sparse" if most of the file is a hole. Then
 // "modicum.synth.edges" may list world sizes: "2,4".
 //
-// Of each tensor of a sparse file, these bytes are written: the first 4096 and, for each world size
+// In a sparse file these bytes of each tensor are written: the first 4096 and, for each world size
 // W, 2048 on each side of every boundary between shards of Shard(0), which have ceil(rows / W)
 // rows. Ranges are rounded to whole elements. All other bytes read as zeros.
 //
@@ -30,7 +30,7 @@ struct SynthMark {
 };
 
 std::map<std::string, std::string> synth_metadata(const SynthMark& mark);
-// Empty if there is no mark, or one that this version does not understand.
+// Empty if there is no mark, or one of an unknown form.
 std::optional<SynthMark> synth_mark(const std::map<std::string, std::string>& metadata);
 
 // Half-open range of a tensor's elements.

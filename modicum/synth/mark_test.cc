@@ -16,7 +16,7 @@ std::vector<ElementRange> written(const SynthMark& mark, const TensorSpec& spec)
   return synth_written(mark, spec, 0, numel_of(spec.shape));
 }
 
-TEST(SynthMark, SurvivesItsMetadata) {
+TEST(SynthMark, SurvivesARoundTrip) {
   for (const SynthMark& mark :
        {SynthMark{}, SynthMark{true, {}}, SynthMark{true, {2, 4}}, SynthMark{true, {1024}}}) {
     EXPECT_EQ(synth_mark(synth_metadata(mark)), mark);
@@ -28,7 +28,7 @@ TEST(SynthMark, SurvivesItsMetadata) {
   EXPECT_EQ(synth_metadata({}).at("modicum.synth"), "1");
 }
 
-TEST(SynthMark, IsAbsentWhereItIsNotUnderstood) {
+TEST(SynthMark, IsEmptyForUnknownMetadata) {
   EXPECT_FALSE(synth_mark({}));
   EXPECT_FALSE(synth_mark({{"format", "pt"}}));
   EXPECT_FALSE(synth_mark({{"modicum.synth", "2"}}));
@@ -43,7 +43,7 @@ TEST(SynthWritten, IsEverythingUnlessSparse) {
   EXPECT_TRUE(written({}, tensor(DType::f32, {0, 10})).empty());
 }
 
-TEST(SynthWritten, IsTheFirstPageAndTheCuts) {
+TEST(SynthWritten, IsTheFirstPageAndTheShardBoundaries) {
   // 100,000 rows of 8 bytes; 4096 bytes are 1024 elements. World 4 cuts every 25,000 rows.
   const TensorSpec spec = tensor(DType::f32, {100'000, 2});
   EXPECT_EQ(written({true, {}}, spec), (std::vector<ElementRange>{{0, 1024}}));
@@ -54,7 +54,7 @@ TEST(SynthWritten, IsTheFirstPageAndTheCuts) {
   EXPECT_EQ(written({true, {1}}, spec), written({true, {}}, spec));
 }
 
-TEST(SynthWritten, RowsAreCutAsShard0CutsThem) {
+TEST(SynthWritten, BoundariesAreThoseOfShard0) {
   // ceil(100,001 / 3) = 33,334 rows; ceil(5 / 4) = 2: the last of four ranks has none.
   EXPECT_EQ(written({true, {3}}, tensor(DType::u8, {100'001}))[1],
             (ElementRange{33'334 - 2048, 33'334 + 2048}));
@@ -69,8 +69,8 @@ TEST(SynthWritten, SmallTensorsAreWrittenWhole) {
   EXPECT_TRUE(written({true, {2}}, tensor(DType::f32, {7, 0})).empty());
 }
 
-// A range has exactly the written ranges of the whole tensor, clipped to it.
-TEST(SynthWritten, OfARangeIsTheWholeClippedToIt) {
+// The result for a range equals the result for the whole tensor, clipped to the range.
+TEST(SynthWritten, OfARangeIsThatOfTheTensorClipped) {
   const SynthMark mark{true, {2, 3, 7, 64}};
   for (const DType dtype : {DType::u8, DType::f4, DType::f6_e2m3, DType::f64}) {
     const TensorSpec spec = tensor(dtype, {1003, 36});
@@ -106,7 +106,7 @@ TEST(SynthExpected, IsValuesWhereWrittenAndZerosElsewhere) {
   }
 }
 
-TEST(SynthExpected, TakesAnyPieceOfAPackedTensor) {
+TEST(SynthExpected, HandlesAnyPieceOfAPackedTensor) {
   const TensorSpec spec = tensor(DType::f6_e3m2, {40'000});
   const SynthMark mark{true, {3}};
   std::vector<std::byte> whole(30'000);

@@ -61,7 +61,7 @@ class TemporaryDirectory {
   std::string path_;
 };
 
-TEST(WriteSynth, OneFileHoldsWhatTheModelHolds) {
+TEST(WriteSynth, OneFileHoldsTheWholeModel) {
   MemoryFileSystem files;
   const SynthResult result = write_synth(files, "out", options_for("tiny-moe"));
   EXPECT_EQ(files.list("out"), (std::vector<std::string>{"config.json", "model.safetensors"}));
@@ -82,7 +82,7 @@ TEST(WriteSynth, OneFileHoldsWhatTheModelHolds) {
   expect_values(files, "out");
 }
 
-TEST(WriteSynth, ShardsComeWithAnIndex) {
+TEST(WriteSynth, ShardsHaveAnIndex) {
   MemoryFileSystem files;
   SynthOptions options = options_for("tiny-moe");
   options.shard_size_bytes = 700;
@@ -99,7 +99,7 @@ TEST(WriteSynth, ShardsComeWithAnIndex) {
   expect_values(files, "out");
 }
 
-TEST(WriteSynth, CodesComeWithTheirScales) {
+TEST(WriteSynth, CodesHaveScales) {
   MemoryFileSystem files;
   write_synth(files, "out", options_for("tiny-fp8"));
   const Checkpoint checkpoint = open_checkpoint(files, "out");
@@ -110,7 +110,7 @@ TEST(WriteSynth, CodesComeWithTheirScales) {
   expect_values(files, "out");
 }
 
-TEST(WriteSynth, WithADtypeCodesAreWeightsOfIt) {
+TEST(WriteSynth, WithADtypeCodesAreDequantised) {
   MemoryFileSystem files;
   SynthOptions options = options_for("tiny-fp8");
   options.dtype = DType::f16;
@@ -156,7 +156,7 @@ TEST(WriteSynth, ManyThreadsWriteTheSameBytes) {
   EXPECT_EQ(results[0].written_bytes, results[1].written_bytes);
 }
 
-TEST(WriteSynth, SparseFilesHaveHolesAndTheirExpectationKnowsThem) {
+TEST(WriteSynth, SparseFilesHaveHolesThatChecksExpect) {
   TemporaryDirectory directory;
   PosixFileSystem files;
   SynthOptions options = options_for("gpt2");

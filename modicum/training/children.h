@@ -10,7 +10,7 @@
 
 namespace modicum {
 
-// Private memory of an idle child.
+// The private memory of an idle child.
 constexpr uint64_t kChildBytes = 256 * kKiB;
 
 class Children {

@@ -11,8 +11,8 @@
 namespace modicum {
 namespace {
 
-// Everything that decides the bytes of the output. The times of the source's files are a
-// proxy for their values.
+// A digest of everything that determines the bytes of the output. The times of the source's files
+// are a proxy for their values.
 Digest inputs_of(const ConvertTask& task) {
   Hasher hasher;
   const Plan& plan = task.load.plan;
@@ -27,9 +27,9 @@ StepOwner owner_of(const ProcessIdentity& process) {
   return {process.host, process.pid, process.started};
 }
 
-// The outcome of the rank. Plain data: it crosses from the rank's process.
+// The outcome of the rank. Plain data, since it is sent from the rank's process.
 struct Converted {
-  RankOutcome load;  // peaks: of all files
+  RankOutcome load;  // the peaks are the highest over all files
   uint64_t written_bytes = 0;
   uint64_t kept_files = 0;
 };
@@ -125,7 +125,7 @@ std::optional<NewForm> new_form_of(const Checkpoint& source, const Recipe& recip
   return tally.new_form();
 }
 
-// The files besides the weights, and the index. Returns their bytes.
+// Writes the companion files and the index. Returns their bytes.
 uint64_t add_companions(const ConvertTask& task, const ConversionJournal& conversion) {
   FileSystem& files = *task.load.run.files;
   const Checkpoint& source = task.load.run.checkpoint;
@@ -154,7 +154,7 @@ ConvertedForm::ConvertedForm(const Checkpoint& source, const Recipe& recipe,
     specs.push_back(recipe.targets[t].spec);
     target_of[recipe.targets[t].spec.fqn] = t;
     const std::vector<uint32_t> from = stored_under(recipe, recipe.targets[t].root);
-    // What was not stored comes last.
+    // Targets without a stored tensor go into the last file.
     file_of.push_back(from.empty() ? static_cast<uint32_t>(source.manifest.files.size()) - 1
                                    : source.manifest.tensors[from.front()].at.file);
   }

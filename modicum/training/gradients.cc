@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-// Splits the shards of a state, in order, where buckets end.
+// Visits the shards of a state in order, split at the ends of buckets.
 template <typename Fn>
 void for_each_part(const AdamW& state, const Fn& fn) {
   for (size_t shard = 0; shard < state.shards(); ++shard) {

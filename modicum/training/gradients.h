@@ -10,16 +10,16 @@
 
 namespace modicum {
 
-// Elements that a thread generates at a time, and their memory: fp32 values, followed by their copy
-// in 16 bits.
+// The elements that a thread generates at a time, and their memory: fp32 values, followed by a
+// 16-bit copy.
 constexpr int64_t kGradientChunk = 16384;
 constexpr uint64_t kGradientChunkBytes = kGradientChunk * (sizeof(float) + 2);
 
 // Called by several threads after each chunk.
 using Heartbeat = FunctionRef<void()>;
 
-// Contiguous elements of one shard, at most a chunk. `local` is the first one's index in the shard,
-// `global` in the parameter.
+// Contiguous elements of one shard, at most kGradientChunk. The first one has index `local` in the
+// shard and `global` in the parameter.
 struct ChunkOfShard {
   size_t shard = 0;
   int64_t local = 0;
@@ -30,7 +30,7 @@ struct ChunkOfShard {
 void for_each_chunk(const AdamW& state, int threads,
                     FunctionRef<void(int thread, const ChunkOfShard&)> fn);
 
-// Gradients that are a hash of (seed, step, FQN, global index), so independent of the sharding.
+// Gradients that are a hash of (seed, step, FQN, global index), and so independent of the sharding.
 class MadeGradients {
  public:
   // Charges kGradientStagingBytes, which limits the number of threads. Errors: BUDGET, NOMEM.
@@ -48,7 +48,7 @@ class MadeGradients {
 
   uint64_t seed() const noexcept { return seed_; }
   int threads() const noexcept { return threads_; }
-  // A thread's fp32 chunk, which kGradientChunk elements of 16 bits follow.
+  // A thread's fp32 chunk, followed by kGradientChunk elements of 16 bits.
   float* chunk(int thread) const noexcept;
 
  private:

@@ -42,8 +42,8 @@ class DumpDirectory {
   bool is_finished_ = false;
 };
 
-// Digests elements and drops them; with --check it compares them first, one thread at a time, since
-// they share the file that is read again.
+// Digests elements and drops them. With --check it first compares them with the file, one thread at
+// a time, since the threads share the reader.
 class Dropped {
  public:
   Dropped(const LoadTask& task, int rank, const RankLoad& load)
@@ -88,9 +88,9 @@ class LoadRank {
       optimizer_.emplace(trained_of(task_.run, task_.plan, rank_, load.shards()), *gradients_,
                          of_.ledger, task_.threads);
     }
-    board_.barrier(rank_);  // all ranks hold their shards until the last has loaded
+    board_.barrier(rank_);  // all ranks hold their shards until the last rank has loaded
     load.note_peaks();
-    board_.barrier(rank_);  // and keep shared pages mapped until all have read their peaks
+    board_.barrier(rank_);  // all keep shared pages mapped until the last has read its peaks
     finish();
     return load.outcome();
   }

@@ -10,7 +10,7 @@
 
 namespace modicum {
 
-// A load of `run` in all ranks by `plan`, which fits the budget.
+// A load of `run` in all ranks. The plan fits the budget.
 struct LoadTask {
   const Run& run;
   const Plan& plan;
@@ -20,7 +20,7 @@ struct LoadTask {
   std::string dump;  // a new directory for the shards of each rank; empty: no dump
 };
 // If the run has an optimizer, its state is allocated but takes no step. On failure the directory
-// `dump` is removed. Errors as run_ranks'.
+// `dump` is removed. Errors as those of run_ranks.
 LoadReport load_in_ranks(const LoadTask& task, ShowBytes show);
 
 }  // namespace modicum

@@ -17,7 +17,7 @@ struct LoadWorld : World {
   Rings rings;
 };
 
-// A rank's ledger, its end of the ring and its load.
+// A rank's ledger, its exchange and its load.
 struct LoadingRank {
   LoadingRank(LoadWorld& world, int rank, HostSink::Copy copy = {})
       : baseline_bytes((reset_peak_rss(), read_process_memory().held())),
@@ -33,7 +33,8 @@ struct LoadingRank {
     load.outcome().baseline_bytes = baseline_bytes;
   }
 
-  // `of` with the peaks since the last call. All ranks call it at the same time and wait idle.
+  // Returns `of` with the peaks since the last call. All ranks call it at the same time and wait
+  // idle.
   RankOutcome phase_of(RankOutcome of, Board& board) {
     board.barrier(of.rank);
     of.ledger_peak_bytes = ledger.peak_since_mark();
@@ -43,7 +44,7 @@ struct LoadingRank {
     reset_peak_rss();
     return of;
   }
-  // A phase in which nothing is loaded.
+  // The outcome of a phase in which nothing is loaded.
   RankOutcome later_phase(Board& board) {
     const RankOutcome& loaded = load.outcome();
     return phase_of(

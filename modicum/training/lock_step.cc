@@ -83,7 +83,7 @@ void LockStep::step_timed() {
   last_step_s_ = static_cast<double>(at_.clock->now_ns() - begin) / kNsPerSecond;
 }
 
-// The lanes of `step` hold the times of the step before it.
+// The lanes of step `step` hold the durations of step `step` - 1.
 void LockStep::note_time(int64_t step) {
   const double slowest_s = at_.page->slowest_s(step);
   if (slowest_s > 0) seconds_[static_cast<size_t>(timed_++) % seconds_.size()] = slowest_s;

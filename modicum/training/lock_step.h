@@ -48,12 +48,12 @@ struct StepContext {
 
 struct LockStepOptions {
   std::optional<double> max_norm;
-  std::optional<float> loss_scale;  // initial, as in torch.amp.GradScaler; none: no scaling
-  std::span<std::byte> ring;        // for low-precision copies of a whole master; empty: none
+  std::optional<float> loss_scale;  // initial, as in torch.amp.GradScaler; empty: no scaling
+  std::span<std::byte> ring;        // for low-precision copies of an fp32 master; empty: no copies
   uint64_t bytes_of_step = 0;       // progress per step
 };
 
-// The outcome of the steps. Plain data.
+// The outcome of the steps. Plain data, since it is sent from the rank's process.
 struct StepsTaken {
   GradNorm norm;      // of the last step, over all ranks
   float unscale = 1;  // of the last step
@@ -62,8 +62,8 @@ struct StepsTaken {
   double step_s = 0;    // median of the slowest rank's time per step; 0: all steps were skipped
 };
 
-// A training step: gradients, the norm over all ranks, clipping, then the step, or its skip if the
-// norm is not finite. Every rank makes the same calls.
+// A training step: gradients, the norm over all ranks, clipping, then AdamW's step, which is
+// skipped if the norm is not finite. Every rank makes the same calls.
 class LockStep {
  public:
   LockStep(RankOptimizer& optimizer, const StepContext& at, const LockStepOptions& options);
@@ -82,7 +82,7 @@ class LockStep {
   const LockStepOptions options_;
   StepsTaken taken_;
   double last_step_s_ = 0;
-  // The slowest rank's time of the last 1024 steps.
+  // The slowest rank's times of the last 1024 steps.
   std::array<double, 1024> seconds_{};
   int64_t timed_ = 0;
 };

@@ -11,7 +11,7 @@
 
 namespace modicum {
 
-// The parameters of one AdamW; lists by shard.
+// The parameters of one AdamW. The lists have one element per shard.
 struct Trained {
   AdamWSpec spec;
   std::vector<DType> grad_dtypes;  // of arriving gradients
@@ -24,8 +24,8 @@ struct Trained {
 // as the master, or receives the new parameter after each step.
 std::vector<Trained> trained_of(const Run& run, const Plan& plan, int rank, HostSink& loaded);
 
-// Allocates all memory of the steps at construction: with the gradients' staging exactly
-// training_footprint. One thread.
+// Allocates all memory of the steps at construction; together with the gradients' staging it is
+// exactly training_footprint. One thread.
 class RankOptimizer {
  public:
   // Uses `threads` threads. The memory in `trained` and `gradients` must outlive this. BUDGET,
@@ -33,7 +33,7 @@ class RankOptimizer {
   RankOptimizer(std::vector<Trained> trained, const MadeGradients& gradients, Ledger& ledger,
                 int threads);
 
-  // Initialises the masters from the loaded elements; from a hash.
+  // Initialise the masters: cast_masters from the loaded elements, make_masters from a hash.
   void cast_masters(Heartbeat heartbeat);
   void make_masters();
   // Delivers all gradients of a step. Returns this rank's part of the norm.

@@ -25,13 +25,14 @@ class RankLoad {
   // as HostSink). CONFLICT if the ranks' plans differ; BUDGET, NOMEM, USAGE.
   explicit RankLoad(const RankLoadTask& task, HostSink::Given given = {}, HostSink::Copy copy = {});
 
-  // Errors as modicum::load's.
+  // Errors as those of modicum::load.
   void load();
   // Compares every loaded value in host memory with the checkpoint (check_values). INTEGRITY.
   void check_values();
-  // Charges the ledger for memory that outlives the load besides shards: manifest, plan, ring part.
+  // Charges the ledger for the memory that outlives the load besides shards: manifest, plan, and
+  // this rank's part of the ring.
   void book_what_stays();
-  // Stores the peaks since construction, by the ledger and by the kernel, in the outcome.
+  // Stores the peaks since construction in the outcome: the ledger's and the kernel's.
   void note_peaks();
   // A heartbeat. PEER if another rank failed.
   void beat() const;

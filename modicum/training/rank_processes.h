@@ -1,4 +1,4 @@
-// Common to all kinds of rank processes. Part of the door of `training`.
+// The common parts of all verbs that start rank processes. Part of the door of `training`.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,8 @@ struct World {
 void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show);
 
 // Runs Rank(world, rank).live(), which returns plain data, in a process per rank. Every Rank lives
-// until all ranks have returned from live(). On success the results by rank; errors as run_ranks'.
+// until all ranks have returned from live(). Returns the results by rank. Errors as those of
+// run_ranks.
 template <typename Rank, typename OfWorld>
 auto outcomes_of(OfWorld& world, ShowBytes show) {
   using Outcome = decltype(std::declval<Rank&>().live());

@@ -1,4 +1,4 @@
-// Load, steps, and a save: the rank processes of `rehearse`.
+// The rank processes of `rehearse`: load, steps and save.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,10 +10,10 @@
 namespace modicum {
 namespace {
 
-// The load, step 1, all steps after it, the save.
+// Load; first step; later steps; save.
 constexpr size_t kPhases = 4;
 
-// The outcome of a rank. Plain data: it crosses from the rank's process.
+// The outcome of a rank. Plain data, since it is sent from the rank's process.
 struct Rehearsed {
   std::array<RankOutcome, kPhases> phases;
   SaveOutcome save;

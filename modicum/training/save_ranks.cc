@@ -12,9 +12,9 @@
 namespace modicum {
 namespace {
 
-// The outcome of a rank. Plain data: it crosses from the rank's process.
+// The outcome of a rank. Plain data, since it is sent from the rank's process.
 struct Saved {
-  RankOutcome load;  // peaks: of the load and the save
+  RankOutcome load;  // with the higher peaks of load and save
   SaveOutcome save;
   StepsTaken taken;
   uint64_t state_digest = 0;  // this rank's part
@@ -72,7 +72,7 @@ class SaveRank {
   Saved outcome_;
 };
 
-// The outcome of a rank that resumes. Plain data.
+// The outcome of a resuming rank. Plain data.
 struct Resumed {
   RankOutcome resume, step;  // peaks: until the state is in place; after it
   // Digests, this rank's parts: as loaded, the model's without aliases; after the steps.
@@ -141,7 +141,7 @@ class ResumeRank {
   Resumed outcome_;
 };
 
-// The peaks of both phases.
+// The higher peaks of both phases.
 RankOutcome of_both(const Resumed& of) {
   RankOutcome both = of.resume;
   both.ledger_peak_bytes = std::max(both.ledger_peak_bytes, of.step.ledger_peak_bytes);

@@ -15,37 +15,39 @@ struct SaveTask {
   const SavePlan& plan;
   std::string root;
   int64_t step = 0;
-  std::optional<size_t> keep;  // whole steps; none: all are kept
-  // With an optimizer: the files of its state, and the steps that it makes before the save.
+  std::optional<size_t> keep;  // intact steps; empty: all are kept
+  // With an optimizer: the files of its state, and the number of steps before the save.
   const StateFiles* state = nullptr;
   int steps = 0;
   uint64_t seed = 0;  // of gradients and random bits
 };
-// The part of a promise that saving adds (PlanOptions::save), for the buffers of `run`. `state`:
+// The memory that saving the buffers of `run` adds to a promise (PlanOptions::save). `state` is
 // null without an optimizer.
 Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFiles* state);
-// Errors as run_ranks', and those of StepSave. On failure no step is visible.
+// Errors as those of run_ranks and StepSave. On failure no step is visible.
 SaveReport save_in_ranks(const SaveTask& task, ShowBytes show);
 
-// The optimizer's state of a step, which must hold one. Errors as open_checkpoint's; INTEGRITY.
+// The optimizer's state of a step. The step must have one. Errors as those of open_checkpoint;
+// INTEGRITY.
 struct ResumeState {
   ResumeState(FileSystem& opened, const FoundStep& step);
 
   const Checkpoint checkpoint;  // in the step's kStateDirectory
-  const StateFiles files;       // of that checkpoint
+  const StateFiles files;       // the files of that checkpoint
   const StateFacts facts;
 };
 struct ResumeTask {
-  LoadTask load;                       // of a plan with phase `resume`, if there is a state
-  const FoundStep& step;               // that is loaded
-  const ResumeState* state = nullptr;  // of the run (StateFiles::require_of); null: none is read
+  LoadTask load;          // of a plan with phase `resume`, if there is a state
+  const FoundStep& step;  // the step to load
+  // Must fit the run (StateFiles::require_of); null: no state is read.
+  const ResumeState* state = nullptr;
   int steps = 0;
   std::optional<double> max_norm;
 };
-// Loads, reads the state, and makes `steps` more steps with the gradients that an uninterrupted run
-// would have. Errors as load_in_ranks'; INTEGRITY, naming the file and the tensor, if a value is
-// not the one that was saved. Where the flags load other dtypes or tensors than were saved, the
-// model's values are not compared, which a warning reports.
+// Loads, reads the state, and makes `steps` more steps, with the gradients of an uninterrupted run.
+// Errors as those of load_in_ranks; INTEGRITY, naming the file and the tensor, if a value differs
+// from the saved one. If other dtypes or tensors are loaded than were saved, the model's values are
+// not compared, and a warning is given.
 LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show);
 
 struct RehearsalTask {
@@ -53,11 +55,11 @@ struct RehearsalTask {
   int steps = 1;
   uint64_t seed = 0;  // of gradients and random bits
   std::optional<double> max_norm;
-  // If given, of the same load, steps and seed: saves after the steps, and then makes another one,
-  // with which a resumed run can be compared.
+  // If given, must have the same load, steps and seed. The ranks then save after the steps, and
+  // make one more step, whose state a resumed run must equal.
   const SaveTask* save = nullptr;
 };
-// Errors as save_in_ranks'.
+// Errors as those of save_in_ranks.
 RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show);
 
 }  // namespace modicum

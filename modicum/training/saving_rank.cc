@@ -22,7 +22,7 @@ SaveOutcome save_state(const SaveTask& task, const SavePlace& place, const RankC
   return saved;
 }
 
-// The tensors that the run does not train.
+// The names of the tensors that the run does not train.
 std::vector<std::string> without_state(const Run& run) {
   std::set<std::string> trained;
   for (int rank = 0; rank < run.layout.world_size(); ++rank) {

@@ -1,4 +1,4 @@
-// The part of one rank in a save, and the leader's once all ranks have saved. Internal to
+// One rank's part of a save, and the leader's part after all ranks have saved. Internal to
 // `training`.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace modicum {
 
-// Where the ranks of a save write. Construct before the fork.
+// The directory that the ranks of a save write into. Construct before the fork.
 struct SavePlace {
   explicit SavePlace(const StepSave& step)
       : point(step.point()), directory(step.directory()), state_directory(step.state_directory()) {}
@@ -19,8 +19,8 @@ struct SavePlace {
   const std::string directory, state_directory;
 };
 
-// Saves the buffers of rank `at.rank` and, if the task has files for it, the optimizer's state; all
-// ranks call it at the same time. Errors as save's.
+// Saves the buffers of rank `at.rank` and, if `task.state` is set, the optimizer's state. All ranks
+// call it at the same time. Errors as those of save.
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
                       HostSink& shards, const RankOptimizer* optimizer);
 

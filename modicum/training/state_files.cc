@@ -22,7 +22,8 @@ constexpr std::array<PlaneName, 4> kPlaneNames = {{{Plane::master, "master"},
                                                    {Plane::exp_avg, "exp_avg"},
                                                    {Plane::exp_avg_sq, "exp_avg_sq"}}};
 
-// The dtype of a plane; none if it is not stored. `has_master`: the parameter is the master.
+// The dtype of a stored plane; empty if it is not stored. `has_master`: the parameter itself is the
+// master.
 std::optional<DType> stored_dtype(const StateFormatRow& row, Plane plane, bool has_master) {
   switch (plane) {
     case Plane::master: return has_master ? std::nullopt : std::optional(row.master);
@@ -39,16 +40,16 @@ int64_t blocks_of(int64_t row, int64_t numel) {
   return numel == 0 ? 0 : ScaleBlocks(row).block_of(numel - 1) + 1;
 }
 
-// A rank whose run begins or ends within a block has a scale of its own for that block.
+// Refuses a run that begins or ends within a block: its rank has a scale of its own for that block.
 void require_whole_blocks(const ShardSpec& shard, int64_t numel) {
   const ScaleBlocks blocks(shard.row);
   const auto is_edge = [&](int64_t at) { return at == numel || blocks.edge_after(at) == at; };
   for (const ShardRun& run : shard.runs) {
     if (is_edge(run.first) && is_edge(run.first + run.n)) continue;
     fail(Category::unsupported,
-         "this layout cuts blocks of 8-bit moments, which can be neither saved nor resumed",
+         "this layout divides blocks of 8-bit moments between ranks; their state can't be saved",
          {.tensor = shard.fqn,
-          .expected = fmt::format("cuts at multiples of {} within a row", kScaleBlock),
+          .expected = fmt::format("shards that end at multiples of {} within a row", kScaleBlock),
           .got = fmt::format("elements {} to {}", run.first, run.first + run.n)});
   }
 }
@@ -112,11 +113,11 @@ void StateFiles::require_of(const Run& run) const {
     const auto text = [](const TensorSpec& of) {
       return fmt::format("{} {}", torch_name(of.dtype), shape_text(of.shape));
     };
-    fail(Category::mismatch, "the saved state has another form",
+    fail(Category::mismatch, "the saved tensor has another dtype or shape",
          {.tensor = spec.fqn, .expected = text(spec), .got = text(saved)});
   }
   if (left.empty()) return;
-  fail(Category::mismatch, "this run has no place for a tensor of the saved state",
+  fail(Category::mismatch, "the saved state has a tensor that is not in this run's state",
        {.tensor = *left.begin()});
 }
 

@@ -1,7 +1,7 @@
 // The optimizer's state in the files of a step. Part of the door of `training`.
 //
-// Every plane of the state is a tensor of the parameter's shape, in the format's own dtype, as it
-// is in memory; the scales of 8-bit moments are one for each block, in the parameter's order:
+// Every plane of the state is a tensor with the parameter's shape and the same dtype as in memory.
+// 8-bit moments have one scale for each block, in the parameter's order:
 //
 //   w [300, 256] bf16, int8-moments
 //
@@ -29,20 +29,21 @@ namespace modicum {
 // The tensors of a state, and their files.
 class StateFiles {
  public:
-  // For the parameters of `run`, which has an optimizer, in its layout. UNSUPPORTED, naming the
-  // parameter, if a rank holds part of a block of 8-bit moments.
+  // The files for saving the state of `run`, which must have an optimizer. UNSUPPORTED, naming the
+  // parameter, if the layout divides a block of 8-bit moments between ranks.
   explicit StateFiles(const Run& run);
-  // For a step that was saved, by the manifest of its kStateDirectory.
+  // The files of a saved step. `saved` is the manifest of its kStateDirectory.
   explicit StateFiles(Manifest saved);
 
-  // MISMATCH, naming a tensor, unless a state of `run` has these tensors, no more and no fewer;
-  // UNSUPPORTED as the constructor.
+  // MISMATCH, naming a tensor, unless the state of `run` consists of exactly these tensors;
+  // UNSUPPORTED as for the constructor.
   void require_of(const Run& run) const;
 
   const Manifest& manifest() const noexcept { return manifest_; }
-  // What it holds on each rank, with the sums of a save.
+  // The host memory of the files on each rank, including the sums of a save.
   Footprint footprint() const;
-  // The spans of one rank's state; `to_save`: only those of which it is the primary replica.
+  // Calls back with the spans of one rank's state. `to_save`: only those whose primary replica it
+  // is.
   void for_each_span(const RankOptimizer& optimizer, bool to_save,
                      FunctionRef<void(const StoredSpan&)> fn) const;
 

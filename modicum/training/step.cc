@@ -29,7 +29,7 @@ struct StepWorld : World {
   const NormPage page;
 };
 
-// The outcome of a rank. Plain data: it crosses from the rank's process.
+// The outcome of a rank. Plain data, since it is sent from the rank's process.
 struct StepOutcome {
   uint64_t fixed_bytes = 0;  // of this rank, before the state; rank 0 adds the launcher
   std::array<uint64_t, 2> kernel_bytes{};  // with children: peak of step 1, peak since then
@@ -39,7 +39,7 @@ struct StepOutcome {
   StateDigest digest;  // this rank's part
 };
 
-// A rank's shard of the parameter, cut where buckets end.
+// A rank's shard of the parameter, whose ends are ends of buckets.
 AdamWSpec spec_of(const StepTask& task, int rank) {
   const int64_t buckets = ceil_div(task.params, kBucketElements);
   const auto cut = [&](int64_t r) {
@@ -50,7 +50,7 @@ AdamWSpec spec_of(const StepTask& task, int rank) {
   return {.format = task.format, .shards = {std::move(shard)}, .seed = task.seed};
 }
 
-// The ring for low-precision copies of a whole master; 0 if the master is split.
+// The size of the ring for low-precision copies of an fp32 master; 0 if the master is split.
 uint64_t ring_bytes(const StepTask& task) noexcept {
   if (row_of(task.format).is_split()) return 0;
   return static_cast<uint64_t>(task.threads) * kSlotsPerThread * kRingSlotBytes;
@@ -114,7 +114,7 @@ class StepRank {
                                                 static_cast<double>(spec.shards[0].numel()))});
     const Children children(task_.children);
     for (int step = 1; step <= task_.steps; ++step) {
-      // For one step half-way, workers of a second epoch coexist with those of the first.
+      // In the middle step, the workers of the next epoch coexist with those of the first.
       std::optional<Children> more;
       if (step > 1 && step == task_.steps / 2 + 1) more.emplace(task_.children);
       steps.step(step);
@@ -124,8 +124,8 @@ class StepRank {
     outcome_.taken = steps.finish(task_.steps);
   }
 
-  // Memory of this rank and its children; rank 0 adds the launcher. With children the peak since
-  // the last note_held, else the current value.
+  // The memory of this rank and its children; rank 0 adds the launcher's. With children it is the
+  // peak since the last note_held, else the current value.
   uint64_t tree_bytes(const Children* children) const {
     const ProcessMemory own = read_process_memory();
     uint64_t sum = children != nullptr && can_reset_ ? own.peak_held() : own.held();
@@ -171,8 +171,8 @@ Promise promise_of(const StepTask& task, uint64_t copy_bytes) {
   return make_promise(std::move(phases));
 }
 
-// The memory of each rank's parallel copy: pieces of full size, or as much of them as the budget
-// leaves, but at least half of the memory that the steps need.
+// The memory of each rank's buffers for the copy to compare with: the full size, or as much as the
+// budget leaves, but at least half of the memory that the steps need.
 uint64_t copy_bytes_of(const StepTask& task, const std::optional<Budget>& budget) {
   const uint64_t wanted = 2 * kCopyPieceBytes * static_cast<uint64_t>(task.threads);
   if (!budget) return wanted;
@@ -189,7 +189,7 @@ double median(std::array<double, Baselines::kRounds> seconds) {
   return seconds[seconds.size() / 2];
 }
 
-// The time of a round is that of its slowest rank.
+// A round takes as long as its slowest rank.
 void compare(StepReport& report, const std::vector<StepOutcome>& outcomes) {
   Baselines slowest;
   const auto raise = [](auto& of, const auto& by) {

@@ -12,7 +12,7 @@ namespace modicum {
 // The bytes that all steps together read and write.
 uint64_t bytes_to_move(const StepTask& task) noexcept;
 
-// Errors as run_ranks'; BUDGET before a rank is started.
+// Errors as those of run_ranks; BUDGET before a rank is started.
 StepReport step_in_ranks(const StepTask& task, const std::optional<Budget>& budget, ShowBytes show);
 
 }  // namespace modicum

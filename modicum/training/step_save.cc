@@ -56,7 +56,7 @@ void StepSave::merge_sums(ChunkSums& sums, const std::string& prefix, int ranks)
   }
 }
 
-// The data files and tensors that the ranks have written under `prefix`.
+// Adds the data files and tensors that the ranks have written under `prefix` to the record.
 void StepSave::add_part(SavedStep& saved, const std::string& prefix, const Manifest& manifest,
                         std::vector<StepTensor>& tensors) {
   ChunkSums sums(manifest, point());

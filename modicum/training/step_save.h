@@ -1,4 +1,4 @@
-// The leader's part of a saved step: its directory, its record, its commit. Part of the door of
+// The leader's part of saving a step: the directory, the record and the commit. Part of the door of
 // `training`.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace modicum {
 
-// A step that was published.
+// A published step.
 struct SavedStep {
   int64_t step = 0;
   std::string path;
@@ -21,13 +21,13 @@ struct SavedStep {
   std::vector<std::string> warnings;
 };
 
-// Construct before the ranks save. They write into `directory()`, each with the sums of `point()`,
-// and hand over their sums with hand_over_sums. Once all have, the leader calls `publish`. The
+// Construct before the ranks save. Each rank writes into `directory()`, with ChunkSums at
+// `point()`, and then calls hand_over_sums. After all ranks the leader calls `publish`. The
 // destructor removes the written files unless the step was published. One thread.
 class StepSave {
  public:
-  // Also removes what dead processes of this host have left in the root. `has_state`: makes the
-  // directory of an optimizer's state. Errors of begin_step.
+  // Also removes the files of dead processes of this host from the root. `has_state`: makes the
+  // directory of an optimizer's state. Errors as those of begin_step.
   StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state = false);
   ~StepSave();
   StepSave(const StepSave&) = delete;
@@ -36,9 +36,9 @@ class StepSave {
   const std::string& directory() const noexcept { return step_.directory; }
   std::string state_directory() const { return join_path(step_.directory, kStateDirectory); }
   uint64_t point() const;  // of ChunkSums
-  // INTEGRITY, naming the tensor, if not every element was written exactly once; CONFLICT if the
-  // step was published by another process; errors of publish_step.
-  // `state`: what the ranks have saved of an optimizer's, if anything.
+  // INTEGRITY, naming the tensor, if an element was not written exactly once; CONFLICT if another
+  // process has published the step; errors as those of publish_step. `state`: the optimizer's state
+  // that the ranks have saved, if any.
   struct SavedState {
     const Manifest& manifest;
     StateFacts facts;
@@ -59,7 +59,7 @@ class StepSave {
   bool is_published_ = false;
 };
 
-// Writes what rank `rank` has written next to the files, for the leader.
+// Writes the sums of rank `rank` to a file next to the saved ones, for the leader.
 void hand_over_sums(const ChunkSums& sums, int rank, const SaveFiles& to);
 
 }  // namespace modicum
