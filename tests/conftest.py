@@ -10,8 +10,8 @@ from program import run_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# For torch in this process and in those it starts. The tensors here are small: more threads would
-# mostly wait for each other, spinning; and a forked child has none of its parent's.
+# For torch in this process and its children. The tensors in tests are small, so that more threads
+# would mostly spin and wait for each other; and a forked child lacks its parent's threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--wheels",
         default=str(ROOT / "build/python"),
-        help="the folder of the wheel under test, which is the one installed here",
+        help="the folder of the wheel under test, which must be the installed one",
     )
 
 

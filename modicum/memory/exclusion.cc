@@ -53,8 +53,8 @@ void reserve_ranges() noexcept {
   const int error = errno;
   for_each_live_range([](ExcludedRange& row) {
     if (row.is_reservation) return;  // of an earlier fork: the reservation itself was inherited
-    // If another library's fork handler has mapped memory there already, that mapping stays; the
-    // row still says that the excluded bytes are absent.
+    // If another library's fork handler has mapped memory there already, that mapping stays.
+    // The row still records that the excluded bytes are absent.
     static_cast<void>(::mmap(row.address(), row.size, PROT_NONE,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1,
                              0));

@@ -51,7 +51,7 @@ def tied_checkpoint(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", BREAKAGES)
-def test_a_broken_config_is_an_error_where_values_depend_on_it(
+def test_a_broken_config_is_an_error_if_values_depend_on_it(
     modicum: Path, tmp_path: Path, how: str
 ) -> None:
     do_break, code = BREAKAGES[how]
@@ -101,15 +101,15 @@ def test_an_unknown_key_of_deepspeeds_is_refused(modicum: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("strategy", ["own-shard", "node-reader", "replica-striped"])
 def test_a_file_that_changes_between_two_reads_is_a_conflict(tmp_path: Path, strategy: str) -> None:
-    """A real file, touched while its n-th piece is copied to its destination; strategies that read
-    the whole model first have compared it by then."""
+    """A real file is touched while its n-th piece is copied to its destination. Strategies that
+    read the whole model first have checked its identity before."""
     directory = tmp_path / "model"
     directory.mkdir()
     path = directory / "model.safetensors"
     save_file({"w": torch.ones(1 << 20), "v": torch.ones(3, 5)}, path)
 
     def load(touched_at: int) -> int:
-        """How many pieces were copied."""
+        """Loads; returns the number of pieces that were copied."""
         os.utime(path, ns=(1, 1))
         recipe = library.make_recipe(library.open_checkpoint(directory))
         layout = library.make_layout(recipe, 1)
@@ -138,7 +138,7 @@ def test_a_file_that_changes_between_two_reads_is_a_conflict(tmp_path: Path, str
         assert "mtime 2 ns" in caught.value.got
 
 
-def test_python_carries_the_warnings(tmp_path: Path) -> None:
+def test_python_has_the_warnings_too(tmp_path: Path) -> None:
     directory = tied_checkpoint(tmp_path / "model")
     assert library.open_checkpoint(directory).warnings == []
     (directory / "adapter_config.json").write_text(json.dumps({}))

@@ -94,7 +94,7 @@ def test_flags_that_would_do_nothing(modicum: Path, dense: Path, words: tuple[ob
         assert "nomatch" in message or "nomatch" not in words
 
 
-def test_flags_of_a_forecast_that_is_not_asked_for(modicum: Path, dense: Path) -> None:
+def test_forecast_flags_without_a_forecast(modicum: Path, dense: Path) -> None:
     for words in (("--workers", 2), ("--persistent-workers",)):
         assert words[0] in failure(modicum, 2, "plan", dense, *words)["message"]
 
@@ -143,7 +143,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_what_would_fit_does_fit(modicum: Path, dense: Path, asked: tuple[object, ...]) -> None:
+def test_suggested_alternatives_fit(modicum: Path, dense: Path, asked: tuple[object, ...]) -> None:
     """Every suggested alternative fits: `plan` and `load` accept it as flags, with the same
     bytes."""
     words = (dense, "--ranks", 4, *asked)
@@ -204,7 +204,7 @@ def alternative_flags(asked: tuple[object, ...], one: dict[str, Any]) -> list[ob
     return changed(("--ranks", 4, *asked), flags)
 
 
-def test_alternatives_change_no_more_than_is_needed(modicum: Path, dense: Path) -> None:
+def test_alternatives_change_as_little_as_possible(modicum: Path, dense: Path) -> None:
     words = (dense, "--ranks", 4, "--strategy", "full-per-rank")
     planned = run_json(modicum, "plan", *words)
     budget = node_peak(planned, "own-shard")
@@ -215,7 +215,7 @@ def test_alternatives_change_no_more_than_is_needed(modicum: Path, dense: Path) 
         assert differs == 1, one
 
 
-def test_hopeless_budget(modicum: Path, moe: Path) -> None:
+def test_budget_that_nothing_fits(modicum: Path, moe: Path) -> None:
     document = refused(modicum, moe, "--ranks", 2, "--optimizer", "adamw:fp32", "--budget", 5)
     assert document["would_fit"] == []
     assert {row["name"] for row in document["strategies"]} == set(STRATEGIES)
@@ -252,12 +252,12 @@ def verbs_that_end_well(moe: Path, tmp_path: Path) -> Iterator[tuple[object, ...
 
 
 def shell(modicum: Path, redirection: str, *words: object) -> int:
-    """The exit code of the program with its descriptors as a shell's redirection makes them."""
+    """The exit code of the program, run by a shell with this redirection."""
     command = f'exec "$0" "$@" {redirection}'
     return subprocess.run(["bash", "-c", command, modicum, *map(str, words)], timeout=60).returncode
 
 
-def test_output_that_is_lost(modicum: Path, moe: Path, tmp_path: Path) -> None:
+def test_lost_output_is_an_error(modicum: Path, moe: Path, tmp_path: Path) -> None:
     for n, redirection in enumerate((">/dev/full 2>/dev/null", ">&- 2>/dev/null")):
         (tmp_path / str(n)).mkdir()
         for words in verbs_that_end_well(moe, tmp_path / str(n)):
@@ -266,7 +266,7 @@ def test_output_that_is_lost(modicum: Path, moe: Path, tmp_path: Path) -> None:
     assert shell(modicum, ">/dev/full 2>/dev/null", "plan", moe, "--rank") == 2
 
 
-def test_pipe_that_nobody_reads(modicum: Path, moe: Path) -> None:
+def test_pipe_without_a_reader(modicum: Path, moe: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     words = [modicum, "inspect", moe, "--json"]
@@ -277,7 +277,7 @@ def test_pipe_that_nobody_reads(modicum: Path, moe: Path) -> None:
     os.close(write)
 
 
-def test_stderr_that_is_lost(modicum: Path, moe: Path, tmp_path: Path) -> None:
+def test_lost_stderr_is_no_error(modicum: Path, moe: Path, tmp_path: Path) -> None:
     for redirection in ("2>/dev/full", "2>&-"):
         quiet = f"{redirection} >/dev/null"
         load = ("load", moe, "--ranks", 2, "--progress", "plain")
@@ -287,7 +287,7 @@ def test_stderr_that_is_lost(modicum: Path, moe: Path, tmp_path: Path) -> None:
         assert shell(modicum, quiet, "lod") == 2
 
 
-def test_progress_has_a_rate_only_once_there_is_one(modicum: Path, moe: Path) -> None:
+def test_progress_has_a_rate_only_after_the_first_bytes(modicum: Path, moe: Path) -> None:
     words = [modicum, "load", moe, "--ranks", "2", "--check", "values", "--progress", "plain"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -298,7 +298,7 @@ def test_progress_has_a_rate_only_once_there_is_one(modicum: Path, moe: Path) ->
     assert all(re.fullmatch(form, line) and " 0 B/s" not in line for line in lines), lines
 
 
-def test_closed_descriptors_are_not_given_to_files(
+def test_closed_descriptors_are_not_reused_by_files(
     modicum: Path, moe: Path, tmp_path: Path
 ) -> None:
     """Printed output must not end up in a written file."""
@@ -322,7 +322,7 @@ def limit_files() -> None:
 
 
 def test_file_that_may_not_grow(modicum: Path, moe: Path, tmp_path: Path) -> None:
-    """SIGXFSZ would kill; the partial file is removed."""
+    """SIGXFSZ must not kill the program, and the partial file is removed."""
     out = tmp_path / "out"
     for words in (("load", moe, "--ranks", 2, "--dump", out), ("synth", out, "--arch", "tiny-moe")):
         done = subprocess.run(
@@ -340,7 +340,7 @@ def test_file_that_may_not_grow(modicum: Path, moe: Path, tmp_path: Path) -> Non
 # ---- ranks and digests
 
 
-def test_more_ranks_than_the_machine_bears(modicum: Path, moe: Path) -> None:
+def test_too_many_ranks_for_the_machine(modicum: Path, moe: Path) -> None:
     most = 16 * len(os.sched_getaffinity(0))
     rehearse = ("rehearse", moe, "--optimizer", "adamw:fp32")
     step = ("step", "--params", "10K", "--no-compare")

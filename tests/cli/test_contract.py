@@ -1,4 +1,4 @@
-"""What scripts may rely on: help, exit codes, error objects, JSON keys, and that `plan` predicts
+"""The contract with scripts: help, exit codes, error objects, JSON keys, and that `plan` predicts
 exactly the run that `load` makes.
 
 House test. It catches these mutations: a budget compared with `<` instead of `<=`; a plan with
@@ -115,7 +115,7 @@ def test_unknown_words_name_the_nearest(
     assert error["category"] == "USAGE"
 
 
-def test_plan_has_a_row_per_strategy_and_load_knows_no_other(modicum: Path, moe: Path) -> None:
+def test_plan_has_a_row_for_each_strategy_of_load(modicum: Path, moe: Path) -> None:
     rows = [row["name"] for row in run_json(modicum, "plan", moe)["strategies"]]
     assert sorted(rows) == sorted(STRATEGIES)
     error = failure(modicum, 2, "load", moe, "--strategy", "rank1-broadcast")
@@ -193,7 +193,7 @@ def test_index_that_is_no_json(modicum: Path, broken: Path) -> None:
         (lambda nodes: nodes.update(new={"op": "invert", "in": []}), "UNSUPPORTED"),
     ],
 )
-def test_recipe_that_does_not_add_up(
+def test_invalid_recipes_are_refused(
     modicum: Path, moe: Path, tmp_path: Path, change: Any, category: str
 ) -> None:
     names = [n for n in header_of(moe / "model.safetensors")[0] if n != "__metadata__"]
@@ -242,7 +242,8 @@ def assert_over_budget(error: dict[str, Any], needed: int, allowed: int) -> None
 
 
 def test_default_staging_shrinks_to_fit(modicum: Path, moe: Path) -> None:
-    """With a little less than the default needs, `plan` and `load` both shrink staging."""
+    """If the budget is a little below the need of the default, `plan` and `load` both shrink
+    staging."""
     flags = (moe, "--ranks", 3)
     needed = node_peak(run_json(modicum, "plan", *flags), "own-shard")
     least = node_peak(run_json(modicum, "plan", *flags, "--staging", "1MiB"), "own-shard")
@@ -264,7 +265,7 @@ def refused_plan(modicum: Path, *words: object) -> dict[str, Any]:
     return done.json
 
 
-def test_fits_is_about_the_strategy_asked_for(modicum: Path, moe: Path) -> None:
+def test_fits_is_about_the_requested_strategy(modicum: Path, moe: Path) -> None:
     flags = (moe, "--ranks", 4, "--staging", "8MiB")
     planned = run_json(modicum, "plan", *flags)
     assert planned["fits"] is None and planned["budget"] is None
@@ -400,7 +401,8 @@ def test_plan_promises_the_run_that_load_makes(modicum: Path, moe: Path, strateg
 
 
 def test_traffic_of_the_strategies(modicum: Path, moe: Path) -> None:
-    """Own bytes once; every byte once by rank 0; every byte once by each rank."""
+    """own-shard reads each byte once over all ranks, rank0-broadcast once on rank 0, full-per-rank
+    once on each rank."""
     planned = run_json(modicum, "plan", moe, "--ranks", 4)
     stored = planned["checkpoint"]["bytes"]
     reads = {row["name"]: row["storage_read_bytes"] for row in planned["strategies"]}
@@ -409,7 +411,7 @@ def test_traffic_of_the_strategies(modicum: Path, moe: Path) -> None:
     assert reads["full-per-rank"] == 4 * stored
 
 
-def test_offsets_are_where_the_file_says(modicum: Path, moe: Path) -> None:
+def test_offsets_equal_the_headers(modicum: Path, moe: Path) -> None:
     """`inspect` agrees with an independent parse of the header."""
     file = moe / "model.safetensors"
     for tensor in run_json(modicum, "inspect", moe)["tensors"]:

@@ -1,5 +1,5 @@
-"""The verbs `convert` and `diff`: the output has the source's values in another form, within
-staging; a killed conversion goes on with the files that it had finished; every difference is named.
+"""The verbs `convert` and `diff`: the output has the source's values in another form, and only
+staging is held; a killed conversion resumes after its finished files; every difference is named.
 
 House test. It catches these mutations: a file that is kept although it belongs to other inputs; an
 output that is visible before it is complete; a tie that loses its second name; zeros that are
@@ -39,7 +39,7 @@ def hidden_beside(out: Path) -> list[str]:
 # ---- convert
 
 
-def test_output_is_what_is_loaded(modicum: Path, moe: Path, tmp_path: Path) -> None:
+def test_output_equals_the_loaded_model(modicum: Path, moe: Path, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     torch = pytest.importorskip("torch")
     out = tmp_path / "out"
@@ -91,7 +91,7 @@ def test_codes_are_dequantised(modicum: Path, tmp_path: Path) -> None:
         assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 20_000
 
 
-def test_a_tie_that_is_stored_twice_stays_twice(modicum: Path, tmp_path: Path) -> None:
+def test_a_tie_that_is_stored_twice_is_written_twice(modicum: Path, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.numpy")
     numpy = pytest.importorskip("numpy")
     tied = tmp_path / "tied"
@@ -175,7 +175,7 @@ def twelve_files(directory: Path) -> list[str]:
 
 
 def finished_files(journal: Path) -> list[str]:
-    """Those that a conversion has recorded; it replaces the journal by a rename."""
+    """The names in a conversion's journal, which each update replaces by a rename."""
     try:
         return [file["name"] for file in json.loads(journal.read_text())["files"]]
     except FileNotFoundError:
@@ -183,13 +183,14 @@ def finished_files(journal: Path) -> list[str]:
 
 
 def wait_for_files(process: subprocess.Popen[bytes], journal: Path, count: int) -> None:
-    """Until so many files are finished, or the process has ended."""
+    """Waits until `count` files are finished or the process has ended."""
     while process.poll() is None and len(finished_files(journal)) < count:
         time.sleep(0.001)
 
 
-def test_killed_conversions_go_on(modicum: Path, tmp_path: Path) -> None:
-    """Killed at random moments: nothing is visible, and no finished file is made again."""
+def test_killed_conversions_are_resumed(modicum: Path, tmp_path: Path) -> None:
+    """A conversion is killed at random moments. No output is visible, and no finished file is
+    written again."""
     source, out = tmp_path / "source", tmp_path / "out"
     twelve_files(source)
     whole = run_json(modicum, "convert", source, tmp_path / "whole", "--dtype", "bf16")

@@ -1,7 +1,7 @@
 """The examples of docs/reference/errors.md are printed by the program.
 
-House test. It catches these mutations: a message that changes and the page that does not; a fault
-of a file that gets another category.
+House test. It catches these mutations: a message that is changed but not its page; a fault of a
+file that gets another category.
 """
 
 import json
@@ -40,7 +40,7 @@ def indexed(text: str, *shards: str) -> dict[str, bytes]:
 
 SHARDS = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
 MAP = {"weight_map": {"w": SHARDS[0], "v": SHARDS[1]}}
-# Category -> the files of the directory, in which `inspect m` (or the verb below) fails.
+# For each category the files of directory `m`, on which `inspect m` (or the verb below) fails.
 FILES: dict[str, dict[str, bytes]] = {
     "FORMAT.TRUNC": one(entry("w", 0, 8), data_bytes=4),
     "FORMAT.LIMIT": {MODEL: file_of("{", 200_000_001, length=200_000_001)},
@@ -85,7 +85,7 @@ WORDS = {
     "MISMATCH": "plan m --recipe m/r.json",
     "USAGE": "plan m --layout fsdp9",
 }
-# Failures of the machine or of another process: other tests make them.
+# Failures of the machine or of another process, which other tests cause.
 ELSEWHERE = {
     "INTEGRITY", "NOSPACE", "NOMEM", "PEER", "STALL", "PREEMPTED", "INTERNAL", "CANCELLED",
 }  # fmt: skip
@@ -104,7 +104,7 @@ def failure_in(directory: Path, modicum: Path, category: str) -> tuple[int, str]
     return done.returncode, done.stderr.strip().removeprefix("modicum: ")
 
 
-def test_every_example_is_made_here_or_elsewhere(root: Path) -> None:
+def test_every_example_has_a_test(root: Path) -> None:
     page = (root / "docs/reference/errors.md").read_text()
     assert {category for category, _, _ in ROW.findall(page)} == FILES.keys() | ELSEWHERE
 

@@ -161,7 +161,7 @@ def test_stopped_rank(loading, strategy: str) -> None:
     assert_blames(done, 1, one.ranks[1], "stopped")
 
 
-def test_short_stop_is_nothing(loading) -> None:
+def test_short_stop_is_tolerated(loading) -> None:
     """On a busy machine a stop may last longer than requested, so its real length is measured."""
     stops_s = []
     for _ in range(TRIES):
@@ -191,7 +191,7 @@ def test_rank_that_dies_of_another_signal(loading, fault: signal.Signals) -> Non
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_killed_launcher_takes_its_ranks_along(loading, strategy: str) -> None:
+def test_ranks_of_a_killed_launcher_end(loading, strategy: str) -> None:
     one = loading("--strategy", strategy)
     os.kill(one.process.pid, signal.SIGKILL)
     begin_s = time.monotonic()
@@ -202,7 +202,7 @@ def test_killed_launcher_takes_its_ranks_along(loading, strategy: str) -> None:
 
 
 @pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
-def test_launcher_that_is_told_to_stop(loading, told: signal.Signals, code: int) -> None:
+def test_signal_to_the_launcher(loading, told: signal.Signals, code: int) -> None:
     one = loading()
     os.kill(one.process.pid, told)
     done = one.end(SOON_S)
@@ -212,7 +212,7 @@ def test_launcher_that_is_told_to_stop(loading, told: signal.Signals, code: int)
 
 @pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
 @pytest.mark.parametrize("times", (20, pytest.param(100, marks=pytest.mark.soak)))
-def test_group_that_is_told_to_stop(loading, told: signal.Signals, code: int, times: int) -> None:
+def test_signal_to_the_process_group(loading, told: signal.Signals, code: int, times: int) -> None:
     """scancel, systemd and timeout signal every process: ranks that die of it are not culprits."""
     for turn in range(times):
         one = loading()
@@ -230,10 +230,10 @@ def test_group_that_is_told_to_stop(loading, told: signal.Signals, code: int, ti
 
 
 @pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
-def test_launcher_without_ranks_that_is_told_to_stop(
+def test_signal_to_a_launcher_without_ranks(
     modicum: Path, tmp_path: Path, told: signal.Signals, code: int
 ) -> None:
-    """While it plans for very many ranks, and while it writes a checkpoint."""
+    """The signal arrives while it plans for very many ranks, and while it writes a checkpoint."""
     directory = tmp_path / "model"
     run_json(modicum, "synth", directory, "--arch", "gpt2", "--sparse")
     out = tmp_path / "out"
@@ -258,8 +258,8 @@ def test_launcher_without_ranks_that_is_told_to_stop(
         assert not out.exists()
 
 
-def test_launcher_that_starts_very_many_ranks_hears_a_signal(modicum: Path, small: Path) -> None:
-    """The ranks wait until all have been started, so the launcher gets CPU time to handle it."""
+def test_signal_while_very_many_ranks_are_started(modicum: Path, small: Path) -> None:
+    """The ranks wait until all have been started, so that the launcher has CPU time for signals."""
     words = ("load", small, "--ranks", 5000, "--oversubscribe", "--budget", "none", "--json")
     process = subprocess.Popen(
         [modicum, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -310,7 +310,7 @@ def inject(modicum: Path, directory: Path, file: str, fault: str, *flags: object
 def test_failing_read(
     modicum: Path, small: Path, can_inject: None, strategy: str, when: int
 ) -> None:
-    """The n-th read of a file in any process: header first, then values."""
+    """The n-th read of a file fails, in any process: first those of the header, then of values."""
     shards = sorted(file.name for file in small.glob("*.safetensors"))
     for file in (shards[0], shards[-1]):
         flags = ("--ranks", 2, "--strategy", strategy)
@@ -320,7 +320,7 @@ def test_failing_read(
         assert done.error["file"] == file
 
 
-def test_interrupted_reads_are_made_again(modicum: Path, small: Path, can_inject: None) -> None:
+def test_interrupted_reads_are_repeated(modicum: Path, small: Path, can_inject: None) -> None:
     right = run_json(modicum, "load", small, "--digest")["digest"]
     file = sorted(small.glob("*.safetensors"))[0].name
     for strategy in STRATEGIES:

@@ -37,7 +37,7 @@ def is_countable(nodes: list[dict[str, Any]]) -> bool:
     return all(n < 2**63 for n in strides) and sum(map(bytes_of, nodes)) <= LARGEST
 
 
-def test_plan_promises_what_it_is_or_refuses(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+def test_plan_promises_the_true_size_or_refuses(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     made = random.Random(7)
     unused = [tensor["name"] for tensor in run_json(modicum, "inspect", gpt2)["tensors"]]
     planned = 0
@@ -62,7 +62,7 @@ def test_plan_promises_what_it_is_or_refuses(modicum: Path, gpt2: Path, tmp_path
 
 
 @pytest.mark.parametrize("shape", [[2**40], [2**20, 2**20], [2**58]])
-def test_what_is_large_and_legal_does_not_fit(
+def test_a_huge_valid_model_does_not_fit(
     modicum: Path, gpt2: Path, tmp_path: Path, shape: list[int]
 ) -> None:
     unused = [tensor["name"] for tensor in run_json(modicum, "inspect", gpt2)["tensors"]]
@@ -75,7 +75,7 @@ def test_what_is_large_and_legal_does_not_fit(
     assert json.loads(ended.stdout)["fits"] is False
 
 
-def test_numbers_of_the_command_line_do_not_wrap(modicum: Path, gpt2: Path) -> None:
+def test_numbers_on_the_command_line_do_not_wrap(modicum: Path, gpt2: Path) -> None:
     most = 2**63 - 1
     flags = [gpt2, "--ranks", 2, "--baseline", most, "--staging", most]
     assert failure(modicum, 2, "plan", *flags)["expected"] == f"at most {most} bytes"

@@ -1,5 +1,5 @@
-"""Predicted memory against the kernel's counters: as the ranks report them, as another process
-reads them, and as a cgroup limits them.
+"""Compares predicted memory with the kernel's counters, read by the ranks and by another process,
+and tests it as the limit of a cgroup.
 
 House test. It catches these mutations: a rank's prediction one page short; memory that is held and
 not charged; a window that outlives its use; a refusal after the first read of data.
@@ -62,7 +62,8 @@ def load_in(inside: Cage, modicum: Path, directory: Path, *flags: object) -> End
 
 
 def assert_kept(loaded: dict[str, Any]) -> None:
-    """Never above the prediction, never far below it, and little that is unexplained."""
+    """Asserts that memory is not above the prediction and not far below it, and that little is
+    unexplained."""
     for rank in loaded["ranks"]:
         promised, held = rank["promised_bytes"], rank["kernel_peak_bytes"]
         assert held <= promised, rank
@@ -96,7 +97,7 @@ def test_promise_is_kept_and_close(modicum: Path, qwen25: Path, flags: tuple[Any
 def test_own_shard_passes_in_a_cage(
     modicum: Path, qwen25: Path, promised: int, can_cage: None
 ) -> None:
-    """In the prediction + 5 %, page cache included: the reader drops pages that it has read."""
+    """The limit is the prediction + 5 %, page cache included: the reader drops pages after use."""
     drop_page_cache(qwen25)
     with cage(promised * 105 // 100) as inside:
         done = load_in(inside, modicum, qwen25, "--check", "values")
@@ -112,7 +113,7 @@ def test_own_shard_passes_in_a_cage(
 def test_full_per_rank_is_refused_in_a_cage(
     modicum: Path, qwen25: Path, promised: int, can_cage: None
 ) -> None:
-    """Any data read would appear as page cache in the cgroup."""
+    """Refused before any data is read, which would appear as page cache in the cgroup."""
     drop_page_cache(qwen25)
     with cage(promised * 105 // 100) as inside:
         done = load_in(inside, modicum, qwen25, "--strategy", "full-per-rank", "--budget", "auto")
@@ -124,7 +125,7 @@ def test_full_per_rank_is_refused_in_a_cage(
 
 
 def test_refusal_reads_no_data(modicum: Path, qwen25: Path, tmp_path: Path) -> None:
-    """Counted by strace: headers and index, and nothing else of any file of the checkpoint."""
+    """Counts reads by strace: of the checkpoint's files only headers and index are read."""
     if not have("strace"):
         pytest.skip("strace is not installed")
     trace = tmp_path / "trace"
@@ -182,7 +183,9 @@ def watched(modicum: Path, *words: object) -> tuple[dict[str, Any], int]:
 
 
 @pytest.mark.parametrize("strategy", ("own-shard", "rank0-broadcast"))
-def test_promise_holds_for_an_onlooker(modicum: Path, qwen25: Path, strategy: str) -> None:
+def test_promise_holds_as_another_process_measures_it(
+    modicum: Path, qwen25: Path, strategy: str
+) -> None:
     """Checking the values keeps the shards long enough for a sample."""
     flags = ("--ranks", 4, "--strategy", strategy, "--check", "values")
     loaded, seen = watched(modicum, "load", qwen25, *flags)
@@ -217,8 +220,10 @@ def test_plan_agrees_with_the_kernel(of_eight, strategy: str) -> None:
     assert promised - held <= 0.03 * promised
 
 
-def test_models_held_besides_the_shards(modicum: Path, qwen3: Path, of_eight) -> None:
-    """About 8 : 1 : 0."""
+def test_strategies_hold_8_1_and_0_models_besides_the_shards(
+    modicum: Path, qwen3: Path, of_eight
+) -> None:
+    """full-per-rank holds about 8 models, rank0-broadcast 1, own-shard 0."""
     planned, loaded = of_eight
     model = planned["checkpoint"]["bytes"]
     sizes = [t["end"] - t["begin"] for t in run_json(modicum, "inspect", qwen3)["tensors"]]

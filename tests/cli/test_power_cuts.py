@@ -1,6 +1,6 @@
-"""Power cuts on real ext4 and xfs file systems: the system call before which the power fails goes
-through all that a save makes, with 2 and 4 ranks and every fate of the log. After the recovery no
-visible step is torn, none that a save has acknowledged is lost, and the one before it never is.
+"""Power cuts on real ext4 and xfs file systems: the power fails before each system call of a save
+in turn, with 2 and 4 ranks, and with the file system's log kept or lost. After the recovery every
+visible step is intact, and no acknowledged step is lost, nor the one before it.
 
 House test. It catches these mutations: data of the ranks that are acknowledged before they are
 synced; a step that is visible before its files are durable.
@@ -17,7 +17,7 @@ from disks import FLAGS, Disk, disk, why_no_disk
 from faulty_files import CUT, NEVER, FaultyFiles
 from program import run, run_json
 
-CUTS = 40  # in CI, over all file systems, ranks and flags; soak makes every one
+CUTS = 40  # in CI, over all file systems, ranks and flags; soak tries every call
 SOAK_CUTS = 2000
 
 
@@ -49,7 +49,7 @@ class Saving:
         return self.disk.directory / "root"
 
     def begin(self) -> int:
-        """Saves the first step. Returns how many calls a save makes."""
+        """Saves the first step. Returns the number of calls of a save."""
         self.disk.mount()
         self.root.mkdir()
         self.save(NEVER, 0)
@@ -68,7 +68,7 @@ class Saving:
         return done.code, hit.calls
 
     def cut(self, at: int, flags: int) -> None:
-        """The power fails before call `at`, or, if the save makes fewer, after it."""
+        """Cuts the power before call `at`, or after the save if it makes fewer calls."""
         self.disk.mount()
         for old in sorted(self.root.glob("step-*"))[:-2]:
             shutil.rmtree(old)
@@ -94,7 +94,7 @@ class Saving:
 
 
 def cut_all(saving: Saving, flags: list[int], most: int | None) -> int:
-    """A sample of at most `most` cuts, else all. Returns how many were made."""
+    """Makes a sample of at most `most` cuts, by default all. Returns their number."""
     calls = saving.begin()
     places = [(at, flag) for flag in flags for at in range(1, calls + 2)]
     if most is not None:

@@ -1,10 +1,11 @@
-"""The verb `rehearse` and the flag `--optimizer`: load and steps in one budget, the memory of each
-phase against its prediction, in a cgroup, and digests that do not depend on layout or format.
+"""The verb `rehearse` and the flag `--optimizer`: load and steps in one budget; the memory of each
+phase compared with its prediction, and limited to it by a cgroup; digests that do not depend on
+layout or format.
 
 House test. It catches these mutations: a state that is not predicted, or predicted and not held; a
-budget that is checked too late, of a resume too; replicas that count twice; a parameter that
+budget that is checked too late, also for a resume; replicas that count twice; a parameter that
 training reads and the step does not write; a prediction of `plan` that differs from that of `load`
-or `rehearse`; resumed ranks that go on otherwise.
+or `rehearse`; resumed ranks that continue with other values.
 """
 
 import json
@@ -97,7 +98,7 @@ def test_neither_layout_nor_replicas_change_a_bit(modicum: Path, moe: Path) -> N
         assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-12)
 
 
-def test_split_is_exact_and_training_reads_what_was_stepped(modicum: Path, moe: Path) -> None:
+def test_split_is_exact_and_training_reads_the_stepped_parameters(modicum: Path, moe: Path) -> None:
     """Gradients have the parameter's dtype, so `fp32` and `fp32-split` get the same ones."""
     whole = rehearse(modicum, moe, "fp32", "--ranks", 2)
     split = rehearse(modicum, moe, "fp32-split", "--ranks", 2)
@@ -127,7 +128,7 @@ def test_clipping_and_seed_matter(modicum: Path, moe: Path) -> None:
 def test_plan_load_and_rehearse_promise_the_same(
     modicum: Path, moe: Path, state_format: str
 ) -> None:
-    """To the byte against the ledger, for one rank, whose phases are the node's."""
+    """The predictions equal the ledger to the byte, for one rank, whose phases are the node's."""
     words = ("--optimizer", f"adamw:{state_format}", "--staging", "300KiB")
     plan = run_json(modicum, "plan", moe, *words)
     phases = strategy_of(plan, "own-shard")["nodes"][0]["phases"]
@@ -147,7 +148,7 @@ def test_plan_load_and_rehearse_promise_the_same(
 
 
 def assert_kept(phase: dict[str, Any]) -> None:
-    """docs/internals/memory.md's margins."""
+    """Checks the margins of docs/internals/memory.md."""
     for rank in phase["ranks"]:
         due, held = rank["promised_bytes"], rank["kernel_peak_bytes"]
         assert held <= due, (phase["phase"], rank)
@@ -176,8 +177,9 @@ def test_every_phase_keeps_its_promise(
         assert_kept(phase)
 
 
-def test_passes_in_a_cage_of_its_promise(modicum: Path, gpt2: Path) -> None:
-    """The prediction + 5 %, page cache included; at 1 % less no page is touched."""
+def test_passes_in_a_cgroup_of_its_promise(modicum: Path, gpt2: Path) -> None:
+    """The limit is the prediction + 5 %, page cache included. With a budget of 1 % less the run is
+    refused before a page is touched."""
     if reason := why_no_cage():
         pytest.skip(reason)
     flags = ("--ranks", 4, "--optimizer", "adamw:fp32")
@@ -215,7 +217,7 @@ def test_passes_in_a_cage_of_its_promise(modicum: Path, gpt2: Path) -> None:
         (("--ranks", 2, "--ranks-per-node", 1, "--dtype", "float32"), 3),
     ],
 )
-def test_other_ranks_go_on_from_the_save(
+def test_other_ranks_resume_the_save(
     modicum: Path, moe: Path, tmp_path: Path, flags: tuple[object, ...], resume_ranks: int
 ) -> None:
     root = tmp_path / "root"
@@ -252,7 +254,7 @@ def test_save_and_resume_keep_their_promises(modicum: Path, gpt2: Path, tmp_path
 def test_a_resume_that_would_not_fit_is_refused_before_the_load(
     modicum: Path, gpt2: Path, tmp_path: Path
 ) -> None:
-    """Two ranks that need more than the one that saves: twice the process and its tables."""
+    """Two ranks resume, which need more than the one that saves: two processes and page tables."""
     root = tmp_path / "root"
     flags = ("--optimizer", "adamw:fp32", "--steps", 1, "--staging", "1MiB", "--save", root)
     needed = run_json(modicum, "rehearse", gpt2, *flags, "--resume-ranks", 3)["promised_bytes"][0]
@@ -267,7 +269,7 @@ def test_a_resume_that_would_not_fit_is_refused_before_the_load(
 # ---- DeepSpeed's own memory
 
 
-def test_deepspeed_stands_beside_ours(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+def test_deepspeed_is_forecast_alongside(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     config = {
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},

@@ -1,13 +1,13 @@
-"""Training that goes on in any other world and layout is the training that was not interrupted:
-worlds of 1 to 8 ranks, every state format, FSDP2, TP x FSDP, HSDP and ZeRO-2, and the digests of
-model and state equal bit for bit.
+"""Training that is resumed in any other world and layout gives the same digests of model and state
+as uninterrupted training, bit for bit: worlds of 1 to 8 ranks, every state format, FSDP2,
+TP x FSDP, HSDP and ZeRO-2.
 
-The model has what shards badly: fewer rows than ranks (empty shards), rows that no world divides
+The model has all difficult shapes: fewer rows than ranks (empty shards), rows that no world divides
 (padding), vectors, a scalar, a tensor without elements, integers, a tie; and fp32 masters next
 to parameters in bf16.
 
-House test. It catches these mutations: runs of a shard that are read to its beginning; step
-counters that start anew; the state of a replica that is written twice.
+House test. It catches these mutations: runs of a shard that are all read to its beginning; step
+counters that restart at 0; the state of a replica that is written twice.
 """
 
 import json
@@ -46,7 +46,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Cut:
-    """One way to cut the model."""
+    """One way to shard the model."""
 
     layout: str
     world: int
@@ -59,14 +59,15 @@ class Cut:
         return words + (["--tp-rowwise", "o_proj"] if self.layout == "tp-fsdp" else [])
 
     def holds(self, state_format: str) -> bool:
-        """ZeRO's flat groups cut blocks of 8-bit moments."""
+        """Whether the layout can save the format: ZeRO's flat groups divide blocks of 8-bit
+        moments between ranks."""
         return self.layout != "zero2" or self.world == 1 or "int8" not in state_format
 
 
 @dataclass(frozen=True)
 class Model:
-    """The checkpoint, its recipe, and by format the digests of model and state after all steps
-    without a pause."""
+    """The checkpoint, its recipe, and for each format the digests of model and state after
+    uninterrupted training."""
 
     modicum: Path
     directory: Path
@@ -85,8 +86,8 @@ class Model:
         return [*words, "--optimizer", f"adamw:{state_format}", "--keep-fp32", r"layers\.1\."]
 
     def save(self, root: Path, state_format: str, cut: Cut) -> bool:
-        """Saves after the first steps. Returns whether this layout can save this format; one that
-        can't is to be refused by name."""
+        """Saves after the first steps. Returns whether this layout can save this format; if not,
+        the error must name the parameter."""
         directory, *words = self._words(state_format)
         words = ["save", directory, root, *words, "--step", BEFORE, "--steps", BEFORE, *cut.flags]
         if cut.holds(state_format):

@@ -1,10 +1,11 @@
-"""The verbs `save`, `resume` and `verify`: a step has the source's names, dtypes and bits, whatever
-the ranks and layouts that write and read it; it fits the promised memory; it is whole or it is not
-there, at whichever moment the save is killed; every changed byte is found, and its file named.
+"""The verbs `save`, `resume` and `verify`: a step has the source's names, dtypes and bits for any
+ranks and layouts that write and read it; it fits the promised memory; it is complete or absent if
+the save is killed at any moment; every changed byte is found, and its file named.
 
-House test. It catches these mutations: a step that is visible before it is complete; leftovers of a
-dead save that stay, or of a living one that go; a byte that no digest covers; a newest step that is
-taken unseen; a save that its prediction leaves out; stale values that are resumed.
+House test. It catches these mutations: a step that is visible before it is complete; files of a
+dead save that are kept, or of a living one that are removed; a byte that no digest covers; a newest
+step that is chosen without a check; a save that the prediction does not include; stale
+values that are resumed.
 """
 
 import json
@@ -83,7 +84,7 @@ def test_keys(modicum: Path, moe: Path, tmp_path: Path) -> None:
         ("--ranks", 2, "--shard-dim", 1, "--shard-size", 5000),
     ],
 )
-def test_step_is_what_was_loaded(
+def test_step_equals_the_loaded_model(
     modicum: Path, moe: Path, tmp_path: Path, flags: tuple[object, ...]
 ) -> None:
     root = tmp_path / "root"
@@ -97,7 +98,7 @@ def test_step_is_what_was_loaded(
     assert run_json(modicum, "verify", root)["ok"]
 
 
-def test_another_dtype_is_the_configs(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+def test_another_dtype_is_written_to_the_config(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     run_json(modicum, "save", gpt2, tmp_path / "root", "--step", 1, "--dtype", "float32")
     step = tmp_path / "root/step-1"
     before = json.loads((gpt2 / "config.json").read_text())
@@ -112,7 +113,8 @@ def test_another_dtype_is_the_configs(modicum: Path, gpt2: Path, tmp_path: Path)
 
 
 def test_codes_keep_their_config(modicum: Path, tmp_path: Path) -> None:
-    """FP8 codes that stay codes stay readable, whatever else is cast; dequantised, they lose it."""
+    """FP8 codes that are saved as codes keep `quantization_config`, even if other tensors are cast.
+    If they are dequantised, it is removed."""
     fp8, root = tmp_path / "fp8", tmp_path / "root"
     run_json(modicum, "synth", fp8, "--arch", "tiny-fp8")
     before = json.loads((fp8 / "config.json").read_text())
@@ -139,8 +141,8 @@ def test_unused_tensors_are_copied_or_dropped(modicum: Path, moe: Path, tmp_path
     assert set(tensors_of(tmp_path / "root/step-2")) == set(names[1:])
 
 
-def test_experts_are_stored_apart_again(modicum: Path, moe: Path, tmp_path: Path) -> None:
-    """Stacked by a recipe, then saved under the names that they had."""
+def test_stacked_experts_are_saved_separately(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    """Experts that a recipe stacks are saved under their stored names."""
     tensors = tensors_of(moe)
     experts = [name for name in tensors if ".experts." in name and "gate_proj" in name]
     assert len(experts) > 1
@@ -173,10 +175,11 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split", "bf16-moments", "int8-moments-24"])
-def test_resumed_training_is_the_uninterrupted(
+def test_resumed_training_equals_the_uninterrupted(
     modicum: Path, moe: Path, tmp_path: Path, state_format: str
 ) -> None:
-    """Three steps, a save, and three steps by other ranks in another layout: the bits of six."""
+    """Three steps, a save, and three steps by other ranks in another layout give the bits of six
+    uninterrupted steps."""
     optimizer = ("--optimizer", f"adamw:{state_format}", "--seed", 9)
     for number, (before, after) in enumerate(PAIRS):
         dtype = before[-2:] if "--dtype" in before else ()
@@ -191,8 +194,9 @@ def test_resumed_training_is_the_uninterrupted(
         assert run_json(modicum, "verify", root)["ok"]
 
 
-def test_codes_are_saved_as_they_are(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
-    """8-bit moments with their scales, into another world, and in the bytes that they have."""
+def test_eight_bit_moments_are_saved_unchanged(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    """8-bit moments are saved with their scales, without a conversion, and resumed in another
+    world."""
     optimizer = ("--optimizer", "adamw:int8-moments")
     whole = run_json(modicum, "rehearse", gpt2, *optimizer, "--steps", 2)
     root = tmp_path / "root"
@@ -230,7 +234,7 @@ def test_states_that_do_not_fit_are_refused(modicum: Path, gpt2: Path, tmp_path:
 # ---- refusals
 
 
-def test_refusals_leave_nothing(modicum: Path, moe: Path, tmp_path: Path) -> None:
+def test_refusals_leave_no_files(modicum: Path, moe: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     words = ("save", moe, root, "--step", 1)
     for code, flags in (
@@ -279,7 +283,7 @@ def test_retention(modicum: Path, moe: Path, tmp_path: Path) -> None:
 # ---- faults of files
 
 
-def test_every_fault_of_a_file_is_named(modicum: Path, moe: Path, tmp_path: Path) -> None:
+def test_every_damaged_file_is_named(modicum: Path, moe: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     for step in (1, 2):
         run_json(modicum, "save", moe, root, "--step", step, "--ranks", 2)
@@ -359,9 +363,7 @@ def test_flipped_bits_are_found(modicum: Path, moe: Path, tmp_path: Path) -> Non
 # ---- kills
 
 
-def test_killed_saves_leave_the_old_step_or_a_whole_new_one(
-    modicum: Path, gpt2: Path, tmp_path: Path
-) -> None:
+def test_killed_saves_leave_an_intact_step(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     first = run_json(modicum, "save", gpt2, root, "--step", 1, "--ranks", 2)
     begin = time.monotonic()

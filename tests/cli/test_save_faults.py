@@ -1,8 +1,9 @@
-"""Saves whose system calls fail, one after the other, and saves that are killed.
+"""Saves in which one system call after the other fails, and saves that are killed.
 
 House test. It catches these mutations: an error that is swallowed, or has another category; EINTR
-that is an error, or a short write that is taken as complete; a step that is visible before it is
-complete; an old step that is touched; leftovers of dead saves that stay, or of living ones that go.
+that is an error; a short write that counts as complete; a step that is visible before it is
+complete; an old step that is changed; files of dead saves that are kept, or of living ones that are
+removed.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ def bytes_of(directory: Path) -> dict[str, bytes]:
 
 
 def calls_to_try(faulty: FaultyFiles, modicum: Path, moe: Path, root: Path, how: tuple[int, int]):
-    """How many calls a save makes that can have the fault."""
+    """The number of calls of a save that can have the fault."""
     words = ("save", moe, root, "--step", 999_999, *TRAINED)
     done, hit = faulty.run(root, NEVER, how, modicum, *words)
     assert done.code == 0, done.stderr
@@ -66,7 +67,7 @@ def calls_to_try(faulty: FaultyFiles, modicum: Path, moe: Path, root: Path, how:
 def test_failing_calls(
     modicum: Path, moe: Path, tmp_path: Path, faulty: FaultyFiles, fault: str, sample: int | None
 ) -> None:
-    """Each call of a save in turn, or a sample of them."""
+    """The fault hits each call of a save in turn, or a sample of them."""
     root = tmp_path / "root"
     run_json(modicum, "save", moe, root, "--step", 1, *TRAINED)
     old = bytes_of(root / "step-1")
@@ -104,7 +105,7 @@ def test_failing_calls(
 
 
 def assert_whole(step: Path, first: dict[str, bytes]) -> None:
-    """The bytes of the first step, and a record that COMMIT seals."""
+    """Asserts the bytes of the first step, and that COMMIT has the record's digest."""
     found = bytes_of(step)
     commit = json.loads(found.pop("COMMIT"))
     manifest = found.pop("manifest.json")
@@ -114,7 +115,7 @@ def assert_whole(step: Path, first: dict[str, bytes]) -> None:
 
 
 def victim_of(process: subprocess.Popen[bytes], dice: random.Random) -> int:
-    """The launcher, or in one of four kills one of its ranks."""
+    """The process to kill: the launcher or, in one of four cases, one of its ranks."""
     ranks = children_of(process.pid)
     return dice.choice(ranks) if ranks and dice.random() < 0.25 else process.pid
 
@@ -125,7 +126,7 @@ def batches(steps: Iterator[int], kills: int, at_once: int) -> Iterator[list[int
 
 
 @pytest.mark.parametrize("kills", (300, pytest.param(1000, marks=pytest.mark.soak)))
-def test_killed_saves_leave_the_old_step_or_a_whole_new_one(
+def test_killed_saves_leave_an_intact_step(
     modicum: Path, moe: Path, tmp_path: Path, kills: int
 ) -> None:
     """Four saves at a time into one root; each, or one of its ranks, is killed at a random

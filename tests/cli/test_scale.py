@@ -1,4 +1,4 @@
-"""Planning a model of 91,991 tensors in 163 files is quick and holds little.
+"""Planning a model of 91,991 tensors in 163 files is quick and needs little memory.
 
 House test. It catches these mutations: transfers counted one element at a time; a prediction that
 finds each target by a linear search; own-shard reading a whole tensor.
@@ -106,7 +106,7 @@ def write_sparse(file: Path, tensors: list[Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory: the tensors distributed over the files in their order, by bytes."""
+    """The directory of the model. Tensors are distributed over the files in order, by bytes."""
     directory = tmp_path_factory.mktemp("scale") / "deepseek-v3"
     directory.mkdir()
     tensors = list(model())
@@ -160,7 +160,7 @@ def plan(program: Path, directory: Path, *flags: object) -> tuple[dict, float]:
 
 @pytest.mark.alone  # processor time grows where another worker shares caches and memory
 def test_plan_is_quick_and_small(quick: tuple[Path, float], deep: Path) -> None:
-    """All strategies together; the best of five, since the machine has others to serve."""
+    """Plans all strategies together. Takes the best of five times, since the machine is shared."""
     program, limit_s = quick
     runs = [plan(program, deep, "--ranks-per-node", RANKS_PER_NODE) for _ in range(5)]
     planned, times = runs[0][0], [took for _, took in runs]

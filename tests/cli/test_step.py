@@ -1,5 +1,5 @@
 """The verb `step`: keys, exit codes, bytes per parameter over the process tree, and digests that do
-not depend on how the work is cut.
+not depend on ranks, threads or kernels.
 
 House test. It catches these mutations: state that forked children copy; state that is not
 predicted; a budget that is checked too late; a digest, random bits or a norm that depend on ranks,
@@ -38,7 +38,7 @@ KEYS = {
 
 
 def step(modicum: Path, *words: object) -> dict[str, Any]:
-    """A run without the baselines, which is all that its digests and bytes need."""
+    """A run without the baselines, which are not needed for its digests and bytes."""
     return run_json(modicum, "step", "--no-compare", *words)
 
 
@@ -63,7 +63,7 @@ def test_keys_and_figures_agree(modicum: Path) -> None:
         assert re.fullmatch(r"[0-9a-f]{16,}", document[name])
 
 
-def test_no_compare_leaves_the_baselines_out(modicum: Path) -> None:
+def test_no_compare_omits_the_baselines(modicum: Path) -> None:
     document = step(modicum, "--params", "1M", "--steps", 1)
     assert set(document) >= KEYS
     assert document["copy_bytes_per_s"] is None and document["speedup_vs_unfused"] is None
@@ -100,7 +100,7 @@ def test_help_lists_formats_and_instruction_sets(modicum: Path) -> None:
         ("--seed", "1.5"),
     ],
 )
-def test_what_makes_no_sense_is_usage(modicum: Path, words: tuple[str, ...]) -> None:
+def test_invalid_flags_are_usage_errors(modicum: Path, words: tuple[str, ...]) -> None:
     assert failure(modicum, 2, "step", *words)["category"] == "USAGE"
 
 
@@ -136,7 +136,7 @@ def test_the_fixed_part_does_not_grow(modicum: Path) -> None:
     assert abs(fixed[1] - fixed[0]) <= MIB, "the baselines have given everything back"
 
 
-def test_the_copy_takes_what_the_budget_leaves(modicum: Path) -> None:
+def test_the_copys_memory_is_limited_by_the_budget(modicum: Path) -> None:
     words = ("step", "--params", "8M", "--ranks", 2, "--threads", 1, "--steps", 1)
     promised = run_json(modicum, *words)["promised_bytes"]
     assert promised > 2 * 2 * 256 * MIB, "two ranks copy 256 MiB each"
@@ -168,7 +168,7 @@ def in_cage(limit_bytes: int, modicum: Path, *words: object) -> tuple[Ended, int
         return Ended(process.returncode, out, err), inside.peak_bytes()
 
 
-def test_in_a_cage_of_the_promise_with_children(modicum: Path) -> None:
+def test_in_a_cgroup_of_the_promise_with_children(modicum: Path) -> None:
     """The prediction + 5 % suffices for all steps with forked children; a refusal needs little."""
     if reason := why_no_cage():
         pytest.skip(reason)
@@ -197,7 +197,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_killed_rank_is_named_and_takes_its_children_along(modicum: Path) -> None:
+def test_a_killed_rank_is_named_and_its_children_end(modicum: Path) -> None:
     words = ("step", "--params", "1M", "--ranks", 2, "--steps", 10**6, "--fork-children", 1)
     process = subprocess.Popen(
         [str(modicum), *map(str, words), "--no-compare", "--json"],
@@ -231,7 +231,7 @@ def instruction_sets(modicum: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_digests_do_not_depend_on_how_the_work_is_cut(
+def test_digests_do_not_depend_on_ranks_threads_or_kernels(
     modicum: Path, name: str, instruction_sets: list[str]
 ) -> None:
     words = ("--params", 600_001, "--state-format", name, "--steps", 3, "--clip", 1)
@@ -302,7 +302,7 @@ def test_an_overflow_is_skipped_and_halves_the_scale(modicum: Path) -> None:
     assert digests(again) == untouched, "a skipped step changes nothing"
 
 
-def test_clipping_is_to_the_norm(modicum: Path) -> None:
+def test_clipping_scales_to_the_given_norm(modicum: Path) -> None:
     words = ("--params", "200K", "--steps", 1)
     free = step(modicum, *words)
     assert digests(step(modicum, *words, "--clip", free["grad_norm"] * 2)) == digests(free)

@@ -1,4 +1,4 @@
-"""What needs a GPU: shards copied there, and offloaded ones that are pinned as they lie."""
+"""Shards that are copied to a GPU, and offloaded shards that are pinned in place."""
 
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def test_shards_on_a_device_leave_nothing_in_host_memory(checkpoint: Path) -> No
         assert torch.equal(parameter.full_tensor().cpu(), whole.state_dict()[name]), name
 
 
-def test_offloaded_shards_are_pinned_as_they_lie(checkpoint: Path) -> None:
+def test_offloaded_shards_are_pinned_in_place(checkpoint: Path) -> None:
     ledger = modicum.Ledger()
     model, whole = loaded(checkpoint, CPUOffloadPolicy(), ledger)
     places = {}

@@ -1,9 +1,9 @@
 """Each rank's shard equals torch.chunk of the stored tensor, byte for byte, under every strategy;
 and the digest depends on the model alone.
 
-House test. It catches these mutations: a transfer dropped, doubled, shifted by one element or cast
-by truncation; a chunk rule of "n // W and the remainder to the first ranks"; a digest that forgets
-a name, an index or a bit.
+House test. It catches these mutations: a transfer that is omitted, repeated, shifted by one element
+or cast by truncation; a chunk rule of "n // W and the remainder to the first ranks"; a digest that
+does not depend on a name, an index or a bit.
 """
 
 import itertools
@@ -161,7 +161,7 @@ def test_every_bfloat16_and_float16_widens_exactly(tmp_path: Path, dump) -> None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_layout_none_is_whole_on_every_rank(odd: tuple[Path, Tensors], dump, strategy: str) -> None:
+def test_layout_none_replicates(odd: tuple[Path, Tensors], dump, strategy: str) -> None:
     directory, tensors = odd
     out = dump(directory, "--ranks", 3, "--strategy", strategy, "--layout", "none")
     assert_dumped(out, tensors, 3, lambda tensor, rank, world: tensor)
@@ -284,7 +284,7 @@ def whole_of(out: Path, names: list[str]) -> Iterator[Any]:
 
 
 def moe_nodes(header: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """The recipe that stacks experts and joins gate and up, and torch's own result of it."""
+    """A recipe that stacks experts and concatenates gate and up, and the result by torch."""
     nodes: dict[str, Any] = {n: stored(n) for n in header if ".experts." not in n}
     whole: Tensors = {n: header[n] for n in nodes}
     for layer in (0, 1):
@@ -329,8 +329,9 @@ def digest(modicum: Path, directory: Path, *flags: object) -> str:
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
-def test_digest_is_of_the_model_alone(modicum: Path, odd, tmp_path: Path, dtype) -> None:
-    """The same over strategies, worlds, layouts, destinations and files; another per dtype."""
+def test_digest_depends_only_on_the_model(modicum: Path, odd, tmp_path: Path, dtype) -> None:
+    """The digest is the same for all strategies, worlds, layouts, destinations and files, but
+    different for each dtype."""
     directory, tensors = odd
     single = write_checkpoint(tmp_path / "single", dict(reversed(tensors.items())))
     cast = ("--dtype", dtype) if dtype else ()
@@ -377,7 +378,7 @@ def test_digest_of_recipe(modicum: Path, tiny_moe) -> None:
 
 
 def changed(tensors: Tensors) -> Iterator[tuple[str, Tensors]]:
-    """Models that differ from another in one small thing."""
+    """Models that each differ from `tensors` in one detail."""
     last_bit = {n: t.clone() for n, t in tensors.items()}
     last_bit["a"].view(torch.int32)[-1, -1] ^= 1
     yield "one bit", last_bit
@@ -389,7 +390,7 @@ def changed(tensors: Tensors) -> Iterator[tuple[str, Tensors]]:
     yield "a dtype", tensors | {"a": tensors["a"].view(torch.int32)}
 
 
-def test_digest_sees_every_change(modicum: Path, tmp_path: Path) -> None:
+def test_digest_changes_with_every_change(modicum: Path, tmp_path: Path) -> None:
     tensors = {"a": some_bits((6, 4), torch.float32, 1), "b": some_bits((6, 4), torch.float32, 2)}
     models = [("nothing", tensors), *changed(tensors)]
     seen: dict[str, str] = {}

@@ -1,5 +1,5 @@
-"""Every size from 0 to 40 in every world from 1 to 9: each rank's shards are those that torch's
-DTensor and FSDP2 or DeepSpeed's ZeRO give it, byte for byte.
+"""For every size from 0 to 40 and every world from 1 to 9, each rank's shards equal those of
+torch's DTensor and FSDP2 or DeepSpeed's ZeRO, byte for byte.
 
 House test against outside oracles. It catches these mutations: an off-by-one in any shard, strided
 ones included; TP sharding after FSDP; chunks rounded down; swapped mesh axes; a ZeRO partition
@@ -131,7 +131,8 @@ def dumped(modicum: Path, tmp_path: Path) -> Callable[..., list[Tensors]]:
 def assert_shards(
     held: list[Tensors], tensors: Tensors, world: int, *oracles: Callable[[Tensors, int], Tensors]
 ) -> None:
-    """Each rank holds exactly what the first oracle gives it; the others may know fewer tensors."""
+    """Asserts that each rank holds exactly the tensors of the first oracle. The other oracles may
+    lack tensors."""
     assert len(held) == world
     for rank, mine in enumerate(held):
         for number, oracle in enumerate(oracles):
@@ -201,7 +202,7 @@ def test_none(grid: Case, dumped, world: int) -> None:
 
 
 def along(tensor: Any, dim: int) -> Any:
-    """A cut along `dim`, or along dim 0 where there is no such dim."""
+    """A placement along `dim`, or along dim 0 if the tensor has no such dim."""
     if tensor.dim() == 0:
         return Replicate()
     return Shard(dim if dim < tensor.dim() else 0)

@@ -1,4 +1,4 @@
-"""Every example of docs/internals/layout.md, computed again by the program and by torch."""
+"""Computes every example of docs/internals/layout.md with the program and with torch."""
 
 import re
 import shlex
@@ -38,7 +38,7 @@ def stretches(ids: list[int]) -> str:
 
 
 def write(directory: Path, shapes: list[list[int]]) -> None:
-    """Tensors whose elements are numbered, on from one tensor to the next."""
+    """Writes tensors whose elements are numbered consecutively, across tensors."""
     tensors, first = {}, 0
     for number, shape in enumerate(shapes):
         numel = int(torch.tensor(shape).prod())
@@ -49,7 +49,7 @@ def write(directory: Path, shapes: list[list[int]]) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_the_examples_are_what_the_program_does(modicum: Path, root: Path, tmp_path: Path) -> None:
+def test_the_program_gives_the_examples(modicum: Path, root: Path, tmp_path: Path) -> None:
     blocks = examples((root / "docs/internals/layout.md").read_text())
     assert len(blocks) >= 10
     for number, (shapes, flags, lines) in enumerate(blocks):
@@ -63,7 +63,7 @@ def test_the_examples_are_what_the_program_does(modicum: Path, root: Path, tmp_p
         assert not (dump / f"rank-{len(lines):05d}.safetensors").exists()
 
 
-def test_the_table_of_chunks_is_torchs_and_the_programs(
+def test_the_table_of_chunks_equals_torch_and_the_program(
     modicum: Path, root: Path, tmp_path: Path
 ) -> None:
     rows = re.findall(

@@ -1,4 +1,4 @@
-"""Every command of docs/guide/first-hour.md, run as a new user would: in a fresh virtual
+"""Runs every command of docs/guide/first-hour.md as a new user would: in a fresh virtual
 environment with torch, outside the repository.
 
 House test. It catches these mutations: a command or a file of the page that no longer works; a line

@@ -1,4 +1,4 @@
-"""The benchmark that compares loaders reports right bits, wrong bits and the memory held."""
+"""The benchmark of loaders reports whether all bits are right, and the memory that was held."""
 
 import json
 import subprocess
@@ -88,7 +88,7 @@ def outcome(row: str, outcome: str, why: str = "") -> dict[str, Any]:
     return {"row": row, "round": 0, "cold": False, "begun": 0, "outcome": outcome, "why": why}
 
 
-def test_a_table_says_why_there_is_no_figure() -> None:
+def test_a_table_has_the_reason_for_a_missing_figure() -> None:
     rows = [Row("one", ""), Row("two", "")]
     results = [outcome("one", "cannot", "no |\nsuch key"), outcome("two", "n/a", "not its end")]
     text = tables.table(CASES[0], rows, results, shards_bytes=1, stored=[1])
@@ -97,7 +97,7 @@ def test_a_table_says_why_there_is_no_figure() -> None:
     assert "- n/a: `two`: `not its end`" in text
 
 
-def test_one_wrong_run_among_right_ones_is_told() -> None:
+def test_one_wrong_run_among_right_ones_is_reported() -> None:
     runs = [outcome("one", "right"), outcome("one", "wrong", "a.weight"), outcome("one", "right")]
     assert tables.outcome_of(runs) == "wrong"
     assert tables.outcome_of([outcome("one", "skipped", "no room"), runs[0]]) == "right"
@@ -105,8 +105,8 @@ def test_one_wrong_run_among_right_ones_is_told() -> None:
     assert tables.spread([1.001, 1.002]) == "1.00"
 
 
-def test_tables_are_of_each_rows_last_measurement(tmp_path: Path) -> None:
-    """And of the model that the case has now."""
+def test_tables_show_each_rows_last_measurement(tmp_path: Path) -> None:
+    """Measurements of a case's earlier model are ignored."""
     raw = tmp_path / "raw.jsonl"
     runs = [  # case, row, cold, begun, bytes of the shards
         ("dense", "one", False, 1, 8),

@@ -2,8 +2,8 @@
 `modicum.torch.protect` excludes other libraries' buffers from forks.
 
 Unit and house tests; the oracle is sums of Pss that the tests read themselves. They catch these
-mutations: copies that only Pss shows missed, or counted once per child; views counted twice; a
-protection that outlives its memory, or that misses allocations of the first step.
+mutations: copies that are omitted or counted once per child; views that are counted twice; a
+protection that outlives its memory, or that omits allocations of the first step.
 """
 
 import gc
@@ -36,14 +36,14 @@ BIG = 10 * MIB  # elements: 40 MiB, which malloc always maps anew
 
 
 def near(size: int) -> Any:
-    """Pages at the ends of a tensor are shared with its neighbours."""
+    """Allows for the pages at the ends of a tensor, which its neighbours share."""
     return pytest.approx(size, abs=EDGE)
 
 
 # ---- attribution
 
 
-def test_copies_are_told_by_owner() -> None:
+def test_copies_are_attributed_to_their_owner() -> None:
     master, moments = torch.ones(NUMEL), torch.ones(NUMEL)
     before = memory.attribute({"master": master, "moments": [moments]})
     assert before.params == NUMEL
@@ -85,7 +85,7 @@ def test_views_count_once() -> None:
     assert who.params == NUMEL
 
 
-def test_what_is_not_in_memory_is_not_held() -> None:
+def test_tensors_without_host_memory_are_not_counted() -> None:
     reserved = torch.empty(64 * NUMEL)
     elsewhere = torch.empty(NUMEL, device="meta")
     who = memory.attribute({"reserved": reserved, "elsewhere": elsewhere, "none": torch.empty(0)})
@@ -103,7 +103,7 @@ DECLARED = {
 
 
 @pytest.mark.parametrize("state_format", DECLARED)
-def test_our_optimizer_tells_its_planes(state_format: str) -> None:
+def test_the_planes_of_our_optimizer_are_owners(state_format: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(NUMEL // 256, 256, dtype=torch.bfloat16))
     optimizer = modicum.torch.AdamW([parameter], state_format=state_format)
     who = memory.attribute(optimizer)
@@ -119,7 +119,7 @@ def test_our_optimizer_tells_its_planes(state_format: str) -> None:
     assert after["master"].copied_bytes == pytest.approx(own, abs=EDGE)  # the parameter is torch's
 
 
-def test_a_ledger_stands_for_what_lies_in_it() -> None:
+def test_a_ledger_counts_instead_of_its_tensors() -> None:
     gc.collect()
     before = memory.held()
     ledger = modicum.Ledger()
@@ -130,7 +130,7 @@ def test_a_ledger_stands_for_what_lies_in_it() -> None:
     del optimizer
 
 
-def test_models_and_optimizers_of_torch_are_known() -> None:
+def test_models_and_optimizers_of_torch_are_accepted() -> None:
     model = torch.nn.Linear(2048, 2048, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2048)).sum().backward()
@@ -142,7 +142,7 @@ def test_models_and_optimizers_of_torch_are_known() -> None:
 
 
 @pytest.mark.parametrize("source", [3, "text", None, object()])
-def test_other_things_are_refused(source: Any) -> None:
+def test_other_sources_are_refused(source: Any) -> None:
     with pytest.raises(UsageError, match="a source of unknown kind"):
         memory.attribute(source)
 
@@ -152,7 +152,7 @@ def zero_optimizer(name: str, **attributes: Any) -> Any:
     return type(name, (), {"__module__": "deepspeed.runtime.zero", **attributes})()
 
 
-def test_an_engine_that_is_not_known_is_refused() -> None:
+def test_an_unknown_engine_is_refused() -> None:
     other = zero_optimizer("DeepSpeedZeroOptimizer_Stage3", optimizer=None)
     with pytest.raises(UsageError, match=r"ZeRO-1 or ZeRO-2.*got DeepSpeedZeroOptimizer_Stage3"):
         memory.attribute(other)
@@ -169,7 +169,7 @@ def test_an_engine_that_is_not_known_is_refused() -> None:
 # ---- protection
 
 
-def test_protected_pages_are_not_copied_until_it_is_undone() -> None:
+def test_protected_pages_are_not_copied_until_the_protection_is_undone() -> None:
     buffer = torch.ones(NUMEL)
 
     def copied() -> int:
@@ -192,14 +192,14 @@ def test_protected_pages_are_not_copied_until_it_is_undone() -> None:
     assert copied() == pytest.approx(SIZE, abs=MIB)
 
 
-def test_small_tensors_are_left_and_said_so() -> None:
+def test_unprotected_small_tensors_are_reported() -> None:
     small = torch.ones(100)
     protection = modicum.torch.protect({"gradient": small})
     assert (protection.bytes, protection.left_bytes) == (0, 400)
     assert "gradient" in str(protection)
 
 
-def test_what_the_first_step_makes_is_protected() -> None:
+def test_allocations_of_the_first_step_are_protected() -> None:
     parameter = torch.nn.Parameter(torch.ones(NUMEL))
     optimizer = torch.optim.AdamW([parameter], foreach=False)
     parameter.grad = torch.ones(NUMEL)
@@ -216,7 +216,7 @@ def test_what_the_first_step_makes_is_protected() -> None:
     assert protection.bytes == pytest.approx(3 * SIZE, abs=3 * EDGE)
 
 
-def test_our_own_optimizer_stays_as_it_is() -> None:
+def test_our_own_optimizer_is_already_protected() -> None:
     optimizer = modicum.torch.AdamW([torch.nn.Parameter(torch.ones(NUMEL))])
     protection = modicum.torch.protect(optimizer)
     protection.undo()
@@ -226,7 +226,7 @@ def test_our_own_optimizer_stays_as_it_is() -> None:
         assert memory.attribute(optimizer)["moments"].copied_bytes == 0
 
 
-def test_with_nothing_to_protect_it_is_refused() -> None:
+def test_sources_without_host_memory_are_refused() -> None:
     for nothing in ([], torch.nn.Linear(9, 9), torch.empty(9, device="meta")):
         with pytest.raises(UsageError, match="nothing in host memory to protect"):
             modicum.torch.protect(nothing)
@@ -273,7 +273,7 @@ print(told, os.WTERMSIG(died), freed, os.waitpid(child, 0)[1])
 """
 
 
-def test_memory_that_is_freed_is_inherited_again() -> None:
+def test_freed_memory_is_inherited_again() -> None:
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
     done = subprocess.run(
         [sys.executable, "-c", FREED], capture_output=True, text=True, env=environment, timeout=60
@@ -282,6 +282,6 @@ def test_memory_that_is_freed_is_inherited_again() -> None:
     assert done.stdout.split() == ["7", str(int(signal.SIGSEGV)), "0", "0"]
 
 
-def test_the_walk_imports_no_deepspeed() -> None:
+def test_modicum_imports_no_deepspeed() -> None:
     code = "import sys, modicum.torch\nassert 'deepspeed' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)

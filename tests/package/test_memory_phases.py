@@ -1,10 +1,9 @@
 """`modicum.memory.phase`: the memory that a block held, by samples and by the kernel's high-water
 mark; and the picture of phases.
 
-Unit and house tests. They catch these mutations: a mark that is not reset, that inner phases or a
-load take from outer ones, or that is never read; children that are not searched for; a child that
-continues its parent's recording; a device library that is required; names of phases that lie over
-each other.
+Unit and house tests. They catch these mutations: a mark that is not reset or never read, or that an
+inner phase or a load resets without telling outer phases; children that are not found; a child that
+continues its parent's recording; a device library that is required; names of phases that overlap.
 """
 
 import json
@@ -51,7 +50,7 @@ def spike(size: int = SPIKE) -> None:
     taken(size).close()
 
 
-def test_the_mark_knows_what_no_sample_saw() -> None:
+def test_the_high_water_mark_has_peaks_between_samples() -> None:
     spike(2 * SPIKE)
     with memory.phase("spike", interval_s=NEVER) as held:
         spike()
@@ -61,7 +60,7 @@ def test_the_mark_knows_what_no_sample_saw() -> None:
     assert abs(held.end_bytes - held.begin_bytes) < 4 * MIB
 
 
-def test_outer_phases_keep_what_inner_ones_have_seen() -> None:
+def test_outer_phases_keep_the_peaks_of_inner_ones() -> None:
     with memory.phase("outer", interval_s=NEVER) as outer:
         with memory.phase("high", interval_s=NEVER):
             spike()
@@ -76,7 +75,7 @@ def test_outer_phases_keep_what_inner_ones_have_seen() -> None:
     ]
 
 
-def test_a_load_in_a_phase_does_not_take_its_peak() -> None:
+def test_a_load_in_a_phase_keeps_the_phases_peak() -> None:
     checkpoint = modicum.open_checkpoint(None)
     recipe = modicum.make_recipe(checkpoint)
     plan = modicum.make_plan(recipe, modicum.make_layout(recipe, ranks=1))
@@ -86,7 +85,7 @@ def test_a_load_in_a_phase_does_not_take_its_peak() -> None:
     assert held.peak_bytes - held.begin_bytes >= SPIKE - INEXACT
 
 
-def test_samples_see_what_stays_a_while() -> None:
+def test_samples_record_longer_peaks() -> None:
     with memory.phase("hold") as held:
         block = taken()
         time.sleep(0.3)
@@ -156,7 +155,7 @@ def saved(directory: Path, name: str, label: str) -> Path:
     return memory.save(directory / name, label=label, lines={"budget": 64 * MIB})
 
 
-def test_what_is_saved_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_recordings_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     first = saved(tmp_path, "memory-{rank}.jsonl", "native")
     assert first.name == "memory-3.jsonl"
@@ -212,14 +211,14 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
         memory.draw(tmp_path / "memory.png", tmp_path / "other.jsonl")
 
 
-def test_without_matplotlib_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", ModuleType("matplotlib.figure"))
     with pytest.raises(modicum.UsageError, match="pip install matplotlib") as refused:
         memory.draw(tmp_path / "memory.png")
     assert refused.value.category == "UNSUPPORTED"
 
 
-def test_it_needs_neither_torch_nor_matplotlib() -> None:
+def test_recording_needs_neither_torch_nor_matplotlib() -> None:
     code = "import sys, modicum.memory as m\nwith m.phase('x'): pass\nm.attribute({'x': []})\n"
     code += "assert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -236,7 +235,7 @@ def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def test_devices_say_what_is_used(fake_nvml: Path) -> None:
+def test_devices_report_used_bytes(fake_nvml: Path) -> None:
     assert Devices(str(fake_nvml)).used_bytes() == [100, 200, 0]
     assert Devices("no-such-library.so").used_bytes() == []
 
@@ -251,6 +250,6 @@ def test_a_phase_has_the_peak_of_each_device(
     assert "<!-- device 1 -->" in memory.draw(tmp_path / "device.svg").read_text()
 
 
-def test_a_library_that_is_another_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_library_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     libc: Any = "libc.so.6"
     assert Devices(libc).used_bytes() == []

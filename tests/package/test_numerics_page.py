@@ -1,5 +1,5 @@
-"""docs/internals/numerics.md defines AdamW to the bit: the kernels against an implementation in
-numpy that was written from that page alone (tests/support/adamw_in_numpy.py).
+"""docs/internals/numerics.md defines AdamW to the bit: compares the kernels with an implementation
+in numpy that was written from that page alone (tests/support/adamw_in_numpy.py).
 
 House test. It catches these mutations: any change of a bit of formats, arithmetic, random bits or
 blocks that is not on the page, on any instruction set of this machine.
@@ -174,7 +174,7 @@ def test_extremes_to_the_bit(name: str) -> None:
 
 
 def test_fma_is_rounded_once() -> None:
-    """Against exact fractions, where the fp64 sum is a tie of fp32."""
+    """Compares with exact fractions, in cases where the fp64 sum is halfway between two fp32."""
     from fractions import Fraction
 
     random = np.random.default_rng(9)

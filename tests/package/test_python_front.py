@@ -1,4 +1,4 @@
-"""`modicum.inspect` and `modicum.plan`: the command line's documents and errors, from Python."""
+"""`modicum.inspect` and `modicum.plan` give the command line's documents and errors in Python."""
 
 import json
 import pickle
@@ -36,7 +36,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, gpt2: Path) -> Path:
 # ---- documents
 
 
-def test_inspect_is_what_the_command_line_prints(modicum: Path, gpt2: Path) -> None:
+def test_inspect_equals_the_command_lines(modicum: Path, gpt2: Path) -> None:
     assert front.inspect(gpt2) == cli(modicum, "inspect", gpt2)
 
 
@@ -61,7 +61,7 @@ def test_a_path_may_be_text_and_a_single_file(gpt2: Path) -> None:
         {"ranks": 2, "staging": "2.5MB", "budget": 200_000_000, "strategy": "full-per-rank"},
     ],
 )
-def test_plan_is_what_the_command_line_prints(
+def test_plan_equals_the_command_lines(
     modicum: Path, gpt2: Path, arguments: dict[str, Any]
 ) -> None:
     printed = cli(modicum, "plan", gpt2, *flags_of(arguments))
@@ -80,13 +80,13 @@ def test_deepspeed_is_forecast(modicum: Path, gpt2: Path, tmp_path: Path) -> Non
     assert again["deepspeed"] != planned["deepspeed"]
 
 
-def test_a_recipe_is_taken_by_its_path(modicum: Path, gpt2: Path, recipe: Path) -> None:
+def test_a_recipe_is_read_from_its_path(modicum: Path, gpt2: Path, recipe: Path) -> None:
     planned = front.plan(gpt2, ranks=2, recipe=recipe)
     assert planned == cli(modicum, "plan", gpt2, "--ranks=2", "--recipe", recipe)
     assert planned != front.plan(gpt2, ranks=2)
 
 
-def test_what_does_not_fit_is_an_answer(gpt2: Path) -> None:
+def test_a_plan_that_does_not_fit_is_no_error(gpt2: Path) -> None:
     planned = front.plan(gpt2, ranks=2, budget="1MiB")
     assert planned["fits"] is False
     assert front.plan(gpt2, ranks=2)["fits"] is None
@@ -106,7 +106,7 @@ def attributes(error: Exception) -> dict[str, Any]:
     return {"message": str(error), **vars(error)}
 
 
-def test_an_error_is_the_command_lines_with_its_facts(modicum: Path, tmp_path: Path) -> None:
+def test_an_error_has_the_command_lines_facts(modicum: Path, tmp_path: Path) -> None:
     path = truncated(tmp_path)
     with pytest.raises(front.FormatError) as caught:
         front.inspect(path)
@@ -140,7 +140,7 @@ def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
         {"workers": -1},
     ],
 )
-def test_senseless_arguments_are_usage_errors_in_both_fronts(
+def test_invalid_arguments_are_usage_errors_in_both_fronts(
     modicum: Path, gpt2: Path, arguments: dict[str, Any]
 ) -> None:
     with pytest.raises(front.UsageError) as caught:
@@ -149,7 +149,7 @@ def test_senseless_arguments_are_usage_errors_in_both_fronts(
     assert attributes(caught.value) == cli(modicum, "plan", gpt2, *flags_of(arguments))["error"]
 
 
-def test_a_recipe_that_does_not_add_up_is_a_usage_error(gpt2: Path, tmp_path: Path) -> None:
+def test_an_invalid_recipe_is_a_usage_error(gpt2: Path, tmp_path: Path) -> None:
     path = write_recipe(tmp_path / "recipe.json", {})
     with pytest.raises(front.UsageError) as caught:
         front.plan(gpt2, recipe=path)
@@ -163,7 +163,7 @@ def test_an_argument_of_the_wrong_type_is_a_type_error(gpt2: Path) -> None:
         front.plan(gpt2, ranks="4")
 
 
-def test_over_budget_carries_the_bytes_and_their_owners(modicum: Path, gpt2: Path) -> None:
+def test_a_budget_error_has_the_bytes_and_their_owners(modicum: Path, gpt2: Path) -> None:
     document = cli(modicum, "load", gpt2, "--ranks=2", "--budget=1MiB")
     error = front.errors.from_json(json.dumps(document))
     assert isinstance(error, front.BudgetError) and isinstance(error, MemoryError)
@@ -173,7 +173,7 @@ def test_over_budget_carries_the_bytes_and_their_owners(modicum: Path, gpt2: Pat
     assert sizes == sorted(sizes, reverse=True) and sizes
 
 
-def test_each_category_has_a_code_a_class_and_a_row_of_the_page(root: Path) -> None:
+def test_each_category_has_a_code_a_class_and_a_row_on_the_page(root: Path) -> None:
     page = (root / "docs/reference/errors.md").read_text()
     rows = re.findall(r"^\| `([A-Z0-9_.]+)` \| (\d+) \| (\w+) \|", page, re.MULTILINE)
     assert {category: int(code) for category, code, _ in rows} == exit_codes()
@@ -184,7 +184,7 @@ def test_each_category_has_a_code_a_class_and_a_row_of_the_page(root: Path) -> N
         assert (str(error), error.category, error.code) == ("m", category, int(code))
 
 
-def test_an_error_survives_the_way_to_another_process(tmp_path: Path) -> None:
+def test_an_error_survives_pickling(tmp_path: Path) -> None:
     with pytest.raises(front.Error) as caught:
         front.inspect(truncated(tmp_path))
     again = pickle.loads(pickle.dumps(caught.value))
@@ -198,7 +198,7 @@ def test_a_long_plan_lets_other_threads_run(gpt2: Path) -> None:
     assert lets_others_run(lambda: front.plan(gpt2, ranks=60_000))
 
 
-def test_importing_brings_neither_torch_nor_numpy(tmp_path: Path) -> None:
+def test_importing_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
     script = "import sys, modicum; print(*sorted(sys.modules))"
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)

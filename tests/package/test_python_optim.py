@@ -42,7 +42,7 @@ def _shared(memory: torch.Tensor) -> Any:
     )
 
 
-def test_formats_are_data() -> None:
+def test_formats_are_listed_with_their_dtypes() -> None:
     rows = {row["name"]: row for row in _modicum.state_formats()}
     asked = ["fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24"]
     assert list(rows) == [*asked, "bf16-moments-fp32", "int8-moments-fp32"]
@@ -98,7 +98,7 @@ def test_a_step(format: str) -> None:
     assert of.steps == [1, 1]
 
 
-def test_planes_are_the_memory_and_keep_it() -> None:
+def test_planes_are_views_that_keep_the_state_alive() -> None:
     ledger = modicum.Ledger()
     of = state(ledger=ledger)
     master, grad = plane(of, 1, "master"), plane(of, 1, "grad")
@@ -156,7 +156,7 @@ def test_arrived_in_place_takes_the_norm_of_all() -> None:
     assert other.norms() == ([0.0, 9.0], False)
 
 
-def test_long_calls_let_others_run() -> None:
+def test_long_calls_release_the_gil() -> None:
     of, gradient = (
         state([("large", [8000000], [(0, 8_000_000)], 0, None, None)]),
         torch.ones(8_000_000),
@@ -234,7 +234,7 @@ def test_pins_each_arena_once() -> None:
         (lambda of: _modicum.AdamOptions(semantics="adam"), "unknown semantics"),
     ],
 )
-def test_wrong_uses_have_typed_errors(wrong: Any, words: str) -> None:
+def test_invalid_calls_have_typed_errors(wrong: Any, words: str) -> None:
     of = state()
     with pytest.raises(modicum.UsageError, match=words):
         wrong(of)

@@ -50,7 +50,7 @@ def planned(directory: Path, ranks: int = 3, **options):
 
 
 def rows_of(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
-    """FSDP2's shard with padding: as long on every rank as on rank 0."""
+    """FSDP2's shard with padding, which has the same length on every rank."""
     if whole.ndim == 0:
         return whole
     each = -(-whole.shape[0] // ranks)
@@ -62,7 +62,7 @@ def rows_of(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
 
 # Catches another rank's shard, padding left unwritten, or a buffer other than the caller's.
 @pytest.mark.parametrize("rank", range(3))
-def test_shards_are_what_the_safetensors_package_reads(small: Path, rank: int) -> None:
+def test_shards_equal_those_of_the_safetensors_package(small: Path, rank: int) -> None:
     whole = load_file(small / "model.safetensors")
     plan = planned(small, given=["b.weight"])
     mine = np.full((1, 2), 9, np.float32)
@@ -144,7 +144,7 @@ def test_the_report_has_a_row_for_each_rank(small: Path) -> None:
         (lambda d: modicum.open_checkpoint(d / "none"), "IO", "none"),
     ],
 )
-def test_what_makes_no_sense_is_refused(small: Path, act, category: str, says: str) -> None:
+def test_invalid_arguments_are_refused(small: Path, act, category: str, says: str) -> None:
     with pytest.raises(modicum.Error, match=says) as raised:
         act(small)
     assert raised.value.category == category
@@ -168,7 +168,7 @@ class OfOtherMind:
 
 
 # Catches a load that allocates or reads before all ranks have agreed on the plan.
-def test_nothing_is_taken_before_all_agree(small: Path) -> None:
+def test_nothing_is_allocated_before_all_agree(small: Path) -> None:
     ledger = modicum.Ledger()
     with pytest.raises(KeyError):
         _modicum.load(planned(small), 1, _modicum.Board(OfOtherMind()), ledger)
@@ -176,7 +176,7 @@ def test_nothing_is_taken_before_all_agree(small: Path) -> None:
 
 
 # Catches a load that keeps the GIL.
-def test_other_threads_go_on_meanwhile(large: Path) -> None:
+def test_a_load_releases_the_gil(large: Path) -> None:
     plan = planned(large, ranks=1)
     assert lets_others_run(lambda: modicum.load(plan))
 
@@ -197,7 +197,7 @@ except KeyboardInterrupt:
 """
 
 
-# Also while it allocates memory.
+# The same test while memory is allocated.
 INTERRUPTED_STATE = """
 import json, sys, time
 from modicum import _modicum
@@ -218,7 +218,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(
     ("program", "threads"), [(INTERRUPTED, 1), (INTERRUPTED_STATE, 2)], ids=["load", "AdamW"]
 )
-def test_ctrl_c_ends_it_within_a_second(program: str, threads: int, large: Path) -> None:
+def test_ctrl_c_ends_a_load_within_a_second(program: str, threads: int, large: Path) -> None:
     """One second of wall time or, on a busy machine, of CPU time."""
     command = [sys.executable, "-c", program, large]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

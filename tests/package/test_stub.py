@@ -1,4 +1,4 @@
-"""The type stub in the sources is the one that the module would write itself."""
+"""The type stub in the sources equals the one that is generated from the module."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 STUB = "modicum/python/modicum/_modicum.pyi"
 
 
-def test_the_stub_is_what_the_module_says(root: Path, tmp_path: Path) -> None:
+def test_the_stub_matches_the_module(root: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nanobind.stubgen", "--quiet", "--module", "modicum._modicum"]
     written = tmp_path / "stub.pyi"
     subprocess.run([*command, "--output-file", str(written)], check=True, cwd=tmp_path)

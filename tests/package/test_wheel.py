@@ -1,5 +1,5 @@
-"""The wheel works where only glibc and the compiler's runtime are: a fresh environment, and the
-development packages' shared objects out of reach."""
+"""The wheel works on a machine with only glibc and the compiler's runtime: it runs in a fresh
+environment, with the shared objects of development packages hidden."""
 
 import os
 import re
@@ -20,7 +20,7 @@ SYSTEM_LIBRARIES = re.compile(
 
 
 def run(*command: str | Path, **options) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a place of its own, so that nothing is found by being in the tree."""
+    """Runs a command outside the repository, so that it can't import from there."""
     arguments = [str(part) for part in command]
     return subprocess.run(arguments, capture_output=True, text=True, **options)
 
@@ -93,12 +93,12 @@ def commands(environment: Path, checkpoint: Path) -> dict[str, list[str | Path]]
     }
 
 
-def test_the_tag_says_this_python_and_plain_linux(wheel: Path) -> None:
+def test_the_tag_names_this_python_and_plain_linux(wheel: Path) -> None:
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert re.fullmatch(rf"modicum-[0-9.]+-{tag}-{tag}-linux_\w+\.whl", wheel.name)
 
 
-def test_the_wheel_carries_one_copy_of_everything(wheel: Path) -> None:
+def test_the_wheel_contains_one_copy_of_each_file(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert len(names) == len(set(names))
     stems = [name.split(".so")[0] for name in names if ".so" in name]
@@ -107,7 +107,7 @@ def test_the_wheel_carries_one_copy_of_everything(wheel: Path) -> None:
     assert not [name for name in names if name.endswith((".cc", ".h", ".a", ".cmake"))]
 
 
-def test_types_are_there_for_a_type_checker(wheel: Path) -> None:
+def test_types_are_included(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"modicum/py.typed", "modicum/_modicum.pyi"} <= set(names)
 
@@ -117,7 +117,7 @@ def test_version_is_the_wheels(environment: Path, wheel: Path, gpt2: Path) -> No
     assert printed.strip() == wheel.name.split("-")[1]
 
 
-def test_nothing_but_the_system_is_taken_from_outside_the_wheel(package: Path) -> None:
+def test_only_system_libraries_are_loaded_from_outside_the_wheel(package: Path) -> None:
     for binary in binaries(package):
         for name, place in loaded_libraries(binary).items():
             from_wheel = place is not None and package in place.parents
@@ -125,7 +125,7 @@ def test_nothing_but_the_system_is_taken_from_outside_the_wheel(package: Path) -
 
 
 @pytest.mark.parametrize("what", ["version", "plan", "command"])
-def test_it_runs_with_the_machines_own_copies_out_of_reach(
+def test_the_wheel_runs_without_the_machines_own_copies(
     environment: Path, package: Path, gpt2: Path, what: str
 ) -> None:
     copies = system_copies(package)

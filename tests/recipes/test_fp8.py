@@ -50,7 +50,7 @@ def scales(shape: tuple[int, ...], seed: int, dtype: Any = torch.float32) -> Any
 
 
 def wide(scale: Any) -> Any:
-    """Scales as fp32; a byte is a power of two."""
+    """Scales as fp32; a byte (E8M0) is a power of two."""
     if scale.dtype == torch.uint8:
         return (scale.float() - 127).exp2()
     return scale.float()
@@ -94,7 +94,8 @@ def fp8_config(directory: Path, block: int = BLOCK) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-# Ragged edges; a grid of one row, one column, one block; rows that many ranks share.
+# Incomplete blocks at the edges; a grid of one row, one column, one block; blocks that several
+# ranks share.
 SHAPES = {
     "ragged": (200, 300),
     "tall": (1000, 130),
@@ -167,7 +168,7 @@ def test_without_dtype_both_are_kept(fp8, dump: Dump, strategy: str) -> None:
     assert_dumped(dump(directory, "--ranks", 3, "--strategy", strategy), tensors, 3)
 
 
-def test_keep_fp32_makes_numbers_of_what_it_names(fp8, dump: Dump) -> None:
+def test_keep_fp32_dequantises_the_named_tensors(fp8, dump: Dump) -> None:
     directory, tensors = fp8
     out = dump(directory, "--ranks", 2, "--dtype", "bfloat16", "--keep-fp32", "^ragged")
     whole = numbers_of(tensors, "bfloat16")
@@ -175,7 +176,7 @@ def test_keep_fp32_makes_numbers_of_what_it_names(fp8, dump: Dump) -> None:
     assert_dumped(out, whole, 2)
 
 
-def test_digest_is_of_the_numbers(modicum: Path, fp8, tmp_path: Path) -> None:
+def test_digest_equals_that_of_the_dequantised_model(modicum: Path, fp8, tmp_path: Path) -> None:
     """A plain checkpoint of the same numbers has the same digest, also with `discard`."""
     directory, tensors = fp8
     plain = write_checkpoint(tmp_path / "plain", numbers_of(tensors, "bfloat16"))
@@ -282,7 +283,7 @@ def test_extreme_scales(tmp_path: Path, dump: Dump, dtype: str) -> None:
         assert_same(dumped[name].masked_fill(is_nan, 0), due.masked_fill(is_nan, 0), name)
 
 
-def test_a_grid_that_fits_nothing(modicum: Path, tmp_path: Path, dump: Dump) -> None:
+def test_a_grid_that_fits_no_block_size(modicum: Path, tmp_path: Path, dump: Dump) -> None:
     """Refused only with `--dtype`."""
     tensors = {"w.weight": codes((200, 300), 1), "w.weight_scale_inv": scales((2, 7), 1)}
     directory = write_checkpoint(tmp_path / "model", tensors)

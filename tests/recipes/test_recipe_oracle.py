@@ -1,5 +1,5 @@
-"""transformers' own conversions, run on tensors whose elements are their ids, against the index
-maps that `modicum.recipes` makes of the same conversion mapping."""
+"""Compares transformers' own conversions, run on tensors whose elements are their ids, with the
+index maps that `modicum.recipes` makes from the same conversion mapping."""
 
 import importlib
 import textwrap
@@ -158,7 +158,7 @@ def test_operations_that_no_model_uses_are_translated_too(chain: str) -> None:
 
 
 def rows_of_the_mapping() -> dict[str, tuple[set[str], set[str]]]:
-    """By chain: the keys that have it, and what it becomes."""
+    """For each chain of operations: the keys that have it, and its nodes."""
     rows: dict[str, tuple[set[str], set[str]]] = {}
     for key in sorted(oracle.mapping()):
         for converter in oracle.converters_of(fresh(key)):
@@ -175,7 +175,7 @@ def rows_of_the_mapping() -> dict[str, tuple[set[str], set[str]]]:
 
 
 def table() -> str:
-    """The table of docs and golden: what each chain of operations is in nodes."""
+    """The table of the golden file: each chain of operations and its nodes."""
     keys = oracle.mapping()
     converting = sum(1 for transforms in keys.values() if oracle.converters_of(transforms))
     lines = [
@@ -249,13 +249,14 @@ def test_an_unknown_operation_is_refused_by_name(operation: Any, word: str) -> N
     assert (caught.value.category, caught.value.tensor) == ("UNSUPPORTED", "x.b.w")
 
 
-# ---- what surrounds a match
+# ---- names around a match
 
 
 def two_sides(
     names: Sequence[str], targets: dict[str, oracle.Shape], transforms: Sequence[Any]
 ) -> recipes.Translation:
-    """A checkpoint of vectors with these names, into a model with these targets, by both."""
+    """Loads a checkpoint of vectors with these names into a model with these targets, by Modicum
+    and by transformers."""
     ids = Ids({})
     for name in names:
         ids.add(name, (2,))
@@ -298,7 +299,7 @@ NORMS = [f"model.blocks.{i}.norm{n}.w" for i in (0, 1) for n in (0, 1)]
 
 
 @pytest.mark.parametrize("converted", [False, True])
-def test_a_guarded_renaming_looks_at_what_came_before(converted: bool) -> None:
+def test_a_guarded_renaming_depends_on_the_names_before(converted: bool) -> None:
     group = upstream.GroupWeightRename(
         [r"blocks.(\d+).norm0", r"blocks.(\d+).norm1"], [r"blocks.\1.norm1", r"blocks.\1.norm2"]
     )
@@ -307,7 +308,7 @@ def test_a_guarded_renaming_looks_at_what_came_before(converted: bool) -> None:
     assert ours.made.keys() == set(after)
 
 
-def test_of_two_converters_with_one_pattern_the_last_converts() -> None:
+def test_if_two_converters_have_one_pattern_the_last_applies() -> None:
     ids = Ids({})
     ids.add("x.a.w", (4, 4))
     pair = [upstream.Transpose(0, 1)], [upstream.Interleave(0)]
@@ -317,7 +318,7 @@ def test_of_two_converters_with_one_pattern_the_last_converts() -> None:
     assert compare(translated(converters, ids, model), theirs, ids) == 1
 
 
-def test_the_order_of_names_is_transformers_own() -> None:
+def test_the_order_of_names_equals_transformers() -> None:
     names = ["b.10", "b.9", "b.x10", "b.x9", "b.x", "b", "a.10.c", "a.x.c", "a.9", "b.1x", "c2.1"]
     assert sorted(names, key=recipes.natural_key) == sorted(names, key=upstream.dot_natural_key)
 

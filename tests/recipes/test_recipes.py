@@ -92,7 +92,7 @@ def test_a_recipe_names_every_expert() -> None:
     assert ", " not in recipe.text()
 
 
-def test_importing_brings_neither_torch_nor_transformers(tmp_path: Path) -> None:
+def test_importing_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     script = "import sys, modicum.recipes; print(*sorted(sys.modules))"
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
@@ -111,7 +111,7 @@ def test_a_tied_head_is_an_alias() -> None:
     assert targets[HEAD] == {"op": "alias", "of": EMBEDDING}
 
 
-def test_where_only_the_head_is_stored_it_is_the_source() -> None:
+def test_if_only_the_head_is_stored_it_is_the_source() -> None:
     model = llama(tied=True)
     stored = stored_of(model)
     del stored[EMBEDDING]
@@ -130,7 +130,7 @@ def test_both_names_of_a_tie_are_compared_or_untied() -> None:
     assert (untied[EMBEDDING], untied[HEAD]) == (leaf(EMBEDDING), leaf(HEAD))
 
 
-def test_a_tie_of_which_nothing_is_stored_is_missing() -> None:
+def test_a_tie_without_a_stored_name_is_missing() -> None:
     model = llama(tied=True)
     stored = stored_of(model)
     del stored[EMBEDDING], stored[HEAD]
@@ -138,7 +138,7 @@ def test_a_tie_of_which_nothing_is_stored_is_missing() -> None:
         recipes.recipe_for(model, stored)
 
 
-def test_a_tie_that_a_rule_makes_is_made_once() -> None:
+def test_a_tie_is_initialised_once() -> None:
     model = llama(tied=True)
     stored = stored_of(model)
     del stored[EMBEDDING], stored[HEAD]
@@ -163,7 +163,7 @@ def test_more_than_two_names_of_one_tensor() -> None:
 # ---- missing and unexpected
 
 
-def test_what_is_missing_is_named_with_the_nearest_stored_name() -> None:
+def test_a_missing_tensor_is_named_with_the_nearest_stored_name() -> None:
     stored = stored_of(llama())
     stored["model.layers.1.mlp.up_prj.weight"] = stored.pop("model.layers.1.mlp.up_proj.weight")
     with pytest.raises(front.UsageError) as caught:
@@ -191,7 +191,7 @@ def test_a_declared_missing_tensor_is_made_by_a_rule() -> None:
         recipes.recipe_for(model, stored, missing=dict.fromkeys(rules, "uniform"))
 
 
-def test_what_a_model_says_may_be_missing_is_left_to_it() -> None:
+def test_tensors_that_a_model_lists_as_missing_are_left_to_it() -> None:
     config = transformers.MarianConfig(
         vocab_size=30, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, pad_token_id=1,
@@ -206,10 +206,10 @@ def test_what_a_model_says_may_be_missing_is_left_to_it() -> None:
 @pytest.mark.parametrize(
     "unexpected", ["error", "ignore", r"\.extra$", [r"extra$", r"layers\.0\.ex"]]
 )
-def test_what_is_left_over_is_an_error_unless_dropped(unexpected: Any) -> None:
+def test_unexpected_tensors_are_an_error_unless_dropped(unexpected: Any) -> None:
     stored = stored_of(llama()) | {"model.layers.0.extra": ("float32", (3,))}
     if unexpected == "error":
-        with pytest.raises(front.UsageError, match="1 stored tensors are no part") as caught:
+        with pytest.raises(front.UsageError, match="1 stored tensors are not in") as caught:
             recipes.recipe_for(llama(), stored)
         assert caught.value.tensor == "model.layers.0.extra"
         return
@@ -217,7 +217,7 @@ def test_what_is_left_over_is_an_error_unless_dropped(unexpected: Any) -> None:
     assert recipe.unused == ["model.layers.0.extra"]
 
 
-def test_what_transformers_drops_is_unused() -> None:
+def test_tensors_that_transformers_drops_are_unused() -> None:
     """Llama-2's per-layer inv_freq, and GPT-2's masks."""
     extra = "model.layers.0.self_attn.rotary_emb.inv_freq"
     stored = stored_of(llama()) | {extra: ("float32", (3,))}
@@ -234,7 +234,7 @@ def test_what_transformers_drops_is_unused() -> None:
 
 @pytest.mark.parametrize("pattern", ["(", "a(?=b)", r"(a)\1", "(" * 30_000])
 @pytest.mark.parametrize("argument", ["keep_fp32", "missing", "unexpected"])
-def test_what_is_no_regular_expression_is_refused(argument: str, pattern: str) -> None:
+def test_an_invalid_regular_expression_is_refused(argument: str, pattern: str) -> None:
     model = llama()
     with pytest.raises(front.UsageError, match=f"{argument} is not a regular expression") as caught:
         recipes.recipe_for(model, stored_of(model), **{argument: pattern})
@@ -270,7 +270,7 @@ def test_a_second_stored_tensor_for_one_target_is_refused() -> None:
     assert dropped.targets["model.norm.weight"] == leaf("model.norm.weight")
 
 
-def test_an_expert_that_is_missing_is_noticed() -> None:
+def test_a_missing_expert_is_an_error() -> None:
     stored = per_expert(mixtral())
     del stored["model.layers.0.block_sparse_moe.experts.7.w1.weight"]
     with pytest.raises(front.UsageError, match="differ in more than the dim"):
@@ -290,7 +290,7 @@ def dtypes_of(recipe: recipes.Recipe) -> set[str | None]:
     return {node.get("dtype") for node in recipe.targets.values()}
 
 
-def test_the_models_dtype_is_named_where_the_stored_one_differs() -> None:
+def test_the_models_dtype_is_in_the_recipe_if_the_stored_one_differs() -> None:
     stored = stored_of(llama(dtype=torch.bfloat16))
     assert dtypes_of(recipes.recipe_for(llama(dtype=torch.bfloat16), stored)) == {None}
     assert dtypes_of(recipes.recipe_for(llama(), stored)) == {"float32"}
@@ -301,7 +301,7 @@ def test_the_models_dtype_is_named_where_the_stored_one_differs() -> None:
     assert (caught.value.category, caught.value.tensor) == ("UNSUPPORTED", "model.norm.weight")
 
 
-def test_what_a_model_keeps_in_float32_is_kept() -> None:
+def test_tensors_that_a_model_keeps_in_float32_are_kept() -> None:
     config = transformers.T5Config(d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2)
     model = on_meta(config, "T5ForConditionalGeneration")
     targets = recipes.recipe_for(model, stored_of(model), dtype="float16").targets
@@ -346,7 +346,7 @@ def fp8_checkpoint(model: Any) -> dict[str, Any]:
     return tensors
 
 
-def test_fp8_codes_bring_their_scales_along() -> None:
+def test_fp8_codes_imply_their_scales() -> None:
     torch.manual_seed(0)
     model = fp8_model()
     tensors = fp8_checkpoint(model)
@@ -432,12 +432,14 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_line_writes_what_plan_takes(modicum: Path, saved: Path, capsys: Any) -> None:
+def test_plan_accepts_the_recipe_of_the_command_line(
+    modicum: Path, saved: Path, capsys: Any
+) -> None:
     words = [str(saved), "--dtype", "bfloat16"]
     assert main(words) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert "modicum: MISMATCH: 1 stored tensors are no part of the model" in told.err
+    assert "modicum: MISMATCH: 1 stored tensors are not in the model" in told.err
     path = saved / "recipe.json"
     words += ["--ignore-unexpected", "-o", str(path)]
     command = [sys.executable, "-m", "modicum.recipes", *words]

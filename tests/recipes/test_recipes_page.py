@@ -84,14 +84,14 @@ def of_the_model(name: str, stored: dict[str, Any], targets: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("op", sorted(EXAMPLES.keys() - {"gather"}))
-def test_an_example_is_what_transformers_would_do(op: str) -> None:
+def test_an_example_equals_transformers_conversion(op: str) -> None:
     example = EXAMPLES[op]
     family, stored, targets = example["family"], example["stored"], example["targets"]
     ask = of_the_model if family[0].isupper() else of_the_mapping
     assert ask(family, stored, targets) == targets
 
 
-def test_the_gather_is_the_map_of_the_example_before_it() -> None:
+def test_the_gather_equals_the_example_before_it() -> None:
     (name,) = EXAMPLES["reshape"]["stored"]
     ids = {name: np.arange(24).reshape(8, 3)}
     maps = [next(iter(EXAMPLES[op]["targets"].values())) for op in ("reshape", "gather")]

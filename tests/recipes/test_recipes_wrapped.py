@@ -77,7 +77,7 @@ def stored_in(directory: Path) -> dict[str, Any]:
 
 
 def values(recipe: recipes.Recipe, stored: dict[str, Any]) -> dict[str, Any]:
-    """Of all that is not left to the model."""
+    """The values of all targets that are not left to the model."""
     made = {}
     for name, node in recipe.targets.items():
         node = recipe.targets[node["of"]] if node["op"] == "alias" else node
@@ -97,8 +97,8 @@ def assert_equal(made: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_base_loads_into_what_peft_has_wrapped(kind: str, written: Any) -> None:
-    """As it loads before; what PEFT has copied begins as what it is a copy of; adapters are left
-    to the model."""
+    """The base loads as it does unwrapped; modules that PEFT has copied get the original's values;
+    adapters are left to the model."""
     name, config = KINDS[kind]
     family, directory = BY_NAME[name], written(name)
     wrapped = with_adapters(on_meta(family), config)
@@ -126,7 +126,7 @@ def test_the_base_loads_into_what_peft_has_wrapped(kind: str, written: Any) -> N
     assert made.keys() == expected.keys()
 
 
-def test_adapters_that_transformers_puts_in_change_nothing_either(written: Any) -> None:
+def test_adapters_that_transformers_adds_change_no_name(written: Any) -> None:
     model = on_meta(BY_NAME["llama"])
     before = recipes.recipe_for(model, written("llama"))
     with torch.device("meta"):
@@ -156,7 +156,7 @@ def test_a_model_wrapped_and_sharded_has_the_same_recipe() -> None:
         assert recipes.recipe_for(wrapped, stored, missing="init") == whole
 
 
-def test_a_copy_that_is_there_already_stays(written: Any) -> None:
+def test_an_initialised_copy_stays(written: Any) -> None:
     wrapped = with_adapters(on_meta(BY_NAME["llama"]), KINDS["head"][1])
     copy = "base_model.model.lm_head.modules_to_save.default.weight"
     assert copy in recipes.recipe_for(wrapped, written("llama")).targets
@@ -168,7 +168,7 @@ def test_a_copy_that_is_there_already_stays(written: Any) -> None:
 
 @pytest.fixture(params=KINDS)
 def adapter(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, str, Path, Any]:
-    """A model on meta with adapters, what the one is called, where it is saved, and all values."""
+    """A model on meta with adapters, the saved adapter's name and directory, and all values."""
     name, config = KINDS[request.param]
     saved = with_adapters(BY_NAME[name].build(), config)
     fill(saved)
@@ -209,7 +209,7 @@ def small_adapter() -> tuple[Any, dict[str, Any]]:
     return wrapped, stored
 
 
-def test_an_adapter_without_a_base_or_with_holes_is_refused() -> None:
+def test_an_incomplete_adapter_or_one_without_a_base_is_refused() -> None:
     wrapped, stored = small_adapter()
     with pytest.raises(front.UsageError, match="the checkpoint lacks 21 tensors"):
         recipes.recipe_for(wrapped, stored)
@@ -219,16 +219,16 @@ def test_an_adapter_without_a_base_or_with_holes_is_refused() -> None:
         recipes.recipe_for(wrapped, holed, present=base_of(wrapped))
     assert caught.value.tensor == f"{first}.fine"
     bad = {n.replace("layers.1", "layers.2"): t for n, t in stored.items()}
-    with pytest.raises(front.UsageError, match="no part of the model") as caught:
+    with pytest.raises(front.UsageError, match="not in the model") as caught:
         recipes.recipe_for(wrapped, bad, present=base_of(wrapped))
     assert "layers.2" in caught.value.tensor and "lora_A" in caught.value.got
 
 
-def test_of_several_adapters_one_is_named() -> None:
+def test_one_of_several_adapters_must_be_named() -> None:
     wrapped, stored = small_adapter()
     with torch.device("meta"):
         wrapped.add_adapter("other", peft.LoraConfig(**LORA))
-    with pytest.raises(front.UsageError, match="no part of the model"):
+    with pytest.raises(front.UsageError, match="not in the model"):
         recipes.recipe_for(wrapped, stored, present=base_of(wrapped))
     with pytest.raises(front.UsageError, match="no adapter 'third'"):
         recipes.recipe_for(wrapped, stored, adapter="third")
@@ -237,7 +237,7 @@ def test_of_several_adapters_one_is_named() -> None:
     assert recipe.targets.keys() == {n for n in wrapped.state_dict() if ".other" in n}
 
 
-def test_an_adapters_old_names_are_renamed_as_the_bases_are() -> None:
+def test_an_adapters_old_names_are_renamed_like_the_bases() -> None:
     wrapped = with_adapters(on_meta(BY_NAME["llava"]), KINDS["scoped"][1])
     stored = {}
     for name, tensor in wrapped.state_dict().items():
@@ -279,7 +279,7 @@ def test_a_plain_module_is_loaded_by_name() -> None:
     assert caught.value.tensor == "layers.1.running_mean"
     assert caught.value.got == "nearest 'layers.1.running_var'"
     assert recipes.recipe_for(model, stored, missing="init").callers == ["layers.1.running_mean"]
-    with pytest.raises(front.UsageError, match="no part") as caught:
+    with pytest.raises(front.UsageError, match="not in the model") as caught:
         recipes.recipe_for(model, stored | {"xsteps": ("int64", ())}, missing="init")
     assert (caught.value.tensor, caught.value.got) == ("xsteps", "nearest 'steps'")
 
@@ -346,7 +346,7 @@ def test_a_value_head_is_loaded_by_name(prefix: str, wrap: bool, written: Any) -
     assert [n for n in recipe.callers if "lora" not in n] == []
 
 
-def test_two_models_in_one_module_are_told_apart_by_prefix(written: Any) -> None:
+def test_two_models_in_one_module_are_distinguished_by_prefix(written: Any) -> None:
     model = torch.nn.Module()
     model.actor, model.critic = on_meta(BY_NAME["llama"]), on_meta(BY_NAME["mixtral"])
     stored = {
@@ -358,7 +358,7 @@ def test_two_models_in_one_module_are_told_apart_by_prefix(written: Any) -> None
     assert recipe.targets.keys() == model.state_dict().keys()
     assert recipe.targets["critic.model.layers.0.mlp.experts.down_proj"]["op"] == "stack"
     assert recipe.unused == ["actor.model.layers.1.self_attn.rotary_emb.inv_freq"]
-    with pytest.raises(front.UsageError, match="no part of the model"):
+    with pytest.raises(front.UsageError, match="not in the model"):
         recipes.recipe_for(model, written("llama"))
 
 
@@ -373,7 +373,8 @@ def checkpointed(module: Any) -> Any:
 
 @pytest.mark.parametrize("wrap", [torch.compile, checkpointed], ids=["compiled", "checkpointed"])
 def test_names_are_canonical(wrap: Any, written: Any) -> None:
-    """Of the whole, of layers, and of nested models, whose renamings go by their path."""
+    """Names are canonical for wrappers of the whole model, of layers, and of nested models, whose
+    renamings depend on their path."""
     family = BY_NAME["qwen2_5_vl"]
     before = recipes.recipe_for(on_meta(family), written("qwen2_5_vl"))
     assert before.targets.keys() == on_meta(family).state_dict().keys()
@@ -386,7 +387,7 @@ def test_names_are_canonical(wrap: Any, written: Any) -> None:
     assert recipes.recipe_for(wrap(model), written("qwen2_5_vl")) == before
 
 
-def test_nested_renamings_go_by_canonical_paths() -> None:
+def test_nested_renamings_use_canonical_paths() -> None:
     """A nested model's own renaming, which upstream scopes by its path."""
     model = on_meta(BY_NAME["llava"])
     (part, _) = structure_of(model).parts
@@ -434,7 +435,7 @@ def test_a_head_over_a_causal_model_is_declared(name: str) -> None:
         assert all(n.startswith("score.") for n in recipe.callers)
 
 
-def test_what_is_declared_missing_may_be_stored_in_another_shape() -> None:
+def test_a_tensor_declared_missing_may_be_stored_in_another_shape() -> None:
     model, stored = headless("LlamaForSequenceClassification")
     stored["score.weight"] = ("bfloat16", (2, 39))
     for missing in ("error", "init", ["norm"]):
@@ -446,7 +447,7 @@ def test_what_is_declared_missing_may_be_stored_in_another_shape() -> None:
     assert recipe.unused == ["lm_head.weight", "score.weight"]
 
 
-def test_what_is_left_to_the_model_is_in_the_document_and_not_in_the_text() -> None:
+def test_tensors_left_to_the_model_are_in_the_document_but_not_in_the_text() -> None:
     family = BY_NAME["llama_tied"]
     model = on_meta(family)
     stored = {n: ("float32", tuple(t.shape)) for n, t in model.state_dict().items()}

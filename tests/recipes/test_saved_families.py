@@ -1,10 +1,10 @@
-"""A step that `modicum save` writes of an untrained model is the model: `from_pretrained` makes of
-it, bit for bit, what it makes of the source, with the same buffers and ties; and the files hold the
-stored tensors under their names, in their shapes and dtypes.
+"""`from_pretrained` loads a step that `modicum save` has written of an untrained model exactly like
+the source: the same bits, buffers and ties. The files hold the stored tensors under their names, in
+their shapes and dtypes.
 
-House test against an outside oracle. It catches these mutations: a stored tensor of which a part is
-read, taken for whole; a tie of which one name is dropped; a config of FP8 codes that stays although
-they are dequantised.
+House test against an outside oracle. It catches these mutations: a partly read stored tensor that
+counts as fully read; a tie that loses one name; a `quantization_config` that is kept although the
+codes are dequantised.
 """
 
 from pathlib import Path
@@ -138,8 +138,8 @@ def test_adapters_around_a_model_change_no_name(modicum: Path, tmp_path: Path) -
     assert stored_in(step).keys() == stored_in(directory).keys()
 
 
-def test_what_was_resized_is_saved_in_the_models_shape(modicum: Path, tmp_path: Path) -> None:
-    """A cut, a tensor that grew, and both halves of one that was taken apart."""
+def test_resized_tensors_are_saved_in_the_models_shape(modicum: Path, tmp_path: Path) -> None:
+    """A slice of a tensor, a tensor with more rows, and both halves of a tensor."""
     maker = torch.Generator().manual_seed(5)
     shapes = {"cut": (9, 4), "grown": (5, 4), "both": (6, 3), "plain": (7,)}
     tensors = {name: torch.randn(shape, generator=maker) for name, shape in shapes.items()}
@@ -169,7 +169,7 @@ def test_what_was_resized_is_saved_in_the_models_shape(modicum: Path, tmp_path: 
         assert_same(saved[name], tensor, name)
 
 
-def test_there_are_families_enough() -> None:
+def test_enough_families_are_tested() -> None:
     names = [family.name for family in EVERY]
     assert len(names) == len(set(names)) and len({family.model_type for family in EVERY}) >= 104
     assert set(names) >= QUICK

@@ -104,7 +104,7 @@ def filled(family: Family, tensors: Tensors) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_are_the_unsharded_models(modicum: Path, tmp_path: Path, name: str) -> None:
+def test_outputs_equal_the_unsharded_models(modicum: Path, tmp_path: Path, name: str) -> None:
     family, outputs = BY_NAME[name], CASES[name]
     directory = family.write(family.build(), tmp_path / "model")
     unsharded = family.model_class.from_pretrained(directory, dtype="auto")
@@ -124,8 +124,8 @@ def test_outputs_are_the_unsharded_models(modicum: Path, tmp_path: Path, name: s
             assert_same(made[what], tensor, what)
 
 
-def test_a_head_that_is_not_stored_is_made_once(modicum: Path, tmp_path: Path) -> None:
-    """Two ranks initialise the rows that one rank would, not the same rows twice."""
+def test_a_head_that_is_not_stored_is_initialised_once(modicum: Path, tmp_path: Path) -> None:
+    """Two ranks initialise the same rows as one rank would, not the first rows twice."""
     family = BY_NAME["qwen3"]
     directory = family.write(family.build(), tmp_path / "model")
     take_out(directory, "lm_head.weight")

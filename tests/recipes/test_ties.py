@@ -155,8 +155,8 @@ def test_only_the_head_is_stored(modicum: Path, tmp_path: Path) -> None:
     assert digest(modicum, directory, "--ranks", 2) == one
 
 
-def test_a_recipe_says_what_is_tied(modicum: Path, tmp_path: Path) -> None:
-    """The second name may be converted before the comparison: here it is stored transposed."""
+def test_a_recipe_may_declare_ties(modicum: Path, tmp_path: Path) -> None:
+    """The alias may be converted before the comparison: here it is stored transposed."""
     tensors = parts()
     turned = tensors[EMBEDDING].t().contiguous()
     directory = write_checkpoint(tmp_path / "model", tensors | {"turned": turned})

@@ -1,4 +1,4 @@
-"""A script of accelerate over one rank, in the test's own process: how it builds and prepares."""
+"""Builds and prepares a model with accelerate on one rank, in the test's own process."""
 
 from typing import Any
 

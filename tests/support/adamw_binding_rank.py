@@ -1,5 +1,5 @@
-"""Acts of `torch_rank.py`: whether `modicum.torch.AdamW` steps the parameters that the model
-trains."""
+"""Acts of `torch_rank.py` that check whether `modicum.torch.AdamW` steps the parameters that the
+model trains."""
 
 import contextlib
 from collections.abc import Callable
@@ -73,8 +73,8 @@ def prepared(directory: str, way: str, sent: bool = False) -> dict[str, Any]:
 
 
 def by_hand(directory: str, when: str, by: str = "modicum") -> dict[str, Any]:
-    """`fully_shard` with the optimizer made before it, and its groups told of the new parameters or
-    not, or after it."""
+    """`fully_shard`, with the optimizer made after it, or before it. `when` also says whether its
+    groups then get the new parameters."""
 
     def body(losses: list[float]) -> None:
         model = from_pretrained(directory)
@@ -138,7 +138,8 @@ def one_rank_lacks_memory(directory: str) -> dict[str, Any]:
 
 
 def one_rank_cannot_unfreeze(directory: str, how: str) -> dict[str, Any]:
-    """Only the last rank's ledger has no room for what trains from the second step on."""
+    """Only the last rank's ledger has no room for a parameter that is trained from the second step
+    on."""
     torch.manual_seed(0)
     model = from_pretrained(directory)
     torch_rank.sharded(model, [dist.get_world_size()], False)

@@ -128,7 +128,7 @@ def name_hash(name: str) -> int:
 
 
 class Shard(NamedTuple):
-    """As a state takes it: the parameter's name and shape, and runs (first, n) of its elements."""
+    """A shard of a state: the parameter's name and shape, and runs (first, n) of its elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -173,7 +173,7 @@ class Blocks:
         return x ^ (x >> U32(16))
 
     def largest(self, x: Array) -> Array:
-        """Of each block."""
+        """The largest value of each block."""
         return np.maximum.reduceat(np.abs(x), self.starts)
 
 
@@ -321,7 +321,8 @@ class State:
             of.stored = np.where(root == 0, F(0), Codes.rounded(t, u2)).astype(np.uint8)
 
     def import_moments(self, m: Array, v: Array) -> None:
-        """Before the first step. In bf16: rounded as the parameter's last step rounded, here 0."""
+        """Imports moments before the first step. bf16 is rounded with the random bits of the
+        parameter's last step, here step 0."""
         seconds = [(self.v, v), (self.vmax, v)]
         if self.form.moments == "codes":
             half = np.full(m.size, F(0.5))

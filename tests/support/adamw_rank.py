@@ -140,8 +140,8 @@ def checkpoint(directory: str, mesh: list[int], folder: str) -> dict[str, Any]:
 
 
 def tp_fsdp(directory: str, mesh: list[int], dtype: str, state_format: str) -> dict[str, Any]:
-    """Three steps of a model that tensor parallelism cuts first, then FSDP2: what this rank then
-    holds of every parameter and of its state, by name, and the norm of one more gradient."""
+    """Three steps of a model that tensor parallelism shards first, then FSDP2. Returns this rank's
+    part of every parameter and of its state, by name, and the norm of one more gradient."""
     cut, rank = Cut("tp-fsdp", tuple(mesh)), dist.get_rank()
     config = transformers.AutoConfig.from_pretrained(directory)
     as_dtype = getattr(torch, dtype)

@@ -32,7 +32,7 @@ class WaitingClock:
         self._thread.join()
 
     def seconds(self, begin_s: float, end_s: float | None = None) -> float:
-        """Between two times of `time.monotonic()`, the second one now by default."""
+        """The seconds between two times of `time.monotonic()`; the second is now by default."""
         end_s = time.monotonic() if end_s is None else end_s
         return WAIT_S * (bisect(self._ends_s, end_s) - bisect(self._ends_s, begin_s))
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, XFS_IOC_GOINGDOWN
-# What becomes of the log: written with all data (as if frozen first), written, lost.
+# The fate of the file system's log: written with all data (as if frozen before), written, lost.
 FLAGS = {"flush": 0, "log-flush": 1, "no-log-flush": 2}
 SIZES = {"ext4": 48 << 20, "xfs": 320 << 20}  # sparse
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -24,7 +24,7 @@ def _checked(result: int, doing: str) -> None:
 
 
 class Disk:
-    """A new file system. `directory` is there while it is mounted."""
+    """A new file system, at `directory` while it is mounted."""
 
     def __init__(self, kind: str, scratch: Path) -> None:
         self.kind = kind
@@ -39,7 +39,7 @@ class Disk:
         self.device = done.stdout.strip()
 
     def mount(self) -> None:
-        """Also recovers what the log holds."""
+        """Mounts it, which also recovers from the log."""
         words = [os.fsencode(word) for word in (self.device, self.directory, self.kind)]
         _checked(_libc.mount(*words, 0, None), "mount")
 
@@ -47,7 +47,7 @@ class Disk:
         _checked(_libc.umount2(os.fsencode(self.directory), 0), "umount")
 
     def cut_power(self, flags: int) -> None:
-        """While it is mounted: no later call reaches the disk."""
+        """Cuts the power while it is mounted: no later call reaches the disk."""
         opened = os.open(self.directory, os.O_RDONLY)
         try:
             fcntl.ioctl(opened, SHUTDOWN, flags.to_bytes(4, "little"))

@@ -1,8 +1,8 @@
 """Tiny models of real classes, for the tests that compare with transformers.
 
 Sizes are awkward on purpose: odd wherever the class allows it, two layers, few experts, so that
-cuts are uneven and some shards empty. Every parameter and persistent buffer is drawn at random:
-what a class would start with (zeros, ones) would hide a wrong place.
+shards are uneven and some empty. Every parameter and persistent buffer is drawn at random, since
+the class's own values (zeros, ones) would hide a misplaced element.
 """
 
 import re
@@ -33,7 +33,7 @@ class Family:
     hub: Callable[[Tensors, Any], Tensors] | None = None
     # Parameters that no file holds: the class makes them.
     made_by_class: str | None = None
-    # Added to config.json once the model is there.
+    # Added to config.json after the model is written.
     quantization: Config | None = None
 
     @property
@@ -122,7 +122,8 @@ def transposed_experts(tensors: Tensors, model: Any) -> Tensors:
 
 
 def convolutions_apart(tensors: Tensors, model: Any) -> Tensors:
-    """Queries, keys and values of their own sizes; saving cuts the joined one in three alike."""
+    """Queries, keys and values of their own sizes; saving divides the joined one into three equal
+    parts."""
     made = {n: t for n, t in tensors.items() if "_conv1d." not in n}
     for name, joined in model.state_dict().items():
         if ".linear_attn.conv1d." in name:

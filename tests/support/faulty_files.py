@@ -17,7 +17,7 @@ _PAGE = struct.Struct("=qqii32s224s")
 
 @dataclass(frozen=True)
 class Hit:
-    """What a run has met. `call` is empty if no call was hit."""
+    """The call that a run was hit at. `call` is empty if no call was hit."""
 
     calls: int
     call: str

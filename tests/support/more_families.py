@@ -1,5 +1,5 @@
-"""More model types for the tests of what holds for every model: a class, and a tiny configuration
-that many classes share. The families of `families.py`, which every kind of test loads, have
+"""More model types, for tests that apply to every model: a class, and a tiny configuration that
+many classes share. The families of `families.py`, which all kinds of tests load, have
 configurations of their own."""
 
 from collections.abc import Mapping

@@ -28,7 +28,7 @@ def script(
         kind: "accelerate", "trainer", "sft" or "hand".
         by: "torch": torch's AdamW without Modicum; "modicum": ours within `loading()`; "outside":
             ours without it.
-        how: of the optimizer: where it is made (`made`), and its options.
+        how: where the optimizer is made (`made`), and its options.
     """
     if adapters:
         import peft  # noqa: F401  (loading() checks for it when the model is built)
@@ -99,7 +99,7 @@ class Script(NamedTuple):
     adapters: bool
     steps: int
     losses: list[float]
-    """To be filled."""
+    """Filled during the run."""
 
 
 def by_accelerate(
@@ -135,8 +135,9 @@ def by_hand(
     told: bool = True,
     **options: Any,
 ) -> Any:
-    """FSDP2. `made`: "before" it is sharded, by `rebinding`; "sharded": before it is loaded;
-    "after" both. `told`: whether the load is told of the optimizer."""
+    """A script with FSDP2. `made`: when the optimizer is made: "before" sharding, with `rebinding`;
+    "sharded": between sharding and the load; "after" both. `told`: whether the load gets the
+    optimizer as an argument."""
     directory, by, _, steps, losses = script
     with modicum.torch.empty_parameters():
         config = transformers.AutoConfig.from_pretrained(directory)
@@ -204,7 +205,8 @@ def by_trainer(
     script: Script,
     made: str = "optimizers",
 ) -> Any:
-    """`made`: as "optimizers", from the "class", or by an "overridden" create_optimizer."""
+    """A script with Trainer. `made`: the optimizer is passed as "optimizers", made from the
+    "class", or by an "overridden" create_optimizer."""
     directory, by, adapters, steps, losses = script
     with tempfile.TemporaryDirectory() as folder:
         how = arguments(transformers.TrainingArguments, folder, steps)

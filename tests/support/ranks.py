@@ -51,7 +51,7 @@ def start(context: Any, target: Callable[..., None], *arguments: Any) -> tuple[A
 
 @contextlib.contextmanager
 def importable() -> Iterator[None]:
-    """Processes started inside can import these modules."""
+    """Within the context, new processes can import these modules."""
     before = dict(os.environ)
     path = [str(SUPPORT), *filter(None, [before.get("PYTHONPATH")])]
     os.environ |= {"PYTHONPATH": os.pathsep.join(path)}
@@ -92,7 +92,7 @@ class Failed:
     facts: dict[str, Any]
     """The attributes: category, culprit_rank, ..."""
     after_s: float
-    """Since the act began."""
+    """Seconds since the act began."""
     at_s: float
     """On the machine's monotonic clock."""
 
@@ -197,7 +197,7 @@ def ranks(
 
 @contextlib.contextmanager
 def entering(cage: Path | None, script: Path) -> Iterator[None]:
-    """Fresh processes started inside are in this cgroup from their first page on."""
+    """Within the context, fresh processes are in this cgroup from their first page on."""
     if cage is None:
         yield
         return
@@ -244,7 +244,7 @@ def failed(error: BaseException, after_s: float) -> Failed:
 
 
 class Ended(NamedTuple):
-    """How a rank ended."""
+    """The end of a rank's process."""
 
     value: Any = None
     """What its function returned."""
@@ -342,8 +342,8 @@ class World:
     @classmethod
     @contextlib.contextmanager
     def killing(cls) -> Iterator[None]:
-        """Kills, at the end, the worlds that were started inside. A stopped rank that is left
-        would keep pytest from exiting: multiprocessing waits for its processes."""
+        """Kills at the end the worlds that were started within the context. A remaining stopped
+        rank would keep pytest from exiting: multiprocessing waits for its processes."""
         before = set(cls._running)
         try:
             yield

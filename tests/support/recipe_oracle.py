@@ -1,5 +1,5 @@
-"""Parts of the recipe oracle: nodes evaluated by numpy, stored tensors whose elements are their
-ids, and a model that consists of named parameters only, into which transformers loads them."""
+"""Parts of the recipe oracle: the evaluation of nodes by numpy, stored tensors whose elements are
+their ids, and a model of named parameters only, into which transformers loads them."""
 
 import itertools
 import re
@@ -43,7 +43,7 @@ def evaluate(node: dict[str, Any], stored: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def skeleton(node: dict[str, Any]) -> str:
-    """A node without its numbers but the dims; equal inputs once."""
+    """The form of a node: its ops and dims, without other numbers; equal inputs once."""
     if node["op"] == "stored":
         return "stored"
     inside = " ".join(dict.fromkeys(skeleton(part) for part in node["in"]))
@@ -76,7 +76,7 @@ def settings_of(op: Any) -> str:
 
 
 def chain_of(converter: Any) -> str:
-    """What a converter does, as a row of the table is called."""
+    """The name of a converter's chain of operations in the table."""
     ops = " + ".join(settings_of(op) for op in converter.operations)
     return f"{ops} {len(converter.source_patterns)}:{len(converter.target_patterns)}"
 
@@ -139,8 +139,8 @@ def names_for(transform: Any, pattern_index: int) -> Iterator[str]:
 def source_names(
     converter: Any, transforms: Sequence[Any], experts: int
 ) -> Iterator[dict[str, list[str]]]:
-    """Stored names under each pattern of a converter, for a few places in a model: those that come
-    through all renamings to this very converter."""
+    """Stored names for each pattern of a converter, for a few places in a model: only those that
+    reach this converter after all renamings."""
     for before in BEFORE:
         for after in ("", ".weight", "weight", ".bias"):
             names: dict[str, list[str]] = {}
@@ -203,7 +203,7 @@ def shapes_of(converter: Any, size: int) -> tuple[int, list[Shape], list[Shape] 
 
 
 def config() -> Any:
-    """What operations read of a config."""
+    """A config with the members that operations read."""
     vision = SimpleNamespace(num_attention_heads=HEADS)
     text = SimpleNamespace(num_attention_heads=HEADS, split_ngram_parts=2)
     return SimpleNamespace(
@@ -276,7 +276,7 @@ def target_shapes(transforms: Sequence[Any], ids: Ids, given: dict[str, Shape]) 
 
 @dataclass
 class Loaded:
-    """What transformers makes of a checkpoint."""
+    """The result of transformers for a checkpoint."""
 
     tensors: dict[str, np.ndarray]
     missing: set[str]
@@ -301,8 +301,8 @@ def load_upstream(transforms: Sequence[Any], ids: Ids, model: Names, **options: 
 
 
 def checkpoint_for(transforms: Sequence[Any], size: int) -> tuple[Ids, dict[str, Shape], list[Any]]:
-    """Stored tensors that every transform of a list has something to do with, the shapes that
-    operations ask the model for, and the converters that no name was found for."""
+    """Stored tensors such that every transform of a list applies to one, the shapes that operations
+    read from the model, and the converters for which no name was found."""
     ids = Ids({})
     given: dict[str, Shape] = {}
     taken: set[str] = set()
@@ -332,8 +332,8 @@ def checkpoint_for(transforms: Sequence[Any], size: int) -> tuple[Ids, dict[str,
 
 
 def is_unfit(target: str, taken: set[str]) -> bool:
-    """No model can have it: it is no name, is there already, is a module that is there, or would
-    make a module of a parameter."""
+    """Whether no model can have this name: it is invalid, is taken, is a module's name, or would
+    turn a parameter into a module."""
     return not re.fullmatch(r"\w+(\.\w+)*", target) or any(
         t == target or t.startswith(f"{target}.") or target.startswith(f"{t}.") for t in taken
     )

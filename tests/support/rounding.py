@@ -15,7 +15,8 @@ def _sqrt(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def nearest_sqrt() -> Iterator[None]:
-    """float64 has more than twice float32's bits: rounding twice is rounding once."""
+    """Computes in float64, which has more than twice float32's bits, so that rounding twice gives
+    the same result as rounding once."""
     with (
         mock.patch.object(torch.Tensor, "sqrt", _sqrt),
         mock.patch.object(torch, "_foreach_sqrt", lambda all_of: [_sqrt(of) for of in all_of]),

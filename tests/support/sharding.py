@@ -38,7 +38,7 @@ def assert_same(got: Any, expected: Any, what: str) -> None:
 
 @contextmanager
 def playing_rank(rank: int, world: int) -> Iterator[None]:
-    """This process as one rank of so many."""
+    """Within the context, this process is one rank of a fake process group."""
     hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
@@ -51,9 +51,9 @@ def playing_rank(rank: int, world: int) -> Iterator[None]:
 
 @contextmanager
 def playing_new_rank(rank: int, world: int) -> Iterator[None]:
-    """As `playing_rank`; nothing is left of other ranks' meshes.
+    """As `playing_rank`, but clears torch's caches of other ranks' meshes.
 
-    torch remembers what an operation on DTensors gives, with the mesh, and takes an equal mesh of
+    torch caches the results of operations on DTensors by mesh, and mistakes an equal mesh of
     another rank for this one.
     """
     _clear_sharding_prop_cache()
@@ -66,10 +66,10 @@ def playing_new_rank(rank: int, world: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Cut:
-    """A layout of torch: the flags that tell Modicum of it, and what torch makes of it.
+    """A layout, as Modicum's flags and as torch's placements.
 
-    `mesh` is as torch has it, outermost first. TP cuts before FSDP does: along dim 0, along dim 1
-    where `rowwise` finds the name, and not at all where `replicate` does.
+    `mesh` has torch's order, outermost first. TP shards before FSDP does: along dim 1 if `rowwise`
+    finds the name, not at all if `replicate` does, else along dim 0.
     """
 
     layout: str
@@ -94,7 +94,8 @@ class Cut:
         return f"{self.layout}-{'x'.join(map(str, self.mesh))}-dim{self.dim}"
 
     def placement(self, tensor: Any) -> Any:
-        """What the innermost data-parallel axis does: a tensor of fewer dims is cut along dim 0."""
+        """The placement of the innermost data-parallel axis: a tensor of fewer dims is sharded
+        along dim 0."""
         if tensor.dim() == 0 or self.layout == "none":
             return Replicate()
         return Shard(self.dim if self.dim < tensor.dim() else 0)
@@ -113,12 +114,12 @@ def mesh_of(cut: Cut) -> DeviceMesh:
 
 
 def placed(tensor: Any, mesh: DeviceMesh, *placements: Any) -> Any:
-    """The DTensor that a rank makes of a tensor that every rank has whole."""
+    """The DTensor of a tensor that every rank has unsharded."""
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
 def dtensor_shards(cut: Cut, tensors: Tensors, rank: int) -> Tensors:
-    """What DTensor gives a rank."""
+    """The shards of a rank by DTensor."""
     with playing_rank(rank, cut.world):
         mesh = mesh_of(cut)
         if cut.layout == "hsdp":
@@ -134,10 +135,10 @@ def dtensor_shards(cut: Cut, tensors: Tensors, rank: int) -> Tensors:
 
 
 def fsdp2_shards(cut: Cut, tensors: Tensors, rank: int) -> Tensors:
-    """What `fully_shard` gives a rank of those tensors that it takes.
+    """The shards of a rank by `fully_shard`, for the tensors that it supports.
 
-    Not those without dims, nor those that it would have to cut unevenly along another dim than 0.
-    Of one without elements it shows rows of its own ([0, 0] for [3, 0]): DTensor alone is asked.
+    It does not support tensors without dims, nor uneven shards along another dim than 0. Tensors
+    without elements are left out, since it reports other shapes for them ([0, 0] for [3, 0]).
     """
     with playing_rank(rank, cut.world):
         mesh = mesh_of(cut)
@@ -213,7 +214,8 @@ def by_dtype(tensors: Tensors) -> list[Tensors]:
 
 
 def zero12_shards(stage: int, world: int, round_robin: bool) -> Callable[[Tensors, int], Tensors]:
-    """What `DeepSpeedZeroOptimizer` gives a rank: its partition of every group without padding.
+    """The shards of a rank by `DeepSpeedZeroOptimizer`: its partition of every group, without
+    padding.
 
     It leaves out parameters without elements, before it assigns them in turn.
     """
@@ -243,7 +245,7 @@ def zero12_shards(stage: int, world: int, round_robin: bool) -> Callable[[Tensor
 
 
 def zero3_shards(world: int) -> Callable[[Tensors, int], Tensors]:
-    """What `deepspeed.zero.Init` gives a rank of each parameter, without padding.
+    """The shards of a rank by `deepspeed.zero.Init`, without padding.
 
     Tensors without dims and those that aren't floating point are no ZeRO-3 parameters here.
     """

@@ -49,8 +49,8 @@ def _places() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def checkpoint_of(name: str) -> Path:
-    """Where a family's checkpoint is, as the hub has it. Only rank 0 of a process group would
-    write it."""
+    """The path of a family's checkpoint in the hub's form. It must be written before a process
+    group exists, in which only rank 0 would write it."""
     assert not dist.is_initialized(), f"{name} has to be there before a rank is played"
     family = BY_NAME[name]
     return family.write(family.build(), Path(_places().name) / name)
@@ -65,7 +65,7 @@ def from_pretrained(name: str, dtype: Any = "auto") -> Any:
 
 
 def stored_in(directory: Path) -> Tensors:
-    """What lies in a checkpoint's files."""
+    """The tensors in a checkpoint's files."""
     files = sorted(directory.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
@@ -75,7 +75,7 @@ def config_of(name: str) -> Any:
 
 
 def empty(name: str, dtype: Any = None, cls: Any = None, **changes: Any) -> Any:
-    """A family's model, with nothing in it but buffers; `changes` of its configuration."""
+    """A family's model whose parameters are on meta. `changes`: members of its configuration."""
     config = config_of(name)
     for field, value in changes.items():
         setattr(config, field, value)
@@ -100,7 +100,7 @@ def layers_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shard_dim(shape: Any, parts: int, dim: int) -> int:
-    """FSDP2 cuts unevenly along dim 0 only."""
+    """The dim to shard: FSDP2 supports uneven shards along dim 0 only."""
     return dim if dim < len(shape) and shape[dim] % parts == 0 else 0
 
 
@@ -112,8 +112,8 @@ def _parallelize(model: nn.Module, mesh: Any) -> None:
 
 
 def left_whole(model: nn.Module) -> set[str]:
-    """The parameters that FSDP2 does not take: those without dims, and those in one module with
-    another dtype. It has one dtype in a unit, and a unit is at least a module."""
+    """The parameters that FSDP2 can't shard: those without dims, and those in one module with
+    another dtype. A unit, which is at least a module, has one dtype."""
     names = set()
     for path, module in model.named_modules():
         own = dict(module.named_parameters(path, recurse=False))
@@ -124,7 +124,7 @@ def left_whole(model: nn.Module) -> set[str]:
 
 
 def shard(model: nn.Module, cut: Cut) -> nn.Module:
-    """By FSDP2: each module of another dtype than the model's, each layer, and the rest."""
+    """Shards by FSDP2: each module of another dtype than the model's, each layer, and the rest."""
     if cut.layout == "none":
         return model
     mesh = mesh_of(cut)
@@ -150,13 +150,13 @@ def shard(model: nn.Module, cut: Cut) -> nn.Module:
 
 
 def chunk(whole: Any, parts: int, part: int, dim: int = 0) -> Any:
-    """One of so many parts, the last of which may be empty."""
+    """One of `parts` chunks, the last of which may be empty."""
     chunks = torch.chunk(whole, parts, dim)
     return chunks[part] if part < len(chunks) else whole.narrow(dim, 0, 0)
 
 
 def local_part(name: str, whole: Any, cut: Cut, rank: int) -> Any:
-    """What a rank holds of a tensor that is a parameter of this name."""
+    """A rank's shard of the parameter with this name."""
     if cut.layout == "none":
         return whole
     at = {
@@ -173,8 +173,8 @@ def local_part(name: str, whole: Any, cut: Cut, rank: int) -> Any:
 
 
 def whole_gradient(name: str, shape: Any, step: int) -> Any:
-    """By the parameter's name, the step and its elements' global indices: the same in every
-    world."""
+    """A gradient that depends only on the parameter's name, the step and global indices, and so is
+    the same in every world."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
     return torch.randn(shape, generator=generator)
 
@@ -187,7 +187,7 @@ def local(tensor: Any) -> Any:
 
 
 def parameters_of(model: nn.Module) -> Tensors:
-    """By name; tied ones by each of theirs."""
+    """The parameters by name; a tied one under each of its names."""
     return dict(model.named_parameters(remove_duplicate=False))
 
 
@@ -200,7 +200,8 @@ def ties_of(tensors: Tensors) -> set[frozenset[str]]:
 
 
 def assert_holds(model: nn.Module, whole: nn.Module, cut: Cut, rank: int) -> None:
-    """Every parameter's part and every buffer of `whole`, bit for bit, and the same ties."""
+    """Asserts that `model` has its shard of every parameter of `whole`, every buffer, bit for bit,
+    and the same ties."""
     mine, theirs = parameters_of(model), parameters_of(whole)
     assert mine.keys() == theirs.keys()
     assert ties_of(mine) == ties_of(theirs), "other ties"
@@ -220,7 +221,7 @@ def assert_holds(model: nn.Module, whole: nn.Module, cut: Cut, rank: int) -> Non
 
 
 def differs(got: Any, expected: Any) -> bool:
-    """Whether a tensor of another loader is not what it has to be."""
+    """Whether a tensor of another loader has wrong values."""
     try:
         assert_same(got, expected, "")
     except AssertionError:
@@ -233,12 +234,13 @@ def buffer_bits(model: nn.Module) -> dict[str, bytes]:
 
 
 def assert_empty(model: nn.Module) -> None:
-    """As it was before a load that failed."""
+    """Asserts that a failed load has left the model empty."""
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def assert_trains_as_built(model: nn.Module, name: str) -> None:
-    """`requires_grad` is the constructor's: `from_pretrained` unfreezes frozen parameters."""
+    """Asserts that `requires_grad` is the constructor's, although `from_pretrained` unfreezes
+    frozen parameters."""
     with torch.device("meta"):
         built = BY_NAME[name].model_class(config_of(name))
     trained = {n: p.requires_grad for n, p in parameters_of(model).items()}

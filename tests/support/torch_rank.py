@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-# Imported here for the fork server, or each rank would import them when it first needs them.
+# Imported here for the fork server; otherwise each rank would import them at their first use.
 from transformers.models.llama import modeling_llama  # noqa: F401
 from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
@@ -57,7 +57,7 @@ def join(rank: int, world: int, folder: Path) -> None:
 
 
 def greet() -> int:
-    """A barrier: all ranks have joined."""
+    """A barrier that returns once all ranks have joined."""
     dist.barrier()
     return os.getpid()
 

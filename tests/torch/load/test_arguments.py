@@ -132,7 +132,7 @@ def test_a_head_that_no_file_holds(cls: Any, head: str, left_over: str | None) -
 
     with playing_new_rank(0, 1):
         if left_over:
-            with pytest.raises(modicum.UsageError, match="no part of the model") as raised:
+            with pytest.raises(modicum.UsageError, match="not in the model") as raised:
                 load(make(), directory)
             assert raised.value.tensor == left_over
         with pytest.raises(modicum.UsageError, match="lacks") as raised:
@@ -235,7 +235,7 @@ def left_over(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_is_left_over_is_an_error(left_over: Path) -> None:
-    refused(left_over, says="2 stored tensors are no part")
+    refused(left_over, says="2 stored tensors are not in")
     assert refused(left_over, says="1 stored", unexpected="^other").tensor == "model.extra.weight"
     assert refused(left_over, says="1 stored", unexpected=["extra"]).tensor == "other.bias"
 

@@ -1,4 +1,5 @@
-"""Every byte of a process tree by its owner: named tensors, their copies in forks, the rest."""
+"""Attributes every byte of a process tree to an owner: a named tensor, its copies in forks, or the
+rest."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -20,8 +21,8 @@ class Owner:
     held_bytes: int
     """Resident bytes, counted once however many processes map them."""
     copied_bytes: int = 0
-    """In addition: second versions of its pages, which exist because a process wrote to them after
-    a fork (copy-on-write)."""
+    """Additional bytes: second versions of its pages, which exist because a process wrote to them
+    after a fork (copy-on-write)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Attribution:
     """Pss_Anon + Pss_Shmem + VmPTE, as the kernel reports them, summed over the tree."""
     processes: int
     forked: int
-    """Of these processes, those forked from the first one without an exec."""
+    """The number of these processes that were forked from the first one without an exec."""
 
     def __getitem__(self, name: str) -> Owner:
         """The owner of that name; one of 0 bytes if there is none."""
@@ -49,7 +50,7 @@ class Attribution:
 
     @property
     def copied_bytes(self) -> int:
-        """Of all owners: memory that exists only because of forks."""
+        """Memory of all owners that exists only because of forks."""
         return sum(owner.copied_bytes for owner in self.owners)
 
     def per_param(self, size: int) -> float:

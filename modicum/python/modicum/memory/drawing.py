@@ -14,7 +14,7 @@ _GIB = 1 << 30
 _SHADES = ("#f1f3f6", "#e3e7ee")
 _LINES = (("#b3261e", "--"), ("#202020", "-."), ("#7a5c00", ":"))
 _PANEL_INCHES = 4.2
-_POINTS = 8  # of phase names
+_POINTS = 8  # the font size of phase names
 
 
 @dataclass
@@ -102,7 +102,7 @@ def _curves(sources: Any) -> list[_Curve]:
     for source in sources or ():
         curves += _read(_lines(Path(source)), Path(source).name)
     if not curves:
-        raise refusal("USAGE", "the recordings have no samples: record a phase first")
+        raise refusal("USAGE", "the recordings have no samples; record a phase first")
     return curves
 
 

@@ -14,7 +14,7 @@ _KIB = 1024
 
 
 class Status(NamedTuple):
-    """Of this process, in bytes."""
+    """The memory of this process, in bytes."""
 
     held: int
     """RssAnon + RssShmem + VmPTE: no page cache; shared pages count in full."""

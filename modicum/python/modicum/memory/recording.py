@@ -15,9 +15,9 @@ from modicum import _modicum
 from modicum.memory.nvml import Devices
 from modicum.memory.processes import held_by_tree, own_status
 
-_CHILDREN_S = 0.1  # at least, between scans for new children, which read a file per process
-_SHARE = 0.01  # of a core, for samples; as much again for the scans
-_SHARE_OF_TREE = 0.04  # for samples of several processes, which take milliseconds each
+_CHILDREN_S = 0.1  # least time between scans for new children, which read a file per process
+_SHARE = 0.01  # of a core, the limit for samples; scans have the same limit again
+_SHARE_OF_TREE = 0.04  # the limit for samples of several processes, which take milliseconds each
 
 
 class Sample(NamedTuple):
@@ -25,11 +25,11 @@ class Sample(NamedTuple):
 
     at_s: float
     held: int
-    """By this process: RssAnon + RssShmem + VmPTE; Pss instead of Rss if it has children."""
+    """Held by this process: RssAnon + RssShmem + VmPTE; Pss instead of Rss if it has children."""
     children: int
-    """By its descendants together."""
+    """Held by its descendants together."""
     devices: tuple[int, ...]
-    """By any process, on each device that NVML reports."""
+    """Used by any process, on each device that NVML reports."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Phase:
 
     name: str
     depth: int = 0
-    """Of nesting; 0: in no other phase."""
+    """The depth of nesting; 0: in no other phase."""
     begin_s: float = 0.0
     end_s: float = 0.0
     begin_bytes: int = 0
@@ -47,12 +47,12 @@ class Phase:
     peak_bytes: int = 0
     """The larger of the next two fields: the figure to quote."""
     sampled_peak_bytes: int = 0
-    """Of the samples. Never too high; misses a peak between two samples."""
+    """The peak of the samples. Never too high; misses a peak between two samples."""
     kernel_peak_bytes: int | None = None
-    """Of this process alone, from its high-water mark (VmHWM). Misses no peak; may be too high by
-    file pages that were mapped meanwhile. None if the kernel can't reset the mark."""
+    """The peak of this process alone, from its high-water mark (VmHWM). Misses no peak; may be too
+    high by file pages that were mapped meanwhile. None if the kernel can't reset the mark."""
     device_peak_bytes: list[int] = field(default_factory=list)
-    """Of the samples, by device."""
+    """The peaks of the samples, by device."""
 
 
 class _Recording:

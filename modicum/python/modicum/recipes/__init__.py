@@ -1,11 +1,12 @@
-"""From a model and a checkpoint to an explicit recipe.json.
+"""Makes an explicit recipe.json from a model and a checkpoint.
 
     recipe = modicum.recipes.recipe_for(model, "path/of/a/checkpoint")
     Path("recipe.json").write_text(recipe.text())
 
-`model` may be on meta, sharded and wrapped. The recipe says for each tensor how it is made of
-stored ones: whatever the installed transformers renames, stacks, concatenates, cuts, transposes or
-permutes while loading, without patterns. `modicum plan` and `modicum load` take it with `--recipe`.
+`model` may be on meta, sharded and wrapped. The recipe lists for each tensor the stored tensors and
+the ops that it is made of: everything that the installed transformers renames, stacks,
+concatenates, cuts, transposes or permutes while loading, but without name patterns. `modicum plan`
+and `modicum load` take it with `--recipe`.
 From the command line:
 
     python -m modicum.recipes DIRECTORY -o recipe.json

@@ -32,14 +32,14 @@ _SAFETENSORS_DTYPES = {
 
 
 def dtype_name(dtype: Any) -> str:
-    """torch's name of a dtype, which is given as torch's object or by its name in safetensors."""
+    """torch's name of a dtype. `dtype`: torch's object, or a name in safetensors."""
     name = str(dtype).removeprefix("torch.")
     return _SAFETENSORS_DTYPES.get(name, name)
 
 
 def any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
-    """Matches where one of `patterns` does; None without patterns. For the lists of transformers'
-    models, in Python's syntax; `Patterns` are for users' expressions."""
+    """An expression that matches if one of `patterns` does; None without patterns. For the lists of
+    transformers' models, in Python's syntax; `Patterns` are for users' expressions."""
     body = "|".join(f"(?:{pattern})" for pattern in patterns)
     return re.compile(body) if body else None
 
@@ -79,7 +79,8 @@ class Dtypes:
                 self._float32 |= {n for n, key in part.keys.items() if kept and kept.search(key)}
 
     def of(self, target: str, first: str) -> str:
-        """`first`: the first target of the conversion that makes `target`; all get its dtype."""
+        """The dtype of `target`. `first`: the first target of the conversion that makes it; all
+        targets of a conversion get the dtype of the first."""
         dtype = self._targets[target][0]
         if self._keep is not None and dtype in FLOATS and self._keep.finds(target):
             return "float32"

@@ -68,7 +68,7 @@ def cut(dim: int, start: int, stop: int, array: Array) -> Array:
 
 
 def with_rows(rows: int, array: Array) -> Array:
-    """The first `rows` of dim 0; beyond its own, it repeats the first ones."""
+    """The first `rows` rows. If there are fewer, the first ones are repeated."""
     own = array.shape[0]
     if rows <= own:
         return cut(0, 0, rows, array)
@@ -84,7 +84,7 @@ def permute(dims: Sequence[int], array: Array) -> Array:
 
 
 def transpose(dim0: int, dim1: int, array: Array) -> Array:
-    """With two dims swapped."""
+    """The array with two dims swapped."""
     count = len(array.shape)
     dim0, dim1 = _from_front(dim0, count), _from_front(dim1, count)
     return permute([{dim0: dim1, dim1: dim0}.get(dim, dim) for dim in range(count)], array)
@@ -99,7 +99,7 @@ def reshape(shape: Sequence[int], array: Array) -> Array:
 
 
 def stored_under(node: Node) -> Iterator[str]:
-    """Names of the stored tensors that a node is made of."""
+    """Names of the stored tensors under a node."""
     if node["op"] == "stored":
         yield node["name"]
     for child in node.get("in", ()):

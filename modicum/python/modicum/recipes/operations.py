@@ -100,7 +100,8 @@ def _split(op: Any, inputs: Values, chain: Chain) -> Values:
 
 
 def _concatenate(op: Any, inputs: Values, chain: Chain) -> Values:
-    """In the order of the converter's patterns, less those that an earlier operation consumed."""
+    """Concatenates in the order of the converter's patterns, without those that an earlier
+    operation consumed."""
     arrays: list[Array] = []
     for pattern in chain.sources:
         value = inputs.get(pattern, [])
@@ -119,8 +120,8 @@ def _interleave(op: Any, inputs: Values, chain: Chain) -> Values:
 def _regrouped(
     array: Array, before: Sequence[int], size: int, after: Sequence[int], inverse: bool
 ) -> Array:
-    """A dim of `size` elements, between dims `before` and `after`: pairs (a0 b0 a1 b1 a2 b2) become
-    halves (a0 a1 a2 b0 b1 b2), or with `inverse` halves become pairs."""
+    """Reorders a dim of `size` elements, between dims `before` and `after`: pairs (a0 b0 a1 b1 a2
+    b2) become halves (a0 a1 a2 b0 b1 b2), or with `inverse` halves become pairs."""
     pair = [2, size // 2] if inverse else [size // 2, 2]
     apart = reshape([*before, *pair, *after], array)
     return reshape(array.shape, transpose(len(before), len(before) + 1, apart))
@@ -161,7 +162,7 @@ def _only_one(inputs: Values, chain: Chain, op: str) -> tuple[str, Array]:
 
 def _transpose(op: Any, inputs: Values, chain: Chain) -> Values:
     name, array = _only_one(inputs, chain, "Transpose")
-    # Checkpoints have either orientation: the model's shape tells which one this is.
+    # Checkpoints have either orientation. It is determined by the model's shape.
     if op.check_dims and array.shape == chain.shapes[chain.first_target]:
         return {name: array}
     return {name: transpose(op.dim0, op.dim1, array)}
@@ -180,7 +181,7 @@ def _linear_to_conv3d(op: Any, inputs: Values, chain: Chain) -> Values:
 
 
 def _rope_rows(op: Any, array: Array, config: Any) -> Array:
-    """The rows of each head, from pairs (real, imaginary) to halves, or back."""
+    """Reorders the rows of each head from pairs (real, imaginary) to halves, or back."""
     if len(array.shape) not in (1, 2):
         return array
     if op.subconfig_key is not None:
@@ -252,7 +253,8 @@ def _identity(_: Any, inputs: Values, __: Chain) -> Values:
 
 
 def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
-    """A load reads scales with their codes: they leave the chain, and the codes pass through."""
+    """Drops the scales from the chain and passes the codes on: a load reads scales with their
+    codes."""
     made: Values = {}
     for pattern, value in inputs.items():
         values = [value] if isinstance(value, Array) else value

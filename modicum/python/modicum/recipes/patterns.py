@@ -17,7 +17,7 @@ class Patterns:
         self._patterns = {e: _modicum.NamePattern(argument, e) for e in expressions}
 
     def found(self, name: str) -> str | None:
-        """The first expression that matches somewhere in `name`."""
+        """The first expression that matches somewhere in `name`; None without a match."""
         return next((e for e, pattern in self._patterns.items() if pattern.finds(name)), None)
 
     def finds(self, name: str) -> bool:
@@ -37,7 +37,7 @@ class Patterns:
 
 
 class Rules:
-    """The rules that make tensors that are not stored, by name or regular expression."""
+    """The rules for tensors that are not stored, by name or regular expression."""
 
     def __init__(
         self, missing: str | Iterable[str] | Mapping[str, Rule], names: Iterable[str]

@@ -36,15 +36,15 @@ from modicum.upstream.wrappers import canonical
 
 @dataclass
 class Recipe:
-    """How every tensor of a model is made of the tensors of a checkpoint."""
+    """The assembly of every tensor of a model from the tensors of a checkpoint."""
 
     targets: dict[str, Node] = field(default_factory=dict)
-    """By canonical name in the model, in the model's order. A node `caller` is a tensor that the
-    model's own initialisation makes: the caller of the load provides it."""
+    """The node of each target, by canonical name and in the model's order. A node `caller` is a
+    tensor that the caller of the load provides from the model's own initialisation."""
     unused: list[str] = field(default_factory=list)
     """Stored tensors that are not read, sorted."""
     grown: dict[str, int] = field(default_factory=dict)
-    """By target, the number of rows that are stored, if it has another one (`resized`)."""
+    """The number of stored rows of each target that has another number of rows (`resized`)."""
 
     @property
     def missing(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -63,8 +63,8 @@ class Recipe:
         return {"targets": self.targets, "unused": self.unused}
 
     def text(self, *, callers: bool = False) -> str:
-        """recipe.json, without whitespace. `callers`: with nodes `caller` and their aliases, for a
-        load that gets these tensors from its caller."""
+        """recipe.json, without whitespace. `callers`: includes nodes `caller` and their aliases,
+        for a load whose caller provides these tensors."""
         left = {} if callers else self.missing
         targets = {
             name: node
@@ -75,7 +75,7 @@ class Recipe:
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
     def into(self, model: Structure) -> "Recipe":
-        """For the dtypes of a model whose tensors have these names; `UsageError` for others."""
+        """The recipe with the dtypes of a model. `UsageError` if a target is not in the model."""
         other = next((name for name in self.targets if name not in model.members), None)
         if other is not None:
             what = "the recipe has a target that the model lacks"
@@ -89,7 +89,7 @@ class Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """From a recipe.json. `UsageError` for other files; the ops are checked when it is used."""
+    """Reads a recipe.json. `UsageError` for other files; the ops are checked when it is used."""
     path = Path(path)
     try:
         document = json.loads(path.read_text())
@@ -180,7 +180,7 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 @dataclass
 class _May:
-    """Whether a target, by name, may have another shape than is stored, or further rows."""
+    """Whether a target, by name, may have another shape than the stored one, or more rows."""
 
     differ: Callable[[str], bool]
     grow: Callable[[str], bool]
@@ -239,7 +239,7 @@ def _check_unexpected(
         keys = (key for part in structure.parts for key in part.keys.values())
         raise refusal(
             "MISMATCH",
-            f"{len(refused)} stored tensors are no part of the model (the first would be "
+            f"{len(refused)} stored tensors are not in the model (the first would be "
             f"'{would_be}'); pass `unexpected` to drop them",
             tensor=refused[0],
             got=_near(would_be, keys),
@@ -297,8 +297,8 @@ def _fill_gaps(
     left_to_model: Container[str],
     present: Container[str],
 ) -> list[str]:
-    """Gives each target that is not stored a rule, or leaves it to the model. Returns the names for
-    which neither applies."""
+    """Gives each target that is not stored a rule, or leaves it to the model's initialisation.
+    Returns the names for which neither applies."""
     tied = {name: names for names in ties for name in names}
 
     def has_source(name: str) -> bool:
@@ -382,14 +382,14 @@ def recipe_for(
             tensor that is named here and stored in another shape counts as missing.
         unexpected: stored tensors that are not in the model, beyond those that the model lists.
             "error"; "ignore"; or regular expressions of those to drop.
-        present: canonical names that have values already and are not missing.
+        present: canonical names of tensors that have values already, and so are not missing.
         untie: if both names of a tie are stored, load both instead of comparing them.
         key_mapping: further renamings, as `from_pretrained` takes them.
         quantizer: None: from the model's config.
         adapter: the adapter whose file `checkpoint` is; None: the model's only one.
         structure: of the model, if the caller has it.
-        resized: whether token embeddings and heads may have other numbers of rows than is stored:
-            `Recipe.grown` lists these; further rows repeat the first ones.
+        resized: whether token embeddings and heads may have another number of rows than is stored.
+            `Recipe.grown` lists these; additional rows repeat the first ones.
 
     Raises:
         UsageError: MISMATCH if model and checkpoint differ, UNSUPPORTED for an unknown operation,

@@ -19,7 +19,7 @@ from modicum.upstream.torch_core import buffers_of, children_of, is_persistent, 
 from modicum.upstream.transformers import is_pretrained
 from modicum.upstream.wrappers import WRAPPERS, canonical
 
-# Begins every name in a file that PEFT writes.
+# The prefix of every name in a file that PEFT writes.
 _ADAPTER_PREFIX = "base_model.model."
 
 
@@ -37,8 +37,8 @@ def class_before_sharding(module: Any) -> type:
 
 @contextlib.contextmanager
 def classes_before_sharding(model: Any) -> Iterator[None]:
-    """Within it modules have the classes from before sharding. transformers finds conversions by
-    class; under the classes of `fully_shard` it would find none, without an error."""
+    """Within the context, modules have their classes from before sharding. transformers finds
+    conversions by class; with the classes of `fully_shard` it would find none, without an error."""
     changed = []
     try:
         for module in model.modules():
@@ -200,8 +200,8 @@ class _Walk:
 
 @dataclass
 class Part:
-    """One model of transformers in a model, or the whole model if it has none; the last part has
-    the members outside of all these."""
+    """One model of transformers within a model, or the whole model if it contains none. The last
+    part has the members outside of all these."""
 
     module: Any  # None: the part outside
     prefix: str = ""  # of its names in the model, with a dot
@@ -263,7 +263,8 @@ class Structure:
 
 
 def _note_copies(walk: _Walk, adapter: str | None, structure: Structure) -> None:
-    """PEFT saves a module that it trains whole under the name of the original."""
+    """Notes the copies of PEFT: a module that it trains as a whole (`modules_to_save`) is saved
+    under the name of the original."""
     by_root = {id(part.module): part for part in structure.parts}
     for at in walk.places:
         if not hasattr(type(at.module), "adapter_state_dict_load_map"):
@@ -280,7 +281,8 @@ def _note_copies(walk: _Walk, adapter: str | None, structure: Structure) -> None
 
 
 def structure_of(model: Any, adapter: str | None = None) -> Structure:
-    """`adapter`: the one that names in an adapter's file refer to; None: the model's only one."""
+    """The structure of a model. `adapter`: the one that names in an adapter's file refer to; None:
+    the model's only one."""
     walk = _Walk(model)
     if adapter is not None and adapter not in walk.adapters:
         known = ", ".join(sorted(walk.adapters))
@@ -298,7 +300,7 @@ def structure_of(model: Any, adapter: str | None = None) -> Structure:
     for member in members.values():
         part = parts.get(id(member.root), outside)
         if member.adapter not in (None, "", adapter):
-            part.keys[member.name] = member.name  # of another adapter: no other names
+            part.keys[member.name] = member.name  # of another adapter: not in the file
             continue
         part.keys[member.name] = member.key
         if member.adapter is not None:
@@ -310,8 +312,8 @@ def structure_of(model: Any, adapter: str | None = None) -> Structure:
 
 
 def ties_of(structure: Structure) -> list[list[str]]:
-    """Groups of names that are one tensor, the name that the others are tied to first: ties that
-    the models declare, and names that share a tensor object."""
+    """Groups of names of one tensor: ties that the models declare, and names that share a tensor
+    object. The first name of a group is the one that the others are tied to."""
     declared: dict[str, str] = {}
     for part in structure.parts:
         names = {key: name for name, key in part.keys.items()}

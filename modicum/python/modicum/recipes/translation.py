@@ -1,4 +1,4 @@
-"""Translates stored tensors to index maps of a model's, by transformers' conversion mapping.
+"""Translates stored tensors to index maps of model tensors, by transformers' conversion mapping.
 
 The mapping's own objects match names (`rename_source_key`). The order of the names, their groups
 and the fallbacks are those of `transformers.core_model_loading`, written again here:
@@ -39,7 +39,7 @@ class Translation:
     unexpected: dict[str, list[str]] = field(default_factory=dict)
     # Stored names that match a target of another stored tensor: that target.
     doubled: dict[str, str] = field(default_factory=dict)
-    # Targets of another number of rows than is stored: the stored number.
+    # Targets with another number of rows than is stored: the stored number.
     grown: dict[str, int] = field(default_factory=dict)
 
 
@@ -135,7 +135,8 @@ def _collect(
 
 
 def _full_names(first_target: str, values: Values) -> dict[str, Value]:
-    """Names in the model for those in patterns: with the prefix and suffix of the first target."""
+    """Replaces names in patterns by names in the model, with the first target's prefix and
+    suffix."""
     whole = first_target.replace("*.", "0.")
     for pattern in values:
         if pattern in whole:
@@ -204,7 +205,7 @@ def translate(
     with these targets. Pass a new list each time: its renamings keep state. `keys`: names to match
     instead of the stored ones. `may_differ`: targets that are left out, instead of an error, if the
     stored tensors give another shape. `may_grow`: targets that may have more or fewer rows than is
-    stored: further ones repeat the first."""
+    stored; additional rows repeat the first ones."""
     result = Translation()
     names = _Names(transforms, targets, base_model_prefix)
     shapes = {name: shape for name, (_, shape) in targets.items()}

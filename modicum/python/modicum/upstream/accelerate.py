@@ -47,7 +47,7 @@ def require_fsdp2(state: Any) -> None:
     raise refusal("UNSUPPORTED", what, expected=expected, got=f"distributed_type {kind}")
 
 
-# ---- known facts (whether prepare calls fsdp2_prepare_model shows when it is called)
+# ---- known facts (that prepare calls fsdp2_prepare_model can be checked only during the call)
 
 
 def _shards_by_function() -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 from modicum.upstream.known import TORCH_TESTED, Known
 
 RESETS = ("reset_parameters", "_reset_parameters")
-"""The methods that initialise torch's own modules; the second one is MultiheadAttention's and
-Transformer's."""
+"""The methods that initialise torch's own modules; MultiheadAttention and Transformer have the
+second one."""
 
 
 # ---- tensors
@@ -24,12 +24,13 @@ def local_of(tensor: Any) -> Any:
 
 
 def version_of(tensor: Any) -> int:
-    """Grows with each write in place through torch. `RuntimeError` for an inference tensor."""
+    """A counter that grows with each write in place through torch. `RuntimeError` for an inference
+    tensor."""
     return tensor._version
 
 
 def use_count(tensor: Any) -> int:
-    """References to the tensor from Python (1) and from autograd graphs."""
+    """The number of references to the tensor: one from Python, and those from autograd graphs."""
     return tensor._use_count()
 
 
@@ -80,8 +81,8 @@ def clone_of(module: Any, kind: type, **registered: dict[str, Any]) -> Any:
 
 
 def drop_hooks(module: Any, *hooks: Callable[..., Any]) -> None:
-    """Removes forward pre-hooks and load_state_dict pre-hooks by function: a deep copy of a module
-    has the original's hooks, but there are no handles to them."""
+    """Removes forward pre-hooks and load_state_dict pre-hooks by function, since a deep copy of a
+    module has the original's hooks but no handles to them."""
     for of_module in (module._forward_pre_hooks, module._load_state_dict_pre_hooks):
         for key, one in list(of_module.items()):
             if getattr(one, "hook", one) in hooks:
@@ -89,7 +90,8 @@ def drop_hooks(module: Any, *hooks: Callable[..., Any]) -> None:
 
 
 def not_compiled(function: Any) -> Any:
-    """`function`, which torch.compile calls instead of tracing it; does not import the compiler."""
+    """Wraps `function` so that torch.compile calls it instead of tracing it. Does not import the
+    compiler."""
     import torch
 
     return torch._disable_dynamo(function)

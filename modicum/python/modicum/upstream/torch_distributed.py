@@ -33,7 +33,7 @@ def default_store() -> Any:
 
 
 def strided_shard() -> type:
-    """The placement class of FSDP2's cut after another cut of the same dim."""
+    """The placement class of a dim that FSDP2 shards after another mesh axis has sharded it."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard
@@ -46,8 +46,8 @@ def shard_order(tensor: Any) -> tuple[Any, ...]:
 
 
 def dtensor_like(tensor: Any, local: torch.Tensor) -> Any:
-    """A DTensor of the mesh, placements and global shape of `tensor` whose local tensor is
-    `local`, of any dtype; `local` itself where `tensor` is plain."""
+    """A DTensor with the mesh, placements and global shape of `tensor`, whose local tensor is
+    `local`, of any dtype. Returns `local` itself if `tensor` is plain."""
     spec = getattr(tensor, "_spec", None)
     if spec is None:
         return local

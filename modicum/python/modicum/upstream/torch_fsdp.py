@@ -38,7 +38,7 @@ class Managed:
     padded_numel: int
     """Elements of each rank's padded buffer."""
     device: torch.device
-    """Where its storage must lie; the CPU where it is offloaded."""
+    """The device of its storage; the CPU if it is offloaded."""
     pins: bool
     """Whether the storage must be pinned."""
 

@@ -25,7 +25,8 @@ IDENTITY = "_IdentityOp"
 
 
 def is_pretrained(module: Any) -> bool:
-    """A model of transformers, by its class: wrappers forward attributes that they lack."""
+    """Whether a module is a model of transformers. Checks its class, since wrappers forward unknown
+    attributes."""
     return hasattr(type(module), "base_model_prefix") and hasattr(type(module), "_init_weights")
 
 
@@ -46,7 +47,7 @@ def forget_initialised(module: Any) -> None:
 
 
 def has_dtype_plan(module: Any) -> bool:
-    """A model of transformers 5, which keeps some of its tensors in float32."""
+    """Whether a module is a model of transformers 5, which keeps some of its tensors in float32."""
     return hasattr(module, "_get_dtype_plan") and hasattr(module, "initialize_weights")
 
 
@@ -66,7 +67,7 @@ def may_be_unexpected(model: Any) -> list[str]:
 
 
 def renames_stored(model: Any) -> bool:
-    """A model of transformers 4 that renames stored tensors."""
+    """Whether a module is a model of transformers 4 that renames stored tensors."""
     return bool(getattr(model, "_checkpoint_conversion_mapping", None))
 
 
@@ -78,7 +79,7 @@ class Builder(Protocol):
 
     @property
     def is_exempt(self) -> bool:
-        """Whether models are built as without it."""
+        """Whether models are built without this builder."""
 
     is_building: bool
     """Whether a model is under construction, which may build others as its parts."""
@@ -93,7 +94,7 @@ class Builder(Protocol):
         """Called with a model without values that `from_config` has built."""
 
     def exempted(self, model: Any) -> None:
-        """Called with a model that was built as without it."""
+        """Called with a model that was built without this builder."""
 
     def resized(self, model: Any, how: str) -> None:
         """Called when `resize_token_embeddings` has changed rows of a model without values. `how`:
@@ -138,7 +139,7 @@ def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
         return _nothing_loaded(), None
 
     def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
-        """Leaves tensors on meta there; none is missing yet."""
+        """Leaves tensors on meta, and reports none as missing yet."""
         return finish(model, load_config, loading_info) if by.is_exempt else loading_info
 
     _load_pretrained_model.__dict__["builder"] = by
@@ -150,7 +151,8 @@ def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
 
 
 def _replace_resizing(stack: ExitStack, cls: Any, by: Builder) -> None:
-    """New rows of tensors on meta have no values to compute them from yet."""
+    """Replaces `resize_token_embeddings` for tensors on meta, which have no values yet to compute
+    new rows from."""
     resize = cls.resize_token_embeddings
 
     @functools.wraps(resize)

@@ -32,7 +32,7 @@ def make_plan(
     budget: Size | None = None,
     fork: str = "excluded",
 ) -> Plan:
-    """Plans which rank reads which bytes, and what every rank holds. Reads no tensor data.
+    """Plans the reads and the memory of every rank. Reads no tensor data.
 
     Args:
         recipe: from `make_recipe`.
@@ -65,7 +65,7 @@ def make_plan(
 
 
 def _numbers(recipe: Recipe, named: Iterable[str] = ()) -> dict[str, int]:
-    """Each target's number by its name. USAGE if a name in `named` is no target."""
+    """The index of each target by its name. USAGE if a name in `named` is not a target."""
     numbers = {target["name"]: t for t, target in enumerate(recipe.targets)}
     if unknown := set(named) - numbers.keys():
         raise refusal("USAGE", "no such target", tensor=min(unknown))
@@ -99,7 +99,7 @@ class Shards(Mapping[str, Any]):
         return len(self._index)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of this rank's shard, without padding."""
+        """The shape of this rank's shard, without padding."""
         return self._buffers[self._index[name]]["shape"]
 
 
