@@ -52,7 +52,7 @@ TOKENS = torch.arange(3, 14).reshape(1, 11)
 
 
 def on_meta(name: str) -> Any:
-    """As users usually build it."""
+    """The model as users usually build it."""
     with torch.device("meta"):
         return BY_NAME[name].model_class._from_config(
             config_of(name), dtype=getattr(torch, BY_NAME[name].dtype)
@@ -216,7 +216,7 @@ def test_6_ties_stay_ties(name: str, layout: str) -> None:
         assert_tied(assigned(name))
 
 
-def test_6_a_tie_that_came_apart_is_made_again() -> None:
+def test_6_a_broken_tie_is_restored() -> None:
     """By the model's own list of ties, before `fully_shard`; afterwards it is too late."""
     whole = from_pretrained("llama_tied")
     with playing_new_rank(0, 2):
@@ -371,7 +371,7 @@ def test_9_few_rows(world: int, tmp_path: Path) -> None:
     assert any(naive_is_wrong) == (world == 3)
 
 
-def test_9_what_has_no_dims_is_refused_by_name_where_fsdp2_would_cut_it() -> None:
+def test_9_a_sharded_tensor_without_dims_is_refused_by_name() -> None:
     with playing_new_rank(0, 2), pytest.raises(ValueError, match="scale"):
         fully_shard(built(Small))
 

@@ -120,8 +120,8 @@ def packed(value: Any, mesh: DeviceMesh, parts: int) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """`make` puts a whole tensor where a rank of `world` has it: a tensor, or a parameter and what
-    FSDP2 says of it."""
+    """Calls `make` with an unsharded tensor on each rank of `world`. It returns the rank's tensor,
+    or a parameter and FSDP2's facts about it."""
 
     name: str
     world: int
@@ -414,7 +414,7 @@ def read(tensor: Any) -> Sharding:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_rank_holds_what_torch_gave_it(case: Case) -> None:
+def test_every_rank_holds_torchs_shard(case: Case) -> None:
     expected = Sharding(case.mesh, case.cuts)
     counted: dict[Any, list[int]] = {}  # by size, and the ranks of the tensor's mesh
     for rank in range(case.world):
@@ -466,7 +466,7 @@ def test_the_naive_reading_fails() -> None:
     assert wrong == [1, 2, 3, 4]
 
 
-def test_what_is_no_dtensor_is_whole() -> None:
+def test_plain_tensors_are_unsharded() -> None:
     class Named(nn.Parameter):
         pass
 
