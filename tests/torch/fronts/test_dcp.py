@@ -69,7 +69,7 @@ def whole_models() -> None:
 
 
 def read(model: Any, reader: Any) -> dict[str, Any]:
-    """The state dict, which is on meta before."""
+    """Reads into the model's state dict, which is on meta, and returns it."""
     state = model.state_dict()
     dcp.load(state, storage_reader=reader, no_dist=True)
     return state
@@ -100,7 +100,7 @@ def test_every_rank_gets_its_part(name: str, cut: Cut) -> None:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """Rows whose values are their numbers."""
+    """A checkpoint in which the values of each row give its index."""
     tensors = {"packed": 6, "up.weight": 7}
     made = {n: torch.arange(2.0 * k).reshape(k, 2).floor() for n, k in tensors.items()}
     return write_checkpoint(tmp_path / "rows", made | {"up.bias": torch.arange(7.0)})
@@ -128,7 +128,7 @@ class Seven(nn.Module):
         self.up = nn.Linear(2, 7)
 
 
-def test_rows_that_no_rank_of_a_plan_needs(rows: Path) -> None:
+def test_rows_that_dcps_plan_gives_to_no_rank_that_holds_them(rows: Path) -> None:
     """Seven rows on two ranks of TP and three of FSDP2. DCP's plan assigns the last row to a rank
     that holds none of it, and no rows to the rank that holds it."""
     whole = torch.arange(14.0).reshape(7, 2)
@@ -144,7 +144,7 @@ def test_rows_that_no_rank_of_a_plan_needs(rows: Path) -> None:
             assert local(state["up.weight"]).flatten().tolist() == expected.flatten().tolist()
 
 
-def test_as_torch_reads() -> None:
+def test_values_equal_those_of_torchs_reader() -> None:
     """Compares with torch's reader where it works: names and shapes as stored, no strided shard."""
     for rank in range(3):
         with playing_new_rank(rank, 3):
