@@ -54,7 +54,7 @@ def imported(tree: ast.Module, package: Path) -> Iterator[tuple[int, tuple[str, 
 
 
 def module_of(path: tuple[str, ...], package: Path) -> tuple[str, ...]:
-    """The module that a dotted name lies in: a name that is no module is one of its parent's."""
+    """The module of a dotted name: the name itself, or its parent if it is not a module."""
     if not path:
         return ("__init__",)
     place = package.joinpath(*path)

@@ -269,7 +269,7 @@ FACTS = {
 
 @pytest.mark.parametrize("fact", FACTS)
 def test_an_unknown_torch_is_refused(fact: str, monkeypatch) -> None:
-    """Each fact is checked by a probe, whatever the default device."""
+    """Each fact is checked by a probe, with any default device."""
     torch_core.require_known.cache_clear()
     with torch.device("meta"), torch.inference_mode():
         torch_core.require_known()

@@ -74,7 +74,7 @@ def held(sharding: Sharding, whole: Any, rank: int) -> tuple[Any, int]:
 
 
 def left_to_right(tensor: Any, world: int) -> Sharding:
-    """The naive reading: placements apply from left to right, whatever their kind."""
+    """The naive reading: placements of any kind apply from left to right."""
     mesh = tuple(tensor.device_mesh.mesh.shape)
     cuts = [Cut((axis,), p.dim) for axis, p in enumerate(tensor.placements) if hasattr(p, "dim")]
     return Sharding(mesh, tuple(cuts))
