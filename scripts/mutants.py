@@ -168,7 +168,7 @@ def lay_out_package() -> None:
 
 
 def test_python(arguments: str, python: Path) -> subprocess.CompletedProcess[str]:
-    """Without torch it is red (CI), and no stale byte code is taken for a mutated file."""
+    """Runs pytest. Missing oracles are failures (CI), and no stale byte code is used."""
     environment = os.environ | {
         "PYTHONPATH": str(PACKAGE),
         "PYTHONDONTWRITEBYTECODE": "1",

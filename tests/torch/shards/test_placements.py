@@ -2,10 +2,10 @@
 byte.
 
 House test against an outside oracle: real `fully_shard`, tensor parallelism and `distribute_tensor`
-under a process group that plays each rank. It catches these mutations: placements read from left to
-right where FSDP2 cut what TP left; flattened or left-out mesh axes in another order; padding on
-another cut than FSDP2's; packed parts taken for an order; runs of elements in another order than
-that of a rank's memory; replicas that are all counted, or none.
+under a process group that plays each rank. It catches these mutations: placements applied from left
+to right although FSDP2 shards TP's shard; flattened or omitted mesh axes in the wrong order;
+padding of another cut than FSDP2's; packed parts treated as an order of cuts; runs of elements that
+are not in the order of a rank's memory; replicas that are all counted, or none.
 """
 
 from collections.abc import Callable
