@@ -112,7 +112,7 @@ def stacked(shape: Any, *parts: Any) -> Any:
 
 HYBRID = "model.layers.0.linear_attn."
 ATTENTION = "model.vision_tower.layers.0.attn."
-# A family, one of its parameters, what it is stored as, how that is converted, and for how many.
+# A family, one of its parameters, its stored form, the conversion, and the number of ranks.
 CONVERSIONS: dict[str, tuple[str, str, list[str], Callable[..., Any], int]] = {
     "Concatenate": (
         "olmo_hybrid", HYBRID + "conv1d.weight",
@@ -378,7 +378,7 @@ def test_9_a_sharded_tensor_without_dims_is_refused_by_name() -> None:
 
 # ---- 10
 
-# Halves between two neighbours of bfloat16 or float16, bits that are cut off, too large, too small.
+# Values halfway between neighbours of bfloat16 or float16, with more bits, too large, too small.
 HARD = torch.tensor(
     [1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), 1 + 2**-8 + 2**-23, 1 / 3, 3.4028235e38, 1e-40,
      float("inf"), float("-inf"), -0.0, 65519.0, 65520.0, 2**-25, 3 * 2**-25]

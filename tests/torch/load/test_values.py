@@ -30,7 +30,7 @@ from torch_front import (  # noqa: E402
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# The last three keep some names in float32: a module's, a buffer's, one of a module's two.
+# The last three keep some tensors in float32: a module's, a buffer, one of a module's two.
 CAST = [
     *[family.name for family in FAMILIES if family.quantization is None][::5],
     "ernie4_5_moe",

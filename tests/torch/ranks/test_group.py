@@ -445,7 +445,7 @@ def test_a_killed_rank_is_named(clock: WaitingClock) -> None:
 
 
 ELSEWHERE = ["a", "b", "c"]
-# By the words of the error: the lost rank, and the host names. Rank 0 has the store.
+# For each text of the error: the lost rank, and the host names. Rank 0 has the store.
 LOST = {
     "is stopped": (2, None),
     "has given no sign of life": (2, ELSEWHERE),

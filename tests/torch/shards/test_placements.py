@@ -425,7 +425,7 @@ def test_every_rank_holds_torchs_shard(case: Case) -> None:
                 assert shardings.of(tensor, "p") == expected
                 mine, numel = held(expected, whole, rank)
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                # FSDP2 calls a shard [0, 0] of which another cut left [4, 0].
+                # FSDP2 reports the shape [0, 0] for a shard that another cut has reduced to [4, 0].
                 local = local.reshape(mine.shape) if mine.numel() == 0 else local
                 assert_same(local, mine, f"{size} rows, rank {rank}")
                 named = elements(expected, whole.shape, rank)
