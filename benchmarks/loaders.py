@@ -36,7 +36,8 @@ from rivals.tables import Result, beside_cold, overview, table
 RAW = ROOT / "build/loaders.jsonl"
 LOGS = ROOT / "build/loaders"
 RESULTS = ROOT / "benchmarks/RESULTS.md"
-# What most programs do, the leanest of others, and the fastest loop written by hand.
+# The rows of README.md: what most programs use, the leanest other loaders, and the fastest read
+# loop written by hand.
 IN_README = "from_pretrained,accelerate,torch-broadcast,dcp,preadv+hugepages,modicum"
 READ_LOOPS = "preadv,preadv+hugepages,modicum"
 WORLD = 4
@@ -257,8 +258,8 @@ def is_whole(results: list[Result], names: str = "all") -> bool:
 
 
 def write_pages(by_case: dict[str, list[Result]]) -> None:
-    """The tables of several cases, each once all of its rows have runs; that of read loops has the
-    cases whose cold runs were measured, too."""
+    """The tables of several cases. A table is written once all of its rows have runs; the table of
+    read loops has only cases with cold runs."""
 
     def of_rows(names: str) -> dict[str, list[Result]]:
         rows = {row.name for row in selected(names)}

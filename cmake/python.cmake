@@ -17,7 +17,7 @@ set_target_properties(_modicum modicum PROPERTIES INSTALL_RPATH "$ORIGIN")
 
 install(TARGETS _modicum modicum DESTINATION modicum COMPONENT python)
 
-# Under their sonames, which is what the loader asks for.
+# Under their sonames, by which the loader finds them.
 foreach(library simdjson::simdjson fmt::fmt hwy::hwy re2::re2)
   install(
     FILES $<TARGET_FILE:${library}>

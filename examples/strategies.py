@@ -34,7 +34,7 @@ Made = tuple[torch.nn.Module, Any]
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Made before the wrap: weight decay for matrices only."""
+    """The optimizer, made before the wrap, with weight decay for matrices only."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -102,7 +102,7 @@ STRATEGIES = {"native": native, "accelerate": by_accelerate}
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of all parameters and buffers, non-persistent ones included."""
+    """A digest of all parameters and buffers, non-persistent ones included."""
     sha = hashlib.sha256()
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     for name in sorted(named):

@@ -293,7 +293,7 @@ def python_parameters(path: str, tree: ast.AST) -> Iterator[tuple[str, int, int]
 
 
 def check_parameters(measured: list[Function], trees: Trees, page: str) -> Iterator[str]:
-    """The page lists the functions that still have more: the table can only shrink."""
+    """The page lists exactly the functions with more parameters; its table can only shrink."""
     counted = [
         (one.path, one.name, one.begin, cxx_parameters(one.signature))
         for one in measured

@@ -18,9 +18,9 @@ PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./*-
 PAGE_PATH = re.compile(r"(?<![\w./-])docs/[\w./-]+\.md\b")
 BARE_FILE = re.compile(r"`([\w-]+\.(?:cc|py|sh|cmake|toml))`")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])")
-# Programs of others: their flags are their own.
+# Other projects' programs, whose flags are not checked.
 FOREIGN = re.compile(r"\b(pip|torchrun|git|make|cmake|apt-get|venv|gh|python3? -m build)\b")
-# Of every program here, and of torchrun in prose.
+# Flags of every program here, and those of torchrun in prose.
 KNOWN_FLAGS = {"--help", "--version", "--nproc-per-node", "--no-deps"}
 CITING = {".py", ".pyi", ".cc", ".h", ".sh", ".cmake", ".toml", ".txt"}
 VERBS_HEADING = re.compile(r"^## (.*`.*|Every verb)$", re.M)
@@ -73,7 +73,7 @@ def exists(root: Path, name: str) -> bool:
 
 
 def check_paths(root: Path, page: str, text: str, names: set[str]) -> Iterator[str]:
-    """`names`: of all files, without their folders."""
+    """Paths on a page that do not exist. `names`: the names of all files, without folders."""
     for match in PATH.finditer(text):
         if not exists(root, match[0]):
             yield f"{page}:{place(text, match.start())}: {match[0]} does not exist"
@@ -83,7 +83,7 @@ def check_paths(root: Path, page: str, text: str, names: set[str]) -> Iterator[s
 
 
 def check_mentions(root: Path, path: str, text: str) -> Iterator[str]:
-    """Of sources: the pages that they cite."""
+    """Pages that sources cite and that do not exist."""
     for match in PAGE_PATH.finditer(text):
         if not (root / match[0]).exists():
             yield f"{path}:{place(text, match.start())}: {match[0]} does not exist"
@@ -93,7 +93,7 @@ def check_mentions(root: Path, path: str, text: str) -> Iterator[str]:
 
 
 def flags_of_verbs(sources: str, page: str) -> dict[str, set[str]]:
-    """By verb, from the page of the command line; those that no source names are left out."""
+    """Each verb's flags, from the page of the command line, without those that no source names."""
     known = set(re.findall(r'"(?:-\w,)?(--[a-z][a-z0-9-]*)"', sources)) | {"--help"}
     flags: dict[str, set[str]] = {}
     parts = VERBS_HEADING.split(page)

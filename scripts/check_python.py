@@ -54,7 +54,7 @@ def imported(tree: ast.Module, package: Path) -> Iterator[tuple[int, tuple[str, 
 
 
 def module_of(path: tuple[str, ...], package: Path) -> tuple[str, ...]:
-    """The module that a dotted name lies in: a name that is no module is one of its parent's."""
+    """The module of a dotted name: the name itself, or its parent if it is not a module."""
     if not path:
         return ("__init__",)
     place = package.joinpath(*path)
@@ -133,8 +133,8 @@ def check_names(root: Path) -> Iterator[str]:
 
 
 def check_hidden(root: Path) -> Iterator[str]:
-    """No name that a package's `__init__` imports or defines hides one of the package's modules:
-    `from package import name` would give the one where the other is meant."""
+    """No name that a package's `__init__` imports or defines hides one of the package's modules,
+    since `from package import name` would then not import the module."""
     for path in sorted((root / PACKAGE).rglob("__init__.py")):
         tree = ast.parse(path.read_text())
         names = set(defined_in(tree))

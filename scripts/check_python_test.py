@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Each rule of check_python.py fires on a tree that breaks it, and on nothing else."""
+"""Each rule of check_python.py reports a tree that breaks it, and no other."""
 
 import sys
 import tempfile

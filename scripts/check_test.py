@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Each rule of check.py fires on a tree that breaks it, and on no other."""
+"""Each rule of check.py reports a tree that breaks it, and no other."""
 
 import sys
 import tempfile

@@ -29,7 +29,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def names_of(path: str) -> set[str]:
-    """How another file may name this one."""
+    """The names by which another file may refer to this one."""
     if path.endswith(".h"):
         return {path}
     name, parts = Path(path).name, Path(path.removeprefix(PACKAGE)).with_suffix("").parts
@@ -42,7 +42,7 @@ def names_of(path: str) -> set[str]:
 def check_use(root: Path, paths: list[str], trees: Trees) -> Iterator[str]:
     """Some other file includes a header, imports a module of the package or has its dotted name,
     and imports or names any other file. "needs-$group.txt" names several."""
-    users: dict[str, set[str]] = {}  # the files that have this name in them
+    users: dict[str, set[str]] = {}  # the files that contain this name
     for path in paths:
         text = VARIABLE.sub("*", (root / path).read_text(errors="replace"))
         for word in set(NAME.findall(text)):

@@ -30,6 +30,7 @@ PHRASES = {
     r"\bsays so\b|\bsaid so\b": "reports it",
     r"\bfor good\b": "permanently",
     r"\bin its own good time\b": "asynchronously",
+    r"\btaken for\b(?! granted)": "mistaken for, counts as",
 }
 SUFFIXES = {".cc", ".h", ".py", ".pyi", ".md", ".toml", ".sh", ".txt", ".cmake", ".yml", ".in"}
 SKIPPED = {"scripts/check_words.py", "scripts/check_words_test.py", "LICENSE", "README.zh.md"}

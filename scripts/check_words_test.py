@@ -22,11 +22,13 @@ FOUND = {
     "says so": "the error says so",
     "for good": "it is gone for good",
     "time": "in its own good time",
+    "taken for": "a dead process is taken for a living one",
 }
 LEFT_ALONE = (
     "look up the FQN, look ahead by one window",
     "a stand-in for the device",
     "deals with both cases",
+    "one rank's bytes are mistaken for another's",
     "the rank has not written its part, the page has not changed yet",
 )
 

@@ -60,7 +60,8 @@ class Environment:
 ENVIRONMENTS = (
     Environment("pinned", (), fronts=True),
     Environment("newest", PACKAGES, fronts=True),
-    # The last that converts nothing: recipes are the identity, and fronts are 5's.
+    # The last version that converts nothing while loading: recipes are the identity, and the fronts
+    # need version 5.
     Environment("transformers 4.57", ("transformers==4.57.*",), fronts=False),
 )
 
@@ -76,7 +77,7 @@ def run(words: list[str | Path], *, may_fail: bool = False) -> subprocess.Comple
 
 
 def make(environment: Environment) -> None:
-    """An environment over .venv: what it has of its own comes first."""
+    """An environment on top of .venv, whose own packages take precedence."""
     if not environment.wanted:
         return
     base = run([ROOT / ".venv/bin/python", "-c", "import site; print(site.getsitepackages()[0])"])
@@ -98,7 +99,7 @@ def version_of(package: str, python: Path) -> str:
 
 
 def outcomes(environment: Environment, words: tuple[str, ...]) -> dict[str, list[str]]:
-    """Names of tests by what came of them."""
+    """The names of tests by outcome."""
     report = PLACE / f"{environment.directory.name}.xml"
     report.unlink(missing_ok=True)
     pytest = [environment.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml"]
@@ -131,7 +132,8 @@ def outcome_of(case: ET.Element) -> str:
 
 
 def held(environment: Environment, case: str) -> dict[str, str]:
-    """By loader: peak of all ranks in shards' bytes, and whether the bits are right."""
+    """For each loader the peak of all ranks, as a multiple of the shards, and whether the bits are
+    right."""
     raw = PLACE / f"{environment.directory.name}.{case}.jsonl"
     raw.unlink(missing_ok=True)
     run(

@@ -26,12 +26,12 @@ WORK = ROOT / "build/mutants"
 SOURCE, BUILD, PACKAGE = WORK / "src", WORK / "build", WORK / "package"
 TEST_TIMEOUT_S = 120
 HUNG = 124  # the status of Python tests that exceed it
-# Warnings are off: a wrong that leaves a variable unused is still to be tried.
+# Warnings are off, so that a mutant with an unused variable compiles.
 CXX_FLAGS = "-O1 -w"
 
 
 class Refusal(Exception):
-    """The list or the tree is not fit for mutations; nothing can be said about the tests."""
+    """The list of mutants or the tree is invalid, so that no mutant can be tried."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def configure(python: Path | None) -> None:
-    """With `python`, the Python module is built for it too."""
+    """Configures the build; with `python`, it includes the Python module for that interpreter."""
     module = [f"-DPython_EXECUTABLE={python}"] if python else []
     result = run(
         [
@@ -159,7 +159,7 @@ def test(pattern: str, jobs: int) -> subprocess.CompletedProcess[str]:
 
 
 def lay_out_package() -> None:
-    """The Python package as an installed one would lie, of links into the copy and the build."""
+    """Makes a folder like the installed Python package, of links to the copy and the build."""
     package = PACKAGE / "modicum"
     shutil.rmtree(package, ignore_errors=True)
     package.mkdir(parents=True)
@@ -168,7 +168,7 @@ def lay_out_package() -> None:
 
 
 def test_python(arguments: str, python: Path) -> subprocess.CompletedProcess[str]:
-    """Without torch it is red (CI), and no stale byte code is taken for a mutated file."""
+    """Runs pytest. Missing oracles are failures (CI), and no stale byte code is used."""
     environment = os.environ | {
         "PYTHONPATH": str(PACKAGE),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -210,7 +210,8 @@ def programs_of(mutant: Mutant) -> list[str]:
 
 
 def check_unmutated(mutants: list[Mutant], jobs: int, python: Path) -> dict[str, list[str]]:
-    """Without a mutation every selected test is there and green. Returns each mutant's programs."""
+    """Asserts that every selected test exists and passes without a mutation. Returns the programs
+    of each mutant."""
     of_python = sorted({mutant.pytest for mutant in mutants} - {""})
     if of_python and run([str(python), "-c", "import nanobind, pytest"]).returncode != 0:
         raise Refusal(f"{python} lacks nanobind or pytest: scripts/venv.sh test wheel")

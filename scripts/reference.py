@@ -16,7 +16,7 @@ from pathlib import Path
 PACKAGE = "modicum/python/modicum"
 PYTHON_PAGE = "docs/reference/python.md"
 COMMAND_PAGE = "docs/reference/command-line.md"
-# Module -> the names to show; None: all that it re-exports.
+# Module -> the names to show; None: all names that it re-exports.
 MODULES: dict[str, list[str] | None] = {
     "modicum": None,
     "modicum.memory": None,
@@ -46,7 +46,7 @@ def file_of(root: Path, module: str) -> Path:
 
 
 def definition(root: Path, module: str, name: str) -> Node | None:
-    """The function or class that `module.name` is, through imports; None for a value or module."""
+    """The function or class `module.name`, found through imports; None for a value or module."""
     tree = ast.parse(file_of(root, module).read_text())
     for node in reversed(tree.body):  # overloads come before the function itself
         if isinstance(node, Node) and node.name == name:
@@ -73,7 +73,7 @@ def constructors(node: ast.ClassDef) -> list[Node]:
 
 
 def signature(node: Node, columns: int = 96) -> str:
-    """`name(a, *, b=1)`, one parameter a line if one line is too long."""
+    """`name(a, *, b=1)`, with one parameter per line if one line is too long."""
     if isinstance(node, ast.ClassDef):
         shown = [signature(one, columns) for one in constructors(node)] or ["__init__"]
         return shown[0].replace("__init__", f"class {node.name}", 1)

@@ -1,4 +1,4 @@
-"""Writes tables into pages, and names the machine."""
+"""Writes tables into pages, and the machine's description into their footers."""
 
 import os
 import platform
@@ -29,5 +29,5 @@ def write_between_markers(page: Path, name: str, text: str) -> None:
     head, found, rest = page.read_text().partition(begin)
     _, closed, tail = rest.partition(end)
     if not (found and closed):
-        raise SystemExit(f"{page.relative_to(ROOT)} has no place for it: {begin} ... {end}")
+        raise SystemExit(f"{page.relative_to(ROOT)} lacks the markers {begin} ... {end}")
     page.write_text(f"{head}{begin}\n{text}\n{end}{tail}")

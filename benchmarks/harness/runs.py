@@ -19,7 +19,7 @@ from harness.watch import Watch, available_bytes, group_within
 SAMPLE_PERIOD_S = 0.004
 RESERVE_BYTES = 2 << 30  # left free for the rest of the machine
 STARTING_S = 180
-FOLLOWING_S = 0.5  # to collect the failures that follow on other ranks
+FOLLOWING_S = 0.5  # time to collect failures of other ranks that follow from the first
 
 
 class RunFailedError(Exception):
@@ -66,7 +66,7 @@ class Ranks:
         self._connections = [listener.accept()[0] for _ in range(world)]
         # Unbuffered: select does not see lines in a buffer.
         self._lines = [c.makefile("rb", buffering=0) for c in self._connections]
-        # They come in any order.
+        # Ranks connect in any order.
         self.pids = [hello["pid"] for hello in self.hear("hello", STARTING_S)]
 
     def tell(self) -> None:
@@ -96,7 +96,7 @@ class Ranks:
         return list(heard.values())
 
     def _cause(self, failure: dict[str, Any], index: int) -> str:
-        """The first error: errors of other ranks follow from it."""
+        """The first error, which causes those of other ranks."""
         others = {c: i for i, c in enumerate(self._connections) if i != index}
         failures = [failure]
         time.sleep(FOLLOWING_S)

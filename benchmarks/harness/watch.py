@@ -25,7 +25,7 @@ from cage import Cage, cage, drop_page_cache, why_no_cage
 PAGE = mmap.PAGESIZE
 TICKS = os.sysconf("SC_CLK_TCK")
 REPORTS = Path("/sys/module/page_reporting/parameters/passes")
-REPORTED_EVERY_S = 2.2  # or a little less
+REPORTED_EVERY_S = 2.2  # the kernel reports free blocks every two seconds
 STATUS = re.compile(rb"^(RssAnon|RssFile|RssShmem|VmPTE|VmHWM):\s+(\d+) kB", re.M)
 
 
@@ -57,7 +57,7 @@ def drop(directory: Path) -> None:
 
 
 class Ballast:
-    """Memory that is held until just before a run, in pages of the size that the run will take.
+    """Holds memory until just before a run, in pages of the size that the run will allocate.
 
     A virtual machine returns unused blocks to its host. The next process that touches them waits
     for the host, up to a second for 64 MiB, which must not count as a loader's time.
@@ -71,7 +71,7 @@ class Ballast:
         return len(self._memory) if self._memory else 0
 
     def take(self, size: int, huge_pages: bool) -> None:
-        """Fast directly after the memory was freed."""
+        """Allocates `size` bytes and touches all pages; fast if memory was freed just before."""
         self.release()
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
@@ -85,8 +85,8 @@ class Ballast:
 
 
 def await_report() -> None:
-    """Waits until the kernel has reported its free blocks to the host, or has none to report: it
-    returns none in the next two seconds. Not every kernel has this counter."""
+    """Waits until the kernel has reported its free blocks to the host. Gives up after two seconds,
+    since it may have none to report. Not every kernel has this counter."""
     begin, passes = time.monotonic(), None
     while REPORTS.exists() and time.monotonic() - begin < REPORTED_EVERY_S:
         now = REPORTS.read_text()
@@ -181,7 +181,7 @@ def group_within(limit_bytes: int) -> Iterator[tuple[Group | None, str]]:
 
 
 class Watch:
-    """Measures processes from its construction to `end`; call `sample` often meanwhile."""
+    """Measures processes from the construction to `end`; call `sample` often in between."""
 
     def __init__(self, pids: Iterable[int], group: Group | None) -> None:
         self._processes = [Process(pid) for pid in pids]

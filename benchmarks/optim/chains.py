@@ -184,7 +184,7 @@ def chains(options: argparse.Namespace) -> dict[str, Chain]:
 
 
 def copy_bytes_per_s(threads: int) -> float:
-    """Of the machine's best copy, read and write, in a process of its own."""
+    """Bytes per second, read and written, of the machine's best copy, in a process of its own."""
     command = [str(Path(sys.executable).with_name("modicum")), "step", "--params", "1M"]
     command += ["--steps", "1", "--threads", str(threads), "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)

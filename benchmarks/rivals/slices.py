@@ -126,7 +126,7 @@ def read_into(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
 
 
 def preadv(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """Large reads into the shards; casts and cuts by columns go through a buffer of 1 MiB."""
+    """Large reads into the shards; casts and column shards go through a buffer of 1 MiB."""
     model = empty_sharded(case)
     built()
     materialize(model)

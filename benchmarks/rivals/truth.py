@@ -1,4 +1,4 @@
-"""The expected shards: those that torch.chunk cuts of a single-process `from_pretrained`."""
+"""The expected shards: `from_pretrained` in a single process, sharded by torch.chunk."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Loaders that make whole tensors on some rank before they are sharded."""
+"""Loaders in which some rank holds whole tensors before they are sharded."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

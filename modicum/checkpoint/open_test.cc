@@ -121,7 +121,7 @@ TEST(Open, TheErrorForAnUnknownPathListsTheValidForms) {
   }
 }
 
-// Catches: the first bytes of another format taken for the length of a header.
+// Catches: the first bytes of another format that are mistaken for the length of a header.
 TEST(Open, FilesOfOtherFormatsAreNamed) {
   MemoryFileSystem files;
   const auto got = [&files](const std::string& text) {

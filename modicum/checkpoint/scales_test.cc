@@ -108,7 +108,7 @@ constexpr std::array<const char*, 12> kNoBlockSizes = {
         "text_config":{"quantization_config":{"weight_block_size":[64,64]}}})"};
 
 // Catches: an unreadable config, or a value of another type, is treated like a missing one. 256
-// rows in two blocks would then be taken for blocks of 128.
+// rows in two blocks would then be mistaken for blocks of 128.
 TEST(PairedScales, WithABrokenConfigOnlyShapesDetermineTheBlockSize) {
   const std::vector<TensorSpec> specs = {
       spec("w", DType::f8_e4m3, {256, 384}),      spec("w_scale_inv", DType::f32, {2, 3}),

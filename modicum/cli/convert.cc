@@ -30,7 +30,8 @@ void add_convert_flags(CLI::App& app, ConvertFlags& flags) {
   app.add_option("--keep-fp32", flags.run.keep_fp32, "REGEX of tensors written as float32");
   app.add_option("--recipe", flags.run.recipe,
                  "recipe.json: its targets are written; default: every tensor as stored");
-  app.add_option("--shard-size", flags.shard_size, "the most bytes of a file; default: as stored");
+  app.add_option("--shard-size", flags.shard_size,
+                 "largest size of a file; default: files as in the source");
   app.add_option("--staging", flags.run.staging, "staging buffer; default 8 MiB");
   app.add_flag("--sparse", flags.sparse, "keep holes: pages of zeros take no space");
 }

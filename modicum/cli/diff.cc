@@ -10,13 +10,14 @@
 namespace modicum {
 
 int run_diff(const Args& args) {
-  CLI::App app("compare names, dtypes, shapes and values of two checkpoints; 12 if they differ",
-               "modicum diff");
+  CLI::App app(
+      "compare names, dtypes, shapes and values of two checkpoints; exit 12 if they differ",
+      "modicum diff");
   CommonFlags flags;
   std::string of_a, of_b;
   add_common_flags(app, flags);
-  app.add_option("A", of_a, "a step, or a checkpoint as `inspect` takes it")->required();
-  app.add_option("B", of_b, "the other one")->required();
+  app.add_option("A", of_a, "a step or a checkpoint: a directory, a file, or ORG/NAME")->required();
+  app.add_option("B", of_b, "the step or checkpoint to compare with")->required();
   if (const auto done = parse(app, args)) return *done;
   PosixFileSystem files;
   const Checkpoint a = open_checkpoint(files, of_a);

@@ -71,7 +71,7 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("--tp-rowwise", flags.tp_rowwise,
                  "REGEX of tensors that TP shards along dim 1; the rest along dim 0");
   app.add_option("--tp-packed", flags.tp_packed,
-                 "REGEX of two packed halves (gate and up), each sharded along dim 0");
+                 "REGEX of tensors with two packed halves (gate and up), each sharded along dim 0");
   app.add_option("--tp-replicate", flags.tp_replicate, "REGEX of tensors that TP replicates");
   app.add_option("--expert-mesh", flags.expert_mesh,
                  "AxB: EP over B ranks along dim 0, then FSDP over A ranks");
@@ -84,11 +84,11 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("--recipe", flags.recipe, "recipe.json; default: every tensor as stored");
   app.add_flag("--untie", flags.untie,
                "load both copies of a tied tensor that is stored twice; default: compare them");
-  app.add_option("--optimizer", flags.optimizer,
-                 fmt::format("none, or adamw:FORMAT to hold its state of all parameters, too; {}",
-                             format_names()));
+  app.add_option(
+      "--optimizer", flags.optimizer,
+      fmt::format("none, or adamw:FORMAT to include the optimizer's state; {}", format_names()));
   app.add_option("--frozen", flags.frozen,
-                 "REGEX of parameters that do not train: no state is held for them");
+                 "REGEX of parameters that are not trained: they have no state");
   app.add_option("--destination", flags.destination, "cpu (default), or discard (digest and drop)");
   app.add_option("--staging", flags.staging,
                  "staging buffer of each rank, allocated at its start; default 8 MiB");

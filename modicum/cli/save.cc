@@ -34,7 +34,8 @@ int run_save(const Args& args) {
   app.add_option("--step", flags.step, "the step's number")
       ->required()
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
-  app.add_option("--shard-size", flags.shard_size, "the most bytes of a file; default: as stored");
+  app.add_option("--shard-size", flags.shard_size,
+                 "largest size of a file; default: files as in the source");
   app.add_option("--keep", flags.keep,
                  "afterwards remove all intact steps but the newest KEEP; default: none")
       ->check(CLI::Range(int64_t{1}, INT64_MAX));

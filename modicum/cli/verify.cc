@@ -88,7 +88,8 @@ int run_verify(const Args& args) {
   CommonFlags flags;
   std::string path;
   add_common_flags(app, flags);
-  app.add_option("DIR", path, "a step, a ROOT of steps, or a checkpoint as `inspect` takes it")
+  app.add_option("DIR", path,
+                 "a step, a ROOT of steps, or a checkpoint: a directory, a file, or ORG/NAME")
       ->required();
   if (const auto done = parse(app, args)) return *done;
   require_budget(flags, Purpose::staging, ChunkSums::kChunkBytes);

@@ -161,7 +161,7 @@ class PullBack {
       case Op::slice: return slice(node, box);
       case Op::permute: return permute(node, box);
       case Op::gather: return gather(node, box);
-      default: MODICUM_ASSERT(false);  // an alias: the walk begins at what it names
+      default: MODICUM_ASSERT(false);  // an alias: callers begin at its target
     }
   }
 

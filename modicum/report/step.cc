@@ -80,7 +80,7 @@ std::string step_text(const StepReport& report) {
                         report.bytes_per_param_moved, report.isa);
   }
   if (report.copy_bytes_per_s && report.speedup_vs_unfused) {
-    text += fmt::format("{}B/s is what a copy does; {:.2f} x the speed of five separate passes\n",
+    text += fmt::format("a copy moves {}B/s; {:.2f} x the speed of five separate passes\n",
                         rate(*report.copy_bytes_per_s), *report.speedup_vs_unfused);
   }
   text += report.grad_norm ? fmt::format("gradient norm {:.6g}", *report.grad_norm)

@@ -42,7 +42,7 @@ class SavePlan {
     uint32_t to = 0;
   };
   std::span<const Copied> copied() const noexcept { return copied_; }
-  // What a save holds on each rank besides the buffers and plan().staging.
+  // The memory of a save on each rank, besides the buffers and plan().staging.
   Footprint footprint() const;
 
  private:

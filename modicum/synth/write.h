@@ -33,7 +33,7 @@ struct SynthResult {
 
 // On success the directory `out` holds config.json and `model.safetensors`, or
 // `model-00001-of-0000N.safetensors` and an index, split and ordered as transformers does. Equal
-// options give equal bytes, whatever the number of threads. Holds 4 MiB per thread and the list of
+// options give equal bytes for any number of threads. Holds 4 MiB per thread and the list of
 // tensors.
 //
 // On failure throws CONFLICT (`out` exists), USAGE (invalid options), IO, NOSPACE, or the exception

@@ -54,7 +54,7 @@ def test_the_high_water_mark_has_peaks_between_samples() -> None:
     spike(2 * SPIKE)
     with memory.phase("spike", interval_s=NEVER) as held:
         spike()
-    assert held.kernel_peak_bytes is not None, "this kernel lets no mark start anew"
+    assert held.kernel_peak_bytes is not None, "this kernel can't reset the high-water mark"
     assert abs(held.peak_bytes - held.begin_bytes - SPIKE) < INEXACT
     assert held.sampled_peak_bytes < held.begin_bytes + SPIKE // 2
     assert abs(held.end_bytes - held.begin_bytes) < 4 * MIB

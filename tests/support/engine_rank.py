@@ -38,7 +38,7 @@ class Experts(nn.Module):
 
 
 class Toy(nn.Module):
-    """Rows that 4 does not divide, fewer rows than ranks, a tie, a frozen layer, and
+    """A model with rows that 4 does not divide, fewer rows than ranks, a tie, a frozen layer, and
     every kind of buffer."""
 
     def __init__(self, tied: bool = True, buffers: bool = True) -> None:

@@ -26,7 +26,7 @@ Tensors = dict[str, Any]
 
 
 def bits(tensor: Any) -> bytes:
-    """A tensor's bytes, whatever its dtype (numpy knows no bfloat16)."""
+    """A tensor's bytes, for any dtype (numpy has no bfloat16)."""
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 

@@ -102,7 +102,7 @@ def main() -> None:
 
     with torch.device("meta"):
         model = Tiny()
-    optimizer = torch.optim.AdamW(groups_of(model), lr=0.1)  # before anything is there
+    optimizer = torch.optim.AdamW(groups_of(model), lr=0.1)  # before parameters have values
     with rebinding(model, optimizer):
         shard(model)
     before = fill(model, whole())

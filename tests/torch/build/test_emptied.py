@@ -77,7 +77,7 @@ def inv_freq_of(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_load_restores_what_to_empty_left(name: str) -> None:
+def test_a_load_restores_buffers_after_to_empty(name: str) -> None:
     whole = from_pretrained(name)
     model = emptied(on_meta(name))
     with said() as lines:
@@ -114,7 +114,7 @@ def test_logits_are_those_of_from_pretrained(name: str, changes: dict[str, Any])
         assert torch.equal(model(TOKENS).logits, whole(TOKENS).logits)
 
 
-def test_what_the_file_lacks_is_missing_then() -> None:
+def test_tensors_that_the_file_lacks_then_count_as_missing() -> None:
     cls = transformers.LlamaForSequenceClassification
     options = {"unexpected": "ignore"}
     with pytest.raises(UsageError, match="lacks") as refused:
@@ -168,7 +168,7 @@ def test_the_user_decides(buffers: str) -> None:
     assert len(lines) == (0 if buffers == "keep" else 1)
 
 
-def test_another_word_is_refused() -> None:
+def test_an_unknown_value_is_refused() -> None:
     with pytest.raises(UsageError, match="buffers"):
         load(empty("llama"), checkpoint_of("llama"), buffers="drop")
 
@@ -185,7 +185,7 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize("is_emptied", (False, True))
-def test_what_no_rule_makes_is_named(tmp_path: Any, is_emptied: bool) -> None:
+def test_tensors_with_no_rule_are_named(tmp_path: Any, is_emptied: bool) -> None:
     save_file(dict(Plain().linear.state_dict(prefix="linear.")), tmp_path / "some.safetensors")
     if is_emptied:
         with torch.device("meta"):

@@ -1,5 +1,5 @@
-"""Under `empty_parameters` a model is what `from_pretrained` gives, less the memory of parameters:
-every buffer bit for bit, every dtype, every tie.
+"""Under `empty_parameters` a model equals that of `from_pretrained`, except that parameters have no
+memory: every buffer bit for bit, every dtype, every tie.
 
 House test against outside oracles: transformers in one process, and the same module built plainly.
 The two usual ways to an empty model are tried too, and must fail. It catches these mutations:
@@ -148,7 +148,7 @@ def wrongs(model: nn.Module, expected: nn.Module) -> Iterator[str]:
     + [(family, FP16) for family in KEPT_IN_FP16],
     ids=lambda value: getattr(value, "name", str(value).removeprefix("torch.")),
 )
-def test_a_model_is_what_from_pretrained_gives(family: Family, dtype: Any, place: Path) -> None:
+def test_a_model_equals_from_pretrained(family: Family, dtype: Any, place: Path) -> None:
     plain, expected = from_pretrained(family.name, dtype, place)
     with empty_parameters():
         model = built(family, dtype)
@@ -168,7 +168,7 @@ def test_the_meta_device_takes_no_buffer(around: bool, place: Path) -> None:
     assert [*wrongs(model, expected)] == []
 
 
-def test_a_model_within_a_module_is_no_other(place: Path) -> None:
+def test_a_model_within_a_module_has_equal_buffers(place: Path) -> None:
     class Wrapper(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -225,7 +225,7 @@ def parameters_replaced() -> Iterator[Callable[[Any], None]]:
         (parameters_replaced, "deepseek_v3", "e_score_correction_bias: torch.bfloat16"),
     ],
 )
-def test_the_usual_ways_are_seen_to_fail(naive: Any, name: str, wrong: str, place: Path) -> None:
+def test_the_usual_ways_fail(naive: Any, name: str, wrong: str, place: Path) -> None:
     _, expected = from_pretrained(name, BF16, place)
     (family,) = (family for family in BUILT if family.name == name)
     with naive() as finish:
@@ -286,7 +286,7 @@ COMPUTED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "not"])
 @pytest.mark.parametrize("make", COMPUTED.values(), ids=COMPUTED)
-def test_a_buffer_is_what_its_constructor_computes(make: Any, persistent: bool) -> None:
+def test_a_buffer_has_the_bits_of_its_constructor(make: Any, persistent: bool) -> None:
     plain = Buffers(make, persistent)
     for context in (nullcontext(), torch.device("meta")):
         with context, empty_parameters():
@@ -337,7 +337,7 @@ def test_it_may_be_computed_later(make: Any) -> None:
     assert (module.table == 2).all()
 
 
-def test_nothing_is_ever_garbage() -> None:
+def test_memory_is_never_uninitialised() -> None:
     for kilobytes in (1, 4096):
         numel = kilobytes * 256
         torch.full((numel,), torch.nan)  # Former contents of a new tensor's memory.
@@ -401,7 +401,7 @@ def test_a_lazy_module_stays_lazy() -> None:
 # ---- existing modules, and later use
 
 
-def test_what_was_there_before_stays() -> None:
+def test_existing_tensors_stay() -> None:
     (family,) = (family for family in BUILT if family.name == "t5")
     model, layer = family.build().to(FP16), nn.Linear(2, 2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -420,7 +420,7 @@ def assert_plain() -> None:
     layer.table = nn.Buffer(torch.empty(2), persistent=False)
 
 
-def test_nothing_is_different_afterwards() -> None:
+def test_torch_is_unchanged_afterwards() -> None:
     with empty_parameters():
         with empty_parameters():
             assert nn.Linear(2, 2).weight.is_meta
@@ -452,7 +452,7 @@ def test_a_model_is_sharded_afterwards() -> None:
 
 
 def test_a_deleted_module_is_ignored() -> None:
-    """Nothing keeps it alive, so its uncomputed buffer is no error."""
+    """The context keeps no reference to it, so its uncomputed buffer is no error."""
     with empty_parameters():
         module = weakref.ref(Buffers(UNCOMPUTED["empty"]))
         gc.collect()
@@ -527,7 +527,7 @@ print(json.dumps([measured(make) for _ in range(3)]))
 
 
 def test_large_tensors_take_no_memory() -> None:
-    """For every way to create a parameter; and one larger than any node's memory."""
+    """Tries every way to create a parameter, and one larger than any node's memory."""
     run = probe("""
 def make(rows):
     module = torch.nn.Module()

@@ -89,10 +89,11 @@ def made(model: Any, names: Iterable[str], seed: int = 0) -> dict[str, Any]:
 
 
 def assert_drawn_alike(ours: list[Any], theirs: list[Any], what: str) -> None:
-    """What is the same for every seed is exactly so. The rest has one distribution: the largest
-    distance between the two empirical distribution functions exceeds 3 * sqrt(2 / n) once in
-    thirty million (Kolmogorov-Smirnov, 2 * exp(-2 * 3 ** 2)), a mean or a standard deviation six
-    standard errors once in five hundred million."""
+    """Asserts that elements that are equal for every seed are equal in both, and that the others
+    have one distribution. By chance, the largest distance between the two empirical distribution
+    functions exceeds 3 * sqrt(2 / n) once in thirty million cases (Kolmogorov-Smirnov,
+    2 * exp(-2 * 3 ** 2)), and a mean or a standard deviation differs by six standard errors once
+    in five hundred million."""
     mine, other = torch.stack(ours).double(), torch.stack(theirs).double()
     assert mine.shape == other.shape, what
     fixed = (other == other[0]).all(0)
@@ -138,8 +139,8 @@ def test_every_tensor_is_drawn_as_transformers_draws_it(name: str) -> None:
 
 
 def test_a_rule_of_the_tensors_own_module_is_not_enough() -> None:
-    """GPT-2 scales the last layers of its blocks; a naive rule that reads only the owner does
-    not."""
+    """GPT-2's own rule scales the last layers of its blocks; a rule of the owning module alone
+    would not."""
     family, name = BY_NAME["gpt2"], "transformer.h.0.attn.c_proj.weight"
     naive = []
     with torch.random.fork_rng(devices=[]):
@@ -156,7 +157,7 @@ def test_a_rule_of_the_tensors_own_module_is_not_enough() -> None:
     assert_drawn_alike(ours, theirs, name)
 
 
-def test_the_comparison_sees_what_it_should() -> None:
+def test_the_comparison_finds_wrong_distributions() -> None:
     torch.manual_seed(0)
     theirs = [torch.randn(40, 40) for _ in SEEDS]
     assert_drawn_alike([torch.randn(40, 40) for _ in SEEDS], theirs, "")
@@ -292,7 +293,7 @@ def test_a_parameter_that_a_rule_replaces() -> None:
 
 
 @pytest.mark.parametrize("parts", [0, 1])
-def test_what_no_rule_makes_whole_is_refused_by_name(parts: int) -> None:
+def test_a_tensor_that_no_rule_fills_completely_is_refused(parts: int) -> None:
     with torch.device("meta"):
         model = nn.Sequential(Rows(parts))
     with pytest.raises(modicum.UsageError, match="no rule") as caught:
@@ -313,7 +314,7 @@ def test_rules_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Initialiser(model, ["0.weight"])
 
 
-def test_names_that_are_not_there_are_refused() -> None:
+def test_unknown_names_are_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with pytest.raises(modicum.UsageError, match="no such tensor"):
@@ -358,7 +359,7 @@ def test_adapters_are_drawn_as_peft_draws_them(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_a_wrapped_models_own_tensors_are_those_from_before(name: str) -> None:
+def test_a_wrapped_models_tensors_equal_the_unwrapped_ones(name: str) -> None:
     """GPT-2's parents must find their children, not the wrappers around them."""
     before = made(on_meta(BY_NAME[name]), on_meta(BY_NAME[name]).state_dict())
     head = {"modules_to_save": ["lm_head"]} if name == "llama" else {}
@@ -393,7 +394,7 @@ def test_parents_see_their_children_as_they_were() -> None:
     assert (made(wrapped, [name])[name] == 0.25).all()
 
 
-def test_two_adapters_are_not_one() -> None:
+def test_two_adapters_get_different_values() -> None:
     model = with_adapters(on_meta(BY_NAME["llama"]), target_modules=["q_proj"])
     with torch.device("meta"):
         model.add_adapter("other", peft.LoraConfig(r=8, target_modules=["q_proj"]))
@@ -462,7 +463,7 @@ def canonical_names(model: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "falcon_h1"])
 def test_every_rank_makes_the_same_bits(name: str) -> None:
-    """Also for classes changed by `fully_shard`, and after other random draws."""
+    """Holds also for classes changed by `fully_shard`, and after other random draws."""
     plain = with_adapters(on_meta(BY_NAME[name]), target_modules=["q_proj", "c_proj"])
     names = list(tensors_of(plain))
     expected = made(plain, names)
@@ -523,7 +524,7 @@ def test_nothing_of_the_model_and_no_global_random_number_changes() -> None:
     assert traces(follower) == before
 
 
-def test_values_that_are_there_stay() -> None:
+def test_existing_values_stay() -> None:
     model = BY_NAME["gpt2"].build()
     values = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
     made(model, values)
@@ -579,7 +580,7 @@ def test_one_modules_tensors_exist_at_once(name: str) -> None:
     assert empty.held == 0
 
 
-def test_what_a_checkpoint_has_is_not_made() -> None:
+def test_stored_tensors_are_not_initialised() -> None:
     """Except tensors that the same rule of a module initialises."""
     empty = Allocator()
     model = on_meta(BY_NAME["bert"])
@@ -588,7 +589,7 @@ def test_what_a_checkpoint_has_is_not_made() -> None:
     assert empty.calls == 2 and initialiser.largest_bytes == (42 + 1) * 42 * 4
 
 
-def test_importing_brings_torch_and_nothing_above() -> None:
+def test_importing_imports_only_torch() -> None:
     script = "import sys, modicum.torch.build.initialiser; print(*sorted(sys.modules))"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -122,7 +122,9 @@ def test_adapters_keep_their_values(
 
 
 @pytest.mark.parametrize("strategy", ["node-reader", "rank0-broadcast"])
-def test_strategies_bring_the_same(four: Ranks, models: dict[str, Path], strategy: str) -> None:
+def test_strategies_give_the_same_training(
+    four: Ranks, models: dict[str, Path], strategy: str
+) -> None:
     how = {"directory": str(models["qwen3"])} | BF16 | SENT
     got = assert_same(four, how, how | {"options": {"strategy": strategy, "check": "values"}})
     assert got[0]["report"]["strategy"] == strategy

@@ -59,7 +59,7 @@ class Ran:
 
     @property
     def promised(self) -> str:
-        """From the load's report: the node's prediction and the kernel's figure."""
+        """The node's prediction and the kernel's figure, from the load's report."""
         (line,) = re.findall(r"node 0 +(\S+ \S+) +(\S+ \S+)", self.stdout)
         return f"promised {line[0]}, counted {line[1]}"
 
@@ -104,10 +104,10 @@ def run(folder: Path, limit_bytes: int, *words: object, world: int = WORLD) -> R
         pytest.param("dense", ("--trainer",), 0.8, id="Trainer, dense"),
     ],
 )
-def test_passes_where_it_is_killed(
+def test_passes_in_a_cgroup_in_which_accelerate_is_killed(
     tmp_path: Path, models: dict[str, Path], model: str, words: tuple[str, ...], share: float
 ) -> None:
-    """In `share` of what the script needs without the line."""
+    """The limit is `share` of the memory that the script needs without the line."""
     script = (models[model], "--steps", 2, *words)
     roomy = run(tmp_path / "roomy", 16 << 30, *script)
     assert roomy.passed and len(roomy.numbers) == 2
@@ -126,7 +126,7 @@ def test_passes_where_it_is_killed(
 
 
 def test_the_example_by_torchrun(root: Path, tmp_path: Path, models: dict[str, Path]) -> None:
-    """As users start it."""
+    """Starts the example as users do."""
     (tiny,) = [one for one in FAMILIES_OF_TESTS if one.name == "qwen3"]
     directory = tiny.write(tiny.build(), tmp_path / "tiny")
     expected = run(tmp_path / "ranks", 16 << 30, directory, "--steps", 2, world=2)

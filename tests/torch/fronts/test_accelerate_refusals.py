@@ -59,7 +59,7 @@ WHAT_CAN_CHANGE = (
 
 @pytest.fixture(scope="module", autouse=True)
 def written() -> None:
-    """Built before a rank is played."""
+    """Writes the checkpoint before a rank is played."""
     for name in ("llama", "qwen2"):
         from_pretrained(name)
 
@@ -123,7 +123,7 @@ def test_everything_is_put_back() -> None:
 
 
 def test_a_script_is_put_back(one_rank: None) -> None:
-    """Also its accelerator and optimizer, if the budget does not allow the load."""
+    """The script's accelerator and optimizer are restored, too, if the budget refuses the load."""
     before = attributes()
     with pytest.raises(BudgetError), loading(budget="1MiB", progress=False) as outside:
         model = build()
@@ -141,14 +141,14 @@ def test_a_script_is_put_back(one_rank: None) -> None:
     assert outside.report is None
 
 
-def test_the_innermost_builds(one_rank: None) -> None:
+def test_the_innermost_context_builds(one_rank: None) -> None:
     with loading(progress=False) as outer, loading(progress=False, check="values") as inner:
         model, _ = prepare(build(), cpu_ram_efficient_loading=True)
         assert model(TOKENS).logits.isfinite().all()
     assert outer.reports == [] and inner.report is not None and inner.report.check == "ok"
 
 
-def test_one_built_outside_of_the_inner_one(one_rank: None) -> None:
+def test_a_model_built_outside_of_the_inner_context(one_rank: None) -> None:
     with loading(progress=False) as outer:
         model = build()
         with loading(progress=False) as inner:
@@ -202,13 +202,13 @@ def test_builds_as_from_pretrained_but_for_values(family: Any, tmp_path: Any) ->
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_arguments_that_would_be_left_out(arguments: dict[str, Any], what: str) -> None:
+def test_arguments_that_would_be_ignored(arguments: dict[str, Any], what: str) -> None:
     with pytest.raises(UsageError) as refused, loading():
         build(**arguments)
     assert refused.value.got == what
 
 
-def test_what_is_no_safetensors(tmp_path: Any) -> None:
+def test_files_other_than_safetensors(tmp_path: Any) -> None:
     from_pretrained("llama").config.save_pretrained(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UsageError, match="no safetensors") as refused, loading():
@@ -274,7 +274,7 @@ def test_unknown_versions_are_refused(
 
 
 def test_an_unknown_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that moves adapters in a way of its own."""
+    """A PEFT that moves adapters differently is refused."""
     inject = tuners_utils.BaseTuner.inject_adapter
 
     def moving(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -291,7 +291,7 @@ def test_an_unknown_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_accelerate_that_shards_otherwise(
     way: str, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever replaces it, `prepare` must give a sharded model with values."""
+    """`prepare` must return a sharded model with values, even if it is replaced."""
     if way == "never shards":
         monkeypatch.setattr(accelerate.Accelerator, "_prepare_fsdp2", lambda self, *args: args)
     else:
@@ -309,7 +309,7 @@ def test_an_accelerate_that_shards_otherwise(
 
 
 def test_no_fsdp2_is_refused_before_anything_is_built() -> None:
-    """accelerate takes CPUs for DDP or nothing, whatever the plugin says."""
+    """On CPUs accelerate uses DDP or no sharding, and ignores the FSDP plugin."""
     with alone(), accelerate_rank.fsdp2_on_cpus():
         accelerate.Accelerator(cpu=True)
         with pytest.raises(UsageError, match="on CPUs accelerate takes DDP") as refused, loading():
@@ -379,7 +379,7 @@ def test_a_model_without_prepare_is_refused_at_the_end(one_rank: None) -> None:
 
 
 def test_a_deleted_model_is_ignored() -> None:
-    """Nothing keeps it alive, so that it was never prepared is no error."""
+    """The context keeps no reference to it, so it need not be prepared."""
     with loading() as active:
         model = weakref.ref(build())
         gc.collect()
@@ -387,20 +387,20 @@ def test_a_deleted_model_is_ignored() -> None:
     assert active.report is None
 
 
-def test_a_model_from_elsewhere_is_refused(one_rank: None) -> None:
+def test_a_model_built_outside_is_refused(one_rank: None) -> None:
     model = build()
     with pytest.raises(UsageError, match="prepare it outside"), loading():
         prepare(model)
 
 
-def test_state_that_would_be_lost_is_refused() -> None:
+def test_a_state_dict_that_would_be_lost_is_refused() -> None:
     whole = from_pretrained("llama").state_dict()
     with pytest.raises(UsageError, match="load_state_dict") as refused, loading():
         build().load_state_dict(whole)
     assert refused.value.tensor == "model.embed_tokens.weight"
 
 
-def test_writing_to_nothing_is_refused(one_rank: None) -> None:
+def test_writing_to_an_empty_parameter_is_refused(one_rank: None) -> None:
     with pytest.raises(UsageError, match="written to") as refused, loading(progress=False):
         model = build()
         nn.init.zeros_(model.lm_head.weight)
@@ -420,7 +420,7 @@ def test_a_new_head_that_the_source_overwrites_is_refused(one_rank: None) -> Non
 
 
 def test_adapters_without_values_are_refused(one_rank: None) -> None:
-    """As PEFT makes them in a wrapped model."""
+    """Adapters on meta, as PEFT makes them in a wrapped model, are refused."""
     config = peft.LoraConfig(target_modules=["q_proj"])
     with pytest.raises(UsageError, match="base's values") as refused, loading(progress=False):
         prepare(peft.get_peft_model(build(), config, low_cpu_mem_usage=True))
@@ -430,7 +430,7 @@ def test_adapters_without_values_are_refused(one_rank: None) -> None:
 # ---- heads
 
 
-def test_a_head_that_is_missing(one_rank: None) -> None:
+def test_a_missing_head(one_rank: None) -> None:
     """`from_pretrained` would warn and initialise one per rank."""
     kind = transformers.LlamaForSequenceClassification
     lists: dict[str, Any] = {"unexpected": ["^lm_head"]}
@@ -442,8 +442,8 @@ def test_a_head_that_is_missing(one_rank: None) -> None:
         assert model.score.weight.full_tensor().abs().sum() > 0
 
 
-def test_a_head_of_ones_own_stays(one_rank: None) -> None:
-    """Around a body: the script's head keeps its values, and the body gets the file's."""
+def test_a_head_of_the_script_keeps_its_values(one_rank: None) -> None:
+    """A head around a body keeps the script's values; the body gets the file's."""
 
     class WithValue(nn.Module):
         def __init__(self, body: Any) -> None:

@@ -1,9 +1,10 @@
 """`HuggingFaceReader` under torch.distributed.checkpoint: each rank gets its shards of the
 model that `from_pretrained` loads.
 
-House test against outside oracles, `from_pretrained` cut by torch.chunk and torch's own reader. It
-catches these mutations: a box in the wrong place; a strided cut read as one box; a conversion of
-stored names only; a cast of bits; a part that every rank reads whole.
+House test against outside oracles, `from_pretrained` sharded by torch.chunk and torch's own reader.
+It catches these mutations: a box in the wrong place; a strided shard read as one box; a conversion
+of stored names only; a reinterpretation of bits instead of a cast; a tensor that every rank reads
+as a whole.
 """
 
 import os
@@ -62,13 +63,13 @@ CASES = (
 
 @pytest.fixture(scope="module", autouse=True)
 def whole_models() -> None:
-    """Built before a rank is played."""
+    """Writes the checkpoints before a rank is played."""
     for name, _ in CASES:
         from_pretrained(name)
 
 
 def read(model: Any, reader: Any) -> dict[str, Any]:
-    """The state dict, which is on meta before."""
+    """Reads into the model's state dict, which is on meta, and returns it."""
     state = model.state_dict()
     dcp.load(state, storage_reader=reader, no_dist=True)
     return state
@@ -99,14 +100,14 @@ def test_every_rank_gets_its_part(name: str, cut: Cut) -> None:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """Rows whose values are their numbers."""
+    """A checkpoint in which the values of each row give its index."""
     tensors = {"packed": 6, "up.weight": 7}
     made = {n: torch.arange(2.0 * k).reshape(k, 2).floor() for n, k in tensors.items()}
     return write_checkpoint(tmp_path / "rows", made | {"up.bias": torch.arange(7.0)})
 
 
-def test_packed_parts_are_cut_each_by_itself(rows: Path) -> None:
-    """torch's reader reads as many rows from the first one on, so the test can fail."""
+def test_packed_parts_are_sharded_separately(rows: Path) -> None:
+    """torch's reader fails this test: it reads the same number of rows from the first one on."""
     for rank, expected in enumerate(([0, 1, 3, 4], [2, 5])):
         with playing_new_rank(rank, 2):
             part, mesh = torch.empty(len(expected), 2), init_device_mesh("cpu", (2,))
@@ -127,9 +128,9 @@ class Seven(nn.Module):
         self.up = nn.Linear(2, 7)
 
 
-def test_rows_that_no_rank_of_a_plan_needs(rows: Path) -> None:
-    """Seven rows on two ranks of TP and three of FSDP2: the plan has the last one for a rank that
-    holds none, and nothing for the one that has it."""
+def test_rows_that_dcps_plan_gives_to_no_rank_that_holds_them(rows: Path) -> None:
+    """Seven rows on two ranks of TP and three of FSDP2. DCP's plan assigns the last row to a rank
+    that holds none of it, and no rows to the rank that holds it."""
     whole = torch.arange(14.0).reshape(7, 2)
     for rank in range(6):
         with playing_new_rank(rank, 6):
@@ -143,8 +144,8 @@ def test_rows_that_no_rank_of_a_plan_needs(rows: Path) -> None:
             assert local(state["up.weight"]).flatten().tolist() == expected.flatten().tolist()
 
 
-def test_as_torch_reads() -> None:
-    """Where torch's reader works: names and shapes as stored, no strided shard."""
+def test_values_equal_those_of_torchs_reader() -> None:
+    """Compares with torch's reader where it works: names and shapes as stored, no strided shard."""
     for rank in range(3):
         with playing_new_rank(rank, 3):
             model = shard(empty("llama"), FSDP2)
@@ -155,7 +156,7 @@ def test_as_torch_reads() -> None:
                 assert_same(local(mine[name]), local(tensor), f"{name} of rank {rank}")
 
 
-def test_torch_cannot_convert() -> None:
+def test_torchs_reader_cannot_convert() -> None:
     with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
         model = empty("qwen3_moe").to_empty(device="cpu")
         read(model, HuggingFaceStorageReader(str(checkpoint_of("qwen3_moe"))))
@@ -171,7 +172,7 @@ def test_values_are_rounded_as_torch_rounds(dtype: str) -> None:
 
 
 def test_a_recipe_instead_of_a_model(tmp_path: Path) -> None:
-    """As the command line takes it."""
+    """The same recipe.json as for the command line."""
     made = recipe_for(empty("qwen3_moe"), checkpoint_of("qwen3_moe"))
     (tmp_path / "recipe.json").write_text(made.text())
     whole = from_pretrained("qwen3_moe").state_dict()

@@ -54,7 +54,7 @@ def assert_same(four: Ranks, expected: list[Any], **how: Any) -> None:
 @pytest.mark.parametrize("built", BUILT)
 @pytest.mark.parametrize("form", ("accelerate", "engine", "areal"))
 def test_every_rank_holds_its_part(four: Ranks, form: str, built: str) -> None:
-    """For every way to build the model. `to_empty` unties, so there is no tie afterwards."""
+    """Tries every way to build the model. `to_empty` unties, so there is no tie afterwards."""
     kind = {"tied": built != "others from to_empty"}
     expected = four.ask("state_dict_loaded", by="torch", **kind)
     assert_same(four, expected, form=form, built=built, **kind)
@@ -79,8 +79,8 @@ def test_buffers_of_rank_0_and_other_exchanges(four: Ranks, tmp_path: Path, stra
     assert_same(four, expected, form="areal", built="others without parameters", **how)
 
 
-def test_what_a_dict_lacks_keeps_its_values(four: Ranks) -> None:
-    """With strict=False, if the tensors have values."""
+def test_tensors_that_a_dict_lacks_keep_their_values(four: Ranks) -> None:
+    """Allowed with strict=False, if the tensors have values."""
     expected = four.ask("state_dict_loaded", by="torch")
     how = {"omit": ("experts.up", "seen"), "options": {"strict": False}}
     assert_same(four, expected, built="with values", **how)
@@ -88,7 +88,8 @@ def test_what_a_dict_lacks_keeps_its_values(four: Ranks) -> None:
 
 @pytest.mark.parametrize("form", ("accelerate", "engine"))
 def test_as_upstream(four: Ranks, form: str) -> None:
-    """Where upstream's function works: accelerate's takes no buffers, and both untie."""
+    """Compares with upstream's functions where they work: accelerate's loads no buffers, and both
+    untie."""
     kind = {"form": form, "tied": False, "buffers": form == "engine", "built": "others on meta"}
     kind |= {"dtype": "bfloat16", "stored": "bfloat16"}
     assert_same(four, four.ask("state_dict_loaded", by="upstream", **kind), **kind)
@@ -104,7 +105,7 @@ def test_parameters_have_the_models_dtype(four: Ranks, dtype: str, stored: str) 
 
 
 @pytest.mark.parametrize("omit", ("head.weight", "embed.weight"))
-def test_one_of_two_tied_names_is_enough(four: Ranks, omit: str) -> None:
+def test_one_of_two_tied_names_in_the_dict_suffices(four: Ranks, omit: str) -> None:
     expected = four.ask("state_dict_loaded", by="torch")
     assert_same(four, expected, built="others on meta", omit=(omit,))
 
@@ -115,7 +116,9 @@ def test_offloaded_parameters(four: Ranks, form: str) -> None:
     assert_same(four, expected, form=form, built="others on meta", offload=True)
 
 
-def test_offloading_that_fully_shard_was_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloading_that_contradicts_fully_shard_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each form has its own argument; then parameters on a device are refused by name."""
     policy, on_gpu = CPUOffloadPolicy(pin_memory=False), torch.device("cuda", 0)
 
@@ -162,7 +165,7 @@ def test_words_that_are_none() -> None:
     ids=("contiguous", "permuted", "strided", "expanded", "scalar", "cast"),
 )
 def test_any_run_of_any_tensor(tensor: Any) -> None:
-    """The runs that rank 0 reads from its tensors, whatever their strides."""
+    """Tests the runs that rank 0 reads from its tensors, for all kinds of strides."""
     whole = tensor.reshape(-1).to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
     for first in range(len(whole)):
         for end in range(first, len(whole) + 1):

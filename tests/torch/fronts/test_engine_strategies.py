@@ -47,8 +47,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, list[
 
 
 def test_same_bits_and_same_training(ran: Any) -> None:
-    """Of buffers too. The strategies differ in their FSDP2 units, and so in the order in which
-    gradients are summed: losses are compared within one strategy."""
+    """Compares buffers, too. The strategies differ in their FSDP2 units, and so in the order in
+    which gradients are summed; so losses are compared only within one strategy."""
     answers = ran[1]
     assert len({of["loaded"] for each in answers.values() for of in each}) == 1
     for what in ("native", "accelerate"):
@@ -59,8 +59,9 @@ def test_same_bits_and_same_training(ran: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ("native", "accelerate"))
-def test_what_ranks_hold(ran: Any, what: str) -> None:
-    """Cast to float32: every rank the whole model, or nothing before the wrap and then its half."""
+def test_memory_of_the_ranks(ran: Any, what: str) -> None:
+    """With a cast to float32, every rank holds the whole model; or nothing before the wrap, and
+    then its half."""
     answers = ran[1]
     model_bytes = 2 * 4 * 100003 * 101
     for rank in range(2):

@@ -91,7 +91,7 @@ def test_bits_of_a_single_process(
 
 @pytest.mark.parametrize("case", ("new value head", "vision-language", "lora"))
 def test_a_node_holds_shards_and_staging(four: Ranks, models: dict[str, str], case: str) -> None:
-    """By the kernel's counters, with a cast to float32; upstream's way needs far more."""
+    """Compares the kernel's counters, with a cast to float32; upstream's way needs far more."""
     task, directory, options, _ = CASES[case]
     how = {"task": task, "directory": models[directory], "dtype": "float32", **options}
     got = four.ask("engine", memory_efficient_load=True, **how)
@@ -106,7 +106,7 @@ def test_a_node_holds_shards_and_staging(four: Ranks, models: dict[str, str], ca
 
 @pytest.mark.parametrize("strategy", ("own-shard", "rank0-broadcast"))
 def test_no_rank_reads_anothers_shards(four: Ranks, models: dict[str, str], strategy: str) -> None:
-    """By the kernel's count: a rank reads its own bytes, or rank 0 reads all of them."""
+    """The kernel counts the bytes: each rank reads its own, or rank 0 reads all of them."""
     how = {"task": "vision-language", "directory": models["vision-language"]}
     four.ask("engine", memory_efficient_load=True, strategy=strategy, **how)  # imports are read too
     got = four.ask("engine", memory_efficient_load=True, strategy=strategy, **how)

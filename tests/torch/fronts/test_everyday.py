@@ -99,7 +99,7 @@ def test_fewer_rows(one_rank: None) -> None:
 
 
 def test_resized_by_hand() -> None:
-    """A model of another vocabulary, loaded with the rule said; and refused without."""
+    """A model with another vocabulary size is loaded with `resized`, and refused without it."""
     theirs = from_pretrained("llama").get_input_embeddings().weight.detach()
     with alone():
         with modicum.torch.empty_parameters():
@@ -180,14 +180,14 @@ def test_a_reference_model_by_trl(one_rank: None) -> None:
 # ---- errors
 
 
-def test_values_that_are_not_there_yet(one_rank: None) -> None:
+def test_reading_missing_values_is_an_error(one_rank: None) -> None:
     with pytest.raises(UsageError, match="before it has any.*exempt") as refused:
         with loading(progress=False):
             build().get_input_embeddings().weight.mean().item()
     assert "meta" in str(refused.value.got)
 
 
-def test_an_error_over_budget_is_what_a_user_reads(one_rank: None) -> None:
+def test_a_budget_error_is_readable(one_rank: None) -> None:
     """One line, the last one."""
     lines: list[str] = []
     try:
@@ -200,7 +200,7 @@ def test_an_error_over_budget_is_what_a_user_reads(one_rank: None) -> None:
 
 
 def test_no_state_of_a_load_that_does_not_fit(one_rank: None) -> None:
-    """Although the optimizer's own ledger has no limit."""
+    """The load's budget is exceeded, although the optimizer's own ledger has no limit."""
     with pytest.raises(BudgetError) as refused, loading(budget="1MiB", progress=False):
         model = build()
         optimizer = modicum.torch.AdamW(model.parameters())

@@ -89,7 +89,7 @@ def test_trains_as_torch_does(
 def test_by_hand_in_either_order_and_in_a_script(
     world: Ranks, models: dict[str, str], made: str
 ) -> None:
-    """To the bit; also if the first step finds the parameters' memory by itself."""
+    """The values are equal to the bit, also if the first step allocates the state."""
     how = {"directory": models["dense"], "by": "modicum", "steps": 4}
     expected = losses(world.ask("optimized", kind="accelerate", made="before", **how))
     for told in (True, False):

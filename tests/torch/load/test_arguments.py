@@ -157,7 +157,7 @@ def lacking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_without(tmp_path_factory.mktemp("lacking"), "llama", HEAD, NORM)
 
 
-def test_what_is_missing_is_an_error(lacking: Path) -> None:
+def test_missing_tensors_are_an_error(lacking: Path) -> None:
     assert refused(lacking, says="lacks 2 tensors").tensor == NORM
     assert refused(lacking, says="lacks 1 tensors", missing="^lm_head").tensor == NORM
     assert refused(lacking, says="lacks 1 tensors", missing=[NORM, "no.such|embed"]).tensor == HEAD
@@ -193,7 +193,7 @@ def test_missing(missing: Any, lacking: Path) -> None:
             assert_same(whole[name], tensor, name)
 
 
-def test_a_rule_for_what_is_stored_makes_nothing() -> None:
+def test_a_rule_for_a_stored_tensor_is_ignored() -> None:
     rules = {HEAD: "zeros", "": "zeros"}
     with playing_new_rank(1, 2):
         model = shard(empty("llama"), TWO)
@@ -201,7 +201,7 @@ def test_a_rule_for_what_is_stored_makes_nothing() -> None:
         assert_holds(model, from_pretrained("llama"), TWO, 1)
 
 
-def test_another_seed_makes_other_numbers(lacking: Path) -> None:
+def test_another_seed_gives_other_values(lacking: Path) -> None:
     heads = []
     for seed in (0, 0, 1):
         model = empty("llama")
@@ -211,8 +211,11 @@ def test_another_seed_makes_other_numbers(lacking: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "tables"), [("marian", 2), ("bart", 0)])
-def test_what_the_model_lists_may_be_missing(name: str, tables: int, tmp_path: Path) -> None:
-    """The sinusoidal tables of Marian, parameters that no file holds; a bias, a buffer."""
+def test_tensors_that_the_model_lists_may_be_missing(
+    name: str, tables: int, tmp_path: Path
+) -> None:
+    """Tests Marian's sinusoidal tables, which are parameters that no file holds, a bias and a
+    buffer."""
     cut, whole, bias = Cut("fsdp2", (3,)), from_pretrained(name), "final_logits_bias"
     directory = copy_without(tmp_path, name, bias)
     absent = parameters_of(whole).keys() - stored_in(directory) - whole.all_tied_weights_keys.keys()
@@ -234,7 +237,7 @@ def left_over(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_without(tmp_path_factory.mktemp("left_over"), "llama", **more)
 
 
-def test_what_is_left_over_is_an_error(left_over: Path) -> None:
+def test_unexpected_tensors_are_an_error(left_over: Path) -> None:
     refused(left_over, says="2 stored tensors are not in")
     assert refused(left_over, says="1 stored", unexpected="^other").tensor == "model.extra.weight"
     assert refused(left_over, says="1 stored", unexpected=["extra"]).tensor == "other.bias"
@@ -290,8 +293,8 @@ def test_a_dtype_that_its_unit_has_not_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("cut", [Cut("none", (2,)), Cut("fsdp2", (3,), dim=1), TWO], ids=str)
-def test_a_second_load_overwrites_what_it_has(cut: Cut, tmp_path: Path) -> None:
-    """In the same memory, cast to its dtype; other tensors are unchanged."""
+def test_a_second_load_overwrites_the_tensors_of_its_source(cut: Cut, tmp_path: Path) -> None:
+    """Tensors are overwritten in place, cast to their dtype; other tensors are unchanged."""
     whole, directory = from_pretrained("llama_tied"), checkpoint_of("llama_tied")
     partly = {
         NORM: torch.arange(39) / 3,
@@ -317,7 +320,7 @@ def test_a_second_load_overwrites_what_it_has(cut: Cut, tmp_path: Path) -> None:
             assert_holds(model, whole, cut, rank)
 
 
-def test_where_nothing_is_on_meta_nothing_is_made() -> None:
+def test_without_tensors_on_meta_none_is_initialised() -> None:
     with playing_new_rank(1, 2):
         model = shard(empty("llama"), TWO)
         load(model, checkpoint_of("llama"))
@@ -331,7 +334,7 @@ def part_of(tensor: Any, cut: Cut, rank: int) -> Any:
     return chunk(tensor, cut.world, rank, cut.dim if cut.dim < tensor.dim() else 0)
 
 
-def test_what_has_values_keeps_its_dtype() -> None:
+def test_tensors_with_values_keep_their_dtype() -> None:
     with playing_new_rank(0, 2):
         model = shard(empty("llama"), TWO)
         load(model, checkpoint_of("llama"))
@@ -405,7 +408,7 @@ def test_without_tqdm_there_is_no_bar(
     ],
     ids=lambda value: next(iter(value.items())) if isinstance(value, dict) else None,
 )
-def test_what_makes_no_sense_is_refused(options: Any, error: Any, says: str) -> None:
+def test_invalid_arguments_are_refused(options: Any, error: Any, says: str) -> None:
     refused(checkpoint_of("llama"), error, says=says, **options)
 
 
@@ -417,7 +420,7 @@ def test_the_process_itself_is_part_of_a_budget() -> None:
     assert error.shortfall_bytes == error.got - held == sum(owners.values()) - held
 
 
-def test_a_source_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_source_other_than_a_checkpoint_is_refused(tmp_path: Path) -> None:
     assert refused(tmp_path / "none", modicum.IoError, says="none").category == "IO"
     directory = copy_without(tmp_path, "llama")
     file = directory / "model.safetensors"
@@ -494,8 +497,8 @@ assert patched() == [], patched()
 """
 
 
-def test_an_import_brings_torch_alone_and_patches_nothing() -> None:
-    """Neither does a load, successful or not."""
+def test_an_import_imports_only_torch_and_patches_nothing() -> None:
+    """A load patches nothing either, even if it fails."""
     command = [sys.executable, "-c", IMPORT, checkpoint_of("llama")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -508,12 +511,12 @@ def test_an_import_brings_torch_alone_and_patches_nothing() -> None:
         (torch.nn.Linear(1, 1), "auto", "USAGE: dtype .expected a torch.dtype, .* got 'auto'"),
     ],
 )
-def test_an_argument_of_another_kind_is_named(model: Any, dtype: Any, message: str) -> None:
+def test_an_argument_of_the_wrong_type_is_named(model: Any, dtype: Any, message: str) -> None:
     with pytest.raises(modicum.UsageError, match=message):
         modicum.torch.load(model, None, dtype=dtype, progress=False)
 
 
-def test_what_a_set_asks_for_is_the_same_on_every_rank() -> None:
+def test_sets_of_names_are_sorted_on_every_rank() -> None:
     """Processes hash names differently, and the ranks compare their arguments."""
     program = (
         "from modicum.torch.loading.goal import said\n"

@@ -123,7 +123,7 @@ def is_short(source: Path) -> dict[str, Any]:
 
 
 def becomes_short(source: Path) -> dict[str, Any]:
-    """After every header has been proven, and all ranks have agreed."""
+    """The fault happens after every header was validated and all ranks have agreed."""
     file = max(source.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     return {"source": str(source), "truncate": str(file)}
 
@@ -204,7 +204,8 @@ def test_ranks_with_different_arguments(
 def test_budget_is_refused_by_all_without_reading(
     four: Ranks, modicum: Path, tmp_path: Path
 ) -> None:
-    """The shortfall to the byte; headers only; and the bytes that the error asks for are enough."""
+    """The error has the exact shortfall, only headers were read, and a budget of the stated bytes
+    suffices."""
     directory = tmp_path / "qwen3-0.6b"
     run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--layers", 2, "--sparse")
     how = {"directory": str(directory), "source": str(directory), "mesh": MESH, "again": False}
@@ -255,7 +256,7 @@ def test_killed_rank(
     mesh: list[int],
     victim: int,
 ) -> None:
-    """While it reads, and the others wait for it: at the end, or for its bytes."""
+    """The rank ends while it reads; the others wait for it at the end, or for its bytes."""
     four = more()
     how = {"directory": str(model), "source": str(model), "mesh": mesh, "again": False}
     four.tell("tried", {victim: {"pause_s": FOREVER_S}}, strategy=strategy, **how)
@@ -278,7 +279,7 @@ def test_killed_rank(
 def test_killed_while_it_fills_memory(
     clock: WaitingClock, more: Callable[[], Ranks], large: Path
 ) -> None:
-    """In the library's own loop, outside Python."""
+    """The signal arrives in the library's own loop, outside Python."""
     four = more()
     how = {"directory": str(large), "source": str(large), "mesh": MESH, "again": False}
     four.tell("tried", check="values", **how)

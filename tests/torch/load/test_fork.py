@@ -153,14 +153,14 @@ def reads_of(model: Any) -> dict[str, Callable[[], Any]]:
 
 
 def is_right(got: Any, expected: Any, steps: int) -> bool:
-    """Of some moment since the load, within the steps that were made meanwhile."""
+    """Asserts that the rows are values of some moment between the load and now."""
     gone = expected - got.detach()
     return bool((gone >= -1e-6).all() and (gone <= 1.01 * LR * steps + 1e-6).all())
 
 
 def children_while_stepping(model: Any, trainer: Trainer, expected: Any, count: int) -> list[Any]:
-    """What children answer, each by another way of reading, half of them with memory of their own.
-    The parent steps all the time."""
+    """The answers of children that each read in another way, half of them after allocating memory.
+    Meanwhile the parent makes steps."""
     reads = list(reads_of(model).values())
     answers = []
     for index in range(count):
@@ -190,7 +190,7 @@ def world(sharded: bool) -> Iterator[None]:
 
 @pytest.mark.parametrize("sharded", (False, True), ids=("plain", "FSDP2"))
 @pytest.mark.parametrize(("fork", "count"), (("excluded", 100), ("shared", 20), ("inherited", 20)))
-def test_children_read_right_or_are_told(
+def test_children_read_right_values_or_get_an_error(
     directory: Path, values: dict[str, Any], fork: str, count: int, sharded: bool
 ) -> None:
     with world(sharded):
@@ -210,7 +210,7 @@ def test_children_read_right_or_are_told(
 # ---- excluded
 
 
-def test_what_needs_no_memory_works_in_a_child(directory: Path) -> None:
+def test_metadata_can_be_read_in_a_child(directory: Path) -> None:
     model = loaded(directory)
 
     def act() -> Any:
@@ -228,7 +228,7 @@ def test_what_needs_no_memory_works_in_a_child(directory: Path) -> None:
     assert model.embed.weight.requires_grad
 
 
-def test_a_child_can_load_for_itself(directory: Path, values: dict[str, Any]) -> None:
+def test_a_child_can_load_a_model(directory: Path, values: dict[str, Any]) -> None:
     model = loaded(directory)
 
     def act() -> bool:
@@ -240,14 +240,14 @@ def test_a_child_can_load_for_itself(directory: Path, values: dict[str, Any]) ->
     assert torch.equal(model.head.weight, values["head.weight"])
 
 
-def test_a_childs_child_is_told_too(directory: Path) -> None:
+def test_a_grandchild_gets_the_error_too(directory: Path) -> None:
     model = loaded(directory)
     nested = in_child(lambda: in_child(lambda: model.head.weight.sum().item())())()
     assert isinstance(nested, tuple) and WORDS in nested[1]
 
 
 def test_a_mode_of_the_callers_ends_as_ever(directory: Path) -> None:
-    """Its context removes the innermost mode, which must be its own."""
+    """A context in the grandchild removes the innermost function mode, which must be its own."""
     model = loaded(directory)
     with torch.device("meta"):
         pid = os.fork()
@@ -317,14 +317,14 @@ def test_a_loader_of_four_workers_runs_through_steps(
     assert is_right(torch.cat(seen), values["embed.weight"][:64], trainer.steps)
 
 
-def test_the_same_loader_is_told_by_default(directory: Path) -> None:
+def test_a_data_loader_gets_the_error_by_default(directory: Path) -> None:
     model = loaded(directory)
     with pytest.raises(UsageError, match=WORDS):
         next(iter(batches_of(model, workers=1)))
 
 
-def test_what_a_child_writes(directory: Path) -> None:
-    """Seen by the parent with `shared`, and not with `inherited`."""
+def test_values_that_a_child_writes(directory: Path) -> None:
+    """The parent sees the values with `shared`, but not with `inherited`."""
 
     def write() -> float:
         with torch.no_grad():
@@ -375,7 +375,8 @@ def figures(*pids: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("fork", ("excluded", "shared", "inherited"))
 def test_the_node_holds_what_the_ledger_says(tmp_path: Path, fork: str) -> None:
-    """Before children, with four of them alive, and after everything was written again."""
+    """Measures before children exist, with four of them alive, and after all memory was
+    rewritten."""
     save_file({"weight": torch.rand(1024, 4096)}, tmp_path / "model.safetensors")
     with modicum.torch.empty_parameters():
         model = nn.Linear(4096, 1024, bias=False)

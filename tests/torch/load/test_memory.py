@@ -101,8 +101,8 @@ def cages() -> Iterator[list[Cage]]:
 def test_in_cages_smaller_than_the_checkpoint(
     model: Path, cages: list[Cage], tmp_path: Path
 ) -> None:
-    """The prediction + 5 %, the process and its imports included; no swap, and an empty page cache.
-    The naive loader is killed there."""
+    """The limit is the prediction + 5 %, the process and its imports included, without swap and
+    with an empty page cache. The naive loader is killed."""
     procs = [one.directory / "cgroup.procs" for one in cages]
     how = {"directory": str(model), "mesh": MESH}
     with ranks(4, tmp_path / "ranks", fresh=True, cages=procs) as four:

@@ -198,7 +198,7 @@ def test_13_the_base_is_the_same_in_a_wrapper(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_13_the_same_in_torchs_own_wrappers(rank: int) -> None:
+def test_13_names_are_the_same_in_torchs_wrappers(rank: int) -> None:
     """Activation checkpointing and torch.compile insert parts into names that no file has."""
     whole, directory = from_pretrained("llama_tied"), checkpoint_of("llama_tied")
     with playing_new_rank(rank, 2):

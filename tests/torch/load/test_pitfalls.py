@@ -52,7 +52,7 @@ TOKENS = torch.arange(3, 14).reshape(1, 11)
 
 
 def on_meta(name: str) -> Any:
-    """As users usually build it."""
+    """The model as users usually build it."""
     with torch.device("meta"):
         return BY_NAME[name].model_class._from_config(
             config_of(name), dtype=getattr(torch, BY_NAME[name].dtype)
@@ -112,7 +112,7 @@ def stacked(shape: Any, *parts: Any) -> Any:
 
 HYBRID = "model.layers.0.linear_attn."
 ATTENTION = "model.vision_tower.layers.0.attn."
-# A family, one of its parameters, what it is stored as, how that is converted, and for how many.
+# A family, one of its parameters, its stored form, the conversion, and the number of ranks.
 CONVERSIONS: dict[str, tuple[str, str, list[str], Callable[..., Any], int]] = {
     "Concatenate": (
         "olmo_hybrid", HYBRID + "conv1d.weight",
@@ -216,7 +216,7 @@ def test_6_ties_stay_ties(name: str, layout: str) -> None:
         assert_tied(assigned(name))
 
 
-def test_6_a_tie_that_came_apart_is_made_again() -> None:
+def test_6_a_broken_tie_is_restored() -> None:
     """By the model's own list of ties, before `fully_shard`; afterwards it is too late."""
     whole = from_pretrained("llama_tied")
     with playing_new_rank(0, 2):
@@ -371,14 +371,14 @@ def test_9_few_rows(world: int, tmp_path: Path) -> None:
     assert any(naive_is_wrong) == (world == 3)
 
 
-def test_9_what_has_no_dims_is_refused_by_name_where_fsdp2_would_cut_it() -> None:
+def test_9_a_sharded_tensor_without_dims_is_refused_by_name() -> None:
     with playing_new_rank(0, 2), pytest.raises(ValueError, match="scale"):
         fully_shard(built(Small))
 
 
 # ---- 10
 
-# Halves between two neighbours of bfloat16 or float16, bits that are cut off, too large, too small.
+# Values halfway between neighbours of bfloat16 or float16, with more bits, too large, too small.
 HARD = torch.tensor(
     [1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), 1 + 2**-8 + 2**-23, 1 / 3, 3.4028235e38, 1e-40,
      float("inf"), float("-inf"), -0.0, 65519.0, 65520.0, 2**-25, 3 * 2**-25]

@@ -56,7 +56,7 @@ def whole_models() -> None:
 
 
 class Noted:
-    """A load's outcome, and where the memory was that it gave away."""
+    """A load's outcome, and the addresses of the memory that it handed over."""
 
     def __init__(self, loaded: Any, places: set[int]) -> None:
         self.loaded, self.places = loaded, places
@@ -96,8 +96,8 @@ def lazily_initialised(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_fsdp2_takes_the_memory_as_it_is(rank: int, given_away: set[int]) -> None:
-    """Also for a shard that is shorter than the longest one, or empty."""
+def test_fsdp2_uses_the_memory_without_a_copy(rank: int, given_away: set[int]) -> None:
+    """Includes shards that are shorter than the longest one, or empty."""
     with playing_new_rank(rank, 3):
         model = shard(empty("llama_tied"), THREE)
         load(model, checkpoint_of("llama_tied"))
@@ -127,7 +127,7 @@ def test_others_are_padded_into_a_copy() -> None:
     assert "lm_head.weight" in moved and "model.norm.weight" not in moved
 
 
-def test_nothing_moves_in_a_step(given_away: set[int]) -> None:
+def test_no_parameter_moves_in_a_step(given_away: set[int]) -> None:
     with alone():
         model = shard(empty("llama_tied"), ONE)
         load(model, checkpoint_of("llama_tied"))

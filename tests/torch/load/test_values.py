@@ -30,7 +30,7 @@ from torch_front import (  # noqa: E402
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# The last three keep some names in float32: a module's, a buffer's, one of a module's two.
+# The last three keep some tensors in float32: a module's, a buffer, one of a module's two.
 CAST = [
     *[family.name for family in FAMILIES if family.quantization is None][::5],
     "ernie4_5_moe",
@@ -65,7 +65,7 @@ def other_dtype(family: Family) -> Any:
 
 @pytest.mark.parametrize("number", range(len(FAMILIES)), ids=lambda n: FAMILIES[n].name)
 def test_every_family(number: int) -> None:
-    """Over 1, 2 or 3 ranks; of some, every value is compared with a second reading too."""
+    """Loads over 1, 2 or 3 ranks; in some cases every value is also compared with a second read."""
     name, cut = FAMILIES[number].name, Cut("fsdp2", (WORLDS[number % 3],))
     whole = from_pretrained(name)
     check = "values" if number % 4 == 0 else None
@@ -94,7 +94,7 @@ def test_cast(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral"])
 @pytest.mark.parametrize("cut", [Cut("none", (1,)), Cut("fsdp2", (3,))], ids=str)
-def test_dtype_is_not_what_the_model_was_built_in(name: str, cut: Cut) -> None:
+def test_the_dtype_may_differ_from_the_models(name: str, cut: Cut) -> None:
     family = BY_NAME[name]
     dtype = other_dtype(family)
     whole = from_pretrained(name, dtype)
@@ -112,7 +112,7 @@ def test_float16(name: str) -> None:
         assert_holds(model, whole, Cut("fsdp2", (2,)), rank)
 
 
-def test_what_is_frozen_stays_frozen() -> None:
+def test_frozen_parameters_stay_frozen() -> None:
     """Also if only a part of a unit is frozen."""
     cut, whole = Cut("fsdp2", (2,)), from_pretrained("llama")
     with playing_new_rank(1, 2):

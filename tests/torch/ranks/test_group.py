@@ -124,14 +124,14 @@ def test_in_a_fake_group_every_rank_answers_like_this_one() -> None:
         dist.destroy_process_group()
 
 
-def test_a_group_whose_store_is_not_shown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
     monkeypatch.setattr(dist, "get_backend", lambda: "mpi")
     with pytest.raises(UsageError, match=r"UNSUPPORTED: PyTorch \S+ shows no store.*mpi"):
         default_store()
 
 
-def test_progress_is_told_while_it_loads_and_at_the_end() -> None:
+def test_progress_is_reported_during_and_at_the_end_of_a_load() -> None:
     told: list[int] = []
     board = FakeBoard()
     with Ranks.of_world().watching(board, told.append):
@@ -141,7 +141,7 @@ def test_progress_is_told_while_it_loads_and_at_the_end() -> None:
     assert told[-1] == board.progress == 60_000
 
 
-def test_what_progress_raises_ends_the_load() -> None:
+def test_an_exception_of_progress_ends_the_load() -> None:
     board = FakeBoard()
     with pytest.raises(Error, match="INTERNAL: ZeroDivisionError") as caught:
         with Ranks.of_world().watching(board, lambda done: 1 // (done - done)):
@@ -184,7 +184,7 @@ def first_lost(processes: list[Process], rank: int, beats: Beats, polls: int) ->
 
 
 @pytest.mark.parametrize("hosts", ["abcd", "aabb", "aaab", "abab", "ab", "aaaabbbbccccdddd"])
-def test_a_silent_host_is_seen_by_one_other(hosts: str) -> None:
+def test_a_silent_host_is_noticed_by_one_other(hosts: str) -> None:
     processes = processes_on(*hosts)
     for host in set(hosts):
         silent = {rank for rank, name in enumerate(hosts) if name == host}
@@ -196,7 +196,7 @@ def test_a_silent_host_is_seen_by_one_other(hosts: str) -> None:
         assert [one[0] for one in lost if one] == [min(silent)]
 
 
-def test_of_another_host_one_sign_of_life_is_enough() -> None:
+def test_for_another_host_one_sign_of_life_suffices() -> None:
     """Ranks whose kernel commits their memory can't beat."""
     assert first_lost(processes_on(*"aabb"), 0, Beats({2}), 30) is None
     assert first_lost(processes_on(*"aabb"), 0, Beats({2, 3}), SILENT_LOOKS) is None
@@ -213,8 +213,8 @@ def test_no_rank_polls_all_ranks(hosts: str) -> None:
     assert beats.read <= 2 * 2 * len(hosts)
 
 
-def test_on_this_host_the_kernel_is_asked() -> None:
-    """Silent, but running: no loss. A second process that is stopped, then one that is gone."""
+def test_ranks_of_this_host_are_checked_through_the_kernel() -> None:
+    """A silent process that runs is not lost; a stopped one and an ended one are."""
     this = Process.this()
     sleeper = subprocess.Popen(["sleep", "60"])
     started = liveness._state_of(sleeper.pid)[1]
@@ -257,7 +257,7 @@ def preloaded(told: Told) -> bool:
 
 
 def test_forked_ranks_start_with_their_imports() -> None:
-    """Without, each rank of every test would import torch and transformers by itself."""
+    """Without the fork server's preloading, each rank would import torch and transformers."""
     pytest.importorskip("transformers")
     assert World(preloaded, 1).end()[0].value
 
@@ -290,7 +290,7 @@ def test_ranks_that_disagree_all_name_the_culprit() -> None:
 
 
 def reducing(told: Told) -> Any:
-    """How often a thread of Gloo still holds a reduced tensor after the collective has ended."""
+    """The number of cases in which a Gloo thread holds a reduced tensor after the collective."""
     collectives.LIMIT_S, held = 60, 0
     for _ in range(300):
         tensor = torch.ones(4)
@@ -345,7 +345,7 @@ def one_fails(told: Told, culprit: int, raised: BaseException) -> Any:
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_a_failure_reaches_all_as_the_same_error(clock: WaitingClock, culprit: int) -> None:
-    """Also rank 0's failure, after which its process ends, and the store with it."""
+    """Includes rank 0's failure, after which its process ends, and with it the store."""
     world = World(one_fails, 4, culprit, io_error())
     pid = world.pid(culprit)
     world.await_ready(culprit)
@@ -451,7 +451,7 @@ def test_a_killed_rank_is_named(clock: WaitingClock) -> None:
 
 
 ELSEWHERE = ["a", "b", "c"]
-# By the words of the error: the lost rank, and the host names. Rank 0 has the store.
+# For each text of the error: the lost rank, and the host names. Rank 0 has the store.
 LOST = {
     "is stopped": (2, None),
     "has given no sign of life": (2, ELSEWHERE),
@@ -513,7 +513,7 @@ def test_a_short_stop_is_tolerated(rank: int, hosts: list[str] | None) -> None:
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_a_rank_that_is_gone_or_stopped(
+def test_a_killed_or_stopped_rank_is_reported(
     clock: WaitingClock, lost: dict[str, tuple[World, float]], name: str
 ) -> None:
     world, since_s = lost[name]
@@ -711,7 +711,7 @@ def test_bytes_that_were_sent_are_those_that_are_read(
     assert [one.value for one in ended.values()] == own_shards
 
 
-def test_a_file_that_is_cut_off_ends_the_load_for_all(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_truncated_file_ends_the_load_on_all_ranks(tmp_path: Path, checkpoint: Path) -> None:
     """The file is truncated by one rank, after the headers have been read."""
     copy = tmp_path / "model.safetensors"
     copy.write_bytes(checkpoint.read_bytes())

@@ -154,7 +154,7 @@ def test_units_and_offloading(rank: None) -> None:
     assert [managed[layer.weight].pins for layer in model] == [True, False, False, False]
 
 
-def test_offloaded_lies_on_the_cpu(rank: None) -> None:
+def test_offloaded_storage_is_on_the_cpu(rank: None) -> None:
     model = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
     for facts in fsdp_params(model).values():
         facts.fsdp_param.device = torch.device("cuda:0")
@@ -173,7 +173,7 @@ def test_an_exchanged_parameter_is_refused(rank: None) -> None:
         fsdp_params(model)
 
 
-def test_a_gathered_parameter_is_refused_with_its_cure() -> None:
+def test_a_gathered_parameter_is_refused_with_the_remedy() -> None:
     with playing_new_rank(0, 1):
         model = fully_shard(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1,)))
         model(torch.ones(3))
@@ -215,7 +215,7 @@ def test_every_rank_sees_that_shards_are_padded_again(world: int, monkeypatch) -
             assert why.startswith(f"torch {torch.__version__}")
 
 
-def test_another_fsdp2_is_refused(rank: None, monkeypatch) -> None:
+def test_an_unknown_fsdp2_is_refused(rank: None, monkeypatch) -> None:
     def unpinned(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         del self.pin_memory
@@ -230,7 +230,7 @@ def test_another_fsdp2_is_refused(rank: None, monkeypatch) -> None:
     assert fsdp_params(nn.Linear(3, 3)) == {}
 
 
-def test_another_door_is_refused(rank: None, monkeypatch) -> None:
+def test_an_fsdp2_without_its_private_state_is_refused(rank: None, monkeypatch) -> None:
     model = sharded()
     monkeypatch.delattr(FSDPModule, "_get_fsdp_state")
     with pytest.raises(UsageError, match="_get_fsdp_state") as caught:
@@ -238,7 +238,7 @@ def test_another_door_is_refused(rank: None, monkeypatch) -> None:
     assert caught.value.category == "UNSUPPORTED"
 
 
-def test_what_is_cut_is_found_without_its_model(rank: None, monkeypatch) -> None:
+def test_sharded_parameters_are_found_without_their_model(rank: None, monkeypatch) -> None:
     class Closed(dict[Any, Any]):
         def __iter__(self) -> Any:
             return iter(())
@@ -268,8 +268,8 @@ FACTS = {
 
 
 @pytest.mark.parametrize("fact", FACTS)
-def test_another_torch_is_refused(fact: str, monkeypatch) -> None:
-    """Each fact is checked by a probe, whatever the default device."""
+def test_an_unknown_torch_is_refused(fact: str, monkeypatch) -> None:
+    """Each fact is checked by a probe, with any default device."""
     torch_core.require_known.cache_clear()
     with torch.device("meta"), torch.inference_mode():
         torch_core.require_known()
@@ -339,7 +339,7 @@ def test_two_dtypes_in_two_units(rank: None) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_nothing_is_copied_again(world: int) -> None:
-    """Neither by FSDP2's own hook nor at the first forward."""
+    """Neither FSDP2's own hook nor the first forward copies anything."""
     for rank in range(world):
         with playing_new_rank(rank, world), torch.enable_grad():
             model = sharded()
@@ -375,7 +375,7 @@ def test_the_naive_ways_are_copied_again() -> None:
             assert not kept(model, storages)["odd.weight"]
 
 
-def test_a_parameter_stays_itself(rank: None) -> None:
+def test_a_parameter_stays_the_same_object(rank: None) -> None:
     with torch.enable_grad():
         model = sharded()
         before = dict(model.named_parameters(remove_duplicate=False))
@@ -537,8 +537,8 @@ def test_a_storage_of_another_size(rank: None) -> None:
 
 
 class Runtime:
-    """CUDA's, as far as memory is registered with it; it fails where ranges overlap, and once
-    `full`."""
+    """A stand-in for CUDA's runtime that registers memory. It fails for overlapping ranges, and
+    beyond `full` bytes."""
 
     def __init__(self, full: int = 1 << 40) -> None:
         self.ranges: dict[int, int] = {}
@@ -629,7 +629,7 @@ def test_a_view_does_not_let_go() -> None:
     assert (runtime.pinned, pinned_when_freed) == (0, [0])
 
 
-def test_nothing_is_nothing() -> None:
+def test_an_empty_storage_is_not_pinned() -> None:
     runtime = Runtime(full=0)
     pin(torch.zeros(0), runtime)
     assert runtime.ranges == {}
@@ -650,7 +650,7 @@ def test_pinning_without_cuda(rank: None) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-def test_cuda_sees_it_pinned() -> None:
+def test_cuda_reports_the_memory_as_pinned() -> None:
     storages = [torch.ones(2**k + 1) for k in range(1, 12)]
     for storage in storages:
         assert not storage.is_pinned()

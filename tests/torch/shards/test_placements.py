@@ -2,10 +2,10 @@
 byte.
 
 House test against an outside oracle: real `fully_shard`, tensor parallelism and `distribute_tensor`
-under a process group that plays each rank. It catches these mutations: placements read from left to
-right where FSDP2 cut what TP left; flattened or left-out mesh axes in another order; padding on
-another cut than FSDP2's; packed parts taken for an order; runs of elements in another order than
-that of a rank's memory; replicas that are all counted, or none.
+under a process group that plays each rank. It catches these mutations: placements applied from left
+to right although FSDP2 shards TP's shard; flattened or omitted mesh axes in the wrong order;
+padding of another cut than FSDP2's; packed parts treated as an order of cuts; runs of elements that
+are not in the order of a rank's memory; replicas that are all counted, or none.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def held(sharding: Sharding, whole: Any, rank: int) -> tuple[Any, int]:
 
 
 def left_to_right(tensor: Any, world: int) -> Sharding:
-    """The naive reading: placements apply from left to right, whatever their kind."""
+    """The naive reading: placements of any kind apply from left to right."""
     mesh = tuple(tensor.device_mesh.mesh.shape)
     cuts = [Cut((axis,), p.dim) for axis, p in enumerate(tensor.placements) if hasattr(p, "dim")]
     return Sharding(mesh, tuple(cuts))
@@ -120,8 +120,8 @@ def packed(value: Any, mesh: DeviceMesh, parts: int) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """`make` puts a whole tensor where a rank of `world` has it: a tensor, or a parameter and what
-    FSDP2 says of it."""
+    """Calls `make` with an unsharded tensor on each rank of `world`. It returns the rank's tensor,
+    or a parameter and FSDP2's facts about it."""
 
     name: str
     world: int
@@ -414,7 +414,7 @@ def read(tensor: Any) -> Sharding:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_rank_holds_what_torch_gave_it(case: Case) -> None:
+def test_every_rank_holds_torchs_shard(case: Case) -> None:
     expected = Sharding(case.mesh, case.cuts)
     counted: dict[Any, list[int]] = {}  # by size, and the ranks of the tensor's mesh
     for rank in range(case.world):
@@ -425,7 +425,7 @@ def test_every_rank_holds_what_torch_gave_it(case: Case) -> None:
                 assert shardings.of(tensor, "p") == expected
                 mine, numel = held(expected, whole, rank)
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                # FSDP2 calls a shard [0, 0] of which another cut left [4, 0].
+                # FSDP2 reports the shape [0, 0] for a shard that another cut has reduced to [4, 0].
                 local = local.reshape(mine.shape) if mine.numel() == 0 else local
                 assert_same(local, mine, f"{size} rows, rank {rank}")
                 named = elements(expected, whole.shape, rank)
@@ -466,7 +466,7 @@ def test_the_naive_reading_fails() -> None:
     assert wrong == [1, 2, 3, 4]
 
 
-def test_what_is_no_dtensor_is_whole() -> None:
+def test_plain_tensors_are_unsharded() -> None:
     class Named(nn.Parameter):
         pass
 

@@ -259,7 +259,7 @@ def lose(model: Tiny) -> None:
         (lose, "blocks.2.bias", "the model no longer has this parameter"),
     ),
 )
-def test_a_model_that_is_another(block: Any, tensor: str, why: str) -> None:
+def test_a_block_that_changes_the_model_is_refused(block: Any, tensor: str, why: str) -> None:
     def exchange(model: Tiny) -> None:
         model.blocks[1].bias = nn.Parameter(torch.empty(4))
         block(model)
@@ -291,14 +291,14 @@ def test_state_is_refused() -> None:
 
 
 def test_state_that_does_not_fit_is_refused() -> None:
-    """Whole moments for a parameter that is now a shard, both of shape [4, 4]."""
+    """Unsharded moments do not fit a parameter that is now a shard, although both are [4, 4]."""
     model, optimizer = stepped()
     error = refused(model, optimizer, resuming=True)
     assert (error.category, error.tensor) == ("MISMATCH", "blocks.0.weight")
     assert "'exp_avg'" in str(error)
 
 
-def test_state_that_fits_goes_along() -> None:
+def test_fitting_state_is_kept() -> None:
     model, optimizer = stepped()
     moments = {n: optimizer.state[model.get_parameter(n)] for n in ("blocks.0.weight",)}
 
