@@ -18,7 +18,7 @@ set_target_properties(_modicum modicum PROPERTIES INSTALL_RPATH "$ORIGIN")
 install(TARGETS _modicum modicum DESTINATION modicum COMPONENT python)
 
 # Under their sonames, by which the loader finds them.
-foreach(library simdjson::simdjson fmt::fmt hwy::hwy re2::re2)
+foreach(library simdjson::simdjson fmt::fmt hwy::hwy nettle::nettle re2::re2)
   install(
     FILES $<TARGET_FILE:${library}>
     DESTINATION modicum

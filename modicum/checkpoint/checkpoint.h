@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "modicum/base/base.h"
+#include "modicum/checkpoint/blob.h"        // IWYU pragma: export
 #include "modicum/checkpoint/conversion.h"  // IWYU pragma: export
 #include "modicum/checkpoint/durable.h"     // IWYU pragma: export
 #include "modicum/checkpoint/step.h"        // IWYU pragma: export

@@ -50,12 +50,21 @@ void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
   }
 }
 
-// A checkpoint has no digests, so only its structure can be checked.
+// Checks the structure and, in the Hugging Face cache, the SHA-256 of each data file: other
+// checkpoints have no digests.
 void add_checkpoint(VerifyReport& report, FileSystem& files, const std::string& path) {
   try {
     const Checkpoint checkpoint = open_checkpoint(files, path);
     for (const DataFile& file : checkpoint.manifest.files) {
-      report.files.push_back({file.name, file.identity.size_bytes, "ok"});
+      try {
+        const std::string data = join_path(checkpoint.directory, file.name);
+        if (const auto sha256 = blob_sha256(files, data)) {
+          check_sha256(files, data, *sha256, [] {});
+        }
+        report.files.push_back({file.name, file.identity.size_bytes, "ok"});
+      } catch (const Error& error) {
+        add_fault(report, file.name, file.identity.size_bytes, error);
+      }
     }
     report.tensors_checked = checkpoint.manifest.tensors.size();
     report.warnings = checkpoint.warnings;
@@ -83,7 +92,7 @@ VerifyReport verify(FileSystem& files, const std::string& path) {
 }  // namespace
 
 int run_verify(const Args& args) {
-  CLI::App app("check a step, all steps of a ROOT, or the structure of a checkpoint",
+  CLI::App app("check a step, all steps of a ROOT, or a checkpoint's structure and SHA-256",
                "modicum verify");
   CommonFlags flags;
   std::string path;

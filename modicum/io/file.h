@@ -68,6 +68,8 @@ class FileSystem {
   // Symbolic links are followed, so a dangling one does not exist. IO if the path is not permitted.
   virtual bool exists(const std::string& path) = 0;
   virtual bool is_directory(const std::string& path) = 0;
+  // The text of a symbolic link; empty for other files. IO.
+  virtual std::string link_target(const std::string& path) = 0;
   virtual std::vector<std::string> list(const std::string& directory) = 0;  // base names, sorted
   // The parent must exist. CONFLICT if the directory exists.
   virtual void make_directory(const std::string& path) = 0;
@@ -85,6 +87,7 @@ class PosixFileSystem final : public FileSystem {
   std::unique_ptr<File> open_to_write(const std::string& path) override;
   bool exists(const std::string& path) override;
   bool is_directory(const std::string& path) override;
+  std::string link_target(const std::string& path) override;
   std::vector<std::string> list(const std::string& directory) override;
   void make_directory(const std::string& path) override;
   void rename(const std::string& from, const std::string& to) override;

@@ -23,6 +23,7 @@ class MemoryFileSystem final : public FileSystem {
   std::unique_ptr<File> open_to_write(const std::string& path) override;
   bool exists(const std::string& path) override;
   bool is_directory(const std::string& path) override;
+  std::string link_target(const std::string& path) override;
   std::vector<std::string> list(const std::string& directory) override;
   void make_directory(const std::string& path) override;
   void rename(const std::string& from, const std::string& to) override;
@@ -61,6 +62,7 @@ class RecordingFileSystem final : public FileSystem {
   std::unique_ptr<File> open_to_write(const std::string& path) override;
   bool exists(const std::string& path) override;
   bool is_directory(const std::string& path) override;
+  std::string link_target(const std::string& path) override;
   std::vector<std::string> list(const std::string& directory) override;
   void make_directory(const std::string& path) override;
   void rename(const std::string& from, const std::string& to) override;

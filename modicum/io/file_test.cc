@@ -257,6 +257,9 @@ TEST(PosixFile, FollowsSymbolicLinks) {
   ASSERT_EQ(symlink("a", (temp / "link").c_str()), 0);
   EXPECT_EQ(read_text(*files.open(temp / "link"), 0, 4), "text");
   EXPECT_EQ(files.open(temp / "link")->identity(), files.open(temp / "a")->identity());
+  EXPECT_EQ(files.link_target(temp / "link"), "a");
+  EXPECT_EQ(files.link_target(temp / "a"), "");
+  EXPECT_FAILS(Category::io, files.link_target(temp / "nothing"));
 }
 
 TEST(PosixFile, RefusesDanglingAndCircularLinks) {

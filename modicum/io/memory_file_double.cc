@@ -246,6 +246,8 @@ bool MemoryFileSystem::exists(const std::string& path) {
   return state_->find_if_any(path).has_value();
 }
 
+std::string MemoryFileSystem::link_target(const std::string&) { return {}; }
+
 bool MemoryFileSystem::is_directory(const std::string& path) {
   const std::lock_guard lock(state_->mutex);
   const std::optional<size_t> number = state_->find_if_any(path);

@@ -1,8 +1,11 @@
 #include <dirent.h>
+#include <limits.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <utility>
 
@@ -208,6 +211,14 @@ bool PosixFileSystem::exists(const std::string& path) {
 bool PosixFileSystem::is_directory(const std::string& path) {
   struct stat status {};
   return get_status(path, status) && S_ISDIR(status.st_mode);
+}
+
+std::string PosixFileSystem::link_target(const std::string& path) {
+  std::array<char, PATH_MAX> target;
+  const ssize_t length = ::readlink(path.c_str(), target.data(), target.size());
+  if (length >= 0) return {target.data(), static_cast<size_t>(length)};
+  if (errno == EINVAL) return {};
+  fail_errno(errno, "cannot read the link", about(path));
 }
 
 std::vector<std::string> PosixFileSystem::list(const std::string& directory) {

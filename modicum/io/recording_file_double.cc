@@ -143,6 +143,11 @@ std::unique_ptr<File> RecordingFileSystem::open_to_write(const std::string& path
   return std::make_unique<RecordingFile>(under_.open_to_write(path), *state_);
 }
 
+std::string RecordingFileSystem::link_target(const std::string& path) {
+  state_->note("link_target", base_name(path));
+  return under_.link_target(path);
+}
+
 bool RecordingFileSystem::exists(const std::string& path) {
   state_->note("exists", base_name(path));
   return under_.exists(path);

@@ -5,9 +5,10 @@ the save is killed at any moment; every changed byte is found, and its file name
 House test. It catches these mutations: a step that is visible before it is complete; files of a
 dead save that are kept, or of a living one that are removed; a byte that no digest covers; a newest
 step that is chosen without a check; a save that the prediction does not include; stale
-values that are resumed.
+values that are resumed; a SHA-256 that is not compared.
 """
 
+import hashlib
 import json
 import math
 import random
@@ -358,6 +359,28 @@ def test_flipped_bits_are_found(modicum: Path, moe: Path, tmp_path: Path) -> Non
         named = "manifest.json" if file.name == "COMMIT" else file.name
         assert named in done.stderr or file.name in done.stderr, (file.name, place, done.stderr)
     assert run(modicum, "verify", root).code == 0
+
+
+def test_the_caches_digests_are_checked(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    """The Hugging Face cache names large files by their SHA-256."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots/abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for path in moe.iterdir():
+        data = path.read_bytes()
+        name = hashlib.sha256(data).hexdigest()
+        (blobs / name).write_bytes(data)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / name)
+    assert run_json(modicum, "verify", snapshot)["ok"]
+    file = min(snapshot.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.resolve().write_bytes(data)
+    done = run(modicum, "verify", snapshot, "--json")
+    assert done.code == 12 and not done.json["ok"]
+    wrong = [of["name"] for of in done.json["files"] if of["result"] != "ok"]
+    assert wrong == [file.name]
+    assert file.resolve().name in done.stderr
 
 
 # ---- kills

@@ -1,0 +1,18 @@
+# modicum_import(TARGET HEADER LIBRARY): an imported target for a library of Debian's that brings no
+# CMake package, with the soname that the wheel bundles it under.
+function(modicum_import target header library)
+  string(MAKE_C_IDENTIFIER ${library} id)
+  find_path(${id}_INCLUDE_DIR ${header} REQUIRED)
+  find_library(${id}_LIBRARY ${library} REQUIRED)
+  file(REAL_PATH ${${id}_LIBRARY} found)
+  execute_process(
+    COMMAND ${CMAKE_OBJDUMP} -p ${found}
+    OUTPUT_VARIABLE headers COMMAND_ERROR_IS_FATAL ANY)
+  if(NOT headers MATCHES "SONAME +([^ \n]+)")
+    message(FATAL_ERROR "${found} has no soname")
+  endif()
+  add_library(${target} SHARED IMPORTED)
+  set_target_properties(
+    ${target} PROPERTIES IMPORTED_LOCATION ${found} IMPORTED_SONAME ${CMAKE_MATCH_1}
+                         INTERFACE_INCLUDE_DIRECTORIES ${${id}_INCLUDE_DIR})
+endfunction()
