@@ -52,9 +52,10 @@ HWY_INLINE Floats<D> next_exp_avg(D d, const Constants& c, Floats<D> g, Floats<D
     const Floats<D> kept = hn::Mul(m, hn::Set(d, c.numbers.beta1));
     return fma(d, g, hn::Set(d, c.numbers.one_minus_beta1), kept);
   } else {
-    // A blend: GCC compiles `?:` to a round trip through memory.
-    const auto from_exp_avg = hn::Eq(hn::Set(d, c.from_exp_avg ? 0.0F : 1.0F), hn::Zero(d));
-    return fma(d, hn::Set(d, c.lerp), hn::Sub(g, m), hn::IfThenElse(from_exp_avg, m, g));
+    const Floats<D> apart = hn::Sub(g, m);
+    const Floats<D> weight = hn::Set(d, c.lerp);
+    if (c.from_exp_avg) return fma(d, weight, apart, m);
+    return fma(d, weight, apart, g);
   }
 }
 
@@ -197,6 +198,12 @@ struct Staged {
   alignas(64) uint32_t random[kScaleBlock];
 };
 
+// The random words of a staged piece from element k on.
+template <class D>
+HWY_INLINE Words<D> staged_random(D, const Staged& staged, int64_t k) {
+  return hn::LoadU(hn::Rebind<uint32_t, D>(), staged.random + k);
+}
+
 // Encodes the exp_avg of a staged piece and leaves the magnitudes of its codes there. Its own loop:
 // the codes of the roots depend on them, and one chain of both would be too long to overlap.
 struct EncodeExpAvg {
@@ -207,11 +214,11 @@ struct EncodeExpAvg {
 
   template <class D>
   HWY_INLINE Floats<D> code(D d, int64_t k) const {
-    const Words<D> random = hn::LoadU(hn::Rebind<uint32_t, D>(), staged->random + k);
     const Floats<D> value = hn::LoadU(d, staged->exp_avg + k);
-    const Floats<D> magnitude = magnitude_code(d, value, per, lower_fraction(d, random));
+    const Floats<D> fraction = lower_fraction(d, staged_random(d, *staged, k));
+    const Floats<D> magnitude = magnitude_code(d, value, per, fraction);
     hn::StoreU(magnitude, d, staged->exp_avg + k);
-    return hn::CopySign(magnitude, value);
+    return hn::CopySignToAbs(magnitude, value);
   }
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
@@ -230,14 +237,14 @@ struct EncodeRoot {
   int64_t begin;  // of the piece
   const Staged* staged;
   const float* roots;
-  float per;       // per_unit
+  float per;       // per_root
   float per_step;  // the least root for the step of exp_avg's code
 
   template <class D>
   HWY_INLINE Floats<D> code(D d, int64_t k) const {
-    const Words<D> random = hn::LoadU(hn::Rebind<uint32_t, D>(), staged->random + k);
     const Floats<D> least = least_of(d, hn::LoadU(d, staged->exp_avg + k), per_step);
-    return root_code(d, hn::LoadU(d, roots + k), per, least, upper_fraction(d, random));
+    const Floats<D> fraction = upper_fraction(d, staged_random(d, *staged, k));
+    return root_code(d, hn::LoadU(d, roots + k), per, least, fraction);
   }
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
@@ -267,7 +274,7 @@ HWY_INLINE void encode(const AdamSpan& span, const Piece& piece, Staged& staged,
   cover(EncodeExpAvg{span.exp_avg, piece.begin, &staged, per_unit(exp_avg, kMostSigned)}, piece);
   const auto encode_roots = [&](std::byte* to, const float* roots, const float* scales) {
     const float scale = scales[piece.scale];
-    cover(EncodeRoot{to, piece.begin, &staged, roots, per_unit(scale, kMostRoot),
+    cover(EncodeRoot{to, piece.begin, &staged, roots, per_root(scale),
                      least_per_step(exp_avg, scale)},
           piece);
   };

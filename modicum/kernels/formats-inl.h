@@ -124,7 +124,7 @@ HWY_INLINE void store_master_pair(D d, const Pair<Floats<D>>& v, const Pair<Word
     even = hn::AndNot(last, even);
     odd = hn::AndNot(last, odd);
   } else {
-    store_u16_pair(d, {hn::ShiftLeft<16>(even), hn::ShiftLeft<16>(odd)}, span.master_low, i);
+    store_u16_halves(d, even, hn::ShiftLeft<16>(odd), span.master_low, i);
   }
   store_u16_pair(d, {hn::Add(even, half), hn::Add(odd, half)}, span.master, i);
 }
@@ -149,7 +149,7 @@ constexpr float kMostRoot = 255;    // codes of the root of exp_avg_sq
 // Scales below it are divided by it: the codes of such a block are smaller, and no quotient
 // overflows.
 constexpr float kLeastDivisor = 0x1p-100F;
-constexpr float kNearest = 0.5F;  // in place of a random fraction: rounds to the nearest value
+constexpr float kNearest = 1.5F;  // in place of a random 1 + u: rounds to the nearest value
 
 template <class D>
 HWY_INLINE Floats<D> signed_value(D d, Floats<D> code, float scale) {
@@ -177,9 +177,10 @@ HWY_INLINE Floats<D> load_root_codes(D d, const std::byte* codes, int64_t i) {
 template <class D>
 HWY_INLINE Pair<Floats<D>> load_signed_code_pair(D d, const std::byte* codes, int64_t i) {
   const hn::Rebind<int32_t, D> di;
-  const Ints<D> both = hn::BitCast(di, load_u16(d, codes + i, 0));
+  const hn::Rebind<int16_t, D> d16;
+  const Ints<D> both = hn::PromoteTo(di, load(d16, codes + i, 0));
   return {hn::ConvertTo(d, hn::ShiftRight<24>(hn::ShiftLeft<24>(both))),
-          hn::ConvertTo(d, hn::ShiftRight<24>(hn::ShiftLeft<16>(both)))};
+          hn::ConvertTo(d, hn::ShiftRight<8>(both))};
 }
 template <class D>
 HWY_INLINE Pair<Floats<D>> load_root_code_pair(D d, const std::byte* codes, int64_t i) {
@@ -203,32 +204,43 @@ HWY_INLINE void store_code_pair(D d, const Pair<Floats<D>>& codes, std::byte* to
   store(d16, hn::TruncateTo(d16, both), to + i, 0);
 }
 
-// (r + 1/2) / 2^16 of the lower or upper 16 bits r of a random word, between 0 and 1; exact.
-template <class D>
-HWY_INLINE Floats<D> fraction_of(D d, Words<D> random16) {
-  const hn::Rebind<int32_t, D> di;
-  const Floats<D> r = hn::ConvertTo(d, hn::BitCast(di, random16));
-  return hn::MulAdd(r, hn::Set(d, 0x1p-16F), hn::Set(d, 0x1p-17F));
-}
+// 1 + u with u = (r + 1/2) / 2^16 of the lower 16 bits r of a random word: r is placed in the
+// significand of 1, the half below it.
+constexpr uint32_t kOneAndHalf = 0x3f800040U;
 template <class D>
 HWY_INLINE Floats<D> lower_fraction(D d, Words<D> random) {
-  return fraction_of(d, hn::And(random, hn::Set(hn::Rebind<uint32_t, D>(), 0xffffU)));
+  const hn::Rebind<uint32_t, D> du;
+  const Words<D> placed = hn::And(hn::ShiftLeft<7>(random), hn::Set(du, 0x7fff80U));
+  return hn::BitCast(d, hn::Or(placed, hn::Set(du, kOneAndHalf)));
 }
+// The same of the upper 16 bits.
 template <class D>
 HWY_INLINE Floats<D> upper_fraction(D d, Words<D> random) {
-  return fraction_of(d, hn::ShiftRight<16>(random));
+  const hn::Rebind<uint32_t, D> du;
+  const Words<D> placed = hn::And(hn::ShiftRight<9>(random), hn::Set(du, 0x7fff80U));
+  return hn::BitCast(d, hn::Or(placed, hn::Set(du, kOneAndHalf)));
+}
+
+// u * width of 1 + u, rounded once.
+template <class D>
+HWY_INLINE Floats<D> share_of([[maybe_unused]] D d, Floats<D> fraction, Floats<D> width) {
+#if HWY_NATIVE_FMA
+  return hn::MulSub(fraction, width, width);
+#else
+  return hn::Mul(hn::Sub(fraction, hn::Set(d, 1.0F)), width);
+#endif
 }
 
 // The code of t >= 0: c or c + 1 of c^2 <= t < (c + 1)^2. Widths and differences of squares are
-// exact, with or without a fused multiplication.
+// exact, with or without a fused multiplication. `fraction`: 1 + u.
 template <class D>
 HWY_INLINE Floats<D> code_of(D d, Floats<D> t, Floats<D> fraction) {
   const Floats<D> one = hn::Set(d, 1.0F);
   const Floats<D> c = hn::Floor(hn::Sqrt(t));
   const Floats<D> width = hn::MulAdd(c, hn::Set(d, 2.0F), one);
   const Floats<D> rest = hn::NegMulAdd(c, c, t);
-  const auto is_up = hn::Lt(hn::Mul(width, fraction), rest);
-  return hn::IfThenElse(is_up, hn::Add(c, one), c);
+  const auto is_up = hn::Lt(share_of(d, fraction, width), rest);
+  return hn::Add(c, hn::IfThenElseZero(is_up, one));  // a blend is slower on AVX2
 }
 
 // The factor of a block: a value times it is t.
@@ -254,12 +266,13 @@ template <class D>
 HWY_INLINE Floats<D> least_of(D d, Floats<D> code, float per_step) {
   return fma(d, code, hn::Set(d, 2 * per_step), hn::Set(d, per_step));
 }
-// `per` is rounded up, so that the scale's own root gets the largest code. `least`: of t. Only 0
-// has the code 0.
+// The factor is rounded up, so that the scale's own root gets the largest code.
+HWY_INLINE float per_root(float scale) { return per_unit(scale, kMostRoot) * (1 + 0x1p-22F); }
+// `per`: per_root. `least`: of t. Only 0 has the code 0.
 template <class D>
 HWY_INLINE Floats<D> root_code(D d, Floats<D> root, float per, Floats<D> least,
                                Floats<D> fraction) {
-  Floats<D> t = hn::Max(hn::Mul(root, hn::Set(d, per * (1 + 0x1p-22F))), least);
+  Floats<D> t = hn::Max(hn::Mul(root, hn::Set(d, per)), least);
   t = hn::Min(t, hn::Set(d, kMostRoot * kMostRoot));
   const auto is_positive = hn::Gt(root, hn::Zero(d));
   return hn::IfThenElseZero(is_positive, code_of(d, t, fraction));

@@ -87,11 +87,23 @@ HWY_INLINE Pair<Words<D>> load_u16_pair(D, const std::byte* from, int64_t i) {
   const Words<D> both = load(du, from + 2 * i, 0);
   return {hn::ShiftLeft<16>(both), hn::And(both, hn::Set(du, 0xffff0000U))};
 }
+// Stores the lower halves of `even` and the upper halves of `odd`.
 template <class D>
-HWY_INLINE void store_u16_pair(D, const Pair<Words<D>>& v, std::byte* to, int64_t i) {
+HWY_INLINE void store_u16_halves(D, Words<D> even, Words<D> odd, std::byte* to, int64_t i) {
   const hn::Rebind<uint32_t, D> du;
-  const Words<D> odd = hn::And(v.odd, hn::Set(du, 0xffff0000U));
-  store(du, hn::Or(hn::ShiftRight<16>(v.even), odd), to + 2 * i, 0);
+  if constexpr (hn::MaxLanes(D()) == 1) {
+    const Words<D> lower = hn::And(even, hn::Set(du, 0xffffU));
+    store(du, hn::Or(lower, hn::And(odd, hn::Set(du, 0xffff0000U))), to + 2 * i, 0);
+  } else {
+    const hn::Repartition<uint16_t, D> d16;
+    const auto both = hn::OddEven(hn::BitCast(d16, odd), hn::BitCast(d16, even));
+    store(du, hn::BitCast(du, both), to + 2 * i, 0);
+  }
+}
+// Stores the upper halves.
+template <class D>
+HWY_INLINE void store_u16_pair(D d, const Pair<Words<D>>& v, std::byte* to, int64_t i) {
+  store_u16_halves(d, hn::ShiftRight<16>(v.even), v.odd, to, i);
 }
 
 // a * b + c with one rounding. Highway's MulAdd rounds twice on hardware without FMA; there

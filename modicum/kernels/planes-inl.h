@@ -110,7 +110,7 @@ struct EncodeNearest {
   std::byte* to;
   bool roots;
   Piece piece;
-  float per;  // per_unit
+  float per;  // per_root, or per_unit
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
     const Floats<D> value = hn::LoadU(d, from + i - piece.begin);
@@ -142,7 +142,7 @@ void import_all(const AdamNumbers& numbers, const AdamSpan& span, StatePlane pla
     for_lanes(Stage{bytes, staged, roots, piece}, piece.begin, piece.end);
     const float scale = scale_of(staged, piece.end - piece.begin);
     to.scales[piece.scale] = scale;
-    const float per = per_unit(scale, roots ? kMostRoot : kMostSigned);
+    const float per = roots ? per_root(scale) : per_unit(scale, kMostSigned);
     for_lanes(EncodeNearest{staged, to.codes, roots, piece, per}, piece.begin, piece.end);
   }
 }
