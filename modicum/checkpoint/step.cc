@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <random>
 
@@ -41,10 +42,17 @@ Digest digest_value(JsonValue& value) {
   return {*high, *low};
 }
 
-// A single component, which may be in the directory of the state, and nothing hidden.
+// The directories within a step.
+constexpr std::array<const char*, 2> kDirectories = {kStateDirectory, kExtraDirectory};
+
+// A single component, which may be in one of kDirectories, and nothing hidden.
 bool is_plain_name(std::string_view name) {
-  const std::string prefix = std::string(kStateDirectory) + "/";
-  if (name.starts_with(prefix)) name.remove_prefix(prefix.size());
+  for (const char* const directory : kDirectories) {
+    const std::string prefix = fmt::format("{}/", directory);
+    if (!name.starts_with(prefix)) continue;
+    name.remove_prefix(prefix.size());
+    break;
+  }
   return !name.empty() && name.front() != '.' && name.find('/') == std::string_view::npos &&
          name.find('\0') == std::string_view::npos;
 }
@@ -288,8 +296,10 @@ std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& s
                                         const StepRecord& record) {
   const std::string manifest = record_json(record);
   write_durably(files, join_path(step.directory, kManifest), manifest);
-  const std::string state = join_path(step.directory, kStateDirectory);
-  if (files.is_directory(state)) files.sync_directory(state);
+  for (const char* const name : kDirectories) {
+    const std::string directory = join_path(step.directory, name);
+    if (files.is_directory(directory)) files.sync_directory(directory);
+  }
   // Also makes the names of all other files durable, before the step is visible.
   replace_durably(files, {step.directory, kCommit, ".COMMIT"}, commit_json(record, manifest));
   const std::string name = step_name(step.step);

@@ -18,6 +18,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -29,11 +30,13 @@ namespace modicum {
 
 // Where the state of an optimizer is in a step: a checkpoint of its own.
 constexpr const char* kStateDirectory = "optimizer";
+// Where a step has what the program that saved it has added.
+constexpr const char* kExtraDirectory = "extra";
 
 // A file of a step. The digest is over its first `digested_bytes`: of a safetensors file the
 // header, whose tensors have digests of their own; of others the whole file.
 struct StepFile {
-  std::string name;  // of one in kStateDirectory with that prefix
+  std::string name;  // of one in kStateDirectory or kExtraDirectory with that prefix
   uint64_t bytes = 0;
   uint64_t digested_bytes = 0;
   Digest digest;
@@ -81,12 +84,19 @@ struct StepInFlight {
   std::string directory;  // where the ranks write
 };
 
-// optimizer/state.json: what a step's state belongs to.
+// optimizer/state.json: what a step's state belongs to. A state of another optimizer has a
+// state.json of its own, with its name.
 struct StateFacts {
   StateFormat format = StateFormat::fp32;  // as asked for
   uint64_t seed = 0;
-  int64_t steps = 0;                       // that every parameter has made
-  std::vector<std::string> without_state;  // parameters that are not trained
+  int64_t steps = 0;                        // that every parameter has made
+  std::map<std::string, int64_t> steps_of;  // of those that have made another number
+  std::vector<std::string> without_state;   // parameters that are not trained
+
+  int64_t steps_made_by(const std::string& fqn) const {
+    const auto found = steps_of.find(fqn);
+    return found == steps_of.end() ? steps : found->second;
+  }
 };
 constexpr const char* kStateFile = "state.json";
 std::string state_json(const StateFacts& facts);

@@ -56,8 +56,10 @@ SavedStep publish(StepSave& step, const SaveTask& task, int skipped) {
   std::optional<StepSave::SavedState> state;
   if (task.state != nullptr) {
     state.emplace(StepSave::SavedState{
-        task.state->manifest(),
-        {*task.load.run.optimizer, task.seed, task.steps - skipped, without_state(task.load.run)}});
+        task.state->manifest(), state_json({.format = *task.load.run.optimizer,
+                                            .seed = task.seed,
+                                            .steps = task.steps - skipped,
+                                            .without_state = without_state(task.load.run)})});
   }
   return step.publish(task.load.run.checkpoint, task.plan, state);
 }
