@@ -171,7 +171,8 @@ using WrittenHeld = std::tuple<std::shared_ptr<State>, size_t, std::string>;
 std::vector<StateOf> states_of(const std::vector<WrittenState>& written) {
   std::vector<StateOf> states;
   for (const auto& [fqn, dtype, shape, format, is_master] : written) {
-    states.push_back({spec_of(fqn, dtype, shape), state_format_named(format).format, is_master});
+    const StateFormatRow& row = row_named("state format", format, all_state_formats());
+    states.push_back({spec_of(fqn, dtype, shape), row.format, is_master});
   }
   return states;
 }

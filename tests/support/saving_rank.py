@@ -1,8 +1,6 @@
 """Acts of `torch_rank.py` that save steps and resume from them."""
 
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +96,7 @@ def resumes(
     directory: str,
     root: str,
     cut: Cut,
+    *,
     optimizer: str = "fp32",
     dtype: str = "float32",
     again: bool = False,
@@ -116,16 +115,14 @@ def resumes(
     return {"before": before, "end": whole(model, stepping), "extra": extra, "report": told_of}
 
 
-def fails(
-    directory: str, root: str, cut: Cut, how: str, culprit: int = 1, optimizer: str = "fp32"
-) -> dict[str, Any]:
+def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
     """Saves a step, and then one more that must fail: the error, by its facts."""
-    model, stepping = made(directory, cut, optimizer, "float32")
+    model, stepping = made(directory, cut, "fp32", "float32")
     modicum.torch.load(model, directory, optimizer=stepping, progress=False)
     modicum.torch.save(model, root, step=1, optimizer=stepping)
     kind: dict[str, Any] = {"step": 2, "optimizer": stepping}
     write = _modicum.save_state
-    if how == "disk" and dist.get_rank() == culprit:
+    if how == "disk" and dist.get_rank() == 1:
 
         def full(*arguments: Any) -> Any:
             raise OSError("no disk here")
@@ -155,11 +152,6 @@ def into(directory: str, root: str, cut: Cut, optimizer: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def names_in(root: str) -> list[str]:
-    """The names under a root, without `latest`."""
-    return sorted(set(os.listdir(Path(root))) - {"latest"})
 
 
 ACTS: dict[str, Callable[..., Any]] = {

@@ -36,7 +36,8 @@ class Ask:
     per_rank: Any
 
     def __post_init__(self) -> None:
-        for name, value, least in (("step", self.step, 0), ("keep", self.keep or 1, 1)):
+        kept = 1 if self.keep is None else self.keep
+        for name, value, least in (("step", self.step, 0), ("keep", kept, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 expected = f"an integer, {least} or more"
                 raise refusal("USAGE", name, expected=expected, got=repr(value))

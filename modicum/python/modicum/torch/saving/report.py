@@ -24,7 +24,7 @@ class Saved:
     promised_bytes: int
     """The most that a rank's process was to hold during the save."""
     held_bytes: int
-    """The most that one has held, by the kernel's count."""
+    """The most that one has held, by the kernel's count: with Python's own objects."""
     copied: list[str] = field(default_factory=list)
     """Names of stored tensors that no tensor of the model is made of, copied from the source."""
     left_out: list[str] = field(default_factory=list)

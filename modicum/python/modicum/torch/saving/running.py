@@ -26,16 +26,20 @@ def run(planned: Planned, ranks: Ranks, flight: Flight) -> Saved:
     threads = cpus_of_rank(ranks.ranks_per_node)
     where = Where(ranks, board, ask.ledger, directory, point, threads)
     outcomes = ranks.gather(_written(planned, where))
-    written_s = time.monotonic() - begin
-    published, _ = ranks.once(lambda: _published(planned, ranks, flight), lambda: None)
-    durable_s = time.monotonic() - begin
+
+    def publish() -> dict[str, Any]:
+        written_s = time.monotonic() - begin
+        published = _published(planned, ranks, flight)
+        return published | {"elapsed_s": written_s, "durable_s": time.monotonic() - begin}
+
+    published, _ = ranks.once(publish, lambda: None)
     return Saved(
         step=ask.step,
         path=published["path"],
         written_bytes=published["written_bytes"] + sum(of["written_bytes"] for of in outcomes),
         read_bytes=sum(of["read_bytes"] for of in outcomes),
-        elapsed_s=written_s,
-        durable_s=durable_s,
+        elapsed_s=published["elapsed_s"],
+        durable_s=published["durable_s"],
         promised_bytes=max(promised for promised, _ in planned.promised),
         held_bytes=max(of["held_bytes"] for of in outcomes),
         copied=planned.model.plan.copied,

@@ -74,19 +74,14 @@ def save(
         PeerError: another rank failed. Any error is raised on every rank, and nothing of the step
             is visible.
     """
-    ask = Ask(
-        root=Path(root),
-        step=step,
-        keep=keep,
-        form=Form(dtype, unused, shard_size, staging),
-        ledger=ledger or _modicum.Ledger(),
-        budget=budget,
-        extra=extra,
-        per_rank=extra_per_rank,
-    )
     flight = Flight()
     try:
         with Ranks.of_world().together() as ranks:
+            ask = Ask(
+                root=Path(root), step=step, keep=keep,
+                form=Form(dtype, unused, shard_size, staging), ledger=ledger or _modicum.Ledger(),
+                budget=budget, extra=extra, per_rank=extra_per_rank,
+            )  # fmt: skip
             return _save(model, Given(optimizer, source), ask, ranks, flight)
     finally:
         flight.end()

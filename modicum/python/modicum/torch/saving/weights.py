@@ -63,13 +63,13 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -
     Args:
         source: None: the origin's.
     """
+    for name, of in model.tensors.items():
+        if of.tensor.is_meta:
+            raise refusal("USAGE", "this tensor is on meta and has no values", tensor=name)
     if source is None and origin is None:
         what = "the model was not loaded by modicum.torch.load from files: give `source=`, a "
         what += "checkpoint of its architecture"
         raise refusal("USAGE", what)
-    for name, of in model.tensors.items():
-        if of.tensor.is_meta:
-            raise refusal("USAGE", "this tensor is on meta and has no values", tensor=name)
     at = source if source is not None or origin is None else origin.source
     checkpoint = _modicum.open_checkpoint(None if at is None else Path(at))
 
