@@ -34,7 +34,13 @@ std::string state_json(const StateFacts& facts) {
   if (facts.digest) out.member("digest", hex(*facts.digest));
   out.key("without_state").begin_array();
   for (const std::string& fqn : facts.without_state) out.value(fqn);
-  out.end_array().end_object();
+  out.end_array();
+  if (!facts.steps_of.empty()) {
+    out.key("steps_of").begin_object();
+    for (const auto& [fqn, steps] : facts.steps_of) out.member(fqn, steps);
+    out.end_object();
+  }
+  out.end_object();
   return out.text();
 }
 
@@ -51,6 +57,11 @@ StateFacts parse_state(const std::string& text) {
         if (key == "digest") facts.digest = digest_value(member.string());
         if (key == "without_state") {
           member.array([&](JsonValue& name) { facts.without_state.push_back(name.string()); });
+        }
+        if (key == "steps_of") {
+          member.object([&](std::string_view fqn, JsonValue& steps) {
+            facts.steps_of[std::string(fqn)] = steps.integer();
+          });
         }
       });
     });

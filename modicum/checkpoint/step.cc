@@ -41,10 +41,17 @@ Digest digest_value(JsonValue& value) {
   return {*high, *low};
 }
 
-// A file name without a leading dot, optionally in kStateDirectory.
+// The directories within a step.
+constexpr std::array<const char*, 2> kDirectories = {kStateDirectory, kExtraDirectory};
+
+// A file name without a leading dot, optionally in one of kDirectories.
 bool is_plain_name(std::string_view name) {
-  const std::string prefix = std::string(kStateDirectory) + "/";
-  if (name.starts_with(prefix)) name.remove_prefix(prefix.size());
+  for (const char* const directory : kDirectories) {
+    const std::string prefix = fmt::format("{}/", directory);
+    if (!name.starts_with(prefix)) continue;
+    name.remove_prefix(prefix.size());
+    break;
+  }
   return !name.empty() && name.front() != '.' && name.find('/') == std::string_view::npos &&
          name.find('\0') == std::string_view::npos;
 }
@@ -274,8 +281,10 @@ std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& s
                                         const StepRecord& record) {
   const std::string manifest = record_json(record);
   write_durably(files, join_path(step.directory, kManifest), manifest);
-  const std::string state = join_path(step.directory, kStateDirectory);
-  if (files.is_directory(state)) files.sync_directory(state);
+  for (const char* const name : kDirectories) {
+    const std::string directory = join_path(step.directory, name);
+    if (files.is_directory(directory)) files.sync_directory(directory);
+  }
   // Also syncs the directory, and with it the names of all files, before the step is visible.
   replace_durably(files, {step.directory, kCommit, ".COMMIT"}, commit_json(record, manifest));
   const std::string name = step_name(step.step);

@@ -18,6 +18,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -29,6 +30,8 @@ namespace modicum {
 
 // The subdirectory of a step that holds the optimizer's state, as a checkpoint of its own.
 constexpr const char* kStateDirectory = "optimizer";
+// Where a step has what the program that saved it has added.
+constexpr const char* kExtraDirectory = "extra";
 
 // A file of a step. The digest covers its first `digested_bytes`: the header of a safetensors file
 // (its tensors have digests of their own), the whole of any other file.
@@ -81,13 +84,20 @@ struct StepInFlight {
   std::string directory;  // where the ranks write
 };
 
-// optimizer/state.json: the facts about an optimizer's state that its tensors don't hold.
+// optimizer/state.json: the facts about an optimizer's state that its tensors don't hold. The state
+// of another optimizer has a state.json of its own, with the optimizer's name.
 struct StateFacts {
   StateFormat format = StateFormat::fp32;  // as requested
   uint64_t seed = 0;
-  int64_t steps = 0;                       // the same number for every parameter
-  std::vector<std::string> without_state;  // parameters that are not trained
-  std::optional<uint64_t> digest;          // AdamW::digest().state, summed over the ranks
+  int64_t steps = 0;                        // of every parameter that is not in `steps_of`
+  std::map<std::string, int64_t> steps_of;  // by FQN
+  std::vector<std::string> without_state;   // parameters that are not trained
+  std::optional<uint64_t> digest;           // AdamW::digest().state, summed over the ranks
+
+  int64_t steps_made_by(const std::string& fqn) const {
+    const auto found = steps_of.find(fqn);
+    return found == steps_of.end() ? steps : found->second;
+  }
 };
 constexpr const char* kStateFile = "state.json";
 std::string state_json(const StateFacts& facts);

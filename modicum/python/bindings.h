@@ -102,6 +102,7 @@ void define_values(nb::module_& module);
 void define_recipe_builder(nb::module_& module);
 void define_load(nb::module_& module);
 void define_optim(nb::module_& module);
+void define_save(nb::module_& module);
 void define_probe(nb::module_& module);
 
 }  // namespace modicum::python

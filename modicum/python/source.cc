@@ -97,6 +97,7 @@ class CallerFiles final : public FileSystem {
     return std::make_unique<CallerFile>(of_);
   }
   bool exists(const std::string& path) override { return base_name(path) == kName; }
+  std::string link_target(const std::string&) override { return {}; }
   bool is_directory(const std::string&) override { return false; }
   std::vector<std::string> list(const std::string&) override { return {kName}; }
   std::unique_ptr<File> create(const std::string&) override { refuse_change(); }

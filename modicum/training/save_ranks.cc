@@ -121,7 +121,7 @@ class ResumeRank {
         load_spans(from.checkpoint, spans, {rank_, &world_.board, nullptr, &of_.ledger});
     optimizer.for_each_state([&](AdamW& state) {
       for (size_t shard = 0; shard < state.shards(); ++shard) {
-        state.set_steps(shard, from.facts.steps);
+        state.set_steps(shard, from.facts.steps_made_by(state.shard(shard).fqn));
       }
     });
   }

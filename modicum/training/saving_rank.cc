@@ -55,10 +55,12 @@ SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankCo
 SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained) {
   std::optional<StepSave::SavedState> state;
   if (task.state != nullptr) {
-    state.emplace(
-        StepSave::SavedState{task.state->manifest(),
-                             {*task.load.run.optimizer, task.seed, task.steps - trained.skipped,
-                              without_state(task.load.run), trained.digest}});
+    state.emplace(StepSave::SavedState{task.state->manifest(),
+                                       state_json({.format = *task.load.run.optimizer,
+                                                   .seed = task.seed,
+                                                   .steps = task.steps - trained.skipped,
+                                                   .without_state = without_state(task.load.run),
+                                                   .digest = trained.digest})});
   }
   return step.publish(task.load.run.checkpoint, task.plan, state);
 }

@@ -40,7 +40,58 @@ int64_t blocks_of(int64_t row, int64_t numel) {
   return numel == 0 ? 0 : ScaleBlocks(row).block_of(numel - 1) + 1;
 }
 
-// Refuses a run that begins or ends within a block: its rank has a scale of its own for that block.
+std::vector<TensorSpec> specs_of(const StateOf& of) {
+  const TensorSpec& parameter = of.parameter;
+  const StateFormatRow& row = row_of(of.format);
+  std::vector<TensorSpec> specs;
+  const auto add = [&](const std::string& suffix, DType dtype, std::vector<int64_t> shape) {
+    specs.push_back(
+        {fmt::format("{}.{}", parameter.fqn, suffix), Role::param, dtype, std::move(shape)});
+  };
+  for (const auto& [plane, suffix] : kPlaneNames) {
+    const auto dtype = stored_dtype(row, plane, of.is_master);
+    if (!dtype) continue;
+    add(std::string(suffix), *dtype, parameter.shape);
+    const bool has_scales =
+        row.has_scales() && bits_per_element(*dtype) == 8 && plane != Plane::master_low;
+    if (has_scales) {
+      add(scale_suffix(suffix), DType::f32,
+          {blocks_of(moment_row(parameter.shape), numel_of(parameter.shape))});
+    }
+  }
+  return specs;
+}
+
+// The tensors of a state, by name.
+std::vector<TensorSpec> specs_of_all(std::span<const StateOf> parameters) {
+  std::vector<TensorSpec> specs;
+  for (const StateOf& of : parameters) {
+    for (TensorSpec& spec : specs_of(of)) specs.push_back(std::move(spec));
+  }
+  std::sort(specs.begin(), specs.end(),
+            [](const TensorSpec& a, const TensorSpec& b) { return a.fqn < b.fqn; });
+  return specs;
+}
+
+std::vector<StateOf> parameters_of(const Run& run) {
+  std::set<uint32_t> seen;
+  std::vector<StateOf> parameters;
+  for (int rank = 0; rank < run.layout.world_size(); ++rank) {
+    for_each_trained(run.recipe, run.layout, *run.optimizer, rank, [&](TrainedShard&& of) {
+      const TensorSpec& parameter = run.recipe.targets[of.target].spec;
+      if (row_of(of.format).has_scales()) {
+        require_whole_blocks(of.shard, numel_of(parameter.shape));
+      }
+      if (!seen.insert(of.target).second) return;
+      parameters.push_back({parameter, of.format, of.is_master()});
+    });
+  }
+  return parameters;
+}
+
+}  // namespace
+
+// A rank whose run begins or ends within a block has a scale of its own for that block.
 void require_whole_blocks(const ShardSpec& shard, int64_t numel) {
   const ScaleBlocks blocks(shard.row);
   const auto is_edge = [&](int64_t at) { return at == numel || blocks.edge_after(at) == at; };
@@ -54,56 +105,19 @@ void require_whole_blocks(const ShardSpec& shard, int64_t numel) {
   }
 }
 
-std::vector<TensorSpec> specs_of(const TrainedShard& of, const TensorSpec& parameter) {
-  const StateFormatRow& row = row_of(of.format);
-  std::vector<TensorSpec> specs;
-  const auto add = [&](const std::string& suffix, DType dtype, std::vector<int64_t> shape) {
-    specs.push_back(
-        {fmt::format("{}.{}", parameter.fqn, suffix), Role::param, dtype, std::move(shape)});
-  };
-  for (const auto& [plane, suffix] : kPlaneNames) {
-    const auto dtype = stored_dtype(row, plane, of.is_master());
-    if (!dtype) continue;
-    add(std::string(suffix), *dtype, parameter.shape);
-    const bool has_scales =
-        row.has_scales() && bits_per_element(*dtype) == 8 && plane != Plane::master_low;
-    if (has_scales) {
-      add(scale_suffix(suffix), DType::f32, {blocks_of(of.shard.row, numel_of(parameter.shape))});
-    }
-  }
-  return specs;
-}
+StateFiles::StateFiles(const Run& run) : StateFiles(parameters_of(run)) {}
 
-// The tensors of the state of a run, by name.
-std::vector<TensorSpec> specs_of_run(const Run& run) {
-  std::set<uint32_t> seen;
-  std::vector<TensorSpec> specs;
-  for (int rank = 0; rank < run.layout.world_size(); ++rank) {
-    for_each_trained(run.recipe, run.layout, *run.optimizer, rank, [&](TrainedShard&& of) {
-      const TensorSpec& parameter = run.recipe.targets[of.target].spec;
-      if (row_of(of.format).has_scales()) {
-        require_whole_blocks(of.shard, numel_of(parameter.shape));
-      }
-      if (!seen.insert(of.target).second) return;
-      for (TensorSpec& spec : specs_of(of, parameter)) specs.push_back(std::move(spec));
-    });
-  }
-  std::sort(specs.begin(), specs.end(),
-            [](const TensorSpec& a, const TensorSpec& b) { return a.fqn < b.fqn; });
-  return specs;
-}
-
-}  // namespace
-
-StateFiles::StateFiles(const Run& run)
-    : manifest_(output_manifest(split_into_files(specs_of_run(run), kFileBytes))) {
+StateFiles::StateFiles(std::span<const StateOf> parameters)
+    : manifest_(output_manifest(split_into_files(specs_of_all(parameters), kFileBytes))) {
   sort_names();
 }
 
-void StateFiles::require_of(const Run& run) const {
+void StateFiles::require_of(const Run& run) const { require_of(parameters_of(run)); }
+
+void StateFiles::require_of(std::span<const StateOf> parameters) const {
   std::set<std::string> left;
   for (const auto& [name, stored] : by_name_) left.insert(name);
-  for (const TensorSpec& spec : specs_of_run(run)) {
+  for (const TensorSpec& spec : specs_of_all(parameters)) {
     const auto found = std::lower_bound(by_name_.begin(), by_name_.end(), std::pair(spec.fqn, 0U));
     if (left.erase(spec.fqn) == 0) {
       fail(Category::mismatch, "the saved state lacks this tensor", {.tensor = spec.fqn});
@@ -148,41 +162,54 @@ uint32_t StateFiles::stored(const std::string& fqn, std::string_view suffix) con
 
 void StateFiles::for_each_span(const RankOptimizer& optimizer, bool to_save,
                                FunctionRef<void(const StoredSpan&)> fn) const {
-  optimizer.for_each_state([&](AdamW& state) {
-    const StateFormatRow& row = row_of(state.format());
-    for (size_t shard = 0; shard < state.shards(); ++shard) {
-      const ShardSpec& spec = state.shard(shard);
-      if (to_save && !spec.counts) continue;
-      const auto emit = [&](std::string_view suffix, std::span<std::byte> held, uint64_t size,
-                            FunctionRef<ShardRun(const ShardRun&)> place_of) {
-        const uint32_t at = stored(spec.fqn, suffix);
-        uint64_t done = 0;
-        for (const ShardRun& run : spec.runs) {
-          const ShardRun place = place_of(run);
-          const uint64_t bytes = static_cast<uint64_t>(place.n) * size;
-          MODICUM_ASSERT(done + bytes <= held.size());
-          const uint64_t first = static_cast<uint64_t>(place.first) * size;
-          fn({at, first, held.subspan(done, bytes)});
-          done += bytes;
-        }
-      };
-      for (const auto& [plane, suffix] : kPlaneNames) {
-        const bool has_master = spec.master != nullptr;
-        const auto dtype = stored_dtype(row, plane, has_master);
-        if (!dtype) continue;
-        emit(suffix, state.plane(shard, plane), static_cast<uint64_t>(bytes_per_element(*dtype)),
-             [](const ShardRun& run) { return run; });
-        const std::span<float> scales = state.scales(shard, plane);
-        if (scales.empty()) continue;
-        const ScaleBlocks blocks(spec.row);
-        emit(scale_suffix(suffix), std::as_writable_bytes(scales), sizeof(float),
-             [&](const ShardRun& run) {
-               const int64_t first = blocks.block_of(run.first);
-               return ShardRun{first, blocks.block_of(run.first + run.n - 1) + 1 - first};
-             });
+  const auto shards = [&](FunctionRef<void(const HeldShard&)> held) {
+    optimizer.for_each_state([&](AdamW& state) {
+      for (size_t shard = 0; shard < state.shards(); ++shard) {
+        const ShardSpec& spec = state.shard(shard);
+        if (!to_save || spec.counts) held({state, shard, spec.fqn});
       }
-    }
+    });
+  };
+  for_each_span(shards, fn);
+}
+
+void StateFiles::for_each_span(HeldShards shards, FunctionRef<void(const StoredSpan&)> fn) const {
+  shards([&](const HeldShard& of) {
+    if (!of.adamw.shard(of.shard).runs.empty()) spans_of(of, fn);
   });
+}
+
+void StateFiles::spans_of(const HeldShard& of, FunctionRef<void(const StoredSpan&)> fn) const {
+  AdamW& state = of.adamw;
+  const StateFormatRow& row = row_of(state.format());
+  const ShardSpec& spec = state.shard(of.shard);
+  const auto emit = [&](std::string_view suffix, std::span<std::byte> held, uint64_t size,
+                        FunctionRef<ShardRun(const ShardRun&)> place_of) {
+    const uint32_t at = stored(of.fqn, suffix);
+    uint64_t done = 0;
+    for (const ShardRun& run : spec.runs) {
+      const ShardRun place = place_of(run);
+      const uint64_t bytes = static_cast<uint64_t>(place.n) * size;
+      MODICUM_ASSERT(done + bytes <= held.size());
+      const uint64_t first = static_cast<uint64_t>(place.first) * size;
+      fn({at, first, held.subspan(done, bytes)});
+      done += bytes;
+    }
+  };
+  for (const auto& [plane, suffix] : kPlaneNames) {
+    const auto dtype = stored_dtype(row, plane, spec.master != nullptr);
+    if (!dtype) continue;
+    emit(suffix, state.plane(of.shard, plane), static_cast<uint64_t>(bytes_per_element(*dtype)),
+         [](const ShardRun& run) { return run; });
+    const std::span<float> scales = state.scales(of.shard, plane);
+    if (scales.empty()) continue;
+    const ScaleBlocks blocks(spec.row);
+    emit(scale_suffix(suffix), std::as_writable_bytes(scales), sizeof(float),
+         [&](const ShardRun& run) {
+           const int64_t first = blocks.block_of(run.first);
+           return ShardRun{first, blocks.block_of(run.first + run.n - 1) + 1 - first};
+         });
+  }
 }
 
 }  // namespace modicum

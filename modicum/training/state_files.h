@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -26,18 +27,38 @@
 
 namespace modicum {
 
+// A parameter that has state.
+struct StateOf {
+  TensorSpec parameter;
+  StateFormat format = StateFormat::fp32;
+  bool is_master = false;  // its memory is the master, or the upper half of one
+};
+// A rank's shard of an AdamW, and the parameter's name in the files.
+struct HeldShard {
+  AdamW& adamw;
+  size_t shard = 0;
+  const std::string& fqn;
+};
+using HeldShards = FunctionRef<void(FunctionRef<void(const HeldShard&)>)>;
+
+// UNSUPPORTED, naming the parameter, if a shard with 8-bit moments holds a part of a block, whose
+// scale no other rank knows. `numel`: of the whole parameter.
+void require_whole_blocks(const ShardSpec& shard, int64_t numel);
+
 // The tensors of a state, and their files.
 class StateFiles {
  public:
   // The files for saving the state of `run`, which must have an optimizer. UNSUPPORTED, naming the
   // parameter, if the layout divides a block of 8-bit moments between ranks.
   explicit StateFiles(const Run& run);
+  explicit StateFiles(std::span<const StateOf> parameters);
   // The files of a saved step. `saved` is the manifest of its kStateDirectory.
   explicit StateFiles(Manifest saved);
 
-  // MISMATCH, naming a tensor, unless the state of `run` consists of exactly these tensors;
-  // UNSUPPORTED as for the constructor.
+  // MISMATCH, naming a tensor, unless the state of `run`, or of these parameters, consists of
+  // exactly these tensors; UNSUPPORTED as for the constructor.
   void require_of(const Run& run) const;
+  void require_of(std::span<const StateOf> parameters) const;
 
   const Manifest& manifest() const noexcept { return manifest_; }
   // The host memory of the files on each rank, including the sums of a save.
@@ -46,8 +67,10 @@ class StateFiles {
   // is.
   void for_each_span(const RankOptimizer& optimizer, bool to_save,
                      FunctionRef<void(const StoredSpan&)> fn) const;
+  void for_each_span(HeldShards shards, FunctionRef<void(const StoredSpan&)> fn) const;
 
  private:
+  void spans_of(const HeldShard& of, FunctionRef<void(const StoredSpan&)> fn) const;
   void sort_names();
   uint32_t stored(const std::string& fqn, std::string_view suffix) const;
 

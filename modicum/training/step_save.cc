@@ -94,8 +94,17 @@ void StepSave::copy_companions(const Checkpoint& source, const SavePlan& plan, S
       [&](const std::string& name, const std::string& text) { add_file(saved, name, text); });
 }
 
+// The caller's file: written here, or by a rank before.
+void StepSave::add_written(SavedStep& saved, const NewFile& file) {
+  if (file.text) return add_file(saved, file.name, *file.text);
+  const std::string text = read_text(*files_.open(join_path(step_.directory, file.name)));
+  saved.record.files.push_back({file.name, text.size(), text.size(), digest_of(text)});
+  saved.written_bytes += text.size();
+}
+
 SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
-                            const std::optional<SavedState>& state) {
+                            const std::optional<SavedState>& state,
+                            const std::vector<NewFile>& more) {
   SavedStep saved{.step = step_.step};
   saved.record = {.step = step_.step,
                   .uuid = step_.uuid,
@@ -105,9 +114,10 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
   if (state) {
     const std::string prefix = std::string(kStateDirectory) + "/";
     add_part(saved, prefix, state->manifest, saved.record.state);
-    add_file(saved, prefix + kStateFile, state_json(state->facts));
+    add_file(saved, prefix + kStateFile, state->facts);
   }
-  copy_companions(source, plan, saved);
+  if (!source.directory.empty()) copy_companions(source, plan, saved);
+  for (const NewFile& file : more) add_written(saved, file);
   if (const auto warning = publish_step(files_, step_, saved.record)) {
     saved.warnings.push_back(*warning);
   }

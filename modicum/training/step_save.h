@@ -21,6 +21,13 @@ struct SavedStep {
   std::vector<std::string> warnings;
 };
 
+// A file of a step in kExtraDirectory or kStateDirectory, which must exist. `name` includes the
+// directory. Without `text` a rank has already written the file, durably.
+struct NewFile {
+  std::string name;
+  std::optional<std::string> text;
+};
+
 // Construct before the ranks save. Each rank writes into `directory()`, with ChunkSums at
 // `point()`, and then calls hand_over_sums. After all ranks the leader calls `publish`. The
 // destructor removes the written files unless the step was published. One thread.
@@ -41,10 +48,12 @@ class StepSave {
   // that the ranks have saved, if any.
   struct SavedState {
     const Manifest& manifest;
-    StateFacts facts;
+    std::string facts;  // the text of kStateFile
   };
+  // `more`: files of the caller's.
   SavedStep publish(const Checkpoint& source, const SavePlan& plan,
-                    const std::optional<SavedState>& state = {});
+                    const std::optional<SavedState>& state = {},
+                    const std::vector<NewFile>& more = {});
 
  private:
   void add_part(SavedStep& saved, const std::string& prefix, const Manifest& manifest,
@@ -52,6 +61,7 @@ class StepSave {
   void merge_sums(ChunkSums& sums, const std::string& prefix, int ranks);
   void copy_companions(const Checkpoint& source, const SavePlan& plan, SavedStep& saved);
   void add_file(SavedStep& saved, const std::string& name, const std::string& text);
+  void add_written(SavedStep& saved, const NewFile& file);
 
   FileSystem& files_;
   std::vector<std::string> left_;

@@ -551,6 +551,124 @@ def use_isa(name: str) -> None:
 
 SLOT_BYTES: int = 135168
 
+class SavePlan:
+    """The plan of a load, turned: what each rank writes where."""
+
+    @property
+    def held(self) -> dict:
+        """
+        What the save holds on each rank besides the tensors, bytes by purpose.
+        """
+
+    @property
+    def copied(self) -> list[str]:
+        """Names that are copied from the source."""
+
+    @property
+    def left_out(self) -> list[str]:
+        """Names in the source that are not saved."""
+
+    @property
+    def digest(self) -> str:
+        """Of all inputs: ranks with equal digests write one checkpoint."""
+
+    @property
+    def recipe_text(self) -> str:
+        """recipe.json of the same targets from the saved tensors."""
+
+def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool = True, shard_size: int | str | None = None) -> SavePlan:
+    """
+    Turns the plan of a load.
+
+    Args:
+        plan: from make_plan, with destinations `given` or `copy`.
+        dtype: of tensors that can be cast; None: as loaded.
+        copies_unused: whether stored tensors that no target reads are copied.
+        shard_size: of a file; None: as the files of the source.
+
+    Raises:
+        UsageError: two tensors would have one name; there is none.
+    """
+
+def save_promise(held: Mapping[str, int], baselines: Sequence[int], *, ranks_per_node: int, budget: int | None = None, budget_source: str = 'argument') -> list[tuple[int, int]]:
+    """
+    (promised bytes, limit of the ledger) of each rank whose process holds its baseline and `held`, bytes by purpose. BudgetError if a node has less.
+    """
+
+def save_tensors(plan: SavePlan, rank: int, board: Board, ledger: Ledger, place: tuple[str, int], *, given: dict = {}, fetch: object | None = None, threads: int = 1) -> dict:
+    """
+    Writes one rank's part of the tensors to `place`, (directory, point) of a step. `given`: by target, host memory; `fetch(target, at, view)` fills `view` with the elements of others.
+    """
+
+class StateFiles:
+    """
+    The tensors of AdamW's state in a step.
+
+    Args:
+        parameters: (fqn, dtype, shape, format, whether its memory is the master) each.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]]) -> None: ...
+
+    @property
+    def held(self) -> dict:
+        """What a save holds for it on each rank, bytes by purpose."""
+
+def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: Ledger, place: tuple[str, int], held: Sequence[tuple[AdamW, int, str]]) -> dict:
+    """
+    Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the shards that this rank saves.
+    """
+
+def load_state(checkpoint: Checkpoint, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]], rank: int, board: Board, ledger: Ledger, held: Sequence[tuple[AdamW, int, str]]) -> int:
+    """
+    Reads one rank's shards of a saved state into them; returns the bytes read. UsageError, naming a tensor, unless it is the state of these parameters.
+    """
+
+def state_text(state_format: str, seed: int, steps: Sequence[tuple[str, int]], without_state: Sequence[str]) -> str:
+    """state.json of AdamW. `steps`: (fqn, steps made) each."""
+
+def state_facts(text: str) -> dict:
+    """state_format, seed, steps, steps_of and without_state of a state.json."""
+
+class StepSave:
+    """
+    A step in flight, of the rank that leads the save.
+
+    Args:
+        root: of all steps.
+        step: its number.
+        has_state, has_extra: whether it has directories for them.
+
+    Raises:
+        IoError: CONFLICT if the step is there already.
+    """
+
+    def __init__(self, root: str, step: int, has_state: bool = False, has_extra: bool = False) -> None: ...
+
+    @property
+    def directory(self) -> str:
+        """Where the ranks write."""
+
+    @property
+    def point(self) -> int:
+        """Of the digests' proof; a part of each rank's `place`."""
+
+    def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = [], keep: int | None = None) -> dict:
+        """
+        Makes the step durable and visible once all ranks have written. `facts`: state.json; `more`: (name, text) of further files, None if a rank has written it; `keep`: the number of whole steps to keep.
+        """
+
+    def discard(self) -> None:
+        """Removes the files, unless the step was published."""
+
+def newest_step(root: str) -> dict:
+    """
+    step, path, uuid, world_size, has_state of the newest whole step, and the newer ones that were skipped. UNCOMMITTED if there is none.
+    """
+
+def open_step(path: str) -> dict:
+    """The same of one step, which must be whole."""
+
 def process_memory(pid: int = 0) -> dict:
     """
     held_bytes and peak_bytes (since reset_peak) of a process; 0: this one.

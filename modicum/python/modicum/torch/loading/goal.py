@@ -79,6 +79,8 @@ class Goal:
     """By name of a tensor that has another number of rows than is stored: the stored number."""
     only_rank_0: bool = False
     """Whether the source is rank 0's memory."""
+    text: str = ""
+    """recipe.json, of a checkpoint in files."""
 
     @cached_property
     def targets(self) -> list[dict[str, Any]]:
@@ -130,7 +132,7 @@ def goal_of_source(
     # memory is measured: what transformers leaves there does not count for the load.
     (text, callers, grown), memories = ranks.once(make, memory_before)
     recipe = _modicum.make_recipe(checkpoint, text)
-    return Goal(checkpoint, recipe, memories, callers, grown=grown)
+    return Goal(checkpoint, recipe, memories, callers, grown=grown, text=text)
 
 
 def said(argument: Any) -> str:

@@ -12,6 +12,7 @@ from modicum.recipes import Recipe, read_recipe
 from modicum.recipes.patterns import Rule
 from modicum.torch.build.emptied import Emptied
 from modicum.torch.loading.goal import Model, Source, goal_of_source, refuse_gaps
+from modicum.torch.loading.origin import Origin, remember
 from modicum.torch.loading.planning import Options, Size, optimizers_of, plan_of
 from modicum.torch.loading.rows import fill_rows, require_rule
 from modicum.torch.loading.running import run
@@ -102,4 +103,5 @@ def _load(
         report = run(plan_of(whole, ranks, goal, options), whole, ranks)
         fill_rows(whole, goal.grown, made["resized"], options.seed)
         emptied.restore(loaded=goal.dtypes)
+        remember(model, Origin(source, goal.text))
         return report

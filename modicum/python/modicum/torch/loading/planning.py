@@ -25,7 +25,7 @@ from modicum.walk.calls import require_check
 
 Size = int | str
 
-_MIB = 1 << 20
+MIB = 1 << 20
 _PAGE_BYTES = 4096
 
 
@@ -98,8 +98,8 @@ class Planned:
         return (
             f"{self.plan.strategy}, {ranks} rank{'s' if ranks > 1 else ''} on "
             f"{nodes} node{'s' if nodes > 1 else ''}, "
-            f"{self.goal.checkpoint.bytes / _MIB:.2f} MiB {where}, "
-            f"at most {most / _MIB:.2f} MiB in a rank"
+            f"{self.goal.checkpoint.bytes / MIB:.2f} MiB {where}, "
+            f"at most {most / MIB:.2f} MiB in a rank"
         )
 
 
@@ -130,9 +130,9 @@ def plan_of(
         structure=model.structure,
         empty=lambda shape, dtype: _charged(options.ledger, shape, dtype),
     )
-    places = _places_of(model, goal)
-    baselines = [-(-memory[0] // _MIB) * _MIB for memory in goal.memories]
-    budget, budget_source = _budget_of(options, goal.memories, baselines, per_node)
+    places = places_of(model, goal)
+    baselines = [-(-memory[0] // MIB) * MIB for memory in goal.memories]
+    budget, budget_source = budget_of(options, goal.memories, baselines, per_node)
     plan = _modicum.make_plan(
         goal.recipe,
         layout_of(goal.recipe, [place.sharding for place in places], ranks.world_size),
@@ -189,7 +189,7 @@ def _charged(ledger: _modicum.Ledger, shape: Sequence[int], dtype: torch.dtype) 
     return line.view(dtype).view(tuple(shape))
 
 
-def _budget_of(
+def budget_of(
     options: Options, memories: list[Any], baselines: list[int], per_node: int
 ) -> tuple[int | None, str]:
     """The budget of a node, in bytes, and its source. It includes the memory that the processes of
@@ -211,7 +211,7 @@ def _budget_of(
 # ---- destinations
 
 
-def _places_of(model: Model, goal: Goal) -> list[Place]:
+def places_of(model: Model, goal: Goal) -> list[Place]:
     check_unit_dtypes(
         model.managed, lambda name: goal.dtypes.get(name, model.tensors[name].tensor.dtype)
     )

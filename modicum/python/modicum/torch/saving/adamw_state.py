@@ -1,0 +1,94 @@
+"""The state of `modicum.torch.AdamW` in the files of a step: its planes, as they are in memory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.torch.optim.adamw import AdamW
+from modicum.torch.optim.parts import Part
+from modicum.torch.optim.states import is_own_master
+from modicum.torch.shards.placements import Shardings
+
+Parameters = list[tuple[str, str, list[int], str, bool]]
+HeldShards = list[tuple[_modicum.AdamW, int, str]]
+
+
+class AdamWState:
+    """The state that an optimizer has of the parameters of a model, under the model's names."""
+
+    def __init__(self, optimizer: AdamW, names: Mapping[int, str]) -> None:
+        """`names`: by id of a parameter, its name in files. The optimizer's state must be there."""
+        self._optimizer, self._names = optimizer, names
+        # Takes in what a program has written to parameters and `state` since the last step.
+        optimizer.state_items(codes=True)
+        for part in self._parts:
+            _require_storable(part, self._name_of(part))
+
+    @property
+    def _parts(self) -> list[Part]:
+        return self._optimizer._bound.parts
+
+    def _name_of(self, part: Part) -> str:
+        name = self._names.get(id(part.parameter))
+        if name is None:
+            what = "the optimizer has a parameter that the model lacks"
+            raise refusal("MISMATCH", what, tensor=part.name)
+        return name
+
+    @property
+    def parameters(self) -> Parameters:
+        """Of the whole model, the same on every rank: for `_modicum.StateFiles`."""
+        return [
+            (
+                self._name_of(part),
+                str(part.local.dtype).removeprefix("torch."),
+                [*part.parameter.shape],
+                part.format,
+                is_own_master(part),
+            )
+            for part in self._parts
+        ]
+
+    def held(self, *, to_save: bool) -> HeldShards:
+        """This rank's shards; `to_save`: only those of which it is the first replica."""
+        shardings = Shardings()
+        states = self._optimizer._bound.states
+        return [
+            (states[part.state], part.shard, self._name_of(part))
+            for part in self._parts
+            if not to_save or _is_first(part, shardings)
+        ]
+
+    def facts(self) -> str:
+        """state.json."""
+        made = zip(self._parts, self._optimizer._bound.counts.tolist(), strict=True)
+        steps = [(self._name_of(part), int(count)) for part, count in made]
+        have = {name for name, _ in steps}
+        without = [name for name in self._names.values() if name not in have]
+        of = self._optimizer
+        return _modicum.state_text(of.state_format, of.seed, steps, without)
+
+    def set_steps(self, facts: Mapping[str, Any]) -> None:
+        """Sets the step counts of a state.json, after the planes were read."""
+        bound = self._optimizer._bound
+        for part in self._parts:
+            made = facts["steps_of"].get(self._name_of(part), facts["steps"])
+            bound.states[part.state].set_steps(part.shard, made)
+        bound.note_steps()
+        bound.note_versions()
+        self._optimizer._has_loaded = True
+
+
+def _require_storable(part: Part, name: str) -> None:
+    if len(part.moments) > 2:
+        what = "the state of AdamW with amsgrad can't be saved by modicum.torch.save"
+        raise refusal("UNSUPPORTED", what, tensor=name)
+    if not part.is_row_major:
+        raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=name)
+
+
+def _is_first(part: Part, shardings: Shardings) -> bool:
+    sharding = shardings.of(part.parameter, part.name)
+    replicas = _modicum.Shard(sharding, part.parameter.shape, shardings.rank).replicas
+    return replicas[0] == shardings.rank

@@ -1,0 +1,144 @@
+"""The plan of a save, within the budget; the same on every rank."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.torch.loading.goal import Goal, Model
+from modicum.torch.loading.planning import MIB, Options, Size, budget_of
+from modicum.torch.optim.adamw import AdamW
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving import groups
+from modicum.torch.saving.adamw_state import AdamWState
+from modicum.torch.saving.extra import COMMON, bytes_of, text_of
+from modicum.torch.saving.tensor_state import writing_of_state
+from modicum.torch.saving.weights import Form, Writing, writing_of_model
+from modicum.torch.saving.writing import AdamWWriting, StateWriting, TensorsWriting
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The arguments of a save; see `save`."""
+
+    root: Path
+    step: int
+    keep: int | None
+    form: Form
+    ledger: _modicum.Ledger
+    budget: Size | None
+    extra: Any
+    per_rank: Any
+
+    def __post_init__(self) -> None:
+        kept = 1 if self.keep is None else self.keep
+        for name, value, least in (("step", self.step, 0), ("keep", kept, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                expected = f"an integer, {least} or more"
+                raise refusal("USAGE", name, expected=expected, got=repr(value))
+
+    @property
+    def options(self) -> Options:
+        """As those of a load, for the budget."""
+        staging = self.form.staging
+        return Options(
+            self.ledger, self.budget, "own-shard", staging, "excluded", 0, None, progress=False
+        )
+
+    def facts(self) -> dict[str, str]:
+        """What ranks must have in common, for `Ranks.agree_on`."""
+        facts = {
+            "argument root": str(self.root.absolute()),
+            "argument extra_per_rank": "none" if self.per_rank is None else "given",
+        }
+        values = {**vars(self.form), "step": self.step, "keep": self.keep, "extra": self.common}
+        return facts | {f"argument {name}": repr(value) for name, value in values.items()}
+
+    @property
+    def common(self) -> str | None:
+        """extra.json."""
+        return None if self.extra is None else text_of(self.extra)
+
+    @property
+    def own(self) -> bytes | None:
+        """This rank's file."""
+        return None if self.per_rank is None else bytes_of(self.per_rank)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A save that fits the budget, before it starts."""
+
+    ask: Ask
+    model: Writing
+    state: StateWriting | None
+    texts: list[tuple[str, str]]
+    """Files that the leader writes: names in the step, and texts."""
+    own: bytes | None
+    """This rank's file of extras."""
+    promised: list[tuple[int, int]]
+    """By rank: bytes of the process at its peak, and the limit of the ledger."""
+
+
+def names_of(model: Model) -> dict[int, str]:
+    """By id, the name of each tensor of the model in the files of an optimizer's state: of tied
+    names the first one."""
+    names: dict[int, str] = {}
+    for name, of in model.tensors.items():
+        names.setdefault(id(of.tensor), name)
+    return names
+
+
+def plan_of(
+    ask: Ask, model: Model, goal: Goal, optimizer: torch.optim.Optimizer | None, ranks: Ranks
+) -> Planned:
+    """Collective.
+
+    Raises:
+        BudgetError: it does not fit.
+    """
+    writing = writing_of_model(model, goal, ranks, ask.form)
+    names = names_of(model)
+    texts = [] if ask.common is None else [(COMMON, ask.common)]
+    state: StateWriting | None = None
+    if optimizer is not None:
+        texts.append((groups.FILE, groups.text_of(optimizer, names)))
+    if isinstance(optimizer, AdamW):
+        state = AdamWWriting(AdamWState(optimizer, names))
+    elif optimizer is not None:
+        state = TensorsWriting(*writing_of_state(optimizer, names, ranks, ask.form))
+    facts = {"the plan": writing.plan.digest, "the state": state.told if state else "none"}
+    ranks.agree_on(facts | dict(texts))
+    own = ask.own
+    held = _together(writing.plan.held, state.held if state else {}, len(own or b""))
+    return Planned(ask, writing, state, texts, own, _promised(ask, goal, held, ranks))
+
+
+def _together(model: Mapping[str, int], state: Mapping[str, int], extra: int) -> Counter[str]:
+    """Of two saves, one after the other, whose plans are both held."""
+    held = Counter(model)
+    held.update(state)
+    held["staging"] = max(model.get("staging", 0), state.get("staging", 0))
+    held["header"] += 2 * extra
+    return held
+
+
+def _promised(ask: Ask, goal: Goal, held: Mapping[str, int], ranks: Ranks) -> list[tuple[int, int]]:
+    baselines = [-(-memory[0] // MIB) * MIB for memory in goal.memories]
+    per_node = ranks.ranks_per_node or ranks.world_size
+    budget, source = budget_of(ask.options, goal.memories, baselines, per_node)
+    most = {purpose: max(of) for purpose, of in _of_ranks(held, ranks).items()}
+    return _modicum.save_promise(
+        most, baselines, ranks_per_node=per_node, budget=budget, budget_source=source
+    )
+
+
+def _of_ranks(held: Mapping[str, int], ranks: Ranks) -> dict[str, list[int]]:
+    """By purpose, the bytes of each rank: those of extras differ."""
+    gathered = ranks.gather(dict(held))
+    return {purpose: [of.get(purpose, 0) for of in gathered] for purpose in held}

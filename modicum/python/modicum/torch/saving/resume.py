@@ -1,0 +1,184 @@
+"""`resume`: the newest whole step into a model and its optimizer."""
+
+import json
+import time
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.recipes import Recipe
+from modicum.recipes.patterns import Rule
+from modicum.torch.loading.goal import Model
+from modicum.torch.loading.load import load
+from modicum.torch.loading.planning import Size
+from modicum.torch.optim.adamw import AdamW
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving import extra, groups
+from modicum.torch.saving.adamw_state import AdamWState
+from modicum.torch.saving.planning import names_of
+from modicum.torch.saving.report import Resumed
+from modicum.torch.saving.tensor_state import SavedState, load_tensors, require_kind
+
+
+def resume(
+    model: nn.Module, root: str | Path, *,
+    optimizer: torch.optim.Optimizer | None = None, ledger: _modicum.Ledger | None = None,
+    budget: Size | None = None, strategy: str = "own-shard", dtype: torch.dtype | None = None,
+    keep_fp32: str | None = None,
+    missing: str | Collection[str] | Mapping[str, Rule] = "error",
+    unexpected: str | Collection[str] = "error", check: str | None = None, progress: bool = True,
+    staging: Size | None = None, buffers: str | None = None, fork: str = "excluded",
+    recipe: Recipe | str | Path | None = None, key_mapping: Mapping[str, str] | None = None,
+) -> Resumed:  # fmt: skip
+    """Loads the newest whole step of `root` into a model, and its state into the optimizer.
+
+    Collective, as `load`. The world and the layout may be others than those of the save; the next
+    steps have the bits of a run that was never interrupted. Weights and state go straight to their
+    places: a model on meta gets its memory, a `modicum.torch.AdamW` that was made before allocates
+    its state, and no second copy is built.
+
+    Args:
+        model: as for `load`: on meta, sharded or not, or with values, which are overwritten.
+        root: the directory of all steps, or one step.
+        optimizer: of the model's parameters. `modicum.torch.AdamW` with the `state_format` and the
+            `seed` that were saved, or an optimizer of the class that was saved, whose `state` gets
+            new tensors. The options of its groups become the saved ones. None: only the model is
+            loaded.
+        ledger, budget, strategy, dtype, keep_fp32, missing, unexpected, check, progress, staging,
+        buffers, fork, recipe, key_mapping: as for `load`. The promise holds the state of
+            `modicum.torch.AdamW`, too.
+
+    Returns:
+        The same report on every rank but for `extra_per_rank`. Why newer steps were skipped is a
+        UserWarning on rank 0, too.
+
+    Raises:
+        IntegrityError: `UNCOMMITTED` if there is no whole step; a file is damaged.
+        BudgetError: it does not fit; before anything but headers is read.
+        UsageError: model, optimizer and step do not fit together. If only the state is refused the
+            weights are loaded.
+        FormatError, IoError, PeerError: as for `load`; every error is raised on every rank.
+    """
+    begin = time.monotonic()
+    found = _found(Path(root), optimizer)
+    how: dict[str, Any] = {
+        "ledger": ledger or _modicum.Ledger(), "budget": budget, "strategy": strategy,
+        "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
+        "check": check, "progress": progress, "staging": staging, "buffers": buffers, "fork": fork,
+        "recipe": recipe, "key_mapping": key_mapping,
+    }  # fmt: skip
+    declared = [optimizer] if isinstance(optimizer, AdamW) else []
+    report = load(model, found.path, optimizer=declared, **how)
+    read = sum(rank["storage_read_bytes"] for rank in report.ranks)
+    with Ranks.of_world().together() as ranks:
+        if optimizer is not None:
+            read += sum(ranks.gather(_load_state(model, optimizer, found, how["ledger"], ranks)))
+        saved_by, rank = found.facts["world_size"], ranks.rank
+        common, own = extra.read_all(found.path, saved_by, rank, ranks.world_size)
+        took_s = max(ranks.gather(time.monotonic() - begin))
+    return Resumed(
+        step=found.facts["step"],
+        path=str(found.path),
+        skipped=found.facts.get("skipped", []),
+        load=report,
+        read_bytes=read,
+        elapsed_s=took_s,
+        extra=common,
+        extra_per_rank=own,
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The step to resume from."""
+
+    path: Path
+    facts: dict[str, Any]
+    """As `_modicum.newest_step` tells them."""
+    state: str | None
+    """The text of state.json, if the optimizer needs it."""
+
+
+def _found(root: Path, optimizer: torch.optim.Optimizer | None) -> _Found:
+    """Finds the step, on rank 0, and checks that it has what the optimizer needs. Collective."""
+
+    def find() -> dict[str, Any]:
+        is_step = (root / "COMMIT").exists()
+        return _modicum.open_step(str(root)) if is_step else _modicum.newest_step(str(root))
+
+    with Ranks.of_world().together() as ranks:
+        ranks.agree_on({"argument root": str(root.absolute())})
+        facts, _ = ranks.once(find, lambda: None)
+        path = Path(facts["path"])
+        seen = _modicum.open_step(str(path))
+        if seen["uuid"] != facts["uuid"]:
+            what = f"rank {ranks.rank} sees another step than rank 0"
+            raise refusal("UNSUPPORTED", what, expected=facts["uuid"], got=seen["uuid"])
+        state = None
+        if optimizer is not None:
+            if not facts["has_state"]:
+                what = "the step holds no optimizer state to go on from"
+                raise refusal("MISMATCH", what, file=path.name)
+            state = (path / "optimizer" / "state.json").read_text()
+            _require_same(optimizer, state)
+    if ranks.rank == 0:
+        for one in facts.get("skipped", []):
+            warnings.warn(f"modicum: step {one['step']} is skipped: {one['reason']}", stacklevel=4)
+    return _Found(path, facts, state)
+
+
+def _require_same(optimizer: torch.optim.Optimizer, state: str) -> None:
+    """Refuses an optimizer of another kind, format or seed than the saved one."""
+    if not isinstance(optimizer, AdamW):
+        return require_kind(optimizer, state)
+    facts = _modicum.state_facts(state)
+    for name in ("state_format", "seed"):
+        if getattr(optimizer, name) != facts[name]:
+            what = f"the state was saved with another {name}"
+            expected, got = str(facts[name]), str(getattr(optimizer, name))
+            raise refusal("MISMATCH", what, expected=expected, got=got)
+    return None
+
+
+@torch.no_grad()
+def _load_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    found: _Found,
+    ledger: _modicum.Ledger,
+    ranks: Ranks,
+) -> int:
+    """Reads this rank's part of the state; returns the bytes read. Collective."""
+    whole = Model.of(model)
+    names = names_of(whole)
+    folder = found.path / "optimizer"
+    saved = _modicum.open_checkpoint(folder)
+    options = json.loads((found.path / groups.FILE).read_text()) if _has_groups(found) else None
+    assert found.state is not None
+    if isinstance(optimizer, AdamW):
+        state = AdamWState(optimizer, names)
+        if options is not None:
+            groups.restore(optimizer, options, names)
+        board = _modicum.Board(ranks)
+        with ranks.watching(board):
+            read: int = _modicum.load_state(
+                saved, state.parameters, ranks.rank, board, ledger, state.held(to_save=False)
+            )
+        state.set_steps(_modicum.state_facts(found.state))
+        return read
+    read = load_tensors(optimizer, names, SavedState(saved, found.state), ledger, ranks)
+    if options is not None:
+        groups.restore(optimizer, options, names)
+    return read
+
+
+def _has_groups(found: _Found) -> bool:
+    """Not if the step was saved by the command line."""
+    return (found.path / groups.FILE).exists()

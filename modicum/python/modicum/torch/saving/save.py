@@ -1,0 +1,118 @@
+"""`save`: a model and its optimizer into the files of a step."""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.torch.loading.goal import Model, Source
+from modicum.torch.loading.origin import Origin, origin_of, remember
+from modicum.torch.loading.planning import Size
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.planning import Ask, Planned, plan_of
+from modicum.torch.saving.report import Saved
+from modicum.torch.saving.running import run
+from modicum.torch.saving.weights import Form, goal_of
+from modicum.torch.saving.writing import Flight
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is saved with the model, and where its form comes from."""
+
+    optimizer: torch.optim.Optimizer | None
+    source: Source
+
+
+def save(
+    model: nn.Module, root: str | Path, *,
+    step: int, optimizer: torch.optim.Optimizer | None = None, source: Source = None,
+    dtype: torch.dtype | None = None, keep: int | None = None, shard_size: Size | None = None,
+    extra: dict[str, Any] | None = None, extra_per_rank: Any = None, unused: str = "copy",
+    ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
+) -> Saved:  # fmt: skip
+    """Saves a step: the model as a Hugging Face checkpoint, and its optimizer's state next to it.
+
+    Collective: every rank of torch's default process group calls it with the same arguments;
+    without a process group there is one rank. Each rank writes its own elements at their final
+    offsets, from its own memory through staging of a fixed size: nothing is gathered. The names,
+    shapes and dtypes of the files are those of the checkpoint that was loaded. The step is visible,
+    as `root/step-N`, only once all of it is durable.
+
+    Args:
+        model: loaded by `modicum.torch.load`, sharded or not; every tensor has its values.
+        root: the directory of all steps, on a file system that all ranks share; made if its
+            parent exists.
+        step: the step's number, 0 or more.
+        optimizer: `modicum.torch.AdamW`, whose state is saved as it is in memory; or any optimizer
+            whose state is tensors of the parameters' shapes, and numbers. The options of its groups
+            are saved, too. None: no state.
+        source: a checkpoint of the model's architecture, whose names, files, config and tokenizer
+            the step gets; None: the one that `modicum.torch.load` has loaded into the model.
+        dtype: of all tensors that can be cast; None: as in the model.
+        keep: the number of whole steps to keep, this one included; None: all.
+        shard_size: the most bytes of a file; None: the files of the source.
+        extra: a dict of JSON values, the same on every rank.
+        extra_per_rank: this rank's own JSON values and small tensors, such as states of random
+            number generators; on all ranks or on none.
+        unused: for tensors of the source that the model has no use for: "copy" or "drop".
+        ledger, budget: as for `load`; what the processes hold already is part of the promise.
+        staging: host memory that a rank streams through; None: 8 MiB.
+
+    Returns:
+        The same report on every rank. Its warnings are UserWarnings on rank 0, too.
+
+    Raises:
+        BudgetError: it does not fit; before anything is written.
+        IoError: a file can't be written (`NOSPACE`, `IO`), or the step is there (`CONFLICT`).
+        UsageError: model, optimizer, source and arguments do not fit together.
+        PeerError: another rank failed. Any error is raised on every rank, and nothing of the step
+            is visible.
+    """
+    flight = Flight()
+    try:
+        with Ranks.of_world().together() as ranks:
+            ask = Ask(
+                root=Path(root), step=step, keep=keep,
+                form=Form(dtype, unused, shard_size, staging), ledger=ledger or _modicum.Ledger(),
+                budget=budget, extra=extra, per_rank=extra_per_rank,
+            )  # fmt: skip
+            return _save(model, Given(optimizer, source), ask, ranks, flight)
+    finally:
+        flight.end()
+
+
+def _save(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Saved:
+    whole = Model.of(model)
+    told = {"argument source": str(given.source), "argument optimizer": _kind(given.optimizer)}
+    ranks.agree_on(ask.facts() | told | whole.facts())
+    goal = goal_of(whole, ranks, given.source, origin_of(model))
+    planned = plan_of(ask, whole, goal, given.optimizer, ranks)
+    report = run(planned, ranks, flight)
+    _follow(model, planned, report)
+    if ranks.rank == 0:
+        for warning in report.warnings:
+            warnings.warn(f"modicum: {warning}", stacklevel=4)
+    return report
+
+
+def _kind(optimizer: Any) -> str:
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        got = type(optimizer).__name__
+        raise refusal("USAGE", "optimizer", expected="a torch.optim.Optimizer or None", got=got)
+    return type(optimizer).__name__
+
+
+def _follow(model: nn.Module, planned: Planned, report: Saved) -> None:
+    """A model that was resumed from a step of this root is from now on one of the new step: `keep`
+    may remove the old one."""
+    origin = origin_of(model)
+    if origin is None or origin.source is None:
+        return
+    if Path(origin.source).resolve().parent == planned.ask.root.resolve():
+        remember(model, Origin(report.path, planned.model.plan.recipe_text))

@@ -1,0 +1,174 @@
+"""The state of any torch optimizer in the files of a step: its tensors of the parameters' shapes,
+and, in state.json, its numbers."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.recipes.dtypes import dtype_name
+from modicum.recipes.nodes import Node, caller
+from modicum.torch.ranks.cpus import cpus_of_rank
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.weights import (
+    Form,
+    Held,
+    Writing,
+    destination_of,
+    memory_of,
+    writing_of,
+)
+from modicum.torch.shards.placements import Shardings, layout_of
+from modicum.torch.shards.tensors import as_bytes, copying_into
+from modicum.upstream.torch_core import local_of
+
+Numbers = dict[str, dict[str, Any]]
+"""By parameter: its numbers by name. A tensor of one element is [dtype, value]."""
+
+
+def writing_of_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], ranks: Ranks, form: Form
+) -> tuple[Writing, str]:
+    """The tensors to write, and state.json. `UsageError` for a value of another kind."""
+    shardings = Shardings()
+    targets: dict[str, Node] = {}
+    held: list[Held] = []
+    numbers: Numbers = {}
+    for parameter, entry in optimizer.state.items():
+        fqn = names.get(id(parameter))
+        if fqn is None:
+            got = f"a parameter of shape {list(parameter.shape)}"
+            raise refusal("MISMATCH", "the optimizer has a parameter that the model lacks", got=got)
+        own = numbers.setdefault(fqn, {})
+        for key, value in entry.items():
+            if _is_like(value, parameter):
+                local = local_of(value)
+                _require_row_major(local, f"{fqn}.{key}")
+                targets[f"{fqn}.{key}"] = caller(dtype_name(value.dtype), [*value.shape])
+                sharding = shardings.of(parameter, fqn).unpadded()
+                held.append(Held(local.detach(), sharding))
+            else:
+                own[key] = _number(value, f"{fqn}.{key}")
+    if not targets:
+        what = "the optimizer has no state to save: it has made no step"
+        raise refusal("USAGE", what, expected="a tensor of a parameter's shape")
+    nothing = _modicum.open_checkpoint(None)
+    recipe = _modicum.make_recipe(nothing, json.dumps({"targets": targets, "unused": []}))
+    facts = {"optimizer": _kind(optimizer), "numbers": numbers}
+    plain = Form(staging=form.staging)
+    return writing_of(recipe, held, ranks, plain), json.dumps(facts)
+
+
+def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a value of the state has the parameter's shape, cut as the parameter is."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return False
+    if value.dim() == 0:
+        return False  # a number
+    return local_of(value).shape == local_of(parameter).shape
+
+
+def _require_row_major(local: torch.Tensor, name: str) -> None:
+    if not local.is_contiguous():
+        raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=name)
+
+
+def _number(value: Any, name: str) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and local_of(value) is value:
+        return [str(value.dtype).removeprefix("torch."), value.item(), [*value.shape]]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    got = f"{type(value).__name__} of {list(getattr(value, 'shape', []))}"
+    expected = "a tensor of the parameter's shape, or a number"
+    raise refusal("UNSUPPORTED", "state of an optimizer", tensor=name, expected=expected, got=got)
+
+
+def require_kind(optimizer: torch.optim.Optimizer, text: str) -> None:
+    """`UsageError` unless a state.json is of an optimizer of this class."""
+    saved, own = json.loads(text)["optimizer"], _kind(optimizer)
+    if saved != own:
+        what = "the state was saved of another optimizer"
+        raise refusal("MISMATCH", what, expected=saved, got=own)
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    return f"torch.{type(optimizer).__name__}"
+
+
+class SavedState(NamedTuple):
+    """What `writing_of_state` has told to write."""
+
+    tensors: _modicum.Checkpoint
+    facts: str
+
+
+def load_tensors(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    saved: SavedState,
+    ledger: _modicum.Ledger,
+    ranks: Ranks,
+) -> int:
+    """Fills new tensors with a saved state, and puts them and the numbers into `optimizer.state`.
+    Returns the bytes that this rank has read. Collective."""
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    numbers: Numbers = json.loads(saved.facts)["numbers"]
+    shardings = Shardings()
+    state: dict[str, dict[str, Any]] = {}
+    targets: dict[str, Node] = {}
+    held: list[Held] = []
+    for fqn, own in numbers.items():
+        if fqn not in parameters:
+            what = "this optimizer has no place for a parameter of the saved state"
+            raise refusal("MISMATCH", what, tensor=fqn)
+        state[fqn] = {key: _made(value) for key, value in own.items()}
+    for name, (dtype, shape) in saved.tensors.stored.items():
+        fqn, _, key = name.rpartition(".")
+        parameter = parameters[fqn]
+        if tuple(shape) != tuple(parameter.shape):
+            expected, got = str([*parameter.shape]), str([*shape])
+            raise refusal("MISMATCH", "the saved state", tensor=name, expected=expected, got=got)
+        value = torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
+        local = local_of(value)
+        _require_row_major(local, name)
+        targets[name] = {"op": "stored", "name": name}
+        held.append(Held(local, shardings.of(parameter, fqn).unpadded()))
+        state[fqn][key] = value
+    recipe = _modicum.make_recipe(saved.tensors, json.dumps({"targets": targets, "unused": []}))
+    read = _filled(recipe, held, ledger, ranks)
+    optimizer.state.clear()
+    for fqn, entry in state.items():
+        optimizer.state[parameters[fqn]] = entry
+    return read
+
+
+def _made(number: Any) -> Any:
+    if isinstance(number, list):
+        dtype, value, shape = number
+        return torch.full(shape, value, dtype=getattr(torch, dtype))
+    return number
+
+
+def _filled(
+    recipe: _modicum.Recipe, held: list[Held], ledger: _modicum.Ledger, ranks: Ranks
+) -> int:
+    """Reads this rank's part of the recipe's targets into `held`."""
+    plan = _modicum.make_plan(
+        recipe,
+        layout_of(recipe, [of.sharding for of in held], ranks.world_size),
+        ranks_per_node=ranks.ranks_per_node or ranks.world_size,
+        destinations=[destination_of(of.local) for of in held],
+    )
+    given, lines = memory_of(recipe, held)
+    into = {t: (as_bytes(line), line.element_size()) for t, line in lines.items()}
+    board = _modicum.Board(ranks)
+    with ranks.watching(board):
+        loaded = _modicum.load(
+            plan, ranks.rank, board, ledger, given=given,
+            copy=copying_into(into) if into else None, threads=cpus_of_rank(ranks.ranks_per_node),
+        )  # fmt: skip
+    read: int = loaded.outcome["storage_read_bytes"]
+    return read

@@ -1,0 +1,161 @@
+"""The model's part of a save: the load that would fill these tensors, turned."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.recipes import recipe_for
+from modicum.recipes.dtypes import dtype_name
+from modicum.recipes.nodes import Node, caller
+from modicum.torch.loading.goal import Goal, Model, Source, memory_before
+from modicum.torch.loading.origin import Origin
+from modicum.torch.loading.planning import places_of
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.shards.placements import Sharding, layout_of
+from modicum.torch.shards.tensors import as_bytes
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in a rank's memory, and how it is cut over all ranks."""
+
+    local: torch.Tensor
+    """Contiguous."""
+    sharding: Sharding
+
+
+@dataclass(frozen=True)
+class Writing:
+    """Tensors that are to be written into files, in the order of the plan's targets."""
+
+    plan: _modicum.SavePlan
+    recipe: _modicum.Recipe
+    held: Sequence[Held]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The arguments of `save` that say what the files are like."""
+
+    dtype: torch.dtype | None = None
+    unused: str = "copy"
+    shard_size: int | str | None = None
+    staging: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.unused not in ("copy", "drop"):
+            raise refusal("USAGE", "unused", expected="'copy' or 'drop'", got=repr(self.unused))
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            expected = "a torch.dtype, such as torch.bfloat16, or None"
+            raise refusal("USAGE", "dtype", expected=expected, got=repr(self.dtype))
+
+
+def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -> Goal:
+    """The checkpoint whose files are written, and how the model's tensors are made of it.
+    Collective.
+
+    Args:
+        source: None: the origin's.
+    """
+    for name, of in model.tensors.items():
+        if of.tensor.is_meta:
+            raise refusal("USAGE", "this tensor is on meta and has no values", tensor=name)
+    if source is None and origin is None:
+        what = "the model was not loaded by modicum.torch.load from files: give `source=`, a "
+        what += "checkpoint of its architecture"
+        raise refusal("USAGE", what)
+    at = source if source is not None or origin is None else origin.source
+    checkpoint = _modicum.open_checkpoint(None if at is None else Path(at))
+
+    def make() -> list[Any]:
+        if source is None and origin is not None:
+            return [_completed(origin.text, model), []]
+        made = recipe_for(
+            model.module, checkpoint.stored, structure=model.structure, missing="init",
+            unexpected="ignore",
+        )  # fmt: skip
+        return [made.text(callers=True), made.callers]
+
+    (text, callers), memories = ranks.once(make, memory_before)
+    return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, callers, text=text)
+
+
+def _completed(text: str, model: Model) -> str:
+    """The recipe, with the model's tensors that the load has left alone."""
+    document = json.loads(text)
+    targets: dict[str, Node] = document["targets"]
+    first: dict[int, str] = {}
+    for name in targets:
+        if name not in model.tensors:
+            what = "the model has changed since it was loaded: it lacks this tensor"
+            raise refusal("MISMATCH", what, tensor=name)
+        first.setdefault(id(model.tensors[name].tensor), name)
+    for name, of in model.tensors.items():
+        if name in targets:
+            continue
+        tied = first.setdefault(id(of.tensor), name)
+        if tied == name:
+            targets[name] = caller(dtype_name(of.tensor.dtype), [*of.tensor.shape])
+        else:
+            targets[name] = {"op": "alias", "of": tied}
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+
+
+def writing_of_model(model: Model, goal: Goal, ranks: Ranks, form: Form) -> Writing:
+    """The model's tensors, in the files of the goal's checkpoint."""
+    held = [Held(place.of.local, place.sharding) for place in places_of(model, goal)]
+    return writing_of(goal.recipe, held, ranks, form)
+
+
+def writing_of(recipe: _modicum.Recipe, held: Sequence[Held], ranks: Ranks, form: Form) -> Writing:
+    """`held`: by target of the recipe."""
+    loaded = _modicum.make_plan(
+        recipe,
+        layout_of(recipe, [of.sharding for of in held], ranks.world_size),
+        ranks_per_node=ranks.ranks_per_node or ranks.world_size,
+        destinations=[destination_of(of.local) for of in held],
+        staging=form.staging,
+    )
+    plan = _modicum.make_save_plan(
+        loaded,
+        dtype=None if form.dtype is None else dtype_name(form.dtype),
+        copies_unused=form.unused == "copy",
+        shard_size=form.shard_size,
+    )
+    return Writing(plan, recipe, held)
+
+
+def destination_of(local: torch.Tensor) -> str:
+    """Of a tensor that has memory."""
+    return "given" if local.device.type == "cpu" else "copy"
+
+
+def memory_of(
+    recipe: _modicum.Recipe, held: Sequence[Held]
+) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """By target without aliases: the bytes of tensors on the host, and the elements of others."""
+    own = [t for t, target in enumerate(recipe.targets) if target["alias_of"] is None]
+    lines = {t: held[t].local.detach().reshape(-1) for t in own}
+    here = {t for t in own if destination_of(held[t].local) == "given"}
+    given = {t: as_bytes(line) for t, line in lines.items() if t in here and line.numel() > 0}
+    return given, {t: line for t, line in lines.items() if t not in here}
+
+
+def fetching(lines: Mapping[int, torch.Tensor]) -> Callable[[int, int, memoryview], None] | None:
+    """The function that copies elements of tensors on a device to the staging."""
+    if not lines:
+        return None
+
+    def fetch(target: int, at: int, view: memoryview) -> None:
+        line = lines[target]
+        into = torch.frombuffer(view, dtype=torch.uint8)
+        count = len(view) // line.element_size()
+        into.copy_(as_bytes(line[at : at + count]))
+
+    return fetch

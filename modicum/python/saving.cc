@@ -1,0 +1,454 @@
+// Save and resume: SavePlan, StepSave, the state of AdamW in files. bindings.h shows the threads of
+// a save, which are those of a load.
+#include <fmt/format.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "modicum/base/base.h"
+#include "modicum/python/adamw_state.h"
+#include "modicum/python/arrays.h"
+#include "modicum/python/bindings.h"
+#include "modicum/python/caller_board.h"
+#include "modicum/runs/runs.h"
+#include "modicum/stream/stream.h"
+#include "modicum/training/training.h"
+
+namespace modicum::python {
+namespace {
+
+constexpr uint64_t kFileBytes = 5 * kGiB;  // where there is no source to split files as
+
+// A SavePlan and the plan that it turns.
+struct MadeSave {
+  MadeSave(std::shared_ptr<MadePlan> of, const SaveForm& form)
+      : loaded(std::move(of)), plan(loaded->checkpoint(), loaded->plan, form) {}
+
+  const std::shared_ptr<MadePlan> loaded;
+  const SavePlan plan;
+
+  // On each rank, with the plan that it turns.
+  Footprint held() const {
+    Footprint held = plan.footprint();
+    held[Purpose::header] += loaded->plan.manifest->held_bytes();
+    held[Purpose::plan] += loaded->plan.held_bytes();
+    held[Purpose::staging] += plan.plan().staging.total_bytes;
+    return held;
+  }
+};
+
+std::shared_ptr<MadeSave> save_plan(const std::shared_ptr<MadePlan>& plan,
+                                    const OptionalText& dtype, bool copies_unused,
+                                    const std::optional<Size>& shard_size) {
+  SaveForm form{.copies_unused = copies_unused, .dtype = dtype_flag(dtype.value_or(""))};
+  if (shard_size) form.shard_bytes = bytes_of(*shard_size);
+  if (!shard_size && plan->checkpoint().manifest.files.empty()) form.shard_bytes = kFileBytes;
+  return without_the_lock([&] { return std::make_shared<MadeSave>(plan, form); });
+}
+
+std::vector<std::string> copied_names(const MadeSave& save) {
+  std::vector<std::string> names;
+  for (const SavePlan::Copied& of : save.plan.copied()) {
+    names.push_back(save.plan.manifest().tensors[of.to].spec.fqn);
+  }
+  return names;
+}
+
+std::vector<std::string> left_out_names(const MadeSave& save) {
+  std::vector<std::string> names;
+  for (const uint32_t stored : save.plan.form().left_out) {
+    names.push_back(save.loaded->checkpoint().manifest.tensors[stored].spec.fqn);
+  }
+  return names;
+}
+
+// (promised bytes, limit of the ledger) of each rank. BUDGET.
+std::vector<std::pair<uint64_t, uint64_t>> save_promise(const std::map<std::string, uint64_t>& held,
+                                                        const std::vector<uint64_t>& baselines,
+                                                        int ranks_per_node,
+                                                        const std::optional<uint64_t>& budget,
+                                                        const std::string& budget_source) {
+  Phase phase{"save", {}};
+  for (const uint64_t baseline : baselines) {
+    Footprint& of_rank = phase.of_rank.emplace_back(from_purposes(held));
+    of_rank[Purpose::process] += baseline;
+  }
+  Promise promise = make_promise({std::move(phase)}, 0, ranks_per_node);
+  promise.launcher_bytes = 0;  // the launcher is not Modicum's
+  if (budget) require_fits(promise, {*budget, budget_source});
+  std::vector<std::pair<uint64_t, uint64_t>> of_ranks;
+  for (int rank = 0; rank < promise.ranks(); ++rank) {
+    of_ranks.emplace_back(promise.rank_peak_bytes(rank), promise.ledger_limit_bytes(rank));
+  }
+  return of_ranks;
+}
+
+// The caller's tensors: host memory that is `given`, or elements that `fetch` brings.
+class CallerTensors final : public Sink {
+ public:
+  CallerTensors(const Plan& plan, int rank, const nb::dict& given, nb::object fetch)
+      : plan_(plan), fetch_(std::move(fetch)), given_(buffer_count(plan)) {
+    for (const auto& [target, array] : given) take(nb::cast<size_t>(target), array);
+    for (uint32_t b = 0; b < given_.size(); ++b) require_size(b, rank);
+  }
+
+  std::span<std::byte> host(uint32_t buffer) noexcept override {
+    return given_[holder_of(plan_, buffer)];
+  }
+  void copy(uint32_t buffer, int64_t, std::span<const std::byte>) override {
+    fail(Category::internal, "a save writes to no tensor", {.tensor = buffer_name(plan_, buffer)});
+  }
+  void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) override {
+    const nb::gil_scoped_acquire acquired;
+    fetch_(holder_of(plan_, buffer), at, view_of(elements));
+  }
+
+ private:
+  void take(size_t buffer, nb::handle given) {
+    if (buffer >= given_.size()) fail(Category::usage, "memory is given for an unknown target");
+    arrays_.push_back(writable(given, buffer_name(plan_, static_cast<uint32_t>(buffer))));
+    given_[buffer] = bytes_of_array(arrays_.back());
+  }
+  void require_size(uint32_t buffer, int rank) const {
+    if (destination_of(plan_, buffer) != Destination::given) return;
+    if (holder_of(plan_, buffer) != buffer) return;
+    const uint64_t expected = buffer_of(plan_, buffer, rank).bytes();
+    if (given_[buffer].size() == expected) return;
+    fail(Category::usage, "the memory given for a tensor has the wrong size",
+         {.tensor = buffer_name(plan_, buffer),
+          .rank = rank,
+          .expected = fmt::format("{} bytes", expected),
+          .got = fmt::format("{} bytes", given_[buffer].size())});
+  }
+
+  const Plan& plan_;
+  const nb::object fetch_;
+  std::vector<AnyArray> arrays_;  // keep the given memory alive
+  std::vector<std::span<std::byte>> given_;
+};
+
+nb::dict outcome_of(const SaveOutcome& saved) {
+  return dict_of("written_bytes"_a = saved.written_bytes, "read_bytes"_a = saved.read_bytes);
+}
+
+// Where the ranks of a step in flight write: (directory, point).
+using Place = std::pair<std::string, uint64_t>;
+
+nb::dict save_tensors(const MadeSave& made, int rank, CallerBoard& board,
+                      const std::shared_ptr<Ledger>& ledger, const Place& place,
+                      const nb::dict& given, const nb::object& fetch, int threads) {
+  const Plan& plan = made.plan.plan();
+  checked_rank(rank, plan.ranks());
+  CallerTensors tensors(plan, rank, given, fetch);
+  PosixFileSystem files;
+  board.set_thread();
+  return outcome_of(without_the_lock([&] {
+    const SaveFiles to{files, place.first};
+    ChunkSums sums(made.plan.manifest(), place.second);
+    const RankContext at{rank, &board, nullptr, ledger.get()};
+    const SaveOutcome saved =
+        save({made.loaded->checkpoint(), made.plan, at, tensors, threads}, to, sums);
+    hand_over_sums(sums, rank, to);
+    return saved;
+  }));
+}
+
+// ---- the state of AdamW
+
+// (fqn, dtype, shape, format, whether its memory is the master): a parameter that has state.
+using WrittenState = std::tuple<std::string, std::string, std::vector<int64_t>, std::string, bool>;
+// (state, index of the shard in it, fqn).
+using WrittenHeld = std::tuple<std::shared_ptr<State>, size_t, std::string>;
+
+std::vector<StateOf> states_of(const std::vector<WrittenState>& written) {
+  std::vector<StateOf> states;
+  for (const auto& [fqn, dtype, shape, format, is_master] : written) {
+    const StateFormatRow& row = row_named("state format", format, all_state_formats());
+    states.push_back({spec_of(fqn, dtype, shape), row.format, is_master});
+  }
+  return states;
+}
+
+// 8-bit moments of cut blocks are refused.
+class Held {
+ public:
+  Held(const std::vector<WrittenHeld>& held, const std::map<std::string, int64_t>& numel_of)
+      : held_(held) {
+    for (const auto& [state, index, fqn] : held) {
+      ShardSpec shard = state->shard(index);
+      if (!row_of(state->here().format()).has_scales()) continue;
+      shard.fqn = fqn;
+      require_whole_blocks(shard, numel_of.at(fqn));
+    }
+  }
+  void operator()(FunctionRef<void(const HeldShard&)> fn) const {
+    for (const auto& [state, index, fqn] : held_) fn({state->adamw, index, fqn});
+  }
+
+ private:
+  const std::vector<WrittenHeld>& held_;
+};
+
+std::map<std::string, int64_t> numels_of(const std::vector<WrittenState>& written) {
+  std::map<std::string, int64_t> numels;
+  for (const auto& of : written) numels[std::get<0>(of)] = numel_of(std::get<2>(of));
+  return numels;
+}
+
+struct MadeState {
+  const std::vector<WrittenState> parameters;
+  const StateFiles files;
+};
+
+std::shared_ptr<MadeState> state_files(const std::vector<WrittenState>& parameters) {
+  return std::make_shared<MadeState>(MadeState{parameters, StateFiles(states_of(parameters))});
+}
+
+nb::dict save_state(const MadeState& made, int rank, int ranks, CallerBoard& board,
+                    const std::shared_ptr<Ledger>& ledger, const Place& place,
+                    const std::vector<WrittenHeld>& held) {
+  const Held shards(held, numels_of(made.parameters));
+  PosixFileSystem files;
+  board.set_thread();
+  return outcome_of(without_the_lock([&] {
+    const Footprint needed = made.files.footprint();
+    const Charge header = ledger->adopt(Purpose::header, needed[Purpose::header]);
+    const Charge plan = ledger->adopt(Purpose::plan, needed[Purpose::plan]);
+    const SaveFiles to{files, place.first};
+    ChunkSums sums(made.files.manifest(), place.second);
+    const RankContext at{rank, &board, nullptr, ledger.get()};
+    const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
+      made.files.for_each_span(shards, fn);
+    };
+    const SaveOutcome saved = save_spans({made.files.manifest(), at, ranks}, spans, to, sums);
+    hand_over_sums(sums, rank, to);
+    return saved;
+  }));
+}
+
+uint64_t load_state(const OpenCheckpoint& from, const std::vector<WrittenState>& parameters,
+                    int rank, CallerBoard& board, const std::shared_ptr<Ledger>& ledger,
+                    const std::vector<WrittenHeld>& held) {
+  const Held shards(held, numels_of(parameters));
+  const StateFiles files(from.checkpoint.manifest);
+  files.require_of(states_of(parameters));
+  board.set_thread();
+  return without_the_lock([&] {
+    const Charge header = ledger->adopt(Purpose::header, files.footprint()[Purpose::header]);
+    const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
+      files.for_each_span(shards, fn);
+    };
+    return load_spans(from.checkpoint, spans, {rank, &board, nullptr, ledger.get()});
+  });
+}
+
+std::string state_text(const std::string& format, const nb::int_& seed,
+                       const std::vector<std::pair<std::string, int64_t>>& steps,
+                       const std::vector<std::string>& without_state) {
+  StateFacts facts{.format = state_format_named(format).format,
+                   .seed = seed_of(seed),
+                   .without_state = without_state};
+  std::map<int64_t, size_t> counts;
+  for (const auto& [fqn, made] : steps) ++counts[made];
+  const auto usual =
+      std::max_element(counts.begin(), counts.end(),
+                       [](const auto& a, const auto& b) { return a.second < b.second; });
+  if (usual != counts.end()) facts.steps = usual->first;
+  for (const auto& [fqn, made] : steps) {
+    if (made != facts.steps) facts.steps_of[fqn] = made;
+  }
+  return state_json(facts);
+}
+
+nb::dict state_facts(const std::string& text) {
+  const StateFacts facts = parse_state(text);
+  return dict_of("state_format"_a = std::string(row_of(facts.format).name), "seed"_a = facts.seed,
+                 "steps"_a = facts.steps, "steps_of"_a = nb::cast(facts.steps_of),
+                 "without_state"_a = nb::cast(facts.without_state));
+}
+
+// ---- steps
+
+// The leader's StepSave, until `discard`.
+struct StepInSave {
+  std::unique_ptr<FileSystem> files = std::make_unique<PosixFileSystem>();
+  const std::string root;
+  std::optional<StepSave> save;
+
+  StepInSave(const std::string& of, int64_t step, bool has_state, bool has_extra) : root(of) {
+    without_the_lock([&] {
+      save.emplace(*files, root, step, has_state);
+      if (has_extra) files->make_directory(join_path(save->directory(), kExtraDirectory));
+    });
+  }
+
+  // Of the step, before it is published. USAGE.
+  StepSave& open() {
+    if (!save) fail(Category::usage, "the step was discarded");
+    return *save;
+  }
+};
+
+using WrittenFiles = std::vector<std::pair<std::string, OptionalText>>;
+
+nb::dict publish(StepInSave& step, const MadeSave& made, const MadeState* state,
+                 const MadeSave* other_state, const std::string& facts, const WrittenFiles& more,
+                 const std::optional<size_t>& keep) {
+  std::optional<StepSave::SavedState> saved_state;
+  if (state != nullptr) saved_state.emplace(StepSave::SavedState{state->files.manifest(), facts});
+  if (other_state != nullptr) {
+    saved_state.emplace(StepSave::SavedState{other_state->plan.manifest(), facts});
+  }
+  std::vector<NewFile> files;
+  for (const auto& [name, text] : more) files.push_back({name, text});
+  const SavedStep saved = without_the_lock([&] {
+    SavedStep published =
+        step.open().publish(made.loaded->checkpoint(), made.plan, saved_state, files);
+    if (keep) keep_newest(*step.files, step.root, *keep);
+    return published;
+  });
+  return dict_of("step"_a = saved.step, "path"_a = saved.path,
+                 "written_bytes"_a = saved.written_bytes, "warnings"_a = nb::cast(saved.warnings));
+}
+
+nb::dict described(const FoundStep& found) {
+  return dict_of("step"_a = found.step, "path"_a = found.path, "uuid"_a = found.record.uuid,
+                 "world_size"_a = found.record.world_size,
+                 "has_state"_a = !found.record.state.empty());
+}
+
+nb::dict newest(const std::string& root) {
+  PosixFileSystem files;
+  std::vector<SkippedStep> skipped;
+  const FoundStep found = without_the_lock([&] { return newest_step(files, root, skipped); });
+  nb::list reasons;
+  for (const SkippedStep& of : skipped) {
+    reasons.append(dict_of("step"_a = of.step, "reason"_a = of.reason));
+  }
+  nb::dict told = described(found);
+  told["skipped"] = reasons;
+  return told;
+}
+
+nb::dict opened(const std::string& path) {
+  PosixFileSystem files;
+  return described(without_the_lock([&] { return open_step(files, path); }));
+}
+
+void define_save_plan(nb::module_& module) {
+  nb::class_<MadeSave>(module, "SavePlan",
+                       "The plan of a load, turned: what each rank writes where.")
+      .def_prop_ro(
+          "held", [](const MadeSave& made) { return by_purpose(made.held()); },
+          "What the save holds on each rank besides the tensors, bytes by purpose.")
+      .def_prop_ro("copied", copied_names, "Names that are copied from the source.")
+      .def_prop_ro("left_out", left_out_names, "Names in the source that are not saved.")
+      .def_prop_ro(
+          "digest",
+          [](const MadeSave& made) {
+            const Digest& digest = made.plan.plan().inputs;
+            return fmt::format("{:016x}{:016x}", digest.high, digest.low);
+          },
+          "Of all inputs: ranks with equal digests write one checkpoint.")
+      .def_prop_ro(
+          "recipe_text",
+          [](const MadeSave& made) {
+            return recipe_text(*made.plan.plan().recipe, made.plan.manifest());
+          },
+          "recipe.json of the same targets from the saved tensors.");
+  module.def("make_save_plan", save_plan, "plan"_a, nb::kw_only(), "dtype"_a = nb::none(),
+             "copies_unused"_a = true, "shard_size"_a = nb::none(),
+             R"(Turns the plan of a load.
+
+Args:
+    plan: from make_plan, with destinations `given` or `copy`.
+    dtype: of tensors that can be cast; None: as loaded.
+    copies_unused: whether stored tensors that no target reads are copied.
+    shard_size: of a file; None: as the files of the source.
+
+Raises:
+    UsageError: two tensors would have one name; there is none.)");
+  module.def("save_promise", save_promise, "held"_a, "baselines"_a, nb::kw_only(),
+             "ranks_per_node"_a, "budget"_a = nb::none(), "budget_source"_a = "argument",
+             "(promised bytes, limit of the ledger) of each rank whose process holds its baseline "
+             "and `held`, bytes by purpose. BudgetError if a node has less.");
+  module.def("save_tensors", save_tensors, "plan"_a, "rank"_a, "board"_a, "ledger"_a, "place"_a,
+             nb::kw_only(), "given"_a = nb::dict(), "fetch"_a = nb::none(), "threads"_a = 1,
+             "Writes one rank's part of the tensors to `place`, (directory, point) of a step. "
+             "`given`: by target, host memory; `fetch(target, at, view)` fills `view` with the "
+             "elements of others.");
+}
+
+void define_state_files(nb::module_& module) {
+  nb::class_<MadeState>(module, "StateFiles", R"(The tensors of AdamW's state in a step.
+
+Args:
+    parameters: (fqn, dtype, shape, format, whether its memory is the master) each.)")
+      .def(nb::new_(&state_files), "parameters"_a)
+      .def_prop_ro(
+          "held", [](const MadeState& made) { return by_purpose(made.files.footprint()); },
+          "What a save holds for it on each rank, bytes by purpose.");
+  module.def("save_state", save_state, "files"_a, "rank"_a, "ranks"_a, "board"_a, "ledger"_a,
+             "place"_a, "held"_a,
+             "Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the "
+             "shards that this rank saves.");
+  module.def("load_state", load_state, "checkpoint"_a, "parameters"_a, "rank"_a, "board"_a,
+             "ledger"_a, "held"_a,
+             "Reads one rank's shards of a saved state into them; returns the bytes read. "
+             "UsageError, naming a tensor, unless it is the state of these parameters.");
+  module.def("state_text", state_text, "state_format"_a, "seed"_a, "steps"_a, "without_state"_a,
+             "state.json of AdamW. `steps`: (fqn, steps made) each.");
+  module.def("state_facts", state_facts, "text"_a,
+             "state_format, seed, steps, steps_of and without_state of a state.json.");
+}
+
+void define_steps(nb::module_& module) {
+  nb::class_<StepInSave>(module, "StepSave", R"(A step in flight, of the rank that leads the save.
+
+Args:
+    root: of all steps.
+    step: its number.
+    has_state, has_extra: whether it has directories for them.
+
+Raises:
+    IoError: CONFLICT if the step is there already.)")
+      .def(nb::init<const std::string&, int64_t, bool, bool>(), "root"_a, "step"_a,
+           "has_state"_a = false, "has_extra"_a = false)
+      .def_prop_ro(
+          "directory", [](StepInSave& step) { return step.open().directory(); },
+          "Where the ranks write.")
+      .def_prop_ro(
+          "point", [](StepInSave& step) { return step.open().point(); },
+          "Of the digests' proof; a part of each rank's `place`.")
+      .def("publish", publish, "plan"_a, nb::kw_only(), "state"_a.none() = nb::none(),
+           "other_state"_a.none() = nb::none(), "facts"_a = "", "more"_a = WrittenFiles(),
+           "keep"_a = nb::none(),
+           "Makes the step durable and visible once all ranks have written. `facts`: state.json; "
+           "`more`: (name, text) of further files, None if a rank has written it; `keep`: the "
+           "number of whole steps to keep.")
+      .def(
+          "discard", [](StepInSave& step) { without_the_lock([&] { step.save.reset(); }); },
+          "Removes the files, unless the step was published.");
+  module.def("newest_step", newest, "root"_a,
+             "step, path, uuid, world_size, has_state of the newest whole step, and the newer ones "
+             "that were skipped. UNCOMMITTED if there is none.");
+  module.def("open_step", opened, "path"_a, "The same of one step, which must be whole.");
+}
+
+}  // namespace
+
+void define_save(nb::module_& module) {
+  define_save_plan(module);
+  define_state_files(module);
+  define_steps(module);
+}
+
+}  // namespace modicum::python

@@ -1,0 +1,162 @@
+"""Acts of `torch_rank.py` that save steps and resume from them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch_front
+import transformers
+from sharding import Cut
+from torch.distributed.tensor import DTensor
+from torch_rank import told
+
+import modicum.torch
+from modicum import _modicum
+
+STEPS_AFTER = 3
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": lambda params, **how: torch.optim.SGD(params, momentum=0.9, **how),
+}
+
+
+def made(directory: str, cut: Cut, optimizer: str, dtype: str) -> tuple[Any, Any]:
+    """A model on meta, sharded, and an optimizer without memory; a norm is frozen. `optimizer`: a
+    state format of Modicum's, or a name of OPTIMIZERS."""
+    config = transformers.AutoConfig.from_pretrained(directory, experts_implementation="eager")
+    with modicum.torch.empty_parameters():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    torch_front.shard(model, cut)
+    model.get_parameter("model.norm.weight").requires_grad_(False)
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    flat = {n: p for n, p in named.items() if p.dim() == 1}
+    both = [{"params": [p for n, p in named.items() if n not in flat]}]
+    both += [{"params": [*flat.values()], "lr": 3e-3, "weight_decay": 0.0}]
+    if optimizer in OPTIMIZERS:
+        return model, OPTIMIZERS[optimizer](both, lr=1e-2)
+    for group in both:
+        group["params"] = [(n, p) for n, p in named.items() if any(p is q for q in group["params"])]
+    return model, modicum.torch.AdamW(both, lr=1e-2, state_format=optimizer)
+
+
+def steps(model: Any, optimizer: Any, cut: Cut, numbers: range) -> None:
+    """With gradients by step, name and global index."""
+    for step in numbers:
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            whole = torch_front.whole_gradient(name, parameter.shape, step).to(parameter.dtype)
+            local = torch_front.local_part(name, whole, cut, dist.get_rank()).contiguous()
+            is_cut = isinstance(parameter, DTensor)
+            spec = getattr(parameter, "_spec", None)
+            parameter.grad = DTensor(local, spec, requires_grad=False) if is_cut else local
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: Any, optimizer: Any) -> dict[str, str]:
+    """Digests of the gathered parameters and of the optimizer's state, and its numbers."""
+    held = dict(model.named_parameters())
+    names = {id(p): n for n, p in held.items()}
+    flat = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    numbers: dict[str, str] = {}
+    for at, entry in optimizer.state_dict()["state"].items():
+        for key, value in entry.items():
+            name = f"{flat[at]} {key}"
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                held[name] = value
+            else:
+                numbers[name] = str(float(value or 0))
+    lrs = {f"group {at}": str(of["lr"]) for at, of in enumerate(optimizer.param_groups)}
+    gathered = {n: told(t.full_tensor() if isinstance(t, DTensor) else t) for n, t in held.items()}
+    return gathered | numbers | lrs
+
+
+def saves(
+    directory: str, root: str, cut: Cut, optimizer: str = "fp32", dtype: str = "float32"
+) -> dict[str, Any]:
+    """Two steps, a save, and further steps: the state at the save and at the end."""
+    model, stepping = made(directory, cut, optimizer, dtype)
+    ours = [stepping] if isinstance(stepping, modicum.torch.AdamW) else []
+    modicum.torch.load(model, directory, optimizer=ours, progress=False)
+    steps(model, stepping, cut, range(2))
+    stepping.param_groups[0]["lr"] = 5e-3
+    own = {"rank": dist.get_rank(), "rng": torch.full((3,), dist.get_rank())}
+    report = modicum.torch.save(
+        model, root, step=2, optimizer=stepping, extra={"epoch": 1}, extra_per_rank=own
+    )
+    saved = whole(model, stepping)
+    steps(model, stepping, cut, range(2, 2 + STEPS_AFTER))
+    return {"report": vars(report), "saved": saved, "end": whole(model, stepping)}
+
+
+def resumes(
+    directory: str,
+    root: str,
+    cut: Cut,
+    *,
+    optimizer: str = "fp32",
+    dtype: str = "float32",
+    again: bool = False,
+) -> dict[str, Any]:
+    """The state after a resume on meta, and after further steps. `again`: the resume is a second
+    one, into memory with other values."""
+    model, stepping = made(directory, cut, optimizer, dtype)
+    if again:
+        modicum.torch.resume(model, root, optimizer=stepping, progress=False)
+        steps(model, stepping, cut, range(7, 9))
+    report = modicum.torch.resume(model, root, optimizer=stepping, progress=False)
+    before = whole(model, stepping)
+    steps(model, stepping, cut, range(2, 2 + STEPS_AFTER))
+    extra = [report.extra, str(report.extra_per_rank)]
+    told_of = {"step": report.step, "skipped": report.skipped, "read_bytes": report.read_bytes}
+    return {"before": before, "end": whole(model, stepping), "extra": extra, "report": told_of}
+
+
+def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
+    """Saves a step, and then one more that must fail: the error, by its facts."""
+    model, stepping = made(directory, cut, "fp32", "float32")
+    modicum.torch.load(model, directory, optimizer=stepping, progress=False)
+    modicum.torch.save(model, root, step=1, optimizer=stepping)
+    kind: dict[str, Any] = {"step": 2, "optimizer": stepping}
+    write = _modicum.save_state
+    if how == "disk" and dist.get_rank() == 1:
+
+        def full(*arguments: Any) -> Any:
+            raise OSError("no disk here")
+
+        _modicum.save_state = full
+    if how == "step":
+        kind["step"] += dist.get_rank()
+    if how == "budget":
+        kind["budget"] = "1MiB"
+    if how == "again":
+        kind["step"] = 1
+    try:
+        modicum.torch.save(model, root, **kind)
+    except Exception as error:
+        facts: Mapping[str, Any] = vars(error)
+        return {"error": type(error).__name__, "message": str(error), "facts": dict(facts)}
+    finally:
+        _modicum.save_state = write
+    return {"error": ""}
+
+
+def into(directory: str, root: str, cut: Cut, optimizer: str) -> str:
+    """A resume that must be refused: the message."""
+    model, stepping = made(directory, cut, optimizer, "float32")
+    try:
+        modicum.torch.resume(model, root, optimizer=stepping, progress=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+ACTS: dict[str, Callable[..., Any]] = {
+    "saves": saves,
+    "resumes": resumes,
+    "save_fails": fails,
+    "resume_into": into,
+}

@@ -1,0 +1,167 @@
+"""The files of a step: which tensors, from which source, under which names.
+
+It catches these mutations: a tensor that the load has left alone and no file has is not saved; a
+model that was resumed forgets the step that it was saved as; unused tensors that are dropped on
+"copy"; a save without a budget; one number of steps for all parameters; elements of a device that
+come from another place.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch_front  # noqa: E402
+from program import run_json  # noqa: E402
+
+import modicum.torch as front  # noqa: E402
+from modicum.errors import BudgetError, IoError, UsageError  # noqa: E402
+from modicum.torch.saving import weights  # noqa: E402
+
+
+def loaded(name: str, source: Path | None = None, **how: Any) -> Any:
+    model = torch_front.empty(name)
+    directory = source or torch_front.checkpoint_of(name)
+    front.load(model, directory, progress=False, **how)
+    return model
+
+
+def assert_holds(directory: Path, model: Any) -> None:
+    """`from_pretrained` gives the model's tensors."""
+    read = type(model).from_pretrained(directory, dtype="auto").state_dict()
+    for name, tensor in model.state_dict().items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
+
+
+@pytest.mark.parametrize("name", ("llama", "llama_tied_head_stored", "qwen3_moe", "gpt2"))
+def test_the_files_are_those_of_the_source(tmp_path: Path, name: str) -> None:
+    """With renamed, stacked and tied tensors, and, as a copy, those that the model drops."""
+    model = loaded(name)
+    before = torch_front.stored_in(torch_front.checkpoint_of(name))
+    report = front.save(model, tmp_path / "steps", step=1)
+    after = torch_front.stored_in(Path(report.path))
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[n], t) and after[n].dtype == t.dtype for n, t in before.items())
+    copied = sum(before[n].nbytes for n in report.copied)
+    assert report.read_bytes == copied and bool(copied) == (name in ("llama", "gpt2"))
+    dropped = front.save(model, tmp_path / "steps", step=2, unused="drop", dtype=None)
+    assert sorted(dropped.left_out) == sorted(report.copied) and dropped.read_bytes == 0
+    assert_holds(Path(dropped.path), model)
+
+
+@pytest.mark.parametrize("staging", ("256KiB", None))
+def test_tensors_on_a_device_come_through_staging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: str | None
+) -> None:
+    """Memory that the core may not touch, of a dense model and of stacked experts."""
+    monkeypatch.setattr(weights, "destination_of", lambda local: "copy")
+    for name in ("gpt2", "qwen3_moe"):
+        report = front.save(loaded(name), tmp_path / name, step=1, staging=staging)
+        after = torch_front.stored_in(Path(report.path))
+        for fqn, tensor in torch_front.stored_in(torch_front.checkpoint_of(name)).items():
+            assert torch.equal(after[fqn], tensor), fqn
+
+
+def test_tensors_that_no_file_had(tmp_path: Path) -> None:
+    """One that the load has initialised, and one that it has left alone."""
+    model = torch_front.empty("qwen3")
+    model.head = torch.nn.Linear(3, 2, device="meta")
+    model.register_buffer("scale", torch.tensor([2.0, 3.0]))
+    source = torch_front.checkpoint_of("qwen3")
+    front.load(model, source, missing=["head"], progress=False)
+    report = front.save(model, tmp_path / "steps", step=1)
+    stored = torch_front.stored_in(Path(report.path))
+    for name in ("head.weight", "head.bias", "scale"):
+        assert torch.equal(stored[name], model.state_dict()[name]), name
+
+
+def test_a_model_of_another_loader_needs_its_source(tmp_path: Path) -> None:
+    source = torch_front.checkpoint_of("qwen3_moe")
+    model = torch_front.from_pretrained("qwen3_moe")
+    with pytest.raises(UsageError, match="give `source=`"):
+        front.save(model, tmp_path / "steps", step=1)
+    report = front.save(model, tmp_path / "steps", step=1, source=source)
+    assert torch_front.stored_in(Path(report.path)).keys() == torch_front.stored_in(source).keys()
+    half = front.save(
+        model, tmp_path / "steps", step=2, source=source, dtype=torch.float16, shard_size="16KiB"
+    )
+    read = type(model).from_pretrained(half.path, dtype="auto")
+    assert read.dtype == torch.float16
+    weight, read_weight = model.model.norm.weight, read.model.norm.weight
+    assert torch.equal(read_weight, weight.to(torch.float16))
+
+
+def test_keeps_the_newest_while_a_resumed_model_goes_on(tmp_path: Path) -> None:
+    """The step that it was resumed from is gone, and it is saved on."""
+    root = tmp_path / "steps"
+    front.save(loaded("llama"), root, step=1)
+    model = torch_front.empty("llama")
+    assert front.resume(model, root, progress=False).step == 1
+    for step in (2, 3, 4):
+        report = front.save(model, root, step=step, keep=1)
+        assert sorted(path.name for path in root.iterdir()) == ["latest", f"step-{step}"]
+    assert len(report.copied) == 1, "an unused tensor of the first source"
+    assert_holds(Path(report.path), model)
+
+
+def test_steps_cross_between_python_and_the_command_line(tmp_path: Path, modicum: Path) -> None:
+    """A step of `modicum save` is resumed here, saved, and resumed by `modicum resume`, whose state
+    is that of a resume from the first step."""
+    root, again = tmp_path / "steps", tmp_path / "again"
+    flags = ["--ranks", 2, "--optimizer", "adamw:fp32", "--steps", 2]
+    first = run_json(modicum, "save", torch_front.checkpoint_of("qwen3"), root, "--step", 2, *flags)
+    model = torch_front.empty("qwen3")
+    optimizer = front.AdamW(model.named_parameters())
+    front.resume(model, root, optimizer=optimizer, progress=False)
+    assert {int(entry["step"]) for entry in optimizer.state.values()} == {2}
+    assert f"{optimizer.digest()['state']:016x}" == first["state_digest"]
+    front.save(model, again, step=2, optimizer=optimizer)
+    ends = [run_json(modicum, "resume", of, "--steps", 1, "--ranks", 2) for of in (root, again)]
+    assert ends[0]["state_digest"] == ends[1]["state_digest"]
+
+
+def test_step_counts_that_differ(tmp_path: Path) -> None:
+    """A parameter without a gradient makes no step."""
+    model = loaded("qwen3")
+    optimizer = front.AdamW(model.named_parameters(), state_format="bf16-moments")
+    for some in (lambda name: "norm" in name, lambda name: True):
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.ones_like(parameter) if some(name) else None
+        optimizer.step()
+    front.save(model, tmp_path / "steps", step=1, optimizer=optimizer)
+    again = torch_front.empty("qwen3")
+    new = front.AdamW(again.named_parameters(), state_format="bf16-moments")
+    front.resume(again, tmp_path / "steps", optimizer=new, progress=False)
+    made = [
+        {n: int(of.state[p]["step"]) for n, p in one.named_parameters()}
+        for one, of in ((model, optimizer), (again, new))
+    ]
+    assert made[0] == made[1] and set(made[0].values()) == {1, 2}
+    assert new.digest() == optimizer.digest()
+
+
+def test_refusals(tmp_path: Path) -> None:
+    model = loaded("qwen3")
+    root = tmp_path / "steps"
+    with pytest.raises(BudgetError, match=r"1\.00 MiB"):
+        front.save(model, root, step=1, budget="1MiB")
+    assert not root.exists(), "something was written"
+    for how in ({"step": -1}, {"step": 1, "keep": 0}, {"step": 1, "unused": "burn"}):
+        with pytest.raises(UsageError):
+            front.save(model, root, **how)
+    for extra in ([1], {1: 2}, {"a": {1}}):
+        with pytest.raises(UsageError, match="extra"):
+            front.save(model, root, step=1, extra=extra)
+    with pytest.raises(UsageError, match="model lacks"):
+        other = torch.nn.Parameter(torch.zeros(2))
+        front.save(model, root, step=1, optimizer=torch.optim.SGD([other]))
+    with pytest.raises(UsageError, match="on meta"):
+        front.save(torch_front.empty("qwen3"), root, step=1)
+    front.save(model, root, step=1)
+    with pytest.raises(IoError, match="saved already"):
+        front.save(model, root, step=1)
+    with pytest.raises(UsageError, match="no optimizer state"):
+        front.resume(model, root, optimizer=torch.optim.SGD(model.parameters()))
