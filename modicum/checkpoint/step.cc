@@ -340,10 +340,12 @@ FoundStep open_step(FileSystem& files, const std::string& path) {
   return found;
 }
 
-Steps find_steps(FileSystem& files, const std::string& root, size_t most) {
+Steps find_steps(FileSystem& files, const std::string& root, size_t most,
+                 std::optional<int64_t> before) {
   std::vector<int64_t> numbers;
   for (const std::string& name : files.list(root)) {
-    if (const auto step = step_of(name)) numbers.push_back(*step);
+    const auto step = step_of(name);
+    if (step && (!before || *step < *before)) numbers.push_back(*step);
   }
   std::sort(numbers.rbegin(), numbers.rend());
   Steps steps;
@@ -363,9 +365,9 @@ Steps find_steps(FileSystem& files, const std::string& root, size_t most) {
   return steps;
 }
 
-FoundStep newest_step(FileSystem& files, const std::string& root,
-                      std::vector<SkippedStep>& skipped) {
-  Steps steps = find_steps(files, root, 1);
+FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped,
+                      std::optional<int64_t> before) {
+  Steps steps = find_steps(files, root, 1, before);
   skipped = std::move(steps.skipped);
   if (!steps.found.empty()) return std::move(steps.found.front());
   if (skipped.empty()) {

@@ -134,12 +134,14 @@ struct Steps {
   std::vector<SkippedStep> skipped;
 };
 // Stops after `most` intact steps.
-Steps find_steps(FileSystem& files, const std::string& root, size_t most = SIZE_MAX);
+Steps find_steps(FileSystem& files, const std::string& root, size_t most = SIZE_MAX,
+                 std::optional<int64_t> before = {});
 // The step at `path` if it is intact; else UNCOMMITTED or INTEGRITY, naming the file.
 FoundStep open_step(FileSystem& files, const std::string& path);
 // The newest intact step. UNCOMMITTED, with the fault of the newest damaged step, if there is none.
-FoundStep newest_step(FileSystem& files, const std::string& root,
-                      std::vector<SkippedStep>& skipped);
+// `before`: only steps with a smaller number count.
+FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped,
+                      std::optional<int64_t> before = {});
 
 // Removes all intact steps but the `keep` newest ones (at least one). Damaged steps are neither
 // counted nor removed.

@@ -325,10 +325,11 @@ nb::dict described(const FoundStep& found) {
                  "has_state"_a = !found.record.state.empty());
 }
 
-nb::dict newest(const std::string& root) {
+nb::dict newest(const std::string& root, std::optional<int64_t> before) {
   PosixFileSystem files;
   std::vector<SkippedStep> skipped;
-  const FoundStep found = without_the_lock([&] { return newest_step(files, root, skipped); });
+  const FoundStep found =
+      without_the_lock([&] { return newest_step(files, root, skipped, before); });
   nb::list reasons;
   for (const SkippedStep& of : skipped) {
     reasons.append(dict_of("step"_a = of.step, "reason"_a = of.reason));
@@ -336,6 +337,19 @@ nb::dict newest(const std::string& root) {
   nb::dict told = described(found);
   told["skipped"] = reasons;
   return told;
+}
+
+// The first fault in one rank's part of a step; empty if there is none.
+std::string fault_of(const std::string& path, int rank, int ranks, CallerBoard& board) {
+  PosixFileSystem files;
+  board.set_thread();
+  return without_the_lock([&]() -> std::string {
+    const VerifyPart part{static_cast<uint64_t>(rank), static_cast<uint64_t>(ranks)};
+    const Verified verified = verify_step(
+        files, path, [&] { board.beat(rank, 0); }, part);
+    const Error* const fault = verified.first_fault();
+    return fault == nullptr ? "" : fault->what();
+  });
 }
 
 nb::dict opened(const std::string& path) {
@@ -437,9 +451,13 @@ Raises:
       .def(
           "discard", [](StepInSave& step) { without_the_lock([&] { step.save.reset(); }); },
           "Removes the files, unless the step was published.");
-  module.def("newest_step", newest, "root"_a,
-             "step, path, uuid, world_size, has_state of the newest whole step, and the newer ones "
-             "that were skipped. UNCOMMITTED if there is none.");
+  module.def(
+      "newest_step", newest, "root"_a, "before"_a.none() = nb::none(),
+      "step, path, uuid, world_size, has_state of the newest whole step (older than `before`) "
+      "and the newer ones that were skipped. UNCOMMITTED if there is none.");
+  module.def("step_fault", fault_of, "path"_a, "rank"_a, "ranks"_a, "board"_a,
+             "Compares one rank's part of a step, all ranks together every byte, with its digests. "
+             "Returns the first fault, or an empty text.");
   module.def("open_step", opened, "path"_a, "The same of one step, which must be whole.");
 }
 

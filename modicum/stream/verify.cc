@@ -14,10 +14,12 @@ namespace {
 
 class Verify {
  public:
-  Verify(FileSystem& files, const std::string& path, FunctionRef<void()> poll)
+  Verify(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
+         const VerifyPart& part)
       : files_(files),
         step_(open_step(files, path)),
         poll_(poll),
+        part_(part),
         buffer_(ChunkSums::kChunkBytes) {}
 
   Verified run() {
@@ -44,7 +46,11 @@ class Verify {
     }
   }
 
+  // Whether the next read is in this caller's part.
+  bool is_own_turn() { return turn_++ % part_.count == part_.index; }
+
   void check_digested(const StepFile& file) {
+    if (!is_own_turn()) return;
     poll_();
     std::string text(file.digested_bytes, '\0');
     files_.open(join_path(step_.path, file.name))->read(std::as_writable_bytes(std::span(text)), 0);
@@ -88,6 +94,7 @@ class Verify {
     const uint64_t seed = digest_seed(stored.spec);
     uint64_t chunk = 0;
     for (uint64_t at = 0; at < stored.at.bytes(); at += ChunkSums::kChunkBytes, ++chunk) {
+      if (!is_own_turn()) continue;
       poll_();
       const std::span<std::byte> bytes =
           std::span(buffer_).first(std::min<uint64_t>(buffer_.size(), stored.at.bytes() - at));
@@ -110,6 +117,8 @@ class Verify {
   FileSystem& files_;
   const FoundStep step_;
   const FunctionRef<void()> poll_;
+  const VerifyPart part_;
+  uint64_t turn_ = 0;
   std::vector<std::byte> buffer_;
   Verified out_;
 };
@@ -123,8 +132,9 @@ const Error* Verified::first_fault() const noexcept {
   return nullptr;
 }
 
-Verified verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll) {
-  return Verify(files, path, poll).run();
+Verified verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
+                     const VerifyPart& part) {
+  return Verify(files, path, poll, part).run();
 }
 
 }  // namespace modicum

@@ -23,7 +23,13 @@ struct Verified {
 // Reads every byte of the step that open_step finds at `path`. Records the first fault of each
 // file, with the tensor, the chunk of the first wrong element and both digests, and goes on with
 // the next file. Holds 4 MiB. `poll` is called before each read; an exception from it ends the
-// call. Errors as those of open_step.
-Verified verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll);
+// call. `part`: of several callers, each reads its share of the files and chunks. Errors as those
+// of open_step.
+struct VerifyPart {
+  uint64_t index = 0;
+  uint64_t count = 1;
+};
+Verified verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
+                     const VerifyPart& part = {});
 
 }  // namespace modicum

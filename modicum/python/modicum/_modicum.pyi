@@ -661,9 +661,14 @@ class StepSave:
     def discard(self) -> None:
         """Removes the files, unless the step was published."""
 
-def newest_step(root: str) -> dict:
+def newest_step(root: str, before: int | None = None) -> dict:
     """
-    step, path, uuid, world_size, has_state of the newest whole step, and the newer ones that were skipped. UNCOMMITTED if there is none.
+    step, path, uuid, world_size, has_state of the newest whole step (older than `before`) and the newer ones that were skipped. UNCOMMITTED if there is none.
+    """
+
+def step_fault(path: str, rank: int, ranks: int, board: Board) -> str:
+    """
+    Compares one rank's part of a step, all ranks together every byte, with its digests. Returns the first fault, or an empty text.
     """
 
 def open_step(path: str) -> dict:

@@ -3,7 +3,7 @@
 It catches these mutations: a tensor that the load has left alone and no file has is not saved; a
 model that was resumed forgets the step that it was saved as; unused tensors that are dropped on
 "copy"; a save without a budget; one number of steps for all parameters; elements of a device that
-come from another place.
+come from another place; values that are not compared.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch_front  # noqa: E402
 from program import run_json  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
-from modicum.errors import BudgetError, IoError, UsageError  # noqa: E402
+from modicum.errors import BudgetError, IntegrityError, IoError, UsageError  # noqa: E402
 from modicum.torch.saving import weights  # noqa: E402
 
 
@@ -105,6 +105,28 @@ def test_keeps_the_newest_while_a_resumed_model_goes_on(tmp_path: Path) -> None:
         assert sorted(path.name for path in root.iterdir()) == ["latest", f"step-{step}"]
     assert len(report.copied) == 1, "an unused tensor of the first source"
     assert_holds(Path(report.path), model)
+
+
+def test_a_step_with_other_values_is_skipped(tmp_path: Path) -> None:
+    """Its files have the right lengths and headers. Of the weights, and of the state."""
+    root = tmp_path / "steps"
+    model = loaded("llama")
+    optimizer = front.AdamW(model.named_parameters(), state_format="bf16-moments")
+    for step in (1, 2, 3):
+        front.save(model, root, step=step, optimizer=optimizer)
+    for step, folder in ((3, "."), (2, "optimizer")):
+        file = min((root / f"step-{step}" / folder).glob("*.safetensors"))
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    with pytest.warns(UserWarning, match="step 2 is skipped"):
+        report = front.resume(torch_front.empty("llama"), root, progress=False)
+    assert report.step == 1
+    assert [of["step"] for of in report.skipped] == [3, 2]
+    assert all("INTEGRITY" in of["reason"] for of in report.skipped)
+    with pytest.raises(IntegrityError, match="the values are not"):
+        front.resume(torch_front.empty("llama"), root / "step-3", progress=False)
+    assert front.resume(torch_front.empty("llama"), root, verify=False, progress=False).step == 3
 
 
 def test_steps_cross_between_python_and_the_command_line(tmp_path: Path, modicum: Path) -> None:

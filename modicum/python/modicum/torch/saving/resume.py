@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum._modicum import exit_codes
+from modicum.errors import from_json, refusal
 from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
 from modicum.torch.loading.goal import Model
@@ -36,6 +37,7 @@ def resume(
     unexpected: str | Collection[str] = "error", check: str | None = None, progress: bool = True,
     staging: Size | None = None, buffers: str | None = None, fork: str = "excluded",
     recipe: Recipe | str | Path | None = None, key_mapping: Mapping[str, str] | None = None,
+    verify: bool = True,
 ) -> Resumed:  # fmt: skip
     """Loads the newest whole step of `root` into a model, and its state into the optimizer.
 
@@ -51,6 +53,8 @@ def resume(
             `seed` that were saved, or an optimizer of the class that was saved, whose `state` gets
             new tensors. The options of its groups become the saved ones. None: only the model is
             loaded.
+        verify: first compares every byte of the step with its digests, a part on each rank, and
+            skips a damaged step. This reads the step twice. False: compares names and lengths.
         ledger, budget, strategy, dtype, keep_fp32, missing, unexpected, check, progress, staging,
         buffers, fork, recipe, key_mapping: as for `load`. The promise holds the state of
             `modicum.torch.AdamW`, too.
@@ -67,7 +71,7 @@ def resume(
         FormatError, IoError, PeerError: as for `load`; every error is raised on every rank.
     """
     begin = time.monotonic()
-    found = _found(Path(root), optimizer)
+    found = _found(Path(root), optimizer, verify=verify)
     how: dict[str, Any] = {
         "ledger": ledger or _modicum.Ledger(), "budget": budget, "strategy": strategy,
         "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
@@ -106,16 +110,45 @@ class _Found:
     """The text of state.json, if the optimizer needs it."""
 
 
-def _found(root: Path, optimizer: torch.optim.Optimizer | None) -> _Found:
-    """Finds the step, on rank 0, and checks that it has what the optimizer needs. Collective."""
+def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
+    """The newest step without a fault, as `_modicum.newest_step`. Collective."""
+    skipped: list[dict[str, Any]] = []
 
     def find() -> dict[str, Any]:
-        is_step = (root / "COMMIT").exists()
-        return _modicum.open_step(str(root)) if is_step else _modicum.newest_step(str(root))
+        if (root / "COMMIT").exists():
+            return _modicum.open_step(str(root))
+        return _modicum.newest_step(str(root), skipped[-1]["step"] if skipped else None)
+
+    def skip(one: dict[str, Any]) -> None:
+        skipped.append(one)
+        if ranks.rank == 0:
+            warnings.warn(f"modicum: step {one['step']} is skipped: {one['reason']}", stacklevel=6)
+
+    while True:
+        facts, _ = ranks.once(find, lambda: None)
+        for one in facts.get("skipped", []):
+            skip(one)
+        faults = [""]
+        if verify:
+            board = _modicum.Board(ranks)
+            with ranks.watching(board):
+                own = _modicum.step_fault(facts["path"], ranks.rank, ranks.world_size, board)
+            faults = ranks.gather(own)
+        fault = next(filter(None, faults), None)
+        if fault is None:
+            return facts | {"skipped": skipped}
+        if "skipped" not in facts:
+            told = {"category": "INTEGRITY", "code": exit_codes()["INTEGRITY"], "message": fault}
+            raise from_json(json.dumps({"error": told}))
+        skip({"step": facts["step"], "reason": fault})
+
+
+def _found(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -> _Found:
+    """Finds the step, on rank 0, and checks that it has what the optimizer needs. Collective."""
 
     with Ranks.of_world().together() as ranks:
-        ranks.agree_on({"argument root": str(root.absolute())})
-        facts, _ = ranks.once(find, lambda: None)
+        ranks.agree_on({"argument root": str(root.absolute()), "argument verify": str(verify)})
+        facts = _whole_step(root, ranks, verify=verify)
         path = Path(facts["path"])
         seen = _modicum.open_step(str(path))
         if seen["uuid"] != facts["uuid"]:
@@ -128,9 +161,6 @@ def _found(root: Path, optimizer: torch.optim.Optimizer | None) -> _Found:
                 raise refusal("MISMATCH", what, file=path.name)
             state = (path / "optimizer" / "state.json").read_text()
             _require_same(optimizer, state)
-    if ranks.rank == 0:
-        for one in facts.get("skipped", []):
-            warnings.warn(f"modicum: step {one['step']} is skipped: {one['reason']}", stacklevel=4)
     return _Found(path, facts, state)
 
 
