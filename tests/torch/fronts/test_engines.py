@@ -91,7 +91,8 @@ def test_bits_of_a_single_process(
 
 @pytest.mark.parametrize("case", ("new value head", "vision-language", "lora"))
 def test_a_node_holds_shards_and_staging(four: Ranks, models: dict[str, str], case: str) -> None:
-    """Compares the kernel's counters, with a cast to float32; upstream's way needs far more."""
+    """By the kernel's counters a rank holds little more than its float32 shards. Without
+    `memory_efficient_load` it holds far more."""
     task, directory, options, _ = CASES[case]
     how = {"task": task, "directory": models[directory], "dtype": "float32", **options}
     got = four.ask("engine", memory_efficient_load=True, **how)

@@ -1,0 +1,181 @@
+"""A forked rank that holds a model and its optimizer's state, and saves them."""
+
+import gc
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rivals.model import empty_sharded, local_of, region
+from rivals.rank import Gate, told
+from rivals.rank import preload as preload
+from rivals.rows import Case
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+
+import modicum.torch
+
+Optimizer = torch.optim.Optimizer
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+@dataclass(frozen=True)
+class Saver:
+    """A way to save. `is_durable`: it syncs its files itself. `has_state`: it saves the optimizer's
+    state. `is_readable`: by `from_pretrained`."""
+
+    save: Callable[[nn.Module, Optimizer | None, Path], None]
+    has_state: bool = False
+    is_durable: bool = False
+    is_readable: bool = True
+
+
+def by_modicum(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
+    modicum.torch.save(model, out, step=1, optimizer=optimizer, budget="none")
+
+
+def by_dcp(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    dcp.save(state, checkpoint_id=out)
+
+
+def by_hf_writer(consolidates: bool) -> Callable[[nn.Module, Optimizer | None, Path], None]:
+    def save(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
+        writer = HuggingFaceStorageWriter(
+            str(out),
+            save_distributed=True,
+            enable_consolidation=consolidates,
+            thread_count_consolidation=os.cpu_count() or 1,
+        )
+        dcp.save(get_model_state_dict(model), storage_writer=writer)
+
+    return save
+
+
+def by_save_pretrained(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
+    whole = get_model_state_dict(model, options=WHOLE)
+    state = get_optimizer_state_dict(model, optimizer, options=WHOLE) if optimizer else None
+    if dist.get_rank() == 0:
+        model.save_pretrained(out, state_dict=whole)
+        if state is not None:
+            torch.save(state, out / "optimizer.pt")
+
+
+SAVERS = {
+    "modicum": Saver(by_modicum, is_durable=True),
+    "dcp-hf+consolidate": Saver(by_hf_writer(True)),
+    "dcp-hf, shards only": Saver(by_hf_writer(False), is_readable=False),
+    "full state dict": Saver(by_save_pretrained),
+    "modicum, with state": Saver(by_modicum, has_state=True, is_durable=True),
+    "dcp, with state": Saver(by_dcp, has_state=True, is_readable=False),
+    "full state dict, with state": Saver(by_save_pretrained, has_state=True),
+}
+
+
+def rank(rank: int, job: dict[str, Any]) -> None:
+    """Called by the zygote in the forked process."""
+    if job["procs"]:
+        Path(job["procs"]).write_text(str(os.getpid()))
+    gate = Gate(job["gate"])
+    gate.say("hello")
+    try:
+        run(rank, job, gate)
+    except BaseException as error:  # DCP's error is a BaseException
+        gate.say("failed", error=told(error), at=time.monotonic())
+        raise
+
+
+def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
+    case, saver, out = Case(**job["case"]), SAVERS[job["function"]], Path(job["out"])
+    gc.unfreeze()
+    gc.collect()
+    dist.init_process_group("gloo")
+    model, optimizer = trained(case, saver, is_ours=job["function"].startswith("modicum"))
+    gate.say("ready")
+    gate.wait()
+    dist.barrier()
+    begin, written = time.monotonic(), written_bytes()
+    saver.save(model, optimizer, out)
+    dist.barrier()
+    if rank == 0 and not saver.is_durable:
+        make_durable(out)
+    dist.barrier()
+    seconds, written = time.monotonic() - begin, written_bytes() - written
+    gate.say("loaded", seconds=seconds, written=written)
+    gate.wait()
+    wrong = differences(case, model, out) if saver.is_readable else []
+    dist.barrier()
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(out)
+    gate.say("checked", wrong=wrong, size=size)
+
+
+def trained(case: Case, saver: Saver, *, is_ours: bool) -> tuple[nn.Module, Optimizer | None]:
+    """A loaded model and an optimizer that has made one step."""
+    model = empty_sharded(case, modicum.torch.empty_parameters)
+    dtype = getattr(torch, case.dtype)
+    modicum.torch.load(model, case.directory, dtype=dtype, progress=False, budget="none")
+    if not saver.has_state:
+        return model, None
+    optimizer: Optimizer
+    if is_ours:
+        optimizer = modicum.torch.AdamW(model.named_parameters())
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    return model, optimizer
+
+
+def written_bytes() -> int:
+    """Bytes that this process has passed to write() and its kin so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
+
+
+def make_durable(out: Path) -> None:
+    """Syncs every file and directory."""
+    for path in [out, *out.rglob("*"), out.parent]:
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def differences(case: Case, model: nn.Module, out: Path) -> list[str]:
+    """Names of parameters whose shard differs from the saved file's."""
+    saved = {}
+    for path in sorted(out.rglob("*.safetensors")):
+        if path.parent.name not in ("optimizer", "sharded"):
+            with safe_open(path, "pt") as file:
+                saved |= dict.fromkeys(file.keys(), path)
+    wrong = []
+    for name, parameter in model.named_parameters():
+        if name not in saved:
+            wrong.append(f"{name} is missing")
+            continue
+        with safe_open(saved[name], "pt") as file:
+            mine = file.get_slice(name)[region(case, name, parameter.shape)]
+        if not torch.equal(mine, local_of(parameter)):
+            wrong.append(name)
+    return wrong

@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""Measures memory, bytes written and seconds of each way to save, for the same model and state.
+
+Workload: a synthesised qwen3-0.6b as float32 masters in 4 gloo ranks under FSDP2, without and with
+the state of AdamW after one step. Every way runs until its files are durable: those that do not
+sync them have each file and directory synced after they return. Ways take turns, in a new order
+each round; figures are medians with their range. Files that `from_pretrained` can read are compared
+with the ranks' shards, bit by bit.
+
+Writes its table into benchmarks/RESULTS.md between its markers.
+"""
+
+import argparse
+import dataclasses
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness.page import GIB, ROOT, machine, write_between_markers
+from harness.runs import RunFailedError, Zygote, measure
+from rivals.rows import ALLOCATORS, Case
+
+MODICUM = ROOT / "build/release/modicum"
+COMMAND = "python benchmarks/saving.py"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+PATIENCE_S = 300
+NAMES = (
+    "modicum", "dcp-hf+consolidate", "dcp-hf, shards only", "full state dict",
+    "modicum, with state", "dcp, with state", "full state dict, with state",
+)  # fmt: skip
+READABLE = {
+    "dcp-hf, shards only": "a file per rank",
+    "dcp, with state": "DCP's own",
+}
+
+
+def one_run(zygote: Zygote, case: Case, name: str, scratch: Path) -> dict[str, Any]:
+    job = {
+        "case": dataclasses.asdict(case),
+        "function": name,
+        "environment": {},
+        "builds_first": False,
+        "world": case.world,
+        "out": str(scratch / "out"),
+        "log": str(scratch / "log"),
+    }
+    (scratch / "out").mkdir()
+    subprocess.run(["sync"], check=True)
+    try:
+        done = measure(zygote, job, scratch, lambda: None, PATIENCE_S)
+    except RunFailedError as error:
+        sys.exit(f"{name}: {error}\n{(scratch / 'log').read_text()[-2000:]}")
+    wrong = [text for rank in done["checked"] for text in rank["wrong"]]
+    if wrong:
+        sys.exit(f"{name}: {len(wrong)} parameters differ, {wrong[0]} first")
+    seen = done["seen"]
+    return {
+        "seconds": max(rank["seconds"] for rank in done["loaded"]),
+        "written": sum(rank["written"] for rank in done["loaded"]),
+        "size": done["checked"][0]["size"],
+        "extra": seen["peak_sampled_bytes"],
+        "read": seen["rchar"],
+        "foreign": seen["foreign_cpu_s"] / seen["watched_s"],
+    }
+
+
+def row_of(name: str, runs: list[dict[str, Any]]) -> str:
+    def median(key: str) -> float:
+        return statistics.median(run[key] for run in runs)
+
+    seconds, size = sorted(run["seconds"] for run in runs), median("size")
+    time = f"{median('seconds'):.2f} ({seconds[0]:.2f}-{seconds[-1]:.2f})"
+    extra = f"{median('extra') / GIB:.2f} | {median('written') / size:.3f}"
+    rate = f"{size / median('seconds') / 1e9:.2f}"
+    kind = READABLE.get(name, "Hugging Face")
+    return f"| {name} | {kind} | {size / GIB:.2f} | {extra} | {time} | {rate} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=0, help="of the model; 0: all")
+    options = parser.parse_args()
+    import torch
+
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES}
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as place:
+        scratch = Path(place)
+        model = scratch / "qwen3-0.6b"
+        layers = ["--layers", str(options.layers)] if options.layers else []
+        synth = [MODICUM, "synth", model, "--arch", "qwen3-0.6b", "--shard-size", "300MB", "-q"]
+        subprocess.run([*synth, *layers], check=True)
+        case = Case("saving", "", "qwen3-0.6b", options.layers, "float32", directory=str(model))
+        zygote = Zygote("rivals.saving", str(model), ENVIRONMENT | ALLOCATORS["malloc"])
+        try:
+            order = random.Random(0)
+            for number in range(options.rounds + 1):  # the first one warms up
+                for name in order.sample(NAMES, len(NAMES)):
+                    done = one_run(zygote, case, name, scratch)
+                    print(number, name, done, file=sys.stderr, flush=True)
+                    if number > 0:
+                        runs[name].append(done)
+        finally:
+            zygote.end()
+    foreign = [run["foreign"] for of in runs.values() for run in of]
+    text = [
+        f"qwen3-0.6b, float32 masters, {case.world} ranks on one node, FSDP2; to durable files:",
+        "",
+        "| saver | files | saved, GiB | held besides, GiB | written, x saved "
+        "| seconds, median (range) | GB/s |",
+        "|---|---|---|---|---|---|---|",
+        *(row_of(name, of) for name, of in runs.items()),
+        "",
+        f"`{COMMAND}`: {options.rounds} interleaved rounds; other load at most "
+        f"{max(foreign):.1f} CPUs; torch {torch.__version__}; {machine()}.",
+    ]
+    print("\n".join(text))
+    write_between_markers(ROOT / "benchmarks/RESULTS.md", "saving", "\n".join(text))
+
+
+if __name__ == "__main__":
+    main()
