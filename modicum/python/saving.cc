@@ -345,8 +345,10 @@ std::string fault_of(const std::string& path, int rank, int ranks, CallerBoard& 
   board.set_thread();
   return without_the_lock([&]() -> std::string {
     const VerifyPart part{static_cast<uint64_t>(rank), static_cast<uint64_t>(ranks)};
-    const Verified verified = verify_step(
-        files, path, [&] { board.beat(rank, 0); }, part);
+    const auto poll = [&board] {
+      if (board.failure()) fail(Category::cancelled, "another rank failed");
+    };
+    const Verified verified = verify_step(files, path, poll, part);
     const Error* const fault = verified.first_fault();
     return fault == nullptr ? "" : fault->what();
   });

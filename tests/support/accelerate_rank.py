@@ -3,6 +3,7 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 import re
 import sys
@@ -195,6 +196,8 @@ def script(cage: str, words: list[str]) -> None:
     Path(cage).write_text(str(os.getpid()))
     # Freed gathers are unmapped at once; otherwise glibc keeps them and they count as held.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
+    # A collection would write to every object from before the fork and so copy its page: 50 MiB.
+    gc.freeze()
     with fsdp2_on_cpus() as module:
         sys.argv = [module.__file__, *words]
         module.main()
