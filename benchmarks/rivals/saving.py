@@ -61,7 +61,9 @@ def by_hf_writer(consolidates: bool) -> Callable[[nn.Module, Optimizer | None, P
             enable_consolidation=consolidates,
             thread_count_consolidation=os.cpu_count() or 1,
         )
-        dcp.save(get_model_state_dict(model), storage_writer=writer)
+        once = dict(model.named_parameters())  # the writer refuses tied names
+        whole = get_model_state_dict(model)
+        dcp.save({name: whole[name] for name in once}, storage_writer=writer)
 
     return save
 
