@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,13 @@ class Gate:
 
 def rank(rank: int, job: dict[str, Any]) -> None:
     """Called by the zygote in the forked process."""
+    report(run, rank, job)
+
+
+def report(
+    run: Callable[[int, dict[str, Any], Gate], None], rank: int, job: dict[str, Any]
+) -> None:
+    """Runs a job in its cgroup, and reports a failure through the gate."""
     if job["procs"]:
         Path(job["procs"]).write_text(str(os.getpid()))
     gate = Gate(job["gate"])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rivals.model import empty_sharded, local_of, region
-from rivals.rank import Gate, told
+from rivals.rank import Gate, report
 from rivals.rank import preload as preload
 from rivals.rows import Case
 from safetensors import safe_open
@@ -90,15 +90,7 @@ SAVERS = {
 
 def rank(rank: int, job: dict[str, Any]) -> None:
     """Called by the zygote in the forked process."""
-    if job["procs"]:
-        Path(job["procs"]).write_text(str(os.getpid()))
-    gate = Gate(job["gate"])
-    gate.say("hello")
-    try:
-        run(rank, job, gate)
-    except BaseException as error:  # DCP's error is a BaseException
-        gate.say("failed", error=told(error), at=time.monotonic())
-        raise
+    report(run, rank, job)
 
 
 def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
