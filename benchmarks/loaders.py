@@ -4,13 +4,14 @@
 Five cases with a checkpoint each; every loader that supports a case, in 4 gloo ranks on this
 machine. Loaders take turns, in a new order each round, so that a slow minute or the previous loader
 affects all alike; figures are medians with their range. Time is from the empty sharded model to the
-first write to every page of every shard: a loader that maps files has read nothing before. Each
-run's shards are compared with torch.chunk's of a single-process `from_pretrained`.
+first write to every page of every shard: a loader that maps files has read nothing before. The
+shards of each loader's first run, warm and cold, are compared with torch.chunk's of a
+single-process `from_pretrained`.
 
 Every run is appended to build/loaders.jsonl. The newest runs of each row make the tables in
 benchmarks/RESULTS.md between their markers, once all rows of a case have a run: cases and rows can
-be measured one after the other. Without `--rows` it measures those of README.md's table, and of
-the table of read loops in benchmarks/RESULTS.md, in one run; `--rows all` takes hours.
+be measured one after the other. Without `--rows` it measures those of README.md's table in one
+run; `--rows all` takes hours. The table of read loops has the cases with cold runs.
 """
 
 import argparse
@@ -80,7 +81,9 @@ class Stage:
             self._zygotes[allocator] = Zygote("rivals.rank", self.case.directory, environment)
         return self._zygotes[allocator]
 
-    def _run(self, row: Row, before_loading: Callable[[], None]) -> dict[str, Any]:
+    def _run(
+        self, row: Row, before_loading: Callable[[], None], compared: bool = False
+    ) -> dict[str, Any]:
         log = LOGS / f"{self.case.name}-{row.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
@@ -90,6 +93,7 @@ class Stage:
             "options": dict(row.options),
             "environment": dict(row.environment),
             "builds_first": row.builds_first,
+            "compared": compared,
             "truth": str(self._truth),
             "world": 1 if row.function == "truth" else self.case.world,
             "log": str(log),
@@ -108,8 +112,8 @@ class Stage:
                     while file.read(1 << 24):
                         pass
 
-    def measure(self, row: Row, round_: int, cold: bool) -> Result:
-        """One run; a failure is a result too."""
+    def measure(self, row: Row, round_: int, cold: bool, compared: bool = True) -> Result:
+        """One run, its shards compared or not; a failure is a result too."""
         result: Result = {"case": self.case.name, "row": row.name, "round": round_, "cold": cold}
         need = row.need_in(self.case) * self.shards_bytes
         free = available_bytes() + self._ballast.held_bytes
@@ -131,15 +135,15 @@ class Stage:
             self._ballast.release()
 
         try:
-            raw = self._run(row, before_loading)
+            raw = self._run(row, before_loading, compared)
         except RunFailedError as error:
             return result | {"outcome": "cannot", "why": str(error)}
         cached_after = cached_bytes(Path(self.case.directory))
         seen = {"cached_before_bytes": cached, "cached_after_bytes": cached_after} | raw["seen"]
-        return result | seen | timed([said["times"] for said in raw["loaded"]]) | compared(raw)
+        return result | seen | timed([said["times"] for said in raw["loaded"]]) | outcome(raw)
 
 
-def compared(raw: dict[str, Any]) -> Result:
+def outcome(raw: dict[str, Any]) -> Result:
     wrong = sorted({name for said in raw["checked"] for name in said["wrong"]})
     return {"outcome": "wrong" if wrong else "right", "why": ", ".join(wrong)}
 
@@ -183,7 +187,7 @@ def measure_case(
             bar = SLOW * min((s for (_, cold_), s in seen.items() if cold_ == is_cold), default=0)
             if row.name in given_up or seen.get((row.name, is_cold), 0) > bar:
                 continue
-            result = stage.measure(row, round_, is_cold)
+            result = stage.measure(row, round_, is_cold, (row.name, is_cold) not in seen)
             result |= {"begun": begun, "at": time.time(), "shards_bytes": stage.shards_bytes}
             results.append(result)
             print(json.dumps(result), file=raw, flush=True)
@@ -224,7 +228,7 @@ def selected(names: str) -> list[Row]:
     if names == "all":
         return [row for row in ROWS if row.in_all]
     if names == "readme":
-        names = f"preadv,{IN_README}"
+        names = IN_README
     by_name = {row.name: row for row in ROWS}
     unknown = set(names.split(",")) - by_name.keys()
     if unknown:
@@ -236,8 +240,8 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--case", default="all", choices=["all", *(case.name for case in CASES)])
     parser.add_argument("--rows", default="readme", help="names, separated by commas; or all")
-    parser.add_argument("--reps", type=int, default=5, help="rounds with a warm page cache")
-    parser.add_argument("--cold", type=int, default=3, help="rounds with a cold one")
+    parser.add_argument("--reps", type=int, default=3, help="rounds with a warm page cache")
+    parser.add_argument("--cold", type=int, default=0, help="rounds with a cold one")
     parser.add_argument("--ranks", type=int, default=WORLD)
     parser.add_argument("--layers", type=int, help="only the first N layers (0: all)")
     parser.add_argument("--checkpoint", help="a directory to load instead of a synthesised one")
@@ -281,7 +285,8 @@ def write_pages(by_case: dict[str, list[Result]]) -> None:
         if is_whole([result for result in results if result["cold"]], READ_LOOPS)
     }
     if with_cold:
-        text = beside_cold(selected(READ_LOOPS), with_cold)
+        words = f" --rows {READ_LOOPS} --reps 5 --cold 3"
+        text = beside_cold(selected(READ_LOOPS), with_cold, words)
         write_between_markers(RESULTS, "loaders-read-loops", text)
 
 

@@ -1,15 +1,21 @@
 #!/usr/bin/env bash
-# bench.sh: runs every program in benchmarks/, one after the other, against the wheel, which .venv
-# gets alongside the rivals.
+# bench.sh [PROGRAM...]: runs these programs of benchmarks/, or all but the trainings of parity.py,
+# one after the other, against the wheel, which .venv gets alongside the rivals. Those that make
+# README.md's figures come first. The run itself is recorded in benchmarks/RESULTS.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-shopt -s nullglob
-programs=(benchmarks/*.py)
-[ ${#programs[@]} -gt 0 ] || { echo "bench.sh: benchmarks/ holds no program" >&2; exit 1; }
+[ $# -gt 0 ] || set -- loaders systems strategies step forks saving
 
 scripts/venv.sh test wheel bench
 scripts/wheel.sh build/python install
-for program in "${programs[@]}"; do
-  scripts/stage.sh "$program" .venv/bin/python "$program"
+run=build/bench-run.tsv
+: > "$run"
+for program in "$@"; do
+  file=benchmarks/$program.py
+  [ -f "$file" ] || { echo "bench.sh: no program $file" >&2; exit 2; }
+  begin=$(date +%s)
+  scripts/stage.sh "$file" .venv/bin/python "$file"
+  printf '%s\t%s\t%s\n' "$program" "$begin" "$(date +%s)" >> "$run"
 done
+.venv/bin/python benchmarks/harness/record.py "$run"

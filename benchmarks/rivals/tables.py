@@ -187,8 +187,8 @@ def overview(rows: list[Row], cases: dict[str, list[Result]], words: str = "") -
     )
 
 
-def beside_cold(rows: list[Row], cases: dict[str, list[Result]]) -> str:
-    """Seconds of each row by case, warm next to cold."""
+def beside_cold(rows: list[Row], cases: dict[str, list[Result]], words: str) -> str:
+    """Seconds of each row by case, warm next to cold; `words` are the command's."""
     sizes = [
         f"{case}, {results[0]['shards_bytes'] / GIB:.2f} GiB, {cache}"
         for case, results in cases.items()
@@ -208,7 +208,7 @@ def beside_cold(rows: list[Row], cases: dict[str, list[Result]]) -> str:
             f"|{'---|' * (len(sizes) + 1)}",
             *(f"| `{row.name}` | {' | '.join(o)} |" for row, o in zip(rows, lines, strict=True)),
             "",
-            origin(cases),
+            origin(cases, words),
         ]
     )
 

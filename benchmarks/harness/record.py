@@ -1,0 +1,33 @@
+#!/usr/bin/env python3
+"""Records a run of `make bench` in benchmarks/RESULTS.md.
+
+record.py RUN.tsv: a line per program, its name and the seconds since the epoch at which it began
+and ended, separated by tabs.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from harness.page import ROOT, machine, write_between_markers
+
+
+def commit() -> str:
+    """The commit that was measured; changes to pages do not count."""
+    words = ["git", "describe", "--always", "--exclude", "*"]
+    return subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def main() -> None:
+    lines = [line.split("\t") for line in Path(sys.argv[1]).read_text().splitlines()]
+    runs = [(name, int(begin), int(end)) for name, begin, end in lines]
+    times = ", ".join(f"`{name}` {(end - begin) / 60:.1f}" for name, begin, end in runs)
+    day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(runs[0][1]))
+    text = f"Last run: {day}, commit {commit()}; minutes: {times}; {machine()}."
+    write_between_markers(ROOT / "benchmarks/RESULTS.md", "run", text)
+
+
+if __name__ == "__main__":
+    main()
