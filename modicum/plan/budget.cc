@@ -38,18 +38,26 @@ void require_fits(const Promise& promise, const Budget& budget) {
 
 namespace {
 
+// The part of --staging that a rank holds in a phase of the promise.
+uint64_t staging_in(const Plan& plan, size_t phase) {
+  if (phase == kLoadPhase) return plan.staging.total_bytes;
+  const uint64_t ring = phase < kHoldPhase ? 0 : plan.staging.ring_part_bytes;
+  const bool is_save = plan.options.save && phase == kLoadPhases + plan.options.after.size();
+  return is_save ? ring + round_up(plan.options.staging_bytes, kPageBytes) : ring;
+}
+
 // The least reduction of --staging after which every phase of a rank is `less_bytes` below the
-// rank's peak. UINT64_MAX if a phase without staging is in the way.
+// rank's peak. UINT64_MAX if a phase without it is in the way.
 uint64_t reduction_of(const Plan& plan, int rank, uint64_t less_bytes) {
   const uint64_t asked = round_up(plan.options.staging_bytes, kPageBytes);
   const uint64_t peak = plan.promise.rank_peak_bytes(rank);
   uint64_t reduction = 0;
-  for (const Phase& phase : plan.promise.phases) {
-    const Footprint& held = phase.of_rank[static_cast<size_t>(rank)];
-    if (held.total() + less_bytes <= peak) continue;
-    const uint64_t staging = held[Purpose::staging];
+  for (size_t phase = 0; phase < plan.promise.phases.size(); ++phase) {
+    const uint64_t held = plan.promise.phases[phase].of_rank[static_cast<size_t>(rank)].total();
+    if (held + less_bytes <= peak) continue;
+    const uint64_t staging = staging_in(plan, phase);
     if (staging == 0) return UINT64_MAX;
-    const uint64_t over = round_up(held.total() + less_bytes - peak, kPageBytes);
+    const uint64_t over = round_up(held + less_bytes - peak, kPageBytes);
     const double of_asked = static_cast<double>(asked) / static_cast<double>(staging);
     const auto bytes = static_cast<uint64_t>(std::ceil(static_cast<double>(over) * of_asked));
     reduction = std::max(reduction, round_up(bytes, kPageBytes));

@@ -272,6 +272,22 @@ def test_promise_covers_the_save(modicum: Path, gpt2: Path, tmp_path: Path) -> N
     assert not (tmp_path / "root/step-3").exists()
 
 
+@pytest.mark.parametrize("strategy", ["own-shard", "rank0-broadcast", "full-per-rank"])
+def test_default_staging_shrinks_to_fit(
+    modicum: Path, gpt2: Path, tmp_path: Path, strategy: str
+) -> None:
+    words = ("save", gpt2, tmp_path / "root", "--ranks", 3, "--strategy", strategy)
+    words += ("--optimizer", "adamw:fp32")
+    needed = run_json(modicum, *words, "--step", 1)["nodes"][0]["promised_bytes"]
+    budget = ("--budget", needed - 9 * MIB)
+    error = failure(modicum, 15, *words, "--step", 2, *budget, "--staging", "8MiB")
+    assert error["shortfall_bytes"] == 9 * MIB
+    saved = run_json(modicum, *words, "--step", 2, *budget)
+    assert needed - 10 * MIB < saved["nodes"][0]["promised_bytes"] <= needed - 9 * MIB
+    for rank in saved["ranks"]:
+        assert rank["kernel_peak_bytes"] <= rank["promised_bytes"]
+
+
 def test_retention(modicum: Path, moe: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     for step in (1, 2, 3):
