@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <iterator>
 #include <random>
 
 #include "modicum/base/base.h"
@@ -365,11 +366,42 @@ Steps find_steps(FileSystem& files, const std::string& root, size_t most,
   return steps;
 }
 
+void check_digest(FileSystem& files, const std::string& path, const StepFile& file) {
+  std::string text(file.digested_bytes, '\0');
+  files.open(join_path(path, file.name))->read(std::as_writable_bytes(std::span(text)), 0);
+  const Digest digest = digest_of(text);
+  if (digest == file.digest) return;
+  fail(Category::integrity, "the file is not the one that was saved",
+       {.file = file.name, .expected = file.digest.hex(), .got = digest.hex()});
+}
+
+namespace {
+
+std::optional<Error> digest_fault(FileSystem& files, const FoundStep& step) {
+  try {
+    for (const StepFile& file : step.record.files) check_digest(files, step.path, file);
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
 FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped,
                       std::optional<int64_t> before) {
-  Steps steps = find_steps(files, root, 1, before);
-  skipped = std::move(steps.skipped);
-  if (!steps.found.empty()) return std::move(steps.found.front());
+  skipped.clear();
+  for (bool more = true; more;) {
+    Steps steps = find_steps(files, root, 1, before);
+    std::move(steps.skipped.begin(), steps.skipped.end(), std::back_inserter(skipped));
+    more = !steps.found.empty();
+    if (!more) break;
+    FoundStep& found = steps.found.front();
+    const auto fault = digest_fault(files, found);
+    if (!fault) return std::move(found);
+    skipped.push_back({found.step, fault->what()});
+    before = found.step;
+  }
   if (skipped.empty()) {
     fail(Category::uncommitted, "no step has been saved here", {.file = base_name(root)});
   }

@@ -100,6 +100,9 @@ struct StateFacts {
   }
 };
 constexpr const char* kStateFile = "state.json";
+// optimizer/recipe.json: how the parameters are made of the step's tensors (a recipe, see
+// `recipe`). Absent if all of them are stored under their own names, and no other tensor is.
+constexpr const char* kStateRecipeFile = "recipe.json";
 std::string state_json(const StateFacts& facts);
 StateFacts parse_state(const std::string& text);  // INTEGRITY
 
@@ -138,7 +141,11 @@ Steps find_steps(FileSystem& files, const std::string& root, size_t most = SIZE_
                  std::optional<int64_t> before = {});
 // The step at `path` if it is intact; else UNCOMMITTED or INTEGRITY, naming the file.
 FoundStep open_step(FileSystem& files, const std::string& path);
-// The newest intact step. UNCOMMITTED, with the fault of the newest damaged step, if there is none.
+// Compares the digested part of a file of the step at `path` with its record. INTEGRITY, naming the
+// file; IO.
+void check_digest(FileSystem& files, const std::string& path, const StepFile& file);
+// The newest intact step in which also the digested part of every file is as recorded: all but the
+// values of tensors. UNCOMMITTED, with the fault of the newest damaged step, if there is none.
 // `before`: only steps with a smaller number count.
 FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped,
                       std::optional<int64_t> before = {});

@@ -20,6 +20,15 @@ std::string optimizer_of(const StateFacts& facts, const std::string& flag) {
   return asked;
 }
 
+// The path of the recipe that the state was saved with; empty: the identity.
+std::string recipe_of_state(const FoundStep& step) {
+  const std::string name = join_path(kStateDirectory, kStateRecipeFile);
+  for (const StepFile& file : step.record.files) {
+    if (file.name == name) return join_path(step.path, name);
+  }
+  return "";
+}
+
 }  // namespace
 
 Footprint resume_footprint(const StateFiles& state) {
@@ -37,6 +46,7 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundSte
     state.emplace(files, step);
     flags.optimizer = optimizer_of(state->facts, flags.optimizer);
     flags.without_state = state->facts.without_state;
+    if (flags.recipe.empty()) flags.recipe = recipe_of_state(step);
   } else if (flags.optimizer.empty()) {
     flags.optimizer = "none";
   }

@@ -1,11 +1,18 @@
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
 #include <optional>
 
 #include "modicum/cli/within_budget.h"
 
 namespace modicum {
 namespace {
+
+// Of --grace.
+int64_t grace_ns_of(double seconds) {
+  constexpr double kMost = 1e9;
+  return static_cast<int64_t>(std::min(positive("--grace", seconds), kMost) * kNsPerSecond);
+}
 
 struct SaveFlags {
   CommonFlags common;
@@ -17,6 +24,7 @@ struct SaveFlags {
   std::string unused = "copy";
   int steps = 0;
   uint64_t seed = 0;
+  std::optional<double> grace;
 };
 
 }  // namespace
@@ -45,6 +53,10 @@ int run_save(const Args& args) {
   app.add_option("--steps", flags.steps, "optimizer steps before the save; default 0")
       ->check(CLI::Range(0, 1000000000));
   add_seed(app, flags.seed, "of gradients and random bits");
+  app.add_option(
+      "--grace", flags.grace,
+      "seconds in which the save may finish after SIGTERM, if the rate so far shows that "
+      "it can; default: none");
   if (const auto done = parse(app, args)) return *done;
   if (flags.run.destination != "cpu") {
     fail(Category::unsupported, "save needs the loaded tensors in host memory",
@@ -53,6 +65,7 @@ int run_save(const Args& args) {
   if (flags.steps > 0 && !optimizer_flag(flags.run.optimizer)) {
     fail(Category::usage, "--steps needs --optimizer adamw:FORMAT");
   }
+  const int64_t grace_ns = flags.grace ? grace_ns_of(*flags.grace) : 0;
   SaveForm form{.copies_unused = flags.unused == "copy"};
   if (!flags.shard_size.empty()) form.shard_bytes = parse_size(flags.shard_size);
   std::optional<StateFiles> state;
@@ -71,7 +84,8 @@ int run_save(const Args& args) {
                       .step = flags.step,
                       .state = state_of(),
                       .steps = flags.steps,
-                      .seed = flags.seed};
+                      .seed = flags.seed,
+                      .grace_ns = grace_ns};
         if (flags.keep) save.keep = static_cast<size_t>(*flags.keep);
         return save_in_ranks(save, show);
       },

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "modicum/plan/inside.h"
@@ -35,6 +36,37 @@ void require_fits(const Promise& promise, const Budget& budget) {
   if (const auto refusal = refusal_of(promise, budget)) throw *refusal;
 }
 
+namespace {
+
+// The part of --staging that a rank holds in a phase of the promise.
+uint64_t staging_in(const Plan& plan, size_t phase) {
+  if (phase == kLoadPhase) return plan.staging.total_bytes;
+  const uint64_t ring = phase < kHoldPhase ? 0 : plan.staging.ring_part_bytes;
+  const bool is_save = plan.options.save && phase == kLoadPhases + plan.options.after.size();
+  return is_save ? ring + round_up(plan.options.staging_bytes, kPageBytes) : ring;
+}
+
+// The least reduction of --staging after which every phase of a rank is `less_bytes` below the
+// rank's peak. UINT64_MAX if a phase without it is in the way.
+uint64_t reduction_of(const Plan& plan, int rank, uint64_t less_bytes) {
+  const uint64_t asked = round_up(plan.options.staging_bytes, kPageBytes);
+  const uint64_t peak = plan.promise.rank_peak_bytes(rank);
+  uint64_t reduction = 0;
+  for (size_t phase = 0; phase < plan.promise.phases.size(); ++phase) {
+    const uint64_t held = plan.promise.phases[phase].of_rank[static_cast<size_t>(rank)].total();
+    if (held + less_bytes <= peak) continue;
+    const uint64_t staging = staging_in(plan, phase);
+    if (staging == 0) return UINT64_MAX;
+    const uint64_t over = round_up(held + less_bytes - peak, kPageBytes);
+    const double of_asked = static_cast<double>(asked) / static_cast<double>(staging);
+    const auto bytes = static_cast<uint64_t>(std::ceil(static_cast<double>(over) * of_asked));
+    reduction = std::max(reduction, round_up(bytes, kPageBytes));
+  }
+  return reduction;
+}
+
+}  // namespace
+
 // Two worked examples: 4 ranks on a node, --staging 8 MiB, the node 5 MiB over budget. Each rank
 // must hold 5 / 4 = 1.25 MiB less.
 //
@@ -45,12 +77,12 @@ void require_fits(const Promise& promise, const Budget& budget) {
 //   new --staging               6.75 MiB                  3 MiB
 //   a rank's new staging        6.75 MiB                  3 / 4 = 0.75 MiB
 //
-// Rounding to pages can leave the peak just over the budget. Then, as if more than the allowed
-// reduction were needed, the plan with `least_bytes` is returned.
+// A save holds all of --staging, with every strategy. Rounding to pages can leave the peak just
+// over the budget. Then, as if more than the allowed reduction were needed, the plan with
+// `least_bytes` is returned.
 Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes) {
   const uint64_t asked = plan.options.staging_bytes;
-  const uint64_t held = plan.staging.total_bytes;
-  if (fits(plan.promise, budget) || asked <= least_bytes || held == 0) return plan;
+  if (fits(plan.promise, budget) || asked <= least_bytes) return plan;
   const auto with_staging = [&](uint64_t bytes) {
     PlanOptions options = plan.options;
     options.staging_bytes = bytes;
@@ -61,7 +93,10 @@ Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes) {
   const NodeRanks node = node_of(plan, worst * ranks_per_node(plan));
   const auto ranks = static_cast<uint64_t>(node.end - node.first);
   const uint64_t of_rank = round_up((peak - budget.bytes + ranks - 1) / ranks, kPageBytes);
-  const uint64_t less = of_rank * (round_up(asked, kPageBytes) / held);
+  uint64_t less = 0;
+  for (int rank = node.first; rank < node.end; ++rank) {
+    less = std::max(less, reduction_of(plan, rank, of_rank));
+  }
   if (less < asked - least_bytes) {
     Plan shrunk = with_staging(asked - less);
     if (fits(shrunk.promise, budget)) return shrunk;

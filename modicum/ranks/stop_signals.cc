@@ -7,15 +7,23 @@
 namespace modicum {
 namespace {
 
-std::atomic<int> received_signal{0};  // global, since a signal handler takes no context
+// Global, since a signal handler takes no context.
+std::atomic<int> received_signal{0};
+std::atomic<int> received_count{0};
 static_assert(std::atomic<int>::is_always_lock_free);
-extern "C" void keep_stop_signal(int signal) { received_signal.store(signal); }
+extern "C" void keep_stop_signal(int signal) {
+  received_signal.store(signal);
+  received_count.fetch_add(1);
+}
 
 }  // namespace
 
 StopSignals::StopSignals() {
   sigaction(SIGTERM, nullptr, &before_term_);
-  if (before_term_.sa_handler != keep_stop_signal) received_signal.store(0);
+  if (before_term_.sa_handler != keep_stop_signal) {
+    received_signal.store(0);
+    received_count.store(0);
+  }
   struct sigaction action {};
   action.sa_handler = keep_stop_signal;
   sigaction(SIGINT, &action, &before_int_);
@@ -32,6 +40,8 @@ std::optional<Error> StopSignals::received() const {
   if (signal == 0) return std::nullopt;
   return stop_error(signal);
 }
+
+int StopSignals::count() const noexcept { return received_count.load(); }
 
 void StopSignals::check() const {
   if (const auto error = received()) throw *error;

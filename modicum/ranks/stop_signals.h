@@ -21,6 +21,8 @@ class StopSignals {
 
   // CANCELLED after SIGINT, PREEMPTED after SIGTERM, nullopt before a signal.
   std::optional<Error> received() const;
+  // The number of signals received so far.
+  int count() const noexcept;
   // Throws the error of `received`, if any.
   void check() const;
 

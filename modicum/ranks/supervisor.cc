@@ -65,22 +65,27 @@ class StartGate {
   int ends_[2] = {-1, -1};
 };
 
-// In the child: never returns and never runs the parent's exit handlers.
-[[noreturn]] void be_rank(SharedBoard& board, int rank, pid_t parent, StartGate& gate,
-                          FunctionRef<void(int rank)> body) {
+// How a rank process handles SIGTERM.
+enum class OnTerm : uint8_t { die, ignore };
+
+// In the child, before the rank's body.
+void become_rank(int rank, pid_t parent, bool is_in_crowd, OnTerm on_term) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) _exit(exit_code(Category::peer));
   prctl(PR_SET_NAME, fmt::format("modicum-rank-{}", rank).c_str());
   // A terminal's Ctrl-C reaches the whole process group; only the launcher handles it. If memory
   // runs out, the kernel should kill a rank, so that the launcher is left to report it.
   signal(SIGINT, SIG_IGN);
-  signal(SIGTERM, SIG_DFL);
+  signal(SIGTERM, on_term == OnTerm::ignore ? SIG_IGN : SIG_DFL);
   write_kernel_text("/proc/self/oom_score_adj", "500");
-  if (is_crowd(board.ranks())) {
+  if (is_in_crowd) {
     const sched_param lowest{};
     sched_setscheduler(0, SCHED_IDLE, &lowest);
   }
-  gate.pass();
+}
+
+// In the child: never returns and never runs the parent's exit handlers.
+[[noreturn]] void run_body(SharedBoard& board, int rank, FunctionRef<void(int rank)> body) {
   const auto end_with = [&](const Error& error) {
     board.report(record_of(error, rank));
     _exit(exit_code(error.category()));
@@ -123,7 +128,9 @@ class Supervisor {
     int64_t next_tick = clock_.now_ns();
     while (alive() > 0 || terminated_) {
       for (int rank = 0; rank < board_.ranks(); ++rank) look_at(rank);
-      if (const auto error = stop_.received()) board_.report(record_of(*error, std::nullopt));
+      if (const auto error = stop_.received(); error && !is_in_grace(*error)) {
+        board_.report(record_of(*error, std::nullopt));
+      }
       if (terminated_ && clock_.now_ns() - terminated_at_ns_ >= kNextInGroupNs) blame(*terminated_);
       if (board_.failure() || blamed_) break;
       if (const int64_t now = clock_.now_ns(); now >= next_tick) {
@@ -152,13 +159,28 @@ class Supervisor {
     for (int rank = 0; rank < board_.ranks(); ++rank) {
       stop_.check();
       const pid_t pid = fork();
-      if (pid == 0) be_rank(board_, rank, parent, gate, body);
+      if (pid == 0) {
+        become_rank(rank, parent, is_crowd(board_.ranks()),
+                    options_.grace_ns ? OnTerm::ignore : OnTerm::die);
+        gate.pass();
+        run_body(board_, rank, body);
+      }
       if (pid < 0) {
         fail(Category::no_memory, "a rank process could not be started", {.rank = rank});
       }
       children_.push_back({pid});
     }
     for (int rank = 0; rank < board_.ranks(); ++rank) board_.beat(rank, 0);
+  }
+
+  // Decides once for all ranks.
+  bool is_in_grace(const Error& stopped) {
+    if (!options_.grace_ns || stopped.category() != Category::preempted) return false;
+    const int64_t now = clock_.now_ns();
+    if (!grace_) grace_ = Grace{.begin_ns = now, .ns = options_.grace_ns()};
+    const int64_t passed_ns = now - grace_->begin_ns;
+    if (passed_ns < kNextInGroupNs) grace_->signals = stop_.count();
+    return passed_ns < grace_->ns && stop_.count() == grace_->signals;
   }
 
   int alive() const {
@@ -270,6 +292,12 @@ class Supervisor {
   const SuperviseOptions& options_;
   const StopSignals stop_;
   std::vector<Child> children_;
+  // Since the first SIGTERM, if the options have a grace.
+  struct Grace {
+    int64_t begin_ns = 0, ns = 0;
+    int signals = 0;  // received in the first second
+  };
+  std::optional<Grace> grace_;
   bool has_ended_ = false;  // end_all has run
   // The first rank that died of SIGTERM, and the time when this was noticed. The rank is reported
   // as the culprit unless this process receives the signal too, within kNextInGroupNs.

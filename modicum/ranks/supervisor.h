@@ -21,6 +21,10 @@ struct SuperviseOptions {
   int64_t stop_grace_ns = 2 * kNsPerSecond;
   // Called about every 100 ms while ranks run. An exception ends the run.
   std::function<void()> tick = [] {};
+  // How long ranks may go on after the first SIGTERM to this process; called once, when it has
+  // arrived. If set, ranks ignore SIGTERM. SIGINT ends the run immediately, and so does another
+  // SIGTERM, but not within a second of the first, since `timeout` and others send two.
+  std::function<int64_t()> grace_ns;
   // The evidence that the kernel's OOM killer has acted since the ranks began, or "".
   std::function<std::string()> out_of_memory = [] { return std::string(); };
 };
@@ -33,7 +37,8 @@ struct SuperviseOptions {
 //   a rank died, exited early or is stopped  PEER
 //   the kernel killed it for lack of memory  NOMEM
 //   no heartbeat, no change of its memory    STALL
-//   SIGINT or SIGTERM to this process        CANCELLED or PREEMPTED, also if ranks received it too
+//   SIGINT or SIGTERM to this process        CANCELLED or PREEMPTED, also if ranks received it too;
+//                                            after SIGTERM not before `grace_ns` has passed
 //
 // Threads: this process must have no other; it handles SIGINT and SIGTERM while the call runs.
 void run_ranks(SharedBoard& board, Clock& clock, FunctionRef<void(int rank)> body,

@@ -25,6 +25,7 @@ using Body = std::function<void(SharedBoard& board, int rank)>;
 struct Shared {
   std::atomic<pid_t> pid[4];
   std::atomic<int> ran;
+  std::atomic<int> decisions;
 };
 
 class Supervised : public testing::Test {
@@ -277,6 +278,88 @@ TEST_F(Supervised, ASignalToTheLauncherEndsTheRun) {
     sigaction(signal, nullptr, &after);
     EXPECT_EQ(after.sa_handler, before.sa_handler) << "the previous handler is restored";
   }
+}
+
+// The launcher decides about the grace while the ranks run.
+class InGrace : public Supervised {
+ protected:
+  SuperviseOptions with_grace(int64_t grace_ns) {
+    return {.grace_ns = [=, this] {
+      ++shared().decisions;
+      return grace_ns;
+    }};
+  }
+  void wait_for_decision() {
+    while (shared().decisions == 0) clock_.sleep_ns(kNsPerMs);
+  }
+};
+
+TEST_F(InGrace, RanksFinishAfterSigterm) {
+  const pid_t launcher = getpid();
+  const auto failure = failure_of(
+      2,
+      [&](SharedBoard& board, int rank) {
+        board.barrier(rank);
+        if (rank == 1) {  // as a scheduler does: all processes
+          for (const pid_t pid : {shared().pid[0].load(), shared().pid[1].load(), launcher}) {
+            kill(pid, SIGTERM);
+          }
+        }
+        wait_for_decision();
+        board.barrier(rank);
+      },
+      with_grace(3600 * kNsPerSecond));
+  EXPECT_FALSE(failure.has_value()) << failure->what();
+  EXPECT_EQ(shared().decisions, 1);
+}
+
+TEST_F(InGrace, ItsEndEndsTheRun) {
+  const pid_t launcher = getpid();
+  for (const int64_t grace_ns : {int64_t{0}, 200 * kNsPerMs}) {
+    const auto failure = failure_of(
+        2,
+        [&](SharedBoard& board, int rank) {
+          if (rank == 1) kill(launcher, SIGTERM);
+          live_on(board, rank);
+        },
+        with_grace(grace_ns));
+    ASSERT_TRUE(failure.has_value());
+    EXPECT_EQ(failure->category(), Category::preempted) << failure->what();
+  }
+}
+
+TEST_F(InGrace, ALaterSigtermEndsTheRun) {
+  const pid_t launcher = getpid();
+  const auto failure = failure_of(
+      1,
+      [&](SharedBoard& board, int rank) {
+        for (;; clock_.sleep_ns(100 * kNsPerMs)) {
+          kill(launcher, SIGTERM);
+          board.beat(rank, 0);
+          board.check();
+        }
+      },
+      with_grace(3600 * kNsPerSecond));
+  ASSERT_TRUE(failure.has_value());
+  EXPECT_EQ(failure->category(), Category::preempted) << failure->what();
+  EXPECT_EQ(shared().decisions, 1);
+}
+
+TEST_F(InGrace, SigintEndsTheRun) {
+  const pid_t launcher = getpid();
+  const auto failure = failure_of(
+      1,
+      [&](SharedBoard& board, int rank) {
+        kill(launcher, SIGTERM);
+        wait_for_decision();
+        kill(launcher, SIGINT);
+        const int64_t until = clock_.now_ns() + 2 * kNsPerSecond;
+        for (; clock_.now_ns() < until; clock_.sleep_ns(kNsPerMs)) board.check();
+        board.beat(rank, 0);
+      },
+      with_grace(3600 * kNsPerSecond));
+  ASSERT_TRUE(failure.has_value());
+  EXPECT_EQ(failure->category(), Category::cancelled) << failure->what();
 }
 
 TEST_F(Supervised, ARankThatDoesNotExitIsKilled) {

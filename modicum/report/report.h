@@ -183,6 +183,7 @@ struct SaveReport {
   std::vector<RankOutcome> ranks;  // over load and save, by rank
   uint64_t launcher_bytes = 0;     // held by the launcher, measured
   int64_t step = 0;
+  bool is_preempted = false;  // a stop signal came, and the save has finished all the same
   std::string path;
   uint64_t written_bytes = 0;
   uint64_t read_bytes = 0;               // while saving: of copied tensors

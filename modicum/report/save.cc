@@ -33,6 +33,7 @@ std::string save_json(const SaveReport& report) {
   out.begin_object();
   checkpoint_members(out, report.checkpoint);
   out.member("strategy", report.strategy).member("step", report.step);
+  out.member("preempted", report.is_preempted);
   out.member("path", report.path).member("written_bytes", report.written_bytes);
   out.member("read_bytes", report.read_bytes);
   out.member("elapsed_s", report.elapsed_s).member("durable_s", report.durable_s);
@@ -50,6 +51,7 @@ std::string save_text(const SaveReport& report) {
   std::string text = fmt::format(
       "{}: {} in {} file(s), written in {:.2f} s, durable after {:.2f} s\n", printable(report.path),
       format_size(report.written_bytes), report.files.size(), report.elapsed_s, report.durable_s);
+  if (report.is_preempted) text += "a stop signal came while the step was saved: it is complete\n";
   text += names_text("copied, which no target reads", report.copied);
   text += names_text("left out", report.left_out) + "\n";
   text += outcome_text({report.promise, report.ranks, report.launcher_bytes});

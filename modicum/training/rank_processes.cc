@@ -13,6 +13,7 @@ void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show)
     for (int rank = 0; rank < board.ranks(); ++rank) bytes += board.progress(rank);
     show(bytes);
   };
+  options.grace_ns = world.grace_ns;
   options.out_of_memory = [before = oom_kill_count()] {
     if (oom_kill_count() == before) return std::string();
     const std::vector<MemoryLimit> limits = memory_limits();

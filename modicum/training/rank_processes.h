@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -22,7 +23,8 @@ struct World {
 
   SteadyClock clock;
   SharedBoard board;
-  int64_t begin_ns = 0;  // just before the first fork
+  int64_t begin_ns = 0;               // just before the first fork
+  std::function<int64_t()> grace_ns;  // after SIGTERM: see SuperviseOptions
 };
 
 // run_ranks with progress; a kill by the kernel's OOM killer is reported as such.

@@ -6,6 +6,7 @@
 #include <map>
 #include <string_view>
 
+#include "modicum/training/save_grace.h"
 #include "modicum/training/saving_rank.h"
 #include "modicum/training/trained_rank.h"
 
@@ -22,13 +23,25 @@ struct Saved {
   int64_t end_ns = 0;
 };
 
+uint64_t bytes_to_save(const SaveTask& task) {
+  const uint64_t state = task.state != nullptr ? task.state->manifest().data_bytes() : 0;
+  return task.plan.manifest().data_bytes() + state;
+}
+
 struct SaveWorld : LoadWorld {
   SaveWorld(const SaveTask& of, const StepSave& step)
-      : LoadWorld(of.load), save(of), page(of.load.plan.ranks()), place(step) {}
+      : LoadWorld(of.load),
+        save(of),
+        page(of.load.plan.ranks()),
+        place(step),
+        grace(of.grace_ns, bytes_to_save(of), board, clock) {
+    if (of.grace_ns > 0) grace_ns = [this] { return grace.granted_ns(); };
+  }
 
   const SaveTask& save;
   const NormPage page;
   const SavePlace place;
+  SaveGrace grace;
 };
 
 class SaveRank {
@@ -43,6 +56,7 @@ class SaveRank {
     if (task_.state != nullptr) train();
     world_.board.barrier(rank_);
     outcome_.begin_ns = world_.clock.now_ns();
+    world_.grace.begin(rank_);
     outcome_.save = save_rank(task_, world_.place, {rank_, &world_.board, nullptr, &of_.ledger},
                               load.shards(), trained_ ? &trained_->optimizer() : nullptr);
     outcome_.end_ns = world_.clock.now_ns();
@@ -205,6 +219,13 @@ void check_values(const ResumeTask& task, const std::vector<Resumed>& outcomes,
   if (!is_model || !is_state) fail_values(task);
 }
 
+// The launcher may have received a signal since the ranks finished.
+void check_stop(const StopSignals& stop, SaveGrace& grace) {
+  const auto stopped = stop.received();
+  if (!stopped || (stopped->category() == Category::preempted && !grace.is_over())) return;
+  throw *stopped;
+}
+
 // The new step is durable by now, so a failure is a warning.
 void remove_old_steps(const SaveTask& task, std::vector<std::string>& warnings) {
   try {
@@ -228,16 +249,19 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   StepSave step(*task.load.run.files, task.root, task.step, task.state != nullptr);
   SaveWorld world(task, step);
   const std::vector<Saved> outcomes = outcomes_of<SaveRank>(world, show);
+  check_stop(stop, world.grace);
   TrainedSteps trained{.skipped = outcomes.front().taken.skipped};
   for (const Saved& of : outcomes) trained.digest += of.state_digest;
   SavedStep saved = publish(step, task, trained);
   const int64_t durable_ns = world.clock.now_ns();
+  const bool is_preempted = stop.received().has_value();
   if (task.keep) remove_old_steps(task, saved.warnings);
   SaveReport report{.checkpoint = facts_of(task.load.run.checkpoint),
                     .strategy = task.load.plan.strategy().name,
                     .promise = task.load.plan.promise,
                     .launcher_bytes = read_process_memory().held(),
                     .step = saved.step,
+                    .is_preempted = is_preempted,
                     .path = saved.path,
                     .written_bytes = saved.written_bytes};
   for (const std::string& warning : saved.warnings) report.checkpoint.warnings.push_back(warning);

@@ -20,11 +20,14 @@ struct SaveTask {
   const StateFiles* state = nullptr;
   int steps = 0;
   uint64_t seed = 0;  // of gradients and random bits
+  // After SIGTERM the save goes on for at most this long, if it can finish in that time.
+  int64_t grace_ns = 0;
 };
 // The memory that saving the buffers of `run` adds to a promise (PlanOptions::save). `state` is
 // null without an optimizer.
 Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFiles* state);
-// Errors as those of run_ranks and StepSave. On failure no step is visible.
+// Errors as those of run_ranks and StepSave. On failure no step is visible. PREEMPTED after
+// SIGTERM, unless the save may finish (SaveTask::grace_ns) or is being published.
 SaveReport save_in_ranks(const SaveTask& task, ShowBytes show);
 
 // The optimizer's state of a step. The step must have one. Errors as those of open_checkpoint;

@@ -9,8 +9,6 @@ namespace {
 SaveOutcome save_state(const SaveTask& task, const SavePlace& place, const RankContext& at,
                        const RankOptimizer& optimizer) {
   const StateFiles& state = *task.state;
-  const Charge held = at.ledger->adopt(Purpose::header, state.footprint()[Purpose::header]);
-  const Charge held_sums = at.ledger->adopt(Purpose::plan, state.footprint()[Purpose::plan]);
   ChunkSums sums(state.manifest(), place.point);
   const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
     state.for_each_span(optimizer, true, fn);
@@ -41,6 +39,10 @@ std::vector<std::string> without_state(const Run& run) {
 
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
                       HostSink& shards, const RankOptimizer* optimizer) {
+  // The names of the state's files, and the sums of both parts, are held until the end.
+  const Footprint state = task.state != nullptr ? task.state->footprint() : Footprint{};
+  const Charge header = at.ledger->adopt(Purpose::header, state[Purpose::header]);
+  const Charge plan = at.ledger->adopt(Purpose::plan, state[Purpose::plan]);
   const SaveFiles to{*task.load.run.files, place.directory};
   ChunkSums sums(task.plan.manifest(), place.point);
   SaveOutcome outcome =

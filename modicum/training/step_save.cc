@@ -19,6 +19,25 @@ StepOwner this_process() {
   return {of.host, of.pid, of.started};
 }
 
+// The text of kStateRecipeFile. Values that the model computes are not in the step.
+std::optional<std::string> recipe_of_state(const Plan& plan) {
+  const Recipe& recipe = *plan.recipe;
+  const Manifest& manifest = *plan.manifest;
+  std::vector<uint32_t> stored;
+  bool is_identity = recipe.unused.empty();
+  for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
+    const TensorSpec& spec = recipe.targets[t].spec;
+    const Node& root = recipe.nodes[recipe.targets[t].root];
+    if (root.op == Op::caller) continue;
+    stored.push_back(t);
+    if (recipe.is_alias(t)) continue;
+    is_identity &= root.op == Op::stored && manifest.tensors[root.from].spec.fqn == spec.fqn &&
+                   root.dtype == spec.dtype;
+  }
+  if (is_identity) return std::nullopt;
+  return recipe_text(part_of(recipe, stored, manifest.tensors.size()), manifest);
+}
+
 std::vector<std::string> collect(FileSystem& files, const std::string& root) {
   if (!files.is_directory(root)) return {};
   return remove_leftovers(files, root, [](const StepOwner& owner) {
@@ -115,6 +134,9 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
     const std::string prefix = std::string(kStateDirectory) + "/";
     add_part(saved, prefix, state->manifest, saved.record.state);
     add_file(saved, prefix + kStateFile, state->facts);
+    if (const auto recipe = recipe_of_state(plan.plan())) {
+      add_file(saved, prefix + kStateRecipeFile, *recipe);
+    }
   }
   if (!source.directory.empty()) copy_companions(source, plan, saved);
   for (const NewFile& file : more) add_written(saved, file);

@@ -232,6 +232,44 @@ def test_states_that_do_not_fit_are_refused(modicum: Path, gpt2: Path, tmp_path:
     assert run_json(modicum, "resume", root)["state_digest"] is None
 
 
+@pytest.mark.parametrize("how", ["stacked", "unused", "renamed"])
+def test_a_state_is_resumed_with_its_recipe(
+    modicum: Path, moe: Path, tmp_path: Path, how: str
+) -> None:
+    """Parameters whose names are not those of the stored tensors."""
+    names = list(tensors_of(moe))
+    stored: dict[str, object] = {name: {"op": "stored", "name": name} for name in names}
+    experts = [name for name in names if ".experts." in name and "gate_proj" in name]
+    unused: list[str] = []
+    if how == "stacked":
+        inputs = [stored.pop(name) for name in experts]
+        stored["stacked"] = {"op": "stack", "dim": 0, "in": inputs}
+    elif how == "unused":
+        unused = experts[:1]
+        del stored[experts[0]]
+    else:
+        stored["renamed"] = stored.pop(experts[0])
+    recipe = tmp_path / "r.json"
+    recipe.write_text(json.dumps({"targets": stored, "unused": unused}))
+    words = ("--optimizer", "adamw:fp32-split", "--recipe", recipe)
+    whole = run_json(modicum, "rehearse", moe, *words, "--steps", 3)
+    root = tmp_path / "root"
+    run_json(modicum, "save", moe, root, "--step", 2, "--steps", 2, *words, "--ranks", 3)
+    resumed = run_json(modicum, "resume", root, "--steps", 1, "--ranks", 2)
+    assert resumed["state_digest"] == whole["digest_uninterrupted"]
+    assert run_json(modicum, "verify", root)["ok"]
+    (root / "step-2/optimizer/recipe.json").unlink()
+    failure(modicum, 19, "resume", root)
+
+
+def test_a_state_with_the_stored_names_has_no_recipe(
+    modicum: Path, moe: Path, tmp_path: Path
+) -> None:
+    words = ("save", moe, tmp_path / "root", "--step", 1, "--optimizer", "adamw:fp32")
+    names = [file["name"] for file in run_json(modicum, *words)["files"]]
+    assert "optimizer/state.json" in names and "optimizer/recipe.json" not in names
+
+
 # ---- refusals
 
 
@@ -270,6 +308,22 @@ def test_promise_covers_the_save(modicum: Path, gpt2: Path, tmp_path: Path) -> N
     error = failure(modicum, 15, *words, "--step", 3, "--budget", needed - 1, *staging)
     assert error["shortfall_bytes"] == 1
     assert not (tmp_path / "root/step-3").exists()
+
+
+@pytest.mark.parametrize("strategy", ["own-shard", "rank0-broadcast", "full-per-rank"])
+def test_default_staging_shrinks_to_fit(
+    modicum: Path, gpt2: Path, tmp_path: Path, strategy: str
+) -> None:
+    words = ("save", gpt2, tmp_path / "root", "--ranks", 3, "--strategy", strategy)
+    words += ("--optimizer", "adamw:fp32")
+    needed = run_json(modicum, *words, "--step", 1)["nodes"][0]["promised_bytes"]
+    budget = ("--budget", needed - 9 * MIB)
+    error = failure(modicum, 15, *words, "--step", 2, *budget, "--staging", "8MiB")
+    assert error["shortfall_bytes"] == 9 * MIB
+    saved = run_json(modicum, *words, "--step", 2, *budget)
+    assert needed - 10 * MIB < saved["nodes"][0]["promised_bytes"] <= needed - 9 * MIB
+    for rank in saved["ranks"]:
+        assert rank["kernel_peak_bytes"] <= rank["promised_bytes"]
 
 
 def test_retention(modicum: Path, moe: Path, tmp_path: Path) -> None:

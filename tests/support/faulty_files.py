@@ -1,18 +1,21 @@
 """A library that is preloaded into the program under test: the n-th system call on files below a
-directory fails, is cut short, or finds that the power has failed (fixtures/faulty_files.c)."""
+directory fails, is cut short, waits, or finds that the power has failed
+(fixtures/faulty_files.c)."""
 
 import os
 import struct
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from program import PATIENCE_S, Ended
 
 SOURCE = Path(__file__).parents[1] / "fixtures/faulty_files.c"
-FAILS, SHORT, CUT = 1, 2, 3
+FAILS, SHORT, CUT, HELD = 1, 2, 3, 4
 NEVER = 1 << 62
 _PAGE = struct.Struct("=qqii32s224s")
+_DETAIL_AT = 20
 
 
 @dataclass(frozen=True)
@@ -38,16 +41,45 @@ class FaultyFiles:
     ) -> tuple[Ended, Hit]:
         """Runs the program; `how` is FAILS with an errno, SHORT, or CUT with the shutdown's
         flags."""
+        process = self._start(root, at, how, [program, *words])
+        stdout, stderr = process.communicate(timeout=PATIENCE_S)
+        return Ended(process.returncode, stdout, stderr), self.hit()
+
+    def hold(self, root: Path, at: int, program: Path, *words: object) -> subprocess.Popen[str]:
+        """Starts the program in a process group of its own, and returns when the `at`-th write to
+        the files waits, or when the program has ended."""
+        process = self._start(root, at, (HELD, 0), [program, *words])
+        end = time.monotonic() + PATIENCE_S
+        while not self.hit().call and process.poll() is None:
+            assert time.monotonic() < end, "no write was held"
+            time.sleep(0.002)
+        return process
+
+    def release(self) -> None:
+        """The held write goes on."""
+        with self.page.open("r+b") as file:
+            file.seek(_DETAIL_AT)
+            file.write(struct.pack("=i", 1))
+
+    def hit(self) -> Hit:
+        """Of the last run, which may still go on."""
+        calls, _, _, _, call, path = _PAGE.unpack(self.page.read_bytes()[: _PAGE.size])
+        return Hit(calls, *(part.rstrip(b"\0").decode() for part in (call, path)))
+
+    def _start(
+        self, root: Path, at: int, how: tuple[int, int], words: list[object]
+    ) -> subprocess.Popen[str]:
         self.page.write_bytes(_PAGE.pack(0, at, *how, b"", b""))
         environment = os.environ | {
             "LD_PRELOAD": str(self.library),
             "FAULTY_ROOT": str(root),
             "FAULTY_PAGE": str(self.page),
         }
-        command = [str(program), *map(str, words)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment
+        return subprocess.Popen(
+            list(map(str, words)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
-        calls, _, _, _, call, path = _PAGE.unpack(self.page.read_bytes()[: _PAGE.size])
-        text = [part.rstrip(b"\0").decode() for part in (call, path)]
-        return Ended(done.returncode, done.stdout, done.stderr), Hit(calls, *text)

@@ -145,6 +145,25 @@ def test_steps_cross_between_python_and_the_command_line(tmp_path: Path, modicum
     assert ends[0]["state_digest"] == ends[1]["state_digest"]
 
 
+@pytest.mark.parametrize("name", ("qwen3_moe", "gpt2"))
+def test_the_command_line_resumes_parameters_with_other_names(
+    tmp_path: Path, modicum: Path, name: str
+) -> None:
+    """Stacked experts, and names without the files' prefix."""
+    model = loaded(name)
+    optimizer = front.AdamW(model.named_parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    front.save(model, tmp_path / "steps", step=1, optimizer=optimizer)
+    resumed = run_json(modicum, "resume", tmp_path / "steps", "--ranks", 2)
+    assert resumed["state_digest"] == f"{optimizer.digest()['state']:016x}"
+    again = torch_front.empty(name)
+    new = front.AdamW(again.named_parameters())
+    front.resume(again, tmp_path / "steps", optimizer=new, progress=False)
+    assert new.digest() == optimizer.digest()
+
+
 def test_step_counts_that_differ(tmp_path: Path) -> None:
     """A parameter without a gradient makes no step."""
     model = loaded("qwen3")

@@ -1,0 +1,175 @@
+"""Damage of every file of a step: missing, short, stale (of an older step), exchanged with a file
+of equal length, one bit flipped. `verify` finds each and names the file; `resume` never takes such
+a step for intact.
+
+House test. It catches these mutations: a byte that no digest covers; a header, a configuration or a
+count of steps that is resumed without a check; a newest step that is chosen by lengths alone.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from program import failure, run, run_json
+
+TRAINED = ("--optimizer", "adamw:int8-moments-24", "--ranks", 2)
+CODES = {("COMMIT", "missing"): 19, ("manifest.json", "missing"): 13}
+SAMPLE, ALL = 200, 10_000  # flipped bits
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Steps 1 and 2 of one run, with the same files, and a copy of step 2."""
+
+    root: Path
+    whole: Path
+
+    @property
+    def step(self) -> Path:
+        return self.root / "step-2"
+
+    def names(self) -> list[str]:
+        files = [path for path in self.whole.rglob("*") if path.is_file()]
+        return sorted(str(path.relative_to(self.whole)) for path in files)
+
+    def restore(self, *names: str) -> None:
+        for name in names:
+            shutil.copyfile(self.whole / name, self.step / name)
+
+
+@pytest.fixture(scope="module")
+def saved(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("damage")
+    model = folder / "model"
+    run_json(modicum, "synth", model, "--arch", "tiny-moe", "--shard-size", 300)
+    for name in ("generation_config.json", "tokenizer.json", "modeling_tiny.py"):
+        (model / name).write_text(json.dumps({"is": name.ljust(30)}))
+    # A renamed tensor, so that the step has a recipe for its state.
+    names = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"]
+    targets = {name: {"op": "stored", "name": name} for name in names}
+    targets["renamed"] = targets.pop(min(names))
+    (folder / "r.json").write_text(json.dumps({"targets": targets, "unused": []}))
+    for step in (1, 2):
+        words = ("save", model, folder / "root", "--step", step, "--steps", step, *TRAINED)
+        run_json(modicum, *words, "--recipe", folder / "r.json")
+    shutil.copytree(folder / "root/step-2", folder / "whole")
+    return Saved(folder / "root", folder / "whole")
+
+
+def header_end(data: bytes) -> int:
+    """Of a safetensors file."""
+    return 8 + int.from_bytes(data[:8], "little")
+
+
+def same_length(saved: Saved, name: str) -> str | None:
+    """Another file of the step, of equal length and other bytes."""
+    data = (saved.whole / name).read_bytes()
+    for other in saved.names():
+        found = (saved.whole / other).read_bytes()
+        if len(found) == len(data) and found != data:
+            return other
+    return None
+
+
+def faults(saved: Saved, dice: random.Random) -> Iterator[tuple[str, str, list[str]]]:
+    """Damages the step: the file, the fault, and the files that have changed."""
+    older = saved.root / "step-1"
+    for name in saved.names():
+        file, data = saved.step / name, (saved.whole / name).read_bytes()
+        file.unlink()
+        yield name, "missing", [name]
+        file.write_bytes(data[:-1])
+        yield name, "short", [name]
+        if (older / name).read_bytes() != data:
+            file.write_bytes((older / name).read_bytes())
+            yield name, "stale", [name]
+            saved.restore(name)
+        if other := same_length(saved, name):
+            file.write_bytes((saved.whole / other).read_bytes())
+            (saved.step / other).write_bytes(data)
+            yield name, "exchanged", [name, other]
+            saved.restore(other)
+        file.write_bytes(flipped(data, dice.randrange(8 * len(data))))
+        yield name, "flipped", [name]
+        saved.restore(name)
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def names_one(text: str, changed: list[str]) -> bool:
+    """Whether a message names a damaged file. COMMIT holds the digest of manifest.json, so that
+    either may be the one that does not fit."""
+    pair = {"manifest.json", "COMMIT"}
+    allowed = {*changed, *(pair if pair & set(changed) else ())}
+    return any(Path(name).name in text for name in allowed)
+
+
+def has_other_values_only(saved: Saved, changed: list[str]) -> bool:
+    """Whether the damaged files have their lengths and headers."""
+    for name in changed:
+        file, data = saved.step / name, (saved.whole / name).read_bytes()
+        if not name.endswith(".safetensors") or not file.exists():
+            return False
+        now, end = file.read_bytes(), header_end(data)
+        if len(now) != len(data) or now[:end] != data[:end]:
+            return False
+    return True
+
+
+def test_every_damaged_file_is_found(modicum: Path, saved: Saved) -> None:
+    seen: dict[str, set[str]] = {}
+    assert run(modicum, "verify", saved.root).code == 0
+    for name, fault, changed in faults(saved, random.Random(5)):
+        seen.setdefault(fault, set()).add(name)
+        verified = run(modicum, "verify", saved.step, "--json")
+        told = (name, fault, verified)
+        assert verified.code == CODES.get((name, fault), 12), told
+        assert not verified.json["ok"] and names_one(verified.stderr, changed), told
+        if has_other_values_only(saved, changed):
+            error = failure(modicum, 12, "resume", saved.root, "--ranks", 3)
+            assert error["category"] == "INTEGRITY" and error["tensor"], told
+            assert error["file"] in {Path(one).name for one in changed}, told
+            continue
+        resumed = run_json(modicum, "resume", saved.root, "--ranks", 3)
+        assert resumed["resumed"]["step"] == 1, told
+        (skipped,) = resumed["skipped"]
+        assert skipped["step"] == 2 and names_one(skipped["reason"], changed), (told, skipped)
+    assert seen["missing"] == seen["short"] == seen["flipped"] == set(saved.names())
+    trained = {name for name in saved.names() if name.endswith(".safetensors")}
+    assert seen["stale"] >= {*trained, "manifest.json", "COMMIT", "optimizer/state.json"}
+    assert {"tokenizer.json", "modeling_tiny.py"} <= seen["exchanged"]
+    assert trained & seen["exchanged"], "no two data files have one length"
+    assert run(modicum, "verify", saved.root).code == 0
+
+
+@pytest.mark.parametrize("flips", (SAMPLE, pytest.param(ALL, marks=pytest.mark.soak)))
+def test_every_flipped_bit_is_found(modicum: Path, saved: Saved, flips: int) -> None:
+    """As many in headers, in values, in JSON and other texts, in manifest.json and in COMMIT."""
+    dice = random.Random(flips)
+    data = [name for name in saved.names() if name.endswith(".safetensors")]
+    records = ["manifest.json", "COMMIT"]
+    texts = [name for name in saved.names() if name not in {*data, *records}]
+    for number in range(flips):
+        kind = ("header", "values", "text", *records)[number % 5]
+        name = {"header": data, "values": data, "text": texts}.get(kind, [kind])
+        file = dice.choice(name)
+        before = (saved.whole / file).read_bytes()
+        end = header_end(before) if file in data else 0
+        begin, after = {"header": (0, end), "values": (end, len(before))}.get(
+            kind, (0, len(before))
+        )
+        bit = dice.randrange(8 * begin, 8 * after)
+        (saved.step / file).write_bytes(flipped(before, bit))
+        done = run(modicum, "verify", saved.step, "-q")
+        saved.restore(file)
+        assert done.code == 12, (file, bit, done)
+        assert names_one(done.stderr, [file]), (file, bit, done.stderr)
+    assert run(modicum, "verify", saved.root).code == 0
