@@ -139,6 +139,7 @@ class Recorder(transformers.TrainerCallback):
 
 def trainer_of(directory: str, folder: str, optimizer: str, callbacks: Any, **how: Any) -> Any:
     sharded = how.pop("sharded", False)
+    how = {"save_strategy": "steps"} | how
     arguments = transformers.TrainingArguments(
         folder, use_cpu=True, fsdp=True, learning_rate=1e-2, lr_scheduler_type="linear",
         fsdp_config={
@@ -148,7 +149,7 @@ def trainer_of(directory: str, folder: str, optimizer: str, callbacks: Any, **ho
             "state_dict_type": "SHARDED_STATE_DICT" if sharded else "FULL_STATE_DICT",
         },
         per_device_train_batch_size=1, logging_steps=1, logging_nan_inf_filter=False,
-        report_to="none", disable_tqdm=True, save_strategy="steps", **how,
+        report_to="none", disable_tqdm=True, **how,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     rows = torch.randint(model.config.vocab_size, (24, 12), generator=torch.manual_seed(0))

@@ -144,16 +144,18 @@ def test_save_model(two: Ranks, tmp_path: Path, modicum: Path, model: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "sharded"), [("torch", False), ("modicum", False), ("torch", True)]
+    ("optimizer", "sharded", "limit"),
+    [("torch", False, 2), ("modicum", False, 1), ("torch", True, 2)],
 )
 def test_trainer(
-    two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str, sharded: bool
+    two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str, sharded: bool, limit: int
 ) -> None:
     """save_steps, save_total_limit and resume_from_checkpoint in new processes: the losses of the
-    run that was not interrupted, by Modicum and without it."""
+    run that was not interrupted, by Modicum and without it. With a limit of one, the checkpoint
+    that the run has resumed from is removed before it saves again."""
     folder = tmp_path / "out"
     how = {"directory": model, "by": "modicum", "optimizer": optimizer, "sharded": sharded}
-    how |= {"max_steps": 6, "save_steps": 2, "save_total_limit": 2}
+    how |= {"max_steps": 6, "save_steps": 2, "save_total_limit": limit}
     if optimizer == "torch" and not sharded:
         plain = how | {"by": "accelerate", "folder": str(tmp_path / "plain")}
         (expected, _) = two.ask("trains", **plain)
@@ -161,21 +163,22 @@ def test_trainer(
         (expected, _) = two.ask("trains", folder=str(tmp_path / "whole"), **how)
     assert len(expected["losses"]) == 6
     (first, _) = two.ask("trains", folder=str(folder), stop_at=4, **how)
-    assert first["saved"] == [["checkpoint-2"], ["checkpoint-2", "checkpoint-4"]]
+    names = ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert first["saved"] == [names[:1], names[2 - limit : 2]]
     with ranks(2, tmp_path / "ranks") as others:
         (second, _) = others.ask("trains", folder=str(folder), resume=True, final=True, **how)
     assert first["losses"] | second["losses"] == expected["losses"]
     assert set(second["losses"]) == {5, 6}
     assert second["end"] == expected["end"]
-    assert second["saved"] == [["checkpoint-4", "checkpoint-6"]]
+    assert second["saved"] == [names[3 - limit :]]
     assert [one["step"] for one in second["reports"]] == [6, 0]
     for directory in (folder / "checkpoint-6", folder):
         assert_verifies(modicum, directory)
         assert_reads(directory, second["end"])
-    names = {path.name for path in (folder / "checkpoint-6").iterdir()}
-    assert names >= {"COMMIT", "trainer_state.json", "scheduler.pt", "rng_state_1.pth"}
-    assert names >= {"training_args.bin", "optimizer", "config.json"}
-    assert not [name for name in names if name.startswith(("optimizer.", "pytorch_model", "."))]
+    found = {path.name for path in (folder / "checkpoint-6").iterdir()}
+    assert found >= {"COMMIT", "trainer_state.json", "scheduler.pt", "rng_state_1.pth"}
+    assert found >= {"training_args.bin", "optimizer", "config.json"}
+    assert not [name for name in found if name.startswith(("optimizer.", "pytorch_model", "."))]
 
 
 def test_the_best_checkpoint(two: Ranks, tmp_path: Path, model: str) -> None:
