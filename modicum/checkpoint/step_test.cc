@@ -27,14 +27,18 @@ StepRecord record_of_step(const StepInFlight& step) {
 }
 
 // As the ranks do: each file is synced by its writer.
-void write_files(FileSystem& files, const StepInFlight& step) {
-  for (const StepFile& file : record_of_step(step).files) {
+void write_files(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
+  for (const StepFile& file : record.files) {
     const std::unique_ptr<File> out = files.create(join_path(step.directory, file.name));
     const std::string text = fmt::format("{} of step {}", file.name, step.step);
     out->write(std::as_bytes(std::span(text)), 0);
     out->sync();
     out->close();
   }
+}
+
+void write_files(FileSystem& files, const StepInFlight& step) {
+  write_files(files, step, record_of_step(step));
 }
 
 std::optional<std::string> save_step(FileSystem& files, int64_t number) {
@@ -262,10 +266,19 @@ TEST(Steps, APowerCutAtAnyCallLosesNothing) {
 
 const char* const kInside = "/root/checkpoint-1";
 
+// With a file in a directory of the step.
+std::optional<std::string> finish_inside(FileSystem& files, const StepInFlight& step) {
+  StepRecord record = record_of_step(step);
+  const std::string name = fmt::format("{}/{}", kStateDirectory, kStateFile);
+  const std::string text = fmt::format("{} of step {}", name, step.step);
+  record.files.push_back({name, text.size(), text.size(), digest_of(text)});
+  files.make_directory(join_path(step.directory, kStateDirectory));
+  write_files(files, step, record);
+  return publish_step(files, step, record);
+}
+
 std::optional<std::string> save_inside(FileSystem& files, int64_t number) {
-  const StepInFlight step = begin_step_in(files, kInside, number, kOwner);
-  write_files(files, step);
-  return publish_step(files, step, record_of_step(step));
+  return finish_inside(files, begin_step_in(files, kInside, number, kOwner));
 }
 
 // A directory with the step `number` and another program's file.
@@ -305,8 +318,10 @@ TEST(StepInside, LeavesOtherFilesAndReplacesTheTensorsOfTheLastOne) {
   files.rename(join_path(step.directory, "model.safetensors"), join_path(step.directory, "a.b"));
   record.files.front().name = "a.b";
   EXPECT_EQ(publish_step(files, step, record), std::nullopt);
-  EXPECT_EQ(files.list(kInside), (std::vector<std::string>{"COMMIT", "a.b", "config.json",
-                                                           "manifest.json", "trainer_state.json"}));
+  EXPECT_EQ(files.list(kInside),
+            (std::vector<std::string>{"COMMIT", "a.b", "config.json", "manifest.json", "optimizer",
+                                      "trainer_state.json"}));
+  EXPECT_EQ(files.list(join_path(kInside, kStateDirectory)), std::vector<std::string>());
   EXPECT_EQ(open_step(files, kInside).record, record);
 }
 
@@ -330,8 +345,7 @@ TEST(StepInside, AFaultAtAnyCallLeavesAWholeStepOrNone) {
     std::optional<StepInFlight> step;
     try {
       step = begin_step_in(files, kInside, 2, kOwner);
-      write_files(files, *step);
-      publish_step(files, *step, record_of_step(*step));
+      finish_inside(files, *step);
       is_saved = true;
     } catch (const Error&) {
       if (step) discard_step(under, *step);

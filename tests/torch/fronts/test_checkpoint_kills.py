@@ -1,6 +1,6 @@
 """An unchanged script of Trainer within `modicum.torch.accelerate.loading` whose ranks are killed
-at random instants of their saves: it resumes from a whole checkpoint, and ends with the bits of a run
-that was not killed.
+at random instants of their saves: it resumes from a whole checkpoint, and ends with the bits of a
+run that was not killed.
 
 House test. It catches these mutations: a checkpoint that is committed before all of its files have
 their names, or before the script's own files are written; one that is resumed without COMMIT.
