@@ -9,6 +9,7 @@
 #include <random>
 
 #include "modicum/base/base.h"
+#include "modicum/checkpoint/checkpoint.h"
 #include "modicum/checkpoint/durable.h"
 #include "modicum/checkpoint/record_text.h"
 #include "modicum/json/json.h"
@@ -183,6 +184,66 @@ std::string name_in_flight(int64_t step, const StepOwner& owner, std::string_vie
                      uuid);
 }
 
+void sync_directories(FileSystem& files, const std::string& step) {
+  for (const char* const name : kDirectories) {
+    const std::string directory = join_path(step, name);
+    if (files.is_directory(directory)) files.sync_directory(directory);
+  }
+}
+
+void empty_directory(FileSystem& files, const std::string& path) {
+  for (const std::string& name : files.list(path)) remove_tree(files, join_path(path, name));
+}
+
+// Files of tensors that a directory may have from an earlier save: those of its record, if it has
+// one that can be read, and an index.
+std::vector<std::string> tensor_files_of(FileSystem& files, const std::string& directory) {
+  std::vector<std::string> names = {kIndexFile};
+  try {
+    if (!files.exists(join_path(directory, kManifest))) return names;
+    for (const StepFile& file : parse_record(text_of(files, directory, kManifest)).files) {
+      const bool has_tensors = file.name.ends_with(".safetensors") || file.name == kIndexFile;
+      if (has_tensors || file.name.find('/') != std::string::npos) names.push_back(file.name);
+    }
+  } catch (const Error&) {
+    // Another program's manifest.json: it is replaced.
+  }
+  return names;
+}
+
+// Renames the files of a step into the directory that becomes the step.
+void place_files(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
+  std::vector<std::string> replaced = tensor_files_of(files, step.root);
+  for (const char* const name : kDirectories) {
+    const std::string to = join_path(step.root, name);
+    const bool is_needed = files.is_directory(join_path(step.directory, name));
+    if (is_needed && !files.is_directory(to)) files.make_directory(to);
+  }
+  for (const StepFile& file : record.files) {
+    files.rename(join_path(step.directory, file.name), join_path(step.root, file.name));
+    std::erase(replaced, file.name);
+  }
+  files.rename(join_path(step.directory, kManifest), join_path(step.root, kManifest));
+  for (const std::string& name : replaced) {
+    if (files.exists(join_path(step.root, name))) files.remove(join_path(step.root, name));
+  }
+  sync_directories(files, step.root);
+  files.sync_directory(step.root);
+}
+
+std::optional<std::string> publish_inside(FileSystem& files, const StepInFlight& step,
+                                          const StepRecord& record, const std::string& manifest) {
+  place_files(files, step, record);
+  replace_durably(files, {step.root, kCommit, ".COMMIT"}, commit_json(record, manifest));
+  try {
+    remove_tree(files, step.directory);
+  } catch (const Error& error) {
+    return fmt::format("the step is saved, but {} could not be removed: {}",
+                       base_name(step.directory), error.what());
+  }
+  return std::nullopt;
+}
+
 // The owner in a name that begins with `prefix`; none if it was not made by name_in_flight.
 std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix) {
   enum { kStep, kHost, kPid, kStarted, kUuid, kParts };
@@ -278,14 +339,27 @@ StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step
   return made;
 }
 
+StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int64_t step,
+                           const StepOwner& owner) {
+  if (!files.is_directory(directory)) files.make_directory(directory);
+  StepInFlight made{directory, step, make_uuid(), "", true};
+  made.directory = join_path(directory, name_in_flight(step, owner, made.uuid));
+  files.make_directory(made.directory);
+  files.sync_directory(directory);
+  const std::string commit = join_path(directory, kCommit);
+  if (files.exists(commit)) {
+    files.remove(commit);
+    files.sync_directory(directory);
+  }
+  return made;
+}
+
 std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& step,
                                         const StepRecord& record) {
   const std::string manifest = record_json(record);
   write_durably(files, join_path(step.directory, kManifest), manifest);
-  for (const char* const name : kDirectories) {
-    const std::string directory = join_path(step.directory, name);
-    if (files.is_directory(directory)) files.sync_directory(directory);
-  }
+  sync_directories(files, step.directory);
+  if (step.is_inside) return publish_inside(files, step, record, manifest);
   // Also syncs the directory, and with it the names of all files, before the step is visible.
   replace_durably(files, {step.directory, kCommit, ".COMMIT"}, commit_json(record, manifest));
   const std::string name = step_name(step.step);
@@ -303,6 +377,7 @@ std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& s
 
 void discard_step(FileSystem& files, const StepInFlight& step) noexcept {
   try {
+    if (step.is_inside) return empty_directory(files, step.directory);
     remove_by_trash(files, step.root, base_name(step.directory));
   } catch (const Error&) {
     // It is not visible as a step, and a later save collects it.

@@ -10,6 +10,16 @@
 //   ROOT/.trash-UUID/              being removed
 //   ROOT/latest                    "step-12": for people; Modicum never reads it
 //
+// A step may also be made inside a directory that exists and that others write to as well, as the
+// checkpoints of Trainer are. The directory itself becomes the step; its own name has no meaning:
+//
+//   DIR/trainer_state.json         any other file: not part of the record, and not touched
+//   DIR/.partial-13-OWNER-UUID/    in flight: all files of the step, until they are renamed into
+//   DIR DIR/COMMIT                     written last, when every file of the step has its name
+//
+// Such a directory is a step of Modicum's that is not whole if it has a name in flight, but no
+// COMMIT: a failed save leaves the empty directory in flight.
+//
 // One rank, the leader, makes and publishes a step; all ranks write files in between. A step is
 // visible under its name only once all of it is durable, so a kill or a power cut at any time
 // leaves either the step or the state before it. Nothing depends on clocks, locks or the order of
@@ -81,7 +91,8 @@ struct StepInFlight {
   std::string root;
   int64_t step = 0;
   std::string uuid;
-  std::string directory;  // where the ranks write
+  std::string directory;   // where the ranks write
+  bool is_inside = false;  // made by begin_step_in: `root` becomes the step
 };
 
 // optimizer/state.json: the facts about an optimizer's state that its tensors don't hold. The state
@@ -110,10 +121,15 @@ StateFacts parse_state(const std::string& text);  // INTEGRITY
 // step exists already; IO, NOSPACE.
 StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step,
                         const StepOwner& owner);
+// The same inside `directory`, which is made if its parent exists. A step that it held before is no
+// longer committed. IO, NOSPACE.
+StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int64_t step,
+                           const StepOwner& owner);
 // Makes the step durable and visible. Its files must be complete and synced. On success the step
 // survives a power cut. On failure no step is visible, unless the failure came after the rename; a
-// visible step is always complete. Returns a warning if only writing `latest` failed. CONFLICT if
-// another process has published the same step; IO, NOSPACE.
+// visible step is always complete. Returns a warning if only writing `latest`, or removing the
+// directory in flight, failed. CONFLICT if another process has published the same step; IO,
+// NOSPACE. Inside a directory: also removes the tensors' files of the step that it held before.
 std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& step,
                                         const StepRecord& record);
 // Removes the files of a failed save. Never throws; a later save removes the rest.

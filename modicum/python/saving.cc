@@ -283,8 +283,13 @@ struct StepInSave {
   const std::string root;
   std::optional<StepSave> save;
 
-  StepInSave(const std::string& of, int64_t step, bool has_state, bool has_extra) : root(of) {
+  StepInSave(const std::string& of, int64_t step, bool has_state, bool has_extra, bool inside)
+      : root(of) {
     without_the_lock([&] {
+      if (inside) {
+        save.emplace(*files, StepSave::Inside{root}, step);
+        return;
+      }
       save.emplace(*files, root, step, has_state);
       if (has_extra) files->make_directory(join_path(save->directory(), kExtraDirectory));
     });
@@ -433,11 +438,13 @@ Args:
     root: of all steps.
     step: its number.
     has_state, has_extra: whether it has directories for them.
+    inside: whether `root`, a directory that others write to, becomes the step itself; it is not
+        committed until `publish`. The caller makes the directories for state and extra.
 
 Raises:
     IoError: CONFLICT if the step is there already.)")
-      .def(nb::init<const std::string&, int64_t, bool, bool>(), "root"_a, "step"_a,
-           "has_state"_a = false, "has_extra"_a = false)
+      .def(nb::init<const std::string&, int64_t, bool, bool, bool>(), "root"_a, "step"_a,
+           "has_state"_a = false, "has_extra"_a = false, "inside"_a = false)
       .def_prop_ro(
           "directory", [](StepInSave& step) { return step.open().directory(); },
           "Where the ranks write.")

@@ -60,6 +60,14 @@ StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, boo
   if (has_state) files_.make_directory(state_directory());
 }
 
+// The name in flight comes first: without one, a directory whose COMMIT is gone would look like one
+// of another program.
+StepSave::StepSave(FileSystem& files, const Inside& inside, int64_t step)
+    : files_(files), step_(begin_step_in(files, inside.directory, step, this_process())) {
+  left_ = collect(files, inside.directory);
+  std::erase(left_, base_name(step_.directory));
+}
+
 StepSave::~StepSave() {
   if (!is_published_) discard_step(files_, step_);
 }
@@ -109,8 +117,10 @@ void StepSave::copy_companions(const Checkpoint& source, const SavePlan& plan, S
     tally.add(tensor.spec, tensor.stored ? &source.manifest.tensors[*tensor.stored] : nullptr);
   }
   for_each_companion(
-      source, tally.new_form(),
-      [&](const std::string& name, const std::string& text) { add_file(saved, name, text); });
+      source, tally.new_form(), [&](const std::string& name, const std::string& text) {
+        const bool is_there = step_.is_inside && files_.exists(join_path(step_.root, name));
+        if (!is_there) add_file(saved, name, text);
+      });
 }
 
 // The caller's file: written here, or by a rank before.
@@ -144,7 +154,8 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
     saved.warnings.push_back(*warning);
   }
   is_published_ = true;
-  saved.path = join_path(step_.root, fmt::format("step-{}", step_.step));
+  saved.path = step_.root;
+  if (!step_.is_inside) saved.path = join_path(step_.root, fmt::format("step-{}", step_.step));
   for (const std::string& name : left_) {
     saved.warnings.push_back(fmt::format("{} is left over or in flight", name));
   }

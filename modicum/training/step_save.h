@@ -36,6 +36,12 @@ class StepSave {
   // Also removes the files of dead processes of this host from the root. `has_state`: makes the
   // directory of an optimizer's state. Errors as those of begin_step.
   StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state = false);
+  // The step becomes `inside.directory` itself; see begin_step_in. Files that it has are not
+  // replaced by those that go with the source's tensors, such as its tokenizer.
+  struct Inside {
+    std::string directory;
+  };
+  StepSave(FileSystem& files, const Inside& inside, int64_t step);
   ~StepSave();
   StepSave(const StepSave&) = delete;
   StepSave& operator=(const StepSave&) = delete;

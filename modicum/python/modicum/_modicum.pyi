@@ -638,12 +638,14 @@ class StepSave:
         root: of all steps.
         step: its number.
         has_state, has_extra: whether it has directories for them.
+        inside: whether `root`, a directory that others write to, becomes the step itself; it is not
+            committed until `publish`. The caller makes the directories for state and extra.
 
     Raises:
         IoError: CONFLICT if the step is there already.
     """
 
-    def __init__(self, root: str, step: int, has_state: bool = False, has_extra: bool = False) -> None: ...
+    def __init__(self, root: str, step: int, has_state: bool = False, has_extra: bool = False, inside: bool = False) -> None: ...
 
     @property
     def directory(self) -> str:

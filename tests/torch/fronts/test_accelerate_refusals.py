@@ -100,6 +100,13 @@ CHANGED = {
     "prepare",
     "prepare_model",
     "fsdp2_prepare_model",
+    "save_fsdp_model",
+    "save_fsdp_optimizer",
+    "load_fsdp_model",
+    "load_fsdp_optimizer",
+    "save_state",
+    "load_state",
+    "save_model",
     "_get_base_layer_device_and_dtype",
     "inject_adapter",
 }

@@ -14,6 +14,7 @@ Inside the context:
       | modicum.torch.load   each rank reads the bytes of its shards
       | rebinding            optimizers get the sharded parameters, by FQN
     training
+      | save_state, load_state, save_model; Trainer's checkpoints: see modicum.torch.checkpoints
 
 It does not matter whether `cpu_ram_efficient_loading` is set. When the context ends, with or
 without an exception, every patched function is restored. Importing this module imports neither
@@ -37,7 +38,9 @@ from modicum.errors import refusal
 from modicum.recipes.patterns import Rule
 from modicum.recipes.structure import structure_of
 from modicum.torch.build.empty import empty_parameters
+from modicum.torch.checkpoints import Checkpoints
 from modicum.torch.filling import dtypes_passed, keys_of, load_rounded, shard_and_load
+from modicum.torch.saving.report import Resumed, Saved
 from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.rebinding import Bindings
 from modicum.torch.unfilled import Built, note, note_resized, refuse_changed, release, told_to_users
@@ -63,7 +66,8 @@ def loading(
     fork: str = "excluded",
 ) -> Iterator["Loading"]:
     """Within it each rank of a script of accelerate or Trainer with FSDP2 reads its own bytes only.
-    The values are bit for bit those that accelerate would load.
+    The values are bit for bit those that accelerate would load. The script's checkpoints are saved
+    and resumed in the same way.
 
     It must enclose `from_pretrained` and `prepare` or `Trainer.train`. Every rank enters it with
     the same arguments, on one thread. Of nested contexts the innermost applies.
@@ -71,9 +75,9 @@ def loading(
     Args:
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
             None (default): the files that each `from_pretrained` would read.
-        budget: host memory per node while loading, bytes or text ("200GiB"), the processes
-            themselves included; "none": no limit; None (default): the ledger's limit, or the memory
-            that the cgroup and the node have left.
+        budget: host memory per node while loading, saving and resuming, bytes or text ("200GiB"),
+            the processes themselves included; "none": no limit; None (default): the ledger's limit,
+            or the memory that the cgroup and the node have left.
         ledger: its limit is the host memory of the node; every parameter is charged to it until the
             last tensor of the parameter is freed; None (default): a new one for each load.
         strategy: own-shard (default), node-reader, replica-striped, rank0-broadcast or
@@ -90,7 +94,7 @@ def loading(
         fork: "excluded" (default), "shared" or "inherited", as for `modicum.torch.load`.
 
     Yields:
-        A `Loading`; it has a `report` after `prepare`.
+        A `Loading`; it has a `report` after `prepare`, and `saves` after checkpoints.
 
     Raises:
         UsageError: on entry, if accelerate, transformers or PEFT behave differently from the tested
@@ -124,7 +128,9 @@ class Loading:
     _source: Path | None
     _arguments: dict[str, Any]
     reports: list[Report] = field(default_factory=list)
-    """One per load, in order."""
+    """One per load, in order; those of resumes included."""
+    saves: list[Saved] = field(default_factory=list)
+    """One per model of each checkpoint that was saved, in order."""
     _built: weakref.WeakKeyDictionary[nn.Module, Built] = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
@@ -191,12 +197,25 @@ class _Scripts:
         transformers.replace_loading(stack, _pretrained_model(), self)
         accelerate.replace_prepare(stack, self._preparing, self._sharding, self._placing)
         trl.replace_sharding(stack, self._sharding_reference)
+        self._checkpoints = Checkpoints(self._how, self._note_save, self._note_resume)
+        self._checkpoints.replace_accelerate(stack)
+        self._checkpoints.replace(stack)
+
+    def _how(self) -> dict[str, Any]:
+        return self.loadings[-1]._arguments
+
+    def _note_save(self, saved: Saved) -> None:
+        self.loadings[-1].saves.append(saved)
+
+    def _note_resume(self, resumed: Resumed) -> None:
+        self.loadings[-1].reports.append(resumed.load)
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """The contexts in which `from_pretrained` builds a model."""
         if not self._has_peft:  # may have been imported since
             self._has_peft = peft.with_real_adapters(self._stack)
         trl.replace_sharding(self._stack, self._sharding_reference)
+        self._checkpoints.replace(self._stack)
         accelerate.require_fsdp2_if_set()
         # from_pretrained draws no random number: the generator must not move here either.
         return [torch.random.fork_rng(devices=[]), self._constructing(), empty_parameters()]
@@ -281,6 +300,7 @@ class _Scripts:
     def _preparing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            self._checkpoints.replace(self._stack)
             models = [one for one in args if isinstance(one, nn.Module)]
             empty = [model for model in models if not self._is_filled(model)]
             if not empty:

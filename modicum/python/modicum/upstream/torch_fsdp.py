@@ -107,6 +107,15 @@ def is_sharded(model: nn.Module) -> bool:
     return bool(_known_groups(model.modules()))
 
 
+def reshard(model: nn.Module) -> None:
+    """Frees what FSDP2 has gathered, as a forward without a backward leaves it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Managed]:
     """Every parameter of the model that FSDP2 manages, by identity.
 

@@ -71,7 +71,7 @@ def resume(
         FormatError, IoError, PeerError: as for `load`; every error is raised on every rank.
     """
     begin = time.monotonic()
-    found = _found(Path(root), optimizer, verify=verify)
+    found = find(Path(root), optimizer, verify=verify)
     how: dict[str, Any] = {
         "ledger": ledger or _modicum.Ledger(), "budget": budget, "strategy": strategy,
         "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
@@ -83,7 +83,7 @@ def resume(
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
     with Ranks.of_world().together() as ranks:
         if optimizer is not None:
-            read += sum(ranks.gather(_load_state(model, optimizer, found, how["ledger"], ranks)))
+            read += sum(ranks.gather(load_state(model, optimizer, found, how["ledger"], ranks)))
         saved_by, rank = found.facts["world_size"], ranks.rank
         common, own = extra.read_all(found.path, saved_by, rank, ranks.world_size)
         took_s = max(ranks.gather(time.monotonic() - begin))
@@ -100,7 +100,7 @@ def resume(
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
     """The step to resume from."""
 
     path: Path
@@ -143,7 +143,7 @@ def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
         skip({"step": facts["step"], "reason": fault})
 
 
-def _found(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -> _Found:
+def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -> Found:
     """Finds the step, on rank 0, and checks that it has what the optimizer needs. Collective."""
 
     with Ranks.of_world().together() as ranks:
@@ -161,7 +161,7 @@ def _found(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool)
                 raise refusal("MISMATCH", what, file=path.name)
             state = (path / "optimizer" / "state.json").read_text()
             _require_same(optimizer, state)
-    return _Found(path, facts, state)
+    return Found(path, facts, state)
 
 
 def _require_same(optimizer: torch.optim.Optimizer, state: str) -> None:
@@ -178,14 +178,15 @@ def _require_same(optimizer: torch.optim.Optimizer, state: str) -> None:
 
 
 @torch.no_grad()
-def _load_state(
+def load_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    found: _Found,
+    found: Found,
     ledger: _modicum.Ledger,
     ranks: Ranks,
 ) -> int:
-    """Reads this rank's part of the state; returns the bytes read. Collective."""
+    """Reads this rank's part of the state that was found with `optimizer`; returns the bytes read.
+    Collective."""
     whole = Model.of(model)
     names = names_of(whole)
     folder = found.path / "optimizer"
@@ -209,6 +210,6 @@ def _load_state(
     return read
 
 
-def _has_groups(found: _Found) -> bool:
+def _has_groups(found: Found) -> bool:
     """Not if the step was saved by the command line."""
     return (found.path / groups.FILE).exists()

@@ -82,12 +82,13 @@ def save(
                 form=Form(dtype, unused, shard_size, staging), ledger=ledger or _modicum.Ledger(),
                 budget=budget, extra=extra, per_rank=extra_per_rank,
             )  # fmt: skip
-            return _save(model, Given(optimizer, source), ask, ranks, flight)
+            return save_together(model, Given(optimizer, source), ask, ranks, flight)
     finally:
         flight.end()
 
 
-def _save(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Saved:
+def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Saved:
+    """`save`, within a context of `Ranks.together`."""
     whole = Model.of(model)
     told = {"argument source": str(given.source), "argument optimizer": _kind(given.optimizer)}
     ranks.agree_on(ask.facts() | told | whole.facts())

@@ -1,0 +1,380 @@
+"""Checkpoints of unchanged scripts of accelerate and Trainer, within `accelerate.loading`:
+
+    Accelerator.save_state, Trainer._save_checkpoint, Accelerator.save_model, Trainer.save_model
+      | Inside.open          the directory has a name in flight, and is not committed
+      | the script's call    accelerate and Trainer write their own files: schedulers, states of
+      |                      random number generators, config, tokenizer; the functions that would
+      |                      save models and optimizers note them
+      | save_inside          each rank writes its own elements; COMMIT is last
+      | rotation, upload
+
+    load_state, resume_from_checkpoint, load_best_model_at_end
+      | load_fsdp_model, load_fsdp_optimizer: from a directory of ours by Modicum, else as usual
+
+Models that Modicum has not loaded, and those with adapters, are saved as usual.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modicum.errors import refusal
+from modicum.torch.loading.origin import origin_of
+from modicum.torch.optim.names import warn_script
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.inside import (
+    Inside,
+    fault_of,
+    is_step,
+    load_inside,
+    load_state_inside,
+    require_whole,
+    rotate,
+    save_inside,
+)
+from modicum.torch.saving.report import Resumed, Saved
+from modicum.upstream import checkpoints as upstream
+from modicum.upstream.transformers import is_pretrained
+
+How = Mapping[str, Any]
+
+
+@dataclass
+class _Kept:
+    """A model to be saved, with its optimizer if there is one."""
+
+    flight: Inside
+    model: nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+
+
+@dataclass
+class _Open:
+    """A checkpoint that a script is saving."""
+
+    directory: Path
+    kept: dict[int, _Kept]
+    """By the model's index."""
+    has_config: bool = False
+    shard_size: int | str | None = None
+    after: list[Callable[[], Any]] = field(default_factory=list)
+    """What happens once it is committed."""
+
+
+class Checkpoints:
+    """Replaces how a script saves and resumes. `how`: the arguments of the innermost `loading`."""
+
+    def __init__(
+        self, how: Callable[[], How], saved: Callable[[Saved], Any], read: Callable[[Resumed], Any]
+    ) -> None:
+        self._how, self._saved, self._read = how, saved, read
+        self._open: _Open | None = None
+        self._has_trainer = False
+
+    def replace(self, stack: ExitStack) -> None:
+        """Until `stack` ends. May be called again, when Trainer was imported."""
+        if not upstream.has_trainer() or self._has_trainer:
+            return
+        self._has_trainer = True
+        methods = {
+            "_save_checkpoint": self._saving_checkpoint,
+            "save_model": self._saving_trained,
+            "_load_from_checkpoint": self._loading_checkpoint,
+        }
+        functions = {
+            "rotate_checkpoints": self._rotating,
+            "get_last_checkpoint": self._finding,
+        }
+        upstream.replace_trainer(stack, methods, functions)
+        upstream.replace_reading_of_state(stack, require_whole)
+
+    def replace_accelerate(self, stack: ExitStack) -> None:
+        """Until `stack` ends."""
+        functions = {
+            "save_fsdp_model": self._keeping_model,
+            "save_fsdp_optimizer": self._keeping_optimizer,
+            "load_fsdp_model": self._loading_model,
+            "load_fsdp_optimizer": self._loading_optimizer,
+        }
+        methods = {
+            "save_state": self._saving_state,
+            "load_state": self._loading_state,
+            "save_model": self._saving_model,
+        }
+        upstream.KNOWN.require()
+        upstream.replace_functions(stack, functions)
+        upstream.replace_methods(stack, methods)
+
+    # ---- a checkpoint
+
+    @contextmanager
+    def _opened(self, directory: Path, *indices: int) -> Iterator[_Open]:
+        """Within it models and optimizers are noted. On exit they are saved into `directory`, and
+        then it is committed, on all ranks or on none. Collective."""
+        folders = {i: directory / upstream.folder_of(i) if i else directory for i in indices}
+        one = _Open(directory, {i: _Kept(Inside(folder)) for i, folder in folders.items()})
+        outer, self._open = self._open, one
+        try:
+            with Ranks.of_world().together() as ranks:
+                for kept in one.kept.values():
+                    kept.flight.open(ranks)
+            error: Exception | None = None
+            try:
+                yield one
+            except Exception as raised:  # the other ranks wait for this one
+                error = raised
+            with Ranks.of_world().together() as ranks:
+                if error is not None:
+                    raise error
+                self._save(one, ranks)
+        finally:
+            self._open = outer
+            for kept in one.kept.values():
+                kept.flight.end()
+        for act in one.after:
+            act()
+
+    def _save(self, one: _Open, ranks: Ranks) -> None:
+        """The first model is the last: its COMMIT is that of the whole directory."""
+        how = {**self._how(), "shard_size": one.shard_size}
+        for kept in reversed([*one.kept.values()]):
+            if kept.model is None:
+                what = "the checkpoint was saved without its model"
+                raise refusal("UNSUPPORTED", what, file=kept.flight.directory.name)
+            if ranks.rank == 0 and not one.has_config and is_pretrained(kept.model):
+                upstream.save_config(kept.model, kept.flight.directory)
+            self._saved(save_inside(kept.model, kept.flight, kept.optimizer, how, ranks))
+
+    def _is_ours(self, accelerator: Any, model: Any) -> bool:
+        """Whether Modicum saves the model: one that it has loaded, sharded by FSDP2."""
+        model = upstream.bare(model)
+        is_loaded = isinstance(model, nn.Module) and origin_of(model) is not None
+        return is_loaded and accelerator.is_fsdp2 and not upstream.has_adapters(model)
+
+    # ---- functions of accelerate
+
+    def _keeping_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def save_fsdp_model(*args: Any, **kwargs: Any) -> Any:
+            of = upstream.arguments(original, args, kwargs)
+            if not self._is_ours(of["accelerator"], of["model"]):
+                return original(*args, **kwargs)
+            with self._noted(Path(of["output_dir"]), of["model_index"]) as kept:
+                kept.model = upstream.bare(of["model"])
+
+        return save_fsdp_model
+
+    def _keeping_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def save_fsdp_optimizer(*args: Any, **kwargs: Any) -> Any:
+            of = upstream.arguments(original, args, kwargs)
+            if not self._is_ours(of["accelerator"], of["model"]):
+                return original(*args, **kwargs)
+            with self._noted(Path(of["output_dir"]), of["optimizer_index"]) as kept:
+                kept.model = upstream.bare(of["model"])
+                kept.optimizer = upstream.wrapped(of["optimizer"])
+
+        return save_fsdp_optimizer
+
+    @contextmanager
+    def _noted(self, directory: Path, index: int) -> Iterator[_Kept]:
+        """The entry of a model in the checkpoint that is open for the directory; or else in one
+        that is saved at once."""
+        if self._open is not None and self._open.directory == directory:
+            yield self._open.kept[index]
+            return
+        with self._opened(directory, index) as one:
+            yield one.kept[index]
+
+    def _loading_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_fsdp_model(*args: Any, **kwargs: Any) -> Any:
+            of = upstream.arguments(original, args, kwargs)
+            directory = _step_of(Path(of["input_dir"]), of["model_index"])
+            if directory is None:
+                return original(*args, **kwargs)
+            self._load(of["accelerator"], of["model"], directory)
+            return upstream.nothing_amiss()
+
+        return load_fsdp_model
+
+    def _load(self, accelerator: Any, model: Any, directory: Path) -> None:
+        _require_fsdp2(accelerator, directory)
+        names = ("ledger", "budget", "strategy", "staging", "fork", "progress", "check")
+        how = {name: self._how()[name] for name in names}
+        self._read(load_inside(upstream.bare(model), directory, how))
+
+    def _loading_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_fsdp_optimizer(*args: Any, **kwargs: Any) -> Any:
+            of = upstream.arguments(original, args, kwargs)
+            directory = _step_of(Path(of["input_dir"]), of["optimizer_index"])
+            if directory is None:
+                return original(*args, **kwargs)
+            _require_fsdp2(of["accelerator"], directory)
+            model, optimizer = upstream.bare(of["model"]), upstream.wrapped(of["optimizer"])
+            return load_state_inside(model, optimizer, directory, self._how()["ledger"])
+
+        return load_fsdp_optimizer
+
+    # ---- methods of Accelerator
+
+    def _saving_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def save_state(accelerator: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+            models = upstream.models_of(accelerator)
+            own = [i for i, model in enumerate(models) if self._is_ours(accelerator, model)]
+            chosen = upstream.next_directory(accelerator)
+            directory = chosen or (Path(output_dir) if output_dir is not None else None)
+            if not own or directory is None or (chosen and directory.exists()):
+                return original(accelerator, output_dir, *args, **kwargs)
+            with self._opened(directory, *own) as one:
+                with upstream.named_by_caller(accelerator):
+                    told = original(accelerator, str(directory), *args, **kwargs)
+                limit = accelerator.project_configuration.total_limit
+                if chosen and limit is not None and accelerator.is_main_process:
+                    one.after.append(lambda: _rotate_accelerates(directory.parent, limit))
+            return told
+
+        return save_state
+
+    def _loading_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_state(accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if input_dir is None and (next_one := upstream.next_directory(accelerator)):
+                found = upstream.numbered_directories(next_one.parent)
+                input_dir = next((str(one) for one in reversed(found) if _is_usable(one)), None)
+            return original(accelerator, input_dir, *args, **kwargs)
+
+        return load_state
+
+    def _saving_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def save_model(
+            accelerator: Any, model: Any, save_directory: Any,
+            max_shard_size: int | str = "10GB", safe_serialization: bool = True,
+        ) -> Any:  # fmt: skip
+            is_plain = not safe_serialization or os.path.isfile(save_directory)
+            if is_plain or not self._is_ours(accelerator, model):
+                given = (model, save_directory, max_shard_size, safe_serialization)
+                return original(accelerator, *given)
+            with self._opened(Path(save_directory), 0) as one:
+                one.kept[0].model = upstream.bare(model)
+                one.shard_size = max_shard_size
+            return None
+
+        return save_model
+
+    # ---- methods of Trainer, and its functions
+
+    def _saving_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _save_checkpoint(trainer: Any, model: Any, trial: Any, *args: Any) -> Any:
+            if not self._is_of_ours(trainer):
+                return original(trainer, model, trial, *args)
+            with self._opened(upstream.checkpoint_of(trainer, trial), 0) as one:
+                with ExitStack() as stack:
+                    upstream.replace_push(stack, trainer, one.after.append)
+                    return original(trainer, model, trial, *args)
+
+        return _save_checkpoint
+
+    def _saving_trained(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def save_model(trainer: Any, output_dir: Any = None, _internal_call: bool = False) -> Any:
+            if not self._is_of_ours(trainer):
+                return original(trainer, output_dir, _internal_call)
+            directory = Path(trainer.args.output_dir if output_dir is None else output_dir)
+            with self._noted(directory, 0) as kept:
+                assert self._open is not None
+                self._open.has_config = True
+                kept.model = upstream.bare(trainer.model)
+                upstream.save_companions(trainer, directory)
+            if trainer.args.push_to_hub and not _internal_call:
+                upstream.push_model(trainer)
+            return None
+
+        return save_model
+
+    def _is_of_ours(self, trainer: Any) -> bool:
+        is_ours = self._is_ours(trainer.accelerator, trainer.model)
+        return is_ours and upstream.saves_as_usual(trainer)
+
+    def _loading_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _load_from_checkpoint(
+            trainer: Any, resume_from_checkpoint: Any, model: Any = None
+        ) -> Any:
+            directory = _step_of(Path(resume_from_checkpoint), 0)
+            if directory is None or not trainer.is_fsdp_enabled:
+                return original(trainer, resume_from_checkpoint, model)
+            of = trainer.model if model is None else model
+            return self._load(trainer.accelerator, of, directory)
+
+        return _load_from_checkpoint
+
+    def _rotating(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def rotate_checkpoints(
+            output_dir: Any, save_total_limit: int | None = None, best_model_checkpoint: Any = None,
+            use_mtime: bool = False, checkpoint_prefix: str = "checkpoint",
+        ) -> None:  # fmt: skip
+            limit, best = save_total_limit, best_model_checkpoint
+
+            def act() -> None:
+                found = upstream.sorted_checkpoints(output_dir, checkpoint_prefix)
+                if limit is None or limit <= 0 or not any(map(is_step, found)):
+                    original(output_dir, limit, best, use_mtime, checkpoint_prefix)
+                else:
+                    rotate(found, limit, Path(best) if best else None, Path(output_dir))
+
+            if self._open is not None:
+                self._open.after.append(act)
+            else:
+                act()
+
+        return rotate_checkpoints
+
+    def _finding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def get_last_checkpoint(folder: Any) -> Any:
+            newest = original(folder)
+            if newest is None or _is_usable(Path(newest)):
+                return newest
+            return upstream.last_of(upstream.sorted_checkpoints(folder), _is_usable)
+
+        return get_last_checkpoint
+
+
+def _step_of(directory: Path, index: int) -> Path | None:
+    """The step of a model in a checkpoint; None in one of another program's. UNCOMMITTED."""
+    if not is_step(directory):
+        return None
+    require_whole(directory)
+    return directory / upstream.folder_of(index) if index else directory
+
+
+def _require_fsdp2(accelerator: Any, directory: Path) -> None:
+    if not accelerator.is_fsdp2:
+        what, got = "a checkpoint of Modicum's is resumed", str(accelerator.distributed_type)
+        raise refusal("UNSUPPORTED", what, file=directory.name, expected="FSDP2", got=got)
+
+
+def _is_usable(directory: Path) -> bool:
+    """Whether a script can go on from the checkpoint; a warning tells why not."""
+    reason = fault_of(directory)
+    if reason:
+        warn_script(f"modicum: {directory.name} is skipped: {reason}")
+    return not reason
+
+
+def _rotate_accelerates(folder: Path, limit: int) -> None:
+    # accelerate takes every name in the folder for a checkpoint.
+    rotate(upstream.numbered_directories(folder), limit, None, folder.parent)

@@ -1,0 +1,230 @@
+"""A step inside a directory that others write to as well, as the checkpoints of accelerate and
+Trainer are:
+
+    DIR/trainer_state.json, scheduler.pt, ...   the others' files
+    DIR/.partial-*/                             in flight, from before the others write
+    DIR/model.safetensors, optimizer/, ...      the step's files, once all are written
+    DIR/COMMIT                                  last
+
+A directory with a name in flight and without COMMIT is no checkpoint. Others are left to those who
+wrote them.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modicum import _modicum
+from modicum.errors import Error, refusal
+from modicum.torch.loading.goal import Model
+from modicum.torch.loading.origin import keeping_origin, origin_of
+from modicum.torch.optim.adamw import AdamW
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving import groups
+from modicum.torch.saving.extra import FOLDER, read_all
+from modicum.torch.saving.planning import Ask, names_of
+from modicum.torch.saving.report import Resumed, Saved
+from modicum.torch.saving.resume import find, load_state, resume
+from modicum.torch.saving.save import Given, save_together
+from modicum.torch.saving.weights import Form
+from modicum.torch.saving.writing import Flight
+from modicum.upstream.torch_fsdp import reshard
+
+_COMMIT = "COMMIT"
+_IN_FLIGHT = ".partial-"
+_TRASH = ".trash-"
+_GROUPS = "optimizer_groups"
+"""In `extra`: the options of an optimizer without tensors."""
+
+
+class Inside(Flight):
+    """A step in flight inside a directory, until it is published."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+        self._place: tuple[Path, int] | None = None
+
+    @property
+    def number(self) -> int:
+        """That of the step: the one that ends the directory's name."""
+        digits = re.search(r"\d+$", self.directory.name)
+        return int(digits.group()) if digits else 0
+
+    def open(self, ranks: Ranks) -> None:
+        """Makes the directory and its name in flight: from now on it is not committed.
+        Collective."""
+        ranks.agree_on({"argument directory": str(self.directory.absolute())})
+        if ranks.rank == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        how: dict[str, Any] = {"root": str(self.directory), "step": self.number, "inside": True}
+        self._place = super().begin(ranks, **how)
+
+    def begin(self, ranks: Ranks, **how: Any) -> tuple[Path, int]:
+        """Called when all ranks save: all files of others are written. Collective."""
+        assert self._place is not None
+        place = self._place
+
+        def make() -> None:
+            for folder, is_needed in (("optimizer", how["has_state"]), (FOLDER, how["has_extra"])):
+                if is_needed:
+                    (place[0] / folder).mkdir()
+            _sync(self.directory)
+
+        ranks.once(make, lambda: None)
+        return place
+
+
+def _sync(directory: Path) -> None:
+    """Makes the files of others durable, so that COMMIT is not without them."""
+    for path in directory.iterdir():
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+
+
+def save_inside(
+    model: nn.Module,
+    flight: Inside,
+    optimizer: torch.optim.Optimizer | None,
+    how: Mapping[str, Any],
+    ranks: Ranks,
+) -> Saved:
+    """Saves into the directory of an open flight, and commits it. Collective. `how`: ledger, budget
+    and staging, as for `save`, and shard_size."""
+    reshard(model)
+    extra = None
+    if optimizer is not None and not _has_tensors(optimizer):
+        extra = {_GROUPS: json.loads(groups.text_of(optimizer, names_of(Model.of(model))))}
+        optimizer = None
+    form = Form(shard_size=how.get("shard_size"), staging=how["staging"])
+    ask = Ask(
+        root=flight.directory, step=flight.number, keep=None, form=form,
+        ledger=how["ledger"] or _modicum.Ledger(), budget=how["budget"], extra=extra, per_rank=None,
+    )  # fmt: skip
+    return save_together(model, Given(optimizer, None), ask, ranks, flight)
+
+
+def _has_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """False before the first step of a torch optimizer, and of one without tensors, such as SGD
+    without momentum: only the options of its groups are saved."""
+    values = (value for entry in optimizer.state.values() for value in entry.values())
+    has_some = any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values)
+    return has_some or isinstance(optimizer, AdamW)
+
+
+def load_inside(model: nn.Module, directory: Path, how: Mapping[str, Any]) -> Resumed:
+    """Compares every byte of the step with its digests and loads the model. Collective. `how`: as
+    for `resume`. The model's next save is of the same checkpoint as before, and may remove this
+    one."""
+    require_whole(directory)
+    reshard(model)
+    with keeping_origin(model):
+        resumed = resume(model, directory, unexpected="ignore", **how)
+        origin = origin_of(model)
+        assert origin is not None
+        filled = json.loads(origin.text)["targets"]
+        tensors = Model.of(model).tensors
+        known = {id(tensors[name].tensor) for name in filled}
+        for name, of in tensors.items():
+            if id(of.tensor) not in known:
+                what = "the checkpoint lacks a tensor of the model"
+                raise refusal("MISMATCH", what, file=directory.name, tensor=name)
+    return resumed
+
+
+def load_state_inside(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    directory: Path,
+    ledger: _modicum.Ledger | None,
+) -> None:
+    """Loads the optimizer's state of a step whose model `load_inside` has loaded. Collective."""
+    require_whole(directory)
+    if not _modicum.open_step(str(directory))["has_state"] and not isinstance(optimizer, AdamW):
+        return _restore_groups(model, optimizer, directory)
+    found = find(directory, optimizer, verify=False)
+    with Ranks.of_world().together() as ranks:
+        load_state(model, optimizer, found, ledger or _modicum.Ledger(), ranks)
+    return None
+
+
+def _restore_groups(model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
+    """Of an optimizer that had no tensors."""
+    extra, _ = read_all(directory, 0, 0, 0)
+    if extra is None:
+        what = "the checkpoint holds no optimizer state to go on from"
+        raise refusal("MISMATCH", what, file=directory.name)
+    groups.restore(optimizer, extra[_GROUPS], names_of(Model.of(model)))
+    optimizer.state.clear()
+
+
+# ---- directories
+
+
+def is_step(directory: Path) -> bool:
+    """Whether the directory holds a step, or one that was not committed."""
+    return (directory / _COMMIT).is_file() or _is_in_flight(directory)
+
+
+def _is_in_flight(directory: Path) -> bool:
+    return directory.is_dir() and any(one.name.startswith(_IN_FLIGHT) for one in _names(directory))
+
+
+def _names(directory: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(directory) as found:
+        return list(found)
+
+
+def require_whole(directory: Path) -> None:
+    """UNCOMMITTED or INTEGRITY if the directory holds a step that is not whole."""
+    if is_step(directory):
+        _modicum.open_step(str(directory))
+
+
+def fault_of(directory: Path) -> str:
+    """Why a directory is no checkpoint to go on from; empty if it is one, of Modicum's or of
+    another program's."""
+    if not _names(directory):
+        return "it is empty"
+    try:
+        require_whole(directory)
+    except Error as error:
+        return str(error)
+    return ""
+
+
+def rotate(directories: Sequence[Path], limit: int, best: Path | None, trash: Path) -> None:
+    """Removes checkpoints until `limit` are left: first those that are not whole, then the oldest.
+    Never the newest whole one, the best one, and those that are newer than the newest whole one.
+
+    Args:
+        directories: oldest first.
+        trash: a directory of the same file system, where a checkpoint is put before its files are
+            removed, so that it is never there in part.
+    """
+    _empty(trash)
+    is_whole = {one: not fault_of(one) for one in directories}
+    newest = max((at for at, one in enumerate(directories) if is_whole[one]), default=0)
+    kept = {*directories[newest:], *([best] if best else [])}
+    removable = [one for one in directories if one not in kept]
+    removable.sort(key=lambda one: is_whole[one])  # stable: the oldest of each kind first
+    count = len(directories) - len(directories[newest + 1 :])
+    for one in removable[: max(0, count - limit)]:
+        os.rename(one, trash / f"{_TRASH}{one.name}")
+    _empty(trash)
+
+
+def _empty(trash: Path) -> None:
+    for path in trash.glob(f"{_TRASH}*"):
+        shutil.rmtree(path, ignore_errors=True)

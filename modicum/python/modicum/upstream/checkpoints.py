@@ -1,0 +1,286 @@
+"""accelerate and Trainer: how a script saves its checkpoints and finds them again. Neither is
+imported before a function needs it, and Trainer not at all."""
+
+import functools
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from modicum.upstream.known import Known
+from modicum.upstream.patching import replace, replace_everywhere
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_TRAINER = "transformers.trainer"
+_NUMBERED = re.compile(r"checkpoint-\d+")
+_DUMMY = "model.safetensors"
+
+
+def replace_functions(stack: ExitStack, wraps: Mapping[str, Wrapper]) -> None:
+    """Until `stack` ends, wraps functions of accelerate's FSDP checkpoints by name, in accelerate
+    and wherever they were imported to, as in transformers' trainer."""
+    from accelerate.utils import fsdp_utils
+
+    for name, wrap in wraps.items():
+        original = vars(fsdp_utils)[name]
+        replace_everywhere(stack, name, original, wrap(original))
+
+
+def replace_methods(stack: ExitStack, wraps: Mapping[str, Wrapper]) -> None:
+    """Until `stack` ends, wraps methods of `Accelerator` by name."""
+    from accelerate import Accelerator
+
+    for name, wrap in wraps.items():
+        replace(stack, Accelerator, name, wrap(vars(Accelerator)[name]))
+
+
+def has_trainer() -> bool:
+    """Whether the program has imported Trainer."""
+    return hasattr(sys.modules.get(_TRAINER), "Trainer")
+
+
+def replace_trainer(
+    stack: ExitStack, methods: Mapping[str, Wrapper], functions: Mapping[str, Wrapper]
+) -> None:
+    """Until `stack` ends, wraps methods of Trainer by name, and functions that it finds and removes
+    checkpoints by. Trainer must have been imported."""
+    KNOWN_TRAINER.require()
+    trainer = sys.modules[_TRAINER]
+    for name, wrap in methods.items():
+        replace(stack, trainer.Trainer, name, wrap(vars(trainer.Trainer)[name]))
+    for name, wrap in functions.items():
+        original = vars(trainer)[name]
+        replace_everywhere(stack, name, original, wrap(original))
+
+
+def replace_reading_of_state(stack: ExitStack, check: Callable[[Path], None]) -> None:
+    """Until `stack` ends, calls `check` with a checkpoint's directory before Trainer reads its own
+    state there."""
+    cls = sys.modules[_TRAINER].TrainerState
+    load = cls.load_from_json.__func__
+
+    @functools.wraps(load)
+    def load_from_json(cls: Any, json_path: str) -> Any:
+        check(Path(json_path).parent)
+        return load(cls, json_path)
+
+    replace(stack, cls, "load_from_json", classmethod(load_from_json))
+
+
+def arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """Those of a call, by name, with the function's defaults."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+# ---- accelerate
+
+
+def models_of(accelerator: Any) -> list[Any]:
+    """The models that `save_state` saves, in order."""
+    return list(accelerator._models)
+
+
+def folder_of(model_index: int) -> str:
+    """The subdirectory of a further model: a name that Trainer and accelerate would give it."""
+    return f"pytorch_model_fsdp_{model_index}"
+
+
+def bare(model: Any) -> Any:
+    """The module in `torch.compile`'s wrapper."""
+    while hasattr(model, "_orig_mod"):
+        model = model._orig_mod
+    return model
+
+
+def wrapped(optimizer: Any) -> Any:
+    """The optimizer in accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether PEFT's adapters are in the model, in its wrapper or in the model itself."""
+    modules = sys.modules.get("peft.tuners.tuners_utils")
+    if modules is None:
+        return False
+    return any(isinstance(module, modules.BaseTunerLayer) for module in model.modules())
+
+
+def next_directory(accelerator: Any) -> Path | None:
+    """The directory that `save_state` would choose itself; None if it is told by the caller."""
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        return None
+    return Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
+
+
+@contextmanager
+def named_by_caller(accelerator: Any) -> Iterator[None]:
+    """Within it `save_state` writes to the directory that it is given, and removes none."""
+    project = accelerator.project_configuration
+    with ExitStack() as stack:
+        replace(stack, project, "automatic_checkpoint_naming", False)
+        yield
+
+
+def numbered_directories(folder: Path) -> list[Path]:
+    """accelerate's checkpoints in a folder, oldest first."""
+    found = [
+        (int(number.group()), path)
+        for path in folder.iterdir()
+        if (number := re.search(r"[0-9]+(?=[^/]*$)", path.name)) and path.is_dir()
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def nothing_amiss() -> Any:
+    """What `load_fsdp_model` returns if all tensors were loaded."""
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    return _IncompatibleKeys([], [])
+
+
+def save_config(model: Any, directory: Path) -> None:
+    """What `save_pretrained` writes besides weights: config, generation config, custom code."""
+    model.save_pretrained(directory, state_dict={}, is_main_process=True)
+    _remove_dummy(directory)
+
+
+def _remove_dummy(directory: Path) -> None:
+    """Of no tensors: transformers writes one if it is given none."""
+    (directory / _DUMMY).unlink(missing_ok=True)
+
+
+# ---- Trainer
+
+
+def checkpoint_of(trainer: Any, trial: Any) -> Path:
+    """The directory of the checkpoint that it saves now."""
+    prefix = sys.modules[_TRAINER].PREFIX_CHECKPOINT_DIR
+    return Path(trainer._get_output_dir(trial=trial), f"{prefix}-{trainer.state.global_step}")
+
+
+def saves_as_usual(trainer: Any) -> bool:
+    """Whether the trainer's class does not redefine how a model is saved."""
+    return type(trainer)._save is sys.modules[_TRAINER].Trainer._save
+
+
+def save_companions(trainer: Any, directory: Path) -> None:
+    """Config, tokenizer and arguments of the training, without weights; on ranks that save."""
+    trainer._save(str(directory), state_dict={})
+    if trainer.args.should_save:
+        _remove_dummy(directory)
+
+
+def replace_push(
+    stack: ExitStack, trainer: Any, defer: Callable[[Callable[[], Any]], None]
+) -> None:
+    """Until `stack` ends, the upload of a checkpoint is passed to `defer` instead."""
+    push = trainer._push_from_checkpoint
+    replace(stack, trainer, "_push_from_checkpoint", lambda folder: defer(lambda: push(folder)))
+
+
+def push_model(trainer: Any) -> None:
+    """As `save_model` does if the user calls it."""
+    trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+
+
+def sorted_checkpoints(folder: str, prefix: str = "checkpoint") -> list[Path]:
+    """Trainer's checkpoints in a folder, by their numbers, oldest first."""
+    from transformers.trainer_utils import sort_checkpoints
+
+    return [Path(one) for one in sort_checkpoints(folder, prefix)]
+
+
+# ---- known facts
+
+
+def _begins_with(function: Callable[..., Any], names: str) -> bool:
+    return [*inspect.signature(function).parameters][: len(names.split())] == names.split()
+
+
+def _saves_by_functions() -> bool:
+    from accelerate import accelerator
+    from accelerate.utils import fsdp_utils
+
+    expected = {
+        "save_fsdp_model": "fsdp_plugin accelerator model output_dir model_index",
+        "save_fsdp_optimizer": "fsdp_plugin accelerator optimizer model output_dir optimizer_index",
+        "load_fsdp_model": "fsdp_plugin accelerator model input_dir model_index",
+        "load_fsdp_optimizer": "fsdp_plugin accelerator optimizer model input_dir optimizer_index",
+    }
+    return all(
+        _begins_with(vars(fsdp_utils)[name], names) and hasattr(accelerator, name)
+        for name, names in expected.items()
+    )
+
+
+def _saves_by_methods() -> bool:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    names = {"automatic_checkpoint_naming", "total_limit", "iteration"}
+    return (
+        _begins_with(Accelerator.save_state, "self output_dir")
+        and _begins_with(Accelerator.load_state, "self input_dir")
+        and _begins_with(Accelerator.save_model, "self model save_directory max_shard_size")
+        and names <= {*vars(ProjectConfiguration())}
+    )
+
+
+def _trainer_saves_by_methods() -> bool:
+    cls = sys.modules[_TRAINER].Trainer
+    return (
+        _begins_with(cls._save_checkpoint, "self model trial")
+        and _begins_with(cls.save_model, "self output_dir _internal_call")
+        and _begins_with(cls._save, "self output_dir state_dict")
+        and _begins_with(cls._load_from_checkpoint, "self resume_from_checkpoint model")
+        and _begins_with(cls._get_output_dir, "self trial")
+        and _begins_with(cls._push_from_checkpoint, "self checkpoint_folder")
+    )
+
+
+def _trainer_finds_by_number() -> bool:
+    trainer = sys.modules[_TRAINER]
+    with TemporaryDirectory() as folder:
+        for number in (3, 20):
+            os.mkdir(Path(folder, f"checkpoint-{number}"))
+        found = [path.name for path in sorted_checkpoints(folder)]
+        newest: str = trainer.get_last_checkpoint(folder)
+        trainer.rotate_checkpoints(output_dir=folder, save_total_limit=1)
+        left = os.listdir(folder)
+    return (
+        found == ["checkpoint-3", "checkpoint-20"]
+        and Path(newest).name == "checkpoint-20"
+        and left == ["checkpoint-20"]
+    )
+
+
+def last_of(paths: Sequence[Path], accepts: Callable[[Path], bool]) -> str | None:
+    """As `get_last_checkpoint`: the newest of Trainer's checkpoints that `accepts` is true of."""
+    own = (path for path in reversed(paths) if _NUMBERED.fullmatch(path.name))
+    return next((str(path) for path in own if accepts(path)), None)
+
+
+KNOWN = Known(
+    "accelerate",
+    ("1.15.0",),
+    {
+        "accelerate.utils has save_fsdp_model and its like": _saves_by_functions,
+        "Accelerator has save_state, load_state and save_model": _saves_by_methods,
+    },
+)
+KNOWN_TRAINER = Known(
+    "transformers",
+    ("5.23.0",),
+    {
+        "Trainer saves by _save_checkpoint, save_model and _save": _trainer_saves_by_methods,
+        "Trainer finds its checkpoints by their numbers": _trainer_finds_by_number,
+    },
+)

@@ -1,0 +1,243 @@
+"""Acts of `torch_rank.py`: unchanged scripts of accelerate and Trainer that save checkpoints and go
+on from them, with or without `modicum.torch.accelerate.loading` around them."""
+
+import contextlib
+import ctypes
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate_rank
+import saving_rank
+import torch
+import torch.distributed as dist
+import transformers
+
+import modicum.torch
+import modicum.torch.accelerate
+
+STEPS_AFTER = 3
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "torch": torch.optim.AdamW,
+    "modicum": modicum.torch.AdamW,
+    "sgd": torch.optim.SGD,
+}
+
+
+@contextlib.contextmanager
+def line(by: str, **options: Any) -> Iterator[Any]:
+    """The script's surroundings; by "modicum" with its one line."""
+    around: Any = contextlib.nullcontext()
+    if by == "modicum":
+        around = modicum.torch.accelerate.loading(progress=False, **options)
+    torch.manual_seed(1)
+    with accelerate_rank.fsdp2_on_cpus(), around as loading:
+        yield loading
+
+
+def reports(loading: Any) -> list[dict[str, Any]]:
+    return [vars(saved) for saved in loading.saves] if loading is not None else []
+
+
+# ---- accelerate
+
+
+def prepared(directory: str, optimizer: str, **plugin: Any) -> tuple[Any, ...]:
+    project = {name: plugin.pop(name) for name in ("project", "limit") if name in plugin}
+    accelerator = accelerate_rank.accelerator_of(**plugin)
+    if project:
+        config = accelerator.project_configuration
+        config.project_dir, config.total_limit = project["project"], project["limit"]
+        config.automatic_checkpoint_naming = True
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.train()
+    stepping = OPTIMIZERS[optimizer](model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(stepping, 0.5, total_iters=8)
+    return accelerator, *accelerator.prepare(model, stepping, scheduler)
+
+
+def trained(made: tuple[Any, ...], count: int) -> list[tuple[str, str]]:
+    """Losses and rates, in all bits; tokens from torch's generator, which is saved, too."""
+    accelerator, model, optimizer, scheduler = made
+    vocabulary = model.get_input_embeddings().num_embeddings
+    numbers = []
+    for _ in range(count):
+        tokens = torch.randint(vocabulary, (1, 12))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        numbers.append((loss.item().hex(), float(optimizer.param_groups[0]["lr"]).hex()))
+    return numbers
+
+
+def whole(made: tuple[Any, ...]) -> dict[str, str]:
+    _, model, optimizer, _ = made
+    return saving_rank.whole(model, optimizer.optimizer)
+
+
+def accelerate_saves(
+    directory: str, folder: str | None, by: str, optimizer: str = "torch", *,
+    steps: int = 2, times: int = 1, **plugin: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Steps, `save_state`, and further steps: the state at the save, and what follows."""
+    with line(by) as loading:
+        made = prepared(directory, optimizer, **plugin)
+        torch.manual_seed(7 + dist.get_rank())
+        for _ in range(times):
+            trained(made, steps)
+            made[0].save_state(folder)
+        saved = whole(made)
+        return {"saved": saved, "then": trained(made, STEPS_AFTER), "reports": reports(loading)}
+
+
+def accelerate_resumes(
+    directory: str, folder: str | None, by: str, optimizer: str = "torch", **plugin: Any
+) -> dict[str, Any]:
+    with line(by) as loading:
+        made = prepared(directory, optimizer, **plugin)
+        made[0].load_state(folder)
+        loaded = whole(made)
+        told = {"loaded": loaded, "then": trained(made, STEPS_AFTER)}
+        return told | {"loads": len(loading.reports) if loading else 0}
+
+
+def accelerate_saves_model(directory: str, folder: str, size: str) -> dict[str, Any]:
+    """`save_model` of a model with a changed config."""
+    with line("modicum") as loading:
+        made = prepared(directory, "torch")
+        trained(made, 1)
+        made[0].save_model(made[1], folder, max_shard_size=size)
+        return {"saved": whole(made), "reports": reports(loading)}
+
+
+# ---- Trainer
+
+
+class Recorder(transformers.TrainerCallback):
+    """Losses by step, in all bits; ends the training after a step."""
+
+    def __init__(self, stop_at: int | None) -> None:
+        self.losses: dict[int, str] = {}
+        self.saved: list[list[str]] = []
+        self.stop_at = stop_at
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self.losses[state.global_step] = float(logs["loss"]).hex()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.saved.append(sorted(one for one in os.listdir(args.output_dir) if "check" in one))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.stop_at is not None and state.global_step >= self.stop_at:
+            control.should_training_stop = True
+
+
+def trainer_of(directory: str, folder: str, optimizer: str, callbacks: Any, **how: Any) -> Any:
+    sharded = how.pop("sharded", False)
+    how = {"save_strategy": "steps"} | how
+    arguments = transformers.TrainingArguments(
+        folder, use_cpu=True, fsdp=True, learning_rate=1e-2, lr_scheduler_type="linear",
+        fsdp_config={
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "cpu_ram_efficient_loading": False,
+            "state_dict_type": "SHARDED_STATE_DICT" if sharded else "FULL_STATE_DICT",
+        },
+        per_device_train_batch_size=1, logging_steps=1, logging_nan_inf_filter=False,
+        report_to="none", disable_tqdm=True, **how,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    rows = torch.randint(model.config.vocab_size, (24, 12), generator=torch.manual_seed(0))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    cls, options = OPTIMIZERS[optimizer], {"lr": 1e-2, "weight_decay": 0.01}
+    return transformers.Trainer(
+        model, arguments, train_dataset=data, callbacks=callbacks,
+        eval_dataset=data[:4], optimizer_cls_and_kwargs=(cls, options),
+    )  # fmt: skip
+
+
+def trains(
+    directory: str, folder: str, by: str, optimizer: str = "torch", *,
+    stop_at: int | None = None, resume: bool | str = False, final: bool = False, **how: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """An unchanged script of Trainer; `final`: ends with `trainer.save_model()`."""
+    with line(by) as loading:
+        recorder = Recorder(stop_at)
+        trainer = trainer_of(directory, folder, optimizer, [recorder], **how)
+        trainer.train(resume_from_checkpoint=resume or None)
+        if final:
+            trainer.save_model()
+        stepping = trainer.optimizer.optimizer
+        return {
+            "losses": recorder.losses,
+            "saved": recorder.saved,
+            "end": saving_rank.whole(trainer.model, stepping),
+            "best": trainer.state.best_model_checkpoint,
+            "reports": reports(loading),
+        }
+
+
+def trains_in(cage: str, **said: Any) -> None:
+    """The same in a memory cgroup."""
+    Path(cage).write_text(str(os.getpid()))
+    ctypes.CDLL(None).mallopt(accelerate_rank.M_MMAP_THRESHOLD, 1 << 18)
+    gc.freeze()
+    trains(**said)
+
+
+def patched() -> dict[str, Any]:
+    """Names of accelerate and transformers that a `loading` changes: inside, and after it, whether
+    by its end or by an exception."""
+    import accelerate
+    import accelerate.accelerator
+    import accelerate.utils
+    import accelerate.utils.fsdp_utils
+    import transformers.trainer
+    import transformers.trainer_utils
+
+    owners = {
+        accelerate.utils.fsdp_utils: ["save_fsdp_model", "load_fsdp_optimizer"],
+        accelerate.utils: ["save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model"],
+        accelerate.accelerator: ["save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model"],
+        transformers.trainer: [
+            "save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer",
+            "rotate_checkpoints", "get_last_checkpoint",
+        ],
+        transformers.trainer_utils: ["rotate_checkpoints", "get_last_checkpoint"],
+        accelerate.Accelerator: ["save_state", "load_state", "save_model"],
+        transformers.Trainer: ["_save_checkpoint", "save_model", "_load_from_checkpoint"],
+        transformers.trainer.TrainerState: ["load_from_json"],
+    }  # fmt: skip
+
+    def now() -> dict[str, Any]:
+        return {f"{o.__name__}.{n}": vars(o)[n] for o, names in owners.items() for n in names}
+
+    def differing(before: dict[str, Any]) -> list[str]:
+        return [name for name, of in now().items() if before[name] is not of]
+
+    before = now()
+    with modicum.torch.accelerate.loading():
+        inside = differing(before)
+        imported = transformers.trainer.save_fsdp_model
+        vars(Recorder)  # a module that is imported meanwhile has the function, too
+        globals()["save_fsdp_model"] = imported
+    told = {"all": [*before], "inside": inside, "after": differing(before)}
+    told["imported"] = globals().pop("save_fsdp_model") is imported
+    with contextlib.suppress(ZeroDivisionError), modicum.torch.accelerate.loading():
+        raise ZeroDivisionError
+    return told | {"after an error": differing(before)}
+
+
+ACTS: dict[str, Callable[..., Any]] = {
+    "accelerate_saves": accelerate_saves,
+    "accelerate_resumes": accelerate_resumes,
+    "accelerate_saves_model": accelerate_saves_model,
+    "trains": trains,
+    "trains_in": trains_in,
+    "patched": patched,
+}

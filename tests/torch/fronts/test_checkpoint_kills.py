@@ -1,0 +1,98 @@
+"""An unchanged script of Trainer within `modicum.torch.accelerate.loading` whose ranks are killed
+at random instants of their saves: it resumes from a whole checkpoint, and ends with the bits of a
+run that was not killed.
+
+House test. It catches these mutations: a checkpoint that is committed before all of its files have
+their names, or before the script's own files are written; one that is resumed without COMMIT.
+"""
+
+import contextlib
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from ranks import Ranks, ranks
+
+STEPS = 12
+HOW: dict[str, Any] = {
+    "by": "modicum", "max_steps": STEPS, "save_steps": 1, "save_total_limit": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 1024}
+    with ranks(1, folder / "ranks") as one:
+        one.ask("write", directory=str(folder / "qwen3"), family="qwen3", config=sizes)
+    return str(folder / "qwen3")
+
+
+def committed(folder: Path) -> list[int]:
+    """The numbers of the committed checkpoints, in order."""
+    return sorted(int(path.parent.name.rpartition("-")[2]) for path in folder.glob("*-*/COMMIT"))
+
+
+def kill_in_a_save(two: Ranks, folder: Path, count: int, wait_s: float) -> bool:
+    """Kills both ranks `wait_s` after a save has begun that follows `count` others. False if the
+    script has ended before."""
+    begun: set[Path] = set()
+    while len(begun) <= count:
+        with contextlib.suppress(FileNotFoundError):  # one is being removed
+            begun |= {path.parent for path in folder.glob("checkpoint-*/.partial-*")}
+        if any(line.poll() for line in two.lines):
+            return False
+        time.sleep(0.0005)
+    time.sleep(wait_s)
+    for rank in (0, 1):
+        two.kill(rank)
+    for process in two.processes:
+        process.join()
+    return True
+
+
+def run_killed(folder: Path, model: str, kills: int, seed: int) -> tuple[dict[str, Any], int]:
+    """A run that is killed up to `kills` times: the last part of it, and the number of kills that
+    met a save in flight."""
+    draw = random.Random(seed)
+    out, met = folder / "out", 0
+    for attempt in range(kills + 1):
+        before = committed(out)
+        said = {"directory": model, "folder": str(out), "resume": bool(before)} | HOW
+        with ranks(2, folder / f"ranks-{attempt}") as two:
+            two.tell("trains", **said)
+            count, wait_s = draw.randint(0, 2), draw.random() * 0.1
+            if attempt < kills and kill_in_a_save(two, out, count, wait_s):
+                after = committed(out)
+                assert after[-1:] >= before[-1:], f"{before} before the kill, {after} after it"
+                met += any(out.glob("checkpoint-*/.partial-*"))
+                continue
+            (told, _) = two.hear()
+        assert isinstance(told, dict), told
+        first = before[-1] + 1 if before else 1
+        assert [*told["losses"]] == [*range(first, STEPS + 1)], "from the newest whole checkpoint"
+        return told, met
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "seeds", [(1,), pytest.param(tuple(range(2, 14)), marks=pytest.mark.soak, id="soak")]
+)
+def test_killed_while_saving(tmp_path: Path, model: str, seeds: tuple[int, ...]) -> None:
+    with ranks(2, tmp_path / "ranks") as two:
+        (whole, _) = two.ask("trains", directory=model, folder=str(tmp_path / "out"), **HOW)
+    met = 0
+    for seed in seeds:
+        last, found = run_killed(tmp_path / f"{seed}", model, 5, seed)
+        met += found
+        assert last["end"] == whole["end"]
+        assert last["losses"].items() <= whole["losses"].items()
+    print(f"{met} kills met a save in flight")
+    assert met > 0

@@ -1,0 +1,270 @@
+"""Unchanged scripts of accelerate and Trainer that save checkpoints and resume from them within
+`modicum.torch.accelerate.loading`, on two ranks.
+
+House test against the training that went on: model, optimizer's state and the next losses are the
+same bit for bit; `from_pretrained` and `modicum verify` read the checkpoints. It catches these
+mutations: functions of accelerate that stay replaced after an exception; a checkpoint that is
+committed before the script's own files are written, or resumed although it was not committed; a
+rotation that takes the newest whole checkpoint; options of an optimizer without tensors that are
+lost; checkpoints of accelerate's own that are no longer read.
+"""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from ranks import Failed, Ranks, ranks  # noqa: E402  (after torch is known to be there)
+
+from modicum.torch.saving.inside import fault_of, rotate  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks(2, tmp_path_factory.mktemp("checkpoints") / "ranks") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def model(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("models") / "qwen3")
+    config = {"tie_word_embeddings": True}
+    two.ask("write", directory=folder, family="qwen3", config=config, dtype="bfloat16")
+    return folder
+
+
+def assert_verifies(modicum: Path, directory: Path) -> None:
+    done = subprocess.run([modicum, "verify", directory], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def assert_reads(directory: Path, saved: dict[str, str]) -> None:
+    """`from_pretrained` has the saved weights."""
+    from torch_rank import told
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for name, parameter in loaded.named_parameters():
+        assert told(parameter) == saved[name], name
+
+
+def refused(heard: list[Any]) -> str:
+    assert all(isinstance(one, Failed) for one in heard), heard
+    return heard[0].message
+
+
+# ---- accelerate
+
+
+@pytest.mark.parametrize("optimizer", ("torch", "modicum", "sgd"))
+def test_accelerate(two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str) -> None:
+    """save_state, and load_state in new processes: state and the next three losses."""
+    folder = tmp_path / "state"
+    how = {"directory": model, "folder": str(folder), "by": "modicum", "optimizer": optimizer}
+    saved = two.ask("accelerate_saves", **how)
+    with ranks(2, tmp_path / "ranks") as others:
+        resumed = others.ask("accelerate_resumes", **how)
+    for before, after in zip(saved, resumed, strict=True):
+        assert after["loaded"] == before["saved"]
+        assert after["then"] == before["then"]
+    assert [one["path"] for one in saved[0]["reports"]] == [str(folder)]
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"model.safetensors.index.json", "config.json", "COMMIT", "scheduler.bin"}
+    assert not [name for name in names if name.endswith(".bin") and "model" in name]
+    assert not [name for name in names if name.startswith(".")]
+    assert_verifies(modicum, folder)
+    assert_reads(folder, saved[0]["saved"])
+
+
+def test_accelerates_own_checkpoints_are_read(two: Ranks, tmp_path: Path, model: str) -> None:
+    """And a script without the line has the same losses."""
+    how = {"directory": model, "folder": str(tmp_path / "state")}
+    theirs = two.ask("accelerate_saves", by="accelerate", **how)
+    ours = two.ask("accelerate_resumes", by="modicum", **how)
+    assert [one["then"] for one in ours] == [one["then"] for one in theirs]
+    own = two.ask("accelerate_saves", by="modicum", **how | {"folder": str(tmp_path / "own")})
+    assert [one["then"] for one in own] == [one["then"] for one in theirs]
+    assert [one["saved"] for one in own] == [one["saved"] for one in theirs]
+
+
+def test_saved_again_into_the_same_directory(
+    two: Ranks, tmp_path: Path, modicum: Path, model: str
+) -> None:
+    folder = tmp_path / "state"
+    how = {"directory": model, "folder": str(folder), "by": "modicum"}
+    saved = two.ask("accelerate_saves", times=2, **how)
+    resumed = two.ask("accelerate_resumes", **how)
+    assert [one["then"] for one in resumed] == [one["then"] for one in saved]
+    assert_verifies(modicum, folder)
+
+
+def test_checkpoints_that_accelerate_names(two: Ranks, tmp_path: Path, model: str) -> None:
+    """`total_limit` leaves the newest; `load_state()` passes over one that was not committed."""
+    project = {"project": str(tmp_path), "limit": 1}
+    how = {"directory": model, "folder": None, "by": "modicum"} | project
+    saved = two.ask("accelerate_saves", times=3, **how)
+    folder = tmp_path / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["checkpoint_2"]
+    (folder / "checkpoint_3" / ".partial-3-host-1-1-0").mkdir(parents=True)
+    resumed = two.ask("accelerate_resumes", **how)
+    assert [one["then"] for one in resumed] == [one["then"] for one in saved]
+
+
+def test_a_checkpoint_that_was_not_committed(two: Ranks, tmp_path: Path, model: str) -> None:
+    folder = tmp_path / "state"
+    how = {"directory": model, "folder": str(folder), "by": "modicum"}
+    two.ask("accelerate_saves", **how)
+    (folder / ".partial-0-host-1-1-0").mkdir()
+    (folder / "COMMIT").unlink()
+    two.tell("accelerate_resumes", **how)
+    assert "UNCOMMITTED: the step was not committed" in refused(two.hear())
+
+
+def test_save_model(two: Ranks, tmp_path: Path, modicum: Path, model: str) -> None:
+    folder = tmp_path / "saved"
+    how = {"directory": model, "folder": str(folder)}
+    saved = two.ask("accelerate_saves_model", size="20KB", **how)
+    assert len([*folder.glob("model-*.safetensors")]) > 2
+    assert not (folder / "optimizer").exists()
+    assert_verifies(modicum, folder)
+    assert_reads(folder, saved[0]["saved"])
+    two.ask("accelerate_saves_model", size="10GB", **how)
+    assert [path.name for path in folder.glob("model*")] == ["model.safetensors"]
+    assert_reads(folder, saved[0]["saved"])
+
+
+# ---- Trainer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sharded", "limit"),
+    [("torch", False, 2), ("modicum", False, 1), ("torch", True, 2)],
+)
+def test_trainer(
+    two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str, sharded: bool, limit: int
+) -> None:
+    """save_steps, save_total_limit and resume_from_checkpoint in new processes: the losses of the
+    run that was not interrupted, by Modicum and without it. With a limit of one, the checkpoint
+    that the run has resumed from is removed before it saves again."""
+    folder = tmp_path / "out"
+    how = {"directory": model, "by": "modicum", "optimizer": optimizer, "sharded": sharded}
+    how |= {"max_steps": 6, "save_steps": 2, "save_total_limit": limit}
+    if optimizer == "torch" and not sharded:
+        plain = how | {"by": "accelerate", "folder": str(tmp_path / "plain")}
+        (expected, _) = two.ask("trains", **plain)
+    else:
+        (expected, _) = two.ask("trains", folder=str(tmp_path / "whole"), **how)
+    assert len(expected["losses"]) == 6
+    (first, _) = two.ask("trains", folder=str(folder), stop_at=4, **how)
+    names = ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert first["saved"] == [names[:1], names[2 - limit : 2]]
+    with ranks(2, tmp_path / "ranks") as others:
+        (second, _) = others.ask("trains", folder=str(folder), resume=True, final=True, **how)
+    assert first["losses"] | second["losses"] == expected["losses"]
+    assert set(second["losses"]) == {5, 6}
+    assert second["end"] == expected["end"]
+    assert second["saved"] == [names[3 - limit :]]
+    assert [one["step"] for one in second["reports"]] == [6, 0]
+    for directory in (folder / "checkpoint-6", folder):
+        assert_verifies(modicum, directory)
+        assert_reads(directory, second["end"])
+    found = {path.name for path in (folder / "checkpoint-6").iterdir()}
+    assert found >= {"COMMIT", "trainer_state.json", "scheduler.pt", "rng_state_1.pth"}
+    assert found >= {"training_args.bin", "optimizer", "config.json"}
+    assert not [name for name in found if name.startswith(("optimizer.", "pytorch_model", "."))]
+
+
+def test_the_best_checkpoint(two: Ranks, tmp_path: Path, model: str) -> None:
+    """Also: an evaluation before each save leaves gathered parameters."""
+    how = {"directory": model, "by": "modicum", "max_steps": 4, "save_steps": 1}
+    how |= {"save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 1}
+    how |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    (told, _) = two.ask("trains", folder=str(tmp_path / "out"), **how)
+    best = Path(told["best"])
+    assert best.is_dir() and not fault_of(best)
+    assert_reads(best, told["end"])
+
+
+def test_only_the_model(two: Ranks, tmp_path: Path, model: str) -> None:
+    folder = tmp_path / "out"
+    how = {"directory": model, "by": "modicum", "max_steps": 2, "save_steps": 1}
+    (told, _) = two.ask("trains", folder=str(folder), save_only_model=True, **how)
+    assert not (folder / "checkpoint-2" / "optimizer").exists()
+    assert_reads(folder / "checkpoint-2", told["end"])
+
+
+def test_resumes_from_the_newest_whole_checkpoint(two: Ranks, tmp_path: Path, model: str) -> None:
+    """One that was not committed, a damaged one and an empty one are passed over; named, they are
+    refused."""
+    folder = tmp_path / "out"
+    how = {"directory": model, "by": "modicum", "max_steps": 6, "save_steps": 2}
+    how |= {"folder": str(folder)}
+    (whole, _) = two.ask("trains", **how)
+    for name in ("checkpoint-4", "checkpoint-6"):
+        shutil.copytree(folder / name, tmp_path / name)
+    (folder / "checkpoint-6" / "COMMIT").unlink()
+    (folder / "checkpoint-6" / ".partial-6-host-1-1-0").mkdir()
+    (folder / "checkpoint-4" / "trainer_state.json").unlink()
+    weights = next((folder / "checkpoint-4").glob("model*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (folder / "checkpoint-7").mkdir()
+    two.tell("trains", resume=str(folder / "checkpoint-6"), **how)
+    assert "UNCOMMITTED" in refused(two.hear())
+    two.tell("trains", resume=str(folder / "checkpoint-4"), **how)
+    assert "INTEGRITY: a file of the step has another length" in refused(two.hear())
+    (again, _) = two.ask("trains", resume=True, **how)
+    assert set(again["losses"]) == {3, 4, 5, 6}
+    assert again["end"] == whole["end"]
+    for name in ("checkpoint-4", "checkpoint-6"):
+        new, old = (
+            json.loads((at / name / "manifest.json").read_text())["tensors"]
+            for at in (folder, tmp_path)
+        )
+        assert new == old, name
+
+
+# ---- functions
+
+
+def test_functions_are_restored(two: Ranks) -> None:
+    for told in two.ask("patched"):
+        assert told["inside"] == told["all"]
+        assert told["after"] == told["after an error"] == []
+        assert told["imported"] is False, "a module that was imported within the context"
+
+
+def put(folder: Path, *numbers: int, whole: bool = True) -> list[Path]:
+    """Checkpoints of another program's, or of ours that were not committed."""
+    made = [folder / f"checkpoint-{number}" for number in numbers]
+    for one in made:
+        one.mkdir()
+        (one / ("a" if whole else ".partial-1-host-1-1-0")).mkdir()
+    return made
+
+
+def test_rotation(tmp_path: Path) -> None:
+    """The newest whole checkpoint stays, and those after it, which may be in flight."""
+    one, two = put(tmp_path, 1, 2)
+    (cut,) = put(tmp_path, 3, whole=False)
+    (four,) = put(tmp_path, 4)
+    (five,) = put(tmp_path, 5, whole=False)
+    rotate([one, two, cut, four, five], 2, None, tmp_path)
+    assert sorted(tmp_path.iterdir()) == [two, four, five]
+    rotate([two, four, five], 1, None, tmp_path)
+    assert sorted(tmp_path.iterdir()) == [four, five]
+    rotate([four, five], 1, None, tmp_path)
+    assert sorted(tmp_path.iterdir()) == [four, five]
+
+
+def test_rotation_keeps_the_best(tmp_path: Path) -> None:
+    one, two, three = put(tmp_path, 1, 2, 3)
+    (tmp_path / ".trash-checkpoint-0" / "a").mkdir(parents=True)
+    rotate([one, two, three], 1, one, tmp_path)
+    assert sorted(tmp_path.iterdir()) == [one, three]
