@@ -1,5 +1,7 @@
 """What a model was loaded from: a save writes the files of the same checkpoint."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -28,3 +30,16 @@ def remember(model: nn.Module, origin: Origin) -> None:
 def origin_of(model: nn.Module) -> Origin | None:
     """None for a model that Modicum has not loaded from files."""
     return _origins.get(model)
+
+
+@contextmanager
+def keeping_origin(model: nn.Module) -> Iterator[None]:
+    """Loads within it do not change what the model is remembered to come from."""
+    before = origin_of(model)
+    try:
+        yield
+    finally:
+        if before is None:
+            _origins.pop(model, None)
+        else:
+            remember(model, before)

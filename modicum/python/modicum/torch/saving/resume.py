@@ -3,7 +3,8 @@
 import json
 import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import load
+from modicum.torch.loading.origin import keeping_origin
 from modicum.torch.loading.planning import Size
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups
 from modicum.torch.saving.adamw_state import AdamWState
+from modicum.torch.saving.adapters import FILE, recipe_of_step
 from modicum.torch.saving.planning import names_of
 from modicum.torch.saving.report import Resumed
 from modicum.torch.saving.tensor_state import SavedState, load_tensors, require_kind
@@ -79,7 +82,8 @@ def resume(
         "recipe": recipe, "key_mapping": key_mapping,
     }  # fmt: skip
     declared = [optimizer] if isinstance(optimizer, AdamW) else []
-    report = load(model, found.path, optimizer=declared, **how)
+    with _reading(model, found.path, how) as files:
+        report = load(model, files, optimizer=declared, **how)
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
     with Ranks.of_world().together() as ranks:
         if optimizer is not None:
@@ -97,6 +101,19 @@ def resume(
         extra=common,
         extra_per_rank=own,
     )
+
+
+@contextmanager
+def _reading(model: nn.Module, step: Path, how: dict[str, Any]) -> Iterator[Path]:
+    """The files of the model in a step. Of adapters alone: sets their recipe, and keeps what the
+    base model is remembered to come from."""
+    adapters = recipe_of_step(model, step)
+    if adapters is None:
+        yield step
+        return
+    how["recipe"] = how["recipe"] or adapters
+    with keeping_origin(model):
+        yield step / FILE
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,9 @@ class StateWriting(Protocol):
     def published(self) -> dict[str, Any]:
         """Arguments of `StepSave.publish`."""
 
+    def bytes_of(self, ranks: Ranks) -> int:
+        """About what this rank writes."""
+
     def write(self, where: Where) -> Outcome:
         """Writes this rank's part. Collective."""
 
@@ -71,6 +74,9 @@ class AdamWWriting:
     @property
     def published(self) -> dict[str, Any]:
         return {"state": self._files, "facts": self.facts}
+
+    def bytes_of(self, ranks: Ranks) -> int:
+        return self._state.bytes_of_first_replicas()
 
     def write(self, where: Where) -> Outcome:
         return _modicum.save_state(
@@ -101,6 +107,9 @@ class TensorsWriting:
     @property
     def published(self) -> dict[str, Any]:
         return {"other_state": self._writing.plan, "facts": self.facts}
+
+    def bytes_of(self, ranks: Ranks) -> int:
+        return self._writing.bytes_of(ranks)
 
     def write(self, where: Where) -> Outcome:
         return write_tensors(self._writing, where)
