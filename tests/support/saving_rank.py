@@ -1,5 +1,6 @@
 """Acts of `torch_rank.py` that save steps and resume from them."""
 
+import gc
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -255,12 +256,41 @@ def handles(directory: str, root: str, cut: Cut) -> dict[str, Any]:
     return {"error": ""}
 
 
+def promised(directory: str, root: str, cut: Cut, optimizer: str) -> dict[str, Any]:
+    """A resume that is refused by a byte, and then one that fits: what the refusal says, the
+    promise, and what the kernel has counted at most."""
+    model, stepping = made(directory, cut, optimizer, "float32")
+    resumed = modicum.torch.resume(model, root, optimizer=stepping, budget="none", progress=False)
+    node = resumed.load.document["nodes"][0]
+    del resumed
+    short, stepping_short = made(directory, cut, optimizer, "float32")
+    try:
+        modicum.torch.resume(
+            short, root, optimizer=stepping_short, budget=node["promised_bytes"] // 2,
+            progress=False,
+        )  # fmt: skip
+        refused = {}
+    except Exception as error:
+        refused = {"error": type(error).__name__, "owners": vars(error).get("owners")}
+    refused["on_meta"] = all(p.is_meta for p in short.parameters())
+    del model, stepping, short, stepping_short
+    gc.collect()
+    model, stepping = made(directory, cut, optimizer, "float32")
+    resumed = modicum.torch.resume(model, root, optimizer=stepping, progress=False)
+    own = resumed.load.document["ranks"][dist.get_rank()]
+    peak = _modicum.process_memory()["peak_bytes"]  # since the load of the weights
+    local = sum(v.to_local().nbytes for e in stepping.state.values() for v in e.values()
+                if isinstance(v, DTensor))  # fmt: skip
+    return {"refused": refused, "promised": own["promised_bytes"], "peak": peak, "state": local}
+
+
 ACTS: dict[str, Callable[..., Any]] = {
     "saves": saves,
     "resumes": resumes,
     "save_fails": fails,
     "resume_into": into,
     "save_slowly": slowly,
+    "resume_promised": promised,
     "saves_adapters": saves_adapters,
     "resumes_adapters": resumes_adapters,
     "save_handling": handles,

@@ -5,7 +5,7 @@ import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from modicum.recipes.patterns import Rule
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import load
 from modicum.torch.loading.origin import keeping_origin
-from modicum.torch.loading.planning import Size
+from modicum.torch.loading.planning import Later, Size
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups
@@ -28,7 +28,12 @@ from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.adapters import FILE, recipe_of_step
 from modicum.torch.saving.planning import names_of
 from modicum.torch.saving.report import Resumed
-from modicum.torch.saving.tensor_state import SavedState, load_tensors, require_kind
+from modicum.torch.saving.tensor_state import (
+    SavedState,
+    load_tensors,
+    needed_by_tensors,
+    require_kind,
+)
 
 
 def resume(
@@ -59,8 +64,8 @@ def resume(
         verify: first compares every byte of the step with its digests, a part on each rank, and
             skips a damaged step. This reads the step twice. False: compares names and lengths.
         ledger, budget, strategy, dtype, keep_fp32, missing, unexpected, check, progress, staging,
-        buffers, fork, recipe, key_mapping: as for `load`. The promise holds the state of
-            `modicum.torch.AdamW`, too.
+        buffers, fork, recipe, key_mapping: as for `load`. The promise holds the optimizer's
+            state, too.
 
     Returns:
         The same report on every rank but for `extra_per_rank`. Why newer steps were skipped is a
@@ -81,7 +86,8 @@ def resume(
         "check": check, "progress": progress, "staging": staging, "buffers": buffers, "fork": fork,
         "recipe": recipe, "key_mapping": key_mapping,
     }  # fmt: skip
-    declared = [optimizer] if isinstance(optimizer, AdamW) else []
+    found = replace(found, staging=staging)
+    declared = _declared(model, optimizer, found)
     with _reading(model, found.path, how) as files:
         report = load(model, files, optimizer=declared, **how)
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
@@ -125,6 +131,27 @@ class _Found:
     """As `_modicum.newest_step` tells them."""
     state: str | None
     """The text of state.json, if the optimizer needs it."""
+    staging: Size | None = None
+    """For reading the state of an optimizer of torch."""
+
+
+def _declared(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, found: _Found
+) -> list[AdamW | Later]:
+    """What the load of the model promises besides: the state. Collective."""
+    if optimizer is None or isinstance(optimizer, AdamW):
+        return [] if optimizer is None else [optimizer]
+    with Ranks.of_world().together() as ranks:
+        whole = Model.of(model)
+        saved = _saved_state(found)
+        return [Later(needed_by_tensors(optimizer, whole, names_of(whole), saved, ranks))]
+
+
+def _saved_state(found: _Found) -> SavedState:
+    assert found.state is not None
+    return SavedState(
+        _modicum.open_checkpoint(found.path / "optimizer"), found.state, found.staging
+    )
 
 
 def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
@@ -205,10 +232,8 @@ def _load_state(
     """Reads this rank's part of the state; returns the bytes read. Collective."""
     whole = Model.of(model)
     names = names_of(whole)
-    folder = found.path / "optimizer"
-    saved = _modicum.open_checkpoint(folder)
     options = json.loads((found.path / groups.FILE).read_text()) if _has_groups(found) else None
-    assert found.state is not None
+    saved = _saved_state(found)
     if isinstance(optimizer, AdamW):
         state = AdamWState(optimizer, names)
         if options is not None:
@@ -216,11 +241,16 @@ def _load_state(
         board = _modicum.Board(ranks)
         with ranks.watching(board):
             read: int = _modicum.load_state(
-                saved, state.parameters, ranks.rank, board, ledger, state.held(to_save=False)
+                saved.tensors,
+                state.parameters,
+                ranks.rank,
+                board,
+                ledger,
+                state.held(to_save=False),
             )
-        state.set_steps(_modicum.state_facts(found.state))
+        state.set_steps(_modicum.state_facts(saved.facts))
         return read
-    read = load_tensors(optimizer, names, SavedState(saved, found.state), ledger, ranks)
+    read = load_tensors(optimizer, names, saved, ledger, ranks)
     if options is not None:
         groups.restore(optimizer, options, names)
     return read
