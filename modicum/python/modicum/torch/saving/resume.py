@@ -28,6 +28,7 @@ from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.adapters import FILE, recipe_of_step
 from modicum.torch.saving.planning import names_of
 from modicum.torch.saving.report import Resumed
+from modicum.torch.saving.shared import require_seen
 from modicum.torch.saving.tensor_state import (
     SavedState,
     load_tensors,
@@ -79,14 +80,13 @@ def resume(
         FormatError, IoError, PeerError: as for `load`; every error is raised on every rank.
     """
     begin = time.monotonic()
-    found = _found(Path(root), optimizer, verify=verify)
+    found = replace(_found(Path(root), optimizer, verify=verify), staging=staging)
     how: dict[str, Any] = {
         "ledger": ledger or _modicum.Ledger(), "budget": budget, "strategy": strategy,
         "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
         "check": check, "progress": progress, "staging": staging, "buffers": buffers, "fork": fork,
         "recipe": recipe, "key_mapping": key_mapping,
     }  # fmt: skip
-    found = replace(found, staging=staging)
     declared = _declared(model, optimizer, found)
     with _reading(model, found.path, how) as files:
         report = load(model, files, optimizer=declared, **how)
@@ -170,6 +170,7 @@ def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
 
     while True:
         facts, _ = ranks.once(find, lambda: None)
+        require_seen(Path(facts["path"]), ranks)
         for one in facts.get("skipped", []):
             skip(one)
         faults = [""]

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from modicum import _modicum
-from modicum.errors import refusal
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adamw_state import AdamWState
+from modicum.torch.saving.shared import require_seen
 from modicum.torch.saving.weights import Writing, fetching, memory_of
 
 Outcome = dict[str, int]
@@ -138,17 +138,14 @@ class Flight:
 
     def begin(self, ranks: Ranks, **how: Any) -> tuple[Path, int]:
         """Makes the step's directory. Collective. Returns it, and the point of the proof.
-        `UsageError` if a rank does not see it."""
+        `IoError` if a rank does not see it."""
 
         def make() -> list[Any]:
             self.step = _modicum.StepSave(**how)
             return [self.step.directory, str(self.step.point)]
 
         (directory, point), _ = ranks.once(make, lambda: None)
-        if not Path(directory).is_dir():
-            what = f"rank {ranks.rank} does not see the directory that rank 0 has made: the root "
-            what += "must be on a file system that all ranks share"
-            raise refusal("UNSUPPORTED", what, file=directory)
+        require_seen(Path(directory), ranks)
         return Path(directory), int(point)
 
     def end(self) -> None:
