@@ -47,7 +47,7 @@ def asked(
     files = [folder / f"{rank}.json" for rank in range(4)]
     assert all(file.exists() for file in files), "\n".join(of.stdout[-3000:] for of in ended)
     answers = [json.loads(file.read_text()) for file in files]
-    assert {of["per_node"] for own in answers for of in own} == {2}, "both nodes are taken for one"
+    assert {of["per_node"] for own in answers for of in own} == {2}, "both nodes count as one"
     return [list(of_act) for of_act in zip(*answers, strict=True)]
 
 

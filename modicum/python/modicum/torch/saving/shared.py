@@ -15,7 +15,7 @@ _POLL_S = 0.05
 
 def require_seen(directory: Path, ranks: Ranks) -> None:
     """`IoError` unless this rank sees the directory of rank 0 within SEEN_S. Its name is new or has
-    a UUID, so another one can't be taken for it."""
+    a UUID, so another one is not mistaken for it."""
     deadline = time.monotonic() + SEEN_S
     while not directory.is_dir():
         ranks.check()
