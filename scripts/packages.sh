@@ -8,7 +8,7 @@ packages_of() {
     build) echo "g++ cmake ninja-build pkg-config libsimdjson-dev libfmt-dev libcli11-dev" \
                 "libxxhash-dev libhwy-dev libre2-dev libgtest-dev nettle-dev" ;;
     check) echo "clang-14 clang-format-14 clang-tidy-14 universal-ctags python3" ;;
-    python) echo "python3 python3-venv python3-dev strace e2fsprogs xfsprogs mount" ;;
+    python) echo "python3 python3-venv python3-dev strace e2fsprogs xfsprogs mount iproute2" ;;
     *) echo "packages.sh: no group '$1' (build, check, python)" >&2; return 2 ;;
   esac
 }

@@ -78,12 +78,14 @@ FileSpecs split_into_files(std::vector<TensorSpec> tensors, uint64_t limit_bytes
 FileSpecs group_by_file(std::vector<TensorSpec> tensors, std::span<const uint32_t> file_of);
 
 // "model-00001-of-00003.safetensors" for file 0 of 3; "model.safetensors" for a single file.
-std::string shard_name(size_t file, size_t files);
+constexpr std::string_view kModelStem = "model";
+constexpr std::string_view kAdapterStem = "adapter_model";  // as PEFT names its file
+std::string shard_name(size_t file, size_t files, std::string_view stem = kModelStem);
 
 // The manifest of a checkpoint that is yet to be written. It equals the manifest of the written
 // files, except for inodes and times. USAGE if there is no tensor; FORMAT.* if open_checkpoint
 // would refuse a file.
-Manifest output_manifest(const FileSpecs& files);
+Manifest output_manifest(const FileSpecs& files, std::string_view stem = kModelStem);
 // The bytes of file `file` before its tensors.
 std::string output_header(const Manifest& manifest, uint32_t file);
 // The text of the index; empty for a single file, which needs none.

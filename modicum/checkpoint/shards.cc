@@ -58,16 +58,16 @@ FileSpecs group_by_file(std::vector<TensorSpec> tensors, std::span<const uint32_
   return files;
 }
 
-std::string shard_name(size_t file, size_t files) {
-  if (files == 1) return "model.safetensors";
-  return fmt::format("model-{:05}-of-{:05}.safetensors", file + 1, files);
+std::string shard_name(size_t file, size_t files, std::string_view stem) {
+  if (files == 1) return fmt::format("{}.safetensors", stem);
+  return fmt::format("{}-{:05}-of-{:05}.safetensors", stem, file + 1, files);
 }
 
-Manifest output_manifest(const FileSpecs& files) {
+Manifest output_manifest(const FileSpecs& files, std::string_view stem) {
   if (files.empty()) fail(Category::usage, "there is no tensor to save");
   Manifest manifest;
   for (size_t f = 0; f < files.size(); ++f) {
-    DataFile file{.name = shard_name(f, files.size())};
+    DataFile file{.name = shard_name(f, files.size(), stem)};
     file.header_bytes = safetensors_header(files[f], file.name, metadata()).size();
     uint64_t end = file.header_bytes;
     for (const TensorSpec& spec : files[f]) {

@@ -47,8 +47,13 @@ struct MadeSave {
 
 std::shared_ptr<MadeSave> save_plan(const std::shared_ptr<MadePlan>& plan,
                                     const OptionalText& dtype, bool copies_unused,
-                                    const std::optional<Size>& shard_size) {
+                                    const std::optional<Size>& shard_size, bool adapters) {
   SaveForm form{.copies_unused = copies_unused, .dtype = dtype_flag(dtype.value_or(""))};
+  if (adapters) {  // PEFT reads one file
+    form.stem = kAdapterStem;
+    form.shard_bytes = UINT64_MAX;
+    return without_the_lock([&] { return std::make_shared<MadeSave>(plan, form); });
+  }
   if (shard_size) form.shard_bytes = bytes_of(*shard_size);
   if (!shard_size && plan->checkpoint().manifest.files.empty()) form.shard_bytes = kFileBytes;
   return without_the_lock([&] { return std::make_shared<MadeSave>(plan, form); });
@@ -60,6 +65,14 @@ std::vector<std::string> copied_names(const MadeSave& save) {
     names.push_back(save.plan.manifest().tensors[of.to].spec.fqn);
   }
   return names;
+}
+
+uint64_t copied_bytes(const MadeSave& save) {
+  uint64_t bytes = 0;
+  for (const SavePlan::Copied& of : save.plan.copied()) {
+    bytes += save.plan.manifest().tensors[of.to].at.bytes();
+  }
+  return bytes;
 }
 
 std::vector<std::string> left_out_names(const MadeSave& save) {
@@ -371,6 +384,7 @@ void define_save_plan(nb::module_& module) {
           "held", [](const MadeSave& made) { return by_purpose(made.held()); },
           "What the save holds on each rank besides the tensors, bytes by purpose.")
       .def_prop_ro("copied", copied_names, "Names that are copied from the source.")
+      .def_prop_ro("copied_bytes", copied_bytes, "Of these, in all.")
       .def_prop_ro("left_out", left_out_names, "Names in the source that are not saved.")
       .def_prop_ro(
           "digest",
@@ -386,7 +400,7 @@ void define_save_plan(nb::module_& module) {
           },
           "recipe.json of the same targets from the saved tensors.");
   module.def("make_save_plan", save_plan, "plan"_a, nb::kw_only(), "dtype"_a = nb::none(),
-             "copies_unused"_a = true, "shard_size"_a = nb::none(),
+             "copies_unused"_a = true, "shard_size"_a = nb::none(), "adapters"_a = false,
              R"(Turns the plan of a load.
 
 Args:
@@ -394,6 +408,7 @@ Args:
     dtype: of tensors that can be cast; None: as loaded.
     copies_unused: whether stored tensors that no target reads are copied.
     shard_size: of a file; None: as the files of the source.
+    adapters: all tensors go into PEFT's adapter_model.safetensors.
 
 Raises:
     UsageError: two tensors would have one name; there is none.)");

@@ -25,7 +25,8 @@ Manifest manifest_of(const SavedForm& form, const Checkpoint& source, const Save
                                     : static_cast<uint32_t>(source.manifest.files.size()) - 1);
   }
   return output_manifest(as.shard_bytes ? split_into_files(std::move(specs), *as.shard_bytes)
-                                        : group_by_file(std::move(specs), file_of));
+                                        : group_by_file(std::move(specs), file_of),
+                         as.stem);
 }
 
 // The buffers exist already: in host memory, or behind Sink::fetch.

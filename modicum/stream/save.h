@@ -21,6 +21,7 @@ struct SaveForm {
   std::optional<DType> dtype;  // default: as loaded
   std::optional<uint64_t> shard_bytes;  // of a file; default: the files of the source
   std::vector<bool> is_computed;        // see SavedOptions
+  std::string_view stem = kModelStem;   // of the files' names
 };
 
 // A save carries out, in reverse, the plan that would load the saved files. Not movable, as the

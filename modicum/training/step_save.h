@@ -21,8 +21,8 @@ struct SavedStep {
   std::vector<std::string> warnings;
 };
 
-// A file of a step in kExtraDirectory or kStateDirectory, which must exist. `name` includes the
-// directory. Without `text` a rank has already written the file, durably.
+// A file of a step, maybe in kExtraDirectory or kStateDirectory, which must exist. `name` includes
+// the directory. Without `text` a rank has already written the file, durably.
 struct NewFile {
   std::string name;
   std::optional<std::string> text;

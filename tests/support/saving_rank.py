@@ -1,6 +1,10 @@
 """Acts of `torch_rank.py` that save steps and resume from them."""
 
+import gc
+import signal
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,11 +12,13 @@ import torch.distributed as dist
 import torch_front
 import transformers
 from sharding import Cut
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch_rank import told
 
 import modicum.torch
 from modicum import _modicum
+from modicum.torch.saving import weights, writing
 
 STEPS_AFTER = 3
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -154,9 +160,138 @@ def into(directory: str, root: str, cut: Cut, optimizer: str) -> str:
     return ""
 
 
+def with_adapters(directory: str, cut: Cut) -> tuple[Any, Any]:
+    """A loaded model with new adapters, which are sharded with it, and their optimizer."""
+    import peft
+
+    config = transformers.AutoConfig.from_pretrained(directory, experts_implementation="eager")
+    with modicum.torch.empty_parameters():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    modicum.torch.load(model, directory, progress=False)
+    torch.manual_seed(dist.get_rank())
+    lora = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+    wrapped = peft.get_peft_model(model, lora)
+    if cut.layout != "none":
+        mesh = torch_front.mesh_of(cut)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(wrapped, mesh=mesh)
+    named = [(n, p) for n, p in wrapped.named_parameters() if p.requires_grad]
+    return wrapped, modicum.torch.AdamW(named, lr=1e-2)
+
+
+def saves_adapters(directory: str, root: str, cut: Cut) -> dict[str, Any]:
+    """As `saves`, of adapters."""
+    model, stepping = with_adapters(directory, cut)
+    steps(model, stepping, cut, range(2))
+    report = modicum.torch.save(model, root, step=2, optimizer=stepping)
+    saved = whole(model, stepping)
+    steps(model, stepping, cut, range(2, 2 + STEPS_AFTER))
+    return {"report": vars(report), "saved": saved, "end": whole(model, stepping)}
+
+
+def resumes_adapters(directory: str, root: str, cut: Cut) -> dict[str, Any]:
+    """As `resumes`, of adapters."""
+    model, stepping = with_adapters(directory, cut)
+    modicum.torch.resume(model, root, optimizer=stepping, progress=False)
+    before = whole(model, stepping)
+    steps(model, stepping, cut, range(2, 2 + STEPS_AFTER))
+    return {"before": before, "end": whole(model, stepping)}
+
+
+def slowly(
+    directory: str, root: str, cut: Cut, grace: float, slow: tuple[float, str]
+) -> dict[str, Any]:
+    """A save from a slow device; the error, by its facts.
+
+    Args:
+        slow: the seconds that each piece takes, and a directory that gets a file of this rank when
+            its second piece begins.
+    """
+    model, _ = made(directory, cut, "fp32", "float32")
+    modicum.torch.load(model, directory, progress=False)
+    fetching, pieces = weights.fetching, []
+    pause_s, marks = slow
+
+    def paused(lines: Any) -> Any:
+        fetch = fetching(lines)
+        assert fetch is not None
+
+        def fetch_slowly(*place: Any) -> None:
+            pieces.append(place)
+            if len(pieces) == 2:
+                Path(marks, f"rank-{dist.get_rank()}").touch()
+            time.sleep(pause_s)
+            fetch(*place)
+
+        return fetch_slowly
+
+    weights.fetching, writing.fetching = paused, paused
+    weights.destination_of = lambda local: "copy"
+    try:
+        modicum.torch.save(model, root, step=1, grace=grace, staging="256KiB")
+    except Exception as error:
+        default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        return {"error": type(error).__name__, "message": str(error), "default": default}
+    return {"error": ""}
+
+
+def handles(directory: str, root: str, cut: Cut) -> dict[str, Any]:
+    """A save with a grace of a program whose rank 1 handles SIGTERM itself."""
+    model, _ = made(directory, cut, "fp32", "float32")
+    modicum.torch.load(model, directory, progress=False)
+
+    def own(*_: Any) -> None:
+        pass
+
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGTERM, own)
+    try:
+        modicum.torch.save(model, root, step=1, grace=25.0)
+    except Exception as error:
+        kept = signal.getsignal(signal.SIGTERM) is (own if dist.get_rank() == 1 else signal.SIG_DFL)
+        return {"error": type(error).__name__, "message": str(error), "kept": kept}
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return {"error": ""}
+
+
+def promised(directory: str, root: str, cut: Cut, optimizer: str) -> dict[str, Any]:
+    """A resume that is refused by a byte, and then one that fits: what the refusal says, the
+    promise, and what the kernel has counted at most."""
+    model, stepping = made(directory, cut, optimizer, "float32")
+    resumed = modicum.torch.resume(model, root, optimizer=stepping, budget="none", progress=False)
+    node = resumed.load.document["nodes"][0]
+    del resumed
+    short, stepping_short = made(directory, cut, optimizer, "float32")
+    try:
+        modicum.torch.resume(
+            short, root, optimizer=stepping_short, budget=node["promised_bytes"] // 2,
+            progress=False,
+        )  # fmt: skip
+        refused = {}
+    except Exception as error:
+        refused = {"error": type(error).__name__, "owners": vars(error).get("owners")}
+    refused["on_meta"] = all(p.is_meta for p in short.parameters())
+    del model, stepping, short, stepping_short
+    gc.collect()
+    model, stepping = made(directory, cut, optimizer, "float32")
+    resumed = modicum.torch.resume(model, root, optimizer=stepping, progress=False)
+    own = resumed.load.document["ranks"][dist.get_rank()]
+    peak = _modicum.process_memory()["peak_bytes"]  # since the load of the weights
+    local = sum(v.to_local().nbytes for e in stepping.state.values() for v in e.values()
+                if isinstance(v, DTensor))  # fmt: skip
+    return {"refused": refused, "promised": own["promised_bytes"], "peak": peak, "state": local}
+
+
 ACTS: dict[str, Callable[..., Any]] = {
     "saves": saves,
     "resumes": resumes,
     "save_fails": fails,
     "resume_into": into,
+    "save_slowly": slowly,
+    "resume_promised": promised,
+    "saves_adapters": saves_adapters,
+    "resumes_adapters": resumes_adapters,
+    "save_handling": handles,
 }

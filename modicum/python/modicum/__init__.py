@@ -18,6 +18,7 @@ from modicum.errors import FormatError as FormatError
 from modicum.errors import IntegrityError as IntegrityError
 from modicum.errors import IoError as IoError
 from modicum.errors import PeerError as PeerError
+from modicum.errors import PreemptedError as PreemptedError
 from modicum.errors import UsageError as UsageError
 from modicum.walk.calls import Shards as Shards
 from modicum.walk.calls import load as load

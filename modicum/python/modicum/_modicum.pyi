@@ -565,6 +565,10 @@ class SavePlan:
         """Names that are copied from the source."""
 
     @property
+    def copied_bytes(self) -> int:
+        """Of these, in all."""
+
+    @property
     def left_out(self) -> list[str]:
         """Names in the source that are not saved."""
 
@@ -576,7 +580,7 @@ class SavePlan:
     def recipe_text(self) -> str:
         """recipe.json of the same targets from the saved tensors."""
 
-def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool = True, shard_size: int | str | None = None) -> SavePlan:
+def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool = True, shard_size: int | str | None = None, adapters: bool = False) -> SavePlan:
     """
     Turns the plan of a load.
 
@@ -585,6 +589,7 @@ def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool 
         dtype: of tensors that can be cast; None: as loaded.
         copies_unused: whether stored tensors that no target reads are copied.
         shard_size: of a file; None: as the files of the source.
+        adapters: all tensors go into PEFT's adapter_model.safetensors.
 
     Raises:
         UsageError: two tensors would have one name; there is none.

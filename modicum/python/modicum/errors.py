@@ -56,6 +56,10 @@ class PeerError(Error, RuntimeError):
     """Another rank failed or stopped responding."""
 
 
+class PreemptedError(Error, RuntimeError):
+    """SIGTERM ended a save that would not have finished in time."""
+
+
 class UsageError(Error, ValueError):
     """Arguments are invalid, unsupported or inconsistent."""
 
@@ -73,7 +77,7 @@ _CLASSES: dict[str, type[Error]] = {
     "STALL": PeerError,
     "UNCOMMITTED": IntegrityError,
     "CONFLICT": IoError,
-    "PREEMPTED": Error,
+    "PREEMPTED": PreemptedError,
     "UNSUPPORTED": UsageError,
     "MISMATCH": UsageError,
     "USAGE": UsageError,

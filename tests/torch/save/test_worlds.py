@@ -5,7 +5,7 @@ have, the resumed model and state are the saved ones, and so are the next three 
 `from_pretrained` and `modicum verify` read the step. It catches these mutations: each replica
 writes the state; step counts, of Modicum's AdamW or of torch's, that begin anew; options of groups
 that stay the new program's; a state that is written and never read; extras of another rank; ranks
-that do not agree on the step; a state of another format.
+that do not agree on the step; a state of another format; a state that no promise has.
 """
 
 import subprocess
@@ -101,6 +101,22 @@ def test_optimizers_of_torch(
 ) -> None:
     how = {"directory": model, "root": str(tmp_path / "steps"), "optimizer": optimizer}
     moved(worlds, how, (FOUR, TWO) if optimizer == "adamw" else (TWO, ONE), modicum)
+
+
+def test_the_state_of_torch_is_promised(worlds: dict[int, Ranks], tmp_path: Path) -> None:
+    """The kernel's peak of a resume is within the promise; over budget the state is named, and no
+    tensor is read."""
+    folder = str(tmp_path / "model")
+    sizes = {"hidden_size": 512, "vocab_size": 40000, "tie_word_embeddings": True}
+    worlds[1].ask("write", directory=folder, family="qwen3", config=sizes, dtype="float32")
+    how = {"directory": folder, "root": str(tmp_path / "steps"), "optimizer": "adamw"}
+    worlds[2].ask("saves", cut=TWO, **how)
+    for answer in worlds[2].ask("resume_promised", cut=TWO, **how):
+        assert answer["refused"]["error"] == "BudgetError", answer
+        purposes = {of["purpose"]: of["bytes"] for of in answer["refused"]["owners"]}
+        assert purposes["moments"] >= answer["state"] > 64 * MIB
+        assert answer["refused"]["on_meta"], "something was read"
+        assert answer["peak"] <= answer["promised"] + MIB
 
 
 def test_the_step_is_a_model_of_transformers(

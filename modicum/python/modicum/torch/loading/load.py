@@ -13,7 +13,7 @@ from modicum.recipes.patterns import Rule
 from modicum.torch.build.emptied import Emptied
 from modicum.torch.loading.goal import Model, Source, goal_of_source, refuse_gaps
 from modicum.torch.loading.origin import Origin, remember
-from modicum.torch.loading.planning import Options, Size, optimizers_of, plan_of
+from modicum.torch.loading.planning import Later, Options, Size, later_of, optimizers_of, plan_of
 from modicum.torch.loading.rows import fill_rows, require_rule
 from modicum.torch.loading.running import run
 from modicum.torch.optim.adamw import AdamW
@@ -28,7 +28,7 @@ def load(
     missing: str | Collection[str] | Mapping[str, Rule] = "error",
     unexpected: str | Collection[str] = "error", check: str | None = None, progress: bool = True,
     seed: int = 0, staging: Size | None = None, buffers: str | None = None, fork: str = "excluded",
-    optimizer: AdamW | Sequence[AdamW] = (), resized: str | None = None,
+    optimizer: AdamW | Sequence[AdamW | Later] = (), resized: str | None = None,
     recipe: Recipe | str | Path | None = None, key_mapping: Mapping[str, str] | None = None,
 ) -> Report:  # fmt: skip
     """Loads a checkpoint into a model built under `empty_parameters()`, sharded or not.
@@ -86,7 +86,7 @@ def load(
     }  # fmt: skip
     options = Options(
         ledger or _modicum.Ledger(), budget, strategy, staging, fork, seed, check, progress,
-        optimizers_of(optimizer),
+        optimizers_of(optimizer), later_of(optimizer),
     )  # fmt: skip
     return _load(model, source, how, options, {"buffers": buffers, "resized": resized or ""})
 

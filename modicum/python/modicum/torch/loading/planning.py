@@ -1,8 +1,8 @@
 """The plan of a load: where each target goes, and the core's plan within the budget."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,16 +42,35 @@ class Options:
     check: str | None
     progress: bool
     optimizers: Sequence[AdamW] = ()
+    later: Mapping[str, int] = field(default_factory=dict)
+    """What the caller allocates on this rank after the load, bytes by purpose."""
 
     def __post_init__(self) -> None:
         require_check(self.check)
         require_fork(self.fork)
 
 
+@dataclass(frozen=True)
+class Later:
+    """What the caller of a load allocates after it; in place of an optimizer, for the promise."""
+
+    needed: Mapping[str, int]
+    """On this rank, bytes by purpose."""
+
+
+def later_of(given: Any) -> Counter[str]:
+    """The sum of all `Later`."""
+    needed: Counter[str] = Counter()
+    for one in given if isinstance(given, (list, tuple)) else ():
+        needed.update(one.needed if isinstance(one, Later) else {})
+    return needed
+
+
 def optimizers_of(given: Any) -> list[AdamW]:
     """The optimizers whose state a load allocates. State of parameters that were replaced, if none
     would be lost, is freed here."""
     optimizers: list[Any] = [given] if isinstance(given, torch.optim.Optimizer) else [*given]
+    optimizers = [one for one in optimizers if not isinstance(one, Later)]
     for one in optimizers:
         if not isinstance(one, AdamW):
             what = "optimizer: others than Modicum's allocate their state in a step"
@@ -146,7 +165,7 @@ def plan_of(
         budget=budget,
         budget_source=budget_source,
         fork=options.fork,
-        after=_states_of(options.optimizers, places, ranks),
+        after=_after(options, places, ranks),
     )
     buffers = plan.buffers(ranks.rank)
     return Planned(
@@ -154,21 +173,19 @@ def plan_of(
     )
 
 
-def _states_of(
-    optimizers: Sequence[AdamW], places: Sequence[Place], ranks: Ranks
-) -> list[dict[str, int]]:
-    """By rank, the bytes by purpose of the optimizers' state; nothing without optimizers."""
-    if not optimizers:
-        return []
+def _after(options: Options, places: Sequence[Place], ranks: Ranks) -> list[dict[str, int]]:
+    """By rank, the bytes by purpose of the optimizers' state, and of what follows the load; empty
+    if no rank has any."""
     memories = {
         id(place.of.tensor): Memory(place.dtype, place.device)
         for place in places
         if place.of.tensor.is_meta
     }
-    needed: Counter[str] = Counter()
-    for one in optimizers:
+    needed = Counter(options.later)
+    for one in options.optimizers:
         needed.update(needed_by(one, memories))
-    return ranks.gather(dict(needed))
+    of_ranks = ranks.gather(dict(needed))
+    return of_ranks if any(of_ranks) else []
 
 
 def kept_bytes(before: Planned | None, rank: int) -> int:
@@ -230,7 +247,7 @@ def places_of(model: Model, goal: Goal) -> list[Place]:
         if of.tensor.is_meta:
             if isinstance(of.tensor, nn.Parameter):
                 check_replaceable(of.name, of.tensor)
-            device = _device_of(model, of)
+            device = device_of(model, of)
             destination = "cpu" if device.type == "cpu" else "copy"
             places.append(Place(of, dtype, sharding, device, destination))
         else:
@@ -238,7 +255,8 @@ def places_of(model: Model, goal: Goal) -> list[Place]:
     return places
 
 
-def _device_of(model: Model, of: ModelTensor) -> torch.device:
+def device_of(model: Model, of: ModelTensor) -> torch.device:
+    """Where a tensor will be that is on meta now."""
     if of.managed:
         return of.managed.device
     if model.buffers_follow_fsdp and model.managed and not of.is_parameter:

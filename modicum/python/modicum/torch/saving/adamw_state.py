@@ -60,6 +60,14 @@ class AdamWState:
             if not to_save or _is_first(part, shardings)
         ]
 
+    def bytes_of_first_replicas(self) -> int:
+        """About what this rank saves: of its state the part of which it is the first replica."""
+        shardings = Shardings()
+        first = sum(p.local.numel() for p in self._parts if _is_first(p, shardings))
+        held = self._optimizer.held.values()
+        saved = sum(of.get("moments", 0) + of.get("master", 0) for of in held)
+        return saved * first // max(sum(p.local.numel() for p in self._parts), 1)
+
     def facts(self) -> str:
         """state.json."""
         made = zip(self._parts, self._optimizer._bound.counts.tolist(), strict=True)

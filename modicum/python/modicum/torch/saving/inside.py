@@ -107,7 +107,7 @@ def save_inside(
     if optimizer is not None and not _has_tensors(optimizer):
         extra = {_GROUPS: json.loads(groups.text_of(optimizer, names_of(Model.of(model))))}
         optimizer = None
-    form = Form(shard_size=how.get("shard_size"), staging=how["staging"])
+    form = Form(shard_size=how.get("shard_size"), staging=how["staging"], adapters=False)
     ask = Ask(
         root=flight.directory, step=flight.number, keep=None, form=form,
         ledger=how["ledger"] or _modicum.Ledger(), budget=how["budget"], extra=extra, per_rank=None,

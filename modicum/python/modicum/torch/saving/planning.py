@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import groups
 from modicum.torch.saving.adamw_state import AdamWState
+from modicum.torch.saving.adapters import CONFIG, config_text, writing_of_adapters
 from modicum.torch.saving.extra import COMMON, bytes_of, text_of
+from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.tensor_state import writing_of_state
 from modicum.torch.saving.weights import Form, Writing, writing_of_model
 from modicum.torch.saving.writing import AdamWWriting, StateWriting, TensorsWriting
@@ -34,6 +36,7 @@ class Ask:
     budget: Size | None
     extra: Any
     per_rank: Any
+    sigterm: Sigterm = field(default_factory=Sigterm)
 
     def __post_init__(self) -> None:
         kept = 1 if self.keep is None else self.keep
@@ -57,6 +60,7 @@ class Ask:
             "argument extra_per_rank": "none" if self.per_rank is None else "given",
         }
         values = {**vars(self.form), "step": self.step, "keep": self.keep, "extra": self.common}
+        values["grace"] = self.sigterm.grace_s
         return facts | {f"argument {name}": repr(value) for name, value in values.items()}
 
     @property
@@ -83,6 +87,8 @@ class Planned:
     """This rank's file of extras."""
     promised: list[tuple[int, int]]
     """By rank: bytes of the process at its peak, and the limit of the ledger."""
+    own_bytes: int
+    """That this rank writes, about."""
 
 
 def names_of(model: Model) -> dict[int, str]:
@@ -102,9 +108,13 @@ def plan_of(
     Raises:
         BudgetError: it does not fit.
     """
-    writing = writing_of_model(model, goal, ranks, ask.form)
     names = names_of(model)
     texts = [] if ask.common is None else [(COMMON, ask.common)]
+    if ask.form.adapters:
+        writing = writing_of_adapters(model, goal, ranks, ask.form)
+        texts.append((CONFIG, config_text(model.module)))
+    else:
+        writing = writing_of_model(model, goal, ranks, ask.form)
     state: StateWriting | None = None
     if optimizer is not None:
         texts.append((groups.FILE, groups.text_of(optimizer, names)))
@@ -116,7 +126,9 @@ def plan_of(
     ranks.agree_on(facts | dict(texts))
     own = ask.own
     held = _together(writing.plan.held, state.held if state else {}, len(own or b""))
-    return Planned(ask, writing, state, texts, own, _promised(ask, goal, held, ranks))
+    own_bytes = writing.bytes_of(ranks) + (state.bytes_of(ranks) if state else 0)
+    promised = _promised(ask, goal, held, ranks)
+    return Planned(ask, writing, state, texts, own, promised, own_bytes)
 
 
 def _together(model: Mapping[str, int], state: Mapping[str, int], extra: int) -> Counter[str]:

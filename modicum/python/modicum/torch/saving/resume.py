@@ -3,8 +3,9 @@
 import json
 import time
 import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,22 @@ from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import load
-from modicum.torch.loading.planning import Size
+from modicum.torch.loading.origin import keeping_origin
+from modicum.torch.loading.planning import Later, Size
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups
 from modicum.torch.saving.adamw_state import AdamWState
+from modicum.torch.saving.adapters import FILE, recipe_of_step
 from modicum.torch.saving.planning import names_of
 from modicum.torch.saving.report import Resumed
-from modicum.torch.saving.tensor_state import SavedState, load_tensors, require_kind
+from modicum.torch.saving.shared import require_seen
+from modicum.torch.saving.tensor_state import (
+    SavedState,
+    load_tensors,
+    needed_by_tensors,
+    require_kind,
+)
 
 
 def resume(
@@ -56,8 +65,8 @@ def resume(
         verify: first compares every byte of the step with its digests, a part on each rank, and
             skips a damaged step. This reads the step twice. False: compares names and lengths.
         ledger, budget, strategy, dtype, keep_fp32, missing, unexpected, check, progress, staging,
-        buffers, fork, recipe, key_mapping: as for `load`. The promise holds the state of
-            `modicum.torch.AdamW`, too.
+        buffers, fork, recipe, key_mapping: as for `load`. The promise holds the optimizer's
+            state, too.
 
     Returns:
         The same report on every rank but for `extra_per_rank`. Why newer steps were skipped is a
@@ -71,15 +80,16 @@ def resume(
         FormatError, IoError, PeerError: as for `load`; every error is raised on every rank.
     """
     begin = time.monotonic()
-    found = find(Path(root), optimizer, verify=verify)
+    found = replace(find(Path(root), optimizer, verify=verify), staging=staging)
     how: dict[str, Any] = {
         "ledger": ledger or _modicum.Ledger(), "budget": budget, "strategy": strategy,
         "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
         "check": check, "progress": progress, "staging": staging, "buffers": buffers, "fork": fork,
         "recipe": recipe, "key_mapping": key_mapping,
     }  # fmt: skip
-    declared = [optimizer] if isinstance(optimizer, AdamW) else []
-    report = load(model, found.path, optimizer=declared, **how)
+    declared = _declared(model, optimizer, found)
+    with _reading(model, found.path, how) as files:
+        report = load(model, files, optimizer=declared, **how)
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
     with Ranks.of_world().together() as ranks:
         if optimizer is not None:
@@ -99,6 +109,19 @@ def resume(
     )
 
 
+@contextmanager
+def _reading(model: nn.Module, step: Path, how: dict[str, Any]) -> Iterator[Path]:
+    """The files of the model in a step. Of adapters alone: sets their recipe, and keeps what the
+    base model is remembered to come from."""
+    adapters = recipe_of_step(model, step)
+    if adapters is None:
+        yield step
+        return
+    how["recipe"] = how["recipe"] or adapters
+    with keeping_origin(model):
+        yield step / FILE
+
+
 @dataclass(frozen=True)
 class Found:
     """The step to resume from."""
@@ -108,6 +131,27 @@ class Found:
     """As `_modicum.newest_step` tells them."""
     state: str | None
     """The text of state.json, if the optimizer needs it."""
+    staging: Size | None = None
+    """For reading the state of an optimizer of torch."""
+
+
+def _declared(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Found
+) -> list[AdamW | Later]:
+    """What the load of the model promises besides: the state. Collective."""
+    if optimizer is None or isinstance(optimizer, AdamW):
+        return [] if optimizer is None else [optimizer]
+    with Ranks.of_world().together() as ranks:
+        whole = Model.of(model)
+        saved = _saved_state(found)
+        return [Later(needed_by_tensors(optimizer, whole, names_of(whole), saved, ranks))]
+
+
+def _saved_state(found: Found) -> SavedState:
+    assert found.state is not None
+    return SavedState(
+        _modicum.open_checkpoint(found.path / "optimizer"), found.state, found.staging
+    )
 
 
 def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
@@ -126,6 +170,7 @@ def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
 
     while True:
         facts, _ = ranks.once(find, lambda: None)
+        require_seen(Path(facts["path"]), ranks)
         for one in facts.get("skipped", []):
             skip(one)
         faults = [""]
@@ -189,10 +234,8 @@ def load_state(
     Collective."""
     whole = Model.of(model)
     names = names_of(whole)
-    folder = found.path / "optimizer"
-    saved = _modicum.open_checkpoint(folder)
     options = json.loads((found.path / groups.FILE).read_text()) if _has_groups(found) else None
-    assert found.state is not None
+    saved = _saved_state(found)
     if isinstance(optimizer, AdamW):
         state = AdamWState(optimizer, names)
         if options is not None:
@@ -200,11 +243,16 @@ def load_state(
         board = _modicum.Board(ranks)
         with ranks.watching(board):
             read: int = _modicum.load_state(
-                saved, state.parameters, ranks.rank, board, ledger, state.held(to_save=False)
+                saved.tensors,
+                state.parameters,
+                ranks.rank,
+                board,
+                ledger,
+                state.held(to_save=False),
             )
-        state.set_steps(_modicum.state_facts(found.state))
+        state.set_steps(_modicum.state_facts(saved.facts))
         return read
-    read = load_tensors(optimizer, names, SavedState(saved, found.state), ledger, ranks)
+    read = load_tensors(optimizer, names, saved, ledger, ranks)
     if options is not None:
         groups.restore(optimizer, options, names)
     return read

@@ -53,7 +53,8 @@ def _written(planned: Planned, where: Where) -> dict[str, int]:
     ledger, outside = where.ledger, where.ledger.limit_bytes
     ledger.limit_bytes = ledger.held_bytes + planned.promised[where.ranks.rank][1]
     try:
-        with where.ranks.watching(where.board):
+        check = planned.ask.sigterm.during(planned.own_bytes)
+        with where.ranks.watching(where.board, check):
             outcome = write_tensors(planned.model, where)
             if planned.state is not None:
                 folder = where.directory / "optimizer"

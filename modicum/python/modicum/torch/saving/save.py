@@ -1,7 +1,7 @@
 """`save`: a model and its optimizer into the files of a step."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from modicum.torch.loading.goal import Model, Source
 from modicum.torch.loading.origin import Origin, origin_of, remember
 from modicum.torch.loading.planning import Size
 from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.adapters import goal_of_adapters, only_adapters
 from modicum.torch.saving.planning import Ask, Planned, plan_of
 from modicum.torch.saving.report import Saved
 from modicum.torch.saving.running import run
+from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import Flight
 
@@ -35,6 +37,7 @@ def save(
     dtype: torch.dtype | None = None, keep: int | None = None, shard_size: Size | None = None,
     extra: dict[str, Any] | None = None, extra_per_rank: Any = None, unused: str = "copy",
     ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
+    grace: float | None = None, adapters: bool | None = None,
 ) -> Saved:  # fmt: skip
     """Saves a step: the model as a Hugging Face checkpoint, and its optimizer's state next to it.
 
@@ -61,8 +64,15 @@ def save(
         extra_per_rank: this rank's own JSON values and small tensors, such as states of random
             number generators; on all ranks or on none.
         unused: for tensors of the source that the model has no use for: "copy" or "drop".
+        adapters: True: only PEFT's adapters and what it saves with them, as `PeftModel` reads them;
+            the base model is left out. False: all tensors. None: only adapters if the model is a
+            `PeftModel` that trains nothing else.
         ledger, budget: as for `load`; what the processes hold already is part of the promise.
         staging: host memory that a rank streams through; None: 8 MiB.
+        grace: seconds from SIGTERM to the kill, such as 25 for torchrun's 30. SIGTERM is held until
+            the step is committed, and then ends the process; if a rank needs longer, judged by the
+            rate of its writes, or at a second SIGTERM, all ranks raise `PreemptedError`. The
+            program must not have a handler of SIGTERM. None: SIGTERM is left alone.
 
     Returns:
         The same report on every rank. Its warnings are UserWarnings on rank 0, too.
@@ -71,20 +81,26 @@ def save(
         BudgetError: it does not fit; before anything is written.
         IoError: a file can't be written (`NOSPACE`, `IO`), or the step is there (`CONFLICT`).
         UsageError: model, optimizer, source and arguments do not fit together.
+        PreemptedError: SIGTERM, and the save does not fit into `grace`.
         PeerError: another rank failed. Any error is raised on every rank, and nothing of the step
             is visible.
     """
-    flight = Flight()
+    flight, sigterm = Flight(), Sigterm(grace)
     try:
         with Ranks.of_world().together() as ranks:
+            sigterm.hold()
             ask = Ask(
                 root=Path(root), step=step, keep=keep,
-                form=Form(dtype, unused, shard_size, staging), ledger=ledger or _modicum.Ledger(),
-                budget=budget, extra=extra, per_rank=extra_per_rank,
+                form=Form(dtype, unused, shard_size, staging, adapters),
+                ledger=ledger or _modicum.Ledger(), budget=budget, extra=extra,
+                per_rank=extra_per_rank, sigterm=sigterm,
             )  # fmt: skip
-            return save_together(model, Given(optimizer, source), ask, ranks, flight)
+            saved = save_together(model, Given(optimizer, source), ask, ranks, flight)
     finally:
         flight.end()
+        sigterm.release()
+    sigterm.deliver()
+    return saved
 
 
 def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Saved:
@@ -92,7 +108,12 @@ def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight
     whole = Model.of(model)
     told = {"argument source": str(given.source), "argument optimizer": _kind(given.optimizer)}
     ranks.agree_on(ask.facts() | told | whole.facts())
-    goal = goal_of(whole, ranks, given.source, origin_of(model))
+    only = only_adapters(whole, ask.form.adapters)
+    ask = replace(ask, form=replace(ask.form, adapters=only))
+    if only:
+        goal = goal_of_adapters(whole, ranks)
+    else:
+        goal = goal_of(whole, ranks, given.source, origin_of(model))
     planned = plan_of(ask, whole, goal, given.optimizer, ranks)
     report = run(planned, ranks, flight)
     _follow(model, planned, report)
@@ -113,7 +134,7 @@ def _follow(model: nn.Module, planned: Planned, report: Saved) -> None:
     """A model that was resumed from a step of this root is from now on one of the new step: `keep`
     may remove the old one."""
     origin = origin_of(model)
-    if origin is None or origin.source is None:
+    if origin is None or origin.source is None or planned.ask.form.adapters:
         return
     if Path(origin.source).resolve().parent == planned.ask.root.resolve():
         remember(model, Origin(report.path, planned.model.plan.recipe_text))

@@ -2,7 +2,8 @@
 and, in state.json, its numbers."""
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node, caller
+from modicum.torch.loading.goal import Model
+from modicum.torch.loading.planning import Size, device_of
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.weights import (
@@ -21,9 +24,13 @@ from modicum.torch.saving.weights import (
     memory_of,
     writing_of,
 )
-from modicum.torch.shards.placements import Shardings, layout_of
+from modicum.torch.shards.placements import Sharding, Shardings, layout_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_core import local_of
+
+_PAGE_BYTES = 4096
+_MMAP_BYTES = 128 << 10  # from here on glibc maps pages
+_ALIGNMENT = 64
 
 Numbers = dict[str, dict[str, Any]]
 """By parameter: its numbers by name. A tensor of one element is [dtype, value]."""
@@ -103,6 +110,92 @@ class SavedState(NamedTuple):
 
     tensors: _modicum.Checkpoint
     facts: str
+    staging: Size | None = None
+    """For reading it."""
+
+
+def needed_by_tensors(
+    optimizer: torch.optim.Optimizer,
+    model: Model,
+    names: Mapping[int, str],
+    saved: SavedState,
+    ranks: Ranks,
+) -> dict[str, int]:
+    """What `load_tensors` will take on this rank, bytes by purpose: the tensors that it makes in
+    host memory, and what it reads them with. `UsageError` as from `load_tensors`. Parameters may be
+    on meta."""
+    own = {id(of.tensor): of for of in model.tensors.values()}
+    parameters = _parameters_of(optimizer, names, saved)
+    shardings = Shardings()
+    needed: Counter[str] = Counter()
+    to: list[tuple[Sharding, str]] = []
+    for name, (dtype, _) in saved.tensors.stored.items():
+        fqn, _, key = name.rpartition(".")
+        parameter = parameters[fqn]
+        to.append((shardings.of(parameter, fqn).unpadded(), "given"))
+        device = device_of(model, own[id(parameter)]) if parameter.is_meta else parameter.device
+        if device.type == "cpu" and _value_here(optimizer, parameter, key, dtype) is None:
+            nbytes = local_of(parameter).numel() * getattr(torch, dtype).itemsize
+            needed["moments"] += _allocated(nbytes)
+    plan = _plan_of(_recipe_of(saved), to, ranks, saved.staging)
+    needed["staging"] += plan.ledger_limit_bytes(ranks.rank)
+    return dict(needed)
+
+
+def _allocated(nbytes: int) -> int:
+    """What malloc takes for a tensor: large ones have pages of their own."""
+    unit = _PAGE_BYTES if nbytes >= _MMAP_BYTES else _ALIGNMENT
+    return -(-nbytes // unit) * unit + unit
+
+
+def _parameters_of(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: SavedState
+) -> dict[str, torch.Tensor]:
+    """The optimizer's parameters by name. `UsageError` unless the saved state is of them."""
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    for fqn in json.loads(saved.facts)["numbers"]:
+        if fqn not in parameters:
+            what = "this optimizer has no place for a parameter of the saved state"
+            raise refusal("MISMATCH", what, tensor=fqn)
+    for name, (_, shape) in saved.tensors.stored.items():
+        expected = [*parameters[name.rpartition(".")[0]].shape]
+        if [*shape] != expected:
+            got = str([*shape])
+            raise refusal(
+                "MISMATCH", "the saved state", tensor=name, expected=str(expected), got=got
+            )
+    return parameters
+
+
+def _value_here(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, dtype: str
+) -> torch.Tensor | None:
+    """The tensor that the state has in this place already, of this dtype; None without one."""
+    value = optimizer.state.get(parameter, {}).get(key)
+    is_same = _is_like(value, parameter) and value.dtype == getattr(torch, dtype)
+    return value if is_same and not value.is_meta else None
+
+
+def _recipe_of(saved: SavedState) -> _modicum.Recipe:
+    """Every tensor of the state, as it is stored."""
+    targets = {name: {"op": "stored", "name": name} for name in saved.tensors.stored}
+    return _modicum.make_recipe(saved.tensors, json.dumps({"targets": targets, "unused": []}))
+
+
+def _plan_of(
+    recipe: _modicum.Recipe,
+    to: Sequence[tuple[Sharding, str]],
+    ranks: Ranks,
+    staging: Size | None,
+) -> _modicum.Plan:
+    """`to`: by target, its sharding and destination."""
+    return _modicum.make_plan(
+        recipe,
+        layout_of(recipe, [sharding for sharding, _ in to], ranks.world_size),
+        ranks_per_node=ranks.ranks_per_node or ranks.world_size,
+        destinations=[destination for _, destination in to],
+        staging=staging,
+    )
 
 
 def load_tensors(
@@ -112,33 +205,26 @@ def load_tensors(
     ledger: _modicum.Ledger,
     ranks: Ranks,
 ) -> int:
-    """Fills new tensors with a saved state, and puts them and the numbers into `optimizer.state`.
-    Returns the bytes that this rank has read. Collective."""
-    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    """Fills new tensors, or those that the state has, with a saved state, and puts them and the
+    numbers into `optimizer.state`. Returns the bytes that this rank has read. Collective."""
+    parameters = _parameters_of(optimizer, names, saved)
     numbers: Numbers = json.loads(saved.facts)["numbers"]
     shardings = Shardings()
     state: dict[str, dict[str, Any]] = {}
-    targets: dict[str, Node] = {}
     held: list[Held] = []
     for fqn, own in numbers.items():
-        if fqn not in parameters:
-            what = "this optimizer has no place for a parameter of the saved state"
-            raise refusal("MISMATCH", what, tensor=fqn)
         state[fqn] = {key: _made(value) for key, value in own.items()}
-    for name, (dtype, shape) in saved.tensors.stored.items():
+    for name, (dtype, _) in saved.tensors.stored.items():
         fqn, _, key = name.rpartition(".")
         parameter = parameters[fqn]
-        if tuple(shape) != tuple(parameter.shape):
-            expected, got = str([*parameter.shape]), str([*shape])
-            raise refusal("MISMATCH", "the saved state", tensor=name, expected=expected, got=got)
-        value = torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
+        value = _value_here(optimizer, parameter, key, dtype)
+        if value is None:
+            value = torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
         local = local_of(value)
         _require_row_major(local, name)
-        targets[name] = {"op": "stored", "name": name}
         held.append(Held(local, shardings.of(parameter, fqn).unpadded()))
         state[fqn][key] = value
-    recipe = _modicum.make_recipe(saved.tensors, json.dumps({"targets": targets, "unused": []}))
-    read = _filled(recipe, held, ledger, ranks)
+    read = _filled(_recipe_of(saved), held, ledger, ranks, saved.staging)
     optimizer.state.clear()
     for fqn, entry in state.items():
         optimizer.state[parameters[fqn]] = entry
@@ -153,15 +239,15 @@ def _made(number: Any) -> Any:
 
 
 def _filled(
-    recipe: _modicum.Recipe, held: list[Held], ledger: _modicum.Ledger, ranks: Ranks
+    recipe: _modicum.Recipe,
+    held: list[Held],
+    ledger: _modicum.Ledger,
+    ranks: Ranks,
+    staging: Size | None,
 ) -> int:
     """Reads this rank's part of the recipe's targets into `held`."""
-    plan = _modicum.make_plan(
-        recipe,
-        layout_of(recipe, [of.sharding for of in held], ranks.world_size),
-        ranks_per_node=ranks.ranks_per_node or ranks.world_size,
-        destinations=[destination_of(of.local) for of in held],
-    )
+    to = [(of.sharding, destination_of(of.local)) for of in held]
+    plan = _plan_of(recipe, to, ranks, staging)
     given, lines = memory_of(recipe, held)
     into = {t: (as_bytes(line), line.element_size()) for t, line in lines.items()}
     board = _modicum.Board(ranks)

@@ -38,6 +38,16 @@ class Writing:
     recipe: _modicum.Recipe
     held: Sequence[Held]
 
+    def bytes_of(self, ranks: Ranks) -> int:
+        """About what this rank writes: replicas divide what they all hold, and all ranks the copied
+        tensors."""
+        own = 0
+        for target, of in zip(self.recipe.targets, self.held, strict=True):
+            if target["alias_of"] is None:
+                shard = _modicum.Shard(of.sharding, target["shape"], ranks.rank)
+                own += of.local.nbytes // len(shard.replicas)
+        return own + self.plan.copied_bytes // ranks.world_size
+
 
 @dataclass(frozen=True)
 class Form:
@@ -47,6 +57,8 @@ class Form:
     unused: str = "copy"
     shard_size: int | str | None = None
     staging: int | str | None = None
+    adapters: bool | None = None
+    """Whether only PEFT's adapters are saved, in its files; None: not yet decided."""
 
     def __post_init__(self) -> None:
         if self.unused not in ("copy", "drop"):
@@ -63,9 +75,7 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -
     Args:
         source: None: the origin's.
     """
-    for name, of in model.tensors.items():
-        if of.tensor.is_meta:
-            raise refusal("USAGE", "this tensor is on meta and has no values", tensor=name)
+    require_values(model)
     if source is None and origin is None:
         what = "the model was not loaded by modicum.torch.load from files: give `source=`, a "
         what += "checkpoint of its architecture"
@@ -84,6 +94,13 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -
 
     (text, callers), memories = ranks.once(make, memory_before)
     return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, callers, text=text)
+
+
+def require_values(model: Model) -> None:
+    """`UsageError` for a tensor on meta."""
+    for name, of in model.tensors.items():
+        if of.tensor.is_meta:
+            raise refusal("USAGE", "this tensor is on meta and has no values", tensor=name)
 
 
 def _completed(text: str, model: Model) -> str:
@@ -127,6 +144,7 @@ def writing_of(recipe: _modicum.Recipe, held: Sequence[Held], ranks: Ranks, form
         dtype=None if form.dtype is None else dtype_name(form.dtype),
         copies_unused=form.unused == "copy",
         shard_size=form.shard_size,
+        adapters=bool(form.adapters),
     )
     return Writing(plan, recipe, held)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from modicum import _modicum
-from modicum.errors import refusal
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adamw_state import AdamWState
+from modicum.torch.saving.shared import require_seen
 from modicum.torch.saving.weights import Writing, fetching, memory_of
 
 Outcome = dict[str, int]
@@ -48,6 +48,9 @@ class StateWriting(Protocol):
     def published(self) -> dict[str, Any]:
         """Arguments of `StepSave.publish`."""
 
+    def bytes_of(self, ranks: Ranks) -> int:
+        """About what this rank writes."""
+
     def write(self, where: Where) -> Outcome:
         """Writes this rank's part. Collective."""
 
@@ -71,6 +74,9 @@ class AdamWWriting:
     @property
     def published(self) -> dict[str, Any]:
         return {"state": self._files, "facts": self.facts}
+
+    def bytes_of(self, ranks: Ranks) -> int:
+        return self._state.bytes_of_first_replicas()
 
     def write(self, where: Where) -> Outcome:
         return _modicum.save_state(
@@ -102,6 +108,9 @@ class TensorsWriting:
     def published(self) -> dict[str, Any]:
         return {"other_state": self._writing.plan, "facts": self.facts}
 
+    def bytes_of(self, ranks: Ranks) -> int:
+        return self._writing.bytes_of(ranks)
+
     def write(self, where: Where) -> Outcome:
         return write_tensors(self._writing, where)
 
@@ -129,17 +138,14 @@ class Flight:
 
     def begin(self, ranks: Ranks, **how: Any) -> tuple[Path, int]:
         """Makes the step's directory. Collective. Returns it, and the point of the proof.
-        `UsageError` if a rank does not see it."""
+        `IoError` if a rank does not see it."""
 
         def make() -> list[Any]:
             self.step = _modicum.StepSave(**how)
             return [self.step.directory, str(self.step.point)]
 
         (directory, point), _ = ranks.once(make, lambda: None)
-        if not Path(directory).is_dir():
-            what = f"rank {ranks.rank} does not see the directory that rank 0 has made: the root "
-            what += "must be on a file system that all ranks share"
-            raise refusal("UNSUPPORTED", what, file=directory)
+        require_seen(Path(directory), ranks)
         return Path(directory), int(point)
 
     def end(self) -> None:

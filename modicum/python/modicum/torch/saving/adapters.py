@@ -1,0 +1,159 @@
+"""A step of PEFT's adapters alone, in the files that PEFT writes:
+
+    ROOT/step-100/adapter_model.safetensors     under the names that PEFT gives
+    ROOT/step-100/adapter_config.json
+
+`PeftModel.from_pretrained(base, "ROOT/step-100")` reads it. The base model is not saved.
+"""
+
+import copy
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.recipes import Recipe
+from modicum.recipes.dtypes import dtype_name
+from modicum.recipes.nodes import Node, caller
+from modicum.recipes.structure import class_before_sharding
+from modicum.torch.loading.goal import Goal, Model, memory_before
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.weights import Form, Held, Writing, require_values, writing_of
+from modicum.torch.shards.placements import Shardings
+
+CONFIG = "adapter_config.json"
+FILE = "adapter_model.safetensors"
+
+
+def only_adapters(model: Model, asked: bool | None) -> bool:
+    """Whether a save writes only the adapters. `asked`: None: if the model is a PeftModel that
+    trains nothing else."""
+    if asked is None:
+        return _is_wrapped(model.module) and not _trained_besides(model, names_of_peft(model))
+    if asked and not _is_wrapped(model.module):
+        got = class_before_sharding(model.module).__name__
+        raise refusal("USAGE", "adapters", expected="a PeftModel", got=got)
+    if asked and (others := _trained_besides(model, names_of_peft(model))):
+        what = "this tensor is trained, but PEFT's file lacks it: adapters=False saves all tensors"
+        raise refusal("UNSUPPORTED", what, tensor=others[0])
+    return asked
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return hasattr(type(module), "get_base_model") and hasattr(module, "peft_config")
+
+
+def _trained_besides(model: Model, names: dict[str, str]) -> Sequence[str]:
+    """Names of the tensors that are trained and not among `names`."""
+    saved = {id(model.tensors[name].tensor) for name in names.values()}
+    return [
+        name
+        for name, of in model.tensors.items()
+        if of.tensor.requires_grad and id(of.tensor) not in saved
+    ]
+
+
+def names_of_peft(model: Model) -> dict[str, str]:
+    """By name in PEFT's file, the name of the model's tensor."""
+    from peft import get_peft_model_state_dict
+
+    (adapter,) = _adapters_of(model.module)
+    own: dict[int, str] = {}
+    for name, of in model.tensors.items():
+        own.setdefault(id(of.tensor), name)
+    state = get_peft_model_state_dict(
+        model.module,
+        state_dict=model.module.state_dict(keep_vars=True),
+        adapter_name=adapter,
+        save_embedding_layers=_trains_embeddings(model.module),
+    )
+    names: dict[str, str] = {}
+    for name, tensor in state.items():
+        if id(tensor) not in own:
+            what = "PEFT computes this tensor of its file, or gathers it"
+            raise refusal("UNSUPPORTED", what, tensor=name)
+        names[name] = own[id(tensor)]
+    return dict(sorted(names.items()))
+
+
+def _adapters_of(module: Any) -> list[str]:
+    names = [*module.peft_config]
+    if len(names) != 1:
+        what = "a step of adapters holds one: adapters=False saves all tensors"
+        raise refusal("UNSUPPORTED", what, got=", ".join(names))
+    return names
+
+
+def _trains_embeddings(module: Any) -> bool:
+    """Whether PEFT's file gets whole embeddings. PEFT itself would ask the hub for
+    the base model's config."""
+    getters = ("get_input_embeddings", "get_output_embeddings")
+    layers = [getattr(module, name)() for name in getters if hasattr(module, name)]
+    return any(
+        weight.requires_grad
+        for layer in layers
+        if layer is not None and hasattr(layer, "weight")
+        for weight in [layer.weight]
+        if not hasattr(type(layer), "adapter_layer_names")
+    )
+
+
+def config_text(module: Any) -> str:
+    """adapter_config.json, as PEFT's `save_pretrained` writes it; the same on every rank."""
+    (adapter,) = _adapters_of(module)
+    config = copy.deepcopy(module.peft_config[adapter])
+    base = module.get_base_model()
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = vars(base).get("name_or_path") or None
+    for name, value in vars(config).items():
+        if isinstance(value, set):  # of strings, whose order each process has for itself
+            setattr(config, name, sorted(value))
+    mapping = None
+    if config.task_type is None:
+        cls = class_before_sharding(base)
+        mapping = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder, auto_mapping_dict=mapping)
+        return (Path(folder) / CONFIG).read_text()
+
+
+def goal_of_adapters(model: Model, ranks: Ranks) -> Goal:
+    """PEFT's file, from tensors of the model. Collective."""
+    require_values(model)
+    targets: dict[str, Node] = {}
+    for name, own in names_of_peft(model).items():
+        tensor = model.tensors[own].tensor
+        targets[name] = caller(dtype_name(tensor.dtype), [*tensor.shape])
+    nothing = _modicum.open_checkpoint(None)
+    text = json.dumps({"targets": targets, "unused": []})
+    memories = ranks.gather(memory_before())
+    return Goal(nothing, _modicum.make_recipe(nothing, text), memories, [], text=text)
+
+
+def writing_of_adapters(model: Model, goal: Goal, ranks: Ranks, form: Form) -> Writing:
+    """The adapters' tensors, in PEFT's file."""
+    shardings = Shardings()
+    held = []
+    for own in names_of_peft(model).values():
+        of = model.tensors[own]
+        if not of.local.is_contiguous():
+            raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=own)
+        held.append(Held(of.local, shardings.of(of.tensor, own).unpadded()))
+    return writing_of(goal.recipe, held, ranks, form)
+
+
+def recipe_of_step(model: nn.Module, step: Path) -> Recipe | None:
+    """How the model's adapters are made of a step of adapters; None for a step of a whole model."""
+    if not (step / FILE).exists():
+        return None
+    if not _is_wrapped(model):
+        what = "the step holds adapters only: load the base model, and wrap it by PEFT"
+        raise refusal("MISMATCH", what, file=step.name)
+    names = names_of_peft(Model.of(model))
+    return Recipe({own: {"op": "stored", "name": name} for name, own in names.items()}, [])

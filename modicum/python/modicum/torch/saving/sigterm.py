@@ -1,0 +1,105 @@
+"""SIGTERM during a save: held back as long as the rest of the save fits into the grace.
+
+    first write              SIGTERM                                committed      end of grace
+    |--- bytes, time: rate --|--- rest / rate + a quarter, 1 s ------|              |
+                             |------------------- grace ----------------------------|
+
+Each rank estimates the time that its own writes will take, again and again. The first rank that
+would need longer than its grace fails, and with it all ranks: nothing of the step is visible. A
+rank that has written its part decides no more, so no rank fails once rank 0 has begun to commit.
+"""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from modicum._modicum import exit_codes
+from modicum.errors import from_json, refusal
+
+COMMIT_S = 1.0
+"""For the record, COMMIT and the directories: a handful of syncs."""
+MARGIN = 1.25
+"""A disk is not equally fast all the time."""
+MEASURED_S = 2.0
+"""Of writing, for a rate: the first pieces may be small. Not in the second half of the grace."""
+
+
+class Sigterm:
+    """SIGTERM of this process during one save.
+
+    Args:
+        grace_s: seconds from SIGTERM to the kill; None: SIGTERM is not held.
+    """
+
+    def __init__(self, grace_s: float | None = None) -> None:
+        self.grace_s = grace_s
+        self._holds = False
+        self._arrived: list[float] = []
+
+    def hold(self) -> None:
+        """From now on SIGTERM only leaves a note. `UsageError` if the program has a handler of its
+        own, or if this is not the main thread."""
+        if self.grace_s is None:
+            return
+        is_number = isinstance(self.grace_s, (int, float)) and not isinstance(self.grace_s, bool)
+        if not is_number or not self.grace_s > 0:
+            expected = "seconds, more than 0, or None"
+            raise refusal("USAGE", "grace", expected=expected, got=repr(self.grace_s))
+        if threading.current_thread() is not threading.main_thread():
+            raise refusal("USAGE", "grace: only the main thread can hold SIGTERM")
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            what = "grace: the program handles SIGTERM itself, and its handler is not replaced"
+            raise refusal("USAGE", what, expected="signal.SIG_DFL")
+        signal.signal(signal.SIGTERM, self._note)
+        self._holds = True
+
+    def release(self) -> None:
+        """SIGTERM acts again as before."""
+        if self._holds:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._holds = False
+
+    def deliver(self) -> None:
+        """After a save: the process ends now if SIGTERM was held."""
+        if self._arrived:
+            signal.raise_signal(signal.SIGTERM)
+
+    def during(self, own_bytes: int) -> Callable[[int], None]:
+        """Begins to measure this rank's writes, `own_bytes` in all. The result is called with the
+        bytes that are written so far; it raises PREEMPTED if the rest does not fit."""
+        begin = time.monotonic()
+
+        def check(written: int) -> None:
+            if self.grace_s is None or not self._arrived:
+                return
+            now = time.monotonic()
+            rest_s = _rest_s(own_bytes - written, written, now - begin)
+            left_s = self._arrived[0] + self.grace_s - now
+            if len(self._arrived) > 1:
+                raise _preempted("a second SIGTERM", rest_s, left_s)
+            is_measured = now - begin >= MEASURED_S or left_s < self.grace_s / 2
+            if is_measured and rest_s > left_s:
+                raise _preempted("SIGTERM", rest_s, left_s)
+
+        return check
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._arrived.append(time.monotonic())
+
+
+def _rest_s(left_bytes: int, written: int, passed_s: float) -> float:
+    """Of the save; infinite as long as nothing is written, since there is no rate."""
+    if left_bytes <= 0:
+        return COMMIT_S
+    return COMMIT_S + MARGIN * left_bytes * passed_s / written if written else float("inf")
+
+
+def _preempted(how: str, rest_s: float, left_s: float) -> Exception:
+    rest = "unknown" if rest_s == float("inf") else f"{rest_s:.1f} s"
+    what = f"PREEMPTED: {how} ended the save (the rest takes {rest}, the grace has "
+    what += f"{max(left_s, 0.0):.1f} s left)"
+    told = {"category": "PREEMPTED", "code": exit_codes()["PREEMPTED"], "message": what}
+    return from_json(json.dumps({"error": told}))

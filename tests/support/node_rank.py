@@ -1,0 +1,43 @@
+"""A program for torchrun: acts of torch_rank.py on every rank, whose answers go to a file.
+
+node_rank.py ACTS FOLDER: ACTS is a JSON list of [act, arguments], `cut` as a list; FOLDER/RANK.json
+has the answers in this order.
+"""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch_rank
+from sharding import Cut
+
+from modicum.torch.ranks.group import Ranks
+
+
+def main() -> None:
+    acts, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    with Ranks.of_world().together() as ranks:
+        per_node = ranks.ranks_per_node
+    answers = [answer(act, said) | {"per_node": per_node} for act, said in acts]
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(answers, default=str))
+    os._exit(0)
+
+
+def answer(act: str, said: dict[str, Any]) -> dict[str, Any]:
+    said["cut"] = Cut(said["cut"][0], tuple(said["cut"][1]))
+    begin = time.monotonic()
+    try:
+        given = torch_rank.ACTS[act](**said)
+    except Exception as error:
+        given = {"error": type(error).__name__, "message": str(error)} | vars(error)
+    return given | {"took_s": time.monotonic() - begin}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""A step of PEFT's adapters alone.
+
+House test against PEFT: the step has the files of `save_pretrained`, tensor for tensor and key for
+key, and `PeftModel.from_pretrained` gives the model that was saved. It catches these mutations: a
+PeftModel whose base model is saved, too; a trained tensor that is in no file; names of Modicum's
+instead of PEFT's; a config whose sets have another order on every rank; adapters that stay the new
+program's at a resume; a file of adapters that counts as the base model's source.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+import torch_front  # noqa: E402
+from ranks import Ranks, ranks  # noqa: E402
+from sharding import Cut  # noqa: E402
+
+import modicum.torch as front  # noqa: E402
+from modicum.errors import UsageError  # noqa: E402
+
+TARGETS = ["q_proj", "down_proj"]
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "lora": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, task_type="CAUSAL_LM"),
+    "dora": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, use_dora=True, bias="lora_only"),
+    "modules_to_save": lambda: peft.LoraConfig(
+        r=2, target_modules=TARGETS, modules_to_save=["lm_head", "embed_tokens"]
+    ),
+    "token_indices": lambda: peft.LoraConfig(
+        r=2, target_modules=TARGETS, trainable_token_indices=[1, 3]
+    ),
+    "ia3": lambda: peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]),
+    "vera": lambda: peft.VeraConfig(r=2, target_modules=["q_proj"]),
+}
+
+
+def wrapped(how: str, seed: int) -> Any:
+    """A loaded model with adapters whose every tensor has values of its own."""
+    model = torch_front.empty("qwen3")
+    front.load(model, torch_front.checkpoint_of("qwen3"), progress=False)
+    made = peft.get_peft_model(model, CONFIGS[how]())
+    torch.manual_seed(seed)
+    for parameter in made.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_()
+    return made
+
+
+@pytest.mark.parametrize("how", CONFIGS)
+def test_the_files_are_those_of_peft(tmp_path: Path, how: str) -> None:
+    model = wrapped(how, 1)
+    report = front.save(model, tmp_path / "steps", step=5)
+    step = Path(report.path)
+    model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    expected, stored = torch_front.stored_in(tmp_path / "peft"), torch_front.stored_in(step)
+    assert stored.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(stored[name], tensor) and stored[name].dtype == tensor.dtype, name
+    files = sorted(path.name for path in step.iterdir())
+    assert files == ["COMMIT", "adapter_config.json", "adapter_model.safetensors", "manifest.json"]
+    configs = [json.loads((of / files[1]).read_text()) for of in (step, tmp_path / "peft")]
+    for config in configs:
+        for name in ("target_modules", "modules_to_save", "feedforward_modules"):
+            config[name] = sorted(config.get(name) or [])
+    assert configs[0] == configs[1]
+    base = torch_front.BY_NAME["qwen3"].model_class.from_pretrained(
+        torch_front.checkpoint_of("qwen3"), dtype="auto"
+    )
+    read = peft.PeftModel.from_pretrained(base, step).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(read[name], tensor), name
+
+
+@pytest.mark.parametrize("how", CONFIGS)
+def test_resumes_adapters_alone(tmp_path: Path, how: str) -> None:
+    """The adapters' file is no source for a save of all tensors."""
+    model = wrapped(how, 1)
+    front.save(model, tmp_path / "steps", step=5)
+    again = wrapped(how, 2)
+    report = front.resume(again, tmp_path / "steps", progress=False)
+    assert report.step == 5
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    with pytest.raises(UsageError, match="give `source=`"):
+        front.save(again, tmp_path / "steps", step=6, adapters=False)
+
+
+def test_the_base_model_is_saved_where_it_trains(tmp_path: Path) -> None:
+    model = wrapped("lora", 1)
+    source = torch_front.checkpoint_of("qwen3")
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+    report = front.save(model, tmp_path / "steps", step=1, source=source)
+    norm = model.get_base_model().model.norm.weight
+    assert torch.equal(torch_front.stored_in(Path(report.path))["model.norm.weight"], norm)
+    with pytest.raises(UsageError, match=r"PEFT's file lacks it.*model\.norm\.weight"):
+        front.save(model, tmp_path / "steps", step=2, adapters=True)
+    with pytest.raises(UsageError, match="a PeftModel"):
+        front.save(model.get_base_model(), tmp_path / "steps", step=2, adapters=True)
+    plain = wrapped("lora", 1)
+    whole = front.save(plain, tmp_path / "steps", step=2, adapters=False, source=source)
+    assert "model.norm.weight" in torch_front.stored_in(Path(whole.path))
+    plain.add_adapter("other", CONFIGS["lora"]())
+    with pytest.raises(UsageError, match="default, other"):
+        front.save(plain, tmp_path / "steps", step=3)
+
+
+def test_a_step_of_adapters_needs_a_model_with_adapters(tmp_path: Path) -> None:
+    front.save(wrapped("lora", 1), tmp_path / "steps", step=5)
+    with pytest.raises(UsageError, match="holds adapters only"):
+        front.resume(torch_front.empty("qwen3"), tmp_path / "steps", progress=False)
+
+
+# ---- sharded
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
+    folder = tmp_path_factory.mktemp("worlds")
+    with ExitStack() as stack:
+        yield {n: stack.enter_context(ranks(n, folder / f"of-{n}")) for n in (1, 2, 3)}
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
+def test_training_goes_on_in_another_world(
+    worlds: dict[int, Ranks], tmp_path: Path, before: int, after: int
+) -> None:
+    """The next steps of the adapters, bit for bit; only their state is saved."""
+    folder = str(tmp_path / "model")
+    worlds[1].ask("write", directory=folder, family="qwen3", dtype="float32")
+    cuts = {1: Cut("none", (1,))} | {n: Cut("fsdp2", (n,)) for n in (2, 3)}
+    how = {"directory": folder, "root": str(tmp_path / "steps")}
+    saved = worlds[before].ask("saves_adapters", cut=cuts[before], **how)[0]
+    for answer in worlds[after].ask("resumes_adapters", cut=cuts[after], **how):
+        assert answer["before"] == saved["saved"] and answer["end"] == saved["end"]
+    step = tmp_path / "steps/step-2"
+    adapters, state = torch_front.stored_in(step), torch_front.stored_in(step / "optimizer")
+    assert adapters and all("lora_" in name or "lm_head" in name for name in adapters)
+    assert len(state) == 2 * len(adapters)
