@@ -14,7 +14,7 @@ from typing import Any
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes.dtypes import FLOATS, Dtypes, any_of, cast, described, dtype_name
-from modicum.recipes.nodes import Array, Node, caller, init
+from modicum.recipes.nodes import Array, Node, caller, cat, cut, init
 from modicum.recipes.patterns import Patterns, Rule, Rules
 from modicum.recipes.structure import (
     Part,
@@ -45,6 +45,8 @@ class Recipe:
     """Stored tensors that are not read, sorted."""
     grown: dict[str, int] = field(default_factory=dict)
     """The number of stored rows of each target that has another number of rows (`resized`)."""
+    norms: dict[str, str] = field(default_factory=dict)
+    """The weight of each target that the caller of the load fills with the norms of its rows."""
 
     @property
     def missing(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -85,7 +87,7 @@ class Recipe:
             dtype = dtype_name(model.members[name].tensor.dtype)
             is_cast = dtype in FLOATS and node["op"] not in ("alias", "init", "caller")
             targets[name] = node | ({"dtype": dtype} if is_cast else {})
-        return Recipe(targets, self.unused, self.grown)
+        return Recipe(targets, self.unused, self.grown, self.norms)
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
@@ -237,6 +239,11 @@ def _check_unexpected(
     if refused:
         would_be = translation.unexpected[refused[0]][0]
         keys = (key for part in structure.parts for key in part.keys.values())
+        if structure.undecided:
+            what = "stored tensors are not in the model, which has several adapters: if these are "
+            what += "of one of them, pass `adapter`"
+            got = ", ".join(structure.undecided)
+            raise refusal("MISMATCH", what, tensor=refused[0], got=got)
         raise refusal(
             "MISMATCH",
             f"{len(refused)} stored tensors are not in the model (the first would be "
@@ -271,6 +278,27 @@ def _copy(
         array = made.get(recipe.targets.get(original, {}).get("of", original))
         if name not in recipe.targets and name not in present and array is not None:
             recipe.targets[name] = cast(name, array, dtypes.of(name, name))
+
+
+def _begin_as_base(
+    recipe: Recipe,
+    structure: Structure,
+    made: Mapping[str, Array],
+    dtypes: Dtypes,
+    is_asked: Callable[[str], bool],
+) -> None:
+    """PEFT's trainable tokens begin as rows of the embedding; DoRA's magnitudes as norms, which the
+    caller of the load computes: here they are zeros."""
+    for name, (weight, indices) in structure.rows.items():
+        array = made.get(recipe.targets.get(weight, {}).get("of", weight))
+        if is_asked(name) and array is not None:
+            rows = [cut(0, index, index + 1, array) for index in indices]
+            recipe.targets[name] = cast(name, cat(0, rows), dtypes.of(name, name))
+    for name, weight in structure.norms.items():
+        if is_asked(name):
+            shape = structure.members[name].tensor.shape
+            recipe.targets[name] = init("zeros", None, dtypes.of(name, name), shape)
+            recipe.norms[name] = weight
 
 
 def _left_to_model(structure: Structure, made: Iterable[str]) -> set[str]:
@@ -416,6 +444,14 @@ def recipe_for(
         recipe.targets[name] = cast(name, array, dtypes.of(name, translation.first[name]))
     open_ties = _tie(recipe, ties_of(structure), untie)
     _copy(recipe, structure.copies, translation.made, dtypes, held := frozenset(present))
+
+
+    def is_asked(name: str) -> bool:
+        """Whether it has neither values nor a source, and no rule of the user's."""
+        has_rule = not rules.take_all and rules.of(name) is not None
+        return name in targets and name not in held | recipe.targets.keys() and not has_rule
+
+    _begin_as_base(recipe, structure, translation.made, dtypes, is_asked)
     left = _left_to_model(structure, translation.made)
     lacking = _fill_gaps(
         recipe, targets, dtypes, open_ties, rules=rules, left_to_model=left, present=held

@@ -11,6 +11,7 @@ from torch import nn
 
 from modicum.upstream.known import Known
 from modicum.upstream.patching import replace
+from modicum.upstream.torch_core import parameters_of
 
 
 def with_real_adapters(stack: ExitStack) -> bool:
@@ -25,8 +26,9 @@ def with_real_adapters(stack: ExitStack) -> bool:
 
 
 def _replace(stack: ExitStack) -> None:
-    tuners = sys.modules["peft.tuners.tuners_utils"]
+    tuners, dora = (sys.modules[f"peft.tuners.{name}"] for name in ("tuners_utils", "lora.dora"))
     layer, tuner = tuners.BaseTunerLayer, tuners.BaseTuner
+    update = dora.DoraLinearLayer.update_layer
     device_and_dtype = layer._get_base_layer_device_and_dtype
     inject = tuner.inject_adapter
 
@@ -40,6 +42,7 @@ def _replace(stack: ExitStack) -> None:
         put = getattr(self, "_replace_module", None)
         if put is None:  # a tuner that wraps no layer
             return inject(self, *args, **kwargs)
+        before = {id(module) for module in self.model.modules()}
 
         def _replace_module(parent: Any, child_name: str, new_module: Any, child: Any) -> Any:
             with _staying(new_module):
@@ -47,10 +50,34 @@ def _replace(stack: ExitStack) -> None:
 
         with ExitStack() as meanwhile:
             replace(meanwhile, self, "_replace_module", _replace_module)
-            return inject(self, *args, **kwargs)
+            inject(self, *args, **kwargs)
+        for module in self.model.modules():
+            if id(module) not in before and any(p.is_meta for p in parameters_of(module).values()):
+                module.register_load_state_dict_pre_hook(_take_values)
 
+    @functools.wraps(update)
+    def update_layer(self: Any, *, base_layer: Any, lora_A: Any, lora_B: Any, **how: Any) -> None:
+        """The magnitude is on meta if the weight is: it is computed when the weight is loaded."""
+        if base_layer.weight.is_meta:
+            lora_A, lora_B = lora_A.to("meta"), lora_B.to("meta")
+        update(self, base_layer=base_layer, lora_A=lora_A, lora_B=lora_B, **how)
+
+    replace(stack, dora.DoraLinearLayer, "update_layer", update_layer)
     replace(stack, layer, "_get_base_layer_device_and_dtype", _get_base_layer_device_and_dtype)
     replace(stack, tuner, "inject_adapter", inject_adapter)
+
+
+def _take_values(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+) -> None:
+    """A hook: gives memory to adapters on meta that a state dict holds."""
+    if local_metadata.get("assign_to_params_buffers", False):
+        return
+    own = parameters_of(module)
+    for name, parameter in own.items():
+        if parameter is not None and parameter.is_meta and prefix + name in state_dict:
+            memory = torch.empty_like(parameter, device="cpu")
+            own[name] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
 
 
 def _is_meta(device: Any) -> bool:
