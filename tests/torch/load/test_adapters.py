@@ -28,6 +28,7 @@ from torch_front import (  # noqa: E402
     local,
     parameters_of,
     shard,
+    stored_in,
 )
 
 import modicum.torch  # noqa: E402
@@ -100,7 +101,7 @@ def test_a_rule_for_magnitudes_takes_precedence() -> None:
 
 
 def test_norms_of_rows_that_a_rank_lacks_are_refused() -> None:
-    with playing_new_rank(0, 2), pytest.raises(UsageError, match="other rows of a weight") as refused:
+    with playing_new_rank(0, 2), pytest.raises(UsageError, match="other rows of a w") as refused:
         model = empty("llama", LORA | {"use_dora": True})
         whole = {p for n, p in model.named_parameters() if "lora_magnitude" in n}
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params=whole)
@@ -158,6 +159,19 @@ def test_trained_tokens_are_loaded_after_the_base(tmp_path: Path) -> None:
         load(model, checkpoint_of("llama"))
         load(model, tmp_path)
         assert_loaded(model, whole, "trainable_tokens_delta", 2, 1)
+
+
+def test_a_save_has_the_values_of_training(tmp_path: Path) -> None:
+    """Not those that the adapters have begun with, nor those in place of the base's."""
+    model = empty("llama", LORA | {"use_dora": True, "trainable_token_indices": TOKENS})
+    load(model, checkpoint_of("llama"))
+    fill(model)
+    stored = stored_in(Path(modicum.torch.save(model, tmp_path / "steps", step=1).path))
+    base = stored_in(checkpoint_of("llama"))
+    assert all(torch.equal(stored[name], tensor) for name, tensor in base.items())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert_same(stored[name], parameter.detach(), name)
 
 
 # ---- several adapters

@@ -13,8 +13,9 @@ from typing import Any
 
 from modicum import _modicum
 from modicum.errors import refusal
+from modicum.recipes.adapters import Asked, begin_as_base
 from modicum.recipes.dtypes import FLOATS, Dtypes, any_of, cast, described, dtype_name
-from modicum.recipes.nodes import Array, Node, caller, cat, cut, init
+from modicum.recipes.nodes import Node, caller, init
 from modicum.recipes.patterns import Patterns, Rule, Rules
 from modicum.recipes.structure import (
     Part,
@@ -266,41 +267,6 @@ def _made_by_rule(rule: Rule, dtype: str, shape: tuple[int, ...], name: str) -> 
     return init(kind, std, dtype, shape)
 
 
-def _copy(
-    recipe: Recipe,
-    copies: Mapping[str, str],
-    made: Mapping[str, Array],
-    dtypes: Dtypes,
-    present: Container[str],
-) -> None:
-    """PEFT's copies of modules (`modules_to_save`) get the values of the original, tied or not."""
-    for name, original in copies.items():
-        array = made.get(recipe.targets.get(original, {}).get("of", original))
-        if name not in recipe.targets and name not in present and array is not None:
-            recipe.targets[name] = cast(name, array, dtypes.of(name, name))
-
-
-def _begin_as_base(
-    recipe: Recipe,
-    structure: Structure,
-    made: Mapping[str, Array],
-    dtypes: Dtypes,
-    is_asked: Callable[[str], bool],
-) -> None:
-    """PEFT's trainable tokens begin as rows of the embedding; DoRA's magnitudes as norms, which the
-    caller of the load computes: here they are zeros."""
-    for name, (weight, indices) in structure.rows.items():
-        array = made.get(recipe.targets.get(weight, {}).get("of", weight))
-        if is_asked(name) and array is not None:
-            rows = [cut(0, index, index + 1, array) for index in indices]
-            recipe.targets[name] = cast(name, cat(0, rows), dtypes.of(name, name))
-    for name, weight in structure.norms.items():
-        if is_asked(name):
-            shape = structure.members[name].tensor.shape
-            recipe.targets[name] = init("zeros", None, dtypes.of(name, name), shape)
-            recipe.norms[name] = weight
-
-
 def _left_to_model(structure: Structure, made: Iterable[str]) -> set[str]:
     """Names that the model lists as possibly missing, and adapters without any stored tensor."""
     left: set[str] = set()
@@ -443,15 +409,8 @@ def recipe_for(
     for name, array in translation.made.items():
         recipe.targets[name] = cast(name, array, dtypes.of(name, translation.first[name]))
     open_ties = _tie(recipe, ties_of(structure), untie)
-    _copy(recipe, structure.copies, translation.made, dtypes, held := frozenset(present))
-
-
-    def is_asked(name: str) -> bool:
-        """Whether it has neither values nor a source, and no rule of the user's."""
-        has_rule = not rules.take_all and rules.of(name) is not None
-        return name in targets and name not in held | recipe.targets.keys() and not has_rule
-
-    _begin_as_base(recipe, structure, translation.made, dtypes, is_asked)
+    asked = Asked(rules, targets, held := frozenset(present))
+    recipe.norms = begin_as_base(recipe.targets, structure, translation.made, dtypes, asked)
     left = _left_to_model(structure, translation.made)
     lacking = _fill_gaps(
         recipe, targets, dtypes, open_ties, rules=rules, left_to_model=left, present=held

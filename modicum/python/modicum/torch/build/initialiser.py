@@ -206,8 +206,8 @@ def _label_of(member: Member, structure: Structure) -> str:
 
 
 _FROM_BASE = (
-    ". An initialisation from the base's values is done before: by PEFT in one process, which saves "
-    "the base and the adapter; load both"
+    ". Adapters that are computed from the base's values are made in one process, by PEFT, and "
+    "saved with their base: load both"
 )
 
 

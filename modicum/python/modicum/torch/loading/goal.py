@@ -1,5 +1,6 @@
 """The goal of a load: the tensors of a model that it fills, and the recipe that makes them."""
 
+import json
 import warnings
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
@@ -97,6 +98,12 @@ class Goal:
     """Whether the source is rank 0's memory."""
     text: str = ""
     """recipe.json, of a checkpoint in files."""
+
+    def text_without(self, names: Collection[str]) -> str:
+        """recipe.json without these targets."""
+        document = json.loads(self.text)
+        kept = {n: node for n, node in document["targets"].items() if n not in names}
+        return json.dumps(document | {"targets": kept}, separators=(",", ":"), ensure_ascii=False)
 
     @cached_property
     def targets(self) -> list[dict[str, Any]]:

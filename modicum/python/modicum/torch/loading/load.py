@@ -44,8 +44,8 @@ def load(
     Args:
         model: any module; a transformers model, or one in a wrapper such as PEFT's, is loaded by
             its own conversion mapping.
-        source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
-            None: everything on meta is initialised.
+        source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache; None:
+            everything on meta is initialised.
         ledger: its limit is the node's; charged for every parameter; None: a new one.
         budget: host memory per node, bytes or text ("200GiB"), the processes themselves included;
             "none": no limit; None: the ledger's limit, or what the cgroup and the node leave.
@@ -63,15 +63,14 @@ def load(
         buffers: for real buffers that no state dict has, and that differ from the result of the
             model's rule: "restore", "keep", or None: restore those unwritten since `to_empty()`.
         fork: "excluded", "shared" or "inherited" memory in forked children (docs/guide/workers.md).
-        optimizer: `modicum.torch.AdamW` of parameters on meta, one or several: the promise holds
-            its state, too, which is allocated when the parameters have their values.
+        optimizer: `modicum.torch.AdamW` of parameters on meta, or several: their state is promised
+            as well, and allocated after the load.
         resized: for token embeddings and heads with other numbers of rows than is stored: new rows
             are the "mean" of the stored ones, or made by the "model"; None: an error.
         recipe: how tensors are made of stored ones, from `modicum.recipes` or a recipe.json, for a
             model with names of its own; then missing, unexpected, dtype and keep_fp32 do not apply.
         key_mapping: renamings of stored names by regular expression, as for `from_pretrained`.
-        adapter: the adapter of the model that `source`, a directory of PEFT's, is loaded into;
-            needed if the model has several.
+        adapter: the one that an adapter's directory is loaded into, if the model has several.
 
     Returns:
         The same report on every rank. Its warnings are UserWarnings on rank 0, too.
@@ -88,10 +87,8 @@ def load(
         "adapter": adapter,
         "recipe": read_recipe(recipe) if isinstance(recipe, (str, Path)) else recipe,
     }  # fmt: skip
-    options = Options(
-        ledger or _modicum.Ledger(), budget, strategy, staging, fork, seed, check, progress,
-        optimizers_of(optimizer),
-    )  # fmt: skip
+    ledger, optimizers = ledger or _modicum.Ledger(), optimizers_of(optimizer)
+    options = Options(ledger, budget, strategy, staging, fork, seed, check, progress, optimizers)
     return _load(model, source, how, options, {"buffers": buffers, "resized": resized or ""})
 
 
@@ -109,5 +106,7 @@ def _load(
         fill_rows(whole, goal.grown, made["resized"], options.seed)
         fill_norms(whole, goal.norms)
         emptied.restore(loaded=goal.dtypes)
-        remember(model, Origin(source, goal.text))
+        # These only begin as the base: a save writes them as tensors of their own.
+        begun = goal.norms.keys() | whole.structure.rows.keys()
+        remember(model, Origin(source, goal.text_without(begun)))
         return report
