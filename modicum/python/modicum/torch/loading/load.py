@@ -44,8 +44,8 @@ def load(
     Args:
         model: any module; a transformers model, or one in a wrapper such as PEFT's, is loaded by
             its own conversion mapping.
-        source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache; None:
-            everything on meta is initialised.
+        source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
+            None: everything on meta is initialised.
         ledger: its limit is the node's; charged for every parameter; None: a new one.
         budget: host memory per node, bytes or text ("200GiB"), the processes themselves included;
             "none": no limit; None: the ledger's limit, or what the cgroup and the node leave.
