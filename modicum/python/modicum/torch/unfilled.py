@@ -24,7 +24,7 @@ _FRAMEWORKS = re.compile(
 )
 # Errors of torch about tensors that have no values.
 _WITHOUT_VALUES = re.compile(
-    r"meta tensor|on meta|meta device|device meta|device='meta'|'Meta'|no data"
+    r"(?i)meta tensor|on meta|meta device|device meta|device='meta'|'Meta'|no data"
     r"|incompatible tensor type|invalid python storage|no storage"
 )
 
