@@ -136,7 +136,7 @@ def accelerated(
 def steps(accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> list[tuple[str, ...]]:
     """The loss, the gradients' norm and the rate of each, in all bits."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = model.config.get_text_config().vocab_size
     numbers = []
     for _ in range(STEPS):
         tokens = torch.randint(vocabulary, (1, 12), generator=generator)

@@ -109,6 +109,8 @@ def test_persistent_buffers_are_loaded(four: Ranks, models: dict[str, Path]) -> 
         pytest.param(SENT, {}, id="rank 0's"),
         pytest.param({}, {"seed": 5}, id="each rank's"),
         pytest.param(SENT, {"modules_to_save": ["lm_head"]}, id="and a head"),
+        pytest.param(SENT, {"use_dora": True}, id="with magnitudes"),
+        pytest.param({}, {"seed": 5, "trainable_token_indices": [3, 4]}, id="and tokens"),
     ],
 )
 def test_adapters_keep_their_values(
@@ -118,7 +120,8 @@ def test_adapters_keep_their_values(
     how = {"directory": str(models["llama"]), "adapters": adapters} | BF16 | how
     got = assert_same(four, how, how)
     trained = [name for name, told in got[0]["before"].items() if " True " in told]
-    assert all("lora_" in name or "modules_to_save" in name for name in trained) and trained
+    kinds = ("lora_", "modules_to_save", "trainable_tokens")
+    assert all(any(kind in name for kind in kinds) for name in trained) and trained
 
 
 @pytest.mark.parametrize("strategy", ["node-reader", "rank0-broadcast"])

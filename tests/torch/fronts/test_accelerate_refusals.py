@@ -29,6 +29,7 @@ from accelerate_alone import build, prepare  # noqa: E402
 from accelerate_rank import accelerator_of  # noqa: E402
 from families import FAMILIES  # noqa: E402
 from peft.tuners import tuners_utils  # noqa: E402
+from peft.tuners.lora import dora  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_front import (  # noqa: E402
     BY_NAME,
@@ -54,6 +55,7 @@ WHAT_CAN_CHANGE = (
     nn.Module,
     tuners_utils.BaseTuner,
     tuners_utils.BaseTunerLayer,
+    dora.DoraLinearLayer,
 )
 
 
@@ -108,7 +110,9 @@ CHANGED = {
     "load_state",
     "save_model",
     "_get_base_layer_device_and_dtype",
+    "_move_adapter_to_device_of_base_layer",
     "inject_adapter",
+    "update_layer",
 }
 
 
@@ -494,6 +498,65 @@ def test_trained_adapters_keep_their_values(trained: Any, one_rank: None) -> Non
         model, _ = prepare(model, auto_wrap_policy="no_wrap")
     for name, parameter in model.named_parameters():
         assert_same(parameter.full_tensor().detach(), whole.get_parameter(name).detach(), name)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "magnitudes": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5, 6]},
+}
+
+
+@pytest.mark.parametrize("sent", (False, True))
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_that_begin_as_the_base(one_rank: None, kind: str, sent: bool) -> None:
+    """New ones, of which a model has two."""
+    torch.manual_seed(3)
+    expected = with_two(copy.deepcopy(from_pretrained("llama")), ADAPTERS[kind])
+    with loading(progress=False):
+        model = build()
+        torch.manual_seed(3)
+        model = with_two(model, ADAPTERS[kind])
+        model, _ = prepare(model, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=sent)
+    assert_same_tensors(model, expected)
+
+
+def with_two(model: Any, config: dict[str, Any]) -> Any:
+    model = peft.get_peft_model(model, peft.LoraConfig(**config))
+    model.add_adapter("other", peft.LoraConfig(**(config | {"r": 3})))
+    return model
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", (False, True))
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_trained_adapters_of_these_kinds(
+    one_rank: None, tmp_path: Any, kind: str, low_cpu_mem_usage: bool
+) -> None:
+    """They keep their own values, whether or not PEFT builds them on meta."""
+    config = peft.LoraConfig(**ADAPTERS[kind])
+    expected = peft.get_peft_model(copy.deepcopy(from_pretrained("llama")), config)
+    for number, parameter in enumerate(p for p in expected.parameters() if p.requires_grad):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+    expected.save_pretrained(tmp_path)
+    how = {"is_trainable": True, "low_cpu_mem_usage": low_cpu_mem_usage}
+    with loading(progress=False):
+        model = peft.PeftModel.from_pretrained(build(), tmp_path, **how)
+        model, _ = prepare(model, auto_wrap_policy="no_wrap")
+    assert_same_tensors(model, expected)
+
+
+def assert_same_tensors(model: Any, expected: Any) -> None:
+    theirs = dict(expected.named_parameters()) | dict(expected.named_buffers())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        assert_same(whole.detach(), theirs[name].detach(), name)
+
+
+@pytest.mark.parametrize("init", ("pissa", "olora"))
+def test_initialisations_from_the_base_are_refused(init: str) -> None:
+    with pytest.raises(UsageError, match="needs the base's values") as refused, loading():
+        config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=init)
+        peft.get_peft_model(build(), config)
+    assert init in refused.value.got
 
 
 def test_a_directory_of_adapters_is_refused(trained: Any) -> None:

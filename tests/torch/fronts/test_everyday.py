@@ -8,8 +8,10 @@ exempted model that is emptied; errors of torch about meta tensors.
 
 import contextlib
 import copy
+import dataclasses
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,15 +182,42 @@ def test_a_reference_model_by_trl(one_rank: None) -> None:
 # ---- errors
 
 
-def test_reading_missing_values_is_an_error(one_rank: None) -> None:
-    with pytest.raises(UsageError, match="before it has any.*exempt") as refused:
+READ: dict[str, Callable[[Any, Path], Any]] = {
+    "item": lambda model, folder: model.get_input_embeddings().weight.mean().item(),
+    "numpy": lambda model, folder: model.lm_head.weight.detach().numpy(),
+    "tolist": lambda model, folder: model.lm_head.weight.tolist(),
+    "if": lambda model, folder: bool((model.lm_head.weight > 0).any()),
+    "to": lambda model, folder: model.to("cpu"),
+    "data": lambda model, folder: setattr(model.lm_head.weight, "data", torch.ones(101, 39)),
+    "equal": lambda model, folder: torch.equal(model.lm_head.weight, torch.ones(101, 39)),
+    "copy": lambda model, folder: torch.ones(101, 39).copy_(model.lm_head.weight),
+    "save_pretrained": lambda model, folder: model.save_pretrained(folder),
+    "generate": lambda model, folder: model.generate(TOKENS, max_new_tokens=2),
+}
+
+
+@pytest.mark.parametrize("call", READ)
+def test_values_that_are_used_too_early(one_rank: None, tmp_path: Path, call: str) -> None:
+    """torch's errors about meta tensors, storages and data are said in our words."""
+    with pytest.raises(UsageError, match="values.*prepare") as refused, loading(progress=False):
+        READ[call](build(), tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_device_maps(one_rank: None) -> None:
+    """Those that leave the model on the CPU are accepted; others are refused by name."""
+    for accepted in ("auto", "cpu", {"": "cpu"}):
         with loading(progress=False):
-            build().get_input_embeddings().weight.mean().item()
-    assert "meta" in str(refused.value.got)
+            model, _ = prepare(build(device_map=accepted))
+        assert_same(whole(model.lm_head.weight), from_pretrained("llama").lm_head.weight, "head")
+    for refused in ("meta", {"": "disk"}):
+        with pytest.raises(UsageError) as error, loading(progress=False):
+            build(device_map=refused, offload_folder=".")
+        assert error.value.got == "device_map"
 
 
 def test_a_budget_error_is_readable(one_rank: None) -> None:
-    """One line, the last one."""
+    """One line, the last one, after the frames of the script."""
     lines: list[str] = []
     try:
         with loading(budget="1MiB", progress=False):
@@ -197,6 +226,35 @@ def test_a_budget_error_is_readable(one_rank: None) -> None:
         lines = traceback.format_exception(error)
     assert lines and lines[-1].count("\n") == 1
     assert "BudgetError" in lines[-1]
+    frames = [line for line in lines if line.startswith("  File")]
+    assert frames and all(__file__ in frame or "accelerate_alone" in frame for frame in frames)
+
+
+def test_the_state_alone_tips_a_load_over_budget(one_rank: None, tmp_path: Path) -> None:
+    """The budget is between the load's needs, and those of the load and the optimizer's state."""
+    family = BY_NAME["llama"]
+    larger = dataclasses.replace(family, config=family.config | {"vocab_size": 60000})
+    directory = larger.write(larger.build(), tmp_path)
+    needs = {}
+    for name in ("SGD", "AdamW"):
+        with pytest.raises(BudgetError) as refused, loading(budget="1MiB", progress=False):
+            prepare_with(name, directory)
+        needs[name] = int(refused.value.got)
+    state = 2 * 2 * 4 * 60000 * family.config["hidden_size"]  # two moments of two matrices
+    assert needs["AdamW"] - needs["SGD"] > state > 16 << 20
+    between = needs["SGD"] + state // 2
+    with pytest.raises(BudgetError) as refused, loading(budget=between, progress=False):
+        prepare_with("AdamW", directory)
+    assert refused.value.owners[1]["purpose"] == "moments"
+    with loading(budget=between, progress=False) as inside:
+        prepare_with("SGD", directory)
+    assert inside.report is not None
+
+
+def prepare_with(optimizer: str, directory: Path) -> None:
+    model = BY_NAME["llama"].model_class.from_pretrained(directory)
+    kinds = {"SGD": torch.optim.SGD, "AdamW": modicum.torch.AdamW}
+    prepare(model, kinds[optimizer](model.parameters(), lr=0.1))
 
 
 def test_no_state_of_a_load_that_does_not_fit(one_rank: None) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from modicum import _modicum
 from modicum.errors import refusal
+from modicum.recipes.adapters import Asked, begin_as_base
 from modicum.recipes.dtypes import FLOATS, Dtypes, any_of, cast, described, dtype_name
-from modicum.recipes.nodes import Array, Node, caller, init
+from modicum.recipes.nodes import Node, caller, init
 from modicum.recipes.patterns import Patterns, Rule, Rules
 from modicum.recipes.structure import (
     Part,
@@ -45,6 +46,8 @@ class Recipe:
     """Stored tensors that are not read, sorted."""
     grown: dict[str, int] = field(default_factory=dict)
     """The number of stored rows of each target that has another number of rows (`resized`)."""
+    norms: dict[str, str] = field(default_factory=dict)
+    """The weight of each target that the caller of the load fills with the norms of its rows."""
 
     @property
     def missing(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -85,7 +88,7 @@ class Recipe:
             dtype = dtype_name(model.members[name].tensor.dtype)
             is_cast = dtype in FLOATS and node["op"] not in ("alias", "init", "caller")
             targets[name] = node | ({"dtype": dtype} if is_cast else {})
-        return Recipe(targets, self.unused, self.grown)
+        return Recipe(targets, self.unused, self.grown, self.norms)
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
@@ -237,6 +240,11 @@ def _check_unexpected(
     if refused:
         would_be = translation.unexpected[refused[0]][0]
         keys = (key for part in structure.parts for key in part.keys.values())
+        if structure.undecided:
+            what = "stored tensors are not in the model, which has several adapters: if these are "
+            what += "of one of them, pass `adapter`"
+            got = ", ".join(structure.undecided)
+            raise refusal("MISMATCH", what, tensor=refused[0], got=got)
         raise refusal(
             "MISMATCH",
             f"{len(refused)} stored tensors are not in the model (the first would be "
@@ -257,20 +265,6 @@ def _made_by_rule(rule: Rule, dtype: str, shape: tuple[int, ...], name: str) -> 
     if kind not in ("zeros", "ones", "normal") or (kind == "normal") != (std is not None):
         raise refusal("USAGE", f"unknown initialisation rule {rule!r}", tensor=name)
     return init(kind, std, dtype, shape)
-
-
-def _copy(
-    recipe: Recipe,
-    copies: Mapping[str, str],
-    made: Mapping[str, Array],
-    dtypes: Dtypes,
-    present: Container[str],
-) -> None:
-    """PEFT's copies of modules (`modules_to_save`) get the values of the original, tied or not."""
-    for name, original in copies.items():
-        array = made.get(recipe.targets.get(original, {}).get("of", original))
-        if name not in recipe.targets and name not in present and array is not None:
-            recipe.targets[name] = cast(name, array, dtypes.of(name, name))
 
 
 def _left_to_model(structure: Structure, made: Iterable[str]) -> set[str]:
@@ -415,7 +409,8 @@ def recipe_for(
     for name, array in translation.made.items():
         recipe.targets[name] = cast(name, array, dtypes.of(name, translation.first[name]))
     open_ties = _tie(recipe, ties_of(structure), untie)
-    _copy(recipe, structure.copies, translation.made, dtypes, held := frozenset(present))
+    asked = Asked(rules, targets, held := frozenset(present))
+    recipe.norms = begin_as_base(recipe.targets, structure, translation.made, dtypes, asked)
     left = _left_to_model(structure, translation.made)
     lacking = _fill_gaps(
         recipe, targets, dtypes, open_ties, rules=rules, left_to_model=left, present=held

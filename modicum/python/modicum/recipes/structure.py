@@ -19,6 +19,9 @@ from modicum.upstream.torch_core import buffers_of, children_of, is_persistent, 
 from modicum.upstream.transformers import is_pretrained
 from modicum.upstream.wrappers import WRAPPERS, canonical
 
+TOKENS, TOKENS_BEFORE = "trainable_tokens_delta", "trainable_tokens_original"
+"""Members of PEFT's layer of trainable tokens: their values, and those in the embedding."""
+
 # The prefix of every name in a file that PEFT writes.
 _ADAPTER_PREFIX = "base_model.model."
 
@@ -233,6 +236,13 @@ class Structure:
     parts: list[Part]  # the last: outside
     copies: dict[str, str] = field(default_factory=dict)
     """By name: the member that PEFT copied it from (`modules_to_save`)."""
+    norms: dict[str, str] = field(default_factory=dict)
+    """By name of a magnitude of PEFT's (DoRA): the weight whose rows' norms it begins with."""
+    rows: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    """By name of PEFT's trainable tokens, and of the originals that it keeps of them: the embedding
+    and its rows that they begin with."""
+    undecided: tuple[str, ...] = ()
+    """The adapters of a model that has several, if none was named."""
 
     def split(self, stored: Iterable[str]) -> list[dict[str, str]]:
         """For each part the stored tensors that belong to it, with their keys there.
@@ -280,6 +290,36 @@ def _note_copies(walk: _Walk, adapter: str | None, structure: Structure) -> None
                     structure.copies[name] = original
 
 
+def _note_norms(walk: _Walk, structure: Structure) -> None:
+    """Notes DoRA's magnitudes of linear layers whose weight has a row for each output."""
+    for at in walk.places:
+        magnitudes = children_of(at.module).get("lora_magnitude_vector")
+        path = ".".join(at.path)
+        for adapter, layer in ({} if magnitudes is None else children_of(magnitudes)).items():
+            name = f"{path}.lora_magnitude_vector.{adapter}.weight"
+            weight = structure.members.get(f"{path}.base_layer.weight")
+            is_transposed = getattr(layer, "fan_in_fan_out", True)
+            if weight is not None and len(weight.tensor.shape) == 2 and not is_transposed:
+                structure.norms[name] = weight.name
+
+
+def _note_rows(walk: _Walk, structure: Structure) -> None:
+    """Notes PEFT's trainable tokens. Those of a tied layer are the other layer's."""
+    for at in walk.places:
+        held = children_of(at.module)
+        if TOKENS not in held or wrapped_by(at.module) is None:
+            continue
+        path = ".".join(at.path)
+        weight = next(
+            f"{inner}.weight"
+            for inner in (f"{path}.base_layer", f"{path.rpartition('.')[0]}.original_module")
+            if f"{inner}.weight" in structure.members
+        )
+        for adapter, indices in at.module.token_indices.items():
+            for kind in (TOKENS, TOKENS_BEFORE):
+                structure.rows[f"{path}.{kind}.{adapter}"] = weight, [*indices]
+
+
 def structure_of(model: Any, adapter: str | None = None) -> Structure:
     """The structure of a model. `adapter`: the one that names in an adapter's file refer to; None:
     the model's only one."""
@@ -306,8 +346,11 @@ def structure_of(model: Any, adapter: str | None = None) -> Structure:
         if member.adapter is not None:
             # In PEFT's files some tensors have the name of their module alone.
             part.saved_as[member.key.removesuffix(".weight")] = member.key
-    structure = Structure(members, scratch, list(parts.values()))
+    undecided = tuple(sorted(walk.adapters)) if adapter is None else ()
+    structure = Structure(members, scratch, list(parts.values()), undecided=undecided)
     _note_copies(walk, adapter, structure)
+    _note_norms(walk, structure)
+    _note_rows(walk, structure)
     return structure
 
 

@@ -102,7 +102,8 @@ def keys_of(structure: Structure, model: nn.Module, root: nn.Module) -> dict[str
     for name, member in structure.members.items():
         key = member.key if member.root is root else name.removeprefix(prefix)
         keys[name] = key
-    return keys | {copy: keys[original] for copy, original in structure.copies.items()}
+    bases = structure.copies | {name: weight for name, (weight, _) in structure.rows.items()}
+    return keys | {name: keys[base] for name, base in bases.items()}
 
 
 def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:

@@ -24,7 +24,7 @@ _FRAMEWORKS = re.compile(
 )
 # Errors of torch about tensors that have no values.
 _WITHOUT_VALUES = re.compile(
-    r"meta tensor|on meta|meta device|device meta|device='meta'|'Meta'|no data"
+    r"(?i)meta tensor|on meta|meta device|device meta|device='meta'|'Meta'|no data"
     r"|incompatible tensor type|invalid python storage|no storage"
 )
 
@@ -125,7 +125,8 @@ def refuse_changed(structure: Structure, built: Built, keys: Mapping[str, str]) 
     for name, member in structure.members.items():
         if not isinstance(member.tensor, nn.Parameter) or not member.tensor.is_meta:
             continue
-        if member.adapter is not None and name not in structure.copies:
+        begins_as_base = name in structure.norms or name in structure.rows
+        if member.adapter is not None and name not in structure.copies and not begins_as_base:
             what = (
                 "an adapter on meta: it is computed from the base's values, or peft was imported "
             )
@@ -134,7 +135,8 @@ def refuse_changed(structure: Structure, built: Built, keys: Mapping[str, str]) 
         _, version = built.parameters.get(keys[name], (None, None))
         if hasattr(member.tensor, "placements"):  # the script has sharded it: a new tensor
             version = None
-        if name not in structure.copies and version not in (None, version_of(member.tensor)):
+        is_copy = name in structure.copies or begins_as_base
+        if not is_copy and version not in (None, version_of(member.tensor)):
             what = "a parameter was written to before it had values: write to it after prepare"
             raise refusal("USAGE", what, tensor=name)
 

@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from modicum.errors import refusal
 from modicum.upstream.known import Known
 from modicum.upstream.patching import replace
+from modicum.upstream.torch_core import parameters_of
+
+_FROM_BASE = ("pissa", "olora", "corda", "loftq", "mica", "lora_ga")
+"""Values of `init_lora_weights`, or how they begin, that need the base's values."""
 
 
 def with_real_adapters(stack: ExitStack) -> bool:
@@ -25,21 +30,31 @@ def with_real_adapters(stack: ExitStack) -> bool:
 
 
 def _replace(stack: ExitStack) -> None:
-    tuners = sys.modules["peft.tuners.tuners_utils"]
+    tuners, dora = (sys.modules[f"peft.tuners.{name}"] for name in ("tuners_utils", "lora.dora"))
     layer, tuner = tuners.BaseTunerLayer, tuners.BaseTuner
+    update = dora.DoraLinearLayer.update_layer
     device_and_dtype = layer._get_base_layer_device_and_dtype
-    inject = tuner.inject_adapter
+    move, inject = layer._move_adapter_to_device_of_base_layer, tuner.inject_adapter
 
     @functools.wraps(device_and_dtype)
     def _get_base_layer_device_and_dtype(self: Any, base_layer: Any) -> Any:
         device, dtype = device_and_dtype(self, base_layer)
         return (torch.device("cpu") if _is_meta(device) else device), dtype
 
+    @functools.wraps(move)
+    def _move_adapter_to_device_of_base_layer(self: Any, *args: Any, **kwargs: Any) -> None:
+        with ExitStack() as meanwhile:
+            if any(buffer.is_meta for buffer in self.buffers()):  # stay: rows of the embedding
+                replace(meanwhile, self, "other_param_names", ())
+            move(self, *args, **kwargs)
+
     @functools.wraps(inject)
-    def inject_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         put = getattr(self, "_replace_module", None)
         if put is None:  # a tuner that wraps no layer
-            return inject(self, *args, **kwargs)
+            return inject(self, model, adapter_name, *args, **kwargs)
+        _refuse_from_base(model, self.peft_config[adapter_name])
+        before = {id(module) for module in model.modules()}
 
         def _replace_module(parent: Any, child_name: str, new_module: Any, child: Any) -> Any:
             with _staying(new_module):
@@ -47,10 +62,48 @@ def _replace(stack: ExitStack) -> None:
 
         with ExitStack() as meanwhile:
             replace(meanwhile, self, "_replace_module", _replace_module)
-            return inject(self, *args, **kwargs)
+            inject(self, model, adapter_name, *args, **kwargs)
+        for module in model.modules():
+            own = [p for p in parameters_of(module).values() if p is not None]
+            if id(module) not in before and any(p.is_meta for p in own):
+                module.register_load_state_dict_pre_hook(_take_values)
 
+    @functools.wraps(update)
+    def update_layer(self: Any, *, base_layer: Any, lora_A: Any, lora_B: Any, **how: Any) -> None:
+        """The magnitude is on meta if the weight is: it is computed when the weight is loaded."""
+        if base_layer.weight.is_meta:
+            lora_A, lora_B = lora_A.to("meta"), lora_B.to("meta")
+        update(self, base_layer=base_layer, lora_A=lora_A, lora_B=lora_B, **how)
+
+    replace(stack, dora.DoraLinearLayer, "update_layer", update_layer)
     replace(stack, layer, "_get_base_layer_device_and_dtype", _get_base_layer_device_and_dtype)
+    name = "_move_adapter_to_device_of_base_layer"
+    replace(stack, layer, name, _move_adapter_to_device_of_base_layer)
     replace(stack, tuner, "inject_adapter", inject_adapter)
+
+
+def _refuse_from_base(model: nn.Module, config: Any) -> None:
+    """Refuses initialisations that need values of the base, if it has none yet."""
+    how = getattr(config, "init_lora_weights", None)
+    if not (isinstance(how, str) and how.lower().startswith(_FROM_BASE)):
+        return
+    if any(parameter.is_meta for parameter in model.parameters()):
+        what = "this initialisation of adapters needs the base's values, which are loaded later: "
+        what += "do it in one process without loading(), save base and adapter, and load both"
+        raise refusal("UNSUPPORTED", what, got=f"init_lora_weights={how!r}")
+
+
+def _take_values(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+) -> None:
+    """A hook: gives memory to adapters on meta that a state dict holds."""
+    if local_metadata.get("assign_to_params_buffers", False):
+        return
+    own = parameters_of(module)
+    for name, parameter in own.items():
+        if parameter is not None and parameter.is_meta and prefix + name in state_dict:
+            memory = torch.empty_like(parameter, device="cpu")
+            own[name] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
 
 
 def _is_meta(device: Any) -> bool:

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
 from modicum.errors import refusal
+from modicum.recipes.structure import TOKENS_BEFORE
 from modicum.upstream.torch_core import (
     buffers_of,
     children_of,
@@ -145,6 +146,14 @@ class _Memory(TorchDispatchMode):
             there.__class__ = type(parameter)  # type: ignore[assignment]
             vars(there).update(vars(parameter))
             swap_tensors(parameter, there)
+        finally:
+            self._may_use_meta = False
+
+    def on_meta(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A tensor like `buffer` without memory."""
+        self._may_use_meta = True
+        try:
+            return torch.empty_like(buffer, device=_META)
         finally:
             self._may_use_meta = False
 
@@ -338,7 +347,11 @@ class _Modules:
             for leaf, buffer in buffers_of(module).items():
                 if buffer is None or is_persistent(module, leaf):
                     continue
-                if self._memory.is_uncomputed(buffer):
+                if not self._memory.is_uncomputed(buffer):
+                    continue
+                if path.endswith(f".{TOKENS_BEFORE}"):  # a load fills it with the embedding's rows
+                    buffers_of(module)[leaf] = self._memory.on_meta(buffer)
+                else:
                     what = "neither the constructor nor the initialiser computes this buffer, and "
                     name = f"{path}.{leaf}" if path else leaf
                     raise refusal("UNSUPPORTED", what + "no checkpoint has it", tensor=name)

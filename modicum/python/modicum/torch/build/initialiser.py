@@ -157,7 +157,8 @@ class Initialiser:
             try:
                 slots = self._rules.made_by(rule)
             except Exception as error:  # the model's code, which may raise anything
-                raise _failed(rule, error, asked.name) from error
+                more = "" if asked.adapter is None else _FROM_BASE
+                raise _failed(rule, error, asked.name, more) from error
             for (module, attribute), regions in slots.items():
                 if module == id(asked.module):
                     made.setdefault(attribute, []).extend(regions)
@@ -204,6 +205,12 @@ def _label_of(member: Member, structure: Structure) -> str:
     return (part.bare_prefix + name).rpartition(".")[0]
 
 
-def _failed(rule: Rule, error: Exception, name: str) -> Error:
-    what = f"the initialiser of {type(rule.module).__name__} fails: {error}"
+_FROM_BASE = (
+    ". Adapters that are computed from the base's values are made in one process, by PEFT, and "
+    "saved with their base: load both"
+)
+
+
+def _failed(rule: Rule, error: Exception, name: str, more: str = "") -> Error:
+    what = f"the initialiser of {type(rule.module).__name__} fails: {error}{more}"
     return refusal("UNSUPPORTED", what, tensor=name)

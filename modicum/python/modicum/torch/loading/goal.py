@@ -1,5 +1,6 @@
 """The goal of a load: the tensors of a model that it fills, and the recipe that makes them."""
 
+import json
 import warnings
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
@@ -36,13 +37,27 @@ class Model:
 
     @classmethod
     def of(
-        cls, module: nn.Module, *, scratch: bool = False, buffers_follow_fsdp: bool = False
+        cls,
+        module: nn.Module,
+        *,
+        adapter: str | None = None,
+        originals: bool = False,
+        scratch: bool = False,
+        buffers_follow_fsdp: bool = False,
     ) -> "Model":
-        """`scratch`: the load may also fill buffers that no state dict has."""
+        """
+        Args:
+            adapter: the one that an adapter's file belongs to; None: the only one.
+            originals: the load may also fill the rows that PEFT keeps for its trainable tokens.
+            scratch: the load may also fill all buffers that no state dict has.
+        """
         if not isinstance(module, nn.Module):
             expected, got = "a torch.nn.Module", type(module).__name__
             raise refusal("USAGE", "model", expected=expected, got=got)
-        structure = structure_of(module)
+        structure = structure_of(module, adapter)
+        if originals:
+            held = structure.rows.keys() & structure.scratch.keys()
+            structure.members.update({name: structure.scratch.pop(name) for name in held})
         tensors = tensors_of(module, structure, scratch=scratch)
         model = cls(module, structure, tensors, buffers_follow_fsdp)
         check_pinning(model.managed)
@@ -77,10 +92,18 @@ class Goal:
     """The names of tensors that the model's own rules make."""
     grown: dict[str, int] = field(default_factory=dict)
     """By name of a tensor that has another number of rows than is stored: the stored number."""
+    norms: dict[str, str] = field(default_factory=dict)
+    """By name of a tensor that holds the norms of a weight's rows: the weight."""
     only_rank_0: bool = False
     """Whether the source is rank 0's memory."""
     text: str = ""
     """recipe.json, of a checkpoint in files."""
+
+    def text_without(self, names: Collection[str]) -> str:
+        """recipe.json without these targets."""
+        document = json.loads(self.text)
+        kept = {n: node for n, node in document["targets"].items() if n not in names}
+        return json.dumps(document | {"targets": kept}, separators=(",", ":"), ensure_ascii=False)
 
     @cached_property
     def targets(self) -> list[dict[str, Any]]:
@@ -126,13 +149,13 @@ def goal_of_source(
             made = given.into(structure)
         else:
             made = recipe_for(model.module, stored, structure=structure, present=present, **how)
-        return [made.text(callers=True), made.callers, made.grown]
+        return [made.text(callers=True), made.callers, made.grown, made.norms]
 
     # transformers takes seconds of CPU for the recipe, so rank 0 alone makes it, and before its
     # memory is measured: what transformers leaves there does not count for the load.
-    (text, callers, grown), memories = ranks.once(make, memory_before)
+    (text, callers, grown, norms), memories = ranks.once(make, memory_before)
     recipe = _modicum.make_recipe(checkpoint, text)
-    return Goal(checkpoint, recipe, memories, callers, grown=grown, text=text)
+    return Goal(checkpoint, recipe, memories, callers, grown, norms, text=text)
 
 
 def said(argument: Any) -> str:

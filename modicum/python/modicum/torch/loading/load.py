@@ -14,7 +14,7 @@ from modicum.torch.build.emptied import Emptied
 from modicum.torch.loading.goal import Model, Source, goal_of_source, refuse_gaps
 from modicum.torch.loading.origin import Origin, remember
 from modicum.torch.loading.planning import Later, Options, Size, later_of, optimizers_of, plan_of
-from modicum.torch.loading.rows import fill_rows, require_rule
+from modicum.torch.loading.rows import fill_norms, fill_rows, require_rule, require_same_rows
 from modicum.torch.loading.running import run
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
@@ -30,6 +30,7 @@ def load(
     seed: int = 0, staging: Size | None = None, buffers: str | None = None, fork: str = "excluded",
     optimizer: AdamW | Sequence[AdamW | Later] = (), resized: str | None = None,
     recipe: Recipe | str | Path | None = None, key_mapping: Mapping[str, str] | None = None,
+    adapter: str | None = None,
 ) -> Report:  # fmt: skip
     """Loads a checkpoint into a model built under `empty_parameters()`, sharded or not.
 
@@ -62,13 +63,14 @@ def load(
         buffers: for real buffers that no state dict has, and that differ from the result of the
             model's rule: "restore", "keep", or None: restore those unwritten since `to_empty()`.
         fork: "excluded", "shared" or "inherited" memory in forked children (docs/guide/workers.md).
-        optimizer: `modicum.torch.AdamW` of parameters on meta, one or several: the promise holds
-            its state, too, which is allocated when the parameters have their values.
+        optimizer: `modicum.torch.AdamW` of parameters on meta, or several: their state is promised
+            as well, and allocated after the load.
         resized: for token embeddings and heads with other numbers of rows than is stored: new rows
             are the "mean" of the stored ones, or made by the "model"; None: an error.
         recipe: how tensors are made of stored ones, from `modicum.recipes` or a recipe.json, for a
             model with names of its own; then missing, unexpected, dtype and keep_fp32 do not apply.
         key_mapping: renamings of stored names by regular expression, as for `from_pretrained`.
+        adapter: the one that an adapter's directory is loaded into, if the model has several.
 
     Returns:
         The same report on every rank. Its warnings are UserWarnings on rank 0, too.
@@ -82,6 +84,7 @@ def load(
     how = {
         "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
         "resized": require_rule(resized) is not None, "key_mapping": key_mapping,
+        "adapter": adapter,
         "recipe": read_recipe(recipe) if isinstance(recipe, (str, Path)) else recipe,
     }  # fmt: skip
     options = Options(
@@ -96,12 +99,16 @@ def _load(
 ) -> Report:
     """`how`: of the recipe; `made`: the rules of `buffers` and `resized`."""
     with Ranks.of_world().together() as ranks:
-        whole = Model.of(model)
+        whole = Model.of(model, adapter=how["adapter"], originals=True)
         emptied = Emptied(model, whole.structure, made["buffers"], ranks, options.seed)
         goal = goal_of_source(whole, ranks, source, how, emptied.unwritten)
         refuse_gaps(whole, goal.dtypes)
+        require_same_rows(whole, goal.norms)
         report = run(plan_of(whole, ranks, goal, options), whole, ranks)
         fill_rows(whole, goal.grown, made["resized"], options.seed)
+        fill_norms(whole, goal.norms)
         emptied.restore(loaded=goal.dtypes)
-        remember(model, Origin(source, goal.text))
+        # These only begin as the base: a save writes them as tensors of their own.
+        begun = goal.norms.keys() | whole.structure.rows.keys()
+        remember(model, Origin(source, goal.text_without(begun)))
         return report

@@ -239,7 +239,8 @@ def places_of(model: Model, goal: Goal) -> list[Place]:
         if target["alias_of"] is not None:
             holder = model.tensors[target["alias_of"]]
             if of.tensor is not holder.tensor and (of.managed or holder.managed):
-                what = "FSDP2 has two parameters for two tied names: tie them before fully_shard"
+                what = "FSDP2 has two parameters for two tied names: tie them before fully_shard, "
+                what += "as model.tie_weights() does after parallelize_module"
                 expected = f"that of {holder.name}"
                 raise refusal("UNSUPPORTED", what, tensor=of.name, expected=expected)
         sharding = shardings.of(of.tensor, of.name)

@@ -1,4 +1,5 @@
-"""Rows of token embeddings and heads that a checkpoint lacks, because the model was resized.
+"""Values that a load computes from rows of loaded tensors: rows of token embeddings and heads that
+a checkpoint lacks, because the model was resized; and DoRA's magnitudes, the norms of rows.
 
 A rank holds a run of whole rows. The mean of the stored rows is summed in integers, so that its
 bits do not depend on which rank holds which rows:
@@ -59,30 +60,69 @@ def fill_rows(model: Model, grown: Mapping[str, int], rule: str, seed: int) -> N
             rows.fill(stored, _made_by_model(model.module, of, stored, seed))
 
 
+def require_same_rows(model: Model, norms: Mapping[str, str]) -> None:
+    """Refuses norms of rows that this rank does not hold."""
+    shardings = Shardings()
+    for name, weight in norms.items():
+        own, rows = (
+            _rows_of(of, shardings.of(of.tensor, of.name), shardings)
+            for of in (model.tensors[name], model.tensors[weight])
+        )
+        if own != rows:
+            what = "a rank holds other rows of a weight than of its magnitude (DoRA): load it "
+            what += "unsharded, or pass `missing` with a rule and load a saved adapter afterwards"
+            expected, got = (f"rows {a} to {a + n}" for a, n in (rows, own))
+            raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=got)
+
+
+@torch.no_grad()
+def fill_norms(model: Model, norms: Mapping[str, str]) -> None:
+    """Computes DoRA's magnitudes from the loaded weights by PEFT's own function. An adapter that
+    begins with B = 0 changes no weight, so that the norms are those of the weight alone."""
+    shardings = Shardings()
+    for name, weight in norms.items():
+        of, base = model.tensors[name], model.tensors[weight]
+        made = _Rows(of, shardings.of(of.tensor, name), shardings)
+        rows = _Rows(base, shardings.of(base.tensor, weight), shardings)
+        layer: Any = of.module
+        zero = torch.zeros((), dtype=base.tensor.dtype, device=rows.local.device)
+        for mine, chunk in zip(
+            made.local.split(_CHUNK_ROWS), rows.local.split(_CHUNK_ROWS), strict=True
+        ):
+            mine.copy_(layer.get_weight_norm(chunk, zero, 1.0)[:, None])
+        torch.autograd.graph.increment_version(of.tensor)
+
+
+def _rows_of(of: ModelTensor, sharding: Sharding, shardings: Shardings) -> tuple[int, int]:
+    """The first of this rank's rows, and their number."""
+    shape = of.tensor.shape
+    width = shape[1:].numel()
+    runs = _modicum.Shard(sharding, shape, shardings.rank).runs([*range(len(shape))])
+    first, count = runs[0] if runs else (0, 0)
+    if len(runs) > 1 or first % width or count % width:
+        what = "rows that are made after a load and are cut within a row"
+        raise refusal("UNSUPPORTED", what, tensor=of.name, expected="Shard(0) or no shard")
+    return first // width, count // width
+
+
 class _Rows:
     """This rank's rows of a tensor."""
 
     def __init__(self, of: ModelTensor, sharding: Sharding, shardings: Shardings) -> None:
         self._of = of
         self._is_counted = shardings.counts(of.tensor, sharding)
-        shape = of.tensor.shape
-        width = shape[1:].numel()
-        runs = _modicum.Shard(sharding, shape, shardings.rank).runs([*range(len(shape))])
-        first, count = runs[0] if runs else (0, 0)
-        if len(runs) > 1 or first % width or count % width:
-            what = "resized rows that are cut within a row"
-            raise refusal("UNSUPPORTED", what, tensor=of.name, expected="Shard(0) or no shard")
-        self._first = first // width
-        self._local = of.local.detach().view(-1)[:count].view(count // width, width)
+        self._first, count = _rows_of(of, sharding, shardings)
+        width = of.tensor.shape[1:].numel()
+        self.local = of.local.detach().view(-1)[: count * width].view(count, width)
 
     def _below(self, row: int) -> torch.Tensor:
         """The local rows before `row` of the whole."""
-        return self._local[: max(0, row - self._first)]
+        return self.local[: max(0, row - self._first)]
 
     def mean(self, stored: int) -> torch.Tensor:
         """Of the first `stored` rows of the whole, in float64."""
         rows = self._below(stored)
-        width = self._local.shape[1]
+        width = self.local.shape[1]
         largest = torch.zeros(width, dtype=torch.float64, device=rows.device)
         for chunk in rows.split(_CHUNK_ROWS) if len(rows) else ():
             torch.maximum(largest, chunk.abs().amax(0).double(), out=largest)
@@ -97,7 +137,7 @@ class _Rows:
     def fill(self, stored: int, values: torch.Tensor) -> None:
         """`values`: one row for all, or one for each row from `stored` on."""
         begin = max(0, stored - self._first)
-        mine = self._local[begin:]
+        mine = self.local[begin:]
         if len(values) > 1 and len(mine) > 0:
             at = self._first + begin - stored
             values = values[at : at + len(mine)]

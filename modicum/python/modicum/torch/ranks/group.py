@@ -123,6 +123,8 @@ class Ranks:
                 lambda brought: _first_difference(brought[0], brought[other]),
             )
             what = f"{who} differs from rank 0 in {name}"
+            if name.startswith("tensor ") and "none" in (expected, got):
+                what += ": models that differ by rank are read by modicum.torch.dcp"
         conflict = self._blaming(other, "CONFLICT", what, expected=expected, got=got)
         raise from_json(conflict)
 

@@ -1,0 +1,60 @@
+"""Targets of PEFT that begin as tensors of the base: copies of modules, rows of the embedding, and
+norms of a weight's rows."""
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+from modicum.recipes.dtypes import Dtypes, cast
+from modicum.recipes.nodes import Array, Node, cat, cut, init
+from modicum.recipes.patterns import Rules
+from modicum.recipes.structure import Structure
+from modicum.recipes.translation import Described
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The targets that a recipe has to make."""
+
+    rules: Rules
+    targets: Described
+    present: Container[str]
+    """Those that have values."""
+
+    def lacks_rule(self, name: str) -> bool:
+        """Whether a target has neither values nor a rule of the user's."""
+        has_rule = not self.rules.take_all and self.rules.of(name) is not None
+        return name in self.targets and name not in self.present and not has_rule
+
+
+def begin_as_base(
+    targets: dict[str, Node],
+    structure: Structure,
+    made: Mapping[str, Array],
+    dtypes: Dtypes,
+    asked: Asked,
+) -> dict[str, str]:
+    """Adds them to `targets`, if the base is in `made`. Copies (`modules_to_save`) get the values
+    of the original, tied or not. Magnitudes (DoRA) are zeros: returns the weight of each, whose
+    norms the caller of the load computes."""
+
+    def base(name: str) -> Array | None:
+        return made.get(targets.get(name, {}).get("of", name))
+
+    for name, original in structure.copies.items():
+        array = base(original)
+        if name not in targets and name not in asked.present and array is not None:
+            targets[name] = cast(name, array, dtypes.of(name, name))
+    for name, (weight, indices) in structure.rows.items():
+        array = base(weight)
+        if name not in targets and asked.lacks_rule(name) and array is not None:
+            rows = [cut(0, index, index + 1, array) for index in indices]
+            targets[name] = cast(name, cat(0, rows), dtypes.of(name, name))
+    norms = {
+        name: weight
+        for name, weight in structure.norms.items()
+        if name not in targets and asked.lacks_rule(name)
+    }
+    for name in norms:
+        shape = structure.members[name].tensor.shape
+        targets[name] = init("zeros", None, dtypes.of(name, name), shape)
+    return norms

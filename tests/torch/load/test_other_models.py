@@ -1,0 +1,215 @@
+"""Models that differ from the checkpoint's: names of their own, other numbers of rows, other tensors
+on each rank, or a tie that tensor parallelism has cut.
+
+House test against `from_pretrained`, with real ranks. It catches these mutations: an argument of
+`load` that has no effect; new rows that depend on the world; ranks whose models differ and that wait
+for each other or load something else; a tie that is lost.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402  (after torch is known to be there)
+from ranks import Told, World  # noqa: E402
+from sharding import assert_same, bits, playing_new_rank  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import Shard  # noqa: E402
+from torch.distributed.tensor.parallel import (  # noqa: E402
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch_front import (  # noqa: E402
+    alone,
+    checkpoint_of,
+    empty,
+    from_pretrained,
+    load,
+    stored_in,
+)
+
+from modicum.errors import UsageError  # noqa: E402
+from modicum.recipes import recipe_for  # noqa: E402
+from modicum.torch import empty_parameters  # noqa: E402
+from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def written() -> None:
+    """Written before a rank is played."""
+    for name in ("llama", "llama_tied"):
+        from_pretrained(name)
+
+
+# ---- names of their own
+
+
+class Renamed(nn.Module):
+    """The embedding and some rows of the head of a llama, under other names."""
+
+    def __init__(self, rows: int, width: int, outputs: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(rows, width)
+        self.output = nn.Linear(width, outputs, bias=False)
+
+
+def renamed(outputs: int | None = None) -> Any:
+    rows, width = from_pretrained("llama").lm_head.weight.shape
+    with empty_parameters():
+        return Renamed(rows, width, outputs or rows)
+
+
+def test_a_recipe_for_a_model_with_names_of_its_own(tmp_path: Path) -> None:
+    """It is given as a file, or as the object."""
+    stored = stored_in(checkpoint_of("llama"))
+    head, tokens = stored["lm_head.weight"], stored["model.embed_tokens.weight"]
+    half = len(head) // 2
+    cut = {"op": "slice", "dim": 0, "start": 1, "stop": 1 + half}
+    targets = {
+        "tokens.weight": {"op": "stored", "name": "model.embed_tokens.weight"},
+        "output.weight": cut | {"in": [{"op": "stored", "name": "lm_head.weight"}]},
+    }
+    unused = sorted(stored.keys() - {"lm_head.weight", "model.embed_tokens.weight"})
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"targets": targets, "unused": unused}))
+    for world in (1, 2):
+        for rank in range(world):
+            with playing_new_rank(rank, world):
+                model = fully_shard(renamed(half), mesh=init_device_mesh("cpu", (world,)))
+                load(model, checkpoint_of("llama"), recipe=path)
+                got = [model.tokens.weight.to_local(), model.output.weight.to_local()]
+                for mine, whole in zip(got, (tokens, head[1 : 1 + half]), strict=True):
+                    assert_same(mine, whole.chunk(world)[rank], f"rank {rank} of {world}")
+    with pytest.raises(UsageError, match="a target that the model lacks") as refused:
+        load(renamed(), checkpoint_of("llama"), recipe=recipe_for(empty("llama"), stored))
+    assert refused.value.tensor == "model.embed_tokens.weight"
+
+
+def test_renamings_for_a_model_with_names_of_its_own() -> None:
+    stored = stored_in(checkpoint_of("llama"))
+    names = {r"^model\.embed_tokens": "tokens", "^lm_head": "output"}
+    with pytest.raises(UsageError, match="not in the model"):
+        load(renamed(), checkpoint_of("llama"))
+    model = renamed()
+    load(model, checkpoint_of("llama"), key_mapping=names, unexpected=["layers", "norm"])
+    assert_same(model.tokens.weight.detach(), stored["model.embed_tokens.weight"], "tokens")
+    assert_same(model.output.weight.detach(), stored["lm_head.weight"], "output")
+
+
+# ---- resized
+
+
+def resized(told: Told, world: int, directory: str) -> dict[str, bytes]:
+    """The whole embedding and head with more rows, after a load on all ranks."""
+    config = transformers.AutoConfig.from_pretrained(directory)
+    config.vocab_size += 5
+    with empty_parameters():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    made = {}
+    for rule in ("mean", "model"):
+        load(model, directory, resized=rule)
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            made[f"{rule} {name}"] = bits(model.get_parameter(name).full_tensor())
+    return made
+
+
+def test_new_rows_are_the_same_in_any_world() -> None:
+    directory = str(checkpoint_of("llama"))
+    with alone():
+        expected = resized(Told(0, None), 1, directory)  # type: ignore[arg-type]
+    assert len(set(expected.values())) == 4
+    for world in (2, 3):
+        ended = World(resized, world, world, directory).end()
+        for rank, one in ended.items():
+            assert one.error == "", one.facts
+            assert one.value == expected, f"rank {rank} of {world}"
+
+
+# ---- ranks whose models differ
+
+
+def staged(told: Told, directory: str) -> dict[str, Any]:
+    """Two pipeline stages, each on two ranks: a rank has the layers of its stage only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh.get_local_rank("pp")
+    config = transformers.AutoConfig.from_pretrained(directory)
+    with empty_parameters():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for i in range(len(model.model.layers)):
+        if i % 2 != stage:
+            model.model.layers[i] = nn.Identity()
+    if stage == 0:
+        model.lm_head = nn.Identity()
+    else:
+        model.model.embed_tokens = nn.Identity()
+    fully_shard(model, mesh=mesh["dp"])
+    refused = ""
+    try:
+        load(model, directory)
+    except OSError as error:
+        refused = str(error)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    state = {
+        name: torch.empty_like(tensor, device="cpu") for name, tensor in model.state_dict().items()
+    }
+    dcp.load(state, storage_reader=HuggingFaceReader(directory, model, unexpected="ignore"))
+    model.load_state_dict(state, assign=True)
+    return {
+        "refused": refused,
+        "state": {n: bits(p.full_tensor()) for n, p in model.named_parameters()},
+    }
+
+
+def test_a_pipeline_stage_reads_what_it_has_through_dcp() -> None:
+    """`load` refuses, on all ranks, and says so."""
+    whole = {n: bits(p) for n, p in from_pretrained("llama").named_parameters()}
+    seen: set[str] = set()
+    ended = World(staged, 4, str(checkpoint_of("llama"))).end()
+    for rank, one in ended.items():
+        assert one.error == "", one.facts
+        assert "rank 2 (and 1 more) differs from rank 0 in tensor" in one.value["refused"]
+        assert "modicum.torch.dcp" in one.value["refused"]
+        for name, value in one.value["state"].items():
+            assert value == whole[name], f"{name} of rank {rank}"
+        seen |= one.value["state"].keys()
+    assert seen == whole.keys()
+
+
+# ---- ties
+
+
+def parallel() -> Any:
+    """A tied model on dp 2 x tp 2: tensor parallelism has cut the embedding and the head one by one,
+    which unties them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"model.embed_tokens": RowwiseParallel(), "lm_head": ColwiseParallel()}
+    return parallelize_module(empty("llama_tied"), mesh["tp"], plan), mesh["dp"]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_tie_that_tensor_parallelism_has_cut(rank: int) -> None:
+    with playing_new_rank(rank, 4):
+        model, mesh = parallel()
+        assert model.lm_head.weight is not model.model.embed_tokens.weight
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(UsageError, match="tie_weights") as refused:
+            load(model, checkpoint_of("llama_tied"))
+        assert refused.value.tensor == "lm_head.weight"
+    with playing_new_rank(rank, 4):
+        model, mesh = parallel()
+        model.tie_weights()
+        fully_shard(model, mesh=mesh)
+        load(model, checkpoint_of("llama_tied"))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    whole = from_pretrained("llama_tied").lm_head.weight.detach()
+    part = whole.chunk(2)[rank % 2].chunk(2)[rank // 2]
+    assert_same(model.lm_head.weight.to_local().detach(), part, f"rank {rank}")
