@@ -29,7 +29,8 @@ struct Constants {
   float inverse_bias2;
 };
 
-inline Constants constants_of(const AdamNumbers& n) {
+// Not inlined, so that the step reads its flags instead of computing them for each vector.
+HWY_NOINLINE Constants constants_of(const AdamNumbers& n) {
   const bool near = std::fabs(n.one_minus_beta1) < 0.5F;
   return {n,
           n.maximize ? -n.unscale : n.unscale,

@@ -203,8 +203,10 @@ HWY_INLINE Floats<D> root_value(D d, Words<D> words, float scale) {
   return value_of<kRootPlaces>(d, hn::And(code, hn::Set(du, 0xffU << kRootPlaces)), scale);
 }
 
-// The random bits of a word for the places that a code drops, and half of a code's step in their
-// place: rounds to the nearest value.
+// Half of a code's step in the places that it drops, which rounds to the nearest value; random bits
+// of a word there.
+template <int kPlaces>
+constexpr uint32_t kNearest = 1U << (kPlaces - 1);
 template <class D>
 HWY_INLINE Words<D> signed_random(D, Words<D> random) {
   return hn::ShiftRight<32 - kSignedPlaces>(random);
@@ -214,8 +216,6 @@ HWY_INLINE Words<D> root_random(D, Words<D> random) {
   const hn::Rebind<uint32_t, D> du;
   return hn::And(random, hn::Set(du, (1U << kRootPlaces) - 1));
 }
-template <int kPlaces>
-constexpr uint32_t kNearest = 1U << (kPlaces - 1);
 
 // The factor of a block from a value to its offset, rounded up, so that the scale's own gets the
 // largest code.
@@ -276,13 +276,17 @@ HWY_INLINE float largest(const float* values, int64_t n) {
   constexpr int32_t kMagnitude = 0x7fffffff;
   int32_t most = 0;
   int64_t i = 0;
-  if (n >= lanes) {
-    auto all = hn::Zero(d);
-    for (; i + lanes <= n; i += lanes) {
-      all =
-          hn::Max(all, hn::And(hn::BitCast(d, hn::LoadU(df, values + i)), hn::Set(d, kMagnitude)));
+  const auto at = [&](int64_t k) {
+    return hn::And(hn::BitCast(d, hn::LoadU(df, values + k)), hn::Set(d, kMagnitude));
+  };
+  if (n >= 4 * lanes) {
+    auto first = hn::Zero(d);
+    auto second = hn::Zero(d);
+    for (; i + 4 * lanes <= n; i += 4 * lanes) {
+      first = hn::Max(first, hn::Max(at(i), at(i + lanes)));
+      second = hn::Max(second, hn::Max(at(i + 2 * lanes), at(i + 3 * lanes)));
     }
-    most = hn::GetLane(hn::MaxOfLanes(d, all));
+    most = hn::GetLane(hn::MaxOfLanes(d, hn::Max(first, second)));
   }
   for (; i < n; ++i) most = std::max(most, std::bit_cast<int32_t>(values[i]) & kMagnitude);
   return std::bit_cast<float>(most);
