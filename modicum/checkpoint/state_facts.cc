@@ -9,6 +9,10 @@
 namespace modicum {
 namespace {
 
+// The codes of 8-bit moments (docs/internals/numerics.md). A record with others cannot be read:
+// their bytes have another meaning.
+constexpr std::string_view kCodes = "mu-law";
+
 // Parses an unsigned 64-bit number. The JSON reader's integers have 63 bits.
 uint64_t seed_of(const std::string& text) {
   uint64_t number = 0;
@@ -31,6 +35,7 @@ std::string state_json(const StateFacts& facts) {
       .member("state_format", row_of(facts.format).name)
       .member("seed", std::to_string(facts.seed))
       .member("steps", facts.steps);
+  if (row_of(facts.format).has_scales()) out.member("codes", kCodes);
   if (facts.digest) out.member("digest", hex(*facts.digest));
   out.key("without_state").begin_array();
   for (const std::string& fqn : facts.without_state) out.value(fqn);
@@ -47,11 +52,13 @@ std::string state_json(const StateFacts& facts) {
 StateFacts parse_state(const std::string& text) {
   StateFacts facts;
   std::string optimizer;
+  std::string codes = "none named";
   try {
     read_json(text, [&](JsonValue& root) {
       root.object([&](std::string_view key, JsonValue& member) {
         if (key == "optimizer") optimizer = member.string();
         if (key == "state_format") facts.format = state_format_named(member.string()).format;
+        if (key == "codes") codes = member.string();
         if (key == "seed") facts.seed = seed_of(member.string());
         if (key == "steps") facts.steps = member.integer();
         if (key == "digest") facts.digest = digest_value(member.string());
@@ -71,6 +78,10 @@ StateFacts parse_state(const std::string& text) {
   if (optimizer != "adamw") {
     fail(Category::unsupported, "the state is not one of AdamW",
          {.file = kStateFile, .expected = "adamw", .got = printable(optimizer)});
+  }
+  if (row_of(facts.format).has_scales() && codes != kCodes) {
+    fail(Category::unsupported, "the 8-bit moments have codes that this version does not read",
+         {.file = kStateFile, .expected = std::string(kCodes), .got = printable(codes)});
   }
   return facts;
 }

@@ -29,7 +29,8 @@ struct Constants {
   float inverse_bias2;
 };
 
-inline Constants constants_of(const AdamNumbers& n) {
+// Not inlined, so that the step reads its flags instead of computing them for each vector.
+HWY_NOINLINE Constants constants_of(const AdamNumbers& n) {
   const bool near = std::fabs(n.one_minus_beta1) < 0.5F;
   return {n,
           n.maximize ? -n.unscale : n.unscale,
@@ -154,24 +155,29 @@ HWY_INLINE Words<D> random_words(D d, const Piece& piece, int64_t i) {
   return random_words(d, piece.keys.word, i + piece.to_block);
 }
 
+// The scale of a piece; 0 in a format without scales.
+template <StateFormat kFormat>
+HWY_INLINE float scale_at(const float* scales, const Piece& piece) {
+  if constexpr (has_codes(kFormat)) return scales[piece.scale];
+  return 0;
+}
+
 template <StateFormat kFormat, class D>
-HWY_INLINE Floats<D> load_exp_avg(D d, const AdamSpan& span, const Piece& piece, int64_t i) {
+HWY_INLINE Floats<D> load_exp_avg(D d, const std::byte* plane, float scale, int64_t i) {
   if constexpr (has_codes(kFormat)) {
-    const Floats<D> code = load_signed_codes(d, span.exp_avg, i);
-    return signed_value(d, code, span.exp_avg_scale[piece.scale]);
+    return signed_value<0>(d, load_codes(d, plane, i), scale);
   } else if constexpr (has_random(kFormat)) {
-    return load_bf16(d, span.exp_avg, i);
+    return load_bf16(d, plane, i);
   } else {
-    return load(d, span.exp_avg, i);
+    return load(d, plane, i);
   }
 }
 
 // Of exp_avg_sq or max_exp_avg_sq.
 template <StateFormat kFormat, class D>
-HWY_INLINE Floats<D> load_exp_avg_sq(D d, const std::byte* plane, const float* scales,
-                                     const Piece& piece, int64_t i) {
+HWY_INLINE Floats<D> load_exp_avg_sq(D d, const std::byte* plane, float scale, int64_t i) {
   if constexpr (has_codes(kFormat)) {
-    const Floats<D> root = root_value(d, load_root_codes(d, plane, i), scales[piece.scale]);
+    const Floats<D> root = root_value<0>(d, load_codes(d, plane, i), scale);
     return hn::Mul(root, root);
   } else if constexpr (has_random(kFormat)) {
     return load_bf16(d, plane, i);
@@ -198,62 +204,62 @@ struct Staged {
   alignas(64) uint32_t random[kScaleBlock];
 };
 
-// The random words of a staged piece from element k on.
-template <class D>
-HWY_INLINE Words<D> staged_random(D, const Staged& staged, int64_t k) {
-  return hn::LoadU(hn::Rebind<uint32_t, D>(), staged.random + k);
-}
-
-// Encodes the exp_avg of a staged piece and leaves the magnitudes of its codes there. Its own loop:
-// the codes of the roots depend on them, and one chain of both would be too long to overlap.
-struct EncodeExpAvg {
-  std::byte* to;
-  int64_t begin;  // of the piece
-  Staged* staged;
-  float per;  // per_unit
-
-  template <class D>
-  HWY_INLINE Floats<D> code(D d, int64_t k) const {
-    const Floats<D> value = hn::LoadU(d, staged->exp_avg + k);
-    const Floats<D> fraction = lower_fraction(d, staged_random(d, *staged, k));
-    const Floats<D> magnitude = magnitude_code(d, value, per, fraction);
-    hn::StoreU(magnitude, d, staged->exp_avg + k);
-    return hn::CopySignToAbs(magnitude, value);
-  }
-  template <class D>
-  HWY_INLINE void operator()(D d, int64_t i) const {
-    store_codes(d, code(d, i - begin), to, i);
-  }
-  template <class D>
-  HWY_INLINE void pair(D d, int64_t i) const {
-    const Floats<D> even = code(d, i - begin);
-    store_code_pair(d, {even, code(d, i - begin + static_cast<int64_t>(hn::Lanes(d)))}, to, i);
-  }
-};
-
-// Encodes the roots of exp_avg_sq or max_exp_avg_sq of a staged piece.
-struct EncodeRoot {
-  std::byte* to;
-  int64_t begin;  // of the piece
+// Encodes the moments of a staged piece.
+template <bool kAmsgrad>
+struct Encode {
+  struct Root {
+    std::byte* to;
+    float per;       // per_value
+    float per_step;  // least_per_step
+  };
+  std::byte* exp_avg;
+  float per;  // per_value
+  Root exp_avg_sq, max_exp_avg_sq;
   const Staged* staged;
-  const float* roots;
-  float per;       // per_root
-  float per_step;  // the least root for the step of exp_avg's code
+  int64_t begin;  // of the piece
 
+  // Bytes kByte of the code words of element k of the piece and the following.
   template <class D>
-  HWY_INLINE Floats<D> code(D d, int64_t k) const {
-    const Floats<D> least = least_of(d, hn::LoadU(d, staged->exp_avg + k), per_step);
-    const Floats<D> fraction = upper_fraction(d, staged_random(d, *staged, k));
-    return root_code(d, hn::LoadU(d, roots + k), per, least, fraction);
+  struct Bytes {
+    Words<D> exp_avg, exp_avg_sq, max_exp_avg_sq;
+  };
+  template <int kByte, class D>
+  HWY_INLINE Words<D> byte_of(D d, const Root& of, const float* root, Words<D> z,
+                              Words<D> random) const {
+    const Floats<D> value = hn::LoadU(d, root);
+    const Floats<D> least = least_of(d, z, of.per_step);
+    const Floats<D> offset = hn::Max(offset_of(d, value, of.per), least);
+    return root_byte<kByte>(d, rounded<kRootPlaces>(d, offset, root_random(d, random)), value);
+  }
+  template <int kByte, class D>
+  HWY_INLINE Bytes<D> bytes(D d, int64_t k) const {
+    const Words<D> random = hn::LoadU(hn::Rebind<uint32_t, D>(), staged->random + k);
+    const Floats<D> value = hn::LoadU(d, staged->exp_avg + k);
+    const Floats<D> offset = offset_of(d, hn::Abs(value), per);
+    const Words<D> z = rounded<kSignedPlaces>(d, offset, signed_random(d, random));
+    Bytes<D> of{signed_byte<kByte>(d, z, value),
+                byte_of<kByte>(d, exp_avg_sq, staged->root + k, z, random), z};
+    if constexpr (kAmsgrad) {
+      of.max_exp_avg_sq = byte_of<kByte>(d, max_exp_avg_sq, staged->max_root + k, z, random);
+    }
+    return of;
   }
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
-    store_codes(d, code(d, i - begin), to, i);
+    const Bytes<D> of = bytes<0>(d, i - begin);
+    store_codes(d, of.exp_avg, exp_avg, i);
+    store_codes(d, of.exp_avg_sq, exp_avg_sq.to, i);
+    if constexpr (kAmsgrad) store_codes(d, of.max_exp_avg_sq, max_exp_avg_sq.to, i);
   }
   template <class D>
   HWY_INLINE void pair(D d, int64_t i) const {
-    const Floats<D> even = code(d, i - begin);
-    store_code_pair(d, {even, code(d, i - begin + static_cast<int64_t>(hn::Lanes(d)))}, to, i);
+    const Bytes<D> even = bytes<0>(d, i - begin);
+    const Bytes<D> odd = bytes<1>(d, i - begin + static_cast<int64_t>(hn::Lanes(d)));
+    store_code_pair(d, even.exp_avg, odd.exp_avg, exp_avg, i);
+    store_code_pair(d, even.exp_avg_sq, odd.exp_avg_sq, exp_avg_sq.to, i);
+    if constexpr (kAmsgrad) {
+      store_code_pair(d, even.max_exp_avg_sq, odd.max_exp_avg_sq, max_exp_avg_sq.to, i);
+    }
   }
 };
 
@@ -268,20 +274,22 @@ HWY_INLINE void set_scales(const AdamSpan& span, const Piece& piece, Staged& sta
 
 // `cover` applies an op to a piece as the step did.
 template <bool kAmsgrad, class Cover>
-HWY_INLINE void encode(const AdamSpan& span, const Piece& piece, Staged& staged,
+HWY_INLINE void encode(const AdamSpan& span, const Piece& piece, const Staged& staged,
                        const Cover& cover) {
-  const float exp_avg = span.exp_avg_scale[piece.scale];
-  cover(EncodeExpAvg{span.exp_avg, piece.begin, &staged, per_unit(exp_avg, kMostSigned)}, piece);
-  const auto encode_roots = [&](std::byte* to, const float* roots, const float* scales) {
-    const float scale = scales[piece.scale];
-    cover(EncodeRoot{to, piece.begin, &staged, roots, per_root(scale),
-                     least_per_step(exp_avg, scale)},
-          piece);
+  const float scale = span.exp_avg_scale[piece.scale];
+  const auto root = [&](std::byte* to, const float* scales) {
+    const float of = scales[piece.scale];
+    return
+        typename Encode<kAmsgrad>::Root{to, per_value<kRootPlaces>(of), least_per_step(scale, of)};
   };
-  encode_roots(span.exp_avg_sq, staged.root, span.exp_avg_sq_scale);
-  if constexpr (kAmsgrad) {
-    encode_roots(span.max_exp_avg_sq, staged.max_root, span.max_exp_avg_sq_scale);
-  }
+  Encode<kAmsgrad> op{span.exp_avg,
+                      per_value<kSignedPlaces>(scale),
+                      root(span.exp_avg_sq, span.exp_avg_sq_scale),
+                      {},
+                      &staged,
+                      piece.begin};
+  if constexpr (kAmsgrad) op.max_exp_avg_sq = root(span.max_exp_avg_sq, span.max_exp_avg_sq_scale);
+  cover(op, piece);
 }
 
 // ---- the step
@@ -299,6 +307,11 @@ struct Step {
   AdamSpan span;
   Piece piece;
   Staged* staged;
+  // Scales are read before codes are written, which the compiler takes for other bytes of them.
+  float exp_avg_scale = scale_at<kFormat>(span.exp_avg_scale, piece);
+  float exp_avg_sq_scale = scale_at<kFormat>(span.exp_avg_sq_scale, piece);
+  float max_exp_avg_sq_scale =
+      kAmsgrad ? scale_at<kFormat>(span.max_exp_avg_sq_scale, piece) : 0.0F;
 
   // `root`: of `most` as it will be.
   template <class D>
@@ -310,12 +323,6 @@ struct Step {
     const Floats<D> most = kAmsgrad ? hn::Max(v, old.most) : v;
     *root = hn::Sqrt(most);
     return {next_master<kRule, has_codes(kFormat)>(d, c, old.p, m, *root), m, v, most};
-  }
-
-  template <class D>
-  HWY_INLINE Floats<D> load_square(D d, const std::byte* plane, const float* scales,
-                                   int64_t i) const {
-    return load_exp_avg_sq<kFormat>(d, plane, scales, piece, i);
   }
 
   template <class D>
@@ -331,10 +338,10 @@ struct Step {
   HWY_INLINE void operator()(D d, int64_t i) const {
     const Floats<D> g = load_floats(d, span.grad_dtype, span.grad, i);
     Elements<D> old{load_master<kFormat>(d, span.master, span.master_low, i),
-                    load_exp_avg<kFormat>(d, span, piece, i),
-                    load_square(d, span.exp_avg_sq, span.exp_avg_sq_scale, i), hn::Zero(d)};
+                    load_exp_avg<kFormat>(d, span.exp_avg, exp_avg_scale, i),
+                    load_exp_avg_sq<kFormat>(d, span.exp_avg_sq, exp_avg_sq_scale, i), hn::Zero(d)};
     if constexpr (kAmsgrad) {
-      old.most = load_square(d, span.max_exp_avg_sq, span.max_exp_avg_sq_scale, i);
+      old.most = load_exp_avg_sq<kFormat>(d, span.max_exp_avg_sq, max_exp_avg_sq_scale, i);
     }
     Floats<D> root;
     const Elements<D> now = next(d, g, old, &root);
@@ -366,17 +373,16 @@ struct Step {
   template <class D>
   HWY_INLINE Pair<Floats<D>> load_exp_avg_pair(D d, int64_t i) const {
     if constexpr (!has_codes(kFormat)) return load_bf16_pair(d, span.exp_avg, i);
-    const auto codes = load_signed_code_pair(d, span.exp_avg, i);
-    const float scale = span.exp_avg_scale[piece.scale];
-    return {signed_value(d, codes.even, scale), signed_value(d, codes.odd, scale)};
+    const Words<D> codes = load_u16(d, span.exp_avg + i, 0);
+    return {signed_value<0>(d, codes, exp_avg_scale), signed_value<1>(d, codes, exp_avg_scale)};
   }
   template <class D>
-  HWY_INLINE Pair<Floats<D>> load_square_pair(D d, const std::byte* plane, const float* scales,
+  HWY_INLINE Pair<Floats<D>> load_square_pair(D d, const std::byte* plane, float scale,
                                               int64_t i) const {
     if constexpr (!has_codes(kFormat)) return load_bf16_pair(d, plane, i);
-    const auto codes = load_root_code_pair(d, plane, i);
-    const Floats<D> even = root_value(d, codes.even, scales[piece.scale]);
-    const Floats<D> odd = root_value(d, codes.odd, scales[piece.scale]);
+    const Words<D> codes = load_u16(d, plane + i, 0);
+    const Floats<D> even = root_value<0>(d, codes, scale);
+    const Floats<D> odd = root_value<1>(d, codes, scale);
     return {hn::Mul(even, even), hn::Mul(odd, odd)};
   }
   template <class D>
@@ -384,10 +390,10 @@ struct Step {
     const auto g = load_bf16_pair(d, span.grad, i);
     const auto p = load_master_pair<kFormat>(d, span.master, span.master_low, i);
     const auto m = load_exp_avg_pair(d, i);
-    const auto v = load_square_pair(d, span.exp_avg_sq, span.exp_avg_sq_scale, i);
+    const auto v = load_square_pair(d, span.exp_avg_sq, exp_avg_sq_scale, i);
     Pair<Floats<D>> most{hn::Zero(d), hn::Zero(d)};
     if constexpr (kAmsgrad) {
-      most = load_square_pair(d, span.max_exp_avg_sq, span.max_exp_avg_sq_scale, i);
+      most = load_square_pair(d, span.max_exp_avg_sq, max_exp_avg_sq_scale, i);
     }
     Pair<Floats<D>> root;
     const auto even = next(d, g.even, {p.even, m.even, v.even, most.even}, &root.even);

@@ -89,35 +89,45 @@ float codable(float value) {
   return std::clamp(value, -0x1p63F, 0x1p63F);
 }
 
-float signed_of(int8_t q, float scale) {
-  const auto code = static_cast<float>(q);
-  return code * std::fabs(code) * (1.0F / 16129) * scale;
+// The codes' offsets: 2, 2.125, ... 496 and 2, 2.0625, ... 504.
+float offset_of(uint32_t code, uint32_t codes_of_segment) {
+  const auto steps = static_cast<float>(code % codes_of_segment + codes_of_segment);
+  return std::ldexp(steps / static_cast<float>(codes_of_segment),
+                    static_cast<int>(code / codes_of_segment) + 1);
 }
-float root_of(uint8_t q, float scale) {
-  const auto code = static_cast<float>(q);
-  return code * code * (1.0F / 65025) * scale;
+float signed_of(uint8_t q, float scale) {
+  const float magnitude = (offset_of(q % 128U, 16) - 2) * (1.0F / 494) * scale;
+  return q >= 128 ? -magnitude : magnitude;
 }
+float root_of(uint8_t q, float scale) { return (offset_of(q, 32) - 2) * (1.0F / 502) * scale; }
 
-float rounded_code(float t, uint32_t random16) {
-  const float fraction = (static_cast<float>(random16) + 0.5F) / 65536;
-  const float c = std::floor(std::sqrt(t));
-  const float width = 2 * c + 1;
-  return width * fraction < t - c * c ? c + 1 : c;
+float per_value(float scale, float range) {
+  return range / std::max(scale, 0x1p-100F) * (1 + 0x1p-22F);
 }
-int8_t signed_code(float value, float scale, uint32_t random16) {
-  const float per = 16129 / std::max(scale, 0x1p-100F);
-  const float code = rounded_code(std::fabs(value) * per, random16);
-  return static_cast<int8_t>(std::copysign(code, value));
+// The code below z, or the next one: `random` has so many bits, and z's place between the two
+// codes is the probability of the next one.
+uint32_t rounded_code(float z, uint32_t codes_of_segment, uint32_t random, int bits) {
+  const int segment = std::ilogb(z) - 1;
+  const double steps = std::ldexp(static_cast<double>(z), -segment - 1) *
+                       static_cast<double>(codes_of_segment);  // exact
+  const double up = std::ldexp(static_cast<double>(random), -bits);
+  const auto below = static_cast<uint32_t>(std::floor(steps + up)) - codes_of_segment;
+  return static_cast<uint32_t>(segment) * codes_of_segment + below;
 }
-uint8_t root_code(float root, float scale, float least, uint32_t random16) {
+uint8_t signed_code(float value, float scale, uint32_t word) {
+  const float z = std::fma(std::fabs(value), per_value(scale, 494), 2.0F);
+  const uint32_t code = rounded_code(std::min(z, 496.0F), 16, word >> 13, 19);
+  return static_cast<uint8_t>(code + (std::signbit(value) ? 128 : 0));
+}
+uint8_t root_code(float root, float scale, float least, uint32_t word) {
   if (!(root > 0)) return 0;
-  const float per = 65025 / std::max(scale, 0x1p-100F) * (1 + 0x1p-22F);
-  const float t = std::max(root * per, least);
-  return static_cast<uint8_t>(rounded_code(std::min(t, 65025.0F), random16));
+  const float z = std::max(std::fma(root, per_value(scale, 502), 2.0F), least);
+  return static_cast<uint8_t>(rounded_code(std::min(z, 504.0F), 32, word % 0x40000U, 18));
 }
-float least_root(int8_t exp_avg_code, float exp_avg_scale, float root_scale) {
-  const float per_step = 48768.75F / 16129 * exp_avg_scale / std::max(root_scale, 0x1p-100F);
-  return static_cast<float>(2 * std::abs(exp_avg_code) + 1) * std::max(per_step, 1.0F);
+// 3/4 of the step between exp_avg's codes at this one, plus code 1.
+float least_root(uint8_t exp_avg_code, float exp_avg_scale, float root_scale) {
+  const float per_step = 0.75F / 16 * 502 / 494 * exp_avg_scale / std::max(root_scale, 0x1p-100F);
+  return std::fma(std::ldexp(2.0F, exp_avg_code % 128 / 16), per_step, 2.0625F);
 }
 
 float read_square(const AdamSpan& s, const std::byte* plane, const float* scales, int64_t block,
@@ -200,11 +210,11 @@ void encode_block(const AdamNumbers& n, const AdamSpan& s, int64_t block, int64_
     const Element& e = elements[k];
     const int64_t i = begin + static_cast<int64_t>(k);
     const uint32_t random = reference_word(n.seed, n.step, s.parameter, s.first + i, s.row);
-    const int8_t code = signed_code(codable(e.m), scale, random & 0xffffU);
+    const uint8_t code = signed_code(codable(e.m), scale, random);
     put(s.exp_avg, i, code);
     const auto put_root = [&](std::byte* plane, float square, float of_scale) {
       const float least = least_root(code, scale, of_scale);
-      put(plane, i, root_code(codable(std::sqrt(square)), of_scale, least, random >> 16));
+      put(plane, i, root_code(codable(std::sqrt(square)), of_scale, least, random));
     };
     put_root(s.exp_avg_sq, e.v, root_scale);
     if (n.amsgrad) put_root(s.max_exp_avg_sq, e.most, max_scale);
@@ -233,7 +243,7 @@ void reference_adamw(const AdamNumbers& n, const AdamSpan& s) {
     if (moment == DType::f32) e.m = at<float>(s.exp_avg, i);
     if (moment == DType::bf16) e.m = as_f32(DType::bf16, s.exp_avg, i);
     if (moment == DType::i8)
-      e.m = signed_of(at<int8_t>(s.exp_avg, i), s.exp_avg_scale[block_index]);
+      e.m = signed_of(at<uint8_t>(s.exp_avg, i), s.exp_avg_scale[block_index]);
     e.v = read_square(s, s.exp_avg_sq, s.exp_avg_sq_scale, block_index, i);
     if (n.amsgrad) {
       e.most = read_square(s, s.max_exp_avg_sq, s.max_exp_avg_sq_scale, block_index, i);

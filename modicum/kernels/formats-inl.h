@@ -138,150 +138,133 @@ HWY_INLINE void store_bf16_random(D d, Floats<D> v, Words<D> random16, std::byte
 
 // ---- moments in 8 bits, with the scale of their block
 //
-// The code c means scale * (c / most)^2, so that steps shrink with the value. In units of
-// scale / most^2 a value is t, and the codes' values are the squares:
+// The codes are mu-law's: 8 segments of equally many codes, each with twice the step of the segment
+// before. The offset z = 2 + x (top - 2) of x = |value| / scale is a float whose leading bits are
+// the code: 3 bits of the exponent, 4 (exp_avg) or 5 (root) of the significand.
 //
-//   codes' values   0   1       4           9               16 ...
-//                           t = 5.2: c = 2, and 3 with probability (5.2 - 4) / (9 - 4)
-
-constexpr float kMostSigned = 127;  // codes of exp_avg
-constexpr float kMostRoot = 255;    // codes of the root of exp_avg_sq
+//   z            2      2.125  ...  3.875  4     4.25  ...  7.75  8 ...  480    496
+//   exp_avg      0      1           15     16    17         31    32     126    127
+//   step               1/8                      1/4               1/2        16
+//
+// `kPlaces`: the places of z that a code drops.
+constexpr int kSignedPlaces = 19;               // exp_avg; the code's highest bit is the sign
+constexpr int kRootPlaces = 18;                 // root of exp_avg_sq
+constexpr uint32_t kLeastOffset = 0x40000000U;  // 2, with zeros where a code has its bits
+constexpr uint32_t kExponent = 0x7f800000U;
+// The offset of the largest code, 496 or 504.
+template <int kPlaces>
+constexpr float kTop = std::bit_cast<float>(kLeastOffset +
+                                            ((kPlaces == kSignedPlaces ? 127U : 255U) << kPlaces));
 // Scales below it are divided by it: the codes of such a block are smaller, and no quotient
 // overflows.
 constexpr float kLeastDivisor = 0x1p-100F;
-constexpr float kNearest = 1.5F;  // in place of a random 1 + u: rounds to the nearest value
 
-template <class D>
-HWY_INLINE Floats<D> signed_value(D d, Floats<D> code, float scale) {
-  const Floats<D> squared = hn::Mul(code, hn::Abs(code));
-  const Floats<D> x = hn::Mul(squared, hn::Set(d, 1 / (kMostSigned * kMostSigned)));
-  return hn::Mul(x, hn::Set(d, scale));
-}
-template <class D>
-HWY_INLINE Floats<D> root_value(D d, Floats<D> code, float scale) {
-  const Floats<D> x = hn::Mul(hn::Mul(code, code), hn::Set(d, 1 / (kMostRoot * kMostRoot)));
+// The value of a code that has been shifted by kPlaces, without its sign. The largest code's is the
+// scale, to the bit.
+template <int kPlaces, class D>
+HWY_INLINE Floats<D> value_of(D d, Words<D> placed, float scale) {
+  const hn::Rebind<uint32_t, D> du;
+  const Floats<D> z = hn::BitCast(d, hn::Or(placed, hn::Set(du, kLeastOffset)));
+  const Floats<D> x = hn::Mul(hn::Sub(z, hn::Set(d, 2.0F)), hn::Set(d, 1 / (kTop<kPlaces> - 2)));
   return hn::Mul(x, hn::Set(d, scale));
 }
 
+// Words of codes in their lowest byte, or of two codes in their lower half.
 template <class D>
-HWY_INLINE Floats<D> load_signed_codes(D d, const std::byte* codes, int64_t i) {
-  const hn::Rebind<int8_t, D> d8;
-  return hn::ConvertTo(d, hn::PromoteTo(hn::Rebind<int32_t, D>(), load(d8, codes, i)));
-}
-template <class D>
-HWY_INLINE Floats<D> load_root_codes(D d, const std::byte* codes, int64_t i) {
+HWY_INLINE Words<D> load_codes(D, const std::byte* codes, int64_t i) {
   const hn::Rebind<uint8_t, D> d8;
-  return hn::ConvertTo(d, hn::PromoteTo(hn::Rebind<int32_t, D>(), load(d8, codes, i)));
-}
-// Codes of 2 * Lanes(d) elements.
-template <class D>
-HWY_INLINE Pair<Floats<D>> load_signed_code_pair(D d, const std::byte* codes, int64_t i) {
-  const hn::Rebind<int32_t, D> di;
-  const hn::Rebind<int16_t, D> d16;
-  const Ints<D> both = hn::PromoteTo(di, load(d16, codes + i, 0));
-  return {hn::ConvertTo(d, hn::ShiftRight<24>(hn::ShiftLeft<24>(both))),
-          hn::ConvertTo(d, hn::ShiftRight<8>(both))};
+  return hn::PromoteTo(hn::Rebind<uint32_t, D>(), load(d8, codes, i));
 }
 template <class D>
-HWY_INLINE Pair<Floats<D>> load_root_code_pair(D d, const std::byte* codes, int64_t i) {
-  const hn::Rebind<int32_t, D> di;
-  const Ints<D> both = hn::BitCast(di, load_u16(d, codes + i, 0));
-  return {hn::ConvertTo(d, hn::And(both, hn::Set(di, 0xff))),
-          hn::ConvertTo(d, hn::ShiftRight<8>(both))};
-}
-// The code, an integer from -128 to 255, as the lowest byte of a word: at this offset the last
-// place of a float is 1. A conversion to integers would first have to check their range.
-template <class D>
-HWY_INLINE Words<D> code_word(D d, Floats<D> code) {
-  return bits_of(d, hn::Add(code, hn::Set(d, 0x1.8p23F)));
+HWY_INLINE void store_codes(D, Words<D> words, std::byte* to, int64_t i) {
+  const hn::Rebind<uint8_t, D> d8;
+  store(d8, hn::TruncateTo(d8, words), to, i);
 }
 template <class D>
-HWY_INLINE void store_code_pair(D d, const Pair<Floats<D>>& codes, std::byte* to, int64_t i) {
-  const hn::Rebind<uint32_t, D> du;
+HWY_INLINE void store_code_pair(D, Words<D> even, Words<D> odd, std::byte* to, int64_t i) {
   const hn::Rebind<uint16_t, D> d16;
-  const Words<D> even = hn::And(code_word(d, codes.even), hn::Set(du, 0xffU));
-  const Words<D> both = hn::Or(even, hn::ShiftLeft<8>(code_word(d, codes.odd)));
-  store(d16, hn::TruncateTo(d16, both), to + i, 0);
+  store(d16, hn::TruncateTo(d16, hn::Or(even, odd)), to + i, 0);
 }
 
-// 1 + u with u = (r + 1/2) / 2^16 of the lower 16 bits r of a random word: r is placed in the
-// significand of 1, the half below it.
-constexpr uint32_t kOneAndHalf = 0x3f800040U;
-template <class D>
-HWY_INLINE Floats<D> lower_fraction(D d, Words<D> random) {
+// The value of byte kByte of the words.
+template <int kByte, class D>
+HWY_INLINE Floats<D> signed_value(D d, Words<D> words, float scale) {
   const hn::Rebind<uint32_t, D> du;
-  const Words<D> placed = hn::And(hn::ShiftLeft<7>(random), hn::Set(du, 0x7fff80U));
-  return hn::BitCast(d, hn::Or(placed, hn::Set(du, kOneAndHalf)));
+  const Words<D> code = hn::ShiftLeft<kSignedPlaces - 8 * kByte>(words);
+  const Words<D> sign = hn::And(hn::ShiftLeft<24 - 8 * kByte>(words), hn::Set(du, 0x80000000U));
+  const Words<D> placed = hn::And(code, hn::Set(du, 0x7fU << kSignedPlaces));
+  const Words<D> value = bits_of(d, value_of<kSignedPlaces>(d, placed, scale));
+  return hn::BitCast(d, hn::Xor(value, sign));
 }
-// The same of the upper 16 bits.
-template <class D>
-HWY_INLINE Floats<D> upper_fraction(D d, Words<D> random) {
+template <int kByte, class D>
+HWY_INLINE Floats<D> root_value(D d, Words<D> words, float scale) {
   const hn::Rebind<uint32_t, D> du;
-  const Words<D> placed = hn::And(hn::ShiftRight<9>(random), hn::Set(du, 0x7fff80U));
-  return hn::BitCast(d, hn::Or(placed, hn::Set(du, kOneAndHalf)));
+  const Words<D> code = hn::ShiftLeft<kRootPlaces - 8 * kByte>(words);
+  return value_of<kRootPlaces>(d, hn::And(code, hn::Set(du, 0xffU << kRootPlaces)), scale);
 }
 
-// u * width of 1 + u, rounded once.
+// Half of a code's step in the places that it drops, which rounds to the nearest value; random bits
+// of a word there.
+template <int kPlaces>
+constexpr uint32_t kNearest = 1U << (kPlaces - 1);
 template <class D>
-HWY_INLINE Floats<D> share_of([[maybe_unused]] D d, Floats<D> fraction, Floats<D> width) {
-#if HWY_NATIVE_FMA
-  return hn::MulSub(fraction, width, width);
-#else
-  return hn::Mul(hn::Sub(fraction, hn::Set(d, 1.0F)), width);
-#endif
+HWY_INLINE Words<D> signed_random(D, Words<D> random) {
+  return hn::ShiftRight<32 - kSignedPlaces>(random);
 }
-
-// The code of t >= 0: c or c + 1 of c^2 <= t < (c + 1)^2. Widths and differences of squares are
-// exact, with or without a fused multiplication. `fraction`: 1 + u.
 template <class D>
-HWY_INLINE Floats<D> code_of(D d, Floats<D> t, Floats<D> fraction) {
-  const Floats<D> one = hn::Set(d, 1.0F);
-  const Floats<D> c = hn::Floor(hn::Sqrt(t));
-  const Floats<D> width = hn::MulAdd(c, hn::Set(d, 2.0F), one);
-  const Floats<D> rest = hn::NegMulAdd(c, c, t);
-  const auto is_up = hn::Lt(share_of(d, fraction, width), rest);
-  return hn::Add(c, hn::IfThenElseZero(is_up, one));  // a blend is slower on AVX2
+HWY_INLINE Words<D> root_random(D, Words<D> random) {
+  const hn::Rebind<uint32_t, D> du;
+  return hn::And(random, hn::Set(du, (1U << kRootPlaces) - 1));
 }
 
-// The factor of a block: a value times it is t.
-HWY_INLINE float per_unit(float scale, float most_code) {
-  return most_code * most_code / std::max(scale, kLeastDivisor);
+// The factor of a block from a value to its offset, rounded up, so that the scale's own gets the
+// largest code.
+template <int kPlaces>
+HWY_INLINE float per_value(float scale) {
+  return (kTop<kPlaces> - 2) / std::max(scale, kLeastDivisor) * (1 + 0x1p-22F);
 }
-
-// The magnitude of the code. The scale's own, whose t is 127^2 but for one place, is 127: no
-// fraction is that close to 0 or 1.
 template <class D>
-HWY_INLINE Floats<D> magnitude_code(D d, Floats<D> v, float per, Floats<D> fraction) {
-  return code_of(d, hn::Mul(hn::Abs(v), hn::Set(d, per)), fraction);
+HWY_INLINE Floats<D> offset_of(D d, Floats<D> magnitude, float per) {
+  return fma(d, magnitude, hn::Set(d, per), hn::Set(d, 2.0F));
+}
+// An offset with its code from bit kPlaces on. In a segment steps are equal, and a carry into the
+// exponent leads to the first value of the next one: the value is exact on average.
+template <int kPlaces, class D>
+HWY_INLINE Words<D> rounded(D d, Floats<D> z, Words<D> random) {
+  return hn::Add(bits_of(d, hn::Min(z, hn::Set(d, kTop<kPlaces>))), random);
+}
+
+// Code words as byte kByte, the other bytes 0. `value` gives the sign.
+template <int kByte, class D>
+HWY_INLINE Words<D> signed_byte(D d, Words<D> z, Floats<D> value) {
+  const hn::Rebind<uint32_t, D> du;
+  const Words<D> code = hn::ShiftRight<kSignedPlaces - 8 * kByte>(z);
+  const Words<D> sign = hn::ShiftRight<24 - 8 * kByte>(bits_of(d, value));
+  return hn::Or(hn::And(code, hn::Set(du, 0x7fU << (8 * kByte))),
+                hn::And(sign, hn::Set(du, 0x80U << (8 * kByte))));
+}
+// Only 0 has the code 0.
+template <int kByte, class D>
+HWY_INLINE Words<D> root_byte(D d, Words<D> z, Floats<D> root) {
+  const hn::Rebind<uint32_t, D> du;
+  const Words<D> code = hn::ShiftRight<kRootPlaces - 8 * kByte>(z);
+  const auto is_positive = hn::RebindMask(du, hn::Gt(root, hn::Zero(d)));
+  return hn::IfThenElseZero(is_positive, hn::And(code, hn::Set(du, 0xffU << (8 * kByte))));
 }
 
 // Where a step of exp_avg's code is large compared with the root, its rounding alone would make
-// large updates. So a root is stored as no less than 3/4 of that step, and as no less than code 1.
+// large updates. So a root is stored as no less than 3/4 of that step, plus code 1.
+constexpr float kLeastRoot = 2 + 0x1p-4F;  // the offset of code 1
 HWY_INLINE float least_per_step(float exp_avg_scale, float root_scale) {
-  constexpr float kSteps = 0.75F * (kMostRoot * kMostRoot) / (kMostSigned * kMostSigned);
-  return std::max(kSteps * exp_avg_scale / std::max(root_scale, kLeastDivisor), 1.0F);
+  constexpr float kSteps = 0.75F / 16 * (kTop<kRootPlaces> - 2) / (kTop<kSignedPlaces> - 2);
+  return kSteps * exp_avg_scale / std::max(root_scale, kLeastDivisor);
 }
-// For the magnitude of exp_avg's code.
+// The least offset of a root beside the rounded offset of exp_avg.
 template <class D>
-HWY_INLINE Floats<D> least_of(D d, Floats<D> code, float per_step) {
-  return fma(d, code, hn::Set(d, 2 * per_step), hn::Set(d, per_step));
-}
-// The factor is rounded up, so that the scale's own root gets the largest code.
-HWY_INLINE float per_root(float scale) { return per_unit(scale, kMostRoot) * (1 + 0x1p-22F); }
-// `per`: per_root. `least`: of t. Only 0 has the code 0.
-template <class D>
-HWY_INLINE Floats<D> root_code(D d, Floats<D> root, float per, Floats<D> least,
-                               Floats<D> fraction) {
-  Floats<D> t = hn::Max(hn::Mul(root, hn::Set(d, per)), least);
-  t = hn::Min(t, hn::Set(d, kMostRoot * kMostRoot));
-  const auto is_positive = hn::Gt(root, hn::Zero(d));
-  return hn::IfThenElseZero(is_positive, code_of(d, t, fraction));
-}
-
-template <class D>
-HWY_INLINE void store_codes(D d, Floats<D> codes, std::byte* to, int64_t i) {
-  const hn::Rebind<uint8_t, D> d8;
-  store(d8, hn::TruncateTo(d8, code_word(d, codes)), to, i);
+HWY_INLINE Floats<D> least_of(D d, Words<D> exp_avg, float per_step) {
+  const hn::Rebind<uint32_t, D> du;
+  const Floats<D> segment = hn::BitCast(d, hn::And(exp_avg, hn::Set(du, kExponent)));
+  return fma(d, segment, hn::Set(d, per_step), hn::Set(d, kLeastRoot));
 }
 
 // Largest magnitude of n > 0 floats, NaN if one of them is NaN. Compares as integers, which have
@@ -293,13 +276,17 @@ HWY_INLINE float largest(const float* values, int64_t n) {
   constexpr int32_t kMagnitude = 0x7fffffff;
   int32_t most = 0;
   int64_t i = 0;
-  if (n >= lanes) {
-    auto all = hn::Zero(d);
-    for (; i + lanes <= n; i += lanes) {
-      all =
-          hn::Max(all, hn::And(hn::BitCast(d, hn::LoadU(df, values + i)), hn::Set(d, kMagnitude)));
+  const auto at = [&](int64_t k) {
+    return hn::And(hn::BitCast(d, hn::LoadU(df, values + k)), hn::Set(d, kMagnitude));
+  };
+  if (n >= 4 * lanes) {
+    auto first = hn::Zero(d);
+    auto second = hn::Zero(d);
+    for (; i + 4 * lanes <= n; i += 4 * lanes) {
+      first = hn::Max(first, hn::Max(at(i), at(i + lanes)));
+      second = hn::Max(second, hn::Max(at(i + 2 * lanes), at(i + 3 * lanes)));
     }
-    most = hn::GetLane(hn::MaxOfLanes(d, all));
+    most = hn::GetLane(hn::MaxOfLanes(d, hn::Max(first, second)));
   }
   for (; i < n; ++i) most = std::max(most, std::bit_cast<int32_t>(values[i]) & kMagnitude);
   return std::bit_cast<float>(most);

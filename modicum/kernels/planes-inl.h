@@ -34,10 +34,12 @@ struct Export {
     if (plane == StatePlane::master) {
       store(d, load_master<kFormat>(d, span.master, span.master_low, i), to, i);
     } else if (plane == StatePlane::exp_avg) {
-      store(d, load_exp_avg<kFormat>(d, span, piece, i), to, i);
+      const float scale = scale_at<kFormat>(span.exp_avg_scale, piece);
+      store(d, load_exp_avg<kFormat>(d, span.exp_avg, scale, i), to, i);
     } else {
       const SquarePlane from = square_plane(span, plane);
-      store(d, load_exp_avg_sq<kFormat>(d, from.codes, from.scales, piece, i), to, i);
+      const float scale = scale_at<kFormat>(from.scales, piece);
+      store(d, load_exp_avg_sq<kFormat>(d, from.codes, scale, i), to, i);
     }
   }
 };
@@ -110,16 +112,19 @@ struct EncodeNearest {
   std::byte* to;
   bool roots;
   Piece piece;
-  float per;  // per_root, or per_unit
+  float per;  // per_value
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
+    const hn::Rebind<uint32_t, D> du;
     const Floats<D> value = hn::LoadU(d, from + i - piece.begin);
-    const Floats<D> nearest = hn::Set(d, kNearest);
+    const Floats<D> z = offset_of(d, hn::Abs(value), per);
     if (roots) {
-      store_codes(d, root_code(d, value, per, hn::Set(d, 1.0F), nearest), to, i);
+      const Words<D> half = hn::Set(du, kNearest<kRootPlaces>);
+      const Words<D> code = rounded<kRootPlaces>(d, hn::Max(z, hn::Set(d, kLeastRoot)), half);
+      store_codes(d, root_byte<0>(d, code, value), to, i);
     } else {
-      const Floats<D> code = magnitude_code(d, value, per, nearest);
-      store_codes(d, hn::CopySign(code, value), to, i);
+      const Words<D> half = hn::Set(du, kNearest<kSignedPlaces>);
+      store_codes(d, signed_byte<0>(d, rounded<kSignedPlaces>(d, z, half), value), to, i);
     }
   }
 };
@@ -142,7 +147,7 @@ void import_all(const AdamNumbers& numbers, const AdamSpan& span, StatePlane pla
     for_lanes(Stage{bytes, staged, roots, piece}, piece.begin, piece.end);
     const float scale = scale_of(staged, piece.end - piece.begin);
     to.scales[piece.scale] = scale;
-    const float per = roots ? per_root(scale) : per_unit(scale, kMostSigned);
+    const float per = roots ? per_value<kRootPlaces>(scale) : per_value<kSignedPlaces>(scale);
     for_lanes(EncodeNearest{staged, to.codes, roots, piece, per}, piece.begin, piece.end);
   }
 }

@@ -190,8 +190,11 @@ TEST(StateFormat, AShortMasterIsWithinTwoToTheMinusFifteen) {
   }
 }
 
-// Half the distance between the squares around x in units of 1 / most^2.
-float half_step(float x, float most) { return (std::sqrt(x) * most + 0.5F) / (most * most); }
+// Half the distance between the values of codes around x, in units of the scale. Offsets are
+// 2 + x * range, with so many codes in each doubling.
+float half_step(float x, float range, float codes_of_segment) {
+  return std::exp2(std::floor(std::log2(2 + x * range))) / codes_of_segment / range / 2;
+}
 
 TEST(StateFormat, ImportedMomentsHaveTheNearestCode) {
   const int64_t n = 5 * kScaleBlock;
@@ -207,10 +210,10 @@ TEST(StateFormat, ImportedMomentsHaveTheNearestCode) {
     const float scale = held.exp_avg_scale[i / kScaleBlock];
     const float root_scale = held.exp_avg_sq_scale[i / kScaleBlock];
     const float value = std::fabs(values[i]);
-    ASSERT_LE(std::fabs(m[i] - values[i]), half_step(value / scale, 127) * scale * 1.001F);
-    const float least = root_scale / (255 * 255);  // no code 0
+    ASSERT_LE(std::fabs(m[i] - values[i]), half_step(value / scale, 494, 16) * scale * 1.001F);
+    const float least = root_scale / 16 / 502;  // no code 0
     ASSERT_LE(std::fabs(std::sqrt(v[i]) - value),
-              std::max(least, half_step(value / root_scale, 255) * root_scale) * 1.001F);
+              std::max(least, half_step(value / root_scale, 502, 32) * root_scale) * 1.001F);
     ASSERT_TRUE(v[i] > 0 || values[i] == 0);
   }
   // What was exported is imported again without loss.

@@ -72,25 +72,28 @@ def joined(upper: Array, lower: Array) -> Array:
 
 
 class Codes:
-    """Codes of exp_avg (top 127, with a sign) or of roots (top 255)."""
+    """Codes of exp_avg (dropped = 19, top = 496) or of roots (18, 504)."""
 
-    def __init__(self, top: int) -> None:
-        self.top, self.square = top, F(top * top)
-        self.back = F(1 / (top * top))
+    def __init__(self, dropped: int, top: int) -> None:
+        self.dropped, self.top, self.range = U32(dropped), F(top), F(top - 2)
+        self.back = F(1) / self.range
 
     def values(self, codes: Array, scale: Array) -> Array:
-        c = codes.astype(F)
-        return ((c * np.abs(c)) * self.back) * scale
+        z = (U32(0x40000000) + (codes.astype(U32) << self.dropped)).view(F)
+        return ((z - F(2)) * self.back) * scale
 
-    @staticmethod
-    def rounded(t: Array, u: Array) -> Array:
-        """The code of a magnitude t, in units of the first code's value."""
-        c = np.floor(np.sqrt(t, dtype=np.float64)).astype(F)
-        width, rest = 2 * c + F(1), t - c * c
-        return c + (width * u < rest)
+    def offset(self, magnitude: Array, scale: Array) -> Array:
+        return fma(magnitude, (self.range / scale) * F(1 + 2.0**-22), F(2))
+
+    def rounded(self, z: Array, r: Array) -> Array:
+        """The bits of an offset after rounding; the code is above the dropped ones."""
+        return np.minimum(z, self.top).view(U32) + r
+
+    def code(self, bits: Array) -> Array:
+        return (bits - U32(0x40000000)) >> self.dropped
 
 
-SIGNED, ROOTS = Codes(127), Codes(255)
+SIGNED, ROOTS = Codes(19, 496), Codes(18, 504)
 LEAST_SCALE = F(2.0**-100)
 CAP = F(2.0**63)
 
@@ -243,7 +246,7 @@ class State:
         self.master, self.low = values.copy(), np.zeros(0, np.int16)
         if form.master != "whole":
             self.keep_master(values, np.zeros(values.size, U32))
-        dtypes = {"fp32": (F, F), "bf16": (np.uint16,) * 2, "codes": (np.int8, np.uint8)}
+        dtypes = {"fp32": (F, F), "bf16": (np.uint16,) * 2, "codes": (np.uint8,) * 2}
         count = self.blocks.starts.size if form.moments == "codes" else 0
         self.m, self.v, self.vmax = (
             Moment(np.zeros(values.size, dtypes[form.moments][of]), np.zeros(count, F))
@@ -275,7 +278,8 @@ class State:
 
     def first_moment(self) -> Array:
         if self.form.moments == "codes":
-            return SIGNED.values(self.m.stored, self.spread(self.m.scales))
+            magnitude = SIGNED.values(self.m.stored & np.uint8(127), self.spread(self.m.scales))
+            return np.where(self.m.stored > 127, -magnitude, magnitude)
         return self.m.stored if self.form.moments == "fp32" else from_bf16(self.m.stored)
 
     def second_moment(self, of: Moment) -> Array:
@@ -295,38 +299,37 @@ class State:
             for of, v in seconds:
                 of.stored = ((v.view(U32) + other) >> U32(16)).astype(np.uint16)
         else:
-            u = (first.astype(F) + F(0.5)) / F(65536)
-            u_other = (other.astype(F) + F(0.5)) / F(65536)
-            self.encode(m, seconds, u, u_other, is_step=True)
+            self.encode(m, seconds, words >> U32(13), words & U32(0x3FFFF), is_step=True)
 
     def encode(
-        self, m: Array, seconds: Sequence[tuple[Moment, Array]], u: Array, u2: Array, is_step: bool
+        self, m: Array, seconds: Sequence[tuple[Moment, Array]], r: Array, r2: Array, is_step: bool
     ) -> None:
         m = capped(m)
         s_m = self.m.scales = self.blocks.largest(m)
-        t = np.abs(m) * self.spread(SIGNED.square / np.maximum(s_m, LEAST_SCALE))
-        c_m = Codes.rounded(t, u)
-        self.m.stored = np.where(np.signbit(m), -c_m, c_m).astype(np.int8)
+        z_m = SIGNED.offset(np.abs(m), self.spread(np.maximum(s_m, LEAST_SCALE)))
+        bits = SIGNED.rounded(z_m, r)
+        sign = np.where(np.signbit(m), U32(128), U32(0))
+        self.m.stored = (SIGNED.code(bits) + sign).astype(np.uint8)
         for of, v in seconds:
             root = capped(np.sqrt(v))
             s = of.scales = self.blocks.largest(root)
             under = np.maximum(s, LEAST_SCALE)
-            t = root * self.spread((ROOTS.square / under) * F(1 + 2.0**-22))
-            least: Any = F(1)
+            least: Any = F(2.0625)
             if is_step:
-                ratio = F(0.75 * 255**2 / 127**2)
-                w = self.spread(np.maximum(ratio * s_m / under, F(1)))
-                least = fma(c_m, 2 * w, w)
-            t = np.minimum(np.maximum(t, least), ROOTS.square)
-            of.stored = np.where(root == 0, F(0), Codes.rounded(t, u2)).astype(np.uint8)
+                w = self.spread((F(0.75 / 16) * F(502) / F(494)) * s_m / under)
+                segment = (bits & U32(0x7F800000)).view(F)
+                least = fma(segment, w, least)
+            z = np.maximum(ROOTS.offset(root, self.spread(under)), least)
+            code = ROOTS.code(ROOTS.rounded(z, r2))
+            of.stored = np.where(root == 0, U32(0), code).astype(np.uint8)
 
     def import_moments(self, m: Array, v: Array) -> None:
         """Imports moments before the first step. bf16 is rounded with the random bits of the
         parameter's last step, here step 0."""
         seconds = [(self.v, v), (self.vmax, v)]
         if self.form.moments == "codes":
-            half = np.full(m.size, F(0.5))
-            self.encode(m, seconds, half, half, is_step=False)
+            half = np.full(m.size, U32(1 << 18))
+            self.encode(m, seconds, half, half >> U32(1), is_step=False)
         else:
             self.keep_moments(m, seconds, self.blocks.words(self.seed, self.numbers.t))
 
