@@ -17,7 +17,8 @@ from harness.page import ROOT, machine, write_between_markers
 def commit() -> str:
     """The commit that was measured; changes to pages do not count."""
     words = ["git", "describe", "--always", "--exclude", "*"]
-    return subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def main() -> None:

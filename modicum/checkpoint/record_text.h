@@ -1,7 +1,7 @@
-// How the JSON records of steps and conversions write numbers and processes. Internal to
-// `checkpoint`.
+// What the JSON records of steps and conversions share. Internal to `checkpoint`.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -11,6 +11,9 @@
 #include "modicum/json/json.h"
 
 namespace modicum {
+
+// The directories within a step.
+constexpr std::array<const char*, 2> kDirectories = {kStateDirectory, kExtraDirectory};
 
 std::string hex(uint64_t number);  // 16 digits
 std::optional<uint64_t> from_hex(std::string_view text);

@@ -259,7 +259,7 @@ HWY_INLINE float least_per_step(float exp_avg_scale, float root_scale) {
   constexpr float kSteps = 0.75F / 16 * (kTop<kRootPlaces> - 2) / (kTop<kSignedPlaces> - 2);
   return kSteps * exp_avg_scale / std::max(root_scale, kLeastDivisor);
 }
-// The least offset of a root beside the rounded offset of exp_avg.
+// The least offset of a root, given the rounded offset of exp_avg.
 template <class D>
 HWY_INLINE Floats<D> least_of(D d, Words<D> exp_avg, float per_step) {
   const hn::Rebind<uint32_t, D> du;

@@ -1,9 +1,9 @@
-"""Models that differ from the checkpoint's: names of their own, other numbers of rows, other tensors
+"""Models that differ from the checkpoint: names of their own, other numbers of rows, other tensors
 on each rank, or a tie that tensor parallelism has cut.
 
 House test against `from_pretrained`, with real ranks. It catches these mutations: an argument of
-`load` that has no effect; new rows that depend on the world; ranks whose models differ and that wait
-for each other or load something else; a tie that is lost.
+`load` that has no effect; new rows that depend on the world; ranks whose models differ and that
+wait for each other or load something else; a tie that is lost.
 """
 
 import json
@@ -170,7 +170,7 @@ def staged(told: Told, directory: str) -> dict[str, Any]:
 
 
 def test_a_pipeline_stage_reads_what_it_has_through_dcp() -> None:
-    """`load` refuses, on all ranks, and says so."""
+    """`load` refuses on all ranks and names the way."""
     whole = {n: bits(p) for n, p in from_pretrained("llama").named_parameters()}
     seen: set[str] = set()
     ended = World(staged, 4, str(checkpoint_of("llama"))).end()
@@ -188,8 +188,8 @@ def test_a_pipeline_stage_reads_what_it_has_through_dcp() -> None:
 
 
 def parallel() -> Any:
-    """A tied model on dp 2 x tp 2: tensor parallelism has cut the embedding and the head one by one,
-    which unties them."""
+    """A tied model on dp 2 x tp 2: tensor parallelism has cut embedding and head one by one, which
+    unties them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"model.embed_tokens": RowwiseParallel(), "lm_head": ColwiseParallel()}
     return parallelize_module(empty("llama_tied"), mesh["tp"], plan), mesh["dp"]

@@ -29,8 +29,8 @@ def load(
     unexpected: str | Collection[str] = "error", check: str | None = None, progress: bool = True,
     seed: int = 0, staging: Size | None = None, buffers: str | None = None, fork: str = "excluded",
     optimizer: AdamW | Sequence[AdamW | Later] = (), resized: str | None = None,
-    recipe: Recipe | str | Path | None = None, key_mapping: Mapping[str, str] | None = None,
-    adapter: str | None = None,
+    recipe: Recipe | str | Path | None = None, adapter: str | None = None,
+    key_mapping: Mapping[str, str] | None = None,
 ) -> Report:  # fmt: skip
     """Loads a checkpoint into a model built under `empty_parameters()`, sharded or not.
 
@@ -83,9 +83,9 @@ def load(
     """
     how = {
         "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
-        "resized": require_rule(resized) is not None, "key_mapping": key_mapping,
-        "adapter": adapter,
+        "resized": require_rule(resized) is not None, "adapter": adapter,
         "recipe": read_recipe(recipe) if isinstance(recipe, (str, Path)) else recipe,
+        "key_mapping": key_mapping,
     }  # fmt: skip
     options = Options(
         ledger or _modicum.Ledger(), budget, strategy, staging, fork, seed, check, progress,

@@ -1,0 +1,157 @@
+#include <fmt/format.h>
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "modicum/base/base.h"
+#include "modicum/checkpoint/checkpoint.h"
+#include "modicum/checkpoint/record_text.h"
+#include "modicum/checkpoint/step.h"
+#include "modicum/json/json.h"
+
+// The text of manifest.json.
+
+namespace modicum {
+namespace {
+
+constexpr int64_t kVersion = 1;
+constexpr const char* kManifest = "manifest.json";
+
+[[noreturn]] void refuse(const std::string& what) {
+  fail(Category::integrity, what, {.file = kManifest});
+}
+
+uint64_t hex_value(JsonValue& value) {
+  const auto number = from_hex(value.string());
+  if (!number) refuse("a digest is not 16 hex digits");
+  return *number;
+}
+
+Digest digest_value(JsonValue& value) {
+  const std::string text = value.string();
+  const auto high = from_hex(std::string_view(text).substr(0, 16));
+  const auto low = text.size() == 32 ? from_hex(std::string_view(text).substr(16)) : std::nullopt;
+  if (!high || !low) refuse("a digest is not 32 hex digits");
+  return {*high, *low};
+}
+
+// A file name without a leading dot, optionally in one of kDirectories.
+bool is_plain_name(std::string_view name) {
+  for (const char* const directory : kDirectories) {
+    const std::string prefix = fmt::format("{}/", directory);
+    if (!name.starts_with(prefix)) continue;
+    name.remove_prefix(prefix.size());
+    break;
+  }
+  return !name.empty() && name.front() != '.' && name.find('/') == std::string_view::npos &&
+         name.find('\0') == std::string_view::npos;
+}
+
+StepFile read_file(JsonValue& value) {
+  StepFile file;
+  value.object([&](std::string_view key, JsonValue& member) {
+    if (key == "name") file.name = member.string();
+    if (key == "bytes") file.bytes = static_cast<uint64_t>(member.integer());
+    if (key == "digested_bytes") file.digested_bytes = static_cast<uint64_t>(member.integer());
+    if (key == "digest") file.digest = digest_value(member);
+  });
+  if (!is_plain_name(file.name)) refuse("a file is named outside the step's directory");
+  if (file.digested_bytes > file.bytes) refuse("a digest covers more bytes than its file has");
+  return file;
+}
+
+StepTensor read_tensor(JsonValue& value) {
+  StepTensor tensor;
+  value.object([&](std::string_view key, JsonValue& member) {
+    if (key == "name") tensor.spec.fqn = member.string();
+    if (key == "dtype") {
+      const auto dtype = dtype_from_stored_name(member.string());
+      if (!dtype) refuse("a tensor has an unknown dtype");
+      tensor.spec.dtype = *dtype;
+    }
+    if (key == "shape") {
+      member.array([&](JsonValue& dim) { tensor.spec.shape.push_back(dim.integer()); });
+    }
+    if (key == "chunks") {
+      member.array([&](JsonValue& chunk) { tensor.chunks.push_back(hex_value(chunk)); });
+    }
+  });
+  return tensor;
+}
+
+void tensors_member(JsonWriter& out, std::string_view key, const std::vector<StepTensor>& tensors) {
+  out.key(key).begin_array();
+  for (const StepTensor& tensor : tensors) {
+    out.begin_object()
+        .member("name", tensor.spec.fqn)
+        .member("dtype", stored_name(tensor.spec.dtype));
+    out.key("shape").begin_array();
+    for (const int64_t dim : tensor.spec.shape) out.value(dim);
+    out.end_array().key("chunks").begin_array();
+    for (const uint64_t chunk : tensor.chunks) out.value(hex(chunk));
+    out.end_array().end_object();
+  }
+  out.end_array();
+}
+
+}  // namespace
+
+std::string record_json(const StepRecord& record) {
+  JsonWriter out;
+  out.begin_object()
+      .member("version", kVersion)
+      .member("step", record.step)
+      .member("uuid", record.uuid)
+      .member("world_size", record.world_size)
+      .member("tool", record.tool);
+  out.key("files").begin_array();
+  for (const StepFile& file : record.files) {
+    out.begin_object()
+        .member("name", file.name)
+        .member("bytes", file.bytes)
+        .member("digested_bytes", file.digested_bytes)
+        .member("digest", file.digest.hex())
+        .end_object();
+  }
+  out.end_array();
+  tensors_member(out, "tensors", record.tensors);
+  tensors_member(out, "state", record.state);
+  out.end_object();
+  return out.text();
+}
+
+StepRecord parse_record(const std::string& text) {
+  StepRecord record;
+  std::optional<int64_t> version;
+  try {
+    read_json(text, [&](JsonValue& root) {
+      root.object([&](std::string_view key, JsonValue& member) {
+        if (key == "version") version = member.integer();
+        if (key == "step") record.step = member.integer();
+        if (key == "uuid") record.uuid = member.string();
+        if (key == "world_size") record.world_size = static_cast<int>(member.integer());
+        if (key == "tool") record.tool = member.string();
+        if (key == "files") {
+          member.array([&](JsonValue& file) { record.files.push_back(read_file(file)); });
+        }
+        if (key == "tensors" || key == "state") {
+          auto& tensors = key == "state" ? record.state : record.tensors;
+          member.array([&](JsonValue& tensor) { tensors.push_back(read_tensor(tensor)); });
+        }
+      });
+    });
+  } catch (const JsonError& error) {
+    fail(Category::integrity, error.what(), {.file = kManifest, .offset = error.offset});
+  }
+  if (!version) refuse("there is no version");
+  if (*version > kVersion) {
+    fail(Category::unsupported, "the step was saved by a later Modicum",
+         {.file = kManifest,
+          .expected = fmt::format("version {}", kVersion),
+          .got = fmt::format("version {}", *version)});
+  }
+  return record;
+}
+
+}  // namespace modicum

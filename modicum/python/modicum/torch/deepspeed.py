@@ -1,0 +1,70 @@
+"""DeepSpeed under transformers' Trainer. Imports transformers, but not DeepSpeed.
+
+from modicum.torch.deepspeed import ProtectCallback
+
+trainer = Trainer(model, args, callbacks=[ProtectCallback()], ...)
+"""
+
+import copy
+import math
+from typing import Any
+
+from transformers import TrainerCallback
+
+from modicum.errors import refusal
+from modicum.torch.optim.protection import Protection, protect
+
+
+class ProtectCallback(TrainerCallback):
+    """Calls `modicum.torch.protect` when training begins: after DeepSpeed's initialisation, and
+    before the data loader forks its workers.
+
+    Works with DeepSpeed's ZeRO-1 and -2 with `offload_optimizer`, and with torch's optimizers;
+    `modicum.torch.AdamW` needs no protection and is ignored. State that does not exist yet is
+    protected at the end of the first step. When training ends, children inherit the memory again.
+    """
+
+    def __init__(self) -> None:
+        self.protection: Protection | None = None
+        """Of the present training; None before and after it."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.protection = protect(_unwrapped(kwargs["optimizer"]))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.protection is not None:
+            self.protection.undo()
+        self.protection = None
+
+
+def config_of(arguments: Any) -> dict[str, Any]:
+    """The ds_config of `TrainingArguments(deepspeed=...)` with numbers in place of "auto", as
+    transformers has resolved them, for `modicum plan --deepspeed`:
+
+        Path("resolved.json").write_text(json.dumps(config_of(arguments)))
+        modicum.plan("DIRECTORY", ranks=8, deepspeed="resolved.json")
+
+    Numbers that JSON lacks are left out. Bucket sizes that depend on the model stay "auto": they
+    do not change host memory.
+
+    Raises:
+        UsageError: the arguments have no DeepSpeed configuration.
+    """
+    resolved = getattr(arguments, "hf_deepspeed_config", None)
+    if resolved is None:
+        got = type(arguments).__name__
+        expected = "TrainingArguments with deepspeed="
+        raise refusal("USAGE", "no DeepSpeed configuration", expected=expected, got=got)
+    config = copy.deepcopy(resolved.config)
+    return {key: value for key, value in config.items() if not _is_infinite(value)}
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside accelerate's wrapper."""
+    while type(optimizer).__module__.partition(".")[0] == "accelerate":
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -1,0 +1,82 @@
+"""DeepSpeed under transformers' Trainer: `ProtectCallback`, and the configuration that Trainer
+resolves.
+
+House test with the real Trainer and DeepSpeed. It catches these mutations: a protection that comes
+before DeepSpeed's memory or after the fork of the workers; "auto" that reaches the forecast.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("deepspeed")
+
+from program import run_json
+
+import modicum as front
+from modicum.errors import UsageError
+from modicum.torch.deepspeed import config_of
+
+PROGRAM = Path(__file__).parents[2] / "support/deepspeed_trainer.py"
+
+
+def run(folder: Path, *words: str) -> dict[str, Any]:
+    command = [sys.executable, str(PROGRAM), str(folder), *words]
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if '"losses"' in line))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(tmp_path_factory.mktemp("plain"))
+
+
+def copied(told: dict[str, Any]) -> float:
+    """Of master, gradient, moments and staging, in bytes per parameter."""
+    owners = {owner["name"]: owner for owner in told["attribution"]["owners"]}
+    names = ("master", "gradient", "moments", "staging")
+    return sum(owners[name]["copied_per_param"] for name in names)
+
+
+@pytest.mark.alone  # measures memory
+def test_the_callback_protects_before_the_workers_are_forked(
+    plain: dict[str, Any], tmp_path: Path
+) -> None:
+    protected = run(tmp_path, "--protect")
+    assert plain["attribution"]["forked"] == protected["attribution"]["forked"] == 2
+    assert copied(plain) == pytest.approx(10, rel=0.1)
+    assert copied(protected) < 0.2
+    assert protected["losses"] == plain["losses"] and len(plain["losses"]) == 4
+    assert protected["ended"]
+
+
+def test_a_resolved_configuration_is_forecast(
+    plain: dict[str, Any], modicum: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--layers", 1, "--sparse")
+    config = plain["config"]
+    assert config["gradient_accumulation_steps"] == 2 and config["train_batch_size"] == 2
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    forecast = front.plan(directory, deepspeed=path)["deepspeed"]
+    assert forecast
+    path.write_text(json.dumps(config | {"gradient_accumulation_steps": "auto"}))
+    with pytest.raises(UsageError, match="gradient_accumulation_steps.*auto"):
+        front.plan(directory, deepspeed=path)
+
+
+def test_arguments_without_deepspeed_are_refused() -> None:
+    with pytest.raises(UsageError, match="TrainingArguments with deepspeed="):
+        config_of(SimpleNamespace(hf_deepspeed_config=None))
