@@ -24,6 +24,7 @@ MODULES: dict[str, list[str] | None] = {
     "modicum.torch": None,
     "modicum.torch.accelerate": ["Loading", "loading"],
     "modicum.torch.dcp": ["HuggingFaceReader"],
+    "modicum.torch.deepspeed": ["ProtectCallback", "config_of"],
     "modicum.errors": ["Error"],
 }
 SHARED_BY = ("plan", "load", "rehearse", "save", "resume")

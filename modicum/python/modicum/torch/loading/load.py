@@ -84,14 +84,17 @@ def load(
     how = {
         "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
         "resized": require_rule(resized) is not None, "adapter": adapter,
-        "recipe": read_recipe(recipe) if isinstance(recipe, (str, Path)) else recipe,
-        "key_mapping": key_mapping,
+        "recipe": _read(recipe), "key_mapping": key_mapping,
     }  # fmt: skip
     options = Options(
         ledger or _modicum.Ledger(), budget, strategy, staging, fork, seed, check, progress,
         optimizers_of(optimizer), later_of(optimizer),
     )  # fmt: skip
     return _load(model, source, how, options, {"buffers": buffers, "resized": resized or ""})
+
+
+def _read(recipe: Recipe | str | Path | None) -> Recipe | None:
+    return read_recipe(recipe) if isinstance(recipe, (str, Path)) else recipe
 
 
 def _load(
