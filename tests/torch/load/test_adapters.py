@@ -166,7 +166,8 @@ def test_a_save_has_the_values_of_training(tmp_path: Path) -> None:
     model = empty("llama", LORA | {"use_dora": True, "trainable_token_indices": TOKENS})
     load(model, checkpoint_of("llama"))
     fill(model)
-    stored = stored_in(Path(modicum.torch.save(model, tmp_path / "steps", step=1).path))
+    saved = modicum.torch.save(model, tmp_path / "steps", step=1, adapters=False)
+    stored = stored_in(Path(saved.path))
     base = stored_in(checkpoint_of("llama"))
     assert all(torch.equal(stored[name], tensor) for name, tensor in base.items())
     for name, parameter in model.named_parameters():

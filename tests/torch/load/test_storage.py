@@ -236,7 +236,7 @@ def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.Monkey
         hand_over(planned, model, loaded, {t: s.host for t, s in storages.items()})
 
     monkeypatch.setattr(running, "_hand_over", from_stand_ins)
-    monkeypatch.setattr(planning, "_device_of", lambda model, of: META)
+    monkeypatch.setattr(planning, "device_of", lambda model, of: META)
     for rank in range(3):
         with playing_new_rank(rank, 3):
             model = shard(empty(name), cut)
@@ -254,7 +254,7 @@ def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.Monkey
 
 
 def test_a_copy_is_no_reason_for_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "_device_of", lambda model, of: META)
+    monkeypatch.setattr(planning, "device_of", lambda model, of: META)
     torch.set_warn_always(True)
     try:
         with warnings.catch_warnings():
