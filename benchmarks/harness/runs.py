@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.page import ROOT
-from harness.watch import Watch, available_bytes, group_within
+from harness.watch import Watch, available_bytes, group_within, require_group
 
 SAMPLE_PERIOD_S = 0.004
 RESERVE_BYTES = 2 << 30  # left free for the rest of the machine
@@ -139,12 +139,14 @@ def measure(
     before_loading: Callable[[], None],
     patience_s: float,
     spare_bytes: int = 0,
+    more_bytes: int | None = None,
 ) -> dict[str, Any]:
     """One run of a job: the measurements, and each rank's report.
 
     `before_loading` is called when all ranks are ready to begin; for a job with `builds_first`,
     between building the model and loading it. The ranks may use the node's available memory and
-    `spare_bytes`. Raises `RunFailedError`, after every rank has ended.
+    `spare_bytes`; or, given `more_bytes`, so much more than they hold when they begin. Raises
+    `RunFailedError`, after every rank has ended.
     """
     where = scratch / "gate"
     where.unlink(missing_ok=True)
@@ -159,6 +161,8 @@ def measure(
             ranks.hear("ready", STARTING_S)
             if not job["builds_first"]:
                 before_loading()
+            if more_bytes is not None:
+                limit = require_group(group).cage_in(more_bytes)
             with Watch(ranks.pids, group) as watch:
                 ranks.tell()
                 if job["builds_first"]:

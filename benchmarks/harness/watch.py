@@ -20,7 +20,7 @@ from types import TracebackType
 from harness.page import ROOT
 
 sys.path.append(str(ROOT / "tests/support"))
-from cage import Cage, cage, drop_page_cache, why_no_cage
+from cage import Cage, cage, drop_page_cache, set_limit, why_no_cage
 
 PAGE = mmap.PAGESIZE
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -158,6 +158,18 @@ class Group:
         pattern = r"^total_cache (\d+)" if self._v1 else r"^file (\d+)"
         return int(re.search(pattern, self._read("memory.stat", "memory.stat"), re.M)[1])
 
+    def shared(self) -> int:
+        """Shared memory, which `cache` includes."""
+        pattern = r"^total_shmem (\d+)" if self._v1 else r"^shmem (\d+)"
+        return int(re.search(pattern, self._read("memory.stat", "memory.stat"), re.M)[1])
+
+    def cage_in(self, more_bytes: int) -> int:
+        """Limits the cgroup to what it holds now, without page cache, and `more_bytes`. Returns the
+        limit."""
+        limit = self.usage() - (self.cache() - self.shared()) + more_bytes
+        set_limit(self._cage.directory, self._cage.version, limit)
+        return limit
+
     def reset_peak(self) -> None:
         # Version 2 keeps the peak since the ranks' start, which is below that of a load.
         if self._v1:
@@ -168,6 +180,13 @@ class Group:
 
     def was_out_of_memory(self) -> bool:
         return self._cage.oom_kills() > 0
+
+
+def require_group(group: Group | None) -> Group:
+    """`SystemExit` without a cgroup."""
+    if group is None:
+        raise SystemExit(f"a cage is needed: {why_no_cage()}")
+    return group
 
 
 @contextlib.contextmanager

@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 from rivals.model import empty_sharded, local_of, region
 from rivals.rank import Gate, report
 from rivals.rank import preload as preload
@@ -26,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import modicum.torch
+from modicum import _modicum
 
 Optimizer = torch.optim.Optimizer
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -36,14 +40,16 @@ class Saver:
     """A way to save. `is_durable`: it syncs its files itself. `has_state`: it saves the optimizer's
     state. `is_readable`: by `from_pretrained`."""
 
-    save: Callable[[nn.Module, Optimizer | None, Path], None]
+    save: Callable[[nn.Module, Optimizer | None, Path], dict[str, int] | None]
     has_state: bool = False
     is_durable: bool = False
     is_readable: bool = True
 
 
-def by_modicum(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
-    modicum.torch.save(model, out, step=1, optimizer=optimizer, budget="none")
+def by_modicum(model: nn.Module, optimizer: Optimizer | None, out: Path) -> dict[str, int]:
+    before = _modicum.process_memory()["held_bytes"]
+    saved = modicum.torch.save(model, out, step=1, optimizer=optimizer, budget="none")
+    return {"promised": saved.promised_bytes, "before": before, "tensors_read": saved.read_bytes}
 
 
 def by_dcp(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
@@ -77,6 +83,36 @@ def by_save_pretrained(model: nn.Module, optimizer: Optimizer | None, out: Path)
             torch.save(state, out / "optimizer.pt")
 
 
+def by_accelerate(kind: str) -> Callable[[nn.Module, Optimizer | None, Path], None]:
+    """What `Accelerator.save_state` calls of FSDP2. On CPU `Accelerator` replaces FSDP2 by DDP."""
+
+    def save(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
+        PartialState(cpu=True)  # accelerate's logging needs it
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+        at = SimpleNamespace(num_processes=dist.get_world_size(), process_index=dist.get_rank())
+        save_fsdp_model(plugin, at, model, str(out))
+        if optimizer is not None:
+            save_fsdp_optimizer(plugin, at, optimizer, model, str(out))
+
+    return save
+
+
+def by_torch_checkpointing(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
+    from torch_checkpointing import CheckpointManager, SyncCheckpointSaverConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    # With its O_DIRECT 0.1.1 fails on ext4 (EINVAL): the lengths that it writes are not aligned.
+    manager = CheckpointManager.Config(
+        save=SyncCheckpointSaverConfig(),
+        storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+    ).build()
+    manager.save(str(out / "step-1"), state)
+    manager.close()
+
+
 SAVERS = {
     "modicum": Saver(by_modicum, is_durable=True),
     "dcp-hf+consolidate": Saver(by_hf_writer(True)),
@@ -85,6 +121,15 @@ SAVERS = {
     "modicum, with state": Saver(by_modicum, has_state=True, is_durable=True),
     "dcp, with state": Saver(by_dcp, has_state=True, is_readable=False),
     "full state dict, with state": Saver(by_save_pretrained, has_state=True),
+    "accelerate, SHARDED, with state": Saver(
+        by_accelerate("SHARDED_STATE_DICT"), has_state=True, is_readable=False
+    ),
+    "accelerate, FULL, with state": Saver(
+        by_accelerate("FULL_STATE_DICT"), has_state=True, is_readable=False
+    ),
+    "torch_checkpointing, with state": Saver(
+        by_torch_checkpointing, has_state=True, is_readable=False
+    ),
 }
 
 
@@ -103,13 +148,14 @@ def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
     gate.wait()
     dist.barrier()
     begin, written = time.monotonic(), written_bytes()
-    saver.save(model, optimizer, out)
+    told = saver.save(model, optimizer, out) or {}
     dist.barrier()
     if rank == 0 and not saver.is_durable:
         make_durable(out)
     dist.barrier()
     seconds, written = time.monotonic() - begin, written_bytes() - written
-    gate.say("loaded", seconds=seconds, written=written)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    gate.say("loaded", seconds=seconds, written=written, elements=elements, **told)
     gate.wait()
     wrong = differences(case, model, out) if saver.is_readable else []
     dist.barrier()
