@@ -201,9 +201,7 @@ def simulate(first: int, world: int, port: int, traces: Any, lines: Any) -> None
     import torch.distributed as dist
 
     threading.stack_size(256 << 10)
-    clients = [
-        dist.TCPStore("127.0.0.1", port, None, False, PATIENCE) for _ in range(CONNECTIONS)
-    ]
+    clients = [dist.TCPStore("127.0.0.1", port, None, False, PATIENCE) for _ in range(CONNECTIONS)]
     ranks = range(first, world, PROCESSES)
     lines.put("ready")
     with ThreadPoolExecutor(max(1, len(ranks))) as threads:
@@ -346,8 +344,8 @@ def main() -> None:
     columns = [f"{phase}: {of}" for phase in PHASES for of in ("calls", "MiB", "s")]
     text = [
         f"The protocol of a model of {LAYERS} layers, simulated by {PROCESSES} processes against "
-        "one TCPStore; calls of the store per rank (median) and of rank 0, MiB of all values put and "
-        "taken, and seconds until the last rank is through:",
+        "one TCPStore; calls of the store per rank (median) and of rank 0, MiB of all values put "
+        "and taken, and seconds until the last rank is through:",
         "",
         f"| ranks | {' | '.join(columns)} |",
         "|---" * (len(columns) + 1) + "|",

@@ -5,17 +5,17 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-[ $# -gt 0 ] || set -- loaders systems strategies step forks saving
+[ $# -gt 0 ] || set -- loaders.py systems.py strategies.py step.py forks.py saving.py scale.py
 
 scripts/venv.sh test wheel bench
 scripts/wheel.sh build/python install
 run=build/bench-run.tsv
 : > "$run"
 for program in "$@"; do
-  file=benchmarks/$program.py
+  file=benchmarks/$program
   [ -f "$file" ] || { echo "bench.sh: no program $file" >&2; exit 2; }
   begin=$(date +%s)
   scripts/stage.sh "$file" .venv/bin/python "$file"
-  printf '%s\t%s\t%s\n' "$program" "$begin" "$(date +%s)" >> "$run"
+  printf '%s\t%s\t%s\n' "${program%.py}" "$begin" "$(date +%s)" >> "$run"
 done
 .venv/bin/python benchmarks/harness/record.py "$run"

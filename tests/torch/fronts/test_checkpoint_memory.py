@@ -79,8 +79,8 @@ def test_saves_in_a_cgroup_in_which_trainer_is_killed(tmp_path: Path) -> None:
     one = Family("dense", "Qwen3ForCausalLM", "qwen3", SIZES, "float32")
     how = {"directory": str(one.write(one.build(), tmp_path / "model")), "max_steps": 1}
     plain = how | {"by": "accelerate", "folder": str(tmp_path / "plain")}
-    # Two steps: the second one's activations exist next to the optimizer's state, as do those of the
-    # first step after a resume.
+    # Two steps: the second one's activations exist next to the optimizer's state, as do those of
+    # the first step after a resume.
     whole = plain | {"max_steps": 2, "save_strategy": "no"}
     training = run(tmp_path / "training", 16 << 30, **whole)
     assert training.passed and len(training.losses) == 2
