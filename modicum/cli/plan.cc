@@ -3,6 +3,7 @@
 
 #include "modicum/cli/output.h"
 #include "modicum/cli/verbs.h"
+#include "modicum/training/training.h"
 
 namespace modicum {
 
@@ -23,7 +24,7 @@ int run_plan(const Args& args) {
                "with --deepspeed: workers live for all epochs; default: forked per epoch");
   if (const auto done = parse(app, args)) return *done;
   PosixFileSystem files;
-  const PlanReport report = plan_report(files, flags, common.budget, deepspeed);
+  const PlanReport report = job_report(files, flags, common.budget, deepspeed);
   print_result(
       common, [&] { return plan_json(report); }, [&] { return plan_text(report); });
   if (!report.refusal) return 0;

@@ -40,11 +40,7 @@ void require_resumable(const RehearseFlags& flags, const Run& run, const SavePla
                        const StateFiles& state) {
   const RunFlags resumed_by = resumed_flags(flags);
   require_cores(flags.common, resumed_by.ranks);
-  Checkpoint planned = run.checkpoint;
-  planned.manifest = plan.manifest();
-  Run resumed = run_of(*run.files, resumed_by, std::move(planned));
-  state.require_of(resumed);
-  resumed.options.resume = resume_footprint(state);
+  const Run resumed = resuming_run(resumed_by, run, plan, state);
   const auto budget = budget_in_force(flags.common, nodes_of(resumed_by));
   const Plan of = plan_run(resumed, *resumed.options.strategy, budget);
   if (budget) require_fits(of.promise, *budget);

@@ -31,12 +31,6 @@ std::string recipe_of_state(const FoundStep& step) {
 
 }  // namespace
 
-Footprint resume_footprint(const StateFiles& state) {
-  Footprint held;
-  held[Purpose::header] = state.footprint()[Purpose::header];
-  return held;
-}
-
 LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundStep& step,
                        const ResumeSteps& then) {
   PosixFileSystem files;
@@ -62,7 +56,7 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundSte
       [&](Run& opened) {
         if (!state) return;
         state->files.require_of(opened);
-        opened.options.resume = resume_footprint(state->files);
+        opened.options.resume = resume_footprint_of(state->files);
       });
 }
 

@@ -16,7 +16,5 @@ struct ResumeSteps {
 // if the state does not fit the flags; BUDGET.
 LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundStep& step,
                        const ResumeSteps& then);
-// The memory that reading the state from these files adds to a promise (PlanOptions::resume).
-Footprint resume_footprint(const StateFiles& state);
 
 }  // namespace modicum

@@ -108,6 +108,13 @@ constexpr size_t kReadTableRows = 1024;                 // transfers sorted at a
 // held. Those of PlanOptions::after follow, from kLoadPhases on.
 enum : size_t { kOpenPhase, kLoadPhase, kHoldPhase, kLoadPhases };
 
+// The parts of the promise of a run with an optimizer, by its phases after those of the load:
+//
+//   load      step      save, or resume
+//   all 3     `step`    PlanOptions::save, or the load and PlanOptions::resume
+enum class Part : uint8_t { load, step, save, resume };
+Promise part_of(const Promise& promise, Part part);
+
 // How a rank's staging is divided:
 //
 //   | ring part | table | slot        | table | slot        | ...

@@ -13,7 +13,7 @@
 #include <string>
 
 #include "modicum/report/report.h"
-#include "modicum/runs/runs.h"
+#include "modicum/training/training.h"
 
 namespace modicum::python {
 
@@ -118,7 +118,7 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
                                     persistent_workers};
   return as_dict(without_the_lock([&, allowed = text_of("budget", budget)] {
     PosixFileSystem files;
-    return plan_json(plan_report(files, flags, allowed, of_deepspeed));
+    return plan_json(job_report(files, flags, allowed, of_deepspeed));
   }));
 }
 
@@ -160,7 +160,8 @@ Args:
 
 Returns:
     The document of `modicum plan --json`: checkpoint, ranks, strategies, budget, fits. A plan that
-    exceeds the budget is no error: `fits` is False.
+    exceeds the budget is no error: `fits` is False. With `optimizer` each node also has `job`, the
+    phases of a save and a resume by as many ranks.
 
 Raises:
     FormatError: a header or the index is malformed.

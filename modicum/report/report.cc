@@ -18,18 +18,45 @@ std::string_view node_peak_phase(const Promise& promise, int node) {
   return peak->name;
 }
 
+void phase_object(JsonWriter& out, std::string_view name, const Footprint& held) {
+  out.begin_object().member("phase", name).member("bytes", held.total());
+  out.key("by_purpose").begin_object();
+  for (size_t p = 0; p < held.bytes.size(); ++p) {
+    if (held.bytes[p] > 0) out.member(purpose_name(static_cast<Purpose>(p)), held.bytes[p]);
+  }
+  out.end_object().end_object();
+}
+
 void phases_member(JsonWriter& out, const Promise& promise, int node) {
   out.key("phases").begin_array();
   for (const Phase& phase : promise.phases) {
-    const Footprint sum = promise.on_node(node, &phase);
-    out.begin_object().member("phase", phase.name).member("bytes", sum.total());
-    out.key("by_purpose").begin_object();
-    for (size_t p = 0; p < sum.bytes.size(); ++p) {
-      if (sum.bytes[p] > 0) out.member(purpose_name(static_cast<Purpose>(p)), sum.bytes[p]);
-    }
-    out.end_object().end_object();
+    phase_object(out, phase.name, promise.on_node(node, &phase));
   }
   out.end_array();
+}
+
+// A part of a job, which `rehearse` reports as a phase.
+struct JobPhase {
+  std::string_view name;
+  Promise promise;
+};
+std::vector<JobPhase> phases_of(const JobPromise& job) {
+  return {{"load", part_of(job.save, Part::load)},
+          {"step", part_of(job.save, Part::step)},
+          {"save", part_of(job.save, Part::save)},
+          {"resume", part_of(job.resume, Part::resume)},
+          {"step_resumed", part_of(job.resume, Part::step)}};
+}
+
+void job_member(JsonWriter& out, const JobPromise& job, int node) {
+  out.key("job").begin_object().member("peak_bytes", job.node_peak_bytes(node));
+  out.member("save_peak_bytes", job.save.node_peak_bytes(node));
+  out.member("resume_peak_bytes", job.resume.node_peak_bytes(node));
+  out.key("phases").begin_array();
+  for (const JobPhase& phase : phases_of(job)) {
+    phase_object(out, phase.name, phase.promise.on_node(node));
+  }
+  out.end_array().end_object();
 }
 
 void strategy_object(JsonWriter& out, const StrategyReport& of) {
@@ -45,6 +72,7 @@ void strategy_object(JsonWriter& out, const StrategyReport& of) {
     out.member("peak_phase", node_peak_phase(of.promise, node));
     out.member("peak_cause", peak_cause(of.promise, node));
     phases_member(out, of.promise, node);
+    if (of.job) job_member(out, *of.job, node);
     out.end_object();
   }
   out.end_array().key("ranks").begin_array();
@@ -84,6 +112,29 @@ std::string verdict_text(const PlanReport& report) {
   return text + "no other strategy, staging, state format or ranks per node fits either\n";
 }
 
+// Each figure is of the node where it is highest.
+std::string job_text(const PlanReport& report) {
+  if (report.strategies.empty() || !report.strategies.front().job) return "";
+  std::string text = fmt::format(
+      "\nnode peak of each phase, with a save, and a resume by as many ranks\n{:<17}", "");
+  for (const JobPhase& phase : phases_of(*report.strategies.front().job)) {
+    text += fmt::format(" {:>12}", phase.name);
+  }
+  for (const StrategyReport& of : report.strategies) {
+    text += fmt::format("\n{:<17}", of.strategy);
+    for (const JobPhase& phase : phases_of(*of.job)) {
+      const Promise& promise = phase.promise;
+      text += fmt::format(" {:>12}", format_size(promise.node_peak_bytes(worst_node(promise))));
+    }
+  }
+  return text + "\n";
+}
+
+std::string job_verdict_text(const PlanReport& report) {
+  if (report.job_fits.value_or(true)) return "";
+  return "its save, or a resume by as many ranks, does not fit\n";
+}
+
 template <typename Field>
 uint64_t sum_over(const LoadReport& report, Field field) {
   uint64_t sum = 0;
@@ -98,6 +149,10 @@ double StrategyReport::overread_ratio() const noexcept {
   return static_cast<double>(traffic.storage_read_bytes) / static_cast<double>(needed_bytes);
 }
 
+uint64_t JobPromise::node_peak_bytes(int node) const {
+  return std::max(save.node_peak_bytes(node), resume.node_peak_bytes(node));
+}
+
 std::string plan_json(const PlanReport& report) {
   JsonWriter out;
   out.begin_object();
@@ -108,6 +163,7 @@ std::string plan_json(const PlanReport& report) {
   out.end_array();
   budget_member(out, report.budget);
   out.member("fits", report.fits);
+  if (report.job_fits) out.member("job_fits", *report.job_fits);
   if (report.refusal) refusal_members(out, report);
   if (report.deepspeed) deepspeed_member(out, *report.deepspeed);
   return out.end_object().text();
@@ -131,7 +187,8 @@ std::string plan_text(const PlanReport& report) {
                         fmt::format("{:.3f}", of.overread_ratio()),
                         format_size(of.traffic.exchanged_bytes), peak_cause(of.promise, worst));
   }
-  if (report.budget && report.fits) text += verdict_text(report);
+  text += job_text(report);
+  if (report.budget && report.fits) text += verdict_text(report) + job_verdict_text(report);
   if (report.deepspeed) text += deepspeed_text(*report.deepspeed);
   return text + warnings_text(report.checkpoint.warnings);
 }

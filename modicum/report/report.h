@@ -25,12 +25,21 @@ CheckpointFacts facts_of(const Checkpoint& checkpoint);
 std::string inspect_json(const Checkpoint& checkpoint);
 std::string inspect_text(const Checkpoint& checkpoint, bool verbose);
 
+// The promises of a job with an optimizer: load, steps and a save; then a resume by as many ranks.
+struct JobPromise {
+  Promise save;    // of the run that `save` makes
+  Promise resume;  // of the run that `resume` makes
+
+  uint64_t node_peak_bytes(int node) const;
+};
+
 // One strategy's promise and traffic.
 struct StrategyReport {
   std::string_view strategy;
   Promise promise;
   Traffic traffic;
-  uint64_t needed_bytes = 0;  // of the stored elements in the ranks' buffers
+  uint64_t needed_bytes = 0;      // of the stored elements in the ranks' buffers
+  std::optional<JobPromise> job;  // with an optimizer
 
   // Bytes read / bytes needed: above 1 if ranks read the shards of others, or gaps between runs.
   double overread_ratio() const noexcept;
@@ -78,6 +87,7 @@ struct PlanReport {
   std::vector<StrategyReport> strategies;
   std::optional<Budget> budget;
   std::optional<bool> fits;               // the requested strategy
+  std::optional<bool> job_fits;           // its job, where it has one
   std::optional<Error> refusal;           // BUDGET with its facts, if it does not fit
   std::vector<Alternative> alternatives;  // runs that would fit, the smallest changes first
   std::optional<DeepSpeedForecast> deepspeed;

@@ -194,7 +194,7 @@ Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budg
 }
 
 PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::string& budget,
-                       const DeepSpeedFlags& deepspeed) {
+                       const DeepSpeedFlags& deepspeed, MoreOfPlan more) {
   if (deepspeed.workers < 0 || deepspeed.workers > kMaxWorkers) {
     fail(Category::usage, "--workers out of range",
          {.expected = fmt::format("0 to {}", kMaxWorkers),
@@ -235,6 +235,7 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::stri
   }
   for (StrategyReport& of : report.strategies) of.needed_bytes = needed_bytes;
   if (report.refusal) report.alternatives = would_fit(run, *report.budget);
+  more(run, report);
   return report;
 }
 

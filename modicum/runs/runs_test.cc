@@ -23,6 +23,10 @@ RunFlags flags_of(const std::function<void(RunFlags&)>& change) {
   return flags;
 }
 
+PlanReport report_of(FileSystem& files, const RunFlags& flags, const std::string& budget) {
+  return plan_report(files, flags, budget, {}, [](const Run&, PlanReport&) {});
+}
+
 std::optional<Category> failure(FileSystem& files, const RunFlags& flags) {
   try {
     open_run(files, flags);
@@ -67,14 +71,14 @@ TEST(Runs, FitsIsAboutTheRequestedStrategy) {
   MemoryFileSystem files;
   put_checkpoint(files);
   RunFlags flags{.directory = "/model", .ranks = 4, .staging = "1MiB"};
-  const PlanReport without = plan_report(files, flags, "");
+  const PlanReport without = report_of(files, flags, "");
   EXPECT_FALSE(without.fits.has_value());
-  EXPECT_FALSE(plan_report(files, flags, "none").fits.has_value());
+  EXPECT_FALSE(report_of(files, flags, "none").fits.has_value());
   for (const StrategyReport& of : without.strategies) {
     flags.strategy = of.strategy;
     const uint64_t peak = of.promise.node_peak_bytes(0);
-    EXPECT_EQ(plan_report(files, flags, std::to_string(peak)).fits, true) << of.strategy;
-    EXPECT_EQ(plan_report(files, flags, std::to_string(peak - 1)).fits, false) << of.strategy;
+    EXPECT_EQ(report_of(files, flags, std::to_string(peak)).fits, true) << of.strategy;
+    EXPECT_EQ(report_of(files, flags, std::to_string(peak - 1)).fits, false) << of.strategy;
   }
 }
 
@@ -187,7 +191,7 @@ TEST(Runs, ThePlanReportsTheOverread) {
   SafetensorsWriter(files, "/model/model.safetensors", tensors).finish();
   RunFlags flags{.directory = "/model", .ranks = 4};
   const auto ratio_of = [&](std::string_view strategy) {
-    for (const StrategyReport& of : plan_report(files, flags, "").strategies) {
+    for (const StrategyReport& of : report_of(files, flags, "").strategies) {
       if (of.strategy == strategy) return of.overread_ratio();
     }
     return 0.0;

@@ -83,28 +83,17 @@ class RehearsalRank {
   Rehearsed outcome_;
 };
 
-// Phases [begin, end) of a promise.
-Promise part_of(const Promise& promise, size_t begin, size_t end) {
-  Promise part = promise;
-  part.phases.erase(part.phases.begin() + static_cast<ptrdiff_t>(end), part.phases.end());
-  part.phases.erase(part.phases.begin(), part.phases.begin() + static_cast<ptrdiff_t>(begin));
-  return part;
-}
-
 std::vector<PhaseReport> phases_of(const RehearsalTask& task,
                                    const std::vector<Rehearsed>& outcomes) {
   const Promise& promise = task.load.plan.promise;
-  const auto phase = [&](std::string name, size_t begin, size_t end, size_t number) {
-    PhaseReport of{std::move(name), part_of(promise, begin, end), {}};
+  const auto phase = [&](std::string name, Part part, size_t number) {
+    PhaseReport of{std::move(name), part_of(promise, part), {}};
     for (const Rehearsed& outcome : outcomes) of.ranks.push_back(outcome.phases[number]);
     return of;
   };
-  constexpr size_t kStep = kLoadPhases, kSave = kStep + 1;
-  std::vector<PhaseReport> phases = {phase("load", 0, kStep, 0), phase("step_1", kStep, kSave, 1)};
-  if (task.steps > 1) {
-    phases.push_back(phase(fmt::format("step_{}", task.steps), kStep, kSave, 2));
-  }
-  if (task.save != nullptr) phases.push_back(phase("save", kSave, kSave + 1, 3));
+  std::vector<PhaseReport> phases = {phase("load", Part::load, 0), phase("step_1", Part::step, 1)};
+  if (task.steps > 1) phases.push_back(phase(fmt::format("step_{}", task.steps), Part::step, 2));
+  if (task.save != nullptr) phases.push_back(phase("save", Part::save, 3));
   return phases;
 }
 

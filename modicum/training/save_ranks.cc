@@ -165,10 +165,8 @@ RankOutcome of_both(const Resumed& of) {
 
 // Phase `step_resumed` is phase `step` of the plan, the only one after a load with an optimizer.
 std::vector<PhaseReport> phases_of(const Promise& promise, const std::vector<Resumed>& outcomes) {
-  Promise resume = promise, step = promise;
-  resume.phases.erase(resume.phases.begin() + kLoadPhases);
-  step.phases = {promise.phases[kLoadPhases]};
-  std::vector<PhaseReport> phases = {{"resume", resume, {}}, {"step_resumed", step, {}}};
+  std::vector<PhaseReport> phases = {{"resume", part_of(promise, Part::resume), {}},
+                                     {"step_resumed", part_of(promise, Part::step), {}}};
   for (const Resumed& of : outcomes) {
     phases[0].ranks.push_back(of.resume);
     phases[1].ranks.push_back(of.step);
@@ -305,6 +303,12 @@ LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show) {
     report.ranks.push_back(of_both(of));
     report.elapsed_s = std::max(report.elapsed_s, world.seconds_until(of.resume.loaded_ns));
     *report.digest += of.model;
+Footprint resume_footprint_of(const StateFiles& state) {
+  Footprint held;
+  held[Purpose::header] = state.footprint()[Purpose::header];
+  return held;
+}
+
     if (task.state == nullptr) continue;
     report.state_digest = report.state_digest.value_or(0) + of.state;
   }

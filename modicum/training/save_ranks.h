@@ -52,6 +52,8 @@ struct ResumeTask {
 // from the saved one. If other dtypes or tensors are loaded than were saved, the model's values are
 // not compared, and a warning is given.
 LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show);
+// The memory that reading the state from these files adds to a promise (PlanOptions::resume).
+Footprint resume_footprint_of(const StateFiles& state);
 
 struct RehearsalTask {
   LoadTask load;  // of a run with an optimizer

@@ -8,6 +8,7 @@
 
 #include "modicum/training/convert.h"         // IWYU pragma: export
 #include "modicum/training/gradients.h"       // IWYU pragma: export
+#include "modicum/training/job.h"             // IWYU pragma: export
 #include "modicum/training/load_ranks.h"      // IWYU pragma: export
 #include "modicum/training/lock_step.h"       // IWYU pragma: export
 #include "modicum/training/optimizer.h"       // IWYU pragma: export

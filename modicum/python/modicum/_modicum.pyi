@@ -64,7 +64,8 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
 
     Returns:
         The document of `modicum plan --json`: checkpoint, ranks, strategies, budget, fits. A plan that
-        exceeds the budget is no error: `fits` is False.
+        exceeds the budget is no error: `fits` is False. With `optimizer` each node also has `job`, the
+        phases of a save and a resume by as many ranks.
 
     Raises:
         FormatError: a header or the index is malformed.

@@ -1,0 +1,19 @@
+#include "modicum/plan/plan.h"
+
+namespace modicum {
+
+Promise part_of(const Promise& promise, Part part) {
+  constexpr auto kStep = static_cast<ptrdiff_t>(kLoadPhases);
+  const auto begin = promise.phases.begin(), step = begin + kStep, end = promise.phases.end();
+  MODICUM_ASSERT(step != end);
+  Promise of = promise;
+  switch (part) {
+    case Part::load: of.phases.assign(begin, step); break;
+    case Part::step: of.phases.assign(step, step + 1); break;
+    case Part::save: of.phases.assign(step + 1, end); break;
+    case Part::resume: of.phases.erase(of.phases.begin() + kStep); break;
+  }
+  return of;
+}
+
+}  // namespace modicum

@@ -1,0 +1,54 @@
+#include "modicum/training/job.h"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "modicum/training/save_ranks.h"
+
+namespace modicum {
+namespace {
+
+void add_jobs(const RunFlags& flags, Run run, PlanReport& report) {
+  const SaveForm form;
+  const StateFiles state(run);
+  const Plan loaded = plan_run(run, *run.options.strategy, std::nullopt);
+  const SavePlan plan(run.checkpoint, loaded, form);
+  const Run resuming = resuming_run(flags, run, plan, state);
+  run.options.save = save_footprint_of(run, form, &state);
+  for (StrategyReport& of : report.strategies) {
+    const Strategy& strategy = strategy_named(of.strategy);
+    of.job = {plan_run(run, strategy, report.budget).promise,
+              plan_run(resuming, strategy, report.budget).promise};
+    if (!report.budget || &strategy != run.options.strategy) continue;
+    report.job_fits = fits(of.job->save, *report.budget) && fits(of.job->resume, *report.budget);
+  }
+}
+
+}  // namespace
+
+Run resuming_run(const RunFlags& flags, const Run& saving, const SavePlan& plan,
+                 const StateFiles& state) {
+  Checkpoint planned = saving.checkpoint;
+  planned.manifest = plan.manifest();
+  Run run = run_of(*saving.files, flags, std::move(planned));
+  state.require_of(run);
+  run.options.resume = resume_footprint_of(state);
+  return run;
+}
+
+PlanReport job_report(FileSystem& files, const RunFlags& flags, const std::string& budget,
+                      const DeepSpeedFlags& deepspeed) {
+  return plan_report(files, flags, budget, deepspeed, [&](const Run& run, PlanReport& report) {
+    if (!run.optimizer) return;
+    try {
+      add_jobs(flags, run, report);
+    } catch (const Error& error) {
+      const Category why = error.category();
+      if (why != Category::unsupported && why != Category::mismatch) throw;
+      report.checkpoint.warnings.push_back(fmt::format("a save is not promised: {}", error.what()));
+    }
+  });
+}
+
+}  // namespace modicum
