@@ -32,10 +32,7 @@ class Form {
   }
 
   SavedForm run() {
-    for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
-      if (is_saved(t)) take(t);
-    }
-    for (uint32_t s = 0; s < taken_.size(); ++s) kept_[s] = kept_[s] && is_whole(s);
+    take_all();
     spread();
     for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
       if (form_.as_target[t]) add_target(t);
@@ -46,6 +43,14 @@ class Form {
     });
     refuse_equal_names();
     return std::move(form_);
+  }
+
+  std::vector<bool> whole() {
+    take_all();
+    for (uint32_t s = 0; s < taken_.size(); ++s) {
+      kept_[s] = kept_[s] && *taken_[s].dtype == manifest_.tensors[s].spec.dtype;
+    }
+    return std::move(kept_);
   }
 
  private:
@@ -66,6 +71,13 @@ class Form {
   DType saved_dtype(uint32_t t) const {
     const DType loaded = recipe_.targets[t].spec.dtype;
     return is_castable(loaded) ? options_.dtype.value_or(loaded) : loaded;
+  }
+
+  void take_all() {
+    for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
+      if (is_saved(t)) take(t);
+    }
+    for (uint32_t s = 0; s < taken_.size(); ++s) kept_[s] = kept_[s] && is_whole(s);
   }
 
   void take(uint32_t t) {
@@ -260,6 +272,11 @@ class Rebuilt {
 
 SavedForm saved_form(const Recipe& recipe, const Manifest& manifest, const SavedOptions& options) {
   return Form(recipe, manifest, options).run();
+}
+
+std::vector<bool> held_whole(const Recipe& recipe, const Manifest& manifest) {
+  const SavedOptions as_loaded;
+  return Form(recipe, manifest, as_loaded).whole();
 }
 
 Recipe saved_recipe(const Recipe& recipe, const Manifest& manifest, const SavedForm& form,

@@ -132,8 +132,8 @@ void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expec
   for_each_own_buffer(plan, [&](uint32_t b) { check.local(b, 0, sink.host(b)); });
 }
 
-uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll, DigestSum::Names names) {
-  DigestSum sum(plan, rank, names);
+uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll) {
+  DigestSum sum(plan, rank);
   for_each_own_buffer(plan, [&](uint32_t b) {
     poll();
     const LocalBuffer local = buffer_of(plan, b, rank);

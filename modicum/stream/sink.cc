@@ -65,13 +65,12 @@ void HostSink::poison(Poll poll) {
   for (const std::span<std::byte> given : given_) fill(given);
 }
 
-DigestSum::DigestSum(const Plan& plan, int rank, Names names) : plan_(plan), rank_(rank) {
+DigestSum::DigestSum(const Plan& plan, int rank) : plan_(plan), rank_(rank) {
   const Recipe& recipe = *plan.recipe;
   seeds_.reserve(recipe.targets.size());
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
     seeds_.push_back(digest_seed(recipe.targets[t].spec));
     if (recipe.is_alias(t)) {
-      if (names == Names::without_aliases) continue;
       alias_seeds_.emplace_back(recipe.nodes[recipe.targets[t].root].from, seeds_.back());
     }
     if (rank == 0) sum_ += digest_of_empty(recipe.targets[t].spec);

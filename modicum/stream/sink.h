@@ -60,9 +60,8 @@ class HostSink final : public Sink {
 // sum over all ranks, modulo 2^64, is the digest, independent of the layout.
 class DigestSum {
  public:
-  enum class Names : uint8_t { all, without_aliases };
-  DigestSum(const Plan& plan, int rank, Names names = Names::all);
-  DigestSum(const Plan&&, int, Names = Names::all) = delete;
+  DigestSum(const Plan& plan, int rank);
+  DigestSum(const Plan&&, int) = delete;
   // Adds elements [at, at + n) of a local buffer, in the target's dtype. Any thread; each element
   // once.
   void add(uint32_t buffer, int64_t at, std::span<const std::byte> elements) noexcept;

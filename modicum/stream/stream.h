@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <span>
+#include <vector>
 
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/memory/memory.h"
@@ -69,8 +70,13 @@ void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expec
 
 // The rank's part of the digest, read from the sink's host memory. Here and in dump_rank `poll` is
 // called before each tensor; an exception from it ends the call.
-uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll = kNoPoll,
-                        DigestSum::Names names = DigestSum::Names::all);
+uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll = kNoPoll);
+
+// The rank's part of the digests of stored tensors, taken from the elements that the load has put
+// into the sink's host memory. The sum over all ranks is that of the chunks in a step's record.
+// `of`: by stored tensor, which to add. The recipe must hold these whole (held_whole).
+uint64_t stored_digest_of_rank(const Plan& plan, int rank, Sink& sink, const std::vector<bool>& of,
+                               Poll poll = kNoPoll);
 
 // Writes `rank`'s local tensors without padding, under their own names, aliases included, to one
 // safetensors file. CONFLICT if it exists; IO, NOSPACE.

@@ -89,17 +89,53 @@ class SaveRank {
 // The outcome of a resuming rank. Plain data.
 struct Resumed {
   RankOutcome resume, step;  // peaks: until the state is in place; after it
-  // Digests, this rank's parts: as loaded, the model's without aliases; after the steps.
-  uint64_t loaded_model = 0, loaded_state = 0;
+  // Digests, this rank's parts: as loaded, of the compared tensors and the state; after the steps.
+  uint64_t loaded_tensors = 0, loaded_state = 0;
   uint64_t model = 0, state = 0;
+};
+
+// The stored tensors of a step whose digests are compared with its record: those that are loaded
+// whole and in their stored dtype.
+class Compared {
+ public:
+  Compared(const Run& run, const StepRecord& record)
+      : is_compared_(held_whole(run.recipe, run.checkpoint.manifest)) {
+    std::map<std::string_view, const StepTensor*> recorded;
+    for (const StepTensor& tensor : record.tensors) recorded[tensor.spec.fqn] = &tensor;
+    const std::vector<uint32_t>& unused = run.recipe.unused;
+    for (uint32_t s = 0; s < is_compared_.size(); ++s) {
+      const TensorSpec& spec = run.checkpoint.manifest.tensors[s].spec;
+      const auto of = recorded.find(spec.fqn);
+      is_compared_[s] = is_compared_[s] && of != recorded.end() && of->second->spec == spec;
+      if (is_compared_[s]) {
+        for (const uint64_t chunk : of->second->chunks) digest_ += chunk;
+      } else if (!std::binary_search(unused.begin(), unused.end(), s)) {
+        left_out_.push_back(spec.fqn);
+      }
+    }
+  }
+
+  const std::vector<bool>& by_stored() const noexcept { return is_compared_; }
+  uint64_t digest() const noexcept { return digest_; }  // recorded
+  // Names of tensors that are loaded in part, more than once, or in another dtype.
+  const std::vector<std::string>& left_out() const noexcept { return left_out_; }
+
+ private:
+  std::vector<bool> is_compared_;
+  uint64_t digest_ = 0;
+  std::vector<std::string> left_out_;
 };
 
 struct ResumeWorld : LoadWorld {
   explicit ResumeWorld(const ResumeTask& of)
-      : LoadWorld(of.load), resume(of), page(of.load.plan.ranks()) {}
+      : LoadWorld(of.load),
+        resume(of),
+        page(of.load.plan.ranks()),
+        compared(of.load.run, of.step.record) {}
 
   const ResumeTask& resume;
   const NormPage page;
+  const Compared compared;
 };
 
 class ResumeRank {
@@ -113,11 +149,14 @@ class ResumeRank {
     load.book_what_stays();
     if (task_.state != nullptr) read_state(*task_.state);
     outcome_.resume = of_.phase_of(load.outcome(), world_.board);
-    outcome_.loaded_model = model_digest(DigestSum::Names::without_aliases);
+    outcome_.loaded_tensors =
+        stored_digest_of_rank(world_.task.plan, rank_, load.shards(), world_.compared.by_stored(),
+                              [&load] { load.beat(); });
     outcome_.loaded_state = state_digest();
     for (int i = 1; i <= task_.steps; ++i) trained_->steps().step(task_.state->facts.steps + i);
     outcome_.step = of_.later_phase(world_.board);
-    outcome_.model = model_digest(DigestSum::Names::all);
+    outcome_.model =
+        digest_of_rank(world_.task.plan, rank_, load.shards(), [&load] { load.beat(); });
     outcome_.state = task_.steps > 0 ? state_digest() : outcome_.loaded_state;
     return outcome_;
   }
@@ -140,11 +179,6 @@ class ResumeRank {
     });
   }
 
-  uint64_t model_digest(DigestSum::Names names) {
-    RankLoad& load = of_.load;
-    return digest_of_rank(
-        world_.task.plan, rank_, load.shards(), [&] { load.beat(); }, names);
-  }
   uint64_t state_digest() { return trained_ ? trained_->optimizer().digest().state : 0; }
 
   ResumeWorld& world_;
@@ -163,7 +197,6 @@ RankOutcome of_both(const Resumed& of) {
   return both;
 }
 
-// Phase `step_resumed` is phase `step` of the plan, the only one after a load with an optimizer.
 std::vector<PhaseReport> phases_of(const Promise& promise, const std::vector<Resumed>& outcomes) {
   std::vector<PhaseReport> phases = {{"resume", part_of(promise, Part::resume), {}},
                                      {"step_resumed", part_of(promise, Part::step), {}}};
@@ -174,22 +207,6 @@ std::vector<PhaseReport> phases_of(const Promise& promise, const std::vector<Res
   return phases;
 }
 
-// Of the model that a step holds; none if the run loads other dtypes or tensors than were saved.
-std::optional<uint64_t> recorded_digest(const Run& run, const StepRecord& record) {
-  std::map<std::string_view, const StepTensor*> recorded;
-  for (const StepTensor& tensor : record.tensors) recorded[tensor.spec.fqn] = &tensor;
-  uint64_t digest = 0;
-  for (uint32_t t = 0; t < run.recipe.targets.size(); ++t) {
-    if (run.recipe.is_alias(t)) continue;
-    const TensorSpec& spec = run.recipe.targets[t].spec;
-    const auto of = recorded.find(spec.fqn);
-    if (of == recorded.end() || digest_seed(of->second->spec) != digest_seed(spec)) return {};
-    digest += digest_of_empty(spec);
-    for (const uint64_t chunk : of->second->chunks) digest += chunk;
-  }
-  return digest;
-}
-
 // The digests do not tell which file has changed, so the step is read again.
 [[noreturn]] void fail_values(const ResumeTask& task) {
   const Verified verified = verify_step(*task.load.run.files, task.step.path, [] {});
@@ -198,20 +215,21 @@ std::optional<uint64_t> recorded_digest(const Run& run, const StepRecord& record
        {.file = base_name(task.step.path)});
 }
 
-void check_values(const ResumeTask& task, const std::vector<Resumed>& outcomes,
+void check_values(const ResumeWorld& world, const std::vector<Resumed>& outcomes,
                   std::vector<std::string>& warnings) {
-  uint64_t model = 0, state = 0;
+  const ResumeTask& task = world.resume;
+  uint64_t tensors = 0, state = 0;
   for (const Resumed& of : outcomes) {
-    model += of.loaded_model;
+    tensors += of.loaded_tensors;
     state += of.loaded_state;
   }
-  const auto recorded = recorded_digest(task.load.run, task.step.record);
-  if (!recorded) {
-    warnings.push_back(
-        "the model's values were not compared with the record of the step, since "
-        "they are loaded in another form: `modicum verify` compares them");
+  if (const auto& left_out = world.compared.left_out(); !left_out.empty()) {
+    warnings.push_back(fmt::format(
+        "the values of {} stored tensor(s) were not compared with the record of the step, since "
+        "they are loaded in another form: `modicum verify` compares them; the first is {}",
+        left_out.size(), printable(left_out.front())));
   }
-  const bool is_model = !recorded || *recorded == model;
+  const bool is_model = tensors == world.compared.digest();
   const bool is_state =
       task.state == nullptr || !task.state->facts.digest || *task.state->facts.digest == state;
   if (!is_model || !is_state) fail_values(task);
@@ -285,6 +303,12 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   return report;
 }
 
+Footprint resume_footprint_of(const StateFiles& state) {
+  Footprint held;
+  held[Purpose::header] = state.footprint()[Purpose::header];
+  return held;
+}
+
 ResumeState::ResumeState(FileSystem& opened, const FoundStep& step)
     : checkpoint(open_checkpoint(opened, join_path(step.path, kStateDirectory))),
       files(checkpoint.manifest),
@@ -298,17 +322,11 @@ LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show) {
                     .promise = task.load.plan.promise,
                     .launcher_bytes = read_process_memory().held(),
                     .digest = 0};
-  check_values(task, outcomes, report.checkpoint.warnings);
+  check_values(world, outcomes, report.checkpoint.warnings);
   for (const Resumed& of : outcomes) {
     report.ranks.push_back(of_both(of));
     report.elapsed_s = std::max(report.elapsed_s, world.seconds_until(of.resume.loaded_ns));
     *report.digest += of.model;
-Footprint resume_footprint_of(const StateFiles& state) {
-  Footprint held;
-  held[Purpose::header] = state.footprint()[Purpose::header];
-  return held;
-}
-
     if (task.state == nullptr) continue;
     report.state_digest = report.state_digest.value_or(0) + of.state;
   }

@@ -49,8 +49,8 @@ struct ResumeTask {
 };
 // Loads, reads the state, and makes `steps` more steps, with the gradients of an uninterrupted run.
 // Errors as those of load_in_ranks; INTEGRITY, naming the file and the tensor, if a value differs
-// from the saved one. If other dtypes or tensors are loaded than were saved, the model's values are
-// not compared, and a warning is given.
+// from the saved one. Stored tensors that are loaded in part, more than once, or in another dtype
+// are not compared, and a warning is given.
 LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show);
 // The memory that reading the state from these files adds to a promise (PlanOptions::resume).
 Footprint resume_footprint_of(const StateFiles& state);
