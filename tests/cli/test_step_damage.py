@@ -16,9 +16,13 @@ from pathlib import Path
 import pytest
 from program import failure, run, run_json
 
+from modicum import _modicum
+from modicum.errors import IntegrityError
+
 TRAINED = ("--optimizer", "adamw:int8-moments-24", "--ranks", 2)
 CODES = {("COMMIT", "missing"): 19, ("manifest.json", "missing"): 13}
-SAMPLE, ALL = 200, 10_000  # flipped bits
+SAMPLE = 200  # flipped bits, with a process for each
+MANY, ALL = 2_000, 10_000  # in this process
 
 
 @dataclass(frozen=True)
@@ -150,14 +154,14 @@ def test_every_damaged_file_is_found(modicum: Path, saved: Saved) -> None:
     assert run(modicum, "verify", saved.root).code == 0
 
 
-@pytest.mark.parametrize("flips", (SAMPLE, pytest.param(ALL, marks=pytest.mark.soak)))
-def test_every_flipped_bit_is_found(modicum: Path, saved: Saved, flips: int) -> None:
-    """As many in headers, in values, in JSON and other texts, in manifest.json and in COMMIT."""
-    dice = random.Random(flips)
+def flips(saved: Saved, count: int) -> Iterator[tuple[str, int, str]]:
+    """Flips one bit at a time: the file, the bit, and its kind. As many in headers, in values, in
+    JSON and other texts, in manifest.json and in COMMIT."""
+    dice = random.Random(count)
     data = [name for name in saved.names() if name.endswith(".safetensors")]
     records = ["manifest.json", "COMMIT"]
     texts = [name for name in saved.names() if name not in {*data, *records}]
-    for number in range(flips):
+    for number in range(count):
         kind = ("header", "values", "text", *records)[number % 5]
         name = {"header": data, "values": data, "text": texts}.get(kind, [kind])
         file = dice.choice(name)
@@ -168,8 +172,35 @@ def test_every_flipped_bit_is_found(modicum: Path, saved: Saved, flips: int) -> 
         )
         bit = dice.randrange(8 * begin, 8 * after)
         (saved.step / file).write_bytes(flipped(before, bit))
-        done = run(modicum, "verify", saved.step, "-q")
+        yield file, bit, kind
         saved.restore(file)
+
+
+def test_flipped_bits_are_found(modicum: Path, saved: Saved) -> None:
+    for file, bit, _ in flips(saved, SAMPLE):
+        done = run(modicum, "verify", saved.step, "-q")
         assert done.code == 12, (file, bit, done)
         assert names_one(done.stderr, [file]), (file, bit, done.stderr)
     assert run(modicum, "verify", saved.root).code == 0
+
+
+def fault_of(step: Path) -> str:
+    """What `verify` finds first; empty if nothing. In this process."""
+    try:
+        return _modicum.step_fault(str(step), 0, 1, _modicum.Board())
+    except IntegrityError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("count", (MANY, pytest.param(ALL, marks=pytest.mark.soak)))
+def test_every_flipped_bit_is_found(saved: Saved, count: int) -> None:
+    """Without a process for each bit."""
+    seen: dict[str, set[str]] = {}
+    assert not fault_of(saved.step)
+    for file, bit, kind in flips(saved, count):
+        found = fault_of(saved.step)
+        assert names_one(found, [file]), (file, bit, found)
+        seen.setdefault(kind, set()).add(file)
+    assert set().union(*seen.values()) == set(saved.names())
+    assert seen["header"] == seen["values"], "a data file without a flip of either kind"
+    assert not fault_of(saved.step)
