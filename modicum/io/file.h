@@ -47,7 +47,7 @@ class File {
   virtual bool is_cached(uint64_t begin, uint64_t end) noexcept = 0;  // every page of the range
   virtual void drop_cached(uint64_t begin, uint64_t end) noexcept = 0;
   // start_writeback begins to write the dirty pages of the range back; the next call waits until
-  // they are written, and drops them from the cache. `sync` reports the errors.
+  // they are written. `sync` reports the errors.
   virtual void start_writeback(uint64_t begin, uint64_t end) noexcept = 0;
   virtual void finish_writeback(uint64_t begin, uint64_t end) noexcept = 0;
 };

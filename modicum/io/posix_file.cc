@@ -124,7 +124,6 @@ class PosixFile final : public File {
   void finish_writeback(uint64_t begin, uint64_t end) noexcept override {
     sync_range(begin, end,
                SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
-    drop_cached(begin, end);
   }
 
  private:

@@ -254,9 +254,14 @@ struct Write {
 // The writes by which `rank` saves its local buffers into the files of the plan's manifest. `plan`
 // is the plan that would load the saved files, carried out in reverse. Replicas divide the elements
 // that they all hold among them, so that all ranks together write each element once, except those
-// of tensors that no target reads. In batches sorted by file offset; each rank begins at another
-// place in the files and wraps around. `table` is scratch of at least kReadTableRows.
-void for_each_write(const Plan& plan, int rank, std::span<Transfer> table,
+// of tensors that no target reads. In batches sorted by file offset. `table` is scratch of at least
+// kReadTableRows.
+//
+// Targets of which the rank holds a short run in each of several rows come separately, since the
+// other ranks write to the same pages: all ranks walk these in the same order. With the others each
+// rank begins at another place in the files and wraps around.
+enum class Rows : uint8_t { whole, divided };
+void for_each_write(const Plan& plan, int rank, Rows of, std::span<Transfer> table,
                     FunctionRef<void(const Write&)> fn);
 // The memory of a save by this plan on each rank, besides the saved buffers and staging.
 Footprint save_footprint(const Plan& plan);

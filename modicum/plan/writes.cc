@@ -3,6 +3,8 @@
 //   targets in the plan's order    t0   t1   t2   t3        file 0: t0 t1    file 1: t2 t3
 //   rank 0 of 2 walks              t0   t1   t2   t3
 //   rank 1 of 2 walks              t2   t3   t0   t1
+//
+// Targets with divided rows are not in this walk; every rank walks them from the first file on.
 #include <algorithm>
 
 #include "modicum/plan/inside.h"
@@ -46,6 +48,15 @@ void share(const Transfer& t, const ReplicaPlace& place, FunctionRef<void(const 
   const int64_t begin = std::min(mine.lo * kShareUnit, runs.length);
   const int64_t end = std::min(mine.hi * kShareUnit, runs.length);
   emit(t.part(0, runs.count, begin, end - begin));
+}
+
+// Whether the rank holds short runs in several rows of a stored tensor.
+bool has_divided_rows(const Plan& plan, int rank, uint32_t target) {
+  bool found = false;
+  for_each_transfer_of(plan, rank, target, [&](const Transfer& t) {
+    found |= t.runs.count > 1 && bytes_of(t.from_dtype, t.runs.length) < kSmallBytes;
+  });
+  return found;
 }
 
 // Divides runs into tiles, and joins small neighbouring ones.
@@ -98,9 +109,10 @@ class Joiner {
 
 }  // namespace
 
-void for_each_write(const Plan& plan, int rank, std::span<Transfer> table,
+void for_each_write(const Plan& plan, int rank, Rows of, std::span<Transfer> table,
                     FunctionRef<void(const Write&)> fn) {
   MODICUM_ASSERT(table.size() >= kReadTableRows);
+  const bool are_divided = of == Rows::divided;
   Joiner joiner(plan, fn);
   size_t rows = 0;
   const auto before = [](const Transfer& a, const Transfer& b) {
@@ -115,10 +127,12 @@ void for_each_write(const Plan& plan, int rank, std::span<Transfer> table,
     rows = 0;
   };
   const size_t targets = plan.order.size();
-  const size_t begin = targets * static_cast<size_t>(rank) / static_cast<size_t>(plan.ranks());
+  const size_t begin =
+      are_divided ? 0 : targets * static_cast<size_t>(rank) / static_cast<size_t>(plan.ranks());
   for (size_t i = 0; i < targets; ++i) {
     if (begin > 0 && i == targets - begin) flush();  // back to the first file
     const uint32_t target = plan.order[(begin + i) % targets];
+    if (has_divided_rows(plan, rank, target) != are_divided) continue;
     const ReplicaPlace place = place_among_replicas(plan, target, rank);
     for_each_transfer_of(plan, rank, target, [&](const Transfer& transfer) {
       share(transfer, place, [&](const Transfer& mine) {

@@ -11,25 +11,38 @@ void DataWriter::write(const std::string& name, uint64_t begin, std::span<const 
   }
   file_->write(bytes, begin);
   bytes_written_ += bytes.size();
-  window_ = {std::min(window_.begin, begin), std::max(window_.end, begin + bytes.size())};
-  in_window_ += bytes.size();
-  if (in_window_ < kWindowBytes) return;
-  file_->start_writeback(window_.begin, window_.end);
-  if (before_.end > 0) file_->finish_writeback(before_.begin, before_.end);
-  before_ = window_;
+  window_.begin = std::min(window_.begin, begin);
+  window_.end = std::max(window_.end, begin + bytes.size());
+  window_.bytes += bytes.size();
+  if (bytes.size() < kSmallBytes) window_.small += bytes.size();
+  if (window_.bytes >= kWindowBytes / (window_.is_shared() ? 2 : 1)) write_back();
+}
+
+void DataWriter::write_back() {
+  const size_t delay = window_.is_shared() ? 1 : 0, stay = window_.is_shared() ? 2 : 0;
+  written_.push_front(window_);
   window_ = {};
-  in_window_ = 0;
+  if (written_.size() > delay) {
+    file_->start_writeback(written_[delay].begin, written_[delay].end);
+  }
+  if (written_.size() > delay + 1) {
+    file_->finish_writeback(written_[delay + 1].begin, written_[delay + 1].end);
+  }
+  for (; written_.size() > delay + 1 + stay; written_.pop_back()) {
+    file_->drop_cached(written_.back().begin, written_.back().end);
+  }
 }
 
 void DataWriter::finish() {
   if (!file_) return;
   const std::unique_ptr<File> file = std::move(file_);
   file->sync();
-  for (const Span& span : {before_, window_}) {
-    if (span.end > 0) file->drop_cached(span.begin, span.end);
+  written_.push_front(window_);
+  for (const Window& window : written_) {
+    if (window.end > 0) file->drop_cached(window.begin, window.end);
   }
-  before_ = window_ = {};
-  in_window_ = 0;
+  written_.clear();
+  window_ = {};
   file->close();
 }
 

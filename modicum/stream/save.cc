@@ -85,8 +85,14 @@ class Save {
     at_.board->barrier(at_.rank);
     run_rank_workers(*at_.board, at_.rank, workers_, [this](int index) {
       Worker worker(*this, index);
-      write_own(worker);
+      write_own(worker, Rows::whole);
       copy_unread(worker);
+      finish(worker);
+    });
+    at_.board->barrier(at_.rank);  // divided rows: all ranks begin at the same time
+    run_rank_workers(*at_.board, at_.rank, workers_, [this](int index) {
+      Worker worker(*this, index);
+      write_own(worker, Rows::divided);
       finish(worker);
     });
     return outcome_;
@@ -124,8 +130,8 @@ class Save {
     return worker.next++ % workers_ == worker.index;
   }
 
-  void write_own(Worker& worker) {
-    for_each_write(plan_, at_.rank, worker.table(), [&](const Write& write) {
+  void write_own(Worker& worker, Rows rows) {
+    for_each_write(plan_, at_.rank, rows, worker.table(), [&](const Write& write) {
       if (!is_turn_of(worker)) return;
       put(worker, write.at, write.direct ? bytes_at(write.transfers[0]) : staged(worker, write));
     });

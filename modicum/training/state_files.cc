@@ -173,42 +173,58 @@ void StateFiles::for_each_span(const RankOptimizer& optimizer, bool to_save,
   for_each_span(shards, fn);
 }
 
+// One tensor of the state, and the shard that has elements of it.
+struct StateFiles::Part {
+  uint32_t stored = 0;
+  const HeldShard* of = nullptr;
+  Plane plane = Plane::exp_avg;
+  bool is_scale = false;  // the scales of the plane
+};
+
+// In the order of the files: ranks that share pages reach them at about the same time.
 void StateFiles::for_each_span(HeldShards shards, FunctionRef<void(const StoredSpan&)> fn) const {
+  std::vector<HeldShard> held;
   shards([&](const HeldShard& of) {
-    if (!of.adamw.shard(of.shard).runs.empty()) spans_of(of, fn);
+    if (!of.adamw.shard(of.shard).runs.empty()) held.push_back(of);
   });
+  std::vector<Part> parts;
+  for (const HeldShard& of : held) add_parts(of, parts);
+  std::sort(parts.begin(), parts.end(),
+            [](const Part& a, const Part& b) { return a.stored < b.stored; });
+  for (const Part& part : parts) spans_of(part, fn);
 }
 
-void StateFiles::spans_of(const HeldShard& of, FunctionRef<void(const StoredSpan&)> fn) const {
-  AdamW& state = of.adamw;
-  const StateFormatRow& row = row_of(state.format());
-  const ShardSpec& spec = state.shard(of.shard);
-  const auto emit = [&](std::string_view suffix, std::span<std::byte> held, uint64_t size,
-                        FunctionRef<ShardRun(const ShardRun&)> place_of) {
-    const uint32_t at = stored(of.fqn, suffix);
-    uint64_t done = 0;
-    for (const ShardRun& run : spec.runs) {
-      const ShardRun place = place_of(run);
-      const uint64_t bytes = static_cast<uint64_t>(place.n) * size;
-      MODICUM_ASSERT(done + bytes <= held.size());
-      const uint64_t first = static_cast<uint64_t>(place.first) * size;
-      fn({at, first, held.subspan(done, bytes)});
-      done += bytes;
-    }
-  };
+void StateFiles::add_parts(const HeldShard& of, std::vector<Part>& parts) const {
+  const StateFormatRow& row = row_of(of.adamw.format());
+  const bool has_master = of.adamw.shard(of.shard).master != nullptr;
   for (const auto& [plane, suffix] : kPlaneNames) {
-    const auto dtype = stored_dtype(row, plane, spec.master != nullptr);
-    if (!dtype) continue;
-    emit(suffix, state.plane(of.shard, plane), static_cast<uint64_t>(bytes_per_element(*dtype)),
-         [](const ShardRun& run) { return run; });
-    const std::span<float> scales = state.scales(of.shard, plane);
-    if (scales.empty()) continue;
-    const ScaleBlocks blocks(spec.row);
-    emit(scale_suffix(suffix), std::as_writable_bytes(scales), sizeof(float),
-         [&](const ShardRun& run) {
-           const int64_t first = blocks.block_of(run.first);
-           return ShardRun{first, blocks.block_of(run.first + run.n - 1) + 1 - first};
-         });
+    if (!stored_dtype(row, plane, has_master)) continue;
+    parts.push_back({stored(of.fqn, suffix), &of, plane, false});
+    if (of.adamw.scales(of.shard, plane).empty()) continue;
+    parts.push_back({stored(of.fqn, scale_suffix(suffix)), &of, plane, true});
+  }
+}
+
+void StateFiles::spans_of(const Part& part, FunctionRef<void(const StoredSpan&)> fn) const {
+  AdamW& state = part.of->adamw;
+  const size_t shard = part.of->shard;
+  const ShardSpec& spec = state.shard(shard);
+  const std::span<std::byte> held = part.is_scale
+                                        ? std::as_writable_bytes(state.scales(shard, part.plane))
+                                        : state.plane(shard, part.plane);
+  const DType dtype = manifest_.tensors[part.stored].spec.dtype;
+  const ScaleBlocks blocks(spec.row);
+  uint64_t done = 0;
+  for (const ShardRun& run : spec.runs) {
+    int64_t first = run.first, end = run.first + run.n;
+    if (part.is_scale) {
+      first = blocks.block_of(first);
+      end = blocks.block_of(end - 1) + 1;
+    }
+    const uint64_t bytes = bytes_of(dtype, end - first);
+    MODICUM_ASSERT(done + bytes <= held.size());
+    fn({part.stored, bytes_of(dtype, first), held.subspan(done, bytes)});
+    done += bytes;
   }
 }
 

@@ -39,6 +39,7 @@ struct HeldShard {
   size_t shard = 0;
   const std::string& fqn;
 };
+// The names must stay valid during the whole call.
 using HeldShards = FunctionRef<void(FunctionRef<void(const HeldShard&)>)>;
 
 // UNSUPPORTED, naming the parameter, if a shard with 8-bit moments holds a part of a block, whose
@@ -70,7 +71,9 @@ class StateFiles {
   void for_each_span(HeldShards shards, FunctionRef<void(const StoredSpan&)> fn) const;
 
  private:
-  void spans_of(const HeldShard& of, FunctionRef<void(const StoredSpan&)> fn) const;
+  struct Part;
+  void add_parts(const HeldShard& of, std::vector<Part>& parts) const;
+  void spans_of(const Part& part, FunctionRef<void(const StoredSpan&)> fn) const;
   void sort_names();
   uint32_t stored(const std::string& fqn, std::string_view suffix) const;
 

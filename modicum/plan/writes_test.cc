@@ -1,0 +1,68 @@
+// The order in which ranks write.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "modicum/plan/plan.h"
+
+namespace modicum {
+namespace {
+
+constexpr int kTensors = 8;
+
+// Matrices of 64 x 64 in one file.
+Manifest manifest_of_matrices() {
+  Manifest manifest;
+  manifest.files.push_back({"model.safetensors", {}, 64});
+  uint64_t end = 64;
+  for (int i = 0; i < kTensors; ++i) {
+    const uint64_t begin = std::exchange(end, end + 64 * 64 * 2);
+    manifest.tensors.push_back(
+        {{"w" + std::to_string(i), Role::param, DType::bf16, {64, 64}}, {0, begin, end}});
+  }
+  manifest.files[0].identity.size_bytes = end;
+  return manifest;
+}
+
+// The stored tensors that `rank` writes, in order.
+std::vector<uint32_t> walk_of(const Plan& plan, int rank, Rows rows) {
+  std::vector<uint32_t> walk;
+  std::vector<Transfer> table(kReadTableRows);
+  for_each_write(plan, rank, rows, table, [&](const Write& write) {
+    const uint32_t stored = write.transfers[0].from;
+    if (walk.empty() || walk.back() != stored) walk.push_back(stored);
+  });
+  return walk;
+}
+
+// Whole rows: ranks begin at different tensors. Divided rows, which share pages: all ranks walk the
+// tensors in the same order. Catches: ranks that are at different places of a file whose pages they
+// share; rows in neither walk, or in both.
+TEST(Writes, RanksThatSharePagesWalkTogether) {
+  const Manifest manifest = manifest_of_matrices();
+  const Recipe recipe = make_recipe(manifest, {});
+  std::vector<uint32_t> in_order;
+  for (uint32_t i = 0; i < kTensors; ++i) in_order.push_back(i);
+  for (const bool divided : {false, true}) {
+    const Plan plan = make_plan(manifest, recipe, fsdp2_layout(4, divided ? 1 : 0),
+                                {.strategy = &strategy_named("own-shard")});
+    std::set<uint32_t> begins;
+    for (int rank = 0; rank < 4; ++rank) {
+      std::vector<uint32_t> walk = walk_of(plan, rank, divided ? Rows::divided : Rows::whole);
+      EXPECT_TRUE(walk_of(plan, rank, divided ? Rows::whole : Rows::divided).empty());
+      ASSERT_EQ(walk.size(), in_order.size());
+      begins.insert(walk[0]);
+      if (divided) {
+        EXPECT_EQ(walk, in_order);
+      }
+      std::sort(walk.begin(), walk.end());
+      EXPECT_EQ(walk, in_order);
+    }
+    EXPECT_EQ(begins.size(), divided ? 1U : 4U);
+  }
+}
+
+}  // namespace
+}  // namespace modicum
