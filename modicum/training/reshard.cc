@@ -268,6 +268,10 @@ Footprint ReshardForm::footprint(const Plan& plan) const {
   const Plan state = plan_run(*state_run_, *state_run_->options.strategy, std::nullopt);
   held += state_->footprint(state);
   held[Purpose::header] += state_run_->checkpoint.manifest.held_bytes();
+  // The loads of the state may need more than those of the weights, which are promised.
+  const uint64_t of_state = state.promise.ledger_limit_bytes(0);
+  const uint64_t of_weights = plan.promise.ledger_limit_bytes(0);
+  held[Purpose::plan] += of_state - std::min(of_state, of_weights);
   held[Purpose::plan] += ChunkSums::held_bytes(state_->manifest());
   if (restate_ != nullptr) {  // the names of both manifests
     held[Purpose::header] += state_run_->checkpoint.manifest.held_bytes();

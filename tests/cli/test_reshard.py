@@ -19,8 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program import failure, flip_bit, offset_of, run, run_json, stored, write_checkpoint
-from program import write_recipe
+from program import (
+    failure,
+    flip_bit,
+    offset_of,
+    run_json,
+    stored,
+    write_checkpoint,
+    write_recipe,
+)
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -330,7 +337,7 @@ def test_killed_reshards_are_resumed(saved: Saved, tmp_path: Path, flags: tuple[
         for name in finished(journal):
             inode = (tmp_path / ".out.partial" / name).stat().st_ino
             assert inodes.setdefault(name, inode) == inode
-    assert killed > 1 and any("/" in name for name in inodes) or len(inodes) > 3
+    assert (killed > 1 and any("/" in name for name in inodes)) or len(inodes) > 3
     if not out.exists():
         assert run_json(saved.modicum, *words[1:])["kept_files"] == len(inodes)
     assert all((out / name).stat().st_ino == inode for name, inode in inodes.items())

@@ -36,6 +36,7 @@ from modicum.errors import refusal
 from modicum.recipes import Recipe, read_recipe, recipe_for
 from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.recipes.nodes import Node, stored_under
+from modicum.torch.dcp_convert import convert as convert
 from modicum.torch.dcp_writer import Writer as Writer
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.saving.state_dicts import KEY, flat_key, made_value

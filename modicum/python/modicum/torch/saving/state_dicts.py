@@ -95,7 +95,9 @@ def split(state: Mapping[str, Any]) -> Split:
         got = ", ".join(sorted(flat_key(prefix) or "no prefix" for prefix in prefixes)) or "none"
         raise refusal("UNSUPPORTED", what, expected="tensors under one key", got=got)
     values = {
-        flat_key(place): _json(value, flat_key(place)) for place, value in rest if place not in tensors
+        flat_key(place): _json(value, flat_key(place))
+        for place, value in rest
+        if place not in tensors
     }
     model = {str(place[-1]): value for place, value in tensors.items()}
     return Split(model, prefixes.pop(), optim, at or (), values)
@@ -185,7 +187,9 @@ def groups_text(split_: Split, kind: str) -> str:
     groups = [
         {
             "params": group["params"],
-            "options": {key: of for key, of in group.items() if key not in ("params", "param_names")},
+            "options": {
+                key: of for key, of in group.items() if key not in ("params", "param_names")
+            },
         }
         for group in split_.optim["param_groups"]
     ]
