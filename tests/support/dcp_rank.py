@@ -51,7 +51,7 @@ def dcp_saves(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[
 
 
 def dcp_loads(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[str, Any]:
-    """Loads by DCP into other values, and goes on. Also what is left of the values."""
+    """Loads by DCP into other values, and goes on. Also the values."""
     model, stepping = trained(directory, cut)
     steps(model, stepping, cut, range(7, 9))
     stepping.param_groups[0]["lr"] = 1.0

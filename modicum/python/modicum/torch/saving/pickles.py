@@ -47,7 +47,7 @@ class Pairs:
 
 @dataclass
 class Stored:
-    """What a persistent id stands for."""
+    """A storage by its persistent id."""
 
     id: Any
 
