@@ -225,7 +225,7 @@ ReshardForm::ReshardForm(const FoundStep& step, const Run& weights, const Reshar
                    .staging = options.staging};
     state_run_.emplace(open_run(files, flags));
   }
-  if (options.format) restate_in(step, weights, *options.format);
+  if (options.format) restate_in(step, weights, options);
   ConvertedForm::Options of{.shard_bytes = options.shard_bytes, .stem = stem_of(source)};
   if (restate_ != nullptr) of.without = restate_->weights();
   weights_.emplace(weights.checkpoint, weights.recipe, of);
@@ -239,8 +239,10 @@ ReshardForm::ReshardForm(const FoundStep& step, const Run& weights, const Reshar
 
 ReshardForm::~ReshardForm() = default;
 
-void ReshardForm::restate_in(const FoundStep& step, const Run& weights, StateFormat format) {
+void ReshardForm::restate_in(const FoundStep& step, const Run& weights,
+                             const ReshardOptions& options) {
   FileSystem& files = *weights.files;
+  const StateFormat format = *options.format;
   if (!state_run_) {
     fail(Category::mismatch, "the step has no optimizer state", {.file = base_name(step.path)});
   }
@@ -252,6 +254,8 @@ void ReshardForm::restate_in(const FoundStep& step, const Run& weights, StateFor
   StateFiles(state_run_->checkpoint.manifest).require_of(from);
   restate_ =
       std::make_unique<Restate>(weights.checkpoint, state_run_->checkpoint, *facts_, from, to);
+  const uint64_t most = options.shard_bytes.value_or(kStateFileBytes);
+  state_.emplace(output_manifest(split_into_files(state_specs(to), most)), state_run_->recipe);
   facts_->format = format;
   facts_->digest.reset();  // of the old values
 }

@@ -42,7 +42,7 @@ class ReshardForm {
   Footprint footprint(const Plan& plan) const;
 
  private:
-  void restate_in(const FoundStep& step, const Run& weights, StateFormat format);
+  void restate_in(const FoundStep& step, const Run& weights, const ReshardOptions& options);
 
   std::optional<Run> state_run_;  // the state's tensors, as stored
   std::unique_ptr<StateFacts> facts_;

@@ -41,7 +41,7 @@ class Small(torch.nn.Module):
         self.up = torch.nn.Linear(5, 7)
         self.norm = torch.nn.LayerNorm(7)
         self.register_buffer("counts", torch.arange(6))
-        self.half = torch.nn.Parameter(torch.randn(6, 4, 2).bfloat16())
+        self.low = torch.nn.Parameter(torch.randn(6, 4, 2).bfloat16())
 
 
 def trained() -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -41,7 +42,7 @@ Size = int | str
 Source = str | os.PathLike[str]
 
 
-class Writer(StorageWriter):
+class Writer(StorageWriter, AsyncStager):
     """For `torch.distributed.checkpoint.save(state_dict, storage_writer=...)` (torch 2.13).
 
     Writes a step, as `modicum.torch.save` does, from the state dict's tensors: the model as final
@@ -92,7 +93,11 @@ class Writer(StorageWriter):
             raise refusal("UNSUPPORTED", what, expected="modicum.torch.save(model, optimizer=...)")
         self._model, self._optimizer, self._source = model, optimizer, source
         self._form = Form(dtype, "copy", shard_size, staging, adapters=False)
-        self._how = {"keep": keep, "ledger": ledger or _modicum.Ledger(), "budget": budget}
+        self._how: dict[str, Any] = {
+            "keep": keep,
+            "ledger": ledger or _modicum.Ledger(),
+            "budget": budget,
+        }
         self._at = (Path(root), step)
         self._flight = Flight()
         self._kept: tuple[Planned, int] | None = None
@@ -162,17 +167,9 @@ class Writer(StorageWriter):
 
     # ---- the interface of AsyncStager, by which async_save asks for its copy
 
-    should_synchronize_after_execute = True
-
     def stage(self, state_dict: Any) -> NoReturn:
         """`UsageError`: `async_save` is refused before it copies."""
         _refuse_async()
-
-    def synchronize_staging(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
 
     # ---- the save
 

@@ -207,7 +207,7 @@ class _Runs:
 
 def _require_tensor(made: Any, of: DirectoryTensor, box: Box) -> None:
     """Refuses an archive of anything but the whole of a contiguous storage."""
-    args = made.args if isinstance(made, Made) and made.kind == REBUILD_TENSOR else ()
+    args: Any = made.args if isinstance(made, Made) and made.kind == REBUILD_TENSOR else ()
     if len(args) < 4 or not isinstance(args[0], Stored):
         raise ValueError("it holds no plain tensor")
     stored, offset, sizes, strides = args[:4]
@@ -262,7 +262,7 @@ def _pairs(value: Any, name: str) -> list[tuple[Any, Any]]:
 
 def _shape(value: Any, key: str) -> Shape:
     args = value.args if isinstance(value, Made) and value.kind == "torch Size" else None
-    sizes = args[0] if isinstance(args, tuple) and len(args) == 1 else None
+    sizes: Any = args[0] if isinstance(args, tuple) and len(args) == 1 else None
     is_shape = isinstance(sizes, tuple) and all(type(n) is int and n >= 0 for n in sizes)
     if not is_shape or len(sizes) > 64 or prod(n or 1 for n in sizes) > _MOST_ELEMENTS:
         malformed("a shape is no list of sizes", FILE, tensor=key)

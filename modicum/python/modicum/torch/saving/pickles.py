@@ -5,6 +5,7 @@ A class or a function is a `Global`; what would be an instance, or the result of
 with the arguments; a dict is a list of pairs, so that no key is hashed or compared.
 """
 
+import codecs
 import json
 import pickletools
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from modicum.upstream.torch_checkpoint import PICKLED, STORAGES
 
 DTYPES = frozenset((*STORAGES.values(), "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"))
 _MOST_BYTES = 1 << 31
+for _name in ("ascii", "latin-1", "utf-8", "raw-unicode-escape"):
+    codecs.lookup(_name)  # of pickletools; Python would import them at their first use
 
 
 @dataclass(frozen=True)
