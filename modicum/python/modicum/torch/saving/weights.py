@@ -20,7 +20,6 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.placements import Sharding, layout_of
 from modicum.torch.shards.tensors import as_bytes
 
-
 Fetch = Callable[[int, int, memoryview], None]
 """Of a target, from an element on, fills a view with elements."""
 
