@@ -20,7 +20,7 @@ struct ReshardFlags {
 void add_reshard_flags(CLI::App& app, ReshardFlags& flags) {
   add_common_flags(app, flags.common);
   app.add_option("STEP", flags.run.directory, "a saved step, such as ROOT/step-100")->required();
-  app.add_option("OUT", flags.out, "the new step; `resume` finds it as ROOT/step-N")->required();
+  app.add_option("OUT", flags.out, "the new step, such as NEW/step-100")->required();
   app.add_option("--state-format", flags.format,
                  "of the optimizer's state: " + format_names() + "; default: as saved");
   app.add_option("--shard-size", flags.shard_size,

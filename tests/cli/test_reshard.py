@@ -133,7 +133,8 @@ def test_the_same_step_in_other_files(saved: Saved, tmp_path: Path, state_format
         if (step / name).exists():
             assert (out / name).read_bytes() == (step / name).read_bytes()
     assert_whole(saved.modicum, out)
-    assert saved.resumed(out.parent, ranks=3) == saved.resumed(saved.root(state_format))
+    expected = saved.resumed(saved.root(state_format))
+    assert saved.resumed(out.parent, ranks=3) == expected == saved.resumed(out)
     digest = run_json(saved.modicum, "load", out, "--digest")["digest"]
     assert done["digest"] == digest
 
