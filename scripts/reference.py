@@ -23,7 +23,7 @@ MODULES: dict[str, list[str] | None] = {
     "modicum.recipes": ["recipe_for", "meta_model", "Recipe"],
     "modicum.torch": None,
     "modicum.torch.accelerate": ["Loading", "loading"],
-    "modicum.torch.dcp": ["HuggingFaceReader"],
+    "modicum.torch.dcp": ["HuggingFaceReader", "Writer", "Reader", "convert"],
     "modicum.torch.deepspeed": ["ProtectCallback", "config_of"],
     "modicum.errors": ["Error"],
 }

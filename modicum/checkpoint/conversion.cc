@@ -35,7 +35,9 @@ std::string journal_json(const Journal& journal) {
   out.member("inputs", journal.inputs).key("files").begin_array();
   for (const ConvertedFile& file : journal.files) {
     out.begin_object().member("name", file.name).member("bytes", file.bytes);
-    out.member("digest", hex(file.digest)).end_object();
+    out.member("digest", hex(file.digest)).key("chunks").begin_array();
+    for (const uint64_t chunk : file.chunks) out.value(hex(chunk));
+    out.end_array().end_object();
   }
   return out.end_array().end_object().text();
 }
@@ -46,6 +48,9 @@ ConvertedFile read_file(JsonValue& value) {
     if (key == "name") file.name = member.string();
     if (key == "bytes") file.bytes = static_cast<uint64_t>(member.integer());
     if (key == "digest") file.digest = from_hex(member.string()).value_or(0);
+    if (key != "chunks") return;
+    member.array(
+        [&](JsonValue& chunk) { file.chunks.push_back(from_hex(chunk.string()).value_or(0)); });
   });
   return file;
 }
@@ -118,11 +123,28 @@ void ConversionJournal::keep_finished() {
   };
   std::erase_if(finished_,
                 [&](const ConvertedFile& file) { return bytes_of_file(file.name) != file.bytes; });
-  for (const std::string& name : files_.list(partial_)) {
+  remove_unfinished("");
+}
+
+void ConversionJournal::remove_unfinished(const std::string& folder) {
+  for (const std::string& entry : files_.list(join_path(partial_, folder))) {
+    const std::string name = folder + entry;
+    const std::string path = join_path(partial_, name);
+    if (folder.empty() && files_.is_directory(path)) {
+      remove_unfinished(name + "/");
+      continue;
+    }
     const bool is_finished = std::any_of(finished_.begin(), finished_.end(),
                                          [&](const auto& file) { return file.name == name; });
-    if (!is_finished) remove_tree(files_, join_path(partial_, name));
+    if (!is_finished) remove_tree(files_, path);
   }
+}
+
+std::vector<ConvertedFile> ConversionJournal::recorded() const {
+  const std::string path = join_path(parent_, fmt::format(".{}.journal", name_));
+  std::optional<Journal> journal = parse_journal(read_text(*files_.open(path)));
+  if (!journal) fail(Category::io, "the journal can't be read", {.file = base_name(path)});
+  return std::move(journal->files);
 }
 
 const ConvertedFile* ConversionJournal::finished(const std::string& name,

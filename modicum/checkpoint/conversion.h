@@ -21,9 +21,10 @@
 namespace modicum {
 
 struct ConvertedFile {
-  std::string name;
+  std::string name;  // maybe in kStateDirectory or kExtraDirectory
   uint64_t bytes = 0;
-  uint64_t digest = 0;  // the file's part of the output's digest
+  uint64_t digest = 0;           // the file's part of the output's digest
+  std::vector<uint64_t> chunks;  // of a step: its tensors' digests (StepTensor::chunks), in order
 
   bool operator==(const ConvertedFile&) const = default;
 };
@@ -43,6 +44,8 @@ class ConversionJournal {
   const std::string& directory() const noexcept { return partial_; }  // to write into
   // The finished file of this name and size, or null: then the name is free.
   const ConvertedFile* finished(const std::string& name, uint64_t bytes) const noexcept;
+  // The journal's finished files, also those that a forked process has added. IO.
+  std::vector<ConvertedFile> recorded() const;
   // Records a finished file; it must be durable already. IO, NOSPACE.
   void add(ConvertedFile file);
   // Makes the output visible and durable. CONFLICT if a file of that name has appeared; IO,
@@ -52,6 +55,7 @@ class ConversionJournal {
  private:
   void read_journal(const Inputs& inputs);
   void keep_finished();
+  void remove_unfinished(const std::string& folder);
   void write_journal();
 
   FileSystem& files_;

@@ -215,14 +215,31 @@ StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int6
   return made;
 }
 
+namespace {
+
+// Returns the text of the manifest that it has written.
+std::string write_manifest(FileSystem& files, const std::string& directory,
+                           const StepRecord& record) {
+  std::string manifest = record_json(record);
+  write_durably(files, join_path(directory, kManifest), manifest);
+  sync_directories(files, directory);
+  return manifest;
+}
+
+}  // namespace
+
+void commit_in_place(FileSystem& files, const std::string& directory, const StepRecord& record) {
+  const std::string manifest = write_manifest(files, directory, record);
+  // Also syncs the directory, and with it the names of all files, before the step is visible.
+  replace_durably(files, {directory, kCommit, ".COMMIT"}, commit_json(record, manifest));
+}
+
 std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& step,
                                         const StepRecord& record) {
-  const std::string manifest = record_json(record);
-  write_durably(files, join_path(step.directory, kManifest), manifest);
-  sync_directories(files, step.directory);
-  if (step.is_inside) return publish_inside(files, step, record, manifest);
-  // Also syncs the directory, and with it the names of all files, before the step is visible.
-  replace_durably(files, {step.directory, kCommit, ".COMMIT"}, commit_json(record, manifest));
+  if (step.is_inside) {
+    return publish_inside(files, step, record, write_manifest(files, step.directory, record));
+  }
+  commit_in_place(files, step.directory, record);
   const std::string name = step_name(step.step);
   files.rename(step.directory, join_path(step.root, name));
   files.sync_directory(step.root);

@@ -132,6 +132,10 @@ StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int6
 // NOSPACE. Inside a directory: also removes the tensors' files of the step that it held before.
 std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& step,
                                         const StepRecord& record);
+// Completes a step in a directory without a name in flight: writes manifest.json and COMMIT, and
+// makes the names of all files durable. The step's files must be synced. The caller makes the
+// directory visible. IO, NOSPACE; CONFLICT if it has a manifest.
+void commit_in_place(FileSystem& files, const std::string& directory, const StepRecord& record);
 // Removes the files of a failed save. Never throws; a later save removes the rest.
 void discard_step(FileSystem& files, const StepInFlight& step) noexcept;
 

@@ -29,6 +29,14 @@ std::string recipe_of_state(const FoundStep& step) {
   return "";
 }
 
+// The newest step of `root`, or the step that `root` itself is.
+FoundStep step_at(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped) {
+  if (!files.exists(join_path(root, "COMMIT"))) return newest_step(files, root, skipped);
+  FoundStep step = open_step(files, root);
+  for (const StepFile& file : step.record.files) check_digest(files, root, file);
+  return step;
+}
+
 }  // namespace
 
 LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundStep& step,
@@ -62,7 +70,8 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundSte
 
 int run_resume(const Args& args) {
   CLI::App app(
-      "load the newest intact step of a ROOT into rank processes, with its optimizer's state",
+      "load the newest intact step of a ROOT, or a given step, into rank processes, with its "
+      "optimizer's state",
       "modicum resume");
   CommonFlags common;
   RunFlags run;
@@ -76,7 +85,7 @@ int run_resume(const Args& args) {
   if (const auto done = parse(app, args)) return *done;
   PosixFileSystem files;
   std::vector<SkippedStep> skipped;
-  const FoundStep step = newest_step(files, run.directory, skipped);
+  const FoundStep step = step_at(files, run.directory, skipped);
   LoadReport report = resume_step(common, run, step, {.steps = steps});
   report.resumed = ResumedStep{step.step, step.path, {}};
   for (const SkippedStep& of : skipped) {

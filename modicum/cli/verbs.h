@@ -32,6 +32,7 @@ int run_synth(const Args& args);
 int run_plan(const Args& args);
 int run_load(const Args& args);
 int run_rehearse(const Args& args);
+int run_reshard(const Args& args);
 int run_resume(const Args& args);
 int run_save(const Args& args);
 int run_step(const Args& args);

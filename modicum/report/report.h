@@ -223,7 +223,7 @@ struct DiffReport {
 std::string diff_json(const DiffReport& report);
 std::string diff_text(const DiffReport& report);
 
-// A conversion of a checkpoint.
+// A conversion of a checkpoint, or of a step.
 struct ConvertReport {
   CheckpointFacts checkpoint;
   Promise promise;
@@ -237,6 +237,7 @@ struct ConvertReport {
   std::vector<SaveReport::File> files;
   std::vector<std::string> left_out;  // stored tensors that the recipe leaves unused
   std::optional<Budget> budget;
+  std::optional<int64_t> step;  // of a step
 };
 std::string convert_json(const ConvertReport& report);
 std::string convert_text(const ConvertReport& report);

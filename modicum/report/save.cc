@@ -64,6 +64,7 @@ std::string convert_json(const ConvertReport& report) {
   JsonWriter out;
   out.begin_object();
   checkpoint_members(out, report.checkpoint);
+  if (report.step) out.member("step", *report.step);
   out.member("path", report.path).member("written_bytes", report.written_bytes);
   out.member("kept_files", report.kept_files).member("elapsed_s", report.elapsed_s);
   out.member("coverage", "proven").member("digest", digest_text(report.digest));

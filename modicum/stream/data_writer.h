@@ -1,4 +1,5 @@
-// Writes data files in order, and has the kernel write them back behind the writer.
+// Writes data files in order, and has the kernel write them back behind the writer. Part of the
+// door of `stream`.
 #pragma once
 
 #include <cstddef>

@@ -44,6 +44,9 @@ void FileSink::copy(uint32_t target, int64_t at, std::span<const std::byte> elem
   const uint64_t begin = stored.at.begin + bytes_of(stored.spec.dtype, at);
   MODICUM_ASSERT(begin + elements.size() <= stored.at.end);
   digested_.add(target, at, elements);
+  if (options_.sums != nullptr) {
+    options_.sums->add(places_[target], bytes_of(stored.spec.dtype, at), elements);
+  }
   const std::string& name = saved_.files[stored.at.file].name;
   const std::lock_guard lock(mutex_);
   if (!options_.keeps_holes) return writer_.write(name, begin, elements);

@@ -17,7 +17,8 @@ namespace modicum {
 class FileSink final : public Sink {
  public:
   struct Options {
-    bool keeps_holes = false;  // pages of zeros are not written and take no space
+    bool keeps_holes = false;   // pages of zeros are not written and take no space
+    ChunkSums* sums = nullptr;  // of `saved`: every write is added
   };
   // places[t] is the tensor of `saved` that target t is written to; UINT32_MAX for aliases, which
   // take no elements. All arguments must outlive the sink.

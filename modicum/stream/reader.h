@@ -1,4 +1,5 @@
-// Reads data files in order and drops their page cache behind the reader.
+// Reads data files in order and drops their page cache behind the reader. Part of the door of
+// `stream`.
 #pragma once
 
 #include <cstddef>

@@ -11,6 +11,7 @@
 #include "modicum/ranks/ranks.h"
 #include "modicum/stream/diff.h"       // IWYU pragma: export
 #include "modicum/stream/file_sink.h"  // IWYU pragma: export
+#include "modicum/stream/reader.h"     // IWYU pragma: export
 #include "modicum/stream/rings.h"      // IWYU pragma: export
 #include "modicum/stream/save.h"       // IWYU pragma: export
 #include "modicum/stream/sink.h"

@@ -2,8 +2,12 @@
 // the door of `training`.
 #pragma once
 
+#include <functional>
 #include <optional>
+#include <set>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "modicum/training/load_ranks.h"
 
@@ -12,20 +16,30 @@ namespace modicum {
 // The files of a conversion: every target of a recipe, unsharded, under its own name.
 class ConvertedForm {
  public:
-  // Without `shard_bytes`, files are divided as in the source: a target goes into the file of its
-  // first stored tensor.
-  ConvertedForm(const Checkpoint& source, const Recipe& recipe,
-                std::optional<uint64_t> shard_bytes = std::nullopt);
+  struct Options {
+    // Without it, files are divided as in the source: a target goes into the file of its first
+    // stored tensor.
+    std::optional<uint64_t> shard_bytes;
+    std::string_view stem = kModelStem;  // of the files' names
+    // Names whose tensors are in the files, but are not written from the recipe's targets.
+    std::set<std::string, std::less<>> without;
+  };
+  ConvertedForm(const Checkpoint& source, const Recipe& recipe, const Options& of);
+  // Files of any tensors: a tensor whose name, dtype and shape are a target's is written from it.
+  ConvertedForm(Manifest manifest, const Recipe& recipe);
 
   const Manifest& manifest() const noexcept { return manifest_; }
   // Host memory of a conversion besides that of its loads.
   Footprint footprint(const Plan& plan) const;
-  // For each target the index of its tensor in the manifest; UINT32_MAX for aliases.
+  // For each target the index of its tensor in the manifest; UINT32_MAX for aliases, and for
+  // targets that no tensor is written from.
   std::span<const uint32_t> places() const noexcept { return places_; }
   // The targets of file `file`, each followed by its aliases.
   std::span<const uint32_t> targets_of(uint32_t file) const noexcept { return targets_[file]; }
 
  private:
+  void place(const Recipe& recipe, const std::set<std::string, std::less<>>& without);
+
   Manifest manifest_;
   std::vector<uint32_t> places_;
   std::vector<std::vector<uint32_t>> targets_;  // by file

@@ -11,8 +11,6 @@
 namespace modicum {
 namespace {
 
-constexpr uint64_t kFileBytes = 5 * kGiB;  // as transformers splits models
-
 struct PlaneName {
   Plane plane;
   std::string_view suffix;
@@ -34,36 +32,43 @@ std::optional<DType> stored_dtype(const StateFormatRow& row, Plane plane, bool h
   }
 }
 
-std::string scale_suffix(std::string_view suffix) { return fmt::format("{}_scale", suffix); }
-
 int64_t blocks_of(int64_t row, int64_t numel) {
   return numel == 0 ? 0 : ScaleBlocks(row).block_of(numel - 1) + 1;
 }
 
 std::vector<TensorSpec> specs_of(const StateOf& of) {
   const TensorSpec& parameter = of.parameter;
-  const StateFormatRow& row = row_of(of.format);
   std::vector<TensorSpec> specs;
-  const auto add = [&](const std::string& suffix, DType dtype, std::vector<int64_t> shape) {
-    specs.push_back(
-        {fmt::format("{}.{}", parameter.fqn, suffix), Role::param, dtype, std::move(shape)});
+  const auto add = [&](std::string name, DType dtype, std::vector<int64_t> shape) {
+    specs.push_back({std::move(name), Role::param, dtype, std::move(shape)});
   };
-  for (const auto& [plane, suffix] : kPlaneNames) {
-    const auto dtype = stored_dtype(row, plane, of.is_master);
-    if (!dtype) continue;
-    add(std::string(suffix), *dtype, parameter.shape);
-    const bool has_scales =
-        row.has_scales() && bits_per_element(*dtype) == 8 && plane != Plane::master_low;
-    if (has_scales) {
-      add(scale_suffix(suffix), DType::f32,
-          {blocks_of(moment_row(parameter.shape), numel_of(parameter.shape))});
-    }
+  for (const StoredPlane& plane : stored_planes(of.format, of.is_master)) {
+    std::string name = fmt::format("{}.{}", parameter.fqn, plane.suffix);
+    add(name, plane.dtype, parameter.shape);
+    if (!plane.has_scales) continue;
+    name += kScaleSuffix;
+    add(std::move(name), DType::f32,
+        {blocks_of(moment_row(parameter.shape), numel_of(parameter.shape))});
   }
   return specs;
 }
 
-// The tensors of a state, by name.
-std::vector<TensorSpec> specs_of_all(std::span<const StateOf> parameters) {
+}  // namespace
+
+std::vector<StoredPlane> stored_planes(StateFormat format, bool is_master) {
+  const StateFormatRow& row = row_of(format);
+  std::vector<StoredPlane> planes;
+  for (const auto& [plane, suffix] : kPlaneNames) {
+    const auto dtype = stored_dtype(row, plane, is_master);
+    if (!dtype) continue;
+    const bool has_scales =
+        row.has_scales() && bits_per_element(*dtype) == 8 && plane != Plane::master_low;
+    planes.push_back({plane, suffix, *dtype, has_scales});
+  }
+  return planes;
+}
+
+std::vector<TensorSpec> state_specs(std::span<const StateOf> parameters) {
   std::vector<TensorSpec> specs;
   for (const StateOf& of : parameters) {
     for (TensorSpec& spec : specs_of(of)) specs.push_back(std::move(spec));
@@ -73,7 +78,7 @@ std::vector<TensorSpec> specs_of_all(std::span<const StateOf> parameters) {
   return specs;
 }
 
-std::vector<StateOf> parameters_of(const Run& run) {
+std::vector<StateOf> state_of(const Run& run) {
   std::set<uint32_t> seen;
   std::vector<StateOf> parameters;
   for (int rank = 0; rank < run.layout.world_size(); ++rank) {
@@ -89,8 +94,6 @@ std::vector<StateOf> parameters_of(const Run& run) {
   return parameters;
 }
 
-}  // namespace
-
 // A rank whose run begins or ends within a block has a scale of its own for that block.
 void require_whole_blocks(const ShardSpec& shard, int64_t numel) {
   const ScaleBlocks blocks(shard.row);
@@ -105,19 +108,19 @@ void require_whole_blocks(const ShardSpec& shard, int64_t numel) {
   }
 }
 
-StateFiles::StateFiles(const Run& run) : StateFiles(parameters_of(run)) {}
+StateFiles::StateFiles(const Run& run) : StateFiles(state_of(run)) {}
 
 StateFiles::StateFiles(std::span<const StateOf> parameters)
-    : manifest_(output_manifest(split_into_files(specs_of_all(parameters), kFileBytes))) {
+    : manifest_(output_manifest(split_into_files(state_specs(parameters), kStateFileBytes))) {
   sort_names();
 }
 
-void StateFiles::require_of(const Run& run) const { require_of(parameters_of(run)); }
+void StateFiles::require_of(const Run& run) const { require_of(state_of(run)); }
 
 void StateFiles::require_of(std::span<const StateOf> parameters) const {
   std::set<std::string> left;
   for (const auto& [name, stored] : by_name_) left.insert(name);
-  for (const TensorSpec& spec : specs_of_all(parameters)) {
+  for (const TensorSpec& spec : state_specs(parameters)) {
     const auto found = std::lower_bound(by_name_.begin(), by_name_.end(), std::pair(spec.fqn, 0U));
     if (left.erase(spec.fqn) == 0) {
       fail(Category::mismatch, "the saved state lacks this tensor", {.tensor = spec.fqn});
@@ -195,13 +198,12 @@ void StateFiles::for_each_span(HeldShards shards, FunctionRef<void(const StoredS
 }
 
 void StateFiles::add_parts(const HeldShard& of, std::vector<Part>& parts) const {
-  const StateFormatRow& row = row_of(of.adamw.format());
   const bool has_master = of.adamw.shard(of.shard).master != nullptr;
-  for (const auto& [plane, suffix] : kPlaneNames) {
-    if (!stored_dtype(row, plane, has_master)) continue;
-    parts.push_back({stored(of.fqn, suffix), &of, plane, false});
-    if (of.adamw.scales(of.shard, plane).empty()) continue;
-    parts.push_back({stored(of.fqn, scale_suffix(suffix)), &of, plane, true});
+  for (const StoredPlane& plane : stored_planes(of.adamw.format(), has_master)) {
+    parts.push_back({stored(of.fqn, plane.suffix), &of, plane.plane, false});
+    if (of.adamw.scales(of.shard, plane.plane).empty()) continue;
+    const std::string suffix = fmt::format("{}{}", plane.suffix, kScaleSuffix);
+    parts.push_back({stored(of.fqn, suffix), &of, plane.plane, true});
   }
 }
 

@@ -33,6 +33,22 @@ struct StateOf {
   StateFormat format = StateFormat::fp32;
   bool is_master = false;  // its memory is the master, or the upper half of one
 };
+// The parameters of `run` that have state; it must have an optimizer. UNSUPPORTED as from
+// StateFiles.
+std::vector<StateOf> state_of(const Run& run);
+// The tensors of their state, by name.
+std::vector<TensorSpec> state_specs(std::span<const StateOf> parameters);
+// Whether the format stores this plane: as `suffix`, and with it the scales of its blocks.
+struct StoredPlane {
+  Plane plane;
+  std::string_view suffix;
+  DType dtype;
+  bool has_scales;
+};
+// The stored planes of a parameter in a step's files.
+std::vector<StoredPlane> stored_planes(StateFormat format, bool is_master);
+constexpr std::string_view kScaleSuffix = "_scale";
+
 // A rank's shard of an AdamW, and the parameter's name in the files.
 struct HeldShard {
   AdamW& adamw;
@@ -45,6 +61,8 @@ using HeldShards = FunctionRef<void(FunctionRef<void(const HeldShard&)>)>;
 // UNSUPPORTED, naming the parameter, if a shard with 8-bit moments holds a part of a block, whose
 // scale no other rank knows. `numel`: of the whole parameter.
 void require_whole_blocks(const ShardSpec& shard, int64_t numel);
+
+constexpr uint64_t kStateFileBytes = 5 * kGiB;  // as transformers splits models
 
 // The tensors of a state, and their files.
 class StateFiles {

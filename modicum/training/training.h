@@ -3,7 +3,7 @@
 // The parts of a rank: its load (RankLoad), its optimizer (RankOptimizer) with synthetic gradients
 // (MadeGradients), and lock steps with the other ranks (LockStep). The verbs of the command line
 // run them in rank processes: load_in_ranks, rehearse_in_ranks, save_in_ranks,
-// resume_in_ranks, step_in_ranks, convert_in_rank.
+// resume_in_ranks, step_in_ranks, convert_in_rank, reshard_in_rank.
 #pragma once
 
 #include "modicum/training/convert.h"         // IWYU pragma: export
@@ -14,6 +14,7 @@
 #include "modicum/training/optimizer.h"       // IWYU pragma: export
 #include "modicum/training/rank_load.h"       // IWYU pragma: export
 #include "modicum/training/rank_processes.h"  // IWYU pragma: export
+#include "modicum/training/reshard.h"         // IWYU pragma: export
 #include "modicum/training/save_ranks.h"      // IWYU pragma: export
 #include "modicum/training/state_files.h"     // IWYU pragma: export
 #include "modicum/training/step.h"            // IWYU pragma: export

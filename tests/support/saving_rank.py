@@ -18,7 +18,7 @@ from torch_rank import told
 
 import modicum.torch
 from modicum import _modicum
-from modicum.torch.saving import weights, writing
+from modicum.torch.saving import weights
 
 STEPS_AFTER = 3
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -226,7 +226,7 @@ def slowly(
 
         return fetch_slowly
 
-    weights.fetching, writing.fetching = paused, paused
+    weights.fetching = paused
     weights.destination_of = lambda local: "copy"
     try:
         modicum.torch.save(model, root, step=1, grace=grace, staging="256KiB")

@@ -375,9 +375,10 @@ import accelerate_rank  # noqa: E402  (whose acts are made of those above)
 import adamw_binding_rank  # noqa: E402
 import adamw_rank  # noqa: E402
 import checkpoint_rank  # noqa: E402
+import dcp_rank  # noqa: E402
 import engine_rank  # noqa: E402
 import optimizer_rank  # noqa: E402
 import saving_rank  # noqa: E402
 
 ACTS |= adamw_binding_rank.ACTS | adamw_rank.ACTS | accelerate_rank.ACTS | engine_rank.ACTS
-ACTS |= optimizer_rank.ACTS | saving_rank.ACTS | checkpoint_rank.ACTS
+ACTS |= optimizer_rank.ACTS | saving_rank.ACTS | checkpoint_rank.ACTS | dcp_rank.ACTS

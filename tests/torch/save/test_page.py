@@ -12,9 +12,13 @@ transformers = pytest.importorskip("transformers")
 import torch_front  # noqa: E402
 
 
-def test_the_example_saves_and_resumes(root: Path, tmp_path: Path) -> None:
+def examples(root: Path) -> list[str]:
     page = (root / "docs/guide/save.md").read_text()
-    (text,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    return re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+
+
+def test_the_example_saves_and_resumes(root: Path, tmp_path: Path) -> None:
+    text = examples(root)[0]
     directory = str(torch_front.checkpoint_of("llama_tied"))
     text = text.replace('"DIR"', repr(directory)).replace('"ROOT"', repr(str(tmp_path / "steps")))
     begun = []
@@ -37,3 +41,38 @@ def test_the_example_saves_and_resumes(root: Path, tmp_path: Path) -> None:
     resumed = names["resumed"]
     assert resumed.extra == {"epoch": 3}
     assert torch.equal(resumed.extra_per_rank["rng"], torch.get_rng_state())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_examples_of_distributed_checkpoints(root: Path, tmp_path: Path) -> None:
+    """DCP saves and loads a step; a directory that torch's own writer has made becomes one."""
+    import torch.distributed.checkpoint as dcp
+
+    import modicum.torch
+
+    _, saves, converts = examples(root)
+    directory = str(torch_front.checkpoint_of("llama_tied"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    modicum.torch.load(model, directory, progress=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    places = {"DIR": directory, "ROOT": str(tmp_path / "steps")}
+    names: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    exec(compile(with_places(saves, places), "save.md", "exec"), names)
+    assert names["loaded"]["epoch"] == 3
+
+    theirs = str(tmp_path / "theirs")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=theirs, no_dist=True)
+    places |= {"ROOT": str(tmp_path / "converted"), "output/pytorch_model_fsdp_0": theirs}
+    exec(compile(with_places(converts, places), "save.md", "exec"), {})
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "converted/step-100")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(read.get_parameter(name), parameter), name
+
+
+def with_places(text: str, places: dict[str, str]) -> str:
+    for name, place in places.items():
+        text = text.replace(f'"{name}"', repr(place))
+    return text

@@ -1,4 +1,5 @@
-"""A distributed checkpoint's reader over Hugging Face files:
+"""torch.distributed.checkpoint over Hugging Face files: a reader of checkpoints, a writer of steps,
+and a reader of what it has written.
 
 reader = modicum.torch.dcp.HuggingFaceReader("path/of/a/checkpoint", model)
 state = model.state_dict()
@@ -6,22 +7,26 @@ torch.distributed.checkpoint.load(state, storage_reader=reader)
 model.load_state_dict(state, assign=True)
 """
 
+import io
+import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -31,7 +36,10 @@ from modicum.errors import refusal
 from modicum.recipes import Recipe, read_recipe, recipe_for
 from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.recipes.nodes import Node, stored_under
+from modicum.torch.dcp_convert import convert as convert
+from modicum.torch.dcp_writer import Writer as Writer
 from modicum.torch.ranks.cpus import cpus_of_rank
+from modicum.torch.saving.state_dicts import KEY, flat_key, made_value
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_distributed import strided_shard
@@ -210,7 +218,7 @@ class HuggingFaceReader(StorageReader):
             node = _as(target.node, dtype_name(tensor.dtype))
             yield _Place(fqn, node, tensor, found.unpadded())
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
+    def _parameters(self) -> Mapping[str, nn.Parameter]:
         """The model's parameters by name: a state dict has other tensor objects."""
         named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
         return {canonical(name): parameter for name, parameter in named}
@@ -246,6 +254,176 @@ class HuggingFaceReader(StorageReader):
             ),
             threads=cpus_of_rank(),
         )
+
+
+class _Part(HuggingFaceReader):
+    """A part of a step: its tensors under the keys of the state dict."""
+
+    def __init__(
+        self, source: Path, model: nn.Module | None, keys: Callable[[str], str], **how: Any
+    ) -> None:
+        """`keys`: the key for the name of a tensor."""
+        self._key = keys
+        super().__init__(source, model, **how)
+
+    def _targets_of(self, recipe: Recipe) -> dict[str, _Target]:
+        return {self._key(name): of for name, of in super()._targets_of(recipe).items()}
+
+    def _parameters(self) -> Mapping[str, nn.Parameter]:
+        return {self._key(name): of for name, of in super()._parameters().items()}
+
+
+class _State(_Part):
+    """The tensors of an optimizer's state: NAME.KEY of the parameter NAME."""
+
+    parameters: Mapping[str, nn.Parameter]
+
+    def _parameters(self) -> Mapping[str, nn.Parameter]:
+        names = self._checkpoint.stored
+        owners = {name: self.parameters.get(name.rpartition(".")[0]) for name in names}
+        return {self._key(name): of for name, of in owners.items() if of is not None}
+
+
+class Reader(StorageReader):
+    """For `torch.distributed.checkpoint.load(state_dict, storage_reader=...)`: reads a step that
+    `Writer` has written, into any world and layout.
+
+    The state dict has the keys of the saved one, or some of them. Each rank reads its own bytes, as
+    `HuggingFaceReader` does.
+    """
+
+    def __init__(
+        self,
+        root: Source,
+        model: nn.Module | None = None,
+        *,
+        staging: Size | None = None,
+        ledger: _modicum.Ledger | None = None,
+    ) -> None:
+        """Opens headers and index; reads no tensor.
+
+        Args:
+            root: a step, or the directory of all steps, of which the newest whole one is read.
+            model: of the state dict, if `Writer` had one.
+            staging, ledger: as for `HuggingFaceReader`.
+
+        Raises:
+            IntegrityError: the step is not whole, or was not written by `Writer`.
+        """
+        self._model = model
+        self._how: dict[str, Any] = {"staging": staging, "ledger": ledger}
+        self.reset(root)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Source) -> bool:
+        """Whether it is a path."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+    def reset(self, checkpoint_id: Source | None = None) -> None:
+        """Opens another step for the same model."""
+        if checkpoint_id is None:
+            return
+        root = Path(checkpoint_id)
+        whole = (root / "COMMIT").exists()
+        found = _modicum.open_step(str(root)) if whole else _modicum.newest_step(str(root), None)
+        self.checkpoint_id = step = Path(found["path"])
+        facts = _facts_of(step)
+        at = facts["model"]
+        self._parts = [_Part(step, self._model, lambda name: flat_key((*at, name)), **self._how)]
+        self._values = {key: made_value(told) for key, told in facts["values"].items()}
+        if "optim" in facts:
+            self._open_state(step, facts)
+
+    def _open_state(self, step: Path, facts: Mapping[str, Any]) -> None:
+        at = facts["optim"]
+
+        def key_of(name: str) -> str:
+            return flat_key((*at, "state", name))
+
+        part = _State(step / "optimizer", None, key_of, **self._how)
+        named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
+        part.parameters = {canonical(name): parameter for name, parameter in named}
+        self._parts.append(part)
+        numbers = json.loads((step / "optimizer/state.json").read_text())["numbers"]
+        for fqn, own in numbers.items():
+            self._values |= {key_of(f"{fqn}.{key}"): _number(value) for key, value in own.items()}
+        for index, group in enumerate(made_value(facts["param_groups"])):
+            for option, value in group.items():
+                self._values[flat_key((*at, "param_groups", index, option))] = value
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """One chunk per tensor: the whole tensor."""
+        found: dict[str, Any] = {}
+        for part in self._parts:
+            found |= part.read_metadata().state_dict_metadata
+        for key, value in self._values.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            found[key] = _described_tensor(value) if is_tensor else BytesStorageMetadata()
+        return Metadata(found)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Does nothing."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan, unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans, unchanged."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads all items of this rank's plan: a pass over the model's files, and one over the
+        state's."""
+        left = {(item.dest_index, item.storage_index): item for item in plan.items}
+        for item in plan.items:
+            if item.storage_index.fqn in self._values:
+                self._give(item, planner)
+                left.pop((item.dest_index, item.storage_index))
+        for part in self._parts:
+            targets = part.read_metadata().state_dict_metadata
+            own = [item for item in left.values() if item.storage_index.fqn in targets]
+            part.read_data(LoadPlan(own), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _give(self, item: ReadItem, planner: LoadPlanner) -> None:
+        value = self._values[item.storage_index.fqn]
+        if item.type == LoadItemType.BYTE_IO:
+            stream = io.BytesIO()
+            torch.save(value, stream)
+            stream.seek(0)
+            planner.load_bytes(item, stream)
+            return
+        tensor = planner.resolve_tensor(item).detach()
+        tensor.copy_(value)
+        planner.commit_tensor(item, tensor)
+
+
+def _facts_of(step: Path) -> Any:
+    """What `Writer` tells of the state dict."""
+    path = step / "extra/extra.json"
+    extra = json.loads(path.read_text()) if path.exists() else {}
+    if KEY not in extra:
+        what = "the step was not written by modicum.torch.dcp.Writer"
+        expected = "HuggingFaceReader for its model, or modicum.torch.resume"
+        raise refusal("UNSUPPORTED", what, file=step.name, expected=expected)
+    return extra[KEY]
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, list):
+        dtype, number, shape = value
+        return torch.full(shape, number, dtype=getattr(torch, dtype))
+    return value
+
+
+def _described_tensor(tensor: torch.Tensor) -> TensorStorageMetadata:
+    chunk = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [chunk])
 
 
 def _described(target: _Target) -> TensorStorageMetadata:

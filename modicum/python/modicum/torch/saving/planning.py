@@ -122,6 +122,21 @@ def plan_of(
         state = AdamWWriting(AdamWState(optimizer, names))
     elif optimizer is not None:
         state = TensorsWriting(*writing_of_state(optimizer, names, ranks, ask.form))
+    return planned_of(ask, goal, Parts(writing, state, texts), ranks)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a save writes."""
+
+    model: Writing
+    state: StateWriting | None
+    texts: list[tuple[str, str]]
+
+
+def planned_of(ask: Ask, goal: Goal, parts: Parts, ranks: Ranks) -> Planned:
+    """`parts` within the budget. Collective. `BudgetError` if they do not fit."""
+    writing, state, texts = parts.model, parts.state, parts.texts
     facts = {"the plan": writing.plan.digest, "the state": state.told if state else "none"}
     ranks.agree_on(facts | dict(texts))
     own = ask.own

@@ -15,24 +15,14 @@ from modicum.torch.saving.writing import Flight, Where, write_tensors
 def run(planned: Planned, ranks: Ranks, flight: Flight) -> Saved:
     """Collective. The same report on every rank."""
     ask, begin = planned.ask, time.monotonic()
-    directory, point = flight.begin(
-        ranks,
-        root=str(ask.root),
-        step=ask.step,
-        has_state=planned.state is not None,
-        has_extra=ask.extra is not None or ask.per_rank is not None,
-    )
-    board = _modicum.Board(ranks)
-    threads = cpus_of_rank(ranks.ranks_per_node)
-    where = Where(ranks, board, ask.ledger, directory, point, threads)
-    outcomes = ranks.gather(_written(planned, where))
+    outcomes = write(planned, ranks, flight)
 
-    def publish() -> dict[str, Any]:
+    def publish_timed() -> dict[str, Any]:
         written_s = time.monotonic() - begin
-        published = _published(planned, ranks, flight)
+        published = publish(planned, ranks.world_size, flight)
         return published | {"elapsed_s": written_s, "durable_s": time.monotonic() - begin}
 
-    published, _ = ranks.once(publish, lambda: None)
+    published, _ = ranks.once(publish_timed, lambda: None)
     return Saved(
         step=ask.step,
         path=published["path"],
@@ -46,6 +36,24 @@ def run(planned: Planned, ranks: Ranks, flight: Flight) -> Saved:
         left_out=planned.model.plan.left_out,
         warnings=published["warnings"],
     )
+
+
+def write(planned: Planned, ranks: Ranks, flight: Flight) -> list[dict[str, int]]:
+    """Writes all files of the ranks, which stay invisible. Collective. Returns the outcomes by
+    rank."""
+    ask = planned.ask
+    directory, point = flight.begin(
+        ranks,
+        root=str(ask.root),
+        step=ask.step,
+        has_state=planned.state is not None,
+        has_extra=ask.extra is not None or ask.per_rank is not None,
+    )
+    board = _modicum.Board(ranks)
+    threads = cpus_of_rank(ranks.ranks_per_node)
+    where = Where(ranks, board, ask.ledger, directory, point, threads)
+    outcomes: list[dict[str, int]] = ranks.gather(_written(planned, where))
+    return outcomes
 
 
 def _written(planned: Planned, where: Where) -> dict[str, int]:
@@ -72,11 +80,11 @@ def _in(where: Where, folder: Any) -> Where:
     return Where(where.ranks, where.board, where.ledger, folder, where.point, where.threads)
 
 
-def _published(planned: Planned, ranks: Ranks, flight: Flight) -> dict[str, Any]:
+def publish(planned: Planned, world_size: int, flight: Flight) -> dict[str, Any]:
     """Publishes what all ranks have written; on rank 0."""
     assert flight.step is not None
     more: list[tuple[str, str | None]] = [*planned.texts]
     if planned.own is not None:
-        more += [(extra.file_of(rank), None) for rank in range(ranks.world_size)]
+        more += [(extra.file_of(rank), None) for rank in range(world_size)]
     state = planned.state.published if planned.state else {}
     return flight.step.publish(planned.model.plan, more=more, keep=planned.ask.keep, **state)

@@ -40,15 +40,29 @@ def writing_of_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], ranks: Ranks, form: Form
 ) -> tuple[Writing, str]:
     """The tensors to write, and state.json. `UsageError` for a value of another kind."""
-    shardings = Shardings()
-    targets: dict[str, Node] = {}
-    held: list[Held] = []
-    numbers: Numbers = {}
+    entries: list[Entry] = []
     for parameter, entry in optimizer.state.items():
         fqn = names.get(id(parameter))
         if fqn is None:
             got = f"a parameter of shape {list(parameter.shape)}"
             raise refusal("MISMATCH", "the optimizer has a parameter that the model lacks", got=got)
+        entries.append((fqn, parameter, entry))
+    return writing_of_entries(entries, _kind(optimizer), ranks, form)
+
+
+Entry = tuple[str, torch.Tensor, Mapping[str, Any]]
+"""A parameter's name, the parameter, and its state."""
+
+
+def writing_of_entries(
+    entries: Sequence[Entry], kind: str, ranks: Ranks, form: Form
+) -> tuple[Writing, str]:
+    """The same for the state of an optimizer of this kind."""
+    shardings = Shardings()
+    targets: dict[str, Node] = {}
+    held: list[Held] = []
+    numbers: Numbers = {}
+    for fqn, parameter, entry in entries:
         own = numbers.setdefault(fqn, {})
         for key, value in entry.items():
             if _is_like(value, parameter):
@@ -64,7 +78,7 @@ def writing_of_state(
         raise refusal("USAGE", what, expected="a tensor of a parameter's shape")
     nothing = _modicum.open_checkpoint(None)
     recipe = _modicum.make_recipe(nothing, json.dumps({"targets": targets, "unused": []}))
-    facts = {"optimizer": _kind(optimizer), "numbers": numbers}
+    facts = {"optimizer": kind, "numbers": numbers}
     plain = Form(staging=form.staging)
     return writing_of(recipe, held, ranks, plain), json.dumps(facts)
 

@@ -20,6 +20,9 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.placements import Sharding, layout_of
 from modicum.torch.shards.tensors import as_bytes
 
+Fetch = Callable[[int, int, memoryview], None]
+"""Of a target, from an element on, fills a view with elements."""
+
 
 @dataclass(frozen=True)
 class Held:
@@ -37,11 +40,23 @@ class Writing:
     plan: _modicum.SavePlan
     recipe: _modicum.Recipe
     held: Sequence[Held]
+    fetch: Fetch | None = None
+    """Brings elements of any target, where nothing is `held`; of one rank."""
+
+    def memory(self) -> tuple[dict[int, torch.Tensor], Fetch | None]:
+        """By target the bytes of tensors on the host, and the function for the elements of
+        others."""
+        if self.fetch is not None:
+            return {}, self.fetch
+        given, lines = memory_of(self.recipe, self.held)
+        return given, fetching(lines)
 
     def bytes_of(self, ranks: Ranks) -> int:
         """About what this rank writes: replicas divide what they all hold, and all ranks the copied
-        tensors."""
+        tensors. With `fetch` unknown, 0: only a save with a grace needs it."""
         own = 0
+        if self.fetch is not None:
+            return own
         for target, of in zip(self.recipe.targets, self.held, strict=True):
             if target["alias_of"] is None:
                 shard = _modicum.Shard(of.sharding, target["shape"], ranks.rank)
@@ -165,7 +180,7 @@ def memory_of(
     return given, {t: line for t, line in lines.items() if t not in here}
 
 
-def fetching(lines: Mapping[int, torch.Tensor]) -> Callable[[int, int, memoryview], None] | None:
+def fetching(lines: Mapping[int, torch.Tensor]) -> Fetch | None:
     """The function that copies elements of tensors on a device to the staging."""
     if not lines:
         return None

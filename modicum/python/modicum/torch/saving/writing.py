@@ -9,7 +9,7 @@ from modicum import _modicum
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.shared import require_seen
-from modicum.torch.saving.weights import Writing, fetching, memory_of
+from modicum.torch.saving.weights import Writing
 
 Outcome = dict[str, int]
 """written_bytes and read_bytes."""
@@ -117,7 +117,7 @@ class TensorsWriting:
 
 def write_tensors(writing: Writing, where: Where) -> Outcome:
     """Writes this rank's part of them. Collective."""
-    given, lines = memory_of(writing.recipe, writing.held)
+    given, fetch = writing.memory()
     return _modicum.save_tensors(
         writing.plan,
         where.ranks.rank,
@@ -125,7 +125,7 @@ def write_tensors(writing: Writing, where: Where) -> Outcome:
         where.ledger,
         (str(where.directory), where.point),
         given=given,
-        fetch=fetching(lines),
+        fetch=fetch,
         threads=where.threads,
     )
 

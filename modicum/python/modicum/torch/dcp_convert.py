@@ -1,0 +1,164 @@
+"""`convert`: a directory of torch.distributed.checkpoint as a step."""
+
+import json
+import os
+import struct
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.recipes.nodes import caller
+from modicum.torch.loading.goal import Goal, memory_before
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.directories import Directory, Place
+from modicum.torch.saving.planning import Ask, Parts, planned_of
+from modicum.torch.saving.report import Saved
+from modicum.torch.saving.running import run
+from modicum.torch.saving.weights import Form, Writing
+from modicum.torch.saving.writing import Flight, StateWriting, TensorsWriting
+from modicum.torch.shards.placements import Sharding, layout_of
+
+Size = int | str
+Source = str | os.PathLike[str]
+
+_NUMBERS = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}
+
+
+def convert(
+    directory: Source, root: Source, *,
+    step: int, source: Source | None = None, optimizer: str | None = None,
+    dtype: torch.dtype | None = None, shard_size: Size | None = None,
+    ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
+) -> Saved:  # fmt: skip
+    """Writes a directory of torch.distributed.checkpoint's FileSystemWriter as a step: the model as
+    Hugging Face files under the names of the state dict, and the state of its optimizer.
+
+    In one process, through staging: no tensor is held as a whole. No pickle is executed: names,
+    shapes and places in `.metadata` and in the archives are read as data, and a name that torch
+    does not write there is refused. Values that are no tensors, such as the options of parameter
+    groups, are pickles of any kind; they are left out and reported.
+
+    Args:
+        directory: with `.metadata`, as accelerate's `pytorch_model_fsdp_0` or a directory of
+            `torch.distributed.checkpoint.save`.
+        root: the directory of all steps.
+        step: the new step's number.
+        source: a checkpoint of the model, whose config and tokenizer the step gets.
+        optimizer: the class of torch.optim whose state it is, such as "AdamW", so that
+            `modicum.torch.resume` accepts it.
+        dtype, shard_size, ledger, budget, staging: as for `save`.
+
+    Returns:
+        As `save`. `left_out` has the keys that were left out.
+
+    Raises:
+        FormatError: the directory is not one that torch writes, or is damaged.
+        UsageError: it has the tensors of several models or of none.
+        BudgetError, IoError: as for `save`.
+    """
+    opened = Directory.open(Path(directory))
+    model, state = _parts_of(opened)
+    form = Form(dtype, "drop", shard_size, staging, adapters=False)
+    flight = Flight()
+    try:
+        ranks = Ranks(0, 1)
+        goal = _goal(opened, model, source)
+        writing = _stream(opened, model, goal.recipe, form)
+        ask = Ask(root=Path(root), step=step, keep=None, form=form, budget=budget, extra=None,
+                  ledger=ledger or _modicum.Ledger(), per_rank=None)  # fmt: skip
+        saved_state = _state_of(opened, state, optimizer, form)
+        planned = planned_of(ask, goal, Parts(writing, saved_state, []), ranks)
+        report = run(planned, ranks, flight)
+    finally:
+        flight.end()
+    for warning in report.warnings:
+        warnings.warn(f"modicum: {warning}", stacklevel=2)
+    return replace(report, left_out=sorted(opened.others))
+
+
+def _parts_of(opened: Directory) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
+    """The keys of the model's tensors by name, and those of the optimizer's by parameter and
+    key."""
+    places: dict[str, Place] = {key: opened.places.get(key, (key,)) for key in opened.tensors}
+    state = {key: place for key, place in places.items() if "state" in place[:-2]}
+    model = {key: place for key, place in places.items() if key not in state}
+    for what, of, ending in (("model", model, 1), ("optimizer", state, 2)):
+        prefixes = sorted({".".join(map(str, place[:-ending])) for place in of.values()})
+        if len(prefixes) > 1 or (not prefixes and what == "model"):
+            got = ", ".join(prefix or "no prefix" for prefix in prefixes) or "none"
+            raise refusal("UNSUPPORTED", f"a step has the tensors of one {what}", got=got)
+    named = {str(place[-1]): key for key, place in model.items()}
+    return named, {(str(p[-2]), str(p[-1])): key for key, p in state.items()}
+
+
+def _goal(opened: Directory, model: Mapping[str, str], source: Source | None) -> Goal:
+    of = {name: opened.tensors[key] for name, key in model.items()}
+    targets = {name: caller(tensor.dtype, [*tensor.shape]) for name, tensor in of.items()}
+    checkpoint = _modicum.open_checkpoint(source)
+    text = json.dumps({"targets": targets, "unused": sorted(checkpoint.stored)})
+    recipe = _modicum.make_recipe(checkpoint, text)
+    return Goal(checkpoint, recipe, [memory_before()], [], text=text)
+
+
+def _stream(
+    opened: Directory, keys: Mapping[str, str], recipe: _modicum.Recipe, form: Form
+) -> Writing:
+    names = [target["name"] for target in recipe.targets]
+    whole = Sharding((1,), ())
+    loaded = _modicum.make_plan(
+        recipe,
+        layout_of(recipe, [whole] * len(names), 1),
+        destinations=["copy"] * len(names),
+        staging=form.staging,
+    )
+    plan = _modicum.make_save_plan(
+        loaded,
+        dtype=None if form.dtype is None else str(form.dtype).removeprefix("torch."),
+        copies_unused=False,
+        shard_size=form.shard_size,
+    )
+
+    def fetch(target: int, at: int, view: memoryview) -> None:
+        opened.read(keys[names[target]], at, view)
+
+    return Writing(plan, recipe, [], fetch)
+
+
+def _state_of(
+    opened: Directory, state: Mapping[tuple[str, str], str], optimizer: str | None, form: Form
+) -> StateWriting | None:
+    if not state:
+        return None
+    keys: dict[str, str] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for (fqn, name), key in state.items():
+        of = opened.tensors[key]
+        own = numbers.setdefault(fqn, {})
+        if of.shape:
+            keys[f"{fqn}.{name}"] = key
+        else:
+            own[name] = [of.dtype, _number(opened, key), []]
+    targets = {
+        n: caller(opened.tensors[k].dtype, [*opened.tensors[k].shape]) for n, k in keys.items()
+    }
+    nothing = _modicum.open_checkpoint(None)
+    recipe = _modicum.make_recipe(nothing, json.dumps({"targets": targets, "unused": []}))
+    kind = "torch" if optimizer is None else f"torch.{optimizer}"
+    facts = json.dumps({"optimizer": kind, "numbers": numbers})
+    return TensorsWriting(_stream(opened, keys, recipe, Form(staging=form.staging)), facts)
+
+
+def _number(opened: Directory, key: str) -> float | int:
+    of = opened.tensors[key]
+    if of.dtype not in _NUMBERS:
+        raise refusal("UNSUPPORTED", "state of an optimizer", tensor=key, got=of.dtype)
+    data = bytearray(of.item_bytes)
+    opened.read(key, 0, memoryview(data))
+    number: float | int = struct.unpack(f"<{_NUMBERS[of.dtype]}", data)[0]
+    return number

@@ -1,0 +1,213 @@
+"""`Writer`: a distributed checkpoint's writer of steps."""
+
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.torch.loading.goal import Model
+from modicum.torch.loading.origin import origin_of
+from modicum.torch.optim.adamw import AdamW
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.planning import Ask, Parts, Planned, planned_of
+from modicum.torch.saving.running import publish, write
+from modicum.torch.saving.state_dicts import (
+    Named,
+    Split,
+    goal_as_stored,
+    groups_text,
+    nested,
+    split,
+    told,
+    writing_of_named,
+)
+from modicum.torch.saving.tensor_state import writing_of_entries
+from modicum.torch.saving.weights import Form, goal_of
+from modicum.torch.saving.writing import Flight, StateWriting, TensorsWriting
+from modicum.upstream.wrappers import canonical
+
+Size = int | str
+Source = str | os.PathLike[str]
+
+
+class Writer(StorageWriter, AsyncStager):
+    """For `torch.distributed.checkpoint.save(state_dict, storage_writer=...)` (torch 2.13).
+
+    Writes a step, as `modicum.torch.save` does, from the state dict's tensors: the model as final
+    Hugging Face files, in which each rank writes its own elements; nothing is consolidated
+    afterwards. The state dict has the tensors of one model, under one key or at its top, and may
+    have the state of one optimizer, as `get_state_dict` and `get_optimizer_state_dict` return it,
+    and JSON values. The step is visible, as `root/step-N`, once all ranks have written. It is read
+    by `Reader`, and by `modicum.torch.resume`.
+
+    All ranks of the default process group take part, with rank 0 as the coordinator. A writer saves
+    one step; `reset` with another `checkpoint_id` begins the next. `async_save` is refused: it
+    would copy the whole state.
+    """
+
+    def __init__(
+        self,
+        root: Source,
+        *,
+        step: int,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        source: Source | None = None,
+        dtype: torch.dtype | None = None,
+        keep: int | None = None,
+        shard_size: Size | None = None,
+        ledger: _modicum.Ledger | None = None,
+        budget: Size | None = None,
+        staging: Size | None = None,
+    ) -> None:
+        """Opens nothing.
+
+        Args:
+            root: the directory of all steps, on a file system that all ranks share.
+            step: the step's number.
+            model: of the state dict: the files get the names and shapes of its checkpoint, the one
+                that `modicum.torch.load` has loaded into it, or `source`. None: those of the state
+                dict.
+            optimizer: of the state dict. Its class is recorded, so that `modicum.torch.resume`
+                accepts the state. Not a `modicum.torch.AdamW`, whose planes a state dict lacks.
+            source: a checkpoint of the model, whose files, config and tokenizer the step gets.
+            dtype, keep, shard_size, ledger, budget, staging: as for `modicum.torch.save`.
+
+        Raises:
+            UsageError: an optimizer that `modicum.torch.save` has to save.
+        """
+        if isinstance(optimizer, AdamW):
+            what = "a state dict lacks the planes of modicum.torch.AdamW"
+            raise refusal("UNSUPPORTED", what, expected="modicum.torch.save(model, optimizer=...)")
+        self._model, self._optimizer, self._source = model, optimizer, source
+        self._form = Form(dtype, "copy", shard_size, staging, adapters=False)
+        self._how: dict[str, Any] = {
+            "keep": keep,
+            "ledger": ledger or _modicum.Ledger(),
+            "budget": budget,
+        }
+        self._at = (Path(root), step)
+        self._flight = Flight()
+        self._kept: tuple[Planned, int] | None = None
+        self.path: str | None = None
+        """Of the committed step, on rank 0."""
+
+    # ---- the interface of StorageWriter
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Source) -> bool:
+        """Whether it is a path."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+    def reset(self, checkpoint_id: Source | None = None) -> None:
+        """Begins a save. `checkpoint_id`: ROOT/step-N, instead of the arguments."""
+        self._flight.end()
+        self._flight, self._kept, self.path = Flight(), None, None
+        if checkpoint_id is not None:
+            path = Path(checkpoint_id)
+            number = path.name.removeprefix("step-")
+            if number == path.name or not number.isdecimal():
+                got = str(checkpoint_id)
+                raise refusal("USAGE", "checkpoint_id", expected="ROOT/step-N", got=got)
+            self._at = (path.parent, int(number))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Refuses a save in a thread of `async_save`, and another coordinator than rank 0."""
+        if threading.current_thread() is not threading.main_thread():
+            _refuse_async()
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if is_coordinator != (rank == 0):
+            what = "a save of a part of the ranks"
+            expected = "all ranks of the default process group, coordinated by rank 0"
+            raise refusal("UNSUPPORTED", what, expected=expected, got=f"rank {rank} coordinates")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan, unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans, unchanged."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's elements, whatever items DCP's plan gives to it: its boxes do not
+        describe strided shards. On failure every rank raises, and the files are removed."""
+        try:
+            with Ranks.of_world().together() as ranks:
+                self._write(split(_state_of(planner)), ranks)
+        except BaseException:
+            self._flight.end()
+            raise
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits the step; on rank 0, after all ranks have written."""
+        assert self._kept is not None
+        try:
+            published = publish(*self._kept, self._flight)
+        finally:
+            self._flight.end()
+        self.path = published["path"]
+        for warning in published["warnings"]:
+            warnings.warn(f"modicum: {warning}", stacklevel=2)
+
+    # ---- the interface of AsyncStager, by which async_save asks for its copy
+
+    def stage(self, state_dict: Any) -> NoReturn:
+        """`UsageError`: `async_save` is refused before it copies."""
+        _refuse_async()
+
+    # ---- the save
+
+    def _write(self, parts: Split, ranks: Ranks) -> None:
+        root, step = self._at
+        ask = Ask(root=root, step=step, form=self._form, extra=parts.facts, per_rank=None,
+                  **self._how)  # fmt: skip
+        ranks.agree_on(ask.facts() | {"argument source": str(self._source)} | told(parts))
+        model = None if self._model is None else Model.of(self._model)
+        named = Named({canonical(name): t for name, t in parts.model.items()}, model)
+        if model is None:
+            goal = goal_as_stored(named.tensors, self._source, ranks)
+        else:
+            source = None if self._source is None else Path(self._source)
+            goal = goal_of(model, ranks, source, origin_of(model.module))
+        writing = writing_of_named(named, goal, ranks, self._form)
+        texts = [("extra/extra.json", ask.common or "")]
+        state: StateWriting | None = None
+        if parts.optim is not None:
+            kind = "torch" if self._optimizer is None else f"torch.{type(self._optimizer).__name__}"
+            entries = named.entries(parts.optim["state"])
+            state = TensorsWriting(*writing_of_entries(entries, kind, ranks, self._form))
+            texts.append(("optimizer/groups.json", groups_text(parts, kind)))
+        planned = planned_of(ask, goal, Parts(writing, state, texts), ranks)
+        write(planned, ranks, self._flight)
+        self._kept = planned, ranks.world_size
+
+
+def _state_of(planner: SavePlanner) -> dict[str, Any]:
+    """The state dict that DCP saves."""
+    flat = getattr(planner, "state_dict", None)
+    if flat is None:
+        got = type(planner).__name__
+        raise refusal("UNSUPPORTED", "planner", expected="a DefaultSavePlanner", got=got)
+    return nested(flat, getattr(planner, "mappings", {}))
+
+
+def _refuse_async() -> NoReturn:
+    what = "async_save copies the whole state to the host before it writes"
+    expected = "torch.distributed.checkpoint.save, or modicum.torch.save"
+    raise refusal("UNSUPPORTED", what, expected=expected)

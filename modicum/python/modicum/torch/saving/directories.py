@@ -1,0 +1,349 @@
+"""A directory that torch.distributed.checkpoint has written with its FileSystemWriter: tensors in
+boxes, each in a zip archive of torch.save's, one after the other in files.
+
+    DIR/.metadata        a pickle: dtypes, shapes, boxes, and where each box is
+    DIR/__0_0.distcp     of rank 0; DIR/__1_0.distcp of rank 1
+
+Only tensors are read, element by element as they are asked for. Every pickle is read as data.
+"""
+
+import io
+import os
+import struct
+import zipfile
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from modicum.torch.saving.pickles import DTYPES, Global, Made, Pairs, Stored, malformed, read_pickle
+from modicum.upstream.torch_checkpoint import METADATA, REBUILD_TENSOR, STORAGE_INFO, STORAGES
+
+FILE = ".metadata"
+_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
+    "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+_MOST_ELEMENTS = 1 << 60
+_MOST_HEAD_BYTES = 1 << 20
+_ZIP_ERRORS = (
+    zipfile.BadZipFile, KeyError, ValueError, IndexError, OverflowError, EOFError, RuntimeError,
+    struct.error,
+)  # fmt: skip
+"""What zipfile raises for damaged archives. NotImplementedError is a RuntimeError."""
+
+Shape = tuple[int, ...]
+Place = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements of a tensor that lie in one archive, row-major."""
+
+    offsets: Shape
+    sizes: Shape
+    file: str
+    begin: int
+    """Of the archive in its file."""
+    length: int
+
+
+@dataclass(frozen=True)
+class DirectoryTensor:
+    dtype: str
+    shape: Shape
+    boxes: list[Box]
+
+    @property
+    def item_bytes(self) -> int:
+        return _BYTES[self.dtype]
+
+
+@dataclass
+class Directory:
+    """The tensors of a directory by key of the flat state dict."""
+
+    path: Path
+    tensors: dict[str, DirectoryTensor] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+    """Keys of values that are no tensors: pickles of any kind, which are not read."""
+    places: dict[str, Place] = field(default_factory=dict)
+    """Of a key in the state dict before it was flattened, where that is known."""
+    _begins: dict[Box, int] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path) -> "Directory":
+        """Reads .metadata. `FormatError` if torch did not write it; IoError if it can't be read."""
+        return directory_of((path / FILE).read_bytes(), path)
+
+    def read(self, key: str, first: int, view: memoryview) -> None:
+        """Fills `view` with the elements from `first` on. `FormatError` if a file lacks them."""
+        of = self.tensors[key]
+        count = len(view) // of.item_bytes
+        left = count
+        for box in of.boxes:
+            left -= self._read_box(of, box, first, view)
+        if left != 0:
+            malformed("the boxes of a tensor do not cover it", FILE, tensor=key)
+
+    def _read_box(self, of: DirectoryTensor, box: Box, first: int, view: memoryview) -> int:
+        """Returns the number of elements that were read."""
+        runs = _Runs(of.shape, box)
+        end, size, read = first + len(view) // of.item_bytes, of.item_bytes, 0
+        run = runs.last_at_or_before(first)
+        while run < runs.count and runs.begin(run) < end:
+            begin = runs.begin(run)
+            a, b = max(begin, first), min(begin + runs.numel, end)
+            if a < b:
+                at = (run * runs.numel + a - begin) * size
+                self._read_bytes(of, box, at, view[(a - first) * size : (b - first) * size])
+                read += b - a
+            run += 1
+        return read
+
+    def _read_bytes(self, of: DirectoryTensor, box: Box, at: int, into: memoryview) -> None:
+        if box not in self._begins:
+            self._begins[box] = self._begin_of(of, box)
+        file = os.open(self.path / box.file, os.O_RDONLY)
+        try:
+            begin, done = self._begins[box] + at, 0
+            while done < len(into):
+                got = os.preadv(file, [into[done:]], begin + done)
+                if got == 0:
+                    malformed("the file is cut short", box.file)
+                done += got
+        finally:
+            os.close(file)
+
+    def _begin_of(self, of: DirectoryTensor, box: Box) -> int:
+        """Where the elements of a box begin in its file."""
+        with (self.path / box.file).open("rb") as file:
+            part = _Part(file, box.begin, box.length)
+            try:
+                archive = zipfile.ZipFile(part)
+                infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+                head, data = infos["data.pkl"], infos["data/0"]
+                for info in (head, data):
+                    if info.compress_type != zipfile.ZIP_STORED:
+                        raise ValueError("it is compressed")
+                if head.file_size > _MOST_HEAD_BYTES:
+                    raise ValueError("its head is too large")
+                _require_tensor(read_pickle(archive.read(head), box.file), of, box)
+                if "byteorder" in infos and archive.read(infos["byteorder"]) != b"little":
+                    raise ValueError("it is of a big-endian machine")
+                if data.file_size < prod(box.sizes) * of.item_bytes:
+                    raise ValueError("it has too few bytes")
+                part.seek(data.header_offset)
+                local = part.read(30)
+                names = int.from_bytes(local[26:28], "little") + int.from_bytes(
+                    local[28:30], "little"
+                )
+                begin = data.header_offset + 30 + names
+                if len(local) != 30 or begin + data.file_size > box.length:
+                    raise ValueError("its elements are beyond its end")
+            except _ZIP_ERRORS as error:
+                if type(error).__module__.startswith("modicum"):
+                    raise
+                malformed(f"a box is no archive of torch.save: {error}", box.file)
+            return box.begin + begin
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: Any, begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = (0, self._at, self._length)[whence] + offset
+        if self._at < 0:
+            raise ValueError("a place before its begin")
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._length - self._at, 0)
+        self._file.seek(self._begin + self._at)
+        data: bytes = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
+class _Runs:
+    """The runs of contiguous elements of a tensor that a box consists of, ascending."""
+
+    def __init__(self, shape: Shape, box: Box) -> None:
+        cut = len(shape)
+        while cut > 0 and box.sizes[cut - 1] == shape[cut - 1]:
+            cut -= 1
+        self._outer = box.sizes[: max(cut - 1, 0)]
+        self.numel = prod(box.sizes[max(cut - 1, 0) :])
+        self.count = prod(self._outer) if self.numel else 0
+        self._strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        self._first = sum(o * s for o, s in zip(box.offsets, self._strides, strict=True))
+
+    def begin(self, run: int) -> int:
+        """The index of its first element in the tensor."""
+        begin = self._first
+        for dim in reversed(range(len(self._outer))):
+            run, at = divmod(run, self._outer[dim])
+            begin += at * self._strides[dim]
+        return begin
+
+    def last_at_or_before(self, index: int) -> int:
+        """The last run that begins there; 0 without one."""
+        return max(bisect_right(range(self.count), index, key=self.begin) - 1, 0)
+
+
+def _require_tensor(made: Any, of: DirectoryTensor, box: Box) -> None:
+    """Refuses an archive of anything but the whole of a contiguous storage."""
+    args: Any = made.args if isinstance(made, Made) and made.kind == REBUILD_TENSOR else ()
+    if len(args) < 4 or not isinstance(args[0], Stored):
+        raise ValueError("it holds no plain tensor")
+    stored, offset, sizes, strides = args[:4]
+    kind = stored.id[1] if isinstance(stored.id, tuple) and len(stored.id) == 5 else None
+    name = kind.name.partition(" ")[2] if isinstance(kind, Global) else ""
+    expected, stride = [], 1
+    for size in reversed(box.sizes):
+        expected.append(stride)
+        stride *= size
+    is_whole = offset == 0 and sizes == box.sizes
+    is_plain = prod(box.sizes) <= 1 or strides == tuple(reversed(expected))
+    if STORAGES.get(name) != of.dtype or not is_whole or not is_plain:
+        raise ValueError(f"it holds another tensor than {of.dtype} {list(box.sizes)}")
+
+
+# ---- .metadata
+
+
+def directory_of(data: bytes, path: Path) -> Directory:
+    """From the bytes of .metadata. `FormatError`."""
+    root = read_pickle(data, FILE)
+    if not isinstance(root, Made) or root.kind != f"{METADATA} Metadata":
+        malformed("it is no Metadata", FILE)
+    infos = _infos_of(root.member("storage_data"))
+    found = Directory(path)
+    for key, value in _pairs(root.member("state_dict_metadata"), "state_dict_metadata"):
+        if not isinstance(key, str) or not isinstance(value, Made):
+            malformed("state_dict_metadata holds something else than tensors and bytes", FILE)
+        if value.kind == f"{METADATA} BytesStorageMetadata":
+            found.others.append(key)
+        elif value.kind == f"{METADATA} TensorStorageMetadata":
+            found.tensors[key] = _tensor_of(key, value, infos)
+        else:
+            malformed("state_dict_metadata holds something else than tensors and bytes", FILE)
+    mappings = root.member("planner_data")
+    for key, place in mappings.items if isinstance(mappings, Pairs) else []:
+        if isinstance(key, str) and _is_place(place):
+            found.places[key] = place
+    return found
+
+
+def _is_place(value: Any) -> bool:
+    parts = value if isinstance(value, tuple) else ()
+    return len(parts) > 0 and all(type(part) in (str, int) for part in parts)
+
+
+def _pairs(value: Any, name: str) -> list[tuple[Any, Any]]:
+    if not isinstance(value, Pairs):
+        malformed(f"it has no {name}", FILE)
+    return value.items
+
+
+def _shape(value: Any, key: str) -> Shape:
+    args = value.args if isinstance(value, Made) and value.kind == "torch Size" else None
+    sizes: Any = args[0] if isinstance(args, tuple) and len(args) == 1 else None
+    is_shape = isinstance(sizes, tuple) and all(type(n) is int and n >= 0 for n in sizes)
+    if not is_shape or len(sizes) > 64 or prod(n or 1 for n in sizes) > _MOST_ELEMENTS:
+        malformed("a shape is no list of sizes", FILE, tensor=key)
+    return tuple(sizes)
+
+
+_Infos = Mapping[tuple[str, Shape | None], tuple[str, int, int]]
+
+
+def _infos_of(value: Any) -> _Infos:
+    """File, begin and length by key and offsets; None for no offsets."""
+    infos: dict[tuple[str, Shape | None], tuple[str, int, int]] = {}
+    for index, info in _pairs(value, "storage_data"):
+        kinds = [of.kind if isinstance(of, Made) else "" for of in (index, info)]
+        if kinds != [f"{METADATA} MetadataIndex", STORAGE_INFO]:
+            malformed("storage_data holds something else than places", FILE)
+        key, offset = index.member("fqn"), index.member("offset")
+        name, begin, length = (info.member(of) for of in ("relative_path", "offset", "length"))
+        if not isinstance(key, str) or not isinstance(name, str):
+            malformed("a place has no name", FILE)
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            malformed("a file is named outside the directory", FILE, tensor=key, got=ascii(name))
+        if not all(type(n) is int and 0 <= n < _MOST_ELEMENTS for n in (begin, length)):
+            malformed("a place is no range of bytes", FILE, tensor=key)
+        if info.member("transform_descriptors") not in (None, []):
+            malformed("the file's bytes are transformed", FILE, tensor=key)
+        at = None if offset is None else _shape(offset, key)
+        infos[key, at] = name, begin, length
+    return infos
+
+
+def _tensor_of(key: str, value: Made, infos: _Infos) -> DirectoryTensor:
+    shape = _shape(value.member("size"), key)
+    boxes = []
+    chunks = value.member("chunks")
+    for chunk in chunks if isinstance(chunks, list) else []:
+        if not isinstance(chunk, Made) or chunk.kind != f"{METADATA} ChunkStorageMetadata":
+            malformed("a box is none", FILE, tensor=key)
+        offsets, sizes = (_shape(chunk.member(of), key) for of in ("offsets", "sizes"))
+        ends = [o + n for o, n in zip(offsets, sizes, strict=False)]
+        is_within = len(offsets) == len(sizes) == len(shape) and all(
+            end <= size for end, size in zip(ends, shape, strict=True)
+        )
+        if not is_within:
+            malformed("a box is not within its tensor", FILE, tensor=key)
+        if prod(sizes) == 0:
+            continue
+        if (key, offsets) not in infos:
+            malformed("a box has no place", FILE, tensor=key)
+        boxes.append(Box(offsets, sizes, *infos[key, offsets]))
+    _require_tiles(key, shape, boxes)
+    return DirectoryTensor(_dtype_of(key, value.member("properties")), shape, boxes)
+
+
+def _dtype_of(key: str, properties: Any) -> str:
+    """Its state is a tuple that begins with the dtype."""
+    state = properties.state if isinstance(properties, Made) else None
+    first = state[0] if isinstance(state, tuple) and state else None
+    if isinstance(state, Pairs):
+        first = properties.member("dtype")
+    name = first.name.partition(" ")[2] if isinstance(first, Global) else ""
+    if name not in DTYPES:
+        malformed("a tensor has no dtype", FILE, tensor=key)
+    if name not in _BYTES:
+        malformed("a dtype that is not read from such a directory", FILE, tensor=key, got=name)
+    return name
+
+
+def _require_tiles(key: str, shape: Shape, boxes: list[Box]) -> None:
+    """Boxes of together as many elements as the tensor, of which no two overlap, cover it."""
+    if sum(prod(box.sizes) for box in boxes) != prod(shape):
+        malformed("the boxes of a tensor do not cover it", FILE, tensor=key)
+    boxes = sorted(boxes, key=lambda box: box.offsets)
+    for at, one in enumerate(boxes):
+        for other in boxes[at + 1 :]:
+            if shape and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
+                break  # sorted by the first offset
+            if all(
+                a < b + m and b < a + n
+                for a, n, b, m in zip(
+                    one.offsets, one.sizes, other.offsets, other.sizes, strict=True
+                )
+            ):
+                malformed("two boxes of a tensor overlap", FILE, tensor=key)

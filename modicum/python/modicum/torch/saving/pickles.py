@@ -1,0 +1,203 @@
+"""The pickles of torch.distributed.checkpoint, read as data: nothing that they name is imported,
+and nothing is called. A name that torch does not write into such a file is refused.
+
+A class or a function is a `Global`; what would be an instance, or the result of a call, is a `Made`
+with the arguments; a dict is a list of pairs, so that no key is hashed or compared.
+"""
+
+import codecs
+import json
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from modicum._modicum import exit_codes
+from modicum.errors import from_json
+from modicum.upstream.torch_checkpoint import PICKLED, STORAGES
+
+DTYPES = frozenset((*STORAGES.values(), "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"))
+_MOST_BYTES = 1 << 31
+for _name in ("ascii", "latin-1", "utf-8", "raw-unicode-escape"):
+    codecs.lookup(_name)  # of pickletools; Python would import them at their first use
+
+
+@dataclass(frozen=True)
+class Global:
+    name: str
+    """Module and name, with a space between."""
+
+
+@dataclass
+class Made:
+    kind: str
+    """The name of its Global."""
+    args: Any
+    state: Any = None
+
+    def member(self, name: str) -> Any:
+        """Of its state; None without it."""
+        pairs = self.state.items if isinstance(self.state, Pairs) else []
+        return next((value for key, value in reversed(pairs) if key == name), None)
+
+
+@dataclass
+class Pairs:
+    """A dict."""
+
+    items: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Stored:
+    """A storage by its persistent id."""
+
+    id: Any
+
+
+def malformed(what: str, file: str, **facts: str) -> NoReturn:
+    """`FormatError`, FORMAT.PICKLE."""
+    told = {"category": "FORMAT.PICKLE", "code": exit_codes()["FORMAT.PICKLE"], "file": file}
+    text = ", ".join(f"{name} {value}" for name, value in ({"file": file} | facts).items())
+    message = f"FORMAT.PICKLE: {what} ({text})"
+    raise from_json(json.dumps({"error": told | facts | {"message": message}}))
+
+
+class _Refused(Exception):
+    """With the reason."""
+
+
+def read_pickle(data: bytes, file: str) -> Any:
+    """The value of a pickle. `FormatError`, naming `file`, for anything else, and for a pickle that
+    names what torch does not write."""
+    if len(data) > _MOST_BYTES:
+        malformed("the file is larger than any that torch writes", file, got=f"{len(data)} bytes")
+    try:
+        return _Stack().value_of(data)
+    except _Refused as refused:
+        reason = str(refused)
+    except (ValueError, IndexError, KeyError, TypeError, UnicodeError, OverflowError) as error:
+        reason = f"the pickle is damaged: {error}"
+    malformed(reason.splitlines()[0][:200], file)
+
+
+class _Mark:
+    pass
+
+
+_MARK = _Mark()
+_NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT")
+_TEXTS = ("BINUNICODE", "SHORT_BINUNICODE")
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+
+
+class _Stack:
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+        self._memo: dict[int, Any] = {}
+        self._by_name: dict[str, Callable[[Any], None]] = {
+            "MARK": lambda _: self._push(_MARK),
+            "EMPTY_DICT": lambda _: self._push(Pairs()),
+            "EMPTY_LIST": lambda _: self._push([]),
+            "EMPTY_TUPLE": lambda _: self._push(()),
+            "TUPLE": lambda _: self._push(tuple(self._since_mark())),
+            "TUPLE1": lambda _: self._push(tuple(self._taken(1))),
+            "TUPLE2": lambda _: self._push(tuple(self._taken(2))),
+            "TUPLE3": lambda _: self._push(tuple(self._taken(3))),
+            "MEMOIZE": lambda _: self._remember(len(self._memo)),
+            "BINPUT": self._remember,
+            "LONG_BINPUT": self._remember,
+            "BINGET": lambda at: self._push(self._memo[at]),
+            "LONG_BINGET": lambda at: self._push(self._memo[at]),
+            "GLOBAL": self._name,
+            "STACK_GLOBAL": lambda _: self._name(" ".join(map(_text, self._taken(2)))),
+            "NEWOBJ": lambda _: self._make(),
+            "REDUCE": lambda _: self._make(),
+            "BINPERSID": lambda _: self._push(Stored(self._pop())),
+            "BUILD": lambda _: self._build(),
+            "APPEND": lambda _: self._extend(self._taken(1)),
+            "APPENDS": lambda _: self._extend(self._since_mark()),
+            "SETITEM": lambda _: self._set(self._taken(2)),
+            "SETITEMS": lambda _: self._set(self._since_mark()),
+            "PROTO": lambda _: None,
+            "FRAME": lambda _: None,
+        }
+
+    def value_of(self, data: bytes) -> Any:
+        for opcode, argument, _ in pickletools.genops(data):
+            name = opcode.name
+            if name == "STOP":
+                value = self._pop()
+                if self._values:
+                    raise _Refused("the pickle is damaged: it has more than one value")
+                return value
+            if name in _NUMBERS or name in _TEXTS:
+                self._push(argument)
+            elif name in _CONSTANTS:
+                self._push(_CONSTANTS[name])
+            elif name in self._by_name:
+                self._by_name[name](argument)
+            else:
+                raise _Refused(f"torch writes no {name} into such a file")
+        raise _Refused("the pickle is damaged: it has no end")
+
+    def _push(self, value: Any) -> None:
+        self._values.append(value)
+
+    def _pop(self) -> Any:
+        value = self._values.pop()
+        if value is _MARK:
+            raise _Refused("the pickle is damaged: a mark instead of a value")
+        return value
+
+    def _taken(self, count: int) -> list[Any]:
+        return [self._pop() for _ in range(count)][::-1]
+
+    def _since_mark(self) -> list[Any]:
+        values: list[Any] = []
+        while (value := self._values.pop()) is not _MARK:
+            values.append(value)
+        return values[::-1]
+
+    def _remember(self, at: int) -> None:
+        value = self._values[-1]
+        if value is _MARK:
+            raise _Refused("the pickle is damaged: a mark instead of a value")
+        self._memo[at] = value
+
+    def _name(self, name: str) -> None:
+        module, _, last = name.partition(" ")
+        is_torch = module == "torch" and (last in DTYPES or last in STORAGES)
+        if name not in PICKLED and not is_torch:
+            raise _Refused(f"the pickle names {name.replace(' ', '.')!r}, and nothing is executed")
+        self._push(Global(name))
+
+    def _make(self) -> None:
+        kind, args = self._taken(2)
+        if not isinstance(kind, Global) or not isinstance(args, tuple):
+            raise _Refused("the pickle is damaged: a call of something else than a name")
+        self._push(Made(kind.name, args))
+
+    def _build(self) -> None:
+        state, made = self._pop(), self._values[-1]
+        if not isinstance(made, Made):
+            raise _Refused("the pickle is damaged: a state of something else than an instance")
+        made.state = state
+
+    def _extend(self, values: list[Any]) -> None:
+        into = self._values[-1]
+        if not isinstance(into, list):
+            raise _Refused("the pickle is damaged: an item of something else than a list")
+        into.extend(values)
+
+    def _set(self, values: list[Any]) -> None:
+        into = self._values[-1]
+        if not isinstance(into, Pairs) or len(values) % 2:
+            raise _Refused("the pickle is damaged: an item of something else than a dict")
+        into.items.extend(zip(values[::2], values[1::2], strict=True))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _Refused("the pickle is damaged: a name that is no text")
+    return value

@@ -1,0 +1,30 @@
+"""torch.distributed.checkpoint's files, as of torch 2.13: the names that their pickles may hold."""
+
+METADATA = "torch.distributed.checkpoint.metadata"
+STORAGE_INFO = "torch.distributed.checkpoint.filesystem _StorageInfo"
+REBUILD_TENSOR = "torch._utils _rebuild_tensor_v2"
+LAYOUT = "torch.serialization _get_layout"
+MEMORY_FORMAT = f"{METADATA} _MEM_FORMAT_ENCODING"
+
+PICKLED = frozenset(
+    (
+        *(
+            f"{METADATA} {name}"
+            for name in (
+                "Metadata", "TensorStorageMetadata", "BytesStorageMetadata",
+                "ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta",
+            )
+        ),
+        MEMORY_FORMAT, STORAGE_INFO, REBUILD_TENSOR, LAYOUT,
+        "torch Size", "collections OrderedDict",
+        "pathlib PosixPath", "pathlib._local PosixPath",
+    )
+)  # fmt: skip
+
+STORAGES = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32",
+    "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+}  # fmt: skip
+"""The classes of torch's typed storages, by the dtype of their elements."""

@@ -1,0 +1,85 @@
+// The rank process of a conversion, which writes one file after the other. Internal to `training`.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "modicum/training/convert.h"
+#include "modicum/training/loading_rank.h"
+
+namespace modicum {
+
+// The process that converts, as the owner of a journal.
+StepOwner owner_of_conversion();
+bool is_owner_dead(const StepOwner& owner);
+
+// Where the tensors of a file that are no target's come from, as the planes of a state that change
+// their format.
+struct FileToComplete {
+  const Manifest& manifest;
+  uint32_t file = 0;
+  const SaveFiles& to;
+  ChunkSums& sums;  // of `manifest`
+  Ledger& ledger;
+  FunctionRef<void(uint64_t bytes)> beat;
+};
+struct FileOutcome {
+  uint64_t read_bytes = 0;
+  uint64_t written_bytes = 0;
+};
+
+// A part of the output: the files of one form. All members outlive the conversion.
+struct ConvertPart {
+  const Checkpoint& source;
+  const Recipe& recipe;
+  const ConvertedForm& form;
+  std::string folder;  // of the output: "", or "optimizer/"
+  bool keeps_holes = false;
+  // Of a step: `checks(sums, tensor)` is called for each written tensor and throws if its values
+  // are not the expected ones; the journal gets the digests.
+  std::function<void(const ChunkSums& sums, uint32_t tensor)> checks;
+  // Writes the tensors that are no target's; empty if there are none.
+  std::function<FileOutcome(const FileToComplete& of)> completes;
+};
+
+// The outcome of the rank. Plain data, since it is sent from the rank's process.
+struct Converted {
+  RankOutcome load;  // the peaks are the highest over all files
+  uint64_t written_bytes = 0;
+  uint64_t kept_files = 0;
+};
+
+struct ConvertWorld : LoadWorld {
+  // `besides`: what the parts hold besides their loads, which have the options of `load`'s plan.
+  ConvertWorld(const LoadTask& load, std::vector<ConvertPart> of, const Footprint& besides,
+               ConversionJournal& to)
+      : LoadWorld(load), parts(std::move(of)), held(besides), conversion(to) {}
+
+  const std::vector<ConvertPart> parts;
+  const Footprint held;
+  ConversionJournal& conversion;
+};
+
+class ConvertRank {
+ public:
+  ConvertRank(ConvertWorld& world, int rank);
+  Converted live();
+
+ private:
+  void convert(const ConvertPart& part);
+  // Returns the digest of the file's targets.
+  uint64_t convert(const ConvertPart& part, uint32_t file, ChunkSums* sums);
+  uint64_t load_targets(const ConvertPart& part, uint32_t file, const SaveFiles& to,
+                        ChunkSums* sums);
+
+  ConvertWorld& world_;
+  const RankContext at_;
+  const uint64_t baseline_bytes_;
+  Ledger ledger_;
+  Converted outcome_;
+};
+
+}  // namespace modicum

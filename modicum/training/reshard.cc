@@ -1,0 +1,316 @@
+#include "modicum/training/reshard.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "modicum/probe/probe.h"
+#include "modicum/training/converting_rank.h"
+#include "modicum/training/restate.h"
+
+namespace modicum {
+namespace {
+
+const std::string kStatePrefix = std::string(kStateDirectory) + "/";
+
+bool is_in(const FoundStep& step, const std::string& name) {
+  return std::any_of(step.record.files.begin(), step.record.files.end(),
+                     [&](const StepFile& file) { return file.name == name; });
+}
+
+// The parameters with state of a step whose state has this format.
+std::vector<StateOf> parameters_of(const FoundStep& step, const StateFacts& facts,
+                                   StateFormat format, FileSystem& files) {
+  RunFlags flags{.directory = step.path, .layout = "none"};
+  flags.optimizer = fmt::format("adamw:{}", row_of(format).name);
+  flags.without_state = facts.without_state;
+  const std::string recipe = kStatePrefix + kStateRecipeFile;
+  if (is_in(step, recipe)) flags.recipe = join_path(step.path, recipe);
+  return state_of(open_run(files, flags));
+}
+
+std::string_view stem_of(const Manifest& weights) {
+  return weights.files.front().name.starts_with(kAdapterStem) ? kAdapterStem : kModelStem;
+}
+
+// A digest of everything that determines the bytes of the output.
+Digest inputs_of(const ReshardTask& task) {
+  Hasher hasher;
+  hasher.add(task.step.record.uuid).add(task.load.plan.inputs.hex());
+  hasher.add(task.form.weights().manifest().identity.hex());
+  if (const ConvertedForm* const state = task.form.state()) {
+    hasher.add(state->manifest().identity.hex());
+  }
+  hasher.add(task.form.new_facts().value_or(""));
+  for (const Manifest* const of : {&task.load.run.checkpoint.manifest,
+                                   task.form.state() ? &task.form.state_run().checkpoint.manifest
+                                                     : &task.load.run.checkpoint.manifest}) {
+    for (const DataFile& file : of->files) {
+      hasher.add(file.identity.device).add(file.identity.inode).add(file.identity.mtime_ns);
+    }
+  }
+  return hasher.digest();
+}
+
+// Compares the digests of copied tensors with those that were recorded when they were saved.
+class Recorded {
+ public:
+  Recorded(std::span<const StepTensor> tensors, const Manifest& written,
+           const std::set<std::string, std::less<>>& changed)
+      : written_(written), changed_(changed) {
+    for (const StepTensor& tensor : tensors) of_[tensor.spec.fqn] = &tensor;
+  }
+
+  void check(const ChunkSums& sums, uint32_t s) const {
+    const TensorSpec& spec = written_.tensors[s].spec;
+    const auto found = of_.find(spec.fqn);
+    if (found == of_.end() || changed_.contains(spec.fqn)) return;
+    const StepTensor& saved = *found->second;
+    if (digest_seed(saved.spec) != digest_seed(spec)) return;
+    const std::span<const ChunkSum> chunks = sums.of_tensor(s);
+    for (size_t c = 0; c < chunks.size(); ++c) {
+      if (c < saved.chunks.size() && chunks[c].digest == saved.chunks[c]) continue;
+      fail(Category::integrity, "the values of the step are not those that were saved",
+           {.tensor = spec.fqn,
+            .expected =
+                c < saved.chunks.size() ? fmt::format("{:016x}", saved.chunks[c]) : "no such chunk",
+            .got = fmt::format("{:016x}", chunks[c].digest)});
+    }
+  }
+
+ private:
+  std::map<std::string_view, const StepTensor*> of_;
+  const Manifest& written_;
+  const std::set<std::string, std::less<>>& changed_;
+};
+
+std::vector<ConvertPart> parts_of(const ReshardTask& task) {
+  static const std::set<std::string, std::less<>> kNone;
+  const ReshardForm& form = task.form;
+  const Restate* const restate = form.restate();
+  const auto completes = [restate]() -> std::function<FileOutcome(const FileToComplete&)> {
+    if (restate == nullptr) return {};
+    return [restate](const FileToComplete& of) { return restate->write(of); };
+  };
+  const auto checks = [](const std::vector<StepTensor>& tensors, const Manifest& written,
+                         const std::set<std::string, std::less<>>& changed) {
+    return [recorded = Recorded(tensors, written, changed)](const ChunkSums& sums, uint32_t s) {
+      recorded.check(sums, s);
+    };
+  };
+  std::vector<ConvertPart> parts;
+  const Run& weights = task.load.run;
+  const StepRecord& record = task.step.record;
+  parts.push_back({weights.checkpoint, weights.recipe, form.weights(), "", false,
+                   checks(record.tensors, form.weights().manifest(),
+                          restate != nullptr ? restate->weights() : kNone),
+                   completes()});
+  if (const ConvertedForm* const state = form.state()) {
+    const Run& run = form.state_run();
+    parts.push_back({run.checkpoint, run.recipe, *state, kStatePrefix, false,
+                     checks(record.state, state->manifest(), kNone), completes()});
+  }
+  return parts;
+}
+
+// Writes what goes with the tensors, and the step's record.
+class Publication {
+ public:
+  Publication(const ReshardTask& task, ConversionJournal& conversion, const Digest& inputs)
+      : task_(task), files_(*task.load.run.files), conversion_(conversion) {
+    record_ = {.step = task.step.record.step,
+               .uuid = inputs.hex(),
+               .world_size = task.step.record.world_size,
+               .tool = task.step.record.tool};
+    for (const ConvertedFile& file : conversion.recorded()) digests_[file.name] = file.chunks;
+  }
+
+  StepRecord publish() {
+    add_part("", task_.load.run.checkpoint.manifest, task_.form.weights(), record_.tensors);
+    if (const ConvertedForm* const state = task_.form.state()) {
+      add_part(kStatePrefix, task_.form.state_run().checkpoint.manifest, *state, record_.state);
+    }
+    for (const StepFile& file : task_.step.record.files) {
+      if (!written_.contains(file.name)) copy(file);
+    }
+    commit_in_place(files_, conversion_.directory(), record_);
+    conversion_.publish();
+    return record_;
+  }
+  uint64_t written_bytes() const noexcept { return written_bytes_; }
+
+ private:
+  void add_part(const std::string& prefix, const Manifest& source, const ConvertedForm& form,
+                std::vector<StepTensor>& tensors) {
+    for (const DataFile& file : source.files) written_.insert(prefix + file.name);
+    written_.insert(prefix + kIndexFile);
+    const Manifest& manifest = form.manifest();
+    std::vector<const uint64_t*> next;  // by file: the first chunk of its next tensor
+    for (uint32_t f = 0; f < manifest.files.size(); ++f) {
+      const DataFile& file = manifest.files[f];
+      const std::string header = output_header(manifest, f);
+      record_.files.push_back(
+          {prefix + file.name, file.identity.size_bytes, header.size(), digest_of(header)});
+      next.push_back(digests_.at(prefix + file.name).data());
+    }
+    for (const Stored& stored : manifest.tensors) {
+      const uint64_t chunks =
+          (stored.at.bytes() + ChunkSums::kChunkBytes - 1) / ChunkSums::kChunkBytes;
+      const uint64_t*& from = next[stored.at.file];
+      tensors.push_back({stored.spec, {from, from + chunks}});
+      from += chunks;
+    }
+    if (const std::string index = output_index(manifest); !index.empty()) {
+      add(prefix + kIndexFile, index);
+    }
+  }
+
+  void copy(const StepFile& file) {
+    if (const auto facts = task_.form.new_facts();
+        facts && file.name == kStatePrefix + kStateFile) {
+      return add(file.name, *facts);
+    }
+    add(file.name, read_text(*files_.open(join_path(task_.step.path, file.name))));
+  }
+
+  void add(const std::string& name, const std::string& text) {
+    const std::string path = join_path(conversion_.directory(), name);
+    const std::string folder = path.substr(0, path.rfind('/'));
+    if (!files_.is_directory(folder)) files_.make_directory(folder);
+    write_durably(files_, path, text);
+    record_.files.push_back({name, text.size(), text.size(), digest_of(text)});
+    written_bytes_ += text.size();
+  }
+
+  const ReshardTask& task_;
+  FileSystem& files_;
+  ConversionJournal& conversion_;
+  StepRecord record_;
+  std::map<std::string, std::vector<uint64_t>> digests_;  // of the journal
+  std::set<std::string> written_;  // files of tensors, by the names of the source
+  uint64_t written_bytes_ = 0;
+};
+
+uint64_t digest_of(const std::vector<StepTensor>& tensors) {
+  uint64_t digest = 0;
+  for (const StepTensor& tensor : tensors) {
+    digest += digest_of_empty(tensor.spec);
+    for (const uint64_t chunk : tensor.chunks) digest += chunk;
+  }
+  return digest;
+}
+
+// What the checks of the ranks don't see: headers, and files without tensors. Before a state is
+// converted also its values.
+void check_source(const ReshardTask& task) {
+  FileSystem& files = *task.load.run.files;
+  for (const StepFile& file : task.step.record.files) check_digest(files, task.step.path, file);
+  if (task.form.restate() == nullptr) return;
+  const Verified verified = verify_step(files, task.step.path, [] {});
+  if (const Error* const fault = verified.first_fault()) throw *fault;
+}
+
+}  // namespace
+
+ReshardForm::ReshardForm(const FoundStep& step, const Run& weights, const ReshardOptions& options) {
+  FileSystem& files = *weights.files;
+  const Manifest& source = weights.checkpoint.manifest;
+  if (!step.record.state.empty()) {
+    RunFlags flags{.directory = join_path(step.path, kStateDirectory),
+                   .layout = "none",
+                   .destination = "discard",
+                   .staging = options.staging};
+    state_run_.emplace(open_run(files, flags));
+  }
+  if (options.format) restate_in(step, weights, options);
+  ConvertedForm::Options of{.shard_bytes = options.shard_bytes, .stem = stem_of(source)};
+  if (restate_ != nullptr) of.without = restate_->weights();
+  weights_.emplace(weights.checkpoint, weights.recipe, of);
+  if (of.stem == kAdapterStem && weights_->manifest().files.size() > 1) {
+    fail(Category::unsupported, "adapters are one file", {.file = source.files.front().name});
+  }
+  if (!state_run_ || state_) return;
+  state_.emplace(state_run_->checkpoint, state_run_->recipe,
+                 ConvertedForm::Options{.shard_bytes = options.shard_bytes});
+}
+
+ReshardForm::~ReshardForm() = default;
+
+void ReshardForm::restate_in(const FoundStep& step, const Run& weights,
+                             const ReshardOptions& options) {
+  FileSystem& files = *weights.files;
+  const StateFormat format = *options.format;
+  if (!state_run_) {
+    fail(Category::mismatch, "the step has no optimizer state", {.file = base_name(step.path)});
+  }
+  const std::string path = join_path(state_run_->checkpoint.directory, kStateFile);
+  facts_ = std::make_unique<StateFacts>(parse_state(read_text(*files.open(path))));
+  if (facts_->format == format) return;
+  const std::vector<StateOf> from = parameters_of(step, *facts_, facts_->format, files);
+  const std::vector<StateOf> to = parameters_of(step, *facts_, format, files);
+  StateFiles(state_run_->checkpoint.manifest).require_of(from);
+  restate_ =
+      std::make_unique<Restate>(weights.checkpoint, state_run_->checkpoint, *facts_, from, to);
+  const uint64_t most = options.shard_bytes.value_or(kStateFileBytes);
+  state_.emplace(output_manifest(split_into_files(state_specs(to), most)), state_run_->recipe);
+  facts_->format = format;
+  facts_->digest.reset();  // of the old values
+}
+
+std::optional<std::string> ReshardForm::new_facts() const {
+  if (restate_ == nullptr) return std::nullopt;
+  return state_json(*facts_);
+}
+
+Footprint ReshardForm::footprint(const Plan& plan) const {
+  Footprint held = weights_->footprint(plan);
+  held[Purpose::plan] += ChunkSums::held_bytes(weights_->manifest());
+  if (!state_) return held;
+  const Plan state = plan_run(*state_run_, *state_run_->options.strategy, std::nullopt);
+  held += state_->footprint(state);
+  held[Purpose::header] += state_run_->checkpoint.manifest.held_bytes();
+  // The loads of the state may need more than those of the weights, which are promised.
+  const uint64_t of_state = state.promise.ledger_limit_bytes(0);
+  const uint64_t of_weights = plan.promise.ledger_limit_bytes(0);
+  held[Purpose::plan] += of_state - std::min(of_state, of_weights);
+  held[Purpose::plan] += ChunkSums::held_bytes(state_->manifest());
+  if (restate_ != nullptr) {  // the names of both manifests
+    held[Purpose::header] += state_run_->checkpoint.manifest.held_bytes();
+    held[Purpose::header] += weights_->manifest().held_bytes();
+  }
+  return held;
+}
+
+ConvertReport reshard_in_rank(const ReshardTask& task, ShowBytes show) {
+  const Run& run = task.load.run;
+  const Digest inputs = inputs_of(task);
+  ConversionJournal conversion(*run.files, task.out,
+                               {inputs, owner_of_conversion(), is_owner_dead});
+  check_source(task);
+  if (task.form.state() != nullptr) {
+    const std::string folder = join_path(conversion.directory(), kStateDirectory);
+    if (!run.files->is_directory(folder)) run.files->make_directory(folder);
+  }
+  ConvertWorld world(task.load, parts_of(task), task.form.footprint(task.load.plan), conversion);
+  const std::vector<Converted> outcomes = outcomes_of<ConvertRank>(world, show);
+  const Converted& of = outcomes.front();
+  Publication publication(task, conversion, inputs);
+  const StepRecord record = publication.publish();
+  ConvertReport report{.checkpoint = facts_of(run.checkpoint),
+                       .promise = task.load.plan.promise,
+                       .ranks = {of.load},
+                       .launcher_bytes = read_process_memory().held(),
+                       .path = task.out,
+                       .written_bytes = of.written_bytes + publication.written_bytes(),
+                       .kept_files = of.kept_files,
+                       .digest = digest_of(record.tensors),
+                       .step = record.step};
+  report.elapsed_s = world.seconds_until(world.clock.now_ns());
+  for (const StepFile& file : record.files) report.files.push_back({file.name, file.bytes});
+  return report;
+}
+
+}  // namespace modicum

@@ -1,0 +1,112 @@
+"""Acts of `torch_rank.py` that save and load by torch.distributed.checkpoint through Modicum."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from saving_rank import STEPS_AFTER, made, steps, whole
+from sharding import Cut
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import modicum.torch
+from modicum import _modicum
+from modicum.torch.dcp import Reader, Writer
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+        "epoch": 3,
+        "seen": {"tokens": 1.5, "names": ["a", "b"]},
+    }
+
+
+def trained(directory: str, cut: Cut) -> tuple[Any, Any]:
+    """A loaded model with a state after two steps. Nothing is frozen: get_optimizer_state_dict
+    takes the state of all parameters."""
+    model, _ = made(directory, cut, "adamw", "float32")
+    model.get_parameter("model.norm.weight").requires_grad_(True)
+    modicum.torch.load(model, directory, progress=False)
+    stepping = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    steps(model, stepping, cut, range(2))
+    return model, stepping
+
+
+def dcp_saves(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[str, Any]:
+    """Saves by DCP, and goes on. `plain`: a writer that knows no model."""
+    model, stepping = trained(directory, cut)
+    known = {} if plain else {"model": model, "optimizer": stepping}
+    writer = Writer(root, step=2, **known)
+    dcp.save(state_of(model, stepping), storage_writer=writer)
+    saved = whole(model, stepping)
+    steps(model, stepping, cut, range(2, 2 + STEPS_AFTER))
+    return {"path": writer.path, "saved": saved, "end": whole(model, stepping)}
+
+
+def dcp_loads(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[str, Any]:
+    """Loads by DCP into other values, and goes on. Also the values."""
+    model, stepping = trained(directory, cut)
+    steps(model, stepping, cut, range(7, 9))
+    stepping.param_groups[0]["lr"] = 1.0
+    state = state_of(model, stepping)
+    state |= {"epoch": 0, "seen": {"tokens": 0.0, "names": []}}
+    dcp.load(state, storage_reader=Reader(root, None if plain else model))
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, stepping, state["optim"])
+    before = whole(model, stepping)
+    steps(model, stepping, cut, range(2, 2 + STEPS_AFTER))
+    values = {key: of for key, of in state.items() if key not in ("model", "optim")}
+    return {"before": before, "end": whole(model, stepping), "values": values}
+
+
+def dcp_resumes(directory: str, root: str, cut: Cut) -> dict[str, Any]:
+    """`modicum.torch.resume` of a step that DCP has saved."""
+    model, stepping = trained(directory, cut)
+    report = modicum.torch.resume(model, root, optimizer=stepping, progress=False)
+    before = whole(model, stepping)
+    steps(model, stepping, cut, range(2, 2 + STEPS_AFTER))
+    return {"before": before, "end": whole(model, stepping), "step": report.step}
+
+
+def dcp_fails(directory: str, root: str, cut: Cut, how: str) -> str:
+    """A save that must fail on every rank: the message."""
+    model, stepping = trained(directory, cut)
+    state = state_of(model, stepping)
+    writer = Writer(root, step=2, model=model)
+    save_tensors, save = _modicum.save_tensors, dcp.save
+    if how == "disk" and dist.get_rank() == 1:
+
+        def full(*arguments: Any, **more: Any) -> Any:
+            raise OSError("no disk here")
+
+        _modicum.save_tensors = full
+    if how == "async":
+        save = dcp.async_save
+    if how == "value":
+        state["rng"] = {"state": object()}
+    if how == "models":
+        state["ema"] = dict(state["model"])
+    if how == "adamw":
+        stepping = modicum.torch.AdamW(model.named_parameters(), lr=1e-2)
+    try:
+        if how == "adamw":
+            writer = Writer(root, step=2, model=model, optimizer=stepping)
+        save(state, storage_writer=writer)
+    except BaseException as error:  # DCP's CheckpointException is none of Exception
+        return f"{type(error).__name__}: {error}"
+    finally:
+        _modicum.save_tensors = save_tensors
+    return ""
+
+
+ACTS = {
+    "dcp_saves": dcp_saves, "dcp_loads": dcp_loads, "dcp_resumes": dcp_resumes,
+    "dcp_fails": dcp_fails,
+}  # fmt: skip

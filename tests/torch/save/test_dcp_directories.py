@@ -1,0 +1,310 @@
+"""`modicum.torch.dcp.convert`: directories of torch.distributed.checkpoint become steps, and no
+pickle in them is executed.
+
+House test against the tensors that were saved, and Python's audit events. It catches these
+mutations: a box in the wrong place; elements of a box that are read from another run; a state that
+is written as the model's; numbers that are lost; a name that is not on the list; a box outside its
+tensor, or two that overlap; a file outside the directory; an archive that holds another tensor.
+"""
+
+import json
+import os
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402  (after torch is known to be there)
+from safetensors.torch import load_file  # noqa: E402
+from sharding import playing_new_rank  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard  # noqa: E402
+
+import modicum.torch  # noqa: E402
+from modicum.errors import Error, FormatError, UsageError  # noqa: E402
+from modicum.torch.dcp import convert  # noqa: E402
+from modicum.torch.saving.directories import Directory, directory_of  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(5, 7)
+        self.norm = torch.nn.LayerNorm(7)
+        self.register_buffer("counts", torch.arange(6))
+        self.low = torch.nn.Parameter(torch.randn(6, 4, 2).bfloat16())
+
+
+def trained() -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    model = Small()
+    stepping = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    stepping.step()
+    return model, stepping
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, stepping = trained()
+    optim = get_optimizer_state_dict(model, stepping)
+    state = {"model": model.state_dict(), "optim": optim, "epoch": 3}
+    path = tmp_path_factory.mktemp("dcp") / "saved"
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+# ---- values
+
+
+def test_the_step_has_every_tensor(directory: Path, tmp_path: Path) -> None:
+    model, stepping = trained()
+    report = convert(directory, tmp_path / "steps", step=4, optimizer="AdamW", shard_size=300)
+    step = tmp_path / "steps/step-4"
+    assert report.path == str(step) and "epoch" in report.left_out
+    stored = {n: t for file in step.glob("*.safetensors") for n, t in load_file(file).items()}
+    expected = model.state_dict()
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
+    state = {
+        n: t for file in step.glob("optimizer/*.safetensors") for n, t in load_file(file).items()
+    }
+    for name, parameter in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state.pop(f"{name}.{key}"), stepping.state[parameter][key])
+    assert not state
+    numbers = json.loads((step / "optimizer/state.json").read_text())["numbers"]
+    assert {name: of["step"] for name, of in numbers.items()} == {
+        name: ["float32", 1.0, []] for name, _ in model.named_parameters()
+    }
+
+
+def test_modicum_resumes_it(directory: Path, tmp_path: Path) -> None:
+    convert(directory, tmp_path / "steps", step=4, optimizer="AdamW")
+    (model, stepping), (saved, its) = trained(), trained()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    stepping.state.clear()
+    modicum.torch.resume(model, tmp_path / "steps", optimizer=stepping, progress=False)
+    for one, other in zip(model.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(one, other)
+        for key, value in its.state[other].items():
+            assert torch.equal(stepping.state[one][key], value), key
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (1, 2)], ids=str)
+def test_boxes_of_any_cut(tmp_path: Path, dims: tuple[int, ...]) -> None:
+    """Ranks of a mesh save boxes, uneven ones and empty ones; every range of elements is read as
+    torch reads it."""
+    whole = torch.arange(5 * 3 * 4, dtype=torch.int32).reshape(5, 3, 4)
+    world = 2 ** len(dims)
+    names = []
+    for rank in range(world):
+        with playing_new_rank(rank, world):
+            mesh = init_device_mesh("cpu", (2,) * len(dims))
+            sharded = distribute(whole, mesh, dims)
+            names.append(saved_alone(sharded, tmp_path / f"of-{rank}"))
+    merged = together([tmp_path / f"of-{rank}" for rank in range(world)])
+    chance = random.Random(5)
+    for _ in range(60):
+        first = chance.randrange(60)
+        count = chance.randrange(1, 61 - first)
+        data = bytearray(4 * count)
+        merged.read("t", first, memoryview(data))
+        assert torch.equal(
+            torch.frombuffer(data, dtype=torch.int32), whole.reshape(-1)[first : first + count]
+        )
+
+
+def distribute(whole: Any, mesh: Any, dims: tuple[int, ...]) -> Any:
+    local = whole
+    for axis, dim in enumerate(dims):
+        at = mesh.get_coordinate()[axis]
+        parts = [*local.chunk(2, dim)]
+        local = parts[at] if at < len(parts) else local.narrow(dim, 0, 0)
+    by = [Shard(dim) for dim in dims]
+    return DTensor.from_local(
+        local.contiguous(), mesh, by, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def saved_alone(tensor: Any, path: Path) -> Path:
+    dcp.save({"t": tensor}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def together(paths: list[Path]) -> Directory:
+    """The directory that the ranks would have written with each other."""
+    metadata, boxes = None, {}
+    for rank, path in enumerate(paths):
+        own = pickle.loads((path / ".metadata").read_bytes())
+        for index, info in own.storage_data.items():
+            source = path / info.relative_path
+            info.relative_path = f"__{rank}_0.distcp"
+            (paths[0].parent / info.relative_path).write_bytes(source.read_bytes())
+            boxes[index] = info
+        chunks = own.state_dict_metadata["t"].chunks
+        metadata = metadata or own
+        if metadata is not own:
+            metadata.state_dict_metadata["t"].chunks += chunks
+    metadata.storage_data = boxes
+    return directory_of(pickle.dumps(metadata), paths[0].parent)
+
+
+# ---- damage
+
+
+class Harmful:
+    """A pickle of it runs a command."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_what_a_pickle_calls_is_refused(directory: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    original = pickle.loads((directory / ".metadata").read_bytes())
+    original.planner_data = {"epoch": Harmful(mark)}
+    with pytest.raises(FormatError, match="posix.system"):
+        directory_of(pickle.dumps(original), directory)
+    archive = tmp_path / "harmful"
+    archive.mkdir()
+    (archive / ".metadata").write_bytes((directory / ".metadata").read_bytes())
+    torch.save(Harmful(mark), archive / "__0_0.distcp")
+    data = (archive / "__0_0.distcp").read_bytes()
+    (archive / "__0_0.distcp").write_bytes(data + b"\0" * 100_000)
+    with pytest.raises(FormatError):
+        convert(archive, tmp_path / "steps", step=1)
+    assert not mark.exists()
+
+
+def changed(directory: Path, change: Callable[[Any], None]) -> bytes:
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    change(metadata)
+    return pickle.dumps(metadata)
+
+
+def named(metadata: Any, fqn: str) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == fqn)
+
+
+def test_what_is_not_covered_is_refused(directory: Path) -> None:
+    def outside(of: Any) -> None:
+        named(of, "model.up.weight").relative_path = "../__0_0.distcp"
+
+    def beyond(of: Any) -> None:
+        of.state_dict_metadata["model.up.weight"].chunks[0].offsets = torch.Size([1, 0])
+
+    def missing(of: Any) -> None:
+        of.state_dict_metadata["model.up.weight"].chunks.clear()
+
+    def twice(of: Any) -> None:
+        chunks = of.state_dict_metadata["model.up.weight"].chunks
+        chunks[0].sizes = torch.Size([5, 5])
+        chunks.append(type(chunks[0])(torch.Size([0, 0]), torch.Size([2, 5])))
+
+    for change, words in (
+        (outside, "outside the directory"), (beyond, "not within its tensor"),
+        (missing, "do not cover it"), (twice, "overlap"),
+    ):  # fmt: skip
+        with pytest.raises(FormatError, match=words):
+            directory_of(changed(directory, change), directory)
+
+
+def test_an_archive_of_another_tensor_is_refused(directory: Path, tmp_path: Path) -> None:
+    """The weight's box points to the archive of its moment, which has the same shape, and then to
+    one of another shape."""
+
+    def swapped(of: Any) -> None:
+        index = named(of, "model.up.weight")
+        vars(index).update(vars(named(of, "optim.state.up.bias.exp_avg")))
+
+    opened = directory_of(changed(directory, swapped), directory)
+    with pytest.raises(FormatError, match="another tensor"):
+        opened.read("model.up.weight", 0, memoryview(bytearray(4)))
+
+
+def test_two_models_are_refused(tmp_path: Path) -> None:
+    tensor = {"weight": torch.ones(2)}
+    dcp.save({"model": tensor, "ema": tensor}, checkpoint_id=tmp_path / "two", no_dist=True)
+    with pytest.raises(UsageError, match="ema, model"):
+        convert(tmp_path / "two", tmp_path / "steps", step=1)
+    assert not (tmp_path / "steps").exists()
+
+
+LISTENING: list[str] = []
+EVENTS = {"exec", "compile", "import", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen",
+          "pickle.find_class", "open", "socket.connect", "ctypes.dlopen"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def heard() -> Iterator[list[str]]:
+    """The audit events while something is in the list."""
+
+    def hook(event: str, arguments: Any) -> None:
+        if LISTENING and event in EVENTS:
+            LISTENING.append(event)
+
+    sys.addaudithook(hook)
+    yield LISTENING
+    LISTENING.clear()
+
+
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    made = bytearray(data)
+    for _ in range(chance.choice((1, 1, 2, 4))):
+        at = chance.randrange(len(made) - 9)
+        kind = chance.randrange(5)
+        if kind == 0:
+            made[at] ^= 1 << chance.randrange(8)
+        elif kind == 1:
+            made[at] = chance.randrange(256)
+        elif kind == 2:
+            del made[at : at + chance.randrange(1, 9)]
+        elif kind == 3:
+            made[at:at] = made[at + 4 : at + chance.randrange(5, 9)]
+        else:
+            made[at:at] = chance.choice(
+                (b"cos\nsystem\n", b"\x8c\x02os\x8c\x06system\x93", b"(S'x'\ntR")
+            )
+    return bytes(made)
+
+
+def read_mutated(directory: Path, count: int, heard: list[str]) -> None:
+    data, chance, refused = (directory / ".metadata").read_bytes(), random.Random(count), 0
+    for number in range(count):
+        one = mutated(data, chance)
+        heard.append("listening")
+        try:
+            directory_of(one, directory)
+        except Error as error:
+            refused += 1
+            assert error.category == "FORMAT.PICKLE", number
+        assert heard == ["listening"], (number, heard)
+        heard.clear()
+    assert refused > count // 2
+
+
+def test_mutated_metadata_executes_nothing(directory: Path, heard: list[str]) -> None:
+    read_mutated(directory, 1500, heard)
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_mutated_metadata_execute_nothing(
+    directory: Path, heard: list[str]
+) -> None:
+    read_mutated(directory, 100_000, heard)

@@ -1,0 +1,122 @@
+"""`modicum.torch.dcp.Writer` and `Reader` under torch.distributed.checkpoint: a step that is a
+model of transformers, and comes back bit for bit in any world.
+
+House test against the training that went on, and `from_pretrained`. It catches these mutations: a
+state of other parameters; numbers and groups that are lost; tensors of the state under the model's
+keys; a failed save that leaves its files; a step that is visible before DCP's ranks have all
+written; an optimizer whose class is not recorded; `async_save` that copies the state first.
+"""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ranks import Ranks, ranks
+from sharding import Cut
+
+ONE, TWO = Cut("none", (1,)), Cut("fsdp2", (2,))
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
+    folder = tmp_path_factory.mktemp("worlds")
+    with ExitStack() as stack:
+        yield {n: stack.enter_context(ranks(n, folder / f"of-{n}")) for n in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def model(worlds: dict[int, Ranks], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Stacked experts in the model, single ones in the files."""
+    folder = str(tmp_path_factory.mktemp("model") / "qwen3_moe")
+    worlds[1].ask("write", directory=folder, family="qwen3_moe", dtype="float32")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(
+    worlds: dict[int, Ranks], model: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], str]:
+    root = str(tmp_path_factory.mktemp("root") / "steps")
+    (of, other) = worlds[2].ask("dcp_saves", directory=model, root=root, cut=TWO)
+    assert of["path"] == f"{root}/step-2" and other["path"] is None
+    return of, root
+
+
+def test_the_step_is_a_model_of_transformers(
+    saved: tuple[dict[str, Any], str], modicum: Path, model: str
+) -> None:
+    import transformers
+    from torch_rank import told
+
+    of, root = saved
+    step = Path(root, "step-2")
+    verified = subprocess.run([modicum, "verify", step], capture_output=True, text=True)
+    assert verified.returncode == 0, verified.stderr
+    read = transformers.AutoModelForCausalLM.from_pretrained(step, dtype="auto")
+    for name, tensor in read.named_parameters():
+        assert of["saved"][name] == told(tensor), name
+    names = {path.name for path in Path(model).iterdir()}
+    assert {"config.json"} <= names & {path.name for path in step.iterdir()}
+    assert {path.name for path in step.parent.iterdir()} == {"latest", "step-2"}
+
+
+@pytest.mark.parametrize("cut", (TWO, ONE), ids=str)
+def test_comes_back_bit_for_bit(
+    worlds: dict[int, Ranks], saved: tuple[dict[str, Any], str], model: str, cut: Cut
+) -> None:
+    of, root = saved
+    for answer in worlds[cut.world].ask("dcp_loads", directory=model, root=root, cut=cut):
+        assert answer["before"] == of["saved"]
+        assert answer["end"] == of["end"]
+        assert answer["values"] == {"epoch": 3, "seen": {"tokens": 1.5, "names": ["a", "b"]}}
+
+
+def test_modicum_resumes_it(
+    worlds: dict[int, Ranks], saved: tuple[dict[str, Any], str], model: str
+) -> None:
+    of, root = saved
+    for answer in worlds[2].ask("dcp_resumes", directory=model, root=root, cut=TWO):
+        assert answer["step"] == 2
+        assert answer["before"] == of["saved"] and answer["end"] == of["end"]
+
+
+def test_without_a_model_names_are_those_of_the_state_dict(
+    worlds: dict[int, Ranks], model: str, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    root = str(tmp_path / "steps")
+    how = {"directory": model, "root": root, "cut": TWO, "plain": True}
+    saved = worlds[2].ask("dcp_saves", **how)[0]
+    files = [*Path(root, "step-2").glob("*.safetensors")]
+    names = {name for file in files for name in load_file(file)}
+    assert names == {n for n in saved["saved"] if " " not in n}
+    for answer in worlds[2].ask("dcp_loads", **how):
+        assert answer["before"] == saved["saved"] and answer["end"] == saved["end"]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("disk", "no disk here"),
+        ("async", "UNSUPPORTED: async_save copies the whole state"),
+        ("value", "a step has no place for this value"),
+        ("models", "a step has the tensors of one model"),
+        ("adamw", "lacks the planes of modicum.torch.AdamW"),
+    ],
+)
+def test_what_fails_leaves_nothing(
+    worlds: dict[int, Ranks], model: str, tmp_path: Path, how: str, words: str
+) -> None:
+    """On every rank, with the reason."""
+    root = tmp_path / "steps"
+    for answer in worlds[2].ask("dcp_fails", directory=model, root=str(root), cut=TWO, how=how):
+        assert words in answer, answer
+    assert not root.exists() or [*root.iterdir()] == []
