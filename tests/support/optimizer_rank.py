@@ -220,6 +220,15 @@ def by_trainer(
         return trainer.optimizer
 
 
+def tokenizer_of(count: int) -> Any:
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w1", pad_token="w2"
+    )
+
+
 def by_sft(
     script: Script,
     made: str = "optimizers",
@@ -228,19 +237,14 @@ def by_sft(
     directory, by, adapters, steps, losses = script
     import datasets
     import trl
-    from tokenizers import Tokenizer, models
 
     with tempfile.TemporaryDirectory() as folder:
         how = arguments(trl.SFTConfig, folder, steps, max_length=12, bf16=False)
         model = model_of(directory, adapters)
         count = model.get_input_embeddings().num_embeddings
-        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
-        tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=words, eos_token="w1", pad_token="w2"
-        )
         data = rows(count, steps * dist.get_world_size()).tolist()
         trainer = noting(trl.SFTTrainer, by, losses, made)(
-            model, args=how, processing_class=tokenizer,
+            model, args=how, processing_class=tokenizer_of(count),
             train_dataset=datasets.Dataset.from_dict({"input_ids": data}),
             **optimizer_arguments(by, model, made),
         )  # fmt: skip
