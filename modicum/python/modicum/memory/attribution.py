@@ -40,8 +40,8 @@ class Attribution:
     params: int
     """Parameters of this rank: the divisor of bytes per parameter."""
     owners: tuple[Owner, ...]
-    """Master, gradient, moments, staging, offloaded weights, weights; other tensors; ledgers; then memory of no
-    tensor: copies, children's own pages, shared memory, page tables."""
+    """Master, gradient, moments, staging, offloaded weights, weights; other tensors; ledgers; then
+    memory of no tensor: copies, children's own pages, shared memory, page tables."""
     baseline_bytes: int
     """The argument of `attribute`."""
     unexplained_bytes: int
