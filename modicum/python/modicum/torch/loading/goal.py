@@ -76,9 +76,9 @@ class Model:
             fact = f"{of.tensor.dtype} {list(of.tensor.shape)}"
             fact += " on meta" if of.tensor.is_meta else " with values"
             tied = first.setdefault(id(of.tensor), name)
-            facts[f"tensor {name}"] = fact + (
-                f", tied to {tied} as by tie_weights()" if tied != name else ""
-            )
+            if tied != name:
+                fact += f", tied to {tied} as by tie_weights()"
+            facts[f"tensor {name}"] = fact
         return facts
 
 
