@@ -81,7 +81,7 @@ CASES = [
 
 @pytest.mark.parametrize(("world", "way", "model"), CASES, indirect=["world"])
 def test_trains_as_torch_does(world: Ranks, models: dict[str, str], model: str, way: str) -> None:
-    """And to the bit as a program by hand does, which gets the same inputs."""
+    """And as a program by hand does, which gets the same inputs: to the bit, but for TRL's loss."""
     kind, made = WAYS[way]
     if kind == "sft":
         pytest.importorskip("trl")
@@ -92,7 +92,10 @@ def test_trains_as_torch_does(world: Ranks, models: dict[str, str], model: str, 
     answers = world.ask("optimized", by="modicum", **script)
     inputs = [answer["inputs"] for answer in answers]
     by_hand = world.ask("optimized", by="modicum", kind="hand", inputs=inputs, **how)
-    assert losses(answers) == losses(by_hand)
+    if kind == "sft":  # TRL sums the loss in another order than the model
+        assert losses(answers) == [pytest.approx(one, rel=1e-6) for one in losses(by_hand)]
+    else:
+        assert losses(answers) == losses(by_hand)
     for rank, (mine, theirs) in enumerate(zip(losses(answers), expected, strict=True)):
         assert mine == pytest.approx(theirs, rel=1e-4), f"rank {rank}"
         assert len(mine) == STEPS
