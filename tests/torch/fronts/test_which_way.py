@@ -4,7 +4,10 @@ House test. It catches these mutations: a line of the page that no longer works,
 loads something else than the other ways.
 """
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +105,43 @@ def test_by_hand(two: Ranks, blocks: dict[str, str], directory: str, tmp_path: P
         assert len(answer["losses"]) == 2 and answer["losses"][1] != answer["losses"][0]
         assert answer["files"] == ["root"]
     assert (tmp_path / "root/step-1/COMMIT").is_file()
+
+
+DEEPSPEED = """
+import os, sys
+sys.path.insert(0, {support!r})
+import zero2_memory
+from torch.nn.functional import mse_loss
+import modicum.torch
+program = zero2_memory.example()
+program.join_group()
+options = program.parsed("--stage 3 --offload-param --width 512 --workers persistent".split())
+engine, forward, step = program.with_deepspeed(program.model_of(512), options)
+initialize = lambda: engine
+def train(engine):
+    for inputs, targets in program.loader_of(options):
+        step(mse_loss(forward(inputs).float(), targets.float()))
+{block}
+numel = 6 * 512 * 512
+assert protection.bytes > 0.99 * (4 + 4 + 2 + 8 + 2) * numel, protection
+assert peaks["moments"].held_bytes > 0.99 * 8 * numel, peaks
+assert peaks["moments"].copied_bytes < 0.02 * numel, peaks
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_deepspeed(root: Path, blocks: dict[str, str]) -> None:
+    """With ZeRO-3, in a process of its own."""
+    pytest.importorskip("deepspeed")
+    text = DEEPSPEED.format(support=str(root / "tests/support"), block=blocks["DeepSpeed"])
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # DeepSpeed looks for ninja there
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=600,
+        env=os.environ | {"PATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "peaks of" in done.stdout
 
 
 def test_the_helper_for_cpus_is_that_of_the_example(root: Path) -> None:

@@ -180,11 +180,13 @@ def _refuse_gaps(first_target: str, group: _Group) -> None:
         there = {array.node["name"] for array in arrays}
         ends = most.rpartition("*")[2], pattern.rpartition("*")[2]
         for array in group.collected[most][: len(group.collected[most]) * (pattern != most)]:
-            due = array.node["name"].replace(*ends)
-            if len(arrays) < len(group.collected[most]) and due not in there:
+            wanted = array.node["name"].replace(*ends)
+            if len(arrays) < len(group.collected[most]) and wanted not in there:
                 what = f"the source lacks a tensor that '{first_target}' is made of"
                 expected = f"as many as of {most}, {len(group.collected[most])}"
-                raise refusal("MISMATCH", what, tensor=due, expected=expected, got=str(len(arrays)))
+                raise refusal(
+                    "MISMATCH", what, tensor=wanted, expected=expected, got=str(len(arrays))
+                )
 
 
 def _check_shape(name: str, array: Array, targets: Described) -> None:
