@@ -249,6 +249,7 @@ def test_an_error_of_a_later_sample_is_raised_at_the_end() -> None:
             while "modicum-peaks" in names and time.monotonic() < deadline:
                 time.sleep(0.01)
                 names = {thread.name for thread in threading.enumerate()}
+            del sources["other"]
 
 
 # ---- protection
