@@ -32,4 +32,4 @@ def test_the_patched_engine_loads_and_trains(root: Path, tmp_path: Path) -> None
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split() == ["trained", "trained"]
+    assert done.stdout.splitlines().count("trained") == 2  # verl prints, too
