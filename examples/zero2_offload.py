@@ -1,7 +1,8 @@
-"""ZeRO-2 with its optimizer in host memory: every byte by owner, and the copies of forked workers.
+"""ZeRO-2 or -3 with its optimizer in host memory: every byte by owner, and the copies of workers.
 
     python examples/zero2_offload.py --workers persistent
     python examples/zero2_offload.py --workers persistent --protect
+    python examples/zero2_offload.py --workers persistent --stage 3 --offload-param
     python examples/zero2_offload.py --workers persistent --optimizer modicum:fp32
 
 Trains a small model with the real DeepSpeed on its CPU accelerator (one process, or several under
@@ -81,16 +82,21 @@ def deepspeed_here() -> Any:
 
 def with_deepspeed(model: nn.Module, options: argparse.Namespace) -> tuple[Any, Any, Step]:
     """The sources to attribute, the forward function, and the step of a loss."""
+    zero: dict[str, Any] = {
+        "stage": options.stage,
+        "reduce_bucket_size": 2_000_000,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+    }
+    if options.stage == 3:
+        zero |= {"stage3_prefetch_bucket_size": 2_000_000, "stage3_param_persistence_threshold": 0}
+    if options.offload_param:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": False}
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "bf16": {"enabled": True},
         "gradient_clipping": options.clip,
         "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": {
-            "stage": 2,
-            "reduce_bucket_size": 2_000_000,
-            "offload_optimizer": {"device": "cpu", "pin_memory": False},
-        },
+        "zero_optimization": zero,
         "steps_per_print": 1_000_000,
     }
     engine, *_ = deepspeed_here().initialize(
@@ -167,6 +173,8 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", default="none", choices=["none", "persistent", "default"])
     parser.add_argument("--protect", action="store_true", help="exclude written memory from forks")
     parser.add_argument("--optimizer", default="deepspeed", help="deepspeed, or modicum:FORMAT")
+    parser.add_argument("--stage", type=int, default=2, choices=[2, 3], help="of DeepSpeed's ZeRO")
+    parser.add_argument("--offload-param", action="store_true", help="ZeRO-3's weights on the host")
     parser.add_argument("--width", type=int, default=2048, help="parameters are 6 x width x width")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="per epoch")

@@ -52,7 +52,7 @@ test_files() {
 
 # Every test file, those first that take minutes: no worker is to wait for another's last one.
 longest_first() {
-  local long="package/test_first_hour torch/optim/test_deepspeed
+  local long="torch/fronts/test_optimizers package/test_first_hour torch/optim/test_deepspeed
     torch/fronts/test_engine_strategies torch/fronts/test_accelerate_memory
     torch/load/test_training torch/optim/test_adamw_ranks torch/fronts/test_engines
     torch/load/test_strategies recipes/test_value_oracle package/test_wheel"

@@ -1,14 +1,31 @@
 #!/usr/bin/env bash
 # wheel.sh DIRECTORY [install]: builds the Python wheel into DIRECTORY, in place of an older one,
-# and installs it into .venv.
+# and installs it into .venv. Prints every tenth step of the build; build/wheel.log has all output.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# Of Ninja's lines "[30/181] Building CXX object a/b.cc.o", on stdin: "[30/181] b.cc.o".
+every_tenth() {
+  local line step count
+  while IFS= read -r line; do
+    [[ $line =~ \[([0-9]+)/([0-9]+)\] ]] || continue
+    step=${BASH_REMATCH[1]} count=${BASH_REMATCH[2]}
+    if ((step % 10 == 0 || step == count)); then echo "[$step/$count] ${line##*[/ ]}"; fi
+  done
+}
+
+build() { # DIRECTORY
+  .venv/bin/python -m pip --disable-pip-version-check wheel . --verbose --no-deps \
+    --no-build-isolation --config-settings=cmake.define.MODICUM_PRECOMPILE=ON --wheel-dir "$1" 2>&1
+}
+
 scripts/venv.sh wheel
-mkdir -p "$1"
+mkdir -p "$1" build
 rm -f "$1"/modicum-*.whl
-.venv/bin/python -m pip --disable-pip-version-check wheel . --quiet --no-deps \
-  --no-build-isolation --config-settings=cmake.define.MODICUM_PRECOMPILE=ON --wheel-dir "$1"
+if ! build "$1" | tee build/wheel.log | every_tenth; then
+  tail -n 40 build/wheel.log >&2
+  exit 1
+fi
 ls "$1"/modicum-*.whl
 if [ "${2:-}" = install ]; then
   .venv/bin/python -m pip --disable-pip-version-check install --quiet --no-index --no-deps \

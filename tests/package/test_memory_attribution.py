@@ -3,7 +3,8 @@
 
 Unit and house tests; the oracle is sums of Pss that the tests read themselves. They catch these
 mutations: copies that are omitted or counted once per child; views that are counted twice; a
-protection that outlives its memory, or that omits allocations of the first step.
+protection that outlives its memory, or that omits allocations of the first step; peaks that forget
+ended children.
 """
 
 import gc
@@ -11,6 +12,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -152,18 +155,101 @@ def zero_optimizer(name: str, **attributes: Any) -> Any:
     return type(name, (), {"__module__": "deepspeed.runtime.zero", **attributes})()
 
 
-def test_an_unknown_engine_is_refused() -> None:
-    other = zero_optimizer("DeepSpeedZeroOptimizer_Stage3", optimizer=None)
-    with pytest.raises(UsageError, match=r"ZeRO-1 or ZeRO-2.*got DeepSpeedZeroOptimizer_Stage3"):
-        memory.attribute(other)
-    parts = {"single_partition_of_fp32_groups": [], "optimizer": None, "cpu_offload": True}
-    for missing in (*parts, "param_buffer_of_bit16_for_cpu_offload_groups"):
-        known = {name: value for name, value in parts.items() if name != missing}
-        zero = zero_optimizer("DeepSpeedZeroOptimizer", **known)
-        if missing == "optimizer":
-            continue  # by which it is recognised
-        with pytest.raises(UsageError, match=f"no '{missing}'"):
-            memory.attribute(zero)
+def test_an_engine_without_zero_is_refused() -> None:
+    other = zero_optimizer("FP16_Optimizer", optimizer=torch.optim.SGD([torch.ones(1)]))
+    engine = zero_optimizer("DeepSpeedEngine", optimizer=other, module=None)
+    for source in (other, engine):
+        with pytest.raises(UsageError, match="without ZeRO.*got FP16_Optimizer"):
+            memory.attribute(source)
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "DeepSpeedZeroOptimizer": {
+        "optimizer": None,
+        "single_partition_of_fp32_groups": [],
+        "cpu_offload": True,
+        "param_buffer_of_bit16_for_cpu_offload_groups": [],
+        "temp_grad_buffer_for_cpu_offload": [],
+        "accumulated_grads_in_cpu": {},
+    },
+    "DeepSpeedZeroOptimizer_Stage3": {
+        "optimizer": None,
+        "swap_optimizer": False,
+        "params_in_nvme_and_cpu": False,
+        "fp32_partitioned_groups_flat": [],
+        "grad_partitions_flat_buffer": torch.empty(0),
+        "offload_param": True,
+        "fp16_partitioned_groups_flat": [],
+        "module": torch.nn.Identity(),
+        "ipg_buckets": {},
+    },
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_unknown_version_is_refused_by_the_missing_attribute(stage: str) -> None:
+    assert not memory.attribute(zero_optimizer(stage, **STAGES[stage])).params
+    for missing in STAGES[stage].keys() - {"optimizer"}:  # by which it is recognised
+        known = {name: value for name, value in STAGES[stage].items() if name != missing}
+        with pytest.raises(UsageError, match=f"{stage} has no '{missing}'"):
+            memory.attribute(zero_optimizer(stage, **known))
+
+
+@pytest.mark.parametrize("moved", ["swap_optimizer", "params_in_nvme_and_cpu"])
+def test_zero_3_on_nvme_is_refused(moved: str) -> None:
+    stage = "DeepSpeedZeroOptimizer_Stage3"
+    with pytest.raises(UsageError, match="on NVMe.*got nvme"):
+        memory.attribute(zero_optimizer(stage, **(STAGES[stage] | {moved: True})))
+
+
+# ---- peaks
+
+
+def test_copies_of_ended_children_stay_in_the_peaks() -> None:
+    master, moments = torch.ones(NUMEL), torch.ones(NUMEL)
+    with memory.peaks({"master": master}, {"moments": moments}, interval_s=0.01) as peaks:
+        for tensor in (master, moments):
+            with living_children(2):
+                tensor.mul_(2)
+                seen = peaks.samples + 1  # which may have begun before
+                deadline = time.monotonic() + 60
+                while peaks.samples <= seen and time.monotonic() < deadline:
+                    time.sleep(0.01)
+    now = memory.attribute({"master": master}, {"moments": moments})
+    assert now.forked == now["master"].copied_bytes == now["moments"].copied_bytes == 0
+    for name in ("master", "moments"):
+        assert peaks[name].held_bytes == peaks[name].copied_bytes == near(SIZE)
+    assert SIZE <= peaks.copied_bytes < 2 * SIZE  # not of both at once
+    assert peaks.largest.forked == 2 and peaks.document["copied_bytes"] == peaks.copied_bytes
+    assert "master                         16.0                 16.0" in peaks.text()
+
+
+def test_a_sample_at_a_moment() -> None:
+    master = torch.ones(NUMEL)
+    with memory.peaks({"master": master}, interval_s=3600) as peaks:
+        with living_children(1):
+            master.mul_(2)
+            assert peaks.sample()["master"].copied_bytes == near(SIZE)
+    assert peaks.samples == 3
+    assert peaks["master"].copied_bytes == near(SIZE) and peaks["none"].copied_bytes == 0
+
+
+def test_sources_of_peaks_are_checked_at_once() -> None:
+    with pytest.raises(UsageError, match="a source of unknown kind"), memory.peaks(3):
+        pytest.fail("is entered")
+
+
+def test_an_error_of_a_later_sample_is_raised_at_the_end() -> None:
+    sources: dict[str, Any] = {"master": torch.ones(NUMEL)}
+    with pytest.raises(UsageError, match="a source of unknown kind"):
+        with memory.peaks(sources, interval_s=0.01):
+            sources["other"] = 3
+            deadline = time.monotonic() + 60
+            names = {thread.name for thread in threading.enumerate()}
+            while "modicum-peaks" in names and time.monotonic() < deadline:
+                time.sleep(0.01)
+                names = {thread.name for thread in threading.enumerate()}
+            del sources["other"]
 
 
 # ---- protection

@@ -1,6 +1,7 @@
 """The wheel works on a machine with only glibc and the compiler's runtime: it runs in a fresh
 environment, with the shared objects of development packages hidden."""
 
+import ast
 import os
 import re
 import shlex
@@ -110,6 +111,69 @@ def test_the_wheel_contains_one_copy_of_each_file(wheel: Path) -> None:
 def test_types_are_included(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"modicum/py.typed", "modicum/_modicum.pyi"} <= set(names)
+
+
+def declared(wheel: Path) -> dict[str, set[str]]:
+    """Packages that the wheel requires, by extra; those of no extra under ""."""
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    required: dict[str, set[str]] = {"": set()}
+    for line in archive.read(name).decode().splitlines():
+        if match := re.match(r"Requires-Dist: ([\w-]+).*?(?:extra == ['\"](\w+)['\"])?$", line):
+            required.setdefault(match[2] or "", set()).add(match[1])
+    return required
+
+
+def imported(wheel: Path) -> set[str]:
+    """Packages of others that some module of the wheel imports."""
+    archive, found = zipfile.ZipFile(wheel), set()
+    for name in archive.namelist():
+        if not name.endswith(".py"):
+            continue
+        text = archive.read(name).decode()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                found.add((node.module or "").partition(".")[0])
+        if ".numpy()" in text:  # of a tensor: torch needs numpy for it, and does not require it
+            found.add("numpy")
+    return found - sys.stdlib_module_names - {"modicum"}
+
+
+def test_every_import_is_a_requirement_of_an_extra(wheel: Path) -> None:
+    """Nothing is required without an extra."""
+    required = declared(wheel)
+    assert required.pop("") == set()
+    assert set.union(*required.values()) - {"modicum"} == imported(wheel)
+    assert {"torch", "numpy"} <= required["torch"]
+
+
+# A stand-in for pip, which prints what Ninja prints.
+BUILDS = """#!/bin/sh
+i=0
+while [ $i -lt 25 ]; do i=$((i + 1)); echo "  [$i/25] Building CXX object modicum/a/f$i.cc.o"; done
+[ -e fails ] && { echo "error: no such type"; exit 3; }
+touch "$(echo "$@" | sed 's/.*--wheel-dir //')/modicum-9-any.whl"
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_build_shows_its_progress(root: Path, tmp_path: Path, fails: bool) -> None:
+    for name, text in {
+        "scripts/wheel.sh": (root / "scripts/wheel.sh").read_text(),
+        "scripts/venv.sh": "#!/bin/sh\n",
+        ".venv/bin/python": BUILDS,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    if fails:
+        (tmp_path / "fails").touch()
+    done = run(tmp_path / "scripts/wheel.sh", "out", cwd=tmp_path)
+    shown = ["[10/25] f10.cc.o", "[20/25] f20.cc.o", "[25/25] f25.cc.o"]
+    assert done.stdout.splitlines() == shown + ["out/modicum-9-any.whl"] * (not fails)
+    assert (done.returncode != 0) == ("error: no such type" in done.stderr) == fails
 
 
 def test_version_is_the_wheels(environment: Path, wheel: Path, gpt2: Path) -> None:

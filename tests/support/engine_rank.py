@@ -238,6 +238,9 @@ def drop_in_refused(case: str) -> str:
         state["seen"] = torch.tensor(1.0)
     elif case == "tie":
         state["head.weight"] = state["head.weight"] + 1
+    elif case == "moved to meta":  # as in SkyRL, on other ranks than 0
+        model = _whole(torch.float32)
+        model = _cut(model if dist.get_rank() == 0 else model.to("meta"))
     elif case == "path on one rank" and dist.get_rank() == 1:
         state = "/nowhere"
     elif case == "type":

@@ -13,6 +13,7 @@ import torch_rank
 import transformers
 from rounding import nearest_sqrt
 
+import modicum.memory
 import modicum.torch
 import modicum.torch.accelerate
 
@@ -38,11 +39,14 @@ def script(
     if by == "modicum" and kind != "hand":
         around = modicum.torch.accelerate.loading(progress=False, **options)
     losses: list[float] = []
-    told: dict[str, Any] = {"losses": losses, "refused": ""}
+    inputs: list[dict[str, Any]] = []
+    told: dict[str, Any] = {"losses": losses, "refused": "", "inputs": inputs}
     with nearest_sqrt(), accelerate_rank.fsdp2_on_cpus():
         try:
             with around as loading:
-                optimizer = KINDS[kind](Script(directory, by, adapters, steps, losses), **how)
+                optimizer = KINDS[kind](
+                    Script(directory, by, adapters, steps, losses, inputs), **how
+                )
                 told |= facts(optimizer, loading)
         except modicum.Error as error:
             told["refused"] = f"{type(error).__name__} {error}"
@@ -57,6 +61,7 @@ def facts(optimizer: Any, loading: Any) -> dict[str, Any]:
         told["trained"] += (p.to_local() if hasattr(p, "to_local") else p).numel()
     if isinstance(optimizer, modicum.torch.AdamW):
         told["held"] = optimizer.held
+        told["attribution"] = modicum.memory.attribute(optimizer).document
     if loading is not None:
         told["report"] = loading.report.document
     return told
@@ -64,13 +69,26 @@ def facts(optimizer: Any, loading: Any) -> dict[str, Any]:
 
 def model_of(directory: str, adapters: bool) -> Any:
     config = transformers.AutoConfig.from_pretrained(directory)
-    is_mixture = hasattr(config, "num_experts_per_tok")
-    experts = {"experts_implementation": "eager"} if is_mixture else {}
     kind = transformers.AutoModelForCausalLM
-    model = kind.from_pretrained(directory, dtype=torch.float32, **experts)
+    model = kind.from_pretrained(directory, dtype=torch.float32, **experts_of(config))
     if adapters:
         model = accelerate_rank.with_adapters(model, seed=5, lora_dropout=0.0)
     return model.train()
+
+
+def experts_of(config: Any) -> dict[str, str]:
+    is_mixture = hasattr(config, "num_experts_per_tok")
+    return {"experts_implementation": "eager"} if is_mixture else {}
+
+
+def saved_adapters(directory: str) -> str:
+    """A new folder with the adapters of `model_of`, the same on all ranks."""
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    if dist.get_rank() == 0:
+        model_of(directory, adapters=True).save_pretrained(folders[0])
+    dist.barrier()
+    return folders[0]
 
 
 def optimizer_of(by: str, params: Any, **options: Any) -> Any:
@@ -82,14 +100,17 @@ def rows(vocabulary: int, count: int) -> torch.Tensor:
     return torch.randint(vocabulary, (count, 12), generator=torch.Generator().manual_seed(3))
 
 
-def trained_steps(model: Any, steps: int, losses: list[float]) -> Iterator[torch.Tensor]:
-    vocabulary = model.get_input_embeddings().num_embeddings
-    world, rank = dist.get_world_size(), dist.get_rank()
-    data = rows(vocabulary, steps * world).view(steps, world, -1)
-    for step in range(steps):
-        tokens = data[step, rank][None]
-        loss = model(input_ids=tokens, labels=tokens).loss
-        losses.append(loss.item())
+def trained_steps(model: Any, script: "Script") -> Iterator[torch.Tensor]:
+    """Each loss of the script's inputs, or of some rows if it has none yet."""
+    if not script.inputs:
+        vocabulary = model.get_input_embeddings().num_embeddings
+        world, rank = dist.get_world_size(), dist.get_rank()
+        data = rows(vocabulary, script.steps * world).view(script.steps, world, -1)
+        tokens = [row[None].tolist() for row in data[:, rank]]
+        script.inputs.extend({"input_ids": row, "labels": row} for row in tokens)
+    for inputs in script.inputs:
+        loss = model(**{name: torch.tensor(value) for name, value in inputs.items()}).loss
+        script.losses.append(loss.item())
         yield loss
 
 
@@ -99,7 +120,8 @@ class Script(NamedTuple):
     adapters: bool
     steps: int
     losses: list[float]
-    """Filled during the run."""
+    inputs: list[dict[str, Any]]
+    """Both are filled during the run: the loss and the model's arguments of each step."""
 
 
 def by_accelerate(
@@ -109,7 +131,7 @@ def by_accelerate(
     **options: Any,
 ) -> Any:
     """`made`: "before" prepare, or "after" it."""
-    directory, by, adapters, steps, losses = script
+    directory, by, adapters = script[:3]
     accelerator = accelerate_rank.accelerator_of(cpu_ram_efficient_loading=sent)
     model = model_of(directory, adapters)
     if made == "before":
@@ -121,7 +143,7 @@ def by_accelerate(
         optimizer = accelerator.prepare_optimizer(
             optimizer_of(by, model.named_parameters(), **options)
         )
-    for loss in trained_steps(model, steps, losses):
+    for loss in trained_steps(model, script):
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -133,29 +155,36 @@ def by_hand(
     script: Script,
     made: str = "after",
     told: bool = True,
+    inputs: list[list[dict[str, Any]]] | None = None,
     **options: Any,
 ) -> Any:
     """A script with FSDP2. `made`: when the optimizer is made: "before" sharding, with `rebinding`;
     "sharded": between sharding and the load; "after" both. `told`: whether the load gets the
-    optimizer as an argument."""
-    directory, by, _, steps, losses = script
+    optimizer as an argument. `inputs`: of each rank, its model's arguments in each step."""
+    directory, by, adapters = script[:3]
+    script.inputs.extend(inputs[dist.get_rank()] if inputs else [])
     with modicum.torch.empty_parameters():
         config = transformers.AutoConfig.from_pretrained(directory)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        kind, experts = transformers.AutoModelForCausalLM, experts_of(config)
+        model = kind.from_config(config, dtype=torch.float32, **experts)
+        if adapters:
+            model = accelerate_rank.with_adapters(model, lora_dropout=0.0)
     optimizer: Any = None
     around: Any = contextlib.nullcontext()
     if made == "before":
         optimizer = optimizer_of(by, model.named_parameters(), **options)
         around = modicum.torch.rebinding(model, optimizer)
     with around:
-        torch_rank.sharded(model, [dist.get_world_size()])
+        torch_rank.sharded(model.get_base_model() if adapters else model, [dist.get_world_size()])
     if made == "sharded":
         optimizer = optimizer_of(by, model.named_parameters(), **options)
     declared = [] if optimizer is None or not told else [optimizer]
     modicum.torch.load(model, directory, progress=False, optimizer=declared)
+    if adapters:
+        modicum.torch.load(model, saved_adapters(directory), progress=False)
     if optimizer is None:
         optimizer = optimizer_of(by, model.named_parameters(), **options)
-    for loss in trained_steps(model.train(), steps, losses):
+    for loss in trained_steps(model.train(), script):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -173,11 +202,13 @@ def arguments(kind: Any, folder: str, steps: int, **more: Any) -> Any:
     )  # fmt: skip
 
 
-def noting(kind: Any, by: str, losses: list[float], made: str) -> Any:
-    """A Trainer that notes its losses."""
+def noting(kind: Any, script: "Script", made: str) -> Any:
+    """A Trainer that notes its losses, and the model's arguments."""
+    by, losses = script.by, script.losses
 
     class Noting(kind):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            script.inputs.append({name: value.tolist() for name, value in inputs.items()})
             got = super().compute_loss(model, inputs, *args, **kwargs)
             losses.append((got[0] if isinstance(got, tuple) else got).item())
             return got
@@ -207,12 +238,12 @@ def by_trainer(
 ) -> Any:
     """A script with Trainer. `made`: the optimizer is passed as "optimizers", made from the
     "class", or by an "overridden" create_optimizer."""
-    directory, by, adapters, steps, losses = script
+    directory, by, adapters, steps = script[:4]
     with tempfile.TemporaryDirectory() as folder:
         how = arguments(transformers.TrainingArguments, folder, steps)
         model = model_of(directory, adapters)
         data = rows(model.get_input_embeddings().num_embeddings, steps * dist.get_world_size())
-        trainer = noting(transformers.Trainer, by, losses, made)(
+        trainer = noting(transformers.Trainer, script, made)(
             model, how, train_dataset=[{"input_ids": row, "labels": row} for row in data],
             **optimizer_arguments(by, model, made),
         )  # fmt: skip
@@ -220,27 +251,31 @@ def by_trainer(
         return trainer.optimizer
 
 
+def tokenizer_of(count: int) -> Any:
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w1", pad_token="w2"
+    )
+
+
 def by_sft(
     script: Script,
     made: str = "optimizers",
 ) -> Any:
     """TRL's SFTTrainer on tokenised rows."""
-    directory, by, adapters, steps, losses = script
+    directory, by, adapters, steps = script[:4]
     import datasets
     import trl
-    from tokenizers import Tokenizer, models
 
     with tempfile.TemporaryDirectory() as folder:
         how = arguments(trl.SFTConfig, folder, steps, max_length=12, bf16=False)
         model = model_of(directory, adapters)
         count = model.get_input_embeddings().num_embeddings
-        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
-        tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=words, eos_token="w1", pad_token="w2"
-        )
         data = rows(count, steps * dist.get_world_size()).tolist()
-        trainer = noting(trl.SFTTrainer, by, losses, made)(
-            model, args=how, processing_class=tokenizer,
+        trainer = noting(trl.SFTTrainer, script, made)(
+            model, args=how, processing_class=tokenizer_of(count),
             train_dataset=datasets.Dataset.from_dict({"input_ids": data}),
             **optimizer_arguments(by, model, made),
         )  # fmt: skip

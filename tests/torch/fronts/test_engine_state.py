@@ -220,6 +220,7 @@ def test_a_dict_obeys_its_budget(four: Ranks) -> None:
         ("meta", "UNSUPPORTED: this tensor is on meta on rank 0 .*experts"),
         ("kind", "MISMATCH: .*seen.* int64 .* float32"),
         ("tie", "MISMATCH: two tied names .*head.weight"),
+        ("moved to meta", r"CONFLICT: rank \d .*tensor head.weight .*as by tie_weights\(\)"),
         (
             "path on one rank",
             "CONFLICT: rank 1 differs .* in the form of the state .*dict, got path",

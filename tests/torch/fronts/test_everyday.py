@@ -101,16 +101,23 @@ def test_fewer_rows(one_rank: None) -> None:
 
 
 def test_resized_by_hand() -> None:
-    """A model with another vocabulary size is loaded with `resized`, and refused without it."""
+    """A model with another vocabulary size is loaded with `resized`, and refused without it. If the
+    rows are declared as missing, a warning says that the stored ones are not used."""
     theirs = from_pretrained("llama").get_input_embeddings().weight.detach()
-    with alone():
+
+    def larger() -> Any:
         with modicum.torch.empty_parameters():
             config = config_of("llama")
             config.vocab_size += 3
-            model = BY_NAME["llama"].model_class._from_config(config, dtype=torch.float32)
+            return BY_NAME["llama"].model_class._from_config(config, dtype=torch.float32)
+
+    with alone():
+        model, other = larger(), larger()
         with pytest.raises(UsageError, match="another shape"):
             load(model, checkpoint_of("llama"))
         load(model, checkpoint_of("llama"), resized="mean")
+        with pytest.warns(UserWarning, match="2 stored tensors .*not used.* resized='mean'"):
+            load(other, checkpoint_of("llama"), missing=["embed_tokens", "lm_head"])
     got = model.get_input_embeddings().weight.detach()
     assert torch.equal(got[:-3], theirs.float())
     mean = theirs.double().mean(0).float()

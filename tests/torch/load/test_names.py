@@ -64,6 +64,8 @@ def test_11_stacked_experts_are_loaded() -> None:
 
 EXPERT = "model.layers.0.mlp.experts.{}.down_proj.weight"
 GATE = "model.layers.1.mlp.gate.weight"
+GATE_OF = "model.layers.0.mlp.experts.{}.gate_proj.weight"
+UP_OF = "model.layers.1.mlp.experts.{}.up_proj.weight"
 
 
 def misspelt(stored: dict[str, Any]) -> None:
@@ -72,6 +74,14 @@ def misspelt(stored: dict[str, Any]) -> None:
 
 def without_an_expert(stored: dict[str, Any]) -> None:
     del stored[EXPERT.format(4)]
+
+
+def without_the_gate_of_an_expert(stored: dict[str, Any]) -> None:
+    del stored[GATE_OF.format(3)]
+
+
+def without_the_up_of_an_expert(stored: dict[str, Any]) -> None:
+    del stored[UP_OF.format(1)]
 
 
 def of_another_size(stored: dict[str, Any]) -> None:
@@ -94,6 +104,10 @@ def without_a_gate(stored: dict[str, Any]) -> None:
         (with_one_more, "model.layers.2.mlp.gate.weight", r"1 stored.*nearest 'model\.layers\.\d"),
         (without_an_expert, "model.layers.0.mlp.experts.down_proj",
          r"another shape.*expected \[5, 39, 13\], got \[4, 39, 13\]"),
+        (without_the_gate_of_an_expert, GATE_OF.format(3),
+         r"lacks a tensor that 'model\.layers\.0.*gate_up_proj' is made of.*5, got 4"),
+        (without_the_up_of_an_expert, UP_OF.format(1),
+         r"lacks a tensor that 'model\.layers\.1.*gate_up_proj' is made of.*5, got 4"),
         (of_another_size, GATE, r"another shape.*expected \[5, 39\], got \[4, 39\]"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

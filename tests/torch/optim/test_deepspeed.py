@@ -26,14 +26,19 @@ from safetensors.torch import save_file
 WIDE, NARROW = 2048, 1024
 OURS = "--optimizer=modicum:fp32"
 HOST = ("master", "gradient", "moments", "staging")
+PARTITION = "offloaded weights"
 RUNS = {
     "none": ("none", NARROW, "--epochs=1", "--steps=6", "--clip=0"),
     "persistent": ("persistent", WIDE, "--epochs=1", "--steps=1"),
     "default": ("default", WIDE, "--steps=1"),
     "protected": ("default", WIDE, "--steps=1", "--protect"),
     "ours": ("persistent", WIDE, "--epochs=1", "--steps=1", OURS),
+    "zero3": ("persistent", NARROW, "--epochs=1", "--steps=1", "--stage=3"),
+    "zero3, offloaded": ("default", NARROW, "--steps=1", "--stage=3", "--offload-param"),
+    "zero3, protected": (
+        "default", NARROW, "--steps=1", "--stage=3", "--offload-param", "--protect"),
     "ours, narrow": ("none", NARROW, "--epochs=1", "--steps=6", "--clip=0", OURS),
-}
+}  # fmt: skip
 
 
 class Runs:
@@ -139,6 +144,45 @@ def test_ours_holds_16_and_makes_the_same_losses(runs: Runs) -> None:
     (theirs,), (epoch,) = runs["none"], runs["ours, narrow"]
     assert len(set(theirs["losses"])) == 6
     assert epoch["losses"] == theirs["losses"], "not DeepSpeed's bits"
+
+
+def assert_holds_18_of_zero_3(epoch: dict[str, Any]) -> None:
+    """Masters, gradients in float32 and their partitions in bfloat16, moments, weights."""
+    of = owners(epoch)
+    held = {name: of[name]["held_per_param"] for name in ("master", "gradient", "moments")}
+    assert held == pytest.approx({"master": 4, "gradient": 4 + 2, "moments": 8}, rel=0.005)
+    assert epoch["attribution"]["params"] == 6 * NARROW * NARROW
+    known = sum(one["held_bytes"] + one["copied_bytes"] for one in of.values())
+    rest = epoch["attribution"]["unexplained_bytes"] + epoch["attribution"]["baseline_bytes"]
+    assert known + rest == pytest.approx(epoch["tree_bytes"], rel=0.02)
+
+
+def test_zero_3_without_offloaded_weights(runs: Runs) -> None:
+    (epoch,) = runs["zero3"]
+    assert_holds_18_of_zero_3(epoch)
+    assert PARTITION not in owners(epoch)
+    assert owners(epoch)["weights"]["held_per_param"] >= 2
+    for name, due in {"master": 4, "gradient": 6, "moments": 0}.items():
+        assert copied(epoch, name) == pytest.approx(due, rel=0.02, abs=0.01)
+
+
+def test_zero_3_with_offloaded_weights(runs: Runs) -> None:
+    first, second = runs["zero3, offloaded"]
+    for epoch, due in ((first, 12), (second, 20)):
+        assert_holds_18_of_zero_3(epoch)
+        assert owners(epoch)[PARTITION]["held_per_param"] == pytest.approx(2, rel=0.005)
+        assert copied(epoch, "master", "gradient", "moments", PARTITION) == pytest.approx(
+            due, rel=0.02
+        )
+
+
+def test_zero_3_protected(runs: Runs) -> None:
+    for epoch in runs["zero3, protected"]:
+        assert_holds_18_of_zero_3(epoch)
+        assert epoch["attribution"]["forked"] == 2
+        assert copied(epoch, "master", "gradient", "moments", PARTITION) < 0.02
+    losses = [epoch["losses"] for epoch in runs["zero3, offloaded"]]
+    assert [epoch["losses"] for epoch in runs["zero3, protected"]] == losses
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from modicum.memory.attribution import Owner as Owner
 from modicum.memory.attribution import attribute as attribute
 from modicum.memory.attribution import held as held
 from modicum.memory.drawing import draw as draw
+from modicum.memory.peaking import Peaks as Peaks
+from modicum.memory.peaking import peaks as peaks
 from modicum.memory.recording import Phase as Phase
 from modicum.memory.recording import phase as phase
 from modicum.memory.recording import phases as phases

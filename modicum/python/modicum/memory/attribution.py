@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from modicum import _modicum
-from modicum.memory.holders import GRADIENT, MASTER, MOMENTS, STAGING, WEIGHTS, holdings
+from modicum.memory.holders import (
+    GRADIENT,
+    MASTER,
+    MOMENTS,
+    PARTITION,
+    STAGING,
+    WEIGHTS,
+    holdings,
+)
 
-_ORDER = (MASTER, GRADIENT, MOMENTS, STAGING, WEIGHTS)
+_ORDER = (MASTER, GRADIENT, MOMENTS, STAGING, PARTITION, WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -32,8 +40,8 @@ class Attribution:
     params: int
     """Parameters of this rank: the divisor of bytes per parameter."""
     owners: tuple[Owner, ...]
-    """Master, gradient, moments, staging and weights; other tensors; ledgers; then memory of no
-    tensor: copies, children's own pages, shared memory, page tables."""
+    """Master, gradient, moments, staging, offloaded weights, weights; other tensors; ledgers; then
+    memory of no tensor: copies, children's own pages, shared memory, page tables."""
     baseline_bytes: int
     """The argument of `attribute`."""
     unexplained_bytes: int
@@ -147,7 +155,7 @@ def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> At
     Linux 4.2 or later.
 
     Args:
-        sources: an engine or ZeRO optimizer of DeepSpeed (ZeRO-1 and -2; tested with 0.19.8), an
+        sources: an engine or ZeRO optimizer of DeepSpeed (without NVMe; tested with 0.19.8), an
             optimizer or module of torch or Modicum, tensors, a mapping of owners to tensors, or a
             `modicum.Ledger` (instead of the tensors in it). With DeepSpeed's CPU accelerator the
             device's weights are host memory and have their own line.

@@ -11,6 +11,7 @@ from modicum.errors import refusal
 from modicum.upstream.torch_core import local_of
 
 MASTER, GRADIENT, MOMENTS, STAGING, WEIGHTS = "master", "gradient", "moments", "staging", "weights"
+PARTITION = "offloaded weights"  # ZeRO-3's, which every step writes and no worker can use
 OTHER = "tensors"
 KNOWN_DEEPSPEED = "0.19"
 
@@ -19,7 +20,7 @@ class Holding(NamedTuple):
     """A tensor in host memory, as a half-open range of addresses."""
 
     owner: str
-    """master, gradient, moments, staging, weights, or a name of the caller's."""
+    """master, gradient, moments, staging, offloaded weights, weights, or a name of the caller's."""
     name: str
     tensor: Any
     begin: int
@@ -45,7 +46,7 @@ def holdings(source: Any) -> Iterator[Holding]:
 def stepping(source: Any) -> Any:
     """The torch optimizer whose first step allocates missing state; None if `source` has none."""
     if _is_of_deepspeed(source):
-        return _stage_1_or_2(source).optimizer
+        return _zero_of(source)[0].optimizer
     return source if hasattr(source, "register_step_post_hook") else None
 
 
@@ -112,26 +113,39 @@ def _is_of_deepspeed(source: Any) -> bool:
     )
 
 
-def _stage_1_or_2(source: Any) -> Any:
-    """The ZeRO optimizer: of an engine, or `source` itself."""
-    zero = source.optimizer if hasattr(source, "module") else source
-    names = [of.__name__ for of in type(zero).__mro__]
-    if "DeepSpeedZeroOptimizer" not in names:
-        what = "an engine of DeepSpeed's without ZeRO-1 or ZeRO-2: give its tensors by name"
-        raise refusal("UNSUPPORTED", what, got=names[0])
-    return zero
+def _zero_of(source: Any) -> tuple[Any, bool]:
+    """The ZeRO optimizer: `source` itself, or an engine's; and whether it is ZeRO-3's."""
+    for zero in (source, source.optimizer):
+        names = [of.__name__ for of in type(zero).__mro__]
+        if "DeepSpeedZeroOptimizer_Stage3" in names:
+            return zero, True
+        if "DeepSpeedZeroOptimizer" in names:
+            return zero, False
+    what = "an engine of DeepSpeed's without ZeRO: give its tensors by name"
+    other = source.optimizer if hasattr(source, "module") else source
+    raise refusal("UNSUPPORTED", what, got=type(other).__name__)
 
 
 def _of_zero(source: Any) -> Iterator[tuple[str, str, Any]]:
-    zero = _stage_1_or_2(source)
-    masters = _attribute(zero, "single_partition_of_fp32_groups")
+    zero, is_stage_3 = _zero_of(source)
+    yield from _of_stage_3(zero) if is_stage_3 else _of_stage_1_or_2(zero)
+    if source is not zero:
+        for _, name, tensor in _of_module(source.module):
+            yield WEIGHTS, name, tensor
+
+
+def _of_masters(zero: Any, attribute: str) -> Iterator[tuple[str, str, Any]]:
     inner = _attribute(zero, "optimizer")
-    for index, master in enumerate(masters):
-        name = f"single_partition_of_fp32_groups.{index}"
+    for index, master in enumerate(_attribute(zero, attribute)):
+        name = f"{attribute}.{index}"
         yield MASTER, name, master
         if master.grad is not None:
             yield GRADIENT, f"{name}.grad", master.grad
         yield from _state_of(inner, master, name)
+
+
+def _of_stage_1_or_2(zero: Any) -> Iterator[tuple[str, str, Any]]:
+    yield from _of_masters(zero, "single_partition_of_fp32_groups")
     if _attribute(zero, "cpu_offload"):
         for attribute, owner in _OFFLOADED.items():
             for name, tensor in _flat(_attribute(zero, attribute), attribute):
@@ -140,9 +154,26 @@ def _of_zero(source: Any) -> Iterator[tuple[str, str, Any]]:
     for attribute in ("bit16_groups_flat", "temp_grad_buffer_for_gpu_offload"):
         for name, tensor in _flat(getattr(zero, attribute, ()), attribute):
             yield WEIGHTS, name, tensor
-    if source is not zero:
-        for _, name, tensor in _of_module(source.module):
-            yield WEIGHTS, name, tensor
+
+
+def _of_stage_3(zero: Any) -> Iterator[tuple[str, str, Any]]:
+    if _attribute(zero, "swap_optimizer") or _attribute(zero, "params_in_nvme_and_cpu"):
+        what = "ZeRO-3 with tensors on NVMe: give those in memory by name"
+        raise refusal("UNSUPPORTED", what, expected="offload to the CPU, or none", got="nvme")
+    yield from _of_masters(zero, "fp32_partitioned_groups_flat")
+    flat = "grad_partitions_flat_buffer"
+    yield GRADIENT, flat, _attribute(zero, flat)
+    owner = PARTITION if _attribute(zero, "offload_param") else WEIGHTS
+    attribute = "fp16_partitioned_groups_flat"
+    for name, tensor in _flat(_attribute(zero, attribute), attribute):
+        yield owner, name, tensor
+    for name, parameter in _attribute(zero, "module").named_parameters():
+        # Frozen parameters have partitions of their own.
+        yield owner, f"{name}.ds_tensor", _attribute(parameter, "ds_tensor")
+    # Device buffers, which are host memory with DeepSpeed's CPU accelerator.
+    for dtype, bucket in _attribute(zero, "ipg_buckets").items():
+        if bucket.buffer is not None:
+            yield WEIGHTS, f"ipg_buckets.{dtype}", bucket.buffer
 
 
 def _attribute(zero: Any, name: str) -> Any:
@@ -151,7 +182,7 @@ def _attribute(zero: Any, name: str) -> Any:
     deepspeed = sys.modules.get("deepspeed")
     raise refusal(
         "UNSUPPORTED",
-        f"DeepSpeed's ZeRO optimizer has no '{name}'",
+        f"DeepSpeed's {type(zero).__name__} has no '{name}'",
         expected=f"DeepSpeed {KNOWN_DEEPSPEED}",
         got=getattr(deepspeed, "__version__", "another"),
     )

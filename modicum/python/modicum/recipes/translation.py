@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from modicum._modicum import RecipeBuilder
-from modicum.errors import refusal
+from modicum.errors import UsageError, refusal
 from modicum.recipes.nodes import Array, Shape, stored, stored_under, with_rows
 from modicum.recipes.operations import Chain, Value, Values, nodes_of
 
@@ -147,8 +147,12 @@ def _full_names(first_target: str, values: Values) -> dict[str, Value]:
 
 def _convert(first_target: str, group: _Group, chain: Chain, result: Translation) -> None:
     values: Values = dict(group.collected)
-    for op in group.converter.operations:
-        values = nodes_of(op, values, chain)
+    try:
+        for op in group.converter.operations:
+            values = nodes_of(op, values, chain)
+    except UsageError:
+        _refuse_gaps(first_target, group)
+        raise
     used: set[str] = set()
     for name, value in _full_names(first_target, values).items():
         if not isinstance(value, Array) and len(value) != 1:
@@ -167,6 +171,22 @@ def _convert(first_target: str, group: _Group, chain: Chain, result: Translation
         if array.node["name"] not in accounted:
             what = f"the conversion into '{first_target}' uses no element of a stored tensor"
             raise refusal("MISMATCH", what, tensor=array.node["name"])
+
+
+def _refuse_gaps(first_target: str, group: _Group) -> None:
+    """Names the tensor that is missing, if one source pattern has fewer tensors than another."""
+    most = max(group.collected, key=lambda pattern: len(group.collected[pattern]))
+    for pattern, arrays in group.collected.items():
+        there = {array.node["name"] for array in arrays}
+        ends = most.rpartition("*")[2], pattern.rpartition("*")[2]
+        for array in group.collected[most][: len(group.collected[most]) * (pattern != most)]:
+            wanted = array.node["name"].replace(*ends)
+            if len(arrays) < len(group.collected[most]) and wanted not in there:
+                what = f"the source lacks a tensor that '{first_target}' is made of"
+                expected = f"as many as of {most}, {len(group.collected[most])}"
+                raise refusal(
+                    "MISMATCH", what, tensor=wanted, expected=expected, got=str(len(arrays))
+                )
 
 
 def _check_shape(name: str, array: Array, targets: Described) -> None:

@@ -19,7 +19,7 @@ class ProtectCallback(TrainerCallback):
     """Calls `modicum.torch.protect` when training begins: after DeepSpeed's initialisation, and
     before the data loader forks its workers.
 
-    Works with DeepSpeed's ZeRO-1 and -2 with `offload_optimizer`, and with torch's optimizers;
+    Works with DeepSpeed's ZeRO with `offload_optimizer`, and with torch's optimizers;
     `modicum.torch.AdamW` needs no protection and is ignored. State that does not exist yet is
     protected at the end of the first step. When training ends, children inherit the memory again.
     """

@@ -76,7 +76,9 @@ class Model:
             fact = f"{of.tensor.dtype} {list(of.tensor.shape)}"
             fact += " on meta" if of.tensor.is_meta else " with values"
             tied = first.setdefault(id(of.tensor), name)
-            facts[f"tensor {name}"] = fact + (f", tied to {tied}" if tied != name else "")
+            if tied != name:
+                fact += f", tied to {tied} as by tie_weights()"
+            facts[f"tensor {name}"] = fact
         return facts
 
 
@@ -149,6 +151,7 @@ def goal_of_source(
             made = given.into(structure)
         else:
             made = recipe_for(model.module, stored, structure=structure, present=present, **how)
+        _warn_of_unused(made, stored)
         return [made.text(callers=True), made.callers, made.grown, made.norms]
 
     # transformers takes seconds of CPU for the recipe, so rank 0 alone makes it, and before its
@@ -156,6 +159,17 @@ def goal_of_source(
     (text, callers, grown, norms), memories = ranks.once(make, memory_before)
     recipe = _modicum.make_recipe(checkpoint, text)
     return Goal(checkpoint, recipe, memories, callers, grown, norms, text=text)
+
+
+def _warn_of_unused(made: Recipe, stored: Collection[str]) -> None:
+    """Warns of stored tensors that `missing` replaces, because their shapes differ."""
+    made_anew = (name for name, node in made.targets.items() if node["op"] in ("init", "caller"))
+    if lost := [name for name in made_anew if name in stored]:
+        what = (
+            f"{len(lost)} stored tensors of another shape are not used, because missing= declares "
+        )
+        what += f"them: {lost[0]}; resized='mean' keeps the stored rows of token embeddings"
+        warnings.warn(f"modicum: {what}", stacklevel=3)
 
 
 def said(argument: Any) -> str:

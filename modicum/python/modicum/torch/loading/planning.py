@@ -240,7 +240,9 @@ def places_of(model: Model, goal: Goal) -> list[Place]:
             holder = model.tensors[target["alias_of"]]
             if of.tensor is not holder.tensor and (of.managed or holder.managed):
                 what = "FSDP2 has two parameters for two tied names: tie them before fully_shard, "
-                what += "as model.tie_weights() does after parallelize_module"
+                what += (
+                    "as model.tie_weights() does after parallelize_module, to_empty or to('meta')"
+                )
                 expected = f"that of {holder.name}"
                 raise refusal("UNSUPPORTED", what, tensor=of.name, expected=expected)
         sharding = shardings.of(of.tensor, of.name)

@@ -107,9 +107,10 @@ def protect(*sources: Any) -> Protection:
     Otherwise a forked child, such as a data loader's worker, keeps a copy of every page that the
     parent writes after the fork: 10 bytes per parameter with ZeRO-2 offload, and 18 if workers are
     forked for every epoch. Applies MADV_DONTFORK to the whole pages of masters, gradients, moments
-    and staging, but not of weights, which a worker may use. Call it before workers are forked:
-    copies in existing children stay. Tensors that are allocated later (DeepSpeed's moments, in the
-    first step) are protected at the end of that step. Calling it twice is harmless.
+    and staging, and of ZeRO-3's offloaded weights, but not of other weights, which a worker may
+    use. Call it before workers are forked: copies in existing children stay. Tensors that are
+    allocated later (DeepSpeed's moments, in the first step) are protected at the end of that step.
+    Calling it twice is harmless.
 
     A child that uses a protected tensor gets a `UsageError`; an access that bypasses torch's
     functions ends the child with SIGSEGV, and never reads other data. Workers of a data loader do
@@ -118,8 +119,8 @@ def protect(*sources: Any) -> Protection:
     (`multiprocessing_context="fork"`).
 
     Args:
-        sources: an engine of DeepSpeed's (ZeRO-1 or ZeRO-2 with `offload_optimizer`, tested with
-            0.19.8; a missing private attribute is refused by name), an optimizer of torch's (its
+        sources: an engine of DeepSpeed's (ZeRO with `offload_optimizer`, tested with 0.19.8; a
+            missing private attribute is refused by name), an optimizer of torch's (its
             state and gradients), tensors, or a mapping of names to tensors. Modicum's own AdamW is
             ignored: it has `fork=`.
 

@@ -1,0 +1,134 @@
+"""The peak of each owner over time, with the memory of children that have ended."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from modicum.memory.attribution import Attribution, Owner, attribute
+
+_SHARE = 0.04  # of a core, the limit for samples
+
+
+class Peaks:
+    """The largest figures of several attributions. Thread-safe."""
+
+    def __init__(self, sources: tuple[Any, ...], params: int | None, baseline: int) -> None:
+        self._sources, self._params, self._baseline = sources, params, baseline
+        self._lock = threading.Lock()
+        self._owners: dict[str, Owner] = {}
+        self.samples = 0
+        """Attributions so far."""
+        self.copied_bytes = 0
+        """The most bytes that existed only because of forks, of all owners together."""
+        self.largest = self.sample()
+        """The attribution with the most bytes in all."""
+
+    def sample(self) -> Attribution:
+        """Attributes now, and returns that: at the end of an epoch, before its workers end."""
+        got = attribute(*self._sources, params=self._params, baseline=self._baseline)
+        with self._lock:
+            for owner in got.owners:
+                known = self._owners.get(owner.name, owner)
+                self._owners[owner.name] = Owner(
+                    owner.name,
+                    max(known.held_bytes, owner.held_bytes),
+                    max(known.copied_bytes, owner.copied_bytes),
+                )
+            self.copied_bytes = max(self.copied_bytes, got.copied_bytes)
+            if self.samples == 0 or got.total_bytes > self.largest.total_bytes:
+                self.largest = got
+            self.samples += 1
+        return got
+
+    @property
+    def owners(self) -> tuple[Owner, ...]:
+        """Each owner with its most held and its most copied bytes, which may be of different
+        times."""
+        return tuple(self._owners.values())
+
+    def __getitem__(self, name: str) -> Owner:
+        """The owner of that name; one of 0 bytes if there is none."""
+        return self._owners.get(name, Owner(name, 0))
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """For JSON. Sizes are bytes."""
+        return {
+            "samples": self.samples,
+            "owners": [vars(owner) for owner in self.owners],
+            "copied_bytes": self.copied_bytes,
+            "largest": self.largest.document,
+        }
+
+    def text(self) -> str:
+        """The table of the largest attribution, then the peak of each owner in MiB."""
+        lines = [self.largest.text(), "", f"peaks of {self.samples} samples, in MiB"]
+        lines.append(f"{'':24}{'held':>11}{'copied by forks':>21}")
+        for owner in self.owners:
+            held, copied = owner.held_bytes / (1 << 20), owner.copied_bytes / (1 << 20)
+            lines.append(f"{owner.name:24}{held:>11.1f}{copied:>21.1f}")
+        lines.append(f"{'together':24}{'':>11}{self.copied_bytes / (1 << 20):>21.1f}")
+        return "\n".join(lines)
+
+    __str__ = text
+
+
+@contextmanager
+def peaks(
+    *sources: Any, params: int | None = None, baseline: int = 0, interval_s: float = 0.1
+) -> Iterator[Peaks]:
+    """Attributes again and again while the block runs, and keeps the peak of each owner: also
+    copies of workers that have ended since.
+
+        with modicum.memory.peaks(engine, baseline=before) as peaks:
+            train()
+        print(peaks["moments"].copied_bytes, peaks)
+
+    A thread takes the samples, and uses at most 4 % of a core: it can miss a peak that lasts less
+    than 25 times as long as an `attribute`. `peaks.sample()` takes one at once.
+
+    Args:
+        sources: those of `attribute`.
+        params: the same.
+        baseline: the same.
+        interval_s: seconds between samples, at least.
+
+    Yields:
+        The `Peaks`, with a first sample; the last one is taken when the block has ended.
+
+    Raises:
+        UsageError: a source of unknown kind.
+        IoError: /proc can't be read.
+    """
+    kept = Peaks(sources, params, baseline)
+    stop = threading.Event()
+    failures: list[Exception] = []
+    arguments = (kept, interval_s, stop, failures)
+    thread = threading.Thread(target=_sample, args=arguments, name="modicum-peaks", daemon=True)
+    thread.start()
+    try:
+        yield kept
+    finally:
+        stop.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+    kept.sample()
+
+
+def _sample(
+    kept: Peaks, interval_s: float, stop: threading.Event, failures: list[Exception]
+) -> None:
+    pause_s = interval_s
+    while not stop.wait(pause_s):
+        began = time.thread_time()
+        try:
+            kept.sample()
+        except RuntimeError:  # the program has changed a dict of tensors meanwhile
+            continue
+        except Exception as error:
+            failures.append(error)
+            return
+        pause_s = max(interval_s, (time.thread_time() - began) / _SHARE)

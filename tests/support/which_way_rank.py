@@ -1,0 +1,108 @@
+"""Acts of `torch_rank.py` that run blocks of docs/guide/which-way.md."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import accelerate_rank
+import torch
+import torch.distributed as dist
+import torch_rank
+import transformers
+from optimizer_rank import arguments, rows
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+import modicum.torch
+
+STEPS = 2
+
+
+def page_block(text: str, directory: str, folder: str, family: str = "") -> dict[str, Any]:
+    """Runs a block with the names that it needs. Returns the losses of its training, and digests
+    of this rank's part of `model`."""
+    losses: list[float] = []
+
+    def train(model: Any, optimizer: Any) -> None:
+        for row in rows(model.get_input_embeddings().num_embeddings, STEPS)[:, None]:
+            loss = model(input_ids=row, labels=row).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+
+    config = transformers.AutoConfig.from_pretrained(directory)
+    names: dict[str, Any] = {
+        "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
+        "Trainer": transformers.Trainer,
+        "StateDictAdapter": object,
+        "config": config,
+        "fully_shard": fully_shard,
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "modicum": modicum,
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        "shard": lambda model: sharded(model, names["offload_policy"]),
+        "torch": torch,
+        "train": train,
+    }
+    for old, new in {"DIR": directory, "ROOT": f"{folder}/root", "checkpoint": folder}.items():
+        text = text.replace(f'"{old}"', repr(new))
+    with accelerate_rank.fsdp2_on_cpus(), tempfile.TemporaryDirectory() as own:
+        names |= MAKERS.get(family, lambda *_: {})(config, own)
+        exec(compile(text, "which-way.md", "exec"), names)
+        if "trainer" in names:
+            losses += [
+                line["loss"] for line in names["trainer"].state.log_history if "loss" in line
+            ]
+    told = {"losses": losses, "files": sorted(os.listdir(folder))}
+    if "model" in names:
+        told["state"] = torch_rank.local_state(names["model"])
+    return told
+
+
+def sharded(model: Any, policy: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer, offload_policy=policy)
+    return fully_shard(model, offload_policy=policy)
+
+
+def for_accelerate(config: Any, folder: str) -> dict[str, Any]:
+    return {"accelerator": accelerate_rank.accelerator_of()}
+
+
+def for_trainer(config: Any, folder: str) -> dict[str, Any]:
+    data = rows(config.vocab_size, STEPS * dist.get_world_size())
+    return {
+        "arguments": arguments(transformers.TrainingArguments, folder, STEPS),
+        "data": [{"input_ids": row, "labels": row} for row in data],
+    }
+
+
+def for_trl(config: Any, folder: str) -> dict[str, Any]:
+    import datasets
+    import trl
+    from optimizer_rank import tokenizer_of
+
+    data = rows(config.vocab_size, STEPS * dist.get_world_size()).tolist()
+    return {
+        "sft_arguments": arguments(trl.SFTConfig, folder, STEPS, max_length=12, bf16=False),
+        "tokens": datasets.Dataset.from_dict({"input_ids": data}),
+        "tokenizer": tokenizer_of(config.vocab_size),
+    }
+
+
+def for_dcp(config: Any, folder: str) -> dict[str, Any]:
+    with modicum.torch.empty_parameters():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return {"model": sharded(model, None).to_empty(device="cpu")}
+
+
+MAKERS: dict[str, Callable[[Any, str], dict[str, Any]]] = {
+    "accelerate": for_accelerate,
+    "Trainer": for_trainer,
+    "TRL": for_trl,
+    "DCP": for_dcp,
+}
+
+ACTS: dict[str, Callable[..., Any]] = {"page_block": page_block}

@@ -1,0 +1,154 @@
+"""The blocks of docs/guide/which-way.md, on two real ranks.
+
+House test. It catches these mutations: a line of the page that no longer works, or that trains or
+loads something else than the other ways.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from ranks import Ranks, ranks
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks(2, tmp_path_factory.mktemp("ways") / "ranks") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def directory(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = str(tmp_path_factory.mktemp("ways") / "model")
+    two.ask("write", family="qwen3", directory=directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def blocks(root: Path) -> dict[str, str]:
+    """The block of each section that has one."""
+    page = (root / "docs/guide/which-way.md").read_text()
+    sections = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    found = {}
+    for heading, text in sections:
+        code = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+        assert len(code) <= 1, f"{heading} has {len(code)} blocks"
+        if code:
+            found[heading] = code[0]
+    return found
+
+
+def ask(two: Ranks, heading: str, text: str, directory: str, folder: Path) -> list[dict[str, Any]]:
+    folder.mkdir(exist_ok=True)
+    how = {"text": text, "directory": directory, "folder": str(folder), "family": heading}
+    return two.ask("page_block", **how)
+
+
+def test_every_block_is_run(blocks: dict[str, str]) -> None:
+    assert list(blocks) == [*TRAINED, "verl", "AReaL", "torchtitan", "DeepSpeed", "DCP", "By hand"]
+
+
+TRAINED = ("accelerate", "Trainer", "TRL")
+
+
+@pytest.mark.parametrize("heading", TRAINED)
+def test_scripts_train(
+    two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path, heading: str
+) -> None:
+    if heading == "TRL":
+        pytest.importorskip("trl")
+    for answer in ask(two, heading, blocks[heading], directory, tmp_path / "steps"):
+        assert len(answer["losses"]) == 2
+        assert 0 < answer["losses"][1] != answer["losses"][0]
+        assert ("COMMIT" in answer["files"]) == (heading == "accelerate")
+
+
+def test_loaders_of_engines_and_dcp_load_the_same(
+    two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path
+) -> None:
+    """Those that load in float32."""
+    expected = two.ask("loaded", directory=directory, mesh=[2], by="torch", dtype="float32")
+    for heading in ("verl", "AReaL", "DCP"):
+        got = ask(two, heading, blocks[heading], directory, tmp_path / heading)
+        for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+            assert mine["state"] == theirs["state"], f"{heading}: rank {rank}"
+
+
+def test_torchtitans_reader_reads_stored_names(
+    two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path
+) -> None:
+    read = f"""
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+stored = {{}}
+for file in __import__("pathlib").Path({directory!r}).glob("*.safetensors"):
+    stored |= load_file(file)
+got = {{name: torch.full_like(tensor, 7) for name, tensor in stored.items()}}
+dcp.load(got, storage_reader=Adapter().get_hf_storage_reader({directory!r}))
+assert len(got) > 10 and all(torch.equal(got[name], stored[name]) for name in stored)
+"""
+    ask(two, "torchtitan", blocks["torchtitan"] + read, directory, tmp_path)
+
+
+def test_by_hand(two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path) -> None:
+    for answer in ask(two, "By hand", blocks["By hand"], directory, tmp_path):
+        assert len(answer["losses"]) == 2 and answer["losses"][1] != answer["losses"][0]
+        assert answer["files"] == ["root"]
+    assert (tmp_path / "root/step-1/COMMIT").is_file()
+
+
+DEEPSPEED = """
+import os, sys
+sys.path.insert(0, {support!r})
+import zero2_memory
+from torch.nn.functional import mse_loss
+import modicum.torch
+program = zero2_memory.example()
+program.join_group()
+options = program.parsed("--stage 3 --offload-param --width 512 --workers persistent".split())
+engine, forward, step = program.with_deepspeed(program.model_of(512), options)
+initialize = lambda: engine
+def train(engine):
+    for inputs, targets in program.loader_of(options):
+        step(mse_loss(forward(inputs).float(), targets.float()))
+{block}
+numel = 6 * 512 * 512
+assert protection.bytes > 0.99 * (4 + 4 + 2 + 8 + 2) * numel, protection
+assert peaks["moments"].held_bytes > 0.99 * 8 * numel, peaks
+assert peaks["moments"].copied_bytes < 0.02 * numel, peaks
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_deepspeed(root: Path, blocks: dict[str, str]) -> None:
+    """With ZeRO-3, in a process of its own."""
+    pytest.importorskip("deepspeed")
+    text = DEEPSPEED.format(support=str(root / "tests/support"), block=blocks["DeepSpeed"])
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for its ninja
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=600,
+        env=os.environ | {"PATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "peaks of" in done.stdout
+
+
+def test_the_helper_for_cpus_is_that_of_the_example(root: Path) -> None:
+    """The page shows it whole."""
+    page = (root / "docs/guide/which-way.md").read_text()
+    (shown,) = re.findall(r"^```python cpu\n(.*?)^```$", page, re.M | re.S)
+    example = (root / "examples/accelerate_fsdp2.py").read_text()
+    (theirs,) = re.findall(r"^def fsdp2_on_cpus.*?(?=^def )", example, re.M | re.S)
+    bare = re.sub(r' -> None:\n    """.*?"""\n', ":\n", theirs, flags=re.S)
+    assert shown.strip() == bare.strip()
