@@ -15,7 +15,7 @@
 namespace modicum {
 namespace {
 
-constexpr std::array<Verb, 11> kVerbs = {{
+constexpr std::array<Verb, 12> kVerbs = {{
     {"inspect", "list the tensors, dtypes, files and warnings of a checkpoint", run_inspect},
     {"synth", "write a checkpoint of a model's true shapes with known values", run_synth},
     {"plan", "predict reads, traffic and peak memory of every rank and node", run_plan},
@@ -27,6 +27,7 @@ constexpr std::array<Verb, 11> kVerbs = {{
     {"convert", "write a checkpoint with another dtype, recipe or file size", run_convert},
     {"diff", "compare two checkpoints, tensor by tensor", run_diff},
     {"step", "step the optimizer alone: bytes per parameter, speed next to a copy", run_step},
+    {"doctor", "list limits of this machine and habits of a program that cost memory", run_doctor},
 }};
 
 }  // namespace
@@ -42,7 +43,8 @@ std::string format_names() {
 void add_common_flags(CLI::App& app, CommonFlags& flags) {
   app.add_flag("--json", flags.json, "one JSON document on stdout");
   app.add_flag("-q,--quiet", flags.quiet, "print errors only");
-  app.add_flag("-v,--verbose", flags.verbose, "inspect: a line per tensor");
+  app.add_flag("-v,--verbose", flags.verbose,
+               "inspect: a line per tensor; doctor: advice on each finding");
   app.add_option("--threads", flags.threads,
                  "threads (load, rehearse, step: per rank); default: usable CPUs")
       ->check(CLI::Range(1, 1024));
