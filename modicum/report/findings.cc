@@ -37,7 +37,7 @@ void add_memory(const DoctorFacts& facts, Found& found) {
          .summary = fmt::format("{} of {} left ({})", format_size(limit.available_bytes),
                                 format_size(limit.limit_bytes), is_node ? "node" : limit.source),
          .advice = is_node ? "above it the kernel ends a process of the node: plan with "
-                             "`modicum plan --budget`, and end what is not needed"
+                             "`modicum plan --budget`, and end other programs"
                            : "above it the kernel ends a process of the group: raise the job's "
                              "memory request, or plan with `modicum plan --budget`; "
                              "free(1) and psutil show the node, not this limit"});

@@ -84,8 +84,8 @@ void add_heaps(const DoctorFacts& facts, Found& found) {
        .severity = is_much ? Severity::warning : Severity::info,
        .summary = fmt::format("{} in {} heap(s) of threads, used or retained; {}",
                               format_size(heaps.arena_resident_bytes), heaps.arena_heaps, max),
-       .advice = is_much ? "start with MALLOC_ARENA_MAX=2; malloc_trim(0) returns what "
-                           "is free"
+       .advice = is_much ? "start with MALLOC_ARENA_MAX=2; malloc_trim(0) returns the "
+                           "free part"
                          : "nothing to do"});
   const bool is_main_much = is_large(facts, heaps.main_resident_bytes);
   found.push_back({.id = "malloc_heap",
@@ -93,7 +93,7 @@ void add_heaps(const DoctorFacts& facts, Found& found) {
                    .severity = is_main_much ? Severity::warning : Severity::info,
                    .summary = fmt::format("{} in the main heap, used or retained",
                                           format_size(heaps.main_resident_bytes)),
-                   .advice = is_main_much ? "malloc_trim(0) returns what is free; start with "
+                   .advice = is_main_much ? "malloc_trim(0) returns the free part; start with "
                                             "MALLOC_MMAP_THRESHOLD_=262144 to keep large blocks "
                                             "out of the heap"
                                           : "nothing to do"});
