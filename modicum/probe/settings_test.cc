@@ -67,7 +67,7 @@ TEST(Settings, ThatCannotBeReadAreAbsent) {
                settings.max_map_count);
 }
 
-// Catches root of a rootless container taken for the machine's root.
+// Catches root of a rootless container that counts as the machine's root.
 TEST(Settings, LockingAllNeedsTheCapabilityOfTheInitialNamespace) {
   constexpr std::string_view kRoot = "CapEff:\t000001ffffffffff\n";
   constexpr std::string_view kNobody = "CapPrm:\t000001ffffffffff\nCapEff:\t000001ffffffbfff\n";

@@ -143,7 +143,9 @@ def test_text_says_what_to_do(modicum: Path) -> None:
     assert lines[at + 1].startswith("         -> ") and "ulimit -n 2000" in lines[at + 1]
     assert all(len(line) < 250 for line in lines)
     assert run(modicum, "doctor", "-q").stdout == ""
-    assert run(modicum, "doctor", "-v").stdout.count(" -> ") == len(by_id(run_json(modicum, "doctor")))
+    assert run(modicum, "doctor", "-v").stdout.count(" -> ") == len(
+        by_id(run_json(modicum, "doctor"))
+    )
 
 
 def test_budget_that_is_not_left(modicum: Path) -> None:
