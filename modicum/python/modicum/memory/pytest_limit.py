@@ -7,7 +7,7 @@ The test fails if it holds more than that in addition to the memory that was hel
 with its fixtures; the failure says who held what at the peak. Needs pytest 8.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 
@@ -21,7 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     marker = item.get_closest_marker("limit_memory")
     if marker is None:
         return (yield)
