@@ -265,6 +265,10 @@ TEST(Findings, PinnedBlocksAreRoundedWhereThereIsADevice) {
   EXPECT_EQ(text_of(facts, "pinned_memory"), "info 4M of 8M");
   EXPECT_EQ(text_of(facts, "pinned_rounding"), "info power of two");
   EXPECT_EQ(text_of(facts, "swapped_out"), "warning 16M");
+  facts.program->torch_allocator_options = "pinned_use_background_threads:True";
+  EXPECT_EQ(text_of(facts, "pinned_rounding"), "info power of two");
+  facts.program->torch_allocator_options = "pinned_max_cached_size_mb:64";
+  EXPECT_EQ(text_of(facts, "pinned_rounding"), "info bounded");
   facts.program->torch_allocator_options = "pinned_max_round_threshold_mb:64";
   EXPECT_EQ(text_of(facts, "pinned_rounding"), "info bounded");
 }

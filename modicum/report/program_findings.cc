@@ -111,16 +111,20 @@ void add_pinned(const DoctorFacts& facts, Found& found) {
     found.push_back(std::move(finding));
   }
   if (!of.uses_cuda) return;
-  constexpr std::string_view kThreshold = "pinned_max_round_threshold_mb";
-  const bool is_bounded = of.torch_allocator_options.find(kThreshold) != std::string::npos;
+  // Blocks above either size are not rounded.
+  const auto has = [&](std::string_view option) {
+    return of.torch_allocator_options.find(option) != std::string::npos;
+  };
+  const bool is_bounded = has("pinned_max_round_threshold_mb") || has("pinned_max_cached_size_mb");
   found.push_back({.id = "pinned_rounding",
                    .value = std::string(is_bounded ? "bounded" : "power of two"),
-                   .summary = is_bounded ? "large pinned blocks of torch are not rounded up"
+                   .summary = is_bounded ? "torch does not round large pinned blocks up"
                                          : "torch rounds each pinned block up to a power of two "
                                            "and keeps it: 65 GiB hold 128 GiB",
-                   .advice = is_bounded ? "nothing to do"
-                                        : "pin in sizes just below powers of two; "
-                                          "torch.cuda.host_memory_stats() shows the sum"});
+                   .advice = is_bounded
+                                 ? "nothing to do"
+                                 : "start with PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64 "
+                                   "(torch 2.13); torch.cuda.host_memory_stats() shows the sum"});
 }
 
 void add_swapped(const DoctorFacts& facts, Found& found) {
