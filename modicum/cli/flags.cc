@@ -28,6 +28,7 @@ constexpr std::array<Verb, 12> kVerbs = {{
     {"reshard", "write a step in other files or another state format", run_reshard},
     {"diff", "compare two checkpoints, tensor by tensor", run_diff},
     {"step", "step the optimizer alone: bytes per parameter, speed next to a copy", run_step},
+    {"doctor", "list limits of this machine and habits of a program that cost memory", run_doctor},
 }};
 
 }  // namespace
@@ -43,7 +44,8 @@ std::string format_names() {
 void add_common_flags(CLI::App& app, CommonFlags& flags) {
   app.add_flag("--json", flags.json, "one JSON document on stdout");
   app.add_flag("-q,--quiet", flags.quiet, "print errors only");
-  app.add_flag("-v,--verbose", flags.verbose, "inspect: a line per tensor");
+  app.add_flag("-v,--verbose", flags.verbose,
+               "inspect: a line per tensor; doctor: advice on each finding");
   app.add_option("--threads", flags.threads,
                  "threads (load, rehearse, step: per rank); default: usable CPUs")
       ->check(CLI::Range(1, 1024));

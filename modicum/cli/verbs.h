@@ -27,6 +27,7 @@ std::span<const Verb> verbs() noexcept;
 
 int run_convert(const Args& args);
 int run_diff(const Args& args);
+int run_doctor(const Args& args);
 int run_inspect(const Args& args);
 int run_synth(const Args& args);
 int run_plan(const Args& args);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -502,6 +503,20 @@ TEST(ReadText, ReadsFilesWhoseSizeIsUnknown) {
   EXPECT_FALSE(read_kernel_text("/proc/self/nothing"));
   EXPECT_FALSE(read_kernel_text("/proc"));
   EXPECT_FALSE(read_kernel_text("/dev/zero"));
+}
+
+// Catches blocks that only root may write counted as free, and a count of blocks given as bytes.
+TEST(SpaceOf, IsWhatTheFileSystemReports) {
+  struct statvfs reported {};
+  ASSERT_EQ(statvfs("/", &reported), 0);
+  const std::optional<FileSystemSpace> space = space_of("/");
+  ASSERT_TRUE(space);
+  EXPECT_EQ(space->size_bytes, reported.f_blocks * reported.f_frsize);
+  // Other programs write meanwhile.
+  EXPECT_NEAR(static_cast<double>(space->free_bytes),
+              static_cast<double>(reported.f_bavail * reported.f_frsize), 1e9);
+  EXPECT_LT(space->free_bytes, space->size_bytes);
+  EXPECT_FALSE(space_of("/proc/self/nothing"));
 }
 
 TEST(ReadText, WritingToAKernelFileReportsFailure) {

@@ -1,6 +1,7 @@
 #include "modicum/io/read_text.h"
 
 #include <fmt/format.h>
+#include <sys/statvfs.h>
 
 #include <array>
 #include <span>
@@ -31,6 +32,15 @@ bool write_kernel_text(const std::string& path, const std::string& text) {
   const ssize_t written =
       uninterrupted([&] { return ::write(file.get(), text.data(), text.size()); });
   return written == static_cast<ssize_t>(text.size());
+}
+
+std::optional<FileSystemSpace> space_of(const std::string& path) {
+  struct statvfs found {};
+  const int result = uninterrupted([&] { return ::statvfs(path.c_str(), &found); });
+  if (result != 0) return std::nullopt;
+  const uint64_t block = found.f_frsize;
+  return FileSystemSpace{.size_bytes = saturating_mul(found.f_blocks, block),
+                         .free_bytes = saturating_mul(found.f_bavail, block)};
 }
 
 namespace {

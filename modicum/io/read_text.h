@@ -1,4 +1,5 @@
-// Reads small files whole (/proc, /sys/fs/cgroup, recipes), and checks that a file has not changed.
+// Reads small files whole (/proc, /sys/fs/cgroup, recipes), checks that a file has not changed, and
+// asks for the space on a file system.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +17,14 @@ constexpr uint64_t kLongestKernelText = 16 * 1024 * 1024;
 std::optional<std::string> read_kernel_text(const std::string& path);
 // Writes `text` to a kernel file with one write(2). Returns whether that succeeded.
 bool write_kernel_text(const std::string& path, const std::string& text);
+
+// Bytes of the file system that `path` is on: its size, and what an unprivileged process may still
+// write. nullopt if that can't be read.
+struct FileSystemSpace {
+  uint64_t size_bytes = 0;
+  uint64_t free_bytes = 0;
+};
+std::optional<FileSystemSpace> space_of(const std::string& path);
 
 // The content of a small file. CONFLICT if it changed while it was read; errors of File::read.
 std::string read_text(File& file);

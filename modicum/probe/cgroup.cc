@@ -128,8 +128,11 @@ std::vector<Level> levels_below(int version, const std::string& path, std::strin
   return most.empty() ? last_resort : most;
 }
 
-std::vector<Level> levels_with(std::string_view controller, const std::string& root) {
-  const std::string cgroup_text = read_kernel_text(root + "/proc/self/cgroup").value_or("");
+std::vector<Level> levels_with(std::string_view controller, int pid, const std::string& root) {
+  const std::string process = pid == 0 ? "self" : fmt::format("{}", pid);
+  const std::string cgroup_text =
+      read_kernel_text(fmt::format("{}/proc/{}/cgroup", root, process)).value_or("");
+  // Of the caller, although a process in a container has another: its path is the one seen here.
   const std::string mount_text = read_kernel_text(root + "/proc/self/mountinfo").value_or("");
   std::vector<Level> levels;
   for (const int version : {1, 2}) {
@@ -159,16 +162,17 @@ std::optional<uint64_t> limit_of(const Level& level) {
   return max && high ? std::min(*max, *high) : max ? max : high;
 }
 
-// The page cache, which the kernel reclaims before it refuses memory or kills. In v1 the names
-// without "total_" exclude the children.
-uint64_t reclaimable_of(const Level& level) {
+// The page cache is reclaimed before the kernel refuses memory or kills. In v1 the names without
+// "total_" exclude the children.
+void add_usage(const Level& level, MemoryLimit& to) {
   const auto stat = read_kernel_text(level.directory + "/memory.stat");
-  if (!stat) return 0;
+  if (!stat) return;
   const std::string_view prefix = level.version == 1 ? "total_" : "";
   const auto count = [&](std::string_view name) {
     return kernel_number_after(*stat, fmt::format("{}{}", prefix, name)).value_or(0);
   };
-  return count("inactive_file") + count("active_file");
+  to.page_cache_bytes = count("inactive_file") + count("active_file");
+  to.shmem_bytes = count("shmem");
 }
 
 std::optional<MemoryLimit> memory_limit_of(const Level& level) {
@@ -176,10 +180,12 @@ std::optional<MemoryLimit> memory_limit_of(const Level& level) {
   if (!limit) return std::nullopt;
   const char* const usage_file = level.version == 1 ? "memory.usage_in_bytes" : "memory.current";
   const uint64_t usage = number_in(level, usage_file).value_or(0);
-  const uint64_t firm = usage - std::min(usage, reclaimable_of(level));
-  return MemoryLimit{.source = fmt::format("cgroup v{} {}", level.version, level.name),
-                     .limit_bytes = *limit,
-                     .available_bytes = *limit - std::min(*limit, firm)};
+  MemoryLimit found{.source = fmt::format("cgroup v{} {}", level.version, level.name),
+                    .limit_bytes = *limit};
+  add_usage(level, found);
+  const uint64_t firm = usage - std::min(usage, found.page_cache_bytes);
+  found.available_bytes = *limit - std::min(*limit, firm);
+  return found;
 }
 
 std::optional<MemoryLimit> node_limit(const std::string& root) {
@@ -188,9 +194,16 @@ std::optional<MemoryLimit> node_limit(const std::string& root) {
   const std::optional<uint64_t> total_kib = kernel_number_after(*text, "MemTotal:");
   const std::optional<uint64_t> available_kib = kernel_number_after(*text, "MemAvailable:");
   if (!total_kib || !available_kib) return std::nullopt;
-  return MemoryLimit{.source = "MemAvailable",
-                     .limit_bytes = *total_kib * kKiB,
-                     .available_bytes = *available_kib * kKiB};
+  const auto bytes = [&](std::string_view label) {
+    return kernel_number_after(*text, label).value_or(0) * kKiB;
+  };
+  return MemoryLimit{
+      .source = "MemAvailable",
+      .limit_bytes = *total_kib * kKiB,
+      .available_bytes = *available_kib * kKiB,
+      .page_cache_bytes = bytes("Active(file):") + bytes("Inactive(file):"),
+      .shmem_bytes = bytes("Shmem:"),
+  };
 }
 
 // The CPU quota in CPUs, rounded up; nullopt without a quota. v2 has "QUOTA PERIOD" or "max PERIOD"
@@ -215,15 +228,15 @@ std::optional<int> cpu_quota_of(const Level& level) {
 
 int granted_cpus(const std::string& root) {
   int cpus = usable_cpus();
-  for (const Level& level : levels_with("cpu", root)) {
+  for (const Level& level : levels_with("cpu", 0, root)) {
     cpus = std::min(cpus, cpu_quota_of(level).value_or(cpus));
   }
   return cpus;
 }
 
-std::vector<MemoryLimit> memory_limits(const std::string& root) {
+std::vector<MemoryLimit> memory_limits(const std::string& root, int pid) {
   std::vector<MemoryLimit> limits;
-  for (const Level& level : levels_with("memory", root)) {
+  for (const Level& level : levels_with("memory", pid, root)) {
     if (auto limit = memory_limit_of(level)) limits.push_back(std::move(*limit));
   }
   if (auto limit = node_limit(root)) limits.push_back(std::move(*limit));
@@ -233,9 +246,9 @@ std::vector<MemoryLimit> memory_limits(const std::string& root) {
   return limits;
 }
 
-uint64_t oom_kill_count(const std::string& root) {
+uint64_t oom_kill_count(const std::string& root, int pid) {
   uint64_t sum = 0;
-  for (const Level& level : levels_with("memory", root)) {
+  for (const Level& level : levels_with("memory", pid, root)) {
     const char* const file = level.version == 1 ? "memory.oom_control" : "memory.events";
     const auto text = read_kernel_text(fmt::format("{}/{}", level.directory, file));
     if (text) sum += kernel_number_after(*text, "oom_kill").value_or(0);

@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "modicum/base/base.h"
+#include "modicum/probe/program.h"   // IWYU pragma: export
+#include "modicum/probe/settings.h"  // IWYU pragma: export
 #include "modicum/spec/spec.h"
 
 namespace modicum {
@@ -62,6 +64,8 @@ struct RangeMemory {
   // Different pages of forked descendants at the same addresses, from copy-on-write: one side has
   // written since the fork, the other kept the previous content.
   uint64_t copied_bytes = 0;
+  // Of own_bytes: pages that forked descendants map, too. A write by either side copies them.
+  uint64_t shared_bytes = 0;
 };
 
 struct TreeMemory {
@@ -69,6 +73,7 @@ struct TreeMemory {
     int pid = 0;
     bool is_forked = false;  // forked from the root process, without an exec since
     ProcessMemory memory;
+    uint64_t shared_bytes = 0;  // of a forked process: pages that the root process maps, too
   };
   std::vector<Process> processes;   // the root process, then its descendants
   std::vector<RangeMemory> ranges;  // in the order of the request
@@ -80,7 +85,7 @@ struct TreeMemory {
 // written before the fork:
 //
 //                         frame in P   frame in C    counted as
-//   neither has written   7            7             own 1
+//   neither has written   7            7             own 1, shared 1
 //   one side has written  8            7             own 1, copied 1
 //   C mapped it elsewhere -            9             only in C's `memory`
 //
@@ -89,24 +94,27 @@ struct TreeMemory {
 // processes and takes about 0.1 s per GiB. IO if /proc can't be read.
 TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::string& root = "");
 
-// A memory limit of this process: one level of its cgroup chain (v1 or v2), or the node.
+// A memory limit of a process: one level of its cgroup chain (v1 or v2), or the node.
 struct MemoryLimit {
   std::string source;  // "cgroup v1 /a/b", "cgroup v2 /a/b", "MemAvailable"
   uint64_t limit_bytes = 0;
   uint64_t available_bytes = 0;  // limit - usage + reclaimable page cache
+  uint64_t page_cache_bytes = 0;
+  uint64_t shmem_bytes = 0;  // files in tmpfs and shared memory: not reclaimed without swap
 };
 
-// All limits, least available bytes first; not empty if /proc is mounted. Levels without a limit,
-// or that can't be read, are omitted. In v2 `limit_bytes` is the lower of memory.max and
-// memory.high.
-std::vector<MemoryLimit> memory_limits(const std::string& root = "");
+// All limits of process `pid` (0: the caller), least available bytes first; not empty if /proc is
+// mounted. Levels without a limit, or that can't be read, are omitted. In v2 `limit_bytes` is the
+// lower of memory.max and memory.high.
+std::vector<MemoryLimit> memory_limits(const std::string& root = "", int pid = 0);
 
 // The number of CPUs that this process may use: its affinity mask, or less if a CPU quota of its
 // cgroup chain (v1 or v2) is lower; at least 1.
 int granted_cpus(const std::string& root = "");
 
-// OOM kills so far, summed over the levels of this process's cgroup chain. One kill may count at
-// several levels, and upper levels include other children: only whether the sum grew is meaningful.
-uint64_t oom_kill_count(const std::string& root = "");
+// OOM kills so far, summed over the levels of the cgroup chain of process `pid` (0: the caller).
+// One kill may count at several levels, and upper levels include other children: only whether the
+// sum grew is meaningful.
+uint64_t oom_kill_count(const std::string& root = "", int pid = 0);
 
 }  // namespace modicum

@@ -129,6 +129,44 @@ TEST(MemoryLimits, MalformedTextsAreIgnored) {
   EXPECT_EQ(oom_kill_count(machine.root()), 0U);
 }
 
+// Catches the caller's cgroup in place of the process's, and shared memory counted as page cache.
+TEST(MemoryLimits, OfAnotherProcessAreThoseOfItsCgroup) {
+  Machine machine;
+  machine.put("/proc/self/cgroup", "0::/mine\n");
+  machine.put("/proc/7/cgroup", "0::/job\n");
+  machine.put("/proc/self/mountinfo", kV2Mount);
+  machine.put_v2("/mine", {"9000\n", "max\n", 1000});
+  machine.put_v2("/job", {"8000\n", "max\n", 5000});
+  machine.put("/sys/fs/cgroup/job/memory.stat",
+              "inactive_file 300\nactive_file 40\nshmem 1200\nshmem_thp 7\n");
+  machine.put("/sys/fs/cgroup/job/memory.events", "oom_kill 3\n");
+  const std::vector<MemoryLimit> limits = memory_limits(machine.root(), 7);
+  EXPECT_EQ(text_of(limits), "cgroup v2 /job 8000 3340; ");
+  EXPECT_EQ(limits.at(0).page_cache_bytes, 340U);
+  EXPECT_EQ(limits.at(0).shmem_bytes, 1200U);
+  EXPECT_EQ(oom_kill_count(machine.root(), 7), 3U);
+  EXPECT_EQ(oom_kill_count(machine.root()), 0U);
+}
+
+TEST(MemoryLimits, V1CountsTheChildrensSharedMemory) {
+  Machine machine;
+  machine.put("/proc/self/cgroup", "4:memory:/job\n");
+  machine.put("/proc/self/mountinfo", kV1Mount);
+  machine.put_v1("/job", "8000\n", 5000);
+  machine.put("/sys/fs/cgroup/memory/job/memory.stat", "shmem 1\ntotal_shmem 1200\n");
+  EXPECT_EQ(memory_limits(machine.root()).at(0).shmem_bytes, 1200U);
+}
+
+TEST(MemoryLimits, OfTheNodeHaveItsPageCache) {
+  Machine machine;
+  machine.put("/proc/meminfo",
+              "MemTotal: 100 kB\nMemAvailable: 60 kB\nCached: 50 kB\nActive(file): 20 kB\n"
+              "Inactive(file): 10 kB\nShmem: 5 kB\n");
+  const std::vector<MemoryLimit> limits = memory_limits(machine.root());
+  EXPECT_EQ(limits.at(0).page_cache_bytes, 30 * kKiB);
+  EXPECT_EQ(limits.at(0).shmem_bytes, 5 * kKiB);
+}
+
 TEST(OomKillCount, SumsOverTheLevels) {
   Machine machine;
   machine.put("/proc/self/cgroup", "4:memory:/a/b\n0::/c\n");

@@ -116,15 +116,30 @@ class Pages {
     file_->read(std::as_writable_bytes(entries), address / kPageBytes * sizeof(uint64_t));
   }
 
+  // Pages that the root process maps, too.
+  void add_shared_page() noexcept { shared_bytes_ += kPageBytes; }
+  uint64_t shared_bytes() const noexcept { return shared_bytes_; }
+
  private:
   std::unique_ptr<File> file_;
   std::vector<AddressRange> mapped_;
+  uint64_t shared_bytes_ = 0;
 };
 
 struct Distinct {
   uint64_t own = 0;
   uint64_t copied = 0;
+  uint64_t shared = 0;  // of own
 };
+
+// Whether two processes map one private page, so that a write by either copies it. Without access
+// to frame numbers, two pages that are both shared with some process count as one.
+bool is_same_page(uint64_t one, uint64_t other) {
+  const auto is_shared = [](uint64_t entry) {
+    return (entry & kPresent) != 0 && (entry & (kOfFile | kExclusive)) == 0;
+  };
+  return is_shared(one) && is_shared(other) && ((one ^ other) & kFrame) == 0;
+}
 
 // The number of different pages that the processes map at one address; the root process comes
 // first. Without access to frame numbers, all shared mappings count as one page. A page that only
@@ -187,6 +202,7 @@ class Account {
   static void put(RangeMemory& to, const Distinct& pages, uint64_t bytes) {
     to.own_bytes += pages.own * bytes;
     to.copied_bytes += pages.copied * bytes;
+    to.shared_bytes += pages.shared * bytes;
   }
 
   std::span<const AddressRange> asked_;
@@ -217,7 +233,13 @@ void count_area(const Area& area, std::vector<Pages>& processes, Account& accoun
     }
     for (uint64_t page = 0; page < n; ++page) {
       for (size_t i = 0; i < shown.size(); ++i) at_one[i] = entries[i][page];
-      account.add(begin + page * kPageBytes, distinct(at_one));
+      Distinct pages = distinct(at_one);
+      for (size_t i = 1; i < shown.size(); ++i) {
+        if (!is_same_page(at_one[0], at_one[i])) continue;
+        shown[i]->add_shared_page();
+        pages.shared = 1;
+      }
+      account.add(begin + page * kPageBytes, pages);
     }
   }
 }
@@ -258,12 +280,15 @@ TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::s
   TreeMemory tree;
   tree.processes.push_back({first, false, read_process_memory(first, root)});
   std::vector<Pages> pages;
+  std::vector<size_t> process_of = {0};  // by element of `pages`
   pages.emplace_back(first, root);
   for (const int child : descendants(first, root)) {
     try {
       const bool is_forked = is_fork_of(child, auxv, root);
       tree.processes.push_back({child, is_forked, read_process_memory(child, root)});
-      if (is_forked) pages.emplace_back(child, root);
+      if (!is_forked) continue;
+      pages.emplace_back(child, root);
+      process_of.push_back(tree.processes.size() - 1);
     } catch (const Error&) {
       continue;  // it has ended
     }
@@ -274,6 +299,9 @@ TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::s
          {.file = "smaps", .culprit_pid = first});
   }
   for (const Area& area : areas_in(*smaps)) count_area(area, pages, account);
+  for (size_t i = 0; i < pages.size(); ++i) {
+    tree.processes[process_of[i]].shared_bytes = pages[i].shared_bytes();
+  }
   tree.ranges = account.ranges();
   tree.rest = account.rest();
   return tree;

@@ -239,9 +239,11 @@ TEST(ThisMachine, ShowsTheMemoryThatAForkCosts) {
   const RangeMemory inherited = held_by_block(false);
   EXPECT_EQ(inherited.own_bytes, kSize);
   EXPECT_EQ(inherited.copied_bytes, kSize / 2);
+  EXPECT_EQ(inherited.shared_bytes, kSize / 2);
   const RangeMemory left_out = held_by_block(true);
   EXPECT_EQ(left_out.own_bytes, kSize);
   EXPECT_EQ(left_out.copied_bytes, 0U);
+  EXPECT_EQ(left_out.shared_bytes, 0U);
 }
 
 TEST(ThisMachine, TheSumOverTheTreeIsTheMemoryHeld) {

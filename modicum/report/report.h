@@ -9,6 +9,7 @@
 
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/plan/plan.h"
+#include "modicum/report/doctor.h"  // IWYU pragma: export
 
 namespace modicum {
 

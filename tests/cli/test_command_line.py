@@ -45,12 +45,24 @@ def flags_with_values(modicum: Path, verb: str) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "verb",
-    ("inspect", "synth", "plan", "load", "rehearse", "save", "resume", "verify", "convert", "step"),
+    (
+        "inspect",
+        "synth",
+        "plan",
+        "load",
+        "rehearse",
+        "save",
+        "resume",
+        "verify",
+        "convert",
+        "step",
+        "doctor",
+    ),
 )
 def test_empty_values(modicum: Path, moe: Path, verb: str) -> None:
     flags = list(flags_with_values(modicum, verb))
     assert {"--budget", "--progress", "--threads"} <= set(flags)
-    place = () if verb == "step" else (moe,)
+    place = () if verb in ("step", "doctor") else (moe,)
     for flag in flags:
         for words in ((flag, ""), (f"{flag}=",)):
             error = failure(modicum, 2, verb, *place, *words)
@@ -248,6 +260,7 @@ def verbs_that_end_well(moe: Path, tmp_path: Path) -> Iterator[tuple[object, ...
         yield ("rehearse", moe, "--optimizer", "adamw:fp32", "--steps", 1, *how)
         yield ("save", moe, tmp_path / f"root{len(how)}", "--step", 1, *how)
         yield ("step", "--params", "10K", "--steps", 1, "--no-compare", *how)
+        yield ("doctor", *how)
         yield ("synth", tmp_path / f"out{len(how)}", "--arch", "tiny-moe", *how)
 
 

@@ -21,3 +21,4 @@ from modicum.memory.recording import Phase as Phase
 from modicum.memory.recording import phase as phase
 from modicum.memory.recording import phases as phases
 from modicum.memory.recording import save as save
+from modicum.memory.tracking import track as track

@@ -10,6 +10,7 @@ from modicum import _modicum
 from modicum.errors import IoError
 
 _OF_STATUS = (b"VmHWM", b"VmRSS", b"RssAnon", b"RssShmem", b"VmPTE")
+_KINDS = ("private memory", "shared memory", "page tables")
 _KIB = 1024
 
 
@@ -21,6 +22,8 @@ class Status(NamedTuple):
     rss: int
     peak_rss: int
     """VmHWM: the highest `rss` since the start of the process or the last reset."""
+    parts: dict[str, int]
+    """`held` by kind."""
 
 
 def own_status() -> Status:
@@ -31,7 +34,15 @@ def own_status() -> Status:
         if name in values:
             values[name] = int(rest.split()[0]) * _KIB
     peak, rss, *held = values.values()
-    return Status(sum(held), rss, peak)
+    return Status(sum(held), rss, peak, dict(zip(_KINDS, held, strict=True)))
+
+
+def name_of(pid: int) -> str:
+    """The kernel's name of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def held_by_tree(pids: list[int]) -> list[int]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modicum import _modicum
+from modicum.memory.explaining import paragraph
 from modicum.memory.nvml import Devices
-from modicum.memory.processes import held_by_tree, own_status
+from modicum.memory.processes import held_by_tree, name_of, own_status
 
 _CHILDREN_S = 0.1  # least time between scans for new children, which read a file per process
 _SHARE = 0.01  # of a core, the limit for samples; scans have the same limit again
@@ -53,6 +54,22 @@ class Phase:
     high by file pages that were mapped meanwhile. None if the kernel can't reset the mark."""
     device_peak_bytes: list[int] = field(default_factory=list)
     """The peaks of the samples, by device."""
+    holders_at_begin: dict[str, int] = field(default_factory=dict)
+    """Who held `begin_bytes`: this process, in parts while it has no children, and each child."""
+    holders_at_peak: dict[str, int] = field(default_factory=dict)
+    """Who held `sampled_peak_bytes`."""
+    peak_s: float = 0.0
+    """When that sample was taken."""
+    peak_phase: str = ""
+    """The innermost phase that was open then; empty: this one."""
+
+    def text(self, limit: int | str | None = None) -> str:
+        """One paragraph: who held what at the peak, what had grown, and what would have fitted.
+
+        Args:
+            limit: of the bytes that the phase may add to those held when it began, as "2 GiB".
+        """
+        return paragraph(self, None if limit is None else _modicum.parse_size(limit))
 
 
 class _Recording:
@@ -67,7 +84,8 @@ class _Recording:
         self._lock = threading.RLock()
         self._open: list[Phase] = []
         self._devices: Devices | None = None
-        self._children: list[int] = []
+        self._children: dict[int, str] = {}  # names by pid
+        self._holders: dict[str, int] = {}  # of the last sample
         self._next_scan_s = 0.0
         self._peak_rss = 0  # at the last boundary
         self._is_reset = False
@@ -81,9 +99,10 @@ class _Recording:
             sample = self._boundary()
             begun = Phase(name, len(self._open), begin_s=sample.at_s)
             begun.begin_bytes = sample.held + sample.children
+            begun.holders_at_begin = self._holders
             self.phases.append(begun)
             self._open.append(begun)
-            _fold(begun, sample)
+            self._fold(begun, sample)
             if self._thread is None:
                 self._stop = threading.Event()
                 self._thread = threading.Thread(
@@ -135,7 +154,8 @@ class _Recording:
 
     def _scan_children(self) -> None:
         began = time.thread_time()
-        self._children = _modicum.descendants()
+        pids = _modicum.descendants()
+        self._children = {pid: self._children.get(pid) or name_of(pid) for pid in pids}
         pause_s = max(_CHILDREN_S, (time.thread_time() - began) / _SHARE)
         self._next_scan_s = time.monotonic() + pause_s
 
@@ -143,14 +163,32 @@ class _Recording:
         at_s = time.monotonic() - self._zero
         devices = tuple(self._devices.used_bytes()) if self._devices is not None else ()
         if not self._children:
-            return Sample(at_s, own_status().held, 0, devices)
+            status = own_status()
+            self._holders = status.parts
+            return Sample(at_s, status.held, 0, devices)
         own, *children = held_by_tree([self.pid, *self._children])
+        self._holders = {f"this process ({self.pid})": own}
+        for (pid, name), size in zip(self._children.items(), children, strict=True):
+            self._holders[f"child {pid} ({name})"] = size
         return Sample(at_s, own, sum(children), devices)
 
     def _note(self, sample: Sample) -> None:
         self.samples.append(sample)
         for phase in self._open:
-            _fold(phase, sample)
+            self._fold(phase, sample)
+
+    def _fold(self, phase: Phase, sample: Sample) -> None:
+        """Folds a sample into a phase's peaks."""
+        total = sample.held + sample.children
+        if total > phase.sampled_peak_bytes:
+            phase.sampled_peak_bytes = total
+            phase.holders_at_peak = self._holders
+            phase.peak_s = sample.at_s
+            innermost = self._open[-1]
+            phase.peak_phase = "" if innermost is phase else innermost.name
+        phase.peak_bytes = max(phase.peak_bytes, total)
+        known = phase.device_peak_bytes or [0] * len(sample.devices)
+        phase.device_peak_bytes = list(map(max, known, sample.devices))
 
     def _sample(self, interval_s: float, stop: threading.Event) -> None:
         pause_s = interval_s
@@ -163,15 +201,6 @@ class _Recording:
                     self._note(self._take())
             share = _SHARE_OF_TREE if self._children else _SHARE
             pause_s = max(interval_s, (time.thread_time() - began) / share)
-
-
-def _fold(phase: Phase, sample: Sample) -> None:
-    """Folds a sample into a phase's peaks."""
-    total = sample.held + sample.children
-    phase.sampled_peak_bytes = max(phase.sampled_peak_bytes, total)
-    phase.peak_bytes = max(phase.peak_bytes, total)
-    known = phase.device_peak_bytes or [0] * len(sample.devices)
-    phase.device_peak_bytes = list(map(max, known, sample.devices))
 
 
 _recordings: list[_Recording] = []

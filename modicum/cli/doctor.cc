@@ -1,0 +1,35 @@
+#include <CLI/CLI.hpp>
+
+#include <string>
+
+#include "modicum/cli/verbs.h"
+#include "modicum/probe/probe.h"
+
+namespace modicum {
+
+int run_doctor(const Args& args) {
+  CLI::App app(
+      "limits and settings of this machine that end a training job, or cost it memory; with --pid "
+      "also those of a running program: fork exposure, start method, malloc, pinned memory",
+      "modicum doctor");
+  CommonFlags flags;
+  int pid = 0;
+  add_common_flags(app, flags);
+  app.add_option("--pid", pid,
+                 "a running trainer, or its launcher; reading it takes about 0.1 s per GiB")
+      ->check(CLI::Range(1, INT32_MAX));
+  if (const auto done = parse(app, args)) return *done;
+  DoctorFacts facts;
+  if (pid > 0) facts.program = read_program(pid);
+  facts.limits = memory_limits("", pid);
+  facts.oom_kills = oom_kill_count("", pid);
+  facts.settings = read_settings(pid);
+  if (const auto budget = budget_of(flags.budget.empty() ? "none" : flags.budget, 1)) {
+    facts.budget_bytes = budget->bytes;
+  }
+  print_result(
+      flags, [&] { return doctor_json(facts); }, [&] { return doctor_text(facts, flags.verbose); });
+  return 0;
+}
+
+}  // namespace modicum

@@ -1,0 +1,247 @@
+#include "modicum/probe/program.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <utility>
+
+#include "modicum/io/io.h"
+#include "modicum/probe/kernel_text.h"
+#include "modicum/probe/probe.h"
+
+namespace modicum {
+namespace {
+
+std::string directory_of(int pid, const std::string& root) {
+  return fmt::format("{}/proc/{}", root, pid);
+}
+
+// ---- children
+
+struct Process {
+  int parent = 0;
+  std::string auxv;  // kept by fork, renewed by exec; empty for a zombie
+  std::string command;
+};
+
+int parent_of(const std::string& status) {
+  return static_cast<int>(kernel_number_after(status, "PPid:").value_or(0));
+}
+
+Process read_process(int pid, const std::string& root) {
+  const std::string directory = directory_of(pid, root);
+  return {.parent = parent_of(read_kernel_text(directory + "/status").value_or("")),
+          .auxv = read_kernel_text(directory + "/auxv").value_or(""),
+          .command = read_kernel_text(directory + "/cmdline").value_or("")};
+}
+
+using Processes = std::map<int, Process>;
+
+bool is_forked(const Process& process, const Processes& all) {
+  const auto parent = all.find(process.parent);
+  return parent != all.end() && !process.auxv.empty() && process.auxv == parent->second.auxv;
+}
+
+StartMethod method_of(const Process& process, const Processes& all) {
+  const auto runs = [&](std::string_view module) {
+    return process.command.find(module) != std::string::npos;
+  };
+  const bool is_server = runs("multiprocessing.forkserver import main");
+  if (is_forked(process, all)) return is_server ? StartMethod::forkserver : StartMethod::fork;
+  if (is_server || runs("multiprocessing.resource_tracker")) return StartMethod::helper;
+  return runs("multiprocessing.spawn import spawn_main") ? StartMethod::spawn : StartMethod::exec;
+}
+
+// Counts the pages of each process that has forked, with those of its forked descendants.
+void count_shared(Program& program, const Processes& all, const std::string& root) {
+  for (const auto& [pid, process] : all) {
+    if (pid != program.pid && is_forked(process, all)) continue;
+    const bool has_forked = std::any_of(all.begin(), all.end(), [&, at = pid](const auto& other) {
+      return other.second.parent == at && is_forked(other.second, all);
+    });
+    if (!has_forked) continue;
+    TreeMemory tree;
+    try {
+      tree = read_tree(pid, {}, root);
+    } catch (const Error&) {
+      if (pid == program.pid) throw;
+      continue;  // it has ended
+    }
+    program.exposed_bytes += tree.rest.shared_bytes;
+    program.copied_bytes += tree.rest.copied_bytes;
+    for (const TreeMemory::Process& one : tree.processes) {
+      const auto child = std::find_if(program.children.begin(), program.children.end(),
+                                      [&](const ChildProcess& of) { return of.pid == one.pid; });
+      if (one.is_forked && child != program.children.end()) child->shared_bytes = one.shared_bytes;
+    }
+  }
+}
+
+// ---- mappings
+
+// glibc reserves the addresses of a heap as a whole, aligned to its size, and makes the part in use
+// readable and writable.
+constexpr uint64_t kHeapAddresses = 64 * kMiB;
+
+struct Mapping {
+  AddressRange at;
+  std::string_view access;  // "rw-p"
+  std::string_view name;    // empty: anonymous
+  uint64_t resident_bytes = 0;
+};
+
+// The first line of a mapping in smaps: "7f00-7f20 rw-p OFFSET DEVICE INODE [NAME]".
+std::optional<Mapping> mapping_of(std::string_view line) {
+  const auto words = split_kernel_text(line, ' ');
+  if (words.size() < 5 || words[1].size() != 4) return std::nullopt;
+  const size_t dash = words[0].find('-');
+  if (dash == std::string_view::npos) return std::nullopt;
+  const auto begin = parse_kernel_number(words[0].substr(0, dash), 16);
+  const auto end = parse_kernel_number(words[0].substr(dash + 1), 16);
+  if (!begin || !end || *begin >= *end) return std::nullopt;
+  return Mapping{{*begin, *end}, words[1], words.size() > 5 ? words[5] : std::string_view(), 0};
+}
+
+std::vector<Mapping> mappings_in(std::string_view smaps) {
+  std::vector<Mapping> mappings;
+  for (const std::string_view line : split_kernel_text(smaps, '\n')) {
+    if (auto next = mapping_of(line)) {
+      mappings.push_back(*next);
+    } else if (!mappings.empty() && line.starts_with("Rss:")) {
+      mappings.back().resident_bytes = kernel_number_after(line, "Rss:").value_or(0) * kKiB;
+    }
+  }
+  return mappings;
+}
+
+// A heap that is not full is followed by the rest of its addresses, without access. The kernel
+// merges a full heap with an adjacent one, so the part in use may be of several; and the rest with
+// the addresses of the heap behind it, if that one is empty.
+bool is_rest_of(const Mapping& used, const Mapping& rest) {
+  return rest.access == "---p" && rest.name.empty() && rest.at.begin == used.at.end &&
+         rest.at.end % kHeapAddresses == 0;
+}
+
+MallocHeaps heaps_in(const std::vector<Mapping>& mappings) {
+  MallocHeaps heaps;
+  for (size_t i = 0; i < mappings.size(); ++i) {
+    const Mapping& used = mappings[i];
+    if (used.name == "[heap]") heaps.main_resident_bytes += used.resident_bytes;
+    const bool is_aligned = used.at.begin % kHeapAddresses == 0;
+    if (!is_aligned || !used.name.empty() || used.access != "rw-p") continue;
+    const bool is_full = used.at.end % kHeapAddresses == 0;
+    if (!is_full && !(i + 1 < mappings.size() && is_rest_of(used, mappings[i + 1]))) continue;
+    const uint64_t end = round_up(used.at.end, kHeapAddresses);
+    heaps.arena_heaps += (end - used.at.begin) / kHeapAddresses;
+    heaps.arena_resident_bytes += used.resident_bytes;
+  }
+  return heaps;
+}
+
+bool maps_file(const std::vector<Mapping>& mappings, std::string_view name) {
+  return std::any_of(mappings.begin(), mappings.end(), [&](const Mapping& mapping) {
+    const size_t slash = mapping.name.rfind('/');
+    return slash != std::string_view::npos && mapping.name.substr(slash + 1).starts_with(name);
+  });
+}
+
+std::string allocator_in(const std::vector<Mapping>& mappings) {
+  for (const char* const name : {"jemalloc", "tcmalloc", "mimalloc"}) {
+    if (maps_file(mappings, fmt::format("lib{}", name))) return name;
+  }
+  return {};
+}
+
+// ---- environment
+
+std::string variable_in(std::string_view environ, std::string_view name) {
+  for (const std::string_view one : split_kernel_text(environ, '\0')) {
+    if (one.size() > name.size() && one.starts_with(name) && one[name.size()] == '=') {
+      return std::string(one.substr(name.size() + 1));
+    }
+  }
+  return {};
+}
+
+std::optional<uint64_t> arena_max_in(std::string_view environ) {
+  if (const auto max = parse_kernel_number(variable_in(environ, "MALLOC_ARENA_MAX"))) return max;
+  constexpr std::string_view kTunable = "glibc.malloc.arena_max=";
+  const std::string tunables = variable_in(environ, "GLIBC_TUNABLES");
+  for (const std::string_view one : split_kernel_text(tunables, ':')) {
+    if (one.starts_with(kTunable)) return parse_kernel_number(one.substr(kTunable.size()));
+  }
+  return std::nullopt;
+}
+
+void read_environment(Program& program, const std::string& directory) {
+  const std::string environ = read_kernel_text(directory + "/environ").value_or("");
+  program.arena_max = arena_max_in(environ);
+  program.torch_allocator_options = variable_in(environ, "PYTORCH_ALLOC_CONF");
+  if (program.torch_allocator_options.empty()) {
+    program.torch_allocator_options = variable_in(environ, "PYTORCH_CUDA_ALLOC_CONF");
+  }
+}
+
+void read_own(Program& program, const std::string& root) {
+  const std::string directory = directory_of(program.pid, root);
+  Facts facts{.culprit_pid = program.pid};
+  const auto status = read_kernel_text(directory + "/status");
+  if (!status) {
+    facts.expected = "a running process";
+    fail(Category::io, fmt::format("there is no process {}", program.pid), std::move(facts));
+  }
+  const auto smaps = read_kernel_text(directory + "/smaps");
+  if (!smaps) {
+    facts.file = "smaps";
+    fail(Category::io,
+         "cannot read the memory map of the process: run as its user, or as root; at most 16 MiB "
+         "of text are read",
+         std::move(facts));
+  }
+  const std::vector<Mapping> mappings = mappings_in(*smaps);
+  if (mappings.empty()) fail(Category::io, "the process has ended", std::move(facts));
+  const auto bytes = [&](std::string_view label) {
+    return kernel_number_after(*status, label).value_or(0) * kKiB;
+  };
+  program.swapped_bytes = bytes("VmSwap:");
+  program.locked_bytes = bytes("VmLck:") + bytes("VmPin:");
+  program.mappings = mappings.size();
+  program.heaps = heaps_in(mappings);
+  program.allocator = allocator_in(mappings);
+  program.uses_cuda = maps_file(mappings, "libcuda.so");
+  const std::string comm = read_kernel_text(directory + "/comm").value_or("");
+  program.name = comm.substr(0, comm.find('\n'));
+  read_environment(program, directory);
+  try {
+    program.open_files = PosixFileSystem().list(directory + "/fd").size();
+  } catch (const Error&) {
+    program.open_files = 0;  // it has ended meanwhile
+  }
+}
+
+}  // namespace
+
+std::string_view start_method_name(StartMethod method) noexcept {
+  constexpr std::array<std::string_view, 5> kNames = {"fork", "spawn", "forkserver", "helper",
+                                                      "exec"};
+  return kNames[static_cast<size_t>(method)];
+}
+
+Program read_program(int pid, const std::string& root) {
+  Program program{.pid = pid};
+  read_own(program, root);
+  Processes all = {{pid, read_process(pid, root)}};
+  const std::vector<int> below = descendants(pid, root);
+  for (const int child : below) all.emplace(child, read_process(child, root));
+  for (const int child : below) {
+    const Process& process = all.at(child);
+    if (process.auxv.empty()) continue;  // a zombie, or it has ended
+    program.children.push_back({child, process.parent, method_of(process, all), 0});
+  }
+  count_shared(program, all, root);
+  return program;
+}
+
+}  // namespace modicum

@@ -1,0 +1,204 @@
+// What is seen of another program: its children, the pages that it shares with them, its heaps.
+#include "modicum/probe/program.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <map>
+
+#include "modicum/probe/machine_double.h"
+#include "modicum/probe/probe.h"
+
+namespace modicum {
+namespace {
+
+using namespace std::string_view_literals;
+
+constexpr uint64_t kShared = uint64_t{1} << 63;
+constexpr uint64_t kAlone = kShared | uint64_t{1} << 56;
+
+constexpr std::string_view kSmaps =
+    "00010000-00020000 rw-p 00000000 00:00 0    [heap]\nRss:   64 kB\nVmFlags: rd wr mr me ac \n";
+constexpr std::string_view kPython = "python\0train.py\0"sv;
+constexpr std::string_view kForkServer =
+    "python\0-c\0from multiprocessing.forkserver import main; main(5, 6)\0"sv;
+constexpr std::string_view kSpawned =
+    "python\0-c\0from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5)\0"sv;
+
+struct Shown {
+  int pid = 0;
+  int parent = 1;
+  std::string_view auxv = "of the trainer";
+  std::string_view command = kPython;
+  std::map<uint64_t, uint64_t> entries;  // of the pagemap, by page
+  std::string_view smaps = kSmaps;
+  std::string_view environment;
+  std::string_view status;
+};
+
+void put(Machine& machine, const Shown& process) {
+  const std::string directory = "/proc/" + std::to_string(process.pid);
+  machine.put(directory + "/stat", std::to_string(process.pid) + " (python) S " +
+                                       std::to_string(process.parent) + " 1 1 0\n");
+  machine.put(directory + "/status", "VmRSS:\t 8 kB\nRssAnon:\t 8 kB\nVmPTE:\t 4 kB\nPPid:\t" +
+                                         std::to_string(process.parent) + "\n" +
+                                         std::string(process.status));
+  machine.put(directory + "/comm", "python\n");
+  machine.put(directory + "/cmdline", process.command);
+  machine.put(directory + "/environ", process.environment);
+  machine.put(directory + "/auxv", process.auxv);
+  machine.put(directory + "/maps", "00010000-00020000 rw-p 00000000 00:00 0    [heap]\n");
+  machine.put(directory + "/smaps", process.smaps);
+  std::array<uint64_t, 64> table{};
+  for (const auto& [page, entry] : process.entries) table.at(page) = entry;
+  machine.put(directory + "/pagemap", {reinterpret_cast<const char*>(table.data()), sizeof(table)});
+}
+
+// "pid method shared pages; ..."
+std::string text_of(const Program& program) {
+  std::string text;
+  for (const ChildProcess& child : program.children) {
+    text += std::to_string(child.pid) + " " + std::string(start_method_name(child.method)) + " " +
+            std::to_string(child.shared_bytes / kPageBytes) + "; ";
+  }
+  return text;
+}
+
+// Catches a fork server's children counted as forks of the trainer, and children of its other
+// children counted as its own.
+TEST(Program, StartMethodsAreThoseOfMultiprocessing) {
+  Machine machine;
+  put(machine, {.pid = 100});
+  put(machine, {.pid = 101, .parent = 100});
+  put(machine, {.pid = 102, .parent = 100, .auxv = "server", .command = kForkServer});
+  put(machine, {.pid = 103, .parent = 102, .auxv = "server", .command = kForkServer});
+  put(machine, {.pid = 104, .parent = 100, .auxv = "spawned", .command = kSpawned});
+  put(machine, {.pid = 105, .parent = 104, .auxv = "spawned", .command = kSpawned});
+  put(machine, {.pid = 106, .parent = 100, .auxv = "other", .command = "nvidia-smi"});
+  put(machine, {.pid = 107, .parent = 100, .auxv = ""});  // a zombie
+  EXPECT_EQ(text_of(read_program(100, machine.root())),
+            "101 fork 0; 102 helper 0; 103 forkserver 0; 104 spawn 0; 105 fork 0; 106 exec 0; ");
+}
+
+// Catches a page that has been copied counted as exposed, and one that two children share counted
+// twice.
+TEST(Program, ExposedPagesAreTheOwnOnesThatForkedChildrenMap) {
+  Machine machine;
+  put(machine, {.pid = 100, .entries = {{16, kShared | 7}, {17, kAlone | 8}, {18, kShared | 9}}});
+  put(machine, {.pid = 101,
+                .parent = 100,
+                .entries = {{16, kShared | 7}, {17, kAlone | 3}, {18, kShared | 9}}});
+  put(machine, {.pid = 102, .parent = 100, .entries = {{16, kShared | 7}, {18, kAlone | 4}}});
+  const Program program = read_program(100, machine.root());
+  EXPECT_EQ(text_of(program), "101 fork 2; 102 fork 1; ");
+  EXPECT_EQ(program.exposed_bytes, 2 * kPageBytes);
+  EXPECT_EQ(program.copied_bytes, 2 * kPageBytes);
+}
+
+// Catches a launcher whose ranks' data-loader workers are not seen.
+TEST(Program, ForksOfALaunchersRanksCount) {
+  Machine machine;
+  put(machine, {.pid = 10, .auxv = "of the launcher"});
+  for (const int rank : {100, 200}) {
+    const std::string auxv = "of rank " + std::to_string(rank);
+    const auto frame = static_cast<uint64_t>(rank);
+    put(machine, {.pid = rank, .parent = 10, .auxv = auxv, .entries = {{16, kShared | frame}}});
+    put(machine,
+        {.pid = rank + 1, .parent = rank, .auxv = auxv, .entries = {{16, kShared | frame}}});
+  }
+  const Program program = read_program(10, machine.root());
+  EXPECT_EQ(text_of(program), "100 exec 0; 101 fork 1; 200 exec 0; 201 fork 1; ");
+  EXPECT_EQ(program.exposed_bytes, 2 * kPageBytes);
+}
+
+// The first heap is in use to a part, the second is full, the third is full and merged with a part
+// of the fourth. Catches a large block counted as a heap.
+TEST(Program, HeapsOfThreadsHave64MiBOfAddresses) {
+  Machine machine;
+  put(machine, {.pid = 100, .smaps = R"(00010000-00020000 rw-p 00000000 00:00 0    [heap]
+Rss:   64 kB
+08000000-08100000 rw-p 00000000 00:00 0
+Rss:   512 kB
+08100000-0c000000 ---p 00000000 00:00 0
+Rss:   0 kB
+10000000-14000000 rw-p 00000000 00:00 0
+Rss:   1024 kB
+18000000-1d000000 rw-p 00000000 00:00 0
+Rss:   2048 kB
+1d000000-20000000 ---p 00000000 00:00 0
+Rss:   0 kB
+28000000-2d000000 rw-p 00000000 00:00 0
+Rss:   4096 kB
+30000000-30100000 r--p 00000000 00:00 0
+Rss:   8192 kB
+34000000-34100000 rw-p 00000000 08:01 7    /usr/lib/libtorch.so
+Rss:   8192 kB
+38100000-3c000000 rw-p 00000000 00:00 0
+Rss:   8192 kB
+)"});
+  const Program program = read_program(100, machine.root());
+  EXPECT_EQ(program.heaps.main_resident_bytes, 64 * kKiB);
+  EXPECT_EQ(program.heaps.arena_heaps, 4U);
+  EXPECT_EQ(program.heaps.arena_resident_bytes, (512 + 1024 + 2048) * kKiB);
+  EXPECT_EQ(program.mappings, 10U);
+  EXPECT_EQ(program.allocator, "");
+  EXPECT_FALSE(program.uses_cuda);
+}
+
+TEST(Program, LibrariesTellAllocatorAndDevice) {
+  Machine machine;
+  put(machine, {.pid = 100,
+                .smaps = "1000-2000 r-xp 0 08:01 7 /usr/lib/libjemalloc.so.2\n"
+                         "3000-4000 r-xp 0 08:01 8 /usr/lib/libcuda.so.1\n"});
+  const Program program = read_program(100, machine.root());
+  EXPECT_EQ(program.allocator, "jemalloc");
+  EXPECT_TRUE(program.uses_cuda);
+}
+
+// Catches a variable whose name only begins or ends alike.
+TEST(Program, TheEnvironmentBoundsArenas) {
+  const auto program_with = [](std::string_view environment) {
+    Machine machine;
+    put(machine, {.pid = 100, .environment = environment});
+    return read_program(100, machine.root());
+  };
+  EXPECT_EQ(program_with("A=1\0MALLOC_ARENA_MAX=2\0B=3"sv).arena_max, 2U);
+  EXPECT_EQ(program_with("MALLOC_ARENA_MAXIMUM=2\0MY_MALLOC_ARENA_MAX=3"sv).arena_max,
+            std::nullopt);
+  EXPECT_EQ(
+      program_with("GLIBC_TUNABLES=glibc.malloc.check=1:glibc.malloc.arena_max=4"sv).arena_max, 4U);
+  EXPECT_EQ(
+      program_with("PYTORCH_CUDA_ALLOC_CONF=old\0PYTORCH_ALLOC_CONF=new"sv).torch_allocator_options,
+      "new");
+  EXPECT_EQ(program_with("PYTORCH_CUDA_ALLOC_CONF=old"sv).torch_allocator_options, "old");
+}
+
+TEST(Program, StatusAndDescriptorsAreRead) {
+  Machine machine;
+  put(machine, {.pid = 100, .status = "VmLck:\t 4 kB\nVmPin:\t 8 kB\nVmSwap:\t 16 kB\n"});
+  for (const char* const fd : {"0", "1", "7"}) machine.put(std::string("/proc/100/fd/") + fd, "");
+  const Program program = read_program(100, machine.root());
+  EXPECT_EQ(program.name, "python");
+  EXPECT_EQ(program.locked_bytes, 12 * kKiB);
+  EXPECT_EQ(program.swapped_bytes, 16 * kKiB);
+  EXPECT_EQ(program.open_files, 3U);
+}
+
+TEST(Program, ThatCannotBeReadIsAnErrorWithItsPid) {
+  Machine machine;
+  machine.put("/proc/5/status", "PPid:\t1\n");
+  machine.put("/proc/6/status", "PPid:\t1\n");
+  machine.put("/proc/6/smaps", "");
+  for (const int pid : {4, 5, 6}) {
+    try {
+      read_program(pid, machine.root());
+      FAIL() << pid;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.category(), Category::io);
+      EXPECT_EQ(error.facts().culprit_pid, pid);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,73 @@
+"""Says in one paragraph who held the memory of a phase."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from modicum.memory.recording import Phase
+
+_SHOWN = 4  # holders by name; the others are a sum
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size_text(size: float) -> str:
+    """As the command line prints sizes: "1.50 GiB", "17 B"."""
+    unit = 0
+    while abs(size) >= 1024 and unit + 1 < len(_UNITS):
+        size, unit = size / 1024, unit + 1
+    return f"{size:.2f} {_UNITS[unit]}" if unit else f"{size:.0f} B"
+
+
+def paragraph(phase: Phase, limit: int | None) -> str:
+    """See `Phase.text`."""
+    added = phase.peak_bytes - phase.begin_bytes
+    sentences = [
+        f"'{phase.name}' added {size_text(added)} at its peak to the "
+        f"{size_text(phase.begin_bytes)} held when it began{_verdict(added, limit)}.",
+        f"At the peak{_moment(phase)}: {_listed(phase.holders_at_peak)}.",
+    ]
+    if grown := _growth(phase):
+        sentences.append(f"Since the begin: {_listed(grown, sign='+')}.")
+    missed = phase.peak_bytes - phase.sampled_peak_bytes
+    if missed > max(added // 50, 1 << 20):
+        sentences.append(
+            f"The kernel saw {size_text(missed)} more between two samples, in this process."
+        )
+    return " ".join(sentences)
+
+
+def _verdict(added: int, limit: int | None) -> str:
+    if limit is None:
+        return ""
+    if added <= limit:
+        return f", within the limit of {size_text(limit)}"
+    over = size_text(added - limit)
+    return f": {over} over the limit of {size_text(limit)}; {_fitting(added)} would have fitted"
+
+
+def _fitting(size: int) -> str:
+    """The next whole MiB."""
+    return f"{-(-size >> 20)} MiB"
+
+
+def _moment(phase: Phase) -> str:
+    where = f" in phase '{phase.peak_phase}'" if phase.peak_phase else ""
+    return f", {phase.peak_s - phase.begin_s:.2f} s after the begin{where}"
+
+
+def _growth(phase: Phase) -> dict[str, int]:
+    """What each holder has gained. The names differ once there are children."""
+    before, after = phase.holders_at_begin, phase.holders_at_peak
+    common = before.keys() & after.keys()
+    if not common:
+        return {}
+    return {name: size - before.get(name, 0) for name, size in after.items()}
+
+
+def _listed(holders: dict[str, int], sign: str = "") -> str:
+    ordered = sorted(holders.items(), key=lambda item: -item[1])
+    shown = [f"{name} {sign}{size_text(size)}" for name, size in ordered[:_SHOWN] if size > 0]
+    if rest := sum(size for _, size in ordered[_SHOWN:] if size > 0):
+        shown.append(f"{len(ordered) - _SHOWN} others {sign}{size_text(rest)}")
+    return ", ".join(shown) or "nothing"

@@ -1,0 +1,101 @@
+#include "modicum/report/doctor.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+
+#include "modicum/json/json.h"
+
+namespace modicum {
+namespace {
+
+// Children that share pages with the process that they were forked from.
+std::vector<ChildProcess> sharers_of(const Program& program) {
+  std::vector<ChildProcess> sharers;
+  std::copy_if(program.children.begin(), program.children.end(), std::back_inserter(sharers),
+               [](const ChildProcess& child) {
+                 return child.method == StartMethod::fork ||
+                        child.method == StartMethod::forkserver;
+               });
+  return sharers;
+}
+
+void finding_object(JsonWriter& out, const Finding& of) {
+  out.begin_object().member("id", of.id).key("value");
+  std::visit([&out](const auto& value) { out.value(value); }, of.value);
+  if (of.limit_bytes) out.member("limit_bytes", *of.limit_bytes);
+  if (of.limit_count) out.member("limit_count", *of.limit_count);
+  out.member("severity", severity_name(of.severity));
+  out.member("summary", of.summary).member("advice", of.advice).end_object();
+}
+
+std::string count_text(const std::vector<Finding>& findings) {
+  const auto count = [&](Severity severity) {
+    return std::count_if(findings.begin(), findings.end(),
+                         [&](const Finding& of) { return of.severity == severity; });
+  };
+  const auto dangers = count(Severity::danger);
+  const auto warnings = count(Severity::warning);
+  if (dangers + warnings == 0) return "nothing to do";
+  return fmt::format("{} danger{}, {} warning{}", dangers, dangers == 1 ? "" : "s", warnings,
+                     warnings == 1 ? "" : "s");
+}
+
+std::string sharers_text(const Program& program) {
+  constexpr size_t kMost = 8;
+  std::vector<ChildProcess> sharers = sharers_of(program);
+  std::stable_sort(sharers.begin(), sharers.end(),
+                   [](const auto& a, const auto& b) { return a.shared_bytes > b.shared_bytes; });
+  std::string text;
+  for (size_t i = 0; i < std::min(sharers.size(), kMost); ++i) {
+    text += fmt::format("         process {} shares {} with {}, its parent\n", sharers[i].pid,
+                        format_size(sharers[i].shared_bytes), sharers[i].parent);
+  }
+  if (sharers.size() > kMost) text += fmt::format("         and {} more\n", sharers.size() - kMost);
+  return text;
+}
+
+}  // namespace
+
+std::string_view severity_name(Severity severity) noexcept {
+  constexpr std::array<std::string_view, 3> kNames = {"info", "warning", "danger"};
+  return kNames[static_cast<size_t>(severity)];
+}
+
+std::string doctor_json(const DoctorFacts& facts) {
+  JsonWriter out;
+  out.begin_object();
+  if (facts.program) {
+    out.member("pid", facts.program->pid).member("name", printable(facts.program->name));
+    out.member("fork_exposure_bytes", facts.program->exposed_bytes);
+    out.key("sharers").begin_array();
+    for (const ChildProcess& child : sharers_of(*facts.program)) {
+      out.begin_object().member("pid", child.pid).member("ppid", child.parent);
+      out.member("shared_bytes", child.shared_bytes).end_object();
+    }
+    out.end_array();
+  }
+  out.key("findings").begin_array();
+  for (const Finding& of : findings_of(facts)) finding_object(out, of);
+  return out.end_array().end_object().text();
+}
+
+std::string doctor_text(const DoctorFacts& facts, bool verbose) {
+  const std::vector<Finding> findings = findings_of(facts);
+  std::string text = facts.program ? fmt::format("process {} ({})", facts.program->pid,
+                                                 printable(facts.program->name))
+                                   : "this machine";
+  text += fmt::format(": {}\n\n", count_text(findings));
+  for (const Finding& of : findings) {
+    constexpr std::array<std::string_view, 3> kLabels = {"info", "WARNING", "DANGER"};
+    text +=
+        fmt::format("{:<8} {}: {}\n", kLabels[static_cast<size_t>(of.severity)], of.id, of.summary);
+    if (of.id == "fork_exposure") text += sharers_text(*facts.program);
+    if (verbose || of.severity != Severity::info)
+      text += fmt::format("         -> {}\n", of.advice);
+  }
+  return text;
+}
+
+}  // namespace modicum

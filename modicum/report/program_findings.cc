@@ -1,0 +1,151 @@
+// The rules of `doctor` on a running program.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "modicum/report/findings.h"
+
+namespace modicum {
+namespace {
+
+void add_forks(const DoctorFacts& facts, Found& found) {
+  const Program& of = *facts.program;
+  const uint64_t left = available_bytes(facts);
+  const bool is_danger = !facts.limits.empty() && of.exposed_bytes > left;
+  const bool is_much = of.exposed_bytes > 0 && is_large(facts, of.exposed_bytes);
+  Finding exposure{.id = "fork_exposure",
+                   .value = of.exposed_bytes,
+                   .severity = is_danger ? Severity::danger
+                               : is_much ? Severity::warning
+                                         : Severity::info,
+                   .summary = fmt::format("{} is shared with forked children: writes copy it",
+                                          format_size(of.exposed_bytes)),
+                   .advice = is_danger || is_much
+                                 ? "load with fork=\"excluded\" (the default of Modicum), use "
+                                   "modicum.torch.protect for DeepSpeed, or "
+                                   "DataLoader(multiprocessing_context=\"forkserver\")"
+                                 : "nothing to do"};
+  if (!facts.limits.empty()) exposure.limit_bytes = left;
+  found.push_back(std::move(exposure));
+  if (of.copied_bytes == 0) return;
+  found.push_back(
+      {.id = "fork_copies",
+       .value = of.copied_bytes,
+       .severity = is_large(facts, of.copied_bytes) ? Severity::warning : Severity::info,
+       .summary = fmt::format("{} has been copied since the fork and is held twice",
+                              format_size(of.copied_bytes)),
+       .advice = "it is free again when the children end: see fork_exposure, and "
+                 "modicum.memory.attribute for its owners"});
+}
+
+void add_start_method(const DoctorFacts& facts, Found& found) {
+  constexpr std::array<StartMethod, 4> kShown = {StartMethod::fork, StartMethod::spawn,
+                                                 StartMethod::forkserver, StartMethod::exec};
+  std::vector<std::string> names, counts;
+  for (const StartMethod method : kShown) {
+    const auto& children = facts.program->children;
+    const auto n = std::count_if(children.begin(), children.end(),
+                                 [&](const ChildProcess& child) { return child.method == method; });
+    if (n == 0) continue;
+    names.emplace_back(start_method_name(method));
+    counts.push_back(fmt::format("{} by {}", n, start_method_name(method)));
+  }
+  const bool has_forks = !names.empty() && names[0] == "fork";
+  found.push_back(
+      {.id = "start_method",
+       .value = names.empty() ? std::string("none") : fmt::format("{}", fmt::join(names, ", ")),
+       .summary = names.empty() ? std::string("no children")
+                                : fmt::format("children started {}", fmt::join(counts, ", ")),
+       .advice = has_forks ? "forked children share this process's memory: see fork_exposure"
+                           : "nothing to do: no child shares this process's memory"});
+}
+
+void add_heaps(const DoctorFacts& facts, Found& found) {
+  const Program& of = *facts.program;
+  if (!of.allocator.empty()) {
+    found.push_back({.id = "malloc_arenas",
+                     .value = of.allocator,
+                     .summary = fmt::format("{} replaces glibc's malloc", of.allocator),
+                     .advice = "its own options bound the memory that it retains"});
+    return;
+  }
+  const MallocHeaps& heaps = of.heaps;
+  const bool is_much = is_large(facts, heaps.arena_resident_bytes);
+  const std::string max =
+      of.arena_max ? fmt::format("at most {} arenas", *of.arena_max) : "MALLOC_ARENA_MAX not set";
+  found.push_back(
+      {.id = "malloc_arenas",
+       .value = heaps.arena_resident_bytes,
+       .severity = is_much ? Severity::warning : Severity::info,
+       .summary = fmt::format("{} in {} heap(s) of threads, used or retained; {}",
+                              format_size(heaps.arena_resident_bytes), heaps.arena_heaps, max),
+       .advice = is_much ? "start with MALLOC_ARENA_MAX=2; malloc_trim(0) returns the "
+                           "free part"
+                         : "nothing to do"});
+  const bool is_main_much = is_large(facts, heaps.main_resident_bytes);
+  found.push_back({.id = "malloc_heap",
+                   .value = heaps.main_resident_bytes,
+                   .severity = is_main_much ? Severity::warning : Severity::info,
+                   .summary = fmt::format("{} in the main heap, used or retained",
+                                          format_size(heaps.main_resident_bytes)),
+                   .advice = is_main_much ? "malloc_trim(0) returns the free part; start with "
+                                            "MALLOC_MMAP_THRESHOLD_=262144 to keep large blocks "
+                                            "out of the heap"
+                                          : "nothing to do"});
+}
+
+void add_pinned(const DoctorFacts& facts, Found& found) {
+  const Program& of = *facts.program;
+  if (of.locked_bytes > 0) {
+    Finding finding{.id = "pinned_memory",
+                    .value = of.locked_bytes,
+                    .summary = fmt::format("{} is locked or pinned", format_size(of.locked_bytes)),
+                    .advice = "nothing to do; it can neither be swapped nor reclaimed"};
+    const auto& limit = facts.settings.locked_memory;
+    if (limit && !limit->is_unlimited()) finding.limit_bytes = limit->soft;
+    found.push_back(std::move(finding));
+  }
+  if (!of.uses_cuda) return;
+  // Blocks above either size are not rounded.
+  const auto has = [&](std::string_view option) {
+    return of.torch_allocator_options.find(option) != std::string::npos;
+  };
+  const bool is_bounded = has("pinned_max_round_threshold_mb") || has("pinned_max_cached_size_mb");
+  found.push_back({.id = "pinned_rounding",
+                   .value = std::string(is_bounded ? "bounded" : "power of two"),
+                   .summary = is_bounded ? "torch does not round large pinned blocks up"
+                                         : "torch rounds each pinned block up to a power of two "
+                                           "and keeps it: 65 GiB hold 128 GiB",
+                   .advice = is_bounded
+                                 ? "nothing to do"
+                                 : "start with PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64 "
+                                   "(torch 2.13); torch.cuda.host_memory_stats() shows the sum"});
+}
+
+void add_swapped(const DoctorFacts& facts, Found& found) {
+  if (facts.program->swapped_bytes == 0) return;
+  found.push_back({.id = "swapped_out",
+                   .value = facts.program->swapped_bytes,
+                   .severity = Severity::warning,
+                   .summary = fmt::format("{} of this process is in swap",
+                                          format_size(facts.program->swapped_bytes)),
+                   .advice = "RSS does not count it, and each step that touches it waits for the "
+                             "disk: see swap"});
+}
+
+}  // namespace
+
+void add_program_findings(const DoctorFacts& facts, Found& found) {
+  add_forks(facts, found);
+  add_start_method(facts, found);
+  add_heaps(facts, found);
+  add_pinned(facts, found);
+  add_swapped(facts, found);
+}
+
+}  // namespace modicum

@@ -1,0 +1,246 @@
+"""`modicum doctor` on this machine, and on running programs whose memory is known.
+
+House test. It catches these mutations: the limits and the cgroup of `doctor` itself shown for
+another process; a child's pages counted as shared although one side has written them; children of a
+fork server shown as forks; arenas of malloc that are not found.
+"""
+
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cage import cage, why_no_cage
+from program import failure, run, run_json
+
+MIB = 1 << 20
+SEVERITIES = ("info", "warning", "danger")
+
+FORKS = """
+import mmap, os, signal, sys
+block = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+block.write(b"x" * len(block))
+children = []
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    children.append(child)
+block.seek(0)
+block.write(b"y" * (16 << 20))
+print(*children, flush=True)
+sys.stdin.read()
+for child in children:
+    os.kill(child, signal.SIGKILL)
+"""
+
+WORKERS = """
+import multiprocessing, sys, time
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    event = context.Event()
+    workers = [context.Process(target=event.wait) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    print(*(worker.pid for worker in workers), flush=True)
+    sys.stdin.read()
+    event.set()
+    for worker in workers:
+        worker.join()
+"""
+
+ARENAS = """
+import ctypes, sys, threading
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+done = threading.Barrier(5)
+def hold():
+    for _ in range(512):  # 32 MiB, in blocks that malloc takes from its heaps
+        ctypes.memset(libc.malloc(65536), 1, 65536)
+    done.wait()
+    end.wait()
+end = threading.Event()
+for _ in range(4):
+    threading.Thread(target=hold, daemon=True).start()
+done.wait()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def running(
+    directory: Path, program: str, *words: str, **options: Any
+) -> Iterator[tuple[int, list[str]]]:
+    """The pid of a Python program that has printed its first line, and the words of that line."""
+    script = directory / "program.py"
+    script.write_text(program)
+    process = subprocess.Popen(
+        [sys.executable, script, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield process.pid, process.stdout.readline().split()
+    finally:
+        process.stdin.close()
+        process.wait(timeout=60)
+        process.stdout.close()
+
+
+def by_id(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {finding["id"]: finding for finding in document["findings"]}
+
+
+def limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 2000))
+
+
+def number(path: str) -> int:
+    return int(Path(path).read_text())
+
+
+def test_this_machine(modicum: Path) -> None:
+    document = run_json(modicum, "doctor")
+    assert set(document) == {"findings"}
+    for finding in document["findings"]:
+        assert finding["severity"] in SEVERITIES
+        assert finding["summary"] and finding["advice"]
+        assert "\n" not in finding["summary"] + finding["advice"]
+    found = by_id(document)
+    assert found["max_map_count"]["value"] == number("/proc/sys/vm/max_map_count")
+    assert found["overcommit"]["value"] == number("/proc/sys/vm/overcommit_memory")
+    assert found["nofile"]["value"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    expected = "unlimited" if soft == resource.RLIM_INFINITY else soft
+    assert found["memlock"]["value"] == expected
+    shm = os.statvfs("/dev/shm")
+    assert found["shm_size"]["limit_bytes"] == shm.f_blocks * shm.f_frsize
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    assert f"[{found['transparent_huge_pages']['value']}]" in setting
+    kib = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+    assert found["node_memory"]["limit_bytes"] == int(kib["MemTotal:"]) * 1024
+    assert found["swap"]["limit_bytes"] == int(kib["SwapTotal:"]) * 1024
+
+
+def test_text_says_what_to_do(modicum: Path) -> None:
+    done = subprocess.run(
+        [modicum, "doctor"], capture_output=True, text=True, timeout=60, preexec_fn=limit_files
+    )
+    assert done.returncode == 0
+    head, _, *lines = done.stdout.splitlines()
+    assert head.startswith("this machine: ") and "warning" in head
+    at = lines.index("WARNING  nofile: at most 1000 open files per process")
+    assert lines[at + 1].startswith("         -> ") and "ulimit -n 2000" in lines[at + 1]
+    assert all(len(line) < 250 for line in lines)
+    assert run(modicum, "doctor", "-q").stdout == ""
+    assert run(modicum, "doctor", "-v").stdout.count(" -> ") == len(
+        by_id(run_json(modicum, "doctor"))
+    )
+
+
+def test_budget_that_is_not_left(modicum: Path) -> None:
+    assert by_id(run_json(modicum, "doctor", "--budget", "1MiB"))["budget"]["severity"] == "info"
+    found = by_id(run_json(modicum, "doctor", "--budget", "1000TB"))["budget"]
+    assert found["severity"] == "danger" and found["value"] == 10**15
+    assert found["limit_bytes"] < 10**15
+
+
+def shared_dirty(pid: int) -> int:
+    """Bytes of private pages that a process has written, and that another one maps, too."""
+    total, is_private = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            is_private = words[1].endswith("p")
+        elif is_private and words[0] == "Shared_Dirty:":
+            total += int(words[1]) * 1024
+    return total
+
+
+def test_fork_exposure(modicum: Path, tmp_path: Path) -> None:
+    with running(tmp_path, FORKS) as (pid, children):
+        document = run_json(modicum, "doctor", "--pid", pid)
+        in_kernel = shared_dirty(pid)
+    found = by_id(document)
+    exposed = document["fork_exposure_bytes"]
+    assert document["pid"] == pid
+    assert found["fork_exposure"]["value"] == exposed
+    # 48 of 64 MiB, and the interpreter.
+    assert 48 * MIB <= exposed <= 64 * MIB
+    assert abs(exposed - in_kernel) <= MIB
+    assert 16 * MIB <= found["fork_copies"]["value"] <= 24 * MIB
+    assert found["start_method"]["value"] == "fork"
+    assert sorted(sharer["pid"] for sharer in document["sharers"]) == sorted(map(int, children))
+    for sharer in document["sharers"]:
+        assert sharer["ppid"] == pid
+        assert 48 * MIB <= sharer["shared_bytes"] <= exposed
+
+
+@pytest.mark.parametrize("method", ("fork", "spawn", "forkserver"))
+def test_start_method(modicum: Path, tmp_path: Path, method: str) -> None:
+    with running(tmp_path, WORKERS, method) as (pid, workers):
+        document = run_json(modicum, "doctor", "--pid", pid)
+    assert by_id(document)["start_method"]["value"] == method
+    assert f"3 by {method}" in by_id(document)["start_method"]["summary"]
+    sharers = {sharer["pid"]: sharer["ppid"] for sharer in document["sharers"]}
+    assert set(sharers) == (set() if method == "spawn" else set(map(int, workers)))
+    assert (set(sharers.values()) == {pid}) is (method == "fork")
+
+
+def test_heaps_of_malloc(modicum: Path, tmp_path: Path) -> None:
+    clean = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+    with running(tmp_path, ARENAS, env=clean) as (pid, _):
+        many = by_id(run_json(modicum, "doctor", "--pid", pid))
+    with running(tmp_path, ARENAS, env={**clean, "MALLOC_ARENA_MAX": "1"}) as (pid, _):
+        one = by_id(run_json(modicum, "doctor", "--pid", pid))
+    assert 128 * MIB <= many["malloc_arenas"]["value"] <= 140 * MIB
+    assert "MALLOC_ARENA_MAX not set" in many["malloc_arenas"]["summary"]
+    assert one["malloc_arenas"]["value"] == 0
+    assert "at most 1 arenas" in one["malloc_arenas"]["summary"]
+    assert one["malloc_heap"]["value"] - many["malloc_heap"]["value"] >= 100 * MIB
+
+
+def test_limits_are_those_of_the_process(modicum: Path, tmp_path: Path) -> None:
+    with running(tmp_path, WORKERS, "fork", preexec_fn=limit_files) as (pid, _):
+        found = by_id(run_json(modicum, "doctor", "--pid", pid))
+    assert found["nofile"]["limit_count"] == 1000
+    assert 3 <= found["nofile"]["value"] < 100
+    assert found["max_map_count"]["value"] > 20
+
+
+def test_cgroup_of_the_process(modicum: Path) -> None:
+    if reason := why_no_cage():
+        pytest.skip(reason)
+    with cage(400 * MIB) as group:
+        inside = group.start(modicum, "doctor", "--json")
+        out, _ = inside.communicate(timeout=60)
+        other = group.start("sleep", "60")
+        try:
+            outside = run(modicum, "doctor", "--pid", other.pid, "--json").stdout
+        finally:
+            other.kill()
+            other.communicate(timeout=60)
+    for text in (out, outside):
+        assert f'"limit_bytes":{400 * MIB}' in text
+        assert '"id":"cgroup_memory","value":"none"' not in text
+
+
+def test_process_that_does_not_exist(modicum: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    error = failure(modicum, 13, "doctor", "--pid", gone.pid)
+    assert error["category"] == "IO"
+    assert error["culprit_pid"] == gone.pid
+    assert f"no process {gone.pid}" in error["message"]
+    for wrong in ("0", "0x10", "3000000000", "python"):
+        assert "--pid" in failure(modicum, 2, "doctor", "--pid", wrong)["message"]

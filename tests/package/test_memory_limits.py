@@ -1,0 +1,205 @@
+"""`modicum.memory.track`, the paragraph of a phase, and the pytest marker `limit_memory`.
+
+House test. It catches these mutations: a peak whose holders are those of another sample; a child
+that is not named; memory held before the block counted as added; a limit that no test exceeds; a
+marker that hides the test's own failure.
+"""
+
+import asyncio
+import mmap
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from modicum import memory
+from modicum.memory import recording
+from modicum.memory.explaining import paragraph
+
+pytestmark = pytest.mark.alone  # it measures this process
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def no_recording() -> None:
+    recording._recordings.clear()
+
+
+def taken(size: int) -> mmap.mmap:
+    """Newly mapped memory, touched."""
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block[:: mmap.PAGESIZE] = b"x" * (size // mmap.PAGESIZE)
+    return block
+
+
+def test_a_block_is_tracked() -> None:
+    before = taken(32 * MIB)
+    with memory.track("load") as load:
+        block = taken(64 * MIB)
+        time.sleep(0.1)
+        block.close()
+    before.close()
+    assert memory.phases() == [load]
+    assert load.name == "load"
+    assert abs(load.peak_bytes - load.begin_bytes - 64 * MIB) < 2 * MIB
+    grown = load.holders_at_peak["private memory"] - load.holders_at_begin["private memory"]
+    assert abs(grown - 64 * MIB) < 2 * MIB
+    assert sum(load.holders_at_peak.values()) == load.sampled_peak_bytes
+
+
+def test_each_call_of_a_function_is_tracked() -> None:
+    @memory.track()
+    def add(one: int, *, other: int) -> int:
+        """Adds."""
+        return one + other if one == 0 else add(one - 1, other=other + 1)
+
+    assert add(2, other=5) == 7
+    assert add.__doc__ == "Adds."
+    told = [(one.name.rsplit(".", 1)[-1], one.depth) for one in memory.phases()]
+    assert told == [("add", 0), ("add", 1), ("add", 2)]
+
+
+def test_a_coroutine_is_tracked_until_it_ends() -> None:
+    @memory.track("wait")
+    async def wait() -> int:
+        await asyncio.sleep(0.05)
+        return 3
+
+    assert asyncio.run(wait()) == 3
+    (waited,) = memory.phases()
+    assert waited.end_s - waited.begin_s >= 0.05
+
+
+def test_the_block_of_a_tracker_may_fail_and_be_used_again() -> None:
+    tracker = memory.track("failing")
+    for _ in range(2):
+        with pytest.raises(KeyError), tracker:
+            raise KeyError
+    assert [one.end_s >= one.begin_s for one in memory.phases()] == [True, True]
+
+
+def test_the_peak_names_children_and_the_inner_phase() -> None:
+    with memory.track("outer") as outer:
+        ready, done = os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            block = taken(64 * MIB)
+            os.write(ready[1], block[:1])
+            os.read(done[0], 1)
+            os._exit(0)
+        os.read(ready[0], 1)
+        with memory.phase("convert"):
+            pass
+        os.write(done[1], b"x")
+        os.waitpid(child, 0)
+    (holder,) = [name for name in outer.holders_at_peak if f"child {child}" in name]
+    assert holder.startswith(f"child {child} (") and len(holder) > len(f"child {child} ()")
+    assert outer.holders_at_peak[holder] >= 60 * MIB
+    assert holder in outer.text()
+
+
+def phase_of(**fields: object) -> memory.Phase:
+    told = {"name": "load", "begin_s": 1.0, "begin_bytes": GIB, "peak_s": 3.5}
+    return memory.Phase(**{**told, **fields})
+
+
+def test_paragraph_of_a_peak() -> None:
+    held = phase_of(
+        peak_bytes=3 * GIB,
+        sampled_peak_bytes=3 * GIB,
+        holders_at_begin={"private memory": GIB - MIB, "page tables": MIB},
+        holders_at_peak={"private memory": 3 * GIB - 4 * MIB, "page tables": 4 * MIB},
+        peak_phase="convert",
+    )
+    assert held.text() == (
+        "'load' added 2.00 GiB at its peak to the 1.00 GiB held when it began. "
+        "At the peak, 2.50 s after the begin in phase 'convert': private memory 3.00 GiB, "
+        "page tables 4.00 MiB. Since the begin: private memory +2.00 GiB, page tables +3.00 MiB."
+    )
+    assert "began, within the limit of 2.00 GiB. At" in held.text("2 GiB")
+    over = held.text(GIB + 1)
+    assert "began: 1024.00 MiB over the limit of 1.00 GiB; 2048 MiB would have fitted. At" in over
+
+
+def test_paragraph_of_many_children_and_of_a_short_peak() -> None:
+    children = {f"child {n} (worker)": n * MIB for n in range(1, 8)}
+    held = phase_of(
+        peak_bytes=2 * GIB,
+        sampled_peak_bytes=GIB + GIB // 2,
+        holders_at_begin={"private memory": GIB},
+        holders_at_peak={"this process (5)": GIB, **children},
+    )
+    text = paragraph(held, None)
+    assert "this process (5) 1.00 GiB, child 7 (worker) 7.00 MiB, child 6" in text
+    assert "child 5 (worker) 5.00 MiB, 4 others 10.00 MiB." in text
+    assert "Since the begin" not in text
+    assert "The kernel saw 512.00 MiB more between two samples" in text
+
+
+TESTS = """
+import mmap, time, pytest
+
+def taken(size):
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block[:: mmap.PAGESIZE] = b"x" * (size // mmap.PAGESIZE)
+    return block
+
+before = taken(100 << 20)
+
+@pytest.fixture
+def large():
+    block = taken(100 << 20)
+    yield
+    block.close()
+
+@pytest.mark.limit_memory("32 MiB")
+def test_fits(large):
+    taken(8 << 20)
+
+@pytest.mark.limit_memory("32 MiB")
+def test_exceeds():
+    block = taken(64 << 20)
+    time.sleep(0.1)
+
+@pytest.mark.limit_memory(32 << 20)
+def test_fails_otherwise():
+    block = taken(64 << 20)
+    raise KeyError("of the test")
+
+def test_has_no_limit():
+    taken(64 << 20)
+"""
+
+
+def test_the_marker_fails_a_test_that_holds_too_much(tmp_path: Path) -> None:
+    """With the installed package's entry point, in a pytest of its own."""
+    (tmp_path / "test_limits.py").write_text(TESTS)
+    words = ["-m", "pytest", "-q", "--strict-markers", "-p", "no:cacheprovider", "-rA"]
+    done = subprocess.run(
+        [sys.executable, *words, str(tmp_path)],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    for name in ("test_fits", "test_has_no_limit"):
+        assert f"PASSED test_limits.py::{name}" in done.stdout
+    assert "KeyError: 'of the test'" in done.stdout
+    (line,) = [one for one in done.stdout.splitlines() if one.startswith("'test_exceeds' added 6")]
+    assert "over the limit of 32.00 MiB" in line
+    assert "private memory" in line and "would have fitted" in line
+
+
+def test_a_marker_without_a_size_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "test_limits.py").write_text(
+        "import pytest\n@pytest.mark.limit_memory\ndef test_it(): ...\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert 'limit_memory(size): "2 GiB"' in done.stdout + done.stderr
