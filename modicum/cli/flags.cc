@@ -15,7 +15,7 @@
 namespace modicum {
 namespace {
 
-constexpr std::array<Verb, 11> kVerbs = {{
+constexpr std::array<Verb, 12> kVerbs = {{
     {"inspect", "list the tensors, dtypes, files and warnings of a checkpoint", run_inspect},
     {"synth", "write a checkpoint of a model's true shapes with known values", run_synth},
     {"plan", "predict reads, traffic and peak memory of every rank and node", run_plan},
@@ -27,6 +27,7 @@ constexpr std::array<Verb, 11> kVerbs = {{
     {"convert", "write a checkpoint with another dtype, recipe or file size", run_convert},
     {"diff", "compare two checkpoints, tensor by tensor", run_diff},
     {"step", "step the optimizer alone: bytes per parameter, speed next to a copy", run_step},
+    {"watch", "run any command and measure the memory of its process tree", run_watch},
 }};
 
 }  // namespace

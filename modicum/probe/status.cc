@@ -30,6 +30,15 @@ uint64_t bytes_in(std::string_view text, std::string_view label) {
   return checked_mul(kib, kKiB).value_or(0);
 }
 
+// Field `number` of a stat file, counted from 1, behind the name, which may contain any character.
+std::optional<uint64_t> stat_number(const std::optional<std::string>& text, size_t number) {
+  if (!text || text->rfind(')') == text->npos) return std::nullopt;
+  const auto fields = split_kernel_text(std::string_view(*text).substr(text->rfind(')') + 1), ' ');
+  constexpr size_t kFirst = 3;
+  if (fields.size() <= number - kFirst) return std::nullopt;
+  return parse_kernel_number(fields[number - kFirst]);
+}
+
 // A variable of a list "NAME=value\0NAME=value\0".
 std::optional<int> number_of(std::string_view variables, std::string_view name) {
   for (const std::string_view one : split_kernel_text(variables, '\0')) {
@@ -64,11 +73,14 @@ std::optional<uint64_t> read_pss(int pid, const std::string& root) {
 }
 
 uint64_t read_minor_faults(int pid, const std::string& root) {
+  return stat_number(read_kernel_text(file_of(pid, "stat", root)), 10).value_or(0);
+}
+
+std::optional<int> read_wait_status(int pid, const std::string& root) {
   const auto text = read_kernel_text(file_of(pid, "stat", root));
-  if (!text || text->rfind(')') == text->npos) return 0;
-  const auto fields = split_kernel_text(std::string_view(*text).substr(text->rfind(')') + 1), ' ');
-  constexpr size_t kMinorFaults = 10 - 3;  // of the fields after the name, the first is field 3
-  return fields.size() > kMinorFaults ? parse_kernel_number(fields[kMinorFaults]).value_or(0) : 0;
+  if (!text || text->find(") Z ") == text->npos) return std::nullopt;
+  const auto status = stat_number(text, 52);
+  return status ? std::optional(static_cast<int>(*status)) : std::nullopt;
 }
 
 std::optional<int> rank_of(int pid, const std::string& root) {

@@ -70,6 +70,13 @@ TEST(Status, FaultsAreCountedAfterTheName) {
   Machine machine;
   machine.put("/proc/7/stat", "7 (a) 5 b) S 1 2 3 4 -1 6 77 8 9 10\n");
   EXPECT_EQ(read_minor_faults(7, machine.root()), 77U);
+  EXPECT_EQ(read_wait_status(7, machine.root()), std::nullopt);
+  std::string fields;
+  for (int field = 4; field < 52; ++field) fields += "1 ";
+  machine.put("/proc/8/stat", "8 (a) 5 b) Z " + fields + "9\n");
+  machine.put("/proc/9/stat", "9 (a) 5 b) S " + fields + "9\n");
+  EXPECT_EQ(read_wait_status(8, machine.root()), 9);
+  EXPECT_EQ(read_wait_status(9, machine.root()), std::nullopt);
 }
 
 // Catches the chain of v2 that follows the one of v1, and the counters of another version.
