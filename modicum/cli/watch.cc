@@ -24,7 +24,6 @@ int run_watch(const Args& args) {
       "128 + signal if it died of one. The summary goes to stderr; with --json one document goes "
       "to stdout, and COMMAND's stdout to stderr",
       "modicum watch");
-  app.usage("Usage: modicum watch [OPTIONS] -- COMMAND [ARGUMENTS...]");
   CommonFlags flags;
   std::string limit;
   add_common_flags(app, flags);

@@ -1,6 +1,6 @@
 #include "modicum/watch/deaths.h"
 
-#include <sys/pidfd.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -25,7 +25,7 @@ void Deaths::follow(const std::vector<int>& pids) {
   for (const int pid : pids) {
     if (followed_.size() >= kMostFollowed) return;
     if (followed_.contains(pid)) continue;
-    const int fd = pidfd_open(pid, 0);
+    const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
     if (fd >= 0) followed_[pid] = fd;
   }
 }
