@@ -56,9 +56,8 @@ void TreeSampler::sample() {
   const double share = options_.duty / 2;
   pause_ns_ = std::max(kShortestPauseNs, static_cast<int64_t>(static_cast<double>(cost) / share));
   // A steep rise to the limit is over in a few samples; credit pays for more of them.
-  const bool is_near =
-      options_.limit_bytes != 0 && std::max(last().held_bytes, last().charged_bytes) >
-                                       options_.limit_bytes - options_.limit_bytes / 4;
+  const bool is_near = options_.limit_bytes != 0 &&
+                       std::max(last().held_bytes, last().charged_bytes) > options_.limit_bytes / 2;
   if (is_near && credit_ns_ > kFirstCreditNs / 5)
     pause_ns_ = std::min(pause_ns_, kPauseNearLimitNs);
 }
@@ -150,8 +149,8 @@ bool TreeSampler::has_copied(int64_t now) {
   faults_since_ += more;
   const bool rise = more >= kFaultsOfCopying / 4;
   const bool is_over = std::exchange(faults_rose_, rise) && !rise;
-  const uint64_t much = step_of(rss_at_exact_) / kPageBytes * 4;
-  return faults_since_ >= (is_over ? kFaultsOfCopying : std::max(kFaultsOfCopying, much));
+  // While it goes on, exact figures are read only from credit that a long command has earned.
+  return faults_since_ >= kFaultsOfCopying && (is_over || credit_ns_ > 2 * kFirstCreditNs);
 }
 
 // Exact figures are worth their cost at an edge; and where the tree may hold more than ever, that
