@@ -74,7 +74,7 @@ std::optional<uint64_t> read_pss(int pid, const std::string& root = "");
 // Minor page faults of a process so far, 0 if there is none. A copy-on-write is one.
 uint64_t read_minor_faults(int pid, const std::string& root = "");
 
-// How a process that has ended, and was not waited for yet, ended: as by waitpid(2). nullopt for any
+// How a process that has ended, and was not waited for yet, ended (as waitpid(2)). nullopt for any
 // other process.
 std::optional<int> read_wait_status(int pid, const std::string& root = "");
 

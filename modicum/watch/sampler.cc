@@ -11,9 +11,9 @@ namespace {
 constexpr double kFirstCreditNs = 50 * kNsPerMs;
 constexpr double kMostCreditNs = 500 * kNsPerMs;
 constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before exact figures are read
-constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;  // page faults are looked at
+constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;  // between readings of page faults
 constexpr uint64_t kFaultsOfCopying = 256;          // 1 MiB of copied pages
-constexpr int kLooks = 3;                           // at the rank of a process that may yet exec
+constexpr int kRankReads = 3;                       // of a process that may yet exec
 constexpr int64_t kRecentNs = 5 * kNsPerSecond;
 constexpr size_t kMostRecent = 256;
 // A process that is new and this small is read exactly at once: it costs less than a millisecond.
@@ -103,9 +103,9 @@ void TreeSampler::give_record(Tracked& one, double at_s) {
                         .end_s = at_s});
 }
 
-void TreeSampler::look_at_rank(Tracked& one) {
-  if (!one.process || one.looks >= kLooks) return;
-  ++one.looks;
+void TreeSampler::read_rank(Tracked& one) {
+  if (!one.process || one.rank_reads >= kRankReads) return;
+  ++one.rank_reads;
   processes_[*one.process].rank = rank_of(one.pid, options_.root);
 }
 
@@ -117,13 +117,13 @@ void TreeSampler::read_statuses() {
       one.status.is_alive = false;
       continue;
     }
-    if (status->name != one.status.name) one.looks = 0;  // it has started another program
+    if (status->name != one.status.name) one.rank_reads = 0;  // it has started another program
     one.status = std::move(*status);
     if (one.status.rss_anon < one.anon_then) {
       one.pss_bytes -= std::min(one.pss_bytes, one.anon_then - one.status.rss_anon);
       one.anon_then = one.status.rss_anon;
     }
-    look_at_rank(one);
+    read_rank(one);
   }
   std::erase_if(tracked_, [](const Tracked& one) { return !one.status.is_alive; });
 }

@@ -82,10 +82,10 @@ class TreeSampler {
     int pid = 0;
     std::optional<size_t> process;  // index in processes_
     ProcessStatus status;
-    uint64_t pss_bytes = 0;  // at the last exact reading, less what was released since
+    uint64_t pss_bytes = 0;  // at the last exact reading, less the bytes released since
     uint64_t anon_then = 0;  // RssAnon then
-    uint64_t faults = 0;     // at the last look
-    int looks = 0;           // at its rank
+    uint64_t faults = 0;     // when last read
+    int rank_reads = 0;
 
     uint64_t rss_bytes() const noexcept { return status.rss_anon + status.rss_shmem; }
     uint64_t held_bytes() const noexcept {
@@ -96,7 +96,7 @@ class TreeSampler {
   void discover();
   void add(int pid);
   void read_statuses();
-  void look_at_rank(Tracked& one);
+  void read_rank(Tracked& one);
   bool wants_exact(int64_t now);
   bool has_copied(int64_t now);
   void read_exact();
@@ -123,17 +123,17 @@ class TreeSampler {
   uint64_t rss_at_exact_ = 0;  // the sum when Pss was last read
   uint64_t rss_before_ = 0;    // at the last sample
   int64_t steady_since_ns_;    // the sum has hardly changed since
-  int64_t faults_at_ns_ = 0;   // the last look at page faults
+  int64_t faults_at_ns_ = 0;   // page faults were last read
   uint64_t faults_since_ = 0;  // since Pss was last read
-  bool faults_rose_ = false;   // at the last look
+  bool faults_rose_ = false;   // when last read
   int exact_readings_ = 0;
 
   uint64_t peak_bytes_ = 0;
   double peak_at_s_ = 0;
   uint64_t most_copies_ = 0;
   std::vector<WatchSample> samples_;
-  size_t per_kept_ = 1;  // samples that one of samples_ stands for
-  size_t in_last_ = 0;   // of them, those that the last one stands for so far
+  size_t per_kept_ = 1;  // samples per kept one
+  size_t in_last_ = 0;   // of them, in the last one so far
   std::deque<WatchSample> recent_;
   uint64_t left_out_ = 0;  // processes without a record
 };

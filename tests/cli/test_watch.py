@@ -73,7 +73,9 @@ def test_exits_as_the_command_does(modicum: Path, script: str, code: int) -> Non
 
 
 def test_commands_that_cannot_start(modicum: Path, tmp_path: Path) -> None:
-    assert "nothing-here" in failure(modicum, 13, "watch", "--", tmp_path / "nothing-here")["message"]
+    done = run(modicum, "watch", "--json", "--", tmp_path / "nothing-here")
+    assert (done.code, done.error["category"]) == (13, "IO")
+    assert "nothing-here" in done.error["message"]
     assert failure(modicum, 2, "watch")["category"] == "USAGE"
 
 
