@@ -160,7 +160,7 @@ std::vector<MemoryLimit> memory_limits(const std::string& root = "");
 // One level of a cgroup chain with a memory controller.
 struct MemoryCgroup {
   int version = 1;
-  std::string name;       // as in /proc/PID/cgroup, "/" at the root of what is mounted
+  std::string name;       // as in /proc/PID/cgroup, "/" at the root of the part that is mounted
   std::string directory;  // of its files
 
   bool operator==(const MemoryCgroup&) const = default;

@@ -200,7 +200,7 @@ std::string text_of(const std::vector<ForkCopies>& copies) {
 }
 
 // Catches a copy that two children share and that counts in full for each, a page that all share
-// and that counts as a copy, and a new page of the child that counts for nobody.
+// and that counts as a copy, and a new page of the child that counts for no process.
 TEST(ForkCopies, AreDividedAmongTheChildrenThatShareThem) {
   Machine machine;
   put(machine, {.pid = 100, .entries = {{16, kAlone | 1}, {17, kPresent | 7}, {18, kPresent | 8}}});

@@ -10,7 +10,7 @@
 namespace modicum {
 
 // A cgroup below this process's own one, or in v2, where a cgroup with processes can't have
-// children with a limit, beside it, if its own has no limit that would be lost. Swap is not allowed
+// children with a limit, next to it, if its own has no limit that would be lost. Swap is not allowed
 // in addition to the limit. The destructor moves processes that are left to the cgroup that this
 // process is in, and removes the cgroup.
 class MemoryCage {

@@ -18,7 +18,7 @@ struct WatchedProcess {
   double end_s = 0;                 // when it was last seen
   uint64_t peak_bytes = 0;          // Pss_Anon + Pss_Shmem at its own highest
   uint64_t held_at_peak_bytes = 0;  // when the tree held most
-  // Pages kept or written since a fork beside those of the process it was forked from, when the
+  // Pages kept or written since a fork next to those of the process it was forked from, when the
   // tree had most of them (ForkCopies).
   uint64_t cow_duplicate_bytes = 0;
   int forked_from = 0;          // its pid, if it had copies; else 0
