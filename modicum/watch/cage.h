@@ -9,10 +9,10 @@
 
 namespace modicum {
 
-// A cgroup below this process's own one, or in v2, where a cgroup with processes can't have
-// children with a limit, next to it, if its own has no limit that would be lost. Swap is not allowed
-// in addition to the limit. The destructor moves processes that are left to the cgroup that this
-// process is in, and removes the cgroup.
+// A cgroup below this process's own one. In v2 a cgroup with processes can't have children with a
+// limit; then it is made next to the own one, if that has no limit that would be lost. Swap is not
+// allowed in addition to the limit. The destructor moves processes that are left to the cgroup that
+// this process is in, and removes the cgroup.
 class MemoryCage {
  public:
   // IO, naming the cgroup and the reason, if it can't be made. `root` as in probe.
