@@ -66,7 +66,9 @@ void TreeSampler::sample() {
 
 void TreeSampler::discover() {
   const uint64_t last = last_pid(options_.root);
-  if (last != 0 && last == last_pid_) return;
+  // A pid is given before its process can be found, so one walk after the last one is not enough.
+  walks_ = last == last_pid_ ? walks_ + 1 : 0;
+  if (last != 0 && walks_ > 2) return;
   last_pid_ = last;
   std::vector<int> ahead = {options_.root_pid};
   while (!ahead.empty()) {

@@ -113,6 +113,7 @@ class TreeSampler {
   std::vector<WatchedProcess> processes_;
   std::vector<Tracked> tracked_;  // alive
   uint64_t last_pid_ = 0;
+  int walks_ = 0;  // through the tree since it has changed
 
   int64_t then_ns_;   // of the last sample
   double credit_ns_;  // of CPU time for exact readings
