@@ -41,7 +41,9 @@ int explain(const Error& error, bool json) {
 }
 
 int run(const Args& args) {
-  const bool json = std::find(args.begin(), args.end(), "--json") != args.end();
+  // What follows `--` is for another program.
+  const auto own_end = std::find(args.begin(), args.end(), "--");
+  const bool json = std::find(args.begin(), own_end, "--json") != own_end;
   try {
     exit_on_stop_signals(json);
     if (args.empty()) fail(Category::usage, "no verb given; see modicum --help");

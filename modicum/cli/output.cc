@@ -63,6 +63,10 @@ LastWords last_words(int signal, bool json) {
   return words;
 }
 
+// The signals whose actions this file changes, and those that they had.
+constexpr std::array<int, 4> kChanged = {SIGPIPE, SIGXFSZ, SIGINT, SIGTERM};
+std::array<struct sigaction, kChanged.size()> before{};
+
 extern "C" void exit_at_once(int signal) {
   const LastWords& words = signal == SIGINT ? on_int : on_term;
   if (!has_begun_stdout.load()) {  // else the result may be partly written
@@ -75,12 +79,17 @@ extern "C" void exit_at_once(int signal) {
 }  // namespace
 
 void guard_standard_descriptors() noexcept {
+  for (size_t i = 0; i < kChanged.size(); ++i) sigaction(kChanged[i], nullptr, &before[i]);
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     // open() takes the lowest free descriptor, which is `fd`: those below it are open by now.
     if (fcntl(fd, F_GETFD) < 0 && errno == EBADF) static_cast<void>(open("/", O_PATH));
   }
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);
+}
+
+void restore_signal_actions() noexcept {
+  for (size_t i = 0; i < kChanged.size(); ++i) sigaction(kChanged[i], &before[i], nullptr);
 }
 
 void exit_on_stop_signals(bool json) {

@@ -10,6 +10,10 @@ namespace modicum {
 // and SIGXFSZ, so that a failing write is reported.
 void guard_standard_descriptors() noexcept;
 
+// In a forked child: gives the signals back the actions that they had before the two functions
+// around this one. Async-signal-safe.
+void restore_signal_actions() noexcept;
+
 // From now on SIGINT and SIGTERM end the process immediately, with an error on stderr (with `json`
 // on stdout, too) and its exit code. A StopSignals takes over while files must be cleaned up.
 void exit_on_stop_signals(bool json);

@@ -38,6 +38,7 @@ int run_resume(const Args& args);
 int run_save(const Args& args);
 int run_step(const Args& args);
 int run_verify(const Args& args);
+int run_watch(const Args& args);
 
 // The flags of every verb.
 struct CommonFlags {

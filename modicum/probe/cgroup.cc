@@ -18,12 +18,7 @@ struct Mount {
   std::string point;  // the mount point
 };
 
-// One cgroup of the chain from the process's own up to the highest visible one.
-struct Level {
-  int version = 1;
-  std::string name;       // its path, as in /proc/self/cgroup
-  std::string directory;  // with its files
-};
+using Level = MemoryCgroup;
 
 bool has_word(std::string_view list, std::string_view word) {
   const std::vector<std::string_view> words = split_kernel_text(list, ',');
@@ -178,8 +173,7 @@ void add_usage(const Level& level, MemoryLimit& to) {
 std::optional<MemoryLimit> memory_limit_of(const Level& level) {
   const std::optional<uint64_t> limit = limit_of(level);
   if (!limit) return std::nullopt;
-  const char* const usage_file = level.version == 1 ? "memory.usage_in_bytes" : "memory.current";
-  const uint64_t usage = number_in(level, usage_file).value_or(0);
+  const uint64_t usage = charged_to(level);
   MemoryLimit found{.source = fmt::format("cgroup v{} {}", level.version, level.name),
                     .limit_bytes = *limit};
   add_usage(level, found);
@@ -246,13 +240,35 @@ std::vector<MemoryLimit> memory_limits(const std::string& root, int pid) {
   return limits;
 }
 
+uint64_t charged_to(const MemoryCgroup& group) {
+  const char* const file = group.version == 1 ? "memory.usage_in_bytes" : "memory.current";
+  return number_in(group, file).value_or(0);
+}
+
+uint64_t page_cache_of(const MemoryCgroup& group) {
+  MemoryLimit found;
+  add_usage(group, found);
+  return found.page_cache_bytes;
+}
+
+uint64_t oom_kills_in(const MemoryCgroup& group) {
+  const char* const file = group.version == 1 ? "memory.oom_control" : "memory.events";
+  const auto text = read_kernel_text(fmt::format("{}/{}", group.directory, file));
+  return text ? kernel_number_after(*text, "oom_kill").value_or(0) : 0;
+}
+
+std::vector<MemoryCgroup> memory_cgroups(const std::string& root) {
+  std::vector<MemoryCgroup> levels = levels_with("memory", 0, root);
+  if (levels.empty()) return levels;
+  std::erase_if(levels, [version = levels.front().version](const MemoryCgroup& level) {
+    return level.version != version;
+  });
+  return levels;
+}
+
 uint64_t oom_kill_count(const std::string& root, int pid) {
   uint64_t sum = 0;
-  for (const Level& level : levels_with("memory", pid, root)) {
-    const char* const file = level.version == 1 ? "memory.oom_control" : "memory.events";
-    const auto text = read_kernel_text(fmt::format("{}/{}", level.directory, file));
-    if (text) sum += kernel_number_after(*text, "oom_kill").value_or(0);
-  }
+  for (const Level& level : levels_with("memory", pid, root)) sum += oom_kills_in(level);
   return sum;
 }
 

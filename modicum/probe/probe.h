@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -48,6 +49,46 @@ struct ProcessIdentity {
 ProcessIdentity identify_process(int64_t pid, const std::string& root = "");
 // Whether the process has ended. False if that can't be known, as for a process of another host.
 bool is_dead(const ProcessIdentity& of, const std::string& root = "");
+
+// What /proc/PID/status says about a process. One file, about 20 us; no shared page is divided, and
+// none is walked, so that the process is not slowed down. Bytes.
+struct ProcessStatus {
+  int parent = 0;
+  std::string name;  // the kernel's, at most 15 bytes
+  bool is_alive = true;
+  uint64_t rss_anon = 0;
+  uint64_t rss_shmem = 0;
+  uint64_t rss_file = 0;  // mapped page cache
+  uint64_t peak_rss = 0;  // VmHWM, page cache included
+  uint64_t page_tables = 0;
+  uint64_t locked = 0;
+
+  bool operator==(const ProcessStatus&) const = default;
+};
+// nullopt if there is no such process. A process that has ended and was not waited for has a name,
+// no memory, and is not alive.
+std::optional<ProcessStatus> read_status(int pid, const std::string& root = "");
+
+// Pss_Anon + Pss_Shmem of a process, in bytes. The kernel walks every page: 10 to 50 ms per GiB.
+// nullopt if it can't be read (ended, another user's, a kernel before 5.4).
+std::optional<uint64_t> read_pss(int pid, const std::string& root = "");
+
+// Minor page faults of a process so far, 0 if there is none. A copy-on-write is one.
+uint64_t read_minor_faults(int pid, const std::string& root = "");
+
+// How a process that has ended, and was not waited for yet, ended (as waitpid(2)). nullopt for any
+// other process.
+std::optional<int> read_wait_status(int pid, const std::string& root = "");
+
+// The rank that a launcher gave to a process through its environment: RANK, OMPI_COMM_WORLD_RANK,
+// SLURM_PROCID or LOCAL_RANK, the first that is a number. Forked children have their parent's.
+std::optional<int> rank_of(int pid, const std::string& root = "");
+
+// The children of a process, by any of its threads, ascending. Unlike `descendants` it reads only
+// the process's own files; needs CONFIG_PROC_CHILDREN, which distributions set.
+std::vector<int> children_of(int pid, const std::string& root = "");
+// A number that changes whenever a process or thread is made (the last pid); 0 if it is unknown.
+uint64_t last_pid(const std::string& root = "");
 
 // All descendants of process `pid`, 0 for the caller, ascending; including zombies.
 std::vector<int> descendants(int pid = 0, const std::string& root = "");
@@ -94,6 +135,21 @@ struct TreeMemory {
 // processes and takes about 0.1 s per GiB. IO if /proc can't be read.
 TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::string& root = "");
 
+// Bytes that a process holds in addition because of copy-on-write: private pages that differ from
+// those of the process it was forked from, at addresses that both map. The old content of a page
+// that the parent has written since, or the new content of one that the child has written. Pages
+// shared by several children are divided among them.
+struct ForkCopies {
+  int pid = 0;
+  int forked_from = 0;  // the closest living ancestor without an exec in between
+  uint64_t bytes = 0;
+};
+// The copies of every process below `pid` (0: the caller) that was forked without an exec since.
+// The sum is exact with the privilege to read frame numbers; without it, copies of different forks
+// of one page count once (see read_tree). An area that parent and child have mapped separately at
+// the same address since the fork counts as well. Takes about 0.1 s per GiB.
+std::vector<ForkCopies> read_fork_copies(int pid, const std::string& root = "");
+
 // A memory limit of a process: one level of its cgroup chain (v1 or v2), or the node.
 struct MemoryLimit {
   std::string source;  // "cgroup v1 /a/b", "cgroup v2 /a/b", "MemAvailable"
@@ -107,6 +163,24 @@ struct MemoryLimit {
 // mounted. Levels without a limit, or that can't be read, are omitted. In v2 `limit_bytes` is the
 // lower of memory.max and memory.high.
 std::vector<MemoryLimit> memory_limits(const std::string& root = "", int pid = 0);
+
+// One level of a cgroup chain with a memory controller.
+struct MemoryCgroup {
+  int version = 1;
+  std::string name;       // as in /proc/PID/cgroup, "/" at the root of the part that is mounted
+  std::string directory;  // of its files
+
+  bool operator==(const MemoryCgroup&) const = default;
+};
+// This process's own memory cgroup and those around it, the own one first. With v1 and v2 both
+// mounted, the chain of v1, which then has the controller.
+std::vector<MemoryCgroup> memory_cgroups(const std::string& root = "");
+// Bytes charged to a cgroup, page cache included; 0 if it can't be read.
+uint64_t charged_to(const MemoryCgroup& group);
+// The part of it that is page cache.
+uint64_t page_cache_of(const MemoryCgroup& group);
+// OOM kills in a cgroup so far (in v2 also in those below it).
+uint64_t oom_kills_in(const MemoryCgroup& group);
 
 // The number of CPUs that this process may use: its affinity mask, or less if a CPU quota of its
 // cgroup chain (v1 or v2) is lower; at least 1.

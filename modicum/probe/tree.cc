@@ -116,14 +116,9 @@ class Pages {
     file_->read(std::as_writable_bytes(entries), address / kPageBytes * sizeof(uint64_t));
   }
 
-  // Pages that the root process maps, too.
-  void add_shared_page() noexcept { shared_bytes_ += kPageBytes; }
-  uint64_t shared_bytes() const noexcept { return shared_bytes_; }
-
  private:
   std::unique_ptr<File> file_;
   std::vector<AddressRange> mapped_;
-  uint64_t shared_bytes_ = 0;
 };
 
 struct Distinct {
@@ -132,44 +127,87 @@ struct Distinct {
   uint64_t shared = 0;  // of own
 };
 
+bool is_private_memory(uint64_t entry) noexcept {
+  return (entry & kPresent) != 0 && (entry & kOfFile) == 0;
+}
+
 // Whether two processes map one private page, so that a write by either copies it. Without access
 // to frame numbers, two pages that are both shared with some process count as one.
 bool is_same_page(uint64_t one, uint64_t other) {
   const auto is_shared = [](uint64_t entry) {
-    return (entry & kPresent) != 0 && (entry & (kOfFile | kExclusive)) == 0;
+    return is_private_memory(entry) && (entry & kExclusive) == 0;
   };
   return is_shared(one) && is_shared(other) && ((one ^ other) & kFrame) == 0;
 }
+
+// The pages at one address that several processes may map, by frame.
+class SharedPages {
+ public:
+  struct Row {
+    uint64_t frame = 0;
+    int shown_by = 0;
+    bool by_first = false;
+  };
+
+  // Adds a process's entry, those of the root process first. Returns the index of its row; further
+  // frames share the last one.
+  size_t add(uint64_t entry, bool is_first) noexcept {
+    const uint64_t frame = entry & kFrame;
+    size_t at = 0;
+    while (at < n_ && rows_[at].frame != frame) ++at;
+    if (at == n_ && n_ < rows_.size()) rows_[n_++] = {frame, 0, is_first};
+    at = std::min(at, rows_.size() - 1);
+    ++rows_[at].shown_by;
+    return at;
+  }
+  std::span<const Row> rows() const noexcept { return {rows_.data(), n_}; }
+
+ private:
+  std::array<Row, 8> rows_{};
+  size_t n_ = 0;
+};
 
 // The number of different pages that the processes map at one address; the root process comes
 // first. Without access to frame numbers, all shared mappings count as one page. A page that only
 // one of the processes maps, but that is not exclusive, is not counted: it is the zero page, or is
 // shared with a foreign process.
 Distinct distinct(std::span<const uint64_t> entries) {
-  struct Shared {
-    uint64_t frame = 0;
-    int shown_by = 0;
-    bool by_first = false;
-  };
-  std::array<Shared, 8> shared{};
-  size_t n = 0;
+  SharedPages shared;
   Distinct pages;
   for (size_t i = 0; i < entries.size(); ++i) {
-    if ((entries[i] & kPresent) == 0 || (entries[i] & kOfFile) != 0) continue;
+    if (!is_private_memory(entries[i])) continue;
     if ((entries[i] & kExclusive) != 0) {
       ++(i == 0 ? pages.own : pages.copied);
-      continue;
+    } else {
+      shared.add(entries[i], i == 0);
     }
-    const uint64_t frame = entries[i] & kFrame;
-    size_t at = 0;
-    while (at < n && shared[at].frame != frame) ++at;
-    if (at == n && n < shared.size()) shared[n++] = {frame, 0, i == 0};
-    ++shared[std::min(at, shared.size() - 1)].shown_by;  // further frames share the last row
   }
-  for (size_t i = 0; i < n; ++i) {
-    if (shared[i].shown_by > 1) ++(shared[i].by_first ? pages.own : pages.copied);
+  for (const SharedPages::Row& row : shared.rows()) {
+    if (row.shown_by > 1) ++(row.by_first ? pages.own : pages.copied);
   }
   return pages;
+}
+
+// Adds to `bytes` of each process, the root process excepted, its part of the copied pages.
+void add_copies(std::span<const uint64_t> entries, std::span<uint64_t> bytes) {
+  SharedPages shared;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (!is_private_memory(entries[i])) continue;
+    if ((entries[i] & kExclusive) == 0) {
+      shared.add(entries[i], i == 0);
+    } else if (i != 0) {
+      bytes[i] += kPageBytes;
+    }
+  }
+  for (const SharedPages::Row& row : shared.rows()) {
+    if (row.shown_by < 2 || row.by_first) continue;
+    for (size_t i = 1; i < entries.size(); ++i) {
+      const bool is_sharer = is_private_memory(entries[i]) && (entries[i] & kExclusive) == 0;
+      if (is_sharer && (entries[i] & kFrame) == row.frame) {
+        bytes[i] += kPageBytes / static_cast<uint64_t>(row.shown_by);
+      }
+    }
+  }
 }
 
 // Sums bytes by range. Pages are added in ascending order.
@@ -211,35 +249,28 @@ class Account {
   size_t next_ = 0;
 };
 
-// Counts an area from all processes' pagemap entries, kBlockPages at a time.
-void count_area(const Area& area, std::vector<Pages>& processes, Account& account) {
-  std::vector<Pages*> shown;
-  for (Pages& pages : processes) {
-    if (shown.empty() || pages.may_show(area)) shown.push_back(&pages);
-  }
+// Calls `page` with the address of each page of an area and the entries of all processes, 0 of
+// those that can't have inherited it. Reads kBlockPages at a time.
+void for_each_page(const Area& area, std::vector<Pages>& processes,
+                   FunctionRef<void(uint64_t address, std::span<const uint64_t> entries)> page) {
   const uint64_t all = (area.at.end - area.at.begin) / kPageBytes;
-  std::vector<std::vector<uint64_t>> entries(shown.size());
-  std::vector<uint64_t> at_one(shown.size());
+  std::vector<std::vector<uint64_t>> entries(processes.size());
+  std::vector<uint64_t> at_one(processes.size());
   for (uint64_t done = 0; done < all; done += kBlockPages) {
     const uint64_t begin = area.at.begin + done * kPageBytes;
     const uint64_t n = std::min(kBlockPages, all - done);
-    for (size_t i = 0; i < shown.size(); ++i) {
+    for (size_t i = 0; i < processes.size(); ++i) {
       entries[i].assign(n, 0);
+      if (i != 0 && !processes[i].may_show(area)) continue;
       try {
-        shown[i]->read(begin, entries[i]);
+        processes[i].read(begin, entries[i]);
       } catch (const Error&) {
         if (i == 0) throw;  // a child may have ended: it counts nothing
       }
     }
-    for (uint64_t page = 0; page < n; ++page) {
-      for (size_t i = 0; i < shown.size(); ++i) at_one[i] = entries[i][page];
-      Distinct pages = distinct(at_one);
-      for (size_t i = 1; i < shown.size(); ++i) {
-        if (!is_same_page(at_one[0], at_one[i])) continue;
-        shown[i]->add_shared_page();
-        pages.shared = 1;
-      }
-      account.add(begin + page * kPageBytes, pages);
+    for (uint64_t at = 0; at < n; ++at) {
+      for (size_t i = 0; i < processes.size(); ++i) at_one[i] = entries[i][at];
+      page(begin + at * kPageBytes, at_one);
     }
   }
 }
@@ -298,13 +329,127 @@ TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::s
     fail(Category::io, "cannot read the memory map of the process",
          {.file = "smaps", .culprit_pid = first});
   }
-  for (const Area& area : areas_in(*smaps)) count_area(area, pages, account);
-  for (size_t i = 0; i < pages.size(); ++i) {
-    tree.processes[process_of[i]].shared_bytes = pages[i].shared_bytes();
+  for (const Area& area : areas_in(*smaps)) {
+    for_each_page(area, pages, [&](uint64_t address, std::span<const uint64_t> entries) {
+      Distinct found = distinct(entries);
+      for (size_t i = 1; i < entries.size(); ++i) {
+        if (!is_same_page(entries[0], entries[i])) continue;
+        tree.processes[process_of[i]].shared_bytes += kPageBytes;
+        found.shared = 1;
+      }
+      account.add(address, found);
+    });
   }
   tree.ranges = account.ranges();
   tree.rest = account.rest();
   return tree;
+}
+
+namespace {
+
+// A process of a tree, and the process that it was forked from.
+struct Forked {
+  int pid = 0;
+  std::optional<size_t> from;  // none: the root, or a process that has started a program since
+  std::vector<Area> areas;
+};
+
+// The processes of the tree, each after the one that it was forked from.
+std::vector<Forked> forks_of(int pid, const std::string& root) {
+  std::vector<Forked> found;
+  std::vector<std::string> auxvs;
+  std::vector<int> pids = {pid == 0 ? static_cast<int>(::getpid()) : pid};
+  const std::vector<int> below = descendants(pid, root);
+  pids.insert(pids.end(), below.begin(), below.end());
+  std::vector<int> parents;
+  for (const int one : pids) {
+    const std::string directory = directory_of(one, root);
+    parents.push_back(parent_of(read_kernel_text(directory + "/stat").value_or("")));
+    auxvs.push_back(read_kernel_text(directory + "/auxv").value_or(""));
+  }
+  std::vector<size_t> order = {0};
+  for (size_t next = 0; next < order.size(); ++next) {
+    const size_t parent = order[next];
+    for (size_t i = 1; i < pids.size(); ++i) {
+      if (parents[i] == pids[parent]) order.push_back(i);
+    }
+  }
+  for (const size_t i : order) {
+    Forked one{.pid = pids[i]};
+    for (size_t k = 0; k < found.size(); ++k) {
+      const auto at = std::find(pids.begin(), pids.end(), found[k].pid) - pids.begin();
+      const bool is_parent = i != 0 && found[k].pid == parents[i];
+      if (is_parent && !auxvs[i].empty() && auxvs[i] == auxvs[static_cast<size_t>(at)]) {
+        one.from = k;
+      }
+    }
+    found.push_back(std::move(one));
+  }
+  return found;
+}
+
+// The parts of `areas` outside of `others`; both ascend.
+std::vector<Area> without(const std::vector<Area>& areas, const std::vector<Area>& others) {
+  std::vector<Area> left;
+  for (Area area : areas) {
+    for (const Area& other : others) {
+      if (other.at.end <= area.at.begin || other.at.begin >= area.at.end) continue;
+      if (other.at.begin > area.at.begin) {
+        left.push_back({{area.at.begin, other.at.begin}, area.is_inherited});
+      }
+      area.at.begin = std::min(other.at.end, area.at.end);
+    }
+    if (area.at.begin < area.at.end) left.push_back(area);
+  }
+  return left;
+}
+
+// Adds the copies of the areas of process `parent` that its forked descendants keep.
+void add_copies_of(std::vector<Forked>& forks, size_t parent, std::vector<uint64_t>& bytes,
+                   const std::string& root) {
+  std::vector<size_t> members = {parent};
+  for (size_t i = parent + 1; i < forks.size(); ++i) {
+    const auto from = forks[i].from;
+    if (from && std::find(members.begin(), members.end(), *from) != members.end()) {
+      members.push_back(i);
+    }
+  }
+  if (members.size() < 2) return;
+  const std::string smaps = directory_of(forks[parent].pid, root) + "/smaps";
+  const std::vector<Area> areas = areas_in(read_kernel_text(smaps).value_or(""));
+  std::vector<Area> own = areas;  // what it has inherited is counted for its own parent
+  forks[parent].areas = areas;
+  for (auto from = forks[parent].from; from; from = forks[*from].from) {
+    own = without(own, forks[*from].areas);
+  }
+  std::vector<Pages> pages;
+  for (const size_t member : members) pages.emplace_back(forks[member].pid, root);
+  std::vector<uint64_t> of_member(members.size());
+  for (const Area& area : own) {
+    for_each_page(area, pages, [&](uint64_t, std::span<const uint64_t> entries) {
+      add_copies(entries, of_member);
+    });
+  }
+  for (size_t i = 1; i < members.size(); ++i) bytes[members[i]] += of_member[i];
+}
+
+}  // namespace
+
+std::vector<ForkCopies> read_fork_copies(int pid, const std::string& root) {
+  std::vector<Forked> forks = forks_of(pid, root);
+  std::vector<uint64_t> bytes(forks.size());
+  for (size_t i = 0; i < forks.size(); ++i) {
+    try {
+      add_copies_of(forks, i, bytes, root);
+    } catch (const Error&) {
+      continue;  // a process has ended meanwhile
+    }
+  }
+  std::vector<ForkCopies> copies;
+  for (size_t i = 0; i < forks.size(); ++i) {
+    if (forks[i].from) copies.push_back({forks[i].pid, forks[*forks[i].from].pid, bytes[i]});
+  }
+  return copies;
 }
 
 }  // namespace modicum

@@ -189,6 +189,48 @@ TEST(Tree, OverlappingRangesAndMissingProcessesAreErrors) {
   EXPECT_EQ(category_of(99, {}), Category::io);
 }
 
+// "PID<PARENT:pages " of each forked process.
+std::string text_of(const std::vector<ForkCopies>& copies) {
+  std::string text;
+  for (const ForkCopies& one : copies) {
+    text += std::to_string(one.pid) + "<" + std::to_string(one.forked_from) + ":" +
+            std::to_string(static_cast<double>(one.bytes) / kPageBytes).substr(0, 4) + " ";
+  }
+  return text;
+}
+
+// Catches a copy that two children share and that counts in full for each, a page that all share
+// and that counts as a copy, and a new page of the child that counts for no process.
+TEST(ForkCopies, AreDividedAmongTheChildrenThatShareThem) {
+  Machine machine;
+  put(machine, {.pid = 100, .entries = {{16, kAlone | 1}, {17, kPresent | 7}, {18, kPresent | 8}}});
+  put(machine, {.pid = 101,
+                .parent = 100,
+                .entries = {{16, kPresent | 6}, {17, kPresent | 7}, {18, kAlone | 3}}});
+  put(machine, {.pid = 102,
+                .parent = 100,
+                .entries = {{16, kPresent | 6}, {17, kPresent | 7}, {18, kPresent | 8}}});
+  put(machine, {.pid = 103, .parent = 100, .entries = {{16, kAlone}}, .auxv = "another"});
+  EXPECT_EQ(text_of(read_fork_copies(100, machine.root())), "101<100:1.50 102<100:0.50 ");
+}
+
+// Catches copies of a grandchild that count twice: with the root's areas and with its parent's.
+TEST(ForkCopies, OfGrandchildrenCountOnce) {
+  constexpr std::string_view kMore =
+      "00010000-00012000 rw-p 00000000 00:00 0\nRss:   8 kB\nVmFlags: rd wr \n"
+      "00012000-00030000 rw-p 00000000 00:00 0\nRss:   8 kB\nVmFlags: rd wr \n";
+  constexpr std::string_view kFirst =
+      "00010000-00012000 rw-p 00000000 00:00 0\nRss:   8 kB\nVmFlags: rd wr \n";
+  Machine machine;
+  put(machine, {.pid = 100, .entries = {{16, kAlone}, {17, kAlone}}, .smaps = kFirst});
+  put(machine, {.pid = 300,
+                .parent = 100,
+                .entries = {{16, kAlone}, {17, kAlone}, {32, kAlone}, {33, kAlone}},
+                .smaps = kMore});
+  put(machine, {.pid = 200, .parent = 300, .entries = {{16, kAlone}, {32, kAlone}}});
+  EXPECT_EQ(text_of(read_fork_copies(100, machine.root())), "300<100:2.00 200<300:2.00 ");
+}
+
 // The remaining tests read this machine's /proc.
 
 class Child {

@@ -10,6 +10,7 @@
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/plan/plan.h"
 #include "modicum/report/doctor.h"  // IWYU pragma: export
+#include "modicum/watch/watch.h"
 
 namespace modicum {
 
@@ -257,6 +258,13 @@ struct VerifyReport {
 };
 std::string verify_json(const VerifyReport& report);
 std::string verify_text(const VerifyReport& report);
+
+// A watched command. The text is for stderr: what held how much when the tree held most, and a
+// paragraph about an OOM kill.
+std::string watch_json(const WatchRecord& record);
+std::string watch_text(const WatchRecord& record);
+// The paragraph alone, as one line; empty where nothing was killed.
+std::string killed_text(const WatchRecord& record);
 
 // The inputs of `step`: one parameter of `params` elements, sharded where buckets end.
 struct StepTask {

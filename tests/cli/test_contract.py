@@ -28,7 +28,7 @@ from program import (
 
 VERBS = (
     "inspect", "synth", "plan", "load", "rehearse", "save", "resume", "verify", "convert", "diff",
-    "step",
+    "step", "watch",
 )  # fmt: skip
 NUMBER = (int, float)
 

@@ -1,0 +1,122 @@
+// Cheap readings of one process: its status, its rank, its children.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "modicum/io/io.h"
+#include "modicum/probe/kernel_text.h"
+#include "modicum/probe/probe.h"
+
+namespace modicum {
+namespace {
+
+std::string file_of(int pid, std::string_view file, const std::string& root) {
+  return fmt::format("{}/proc/{}/{}", root, pid, file);
+}
+
+std::string_view word_after(std::string_view text, std::string_view label) {
+  const size_t at = text.starts_with(label) ? 0 : text.find(fmt::format("\n{}", label));
+  if (at == text.npos) return {};
+  std::string_view rest = text.substr(at + label.size() + (at == 0 ? 0 : 1));
+  rest = rest.substr(0, rest.find('\n'));
+  const size_t begin = rest.find_first_not_of('\t');
+  return begin == rest.npos ? std::string_view() : rest.substr(begin);
+}
+
+uint64_t bytes_in(std::string_view text, std::string_view label) {
+  const uint64_t kib = kernel_number_after(text, label).value_or(0);
+  return checked_mul(kib, kKiB).value_or(0);
+}
+
+// Field `number` of a stat file, counted from 1, behind the name, which may contain any character.
+std::optional<uint64_t> stat_number(const std::optional<std::string>& text, size_t number) {
+  if (!text || text->rfind(')') == text->npos) return std::nullopt;
+  const auto fields = split_kernel_text(std::string_view(*text).substr(text->rfind(')') + 1), ' ');
+  constexpr size_t kFirst = 3;
+  if (fields.size() <= number - kFirst) return std::nullopt;
+  return parse_kernel_number(fields[number - kFirst]);
+}
+
+// A variable of a list "NAME=value\0NAME=value\0".
+std::optional<int> number_of(std::string_view variables, std::string_view name) {
+  for (const std::string_view one : split_kernel_text(variables, '\0')) {
+    if (!one.starts_with(name) || one.size() <= name.size() || one[name.size()] != '=') continue;
+    const auto number = parse_kernel_number(one.substr(name.size() + 1));
+    return number && *number <= INT32_MAX ? std::optional(static_cast<int>(*number)) : std::nullopt;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<ProcessStatus> read_status(int pid, const std::string& root) {
+  const auto text = read_kernel_text(file_of(pid, "status", root));
+  if (!text) return std::nullopt;
+  const std::string_view state = word_after(*text, "State:");
+  return ProcessStatus{.parent = static_cast<int>(kernel_number_after(*text, "PPid:").value_or(0)),
+                       .name = std::string(word_after(*text, "Name:")),
+                       .is_alive = !state.starts_with('Z') && !state.starts_with('X'),
+                       .rss_anon = bytes_in(*text, "RssAnon:"),
+                       .rss_shmem = bytes_in(*text, "RssShmem:"),
+                       .rss_file = bytes_in(*text, "RssFile:"),
+                       .peak_rss = bytes_in(*text, "VmHWM:"),
+                       .page_tables = bytes_in(*text, "VmPTE:"),
+                       .locked = bytes_in(*text, "VmLck:")};
+}
+
+std::optional<uint64_t> read_pss(int pid, const std::string& root) {
+  const auto text = read_kernel_text(file_of(pid, "smaps_rollup", root));
+  if (!text || !kernel_number_after(*text, "Pss_Anon:")) return std::nullopt;
+  return bytes_in(*text, "Pss_Anon:") + bytes_in(*text, "Pss_Shmem:");
+}
+
+uint64_t read_minor_faults(int pid, const std::string& root) {
+  return stat_number(read_kernel_text(file_of(pid, "stat", root)), 10).value_or(0);
+}
+
+std::optional<int> read_wait_status(int pid, const std::string& root) {
+  const auto text = read_kernel_text(file_of(pid, "stat", root));
+  if (!text || text->find(") Z ") == text->npos) return std::nullopt;
+  const auto status = stat_number(text, 52);
+  return status ? std::optional(static_cast<int>(*status)) : std::nullopt;
+}
+
+std::optional<int> rank_of(int pid, const std::string& root) {
+  const auto variables = read_kernel_text(file_of(pid, "environ", root));
+  if (!variables) return std::nullopt;
+  for (const char* const name : {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK"}) {
+    if (const auto rank = number_of(*variables, name)) return rank;
+  }
+  return std::nullopt;
+}
+
+std::vector<int> children_of(int pid, const std::string& root) {
+  std::vector<int> children;
+  std::vector<std::string> threads;
+  try {
+    threads = PosixFileSystem().list(file_of(pid, "task", root));
+  } catch (const Error&) {
+    return children;  // it has ended
+  }
+  for (const std::string& thread : threads) {
+    const auto text = read_kernel_text(file_of(pid, "task/" + thread + "/children", root));
+    for (const std::string_view word : split_kernel_text(text.value_or(""), ' ')) {
+      if (const auto child = parse_kernel_number(word)) {
+        children.push_back(static_cast<int>(*child));
+      }
+    }
+  }
+  std::sort(children.begin(), children.end());
+  return children;
+}
+
+uint64_t last_pid(const std::string& root) {
+  const auto text = read_kernel_text(root + "/proc/loadavg");
+  if (!text) return 0;
+  const auto words = split_kernel_text(*text, ' ');
+  return words.empty() ? 0 : parse_kernel_number(words.back()).value_or(0);
+}
+
+}  // namespace modicum

@@ -1,0 +1,112 @@
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include "modicum/base/sanitizers_double.h"
+#include "modicum/probe/machine_double.h"
+#include "modicum/probe/probe.h"
+
+namespace modicum {
+namespace {
+
+using std::string_literals::operator""s;
+
+// Catches a name that is taken from another line, and a zombie that counts as alive.
+TEST(Status, HasTheMemoryOfOneProcess) {
+  Machine machine;
+  machine.put("/proc/7/status",
+              "Name:\tpython 3 (x)\nState:\tS (sleeping)\nPPid:\t6\nVmLck:\t  4 kB\n"
+              "VmHWM:\t  90 kB\nVmRSS:\t  70 kB\nRssAnon:\t  40 kB\nRssFile:\t  20 kB\n"
+              "RssShmem:\t  10 kB\nVmPTE:\t  8 kB\n");
+  machine.put("/proc/8/status", "Name:\tgone\nState:\tZ (zombie)\nPPid:\t7\n");
+  const auto status = read_status(7, machine.root());
+  ASSERT_TRUE(status);
+  EXPECT_EQ(status->name, "python 3 (x)");
+  EXPECT_EQ(status->parent, 6);
+  EXPECT_TRUE(status->is_alive);
+  EXPECT_EQ(status->rss_anon, 40 * kKiB);
+  EXPECT_EQ(status->rss_file, 20 * kKiB);
+  EXPECT_EQ(status->rss_shmem, 10 * kKiB);
+  EXPECT_EQ(status->peak_rss, 90 * kKiB);
+  EXPECT_EQ(status->page_tables, 8 * kKiB);
+  EXPECT_EQ(status->locked, 4 * kKiB);
+  EXPECT_FALSE(read_status(8, machine.root())->is_alive);
+  EXPECT_EQ(read_status(9, machine.root()), std::nullopt);
+}
+
+TEST(Status, PssIsOfPrivateAndSharedMemoryWithoutFiles) {
+  Machine machine;
+  machine.put("/proc/7/smaps_rollup",
+              "Rss: 90 kB\nPss: 60 kB\nPss_Anon: 20 kB\nPss_File: 30 kB\nPss_Shmem: 10 kB\n");
+  machine.put("/proc/8/smaps_rollup", "Rss: 90 kB\nPss: 60 kB\n");
+  EXPECT_EQ(read_pss(7, machine.root()), 30 * kKiB);
+  EXPECT_EQ(read_pss(8, machine.root()), std::nullopt);
+}
+
+// Catches LOCAL_RANK that is preferred, and a variable whose name only begins alike.
+TEST(Status, RanksComeFromTheLaunchersVariables) {
+  Machine machine;
+  machine.put("/proc/1/environ", "LOCAL_RANK=1\0RANK_=9\0RANK=5\0"s);
+  machine.put("/proc/2/environ", "RANK=none\0OMPI_COMM_WORLD_RANK=3\0"s);
+  machine.put("/proc/3/environ", "MYRANK=3\0RANKS=4\0"s);
+  machine.put("/proc/4/environ", "LOCAL_RANK=2\0"s);
+  EXPECT_EQ(rank_of(1, machine.root()), 5);
+  EXPECT_EQ(rank_of(2, machine.root()), 3);
+  EXPECT_EQ(rank_of(3, machine.root()), std::nullopt);
+  EXPECT_EQ(rank_of(4, machine.root()), 2);
+}
+
+// Catches children that only the main thread's list has.
+TEST(Status, ChildrenAreThoseOfAllThreads) {
+  Machine machine;
+  machine.put("/proc/7/task/7/children", "12 11 ");
+  machine.put("/proc/7/task/8/children", "10 ");
+  machine.put("/proc/loadavg", "0.1 0.2 0.3 1/200 4321\n");
+  EXPECT_EQ(children_of(7, machine.root()), (std::vector<int>{10, 11, 12}));
+  EXPECT_EQ(children_of(99, machine.root()), (std::vector<int>{}));
+  EXPECT_EQ(last_pid(machine.root()), 4321U);
+}
+
+TEST(Status, FaultsAreCountedAfterTheName) {
+  Machine machine;
+  machine.put("/proc/7/stat", "7 (a) 5 b) S 1 2 3 4 -1 6 77 8 9 10\n");
+  EXPECT_EQ(read_minor_faults(7, machine.root()), 77U);
+  EXPECT_EQ(read_wait_status(7, machine.root()), std::nullopt);
+  std::string fields;
+  for (int field = 4; field < 52; ++field) fields += "1 ";
+  machine.put("/proc/8/stat", "8 (a) 5 b) Z " + fields + "9\n");
+  machine.put("/proc/9/stat", "9 (a) 5 b) S " + fields + "9\n");
+  EXPECT_EQ(read_wait_status(8, machine.root()), 9);
+  EXPECT_EQ(read_wait_status(9, machine.root()), std::nullopt);
+}
+
+// Catches the chain of v2 that follows the one of v1, and the counters of another version.
+TEST(MemoryCgroups, AreTheChainThatHasTheController) {
+  Machine machine;
+  machine.put("/proc/self/cgroup", "3:memory:/a/b\n0::/u\n");
+  machine.put("/proc/self/mountinfo",
+              "30 20 0:30 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+              "31 20 0:31 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n");
+  machine.put_v1("/a/b", "100", 7000, 100, 200);
+  machine.put("/sys/fs/cgroup/memory/a/b/memory.oom_control", "under_oom 0\noom_kill 3\n");
+  const auto groups = memory_cgroups(machine.root());
+  ASSERT_EQ(groups.size(), 3U);
+  EXPECT_EQ(groups[0].name, "/a/b");
+  EXPECT_EQ(groups[2].name, "/");
+  EXPECT_EQ(charged_to(groups[0]), 7000U);
+  EXPECT_EQ(page_cache_of(groups[0]), 300U);
+  EXPECT_EQ(oom_kills_in(groups[0]), 3U);
+}
+
+TEST(ThisMachine, HasAStatusForEveryProcess) {
+  const auto status = read_status(getpid());
+  ASSERT_TRUE(status);
+  EXPECT_EQ(status->parent, getppid());
+  EXPECT_TRUE(status->is_alive);
+  EXPECT_GT(status->rss_anon, 0U);
+  if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own";
+  EXPECT_NEAR(static_cast<double>(read_pss(getpid()).value_or(status->rss_anon)),
+              static_cast<double>(status->rss_anon + status->rss_shmem), 2.0 * kMiB);
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,161 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "modicum/json/json.h"
+#include "modicum/report/report.h"
+
+namespace modicum {
+namespace {
+
+constexpr size_t kMostLines = 12;  // of the text
+
+std::string name_of(const std::string& name, int pid, const std::optional<int>& rank) {
+  std::string text = fmt::format("{} (pid {}", printable(name), pid);
+  if (rank) text += fmt::format(", rank {}", *rank);
+  return text + ")";
+}
+
+std::string name_of(const WatchedProcess& of) { return name_of(of.name, of.pid, of.rank); }
+
+void killed_member(JsonWriter& out, const WatchRecord& record) {
+  out.key("killed");
+  if (!record.killed) {
+    out.null();
+    return;
+  }
+  const WatchedKill& of = *record.killed;
+  out.begin_object().member("pid", of.pid).member("name", of.name).member("rank", of.rank);
+  out.member("signal", of.signal).member("at_s", of.at_s);
+  out.member("limit_bytes", of.limit_bytes).member("limit_source", of.limit_source);
+  out.member("held_bytes", of.held_bytes).member("tree_held_bytes", of.tree_held_bytes);
+  out.member("page_cache_bytes", of.page_cache_bytes);
+  std::optional<std::string> phase;
+  if (!of.phase.empty()) phase = of.phase;
+  out.member("phase", phase);
+  out.key("grew").begin_object().member("pid", of.grew_pid).member("name", of.grew_name);
+  out.member("bytes", of.grew_bytes).member("seconds", of.grew_s).end_object();
+  out.member("explanation", killed_text(record)).end_object();
+}
+
+void processes_member(JsonWriter& out, const WatchRecord& record) {
+  out.key("processes").begin_array();
+  for (const WatchedProcess& of : record.processes) {
+    out.begin_object().member("pid", of.pid).member("ppid", of.parent).member("name", of.name);
+    out.member("rank", of.rank).member("peak_bytes", of.peak_bytes);
+    out.member("held_at_peak_bytes", of.held_at_peak_bytes);
+    out.member("cow_duplicate_bytes", of.cow_duplicate_bytes).key("forked_from");
+    if (of.forked_from != 0) {
+      out.value(of.forked_from);
+    } else {
+      out.null();
+    }
+    out.member("peak_rss_bytes", of.peak_rss_bytes);
+    out.member("begin_s", of.begin_s).member("end_s", of.end_s).end_object();
+  }
+  out.end_array().member("processes_left_out", record.processes_left_out);
+}
+
+// By process those that held most when the tree did.
+std::vector<const WatchedProcess*> largest(const WatchRecord& record) {
+  std::vector<const WatchedProcess*> found;
+  for (const WatchedProcess& of : record.processes) found.push_back(&of);
+  std::stable_sort(found.begin(), found.end(), [](const auto* a, const auto* b) {
+    return std::pair(a->held_at_peak_bytes, a->peak_bytes) >
+           std::pair(b->held_at_peak_bytes, b->peak_bytes);
+  });
+  return found;
+}
+
+std::string copies_text(const WatchRecord& record) {
+  if (record.cow_duplicate_bytes < kMiB) return "";
+  std::string text =
+      fmt::format("copies since a fork: {}\n", format_size(record.cow_duplicate_bytes));
+  size_t lines = 0;
+  for (const WatchedProcess& of : record.processes) {
+    if (of.cow_duplicate_bytes < kMiB || ++lines > kMostLines) continue;
+    const auto parent =
+        std::find_if(record.processes.begin(), record.processes.end(),
+                     [&](const WatchedProcess& one) { return one.pid == of.forked_from; });
+    const std::string from =
+        parent == record.processes.end() ? fmt::format("pid {}", of.forked_from) : name_of(*parent);
+    text += fmt::format("  {:>12}  {}, forked from {}\n", format_size(of.cow_duplicate_bytes),
+                        name_of(of), from);
+  }
+  return text;
+}
+
+// The advice at the end of the paragraph about a kill.
+std::string what_would_fit(const WatchRecord& record, const WatchedKill& of) {
+  if (record.cow_duplicate_bytes >= kMiB) {
+    return fmt::format(
+        "{} of it were copies of pages since a fork: without them this much would have been free",
+        format_size(record.cow_duplicate_bytes));
+  }
+  const uint64_t others = of.tree_held_bytes - std::min(of.tree_held_bytes, of.held_bytes);
+  if (others > of.held_bytes) {
+    return fmt::format("the other processes held {}", format_size(others));
+  }
+  return fmt::format("the same growth once more would need a limit of {}",
+                     format_size(of.limit_bytes + of.grew_bytes));
+}
+
+}  // namespace
+
+std::string watch_json(const WatchRecord& record) {
+  JsonWriter out;
+  out.begin_object().key("command").begin_array();
+  for (const std::string& word : record.command) out.value(printable(word));
+  out.end_array().member("exit_code", record.exit_code).member("elapsed_s", record.elapsed_s);
+  out.member("peak_bytes", record.peak_bytes).member("peak_at_s", record.peak_at_s);
+  out.member("cow_duplicate_bytes", record.cow_duplicate_bytes);
+  out.member("limit_bytes", record.limit_bytes);
+  processes_member(out, record);
+  killed_member(out, record);
+  out.member("left_running", record.left_running);
+  out.key("watch").begin_object().member("cpu_s", record.cpu_s);
+  out.member("peak_bytes", record.watcher_peak_bytes).end_object();
+  return out.end_object().text();
+}
+
+std::string killed_text(const WatchRecord& record) {
+  if (!record.killed) return "";
+  const WatchedKill& of = *record.killed;
+  std::string text = fmt::format(
+      "the kernel killed {} after {:.1f} s for lack of memory: {} allows {}. Just before, it held "
+      "{}, all processes of the command {}, and {} of page cache were in use.",
+      name_of(of.name, of.pid, of.rank), of.at_s, of.limit_source, format_size(of.limit_bytes),
+      format_size(of.held_bytes), format_size(of.tree_held_bytes),
+      format_size(of.page_cache_bytes));
+  if (!of.phase.empty()) text += fmt::format(" It was in phase '{}'.", printable(of.phase));
+  if (of.grew_bytes > 0) {
+    text +=
+        fmt::format(" {} grew last, by {} within {:.2f} s;", name_of(of.grew_name, of.grew_pid, {}),
+                    format_size(of.grew_bytes), of.grew_s);
+  } else {
+    text += " Nothing grew within the last second;";
+  }
+  return text + fmt::format(" {}.", what_would_fit(record, of));
+}
+
+std::string watch_text(const WatchRecord& record) {
+  std::string text =
+      fmt::format("\nmodicum watch: peak {} after {:.1f} of {:.1f} s",
+                  format_size(record.peak_bytes), record.peak_at_s, record.elapsed_s);
+  if (record.limit_bytes) text += fmt::format(", limit {}", format_size(*record.limit_bytes));
+  text += "\nheld at the peak:\n";
+  size_t lines = 0;
+  for (const WatchedProcess* const of : largest(record)) {
+    if (of->held_at_peak_bytes == 0 || ++lines > kMostLines) break;
+    text += fmt::format("  {:>12}  {}\n", format_size(of->held_at_peak_bytes), name_of(*of));
+  }
+  text += copies_text(record);
+  if (record.left_running > 0) {
+    text += fmt::format("{} process(es) of the command run on\n", record.left_running);
+  }
+  if (record.killed) text += fmt::format("killed: {}\n", killed_text(record));
+  return text + fmt::format("watching took {:.2f} s of CPU time and {}\n", record.cpu_s,
+                            format_size(record.watcher_peak_bytes));
+}
+
+}  // namespace modicum

@@ -1,0 +1,107 @@
+#include "modicum/watch/cage.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+
+namespace modicum {
+namespace {
+
+// The words of a kernel file.
+bool has_word(const std::string& file, std::string_view word) {
+  const std::string text = " " + read_kernel_text(file).value_or("") + " ";
+  return text.find(fmt::format(" {}", word)) != std::string::npos;
+}
+
+std::optional<uint64_t> number_of(const std::string& file) {
+  const std::string text = read_kernel_text(file).value_or("");
+  uint64_t number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc() ? std::optional(number) : std::nullopt;
+}
+
+[[noreturn]] void refuse(const MemoryCgroup& where, const std::string& why) {
+  fail(Category::io,
+       fmt::format("cannot make a memory cgroup in {} for --limit: {}", where.directory, why));
+}
+
+// The cgroup of v2 in which a limited one may be made.
+const MemoryCgroup& parent_in_v2(const std::vector<MemoryCgroup>& chain) {
+  const MemoryCgroup& own = chain.front();
+  const std::string control = own.directory + "/cgroup.subtree_control";
+  if (has_word(control, "memory") || write_kernel_text(control, "+memory")) return own;
+  const bool has_limit = number_of(own.directory + "/memory.max").has_value();
+  if (chain.size() < 2 || has_limit) {
+    refuse(own, has_limit ? "it has processes and a limit of its own"
+                          : "the memory controller is not delegated to it");
+  }
+  return chain[1];
+}
+
+}  // namespace
+
+MemoryCage::MemoryCage(FileSystem& files, uint64_t limit_bytes, std::string root)
+    : files_(files), root_(std::move(root)) {
+  const std::vector<MemoryCgroup> chain = memory_cgroups(root_);
+  if (chain.empty()) fail(Category::io, "cannot limit memory: no memory cgroup is mounted");
+  own_ = chain.front();
+  const MemoryCgroup& parent = own_.version == 2 ? parent_in_v2(chain) : own_;
+  make_below(parent, fmt::format("modicum-watch-{}", ::getpid()));
+  try {
+    write_limit(limit_bytes);
+  } catch (const Error&) {
+    files_.remove(group_.directory);
+    throw;
+  }
+}
+
+void MemoryCage::make_below(const MemoryCgroup& parent, const std::string& name) {
+  group_ = {.version = parent.version,
+            .name = (parent.name == "/" ? "" : parent.name) + "/" + name,
+            .directory = parent.directory + "/" + name};
+  try {
+    files_.make_directory(group_.directory);
+  } catch (const Error& error) {
+    refuse(parent, error.what_happened());
+  }
+}
+
+void MemoryCage::write_limit(uint64_t limit_bytes) {
+  const std::string text = std::to_string(limit_bytes);
+  const std::string file = group_.directory + (group_.version == 1 ? "/memory.limit_in_bytes"  //
+                                                                   : "/memory.max");
+  if (!write_kernel_text(file, text)) refuse(group_, "its limit can't be set");
+  // Without swap these files are missing, or have no effect.
+  if (group_.version == 1) {
+    write_kernel_text(group_.directory + "/memory.memsw.limit_in_bytes", text);
+  } else {
+    write_kernel_text(group_.directory + "/memory.swap.max", "0");
+  }
+}
+
+std::optional<uint64_t> MemoryCage::most_charged() const {
+  return number_of(group_.directory +
+                   (group_.version == 1 ? "/memory.max_usage_in_bytes" : "/memory.peak"));
+}
+
+MemoryCage::~MemoryCage() {
+  // A process that is being killed leaves its cgroup a little later than it can be waited for.
+  for (int attempt = 0; attempt < 200; ++attempt) {
+    std::string left = read_kernel_text(entry()).value_or("");
+    while (!left.empty()) {
+      const size_t end = std::min(left.find('\n'), left.size());
+      write_kernel_text(own_.directory + "/cgroup.procs", left.substr(0, end));
+      left.erase(0, end + 1);
+    }
+    try {
+      files_.remove(group_.directory);
+      return;
+    } catch (const Error&) {
+      ::usleep(5000);
+    }
+  }
+}
+
+}  // namespace modicum

@@ -1,0 +1,238 @@
+#include "modicum/watch/command.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/signalfd.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <ctime>
+#include <map>
+#include <system_error>
+#include <utility>
+
+#include "modicum/watch/cage.h"
+#include "modicum/watch/deaths.h"
+#include "modicum/watch/sampler.h"
+
+namespace modicum {
+namespace {
+
+constexpr int kForwarded[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
+
+int64_t cpu_ns() {
+  timespec time{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return int64_t{time.tv_sec} * kNsPerSecond + time.tv_nsec;
+}
+
+// Blocks the forwarded signals and SIGCHLD, and reads them from a descriptor.
+class Signals {
+ public:
+  Signals() {
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGCHLD);
+    for (const int signal : kForwarded) sigaddset(&set, signal);
+    sigprocmask(SIG_BLOCK, &set, &before_);
+    fd_ = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
+    if (fd_ < 0) fail(Category::io, "cannot receive signals: signalfd failed");
+  }
+  ~Signals() {
+    close(fd_);
+    restore_mask();
+  }
+  Signals(const Signals&) = delete;
+  Signals& operator=(const Signals&) = delete;
+
+  int fd() const noexcept { return fd_; }
+  void restore_mask() const noexcept { sigprocmask(SIG_SETMASK, &before_, nullptr); }
+  std::optional<signalfd_siginfo> next() const noexcept {
+    signalfd_siginfo info{};
+    const ssize_t got = read(fd_, &info, sizeof info);
+    return got == sizeof info ? std::optional(info) : std::nullopt;
+  }
+
+ private:
+  sigset_t before_{};
+  int fd_ = -1;
+};
+
+// In the command's process. Reports errno through `told`, which exec closes.
+[[noreturn]] void become(const WatchTask& task, const Signals& signals, const MemoryCage* cage,
+                         int told) {
+  std::vector<char*> words;
+  for (const std::string& word : task.command) words.push_back(const_cast<char*>(word.c_str()));
+  words.push_back(nullptr);
+  task.restore_signals();
+  signals.restore_mask();
+  bool is_ready = cage == nullptr || write_kernel_text(cage->entry(), "0");
+  if (is_ready && task.is_stdout_for_us) is_ready = dup2(STDERR_FILENO, STDOUT_FILENO) >= 0;
+  if (is_ready) execvp(words[0], words.data());
+  const int error = errno;
+  static_cast<void>(!write(told, &error, sizeof error));
+  _exit(127);
+}
+
+// Returns the pid of the command, which has been started.
+int start(const WatchTask& task, const Signals& signals, const MemoryCage* cage) {
+  int told[2];
+  if (pipe2(told, O_CLOEXEC) != 0) fail(Category::io, "cannot make a pipe");
+  const pid_t pid = fork();
+  if (pid == 0) become(task, signals, cage, told[1]);
+  close(told[1]);
+  int error = 0;
+  ssize_t got = -1;
+  while (pid > 0 && (got = read(told[0], &error, sizeof error)) < 0 && errno == EINTR) {
+  }
+  close(told[0]);
+  if (pid < 0) fail(Category::no_memory, "cannot fork for the command");
+  if (got <= 0) return pid;
+  waitpid(pid, nullptr, 0);
+  fail(Category::io, fmt::format("cannot start '{}': {}", printable(task.command[0]),
+                                 std::generic_category().message(error)));
+}
+
+class Watcher {
+ public:
+  Watcher(const WatchTask& task, FileSystem& files) : task_(task) {
+    if (task.limit_bytes) cage_.emplace(files, *task.limit_bytes);
+    prctl(PR_SET_CHILD_SUBREAPER, 1);
+    deaths_.emplace(cage_ ? std::vector{cage_->group()} : memory_cgroups());
+    begin_ns_ = clock_.now_ns();
+    command_ = start(task, signals_, cage_ ? &*cage_ : nullptr);
+    sampler_.emplace(clock_,
+                     SamplerOptions{.root_pid = getpid(),
+                                    .cpu_ns = cpu_ns,
+                                    .cage = cage_ ? std::optional(cage_->group()) : std::nullopt,
+                                    .limit_bytes = task.limit_bytes.value_or(0)});
+  }
+
+  WatchRecord run() {
+    while (!status_) {
+      const int64_t due_ns = clock_.now_ns() + sampler_->pause_ns();
+      take_sample();
+      while (!status_ && wait_until(due_ns)) {
+      }
+    }
+    wait_until(0);  // processes that ended together with the command
+    sampler_->sample();
+    return finish();
+  }
+
+ private:
+  void take_sample() {
+    sampler_->sample();
+    deaths_->follow(sampler_->alive());
+    if (limits_.empty() || clock_.now_ns() - limits_ns_ > kNsPerSecond) {
+      limits_ = memory_limits();
+      limits_ns_ = clock_.now_ns();
+    }
+  }
+
+  // Handles what happens until `due_ns`. Returns false when that time has come.
+  bool wait_until(int64_t due_ns) {
+    std::vector<pollfd> waited = {{signals_.fd(), POLLIN, 0}};
+    deaths_->add_to(waited);
+    const int64_t left_ns = std::max<int64_t>(0, due_ns - clock_.now_ns());
+    const timespec left{left_ns / kNsPerSecond, left_ns % kNsPerSecond};
+    const int ready = ppoll(waited.data(), waited.size(), &left, nullptr);
+    if (ready <= 0) return false;
+    const std::vector<int> dead = deaths_->ended(waited);
+    for (const int pid : dead) keep_status(pid);
+    if ((waited[0].revents & POLLIN) != 0) handle_signals();
+    if (!dead.empty()) note_deaths(dead);
+    return true;
+  }
+
+  void keep_status(int pid) {
+    if (const auto status = read_wait_status(pid)) statuses_.emplace(pid, *status);
+  }
+
+  void handle_signals() {
+    while (const auto info = signals_.next()) {
+      const int signal = static_cast<int>(info->ssi_signo);
+      if (signal == SIGCHLD) continue;
+      const std::vector<int> alive = sampler_->alive();
+      const int sender = static_cast<int>(info->ssi_pid);
+      const bool is_of_tree = std::find(alive.begin(), alive.end(), sender) != alive.end();
+      if (info->ssi_code != SI_KERNEL && !is_of_tree) kill(command_, signal);
+    }
+    int status = 0;
+    while (true) {  // this process also inherits the children of processes that have ended
+      const pid_t pid = waitpid(-1, &status, WNOHANG);
+      if (pid <= 0) return;
+      statuses_[pid] = status;
+      if (pid == command_) status_ = status;
+    }
+  }
+
+  void note_deaths(const std::vector<int>& dead) {
+    const std::optional<int> pid = deaths_->killed_of(dead, statuses_, *sampler_);
+    for (const int one : dead) statuses_.erase(one);
+    if (!pid || killed_) return;
+    const WatchedProcess* const process = sampler_->find(*pid);
+    const WatchSample& last = sampler_->last();
+    killed_ = WatchedKill{.pid = *pid,
+                          .name = process != nullptr ? process->name : "",
+                          .rank = process != nullptr ? process->rank : std::nullopt,
+                          .at_s = static_cast<double>(clock_.now_ns() - begin_ns_) / kNsPerSecond,
+                          .held_bytes = sampler_->last_held(*pid),
+                          .tree_held_bytes = last.held_bytes,
+                          .page_cache_bytes = last.page_cache_bytes};
+    if (task_.limit_bytes) {
+      killed_->limit_bytes = *task_.limit_bytes;
+      killed_->limit_source = "--limit";
+    } else if (!limits_.empty()) {
+      killed_->limit_bytes = limits_.front().limit_bytes;
+      killed_->limit_source = limits_.front().source;
+    }
+    const TreeSampler::Growth growth = sampler_->growth(kNsPerSecond);
+    if (growth.bytes == 0) return;
+    const WatchedProcess* const grew = sampler_->find(growth.pid);
+    killed_->grew_pid = growth.pid;
+    killed_->grew_name = grew != nullptr ? grew->name : "";
+    killed_->grew_bytes = growth.bytes;
+    killed_->grew_s = growth.seconds;
+  }
+
+  WatchRecord finish() {
+    WatchRecord record{.command = task_.command, .limit_bytes = task_.limit_bytes};
+    record.exit_code = WIFSIGNALED(*status_) ? 128 + WTERMSIG(*status_) : WEXITSTATUS(*status_);
+    record.elapsed_s = static_cast<double>(clock_.now_ns() - begin_ns_) / kNsPerSecond;
+    record.killed = killed_;
+    record.left_running = static_cast<int>(sampler_->alive().size());
+    sampler_->finish(record);
+    record.cpu_s = static_cast<double>(cpu_ns()) / kNsPerSecond;
+    record.watcher_peak_bytes = read_process_memory().peak_held();
+    return record;
+  }
+
+  const WatchTask& task_;
+  SteadyClock clock_;
+  const Signals signals_;
+  std::optional<MemoryCage> cage_;
+  std::optional<Deaths> deaths_;
+  std::optional<TreeSampler> sampler_;
+  int64_t begin_ns_ = 0;
+  int command_ = 0;
+  std::optional<int> status_;        // of the command, when it has ended
+  std::map<int, int> statuses_;      // of ended processes
+  std::vector<MemoryLimit> limits_;  // around the command
+  int64_t limits_ns_ = 0;
+  std::optional<WatchedKill> killed_;
+};
+
+}  // namespace
+
+WatchRecord watch_command(const WatchTask& task, FileSystem& files) {
+  Watcher watcher(task, files);
+  return watcher.run();
+}
+
+}  // namespace modicum

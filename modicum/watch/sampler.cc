@@ -1,0 +1,323 @@
+#include "modicum/watch/sampler.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace modicum {
+namespace {
+
+// CPU time for exact readings that a command may cost at once, before its share has grown: a short
+// command is measured, too.
+constexpr double kFirstCreditNs = 50 * kNsPerMs;
+constexpr double kMostCreditNs = 500 * kNsPerMs;
+constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before exact figures are read
+constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;  // between readings of page faults
+constexpr uint64_t kFaultsOfCopying = 256;          // 1 MiB of copied pages
+constexpr int kRankReads = 3;                       // of a process that may yet exec
+constexpr int64_t kRecentNs = 5 * kNsPerSecond;
+constexpr size_t kMostRecent = 256;
+// A process that is new and this small is read exactly at once: it costs less than a millisecond.
+constexpr uint64_t kSmallBytes = 32 * kMiB;
+
+// What counts as a change of `bytes`.
+uint64_t step_of(uint64_t bytes) noexcept { return std::max(kMiB, bytes / 64); }
+uint64_t distance(uint64_t a, uint64_t b) noexcept { return a > b ? a - b : b - a; }
+
+}  // namespace
+
+TreeSampler::TreeSampler(Clock& clock, SamplerOptions options)
+    : clock_(clock),
+      options_(std::move(options)),
+      begin_ns_(clock.now_ns()),
+      then_ns_(begin_ns_),
+      credit_ns_(kFirstCreditNs),
+      steady_since_ns_(begin_ns_) {}
+
+double TreeSampler::seconds(int64_t now) const noexcept {
+  return static_cast<double>(now - begin_ns_) / kNsPerSecond;
+}
+
+void TreeSampler::sample() {
+  const int64_t cpu_before = options_.cpu_ns();
+  const int64_t now = clock_.now_ns();
+  const double income = options_.duty * static_cast<double>(now - then_ns_);
+  credit_ns_ = std::min(kMostCreditNs, credit_ns_ + income);
+  then_ns_ = now;
+  discover();
+  read_statuses();
+  const int64_t cost = options_.cpu_ns() - cpu_before;
+  if (wants_exact(now)) {
+    read_exact();
+  } else if (owes_copies_ && credit_ns_ >= 0 && now - steady_since_ns_ >= kSteadyNs) {
+    read_copies();
+  }
+  record_sample(now);
+  credit_ns_ -= static_cast<double>(options_.cpu_ns() - cpu_before);
+  const double share = options_.duty / 2;
+  pause_ns_ = std::max(kShortestPauseNs, static_cast<int64_t>(static_cast<double>(cost) / share));
+  // A steep rise to the limit is over in a few samples; credit pays for more of them.
+  const bool is_near = options_.limit_bytes != 0 &&
+                       std::max(last().held_bytes, last().charged_bytes) > options_.limit_bytes / 2;
+  if (is_near && credit_ns_ > kFirstCreditNs / 5)
+    pause_ns_ = std::min(pause_ns_, kPauseNearLimitNs);
+}
+
+// ---- processes
+
+void TreeSampler::discover() {
+  const uint64_t last = last_pid(options_.root);
+  // A pid is given before its process can be found, so one walk after the last one is not enough.
+  walks_ = last == last_pid_ ? walks_ + 1 : 0;
+  if (last != 0 && walks_ > 2) return;
+  last_pid_ = last;
+  std::vector<int> ahead = {options_.root_pid};
+  while (!ahead.empty()) {
+    const int parent = ahead.back();
+    ahead.pop_back();
+    for (const int child : children_of(parent, options_.root)) {
+      ahead.push_back(child);
+      const auto is_it = [child](const Tracked& one) { return one.pid == child; };
+      if (std::none_of(tracked_.begin(), tracked_.end(), is_it)) add(child);
+    }
+  }
+}
+
+void TreeSampler::add(int pid) {
+  auto status = read_status(pid, options_.root);
+  if (!status || !status->is_alive) return;
+  Tracked one{.pid = pid, .status = std::move(*status)};
+  one.anon_then = one.status.rss_anon;
+  if (one.rss_bytes() <= kSmallBytes) {
+    one.pss_bytes = read_pss(pid, options_.root).value_or(one.rss_bytes());
+  }
+  ++left_out_;
+  if (processes_.size() < kMostProcesses) give_record(one, seconds(then_ns_));
+  tracked_.push_back(std::move(one));
+}
+
+void TreeSampler::give_record(Tracked& one, double at_s) {
+  --left_out_;
+  one.process = processes_.size();
+  processes_.push_back({.pid = one.pid,
+                        .parent = one.status.parent,
+                        .name = one.status.name,
+                        .begin_s = at_s,
+                        .end_s = at_s});
+}
+
+void TreeSampler::read_rank(Tracked& one) {
+  if (!one.process || one.rank_reads >= kRankReads) return;
+  ++one.rank_reads;
+  processes_[*one.process].rank = rank_of(one.pid, options_.root);
+}
+
+void TreeSampler::read_statuses() {
+  for (Tracked& one : tracked_) {
+    auto status = read_status(one.pid, options_.root);
+    if (!status) status.emplace(ProcessStatus{.is_alive = false});
+    if (!status->is_alive) {
+      one.status.is_alive = false;
+      continue;
+    }
+    if (status->name != one.status.name) one.rank_reads = 0;  // it has started another program
+    one.status = std::move(*status);
+    if (one.status.rss_anon < one.anon_then) {
+      one.pss_bytes -= std::min(one.pss_bytes, one.anon_then - one.status.rss_anon);
+      one.anon_then = one.status.rss_anon;
+    }
+    read_rank(one);
+  }
+  std::erase_if(tracked_, [](const Tracked& one) { return !one.status.is_alive; });
+}
+
+uint64_t TreeSampler::rss_sum() const noexcept {
+  uint64_t sum = 0;
+  for (const Tracked& one : tracked_) sum += one.rss_bytes();
+  return sum;
+}
+
+// ---- exact figures
+
+// Whether pages have been copied since Pss was last read, and no more are now.
+bool TreeSampler::has_copied(int64_t now) {
+  if (tracked_.size() < 2 || now - faults_at_ns_ < kFaultsEveryNs) return false;
+  faults_at_ns_ = now;
+  uint64_t more = 0;
+  for (Tracked& one : tracked_) {
+    const uint64_t faults = read_minor_faults(one.pid, options_.root);
+    if (one.faults != 0 && faults > one.faults) more += faults - one.faults;
+    one.faults = faults;
+  }
+  faults_since_ += more;
+  const bool rise = more >= kFaultsOfCopying / 4;
+  const bool is_over = std::exchange(faults_rose_, rise) && !rise;
+  // While it goes on, exact figures are read only from credit that a long command has earned.
+  return faults_since_ >= kFaultsOfCopying && (is_over || credit_ns_ > 2 * kFirstCreditNs);
+}
+
+// Exact figures are worth their cost at an edge; and where the tree may hold more than ever, that
+// is not known already, and something has changed since they were last read.
+bool TreeSampler::wants_exact(int64_t now) {
+  const uint64_t sum = rss_sum();
+  if (distance(sum, rss_before_) > step_of(sum) / 8) steady_since_ns_ = now;
+  rss_before_ = sum;
+  if (tracked_.empty()) return false;
+  const bool has_new_copies = has_copied(now);
+  if (credit_ns_ < 0) return false;
+  if (std::exchange(is_edge_, false)) return true;
+  uint64_t held = 0;
+  for (const Tracked& one : tracked_) held += one.held_bytes();
+  if (sum <= peak_bytes_ || sum - std::min(sum, held) <= step_of(sum) / 2) return false;
+  const uint64_t change = distance(sum, rss_at_exact_);
+  if (has_new_copies || (sum > rss_at_exact_ && change > 4 * step_of(sum))) return true;
+  return change > step_of(sum) / 2 && now - steady_since_ns_ >= kSteadyNs;
+}
+
+void TreeSampler::read_exact() {
+  for (Tracked& one : tracked_) {
+    const auto pss = read_pss(one.pid, options_.root);
+    // On old kernels, and for another user's processes, shared pages count in full.
+    one.pss_bytes = pss.value_or(one.rss_bytes());
+    if (const auto status = read_status(one.pid, options_.root); status && status->is_alive) {
+      one.status = *status;
+    }
+    one.anon_then = one.status.rss_anon;
+    if (one.process) processes_[*one.process].rank = rank_of(one.pid, options_.root);
+  }
+  ++exact_readings_;
+  rss_at_exact_ = rss_sum();
+  faults_since_ = 0;
+  owes_copies_ = tracked_.size() > 1;
+}
+
+void TreeSampler::read_copies() {
+  owes_copies_ = false;
+  const std::vector<ForkCopies> copies = read_fork_copies(options_.root_pid, options_.root);
+  uint64_t sum = 0;
+  for (const ForkCopies& one : copies) sum += one.bytes;
+  if (sum <= most_copies_) return;
+  most_copies_ = sum;
+  for (WatchedProcess& process : processes_) process.cow_duplicate_bytes = process.forked_from = 0;
+  for (const ForkCopies& one : copies) {
+    const auto at = std::find_if(tracked_.begin(), tracked_.end(),
+                                 [&](const Tracked& of) { return of.pid == one.pid; });
+    if (at == tracked_.end() || !at->process || one.bytes == 0) continue;
+    processes_[*at->process].cow_duplicate_bytes = one.bytes;
+    processes_[*at->process].forked_from = one.forked_from;
+  }
+}
+
+// ---- the record
+
+void TreeSampler::record_sample(int64_t now) {
+  WatchSample sample{.at_s = seconds(now)};
+  for (Tracked& one : tracked_) {
+    const uint64_t held = one.held_bytes();
+    sample.held_bytes += held;
+    sample.page_cache_bytes += one.status.rss_file;
+    sample.page_table_bytes += one.status.page_tables;
+    sample.locked_bytes += one.status.locked;
+    const bool is_large = processes_.size() < 8 * kMostProcesses && held > peak_bytes_ / 64;
+    if (!one.process && is_large) give_record(one, sample.at_s);
+    if (!one.process) continue;
+    WatchedProcess& process = processes_[*one.process];
+    process.name = one.status.name;
+    process.parent = one.status.parent;
+    process.end_s = sample.at_s;
+    process.peak_bytes = std::max(process.peak_bytes, held);
+    process.peak_rss_bytes = std::max(process.peak_rss_bytes, one.status.peak_rss);
+    if (held > 0) sample.shares.push_back({static_cast<uint32_t>(*one.process), held});
+  }
+  std::sort(sample.shares.begin(), sample.shares.end(),
+            [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
+  if (sample.shares.size() > kMostShares) sample.shares.resize(kMostShares);
+  if (options_.cage) {
+    sample.charged_bytes = charged_to(*options_.cage);
+    sample.page_cache_bytes = page_cache_of(*options_.cage);
+  }
+  if (sample.held_bytes > peak_bytes_) {
+    peak_bytes_ = sample.held_bytes;
+    peak_at_s_ = sample.at_s;
+    for (WatchedProcess& process : processes_) process.held_at_peak_bytes = 0;
+    for (const Tracked& one : tracked_) {
+      if (one.process) processes_[*one.process].held_at_peak_bytes = one.held_bytes();
+    }
+  }
+  keep(sample);
+}
+
+// Thins the samples out by half where there are too many. Of two the higher one stays.
+void TreeSampler::keep(const WatchSample& sample) {
+  recent_.push_back(sample);
+  const double begin_s = sample.at_s - static_cast<double>(kRecentNs) / kNsPerSecond;
+  while (recent_.size() > kMostRecent || recent_.front().at_s < begin_s) recent_.pop_front();
+  if (in_last_ == 0 || in_last_ >= per_kept_) {
+    if (samples_.size() == kMostSamples) {
+      for (size_t i = 0; i < kMostSamples / 2; ++i) {
+        WatchSample& a = samples_[2 * i];
+        WatchSample& b = samples_[2 * i + 1];
+        samples_[i] = std::move(b.held_bytes > a.held_bytes ? b : a);
+      }
+      samples_.resize(kMostSamples / 2);
+      per_kept_ *= 2;
+    }
+    samples_.push_back(sample);
+    in_last_ = 1;
+    return;
+  }
+  ++in_last_;
+  if (sample.held_bytes > samples_.back().held_bytes) samples_.back() = sample;
+}
+
+std::vector<int> TreeSampler::alive() const {
+  std::vector<int> pids;
+  for (const Tracked& one : tracked_) pids.push_back(one.pid);
+  return pids;
+}
+
+const WatchedProcess* TreeSampler::find(int pid) const {
+  const auto at = std::find_if(processes_.rbegin(), processes_.rend(),
+                               [pid](const WatchedProcess& one) { return one.pid == pid; });
+  return at == processes_.rend() ? nullptr : &*at;
+}
+
+uint64_t TreeSampler::last_held(int pid) const {
+  const WatchedProcess* const process = find(pid);
+  if (process == nullptr) return 0;
+  const auto index = static_cast<uint32_t>(process - processes_.data());
+  for (auto sample = recent_.rbegin(); sample != recent_.rend(); ++sample) {
+    for (const WatchSample::Share& share : sample->shares) {
+      if (share.process == index) return share.bytes;
+    }
+  }
+  return 0;
+}
+
+TreeSampler::Growth TreeSampler::growth(int64_t within_ns) const {
+  Growth most;
+  if (recent_.empty()) return most;
+  const WatchSample& end = recent_.back();
+  const double begin_s = end.at_s - static_cast<double>(within_ns) / kNsPerSecond;
+  const auto from = std::find_if(recent_.begin(), recent_.end(),
+                                 [&](const WatchSample& one) { return one.at_s >= begin_s; });
+  for (const WatchSample::Share& share : end.shares) {
+    const auto before =
+        std::find_if(from->shares.begin(), from->shares.end(),
+                     [&](const WatchSample::Share& one) { return one.process == share.process; });
+    const uint64_t was = before == from->shares.end() ? 0 : before->bytes;
+    if (share.bytes <= was || share.bytes - was <= most.bytes) continue;
+    most = {processes_[share.process].pid, share.bytes - was, end.at_s - from->at_s};
+  }
+  return most;
+}
+
+void TreeSampler::finish(WatchRecord& record) {
+  record.peak_bytes = peak_bytes_;
+  record.peak_at_s = peak_at_s_;
+  record.cow_duplicate_bytes = most_copies_;
+  record.processes = std::move(processes_);
+  record.processes_left_out = left_out_;
+  record.samples = std::move(samples_);
+}
+
+}  // namespace modicum

@@ -1,0 +1,142 @@
+// Samples a process tree within a share of one core. Internal to `watch`.
+//
+// A sample reads the status of each process (about 20 us), which counts a shared page in full. The
+// exact figures, Pss, cost 10 to 50 ms per GiB, so they are read near new peaks and at the edges of
+// phases only. In between a process is taken to hold what it held at its last reading, plus the
+// private memory that it has gained since:
+//
+//   status      RssAnon 100 --> 160 (a fork: + 160) --> 160, 160 (the parent writes) --> 160, 160
+//   estimate            100     160          160                 160
+//   Pss                                              80, 80                        160, 160
+//
+// An estimate is never too high, since RssAnon grows by new pages only. A copy-on-write changes no
+// status; it is noticed by the page faults that it costs.
+#pragma once
+
+#include <algorithm>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "modicum/base/base.h"
+#include "modicum/probe/probe.h"
+#include "modicum/watch/record.h"
+
+namespace modicum {
+
+struct SamplerOptions {
+  int root_pid = 0;                  // its descendants are watched, not the process itself
+  std::string root;                  // of /proc, for tests
+  double duty = 0.005;               // of one core
+  std::function<int64_t()> cpu_ns;   // the CPU time of this process so far
+  std::optional<MemoryCgroup> cage;  // of the command alone
+  uint64_t limit_bytes = 0;          // of the cage; 0: none
+};
+
+// One thread.
+class TreeSampler {
+ public:
+  static constexpr int64_t kShortestPauseNs = 20 * kNsPerMs;
+  static constexpr int64_t kPauseNearLimitNs = 4 * kNsPerMs;
+  static constexpr size_t kMostSamples = 1024;  // more are thinned out, the higher ones kept
+  static constexpr size_t kMostShares = 64;     // of one sample
+  // With a record of their own. Later ones get one if they hold 1/64 of the peak, up to 8 times as
+  // many; the others count in the sums only.
+  static constexpr size_t kMostProcesses = 512;
+
+  TreeSampler(Clock& clock, SamplerOptions options);
+
+  // Takes one sample.
+  void sample();
+  // Asks for exact figures in the next sample: a phase begins or ends.
+  void note_edge() noexcept { is_edge_ = true; }
+  // Until the next sample, so that samples stay within half of the duty, and exact figures within
+  // the rest.
+  int64_t pause_ns() const noexcept { return pause_ns_; }
+
+  // The processes that were alive at the last sample.
+  std::vector<int> alive() const;
+  // What a process held at the last sample that saw it alive; 0 if it is unknown.
+  uint64_t last_held(int pid) const;
+  const WatchedProcess* find(int pid) const;  // the last one of that pid
+  // The process that grew most since `within_ns` before the last sample, and by how much.
+  struct Growth {
+    int pid = 0;
+    uint64_t bytes = 0;
+    double seconds = 0;
+  };
+  Growth growth(int64_t within_ns) const;
+  const WatchSample& last() const noexcept { return recent_.back(); }
+
+  // Moves the results into `record`: processes, samples and peaks.
+  void finish(WatchRecord& record);
+
+  uint64_t peak_bytes() const noexcept { return peak_bytes_; }
+  int exact_readings() const noexcept { return exact_readings_; }
+
+ private:
+  struct Tracked {
+    int pid = 0;
+    std::optional<size_t> process;  // index in processes_
+    ProcessStatus status;
+    uint64_t pss_bytes = 0;  // at the last exact reading, less the bytes released since
+    uint64_t anon_then = 0;  // RssAnon then
+    uint64_t faults = 0;     // when last read
+    int rank_reads = 0;
+
+    uint64_t rss_bytes() const noexcept { return status.rss_anon + status.rss_shmem; }
+    uint64_t held_bytes() const noexcept {
+      return pss_bytes + (status.rss_anon - std::min(status.rss_anon, anon_then));
+    }
+  };
+
+  void discover();
+  void add(int pid);
+  void read_statuses();
+  void read_rank(Tracked& one);
+  bool wants_exact(int64_t now);
+  bool has_copied(int64_t now);
+  void read_exact();
+  void read_copies();
+  void record_sample(int64_t now);
+  void keep(const WatchSample& sample);
+  void give_record(Tracked& one, double at_s);
+  uint64_t rss_sum() const noexcept;
+  double seconds(int64_t now) const noexcept;
+
+  Clock& clock_;
+  const SamplerOptions options_;
+  const int64_t begin_ns_;
+  std::vector<WatchedProcess> processes_;
+  std::vector<Tracked> tracked_;  // alive
+  uint64_t last_pid_ = 0;
+  int walks_ = 0;  // through the tree since it has changed
+
+  int64_t then_ns_;   // of the last sample
+  double credit_ns_;  // of CPU time for exact readings
+  int64_t pause_ns_ = kShortestPauseNs;
+
+  bool is_edge_ = false;
+  bool owes_copies_ = false;   // Pss was read, the copies were not
+  uint64_t rss_at_exact_ = 0;  // the sum when Pss was last read
+  uint64_t rss_before_ = 0;    // at the last sample
+  int64_t steady_since_ns_;    // the sum has hardly changed since
+  int64_t faults_at_ns_ = 0;   // page faults were last read
+  uint64_t faults_since_ = 0;  // since Pss was last read
+  bool faults_rose_ = false;   // when last read
+  int exact_readings_ = 0;
+
+  uint64_t peak_bytes_ = 0;
+  double peak_at_s_ = 0;
+  uint64_t most_copies_ = 0;
+  std::vector<WatchSample> samples_;
+  size_t per_kept_ = 1;  // samples per kept one
+  size_t in_last_ = 0;   // of them, in the last one so far
+  std::deque<WatchSample> recent_;
+  uint64_t left_out_ = 0;  // processes without a record
+};
+
+}  // namespace modicum

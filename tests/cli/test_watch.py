@@ -1,0 +1,94 @@
+"""`modicum watch` measures the tree of any command from outside and changes nothing about it.
+
+House test. It catches these mutations: copies that are not found, or are attributed to the parent;
+another process named as killed; an exit code of our own; output of the command that is lost.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cage import why_no_cage
+from program import failure, run
+
+FORKED = """
+import os, time
+block = bytearray(256 << 20)
+for at in range(0, len(block), 4096): block[at] = 1
+children = []
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    children.append(child)
+time.sleep(0.3)
+for at in range(0, len(block), 4096): block[at] = 2
+time.sleep(1.5)
+held = 0
+for pid in (os.getpid(), *children):
+    for line in open(f"/proc/{pid}/smaps_rollup"):
+        if line.startswith(("Pss_Anon", "Pss_Shmem")): held += int(line.split()[1]) * 1024
+print(os.getpid(), *children, held, flush=True)
+for child in children:
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+"""
+
+KILLED = """
+import subprocess, sys
+others = [subprocess.Popen(["sleep", "30"]) for _ in range(2)]
+grown = subprocess.Popen([sys.executable, "-c", "block = bytearray(600 << 20)"])
+print(grown.pid, file=sys.stderr, flush=True)
+grown.wait()
+for other in others: other.kill()
+sys.exit(3)
+"""
+
+
+def test_copies_since_a_fork(modicum: Path) -> None:
+    done = run(modicum, "watch", "--json", "--", sys.executable, "-c", FORKED)
+    assert done.code == 0, done.stderr
+    parent, *children, held = map(int, done.stderr.split())
+    told = done.json
+    assert abs(told["cow_duplicate_bytes"] - (256 << 20)) < 0.02 * held + (4 << 20)
+    assert abs(told["peak_bytes"] - held) < 0.02 * held
+    by_pid = {one["pid"]: one for one in told["processes"]}
+    assert by_pid[parent]["cow_duplicate_bytes"] == 0
+    for child in children:
+        assert by_pid[child]["forked_from"] == by_pid[child]["ppid"] == parent
+        assert by_pid[child]["cow_duplicate_bytes"] > 120 << 20
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 7", 7), ("kill -9 $$", 137), ("true", 0)])
+def test_exits_as_the_command_does(modicum: Path, script: str, code: int) -> None:
+    done = run(modicum, "watch", "--", "sh", "-c", f"echo out; echo err >&2; {script}")
+    assert (done.code, done.stdout) == (code, "out\n")
+    assert done.stderr.startswith("err\n")
+    told = run(modicum, "watch", "--json", "--", "sh", "-c", f"echo out; {script}")
+    assert told.json["exit_code"] == told.code == code
+    assert told.stderr == "out\n"
+
+
+def test_commands_that_cannot_start(modicum: Path, tmp_path: Path) -> None:
+    done = run(modicum, "watch", "--json", "--", tmp_path / "nothing-here")
+    assert (done.code, done.error["category"]) == (13, "IO")
+    assert "nothing-here" in done.error["message"]
+    assert failure(modicum, 2, "watch")["category"] == "USAGE"
+
+
+def test_a_kill_names_the_process(modicum: Path) -> None:
+    if reason := why_no_cage():
+        pytest.skip(reason)
+    limit = 200 << 20
+    words = [modicum, "watch", "--json", "--limit", limit, "--", sys.executable, "-c", KILLED]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=60)
+    killed = json.loads(done.stdout)["killed"]
+    grown, paragraph = done.stderr.split("\n", 1)
+    assert done.returncode == 3
+    assert (killed["pid"], killed["signal"]) == (int(grown), 9)
+    assert killed["limit_bytes"] == limit
+    assert 0 < killed["held_bytes"] <= limit
+    assert f"pid {grown}" in paragraph
