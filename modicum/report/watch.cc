@@ -30,9 +30,7 @@ void killed_member(JsonWriter& out, const WatchRecord& record) {
   out.member("limit_bytes", of.limit_bytes).member("limit_source", of.limit_source);
   out.member("held_bytes", of.held_bytes).member("tree_held_bytes", of.tree_held_bytes);
   out.member("page_cache_bytes", of.page_cache_bytes);
-  std::optional<std::string> phase;
-  if (!of.phase.empty()) phase = of.phase;
-  out.member("phase", phase);
+  out.key("phase").null();  // of a program that reports none
   out.key("grew").begin_object().member("pid", of.grew_pid).member("name", of.grew_name);
   out.member("bytes", of.grew_bytes).member("seconds", of.grew_s).end_object();
   out.member("explanation", killed_text(record)).end_object();
@@ -127,7 +125,6 @@ std::string killed_text(const WatchRecord& record) {
       name_of(of.name, of.pid, of.rank), of.at_s, of.limit_source, format_size(of.limit_bytes),
       format_size(of.held_bytes), format_size(of.tree_held_bytes),
       format_size(of.page_cache_bytes));
-  if (!of.phase.empty()) text += fmt::format(" It was in phase '{}'.", printable(of.phase));
   if (of.grew_bytes > 0) {
     text +=
         fmt::format(" {} grew last, by {} within {:.2f} s;", name_of(of.grew_name, of.grew_pid, {}),

@@ -81,11 +81,6 @@ void MemoryCage::write_limit(uint64_t limit_bytes) {
   }
 }
 
-std::optional<uint64_t> MemoryCage::most_charged() const {
-  return number_of(group_.directory +
-                   (group_.version == 1 ? "/memory.max_usage_in_bytes" : "/memory.peak"));
-}
-
 MemoryCage::~MemoryCage() {
   // A process that is being killed leaves its cgroup a little later than it can be waited for.
   for (int attempt = 0; attempt < 200; ++attempt) {

@@ -1,7 +1,6 @@
 // A memory cgroup of its own for the watched command. Internal to `watch`.
 #pragma once
 
-#include <optional>
 #include <string>
 
 #include "modicum/io/io.h"
@@ -24,8 +23,6 @@ class MemoryCage {
   const MemoryCgroup& group() const noexcept { return group_; }
   // The file that takes the pids of processes that enter.
   std::string entry() const { return group_.directory + "/cgroup.procs"; }
-  // The highest charge so far; nullopt in v2 before Linux 5.19.
-  std::optional<uint64_t> most_charged() const;
 
  private:
   void make_below(const MemoryCgroup& parent, const std::string& name);

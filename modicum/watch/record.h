@@ -56,7 +56,6 @@ struct WatchedKill {
   std::string grew_name;
   uint64_t grew_bytes = 0;
   double grew_s = 0;  // within this time
-  std::string phase;  // in which the killed process was; empty: unknown
 };
 
 struct WatchRecord {

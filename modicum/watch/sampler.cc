@@ -155,8 +155,8 @@ bool TreeSampler::has_copied(int64_t now) {
   return faults_since_ >= kFaultsOfCopying && (is_over || credit_ns_ > 2 * kFirstCreditNs);
 }
 
-// Exact figures are worth their cost at an edge; and where the tree may hold more than ever, that
-// is not known already, and something has changed since they were last read.
+// Exact figures are worth their cost where the tree may hold more than ever, that is not known
+// already, and something has changed since they were last read.
 bool TreeSampler::wants_exact(int64_t now) {
   const uint64_t sum = rss_sum();
   if (distance(sum, rss_before_) > step_of(sum) / 8) steady_since_ns_ = now;
@@ -164,7 +164,6 @@ bool TreeSampler::wants_exact(int64_t now) {
   if (tracked_.empty()) return false;
   const bool has_new_copies = has_copied(now);
   if (credit_ns_ < 0) return false;
-  if (std::exchange(is_edge_, false)) return true;
   uint64_t held = 0;
   for (const Tracked& one : tracked_) held += one.held_bytes();
   if (sum <= peak_bytes_ || sum - std::min(sum, held) <= step_of(sum) / 2) return false;
@@ -282,15 +281,13 @@ const WatchedProcess* TreeSampler::find(int pid) const {
 }
 
 uint64_t TreeSampler::last_held(int pid) const {
-  const WatchedProcess* const process = find(pid);
-  if (process == nullptr) return 0;
-  const auto index = static_cast<uint32_t>(process - processes_.data());
   for (auto sample = recent_.rbegin(); sample != recent_.rend(); ++sample) {
     for (const WatchSample::Share& share : sample->shares) {
-      if (share.process == index) return share.bytes;
+      if (processes_[share.process].pid == pid) return share.bytes;
     }
   }
-  return 0;
+  const WatchedProcess* const process = find(pid);
+  return process == nullptr ? 0 : process->peak_rss_bytes;
 }
 
 TreeSampler::Growth TreeSampler::growth(int64_t within_ns) const {

@@ -1,9 +1,9 @@
 // Samples a process tree within a share of one core. Internal to `watch`.
 //
 // A sample reads the status of each process (about 20 us), which counts a shared page in full. The
-// exact figures, Pss, cost 10 to 50 ms per GiB, so they are read near new peaks and at the edges of
-// phases only. In between a process is taken to hold what it held at its last reading, plus the
-// private memory that it has gained since:
+// exact figures, Pss, cost 10 to 50 ms per GiB, so they are read near new peaks only. In between a
+// process is taken to hold what it held at its last reading, plus the private memory that it has
+// gained since:
 //
 //   status      RssAnon 100 --> 160 (a fork: + 160) --> 160, 160 (the parent writes) --> 160, 160
 //   estimate            100     160          160                 160
@@ -51,15 +51,14 @@ class TreeSampler {
 
   // Takes one sample.
   void sample();
-  // Asks for exact figures in the next sample: a phase begins or ends.
-  void note_edge() noexcept { is_edge_ = true; }
   // Until the next sample, so that samples stay within half of the duty, and exact figures within
   // the rest.
   int64_t pause_ns() const noexcept { return pause_ns_; }
 
   // The processes that were alive at the last sample.
   std::vector<int> alive() const;
-  // What a process held at the last sample that saw it alive; 0 if it is unknown.
+  // What a process held at the last sample that saw it with memory, else its VmHWM when it was last
+  // seen; 0 if it is unknown.
   uint64_t last_held(int pid) const;
   const WatchedProcess* find(int pid) const;  // the last one of that pid
   // The process that grew most since `within_ns` before the last sample, and by how much.
@@ -119,7 +118,6 @@ class TreeSampler {
   double credit_ns_;  // of CPU time for exact readings
   int64_t pause_ns_ = kShortestPauseNs;
 
-  bool is_edge_ = false;
   bool owes_copies_ = false;   // Pss was read, the copies were not
   uint64_t rss_at_exact_ = 0;  // the sum when Pss was last read
   uint64_t rss_before_ = 0;    // at the last sample
