@@ -15,7 +15,7 @@
 namespace modicum {
 namespace {
 
-constexpr std::array<Verb, 12> kVerbs = {{
+constexpr auto kVerbs = std::to_array<Verb>({
     {"inspect", "list the tensors, dtypes, files and warnings of a checkpoint", run_inspect},
     {"synth", "write a checkpoint of a model's true shapes with known values", run_synth},
     {"plan", "predict reads, traffic and peak memory of every rank and node", run_plan},
@@ -29,7 +29,7 @@ constexpr std::array<Verb, 12> kVerbs = {{
     {"diff", "compare two checkpoints, tensor by tensor", run_diff},
     {"step", "step the optimizer alone: bytes per parameter, speed next to a copy", run_step},
     {"doctor", "list limits of this machine and habits of a program that cost memory", run_doctor},
-}};
+});
 
 }  // namespace
 
