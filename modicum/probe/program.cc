@@ -212,7 +212,8 @@ void read_own(Program& program, const std::string& root) {
   program.allocator = allocator_in(mappings);
   program.uses_cuda = maps_file(mappings, "libcuda.so");
   const std::string comm = read_kernel_text(directory + "/comm").value_or("");
-  program.name = comm.substr(0, comm.find('\n'));
+  const std::vector<std::string_view> lines = split_kernel_text(comm, '\n');
+  if (!lines.empty()) program.name = lines.front();
   read_environment(program, directory);
   try {
     program.open_files = PosixFileSystem().list(directory + "/fd").size();
