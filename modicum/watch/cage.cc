@@ -9,10 +9,11 @@
 namespace modicum {
 namespace {
 
-// The words of a kernel file.
+// Whether `word` is one of the words in the only line of a kernel file.
 bool has_word(const std::string& file, std::string_view word) {
-  const std::string text = " " + read_kernel_text(file).value_or("") + " ";
-  return text.find(fmt::format(" {}", word)) != std::string::npos;
+  std::string text = read_kernel_text(file).value_or("");
+  if (text.ends_with('\n')) text.pop_back();
+  return fmt::format(" {} ", text).find(fmt::format(" {} ", word)) != std::string::npos;
 }
 
 std::optional<uint64_t> number_of(const std::string& file) {

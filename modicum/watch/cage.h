@@ -21,6 +21,8 @@ class MemoryCage {
   MemoryCage& operator=(const MemoryCage&) = delete;
 
   const MemoryCgroup& group() const noexcept { return group_; }
+  // The last part of its path, with the slash.
+  std::string name() const { return group_.directory.substr(group_.directory.rfind('/')); }
   // The file that takes the pids of processes that enter.
   std::string entry() const { return group_.directory + "/cgroup.procs"; }
 

@@ -18,6 +18,7 @@
 
 #include "modicum/watch/cage.h"
 #include "modicum/watch/deaths.h"
+#include "modicum/watch/oom_log.h"
 #include "modicum/watch/sampler.h"
 
 namespace modicum {
@@ -122,6 +123,7 @@ class Watcher {
     }
     wait_until(0);  // processes that ended together with the command
     sampler_->sample();
+    note_kill({});
     return finish();
   }
 
@@ -129,6 +131,7 @@ class Watcher {
   void take_sample() {
     sampler_->sample();
     deaths_->follow(sampler_->alive());
+    note_kill({});  // of a process that has come and gone between two samples
     if (limits_.empty() || clock_.now_ns() - limits_ns_ > kNsPerSecond) {
       limits_ = memory_limits();
       limits_ns_ = clock_.now_ns();
@@ -146,7 +149,8 @@ class Watcher {
     const std::vector<int> dead = deaths_->ended(waited);
     for (const int pid : dead) keep_status(pid);
     if ((waited[0].revents & POLLIN) != 0) handle_signals();
-    if (!dead.empty()) note_deaths(dead);
+    if (!dead.empty()) note_kill(dead);
+    for (const int pid : dead) statuses_.erase(pid);
     return true;
   }
 
@@ -172,18 +176,45 @@ class Watcher {
     }
   }
 
-  void note_deaths(const std::vector<int>& dead) {
-    const std::optional<int> pid = deaths_->killed_of(dead, statuses_, *sampler_);
-    for (const int one : dead) statuses_.erase(one);
-    if (!pid || killed_) return;
-    const WatchedProcess* const process = sampler_->find(*pid);
+  // The kill as the kernel logs it, right after it has counted it and sent the signal.
+  std::optional<OomKill> logged_kill() {
+    for (int attempt = 0; log_.is_readable() && attempt < 10; ++attempt) {
+      for (const OomKill& kill : log_.next()) {
+        // One that was never sampled is known by the command's own cgroup.
+        const bool is_in_cage = cage_ && kill.group.ends_with(cage_->name());
+        if (is_in_cage || sampler_->find(kill.pid) != nullptr) return kill;
+      }
+      clock_.sleep_ns(2 * kNsPerMs);
+    }
+    return std::nullopt;
+  }
+
+  // Records the first kill. `dead`: the processes that have just ended.
+  void note_kill(const std::vector<int>& dead) {
+    if (killed_ || !deaths_->has_new_kill()) return;
+    std::optional<OomKill> kill = logged_kill();
+    if (!kill) {
+      const std::optional<int> pid = deaths_->killed_of(dead, statuses_, *sampler_);
+      if (!pid) return;
+      const WatchedProcess* const process = sampler_->find(*pid);
+      kill = OomKill{.pid = *pid,
+                     .name = process != nullptr ? process->name : "",
+                     .held_bytes = sampler_->last_held(*pid)};
+    }
+    record_kill(*kill);
+  }
+
+  void record_kill(const OomKill& kill) {
+    const WatchedProcess* const process = sampler_->find(kill.pid);
     const WatchSample& last = sampler_->last();
-    killed_ = WatchedKill{.pid = *pid,
-                          .name = process != nullptr ? process->name : "",
+    const uint64_t seen_bytes = process != nullptr ? sampler_->last_held(kill.pid) : 0;
+    const uint64_t more = kill.held_bytes - std::min(kill.held_bytes, seen_bytes);
+    killed_ = WatchedKill{.pid = kill.pid,
+                          .name = kill.name,
                           .rank = process != nullptr ? process->rank : std::nullopt,
                           .at_s = static_cast<double>(clock_.now_ns() - begin_ns_) / kNsPerSecond,
-                          .held_bytes = sampler_->last_held(*pid),
-                          .tree_held_bytes = last.held_bytes,
+                          .held_bytes = kill.held_bytes,
+                          .tree_held_bytes = last.held_bytes + more,
                           .page_cache_bytes = last.page_cache_bytes};
     if (task_.limit_bytes) {
       killed_->limit_bytes = *task_.limit_bytes;
@@ -192,11 +223,13 @@ class Watcher {
       killed_->limit_bytes = limits_.front().limit_bytes;
       killed_->limit_source = limits_.front().source;
     }
-    const TreeSampler::Growth growth = sampler_->growth(kNsPerSecond);
+    TreeSampler::Growth growth = sampler_->growth(kNsPerSecond);
+    // Since the last sample that saw it alive it may have grown by more than any other before.
+    if (more > growth.bytes) growth = {kill.pid, more, killed_->at_s - last.at_s};
     if (growth.bytes == 0) return;
     const WatchedProcess* const grew = sampler_->find(growth.pid);
     killed_->grew_pid = growth.pid;
-    killed_->grew_name = grew != nullptr ? grew->name : "";
+    killed_->grew_name = grew != nullptr ? grew->name : kill.name;
     killed_->grew_bytes = growth.bytes;
     killed_->grew_s = growth.seconds;
   }
@@ -216,6 +249,7 @@ class Watcher {
   const WatchTask& task_;
   SteadyClock clock_;
   const Signals signals_;
+  OomLog log_;
   std::optional<MemoryCage> cage_;
   std::optional<Deaths> deaths_;
   std::optional<TreeSampler> sampler_;

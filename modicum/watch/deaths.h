@@ -31,6 +31,8 @@ class Deaths {
   // The processes that have ended, by what poll has found in `waited`.
   std::vector<int> ended(const std::vector<pollfd>& waited);
 
+  // Whether the kernel has counted a kill since the last one that killed_of has found.
+  bool has_new_kill() const { return kills() != kills_; }
   // The process of `dead` that the OOM killer has ended: none unless the count has grown since the
   // last one. `statuses` are those of wait(2), as far as they are known; among several the sampler
   // knows the largest, which the kernel prefers.

@@ -5,9 +5,11 @@ another process named as killed; an exit code of our own; output of the command 
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cage import why_no_cage
@@ -79,16 +81,42 @@ def test_commands_that_cannot_start(modicum: Path, tmp_path: Path) -> None:
     assert failure(modicum, 2, "watch")["category"] == "USAGE"
 
 
-def test_a_kill_names_the_process(modicum: Path) -> None:
+def why_no_log() -> str:
+    try:
+        os.close(os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK))
+    except OSError as error:
+        return f"the kernel's log can't be read: {error}"
+    return ""
+
+
+def killed_at(limit: int, modicum: Path) -> tuple[int, dict[str, Any], str]:
+    """KILLED at a limit: the pid of the process that grows, `killed`, and the paragraph."""
     if reason := why_no_cage():
         pytest.skip(reason)
-    limit = 200 << 20
     words = [modicum, "watch", "--json", "--limit", limit, "--", sys.executable, "-c", KILLED]
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=60)
-    killed = json.loads(done.stdout)["killed"]
     grown, paragraph = done.stderr.split("\n", 1)
-    assert done.returncode == 3
-    assert (killed["pid"], killed["signal"]) == (int(grown), 9)
+    assert done.returncode == 3, done.stderr
+    return int(grown), json.loads(done.stdout)["killed"], paragraph
+
+
+def test_a_kill_of_a_short_process(modicum: Path) -> None:
+    """It may end before it is sampled with its memory: the kernel's log has it."""
+    if reason := why_no_log():
+        pytest.skip(reason)
+    limit = 100 << 20
+    for _ in range(5):
+        grown, killed, paragraph = killed_at(limit, modicum)
+        assert (killed["pid"], killed["name"][:6]) == (grown, "python")
+        assert 0.7 * limit < killed["held_bytes"] <= limit
+        assert killed["grew"]["pid"] == grown
+        assert f"pid {grown}" in paragraph
+
+
+def test_a_kill_names_the_process(modicum: Path) -> None:
+    limit = 200 << 20
+    grown, killed, paragraph = killed_at(limit, modicum)
+    assert (killed["pid"], killed["signal"]) == (grown, 9)
     assert killed["limit_bytes"] == limit
     assert 0 < killed["held_bytes"] <= limit
     assert f"pid {grown}" in paragraph
