@@ -83,16 +83,19 @@ TEST(Program, StartMethodsAreThoseOfMultiprocessing) {
 // Catches a page that has been copied counted as exposed, and one that two children share counted
 // twice.
 TEST(Program, ExposedPagesAreTheOwnOnesThatForkedChildrenMap) {
-  Machine machine;
-  put(machine, {.pid = 100, .entries = {{16, kShared | 7}, {17, kAlone | 8}, {18, kShared | 9}}});
-  put(machine, {.pid = 101,
-                .parent = 100,
-                .entries = {{16, kShared | 7}, {17, kAlone | 3}, {18, kShared | 9}}});
-  put(machine, {.pid = 102, .parent = 100, .entries = {{16, kShared | 7}, {18, kAlone | 4}}});
-  const Program program = read_program(100, machine.root());
-  EXPECT_EQ(text_of(program), "101 fork 2; 102 fork 1; ");
-  EXPECT_EQ(program.exposed_bytes, 2 * kPageBytes);
-  EXPECT_EQ(program.copied_bytes, 2 * kPageBytes);
+  for (const uint64_t seen : {0, 1}) {  // 0: without the privilege to read frame numbers
+    const auto shared = [&](uint64_t frame) { return kShared | frame * seen; };
+    const auto alone = [&](uint64_t frame) { return kAlone | frame * seen; };
+    Machine machine;
+    put(machine, {.pid = 100, .entries = {{16, shared(7)}, {17, alone(8)}, {18, shared(9)}}});
+    put(machine,
+        {.pid = 101, .parent = 100, .entries = {{16, shared(7)}, {17, alone(3)}, {18, shared(9)}}});
+    put(machine, {.pid = 102, .parent = 100, .entries = {{16, shared(7)}, {18, alone(4)}}});
+    const Program program = read_program(100, machine.root());
+    EXPECT_EQ(text_of(program), "101 fork 2; 102 fork 1; ");
+    EXPECT_EQ(program.exposed_bytes, 2 * kPageBytes);
+    EXPECT_EQ(program.copied_bytes, 2 * kPageBytes);
+  }
 }
 
 // Catches a launcher whose ranks' data-loader workers are not seen.
@@ -170,7 +173,9 @@ TEST(Program, TheEnvironmentBoundsArenas) {
   EXPECT_EQ(
       program_with("PYTORCH_CUDA_ALLOC_CONF=old\0PYTORCH_ALLOC_CONF=new"sv).torch_allocator_options,
       "new");
-  EXPECT_EQ(program_with("PYTORCH_CUDA_ALLOC_CONF=old"sv).torch_allocator_options, "old");
+  EXPECT_EQ(program_with("PYTORCH_ALLOC_CONFIG=new\0PYTORCH_CUDA_ALLOC_CONF=old"sv)
+                .torch_allocator_options,
+            "old");
 }
 
 TEST(Program, StatusAndDescriptorsAreRead) {
