@@ -74,6 +74,36 @@ def test_exits_as_the_command_does(modicum: Path, script: str, code: int) -> Non
     assert told.stderr == "out\n"
 
 
+def test_signals_reach_the_command(modicum: Path) -> None:
+    script = "trap 'echo caught; exit 5' TERM; echo ready; while :; do sleep 0.05; done"
+    words = [str(modicum), "watch", "--", "sh", "-c", script]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ran:
+        assert ran.stdout is not None
+        assert ran.stdout.readline() == "ready\n"
+        ran.terminate()
+        out, _ = ran.communicate(timeout=20)
+    assert (ran.returncode, out) == (5, "caught\n")
+
+
+def test_descendants_of_ended_parents_count(modicum: Path) -> None:
+    """The inner shell ends at once; what it has started holds the memory."""
+    grown = "import time; block = bytearray(b'1') * (64 << 20); time.sleep(1.5)"
+    script = f'sh -c \'"{sys.executable}" -c "{grown}" & echo $!\'; sleep 2'
+    script = script.replace("b'1'", "[49]")
+    done = run(modicum, "watch", "--json", "--", "sh", "-c", script)
+    assert done.code == 0, done.stderr
+    orphan = int(done.stderr.split()[0])
+    by_pid = {one["pid"]: one for one in done.json["processes"]}
+    assert by_pid[orphan]["peak_bytes"] > 64 << 20
+
+
+def test_ranks_are_those_of_the_environment(modicum: Path) -> None:
+    script = "for r in 0 1; do RANK=$r sleep 0.5 & done; wait"
+    done = run(modicum, "watch", "--json", "--", "sh", "-c", script)
+    ranks = [one["rank"] for one in done.json["processes"] if one["name"] == "sleep"]
+    assert sorted(ranks) == [0, 1]
+
+
 def test_commands_that_cannot_start(modicum: Path, tmp_path: Path) -> None:
     done = run(modicum, "watch", "--json", "--", tmp_path / "nothing-here")
     assert (done.code, done.error["category"]) == (13, "IO")
