@@ -1,0 +1,40 @@
+#include "modicum/watch/deaths.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <map>
+#include <optional>
+#include <string>
+
+namespace modicum {
+namespace {
+
+// Statuses of wait(2).
+constexpr int kExited = 0;
+constexpr int kKilled = SIGKILL;
+
+// A kill that the kernel's log does not name.
+TEST(Deaths, TheKilledProcessIsTheFirstToEndAfterTheCountHasGrown) {
+  const std::string directory = testing::TempDir();
+  const auto count = [&](int kills) {
+    std::ofstream(directory + "/memory.oom_control") << "under_oom 0\noom_kill " << kills << "\n";
+  };
+  count(2);
+  SteadyClock clock;
+  const TreeSampler sampler(clock, {.root_pid = getpid(), .cpu_ns = [] { return int64_t{0}; }});
+  Deaths deaths({MemoryCgroup{.version = 1, .name = "/", .directory = directory}});
+  const std::map<int, int> statuses = {{11, kExited}, {12, kKilled}};
+  EXPECT_FALSE(deaths.has_new_kill());
+  EXPECT_EQ(deaths.killed_of({12}, statuses, sampler), std::nullopt) << "killed by a program";
+  count(3);
+  EXPECT_TRUE(deaths.has_new_kill());
+  EXPECT_EQ(deaths.killed_of({11}, statuses, sampler), std::nullopt) << "it has exited";
+  EXPECT_EQ(deaths.killed_of({11, 12}, statuses, sampler), 12);
+  EXPECT_FALSE(deaths.has_new_kill());
+}
+
+}  // namespace
+}  // namespace modicum
