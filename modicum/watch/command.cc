@@ -178,14 +178,18 @@ class Watcher {
 
   // The kill as the kernel logs it, right after it has counted it and sent the signal.
   std::optional<OomKill> logged_kill() {
+    std::vector<OomKill> without_group;
     for (int attempt = 0; log_.is_readable() && attempt < 10; ++attempt) {
       for (const OomKill& kill : log_.next()) {
         // One that was never sampled is known by the command's own cgroup.
         const bool is_in_cage = cage_ && kill.group.ends_with(cage_->name());
         if (is_in_cage || sampler_->find(kill.pid) != nullptr) return kill;
+        if (kill.group.empty()) without_group.push_back(kill);
       }
       clock_.sleep_ns(2 * kNsPerMs);
     }
+    // The kernel does not name the cgroup of each kill of a quick series.
+    if (cage_ && without_group.size() == 1) return without_group.front();
     return std::nullopt;
   }
 

@@ -50,6 +50,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.alone
 def test_copies_since_a_fork(modicum: Path) -> None:
     done = run(modicum, "watch", "--json", "--", sys.executable, "-c", FORKED)
     assert done.code == 0, done.stderr
@@ -130,6 +131,7 @@ def killed_at(limit: int, modicum: Path) -> tuple[int, dict[str, Any], str]:
     return int(grown), json.loads(done.stdout)["killed"], paragraph
 
 
+@pytest.mark.alone
 def test_a_kill_of_a_short_process(modicum: Path) -> None:
     """It may end before it is sampled with its memory: the kernel's log has it."""
     if reason := why_no_log():
@@ -143,6 +145,7 @@ def test_a_kill_of_a_short_process(modicum: Path) -> None:
         assert f"pid {grown}" in paragraph
 
 
+@pytest.mark.alone
 def test_a_kill_names_the_process(modicum: Path) -> None:
     limit = 200 << 20
     grown, killed, paragraph = killed_at(limit, modicum)
