@@ -8,7 +8,8 @@ namespace {
 
 // CPU time for exact readings that a command may cost at once, before its share has grown: a short
 // command is measured, too.
-constexpr double kFirstCreditNs = 50 * kNsPerMs;
+constexpr double kFirstCreditNs = 200 * kNsPerMs;
+constexpr double kAmpleCreditNs = 100 * kNsPerMs;
 constexpr double kMostCreditNs = 500 * kNsPerMs;
 constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before exact figures are read
 constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;  // between readings of page faults
@@ -58,7 +59,7 @@ void TreeSampler::sample() {
   // A steep rise to the limit is over in a few samples; credit pays for more of them.
   const bool is_near = options_.limit_bytes != 0 &&
                        std::max(last().held_bytes, last().charged_bytes) > options_.limit_bytes / 2;
-  if (is_near && credit_ns_ > kFirstCreditNs / 5)
+  if (is_near && credit_ns_ > kAmpleCreditNs / 10)
     pause_ns_ = std::min(pause_ns_, kPauseNearLimitNs);
 }
 
@@ -152,7 +153,7 @@ bool TreeSampler::has_copied(int64_t now) {
   const bool rise = more >= kFaultsOfCopying / 4;
   const bool is_over = std::exchange(faults_rose_, rise) && !rise;
   // While it goes on, exact figures are read only from credit that a long command has earned.
-  return faults_since_ >= kFaultsOfCopying && (is_over || credit_ns_ > 2 * kFirstCreditNs);
+  return faults_since_ >= kFaultsOfCopying && (is_over || credit_ns_ > kAmpleCreditNs);
 }
 
 // Exact figures are worth their cost where the tree may hold more than ever, that is not known

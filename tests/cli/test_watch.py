@@ -28,7 +28,7 @@ for _ in range(2):
     children.append(child)
 time.sleep(0.3)
 for at in range(0, len(block), 4096): block[at] = 2
-time.sleep(1.5)
+time.sleep(2.5)
 held = 0
 for pid in (os.getpid(), *children):
     for line in open(f"/proc/{pid}/smaps_rollup"):
