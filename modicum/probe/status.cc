@@ -101,8 +101,9 @@ std::vector<int> children_of(int pid, const std::string& root) {
     return children;  // it has ended
   }
   for (const std::string& thread : threads) {
-    const auto text = read_kernel_text(file_of(pid, "task/" + thread + "/children", root));
-    for (const std::string_view word : split_kernel_text(text.value_or(""), ' ')) {
+    const std::string text =
+        read_kernel_text(file_of(pid, "task/" + thread + "/children", root)).value_or("");
+    for (const std::string_view word : split_kernel_text(text, ' ')) {
       if (const auto child = parse_kernel_number(word)) {
         children.push_back(static_cast<int>(*child));
       }
