@@ -25,21 +25,6 @@ struct WatchedProcess {
   uint64_t peak_rss_bytes = 0;  // VmHWM: misses no peak, and counts mapped files
 };
 
-// One reading of all processes of the tree.
-struct WatchSample {
-  struct Share {
-    uint32_t process = 0;  // index in WatchRecord::processes
-    uint64_t bytes = 0;
-  };
-  double at_s = 0;
-  uint64_t held_bytes = 0;        // by the tree; the sum of the shares and of smaller processes
-  uint64_t page_cache_bytes = 0;  // mapped by the tree, or all that its own cgroup is charged for
-  uint64_t page_table_bytes = 0;
-  uint64_t locked_bytes = 0;
-  uint64_t charged_bytes = 0;  // to the command's cgroup, where it has one of its own
-  std::vector<Share> shares;   // the largest first, at most kMostShares
-};
-
 // An OOM kill.
 struct WatchedKill {
   int pid = 0;
@@ -67,7 +52,6 @@ struct WatchRecord {
   uint64_t cow_duplicate_bytes = 0;       // highest sum over the tree
   std::vector<WatchedProcess> processes;  // in the order in which they were first seen
   uint64_t processes_left_out = 0;        // small ones of which there were too many
-  std::vector<WatchSample> samples;       // ascending
   std::optional<uint64_t> limit_bytes;
   std::optional<WatchedKill> killed;
   int left_running = 0;             // processes that had not ended with the command

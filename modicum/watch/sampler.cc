@@ -184,7 +184,6 @@ void TreeSampler::read_exact() {
     one.anon_then = one.status.rss_anon;
     if (one.process) processes_[*one.process].rank = rank_of(one.pid, options_.root);
   }
-  ++exact_readings_;
   rss_at_exact_ = rss_sum();
   faults_since_ = 0;
   owes_copies_ = tracked_.size() > 1;
@@ -215,8 +214,6 @@ void TreeSampler::record_sample(int64_t now) {
     const uint64_t held = one.held_bytes();
     sample.held_bytes += held;
     sample.page_cache_bytes += one.status.rss_file;
-    sample.page_table_bytes += one.status.page_tables;
-    sample.locked_bytes += one.status.locked;
     const bool is_large = processes_.size() < 8 * kMostProcesses && held > peak_bytes_ / 64;
     if (!one.process && is_large) give_record(one, sample.at_s);
     if (!one.process) continue;
@@ -243,30 +240,13 @@ void TreeSampler::record_sample(int64_t now) {
       if (one.process) processes_[*one.process].held_at_peak_bytes = one.held_bytes();
     }
   }
-  keep(sample);
+  keep(std::move(sample));
 }
 
-// Thins the samples out by half where there are too many. Of two the higher one stays.
-void TreeSampler::keep(const WatchSample& sample) {
-  recent_.push_back(sample);
+void TreeSampler::keep(WatchSample sample) {
   const double begin_s = sample.at_s - static_cast<double>(kRecentNs) / kNsPerSecond;
+  recent_.push_back(std::move(sample));
   while (recent_.size() > kMostRecent || recent_.front().at_s < begin_s) recent_.pop_front();
-  if (in_last_ == 0 || in_last_ >= per_kept_) {
-    if (samples_.size() == kMostSamples) {
-      for (size_t i = 0; i < kMostSamples / 2; ++i) {
-        WatchSample& a = samples_[2 * i];
-        WatchSample& b = samples_[2 * i + 1];
-        samples_[i] = std::move(b.held_bytes > a.held_bytes ? b : a);
-      }
-      samples_.resize(kMostSamples / 2);
-      per_kept_ *= 2;
-    }
-    samples_.push_back(sample);
-    in_last_ = 1;
-    return;
-  }
-  ++in_last_;
-  if (sample.held_bytes > samples_.back().held_bytes) samples_.back() = sample;
 }
 
 std::vector<int> TreeSampler::alive() const {
@@ -315,7 +295,6 @@ void TreeSampler::finish(WatchRecord& record) {
   record.cow_duplicate_bytes = most_copies_;
   record.processes = std::move(processes_);
   record.processes_left_out = left_out_;
-  record.samples = std::move(samples_);
 }
 
 }  // namespace modicum

@@ -27,6 +27,19 @@
 
 namespace modicum {
 
+// One reading of all processes of the tree.
+struct WatchSample {
+  struct Share {
+    uint32_t process = 0;  // index of its WatchedProcess
+    uint64_t bytes = 0;
+  };
+  double at_s = 0;
+  uint64_t held_bytes = 0;        // by the tree; the sum of the shares and of smaller processes
+  uint64_t page_cache_bytes = 0;  // mapped by the tree, or all that its own cgroup is charged for
+  uint64_t charged_bytes = 0;     // to the command's cgroup, where it has one of its own
+  std::vector<Share> shares;      // the largest first, at most TreeSampler::kMostShares
+};
+
 struct SamplerOptions {
   int root_pid = 0;                  // its descendants are watched, not the process itself
   std::string root;                  // of /proc, for tests
@@ -41,8 +54,7 @@ class TreeSampler {
  public:
   static constexpr int64_t kShortestPauseNs = 20 * kNsPerMs;
   static constexpr int64_t kPauseNearLimitNs = 4 * kNsPerMs;
-  static constexpr size_t kMostSamples = 1024;  // more are thinned out, the higher ones kept
-  static constexpr size_t kMostShares = 64;     // of one sample
+  static constexpr size_t kMostShares = 64;  // of one sample
   // With a record of their own. Later ones get one if they hold 1/64 of the peak, up to 8 times as
   // many; the others count in the sums only.
   static constexpr size_t kMostProcesses = 512;
@@ -70,11 +82,8 @@ class TreeSampler {
   Growth growth(int64_t within_ns) const;
   const WatchSample& last() const noexcept { return recent_.back(); }
 
-  // Moves the results into `record`: processes, samples and peaks.
+  // Moves the results into `record`: processes and peaks.
   void finish(WatchRecord& record);
-
-  uint64_t peak_bytes() const noexcept { return peak_bytes_; }
-  int exact_readings() const noexcept { return exact_readings_; }
 
  private:
   struct Tracked {
@@ -101,7 +110,7 @@ class TreeSampler {
   void read_exact();
   void read_copies();
   void record_sample(int64_t now);
-  void keep(const WatchSample& sample);
+  void keep(WatchSample sample);
   void give_record(Tracked& one, double at_s);
   uint64_t rss_sum() const noexcept;
   double seconds(int64_t now) const noexcept;
@@ -125,14 +134,10 @@ class TreeSampler {
   int64_t faults_at_ns_ = 0;   // page faults were last read
   uint64_t faults_since_ = 0;  // since Pss was last read
   bool faults_rose_ = false;   // when last read
-  int exact_readings_ = 0;
 
   uint64_t peak_bytes_ = 0;
   double peak_at_s_ = 0;
   uint64_t most_copies_ = 0;
-  std::vector<WatchSample> samples_;
-  size_t per_kept_ = 1;  // samples per kept one
-  size_t in_last_ = 0;   // of them, in the last one so far
   std::deque<WatchSample> recent_;
   uint64_t left_out_ = 0;  // processes without a record
 };
