@@ -68,7 +68,29 @@ class _Place:
     sharding: Sharding | None  # None: the whole result of the node
 
 
-class HuggingFaceReader(StorageReader):
+class _PathReader(StorageReader):
+    """Reads a path by the plans that DCP has made."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Source) -> bool:
+        """Whether it is a path."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Does nothing."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan, unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans, unchanged."""
+        return plans
+
+
+class HuggingFaceReader(_PathReader):
     """For `torch.distributed.checkpoint.load(state_dict, storage_reader=...)` (torch 2.13).
 
     Each rank reads its own bytes of each tensor, through staging of a fixed size, with the
@@ -119,11 +141,6 @@ class HuggingFaceReader(StorageReader):
 
     # ---- the interface of StorageReader
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Source) -> bool:
-        """Whether it is a path."""
-        return isinstance(checkpoint_id, (str, os.PathLike))
-
     def reset(self, checkpoint_id: Source | None = None) -> None:
         """Opens another checkpoint for the same model or recipe."""
         if checkpoint_id is None:
@@ -138,19 +155,6 @@ class HuggingFaceReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """One chunk per tensor: the whole tensor."""
         return Metadata({name: _described(target) for name, target in self._targets.items()})
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Does nothing."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, unchanged."""
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads all items of this rank's plan in one pass over the files."""
@@ -284,7 +288,7 @@ class _State(_Part):
         return {self._key(name): of for name, of in owners.items() if of is not None}
 
 
-class Reader(StorageReader):
+class Reader(_PathReader):
     """For `torch.distributed.checkpoint.load(state_dict, storage_reader=...)`: reads a step that
     `Writer` has written, into any world and layout.
 
@@ -313,11 +317,6 @@ class Reader(StorageReader):
         self._model = model
         self._how: dict[str, Any] = {"staging": staging, "ledger": ledger}
         self.reset(root)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Source) -> bool:
-        """Whether it is a path."""
-        return isinstance(checkpoint_id, (str, os.PathLike))
 
     def reset(self, checkpoint_id: Source | None = None) -> None:
         """Opens another step for the same model."""
@@ -360,19 +359,6 @@ class Reader(StorageReader):
             is_tensor = isinstance(value, torch.Tensor)
             found[key] = _described_tensor(value) if is_tensor else BytesStorageMetadata()
         return Metadata(found)
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Does nothing."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, unchanged."""
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads all items of this rank's plan: a pass over the model's files, and one over the
