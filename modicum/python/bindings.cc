@@ -114,11 +114,12 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
                        .destination = destination,
                        .staging = text_of("staging", staging),
                        .baseline = text_of("baseline", baseline)};
-  const DeepSpeedFlags of_deepspeed{deepspeed.value_or(Path()).string(), workers,
-                                    persistent_workers};
-  return as_dict(without_the_lock([&, allowed = text_of("budget", budget)] {
+  const PlanFlags of_plan{
+      .budget = text_of("budget", budget),
+      .deepspeed = {deepspeed.value_or(Path()).string(), workers, persistent_workers}};
+  return as_dict(without_the_lock([&] {
     PosixFileSystem files;
-    return plan_json(job_report(files, flags, allowed, of_deepspeed));
+    return plan_json(job_report(files, flags, of_plan));
   }));
 }
 

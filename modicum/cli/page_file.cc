@@ -1,0 +1,57 @@
+#include "modicum/cli/page_file.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <system_error>
+
+#include "modicum/cli/output.h"
+
+namespace modicum {
+namespace {
+
+Replacement place_of(const std::string& path) {
+  const std::string name = base_name(path);
+  const size_t end = path.find_last_of('/');
+  const std::string directory = end == std::string::npos ? "." : path.substr(0, end + 1);
+  return {directory, name, fmt::format(".{}.{}.part", name, getpid())};
+}
+
+}  // namespace
+
+PageFile::PageFile(FileSystem& files, const std::string& path)
+    : files_(files), place_(place_of(path)) {
+  if (files_.is_directory(path)) {
+    fail(Category::io, "--report names a directory", {.file = place_.name});
+  }
+  const std::string temporary = join_path(place_.directory, place_.temporary);
+  files_.create(temporary)->close();
+  files_.remove(temporary);
+}
+
+void PageFile::write(const std::string& page) { replace_durably(files_, place_, page); }
+
+void watch_instead(std::string_view verb, const Args& args, const std::string& report) {
+  PosixFileSystem files;
+  static_cast<void>(PageFile(files, report));
+  constexpr std::string_view kFlag = "--report";
+  Args words = {"modicum", "watch", "--quiet",        std::string(kFlag),
+                report,    "--",    "/proc/self/exe", std::string(verb)};
+  for (size_t i = 0; i < args.size(); ++i) {
+    if (args[i] == kFlag) {
+      ++i;  // and its value
+    } else if (!args[i].starts_with(std::string(kFlag) + "=")) {
+      words.push_back(args[i]);
+    }
+  }
+  std::vector<char*> pointers;
+  for (std::string& word : words) pointers.push_back(word.data());
+  pointers.push_back(nullptr);
+  restore_signal_actions();
+  execv("/proc/self/exe", pointers.data());
+  fail(Category::io,
+       fmt::format("can't start the program again: {}", std::generic_category().message(errno)));
+}
+
+}  // namespace modicum
