@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 
 #include <filesystem>
 #include <map>
@@ -169,6 +170,16 @@ Raises:
     IoError: a file can't be read.
     UsageError: an argument is invalid, or the recipe is for another checkpoint.)";
 
+// A run as its label and its document.
+using LabelledRun = std::pair<std::string, std::string>;
+
+std::string page_of(const std::string& title, const std::vector<LabelledRun>& runs,
+                    const std::string& sentence) {
+  std::vector<PageRun> borrowed;
+  for (const auto& [label, document] : runs) borrowed.push_back({label, document});
+  return report_page(title, borrowed, sentence);
+}
+
 void define_plan(nb::module_& module) {
   const RunFlags flags;  // for its defaults
   module.def("plan", plan, "path"_a, nb::kw_only(), "ranks"_a = flags.ranks,
@@ -220,6 +231,8 @@ NB_MODULE(_modicum, module) {
   module.def("exit_codes", front::exit_codes, "The exit code of each category of errors.");
   module.def("inspect", front::inspect, "path"_a, front::kInspectDoc);
   front::define_plan(module);
+  module.def("report_page", front::page_of, "title"_a, "runs"_a, "sentence"_a = "",
+             "The HTML page of runs, each its label and its document with `timeline` and `peak`.");
   front::define_source(module);
   front::define_values(module);
   front::define_recipe_builder(module);

@@ -7,7 +7,8 @@ function rows_of(run) {
   const rows = run.line.t_s.map((at, i) => {
     let below = 0;
     const layers = run.owners.map((owner) => (below += held[owner][i]));
-    return [at, ...layers, total[i] + (cache?.[i] ?? 0), promise[i]];
+    const curves = run.curves.map((curve) => curve.bytes[i]);
+    return [at, ...layers, total[i] + (cache?.[i] ?? 0), promise[i], ...curves];
   });
   // A phase lasts until the next one begins, and the last one, too, has a width.
   if (run.has_steps) rows.push([run.line.t_s.length, ...rows[rows.length - 1].slice(1)]);
@@ -56,20 +57,34 @@ function note(to, text, x, y, align, of) {
   to.fillText(text, x, y);
 }
 
+function draw_line(to, points, dash, of) {
+  to.beginPath();
+  to.strokeStyle = color(of);
+  to.lineWidth = 2;
+  to.setLineDash(dash);
+  let begins = true;  // after a gap
+  for (const point of points) {
+    const is_gap = Number.isNaN(point.canvasy);
+    if (!is_gap && begins) to.moveTo(point.canvasx, point.canvasy);
+    else if (!is_gap) to.lineTo(point.canvasx, point.canvasy);
+    begins = is_gap;
+  }
+  to.stroke();
+}
+
 function draw_levels(to, area, graph, run) {
-  for (const { name, bytes, dash, is_drawn, align } of run.levels) {
-    if (!is_drawn) continue;
+  run.levels.filter((level) => level.is_drawn).forEach(({ name, bytes, dash, paint: of }, at) => {
     const y = graph.toDomYCoord(bytes);
-    to.strokeStyle = color(`--${name}`);
+    to.strokeStyle = color(of);
     to.lineWidth = 2;
     to.setLineDash(dash);
     to.beginPath();
     to.moveTo(area.x, y);
     to.lineTo(area.x + area.w, y);
     to.stroke();
-    const x = align === "left" ? area.x + 6 : area.x + area.w - 6;
-    note(to, `${name} ${size(bytes)}`, x, y - 6, align, color(`--${name}`));
-  }
+    const x = at % 2 ? area.x + 6 : area.x + area.w - 6;
+    note(to, `${name} ${size(bytes)}`, x, y - 6, at % 2 ? "left" : "right", color(of));
+  });
 }
 
 function draw_peak(to, area, graph, run) {
@@ -106,18 +121,9 @@ function draw(run, { seriesIndex, allSeriesPoints, drawingContext: to, plotArea,
   if (run.line.page_cache_bytes) {
     fill_between(to, run, below, allSeriesPoints[run.owners.length], hatched(to));
   }
-  to.beginPath();
-  to.strokeStyle = color("--promise");
-  to.lineWidth = 2;
-  to.setLineDash([7, 4]);
-  let begins = true;
-  for (const point of allSeriesPoints[run.owners.length + 1]) {
-    if (Number.isNaN(point.canvasy)) begins = true;
-    else if (begins) to.moveTo(point.canvasx, point.canvasy);
-    else to.lineTo(point.canvasx, point.canvasy);
-    begins = Number.isNaN(point.canvasy);
-  }
-  to.stroke();
+  const [promise, ...curves] = allSeriesPoints.slice(run.owners.length + 1);
+  draw_line(to, promise, [7, 4], "--promise");
+  for (const curve of curves) draw_line(to, curve, [2, 2], "--muted");
   draw_levels(to, plotArea, dygraph, run);
   draw_peak(to, plotArea, dygraph, run);
 }
@@ -163,7 +169,8 @@ function byte_ticks(low, high) {
 
 function make_graph(run, top) {
   return new Dygraph(run.at.querySelector(".chart"), rows_of(run), {
-    labels: ["time", ...run.owners.map((owner) => `owner ${owner}`), "page cache", "promise"],
+    labels: ["time", ...run.owners.map((owner) => `owner ${owner}`), "page cache", "promise",
+             ...run.curves.map((curve) => `curve ${curve.name}`)],
     legend: "never",
     plotter: (e) => draw(run, e),
     underlayCallback: (to, area, graph) => shade_bands(to, area, graph, run),

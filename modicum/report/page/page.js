@@ -134,6 +134,7 @@ function reading(run, i) {
   if (parts.length) text += ` (${parts.join(", ")})`;
   if (promise[i] !== null) text += `; promised ${size(promise[i])}`;
   if (run.line.page_cache_bytes) text += `; page cache ${size(run.line.page_cache_bytes[i])}`;
+  for (const curve of run.curves) text += `; ${curve.name} ${size(curve.bytes[i] ?? 0)}`;
   return text;
 }
 
@@ -294,6 +295,10 @@ function fill_owners(runs) {
     const mark = swatch("line", "3px dashed var(--promise)");
     rows.unshift(line_of(mark, "promised", (run) => run.sums.promise));
   }
+  for (const name of new Set(runs.flatMap((run) => run.curves.map((curve) => curve.name)))) {
+    const of = (run) => run.curves.find((curve) => curve.name === name)?.bytes;
+    rows.unshift(line_of(swatch("line", "3px dotted var(--muted)"), name, of));
+  }
   fill(document.querySelector("#owners table"), "Bytes by owner", head, rows);
 }
 
@@ -304,11 +309,12 @@ function fill_samples(run) {
   if (cache) head.push(CACHE);
   const is_promised = promise.some((bytes) => bytes !== null);
   if (is_promised) head.push("promised");
+  head.push(...run.curves.map((curve) => curve.name));
   const rows = run.line.t_s.map((at, i) => {
     const cells = [when(run, i), size(total[i]), ...run.owners.map((of) => size(held[of][i]))];
     if (cache) cells.push(size(cache[i]));
     if (is_promised) cells.push(promise[i] === null ? "" : size(promise[i]));
-    return row(cells);
+    return row([...cells, ...run.curves.map((curve) => size(curve.bytes[i] ?? 0))]);
   });
   fill(run.at.querySelector(".samples table"), "Samples of the processes shown", head, rows);
 }
@@ -342,11 +348,14 @@ function run_of(document_, label) {
   run.bands = bands_of(line.phases);
   run.sums = sums(run);
   run.at_peak = highest(run.sums.total);
-  const most = Math.max(...run.sums.total, ...run.sums.promise);
-  run.levels = [["limit", "limit_bytes", [], "right"], ["budget", "budget_bytes", [2, 3], "left"]]
-    .filter(([, key]) => line[key] != null)
-    .map(([name, key, dash, align]) => (
-      { name, bytes: line[key], dash, align, is_drawn: line[key] <= FAR * most }));
+  run.curves = line.curves ?? [];  // of memory that is not the processes'
+  const most = Math.max(...run.sums.total, ...run.sums.promise,
+                        ...run.curves.flatMap((curve) => curve.bytes));
+  run.levels = [{ name: "limit", bytes: line.limit_bytes, dash: [], paint: "--limit" },
+                { name: "budget", bytes: line.budget_bytes }, ...(line.levels ?? [])]
+    .filter((level) => level.bytes != null)
+    .map((level) => ({ dash: [2, 3], paint: "--budget", is_drawn: level.bytes <= FAR * most,
+                       ...level }));
   const drawn = run.levels.filter((level) => level.is_drawn).map((level) => level.bytes);
   const cached = line.page_cache_bytes?.map((bytes, i) => bytes + run.sums.total[i]) ?? [];
   run.top = 1.1 * Math.max(most, ...drawn, ...cached.filter((bytes) => bytes <= FAR * most), 1);
