@@ -402,6 +402,7 @@ function start() {
       run.graph.updateOptions({ gridLineColor: color("--edge"), axisLineColor: color("--edge") });
     }
   });
+  return runs;
 }
 
-start();
+const shown_runs = start();
