@@ -9,7 +9,8 @@
 
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/plan/plan.h"
-#include "modicum/report/doctor.h"  // IWYU pragma: export
+#include "modicum/report/compare.h"  // IWYU pragma: export
+#include "modicum/report/doctor.h"   // IWYU pragma: export
 #include "modicum/watch/watch.h"
 
 namespace modicum {
@@ -265,6 +266,8 @@ std::string watch_json(const WatchRecord& record);
 std::string watch_text(const WatchRecord& record);
 // The paragraph alone, as one line; empty where nothing was killed.
 std::string killed_text(const WatchRecord& record);
+// A document in the Trace Event Format: memory by process and owner, and phases.
+std::string watch_trace(const WatchRecord& record);
 
 // The inputs of `step`: one parameter of `params` elements, sharded where buckets end.
 struct StepTask {
