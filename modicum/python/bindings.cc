@@ -240,4 +240,5 @@ NB_MODULE(_modicum, module) {
   front::define_optim(module);
   front::define_save(module);
   front::define_probe(module);
+  front::define_reporting(module);
 }

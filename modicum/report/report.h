@@ -9,6 +9,7 @@
 
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/plan/plan.h"
+#include "modicum/report/compare.h"   // IWYU pragma: export
 #include "modicum/report/doctor.h"    // IWYU pragma: export
 #include "modicum/report/page.h"      // IWYU pragma: export
 #include "modicum/report/past_run.h"  // IWYU pragma: export
@@ -271,6 +272,8 @@ std::string watch_json(const WatchRecord& record);
 std::string watch_text(const WatchRecord& record);
 // The paragraph alone, as one line; empty where nothing was killed.
 std::string killed_text(const WatchRecord& record);
+// A document in the Trace Event Format: memory by process and owner, and phases.
+std::string watch_trace(const WatchRecord& record);
 
 // The inputs of `step`: one parameter of `params` elements, sharded where buckets end.
 struct StepTask {
