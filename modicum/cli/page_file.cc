@@ -36,8 +36,9 @@ void watch_instead(std::string_view verb, const Args& args, const std::string& r
   PosixFileSystem files;
   static_cast<void>(PageFile(files, report));
   constexpr std::string_view kFlag = "--report";
-  Args words = {"modicum", "watch", "--quiet",        std::string(kFlag),
-                report,    "--",    "/proc/self/exe", std::string(verb)};
+  const std::string program = files.link_target("/proc/self/exe");
+  Args words = {"modicum", "watch", "--quiet", std::string(kFlag), report, "--", program};
+  words.emplace_back(verb);
   for (size_t i = 0; i < args.size(); ++i) {
     if (args[i] == kFlag) {
       ++i;  // and its value
@@ -49,7 +50,7 @@ void watch_instead(std::string_view verb, const Args& args, const std::string& r
   for (std::string& word : words) pointers.push_back(word.data());
   pointers.push_back(nullptr);
   restore_signal_actions();
-  execv("/proc/self/exe", pointers.data());
+  execv(program.c_str(), pointers.data());
   fail(Category::io,
        fmt::format("can't start the program again: {}", std::generic_category().message(errno)));
 }

@@ -1,7 +1,10 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
+#include <array>
+
 #include "modicum/cli/output.h"
+#include "modicum/cli/page_file.h"
 #include "modicum/cli/verbs.h"
 #include "modicum/watch/watch.h"
 
@@ -12,6 +15,7 @@ struct WatchFlags {
   CommonFlags common;
   std::string limit;
   std::string trace;
+  std::string report;
   std::vector<std::string> compare;
 };
 
@@ -42,13 +46,27 @@ class OutputFile {
   std::unique_ptr<File> file_;
 };
 
-WatchedRun read_run(FileSystem& files, const std::string& path) {
-  return parse_run(read_text(*files.open(path)), base_name(path));
+std::optional<PageFile> page_file(FileSystem& files, const WatchFlags& flags) {
+  if (flags.report.empty()) return std::nullopt;
+  return std::optional<PageFile>(std::in_place, files, flags.report);
 }
 
 int compare(const WatchFlags& flags) {
   PosixFileSystem files;
-  const RunComparison runs{read_run(files, flags.compare[0]), read_run(files, flags.compare[1])};
+  auto page = page_file(files, flags);
+  std::array<std::string, 2> texts;
+  std::array<WatchedRun, 2> parsed;
+  for (size_t i = 0; i < texts.size(); ++i) {
+    texts[i] = read_text(*files.open(flags.compare[i]));
+    parsed[i] = parse_run(texts[i], base_name(flags.compare[i]));
+  }
+  const RunComparison runs{parsed[0], parsed[1]};
+  if (page) {
+    page->write(
+        report_page("modicum watch --compare",
+                    std::array<PageRun, 2>{{{runs.a.name, texts[0]}, {runs.b.name, texts[1]}}},
+                    runs.sentence()));
+  }
   print_result(
       flags.common, [&] { return comparison_json(runs); }, [&] { return comparison_text(runs); });
   return 0;
@@ -69,10 +87,11 @@ int watch(const WatchFlags& flags, const Args& command) {
   const WatchTask task = task_of(flags, command);
   PosixFileSystem files;
   OutputFile trace(files, flags.trace);
+  auto page = page_file(files, flags);
   const WatchRecord record = watch_command(task, files);
   if (trace.is_wanted()) trace.finish(watch_trace(record));
-  const std::string killed =
-      record.killed ? fmt::format("modicum: {}\n", killed_text(record)) : "";
+  if (page) page->write(watch_page(record));
+  const std::string killed = record.killed ? fmt::format("modicum: {}\n", killed_text(record)) : "";
   if (flags.common.json) {
     print(watch_json(record) + "\n");
     print_error(killed);
@@ -97,6 +116,8 @@ int run_watch(const Args& args) {
   app.add_option("--trace", flags.trace,
                  "a file for the memory by process and owner, and the phases, over time, as "
                  "Perfetto and Chrome open it; an existing one is replaced");
+  app.add_option("--report", flags.report,
+                 "an HTML file with the same as a chart, and with tables; also with --compare");
   app.add_option("--compare", flags.compare,
                  "two documents that --json has printed: which run held more, when and what; "
                  "without COMMAND")

@@ -269,6 +269,7 @@ std::string verify_text(const VerifyReport& report);
 // A watched command. The text is for stderr: what held how much when the tree held most, and a
 // paragraph about an OOM kill.
 std::string watch_json(const WatchRecord& record);
+std::string watch_page(const WatchRecord& record);
 std::string watch_text(const WatchRecord& record);
 // The paragraph alone, as one line; empty where nothing was killed.
 std::string killed_text(const WatchRecord& record);

@@ -132,6 +132,16 @@ std::string watch_json(const WatchRecord& record) {
   return out.end_object().text();
 }
 
+std::string watch_page(const WatchRecord& record) {
+  const std::string document = watch_json(record);
+  std::string command;
+  for (const std::string& word : record.command) {
+    command += (command.empty() ? "" : " ") + printable(word);
+  }
+  const PageRun run{command, document};
+  return report_page("modicum watch", std::span(&run, 1), killed_text(record));
+}
+
 std::string killed_text(const WatchRecord& record) {
   if (!record.killed) return "";
   const WatchedKill& of = *record.killed;
@@ -140,8 +150,7 @@ std::string killed_text(const WatchRecord& record) {
       "held {}, all processes of the command {}, and {} of page cache were in use.",
       name_of(of.name, of.pid, of.rank), of.at_s,
       of.phase.empty() ? "" : fmt::format(", during `{}`,", of.phase), of.limit_source,
-      format_size(of.limit_bytes),
-      format_size(of.held_bytes), format_size(of.tree_held_bytes),
+      format_size(of.limit_bytes), format_size(of.held_bytes), format_size(of.tree_held_bytes),
       format_size(of.page_cache_bytes));
   if (of.grew_bytes > 0) {
     const std::string mostly =

@@ -282,7 +282,7 @@ function fill_owners(runs) {
       const bytes = of?.[runs[at].at_peak] ?? null;
       return bytes === null ? "" : size(bytes);
     });
-    if (is_one) cells.push(values[0] ? size(Math.max(...values[0])) : "");
+    if (is_one) cells.push(values[0] ? size(Math.max(0, ...values[0])) : "");
     return row([named(mark, text), ...cells]);
   };
   const rows = owners.reverse().map((owner) =>  // as they are stacked
@@ -390,16 +390,20 @@ function start() {
     place.append(document.getElementById("run").content.cloneNode(true));
     run.at = place.lastElementChild;
     tell(run);
+    if (!run.line.t_s.length) {  // it ended before the first
+      run.at.replaceChildren(run.at.querySelector("h2"), element("p", "There is no sample."));
+      continue;
+    }
     run.graph = make_graph(run, top);
     listen(run);
     fill_processes(run);
     choose(run, run.at_peak);
   }
   fill_owners(runs);
-  if (runs.length === 1) runs[0].at.querySelector(".tables").prepend(document.getElementById("owners"));
+  if (runs.length === 1) runs[0].at.querySelector(".tables")?.prepend(document.getElementById("owners"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     for (const run of runs) {
-      run.graph.updateOptions({ gridLineColor: color("--edge"), axisLineColor: color("--edge") });
+      run.graph?.updateOptions({ gridLineColor: color("--edge"), axisLineColor: color("--edge") });
     }
   });
   return runs;
