@@ -1,6 +1,6 @@
 """`plan --from run.json`: the limit that an earlier run had, and the smallest change that fits it.
 
-House test. It catches these mutations: another figure taken for what was held or for the limit; a
+House test. It catches these mutations: another figure as what the run held, or as its limit; a
 change that does not fit when it is planned; a larger change before a smaller one; a document of
 another kind that is accepted; `--budget` that is ignored.
 """
