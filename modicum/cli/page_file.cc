@@ -22,8 +22,15 @@ Replacement place_of(const std::string& path) {
 
 PageFile::PageFile(FileSystem& files, const std::string& path)
     : files_(files), place_(place_of(path)) {
+  // Renaming a file to it would replace a device or a link.
   if (files_.is_directory(path)) {
     fail(Category::io, "--report names a directory", {.file = place_.name});
+  }
+  if (files_.exists(path)) {
+    files_.open_to_write(path)->close();
+    if (!files_.link_target(path).empty()) {
+      fail(Category::io, "--report names a symbolic link", {.file = place_.name});
+    }
   }
   const std::string temporary = join_path(place_.directory, place_.temporary);
   files_.create(temporary)->close();

@@ -75,8 +75,9 @@ namespace {
 
 std::string held_text(const PastRun& run, uint64_t limit) {
   std::string text =
-      fmt::format("this run {} {}, the limit was {}", run.is_refused ? "would have held" : "held",
-                  format_size(run.held_bytes), format_size(limit));
+      fmt::format("this run {} {}, {} {}", run.is_refused ? "would have held" : "held",
+                  format_size(run.held_bytes),
+                  run.limit_bytes == limit ? "the limit was" : "the budget is", format_size(limit));
   if (run.held_bytes > limit)
     text += fmt::format(" ({} over)", format_size(run.held_bytes - limit));
   if (run.killed.empty()) return text;

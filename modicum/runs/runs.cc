@@ -214,10 +214,14 @@ void require_sense(const DeepSpeedFlags& deepspeed) {
 // That of --budget, else the limit of the run of --from.
 std::optional<Budget> planned_budget(const RunFlags& flags, const PlanFlags& more,
                                      const std::optional<PastRun>& past) {
-  if (!more.budget.empty()) return budget_of(more.budget, nodes_of(flags));
-  if (!past) return std::nullopt;
-  if (past->limit_bytes) return Budget{*past->limit_bytes, past->file};
-  fail(Category::usage, "--from: the run had no limit; give one with --budget",
+  std::optional<Budget> budget;
+  if (!more.budget.empty()) {
+    budget = budget_of(more.budget, nodes_of(flags));
+  } else if (past && past->limit_bytes) {
+    budget = Budget{*past->limit_bytes, past->file};
+  }
+  if (budget || !past) return budget;
+  fail(Category::usage, "--from: there is no limit to fit; give one with --budget",
        {.file = past->file});
 }
 

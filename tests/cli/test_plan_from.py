@@ -98,12 +98,16 @@ def test_a_budget_takes_the_place_of_the_limit(
     document = watched(None)
     document["timeline"]["limit_bytes"] = None
     path = written(tmp_path, document)
-    assert "had no limit" in failure(modicum, 2, "plan", *flags, "--from", path)["message"]
+    for none in ((), ("--budget", "none")):
+        error = failure(modicum, 2, "plan", *flags, "--from", path, *none)
+        assert "no limit" in error["message"]
     told = run_json(modicum, "plan", *flags, "--from", path, "--budget", "64GiB")["from"]
     assert told["limit_bytes"] == 64 << 30
     document["timeline"]["budget_bytes"] = 63 << 30
     told = run_json(modicum, "plan", *flags, "--from", written(tmp_path, document))["from"]
     assert told["limit_bytes"] == 63 << 30
+    told = run_json(modicum, "plan", *flags, "--from", path, "--budget", "64GiB")["from"]
+    assert "the budget is 64.00 GiB" in told["sentence"]
 
 
 @pytest.mark.parametrize(

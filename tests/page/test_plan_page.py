@@ -85,7 +85,8 @@ def test_an_older_page_survives_a_failure(modicum: Path, gpt2: Path, tmp_path: P
     run_json(modicum, "plan", gpt2, "--report", page)
     assert page.read_text().startswith("<!doctype html>")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.html"]
-    for path in (tmp_path, tmp_path / "none" / "plan.html"):
+    (tmp_path / "link.html").symlink_to(page)
+    for path in (tmp_path, tmp_path / "none" / "plan.html", tmp_path / "link.html", "/dev/null"):
         assert failure(modicum, 13, "plan", gpt2, "--report", path)["file"]
 
 

@@ -23,7 +23,7 @@ const OWNERS = {  // in stacking order
   children: "child processes",
 };
 const CACHE = "page cache";
-const FAR = 3;  // a line above this many times the peak is told, not drawn
+const FAR = 2;  // a line above this many times the peak is told, not drawn
 const ZOOM = 0.5;
 
 const page = JSON.parse(document.getElementById("document").textContent);
@@ -98,10 +98,15 @@ function highest(values) {
 // lie in rows below each other.
 function bands_of(phases) {
   const bands = [];
+  const latest = new Map();  // by name
   for (const of of [...phases].sort((a, b) => a.begin_s - b.begin_s)) {
-    const same = bands.find((band) => band.name === of.name && of.begin_s <= band.end_s);
-    if (same) same.end_s = Math.max(same.end_s, of.end_s);
-    else bands.push({ name: of.name, begin_s: of.begin_s, end_s: of.end_s });
+    const same = latest.get(of.name);
+    if (same && of.begin_s <= same.end_s) {
+      same.end_s = Math.max(same.end_s, of.end_s);
+    } else {
+      bands.push({ name: of.name, begin_s: of.begin_s, end_s: of.end_s });
+      latest.set(of.name, bands[bands.length - 1]);
+    }
   }
   const last = [];  // of each row
   for (const band of bands) {
