@@ -107,6 +107,10 @@ def test_the_hovered_sample_is_told(chromium: Any, one: Path, run: dict[str, Any
         assert "phase step" in told
         promised = sum(of_["promise_bytes"][-1] for of_ in run["timeline"]["tracks"][:2])
         assert f"promised {sizes(promised)}" in told
+        begin, end = of.window()
+        half = len(run["timeline"]["t_s"]) // 2  # rank 0 is between two phases
+        of.hover((run["timeline"]["t_s"][half] - begin) / (end - begin))
+        assert "promised" not in of.reading()
         assert of.page.get_attribute(".reading", "aria-live") == "polite"
 
 

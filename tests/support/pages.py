@@ -125,7 +125,7 @@ def run_document(
         promise = 2 * grown * MIB * half
         tracks.append({
             "label": f"rank {rank}", "pid": 100 + rank, "rank": rank, "node": 0, "owners": owners,
-            "promise_bytes": [i and promise for i in alive],
+            "promise_bytes": [None if i == half + rank else i and promise for i in alive],
         })  # fmt: skip
     tracks.append({
         "label": name or "torchrun", "pid": 99, "rank": None, "node": 0,

@@ -68,12 +68,14 @@ function fill(table, caption, head, rows) {
 
 // ---- what a run holds
 
-// The sums over the processes that are shown, by sample.
+// The sums over the processes that are shown, by sample. The promise is null while one of those
+// that promise is between two phases.
 function sums(run, shown = run.shown) {
   const n = run.line.t_s.length;
   const held = Object.fromEntries(run.owners.map((owner) => [owner, new Array(n).fill(0)]));
   const total = new Array(n).fill(0);
   const promise = new Array(n).fill(null);
+  const is_whole = new Array(n).fill(true);
   run.line.tracks.forEach((track, at) => {
     if (!shown[at]) return;
     for (const [owner, values] of Object.entries(track.owners)) {
@@ -83,11 +85,13 @@ function sums(run, shown = run.shown) {
         total[i] += counted;
       });
     }
+    const owned = Object.values(track.owners);
     track.promise_bytes?.forEach((bytes, i) => {
       if (bytes !== null) promise[i] += bytes;
+      else if (owned.some((values) => values[i] !== null)) is_whole[i] = false;
     });
   });
-  return { held, total, promise };
+  return { held, total, promise: promise.map((bytes, i) => (is_whole[i] ? bytes : null)) };
 }
 
 function highest(values) {
