@@ -1,6 +1,12 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
 #include "modicum/cli/output.h"
 #include "modicum/cli/verbs.h"
 #include "modicum/watch/watch.h"
@@ -71,8 +77,7 @@ int watch(const WatchFlags& flags, const Args& command) {
   OutputFile trace(files, flags.trace);
   const WatchRecord record = watch_command(task, files);
   if (trace.is_wanted()) trace.finish(watch_trace(record));
-  const std::string killed =
-      record.killed ? fmt::format("modicum: {}\n", killed_text(record)) : "";
+  const std::string killed = record.killed ? fmt::format("modicum: {}\n", killed_text(record)) : "";
   if (flags.common.json) {
     print(watch_json(record) + "\n");
     print_error(killed);

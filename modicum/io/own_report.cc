@@ -14,8 +14,7 @@ namespace modicum {
 namespace {
 
 std::span<std::byte> mapped(int fd) noexcept {
-  void* const at =
-      mmap(nullptr, sizeof(SelfReports), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  void* const at = mmap(nullptr, sizeof(SelfReports), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (at == MAP_FAILED) return {};
   return {static_cast<std::byte*>(at), sizeof(SelfReports)};
 }

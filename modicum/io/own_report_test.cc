@@ -71,6 +71,7 @@ TEST(ReportPages, OtherFilesAreLeftAlone) {
 
 TEST(ReportPages, AFifoIsNotWaitedFor) {
   const std::string path = testing::TempDir() + "modicum-fifo";
+  ::unlink(path.c_str());
   ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
   EXPECT_FALSE(ReportPages::open(path).has_value());
   ::unlink(path.c_str());

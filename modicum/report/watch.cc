@@ -140,8 +140,7 @@ std::string killed_text(const WatchRecord& record) {
       "held {}, all processes of the command {}, and {} of page cache were in use.",
       name_of(of.name, of.pid, of.rank), of.at_s,
       of.phase.empty() ? "" : fmt::format(", during `{}`,", of.phase), of.limit_source,
-      format_size(of.limit_bytes),
-      format_size(of.held_bytes), format_size(of.tree_held_bytes),
+      format_size(of.limit_bytes), format_size(of.held_bytes), format_size(of.tree_held_bytes),
       format_size(of.page_cache_bytes));
   if (of.grew_bytes > 0) {
     const std::string mostly =

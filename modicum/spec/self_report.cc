@@ -48,7 +48,7 @@ std::string ReportedName::text() const {
   return {text.data(), strnlen(text.data(), text.size())};
 }
 
-SelfReports& SelfReports::make_in(std::span<std::byte> memory) noexcept {
+SelfReports& SelfReports::make_in(std::span<std::byte> memory) {
   MODICUM_ASSERT(memory.size() >= sizeof(SelfReports));
   auto& made = *reinterpret_cast<SelfReports*>(memory.data());
   made.magic.store(kMagic);

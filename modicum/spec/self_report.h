@@ -52,8 +52,8 @@ struct alignas(4096) SelfReport {
   std::atomic<int64_t> begin_ns;  // set last; 0: ignore the rest
   std::atomic<int32_t> rank;      // -1: unknown
   std::atomic<uint32_t> promised_phases;
-  std::atomic<uint64_t> baseline_bytes;  // held by the process before
-  std::atomic<uint64_t> budget_bytes;    // of the node; 0: none
+  std::atomic<uint64_t> baseline_bytes;               // held by the process before
+  std::atomic<uint64_t> budget_bytes;                 // of the node; 0: none
   std::array<std::atomic<uint64_t>, kPurposes> held;  // by all ledgers of the process
   std::atomic<uint64_t> phases_begun;
   std::array<Promised, kMostPromised> promised;
@@ -66,7 +66,7 @@ struct SelfReports {
   static constexpr size_t kMost = 960;
 
   // The table in `memory`, of sizeof(SelfReports) zeros.
-  static SelfReports& make_in(std::span<std::byte> memory) noexcept;
+  static SelfReports& make_in(std::span<std::byte> memory);
   // Null unless the same version of Modicum has made a table in `memory`.
   static SelfReports* find_in(std::span<std::byte> memory) noexcept;
   // The report of process `pid`, begun anew; null if all are claimed.

@@ -39,9 +39,8 @@ OwnedMemory& OwnedMemory::operator+=(const OwnedMemory& other) noexcept {
 }
 
 const WatchSample* WatchRecord::peak() const noexcept {
-  const auto most = std::max_element(samples.begin(), samples.end(), [](auto& a, auto& b) {
-    return a.held_bytes < b.held_bytes;
-  });
+  const auto most = std::max_element(samples.begin(), samples.end(),
+                                     [](auto& a, auto& b) { return a.held_bytes < b.held_bytes; });
   return most == samples.end() ? nullptr : &*most;
 }
 

@@ -11,8 +11,8 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: owners whose sum is not what is held; a phase without its
-// end; numbers of a report that are believed; places of ended processes that stay taken.
+// House test. It catches these mutations: owners whose sum is not the memory held; a phase without
+// its end; numbers of a report that are believed; places of ended processes that stay taken.
 
 size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
 size_t at(WatchOwner owner) { return static_cast<size_t>(owner); }

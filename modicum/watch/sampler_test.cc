@@ -18,7 +18,7 @@ namespace modicum {
 namespace {
 
 // House test. It catches these mutations: a peak that thinning loses; a process of a reused pid
-// that is taken for the one before; memory of an ended process that is carried on; owners whose sum
+// that counts as the one before; memory of an ended process that is carried on; owners whose sum
 // is not what a process holds.
 
 constexpr int kWatcher = 10;
@@ -232,9 +232,9 @@ MemoryCgroup put_group(Machine& machine, uint64_t current, int kills) {
   machine.put(directory + "/memory.max", "402653184\n");
   machine.put(directory + "/memory.high", "max\n");
   machine.put(directory + "/memory.stat", kStat);
-  machine.put(directory + "/memory.events",
-              fmt::format("low 0\nhigh 0\nmax 41\noom {}\noom_kill {}\noom_group_kill 0\n", kills,
-                          kills));
+  machine.put(
+      directory + "/memory.events",
+      fmt::format("low 0\nhigh 0\nmax 41\noom {}\noom_kill {}\noom_group_kill 0\n", kills, kills));
   return {.version = 2, .name = "/job/modicum-watch-10", .directory = machine.root() + directory};
 }
 

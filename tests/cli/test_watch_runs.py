@@ -91,6 +91,9 @@ def test_a_rehearsal_has_phases_of_each_kind(modicum: Path, gpt2: Path, tmp_path
     names = {rank: [one["name"] for one in phases if one["rank"] == rank] for rank in range(2)}
     assert names[0] == names[1]
     assert names[0] == ["load", "step", "step", "step", "save", "step", "load", "resume", "step"]
+    ends = [one["end_s"] for one in phases if one["rank"] == 0]
+    begins = [one["begin_s"] for one in phases if one["rank"] == 0]
+    assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False)), phases
     assert any("moments" in track["owners"] for track in told["timeline"]["tracks"])
 
 
