@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "modicum/spec/spec.h"
+#include "modicum/memory/memory.h"
 
 namespace modicum {
 

@@ -139,7 +139,7 @@ TEST(Sampler, AProcessHasTheNameAndRankOfItsLastProgram) {
   Sampled tree;
   tree.put(11, {.name = "sh", .anon_kib = 100});
   tree.sample_after();
-  tree.put(11, {.name = "python3", .anon_kib = 9000, .variables = "RANK=3"});
+  tree.put(11, {.name = "python3", .anon_kib = 300, .variables = "RANK=3"});
   tree.sample_after();
   const WatchRecord record = tree.finish();
   ASSERT_EQ(record.processes.size(), 1U);
@@ -173,9 +173,10 @@ TEST(Sampler, AProcessWithoutMemoryThatComesAndGoesLeavesNoTrace) {
 }
 
 TEST(Sampler, WhatAProcessReportsDividesItsMemory) {
-  const ReportPages pages = ReportPages::make();
-  Sampled tree({.reports = &pages.table()});
-  SelfReport& report = *pages.table().claim(11, 100 * kKiB);
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  Sampled tree({.reports = &table});
+  SelfReport& report = *table.claim(11, 100 * kKiB);
   report.rank.store(2);
   report.held[at(Purpose::shards)].store(3000 * kKiB);
   tree.put(11, {.anon_kib = 4000});

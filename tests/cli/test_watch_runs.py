@@ -126,9 +126,7 @@ def test_a_killed_load_has_its_phase_and_owner(modicum: Path, model: Path) -> No
 def test_a_trace(modicum: Path, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.trace.json"
     file.write_text("an older and longer one" * 100_000)
-    done = run(
-        modicum, "watch", "--trace", file, "--", modicum, "load", model, "--ranks", 2, "-q"
-    )
+    done = run(modicum, "watch", "--trace", file, "--", modicum, "load", model, "--ranks", 2, "-q")
     assert done.code == 0, done.stderr
     events = json.loads(file.read_text())["traceEvents"]
     required = {"C": {"ts", "args"}, "X": {"ts", "dur"}, "M": {"args"}, "i": {"ts", "s"}}

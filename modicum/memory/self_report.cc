@@ -1,4 +1,4 @@
-#include "modicum/spec/self_report.h"
+#include "modicum/memory/self_report.h"
 
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-#include "modicum/spec/self_report.h"
+#include "modicum/memory/memory.h"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>

@@ -4,9 +4,9 @@
 //   SelfReports    head: pids | SelfReport | SelfReport | ...     made and read by the watcher
 //                                   ^ claimed, and written without locks, by one process
 //
-// The table lies in memory that all of them map (io/own_report.h). A process may be killed between
-// any two stores, and anything may be written there, so each field is an atomic that the reader
-// validates by itself. Times are those of SteadyClock, the same in all processes.
+// The table lies in memory that all of them map; its path is in kWatchVariable. A process may be
+// killed between any two stores, and anything may be written there, so each field is an atomic that
+// the reader validates by itself. Times are those of SteadyClock, the same in all processes.
 #pragma once
 
 #include <array>
@@ -17,10 +17,11 @@
 #include <string>
 #include <string_view>
 
-#include "modicum/spec/footprint.h"
+#include "modicum/spec/spec.h"
 
 namespace modicum {
 
+constexpr const char* kWatchVariable = "MODICUM_WATCH";
 constexpr size_t kPurposes = static_cast<size_t>(Purpose::count);
 
 // A name of at most 31 bytes; longer ones are truncated.
