@@ -92,6 +92,14 @@ TEST(WatchReport, ManyProcessesHaveTracksOfTheLargest) {
   EXPECT_EQ(tracks.back().owned[0].total_bytes(), (1000 + 8 * 9 / 2) * kKiB);
 }
 
+TEST(WatchReport, APeakBetweenPhasesComesAfterTheLast) {
+  WatchRecord record = recorded();
+  record.phases.insert(record.phases.begin(),
+                       {.pid = 6, .name = "open", .begin_s = 0.1, .end_s = 0.12});
+  record.phases.back().end_s = 0.15;
+  EXPECT_TRUE(peak_cause(record).starts_with("after `load`, rank 0 (pid 6) held"));
+}
+
 TEST(WatchReport, TheCauseOfAPeakWithoutReportsIsAProcess) {
   WatchRecord record = recorded();
   record.phases.clear();

@@ -52,4 +52,13 @@ const WatchedPhase* WatchRecord::phase_at(int pid, double at_s) const noexcept {
   return found;
 }
 
+const WatchedPhase* WatchRecord::phase_before(int pid, double at_s) const noexcept {
+  const WatchedPhase* found = nullptr;
+  for (const WatchedPhase& phase : phases) {
+    if (phase.pid != pid || phase.end_s >= at_s) continue;
+    if (found == nullptr || phase.end_s > found->end_s) found = &phase;
+  }
+  return found;
+}
+
 }  // namespace modicum

@@ -124,6 +124,8 @@ struct WatchRecord {
   const WatchSample* peak() const noexcept;
   // The innermost phase of a process at a time: the one that began last. Null without one.
   const WatchedPhase* phase_at(int pid, double at_s) const noexcept;
+  // The one that ended last before that time. Null without one.
+  const WatchedPhase* phase_before(int pid, double at_s) const noexcept;
 };
 
 }  // namespace modicum
