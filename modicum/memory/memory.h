@@ -31,7 +31,8 @@
 #include <utility>
 
 #include "modicum/base/base.h"
-#include "modicum/memory/exclusion.h"  // IWYU pragma: export
+#include "modicum/memory/exclusion.h"    // IWYU pragma: export
+#include "modicum/memory/self_report.h"  // IWYU pragma: export
 #include "modicum/spec/spec.h"
 
 namespace modicum {

@@ -38,6 +38,7 @@
 
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/io/io.h"
+#include "modicum/memory/memory.h"
 #include "modicum/plan/plan.h"
 #include "modicum/recipe/recipe.h"
 

@@ -4,9 +4,9 @@
 #include <list>
 #include <string>
 
-#include "modicum/io/io.h"
 #include "modicum/probe/probe.h"
 #include "modicum/python/bindings.h"
+#include "modicum/ranks/ranks.h"
 
 namespace modicum::python {
 namespace {

@@ -105,7 +105,7 @@ void require_whole(const Read& of, const std::string& name) {
   if (!of.peak_bytes) refuse(name, "it has no peak", "no member peak.bytes");
   for (const size_t length : of.lengths) {
     if (length == of.t_s.size()) continue;
-    refuse(name, "an owner has not one number per sample",
+    refuse(name, "an owner lacks a number for each sample",
            fmt::format("{} numbers for {} samples", length, of.t_s.size()));
   }
 }
@@ -118,30 +118,26 @@ std::vector<uint64_t> totals_of(const Read& of) {
   return totals;
 }
 
+uint64_t amount_in(const Bytes& bytes, const std::string& key) {
+  const auto found = bytes.find(key);
+  return found == bytes.end() ? 0 : found->second;
+}
+
 // The entry that differs most between the two; "" if none does.
 std::string differs_most(const Bytes& a, const Bytes& b, bool in_both) {
-  const auto at = [](const Bytes& of, const std::string& key) {
-    const auto found = of.find(key);
-    return found == of.end() ? 0 : found->second;
-  };
   Bytes all = a;
   all.insert(b.begin(), b.end());
   std::string most;
   uint64_t largest = 0;
   for (const auto& [key, unused] : all) {
     if (in_both && (!a.contains(key) || !b.contains(key))) continue;
-    const uint64_t in_a = at(a, key), in_b = at(b, key);
+    const uint64_t in_a = amount_in(a, key), in_b = amount_in(b, key);
     const uint64_t difference = in_a > in_b ? in_a - in_b : in_b - in_a;
     if (difference <= largest) continue;
     largest = difference;
     most = key;
   }
   return most;
-}
-
-uint64_t of(const Bytes& bytes, const std::string& key) {
-  const auto found = bytes.find(key);
-  return found == bytes.end() ? 0 : found->second;
 }
 
 std::string signed_size(uint64_t a, uint64_t b) {
@@ -237,18 +233,19 @@ std::string RunComparison::sentence() const {
   const bool a_is_more = a.peak_bytes > b.peak_bytes;
   const WatchedRun& more = a_is_more ? a : b;
   const WatchedRun& less = a_is_more ? b : a;
-  std::string text = fmt::format(
-      "the peak of {} is {} higher than that of {} ({} against {})", more.name,
-      format_size(more.peak_bytes - less.peak_bytes), less.name, format_size(more.peak_bytes),
-      format_size(less.peak_bytes));
+  std::string text =
+      fmt::format("the peak of {} is {} higher than that of {} ({} against {})", more.name,
+                  format_size(more.peak_bytes - less.peak_bytes), less.name,
+                  format_size(more.peak_bytes), format_size(less.peak_bytes));
   if (const std::string most = owner(); !most.empty()) {
     text += fmt::format("; at the peaks {} differ{} most ({} against {})", owner_words(most),
-                        most.ends_with('s') ? "" : "s", format_size(of(more.owners, most)),
-                        format_size(of(less.owners, most)));
+                        most.ends_with('s') ? "" : "s", format_size(amount_in(more.owners, most)),
+                        format_size(amount_in(less.owners, most)));
   }
   if (const std::string most = phase(); !most.empty()) {
     text += fmt::format("; of the phases of both `{}` differs most ({} against {})", most,
-                        format_size(of(more.phases, most)), format_size(of(less.phases, most)));
+                        format_size(amount_in(more.phases, most)),
+                        format_size(amount_in(less.phases, most)));
   }
   return text;
 }
@@ -273,13 +270,13 @@ std::string comparison_text(const RunComparison& runs) {
   text += fmt::format("{:<28}{:>14}{:>14}{:>15}\n", "", "A", "B", "B - A");
   text += row("peak", a.peak_bytes, b.peak_bytes);
   for (const std::string& owner : by_difference(a.owners, b.owners)) {
-    text += row("  " + owner_words(owner), of(a.owners, owner), of(b.owners, owner));
+    text += row("  " + owner_words(owner), amount_in(a.owners, owner), amount_in(b.owners, owner));
   }
   for (const std::string& phase : by_difference(a.phases, b.phases)) {
-    text += row("during " + phase, of(a.phases, phase), of(b.phases, phase));
+    text += row("during " + phase, amount_in(a.phases, phase), amount_in(b.phases, phase));
   }
-  return text + fmt::format("\nA: {}\n   {}\nB: {}\n   {}\n", a.name, a.peak_cause, b.name,
-                            b.peak_cause);
+  return text +
+         fmt::format("\nA: {}\n   {}\nB: {}\n   {}\n", a.name, a.peak_cause, b.name, b.peak_cause);
 }
 
 }  // namespace modicum

@@ -165,9 +165,11 @@ std::string peak_cause(const WatchRecord& record) {
   std::string text;
   if (const WatchedPhase* const phase = record.phase_at(process.pid, peak->at_s)) {
     text = fmt::format("during `{}`, ", phase->name);
+  } else if (const WatchedPhase* const last = record.phase_before(process.pid, peak->at_s)) {
+    text = fmt::format("after `{}`, ", last->name);
   }
-  text += fmt::format("{} (pid {}) held {}", label_of(process), process.pid,
-                      format_size(most.bytes));
+  text +=
+      fmt::format("{} (pid {}) held {}", label_of(process), process.pid, format_size(most.bytes));
   const size_t owner = most.owned.grown_since({});
   if (owner == static_cast<size_t>(WatchOwner::held)) return text;
   return text + fmt::format(", of which {} {}", owner_words(watch_owner_name(owner)),

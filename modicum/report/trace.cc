@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-constexpr int kAllProcesses = 0;  // the pid of what is of no single process
+constexpr int kAllProcesses = 0;  // the pid of sums
 
 int64_t microseconds(double seconds) noexcept { return std::llround(seconds * 1e6); }
 

@@ -32,9 +32,9 @@ void add(WatchSample& sample, uint32_t process, const OwnedMemory& memory) {
 // A launcher, and a rank that loads from 0.1 to 0.3 s.
 WatchRecord recorded() {
   WatchRecord record{.command = {"modicum", "load"}, .elapsed_s = 0.4};
-  record.processes = {{.pid = 5, .name = "modicum", .begin_s = 0, .end_s = 0.4},
-                      {.pid = 6, .parent = 5, .name = "modicum-rank-0", .rank = 0,
-                       .begin_s = 0.1, .end_s = 0.3}};
+  record.processes = {
+      {.pid = 5, .name = "modicum", .begin_s = 0, .end_s = 0.4},
+      {.pid = 6, .parent = 5, .name = "modicum-rank-0", .rank = 0, .begin_s = 0.1, .end_s = 0.3}};
   record.samples.resize(3);
   record.samples[0].at_s = 0.05;
   add(record.samples[0], 0, owned({{at(WatchOwner::held), 10}}));
@@ -43,8 +43,8 @@ WatchRecord recorded() {
   add(record.samples[1], 0, owned({{at(WatchOwner::held), 12}}));
   record.samples[2].at_s = 0.35;
   add(record.samples[2], 0, owned({{at(WatchOwner::held), 11}}));
-  record.phases = {{.pid = 6, .rank = 0, .name = "load", .begin_s = 0.1, .end_s = 0.3,
-                    .promised_bytes = 100}};
+  record.phases = {
+      {.pid = 6, .rank = 0, .name = "load", .begin_s = 0.1, .end_s = 0.3, .promised_bytes = 100}};
   record.peak_bytes = 104 * kKiB;
   record.peak_at_s = 0.2;
   record.budget_bytes = 4096;
@@ -92,6 +92,14 @@ TEST(WatchReport, ManyProcessesHaveTracksOfTheLargest) {
   EXPECT_EQ(tracks.back().owned[0].total_bytes(), (1000 + 8 * 9 / 2) * kKiB);
 }
 
+TEST(WatchReport, APeakBetweenPhasesComesAfterTheLast) {
+  WatchRecord record = recorded();
+  record.phases.insert(record.phases.begin(),
+                       {.pid = 6, .name = "open", .begin_s = 0.1, .end_s = 0.12});
+  record.phases.back().end_s = 0.15;
+  EXPECT_TRUE(peak_cause(record).starts_with("after `load`, rank 0 (pid 6) held"));
+}
+
 TEST(WatchReport, TheCauseOfAPeakWithoutReportsIsAProcess) {
   WatchRecord record = recorded();
   record.phases.clear();
@@ -103,11 +111,21 @@ TEST(WatchReport, TheCauseOfAPeakWithoutReportsIsAProcess) {
 
 TEST(WatchReport, AKillHasItsPhaseItsOwnerAndWhatWouldHaveFitted) {
   WatchRecord record = recorded();
-  record.killed = {.pid = 6, .name = "modicum-rank-0", .rank = 0, .at_s = 0.3,
-                   .limit_bytes = kMiB, .limit_source = "--limit", .held_bytes = 92 * kKiB,
-                   .tree_held_bytes = 104 * kKiB, .phase = "load", .grew_pid = 6,
-                   .grew_name = "modicum-rank-0", .grew_owner = "shards",
-                   .grew_bytes = 80 * kKiB, .grew_s = 0.1, .promised_bytes = 2 * kMiB};
+  record.killed = {.pid = 6,
+                   .name = "modicum-rank-0",
+                   .rank = 0,
+                   .at_s = 0.3,
+                   .limit_bytes = kMiB,
+                   .limit_source = "--limit",
+                   .held_bytes = 92 * kKiB,
+                   .tree_held_bytes = 104 * kKiB,
+                   .phase = "load",
+                   .grew_pid = 6,
+                   .grew_name = "modicum-rank-0",
+                   .grew_owner = "shards",
+                   .grew_bytes = 80 * kKiB,
+                   .grew_s = 0.1,
+                   .promised_bytes = 2 * kMiB};
   EXPECT_EQ(killed_text(record),
             "the kernel killed modicum-rank-0 (pid 6, rank 0) after 0.3 s, during `load`, for lack "
             "of memory: --limit allows 1.00 MiB. Just before, it held 92.00 KiB, all processes of "
@@ -149,8 +167,8 @@ std::string document(uint64_t shards, uint64_t staging, uint64_t later) {
 TEST(Comparison, NamesTheOwnerAndThePhaseThatDifferMost) {
   const RunComparison runs{parse_run(document(1000, 10, 50), "a.json"),
                            parse_run(document(3000, 20, 55), "b.json")};
-  EXPECT_EQ(runs.a.owners, (std::map<std::string, uint64_t>{
-                               {"held", 1}, {"shards", 1000}, {"staging", 10}}));
+  EXPECT_EQ(runs.a.owners,
+            (std::map<std::string, uint64_t>{{"held", 1}, {"shards", 1000}, {"staging", 10}}));
   EXPECT_EQ(runs.a.phases, (std::map<std::string, uint64_t>{{"load", 1011}, {"step", 50}}));
   EXPECT_EQ(runs.owner(), "shards");
   EXPECT_EQ(runs.phase(), "load");
@@ -163,6 +181,14 @@ TEST(Comparison, NamesTheOwnerAndThePhaseThatDifferMost) {
             std::string::npos);
   EXPECT_NE(json.find(R"({"name":"shards","a_bytes":1000,"b_bytes":3000})"), std::string::npos);
   EXPECT_NE(comparison_text(runs).find("+1.95 KiB"), std::string::npos);
+}
+
+// Another phase can't explain a difference; an owner can.
+TEST(Comparison, OfThePhasesOnlyThoseOfBothCount) {
+  const RunComparison runs{{.owners = {{"shards", 10}}, .phases = {{"load", 10}, {"step", 11}}},
+                           {.owners = {{"held", 99}}, .phases = {{"load", 12}, {"save", 90}}}};
+  EXPECT_EQ(runs.phase(), "load");
+  EXPECT_EQ(runs.owner(), "held");
 }
 
 TEST(Comparison, OfARunWithItselfNamesNothing) {
@@ -185,7 +211,7 @@ TEST(Comparison, OtherDocumentsAreRefused) {
     return std::nullopt;
   };
   EXPECT_EQ(category_of(""), Category::format_json);
-  EXPECT_EQ(category_of("not JSON"), Category::format_json);
+  EXPECT_EQ(category_of("{,"), Category::format_json);
   EXPECT_EQ(category_of("{}"), Category::format_schema);
   EXPECT_EQ(category_of("[1]"), Category::format_schema);
   EXPECT_EQ(category_of(R"({"peak":{"bytes":"much"}})"), Category::format_schema);

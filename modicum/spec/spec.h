@@ -9,6 +9,5 @@
 #include "modicum/spec/named.h"         // IWYU pragma: export
 #include "modicum/spec/powers.h"        // IWYU pragma: export
 #include "modicum/spec/scale_grid.h"    // IWYU pragma: export
-#include "modicum/spec/self_report.h"   // IWYU pragma: export
 #include "modicum/spec/state_format.h"  // IWYU pragma: export
 #include "modicum/spec/tensor.h"        // IWYU pragma: export

@@ -21,7 +21,7 @@ void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show)
     if (limits.empty()) return std::string("the kernel counted an out-of-memory kill");
     return fmt::format("{} allows {}", limits[0].source, format_size(limits[0].limit_bytes));
   };
-  const auto reporting = [&world, body](int rank) {
+  auto reporting = [&world, body](int rank) {
     world.own_report.begin([] { return read_pss(getpid()).value_or(0); });
     world.own_report.reporter().set_budget(world.budget_bytes);
     body(rank);

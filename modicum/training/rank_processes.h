@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "modicum/io/io.h"
 #include "modicum/ranks/ranks.h"
 
 namespace modicum {

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <ctime>
 #include <map>
 #include <system_error>
@@ -119,7 +120,7 @@ class Watcher {
                                     .cpu_ns = cpu_ns,
                                     .cage = cage_ ? std::optional(cage_->group()) : std::nullopt,
                                     .limit_bytes = task.limit_bytes.value_or(0),
-                                    .reports = &reports_.table()});
+                                    .reports = &table_});
   }
 
   WatchRecord run() {
@@ -282,7 +283,8 @@ class Watcher {
   SteadyClock clock_;
   const Signals signals_;
   OomLog log_;
-  const ReportPages reports_ = ReportPages::make();
+  const SharedPages reports_ = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table_ = SelfReports::make_in(reports_.bytes());
   std::optional<MemoryCage> cage_;
   std::optional<Deaths> deaths_;
   std::optional<TreeSampler> sampler_;

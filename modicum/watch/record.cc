@@ -39,9 +39,8 @@ OwnedMemory& OwnedMemory::operator+=(const OwnedMemory& other) noexcept {
 }
 
 const WatchSample* WatchRecord::peak() const noexcept {
-  const auto most = std::max_element(samples.begin(), samples.end(), [](auto& a, auto& b) {
-    return a.held_bytes < b.held_bytes;
-  });
+  const auto most = std::max_element(samples.begin(), samples.end(),
+                                     [](auto& a, auto& b) { return a.held_bytes < b.held_bytes; });
   return most == samples.end() ? nullptr : &*most;
 }
 
@@ -49,6 +48,15 @@ const WatchedPhase* WatchRecord::phase_at(int pid, double at_s) const noexcept {
   const WatchedPhase* found = nullptr;
   for (const WatchedPhase& phase : phases) {
     if (phase.pid == pid && phase.has(at_s)) found = &phase;
+  }
+  return found;
+}
+
+const WatchedPhase* WatchRecord::phase_before(int pid, double at_s) const noexcept {
+  const WatchedPhase* found = nullptr;
+  for (const WatchedPhase& phase : phases) {
+    if (phase.pid != pid || phase.end_s >= at_s) continue;
+    if (found == nullptr || phase.end_s > found->end_s) found = &phase;
   }
   return found;
 }

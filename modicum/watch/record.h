@@ -9,11 +9,11 @@
 #include <string_view>
 #include <vector>
 
-#include "modicum/spec/spec.h"
+#include "modicum/memory/memory.h"
 
 namespace modicum {
 
-// Who holds memory of a process: the purposes of its ledgers, if it reports any, in their order;
+// The owners of a process's memory: the purposes of its ledgers, if it reports any, in their order;
 // then these.
 enum class WatchOwner : uint8_t {
   copies_since_fork = static_cast<uint8_t>(Purpose::count),
@@ -107,12 +107,12 @@ struct WatchRecord {
   double elapsed_s = 0;
   uint64_t peak_bytes = 0;  // highest sum over the tree of Pss_Anon + Pss_Shmem
   double peak_at_s = 0;
-  uint64_t cow_duplicate_bytes = 0;       // highest sum over the tree
-  std::vector<WatchedProcess> processes;  // in the order in which they were first seen
-  uint64_t processes_left_out = 0;        // small ones of which there were too many
-  std::vector<WatchSample> samples;       // thinned; one of them is that of the peak
-  std::vector<WatchedPhase> phases;       // in the order of their begins
-  std::optional<uint64_t> limit_bytes;    // --limit
+  uint64_t cow_duplicate_bytes = 0;           // highest sum over the tree
+  std::vector<WatchedProcess> processes;      // in the order in which they were first seen
+  uint64_t processes_left_out = 0;            // small ones of which there were too many
+  std::vector<WatchSample> samples;           // thinned; one of them is that of the peak
+  std::vector<WatchedPhase> phases;           // in the order of their begins
+  std::optional<uint64_t> limit_bytes;        // --limit
   std::optional<uint64_t> group_limit_bytes;  // the lowest of the cgroups around the command
   std::optional<uint64_t> budget_bytes;       // that a process has reported
   std::optional<WatchedKill> killed;
@@ -124,6 +124,8 @@ struct WatchRecord {
   const WatchSample* peak() const noexcept;
   // The innermost phase of a process at a time: the one that began last. Null without one.
   const WatchedPhase* phase_at(int pid, double at_s) const noexcept;
+  // The one that ended last before that time. Null without one.
+  const WatchedPhase* phase_before(int pid, double at_s) const noexcept;
 };
 
 }  // namespace modicum

@@ -103,8 +103,8 @@ void ReportedProcesses::read(int64_t now_ns, std::span<const int> alive) {
     if (known != nullptr) end(*known, now_ns);
     table_.pids[place].store(0);
   }
-  const auto ended = std::count_if(known_.begin(), known_.end(),
-                                   [](const Known& one) { return one.has_ended; });
+  const auto ended =
+      std::count_if(known_.begin(), known_.end(), [](const Known& one) { return one.has_ended; });
   if (static_cast<size_t>(ended) > 2 * kMostEnded) {
     int64_t extra = ended - static_cast<int64_t>(kMostEnded);
     std::erase_if(known_, [&](const Known& one) { return one.has_ended && extra-- > 0; });

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "modicum/spec/spec.h"
+#include "modicum/memory/memory.h"
 #include "modicum/watch/record.h"
 
 namespace modicum {

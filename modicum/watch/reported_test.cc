@@ -11,8 +11,8 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: owners whose sum is not what is held; a phase without its
-// end; numbers of a report that are believed; places of ended processes that stay taken.
+// House test. It catches these mutations: owners whose sum is not the memory held; a phase without
+// its end; numbers of a report that are believed; places of ended processes that stay taken.
 
 size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
 size_t at(WatchOwner owner) { return static_cast<size_t>(owner); }
@@ -74,9 +74,10 @@ TEST(OwnedMemory, AnyNumbersAddUpToWhatIsHeld) {
 }
 
 TEST(ReportedProcesses, HaveTheirPhasesWithBeginAndEnd) {
-  const ReportPages pages = ReportPages::make();
-  ReportedProcesses reported(pages.table(), kNsPerSecond);
-  SelfReport& report = *pages.table().claim(7, 0);
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  ReportedProcesses reported(table, kNsPerSecond);
+  SelfReport& report = *table.claim(7, 0);
   report.rank.store(3);
   begin(report, 0, 1, "load", 1 * kNsPerSecond + 100 * kNsPerMs);
   const std::vector<int> alive = {7};
@@ -95,9 +96,10 @@ TEST(ReportedProcesses, HaveTheirPhasesWithBeginAndEnd) {
 }
 
 TEST(ReportedProcesses, ThePhaseOfAProcessThatWasKilledIsKnown) {
-  const ReportPages pages = ReportPages::make();
-  ReportedProcesses reported(pages.table(), 0);
-  SelfReport& report = *pages.table().claim(7, 0);
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  ReportedProcesses reported(table, 0);
+  SelfReport& report = *table.claim(7, 0);
   report.held[at(Purpose::shards)].store(5 * kMiB);
   begin(report, 0, 1, "train", 10 * kNsPerMs);
   begin(report, 1, 2, "load", 20 * kNsPerMs);
@@ -106,16 +108,17 @@ TEST(ReportedProcesses, ThePhaseOfAProcessThatWasKilledIsKnown) {
   EXPECT_EQ(reported.phase_of(7).name, "load");
   EXPECT_EQ(reported.memory_of(7)->held[Purpose::shards], 5 * kMiB);
   EXPECT_EQ(text_of(reported.phases(90 * kNsPerMs)), "train 10-40; load 20-40; ");
-  EXPECT_EQ(pages.table().pids[0].load(), 0) << "its place is free";
+  EXPECT_EQ(table.pids[0].load(), 0) << "its place is free";
 }
 
 TEST(ReportedProcesses, ReusedPidsAndPlacesAreOtherProcesses) {
-  const ReportPages pages = ReportPages::make();
-  ReportedProcesses reported(pages.table(), 0);
-  SelfReport& first = *pages.table().claim(7, 0);
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  ReportedProcesses reported(table, 0);
+  SelfReport& first = *table.claim(7, 0);
   begin(first, 0, 1, "load", 10 * kNsPerMs);
   reported.read(20 * kNsPerMs, std::vector<int>{7});
-  SelfReport& again = *pages.table().claim(7, 0);  // after an exec, or of a new process
+  SelfReport& again = *table.claim(7, 0);  // after an exec, or of a new process
   ASSERT_EQ(&first, &again);
   again.begin_ns.store(25 * kNsPerMs);
   begin(again, 0, 1, "save", 30 * kNsPerMs);
@@ -125,9 +128,10 @@ TEST(ReportedProcesses, ReusedPidsAndPlacesAreOtherProcesses) {
 }
 
 TEST(ReportedProcesses, APhaseHasItsPromise) {
-  const ReportPages pages = ReportPages::make();
-  ReportedProcesses reported(pages.table(), 0);
-  SelfReport& report = *pages.table().claim(7, 0);
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  ReportedProcesses reported(table, 0);
+  SelfReport& report = *table.claim(7, 0);
   report.promised[1].phase.set("step");
   report.promised[1].bytes[at(Purpose::moments)].store(70);
   report.promised[1].bytes[at(Purpose::process)].store(5);
@@ -143,9 +147,10 @@ TEST(ReportedProcesses, APhaseHasItsPromise) {
 }
 
 TEST(ReportedProcesses, WhateverIsWrittenIsBounded) {
-  const ReportPages pages = ReportPages::make();
-  ReportedProcesses reported(pages.table(), 0);
-  SelfReport& report = *pages.table().claim(7, UINT64_MAX);
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  ReportedProcesses reported(table, 0);
+  SelfReport& report = *table.claim(7, UINT64_MAX);
   report.promised_phases.store(UINT32_MAX);
   report.phases_begun.store(UINT64_MAX);
   for (size_t i = 0; i < SelfReport::kMostPhases; ++i) {
@@ -164,9 +169,10 @@ TEST(ReportedProcesses, WhateverIsWrittenIsBounded) {
 
 // Steps of days: neighbours of one name become one, so that the load at the begin stays.
 TEST(ReportedProcesses, ManyPhasesOfOneNameAreJoined) {
-  const ReportPages pages = ReportPages::make();
-  ReportedProcesses reported(pages.table(), 0);
-  SelfReport& report = *pages.table().claim(7, 0);
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  ReportedProcesses reported(table, 0);
+  SelfReport& report = *table.claim(7, 0);
   const std::vector<int> alive = {7};
   begin(report, 0, 1, "load", 0);
   report.phases[0].end_ns.store(kNsPerMs);

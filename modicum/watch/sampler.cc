@@ -347,7 +347,7 @@ void TreeSampler::finish(WatchRecord& record) {
   record.cow_duplicate_bytes = most_copies_;
   record.processes = std::move(processes_);
   record.processes_left_out = left_out_;
-  record.samples = timeline_.take();
+  record.samples = std::move(timeline_.samples());
   if (!reported_) return;
   record.phases = reported_->phases(clock_.now_ns());
   record.budget_bytes = reported_->budget_bytes();

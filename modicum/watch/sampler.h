@@ -85,9 +85,9 @@ class TreeSampler {
     int pid = 0;
     std::optional<size_t> process;  // index in processes_
     ProcessStatus status;
-    uint64_t pss_bytes = 0;  // at the last exact reading, less the bytes released since
-    uint64_t anon_then = 0;  // RssAnon then
-    uint64_t faults = 0;     // when last read
+    uint64_t pss_bytes = 0;     // at the last exact reading, less the bytes released since
+    uint64_t anon_then = 0;     // RssAnon then
+    uint64_t faults = 0;        // when last read
     uint64_t copied_bytes = 0;  // since a fork, when last read
     int rank_reads = 0;
 

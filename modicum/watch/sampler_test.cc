@@ -18,7 +18,7 @@ namespace modicum {
 namespace {
 
 // House test. It catches these mutations: a peak that thinning loses; a process of a reused pid
-// that is taken for the one before; memory of an ended process that is carried on; owners whose sum
+// that counts as the one before; memory of an ended process that is carried on; owners whose sum
 // is not what a process holds.
 
 constexpr int kWatcher = 10;
@@ -139,7 +139,7 @@ TEST(Sampler, AProcessHasTheNameAndRankOfItsLastProgram) {
   Sampled tree;
   tree.put(11, {.name = "sh", .anon_kib = 100});
   tree.sample_after();
-  tree.put(11, {.name = "python3", .anon_kib = 9000, .variables = "RANK=3"});
+  tree.put(11, {.name = "python3", .anon_kib = 300, .variables = "RANK=3"});
   tree.sample_after();
   const WatchRecord record = tree.finish();
   ASSERT_EQ(record.processes.size(), 1U);
@@ -173,9 +173,10 @@ TEST(Sampler, AProcessWithoutMemoryThatComesAndGoesLeavesNoTrace) {
 }
 
 TEST(Sampler, WhatAProcessReportsDividesItsMemory) {
-  const ReportPages pages = ReportPages::make();
-  Sampled tree({.reports = &pages.table()});
-  SelfReport& report = *pages.table().claim(11, 100 * kKiB);
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  Sampled tree({.reports = &table});
+  SelfReport& report = *table.claim(11, 100 * kKiB);
   report.rank.store(2);
   report.held[at(Purpose::shards)].store(3000 * kKiB);
   tree.put(11, {.anon_kib = 4000});
@@ -232,9 +233,9 @@ MemoryCgroup put_group(Machine& machine, uint64_t current, int kills) {
   machine.put(directory + "/memory.max", "402653184\n");
   machine.put(directory + "/memory.high", "max\n");
   machine.put(directory + "/memory.stat", kStat);
-  machine.put(directory + "/memory.events",
-              fmt::format("low 0\nhigh 0\nmax 41\noom {}\noom_kill {}\noom_group_kill 0\n", kills,
-                          kills));
+  machine.put(
+      directory + "/memory.events",
+      fmt::format("low 0\nhigh 0\nmax 41\noom {}\noom_kill {}\noom_group_kill 0\n", kills, kills));
   return {.version = 2, .name = "/job/modicum-watch-10", .directory = machine.root() + directory};
 }
 

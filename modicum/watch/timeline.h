@@ -19,9 +19,7 @@ class Timeline {
   static constexpr size_t kMostSamples = 600;
 
   void add(const WatchSample& sample);
-  const std::vector<WatchSample>& samples() const noexcept { return samples_; }
-  // Leaves none.
-  std::vector<WatchSample> take() noexcept { return std::move(samples_); }
+  std::vector<WatchSample>& samples() noexcept { return samples_; }
 
  private:
   int64_t bucket_of(const WatchSample& sample) const noexcept;

@@ -26,13 +26,12 @@ TEST(Timeline, KeepsThePeakInBoundedMemory) {
   }
   const auto& kept = timeline.samples();
   EXPECT_GT(kept.size(), Timeline::kMostSamples / 3);
-  const auto peak = std::max_element(kept.begin(), kept.end(), [](auto& a, auto& b) {
-    return a.held_bytes < b.held_bytes;
-  });
+  const auto peak = std::max_element(kept.begin(), kept.end(),
+                                     [](auto& a, auto& b) { return a.held_bytes < b.held_bytes; });
   EXPECT_EQ(peak->held_bytes, kGiB);
   EXPECT_DOUBLE_EQ(peak->at_s, 0.02 * kPeak);
-  EXPECT_TRUE(std::is_sorted(kept.begin(), kept.end(),
-                             [](auto& a, auto& b) { return a.at_s < b.at_s; }));
+  EXPECT_TRUE(
+      std::is_sorted(kept.begin(), kept.end(), [](auto& a, auto& b) { return a.at_s < b.at_s; }));
 }
 
 TEST(Timeline, TheLargestSampleOfABucketIsKept) {

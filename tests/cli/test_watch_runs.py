@@ -15,6 +15,8 @@ from cage import why_no_cage
 from program import Ended, failure, run, run_json
 
 MIB = 1 << 20
+# The digest is made while the shards are held, and takes several samples.
+HELD = ["--digest", "--budget", "6GiB"]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def track_of(timeline: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def test_a_load_reports_its_ledger(modicum: Path, model: Path) -> None:
-    told, done = watched(modicum, "load", model, "--ranks", 2, "--json", "--budget", "6GiB")
+    told, done = watched(modicum, "load", model, "--ranks", 2, *HELD, "--json")
     loaded = json.loads(done.stderr)
     timeline = told["timeline"]
     assert max(totals(timeline)) == told["peak"]["bytes"] == told["peak_bytes"]
@@ -91,6 +93,9 @@ def test_a_rehearsal_has_phases_of_each_kind(modicum: Path, gpt2: Path, tmp_path
     names = {rank: [one["name"] for one in phases if one["rank"] == rank] for rank in range(2)}
     assert names[0] == names[1]
     assert names[0] == ["load", "step", "step", "step", "save", "step", "load", "resume", "step"]
+    ends = [one["end_s"] for one in phases if one["rank"] == 0]
+    begins = [one["begin_s"] for one in phases if one["rank"] == 0]
+    assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False)), phases
     assert any("moments" in track["owners"] for track in told["timeline"]["tracks"])
 
 
@@ -123,7 +128,9 @@ def test_a_killed_load_has_its_phase_and_owner(modicum: Path, model: Path) -> No
 def test_a_trace(modicum: Path, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.trace.json"
     file.write_text("an older and longer one" * 100_000)
-    done = run(modicum, "watch", "--trace", file, "--", modicum, "load", model, "--ranks", 2, "-q")
+    done = run(
+        modicum, "watch", "--trace", file, "--", modicum, "load", model, "--ranks", 2, *HELD, "-q"
+    )
     assert done.code == 0, done.stderr
     events = json.loads(file.read_text())["traceEvents"]
     required = {"C": {"ts", "args"}, "X": {"ts", "dur"}, "M": {"args"}, "i": {"ts", "s"}}
@@ -159,7 +166,7 @@ def test_two_runs_compared(modicum: Path, model: Path, tmp_path: Path) -> None:
     assert compared["difference_bytes"] == (
         compared["b"]["peak_bytes"] - compared["a"]["peak_bytes"]
     )
-    assert compared["difference_bytes"] > 1 << 30
+    assert compared["difference_bytes"] > 800 * MIB
     text = run(modicum, "watch", "--compare", *files)
     assert text.code == 0
     assert text.stdout.startswith(compared["sentence"] + "\n")

@@ -1,5 +1,5 @@
-"""A Python program that uses Modicum reports its ledgers and phases to the `modicum watch` that runs
-it; a forked child reports for itself alone.
+"""A Python program that uses Modicum reports its ledgers and phases to the `modicum watch` that
+runs it; a forked child reports for itself alone.
 
 House test. It catches these mutations: a phase that is not reported, or never ends; a child that
 returns its parent's entries.

@@ -1,4 +1,4 @@
-#include "modicum/spec/self_report.h"
+#include "modicum/memory/self_report.h"
 
 #include <unistd.h>
 
@@ -48,7 +48,7 @@ std::string ReportedName::text() const {
   return {text.data(), strnlen(text.data(), text.size())};
 }
 
-SelfReports& SelfReports::make_in(std::span<std::byte> memory) noexcept {
+SelfReports& SelfReports::make_in(std::span<std::byte> memory) {
   MODICUM_ASSERT(memory.size() >= sizeof(SelfReports));
   auto& made = *reinterpret_cast<SelfReports*>(memory.data());
   made.magic.store(kMagic);

@@ -1,4 +1,4 @@
-#include "modicum/spec/self_report.h"
+#include "modicum/memory/memory.h"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -13,7 +13,7 @@ namespace modicum {
 namespace {
 
 // House test. It catches these mutations: a forked child that writes its parent's report; a phase
-// that lasts and is overwritten; a report of a process that has ended and is taken for another's.
+// that lasts and is overwritten; a report of an ended process that counts as another's.
 
 // A table in memory of this process.
 class Table {

@@ -4,9 +4,9 @@
 //   SelfReports    head: pids | SelfReport | SelfReport | ...     made and read by the watcher
 //                                   ^ claimed, and written without locks, by one process
 //
-// The table lies in memory that all of them map (io/own_report.h). A process may be killed between
-// any two stores, and anything may be written there, so each field is an atomic that the reader
-// validates by itself. Times are those of SteadyClock, the same in all processes.
+// The table lies in memory that all of them map; its path is in kWatchVariable. A process may be
+// killed between any two stores, and anything may be written there, so each field is an atomic that
+// the reader validates by itself. Times are those of SteadyClock, the same in all processes.
 #pragma once
 
 #include <array>
@@ -17,10 +17,11 @@
 #include <string>
 #include <string_view>
 
-#include "modicum/spec/footprint.h"
+#include "modicum/spec/spec.h"
 
 namespace modicum {
 
+constexpr const char* kWatchVariable = "MODICUM_WATCH";
 constexpr size_t kPurposes = static_cast<size_t>(Purpose::count);
 
 // A name of at most 31 bytes; longer ones are truncated.
@@ -52,8 +53,8 @@ struct alignas(4096) SelfReport {
   std::atomic<int64_t> begin_ns;  // set last; 0: ignore the rest
   std::atomic<int32_t> rank;      // -1: unknown
   std::atomic<uint32_t> promised_phases;
-  std::atomic<uint64_t> baseline_bytes;  // held by the process before
-  std::atomic<uint64_t> budget_bytes;    // of the node; 0: none
+  std::atomic<uint64_t> baseline_bytes;               // held by the process before
+  std::atomic<uint64_t> budget_bytes;                 // of the node; 0: none
   std::array<std::atomic<uint64_t>, kPurposes> held;  // by all ledgers of the process
   std::atomic<uint64_t> phases_begun;
   std::array<Promised, kMostPromised> promised;
@@ -66,7 +67,7 @@ struct SelfReports {
   static constexpr size_t kMost = 960;
 
   // The table in `memory`, of sizeof(SelfReports) zeros.
-  static SelfReports& make_in(std::span<std::byte> memory) noexcept;
+  static SelfReports& make_in(std::span<std::byte> memory);
   // Null unless the same version of Modicum has made a table in `memory`.
   static SelfReports* find_in(std::span<std::byte> memory) noexcept;
   // The report of process `pid`, begun anew; null if all are claimed.
