@@ -93,9 +93,12 @@ std::string past_run_sentence(const PlanReport& report) {
     return text + "; no strategy, staging, state format or number of nodes fits";
   }
   const Alternative& smallest = report.alternatives.front();
-  const int nodes = (report.ranks + smallest.ranks_per_node - 1) / smallest.ranks_per_node;
-  return text + fmt::format("; the smallest change that fits is {}: {} node(s), each at most {}",
-                            smallest.flags, nodes, format_size(smallest.peak_bytes));
+  text += "; the smallest change that fits is " + smallest.flags;
+  if (smallest.flags.find("--ranks-per-node") != std::string::npos) {
+    text += fmt::format(" ({} nodes)",
+                        (report.ranks + smallest.ranks_per_node - 1) / smallest.ranks_per_node);
+  }
+  return text + fmt::format(": at most {} on a node", format_size(smallest.peak_bytes));
 }
 
 void past_run_member(JsonWriter& out, const PlanReport& report) {

@@ -31,6 +31,15 @@ def flags(gpt2: Path) -> tuple[object, ...]:
     return (gpt2, "--ranks", 4, "--optimizer", "adamw:fp32", "--staging", "1MiB")
 
 
+def changed(flags: tuple[object, ...], words: list[str]) -> list[object]:
+    """The flags with other values for those that are in `words`."""
+    directory, *given = flags
+    pairs = dict(zip(given[::2], given[1::2], strict=True)) | dict(
+        zip(words[::2], words[1::2], strict=True)
+    )
+    return [directory, *(word for pair in pairs.items() for word in pair)]
+
+
 def test_the_smallest_change_fits(modicum: Path, flags: tuple[object, ...], tmp_path: Path) -> None:
     needed = node_peak(run_json(modicum, "plan", *flags), "own-shard")
     for limit in (needed - 1, needed - needed // 5, needed // 2):
@@ -41,7 +50,7 @@ def test_the_smallest_change_fits(modicum: Path, flags: tuple[object, ...], tmp_
         change = told["change"]
         assert change == done.json["would_fit"][0]
         words = shlex.split(change["flags"])
-        again = run_json(modicum, "plan", *flags, *words, "--budget", limit)
+        again = run_json(modicum, "plan", *changed(flags, words), "--budget", limit)
         assert again["fits"] and node_peak(again, change["strategy"]) == change["peak_bytes"]
         changes = [len(of["flags"].split()) for of in done.json["would_fit"]]
         assert changes[0] == min(changes)
@@ -49,7 +58,7 @@ def test_the_smallest_change_fits(modicum: Path, flags: tuple[object, ...], tmp_
         assert told["over_bytes"] == max(0, 90 * MIB - limit)
         said = f"this run held 90.00 MiB, the limit was {sizes(limit)}{over}; "
         assert told["sentence"].startswith(f"{said}the smallest change that fits is {words[0]}")
-        assert told["sentence"].endswith(f"at most {sizes(change['peak_bytes'])}")
+        assert told["sentence"].endswith(f": at most {sizes(change['peak_bytes'])} on a node")
         text = run(modicum, "plan", *flags, "--from", tmp_path / "run.json").stdout
         assert told["sentence"] in text.splitlines()
 
@@ -60,7 +69,7 @@ def test_more_nodes_are_a_change(modicum: Path, gpt2: Path, tmp_path: Path) -> N
     path = written(tmp_path, watched(of_two))
     done = run(modicum, "plan", *wide, "--from", path, "--json")
     assert done.json["from"]["change"]["flags"] == "--ranks-per-node 2"
-    assert ": 4 node(s), each at most" in done.json["from"]["sentence"]
+    assert "--ranks-per-node 2 (4 nodes): at most" in done.json["from"]["sentence"]
 
 
 def test_a_refused_run(modicum: Path, flags: tuple[object, ...], tmp_path: Path) -> None:
