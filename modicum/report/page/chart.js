@@ -10,24 +10,22 @@ function rows_of(run) {
     const curves = run.curves.map((curve) => curve.bytes[i]);
     return [at, ...layers, total[i] + (cache?.[i] ?? 0), promise[i], ...curves];
   });
-  // A phase lasts until the next one begins, and the last one, too, has a width.
-  if (run.has_steps) rows.push([run.line.t_s.length, ...rows[rows.length - 1].slice(1)]);
-  return rows;
+  if (!run.has_steps) return rows;
+  // A phase holds the same from its begin to that of the next one.
+  return rows.flatMap(([at, ...of]) => [[at, ...of], [at + 1 - 1e-6, ...of]]);
 }
 
-function trace(to, points, is_stepped, begins) {
+function trace(to, points, begins) {
   points.forEach((point, i) => {
-    if (i === 0 && begins) return to.moveTo(point.canvasx, point.canvasy);
-    if (i > 0 && is_stepped === "ahead") to.lineTo(point.canvasx, points[i - 1].canvasy);
-    if (i > 0 && is_stepped === "behind") to.lineTo(points[i - 1].canvasx, point.canvasy);
-    to.lineTo(point.canvasx, point.canvasy);
+    if (i === 0 && begins) to.moveTo(point.canvasx, point.canvasy);
+    else to.lineTo(point.canvasx, point.canvasy);
   });
 }
 
-function fill_between(to, run, below, above, style) {
+function fill_between(to, below, above, style) {
   to.beginPath();
-  trace(to, above, run.has_steps && "ahead", true);
-  trace(to, [...below].reverse(), run.has_steps && "behind", false);
+  trace(to, above, true);
+  trace(to, [...below].reverse(), false);
   to.closePath();
   to.fillStyle = style;
   to.fill();
@@ -109,9 +107,9 @@ function draw(run, { seriesIndex, allSeriesPoints, drawingContext: to, plotArea,
   let below = allSeriesPoints[0].map((point) => ({ canvasx: point.canvasx, canvasy: floor }));
   run.owners.forEach((owner, at) => {
     const above = allSeriesPoints[at];
-    fill_between(to, run, below, above, color(paint(owner)));
+    fill_between(to, below, above, color(paint(owner)));
     to.beginPath();
-    trace(to, above, run.has_steps && "ahead", true);
+    trace(to, above, true);
     to.strokeStyle = color("--back");
     to.lineWidth = 1;
     to.setLineDash([]);
@@ -119,7 +117,7 @@ function draw(run, { seriesIndex, allSeriesPoints, drawingContext: to, plotArea,
     below = above;
   });
   if (run.line.page_cache_bytes) {
-    fill_between(to, run, below, allSeriesPoints[run.owners.length], hatched(to));
+    fill_between(to, below, allSeriesPoints[run.owners.length], hatched(to));
   }
   const [promise, ...curves] = allSeriesPoints.slice(run.owners.length + 1);
   draw_line(to, promise, [7, 4], "--promise");

@@ -152,7 +152,7 @@ function reading(run, i) {
 function nearest(run, x) {
   const times = run.line.t_s;
   if (run.has_steps) return Math.min(times.length - 1, Math.max(0, Math.floor(x)));
-  return times.reduce((best, at, i) => (Math.abs(at - x) < Math.abs(times[best] - x) ? i : best), 0);
+  return times.reduce((best, at, i) => (Math.abs(at - x) < Math.abs(times[best] - x) ? i - 1 : best), 0);
 }
 
 function choose(run, i) {
@@ -216,7 +216,7 @@ function listen(run) {
     const [begin, end] = run.graph.xAxisRange();
     if (at < begin || at > end) show_window(run, at - (end - begin) / 2, at + (end - begin) / 2);
     choose(run, i);
-    run.graph.setSelection(i);
+    run.graph.setSelection(run.has_steps ? 2 * i : i);
   });
   for (const [name, fill_it] of [["samples", fill_samples], ["intervals", fill_phases]]) {
     const details = run.at.querySelector(`.${name}`);

@@ -35,8 +35,8 @@ class _Curve:
         for time in times:
             while at + 1 < len(self.samples) and self.samples[at + 1].at_s + delay <= time:
                 at += 1
-            outside = not self.samples[0].at_s <= time - delay <= self.samples[-1].at_s
-            found.append(None if outside else self.samples[at])
+            inside = self.samples[0].at_s + delay <= time <= self.samples[-1].at_s + delay
+            found.append(self.samples[at] if inside else None)
         return found
 
 
@@ -118,7 +118,8 @@ def _read(lines: Iterable[Any], name: str) -> list[_Curve]:
 def _document(curves: list[_Curve]) -> dict[str, Any]:
     """A run as `modicum watch --json` describes it: `timeline` and `peak`."""
     zero = min(curve.began for curve in curves)
-    times = sorted({of.at_s + curve.began - zero for curve in curves for of in curve.samples})
+    # Added in the order of `_Curve.at`, which compares them.
+    times = sorted({of.at_s + (curve.began - zero) for curve in curves for of in curve.samples})
     totals = _totals(curves, times, zero)
     times = _thinned(times, totals)
     samples = [curve.at(times, zero) for curve in curves]
