@@ -152,7 +152,7 @@ function reading(run, i) {
 function nearest(run, x) {
   const times = run.line.t_s;
   if (run.has_steps) return Math.min(times.length - 1, Math.max(0, Math.floor(x)));
-  return times.reduce((best, at, i) => (Math.abs(at - x) < Math.abs(times[best] - x) ? i - 1 : best), 0);
+  return times.reduce((best, at, i) => (Math.abs(at - x) < Math.abs(times[best] - x) ? i : best), 0);
 }
 
 function choose(run, i) {
