@@ -49,7 +49,10 @@ def one(run: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(run: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    runs = {"A.json": run, "B.json": run_document(ranks=1, samples=60, grown=1)}
+    other = run_document(ranks=1, samples=60, grown=1)
+    for phase in other["timeline"]["phases"]:
+        phase["name"] += HOSTILE
+    runs = {"A.json": run, "B.json": other}
     path = tmp_path_factory.mktemp("page") / "two.html"
     return write_page(path, runs, f"B holds less {HOSTILE}")
 
