@@ -92,7 +92,7 @@ def test_an_older_page_survives_a_failure(modicum: Path, gpt2: Path, tmp_path: P
 
 def test_it_is_drawn(chromium: Any, modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    budget = 20 << 20
+    budget = 120 << 20
     done = run(modicum, "plan", gpt2, *ROW, "--budget", budget, "--report", page)
     assert done.code == 15, "the page is written all the same"
     with shown(chromium, page) as of:
