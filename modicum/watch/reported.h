@@ -26,7 +26,7 @@ struct ReportedMemory {
 //   held 100 MiB, baseline 2, ledger: shards 500, staging 8
 //     process 2 | shards 90 | staging 8 | unexplained 0
 //
-// Once all of the ledger has been written, it comes first: what is less then is of the baseline,
+// Once all of the ledger has been written, it comes first: a smaller rest is then of the baseline,
 // whose pages are divided among forked children.
 class Division {
  public:
