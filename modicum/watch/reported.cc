@@ -15,6 +15,14 @@ Footprint footprint_of(std::span<const std::atomic<uint64_t>, kPurposes> from) n
   return of;
 }
 
+// What a process holds for its ledgers, in KiB: the other purposes are no memory of its own, or no
+// part of the kernel's figure.
+Footprint ledger_kib(Footprint held) noexcept {
+  held[Purpose::process] = held[Purpose::page_tables] = held[Purpose::fork] = 0;
+  for (uint64_t& bytes : held.bytes) bytes /= kKiB;
+  return held;
+}
+
 ReportedMemory memory_in(const SelfReport& report) {
   ReportedMemory memory{.baseline_bytes = report.baseline_bytes.load(),
                         .held = footprint_of(report.held)};
@@ -36,7 +44,8 @@ std::optional<uint64_t> promised_in(const SelfReport& report, const std::string&
 
 }  // namespace
 
-OwnedMemory owned_of(uint64_t held_bytes, uint64_t copied_bytes, const ReportedMemory* reported) {
+OwnedMemory Division::operator()(uint64_t held_bytes, uint64_t copied_bytes,
+                                 const ReportedMemory* reported) {
   OwnedMemory owned;
   uint64_t left = std::min<uint64_t>(held_bytes / kKiB, UINT32_MAX);
   const auto take = [&](size_t owner, uint64_t kib) {
@@ -51,16 +60,24 @@ OwnedMemory owned_of(uint64_t held_bytes, uint64_t copied_bytes, const ReportedM
     take_rest(WatchOwner::held);
     return owned;
   }
-  take(static_cast<size_t>(Purpose::process), reported->baseline_bytes / kKiB);
-  Footprint ledger = reported->held;
-  ledger[Purpose::process] = ledger[Purpose::page_tables] = ledger[Purpose::fork] = 0;
-  for (uint64_t& bytes : ledger.bytes) bytes /= kKiB;
+  constexpr auto kProcess = static_cast<size_t>(Purpose::process);
+  Footprint ledger = ledger_kib(reported->held);
+  const uint64_t baseline_kib = reported->baseline_bytes / kKiB;
+  const uint64_t base_kib = std::min(baseline_kib_, baseline_kib);
+  if (left >= base_kib + ledger.total()) written_kib_ = ledger.total();
+  const bool is_written = ledger.total() <= written_kib_;
+  if (!is_written) take(kProcess, base_kib);
   while (ledger.total() > left) {
     uint64_t& largest = *std::max_element(ledger.bytes.begin(), ledger.bytes.end());
     largest -= std::min(largest, ledger.total() - left);
   }
   for (size_t p = 0; p < kPurposes; ++p) {
     if (ledger.bytes[p] > 0) take(p, ledger.bytes[p]);
+  }
+  if (is_written) {
+    written_kib_ = ledger.total();
+    take(kProcess, baseline_kib);
+    baseline_kib_ = owned.kib[kProcess];
   }
   take_rest(WatchOwner::unexplained);
   return owned;

@@ -20,12 +20,24 @@ struct ReportedMemory {
 };
 
 // Divides the memory that the kernel counts for a process among its owners: `copied_bytes` of it
-// are copies since a fork. The sum is `held_bytes` in whole KiB, whatever was reported: memory that
-// is booked and not written yet is not held, and is left out of the largest purpose.
+// are copies since a fork. The sum is `held_bytes` in whole KiB, whatever was reported. Memory that
+// is booked and not written yet is not held, and is left out of the largest purpose:
 //
 //   held 100 MiB, baseline 2, ledger: shards 500, staging 8
 //     process 2 | shards 90 | staging 8 | unexplained 0
-OwnedMemory owned_of(uint64_t held_bytes, uint64_t copied_bytes, const ReportedMemory* reported);
+//
+// Once all of the ledger has been written, it comes first: a smaller rest is then of the baseline,
+// whose pages are divided among forked children.
+class Division {
+ public:
+  // Of successive readings of one process. `reported` is null without a report.
+  OwnedMemory operator()(uint64_t held_bytes, uint64_t copied_bytes,
+                         const ReportedMemory* reported);
+
+ private:
+  uint64_t written_kib_ = 0;  // the ledger's total, when all of it was
+  uint64_t baseline_kib_ = UINT64_MAX;
+};
 
 // The reports are input from other processes: any bytes may be in them. One thread.
 class ReportedProcesses {

@@ -39,7 +39,7 @@ TEST(OwnedMemory, IsDividedAmongTheLedgerAndTheRest) {
   ReportedMemory reported{.baseline_bytes = 2 * kMiB};
   reported.held[Purpose::shards] = 100 * kMiB;
   reported.held[Purpose::fork] = 50 * kMiB;  // what children may keep
-  const OwnedMemory owned = owned_of(110 * kMiB, 3 * kMiB, &reported);
+  const OwnedMemory owned = Division()(110 * kMiB, 3 * kMiB, &reported);
   EXPECT_EQ(owned.bytes(at(Purpose::process)), 2 * kMiB);
   EXPECT_EQ(owned.bytes(at(Purpose::shards)), 100 * kMiB);
   EXPECT_EQ(owned.bytes(at(WatchOwner::copies_since_fork)), 3 * kMiB);
@@ -51,26 +51,44 @@ TEST(OwnedMemory, BookedPagesThatAreNotWrittenAreNotHeld) {
   ReportedMemory reported{.baseline_bytes = 2 * kMiB};
   reported.held[Purpose::shards] = 500 * kMiB;
   reported.held[Purpose::staging] = 8 * kMiB;
-  const OwnedMemory owned = owned_of(100 * kMiB, 0, &reported);
+  const OwnedMemory owned = Division()(100 * kMiB, 0, &reported);
   EXPECT_EQ(owned.bytes(at(Purpose::staging)), 8 * kMiB);
   EXPECT_EQ(owned.bytes(at(Purpose::shards)), 90 * kMiB);
   EXPECT_EQ(owned.bytes(at(WatchOwner::unexplained)), 0U);
 }
 
+// Children share the pages of the baseline, so that the kernel counts a part of them here. The
+// ledger's memory is excluded from the fork.
+TEST(OwnedMemory, AForkTakesNothingFromALedgerThatIsWritten) {
+  ReportedMemory reported{.baseline_bytes = 30 * kMiB};
+  reported.held[Purpose::shards] = 100 * kMiB;
+  Division division;
+  EXPECT_EQ(division(90 * kMiB, 0, &reported).bytes(at(Purpose::shards)), 60 * kMiB);
+  EXPECT_EQ(division(131 * kMiB, 0, &reported).bytes(at(Purpose::shards)), 100 * kMiB);
+  const OwnedMemory forked = division(110 * kMiB, 0, &reported);
+  EXPECT_EQ(forked.bytes(at(Purpose::shards)), 100 * kMiB);
+  EXPECT_EQ(forked.bytes(at(Purpose::process)), 10 * kMiB);
+  reported.held[Purpose::moments] = 200 * kMiB;  // booked, not written
+  const OwnedMemory booked = division(115 * kMiB, 0, &reported);
+  EXPECT_EQ(booked.bytes(at(Purpose::process)), 10 * kMiB);
+  EXPECT_EQ(booked.total_bytes(), 115 * kMiB);
+  EXPECT_EQ(division(310 * kMiB, 0, &reported).bytes(at(Purpose::moments)), 200 * kMiB);
+}
+
 TEST(OwnedMemory, OfAProcessWithoutALedgerIsHeldOrCopied) {
-  const OwnedMemory owned = owned_of(100 * kKiB, 30 * kKiB, nullptr);
+  const OwnedMemory owned = Division()(100 * kKiB, 30 * kKiB, nullptr);
   EXPECT_EQ(owned.bytes(at(WatchOwner::copies_since_fork)), 30 * kKiB);
   EXPECT_EQ(owned.bytes(at(WatchOwner::held)), 70 * kKiB);
-  EXPECT_EQ(owned_of(10 * kKiB, 30 * kKiB, nullptr).total_bytes(), 10 * kKiB);
+  EXPECT_EQ(Division()(10 * kKiB, 30 * kKiB, nullptr).total_bytes(), 10 * kKiB);
 }
 
 TEST(OwnedMemory, AnyNumbersAddUpToWhatIsHeld) {
   ReportedMemory reported{.baseline_bytes = UINT64_MAX};
   for (uint64_t& bytes : reported.held.bytes) bytes = UINT64_MAX - 7;
-  EXPECT_EQ(owned_of(77 * kMiB, UINT64_MAX, &reported).total_bytes(), 77 * kMiB);
+  EXPECT_EQ(Division()(77 * kMiB, UINT64_MAX, &reported).total_bytes(), 77 * kMiB);
   reported.baseline_bytes = 0;
-  EXPECT_EQ(owned_of(77 * kMiB, UINT64_MAX, &reported).total_bytes(), 77 * kMiB);
-  EXPECT_EQ(owned_of(0, 0, &reported).total_bytes(), 0U);
+  EXPECT_EQ(Division()(77 * kMiB, UINT64_MAX, &reported).total_bytes(), 77 * kMiB);
+  EXPECT_EQ(Division()(0, 0, &reported).total_bytes(), 0U);
 }
 
 TEST(ReportedProcesses, HaveTheirPhasesWithBeginAndEnd) {

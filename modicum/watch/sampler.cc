@@ -231,7 +231,7 @@ void TreeSampler::record_share(Tracked& one, WatchSample& sample) {
   const bool is_large = processes_.size() < 8 * kMostProcesses && held > peak_bytes_ / 64;
   if (!one.process && is_large) give_record(one, sample.at_s);
   const auto reported = reported_ ? reported_->memory_of(one.pid) : std::nullopt;
-  const OwnedMemory owned = owned_of(held, one.copied_bytes, reported ? &*reported : nullptr);
+  const OwnedMemory owned = one.division(held, one.copied_bytes, reported ? &*reported : nullptr);
   if (!one.process) {
     sample.others += owned;
     return;
@@ -329,7 +329,11 @@ TreeSampler::Growth TreeSampler::growth_to(int pid, uint64_t held_bytes) const {
   const WatchSample::Share* const before = last_share(pid);
   const WatchSample::Share was = before == nullptr ? WatchSample::Share() : *before;
   const auto reported = reported_ ? reported_->memory_of(pid) : std::nullopt;
-  const OwnedMemory owned = owned_of(held_bytes, 0, reported ? &*reported : nullptr);
+  const auto of = std::find_if(tracked_.begin(), tracked_.end(),
+                               [pid](const Tracked& one) { return one.pid == pid; });
+  Division division = of == tracked_.end() ? Division() : of->division;
+  const uint64_t copied_bytes = of == tracked_.end() ? 0 : of->copied_bytes;
+  const OwnedMemory owned = division(held_bytes, copied_bytes, reported ? &*reported : nullptr);
   return {.pid = pid,
           .bytes = held_bytes - std::min(held_bytes, was.bytes),
           .seconds = seconds(clock_.now_ns()) - recent_.back().at_s,

@@ -89,6 +89,7 @@ class TreeSampler {
     uint64_t anon_then = 0;     // RssAnon then
     uint64_t faults = 0;        // when last read
     uint64_t copied_bytes = 0;  // since a fork, when last read
+    Division division;
     int rank_reads = 0;
 
     uint64_t rss_bytes() const noexcept { return status.rss_anon + status.rss_shmem; }

@@ -21,6 +21,7 @@ ledger = modicum.Ledger("1GiB")
 _modicum.report_budget(5 << 30)
 with memory.phase("train"):
     held = _modicum.charge_init(ledger, 64 << 20)
+    time.sleep(0.2)
     child = os.fork()
     if child == 0:
         del held  # the entry is returned to a copy of the ledger

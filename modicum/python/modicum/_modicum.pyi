@@ -719,3 +719,21 @@ def tree_memory(ranges: Sequence[tuple[int, int]], pid: int = 0) -> dict:
     Raises:
         IoError: /proc can't be read.
     """
+
+class ReportedPhase:
+    """
+    A phase of this process, shown by the `modicum watch` that runs it.
+
+    Args:
+        name: as in a plan's promise, or any other.
+    """
+
+    def __init__(self, name: str) -> None: ...
+
+    def end(self) -> None:
+        """Ends it; a second call does nothing."""
+
+def report_budget(bytes: int) -> None:
+    """
+    The host budget of the node, shown by the `modicum watch` that runs this process; 0: none.
+    """

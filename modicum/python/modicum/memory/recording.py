@@ -227,7 +227,8 @@ def phase(name: str, *, interval_s: float = 0.01) -> Iterator[Phase]:
     Phases may nest. A thread takes the samples, and lowers its rate to use at most 2 % of a core
     (5 % while there are children). A sample reads one file of /proc: 0.1 ms; with children, whose
     shared pages the kernel must count, up to 50 ms per GiB. If the block holds the GIL, the
-    kernel's high-water mark still has the peak. Linux only.
+    kernel's high-water mark still has the peak. A `modicum watch` that runs the program records the
+    phase, too. Linux only.
 
     Args:
         name: its label in tables and pictures.
