@@ -73,6 +73,11 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         UsageError: an argument is invalid, or the recipe is for another checkpoint.
     """
 
+def report_page(title: str, runs: Sequence[tuple[str, str]], sentence: str = '') -> str:
+    """
+    The HTML page of runs, each its label and its document with `timeline` and `peak`.
+    """
+
 def open_tensors(tensors: Sequence[tuple[str, str, Sequence[int]]], read: object | None) -> Checkpoint:
     """
     Tensors in rank 0's memory as a checkpoint. Only rank 0 can read their bytes.
