@@ -12,7 +12,7 @@ until the first step (a run without steps), and with training. For DeepSpeed: by
 owner, from the kernel's page tables.
 
 Both ways must print the same losses. Writes its table into benchmarks/RESULTS.md between its
-markers, and the strategies' four curves to docs/strategies.png.
+markers, and the page of the strategies' four runs to docs/strategies.png.
 """
 
 import argparse
@@ -20,15 +20,16 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from harness.page import GIB, ROOT, machine, write_between_markers
+from harness.picture import take_picture
 from harness.watch import Process, held
 
 sys.path.append(str(ROOT / "tests/support"))
@@ -81,8 +82,9 @@ ZERO2 = (
 HELD = ("master", "gradient", "moments", "staging")
 
 
-def make_checkpoints(folder: Path) -> dict[str, int]:
-    """Writes each to a folder of its name; returns the numbers of parameters."""
+def make_checkpoints(folder: Path, names: Iterable[str] = ()) -> dict[str, int]:
+    """Writes each, or those of `names`, to a folder of its name; returns the numbers of
+    parameters."""
     import torch
     import transformers as hub
 
@@ -117,9 +119,9 @@ def make_checkpoints(folder: Path) -> dict[str, int]:
         ),
     }
     sizes = {}
-    for name, make in makers.items():
+    for name in names or makers:
         torch.manual_seed(0)
-        model = make().to(torch.bfloat16)
+        model = makers[name]().to(torch.bfloat16)
         model.save_pretrained(folder / name)
         sizes[name] = sum(p.numel() for p in model.parameters())
     return sizes
@@ -200,7 +202,7 @@ def main() -> None:
         sizes = make_checkpoints(place)
         rows = [row_of(script, place, sizes) for script in SCRIPTS]
         run(["strategies.py", name, "draw", "--record", name])
-        shutil.copy(place / PICTURE.name, PICTURE)
+        take_picture(place / "strategies.html", PICTURE)
     text = [
         f"{RANKS} ranks on one node, fp32 parameters of a bf16 checkpoint. The ranks' peak in GiB, "
         "until the first step and with 3 steps, interpreters and libraries included; the same "

@@ -1,21 +1,38 @@
-# modicum_embed(ROOM FOLDER FUNCTION)
+# modicum_embed(ROOM FOLDER FUNCTION [files...])
 #
-# Compiles the text files modicum/ROOM/FOLDER/*.in into the library of ROOM. The header FOLDER.h of
-# that room declares `std::string_view FUNCTION(std::string_view file_name)`, which returns a file's
-# text, and an empty one for a name that no file has. The source is written when CMake configures,
-# and again when a file has changed.
+# Compiles the files of modicum/ROOM/FOLDER, and the given ones of other places, into the library of
+# ROOM. A header of that room, FOLDER.h, declares `std::string_view FUNCTION(std::string_view
+# file_name)`, which returns a file's text, and an empty one for a name that no file has. The source
+# is written when CMake configures, and again when a file has changed.
 function(modicum_embed room folder function)
-  file(GLOB files CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/modicum/${room}/${folder}/*.in)
+  file(GLOB files CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/modicum/${room}/${folder}/*)
+  list(APPEND files ${ARGN})
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${files})
+  set(texts "")
   set(cases "")
   foreach(file ${files})
     cmake_path(GET file FILENAME name)
-    file(READ ${file} text)
-    string(APPEND cases "  if (file_name == \"${name}\") return R\"embed(${text})embed\";\n")
+    string(MAKE_C_IDENTIFIER "text_of_${name}" id)
+    file(READ ${file} bytes HEX)
+    # As numbers: a compiler need not take literals as long as a library.
+    string(REGEX REPLACE "(..)" "0x\\1," bytes "${bytes}")
+    string(APPEND texts "const unsigned char ${id}[] = {${bytes}};\n")
+    string(APPEND cases "  if (file_name == \"${name}\") return text(${id}, sizeof ${id});\n")
   endforeach()
   set(source ${CMAKE_BINARY_DIR}/${room}_${folder}.cc)
   file(GENERATE OUTPUT ${source} CONTENT
     "#include \"modicum/${room}/${folder}.h\"
+
+#include <cstddef>
+
+namespace {
+
+${texts}
+std::string_view text(const unsigned char* bytes, size_t size) {
+  return {reinterpret_cast<const char*>(bytes), size};
+}
+
+}  // namespace
 
 std::string_view modicum::${function}(std::string_view file_name) {
 ${cases}  return {};

@@ -143,7 +143,7 @@ def run(options: argparse.Namespace, device: str) -> dict[str, Any]:
     path = Path(options.record) / f"{name}-{{rank}}.jsonl"
     lines = {}
     if options.memory_efficient_init:
-        lines = {"process before the load + promise of the load": promised(options)}  # modicum
+        lines = {"promise": promised(options)}  # modicum
     memory.save(path, label=f"{options.what}, {setting}", lines=lines)  # modicum
     peaks = {phase.name: phase.peak_bytes for phase in memory.phases()}  # modicum
     loaded = digest(model)
@@ -163,7 +163,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "draw":
         recordings = sorted(Path(options.record).glob("*.jsonl"))
-        print(memory.draw(Path(options.record) / "strategies.png", recordings))  # modicum
+        print(memory.draw(Path(options.record) / "strategies.html", recordings))  # modicum
         return
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

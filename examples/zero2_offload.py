@@ -180,7 +180,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="per epoch")
     parser.add_argument("--clip", type=float, default=1.0, help="gradients' norm; 0: none")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--picture", help="a PNG or SVG of each step's memory; needs matplotlib")
+    parser.add_argument("--picture", help="an HTML page of each step's memory")
     return parser.parse_args(words)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = "modicum/python/"
 # .cc files, pages, tests, examples, embedded files and what begins with a dot need not be named.
 FOUND_BY_PLACE = re.compile(
-    r"^\.|^examples/|^mutants/|^modicum/synth/configs/|\.(cc|md)$"
+    r"^\.|^examples/|^mutants/|^modicum/synth/configs/|^modicum/report/page/|\.(cc|md)$"
     r"|(^|/)(test_[^/]*|conftest|__init__|__main__)\.py$"
 )
 VARIABLE = re.compile(r"\$?\{\w+\}|\$\w+")  # as in "requirements-$group.txt"

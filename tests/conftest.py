@@ -2,10 +2,12 @@
 
 import importlib.util
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
+from pages import CHROMIUM
 from program import run_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,10 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # The packages that tests compare with; scripts/venv.sh installs them.
 ORACLES = ("torch", "transformers", "accelerate", "peft", "deepspeed")
+# What opens and checks our HTML pages; Debian's Chromium comes with scripts/packages.sh.
+BROWSING = ("playwright", "axe_playwright_python")
 
 
 def missing_oracles() -> str:
-    return ", ".join(name for name in ORACLES if importlib.util.find_spec(name) is None)
+    names = [name for name in (*ORACLES, *BROWSING) if importlib.util.find_spec(name) is None]
+    return ", ".join(names + [CHROMIUM] * (shutil.which(CHROMIUM) is None))
 
 
 def use_extensions_of_our_own(is_controller: bool) -> None:

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
+#include "modicum/cli/page_file.h"
 #include "modicum/cli/within_budget.h"
 
 namespace modicum {
@@ -13,6 +14,7 @@ struct LoadFlags {
   bool digest = false;
   std::string expect_digest;  // as --digest prints it
   std::string dump;
+  std::string report;
 };
 
 void refuse_contradictions(const LoadFlags& flags) {
@@ -54,8 +56,10 @@ int run_load(const Args& args) {
   app.add_option("--expect-digest", flags.expect_digest,
                  "16 hex digits: exit 12 if the digest differs");
   app.add_option("--dump", flags.dump, "a new directory for the shards of each rank");
+  app.add_option("--report", flags.report, std::string(kReportHelp));
   if (const auto done = parse(app, args)) return *done;
   refuse_contradictions(flags);
+  if (!flags.report.empty()) watch_instead("load", args, flags.report);
   flags.digest = flags.digest || !flags.expect_digest.empty();
   const LoadReport report =
       within_budget(flags.common, flags.run, [&flags](LoadTask task, ShowBytes show) {

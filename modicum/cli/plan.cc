@@ -2,7 +2,7 @@
 #include <CLI/CLI.hpp>
 
 #include "modicum/cli/output.h"
-#include "modicum/cli/verbs.h"
+#include "modicum/cli/page_file.h"
 #include "modicum/training/training.h"
 
 namespace modicum {
@@ -15,16 +15,26 @@ int run_plan(const Args& args) {
   add_common_flags(app, common);
   add_run_flags(app, flags);
   add_oversubscribe_flag(app, common);  // accepted like all flags of `load`, without effect
-  DeepSpeedFlags deepspeed;
+  PlanFlags of_plan;
+  DeepSpeedFlags& deepspeed = of_plan.deepspeed;
+  std::string page;
   app.add_option("--deepspeed", deepspeed.config,
                  "ds_config.json: add a forecast of DeepSpeed's own host memory");
   app.add_option("--workers", deepspeed.workers,
                  "with --deepspeed: forked data-loader workers per rank; default 0");
   app.add_flag("--persistent-workers", deepspeed.persistent_workers,
                "with --deepspeed: workers live for all epochs; default: forked per epoch");
+  app.add_option("--from", of_plan.from,
+                 "run.json, of `watch --json` or of a refused run: find the smallest change that "
+                 "fits its limit, or --budget");
+  app.add_option("--report", page, "write the phases on the fullest node as an HTML file");
   if (const auto done = parse(app, args)) return *done;
+  of_plan.budget = common.budget;
   PosixFileSystem files;
-  const PlanReport report = job_report(files, flags, common.budget, deepspeed);
+  std::optional<PageFile> file;
+  if (!page.empty()) file.emplace(files, page);
+  const PlanReport report = job_report(files, flags, of_plan);
+  if (file) file->write(plan_page(report, "modicum plan " + flags.directory));
   print_result(
       common, [&] { return plan_json(report); }, [&] { return plan_text(report); });
   if (!report.refusal) return 0;

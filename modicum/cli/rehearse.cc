@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "modicum/cli/page_file.h"
 #include "modicum/cli/resuming.h"
 
 namespace modicum {
@@ -15,6 +16,7 @@ struct RehearseFlags {
   std::optional<double> clip;
   std::string save;
   std::optional<int> resume_ranks;
+  std::string report;
 };
 
 // The flags of the resumed run: the same with another number of ranks. A mesh fits only the first
@@ -113,6 +115,7 @@ int run_rehearse(const Args& args) {
   app.add_option("--resume-ranks", flags.resume_ranks,
                  "the ranks that resume; default: as many as --ranks")
       ->check(CLI::Range(1, kMaxRanks));
+  app.add_option("--report", flags.report, std::string(kReportHelp));
   if (const auto done = parse(app, args)) return *done;
   if (flags.clip) positive("--clip", *flags.clip);
   if (!optimizer_flag(flags.run.optimizer)) {
@@ -121,6 +124,7 @@ int run_rehearse(const Args& args) {
   if (flags.save.empty() && flags.resume_ranks) {
     fail(Category::usage, "--resume-ranks needs --save");
   }
+  if (!flags.report.empty()) watch_instead("rehearse", args, flags.report);
   if (!flags.resume_ranks) flags.resume_ranks = flags.run.ranks;
   const RehearseReport report = rehearse(flags);
   require_equal_digests(report);

@@ -1,12 +1,29 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
 #include "modicum/cli/output.h"
+#include "modicum/cli/page_file.h"
 #include "modicum/cli/verbs.h"
 #include "modicum/watch/watch.h"
 
 namespace modicum {
 namespace {
+
+struct WatchFlags {
+  CommonFlags common;
+  std::string limit;
+  std::string trace;
+  std::string report;
+  std::vector<std::string> compare;
+};
 
 // The words before the first `--`, and those after it.
 std::pair<Args, Args> split_at_dashes(const Args& args) {
@@ -14,6 +31,80 @@ std::pair<Args, Args> split_at_dashes(const Args& args) {
   Args command;
   if (dashes != args.end()) command.assign(dashes + 1, args.end());
   return {{args.begin(), dashes}, command};
+}
+
+// A file for the result, opened before the command runs, so that a path that can't be written is
+// reported before. Replaces the content of an existing file.
+class OutputFile {
+ public:
+  OutputFile(FileSystem& files, const std::string& path) {
+    if (path.empty()) return;
+    file_ = files.exists(path) ? files.open_to_write(path) : files.create(path);
+    file_->truncate(0);
+  }
+  bool is_wanted() const noexcept { return file_ != nullptr; }
+  void finish(const std::string& text) {
+    file_->write(std::as_bytes(std::span(text)), 0);
+    file_->close();
+  }
+
+ private:
+  std::unique_ptr<File> file_;
+};
+
+std::optional<PageFile> page_file(FileSystem& files, const WatchFlags& flags) {
+  if (flags.report.empty()) return std::nullopt;
+  return std::optional<PageFile>(std::in_place, files, flags.report);
+}
+
+int compare(const WatchFlags& flags) {
+  PosixFileSystem files;
+  auto page = page_file(files, flags);
+  std::array<std::string, 2> texts;
+  std::array<WatchedRun, 2> parsed;
+  for (size_t i = 0; i < texts.size(); ++i) {
+    texts[i] = read_text(*files.open(flags.compare[i]));
+    parsed[i] = parse_run(texts[i], base_name(flags.compare[i]));
+  }
+  const RunComparison runs{parsed[0], parsed[1]};
+  if (page) {
+    page->write(
+        report_page("modicum watch --compare",
+                    std::array<PageRun, 2>{{{runs.a.name, texts[0]}, {runs.b.name, texts[1]}}},
+                    runs.sentence()));
+  }
+  print_result(
+      flags.common, [&] { return comparison_json(runs); }, [&] { return comparison_text(runs); });
+  return 0;
+}
+
+WatchTask task_of(const WatchFlags& flags, const Args& command) {
+  WatchTask task{.command = command,
+                 .is_stdout_for_us = flags.common.json,
+                 .restore_signals = restore_signal_actions};
+  if (!flags.limit.empty()) {
+    task.limit_bytes = parse_size(flags.limit);
+    if (*task.limit_bytes == 0) fail(Category::usage, "--limit must be above 0");
+  }
+  return task;
+}
+
+int watch(const WatchFlags& flags, const Args& command) {
+  const WatchTask task = task_of(flags, command);
+  PosixFileSystem files;
+  OutputFile trace(files, flags.trace);
+  auto page = page_file(files, flags);
+  const WatchRecord record = watch_command(task, files);
+  if (trace.is_wanted()) trace.finish(watch_trace(record));
+  if (page) page->write(watch_page(record));
+  const std::string killed = record.killed ? fmt::format("modicum: {}\n", killed_text(record)) : "";
+  if (flags.common.json) {
+    print(watch_json(record) + "\n");
+    print_error(killed);
+  } else {
+    print_error(flags.common.quiet ? killed : watch_text(record));
+  }
+  return record.exit_code;
 }
 
 }  // namespace
@@ -24,34 +115,32 @@ int run_watch(const Args& args) {
       "128 + signal if it died of one. The summary goes to stderr; with --json one document goes "
       "to stdout, and COMMAND's stdout to stderr",
       "modicum watch");
-  CommonFlags flags;
-  std::string limit;
-  add_common_flags(app, flags);
-  app.add_option("--limit", limit,
+  WatchFlags flags;
+  add_common_flags(app, flags.common);
+  app.add_option("--limit", flags.limit,
                  "run COMMAND in a memory cgroup of its own with this limit, swap included");
+  app.add_option("--trace", flags.trace,
+                 "a file for the memory by process and owner, and the phases, over time, as "
+                 "Perfetto and Chrome open it; an existing one is replaced");
+  app.add_option("--report", flags.report,
+                 "an HTML file with the same as a chart, and with tables; also with --compare");
+  app.add_option("--compare", flags.compare,
+                 "two documents that --json has printed: which run held more, when and what; "
+                 "without COMMAND")
+      ->expected(2);
   const auto [own, command] = split_at_dashes(args);
   if (const auto done = parse(app, own)) return *done;
+  if (!flags.compare.empty()) {
+    if (!command.empty() || !flags.limit.empty() || !flags.trace.empty()) {
+      fail(Category::usage, "--compare takes two documents, and neither COMMAND nor its options");
+    }
+    return compare(flags);
+  }
   if (command.empty()) {
     fail(Category::usage, "no command to watch",
          {.expected = "modicum watch [OPTIONS] -- COMMAND [ARGUMENTS...]"});
   }
-  WatchTask task{.command = command,
-                 .is_stdout_for_us = flags.json,
-                 .restore_signals = restore_signal_actions};
-  if (!limit.empty()) {
-    task.limit_bytes = parse_size(limit);
-    if (*task.limit_bytes == 0) fail(Category::usage, "--limit must be above 0");
-  }
-  PosixFileSystem files;
-  const WatchRecord record = watch_command(task, files);
-  if (flags.json) {
-    print(watch_json(record) + "\n");
-    if (record.killed) print_error(fmt::format("modicum: {}\n", killed_text(record)));
-  } else if (!flags.quiet || record.killed) {
-    print_error(flags.quiet ? fmt::format("modicum: {}\n", killed_text(record))
-                            : watch_text(record));
-  }
-  return record.exit_code;
+  return watch(flags, command);
 }
 
 }  // namespace modicum

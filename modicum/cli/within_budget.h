@@ -23,7 +23,10 @@ auto within_budget(const CommonFlags& common, const RunFlags& flags, const Carry
   const int times = plan.strategy().of_reader == Window::none ? 1 : flags.ranks;
   Progress progress(
       common, saturating_mul(run.checkpoint.manifest.data_bytes(), static_cast<uint64_t>(times)));
-  const LoadTask task{.run = run, .plan = plan, .threads = threads_per_rank(common, plan.ranks())};
+  const LoadTask task{.run = run,
+                      .plan = plan,
+                      .threads = threads_per_rank(common, plan.ranks()),
+                      .budget_bytes = budget ? budget->bytes : 0};
   auto report = carry_out(task, [&progress](uint64_t bytes) { progress.show(bytes); });
   report.budget = budget;
   return report;

@@ -33,6 +33,7 @@ Charge Charge::split(uint64_t bytes) {
 void Charge::Entry::operator()(Ledger* ledger) const noexcept {
   const std::lock_guard lock(ledger->mutex_);
   ledger->held_[purpose] -= bytes;
+  ledger->reporter_.remove(purpose, bytes);
   if (is_copied) ledger->held_[Purpose::fork] -= bytes;
 }
 
@@ -95,6 +96,7 @@ Charge Ledger::book(Purpose purpose, uint64_t bytes, bool is_copied) {
         limit_bytes_, saturating_add(before, more), held_);
   }
   held_[purpose] += bytes;
+  reporter_.add(purpose, bytes);
   if (is_copied) held_[Purpose::fork] += bytes;
   if (before + more > at_peak_.total()) at_peak_ = held_;
   since_mark_ = std::max(since_mark_, before + more);

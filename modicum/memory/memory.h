@@ -31,7 +31,8 @@
 #include <utility>
 
 #include "modicum/base/base.h"
-#include "modicum/memory/exclusion.h"  // IWYU pragma: export
+#include "modicum/memory/exclusion.h"    // IWYU pragma: export
+#include "modicum/memory/self_report.h"  // IWYU pragma: export
 #include "modicum/spec/spec.h"
 
 namespace modicum {
@@ -120,7 +121,9 @@ inline constexpr auto kNoPoll = [] {};  // never cancels
 class Ledger {
  public:
   static constexpr uint64_t kNoLimit = UINT64_MAX;
-  explicit Ledger(uint64_t limit_bytes = kNoLimit) : limit_bytes_(limit_bytes) {}
+  // `reporter`: reports the entries to a watching process.
+  explicit Ledger(uint64_t limit_bytes = kNoLimit, const Reporter& reporter = {})
+      : limit_bytes_(limit_bytes), reporter_(reporter) {}
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
 
@@ -153,6 +156,8 @@ class Ledger {
   uint64_t limit_bytes() const { return locked(limit_bytes_); }
   // Sets the limit of later charges. Memory already held stays, even if it exceeds `bytes`.
   void set_limit(uint64_t bytes);
+  // For the phases of the process that uses this ledger.
+  const Reporter& reporter() const noexcept { return reporter_; }
 
  private:
   friend class Charge;
@@ -164,6 +169,7 @@ class Ledger {
   }
 
   uint64_t limit_bytes_;
+  const Reporter reporter_;
   mutable std::mutex mutex_;
   Footprint held_;
   Footprint at_peak_;

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <csignal>
 #include <fstream>
+#include <memory>
 #include <optional>
 #include <string>
 #include <thread>
@@ -594,6 +595,33 @@ TEST(Ledger, MarkStartsANewPeak) {
   static_cast<void>(ledger.adopt(Purpose::plan, 40));
   EXPECT_EQ(ledger.peak_since_mark(), 140U);
   EXPECT_EQ(ledger.peak_bytes(), 5000U);
+}
+
+// Catches an entry that is reported when it is booked and not when it is returned, and a ledger
+// that replaces the figures of another.
+TEST(Ledger, ReportsItsEntries) {
+  const auto report = std::make_unique<SelfReport>();
+  const Reporter reporter(*report, getpid());
+  const auto& shards = report->held[static_cast<size_t>(Purpose::shards)];
+  const auto& fork = report->held[static_cast<size_t>(Purpose::fork)];
+  Ledger ledger(Ledger::kNoLimit, reporter), other(Ledger::kNoLimit, reporter);
+  Charge rest = other.adopt(Purpose::shards, 100);
+  {
+    Buffer buffer = ledger.charge(Purpose::shards, 2 * kPageBytes, 1, kNoPoll, Fork::inherited);
+    const Charge part = buffer.split(kPageBytes);
+    EXPECT_EQ(shards.load(), 2 * kPageBytes + 100);
+    EXPECT_EQ(fork.load(), 0U) << "what children may keep is no memory of this process";
+  }
+  EXPECT_EQ(shards.load(), 100U);
+  rest = Charge();
+  EXPECT_EQ(shards.load(), 0U);
+}
+
+TEST(Ledger, ARefusedChargeIsNotReported) {
+  const auto report = std::make_unique<SelfReport>();
+  Ledger ledger(kPageBytes, Reporter(*report, getpid()));
+  EXPECT_TRUE(error_of([&] { ledger.charge(Purpose::shards, 2 * kPageBytes); }).has_value());
+  EXPECT_EQ(report->held[static_cast<size_t>(Purpose::shards)].load(), 0U);
 }
 
 }  // namespace

@@ -204,10 +204,11 @@ void for_each_held_run(
 // The primary replica of each element of a target is its lowest rank.
 bool is_primary(const Recipe& recipe, const Layout& layout, uint32_t target, int rank);
 
-// A budget per node and its source ("flag", "cgroup v1 /a", "MemAvailable").
+// A budget per node and its source ("flag", "cgroup v1 /a", "MemAvailable", "run.json").
 struct Budget {
   uint64_t bytes = 0;
   std::string source;
+  bool is_shared = false;  // a part of this machine's memory, which holds all nodes
 };
 
 // The node with the highest peak; the first one if several are equal.
@@ -223,7 +224,9 @@ void require_fits(const Promise& promise, const Budget& budget);
 // shortfall. Returns the plan unchanged if it fits, or if less staging would not lower its peak.
 Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes = kMinDefaultStagingBytes);
 
-// The two largest owners at a node's peak: "shards 924.00 MiB, staging 32.00 MiB".
+// The two largest owners: "shards 924.00 MiB, staging 32.00 MiB".
+std::string largest_owners(const Footprint& held);
+// Those at a node's peak.
 std::string peak_cause(const Promise& promise, int node);
 
 // The transfers of `rank`, target by target in `plan.order`: the first function generates those

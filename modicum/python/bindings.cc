@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 
 #include <filesystem>
 #include <map>
@@ -114,11 +115,12 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
                        .destination = destination,
                        .staging = text_of("staging", staging),
                        .baseline = text_of("baseline", baseline)};
-  const DeepSpeedFlags of_deepspeed{deepspeed.value_or(Path()).string(), workers,
-                                    persistent_workers};
-  return as_dict(without_the_lock([&, allowed = text_of("budget", budget)] {
+  const PlanFlags of_plan{
+      .budget = text_of("budget", budget),
+      .deepspeed = {deepspeed.value_or(Path()).string(), workers, persistent_workers}};
+  return as_dict(without_the_lock([&] {
     PosixFileSystem files;
-    return plan_json(job_report(files, flags, allowed, of_deepspeed));
+    return plan_json(job_report(files, flags, of_plan));
   }));
 }
 
@@ -167,6 +169,16 @@ Raises:
     FormatError: a header or the index is malformed.
     IoError: a file can't be read.
     UsageError: an argument is invalid, or the recipe is for another checkpoint.)";
+
+// A run as its label and its document.
+using LabelledRun = std::pair<std::string, std::string>;
+
+std::string page_of(const std::string& title, const std::vector<LabelledRun>& runs,
+                    const std::string& sentence) {
+  std::vector<PageRun> borrowed;
+  for (const auto& [label, document] : runs) borrowed.push_back({label, document});
+  return report_page(title, borrowed, sentence);
+}
 
 void define_plan(nb::module_& module) {
   const RunFlags flags;  // for its defaults
@@ -219,6 +231,8 @@ NB_MODULE(_modicum, module) {
   module.def("exit_codes", front::exit_codes, "The exit code of each category of errors.");
   module.def("inspect", front::inspect, "path"_a, front::kInspectDoc);
   front::define_plan(module);
+  module.def("report_page", front::page_of, "title"_a, "runs"_a, "sentence"_a = "",
+             "The HTML page of runs, each its label and its document with `timeline` and `peak`.");
   front::define_source(module);
   front::define_values(module);
   front::define_recipe_builder(module);
@@ -226,4 +240,5 @@ NB_MODULE(_modicum, module) {
   front::define_optim(module);
   front::define_save(module);
   front::define_probe(module);
+  front::define_reporting(module);
 }

@@ -38,6 +38,7 @@
 
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/io/io.h"
+#include "modicum/memory/memory.h"
 #include "modicum/plan/plan.h"
 #include "modicum/recipe/recipe.h"
 
@@ -97,6 +98,10 @@ struct MadePlan {
   const Checkpoint& checkpoint() const noexcept { return recipe->of->checkpoint; }
 };
 
+// The report of this process to the `modicum watch` that runs it. A forked child has its own.
+// Hold the GIL.
+const Reporter& reporter_here();
+
 void define_source(nb::module_& module);
 void define_values(nb::module_& module);
 void define_recipe_builder(nb::module_& module);
@@ -104,5 +109,6 @@ void define_load(nb::module_& module);
 void define_optim(nb::module_& module);
 void define_save(nb::module_& module);
 void define_probe(nb::module_& module);
+void define_reporting(nb::module_& module);
 
 }  // namespace modicum::python

@@ -239,7 +239,7 @@ Args:
       .def(
           "__init__",
           [](Ledger* ledger, const std::optional<Size>& limit) {
-            new (ledger) Ledger(limit ? bytes_of(*limit) : Ledger::kNoLimit);
+            new (ledger) Ledger(limit ? bytes_of(*limit) : Ledger::kNoLimit, reporter_here());
           },
           "limit"_a = nb::none())
       .def_prop_ro(

@@ -131,6 +131,7 @@ void step(State& state, float unscale, float clip, const nb::object& send, const
   AdamW& adamw = state.here();
   std::optional<Sending> sending;
   if (!send.is_none()) sending.emplace(state, send, wait, dtype);
+  const ReportedPhase phase(state.ledger->reporter(), "step");
   without_the_lock([&] {
     adamw.step({.unscale = unscale,
                 .clip = clip,
@@ -144,6 +145,7 @@ void step(State& state, float unscale, float clip, const nb::object& send, const
 using Stepped = std::tuple<std::shared_ptr<State>, nb::object, nb::object, std::string, bool>;
 
 void step_all(const std::vector<Stepped>& states, float unscale, float clip) {
+  const ReportedPhase phase(reporter_here(), "step");
   std::deque<Sending> sendings;  // they do not move
   std::vector<StateStep> steps;
   for (const auto& [state, send, wait, dtype, refresh_masters] : states) {

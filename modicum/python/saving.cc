@@ -164,6 +164,7 @@ nb::dict save_tensors(const MadeSave& made, int rank, CallerBoard& board,
   PosixFileSystem files;
   board.set_thread();
   return outcome_of(without_the_lock([&] {
+    const ReportedPhase phase(ledger->reporter(), "save");
     const SaveFiles to{files, place.first};
     ChunkSums sums(made.plan.manifest(), place.second);
     const RankContext at{rank, &board, nullptr, ledger.get()};
@@ -232,6 +233,7 @@ nb::dict save_state(const MadeState& made, int rank, int ranks, CallerBoard& boa
   PosixFileSystem files;
   board.set_thread();
   return outcome_of(without_the_lock([&] {
+    const ReportedPhase phase(ledger->reporter(), "save");
     const Footprint needed = made.files.footprint();
     const Charge header = ledger->adopt(Purpose::header, needed[Purpose::header]);
     const Charge plan = ledger->adopt(Purpose::plan, needed[Purpose::plan]);
@@ -255,6 +257,7 @@ uint64_t load_state(const OpenCheckpoint& from, const std::vector<WrittenState>&
   files.require_of(states_of(parameters));
   board.set_thread();
   return without_the_lock([&] {
+    const ReportedPhase phase(ledger->reporter(), "resume");
     const Charge header = ledger->adopt(Purpose::header, files.footprint()[Purpose::header]);
     const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
       files.for_each_span(shards, fn);

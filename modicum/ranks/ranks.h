@@ -3,5 +3,6 @@
 
 #include "modicum/ranks/board.h"         // IWYU pragma: export
 #include "modicum/ranks/exchange.h"      // IWYU pragma: export
+#include "modicum/ranks/own_report.h"    // IWYU pragma: export
 #include "modicum/ranks/stop_signals.h"  // IWYU pragma: export
 #include "modicum/ranks/supervisor.h"    // IWYU pragma: export

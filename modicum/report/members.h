@@ -28,6 +28,20 @@ void outcome_members(JsonWriter& out, const Kept& kept);  // `nodes` and `ranks`
 std::string outcome_text(const Kept& kept);               // a table
 void phases_member(JsonWriter& out, std::span<const PhaseReport> phases, uint64_t launcher_bytes);
 
+// A part of a job, which `rehearse` reports as a phase.
+struct JobPhase {
+  std::string_view name;
+  Promise promise;
+};
+std::vector<JobPhase> phases_of(const JobPromise& job);
+
+// Whether the requested run fits the budget, and what would; lines after an empty one.
+std::string verdict_text(const PlanReport& report);
+void alternative_object(JsonWriter& out, const Alternative& of);
+// The key `from`, and its sentence. Both expect report.past, and a budget.
+void past_run_member(JsonWriter& out, const PlanReport& report);
+std::string past_run_sentence(const PlanReport& report);
+
 void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& forecast);
 std::string deepspeed_text(const DeepSpeedForecast& forecast);
 

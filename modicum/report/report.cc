@@ -35,19 +35,6 @@ void phases_member(JsonWriter& out, const Promise& promise, int node) {
   out.end_array();
 }
 
-// A part of a job, which `rehearse` reports as a phase.
-struct JobPhase {
-  std::string_view name;
-  Promise promise;
-};
-std::vector<JobPhase> phases_of(const JobPromise& job) {
-  return {{"load", part_of(job.save, Part::load)},
-          {"step", part_of(job.save, Part::step)},
-          {"save", part_of(job.save, Part::save)},
-          {"resume", part_of(job.resume, Part::resume)},
-          {"step_resumed", part_of(job.resume, Part::step)}};
-}
-
 void job_member(JsonWriter& out, const JobPromise& job, int node) {
   out.key("job").begin_object().member("peak_bytes", job.node_peak_bytes(node));
   out.member("save_peak_bytes", job.save.node_peak_bytes(node));
@@ -88,28 +75,8 @@ void strategy_object(JsonWriter& out, const StrategyReport& of) {
 void refusal_members(JsonWriter& out, const PlanReport& report) {
   out.member("shortfall_bytes", report.refusal->facts().shortfall_bytes.value_or(0));
   out.key("would_fit").begin_array();
-  for (const Alternative& of : report.alternatives) {
-    out.begin_object().member("strategy", of.strategy);
-    std::optional<std::string_view> format;
-    if (of.state_format) format = row_of(*of.state_format).name;
-    out.member("staging_bytes", of.staging_bytes).member("state_format", format);
-    out.member("ranks_per_node", of.ranks_per_node).member("peak_bytes", of.peak_bytes);
-    out.member("flags", of.flags).end_object();
-  }
+  for (const Alternative& of : report.alternatives) alternative_object(out, of);
   out.end_array();
-}
-
-std::string verdict_text(const PlanReport& report) {
-  std::string text = fmt::format("\nbudget {} per node ({}): ", format_size(report.budget->bytes),
-                                 report.budget->source);
-  if (!report.refusal) return text + "fits\n";
-  text += fmt::format("does not fit, {} too little\n",
-                      format_size(report.refusal->facts().shortfall_bytes.value_or(0)));
-  for (const Alternative& of : report.alternatives) {
-    text += fmt::format("would fit: {} (node peak {})\n", of.flags, format_size(of.peak_bytes));
-  }
-  if (!report.alternatives.empty()) return text;
-  return text + "no other strategy, staging, state format or ranks per node fits either\n";
 }
 
 // Each figure is of the node where it is highest.
@@ -135,6 +102,10 @@ std::string job_verdict_text(const PlanReport& report) {
   return "its save, or a resume by as many ranks, does not fit\n";
 }
 
+std::string past_text(const PlanReport& report) {
+  return report.past ? "\n" + past_run_sentence(report) + "\n" : "";
+}
+
 template <typename Field>
 uint64_t sum_over(const LoadReport& report, Field field) {
   uint64_t sum = 0;
@@ -143,6 +114,36 @@ uint64_t sum_over(const LoadReport& report, Field field) {
 }
 
 }  // namespace
+
+std::vector<JobPhase> phases_of(const JobPromise& job) {
+  return {{"load", part_of(job.save, Part::load)},
+          {"step", part_of(job.save, Part::step)},
+          {"save", part_of(job.save, Part::save)},
+          {"resume", part_of(job.resume, Part::resume)},
+          {"step_resumed", part_of(job.resume, Part::step)}};
+}
+
+void alternative_object(JsonWriter& out, const Alternative& of) {
+  out.begin_object().member("strategy", of.strategy);
+  std::optional<std::string_view> format;
+  if (of.state_format) format = row_of(*of.state_format).name;
+  out.member("staging_bytes", of.staging_bytes).member("state_format", format);
+  out.member("ranks_per_node", of.ranks_per_node).member("peak_bytes", of.peak_bytes);
+  out.member("flags", of.flags).end_object();
+}
+
+std::string verdict_text(const PlanReport& report) {
+  std::string text = fmt::format("\nbudget {} per node ({}): ", format_size(report.budget->bytes),
+                                 report.budget->source);
+  if (!report.refusal) return text + "fits\n";
+  text += fmt::format("does not fit, {} too little\n",
+                      format_size(report.refusal->facts().shortfall_bytes.value_or(0)));
+  for (const Alternative& of : report.alternatives) {
+    text += fmt::format("would fit: {} (node peak {})\n", of.flags, format_size(of.peak_bytes));
+  }
+  if (!report.alternatives.empty()) return text;
+  return text + "no other strategy, staging, state format or ranks per node fits either\n";
+}
 
 double StrategyReport::overread_ratio() const noexcept {
   if (needed_bytes == 0) return 1;
@@ -157,7 +158,7 @@ std::string plan_json(const PlanReport& report) {
   JsonWriter out;
   out.begin_object();
   checkpoint_members(out, report.checkpoint);
-  out.member("ranks", report.ranks);
+  out.member("ranks", report.ranks).member("strategy", report.strategy);
   out.key("strategies").begin_array();
   for (const StrategyReport& of : report.strategies) strategy_object(out, of);
   out.end_array();
@@ -165,6 +166,7 @@ std::string plan_json(const PlanReport& report) {
   out.member("fits", report.fits);
   if (report.job_fits) out.member("job_fits", *report.job_fits);
   if (report.refusal) refusal_members(out, report);
+  if (report.past) past_run_member(out, report);
   if (report.deepspeed) deepspeed_member(out, *report.deepspeed);
   return out.end_object().text();
 }
@@ -189,6 +191,7 @@ std::string plan_text(const PlanReport& report) {
   }
   text += job_text(report);
   if (report.budget && report.fits) text += verdict_text(report) + job_verdict_text(report);
+  text += past_text(report);
   if (report.deepspeed) text += deepspeed_text(*report.deepspeed);
   return text + warnings_text(report.checkpoint.warnings);
 }

@@ -9,7 +9,10 @@
 
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/plan/plan.h"
-#include "modicum/report/doctor.h"  // IWYU pragma: export
+#include "modicum/report/compare.h"   // IWYU pragma: export
+#include "modicum/report/doctor.h"    // IWYU pragma: export
+#include "modicum/report/page.h"      // IWYU pragma: export
+#include "modicum/report/past_run.h"  // IWYU pragma: export
 #include "modicum/watch/watch.h"
 
 namespace modicum {
@@ -86,6 +89,7 @@ struct Alternative {
 struct PlanReport {
   CheckpointFacts checkpoint;
   int ranks = 0;
+  std::string_view strategy;  // the requested one
   std::vector<StrategyReport> strategies;
   std::optional<Budget> budget;
   std::optional<bool> fits;               // the requested strategy
@@ -93,9 +97,12 @@ struct PlanReport {
   std::optional<Error> refusal;           // BUDGET with its facts, if it does not fit
   std::vector<Alternative> alternatives;  // runs that would fit, the smallest changes first
   std::optional<DeepSpeedForecast> deepspeed;
+  std::optional<PastRun> past;  // whose limit is the budget, unless one was given
 };
 std::string plan_json(const PlanReport& report);
 std::string plan_text(const PlanReport& report);
+// The page of the requested run: its phases one after another, on its fullest node.
+std::string plan_page(const PlanReport& report, std::string_view title);
 
 // One rank's outcome. Plain data, since it is sent from the rank's process.
 struct RankOutcome : LoadOutcome {
@@ -262,9 +269,12 @@ std::string verify_text(const VerifyReport& report);
 // A watched command. The text is for stderr: what held how much when the tree held most, and a
 // paragraph about an OOM kill.
 std::string watch_json(const WatchRecord& record);
+std::string watch_page(const WatchRecord& record);
 std::string watch_text(const WatchRecord& record);
 // The paragraph alone, as one line; empty where nothing was killed.
 std::string killed_text(const WatchRecord& record);
+// A document in the Trace Event Format: memory by process and owner, and phases.
+std::string watch_trace(const WatchRecord& record);
 
 // The inputs of `step`: one parameter of `params` elements, sharded where buckets end.
 struct StepTask {

@@ -4,6 +4,7 @@
 
 #include "modicum/json/json.h"
 #include "modicum/report/report.h"
+#include "modicum/report/timeline.h"
 
 namespace modicum {
 namespace {
@@ -18,6 +19,15 @@ std::string name_of(const std::string& name, int pid, const std::optional<int>& 
 
 std::string name_of(const WatchedProcess& of) { return name_of(of.name, of.pid, of.rank); }
 
+void text_or_null(JsonWriter& out, std::string_view key, const std::string& text) {
+  out.key(key);
+  if (text.empty()) {
+    out.null();
+  } else {
+    out.value(text);
+  }
+}
+
 void killed_member(JsonWriter& out, const WatchRecord& record) {
   out.key("killed");
   if (!record.killed) {
@@ -30,8 +40,9 @@ void killed_member(JsonWriter& out, const WatchRecord& record) {
   out.member("limit_bytes", of.limit_bytes).member("limit_source", of.limit_source);
   out.member("held_bytes", of.held_bytes).member("tree_held_bytes", of.tree_held_bytes);
   out.member("page_cache_bytes", of.page_cache_bytes);
-  out.key("phase").null();  // of a program that reports none
+  text_or_null(out, "phase", of.phase);
   out.key("grew").begin_object().member("pid", of.grew_pid).member("name", of.grew_name);
+  text_or_null(out, "owner", of.grew_owner);
   out.member("bytes", of.grew_bytes).member("seconds", of.grew_s).end_object();
   out.member("explanation", killed_text(record)).end_object();
 }
@@ -85,6 +96,10 @@ std::string copies_text(const WatchRecord& record) {
 
 // The advice at the end of the paragraph about a kill.
 std::string what_would_fit(const WatchRecord& record, const WatchedKill& of) {
+  if (of.promised_bytes > 0) {
+    return fmt::format("by their promises all processes need {}: a limit of that would have fitted",
+                       format_size(of.promised_bytes));
+  }
   if (record.cow_duplicate_bytes >= kMiB) {
     return fmt::format(
         "{} of it were copies of pages since a fork: without them this much would have been free",
@@ -110,25 +125,39 @@ std::string watch_json(const WatchRecord& record) {
   out.member("limit_bytes", record.limit_bytes);
   processes_member(out, record);
   killed_member(out, record);
+  timeline_members(out, record);
   out.member("left_running", record.left_running);
   out.key("watch").begin_object().member("cpu_s", record.cpu_s);
   out.member("peak_bytes", record.watcher_peak_bytes).end_object();
   return out.end_object().text();
 }
 
+std::string watch_page(const WatchRecord& record) {
+  const std::string document = watch_json(record);
+  std::string command;
+  for (const std::string& word : record.command) {
+    command += (command.empty() ? "" : " ") + printable(word);
+  }
+  const PageRun run{command, document};
+  return report_page("modicum watch", std::span(&run, 1), killed_text(record));
+}
+
 std::string killed_text(const WatchRecord& record) {
   if (!record.killed) return "";
   const WatchedKill& of = *record.killed;
   std::string text = fmt::format(
-      "the kernel killed {} after {:.1f} s for lack of memory: {} allows {}. Just before, it held "
-      "{}, all processes of the command {}, and {} of page cache were in use.",
-      name_of(of.name, of.pid, of.rank), of.at_s, of.limit_source, format_size(of.limit_bytes),
-      format_size(of.held_bytes), format_size(of.tree_held_bytes),
+      "the kernel killed {} after {:.1f} s{} for lack of memory: {} allows {}. Just before, it "
+      "held {}, all processes of the command {}, and {} of page cache were in use.",
+      name_of(of.name, of.pid, of.rank), of.at_s,
+      of.phase.empty() ? "" : fmt::format(", during `{}`,", of.phase), of.limit_source,
+      format_size(of.limit_bytes), format_size(of.held_bytes), format_size(of.tree_held_bytes),
       format_size(of.page_cache_bytes));
   if (of.grew_bytes > 0) {
-    text +=
-        fmt::format(" {} grew last, by {} within {:.2f} s;", name_of(of.grew_name, of.grew_pid, {}),
-                    format_size(of.grew_bytes), of.grew_s);
+    const std::string mostly =
+        of.grew_owner.empty() ? "" : fmt::format(", mostly {}", owner_words(of.grew_owner));
+    text += fmt::format(" {} grew last, by {} within {:.2f} s{};",
+                        name_of(of.grew_name, of.grew_pid, {}), format_size(of.grew_bytes),
+                        of.grew_s, mostly);
   } else {
     text += " Nothing grew within the last second;";
   }
@@ -140,6 +169,7 @@ std::string watch_text(const WatchRecord& record) {
       fmt::format("\nmodicum watch: peak {} after {:.1f} of {:.1f} s",
                   format_size(record.peak_bytes), record.peak_at_s, record.elapsed_s);
   if (record.limit_bytes) text += fmt::format(", limit {}", format_size(*record.limit_bytes));
+  if (!record.phases.empty()) text += ": " + peak_cause(record);
   text += "\nheld at the peak:\n";
   size_t lines = 0;
   for (const WatchedProcess* const of : largest(record)) {

@@ -21,7 +21,7 @@ std::optional<Budget> budget_of(const std::string& flag, int nodes) {
     fail(Category::usage, "--budget auto: the kernel reports no memory limit; give a size");
   }
   return Budget{limits.front().available_bytes / static_cast<uint64_t>(nodes),
-                limits.front().source};
+                limits.front().source, true};
 }
 
 std::optional<DType> dtype_flag(const std::string& name) {
@@ -193,8 +193,9 @@ Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budg
   return plan;
 }
 
-PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::string& budget,
-                       const DeepSpeedFlags& deepspeed, MoreOfPlan more) {
+namespace {
+
+void require_sense(const DeepSpeedFlags& deepspeed) {
   if (deepspeed.workers < 0 || deepspeed.workers > kMaxWorkers) {
     fail(Category::usage, "--workers out of range",
          {.expected = fmt::format("0 to {}", kMaxWorkers),
@@ -208,8 +209,37 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::stri
   if (deepspeed.persistent_workers && deepspeed.workers == 0) {
     fail(Category::usage, "--persistent-workers needs --workers above 0");
   }
+}
+
+// That of --budget, else the limit of the run of --from.
+std::optional<Budget> planned_budget(const RunFlags& flags, const PlanFlags& more,
+                                     const std::optional<PastRun>& past) {
+  std::optional<Budget> budget;
+  if (!more.budget.empty()) {
+    budget = budget_of(more.budget, nodes_of(flags));
+  } else if (past && past->limit_bytes) {
+    budget = Budget{*past->limit_bytes, past->file};
+  }
+  if (budget || !past) return budget;
+  fail(Category::usage, "--from: there is no limit to fit; give one with --budget",
+       {.file = past->file});
+}
+
+}  // namespace
+
+PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan,
+                       MoreOfPlan more) {
+  const DeepSpeedFlags& deepspeed = of_plan.deepspeed;
+  require_sense(deepspeed);
+  std::optional<PastRun> past;
+  if (!of_plan.from.empty()) {
+    past = read_past_run(text_of(files, of_plan.from), base_name(of_plan.from));
+  }
   const Run run = open_run(files, flags);
-  PlanReport report{.checkpoint = facts_of(run.checkpoint), .ranks = flags.ranks};
+  PlanReport report{.checkpoint = facts_of(run.checkpoint),
+                    .ranks = flags.ranks,
+                    .strategy = run.options.strategy->name,
+                    .past = past};
   if (!deepspeed.config.empty()) {
     const int ranks_of_node = std::min(flags.ranks, flags.ranks_per_node.value_or(flags.ranks));
     const std::string text = text_of(files, deepspeed.config);
@@ -217,7 +247,7 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::stri
         read_deepspeed(text, flags.ranks), trained_sizes(run.recipe),
         {flags.ranks, ranks_of_node, deepspeed.workers, deepspeed.persistent_workers});
   }
-  if (!budget.empty()) report.budget = budget_of(budget, nodes_of(flags));
+  report.budget = planned_budget(flags, of_plan, past);
   uint64_t needed_bytes = 0;
   std::optional<Traffic> of_own_shards;
   for (const Strategy& strategy : strategies()) {

@@ -91,11 +91,17 @@ std::optional<DType> dtype_flag(const std::string& name);
 std::optional<Budget> budget_of(const std::string& flag, int nodes);
 int nodes_of(const RunFlags& flags) noexcept;
 
+// The flags of `plan` besides those of the run.
+struct PlanFlags {
+  std::string budget;
+  DeepSpeedFlags deepspeed;
+  std::string from;  // the document of an earlier run, whose limit is the default budget
+};
 // The report of verb `plan` without its job: every strategy's promise for the run of `flags`; with
 // a budget, whether the requested strategy fits it, and if not, runs that would fit. Reads headers,
 // index and config only. `more` is called at the end, with the opened run.
 using MoreOfPlan = FunctionRef<void(const Run& run, PlanReport& report)>;
-PlanReport plan_report(FileSystem& files, const RunFlags& flags, const std::string& budget,
-                       const DeepSpeedFlags& deepspeed, MoreOfPlan more);
+PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan,
+                       MoreOfPlan more);
 
 }  // namespace modicum

@@ -36,8 +36,7 @@ std::vector<Change> changes_of(const Run& run, const Budget& budget) {
   }
   std::vector<Change> changes;
   for (const bool nodes : {false, true}) {
-    // A cgroup's limit is shared by all nodes on the machine, so more nodes don't help.
-    if (nodes && budget.source != kFlagSource) continue;
+    if (nodes && budget.is_shared) continue;  // more nodes don't help
     for (const auto& format : formats) {
       for (const Strategy* strategy : others) {
         for (const bool staging : {false, true}) {

@@ -42,10 +42,12 @@ ConvertRank::ConvertRank(ConvertWorld& world, int rank)
     : world_(world),
       at_{rank, &world.board, nullptr, &ledger_},
       baseline_bytes_((reset_peak_rss(), read_process_memory().held())),
-      ledger_(world.task.plan.promise.ledger_limit_bytes(rank)),
+      ledger_(world.task.plan.promise.ledger_limit_bytes(rank), world.own_report.reporter()),
       outcome_{.load = {.rank = rank, .pid = static_cast<int32_t>(getpid())}} {}
 
 Converted ConvertRank::live() {
+  ledger_.reporter().promise(world_.task.plan.promise, at_.rank);
+  const ReportedPhase phase(ledger_.reporter(), "convert");
   const Charge header = ledger_.adopt(Purpose::header, world_.held[Purpose::header]);
   const Charge plan = ledger_.adopt(Purpose::plan, world_.held[Purpose::plan]);
   for (const ConvertPart& part : world_.parts) convert(part);

@@ -37,9 +37,8 @@ Run resuming_run(const RunFlags& flags, const Run& saving, const SavePlan& plan,
   return run;
 }
 
-PlanReport job_report(FileSystem& files, const RunFlags& flags, const std::string& budget,
-                      const DeepSpeedFlags& deepspeed) {
-  return plan_report(files, flags, budget, deepspeed, [&](const Run& run, PlanReport& report) {
+PlanReport job_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan) {
+  return plan_report(files, flags, of_plan, [&](const Run& run, PlanReport& report) {
     if (!run.optimizer) return;
     try {
       add_jobs(flags, run, report);

@@ -17,7 +17,6 @@ Run resuming_run(const RunFlags& flags, const Run& saving, const SavePlan& plan,
 
 // The report of verb `plan`: plan_report, and with an optimizer each strategy's job, if it can be
 // saved and resumed in this layout. Otherwise a warning gives the reason.
-PlanReport job_report(FileSystem& files, const RunFlags& flags, const std::string& budget,
-                      const DeepSpeedFlags& deepspeed = {});
+PlanReport job_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan);
 
 }  // namespace modicum

@@ -17,7 +17,8 @@ struct LoadTask {
   int threads = 1;     // per rank
   bool check = false;  // poison the destination, then compare every value
   bool digest = false;
-  std::string dump;  // a new directory for the shards of each rank; empty: no dump
+  std::string dump;           // a new directory for the shards of each rank; empty: no dump
+  uint64_t budget_bytes = 0;  // per node, for `modicum watch`; 0: none
 };
 // If the run has an optimizer, its state is allocated but takes no step. On failure the directory
 // `dump` is removed. Errors as those of run_ranks.

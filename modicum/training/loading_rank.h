@@ -11,7 +11,9 @@
 namespace modicum {
 
 struct LoadWorld : World {
-  explicit LoadWorld(const LoadTask& of) : World(of.plan.ranks()), task(of), rings(of.plan) {}
+  explicit LoadWorld(const LoadTask& of) : World(of.plan.ranks()), task(of), rings(of.plan) {
+    budget_bytes = of.budget_bytes;
+  }
 
   const LoadTask& task;
   Rings rings;
@@ -21,7 +23,7 @@ struct LoadWorld : World {
 struct LoadingRank {
   LoadingRank(LoadWorld& world, int rank, HostSink::Copy copy = {})
       : baseline_bytes((reset_peak_rss(), read_process_memory().held())),
-        ledger(world.task.plan.promise.ledger_limit_bytes(rank)),
+        ledger(world.task.plan.promise.ledger_limit_bytes(rank), world.own_report.reporter()),
         exchange(world.rings.end_of(rank, world.board)),
         load({world.task.run.checkpoint,
               world.task.plan,

@@ -51,6 +51,7 @@ LockStep::LockStep(RankOptimizer& optimizer, const StepContext& at, const LockSt
 }
 
 void LockStep::step(int64_t number) {
+  const ReportedPhase phase(at_.reporter, "step");
   const bool scales = options_.loss_scale.has_value();
   const float scale = scales ? taken_.loss_scale.scale : 1.0F;
   const GradNorm own = optimizer_.deliver(number, scale, [this] { at_.board->beat(at_.rank, 0); });

@@ -44,6 +44,7 @@ struct StepContext {
   Board* board = nullptr;
   const NormPage* page = nullptr;
   Clock* clock = nullptr;
+  Reporter reporter;  // of the steps, as phases
 };
 
 struct LockStepOptions {

@@ -18,10 +18,17 @@ const Plan& agreed(const RankLoadTask& task) {
   return task.plan;
 }
 
+ReportedPhase begun(const RankLoadTask& task) {
+  const Reporter& reporter = task.at.ledger->reporter();
+  reporter.promise(task.plan.promise, task.at.rank);
+  return {reporter, "load"};
+}
+
 }  // namespace
 
 RankLoad::RankLoad(const RankLoadTask& task, HostSink::Given given, HostSink::Copy copy)
     : task_(task),
+      phase_(begun(task)),
       outcome_{.rank = task.at.rank, .pid = static_cast<int32_t>(getpid())},
       held_before_(task.at.ledger->held().total()),
       shards_(agreed(task), task.at.rank, *task.at.ledger, std::move(given), std::move(copy)) {}
@@ -32,6 +39,7 @@ void RankLoad::load() {
       modicum::load(task_.checkpoint, task_.plan, task_.at, shards_, task_.options);
   outcome_.loaded_ns = task_.clock.now_ns();
   outcome_.ledger_peak_bytes = task_.at.ledger->peak_since_mark() - held_before_;
+  phase_.end();
 }
 
 void RankLoad::check_values() {

@@ -42,6 +42,7 @@ class RankLoad {
 
  private:
   const RankLoadTask task_;
+  ReportedPhase phase_;  // until the end of load()
   RankOutcome outcome_;
   const uint64_t held_before_;
   HostSink shards_;

@@ -1,6 +1,7 @@
 #include "modicum/training/rank_processes.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include "modicum/probe/probe.h"
 
@@ -20,8 +21,13 @@ void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show)
     if (limits.empty()) return std::string("the kernel counted an out-of-memory kill");
     return fmt::format("{} allows {}", limits[0].source, format_size(limits[0].limit_bytes));
   };
+  auto reporting = [&world, body](int rank) {
+    world.own_report.begin([] { return read_pss(getpid()).value_or(0); });
+    world.own_report.reporter().set_budget(world.budget_bytes);
+    body(rank);
+  };
   world.begin_ns = world.clock.now_ns();
-  run_ranks(world.board, world.clock, body, options);
+  run_ranks(world.board, world.clock, reporting, options);
 }
 
 }  // namespace modicum

@@ -25,6 +25,8 @@ struct World {
   SharedBoard board;
   int64_t begin_ns = 0;               // just before the first fork
   std::function<int64_t()> grace_ns;  // after SIGTERM: see SuperviseOptions
+  uint64_t budget_bytes = 0;          // of the node, to be reported; 0: none
+  OwnReport own_report;               // of a rank, in its process
 };
 
 // run_ranks with progress; a kill by the kernel's OOM killer is reported as such.

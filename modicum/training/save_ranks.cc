@@ -163,6 +163,7 @@ class ResumeRank {
 
  private:
   void read_state(const ResumeState& from) {
+    const ReportedPhase phase(of_.ledger.reporter(), "resume");
     trained_.emplace(world_, world_.page, rank_, of_,
                      TrainedRank::Options{.seed = from.facts.seed, .max_norm = task_.max_norm});
     const RankOptimizer& optimizer = trained_->optimizer();

@@ -39,6 +39,7 @@ std::vector<std::string> without_state(const Run& run) {
 
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
                       HostSink& shards, const RankOptimizer* optimizer) {
+  const ReportedPhase phase(at.ledger->reporter(), "save");
   // The names of the state's files, and the sums of both parts, are held until the end.
   const Footprint state = task.state != nullptr ? task.state->footprint() : Footprint{};
   const Charge header = at.ledger->adopt(Purpose::header, state[Purpose::header]);

@@ -70,10 +70,13 @@ class StepRank {
       : world_(world),
         task_(world.task),
         rank_(rank),
-        ledger_(world.promise.ledger_limit_bytes(rank)) {}
+        ledger_(world.promise.ledger_limit_bytes(rank), world.own_report.reporter()) {
+    ledger_.reporter().promise(world.promise, rank);
+  }
 
   StepOutcome live() {
     if (task_.compares) {
+      const ReportedPhase phase(ledger_.reporter(), "compare");
       const auto line_up = [this] {
         world_.board.barrier(rank_);
         world_.page.line_up(world_.board);
@@ -106,7 +109,7 @@ class StepRank {
   void take_steps(RankOptimizer& optimizer, std::span<std::byte> ring) {
     const AdamWSpec spec = spec_of(task_, rank_);
     LockStep steps(
-        optimizer, {rank_, &world_.board, &world_.page, &world_.clock},
+        optimizer, {rank_, &world_.board, &world_.page, &world_.clock, ledger_.reporter()},
         {.max_norm = task_.max_norm,
          .loss_scale = task_.loss_scale,
          .ring = ring,
@@ -238,6 +241,7 @@ StepReport step_in_ranks(const StepTask& task, const std::optional<Budget>& budg
   const Promise promise = promise_of(task, copy_bytes);
   if (budget) require_fits(promise, *budget);
   StepWorld world(task, promise, copy_bytes);
+  if (budget) world.budget_bytes = budget->bytes;
   const std::vector<StepOutcome> outcomes = outcomes_of<StepRank>(world, show);
   StateDigest digest;
   for (const StepOutcome& outcome : outcomes) digest += outcome.digest;

@@ -22,7 +22,7 @@ class TrainedRank {
         gradients_(options.seed, world.task.threads, of.ledger),
         optimizer_(trained_of(world.task.run, world.task.plan, rank, of.load.shards()), gradients_,
                    of.ledger, world.task.threads),
-        steps_(optimizer_, {rank, &world.board, &page, &world.clock},
+        steps_(optimizer_, {rank, &world.board, &page, &world.clock, of.ledger.reporter()},
                {.max_norm = options.max_norm}) {}
 
   RankOptimizer& optimizer() noexcept { return optimizer_; }

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <ctime>
 #include <map>
 #include <system_error>
@@ -64,15 +65,22 @@ class Signals {
   int fd_ = -1;
 };
 
+// What the command's process is started with.
+struct Surroundings {
+  const Signals& signals;
+  const MemoryCage* cage = nullptr;
+  std::string reports;  // the path of the table
+};
+
 // In the command's process. Reports errno through `told`, which exec closes.
-[[noreturn]] void become(const WatchTask& task, const Signals& signals, const MemoryCage* cage,
-                         int told) {
+[[noreturn]] void become(const WatchTask& task, const Surroundings& in, int told) {
   std::vector<char*> words;
   for (const std::string& word : task.command) words.push_back(const_cast<char*>(word.c_str()));
   words.push_back(nullptr);
   task.restore_signals();
-  signals.restore_mask();
-  bool is_ready = cage == nullptr || write_kernel_text(cage->entry(), "0");
+  in.signals.restore_mask();
+  bool is_ready = in.cage == nullptr || write_kernel_text(in.cage->entry(), "0");
+  is_ready = is_ready && setenv(kWatchVariable, in.reports.c_str(), 1) == 0;
   if (is_ready && task.is_stdout_for_us) is_ready = dup2(STDERR_FILENO, STDOUT_FILENO) >= 0;
   if (is_ready) execvp(words[0], words.data());
   const int error = errno;
@@ -81,11 +89,11 @@ class Signals {
 }
 
 // Returns the pid of the command, which has been started.
-int start(const WatchTask& task, const Signals& signals, const MemoryCage* cage) {
+int start(const WatchTask& task, const Surroundings& in) {
   int told[2];
   if (pipe2(told, O_CLOEXEC) != 0) fail(Category::io, "cannot make a pipe");
   const pid_t pid = fork();
-  if (pid == 0) become(task, signals, cage, told[1]);
+  if (pid == 0) become(task, in, told[1]);
   close(told[1]);
   int error = 0;
   ssize_t got = -1;
@@ -106,12 +114,13 @@ class Watcher {
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     deaths_.emplace(cage_ ? std::vector{cage_->group()} : memory_cgroups());
     begin_ns_ = clock_.now_ns();
-    command_ = start(task, signals_, cage_ ? &*cage_ : nullptr);
+    command_ = start(task, {signals_, cage_ ? &*cage_ : nullptr, reports_.path()});
     sampler_.emplace(clock_,
                      SamplerOptions{.root_pid = getpid(),
                                     .cpu_ns = cpu_ns,
                                     .cage = cage_ ? std::optional(cage_->group()) : std::nullopt,
-                                    .limit_bytes = task.limit_bytes.value_or(0)});
+                                    .limit_bytes = task.limit_bytes.value_or(0),
+                                    .reports = &table_});
   }
 
   WatchRecord run() {
@@ -219,7 +228,9 @@ class Watcher {
                           .at_s = static_cast<double>(clock_.now_ns() - begin_ns_) / kNsPerSecond,
                           .held_bytes = kill.held_bytes,
                           .tree_held_bytes = last.held_bytes + more,
-                          .page_cache_bytes = last.page_cache_bytes};
+                          .page_cache_bytes = last.page_cache_bytes,
+                          .phase = sampler_->phase_of(kill.pid).name,
+                          .promised_bytes = promised_with(kill.pid)};
     if (task_.limit_bytes) {
       killed_->limit_bytes = *task_.limit_bytes;
       killed_->limit_source = "--limit";
@@ -229,13 +240,26 @@ class Watcher {
     }
     TreeSampler::Growth growth = sampler_->growth(kNsPerSecond);
     // Since the last sample that saw it alive it may have grown by more than any other before.
-    if (more > growth.bytes) growth = {kill.pid, more, killed_->at_s - last.at_s};
+    if (more > growth.bytes) growth = sampler_->growth_to(kill.pid, kill.held_bytes);
     if (growth.bytes == 0) return;
     const WatchedProcess* const grew = sampler_->find(growth.pid);
     killed_->grew_pid = growth.pid;
     killed_->grew_name = grew != nullptr ? grew->name : kill.name;
     killed_->grew_bytes = growth.bytes;
     killed_->grew_s = growth.seconds;
+    if (growth.owner != static_cast<size_t>(WatchOwner::held)) {
+      killed_->grew_owner = watch_owner_name(growth.owner);
+    }
+  }
+
+  // What all processes need together by their promises, if process `pid` has made one; else 0.
+  uint64_t promised_with(int pid) {
+    if (!sampler_->phase_of(pid).promised_bytes) return 0;
+    uint64_t sum = 0;
+    for (const int one : sampler_->alive()) {
+      sum += sampler_->phase_of(one).promised_bytes.value_or(sampler_->last_held(one));
+    }
+    return sum + page_table_bytes(sum);
   }
 
   WatchRecord finish() {
@@ -245,6 +269,11 @@ class Watcher {
     record.killed = killed_;
     record.left_running = static_cast<int>(sampler_->alive().size());
     sampler_->finish(record);
+    for (const MemoryLimit& limit : limits_) {
+      if (!limit.source.starts_with("cgroup")) continue;
+      record.group_limit_bytes =
+          std::min(record.group_limit_bytes.value_or(UINT64_MAX), limit.limit_bytes);
+    }
     record.cpu_s = static_cast<double>(cpu_ns()) / kNsPerSecond;
     record.watcher_peak_bytes = read_process_memory().peak_held();
     return record;
@@ -254,6 +283,8 @@ class Watcher {
   SteadyClock clock_;
   const Signals signals_;
   OomLog log_;
+  const SharedPages reports_ = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table_ = SelfReports::make_in(reports_.bytes());
   std::optional<MemoryCage> cage_;
   std::optional<Deaths> deaths_;
   std::optional<TreeSampler> sampler_;

@@ -32,7 +32,9 @@ TreeSampler::TreeSampler(Clock& clock, SamplerOptions options)
       begin_ns_(clock.now_ns()),
       then_ns_(begin_ns_),
       credit_ns_(kFirstCreditNs),
-      steady_since_ns_(begin_ns_) {}
+      steady_since_ns_(begin_ns_) {
+  if (options_.reports != nullptr) reported_.emplace(*options_.reports, begin_ns_);
+}
 
 double TreeSampler::seconds(int64_t now) const noexcept {
   return static_cast<double>(now - begin_ns_) / kNsPerSecond;
@@ -46,6 +48,7 @@ void TreeSampler::sample() {
   then_ns_ = now;
   discover();
   read_statuses();
+  read_reports(now);
   const int64_t cost = options_.cpu_ns() - cpu_before;
   if (wants_exact(now)) {
     read_exact();
@@ -131,6 +134,13 @@ void TreeSampler::read_statuses() {
   std::erase_if(tracked_, [](const Tracked& one) { return !one.status.is_alive; });
 }
 
+void TreeSampler::read_reports(int64_t now) {
+  if (!reported_) return;
+  std::vector<int> pids = alive();
+  std::sort(pids.begin(), pids.end());
+  reported_->read(now, pids);
+}
+
 uint64_t TreeSampler::rss_sum() const noexcept {
   uint64_t sum = 0;
   for (const Tracked& one : tracked_) sum += one.rss_bytes();
@@ -193,7 +203,13 @@ void TreeSampler::read_copies() {
   owes_copies_ = false;
   const std::vector<ForkCopies> copies = read_fork_copies(options_.root_pid, options_.root);
   uint64_t sum = 0;
-  for (const ForkCopies& one : copies) sum += one.bytes;
+  for (Tracked& one : tracked_) one.copied_bytes = 0;
+  for (const ForkCopies& one : copies) {
+    sum += one.bytes;
+    const auto at = std::find_if(tracked_.begin(), tracked_.end(),
+                                 [&](const Tracked& of) { return of.pid == one.pid; });
+    if (at != tracked_.end()) at->copied_bytes = one.bytes;
+  }
   if (sum <= most_copies_) return;
   most_copies_ = sum;
   for (WatchedProcess& process : processes_) process.cow_duplicate_bytes = process.forked_from = 0;
@@ -208,26 +224,37 @@ void TreeSampler::read_copies() {
 
 // ---- the record
 
+void TreeSampler::record_share(Tracked& one, WatchSample& sample) {
+  const uint64_t held = one.held_bytes();
+  sample.held_bytes += held;
+  sample.page_cache_bytes += one.status.rss_file;
+  const bool is_large = processes_.size() < 8 * kMostProcesses && held > peak_bytes_ / 64;
+  if (!one.process && is_large) give_record(one, sample.at_s);
+  const auto reported = reported_ ? reported_->memory_of(one.pid) : std::nullopt;
+  const OwnedMemory owned = one.division(held, one.copied_bytes, reported ? &*reported : nullptr);
+  if (!one.process) {
+    sample.others += owned;
+    return;
+  }
+  WatchedProcess& process = processes_[*one.process];
+  process.name = one.status.name;
+  process.parent = one.status.parent;
+  process.end_s = sample.at_s;
+  process.peak_bytes = std::max(process.peak_bytes, held);
+  process.peak_rss_bytes = std::max(process.peak_rss_bytes, one.status.peak_rss);
+  if (reported && reported->rank) process.rank = reported->rank;
+  if (held > 0) sample.shares.push_back({static_cast<uint32_t>(*one.process), held, owned});
+}
+
 void TreeSampler::record_sample(int64_t now) {
   WatchSample sample{.at_s = seconds(now)};
-  for (Tracked& one : tracked_) {
-    const uint64_t held = one.held_bytes();
-    sample.held_bytes += held;
-    sample.page_cache_bytes += one.status.rss_file;
-    const bool is_large = processes_.size() < 8 * kMostProcesses && held > peak_bytes_ / 64;
-    if (!one.process && is_large) give_record(one, sample.at_s);
-    if (!one.process) continue;
-    WatchedProcess& process = processes_[*one.process];
-    process.name = one.status.name;
-    process.parent = one.status.parent;
-    process.end_s = sample.at_s;
-    process.peak_bytes = std::max(process.peak_bytes, held);
-    process.peak_rss_bytes = std::max(process.peak_rss_bytes, one.status.peak_rss);
-    if (held > 0) sample.shares.push_back({static_cast<uint32_t>(*one.process), held});
-  }
+  for (Tracked& one : tracked_) record_share(one, sample);
   std::sort(sample.shares.begin(), sample.shares.end(),
             [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
-  if (sample.shares.size() > kMostShares) sample.shares.resize(kMostShares);
+  while (sample.shares.size() > kMostShares) {
+    sample.others += sample.shares.back().owned;
+    sample.shares.pop_back();
+  }
   if (options_.cage) {
     sample.charged_bytes = charged_to(*options_.cage);
     sample.page_cache_bytes = page_cache_of(*options_.cage);
@@ -244,6 +271,7 @@ void TreeSampler::record_sample(int64_t now) {
 }
 
 void TreeSampler::keep(WatchSample sample) {
+  timeline_.add(sample);
   const double begin_s = sample.at_s - static_cast<double>(kRecentNs) / kNsPerSecond;
   recent_.push_back(std::move(sample));
   while (recent_.size() > kMostRecent || recent_.front().at_s < begin_s) recent_.pop_front();
@@ -261,12 +289,17 @@ const WatchedProcess* TreeSampler::find(int pid) const {
   return at == processes_.rend() ? nullptr : &*at;
 }
 
-uint64_t TreeSampler::last_held(int pid) const {
+const WatchSample::Share* TreeSampler::last_share(int pid) const {
   for (auto sample = recent_.rbegin(); sample != recent_.rend(); ++sample) {
     for (const WatchSample::Share& share : sample->shares) {
-      if (processes_[share.process].pid == pid) return share.bytes;
+      if (processes_[share.process].pid == pid) return &share;
     }
   }
+  return nullptr;
+}
+
+uint64_t TreeSampler::last_held(int pid) const {
+  if (const WatchSample::Share* const share = last_share(pid)) return share->bytes;
   const WatchedProcess* const process = find(pid);
   return process == nullptr ? 0 : process->peak_rss_bytes;
 }
@@ -282,11 +315,34 @@ TreeSampler::Growth TreeSampler::growth(int64_t within_ns) const {
     const auto before =
         std::find_if(from->shares.begin(), from->shares.end(),
                      [&](const WatchSample::Share& one) { return one.process == share.process; });
-    const uint64_t was = before == from->shares.end() ? 0 : before->bytes;
-    if (share.bytes <= was || share.bytes - was <= most.bytes) continue;
-    most = {processes_[share.process].pid, share.bytes - was, end.at_s - from->at_s};
+    const auto was = before == from->shares.end() ? WatchSample::Share() : *before;
+    if (share.bytes <= was.bytes || share.bytes - was.bytes <= most.bytes) continue;
+    most = {.pid = processes_[share.process].pid,
+            .bytes = share.bytes - was.bytes,
+            .seconds = end.at_s - from->at_s,
+            .owner = share.owned.grown_since(was.owned)};
   }
   return most;
+}
+
+TreeSampler::Growth TreeSampler::growth_to(int pid, uint64_t held_bytes) const {
+  const WatchSample::Share* const before = last_share(pid);
+  const WatchSample::Share was = before == nullptr ? WatchSample::Share() : *before;
+  const auto reported = reported_ ? reported_->memory_of(pid) : std::nullopt;
+  const auto of = std::find_if(tracked_.begin(), tracked_.end(),
+                               [pid](const Tracked& one) { return one.pid == pid; });
+  Division division = of == tracked_.end() ? Division() : of->division;
+  const uint64_t copied_bytes = of == tracked_.end() ? 0 : of->copied_bytes;
+  const OwnedMemory owned = division(held_bytes, copied_bytes, reported ? &*reported : nullptr);
+  return {.pid = pid,
+          .bytes = held_bytes - std::min(held_bytes, was.bytes),
+          .seconds = seconds(clock_.now_ns()) - recent_.back().at_s,
+          .owner = owned.grown_since(was.owned)};
+}
+
+WatchedPhase TreeSampler::phase_of(int pid) {
+  read_reports(clock_.now_ns());
+  return reported_ ? reported_->phase_of(pid) : WatchedPhase();
 }
 
 void TreeSampler::finish(WatchRecord& record) {
@@ -295,6 +351,10 @@ void TreeSampler::finish(WatchRecord& record) {
   record.cow_duplicate_bytes = most_copies_;
   record.processes = std::move(processes_);
   record.processes_left_out = left_out_;
+  record.samples = std::move(timeline_.samples());
+  if (!reported_) return;
+  record.phases = reported_->phases(clock_.now_ns());
+  record.budget_bytes = reported_->budget_bytes();
 }
 
 }  // namespace modicum

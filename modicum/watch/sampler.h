@@ -24,21 +24,10 @@
 #include "modicum/base/base.h"
 #include "modicum/probe/probe.h"
 #include "modicum/watch/record.h"
+#include "modicum/watch/reported.h"
+#include "modicum/watch/timeline.h"
 
 namespace modicum {
-
-// One reading of all processes of the tree.
-struct WatchSample {
-  struct Share {
-    uint32_t process = 0;  // index of its WatchedProcess
-    uint64_t bytes = 0;
-  };
-  double at_s = 0;
-  uint64_t held_bytes = 0;        // by the tree; the sum of the shares and of smaller processes
-  uint64_t page_cache_bytes = 0;  // mapped by the tree, or all that its own cgroup is charged for
-  uint64_t charged_bytes = 0;     // to the command's cgroup, where it has one of its own
-  std::vector<Share> shares;      // the largest first, at most TreeSampler::kMostShares
-};
 
 struct SamplerOptions {
   int root_pid = 0;                  // its descendants are watched, not the process itself
@@ -47,6 +36,7 @@ struct SamplerOptions {
   std::function<int64_t()> cpu_ns;   // the CPU time of this process so far
   std::optional<MemoryCgroup> cage;  // of the command alone
   uint64_t limit_bytes = 0;          // of the cage; 0: none
+  SelfReports* reports = nullptr;    // of the processes about themselves
 };
 
 // One thread.
@@ -78,8 +68,13 @@ class TreeSampler {
     int pid = 0;
     uint64_t bytes = 0;
     double seconds = 0;
+    size_t owner = 0;  // of its memory, the one that grew most
   };
   Growth growth(int64_t within_ns) const;
+  // The growth of a process from the last sample that saw it to `held_bytes` now.
+  Growth growth_to(int pid, uint64_t held_bytes) const;
+  // The phase that a process has reported, as of now or of its end; no name: none.
+  WatchedPhase phase_of(int pid);
   const WatchSample& last() const noexcept { return recent_.back(); }
 
   // Moves the results into `record`: processes and peaks.
@@ -90,9 +85,11 @@ class TreeSampler {
     int pid = 0;
     std::optional<size_t> process;  // index in processes_
     ProcessStatus status;
-    uint64_t pss_bytes = 0;  // at the last exact reading, less the bytes released since
-    uint64_t anon_then = 0;  // RssAnon then
-    uint64_t faults = 0;     // when last read
+    uint64_t pss_bytes = 0;     // at the last exact reading, less the bytes released since
+    uint64_t anon_then = 0;     // RssAnon then
+    uint64_t faults = 0;        // when last read
+    uint64_t copied_bytes = 0;  // since a fork, when last read
+    Division division;
     int rank_reads = 0;
 
     uint64_t rss_bytes() const noexcept { return status.rss_anon + status.rss_shmem; }
@@ -104,13 +101,16 @@ class TreeSampler {
   void discover();
   void add(int pid);
   void read_statuses();
+  void read_reports(int64_t now);
   void read_rank(Tracked& one);
   bool wants_exact(int64_t now);
   bool has_copied(int64_t now);
   void read_exact();
   void read_copies();
   void record_sample(int64_t now);
+  void record_share(Tracked& one, WatchSample& sample);
   void keep(WatchSample sample);
+  const WatchSample::Share* last_share(int pid) const;
   void give_record(Tracked& one, double at_s);
   uint64_t rss_sum() const noexcept;
   double seconds(int64_t now) const noexcept;
@@ -139,6 +139,8 @@ class TreeSampler {
   double peak_at_s_ = 0;
   uint64_t most_copies_ = 0;
   std::deque<WatchSample> recent_;
+  Timeline timeline_;
+  std::optional<ReportedProcesses> reported_;
   uint64_t left_out_ = 0;  // processes without a record
 };
 

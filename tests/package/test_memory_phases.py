@@ -3,26 +3,26 @@ mark; and the picture of phases.
 
 Unit and house tests. They catch these mutations: a mark that is not reset or never read, or that an
 inner phase or a load resets without telling outer phases; children that are not found; a child that
-continues its parent's recording; a device library that is required; names of phases that overlap.
+continues its parent's recording; a device library that is required; ranks on a page that are
+shifted in time, or whose peak is thinned away.
 """
 
 import json
 import mmap
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
-from itertools import combinations, pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 import modicum
 from modicum import memory
-from modicum.memory import drawing, recording
+from modicum.memory import recording
 from modicum.memory.nvml import Devices
 
 pytestmark = pytest.mark.alone  # the mark is per process, and earlier tests raise it
@@ -163,65 +163,81 @@ def test_saved_recordings_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert kinds[:2] == ["process", "phase"]
     assert set(kinds[2:-1]) == {"sample"} and kinds[-1] == "line"
     second = saved(tmp_path, "other.jsonl", "accelerate")
-    picture = memory.draw(tmp_path / "memory.svg", [first, second], title="both")
-    text = picture.read_text()
-    for word in ("native", "accelerate", "both", "rank 3", "budget"):
-        assert text.count(f"<!-- {word} -->") == 1, "panels share one legend"
-    assert text.count("<!-- wrap -->") == 3, "one and, in the later recording, both"
-    assert memory.draw(tmp_path / "own.png").read_bytes().startswith(b"\x89PNG")
+    page = memory.draw(tmp_path / "memory.html", [first, second], title="both")
+    runs = runs_on(page)
+    assert [run["label"] for run in runs] == ["native", "accelerate"]
+    for run, phases in zip(runs, (1, 2), strict=True):
+        (track,) = run["document"]["timeline"]["tracks"]
+        assert (track["label"], track["rank"], track["pid"]) == ("rank 3", 3, os.getpid())
+        assert run["document"]["timeline"]["levels"] == [{"name": "budget", "bytes": 64 * MIB}]
+        names = [phase["name"] for phase in run["document"]["timeline"]["phases"]]
+        assert names == ["wrap"] * phases, "one and, in the later recording, both"
+    assert "<title>both</title>" in page.read_text()
+    assert runs_on(memory.draw(tmp_path / "own.html"))[0]["label"] == "host memory"
 
 
-class Axes:
-    """Holds the place of each text, in points from the panel's left edge and above its top."""
-
-    def __init__(self, points: float) -> None:
-        self.points, self.texts = points, list[tuple[str, float, int]]()
-
-    def get_xlim(self) -> tuple[float, float]:
-        return 0.0, 10.0
-
-    def annotate(self, text: str, at: tuple[float, float], **how: Any) -> None:
-        self.texts.append((text, at[0] * self.points, how["xytext"][1]))
-
-    def axvspan(self, *_: Any, **__: Any) -> None: ...
-
-    def set_xlim(self, *_: Any) -> None: ...
+def runs_on(page: Path) -> list[dict[str, Any]]:
+    text = re.search(r'id="document">(.*?)</script>', page.read_text(), re.S)
+    assert text
+    return json.loads(text[1])["runs"]
 
 
-def test_names_of_short_phases_do_not_overlap() -> None:
-    ends = [0.0, 0.1, 4.9, 5.0, 5.1, 9.9, 10.0]
-    phases = [
-        memory.Phase(name=f"from_pretrained {n}", begin_s=begin, end_s=end)
-        for n, (begin, end) in enumerate(pairwise(ends))
-    ]
-    axes = Axes(points=250.0)
-    levels = drawing._name_phases(axes, phases, axes.points)
-    assert len(axes.texts) == len(phases) and levels == len({above for *_, above in axes.texts})
-    for (one, x, above), (other, y, level) in combinations(axes.texts, 2):
-        needed = 0.3 * 8 * (len(one) + len(other))
-        assert above != level or abs(x - y) >= needed, f"{one} over {other}"
-    for name, x, _ in axes.texts:
-        assert x - 0.3 * 8 * len(name) >= 0 and x + 0.3 * 8 * len(name) <= axes.points
+def recording_of(rank: int, began: float, samples: list[tuple[float, int, int]]) -> str:
+    """A file of `memory.save`. A sample: its second, the bytes of the process and of children."""
+    process = {"label": "two", "rank": rank, "pid": 10 + rank, "host": "", "began": began}
+    last = samples[-1][0]
+    lines = [{"process": process}, {"phase": {"name": "load", "begin_s": 0.0, "end_s": last}}]
+    keys = ("at_s", "held", "children")
+    lines += [{"sample": dict(zip(keys, of, strict=True)) | {"devices": []}} for of in samples]
+    lines += [{"line": {"name": "promise", "bytes": 1000}}]
+    return "\n".join(map(json.dumps, lines)) + "\n"
+
+
+def test_ranks_that_began_apart_are_drawn_on_one_time(tmp_path: Path) -> None:
+    (tmp_path / "0").write_text(recording_of(0, 50.0, [(0.0, 10, 0), (2.0, 300, 0), (3.0, 20, 0)]))
+    (tmp_path / "1").write_text(recording_of(1, 51.5, [(0.0, 5, 1), (1.0, 400, 30)]))
+    page = memory.draw(tmp_path / "page.html", [tmp_path / "1", tmp_path / "0"])
+    ((_, document),) = (run.values() for run in runs_on(page))
+    line = document["timeline"]
+    assert line["t_s"] == [0.0, 1.5, 2.0, 2.5, 3.0]
+    zero, one = line["tracks"]
+    assert zero["owners"] == {"held": [10, 10, 300, 300, 20]}
+    assert one["owners"]["held"] == [None, 5, 5, 400, None]
+    assert one["owners"]["children"] == [None, 1, 1, 30, None]
+    assert one["promise_bytes"] == [None, 1000, 1000, 1000, None]
+    assert [phase["begin_s"] for phase in line["phases"]] == [0.0, 1.5]
+    assert (document["peak"]["at_s"], document["peak"]["bytes"]) == (2.5, 730)
+    assert document["peak"]["cause"].startswith("rank 1 held most, 430 B, in phase 'load'")
+
+
+def test_many_samples_are_thinned_and_the_peak_remains(tmp_path: Path) -> None:
+    samples = [(i / 100, 1000 + (777 if i == 4321 else i % 7), 0) for i in range(10000)]
+    (tmp_path / "0").write_text(recording_of(0, 0.0, samples))
+    (run,) = runs_on(memory.draw(tmp_path / "page.html", tmp_path / "0"))
+    line = run["document"]["timeline"]
+    assert 300 < len(line["t_s"]) <= 600 and line["t_s"] == sorted(line["t_s"])
+    assert max(line["tracks"][0]["owners"]["held"]) == 1777
+    assert run["document"]["peak"]["at_s"] == 43.21
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"sample": {}}', '{"other": {}}', "[]"])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "other.jsonl").write_text(text + "\n" if text else "")
     with pytest.raises(modicum.UsageError):
-        memory.draw(tmp_path / "memory.png", tmp_path / "other.jsonl")
+        memory.draw(tmp_path / "memory.html", tmp_path / "other.jsonl")
 
 
-def test_missing_matplotlib_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", ModuleType("matplotlib.figure"))
-    with pytest.raises(modicum.UsageError, match="pip install matplotlib") as refused:
+def test_a_picture_is_a_page(tmp_path: Path) -> None:
+    with memory.phase("wrap"):
+        pass
+    with pytest.raises(modicum.UsageError, match=r"ends in \.html, got memory\.png"):
         memory.draw(tmp_path / "memory.png")
-    assert refused.value.category == "UNSUPPORTED"
 
 
-def test_recording_needs_neither_torch_nor_matplotlib() -> None:
+def test_recording_and_drawing_need_no_package(tmp_path: Path) -> None:
     code = "import sys, modicum.memory as m\nwith m.phase('x'): pass\nm.attribute({'x': []})\n"
-    code += "assert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code += "m.draw('page.html')\nassert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
 # ---- devices
@@ -247,7 +263,9 @@ def test_a_phase_has_the_peak_of_each_device(
     with memory.phase("device") as held:
         pass
     assert held.device_peak_bytes == [100, 200, 0]
-    assert "<!-- device 1 -->" in memory.draw(tmp_path / "device.svg").read_text()
+    (run,) = runs_on(memory.draw(tmp_path / "device.html"))
+    curves = {of["name"]: of["bytes"] for of in run["document"]["timeline"]["curves"]}
+    assert set(curves["device 1"]) == {200} and list(curves) == [f"device {n}" for n in range(3)]
 
 
 def test_another_library_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:

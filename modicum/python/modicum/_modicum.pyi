@@ -73,6 +73,11 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         UsageError: an argument is invalid, or the recipe is for another checkpoint.
     """
 
+def report_page(title: str, runs: Sequence[tuple[str, str]], sentence: str = '') -> str:
+    """
+    The HTML page of runs, each its label and its document with `timeline` and `peak`.
+    """
+
 def open_tensors(tensors: Sequence[tuple[str, str, Sequence[int]]], read: object | None) -> Checkpoint:
     """
     Tensors in rank 0's memory as a checkpoint. Only rank 0 can read their bytes.
@@ -718,4 +723,22 @@ def tree_memory(ranges: Sequence[tuple[int, int]], pid: int = 0) -> dict:
 
     Raises:
         IoError: /proc can't be read.
+    """
+
+class ReportedPhase:
+    """
+    A phase of this process, shown by the `modicum watch` that runs it.
+
+    Args:
+        name: as in a plan's promise, or any other.
+    """
+
+    def __init__(self, name: str) -> None: ...
+
+    def end(self) -> None:
+        """Ends it; a second call does nothing."""
+
+def report_budget(bytes: int) -> None:
+    """
+    The host budget of the node, shown by the `modicum watch` that runs this process; 0: none.
     """

@@ -84,10 +84,9 @@ def test_one_picture(ran: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> N
         labels.add(lines[0]["process"]["label"])
         assert [line["phase"]["name"] for line in lines if "phase" in line] == PHASES
     assert len(labels) == len(RUNS)
-    picture = memory.draw(folder / "strategies.svg", recordings)
-    drawn = picture.read_text()
-    assert all(f"<!-- {label} -->" in drawn for label in labels), "a panel for each run"
+    drawn = memory.draw(folder / "all.html", recordings).read_text()
+    assert all(f'"label":"{label}"' in drawn for label in labels), "a chart for each run"
     words = ["strategies.py", str(folder / "qwen3"), "draw", "--record", str(folder)]
     monkeypatch.setattr(sys, "argv", words)
     runpy.run_path(str(root / "examples/strategies.py"), run_name="__main__")
-    assert (folder / "strategies.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "strategies.html").read_text().startswith("<!doctype html>")

@@ -7,7 +7,7 @@ with memory.phase("wrap"):
     fully_shard(model)
 print(memory.attribute(model, optimizer, baseline=before))
 memory.save("memory-{rank}.jsonl")
-memory.draw("memory.png", ["memory-0.jsonl", "memory-1.jsonl"])
+memory.draw("memory.html", ["memory-0.jsonl", "memory-1.jsonl"])
 """
 
 from modicum.memory.attribution import Attribution as Attribution

@@ -1,20 +1,19 @@
-"""Draws the memory of processes over time. Needs matplotlib, which is imported here only."""
+"""Draws the memory of processes over time, as the page of `modicum watch --report`."""
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from modicum import _modicum
 from modicum.errors import refusal
+from modicum.memory.explaining import size_text
 from modicum.memory.recording import Phase, Sample, recorded
 
-_GIB = 1 << 30
-_SHADES = ("#f1f3f6", "#e3e7ee")
-_LINES = (("#b3261e", "--"), ("#202020", "-."), ("#7a5c00", ":"))
-_PANEL_INCHES = 4.2
-_POINTS = 8  # the font size of phase names
+_MOST_SAMPLES = 600
+_PROMISE = "promise"
 
 
 @dataclass
@@ -23,9 +22,22 @@ class _Curve:
 
     label: str
     rank: int
+    pid: int
+    began: float
     phases: list[Phase] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     lines: dict[str, int] = field(default_factory=dict)
+
+    def at(self, times: list[float], zero: float) -> list[Sample | None]:
+        """The latest sample at each time; None outside the recording."""
+        found: list[Sample | None] = []
+        at, delay = 0, self.began - zero
+        for time in times:
+            while at + 1 < len(self.samples) and self.samples[at + 1].at_s + delay <= time:
+                at += 1
+            inside = self.samples[0].at_s + delay <= time <= self.samples[-1].at_s + delay
+            found.append(self.samples[at] if inside else None)
+        return found
 
 
 def draw(
@@ -34,65 +46,37 @@ def draw(
     *,
     title: str = "",
 ) -> Path:
-    """Draws one picture of host memory over time: a curve per process, phases shaded and named.
+    """Draws host memory over time: one HTML page that needs no network and no other package.
 
-    Each label that recordings were saved with gets a panel; all panels share the scale, the colours
-    and one legend. Dashed curves are device memory, if NVML reports any. Horizontal lines are those
-    that the recordings were saved with, such as a promise, and the highest peak of the panel's
-    phases, in GiB: it may lie above all samples, since the kernel tracks it. Tested with matplotlib
-    3.11.
+    Each label that recordings were saved with gets a chart of its processes, stacked, with their
+    phases; all charts have one scale and one legend. A line saved as "promise" is drawn dashed, and
+    others as horizontal lines: each is the sum over the label's processes. Device memory is a line
+    of its own, if NVML reports any.
 
     Args:
-        path: of the picture; PNG, SVG or PDF by its suffix.
+        path: of the page, which ends in .html.
         sources: files that `save` has written, of any number of ranks; None: the recording of this
             process.
-        title: above the panels.
+        title: above the charts.
 
     Returns:
         The path that was written.
 
     Raises:
-        UsageError: matplotlib is not installed, or `save` has not written a source.
+        UsageError: the path is not that of a page, or `save` has not written a source.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise refusal(
-            "UNSUPPORTED", "a picture needs the package matplotlib: pip install matplotlib"
-        ) from error
-    panels: dict[str, list[_Curve]] = {}
+    target = Path(path)
+    if target.suffix != ".html":
+        raise refusal("USAGE", f"expected a path that ends in .html, got {target.name}")
+    charts: dict[str, list[_Curve]] = {}
     for curve in _curves(sources):
-        panels.setdefault(curve.label, []).append(curve)
-    width = max(7.0, _PANEL_INCHES * len(panels))
-    figure: Any = Figure(figsize=(width, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    colors = _colors_by_rank(panels.values())
-    names = list(dict.fromkeys(name for of in panels.values() for c in of for name in c.lines))
-    styles = {name: _LINES[index % len(_LINES)] for index, name in enumerate(names)}
-    points = 0.85 * 72 * width / len(panels)
-    levels = [
-        _draw_panel(at, curves, colors, styles, points)
-        for at, curves in zip(axes, panels.values(), strict=True)
+        charts.setdefault(curve.label, []).append(curve)
+    runs = [
+        (label or "host memory", json.dumps(_document(sorted(curves, key=lambda of: of.rank))))
+        for label, curves in charts.items()
     ]
-    for at, label in zip(axes, panels, strict=True):
-        at.set_title(label, fontsize=10, pad=6 + 11 * max(levels))
-    axes[0].set_ylim(0, axes[0].get_ylim()[1])  # of all panels
-    axes[0].set_ylabel("host memory of a process, GiB")
-    told: dict[str, Any] = {}
-    for at in axes:
-        handles, labels = at.get_legend_handles_labels()
-        told |= dict(zip(labels, handles, strict=True))
-    order = sorted(told, key=lambda label: (label in styles, label.startswith("device")))
-    figure.legend(
-        [told[label] for label in order], order, loc="outside lower center", ncols=8, fontsize=9,
-        frameon=False,
-    )  # fmt: skip
-    if title:
-        figure.suptitle(title)
-    figure.savefig(path)
-    return Path(path)
+    target.write_text(_modicum.report_page(title or "Host memory", runs), encoding="utf-8")
+    return target
 
 
 def _curves(sources: Any) -> list[_Curve]:
@@ -116,7 +100,8 @@ def _read(lines: Iterable[Any], name: str) -> list[_Curve]:
         for line in lines:
             ((kind, value),) = line.items()
             if kind == "process":
-                curves.append(_Curve(value["label"], value["rank"]))
+                of = (value["label"], value["rank"], value["pid"], value["began"])
+                curves.append(_Curve(*of))
             elif kind == "phase":
                 curves[-1].phases.append(Phase(**value))
             elif kind == "sample":
@@ -130,93 +115,89 @@ def _read(lines: Iterable[Any], name: str) -> list[_Curve]:
     return [curve for curve in curves if curve.samples]
 
 
-def _colors_by_rank(panels: Iterable[list[_Curve]]) -> dict[int, Any]:
-    """One scale for all panels, from dark to light."""
-    from matplotlib import colormaps
-
-    ranks = sorted({curve.rank for curves in panels for curve in curves})
-    scale = colormaps["viridis"]
-    return {rank: scale(0.75 * at / max(1, len(ranks) - 1)) for at, rank in enumerate(ranks)}
-
-
-def _draw_panel(
-    axes: Any,
-    curves: list[_Curve],
-    colors: Mapping[int, Any],
-    styles: Mapping[str, tuple[str, str]],
-    points: float,
-) -> int:
-    """`points`: the panel's width. Returns the number of levels of phase names."""
-    curves.sort(key=lambda curve: curve.rank)
-    for curve in curves:
-        at = [sample.at_s for sample in curve.samples]
-        held = [(sample.held + sample.children) / _GIB for sample in curve.samples]
-        axes.plot(at, held, lw=1.4, label=f"rank {curve.rank}", color=colors[curve.rank])
-    _draw_devices(axes, curves[0].samples)
-    axes.margins(x=0)
-    levels = _name_phases(axes, _innermost(curves[0].phases), points)
-    for name, (color, style) in styles.items():
-        if lines := [curve.lines[name] for curve in curves if name in curve.lines]:
-            axes.axhline(max(lines) / _GIB, lw=1.2, ls=style, color=color, label=name)
-    peaks = [phase.peak_bytes / _GIB for curve in curves for phase in curve.phases]
-    if peaks:
-        axes.axhline(max(peaks), lw=0.8, color="#808080")
-        axes.annotate(
-            f"peak {max(peaks):.2f}",
-            (1.0, max(peaks)),
-            xycoords=("axes fraction", "data"),
-            xytext=(-3, 2),
-            textcoords="offset points",
-            ha="right",
-            fontsize=_POINTS,
-            color="#404040",
-            bbox={"facecolor": "white", "alpha": 0.8, "lw": 0, "pad": 1},
-        )
-    axes.set_xlabel("seconds")
-    return levels
+def _document(curves: list[_Curve]) -> dict[str, Any]:
+    """A run as `modicum watch --json` describes it: `timeline` and `peak`."""
+    zero = min(curve.began for curve in curves)
+    # Added in the order of `_Curve.at`, which compares them.
+    times = sorted({of.at_s + (curve.began - zero) for curve in curves for of in curve.samples})
+    totals = _totals(curves, times, zero)
+    times = _thinned(times, totals)
+    samples = [curve.at(times, zero) for curve in curves]
+    names = dict.fromkeys(name for curve in curves for name in curve.lines if name != _PROMISE)
+    levels = [
+        {"name": name, "bytes": sum(curve.lines.get(name, 0) for curve in curves)} for name in names
+    ]
+    return {
+        "timeline": {
+            "t_s": times,
+            "limit_bytes": None,
+            "budget_bytes": None,
+            "page_cache_bytes": None,
+            "levels": levels,
+            "curves": _devices(samples),
+            "tracks": [_track(*both) for both in zip(curves, samples, strict=True)],
+            "phases": [_phase(of, curve, zero) for curve in curves for of in curve.phases],
+        },
+        "peak": _peak(curves, times, zero),
+    }
 
 
-def _name_phases(axes: Any, phases: list[Phase], points: float) -> int:
-    """Shades the phases and writes their names above the axes, on as many levels as they need
-    not to overlap. Returns the number of levels."""
-    begin, end = axes.get_xlim()
-    ends: list[float] = []  # of the last name on each level, as fractions of the axes
-    for index, phase in enumerate(phases):
-        axes.axvspan(phase.begin_s, phase.end_s, color=_SHADES[index % 2], lw=0)
-        half = 0.3 * _POINTS * len(phase.name) / points
-        middle = ((phase.begin_s + phase.end_s) / 2 - begin) / max(end - begin, 1e-9)
-        middle = min(max(middle, half), 1 - half)
-        level = next((at for at, last in enumerate(ends) if last < middle - half), len(ends))
-        ends[level : level + 1] = [middle + half + 0.02]
-        axes.annotate(
-            phase.name,
-            (middle, 1.0),
-            xycoords="axes fraction",
-            xytext=(0, 4 + 11 * level),
-            textcoords="offset points",
-            ha="center",
-            fontsize=_POINTS,
-            color="#404040",
-        )
-    axes.set_xlim(begin, end)
-    return len(ends)
+def _held(sample: Sample | None) -> int:
+    return 0 if sample is None else sample.held + sample.children
 
 
-def _innermost(phases: list[Phase]) -> list[Phase]:
-    """Phases that contain no other phase."""
+def _totals(curves: list[_Curve], times: list[float], zero: float) -> list[int]:
+    columns = zip(*(curve.at(times, zero) for curve in curves), strict=True)
+    return [sum(map(_held, column)) for column in columns]
+
+
+def _thinned(times: list[float], totals: list[int]) -> list[float]:
+    """Of each bucket the time when most was held, so that the peak remains."""
+    width = -(-len(times) // _MOST_SAMPLES)
+    buckets = [range(at, min(at + width, len(times))) for at in range(0, len(times), width)]
+    return [times[max(bucket, key=totals.__getitem__)] for bucket in buckets]
+
+
+def _track(curve: _Curve, samples: list[Sample | None]) -> dict[str, Any]:
+    owners: dict[str, list[int | None]] = {"held": [of and of.held for of in samples]}
+    if any(of and of.children for of in samples):
+        owners["children"] = [of and of.children for of in samples]
+    promise = curve.lines.get(_PROMISE)
+    return {
+        "label": f"rank {curve.rank}",
+        "pid": curve.pid,
+        "rank": curve.rank,
+        "node": 0,
+        "owners": owners,
+        "promise_bytes": promise and [of and promise for of in samples],
+    }
+
+
+def _phase(of: Phase, curve: _Curve, zero: float) -> dict[str, Any]:
+    delay = curve.began - zero
+    times = {"begin_s": of.begin_s + delay, "end_s": of.end_s + delay}
+    return {"pid": curve.pid, "rank": curve.rank, "name": of.name} | times
+
+
+def _devices(samples: list[list[Sample | None]]) -> list[dict[str, Any]]:
+    """What any process uses on each device: equal in all recordings but for the moment."""
+    counts = [len(of.devices) for of in samples[0] if of]
     return [
-        phase
-        for phase in phases
-        if not any(
-            phase.begin_s <= other.begin_s and other.end_s <= phase.end_s
-            for other in phases
-            if other.depth > phase.depth
-        )
+        {"name": f"device {device}", "bytes": [of and of.devices[device] for of in samples[0]]}
+        for device in range(min(counts, default=0))
     ]
 
 
-def _draw_devices(axes: Any, samples: list[Sample]) -> None:
-    for device in range(min(len(sample.devices) for sample in samples)):
-        at = [sample.at_s for sample in samples]
-        used = [sample.devices[device] / _GIB for sample in samples]
-        axes.plot(at, used, lw=1.0, ls="--", label=f"device {device}")
+def _peak(curves: list[_Curve], times: list[float], zero: float) -> dict[str, Any]:
+    totals = _totals(curves, times, zero)
+    at = max(range(len(times)), key=totals.__getitem__)
+    curve = max(curves, key=lambda one: _held(one.at([times[at]], zero)[0]))
+    held = _held(curve.at([times[at]], zero)[0])
+    moment = times[at] - curve.began + zero
+    inside = [of for of in curve.phases if of.begin_s <= moment <= of.end_s]
+    phase = f", in phase '{max(inside, key=lambda of: of.depth).name}'" if inside else ""
+    highest = max((of.peak_bytes for one in curves for of in one.phases), default=held)
+    cause = f"rank {curve.rank} held most, {size_text(held)}{phase}"
+    if highest > held:
+        cause += f"; the kernel saw up to {size_text(highest)} in one process"
+    return {"at_s": times[at], "bytes": totals[at], "cause": cause}

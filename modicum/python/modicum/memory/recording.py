@@ -83,6 +83,7 @@ class _Recording:
         self._zero = time.monotonic()
         self._lock = threading.RLock()
         self._open: list[Phase] = []
+        self._reported: list[_modicum.ReportedPhase] = []  # to `modicum watch`, as `_open`
         self._devices: Devices | None = None
         self._children: dict[int, str] = {}  # names by pid
         self._holders: dict[str, int] = {}  # of the last sample
@@ -102,6 +103,7 @@ class _Recording:
             begun.holders_at_begin = self._holders
             self.phases.append(begun)
             self._open.append(begun)
+            self._reported.append(_modicum.ReportedPhase(name))
             self._fold(begun, sample)
             if self._thread is None:
                 self._stop = threading.Event()
@@ -119,6 +121,7 @@ class _Recording:
             sample = self._boundary()
             ended.end_s = sample.at_s
             ended.end_bytes = sample.held + sample.children
+            self._reported.pop(self._open.index(ended)).end()
             self._open.remove(ended)
             thread = None if self._open else self._thread
             if thread is not None:
@@ -224,7 +227,8 @@ def phase(name: str, *, interval_s: float = 0.01) -> Iterator[Phase]:
     Phases may nest. A thread takes the samples, and lowers its rate to use at most 2 % of a core
     (5 % while there are children). A sample reads one file of /proc: 0.1 ms; with children, whose
     shared pages the kernel must count, up to 50 ms per GiB. If the block holds the GIL, the
-    kernel's high-water mark still has the peak. Linux only.
+    kernel's high-water mark still has the peak. A `modicum watch` that runs the program records the
+    phase, too. Linux only.
 
     Args:
         name: its label in tables and pictures.

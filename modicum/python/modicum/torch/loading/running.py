@@ -39,6 +39,7 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
     if len(group) > 1:
         ranks.exchange_among(group, whole=plan.strategy != "node-reader")
     own = list(_own_targets(planned))
+    _modicum.report_budget(planned.budget or 0)
     outside = ledger.limit_bytes
     ledger.limit_bytes = ledger.held_bytes + plan.ledger_limit_bytes(rank)
     try:

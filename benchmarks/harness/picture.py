@@ -1,0 +1,21 @@
+"""The charts of an HTML page as a picture, taken in Debian's Chromium."""
+
+import shutil
+from pathlib import Path
+
+# Controls and tables, which a picture does not need.
+HIDDEN = "h1, .tools, .sample, .reading, .tables > .processes, details, footer { display: none }"
+
+
+def take_picture(page: Path, picture: Path, width: int = 1280) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        opened = started.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        window = opened.new_page(viewport={"width": width, "height": 100}, device_scale_factor=1.5)
+        window.goto(page.resolve().as_uri())
+        window.add_style_tag(content=HIDDEN)
+        window.locator("main").screenshot(path=picture)
+        opened.close()

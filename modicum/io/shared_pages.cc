@@ -1,0 +1,64 @@
+#include "modicum/io/shared_pages.h"
+
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <utility>
+
+#include "modicum/io/descriptor.h"
+#include "modicum/io/errno_error.h"
+
+namespace modicum {
+namespace {
+
+// Empty on failure.
+std::span<std::byte> mapped(int fd, uint64_t bytes) noexcept {
+  void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (at == MAP_FAILED) return {};
+  return {static_cast<std::byte*>(at), bytes};
+}
+
+bool has_size(const struct stat& of, uint64_t bytes) noexcept {
+  return S_ISREG(of.st_mode) && of.st_size >= 0 && static_cast<uint64_t>(of.st_size) == bytes;
+}
+
+}  // namespace
+
+SharedPages SharedPages::make(uint64_t bytes) {
+  Descriptor made(memfd_create("modicum", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!made.is_valid() || ftruncate(made.get(), static_cast<off_t>(bytes)) != 0 ||
+      fcntl(made.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    fail_errno(errno, "cannot make memory that processes share");
+  }
+  const std::span<std::byte> memory = mapped(made.get(), bytes);
+  if (memory.empty()) fail_errno(errno, "cannot map memory that processes share");
+  return {made.release(), memory};
+}
+
+std::optional<SharedPages> SharedPages::open(const std::string& path, uint64_t bytes) noexcept {
+  struct stat status {};
+  // Before it is opened, which could wait for a FIFO, or start a device.
+  if (stat(path.c_str(), &status) != 0 || !has_size(status, bytes)) return std::nullopt;
+  const Descriptor file = Descriptor::open(path.c_str(), O_RDWR | O_NONBLOCK);
+  if (!file.is_valid() || fstat(file.get(), &status) != 0 || !has_size(status, bytes)) {
+    return std::nullopt;
+  }
+  const int seals = fcntl(file.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) return std::nullopt;
+  const std::span<std::byte> memory = mapped(file.get(), bytes);
+  if (memory.empty()) return std::nullopt;
+  return SharedPages(-1, memory);
+}
+
+SharedPages::SharedPages(SharedPages&& other) noexcept
+    : fd_(std::exchange(other.fd_, -1)), memory_(std::exchange(other.memory_, {})) {}
+
+SharedPages::~SharedPages() {
+  if (!memory_.empty()) munmap(memory_.data(), memory_.size());
+  if (fd_ >= 0) close(fd_);
+}
+
+std::string SharedPages::path() const { return fmt::format("/proc/{}/fd/{}", getpid(), fd_); }
+
+}  // namespace modicum

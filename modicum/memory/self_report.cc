@@ -1,0 +1,135 @@
+#include "modicum/memory/self_report.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "modicum/base/base.h"
+
+namespace modicum {
+namespace {
+
+// Changes with the layout of the table.
+constexpr uint64_t kMagic = 0x3130'5243'4944'4f4d;  // "MODICR01"
+
+constexpr auto kRelaxed = std::memory_order_relaxed;
+
+int64_t now_ns() noexcept { return SteadyClock().now_ns(); }
+
+// Takes over one that has ended, or that was never used.
+SelfReport::Phase* free_phase(SelfReport& report, uint64_t number) noexcept {
+  for (size_t i = 0; i < SelfReport::kMostPhases; ++i) {
+    SelfReport::Phase& phase = report.phases[(number + i) % SelfReport::kMostPhases];
+    int64_t ended = phase.end_ns.load();
+    if (ended != 0 && phase.end_ns.compare_exchange_strong(ended, 0)) return &phase;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+void ReportedName::set(std::string_view name) noexcept {
+  std::array<char, sizeof words_> text{};
+  std::memcpy(text.data(), name.data(), std::min(name.size(), text.size() - 1));
+  for (size_t i = 0; i < kWords; ++i) {
+    uint64_t word = 0;
+    std::memcpy(&word, text.data() + i * sizeof word, sizeof word);
+    words_[i].store(word, kRelaxed);
+  }
+}
+
+std::string ReportedName::text() const {
+  std::array<char, sizeof words_> text{};
+  for (size_t i = 0; i < kWords; ++i) {
+    const uint64_t word = words_[i].load(kRelaxed);
+    std::memcpy(text.data() + i * sizeof word, &word, sizeof word);
+  }
+  return {text.data(), strnlen(text.data(), text.size())};
+}
+
+SelfReports& SelfReports::make_in(std::span<std::byte> memory) {
+  MODICUM_ASSERT(memory.size() >= sizeof(SelfReports));
+  auto& made = *reinterpret_cast<SelfReports*>(memory.data());
+  made.magic.store(kMagic);
+  return made;
+}
+
+SelfReports* SelfReports::find_in(std::span<std::byte> memory) noexcept {
+  if (memory.size() < sizeof(SelfReports)) return nullptr;
+  auto* const found = reinterpret_cast<SelfReports*>(memory.data());
+  return found->magic.load() == kMagic ? found : nullptr;
+}
+
+SelfReport* SelfReports::claim(int pid, uint64_t baseline_bytes) noexcept {
+  // An entry of this pid is of a process that has ended, or of this one before an exec.
+  auto of = std::find_if(pids.begin(), pids.end(),
+                         [pid](const std::atomic<int32_t>& one) { return one.load() == pid; });
+  for (auto one = pids.begin(); of == pids.end() && one != pids.end(); ++one) {
+    int32_t none = 0;
+    if (one->compare_exchange_strong(none, pid)) of = one;
+  }
+  if (of == pids.end()) return nullptr;
+  SelfReport& report = reports[static_cast<size_t>(of - pids.begin())];
+  report.begin_ns.store(0);
+  report.rank.store(-1, kRelaxed);
+  report.promised_phases.store(0, kRelaxed);
+  report.baseline_bytes.store(baseline_bytes, kRelaxed);
+  report.budget_bytes.store(0, kRelaxed);
+  for (auto& bytes : report.held) bytes.store(0, kRelaxed);
+  report.phases_begun.store(0, kRelaxed);
+  for (SelfReport::Phase& phase : report.phases) {
+    phase.number.store(0, kRelaxed);
+    phase.end_ns.store(-1, kRelaxed);
+  }
+  report.begin_ns.store(now_ns());
+  return &report;
+}
+
+bool Reporter::is_ours() const noexcept { return report_ != nullptr && pid_ == getpid(); }
+
+void Reporter::add(Purpose purpose, uint64_t bytes) const noexcept {
+  if (is_ours()) report_->held[static_cast<size_t>(purpose)].fetch_add(bytes, kRelaxed);
+}
+
+void Reporter::remove(Purpose purpose, uint64_t bytes) const noexcept {
+  if (is_ours()) report_->held[static_cast<size_t>(purpose)].fetch_sub(bytes, kRelaxed);
+}
+
+void Reporter::set_budget(uint64_t bytes) const noexcept {
+  if (is_ours()) report_->budget_bytes.store(bytes, kRelaxed);
+}
+
+void Reporter::promise(const Promise& promise, int rank) const noexcept {
+  if (!is_ours()) return;
+  report_->rank.store(rank, kRelaxed);
+  report_->promised_phases.store(0);
+  const size_t count = std::min(promise.phases.size(), SelfReport::kMostPromised);
+  for (size_t i = 0; i < count; ++i) {
+    const Phase& phase = promise.phases[i];
+    SelfReport::Promised& to = report_->promised[i];
+    to.phase.set(phase.name);
+    const Footprint& of_rank = phase.of_rank[static_cast<size_t>(rank)];
+    for (size_t p = 0; p < kPurposes; ++p) to.bytes[p].store(of_rank.bytes[p], kRelaxed);
+  }
+  report_->promised_phases.store(static_cast<uint32_t>(count));
+}
+
+ReportedPhase::ReportedPhase(const Reporter& reporter, std::string_view name) noexcept
+    : reporter_(reporter) {
+  if (!reporter_.is_ours()) return;
+  const uint64_t number = reporter_.report_->phases_begun.fetch_add(1) + 1;
+  phase_ = free_phase(*reporter_.report_, number);
+  if (phase_ == nullptr) return;  // more of them last than can be reported
+  phase_->number.store(0);
+  phase_->name.set(name);
+  phase_->begin_ns.store(now_ns(), kRelaxed);
+  phase_->number.store(number);
+}
+
+void ReportedPhase::end() noexcept {
+  if (phase_ != nullptr && reporter_.is_ours()) phase_->end_ns.store(now_ns());
+  phase_ = nullptr;
+}
+
+}  // namespace modicum

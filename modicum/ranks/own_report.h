@@ -1,0 +1,28 @@
+// The report of this process to the `modicum watch` that runs it. Part of the door of `ranks`.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "modicum/base/base.h"
+#include "modicum/io/io.h"
+#include "modicum/memory/memory.h"
+
+namespace modicum {
+
+class OwnReport {
+ public:
+  // Claims a report in the table that kWatchVariable names. Until then, and without a watcher, the
+  // reporter reports nothing. `baseline` returns the bytes that this process holds now; it is
+  // called if there is a watcher. Once; one thread.
+  void begin(FunctionRef<uint64_t()> baseline);
+
+  // Must not be used after this object is destroyed.
+  const Reporter& reporter() const noexcept { return reporter_; }
+
+ private:
+  std::optional<SharedPages> pages_;
+  Reporter reporter_;
+};
+
+}  // namespace modicum

@@ -1,0 +1,68 @@
+#include "modicum/ranks/own_report.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+
+namespace modicum {
+namespace {
+
+// House test. It catches these mutations: memory of another program that is written to; a baseline
+// that is read without a watcher.
+
+class Variable {
+ public:
+  explicit Variable(const std::string& value) { setenv(kWatchVariable, value.c_str(), 1); }
+  ~Variable() { unsetenv(kWatchVariable); }
+  Variable(const Variable&) = delete;
+};
+
+uint64_t no_baseline() {
+  ADD_FAILURE() << "reading it costs time";
+  return 0;
+}
+
+TEST(OwnReport, IsWrittenToTheMemoryOfTheWatcher) {
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  const SelfReports& table = SelfReports::make_in(pages.bytes());
+  const Variable variable(pages.path());
+  OwnReport own;
+  own.begin([] { return uint64_t{5}; });
+  own.reporter().add(Purpose::staging, 77);
+  EXPECT_EQ(table.pids[0].load(), getpid());
+  EXPECT_EQ(table.reports[0].held[static_cast<size_t>(Purpose::staging)].load(), 77U);
+  EXPECT_EQ(table.reports[0].baseline_bytes.load(), 5U);
+}
+
+TEST(OwnReport, WithoutAWatcherNothingIsReadOrReported) {
+  unsetenv(kWatchVariable);
+  OwnReport own;
+  own.begin(no_baseline);
+  own.reporter().add(Purpose::staging, 77);
+}
+
+TEST(OwnReport, MemoryWithoutATableIsLeftAlone) {
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  const Variable variable(pages.path());
+  OwnReport own;
+  own.begin(no_baseline);
+  own.reporter().add(Purpose::staging, 77);
+  const auto bytes = pages.bytes();
+  EXPECT_TRUE(
+      std::all_of(bytes.begin(), bytes.end(), [](std::byte one) { return one == std::byte{0}; }));
+}
+
+TEST(OwnReport, AnyOtherPathIsIgnored) {
+  for (const char* const path : {"", "/dev/null", "/proc/self/fd/999", "relative/x"}) {
+    const Variable variable(path);
+    OwnReport own;
+    own.begin(no_baseline);
+    own.reporter().add(Purpose::staging, 77);
+  }
+}
+
+}  // namespace
+}  // namespace modicum

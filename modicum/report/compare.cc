@@ -1,0 +1,282 @@
+#include "modicum/report/compare.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "modicum/base/base.h"
+#include "modicum/json/json.h"
+#include "modicum/report/timeline.h"
+
+namespace modicum {
+namespace {
+
+using Bytes = std::map<std::string, uint64_t>;
+
+Category category_of(JsonFault fault) noexcept {
+  switch (fault) {
+    case JsonFault::utf8: return Category::format_utf8;
+    case JsonFault::duplicate: return Category::format_dup;
+    case JsonFault::type:
+    case JsonFault::range: return Category::format_schema;
+    default: return Category::format_json;
+  }
+}
+
+// The members of a document that the comparison is made from.
+struct Read {
+  struct Phase {
+    std::string name;
+    double begin_s = 0, end_s = 0;
+  };
+  std::vector<double> t_s;
+  std::map<std::string, std::vector<uint64_t>> owners;  // summed over the tracks, by sample
+  std::set<size_t> lengths;                             // of the lists of all tracks
+  std::vector<Phase> phases;
+  std::optional<uint64_t> peak_bytes;
+  std::string cause;
+};
+
+uint64_t bytes_in(JsonValue& value) { return static_cast<uint64_t>(value.integer()); }
+
+void add_owner(JsonValue& value, Read& to, std::vector<uint64_t>& sums) {
+  size_t sample = 0;
+  value.array([&](JsonValue& element) {
+    if (sums.size() == sample) sums.push_back(0);
+    uint64_t& sum = sums[sample++];
+    if (element.kind() == JsonValue::Kind::null) return;
+    sum = saturating_add(sum, bytes_in(element));
+  });
+  to.lengths.insert(sample);
+}
+
+void read_phase(JsonValue& value, Read& to) {
+  Read::Phase& phase = to.phases.emplace_back();
+  value.object([&](std::string_view key, JsonValue& member) {
+    if (key == "name") phase.name = printable(member.string());
+    if (key == "begin_s") phase.begin_s = member.number();
+    if (key == "end_s") phase.end_s = member.number();
+  });
+}
+
+void read_timeline(JsonValue& value, Read& to) {
+  value.object([&](std::string_view key, JsonValue& member) {
+    if (key == "t_s") {
+      member.array([&](JsonValue& at) { to.t_s.push_back(at.number()); });
+    } else if (key == "phases") {
+      member.array([&](JsonValue& phase) { read_phase(phase, to); });
+    } else if (key == "tracks") {
+      member.array([&](JsonValue& track) {
+        track.object([&](std::string_view of, JsonValue& owners) {
+          if (of != "owners") return;
+          owners.object([&](std::string_view owner, JsonValue& bytes) {
+            add_owner(bytes, to, to.owners[printable(owner)]);
+          });
+        });
+      });
+    }
+  });
+}
+
+Read read_document(std::string_view text) {
+  Read to;
+  read_json(text, [&](JsonValue& root) {
+    root.object([&](std::string_view key, JsonValue& value) {
+      if (key == "timeline") read_timeline(value, to);
+      if (key != "peak") return;
+      value.object([&](std::string_view of, JsonValue& member) {
+        if (of == "bytes") to.peak_bytes = bytes_in(member);
+        if (of == "cause") to.cause = printable(member.string());
+      });
+    });
+  });
+  return to;
+}
+
+[[noreturn]] void refuse(const std::string& name, const std::string& what, std::string got) {
+  fail(Category::format_schema, fmt::format("not the JSON document of a watched run: {}", what),
+       {.file = name, .expected = "the output of `modicum watch --json`", .got = std::move(got)});
+}
+
+void require_whole(const Read& of, const std::string& name) {
+  if (!of.peak_bytes) refuse(name, "it has no peak", "no member peak.bytes");
+  for (const size_t length : of.lengths) {
+    if (length == of.t_s.size()) continue;
+    refuse(name, "an owner lacks a number for each sample",
+           fmt::format("{} numbers for {} samples", length, of.t_s.size()));
+  }
+}
+
+std::vector<uint64_t> totals_of(const Read& of) {
+  std::vector<uint64_t> totals(of.t_s.size());
+  for (const auto& [owner, bytes] : of.owners) {
+    for (size_t s = 0; s < totals.size(); ++s) totals[s] = saturating_add(totals[s], bytes[s]);
+  }
+  return totals;
+}
+
+uint64_t amount_in(const Bytes& bytes, const std::string& key) {
+  const auto found = bytes.find(key);
+  return found == bytes.end() ? 0 : found->second;
+}
+
+// The entry that differs most between the two; "" if none does.
+std::string differs_most(const Bytes& a, const Bytes& b, bool in_both) {
+  Bytes all = a;
+  all.insert(b.begin(), b.end());
+  std::string most;
+  uint64_t largest = 0;
+  for (const auto& [key, unused] : all) {
+    if (in_both && (!a.contains(key) || !b.contains(key))) continue;
+    const uint64_t in_a = amount_in(a, key), in_b = amount_in(b, key);
+    const uint64_t difference = in_a > in_b ? in_a - in_b : in_b - in_a;
+    if (difference <= largest) continue;
+    largest = difference;
+    most = key;
+  }
+  return most;
+}
+
+std::string signed_size(uint64_t a, uint64_t b) {
+  if (a == b) return "0 B";
+  return a > b ? "-" + format_size(a - b) : "+" + format_size(b - a);
+}
+
+std::string row(const std::string& what, uint64_t a, uint64_t b) {
+  return fmt::format("{:<28}{:>14}{:>14}{:>15}\n", what, format_size(a), format_size(b),
+                     signed_size(a, b));
+}
+
+// The keys of both, those that differ most first.
+std::vector<std::string> by_difference(Bytes a, Bytes b) {
+  std::vector<std::string> keys;
+  while (true) {
+    const std::string most = differs_most(a, b, false);
+    if (most.empty()) return keys;
+    keys.push_back(most);
+    a.erase(most);
+    b.erase(most);
+  }
+}
+
+void rows_member(JsonWriter& out, const char* name, const Bytes& a, const Bytes& b) {
+  Bytes all = a;
+  all.insert(b.begin(), b.end());
+  const auto bytes = [&out](const char* key, const Bytes& from, const std::string& what) {
+    const auto found = from.find(what);
+    out.member(key, found == from.end() ? std::nullopt : std::optional(found->second));
+  };
+  out.key(name).begin_array();
+  for (const auto& [key, unused] : all) {
+    out.begin_object().member("name", key);
+    bytes("a_bytes", a, key);
+    bytes("b_bytes", b, key);
+    out.end_object();
+  }
+  out.end_array();
+}
+
+void run_member(JsonWriter& out, const char* key, const WatchedRun& of) {
+  out.key(key).begin_object().member("file", of.name).member("peak_bytes", of.peak_bytes);
+  out.member("cause", of.peak_cause).end_object();
+}
+
+void name_member(JsonWriter& out, const char* key, const std::string& name) {
+  out.key(key);
+  if (name.empty()) {
+    out.null();
+  } else {
+    out.value(name);
+  }
+}
+
+}  // namespace
+
+WatchedRun parse_run(std::string_view text, const std::string& name) {
+  Read read;
+  try {
+    read = read_document(text);
+  } catch (const JsonError& error) {
+    fail(category_of(error.fault),
+         fmt::format("not the JSON document of a watched run: {}", error.what()),
+         {.file = name, .offset = error.offset});
+  }
+  require_whole(read, name);
+  WatchedRun run{.name = name, .peak_bytes = *read.peak_bytes, .peak_cause = read.cause};
+  const std::vector<uint64_t> totals = totals_of(read);
+  if (totals.empty()) return run;
+  const auto peak = std::max_element(totals.begin(), totals.end()) - totals.begin();
+  for (const auto& [owner, bytes] : read.owners) {
+    if (const uint64_t held = bytes[static_cast<size_t>(peak)]; held > 0) run.owners[owner] = held;
+  }
+  for (const Read::Phase& phase : read.phases) {
+    for (size_t s = 0; s < totals.size(); ++s) {
+      if (read.t_s[s] < phase.begin_s || read.t_s[s] > phase.end_s) continue;
+      uint64_t& most = run.phases[phase.name];
+      most = std::max(most, totals[s]);
+    }
+  }
+  return run;
+}
+
+std::string RunComparison::owner() const { return differs_most(a.owners, b.owners, false); }
+std::string RunComparison::phase() const { return differs_most(a.phases, b.phases, true); }
+
+std::string RunComparison::sentence() const {
+  if (a.peak_bytes == b.peak_bytes) {
+    return fmt::format("{} and {} have the same peak, {}", a.name, b.name,
+                       format_size(a.peak_bytes));
+  }
+  const bool a_is_more = a.peak_bytes > b.peak_bytes;
+  const WatchedRun& more = a_is_more ? a : b;
+  const WatchedRun& less = a_is_more ? b : a;
+  std::string text =
+      fmt::format("the peak of {} is {} higher than that of {} ({} against {})", more.name,
+                  format_size(more.peak_bytes - less.peak_bytes), less.name,
+                  format_size(more.peak_bytes), format_size(less.peak_bytes));
+  if (const std::string most = owner(); !most.empty()) {
+    text += fmt::format("; at the peaks {} differ{} most ({} against {})", owner_words(most),
+                        most.ends_with('s') ? "" : "s", format_size(amount_in(more.owners, most)),
+                        format_size(amount_in(less.owners, most)));
+  }
+  if (const std::string most = phase(); !most.empty()) {
+    text += fmt::format("; of the phases of both `{}` differs most ({} against {})", most,
+                        format_size(amount_in(more.phases, most)),
+                        format_size(amount_in(less.phases, most)));
+  }
+  return text;
+}
+
+std::string comparison_json(const RunComparison& runs) {
+  JsonWriter out;
+  out.begin_object();
+  run_member(out, "a", runs.a);
+  run_member(out, "b", runs.b);
+  out.member("difference_bytes",
+             static_cast<int64_t>(runs.b.peak_bytes) - static_cast<int64_t>(runs.a.peak_bytes));
+  name_member(out, "owner", runs.owner());
+  name_member(out, "phase", runs.phase());
+  rows_member(out, "owners", runs.a.owners, runs.b.owners);
+  rows_member(out, "phases", runs.a.phases, runs.b.phases);
+  return out.member("sentence", runs.sentence()).end_object().text();
+}
+
+std::string comparison_text(const RunComparison& runs) {
+  const WatchedRun &a = runs.a, &b = runs.b;
+  std::string text = runs.sentence() + "\n\n";
+  text += fmt::format("{:<28}{:>14}{:>14}{:>15}\n", "", "A", "B", "B - A");
+  text += row("peak", a.peak_bytes, b.peak_bytes);
+  for (const std::string& owner : by_difference(a.owners, b.owners)) {
+    text += row("  " + owner_words(owner), amount_in(a.owners, owner), amount_in(b.owners, owner));
+  }
+  for (const std::string& phase : by_difference(a.phases, b.phases)) {
+    text += row("during " + phase, amount_in(a.phases, phase), amount_in(b.phases, phase));
+  }
+  return text +
+         fmt::format("\nA: {}\n   {}\nB: {}\n   {}\n", a.name, a.peak_cause, b.name, b.peak_cause);
+}
+
+}  // namespace modicum

@@ -1,0 +1,70 @@
+#include "modicum/report/page.h"
+
+#include "modicum/base/base.h"
+#include "modicum/json/json.h"
+
+namespace modicum {
+namespace {
+
+std::string replaced(std::string_view text, char of, std::string_view by) {
+  std::string result;
+  for (const char c : text) {
+    if (c == of) {
+      result += by;
+    } else {
+      result += c;
+    }
+  }
+  return result;
+}
+
+std::string html_text(std::string_view text) {
+  return replaced(replaced(replaced(text, '&', "&amp;"), '<', "&lt;"), '"', "&quot;");
+}
+
+// In JSON `<` occurs in strings only, and without it no text ends the script or begins a comment.
+std::string document_of(std::span<const PageRun> runs, std::string_view sentence) {
+  JsonWriter out;
+  out.value(sentence);
+  std::string text = "{\"sentence\":" + out.text() + ",\"runs\":[";
+  for (const PageRun& run : runs) {
+    JsonWriter label;
+    label.value(run.label);
+    text += text.back() == '[' ? "" : ",";
+    text += "{\"label\":" + label.text() + ",\"document\":" + std::string(run.json) + "}";
+  }
+  return replaced(text + "]}", '<', "\\u003c");
+}
+
+// Without the address of its source map, which would be another file.
+std::string_view library_file(std::string_view file_name) {
+  const std::string_view text = page_file(file_name);
+  const size_t map = text.rfind("# sourceMappingURL=");
+  return map == std::string_view::npos ? text : text.substr(0, map - 2);
+}
+
+}  // namespace
+
+std::string report_page(std::string_view title, std::span<const PageRun> runs,
+                        std::string_view sentence) {
+  const auto text_of = [&](std::string_view name) -> std::string {
+    if (name == "title") return html_text(title);
+    if (name == "document") return document_of(runs, sentence);
+    if (name == "copyright") return html_text(page_file(name));
+    if (name.starts_with("dygraph")) return std::string(library_file(name));
+    return std::string(page_file(name));
+  };
+  // "@name@" on the page is replaced by a text, which is not searched again.
+  std::string page;
+  std::string_view rest = page_file("page.html");
+  for (size_t at = rest.find('@'); at != std::string_view::npos; at = rest.find('@')) {
+    const size_t end = rest.find('@', at + 1);
+    MODICUM_ASSERT(end != std::string_view::npos);
+    page += rest.substr(0, at);
+    page += text_of(rest.substr(at + 1, end - at - 1));
+    rest.remove_prefix(end + 1);
+  }
+  return page += rest;
+}
+
+}  // namespace modicum

@@ -1,0 +1,166 @@
+// The page of `plan`: the phases of the requested run, one after another, on its fullest node.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "modicum/json/json.h"
+#include "modicum/report/members.h"
+
+namespace modicum {
+namespace {
+
+constexpr size_t kMostTracks = 16;
+
+// A phase with its name on the page.
+struct Step {
+  std::string name;
+  Phase phase;
+};
+
+std::vector<Step> steps_of(const StrategyReport& of) {
+  std::vector<Step> steps;
+  if (!of.job) {
+    for (const Phase& phase : of.promise.phases) steps.push_back({phase.name, phase});
+    return steps;
+  }
+  for (const JobPhase& part : phases_of(*of.job)) {
+    const bool is_resume = part.name == "resume";
+    for (const Phase& phase : part.promise.phases) {
+      const bool is_inner = is_resume && phase.name != part.name;
+      steps.push_back({is_inner              ? fmt::format("resume: {}", phase.name)
+                       : part.name == "load" ? phase.name
+                                             : std::string(part.name),
+                       phase});
+    }
+  }
+  return steps;
+}
+
+// Ranks of one node with equal memory in every phase.
+struct Track {
+  std::vector<int> ranks;
+  std::vector<Footprint> held;  // by all of them, by phase
+
+  uint64_t most() const {
+    uint64_t most = 0;
+    for (const Footprint& of : held) most = std::max(most, of.total());
+    return most;
+  }
+  std::string label() const {
+    if (ranks.empty()) return "launcher";
+    if (ranks.size() == 1) return fmt::format("rank {}", ranks.front());
+    const bool is_row = ranks.back() - ranks.front() + 1 == static_cast<int>(ranks.size());
+    return is_row ? fmt::format("ranks {} to {}, {} equal ones", ranks.front(), ranks.back(),
+                                ranks.size())
+                  : fmt::format("rank {} and {} more", ranks.front(), ranks.size() - 1);
+  }
+};
+
+void add(Track& to, const std::vector<Footprint>& held) {
+  for (size_t i = 0; i < held.size(); ++i) to.held[i] += held[i];
+}
+
+std::vector<Track> tracks_of(const StrategyReport& of, const std::vector<Step>& steps, int node) {
+  std::vector<std::pair<std::vector<Footprint>, Track>> distinct;  // by the memory of one rank
+  for (int rank = 0; rank < of.promise.ranks(); ++rank) {
+    if (!of.promise.is_on(node, rank)) continue;
+    std::vector<Footprint> held;
+    for (const Step& step : steps) held.push_back(step.phase.of_rank[static_cast<size_t>(rank)]);
+    auto same = std::find_if(distinct.begin(), distinct.end(),
+                             [&](const auto& one) { return one.first == held; });
+    if (same == distinct.end()) {
+      distinct.push_back({held, {{}, std::vector<Footprint>(steps.size())}});
+      same = distinct.end() - 1;
+    }
+    same->second.ranks.push_back(rank);
+    add(same->second, held);
+  }
+  std::vector<Track> tracks;
+  for (auto& [_, track] : distinct) tracks.push_back(std::move(track));
+  std::stable_sort(tracks.begin(), tracks.end(),
+                   [](const Track& a, const Track& b) { return a.most() > b.most(); });
+  for (; tracks.size() > kMostTracks; tracks.pop_back()) {
+    Track& last = tracks[tracks.size() - 2];
+    add(last, tracks.back().held);
+    last.ranks.insert(last.ranks.end(), tracks.back().ranks.begin(), tracks.back().ranks.end());
+  }
+  Footprint launcher;
+  launcher[Purpose::process] = of.promise.launcher_bytes;
+  tracks.push_back({{}, std::vector<Footprint>(steps.size(), launcher)});
+  return tracks;
+}
+
+void track_object(JsonWriter& out, const Track& track, int node) {
+  out.begin_object().member("label", track.label()).member("pid", 0).member("node", node);
+  out.key("rank").null().key("promise_bytes").null().key("owners").begin_object();
+  for (size_t p = 0; p < static_cast<size_t>(Purpose::count); ++p) {
+    const auto purpose = static_cast<Purpose>(p);
+    const auto holds = [&](const Footprint& of) { return of[purpose] > 0; };
+    if (std::none_of(track.held.begin(), track.held.end(), holds)) continue;
+    out.key(purpose_name(purpose)).begin_array();
+    for (const Footprint& of : track.held) out.value(of[purpose]);
+    out.end_array();
+  }
+  out.end_object().end_object();
+}
+
+// The requested run as a document with the keys `timeline`, whose seconds are the numbers of
+// phases, and `peak`.
+std::string document_of(const PlanReport& report, const StrategyReport& of, int node) {
+  const std::vector<Step> steps = steps_of(of);
+  const std::vector<Track> tracks = tracks_of(of, steps, node);
+  JsonWriter out;
+  out.begin_object().key("timeline").begin_object().member("axis", "phases");
+  out.key("t_s").begin_array();
+  for (size_t i = 0; i < steps.size(); ++i) out.value(i);
+  out.end_array().key("limit_bytes").null().key("page_cache_bytes").null();
+  std::optional<uint64_t> budget;
+  if (report.budget) budget = report.budget->bytes;
+  out.member("budget_bytes", budget).key("tracks").begin_array();
+  for (const Track& track : tracks) track_object(out, track, node);
+  out.end_array().key("phases").begin_array();
+  std::vector<Footprint> sums(steps.size());
+  for (size_t i = 0; i < steps.size(); ++i) {
+    for (const Track& track : tracks) sums[i] += track.held[i];
+    out.begin_object().member("pid", 0).key("rank").null().member("name", steps[i].name);
+    out.member("begin_s", i).member("end_s", i + 1).end_object();
+  }
+  out.end_array().end_object();
+  const auto peak = std::max_element(
+      sums.begin(), sums.end(),
+      [](const Footprint& a, const Footprint& b) { return a.total() < b.total(); });
+  const auto at = static_cast<size_t>(peak - sums.begin());
+  out.key("peak").begin_object().member("at_s", at).member("bytes", peak->total());
+  out.member("cause",
+             fmt::format("in phase '{}', mostly {}", steps[at].name, largest_owners(*peak)));
+  return out.end_object().end_object().text();
+}
+
+std::string sentence_of(const PlanReport& report) {
+  if (report.past) return past_run_sentence(report);
+  if (!report.budget) return "";
+  std::string sentence;
+  for (const char c : verdict_text(report))
+    sentence += c == '\n' ? std::string("; ") : std::string(1, c);
+  return sentence.substr(2, sentence.size() - 4);
+}
+
+}  // namespace
+
+std::string plan_page(const PlanReport& report, std::string_view title) {
+  const auto of = std::find_if(report.strategies.begin(), report.strategies.end(),
+                               [&](const auto& one) { return one.strategy == report.strategy; });
+  MODICUM_ASSERT(of != report.strategies.end());
+  int node = worst_node(of->promise);
+  for (int other = 0; of->job && other < of->promise.nodes(); ++other) {
+    if (of->job->node_peak_bytes(other) > of->job->node_peak_bytes(node)) node = other;
+  }
+  const std::string label =
+      fmt::format("{}, node {} of {}, as promised", of->strategy, node, of->promise.nodes());
+  const std::string document = document_of(report, *of, node);
+  const PageRun run{label, document};
+  return report_page(title, std::span(&run, 1), sentence_of(report));
+}
+
+}  // namespace modicum

@@ -1,0 +1,227 @@
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <string>
+
+#include "modicum/report/report.h"
+#include "modicum/report/timeline.h"
+
+namespace modicum {
+namespace {
+
+// House test. It catches these mutations: a process that holds memory before it began; a promise
+// outside of its phase; a peak that is explained by another process; a comparison that names what
+// is equal; a document of another program that is compared.
+
+using std::string_literals::operator""s;
+
+size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
+size_t at(WatchOwner owner) { return static_cast<size_t>(owner); }
+
+OwnedMemory owned(std::initializer_list<std::pair<size_t, uint32_t>> kib) {
+  OwnedMemory memory;
+  for (const auto& [owner, amount] : kib) memory.kib[owner] = amount;
+  return memory;
+}
+
+void add(WatchSample& sample, uint32_t process, const OwnedMemory& memory) {
+  sample.shares.push_back({process, memory.total_bytes(), memory});
+  sample.held_bytes += memory.total_bytes();
+}
+
+// A launcher, and a rank that loads from 0.1 to 0.3 s.
+WatchRecord recorded() {
+  WatchRecord record{.command = {"modicum", "load"}, .elapsed_s = 0.4};
+  record.processes = {
+      {.pid = 5, .name = "modicum", .begin_s = 0, .end_s = 0.4},
+      {.pid = 6, .parent = 5, .name = "modicum-rank-0", .rank = 0, .begin_s = 0.1, .end_s = 0.3}};
+  record.samples.resize(3);
+  record.samples[0].at_s = 0.05;
+  add(record.samples[0], 0, owned({{at(WatchOwner::held), 10}}));
+  record.samples[1] = {.at_s = 0.2, .page_cache_bytes = 7};
+  add(record.samples[1], 1, owned({{at(Purpose::process), 2}, {at(Purpose::shards), 90}}));
+  add(record.samples[1], 0, owned({{at(WatchOwner::held), 12}}));
+  record.samples[2].at_s = 0.35;
+  add(record.samples[2], 0, owned({{at(WatchOwner::held), 11}}));
+  record.phases = {
+      {.pid = 6, .rank = 0, .name = "load", .begin_s = 0.1, .end_s = 0.3, .promised_bytes = 100}};
+  record.peak_bytes = 104 * kKiB;
+  record.peak_at_s = 0.2;
+  record.budget_bytes = 4096;
+  record.group_limit_bytes = 8192;
+  return record;
+}
+
+std::string timeline_of(const WatchRecord& record) {
+  JsonWriter out;
+  out.begin_object();
+  timeline_members(out, record);
+  return out.end_object().text();
+}
+
+TEST(WatchReport, ATimelineHasTheOwnersOfEachProcessWhileItLives) {
+  EXPECT_EQ(timeline_of(recorded()),
+            R"({"timeline":{"t_s":[0.05,0.2,0.35],"limit_bytes":8192,"budget_bytes":4096,)"
+            R"("page_cache_bytes":[0,7,0],"tracks":[{"label":"rank 0","pid":6,"rank":0,"node":0,)"
+            R"("owners":{"process":[null,2048,null],"shards":[null,92160,null]},)"
+            R"("promise_bytes":[null,100,null]},{"label":"modicum","pid":5,"rank":null,"node":0,)"
+            R"("owners":{"held":[10240,12288,11264]},"promise_bytes":null}],"phases":[{"pid":6,)"
+            R"("rank":0,"name":"load","begin_s":0.1,"end_s":0.3}]},"peak":{"at_s":0.2,)"
+            R"("bytes":106496,"cause":"during `load`, rank 0 (pid 6) held 92.00 KiB, of which )"
+            R"(shards 90.00 KiB"}})");
+}
+
+TEST(WatchReport, TheLimitOfTheCommandComesBeforeTheGroups) {
+  WatchRecord record = recorded();
+  record.limit_bytes = 5000;
+  EXPECT_NE(timeline_of(record).find(R"("limit_bytes":5000)"), std::string::npos);
+}
+
+TEST(WatchReport, ManyProcessesHaveTracksOfTheLargest) {
+  WatchRecord record;
+  record.samples.resize(1);
+  for (uint32_t process = 0; process < 40; ++process) {
+    record.processes.push_back({.pid = 100 + static_cast<int>(process), .name = "sleep"});
+    add(record.samples[0], process, owned({{at(WatchOwner::held), 1 + process}}));
+  }
+  record.samples[0].others = owned({{at(WatchOwner::held), 1000}});
+  const auto tracks = tracks_of(record);
+  ASSERT_EQ(tracks.size(), 33U);
+  EXPECT_EQ(tracks[0].pid(), 108);
+  EXPECT_EQ(tracks.back().label(), "others");
+  EXPECT_EQ(tracks.back().owned[0].total_bytes(), (1000 + 8 * 9 / 2) * kKiB);
+}
+
+TEST(WatchReport, APeakBetweenPhasesComesAfterTheLast) {
+  WatchRecord record = recorded();
+  record.phases.insert(record.phases.begin(),
+                       {.pid = 6, .name = "open", .begin_s = 0.1, .end_s = 0.12});
+  record.phases.back().end_s = 0.15;
+  EXPECT_TRUE(peak_cause(record).starts_with("after `load`, rank 0 (pid 6) held"));
+}
+
+TEST(WatchReport, TheCauseOfAPeakWithoutReportsIsAProcess) {
+  WatchRecord record = recorded();
+  record.phases.clear();
+  record.samples.erase(record.samples.begin() + 1);
+  EXPECT_EQ(peak_cause(record), "modicum (pid 5) held 11.00 KiB");
+  record.samples.clear();
+  EXPECT_EQ(peak_cause(record), "no process held memory");
+}
+
+TEST(WatchReport, AKillHasItsPhaseItsOwnerAndWhatWouldHaveFitted) {
+  WatchRecord record = recorded();
+  record.killed = {.pid = 6,
+                   .name = "modicum-rank-0",
+                   .rank = 0,
+                   .at_s = 0.3,
+                   .limit_bytes = kMiB,
+                   .limit_source = "--limit",
+                   .held_bytes = 92 * kKiB,
+                   .tree_held_bytes = 104 * kKiB,
+                   .phase = "load",
+                   .grew_pid = 6,
+                   .grew_name = "modicum-rank-0",
+                   .grew_owner = "shards",
+                   .grew_bytes = 80 * kKiB,
+                   .grew_s = 0.1,
+                   .promised_bytes = 2 * kMiB};
+  EXPECT_EQ(killed_text(record),
+            "the kernel killed modicum-rank-0 (pid 6, rank 0) after 0.3 s, during `load`, for lack "
+            "of memory: --limit allows 1.00 MiB. Just before, it held 92.00 KiB, all processes of "
+            "the command 104.00 KiB, and 0 B of page cache were in use. modicum-rank-0 (pid 6) "
+            "grew last, by 80.00 KiB within 0.10 s, mostly shards; by their promises all processes "
+            "need 2.00 MiB: a limit of that would have fitted.");
+  const std::string json = watch_json(record);
+  EXPECT_NE(json.find(R"("phase":"load","grew":{"pid":6,"name":"modicum-rank-0","owner":"shards")"),
+            std::string::npos);
+}
+
+TEST(WatchReport, ATraceHasCountersByOwnerAndPhases) {
+  const std::string trace = watch_trace(recorded());
+  EXPECT_TRUE(trace.starts_with(R"({"displayTimeUnit":"ms","traceEvents":[)"));
+  const auto has = [&](const std::string& event) {
+    EXPECT_NE(trace.find(event), std::string::npos) << event << "\n" << trace;
+  };
+  has(R"({"ph":"M","name":"process_name","pid":6,"tid":6,"args":{"name":"rank 0"}})");
+  has(R"({"ph":"C","name":"memory","pid":6,"tid":6,"ts":200000,"args":{"process":2048,)"
+      R"("shards":92160}})");
+  has(R"({"ph":"C","name":"memory","pid":6,"tid":6,"ts":350000,"args":{"process":0,"shards":0}})");
+  has(R"({"ph":"C","name":"page cache","pid":0,"tid":0,"ts":200000,"args":{"bytes":7}})");
+  has(R"({"ph":"X","name":"load","pid":6,"tid":6,"cat":"phase","ts":100000,"dur":200000})");
+  has(R"({"ph":"i","name":"peak","pid":0,"tid":0,"s":"g","ts":200000)");
+  EXPECT_EQ(trace.find(R"("pid":6,"tid":6,"ts":50000)"), std::string::npos) << "before it began";
+}
+
+// ---- comparisons
+
+std::string document(uint64_t shards, uint64_t staging, uint64_t later) {
+  return "{\"timeline\":{\"tracks\":[{\"owners\":{\"shards\":[null," + std::to_string(shards) +
+         ",0],\"staging\":[null," + std::to_string(staging) + ",0]}},{\"owners\":{\"held\":[1,1," +
+         std::to_string(later) +
+         "]}}],\"t_s\":[0,1,2],\"phases\":[{\"name\":\"load\",\"begin_s\":0.5,\"end_s\":1.5},"
+         "{\"name\":\"step\",\"begin_s\":1.6,\"end_s\":2}]},\"peak\":{\"bytes\":" +
+         std::to_string(shards + staging + 1) + ",\"cause\":\"why\"}}";
+}
+
+TEST(Comparison, NamesTheOwnerAndThePhaseThatDifferMost) {
+  const RunComparison runs{parse_run(document(1000, 10, 50), "a.json"),
+                           parse_run(document(3000, 20, 55), "b.json")};
+  EXPECT_EQ(runs.a.owners,
+            (std::map<std::string, uint64_t>{{"held", 1}, {"shards", 1000}, {"staging", 10}}));
+  EXPECT_EQ(runs.a.phases, (std::map<std::string, uint64_t>{{"load", 1011}, {"step", 50}}));
+  EXPECT_EQ(runs.owner(), "shards");
+  EXPECT_EQ(runs.phase(), "load");
+  EXPECT_EQ(runs.sentence(),
+            "the peak of b.json is 1.96 KiB higher than that of a.json (2.95 KiB against 1011 B); "
+            "at the peaks shards differ most (2.93 KiB against 1000 B); of the phases of both "
+            "`load` differs most (2.95 KiB against 1011 B)");
+  const std::string json = comparison_json(runs);
+  EXPECT_NE(json.find(R"("difference_bytes":2010,"owner":"shards","phase":"load")"),
+            std::string::npos);
+  EXPECT_NE(json.find(R"({"name":"shards","a_bytes":1000,"b_bytes":3000})"), std::string::npos);
+  EXPECT_NE(comparison_text(runs).find("+1.95 KiB"), std::string::npos);
+}
+
+// Another phase can't explain a difference; an owner can.
+TEST(Comparison, OfThePhasesOnlyThoseOfBothCount) {
+  const RunComparison runs{{.owners = {{"shards", 10}}, .phases = {{"load", 10}, {"step", 11}}},
+                           {.owners = {{"held", 99}}, .phases = {{"load", 12}, {"save", 90}}}};
+  EXPECT_EQ(runs.phase(), "load");
+  EXPECT_EQ(runs.owner(), "held");
+}
+
+TEST(Comparison, OfARunWithItselfNamesNothing) {
+  const WatchedRun run = parse_run(document(1000, 10, 50), "a.json");
+  const RunComparison runs{run, run};
+  EXPECT_EQ(runs.owner(), "");
+  EXPECT_EQ(runs.phase(), "");
+  EXPECT_EQ(runs.sentence(), "a.json and a.json have the same peak, 1011 B");
+  EXPECT_NE(comparison_json(runs).find(R"("owner":null,"phase":null)"), std::string::npos);
+}
+
+TEST(Comparison, OtherDocumentsAreRefused) {
+  const auto category_of = [](const std::string& text) -> std::optional<Category> {
+    try {
+      parse_run(text, "x.json");
+    } catch (const Error& error) {
+      EXPECT_EQ(error.facts().file, "x.json");
+      return error.category();
+    }
+    return std::nullopt;
+  };
+  EXPECT_EQ(category_of(""), Category::format_json);
+  EXPECT_EQ(category_of("{,"), Category::format_json);
+  EXPECT_EQ(category_of("{}"), Category::format_schema);
+  EXPECT_EQ(category_of("[1]"), Category::format_schema);
+  EXPECT_EQ(category_of(R"({"peak":{"bytes":"much"}})"), Category::format_schema);
+  EXPECT_EQ(category_of("{\"peak\":{\"bytes\":1},\"x\":\"\xff\"}"), Category::format_utf8);
+  EXPECT_EQ(category_of(R"({"peak":{"bytes":1},"peak":{"bytes":1}})"), Category::format_dup);
+  EXPECT_EQ(category_of(R"({"timeline":{"t_s":[0],"tracks":[{"owners":{"held":[1,2]}}]},)"
+                        R"("peak":{"bytes":1}})"),
+            Category::format_schema);
+  EXPECT_EQ(category_of(R"({"peak":{"bytes":1}})"), std::nullopt);
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,241 @@
+#include "modicum/watch/reported.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "modicum/base/base.h"
+
+namespace modicum {
+namespace {
+
+Footprint footprint_of(std::span<const std::atomic<uint64_t>, kPurposes> from) noexcept {
+  Footprint of;
+  for (size_t p = 0; p < kPurposes; ++p) of.bytes[p] = from[p].load();
+  return of;
+}
+
+// What a process holds for its ledgers, in KiB: the other purposes are no memory of its own, or no
+// part of the kernel's figure.
+Footprint ledger_kib(Footprint held) noexcept {
+  held[Purpose::process] = held[Purpose::page_tables] = held[Purpose::fork] = 0;
+  for (uint64_t& bytes : held.bytes) bytes /= kKiB;
+  return held;
+}
+
+ReportedMemory memory_in(const SelfReport& report) {
+  ReportedMemory memory{.baseline_bytes = report.baseline_bytes.load(),
+                        .held = footprint_of(report.held)};
+  if (const int rank = report.rank.load(); rank >= 0) memory.rank = rank;
+  return memory;
+}
+
+// Of the process alone, without page tables, as its memory is measured here.
+std::optional<uint64_t> promised_in(const SelfReport& report, const std::string& phase) {
+  const size_t count = std::min<size_t>(report.promised_phases.load(), SelfReport::kMostPromised);
+  for (size_t i = 0; i < count; ++i) {
+    if (report.promised[i].phase.text() != phase) continue;
+    Footprint of = footprint_of(report.promised[i].bytes);
+    of[Purpose::page_tables] = of[Purpose::fork] = 0;
+    return of.total();
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+OwnedMemory Division::operator()(uint64_t held_bytes, uint64_t copied_bytes,
+                                 const ReportedMemory* reported) {
+  OwnedMemory owned;
+  uint64_t left = std::min<uint64_t>(held_bytes / kKiB, UINT32_MAX);
+  const auto take = [&](size_t owner, uint64_t kib) {
+    owned.kib[owner] = static_cast<uint32_t>(std::min(left, kib));
+    left -= owned.kib[owner];
+  };
+  const auto take_rest = [&](WatchOwner rest) {
+    take(static_cast<size_t>(WatchOwner::copies_since_fork), copied_bytes / kKiB);
+    take(static_cast<size_t>(rest), left);
+  };
+  if (reported == nullptr) {
+    take_rest(WatchOwner::held);
+    return owned;
+  }
+  constexpr auto kProcess = static_cast<size_t>(Purpose::process);
+  Footprint ledger = ledger_kib(reported->held);
+  const uint64_t baseline_kib = reported->baseline_bytes / kKiB;
+  const uint64_t base_kib = std::min(baseline_kib_, baseline_kib);
+  if (left >= base_kib + ledger.total()) written_kib_ = ledger.total();
+  const bool is_written = ledger.total() <= written_kib_;
+  if (!is_written) take(kProcess, base_kib);
+  while (ledger.total() > left) {
+    uint64_t& largest = *std::max_element(ledger.bytes.begin(), ledger.bytes.end());
+    largest -= std::min(largest, ledger.total() - left);
+  }
+  for (size_t p = 0; p < kPurposes; ++p) {
+    if (ledger.bytes[p] > 0) take(p, ledger.bytes[p]);
+  }
+  if (is_written) {
+    written_kib_ = ledger.total();
+    take(kProcess, baseline_kib);
+    baseline_kib_ = owned.kib[kProcess];
+  }
+  take_rest(WatchOwner::unexplained);
+  return owned;
+}
+
+double ReportedProcesses::seconds(int64_t at_ns, int64_t now_ns) const noexcept {
+  const int64_t at = std::clamp(at_ns, begin_ns_, std::max(begin_ns_, now_ns));
+  return static_cast<double>(at - begin_ns_) / kNsPerSecond;
+}
+
+ReportedProcesses::Known* ReportedProcesses::find(size_t place) noexcept {
+  const auto at = std::find_if(known_.begin(), known_.end(), [place](const Known& one) {
+    return one.place == place && !one.has_ended;
+  });
+  return at == known_.end() ? nullptr : &*at;
+}
+
+// The last one, since pids are reused.
+const ReportedProcesses::Known* ReportedProcesses::find_pid(int pid) const noexcept {
+  const auto at = std::find_if(known_.rbegin(), known_.rend(),
+                               [pid](const Known& one) { return one.pid == pid; });
+  return at == known_.rend() ? nullptr : &*at;
+}
+
+void ReportedProcesses::read(int64_t now_ns, std::span<const int> alive) {
+  for (size_t place = 0; place < SelfReports::kMost; ++place) {
+    const int pid = table_.pids[place].load();
+    if (pid == 0) continue;
+    const int64_t began_ns = table_.reports[place].begin_ns.load();
+    Known* known = find(place);
+    if (known != nullptr && (known->pid != pid || known->begin_ns != began_ns)) {
+      end(*known, now_ns);  // another process, or the same one after an exec
+      known = nullptr;
+    }
+    if (known == nullptr && began_ns != 0) {
+      known = &known_.emplace_back(Known{.place = place, .pid = pid, .begin_ns = began_ns});
+    }
+    if (known != nullptr) read_report(*known, now_ns);
+    if (std::binary_search(alive.begin(), alive.end(), pid)) continue;
+    if (known != nullptr) end(*known, now_ns);
+    table_.pids[place].store(0);
+  }
+  const auto ended =
+      std::count_if(known_.begin(), known_.end(), [](const Known& one) { return one.has_ended; });
+  if (static_cast<size_t>(ended) > 2 * kMostEnded) {
+    int64_t extra = ended - static_cast<int64_t>(kMostEnded);
+    std::erase_if(known_, [&](const Known& one) { return one.has_ended && extra-- > 0; });
+  }
+}
+
+void ReportedProcesses::read_report(Known& known, int64_t now_ns) {
+  const SelfReport& report = table_.reports[known.place];
+  known.memory = memory_in(report);
+  if (const uint64_t budget = report.budget_bytes.load(); budget != 0) {
+    budget_bytes_ = std::max(budget_bytes_.value_or(0), budget);
+  }
+  read_phases(known, now_ns);
+}
+
+void ReportedProcesses::read_phases(Known& known, int64_t now_ns) {
+  const SelfReport& report = table_.reports[known.place];
+  std::erase_if(known.open, [&](Open& one) {
+    // Once its place has been taken over it ended before the new one began.
+    const bool is_here = one.from->number.load() == one.number;
+    const int64_t end_ns = is_here ? one.from->end_ns.load() : one.from->begin_ns.load();
+    const bool is_over = !is_here || end_ns != 0;
+    one.phase.rank = known.memory.rank;
+    one.phase.end_s = std::max(one.phase.begin_s, seconds(is_over ? end_ns : now_ns, now_ns));
+    if (is_over) close(one.phase);
+    return is_over;
+  });
+  std::vector<Open> begun;
+  for (const SelfReport::Phase& from : report.phases) {
+    const uint64_t number = from.number.load();
+    if (number <= known.last_number) continue;
+    const int64_t end_ns = from.end_ns.load();
+    const std::string name = from.name.text();
+    Open one{.number = number,
+             .from = &from,
+             .phase = {.pid = known.pid,
+                       .rank = known.memory.rank,
+                       .name = printable(name),
+                       .begin_s = seconds(from.begin_ns.load(), now_ns),
+                       .end_s = seconds(end_ns == 0 ? now_ns : end_ns, now_ns),
+                       .promised_bytes = promised_in(report, name)}};
+    one.phase.end_s = std::max(one.phase.begin_s, one.phase.end_s);
+    if (from.number.load() == number) begun.push_back(std::move(one));
+  }
+  std::sort(begun.begin(), begun.end(), [](auto& a, auto& b) { return a.number < b.number; });
+  for (Open& one : begun) {
+    known.last_number = one.number;
+    if (one.from->end_ns.load() == 0) {
+      known.open.push_back(std::move(one));
+    } else {
+      close(one.phase);
+    }
+  }
+}
+
+void ReportedProcesses::close(const WatchedPhase& phase) {
+  phases_.push_back(phase);
+  if (phases_.size() > kMostPhases) join_phases();
+}
+
+// A phase and the next one of its name, in one process, become one. If that does not help, the
+// first half is dropped.
+void ReportedProcesses::join_phases() {
+  std::map<int, size_t> last;  // by pid
+  std::vector<WatchedPhase> joined;
+  for (WatchedPhase& phase : phases_) {
+    const auto before = last.find(phase.pid);
+    if (before != last.end() && joined[before->second].name == phase.name) {
+      joined[before->second].end_s = phase.end_s;
+      continue;
+    }
+    last[phase.pid] = joined.size();
+    joined.push_back(std::move(phase));
+  }
+  phases_ = std::move(joined);
+  if (phases_.size() <= kMostPhases / 2) return;
+  phases_.erase(phases_.begin(), phases_.end() - static_cast<ptrdiff_t>(kMostPhases / 2));
+}
+
+void ReportedProcesses::end(Known& known, int64_t now_ns) {
+  known.has_ended = true;
+  if (!known.open.empty()) known.last = known.open.back().phase;
+  for (Open& one : known.open) {
+    one.phase.end_s = seconds(now_ns, now_ns);
+    close(one.phase);
+  }
+  known.open.clear();
+}
+
+std::optional<ReportedMemory> ReportedProcesses::memory_of(int pid) const {
+  const Known* const known = find_pid(pid);
+  if (known == nullptr) return std::nullopt;
+  return known->has_ended ? known->memory : memory_in(table_.reports[known->place]);
+}
+
+WatchedPhase ReportedProcesses::phase_of(int pid) const {
+  const Known* const known = find_pid(pid);
+  if (known == nullptr) return {};
+  if (known->has_ended || known->open.empty()) return known->last;
+  return known->open.back().phase;
+}
+
+std::vector<WatchedPhase> ReportedProcesses::phases(int64_t now_ns) const {
+  std::vector<WatchedPhase> all = phases_;
+  for (const Known& known : known_) {
+    for (const Open& one : known.open) {
+      all.push_back(one.phase);
+      all.back().end_s = seconds(now_ns, now_ns);
+    }
+  }
+  std::stable_sort(all.begin(), all.end(), [](const WatchedPhase& a, const WatchedPhase& b) {
+    return a.begin_s < b.begin_s;
+  });
+  return all;
+}
+
+}  // namespace modicum

@@ -1,0 +1,210 @@
+#include "modicum/watch/reported.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "modicum/base/base.h"
+#include "modicum/io/io.h"
+
+namespace modicum {
+namespace {
+
+// House test. It catches these mutations: owners whose sum is not the memory held; a phase without
+// its end; numbers of a report that are believed; places of ended processes that stay taken.
+
+size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
+size_t at(WatchOwner owner) { return static_cast<size_t>(owner); }
+
+void begin(SelfReport& report, size_t place, uint64_t number, const std::string& name,
+           int64_t begin_ns) {
+  SelfReport::Phase& phase = report.phases[place];
+  phase.end_ns.store(0);
+  phase.name.set(name);
+  phase.begin_ns.store(begin_ns);
+  phase.number.store(number);
+}
+
+std::string text_of(const std::vector<WatchedPhase>& phases) {
+  std::string text;
+  for (const WatchedPhase& phase : phases) {
+    text += phase.name + " " + std::to_string(static_cast<int>(phase.begin_s * 1000)) + "-" +
+            std::to_string(static_cast<int>(phase.end_s * 1000)) + "; ";
+  }
+  return text;
+}
+
+TEST(OwnedMemory, IsDividedAmongTheLedgerAndTheRest) {
+  ReportedMemory reported{.baseline_bytes = 2 * kMiB};
+  reported.held[Purpose::shards] = 100 * kMiB;
+  reported.held[Purpose::fork] = 50 * kMiB;  // what children may keep
+  const OwnedMemory owned = Division()(110 * kMiB, 3 * kMiB, &reported);
+  EXPECT_EQ(owned.bytes(at(Purpose::process)), 2 * kMiB);
+  EXPECT_EQ(owned.bytes(at(Purpose::shards)), 100 * kMiB);
+  EXPECT_EQ(owned.bytes(at(WatchOwner::copies_since_fork)), 3 * kMiB);
+  EXPECT_EQ(owned.bytes(at(WatchOwner::unexplained)), 5 * kMiB);
+  EXPECT_EQ(owned.total_bytes(), 110 * kMiB);
+}
+
+TEST(OwnedMemory, BookedPagesThatAreNotWrittenAreNotHeld) {
+  ReportedMemory reported{.baseline_bytes = 2 * kMiB};
+  reported.held[Purpose::shards] = 500 * kMiB;
+  reported.held[Purpose::staging] = 8 * kMiB;
+  const OwnedMemory owned = Division()(100 * kMiB, 0, &reported);
+  EXPECT_EQ(owned.bytes(at(Purpose::staging)), 8 * kMiB);
+  EXPECT_EQ(owned.bytes(at(Purpose::shards)), 90 * kMiB);
+  EXPECT_EQ(owned.bytes(at(WatchOwner::unexplained)), 0U);
+}
+
+// Children share the pages of the baseline, so that the kernel counts a part of them here. The
+// ledger's memory is excluded from the fork.
+TEST(OwnedMemory, AForkTakesNothingFromALedgerThatIsWritten) {
+  ReportedMemory reported{.baseline_bytes = 30 * kMiB};
+  reported.held[Purpose::shards] = 100 * kMiB;
+  Division division;
+  EXPECT_EQ(division(90 * kMiB, 0, &reported).bytes(at(Purpose::shards)), 60 * kMiB);
+  EXPECT_EQ(division(131 * kMiB, 0, &reported).bytes(at(Purpose::shards)), 100 * kMiB);
+  const OwnedMemory forked = division(110 * kMiB, 0, &reported);
+  EXPECT_EQ(forked.bytes(at(Purpose::shards)), 100 * kMiB);
+  EXPECT_EQ(forked.bytes(at(Purpose::process)), 10 * kMiB);
+  reported.held[Purpose::moments] = 200 * kMiB;  // booked, not written
+  const OwnedMemory booked = division(115 * kMiB, 0, &reported);
+  EXPECT_EQ(booked.bytes(at(Purpose::process)), 10 * kMiB);
+  EXPECT_EQ(booked.total_bytes(), 115 * kMiB);
+  EXPECT_EQ(division(310 * kMiB, 0, &reported).bytes(at(Purpose::moments)), 200 * kMiB);
+}
+
+TEST(OwnedMemory, OfAProcessWithoutALedgerIsHeldOrCopied) {
+  const OwnedMemory owned = Division()(100 * kKiB, 30 * kKiB, nullptr);
+  EXPECT_EQ(owned.bytes(at(WatchOwner::copies_since_fork)), 30 * kKiB);
+  EXPECT_EQ(owned.bytes(at(WatchOwner::held)), 70 * kKiB);
+  EXPECT_EQ(Division()(10 * kKiB, 30 * kKiB, nullptr).total_bytes(), 10 * kKiB);
+}
+
+TEST(OwnedMemory, AnyNumbersAddUpToWhatIsHeld) {
+  ReportedMemory reported{.baseline_bytes = UINT64_MAX};
+  for (uint64_t& bytes : reported.held.bytes) bytes = UINT64_MAX - 7;
+  EXPECT_EQ(Division()(77 * kMiB, UINT64_MAX, &reported).total_bytes(), 77 * kMiB);
+  reported.baseline_bytes = 0;
+  EXPECT_EQ(Division()(77 * kMiB, UINT64_MAX, &reported).total_bytes(), 77 * kMiB);
+  EXPECT_EQ(Division()(0, 0, &reported).total_bytes(), 0U);
+}
+
+TEST(ReportedProcesses, HaveTheirPhasesWithBeginAndEnd) {
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  ReportedProcesses reported(table, kNsPerSecond);
+  SelfReport& report = *table.claim(7, 0);
+  report.rank.store(3);
+  begin(report, 0, 1, "load", 1 * kNsPerSecond + 100 * kNsPerMs);
+  const std::vector<int> alive = {7};
+  reported.read(1 * kNsPerSecond + 200 * kNsPerMs, alive);
+  EXPECT_EQ(reported.phase_of(7).name, "load");
+  EXPECT_EQ(reported.memory_of(7)->rank, 3);
+  report.phases[0].end_ns.store(1 * kNsPerSecond + 300 * kNsPerMs);
+  // Begun and ended between two readings.
+  begin(report, 1, 2, "step", 1 * kNsPerSecond + 310 * kNsPerMs);
+  report.phases[1].end_ns.store(1 * kNsPerSecond + 350 * kNsPerMs);
+  begin(report, 2, 3, "save", 1 * kNsPerSecond + 360 * kNsPerMs);
+  reported.read(1 * kNsPerSecond + 400 * kNsPerMs, alive);
+  EXPECT_EQ(reported.phase_of(7).name, "save");
+  EXPECT_EQ(text_of(reported.phases(1 * kNsPerSecond + 500 * kNsPerMs)),
+            "load 100-300; step 310-350; save 360-500; ");
+}
+
+TEST(ReportedProcesses, ThePhaseOfAProcessThatWasKilledIsKnown) {
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  ReportedProcesses reported(table, 0);
+  SelfReport& report = *table.claim(7, 0);
+  report.held[at(Purpose::shards)].store(5 * kMiB);
+  begin(report, 0, 1, "train", 10 * kNsPerMs);
+  begin(report, 1, 2, "load", 20 * kNsPerMs);
+  reported.read(30 * kNsPerMs, std::vector<int>{7});
+  reported.read(40 * kNsPerMs, {});
+  EXPECT_EQ(reported.phase_of(7).name, "load");
+  EXPECT_EQ(reported.memory_of(7)->held[Purpose::shards], 5 * kMiB);
+  EXPECT_EQ(text_of(reported.phases(90 * kNsPerMs)), "train 10-40; load 20-40; ");
+  EXPECT_EQ(table.pids[0].load(), 0) << "its place is free";
+}
+
+TEST(ReportedProcesses, ReusedPidsAndPlacesAreOtherProcesses) {
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  ReportedProcesses reported(table, 0);
+  SelfReport& first = *table.claim(7, 0);
+  begin(first, 0, 1, "load", 10 * kNsPerMs);
+  reported.read(20 * kNsPerMs, std::vector<int>{7});
+  SelfReport& again = *table.claim(7, 0);  // after an exec, or of a new process
+  ASSERT_EQ(&first, &again);
+  again.begin_ns.store(25 * kNsPerMs);
+  begin(again, 0, 1, "save", 30 * kNsPerMs);
+  reported.read(40 * kNsPerMs, std::vector<int>{7});
+  EXPECT_EQ(reported.phase_of(7).name, "save");
+  EXPECT_EQ(text_of(reported.phases(50 * kNsPerMs)), "load 10-40; save 30-50; ");
+}
+
+TEST(ReportedProcesses, APhaseHasItsPromise) {
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  ReportedProcesses reported(table, 0);
+  SelfReport& report = *table.claim(7, 0);
+  report.promised[1].phase.set("step");
+  report.promised[1].bytes[at(Purpose::moments)].store(70);
+  report.promised[1].bytes[at(Purpose::process)].store(5);
+  report.promised[1].bytes[at(Purpose::page_tables)].store(1000);
+  report.promised_phases.store(2);
+  begin(report, 0, 1, "step", 10 * kNsPerMs);
+  begin(report, 1, 2, "other", 20 * kNsPerMs);
+  reported.read(30 * kNsPerMs, std::vector<int>{7});
+  const auto phases = reported.phases(40 * kNsPerMs);
+  ASSERT_EQ(phases.size(), 2U);
+  EXPECT_EQ(phases[0].promised_bytes, 75U);
+  EXPECT_EQ(phases[1].promised_bytes, std::nullopt);
+}
+
+TEST(ReportedProcesses, WhateverIsWrittenIsBounded) {
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  ReportedProcesses reported(table, 0);
+  SelfReport& report = *table.claim(7, UINT64_MAX);
+  report.promised_phases.store(UINT32_MAX);
+  report.phases_begun.store(UINT64_MAX);
+  for (size_t i = 0; i < SelfReport::kMostPhases; ++i) {
+    begin(report, i, UINT64_MAX - i, "\n\x1b[31m", i % 2 == 0 ? INT64_MAX : INT64_MIN);
+    report.phases[i].end_ns.store(i % 3 == 0 ? INT64_MIN : INT64_MAX);
+  }
+  const std::vector<int> alive = {7};
+  reported.read(50 * kNsPerMs, alive);
+  for (const WatchedPhase& phase : reported.phases(60 * kNsPerMs)) {
+    EXPECT_GE(phase.begin_s, 0);
+    EXPECT_GE(phase.end_s, phase.begin_s);
+    EXPECT_LE(phase.end_s, 0.06);
+    EXPECT_EQ(phase.name.find('\x1b'), std::string::npos);
+  }
+}
+
+// Steps of days: neighbours of one name become one, so that the load at the begin stays.
+TEST(ReportedProcesses, ManyPhasesOfOneNameAreJoined) {
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  ReportedProcesses reported(table, 0);
+  SelfReport& report = *table.claim(7, 0);
+  const std::vector<int> alive = {7};
+  begin(report, 0, 1, "load", 0);
+  report.phases[0].end_ns.store(kNsPerMs);
+  for (int64_t step = 1; step <= 10'000; ++step) {
+    const size_t place = static_cast<size_t>(step) % SelfReport::kMostPhases;
+    begin(report, place, static_cast<uint64_t>(step) + 1, "step", step * kNsPerMs);
+    report.phases[place].end_ns.store((step + 1) * kNsPerMs);
+    reported.read((step + 1) * kNsPerMs, alive);
+  }
+  const auto phases = reported.phases(20'000 * kNsPerMs);
+  EXPECT_LE(phases.size(), ReportedProcesses::kMostPhases);
+  EXPECT_EQ(phases.front().name, "load");
+  EXPECT_DOUBLE_EQ(phases.back().end_s, 10.001);
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,264 @@
+#include "modicum/watch/sampler.h"
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "modicum/base/clock_double.h"
+#include "modicum/io/io.h"
+#include "modicum/probe/machine_double.h"
+#include "modicum/watch/deaths.h"
+
+namespace modicum {
+namespace {
+
+// House test. It catches these mutations: a peak that thinning loses; a process of a reused pid
+// that counts as the one before; memory of an ended process that is carried on; owners whose sum
+// is not what a process holds.
+
+constexpr int kWatcher = 10;
+
+size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
+size_t at(WatchOwner owner) { return static_cast<size_t>(owner); }
+
+struct Process {
+  int parent = kWatcher;
+  std::string name = "python3";
+  uint64_t anon_kib = 0;
+  uint64_t file_kib = 0;
+  std::string variables;  // "RANK=1"
+};
+
+// Processes of another machine, and a sampler of them.
+class Sampled {
+ public:
+  explicit Sampled(SamplerOptions options = {}) {
+    options.root_pid = kWatcher;
+    options.root = machine_.root();
+    options.cpu_ns = [this] { return cpu_ns_ += kNsPerMs / 20; };
+    sampler_.emplace(clock_, options);
+  }
+
+  void put(int pid, const Process& of) {
+    processes_[pid] = of;
+    const std::string directory = fmt::format("/proc/{}/", pid);
+    machine_.put(directory + "status",
+                 fmt::format("Name:\t{}\nState:\tS (sleeping)\nPPid:\t{}\nVmHWM:\t{} kB\n"
+                             "RssAnon:\t{} kB\nRssFile:\t{} kB\nRssShmem:\t0 kB\n",
+                             of.name, of.parent, of.anon_kib, of.anon_kib, of.file_kib));
+    machine_.put(directory + "smaps_rollup",
+                 fmt::format("Pss_Anon: {} kB\nPss_Shmem: 0 kB\n", of.anon_kib));
+    machine_.put(directory + "stat", fmt::format("{} ({}) S 1 2 3 4 -1 6 0 8\n", pid, of.name));
+    machine_.put(directory + "environ", of.variables);
+    put_children();
+  }
+  void end(int pid) {
+    processes_.erase(pid);
+    std::filesystem::remove_all(fmt::format("{}/proc/{}", machine_.root(), pid));
+    put_children();
+  }
+  // Lets `seconds` pass, then samples.
+  void sample_after(double seconds = 0.02) {
+    clock_.advance_ns(static_cast<int64_t>(seconds * kNsPerSecond));
+    sampler_->sample();
+  }
+  WatchRecord finish() {
+    WatchRecord record;
+    sampler_->finish(record);
+    return record;
+  }
+
+  Machine& machine() { return machine_; }
+  FakeClock& clock() { return clock_; }
+  TreeSampler& sampler() { return *sampler_; }
+
+ private:
+  void put_children() {
+    std::map<int, std::string> children = {{kWatcher, ""}};
+    for (const auto& [pid, of] : processes_) children[pid] += "";
+    for (const auto& [pid, of] : processes_) children[of.parent] += fmt::format("{} ", pid);
+    for (const auto& [pid, text] : children) {
+      machine_.put(fmt::format("/proc/{}/task/{}/children", pid, pid), text);
+    }
+    machine_.put("/proc/loadavg", fmt::format("0 0 0 1/9 {}\n", ++last_pid_));
+  }
+
+  Machine machine_;
+  FakeClock clock_;
+  int64_t cpu_ns_ = 0;
+  int last_pid_ = 100;
+  std::map<int, Process> processes_;
+  std::optional<TreeSampler> sampler_;
+};
+
+uint64_t sum_of(const WatchSample& sample) {
+  uint64_t sum = sample.others.total_bytes();
+  for (const WatchSample::Share& share : sample.shares) sum += share.owned.total_bytes();
+  return sum;
+}
+
+TEST(Sampler, ThinningKeepsThePeak) {
+  Sampled tree;
+  for (int i = 0; i < 1500; ++i) {
+    tree.put(11, {.anon_kib = i == 1234 ? 30'000U : 10'000U + static_cast<uint64_t>(i % 5)});
+    tree.sample_after();
+  }
+  const WatchRecord record = tree.finish();
+  EXPECT_EQ(record.peak_bytes, 30'000 * kKiB);
+  ASSERT_NE(record.peak(), nullptr);
+  EXPECT_EQ(record.peak()->held_bytes, record.peak_bytes);
+  EXPECT_DOUBLE_EQ(record.peak()->at_s, record.peak_at_s);
+  EXPECT_LE(record.samples.size(), Timeline::kMostSamples);
+  for (const WatchSample& sample : record.samples) ASSERT_EQ(sum_of(sample), sample.held_bytes);
+}
+
+TEST(Sampler, AProcessOfAReusedPidIsAnotherOne) {
+  Sampled tree;
+  tree.put(11, {.name = "first", .anon_kib = 5000});
+  tree.sample_after();
+  tree.end(11);
+  tree.sample_after();
+  tree.put(11, {.name = "second", .anon_kib = 700});
+  tree.sample_after();
+  const WatchRecord record = tree.finish();
+  ASSERT_EQ(record.processes.size(), 2U);
+  EXPECT_EQ(record.processes[0].name, "first");
+  EXPECT_EQ(record.processes[0].peak_bytes, 5000 * kKiB);
+  EXPECT_EQ(record.processes[1].name, "second");
+  EXPECT_EQ(record.processes[1].peak_bytes, 700 * kKiB);
+  EXPECT_GT(record.processes[1].begin_s, record.processes[0].end_s);
+}
+
+// A launcher that starts a trainer in its place.
+TEST(Sampler, AProcessHasTheNameAndRankOfItsLastProgram) {
+  Sampled tree;
+  tree.put(11, {.name = "sh", .anon_kib = 100});
+  tree.sample_after();
+  tree.put(11, {.name = "python3", .anon_kib = 300, .variables = "RANK=3"});
+  tree.sample_after();
+  const WatchRecord record = tree.finish();
+  ASSERT_EQ(record.processes.size(), 1U);
+  EXPECT_EQ(record.processes[0].name, "python3");
+  EXPECT_EQ(record.processes[0].rank, 3);
+}
+
+TEST(Sampler, AProcessThatEndedHoldsNothing) {
+  Sampled tree;
+  tree.put(11, {.anon_kib = 1000});
+  tree.put(12, {.parent = 11, .anon_kib = 4000});
+  tree.sample_after(0.1);
+  tree.end(12);
+  tree.sample_after(0.1);
+  const WatchRecord record = tree.finish();
+  ASSERT_EQ(record.samples.size(), 2U);
+  EXPECT_EQ(record.samples[0].held_bytes, 5000 * kKiB);
+  EXPECT_EQ(record.samples[1].held_bytes, 1000 * kKiB);
+  EXPECT_EQ(record.samples[1].shares.size(), 1U);
+  EXPECT_DOUBLE_EQ(record.processes[1].end_s, 0.1);
+}
+
+TEST(Sampler, AProcessWithoutMemoryThatComesAndGoesLeavesNoTrace) {
+  Sampled tree;
+  tree.put(11, {.anon_kib = 1000});
+  tree.sample_after();
+  tree.put(12, {.parent = 11});
+  tree.end(12);
+  tree.sample_after();
+  EXPECT_EQ(tree.finish().processes.size(), 1U);
+}
+
+TEST(Sampler, WhatAProcessReportsDividesItsMemory) {
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  Sampled tree({.reports = &table});
+  SelfReport& report = *table.claim(11, 100 * kKiB);
+  report.rank.store(2);
+  report.held[at(Purpose::shards)].store(3000 * kKiB);
+  tree.put(11, {.anon_kib = 4000});
+  tree.put(12, {.anon_kib = 500});
+  tree.sample_after();
+  report.held[at(Purpose::moments)].store(1500 * kKiB);
+  report.budget_bytes.store(9 * kMiB);
+  tree.put(11, {.anon_kib = 6000});
+  tree.sample_after();
+  const TreeSampler::Growth growth = tree.sampler().growth(kNsPerSecond);
+  EXPECT_EQ(growth.pid, 11);
+  EXPECT_EQ(watch_owner_name(growth.owner), "moments");
+  const WatchRecord record = tree.finish();
+  EXPECT_EQ(record.budget_bytes, 9 * kMiB);
+  EXPECT_EQ(record.processes[0].rank, 2);
+  ASSERT_EQ(record.samples.size(), 2U);
+  const OwnedMemory& owned = record.samples[0].shares[0].owned;
+  EXPECT_EQ(owned.bytes(at(Purpose::process)), 100 * kKiB);
+  EXPECT_EQ(owned.bytes(at(Purpose::shards)), 3000 * kKiB);
+  EXPECT_EQ(owned.bytes(at(WatchOwner::unexplained)), 900 * kKiB);
+  const OwnedMemory& other = record.samples[0].shares[1].owned;
+  EXPECT_EQ(other.bytes(at(WatchOwner::held)), 500 * kKiB);
+  for (const WatchSample& sample : record.samples) EXPECT_EQ(sum_of(sample), sample.held_bytes);
+}
+
+// More processes than a sample lists: the rest is one sum.
+TEST(Sampler, ManySmallProcessesAreOneSum) {
+  Sampled tree;
+  for (int pid = 100; pid < 200; ++pid) tree.put(pid, {.anon_kib = static_cast<uint64_t>(pid)});
+  tree.sample_after();
+  const WatchRecord record = tree.finish();
+  ASSERT_EQ(record.samples.size(), 1U);
+  const WatchSample& sample = record.samples[0];
+  EXPECT_EQ(sample.shares.size(), TreeSampler::kMostShares);
+  EXPECT_GT(sample.others.total_bytes(), 0U);
+  EXPECT_EQ(sum_of(sample), sample.held_bytes);
+  EXPECT_EQ(sample.held_bytes, (100 + 199) * 100 / 2 * kKiB);
+}
+
+// ---- cgroup v2, with the files of Linux 6.1
+
+constexpr const char* kStat =
+    "anon 268435456\nfile 83886080\nkernel 3596288\nkernel_stack 753664\npagetables 1228800\n"
+    "sec_pagetables 0\npercpu 4248\nsock 0\nvmalloc 86016\nshmem 20971520\nzswap 0\nzswapped 0\n"
+    "file_mapped 32768\nfile_dirty 4096\nfile_writeback 0\nswapcached 0\nanon_thp 213909504\n"
+    "file_thp 0\nshmem_thp 0\ninactive_anon 0\nactive_anon 268419072\ninactive_file 41943040\n"
+    "active_file 20971520\nunevictable 0\nslab_reclaimable 581752\nslab_unreclaimable 756784\n"
+    "slab 1338536\nworkingset_refault_anon 0\nworkingset_refault_file 0\npgscan 0\npgsteal 0\n"
+    "pgfault 172506\npgmajfault 6\nthp_fault_alloc 27\nthp_collapse_alloc 86\n";
+
+MemoryCgroup put_group(Machine& machine, uint64_t current, int kills) {
+  const std::string directory = "/sys/fs/cgroup/job/modicum-watch-10";
+  machine.put(directory + "/memory.current", fmt::format("{}\n", current));
+  machine.put(directory + "/memory.max", "402653184\n");
+  machine.put(directory + "/memory.high", "max\n");
+  machine.put(directory + "/memory.stat", kStat);
+  machine.put(
+      directory + "/memory.events",
+      fmt::format("low 0\nhigh 0\nmax 41\noom {}\noom_kill {}\noom_group_kill 0\n", kills, kills));
+  return {.version = 2, .name = "/job/modicum-watch-10", .directory = machine.root() + directory};
+}
+
+TEST(Sampler, TheCommandsOwnGroupHasChargesAndPageCache) {
+  Machine machine;
+  const MemoryCgroup group = put_group(machine, 356515840, 0);
+  Sampled tree({.cage = group, .limit_bytes = 402653184});
+  tree.put(11, {.anon_kib = 1000, .file_kib = 70});
+  tree.sample_after();
+  EXPECT_EQ(tree.sampler().last().charged_bytes, 356515840U);
+  EXPECT_EQ(tree.sampler().last().page_cache_bytes, 41943040U + 20971520U);
+  EXPECT_EQ(tree.sampler().pause_ns(), TreeSampler::kPauseNearLimitNs);
+  const WatchRecord record = tree.finish();
+  EXPECT_EQ(record.samples[0].page_cache_bytes, 41943040U + 20971520U);
+}
+
+TEST(Sampler, KillsInAGroupOfV2AreCounted) {
+  Machine machine;
+  Deaths deaths({put_group(machine, 402653184, 0)});
+  EXPECT_FALSE(deaths.has_new_kill());
+  put_group(machine, 300000000, 1);
+  EXPECT_TRUE(deaths.has_new_kill());
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,59 @@
+#include "modicum/watch/timeline.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "modicum/base/base.h"
+
+namespace modicum {
+namespace {
+
+// House test. It catches these mutations: the last sample of a bucket that is kept instead of the
+// largest; a record that grows with the run.
+
+WatchSample sample(double at_s, uint64_t held_bytes) {
+  return {.at_s = at_s, .held_bytes = held_bytes};
+}
+
+// A peak that lasts for one sample of a hundred thousand.
+TEST(Timeline, KeepsThePeakInBoundedMemory) {
+  Timeline timeline;
+  constexpr int kSamples = 100'000, kPeak = 12'345;
+  for (int i = 0; i < kSamples; ++i) {
+    timeline.add(sample(0.02 * i, i == kPeak ? kGiB : kMiB + static_cast<uint64_t>(i % 7)));
+    ASSERT_LE(timeline.samples().size(), Timeline::kMostSamples);
+  }
+  const auto& kept = timeline.samples();
+  EXPECT_GT(kept.size(), Timeline::kMostSamples / 3);
+  const auto peak = std::max_element(kept.begin(), kept.end(),
+                                     [](auto& a, auto& b) { return a.held_bytes < b.held_bytes; });
+  EXPECT_EQ(peak->held_bytes, kGiB);
+  EXPECT_DOUBLE_EQ(peak->at_s, 0.02 * kPeak);
+  EXPECT_TRUE(
+      std::is_sorted(kept.begin(), kept.end(), [](auto& a, auto& b) { return a.at_s < b.at_s; }));
+}
+
+TEST(Timeline, TheLargestSampleOfABucketIsKept) {
+  Timeline timeline;
+  timeline.add(sample(0.001, 5));
+  timeline.add(sample(0.005, 9));
+  timeline.add(sample(0.010, 7));
+  timeline.add(sample(0.030, 1));
+  ASSERT_EQ(timeline.samples().size(), 2U);
+  EXPECT_EQ(timeline.samples()[0].held_bytes, 9U);
+  EXPECT_DOUBLE_EQ(timeline.samples()[0].at_s, 0.005);
+}
+
+// Samples so far apart that doubling the buckets once merges nothing.
+TEST(Timeline, SparseSamplesAreThinnedToo) {
+  Timeline timeline;
+  for (size_t i = 0; i < 2 * Timeline::kMostSamples; ++i) {
+    timeline.add(sample(3600.0 * static_cast<double>(i), i));
+  }
+  EXPECT_LE(timeline.samples().size(), Timeline::kMostSamples);
+  EXPECT_EQ(timeline.samples().back().held_bytes, 2 * Timeline::kMostSamples - 1);
+}
+
+}  // namespace
+}  // namespace modicum

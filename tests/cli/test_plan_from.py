@@ -1,0 +1,131 @@
+"""`plan --from run.json`: the limit that an earlier run had, and the smallest change that fits it.
+
+House test. It catches these mutations: another figure as what the run held, or as its limit; a
+change that does not fit when it is planned; a larger change before a smaller one; a document of
+another kind that is accepted; `--budget` that is ignored.
+"""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import MIB, run_document, sizes
+from program import failure, node_peak, run, run_json
+
+
+def written(tmp_path: Path, document: dict[str, Any]) -> Path:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def watched(limit: int | None, **more: Any) -> dict[str, Any]:
+    """A run that held 90 MiB and had a limit."""
+    return run_document() | {"peak_bytes": 90 * MIB, "limit_bytes": limit, "killed": None} | more
+
+
+@pytest.fixture(scope="module")
+def flags(gpt2: Path) -> tuple[object, ...]:
+    return (gpt2, "--ranks", 4, "--optimizer", "adamw:fp32", "--staging", "1MiB")
+
+
+def changed(flags: tuple[object, ...], words: list[str]) -> list[object]:
+    """The flags with other values for those that are in `words`."""
+    directory, *given = flags
+    pairs = dict(zip(given[::2], given[1::2], strict=True)) | dict(
+        zip(words[::2], words[1::2], strict=True)
+    )
+    return [directory, *(word for pair in pairs.items() for word in pair)]
+
+
+def test_the_smallest_change_fits(modicum: Path, flags: tuple[object, ...], tmp_path: Path) -> None:
+    needed = node_peak(run_json(modicum, "plan", *flags), "own-shard")
+    for limit in (needed - 1, needed - needed // 5, needed // 2):
+        done = run(modicum, "plan", *flags, "--from", written(tmp_path, watched(limit)), "--json")
+        assert done.code == 15, done.stderr
+        told = done.json["from"]
+        assert (told["held_bytes"], told["limit_bytes"]) == (90 * MIB, limit)
+        change = told["change"]
+        assert change == done.json["would_fit"][0]
+        words = shlex.split(change["flags"])
+        again = run_json(modicum, "plan", *changed(flags, words), "--budget", limit)
+        assert again["fits"] and node_peak(again, change["strategy"]) == change["peak_bytes"]
+        changes = [len(of["flags"].split()) for of in done.json["would_fit"]]
+        assert changes[0] == min(changes)
+        over = f" ({sizes(90 * MIB - limit)} over)" if limit < 90 * MIB else ""
+        assert told["over_bytes"] == max(0, 90 * MIB - limit)
+        said = f"this run held 90.00 MiB, the limit was {sizes(limit)}{over}; "
+        assert told["sentence"].startswith(f"{said}the smallest change that fits is {words[0]}")
+        assert told["sentence"].endswith(f": at most {sizes(change['peak_bytes'])} on a node")
+        text = run(modicum, "plan", *flags, "--from", tmp_path / "run.json").stdout
+        assert told["sentence"] in text.splitlines()
+
+
+def test_more_nodes_are_a_change(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    wide = (gpt2, "--ranks", 8, "--layout", "none")
+    of_two = node_peak(run_json(modicum, "plan", *wide, "--ranks-per-node", 2), "own-shard")
+    path = written(tmp_path, watched(of_two))
+    done = run(modicum, "plan", *wide, "--from", path, "--json")
+    assert done.json["from"]["change"]["flags"] == "--ranks-per-node 2"
+    assert "--ranks-per-node 2 (4 nodes): at most" in done.json["from"]["sentence"]
+
+
+def test_a_refused_run(modicum: Path, flags: tuple[object, ...], tmp_path: Path) -> None:
+    refused = run(modicum, "load", *flags, "--budget", "40MiB", "--json")
+    assert refused.code == 15
+    error = refused.error
+    told = run(modicum, "plan", *flags, "--from", written(tmp_path, refused.json), "--json").json
+    assert told["from"]["refused"] and told["from"]["over_bytes"] == error["shortfall_bytes"]
+    assert (told["from"]["held_bytes"], told["from"]["limit_bytes"]) == (error["got"], 40 * MIB)
+    assert told["from"]["sentence"].startswith(f"this run would have held {sizes(error['got'])}")
+    assert told["shortfall_bytes"] == error["shortfall_bytes"]
+
+
+def test_a_killed_run(modicum: Path, flags: tuple[object, ...], tmp_path: Path) -> None:
+    kill = {"name": "python3", "limit_bytes": 85 * MIB, "held_bytes": 3, "phase": None}
+    path = written(tmp_path, watched(None, killed=kill))
+    told = run(modicum, "plan", *flags, "--from", path, "--json").json["from"]
+    assert told["killed"] and told["limit_bytes"] == 85 * MIB
+    assert (
+        "the limit was 85.00 MiB (5.00 MiB over) and the kernel killed python3" in told["sentence"]
+    )
+
+
+def test_a_run_that_fits(modicum: Path, flags: tuple[object, ...], tmp_path: Path) -> None:
+    path = written(tmp_path, watched(64 << 30))
+    told = run_json(modicum, "plan", *flags, "--from", path)
+    assert told["fits"] and told["from"]["change"] is None
+    assert told["from"]["sentence"].endswith("; the planned run fits without a change")
+    assert told["budget"] == {"bytes": 64 << 30, "source": "run.json"}
+
+
+def test_a_budget_takes_the_place_of_the_limit(
+    modicum: Path, flags: tuple[object, ...], tmp_path: Path
+) -> None:
+    document = watched(None)
+    document["timeline"]["limit_bytes"] = None
+    path = written(tmp_path, document)
+    for none in ((), ("--budget", "none")):
+        error = failure(modicum, 2, "plan", *flags, "--from", path, *none)
+        assert "no limit" in error["message"]
+    told = run_json(modicum, "plan", *flags, "--from", path, "--budget", "64GiB")["from"]
+    assert told["limit_bytes"] == 64 << 30
+    document["timeline"]["budget_bytes"] = 63 << 30
+    told = run_json(modicum, "plan", *flags, "--from", written(tmp_path, document))["from"]
+    assert told["limit_bytes"] == 63 << 30
+    told = run_json(modicum, "plan", *flags, "--from", path, "--budget", "64GiB")["from"]
+    assert "the budget is 64.00 GiB" in told["sentence"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"peak_bytes": -1}', '{"error": {"category": "IO", "got": 3}}']
+)
+def test_other_documents_are_refused(
+    modicum: Path, flags: tuple[object, ...], tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    error = failure(modicum, 2, "plan", *flags, "--from", path)
+    assert error["file"] == "other.json" and "--from" in error["message"]

@@ -1,0 +1,209 @@
+"""What `modicum watch` records of a program that uses Modicum: who held what over time, its phases
+and its promise, without a flag; as a trace, and compared with another run.
+
+House test. It catches these mutations: owners that do not add up to the peak; a rank that reports
+nothing, or another rank's promise; a kill without its phase and owner; a trace without counters; a
+comparison that names what both runs have; a watcher that costs the command its time or its memory.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cage import why_no_cage
+from program import Ended, failure, run, run_json
+
+MIB = 1 << 20
+# The digest is made while the shards are held, and takes several samples.
+HELD = ["--digest", "--budget", "6GiB"]
+
+
+@pytest.fixture(scope="module")
+def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1 GiB, so that a load takes several samples."""
+    directory = tmp_path_factory.mktemp("watched") / "qwen"
+    run_json(modicum, "synth", directory, "--arch", "qwen2.5-0.5b", "--sparse")
+    return directory
+
+
+def watched(modicum: Path, *words: object) -> tuple[dict[str, Any], Ended]:
+    """The run document of `modicum WORDS` under `watch`."""
+    done = run(modicum, "watch", "--json", "--", modicum, *words)
+    assert done.code == 0, done.stderr
+    return done.json, done
+
+
+def totals(timeline: dict[str, Any]) -> list[int]:
+    """What all processes held, by sample."""
+    lists = [bytes for track in timeline["tracks"] for bytes in track["owners"].values()]
+    return [sum(value or 0 for value in sample) for sample in zip(*lists, strict=True)]
+
+
+def track_of(timeline: dict[str, Any], rank: int) -> dict[str, Any]:
+    (track,) = [track for track in timeline["tracks"] if track["rank"] == rank]
+    return track
+
+
+def test_a_load_reports_its_ledger(modicum: Path, model: Path) -> None:
+    told, done = watched(modicum, "load", model, "--ranks", 2, *HELD, "--json")
+    loaded = json.loads(done.stderr)
+    timeline = told["timeline"]
+    assert max(totals(timeline)) == told["peak"]["bytes"] == told["peak_bytes"]
+    assert totals(timeline)[timeline["t_s"].index(told["peak"]["at_s"])] == told["peak_bytes"]
+    assert timeline["t_s"] == sorted(timeline["t_s"])
+    assert timeline["budget_bytes"] == 6 << 30
+    for rank in loaded["ranks"]:
+        track = track_of(timeline, rank["rank"])
+        assert track["pid"] == rank["pid"]
+        shards = max(value or 0 for value in track["owners"]["shards"])
+        assert 0.9 * rank["ledger_peak_bytes"] < shards <= rank["ledger_peak_bytes"]
+        assert track["owners"]["shards"][0] is None, "it held memory before it began"
+        unexplained = max(value or 0 for value in track["owners"].get("unexplained", [0]))
+        assert unexplained < 0.03 * shards + 4 * MIB
+    assert "of which shards" in told["peak"]["cause"]
+
+
+def test_a_load_reports_its_phase_and_promise(modicum: Path, model: Path) -> None:
+    plan = run_json(modicum, "plan", model, "--ranks", 2)
+    (strategy,) = [one for one in plan["strategies"] if one["name"] == "own-shard"]
+    (promised,) = [one for one in strategy["nodes"][0]["phases"] if one["phase"] == "load"]
+    launcher = 8 * MIB
+    without_tables = promised["bytes"] - promised["by_purpose"]["page_tables"] - launcher
+    told, _ = watched(modicum, "load", model, "--ranks", 2, "-q")
+    timeline = told["timeline"]
+    sums = 0
+    for rank in range(2):
+        (phase,) = [one for one in timeline["phases"] if one["rank"] == rank]
+        assert (phase["name"], phase["pid"]) == ("load", track_of(timeline, rank)["pid"])
+        assert 0 < phase["begin_s"] < phase["end_s"] <= told["elapsed_s"]
+        promise = track_of(timeline, rank)["promise_bytes"]
+        inside = [phase["begin_s"] < at < phase["end_s"] for at in timeline["t_s"]]
+        (value,) = {bytes for bytes in promise if bytes is not None}
+        assert all(bytes == value for bytes, is_in in zip(promise, inside, strict=True) if is_in)
+        assert promise[0] is None
+        sums += value
+    assert sums == without_tables
+
+
+def test_a_rehearsal_has_phases_of_each_kind(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    words = ["--optimizer", "adamw:fp32-split", "--steps", 3, "--save", tmp_path / "steps"]
+    told, _ = watched(modicum, "rehearse", gpt2, "--ranks", 2, *words, "-q")
+    phases = told["timeline"]["phases"]
+    names = {rank: [one["name"] for one in phases if one["rank"] == rank] for rank in range(2)}
+    assert names[0] == names[1]
+    assert names[0] == ["load", "step", "step", "step", "save", "step", "load", "resume", "step"]
+    ends = [one["end_s"] for one in phases if one["rank"] == 0]
+    begins = [one["begin_s"] for one in phases if one["rank"] == 0]
+    assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False)), phases
+    assert any("moments" in track["owners"] for track in told["timeline"]["tracks"])
+
+
+def test_a_program_that_reports_nothing(modicum: Path) -> None:
+    script = "test -e $MODICUM_WATCH && sleep 0.3"
+    done = run(modicum, "watch", "--json", "--", "sh", "-c", script)
+    assert done.code == 0
+    timeline = done.json["timeline"]
+    assert timeline["phases"] == []
+    assert {owner for track in timeline["tracks"] for owner in track["owners"]} == {"held"}
+    assert max(totals(timeline)) == done.json["peak_bytes"]
+
+
+@pytest.mark.alone
+def test_a_killed_load_has_its_phase_and_owner(modicum: Path, model: Path) -> None:
+    if reason := why_no_cage():
+        pytest.skip(reason)
+    words = ["load", model, "--ranks", 2, "--budget", "none", "-q"]
+    done = run(modicum, "watch", "--json", "--limit", "300MiB", "--", modicum, *words)
+    assert done.code != 0
+    killed = done.json["killed"]
+    assert killed["name"].startswith("modicum-rank-")
+    assert killed["rank"] in (0, 1)
+    assert killed["phase"] == "load"
+    assert killed["grew"]["owner"] == "shards"
+    for part in ("during `load`", "mostly shards", "would have fitted"):
+        assert part in killed["explanation"], killed["explanation"]
+
+
+def test_a_trace(modicum: Path, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.trace.json"
+    file.write_text("an older and longer one" * 100_000)
+    done = run(
+        modicum, "watch", "--trace", file, "--", modicum, "load", model, "--ranks", 2, *HELD, "-q"
+    )
+    assert done.code == 0, done.stderr
+    events = json.loads(file.read_text())["traceEvents"]
+    required = {"C": {"ts", "args"}, "X": {"ts", "dur"}, "M": {"args"}, "i": {"ts", "s"}}
+    for event in events:
+        assert {"name", "pid", "tid"} | required[event["ph"]] <= event.keys()
+    assert sorted(one["args"]["name"] for one in events if one["ph"] == "M") == [
+        "all processes", "modicum", "rank 0", "rank 1",
+    ]  # fmt: skip
+    loads = [one for one in events if one["ph"] == "X"]
+    assert [one["name"] for one in loads] == ["load", "load"]
+    for load in loads:
+        counters = [one for one in events if one["ph"] == "C" and one["pid"] == load["pid"]]
+        assert max(one["args"]["shards"] for one in counters) > 400 * MIB
+        assert not any(counters[-1]["args"].values())
+
+
+def test_a_trace_that_cannot_be_written(modicum: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    words = ["watch", "--trace", tmp_path / "no" / "x.json", "--json", "--", "touch", mark]
+    done = run(modicum, *words)
+    assert (done.code, done.error["category"]) == (13, "IO")
+    assert not mark.exists()
+
+
+def test_two_runs_compared(modicum: Path, model: Path, tmp_path: Path) -> None:
+    files = []
+    for strategy in ("own-shard", "full-per-rank"):
+        told, _ = watched(modicum, "load", model, "--ranks", 2, "--strategy", strategy, "-q")
+        files.append(tmp_path / f"{strategy}.json")
+        files[-1].write_text(json.dumps(told))
+    compared = run_json(modicum, "watch", "--compare", *files)
+    assert (compared["owner"], compared["phase"]) == ("window", "load")
+    assert compared["difference_bytes"] == (
+        compared["b"]["peak_bytes"] - compared["a"]["peak_bytes"]
+    )
+    assert compared["difference_bytes"] > 800 * MIB
+    text = run(modicum, "watch", "--compare", *files)
+    assert text.code == 0
+    assert text.stdout.startswith(compared["sentence"] + "\n")
+    assert "full-per-rank.json" in compared["sentence"] and "`load`" in compared["sentence"]
+    assert "  window " in text.stdout and "during load " in text.stdout
+
+
+def test_comparisons_that_are_refused(modicum: Path, tmp_path: Path) -> None:
+    good = tmp_path / "good.json"
+    good.write_text('{"peak": {"bytes": 1, "cause": ""}, "timeline": {}}')
+    for text, category in (("{", "FORMAT.JSON"), ("{}", "FORMAT.SCHEMA"), ("", "FORMAT.JSON")):
+        bad = tmp_path / "bad.json"
+        bad.write_text(text)
+        error = failure(modicum, 10, "watch", "--compare", good, bad)
+        assert (error["category"], error["file"]) == (category, "bad.json")
+    assert failure(modicum, 13, "watch", "--compare", good, tmp_path / "none")["category"] == "IO"
+    assert failure(modicum, 2, "watch", "--compare", good)["category"] == "USAGE"
+    done = run(modicum, "watch", "--json", "--compare", good, good, "--", "true")
+    assert (done.code, done.error["category"]) == (2, "USAGE")
+    assert run(modicum, "watch", "--compare", good, good).code == 0
+
+
+@pytest.mark.alone
+def test_the_overhead_of_a_load(modicum: Path, model: Path) -> None:
+    told, _ = watched(modicum, "load", model, "--ranks", 4, "-q")
+    cost = told["watch"]
+    # 200 ms of exact readings at the begin, 0.5 % of a core, and what starting takes.
+    assert cost["cpu_s"] < 0.01 * told["elapsed_s"] + 0.3
+    assert cost["peak_bytes"] < 16 * MIB
+
+
+def test_a_long_record_stays_small(modicum: Path) -> None:
+    """Hundreds of processes, each with a series of its own."""
+    script = "for i in $(seq 300); do sleep 2 & done; wait"
+    done = run(modicum, "watch", "--json", "--", "sh", "-c", script)
+    assert done.json["watch"]["peak_bytes"] < 16 * MIB
+    tracks = done.json["timeline"]["tracks"]
+    assert len(tracks) <= 33
+    assert (tracks[-1]["label"], tracks[-1]["pid"]) == ("others", 0)
+    assert max(totals(done.json["timeline"])) == done.json["peak_bytes"]

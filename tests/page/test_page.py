@@ -1,0 +1,233 @@
+"""The page of `report_page` in Debian's Chromium, as a user sees it: drawn, hovered, zoomed, read
+by keyboard, in the light and in the dark, wide and narrow.
+
+House test. It catches these mutations: an area, a line or a band that is not drawn; a reading of
+another sample, or without the processes' choice; a zoom that does nothing; a name that becomes
+HTML; a page that asks the network; a table with other numbers than the chart; two charts on two
+scales; phases over each other; a page that is too wide for a telephone, or has no names for a
+screen reader.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import (
+    NARROW,
+    WIDE,
+    browser,
+    held_at,
+    nearest,
+    run_document,
+    shown,
+    sizes,
+    write_page,
+)
+
+HOSTILE = "</script><img src=x onerror='window.injected = 1'><!--"
+COLORS = {"shards": "#0072b2", "moments": "#f0e514", "process": "#9aa0a8", "held": "#7ab4db"}
+
+LIGHT_BAND, DARK_BAND = "#eef1f5", "#22262d"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def run() -> dict[str, Any]:
+    return run_document(name=HOSTILE)
+
+
+@pytest.fixture(scope="module")
+def one(run: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_page(tmp_path_factory.mktemp("page") / "one.html", {f"run {HOSTILE}": run})
+
+
+@pytest.fixture(scope="module")
+def two(run: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    other = run_document(ranks=1, samples=60, grown=1)
+    for phase in other["timeline"]["phases"]:
+        phase["name"] += HOSTILE
+    runs = {"A.json": run, "B.json": other}
+    path = tmp_path_factory.mktemp("page") / "two.html"
+    return write_page(path, runs, f"B holds less {HOSTILE}")
+
+
+def serious(page: Any) -> list[str]:
+    """What axe finds that keeps people out."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    found = axe.Axe().run(page).response["violations"]
+    return [
+        f"{of['id']}: {of['nodes'][0]['html']}"
+        for of in found
+        if of["impact"] in ("serious", "critical")
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_it_is_drawn_and_accessible(
+    chromium: Any, name: str, width: int, scheme: str, request: pytest.FixtureRequest
+) -> None:
+    with shown(chromium, request.getfixturevalue(name), width, scheme) as of:
+        painted = of.painted()
+        for owner, color in COLORS.items():
+            assert painted.get(color, 0) > 100, f"{owner}: {list(painted)[:8]}"
+        for summary in of.page.locator("summary").all():
+            summary.click()
+        assert of.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert serious(of.page) == []
+        assert of.errors == []
+        assert of.requests == [request.getfixturevalue(name).as_uri()]
+
+
+def test_names_are_no_html(chromium: Any, one: Path, two: Path) -> None:
+    for path, count in ((one, 3), (two, 3)):
+        with shown(chromium, path) as of:
+            assert of.page.evaluate("window.injected") is None
+            assert of.page.locator("img").count() == 0
+            assert of.page.inner_text("body").count(HOSTILE) >= count
+            assert of.page.title() == of.page.inner_text("h1") == "a title & <b>more</b>"
+
+
+def test_the_hovered_sample_is_told(chromium: Any, one: Path, run: dict[str, Any]) -> None:
+    names = {"moments": "moments", "shards": "parameters", "held": "not attributed"}
+    with shown(chromium, one) as of:
+        for part in (0.02, 0.3, 0.61, 0.98):
+            sample = nearest(run, of.hover(part))
+            held = held_at(run, sample)
+            told = of.reading()
+            assert told.startswith(f"{run['timeline']['t_s'][sample]:.2f} s")
+            assert f"{sizes(sum(held.values()))} held" in told
+            for owner, words in names.items():
+                assert (f"{words} {sizes(held[owner])}" in told) == (held[owner] > 0), owner
+            assert f"page cache {sizes(run['timeline']['page_cache_bytes'][sample])}" in told
+        assert "phase step" in told
+        promised = sum(of_["promise_bytes"][-1] for of_ in run["timeline"]["tracks"][:2])
+        assert f"promised {sizes(promised)}" in told
+        begin, end = of.window()
+        half = len(run["timeline"]["t_s"]) // 2  # rank 0 is between two phases
+        of.hover((run["timeline"]["t_s"][half] - begin) / (end - begin))
+        assert "promised" not in of.reading()
+        assert of.page.get_attribute(".reading", "aria-live") == "polite"
+
+
+def test_the_peak_is_told_at_first(chromium: Any, one: Path, run: dict[str, Any]) -> None:
+    with shown(chromium, one) as of:
+        peak = run["peak"]
+        assert of.reading().startswith(f"{peak['at_s']:.2f} s, phase step: {sizes(peak['bytes'])}")
+        assert f"Peak {sizes(peak['bytes'])} after" in of.page.inner_text(".peak")
+        assert peak["cause"] in of.page.inner_text(".peak")
+        assert of.page.inner_text(".lines") == f"limit {sizes(run['timeline']['limit_bytes'])}"
+
+
+def test_zoomed_and_reset(chromium: Any, one: Path, run: dict[str, Any]) -> None:
+    with shown(chromium, one) as of:
+        whole = of.window()
+        x, y, width, height = of.area()
+        of.page.mouse.move(x + 0.2 * width, y + height / 2)
+        of.page.mouse.down()
+        of.page.mouse.move(x + 0.4 * width, y + height / 2, steps=4)
+        of.page.mouse.up()
+        begin, end = of.window()
+        assert abs(begin - 0.2 * whole[1]) < 0.02 * whole[1]
+        assert abs(end - 0.4 * whole[1]) < 0.02 * whole[1]
+        assert of.page.inner_text(".window") == f"zoomed: {begin:.2f} to {end:.2f} s"
+        sample = nearest(run, of.hover(0.5))
+        assert f"{sizes(sum(held_at(run, sample).values()))} held" in of.reading()
+        of.page.click("[name=reset]")
+        assert of.window() == whole
+        of.page.select_option("select", label="step")
+        phase = run["timeline"]["phases"][1]
+        assert of.window() == pytest.approx((phase["begin_s"], phase["end_s"]))
+
+
+def test_by_keyboard(chromium: Any, one: Path, run: dict[str, Any]) -> None:
+    with shown(chromium, one) as of:
+        whole = of.window()
+        of.page.focus("[name=in]")
+        of.page.keyboard.press("Enter")
+        begin, end = of.window()
+        assert end - begin == pytest.approx((whole[1] - whole[0]) / 2)
+        of.page.keyboard.press("Tab")
+        of.page.keyboard.press("Enter")
+        assert of.window() == pytest.approx(whole)
+        of.page.focus(".sample input")
+        of.page.keyboard.press("Home")
+        of.page.keyboard.press("ArrowRight")
+        of.page.keyboard.press("ArrowRight")
+        assert of.reading().startswith(f"{run['timeline']['t_s'][2]:.2f} s")
+        assert of.page.get_attribute(".sample input", "aria-valuetext").startswith("0.10 s")
+
+
+def test_processes_are_chosen(chromium: Any, one: Path, run: dict[str, Any]) -> None:
+    with shown(chromium, one) as of:
+        before = of.painted()
+        of.page.get_by_label("rank 1").uncheck()
+        last = len(run["timeline"]["t_s"]) - 1
+        assert f"{sizes(sum(held_at(run, last, {0, 2}).values()))} held" in of.reading()
+        assert of.painted()[COLORS["shards"]] < 0.7 * before[COLORS["shards"]]
+        assert not of.page.get_by_label("all of them").is_checked()
+        of.page.get_by_label("all of them").check()
+        assert of.painted()[COLORS["shards"]] == before[COLORS["shards"]]
+
+
+def cells(of: Any, table: str) -> list[list[str]]:
+    return of.page.eval_on_selector_all(
+        f"{table} tbody tr", "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
+    )
+
+
+def test_tables_have_the_same_numbers(chromium: Any, one: Path, run: dict[str, Any]) -> None:
+    with shown(chromium, one) as of:
+        for summary in of.page.locator(".run summary").all():
+            summary.click()
+        rows = cells(of, ".samples table")
+        assert len(rows) == len(run["timeline"]["t_s"])
+        for sample in (0, 41, len(rows) - 1):
+            held = held_at(run, sample)
+            owners = [held[name] for name in ("process", "shards", "moments", "held")]
+            assert rows[sample][1:6] == [sizes(sum(owners)), *map(sizes, owners)]
+        last = len(rows) - 1
+        by_process = {row[0].strip(): row for row in cells(of, ".processes table")}
+        assert by_process["rank 0"][1:3] == ["100", "0"]
+        assert by_process["rank 0"][3] == sizes(sum(held_at(run, last, {0}).values()))
+        by_owner = {row[0].strip(): row[1] for row in cells(of, "#owners table")}
+        assert by_owner["moments"] == sizes(held_at(run, last)["moments"])
+        assert [row[0] for row in cells(of, ".intervals table")] == ["load", "step"] * 2
+
+
+def test_names_of_phases_do_not_overlap(chromium: Any, one: Path) -> None:
+    for width in (WIDE, NARROW):
+        with shown(chromium, one, width) as of:
+            boxes = [
+                (span.inner_text(), span.bounding_box())
+                for span in of.page.locator(".phases span:visible").all()
+            ]
+            assert [name for name, _ in boxes] == ["load", "step"], "one band for all ranks"
+            (_, left), (_, right) = boxes
+            assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"] + 0.5
+
+
+def test_two_runs_have_one_scale_and_one_legend(chromium: Any, two: Path) -> None:
+    with shown(chromium, two) as of:
+        ranges = of.page.evaluate("shown_runs.map(run => run.graph.yAxisRange())")
+        assert ranges[0] == ranges[1]
+        assert of.page.locator("#owners").count() == 1
+        assert of.page.inner_text("#sentence").startswith("B holds less")
+        assert of.page.locator("h2").all_inner_texts() == ["A.json", "B.json"]
+        areas = [of.painted(at)[COLORS["shards"]] for at in (0, 1)]
+        assert areas[0] > 4 * areas[1] > 0, "8 times the bytes"
+
+
+def test_the_scheme_may_change_while_it_is_open(chromium: Any, one: Path) -> None:
+    with shown(chromium, one) as of:
+        assert LIGHT_BAND in of.painted() and DARK_BAND not in of.painted()
+        of.page.emulate_media(color_scheme="dark")
+        of.page.wait_for_timeout(100)
+        assert DARK_BAND in of.painted() and LIGHT_BAND not in of.painted()

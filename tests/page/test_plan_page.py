@@ -1,0 +1,108 @@
+"""`plan --report`: the phases of a run, one after another, with the bytes that `--json` promises.
+
+House test. It catches these mutations: a phase with another one's memory; a rank that is left out
+or counted twice; another node or strategy than the promised one; an older page that is lost when
+the plan fails.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import browser, shown, sizes
+from program import failure, run, run_json, strategy_of
+
+ROW = ("--ranks", 6, "--ranks-per-node", 4, "--strategy", "node-reader")
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as opened:
+        yield opened
+
+
+def document_of(page: Path) -> dict[str, Any]:
+    text = re.search(r'id="document">(.*?)</script>', page.read_text(), re.S)
+    assert text
+    (run_of,) = json.loads(text[1])["runs"]
+    return run_of["document"]
+
+
+def by_phase(document: dict[str, Any]) -> dict[str, int]:
+    line = document["timeline"]
+    sums = [
+        sum(values[at] for track in line["tracks"] for values in track["owners"].values())
+        for at in range(len(line["t_s"]))
+    ]
+    return dict(zip((phase["name"] for phase in line["phases"]), sums, strict=True))
+
+
+def test_phases_are_those_of_the_plan(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    plan = run_json(modicum, "plan", gpt2, *ROW, "--report", page)
+    nodes = strategy_of(plan, "node-reader")["nodes"]
+    node = max(nodes, key=lambda of: of["peak_bytes"])
+    document = document_of(page)
+    assert by_phase(document) == {of["phase"]: of["bytes"] for of in node["phases"]}
+    assert document["peak"]["bytes"] == max(of["bytes"] for of in node["phases"])
+    assert "node 0 of 2" in page.read_text()
+
+
+def test_a_job_has_its_save_and_its_resume(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    plan = run_json(modicum, "plan", gpt2, *ROW, "--optimizer", "adamw:fp32", "--report", page)
+    node = max(strategy_of(plan, "node-reader")["nodes"], key=lambda of: of["job"]["peak_bytes"])
+    promised = {of["phase"]: of["bytes"] for of in node["job"]["phases"]}
+    drawn = by_phase(document_of(page))
+    assert list(drawn) == [
+        "open", "load", "hold", "step", "save",
+        "resume: open", "resume: load", "resume: hold", "resume", "step_resumed",
+    ]  # fmt: skip
+    for name in ("step", "save", "step_resumed"):
+        assert drawn[name] == promised[name]
+    assert max(bytes_ for name, bytes_ in drawn.items() if "resume" in name) >= promised["resume"]
+
+
+def test_ranks_that_differ_are_tracks(modicum: Path, tmp_path: Path) -> None:
+    run_json(modicum, "synth", tmp_path / "moe", "--arch", "tiny-moe")
+    page = tmp_path / "plan.html"
+    plan = run_json(modicum, "plan", tmp_path / "moe", "--ranks", 40, "--report", page)
+    tracks = document_of(page)["timeline"]["tracks"]
+    assert 2 <= len(tracks) <= 17 and tracks[-1]["label"] == "launcher"
+    node = strategy_of(plan, "own-shard")["nodes"][0]
+    drawn = by_phase(document_of(page))
+    assert drawn == {of["phase"]: of["bytes"] for of in node["phases"]}
+
+
+def test_an_older_page_survives_a_failure(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    page.write_text("old")
+    failure(modicum, 13, "plan", tmp_path / "none", "--report", page)
+    assert page.read_text() == "old"
+    run_json(modicum, "plan", gpt2, "--report", page)
+    assert page.read_text().startswith("<!doctype html>")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.html"]
+    (tmp_path / "link.html").symlink_to(page)
+    for path in (tmp_path, tmp_path / "none" / "plan.html", tmp_path / "link.html", "/dev/null"):
+        assert failure(modicum, 13, "plan", gpt2, "--report", path)["file"]
+
+
+def test_it_is_drawn(chromium: Any, modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    budget = 120 << 20
+    done = run(modicum, "plan", gpt2, *ROW, "--budget", budget, "--report", page)
+    assert done.code == 15, "the page is written all the same"
+    with shown(chromium, page) as of:
+        assert of.errors == []
+        assert of.page.locator(".phases span").all_inner_texts() == ["open", "load", "hold"]
+        for at, name in enumerate(("open", "load", "hold")):
+            of.hover((at + 0.5) / 3)
+            held = by_phase(document_of(page))[name]
+            assert of.reading().startswith(f"{name}: {sizes(held)} held")
+        assert f"budget {sizes(budget)}" in of.page.inner_text(".lines")
+        sentence = of.page.inner_text("#sentence")
+        assert "does not fit" in sentence and "would fit: --" in sentence
+        assert of.painted()["#0072b2"] > 1000
