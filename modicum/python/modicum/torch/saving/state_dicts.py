@@ -261,11 +261,18 @@ class Named:
             name = canonical(fqn)
             parameter = self.parameter(name)
             parameter = self.tensors.get(name) if parameter is None else parameter
+            if parameter is None and self.model is None:
+                # A state dict may have parts of it, as of torchtitan's fused projections.
+                parameter = next(filter(_is_moment, entry.values()), None)
             if parameter is None:
                 what = "the optimizer has a parameter that the model lacks"
                 raise refusal("MISMATCH", what, tensor=fqn)
             entries.append((name, parameter, entry))
         return entries
+
+
+def _is_moment(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def goal_as_stored(tensors: Mapping[str, torch.Tensor], source: Any, ranks: Ranks) -> Goal:
