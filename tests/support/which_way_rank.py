@@ -21,6 +21,19 @@ import modicum.torch
 STEPS = 2
 
 
+class TitanModel:
+    """torchtitan's ModelWrapper of one part."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.model.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state, strict=False)
+
+
 class TitanManager:
     """Calls the hooks of torchtitan 0.3.0's CheckpointManager as that does."""
 
@@ -31,7 +44,8 @@ class TitanManager:
 
     def __init__(self, config: Config, states: dict[str, Any], sd_adapter: Any) -> None:
         self.folder, self.last_save_in_hf = config.folder, config.last_save_in_hf
-        self.states, self.sd_adapter = states, sd_adapter
+        self.states = states | {"model": TitanModel(states["model"])}
+        self.sd_adapter = sd_adapter
 
     def save(self, step: int, last_step: bool = False) -> None:
         checkpoint_id, model = f"{self.folder}/step-{step}", self.states["model"].state_dict()
