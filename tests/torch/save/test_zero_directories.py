@@ -30,6 +30,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 import modicum.torch  # noqa: E402
 from modicum.errors import Error, FormatError, IntegrityError, UsageError  # noqa: E402
+from modicum.torch import zero_convert  # noqa: E402
 from modicum.torch.deepspeed import convert  # noqa: E402
 from modicum.torch.saving.archives import Archive  # noqa: E402
 from modicum.torch.saving.zero import directory_of  # noqa: E402
@@ -137,6 +138,37 @@ def test_modicum_goes_on_as_deepspeed_does(folder: Path, tmp_path: Path, state_f
         assert ulps.abs().max() <= 2, name
 
 
+def test_tensors_of_several_windows(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elements are converted in windows, here of seven."""
+    monkeypatch.setattr("modicum.torch.zero_convert._WINDOW", 7)
+    report = convert(folder / "zero3", tmp_path, state_format="fp32-split")
+    saved = load_file(folder / "zero3-saved.safetensors")
+    weights = tensors_of(Path(report.path).glob("*.safetensors"))
+    for name in TRAINED:
+        assert torch.equal(bits(weights[name]), bits(halves(saved[f"master/{name}"])[0]))
+
+
+def halves(master: Any) -> tuple[Any, Any]:
+    """As docs/internals/numerics.md defines them, in 64 bits."""
+    wide = bits(master).long() & 0xFFFFFFFF
+    upper = (wide + 0x8000) >> 16
+    lower = wide - (upper << 16)
+    return upper.to(torch.int16).view(torch.bfloat16), lower.to(torch.int16)
+
+
+def test_the_halves_of_a_tie() -> None:
+    """Half of a last place of bfloat16 is rounded up in magnitude, never to even."""
+    values = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0x3F807FFF, 0]).int()
+    values = values.view(torch.float32)
+    upper, lower = zero_convert._upper(values), zero_convert._lower(values)
+    assert [of.tolist() for of in map(bits, (upper, lower))] == [
+        of.tolist() for of in map(bits, halves(values))
+    ]
+    assert not torch.equal(upper, values.bfloat16())
+
+
 def test_a_source_gives_files_and_config(folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     plain = convert(folder / "zero3", source, state_format=None, shard_size=200)
@@ -152,7 +184,7 @@ def test_a_source_gives_files_and_config(folder: Path, tmp_path: Path) -> None:
     assert names[0] == names[1] and len(names[0]) > 1
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.fixture
@@ -205,6 +237,13 @@ def test_an_unknown_layout_is_refused(copied: Path, key: bytes) -> None:
     refused(copied, FormatError, f"'{key.decode()}' is missing.*DeepSpeed 0")
 
 
+def test_frozen_parameters_without_values_are_refused(copied: Path) -> None:
+    """As after `save_checkpoint(exclude_frozen_parameters=True)` of a model that names them."""
+    for path in (copied / TAG).glob("*model_states.pt"):
+        rewrite(path, lambda pickle: pickle.replace(b"frozen_param_shapes", b"frozen_param_shape_"))
+    refused(copied, IntegrityError, "frozen parameter were not saved.*frozen.weight")
+
+
 def rewrite(path: Path, change: Any) -> None:
     """Writes an archive with another pickle."""
     with zipfile.ZipFile(path) as archive:
@@ -214,7 +253,7 @@ def rewrite(path: Path, change: Any) -> None:
             archive.writestr(name, change(data) if name.endswith("data.pkl") else data)
 
 
-def test_what_ranks_of_other_kinds_write_is_refused(copied: Path) -> None:
+def test_ranks_of_other_kinds_are_refused(copied: Path) -> None:
     for name, words in (
         ("layer_0_expert_1_mp_rank_00_model_states.pt", "experts"),
         ("zero_pp_rank_0_mp_rank_01_model_states.pt", "tensor-parallel"),

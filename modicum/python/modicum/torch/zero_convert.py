@@ -17,7 +17,8 @@ from modicum.torch.saving.report import Saved
 from modicum.torch.saving.streams import Read, goal_of_tensors, save_streams, streamed
 from modicum.torch.saving.weights import Form
 from modicum.torch.saving.writing import TensorsWriting
-from modicum.torch.saving.zero import MASTER, MOMENTS, Cut, ZeroDirectory, ZeroTensor
+from modicum.torch.saving.zero import Cut, ZeroDirectory, ZeroTensor
+from modicum.torch.saving.zero_files import MASTER, MOMENTS
 from modicum.torch.shards.tensors import as_bytes
 
 Size = int | str

@@ -19,25 +19,26 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from modicum.errors import refusal
-from modicum.torch.saving.archives import Archive, Line, Shape, is_shape, is_size, number_of
-from modicum.torch.saving.pickles import Made, Pairs, malformed
+from modicum.torch.saving.archives import Archive, Line, Shape
+from modicum.torch.saving.pickles import malformed
+from modicum.torch.saving.zero_files import (
+    MASTER,
+    Flat,
+    Rank,
+    Table,
+    missing,
+    other_step,
+    unsupported,
+)
 from modicum.upstream.deepspeed_checkpoint import (
-    BASE_STATE,
     EXPERT_FILE,
     LATEST,
-    MASTERS,
     MODEL_FILE,
     MODEL_KEYS,
     OPTIMIZER_FILE,
-    PICKLED,
-    STAGE,
 )
-
-MASTER = "master"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class ZeroDirectory:
     """Further names of parameters."""
     groups: list[Group] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
-    """Keys of what is left out, such as the state of a scheduler."""
+    """Keys that no step has a place for, such as the state of a scheduler."""
     foreign: str = ""
     """The names of state that is not AdamW's, if there is any: no tensor then has moments."""
 
@@ -114,7 +115,7 @@ class ZeroDirectory:
             UsageError: it has experts or tensor-parallel ranks.
         """
         models, optimizers = _files_of(_step_of(path))
-        first = _Rank.of(Archive.open(optimizers[0]))
+        first = Rank.of(Archive.open(optimizers[0]))
         _require_ranks(optimizers, first.world, first.file)
         if first.stage == 3:
             _require_ranks(models, first.world, first.file)
@@ -142,249 +143,34 @@ def _files_of(step: Path) -> tuple[_Files, _Files]:
     optimizers: _Files = {}
     for path in sorted(step.iterdir()):
         if EXPERT_FILE.fullmatch(path.name):
-            _unsupported("experts that DeepSpeed distributes", path.name)
+            unsupported("experts that DeepSpeed distributes", path.name)
         for of, pattern in ((models, MODEL_FILE), (optimizers, OPTIMIZER_FILE)):
             found = pattern.fullmatch(path.name)
             if found is None:
                 continue
             if int(found[2]) != 0:
-                _unsupported("tensor-parallel ranks of DeepSpeed", path.name)
+                unsupported("tensor-parallel ranks of DeepSpeed", path.name)
             of[int(found[1] or 0)] = path
     if 0 not in models or not optimizers:
         expected = "*_model_states.pt and *_optim_states.pt of ZeRO"
-        what = "no checkpoint of DeepSpeed's ZeRO"
-        raise refusal("UNSUPPORTED", what, file=step.name, expected=expected)
+        unsupported("no checkpoint of DeepSpeed's ZeRO", step.name, expected=expected)
     if 0 not in optimizers:
-        _missing(_name_like(optimizers, 0))
+        missing(_name_like(optimizers, 0))
     return models, optimizers
 
 
 def _require_ranks(files: _Files, world: int, by: str) -> None:
     for rank in range(world):
         if rank not in files:
-            _missing(_name_like(files, rank))
+            missing(_name_like(files, rank))
     if len(files) != world:
         expected, got = f"{world} ranks, as {by} tells", f"{len(files)}"
-        _other_step("there are files of more ranks", files[max(files)].name, expected, got)
+        other_step("there are files of more ranks", files[max(files)].name, expected, got)
 
 
 def _name_like(files: _Files, rank: int) -> str:
     other, path = next(iter(files.items()))
     return path.name.replace(f"pp_rank_{other}_", f"pp_rank_{rank}_")
-
-
-def _missing(name: str) -> NoReturn:
-    malformed("the file of a rank is missing", name, "INTEGRITY")
-
-
-def _other_step(what: str, file: str, expected: Any, got: Any) -> NoReturn:
-    malformed(what, file, "INTEGRITY", expected=str(expected), got=str(got))
-
-
-def _unsupported(what: str, file: str, **facts: str) -> NoReturn:
-    raise refusal("UNSUPPORTED", what, file=file, **facts)
-
-
-# ---- one file
-
-
-class _Table:
-    """A dict in a pickle. A lookup is a `FormatError` unless it finds the kind that is expected."""
-
-    def __init__(self, value: Any, archive: Archive, version: Any = None) -> None:
-        self._archive, self.file = archive, archive.path.name
-        self.version = version
-        if not isinstance(value, Pairs):
-            malformed("DeepSpeed writes a dict here", self.file)
-        self.values = value.by_name()
-
-    @classmethod
-    def of(cls, archive: Archive) -> "_Table":
-        found = cls(archive.value(PICKLED), archive)
-        found.version = found.values.get("ds_version")
-        return found
-
-    def unknown(self, key: str) -> NoReturn:
-        """Refuses what DeepSpeed has in another form."""
-        got = f"DeepSpeed {self.version}" if isinstance(self.version, str) else "no version"
-        expected = "the form of DeepSpeed 0.19"
-        malformed(f"{key!r} is missing or has an unknown form", self.file,
-                  expected=expected, got=got)  # fmt: skip
-
-    def table(self, key: str) -> "_Table":
-        if not isinstance(self.values.get(key), Pairs):
-            self.unknown(key)
-        return _Table(self.values[key], self._archive, self.version)
-
-    def maybe_table(self, key: str) -> "_Table | None":
-        return None if self.values.get(key) is None else self.table(key)
-
-    def entries(self, key: str) -> list[Any]:
-        value = self.values.get(key)
-        if not isinstance(value, list):
-            self.unknown(key)
-        return value
-
-    def tables(self, key: str) -> "list[_Table]":
-        values = self.entries(key)
-        if not all(isinstance(value, Pairs) for value in values):
-            self.unknown(key)
-        return [_Table(value, self._archive, self.version) for value in values]
-
-    def count(self, key: str) -> int:
-        value = self.values.get(key)
-        if type(value) is not int or value < 0:
-            self.unknown(key)
-        return value
-
-    def line(self, key: str, value: Any) -> Line:
-        try:
-            return self._archive.line(value)
-        except ValueError as error:
-            malformed(f"{key!r}: {error}", self.file)
-
-    def shape(self, key: str) -> Shape:
-        value = self.values.get(key)
-        if isinstance(value, Made) and value.kind == "torch Size" and len(value.args) == 1:
-            value = value.args[0]
-        if not is_shape(value):
-            self.unknown(key)
-        shape: Shape = value
-        return shape
-
-
-def _options_of(group: _Table) -> dict[str, Any]:
-    """Numbers, texts, truth values, None, and lists of them."""
-    names = [name for name in group.values if name not in ("params", "param_names", "step")]
-    return {name: group.values[name] for name in names if _is_option(group.values[name])}
-
-
-def _is_option(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_option, value))
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-@dataclass(frozen=True)
-class _Flat:
-    """A rank's part of a flat vector."""
-
-    planes: dict[str, Line]
-    steps: int
-    foreign: str = ""
-    """State that is not AdamW's."""
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """The file of an optimizer."""
-
-    file: str
-    stage: int
-    world: int
-    version: Any
-    flats: list[_Flat]
-    groups: list[tuple[int, dict[str, Any]]]
-    """The number of flat vectors of each parameter group, and its options."""
-    paddings: list[list[int]]
-    """Of stages 1 and 2: behind each parameter of each group; empty: none."""
-    others: list[str]
-
-    @classmethod
-    def of(cls, archive: Archive) -> "_Rank":
-        whole = _Table.of(archive)
-        of = whole.table("optimizer_state_dict")
-        stage = of.values.get("zero_stage")
-        if isinstance(stage, Made) and stage.kind == STAGE and len(stage.args) == 1:
-            stage = stage.args[0]
-        if type(stage) is not int or stage not in MASTERS:
-            of.unknown("zero_stage")
-        if "ds_zero_partition_groups" in of.values:
-            _unsupported("experts that DeepSpeed distributes", of.file)
-        groups, states = _base_state(of, BASE_STATE[stage])
-        masters = of.entries(MASTERS[stage])
-        if len(masters) != len(states):
-            of.unknown(MASTERS[stage])
-        flats = [_flat_of(of, *pair) for pair in zip(masters, states, strict=True)]
-        others = [key for key in ("loss_scaler", "dynamic_loss_scale") if key in of.values]
-        return cls(of.file, stage, _world_of(of), whole.version, flats, groups, _paddings_of(of),
-                   others)  # fmt: skip
-
-
-def _world_of(of: _Table) -> int:
-    count = of.values.get("partition_count")
-    counts = count if isinstance(count, list) else [count]
-    if not counts or not all(type(one) is int and one > 0 for one in counts):
-        of.unknown("partition_count")
-    if min(counts) != max(counts):
-        what = "parameter groups over different ranks"
-        _unsupported(what, of.file, got=", ".join(map(str, counts)))
-    world: int = counts[0]
-    return world
-
-
-def _paddings_of(of: _Table) -> list[list[int]]:
-    paddings = of.values.get("param_alignment_paddings") or []
-    is_known = isinstance(paddings, list) and all(isinstance(group, list) for group in paddings)
-    if not is_known or not all(is_size(one) for group in paddings for one in group):
-        of.unknown("param_alignment_paddings")
-    known: list[list[int]] = paddings
-    return known
-
-
-_State = dict[str, Any]
-
-
-def _base_state(of: _Table, key: str) -> tuple[list[tuple[int, dict[str, Any]]], list[_State]]:
-    """The groups, and the state of each flat vector, with the step of its group where the vector
-    has none."""
-    if isinstance(of.values.get(key), list):  # elastic: a state per group
-        states = [state.values for state in of.tables(key)]
-        step = of.values.get("base_optimizer_state_step")
-        return [(1, {}) for _ in states], [{"step": step} | state for state in states]
-    base = of.table(key)
-    state = base.values.get("state")
-    by_id = {k: v for k, v in state.items if type(k) is int} if isinstance(state, Pairs) else {}
-    groups, states = [], []
-    for group in base.tables("param_groups"):
-        ids = group.entries("params")
-        groups.append((len(ids), _options_of(group)))
-        for one in ids:
-            found = by_id.get(one) if type(one) is int else None
-            own = found.by_name() if isinstance(found, Pairs) else {}
-            states.append({"step": group.values.get("step")} | own)
-    return groups, states
-
-
-def _flat_of(of: _Table, master: Any, state: _State) -> _Flat:
-    """`state` has nothing but a step if the optimizer has made none."""
-    planes = {MASTER: of.line(MASTER, master)}
-    numel = planes[MASTER].numel
-    foreign = ", ".join(sorted(state.keys() - {"step", *MOMENTS}))
-    for name in MOMENTS if len(state) > 1 and not foreign else ():
-        planes[name] = of.line(name, state.get(name))
-        if planes[name].numel < numel:
-            of.unknown(name)
-    for name, line in planes.items():
-        if line.dtype != "float32" or len(line.shape) != 1:
-            got = f"{line.dtype} {[*line.shape]}"
-            _unsupported("state that is no vector of float32", of.file, tensor=name, got=got)
-    return _Flat(planes, _steps_of(of, state.get("step")) if len(planes) > 1 else 0, foreign)
-
-
-def _steps_of(of: _Table, step: Any) -> int:
-    if isinstance(step, Made):
-        line = of.line("step", step)
-        data = bytearray(line.item_bytes)
-        if line.numel == 1:
-            line.read(0, memoryview(data))
-            try:
-                step = number_of(line.dtype, data)
-            except ValueError:
-                of.unknown("step")
-    if type(step) not in (int, float) or not 0 <= step < 1 << 53 or step != int(step):
-        of.unknown("step")
-    return int(step)
 
 
 # ---- all files
@@ -393,22 +179,22 @@ def _steps_of(of: _Table, step: Any) -> int:
 def directory_of(of_models: Sequence[Archive], optimizers: Sequence[Archive]) -> ZeroDirectory:
     """From the files of models and optimizers, by rank; of stages 1 and 2 with the first model
     alone. As `ZeroDirectory.open`."""
-    ranks = [_Rank.of(archive) for archive in optimizers]
+    ranks = [Rank.of(archive) for archive in optimizers]
     first, world = ranks[0], len(ranks)
     for rank in ranks:
         told = _in_common(rank)
         for (what, expected), (_, got) in zip(_in_common(first), told, strict=True):
             if got != expected:
-                _other_step(f"it has other {what} than {first.file}", rank.file, expected, got)
-    models = [_Table.of(archive) for archive in of_models]
+                other_step(f"it has other {what} than {first.file}", rank.file, expected, got)
+    models = [Table.of(archive) for archive in of_models]
     model = models[0]
     due = {"dp_world_size": world, "global_steps": model.count("global_steps")}
     for one in models:
         for key, expected in due.items():
             if one.count(key) != expected:
-                _other_step(f"it has another {key}", one.file, expected, one.count(key))
+                other_step(f"it has another {key}", one.file, expected, one.count(key))
     if model.count("mp_world_size") != 1:
-        _unsupported("tensor-parallel ranks of DeepSpeed", model.file)
+        unsupported("tensor-parallel ranks of DeepSpeed", model.file)
     others = [key for key, of in model.values.items() if key not in MODEL_KEYS and of is not None]
     found = ZeroDirectory(due["global_steps"], others=sorted({*others, *first.others}))
     found.foreign = next((flat.foreign for flat in first.flats if flat.foreign), "")
@@ -431,7 +217,7 @@ def directory_of(of_models: Sequence[Archive], optimizers: Sequence[Archive]) ->
     return found
 
 
-def _in_common(rank: _Rank) -> list[tuple[str, Any]]:
+def _in_common(rank: Rank) -> list[tuple[str, Any]]:
     return [
         ("stage", rank.stage), ("ranks", rank.world), ("version of DeepSpeed", rank.version),
         ("parameter groups", [count for count, _ in rank.groups]),
@@ -440,14 +226,14 @@ def _in_common(rank: _Rank) -> list[tuple[str, Any]]:
     ]  # fmt: skip
 
 
-def _ties_of(shared: _Table) -> dict[str, str]:
+def _ties_of(shared: Table) -> dict[str, str]:
     for name, of in shared.values.items():
         if not isinstance(of, str):
             shared.unknown(name)
     return dict(shared.values)
 
 
-def _require_complete(model: _Table, found: ZeroDirectory, left: Mapping[str, Any]) -> None:
+def _require_complete(model: Table, found: ZeroDirectory, left: Mapping[str, Any]) -> None:
     """Refuses a model without values of a name that it has."""
     for name, of in found.ties.items():
         if of not in found.tensors:
@@ -469,7 +255,7 @@ def _whole(line: Line) -> Cut:
 _Trained = tuple[str, tuple[Shape, dict[str, Cut], int]]
 
 
-def _trained(model: _Table, ranks: Sequence[_Rank], into: list[Group]) -> Iterator[_Trained]:
+def _trained(model: Table, ranks: Sequence[Rank], into: list[Group]) -> Iterator[_Trained]:
     """Shape, planes and steps of each trained parameter, and `into` the groups."""
     first = ranks[0]
     shapes = model.tables("param_shapes")
@@ -485,7 +271,7 @@ def _trained(model: _Table, ranks: Sequence[_Rank], into: list[Group]) -> Iterat
         cuts = _equal_cuts if first.stage == 3 else _flat_cuts
         padding = first.paddings[number] if number < len(first.paddings) else [0] * len(sizes)
         if len(padding) != len(sizes):
-            _other_step("padding", model.file, len(sizes), len(padding))
+            other_step("padding", model.file, len(sizes), len(padding))
         for name, begins, at, base in cuts(sizes, own, padding, model):
             lines = {plane: [flat.planes[plane] for flat in own] for plane in own[0].planes}
             planes = {plane: Cut(of_ranks, begins, at, base) for plane, of_ranks in lines.items()}
@@ -496,7 +282,7 @@ _Cuts = Iterator[tuple[str, Sequence[int], int, int]]
 
 
 def _flat_cuts(
-    sizes: Mapping[str, Shape], own: Sequence[_Flat], padding: Sequence[int], model: _Table
+    sizes: Mapping[str, Shape], own: Sequence[Flat], padding: Sequence[int], model: Table
 ) -> _Cuts:
     """Of stages 1 and 2: (name, begins, at, base) as of `Cut`."""
     begins = [0, *accumulate(flat.planes[MASTER].numel for flat in own)]
@@ -508,7 +294,7 @@ def _flat_cuts(
 
 
 def _equal_cuts(
-    sizes: Mapping[str, Shape], own: Sequence[_Flat], padding: Sequence[int], model: _Table
+    sizes: Mapping[str, Shape], own: Sequence[Flat], padding: Sequence[int], model: Table
 ) -> _Cuts:
     """Of stage 3."""
     base, world = 0, len(own)
@@ -524,13 +310,13 @@ def _begins(piece: int, world: int) -> Sequence[int]:
     return range(0, (world + 1) * piece, piece) if piece else (0,) * (world + 1)
 
 
-def _require_filled(model: _Table, expected: int, got: int) -> None:
+def _require_filled(model: Table, expected: int, got: int) -> None:
     if expected != got:
         what = "the flat vectors have other lengths than the parameters together"
-        _other_step(what, model.file, f"{expected} elements", f"{got} elements")
+        other_step(what, model.file, f"{expected} elements", f"{got} elements")
 
 
-def _frozen(models: Sequence[_Table]) -> Iterator[tuple[str, ZeroTensor]]:
+def _frozen(models: Sequence[Table]) -> Iterator[tuple[str, ZeroTensor]]:
     """The frozen parameters of stage 3, of which each rank has a piece."""
     shapes = models[0].maybe_table("frozen_param_shapes")
     if shapes is None:
@@ -542,6 +328,6 @@ def _frozen(models: Sequence[_Table]) -> Iterator[tuple[str, ZeroTensor]]:
         piece = -(-prod(shape) // world)
         for of, line in zip(fragments, lines, strict=True):
             if line.numel < piece or line.dtype != lines[0].dtype:
-                _other_step("a frozen parameter has another length", of.file, piece, line.numel)
+                other_step("a frozen parameter has another length", of.file, piece, line.numel)
         cut = Cut(lines, _begins(piece, world), 0, 0)
         yield name, ZeroTensor(lines[0].dtype, shape, {"": cut})
