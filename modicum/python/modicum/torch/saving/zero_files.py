@@ -96,9 +96,8 @@ def _options_of(group: Table) -> dict[str, Any]:
 
 
 def _is_option(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_option, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return all(of is None or isinstance(of, (bool, int, float, str)) for of in values)
 
 
 @dataclass(frozen=True)
