@@ -130,13 +130,13 @@ def run(case: str, folder: Path) -> None:
             engine.step()
 
     steps(range(STEPS))
-    engine.save_checkpoint(folder / case, client_state={"epoch": 3})
+    engine.save_checkpoint(str(folder / case), client_state={"epoch": 3})
     tensors = held(engine)
     steps(range(STEPS, STEPS + LATER))
     later = held(engine)
-    engine.save_checkpoint(folder / case, save_latest=False)
+    engine.save_checkpoint(str(folder / case), save_latest=False)
     if dist.get_rank() == 0:
-        full = get_fp32_state_dict_from_zero_checkpoint(folder / case)
+        full = get_fp32_state_dict_from_zero_checkpoint(str(folder / case))
         tensors |= {f"full/{name}": of.clone() for name, of in full.items()}
         of_later = {key: of for key, of in later.items() if key.startswith("master/")}
         tensors |= {key.replace("master", "later", 1): of for key, of in of_later.items()}
