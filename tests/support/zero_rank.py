@@ -104,6 +104,10 @@ def held(engine: Any) -> dict[str, torch.Tensor]:
     """Collective."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        # DeepSpeed 0.19.8 links the state of the first group alone, after its step.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     tensors = {}
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
