@@ -33,10 +33,13 @@ CAGE_MARGIN = 0.05
 WARMED = ("modicum", "dcp-hf+consolidate", "modicum, with state", "dcp, with state")
 LAYERS = 6  # a gathered state is held more than once on rank 0
 NAMES = (
-    "modicum", "dcp-hf+consolidate", "dcp-hf, shards only", "full state dict",
+    "modicum", "dcp-hf+consolidate", "dcp-hf, shards only", "torchtitan's last_save_in_hf",
+    "full state dict",
     "modicum, with state", "dcp, with state", "full state dict, with state",
     "accelerate, SHARDED, with state", "accelerate, FULL, with state",
     "torch_checkpointing, with state",
+    "save_state, with state", "save_state with the line, with state",
+    "Trainer, with state", "Trainer with the line, with state",
 )  # fmt: skip
 READABLE = {
     "dcp-hf, shards only": "a file per rank",
@@ -44,6 +47,8 @@ READABLE = {
     "accelerate, SHARDED, with state": "DCP's own",
     "accelerate, FULL, with state": "pickles",
     "torch_checkpointing, with state": "its own",
+    "save_state, with state": "pickles",
+    "Trainer, with state": "pickles",
 }
 
 

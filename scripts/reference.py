@@ -24,7 +24,7 @@ MODULES: dict[str, list[str] | None] = {
     "modicum.torch": None,
     "modicum.torch.accelerate": ["Loading", "loading"],
     "modicum.torch.dcp": ["HuggingFaceReader", "Writer", "Reader", "convert"],
-    "modicum.torch.deepspeed": ["ProtectCallback", "config_of"],
+    "modicum.torch.deepspeed": ["ProtectCallback", "config_of", "convert"],
     "modicum.errors": ["Error"],
 }
 SHARED_BY = ("plan", "load", "rehearse", "save", "resume")

@@ -1,11 +1,13 @@
 """A forked rank that holds a model and its optimizer's state, and saves them."""
 
 import gc
+import importlib.util
 import os
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 from rivals.model import empty_sharded, local_of, region
 from rivals.rank import Gate, report
@@ -21,17 +23,23 @@ from rivals.rank import preload as preload
 from rivals.rows import Case
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files_on_every_rank,
+)
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import modicum.torch
+import modicum.torch.accelerate
 from modicum import _modicum
 
 Optimizer = torch.optim.Optimizer
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -40,10 +48,18 @@ class Saver:
     """A way to save. `is_durable`: it syncs its files itself. `has_state`: it saves the optimizer's
     state. `is_readable`: by `from_pretrained`."""
 
-    save: Callable[[nn.Module, Optimizer | None, Path], dict[str, int] | None]
+    save: Callable[[nn.Module, Optimizer | None, Path], dict[str, int] | None] | None = None
     has_state: bool = False
     is_durable: bool = False
     is_readable: bool = True
+    script: "Callable[[Case, Path], Script] | None" = None
+    """Makes model and optimizer, and what saves them, as a user's script does."""
+
+
+@dataclass(frozen=True)
+class Script:
+    model: nn.Module
+    save: Callable[[], object]
 
 
 def by_modicum(model: nn.Module, optimizer: Optimizer | None, out: Path) -> dict[str, int]:
@@ -72,6 +88,21 @@ def by_hf_writer(consolidates: bool) -> Callable[[nn.Module, Optimizer | None, P
         dcp.save({name: whole[name] for name in once}, storage_writer=writer)
 
     return save
+
+
+def by_torchtitan(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
+    """What its CheckpointManager 0.3.0 does for `last_save_in_hf` with an index of files."""
+    files = dict.fromkeys(dict(model.named_parameters()), 1)
+    writer = HuggingFaceStorageWriter(
+        path=str(out / "sharded"), save_distributed=True, fqn_to_index_mapping=files,
+        enable_consolidation=False,
+    )  # fmt: skip
+    whole = get_model_state_dict(model)
+    dcp.save({name: whole[name] for name in files}, storage_writer=writer)
+    consolidate_safetensors_files_on_every_rank(
+        input_dir=str(out / "sharded"), output_dir=str(out), fqn_to_index_mapping=files,
+        num_threads=5,
+    )  # fmt: skip
 
 
 def by_save_pretrained(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
@@ -113,11 +144,72 @@ def by_torch_checkpointing(model: nn.Module, optimizer: Optimizer | None, out: P
     manager.close()
 
 
+# ---- unchanged scripts
+
+
+def of_script(make: Callable[[nn.Module, Path], Script], *, is_ours: bool) -> Saver:
+    """With Modicum's one line, or without. Its context stays open until the process ends."""
+
+    def script(case: Case, out: Path) -> Script:
+        os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+        example("accelerate_fsdp2").fsdp2_on_cpus()
+        if is_ours:
+            modicum.torch.accelerate.loading(progress=False, budget="none").__enter__()
+        dtype = getattr(torch, case.dtype)
+        return make(AutoModelForCausalLM.from_pretrained(case.directory, dtype=dtype), out)
+
+    return Saver(has_state=True, is_durable=is_ours, is_readable=is_ours, script=script)
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def by_save_state(model: nn.Module, out: Path) -> Script:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        state_dict_type="FULL_STATE_DICT",
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    step(model, optimizer)
+    return Script(model, lambda: accelerator.save_state(str(out)))
+
+
+def by_trainer(model: nn.Module, out: Path) -> Script:
+    arguments = TrainingArguments(
+        str(out), use_cpu=True, fsdp=True, max_steps=1, save_strategy="no", report_to="none",
+        per_device_train_batch_size=1, disable_tqdm=True,
+        fsdp_config={
+            "version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "cpu_ram_efficient_loading": False, "state_dict_type": "FULL_STATE_DICT",
+        },
+    )  # fmt: skip
+    row = torch.arange(8)
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row}] * 8)
+    trainer.train()
+    return Script(trainer.model, lambda: trainer._save_checkpoint(trainer.model, None))
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 SAVERS = {
     "modicum": Saver(by_modicum, is_durable=True),
     "dcp-hf+consolidate": Saver(by_hf_writer(True)),
     "dcp-hf, shards only": Saver(by_hf_writer(False), is_readable=False),
     "full state dict": Saver(by_save_pretrained),
+    "torchtitan's last_save_in_hf": Saver(by_torchtitan),
     "modicum, with state": Saver(by_modicum, has_state=True, is_durable=True),
     "dcp, with state": Saver(by_dcp, has_state=True, is_readable=False),
     "full state dict, with state": Saver(by_save_pretrained, has_state=True),
@@ -130,6 +222,10 @@ SAVERS = {
     "torch_checkpointing, with state": Saver(
         by_torch_checkpointing, has_state=True, is_readable=False
     ),
+    "save_state, with state": of_script(by_save_state, is_ours=False),
+    "save_state with the line, with state": of_script(by_save_state, is_ours=True),
+    "Trainer, with state": of_script(by_trainer, is_ours=False),
+    "Trainer with the line, with state": of_script(by_trainer, is_ours=True),
 }
 
 
@@ -143,19 +239,26 @@ def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
     gc.unfreeze()
     gc.collect()
     dist.init_process_group("gloo")
-    model, optimizer = trained(case, saver, is_ours=job["function"].startswith("modicum"))
+    if saver.script is not None:
+        script = saver.script(case, out)
+        model, save = script.model, script.save
+        gc.collect()
+    else:
+        model, optimizer = trained(case, saver, is_ours=job["function"].startswith("modicum"))
+        save = partial(saver.save, model, optimizer, out)
     gate.say("ready")
     gate.wait()
     dist.barrier()
     begin, written = time.monotonic(), written_bytes()
-    told = saver.save(model, optimizer, out) or {}
+    told = save()
     dist.barrier()
     if rank == 0 and not saver.is_durable:
         make_durable(out)
     dist.barrier()
     seconds, written = time.monotonic() - begin, written_bytes() - written
     elements = sum(parameter.numel() for parameter in model.parameters())
-    gate.say("loaded", seconds=seconds, written=written, elements=elements, **told)
+    facts = told if isinstance(told, dict) else {}
+    gate.say("loaded", seconds=seconds, written=written, elements=elements, **facts)
     gate.wait()
     wrong = differences(case, model, out) if saver.is_readable else []
     dist.barrier()
@@ -178,10 +281,7 @@ def trained(case: Case, saver: Saver, *, is_ours: bool) -> tuple[nn.Module, Opti
         optimizer = modicum.torch.AdamW(model.named_parameters())
     else:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 1e-3)
-    optimizer.step()
-    optimizer.zero_grad()
+    step(model, optimizer)
     gc.collect()
     return model, optimizer
 

@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 from saving_rank import STEPS_AFTER, made, steps, whole
 from sharding import Cut
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -25,6 +26,18 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
         "optim": get_optimizer_state_dict(model, optimizer),
         "epoch": 3,
         "seen": {"tokens": 1.5, "names": ["a", "b"]},
+    }
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def flat_state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    """As torchtitan's: tensors at the top, and bytes under a key of each rank."""
+    return get_model_state_dict(model) | {
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
+        "dataloader": {f"dp_rank_{dist.get_rank()}": b"\0 of %d" % dist.get_rank(), "world": 2},
+        "train_state": {"step": 2},
     }
 
 
@@ -66,6 +79,30 @@ def dcp_loads(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[
     return {"before": before, "end": whole(model, stepping), "values": values}
 
 
+def dcp_saves_flat(directory: str, root: str, cut: Cut) -> dict[str, Any]:
+    model, stepping = trained(directory, cut)
+    dcp.save(flat_state_of(model, stepping), storage_writer=Writer(root, step=2))
+    saved = whole(model, stepping)
+    steps(model, stepping, cut, range(2, 2 + STEPS_AFTER))
+    return {"saved": saved, "end": whole(model, stepping)}
+
+
+def dcp_loads_flat(directory: str, root: str, cut: Cut) -> dict[str, Any]:
+    model, stepping = trained(directory, cut)
+    steps(model, stepping, cut, range(7, 9))
+    stepping.param_groups[0]["lr"] = 1.0
+    state = flat_state_of(model, stepping)
+    state["dataloader"] = dict.fromkeys(state["dataloader"], b"")
+    state["train_state"] = {"step": 0}
+    dcp.load(state, storage_reader=Reader(root))
+    loader, told = state.pop("dataloader"), state.pop("train_state")
+    set_optimizer_state_dict(model, stepping, state.pop("optimizer"), options=FLAT)
+    set_model_state_dict(model, state)
+    before = whole(model, stepping)
+    steps(model, stepping, cut, range(2, 2 + STEPS_AFTER))
+    return {"before": before, "end": whole(model, stepping), "loader": loader, "step": told["step"]}
+
+
 def dcp_resumes(directory: str, root: str, cut: Cut) -> dict[str, Any]:
     """`modicum.torch.resume` of a step that DCP has saved."""
     model, stepping = trained(directory, cut)
@@ -93,6 +130,8 @@ def dcp_fails(directory: str, root: str, cut: Cut, how: str) -> str:
         state["rng"] = {"state": object()}
     if how == "models":
         state["ema"] = dict(state["model"])
+    if how == "ranks":
+        state["epoch"] = dist.get_rank()
     if how == "adamw":
         stepping = modicum.torch.AdamW(model.named_parameters(), lr=1e-2)
     try:
@@ -108,5 +147,5 @@ def dcp_fails(directory: str, root: str, cut: Cut, how: str) -> str:
 
 ACTS = {
     "dcp_saves": dcp_saves, "dcp_loads": dcp_loads, "dcp_resumes": dcp_resumes,
-    "dcp_fails": dcp_fails,
+    "dcp_fails": dcp_fails, "dcp_saves_flat": dcp_saves_flat, "dcp_loads_flat": dcp_loads_flat,
 }  # fmt: skip

@@ -3,6 +3,8 @@
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import accelerate_rank
@@ -17,6 +19,51 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import modicum.torch
 
 STEPS = 2
+
+
+class TitanModel:
+    """torchtitan's ModelWrapper of one part."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.model.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state, strict=False)
+
+
+class TitanManager:
+    """Calls the hooks of torchtitan 0.3.0's CheckpointManager as that does."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        folder: str = "checkpoint"
+        last_save_in_hf: bool = False
+
+    def __init__(self, config: Config, states: dict[str, Any], sd_adapter: Any) -> None:
+        self.folder, self.last_save_in_hf = config.folder, config.last_save_in_hf
+        self.states = states | {"model": TitanModel(states["model"])}
+        self.sd_adapter = sd_adapter
+
+    def save(self, step: int, last_step: bool = False) -> None:
+        checkpoint_id, model = f"{self.folder}/step-{step}", self.states["model"].state_dict()
+        if last_step:
+            self.dcp_save(model, checkpoint_id=checkpoint_id, async_mode="disabled",
+                          enable_garbage_collection=True, to_hf=self.last_save_in_hf)  # fmt: skip
+            return
+        others = {key: of for key, of in self.states.items() if key != "model"}
+        self.dcp_save(others | model, checkpoint_id=checkpoint_id, async_mode="disabled",
+                      enable_garbage_collection=True)  # fmt: skip
+
+    def load(self, step: int = -1) -> int:
+        found = self._find_load_step() if step == -1 else step
+        others = {key: of for key, of in self.states.items() if key != "model"}
+        states = others | self.states["model"].state_dict()
+        checkpoint_id = f"{self.folder}/step-{found}"
+        self.dcp_load(states, checkpoint_id=checkpoint_id, from_hf=False, from_quantized=False)
+        return found
 
 
 def page_block(text: str, directory: str, folder: str, family: str = "") -> dict[str, Any]:
@@ -36,8 +83,11 @@ def page_block(text: str, directory: str, folder: str, family: str = "") -> dict
     names: dict[str, Any] = {
         "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
         "Trainer": transformers.Trainer,
+        "CheckpointManager": TitanManager,
+        "Path": Path,
         "StateDictAdapter": object,
         "config": config,
+        "dataclass": dataclass,
         "fully_shard": fully_shard,
         "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
         "modicum": modicum,

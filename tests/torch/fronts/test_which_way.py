@@ -100,6 +100,83 @@ assert len(got) > 10 and all(torch.equal(got[name], stored[name]) for name in st
     ask(two, "torchtitan", blocks["torchtitan"] + read, directory, tmp_path)
 
 
+TITAN = """
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict)
+from torch.distributed.tensor import distribute_tensor, Shard
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(6, 5, bias=False), torch.nn.Linear(5, 3)
+
+class Optimizers:  # a Stateful
+    def state_dict(self):
+        return get_optimizer_state_dict(model, optimizer, options=FLAT)
+    def load_state_dict(self, state):
+        set_optimizer_state_dict(model, optimizer, state, options=FLAT)
+
+class Loader:
+    at = b"0"
+    def state_dict(self):
+        return {f"dp_rank_{torch.distributed.get_rank()}": self.at, "world_size": 2}
+    def load_state_dict(self, state):
+        self.at = state[f"dp_rank_{torch.distributed.get_rank()}"]
+
+class Names(Adapter):
+    def to_hf(self, state):
+        return {f"model.{name}": tensor for name, tensor in state.items()}
+
+torch.manual_seed(1)
+model = Model()
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+for parameter in model.parameters():
+    parameter.grad = torch.ones_like(parameter)
+optimizer.step()
+loader, config = Loader(), Checkpoints.Config(folder=FOLDER, last_save_in_hf=True)
+states = {"model": model, "optimizer": Optimizers(), "dataloader": loader}
+manager = Checkpoints(config, states, Names())
+loader.at = b"%d" % torch.distributed.get_rank()
+manager.save(3)
+
+def held():
+    moments = [optimizer.state[of]["exp_avg"] for of in model.parameters()]
+    return [of.full_tensor().clone() for of in [*model.parameters(), *moments]]
+
+before = held()
+optimizer.step()
+loader.at = b"lost"
+assert manager.load() == 3
+assert loader.at == b"%d" % torch.distributed.get_rank()
+assert all(torch.equal(one, other) for one, other in zip(held(), before))
+manager.save(4, last_step=True)
+from safetensors.torch import load_file
+stored = load_file(FOLDER + "/step-4/model.safetensors")
+assert {name: tensor.tolist() for name, tensor in stored.items()} == {
+    f"model.{name}": of.full_tensor().tolist() for name, of in model.named_parameters()}
+try:
+    manager.dcp_save({}, f"{FOLDER}/step-5", async_mode="async")
+except ValueError as error:
+    assert "async_mode" in str(error)
+else:
+    raise AssertionError("async_mode was accepted")
+del model  # of this test
+"""
+
+
+def test_torchtitans_manager_saves_steps(
+    two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path
+) -> None:
+    script = TITAN.replace("FOLDER", repr(str(tmp_path / "titan")))
+    for answer in ask(two, "torchtitan", blocks["torchtitan"] + script, directory, tmp_path):
+        assert answer["files"] == ["titan"]
+    assert (tmp_path / "titan/step-3/COMMIT").is_file()
+    assert not [*(tmp_path / "titan").glob("step-*/sharded")]
+
+
 def test_by_hand(two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path) -> None:
     for answer in ask(two, "By hand", blocks["By hand"], directory, tmp_path):
         assert len(answer["losses"]) == 2 and answer["losses"][1] != answer["losses"][0]

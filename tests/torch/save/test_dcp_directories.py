@@ -11,8 +11,7 @@ import json
 import os
 import pickle
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402  (after torch is known to be there)
+from audit import mutated, nothing_happens  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from sharding import playing_new_rank  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
@@ -246,65 +246,23 @@ def test_two_models_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "steps").exists()
 
 
-LISTENING: list[str] = []
-EVENTS = {"exec", "compile", "import", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen",
-          "pickle.find_class", "open", "socket.connect", "ctypes.dlopen"}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def heard() -> Iterator[list[str]]:
-    """The audit events while something is in the list."""
-
-    def hook(event: str, arguments: Any) -> None:
-        if LISTENING and event in EVENTS:
-            LISTENING.append(event)
-
-    sys.addaudithook(hook)
-    yield LISTENING
-    LISTENING.clear()
-
-
-def mutated(data: bytes, chance: random.Random) -> bytes:
-    made = bytearray(data)
-    for _ in range(chance.choice((1, 1, 2, 4))):
-        at = chance.randrange(len(made) - 9)
-        kind = chance.randrange(5)
-        if kind == 0:
-            made[at] ^= 1 << chance.randrange(8)
-        elif kind == 1:
-            made[at] = chance.randrange(256)
-        elif kind == 2:
-            del made[at : at + chance.randrange(1, 9)]
-        elif kind == 3:
-            made[at:at] = made[at + 4 : at + chance.randrange(5, 9)]
-        else:
-            made[at:at] = chance.choice(
-                (b"cos\nsystem\n", b"\x8c\x02os\x8c\x06system\x93", b"(S'x'\ntR")
-            )
-    return bytes(made)
-
-
-def read_mutated(directory: Path, count: int, heard: list[str]) -> None:
+def read_mutated(directory: Path, count: int) -> None:
     data, chance, refused = (directory / ".metadata").read_bytes(), random.Random(count), 0
     for number in range(count):
         one = mutated(data, chance)
-        heard.append("listening")
-        try:
-            directory_of(one, directory)
-        except Error as error:
-            refused += 1
-            assert error.category == "FORMAT.PICKLE", number
-        assert heard == ["listening"], (number, heard)
-        heard.clear()
+        with nothing_happens(number):
+            try:
+                directory_of(one, directory)
+            except Error as error:
+                refused += 1
+                assert error.category == "FORMAT.PICKLE", number
     assert refused > count // 2
 
 
-def test_mutated_metadata_executes_nothing(directory: Path, heard: list[str]) -> None:
-    read_mutated(directory, 1500, heard)
+def test_mutated_metadata_executes_nothing(directory: Path) -> None:
+    read_mutated(directory, 1500)
 
 
 @pytest.mark.soak
-def test_a_hundred_thousand_mutated_metadata_execute_nothing(
-    directory: Path, heard: list[str]
-) -> None:
-    read_mutated(directory, 100_000, heard)
+def test_a_hundred_thousand_mutated_metadata_execute_nothing(directory: Path) -> None:
+    read_mutated(directory, 100_000)

@@ -4,7 +4,8 @@ model of transformers, and comes back bit for bit in any world.
 House test against the training that went on, and `from_pretrained`. It catches these mutations: a
 state of other parameters; numbers and groups that are lost; tensors of the state under the model's
 keys; a failed save that leaves its files; a step that is visible before DCP's ranks have all
-written; an optimizer whose class is not recorded; `async_save` that copies the state first.
+written; an optimizer whose class is not recorded; `async_save` that copies the state first; values
+of other ranks that are lost.
 """
 
 import subprocess
@@ -102,12 +103,24 @@ def test_without_a_model_names_are_those_of_the_state_dict(
         assert answer["before"] == saved["saved"] and answer["end"] == saved["end"]
 
 
+def test_a_flattened_state_of_torchtitan(
+    worlds: dict[int, Ranks], model: str, tmp_path: Path
+) -> None:
+    how = {"directory": model, "root": str(tmp_path / "steps"), "cut": TWO}
+    saved = worlds[2].ask("dcp_saves_flat", **how)[0]
+    for rank, answer in enumerate(worlds[2].ask("dcp_loads_flat", **how)):
+        assert answer["before"] == saved["saved"] and answer["end"] == saved["end"]
+        assert answer["loader"] == {f"dp_rank_{rank}": b"\0 of %d" % rank, "world": 2}
+        assert answer["step"] == 2
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
         ("disk", "no disk here"),
         ("async", "UNSUPPORTED: async_save copies the whole state"),
         ("value", "a step has no place for this value"),
+        ("ranks", "rank 1 has another value than the ranks before it (tensor epoch)"),
         ("models", "a step has the tensors of one model"),
         ("adamw", "lacks the planes of modicum.torch.AdamW"),
     ],

@@ -347,8 +347,10 @@ class Reader(_PathReader):
         for fqn, own in numbers.items():
             self._values |= {key_of(f"{fqn}.{key}"): _number(value) for key, value in own.items()}
         for index, group in enumerate(made_value(facts["param_groups"])):
-            for option, value in group.items():
-                self._values[flat_key((*at, "param_groups", index, option))] = value
+            names = group.pop("params") if facts.get("flat") else [index]
+            for name in names:
+                for option, value in group.items():
+                    self._values[flat_key((*at, "param_groups", name, option))] = value
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """One chunk per tensor: the whole tensor."""

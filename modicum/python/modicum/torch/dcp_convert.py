@@ -2,9 +2,6 @@
 
 import json
 import os
-import struct
-import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +10,16 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.recipes.nodes import caller
-from modicum.torch.loading.goal import Goal, memory_before
-from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.archives import number_of
 from modicum.torch.saving.directories import Directory, Place
-from modicum.torch.saving.planning import Ask, Parts, planned_of
+from modicum.torch.saving.planning import Ask, Parts
 from modicum.torch.saving.report import Saved
-from modicum.torch.saving.running import run
-from modicum.torch.saving.weights import Form, Writing
-from modicum.torch.saving.writing import Flight, StateWriting, TensorsWriting
-from modicum.torch.shards.placements import Sharding, layout_of
+from modicum.torch.saving.streams import goal_of_tensors, save_streams, streamed
+from modicum.torch.saving.weights import Form
+from modicum.torch.saving.writing import StateWriting, TensorsWriting
 
 Size = int | str
 Source = str | os.PathLike[str]
-
-_NUMBERS = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}
 
 
 def convert(
@@ -65,21 +57,17 @@ def convert(
     opened = Directory.open(Path(directory))
     model, state = _parts_of(opened)
     form = Form(dtype, "drop", shard_size, staging, adapters=False)
-    flight = Flight()
-    try:
-        ranks = Ranks(0, 1)
-        goal = _goal(opened, model, source)
-        writing = _stream(opened, model, goal.recipe, form)
-        ask = Ask(root=Path(root), step=step, keep=None, form=form, budget=budget, extra=None,
-                  ledger=ledger or _modicum.Ledger(), per_rank=None)  # fmt: skip
-        saved_state = _state_of(opened, state, optimizer, form)
-        planned = planned_of(ask, goal, Parts(writing, saved_state, []), ranks)
-        report = run(planned, ranks, flight)
-    finally:
-        flight.end()
-    for warning in report.warnings:
-        warnings.warn(f"modicum: {warning}", stacklevel=2)
-    return replace(report, left_out=sorted(opened.others))
+    ask = Ask(root=Path(root), step=step, keep=None, form=form, budget=budget, extra=None,
+              ledger=ledger or _modicum.Ledger(), per_rank=None)  # fmt: skip
+    tensors = {n: (opened.tensors[k].dtype, opened.tensors[k].shape) for n, k in model.items()}
+    goal = goal_of_tensors(tensors, {}, source)
+
+    def read(name: str, first: int, view: memoryview) -> None:
+        opened.read(model[name], first, view)
+
+    writing = streamed(goal.recipe, form, read)
+    parts = Parts(writing, _state_of(opened, state, optimizer, form), [])
+    return replace(save_streams(ask, goal, parts), left_out=sorted(opened.others))
 
 
 def _parts_of(opened: Directory) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
@@ -97,41 +85,8 @@ def _parts_of(opened: Directory) -> tuple[dict[str, str], dict[tuple[str, str], 
     return named, {(str(p[-2]), str(p[-1])): key for key, p in state.items()}
 
 
-def _goal(opened: Directory, model: Mapping[str, str], source: Source | None) -> Goal:
-    of = {name: opened.tensors[key] for name, key in model.items()}
-    targets = {name: caller(tensor.dtype, [*tensor.shape]) for name, tensor in of.items()}
-    checkpoint = _modicum.open_checkpoint(source)
-    text = json.dumps({"targets": targets, "unused": sorted(checkpoint.stored)})
-    recipe = _modicum.make_recipe(checkpoint, text)
-    return Goal(checkpoint, recipe, [memory_before()], [], text=text)
-
-
-def _stream(
-    opened: Directory, keys: Mapping[str, str], recipe: _modicum.Recipe, form: Form
-) -> Writing:
-    names = [target["name"] for target in recipe.targets]
-    whole = Sharding((1,), ())
-    loaded = _modicum.make_plan(
-        recipe,
-        layout_of(recipe, [whole] * len(names), 1),
-        destinations=["copy"] * len(names),
-        staging=form.staging,
-    )
-    plan = _modicum.make_save_plan(
-        loaded,
-        dtype=None if form.dtype is None else str(form.dtype).removeprefix("torch."),
-        copies_unused=False,
-        shard_size=form.shard_size,
-    )
-
-    def fetch(target: int, at: int, view: memoryview) -> None:
-        opened.read(keys[names[target]], at, view)
-
-    return Writing(plan, recipe, [], fetch)
-
-
 def _state_of(
-    opened: Directory, state: Mapping[tuple[str, str], str], optimizer: str | None, form: Form
+    opened: Directory, state: dict[tuple[str, str], str], optimizer: str | None, form: Form
 ) -> StateWriting | None:
     if not state:
         return None
@@ -144,21 +99,23 @@ def _state_of(
             keys[f"{fqn}.{name}"] = key
         else:
             own[name] = [of.dtype, _number(opened, key), []]
-    targets = {
-        n: caller(opened.tensors[k].dtype, [*opened.tensors[k].shape]) for n, k in keys.items()
-    }
-    nothing = _modicum.open_checkpoint(None)
-    recipe = _modicum.make_recipe(nothing, json.dumps({"targets": targets, "unused": []}))
+    tensors = {n: (opened.tensors[k].dtype, opened.tensors[k].shape) for n, k in keys.items()}
+    recipe = goal_of_tensors(tensors, {}, None).recipe
+
+    def read(name: str, first: int, view: memoryview) -> None:
+        opened.read(keys[name], first, view)
+
+    writing = streamed(recipe, Form(staging=form.staging), read)
     kind = "torch" if optimizer is None else f"torch.{optimizer}"
-    facts = json.dumps({"optimizer": kind, "numbers": numbers})
-    return TensorsWriting(_stream(opened, keys, recipe, Form(staging=form.staging)), facts)
+    return TensorsWriting(writing, json.dumps({"optimizer": kind, "numbers": numbers}))
 
 
 def _number(opened: Directory, key: str) -> float | int:
     of = opened.tensors[key]
-    if of.dtype not in _NUMBERS:
-        raise refusal("UNSUPPORTED", "state of an optimizer", tensor=key, got=of.dtype)
     data = bytearray(of.item_bytes)
     opened.read(key, 0, memoryview(data))
-    number: float | int = struct.unpack(f"<{_NUMBERS[of.dtype]}", data)[0]
-    return number
+    try:
+        return number_of(of.dtype, data)
+    except ValueError:
+        what = "state of an optimizer"
+        raise refusal("UNSUPPORTED", what, tensor=key, got=of.dtype) from None

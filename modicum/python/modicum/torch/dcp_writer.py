@@ -31,6 +31,7 @@ from modicum.torch.saving.state_dicts import (
     nested,
     split,
     told,
+    with_values_of_all,
     writing_of_named,
 )
 from modicum.torch.saving.tensor_state import writing_of_entries
@@ -49,8 +50,9 @@ class Writer(StorageWriter, AsyncStager):
     Hugging Face files, in which each rank writes its own elements; nothing is consolidated
     afterwards. The state dict has the tensors of one model, under one key or at its top, and may
     have the state of one optimizer, as `get_state_dict` and `get_optimizer_state_dict` return it,
-    and JSON values. The step is visible, as `root/step-N`, once all ranks have written. It is read
-    by `Reader`, and by `modicum.torch.resume`.
+    flattened or not, and JSON values and bytes, some of them under keys that only one rank has. The
+    step is visible, as `root/step-N`, once all ranks have written. It is read by `Reader`, and by
+    `modicum.torch.resume`.
 
     All ranks of the default process group take part, with rank 0 as the coordinator. A writer saves
     one step; `reset` with another `checkpoint_id` begins the next. `async_save` is refused: it
@@ -146,7 +148,8 @@ class Writer(StorageWriter, AsyncStager):
         describe strided shards. On failure every rank raises, and the files are removed."""
         try:
             with Ranks.of_world().together() as ranks:
-                self._write(split(_state_of(planner)), ranks)
+                parts = with_values_of_all(split(_state_of(planner)), ranks)
+                self._write(parts, ranks)
         except BaseException:
             self._flight.end()
             raise

@@ -1,4 +1,5 @@
-"""DeepSpeed under transformers' Trainer. Imports transformers, but not DeepSpeed.
+"""DeepSpeed under transformers' Trainer, and DeepSpeed's checkpoints. Imports transformers, but not
+DeepSpeed.
 
 from modicum.torch.deepspeed import ProtectCallback
 
@@ -13,6 +14,7 @@ from transformers import TrainerCallback
 
 from modicum.errors import refusal
 from modicum.torch.optim.protection import Protection, protect
+from modicum.torch.zero_convert import convert as convert
 
 
 class ProtectCallback(TrainerCallback):

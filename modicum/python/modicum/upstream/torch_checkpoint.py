@@ -3,6 +3,7 @@
 METADATA = "torch.distributed.checkpoint.metadata"
 STORAGE_INFO = "torch.distributed.checkpoint.filesystem _StorageInfo"
 REBUILD_TENSOR = "torch._utils _rebuild_tensor_v2"
+ORDERED_DICT = "collections OrderedDict"
 LAYOUT = "torch.serialization _get_layout"
 MEMORY_FORMAT = f"{METADATA} _MEM_FORMAT_ENCODING"
 
@@ -16,7 +17,7 @@ PICKLED = frozenset(
             )
         ),
         MEMORY_FORMAT, STORAGE_INFO, REBUILD_TENSOR, LAYOUT,
-        "torch Size", "collections OrderedDict",
+        "torch Size", ORDERED_DICT,
         "pathlib PosixPath", "pathlib._local PosixPath",
     )
 )  # fmt: skip

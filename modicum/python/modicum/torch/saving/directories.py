@@ -7,10 +7,6 @@ boxes, each in a zip archive of torch.save's, one after the other in files.
 Only tensors are read, element by element as they are asked for. Every pickle is read as data.
 """
 
-import io
-import os
-import struct
-import zipfile
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,23 +14,18 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from modicum.torch.saving.pickles import DTYPES, Global, Made, Pairs, Stored, malformed, read_pickle
-from modicum.upstream.torch_checkpoint import METADATA, REBUILD_TENSOR, STORAGE_INFO, STORAGES
+from modicum.torch.saving.archives import (
+    ITEM_BYTES,
+    Archive,
+    Line,
+    Shape,
+    is_shape,
+    is_size,
+)
+from modicum.torch.saving.pickles import DTYPES, Global, Made, Pairs, malformed, read_pickle
+from modicum.upstream.torch_checkpoint import METADATA, STORAGE_INFO
 
 FILE = ".metadata"
-_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
-    "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
-_MOST_ELEMENTS = 1 << 60
-_MOST_HEAD_BYTES = 1 << 20
-_ZIP_ERRORS = (
-    zipfile.BadZipFile, KeyError, ValueError, IndexError, OverflowError, EOFError, RuntimeError,
-    struct.error,
-)  # fmt: skip
-"""What zipfile raises for damaged archives. NotImplementedError is a RuntimeError."""
-
-Shape = tuple[int, ...]
 Place = tuple[str | int, ...]
 
 
@@ -58,7 +49,7 @@ class DirectoryTensor:
 
     @property
     def item_bytes(self) -> int:
-        return _BYTES[self.dtype]
+        return ITEM_BYTES[self.dtype]
 
 
 @dataclass
@@ -71,7 +62,7 @@ class Directory:
     """Keys of values that are no tensors: pickles of any kind, which are not read."""
     places: dict[str, Place] = field(default_factory=dict)
     """Of a key in the state dict before it was flattened, where that is known."""
-    _begins: dict[Box, int] = field(default_factory=dict)
+    _lines: dict[Box, Line] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> "Directory":
@@ -97,86 +88,27 @@ class Directory:
             begin = runs.begin(run)
             a, b = max(begin, first), min(begin + runs.numel, end)
             if a < b:
-                at = (run * runs.numel + a - begin) * size
-                self._read_bytes(of, box, at, view[(a - first) * size : (b - first) * size])
+                at = run * runs.numel + a - begin
+                self._line(of, box).read(at, view[(a - first) * size : (b - first) * size])
                 read += b - a
             run += 1
         return read
 
-    def _read_bytes(self, of: DirectoryTensor, box: Box, at: int, into: memoryview) -> None:
-        if box not in self._begins:
-            self._begins[box] = self._begin_of(of, box)
-        file = os.open(self.path / box.file, os.O_RDONLY)
-        try:
-            begin, done = self._begins[box] + at, 0
-            while done < len(into):
-                got = os.preadv(file, [into[done:]], begin + done)
-                if got == 0:
-                    malformed("the file is cut short", box.file)
-                done += got
-        finally:
-            os.close(file)
-
-    def _begin_of(self, of: DirectoryTensor, box: Box) -> int:
-        """Where the elements of a box begin in its file."""
-        with (self.path / box.file).open("rb") as file:
-            part = _Part(file, box.begin, box.length)
+    def _line(self, of: DirectoryTensor, box: Box) -> Line:
+        """The elements of a box in its file, which must be those of a tensor like it."""
+        if box not in self._lines:
+            archive = Archive.open(self.path / box.file, box.begin, box.length)
+            value = archive.value()
             try:
-                archive = zipfile.ZipFile(part)
-                infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-                head, data = infos["data.pkl"], infos["data/0"]
-                for info in (head, data):
-                    if info.compress_type != zipfile.ZIP_STORED:
-                        raise ValueError("it is compressed")
-                if head.file_size > _MOST_HEAD_BYTES:
-                    raise ValueError("its head is too large")
-                _require_tensor(read_pickle(archive.read(head), box.file), of, box)
-                if "byteorder" in infos and archive.read(infos["byteorder"]) != b"little":
-                    raise ValueError("it is of a big-endian machine")
-                if data.file_size < prod(box.sizes) * of.item_bytes:
-                    raise ValueError("it has too few bytes")
-                part.seek(data.header_offset)
-                local = part.read(30)
-                names = int.from_bytes(local[26:28], "little") + int.from_bytes(
-                    local[28:30], "little"
-                )
-                begin = data.header_offset + 30 + names
-                if len(local) != 30 or begin + data.file_size > box.length:
-                    raise ValueError("its elements are beyond its end")
-            except _ZIP_ERRORS as error:
-                if type(error).__module__.startswith("modicum"):
-                    raise
-                malformed(f"a box is no archive of torch.save: {error}", box.file)
-            return box.begin + begin
-
-
-class _Part(io.RawIOBase):
-    """A part of a file as a file."""
-
-    def __init__(self, file: Any, begin: int, length: int) -> None:
-        self._file, self._begin, self._length, self._at = file, begin, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = (0, self._at, self._length)[whence] + offset
-        if self._at < 0:
-            raise ValueError("a place before its begin")
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._length - self._at, 0)
-        self._file.seek(self._begin + self._at)
-        data: bytes = self._file.read(left if size < 0 else min(size, left))
-        self._at += len(data)
-        return data
+                line = archive.line(value)
+            except ValueError as error:
+                malformed(f"a box is no archive of a tensor: {error}", box.file)
+            if (line.dtype, line.shape) != (of.dtype, box.sizes):
+                expected, got = f"{of.dtype} {[*box.sizes]}", f"{line.dtype} {[*line.shape]}"
+                what = "a box holds another tensor"
+                malformed(what, box.file, expected=expected, got=got)
+            self._lines[box] = line
+        return self._lines[box]
 
 
 class _Runs:
@@ -203,24 +135,6 @@ class _Runs:
     def last_at_or_before(self, index: int) -> int:
         """The last run that begins there; 0 without one."""
         return max(bisect_right(range(self.count), index, key=self.begin) - 1, 0)
-
-
-def _require_tensor(made: Any, of: DirectoryTensor, box: Box) -> None:
-    """Refuses an archive of anything but the whole of a contiguous storage."""
-    args: Any = made.args if isinstance(made, Made) and made.kind == REBUILD_TENSOR else ()
-    if len(args) < 4 or not isinstance(args[0], Stored):
-        raise ValueError("it holds no plain tensor")
-    stored, offset, sizes, strides = args[:4]
-    kind = stored.id[1] if isinstance(stored.id, tuple) and len(stored.id) == 5 else None
-    name = kind.name.partition(" ")[2] if isinstance(kind, Global) else ""
-    expected, stride = [], 1
-    for size in reversed(box.sizes):
-        expected.append(stride)
-        stride *= size
-    is_whole = offset == 0 and sizes == box.sizes
-    is_plain = prod(box.sizes) <= 1 or strides == tuple(reversed(expected))
-    if STORAGES.get(name) != of.dtype or not is_whole or not is_plain:
-        raise ValueError(f"it holds another tensor than {of.dtype} {list(box.sizes)}")
 
 
 # ---- .metadata
@@ -263,10 +177,10 @@ def _pairs(value: Any, name: str) -> list[tuple[Any, Any]]:
 def _shape(value: Any, key: str) -> Shape:
     args = value.args if isinstance(value, Made) and value.kind == "torch Size" else None
     sizes: Any = args[0] if isinstance(args, tuple) and len(args) == 1 else None
-    is_shape = isinstance(sizes, tuple) and all(type(n) is int and n >= 0 for n in sizes)
-    if not is_shape or len(sizes) > 64 or prod(n or 1 for n in sizes) > _MOST_ELEMENTS:
+    if not is_shape(sizes):
         malformed("a shape is no list of sizes", FILE, tensor=key)
-    return tuple(sizes)
+    shape: Shape = sizes
+    return shape
 
 
 _Infos = Mapping[tuple[str, Shape | None], tuple[str, int, int]]
@@ -285,7 +199,7 @@ def _infos_of(value: Any) -> _Infos:
             malformed("a place has no name", FILE)
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             malformed("a file is named outside the directory", FILE, tensor=key, got=ascii(name))
-        if not all(type(n) is int and 0 <= n < _MOST_ELEMENTS for n in (begin, length)):
+        if not (is_size(begin) and is_size(length)):
             malformed("a place is no range of bytes", FILE, tensor=key)
         if info.member("transform_descriptors") not in (None, []):
             malformed("the file's bytes are transformed", FILE, tensor=key)
@@ -326,7 +240,7 @@ def _dtype_of(key: str, properties: Any) -> str:
     name = first.name.partition(" ")[2] if isinstance(first, Global) else ""
     if name not in DTYPES:
         malformed("a tensor has no dtype", FILE, tensor=key)
-    if name not in _BYTES:
+    if name not in ITEM_BYTES:
         malformed("a dtype that is not read from such a directory", FILE, tensor=key, got=name)
     return name
 

@@ -1,8 +1,9 @@
-"""The pickles of torch.distributed.checkpoint, read as data: nothing that they name is imported,
-and nothing is called. A name that torch does not write into such a file is refused.
+"""The pickles of torch.distributed.checkpoint and torch.save, read as data: nothing that they name
+is imported, and nothing is called. A name that is not written into such a file is refused.
 
 A class or a function is a `Global`; what would be an instance, or the result of a call, is a `Made`
-with the arguments; a dict is a list of pairs, so that no key is hashed or compared.
+with the arguments; a dict is a list of pairs, so that no key is hashed or compared while it is
+read.
 """
 
 import codecs
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 
 from modicum._modicum import exit_codes
 from modicum.errors import from_json
-from modicum.upstream.torch_checkpoint import PICKLED, STORAGES
+from modicum.upstream.torch_checkpoint import ORDERED_DICT, PICKLED, STORAGES
 
 DTYPES = frozenset((*STORAGES.values(), "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"))
 _MOST_BYTES = 1 << 31
@@ -37,15 +38,18 @@ class Made:
 
     def member(self, name: str) -> Any:
         """Of its state; None without it."""
-        pairs = self.state.items if isinstance(self.state, Pairs) else []
-        return next((value for key, value in reversed(pairs) if key == name), None)
+        return self.state.by_name().get(name) if isinstance(self.state, Pairs) else None
 
 
 @dataclass
 class Pairs:
-    """A dict."""
+    """A dict, ordered or not."""
 
     items: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def by_name(self) -> dict[str, Any]:
+        """The values of keys that are texts."""
+        return {key: value for key, value in self.items if isinstance(key, str)}
 
 
 @dataclass
@@ -55,11 +59,11 @@ class Stored:
     id: Any
 
 
-def malformed(what: str, file: str, **facts: str) -> NoReturn:
-    """`FormatError`, FORMAT.PICKLE."""
-    told = {"category": "FORMAT.PICKLE", "code": exit_codes()["FORMAT.PICKLE"], "file": file}
+def malformed(what: str, file: str, category: str = "FORMAT.PICKLE", **facts: str) -> NoReturn:
+    """An error of `category`."""
+    told = {"category": category, "code": exit_codes()[category], "file": file}
     text = ", ".join(f"{name} {value}" for name, value in ({"file": file} | facts).items())
-    message = f"FORMAT.PICKLE: {what} ({text})"
+    message = f"{category}: {what} ({text})"
     raise from_json(json.dumps({"error": told | facts | {"message": message}}))
 
 
@@ -67,13 +71,13 @@ class _Refused(Exception):
     """With the reason."""
 
 
-def read_pickle(data: bytes, file: str) -> Any:
-    """The value of a pickle. `FormatError`, naming `file`, for anything else, and for a pickle that
-    names what torch does not write."""
+def read_pickle(data: bytes, file: str, names: frozenset[str] = PICKLED) -> Any:
+    """The value of a pickle. `FormatError`, naming `file`, for anything else, and for a pickle with
+    another name than `names` and those of torch's dtypes and storages."""
     if len(data) > _MOST_BYTES:
         malformed("the file is larger than any that torch writes", file, got=f"{len(data)} bytes")
     try:
-        return _Stack().value_of(data)
+        return _Stack(names).value_of(data)
     except _Refused as refused:
         reason = str(refused)
     except (ValueError, IndexError, KeyError, TypeError, UnicodeError, OverflowError) as error:
@@ -92,7 +96,8 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
 class _Stack:
-    def __init__(self) -> None:
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
         self._values: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._by_name: dict[str, Callable[[Any], None]] = {
@@ -168,7 +173,7 @@ class _Stack:
     def _name(self, name: str) -> None:
         module, _, last = name.partition(" ")
         is_torch = module == "torch" and (last in DTYPES or last in STORAGES)
-        if name not in PICKLED and not is_torch:
+        if name not in self._names and not is_torch:
             raise _Refused(f"the pickle names {name.replace(' ', '.')!r}, and nothing is executed")
         self._push(Global(name))
 
@@ -176,10 +181,13 @@ class _Stack:
         kind, args = self._taken(2)
         if not isinstance(kind, Global) or not isinstance(args, tuple):
             raise _Refused("the pickle is damaged: a call of something else than a name")
-        self._push(Made(kind.name, args))
+        is_dict = kind.name == ORDERED_DICT and not args
+        self._push(Pairs() if is_dict else Made(kind.name, args))
 
     def _build(self) -> None:
         state, made = self._pop(), self._values[-1]
+        if isinstance(made, Pairs):
+            return  # attributes of an ordered dict, such as a state dict's versions
         if not isinstance(made, Made):
             raise _Refused("the pickle is damaged: a state of something else than an instance")
         made.state = state

@@ -7,12 +7,14 @@ state of an optimizer as get_optimizer_state_dict returns it, and values.
                "param_groups": [{"params": [...], "lr": 1e-3}]}} optimizer/groups.json
     {"epoch": 3}                                                 extra/extra.json
 
-A model's or an optimizer's state dict may also be the whole state dict, or lie deeper in it.
+A model's or an optimizer's state dict may also be the whole state dict, or lie deeper in it. An
+optimizer's may be flattened: `state.NAME.KEY` and `param_groups.NAME.OPTION`.
 """
 
+import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +52,8 @@ class Split:
     optim_at: Place
     values: dict[str, Any]
     """By key of the flat state dict, as `told_value` gives them."""
+    is_flat: bool = False
+    """Whether the optimizer's state dict was flattened."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -57,7 +61,7 @@ class Split:
         facts: dict[str, Any] = {"model": [*self.model_at], "values": self.values}
         if self.optim is not None:
             groups = told_value(self.optim["param_groups"])
-            facts |= {"optim": [*self.optim_at], "param_groups": groups}
+            facts |= {"optim": [*self.optim_at], "param_groups": groups, "flat": self.is_flat}
         return {KEY: facts}
 
 
@@ -86,7 +90,9 @@ def split(state: Mapping[str, Any]) -> Split:
         what = "a step has the state of one optimizer"
         raise refusal("UNSUPPORTED", what, got=", ".join(map(flat_key, optims)))
     at = optims[0] if optims else None
-    optim = None if at is None else _optimizer_of(_at(state, at), at)
+    given = {} if at is None else _at(state, at)
+    is_flat = at is not None and {"state", "param_groups"} != given.keys()
+    optim = None if at is None else _optimizer_of(_nested(given) if is_flat else given, at)
     rest = [of for of in found if at is None or of[0][: len(at)] != at]
     tensors = {place: value for place, value in rest if isinstance(value, torch.Tensor)}
     prefixes = {place[:-1] for place in tensors}
@@ -100,7 +106,19 @@ def split(state: Mapping[str, Any]) -> Split:
         if place not in tensors
     }
     model = {str(place[-1]): value for place, value in tensors.items()}
-    return Split(model, prefixes.pop(), optim, at or (), values)
+    return Split(model, prefixes.pop(), optim, at or (), values, is_flat)
+
+
+def with_values_of_all(split_: Split, ranks: Ranks) -> Split:
+    """With the values of all ranks: each may have keys of its own, as that of its data loader.
+    Collective. `UsageError` for a key of which ranks have different values."""
+    values: dict[str, Any] = {}
+    for rank, own in enumerate(ranks.gather(split_.values)):
+        for key, value in own.items():
+            if repr(values.setdefault(key, value)) != repr(value):  # NaN is NaN
+                what = f"rank {rank} has another value than the ranks before it"
+                raise refusal("MISMATCH", what, tensor=key)
+    return replace(split_, values=values)
 
 
 def _leaves(value: Any, at: Place) -> Iterator[tuple[Place, Any]]:
@@ -130,11 +148,21 @@ def _is_optimizer(value: Mapping[str, Any]) -> bool:
     )
 
 
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A flattened state dict as it was before, but for groups with the same options: they are
+    one."""
+    parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for key, value in flat.items():
+        part, _, rest = key.partition(".")
+        name, _, last = rest.rpartition(".")
+        parts[part].setdefault(name, {})[last] = value
+    groups: dict[str, dict[str, Any]] = {}
+    for name, options in parts["param_groups"].items():
+        groups.setdefault(repr(options), options | {"params": []})["params"].append(name)
+    return {"state": parts["state"], "param_groups": [*groups.values()]}
+
+
 def _optimizer_of(value: Mapping[str, Any], at: Place) -> dict[str, Any]:
-    if {"state", "param_groups"} != value.keys():
-        what = "the optimizer's state dict is flattened"
-        expected = "StateDictOptions(flatten_optimizer_state_dict=False)"
-        raise refusal("UNSUPPORTED", what, expected=expected, got=flat_key(at) or "state.*")
     groups = value["param_groups"]
     listed = [*groups.values()] if isinstance(groups, Mapping) else groups
     made = [{**group, "params": _listed(group["params"])} for group in listed]
@@ -160,11 +188,13 @@ def _json(value: Any, key: str) -> Any:
     return told
 
 
-_TUPLE = "__tuple__"
+_TUPLE, _BYTES = "__tuple__", "__bytes__"
 
 
 def told_value(value: Any) -> Any:
-    """A value of a state dict as JSON, in which tuples are marked."""
+    """A value of a state dict as JSON, in which tuples and bytes are marked."""
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
         return {key: told_value(of) for key, of in value.items()}
     if isinstance(value, tuple):
@@ -177,6 +207,8 @@ def made_value(told: Any) -> Any:
     if isinstance(told, dict):
         if told.keys() == {_TUPLE}:
             return tuple(made_value(of) for of in told[_TUPLE])
+        if told.keys() == {_BYTES}:
+            return base64.b64decode(told[_BYTES])
         return {key: made_value(of) for key, of in told.items()}
     return [made_value(of) for of in told] if isinstance(told, list) else told
 
@@ -229,11 +261,18 @@ class Named:
             name = canonical(fqn)
             parameter = self.parameter(name)
             parameter = self.tensors.get(name) if parameter is None else parameter
+            if parameter is None and self.model is None:
+                # A state dict may have parts of it, as of torchtitan's fused projections.
+                parameter = next(filter(_is_moment, entry.values()), None)
             if parameter is None:
                 what = "the optimizer has a parameter that the model lacks"
                 raise refusal("MISMATCH", what, tensor=fqn)
             entries.append((name, parameter, entry))
         return entries
+
+
+def _is_moment(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def goal_as_stored(tensors: Mapping[str, torch.Tensor], source: Any, ranks: Ranks) -> Goal:

@@ -1,0 +1,192 @@
+"""Zip archives of torch.save: their pickle, as bytes, and the places of their tensors' elements."""
+
+import io
+import os
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from modicum.torch.saving.pickles import Global, Made, Stored, malformed, read_pickle
+from modicum.upstream.torch_checkpoint import PICKLED, REBUILD_TENSOR, STORAGES
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
+    "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+_NUMBERS = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}
+_MOST_ELEMENTS = 1 << 60
+_MOST_DIMS = 64
+_MOST_PICKLE_BYTES = 1 << 28
+_LOCAL_HEADER_BYTES = 30
+_ZIP_ERRORS = (
+    zipfile.BadZipFile, KeyError, ValueError, IndexError, OverflowError, EOFError, RuntimeError,
+    struct.error,
+)  # fmt: skip
+"""What zipfile raises for damaged archives. NotImplementedError is a RuntimeError."""
+
+Shape = tuple[int, ...]
+
+
+def is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST_ELEMENTS
+
+
+def is_shape(value: Any) -> bool:
+    """Whether it is a tuple of sizes whose product can be a number of elements."""
+    if not isinstance(value, tuple) or len(value) > _MOST_DIMS or not all(map(is_size, value)):
+        return False
+    return prod(n or 1 for n in value) < _MOST_ELEMENTS
+
+
+@dataclass(frozen=True)
+class Line:
+    """The elements of a row-major tensor, one after the other in a file."""
+
+    path: Path
+    dtype: str
+    shape: Shape
+    begin: int
+    """The byte of the first element."""
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def read(self, first: int, into: memoryview) -> None:
+        """Fills `into` with the elements from `first` on. `FormatError` if the file is cut short,
+        OSError if it can't be read."""
+        file = os.open(self.path, os.O_RDONLY)
+        try:
+            begin, done = self.begin + first * self.item_bytes, 0
+            while done < len(into):
+                got = os.preadv(file, [into[done:]], begin + done)
+                if got == 0:
+                    malformed("the file is cut short", self.path.name)
+                done += got
+        finally:
+            os.close(file)
+
+
+def number_of(dtype: str, data: bytes | bytearray) -> float | int:
+    """Of one element. ValueError for a dtype without one."""
+    if dtype not in _NUMBERS:
+        raise ValueError(f"a number of dtype {dtype}")
+    number: float | int = struct.unpack(f"<{_NUMBERS[dtype]}", data)[0]
+    return number
+
+
+@dataclass(frozen=True)
+class Archive:
+    """What torch.save has written."""
+
+    path: Path
+    pickle: bytes
+    storages: Mapping[str, tuple[int, int]]
+    """By key, its first byte in the file and its bytes."""
+
+    @classmethod
+    def open(cls, path: Path, begin: int = 0, length: int | None = None) -> "Archive":
+        """Reads the directory and the pickle of an archive, which may be a part of a file.
+        `FormatError`, OSError."""
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size - begin if length is None else length
+            try:
+                return cls(path, *_opened(_Part(file, begin, size), begin, size))
+            except _ZIP_ERRORS as error:
+                malformed(f"it is no archive of torch.save: {error}", path.name)
+
+    def value(self, names: frozenset[str] = PICKLED) -> Any:
+        """As `read_pickle`."""
+        return read_pickle(self.pickle, self.path.name, names)
+
+    def line(self, made: Any) -> Line:
+        """The elements of a tensor in the pickle. ValueError for anything else, and for one that is
+        not row-major or not within its storage."""
+        args: Any = made.args if isinstance(made, Made) and made.kind == REBUILD_TENSOR else ()
+        if len(args) < 4 or not isinstance(args[0], Stored):
+            raise ValueError("it holds no plain tensor")
+        stored, offset, sizes, strides = args[:4]
+        is_known = isinstance(stored.id, tuple) and len(stored.id) == 5
+        kind, key = stored.id[1:3] if is_known else (None, None)
+        dtype = STORAGES.get(kind.name.partition(" ")[2]) if isinstance(kind, Global) else None
+        if dtype is None or not isinstance(key, str) or key not in self.storages:
+            raise ValueError("it holds a tensor of an unknown storage")
+        if not is_size(offset) or not is_shape(sizes) or not _is_row_major(sizes, strides):
+            raise ValueError(f"it holds a tensor that is not row-major, of {dtype}")
+        begin, nbytes = self.storages[key]
+        if (offset + prod(sizes)) * ITEM_BYTES[dtype] > nbytes:
+            raise ValueError("it holds a tensor that is longer than its storage")
+        return Line(self.path, dtype, sizes, begin + offset * ITEM_BYTES[dtype])
+
+
+def _is_row_major(sizes: Shape, strides: Any) -> bool:
+    if not isinstance(strides, tuple) or len(strides) != len(sizes):
+        return False
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return prod(sizes) == 0
+        expected *= size
+    return True
+
+
+def _opened(part: "_Part", begin: int, size: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The pickle, and the storages. One of _ZIP_ERRORS."""
+    archive = zipfile.ZipFile(part)
+    infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    head = infos["data.pkl"]
+    if head.compress_type != zipfile.ZIP_STORED or head.file_size > _MOST_PICKLE_BYTES:
+        raise ValueError("its pickle is compressed or too large")
+    if "byteorder" in infos and archive.read(infos["byteorder"]) != b"little":
+        raise ValueError("it is of a big-endian machine")
+    storages = {}
+    for name, info in infos.items():
+        if not name.startswith("data/"):
+            continue
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("it is compressed")
+        part.seek(info.header_offset)
+        local = part.read(_LOCAL_HEADER_BYTES)
+        # After it the file's name, and more: their lengths are its last two numbers.
+        at = info.header_offset + len(local) + sum(struct.unpack("<HH", local[-4:]))
+        if len(local) != _LOCAL_HEADER_BYTES or at + info.file_size > size:
+            raise ValueError("its elements are beyond its end")
+        storages[name.removeprefix("data/")] = begin + at, info.file_size
+    return archive.read(head), storages
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: Any, begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = (0, self._at, self._length)[whence] + offset
+        if self._at < 0:
+            raise ValueError("a place before its begin")
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._length - self._at, 0)
+        self._file.seek(self._begin + self._at)
+        data: bytes = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data

@@ -1,0 +1,81 @@
+"""A step of tensors that are in no rank's memory: one process reads their elements as they are
+written."""
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from modicum import _modicum
+from modicum.recipes.dtypes import FLOATS, dtype_name
+from modicum.recipes.nodes import Node, caller
+from modicum.torch.loading.goal import Goal, memory_before
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.planning import Ask, Parts, planned_of
+from modicum.torch.saving.report import Saved
+from modicum.torch.saving.running import run
+from modicum.torch.saving.weights import Form, Writing
+from modicum.torch.saving.writing import Flight
+from modicum.torch.shards.placements import Sharding, layout_of
+
+Source = str | Path | None
+Read = Callable[[str, int, memoryview], None]
+"""Of a tensor by name, from an element on, fills a view with elements."""
+
+
+def goal_of_tensors(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], ties: Mapping[str, str], source: Source
+) -> Goal:
+    """Files with tensors of these names, dtypes and shapes.
+
+    Args:
+        ties: further names of tensors, which get no bytes.
+        source: a checkpoint of the same model, whose files and companions the step gets.
+    """
+    checkpoint = _modicum.open_checkpoint(source)
+    stored = checkpoint.stored
+
+    def node(name: str, dtype: str, shape: tuple[int, ...]) -> Node:
+        has, of = stored.get(name, ("", ()))
+        is_castable = dtype in FLOATS and has in FLOATS
+        if (*of,) != shape or not (is_castable or has == dtype):
+            return caller(dtype, [*shape])
+        cast = {"dtype": dtype} if has != dtype else {}
+        return {"op": "stored", "name": name, **cast}
+
+    targets = {name: node(name, *of) for name, of in tensors.items()}
+    used = {of["name"] for of in targets.values() if of["op"] == "stored"}
+    targets |= {name: {"op": "alias", "of": of} for name, of in ties.items()}
+    text = json.dumps({"targets": targets, "unused": sorted(stored.keys() - used)})
+    recipe = _modicum.make_recipe(checkpoint, text)
+    return Goal(checkpoint, recipe, [memory_before()], [], text=text)
+
+
+def streamed(recipe: _modicum.Recipe, form: Form, read: Read) -> Writing:
+    """The targets of a recipe, whose elements `read` brings. On any thread."""
+    names = [target["name"] for target in recipe.targets]
+    loaded = _modicum.make_plan(
+        recipe,
+        layout_of(recipe, [Sharding((1,), ())] * len(names), 1),
+        destinations=["copy"] * len(names),
+        staging=form.staging,
+    )
+    plan = _modicum.make_save_plan(
+        loaded,
+        dtype=None if form.dtype is None else dtype_name(form.dtype),
+        copies_unused=form.unused == "copy",
+        shard_size=form.shard_size,
+    )
+    return Writing(plan, recipe, [], lambda target, at, view: read(names[target], at, view))
+
+
+def save_streams(ask: Ask, goal: Goal, parts: Parts) -> Saved:
+    """Writes the parts as a step, in this process alone. BudgetError, IoError."""
+    flight, ranks = Flight(), Ranks(0, 1)
+    try:
+        report = run(planned_of(ask, goal, parts, ranks), ranks, flight)
+    finally:
+        flight.end()
+    for warning in report.warnings:
+        warnings.warn(f"modicum: {warning}", stacklevel=4)
+    return report

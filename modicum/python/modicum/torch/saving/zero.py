@@ -1,0 +1,333 @@
+"""A checkpoint directory of DeepSpeed's ZeRO, stages 1 to 3, of one tensor-parallel rank:
+
+    DIR/latest                                  the name of the newest step's folder
+    DIR/global_step8/mp_rank_00_model_states.pt shapes, buffers, frozen parameters; of ZeRO-3:
+                     zero_pp_rank_R_mp_rank_00_model_states.pt, with rank R's part of the frozen
+    DIR/global_step8/bf16_zero_pp_rank_R_mp_rank_00_optim_states.pt
+                                                rank R's part of masters and moments
+
+In stages 1 and 2 the parameters of a group follow one another in a flat vector, which the ranks cut
+in pieces. In stage 3 each parameter is cut in equal pieces, the last of them padded, and the pieces
+of a rank follow one another, in one flat vector per sub-group.
+
+Only elements that are asked for are read. Every pickle is read as data.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from modicum.torch.saving.archives import Archive, Line, Shape
+from modicum.torch.saving.pickles import malformed
+from modicum.torch.saving.zero_files import (
+    MASTER,
+    Flat,
+    Rank,
+    Table,
+    missing,
+    other_step,
+    unsupported,
+)
+from modicum.upstream.deepspeed_checkpoint import (
+    EXPERT_FILE,
+    LATEST,
+    MODEL_FILE,
+    MODEL_KEYS,
+    OPTIMIZER_FILE,
+)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor in pieces, whose order is that of `lines`."""
+
+    lines: Sequence[Line]
+    begins: Sequence[int]
+    """Of each piece, ascending, and the end of the last."""
+    at: int
+    """The tensor's first element, counted as `begins` are."""
+    base: int
+    """The first element of the tensor's piece in each line."""
+
+    def read(self, first: int, view: memoryview) -> None:
+        """Fills `view` with the elements from `first` on."""
+        size = self.lines[0].item_bytes
+        begin, end = self.at + first, self.at + first + len(view) // size
+        at = begin
+        while at < end:
+            piece = bisect_right(self.begins, at) - 1
+            stop = min(end, self.begins[piece + 1])
+            into = view[(at - begin) * size : (stop - begin) * size]
+            self.lines[piece].read(self.base + at - self.begins[piece], into)
+            at = stop
+
+
+@dataclass(frozen=True)
+class ZeroTensor:
+    dtype: str
+    """Of the model that was trained."""
+    shape: Shape
+    planes: Mapping[str, Cut]
+    """Of a trained parameter, in float32: MASTER and, if the optimizer has them, MOMENTS; of
+    others one plane in `dtype`, under an empty name."""
+    steps: int = 0
+    """That the optimizer has made with it."""
+
+    @property
+    def is_trained(self) -> bool:
+        return MASTER in self.planes
+
+
+@dataclass(frozen=True)
+class Group:
+    """The trained parameters of an optimizer's parameter group."""
+
+    names: list[str]
+    options: dict[str, Any]
+
+
+@dataclass
+class ZeroDirectory:
+    """A step that DeepSpeed has saved."""
+
+    global_steps: int
+    tensors: dict[str, ZeroTensor] = field(default_factory=dict)
+    """By name, as in the model's state dict."""
+    ties: dict[str, str] = field(default_factory=dict)
+    """Further names of parameters."""
+    groups: list[Group] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    """Keys that no step has a place for, such as the state of a scheduler."""
+    foreign: str = ""
+    """The names of state that is not AdamW's, if there is any: no tensor then has moments."""
+
+    @classmethod
+    def open(cls, path: Path) -> "ZeroDirectory":
+        """Reads the pickles of a directory with `latest`, or of one step's.
+
+        Raises:
+            IntegrityError: a rank's file is missing, or is of another step.
+            FormatError: DeepSpeed did not write it, or it is damaged.
+            UsageError: it has experts or tensor-parallel ranks.
+        """
+        models, optimizers = _files_of(_step_of(path))
+        first = Rank.of(Archive.open(optimizers[0]))
+        _require_ranks(optimizers, first.world, first.file)
+        if first.stage == 3:
+            _require_ranks(models, first.world, first.file)
+        world = range(first.world)
+        of_models = [Archive.open(models[rank]) for rank in (world if first.stage == 3 else (0,))]
+        return directory_of(of_models, [Archive.open(optimizers[rank]) for rank in world])
+
+
+def _step_of(path: Path) -> Path:
+    latest = path / LATEST
+    if not latest.is_file():
+        return path
+    tag = latest.read_text().strip()
+    if tag in ("", ".", "..") or "/" in tag or "\0" in tag:
+        malformed("it names no folder next to it", LATEST, got=ascii(tag))
+    return path / tag
+
+
+_Files = dict[int, Path]
+
+
+def _files_of(step: Path) -> tuple[_Files, _Files]:
+    """Files of models and of optimizers, by rank. `UsageError` if there are none, or others."""
+    models: _Files = {}
+    optimizers: _Files = {}
+    for path in sorted(step.iterdir()):
+        if EXPERT_FILE.fullmatch(path.name):
+            unsupported("experts that DeepSpeed distributes", path.name)
+        for of, pattern in ((models, MODEL_FILE), (optimizers, OPTIMIZER_FILE)):
+            found = pattern.fullmatch(path.name)
+            if found is None:
+                continue
+            if int(found[2]) != 0:
+                unsupported("tensor-parallel ranks of DeepSpeed", path.name)
+            of[int(found[1] or 0)] = path
+    if 0 not in models or not optimizers:
+        expected = "*_model_states.pt and *_optim_states.pt of ZeRO"
+        unsupported("no checkpoint of DeepSpeed's ZeRO", step.name, expected=expected)
+    if 0 not in optimizers:
+        missing(_name_like(optimizers, 0))
+    return models, optimizers
+
+
+def _require_ranks(files: _Files, world: int, by: str) -> None:
+    for rank in range(world):
+        if rank not in files:
+            missing(_name_like(files, rank))
+    if len(files) != world:
+        expected, got = f"{world} ranks, as {by} tells", f"{len(files)}"
+        other_step("there are files of more ranks", files[max(files)].name, expected, got)
+
+
+def _name_like(files: _Files, rank: int) -> str:
+    other, path = next(iter(files.items()))
+    return path.name.replace(f"pp_rank_{other}_", f"pp_rank_{rank}_")
+
+
+# ---- all files
+
+
+def directory_of(of_models: Sequence[Archive], optimizers: Sequence[Archive]) -> ZeroDirectory:
+    """From the files of models and optimizers, by rank; of stages 1 and 2 with the first model
+    alone. As `ZeroDirectory.open`."""
+    ranks = [Rank.of(archive) for archive in optimizers]
+    first, world = ranks[0], len(ranks)
+    for rank in ranks:
+        told = _in_common(rank)
+        for (what, expected), (_, got) in zip(_in_common(first), told, strict=True):
+            if got != expected:
+                other_step(f"it has other {what} than {first.file}", rank.file, expected, got)
+    models = [Table.of(archive) for archive in of_models]
+    model = models[0]
+    due = {"dp_world_size": world, "global_steps": model.count("global_steps")}
+    for one in models:
+        for key, expected in due.items():
+            if one.count(key) != expected:
+                other_step(f"it has another {key}", one.file, expected, one.count(key))
+    if model.count("mp_world_size") != 1:
+        unsupported("tensor-parallel ranks of DeepSpeed", model.file)
+    others = [key for key, of in model.values.items() if key not in MODEL_KEYS and of is not None]
+    found = ZeroDirectory(due["global_steps"], others=sorted({*others, *first.others}))
+    found.foreign = next((flat.foreign for flat in first.flats if flat.foreign), "")
+    trained = dict(_trained(model, ranks, found.groups))
+    shared = model.maybe_table("shared_params")
+    found.ties = {} if shared is None else _ties_of(shared)
+    frozen = {} if first.stage < 3 else dict(_frozen(models))
+    for name, value in model.table("module").values.items():
+        if name in found.ties:
+            continue
+        line = model.line(name, value)
+        if name in trained:
+            shape, planes, steps = trained.pop(name)
+            found.tensors[name] = ZeroTensor(line.dtype, shape, planes, steps)
+        elif name in frozen:
+            found.tensors[name] = frozen[name]
+        else:
+            found.tensors[name] = ZeroTensor(line.dtype, line.shape, {"": _whole(line)})
+    _require_complete(model, found, trained)
+    return found
+
+
+def _in_common(rank: Rank) -> list[tuple[str, Any]]:
+    return [
+        ("stage", rank.stage), ("ranks", rank.world), ("version of DeepSpeed", rank.version),
+        ("parameter groups", [count for count, _ in rank.groups]),
+        ("state", [(*flat.planes,) for flat in rank.flats]),
+        ("steps", [flat.steps for flat in rank.flats]),
+    ]  # fmt: skip
+
+
+def _ties_of(shared: Table) -> dict[str, str]:
+    for name, of in shared.values.items():
+        if not isinstance(of, str):
+            shared.unknown(name)
+    return dict(shared.values)
+
+
+def _require_complete(model: Table, found: ZeroDirectory, left: Mapping[str, Any]) -> None:
+    """Refuses a model without values of a name that it has."""
+    for name, of in found.ties.items():
+        if of not in found.tensors:
+            malformed("a tie has no tensor", model.file, tensor=name)
+    for name in left:
+        malformed("the model lacks a trained parameter", model.file, tensor=name)
+    buffers = model.entries("buffer_names")
+    for name, tensor in found.tensors.items():
+        is_placeholder = tensor.shape == (0,) and not tensor.is_trained and name not in buffers
+        if is_placeholder:
+            what = "the values of a frozen parameter were not saved"
+            malformed(what, model.file, "INTEGRITY", tensor=name)
+
+
+def _whole(line: Line) -> Cut:
+    return Cut([line], (0, line.numel), 0, 0)
+
+
+_Trained = tuple[str, tuple[Shape, dict[str, Cut], int]]
+
+
+def _trained(model: Table, ranks: Sequence[Rank], into: list[Group]) -> Iterator[_Trained]:
+    """Shape, planes and steps of each trained parameter, and `into` the groups."""
+    first = ranks[0]
+    shapes = model.tables("param_shapes")
+    if len(shapes) != len(first.flats):
+        model.unknown("param_shapes")
+    flats = iter(shapes)
+    for count, options in first.groups:
+        names = [name for _ in range(count) for name in next(flats).values]
+        into.append(Group(names, options))
+    for number, of in enumerate(shapes):
+        sizes = {name: of.shape(name) for name in of.values}
+        own = [rank.flats[number] for rank in ranks]
+        cuts = _equal_cuts if first.stage == 3 else _flat_cuts
+        padding = first.paddings[number] if number < len(first.paddings) else [0] * len(sizes)
+        if len(padding) != len(sizes):
+            other_step("padding", model.file, len(sizes), len(padding))
+        for name, begins, at, base in cuts(sizes, own, padding, model):
+            lines = {plane: [flat.planes[plane] for flat in own] for plane in own[0].planes}
+            planes = {plane: Cut(of_ranks, begins, at, base) for plane, of_ranks in lines.items()}
+            yield name, (sizes[name], planes, own[0].steps)
+
+
+_Cuts = Iterator[tuple[str, Sequence[int], int, int]]
+
+
+def _flat_cuts(
+    sizes: Mapping[str, Shape], own: Sequence[Flat], padding: Sequence[int], model: Table
+) -> _Cuts:
+    """Of stages 1 and 2: (name, begins, at, base) as of `Cut`."""
+    begins = [0, *accumulate(flat.planes[MASTER].numel for flat in own)]
+    at = 0
+    for (name, shape), more in zip(sizes.items(), padding, strict=True):
+        yield name, begins, at, 0
+        at += prod(shape) + more
+    _require_filled(model, at, begins[-1])
+
+
+def _equal_cuts(
+    sizes: Mapping[str, Shape], own: Sequence[Flat], padding: Sequence[int], model: Table
+) -> _Cuts:
+    """Of stage 3."""
+    base, world = 0, len(own)
+    for name, shape in sizes.items():
+        piece = -(-prod(shape) // world)
+        yield name, _begins(piece, world), 0, base
+        base += piece
+    for flat in own:
+        _require_filled(model, base, flat.planes[MASTER].numel)
+
+
+def _begins(piece: int, world: int) -> Sequence[int]:
+    return range(0, (world + 1) * piece, piece) if piece else (0,) * (world + 1)
+
+
+def _require_filled(model: Table, expected: int, got: int) -> None:
+    if expected != got:
+        what = "the flat vectors have other lengths than the parameters together"
+        other_step(what, model.file, f"{expected} elements", f"{got} elements")
+
+
+def _frozen(models: Sequence[Table]) -> Iterator[tuple[str, ZeroTensor]]:
+    """The frozen parameters of stage 3, of which each rank has a piece."""
+    shapes = models[0].maybe_table("frozen_param_shapes")
+    if shapes is None:
+        return
+    fragments = [one.table("frozen_param_fragments") for one in models]
+    for name in shapes.values:
+        shape, world = shapes.shape(name), len(models)
+        lines = [of.line(name, of.values.get(name)) for of in fragments]
+        piece = -(-prod(shape) // world)
+        for of, line in zip(fragments, lines, strict=True):
+            if line.numel < piece or line.dtype != lines[0].dtype:
+                other_step("a frozen parameter has another length", of.file, piece, line.numel)
+        cut = Cut(lines, _begins(piece, world), 0, 0)
+        yield name, ZeroTensor(lines[0].dtype, shape, {"": cut})

@@ -1,0 +1,222 @@
+"""One file of a checkpoint directory of DeepSpeed's ZeRO: what its pickle says."""
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from modicum.errors import refusal
+from modicum.torch.saving.archives import Archive, Line, Shape, is_shape, is_size, number_of
+from modicum.torch.saving.pickles import Made, Pairs, malformed
+from modicum.upstream.deepspeed_checkpoint import BASE_STATE, MASTERS, PICKLED, STAGE
+
+MASTER = "master"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def missing(name: str) -> NoReturn:
+    malformed("the file of a rank is missing", name, "INTEGRITY")
+
+
+def other_step(what: str, file: str, expected: Any, got: Any) -> NoReturn:
+    malformed(what, file, "INTEGRITY", expected=str(expected), got=str(got))
+
+
+def unsupported(what: str, file: str, **facts: str) -> NoReturn:
+    raise refusal("UNSUPPORTED", what, file=file, **facts)
+
+
+class Table:
+    """A dict in a pickle. A lookup is a `FormatError` unless it finds the kind that is expected."""
+
+    def __init__(self, value: Any, archive: Archive, version: Any = None) -> None:
+        self._archive, self.file = archive, archive.path.name
+        self.version = version
+        if not isinstance(value, Pairs):
+            malformed("DeepSpeed writes a dict here", self.file)
+        self.values = value.by_name()
+
+    @classmethod
+    def of(cls, archive: Archive) -> "Table":
+        found = cls(archive.value(PICKLED), archive)
+        found.version = found.values.get("ds_version")
+        return found
+
+    def unknown(self, key: str) -> NoReturn:
+        """Refuses what DeepSpeed has in another form."""
+        got = f"DeepSpeed {self.version}" if isinstance(self.version, str) else "no version"
+        expected = "the form of DeepSpeed 0.19"
+        malformed(f"{key!r} is missing or has an unknown form", self.file,
+                  expected=expected, got=got)  # fmt: skip
+
+    def table(self, key: str) -> "Table":
+        if not isinstance(self.values.get(key), Pairs):
+            self.unknown(key)
+        return Table(self.values[key], self._archive, self.version)
+
+    def maybe_table(self, key: str) -> "Table | None":
+        return None if self.values.get(key) is None else self.table(key)
+
+    def entries(self, key: str) -> list[Any]:
+        value = self.values.get(key)
+        if not isinstance(value, list):
+            self.unknown(key)
+        return value
+
+    def tables(self, key: str) -> "list[Table]":
+        values = self.entries(key)
+        if not all(isinstance(value, Pairs) for value in values):
+            self.unknown(key)
+        return [Table(value, self._archive, self.version) for value in values]
+
+    def count(self, key: str) -> int:
+        value = self.values.get(key)
+        if type(value) is not int or value < 0:
+            self.unknown(key)
+        return value
+
+    def line(self, key: str, value: Any) -> Line:
+        try:
+            return self._archive.line(value)
+        except ValueError as error:
+            malformed(f"{key!r}: {error}", self.file)
+
+    def shape(self, key: str) -> Shape:
+        value = self.values.get(key)
+        if isinstance(value, Made) and value.kind == "torch Size" and len(value.args) == 1:
+            value = value.args[0]
+        if not is_shape(value):
+            self.unknown(key)
+        shape: Shape = value
+        return shape
+
+
+def _options_of(group: Table) -> dict[str, Any]:
+    """Numbers, texts, truth values, None, and lists of them."""
+    names = [name for name in group.values if name not in ("params", "param_names", "step")]
+    return {name: group.values[name] for name in names if _is_option(group.values[name])}
+
+
+def _is_option(value: Any) -> bool:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return all(of is None or isinstance(of, (bool, int, float, str)) for of in values)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A rank's part of a flat vector."""
+
+    planes: dict[str, Line]
+    steps: int
+    foreign: str = ""
+    """State that is not AdamW's."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The file of an optimizer."""
+
+    file: str
+    stage: int
+    world: int
+    version: Any
+    flats: list[Flat]
+    groups: list[tuple[int, dict[str, Any]]]
+    """The number of flat vectors of each parameter group, and its options."""
+    paddings: list[list[int]]
+    """Of stages 1 and 2: behind each parameter of each group; empty: none."""
+    others: list[str]
+
+    @classmethod
+    def of(cls, archive: Archive) -> "Rank":
+        whole = Table.of(archive)
+        of = whole.table("optimizer_state_dict")
+        stage = of.values.get("zero_stage")
+        if isinstance(stage, Made) and stage.kind == STAGE and len(stage.args) == 1:
+            stage = stage.args[0]
+        if type(stage) is not int or stage not in MASTERS:
+            of.unknown("zero_stage")
+        if "ds_zero_partition_groups" in of.values:
+            unsupported("experts that DeepSpeed distributes", of.file)
+        groups, states = _base_state(of, BASE_STATE[stage])
+        masters = of.entries(MASTERS[stage])
+        if len(masters) != len(states):
+            of.unknown(MASTERS[stage])
+        flats = [_flat_of(of, *pair) for pair in zip(masters, states, strict=True)]
+        others = [key for key in ("loss_scaler", "dynamic_loss_scale") if key in of.values]
+        return cls(of.file, stage, _world_of(of), whole.version, flats, groups, _paddings_of(of),
+                   others)  # fmt: skip
+
+
+def _world_of(of: Table) -> int:
+    count = of.values.get("partition_count")
+    counts = count if isinstance(count, list) else [count]
+    if not counts or not all(type(one) is int and one > 0 for one in counts):
+        of.unknown("partition_count")
+    if min(counts) != max(counts):
+        what = "parameter groups over different ranks"
+        unsupported(what, of.file, got=", ".join(map(str, counts)))
+    world: int = counts[0]
+    return world
+
+
+def _paddings_of(of: Table) -> list[list[int]]:
+    paddings = of.values.get("param_alignment_paddings") or []
+    is_known = isinstance(paddings, list) and all(isinstance(group, list) for group in paddings)
+    if not is_known or not all(is_size(one) for group in paddings for one in group):
+        of.unknown("param_alignment_paddings")
+    known: list[list[int]] = paddings
+    return known
+
+
+_State = dict[str, Any]
+
+
+def _base_state(of: Table, key: str) -> tuple[list[tuple[int, dict[str, Any]]], list[_State]]:
+    """The groups, and the state of each flat vector, with the step of its group where the vector
+    has none."""
+    if isinstance(of.values.get(key), list):  # elastic: a state per group
+        states = [state.values for state in of.tables(key)]
+        step = of.values.get("base_optimizer_state_step")
+        return [(1, {}) for _ in states], [{"step": step} | state for state in states]
+    base = of.table(key)
+    state = base.values.get("state")
+    by_id = {k: v for k, v in state.items if type(k) is int} if isinstance(state, Pairs) else {}
+    groups, states = [], []
+    for group in base.tables("param_groups"):
+        ids = group.entries("params")
+        groups.append((len(ids), _options_of(group)))
+        for one in ids:
+            found = by_id.get(one) if type(one) is int else None
+            own = found.by_name() if isinstance(found, Pairs) else {}
+            states.append({"step": group.values.get("step")} | own)
+    return groups, states
+
+
+def _flat_of(of: Table, master: Any, state: _State) -> Flat:
+    """`state` has nothing but a step if the optimizer has made none."""
+    planes = {MASTER: of.line(MASTER, master)}
+    numel = planes[MASTER].numel
+    foreign = ", ".join(sorted(state.keys() - {"step", *MOMENTS}))
+    for name in MOMENTS if len(state) > 1 and not foreign else ():
+        planes[name] = of.line(name, state.get(name))
+        if planes[name].numel < numel:
+            of.unknown(name)
+    for name, line in planes.items():
+        if line.dtype != "float32" or len(line.shape) != 1:
+            got = f"{line.dtype} {[*line.shape]}"
+            unsupported("state that is no vector of float32", of.file, tensor=name, got=got)
+    return Flat(planes, _steps_of(of, state.get("step")) if len(planes) > 1 else 0, foreign)
+
+
+def _steps_of(of: Table, step: Any) -> int:
+    if isinstance(step, Made):
+        line = of.line("step", step)
+        data = bytearray(line.item_bytes)
+        if line.numel == 1:
+            line.read(0, memoryview(data))
+            try:
+                step = number_of(line.dtype, data)
+            except ValueError:
+                of.unknown("step")
+    if type(step) not in (int, float) or not 0 <= step < 1 << 53 or step != int(step):
+        of.unknown("step")
+    return int(step)

@@ -1,0 +1,209 @@
+"""`convert`: a checkpoint directory of DeepSpeed's ZeRO as a step."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from modicum import _modicum
+from modicum.errors import refusal
+from modicum.recipes.dtypes import FLOATS, dtype_name
+from modicum.torch.saving.groups import FILE as GROUPS
+from modicum.torch.saving.planning import Ask, Parts
+from modicum.torch.saving.report import Saved
+from modicum.torch.saving.streams import Read, goal_of_tensors, save_streams, streamed
+from modicum.torch.saving.weights import Form
+from modicum.torch.saving.writing import TensorsWriting
+from modicum.torch.saving.zero import Cut, ZeroDirectory, ZeroTensor
+from modicum.torch.saving.zero_files import MASTER, MOMENTS
+from modicum.torch.shards.tensors import as_bytes
+
+Size = int | str
+Source = str | os.PathLike[str]
+
+_FORMATS = ("fp32", "fp32-split")
+_SPLIT = {row["name"] for row in _modicum.state_formats() if row["master_low"] is not None}
+_WINDOW = 1 << 20
+"""Elements that are converted at once."""
+_SEED = 0
+"""AdamW's default; these formats draw no random bits."""
+
+
+def convert(
+    directory: Source, root: Source, *,
+    step: int | None = None, source: Source | None = None, state_format: str | None = "fp32",
+    dtype: torch.dtype | None = None, shard_size: Size | None = None,
+    ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
+) -> Saved:  # fmt: skip
+    """Writes a checkpoint directory of DeepSpeed's ZeRO-1, -2 or -3 as a step: the model as Hugging
+    Face files under the names of its state dict, and the optimizer's state as that of
+    `modicum.torch.AdamW`.
+
+    In one process, through staging: no tensor is held as a whole, and DeepSpeed is not needed. The
+    trained weights come from DeepSpeed's float32 masters, bit by bit. No pickle is executed: they
+    are read as data, and a name that neither torch nor DeepSpeed writes there is refused. What a
+    program has added, and the state of schedulers and loss scalers, is left out and reported.
+
+    Args:
+        directory: of `save_checkpoint`, whose `latest` names the step, or one step in it.
+        root: the directory of all steps.
+        step: the new step's number; None: DeepSpeed's `global_steps`.
+        source: a checkpoint of the model, whose files, config and tokenizer the step gets.
+        state_format: of the AdamW that will resume the step, "fp32" or "fp32-split", with the
+            seed 0; `modicum reshard` writes others. None: the weights alone.
+        dtype: of all tensors that can be cast; None: as trained. The masters of a bfloat16 or
+            float16 weight are in the state.
+        shard_size, ledger, budget, staging: as for `save`.
+
+    Returns:
+        As `save`. `left_out` has also the names of what DeepSpeed's files hold besides.
+
+    Raises:
+        IntegrityError: the file of a rank is missing, or is of another step.
+        FormatError: DeepSpeed has not written it, has written it in another form than its version
+            0.19 does, or it is damaged.
+        UsageError: experts that DeepSpeed distributes, tensor-parallel ranks, the state of another
+            optimizer than Adam, masters that are not float32.
+        BudgetError, IoError: as for `save`.
+    """
+    if state_format not in (None, *_FORMATS):
+        expected = "'fp32', 'fp32-split' or None"
+        raise refusal("USAGE", "state_format", expected=expected, got=repr(state_format))
+    form = Form(dtype, "drop", shard_size, staging, adapters=False)
+    opened = ZeroDirectory.open(Path(directory))
+    if opened.foreign and state_format is not None:
+        expected, got = "Adam's exp_avg and exp_avg_sq, or state_format=None", opened.foreign
+        raise refusal("UNSUPPORTED", "state of an optimizer", expected=expected, got=got)
+    number = opened.global_steps if step is None else step
+    ask = Ask(root=Path(root), step=number, keep=None, form=form, budget=budget, extra=None,
+              ledger=ledger or _modicum.Ledger(), per_rank=None)  # fmt: skip
+    weights = {name: _weight(name, of, form) for name, of in opened.tensors.items()}
+    shapes = {name: (weights[name], of.shape) for name, of in opened.tensors.items()}
+    goal = goal_of_tensors(shapes, opened.ties, source)
+    formats = {
+        name: _modicum.state_format_of(weights[name], [*of.shape], state_format)
+        for name, of in opened.tensors.items()
+        if of.is_trained and state_format is not None
+    }
+    writing = streamed(goal.recipe, form, _weights_of(opened, weights, formats))
+    parts = Parts(writing, None, [])
+    if state_format is not None:
+        state = _state_of(opened, weights, formats, state_format, form)
+        parts = Parts(writing, state, [(GROUPS, _groups_of(opened))])
+    report = save_streams(ask, goal, parts)
+    return replace(report, left_out=sorted({*report.left_out, *opened.others}))
+
+
+def _weight(name: str, of: ZeroTensor, form: Form) -> str:
+    """The dtype that a tensor is read as. Others than trained ones are cast when they are
+    written."""
+    dtype = of.dtype if form.dtype is None or not of.is_trained else dtype_name(form.dtype)
+    if of.is_trained and dtype not in FLOATS:
+        expected = ", ".join(sorted(FLOATS))
+        raise refusal("UNSUPPORTED", "dtype", tensor=name, expected=expected, got=dtype)
+    return dtype
+
+
+# ---- elements
+
+Make = Callable[[torch.Tensor], torch.Tensor]
+"""Elements of float32 in another form."""
+
+
+def _upper(values: torch.Tensor) -> torch.Tensor:
+    """The upper halves of split masters: bfloat16, rounded half up in magnitude."""
+    return ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _lower(values: torch.Tensor) -> torch.Tensor:
+    """The lower halves: int16."""
+    bits = values.view(torch.int32)
+    return (bits - (((bits + 0x8000) >> 16) << 16)).to(torch.int16)
+
+
+@dataclass(frozen=True)
+class _Plane:
+    """A tensor to be written."""
+
+    cut: Cut
+    dtype: str
+    make: Make | None = None
+    """None: the bytes of the cut."""
+
+    def read(self, first: int, view: memoryview) -> None:
+        """Fills `view` with the elements from `first` on."""
+        if self.make is None:
+            return self.cut.read(first, view)
+        into = torch.frombuffer(view, dtype=getattr(torch, self.dtype))
+        for at in range(0, into.numel(), _WINDOW):
+            part = into[at : at + _WINDOW]
+            values = torch.empty(part.numel(), dtype=torch.float32)
+            self.cut.read(first + at, memoryview(as_bytes(values).numpy()))
+            part.copy_(self.make(values))
+        return None
+
+
+def _reader(planes: Mapping[str, _Plane]) -> Read:
+    return lambda name, first, view: planes[name].read(first, view)
+
+
+def _weights_of(
+    opened: ZeroDirectory, dtypes: Mapping[str, str], formats: Mapping[str, str]
+) -> Read:
+    """The model's tensors. A weight is its master, rounded, or the upper half of it."""
+    planes = {}
+    for name, of in opened.tensors.items():
+        dtype = dtypes[name]
+        if not of.is_trained:
+            planes[name] = _Plane(of.planes[""], dtype)
+        elif dtype == "float32":
+            planes[name] = _Plane(of.planes[MASTER], dtype)
+        else:
+            make = _upper if formats.get(name) in _SPLIT else _rounded(dtype)
+            planes[name] = _Plane(of.planes[MASTER], dtype, make)
+    return _reader(planes)
+
+
+def _rounded(dtype: str) -> Make:
+    to: torch.dtype = getattr(torch, dtype)
+    return lambda values: values.to(to)
+
+
+# ---- the state
+
+
+def _state_of(
+    opened: ZeroDirectory,
+    dtypes: Mapping[str, str],
+    formats: Mapping[str, str],
+    asked: str,
+    form: Form,
+) -> TensorsWriting:
+    """The planes of AdamW. `formats`: of each trained parameter."""
+    planes: dict[str, _Plane] = {}
+    for name, of_format in formats.items():
+        cuts = opened.tensors[name].planes
+        if of_format in _SPLIT:
+            planes[f"{name}.master_low"] = _Plane(cuts[MASTER], "int16", _lower)
+        elif dtypes[name] != "float32":
+            planes[f"{name}.master"] = _Plane(cuts[MASTER], "float32")
+        for moment in MOMENTS:
+            if moment not in cuts:
+                what = "the optimizer has made no step, and has no state"
+                raise refusal("USAGE", what, tensor=name, expected="state_format=None")
+            planes[f"{name}.{moment}"] = _Plane(cuts[moment], "float32")
+    shapes = {n: (of.dtype, opened.tensors[n.rpartition(".")[0]].shape) for n, of in planes.items()}
+    recipe = goal_of_tensors(shapes, {}, None).recipe
+    steps = [(name, opened.tensors[name].steps) for name in formats]
+    without = [name for name in opened.tensors if name not in formats]
+    facts = _modicum.state_text(asked, _SEED, steps, without)
+    return TensorsWriting(streamed(recipe, Form(staging=form.staging), _reader(planes)), facts)
+
+
+def _groups_of(opened: ZeroDirectory) -> str:
+    """optimizer/groups.json."""
+    groups = [{"params": of.names, "options": of.options} for of in opened.groups]
+    return json.dumps({"optimizer": "AdamW", "groups": groups})

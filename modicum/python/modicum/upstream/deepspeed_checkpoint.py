@@ -1,0 +1,40 @@
+"""The checkpoint directories of DeepSpeed's ZeRO, as of 0.19.8: names of files, and the names that
+their pickles may hold."""
+
+import re
+
+from modicum.upstream.torch_checkpoint import ORDERED_DICT, REBUILD_TENSOR
+
+LATEST = "latest"
+OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+EXPERT_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_.*\.pt|expp_rank_\d+_.*\.pt")
+
+STAGE = "deepspeed.runtime.zero.config ZeroStageEnum"
+PICKLED = frozenset(
+    (
+        STAGE,
+        "deepspeed.runtime.fp16.loss_scaler LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler DynamicLossScaler",
+        "deepspeed.utils.tensor_fragment fragment_address",
+        REBUILD_TENSOR, ORDERED_DICT, "torch Size",
+    )
+)  # fmt: skip
+
+MASTERS = {
+    1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups",
+    3: "fp32_flat_groups",
+}  # fmt: skip
+"""By stage: the key of a rank's masters."""
+
+BASE_STATE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
+"""By stage: the key of the state that the optimizer itself has."""
+
+MODEL_KEYS = frozenset(
+    (
+        "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+        "shared_params", "dp_world_size", "mp_world_size", "global_steps", "ds_config",
+        "ds_version", "optimizer",
+    )
+)  # fmt: skip
+"""What DeepSpeed writes into the model's file to restore the model."""

@@ -1,0 +1,55 @@
+"""Damaged pickles, and Python's audit events while they are read."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+EVENTS = {"exec", "compile", "import", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen",
+          "pickle.find_class", "open", "socket.connect", "ctypes.dlopen"}  # fmt: skip
+_LISTENING: list[list[str]] = []
+_HOOKS: list[Any] = []
+
+
+@contextmanager
+def nothing_happens(number: int, opened: str = "no file") -> Iterator[None]:
+    """Asserts that the body causes none of EVENTS but the opening of files with this ending. The
+    audit hook, which cannot be removed, is one per process."""
+
+    def hook(event: str, arguments: Any) -> None:
+        if _LISTENING and event in EVENTS:
+            _LISTENING[-1].append(f"{event} {arguments[0]}" if event == "open" else event)
+
+    if not _HOOKS:
+        sys.addaudithook(hook)
+        _HOOKS.append(hook)
+    heard: list[str] = []
+    _LISTENING.append(heard)
+    try:
+        yield
+    finally:
+        _LISTENING.pop()
+    assert all(event.startswith("open ") and event.endswith(opened) for event in heard), (
+        number, heard,
+    )  # fmt: skip
+
+
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    made = bytearray(data)
+    for _ in range(chance.choice((1, 1, 2, 4))):
+        at = chance.randrange(len(made) - 9)
+        kind = chance.randrange(5)
+        if kind == 0:
+            made[at] ^= 1 << chance.randrange(8)
+        elif kind == 1:
+            made[at] = chance.randrange(256)
+        elif kind == 2:
+            del made[at : at + chance.randrange(1, 9)]
+        elif kind == 3:
+            made[at:at] = made[at + 4 : at + chance.randrange(5, 9)]
+        else:
+            made[at:at] = chance.choice(
+                (b"cos\nsystem\n", b"\x8c\x02os\x8c\x06system\x93", b"(S'x'\ntR")
+            )
+    return bytes(made)

@@ -1,0 +1,303 @@
+"""`modicum.torch.deepspeed.convert`: checkpoint directories of DeepSpeed's ZeRO become steps, and
+no pickle in them is executed.
+
+House test against the real DeepSpeed's engines on two ranks, its own conversion, and Python's audit
+events. It catches these mutations: an element of another rank's piece, or of the padding; a state
+that belongs to another parameter; a lower half of another rounding; steps that are lost; a frozen
+parameter or a tie without values; files of two steps, or of a rank too few; a layout that is not
+known; a name that is not on the list.
+"""
+
+import json
+import random
+import shutil
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+
+import zero_rank  # noqa: E402  (after torch is known to be there)
+from audit import mutated, nothing_happens  # noqa: E402
+from ranks import torchrun  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+import modicum.torch  # noqa: E402
+from modicum.errors import Error, FormatError, IntegrityError, UsageError  # noqa: E402
+from modicum.torch import zero_convert  # noqa: E402
+from modicum.torch.deepspeed import convert  # noqa: E402
+from modicum.torch.saving.archives import Archive  # noqa: E402
+from modicum.torch.saving.zero import directory_of  # noqa: E402
+
+CASES = ("zero2", "zero3", "offloaded", "float32")
+TAG = f"global_step{zero_rank.STEPS}"
+TRAINED = ("embed.weight", "up.weight", "norm.weight", "gain.weight", "deep.weight")
+
+
+@pytest.fixture(scope="module")
+def folder(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What DeepSpeed has saved, and what its engines held."""
+    folder = tmp_path_factory.mktemp("zero")
+    done = torchrun(root, 2, Path(zero_rank.__file__), folder, *CASES)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def tensors_of(files: Iterator[Path]) -> dict[str, Any]:
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def bits(tensor: Any) -> Any:
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
+
+
+def same(one: Any, other: Any) -> bool:
+    return one.dtype == other.dtype and torch.equal(bits(one), bits(other))
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_step_has_what_the_engine_held(
+    folder: Path, tmp_path: Path, case: str, state_format: str
+) -> None:
+    report = convert(folder / case, tmp_path, state_format=state_format)
+    assert report.step == zero_rank.STEPS and "epoch" in report.left_out
+    step, saved = Path(report.path), load_file(folder / f"{case}-saved.safetensors")
+    weights = tensors_of(step.glob("*.safetensors"))
+    assert weights.keys() == zero_rank.small().state_dict().keys() - {"head.weight"}
+    state = tensors_of(step.glob("optimizer/*.safetensors"))
+    for name in TRAINED:
+        weight, master = weights[name], saved[f"master/{name}"]
+        if case == "float32":
+            assert same(weight, master)
+        elif state_format == "fp32":
+            assert same(weight, master.bfloat16()), name
+            assert same(state.pop(f"{name}.master"), master), name
+        else:
+            upper = bits(weight).int() << 16
+            assert torch.equal(upper + state.pop(f"{name}.master_low").int(), bits(master)), name
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert same(state.pop(f"{name}.{key}"), saved[f"{key}/{name}"]), (name, key)
+    assert not state
+    initial = zero_rank.small().state_dict()
+    for name in ("frozen.weight", "scale"):
+        assert same(weights[name], initial[name].to(weights["up.weight"].dtype)), name
+    assert torch.equal(weights["counts"], torch.arange(6))
+    facts = json.loads((step / "optimizer/state.json").read_text())
+    assert facts["steps"] == zero_rank.STEPS
+    groups = json.loads((step / "optimizer/groups.json").read_text())["groups"]
+    assert [group["options"]["lr"] for group in groups] == [1e-2, 3e-3]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_weights_alone_are_those_of_zero_to_fp32(
+    folder: Path, tmp_path: Path, case: str
+) -> None:
+    report = convert(folder / case / TAG, tmp_path, step=8, dtype=torch.float32, state_format=None)
+    weights = tensors_of(Path(report.path).glob("*.safetensors"))
+    saved = load_file(folder / f"{case}-saved.safetensors")
+    full = {name.removeprefix("full/"): of for name, of in saved.items() if "full/" in name}
+    if case == "float32":  # DeepSpeed leaves it out in stage 1
+        full["frozen.weight"] = zero_rank.small().get_parameter("frozen.weight").detach()
+    assert weights.keys() == full.keys() - {"head.weight"}
+    assert all(torch.equal(of.float(), full[name].float()) for name, of in weights.items())
+    assert not (Path(report.path) / "optimizer").exists()
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
+def test_modicum_goes_on_as_deepspeed_does(folder: Path, tmp_path: Path, state_format: str) -> None:
+    """DeepSpeed rounds what its vectors leave over in another way."""
+    convert(folder / "offloaded", tmp_path, state_format=state_format)
+    model = zero_rank.small().bfloat16()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = modicum.torch.AdamW(
+        zero_rank.groups_of(model), betas=(0.5, 0.5), state_format=state_format,
+        semantics="deepspeed",
+    )  # fmt: skip
+    modicum.torch.resume(model, tmp_path, optimizer=optimizer, progress=False)
+    assert optimizer.param_groups[0]["betas"] == zero_rank.BETAS
+    for number in range(zero_rank.STEPS, zero_rank.STEPS + zero_rank.LATER):
+        for name in TRAINED:
+            parameter = model.get_parameter(name)
+            parameter.grad = zero_rank.coefficients(parameter.shape, number).bfloat16()
+        optimizer.step()
+    saved = load_file(folder / "offloaded-saved.safetensors")
+    state = optimizer.state_dict()["state"]
+    named = [name for group in zero_rank.groups_of(model) for name, _ in group["params"]]
+    for index, name in enumerate(named):
+        ulps = bits(state[index]["master"]) - bits(saved[f"later/{name}"])
+        assert ulps.abs().max() <= 2, name
+
+
+def test_tensors_of_several_windows(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elements are converted in windows, here of seven."""
+    monkeypatch.setattr("modicum.torch.zero_convert._WINDOW", 7)
+    report = convert(folder / "zero3", tmp_path, state_format="fp32-split")
+    saved = load_file(folder / "zero3-saved.safetensors")
+    weights = tensors_of(Path(report.path).glob("*.safetensors"))
+    for name in TRAINED:
+        assert torch.equal(bits(weights[name]), bits(halves(saved[f"master/{name}"])[0]))
+
+
+def halves(master: Any) -> tuple[Any, Any]:
+    """As docs/internals/numerics.md defines them, in 64 bits."""
+    wide = bits(master).long() & 0xFFFFFFFF
+    upper = (wide + 0x8000) >> 16
+    lower = wide - (upper << 16)
+    return upper.to(torch.int16).view(torch.bfloat16), lower.to(torch.int16)
+
+
+def test_the_halves_of_a_tie() -> None:
+    """Half of a last place of bfloat16 is rounded up in magnitude, never to even."""
+    values = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0x3F807FFF, 0]).int()
+    values = values.view(torch.float32)
+    upper, lower = zero_convert._upper(values), zero_convert._lower(values)
+    assert [of.tolist() for of in map(bits, (upper, lower))] == [
+        of.tolist() for of in map(bits, halves(values))
+    ]
+    assert not torch.equal(upper, values.bfloat16())
+
+
+def test_a_source_gives_files_and_config(folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    plain = convert(folder / "zero3", source, state_format=None, shard_size=200)
+    (Path(plain.path) / "config.json").write_text('{"dtype": "bfloat16"}')
+    report = convert(
+        folder / "zero3", tmp_path / "root", source=plain.path, state_format=None,
+        dtype=torch.float32,
+    )  # fmt: skip
+    assert json.loads((Path(report.path) / "config.json").read_text()) == {"dtype": "float32"}
+    names = [
+        sorted(of.name for of in Path(at.path).glob("*.safetensors")) for at in (plain, report)
+    ]
+    assert names[0] == names[1] and len(names[0]) > 1
+
+
+# ---- refusals
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    """A copy of ZeRO-3's directory."""
+    shutil.copytree(folder / "zero3", tmp_path / "copied")
+    return tmp_path / "copied"
+
+
+def refused(directory: Path, kind: type[Error], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        convert(directory, directory.parent / "steps", step=1)
+    assert not (directory.parent / "steps").exists()
+
+
+def test_a_missing_rank_is_named(copied: Path) -> None:
+    for file in ("optim", "model"):
+        path = next((copied / TAG).glob(f"*pp_rank_1_*{file}_states.pt"))
+        path.rename(copied / "away")
+        refused(copied, IntegrityError, f"missing .file {path.name}")
+        (copied / "away").rename(path)
+
+
+def test_files_of_two_steps_are_refused(copied: Path) -> None:
+    other = copied / f"global_step{zero_rank.STEPS + zero_rank.LATER}"
+    for file, words in (("optim", "other steps"), ("model", "another global_steps")):
+        path = next((copied / TAG).glob(f"*pp_rank_1_*{file}_states.pt"))
+        before = path.read_bytes()
+        shutil.copyfile(other / path.name, path)
+        refused(copied, IntegrityError, words)
+        path.write_bytes(before)
+
+
+def test_a_rank_too_many_is_refused(copied: Path) -> None:
+    path = next((copied / TAG).glob("*pp_rank_1_*optim_states.pt"))
+    shutil.copyfile(path, path.with_name(path.name.replace("rank_1", "rank_2")))
+    refused(copied, IntegrityError, "more ranks .*expected 2 ranks.*got 3")
+
+
+def test_a_torn_file_is_refused(copied: Path) -> None:
+    path = next((copied / TAG).glob("*pp_rank_1_*optim_states.pt"))
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(copied, FormatError, f"no archive of torch.save.*{path.name}")
+
+
+@pytest.mark.parametrize("key", [b"zero_stage", b"fp32_flat_groups", b"param_shapes"])
+def test_an_unknown_layout_is_refused(copied: Path, key: bytes) -> None:
+    for path in (copied / TAG).glob("*.pt"):
+        rewrite(path, lambda pickle: pickle.replace(key, key[:-1] + b"_"))
+    refused(copied, FormatError, f"'{key.decode()}' is missing.*DeepSpeed 0")
+
+
+def test_frozen_parameters_without_values_are_refused(copied: Path) -> None:
+    """As after `save_checkpoint(exclude_frozen_parameters=True)` of a model that names them."""
+    for path in (copied / TAG).glob("*model_states.pt"):
+        rewrite(path, lambda pickle: pickle.replace(b"frozen_param_shapes", b"frozen_param_shape_"))
+    refused(copied, IntegrityError, "frozen parameter were not saved.*frozen.weight")
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """Writes an archive with another pickle."""
+    with zipfile.ZipFile(path) as archive:
+        members = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members:
+            archive.writestr(name, change(data) if name.endswith("data.pkl") else data)
+
+
+def test_ranks_of_other_kinds_are_refused(copied: Path) -> None:
+    for name, words in (
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "experts"),
+        ("zero_pp_rank_0_mp_rank_01_model_states.pt", "tensor-parallel"),
+    ):
+        (copied / TAG / name).touch()
+        refused(copied, UsageError, words)
+        (copied / TAG / name).unlink()
+    (copied / "empty").mkdir()
+    refused(copied / "empty", UsageError, "no checkpoint of DeepSpeed's ZeRO")
+
+
+# ---- pickles
+
+
+def read_mutated(step: Path, count: int) -> None:
+    """One file's pickle of four is damaged at a time."""
+    archives = [Archive.open(path) for path in sorted(step.glob("*.pt"))]
+    chance, refused = random.Random(count), 0
+    for number in range(count):
+        at = chance.randrange(len(archives))
+        one = replace(archives[at], pickle=mutated(archives[at].pickle, chance))
+        files = [*archives[:at], one, *archives[at + 1 :]]
+        with nothing_happens(number, opened=".pt"):
+            try:
+                directory_of(files[2:], files[:2])
+            except Error as error:
+                refused += 1
+                kind = error.category.partition(".")[0]
+                assert kind in ("FORMAT", "INTEGRITY", "UNSUPPORTED"), number
+    assert len(archives) == 4 and refused > count // 4
+
+
+def test_a_command_in_a_pickle_is_refused(copied: Path) -> None:
+    path = next((copied / TAG).glob("*pp_rank_0_*model_states.pt"))
+    rewrite(path, lambda pickle: pickle.replace(b"K\x03", b"cos\nsystem\n", 1))
+    refused(copied, FormatError, "the pickle names 'os.system'")
+
+
+def test_mutated_pickles_execute_nothing(folder: Path) -> None:
+    read_mutated(folder / "zero3" / TAG, 400)
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_mutated_pickles_execute_nothing(folder: Path) -> None:
+    read_mutated(folder / "zero3" / TAG, 100_000)
