@@ -18,10 +18,11 @@ WORLD = 2
 
 def made(directory: str, strategy: str) -> Any:
     """A model on meta, and an optimizer with groups by name, as twinkle makes them."""
-    from twinkle import DeviceMesh
+    import twinkle
     from twinkle.model.transformers import TransformersModel
 
-    mesh = DeviceMesh.from_sizes(fsdp_size=WORLD, device_type="cpu")
+    mesh = twinkle.DeviceMesh.from_sizes(fsdp_size=WORLD, device_type="cpu")
+    twinkle.initialize("local", global_device_mesh=mesh)
     model = TransformersModel(
         model_id=directory, device_mesh=mesh, mixed_precision="no", strategy=strategy,
         memory_efficient_init=True, dtype=torch.float32,

@@ -229,8 +229,8 @@ def test_a_consumed_dict_is_freed_as_it_goes(four: Ranks) -> None:
 
 
 def test_a_consumed_dict_after_an_error(four: Ranks) -> None:
-    """It lacks what was sent, both names of a tie included; the rest is there. Other ranks' dicts
-    are as before."""
+    """It lacks the tensors that had been sent, both names of a tie included. Other ranks' dicts are
+    as before."""
     answers = four.ask("dict_consumed", fails_at=20)  # a tensor needs several reads
     assert all("the dict can't be read" in answer["said"] for answer in answers)
     assert answers[0]["left"] == [f"layers.{n}.weight" for n in range(2, 16)]

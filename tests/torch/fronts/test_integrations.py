@@ -23,6 +23,11 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parents[3]
 PATCHES = {path.stem.partition("-")[0]: path for path in ROOT.glob("integrations/*.patch")}
 MODULES = {"verl": "verl", "areal": "areal", "twinkle_kit": "twinkle"}
+SCRIPTS = {
+    "verl": "verl_engine.py",
+    "areal": "areal_engine.py",
+    "twinkle_kit": "twinkle_engine.py",
+}
 RUNS = [
     ("verl", ()),
     *(("areal", (case,)) for case in ("causal-lm", "lora", "value-head", "vision")),
@@ -79,7 +84,7 @@ def test_the_patched_engine_trains(name: str, words: tuple[str, ...], tmp_path: 
     patched(name, package, tmp_path)
     folders = [tmp_path, ROOT / "tests/support", ROOT / "examples"]
     places = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
-    script = ROOT / f"tests/support/{MODULES[name]}_engine.py"
+    script = ROOT / "tests/support" / SCRIPTS[name]
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path), *words],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"},
