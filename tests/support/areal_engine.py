@@ -20,7 +20,7 @@ WORLD = 2
 CASES = {
     "causal-lm": ("qwen3", {}, "AutoModelForCausalLM"),
     "lora": ("qwen3", {"use_lora": True, "lora_rank": 4}, "AutoModelForCausalLM"),
-    "value-head": ("qwen3", {"is_critic": True}, None),
+    "value-head": ("qwen3", {"is_critic": True, "disable_dropout": True}, None),
     "vision": ("qwen2_5_vl", {}, "AutoModelForImageTextToText"),
 }
 
