@@ -315,6 +315,62 @@ def dict_measured(offers: str = "none", dtype: str = "float32") -> dict[str, Any
     }
 
 
+class Rows(nn.Module):
+    """Sixteen tensors of 8 MiB, two names of which are tied, and one of a few bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 2048, bias=False) for _ in range(16))
+        self.head = nn.Linear(1024, 2048, bias=False)
+        self.head.weight = self.layers[0].weight
+        self.small = nn.Parameter(torch.ones(4))
+
+
+def dict_consumed(fails_at: int | None = None, consume: bool = True) -> dict[str, Any]:
+    """A state dict of rank 0 that is consumed: anonymous memory of this rank, less that of before,
+    at each read and afterwards, and the names that are left in the dict.
+
+    Args:
+        fails_at: the read of the dict that raises.
+    """
+    from torch_rank import held_bytes
+
+    # From now on malloc gives memory of this size from its heap, as in a process that has run.
+    del [torch.empty(31 << 20, dtype=torch.uint8)][:]
+    with empty_parameters():
+        model: Any = Rows()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    full: dict[str, Any] = {n: torch.zeros(4, dtype=torch.bfloat16) for n in ("a", "b")}
+    if dist.get_rank() == 0:
+        shapes = {n: t.shape for n, t in model.state_dict().items()}
+        full = {n: torch.full(shape, float(len(n))) for n, shape in shapes.items()}
+        full["head.weight"] = full["layers.0.weight"]
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before, grown, copy_run = held_bytes("RssAnon", "RssShmem"), [], memory._copy_run
+
+    def copy(*run: Any) -> None:
+        if len(grown) == fails_at:
+            raise OSError("the dict can't be read")
+        copy_run(*run)
+        grown.append(held_bytes("RssAnon", "RssShmem") - before)
+
+    memory._copy_run = copy
+    said = ""
+    try:
+        fsdp2_load_full_state_dict(model, full, budget="none", consume=consume)
+    except (modicum.Error, OSError) as error:
+        assert all(p.is_meta for p in model.parameters())
+        said = str(error)
+    finally:
+        memory._copy_run = copy_run
+    if not said:
+        for name, parameter in model.named_parameters():
+            assert (parameter.to_local() == len(name)).all(), name
+    grown.append(held_bytes("RssAnon", "RssShmem") - before)
+    return {"said": said, "grown": grown, "left": [*full]}
+
+
 def _drawn(shape: torch.Size, seed: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(int(seed))
     return torch.rand(shape, generator=generator)
@@ -382,5 +438,6 @@ ACTS = {
     "state_dict_loaded": state_dict_loaded,
     "drop_in_refused": drop_in_refused,
     "dict_measured": dict_measured,
+    "dict_consumed": dict_consumed,
     "engine": engine,
 }

@@ -4,13 +4,14 @@ loaded it.
 
 House test. It catches these mutations: a chunk copied to the wrong place; a rank that needs no
 chunk and blocks the others; a rank that keeps tensors it built in another way; buffers that are not
-loaded; a tie that is lost; a second dtype.
+loaded; a tie that is lost; a second dtype; a consumed dict that keeps its tensors, or whose memory
+stays in malloc's heap.
 """
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,6 +210,40 @@ def test_a_dict_obeys_its_budget(four: Ranks) -> None:
     offers = promised + (64 << 20)
     report = four.ask("dict_measured", offers=str(offers))[0]["report"]
     assert report["budget"] == {"bytes": offers, "source": "argument"}
+
+
+def test_a_consumed_dict_is_freed_as_it_goes(four: Ranks) -> None:
+    """By the kernel's counters: rank 0 gets its shards, and the dict becomes smaller; malloc
+    returns memory after every fourth tensor."""
+    tensor_bytes = 8 << 20
+    kept = four.ask("dict_consumed", consume=False)[0]
+    assert kept["grown"][-1] > 3 * tensor_bytes and len(kept["left"]) == 18
+    answers = four.ask("dict_consumed")
+    grown = answers[0]["grown"]
+    for n, now in enumerate(grown):
+        done = n * 16 // len(grown)  # tensors, and perhaps one more
+        most = (done + 1) * tensor_bytes // 4 - max(done - 4, 0) * tensor_bytes
+        assert now <= most + STAGING_BYTES + PYTHON_BYTES, f"read {n} of {len(grown)}"
+    assert grown[-1] <= -11 * tensor_bytes
+    assert all(answer["left"] == [] for answer in answers)
+
+
+def test_a_consumed_dict_after_an_error(four: Ranks) -> None:
+    """It lacks the tensors that had been sent, both names of a tie included. Other ranks' dicts are
+    as before."""
+    answers = four.ask("dict_consumed", fails_at=20)  # a tensor needs several reads
+    said = [answer["said"] for answer in answers]
+    assert all(said) and "the dict can't be read" in said[0], said
+    assert answers[0]["left"] == [f"layers.{n}.weight" for n in range(2, 16)]
+    assert answers[1]["left"] == ["a", "b"]
+
+
+def test_a_dict_that_can_not_be_consumed() -> None:
+    model, frozen = torch.nn.Linear(1, 1), MappingProxyType({})
+    with pytest.raises(modicum.UsageError, match="consume=True .*mappingproxy"):
+        modicum.torch.fsdp2_load_full_state_dict(model, frozen, consume=True)
+    with pytest.raises(TypeError, match="unknown argument 'consume'"):
+        modicum.torch.fsdp2_load_full_state_dict(model, "/nowhere", consume=True)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """`fsdp2_load_full_state_dict`, with the signatures that frameworks call it by."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -26,7 +26,7 @@ _OPTIONS: dict[str, Any] = {"on_report": None} | {
     for name, of in signature(load).parameters.items()
     if of.kind is of.KEYWORD_ONLY and name != "buffers"
 }
-_WITH_DICT = {"ledger", "budget", "progress", "staging", "fork", "on_report"}
+_WITH_DICT = {"ledger", "budget", "progress", "staging", "fork", "on_report", "consume"}
 
 
 @overload
@@ -61,7 +61,8 @@ def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
     state dict, with the names of `model.state_dict()`; the argument of other ranks (`{}`, None,
     tensors on meta) is ignored. Rank 0 reads its dict chunk by chunk and sends each rank its part:
     other ranks hold their shards and the staging. The dict itself counts in rank 0's baseline and
-    in the budget.
+    in the budget. With `consume=True` each tensor is taken out of the dict when it has been sent,
+    which frees its memory unless something else refers to it.
 
     Ranks may have built the model on meta, under `empty_parameters()`, with values (commonly rank
     0), or with unwritten memory of `to_empty`. A tensor that is on meta on one rank is emptied on
@@ -88,6 +89,9 @@ def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
         strict: False: names of the dict that are not in the model are dropped, and tensors that the
             dict lacks keep their values. None, the default, is True; with an accelerator such names
             are always dropped. Of dicts only.
+        consume: True: the dict is emptied; rank 0's tensor by tensor, as they are sent, those of
+            other ranks after the load. After an error rank 0's has those that had not been sent
+            whole. Of dicts only; False by default.
         **options: with a path, those of `modicum.torch.load` (dtype, missing, unexpected, budget,
             strategy, seed, fork and so on) with its defaults. With a dict: ledger, budget, staging,
             progress, fork. With both: `on_report`, called with the report of each load on every
@@ -152,13 +156,16 @@ def _fill(
     known = _OPTIONS.keys() if is_path else _WITH_DICT
     if unknown := sorted(options.keys() - known):
         raise TypeError(f"fsdp2_load_full_state_dict: unknown argument '{unknown[0]}'")
-    how = _OPTIONS | options
+    how = _OPTIONS | {"consume": False} | options
     names = ("budget", "strategy", "staging", "fork", "seed", "check", "progress")
     said = Options(how["ledger"] or _modicum.Ledger(), *(how[name] for name in names))
     with Ranks.of_world().together() as ranks:
         if not is_path and not isinstance(full, (Mapping, type(None))):
             got = type(full).__name__
             raise refusal("USAGE", "a state dict", expected="a dict or a path", got=got)
+        if how["consume"] and not isinstance(full, (MutableMapping, type(None))):
+            what, got = "consume=True of a state dict", type(full).__name__
+            raise refusal("USAGE", what, expected="one that can be changed", got=got)
         model = Model.of(module, scratch=rules["scratch"], buffers_follow_fsdp=True)
         _check_offload(model, offload)
         goals = _goals_of(model, ranks, full, rules, how)
@@ -171,6 +178,8 @@ def _fill(
             report = run(load, model, ranks)
             if how["on_report"] is not None:
                 how["on_report"](report)
+    if how["consume"] and isinstance(full, MutableMapping):
+        full.clear()
     return module
 
 
@@ -185,7 +194,8 @@ def _goals_of(
     if full is None or isinstance(full, Mapping):
         strict, drops = rules["strict"], rules["drops"]
         choose = partial(chosen_from, model, full or {}, uneven, strict=strict, drops=drops)
-        return [goal_of_memory(model, ranks, choose)]
+        consumed = full if how["consume"] and isinstance(full, MutableMapping) else None
+        return [goal_of_memory(model, ranks, choose, consumed)]
     if how["check"] and uneven:
         what = "check='values' if the buffers of ranks differ"
         raise refusal("UNSUPPORTED", what)

@@ -5,8 +5,9 @@ To the core they are a checkpoint of one file, whose header every rank has and w
 all ranks and scatters to each the bytes that it needs, through the staging.
 """
 
+import ctypes
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ State = Mapping[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 _ON_META = "meta"
+# malloc returns memory to the kernel that lies below other allocations only when it is asked to.
+_TRIM_BYTES = 32 << 20
 
 
 # ---- differences between ranks
@@ -105,20 +108,52 @@ def chosen_from(
     return {name: given[name] for name in names}, alias_of
 
 
+class _Consumed:
+    """A state dict whose tensors are taken out when they have been read, so that they are freed."""
+
+    def __init__(self, state: MutableMapping[str, Any]) -> None:
+        self._state = state
+        self._names: dict[str, list[str]] = {}
+        self._freed_bytes = 0
+
+    def note(self, alias_of: Mapping[str, str]) -> None:
+        """Notes the names of the dict by those in the model that they are loaded as."""
+        for name in self._state:
+            target = canonical(name)
+            self._names.setdefault(alias_of.get(target, target), []).append(name)
+
+    def free(self, target: str, nbytes: int) -> None:
+        """The caller holds no reference to the tensor any more."""
+        for name in self._names.get(target, ()):
+            self._state.pop(name, None)
+        self._freed_bytes += nbytes
+        if self._freed_bytes >= _TRIM_BYTES:
+            self._freed_bytes = 0
+            ctypes.CDLL(None).malloc_trim(0)
+
+
 def goal_of_memory(
-    model: Model, ranks: Ranks, choose: Callable[[], tuple[Tensors, dict[str, str]]]
+    model: Model,
+    ranks: Ranks,
+    choose: Callable[[], tuple[Tensors, dict[str, str]]],
+    consumed: MutableMapping[str, Any] | None = None,
 ) -> Goal:
     """The goal of loading tensors of rank 0 into the model. Collective.
 
     Args:
         choose: called on rank 0 only; returns the tensors by their names in the model, and names
             tied to one of them.
+        consumed: on rank 0, the dict that these are from; each is taken out after its last byte is
+            read.
     """
-    chosen: list[tuple[torch.Tensor, torch.dtype]] = []
+    chosen: list[tuple[str, torch.Tensor, torch.dtype]] = []
+    state = None if consumed is None else _Consumed(consumed)
     ranks.agree_on(model.facts())
 
     def make() -> list[Any]:
         tensors, alias_of = choose()
+        if state is not None:
+            state.note(alias_of)
         targets: dict[str, Node] = {
             name: {"op": "alias", "of": of} for name, of in alias_of.items()
         }
@@ -126,16 +161,22 @@ def goal_of_memory(
         for name, tensor in tensors.items():
             target = model.tensors[name].tensor
             _check_source(name, tensor, target)
-            chosen.append((tensor.detach(), target.dtype))
+            chosen.append((name, tensor.detach(), target.dtype))
             described.append((name, dtype_name(target.dtype), list(tensor.shape)))
             targets[name] = {"op": "stored", "name": name}
         ordered = {name: targets[name] for name in model.tensors if name in targets}
         return [Recipe(ordered).text(), described]
 
     def read(index: int, offset: int, view: memoryview) -> None:
-        tensor, dtype = chosen[index]
+        name, tensor, dtype = chosen[index]
+        first = offset // dtype.itemsize
         into = torch.frombuffer(view, dtype=torch.uint8).view(dtype)
-        _copy_run(tensor, offset // dtype.itemsize, into)
+        _copy_run(tensor, first, into)
+        if state is not None and first + into.numel() == tensor.numel():
+            nbytes = tensor.nbytes
+            chosen[index] = name, torch.empty(0), dtype
+            del tensor
+            state.free(name, nbytes)
 
     (text, described), memories = ranks.once(make, memory_before)
     checkpoint = _modicum.open_tensors(described, read if chosen else None)

@@ -1,0 +1,94 @@
+"""The patches of integrations/: each fits the files of the release that it names, and the patched
+engines build on meta, load by path, step Modicum's AdamW, save and recover, on two CPU ranks where
+their packages are installed.
+
+House test. It catches these mutations: a part of a patch that no longer fits; a model with values
+before its load; buffers of another rank; a checkpoint without the optimizer's state.
+"""
+
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[3]
+PATCHES = {path.stem.partition("-")[0]: path for path in ROOT.glob("integrations/*.patch")}
+MODULES = {"verl": "verl", "areal": "areal", "twinkle_kit": "twinkle"}
+SCRIPTS = {
+    "verl": "verl_engine.py",
+    "areal": "areal_engine.py",
+    "twinkle_kit": "twinkle_engine.py",
+}
+RUNS = [
+    ("verl", ()),
+    *(("areal", (case,)) for case in ("causal-lm", "lora", "value-head", "vision")),
+    *(("twinkle_kit", (strategy,)) for strategy in ("native_fsdp", "accelerate")),
+]
+
+
+def installed(name: str) -> Path | None:
+    found = importlib.util.find_spec(MODULES[name])
+    if found is None or not found.submodule_search_locations:
+        return None
+    return Path(found.submodule_search_locations[0])
+
+
+def downloaded(name: str, version: str, into: Path) -> Path:
+    """The package's folder in its wheel."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(into)]
+    done = subprocess.run(
+        [*pip, "--only-binary=:all:", f"{name}=={version}"], capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        pytest.skip(f"{name} {version} is neither installed nor to be downloaded")
+    (wheel,) = into.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(into)
+    return into / MODULES[name]
+
+
+def patched(name: str, package: Path, into: Path) -> list[Path]:
+    """Applies the patch to a copy, with no context missing; returns the changed files."""
+    shutil.copytree(package, into / MODULES[name])
+    words = ["patch", "-p1", "--fuzz=0", "-i", str(PATCHES[name])]
+    done = subprocess.run(words, cwd=into, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    told = [line.split() for line in done.stdout.splitlines()]
+    return [into / words[2] for words in told if words[:2] == ["patching", "file"]]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_patch_fits_the_release(name: str, tmp_path: Path) -> None:
+    version = PATCHES[name].stem.partition("-")[2]
+    changed = patched(name, downloaded(name, version, tmp_path / "release"), tmp_path)
+    assert changed
+    for path in changed:
+        ast.parse(path.read_text())
+    assert any("import modicum.torch" in path.read_text() for path in changed)
+
+
+@pytest.mark.parametrize(("name", "words"), RUNS)
+def test_the_patched_engine_trains(name: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    package = installed(name)
+    if package is None:
+        pytest.skip(f"{MODULES[name]} is not installed")
+    patched(name, package, tmp_path)
+    folders = [tmp_path, ROOT / "tests/support", ROOT / "examples"]
+    places = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
+    script = ROOT / "tests/support" / SCRIPTS[name]
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), *words],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines().count("trained") == 2, done.stdout  # engines print, too
