@@ -100,6 +100,10 @@ struct Outlet {
   std::function<void(const ReadyChunk&)> send;
   std::function<void(int slot)> wait;  // empty: a slot may be reused at once
 };
+// Called, on the step's threads, with memory of parameters and state that is about to be
+// overwritten. Must not throw.
+using BeforeOverwrite = std::function<void(std::span<const std::byte>)>;
+
 // For a bucket and the rest of its last block.
 constexpr uint64_t kRingSlotBytes = round_up((kBucketElements + kScaleBlock) * 2, kPageBytes);
 
@@ -109,6 +113,7 @@ struct StepOptions {
   const Outlet* outlet = nullptr;
   // Refreshes the masters (see refresh_masters) in the same pass over memory.
   bool refresh_masters = false;
+  const BeforeOverwrite* before_overwrite = nullptr;  // may be nullptr
 };
 
 // A digest over FQNs, global indices and fp32 values. Its sum over all ranks is the same for every
@@ -213,6 +218,7 @@ class AdamW {
   void finish_step();
   void take_numbers(const StepOptions& options);
   void step_of(int worker, const StepOptions& options);
+  void announce(size_t shard, const Stretch& stretch, const BeforeOverwrite& before) const;
   void refresh_masters_of(const AdamSpan& span) const noexcept;
 
   AdamWSpec spec_;

@@ -156,6 +156,25 @@ void AdamW::take_numbers(const StepOptions& options) {
   numbers_ = std::move(taken);
 }
 
+// Every byte of the stretch that the step writes: the parameter and all planes but the gradient's.
+void AdamW::announce(size_t shard, const Stretch& stretch, const BeforeOverwrite& before) const {
+  const ShardSpec& spec = spec_.shards[shard];
+  const ScaleBlocks blocks(spec.row);
+  for (size_t p = 0; p < kPlanes; ++p) {
+    const auto plane = static_cast<Plane>(p);
+    const std::byte* const begin = element(shard, plane, stretch.at);
+    if (plane == Plane::grad || begin == nullptr) continue;
+    before({begin, bytes_of(*plane_dtype(row_, plane), stretch.n)});
+    const std::span<float> all = scales(shard, plane);
+    if (all.empty()) continue;
+    const int64_t last = blocks.block_of(stretch.first + stretch.n - 1);
+    const auto n = static_cast<size_t>(last - blocks.block_of(stretch.first) + 1);
+    before(std::as_bytes(all.subspan(static_cast<size_t>(stretch.scale), n)));
+  }
+  if (spec.out == nullptr) return;
+  before({spec.out + bytes_of(spec.out_dtype, stretch.at), bytes_of(spec.out_dtype, stretch.n)});
+}
+
 void AdamW::step_of(int worker, const StepOptions& options) {
   const Outlet* const outlet = options.outlet;
   std::optional<Slots> slots;
@@ -164,6 +183,7 @@ void AdamW::step_of(int worker, const StepOptions& options) {
     if (arriving_[shard].left_out) return;
     const int group = spec_.shards[shard].group;
     const AdamNumbers& numbers = numbers_.at({group, steps_[shard] + 1}).numbers;
+    if (options.before_overwrite != nullptr) announce(shard, stretch, *options.before_overwrite);
     AdamSpan span = span_of(shard, stretch);
     if (options.refresh_masters) refresh_masters_of(span);
     ReadyChunk chunk{shard, stretch.at, stretch.n, span.master, -1};

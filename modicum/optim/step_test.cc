@@ -52,6 +52,61 @@ struct World {
   }
 };
 
+// Catches: memory that a step overwrites before it was announced, in any format.
+TEST(Step, AnnouncesWhatItOverwrites) {
+  for (const StateFormat format : kFormats) {
+    for (const int threads : {1, 2}) {
+      SCOPED_TRACE(format_name(format));
+      Ledger ledger;
+      AdamWSpec spec = tiny_spec(format);
+      std::vector<std::vector<std::byte>> outs;
+      if (!row_of(format).is_split()) {
+        for (ShardSpec& shard : spec.shards) {
+          shard.out = outs.emplace_back(static_cast<size_t>(2 * shard.numel())).data();
+        }
+      }
+      AdamW state(std::move(spec), ledger, threads);
+      import_tiny_masters(state);
+      std::vector<std::span<std::byte>> memory(outs.begin(), outs.end());
+      for (size_t shard = 0; shard < state.shards(); ++shard) {
+        for (const Plane plane :
+             {Plane::master, Plane::master_low, Plane::exp_avg, Plane::exp_avg_sq}) {
+          memory.push_back(state.plane(shard, plane));
+          memory.push_back(std::as_writable_bytes(state.scales(shard, plane)));
+        }
+      }
+      for (uint64_t t = 1; t <= 2; ++t) {
+        std::vector<std::vector<std::byte>> before, announced;
+        for (const auto of : memory) before.emplace_back(of.begin(), of.end());
+        for (const auto of : memory) announced.emplace_back(of.size());
+        std::mutex mutex;
+        const BeforeOverwrite note = [&](std::span<const std::byte> part) {
+          const std::lock_guard lock(mutex);
+          for (size_t m = 0; m < memory.size(); ++m) {
+            const std::byte* const begin = memory[m].data();
+            if (part.data() < begin || part.data() >= begin + memory[m].size()) continue;
+            const auto at = static_cast<size_t>(part.data() - begin);
+            ASSERT_LE(at + part.size(), memory[m].size());
+            ASSERT_EQ(std::memcmp(part.data(), before[m].data() + at, part.size()), 0)
+                << "overwritten before";
+            std::memset(announced[m].data() + at, 1, part.size());
+          }
+        };
+        deliver_tiny(state, t);
+        ASSERT_TRUE(state.norm().finite);
+        state.step({.before_overwrite = &note});
+        for (size_t m = 0; m < memory.size(); ++m) {
+          size_t silent = 0;
+          for (size_t i = 0; i < memory[m].size(); ++i) {
+            silent += memory[m][i] != before[m][i] && announced[m][i] == std::byte{0} ? 1 : 0;
+          }
+          EXPECT_EQ(silent, 0U) << m;
+        }
+      }
+    }
+  }
+}
+
 TEST(Step, IsBitEqualForAnyNumberOfShardsAndThreads) {
   for (const StateFormat format : kFormats) {
     World one(format, 1, 1, true);

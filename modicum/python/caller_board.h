@@ -58,8 +58,9 @@ class CallerBoard final : public Board {
  private:
   template <typename... Args>
   void call(const char* name, Args&&... args) {
+    if (peers_.is_none()) return;
     const nb::gil_scoped_acquire acquired;
-    if (!peers_.is_none()) peers_.attr(name)(std::forward<Args>(args)...);
+    peers_.attr(name)(std::forward<Args>(args)...);
   }
   void tell(const ErrorRecord& failure) noexcept {
     const nb::gil_scoped_acquire acquired;

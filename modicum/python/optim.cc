@@ -24,6 +24,7 @@
 #include "modicum/python/adamw_state.h"
 #include "modicum/python/arrays.h"
 #include "modicum/python/bindings.h"
+#include "modicum/stream/stream.h"
 
 namespace modicum::python {
 namespace {
@@ -144,12 +145,20 @@ void step(State& state, float unscale, float clip, const nb::object& send, const
 // (state, send, wait, dtype, refresh_masters), as for `step`.
 using Stepped = std::tuple<std::shared_ptr<State>, nb::object, nb::object, std::string, bool>;
 
-void step_all(const std::vector<Stepped>& states, float unscale, float clip) {
+void step_all(const std::vector<Stepped>& states, float unscale, float clip,
+              const std::shared_ptr<Snapshot>& snapshot) {
   const ReportedPhase phase(reporter_here(), "step");
+  BeforeOverwrite before;
+  if (snapshot) {
+    before = [&](std::span<const std::byte> memory) { snapshot->before_overwrite(memory); };
+  }
   std::deque<Sending> sendings;  // they do not move
   std::vector<StateStep> steps;
   for (const auto& [state, send, wait, dtype, refresh_masters] : states) {
-    StepOptions options{.unscale = unscale, .clip = clip, .refresh_masters = refresh_masters};
+    StepOptions options{.unscale = unscale,
+                        .clip = clip,
+                        .refresh_masters = refresh_masters,
+                        .before_overwrite = before ? &before : nullptr};
     if (!send.is_none()) {
       options.outlet = &sendings.emplace_back(*state, send, wait, dtype).outlet();
     }
@@ -349,9 +358,12 @@ void define_optim(nb::module_& module) {
       },
       "shards"_a, "groups"_a, nb::kw_only(), "format"_a, "slots"_a = 0, "threads"_a = 1,
       "fork"_a = "excluded", "The footprint of such an AdamW, bytes by purpose.");
-  module.def("step_all", step_all, "states"_a, "unscale"_a = 1.0F, "clip"_a = 1.0F,
-             "AdamW.step for several states, (state, send, wait, dtype, refresh_masters) each, as "
-             "one: if it raises before anything is sent, none has been stepped.");
+  module.def(
+      "step_all", step_all, "states"_a, "unscale"_a = 1.0F, "clip"_a = 1.0F,
+      "snapshot"_a.none() = nb::none(),
+      "AdamW.step for several states, (state, send, wait, dtype, refresh_masters) each, as "
+      "one: if it raises before anything is sent, none has been stepped. `snapshot`: of a save "
+      "that reads their memory meanwhile.");
   module.def("clip_factor", clip_factor, "norm"_a, "max_norm"_a,
              "min(1, max_norm / (norm + 1e-6)), rounded once to float32.");
   module.def("state_formats", formats,

@@ -14,10 +14,8 @@
 #include <vector>
 
 #include "modicum/base/base.h"
-#include "modicum/python/adamw_state.h"
-#include "modicum/python/arrays.h"
-#include "modicum/python/bindings.h"
 #include "modicum/python/caller_board.h"
+#include "modicum/python/saving.h"
 #include "modicum/runs/runs.h"
 #include "modicum/stream/stream.h"
 #include "modicum/training/training.h"
@@ -26,24 +24,6 @@ namespace modicum::python {
 namespace {
 
 constexpr uint64_t kFileBytes = 5 * kGiB;  // where there is no source to split files as
-
-// A SavePlan and the plan that it turns.
-struct MadeSave {
-  MadeSave(std::shared_ptr<MadePlan> of, const SaveForm& form)
-      : loaded(std::move(of)), plan(loaded->checkpoint(), loaded->plan, form) {}
-
-  const std::shared_ptr<MadePlan> loaded;
-  const SavePlan plan;
-
-  // On each rank, with the plan that it turns.
-  Footprint held() const {
-    Footprint held = plan.footprint();
-    held[Purpose::header] += loaded->plan.manifest->held_bytes();
-    held[Purpose::plan] += loaded->plan.held_bytes();
-    held[Purpose::staging] += plan.plan().staging.total_bytes;
-    return held;
-  }
-};
 
 std::shared_ptr<MadeSave> save_plan(const std::shared_ptr<MadePlan>& plan,
                                     const OptionalText& dtype, bool copies_unused,
@@ -104,50 +84,6 @@ std::vector<std::pair<uint64_t, uint64_t>> save_promise(const std::map<std::stri
   return of_ranks;
 }
 
-// The caller's tensors: host memory that is `given`, or elements that `fetch` brings.
-class CallerTensors final : public Sink {
- public:
-  CallerTensors(const Plan& plan, int rank, const nb::dict& given, nb::object fetch)
-      : plan_(plan), fetch_(std::move(fetch)), given_(buffer_count(plan)) {
-    for (const auto& [target, array] : given) take(nb::cast<size_t>(target), array);
-    for (uint32_t b = 0; b < given_.size(); ++b) require_size(b, rank);
-  }
-
-  std::span<std::byte> host(uint32_t buffer) noexcept override {
-    return given_[holder_of(plan_, buffer)];
-  }
-  void copy(uint32_t buffer, int64_t, std::span<const std::byte>) override {
-    fail(Category::internal, "a save writes to no tensor", {.tensor = buffer_name(plan_, buffer)});
-  }
-  void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) override {
-    const nb::gil_scoped_acquire acquired;
-    fetch_(holder_of(plan_, buffer), at, view_of(elements));
-  }
-
- private:
-  void take(size_t buffer, nb::handle given) {
-    if (buffer >= given_.size()) fail(Category::usage, "memory is given for an unknown target");
-    arrays_.push_back(writable(given, buffer_name(plan_, static_cast<uint32_t>(buffer))));
-    given_[buffer] = bytes_of_array(arrays_.back());
-  }
-  void require_size(uint32_t buffer, int rank) const {
-    if (destination_of(plan_, buffer) != Destination::given) return;
-    if (holder_of(plan_, buffer) != buffer) return;
-    const uint64_t expected = buffer_of(plan_, buffer, rank).bytes();
-    if (given_[buffer].size() == expected) return;
-    fail(Category::usage, "the memory given for a tensor has the wrong size",
-         {.tensor = buffer_name(plan_, buffer),
-          .rank = rank,
-          .expected = fmt::format("{} bytes", expected),
-          .got = fmt::format("{} bytes", given_[buffer].size())});
-  }
-
-  const Plan& plan_;
-  const nb::object fetch_;
-  std::vector<AnyArray> arrays_;  // keep the given memory alive
-  std::vector<std::span<std::byte>> given_;
-};
-
 nb::dict outcome_of(const SaveOutcome& saved) {
   return dict_of("written_bytes"_a = saved.written_bytes, "read_bytes"_a = saved.read_bytes);
 }
@@ -157,30 +93,26 @@ using Place = std::pair<std::string, uint64_t>;
 
 nb::dict save_tensors(const MadeSave& made, int rank, CallerBoard& board,
                       const std::shared_ptr<Ledger>& ledger, const Place& place,
-                      const nb::dict& given, const nb::object& fetch, int threads) {
+                      const nb::dict& given, const nb::object& fetch, int threads,
+                      const std::shared_ptr<Snapshot>& snapshot) {
   const Plan& plan = made.plan.plan();
   checked_rank(rank, plan.ranks());
   CallerTensors tensors(plan, rank, given, fetch);
   PosixFileSystem files;
-  board.set_thread();
+  if (!snapshot) board.set_thread();
   return outcome_of(without_the_lock([&] {
     const ReportedPhase phase(ledger->reporter(), "save");
     const SaveFiles to{files, place.first};
     ChunkSums sums(made.plan.manifest(), place.second);
     const RankContext at{rank, &board, nullptr, ledger.get()};
-    const SaveOutcome saved =
-        save({made.loaded->checkpoint(), made.plan, at, tensors, threads}, to, sums);
+    const SaveOutcome saved = save(
+        {made.loaded->checkpoint(), made.plan, at, tensors, threads, snapshot.get()}, to, sums);
     hand_over_sums(sums, rank, to);
     return saved;
   }));
 }
 
 // ---- the state of AdamW
-
-// (fqn, dtype, shape, format, whether its memory is the master): a parameter that has state.
-using WrittenState = std::tuple<std::string, std::string, std::vector<int64_t>, std::string, bool>;
-// (state, index of the shard in it, fqn).
-using WrittenHeld = std::tuple<std::shared_ptr<State>, size_t, std::string>;
 
 std::vector<StateOf> states_of(const std::vector<WrittenState>& written) {
   std::vector<StateOf> states;
@@ -191,47 +123,17 @@ std::vector<StateOf> states_of(const std::vector<WrittenState>& written) {
   return states;
 }
 
-// 8-bit moments of cut blocks are refused.
-class Held {
- public:
-  Held(const std::vector<WrittenHeld>& held, const std::map<std::string, int64_t>& numel_of)
-      : held_(held) {
-    for (const auto& [state, index, fqn] : held) {
-      ShardSpec shard = state->shard(index);
-      if (!row_of(state->here().format()).has_scales()) continue;
-      shard.fqn = fqn;
-      require_whole_blocks(shard, numel_of.at(fqn));
-    }
-  }
-  void operator()(FunctionRef<void(const HeldShard&)> fn) const {
-    for (const auto& [state, index, fqn] : held_) fn({state->adamw, index, fqn});
-  }
-
- private:
-  const std::vector<WrittenHeld>& held_;
-};
-
-std::map<std::string, int64_t> numels_of(const std::vector<WrittenState>& written) {
-  std::map<std::string, int64_t> numels;
-  for (const auto& of : written) numels[std::get<0>(of)] = numel_of(std::get<2>(of));
-  return numels;
-}
-
-struct MadeState {
-  const std::vector<WrittenState> parameters;
-  const StateFiles files;
-};
-
 std::shared_ptr<MadeState> state_files(const std::vector<WrittenState>& parameters) {
   return std::make_shared<MadeState>(MadeState{parameters, StateFiles(states_of(parameters))});
 }
 
 nb::dict save_state(const MadeState& made, int rank, int ranks, CallerBoard& board,
                     const std::shared_ptr<Ledger>& ledger, const Place& place,
-                    const std::vector<WrittenHeld>& held) {
+                    const std::vector<WrittenHeld>& held,
+                    const std::shared_ptr<Snapshot>& snapshot) {
   const Held shards(held, numels_of(made.parameters));
   PosixFileSystem files;
-  board.set_thread();
+  if (!snapshot) board.set_thread();
   return outcome_of(without_the_lock([&] {
     const ReportedPhase phase(ledger->reporter(), "save");
     const Footprint needed = made.files.footprint();
@@ -243,7 +145,8 @@ nb::dict save_state(const MadeState& made, int rank, int ranks, CallerBoard& boa
     const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
       made.files.for_each_span(shards, fn);
     };
-    const SaveOutcome saved = save_spans({made.files.manifest(), at, ranks}, spans, to, sums);
+    const SaveOutcome saved =
+        save_spans({made.files.manifest(), at, ranks, snapshot.get()}, spans, to, sums);
     hand_over_sums(sums, rank, to);
     return saved;
   }));
@@ -421,9 +324,10 @@ Raises:
              "and `held`, bytes by purpose. BudgetError if a node has less.");
   module.def("save_tensors", save_tensors, "plan"_a, "rank"_a, "board"_a, "ledger"_a, "place"_a,
              nb::kw_only(), "given"_a = nb::dict(), "fetch"_a = nb::none(), "threads"_a = 1,
+             "snapshot"_a.none() = nb::none(),
              "Writes one rank's part of the tensors to `place`, (directory, point) of a step. "
              "`given`: by target, host memory; `fetch(target, at, view)` fills `view` with the "
-             "elements of others.");
+             "elements of others. `snapshot`: see Snapshot.");
 }
 
 void define_state_files(nb::module_& module) {
@@ -436,9 +340,9 @@ Args:
           "held", [](const MadeState& made) { return by_purpose(made.files.footprint()); },
           "What a save holds for it on each rank, bytes by purpose.");
   module.def("save_state", save_state, "files"_a, "rank"_a, "ranks"_a, "board"_a, "ledger"_a,
-             "place"_a, "held"_a,
+             "place"_a, "held"_a, "snapshot"_a.none() = nb::none(),
              "Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the "
-             "shards that this rank saves.");
+             "shards that this rank saves. `snapshot`: see Snapshot.");
   module.def("load_state", load_state, "checkpoint"_a, "parameters"_a, "rank"_a, "board"_a,
              "ledger"_a, "held"_a,
              "Reads one rank's shards of a saved state into them; returns the bytes read. "
@@ -493,6 +397,7 @@ Raises:
 void define_save(nb::module_& module) {
   define_save_plan(module);
   define_state_files(module);
+  define_snapshot(module);
   define_steps(module);
 }
 

@@ -1,4 +1,5 @@
-#include "modicum/stream/create_files.h"
+#include "modicum/ranks/ranks.h"
+#include "modicum/stream/save.h"
 
 namespace modicum {
 

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "modicum/kernels/kernels.h"
-#include "modicum/stream/create_files.h"
 #include "modicum/stream/data_writer.h"
 #include "modicum/stream/rank_workers.h"
 #include "modicum/stream/reader.h"
@@ -61,6 +60,15 @@ std::vector<SavePlan::Copied> copied_of(const SavedForm& form, const Manifest& s
   return copied;
 }
 
+bool is_along(const Transfer& t) noexcept { return t.runs.at_step == 1 || t.runs.length == 1; }
+
+// The elements of a run in host memory.
+Snapshot::Pieces pieces_of(const Transfer& t, std::span<const std::byte> host) {
+  const uint64_t size = bytes_of(t.to_dtype, 1);
+  return {host.data() + bytes_of(t.to_dtype, t.runs.at), size,
+          t.runs.at_step * static_cast<int64_t>(size), t.runs.length};
+}
+
 class Save {
  public:
   Save(const SaveRun& run, const SaveFiles& to, ChunkSums& sums)
@@ -79,17 +87,21 @@ class Save {
   }
 
   SaveOutcome run() {
-    run_rank_workers(*at_.board, at_.rank, 1, [this](int) {
-      outcome_.written_bytes = create_files(manifest_, to_, *at_.board, {at_.rank, plan_.ranks()});
-    });
-    at_.board->barrier(at_.rank);
+    if (run_.snapshot == nullptr) {
+      run_rank_workers(*at_.board, at_.rank, 1, [this](int) {
+        outcome_.written_bytes =
+            create_files(manifest_, to_, *at_.board, {at_.rank, plan_.ranks()});
+      });
+      at_.board->barrier(at_.rank);
+    }
     run_rank_workers(*at_.board, at_.rank, workers_, [this](int index) {
       Worker worker(*this, index);
       write_own(worker, Rows::whole);
       copy_unread(worker);
       finish(worker);
     });
-    at_.board->barrier(at_.rank);  // divided rows: all ranks begin at the same time
+    // Divided rows: all ranks begin at the same time.
+    if (run_.snapshot == nullptr) at_.board->barrier(at_.rank);
     run_rank_workers(*at_.board, at_.rank, workers_, [this](int index) {
       Worker worker(*this, index);
       write_own(worker, Rows::divided);
@@ -177,10 +189,11 @@ class Save {
   // Casts one run of a buffer to the saved dtype.
   void take(Worker& worker, const Transfer& t, std::byte* to) const {
     const std::span<const std::byte> host = run_.from.host(t.buffer);
-    const bool along = t.runs.at_step == 1 || t.runs.length == 1;
-    if (along && !host.empty()) {
+    const bool along = is_along(t);
+    if (along && !host.empty() && run_.snapshot == nullptr) {
       return cast(bytes_at(t).data(), t.to_dtype, to, t.from_dtype, t.runs.length);
     }
+    if (along && !t.casts()) return fetch(t, 0, {to, bytes_of(t.to_dtype, t.runs.length)});
     // Gathered first, from a device, or one element at a time where the buffer has another order.
     std::array<std::byte, 4096> gathered;
     const std::span<std::byte> room = along ? worker.room : std::span(gathered);
@@ -189,7 +202,7 @@ class Save {
       const int64_t n = std::min(most, t.runs.length - i);
       const std::span<std::byte> elements = room.first(bytes_of(t.to_dtype, n));
       if (along) {
-        run_.from.fetch(t.buffer, t.runs.at + i, elements);
+        fetch(t, i, elements);
       } else {
         gather(t.part(0, 1, i, n), host, elements);
       }
@@ -197,8 +210,21 @@ class Save {
     }
   }
 
+  // Elements of a run, contiguous in the buffer, from the i-th on.
+  void fetch(const Transfer& t, int64_t i, std::span<std::byte> elements) const {
+    const std::span<const std::byte> host = run_.from.host(t.buffer);
+    if (run_.snapshot == nullptr || host.empty()) {
+      return run_.from.fetch(t.buffer, t.runs.at + i, elements);
+    }
+    const std::byte* const first = host.data() + bytes_of(t.to_dtype, t.runs.at + i);
+    run_.snapshot->read({first, elements.size()}, elements.data());
+  }
+
   void gather(const Transfer& t, std::span<const std::byte> host,
               std::span<std::byte> elements) const {
+    if (run_.snapshot != nullptr && !host.empty()) {
+      return run_.snapshot->read(pieces_of(t, host), elements.data());
+    }
     const size_t size = bytes_of(t.to_dtype, 1);
     for (int64_t i = 0; i < t.runs.length; ++i) {
       const int64_t at = t.runs.at + i * t.runs.at_step;
@@ -266,6 +292,22 @@ Footprint SavePlan::footprint() const {
   Footprint held = save_footprint(plan_);
   held[Purpose::plan] += ChunkSums::held_bytes(manifest_);
   return held;
+}
+
+void expect_writes(Snapshot& snapshot, const SavePlan& plan, int rank, Sink& from) {
+  std::vector<Transfer> table(kReadTableRows);
+  const auto expect = [&](const Write& write) {
+    for (const Transfer& t : write.transfers) {
+      const std::span<const std::byte> host = from.host(t.buffer);
+      if (host.empty()) continue;
+      Snapshot::Pieces pieces = pieces_of(t, host);
+      if (is_along(t)) pieces = {pieces.first, bytes_of(t.to_dtype, t.runs.length)};
+      snapshot.expect(pieces);
+    }
+  };
+  for (const Rows rows : {Rows::whole, Rows::divided}) {
+    for_each_write(plan.plan(), rank, rows, table, expect);
+  }
 }
 
 SaveOutcome save(const SaveRun& run, const SaveFiles& to, ChunkSums& sums) {

@@ -10,6 +10,7 @@
 #include "modicum/plan/plan.h"
 #include "modicum/ranks/ranks.h"
 #include "modicum/stream/sink.h"
+#include "modicum/stream/snapshot.h"
 #include "modicum/stream/sums.h"
 
 namespace modicum {
@@ -81,13 +82,29 @@ struct SaveOutcome {
 // ranks have returned and the merged sums are proven. On failure the caller must discard the
 // directory. Errors: NOSPACE, IO, CONFLICT if a file exists; UNSUPPORTED if a buffer can't be read;
 // BUDGET, NOMEM; PEER if another rank failed.
+//
+// In the background the host memory is read through `snapshot`, which `expect_writes` was called
+// for. All ranks have called create_files before, and then met; the save meets no other rank.
 struct SaveRun {
   const Checkpoint& source;
   const SavePlan& plan;
   const RankContext& at;
   Sink& from;
   int threads = 1;  // upper limit
+  Snapshot* snapshot = nullptr;
 };
 SaveOutcome save(const SaveRun& run, const SaveFiles& to, ChunkSums& sums);
+// Expects what rank `rank` will read from host memory in a save of this plan. All of it is covered.
+void expect_writes(Snapshot& snapshot, const SavePlan& plan, int rank, Sink& from);
+
+// Creates this rank's share of the files of `manifest`, with their headers, and reserves their
+// space, so that a full disk fails here. Returns the bytes written. CONFLICT if a file exists;
+// NOSPACE, IO.
+struct RankOfMany {
+  int rank = 0;
+  int ranks = 1;
+};
+uint64_t create_files(const Manifest& manifest, const SaveFiles& to, Board& board,
+                      const RankOfMany& which);
 
 }  // namespace modicum

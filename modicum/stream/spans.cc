@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "modicum/stream/create_files.h"
 #include "modicum/stream/data_writer.h"
 #include "modicum/stream/rank_workers.h"
 #include "modicum/stream/reader.h"
@@ -13,11 +12,11 @@ namespace {
 
 constexpr uint64_t kMostBytes = 8 * kMiB;  // at a time, so that progress is reported often
 
-// Calls `fn` for each part of at most kMostBytes.
+// Calls `fn` for each part of at most `most` bytes.
 template <typename Fn>
-void in_parts(const StoredSpan& span, const Fn& fn) {
-  for (uint64_t done = 0; done < span.bytes.size(); done += kMostBytes) {
-    const uint64_t n = std::min<uint64_t>(kMostBytes, span.bytes.size() - done);
+void in_parts(const StoredSpan& span, uint64_t most, const Fn& fn) {
+  for (uint64_t done = 0; done < span.bytes.size(); done += most) {
+    const uint64_t n = std::min<uint64_t>(most, span.bytes.size() - done);
     fn(StoredSpan{span.stored, span.at + done, span.bytes.subspan(done, n)});
   }
 }
@@ -27,18 +26,29 @@ void in_parts(const StoredSpan& span, const Fn& fn) {
 SaveOutcome save_spans(const SpansSave& what, Spans spans, const SaveFiles& to, ChunkSums& sums) {
   const RankContext& at = what.at;
   SaveOutcome outcome;
-  run_rank_workers(*at.board, at.rank, 1, [&](int) {
-    outcome.written_bytes = create_files(what.manifest, to, *at.board, {at.rank, what.ranks});
-  });
-  at.board->barrier(at.rank);
+  Buffer staging;
+  if (what.snapshot == nullptr) {
+    run_rank_workers(*at.board, at.rank, 1, [&](int) {
+      outcome.written_bytes = create_files(what.manifest, to, *at.board, {at.rank, what.ranks});
+    });
+    at.board->barrier(at.rank);
+  } else {
+    staging = at.ledger->charge(Purpose::staging, kSnapshotStagingBytes);
+  }
+  const auto values_of = [&](std::span<const std::byte> bytes) {
+    if (what.snapshot == nullptr) return bytes;
+    what.snapshot->read({bytes.data(), bytes.size()}, staging.bytes().data());
+    return std::span<const std::byte>(staging.bytes().first(bytes.size()));
+  };
   run_rank_workers(*at.board, at.rank, 1, [&](int) {
     DataWriter writer(to.files, to.directory);
     spans([&](const StoredSpan& span) {
-      in_parts(span, [&](const StoredSpan& part) {
+      in_parts(span, staging.empty() ? kMostBytes : staging.bytes().size(), [&](const auto& part) {
         at.board->check();
         const Extent& stored = what.manifest.tensors[part.stored].at;
-        writer.write(what.manifest.files[stored.file].name, stored.begin + part.at, part.bytes);
-        sums.add(part.stored, part.at, part.bytes);
+        const std::span<const std::byte> bytes = values_of(part.bytes);
+        writer.write(what.manifest.files[stored.file].name, stored.begin + part.at, bytes);
+        sums.add(part.stored, part.at, bytes);
         at.board->beat(at.rank, part.bytes.size());
       });
     });
@@ -53,7 +63,7 @@ uint64_t load_spans(const Checkpoint& checkpoint, Spans spans, const RankContext
   run_rank_workers(*at.board, at.rank, 1, [&](int) {
     DataReader reader(checkpoint);
     spans([&](const StoredSpan& span) {
-      in_parts(span, [&](const StoredSpan& part) {
+      in_parts(span, kMostBytes, [&](const StoredSpan& part) {
         at.board->check();
         const Extent& stored = checkpoint.manifest.tensors[part.stored].at;
         reader.read(stored.file, stored.begin + part.at, part.bytes);

@@ -14,6 +14,7 @@ namespace modicum {
 struct RankContext;
 struct SaveFiles;
 struct SaveOutcome;
+class Snapshot;
 
 // Host memory for bytes [at, at + bytes.size()) of stored tensor `stored`. No element is divided.
 struct StoredSpan {
@@ -24,12 +25,15 @@ struct StoredSpan {
 using Spans = FunctionRef<void(FunctionRef<void(const StoredSpan&)>)>;
 
 // Writes this rank's spans to files, without staging or conversion. All ranks call it at the same
-// time, and their spans together must cover each byte of each tensor once. Otherwise as `save`.
+// time, and their spans together must cover each byte of each tensor once. Otherwise as `save`. In
+// the background it charges staging of kSnapshotStagingBytes.
 struct SpansSave {
   const Manifest& manifest;
   const RankContext& at;
   int ranks = 1;
+  Snapshot* snapshot = nullptr;
 };
+constexpr uint64_t kSnapshotStagingBytes = 1 * kMiB;
 SaveOutcome save_spans(const SpansSave& what, Spans spans, const SaveFiles& to, ChunkSums& sums);
 // Reads into this rank's spans. Returns the bytes read. Errors as those of `load`.
 uint64_t load_spans(const Checkpoint& checkpoint, Spans spans, const RankContext& at);

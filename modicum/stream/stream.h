@@ -15,8 +15,9 @@
 #include "modicum/stream/rings.h"      // IWYU pragma: export
 #include "modicum/stream/save.h"       // IWYU pragma: export
 #include "modicum/stream/sink.h"
-#include "modicum/stream/spans.h"   // IWYU pragma: export
-#include "modicum/stream/verify.h"  // IWYU pragma: export
+#include "modicum/stream/snapshot.h"  // IWYU pragma: export
+#include "modicum/stream/spans.h"     // IWYU pragma: export
+#include "modicum/stream/verify.h"    // IWYU pragma: export
 
 namespace modicum {
 

@@ -1,5 +1,5 @@
 """A library that is preloaded into the program under test: the n-th system call on files below a
-directory fails, is cut short, waits, or finds that the power has failed
+directory fails, is cut short, waits, or finds that the power has failed; or all writes are slow
 (fixtures/faulty_files.c)."""
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from program import PATIENCE_S, Ended
 
 SOURCE = Path(__file__).parents[1] / "fixtures/faulty_files.c"
-FAILS, SHORT, CUT, HELD = 1, 2, 3, 4
+FAILS, SHORT, CUT, HELD, SLOW = 1, 2, 3, 4, 5
 NEVER = 1 << 62
 _PAGE = struct.Struct("=qqii32s224s")
 _DETAIL_AT = 20
@@ -25,6 +25,12 @@ class Hit:
     calls: int
     call: str
     path: str
+
+
+def be(page: Path, how: tuple[int, int], at: int = NEVER) -> None:
+    """`FaultyFiles.be`, given its page."""
+    with page.open("r+b" if page.exists() else "w+b") as file:  # the same file, which is mapped
+        file.write(_PAGE.pack(0, at, *how, b"", b""))
 
 
 class FaultyFiles:
@@ -66,15 +72,23 @@ class FaultyFiles:
         calls, _, _, _, call, path = _PAGE.unpack(self.page.read_bytes()[: _PAGE.size])
         return Hit(calls, *(part.rstrip(b"\0").decode() for part in (call, path)))
 
-    def _start(
-        self, root: Path, at: int, how: tuple[int, int], words: list[object]
-    ) -> subprocess.Popen[str]:
-        self.page.write_bytes(_PAGE.pack(0, at, *how, b"", b""))
-        environment = os.environ | {
+    def be(self, how: tuple[int, int], at: int = NEVER) -> None:
+        """From now on, in all programs. `how`: as for `run`, or SLOW with microseconds."""
+        be(self.page, how, at)
+
+    def environment(self, root: Path) -> dict[str, str]:
+        """Of a program, for the files below `root`. Call `be` before it starts."""
+        return {
             "LD_PRELOAD": str(self.library),
             "FAULTY_ROOT": str(root),
             "FAULTY_PAGE": str(self.page),
         }
+
+    def _start(
+        self, root: Path, at: int, how: tuple[int, int], words: list[object]
+    ) -> subprocess.Popen[str]:
+        self.be(how, at)
+        environment = os.environ | self.environment(root)
         return subprocess.Popen(
             list(map(str, words)),
             stdout=subprocess.PIPE,

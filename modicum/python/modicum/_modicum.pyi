@@ -531,9 +531,9 @@ class AdamW:
 def adamw_footprint(shards: Sequence[tuple[str, Sequence[int], Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, slots: int = 0, threads: int = 1, fork: str = 'excluded') -> dict:
     """The footprint of such an AdamW, bytes by purpose."""
 
-def step_all(states: Sequence[tuple[AdamW, object, object, str, bool]], unscale: float = 1.0, clip: float = 1.0) -> None:
+def step_all(states: Sequence[tuple[AdamW, object, object, str, bool]], unscale: float = 1.0, clip: float = 1.0, snapshot: Snapshot | None = None) -> None:
     """
-    AdamW.step for several states, (state, send, wait, dtype, refresh_masters) each, as one: if it raises before anything is sent, none has been stepped.
+    AdamW.step for several states, (state, send, wait, dtype, refresh_masters) each, as one: if it raises before anything is sent, none has been stepped. `snapshot`: of a save that reads their memory meanwhile.
     """
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -606,9 +606,9 @@ def save_promise(held: Mapping[str, int], baselines: Sequence[int], *, ranks_per
     (promised bytes, limit of the ledger) of each rank whose process holds its baseline and `held`, bytes by purpose. BudgetError if a node has less.
     """
 
-def save_tensors(plan: SavePlan, rank: int, board: Board, ledger: Ledger, place: tuple[str, int], *, given: dict = {}, fetch: object | None = None, threads: int = 1) -> dict:
+def save_tensors(plan: SavePlan, rank: int, board: Board, ledger: Ledger, place: tuple[str, int], *, given: dict = {}, fetch: object | None = None, threads: int = 1, snapshot: Snapshot | None = None) -> dict:
     """
-    Writes one rank's part of the tensors to `place`, (directory, point) of a step. `given`: by target, host memory; `fetch(target, at, view)` fills `view` with the elements of others.
+    Writes one rank's part of the tensors to `place`, (directory, point) of a step. `given`: by target, host memory; `fetch(target, at, view)` fills `view` with the elements of others. `snapshot`: see Snapshot.
     """
 
 class StateFiles:
@@ -625,9 +625,9 @@ class StateFiles:
     def held(self) -> dict:
         """What a save holds for it on each rank, bytes by purpose."""
 
-def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: Ledger, place: tuple[str, int], held: Sequence[tuple[AdamW, int, str]]) -> dict:
+def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: Ledger, place: tuple[str, int], held: Sequence[tuple[AdamW, int, str]], snapshot: Snapshot | None = None) -> dict:
     """
-    Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the shards that this rank saves.
+    Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the shards that this rank saves. `snapshot`: see Snapshot.
     """
 
 def load_state(checkpoint: Checkpoint, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]], rank: int, board: Board, ledger: Ledger, held: Sequence[tuple[AdamW, int, str]]) -> int:
@@ -640,6 +640,57 @@ def state_text(state_format: str, seed: int, steps: Sequence[tuple[str, int]], w
 
 def state_facts(text: str) -> dict:
     """state_format, seed, steps, steps_of and without_state of a state.json."""
+
+SNAPSHOT_STAGING_BYTES: int = 1048576
+
+class Snapshot:
+    """
+    The values that one rank's save in the background reads.
+
+    With it save_tensors and save_state run on any thread, take the GIL for tensors on a device only,
+    and meet no other rank: all ranks have called create_files before, and met.
+
+    Args:
+        window: bytes of blocks that are copied at most, as steps overwrite them before they are read.
+        rank: this one.
+        tensors: (plan, given) of each save_tensors. The caller keeps `given` until `end`.
+        states: (files, held) of save_state.
+    """
+
+    def __init__(self, window: int, rank: int, tensors: Sequence[tuple[SavePlan, dict]], states: Sequence[tuple[StateFiles, Sequence[tuple[AdamW, int, str]]]]) -> None: ...
+
+    @property
+    def bytes(self) -> int:
+        """What `charge` charges as `snapshot`."""
+
+    def charge(self, ledger: Ledger) -> None:
+        """Allocates the window. BudgetError."""
+
+    def keep(self, memory: object) -> bool:
+        """
+        Copies the values of host memory now; False if the window is too small.
+        """
+
+    def end(self) -> None:
+        """Nothing more is read. Gives the window back."""
+
+    @property
+    def waited_s(self) -> float:
+        """How long steps have waited until their memory was read."""
+
+    @property
+    def copied_bytes(self) -> int:
+        """What was copied to the window."""
+
+@overload
+def create_files(plan: SavePlan, rank_of: tuple[int, int], board: Board, directory: str) -> int:
+    """
+    Creates the share of rank `rank_of`, (rank, number of ranks), of the files; returns the bytes written.
+    """
+
+@overload
+def create_files(files: StateFiles, rank_of: tuple[int, int], board: Board, directory: str) -> int:
+    """The same for AdamW's state."""
 
 class StepSave:
     """

@@ -16,6 +16,7 @@ from modicum.torch.loading.origin import Origin, remember
 from modicum.torch.loading.planning import Later, Options, Size, later_of, optimizers_of, plan_of
 from modicum.torch.loading.rows import fill_norms, fill_rows, require_rule, require_same_rows
 from modicum.torch.loading.running import run
+from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.walk.report import Report
@@ -101,6 +102,7 @@ def _load(
     model: nn.Module, source: Source, how: dict[str, Any], options: Options, made: dict[str, Any]
 ) -> Report:
     """`how`: of the recipe; `made`: the rules of `buffers` and `resized`."""
+    in_flight.wait()
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model, adapter=how["adapter"], originals=True)
         emptied = Emptied(model, whole.structure, made["buffers"], ranks, options.seed)

@@ -305,7 +305,7 @@ class AdamW(torch.optim.Optimizer):
             nonlocal unscale
             unscale = unscale_of(self)
             self._follow(now=True)
-            self._bound.settle()
+            self._bound.begin_step()
             self._bound.set_options(self._options(self.param_groups))
             self._bound.refresh_on_device()
             self._bound.collect()

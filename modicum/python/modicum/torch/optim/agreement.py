@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from modicum.errors import refusal
+from modicum.torch.optim import in_flight
 from modicum.torch.optim.parts import global_sum, largest
 
 Answer = tuple[list[tuple[Any, float]], bool]
@@ -16,7 +17,8 @@ def agreed(
 ) -> tuple[float, bool]:
     """Calls `prepare` on every rank of the parameters' meshes; collective. Returns the sum of all
     ranks' values, and whether any rank has set the flag. If `prepare` raises on a rank all raise:
-    that rank its own error, the others `UsageError` with its number and the tensor's name.
+    that rank its own error, the others `UsageError` with its number and the tensor's name, or the
+    error of a save in the background that has failed.
     Otherwise they would wait for it in this collective or the next one.
 
     Args:
@@ -41,5 +43,7 @@ def agreed(
     rank = next((mesh.get_rank() for mesh in over if mesh is not None), 0)
     code = 0 if problem is None else 1 + rank * len(known) + at
     rank, at = divmod(largest(over, code) - 1, len(known))
+    if problem is None:
+        in_flight.explain()  # after the last collective
     what = f"rank {rank} refused this call, and its error says why"
     raise problem or refusal("USAGE", what, tensor=known[at])

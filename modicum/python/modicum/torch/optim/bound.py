@@ -12,6 +12,7 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import UsageError
+from modicum.torch.optim import in_flight
 from modicum.torch.optim.binding import is_in_place, leave_kept
 from modicum.torch.optim.lanes import Lane
 from modicum.torch.optim.parts import Part, versions_of
@@ -48,6 +49,7 @@ class Bound:
         self._steps: list[torch.Tensor] = []  # of each `add`: the counts in the optimizer's `state`
         self._versions: list[int] = []
         self._groups: dict[str, int] = {}  # by state: the number of groups that it knows
+        self._read: _modicum.Snapshot | None = None  # of a save that reads the states during a step
 
     @property
     def steps(self) -> torch.Tensor:
@@ -74,6 +76,7 @@ class Bound:
 
     def drop(self, count: int) -> None:
         """Frees the states of the parts after the first `count`, which were added together."""
+        in_flight.settle()
         del self.parts[count:], self.collected[count:], self._versions[count:]
         kept = {part.state for part in self.parts}
         self.states = {key: state for key, state in self.states.items() if key in kept}
@@ -165,6 +168,7 @@ class Bound:
 
     def take(self, part: Part, values: Mapping[str, Any]) -> None:
         """Sets the step and the moments that are in `values`; None: zeros."""
+        in_flight.settle()
         state = self.states[part.state]
         if "step" in values:
             state.set_steps(part.shard, values["step"])
@@ -192,6 +196,7 @@ class Bound:
         """And the parameter with it; None: the parameter's own values."""
         if part.local.numel() == 0 or (part.local.dtype == torch.float32 and is_own_master(part)):
             return
+        in_flight.settle()
         if master is None:
             self._import_parameter(part)
             return
@@ -230,6 +235,7 @@ class Bound:
     def refresh_masters(self) -> None:
         """Copies values that a program has written to a rounded parameter to its master. For
         parameters on the host a step does this itself."""
+        in_flight.settle()
         for key, state in self.states.items():
             if key not in self.lanes:
                 state.refresh_masters()
@@ -340,6 +346,11 @@ class Bound:
         for lane in self.lanes.values():
             lane.settle()
 
+    def begin_step(self) -> None:
+        """Called before `step`: the error of a save in the background is raised here."""
+        self._read = in_flight.before_step()
+        self.settle()
+
     def step(self, unscale: float, clip: float) -> None:
         """All states as one: if it raises before anything is sent, none has been stepped."""
         steps = [
@@ -348,7 +359,8 @@ class Bound:
             else (state, None, None, "bfloat16", True)
             for key, state in self.states.items()
         ]
-        _modicum.step_all(steps, unscale, clip)
+        _modicum.step_all(steps, unscale, clip, self._read)
+        self._read = None
         for lane in self.lanes.values():
             lane.stepped()
         pairs = zip(self.parts, self.collected, strict=True)
@@ -356,6 +368,7 @@ class Bound:
         torch.autograd.graph.increment_version(stepped)
         self.note_steps()
         self.note_versions()
+        in_flight.after_step(stepped)
 
     # ---- memory
 

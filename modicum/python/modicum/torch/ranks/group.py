@@ -203,6 +203,10 @@ class Ranks:
             self._fail(document)
         return self._failure or document
 
+    def fail(self, error: BaseException) -> None:
+        """Ends what all ranks do together: each raises this error. Any thread."""
+        self.report(_document_of(error))
+
     def check(self) -> None:
         """Raises the first failure of any rank, if this rank knows of one."""
         if self._failed.is_set():

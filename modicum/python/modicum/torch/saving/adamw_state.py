@@ -1,7 +1,9 @@
 """The state of `modicum.torch.AdamW` in the files of a step: its planes, as they are in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import torch
 
 from modicum import _modicum
 from modicum.errors import refusal
@@ -59,6 +61,13 @@ class AdamWState:
             for part in self._parts
             if not to_save or _is_first(part, shardings)
         ]
+
+    def moments(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that the optimizer's `state` shows, by name."""
+        for part in self._parts:
+            for key, (tensor, _) in part.entry.items():
+                if key != "step":
+                    yield f"{self._name_of(part)}.{key}", tensor
 
     def bytes_of_first_replicas(self) -> int:
         """About what this rank saves: of its state the part of which it is the first replica."""

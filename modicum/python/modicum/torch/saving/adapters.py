@@ -144,7 +144,7 @@ def writing_of_adapters(model: Model, goal: Goal, ranks: Ranks, form: Form) -> W
         of = model.tensors[own]
         if not of.local.is_contiguous():
             raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=own)
-        held.append(Held(of.local, shardings.of(of.tensor, own).unpadded()))
+        held.append(Held(of.local, shardings.of(of.tensor, own).unpadded(), of.tensor))
     return writing_of(goal.recipe, held, ranks, form)
 
 

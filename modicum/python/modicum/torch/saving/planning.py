@@ -21,7 +21,10 @@ from modicum.torch.saving.extra import COMMON, bytes_of, text_of
 from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.tensor_state import writing_of_state
 from modicum.torch.saving.weights import Form, Writing, writing_of_model
-from modicum.torch.saving.writing import AdamWWriting, StateWriting, TensorsWriting
+from modicum.torch.saving.writing import AdamWWriting, StateWriting, TensorsWriting, reads_of
+
+WINDOW_BYTES = 256 << 20
+"""Of a node: blocks that steps overwrite before a save in the background has read them."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class Planned:
     """This rank's file of extras."""
     promised: list[tuple[int, int]]
     """By rank: bytes of the process at its peak, and the limit of the ledger."""
+    snapshot: _modicum.Snapshot | None
+    """In the background."""
     own_bytes: int
     """That this rank writes, about."""
 
@@ -119,7 +124,7 @@ def plan_of(
     if optimizer is not None:
         texts.append((groups.FILE, groups.text_of(optimizer, names)))
     if isinstance(optimizer, AdamW):
-        state = AdamWWriting(AdamWState(optimizer, names))
+        state = AdamWWriting(AdamWState(optimizer, names), background=ask.form.background)
     elif optimizer is not None:
         state = TensorsWriting(*writing_of_state(optimizer, names, ranks, ask.form))
     return planned_of(ask, goal, Parts(writing, state, texts), ranks)
@@ -141,9 +146,21 @@ def planned_of(ask: Ask, goal: Goal, parts: Parts, ranks: Ranks) -> Planned:
     ranks.agree_on(facts | dict(texts))
     own = ask.own
     held = _together(writing.plan.held, state.held if state else {}, len(own or b""))
+    snapshot = None
+    if ask.form.background:
+        snapshot = _snapshot_of(parts, ranks)
+        held["snapshot"] = snapshot.bytes
     own_bytes = writing.bytes_of(ranks) + (state.bytes_of(ranks) if state else 0)
     promised = _promised(ask, goal, held, ranks)
-    return Planned(ask, writing, state, texts, own, promised, own_bytes)
+    return Planned(ask, writing, state, texts, own, promised, snapshot, own_bytes)
+
+
+def _snapshot_of(parts: Parts, ranks: Ranks) -> _modicum.Snapshot:
+    tensors, states = reads_of(parts.model)
+    if parts.state is not None:
+        tensors, states = tensors + parts.state.reads.tensors, states + parts.state.reads.states
+    window = WINDOW_BYTES // (ranks.ranks_per_node or ranks.world_size)
+    return _modicum.Snapshot(window, ranks.rank, tensors, states)
 
 
 def _together(model: Mapping[str, int], state: Mapping[str, int], extra: int) -> Counter[str]:

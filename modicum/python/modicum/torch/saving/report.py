@@ -25,6 +25,11 @@ class Saved:
     """The most that a rank's process was to hold during the save."""
     held_bytes: int
     """The most that one has held, by the kernel's count: with Python's own objects."""
+    blocked_s: float
+    """How long the program has waited, on the rank where it did longest: for the call and, in the
+    background, for `wait` and in steps."""
+    kept_bytes: int
+    """In the background: what a rank has copied at most, since a step was about to overwrite it."""
     copied: list[str] = field(default_factory=list)
     """Names of stored tensors that no tensor of the model is made of, copied from the source."""
     left_out: list[str] = field(default_factory=list)

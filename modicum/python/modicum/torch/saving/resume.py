@@ -21,6 +21,7 @@ from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import load
 from modicum.torch.loading.origin import keeping_origin
 from modicum.torch.loading.planning import Later, Size
+from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups
@@ -189,8 +190,9 @@ def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
 
 
 def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -> Found:
-    """Finds the step, on rank 0, and checks that it has what the optimizer needs. Collective."""
-
+    """Finds the step, on rank 0, and checks that it has what the optimizer needs. Waits for a save
+    in the background before. Collective."""
+    in_flight.wait()
     with Ranks.of_world().together() as ranks:
         ranks.agree_on({"argument root": str(root.absolute()), "argument verify": str(verify)})
         facts = _whole_step(root, ranks, verify=verify)

@@ -1,7 +1,12 @@
 """Runs a planned save: on success the step is visible, on failure nothing of it is."""
 
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import nn
 
 from modicum import _modicum
 from modicum.torch.ranks.cpus import cpus_of_rank
@@ -14,70 +19,120 @@ from modicum.torch.saving.writing import Flight, Where, write_tensors
 
 def run(planned: Planned, ranks: Ranks, flight: Flight) -> Saved:
     """Collective. The same report on every rank."""
-    ask, begin = planned.ask, time.monotonic()
-    outcomes = write(planned, ranks, flight)
-
-    def publish_timed() -> dict[str, Any]:
-        written_s = time.monotonic() - begin
-        published = publish(planned, ranks.world_size, flight)
-        return published | {"elapsed_s": written_s, "durable_s": time.monotonic() - begin}
-
-    published, _ = ranks.once(publish_timed, lambda: None)
-    return Saved(
-        step=ask.step,
-        path=published["path"],
-        written_bytes=published["written_bytes"] + sum(of["written_bytes"] for of in outcomes),
-        read_bytes=sum(of["read_bytes"] for of in outcomes),
-        elapsed_s=published["elapsed_s"],
-        durable_s=published["durable_s"],
-        promised_bytes=max(promised for promised, _ in planned.promised),
-        held_bytes=max(of["held_bytes"] for of in outcomes),
-        copied=planned.model.plan.copied,
-        left_out=planned.model.plan.left_out,
-        warnings=published["warnings"],
-    )
+    begun = Begun(planned, ranks, flight)
+    return begun.finish(begun.write())
 
 
-def write(planned: Planned, ranks: Ranks, flight: Flight) -> list[dict[str, int]]:
+def write(planned: Planned, ranks: Ranks, flight: Flight) -> list[dict[str, Any]]:
     """Writes all files of the ranks, which stay invisible. Collective. Returns the outcomes by
     rank."""
-    ask = planned.ask
-    directory, point = flight.begin(
-        ranks,
-        root=str(ask.root),
-        step=ask.step,
-        has_state=planned.state is not None,
-        has_extra=ask.extra is not None or ask.per_rank is not None,
-    )
-    board = _modicum.Board(ranks)
-    threads = cpus_of_rank(ranks.ranks_per_node)
-    where = Where(ranks, board, ask.ledger, directory, point, threads)
-    outcomes: list[dict[str, int]] = ranks.gather(_written(planned, where))
-    return outcomes
+    return ranks.gather(Begun(planned, ranks, flight).write())
 
 
-def _written(planned: Planned, where: Where) -> dict[str, int]:
-    """Writes this rank's part."""
-    ledger, outside = where.ledger, where.ledger.limit_bytes
-    ledger.limit_bytes = ledger.held_bytes + planned.promised[where.ranks.rank][1]
-    try:
-        check = planned.ask.sigterm.during(planned.own_bytes)
-        with where.ranks.watching(where.board, check):
-            outcome = write_tensors(planned.model, where)
-            if planned.state is not None:
-                folder = where.directory / "optimizer"
-                state = planned.state.write(_in(where, folder))
-                outcome = {name: of + state[name] for name, of in outcome.items()}
-    finally:
-        ledger.limit_bytes = outside
-    if planned.own is not None:
-        name = extra.file_of(where.ranks.rank)
-        extra.write(where.directory / name, planned.own)
-    return outcome | {"held_bytes": _modicum.process_memory()["peak_bytes"]}
+class Begun:
+    """A planned save whose directory is there."""
 
+    def __init__(self, planned: Planned, ranks: Ranks, flight: Flight) -> None:
+        """Makes the directory and, in the background, the files. Collective."""
+        ask, self._began = planned.ask, time.monotonic()
+        self.planned, self.ranks, self._flight = planned, ranks, flight
+        snapshot = planned.snapshot
+        if snapshot is not None:
+            snapshot.charge(ask.ledger)
+        directory, point = flight.begin(
+            ranks,
+            root=str(ask.root),
+            step=ask.step,
+            has_state=planned.state is not None,
+            has_extra=ask.extra is not None or ask.per_rank is not None,
+        )
+        # In the background no rank waits for another one while it writes.
+        self.board = _modicum.Board(ranks if snapshot is None else None)
+        threads = cpus_of_rank(ranks.ranks_per_node) if snapshot is None else 1
+        self._where = Where(ranks, self.board, ask.ledger, directory, point, threads, snapshot)
+        self._created = 0
+        if snapshot is not None:
+            self._created = self._create_files()
+            ranks.barrier()
 
-def _in(where: Where, folder: Any) -> Where:
-    return Where(where.ranks, where.board, where.ledger, folder, where.point, where.threads)
+    def _create_files(self) -> int:
+        """This rank's share of them; returns the bytes written."""
+        rank_of = self.ranks.rank, self.ranks.world_size
+        model, state = self.planned.model.plan, self.planned.state
+        folder = str(self._where.directory)
+        created: int = _modicum.create_files(model, rank_of, self.board, folder)
+        if state is not None:
+            folder = str(self._of_state.directory)
+            created += _modicum.create_files(state.files, rank_of, self.board, folder)
+        return created
+
+    @property
+    def _of_state(self) -> Where:
+        return replace(self._where, directory=self._where.directory / "optimizer")
+
+    def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """In the background: the tensors, by name, that only an optimizer of Modicum's may write
+        to meanwhile. Buffers, which a forward may write to, are copied if there is room."""
+        assert self.planned.snapshot is not None
+        for name, tensor, line in self.planned.model.tensors():
+            is_buffer = not isinstance(tensor, nn.Parameter) and line is not None
+            if not is_buffer or not self.planned.snapshot.keep(line):
+                yield name, tensor
+        if self.planned.state is not None:
+            yield from self.planned.state.watched()
+
+    def write(self, on_begin: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """Writes this rank's part. Collective, but for the background: there any thread may call
+        it. `on_begin`: called once the save can be cancelled."""
+        planned, where = self.planned, self._where
+        ledger, outside = where.ledger, where.ledger.limit_bytes
+        if where.snapshot is None:
+            ledger.limit_bytes = ledger.held_bytes + planned.promised[where.ranks.rank][1]
+        try:
+            check = planned.ask.sigterm.during(planned.own_bytes)
+            with where.ranks.watching(where.board, check):
+                on_begin()
+                outcome = write_tensors(planned.model, where)
+                if planned.state is not None:
+                    state = planned.state.write(self._of_state)
+                    outcome = {name: of + state[name] for name, of in outcome.items()}
+        finally:
+            if where.snapshot is None:
+                ledger.limit_bytes = outside
+        outcome["written_bytes"] += self._created
+        if planned.own is not None:
+            name = extra.file_of(where.ranks.rank)
+            extra.write(where.directory / name, planned.own)
+        written_s = time.monotonic() - self._began
+        held = _modicum.process_memory()["peak_bytes"]
+        return outcome | {"written_s": written_s, "held_bytes": held}
+
+    def finish(self, outcome: dict[str, Any]) -> Saved:
+        """Publishes what all ranks have written. Collective. `outcome`: this rank's. The same
+        report on every rank."""
+        ask = self.planned.ask
+        outcomes = self.ranks.gather(outcome)
+
+        def publish_timed() -> dict[str, Any]:
+            published = publish(self.planned, self.ranks.world_size, self._flight)
+            return published | {"durable_s": time.monotonic() - self._began}
+
+        published, _ = self.ranks.once(publish_timed, lambda: None)
+        return Saved(
+            step=ask.step,
+            path=published["path"],
+            written_bytes=published["written_bytes"] + sum(of["written_bytes"] for of in outcomes),
+            read_bytes=sum(of["read_bytes"] for of in outcomes),
+            elapsed_s=max(of["written_s"] for of in outcomes),
+            durable_s=published["durable_s"],
+            promised_bytes=max(promised for promised, _ in self.planned.promised),
+            held_bytes=max(of["held_bytes"] for of in outcomes),
+            blocked_s=max(of.get("blocked_s", published["durable_s"]) for of in outcomes),
+            kept_bytes=max(of.get("kept_bytes", 0) for of in outcomes),
+            copied=self.planned.model.plan.copied,
+            left_out=self.planned.model.plan.left_out,
+            warnings=published["warnings"],
+        )
 
 
 def publish(planned: Planned, world_size: int, flight: Flight) -> dict[str, Any]:

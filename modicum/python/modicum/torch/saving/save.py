@@ -1,9 +1,12 @@
 """`save`: a model and its optimizer into the files of a step."""
 
+import time
 import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -13,11 +16,13 @@ from modicum.errors import refusal
 from modicum.torch.loading.goal import Model, Source
 from modicum.torch.loading.origin import Origin, origin_of, remember
 from modicum.torch.loading.planning import Size
+from modicum.torch.optim import in_flight
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import goal_of_adapters, only_adapters
+from modicum.torch.saving.background import Saving
 from modicum.torch.saving.planning import Ask, Planned, plan_of
 from modicum.torch.saving.report import Saved
-from modicum.torch.saving.running import run
+from modicum.torch.saving.running import Begun
 from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import Flight
@@ -31,14 +36,36 @@ class Given:
     source: Source
 
 
+@overload
 def save(
     model: nn.Module, root: str | Path, *,
     step: int, optimizer: torch.optim.Optimizer | None = None, source: Source = None,
     dtype: torch.dtype | None = None, keep: int | None = None, shard_size: Size | None = None,
     extra: dict[str, Any] | None = None, extra_per_rank: Any = None, unused: str = "copy",
     ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
-    grace: float | None = None, adapters: bool | None = None,
-) -> Saved:  # fmt: skip
+    grace: float | None = None, adapters: bool | None = None, background: Literal[False] = False,
+) -> Saved: ...  # fmt: skip
+
+
+@overload
+def save(
+    model: nn.Module, root: str | Path, *,
+    step: int, optimizer: torch.optim.Optimizer | None = None, source: Source = None,
+    dtype: torch.dtype | None = None, keep: int | None = None, shard_size: Size | None = None,
+    extra: dict[str, Any] | None = None, extra_per_rank: Any = None, unused: str = "copy",
+    ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
+    grace: float | None = None, adapters: bool | None = None, background: Literal[True],
+) -> Saving: ...  # fmt: skip
+
+
+def save(
+    model: nn.Module, root: str | Path, *,
+    step: int, optimizer: torch.optim.Optimizer | None = None, source: Source = None,
+    dtype: torch.dtype | None = None, keep: int | None = None, shard_size: Size | None = None,
+    extra: dict[str, Any] | None = None, extra_per_rank: Any = None, unused: str = "copy",
+    ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
+    grace: float | None = None, adapters: bool | None = None, background: bool = False,
+) -> Saved | Saving:  # fmt: skip
     """Saves a step: the model as a Hugging Face checkpoint, and its optimizer's state next to it.
 
     Collective: every rank of torch's default process group calls it with the same arguments;
@@ -73,9 +100,12 @@ def save(
             the step is committed, and then ends the process; if a rank needs longer, judged by the
             rate of its writes, or at a second SIGTERM, all ranks raise `PreemptedError`. The
             program must not have a handler of SIGTERM. None: SIGTERM is left alone.
+        background: writes while the program goes on, from the same memory: a step waits where it
+            would overwrite bytes that are not written yet (docs/guide/save.md).
 
     Returns:
-        The same report on every rank. Its warnings are UserWarnings on rank 0, too.
+        The same report on every rank. Its warnings are UserWarnings on rank 0, too. In the
+        background a `Saving`, whose `wait` returns the report.
 
     Raises:
         BudgetError: it does not fit; before anything is written.
@@ -85,26 +115,49 @@ def save(
         PeerError: another rank failed. Any error is raised on every rank, and nothing of the step
             is visible.
     """
-    flight, sigterm = Flight(), Sigterm(grace)
-    try:
-        with Ranks.of_world().together() as ranks:
-            sigterm.hold()
-            ask = Ask(
-                root=Path(root), step=step, keep=keep,
-                form=Form(dtype, unused, shard_size, staging, adapters),
-                ledger=ledger or _modicum.Ledger(), budget=budget, extra=extra,
-                per_rank=extra_per_rank, sigterm=sigterm,
-            )  # fmt: skip
-            saved = save_together(model, Given(optimizer, source), ask, ranks, flight)
-    finally:
-        flight.end()
-        sigterm.release()
+
+    def ask(sigterm: Sigterm) -> Ask:
+        return Ask(
+            root=Path(root), step=step, keep=keep,
+            form=Form(dtype, unused, shard_size, staging, adapters, background),
+            ledger=ledger or _modicum.Ledger(), budget=budget, extra=extra,
+            per_rank=extra_per_rank, sigterm=sigterm,
+        )  # fmt: skip
+
+    return _save(model, Given(optimizer, source), ask, Sigterm(grace))
+
+
+def _save(
+    model: nn.Module, given: Given, ask: Callable[[Sigterm], Ask], sigterm: Sigterm
+) -> Saved | Saving:
+    called = time.monotonic()
+    in_flight.wait()
+    flight = Flight()
+    with ExitStack() as stack:
+        stack.callback(sigterm.release)
+        stack.callback(flight.end)
+        ranks = stack.enter_context(Ranks.of_world().together())
+        sigterm.hold()
+        begun = _begun(model, given, ask(sigterm), ranks, flight)
+        if begun.planned.snapshot is not None:
+            saving = Saving(begun, lambda outcome: _finished(model, begun, outcome), sigterm)
+            return saving.start(stack.pop_all(), time.monotonic() - called)
+        saved = _finished(model, begun, begun.write())
+        _warn(saved, ranks)
     sigterm.deliver()
     return saved
 
 
 def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Saved:
-    """`save`, within a context of `Ranks.together`."""
+    """`save`, within a context of `Ranks.together`, but not in the background."""
+    begun = _begun(model, given, ask, ranks, flight)
+    saved = _finished(model, begun, begun.write())
+    _warn(saved, ranks)
+    return saved
+
+
+def _begun(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Begun:
+    """The save up to its first byte. Collective."""
     whole = Model.of(model)
     told = {"argument source": str(given.source), "argument optimizer": _kind(given.optimizer)}
     ranks.agree_on(ask.facts() | told | whole.facts())
@@ -114,13 +167,20 @@ def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight
         goal = goal_of_adapters(whole, ranks)
     else:
         goal = goal_of(whole, ranks, given.source, origin_of(model))
-    planned = plan_of(ask, whole, goal, given.optimizer, ranks)
-    report = run(planned, ranks, flight)
-    _follow(model, planned, report)
+    return Begun(plan_of(ask, whole, goal, given.optimizer, ranks), ranks, flight)
+
+
+def _finished(model: nn.Module, begun: Begun, outcome: dict[str, Any]) -> Saved:
+    """The save from its last byte on. Collective. Any thread."""
+    report = begun.finish(outcome)
+    _follow(model, begun.planned, report)
+    return report
+
+
+def _warn(report: Saved, ranks: Ranks) -> None:
     if ranks.rank == 0:
         for warning in report.warnings:
-            warnings.warn(f"modicum: {warning}", stacklevel=4)
-    return report
+            warnings.warn(f"modicum: {warning}", stacklevel=3)
 
 
 def _kind(optimizer: Any) -> str:

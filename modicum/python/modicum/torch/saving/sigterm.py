@@ -10,6 +10,7 @@ rank that has written its part decides no more, so no rank fails once rank 0 has
 """
 
 import json
+import os
 import signal
 import threading
 import time
@@ -36,7 +37,8 @@ class Sigterm:
 
     def __init__(self, grace_s: float | None = None) -> None:
         self.grace_s = grace_s
-        self._holds = False
+        self._holds = self._is_over = False
+        self._pid = os.getpid()
         self._arrived: list[float] = []
 
     def hold(self) -> None:
@@ -57,15 +59,22 @@ class Sigterm:
         self._holds = True
 
     def release(self) -> None:
-        """SIGTERM acts again as before."""
-        if self._holds:
+        """SIGTERM acts again as before. Any thread."""
+        self._is_over = True
+        if threading.current_thread() is threading.main_thread():
+            self.restore()
+
+    def restore(self) -> None:
+        """Takes the handler away that `release` on another thread has left. The main thread; on
+        others it stays, without effect."""
+        if self._holds and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._holds = False
 
     def deliver(self) -> None:
-        """After a save: the process ends now if SIGTERM was held."""
+        """After a save: the process ends now if SIGTERM was held. Any thread."""
         if self._arrived:
-            signal.raise_signal(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def during(self, own_bytes: int) -> Callable[[int], None]:
         """Begins to measure this rank's writes, `own_bytes` in all. The result is called with the
@@ -87,6 +96,9 @@ class Sigterm:
         return check
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._is_over or os.getpid() != self._pid:  # or in a forked child
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
         self._arrived.append(time.monotonic())
 
 

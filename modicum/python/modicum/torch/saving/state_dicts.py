@@ -252,7 +252,7 @@ class Named:
             raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=name)
         own = self.parameter(name)
         alias = own if isinstance(own, nn.Parameter) else None
-        return Held(local, shardings.of(tensor, name, alias_of=alias).unpadded())
+        return Held(local, shardings.of(tensor, name, alias_of=alias).unpadded(), tensor)
 
     def entries(self, state: Mapping[str, Any]) -> list[Entry]:
         """Those of an optimizer's state dict."""

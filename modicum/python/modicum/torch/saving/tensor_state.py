@@ -70,7 +70,7 @@ def writing_of_entries(
                 _require_row_major(local, f"{fqn}.{key}")
                 targets[f"{fqn}.{key}"] = caller(dtype_name(value.dtype), [*value.shape])
                 sharding = shardings.of(parameter, fqn).unpadded()
-                held.append(Held(local.detach(), sharding))
+                held.append(Held(local.detach(), sharding, value))
             else:
                 own[key] = _number(value, f"{fqn}.{key}")
     if not targets:
@@ -79,7 +79,7 @@ def writing_of_entries(
     nothing = _modicum.open_checkpoint(None)
     recipe = _modicum.make_recipe(nothing, json.dumps({"targets": targets, "unused": []}))
     facts = {"optimizer": kind, "numbers": numbers}
-    plain = Form(staging=form.staging)
+    plain = Form(staging=form.staging, background=form.background)
     return writing_of(recipe, held, ranks, plain), json.dumps(facts)
 
 
@@ -236,7 +236,7 @@ def load_tensors(
             value = torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
         local = local_of(value)
         _require_row_major(local, name)
-        held.append(Held(local, shardings.of(parameter, fqn).unpadded()))
+        held.append(Held(local, shardings.of(parameter, fqn).unpadded(), value))
         state[fqn][key] = value
     read = _filled(_recipe_of(saved), held, ledger, ranks, saved.staging)
     optimizer.state.clear()

@@ -1,8 +1,9 @@
 """The model's part of a save: the load that would fill these tensors, turned."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ class Held:
     local: torch.Tensor
     """Contiguous."""
     sharding: Sharding
+    tensor: torch.Tensor
+    """The one in the model or the state that it is of."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Writing:
     fetch: Fetch | None = None
     """Brings elements of any target, where nothing is `held`; of one rank."""
 
+    @cached_property
     def memory(self) -> tuple[dict[int, torch.Tensor], Fetch | None]:
         """By target the bytes of tensors on the host, and the function for the elements of
         others."""
@@ -50,6 +54,15 @@ class Writing:
             return {}, self.fetch
         given, lines = memory_of(self.recipe, self.held)
         return given, fetching(lines)
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.memory[1] is not None
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+        """Names, tensors and their bytes, as in `memory`, if they are on the host."""
+        for at, (target, of) in enumerate(zip(self.recipe.targets, self.held, strict=True)):
+            yield target["name"], of.tensor, self.memory[0].get(at)
 
     def bytes_of(self, ranks: Ranks) -> int:
         """About what this rank writes: replicas divide what they all hold, and all ranks the copied
@@ -74,6 +87,8 @@ class Form:
     staging: int | str | None = None
     adapters: bool | None = None
     """Whether only PEFT's adapters are saved, in its files; None: not yet decided."""
+    background: bool = False
+    """Whether host memory is read through a snapshot."""
 
     def __post_init__(self) -> None:
         if self.unused not in ("copy", "drop"):
@@ -141,7 +156,7 @@ def _completed(text: str, model: Model) -> str:
 
 def writing_of_model(model: Model, goal: Goal, ranks: Ranks, form: Form) -> Writing:
     """The model's tensors, in the files of the goal's checkpoint."""
-    held = [Held(place.of.local, place.sharding) for place in places_of(model, goal)]
+    held = [Held(p.of.local, p.sharding, p.of.tensor) for p in places_of(model, goal)]
     return writing_of(goal.recipe, held, ranks, form)
 
 
@@ -151,7 +166,7 @@ def writing_of(recipe: _modicum.Recipe, held: Sequence[Held], ranks: Ranks, form
         recipe,
         layout_of(recipe, [of.sharding for of in held], ranks.world_size),
         ranks_per_node=ranks.ranks_per_node or ranks.world_size,
-        destinations=[destination_of(of.local) for of in held],
+        destinations=["copy" if form.background else destination_of(of.local) for of in held],
         staging=form.staging,
     )
     plan = _modicum.make_save_plan(

@@ -1,18 +1,28 @@
 """Carries out a planned save on one rank."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from modicum import _modicum
+from modicum.torch.optim import in_flight
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving.adamw_state import AdamWState
+from modicum.torch.saving.adamw_state import AdamWState, HeldShards
 from modicum.torch.saving.shared import require_seen
 from modicum.torch.saving.weights import Writing
 
 Outcome = dict[str, int]
 """written_bytes and read_bytes."""
+
+
+class Reads(NamedTuple):
+    """Arguments of `_modicum.Snapshot`: the host memory that a part of a save reads."""
+
+    tensors: list[tuple[_modicum.SavePlan, dict[int, torch.Tensor]]]
+    states: list[tuple[_modicum.StateFiles, HeldShards]]
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,8 @@ class Where:
     point: int
     """Of the digests' proof."""
     threads: int
+    snapshot: _modicum.Snapshot | None = None
+    """In the background."""
 
 
 class StateWriting(Protocol):
@@ -48,24 +60,38 @@ class StateWriting(Protocol):
     def published(self) -> dict[str, Any]:
         """Arguments of `StepSave.publish`."""
 
+    @property
+    def files(self) -> _modicum.SavePlan | _modicum.StateFiles:
+        """What it is written into."""
+
+    @property
+    def reads(self) -> Reads:
+        """What a save in the background reads."""
+
+    def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors, by name, that a program may write to in place."""
+
     def bytes_of(self, ranks: Ranks) -> int:
         """About what this rank writes."""
 
     def write(self, where: Where) -> Outcome:
-        """Writes this rank's part. Collective."""
+        """Writes this rank's part. Collective, but for the background."""
 
 
 class AdamWWriting:
     """The planes of `modicum.torch.AdamW`."""
 
-    def __init__(self, state: AdamWState) -> None:
+    def __init__(self, state: AdamWState, *, background: bool = False) -> None:
         self._state = state
-        self._files = _modicum.StateFiles(state.parameters)
+        self._background = background
+        self._held = state.held(to_save=True)
+        self.files = _modicum.StateFiles(state.parameters)
         self.facts = state.facts()
 
     @property
     def held(self) -> Mapping[str, int]:
-        return self._files.held
+        staging = {"staging": _modicum.SNAPSHOT_STAGING_BYTES} if self._background else {}
+        return self.files.held | staging
 
     @property
     def told(self) -> str:
@@ -73,20 +99,28 @@ class AdamWWriting:
 
     @property
     def published(self) -> dict[str, Any]:
-        return {"state": self._files, "facts": self.facts}
+        return {"state": self.files, "facts": self.facts}
+
+    @property
+    def reads(self) -> Reads:
+        return Reads([], [(self.files, self._held)])
+
+    def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._state.moments()
 
     def bytes_of(self, ranks: Ranks) -> int:
         return self._state.bytes_of_first_replicas()
 
     def write(self, where: Where) -> Outcome:
         return _modicum.save_state(
-            self._files,
+            self.files,
             where.ranks.rank,
             where.ranks.world_size,
             where.board,
             where.ledger,
             (str(where.directory), where.point),
-            self._state.held(to_save=True),
+            self._held,
+            where.snapshot,
         )
 
 
@@ -108,6 +142,17 @@ class TensorsWriting:
     def published(self) -> dict[str, Any]:
         return {"other_state": self._writing.plan, "facts": self.facts}
 
+    @property
+    def files(self) -> _modicum.SavePlan:
+        return self._writing.plan
+
+    @property
+    def reads(self) -> Reads:
+        return reads_of(self._writing)
+
+    def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor, _ in self._writing.tensors())
+
     def bytes_of(self, ranks: Ranks) -> int:
         return self._writing.bytes_of(ranks)
 
@@ -115,9 +160,13 @@ class TensorsWriting:
         return write_tensors(self._writing, where)
 
 
+def reads_of(writing: Writing) -> Reads:
+    return Reads([(writing.plan, writing.memory[0])], [])
+
+
 def write_tensors(writing: Writing, where: Where) -> Outcome:
-    """Writes this rank's part of them. Collective."""
-    given, fetch = writing.memory()
+    """Writes this rank's part of them. Collective, but for the background."""
+    given, fetch = writing.memory
     return _modicum.save_tensors(
         writing.plan,
         where.ranks.rank,
@@ -127,6 +176,7 @@ def write_tensors(writing: Writing, where: Where) -> Outcome:
         given=given,
         fetch=fetch,
         threads=where.threads,
+        snapshot=where.snapshot,
     )
 
 
@@ -137,8 +187,9 @@ class Flight:
         self.step: _modicum.StepSave | None = None
 
     def begin(self, ranks: Ranks, **how: Any) -> tuple[Path, int]:
-        """Makes the step's directory. Collective. Returns it, and the point of the proof.
-        `IoError` if a rank does not see it."""
+        """Makes the step's directory, after a save in the background that is in flight. Collective.
+        Returns it, and the point of the proof. `IoError` if a rank does not see it."""
+        in_flight.wait()
 
         def make() -> list[Any]:
             self.step = _modicum.StepSave(**how)

@@ -1,0 +1,268 @@
+"""A save while the program goes on.
+
+    the program's thread              the save's thread              other ranks
+    --------------------              -----------------              -----------
+    save(background=True)
+      agree, plan, budget             -                              the same, together
+      make the files, meet            -                              the same, together
+    steps                             write this rank's part         -
+      wait, or have a block copied    ...
+      .                               synced
+    next step, done(), wait(), exit
+      no tensor was written by
+      others: vote                    gather all votes        <->    vote
+      .                               commit, on rank 0
+    wait() returns                    the step is visible     <->    the step is visible
+
+While it writes, a save meets no other rank and needs the GIL only for tensors on a device: however
+a step waits for it, no rank waits for another one. It meets the others in the process group's store
+under a prefix of its own (ranks/group.py), never in a collective: collectives keep their order.
+
+The vote is the program's, as only its thread knows that no operation that writes to a tensor is
+under way. If a rank's part fails all ranks drop the step, and each raises the error once: in its
+next step, save or `wait`.
+"""
+
+import multiprocessing.util
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from modicum import _modicum
+from modicum.errors import Error, refusal
+from modicum.torch.optim import in_flight
+from modicum.torch.optim.adamw import AdamW
+from modicum.torch.optim.parts import versions_of
+from modicum.torch.saving.report import Saved
+from modicum.torch.saving.running import Begun
+from modicum.torch.saving.sigterm import Sigterm
+
+CRASH_LIMIT_S = 30.0
+"""A program that ends by an exception waits so long for the other ranks: they may wait for it."""
+_EXPLAIN_S = 2.0
+_POLL_S = 0.1
+
+
+class Watched:
+    """The tensors that only Modicum may write to, and their versions."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._noted = {id(of): (name, of, versions_of(of)) for name, of in tensors}
+
+    def changed(self) -> str | None:
+        """The name of the first that was written to; None without one."""
+        noted = self._noted.values()
+        return next((name for name, of, version in noted if versions_of(of) != version), None)
+
+    def renote(self, tensors: Iterable[torch.Tensor]) -> None:
+        for of in tensors:
+            if id(of) in self._noted:
+                self._noted[id(of)] = (self._noted[id(of)][0], of, versions_of(of))
+
+
+class Saving:
+    """A step that is being saved while the program goes on, from `save(background=True)`.
+
+    The step becomes visible once every rank has written its part and has then reached a step of an
+    optimizer, `done`, `wait`, another save, or its exit. Use it from the thread that trains.
+    """
+
+    def __init__(
+        self,
+        begun: Begun,
+        finish: Callable[[dict[str, Any]], Saved],
+        sigterm: Sigterm,
+    ) -> None:
+        """`finish`: commits, given this rank's outcome. Call `start`."""
+        assert begun.planned.snapshot is not None
+        self._begun, self._finish, self._sigterm = begun, finish, sigterm
+        self._is_leader = begun.ranks.rank == 0
+        self._snapshot = begun.planned.snapshot
+        self._watched = Watched(begun.watched())
+        self._is_on_device = begun.planned.model.is_on_device
+        self._blocked_s = 0.0
+        self._began, self._written, self._voted, self._finished = (
+            threading.Event() for _ in range(4)
+        )
+        self._refusal: Exception | None = None
+        self._error: BaseException | None = None
+        self._is_told = self._is_collected = False
+        self._report: Saved | None = None
+
+    def start(self, rest: ExitStack, called_s: float) -> "Saving":
+        """`rest`: leaves the ranks, and removes files that are not committed. `called_s`: how long
+        the program has waited so far."""
+        self._blocked_s = called_s
+        _install()
+        in_flight.begin(self)
+        thread = threading.Thread(target=self._run, args=(rest,), name="modicum-save", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            in_flight.end(self)
+            with rest:
+                raise
+        self._began.wait()  # threads can't be started once the process is about to exit
+        return self
+
+    # ---- what the program calls
+
+    def done(self) -> bool:
+        """Whether the step is visible. Raises as `wait` if the save has failed."""
+        self._vote()
+        self._collect()
+        if self._error is not None and self._finished.is_set():
+            raise self._error
+        return self._finished.is_set()
+
+    def wait(self) -> Saved:
+        """Returns the report, the same on every rank, once the step is visible. Collective.
+
+        Raises:
+            UsageError: a tensor was written in place by the program meanwhile: it is named.
+            IoError, IntegrityError, PreemptedError, PeerError: as from `save`. Any error is raised
+                on every rank, and nothing of the step is visible.
+        """
+        self.settle()
+        self._vote()
+        self._finished.wait()
+        self._is_told = True
+        self._collect()
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None
+        return self._report
+
+    # ---- what optimizers and loads call: in_flight.Save
+
+    def before_step(self) -> _modicum.Snapshot | None:
+        if self._is_on_device:
+            self.settle()
+        self._vote()
+        if self._refusal is not None:
+            self._finished.wait()
+        self._collect()
+        return None if self._written.is_set() else self._snapshot
+
+    def after_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        if not self._voted.is_set():
+            self._watched.renote(parameters)
+            self._vote()
+
+    def settle(self) -> None:
+        begin = time.monotonic()
+        self._written.wait()
+        if not self._voted.is_set():
+            self._blocked_s += time.monotonic() - begin
+
+    def explain(self) -> None:
+        self._finished.wait(_EXPLAIN_S)
+        self._collect()
+
+    def leave(self) -> None:
+        """At the process's exit: waits, and prints an error."""
+        try:
+            # By an exception, which a child of multiprocessing does not show.
+            if hasattr(sys, "last_value") or multiprocessing.parent_process() is not None:
+                self.settle()
+                self._vote()
+                if not self._finished.wait(CRASH_LIMIT_S):
+                    what = "this rank's process ends, and others have not voted for "
+                    self._begun.ranks.fail(refusal("USAGE", f"{what}{CRASH_LIMIT_S:.0f} s"))
+            self.wait()
+        except BaseException as error:
+            traceback.print_exception(error)
+
+    # ---- the program's thread
+
+    def _vote(self) -> None:
+        """Lets the step be committed if it is written and no tensor was changed; if one was, the
+        save fails."""
+        if self._voted.is_set():
+            return
+        is_written = self._written.is_set()
+        changed = self._watched.changed()
+        if changed is not None:
+            what = "a tensor was written in place while a save in the background read it: wait() "
+            what += "for the save before"
+            self._refuse(what, changed)
+        elif is_written:
+            self._voted.set()
+
+    def _refuse(self, what: str, tensor: str = "") -> None:
+        self._refusal = refusal("USAGE", what, tensor=tensor)
+        self._begun.board.fail(what, -1)
+        self._voted.set()
+
+    def _collect(self) -> None:
+        """Once the save is over: ends what belongs to it, and raises its error unless it was."""
+        if not self._finished.is_set():
+            return
+        in_flight.end(self)
+        is_first, self._is_collected = not self._is_collected, True
+        if is_first:
+            del self._begun, self._watched, self._finish  # which hold the state's memory
+            self._sigterm.restore()
+            for warning in self._report.warnings if self._report and self._is_leader else ():
+                warnings.warn(f"modicum: {warning}", stacklevel=4)
+        if self._error is not None and not self._is_told:
+            self._is_told = True
+            raise self._error
+
+    # ---- the save's thread
+
+    def _run(self, rest: ExitStack) -> None:
+        try:
+            with rest:
+                outcome = self._write()
+                while not self._voted.wait(_POLL_S):
+                    self._begun.ranks.check()
+                if self._refusal is not None:
+                    raise self._refusal
+                blocked_s = self._blocked_s + self._snapshot.waited_s
+                of_steps = {"blocked_s": blocked_s, "kept_bytes": self._snapshot.copied_bytes}
+                self._report = self._finish(outcome | of_steps)
+            self._sigterm.deliver()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._began.set()
+            self._voted.set()
+            self._finished.set()
+
+    def _write(self) -> dict[str, Any]:
+        try:
+            return self._begun.write(self._began.set)
+        except Error as error:
+            raise (self._refusal or error) from None
+        finally:
+            self._snapshot.end()
+            self._written.set()
+
+
+# ---- the process
+
+_is_installed = False
+
+
+def _install() -> None:
+    """Once: other optimizers wait, and so does the exit."""
+    global _is_installed
+    if not _is_installed:
+        _is_installed = True
+        register_optimizer_step_pre_hook(_before_step)
+        # It runs in children of multiprocessing, too, where atexit does not.
+        multiprocessing.util.Finalize(None, in_flight.leave, exitpriority=100)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not isinstance(optimizer, AdamW):
+        in_flight.wait()

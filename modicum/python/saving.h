@@ -1,0 +1,125 @@
+// Saves in Python: what plans, files and snapshots have in common. Internal to `python`.
+#pragma once
+
+#include <fmt/format.h>
+#include <nanobind/stl/shared_ptr.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "modicum/python/adamw_state.h"
+#include "modicum/python/arrays.h"
+#include "modicum/python/bindings.h"
+#include "modicum/stream/stream.h"
+#include "modicum/training/training.h"
+
+namespace modicum::python {
+
+// A SavePlan and the plan that it turns.
+struct MadeSave {
+  MadeSave(std::shared_ptr<MadePlan> of, const SaveForm& form)
+      : loaded(std::move(of)), plan(loaded->checkpoint(), loaded->plan, form) {}
+
+  const std::shared_ptr<MadePlan> loaded;
+  const SavePlan plan;
+
+  // On each rank, with the plan that it turns.
+  Footprint held() const {
+    Footprint held = plan.footprint();
+    held[Purpose::header] += loaded->plan.manifest->held_bytes();
+    held[Purpose::plan] += loaded->plan.held_bytes();
+    held[Purpose::staging] += plan.plan().staging.total_bytes;
+    return held;
+  }
+};
+
+// The caller's tensors: host memory that is `given`, or elements that `fetch` brings.
+class CallerTensors final : public Sink {
+ public:
+  CallerTensors(const Plan& plan, int rank, const nb::dict& given, nb::object fetch)
+      : plan_(plan), fetch_(std::move(fetch)), given_(buffer_count(plan)) {
+    for (const auto& [target, array] : given) take(nb::cast<size_t>(target), array);
+    for (uint32_t b = 0; b < given_.size(); ++b) require_size(b, rank);
+  }
+
+  std::span<std::byte> host(uint32_t buffer) noexcept override {
+    return given_[holder_of(plan_, buffer)];
+  }
+  void copy(uint32_t buffer, int64_t, std::span<const std::byte>) override {
+    fail(Category::internal, "a save writes to no tensor", {.tensor = buffer_name(plan_, buffer)});
+  }
+  void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) override {
+    const nb::gil_scoped_acquire acquired;
+    fetch_(holder_of(plan_, buffer), at, view_of(elements));
+  }
+
+ private:
+  void take(size_t buffer, nb::handle given) {
+    if (buffer >= given_.size()) fail(Category::usage, "memory is given for an unknown target");
+    arrays_.push_back(writable(given, buffer_name(plan_, static_cast<uint32_t>(buffer))));
+    given_[buffer] = bytes_of_array(arrays_.back());
+  }
+  void require_size(uint32_t buffer, int rank) const {
+    const bool is_given = destination_of(plan_, buffer) == Destination::given;
+    if (!is_given && given_[holder_of(plan_, buffer)].empty()) return;
+    if (holder_of(plan_, buffer) != buffer) return;
+    const uint64_t expected = buffer_of(plan_, buffer, rank).bytes();
+    if (given_[buffer].size() == expected) return;
+    fail(Category::usage, "the memory given for a tensor has the wrong size",
+         {.tensor = buffer_name(plan_, buffer),
+          .rank = rank,
+          .expected = fmt::format("{} bytes", expected),
+          .got = fmt::format("{} bytes", given_[buffer].size())});
+  }
+
+  const Plan& plan_;
+  const nb::object fetch_;
+  std::vector<AnyArray> arrays_;  // keep the given memory alive
+  std::vector<std::span<std::byte>> given_;
+};
+
+// (fqn, dtype, shape, format, whether its memory is the master): a parameter that has state.
+using WrittenState = std::tuple<std::string, std::string, std::vector<int64_t>, std::string, bool>;
+// (state, index of the shard in it, fqn).
+using WrittenHeld = std::tuple<std::shared_ptr<State>, size_t, std::string>;
+
+// 8-bit moments of cut blocks are refused.
+class Held {
+ public:
+  Held(const std::vector<WrittenHeld>& held, const std::map<std::string, int64_t>& numel_of)
+      : held_(held) {
+    for (const auto& [state, index, fqn] : held) {
+      ShardSpec shard = state->shard(index);
+      if (!row_of(state->here().format()).has_scales()) continue;
+      shard.fqn = fqn;
+      require_whole_blocks(shard, numel_of.at(fqn));
+    }
+  }
+  void operator()(FunctionRef<void(const HeldShard&)> fn) const {
+    for (const auto& [state, index, fqn] : held_) fn({state->adamw, index, fqn});
+  }
+
+ private:
+  const std::vector<WrittenHeld>& held_;
+};
+
+inline std::map<std::string, int64_t> numels_of(const std::vector<WrittenState>& written) {
+  std::map<std::string, int64_t> numels;
+  for (const auto& of : written) numels[std::get<0>(of)] = numel_of(std::get<2>(of));
+  return numels;
+}
+
+struct MadeState {
+  const std::vector<WrittenState> parameters;
+  const StateFiles files;
+};
+
+void define_snapshot(nb::module_& module);
+
+}  // namespace modicum::python

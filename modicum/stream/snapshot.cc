@@ -1,0 +1,163 @@
+#include "modicum/stream/snapshot.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace modicum {
+namespace {
+
+uintptr_t address(const std::byte* at) noexcept { return reinterpret_cast<uintptr_t>(at); }
+
+const std::byte* memory_at(uintptr_t at) noexcept {
+  return reinterpret_cast<const std::byte*>(at);  // NOLINT(performance-no-int-to-ptr)
+}
+
+// Whole blocks that a region touches: blocks are aligned, so that no element is divided.
+size_t blocks_between(uintptr_t begin, uintptr_t end) noexcept {
+  return (end - 1) / Snapshot::kBlockBytes - begin / Snapshot::kBlockBytes + 1;
+}
+
+}  // namespace
+
+void Snapshot::cover(std::span<const std::byte> memory) {
+  if (!memory.empty()) covered_.push_back(memory);
+}
+
+void Snapshot::lay_out() {
+  std::sort(covered_.begin(), covered_.end(),
+            [](const auto& a, const auto& b) { return address(a.data()) < address(b.data()); });
+  for (const std::span<const std::byte> memory : covered_) {
+    const uintptr_t begin = address(memory.data()), end = begin + memory.size();
+    if (regions_.empty() || begin > regions_.back().end) {
+      regions_.push_back({begin, end});
+    } else {
+      regions_.back().end = std::max(regions_.back().end, end);
+    }
+  }
+  covered_ = {};
+  size_t blocks = 0;
+  for (Region& region : regions_) {
+    region.first_block = blocks;
+    blocks += blocks_between(region.begin, region.end);
+  }
+  blocks_.resize(blocks);
+  places_ = std::min<size_t>(window_bytes_ / kBlockBytes, blocks);
+}
+
+void Snapshot::expect(const Pieces& pieces) {
+  for_each_piece(pieces, [](const Found& of, int64_t) { of.block.left += of.part.size(); });
+}
+
+void Snapshot::charge(Ledger& ledger) {
+  tables_ = ledger.adopt(Purpose::snapshot, table_bytes());
+  window_ = ledger.charge(Purpose::snapshot, places_ * kBlockBytes);
+  for (size_t place = places_; place > 0; --place) {
+    free_.push_back(static_cast<int32_t>(place - 1));
+  }
+}
+
+void Snapshot::for_each_block(std::span<const std::byte> memory,
+                              FunctionRef<void(const Found&)> fn) {
+  const uintptr_t begin = address(memory.data()), end = begin + memory.size();
+  auto region = std::upper_bound(regions_.begin(), regions_.end(), begin,
+                                 [](uintptr_t at, const Region& of) { return at < of.end; });
+  for (; region != regions_.end() && region->begin < end; ++region) {
+    const uintptr_t last = std::min(end, region->end);
+    for (uintptr_t at = std::max(begin, region->begin); at < last;) {
+      const uintptr_t index = at / kBlockBytes;
+      const uintptr_t from = std::max(region->begin, index * kBlockBytes);
+      const uintptr_t to = std::min(region->end, (index + 1) * kBlockBytes);
+      const uintptr_t part_end = std::min(last, to);
+      Block& block = blocks_[region->first_block + index - region->begin / kBlockBytes];
+      fn({block, {memory_at(from), to - from}, {memory_at(at), part_end - at}});
+      at = part_end;
+    }
+  }
+}
+
+void Snapshot::for_each_piece(const Pieces& pieces,
+                              FunctionRef<void(const Found&, int64_t piece)> fn) {
+  for (int64_t piece = 0; piece < pieces.count; ++piece) {
+    for_each_block({pieces.first + piece * pieces.step, pieces.size},
+                   [&](const Found& of) { fn(of, piece); });
+  }
+}
+
+// Where the copied values of a part are.
+std::byte* Snapshot::place_of(const Found& of) noexcept {
+  return window_.bytes().data() + static_cast<uint64_t>(of.block.place) * kBlockBytes +
+         (of.part.data() - of.whole.data());
+}
+
+void Snapshot::read(const Pieces& pieces, std::byte* to) {
+  for_each_piece(pieces, [&](const Found& of, int64_t piece) {
+    const std::byte* const begin = pieces.first + piece * pieces.step;
+    std::byte* const place = to + static_cast<uint64_t>(piece) * pieces.size;
+    const std::lock_guard lock(mutex_);  // nothing is overwritten meanwhile
+    const std::byte* const from = of.block.place < 0 ? of.part.data() : place_of(of);
+    std::memcpy(place + (of.part.data() - begin), from, of.part.size());
+    MODICUM_ASSERT(of.block.left >= of.part.size());
+    of.block.left -= of.part.size();
+    if (of.block.left == 0) release(of.block);
+  });
+}
+
+// The block needs no place any more. With the lock.
+void Snapshot::release(Block& block) {
+  if (block.place >= 0) free_.push_back(block.place);
+  block.place = -1;
+  if (waiting_ > 0) changed_.notify_all();
+}
+
+// Whether the block may be overwritten now. With the lock.
+bool Snapshot::keep(const Found& of) {
+  if (of.block.left == 0 || of.block.place >= 0) return true;
+  if (free_.empty()) return false;
+  of.block.place = free_.back();
+  free_.pop_back();
+  std::memcpy(place_of({of.block, of.whole, of.whole}), of.whole.data(), of.whole.size());
+  copied_bytes_ += of.whole.size();
+  return true;
+}
+
+bool Snapshot::keep(std::span<const std::byte> memory) {
+  bool all = true;
+  for_each_block(memory, [&](const Found& of) {
+    const std::lock_guard lock(mutex_);
+    all = keep(of) && all;
+  });
+  return all;
+}
+
+void Snapshot::before_overwrite(std::span<const std::byte> memory) {
+  if (is_over_.load(std::memory_order_acquire)) return;
+  for_each_block(memory, [&](const Found& of) {
+    std::unique_lock lock(mutex_);
+    if (keep(of)) return;
+    if (waiting_++ == 0) waiting_since_ns_ = clock_.now_ns();
+    while (!keep(of)) changed_.wait(lock);
+    if (--waiting_ == 0) waited_ns_ += clock_.now_ns() - waiting_since_ns_;
+  });
+}
+
+void Snapshot::end() noexcept {
+  const std::lock_guard lock(mutex_);
+  for (Block& block : blocks_) block = {};
+  free_.clear();
+  window_ = {};
+  tables_ = {};
+  is_over_.store(true, std::memory_order_release);
+  changed_.notify_all();
+}
+
+int64_t Snapshot::waited_ns() const {
+  const std::lock_guard lock(mutex_);
+  return waited_ns_;
+}
+
+uint64_t Snapshot::copied_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return copied_bytes_;
+}
+
+}  // namespace modicum

@@ -1,0 +1,229 @@
+"""Acts of `torch_rank.py` that save in the background and step on meanwhile. Their writes are as
+slow as `slow` says: the ranks run with fixtures/faulty_files.c."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from faulty_files import FAILS, SLOW, be
+from saving_rank import made, steps, whole
+from sharding import Cut
+
+import modicum.torch
+from modicum import _modicum
+from modicum.torch.saving import planning
+
+STEPS = 3
+OLD = 1
+
+
+@contextlib.contextmanager
+def slow(pause_us: int) -> Iterator[None]:
+    """Every write takes so much longer, on all ranks."""
+    page = Path(os.environ["FAULTY_PAGE"])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        be(page, (SLOW, pause_us))
+    dist.barrier()
+    try:
+        yield
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            be(page, (SLOW, 0))
+
+
+@contextlib.contextmanager
+def window(size: int | None, cpus: int) -> Iterator[None]:
+    """The window of a node, and the CPUs that this process may use."""
+    before, allowed = planning.WINDOW_BYTES, os.sched_getaffinity(0)
+    if size is not None:
+        planning.WINDOW_BYTES = size
+    os.sched_setaffinity(0, sorted(allowed)[:cpus])
+    try:
+        yield
+    finally:
+        planning.WINDOW_BYTES = before
+        os.sched_setaffinity(0, allowed)
+
+
+def loaded(directory: str, cut: Cut, optimizer: str, dtype: str) -> tuple[Any, Any]:
+    model, stepping = made(directory, cut, optimizer, dtype)
+    ours = [stepping] if isinstance(stepping, modicum.torch.AdamW) else []
+    modicum.torch.load(model, directory, optimizer=ours, progress=False)
+    model.register_buffer("seen", torch.full((5,), 2.0))
+    steps(model, stepping, cut, range(2))
+    return model, stepping
+
+
+def both(
+    directory: str, root: str, cut: Cut, kind: tuple[str, str], room: tuple[int | None, int]
+) -> dict[str, Any]:
+    """A step saved in the foreground, and in the background during further steps. `kind`: optimizer
+    and dtype; `room`: as for `window`."""
+    pause_us = 20 if cut.dim == 1 else 4000  # each row is written on its own
+    with window(*room):
+        model, stepping = loaded(directory, cut, *kind)
+        own = {"rank": dist.get_rank()}
+        how: dict[str, Any] = {
+            "step": 2, "optimizer": stepping, "extra": {"epoch": 1}, "extra_per_rank": own,
+            "staging": "1MiB",
+        }  # fmt: skip
+        modicum.torch.save(model, f"{root}/fore", **how)
+        with slow(pause_us):
+            saving = modicum.torch.save(model, f"{root}/back", background=True, **how)
+            was_done = saving.done()
+            if room[0] != 0:  # else there is no room for its values at the save
+                model.seen.add_(1)  # as a forward does
+            steps(model, stepping, cut, range(2, 3))
+            is_visible = Path(root, "back/step-2").exists()
+            report = saving.wait()
+        assert saving.done()
+        steps(model, stepping, cut, range(3, 2 + STEPS))
+    return {
+        "report": vars(report), "was_done": was_done, "is_visible": is_visible,
+        "end": whole(model, stepping), "seen": model.seen.tolist(),
+    }  # fmt: skip
+
+
+def alone(directory: str, cut: Cut, kind: tuple[str, str]) -> dict[str, str]:
+    """The end of `both` without a save."""
+    model, stepping = loaded(directory, cut, *kind)
+    steps(model, stepping, cut, range(2, 2 + STEPS))
+    return whole(model, stepping)
+
+
+def told_of(error: Exception) -> dict[str, Any]:
+    facts = {n: f for n, f in vars(error).items() if isinstance(f, (str, int))}
+    return {"error": type(error).__name__, "message": str(error), **facts}
+
+
+def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
+    """A step, and one more in the background that must fail; then one that must not."""
+    model, stepping = loaded(directory, cut, "fp32", "float32")
+    modicum.torch.save(model, root, step=OLD, optimizer=stepping)
+    page = Path(os.environ["FAULTY_PAGE"])
+    raised: list[dict[str, Any]] = []
+    with slow(4000):
+        saving = modicum.torch.save(model, root, step=2, optimizer=stepping, background=True)
+        if how == "disk":
+            dist.barrier()
+            if dist.get_rank() == 0:
+                be(page, (FAILS, 5), at=20)
+            dist.barrier()
+        weight = next(p for p in model.parameters() if p.requires_grad)
+        if how == "weight" and dist.get_rank() == 1:
+            with torch.no_grad():
+                weight.add_(1)
+        if how == "moment" and dist.get_rank() == 1:
+            stepping.state[weight]["exp_avg"].zero_()
+        for number in range(2, 6):
+            try:
+                steps(model, stepping, cut, range(number, number + 1))
+            except Exception as error:
+                raised.append({"step": number, **told_of(error)})
+            time.sleep(0.2)
+    try:
+        saving.wait()
+    except Exception as error:
+        raised.append({"step": "wait", **told_of(error)})
+    dist.barrier()  # rank 0 has removed the files
+    names = sorted(path.name for path in Path(root).iterdir())
+    dist.barrier()
+    saved = modicum.torch.save(model, root, step=3, optimizer=stepping, background=True).wait()
+    return {"raised": raised, "names": names, "after": saved.path}
+
+
+def waits(directory: str, root: str, cut: Cut, what: str) -> dict[str, Any]:
+    """What must wait for a save in the background, whose step is compared with one before."""
+    model, stepping = loaded(directory, cut, "fp32", "float32")
+    how: dict[str, Any] = {"step": 2, "optimizer": stepping, "staging": "1MiB"}
+    modicum.torch.save(model, f"{root}/fore", **how)
+    other = stepping.state_dict()
+    with slow(4000):
+        saving = modicum.torch.save(model, f"{root}/back", background=True, **how)
+        begin = time.monotonic()
+        if what == "save":
+            modicum.torch.save(model, f"{root}/back", step=3, optimizer=stepping)
+        if what == "load":
+            modicum.torch.load(model, directory, optimizer=stepping, progress=False)
+        if what == "resume":
+            modicum.torch.resume(model, f"{root}/fore", optimizer=stepping, progress=False)
+        if what == "load_state_dict":
+            stepping.load_state_dict(other)
+        if what == "state":
+            stepping.state.clear()
+            steps(model, stepping, cut, range(2, 3))
+        took_s = time.monotonic() - begin
+    return {"report": vars(saving.wait()), "took_s": took_s}
+
+
+def promised(directory: str, root: str, cut: Cut, size: int) -> dict[str, Any]:
+    """What a save in the background holds, and what it says when it does not fit."""
+    with window(size, 2):
+        model, stepping = loaded(directory, cut, "fp32", "float32")
+        limits: list[list[tuple[int, int]]] = []
+        asked: list[dict[str, int]] = []
+        promise = _modicum.save_promise
+
+        def noting(held: Any, *rest: Any, **more: Any) -> Any:
+            asked.append(dict(held))
+            limits.append(promise(held, *rest, **more))
+            return limits[-1]
+
+        _modicum.save_promise = noting
+        ledger = modicum.Ledger()
+        how: dict[str, Any] = {"step": 2, "optimizer": stepping, "background": True}
+        try:
+            with slow(2000):
+                saving = modicum.torch.save(model, root, ledger=ledger, **how)
+                steps(model, stepping, cut, range(2, 3))
+                report = saving.wait()
+            most = sum(of for of, _ in limits[0])
+            try:
+                modicum.torch.save(model, f"{root}/none", budget=most // 2, **how)
+                refused = {}
+            except Exception as error:
+                refused = told_of(error) | {"owners": vars(error).get("owners")}
+        finally:
+            _modicum.save_promise = promise
+    return {
+        "report": vars(report), "limit": limits[0][dist.get_rank()][1], "asked": asked[0],
+        "at_peak": ledger.at_peak, "peak": ledger.peak_bytes, "left": ledger.held_bytes,
+        "refused": refused, "is_there": Path(root, "none").exists(),
+    }  # fmt: skip
+
+
+def preempted(
+    directory: str, root: str, cut: Cut, marks: str, how_long: tuple[float | None, int]
+) -> dict[str, Any]:
+    """Goes on during a save until SIGTERM ends the process or the save. `how_long`: the grace, and
+    the pause of each write."""
+    model, stepping = loaded(directory, cut, "fp32", "float32")
+    grace, pause_us = how_long
+    with slow(pause_us):
+        how: dict[str, Any] = {"step": 1, "optimizer": stepping, "grace": grace}
+        saving = modicum.torch.save(model, root, staging="256KiB", background=True, **how)
+        Path(marks, f"rank-{dist.get_rank()}").touch()
+        try:
+            while not saving.done():
+                time.sleep(0.05)
+            time.sleep(5)  # SIGTERM ends the process
+        except Exception as error:
+            return told_of(error)
+    return {"error": ""}
+
+
+ACTS: dict[str, Callable[..., Any]] = {
+    "background_both": both,
+    "background_alone": alone,
+    "background_fails": fails,
+    "background_waits": waits,
+    "background_promised": promised,
+    "background_preempted": preempted,
+}

@@ -1,0 +1,283 @@
+"""`modicum.torch.save(background=True)`: the step that a save in the foreground would have written,
+while the program steps on.
+
+House test against a save in the foreground of the same state: all files are equal, and the training
+is the one without a save, though steps overwrite memory that is not written yet. It catches these
+mutations: a block that a step overwrites before it is read, in any format; a step of another
+optimizer that does not wait; a load, another save or an exit that does not; a tensor that the
+program writes to unnoticed; a step that is committed before all ranks have written; a
+window that no promise has, or beyond it; a rank that goes on after another one has failed.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from faulty_files import SLOW, FaultyFiles
+from ranks import GONE, Ranks, ranks, torchrun
+from sharding import Cut
+
+MIB = 1 << 20
+ONE, TWO, HSDP = Cut("none", (1,)), Cut("fsdp2", (2,)), Cut("hsdp", (2, 1))
+ROWS = Cut("fsdp2", (2,), 1)
+ROOT = Path(__file__).resolve().parents[3]
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files below it are slow."""
+    return tmp_path_factory.mktemp("background")
+
+
+@pytest.fixture(scope="module")
+def faulty(place: Path) -> Iterator[FaultyFiles]:
+    """Processes that start now are preloaded."""
+    made = FaultyFiles(place)
+    made.be((SLOW, 0))
+    before = dict(os.environ)
+    os.environ |= made.environment(place)
+    yield made
+    os.environ.clear()
+    os.environ.update(before)
+
+
+class Worlds(dict[int, Ranks]):
+    """Process groups by the number of their ranks, which start when they are asked for."""
+
+    def __init__(self, place: Path, stack: ExitStack) -> None:
+        super().__init__()
+        self._place, self._stack = place, stack
+
+    def __missing__(self, size: int) -> Ranks:
+        started = ranks(size, self._place / f"of-{size}", fresh=True)
+        self[size] = self._stack.enter_context(started)
+        return self[size]
+
+
+@pytest.fixture(scope="module")
+def worlds(faulty: FaultyFiles, place: Path) -> Iterator[Worlds]:
+    with ExitStack() as stack:
+        yield Worlds(place, stack)
+
+
+@pytest.fixture(scope="module")
+def model(worlds: Worlds, place: Path) -> str:
+    folder = str(place / "model")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 4000}
+    worlds[2].ask("write", directory=folder, family="qwen3", config=sizes, dtype="float32")
+    return folder
+
+
+@pytest.fixture
+def root(place: Path, faulty: FaultyFiles, request: pytest.FixtureRequest) -> Iterator[Path]:
+    made = place / f"root-{abs(hash(request.node.name))}"
+    made.mkdir()
+    yield made
+    faulty.be((SLOW, 0))  # ranks that were killed leave it slow
+
+
+def files_of(step: Path) -> dict[str, bytes]:
+    """Without the record, which names the save."""
+    paths = [path for path in step.rglob("*") if path.is_file()]
+    return {
+        str(path.relative_to(step)): path.read_bytes()
+        for path in paths
+        if path.name not in ("manifest.json", "COMMIT")
+    }
+
+
+def assert_same_step(root: Path, program: Path) -> None:
+    fore, back = files_of(root / "fore/step-2"), files_of(root / "back/step-2")
+    assert fore.keys() == back.keys()
+    differ = [name for name, of in fore.items() if back[name] != of]
+    assert not differ, f"{differ} differ from those of the foreground"
+    verified = subprocess.run([program, "verify", root / "back"], capture_output=True, text=True)
+    assert verified.returncode == 0, verified.stderr
+
+
+@pytest.mark.parametrize(
+    ("cut", "optimizer", "dtype", "size", "cpus"),
+    [
+        (ONE, "fp32", "float32", 0, 2),
+        (ONE, "fp32-split", "bfloat16", None, 1),
+        (ONE, "int8-moments-24", "bfloat16", MIB, 2),
+        (TWO, "int8-moments", "bfloat16", MIB, 2),
+        (TWO, "bf16-moments", "float16", None, 2),
+        (HSDP, "int8-moments", "float32", None, 1),
+        (ROWS, "fp32", "float32", MIB, 2),
+    ],
+    ids=str,
+)
+def test_the_step_is_that_of_the_foreground(
+    worlds: Worlds, model: str, root: Path, modicum: Path,
+    cut: Cut, optimizer: str, dtype: str, size: int | None, cpus: int,
+) -> None:  # fmt: skip
+    """The window has room for nothing, for some blocks, or for all."""
+    how = {"directory": model, "cut": cut, "kind": (optimizer, dtype)}
+    answers = worlds[cut.world].ask("background_both", root=str(root), room=(size, cpus), **how)
+    assert_same_step(root, modicum)
+    ends = worlds[cut.world].ask("background_alone", **how)
+    for answer, end in zip(answers, ends, strict=True):
+        assert not answer["was_done"], "it was not in the background"
+        assert answer["end"] == end, "another training"
+        assert answer["seen"] == [2.0 if size == 0 else 3.0] * 5
+    reports = [answer["report"] for answer in answers]
+    assert len({str(report) for report in reports}) == 1, "a report for each rank"
+    if size == 0:
+        assert reports[0]["kept_bytes"] == 0 and reports[0]["blocked_s"] > 0.05
+    else:
+        assert reports[0]["kept_bytes"] > 0, "no step met a block that was not written"
+
+
+@pytest.mark.parametrize("optimizer", ("adamw", "sgd"))
+def test_other_optimizers_wait(
+    worlds: Worlds, model: str, root: Path, modicum: Path, optimizer: str
+) -> None:
+    """The first step after the call returns when the step is visible."""
+    how = {"directory": model, "cut": TWO, "kind": (optimizer, "float32")}
+    answers = worlds[2].ask("background_both", root=str(root), room=(None, 2), **how)
+    assert_same_step(root, modicum)
+    for answer, end in zip(answers, worlds[2].ask("background_alone", **how), strict=True):
+        assert not answer["was_done"] and answer["is_visible"]
+        assert answer["end"] == end
+
+
+@pytest.mark.parametrize(
+    ("what", "steps"),
+    [("save", 2), ("load", 1), ("resume", 1), ("load_state_dict", 1), ("state", 1)],
+)
+def test_waits_for_the_save_in_flight(
+    worlds: Worlds, model: str, root: Path, modicum: Path, what: str, steps: int
+) -> None:
+    for answer in worlds[2].ask(
+        "background_waits", directory=model, root=str(root), cut=TWO, what=what
+    ):
+        assert answer["took_s"] > 0.05, "it was over before"
+    assert_same_step(root, modicum)
+    assert len(list((root / "back").glob("step-*"))) == steps
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("disk", "IoError", "Input/output error"),
+        ("weight", "UsageError", "model.embed_tokens.weight"),
+        ("moment", "UsageError", "model.embed_tokens.weight.exp_avg"),
+    ],
+)
+def test_a_rank_that_fails_leaves_the_old_step(
+    worlds: Worlds, model: str, root: Path, how: str, error: str, words: str
+) -> None:
+    """All ranks raise the error in the same step, once, and in `wait`. The program may go on."""
+    answers = worlds[2].ask("background_fails", directory=model, root=str(root), cut=TWO, how=how)
+    for answer in answers:
+        (in_step, in_wait) = answer["raised"]
+        assert in_wait["step"] == "wait"
+        for raised in (in_step, in_wait):
+            assert raised["error"] == error and words in raised["message"], answer
+        assert in_step["step"] == answers[0]["raised"][0]["step"], "ranks raise in other steps"
+        assert answer["names"] == ["latest", "step-1"], "something is left behind"
+        assert answer["after"] == str(root / "step-3")
+
+
+def test_the_window_is_promised(worlds: Worlds, model: str, root: Path) -> None:
+    size = 2 * MIB
+    for answer in worlds[2].ask(
+        "background_promised", directory=model, root=str(root), cut=TWO, size=size
+    ):
+        window = answer["asked"]["snapshot"]
+        assert size / 2 <= window <= size / 2 + MIB / 8, "of a rank, with its tables"
+        assert answer["at_peak"]["snapshot"] == window
+        assert answer["peak"] <= answer["limit"]
+        assert answer["left"] == 0, "the window is not given back"
+        refused = answer["refused"]
+        assert refused["error"] == "BudgetError", refused
+        assert {"purpose": "snapshot", "bytes": 2 * window} in refused["owners"]
+        assert not answer["is_there"], "something was written"
+
+
+def test_a_kill_leaves_the_old_step(
+    faulty: FaultyFiles, worlds: Worlds, model: str, root: Path
+) -> None:
+    worlds[1].ask("saves", directory=model, root=str(root), cut=ONE)
+    marks = root.parent / f"{root.name}-marks"
+    marks.mkdir()
+    with ranks(2, root.parent / f"{root.name}-ranks", fresh=True) as two:
+        begin(two, model, root, marks, (None, 100_000))
+        time.sleep(1)
+        for rank in range(2):
+            two.kill(rank)
+        assert two.hear() == [GONE, GONE]
+    assert list(root.glob(".partial-*")), "it was over before"
+    (answer,) = worlds[1].ask("resumes", directory=model, root=str(root), cut=ONE)
+    assert answer["report"]["step"] == 2
+    assert not list(root.glob("step-1"))
+
+
+def begin(
+    two: Ranks, model: str, root: Path, marks: Path, how_long: tuple[float | None, int]
+) -> None:
+    """Begins a slow save, and returns once both ranks go on."""
+    where = {"directory": model, "root": str(root), "marks": str(marks)}
+    two.tell("background_preempted", cut=TWO, how_long=how_long, **where)
+    deadline = time.monotonic() + WAIT_S
+    while len(list(marks.iterdir())) < 2:
+        assert time.monotonic() < deadline, two.logs()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("grace", "committed"), ((25.0, True), (1.5, False)), ids=str)
+def test_sigterm_ends_the_process_after_the_step(
+    faulty: FaultyFiles, model: str, root: Path, tmp_path: Path, grace: float, committed: bool
+) -> None:
+    """Or the save, if it does not fit into the grace."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    with ranks(2, tmp_path / "ranks", fresh=True) as two:
+        begin(two, model, root, marks, (grace, 5_000 if committed else 60_000))
+        for pid in two.pids:
+            os.kill(pid, signal.SIGTERM)
+        answers = two.hear()
+    if committed:
+        assert answers == [GONE, GONE] and (root / "step-1/COMMIT").exists()
+    else:
+        assert [answer["error"] for answer in answers] == ["PreemptedError"] * 2
+        assert not list(root.iterdir())
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist, modicum.torch
+sys.path.insert(0, {support!r})
+import torch_rank, background_rank
+from sharding import Cut
+
+dist.init_process_group("gloo")
+model, optimizer = background_rank.loaded({model!r}, Cut("fsdp2", (2,)), "fp32", "float32")
+saving = modicum.torch.save(model, {root!r}, step=7, optimizer=optimizer, background=True)
+assert not saving.done()
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ("", "raise ValueError('the end')"), ids=("exit", "crash"))
+def test_the_exit_waits(
+    faulty: FaultyFiles, model: str, root: Path, tmp_path: Path, end: str
+) -> None:
+    """Also of a program that ends by an exception."""
+    script = tmp_path / "train.py"
+    support = str(ROOT / "tests/support")
+    script.write_text(SCRIPT.format(support=support, model=model, root=str(root), end=end))
+    faulty.be((SLOW, 4000))
+    done = torchrun(ROOT, 2, script)
+    assert (done.returncode == 0) == (end == ""), done.stderr
+    assert (root / "step-7/COMMIT").exists(), done.stderr
