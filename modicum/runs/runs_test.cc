@@ -24,7 +24,7 @@ RunFlags flags_of(const std::function<void(RunFlags&)>& change) {
 }
 
 PlanReport report_of(FileSystem& files, const RunFlags& flags, const std::string& budget) {
-  return plan_report(files, flags, budget, {}, [](const Run&, PlanReport&) {});
+  return plan_report(files, flags, {.budget = budget}, [](const Run&, PlanReport&) {});
 }
 
 std::optional<Category> failure(FileSystem& files, const RunFlags& flags) {
