@@ -41,7 +41,7 @@ def main() -> None:
         make_checkpoints(place, ["causal-lm"])
         runs = [
             watched(program, place / "causal-lm", place / f"{label}.json", words)
-            for label, words in (("as it is", []), ("with Modicum", ["--modicum"]))
+            for label, words in (("as-it-is", []), ("with-modicum", ["--modicum"]))
         ]
         page = place / "page.html"
         subprocess.run([program, "watch", "--compare", *runs, "--report", page], check=True)

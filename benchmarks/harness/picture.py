@@ -3,8 +3,12 @@
 import shutil
 from pathlib import Path
 
-# Controls and tables, which a picture does not need.
-HIDDEN = "h1, .tools, .sample, .reading, .tables > .processes, details, footer { display: none }"
+# Without controls, and with all charts at the same height.
+STYLE = """
+h1, .tools, .sample, .reading, .tables > .processes, details, footer { display: none }
+#runs.several { align-items: end }
+main { padding: 0.75rem }
+"""
 
 
 def take_picture(page: Path, picture: Path, width: int = 1280) -> None:
@@ -16,6 +20,6 @@ def take_picture(page: Path, picture: Path, width: int = 1280) -> None:
         )
         window = opened.new_page(viewport={"width": width, "height": 100}, device_scale_factor=1.5)
         window.goto(page.resolve().as_uri())
-        window.add_style_tag(content=HIDDEN)
+        window.add_style_tag(content=STYLE)
         window.locator("main").screenshot(path=picture)
         opened.close()
