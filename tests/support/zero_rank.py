@@ -91,6 +91,7 @@ def engine_of(case: str, model: nn.Module) -> Any:
     kind = DeepSpeedCPUAdam if case == "offloaded" else torch.optim.AdamW
     config = {
         "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
+        "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000,
     } | CASES[case]  # fmt: skip

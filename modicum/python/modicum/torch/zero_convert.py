@@ -141,7 +141,7 @@ class _Plane:
         for at in range(0, into.numel(), _WINDOW):
             part = into[at : at + _WINDOW]
             values = torch.empty(part.numel(), dtype=torch.float32)
-            self.cut.read(first + at, memoryview(as_bytes(values).numpy()))
+            self.cut.read(first + at, as_bytes(values).numpy().data)
             part.copy_(self.make(values))
         return None
 

@@ -3,7 +3,7 @@ their pickles may hold."""
 
 import re
 
-from modicum.upstream.torch_checkpoint import ORDERED_DICT, REBUILD_TENSOR
+from modicum.upstream.torch_checkpoint import ORDERED_DICT, REBUILD_TENSOR, REBUILD_TYPED
 
 LATEST = "latest"
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -17,7 +17,8 @@ PICKLED = frozenset(
         "deepspeed.runtime.fp16.loss_scaler LossScaler",
         "deepspeed.runtime.fp16.loss_scaler DynamicLossScaler",
         "deepspeed.utils.tensor_fragment fragment_address",
-        REBUILD_TENSOR, ORDERED_DICT, "torch Size",
+        REBUILD_TENSOR, REBUILD_TYPED, ORDERED_DICT, "torch Size", "torch Tensor",
+        "torch.nn.parameter Parameter",
     )
 )  # fmt: skip
 

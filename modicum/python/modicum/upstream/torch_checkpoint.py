@@ -3,6 +3,8 @@
 METADATA = "torch.distributed.checkpoint.metadata"
 STORAGE_INFO = "torch.distributed.checkpoint.filesystem _StorageInfo"
 REBUILD_TENSOR = "torch._utils _rebuild_tensor_v2"
+REBUILD_TYPED = "torch._tensor _rebuild_from_type_v2"
+"""Of a tensor with attributes: its function, class, arguments and attributes."""
 ORDERED_DICT = "collections OrderedDict"
 LAYOUT = "torch.serialization _get_layout"
 MEMORY_FORMAT = f"{METADATA} _MEM_FORMAT_ENCODING"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from modicum.torch.saving.pickles import Global, Made, Stored, malformed, read_pickle
-from modicum.upstream.torch_checkpoint import PICKLED, REBUILD_TENSOR, STORAGES
+from modicum.upstream.torch_checkpoint import PICKLED, REBUILD_TENSOR, REBUILD_TYPED, STORAGES
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
@@ -110,8 +110,11 @@ class Archive:
     def line(self, made: Any) -> Line:
         """The elements of a tensor in the pickle. ValueError for anything else, and for one that is
         not row-major or not within its storage."""
+        if isinstance(made, Made) and made.kind == REBUILD_TYPED and len(made.args) == 4:
+            # A tensor with attributes, such as DeepSpeed's ds_id.
+            made = Made(REBUILD_TENSOR, made.args[2])
         args: Any = made.args if isinstance(made, Made) and made.kind == REBUILD_TENSOR else ()
-        if len(args) < 4 or not isinstance(args[0], Stored):
+        if not isinstance(args, tuple) or len(args) < 4 or not isinstance(args[0], Stored):
             raise ValueError("it holds no plain tensor")
         stored, offset, sizes, strides = args[:4]
         is_known = isinstance(stored.id, tuple) and len(stored.id) == 5

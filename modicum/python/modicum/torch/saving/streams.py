@@ -2,9 +2,9 @@
 written."""
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from modicum import _modicum
 from modicum.recipes.dtypes import FLOATS, dtype_name
@@ -18,7 +18,7 @@ from modicum.torch.saving.weights import Form, Writing
 from modicum.torch.saving.writing import Flight
 from modicum.torch.shards.placements import Sharding, layout_of
 
-Source = str | Path | None
+Source = str | os.PathLike[str] | None
 Read = Callable[[str, int, memoryview], None]
 """Of a tensor by name, from an element on, fills a view with elements."""
 

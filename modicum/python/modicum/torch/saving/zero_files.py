@@ -68,7 +68,7 @@ class Table:
         return [Table(value, self._archive, self.version) for value in values]
 
     def count(self, key: str) -> int:
-        value = self.values.get(key)
+        value: Any = self.values.get(key)
         if type(value) is not int or value < 0:
             self.unknown(key)
         return value
@@ -80,7 +80,7 @@ class Table:
             malformed(f"{key!r}: {error}", self.file)
 
     def shape(self, key: str) -> Shape:
-        value = self.values.get(key)
+        value: Any = self.values.get(key)
         if isinstance(value, Made) and value.kind == "torch Size" and len(value.args) == 1:
             value = value.args[0]
         if not is_shape(value):
@@ -141,14 +141,16 @@ class Rank:
         if len(masters) != len(states):
             of.unknown(MASTERS[stage])
         flats = [_flat_of(of, *pair) for pair in zip(masters, states, strict=True)]
-        others = [key for key in ("loss_scaler", "dynamic_loss_scale") if key in of.values]
+        others: list[str] = [
+            key for key in ("loss_scaler", "dynamic_loss_scale") if key in of.values
+        ]
         return cls(of.file, stage, _world_of(of), whole.version, flats, groups, _paddings_of(of),
                    others)  # fmt: skip
 
 
 def _world_of(of: Table) -> int:
-    count = of.values.get("partition_count")
-    counts = count if isinstance(count, list) else [count]
+    count: Any = of.values.get("partition_count")
+    counts: list[Any] = count if isinstance(count, list) else [count]
     if not counts or not all(type(one) is int and one > 0 for one in counts):
         of.unknown("partition_count")
     if min(counts) != max(counts):
