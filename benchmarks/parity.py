@@ -10,8 +10,8 @@ AdamW; and torch's AdamW whose moments go through bitsandbytes' own 8-bit codes 
 since bitsandbytes steps on a GPU only.
 
 Two runs that differ in a single rounding drift apart, so a difference has noise, which the standard
-error of its mean over the seeds shows: `fp32-split` holds what `fp32` holds, and differs in the
-direction in which it rounds ties alone. This is a coarse check: a second moment several times too
+error of its mean over the seeds shows: `fp32-split` holds what `fp32` holds, and
+rounds only ties in another direction. This is a coarse check: a second moment several times too
 large does not show in such a curve. The tests of `kernels` detect it (docs/internals/numerics.md).
 
 Writes its table into benchmarks/RESULTS.md between its markers.

@@ -43,7 +43,7 @@ from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
 
 @pytest.fixture(scope="module", autouse=True)
 def written() -> None:
-    """Written before a rank is played."""
+    """Writes the checkpoints while no world is simulated."""
     for name in ("llama", "llama_tied"):
         from_pretrained(name)
 
