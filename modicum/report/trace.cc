@@ -22,21 +22,26 @@ void name_process(JsonWriter& out, int pid, const std::string& name) {
   out.member("name", name).end_object().end_object();
 }
 
+// `owned`: null for zeros.
+void counter(JsonWriter& out, const TimelineTrack& track, double at_s, const OwnedMemory* owned) {
+  begin_event(out, "C", "memory", track.pid()).member("ts", microseconds(at_s));
+  out.key("args").begin_object();
+  for (const size_t owner : track.owners()) {
+    out.member(watch_owner_name(owner), owned == nullptr ? 0 : owned->bytes(owner));
+  }
+  out.end_object().end_object();
+}
+
 void counters(JsonWriter& out, const WatchRecord& record, const TimelineTrack& track) {
-  const std::vector<size_t> owners = track.owners();
   bool lived = false;
   for (size_t s = 0; s < track.owned.size(); ++s) {
     const double at_s = record.samples[s].at_s;
     const bool lives = track.lives_at(at_s);
     if (!lives && !lived) continue;
     lived = lives;  // after its end one event with zeros
-    begin_event(out, "C", "memory", track.pid()).member("ts", microseconds(at_s));
-    out.key("args").begin_object();
-    for (const size_t owner : owners) {
-      out.member(watch_owner_name(owner), lives ? track.owned[s].bytes(owner) : 0);
-    }
-    out.end_object().end_object();
+    counter(out, track, at_s, lives ? &track.owned[s] : nullptr);
   }
+  if (lived) counter(out, track, record.elapsed_s, nullptr);
 }
 
 void counters_of_all(JsonWriter& out, const WatchRecord& record) {
