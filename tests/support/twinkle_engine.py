@@ -24,8 +24,8 @@ def made(directory: str, strategy: str) -> Any:
     mesh = twinkle.DeviceMesh.from_sizes(fsdp_size=WORLD, device_type="cpu")
     twinkle.initialize("local", global_device_mesh=mesh)
     model = TransformersModel(
-        model_id=directory, device_mesh=mesh, mixed_precision="no", strategy=strategy,
-        memory_efficient_init=True, dtype=torch.float32,
+        model_id=directory, device_mesh=mesh, strategy=strategy, memory_efficient_init=True,
+        mixed_precision="bf16" if strategy == "accelerate" else "no", dtype=torch.float32,
     )  # fmt: skip
     assert all(parameter.is_meta for parameter in model.model.parameters())
     assert not any(buffer.is_meta for buffer in model.model.buffers())
