@@ -24,8 +24,8 @@ def made(directory: str, strategy: str) -> Any:
     mesh = twinkle.DeviceMesh.from_sizes(fsdp_size=WORLD, device_type="cpu")
     twinkle.initialize("local", global_device_mesh=mesh)
     model = TransformersModel(
-        model_id=directory, device_mesh=mesh, mixed_precision="no", strategy=strategy,
-        memory_efficient_init=True, dtype=torch.float32,
+        model_id=directory, device_mesh=mesh, strategy=strategy, memory_efficient_init=True,
+        mixed_precision="no", dtype=torch.float32,
     )  # fmt: skip
     assert all(parameter.is_meta for parameter in model.model.parameters())
     assert not any(buffer.is_meta for buffer in model.model.buffers())
@@ -59,10 +59,6 @@ def serve(rank: int, folder: str, strategy: str) -> None:
     if rank == 0:
         write("qwen3", Path(directory))
     dist.barrier()
-    if strategy == "accelerate":
-        from accelerate_fsdp2 import fsdp2_on_cpus  # examples/accelerate_fsdp2.py
-
-        fsdp2_on_cpus()
     model = made(directory, strategy)
     whole = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     theirs = tensors(whole)
