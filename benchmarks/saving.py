@@ -36,7 +36,6 @@ NAMES = (
     "modicum", "dcp-hf+consolidate", "dcp-hf, shards only", "torchtitan's last_save_in_hf",
     "full state dict",
     "modicum, with state", "dcp, with state", "full state dict, with state",
-    "modicum, background, with state", "dcp, async, with state",
     "accelerate, SHARDED, with state", "accelerate, FULL, with state",
     "torch_checkpointing, with state",
     "save_state, with state", "save_state with the line, with state",
@@ -45,7 +44,6 @@ NAMES = (
 READABLE = {
     "dcp-hf, shards only": "a file per rank",
     "dcp, with state": "DCP's own",
-    "dcp, async, with state": "DCP's own",
     "accelerate, SHARDED, with state": "DCP's own",
     "accelerate, FULL, with state": "pickles",
     "torch_checkpointing, with state": "its own",
@@ -84,7 +82,6 @@ def one_run(
         "tensors_read": max(rank.get("tensors_read", 0) for rank in loaded),
         "data": loaded[0]["elements"] * (12 if "state" in name.split() else 4),
         "seconds": max(rank["seconds"] for rank in done["loaded"]),
-        "blocked": max(rank.get("blocked", rank["seconds"]) for rank in done["loaded"]),
         "written": sum(rank["written"] for rank in done["loaded"]),
         "size": done["checked"][0]["size"],
         "extra": seen["peak_sampled_bytes"],
@@ -101,8 +98,7 @@ def row_of(name: str, runs: list[dict[str, Any]]) -> str:
     time = f"{median('seconds'):.2f} ({seconds[0]:.2f}-{seconds[-1]:.2f})"
     written, held = (f"{median(key) / GIB:.2f}" for key in ("written", "extra"))
     kind = READABLE.get(name, "Hugging Face")
-    blocked = f"{median('blocked'):.2f}"
-    return f"| {name} | {kind} | {size / GIB:.2f} | {written} | {held} | {time} | {blocked} |"
+    return f"| {name} | {kind} | {size / GIB:.2f} | {written} | {held} | {time} |"
 
 
 def in_a_cage(zygote: Zygote, case: Case, run: dict[str, Any], scratch: Path) -> str:
@@ -165,8 +161,8 @@ def main() -> None:
         "to durable files:",
         "",
         "| saver | files | on disk, GiB | written, GiB | held besides, GiB "
-        "| seconds, median (range) | blocked |",
-        "|---|---|---|---|---|---|---|",
+        "| seconds, median (range) |",
+        "|---|---|---|---|---|---|",
         *(row_of(name, of) for name, of in runs.items()),
         "",
         judged(runs) + " " + caged,
