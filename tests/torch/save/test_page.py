@@ -18,9 +18,9 @@ def examples(root: Path) -> list[str]:
 
 
 def test_the_example_saves_and_resumes(root: Path, tmp_path: Path) -> None:
-    text = examples(root)[0]
+    text, background, *_ = examples(root)
     directory = str(torch_front.checkpoint_of("llama_tied"))
-    text = text.replace('"DIR"', repr(directory)).replace('"ROOT"', repr(str(tmp_path / "steps")))
+    places = {"DIR": directory, "ROOT": str(tmp_path / "steps")}
     begun = []
 
     def train(model: Any, optimizer: Any, first: int = 0) -> None:
@@ -36,8 +36,11 @@ def test_the_example_saves_and_resumes(root: Path, tmp_path: Path) -> None:
         "torch": torch,
         "train": train,
     }
-    exec(compile(text, "save.md", "exec"), names)
+    exec(compile(with_places(text, places), "save.md", "exec"), names)
     assert begun == [0, 100]
+    places["ROOT"] = str(tmp_path / "background")
+    exec(compile(with_places(background, places), "save.md", "exec"), names)
+    assert (tmp_path / "background/step-100/COMMIT").is_file()
     resumed = names["resumed"]
     assert resumed.extra == {"epoch": 3}
     assert torch.equal(resumed.extra_per_rank["rng"], torch.get_rng_state())
@@ -50,7 +53,7 @@ def test_the_examples_of_distributed_checkpoints(root: Path, tmp_path: Path) -> 
 
     import modicum.torch
 
-    _, saves, converts = examples(root)
+    *_, saves, converts = examples(root)
     directory = str(torch_front.checkpoint_of("llama_tied"))
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     modicum.torch.load(model, directory, progress=False)
