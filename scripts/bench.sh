@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-[ $# -gt 0 ] || set -- loaders.py systems.py strategies.py step.py forks.py saving.py \
+[ $# -gt 0 ] || set -- loaders.py picture.py systems.py strategies.py step.py forks.py saving.py \
   small_runs.py scale.py
 
 scripts/venv.sh test wheel bench
