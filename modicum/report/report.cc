@@ -103,7 +103,7 @@ std::string job_verdict_text(const PlanReport& report) {
 }
 
 std::string past_text(const PlanReport& report) {
-  return report.past ? "\n" + past_run_sentence(report) + "\n" : "";
+  return report.past ? fmt::format("\n{}\n", past_run_sentence(report)) : "";
 }
 
 template <typename Field>

@@ -136,7 +136,7 @@ std::string watch_page(const WatchRecord& record) {
   const std::string document = watch_json(record);
   std::string command;
   for (const std::string& word : record.command) {
-    command += (command.empty() ? "" : " ") + printable(word);
+    command += fmt::format("{}{}", command.empty() ? "" : " ", printable(word));
   }
   const PageRun run{command, document};
   return report_page("modicum watch", std::span(&run, 1), killed_text(record));
