@@ -12,18 +12,6 @@ using Kind = JsonValue::Kind;
 constexpr std::array<std::string_view, 6> kKinds = {"an object", "an array",  "a string",
                                                     "a number",  "a boolean", "null"};
 
-Category category_of(JsonFault fault) noexcept {
-  switch (fault) {
-    case JsonFault::utf8: return Category::format_utf8;
-    case JsonFault::duplicate: return Category::format_dup;
-    case JsonFault::type:
-    case JsonFault::range: return Category::format_schema;
-    case JsonFault::syntax:
-    case JsonFault::trailing: break;
-  }
-  return Category::format_json;
-}
-
 // The text of a warning: the error's text without its category.
 std::string text_of(const Error& fault) {
   const Facts& facts = fault.facts();
@@ -165,9 +153,9 @@ ModelConfig parse_config(const std::string& text, std::vector<std::string>& warn
     return config;
   } catch (const JsonError& error) {
     warnings.resize(warnings_before);
-    return unread_config(Error(category_of(error.fault), error.what(),
-                               {.file = kConfigFile, .offset = error.offset}),
-                         warnings);
+    return unread_config(
+        Error(error.format_category(), error.what(), {.file = kConfigFile, .offset = error.offset}),
+        warnings);
   }
 }
 

@@ -166,6 +166,18 @@ uint32_t Cursor::hex4(size_t escape_at) {
 JsonError::JsonError(JsonFault fault_, uint64_t offset_, const std::string& what)
     : std::runtime_error(what), fault(fault_), offset(offset_) {}
 
+Category JsonError::format_category() const noexcept {
+  switch (fault) {
+    case JsonFault::utf8: return Category::format_utf8;
+    case JsonFault::duplicate: return Category::format_dup;
+    case JsonFault::type:
+    case JsonFault::range: return Category::format_schema;
+    case JsonFault::syntax:
+    case JsonFault::trailing: break;
+  }
+  return Category::format_json;
+}
+
 // Reads objects and arrays; keeps their depth and the keys of the open objects.
 struct JsonReader : Cursor {
   struct Key {

@@ -39,6 +39,7 @@ enum class JsonFault : uint8_t {
 
 struct JsonError : std::runtime_error {
   JsonError(JsonFault fault_, uint64_t offset_, const std::string& what);
+  Category format_category() const noexcept;  // the one of FORMAT.*
   JsonFault fault;
   uint64_t offset;  // byte offset in the text
 };

@@ -16,16 +16,6 @@ namespace {
 
 using Bytes = std::map<std::string, uint64_t>;
 
-Category category_of(JsonFault fault) noexcept {
-  switch (fault) {
-    case JsonFault::utf8: return Category::format_utf8;
-    case JsonFault::duplicate: return Category::format_dup;
-    case JsonFault::type:
-    case JsonFault::range: return Category::format_schema;
-    default: return Category::format_json;
-  }
-}
-
 // The members of a document that the comparison is made from.
 struct Read {
   struct Phase {
@@ -142,7 +132,7 @@ std::string differs_most(const Bytes& a, const Bytes& b, bool in_both) {
 
 std::string signed_size(uint64_t a, uint64_t b) {
   if (a == b) return "0 B";
-  return a > b ? "-" + format_size(a - b) : "+" + format_size(b - a);
+  return fmt::format("{}{}", a > b ? '-' : '+', format_size(a > b ? a - b : b - a));
 }
 
 std::string row(const std::string& what, uint64_t a, uint64_t b) {
@@ -200,7 +190,7 @@ WatchedRun parse_run(std::string_view text, const std::string& name) {
   try {
     read = read_document(text);
   } catch (const JsonError& error) {
-    fail(category_of(error.fault),
+    fail(error.format_category(),
          fmt::format("not the JSON document of a watched run: {}", error.what()),
          {.file = name, .offset = error.offset});
   }

@@ -10,7 +10,6 @@ shifted in time, or whose peak is thinned away.
 import json
 import mmap
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import drawn_on
 
 import modicum
 from modicum import memory
@@ -164,7 +164,7 @@ def test_saved_recordings_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert set(kinds[2:-1]) == {"sample"} and kinds[-1] == "line"
     second = saved(tmp_path, "other.jsonl", "accelerate")
     page = memory.draw(tmp_path / "memory.html", [first, second], title="both")
-    runs = runs_on(page)
+    runs = drawn_on(page)["runs"]
     assert [run["label"] for run in runs] == ["native", "accelerate"]
     for run, phases in zip(runs, (1, 2), strict=True):
         (track,) = run["document"]["timeline"]["tracks"]
@@ -173,13 +173,7 @@ def test_saved_recordings_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         names = [phase["name"] for phase in run["document"]["timeline"]["phases"]]
         assert names == ["wrap"] * phases, "one and, in the later recording, both"
     assert "<title>both</title>" in page.read_text()
-    assert runs_on(memory.draw(tmp_path / "own.html"))[0]["label"] == "host memory"
-
-
-def runs_on(page: Path) -> list[dict[str, Any]]:
-    text = re.search(r'id="document">(.*?)</script>', page.read_text(), re.S)
-    assert text
-    return json.loads(text[1])["runs"]
+    assert drawn_on(memory.draw(tmp_path / "own.html"))["runs"][0]["label"] == "host memory"
 
 
 def recording_of(rank: int, began: float, samples: list[tuple[float, int, int]]) -> str:
@@ -197,7 +191,7 @@ def test_ranks_that_began_apart_are_drawn_on_one_time(tmp_path: Path) -> None:
     (tmp_path / "0").write_text(recording_of(0, 50.0, [(0.0, 10, 0), (2.0, 300, 0), (3.0, 20, 0)]))
     (tmp_path / "1").write_text(recording_of(1, 51.5, [(0.0, 5, 1), (1.0, 400, 30)]))
     page = memory.draw(tmp_path / "page.html", [tmp_path / "1", tmp_path / "0"])
-    ((_, document),) = (run.values() for run in runs_on(page))
+    ((_, document),) = (run.values() for run in drawn_on(page)["runs"])
     line = document["timeline"]
     assert line["t_s"] == [0.0, 1.5, 2.0, 2.5, 3.0]
     zero, one = line["tracks"]
@@ -213,7 +207,7 @@ def test_ranks_that_began_apart_are_drawn_on_one_time(tmp_path: Path) -> None:
 def test_many_samples_are_thinned_and_the_peak_remains(tmp_path: Path) -> None:
     samples = [(i / 100, 1000 + (777 if i == 4321 else i % 7), 0) for i in range(10000)]
     (tmp_path / "0").write_text(recording_of(0, 0.0, samples))
-    (run,) = runs_on(memory.draw(tmp_path / "page.html", tmp_path / "0"))
+    (run,) = drawn_on(memory.draw(tmp_path / "page.html", tmp_path / "0"))["runs"]
     line = run["document"]["timeline"]
     assert 300 < len(line["t_s"]) <= 600 and line["t_s"] == sorted(line["t_s"])
     assert max(line["tracks"][0]["owners"]["held"]) == 1777
@@ -263,7 +257,7 @@ def test_a_phase_has_the_peak_of_each_device(
     with memory.phase("device") as held:
         pass
     assert held.device_peak_bytes == [100, 200, 0]
-    (run,) = runs_on(memory.draw(tmp_path / "device.html"))
+    (run,) = drawn_on(memory.draw(tmp_path / "device.html"))["runs"]
     curves = {of["name"]: of["bytes"] for of in run["document"]["timeline"]["curves"]}
     assert set(curves["device 1"]) == {200} and list(curves) == [f"device {n}" for n in range(3)]
 

@@ -8,7 +8,6 @@ scales; phases over each other; a page that is too wide for a telephone, or has 
 screen reader.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from pages import (
     NARROW,
     WIDE,
-    browser,
     held_at,
     nearest,
     run_document,
@@ -29,12 +27,6 @@ HOSTILE = "</script><img src=x onerror='window.injected = 1'><!--"
 COLORS = {"shards": "#0072b2", "moments": "#f0e514", "process": "#9aa0a8", "held": "#7ab4db"}
 
 LIGHT_BAND, DARK_BAND = "#eef1f5", "#22262d"
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

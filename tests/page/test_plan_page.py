@@ -5,29 +5,17 @@ or counted twice; another node or strategy than the promised one; an older page 
 the plan fails.
 """
 
-import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-from pages import browser, shown, sizes
+from pages import drawn_on, shown, sizes
 from program import failure, run, run_json, strategy_of
 
 ROW = ("--ranks", 6, "--ranks-per-node", 4, "--strategy", "node-reader")
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as opened:
-        yield opened
-
-
 def document_of(page: Path) -> dict[str, Any]:
-    text = re.search(r'id="document">(.*?)</script>', page.read_text(), re.S)
-    assert text
-    (run_of,) = json.loads(text[1])["runs"]
+    (run_of,) = drawn_on(page)["runs"]
     return run_of["document"]
 
 

@@ -9,12 +9,10 @@ command that ends before the first sample.
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-from pages import MIB, browser, nearest, run_document, shown, sizes
+from pages import MIB, drawn_on, nearest, run_document, shown, sizes
 from program import failure, run, run_json
 
 HOLDER = """
@@ -26,23 +24,11 @@ time.sleep(0.5)
 NAME = "</script><img src=x onerror='window.injected = 1'>"
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as opened:
-        yield opened
-
-
-def page_of(path: Path) -> dict[str, Any]:
-    text = re.search(r'id="document">(.*?)</script>', path.read_text(), re.S)
-    assert text
-    return json.loads(text[1])
-
-
 def test_a_watched_command(chromium: Any, modicum: Path, tmp_path: Path) -> None:
     page = tmp_path / "run.html"
     command = (sys.executable, "-c", HOLDER, NAME)
     told = run_json(modicum, "watch", "--report", page, "--json", "--", *command)
-    (of_page,) = page_of(page)["runs"]
+    (of_page,) = drawn_on(page)["runs"]
     assert of_page["document"] == told and NAME in of_page["label"]
     with shown(chromium, page) as of:
         assert of.errors == [] and of.page.evaluate("window.injected") is None
@@ -63,7 +49,7 @@ def test_a_page_that_cant_be_written_is_told_first(modicum: Path, tmp_path: Path
 def test_a_command_without_a_sample(chromium: Any, modicum: Path, tmp_path: Path) -> None:
     page = tmp_path / "run.html"
     assert run(modicum, "watch", "-q", "--report", page, "--", "true").code == 0
-    document = page_of(page)
+    document = drawn_on(page)
     for list_of in ("t_s", "page_cache_bytes", "tracks", "phases"):
         document["runs"][0]["document"]["timeline"][list_of] = []
     text = re.sub(
@@ -84,7 +70,7 @@ def test_two_runs(chromium: Any, modicum: Path, tmp_path: Path) -> None:
         runs[-1].write_text(json.dumps(run_document(grown=grown)))
     page = tmp_path / "both.html"
     told = run_json(modicum, "watch", "--compare", *runs, "--report", page)
-    assert page_of(page)["sentence"] == told["sentence"]
+    assert drawn_on(page)["sentence"] == told["sentence"]
     with shown(chromium, page) as of:
         assert of.errors == []
         assert of.page.inner_text("#sentence") == told["sentence"]
@@ -98,7 +84,7 @@ def test_a_load(chromium: Any, modicum: Path, gpt2: Path, tmp_path: Path) -> Non
     done = run(modicum, *words, f"--report={page}", "--json")
     assert (done.code, done.stderr) == (plain.code, plain.stderr) == (0, "")
     assert done.json["digest"] == plain.json["digest"]
-    (of_page,) = page_of(page)["runs"]
+    (of_page,) = drawn_on(page)["runs"]
     line = of_page["document"]["timeline"]
     assert f"load {gpt2} --ranks 2 --digest --json" in of_page["label"]
     assert {track["rank"] for track in line["tracks"]} >= {0, 1}
@@ -123,6 +109,6 @@ def test_a_rehearsal(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     words = ("rehearse", gpt2, "--ranks", 2, "--optimizer", "adamw:fp32", "--steps", 2)
     told = run_json(modicum, *words, "--report", page)
     assert told["steps"] == 2
-    line = page_of(page)["runs"][0]["document"]["timeline"]
+    line = drawn_on(page)["runs"][0]["document"]["timeline"]
     assert {"load", "step"} <= {phase["name"].partition("_")[0] for phase in line["phases"]}
     assert any("moments" in track["owners"] for track in line["tracks"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,14 @@ def browser() -> Iterator[Any]:
             yield opened
         finally:
             opened.close()
+
+
+def drawn_on(path: Path) -> dict[str, Any]:
+    """What a page was made from: its runs, and a sentence."""
+    text = re.search(r'id="document">(.*?)</script>', path.read_text(), re.S)
+    assert text
+    found: dict[str, Any] = json.loads(text[1])
+    return found
 
 
 @dataclass

@@ -7,14 +7,14 @@ import warnings
 from collections.abc import Callable, Mapping
 
 from modicum import _modicum
-from modicum.recipes.dtypes import FLOATS, dtype_name
+from modicum.recipes.dtypes import FLOATS
 from modicum.recipes.nodes import Node, caller
 from modicum.torch.loading.goal import Goal, memory_before
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.planning import Ask, Parts, planned_of
 from modicum.torch.saving.report import Saved
 from modicum.torch.saving.running import run
-from modicum.torch.saving.weights import Form, Writing
+from modicum.torch.saving.weights import Form, Writing, save_plan_of
 from modicum.torch.saving.writing import Flight
 from modicum.torch.shards.placements import Sharding, layout_of
 
@@ -60,12 +60,7 @@ def streamed(recipe: _modicum.Recipe, form: Form, read: Read) -> Writing:
         destinations=["copy"] * len(names),
         staging=form.staging,
     )
-    plan = _modicum.make_save_plan(
-        loaded,
-        dtype=None if form.dtype is None else dtype_name(form.dtype),
-        copies_unused=form.unused == "copy",
-        shard_size=form.shard_size,
-    )
+    plan = save_plan_of(loaded, form)
     return Writing(plan, recipe, [], lambda target, at, view: read(names[target], at, view))
 
 

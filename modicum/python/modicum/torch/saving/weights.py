@@ -169,14 +169,18 @@ def writing_of(recipe: _modicum.Recipe, held: Sequence[Held], ranks: Ranks, form
         destinations=["copy" if form.background else destination_of(of.local) for of in held],
         staging=form.staging,
     )
-    plan = _modicum.make_save_plan(
+    return Writing(save_plan_of(loaded, form), recipe, held)
+
+
+def save_plan_of(loaded: _modicum.Plan, form: Form) -> _modicum.SavePlan:
+    """The save of what the plan loads."""
+    return _modicum.make_save_plan(
         loaded,
         dtype=None if form.dtype is None else dtype_name(form.dtype),
         copies_unused=form.unused == "copy",
         shard_size=form.shard_size,
         adapters=bool(form.adapters),
     )
-    return Writing(plan, recipe, held)
 
 
 def destination_of(local: torch.Tensor) -> str:

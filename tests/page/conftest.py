@@ -1,0 +1,11 @@
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pages import browser
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as opened:
+        yield opened
