@@ -5,8 +5,10 @@ The protocol: four real ranks load, save and resume a model with the tensors of 
 layers, narrow), and every collective call is recorded with its values. Then worlds of other sizes
 repeat the calls, simulated from a few processes: a thread for each rank, the code of
 modicum.torch.ranks, and one real TCPStore. Calls and bytes are exact except for the number of
-polls; seconds are those of all ranks on this machine's CPUs. The threads that watch for failed
-ranks are left out: they make seven calls a second and rank, whatever the world size.
+polls; seconds are those of all ranks on this machine's CPUs. The ranks of one process decode a
+text that all of them take once, since its length times the world size grows with the square of the
+world size. The threads that watch for failed ranks are left out: they make seven calls a second and
+rank, whatever the world size.
 
 The plan: one rank's plan of a save of deepseek-v3 in its true size, from sparse files.
 
@@ -26,7 +28,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from harness.page import ROOT, machine, write_between_markers
@@ -200,7 +204,13 @@ def simulate(first: int, world: int, port: int, traces: Any, lines: Any) -> None
     """A process with every PROCESSES-th rank."""
     import torch.distributed as dist
 
+    from modicum.torch.ranks import group, store
+
+    # Values are only read.
+    store._text_of = lru_cache(store._text_of)
+    group.json = SimpleNamespace(dumps=json.dumps, loads=lru_cache(json.loads))
     threading.stack_size(256 << 10)
+    sys.setswitchinterval(1.0)  # of a thousand threads, each that waits for the GIL wakes so often
     clients = [dist.TCPStore("127.0.0.1", port, None, False, PATIENCE) for _ in range(CONNECTIONS)]
     ranks = range(first, world, PROCESSES)
     lines.put("ready")

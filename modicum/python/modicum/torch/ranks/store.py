@@ -86,8 +86,7 @@ class LoadStore:
             for key, value in zip(some, self._ask(self._store.multi_get, some), strict=True):
                 pieces, how, first = value.split(b" ", 2)
                 more = [self._ask(self._store.get, f"{key}/{i}") for i in range(int(pieces))]
-                data = b"".join([first, *more])
-                texts.append((zlib.decompress(data) if how == b"zlib" else data).decode())
+                texts.append(_text_of(b"".join([first, *more]), how))
         return texts
 
     def forget(self, *more: str) -> None:
@@ -116,3 +115,7 @@ class LoadStore:
                 self._lost = "does not answer"
             self.end()
         raise self._on_loss(self._lost)
+
+
+def _text_of(data: bytes, how: bytes) -> str:
+    return (zlib.decompress(data) if how == b"zlib" else data).decode()
