@@ -142,6 +142,7 @@ def test_save_model(two: Ranks, tmp_path: Path, modicum: Path, model: str) -> No
 
 
 def test_no_bar_is_drawn_for_a_config(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    transformers.utils.logging.enable_progress_bar()
     with torch.device("meta"):
         model = transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1))
     save_config(model, tmp_path)

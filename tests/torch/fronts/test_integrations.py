@@ -31,7 +31,7 @@ SCRIPTS = {
 RUNS = [
     ("verl", ()),
     *(("areal", (case,)) for case in ("causal-lm", "lora", "value-head", "vision")),
-    ("twinkle_kit", ("native_fsdp",)),
+    *(("twinkle_kit", (strategy,)) for strategy in ("native_fsdp", "accelerate")),
 ]
 
 
