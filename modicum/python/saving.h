@@ -39,7 +39,7 @@ struct MadeSave {
   }
 };
 
-// How a save's files are divided by default: as those of the source; without any, as those of a state.
+// How a save's files are divided by default: as the source's; without any, as those of a state.
 inline SaveForm form_of(const Checkpoint& source) {
   SaveForm form;
   if (source.manifest.files.empty()) form.shard_bytes = kStateFileBytes;

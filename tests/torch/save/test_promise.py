@@ -42,9 +42,7 @@ def built(directory: Path, **options: Any) -> tuple[Any, AdamW]:
 def loaded(directory: Path, **options: Any) -> tuple[Any, AdamW, dict[str, Any]]:
     """Model, optimizer, and the report of the only rank."""
     model, optimizer = built(directory)
-    report = modicum.torch.load(
-        model, directory, optimizer=optimizer, progress=False, **options
-    )
+    report = modicum.torch.load(model, directory, optimizer=optimizer, progress=False, **options)
     return model, optimizer, report.ranks[0]
 
 

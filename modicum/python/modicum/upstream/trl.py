@@ -14,8 +14,8 @@ _NAME = "prepare_fsdp"
 def replace_sharding(
     stack: ExitStack, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Until `stack` ends, wraps `prepare_fsdp(model, accelerator)` in the modules of TRL, those that
-    it imports later included. Nothing happens before the program has imported TRL; may be called
+    """Until `stack` ends, wraps `prepare_fsdp(model, accelerator)` in the modules of TRL, also in
+    those that it imports later. Nothing happens before the program has imported TRL; may be called
     again."""
     if "trl" not in sys.modules:
         return
