@@ -28,6 +28,8 @@ FAMILIES = ("tests/torch/load/test_values.py", "-k", "test_every_family")
 FRONTS = (
     "tests/torch/fronts/test_accelerate.py",
     "tests/torch/fronts/test_accelerate_refusals.py",
+    "tests/torch/fronts/test_everyday.py",
+    "tests/torch/fronts/test_optimizers.py",
     "tests/torch/optim/test_deepspeed.py",
     "tests/torch/fronts/test_dcp.py",
     "tests/torch/fronts/test_engines.py",
@@ -189,7 +191,7 @@ def page(found: dict[str, dict]) -> str:
 
 TESTS = {
     "families": "models of `tests/support/families.py` through `modicum.torch.load`",
-    "fronts": "tests of accelerate, DeepSpeed, engines, DCP and recipes",
+    "fronts": "tests of accelerate, Trainer, TRL, DeepSpeed, engines, DCP and recipes",
 }
 FOOTER = (
     f"The loaders' rows: bits against a single process's `from_pretrained`, and the most that "

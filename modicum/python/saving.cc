@@ -23,19 +23,18 @@
 namespace modicum::python {
 namespace {
 
-constexpr uint64_t kFileBytes = 5 * kGiB;  // where there is no source to split files as
-
 std::shared_ptr<MadeSave> save_plan(const std::shared_ptr<MadePlan>& plan,
                                     const OptionalText& dtype, bool copies_unused,
                                     const std::optional<Size>& shard_size, bool adapters) {
-  SaveForm form{.copies_unused = copies_unused, .dtype = dtype_flag(dtype.value_or(""))};
+  SaveForm form = form_of(plan->checkpoint());
+  form.copies_unused = copies_unused;
+  form.dtype = dtype_flag(dtype.value_or(""));
   if (adapters) {  // PEFT reads one file
     form.stem = kAdapterStem;
     form.shard_bytes = UINT64_MAX;
     return without_the_lock([&] { return std::make_shared<MadeSave>(plan, form); });
   }
   if (shard_size) form.shard_bytes = bytes_of(*shard_size);
-  if (!shard_size && plan->checkpoint().manifest.files.empty()) form.shard_bytes = kFileBytes;
   return without_the_lock([&] { return std::make_shared<MadeSave>(plan, form); });
 }
 

@@ -39,6 +39,13 @@ struct MadeSave {
   }
 };
 
+// How a save's files are divided by default: as the source's; without any, as those of a state.
+inline SaveForm form_of(const Checkpoint& source) {
+  SaveForm form;
+  if (source.manifest.files.empty()) form.shard_bytes = kStateFileBytes;
+  return form;
+}
+
 // The caller's tensors: host memory that is `given`, or elements that `fetch` brings.
 class CallerTensors final : public Sink {
  public:

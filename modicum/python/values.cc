@@ -18,6 +18,7 @@
 
 #include "modicum/python/arrays.h"
 #include "modicum/python/bindings.h"
+#include "modicum/python/saving.h"
 #include "modicum/report/report.h"
 #include "modicum/runs/runs.h"
 
@@ -169,6 +170,25 @@ void take_after(const std::vector<Purposes>& after, const Layout& layout, PlanOp
   options.after = {phase};
 }
 
+// Adds phase `save`: a save of what the plan loads, and of the optimizer's state, through
+// `staging_bytes`. Nothing is added if they can't be saved.
+void promise_save(const std::shared_ptr<MadePlan>& made, const StateFiles& state,
+                  uint64_t staging_bytes) {
+  PlanOptions options = made->plan.options;
+  try {
+    Footprint held = MadeSave(made, form_of(made->checkpoint())).plan.footprint();
+    held += state.footprint();
+    // The load's staging may have been shrunk to the budget; that of a save is not.
+    held[Purpose::staging] += staging_bytes - options.staging_bytes;
+    options.save = held;
+  } catch (const Error& error) {
+    const Category why = error.category();
+    if (why == Category::unsupported || why == Category::mismatch) return;
+    throw;
+  }
+  made->plan = make_plan(*made->plan.manifest, *made->plan.recipe, made->plan.layout, options);
+}
+
 std::shared_ptr<MadePlan> plan(const std::shared_ptr<MadeRecipe>& recipe, const Layout& layout,
                                const std::string& strategy, std::optional<int> ranks_per_node,
                                const std::vector<std::string>& destinations,
@@ -176,7 +196,8 @@ std::shared_ptr<MadePlan> plan(const std::shared_ptr<MadeRecipe>& recipe, const 
                                const std::optional<Baseline>& baseline, uint64_t init_bytes,
                                bool caller_sends, const std::optional<Size>& budget,
                                const std::string& budget_source, const std::string& fork,
-                               const std::vector<Purposes>& after) {
+                               const std::vector<Purposes>& after,
+                               const std::shared_ptr<MadeState>& save) {
   PlanOptions options{.strategy = &strategy_named(strategy),
                       .ranks_per_node = ranks_per_node.value_or(0),
                       .init_bytes = init_bytes,
@@ -192,10 +213,11 @@ std::shared_ptr<MadePlan> plan(const std::shared_ptr<MadeRecipe>& recipe, const 
   made->recipe = recipe;
   without_the_lock([&] {
     made->plan = make_plan(recipe->of->checkpoint.manifest, recipe->recipe, layout, options);
-    if (!budget) return;
-    const Budget allowed{bytes_of(*budget), budget_source};
-    if (!staging) made->plan = shrunk_to_fit(std::move(made->plan), allowed);
-    require_fits(made->plan.promise, allowed);
+    std::optional<Budget> allowed;
+    if (budget) allowed = {bytes_of(*budget), budget_source};
+    if (allowed && !staging) made->plan = shrunk_to_fit(std::move(made->plan), *allowed);
+    if (save) promise_save(made, save->files, options.staging_bytes);
+    if (allowed) require_fits(made->plan.promise, *allowed);
   });
   return made;
 }
@@ -385,6 +407,7 @@ void define_make_plan(nb::module_& module) {
              "staging"_a = nb::none(), "baseline"_a = nb::none(), "init_bytes"_a = 0,
              "caller_sends"_a = false, "budget"_a = nb::none(), "budget_source"_a = "argument",
              "fork"_a = "excluded", "after"_a = std::vector<Purposes>(),
+             "save"_a.none() = nb::none(),
              R"(The plan of a load. As modicum.make_plan, which documents the rest, with:
 
 Args:
@@ -394,7 +417,9 @@ Args:
     init_bytes: the largest tensor that load's `caller` makes.
     caller_sends: whether the caller's transport sends bytes between ranks.
     budget_source: the budget's name in an error.
-    after: by rank, the bytes by purpose that an optimizer takes after the load; empty: nothing.)");
+    after: by rank, the bytes by purpose that an optimizer takes after the load; empty: nothing.
+    save: StateFiles of that optimizer: the promise covers a save of model and state, if they can
+        be saved.)");
 }
 
 }  // namespace

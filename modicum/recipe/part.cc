@@ -21,7 +21,10 @@ Recipe part_of(const Recipe& recipe, std::span<const uint32_t> targets, size_t s
   }
   std::vector<uint32_t> now(recipe.nodes.size());
   std::vector<bool> used(stored_tensors);
+  std::vector<bool> listed(stored_tensors);  // scales of dequantised codes are not
+  for (const uint32_t s : recipe.unused) listed[s] = true;
   for (size_t id = 0; id < needed.size(); ++id) {
+    if (recipe.nodes[id].op == Op::stored) listed[recipe.nodes[id].from] = true;
     if (!needed[id]) continue;
     now[id] = static_cast<uint32_t>(part.nodes.size());
     Node& node = part.nodes.emplace_back(recipe.nodes[id]);
@@ -34,7 +37,7 @@ Recipe part_of(const Recipe& recipe, std::span<const uint32_t> targets, size_t s
   }
   for (Target& target : part.targets) target.root = now[target.root];
   for (uint32_t s = 0; s < stored_tensors; ++s) {
-    if (!used[s]) part.unused.push_back(s);
+    if (listed[s] && !used[s]) part.unused.push_back(s);
   }
   return part;
 }

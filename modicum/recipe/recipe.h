@@ -230,8 +230,9 @@ std::vector<bool> held_whole(const Recipe& recipe, const Manifest& manifest);
 Recipe saved_recipe(const Recipe& recipe, const Manifest& manifest, const SavedForm& form,
                     const Manifest& saved);
 
-// The recipe of some of the targets, in the given order, with only the nodes that they need; all
-// other stored tensors are unused. An alias may only be included together with its target.
+// The recipe of some of the targets, in the given order, with only the nodes that they need; the
+// other stored tensors that `recipe` names are unused. An alias may only be included together with
+// its target.
 Recipe part_of(const Recipe& recipe, std::span<const uint32_t> targets, size_t stored_tensors);
 
 // The targets whose cast may lose bits: every cast except those to fp32.

@@ -3,7 +3,7 @@ staging is held; a killed conversion resumes after its finished files; every dif
 
 House test. It catches these mutations: a file that is kept although it belongs to other inputs; an
 output that is visible before it is complete; a tie that loses its second name; zeros that are
-written into a sparse file; a difference that is not counted.
+written into a sparse file; a difference that is not counted; scales in the promise of a file.
 """
 
 import json
@@ -89,6 +89,16 @@ def test_codes_are_dequantised(modicum: Path, tmp_path: Path) -> None:
     assert len(files) > 1
     for tensors in files:
         assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 20_000
+
+
+def test_codes_are_dequantised_into_one_file(modicum: Path, tmp_path: Path) -> None:
+    """The scales, which no target reads by itself, are in the promise of no file."""
+    fp8, parts, whole = tmp_path / "fp8", tmp_path / "parts", tmp_path / "whole"
+    run_json(modicum, "synth", fp8, "--arch", "tiny-fp8")
+    run_json(modicum, "convert", fp8, parts, "--dtype", "bfloat16", "--shard-size", "20KB")
+    done = run_json(modicum, "convert", fp8, whole, "--dtype", "bfloat16")
+    assert len(done["files"]) == 1
+    assert run(modicum, "diff", parts, whole).code == 0
 
 
 def test_a_tie_that_is_stored_twice_is_written_twice(modicum: Path, tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ class Shard:
     def replicas(self) -> list[int]:
         """The ranks that hold the same elements, with its own; ascending."""
 
-def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | Sequence[int] | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'argument', fork: str = 'excluded', after: Sequence[Mapping[str, int]] = []) -> Plan:
+def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | Sequence[int] | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'argument', fork: str = 'excluded', after: Sequence[Mapping[str, int]] = [], save: StateFiles | None = None) -> Plan:
     """
     The plan of a load. As modicum.make_plan, which documents the rest, with:
 
@@ -271,6 +271,8 @@ def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ra
         caller_sends: whether the caller's transport sends bytes between ranks.
         budget_source: the budget's name in an error.
         after: by rank, the bytes by purpose that an optimizer takes after the load; empty: nothing.
+        save: StateFiles of that optimizer: the promise covers a save of model and state, if they can
+            be saved.
     """
 
 class RecipeBuilder:

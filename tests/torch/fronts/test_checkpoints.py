@@ -6,7 +6,7 @@ same bit for bit; `from_pretrained` and `modicum verify` read the checkpoints. I
 mutations: functions of accelerate that stay replaced after an exception; a checkpoint that is
 committed before the script's own files are written, or resumed although it was not committed; a
 rotation that takes the newest whole checkpoint; options of an optimizer without tensors that are
-lost; checkpoints of accelerate's own that are no longer read.
+lost; checkpoints of accelerate's own that are no longer read; bars of no weights.
 """
 
 import json
@@ -25,6 +25,7 @@ pytest.importorskip("accelerate")
 from ranks import Failed, Ranks, ranks  # noqa: E402  (after torch is known to be there)
 
 from modicum.torch.saving.inside import fault_of, rotate  # noqa: E402
+from modicum.upstream.checkpoints import save_config  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,17 @@ def test_save_model(two: Ranks, tmp_path: Path, modicum: Path, model: str) -> No
     two.ask("accelerate_saves_model", size="10GB", **how)
     assert [path.name for path in folder.glob("model*")] == ["model.safetensors"]
     assert_reads(folder, saved[0]["saved"])
+
+
+def test_no_bar_is_drawn_for_a_config(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    transformers.utils.logging.enable_progress_bar()
+    with torch.device("meta"):
+        model = transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1))
+    save_config(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert "model shards" not in capfd.readouterr().err
+    model.to_empty(device="cpu").save_pretrained(tmp_path)  # its bars are back
+    assert "model shards" in capfd.readouterr().err
 
 
 # ---- Trainer

@@ -3,12 +3,15 @@ without it, or a typed error says what to do instead.
 
 House test against transformers. It catches these mutations: stored rows that a resized embedding
 loses; new rows that depend on the world size; a copy of a model whose values are never loaded; an
-exempted model that is emptied; errors of torch about meta tensors.
+exempted model that is emptied; a reference model that TRL's trainer leaves on meta; errors of torch
+about meta tensors.
 """
 
 import contextlib
 import copy
 import dataclasses
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,6 +187,32 @@ def test_a_reference_model_by_trl(one_rank: None) -> None:
         reference = utils.prepare_fsdp(build(), accelerator)
         assert reference(TOKENS).logits.isfinite().all()
     assert not hasattr(utils.prepare_fsdp, "__wrapped__")
+
+
+LATER = """
+import sys, trl
+from contextlib import ExitStack
+from modicum.upstream.trl import replace_sharding
+assert "trl.trainer.dpo_trainer" not in sys.modules
+def wrap(original):
+    wrapped = lambda model, accelerator: "loaded"
+    wrapped.__wrapped__ = original
+    return wrapped
+with ExitStack() as stack:
+    for _ in range(2):
+        replace_sharding(stack, wrap)
+    assert trl.DPOTrainer and trl.GRPOTrainer
+    modules = [sys.modules["trl.trainer." + name] for name in ("dpo_trainer", "grpo_trainer")]
+    assert all(module.prepare_fsdp(None, None) == "loaded" for module in modules)
+assert not any(hasattr(module.prepare_fsdp, "__wrapped__") for module in modules)
+"""
+
+
+def test_trainers_that_trl_imports_later_load_their_reference_model() -> None:
+    """`trl.DPOTrainer` imports its module after `from_pretrained` was called."""
+    pytest.importorskip("trl")
+    done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 # ---- errors

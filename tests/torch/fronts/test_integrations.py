@@ -31,7 +31,7 @@ SCRIPTS = {
 RUNS = [
     ("verl", ()),
     *(("areal", (case,)) for case in ("causal-lm", "lora", "value-head", "vision")),
-    ("twinkle_kit", ("native_fsdp",)),
+    *(("twinkle_kit", (strategy,)) for strategy in ("native_fsdp", "accelerate")),
 ]
 
 
@@ -76,7 +76,7 @@ def test_the_patch_fits_the_release(name: str, tmp_path: Path) -> None:
     assert any("import modicum.torch" in path.read_text() for path in changed)
 
 
-@pytest.mark.parametrize(("name", "words"), RUNS)
+@pytest.mark.parametrize(("name", "words"), RUNS, ids=["-".join((of, *w)) for of, w in RUNS])
 def test_the_patched_engine_trains(name: str, words: tuple[str, ...], tmp_path: Path) -> None:
     package = installed(name)
     if package is None:

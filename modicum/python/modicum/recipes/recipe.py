@@ -318,7 +318,8 @@ def _fill_gaps(
 def _check_lacking(lacking: list[str], structure: Structure, stored: Described) -> None:
     if lacking:
         key = next(part.keys[lacking[0]] for part in structure.parts if lacking[0] in part.keys)
-        what = f"the checkpoint lacks {len(lacking)} tensors of the model; pass `missing` for them"
+        what = f"the checkpoint lacks {len(lacking)} tensors of the model: missing='init', or "
+        what += "missing=[patterns of names], initialises them"
         raise refusal("MISMATCH", what, tensor=lacking[0], got=_near(key, stored))
 
 

@@ -148,8 +148,21 @@ def nothing_amiss() -> Any:
 
 def save_config(model: Any, directory: Path) -> None:
     """What `save_pretrained` writes besides weights: config, generation config, custom code."""
-    model.save_pretrained(directory, state_dict={}, is_main_process=True)
+    with _without_bars():
+        model.save_pretrained(directory, state_dict={}, is_main_process=True)
     _remove_dummy(directory)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers would draw one for no weights."""
+    from transformers.utils import logging
+
+    before = logging.set_tqdm_hook(lambda bar, args, how: bar(*args, **how | {"disable": True}))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
 
 
 def _remove_dummy(directory: Path) -> None:
@@ -173,7 +186,8 @@ def saves_as_usual(trainer: Any) -> bool:
 
 def save_companions(trainer: Any, directory: Path) -> None:
     """Config, tokenizer and arguments of the training, without weights; on ranks that save."""
-    trainer._save(str(directory), state_dict={})
+    with _without_bars():
+        trainer._save(str(directory), state_dict={})
     if trainer.args.should_save:
         _remove_dummy(directory)
 

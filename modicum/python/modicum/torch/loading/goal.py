@@ -68,6 +68,15 @@ class Model:
         """FSDP2's parameters, by name."""
         return {name: of.managed for name, of in self.tensors.items() if of.managed}
 
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """By id, the name of each tensor in the files of an optimizer's state: of tied names the
+        first one."""
+        names: dict[int, str] = {}
+        for name, of in self.tensors.items():
+            names.setdefault(id(of.tensor), name)
+        return names
+
     def facts(self) -> dict[str, str]:
         """What ranks must have in common to share a recipe, for `Ranks.agree_on`."""
         facts: dict[str, str] = {}

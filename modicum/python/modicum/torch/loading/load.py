@@ -65,7 +65,7 @@ def load(
             model's rule: "restore", "keep", or None: restore those unwritten since `to_empty()`.
         fork: "excluded", "shared" or "inherited" memory in forked children (docs/guide/workers.md).
         optimizer: `modicum.torch.AdamW` of parameters on meta, or several: their state is promised
-            as well, and allocated after the load.
+            as well, and allocated after the load. With one, so is a save of model and state.
         resized: for token embeddings and heads with other numbers of rows than is stored: new rows
             are the "mean" of the stored ones, or made by the "model"; None: an error.
         recipe: how tensors are made of stored ones, from `modicum.recipes` or a recipe.json, for a

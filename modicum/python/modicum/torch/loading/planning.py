@@ -15,7 +15,7 @@ from modicum.torch.build.initialiser import Initialiser
 from modicum.torch.loading.goal import Goal, Model
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.parts import Memory
-from modicum.torch.optim.promise import needed_by
+from modicum.torch.optim.promise import Needs, needs_of
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
@@ -73,8 +73,8 @@ def optimizers_of(given: Any) -> list[AdamW]:
     optimizers = [one for one in optimizers if not isinstance(one, Later)]
     for one in optimizers:
         if not isinstance(one, AdamW):
-            what = "optimizer: others than Modicum's allocate their state in a step"
-            got = type(one).__name__
+            what = "optimizer: leave others out, which allocate their state in their first step"
+            got = f"{type(one).__module__}.{type(one).__qualname__}"
             raise refusal("USAGE", what, expected="modicum.torch.AdamW", got=got)
         one._unbind_changed()
     return optimizers
@@ -152,6 +152,7 @@ def plan_of(
     places = places_of(model, goal)
     baselines = [-(-memory[0] // MIB) * MIB for memory in goal.memories]
     budget, budget_source = budget_of(options, goal.memories, baselines, per_node)
+    needs = _needs_of(options, places)
     plan = _modicum.make_plan(
         goal.recipe,
         layout_of(goal.recipe, [place.sharding for place in places], ranks.world_size),
@@ -165,7 +166,8 @@ def plan_of(
         budget=budget,
         budget_source=budget_source,
         fork=options.fork,
-        after=_after(options, places, ranks),
+        after=_after(options, needs, ranks),
+        save=_state_files(needs, model),
     )
     buffers = plan.buffers(ranks.rank)
     return Planned(
@@ -173,19 +175,30 @@ def plan_of(
     )
 
 
-def _after(options: Options, places: Sequence[Place], ranks: Ranks) -> list[dict[str, int]]:
-    """By rank, the bytes by purpose of the optimizers' state, and of what follows the load; empty
-    if no rank has any."""
+def _needs_of(options: Options, places: Sequence[Place]) -> list[Needs]:
+    """What each optimizer takes after the load."""
     memories = {
         id(place.of.tensor): Memory(place.dtype, place.device)
         for place in places
         if place.of.tensor.is_meta
     }
+    return [needs_of(one, memories) for one in options.optimizers]
+
+
+def _after(options: Options, needs: Sequence[Needs], ranks: Ranks) -> list[dict[str, int]]:
+    """By rank, the bytes by purpose of the optimizers' state, and of what follows the load; empty
+    if no rank has any."""
     needed = Counter(options.later)
-    for one in options.optimizers:
-        needed.update(needed_by(one, memories))
+    for one in needs:
+        needed.update(one.needed)
     of_ranks = ranks.gather(dict(needed))
     return of_ranks if any(of_ranks) else []
+
+
+def _state_files(needs: Sequence[Needs], model: Model) -> _modicum.StateFiles | None:
+    """The files of a save with the optimizer; None if there is none, or several."""
+    stored = needs[0].stored(model.names) if len(needs) == 1 else []
+    return _modicum.StateFiles(stored) if stored else None
 
 
 def kept_bytes(before: Planned | None, rank: int) -> int:

@@ -1,29 +1,49 @@
 """What an optimizer without memory will take: its part of a load's promise."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.binding import new_parts, on_meta
 from modicum.torch.optim.names import called
-from modicum.torch.optim.parts import Memory
-from modicum.torch.optim.states import footprint
+from modicum.torch.optim.parts import Memory, Part
+from modicum.torch.optim.states import Stored, footprint, stored_of
 
 
-def needed_by(optimizer: AdamW, memories: Mapping[int, Memory]) -> dict[str, int]:
-    """The bytes by purpose that `optimizer.allocate()` would charge if the parameters on meta had
-    these memories, by id; none while another parameter is on meta.
+@dataclass(frozen=True)
+class Needs:
+    """What an optimizer takes when its parameters have memory."""
+
+    needed: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by purpose."""
+    parts: Sequence[Part] = ()
+    """The parameters that it has state of, then; none if that state can't be saved."""
+
+    def stored(self, names: Mapping[int, str]) -> Stored:
+        """Their state in files; none if the model lacks a parameter. `names`: by id of a
+        parameter, its name in files."""
+        if any(id(part.parameter) not in names for part in self.parts):
+            return []
+        return stored_of(self.parts, lambda part: names[id(part.parameter)])
+
+
+def needs_of(optimizer: AdamW, memories: Mapping[int, Memory]) -> Needs:
+    """What `optimizer.allocate()` would charge if the parameters on meta had these memories, by id;
+    nothing while another parameter is on meta.
 
     `BudgetError` if the optimizer's ledger lacks room.
     """
     groups, wants, bound = optimizer.param_groups, optimizer._trains, optimizer._bound.parts
     if any(id(one) not in memories for one in on_meta(groups, wants)):
-        return {}
+        return Needs()
     parts = new_parts(groups, wants, bound, memories)
     options = optimizer._checked(groups)
     needed: Any = footprint(parts, options, optimizer.state_format, fork=optimizer._fork)
     optimizer.ledger.require_room(needed, called(parts))
-    return dict(needed)
+    every = [*bound, *parts]
+    is_stored = all(part.is_row_major and not groups[part.group]["amsgrad"] for part in every)
+    return Needs(dict(needed), every if is_stored else ())
 
 
 def held_by(optimizer: AdamW) -> int:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,24 @@ def plane_dtype(part: Part, plane: str) -> torch.dtype:
 def is_own_master(part: Part) -> bool:
     """Whether the parameter's memory is the master, or its upper half."""
     return part.on_host and dtype_of(part, "master") == part.local.dtype
+
+
+Stored = list[tuple[str, str, list[int], str, bool]]
+"""Parameters whose state is in files, for `_modicum.StateFiles`."""
+
+
+def stored_of(parts: Sequence[Part], name_of: Callable[[Part], str]) -> Stored:
+    """`name_of`: the name in the files. The parts have their formats."""
+    return [
+        (
+            name_of(part),
+            str(part.local.dtype).removeprefix("torch."),
+            [*part.parameter.shape],
+            part.format,
+            is_own_master(part),
+        )
+        for part in parts
+    ]
 
 
 def options_of(group: dict[str, Any], semantics: str, bias_correction: bool) -> Any:

@@ -9,10 +9,9 @@ from modicum import _modicum
 from modicum.errors import refusal
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.parts import Part
-from modicum.torch.optim.states import is_own_master
+from modicum.torch.optim.states import Stored, stored_of
 from modicum.torch.shards.placements import Shardings
 
-Parameters = list[tuple[str, str, list[int], str, bool]]
 HeldShards = list[tuple[_modicum.AdamW, int, str]]
 
 
@@ -39,18 +38,9 @@ class AdamWState:
         return name
 
     @property
-    def parameters(self) -> Parameters:
+    def parameters(self) -> Stored:
         """Of the whole model, the same on every rank: for `_modicum.StateFiles`."""
-        return [
-            (
-                self._name_of(part),
-                str(part.local.dtype).removeprefix("torch."),
-                [*part.parameter.shape],
-                part.format,
-                is_own_master(part),
-            )
-            for part in self._parts
-        ]
+        return stored_of(self._parts, self._name_of)
 
     def held(self, *, to_save: bool) -> HeldShards:
         """This rank's shards; `to_save`: only those of which it is the first replica."""

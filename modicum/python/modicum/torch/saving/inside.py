@@ -29,7 +29,7 @@ from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import groups
 from modicum.torch.saving.extra import FOLDER, read_all
-from modicum.torch.saving.planning import Ask, names_of
+from modicum.torch.saving.planning import Ask
 from modicum.torch.saving.report import Resumed, Saved
 from modicum.torch.saving.resume import find, load_state, resume
 from modicum.torch.saving.save import Given, save_together
@@ -105,7 +105,7 @@ def save_inside(
     reshard(model)
     extra = None
     if optimizer is not None and not _has_tensors(optimizer):
-        extra = {_GROUPS: json.loads(groups.text_of(optimizer, names_of(Model.of(model))))}
+        extra = {_GROUPS: json.loads(groups.text_of(optimizer, Model.of(model).names))}
         optimizer = None
     form = Form(shard_size=how.get("shard_size"), staging=how["staging"], adapters=False)
     ask = Ask(
@@ -165,7 +165,7 @@ def _restore_groups(model: nn.Module, optimizer: torch.optim.Optimizer, director
     if extra is None:
         what = "the checkpoint holds no optimizer state to go on from"
         raise refusal("MISMATCH", what, file=directory.name)
-    groups.restore(optimizer, extra[_GROUPS], names_of(Model.of(model)))
+    groups.restore(optimizer, extra[_GROUPS], Model.of(model).names)
     optimizer.state.clear()
 
 

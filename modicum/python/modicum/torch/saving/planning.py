@@ -96,15 +96,6 @@ class Planned:
     """That this rank writes, about."""
 
 
-def names_of(model: Model) -> dict[int, str]:
-    """By id, the name of each tensor of the model in the files of an optimizer's state: of tied
-    names the first one."""
-    names: dict[int, str] = {}
-    for name, of in model.tensors.items():
-        names.setdefault(id(of.tensor), name)
-    return names
-
-
 def plan_of(
     ask: Ask, model: Model, goal: Goal, optimizer: torch.optim.Optimizer | None, ranks: Ranks
 ) -> Planned:
@@ -113,7 +104,7 @@ def plan_of(
     Raises:
         BudgetError: it does not fit.
     """
-    names = names_of(model)
+    names = model.names
     texts = [] if ask.common is None else [(COMMON, ask.common)]
     if ask.form.adapters:
         writing = writing_of_adapters(model, goal, ranks, ask.form)

@@ -5,6 +5,8 @@ from typing import Any
 
 from modicum.walk.report import Report
 
+MIB = 1 << 20
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -36,6 +38,13 @@ class Saved:
     """Names of stored tensors that are not saved."""
     warnings: list[str] = field(default_factory=list)
     """As what other saves have left over; UserWarnings on rank 0, too."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.written_bytes / MIB:.2f} MiB written in {self.elapsed_s:.2f} s, "
+            f"visible after {self.durable_s:.2f} s; a rank held at most "
+            f"{self.held_bytes / MIB:.2f} MiB, {self.promised_bytes / MIB:.2f} MiB promised"
+        )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups
 from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.adapters import FILE, recipe_of_step
-from modicum.torch.saving.planning import names_of
 from modicum.torch.saving.report import Resumed
 from modicum.torch.saving.shared import require_seen
 from modicum.torch.saving.tensor_state import (
@@ -145,7 +144,7 @@ def _declared(
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model)
         saved = _saved_state(found)
-        return [Later(needed_by_tensors(optimizer, whole, names_of(whole), saved, ranks))]
+        return [Later(needed_by_tensors(optimizer, whole, whole.names, saved, ranks))]
 
 
 def _saved_state(found: Found) -> SavedState:
@@ -235,7 +234,7 @@ def load_state(
     """Reads this rank's part of the state that was found with `optimizer`; returns the bytes read.
     Collective."""
     whole = Model.of(model)
-    names = names_of(whole)
+    names = whole.names
     options = json.loads((found.path / groups.FILE).read_text()) if _has_groups(found) else None
     saved = _saved_state(found)
     if isinstance(optimizer, AdamW):

@@ -130,7 +130,8 @@ def require_values(model: Model) -> None:
     """`UsageError` for a tensor on meta."""
     for name, of in model.tensors.items():
         if of.tensor.is_meta:
-            raise refusal("USAGE", "this tensor is on meta and has no values", tensor=name)
+            what = "this tensor is on meta and has no values: load or resume the model first"
+            raise refusal("USAGE", what, tensor=name)
 
 
 def _completed(text: str, model: Model) -> str:

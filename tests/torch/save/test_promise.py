@@ -1,0 +1,98 @@
+"""`load` with an optimizer promises the whole job, as verb `plan` does: the load, the steps and a
+save of both; a budget that lacks the room for the save is refused before a weight is read.
+
+House test against the program. It catches these mutations: a load whose promise ends with the step;
+a save that is promised with the load's staging, which the budget has shrunk.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program import run_json
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import modicum.torch  # noqa: E402  (after torch is known to be there)
+from modicum.errors import BudgetError  # noqa: E402
+from modicum.torch import AdamW  # noqa: E402
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("promise") / "model"
+    config = transformers.LlamaConfig(
+        hidden_size=256, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512,
+        vocab_size=4096,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def built(directory: Path, **options: Any) -> tuple[Any, AdamW]:
+    config = transformers.AutoConfig.from_pretrained(directory)
+    with modicum.torch.empty_parameters():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model, AdamW(model.named_parameters(), lr=1e-3, **options)
+
+
+def loaded(directory: Path, **options: Any) -> tuple[Any, AdamW, dict[str, Any]]:
+    """Model, optimizer, and the report of the only rank."""
+    model, optimizer = built(directory)
+    report = modicum.torch.load(model, directory, optimizer=optimizer, progress=False, **options)
+    return model, optimizer, report.ranks[0]
+
+
+def besides_the_process(rank: dict[str, Any]) -> int:
+    """What a promise holds besides the process itself, which is counted in whole MiB."""
+    promised: int = rank["promised_bytes"]
+    return promised - -(-rank["baseline_bytes"] // MIB) * MIB
+
+
+def phases_of(modicum: Path, directory: Path) -> dict[str, dict[str, int]]:
+    """Of a job of one rank: by phase, the bytes by purpose."""
+    words = ("plan", directory, "--ranks", 1, "--optimizer", "adamw:fp32")
+    planned = run_json(modicum, *words)
+    own = next(of for of in planned["strategies"] if of["name"] == "own-shard")
+    return {of["phase"]: of["by_purpose"] for of in own["nodes"][0]["job"]["phases"]}
+
+
+def test_the_promise_is_that_of_plan(modicum: Path, directory: Path) -> None:
+    """But for what the program's steps hold to make gradients, in `staging` and `plan`."""
+    phases = phases_of(modicum, directory)
+    saves, steps = phases["save"], phases["step"]
+    assert saves["header"] > steps["header"]
+    own = {"process", "plan", "staging"}
+    expected = sum(size for purpose, size in saves.items() if purpose not in own)
+    expected += saves["staging"] - steps["staging"]
+    _, _, rank = loaded(directory)
+    assert 0 < besides_the_process(rank) - expected < saves["plan"]
+
+
+def test_a_budget_without_room_for_the_save_is_refused(directory: Path) -> None:
+    """The staging of a load is shrunk to the budget, that of a save is not. The state is small, so
+    that both are needed at the peak."""
+    model, optimizer = built(directory)
+    model.requires_grad_(False)
+    model.model.norm.requires_grad_(True)
+
+    def load(budget: int) -> None:
+        modicum.torch.load(model, directory, optimizer=optimizer, budget=budget, progress=False)
+
+    with pytest.raises(BudgetError) as refused:
+        load(1)
+    needed = 1 + refused.value.shortfall_bytes
+    with pytest.raises(BudgetError, match="too little"):
+        load(needed - 4 * MIB)  # the load fits with half of its staging
+    assert all(of.is_meta for of in model.parameters()) and not optimizer.held
+    load(needed + 4 * MIB)
+
+
+def test_the_save_asks_for_what_was_promised(directory: Path, tmp_path: Path) -> None:
+    model, optimizer, rank = loaded(directory)
+    saved = modicum.torch.save(model, tmp_path / "root", step=1, optimizer=optimizer)
+    assert saved.promised_bytes <= rank["promised_bytes"] + 16 * MIB  # Python's own
+    assert str(saved).startswith(f"{saved.path}: ") and "visible after" in str(saved)
