@@ -65,7 +65,8 @@ from modicum import _modicum, memory
 
 ledger = modicum.Ledger()
 held = _modicum.charge_init(ledger, 64 << 20)
-memory.phase("before").__enter__()
+phase = memory.phase("before")  # ends with its last reference
+phase.__enter__()
 time.sleep(0.2)
 after = "import time; block = bytearray(b'1') * (32 << 20); time.sleep(0.4)"
 os.execv(sys.executable, [sys.executable, "-c", after])
@@ -81,9 +82,9 @@ def test_a_program_ends_with_an_exec(modicum: Path) -> None:
     (track,) = timeline["tracks"]
     owners = track["owners"]
     after = [at for at, time in enumerate(timeline["t_s"]) if time > phase["end_s"] + 0.05]
-    assert after and max(owners["init"]) == 64 * MIB
-    assert {owners["init"][at] for at in after} == {0}
-    assert max(owners["held"][at] for at in after) > 32 * MIB
+    assert after and max(value or 0 for value in owners["init"]) == 64 * MIB
+    assert not any(owners["init"][at] for at in after)
+    assert max(owners["held"][at] or 0 for at in after) > 32 * MIB
 
 
 HEAP = """
@@ -123,7 +124,7 @@ import ctypes, os, subprocess, sys, time
 def hold(name, mib):
     ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME
     block = bytearray(b"1") * (mib << 20)
-    time.sleep(0.6)
+    time.sleep(2)
 
 def train():
     import modicum
@@ -159,7 +160,8 @@ def test_a_node_of_reinforcement_learning(modicum: Path, tmp_path: Path) -> None
     for rank in range(2):
         trainer, worker = tracks[f"rank {rank}"], tracks[f"data_worker of rank {rank}"]
         assert trainer["rank"] == worker["rank"] == rank
-        assert max(value or 0 for value in trainer["owners"]["init"]) == 48 * MIB
+        # Pages that the worker shares count half for each of the two.
+        assert 40 * MIB < max(value or 0 for value in trainer["owners"]["init"]) <= 48 * MIB
         assert max(value or 0 for value in worker["owners"]["held"]) > 16 * MIB
     assert tracks["rollout"]["rank"] is None
     assert max(value or 0 for value in tracks["rollout"]["owners"]["held"]) > 64 * MIB

@@ -6,6 +6,7 @@ name, or over the next; a peak without its cause, or with that of another strate
 """
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from pages import MIB, NARROW, WIDE, drawn_on, shown, sizes
 from program import STRATEGIES, run
 
 LAYOUT = ("--ranks", 4, "--ranks-per-node", 2, "--layout", "hsdp", "--mesh", "2x2")
-# Two hold whole tensors besides the shards; the checkpoint of one, which is also the largest.
-WINDOWS = {"full-per-rank": 4, "rank0-broadcast": 1}
+# Two hold whole tensors besides the shards.
+WITH_WINDOW = {"full-per-rank", "rank0-broadcast"}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -29,8 +30,8 @@ def test_a_strategy(
     (of_page,) = drawn_on(page)["runs"]
     document = of_page["document"]
     assert f"--strategy {strategy} " in of_page["label"]
-    with_window = [track for track in document["timeline"]["tracks"] if "window" in track["owners"]]
-    assert len(with_window) == WINDOWS.get(strategy, 0)
+    has_window = any("window" in track["owners"] for track in document["timeline"]["tracks"])
+    assert has_window == (strategy in WITH_WINDOW)
     for width in (WIDE, NARROW):
         with shown(chromium, page, width) as of:
             assert of.errors == []
@@ -38,11 +39,14 @@ def test_a_strategy(
                 (span.inner_text(), span.bounding_box())
                 for span in of.page.locator(".phases span:visible").all()
             ]
-            assert {name for name, _ in boxes} >= {"load", "step"}
+            # A band that is too narrow for its name has it in the list.
+            assert any(name in ("load", "step") for name, _ in boxes)
+            assert set(of.page.locator("option").all_inner_texts()) >= {"load", "step"}
             for (_, left), (_, right) in itertools.pairwise(boxes):
                 is_below = right["y"] >= left["y"] + left["height"]
                 assert is_below or left["x"] + left["width"] <= right["x"] + 0.5
             told = of.page.inner_text(".peak")
             assert told.startswith(f"Peak {sizes(document['peak']['bytes'])} after")
-            assert "during `" in told and " held " in told and ", of which " in told
+            assert re.search(r": (during|after) `(load|step)`, rank [0-3] \(pid ", told), told
+            assert " held " in told and ", of which " in told
     assert document["peak"]["bytes"] > 100 * MIB
