@@ -80,6 +80,9 @@ def table(model: Path) -> str:
             "|---|---|---|---|---|---|---|",
             *rows,
             "",
+            "[A picture](../docs/strategies.png) of the memory of such a load over time, by owner, "
+            "with each strategy.",
+            "",
             f"`{COMMAND}`: {ROUNDS} interleaved rounds, warm page cache, committing memory "
             f"included; {version.stdout.strip()}, {machine()}.",
         ]

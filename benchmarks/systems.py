@@ -12,7 +12,7 @@ until the first step (a run without steps), and with training. For DeepSpeed: by
 owner, from the kernel's page tables.
 
 Both ways must print the same losses. Writes its table into benchmarks/RESULTS.md between its
-markers, and the page of the strategies' four runs to docs/strategies.png.
+markers.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.page import GIB, ROOT, machine, write_between_markers
-from harness.picture import take_picture
 from harness.watch import Process, held
 
 sys.path.append(str(ROOT / "tests/support"))
@@ -69,7 +68,6 @@ SCRIPTS = (
     ("twinkle's order: accelerate", "causal-lm", "strategies.py",
      ("accelerate", "--record", "{}"), "--memory-efficient-init", LOSSES),
 )  # fmt: skip
-PICTURE = ROOT / "docs" / "strategies.png"
 ZERO2 = (
     ("as it is, persistent workers", ("--workers", "persistent")),
     ("as it is, workers forked for each epoch", ("--workers", "default")),
@@ -201,8 +199,6 @@ def main() -> None:
         place = Path(name)
         sizes = make_checkpoints(place)
         rows = [row_of(script, place, sizes) for script in SCRIPTS]
-        run(["strategies.py", name, "draw", "--record", name])
-        take_picture(place / "strategies.html", PICTURE)
     text = [
         f"{RANKS} ranks on one node, fp32 parameters of a bf16 checkpoint. The ranks' peak in GiB, "
         "until the first step and with 3 steps, interpreters and libraries included; the same "
@@ -214,8 +210,7 @@ def main() -> None:
         *rows,
         "",
         "In twinkle's order the script itself gathers whole tensors after the load, for a digest: "
-        "they come on top of the promise. Its four runs are "
-        "[one picture](../docs/strategies.png).",
+        "they come on top of the promise.",
         "",
         "DeepSpeed's ZeRO-2, optimizer in host memory, two data-loader workers, second epoch, by "
         "`examples/zero2_offload.py`:",

@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
-#include "modicum/cli/page_file.h"
+#include "modicum/cli/watch_instead.h"
 #include "modicum/cli/within_budget.h"
 
 namespace modicum {

@@ -2,7 +2,8 @@
 #include <CLI/CLI.hpp>
 
 #include "modicum/cli/output.h"
-#include "modicum/cli/page_file.h"
+#include "modicum/cli/result_file.h"
+#include "modicum/cli/verbs.h"
 #include "modicum/training/training.h"
 
 namespace modicum {
@@ -31,8 +32,8 @@ int run_plan(const Args& args) {
   if (const auto done = parse(app, args)) return *done;
   of_plan.budget = common.budget;
   PosixFileSystem files;
-  std::optional<PageFile> file;
-  if (!page.empty()) file.emplace(files, page);
+  std::optional<ResultFile> file;
+  if (!page.empty()) file.emplace(files, "--report", page);
   const PlanReport report = job_report(files, flags, of_plan);
   if (file) file->write(plan_page(report, "modicum plan " + flags.directory));
   print_result(

@@ -2,8 +2,8 @@
 
 #include <optional>
 
-#include "modicum/cli/page_file.h"
 #include "modicum/cli/resuming.h"
+#include "modicum/cli/watch_instead.h"
 
 namespace modicum {
 namespace {

@@ -3,14 +3,14 @@
 
 #include <algorithm>
 #include <array>
-#include <memory>
 #include <optional>
-#include <span>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "modicum/cli/output.h"
-#include "modicum/cli/page_file.h"
+#include "modicum/cli/result_file.h"
 #include "modicum/cli/verbs.h"
 #include "modicum/watch/watch.h"
 
@@ -33,33 +33,15 @@ std::pair<Args, Args> split_at_dashes(const Args& args) {
   return {{args.begin(), dashes}, command};
 }
 
-// A file for the result, opened before the command runs, so that a path that can't be written is
-// reported before. Replaces the content of an existing file.
-class OutputFile {
- public:
-  OutputFile(FileSystem& files, const std::string& path) {
-    if (path.empty()) return;
-    file_ = files.exists(path) ? files.open_to_write(path) : files.create(path);
-    file_->truncate(0);
-  }
-  bool is_wanted() const noexcept { return file_ != nullptr; }
-  void finish(const std::string& text) {
-    file_->write(std::as_bytes(std::span(text)), 0);
-    file_->close();
-  }
-
- private:
-  std::unique_ptr<File> file_;
-};
-
-std::optional<PageFile> page_file(FileSystem& files, const WatchFlags& flags) {
-  if (flags.report.empty()) return std::nullopt;
-  return std::optional<PageFile>(std::in_place, files, flags.report);
+std::optional<ResultFile> file_of(FileSystem& files, std::string_view flag,
+                                  const std::string& path) {
+  if (path.empty()) return std::nullopt;
+  return std::optional<ResultFile>(std::in_place, files, flag, path);
 }
 
 int compare(const WatchFlags& flags) {
   PosixFileSystem files;
-  auto page = page_file(files, flags);
+  auto page = file_of(files, "--report", flags.report);
   std::array<std::string, 2> texts;
   std::array<WatchedRun, 2> parsed;
   for (size_t i = 0; i < texts.size(); ++i) {
@@ -92,10 +74,10 @@ WatchTask task_of(const WatchFlags& flags, const Args& command) {
 int watch(const WatchFlags& flags, const Args& command) {
   const WatchTask task = task_of(flags, command);
   PosixFileSystem files;
-  OutputFile trace(files, flags.trace);
-  auto page = page_file(files, flags);
+  auto trace = file_of(files, "--trace", flags.trace);
+  auto page = file_of(files, "--report", flags.report);
   const WatchRecord record = watch_command(task, files);
-  if (trace.is_wanted()) trace.finish(watch_trace(record));
+  if (trace) trace->write(watch_trace(record));
   if (page) page->write(watch_page(record));
   const std::string killed = record.killed ? fmt::format("modicum: {}\n", killed_text(record)) : "";
   if (flags.common.json) {

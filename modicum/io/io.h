@@ -1,6 +1,7 @@
 // The door of `io`: files and /proc. The only room that makes file system calls.
 #pragma once
 
-#include "modicum/io/file.h"          // IWYU pragma: export
-#include "modicum/io/read_text.h"     // IWYU pragma: export
-#include "modicum/io/shared_pages.h"  // IWYU pragma: export
+#include "modicum/io/file.h"           // IWYU pragma: export
+#include "modicum/io/output_stream.h"  // IWYU pragma: export
+#include "modicum/io/read_text.h"      // IWYU pragma: export
+#include "modicum/io/shared_pages.h"   // IWYU pragma: export

@@ -19,6 +19,17 @@ std::span<std::byte> mapped(int fd, uint64_t bytes) noexcept {
   return {static_cast<std::byte*>(at), bytes};
 }
 
+// A record lock of the byte at the number of a process. It belongs to the process alone, and the
+// kernel releases it with the descriptor, which exec closes.
+struct flock byte_of(pid_t pid) noexcept {
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = pid;
+  lock.l_len = 1;
+  return lock;
+}
+
 bool has_size(const struct stat& of, uint64_t bytes) noexcept {
   return S_ISREG(of.st_mode) && of.st_size >= 0 && static_cast<uint64_t>(of.st_size) == bytes;
 }
@@ -40,7 +51,7 @@ std::optional<SharedPages> SharedPages::open(const std::string& path, uint64_t b
   struct stat status {};
   // Before it is opened, which could wait for a FIFO, or start a device.
   if (stat(path.c_str(), &status) != 0 || !has_size(status, bytes)) return std::nullopt;
-  const Descriptor file = Descriptor::open(path.c_str(), O_RDWR | O_NONBLOCK);
+  Descriptor file = Descriptor::open(path.c_str(), O_RDWR | O_NONBLOCK);
   if (!file.is_valid() || fstat(file.get(), &status) != 0 || !has_size(status, bytes)) {
     return std::nullopt;
   }
@@ -48,7 +59,7 @@ std::optional<SharedPages> SharedPages::open(const std::string& path, uint64_t b
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) return std::nullopt;
   const std::span<std::byte> memory = mapped(file.get(), bytes);
   if (memory.empty()) return std::nullopt;
-  return SharedPages(-1, memory);
+  return SharedPages(file.release(), memory);
 }
 
 SharedPages::SharedPages(SharedPages&& other) noexcept
@@ -57,6 +68,16 @@ SharedPages::SharedPages(SharedPages&& other) noexcept
 SharedPages::~SharedPages() {
   if (!memory_.empty()) munmap(memory_.data(), memory_.size());
   if (fd_ >= 0) close(fd_);
+}
+
+bool SharedPages::mark() const noexcept {
+  struct flock lock = byte_of(getpid());
+  return fcntl(fd_, F_SETLK, &lock) == 0;
+}
+
+bool SharedPages::is_marked_by(int pid) const noexcept {
+  struct flock lock = byte_of(pid);
+  return fcntl(fd_, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 
 std::string SharedPages::path() const { return fmt::format("/proc/{}/fd/{}", getpid(), fd_); }

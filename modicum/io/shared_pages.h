@@ -27,9 +27,15 @@ class SharedPages {
   std::span<std::byte> bytes() const noexcept { return memory_; }
   std::string path() const;  // to be opened while this object lives; of the maker only
 
+  // Marks the memory as used by this process, until it ends, starts another program (exec) or
+  // closes the memory's descriptor. False if the kernel refuses. Forked children are not marked.
+  bool mark() const noexcept;
+  // Whether another process has marked it. False as well if that can't be known.
+  bool is_marked_by(int pid) const noexcept;
+
  private:
   SharedPages(int fd, std::span<std::byte> memory) noexcept : fd_(fd), memory_(memory) {}
-  int fd_;  // -1: opened
+  int fd_;
   std::span<std::byte> memory_;
 };
 

@@ -15,7 +15,7 @@ namespace modicum {
 namespace {
 
 // House test. It catches these mutations: a file of the user's that is accepted; memory that can be
-// truncated under its writers.
+// truncated under its writers; a mark that outlasts the program that has set it.
 
 constexpr uint64_t kBytes = 4 * kPageBytes;
 
@@ -34,6 +34,44 @@ TEST(SharedPages, AreTheSameInAllProcesses) {
   EXPECT_EQ(status, 0);
   EXPECT_EQ(made.bytes()[77], std::byte{5});
   EXPECT_FALSE(SharedPages::open(made.path(), 2 * kBytes).has_value()) << "of another size";
+}
+
+// Waits for a byte from the child.
+void await(int fd) {
+  char byte = 0;
+  ASSERT_EQ(read(fd, &byte, 1), 1);
+}
+
+TEST(SharedPages, AreMarkedUntilAnotherProgramIsStarted) {
+  const SharedPages made = SharedPages::make(kBytes);
+  int told[2], go_on[2];
+  ASSERT_EQ(pipe(told), 0);
+  ASSERT_EQ(pipe(go_on), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto opened = SharedPages::open(made.path(), kBytes);
+    if (!opened || !opened->mark()) _exit(1);
+    if (fork() == 0) _exit(0);  // its descriptors are closed with it
+    wait(nullptr);
+    static_cast<void>(!write(told[1], "m", 1));
+    char byte = 0;
+    static_cast<void>(!read(go_on[0], &byte, 1));
+    dup2(told[1], STDOUT_FILENO);
+    dup2(go_on[0], STDIN_FILENO);
+    execlp("sh", "sh", "-c", "printf x; read line", nullptr);
+    _exit(1);
+  }
+  await(told[0]);
+  EXPECT_TRUE(made.is_marked_by(child));
+  EXPECT_FALSE(made.is_marked_by(child + 1));
+  ASSERT_EQ(write(go_on[1], "g", 1), 1);
+  await(told[0]);
+  EXPECT_FALSE(made.is_marked_by(child)) << "it runs another program";
+  ASSERT_EQ(write(go_on[1], "\n", 1), 1);
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  for (const int fd : {told[0], told[1], go_on[0], go_on[1]}) close(fd);
 }
 
 TEST(SharedPages, CannotBeTruncated) {

@@ -31,8 +31,9 @@
 #include <utility>
 
 #include "modicum/base/base.h"
-#include "modicum/memory/exclusion.h"    // IWYU pragma: export
-#include "modicum/memory/self_report.h"  // IWYU pragma: export
+#include "modicum/memory/exclusion.h"      // IWYU pragma: export
+#include "modicum/memory/retained_heap.h"  // IWYU pragma: export
+#include "modicum/memory/self_report.h"    // IWYU pragma: export
 #include "modicum/spec/spec.h"
 
 namespace modicum {

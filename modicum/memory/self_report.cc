@@ -6,12 +6,13 @@
 #include <cstring>
 
 #include "modicum/base/base.h"
+#include "modicum/memory/retained_heap.h"
 
 namespace modicum {
 namespace {
 
 // Changes with the layout of the table.
-constexpr uint64_t kMagic = 0x3130'5243'4944'4f4d;  // "MODICR01"
+constexpr uint64_t kMagic = 0x3230'5243'4944'4f4d;  // "MODICR02"
 
 constexpr auto kRelaxed = std::memory_order_relaxed;
 
@@ -75,6 +76,7 @@ SelfReport* SelfReports::claim(int pid, uint64_t baseline_bytes) noexcept {
   report.rank.store(-1, kRelaxed);
   report.promised_phases.store(0, kRelaxed);
   report.baseline_bytes.store(baseline_bytes, kRelaxed);
+  report.retained_heap_bytes.store(0, kRelaxed);
   report.budget_bytes.store(0, kRelaxed);
   for (auto& bytes : report.held) bytes.store(0, kRelaxed);
   report.phases_begun.store(0, kRelaxed);
@@ -98,6 +100,10 @@ void Reporter::remove(Purpose purpose, uint64_t bytes) const noexcept {
 
 void Reporter::set_budget(uint64_t bytes) const noexcept {
   if (is_ours()) report_->budget_bytes.store(bytes, kRelaxed);
+}
+
+void Reporter::report_heap() const noexcept {
+  if (is_ours()) report_->retained_heap_bytes.store(retained_heap_bytes(), kRelaxed);
 }
 
 void Reporter::promise(const Promise& promise, int rank) const noexcept {
@@ -125,10 +131,14 @@ ReportedPhase::ReportedPhase(const Reporter& reporter, std::string_view name) no
   phase_->name.set(name);
   phase_->begin_ns.store(now_ns(), kRelaxed);
   phase_->number.store(number);
+  reporter_.report_heap();
 }
 
 void ReportedPhase::end() noexcept {
-  if (phase_ != nullptr && reporter_.is_ours()) phase_->end_ns.store(now_ns());
+  if (phase_ != nullptr && reporter_.is_ours()) {
+    reporter_.report_heap();
+    phase_->end_ns.store(now_ns());
+  }
   phase_ = nullptr;
 }
 

@@ -53,8 +53,9 @@ struct alignas(4096) SelfReport {
   std::atomic<int64_t> begin_ns;  // set last; 0: ignore the rest
   std::atomic<int32_t> rank;      // -1: unknown
   std::atomic<uint32_t> promised_phases;
-  std::atomic<uint64_t> baseline_bytes;               // held by the process before
-  std::atomic<uint64_t> budget_bytes;                 // of the node; 0: none
+  std::atomic<uint64_t> baseline_bytes;       // held by the process before, less its retained heap
+  std::atomic<uint64_t> retained_heap_bytes;  // when last asked
+  std::atomic<uint64_t> budget_bytes;         // of the node; 0: none
   std::array<std::atomic<uint64_t>, kPurposes> held;  // by all ledgers of the process
   std::atomic<uint64_t> phases_begun;
   std::array<Promised, kMostPromised> promised;
@@ -70,7 +71,7 @@ struct SelfReports {
   static SelfReports& make_in(std::span<std::byte> memory);
   // Null unless the same version of Modicum has made a table in `memory`.
   static SelfReports* find_in(std::span<std::byte> memory) noexcept;
-  // The report of process `pid`, begun anew; null if all are claimed.
+  // The report of process `pid`, begun anew; null if all are claimed. `baseline_bytes` as below.
   SelfReport* claim(int pid, uint64_t baseline_bytes) noexcept;
 
   alignas(4096) std::atomic<uint64_t> magic;
@@ -89,6 +90,8 @@ class Reporter {
   void add(Purpose purpose, uint64_t bytes) const noexcept;
   void remove(Purpose purpose, uint64_t bytes) const noexcept;
   void set_budget(uint64_t bytes) const noexcept;
+  void report_heap() const noexcept;                 // retained_heap_bytes() of now
+  bool is_on() const noexcept { return is_ours(); }  // whether it reports
   // What `rank`, which this process is, has promised for each phase. Replaces an earlier promise.
   void promise(const Promise& promise, int rank) const noexcept;
 
@@ -99,7 +102,8 @@ class Reporter {
   int pid_ = 0;
 };
 
-// A phase of this process from construction to `end`, or destruction. Phases may nest.
+// A phase of this process from construction to `end`, or destruction. Phases may nest. At both ends
+// the retained heap is reported.
 class ReportedPhase {
  public:
   // `name`: as in the promise, where that has the phase.

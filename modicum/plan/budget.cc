@@ -106,18 +106,14 @@ Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes) {
   return helps ? std::move(least) : std::move(plan);
 }
 
-std::string largest_owners(const Footprint& held) {
+std::string peak_cause(const Promise& promise, int node) {
   std::string cause;
-  const std::vector<Owner> owners = owners_of(held);
+  const std::vector<Owner> owners = owners_of(promise.on_node(node));
   for (size_t i = 0; i < std::min<size_t>(2, owners.size()); ++i) {
     cause +=
         fmt::format("{}{} {}", i == 0 ? "" : ", ", owners[i].purpose, format_size(owners[i].bytes));
   }
   return cause;
-}
-
-std::string peak_cause(const Promise& promise, int node) {
-  return largest_owners(promise.on_node(node));
 }
 
 }  // namespace modicum

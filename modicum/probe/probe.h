@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "modicum/base/base.h"
@@ -82,7 +83,13 @@ std::optional<int> read_wait_status(int pid, const std::string& root = "");
 
 // The rank that a launcher gave to a process through its environment: RANK, OMPI_COMM_WORLD_RANK,
 // SLURM_PROCID or LOCAL_RANK, the first that is a number. Forked children have their parent's.
-std::optional<int> rank_of(int pid, const std::string& root = "");
+struct GivenRank {
+  int rank = 0;
+  std::string_view variable;
+
+  bool operator==(const GivenRank&) const = default;
+};
+std::optional<GivenRank> rank_of(int pid, const std::string& root = "");
 
 // The children of a process, by any of its threads, ascending. Unlike `descendants` it reads only
 // the process's own files; needs CONFIG_PROC_CHILDREN, which distributions set.

@@ -83,11 +83,11 @@ std::optional<int> read_wait_status(int pid, const std::string& root) {
   return status ? std::optional(static_cast<int>(*status)) : std::nullopt;
 }
 
-std::optional<int> rank_of(int pid, const std::string& root) {
+std::optional<GivenRank> rank_of(int pid, const std::string& root) {
   const auto variables = read_kernel_text(file_of(pid, "environ", root));
   if (!variables) return std::nullopt;
   for (const char* const name : {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK"}) {
-    if (const auto rank = number_of(*variables, name)) return rank;
+    if (const auto rank = number_of(*variables, name)) return GivenRank{*rank, name};
   }
   return std::nullopt;
 }

@@ -49,10 +49,10 @@ TEST(Status, RanksComeFromTheLaunchersVariables) {
   machine.put("/proc/2/environ", "RANK=none\0OMPI_COMM_WORLD_RANK=3\0"s);
   machine.put("/proc/3/environ", "MYRANK=3\0RANKS=4\0"s);
   machine.put("/proc/4/environ", "LOCAL_RANK=2\0"s);
-  EXPECT_EQ(rank_of(1, machine.root()), 5);
-  EXPECT_EQ(rank_of(2, machine.root()), 3);
+  EXPECT_EQ(rank_of(1, machine.root())->rank, 5);
+  EXPECT_EQ(rank_of(2, machine.root())->rank, 3);
   EXPECT_EQ(rank_of(3, machine.root()), std::nullopt);
-  EXPECT_EQ(rank_of(4, machine.root()), 2);
+  EXPECT_EQ(rank_of(4, machine.root()), (GivenRank{2, "LOCAL_RANK"}));
 }
 
 // Catches children that only the main thread's list has.

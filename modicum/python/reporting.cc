@@ -1,8 +1,13 @@
 // What this process reports about itself to the `modicum watch` that runs it.
+#include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <functional>
 #include <list>
 #include <string>
+#include <system_error>
+#include <thread>
 
 #include "modicum/probe/probe.h"
 #include "modicum/python/bindings.h"
@@ -11,10 +16,36 @@
 namespace modicum::python {
 namespace {
 
+constexpr int64_t kHeapEveryNs = 100 * kNsPerMs;
+constexpr int64_t kHeapShare = 400;  // at most 1 / kHeapShare of a core
+
 struct Here {
   const int pid = getpid();
   OwnReport report;
 };
+
+// Until the process ends.
+void report_heap_often(const Reporter& reporter) {
+  SteadyClock clock;
+  while (true) {
+    const int64_t begin_ns = clock.now_ns();
+    reporter.report_heap();
+    clock.sleep_ns(std::max(kHeapEveryNs, kHeapShare * (clock.now_ns() - begin_ns)));
+  }
+}
+
+// Starts the thread that does it: between two calls of Modicum, malloc's blocks are freed as well.
+void follow_heap(const Reporter& reporter) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
+  try {
+    std::thread(report_heap_often, std::cref(reporter)).detach();
+  } catch (const std::system_error&) {
+    // Then it is reported at the ends of phases.
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
 
 }  // namespace
 
@@ -23,7 +54,9 @@ const Reporter& reporter_here() {
   // child has inherited refer to its parent's.
   static auto& all = *new std::list<Here>();
   if (all.empty() || all.back().pid != getpid()) {
-    all.emplace_back().report.begin([] { return read_pss(getpid()).value_or(0); });
+    Here& here = all.emplace_back();
+    here.report.begin([] { return read_pss(getpid()).value_or(0); });
+    if (here.report.reporter().is_on()) follow_heap(here.report.reporter());
   }
   return all.back().report.reporter();
 }

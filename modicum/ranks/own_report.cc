@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <utility>
 
@@ -15,8 +16,14 @@ void OwnReport::begin(FunctionRef<uint64_t()> baseline) {
   SelfReports* const table = SelfReports::find_in(opened->bytes());
   if (table == nullptr) return;
   pages_.emplace(std::move(*opened));
-  SelfReport* const report = table->claim(getpid(), baseline());
-  if (report != nullptr) reporter_ = Reporter(*report, getpid());
+  const uint64_t held_bytes = baseline();
+  // First, since a report without the mark is one of the program before an exec.
+  if (!pages_->mark()) return;
+  const uint64_t retained_bytes = std::min(held_bytes, retained_heap_bytes());
+  SelfReport* const report = table->claim(getpid(), held_bytes - retained_bytes);
+  if (report == nullptr) return;
+  report->retained_heap_bytes.store(retained_bytes);
+  reporter_ = Reporter(*report, getpid());
 }
 
 }  // namespace modicum

@@ -30,11 +30,11 @@ TEST(OwnReport, IsWrittenToTheMemoryOfTheWatcher) {
   const SelfReports& table = SelfReports::make_in(pages.bytes());
   const Variable variable(pages.path());
   OwnReport own;
-  own.begin([] { return uint64_t{5}; });
+  own.begin([] { return kGiB; });
   own.reporter().add(Purpose::staging, 77);
   EXPECT_EQ(table.pids[0].load(), getpid());
   EXPECT_EQ(table.reports[0].held[static_cast<size_t>(Purpose::staging)].load(), 77U);
-  EXPECT_EQ(table.reports[0].baseline_bytes.load(), 5U);
+  EXPECT_EQ(table.reports[0].baseline_bytes + table.reports[0].retained_heap_bytes, kGiB);
 }
 
 TEST(OwnReport, WithoutAWatcherNothingIsReadOrReported) {

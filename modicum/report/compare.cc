@@ -9,7 +9,7 @@
 
 #include "modicum/base/base.h"
 #include "modicum/json/json.h"
-#include "modicum/report/timeline.h"
+#include "modicum/report/owners.h"
 
 namespace modicum {
 namespace {
@@ -228,8 +228,8 @@ std::string RunComparison::sentence() const {
                   format_size(more.peak_bytes - less.peak_bytes), less.name,
                   format_size(more.peak_bytes), format_size(less.peak_bytes));
   if (const std::string most = owner(); !most.empty()) {
-    text += fmt::format("; at the peaks {} differ{} most ({} against {})", owner_words(most),
-                        most.ends_with('s') ? "" : "s", format_size(amount_in(more.owners, most)),
+    text += fmt::format("; of the owners at the peaks \"{}\" differs most ({} against {})",
+                        owner_words(most), format_size(amount_in(more.owners, most)),
                         format_size(amount_in(less.owners, most)));
   }
   if (const std::string most = phase(); !most.empty()) {

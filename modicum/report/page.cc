@@ -2,6 +2,7 @@
 
 #include "modicum/base/base.h"
 #include "modicum/json/json.h"
+#include "modicum/report/owners.h"
 
 namespace modicum {
 namespace {
@@ -24,9 +25,13 @@ std::string html_text(std::string_view text) {
 
 // In JSON `<` occurs in strings only, and without it no text ends the script or begins a comment.
 std::string document_of(std::span<const PageRun> runs, std::string_view sentence) {
+  JsonWriter words;
+  words.begin_object();
+  for (const OwnerWords& of : owners_in_words()) words.member(of.owner, of.words);
+  words.end_object();
   JsonWriter out;
   out.value(sentence);
-  std::string text = "{\"sentence\":" + out.text() + ",\"runs\":[";
+  std::string text = "{\"owners\":" + words.text() + ",\"sentence\":" + out.text() + ",\"runs\":[";
   for (const PageRun& run : runs) {
     JsonWriter label;
     label.value(run.label);

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "modicum/report/owners.h"
 #include "modicum/report/report.h"
 
 namespace modicum {
@@ -85,7 +86,7 @@ void tracks_member(JsonWriter& out, const WatchRecord& record) {
   out.key("tracks").begin_array();
   for (const TimelineTrack& track : tracks_of(record)) {
     const bool is_ranked = track.process != nullptr && track.process->rank;
-    out.begin_object().member("label", track.label()).member("pid", track.pid());
+    out.begin_object().member("label", track.label).member("pid", track.pid());
     out.member("rank", is_ranked ? track.process->rank : std::nullopt).member("node", 0);
     owners_member(out, record, track);
     promise_member(out, record, track);
@@ -106,10 +107,6 @@ void phases_member(JsonWriter& out, const WatchRecord& record) {
 
 }  // namespace
 
-std::string TimelineTrack::label() const {
-  return process == nullptr ? "others" : label_of(*process);
-}
-
 bool TimelineTrack::lives_at(double at_s) const noexcept {
   return process == nullptr || (process->begin_s <= at_s && at_s <= process->end_s);
 }
@@ -129,9 +126,10 @@ std::vector<TimelineTrack> tracks_of(const WatchRecord& record) {
   std::vector<TimelineTrack> tracks;
   for (const uint32_t process : processes) {
     track_of[process] = tracks.size();
-    tracks.push_back({&record.processes[process], {}});
+    const WatchedProcess& of = record.processes[process];
+    tracks.push_back({.process = &of, .label = label_of(record, of)});
   }
-  tracks.push_back({});
+  tracks.push_back({.label = "others"});
   for (TimelineTrack& track : tracks) track.owned.resize(record.samples.size());
   for (size_t s = 0; s < record.samples.size(); ++s) {
     for (const WatchSample::Share& share : record.samples[s].shares) {
@@ -144,17 +142,17 @@ std::vector<TimelineTrack> tracks_of(const WatchRecord& record) {
   return tracks;
 }
 
-std::string label_of(const WatchedProcess& process) {
-  return process.rank ? fmt::format("rank {}", *process.rank) : printable(process.name);
-}
-
-std::string owner_words(std::string_view owner) {
-  if (owner == watch_owner_name(static_cast<size_t>(WatchOwner::copies_since_fork))) {
-    return "copies since a fork";
-  }
-  std::string words(owner);
-  std::replace(words.begin(), words.end(), '_', ' ');
-  return words;
+std::string label_of(const WatchRecord& record, const WatchedProcess& process) {
+  if (!process.rank) return printable(process.name);
+  // A variable that its parent has, too: it was inherited.
+  const auto gave_it = [&](const WatchedProcess& one) {
+    return one.pid == process.parent && one.rank == process.rank &&
+           one.rank_variable == process.rank_variable && one.end_s >= process.begin_s;
+  };
+  const bool is_below = !process.rank_variable.empty() &&
+                        std::any_of(record.processes.begin(), record.processes.end(), gave_it);
+  return is_below ? fmt::format("{} of rank {}", printable(process.name), *process.rank)
+                  : fmt::format("rank {}", *process.rank);
 }
 
 std::string peak_cause(const WatchRecord& record) {
@@ -168,8 +166,8 @@ std::string peak_cause(const WatchRecord& record) {
   } else if (const WatchedPhase* const last = record.phase_before(process.pid, peak->at_s)) {
     text = fmt::format("after `{}`, ", last->name);
   }
-  text +=
-      fmt::format("{} (pid {}) held {}", label_of(process), process.pid, format_size(most.bytes));
+  text += fmt::format("{} (pid {}) held {}", label_of(record, process), process.pid,
+                      format_size(most.bytes));
   const size_t owner = most.owned.grown_since({});
   if (owner == static_cast<size_t>(WatchOwner::held)) return text;
   return text + fmt::format(", of which {} {}", owner_words(watch_owner_name(owner)),

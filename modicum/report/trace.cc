@@ -62,7 +62,7 @@ std::string watch_trace(const WatchRecord& record) {
   out.begin_object().member("displayTimeUnit", "ms").key("traceEvents").begin_array();
   counters_of_all(out, record);
   for (const TimelineTrack& track : tracks_of(record)) {
-    if (track.process != nullptr) name_process(out, track.pid(), track.label());
+    if (track.process != nullptr) name_process(out, track.pid(), track.label);
     counters(out, record, track);
   }
   for (const WatchedPhase& phase : record.phases) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "modicum/json/json.h"
+#include "modicum/report/owners.h"
 #include "modicum/report/report.h"
 #include "modicum/report/timeline.h"
 

@@ -1,8 +1,11 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
+#include <string_view>
 
+#include "modicum/report/owners.h"
 #include "modicum/report/report.h"
 #include "modicum/report/timeline.h"
 
@@ -11,7 +14,8 @@ namespace {
 
 // House test. It catches these mutations: a process that holds memory before it began; a promise
 // outside of its phase; a peak that is explained by another process; a comparison that names what
-// is equal; a document of another program that is compared.
+// is equal; a document of another program that is compared; an owner that is named by its key; a
+// data worker that is named as its rank.
 
 using std::string_literals::operator""s;
 
@@ -68,7 +72,7 @@ TEST(WatchReport, ATimelineHasTheOwnersOfEachProcessWhileItLives) {
             R"("owners":{"held":[10240,12288,11264]},"promise_bytes":null}],"phases":[{"pid":6,)"
             R"("rank":0,"name":"load","begin_s":0.1,"end_s":0.3}]},"peak":{"at_s":0.2,)"
             R"("bytes":106496,"cause":"during `load`, rank 0 (pid 6) held 92.00 KiB, of which )"
-            R"(shards 90.00 KiB"}})");
+            R"(parameters 90.00 KiB"}})");
 }
 
 TEST(WatchReport, TheLimitOfTheCommandComesBeforeTheGroups) {
@@ -88,8 +92,23 @@ TEST(WatchReport, ManyProcessesHaveTracksOfTheLargest) {
   const auto tracks = tracks_of(record);
   ASSERT_EQ(tracks.size(), 33U);
   EXPECT_EQ(tracks[0].pid(), 108);
-  EXPECT_EQ(tracks.back().label(), "others");
+  EXPECT_EQ(tracks.back().label, "others");
   EXPECT_EQ(tracks.back().owned[0].total_bytes(), (1000 + 8 * 9 / 2) * kKiB);
+}
+
+// Under SLURM and torchrun the launcher has a rank of its own.
+TEST(WatchReport, AProcessBelowARankIsNamedByItsNameAndThatRank) {
+  WatchRecord record;
+  record.processes = {
+      {.pid = 5, .name = "torchrun", .rank = 0, .rank_variable = "SLURM_PROCID", .end_s = 9},
+      {.pid = 6, .parent = 5, .name = "python3", .rank = 0, .rank_variable = "RANK", .end_s = 9},
+      {.pid = 7, .parent = 6, .name = "worker", .rank = 0, .rank_variable = "RANK", .begin_s = 2},
+      {.pid = 8, .parent = 6, .name = "engine", .rank = 1, .rank_variable = "RANK", .begin_s = 2},
+      {.pid = 9, .parent = 5, .name = "rollout"}};
+  std::vector<std::string> labels;
+  for (const WatchedProcess& of : record.processes) labels.push_back(label_of(record, of));
+  EXPECT_EQ(labels, (std::vector<std::string>{"rank 0", "rank 0", "worker of rank 0", "rank 1",
+                                              "rollout"}));
 }
 
 TEST(WatchReport, APeakBetweenPhasesComesAfterTheLast) {
@@ -130,8 +149,8 @@ TEST(WatchReport, AKillHasItsPhaseItsOwnerAndWhatWouldHaveFitted) {
             "the kernel killed modicum-rank-0 (pid 6, rank 0) after 0.3 s, during `load`, for lack "
             "of memory: --limit allows 1.00 MiB. Just before, it held 92.00 KiB, all processes of "
             "the command 104.00 KiB, and 0 B of page cache were in use. modicum-rank-0 (pid 6) "
-            "grew last, by 80.00 KiB within 0.10 s, mostly shards; by their promises all processes "
-            "need 2.00 MiB: a limit of that would have fitted.");
+            "grew last, by 80.00 KiB within 0.10 s, mostly parameters; by their promises all "
+            "processes need 2.00 MiB: a limit of that would have fitted.");
   const std::string json = watch_json(record);
   EXPECT_NE(json.find(R"("phase":"load","grew":{"pid":6,"name":"modicum-rank-0","owner":"shards")"),
             std::string::npos);
@@ -151,6 +170,15 @@ TEST(WatchReport, ATraceHasCountersByOwnerAndPhases) {
   has(R"({"ph":"X","name":"load","pid":6,"tid":6,"cat":"phase","ts":100000,"dur":200000})");
   has(R"({"ph":"i","name":"peak","pid":0,"tid":0,"s":"g","ts":200000)");
   EXPECT_EQ(trace.find(R"("pid":6,"tid":6,"ts":50000)"), std::string::npos) << "before it began";
+}
+
+TEST(WatchReport, EachOwnerHasWords) {
+  for (size_t owner = 0; owner < kWatchOwners; ++owner) {
+    const std::string_view key = watch_owner_name(owner);
+    EXPECT_EQ(std::ranges::count(owners_in_words(), key, &OwnerWords::owner), 1) << key;
+  }
+  EXPECT_EQ(owner_words("held"), "not attributed");
+  EXPECT_EQ(owner_words("of_another_version"), "of another version");
 }
 
 // ---- comparisons
@@ -174,8 +202,8 @@ TEST(Comparison, NamesTheOwnerAndThePhaseThatDifferMost) {
   EXPECT_EQ(runs.phase(), "load");
   EXPECT_EQ(runs.sentence(),
             "the peak of b.json is 1.96 KiB higher than that of a.json (2.95 KiB against 1011 B); "
-            "at the peaks shards differ most (2.93 KiB against 1000 B); of the phases of both "
-            "`load` differs most (2.95 KiB against 1011 B)");
+            "of the owners at the peaks \"parameters\" differs most (2.93 KiB against 1000 B); of "
+            "the phases of both `load` differs most (2.95 KiB against 1011 B)");
   const std::string json = comparison_json(runs);
   EXPECT_NE(json.find(R"("difference_bytes":2010,"owner":"shards","phase":"load")"),
             std::string::npos);
@@ -189,6 +217,7 @@ TEST(Comparison, OfThePhasesOnlyThoseOfBothCount) {
                            {.owners = {{"held", 99}}, .phases = {{"load", 12}, {"save", 90}}}};
   EXPECT_EQ(runs.phase(), "load");
   EXPECT_EQ(runs.owner(), "held");
+  EXPECT_NE(comparison_text(runs).find("\n  not attributed "), std::string::npos);
 }
 
 TEST(Comparison, OfARunWithItselfNamesNothing) {

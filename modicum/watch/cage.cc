@@ -33,7 +33,8 @@ const MemoryCgroup& parent_in_v2(const std::vector<MemoryCgroup>& chain) {
   const MemoryCgroup& own = chain.front();
   const std::string control = own.directory + "/cgroup.subtree_control";
   if (has_word(control, "memory") || write_kernel_text(control, "+memory")) return own;
-  const bool has_limit = number_of(own.directory + "/memory.max").has_value();
+  const bool has_limit = number_of(own.directory + "/memory.max").has_value() ||
+                         number_of(own.directory + "/memory.high").has_value();
   if (chain.size() < 2 || has_limit) {
     refuse(own, has_limit ? "it has processes and a limit of its own"
                           : "the memory controller is not delegated to it");

@@ -115,12 +115,14 @@ class Watcher {
     deaths_.emplace(cage_ ? std::vector{cage_->group()} : memory_cgroups());
     begin_ns_ = clock_.now_ns();
     command_ = start(task, {signals_, cage_ ? &*cage_ : nullptr, reports_.path()});
-    sampler_.emplace(clock_,
-                     SamplerOptions{.root_pid = getpid(),
-                                    .cpu_ns = cpu_ns,
-                                    .cage = cage_ ? std::optional(cage_->group()) : std::nullopt,
-                                    .limit_bytes = task.limit_bytes.value_or(0),
-                                    .reports = &table_});
+    sampler_.emplace(
+        clock_,
+        SamplerOptions{.root_pid = getpid(),
+                       .cpu_ns = cpu_ns,
+                       .cage = cage_ ? std::optional(cage_->group()) : std::nullopt,
+                       .limit_bytes = task.limit_bytes.value_or(0),
+                       .reports = &table_,
+                       .is_same_program = [this](int pid) { return is_same_program(pid); }});
   }
 
   WatchRecord run() {
@@ -145,6 +147,14 @@ class Watcher {
       limits_ = memory_limits();
       limits_ns_ = clock_.now_ns();
     }
+  }
+
+  // Whether the program that has marked the table still runs, or was the last of its process.
+  bool is_same_program(int pid) const {
+    if (reports_.is_marked_by(pid)) return true;
+    const auto status = read_status(pid);
+    // An ending process returns its memory before it loses the mark.
+    return !status || !status->is_alive || status->peak_rss == 0;
   }
 
   // Handles what happens until `due_ns`. Returns false when that time has come.

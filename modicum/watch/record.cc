@@ -7,6 +7,7 @@ namespace modicum {
 std::string_view watch_owner_name(size_t owner) noexcept {
   switch (static_cast<WatchOwner>(owner)) {
     case WatchOwner::copies_since_fork: return "copies_since_fork";
+    case WatchOwner::retained_heap: return "retained_heap";
     case WatchOwner::unexplained: return "unexplained";
     case WatchOwner::held: return "held";
     default: return purpose_name(static_cast<Purpose>(owner));

@@ -17,8 +17,9 @@ namespace modicum {
 // then these.
 enum class WatchOwner : uint8_t {
   copies_since_fork = static_cast<uint8_t>(Purpose::count),
-  unexplained,  // in a process with a ledger: held, and not in it
-  held,         // by a process that reports no ledger
+  retained_heap,  // of freed blocks, by malloc; in a process with a ledger
+  unexplained,    // in a process with a ledger: all the rest
+  held,           // by a process that reports no ledger
   count
 };
 constexpr size_t kWatchOwners = static_cast<size_t>(WatchOwner::count);
@@ -41,6 +42,7 @@ struct WatchedProcess {
   int parent = 0;
   std::string name;                 // the last one that it had
   std::optional<int> rank;          // from its environment, or its own report
+  std::string_view rank_variable;   // that its environment has; empty: none
   double begin_s = 0;               // when it was first seen
   double end_s = 0;                 // when it was last seen
   uint64_t peak_bytes = 0;          // Pss_Anon + Pss_Shmem at its own highest
@@ -70,7 +72,7 @@ struct WatchSample {
 // A phase that a process has reported.
 struct WatchedPhase {
   int pid = 0;
-  std::optional<int> rank;
+  std::optional<int> rank;  // that it has reported, else of its process
   std::string name;
   double begin_s = 0;
   double end_s = 0;

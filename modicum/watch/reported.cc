@@ -25,6 +25,7 @@ Footprint ledger_kib(Footprint held) noexcept {
 
 ReportedMemory memory_in(const SelfReport& report) {
   ReportedMemory memory{.baseline_bytes = report.baseline_bytes.load(),
+                        .retained_heap_bytes = report.retained_heap_bytes.load(),
                         .held = footprint_of(report.held)};
   if (const int rank = report.rank.load(); rank >= 0) memory.rank = rank;
   return memory;
@@ -48,15 +49,18 @@ OwnedMemory Division::operator()(uint64_t held_bytes, uint64_t copied_bytes,
                                  const ReportedMemory* reported) {
   OwnedMemory owned;
   uint64_t left = std::min<uint64_t>(held_bytes / kKiB, UINT32_MAX);
+  const uint64_t retained_kib = reported == nullptr ? 0 : reported->retained_heap_bytes / kKiB;
   const auto take = [&](size_t owner, uint64_t kib) {
     owned.kib[owner] = static_cast<uint32_t>(std::min(left, kib));
     left -= owned.kib[owner];
   };
   const auto take_rest = [&](WatchOwner rest) {
     take(static_cast<size_t>(WatchOwner::copies_since_fork), copied_bytes / kKiB);
+    take(static_cast<size_t>(WatchOwner::retained_heap), retained_kib);
     take(static_cast<size_t>(rest), left);
   };
   if (reported == nullptr) {
+    *this = {};  // what it may report later is of another program
     take_rest(WatchOwner::held);
     return owned;
   }
@@ -102,21 +106,38 @@ const ReportedProcesses::Known* ReportedProcesses::find_pid(int pid) const noexc
   return at == known_.rend() ? nullptr : &*at;
 }
 
+bool ReportedProcesses::has_ended(size_t place, int64_t begin_ns) const noexcept {
+  return std::any_of(known_.begin(), known_.end(), [&](const Known& one) {
+    return one.place == place && one.begin_ns == begin_ns && one.has_ended;
+  });
+}
+
+// The report that process `pid` has at a place now; null if it has not begun.
+ReportedProcesses::Known* ReportedProcesses::known_at(size_t place, int pid, bool is_alive,
+                                                      int64_t now_ns) {
+  const int64_t began_ns = table_.reports[place].begin_ns.load();
+  Known* const known = find(place);
+  if (known == nullptr && (began_ns == 0 || has_ended(place, began_ns))) return nullptr;
+  const bool is_of_program = !is_alive || !is_same_program_ || is_same_program_(pid);
+  if (known != nullptr && known->pid == pid && known->begin_ns == began_ns && is_of_program) {
+    return known;
+  }
+  if (known != nullptr) {  // of another process, or of this one before an exec
+    end(*known, now_ns);
+    if (known->pid == pid) known->pid = 0;
+  }
+  if (began_ns == 0 || !is_of_program) return nullptr;
+  return &known_.emplace_back(Known{.place = place, .pid = pid, .begin_ns = began_ns});
+}
+
 void ReportedProcesses::read(int64_t now_ns, std::span<const int> alive) {
   for (size_t place = 0; place < SelfReports::kMost; ++place) {
     const int pid = table_.pids[place].load();
     if (pid == 0) continue;
-    const int64_t began_ns = table_.reports[place].begin_ns.load();
-    Known* known = find(place);
-    if (known != nullptr && (known->pid != pid || known->begin_ns != began_ns)) {
-      end(*known, now_ns);  // another process, or the same one after an exec
-      known = nullptr;
-    }
-    if (known == nullptr && began_ns != 0) {
-      known = &known_.emplace_back(Known{.place = place, .pid = pid, .begin_ns = began_ns});
-    }
+    const bool is_alive = std::binary_search(alive.begin(), alive.end(), pid);
+    Known* const known = known_at(place, pid, is_alive, now_ns);
     if (known != nullptr) read_report(*known, now_ns);
-    if (std::binary_search(alive.begin(), alive.end(), pid)) continue;
+    if (is_alive) continue;
     if (known != nullptr) end(*known, now_ns);
     table_.pids[place].store(0);
   }

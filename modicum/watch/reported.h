@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "modicum/memory/memory.h"
@@ -16,6 +18,7 @@ namespace modicum {
 struct ReportedMemory {
   std::optional<int> rank;
   uint64_t baseline_bytes = 0;
+  uint64_t retained_heap_bytes = 0;
   Footprint held;
 };
 
@@ -45,11 +48,16 @@ class ReportedProcesses {
   static constexpr size_t kMostPhases = 2048;
   static constexpr size_t kMostEnded = 256;
 
+  // Whether a living process still runs the program that has made its report.
+  using IsSameProgram = std::function<bool(int pid)>;
+
   // `begin_ns`: when the command began.
-  ReportedProcesses(SelfReports& table, int64_t begin_ns) : table_(table), begin_ns_(begin_ns) {}
+  ReportedProcesses(SelfReports& table, int64_t begin_ns, IsSameProgram is_same_program = {})
+      : table_(table), begin_ns_(begin_ns), is_same_program_(std::move(is_same_program)) {}
 
   // Reads all reports. Those of processes that are not `alive`, in ascending order, are read for
-  // the last time, and their places are free again.
+  // the last time, and their places are free again. Those of a program that its process has
+  // replaced by another (exec) end, and are no more known.
   void read(int64_t now_ns, std::span<const int> alive);
   // As of now, or as of its end. nullopt if this process has reported nothing.
   std::optional<ReportedMemory> memory_of(int pid) const;
@@ -68,7 +76,7 @@ class ReportedProcesses {
   };
   struct Known {
     size_t place = 0;  // in the table
-    int pid = 0;
+    int pid = 0;       // 0: of a program before an exec
     int64_t begin_ns = 0;
     bool has_ended = false;
     ReportedMemory memory;
@@ -78,6 +86,8 @@ class ReportedProcesses {
   };
 
   Known* find(size_t place) noexcept;
+  Known* known_at(size_t place, int pid, bool is_alive, int64_t now_ns);
+  bool has_ended(size_t place, int64_t begin_ns) const noexcept;
   const Known* find_pid(int pid) const noexcept;
   void read_report(Known& known, int64_t now_ns);
   void read_phases(Known& known, int64_t now_ns);
@@ -88,6 +98,7 @@ class ReportedProcesses {
 
   SelfReports& table_;
   const int64_t begin_ns_;
+  const IsSameProgram is_same_program_;  // none: always
   std::vector<Known> known_;
   std::vector<WatchedPhase> phases_;  // ended
   std::optional<uint64_t> budget_bytes_;

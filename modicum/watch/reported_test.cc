@@ -12,7 +12,8 @@ namespace modicum {
 namespace {
 
 // House test. It catches these mutations: owners whose sum is not the memory held; a phase without
-// its end; numbers of a report that are believed; places of ended processes that stay taken.
+// its end; numbers of a report that are believed; places of ended processes that stay taken; a
+// report of the program before an exec; a retained heap that is unexplained.
 
 size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
 size_t at(WatchOwner owner) { return static_cast<size_t>(owner); }
@@ -45,6 +46,21 @@ TEST(OwnedMemory, IsDividedAmongTheLedgerAndTheRest) {
   EXPECT_EQ(owned.bytes(at(WatchOwner::copies_since_fork)), 3 * kMiB);
   EXPECT_EQ(owned.bytes(at(WatchOwner::unexplained)), 5 * kMiB);
   EXPECT_EQ(owned.total_bytes(), 110 * kMiB);
+}
+
+// Glibc counts free blocks that are not resident, too.
+TEST(OwnedMemory, RetainedHeapIsAPartOfTheRest) {
+  ReportedMemory reported{.baseline_bytes = 2 * kMiB, .retained_heap_bytes = 9 * kMiB};
+  reported.held[Purpose::shards] = 100 * kMiB;
+  const OwnedMemory owned = Division()(120 * kMiB, 3 * kMiB, &reported);
+  EXPECT_EQ(owned.bytes(at(WatchOwner::copies_since_fork)), 3 * kMiB);
+  EXPECT_EQ(owned.bytes(at(WatchOwner::retained_heap)), 9 * kMiB);
+  EXPECT_EQ(owned.bytes(at(WatchOwner::unexplained)), 6 * kMiB);
+  reported.retained_heap_bytes = UINT64_MAX;
+  const OwnedMemory all = Division()(120 * kMiB, 0, &reported);
+  EXPECT_EQ(all.bytes(at(Purpose::shards)), 100 * kMiB);
+  EXPECT_EQ(all.bytes(at(WatchOwner::retained_heap)), 18 * kMiB);
+  EXPECT_EQ(all.total_bytes(), 120 * kMiB);
 }
 
 TEST(OwnedMemory, BookedPagesThatAreNotWrittenAreNotHeld) {
@@ -143,6 +159,36 @@ TEST(ReportedProcesses, ReusedPidsAndPlacesAreOtherProcesses) {
   reported.read(40 * kNsPerMs, std::vector<int>{7});
   EXPECT_EQ(reported.phase_of(7).name, "save");
   EXPECT_EQ(text_of(reported.phases(50 * kNsPerMs)), "load 10-40; save 30-50; ");
+}
+
+// The next program of the process need not know of reports, or it may begin its own.
+TEST(ReportedProcesses, AProgramBeforeAnExecHasEnded) {
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  bool is_same = true;
+  ReportedProcesses reported(table, 0, [&](int) { return is_same; });
+  const std::vector<int> alive = {7};
+  SelfReport& first = *table.claim(7, 0);
+  first.begin_ns.store(5 * kNsPerMs);
+  first.held[at(Purpose::shards)].store(5 * kMiB);
+  begin(first, 0, 1, "load", 10 * kNsPerMs);
+  reported.read(20 * kNsPerMs, alive);
+  ASSERT_TRUE(reported.memory_of(7).has_value());
+  is_same = false;
+  reported.read(30 * kNsPerMs, alive);
+  reported.read(40 * kNsPerMs, alive);
+  EXPECT_EQ(reported.memory_of(7), std::nullopt);
+  EXPECT_EQ(reported.phase_of(7).name, "");
+  is_same = true;  // it has set its mark, and not begun its report yet
+  reported.read(50 * kNsPerMs, alive);
+  EXPECT_EQ(reported.memory_of(7), std::nullopt);
+  SelfReport& next = *table.claim(7, 0);
+  next.begin_ns.store(60 * kNsPerMs);
+  next.held[at(Purpose::shards)].store(7 * kMiB);
+  begin(next, 0, 1, "save", 70 * kNsPerMs);
+  reported.read(80 * kNsPerMs, alive);
+  EXPECT_EQ(reported.memory_of(7)->held[Purpose::shards], 7 * kMiB);
+  EXPECT_EQ(text_of(reported.phases(90 * kNsPerMs)), "load 10-30; save 70-90; ");
 }
 
 TEST(ReportedProcesses, APhaseHasItsPromise) {

@@ -33,7 +33,9 @@ TreeSampler::TreeSampler(Clock& clock, SamplerOptions options)
       then_ns_(begin_ns_),
       credit_ns_(kFirstCreditNs),
       steady_since_ns_(begin_ns_) {
-  if (options_.reports != nullptr) reported_.emplace(*options_.reports, begin_ns_);
+  if (options_.reports != nullptr) {
+    reported_.emplace(*options_.reports, begin_ns_, options_.is_same_program);
+  }
 }
 
 double TreeSampler::seconds(int64_t now) const noexcept {
@@ -112,7 +114,14 @@ void TreeSampler::give_record(Tracked& one, double at_s) {
 void TreeSampler::read_rank(Tracked& one) {
   if (!one.process || one.rank_reads >= kRankReads) return;
   ++one.rank_reads;
-  processes_[*one.process].rank = rank_of(one.pid, options_.root);
+  give_rank(one);
+}
+
+void TreeSampler::give_rank(const Tracked& one) {
+  const auto given = rank_of(one.pid, options_.root);
+  WatchedProcess& process = processes_[*one.process];
+  process.rank = given ? std::optional(given->rank) : std::nullopt;
+  process.rank_variable = given ? given->variable : std::string_view();
 }
 
 void TreeSampler::read_statuses() {
@@ -192,7 +201,7 @@ void TreeSampler::read_exact() {
       one.status = *status;
     }
     one.anon_then = one.status.rss_anon;
-    if (one.process) processes_[*one.process].rank = rank_of(one.pid, options_.root);
+    if (one.process) give_rank(one);
   }
   rss_at_exact_ = rss_sum();
   faults_since_ = 0;
@@ -349,12 +358,17 @@ void TreeSampler::finish(WatchRecord& record) {
   record.peak_bytes = peak_bytes_;
   record.peak_at_s = peak_at_s_;
   record.cow_duplicate_bytes = most_copies_;
+  if (reported_) {
+    record.phases = reported_->phases(clock_.now_ns());
+    record.budget_bytes = reported_->budget_bytes();
+  }
+  for (WatchedPhase& phase : record.phases) {
+    const WatchedProcess* const process = find(phase.pid);
+    if (!phase.rank && process != nullptr) phase.rank = process->rank;
+  }
   record.processes = std::move(processes_);
   record.processes_left_out = left_out_;
   record.samples = std::move(timeline_.samples());
-  if (!reported_) return;
-  record.phases = reported_->phases(clock_.now_ns());
-  record.budget_bytes = reported_->budget_bytes();
 }
 
 }  // namespace modicum

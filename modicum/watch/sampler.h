@@ -37,6 +37,7 @@ struct SamplerOptions {
   std::optional<MemoryCgroup> cage;  // of the command alone
   uint64_t limit_bytes = 0;          // of the cage; 0: none
   SelfReports* reports = nullptr;    // of the processes about themselves
+  ReportedProcesses::IsSameProgram is_same_program;
 };
 
 // One thread.
@@ -103,6 +104,7 @@ class TreeSampler {
   void read_statuses();
   void read_reports(int64_t now);
   void read_rank(Tracked& one);
+  void give_rank(const Tracked& one);
   bool wants_exact(int64_t now);
   bool has_copied(int64_t now);
   void read_exact();

@@ -63,7 +63,7 @@ def test_a_load_reports_its_ledger(modicum: Path, model: Path) -> None:
         assert track["owners"]["shards"][0] is None, "it held memory before it began"
         unexplained = max(value or 0 for value in track["owners"].get("unexplained", [0]))
         assert unexplained < 0.03 * shards + 4 * MIB
-    assert "of which shards" in told["peak"]["cause"]
+    assert "of which parameters" in told["peak"]["cause"]
 
 
 def test_a_load_reports_its_phase_and_promise(modicum: Path, model: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_killed_load_has_its_phase_and_owner(modicum: Path, model: Path) -> No
     assert killed["rank"] in (0, 1)
     assert killed["phase"] == "load"
     assert killed["grew"]["owner"] == "shards"
-    for part in ("during `load`", "mostly shards", "would have fitted"):
+    for part in ("during `load`", "mostly parameters", "would have fitted"):
         assert part in killed["explanation"], killed["explanation"]
 
 
@@ -173,7 +173,8 @@ def test_two_runs_compared(modicum: Path, model: Path, tmp_path: Path) -> None:
     assert text.code == 0
     assert text.stdout.startswith(compared["sentence"] + "\n")
     assert "full-per-rank.json" in compared["sentence"] and "`load`" in compared["sentence"]
-    assert "  window " in text.stdout and "during load " in text.stdout
+    assert '"window of whole tensors" differs most' in compared["sentence"]
+    assert "  window of whole tensors " in text.stdout and "during load " in text.stdout
 
 
 def test_comparisons_that_are_refused(modicum: Path, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """A Python program that uses Modicum reports its ledgers and phases to the `modicum watch` that
-runs it; a forked child reports for itself alone.
+runs it; a forked child reports for itself alone, and a program that it starts in its place for
+itself.
 
 House test. It catches these mutations: a phase that is not reported, or never ends; a child that
-returns its parent's entries.
+returns its parent's entries; a ledger of the program before an exec; a retained heap that is asked
+at phases only; a data worker or an engine that counts as a rank.
 """
 
 import sys
@@ -54,3 +56,113 @@ def test_a_program_reports_its_ledgers_and_phases(modicum: Path) -> None:
         if work["begin_s"] + 0.1 < at < work["end_s"] - 0.1:
             assert value == 64 * MIB, "the child has returned its parent's entry"
     assert 8 * MIB < max(value or 0 for value in tracks[child]["init"]) <= 16 * MIB
+
+
+EXEC = """
+import os, sys, time
+import modicum
+from modicum import _modicum, memory
+
+ledger = modicum.Ledger()
+held = _modicum.charge_init(ledger, 64 << 20)
+phase = memory.phase("before")  # ends with its last reference
+phase.__enter__()
+time.sleep(0.2)
+after = "import time; block = bytearray(b'1') * (32 << 20); time.sleep(0.4)"
+os.execv(sys.executable, [sys.executable, "-c", after])
+"""
+
+
+def test_a_program_ends_with_an_exec(modicum: Path) -> None:
+    done = run(modicum, "watch", "--json", "--", sys.executable, "-c", EXEC)
+    assert done.code == 0, done.stderr
+    timeline = done.json["timeline"]
+    (phase,) = timeline["phases"]
+    assert phase["name"] == "before" and phase["end_s"] < done.json["elapsed_s"] - 0.3
+    (track,) = timeline["tracks"]
+    owners = track["owners"]
+    after = [at for at, time in enumerate(timeline["t_s"]) if time > phase["end_s"] + 0.05]
+    assert after and max(value or 0 for value in owners["init"]) == 64 * MIB
+    assert not any(owners["init"][at] for at in after)
+    assert max(owners["held"][at] or 0 for at in after) > 32 * MIB
+
+
+HEAP = """
+import ctypes, time
+from modicum import memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+with memory.phase("run"):
+    blocks = [libc.malloc(64 << 10) for _ in range(1024)]
+    for block in blocks:
+        ctypes.memset(block, 1, 64 << 10)
+    time.sleep(0.4)
+    for block in blocks[:-1]:
+        libc.free(block)
+    time.sleep(0.6)
+"""
+
+
+def test_what_malloc_retains_is_an_owner(modicum: Path) -> None:
+    done = run(modicum, "watch", "--json", "--", sys.executable, "-c", HEAP)
+    assert done.code == 0, done.stderr
+    (track,) = done.json["timeline"]["tracks"]
+    retained = [value or 0 for value in track["owners"]["retained_heap"]]
+    # The last block keeps malloc from returning the others to the kernel.
+    assert 60 * MIB < max(retained) < 72 * MIB
+    held = [sum(values[at] or 0 for values in track["owners"].values())
+            for at in range(len(retained))]  # fmt: skip
+    full = next(at for at, bytes_ in enumerate(held) if bytes_ > 0.95 * max(held))
+    assert retained[full] < 8 * MIB, "before the blocks are freed"
+
+
+NODE = """
+import ctypes, os, subprocess, sys, time
+
+def hold(name, mib):
+    ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME
+    block = bytearray(b"1") * (mib << 20)
+    time.sleep(2)
+
+def train():
+    import modicum
+    from modicum import _modicum, memory
+    with memory.phase("train"):
+        held = _modicum.charge_init(modicum.Ledger(), 48 << 20)
+        child = os.fork()
+        if child == 0:
+            hold("data_worker", 16)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+def node():
+    def start(role, **more):
+        return subprocess.Popen([sys.executable, sys.argv[0], role], env=os.environ | more)
+    ranks = [start("train", RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    for process in [start("rollout"), *ranks]:
+        assert process.wait() == 0
+
+{"node": node, "train": train, "rollout": lambda: hold("rollout", 64)}[sys.argv[1]]()
+"""
+
+
+def test_a_node_of_reinforcement_learning(modicum: Path, tmp_path: Path) -> None:
+    """Trainers, their data workers and an engine on one timeline."""
+    script = tmp_path / "node.py"
+    script.write_text(NODE)
+    done = run(modicum, "watch", "--json", "--", sys.executable, script, "node")
+    assert done.code == 0, done.stderr
+    timeline = done.json["timeline"]
+    tracks = {track["label"]: track for track in timeline["tracks"]}
+    assert len(tracks) == len(timeline["tracks"]) == 6
+    for rank in range(2):
+        trainer, worker = tracks[f"rank {rank}"], tracks[f"data_worker of rank {rank}"]
+        assert trainer["rank"] == worker["rank"] == rank
+        # Pages that the worker shares count half for each of the two.
+        assert 40 * MIB < max(value or 0 for value in trainer["owners"]["init"]) <= 48 * MIB
+        assert max(value or 0 for value in worker["owners"]["held"]) > 16 * MIB
+    assert tracks["rollout"]["rank"] is None
+    assert max(value or 0 for value in tracks["rollout"]["owners"]["held"]) > 64 * MIB
+    assert sorted(phase["rank"] for phase in timeline["phases"]) == [0, 1]

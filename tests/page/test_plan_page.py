@@ -74,8 +74,10 @@ def test_an_older_page_survives_a_failure(modicum: Path, gpt2: Path, tmp_path: P
     assert page.read_text().startswith("<!doctype html>")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.html"]
     (tmp_path / "link.html").symlink_to(page)
-    for path in (tmp_path, tmp_path / "none" / "plan.html", tmp_path / "link.html", "/dev/null"):
+    for path in (tmp_path, tmp_path / "none" / "plan.html", tmp_path / "link.html"):
         assert failure(modicum, 13, "plan", gpt2, "--report", path)["file"]
+    told = run(modicum, "plan", gpt2, "--report", "/dev/stderr")
+    assert told.code == 0 and told.stderr.startswith("<!doctype html>"), "no file can replace it"
 
 
 def test_it_is_drawn(chromium: Any, modicum: Path, gpt2: Path, tmp_path: Path) -> None:

@@ -2,31 +2,12 @@
 // Draws every run of the document: a chart each, all on one scale and with one table of owners.
 // All names come from processes and files: they are set as text only.
 
-const OWNERS = {  // in stacking order
-  process: "the process itself",
-  page_tables: "page tables",
-  header: "checkpoint headers",
-  plan: "plan and bookkeeping",
-  shards: "parameters",
-  window: "window of whole tensors",
-  master: "master weights",
-  grad: "gradients",
-  moments: "moments",
-  staging: "staging",
-  init: "initialised tensors",
-  snapshot: "snapshot of a save",
-  fork: "copies that forks may make",
-  copies_since_fork: "copies since a fork",
-  retained_heap: "heap kept by malloc",
-  unexplained: "unexplained",
-  held: "not attributed",
-  children: "child processes",
-};
 const CACHE = "page cache";
 const FAR = 2;  // a line above this many times the peak is told, not drawn
 const ZOOM = 0.5;
 
 const page = JSON.parse(document.getElementById("document").textContent);
+const OWNERS = page.owners;  // in words, in stacking order
 
 const words = (owner) => OWNERS[owner] ?? owner;
 const paint = (owner) => `--owner-${owner in OWNERS ? owner : "other"}`;

@@ -1,0 +1,44 @@
+#include "modicum/report/owners.h"
+
+#include <algorithm>
+#include <array>
+
+namespace modicum {
+namespace {
+
+// The purposes of a ledger, the owners of `watch`, and those of recordings from Python.
+constexpr std::array<OwnerWords, 18> kOwners = {{
+    {"process", "the process itself"},
+    {"page_tables", "page tables"},
+    {"header", "checkpoint headers"},
+    {"plan", "plan and bookkeeping"},
+    {"shards", "parameters"},
+    {"window", "window of whole tensors"},
+    {"master", "master weights"},
+    {"grad", "gradients"},
+    {"moments", "moments"},
+    {"staging", "staging"},
+    {"init", "initialised tensors"},
+    {"snapshot", "snapshot of a save"},
+    {"fork", "copies that forks may make"},
+    {"copies_since_fork", "copies since a fork"},
+    {"retained_heap", "heap kept by malloc"},
+    {"unexplained", "unexplained"},
+    {"held", "not attributed"},
+    {"children", "child processes"},
+}};
+
+}  // namespace
+
+std::span<const OwnerWords> owners_in_words() noexcept { return kOwners; }
+
+std::string owner_words(std::string_view owner) {
+  const auto known = std::find_if(kOwners.begin(), kOwners.end(),
+                                  [owner](const OwnerWords& one) { return one.owner == owner; });
+  if (known != kOwners.end()) return std::string(known->words);
+  std::string words(owner);
+  std::replace(words.begin(), words.end(), '_', ' ');
+  return words;
+}
+
+}  // namespace modicum
