@@ -1,5 +1,5 @@
-// One AdamW step over a span, in the state formats without codes. Internal to `kernels`; compiled once per
-// target.
+// One AdamW step over a span, in the state formats without codes. Internal to `kernels`; compiled
+// once per target.
 #if defined(MODICUM_KERNELS_ADAMW_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MODICUM_KERNELS_ADAMW_INL_H_
 #undef MODICUM_KERNELS_ADAMW_INL_H_

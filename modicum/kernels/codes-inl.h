@@ -1,4 +1,5 @@
-// One AdamW step over a span with moments in codes. Internal to `kernels`; compiled once per target.
+// One AdamW step over a span with moments in codes. Internal to `kernels`; compiled once per
+// target.
 #if defined(MODICUM_KERNELS_CODES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MODICUM_KERNELS_CODES_INL_H_
 #undef MODICUM_KERNELS_CODES_INL_H_
@@ -28,13 +29,13 @@ struct MomentBlocks {
   float per_step[kRunBlocks];  // least_per_step, of roots
 };
 
-// The moments of a run in fp32. Of two vectors that are updated as a pair, the one with even indices
-// comes first.
+// The moments of a run in fp32. Of two vectors that are updated as a pair, the one with even
+// indices comes first.
 struct Staged {
   alignas(64) float exp_avg[kRunElements];
-  alignas(64) float root[kRunElements];       // of exp_avg_sq
-  alignas(64) float max_root[kRunElements];   // of max_exp_avg_sq
-  alignas(64) uint32_t random[kRunElements];  // of a short master
+  alignas(64) float root[kRunElements];      // of exp_avg_sq
+  alignas(64) float max_root[kRunElements];  // of max_exp_avg_sq
+  alignas(64) uint32_t random[kRunElements];
   MomentBlocks of_exp_avg, of_root, of_max_root;
 };
 
@@ -163,7 +164,6 @@ HWY_INLINE bool set_scales(const AdamSpan& span, const Run& run, Staged& staged)
 
 template <StateFormat kFormat, Rule kRule>
 struct Masters {
-  static constexpr bool kShort = kFormat == StateFormat::int8_moments_24;
   Constants c;
   AdamSpan span;
   const Run* run;
@@ -180,13 +180,9 @@ struct Masters {
   HWY_INLINE void operator()(D d, int64_t k) const {
     const hn::Rebind<uint32_t, D> du;
     const int64_t i = begin + k;
-    const Floats<D> p =
-        next(d, load_master<kFormat>(d, span.master, span.master_low, i), k);
-    Words<D> random = hn::Zero(du);
-    if constexpr (kShort) {
-      random = random_words(d, *run, k);
-      hn::StoreU(random, du, staged->random + k);
-    }
+    const Floats<D> p = next(d, load_master<kFormat>(d, span.master, span.master_low, i), k);
+    const Words<D> random = random_words(d, *run, k);
+    hn::StoreU(random, du, staged->random + k);
     store_master<kFormat>(d, p, random, span, i);
     store_out(d, p, span, i);
   }
@@ -195,26 +191,27 @@ struct Masters {
     const hn::Rebind<uint32_t, D> du;
     const auto lanes = static_cast<int64_t>(hn::Lanes(d));
     const auto p = load_master_pair<kFormat>(d, span.master, span.master_low, begin + k);
-    Pair<Words<D>> random{hn::Zero(du), hn::Zero(du)};
-    if constexpr (kShort) {
-      random = random_word_pair(d, *run, k);
-      hn::StoreU(random.even, du, staged->random + k);
-      hn::StoreU(random.odd, du, staged->random + k + lanes);
-    }
+    const auto random = random_word_pair(d, *run, k);
+    hn::StoreU(random.even, du, staged->random + k);
+    hn::StoreU(random.odd, du, staged->random + k + lanes);
     const Pair<Floats<D>> now{next(d, p.even, k), next(d, p.odd, k + lanes)};
     store_master_pair<kFormat>(d, now, random, span, begin + k);
   }
 };
 
-// ---- the third pass
+// ---- the third pass, block by block
 
-template <StateFormat kFormat, bool kAmsgrad>
+template <bool kAmsgrad>
 struct Codes {
-  static constexpr bool kShort = kFormat == StateFormat::int8_moments_24;
+  struct Root {
+    float per;       // per_value
+    float per_step;  // least_per_step
+  };
   AdamSpan span;
-  const Run* run;
   const Staged* staged;
-  int64_t begin = run->begin;
+  int64_t begin;  // of the run
+  float per;      // per_value of exp_avg
+  Root exp_avg_sq, max_exp_avg_sq;
 
   // Code words of a vector.
   template <class D>
@@ -223,53 +220,38 @@ struct Codes {
   };
   // `z`: the rounded offset of exp_avg.
   template <class D>
-  HWY_INLINE Words<D> root_codes(D d, const MomentBlocks& of, Floats<D> root, Words<D> z,
-                                 Words<D> random, int64_t b) const {
-    const Floats<D> least = least_of(d, z, of.per_step[b]);
-    const Floats<D> offset = hn::Max(offset_of(d, root, of.per[b]), least);
+  HWY_INLINE Words<D> root_codes(D d, const Root& of, Floats<D> root, Words<D> z,
+                                 Words<D> random) const {
+    const Floats<D> offset = hn::Max(offset_of(d, root, of.per), least_of(d, z, of.per_step));
     return root_code(d, rounded<kRootPlaces>(d, offset, root_random(d, random)), root);
   }
   template <class D>
-  HWY_INLINE Of<D> codes(D d, Words<D> random, int64_t k) const {
-    const int64_t b = k / kScaleBlock;
+  HWY_INLINE Of<D> codes(D d, int64_t k) const {
+    const Words<D> random = hn::LoadU(hn::Rebind<uint32_t, D>(), staged->random + k);
     const Floats<D> m = hn::LoadU(d, staged->exp_avg + k);
-    const Floats<D> offset = offset_of(d, hn::Abs(m), staged->of_exp_avg.per[b]);
+    const Floats<D> offset = offset_of(d, hn::Abs(m), per);
     const Words<D> z = rounded<kSignedPlaces>(d, offset, signed_random(d, random));
     const Floats<D> root = hn::LoadU(d, staged->root + k);
-    Of<D> of{signed_code(d, z, m), root_codes(d, staged->of_root, root, z, random, b), z};
+    Of<D> of{signed_code(d, z, m), root_codes(d, exp_avg_sq, root, z, random), z};
     if constexpr (kAmsgrad) {
       const Floats<D> most = hn::LoadU(d, staged->max_root + k);
-      of.max_exp_avg_sq = root_codes(d, staged->of_max_root, most, z, random, b);
+      of.max_exp_avg_sq = root_codes(d, max_exp_avg_sq, most, z, random);
     }
     return of;
   }
   template <class D>
   HWY_INLINE void operator()(D d, int64_t k) const {
     const int64_t i = begin + k;
-    Words<D> random;
-    if constexpr (kShort) {
-      random = hn::LoadU(hn::Rebind<uint32_t, D>(), staged->random + k);
-    } else {
-      random = random_words(d, *run, k);
-    }
-    const Of<D> of = codes(d, random, k);
+    const Of<D> of = codes(d, k);
     store_codes(d, of.exp_avg, span.exp_avg, i);
     store_codes(d, of.exp_avg_sq, span.exp_avg_sq, i);
     if constexpr (kAmsgrad) store_codes(d, of.max_exp_avg_sq, span.max_exp_avg_sq, i);
   }
   template <class D>
   HWY_INLINE void pair(D d, int64_t k) const {
-    const hn::Rebind<uint32_t, D> du;
-    const auto lanes = static_cast<int64_t>(hn::Lanes(d));
     const int64_t i = begin + k;
-    Pair<Words<D>> random;
-    if constexpr (kShort) {
-      random = {hn::LoadU(du, staged->random + k), hn::LoadU(du, staged->random + k + lanes)};
-    } else {
-      random = random_word_pair(d, *run, k);
-    }
-    const Of<D> even = codes(d, random.even, k);
-    const Of<D> odd = codes(d, random.odd, k + lanes);
+    const Of<D> even = codes(d, k);
+    const Of<D> odd = codes(d, k + static_cast<int64_t>(hn::Lanes(d)));
     store_code_pair(d, even.exp_avg, odd.exp_avg, span.exp_avg, i);
     store_code_pair(d, even.exp_avg_sq, odd.exp_avg_sq, span.exp_avg_sq, i);
     if constexpr (kAmsgrad) {
@@ -281,27 +263,40 @@ struct Codes {
 // ---- a step
 
 template <StateFormat kFormat, class Pass>
-HWY_INLINE void cover(const Pass& pass, const AdamSpan& span, int64_t n) {
-  int64_t k = 0;
+HWY_INLINE void cover(const Pass& pass, int64_t begin, int64_t end) {
+  int64_t k = begin;
   if constexpr (has_pairs(kFormat)) {
-    if (pairs_of(span)) k = for_pairs(pass, 0, n);
+    if (pairs_of(pass.span)) k = for_pairs(pass, begin, end);
   }
-  for_lanes(pass, k, n);
+  for_lanes(pass, k, end);
 }
 
 template <StateFormat kFormat, Rule kRule>
 HWY_INLINE void step_run(const Constants& c, const AdamSpan& span, const Run& run, Staged& staged) {
   constexpr bool kAmsgrad = kRule == Rule::torch_amsgrad;
-  cover<kFormat>(Moments<kFormat, kRule>{c, span, &run, &staged}, span, run.n);
+  cover<kFormat>(Moments<kFormat, kRule>{c, span, &run, &staged}, 0, run.n);
   const bool fits = set_scales<kAmsgrad>(span, run, staged);
-  cover<kFormat>(Masters<kFormat, kRule>{c, span, &run, &staged}, span, run.n);
+  cover<kFormat>(Masters<kFormat, kRule>{c, span, &run, &staged}, 0, run.n);
   if (!fits) {
     clamp_to_codes(staged.exp_avg, run.n);
     clamp_to_codes(staged.root, run.n);
     if constexpr (kAmsgrad) clamp_to_codes(staged.max_root, run.n);
     set_scales<kAmsgrad>(span, run, staged);
   }
-  cover<kFormat>(Codes<kFormat, kAmsgrad>{span, &run, &staged}, span, run.n);
+  run.by_block([&](int64_t b, int64_t k, int64_t n) {
+    const auto root = [&](const MomentBlocks& of) {
+      return typename Codes<kAmsgrad>::Root{of.per[b], of.per_step[b]};
+    };
+    const Codes<kAmsgrad> codes{
+        span,
+        &staged,
+        run.begin,
+        staged.of_exp_avg.per[b],
+        root(staged.of_root),
+        root(staged.of_max_root),
+    };
+    cover<kFormat>(codes, k, k + n);
+  });
 }
 
 template <StateFormat kFormat, Rule kRule>

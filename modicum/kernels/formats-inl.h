@@ -278,7 +278,8 @@ template <class D>
 HWY_INLINE void store_code_pair(D, Words<D> even, Words<D> odd, std::byte* to, int64_t i) {
   const hn::Repartition<uint16_t, D> d16;
   const hn::Rebind<uint8_t, decltype(d16)> d8;
-  const auto halves = hn::OddEven(hn::BitCast(d16, odd), hn::BitCast(d16, hn::ShiftRight<16>(even)));
+  const auto halves =
+      hn::OddEven(hn::BitCast(d16, odd), hn::BitCast(d16, hn::ShiftRight<16>(even)));
   store(d8, hn::TruncateTo(d8, hn::ShiftRight<8>(halves)), to, i);
 }
 
