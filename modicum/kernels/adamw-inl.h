@@ -1,5 +1,5 @@
-// One AdamW step over a span, in every state format. Internal to `kernels`; compiled once per
-// target.
+// One AdamW step over a span, in the state formats without codes. Internal to `kernels`; compiled
+// once per target.
 #if defined(MODICUM_KERNELS_ADAMW_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MODICUM_KERNELS_ADAMW_INL_H_
 #undef MODICUM_KERNELS_ADAMW_INL_H_
@@ -42,7 +42,12 @@ HWY_NOINLINE Constants constants_of(const AdamNumbers& n) {
 }
 
 template <class D>
-HWY_INLINE Floats<D> gradient_with_decay(D d, const Constants& c, Floats<D> g, Floats<D> p) {
+HWY_INLINE Floats<D> scaled(D d, const Constants& c, Floats<D> g) {
+  return hn::Mul(hn::Mul(g, hn::Set(d, c.unscale)), hn::Set(d, c.numbers.clip));
+}
+
+template <class D>
+HWY_INLINE Floats<D> with_decay(D d, const Constants& c, Floats<D> g, Floats<D> p) {
   if (!c.adds_decay) return g;
   return fma(d, p, hn::Set(d, c.numbers.decay), g);
 }
@@ -101,6 +106,24 @@ HWY_INLINE void for_lanes(const Op& op, int64_t begin, int64_t end) {
   int64_t i = begin;
   for (; i + lanes <= end; i += lanes) op(d, i);
   for (; i < end; ++i) op(OneLane(), i);
+}
+
+// Calls op.pair(d, i) for two vectors while they fit; returns where the rest begins.
+template <class Op>
+HWY_INLINE int64_t for_pairs(const Op& op, int64_t begin, int64_t end) {
+  const hn::ScalableTag<float> d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  int64_t i = begin;
+  for (; i + 2 * lanes <= end; i += 2 * lanes) op.pair(d, i);
+  return i;
+}
+// Two vectors at a time if gradient and master have 16 bits per element: packing a single vector
+// costs as much as its arithmetic.
+constexpr bool has_pairs(StateFormat format) {
+  return HWY_TARGET != HWY_SCALAR && has_random(format) && is_split(format);
+}
+inline bool pairs_of(const AdamSpan& span) {
+  return span.grad_dtype == DType::bf16 && span.out == nullptr;
 }
 
 // Part of a span: all of it, or of one block if the format has random bits or scales.
@@ -165,7 +188,7 @@ HWY_INLINE float scale_at(const float* scales, const Piece& piece) {
 template <StateFormat kFormat, class D>
 HWY_INLINE Floats<D> load_exp_avg(D d, const std::byte* plane, float scale, int64_t i) {
   if constexpr (has_codes(kFormat)) {
-    return signed_value<0>(d, load_codes(d, plane, i), scale);
+    return signed_value(d, load_codes(d, plane, i), scale);
   } else if constexpr (has_random(kFormat)) {
     return load_bf16(d, plane, i);
   } else {
@@ -177,7 +200,7 @@ HWY_INLINE Floats<D> load_exp_avg(D d, const std::byte* plane, float scale, int6
 template <StateFormat kFormat, class D>
 HWY_INLINE Floats<D> load_exp_avg_sq(D d, const std::byte* plane, float scale, int64_t i) {
   if constexpr (has_codes(kFormat)) {
-    const Floats<D> root = root_value<0>(d, load_codes(d, plane, i), scale);
+    const Floats<D> root = root_value(d, load_codes(d, plane, i), scale);
     return hn::Mul(root, root);
   } else if constexpr (has_random(kFormat)) {
     return load_bf16(d, plane, i);
@@ -193,105 +216,6 @@ HWY_INLINE void store_out(D d, Floats<D> p, const AdamSpan& span, int64_t i) {
   store_u16(d, narrow_bf16(d, p), span.out, i);
 }
 
-// ---- moments in codes: a block is updated in fp32 before its scales are known
-
-// By element of the piece. Of two vectors that are updated as a pair, the one with even indices
-// comes first.
-struct Staged {
-  alignas(64) float exp_avg[kScaleBlock];
-  alignas(64) float root[kScaleBlock];      // of exp_avg_sq
-  alignas(64) float max_root[kScaleBlock];  // of max_exp_avg_sq
-  alignas(64) uint32_t random[kScaleBlock];
-};
-
-// Encodes the moments of a staged piece.
-template <bool kAmsgrad>
-struct Encode {
-  struct Root {
-    std::byte* to;
-    float per;       // per_value
-    float per_step;  // least_per_step
-  };
-  std::byte* exp_avg;
-  float per;  // per_value
-  Root exp_avg_sq, max_exp_avg_sq;
-  const Staged* staged;
-  int64_t begin;  // of the piece
-
-  // Bytes kByte of the code words of element k of the piece and the following.
-  template <class D>
-  struct Bytes {
-    Words<D> exp_avg, exp_avg_sq, max_exp_avg_sq;
-  };
-  template <int kByte, class D>
-  HWY_INLINE Words<D> byte_of(D d, const Root& of, const float* root, Words<D> z,
-                              Words<D> random) const {
-    const Floats<D> value = hn::LoadU(d, root);
-    const Floats<D> least = least_of(d, z, of.per_step);
-    const Floats<D> offset = hn::Max(offset_of(d, value, of.per), least);
-    return root_byte<kByte>(d, rounded<kRootPlaces>(d, offset, root_random(d, random)), value);
-  }
-  template <int kByte, class D>
-  HWY_INLINE Bytes<D> bytes(D d, int64_t k) const {
-    const Words<D> random = hn::LoadU(hn::Rebind<uint32_t, D>(), staged->random + k);
-    const Floats<D> value = hn::LoadU(d, staged->exp_avg + k);
-    const Floats<D> offset = offset_of(d, hn::Abs(value), per);
-    const Words<D> z = rounded<kSignedPlaces>(d, offset, signed_random(d, random));
-    Bytes<D> of{signed_byte<kByte>(d, z, value),
-                byte_of<kByte>(d, exp_avg_sq, staged->root + k, z, random), z};
-    if constexpr (kAmsgrad) {
-      of.max_exp_avg_sq = byte_of<kByte>(d, max_exp_avg_sq, staged->max_root + k, z, random);
-    }
-    return of;
-  }
-  template <class D>
-  HWY_INLINE void operator()(D d, int64_t i) const {
-    const Bytes<D> of = bytes<0>(d, i - begin);
-    store_codes(d, of.exp_avg, exp_avg, i);
-    store_codes(d, of.exp_avg_sq, exp_avg_sq.to, i);
-    if constexpr (kAmsgrad) store_codes(d, of.max_exp_avg_sq, max_exp_avg_sq.to, i);
-  }
-  template <class D>
-  HWY_INLINE void pair(D d, int64_t i) const {
-    const Bytes<D> even = bytes<0>(d, i - begin);
-    const Bytes<D> odd = bytes<1>(d, i - begin + static_cast<int64_t>(hn::Lanes(d)));
-    store_code_pair(d, even.exp_avg, odd.exp_avg, exp_avg, i);
-    store_code_pair(d, even.exp_avg_sq, odd.exp_avg_sq, exp_avg_sq.to, i);
-    if constexpr (kAmsgrad) {
-      store_code_pair(d, even.max_exp_avg_sq, odd.max_exp_avg_sq, max_exp_avg_sq.to, i);
-    }
-  }
-};
-
-// Sets the scales of a staged piece, whose values may be clamped.
-template <bool kAmsgrad>
-HWY_INLINE void set_scales(const AdamSpan& span, const Piece& piece, Staged& staged) {
-  const int64_t n = piece.end - piece.begin;
-  span.exp_avg_scale[piece.scale] = scale_of(staged.exp_avg, n);
-  span.exp_avg_sq_scale[piece.scale] = scale_of(staged.root, n);
-  if constexpr (kAmsgrad) span.max_exp_avg_sq_scale[piece.scale] = scale_of(staged.max_root, n);
-}
-
-// `cover` applies an op to a piece as the step did.
-template <bool kAmsgrad, class Cover>
-HWY_INLINE void encode(const AdamSpan& span, const Piece& piece, const Staged& staged,
-                       const Cover& cover) {
-  const float scale = span.exp_avg_scale[piece.scale];
-  const auto root = [&](std::byte* to, const float* scales) {
-    const float of = scales[piece.scale];
-    return
-        typename Encode<kAmsgrad>::Root{to, per_value<kRootPlaces>(of), least_per_step(scale, of)};
-  };
-  Encode<kAmsgrad> op{span.exp_avg,
-                      per_value<kSignedPlaces>(scale),
-                      root(span.exp_avg_sq, span.exp_avg_sq_scale),
-                      {},
-                      &staged,
-                      piece.begin};
-  if constexpr (kAmsgrad) op.max_exp_avg_sq = root(span.max_exp_avg_sq, span.max_exp_avg_sq_scale);
-  cover(op, piece);
-}
-
 // ---- the step
 
 // Loads and stores of a step.
@@ -303,55 +227,33 @@ struct Elements {
 template <StateFormat kFormat, Rule kRule>
 struct Step {
   static constexpr bool kAmsgrad = kRule == Rule::torch_amsgrad;
+  static constexpr bool kPairs = has_pairs(kFormat);
   Constants c;
   AdamSpan span;
   Piece piece;
-  Staged* staged;
-  // Scales are read before codes are written, which the compiler takes for other bytes of them.
-  float exp_avg_scale = scale_at<kFormat>(span.exp_avg_scale, piece);
-  float exp_avg_sq_scale = scale_at<kFormat>(span.exp_avg_sq_scale, piece);
-  float max_exp_avg_sq_scale =
-      kAmsgrad ? scale_at<kFormat>(span.max_exp_avg_sq_scale, piece) : 0.0F;
 
-  // `root`: of `most` as it will be.
   template <class D>
-  HWY_INLINE Elements<D> next(D d, Floats<D> g, const Elements<D>& old, Floats<D>* root) const {
-    g = hn::Mul(hn::Mul(g, hn::Set(d, c.unscale)), hn::Set(d, c.numbers.clip));
-    g = gradient_with_decay(d, c, g, old.p);
+  HWY_INLINE Elements<D> next(D d, Floats<D> g, const Elements<D>& old) const {
+    g = with_decay(d, c, scaled(d, c, g), old.p);
     const Floats<D> m = next_exp_avg<kRule>(d, c, g, old.m);
     const Floats<D> v = next_exp_avg_sq<kRule>(d, c, g, old.v);
     const Floats<D> most = kAmsgrad ? hn::Max(v, old.most) : v;
-    *root = hn::Sqrt(most);
-    return {next_master<kRule, has_codes(kFormat)>(d, c, old.p, m, *root), m, v, most};
-  }
-
-  template <class D>
-  HWY_INLINE void stage(D d, const Elements<D>& now, Floats<D> root, Words<D> random,
-                        int64_t k) const {
-    hn::StoreU(now.m, d, staged->exp_avg + k);
-    hn::StoreU(kAmsgrad ? hn::Sqrt(now.v) : root, d, staged->root + k);
-    if constexpr (kAmsgrad) hn::StoreU(root, d, staged->max_root + k);
-    hn::StoreU(random, hn::Rebind<uint32_t, D>(), staged->random + k);
+    return {next_master<kRule, false>(d, c, old.p, m, hn::Sqrt(most)), m, v, most};
   }
 
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
     const Floats<D> g = load_floats(d, span.grad_dtype, span.grad, i);
     Elements<D> old{load_master<kFormat>(d, span.master, span.master_low, i),
-                    load_exp_avg<kFormat>(d, span.exp_avg, exp_avg_scale, i),
-                    load_exp_avg_sq<kFormat>(d, span.exp_avg_sq, exp_avg_sq_scale, i), hn::Zero(d)};
-    if constexpr (kAmsgrad) {
-      old.most = load_exp_avg_sq<kFormat>(d, span.max_exp_avg_sq, max_exp_avg_sq_scale, i);
-    }
-    Floats<D> root;
-    const Elements<D> now = next(d, g, old, &root);
+                    load_exp_avg<kFormat>(d, span.exp_avg, 0, i),
+                    load_exp_avg_sq<kFormat>(d, span.exp_avg_sq, 0, i), hn::Zero(d)};
+    if constexpr (kAmsgrad) old.most = load_exp_avg_sq<kFormat>(d, span.max_exp_avg_sq, 0, i);
+    const Elements<D> now = next(d, g, old);
     Words<D> random = hn::Zero(hn::Rebind<uint32_t, D>());
     if constexpr (has_random(kFormat)) random = random_words(d, piece, i);
     store_master<kFormat>(d, now.p, random, span, i);
     store_out(d, now.p, span, i);
-    if constexpr (has_codes(kFormat)) {
-      stage(d, now, root, random, i - piece.begin);
-    } else if constexpr (has_random(kFormat)) {
+    if constexpr (has_random(kFormat)) {
       const hn::Rebind<uint32_t, D> du;
       const Words<D> upper = hn::ShiftRight<16>(random);
       store_bf16_random(d, now.m, hn::And(random, hn::Set(du, 0xffffU)), span.exp_avg, i);
@@ -364,49 +266,19 @@ struct Step {
     }
   }
 
-  // Two vectors at a time if gradient and master have 16 bits per element: packing a single vector
-  // costs as much as its arithmetic.
-  static constexpr bool kPairs = has_random(kFormat) && is_split(kFormat);
-  static bool has_pairs(const AdamSpan& span) {
-    return kPairs && span.grad_dtype == DType::bf16 && span.out == nullptr;
-  }
-  template <class D>
-  HWY_INLINE Pair<Floats<D>> load_exp_avg_pair(D d, int64_t i) const {
-    if constexpr (!has_codes(kFormat)) return load_bf16_pair(d, span.exp_avg, i);
-    const Words<D> codes = load_u16(d, span.exp_avg + i, 0);
-    return {signed_value<0>(d, codes, exp_avg_scale), signed_value<1>(d, codes, exp_avg_scale)};
-  }
-  template <class D>
-  HWY_INLINE Pair<Floats<D>> load_square_pair(D d, const std::byte* plane, float scale,
-                                              int64_t i) const {
-    if constexpr (!has_codes(kFormat)) return load_bf16_pair(d, plane, i);
-    const Words<D> codes = load_u16(d, plane + i, 0);
-    const Floats<D> even = root_value<0>(d, codes, scale);
-    const Floats<D> odd = root_value<1>(d, codes, scale);
-    return {hn::Mul(even, even), hn::Mul(odd, odd)};
-  }
   template <class D>
   HWY_INLINE void pair(D d, int64_t i) const {
     const auto g = load_bf16_pair(d, span.grad, i);
     const auto p = load_master_pair<kFormat>(d, span.master, span.master_low, i);
-    const auto m = load_exp_avg_pair(d, i);
-    const auto v = load_square_pair(d, span.exp_avg_sq, exp_avg_sq_scale, i);
+    const auto m = load_bf16_pair(d, span.exp_avg, i);
+    const auto v = load_bf16_pair(d, span.exp_avg_sq, i);
     Pair<Floats<D>> most{hn::Zero(d), hn::Zero(d)};
-    if constexpr (kAmsgrad) {
-      most = load_square_pair(d, span.max_exp_avg_sq, max_exp_avg_sq_scale, i);
-    }
-    Pair<Floats<D>> root;
-    const auto even = next(d, g.even, {p.even, m.even, v.even, most.even}, &root.even);
-    const auto odd = next(d, g.odd, {p.odd, m.odd, v.odd, most.odd}, &root.odd);
+    if constexpr (kAmsgrad) most = load_bf16_pair(d, span.max_exp_avg_sq, i);
+    const auto even = next(d, g.even, {p.even, m.even, v.even, most.even});
+    const auto odd = next(d, g.odd, {p.odd, m.odd, v.odd, most.odd});
     const auto random = random_word_pair(d, piece.keys.word, i + piece.to_block);
     store_master_pair<kFormat>(d, {even.p, odd.p}, random, span, i);
-    if constexpr (has_codes(kFormat)) {
-      const int64_t k = i - piece.begin;
-      stage(d, even, root.even, random.even, k);
-      stage(d, odd, root.odd, random.odd, k + static_cast<int64_t>(hn::Lanes(d)));
-    } else {
-      store_moment_pairs(d, even, odd, random, i);
-    }
+    store_moment_pairs(d, even, odd, random, i);
   }
 
   template <class D>
@@ -431,54 +303,19 @@ struct Step {
   }
 };
 
-// Covers [begin, end) as for_lanes, but with op.pair(d, i) for two vectors while they fit.
-template <class Op>
-HWY_INLINE void for_pairs(const Op& op, int64_t begin, int64_t end) {
-  const hn::ScalableTag<float> d;
-  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  int64_t i = begin;
-  for (; i + 2 * lanes <= end; i += 2 * lanes) op.pair(d, i);
-  for_lanes(op, i, end);
-}
-
+// One step.
 template <StateFormat kFormat, Rule kRule>
-void step(const AdamNumbers& numbers, const AdamSpan& span) {
+void step_in_floats(const AdamNumbers& numbers, const AdamSpan& span) {
   using StepOf = Step<kFormat, kRule>;
-  const uint64_t stream = stream_key(numbers.seed, numbers.step, span.parameter);
   const Constants constants = constants_of(numbers);
-  const auto cover = [&](const auto& op, const Piece& piece) {
+  Pieces<kFormat> pieces(span, stream_key(numbers.seed, numbers.step, span.parameter));
+  for (Piece piece; pieces.next(piece);) {
+    const StepOf op{constants, span, piece};
+    int64_t i = piece.begin;
     if constexpr (StepOf::kPairs) {
-      if (StepOf::has_pairs(span)) return for_pairs(op, piece.begin, piece.end);
+      if (pairs_of(span)) i = for_pairs(op, i, piece.end);
     }
-    for_lanes(op, piece.begin, piece.end);
-  };
-  // Blocks in groups: the scales of one are computed while others are updated or encoded.
-  constexpr size_t kGroup = has_codes(kFormat) ? 4 : 1;
-  Staged staged[kGroup];
-  Piece pieces[kGroup];
-  Pieces<kFormat> rest(span, stream);
-  for (size_t count = kGroup; count == kGroup;) {
-    count = 0;
-    for (; count < kGroup && rest.next(pieces[count]); ++count) {
-      cover(StepOf{constants, span, pieces[count], &staged[count]}, pieces[count]);
-    }
-    if constexpr (has_codes(kFormat)) {
-      for (size_t i = 0; i < count; ++i) set_scales<StepOf::kAmsgrad>(span, pieces[i], staged[i]);
-      for (size_t i = 0; i < count; ++i) {
-        encode<StepOf::kAmsgrad>(span, pieces[i], staged[i], cover);
-      }
-    }
-  }
-}
-
-template <StateFormat kFormat>
-void step_by_rule(const AdamNumbers& numbers, const AdamSpan& span) {
-  if (numbers.semantics == AdamSemantics::deepspeed) {
-    step<kFormat, Rule::deepspeed>(numbers, span);
-  } else if (numbers.amsgrad) {
-    step<kFormat, Rule::torch_amsgrad>(numbers, span);
-  } else {
-    step<kFormat, Rule::torch>(numbers, span);
+    for_lanes(op, i, piece.end);
   }
 }
 

@@ -98,9 +98,9 @@ HWY_INLINE Pair<Floats<D>> load_master_pair(D d, const std::byte* high, const st
     lower.even = hn::ShiftRight<16>(hn::ShiftLeft<24>(both));
     lower.odd = hn::ShiftRight<16>(hn::ShiftLeft<16>(hn::And(both, hn::Set(di, 0xff00))));
   } else {
-    const auto words = load_u16_pair(d, low, i);
-    lower.even = hn::ShiftRight<16>(hn::BitCast(di, words.even));
-    lower.odd = hn::ShiftRight<16>(hn::BitCast(di, words.odd));
+    const Ints<D> both = load(di, low + 2 * i, 0);
+    lower.even = hn::ShiftRight<16>(hn::ShiftLeft<16>(both));
+    lower.odd = hn::ShiftRight<16>(both);
   }
   return {joined(d, hn::BitCast(di, upper.even), lower.even),
           joined(d, hn::BitCast(di, upper.odd), lower.odd)};
@@ -159,48 +159,70 @@ constexpr float kTop = std::bit_cast<float>(kLeastOffset +
 // overflows.
 constexpr float kLeastDivisor = 0x1p-100F;
 
+// (z - 2) / (top - 2), rounded once as that is, since z - 2 is exact.
+template <int kPlaces, class D>
+HWY_INLINE Floats<D> part_of_scale(D d, Floats<D> z) {
+  constexpr float kInverse = 1 / (kTop<kPlaces> - 2);
+  return fma(d, z, hn::Set(d, kInverse), hn::Set(d, -2 * kInverse));
+}
 // The value of a code that has been shifted by kPlaces, without its sign. The largest code's is the
 // scale, to the bit.
 template <int kPlaces, class D>
 HWY_INLINE Floats<D> value_of(D d, Words<D> placed, float scale) {
   const hn::Rebind<uint32_t, D> du;
   const Floats<D> z = hn::BitCast(d, hn::Or(placed, hn::Set(du, kLeastOffset)));
-  const Floats<D> x = hn::Mul(hn::Sub(z, hn::Set(d, 2.0F)), hn::Set(d, 1 / (kTop<kPlaces> - 2)));
-  return hn::Mul(x, hn::Set(d, scale));
+  return hn::Mul(part_of_scale<kPlaces>(d, z), hn::Set(d, scale));
 }
 
-// Words of codes in their lowest byte, or of two codes in their lower half.
 template <class D>
 HWY_INLINE Words<D> load_codes(D, const std::byte* codes, int64_t i) {
   const hn::Rebind<uint8_t, D> d8;
   return hn::PromoteTo(hn::Rebind<uint32_t, D>(), load(d8, codes, i));
 }
+// The values of codes in the lowest bytes.
 template <class D>
-HWY_INLINE void store_codes(D, Words<D> words, std::byte* to, int64_t i) {
-  const hn::Rebind<uint8_t, D> d8;
-  store(d8, hn::TruncateTo(d8, words), to, i);
+HWY_INLINE Floats<D> signed_value(D d, Words<D> codes, float scale) {
+  const hn::Rebind<uint32_t, D> du;
+  const Words<D> placed = hn::ShiftLeft<kSignedPlaces>(hn::And(codes, hn::Set(du, 0x7fU)));
+  return with_sign(d, value_of<kSignedPlaces>(d, placed, scale), hn::ShiftLeft<24>(codes));
 }
 template <class D>
-HWY_INLINE void store_code_pair(D, Words<D> even, Words<D> odd, std::byte* to, int64_t i) {
-  const hn::Rebind<uint16_t, D> d16;
-  store(d16, hn::TruncateTo(d16, hn::Or(even, odd)), to + i, 0);
+HWY_INLINE Floats<D> root_value(D d, Words<D> codes, float scale) {
+  return value_of<kRootPlaces>(d, hn::ShiftLeft<kRootPlaces>(codes), scale);
 }
 
-// The value of byte kByte of the words.
-template <int kByte, class D>
-HWY_INLINE Floats<D> signed_value(D d, Words<D> words, float scale) {
-  const hn::Rebind<uint32_t, D> du;
-  const Words<D> code = hn::ShiftLeft<kSignedPlaces - 8 * kByte>(words);
-  const Words<D> sign = hn::And(hn::ShiftLeft<24 - 8 * kByte>(words), hn::Set(du, 0x80000000U));
-  const Words<D> placed = hn::And(code, hn::Set(du, 0x7fU << kSignedPlaces));
-  const Words<D> value = bits_of(d, value_of<kSignedPlaces>(d, placed, scale));
-  return hn::BitCast(d, hn::Xor(value, sign));
+// The same for 2 * Lanes(d) codes. An offset's leading 16 bits hold its code, so both vectors' are
+// made at once.
+template <int kPlaces, class D>
+HWY_INLINE Pair<Floats<D>> parts_of_scale(D d, hn::Vec<hn::Repartition<uint16_t, D>> codes) {
+  const hn::Repartition<uint16_t, D> d16;
+  const auto placed = hn::ShiftLeft<kPlaces - 16>(codes);
+  const auto z = words_of_halves(d, hn::Add(placed, hn::Set(d16, kLeastOffset >> 16)));
+  return {part_of_scale<kPlaces>(d, hn::BitCast(d, z.even)),
+          part_of_scale<kPlaces>(d, hn::BitCast(d, z.odd))};
 }
-template <int kByte, class D>
-HWY_INLINE Floats<D> root_value(D d, Words<D> words, float scale) {
+template <class D>
+HWY_INLINE hn::Vec<hn::Repartition<uint16_t, D>> load_code_pair(D, const std::byte* codes,
+                                                                int64_t i) {
+  const hn::Repartition<uint16_t, D> d16;
+  return hn::PromoteTo(d16, load(hn::Rebind<uint8_t, decltype(d16)>(), codes, i));
+}
+template <class D>
+HWY_INLINE Pair<Floats<D>> signed_pair(D d, const std::byte* codes, int64_t i, float scale) {
   const hn::Rebind<uint32_t, D> du;
-  const Words<D> code = hn::ShiftLeft<kRootPlaces - 8 * kByte>(words);
-  return value_of<kRootPlaces>(d, hn::And(code, hn::Set(du, 0xffU << kRootPlaces)), scale);
+  const hn::Repartition<uint16_t, D> d16;
+  const auto bytes = load_code_pair(d, codes, i);
+  const auto x = parts_of_scale<kSignedPlaces>(d, hn::And(bytes, hn::Set(d16, 0x7f)));
+  const Words<D> words = hn::BitCast(du, bytes);
+  const Floats<D> s = hn::Set(d, scale);
+  return {with_sign(d, hn::Mul(x.even, s), hn::ShiftLeft<24>(words)),
+          with_sign(d, hn::Mul(x.odd, s), hn::ShiftLeft<8>(words))};
+}
+template <class D>
+HWY_INLINE Pair<Floats<D>> root_pair(D d, const std::byte* codes, int64_t i, float scale) {
+  const auto x = parts_of_scale<kRootPlaces>(d, load_code_pair(d, codes, i));
+  const Floats<D> s = hn::Set(d, scale);
+  return {hn::Mul(x.even, s), hn::Mul(x.odd, s)};
 }
 
 // Half of a code's step in the places that it drops, which rounds to the nearest value; random bits
@@ -234,22 +256,31 @@ HWY_INLINE Words<D> rounded(D d, Floats<D> z, Words<D> random) {
   return hn::Add(bits_of(d, hn::Min(z, hn::Set(d, kTop<kPlaces>))), random);
 }
 
-// Code words as byte kByte, the other bytes 0. `value` gives the sign.
-template <int kByte, class D>
-HWY_INLINE Words<D> signed_byte(D d, Words<D> z, Floats<D> value) {
-  const hn::Rebind<uint32_t, D> du;
-  const Words<D> code = hn::ShiftRight<kSignedPlaces - 8 * kByte>(z);
-  const Words<D> sign = hn::ShiftRight<24 - 8 * kByte>(bits_of(d, value));
-  return hn::Or(hn::And(code, hn::Set(du, 0x7fU << (8 * kByte))),
-                hn::And(sign, hn::Set(du, 0x80U << (8 * kByte))));
+// Words whose highest byte is the code. `value` gives the sign.
+template <class D>
+HWY_INLINE Words<D> signed_code(D d, Words<D> z, Floats<D> value) {
+  const Words<D> code = hn::ShiftLeft<24 - kSignedPlaces>(z);
+  return bits_of(d, with_sign(d, hn::BitCast(d, code), bits_of(d, value)));
 }
 // Only 0 has the code 0.
-template <int kByte, class D>
-HWY_INLINE Words<D> root_byte(D d, Words<D> z, Floats<D> root) {
+template <class D>
+HWY_INLINE Words<D> root_code(D d, Words<D> z, Floats<D> root) {
   const hn::Rebind<uint32_t, D> du;
-  const Words<D> code = hn::ShiftRight<kRootPlaces - 8 * kByte>(z);
   const auto is_positive = hn::RebindMask(du, hn::Gt(root, hn::Zero(d)));
-  return hn::IfThenElseZero(is_positive, hn::And(code, hn::Set(du, 0xffU << (8 * kByte))));
+  return hn::IfThenElseZero(is_positive, hn::ShiftLeft<24 - kRootPlaces>(z));
+}
+template <class D>
+HWY_INLINE void store_codes(D, Words<D> words, std::byte* to, int64_t i) {
+  const hn::Rebind<uint8_t, D> d8;
+  store(d8, hn::TruncateTo(d8, hn::ShiftRight<24>(words)), to, i);
+}
+template <class D>
+HWY_INLINE void store_code_pair(D, Words<D> even, Words<D> odd, std::byte* to, int64_t i) {
+  const hn::Repartition<uint16_t, D> d16;
+  const hn::Rebind<uint8_t, decltype(d16)> d8;
+  const auto halves =
+      hn::OddEven(hn::BitCast(d16, odd), hn::BitCast(d16, hn::ShiftRight<16>(even)));
+  store(d8, hn::TruncateTo(d8, hn::ShiftRight<8>(halves)), to, i);
 }
 
 // Where a step of exp_avg's code is large compared with the root, its rounding alone would make
@@ -296,16 +327,13 @@ HWY_INLINE float largest(const float* values, int64_t n) {
 // that neither encoding nor squaring overflows.
 constexpr float kMostCoded = 0x1p63F;
 
-// The scale of n > 0 values of one block. Values beyond the largest code are first clamped to it,
-// and NaN becomes 0, so that the other elements of the block keep their values.
-HWY_INLINE float scale_of(float* values, int64_t n) {
-  const float scale = largest(values, n);
-  if (scale <= kMostCoded) return scale;
+// Values beyond the largest code become it, and NaN becomes 0, so that the other elements of their
+// block keep their values.
+HWY_INLINE void clamp_to_codes(float* values, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const bool is_nan = std::isnan(values[i]);
     values[i] = is_nan ? 0.0F : std::min(std::max(values[i], -kMostCoded), kMostCoded);
   }
-  return largest(values, n);
 }
 
 // NOLINTNEXTLINE(google-readability-namespace-comments)

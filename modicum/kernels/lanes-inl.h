@@ -62,6 +62,11 @@ template <class D>
 HWY_INLINE Words<D> bits_of(D, Floats<D> v) {
   return hn::BitCast(hn::Rebind<uint32_t, D>(), v);
 }
+// `magnitude` with the highest bit of `sign`. The magnitude's own is 0.
+template <class D>
+HWY_INLINE Floats<D> with_sign(D d, Floats<D> magnitude, Words<D> sign) {
+  return hn::CopySignToAbs(magnitude, hn::BitCast(d, sign));
+}
 template <class D>
 HWY_INLINE Words<D> load_u16(D, const std::byte* from, int64_t i) {
   const hn::Rebind<uint16_t, D> d16;
@@ -74,31 +79,30 @@ HWY_INLINE void store_u16(D, Words<D> v, std::byte* to, int64_t i) {
   store(d16, hn::DemoteTo(d16, hn::BitCast(hn::Rebind<int32_t, D>(), v)), to, i);
 }
 
-// 2 * Lanes(d) elements as two vectors: even indices and odd indices.
+// 2 * Lanes(d) elements as two vectors: even indices and odd indices. Not of one lane.
 template <class V>
 struct Pair {
   V even, odd;
 };
 
-// 16-bit elements from i on, each as the upper half of a 32-bit word, without moving lanes.
-template <class D>
-HWY_INLINE Pair<Words<D>> load_u16_pair(D, const std::byte* from, int64_t i) {
+// 16-bit elements, each as the upper half of a 32-bit word, without moving lanes.
+template <class D, class V16>
+HWY_INLINE Pair<Words<D>> words_of_halves(D, V16 halves) {
   const hn::Rebind<uint32_t, D> du;
-  const Words<D> both = load(du, from + 2 * i, 0);
+  const Words<D> both = hn::BitCast(du, halves);
   return {hn::ShiftLeft<16>(both), hn::And(both, hn::Set(du, 0xffff0000U))};
+}
+template <class D>
+HWY_INLINE Pair<Words<D>> load_u16_pair(D d, const std::byte* from, int64_t i) {
+  return words_of_halves(d, load(hn::Rebind<uint32_t, D>(), from + 2 * i, 0));
 }
 // Stores the lower halves of `even` and the upper halves of `odd`.
 template <class D>
 HWY_INLINE void store_u16_halves(D, Words<D> even, Words<D> odd, std::byte* to, int64_t i) {
   const hn::Rebind<uint32_t, D> du;
-  if constexpr (hn::MaxLanes(D()) == 1) {
-    const Words<D> lower = hn::And(even, hn::Set(du, 0xffffU));
-    store(du, hn::Or(lower, hn::And(odd, hn::Set(du, 0xffff0000U))), to + 2 * i, 0);
-  } else {
-    const hn::Repartition<uint16_t, D> d16;
-    const auto both = hn::OddEven(hn::BitCast(d16, odd), hn::BitCast(d16, even));
-    store(du, hn::BitCast(du, both), to + 2 * i, 0);
-  }
+  const hn::Repartition<uint16_t, D> d16;
+  const auto both = hn::OddEven(hn::BitCast(d16, odd), hn::BitCast(d16, even));
+  store(du, hn::BitCast(du, both), to + 2 * i, 0);
 }
 // Stores the upper halves.
 template <class D>

@@ -6,7 +6,7 @@
 #define MODICUM_KERNELS_PLANES_INL_H_
 #endif
 
-#include "modicum/kernels/adamw-inl.h"
+#include "modicum/kernels/codes-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace modicum {
@@ -121,10 +121,10 @@ struct EncodeNearest {
     if (roots) {
       const Words<D> half = hn::Set(du, kNearest<kRootPlaces>);
       const Words<D> code = rounded<kRootPlaces>(d, hn::Max(z, hn::Set(d, kLeastRoot)), half);
-      store_codes(d, root_byte<0>(d, code, value), to, i);
+      store_codes(d, root_code(d, code, value), to, i);
     } else {
       const Words<D> half = hn::Set(du, kNearest<kSignedPlaces>);
-      store_codes(d, signed_byte<0>(d, rounded<kSignedPlaces>(d, z, half), value), to, i);
+      store_codes(d, signed_code(d, rounded<kSignedPlaces>(d, z, half), value), to, i);
     }
   }
 };
@@ -145,7 +145,9 @@ void import_all(const AdamNumbers& numbers, const AdamSpan& span, StatePlane pla
       continue;
     }
     for_lanes(Stage{bytes, staged, roots, piece}, piece.begin, piece.end);
-    const float scale = scale_of(staged, piece.end - piece.begin);
+    const int64_t n = piece.end - piece.begin;
+    if (!(largest(staged, n) <= kMostCoded)) clamp_to_codes(staged, n);
+    const float scale = largest(staged, n);
     to.scales[piece.scale] = scale;
     const float per = roots ? per_value<kRootPlaces>(scale) : per_value<kSignedPlaces>(scale);
     for_lanes(EncodeNearest{staged, to.codes, roots, piece, per}, piece.begin, piece.end);
