@@ -68,11 +68,34 @@ def by_modicum(model: nn.Module, optimizer: Optimizer | None, out: Path) -> dict
     return {"promised": saved.promised_bytes, "before": before, "tensors_read": saved.read_bytes}
 
 
+def by_modicum_in_the_background(
+    model: nn.Module, optimizer: Optimizer | None, out: Path
+) -> dict[str, Any]:
+    begin = time.monotonic()
+    saving = modicum.torch.save(
+        model, out, step=1, optimizer=optimizer, budget="none", background=True
+    )
+    blocked = time.monotonic() - begin
+    return {"blocked": blocked, "tensors_read": saving.wait().read_bytes}
+
+
 def by_dcp(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
+    dcp.save(_state_dict(model, optimizer), checkpoint_id=out)
+
+
+def by_dcp_async(model: nn.Module, optimizer: Optimizer | None, out: Path) -> dict[str, Any]:
+    begin = time.monotonic()
+    future = dcp.async_save(_state_dict(model, optimizer), checkpoint_id=out)
+    blocked = time.monotonic() - begin
+    future.result()
+    return {"blocked": blocked}
+
+
+def _state_dict(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
-    dcp.save(state, checkpoint_id=out)
+    return state
 
 
 def by_hf_writer(consolidates: bool) -> Callable[[nn.Module, Optimizer | None, Path], None]:
@@ -211,7 +234,11 @@ SAVERS = {
     "full state dict": Saver(by_save_pretrained),
     "torchtitan's last_save_in_hf": Saver(by_torchtitan),
     "modicum, with state": Saver(by_modicum, has_state=True, is_durable=True),
+    "modicum, background, with state": Saver(
+        by_modicum_in_the_background, has_state=True, is_durable=True
+    ),
     "dcp, with state": Saver(by_dcp, has_state=True, is_readable=False),
+    "dcp, async, with state": Saver(by_dcp_async, has_state=True, is_readable=False),
     "full state dict, with state": Saver(by_save_pretrained, has_state=True),
     "accelerate, SHARDED, with state": Saver(
         by_accelerate("SHARDED_STATE_DICT"), has_state=True, is_readable=False

@@ -72,7 +72,7 @@ Args:
       .def_prop_ro("bytes", &Snapshot::bytes, "What `charge` charges as `snapshot`.")
       .def(
           "charge", [](Snapshot& of, const std::shared_ptr<Ledger>& ledger) { of.charge(*ledger); },
-          "ledger"_a, nb::keep_alive<1, 2>(), "Allocates the window. BudgetError.")
+          "ledger"_a, nb::keep_alive<1, 2>(), "Charges the window. BudgetError.")
       .def(
           "keep",
           [](Snapshot& of, nb::handle given) {

@@ -50,7 +50,7 @@ void Snapshot::expect(const Pieces& pieces) {
 
 void Snapshot::charge(Ledger& ledger) {
   tables_ = ledger.adopt(Purpose::snapshot, table_bytes());
-  window_ = ledger.charge(Purpose::snapshot, places_ * kBlockBytes);
+  window_ = ledger.reserve(Purpose::snapshot, places_ * kBlockBytes);
   for (size_t place = places_; place > 0; --place) {
     free_.push_back(static_cast<int32_t>(place - 1));
   }

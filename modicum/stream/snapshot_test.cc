@@ -1,7 +1,7 @@
 // House test of a snapshot: whatever the order of reads and overwrites, the save reads the values
 // of the beginning. It catches: a block that is overwritten before it is read; a copy that is read
-// for another block, or freed while bytes of it are to be read; memory beyond the charge; a step
-// that waits forever, or for a save that has ended.
+// for another block, or freed while bytes of it are to be read; memory beyond the charge, or of a
+// window that nothing is copied to; a step that waits forever, or for a save that has ended.
 #include "modicum/stream/snapshot.h"
 
 #include <gtest/gtest.h>
@@ -10,6 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <fstream>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -125,6 +126,29 @@ TEST(Snapshot, CopiesWhatIsOverwrittenFirst) {
   snapshot.read(columns, read.data());
   for (size_t i = 0; i < read.size(); ++i) ASSERT_EQ(read[i], before[2 + i / 2 * 64 + i % 2]);
   EXPECT_EQ(snapshot.waited_ns(), 0);
+}
+
+uint64_t resident_bytes() {
+  uint64_t mapped = 0, resident = 0;
+  std::ifstream("/proc/self/statm") >> mapped >> resident;
+  return resident * kPageBytes;
+}
+
+// Zeroing a window of 256 MiB takes as long as writing as many bytes.
+TEST(Snapshot, TakesNoMemoryBeforeTheFirstCopy) {
+  constexpr uint64_t kWindow = 64 * kMiB;
+  Bytes memory = random_bytes(kWindow, 1);
+  Ledger ledger;
+  Snapshot snapshot(kWindow);
+  snapshot.cover(memory);
+  snapshot.lay_out();
+  snapshot.expect({memory.data(), memory.size()});
+  const uint64_t before = resident_bytes();
+  snapshot.charge(ledger);
+  EXPECT_GE(ledger.held()[Purpose::snapshot], kWindow);
+  EXPECT_LT(resident_bytes(), before + kWindow / 2);
+  snapshot.before_overwrite(memory);
+  EXPECT_GE(resident_bytes(), before + kWindow / 2);
 }
 
 // What the save does not read, or has read, is overwritten at once, even without a window.

@@ -666,7 +666,7 @@ class Snapshot:
         """What `charge` charges as `snapshot`."""
 
     def charge(self, ledger: Ledger) -> None:
-        """Allocates the window. BudgetError."""
+        """Charges the window. BudgetError."""
 
     def keep(self, memory: object) -> bool:
         """
