@@ -53,8 +53,8 @@ class Snapshot {
   };
   // The save will read these covered bytes, once for each call.
   void expect(const Pieces& pieces);
-  // Charges the window and the tables, as Purpose::snapshot. Copies commit the window's pages: if no
-  // step meets a block that is not read, the window takes no memory and no time. BUDGET, NOMEM.
+  // Charges the window and the tables, as Purpose::snapshot. Copies commit the window's pages: if
+  // no step meets a block that is not read, it takes no memory and no time. BUDGET, NOMEM.
   void charge(Ledger& ledger);
 
   // Copies expected bytes, with the values that they had at `charge`, to `to`, one after the other.

@@ -147,7 +147,7 @@ TEST(Snapshot, TakesNoMemoryBeforeTheFirstCopy) {
   snapshot.charge(ledger);
   EXPECT_GE(ledger.held()[Purpose::snapshot], kWindow);
   EXPECT_LT(resident_bytes(), before + kWindow / 2);
-  // All of it would not fit beside the tables, and wait for a reader.
+  // All of it would not fit next to the tables, and wait for a reader.
   snapshot.before_overwrite(std::span(memory).first(kWindow / 4 * 3));
   EXPECT_GE(resident_bytes(), before + kWindow / 2);
 }
