@@ -146,8 +146,11 @@ void import_all(const AdamNumbers& numbers, const AdamSpan& span, StatePlane pla
     }
     for_lanes(Stage{bytes, staged, roots, piece}, piece.begin, piece.end);
     const int64_t n = piece.end - piece.begin;
-    if (!(largest(staged, n) <= kMostCoded)) clamp_to_codes(staged, n);
-    const float scale = largest(staged, n);
+    float scale = largest(staged, n);
+    if (!(scale <= kMostCoded)) {
+      clamp_to_codes(staged, n);
+      scale = largest(staged, n);
+    }
     to.scales[piece.scale] = scale;
     const float per = roots ? per_value<kRootPlaces>(scale) : per_value<kSignedPlaces>(scale);
     for_lanes(EncodeNearest{staged, to.codes, roots, piece, per}, piece.begin, piece.end);

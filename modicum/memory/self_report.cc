@@ -88,26 +88,26 @@ SelfReport* SelfReports::claim(int pid, uint64_t baseline_bytes) noexcept {
   return &report;
 }
 
-bool Reporter::is_ours() const noexcept { return report_ != nullptr && pid_ == getpid(); }
+bool Reporter::is_on() const noexcept { return report_ != nullptr && pid_ == getpid(); }
 
 void Reporter::add(Purpose purpose, uint64_t bytes) const noexcept {
-  if (is_ours()) report_->held[static_cast<size_t>(purpose)].fetch_add(bytes, kRelaxed);
+  if (is_on()) report_->held[static_cast<size_t>(purpose)].fetch_add(bytes, kRelaxed);
 }
 
 void Reporter::remove(Purpose purpose, uint64_t bytes) const noexcept {
-  if (is_ours()) report_->held[static_cast<size_t>(purpose)].fetch_sub(bytes, kRelaxed);
+  if (is_on()) report_->held[static_cast<size_t>(purpose)].fetch_sub(bytes, kRelaxed);
 }
 
 void Reporter::set_budget(uint64_t bytes) const noexcept {
-  if (is_ours()) report_->budget_bytes.store(bytes, kRelaxed);
+  if (is_on()) report_->budget_bytes.store(bytes, kRelaxed);
 }
 
 void Reporter::report_heap() const noexcept {
-  if (is_ours()) report_->retained_heap_bytes.store(retained_heap_bytes(), kRelaxed);
+  if (is_on()) report_->retained_heap_bytes.store(retained_heap_bytes(), kRelaxed);
 }
 
 void Reporter::promise(const Promise& promise, int rank) const noexcept {
-  if (!is_ours()) return;
+  if (!is_on()) return;
   report_->rank.store(rank, kRelaxed);
   report_->promised_phases.store(0);
   const size_t count = std::min(promise.phases.size(), SelfReport::kMostPromised);
@@ -123,7 +123,7 @@ void Reporter::promise(const Promise& promise, int rank) const noexcept {
 
 ReportedPhase::ReportedPhase(const Reporter& reporter, std::string_view name) noexcept
     : reporter_(reporter) {
-  if (!reporter_.is_ours()) return;
+  if (!reporter_.is_on()) return;
   const uint64_t number = reporter_.report_->phases_begun.fetch_add(1) + 1;
   phase_ = free_phase(*reporter_.report_, number);
   if (phase_ == nullptr) return;  // more of them last than can be reported
@@ -135,7 +135,7 @@ ReportedPhase::ReportedPhase(const Reporter& reporter, std::string_view name) no
 }
 
 void ReportedPhase::end() noexcept {
-  if (phase_ != nullptr && reporter_.is_ours()) {
+  if (phase_ != nullptr && reporter_.is_on()) {
     reporter_.report_heap();
     phase_->end_ns.store(now_ns());
   }

@@ -90,14 +90,13 @@ class Reporter {
   void add(Purpose purpose, uint64_t bytes) const noexcept;
   void remove(Purpose purpose, uint64_t bytes) const noexcept;
   void set_budget(uint64_t bytes) const noexcept;
-  void report_heap() const noexcept;                 // retained_heap_bytes() of now
-  bool is_on() const noexcept { return is_ours(); }  // whether it reports
+  void report_heap() const noexcept;  // retained_heap_bytes() of now
+  bool is_on() const noexcept;        // whether it reports
   // What `rank`, which this process is, has promised for each phase. Replaces an earlier promise.
   void promise(const Promise& promise, int rank) const noexcept;
 
  private:
   friend class ReportedPhase;
-  bool is_ours() const noexcept;
   SelfReport* report_ = nullptr;
   int pid_ = 0;
 };

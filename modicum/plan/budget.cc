@@ -106,14 +106,20 @@ Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes) {
   return helps ? std::move(least) : std::move(plan);
 }
 
-std::string peak_cause(const Promise& promise, int node) {
+std::string largest_owners(const Footprint& held,
+                           FunctionRef<std::string(std::string_view)> named) {
   std::string cause;
-  const std::vector<Owner> owners = owners_of(promise.on_node(node));
+  const std::vector<Owner> owners = owners_of(held);
   for (size_t i = 0; i < std::min<size_t>(2, owners.size()); ++i) {
-    cause +=
-        fmt::format("{}{} {}", i == 0 ? "" : ", ", owners[i].purpose, format_size(owners[i].bytes));
+    cause += fmt::format("{}{} {}", i == 0 ? "" : ", ", named(owners[i].purpose),
+                         format_size(owners[i].bytes));
   }
   return cause;
+}
+
+std::string peak_cause(const Promise& promise, int node) {
+  return largest_owners(promise.on_node(node),
+                        [](std::string_view purpose) { return std::string(purpose); });
 }
 
 }  // namespace modicum

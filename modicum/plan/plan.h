@@ -224,7 +224,9 @@ void require_fits(const Promise& promise, const Budget& budget);
 // shortfall. Returns the plan unchanged if it fits, or if less staging would not lower its peak.
 Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes = kMinDefaultStagingBytes);
 
-// The two largest owners at a node's peak: "shards 924.00 MiB, staging 32.00 MiB".
+// The two largest owners, with the names that `named` gives to their purposes.
+std::string largest_owners(const Footprint& held, FunctionRef<std::string(std::string_view)> named);
+// Those at a node's peak, by purpose: "shards 924.00 MiB, staging 32.00 MiB".
 std::string peak_cause(const Promise& promise, int node);
 
 // The transfers of `rank`, target by target in `plan.order`: the first function generates those

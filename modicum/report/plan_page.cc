@@ -106,18 +106,6 @@ void track_object(JsonWriter& out, const Track& track, int node) {
   out.end_object().end_object();
 }
 
-// The largest two owners, in words.
-std::string cause_of(const Footprint& held) {
-  std::vector<Owner> owners = owners_of(held);
-  owners.resize(std::min<size_t>(2, owners.size()));
-  std::string cause;
-  for (const Owner& of : owners) {
-    cause += fmt::format("{}{} {}", cause.empty() ? "" : ", ", owner_words(of.purpose),
-                         format_size(of.bytes));
-  }
-  return cause;
-}
-
 // The requested run as a document with the keys `timeline`, whose seconds are the numbers of
 // phases, and `peak`.
 std::string document_of(const PlanReport& report, const StrategyReport& of, int node) {
@@ -145,7 +133,8 @@ std::string document_of(const PlanReport& report, const StrategyReport& of, int 
       [](const Footprint& a, const Footprint& b) { return a.total() < b.total(); });
   const auto at = static_cast<size_t>(peak - sums.begin());
   out.key("peak").begin_object().member("at_s", at).member("bytes", peak->total());
-  out.member("cause", fmt::format("in phase '{}', mostly {}", steps[at].name, cause_of(*peak)));
+  out.member("cause", fmt::format("in phase '{}', mostly {}", steps[at].name,
+                                  largest_owners(*peak, owner_words)));
   return out.end_object().end_object().text();
 }
 
