@@ -155,7 +155,9 @@ std::string label_of(const WatchRecord& record, const WatchedProcess& process) {
                   : fmt::format("rank {}", *process.rank);
 }
 
-std::string peak_cause(const WatchRecord& record) {
+namespace {
+
+std::string cause_of(const WatchRecord& record) {
   const WatchSample* const peak = record.peak();
   if (peak == nullptr || peak->shares.empty()) return "no process held memory";
   const WatchSample::Share& most = peak->shares.front();
@@ -174,6 +176,14 @@ std::string peak_cause(const WatchRecord& record) {
                             format_size(most.owned.bytes(owner)));
 }
 
+}  // namespace
+
+std::string peak_cause(const WatchRecord& record) {
+  if (!record.may_have_missed_peak()) return cause_of(record);
+  return fmt::format("{}; between two samples the tree may have held up to {} (VmHWM)",
+                     cause_of(record), format_size(record.peak_at_most_bytes));
+}
+
 void timeline_members(JsonWriter& out, const WatchRecord& record) {
   out.key("timeline").begin_object().key("t_s").begin_array();
   for (const WatchSample& sample : record.samples) out.value(rounded(sample.at_s));
@@ -185,7 +195,8 @@ void timeline_members(JsonWriter& out, const WatchRecord& record) {
   tracks_member(out, record);
   phases_member(out, record);
   out.end_object().key("peak").begin_object().member("at_s", rounded(record.peak_at_s));
-  out.member("bytes", record.peak_bytes).member("cause", peak_cause(record)).end_object();
+  out.member("bytes", record.peak_bytes).member("at_most_bytes", record.peak_at_most_bytes);
+  out.member("cause", peak_cause(record)).end_object();
 }
 
 }  // namespace modicum

@@ -170,7 +170,7 @@ std::string watch_text(const WatchRecord& record) {
       fmt::format("\nmodicum watch: peak {} after {:.1f} of {:.1f} s",
                   format_size(record.peak_bytes), record.peak_at_s, record.elapsed_s);
   if (record.limit_bytes) text += fmt::format(", limit {}", format_size(*record.limit_bytes));
-  if (!record.phases.empty()) text += ": " + peak_cause(record);
+  if (!record.phases.empty() || record.may_have_missed_peak()) text += ": " + peak_cause(record);
   text += "\nheld at the peak:\n";
   size_t lines = 0;
   for (const WatchedProcess* const of : largest(record)) {

@@ -51,6 +51,7 @@ WatchRecord recorded() {
       {.pid = 6, .rank = 0, .name = "load", .begin_s = 0.1, .end_s = 0.3, .promised_bytes = 100}};
   record.peak_bytes = 104 * kKiB;
   record.peak_at_s = 0.2;
+  record.peak_at_most_bytes = 106 * kKiB;
   record.budget_bytes = 4096;
   record.group_limit_bytes = 8192;
   return record;
@@ -71,8 +72,8 @@ TEST(WatchReport, ATimelineHasTheOwnersOfEachProcessWhileItLives) {
             R"("promise_bytes":[null,100,null]},{"label":"modicum","pid":5,"rank":null,"node":0,)"
             R"("owners":{"held":[10240,12288,11264]},"promise_bytes":null}],"phases":[{"pid":6,)"
             R"("rank":0,"name":"load","begin_s":0.1,"end_s":0.3}]},"peak":{"at_s":0.2,)"
-            R"("bytes":106496,"cause":"during `load`, rank 0 (pid 6) held 92.00 KiB, of which )"
-            R"(parameters 90.00 KiB"}})");
+            R"("bytes":106496,"at_most_bytes":108544,"cause":"during `load`, rank 0 (pid 6) held )"
+            R"(92.00 KiB, of which parameters 90.00 KiB"}})");
 }
 
 TEST(WatchReport, TheLimitOfTheCommandComesBeforeTheGroups) {
@@ -117,6 +118,16 @@ TEST(WatchReport, APeakBetweenPhasesComesAfterTheLast) {
                        {.pid = 6, .name = "open", .begin_s = 0.1, .end_s = 0.12});
   record.phases.back().end_s = 0.15;
   EXPECT_TRUE(peak_cause(record).starts_with("after `load`, rank 0 (pid 6) held"));
+}
+
+TEST(WatchReport, APeakThatMayHaveBeenMissedSaysSo) {
+  WatchRecord record = recorded();
+  record.peak_at_most_bytes = record.peak_bytes + 4 * kMiB;
+  EXPECT_EQ(peak_cause(record).find("between two samples"), std::string::npos);
+  record.peak_at_most_bytes += 1;
+  EXPECT_TRUE(peak_cause(record).ends_with(
+      "; between two samples the tree may have held up to 4.10 MiB (VmHWM)"));
+  EXPECT_NE(watch_text(record).find("up to 4.10 MiB"), std::string::npos);
 }
 
 TEST(WatchReport, TheCauseOfAPeakWithoutReportsIsAProcess) {

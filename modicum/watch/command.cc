@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -121,6 +122,7 @@ class Watcher {
                        .cpu_ns = cpu_ns,
                        .cage = cage_ ? std::optional(cage_->group()) : std::nullopt,
                        .limit_bytes = task.limit_bytes.value_or(0),
+                       .forked_rss_bytes = read_status(getpid()).value_or(ProcessStatus()).peak_rss,
                        .reports = &table_,
                        .is_same_program = [this](int pid) { return is_same_program(pid); }});
   }
@@ -188,8 +190,10 @@ class Watcher {
     }
     int status = 0;
     while (true) {  // this process also inherits the children of processes that have ended
-      const pid_t pid = waitpid(-1, &status, WNOHANG);
+      rusage usage{};
+      const pid_t pid = wait4(-1, &status, WNOHANG, &usage);
       if (pid <= 0) return;
+      sampler_->note_end(pid, static_cast<uint64_t>(usage.ru_maxrss) * kKiB);
       statuses_[pid] = status;
       if (pid == command_) status_ = status;
     }

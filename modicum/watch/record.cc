@@ -39,6 +39,10 @@ OwnedMemory& OwnedMemory::operator+=(const OwnedMemory& other) noexcept {
   return *this;
 }
 
+bool WatchRecord::may_have_missed_peak() const noexcept {
+  return peak_at_most_bytes > peak_bytes + std::max(4 * kMiB, peak_bytes / 32);
+}
+
 const WatchSample* WatchRecord::peak() const noexcept {
   const auto most = std::max_element(samples.begin(), samples.end(),
                                      [](auto& a, auto& b) { return a.held_bytes < b.held_bytes; });

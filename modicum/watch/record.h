@@ -109,6 +109,8 @@ struct WatchRecord {
   double elapsed_s = 0;
   uint64_t peak_bytes = 0;  // highest sum over the tree of Pss_Anon + Pss_Shmem
   double peak_at_s = 0;
+  // What the tree may have held between two samples: VmHWM counts memory that came and went there.
+  uint64_t peak_at_most_bytes = 0;
   uint64_t cow_duplicate_bytes = 0;           // highest sum over the tree
   std::vector<WatchedProcess> processes;      // in the order in which they were first seen
   uint64_t processes_left_out = 0;            // small ones of which there were too many
@@ -122,6 +124,8 @@ struct WatchRecord {
   double cpu_s = 0;                 // what watching has cost
   uint64_t watcher_peak_bytes = 0;  // held by the watching process itself
 
+  // Whether the peak may have been higher than any sample by more than 1/32 and 4 MiB.
+  bool may_have_missed_peak() const noexcept;
   // The sample in which the tree held most; null without one.
   const WatchSample* peak() const noexcept;
   // The innermost phase of a process at a time: the one that began last. Null without one.

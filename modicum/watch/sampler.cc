@@ -32,7 +32,8 @@ TreeSampler::TreeSampler(Clock& clock, SamplerOptions options)
       begin_ns_(clock.now_ns()),
       then_ns_(begin_ns_),
       credit_ns_(kFirstCreditNs),
-      steady_since_ns_(begin_ns_) {
+      steady_since_ns_(begin_ns_),
+      peak_rss_bytes_(options_.forked_rss_bytes) {
   if (options_.reports != nullptr) {
     reported_.emplace(*options_.reports, begin_ns_, options_.is_same_program);
   }
@@ -61,6 +62,7 @@ void TreeSampler::sample() {
   credit_ns_ -= static_cast<double>(options_.cpu_ns() - cpu_before);
   const double share = options_.duty / 2;
   pause_ns_ = std::max(kShortestPauseNs, static_cast<int64_t>(static_cast<double>(cost) / share));
+  if (credit_ns_ > kAmpleCreditNs) pause_ns_ = kShortestPauseNs;
   // A steep rise to the limit is over in a few samples; credit pays for more of them.
   const bool is_near = options_.limit_bytes != 0 &&
                        std::max(last().held_bytes, last().charged_bytes) > options_.limit_bytes / 2;
@@ -91,7 +93,8 @@ void TreeSampler::discover() {
 void TreeSampler::add(int pid) {
   auto status = read_status(pid, options_.root);
   if (!status || !status->is_alive) return;
-  Tracked one{.pid = pid, .status = std::move(*status)};
+  Tracked one{.pid = pid};
+  take_status(one, std::move(*status));
   one.anon_then = one.status.rss_anon;
   if (one.rss_bytes() <= kSmallBytes) {
     one.pss_bytes = read_pss(pid, options_.root).value_or(one.rss_bytes());
@@ -133,7 +136,7 @@ void TreeSampler::read_statuses() {
       continue;
     }
     if (status->name != one.status.name) one.rank_reads = 0;  // it has started another program
-    one.status = std::move(*status);
+    take_status(one, std::move(*status));
     if (one.status.rss_anon < one.anon_then) {
       one.pss_bytes -= std::min(one.pss_bytes, one.anon_then - one.status.rss_anon);
       one.anon_then = one.status.rss_anon;
@@ -141,6 +144,33 @@ void TreeSampler::read_statuses() {
     read_rank(one);
   }
   std::erase_if(tracked_, [](const Tracked& one) { return !one.status.is_alive; });
+}
+
+// VmHWM has grown further than both readings show: memory came and went between them.
+void TreeSampler::take_status(Tracked& one, ProcessStatus status) {
+  const uint64_t before = one.mapped_bytes();
+  const bool is_same_program = status.peak_rss >= one.status.peak_rss;
+  const bool has_grown = !is_same_program || status.peak_rss > one.status.peak_rss;
+  one.status = std::move(status);
+  const uint64_t peak = one.status.peak_rss;
+  peak_rss_bytes_ = std::max(peak_rss_bytes_, peak);
+  const uint64_t seen = std::max(before, one.mapped_bytes());
+  if (has_grown && peak > seen) unseen_bytes_ += peak - seen;
+}
+
+// The kernel does not say whose maximum it is: that of each child which ended with the process, or
+// its own if it had none.
+void TreeSampler::note_end(int pid, uint64_t peak_rss_bytes) noexcept {
+  if (peak_rss_bytes <= peak_rss_bytes_) return;
+  peak_rss_bytes_ = peak_rss_bytes;
+  uint64_t own = peak_rss_bytes;
+  uint64_t of_children = 0;
+  for (const Tracked& one : tracked_) {
+    const uint64_t more = peak_rss_bytes - one.status.peak_rss;
+    if (one.pid == pid) own = more;
+    if (one.status.parent == pid) of_children += more;
+  }
+  unseen_bytes_ += of_children > 0 ? of_children : own;
 }
 
 void TreeSampler::read_reports(int64_t now) {
@@ -198,7 +228,7 @@ void TreeSampler::read_exact() {
     // On old kernels, and for another user's processes, shared pages count in full.
     one.pss_bytes = pss.value_or(one.rss_bytes());
     if (const auto status = read_status(one.pid, options_.root); status && status->is_alive) {
-      one.status = *status;
+      take_status(one, *status);
     }
     one.anon_then = one.status.rss_anon;
     if (one.process) give_rank(one);
@@ -268,6 +298,9 @@ void TreeSampler::record_sample(int64_t now) {
     sample.charged_bytes = charged_to(*options_.cage);
     sample.page_cache_bytes = page_cache_of(*options_.cage);
   }
+  const uint64_t before = recent_.empty() ? 0 : recent_.back().held_bytes;
+  peak_at_most_ = std::max(peak_at_most_,
+                           std::max(before, sample.held_bytes) + std::exchange(unseen_bytes_, 0));
   if (sample.held_bytes > peak_bytes_) {
     peak_bytes_ = sample.held_bytes;
     peak_at_s_ = sample.at_s;
@@ -357,6 +390,7 @@ WatchedPhase TreeSampler::phase_of(int pid) {
 void TreeSampler::finish(WatchRecord& record) {
   record.peak_bytes = peak_bytes_;
   record.peak_at_s = peak_at_s_;
+  record.peak_at_most_bytes = peak_at_most_;
   record.cow_duplicate_bytes = most_copies_;
   if (reported_) {
     record.phases = reported_->phases(clock_.now_ns());

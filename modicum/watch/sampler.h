@@ -36,6 +36,7 @@ struct SamplerOptions {
   std::function<int64_t()> cpu_ns;   // the CPU time of this process so far
   std::optional<MemoryCgroup> cage;  // of the command alone
   uint64_t limit_bytes = 0;          // of the cage; 0: none
+  uint64_t forked_rss_bytes = 0;     // of the command before exec, which its ru_maxrss includes
   SelfReports* reports = nullptr;    // of the processes about themselves
   ReportedProcesses::IsSameProgram is_same_program;
 };
@@ -54,8 +55,8 @@ class TreeSampler {
 
   // Takes one sample.
   void sample();
-  // Until the next sample, so that samples stay within half of the duty, and exact figures within
-  // the rest.
+  // Until the next sample, so that samples stay within half of the duty, once the credit of the
+  // beginning is spent, and exact figures within the rest.
   int64_t pause_ns() const noexcept { return pause_ns_; }
 
   // The processes that were alive at the last sample.
@@ -78,6 +79,9 @@ class TreeSampler {
   WatchedPhase phase_of(int pid);
   const WatchSample& last() const noexcept { return recent_.back(); }
 
+  // A process was waited for: the most that it, or one child of its own, ever held (ru_maxrss).
+  void note_end(int pid, uint64_t peak_rss_bytes) noexcept;
+
   // Moves the results into `record`: processes and peaks.
   void finish(WatchRecord& record);
 
@@ -94,6 +98,7 @@ class TreeSampler {
     int rank_reads = 0;
 
     uint64_t rss_bytes() const noexcept { return status.rss_anon + status.rss_shmem; }
+    uint64_t mapped_bytes() const noexcept { return rss_bytes() + status.rss_file; }
     uint64_t held_bytes() const noexcept {
       return pss_bytes + (status.rss_anon - std::min(status.rss_anon, anon_then));
     }
@@ -102,6 +107,7 @@ class TreeSampler {
   void discover();
   void add(int pid);
   void read_statuses();
+  void take_status(Tracked& one, ProcessStatus status);
   void read_reports(int64_t now);
   void read_rank(Tracked& one);
   void give_rank(const Tracked& one);
@@ -139,6 +145,9 @@ class TreeSampler {
 
   uint64_t peak_bytes_ = 0;
   double peak_at_s_ = 0;
+  uint64_t unseen_bytes_ = 0;    // that came and went since the last sample, by VmHWM
+  uint64_t peak_rss_bytes_ = 0;  // of any process so far
+  uint64_t peak_at_most_ = 0;
   uint64_t most_copies_ = 0;
   std::deque<WatchSample> recent_;
   Timeline timeline_;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -19,7 +20,8 @@ namespace {
 
 // House test. It catches these mutations: a peak that thinning loses; a process of a reused pid
 // that counts as the one before; memory of an ended process that is carried on; owners whose sum
-// is not what a process holds.
+// is not what a process holds; a peak between two samples that is not told; a beginning with few
+// samples.
 
 constexpr int kWatcher = 10;
 
@@ -31,26 +33,30 @@ struct Process {
   std::string name = "python3";
   uint64_t anon_kib = 0;
   uint64_t file_kib = 0;
-  std::string variables;  // "RANK=1"
+  std::string variables;     // "RANK=1"
+  uint64_t highest_kib = 0;  // VmHWM, if above what it has now
 };
 
 // Processes of another machine, and a sampler of them.
 class Sampled {
  public:
-  explicit Sampled(SamplerOptions options = {}) {
+  // `reading_ns`: the CPU time between two readings of it.
+  explicit Sampled(SamplerOptions options = {}, int64_t reading_ns = kNsPerMs / 20) {
     options.root_pid = kWatcher;
     options.root = machine_.root();
-    options.cpu_ns = [this] { return cpu_ns_ += kNsPerMs / 20; };
+    options.cpu_ns = [this, reading_ns] { return cpu_ns_ += reading_ns; };
     sampler_.emplace(clock_, options);
   }
 
   void put(int pid, const Process& of) {
     processes_[pid] = of;
     const std::string directory = fmt::format("/proc/{}/", pid);
-    machine_.put(directory + "status",
-                 fmt::format("Name:\t{}\nState:\tS (sleeping)\nPPid:\t{}\nVmHWM:\t{} kB\n"
-                             "RssAnon:\t{} kB\nRssFile:\t{} kB\nRssShmem:\t0 kB\n",
-                             of.name, of.parent, of.anon_kib, of.anon_kib, of.file_kib));
+    machine_.put(
+        directory + "status",
+        fmt::format("Name:\t{}\nState:\tS (sleeping)\nPPid:\t{}\nVmHWM:\t{} kB\n"
+                    "RssAnon:\t{} kB\nRssFile:\t{} kB\nRssShmem:\t0 kB\n",
+                    of.name, of.parent, std::max(of.highest_kib, of.anon_kib + of.file_kib),
+                    of.anon_kib, of.file_kib));
     machine_.put(directory + "smaps_rollup",
                  fmt::format("Pss_Anon: {} kB\nPss_Shmem: 0 kB\n", of.anon_kib));
     machine_.put(directory + "stat", fmt::format("{} ({}) S 1 2 3 4 -1 6 0 8\n", pid, of.name));
@@ -115,6 +121,73 @@ TEST(Sampler, ThinningKeepsThePeak) {
   EXPECT_DOUBLE_EQ(record.peak()->at_s, record.peak_at_s);
   EXPECT_LE(record.samples.size(), Timeline::kMostSamples);
   for (const WatchSample& sample : record.samples) ASSERT_EQ(sum_of(sample), sample.held_bytes);
+}
+
+TEST(Sampler, WhatCameAndWentBetweenTwoSamplesIsInThePeakAtMost) {
+  Sampled tree;
+  tree.put(11, {.anon_kib = 10'000, .file_kib = 500});
+  tree.put(12, {.anon_kib = 20'000});
+  tree.sample_after();
+  tree.put(11, {.anon_kib = 12'000, .file_kib = 500, .highest_kib = 18'500});
+  tree.put(12, {.anon_kib = 15'000, .highest_kib = 21'000});
+  tree.sample_after();
+  // The same VmHWM again: no memory beyond the samples since then.
+  tree.put(11, {.anon_kib = 13'000, .file_kib = 500, .highest_kib = 18'500});
+  tree.put(12, {.anon_kib = 18'000, .highest_kib = 21'000});
+  tree.sample_after();
+  const WatchRecord record = tree.finish();
+  EXPECT_EQ(record.peak_bytes, 31'000 * kKiB);
+  EXPECT_EQ(record.peak_at_most_bytes, (30'000 + 6'000 + 1'000) * kKiB);
+  EXPECT_TRUE(record.may_have_missed_peak());
+}
+
+TEST(Sampler, APeakThatTheSamplesShowIsTheMost) {
+  Sampled tree;
+  tree.put(11, {.anon_kib = 1'000});
+  tree.sample_after();
+  tree.put(11, {.anon_kib = 90'000});
+  tree.sample_after();
+  tree.put(11, {.anon_kib = 30'000, .highest_kib = 90'000});
+  tree.sample_after();
+  const WatchRecord record = tree.finish();
+  EXPECT_EQ(record.peak_at_most_bytes, 90'000 * kKiB);
+  EXPECT_FALSE(record.may_have_missed_peak());
+}
+
+// What a process reached after its last sample is known by its ru_maxrss.
+TEST(Sampler, TheGrowthOfAnEndedProcessIsInThePeakAtMost) {
+  Sampled tree({.forked_rss_bytes = 9'000 * kKiB});
+  tree.put(11, {.anon_kib = 10'000});
+  tree.sample_after();
+  tree.end(11);
+  tree.sampler().note_end(11, 8'000 * kKiB);  // the watcher's own, before exec
+  tree.sampler().note_end(11, 50'000 * kKiB);
+  tree.sample_after();
+  EXPECT_EQ(tree.finish().peak_at_most_bytes, 50'000 * kKiB);
+}
+
+TEST(Sampler, EachRankOfALauncherThatEndedMayHaveReachedTheMaximum) {
+  Sampled tree;
+  tree.put(11, {.anon_kib = 1'000});
+  tree.put(12, {.parent = 11, .anon_kib = 20'000});
+  tree.put(13, {.parent = 11, .anon_kib = 30'000});
+  tree.sample_after();
+  for (const int pid : {11, 12, 13}) tree.end(pid);
+  tree.sampler().note_end(11, 32'000 * kKiB);
+  tree.sample_after();
+  EXPECT_EQ(tree.finish().peak_at_most_bytes, (1'000 + 2 * 32'000) * kKiB);
+}
+
+// The first seconds are sampled as often as possible, whatever a sample costs.
+TEST(Sampler, CreditPaysForFrequentSamples) {
+  Sampled tree({}, 4 * kNsPerMs);
+  tree.put(11, {.anon_kib = 1'000});
+  int frequent = 0;
+  for (; tree.sampler().pause_ns() == TreeSampler::kShortestPauseNs; ++frequent) {
+    tree.sample_after();
+  }
+  EXPECT_GT(frequent, 5);
+  EXPECT_LT(frequent, 20);
 }
 
 TEST(Sampler, AProcessOfAReusedPidIsAnotherOne) {
