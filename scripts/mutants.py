@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Applies the faults of mutants/*.toml, one at a time, and expects their tests to fail.
 
-mutants.py [--only TEXT] [--list] [--jobs N] [--python PATH]. Works on a copy of the tree under
-build/mutants. A mutant passes when its tests fail ("caught") or exceed the time limit ("hung",
-Python tests only); it fails when they stay green ("survived"), when it does not build, and when its
-text is not found exactly once. Exit 1 if any mutant fails. Tests are ctest's, or Python ones, which
-see the copy's program and package. Python 3.11 or later, standard library only.
+mutants.py [FILE...] [--only TEXT] [--list] [--jobs N] [--python PATH]. FILE is one of mutants/*.toml;
+by default all are read. Works on a copy of the tree under build/mutants. A mutant passes when its
+tests fail ("caught") or exceed the time limit ("hung", Python tests only); it fails when they stay
+green ("survived"), when it does not build, and when its text is not found exactly once. Exit 1 if
+any mutant fails. Tests are ctest's, or Python ones, which see the copy's program and package.
+Python 3.11 or later, standard library only.
 """
 
 import argparse
@@ -285,6 +286,7 @@ def run_mutants(mutants: list[Mutant], jobs: int, python: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="mutation tests")
+    parser.add_argument("files", nargs="*", type=Path, help="by default all of mutants/*.toml")
     parser.add_argument("--only", default="", help="only mutants with this text in their name")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
@@ -296,7 +298,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     try:
-        mutants = read_mutants(sorted(ROOT.glob("mutants/*.toml")))
+        mutants = read_mutants(options.files or sorted(ROOT.glob("mutants/*.toml")))
         mutants = [mutant for mutant in mutants if options.only in mutant.name]
         if options.list:
             print("\n".join(f"{mutant.name}: {mutant.house_test}" for mutant in mutants))

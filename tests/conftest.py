@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,10 +43,12 @@ def missing_oracles() -> str:
 
 
 def use_extensions_of_our_own(is_controller: bool) -> None:
-    """Sets the folder where torch compiles DeepSpeed's extensions. torch waits there for a lock
-    file without a timeout, even if the process that made it was killed: stale ones are removed."""
+    """Sets the folder where torch compiles DeepSpeed's extensions, and the ninja that does it: what
+    one ninja has made, another makes again. torch waits there for a lock file without a timeout,
+    even if the process that made it was killed: stale ones are removed."""
     folder = ROOT / "build/torch-extensions"
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for lock in folder.glob("**/lock") if is_controller else ():
         lock.unlink()
 

@@ -57,7 +57,6 @@ class Runs:
         program = Path(__file__).parents[2] / "support/zero2_memory.py"
         # malloc returns freed memory to the kernel, so that only memory in use is counted.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # its ninja
         command = [sys.executable, str(program), "--workers", workers, f"--width={width}", *words]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=600, env=environment
