@@ -126,14 +126,33 @@ def _quantizer_of(model: Any, targets: Described) -> Any:
         return None
     method = config["quant_method"] if isinstance(config, dict) else config.quant_method
     method = getattr(method, "value", method)
+    if method == "compressed-tensors" and _is_fp8(config, targets):
+        return None  # no conversions: codes and scales have the model's names
     if method not in ("fp8", "mxfp8"):
-        raise refusal("UNSUPPORTED", f"the quantization '{method}' is not known")
+        what = f"the quantization '{method}' is not known"
+        expected = "FP8 codes: fp8, mxfp8, or compressed-tensors of 8-bit floats"
+        raise refusal("UNSUPPORTED", what, expected=expected, got=str(method))
     from transformers.quantizers.auto import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=True)
     keeps_codes = any(name.endswith("_scale_inv") for name in targets)
     quantizer.quantization_config.dequantize = not keeps_codes
     return quantizer
+
+
+def _is_fp8(config: Any, targets: Described) -> bool:
+    """Whether a configuration of compressed-tensors has 8-bit floats only, and the model none."""
+    if not isinstance(config, dict) or any(name.endswith("weight_scale") for name in targets):
+        return False
+    groups = config.get("config_groups")
+    weights = [
+        group.get("weights") if isinstance(group, dict) else None
+        for group in (groups.values() if isinstance(groups, dict) else [None])
+    ]
+    return bool(weights) and all(
+        isinstance(of, dict) and (of.get("type"), of.get("num_bits")) == ("float", 8)
+        for of in weights
+    )
 
 
 # ---- ties
