@@ -41,9 +41,7 @@ def pss_anon(pids: list[int]) -> int:
 
 
 def layers(dtype: torch.dtype) -> nn.Module:
-    return nn.Sequential(
-        *(nn.Linear(ROWS, ROWS, bias=False, dtype=dtype) for _ in range(LAYERS))
-    )
+    return nn.Sequential(*(nn.Linear(ROWS, ROWS, bias=False, dtype=dtype) for _ in range(LAYERS)))
 
 
 def loaded(dtype: torch.dtype) -> nn.Module:
