@@ -237,11 +237,23 @@ def _translate(
         whole.dropped += made.dropped
         whole.grown |= {names[key]: rows for key, rows in made.grown.items()}
         for name, would_be in made.unexpected.items():
+            codes = _codes_of(name, stored)
+            if codes is not None and codes not in made.unexpected:
+                continue  # a load reads the scale with its codes
             if droppable is not None and all(droppable.search(one) for one in would_be):
                 whole.dropped.append(name)
             else:
                 whole.unexpected[name] = would_be
     return whole
+
+
+def _codes_of(scale: str, stored: Described) -> str | None:
+    """The FP8 codes that a stored tensor is the scale of, by their names."""
+    for ending in ("_scale_inv", "_scale"):
+        codes = scale.removesuffix(ending)
+        if codes != scale and codes in stored and stored[codes][0].startswith("float8"):
+            return codes
+    return None
 
 
 def _check_unexpected(
