@@ -304,6 +304,18 @@ def test_no_state_of_a_load_that_does_not_fit(one_rank: None) -> None:
     assert optimizer.held == {} and all(p.is_meta for p in model.parameters())
 
 
+def test_ways_of_an_optimizer_that_trainer_refuses(one_rank: None, tmp_path: Path) -> None:
+    """As docs/guide/accelerate.md says, for any optimizer: by transformers itself."""
+    with pytest.raises(ValueError, match="modicum.torch.AdamW"):
+        transformers.TrainingArguments(str(tmp_path), optim="modicum.torch.AdamW")
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), fsdp="full_shard", fsdp_config={"fsdp_version": 2}, use_cpu=True
+    )
+    optimizer = modicum.torch.AdamW([nn.Parameter(torch.ones(1))])
+    with pytest.raises(RuntimeError, match="`optimizers` is not allowed if PyTorch FSDP"):
+        transformers.Trainer(nn.Linear(1, 1), arguments, optimizers=(optimizer, None))
+
+
 def test_a_step_without_memory_is_refused(one_rank: None) -> None:
     with contextlib.suppress(ZeroDivisionError), loading(progress=False):
         optimizer = modicum.torch.AdamW(build().parameters())
