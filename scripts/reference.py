@@ -241,7 +241,7 @@ def command_page(program: Path) -> str:
     ]
     for name, verb in verbs.items():
         hidden = common | (shared if name in SHARED_BY else {})
-        own = {f: t for f, t in verb.flags.items() if f not in hidden}
+        own = {f: t for f, t in verb.flags.items() if hidden.get(f) != t}
         lines += [f"## `{name}`", "", f"    {verb.usage}", "", *table(own)]
     return "\n".join(lines).rstrip() + "\n"
 

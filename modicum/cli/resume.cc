@@ -79,6 +79,7 @@ int run_resume(const Args& args) {
   run.optimizer.clear();  // the default is the saved one
   add_common_flags(app, common);
   add_run_flags(app, run);
+  app.get_option("DIR")->description("a ROOT, whose newest intact step is loaded, or one step");
   add_oversubscribe_flag(app, common);
   app.add_option("--steps", steps, "optimizer steps after the load; default 0")
       ->check(CLI::Range(0, 1000000000));

@@ -245,6 +245,23 @@ uint64_t charged_to(const MemoryCgroup& group) {
   return number_in(group, file).value_or(0);
 }
 
+uint64_t peak_charged_to(const MemoryCgroup& group) {
+  const char* const file = group.version == 1 ? "memory.max_usage_in_bytes" : "memory.peak";
+  return number_in(group, file).value_or(0);
+}
+
+CgroupPeak::CgroupPeak(std::string root) : root_(std::move(root)), before_(now()) {}
+
+std::optional<uint64_t> CgroupPeak::bytes() const {
+  const uint64_t peak = now();
+  return peak > before_ ? std::optional(peak) : std::nullopt;
+}
+
+uint64_t CgroupPeak::now() const {
+  const std::vector<MemoryCgroup> chain = memory_cgroups(root_);
+  return chain.empty() ? 0 : peak_charged_to(chain.front());
+}
+
 uint64_t page_cache_of(const MemoryCgroup& group) {
   MemoryLimit found;
   add_usage(group, found);

@@ -184,10 +184,26 @@ struct MemoryCgroup {
 std::vector<MemoryCgroup> memory_cgroups(const std::string& root = "");
 // Bytes charged to a cgroup, page cache included; 0 if it can't be read.
 uint64_t charged_to(const MemoryCgroup& group);
+// The most bytes that were charged to it at one time; 0 if it can't be read (v2: before Linux 5.19,
+// and at the root).
+uint64_t peak_charged_to(const MemoryCgroup& group);
 // The part of it that is page cache.
 uint64_t page_cache_of(const MemoryCgroup& group);
 // OOM kills in a cgroup so far (in v2 also in those below it).
 uint64_t oom_kills_in(const MemoryCgroup& group);
+
+// The highest memory of this process's own cgroup while this object lives.
+class CgroupPeak {
+ public:
+  explicit CgroupPeak(std::string root = "");
+  // Page cache included. nullopt if the cgroup's maximum can't be read, or was reached before.
+  std::optional<uint64_t> bytes() const;
+
+ private:
+  uint64_t now() const;
+  std::string root_;
+  uint64_t before_ = 0;
+};
 
 // The number of CPUs that this process may use: its affinity mask, or less if a CPU quota of its
 // cgroup chain (v1 or v2) is lower; at least 1.

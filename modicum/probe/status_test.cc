@@ -97,6 +97,26 @@ TEST(MemoryCgroups, AreTheChainThatHasTheController) {
   EXPECT_EQ(oom_kills_in(groups[0]), 3U);
 }
 
+// Catches: the maximum of the time before, which another run may have reached.
+TEST(CgroupPeak, IsOfTheTimeSinceItWasMade) {
+  for (const int version : {1, 2}) {
+    Machine machine;
+    const bool is_v1 = version == 1;
+    machine.put("/proc/self/cgroup", is_v1 ? "3:memory:/a\n" : "0::/a\n");
+    machine.put("/proc/self/mountinfo",
+                is_v1 ? "30 20 0:30 / /sys/fs/cgroup rw - cgroup cgroup rw,memory\n"
+                      : "30 20 0:30 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
+    const std::string file =
+        is_v1 ? "/sys/fs/cgroup/a/memory.max_usage_in_bytes" : "/sys/fs/cgroup/a/memory.peak";
+    EXPECT_EQ(CgroupPeak(machine.root()).bytes(), std::nullopt) << "no such file";
+    machine.put(file, "7000\n");
+    const CgroupPeak peak(machine.root());
+    EXPECT_EQ(peak.bytes(), std::nullopt);
+    machine.put(file, "7001\n");
+    EXPECT_EQ(peak.bytes(), 7001U);
+  }
+}
+
 TEST(ThisMachine, HasAStatusForEveryProcess) {
   const auto status = read_status(getpid());
   ASSERT_TRUE(status);

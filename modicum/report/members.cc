@@ -84,6 +84,7 @@ void outcome_members(JsonWriter& out, const Kept& kept) {
     out.begin_object().member("node", node).member("promised_bytes", promised);
     out.member("peak_bytes", promised);
     out.member("kernel_peak_bytes", node_kernel_peak(kept, node));
+    if (kept.cgroup_peak_bytes) out.member("cgroup_peak_bytes", *kept.cgroup_peak_bytes);
     out.member("launcher_bytes", kept.launcher_bytes);
     out.end_object();
   }
@@ -119,6 +120,10 @@ std::string outcome_text(const Kept& kept) {
   for (int node = 0; node < kept.promise.nodes(); ++node) {
     line(fmt::format("node {}", node), kept.promise.node_peak_bytes(node),
          {.kernel_peak_bytes = node_kernel_peak(kept, node)}, "");
+  }
+  if (kept.cgroup_peak_bytes) {
+    text += fmt::format("cgroup   {} at most at one time, page cache included\n",
+                        format_size(*kept.cgroup_peak_bytes));
   }
   return text;
 }

@@ -23,6 +23,7 @@ struct Kept {
   const Promise& promise;
   std::span<const RankOutcome> ranks;  // by rank
   uint64_t launcher_bytes = 0;
+  std::optional<uint64_t> cgroup_peak_bytes = std::nullopt;
 };
 void outcome_members(JsonWriter& out, const Kept& kept);  // `nodes` and `ranks`
 std::string outcome_text(const Kept& kept);               // a table

@@ -238,7 +238,8 @@ std::string load_json(const LoadReport& report) {
   }
   if (!report.phases.empty()) phases_member(out, report.phases, report.launcher_bytes);
   budget_member(out, report.budget);
-  outcome_members(out, {report.promise, report.ranks, report.launcher_bytes});
+  outcome_members(out,
+                  {report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
   return out.end_object().text();
 }
 
@@ -252,7 +253,8 @@ std::string load_text(const LoadReport& report) {
                   static_cast<double>(read) /
                       static_cast<double>(std::max<uint64_t>(1, report.checkpoint.bytes)),
                   report.checked ? fmt::format("; values ok ({:.2f} s)", report.check_s) : "");
-  text += outcome_text({report.promise, report.ranks, report.launcher_bytes});
+  text +=
+      outcome_text({report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
   text += budget_text(report.budget);
   if (report.digest) text += "digest " + digest_text(*report.digest) + "\n";
   if (report.state_digest) text += "state digest " + digest_text(*report.state_digest) + "\n";

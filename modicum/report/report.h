@@ -143,8 +143,9 @@ struct LoadReport {
   CheckpointFacts checkpoint;
   std::string_view strategy;
   Promise promise;
-  std::vector<RankOutcome> ranks;  // by rank
-  uint64_t launcher_bytes = 0;     // held by the launcher, measured
+  std::vector<RankOutcome> ranks;             // by rank
+  uint64_t launcher_bytes = 0;                // held by the launcher, measured
+  std::optional<uint64_t> cgroup_peak_bytes;  // of this run, page cache included
   double elapsed_s = 0;
   double check_s = 0;
   bool checked = false;
@@ -199,8 +200,9 @@ struct SaveReport {
   CheckpointFacts checkpoint;
   std::string_view strategy;
   Promise promise;
-  std::vector<RankOutcome> ranks;  // over load and save, by rank
-  uint64_t launcher_bytes = 0;     // held by the launcher, measured
+  std::vector<RankOutcome> ranks;             // over load and save, by rank
+  uint64_t launcher_bytes = 0;                // held by the launcher, measured
+  std::optional<uint64_t> cgroup_peak_bytes;  // of this run, page cache included
   int64_t step = 0;
   bool is_preempted = false;  // a stop signal came, and the save has finished all the same
   std::string path;

@@ -1,6 +1,7 @@
 // Golden tests: keys and columns are a contract with scripts.
 #include "modicum/report/report.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <string>
@@ -187,6 +188,21 @@ TEST(LoadReport, TextHasPromiseAndOutcome) {
             "\n"
             "budget 1.00 GiB per node (MemAvailable)\n"
             "digest 00000000000000ab\n");
+}
+
+// A node's kernel figure adds up peaks of different moments; the cgroup's maximum is of one.
+TEST(LoadReport, HasTheMaximumOfTheRunsCgroup) {
+  LoadReport report = small_load();
+  report.cgroup_peak_bytes = 117 * kMiB;
+  const std::string json = load_json(report);
+  for (const char* kernel : {"123731968", "120586240"}) {
+    const std::string members = fmt::format(
+        R"("kernel_peak_bytes":{},"cgroup_peak_bytes":122683392,"launcher_bytes":5242880)", kernel);
+    EXPECT_NE(json.find(members), std::string::npos) << json;
+  }
+  EXPECT_NE(
+      load_text(report).find("\ncgroup   117.00 MiB at most at one time, page cache included\n"),
+      std::string::npos);
 }
 
 TEST(LoadReport, TextLeavesOutCheckDigestAndBudgetIfUnused) {

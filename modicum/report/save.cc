@@ -43,7 +43,8 @@ std::string save_json(const SaveReport& report) {
   names_member(out, "copied", report.copied);
   names_member(out, "left_out", report.left_out);
   budget_member(out, report.budget);
-  outcome_members(out, {report.promise, report.ranks, report.launcher_bytes});
+  outcome_members(out,
+                  {report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
   return out.end_object().text();
 }
 
@@ -54,7 +55,8 @@ std::string save_text(const SaveReport& report) {
   if (report.is_preempted) text += "a stop signal came while the step was saved: it is complete\n";
   text += names_text("copied, which no target reads", report.copied);
   text += names_text("left out", report.left_out) + "\n";
-  text += outcome_text({report.promise, report.ranks, report.launcher_bytes});
+  text +=
+      outcome_text({report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
   text += budget_text(report.budget) + "digest " + digest_text(report.digest) + "\n";
   if (report.state_digest) text += "state digest " + digest_text(*report.state_digest) + "\n";
   return text + warnings_text(report.checkpoint.warnings);

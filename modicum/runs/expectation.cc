@@ -1,10 +1,17 @@
 #include "modicum/runs/expectation.h"
 
+#include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "modicum/plan/plan.h"
 
 namespace modicum {
+namespace {
+
+constexpr size_t kMostPages = 32 * kMiB / kPageBytes;
+
+}  // namespace
 
 Expectation::Expectation(const Checkpoint& checkpoint, std::function<void()> heartbeat)
     : checkpoint_(checkpoint),
@@ -18,13 +25,46 @@ void Expectation::operator()(uint32_t stored, int64_t first, int64_t n, std::spa
     synth_expected(*mark_, tensor.spec, first, n, into.data());
     return;
   }
-  if (!file_ || file_index_ != tensor.at.file) {
-    file_ = open_data_file(checkpoint_, tensor.at.file);
-    file_index_ = tensor.at.file;
+  open(tensor.at.file);
+  const uint64_t begin = extent_of(tensor, first, n).begin;
+  if (into.size() < kPageBytes) {
+    copy_from_pages(begin, into);
+  } else {
+    read(begin, into);
   }
-  file_->read(into, extent_of(tensor, first, n).begin);
+}
+
+void Expectation::open(uint32_t file) {
+  if (file_ && file_index_ == file) return;
+  pages_.clear();
+  file_ = open_data_file(checkpoint_, file);
+  file_index_ = file;
+}
+
+void Expectation::read(uint64_t begin, std::span<std::byte> into) {
+  file_->read(into, begin);
   // After each read, so that a changed file is reported as CONFLICT, not as a wrong value.
   require_unchanged(*file_, checkpoint_.manifest.files[file_index_].identity);
+}
+
+void Expectation::copy_from_pages(uint64_t begin, std::span<std::byte> into) {
+  while (!into.empty()) {
+    const auto from = page(begin / kPageBytes).subspan(begin % kPageBytes);
+    const size_t n = std::min(from.size(), into.size());
+    std::memcpy(into.data(), from.data(), n);
+    into = into.subspan(n);
+    begin += n;
+  }
+}
+
+std::span<const std::byte> Expectation::page(uint64_t index) {
+  const auto found = pages_.find(index);
+  if (found != pages_.end()) return found->second;
+  if (pages_.size() == kMostPages) pages_.clear();
+  const uint64_t size = checkpoint_.manifest.files[file_index_].identity.size_bytes;
+  std::vector<std::byte> bytes(std::min<uint64_t>(kPageBytes, size - index * kPageBytes));
+  read(index * kPageBytes, bytes);
+  return pages_.emplace(index, std::move(bytes)).first->second;
 }
 
 }  // namespace modicum

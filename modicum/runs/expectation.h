@@ -6,6 +6,8 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <unordered_map>
+#include <vector>
 
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/io/io.h"
@@ -14,19 +16,27 @@
 namespace modicum {
 
 // Supplies the stored elements of a checkpoint to `check_values`: they are computed if `synth` has
-// written the checkpoint, else read again. Calls `heartbeat` once per call; an exception from it
-// ends the check. One thread; the checkpoint must outlive it. Errors: IO, CONFLICT.
+// written the checkpoint, else read again. A transposed tensor is asked for element by element, so
+// requests of less than a page are served from the last pages read, at most 32 MiB. Calls
+// `heartbeat` once per call; an exception from it ends the check. One thread; the checkpoint must
+// outlive it. Errors: IO, CONFLICT.
 class Expectation {
  public:
   Expectation(const Checkpoint& checkpoint, std::function<void()> heartbeat);
   void operator()(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into);
 
  private:
+  void open(uint32_t file);
+  void read(uint64_t begin, std::span<std::byte> into);
+  void copy_from_pages(uint64_t begin, std::span<std::byte> into);
+  std::span<const std::byte> page(uint64_t index);
+
   const Checkpoint& checkpoint_;
   const std::function<void()> heartbeat_;
   const std::optional<SynthMark> mark_;
   std::unique_ptr<File> file_;
   uint32_t file_index_ = 0;
+  std::unordered_map<uint64_t, std::vector<std::byte>> pages_;  // of the open file, by index
 };
 
 }  // namespace modicum

@@ -135,6 +135,7 @@ LoadReport load_in_ranks(const LoadTask& task, ShowBytes show) {
                     .checked = task.check};
   dump.finish();
   report.launcher_bytes = read_process_memory().held();
+  report.cgroup_peak_bytes = world.cgroup_peak.bytes();
   uint64_t digest = 0;
   for (const RankOutcome& outcome : report.ranks) {
     report.elapsed_s = std::max(report.elapsed_s, world.seconds_until(outcome.loaded_ns));

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "modicum/probe/probe.h"
 #include "modicum/ranks/ranks.h"
 
 namespace modicum {
@@ -27,6 +28,7 @@ struct World {
   std::function<int64_t()> grace_ns;  // after SIGTERM: see SuperviseOptions
   uint64_t budget_bytes = 0;          // of the node, to be reported; 0: none
   OwnReport own_report;               // of a rank, in its process
+  CgroupPeak cgroup_peak;             // from here on
 };
 
 // run_ranks with progress; a kill by the kernel's OOM killer is reported as such.

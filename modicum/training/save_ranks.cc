@@ -277,6 +277,7 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
                     .strategy = task.load.plan.strategy().name,
                     .promise = task.load.plan.promise,
                     .launcher_bytes = read_process_memory().held(),
+                    .cgroup_peak_bytes = world.cgroup_peak.bytes(),
                     .step = saved.step,
                     .is_preempted = is_preempted,
                     .path = saved.path,
@@ -322,6 +323,7 @@ LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show) {
                     .strategy = task.load.plan.strategy().name,
                     .promise = task.load.plan.promise,
                     .launcher_bytes = read_process_memory().held(),
+                    .cgroup_peak_bytes = world.cgroup_peak.bytes(),
                     .digest = 0};
   check_values(world, outcomes, report.checkpoint.warnings);
   for (const Resumed& of : outcomes) {

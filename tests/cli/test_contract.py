@@ -27,8 +27,8 @@ from program import (
 )
 
 VERBS = (
-    "inspect", "synth", "plan", "load", "rehearse", "save", "resume", "verify", "convert", "diff",
-    "step", "watch",
+    "inspect", "synth", "plan", "load", "rehearse", "save", "resume", "verify", "convert",
+    "reshard", "diff", "step", "doctor", "watch",
 )  # fmt: skip
 NUMBER = (int, float)
 
@@ -70,20 +70,25 @@ def test_verb_help_lists_flags(modicum: Path, verb: str) -> None:
     if verb in ("plan", "load", "rehearse", "save", "resume"):
         flags |= {"--ranks", "--ranks-per-node", "--strategy", "--layout", "--shard-dim"}
         flags |= {"--dtype", "--keep-fp32", "--recipe", "--destination", "--staging", "--baseline"}
-        flags |= {"--untie", "--optimizer", "--oversubscribe"}
-    if verb == "plan":
-        flags |= {"--deepspeed", "--workers", "--persistent-workers"}
-    if verb == "rehearse":
-        flags |= {"--steps", "--seed", "--clip"}
-    if verb == "save":
-        flags |= {"--step", "--shard-size", "--keep", "--unused"}
+        flags |= {"--untie", "--optimizer", "--oversubscribe", "--mesh", "--round-robin"}
+        flags |= {"--tp-rowwise", "--tp-packed", "--tp-replicate", "--expert-mesh", "--experts"}
+    flags |= {
+        "plan": {"--deepspeed", "--workers", "--persistent-workers"},
+        "rehearse": {"--steps", "--seed", "--clip", "--save", "--resume-ranks"},
+        "save": {"--step", "--steps", "--seed", "--shard-size", "--keep", "--grace", "--unused"},
+        "resume": {"--steps"},
+        "convert": {"--dtype", "--recipe", "--shard-size", "--sparse"},
+        "reshard": {"--state-format", "--shard-size"},
+        "doctor": {"--pid"},
+        "watch": {"--report", "--trace", "--limit", "--compare"},
+    }.get(verb, set())
     if verb == "load":
         flags |= {"--check", "--digest", "--expect-digest", "--dump"}
     if verb == "synth":
         flags |= {"--arch", "--layers", "--shard-size", "--dtype", "--sparse", "--edges"}
     if verb == "step":
         flags |= {"--params", "--state-format", "--ranks", "--steps", "--seed", "--clip", "--isa"}
-        flags |= {"--loss-scale", "--grad-dtype", "--fork-children", "--no-compare"}
+        flags |= {"--loss-scale", "--grad-dtype", "--fork-children", "--no-compare", "--threads"}
     done = run(modicum, verb, "--help")
     assert done.code == 0
     assert {flag for flag in flags if flag not in done.stdout} == set()
@@ -298,6 +303,18 @@ def keys_of(value: dict[str, Any], **types: type | tuple[type, ...]) -> None:
         found = value[key]
         accepted = isinstance(found, expected)
         assert accepted and (expected is bool or not isinstance(found, bool)), f"{key}: {found!r}"
+
+
+def test_keys_of_synth_and_inspect(modicum: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "moe"
+    made = run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--shard-size", 800)
+    keys_of(made, files=int, tensors=int, data_bytes=int, written_bytes=int)
+    listed = run_json(modicum, "inspect", directory)
+    keys_of(listed, checkpoint=dict, dtypes=dict, files=list, tensors=list, warnings=list)
+    keys_of(listed, model_type=str, tie_word_embeddings=bool)
+    keys_of(listed["checkpoint"], bytes=int, tensors=int, files=int, parameters=int, identity=str)
+    assert listed["checkpoint"]["files"] == len(listed["files"]) == made["files"] > 2
+    assert listed["checkpoint"]["bytes"] == made["data_bytes"]
 
 
 def test_keys_of_plan(modicum: Path, moe: Path) -> None:

@@ -107,6 +107,8 @@ def test_own_shard_passes_in_a_cage(
         assert inside.peak_bytes() <= promised * 105 // 100
         assert done.json["budget"]["source"].startswith(f"cgroup v{inside.version} ")
         assert done.json["budget"]["bytes"] <= promised * 105 // 100
+        (node,) = done.json["nodes"]
+        assert done.json["checkpoint"]["bytes"] < node["cgroup_peak_bytes"] <= inside.peak_bytes()
     assert_kept(done.json)
 
 

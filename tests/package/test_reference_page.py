@@ -1,8 +1,8 @@
 """docs/reference/command-line.md and python.md equal the output of scripts/reference.py; the plans
-that other pages show equal the program's output.
+that other pages show equal the program's output; each refusal has an error and a test.
 
 House test. It catches these mutations: a flag or a docstring changes without its page; the page
-omits a verb; the output of a plan changes.
+omits a verb; the output of a plan changes; a refusal without its test.
 """
 
 import os
@@ -45,3 +45,17 @@ def test_a_signature_keeps_its_parameters_in_order() -> None:
     source = "def f(a, b=1, *rest, c, d='x', **more) -> int: ..."
     (node,) = reference.ast.parse(source).body
     assert reference.signature(node) == "f(a, b = 1, *rest, c, d = 'x', **more) -> int"
+
+
+def test_each_refusal_has_its_error_and_its_test(root: Path) -> None:
+    page = (root / "docs/reference/refusals.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = [row for row in rows if row[0] != "asked for"]
+    assert len(rows) > 40
+    errors = (root / "docs/reference/errors.md").read_text()
+    for _, categories, _, test in rows:
+        for category in categories.replace(", ...", "").split(", "):
+            assert f"| `{category}` |" in errors, category
+        file, name = re.fullmatch(r"`(\S+)::(\w+)`", test).groups()
+        assert f"\ndef {name}(" in (root / file).read_text(), test

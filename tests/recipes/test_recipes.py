@@ -22,6 +22,7 @@ from transformers.modeling_utils import LoadStateDictConfig  # noqa: E402
 from transformers.quantizers.auto import AutoHfQuantizer  # noqa: E402
 
 import modicum as front  # noqa: E402
+import modicum.torch  # noqa: E402
 from modicum import recipes  # noqa: E402
 from modicum.recipes.__main__ import main  # noqa: E402
 
@@ -369,6 +370,55 @@ def test_fp8_codes_imply_their_scales() -> None:
         is_code = "_proj" in name
         assert node.get("dtype") == ("bfloat16" if is_code else None), name
         assert np.array_equal(evaluate(node, as_numbers), tensor.float().numpy()), name
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    """A configuration as llm-compressor writes it."""
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"} | weights}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize("columns", (1, None), ids=("per channel", "per tensor"))
+def test_fp8_codes_of_compressed_tensors_are_dequantised(
+    tmp_path: Path, columns: int | None
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL, quantization_config=compressed())
+    with modicum.torch.empty_parameters():
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    tensors: dict[str, Any] = {}
+    expected = {}
+    for name, tensor in model.state_dict().items():
+        values = torch.randn(tensor.shape).to(torch.bfloat16)
+        if "_proj" in name:
+            codes = values.to(torch.float8_e4m3fn)
+            scale = torch.rand((len(codes), columns) if columns else (1,)).to(torch.bfloat16)
+            tensors |= {name: codes, f"{name}_scale": scale}
+            values = (codes.float() * scale.float()).to(torch.bfloat16)
+        expected[name] = values
+        tensors.setdefault(name, values)
+    save_file(tensors, tmp_path / "model.safetensors")
+    modicum.torch.load(model, tmp_path, progress=False, budget="none")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        compressed(type="int", num_bits=4),
+        compressed(num_bits=4),
+        {"quant_method": "compressed-tensors", "config_groups": {"FP8": ["Linear"]}},
+        {"quant_method": "compressed-tensors"},
+    ],
+    ids=("int4", "fp4", "a preset", "no groups"),
+)
+def test_other_codes_of_compressed_tensors_are_refused(config: dict[str, Any]) -> None:
+    model = llama()
+    model.config.quantization_config = config
+    with pytest.raises(front.UsageError, match="'compressed-tensors'.*8-bit floats") as refused:
+        recipes.recipe_for(model, stored_of(model))
+    assert refused.value.category == "UNSUPPORTED"
 
 
 def test_codes_without_a_scale_and_other_quantizations_are_refused() -> None:

@@ -2,7 +2,8 @@
 
     adamw_memory.py FORMAT...
 
-A format whose name ends in -fp32 is that of float32 parameters. Prints a JSON object by format.
+A format whose name ends in fp32 is that of float32 parameters; after "torch:" the parameters are in
+torch's own memory, which forked children inherit. Prints a JSON object by argument.
 Figures are bytes above the memory held before the optimizer was made: RssAnon of the process, and
 Pss_Anon of the process and its forked children together.
 """
@@ -39,11 +40,14 @@ def pss_anon(pids: list[int]) -> int:
     return held
 
 
-def model_of(dtype: torch.dtype) -> nn.Module:
-    """A model loaded by Modicum, so that forked children do not inherit its parameters."""
+def layers(dtype: torch.dtype) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(ROWS, ROWS, bias=False, dtype=dtype) for _ in range(LAYERS)))
+
+
+def loaded(dtype: torch.dtype) -> nn.Module:
+    """Loaded by Modicum, so that forked children do not inherit the parameters."""
     with modicum.torch.empty_parameters():
-        layers = [nn.Linear(ROWS, ROWS, bias=False, dtype=dtype) for _ in range(LAYERS)]
-        model = nn.Sequential(*layers)
+        model = layers(dtype)
     modicum.torch.load(model, None, progress=False, budget="none")
     return model
 
@@ -57,8 +61,10 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def measured(state_format: str) -> dict[str, int]:
-    model = model_of(torch.float32 if state_format.endswith("fp32") else torch.bfloat16)
+def measured(name: str) -> dict[str, int]:
+    memory, _, state_format = name.rpartition(":")
+    made_by = layers if memory == "torch" else loaded
+    model = made_by(torch.float32 if state_format.endswith("fp32") else torch.bfloat16)
     asked = state_format.removesuffix("-fp32")
     gc.collect()
     numel = sum(p.numel() for p in model.parameters())

@@ -104,6 +104,13 @@ def test_saved_again_into_the_same_directory(
     resumed = two.ask("accelerate_resumes", **how)
     assert [one["then"] for one in resumed] == [one["then"] for one in saved]
     assert_verifies(modicum, folder)
+    # Without reading the base: docs/guide/accelerate.md.
+    base = Path(model).rename(tmp_path / "moved")
+    try:
+        again = two.ask("accelerate_resumes", **how | {"directory": str(folder)})
+    finally:
+        base.rename(model)
+    assert [one["then"] for one in again] == [one["then"] for one in saved]
 
 
 def test_checkpoints_that_accelerate_names(two: Ranks, tmp_path: Path, model: str) -> None:

@@ -304,6 +304,18 @@ def test_no_state_of_a_load_that_does_not_fit(one_rank: None) -> None:
     assert optimizer.held == {} and all(p.is_meta for p in model.parameters())
 
 
+def test_ways_of_an_optimizer_that_trainer_refuses(one_rank: None, tmp_path: Path) -> None:
+    """As docs/guide/accelerate.md says, for any optimizer: by transformers itself."""
+    with pytest.raises(ValueError, match="modicum.torch.AdamW"):
+        transformers.TrainingArguments(str(tmp_path), optim="modicum.torch.AdamW")
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), fsdp="full_shard", fsdp_config={"fsdp_version": 2}, use_cpu=True
+    )
+    optimizer = modicum.torch.AdamW([nn.Parameter(torch.ones(1))])
+    with pytest.raises(RuntimeError, match="`optimizers` is not allowed if PyTorch FSDP"):
+        transformers.Trainer(nn.Linear(1, 1), arguments, optimizers=(optimizer, None))
+
+
 def test_a_step_without_memory_is_refused(one_rank: None) -> None:
     with contextlib.suppress(ZeroDivisionError), loading(progress=False):
         optimizer = modicum.torch.AdamW(build().parameters())
@@ -328,9 +340,15 @@ def test_moments_are_not_rounded_twice() -> None:
 def test_a_step_is_not_traced() -> None:
     parameter = nn.Parameter(torch.ones(4))
     optimizer = modicum.torch.AdamW([parameter], lr=0.5)
-    step = torch.compile(optimizer.step, backend="eager")
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    step = torch.compile(optimizer.step, backend=backend)
     for lr in (0.5, 0.25, 0.125):
         optimizer.param_groups[0]["lr"] = lr
         parameter.grad = torch.ones(4)
         step()
-    assert optimizer.state[parameter]["step"].item() == 3
+    assert optimizer.state[parameter]["step"].item() == 3 and not graphs

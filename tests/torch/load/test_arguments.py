@@ -392,6 +392,12 @@ def test_without_tqdm_there_is_no_bar(
     assert "Loading weights" not in told
 
 
+def test_without_progress_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    with playing_new_rank(0, 2):
+        load(shard(empty("llama"), TWO), checkpoint_of("llama"), progress=False)
+    assert capfd.readouterr().err == ""
+
+
 # ---- refusals
 
 
@@ -509,6 +515,7 @@ def test_an_import_imports_only_torch_and_patches_nothing() -> None:
     [
         ({}, None, "USAGE: model .expected a torch.nn.Module, got dict"),
         (torch.nn.Linear(1, 1), "auto", "USAGE: dtype .expected a torch.dtype, .* got 'auto'"),
+        (torch.nn.Linear(1, 1), "bf16", "USAGE: dtype .expected a torch.dtype, .* got 'bf16'"),
     ],
 )
 def test_an_argument_of_the_wrong_type_is_named(model: Any, dtype: Any, message: str) -> None:

@@ -201,6 +201,22 @@ def test_ranks_with_different_arguments(
     assert [answer["state"] for answer in answers] == expected
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"missing": "("}, {"unexpected": "(?<=a)b"}, {"keep_fp32": "["}], ids=str
+)
+def test_an_invalid_expression_is_the_same_error_on_all_ranks(
+    four: Ranks, model: Path, wrong: dict[str, str]
+) -> None:
+    """Rank 0 alone asks for the conversions."""
+    how = {"directory": str(model), "source": str(model), "mesh": MESH, "again": False}
+    answers = four.ask("tried", **wrong, **how)
+    for answer in answers:
+        failure = answer["failure"]
+        assert (failure.error, failure.facts["category"]) == ("UsageError", "USAGE"), failure
+        assert failure.message == answers[0]["failure"].message
+        assert answer["on_meta"]
+
+
 def test_budget_is_refused_by_all_without_reading(
     four: Ranks, modicum: Path, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ DECLARED = {
     "bf16-moments-fp32": 12,
     "int8-moments-fp32": 10.0625,
 }
+INHERITED = ("torch:fp32", "torch:fp32-split", "torch:int8-moments")
 FIXED = 1 << 19  # memory of Python and torch
 COPIED = 6 << 20  # pages that Python writes, e.g. reference counts; a plane of codes has 8 MiB
 
@@ -34,7 +35,7 @@ def held() -> dict[str, dict[str, int]]:
     # malloc returns freed memory to the kernel, so that only memory in use is counted.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
-        [sys.executable, str(program), *DECLARED],
+        [sys.executable, str(program), *DECLARED, *INHERITED],
         capture_output=True, text=True, timeout=300, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -55,3 +56,12 @@ def test_bytes_per_parameter(held: dict[str, dict[str, int]], state_format: str)
 def test_children_cost_nothing(held: dict[str, dict[str, int]], state_format: str) -> None:
     """Two live children while all memory is written again."""
     assert held[state_format]["written_with_children"] <= COPIED
+
+
+@pytest.mark.parametrize("name", INHERITED)
+def test_children_keep_the_parameters_of_torchs_own_memory(
+    held: dict[str, dict[str, int]], name: str
+) -> None:
+    """docs/guide/adamw.md: the first step after a fork copies them, 4 or 2 bytes per parameter."""
+    of = held[name]
+    assert of["parameter_bytes"] <= of["written_with_children"] <= of["parameter_bytes"] + COPIED

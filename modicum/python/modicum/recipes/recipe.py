@@ -126,14 +126,33 @@ def _quantizer_of(model: Any, targets: Described) -> Any:
         return None
     method = config["quant_method"] if isinstance(config, dict) else config.quant_method
     method = getattr(method, "value", method)
+    if method == "compressed-tensors" and _is_fp8(config, targets):
+        return None  # no conversions: codes and scales have the model's names
     if method not in ("fp8", "mxfp8"):
-        raise refusal("UNSUPPORTED", f"the quantization '{method}' is not known")
+        what = f"the quantization '{method}' is not known"
+        expected = "FP8 codes: fp8, mxfp8, or compressed-tensors of 8-bit floats"
+        raise refusal("UNSUPPORTED", what, expected=expected, got=str(method))
     from transformers.quantizers.auto import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=True)
     keeps_codes = any(name.endswith("_scale_inv") for name in targets)
     quantizer.quantization_config.dequantize = not keeps_codes
     return quantizer
+
+
+def _is_fp8(config: Any, targets: Described) -> bool:
+    """Whether a configuration of compressed-tensors has 8-bit floats only, and the model none."""
+    if not isinstance(config, dict) or any(name.endswith("weight_scale") for name in targets):
+        return False
+    groups = config.get("config_groups")
+    weights = [
+        group.get("weights") if isinstance(group, dict) else None
+        for group in (groups.values() if isinstance(groups, dict) else [None])
+    ]
+    return bool(weights) and all(
+        isinstance(of, dict) and (of.get("type"), of.get("num_bits")) == ("float", 8)
+        for of in weights
+    )
 
 
 # ---- ties
@@ -218,11 +237,23 @@ def _translate(
         whole.dropped += made.dropped
         whole.grown |= {names[key]: rows for key, rows in made.grown.items()}
         for name, would_be in made.unexpected.items():
+            codes = _codes_of(name, stored)
+            if codes is not None and codes not in made.unexpected:
+                continue  # a load reads the scale with its codes
             if droppable is not None and all(droppable.search(one) for one in would_be):
                 whole.dropped.append(name)
             else:
                 whole.unexpected[name] = would_be
     return whole
+
+
+def _codes_of(scale: str, stored: Described) -> str | None:
+    """The FP8 codes that a stored tensor is the scale of, by their names."""
+    for ending in ("_scale_inv", "_scale"):
+        codes = scale.removesuffix(ending)
+        if codes != scale and codes in stored and stored[codes][0].startswith("float8"):
+            return codes
+    return None
 
 
 def _check_unexpected(

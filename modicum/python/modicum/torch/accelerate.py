@@ -87,7 +87,7 @@ def loading(
         unexpected: stored names that are not in the model: "error" (default), "ignore", or patterns
             of names to drop. `from_pretrained` would only warn.
         check: None (default), or "values": compare every value with a second reading.
-        progress: whether rank 0 draws a bar on stderr; True by default.
+        progress: whether rank 0 prints the plan and a bar on stderr.
         seed: of initialised parameters; 0 by default.
         staging: host memory per rank for bytes in flight, bytes or text; None (default): 8 MiB,
             less if the budget requires it.

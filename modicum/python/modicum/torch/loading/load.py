@@ -59,7 +59,7 @@ def load(
             to initialise so; or rules by pattern ("zeros", "ones", ("normal", std), "model").
         unexpected: for stored names not in the model: "error", "ignore", or patterns to drop.
         check: None, or "values": poison first, then compare every value with a second reading.
-        progress, seed: whether rank 0 draws a bar on stderr; seed of initialised tensors.
+        progress, seed: whether rank 0 prints plan and bar on stderr; seed of initialised tensors.
         staging: host memory that a rank streams through; None: 8 MiB, less if the budget needs it.
         buffers: for real buffers that no state dict has, and that differ from the result of the
             model's rule: "restore", "keep", or None: restore those unwritten since `to_empty()`.

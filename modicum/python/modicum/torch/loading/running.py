@@ -26,7 +26,7 @@ Storages = dict[int, torch.Tensor]
 def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
     """Loads, and returns the same report on every rank. Collective. If a rank fails all raise, and
     no tensor is handed over."""
-    if ranks.rank == 0:
+    if planned.options.progress and ranks.rank == 0:
         print(f"modicum: {planned.headline()}", file=sys.stderr)
     plan, options, rank = planned.plan, planned.options, ranks.rank
     ledger = options.ledger
