@@ -63,10 +63,12 @@ def by_modicum(directory: str, root: str) -> dict[str, Any]:
     model, optimizer = trained(directory, "modicum")
 
     def save(number: int, **how: Any) -> Any:
-        settled()
         return modicum.torch.save(model, root, step=number, optimizer=optimizer, keep=1, **how)
 
-    blocking = [save(number).durable_s for number in range(ROUNDS)]
+    blocking = []
+    for number in range(ROUNDS):
+        settled()
+        blocking.append(save(number).durable_s)
     pause_s = PAUSE * statistics.median(blocking)
     plain = [step(model, optimizer, pause_s) for _ in range(ROUNDS)]
     during, reports = [], []
@@ -77,6 +79,7 @@ def by_modicum(directory: str, root: str) -> dict[str, Any]:
         during.append(time.monotonic() - begin)
         reports.append(vars(saving.wait()))
     alone = [step(model, optimizer, 0) for _ in range(ROUNDS)]
+    settled()
     saving = save(2 * ROUNDS, background=True)
     first = step(model, optimizer, 0)
     return {
