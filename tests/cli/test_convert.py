@@ -348,10 +348,11 @@ def fp8(modicum: Path, tmp_path_factory: pytest.TempPathFactory, is_full_size: b
 
 
 @pytest.fixture(scope="module")
-def sparse(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """deepseek-v3 in its true size, nearly all holes."""
+def sparse(modicum: Path, tmp_path_factory: pytest.TempPathFactory, is_full_size: bool) -> Path:
+    """deepseek-v3, nearly all holes: 8 of its 61 layers, or all."""
     folder = tmp_path_factory.mktemp("sparse") / "deepseek-v3"
-    run_json(modicum, "synth", folder, "--arch", "deepseek-v3", "--sparse")
+    layers = () if is_full_size else ("--layers", 8)
+    run_json(modicum, "synth", folder, "--arch", "deepseek-v3", "--sparse", *layers)
     return folder
 
 

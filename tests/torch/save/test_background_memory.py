@@ -25,7 +25,6 @@ MIB, GIB, GB = 1 << 20, 1 << 30, 10**9
 WORLD = 2
 ROOM = 2 * GIB
 PATIENCE_S = 1200.0
-WINDOW_BYTES = 256 * MIB
 STATE_BYTES_PER_PARAMETER = 16  # master, gradient and two moments
 # Of qwen3-0.6b: of its embeddings and its last norm, and of a layer.
 FIXED, PER_LAYER = 151_936 * 1024 + 1024, 15_730_944
@@ -104,7 +103,6 @@ def test_steps_go_on_within_the_state_and_2_gib(
     assert waited > 0.1 * blocking, "it was not in the background"
     assert last["blocked_s"] == pytest.approx(waited, rel=0.25)
     for report in (*told["reports"], last):
-        assert report["kept_bytes"] <= WINDOW_BYTES // WORLD
         assert report["held_bytes"] <= report["promised_bytes"]
 
 
