@@ -3,8 +3,7 @@ async save is killed, and what it costs the steps meanwhile.
 
     pytest tests/torch/save/test_background_memory.py -m soak -s [--full-size]
 
-It prints the figures. It catches these mutations: a second copy of the state; a step that waits
-although the pause before it sufficed to write; a report that does not say how long a step waited.
+It prints the figures.
 """
 
 import statistics
