@@ -29,6 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=str(ROOT / "build/python"),
         help="the folder of the wheel under test, which must be the installed one",
     )
+    parser.addoption(
+        "--full-size",
+        action="store_true",
+        help="soak tests in cages take 11 GB of state instead of 3, 10 GB of FP8 codes instead of 2, "
+        "and all layers of deepseek-v3",
+    )
 
 
 # The packages that tests compare with; scripts/venv.sh installs them.
@@ -80,6 +86,12 @@ def modicum(request: pytest.FixtureRequest) -> Path:
     program = Path(request.config.getoption("--modicum")).resolve()
     assert program.is_file(), f"no {program}; run `make build` or `make test-dev`"
     return program
+
+
+@pytest.fixture(scope="session")
+def is_full_size(request: pytest.FixtureRequest) -> bool:
+    """Whether soak tests in cages take the sizes of a large model's share of a node."""
+    return request.config.getoption("--full-size")
 
 
 @pytest.fixture(scope="session")

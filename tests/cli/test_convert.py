@@ -1,26 +1,37 @@
 """The verbs `convert` and `diff`: the output has the source's values in another form, and only
 staging is held; a killed conversion resumes after its finished files; every difference is named.
 
+Soak tests do so within 1 GiB for deepseek-v3, and compare the speed with cp's:
+
+    pytest tests/cli/test_convert.py -m soak -s [--full-size]
+
 House test. It catches these mutations: a file that is kept although it belongs to other inputs; an
 output that is visible before it is complete; a tie that loses its second name; zeros that are
 written into a sparse file; a difference that is not counted; scales in the promise of a file.
 """
 
 import json
+import os
 import random
+import shutil
 import signal
+import statistics
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from program import failure, run, run_json
+from cage import cage, drop_page_cache, why_no_cage
+from program import failure, run, run_json, write_index
 
 KEYS = {
     "path", "written_bytes", "kept_files", "elapsed_s", "digest", "files", "left_out", "nodes",
     "ranks", "warnings", "checkpoint",
 }  # fmt: skip
-MIB = 1 << 20
+MIB, GIB, GB = 1 << 20, 1 << 30, 10**9
+KILLS = 20
+ROUNDS = 3
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +258,161 @@ def test_finished_files_of_other_inputs_are_dropped(modicum: Path, tmp_path: Pat
     assert run_json(modicum, "convert", source, out, "--dtype", "bf16")["kept_files"] == 0
     run_json(modicum, "convert", source, tmp_path / "whole", "--dtype", "bf16")
     assert run(modicum, "diff", tmp_path / "whole", out).code == 0
+
+
+# ---- convert in a cage
+
+
+DEEPSEEK = {"gate": (2048, 7168), "up": (2048, 7168), "down": (7168, 2048)}
+BLOCK = 128
+EXPERTS_PER_FILE = 2
+
+
+def fp8_experts(modicum: Path, directory: Path, size_bytes: int) -> Path:
+    """As many of deepseek-v3's experts, with its config.json: codes without NaN, and scales."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch = pytest.importorskip("torch")
+    shapes = directory.with_name("shapes")
+    run_json(modicum, "synth", shapes, "--arch", "deepseek-v3", "--layers", 1, "--sparse")
+    directory.mkdir()
+    (directory / "config.json").write_bytes((shapes / "config.json").read_bytes())
+    one = sum(rows * columns for rows, columns in DEEPSEEK.values())
+    files = size_bytes // (EXPERTS_PER_FILE * one)
+    dice = torch.Generator().manual_seed(0)
+    weight_map: dict[str, str] = {}
+    for file in range(files):
+        tensors = {}
+        for expert in range(EXPERTS_PER_FILE * file, EXPERTS_PER_FILE * (file + 1)):
+            for kind, (rows, columns) in DEEPSEEK.items():
+                name = f"model.layers.3.mlp.experts.{expert}.{kind}_proj.weight"
+                codes = torch.randint(0, 0x7F, (rows, columns), generator=dice, dtype=torch.uint8)
+                tensors[name] = codes.view(torch.float8_e4m3fn)
+                tensors[f"{name}_scale_inv"] = torch.rand(
+                    rows // BLOCK, columns // BLOCK, generator=dice
+                )
+        of_file = f"model-{file + 1:05}-of-{files:05}.safetensors"
+        safetensors.save_file(tensors, directory / of_file)
+        weight_map |= dict.fromkeys(tensors, of_file)
+    write_index(directory, weight_map, files * EXPERTS_PER_FILE * one)
+    return directory
+
+
+def in_1_gib(words: list[str], kill_after_s: float | None = None) -> dict[str, Any] | None:
+    """The result of a conversion in a cgroup of 1 GiB; None if it was killed before its end."""
+    with cage(GIB) as inside:
+        process = inside.start(*words)
+        try:
+            told = process.communicate(timeout=kill_after_s)
+        except subprocess.TimeoutExpired:
+            told = None
+        kills = inside.oom_kills()
+    stdout, stderr = told or process.communicate()  # leaving the cage has killed it
+    if process.returncode == -signal.SIGKILL and kill_after_s is not None and kills == 0:
+        return None
+    assert process.returncode == 0 and kills == 0, f"{kills} OOM kills\n{stderr}"
+    return json.loads(stdout)
+
+
+def finished_inodes(out: Path) -> dict[str, tuple[int, int]]:
+    """Of each finished file, what another write of it would change."""
+    partial, found = out.parent / f".{out.name}.partial", {}
+    for name in finished_files(out.parent / f".{out.name}.journal"):
+        status = (partial / name).stat()
+        found[name] = (status.st_ino, status.st_mtime_ns)
+    return found
+
+
+def kills_until_done(words: list[str], out: Path, whole: dict[str, Any], chance: Any) -> int:
+    """Kills a conversion at random moments, up to `KILLS` times, and lets it end: no finished file
+    is written again. `whole`: the result of one that was not killed."""
+    finished: dict[str, tuple[int, int]] = {}
+    killed, most_s = 0, 2 * whole["elapsed_s"] / KILLS
+    while (done := in_1_gib(words, chance.uniform(0, most_s) if killed < KILLS else None)) is None:
+        killed += 1
+        assert not out.exists(), "visible before it is whole"
+        found = finished_inodes(out)
+        assert found.items() >= finished.items(), "a finished file was written again"
+        finished = found
+    print(f"{killed} kills: {len(finished)} of {len(done['files'])} files were kept")
+    assert done["kept_files"] == len(finished) and done["digest"] == whole["digest"]
+    for name, (inode, mtime_ns) in finished.items():
+        status = (out / name).stat()
+        assert (status.st_ino, status.st_mtime_ns) == (inode, mtime_ns), name
+    return killed
+
+
+@pytest.fixture(scope="module")
+def fp8(modicum: Path, tmp_path_factory: pytest.TempPathFactory, is_full_size: bool) -> Path:
+    folder = tmp_path_factory.mktemp("fp8") / "experts"
+    return fp8_experts(modicum, folder, (10 if is_full_size else 2) * GB)
+
+
+@pytest.fixture(scope="module")
+def sparse(modicum: Path, tmp_path_factory: pytest.TempPathFactory, is_full_size: bool) -> Path:
+    """deepseek-v3, nearly all holes: 8 of its 61 layers, or all."""
+    folder = tmp_path_factory.mktemp("sparse") / "deepseek-v3"
+    layers = () if is_full_size else ("--layers", 8)
+    run_json(modicum, "synth", folder, "--arch", "deepseek-v3", "--sparse", *layers)
+    return folder
+
+
+patient = pytest.mark.timeout(7200)
+caged = pytest.mark.skipif(why_no_cage() is not None, reason=str(why_no_cage()))
+
+
+@pytest.mark.soak
+@patient
+@caged
+@pytest.mark.parametrize("kind", ("fp8", "sparse"))
+def test_conversions_killed_within_1_gib_are_resumed(
+    modicum: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    """FP8 to bfloat16, killed 20 times at random moments; `-s` shows the figures."""
+    source, out = request.getfixturevalue(kind), tmp_path / "out"
+    words = [str(modicum), "convert", str(source), "--dtype", "bf16", "--json"]
+    words += ["--sparse"] if kind == "sparse" else []
+    whole = in_1_gib([*words, str(tmp_path / "whole")])
+    assert whole is not None
+    shutil.rmtree(tmp_path / "whole")
+    size = sum(file["bytes"] for file in whole["files"])
+    print(f"\n{kind}: {size / GB:.2f} GB in {whole['elapsed_s']:.1f} s")
+    killed, chance = 0, random.Random(11)
+    while killed < KILLS:
+        shutil.rmtree(out, ignore_errors=True)
+        killed += kills_until_done([*words, str(out)], out, whole, chance)
+    assert hidden_beside(out) == []
+    if kind == "fp8":  # the other one has a terabyte of zeros
+        assert run_json(modicum, "load", out, "--digest")["digest"] == whole["digest"]
+
+
+@pytest.mark.soak
+@patient
+@caged
+def test_a_conversion_is_nearly_as_fast_as_cp(modicum: Path, fp8: Path, tmp_path: Path) -> None:
+    """Seconds until the files are durable, of a conversion and of `cp` of its output, which is the
+    larger side; nothing is in the page cache before. `-s` shows the figures."""
+    out, copy = tmp_path / "out", tmp_path / "copy"
+    convert = [str(modicum), "convert", str(fp8), str(out), "--dtype", "bf16", "--json"]
+    seconds: dict[str, list[float]] = {"convert": [], "cp": []}
+    written = 0
+    for _ in range(ROUNDS):
+        shutil.rmtree(out, ignore_errors=True)
+        os.sync()
+        drop_page_cache(fp8)
+        begin = time.monotonic()
+        done = in_1_gib(convert)
+        seconds["convert"].append(time.monotonic() - begin)
+        assert done is not None
+        written = done["written_bytes"]
+        drop_page_cache(out)
+        begin = time.monotonic()
+        subprocess.run(["cp", "-r", out, copy], check=True)
+        os.sync()
+        seconds["cp"].append(time.monotonic() - begin)
+        shutil.rmtree(copy)
+    rates = {name: written / 1e6 / statistics.median(of) for name, of in seconds.items()}
+    print(f"\n{written / GB:.2f} GB; MB/s: {rates}; seconds: {seconds}")
+    assert rates["convert"] >= 0.8 * rates["cp"]
 
 
 # ---- diff

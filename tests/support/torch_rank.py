@@ -374,6 +374,7 @@ ACTS: dict[str, Callable[..., Any]] = {
 import accelerate_rank  # noqa: E402  (whose acts are made of those above)
 import adamw_binding_rank  # noqa: E402
 import adamw_rank  # noqa: E402
+import background_memory  # noqa: E402
 import background_rank  # noqa: E402
 import checkpoint_rank  # noqa: E402
 import dcp_rank  # noqa: E402
@@ -384,4 +385,4 @@ import which_way_rank  # noqa: E402
 
 ACTS |= adamw_binding_rank.ACTS | adamw_rank.ACTS | accelerate_rank.ACTS | engine_rank.ACTS
 ACTS |= optimizer_rank.ACTS | saving_rank.ACTS | checkpoint_rank.ACTS | dcp_rank.ACTS
-ACTS |= which_way_rank.ACTS | background_rank.ACTS
+ACTS |= which_way_rank.ACTS | background_rank.ACTS | background_memory.ACTS

@@ -123,10 +123,20 @@ def shape_of(key: str) -> Any:
     return small().get_parameter(key.partition("/")[2]).shape
 
 
+def pickle_stages(by_name: bool) -> None:
+    """As Python 3.11.0 to 3.11.2 pickle a member of an enumeration, or as the others do."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    ZeroStageEnum.__reduce_ex__ = lambda self, _: (
+        (getattr, (type(self), self.name)) if by_name else (type(self), (self.value,))
+    )
+
+
 def run(case: str, folder: Path) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from safetensors.torch import save_file
 
+    pickle_stages(by_name=case in ("zero2", "float32"))
     engine = engine_of(case, small())
 
     def steps(numbers: range) -> None:

@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402  (after torch is known 
 from audit import mutated, nothing_happens  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from sharding import playing_new_rank  # noqa: E402
+from torch.distributed.checkpoint import metadata  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard  # noqa: E402
@@ -31,6 +32,7 @@ import modicum.torch  # noqa: E402
 from modicum.errors import Error, FormatError, UsageError  # noqa: E402
 from modicum.torch.dcp import convert  # noqa: E402
 from modicum.torch.saving.directories import Directory, directory_of  # noqa: E402
+from modicum.torch.saving.pickles import Made, read_pickle  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -244,6 +246,27 @@ def test_two_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="ema, model"):
         convert(tmp_path / "two", tmp_path / "steps", step=1)
     assert not (tmp_path / "steps").exists()
+
+
+@pytest.mark.parametrize("protocol", (2, 4))
+def test_getattr_in_a_pickle_is_a_member_of_an_enumeration(protocol: int) -> None:
+    """As Python 3.11.0 to 3.11.2 write it; of anything else than a name on the list it is
+    refused."""
+    kind = f"{metadata.__name__} _MEM_FORMAT_ENCODING"
+
+    def read(*args: object) -> Any:
+        class Written:
+            def __reduce__(self) -> Any:
+                return getattr, args
+
+        return read_pickle(pickle.dumps(Written(), protocol), ".metadata")
+
+    assert read(metadata._MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST") == Made(
+        kind, ("TORCH_CHANNELS_LAST",)
+    )
+    for args in ((os.getcwd, "name"), ("os", "system"), (metadata.Metadata, 3), (metadata.Metadata,)):
+        with pytest.raises(FormatError, match="the pickle (calls|names)"):
+            read(*args)
 
 
 def read_mutated(directory: Path, count: int) -> None:

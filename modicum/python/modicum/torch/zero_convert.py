@@ -120,8 +120,7 @@ def _upper(values: torch.Tensor) -> torch.Tensor:
 
 def _lower(values: torch.Tensor) -> torch.Tensor:
     """The lower halves: int16."""
-    bits = values.view(torch.int32)
-    return (bits - (((bits + 0x8000) >> 16) << 16)).to(torch.int16)
+    return values.view(torch.int32).to(torch.int16)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt
 EXPERT_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_.*\.pt|expp_rank_\d+_.*\.pt")
 
 STAGE = "deepspeed.runtime.zero.config ZeroStageEnum"
+STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}
+"""By the names of its members."""
 PICKLED = frozenset(
     (
         STAGE,

@@ -7,6 +7,8 @@ REBUILD_TYPED = "torch._tensor _rebuild_from_type_v2"
 """Of a tensor with attributes: its function, class, arguments and attributes."""
 ORDERED_DICT = "collections OrderedDict"
 LAYOUT = "torch.serialization _get_layout"
+GETATTR = frozenset(("builtins getattr", "__builtin__ getattr"))
+"""From Python 3.11.0 to 3.11.2 a member of an enumeration is pickled as `getattr` of its class."""
 MEMORY_FORMAT = f"{METADATA} _MEM_FORMAT_ENCODING"
 
 PICKLED = frozenset(

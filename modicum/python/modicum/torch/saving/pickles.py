@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from modicum._modicum import exit_codes
 from modicum.errors import from_json
-from modicum.upstream.torch_checkpoint import ORDERED_DICT, PICKLED, STORAGES
+from modicum.upstream.torch_checkpoint import GETATTR, ORDERED_DICT, PICKLED, STORAGES
 
 DTYPES = frozenset((*STORAGES.values(), "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"))
 _MOST_BYTES = 1 << 31
@@ -34,6 +34,7 @@ class Made:
     kind: str
     """The name of its Global."""
     args: Any
+    """Of a member of an enumeration its value or, from Python 3.11.0 to 3.11.2, its name."""
     state: Any = None
 
     def member(self, name: str) -> Any:
@@ -173,7 +174,7 @@ class _Stack:
     def _name(self, name: str) -> None:
         module, _, last = name.partition(" ")
         is_torch = module == "torch" and (last in DTYPES or last in STORAGES)
-        if name not in self._names and not is_torch:
+        if name not in self._names and name not in GETATTR and not is_torch:
             raise _Refused(f"the pickle names {name.replace(' ', '.')!r}, and nothing is executed")
         self._push(Global(name))
 
@@ -181,8 +182,11 @@ class _Stack:
         kind, args = self._taken(2)
         if not isinstance(kind, Global) or not isinstance(args, tuple):
             raise _Refused("the pickle is damaged: a call of something else than a name")
-        is_dict = kind.name == ORDERED_DICT and not args
-        self._push(Pairs() if is_dict else Made(kind.name, args))
+        if kind.name in GETATTR:
+            self._push(_member(args))
+        else:
+            is_dict = kind.name == ORDERED_DICT and not args
+            self._push(Pairs() if is_dict else Made(kind.name, args))
 
     def _build(self) -> None:
         state, made = self._pop(), self._values[-1]
@@ -203,6 +207,14 @@ class _Stack:
         if not isinstance(into, Pairs) or len(values) % 2:
             raise _Refused("the pickle is damaged: an item of something else than a dict")
         into.items.extend(zip(values[::2], values[1::2], strict=True))
+
+
+def _member(args: tuple[Any, ...]) -> Made:
+    """Of an enumeration, as `getattr` of its class would give it."""
+    of, name = args if len(args) == 2 else (None, None)
+    if not isinstance(of, Global) or not isinstance(name, str):
+        raise _Refused("the pickle calls getattr for something else than a class")
+    return Made(of.name, (name,))
 
 
 def _text(value: Any) -> str:

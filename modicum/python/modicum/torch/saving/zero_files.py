@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from modicum.errors import refusal
 from modicum.torch.saving.archives import Archive, Line, Shape, is_shape, is_size, number_of
 from modicum.torch.saving.pickles import Made, Pairs, malformed
-from modicum.upstream.deepspeed_checkpoint import BASE_STATE, MASTERS, PICKLED, STAGE
+from modicum.upstream.deepspeed_checkpoint import BASE_STATE, MASTERS, PICKLED, STAGE, STAGES
 
 MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -131,7 +131,8 @@ class Rank:
         of = whole.table("optimizer_state_dict")
         stage = of.values.get("zero_stage")
         if isinstance(stage, Made) and stage.kind == STAGE and len(stage.args) == 1:
-            stage = stage.args[0]
+            told = stage.args[0]
+            stage = STAGES.get(told) if isinstance(told, str) else told
         if type(stage) is not int or stage not in MASTERS:
             of.unknown("zero_stage")
         if "ds_zero_partition_groups" in of.values:

@@ -1,0 +1,122 @@
+"""A save in the background in a memory cgroup of the training state and 2 GiB, in which DCP's
+async save is killed, and what it costs the steps meanwhile.
+
+    pytest tests/torch/save/test_background_memory.py -m soak -s [--full-size]
+
+It prints the figures.
+"""
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from cage import Cage, cage, drop_page_cache, why_no_cage
+from program import run_json
+from ranks import ranks
+
+MIB, GIB, GB = 1 << 20, 1 << 30, 10**9
+WORLD = 2
+ROOM = 2 * GIB
+PATIENCE_S = 1200.0
+STATE_BYTES_PER_PARAMETER = 16  # master, gradient and two moments
+# Of qwen3-0.6b: of its embeddings and its last norm, and of a layer.
+FIXED, PER_LAYER = 151_936 * 1024 + 1024, 15_730_944
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(why_no_cage() is not None, reason=str(why_no_cage())),
+]
+
+
+@pytest.fixture(scope="module")
+def layers(is_full_size: bool) -> int:
+    parameters = (11 if is_full_size else 3) * GB / STATE_BYTES_PER_PARAMETER
+    return round((parameters - FIXED) / PER_LAYER)
+
+
+@pytest.fixture(scope="module")
+def state_bytes(layers: int) -> int:
+    return STATE_BYTES_PER_PARAMETER * (FIXED + layers * PER_LAYER)
+
+
+@pytest.fixture(scope="module")
+def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory, layers: int) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "qwen3"
+    made = run_json(modicum, "synth", folder, "--arch", "qwen3-0.6b", "--layers", layers)
+    assert made["data_bytes"] == 2 * (FIXED + layers * PER_LAYER)
+    drop_page_cache(folder)
+    return folder
+
+
+def run(act: str, folder: Path, inside: Cage, **said: str) -> dict[str, Any] | None:
+    """Rank 0's answer; None if a rank was killed. The ranks are in the cage from their start."""
+    cages = [inside.directory / "cgroup.procs"] * WORLD
+    with ranks(WORLD, folder, fresh=True, cages=cages) as started:
+        started.tell(act, **said)
+        deadline = time.monotonic() + PATIENCE_S
+        while not inside.oom_kills() and not all(line.poll() for line in started.lines):
+            assert time.monotonic() < deadline, started.logs()
+            time.sleep(0.05)
+        if inside.oom_kills():
+            return None
+        answer = started.hear()[0]
+        assert isinstance(answer, dict), f"{answer}\n{started.logs()}"
+        return answer
+
+
+def median(numbers: list[float]) -> float:
+    return statistics.median(numbers)
+
+
+def test_steps_go_on_within_the_state_and_2_gib(
+    model: Path, state_bytes: int, tmp_path: Path
+) -> None:
+    with cage(state_bytes + ROOM) as inside:
+        said = {"directory": str(model), "root": str(tmp_path / "steps")}
+        told = run("background_by_modicum", tmp_path / "ranks", inside, **said)
+        assert told is not None, "killed"
+        peak = inside.peak_bytes()
+    plain, during = median(told["plain"]), median(told["during"])
+    blocking = median(told["blocking"])
+    durable = median([report["durable_s"] for report in told["reports"]])
+    waited, last = told["first"] - median(told["alone"]), told["last"]
+    print(
+        f"\nstate {state_bytes / GB:.2f} GB, cage {(state_bytes + ROOM) / GB:.2f} GB, peak "
+        f"{peak / GB:.2f} GB; a save writes {last['written_bytes'] / GB:.2f} GB"
+        f"\nin the foreground {blocking:.2f} s; pause {told['pause_s']:.2f} s"
+        f"\nwith the pause: steps {plain:.2f} s, during a save {during:.2f} s "
+        f"({during / plain - 1:+.1%}); visible after {durable:.2f} s ({durable / blocking:.2f} x)"
+        f"\nwithout: steps {median(told['alone']):.2f} s, the first of a save {waited:.2f} s more; "
+        f"reported {last['blocked_s']:.2f} s, {last['kept_bytes'] / MIB:.0f} MiB kept; visible "
+        f"after {last['durable_s']:.2f} s ({last['durable_s'] / blocking:.2f} x)"
+    )
+    assert during <= 1.1 * plain, "steps wait although there was time to write"
+    assert durable <= 1.5 * blocking
+    assert waited > 0.1 * blocking, "it was not in the background"
+    assert last["blocked_s"] == pytest.approx(waited, rel=0.25)
+    for report in (*told["reports"], last):
+        assert report["held_bytes"] <= report["promised_bytes"]
+
+
+def test_async_save_of_dcp_is_killed(
+    model: Path, state_bytes: int, tmp_path: Path, is_full_size: bool
+) -> None:
+    """It passes where there is room for another copy of the state."""
+    root = tmp_path / "dcp"
+    said = {"directory": str(model), "root": str(root)}
+    with cage(state_bytes + ROOM) as inside:
+        told = run("background_by_dcp", tmp_path / "killed", inside, **said)
+    assert told is None, "it holds no copy: the cage proves nothing"
+    assert root.exists(), "killed before the save"
+    if not is_full_size:
+        with cage(2 * state_bytes + ROOM) as inside:
+            told = run("background_by_dcp", tmp_path / "roomy", inside, **said)
+            assert told is not None, "killed"
+            print(f"\nDCP in a roomy cage: peak {inside.peak_bytes() / GB:.2f} GB, {told}")
