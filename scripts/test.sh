@@ -103,9 +103,11 @@ case "${1:-}" in
     scripts/venv.sh test wheel
     scripts/wheel.sh build/python install
     failed=0
-    # A file's tests share what they have made, and many of them wait: a worker for each CPU.
+    # A file's tests share what they have made. Half of the time they wait for processes and disks:
+    # three workers for two CPUs.
     # shellcheck disable=SC2046
-    run_pytest $(longest_first) -m "not alone and not soak" --numprocesses "$jobs" \
+    run_pytest $(longest_first) -m "not alone and not soak" \
+      --numprocesses $(((3 * jobs + 1) / 2)) \
       --dist loadfile --no-loadscope-reorder --durations 15 || failed=1
     for file in $(test_files | xargs grep -l 'mark\.alone'); do
       run_pytest "$file" -m alone || failed=1
