@@ -1,4 +1,4 @@
-"""Acts of `torch_rank.py` that train with a pause before each step, which stands for forward and
+"""Acts of `torch_rank.py` that train with a pause before each step, in place of forward and
 backward, and save meanwhile: by Modicum, or by DCP's async_save."""
 
 import os
