@@ -394,7 +394,6 @@ def test_conversions_killed_within_1_gib_are_resumed(
     assert whole is not None
     if kind == "sparse":
         assert allocated_bytes(tmp_path / "whole") < 2 * allocated_bytes(source) + GB
-    shutil.rmtree(tmp_path / "whole")
     size = sum(file["bytes"] for file in whole["files"])
     print(f"\n{kind}: {size / GB:.2f} GB in {whole['elapsed_s']:.1f} s")
     killed, chance = 0, random.Random(11)
@@ -403,7 +402,7 @@ def test_conversions_killed_within_1_gib_are_resumed(
         killed += kills_until_done([*words, str(out)], out, whole, chance)
     assert hidden_beside(out) == []
     if kind == "fp8":  # the other one has a terabyte of zeros
-        assert run_json(modicum, "load", out, "--digest")["digest"] == whole["digest"]
+        assert run(modicum, "diff", tmp_path / "whole", out, timeout_s=1800).code == 0
 
 
 @pytest.mark.soak
