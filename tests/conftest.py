@@ -32,8 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full-size",
         action="store_true",
-        help="soak tests in cages take 11 GB of state instead of 3, 10 GB of FP8 codes instead of 2, "
-        "and all layers of deepseek-v3",
+        help="soak tests in cages take 11 GB of state, not 5; 10 GB of FP8 codes, not 2; and all "
+        "layers of deepseek-v3, not 8",
     )
 
 

@@ -1,5 +1,6 @@
 """A forked rank that holds a model and its optimizer's state, and saves them."""
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -169,6 +170,9 @@ def by_torch_checkpointing(model: nn.Module, optimizer: Optimizer | None, out: P
 
 # ---- unchanged scripts
 
+_lines = contextlib.ExitStack()
+"""Never closed: a context that nothing refers to would be, at once."""
+
 
 def of_script(make: Callable[[nn.Module, Path], Script], *, is_ours: bool) -> Saver:
     """With Modicum's one line, or without. Its context stays open until the process ends."""
@@ -177,7 +181,7 @@ def of_script(make: Callable[[nn.Module, Path], Script], *, is_ours: bool) -> Sa
         os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
         example("accelerate_fsdp2").fsdp2_on_cpus()
         if is_ours:
-            modicum.torch.accelerate.loading(progress=False, budget="none").__enter__()
+            _lines.enter_context(modicum.torch.accelerate.loading(progress=False, budget="none"))
         dtype = getattr(torch, case.dtype)
         return make(AutoModelForCausalLM.from_pretrained(case.directory, dtype=dtype), out)
 
@@ -288,6 +292,8 @@ def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
     gate.say("loaded", seconds=seconds, written=written, elements=elements, **facts)
     gate.wait()
     wrong = differences(case, model, out) if saver.is_readable else []
+    if saver.is_durable and not any(out.rglob("COMMIT")):
+        wrong.append("COMMIT")
     dist.barrier()
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     dist.barrier()

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 from cage import cage, drop_page_cache, why_no_cage
-from program import failure, run, run_json, write_index
+from program import failure, header_of, run, run_json, write_index
 
 KEYS = {
     "path", "written_bytes", "kept_files", "elapsed_s", "digest", "files", "left_out", "nodes",
@@ -353,7 +353,26 @@ def sparse(modicum: Path, tmp_path_factory: pytest.TempPathFactory, is_full_size
     folder = tmp_path_factory.mktemp("sparse") / "deepseek-v3"
     layers = () if is_full_size else ("--layers", 8)
     run_json(modicum, "synth", folder, "--arch", "deepseek-v3", "--sparse", *layers)
+    make_scales_positive(folder)
     return folder
+
+
+def make_scales_positive(directory: Path) -> None:
+    """A code of zero becomes -0 by a negative scale, and a page of these is no hole."""
+    for path in directory.glob("*.safetensors"):
+        header, data = header_of(path)
+        extents = [of["data_offsets"] for name, of in header.items() if name.endswith("_scale_inv")]
+        with path.open("r+b") as file:
+            for begin, end in extents:
+                file.seek(data + begin)
+                values = bytearray(file.read(min(end - begin, 4096)))  # the rest is zero
+                values[3::4] = bytes(byte & 0x7F for byte in values[3::4])
+                file.seek(data + begin)
+                file.write(values)
+
+
+def allocated_bytes(directory: Path) -> int:
+    return 512 * sum(path.stat().st_blocks for path in directory.iterdir())
 
 
 patient = pytest.mark.timeout(7200)
@@ -373,7 +392,8 @@ def test_conversions_killed_within_1_gib_are_resumed(
     words += ["--sparse"] if kind == "sparse" else []
     whole = in_1_gib([*words, str(tmp_path / "whole")])
     assert whole is not None
-    shutil.rmtree(tmp_path / "whole")
+    if kind == "sparse":
+        assert allocated_bytes(tmp_path / "whole") < 2 * allocated_bytes(source) + GB
     size = sum(file["bytes"] for file in whole["files"])
     print(f"\n{kind}: {size / GB:.2f} GB in {whole['elapsed_s']:.1f} s")
     killed, chance = 0, random.Random(11)
@@ -382,7 +402,7 @@ def test_conversions_killed_within_1_gib_are_resumed(
         killed += kills_until_done([*words, str(out)], out, whole, chance)
     assert hidden_beside(out) == []
     if kind == "fp8":  # the other one has a terabyte of zeros
-        assert run_json(modicum, "load", out, "--digest")["digest"] == whole["digest"]
+        assert run(modicum, "diff", tmp_path / "whole", out, timeout_s=1800).code == 0
 
 
 @pytest.mark.soak

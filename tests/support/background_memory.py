@@ -1,4 +1,4 @@
-"""Acts of `torch_rank.py` that train with a pause before each step, which stands for forward and
+"""Acts of `torch_rank.py` that train with a pause before each step, in place of forward and
 backward, and save meanwhile: by Modicum, or by DCP's async_save."""
 
 import os
@@ -42,9 +42,9 @@ def step(model: Any, optimizer: torch.optim.Optimizer, pause_s: float) -> float:
     begin = time.monotonic()
     time.sleep(pause_s)
     for parameter in model.parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.full_like(parameter, 1e-3)
+        parameter.backward(torch.full_like(parameter, 1e-3))  # one gradient at a time, as FSDP2
     optimizer.step()
+    optimizer.zero_grad()
     dist.barrier()
     return time.monotonic() - begin
 

@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def layers(is_full_size: bool) -> int:
-    parameters = (11 if is_full_size else 3) * GB / STATE_BYTES_PER_PARAMETER
+    parameters = (11 if is_full_size else 5) * GB / STATE_BYTES_PER_PARAMETER
     return round((parameters - FIXED) / PER_LAYER)
 
 

@@ -264,7 +264,8 @@ def test_getattr_in_a_pickle_is_a_member_of_an_enumeration(protocol: int) -> Non
     assert read(metadata._MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST") == Made(
         kind, ("TORCH_CHANNELS_LAST",)
     )
-    for args in ((os.getcwd, "name"), ("os", "system"), (metadata.Metadata, 3), (metadata.Metadata,)):
+    of = metadata.Metadata
+    for args in ((os.getcwd, "name"), ("os", "system"), (of, 3), (of,)):
         with pytest.raises(FormatError, match="the pickle (calls|names)"):
             read(*args)
 
