@@ -249,8 +249,8 @@ def _translate(
 
 def _codes_of(scale: str, stored: Described) -> str | None:
     """The FP8 codes that a stored tensor is the scale of, by their names."""
-    for ending in ("_scale_inv", "_scale"):
-        codes = scale.removesuffix(ending)
+    for ending in ("scale_inv", "scale"):
+        codes = scale.removesuffix(f"_{ending}")
         if codes != scale and codes in stored and stored[codes][0].startswith("float8"):
             return codes
     return None
