@@ -2,11 +2,11 @@
 """Applies the faults of mutants/*.toml, one at a time, and expects their tests to fail.
 
 mutants.py [FILE...] [--only TEXT] [--list] [--jobs N] [--python PATH]. FILE is one of
-mutants/*.toml; by default all are read. Works on a copy of the tree under build/mutants. A mutant passes when its
-tests fail ("caught") or exceed the time limit ("hung", Python tests only); it fails when they stay
-green ("survived"), when it does not build, and when its text is not found exactly once. Exit 1 if
-any mutant fails. Tests are ctest's, or Python ones, which see the copy's program and package.
-Python 3.11 or later, standard library only.
+mutants/*.toml; by default all are read. Works on a copy of the tree under build/mutants. A mutant
+passes when its tests fail ("caught") or exceed the time limit ("hung", Python tests only); it fails
+when they stay green ("survived"), when it does not build, and when its text is not found exactly
+once. Exit 1 if any mutant fails. Tests are ctest's, or Python ones, which see the copy's program
+and package. Python 3.11 or later, standard library only.
 """
 
 import argparse
