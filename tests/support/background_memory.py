@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 import modicum.torch
 
 ROUNDS = 5
-PAUSE = 1.1
+PAUSE = 1.0
 """The pause, in durations of a save in the foreground: "at least bytes / disk rate"."""
 
 
