@@ -4,7 +4,6 @@ House test. It catches these mutations: a line of the page that no longer works,
 loads something else than the other ways.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -212,9 +211,7 @@ def test_deepspeed(root: Path, blocks: dict[str, str]) -> None:
     """With ZeRO-3, in a process of its own."""
     pytest.importorskip("deepspeed")
     text = DEEPSPEED.format(support=str(root / "tests/support"), block=blocks["DeepSpeed"])
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "peaks of" in done.stdout
 
