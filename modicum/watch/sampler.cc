@@ -11,6 +11,7 @@ namespace {
 constexpr double kFirstCreditNs = 200 * kNsPerMs;
 constexpr double kAmpleCreditNs = 100 * kNsPerMs;
 constexpr double kMostCreditNs = 500 * kNsPerMs;
+constexpr double kEarlyDuty = 0.02;  // of a core, for the other readings while credit is ample
 constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before exact figures are read
 constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;  // between readings of page faults
 constexpr uint64_t kFaultsOfCopying = 256;          // 1 MiB of copied pages
@@ -60,9 +61,8 @@ void TreeSampler::sample() {
   }
   record_sample(now);
   credit_ns_ -= static_cast<double>(options_.cpu_ns() - cpu_before);
-  const double share = options_.duty / 2;
+  const double share = credit_ns_ > kAmpleCreditNs ? kEarlyDuty : options_.duty / 2;
   pause_ns_ = std::max(kShortestPauseNs, static_cast<int64_t>(static_cast<double>(cost) / share));
-  if (credit_ns_ > kAmpleCreditNs) pause_ns_ = kShortestPauseNs;
   // A steep rise to the limit is over in a few samples; credit pays for more of them.
   const bool is_near = options_.limit_bytes != 0 &&
                        std::max(last().held_bytes, last().charged_bytes) > options_.limit_bytes / 2;

@@ -55,8 +55,8 @@ class TreeSampler {
 
   // Takes one sample.
   void sample();
-  // Until the next sample, so that samples stay within half of the duty, once the credit of the
-  // beginning is spent, and exact figures within the rest.
+  // Until the next sample, so that samples stay within half of the duty, or within 2 % while
+  // credit is ample, as at the beginning.
   int64_t pause_ns() const noexcept { return pause_ns_; }
 
   // The processes that were alive at the last sample.

@@ -178,16 +178,13 @@ TEST(Sampler, EachRankOfALauncherThatEndedMayHaveReachedTheMaximum) {
   EXPECT_EQ(tree.finish().peak_at_most_bytes, (1'000 + 2 * 32'000) * kKiB);
 }
 
-// The first seconds are sampled as often as possible, whatever a sample costs.
-TEST(Sampler, CreditPaysForFrequentSamples) {
+TEST(Sampler, CreditPaysForMoreSamplesAtTheBeginning) {
   Sampled tree({}, 4 * kNsPerMs);
   tree.put(11, {.anon_kib = 1'000});
-  int frequent = 0;
-  for (; tree.sampler().pause_ns() == TreeSampler::kShortestPauseNs; ++frequent) {
-    tree.sample_after();
-  }
-  EXPECT_GT(frequent, 5);
-  EXPECT_LT(frequent, 20);
+  tree.sample_after();
+  EXPECT_EQ(tree.sampler().pause_ns(), 4 * kNsPerMs / 0.02);
+  for (int i = 0; i < 20; ++i) tree.sample_after();
+  EXPECT_EQ(tree.sampler().pause_ns(), 4 * kNsPerMs / 0.0025);
 }
 
 TEST(Sampler, AProcessOfAReusedPidIsAnotherOne) {
