@@ -252,7 +252,7 @@ class Watcher {
       killed_->limit_bytes = limits_.front().limit_bytes;
       killed_->limit_source = limits_.front().source;
     }
-    TreeSampler::Growth growth = sampler_->growth(kNsPerSecond);
+    TreeSampler::Growth growth = sampler_->growth(kNsPerSecond, kill.pid);
     // Since the last sample that saw it alive it may have grown by more than any other before.
     if (more > growth.bytes) growth = sampler_->growth_to(kill.pid, kill.held_bytes);
     if (growth.bytes == 0) return;

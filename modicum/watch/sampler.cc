@@ -331,13 +331,23 @@ const WatchedProcess* TreeSampler::find(int pid) const {
   return at == processes_.rend() ? nullptr : &*at;
 }
 
+const WatchSample::Share* TreeSampler::share_in(const WatchSample& sample, int pid) const {
+  const auto at = std::find_if(
+      sample.shares.begin(), sample.shares.end(),
+      [&](const WatchSample::Share& one) { return processes_[one.process].pid == pid; });
+  return at == sample.shares.end() ? nullptr : &*at;
+}
+
+const WatchSample* TreeSampler::last_with(int pid) const {
+  const auto at = std::find_if(recent_.rbegin(), recent_.rend(), [&](const WatchSample& sample) {
+    return share_in(sample, pid) != nullptr;
+  });
+  return at == recent_.rend() ? nullptr : &*at;
+}
+
 const WatchSample::Share* TreeSampler::last_share(int pid) const {
-  for (auto sample = recent_.rbegin(); sample != recent_.rend(); ++sample) {
-    for (const WatchSample::Share& share : sample->shares) {
-      if (processes_[share.process].pid == pid) return &share;
-    }
-  }
-  return nullptr;
+  const WatchSample* const sample = last_with(pid);
+  return sample == nullptr ? nullptr : share_in(*sample, pid);
 }
 
 uint64_t TreeSampler::last_held(int pid) const {
@@ -346,10 +356,11 @@ uint64_t TreeSampler::last_held(int pid) const {
   return process == nullptr ? 0 : process->peak_rss_bytes;
 }
 
-TreeSampler::Growth TreeSampler::growth(int64_t within_ns) const {
+TreeSampler::Growth TreeSampler::growth(int64_t within_ns, int pid) const {
   Growth most;
   if (recent_.empty()) return most;
-  const WatchSample& end = recent_.back();
+  const WatchSample* const with = last_with(pid);
+  const WatchSample& end = with == nullptr ? recent_.back() : *with;
   const double begin_s = end.at_s - static_cast<double>(within_ns) / kNsPerSecond;
   const auto from = std::find_if(recent_.begin(), recent_.end(),
                                  [&](const WatchSample& one) { return one.at_s >= begin_s; });

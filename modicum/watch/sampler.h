@@ -65,14 +65,15 @@ class TreeSampler {
   // seen; 0 if it is unknown.
   uint64_t last_held(int pid) const;
   const WatchedProcess* find(int pid) const;  // the last one of that pid
-  // The process that grew most since `within_ns` before the last sample, and by how much.
+  // The process that grew most within `within_ns`, and by how much: until the last sample that saw
+  // process `pid` with memory, or the last one if none did.
   struct Growth {
     int pid = 0;
     uint64_t bytes = 0;
     double seconds = 0;
     size_t owner = 0;  // of its memory, the one that grew most
   };
-  Growth growth(int64_t within_ns) const;
+  Growth growth(int64_t within_ns, int pid) const;
   // The growth of a process from the last sample that saw it to `held_bytes` now.
   Growth growth_to(int pid, uint64_t held_bytes) const;
   // The phase that a process has reported, as of now or of its end; no name: none.
@@ -118,6 +119,8 @@ class TreeSampler {
   void record_sample(int64_t now);
   void record_share(Tracked& one, WatchSample& sample);
   void keep(WatchSample sample);
+  const WatchSample::Share* share_in(const WatchSample& sample, int pid) const;
+  const WatchSample* last_with(int pid) const;
   const WatchSample::Share* last_share(int pid) const;
   void give_record(Tracked& one, double at_s);
   uint64_t rss_sum() const noexcept;

@@ -256,7 +256,7 @@ TEST(Sampler, WhatAProcessReportsDividesItsMemory) {
   report.budget_bytes.store(9 * kMiB);
   tree.put(11, {.anon_kib = 6000});
   tree.sample_after();
-  const TreeSampler::Growth growth = tree.sampler().growth(kNsPerSecond);
+  const TreeSampler::Growth growth = tree.sampler().growth(kNsPerSecond, 11);
   EXPECT_EQ(growth.pid, 11);
   EXPECT_EQ(watch_owner_name(growth.owner), "moments");
   const WatchRecord record = tree.finish();
@@ -270,6 +270,21 @@ TEST(Sampler, WhatAProcessReportsDividesItsMemory) {
   const OwnedMemory& other = record.samples[0].shares[1].owned;
   EXPECT_EQ(other.bytes(at(WatchOwner::held)), 500 * kKiB);
   for (const WatchSample& sample : record.samples) EXPECT_EQ(sum_of(sample), sample.held_bytes);
+}
+
+TEST(Sampler, AProcessThatHasEndedIsTheOneThatGrewBefore) {
+  Sampled tree;
+  tree.put(11, {.anon_kib = 1'000});
+  tree.put(12, {.parent = 11, .anon_kib = 1'000});
+  tree.sample_after();
+  tree.put(12, {.parent = 11, .anon_kib = 90'000});
+  tree.sample_after();
+  tree.end(12);
+  tree.put(11, {.anon_kib = 1'100});
+  tree.sample_after();
+  const TreeSampler::Growth growth = tree.sampler().growth(kNsPerSecond, 12);
+  EXPECT_EQ(growth.pid, 12);
+  EXPECT_EQ(growth.bytes, 89'000 * kKiB);
 }
 
 // More processes than a sample lists: the rest is one sum.

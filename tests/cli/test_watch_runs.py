@@ -60,7 +60,10 @@ def test_a_load_reports_its_ledger(modicum: Path, model: Path) -> None:
         assert track["pid"] == rank["pid"]
         shards = max(value or 0 for value in track["owners"]["shards"])
         assert 0.9 * rank["ledger_peak_bytes"] < shards <= rank["ledger_peak_bytes"]
-        assert track["owners"]["shards"][0] is None, "it held memory before it began"
+        (process,) = [one for one in told["processes"] if one["pid"] == rank["pid"]]
+        for at_s, value in zip(timeline["t_s"], track["owners"]["shards"], strict=True):
+            lives = process["begin_s"] - 1e-4 <= at_s <= process["end_s"] + 1e-4
+            assert (value is not None) == lives, "memory before it began, or after its end"
         unexplained = max(value or 0 for value in track["owners"].get("unexplained", [0]))
         assert unexplained < 0.03 * shards + 4 * MIB
     assert "of which parameters" in told["peak"]["cause"]
