@@ -149,8 +149,8 @@ void TreeSampler::read_statuses() {
 // VmHWM has grown further than both readings show: memory came and went between them.
 void TreeSampler::take_status(Tracked& one, ProcessStatus status) {
   const uint64_t before = one.mapped_bytes();
-  const bool is_same_program = status.peak_rss >= one.status.peak_rss;
-  const bool has_grown = !is_same_program || status.peak_rss > one.status.peak_rss;
+  // A lower one is that of another program, after an exec.
+  const bool has_grown = status.peak_rss != one.status.peak_rss;
   one.status = std::move(status);
   const uint64_t peak = one.status.peak_rss;
   peak_rss_bytes_ = std::max(peak_rss_bytes_, peak);
