@@ -9,9 +9,7 @@
 #include <atomic>
 #include <cerrno>
 #include <csignal>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <optional>
 #include <thread>
 
@@ -19,6 +17,7 @@
 #include "modicum/io/errno_error.h"
 #include "modicum/io/file_doubles.h"
 #include "modicum/io/io.h"
+#include "modicum/io/temp_dir_double.h"
 
 namespace modicum {
 namespace {
@@ -55,20 +54,6 @@ std::optional<Error> error_of(FunctionRef<void()> call) {
     ASSERT_TRUE(thrown_) << "expected an error";                                 \
     EXPECT_EQ(thrown_->category(), wanted) << thrown_->what();                   \
   } while (false)
-
-class TempDir {
- public:
-  TempDir() {
-    std::string pattern = testing::TempDir() + "modicum-io-XXXXXX";
-    path_ = mkdtemp(pattern.data());
-  }
-  ~TempDir() { std::filesystem::remove_all(path_); }
-  std::string operator/(const std::string& name) const { return join_path(path_, name); }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 // The contract of FileSystem, tested on the operating system's files and on those in memory.
 class FileSystemTest : public testing::TestWithParam<bool> {
@@ -312,7 +297,7 @@ TEST(PosixFile, AFailedWriteReportsItsOffset) {
   EXPECT_STREQ(met->what(), "IO: write failed: EFBIG (File too large) (file a, offset 100)");
 }
 
-// Catches: File::allocate without reserved space.
+// Catches: File::allocate without reserved space, and one that fills the disk before it fails.
 TEST(PosixFile, AllocatedSpaceIsReserved) {
   const TempDir temp;
   PosixFileSystem files;
@@ -322,7 +307,13 @@ TEST(PosixFile, AllocatedSpaceIsReserved) {
   ASSERT_EQ(stat((temp / "a").c_str(), &status), 0);
   EXPECT_EQ(status.st_size, 1 << 20);
   EXPECT_GE(status.st_blocks * 512, 1 << 20);
-  EXPECT_FAILS(Category::no_space, file->allocate(uint64_t{1} << 42));
+
+  const uint64_t too_large = space_of(temp.path())->size_bytes + (1 << 20);
+  const std::optional<Error> met = error_of([&] { file->allocate(too_large); });
+  ASSERT_TRUE(met);
+  EXPECT_EQ(met->category(), Category::no_space);
+  EXPECT_EQ(met->facts().expected, std::to_string(too_large - (1 << 20)) + " bytes free");
+  EXPECT_EQ(file->identity().size_bytes, 1U << 20);
 }
 
 TEST(ErrnoError, NoSpaceAndNoQuotaAreNospace) {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "modicum/base/base.h"
+#include "modicum/io/temp_dir_double.h"
 
 namespace modicum {
 namespace {
@@ -37,7 +38,8 @@ TEST(OutputStream, IsTheDescriptorThatItsNameHas) {
 }
 
 TEST(OutputStream, AFileBehindADescriptorGoesOn) {
-  const std::string path = testing::TempDir() + "modicum-redirected";
+  const TempDir temp;
+  const std::string path = temp / "redirected";
   const int fd = open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
   ASSERT_EQ(write(fd, "first ", 6), 6);
   OutputStream::open("/dev/fd/" + std::to_string(fd))->write("then");
@@ -49,19 +51,18 @@ TEST(OutputStream, AFileBehindADescriptorGoesOn) {
   unlink(path.c_str());
   EXPECT_FALSE(OutputStream::open(path).has_value()) << "nothing";
   EXPECT_FALSE(OutputStream::open("/dev/fd/").has_value());
-  EXPECT_FALSE(OutputStream::open(testing::TempDir()).has_value());
+  EXPECT_FALSE(OutputStream::open(temp.path()).has_value());
 }
 
 TEST(OutputStream, AFifoHasAReader) {
-  const std::string path = testing::TempDir() + "modicum-output-fifo";
-  unlink(path.c_str());
+  const TempDir temp;
+  const std::string path = temp / "fifo";
   ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
   EXPECT_THROW(OutputStream::open(path), Error);
   const int reader = open(path.c_str(), O_RDONLY | O_NONBLOCK);
   OutputStream::open(path)->write("a trace");
   EXPECT_EQ(taken_from(reader), "a trace");
   close(reader);
-  unlink(path.c_str());
 }
 
 TEST(OutputStream, ADeviceIsWritten) {

@@ -1,8 +1,11 @@
 #include <dirent.h>
 #include <limits.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
@@ -87,11 +90,27 @@ class PosixFile final : public File {
 
   // posix_fallocate would write zeros where the file system can't reserve.
   void allocate(uint64_t size_bytes) override {
+    require_free(size_bytes);
     const int result =
         uninterrupted([&] { return ::fallocate(fd(), 0, 0, static_cast<off_t>(size_bytes)); });
     if (result == 0) return;
     if (errno == EOPNOTSUPP || errno == ENOSYS) return truncate(size_bytes);
     fail_errno(errno, "cannot reserve space", {.file = name_, .offset = size_bytes});
+  }
+
+  // Before it fails, fallocate takes all that is free, and other processes then meet a full disk.
+  void require_free(uint64_t size_bytes) {
+    struct stat status {};
+    struct statvfs system {};
+    if (::fstat(fd(), &status) != 0 || ::fstatvfs(fd(), &system) != 0) return;
+    const uint64_t held = saturating_mul(static_cast<uint64_t>(status.st_blocks), 512);
+    const uint64_t needed = size_bytes - std::min(size_bytes, held);
+    const uint64_t free = saturating_mul(system.f_bfree, system.f_frsize);
+    if (system.f_blocks == 0 || needed <= free) return;  // 0 where the file system has no count
+    fail_errno(ENOSPC, "cannot reserve space",
+               {.file = name_,
+                .expected = fmt::format("{} bytes free", needed),
+                .got = std::to_string(free)});
   }
 
   // Never retried, not even after EINTR: after a failed fsync the kernel may have dropped the dirty

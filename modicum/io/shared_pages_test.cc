@@ -10,6 +10,7 @@
 #include <string>
 
 #include "modicum/base/base.h"
+#include "modicum/io/temp_dir_double.h"
 
 namespace modicum {
 namespace {
@@ -80,7 +81,8 @@ TEST(SharedPages, CannotBeTruncated) {
 }
 
 TEST(SharedPages, OtherFilesAreNotOpened) {
-  const std::string path = testing::TempDir() + "modicum-not-shared";
+  const TempDir temp;
+  const std::string path = temp / "not-shared";
   std::ofstream(path) << std::string(kBytes, 'x');
   EXPECT_FALSE(SharedPages::open(path, kBytes).has_value());
   ::unlink(path.c_str());
@@ -91,11 +93,10 @@ TEST(SharedPages, OtherFilesAreNotOpened) {
 }
 
 TEST(SharedPages, AFifoIsNotWaitedFor) {
-  const std::string path = testing::TempDir() + "modicum-fifo";
-  ::unlink(path.c_str());
+  const TempDir temp;
+  const std::string path = temp / "fifo";
   ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
   EXPECT_FALSE(SharedPages::open(path, kBytes).has_value());
-  ::unlink(path.c_str());
 }
 
 }  // namespace

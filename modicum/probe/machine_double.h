@@ -1,30 +1,22 @@
 // The test double of /proc and /sys.
 #pragma once
 
-#include <gtest/gtest.h>
-#include <stdlib.h>
-
 #include <filesystem>
 #include <fstream>
 #include <string>
 #include <string_view>
+
+#include "modicum/io/temp_dir_double.h"
 
 namespace modicum {
 
 // Another machine's /proc and /sys, below a temporary directory.
 class Machine {
  public:
-  Machine() {
-    std::string pattern = testing::TempDir() + "modicum-probe-XXXXXX";
-    root_ = mkdtemp(pattern.data());
-  }
-  ~Machine() { std::filesystem::remove_all(root_); }
-  Machine(const Machine&) = delete;
-
-  const std::string& root() const { return root_; }
+  const std::string& root() const { return root_.path(); }
 
   void put(const std::string& path, std::string_view text) {
-    const std::filesystem::path file = root_ + path;
+    const std::filesystem::path file = root_.path() + path;
     std::filesystem::create_directories(file.parent_path());
     std::ofstream(file) << text;
   }
@@ -56,7 +48,7 @@ class Machine {
   }
 
  private:
-  std::string root_;
+  TempDir root_;
 };
 
 }  // namespace modicum

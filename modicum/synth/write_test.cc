@@ -8,6 +8,7 @@
 #include "modicum/base/base.h"
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/io/file_doubles.h"
+#include "modicum/io/temp_dir_double.h"
 #include "modicum/synth/arch.h"
 #include "modicum/synth/mark.h"
 
@@ -47,19 +48,6 @@ void expect_values(FileSystem& files, const std::string& path) {
     }
   }
 }
-
-class TemporaryDirectory {
- public:
-  TemporaryDirectory() {
-    std::string name = testing::TempDir() + "modicum_synth_XXXXXX";
-    path_ = ::mkdtemp(name.data());
-  }
-  ~TemporaryDirectory() { std::filesystem::remove_all(path_); }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 TEST(WriteSynth, OneFileHoldsTheWholeModel) {
   MemoryFileSystem files;
@@ -129,7 +117,7 @@ TEST(WriteSynth, WithADtypeCodesAreDequantised) {
 }
 
 TEST(WriteSynth, TiedModelsHaveNoHead) {
-  TemporaryDirectory directory;
+  TempDir directory;
   PosixFileSystem files;
   SynthOptions options = options_for("qwen3-0.6b");
   options.layers = 1;
@@ -141,7 +129,7 @@ TEST(WriteSynth, TiedModelsHaveNoHead) {
 }
 
 TEST(WriteSynth, ManyThreadsWriteTheSameBytes) {
-  TemporaryDirectory directory;
+  TempDir directory;
   PosixFileSystem files;
   SynthOptions options = options_for("gpt2");
   options.layers = 1;
@@ -157,7 +145,7 @@ TEST(WriteSynth, ManyThreadsWriteTheSameBytes) {
 }
 
 TEST(WriteSynth, SparseFilesHaveHolesThatChecksExpect) {
-  TemporaryDirectory directory;
+  TempDir directory;
   PosixFileSystem files;
   SynthOptions options = options_for("gpt2");
   options.layers = 1;

@@ -9,6 +9,8 @@
 #include <optional>
 #include <string>
 
+#include "modicum/io/temp_dir_double.h"
+
 namespace modicum {
 namespace {
 
@@ -18,14 +20,14 @@ constexpr int kKilled = SIGKILL;
 
 // A kill that the kernel's log does not name.
 TEST(Deaths, TheKilledProcessIsTheFirstToEndAfterTheCountHasGrown) {
-  const std::string directory = testing::TempDir();
+  const TempDir directory;
   const auto count = [&](int kills) {
-    std::ofstream(directory + "/memory.oom_control") << "under_oom 0\noom_kill " << kills << "\n";
+    std::ofstream(directory / "memory.oom_control") << "under_oom 0\noom_kill " << kills << "\n";
   };
   count(2);
   SteadyClock clock;
   const TreeSampler sampler(clock, {.root_pid = getpid(), .cpu_ns = [] { return int64_t{0}; }});
-  Deaths deaths({MemoryCgroup{.version = 1, .name = "/", .directory = directory}});
+  Deaths deaths({MemoryCgroup{.version = 1, .name = "/", .directory = directory.path()}});
   const std::map<int, int> statuses = {{11, kExited}, {12, kKilled}};
   EXPECT_FALSE(deaths.has_new_kill());
   EXPECT_EQ(deaths.killed_of({12}, statuses, sampler), std::nullopt) << "killed by a program";
