@@ -1,5 +1,6 @@
 """Fixtures of all Python tests, and a warning if a package that tests compare with is missing."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -51,12 +52,22 @@ def missing_oracles() -> str:
 def use_extensions_of_our_own(is_controller: bool) -> None:
     """Sets the folder where torch compiles DeepSpeed's extensions, and the ninja that does it: what
     one ninja has made, another makes again. torch waits there for a lock file without a timeout,
-    even if the process that made it was killed: stale ones are removed."""
+    even if the process that made it was killed: those that no process has open are removed."""
     folder = ROOT / "build/torch-extensions"
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for lock in folder.glob("**/lock") if is_controller else ():
-        lock.unlink()
+        if not is_open(lock):
+            lock.unlink()
+
+
+def is_open(path: Path) -> bool:
+    """Whether any process that we may ask about has the file open."""
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(descriptor) == str(path):
+                return True
+    return False
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -34,6 +34,14 @@ class Cage:
         name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
         return int((self.directory / name).read_text())
 
+    def file_bytes(self) -> int:
+        """The page cache of files inside, which the kernel takes back at the limit: shared memory
+        is not included."""
+        lists = ("inactive_file", "active_file")
+        names = {f"total_{of}" if self.version == 1 else of for of in lists}
+        lines = (self.directory / "memory.stat").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.split()[0] in names)
+
     def oom_kills(self) -> int:
         """The number of OOM kills inside."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
