@@ -12,7 +12,7 @@ help:
 	@echo 'make test     every test; make test-STAGE runs one of: $(STAGES)'
 	@echo 'make check    format, the may-include table, sizes, clang-tidy'
 	@echo 'make bench    the programs in benchmarks/'
-	@echo 'make soak     everything under the sanitizers and by Clang, the mutants, other versions'
+	@echo 'make soak     all under the sanitizers and by Clang, fuzzers, mutants, other versions'
 	@echo 'make conformance  the newest packages, and transformers 4.57: benchmarks/CONFORMANCE.md'
 	@echo 'make mutants  applies each named mutation and expects its test to fail'
 	@echo 'make wheel    the Python wheel, in dist/'
@@ -38,9 +38,9 @@ test-dev test-asan test-asan-all test-tsan test-tsan-all: test-%:
 	@scripts/packages.sh build
 	@scripts/stage.sh 'test, $*' scripts/test.sh $*
 
-test-clang:
+test-clang test-fuzz: test-%:
 	@scripts/packages.sh build check python
-	@scripts/stage.sh 'test, clang' scripts/test.sh clang
+	@scripts/stage.sh 'test, $*' scripts/test.sh $*
 
 test-lint:
 	@scripts/packages.sh python
@@ -70,7 +70,8 @@ bench: build
 	@scripts/packages.sh python
 	@scripts/bench.sh
 
-soak: test-dev test-asan-all test-tsan-all test-clang test-python-soak mutants conformance
+soak: test-dev test-asan-all test-tsan-all test-clang test-fuzz test-python-soak mutants \
+  conformance
 
 conformance: test-dev
 	@scripts/packages.sh build python

@@ -3,7 +3,7 @@
 # A static library of modicum/NAME/*.cc, which may include the doors of the rooms it depends on, and
 # (with MODICUM_TESTS) one test program of modicum/NAME/*_test.cc. Files ending in _double.cc or
 # _doubles.cc are test doubles: they go into a library of their own that only tests link. Each
-# test carries the label NAME.
+# test carries the label NAME. With MODICUM_SANITIZE=fuzzer each *_fuzz.cc is a program of its own.
 
 add_library(modicum_flags INTERFACE)
 target_include_directories(modicum_flags INTERFACE ${CMAKE_SOURCE_DIR})
@@ -23,6 +23,10 @@ if(MODICUM_SANITIZE STREQUAL "address")
   target_compile_options(modicum_flags INTERFACE -fsanitize=address,undefined
                                                  -fno-sanitize-recover=all -fno-omit-frame-pointer)
   target_link_options(modicum_flags INTERFACE -fsanitize=address,undefined)
+elseif(MODICUM_SANITIZE STREQUAL "fuzzer")
+  set(fuzzer_flags -fsanitize=address,undefined,fuzzer-no-link -fno-sanitize-recover=all)
+  target_compile_options(modicum_flags INTERFACE ${fuzzer_flags})
+  target_link_options(modicum_flags INTERFACE ${fuzzer_flags})
 elseif(MODICUM_SANITIZE STREQUAL "thread")
   target_compile_options(modicum_flags INTERFACE -fsanitize=thread -fno-omit-frame-pointer)
   target_link_options(modicum_flags INTERFACE -fsanitize=thread)
@@ -67,9 +71,11 @@ function(modicum_room name)
   file(GLOB sources CONFIGURE_DEPENDS ${directory}/*.cc)
   set(tests ${sources})
   set(doubles ${sources})
-  list(FILTER sources EXCLUDE REGEX "(_test|_doubles?|/main)\\.cc$")
+  set(fuzzers ${sources})
+  list(FILTER sources EXCLUDE REGEX "(_test|_fuzz|_doubles?|/main)\\.cc$")
   list(FILTER tests INCLUDE REGEX "_test\\.cc$")
   list(FILTER doubles INCLUDE REGEX "_doubles?\\.cc$")
+  list(FILTER fuzzers INCLUDE REGEX "_fuzz\\.cc$")
   list(TRANSFORM ROOM_DEPENDS PREPEND modicum_ OUTPUT_VARIABLE rooms)
 
   if(sources)
@@ -86,7 +92,15 @@ function(modicum_room name)
     target_link_libraries(modicum_${name}_doubles PUBLIC modicum_${name})
     set_property(GLOBAL APPEND PROPERTY MODICUM_DOUBLES modicum_${name}_doubles)
   endif()
-  if(MODICUM_TESTS AND tests)
+  if(MODICUM_SANITIZE STREQUAL "fuzzer")
+    get_property(all_doubles GLOBAL PROPERTY MODICUM_DOUBLES)
+    foreach(fuzzer ${fuzzers})
+      get_filename_component(program ${fuzzer} NAME_WE)
+      add_executable(${program} ${fuzzer})
+      target_link_libraries(${program} PRIVATE modicum_${name} ${all_doubles})
+      target_link_options(${program} PRIVATE -fsanitize=fuzzer)
+    endforeach()
+  elseif(MODICUM_TESTS AND tests)
     get_property(all_doubles GLOBAL PROPERTY MODICUM_DOUBLES)
     add_executable(modicum_${name}_test ${tests})
     target_link_libraries(modicum_${name}_test PRIVATE modicum_${name} ${all_doubles}

@@ -143,7 +143,8 @@ def room_of(path: str) -> str | None:
 
 def is_test(path: str) -> bool:
     name = path.rsplit("/", 1)[-1]
-    return bool(re.search(r"_test\.(cc|py)$|_doubles?\.(h|cc)$", name)) or path.startswith("tests/")
+    is_named_so = re.search(r"_(test|fuzz)\.(cc|py)$|_doubles?\.(h|cc)$", name)
+    return is_named_so is not None or path.startswith("tests/")
 
 
 def include_fault(path: str, header: str, architecture: Architecture) -> str | None:

@@ -7,10 +7,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 PACKAGE = "modicum/python/"
-# .cc files, pages, tests, examples, embedded files and what begins with a dot need not be named.
+# .cc files, pages, tests, examples, embedded files, the fuzzers' first inputs and what begins with
+# a dot need not be named.
 FOUND_BY_PLACE = re.compile(
     r"^\.|^examples/|^mutants/|^modicum/synth/configs/|^modicum/report/page/|\.(cc|md)$"
-    r"|(^|/)(test_[^/]*|conftest|__init__|__main__)\.py$"
+    r"|^tests/fixtures/fuzz/\w+/|(^|/)(test_[^/]*|conftest|__init__|__main__)\.py$"
 )
 VARIABLE = re.compile(r"\$?\{\w+\}|\$\w+")  # as in "requirements-$group.txt"
 # An included header, a file with its ending, a dotted module, or a module in "module:function".

@@ -7,7 +7,8 @@ packages_of() {
   case "$1" in
     build) echo "g++ cmake ninja-build pkg-config libsimdjson-dev libfmt-dev libcli11-dev" \
                 "libxxhash-dev libhwy-dev libre2-dev libgtest-dev nettle-dev libjs-dygraphs" ;;
-    check) echo "clang-14 clang-format-14 clang-tidy-14 universal-ctags python3" ;;
+    check) echo "clang-14 libclang-rt-14-dev clang-format-14 clang-tidy-14 universal-ctags" \
+                "python3" ;;
     python) echo "python3 python3-venv python3-dev strace e2fsprogs xfsprogs mount iproute2" \
                  "chromium fonts-dejavu-core" ;;
     *) echo "packages.sh: no group '$1' (build, check, python)" >&2; return 2 ;;

@@ -6,6 +6,7 @@
 #   tsan    the test programs of the rooms that start threads, with the thread sanitizer
 #   asan-all, tsan-all  every test program with these, AdamW's kernels sanitized too
 #   clang   compiles everything with Clang 14, the Python module too
+#   fuzz    mutates the input of every parser for FUZZ_S seconds (60) each, with Clang's libFuzzer
 #   python  the tests under tests/, against the dev build and the wheel, which .venv gets
 #   python-soak  those among them that are marked soak
 set -euo pipefail
@@ -99,6 +100,18 @@ case "${1:-}" in
       > build/configure-clang.log 2>&1 ||
       { cat build/configure-clang.log; exit 1; }
     cmake --build build/clang -j "$jobs" ;;
+  fuzz)
+    kernels=-DMODICUM_SANITIZE_KERNELS=OFF
+    parsers=$(basename -a tests/fixtures/fuzz/*/)
+    # shellcheck disable=SC2046
+    configure_and_build fuzz $(printf '%s_fuzz ' $parsers)
+    for parser in $parsers; do
+      mkdir -p "build/fuzz/found/$parser"
+      "build/fuzz/${parser}_fuzz" -max_total_time="${FUZZ_S:-60}" -max_len=4096 -rss_limit_mb=1024 \
+        -verbosity=0 -print_final_stats=1 -dict=tests/fixtures/fuzz/tokens.dict \
+        -artifact_prefix="build/fuzz/$parser-" "build/fuzz/found/$parser" \
+        "tests/fixtures/fuzz/$parser" 2>&1 | grep --line-buffered -v '# Uses:'
+    done ;;
   python)
     scripts/venv.sh test wheel
     scripts/wheel.sh build/python install
@@ -118,6 +131,6 @@ case "${1:-}" in
     scripts/wheel.sh build/python install
     run_pytest tests -m soak ;;
   *)
-    sed -n '2,11s/^# //p' "$0" >&2
+    sed -n '2,12s/^# //p' "$0" >&2
     exit 2 ;;
 esac

@@ -403,6 +403,7 @@ def test_conversions_killed_within_1_gib_are_resumed(
     assert hidden_beside(out) == []
     if kind == "fp8":  # the other one has a terabyte of zeros
         assert run(modicum, "diff", tmp_path / "whole", out, timeout_s=1800).code == 0
+    shutil.rmtree(tmp_path)  # in full size 40 GB, which the next test needs
 
 
 @pytest.mark.soak
@@ -431,6 +432,7 @@ def test_a_conversion_is_nearly_as_fast_as_cp(modicum: Path, fp8: Path, tmp_path
         seconds["cp"].append(time.monotonic() - begin)
         shutil.rmtree(copy)
     rates = {name: written / 1e6 / statistics.median(of) for name, of in seconds.items()}
+    shutil.rmtree(out)
     print(f"\n{written / GB:.2f} GB; MB/s: {rates}; seconds: {seconds}")
     assert rates["convert"] >= 0.8 * rates["cp"]
 

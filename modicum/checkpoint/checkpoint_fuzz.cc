@@ -1,0 +1,67 @@
+// Parses a checkpoint's files and a step's records. The first byte of the input says which:
+//
+//   f  a safetensors file          c  config.json, next to a valid file
+//   h  a header of such a file     m  manifest.json of a step
+//   i  an index of two files       s  state.json of a step
+//
+// Every text is accepted or refused by an Error. What is accepted is consistent with itself.
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "modicum/base/base.h"
+#include "modicum/checkpoint/checkpoint.h"
+#include "modicum/checkpoint/parts.h"
+#include "modicum/checkpoint/step.h"
+#include "modicum/checkpoint/test_files_doubles.h"
+#include "modicum/io/file_doubles.h"
+
+namespace modicum {
+namespace {
+
+void open(MemoryFileSystem& files) {
+  const Checkpoint checkpoint = open_checkpoint(files, "dir");
+  const Manifest& manifest = checkpoint.manifest;
+  for (const Stored& stored : manifest.tensors) {
+    MODICUM_ASSERT(stored.at.bytes() == checked_bytes(stored.spec.dtype, stored.spec.shape));
+    MODICUM_ASSERT(stored.at.end <= manifest.files[stored.at.file].identity.size_bytes);
+  }
+}
+
+void parse(char kind, const std::string& text) {
+  MemoryFileSystem files;
+  if (kind == 'f') files.put("dir/model.safetensors", text);
+  if (kind == 'h') files.put("dir/model.safetensors", file_bytes(text, text.size() % 64));
+  if (kind == 'i') {
+    files.put("dir/model.safetensors.index.json", text);
+    files.put("dir/a.safetensors", file_with({{"a", 3}, {"b", 5}}));
+    files.put("dir/b.safetensors", file_with({{"c", 8}}));
+  }
+  if (kind == 'c') {
+    files.put("dir/model.safetensors", file_with({{"lm_head.weight", 4}}));
+    files.put("dir/config.json", text);
+  }
+  if (kind == 'm') {
+    const StepRecord record = parse_record(text);
+    MODICUM_ASSERT(parse_record(record_json(record)) == record);
+  } else if (kind == 's') {
+    const std::string again = state_json(parse_state(text));
+    MODICUM_ASSERT(state_json(parse_state(again)) == again);
+  } else {
+    open(files);
+  }
+}
+
+}  // namespace
+}  // namespace modicum
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  if (size == 0) return 0;
+  try {
+    modicum::parse(static_cast<char>(data[0]),
+                   std::string(reinterpret_cast<const char*>(data) + 1, size - 1));
+  } catch (const modicum::Error& error) {
+    MODICUM_ASSERT(error.category() != modicum::Category::internal);
+  }
+  return 0;
+}
