@@ -47,7 +47,8 @@ class Engine:
 
         config = TrainEngineConfig(
             experiment_name="test", trial_name="test", path=directory, attn_impl="sdpa",
-            backend=f"fsdp:d{dist.get_world_size()}", dtype="float32", optimizer=OptimizerConfig(lr=1e-3),
+            backend=f"fsdp:d{dist.get_world_size()}", dtype="float32",
+            optimizer=OptimizerConfig(lr=1e-3),
             fsdp=FSDPEngineConfig(memory_efficient_load=True), **changes,
         )  # fmt: skip
         self.engine = FSDPEngine(config)

@@ -1,7 +1,7 @@
 """The patches of integrations/: each fits the files of the release that it names, and the patched
 engines build on meta, load by path, step, save and recover, on two CPU ranks where their packages
-are installed. Where torchtitan is, the block of docs/guide/which-way.md about it does the same under
-its own checkpoint manager.
+are installed. Where torchtitan is, the block of docs/guide/which-way.md about it does the same
+under its own checkpoint manager.
 
 House test. It catches these mutations: a part of a patch that no longer fits; a model with values
 before its load; buffers of another rank; a checkpoint without the optimizer's state; a step that
