@@ -7,8 +7,8 @@ torchtitan's llama3 with its checkpoint manager. The configurations are the same
 the option of the engine that needs the least memory. With Modicum: the patches of integrations/,
 and for torchtitan the block of docs/guide/which-way.md.
 
-A peak is the largest sum over all ranks of anonymous and shared memory and page tables, sampled:
-until the first step (a run without steps), and with training.
+A peak is the largest sum over all ranks of anonymous and shared memory and page tables, sampled: of
+the load (a run without steps, whose optimizer has no memory yet), and with training.
 
 Makes an environment for the engines over .venv in build/engines/, whose torch and transformers
 they share, which takes a package index. Both ways must print the same losses to five digits: the
@@ -40,8 +40,8 @@ TITAN = "torchtitan==0.3.0"
 ROWS = (
     ("verl", "verl", "FSDP engine, `fsdp2`", "causal-lm"),
     ("areal", "areal", "FSDP engine, `memory_efficient_load`", "causal-lm"),
-    ("twinkle_kit", "twinkle-native", "`native_fsdp`, `memory_efficient_init`", "causal-lm"),
-    ("twinkle_kit", "twinkle-accelerate", "`accelerate`, `memory_efficient_init`", "causal-lm"),
+    ("twinkle_kit", "twinkle-native", "`memory_efficient_init`", "causal-lm"),
+    ("twinkle_kit", "twinkle-accelerate", "`memory_efficient_init`", "causal-lm"),
     ("torchtitan", "torchtitan", "llama3, `initial_load_in_hf`", "llama"),
 )
 
@@ -75,8 +75,19 @@ def patch(name: str, python: Path, into: Path) -> None:
     subprocess.run(words, cwd=into, check=True)
 
 
+def label_of(row: tuple[str, ...]) -> str:
+    return f"{row[1]} {releases()[row[0]]}: {row[2]}"
+
+
+def recorded(row: tuple[str, ...]) -> str:
+    """The row in the page."""
+    lines = (ROOT / "benchmarks/RESULTS.md").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"| {label_of(row)} |")]
+    return line
+
+
 def row_of(row: tuple[str, ...], place: Path, model_bytes: int, python: Path) -> str:
-    name, engine, what, checkpoint = row
+    name, engine, _, checkpoint = row
     if name in PACKAGES and not (place / PACKAGES[name]).exists():
         patch(name, python, place)
     own_path = os.environ.get("PYTHONPATH", "")
@@ -88,35 +99,40 @@ def row_of(row: tuple[str, ...], place: Path, model_bytes: int, python: Path) ->
             with tempfile.TemporaryDirectory() as folder:
                 words = [*TORCHRUN, str(RANKS), RANK, engine, str(place / checkpoint), folder]
                 os.environ["PYTHONPATH"] = path
-                peak, printed = run([*words, "--steps", steps, *switch], str(python))
+                peak, printed = run([*words, f"--steps={steps}", *switch], str(python))
             peaks.append(f"{peak / GIB:.2f}")
         os.environ["PYTHONPATH"] = own_path
         cells.append(", ".join(peaks))
         losses.append([float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", printed, re.M)])
     if len(losses[0]) != 3 or any(abs(a - b) > 1e-4 for a, b in zip(*losses, strict=True)):
         sys.exit(f"{engine}: not the same: {losses[0]} and {losses[1]}")
-    label = f"{PACKAGES.get(name, name)} {releases()[name]}: {what}"
-    return f"| {label} | {model_bytes / GIB:.2f} | {' | '.join(cells)} | {losses[1][-1]:.4f} |"
+    cells = [label_of(row), f"{model_bytes / GIB:.2f}", *cells, f"{losses[1][-1]:.4f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--python", type=Path, help="of an environment that has the engines")
+    parser.add_argument("--only", nargs="+", help="these engines; the other rows stay")
     options = parser.parse_args()
+    measured = [row for row in ROWS if row[1] in (options.only or row)]
     from areal_engine import write_tokenizer
 
     PLACE.mkdir(parents=True, exist_ok=True)
     python = options.python or make_environment()
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        sizes = make_checkpoints(place, {row[3] for row in ROWS})
+        sizes = make_checkpoints(place, {row[3] for row in measured})
         for checkpoint in sizes:
             write_tokenizer(place / checkpoint)
-        rows = [row_of(row, place, 4 * sizes[row[3]], python) for row in ROWS]
+        rows = [
+            row_of(row, place, 4 * sizes[row[3]], python) if row in measured else recorded(row)
+            for row in ROWS
+        ]
     versions = ", ".join(f"{of} {version(of)}" for of in ("torch", "transformers", "accelerate"))
     text = [
-        f"{RANKS} ranks on one node. The ranks' peak in GiB, until the first step and with 3 "
-        "steps, interpreters and libraries included:",
+        f"{RANKS} ranks on one node. The ranks' peak in GiB, of the load without an optimizer's "
+        "memory, and with 3 steps; interpreters and libraries included:",
         "",
         "| engine | model | as it is | with Modicum | loss of the third step |",
         "|---|---|---|---|---|",
