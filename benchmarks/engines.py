@@ -138,6 +138,9 @@ def main() -> None:
         "|---|---|---|---|---|",
         *rows,
         "",
+        "In training, verl and AReaL have torch's AdamW as they are, and Modicum's with the "
+        "patches; the others have torch's both ways.",
+        "",
         f"`{COMMAND}`: {versions}; {machine()}.",
     ]
     print("\n".join(text))
