@@ -106,6 +106,7 @@ def make_checkpoints(folder: Path, names: Iterable[str] = ()) -> dict[str, int]:
     mixture = {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 2}
     makers = {
         "causal-lm": lambda: hub.Qwen3ForCausalLM(hub.Qwen3Config(**text)),
+        "llama": lambda: hub.LlamaForCausalLM(hub.LlamaConfig(**text)),
         "experts": lambda: hub.Qwen3MoeForCausalLM(
             hub.Qwen3MoeConfig(**text | mixture, moe_intermediate_size=768)
         ),
@@ -125,12 +126,12 @@ def make_checkpoints(folder: Path, names: Iterable[str] = ()) -> dict[str, int]:
     return sizes
 
 
-def run(words: list[str]) -> tuple[int, str]:
+def run(words: list[str], python: str = sys.executable) -> tuple[int, str]:
     """The peak in bytes over all processes that a command starts, and its output."""
     peak, known = 0, {}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT / "examples", env=os.environ | ENVIRONMENT,
+            [python, *words], cwd=ROOT / "examples", env=os.environ | ENVIRONMENT,
             stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
@@ -197,7 +198,7 @@ def main() -> None:
     versions += f"accelerate {accelerate.__version__}, deepspeed {deepspeed.__version__}"
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        sizes = make_checkpoints(place)
+        sizes = make_checkpoints(place, {script[1] for script in SCRIPTS})
         rows = [row_of(script, place, sizes) for script in SCRIPTS]
     text = [
         f"{RANKS} ranks on one node, fp32 parameters of a bf16 checkpoint. The ranks' peak in GiB, "

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 [ $# -gt 0 ] || set -- loaders.py picture.py systems.py strategies.py step.py forks.py saving.py \
-  small_runs.py scale.py
+  small_runs.py scale.py engines.py
 
 scripts/venv.sh test wheel bench
 scripts/wheel.sh build/python install

@@ -28,6 +28,10 @@ CASES = {
 def write(family: str, directory: Path) -> None:
     (one,) = [one for one in FAMILIES if one.name == family]
     one.write(one.build(), directory)
+    write_tokenizer(directory)
+
+
+def write_tokenizer(directory: Path) -> None:
     tokens = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="</s>")
     made.save_pretrained(directory)
@@ -43,7 +47,8 @@ class Engine:
 
         config = TrainEngineConfig(
             experiment_name="test", trial_name="test", path=directory, attn_impl="sdpa",
-            backend=f"fsdp:d{WORLD}", dtype="float32", optimizer=OptimizerConfig(lr=1e-3),
+            backend=f"fsdp:d{dist.get_world_size()}", dtype="float32",
+            optimizer=OptimizerConfig(lr=1e-3),
             fsdp=FSDPEngineConfig(memory_efficient_load=True), **changes,
         )  # fmt: skip
         self.engine = FSDPEngine(config)
@@ -51,7 +56,6 @@ class Engine:
         spec = FinetuneSpec(total_train_epochs=1, dataset_size=100, train_batch_size=10)
         with only_by_path():
             self.engine.initialize(None, spec)
-        assert isinstance(self.engine.optimizer, modicum.torch.AdamW)
 
     @property
     def model(self) -> Any:
@@ -91,6 +95,7 @@ class only_by_path:
 
 def assert_loaded(made: Engine, directory: str, oracle: str | None) -> None:
     """Against one process's `from_pretrained`, buffers included."""
+    assert isinstance(made.engine.optimizer, modicum.torch.AdamW)
     held = made.tensors()
     if oracle is None:  # a value head, whose rows no file has
         kind = transformers.AutoModelForTokenClassification

@@ -20,21 +20,30 @@ PRECISION = {"native_fsdp": "no", "accelerate": "bf16"}
 STEPS = {"native_fsdp": 2, "accelerate": 6}
 
 
-def made(directory: str, strategy: str) -> Any:
-    """A model on meta, and an optimizer with groups by name, as twinkle makes them."""
+def built(directory: str, strategy: str) -> Any:
+    """A model as twinkle makes it, before it is wrapped."""
     import twinkle
     from twinkle.model.transformers import TransformersModel
 
-    mesh = twinkle.DeviceMesh.from_sizes(fsdp_size=WORLD, device_type="cpu")
+    mesh = twinkle.DeviceMesh.from_sizes(fsdp_size=dist.get_world_size(), device_type="cpu")
     twinkle.initialize("local", global_device_mesh=mesh)
-    model = TransformersModel(
+    return TransformersModel(
         model_id=directory, device_mesh=mesh, strategy=strategy, memory_efficient_init=True,
         mixed_precision=PRECISION[strategy], dtype=torch.float32,
     )  # fmt: skip
-    assert all(parameter.is_meta for parameter in model.model.parameters())
-    assert not any(buffer.is_meta for buffer in model.model.buffers())
+
+
+def wrap(model: Any) -> None:
+    """With an optimizer whose groups twinkle makes by name."""
     model.set_optimizer("AdamW", lr=1e-3)
     model._lazy_wrap_model()
+
+
+def made(directory: str, strategy: str) -> Any:
+    model = built(directory, strategy)
+    assert all(parameter.is_meta for parameter in model.model.parameters())
+    assert not any(buffer.is_meta for buffer in model.model.buffers())
+    wrap(model)
     return model
 
 

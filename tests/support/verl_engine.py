@@ -17,14 +17,15 @@ import modicum.torch
 WORLD = 2
 
 
-def engine_of(directory: str) -> Any:
+def engine_of(directory: str, optimizer_impl: str = "modicum.torch") -> Any:
     """verl's engine with what the four methods of the test read."""
     import verl.models.transformers.monkey_patch as patches
+    import verl.utils.fsdp_utils as loading
     import verl.workers.engine.fsdp.transformer_impl as engines
     import verl.workers.engine.fsdp.utils as utils
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
-    utils.get_device_name = lambda: "cpu"  # verl has no platform for CPUs
+    utils.get_device_name = loading.get_device_id = lambda: "cpu"  # verl has no platform for CPUs
     patches.is_trl_available = lambda: False  # verl 0.9.1 needs an older TRL
     engine = object.__new__(engines.FSDPEngine)
     config = transformers.AutoConfig.from_pretrained(directory)
@@ -37,7 +38,7 @@ def engine_of(directory: str) -> Any:
     precision = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
     engine.engine_config = FSDPEngineConfig(strategy="fsdp2", mixed_precision=precision)
     engine.optimizer_config = FSDPOptimizerConfig(
-        optimizer="AdamW", optimizer_impl="modicum.torch", lr=1e-3, total_training_steps=10
+        optimizer="AdamW", optimizer_impl=optimizer_impl, lr=1e-3, total_training_steps=10
     )
     engine.use_remove_padding = False
     return engine

@@ -1,9 +1,11 @@
 """The patches of integrations/: each fits the files of the release that it names, and the patched
 engines build on meta, load by path, step, save and recover, on two CPU ranks where their packages
-are installed.
+are installed. Where torchtitan is, the block of docs/guide/which-way.md about it does the same
+under its own checkpoint manager.
 
 House test. It catches these mutations: a part of a patch that no longer fits; a model with values
-before its load; buffers of another rank; a checkpoint without the optimizer's state.
+before its load; buffers of another rank; a checkpoint without the optimizer's state; a step that
+torchtitan's manager does not find.
 """
 
 import ast
@@ -35,8 +37,8 @@ RUNS = [
 ]
 
 
-def installed(name: str) -> Path | None:
-    found = importlib.util.find_spec(MODULES[name])
+def installed(module: str) -> Path | None:
+    found = importlib.util.find_spec(module)
     if found is None or not found.submodule_search_locations:
         return None
     return Path(found.submodule_search_locations[0])
@@ -78,15 +80,24 @@ def test_the_patch_fits_the_release(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "words"), RUNS, ids=["-".join((of, *w)) for of, w in RUNS])
 def test_the_patched_engine_trains(name: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    package = installed(name)
+    package = installed(MODULES[name])
     if package is None:
         pytest.skip(f"{MODULES[name]} is not installed")
     patched(name, package, tmp_path)
+    assert_trains(SCRIPTS[name], tmp_path, *words)
+
+
+def test_torchtitans_own_manager_runs_the_pages_block(tmp_path: Path) -> None:
+    if installed("torchtitan") is None:
+        pytest.skip("torchtitan is not installed")
+    assert_trains("torchtitan_engine.py", tmp_path, str(ROOT / "docs/guide/which-way.md"))
+
+
+def assert_trains(name: str, tmp_path: Path, *words: str) -> None:
     folders = [tmp_path, ROOT / "tests/support", ROOT / "examples"]
     places = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
-    script = ROOT / "tests/support" / SCRIPTS[name]
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), *words],
+        [sys.executable, str(ROOT / "tests/support" / name), str(tmp_path), *words],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip

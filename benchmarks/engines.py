@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+"""Measures the memory of real engines, as they are and with Modicum's patches.
+
+Workload: each loads a made-up bf16 checkpoint by its own code into fp32 parameters of FSDP2, in 4
+gloo ranks, and trains 3 steps: the FSDP engines of verl and AReaL, twinkle's two strategies, and
+torchtitan's llama3 with its checkpoint manager. The configurations are the same both ways, with
+the option of the engine that needs the least memory. With Modicum: the patches of integrations/,
+and for torchtitan the block of docs/guide/which-way.md.
+
+A peak is the largest sum over all ranks of anonymous and shared memory and page tables, sampled: of
+the load (a run without steps, whose optimizer has no memory yet), and with training.
+
+Makes an environment for the engines over .venv in build/engines/, whose torch and transformers
+they share, which takes a package index. Both ways must print the same losses to five digits: the
+optimizers round in another order. Writes its table into benchmarks/RESULTS.md between its markers.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from harness.page import GIB, ROOT, machine, write_between_markers
+from systems import RANKS, TORCHRUN, make_checkpoints, run
+
+sys.path.append(str(ROOT / "tests/support"))
+
+COMMAND = "python benchmarks/engines.py"
+PLACE = ROOT / "build/engines"
+RANK = str(ROOT / "benchmarks/harness/engine_rank.py")
+# Distribution: its package.
+PACKAGES = {"verl": "verl", "areal": "areal", "twinkle_kit": "twinkle"}
+TITAN = "torchtitan==0.3.0"
+# Distribution; engine of engine_rank.py; what of it; checkpoint.
+ROWS = (
+    ("verl", "verl", "FSDP engine, `fsdp2`", "causal-lm"),
+    ("areal", "areal", "FSDP engine, `memory_efficient_load`", "causal-lm"),
+    ("twinkle_kit", "twinkle-native", "`memory_efficient_init`", "causal-lm"),
+    ("twinkle_kit", "twinkle-accelerate", "`memory_efficient_init`", "causal-lm"),
+    ("torchtitan", "torchtitan", "llama3, `initial_load_in_hf`", "llama"),
+)
+
+
+def releases() -> dict[str, str]:
+    """The releases that the patches are for."""
+    named = (path.stem.rpartition("-") for path in ROOT.glob("integrations/*.patch"))
+    return {name: of for name, _, of in named} | dict([TITAN.split("==")])
+
+
+def make_environment() -> Path:
+    """The Python of an environment over .venv. The engines ask for older versions of its packages:
+    they are installed without what they need, and that by its own list."""
+    python = PLACE / "venv/bin/python"
+    subprocess.run([sys.executable, "-m", "venv", PLACE / "venv"], check=True)
+    (own,) = PLACE.glob("venv/lib/python*/site-packages")
+    base = next(path for path in sys.path if path.endswith("site-packages"))
+    (own / "base.pth").write_text(base + "\n")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    engines = [f"{name}=={of}" for name, of in releases().items()]
+    subprocess.run([*pip, "-r", ROOT / "scripts/requirements-engines.txt", *engines], check=True)
+    return python
+
+
+def patch(name: str, python: Path, into: Path) -> None:
+    """A patched copy of an environment's package."""
+    (package,) = python.parent.parent.glob(f"lib/python*/site-packages/{PACKAGES[name]}")
+    (file,) = ROOT.glob(f"integrations/{name}-*.patch")
+    shutil.copytree(package, into / package.name, dirs_exist_ok=True)
+    words = ["patch", "-p1", "--fuzz=0", "--quiet", "-i", str(file)]
+    subprocess.run(words, cwd=into, check=True)
+
+
+def label_of(row: tuple[str, ...]) -> str:
+    return f"{row[1]} {releases()[row[0]]}: {row[2]}"
+
+
+def recorded(row: tuple[str, ...]) -> str:
+    """The row in the page."""
+    lines = (ROOT / "benchmarks/RESULTS.md").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"| {label_of(row)} |")]
+    return line
+
+
+def row_of(row: tuple[str, ...], place: Path, model_bytes: int, python: Path) -> str:
+    name, engine, _, checkpoint = row
+    if name in PACKAGES and not (place / PACKAGES[name]).exists():
+        patch(name, python, place)
+    own_path = os.environ.get("PYTHONPATH", "")
+    cells, losses = [], []
+    for switch in ([], ["--modicum"]):
+        path = os.pathsep.join([str(place)] * bool(switch) + [own_path])
+        peaks, printed = [], ""
+        for steps in ("0", "3"):
+            with tempfile.TemporaryDirectory() as folder:
+                words = [*TORCHRUN, str(RANKS), RANK, engine, str(place / checkpoint), folder]
+                os.environ["PYTHONPATH"] = path
+                peak, printed = run([*words, f"--steps={steps}", *switch], str(python))
+            peaks.append(f"{peak / GIB:.2f}")
+        os.environ["PYTHONPATH"] = own_path
+        cells.append(", ".join(peaks))
+        losses.append([float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", printed, re.M)])
+    if len(losses[0]) != 3 or any(abs(a - b) > 1e-4 for a, b in zip(*losses, strict=True)):
+        sys.exit(f"{engine}: not the same: {losses[0]} and {losses[1]}")
+    cells = [label_of(row), f"{model_bytes / GIB:.2f}", *cells, f"{losses[1][-1]:.4f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--python", type=Path, help="of an environment that has the engines")
+    parser.add_argument("--only", nargs="+", help="these engines; the other rows stay")
+    options = parser.parse_args()
+    measured = [row for row in ROWS if row[1] in (options.only or row)]
+    from areal_engine import write_tokenizer
+
+    PLACE.mkdir(parents=True, exist_ok=True)
+    python = options.python or make_environment()
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        sizes = make_checkpoints(place, {row[3] for row in measured})
+        for checkpoint in sizes:
+            write_tokenizer(place / checkpoint)
+        rows = [
+            row_of(row, place, 4 * sizes[row[3]], python) if row in measured else recorded(row)
+            for row in ROWS
+        ]
+    versions = ", ".join(f"{of} {version(of)}" for of in ("torch", "transformers", "accelerate"))
+    text = [
+        f"{RANKS} ranks on one node. The ranks' peak in GiB, of the load without an optimizer's "
+        "memory, and with 3 steps; interpreters and libraries included:",
+        "",
+        "| engine | model | as it is | with Modicum | loss of the third step |",
+        "|---|---|---|---|---|",
+        *rows,
+        "",
+        "In training, verl and AReaL have torch's AdamW as they are, and Modicum's with the "
+        "patches; the others have torch's both ways.",
+        "",
+        f"`{COMMAND}`: {versions}; {machine()}.",
+    ]
+    print("\n".join(text))
+    write_between_markers(ROOT / "benchmarks/RESULTS.md", "engines", "\n".join(text))
+
+
+if __name__ == "__main__":
+    main()
